@@ -1,0 +1,44 @@
+# `make lab` opens the course, `make test` proves it. README has the same in plain pip and python.
+VENV := .venv
+BIN := $(VENV)/bin
+OUT ?= figures
+# The first interpreter that is really there and new enough.
+PYTHON ?= $(shell for p in python3 python3.12 python3.11 python; do \
+	$$p -c 'import sys; sys.exit(not (3,11) <= sys.version_info[:2] <= (3,12))' 2>/dev/null && echo $$p && break; done)
+
+.PHONY: lab test quick notebooks figures cuda lint clean
+
+$(VENV)/.ready: requirements.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 or 3.12 found. Install one, or say which: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@echo "Setting up $(VENV) with $$($(PYTHON) --version) (once; a few minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --requirement requirements.txt
+	@touch $@
+
+lab: $(VENV)/.ready
+	$(BIN)/python -m minillm lab
+
+test: quick
+	$(BIN)/python -m minillm notebooks --check
+	$(BIN)/python -m pytest -q tests/notebooks tests/browser
+
+quick: $(VENV)/.ready lint
+	$(BIN)/python -m pytest -q --ignore=tests/notebooks --ignore=tests/browser
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+notebooks: $(VENV)/.ready
+	$(BIN)/python -m minillm notebooks
+
+figures: $(VENV)/.ready
+	$(BIN)/python -m minillm figures --out $(OUT)
+
+cuda: $(VENV)/.ready
+	$(BIN)/python -m pytest -q -m cuda tests
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis test-artifacts
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

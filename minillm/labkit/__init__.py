@@ -1,0 +1,1 @@
+"""What only the notebooks use: exercises, hints, receipts, plots and the notebook builder."""

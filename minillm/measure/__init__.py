@@ -1,0 +1,1 @@
+"""What happened: operations, bytes, memory, time, and what this machine can do."""

@@ -1,0 +1,1 @@
+"""What should happen: closed forms for bytes, rounds, time and memory. No torch needed."""
