@@ -13,14 +13,17 @@ from minillm.comm.collectives import (
 )
 from minillm.comm.errors import HangError, MismatchError, PeerLostError, RankError
 from minillm.comm.group import Group, Handle
-from minillm.comm.launch import is_root, launch
+from minillm.comm.launch import launch
 from minillm.comm.links import Link, Topology
+from minillm.comm.mesh import Mesh
+from minillm.comm.torchrun import is_root
 
 __all__ = [
     "Group",
     "Handle",
     "HangError",
     "Link",
+    "Mesh",
     "MismatchError",
     "PeerLostError",
     "RankError",

@@ -4,8 +4,9 @@ A rank stuck in a collective cannot answer questions, so it writes down where it
 needs no help from anybody: that is how a hang becomes a table of who waits for whom, and how two ranks that call the
 same collective with different shapes find out before they wait for each other for ever.
 
-    slot of rank r:  pid | state | last sign of life | one record per group: its latest operation
+    slot of rank r:  pid | state | last sign of life | one record per group | one note per partner and direction
     record:          key (group, sequence number) | since | waiting? | JSON {"op", "shape", "dtype", "ranks", "name"}
+    note:            key (group, message number) | what this rank sends to, or expects from, that partner
 
 A record's key is written last and cleared first, so a reader never takes half an old and half a new text for one.
 """
@@ -19,10 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RECORDS, RECORD_BYTES, HEADER_BYTES = 32, 512, 64
-SLOT_BYTES = HEADER_BYTES + RECORDS * RECORD_BYTES
+NOTE_BYTES = 96
 STARTING, RUNNING, FINISHED, RAISED = range(4)
 _HEADER = struct.Struct("<iid")  # pid, state, last sign of life
 _RECORD = struct.Struct("<iqdii")  # group ordinal, sequence number, since, waiting, length of the text
+_NOTE = struct.Struct("<iqi")  # group ordinal, message number, length of the text
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,10 @@ class Board:
 
     def __init__(self, path: str | Path, world_size: int, first_rank: int = 0) -> None:
         self.world_size, self.first_rank = world_size, first_rank
+        self._slot_bytes = HEADER_BYTES + RECORDS * RECORD_BYTES + 2 * world_size * NOTE_BYTES
         with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
-            file.truncate(world_size * SLOT_BYTES)
-            self._map = mmap.mmap(file.fileno(), world_size * SLOT_BYTES)
+            file.truncate(world_size * self._slot_bytes)
+            self._map = mmap.mmap(file.fileno(), world_size * self._slot_bytes)
 
     def close(self) -> None:
         self._map.close()
@@ -94,6 +97,17 @@ class Board:
         same = self._map[at + _RECORD.size : at + _RECORD.size + length] == text
         return None if same else self._read(at)
 
+    def note_message(self, rank: int, peer: int, sending: bool, ordinal: int, number: int, text: str) -> str | None:
+        """Note message `number` of this group between two ranks; returns what the other side has noted about it."""
+        raw = text.encode()[: NOTE_BYTES - _NOTE.size]
+        at = self._note(rank, peer, sending)
+        self._map[at + _NOTE.size : at + _NOTE.size + len(raw)] = raw
+        _NOTE.pack_into(self._map, at, ordinal, number, len(raw))
+        at = self._note(peer, rank, not sending)
+        found, count, length = _NOTE.unpack_from(self._map, at)
+        theirs = self._map[at + _NOTE.size : at + _NOTE.size + length]
+        return theirs.decode(errors="replace") if (found, count) == (ordinal, number) else None
+
     def posted_in(self, rank: int, ordinal: int) -> Posted | None:
         """The latest operation of this rank in this group."""
         posted = self._read(self._record(rank, ordinal))
@@ -125,7 +139,11 @@ class Board:
         return Posted(ordinal, sequence, since, bool(waiting), **text)
 
     def _slot(self, rank: int) -> int:
-        return (rank - self.first_rank) * SLOT_BYTES
+        return (rank - self.first_rank) * self._slot_bytes
+
+    def _note(self, rank: int, peer: int, sending: bool) -> int:
+        place = 2 * (peer - self.first_rank) + sending
+        return self._slot(rank) + HEADER_BYTES + RECORDS * RECORD_BYTES + place * NOTE_BYTES
 
     def _record(self, rank: int, ordinal: int) -> int:
         return self._slot(rank) + HEADER_BYTES + ordinal % RECORDS * RECORD_BYTES

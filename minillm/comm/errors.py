@@ -13,7 +13,7 @@ class RankError(RuntimeError):
 
 
 class HangError(RuntimeError):
-    """Ranks waited longer than the timeout. The text holds the table of who waits for whom; `table` is the table alone."""
+    """Ranks waited longer than the timeout. The text holds the table of who waits for whom, `table` that alone."""
 
     def __init__(self, message: str, table: str = "") -> None:
         super().__init__(message)

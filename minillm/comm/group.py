@@ -4,12 +4,15 @@
 the notice board, and paces messages when a link is emulated. On CPU its collectives are minillm's own
 (`comm/collectives.py`), made of point-to-point messages (`comm/messages.py`); on NCCL they are NCCL's.
 
-Conventions are torch's: `all_reduce` and `broadcast` work in place and return their tensor, the others return a new one;
-`async_op=True` returns a `Handle` at once. Ranks in calls (`root`, `src`, `dst`) are ranks inside the group.
+Conventions are torch's: `all_reduce` and `broadcast` work in place and return their tensor, the others return a new
+one; `async_op=True` returns a `Handle` at once. Ranks in calls (`root`, `src`, `dst`) are ranks inside the group.
 """
 
+import json
+import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -83,6 +86,7 @@ class Group:
         self._thread = threading.local()  # .operation: the collective this thread is inside of
         self._queue: ThreadPoolExecutor | None = None
         self._pending: Handle | None = None
+        self._messages: Counter[tuple[bool, int]] = Counter()  # (sending?, peer) -> messages so far
 
     def __repr__(self) -> str:
         return f"Group({self.name!r}, rank {self.rank} of {self.world_size}, global ranks {self.ranks}, {self.device})"
@@ -152,6 +156,8 @@ class Group:
         sends, recvs = _as_list(send), _as_list(recv)
         self._check_messages(sends, recvs)
         inside = getattr(self._thread, "operation", None)
+        if not inside:
+            self._check_partners(sends, recvs)
         transfer = Transfer(self, sends, recvs, tag=inside.tag if inside else 0)
         if inside:
             inside.bytes += transfer.bytes
@@ -266,6 +272,24 @@ class Group:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"{what}={rank} is not in group {self.name!r}: its ranks are 0 to {self.world_size - 1}")
 
+    def _check_partners(self, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
+        """Compare each message with what the other side said about it, if it has already said so."""
+        board, me = self.world.board, self.world.rank
+        for sending, messages in ((True, sends), (False, recvs)):
+            for x, peer in messages:
+                self._messages[sending, peer] += 1
+                if board is None or not board.has(self.ranks[peer]):
+                    continue
+                mine = f"{list(x.shape)} {_dtype(x)}"
+                note = (self._ordinal, self._messages[sending, peer], mine)
+                theirs = board.note_message(me, self.ranks[peer], sending, *note)
+                if theirs and _size(theirs) != _size(mine):
+                    verb, other = ("sends", "expects") if sending else ("expects", "sends")
+                    raise MismatchError(
+                        f"message {note[1]} in group {self.name!r}: rank {me} {verb} {mine}, "
+                        f"but rank {self.ranks[peer]} {other} {theirs}"
+                    )
+
     def _check_member(self, op: str) -> None:
         if self.rank < 0:
             raise ValueError(
@@ -293,6 +317,12 @@ class Group:
 def _as_list(messages: Message | Sequence[Message]) -> list[Message]:
     is_one = len(messages) == 2 and isinstance(messages[0], torch.Tensor)
     return [messages] if is_one else list(messages)
+
+
+def _size(described: str) -> tuple[int, str]:
+    """(elements, dtype) of a description such as "[2, 3] float32"; messages may change shape, but not size."""
+    shape, _, dtype = described.rpartition(" ")
+    return math.prod(json.loads(shape)), dtype
 
 
 def _dtype(x: torch.Tensor) -> str:

@@ -6,8 +6,8 @@
     launch(hello, nproc=4)        # [4.0, 4.0, 4.0, 4.0]
 
 Ranks are processes started by torch's elastic agent, which is what torchrun uses; `fork server` makes that cheap. The
-function travels by value, so it may come from a notebook cell. While the ranks run, this process prints what they print,
-watches the notice board for ranks that wait too long, and takes everything down when one fails.
+function travels by value, so it may come from a notebook cell. While the ranks run, this process prints what they
+print, watches the notice board for ranks that wait too long, and takes everything down when one fails.
 """
 
 import contextlib
@@ -28,16 +28,16 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from minillm.comm import worker
-from minillm.comm.board import FINISHED, RAISED, STARTING, Board
+from minillm.comm.board import FINISHED, RAISED, Board
 from minillm.comm.errors import HangError, RankError
 from minillm.comm.links import Link, Topology
 from minillm.comm.table import waiting_table
+from minillm.comm.torchrun import in_place
 
 MAX_RANKS = 64
 POLL_S = 0.02
@@ -65,7 +65,7 @@ def launch(
     threads = max(1, (os.cpu_count() or 1) // nproc)
     job = worker.Job(fn, args, nproc, timeout, link, device, threads, _cell_sources())
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return _in_place(job)
+        return in_place(job)
     with _folder() as folder, _quiet_torch(), _without_main():
         try:
             (folder / "job").write_bytes(cloudpickle.dumps(job))
@@ -227,41 +227,6 @@ class Run:
                 sys.stdout.flush()
 
 
-def _in_place(job: worker.Job) -> list[Any]:
-    """Under torchrun: this process already is a rank."""
-    if "MINILLM_RANK" in os.environ:
-        raise ValueError("launch was called inside a rank: call it once, outside, and use group.subgroup inside")
-    rank, local_world = int(os.environ["RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    world = int(os.environ["WORLD_SIZE"])
-    job = worker.Job(**{**vars(job), "nproc": world, "threads": max(1, (os.cpu_count() or 1) // local_world)})
-    with worker.world_group(job, None, rank, wait_s=job.timeout_s) as group:
-        group.world.board = _shared_board(rank, local_world)
-        result = job.function(group, *job.args)
-        return group.gather_objects(result)
-
-
-def _shared_board(rank: int, local_world: int) -> Board:
-    """One board per node. The file has no name once everybody has opened it, so nothing is left behind."""
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    run = f"{os.environ.get('TORCHELASTIC_RUN_ID', 'run')}-{os.environ.get('MASTER_PORT', '0')}-{rank - local_rank}"
-    path = Path(tempfile.gettempdir(), f"minillm-{os.getuid()}-{run}.board")
-    if local_rank == 0:
-        path.unlink(missing_ok=True)
-        board = Board(path, local_world, rank)
-    dist.barrier()
-    if local_rank != 0:
-        board = Board(path, local_world, rank - local_rank)
-    dist.barrier()
-    if local_rank == 0:
-        path.unlink(missing_ok=True)
-    return board
-
-
-def is_root() -> bool:
-    """True in the process that should print: outside torchrun, or torchrun's rank 0."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def _check(fn: Any, nproc: int, timeout: float, link: Any, device: str | None) -> None:
     if not callable(fn):
         raise ValueError(f"fn={fn!r} is not a function: pass the function itself, launch(fn, nproc=4)")
@@ -290,7 +255,6 @@ def _start_method() -> str:
     """A fork server that has loaded torch once, but not minillm, so that edits are seen."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return "spawn"
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", worker.loopback())
     multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "numpy", "cloudpickle", "psutil"])
     return "forkserver"
 
@@ -298,15 +262,19 @@ def _start_method() -> str:
 @contextlib.contextmanager
 def _quiet_torch() -> Iterator[None]:
     """Keep the agent's own log lines ("Closing process ... via signal SIGTERM") out of the reader's sight."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    before, handler = logger.propagate, logging.NullHandler()
-    logger.propagate = False
-    logger.addHandler(handler)
+    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
+    before = [logger.propagate for logger in loggers]
+    handler = logging.NullHandler()
+    for logger in loggers:
+        logger.propagate = False
+        logger.addHandler(handler)
     try:
         yield
     finally:
-        logger.propagate = before
-        logger.removeHandler(handler)
+        for logger, propagate in zip(loggers, before, strict=True):
+            logger.propagate = propagate
+            logger.removeHandler(handler)
+        os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
 
 
 @contextlib.contextmanager

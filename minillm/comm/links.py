@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of one rank's connection. latency_s: seconds per message; bandwidth_bytes_per_s: bytes per second."""
+    """One direction of one rank's connection: `latency_s` seconds per message, then bytes at the bandwidth."""
 
     latency_s: float = 0.0
     bandwidth_bytes_per_s: float = float("inf")

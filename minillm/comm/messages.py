@@ -1,9 +1,9 @@
 """Point-to-point messages, the one thing all collectives are made of.
 
 A `Transfer` posts any number of sends and receives at once, so that no order of sends can deadlock, and hides three
-differences: NCCL wants them as one batch, gloo as separate calls; gloo moves CPU memory only, so tensors on a GPU take a
-detour; and an emulated link delivers later than the real wire. For the last, the sender adds a stamp (the delivery time,
-8 bytes, not counted: it belongs to the emulation) and both sides wait for that time.
+differences: NCCL wants them as one batch, gloo as separate calls; gloo moves CPU memory only, so tensors on a GPU take
+a detour; and an emulated link delivers later than the real wire. For the last, the sender adds a stamp (the delivery
+time, 8 bytes, not counted: it belongs to the emulation) and both sides wait for that time.
 """
 
 import time

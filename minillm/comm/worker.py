@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -23,17 +24,18 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from minillm.comm.board import FINISHED, RAISED, RUNNING, STARTING, Board, describe
-from minillm.comm.errors import PeerLostError
+from minillm.comm.errors import HangError, PeerLostError
 from minillm.comm.group import Group, World
 from minillm.comm.links import Egress, Link, Topology
 
 ECHO_PAUSE_S = 0.5  # a rank that fails because another one did lets that one be seen first
+ECHOES = ("onnection closed by peer", "onnection reset", "Broken pipe", "onnection refused")
 WORLD_NAME = "world"
 
 
 @dataclass(frozen=True)
 class Job:
-    """What `launch` hands to its ranks. sources: the text of notebook cells, so that tracebacks can show their lines."""
+    """What `launch` hands to its ranks. sources: the text of notebook cells, for the lines in tracebacks."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -63,7 +65,7 @@ def main(folder: str) -> None:
     _settle(Path(folder), rank)
     board = Board(Path(folder, "board"), int(os.environ["WORLD_SIZE"]))
     board.set_state(rank, STARTING)
-    os.environ["MINILLM_RANK"] = str(rank)
+    os.environ.update(MINILLM_RANK=str(rank), GLOO_SOCKET_IFNAME=loopback())
     try:
         job: Job = cloudpickle.loads(Path(folder, "job").read_bytes())
         linecache.cache.update(job.sources)
@@ -132,17 +134,28 @@ def pick_device(device: str | None, nproc: int) -> torch.device:
 
 def failure(error: BaseException) -> Report:
     """The error as its rank saw it, its traceback beginning at the caller's own function."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [i for i, frame in enumerate(frames) if frame.filename == __file__]
+    frames = list(traceback.extract_tb(error.__traceback__))
     kept = traceback.TracebackException.from_exception(error)
-    kept.stack = traceback.StackSummary.from_list(frames[(ours[-1] + 1 if ours else 0) :] or frames)
+    kept.stack = traceback.StackSummary.from_list(_relevant(frames, error))
     try:
         exception = cloudpickle.dumps(error)
     except Exception:
         exception = None
     text = "".join(kept.format()).rstrip()
     echo = isinstance(error, (PeerLostError, dist.DistNetworkError, ConnectionError))
+    echo = echo or (isinstance(error, RuntimeError) and any(sign in str(error) for sign in ECHOES))
     return Report(None, f"{type(error).__name__}: {error}", text, exception, echo, time.monotonic())
+
+
+def _relevant(frames: list[traceback.FrameSummary], error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames from the caller's own function on; where `comm` itself complains, only the caller's."""
+    here = os.path.dirname(__file__)
+    ours = [i for i, frame in enumerate(frames) if frame.filename == __file__]
+    frames = frames[ours[-1] + 1 :] if ours and ours[-1] + 1 < len(frames) else frames
+    if isinstance(error, (ValueError, HangError, PeerLostError)) and frames[-1].filename.startswith(here):
+        hidden = (here, os.path.dirname(torch.__file__), os.path.dirname(threading.__file__))
+        frames = [frame for frame in frames if not frame.filename.startswith(hidden)] or frames
+    return frames
 
 
 def loopback() -> str:

@@ -89,7 +89,7 @@ class Ledger:
 
 @contextlib.contextmanager
 def ledger() -> Iterator[Ledger]:
-    """Collect this rank's operations and spans while the block runs. Ledgers nest: an inner one does not hide an outer."""
+    """Collect this rank's operations and spans while the block runs. Ledgers may nest: each gets everything."""
     led = Ledger()
     with _lock:
         _open.append(led)
