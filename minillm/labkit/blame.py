@@ -51,10 +51,9 @@ def learner_line(error: BaseException) -> Line | None:
 def summary(error: BaseException) -> str:
     """The error in one line (or, for a table such as a hang's, as it is), without any traceback."""
     text = str(error).strip()
-    if "Traceback (most recent call last)" in text:  # the text of another rank's error: its heading and its last line
-        first, last = text.splitlines()[0].strip(), text.splitlines()[-1].strip()
-        heading = first.split("Traceback (most recent call last)")[0].strip()
-        return f"{heading.rstrip(':')}: {last}" if heading else last
+    heading, traceback_begins, _ = text.partition("Traceback (most recent call last)")
+    if traceback_begins:  # another rank's error, under a heading such as "rank 1 of 4 raised ..."
+        return heading.strip() or text.splitlines()[-1].strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -56,7 +56,8 @@ def checked(cell: NotebookNode) -> list[str]:
     """Names of the exercises that a cell checks: every `check("name", ...)` in its code."""
     if cell.cell_type != "code":
         return []
-    return re.findall(r"""^[^#\n]*\bcheck\(\s*["']([\w-]+)["']""", cell.source, flags=re.MULTILINE)
+    code = re.sub(r"#.*", "", cell.source)
+    return re.findall(r"""\bcheck\(\s*["']([\w-]+)["']""", code)
 
 
 def without_answers(source: str, where: str) -> str:
