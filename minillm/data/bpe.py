@@ -15,6 +15,7 @@ Sources: Sennrich, Haddow, Birch 2016, section 3.2 (merges); Radford et al. 2019
 
 import re
 from collections import Counter
+from itertools import pairwise
 
 # GPT-2's cut, with `re`'s character classes: the same for ASCII text. Words, numbers and punctuation take one space
 # before them; the indentation of a line stays together but for its last space.
@@ -70,7 +71,7 @@ def encode(text: str, merges: list[Merge]) -> list[bytes]:
     tokens: list[bytes] = []
     for piece in split(text):
         word = [bytes([byte]) for byte in piece.encode()]
-        while known := [pair for pair in zip(word, word[1:], strict=False) if pair in ranks]:
+        while known := [pair for pair in pairwise(word) if pair in ranks]:
             word = _merge(word, min(known, key=ranks.__getitem__))
         tokens += word
     return tokens
@@ -87,7 +88,7 @@ def _merge(word: list[bytes], pair: Merge) -> list[bytes]:
 
 
 def _count(pairs: Counter[Merge], holders: dict[Merge, set[str]], piece: str, word: list[bytes], times: int) -> None:
-    for pair in zip(word, word[1:], strict=False):
+    for pair in pairwise(word):
         pairs[pair] += times
         holders.setdefault(pair, set()).add(piece)
         if not pairs[pair]:

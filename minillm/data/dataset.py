@@ -4,8 +4,8 @@
     window 0  a b c d            inputs  a b c      targets  b c d           (seq_len 3)
     window 1        d e <sep> f  inputs  d e <sep>  targets  e <sep> f
 
-Windows overlap by one token, so every token but the first is a target exactly once, and the waste is the tail that does not fill a
-window. A window may span documents; the separator tells the model where one ends.
+Windows overlap by one token, so every token but the first is a target exactly once, and the waste is the tail that
+does not fill a window. A window may span documents; the separator tells the model where one ends.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,9 @@ class TokenDataset:
         if seq_len < 1:
             raise ValueError(f"seq_len {seq_len} is too small: a window needs at least 1 input token")
         if len(array) < seq_len + 1:
-            raise ValueError(f"{len(array)} tokens are too few for seq_len {seq_len}: give more text or a shorter seq_len")
+            raise ValueError(
+                f"{len(array)} tokens are too few for seq_len {seq_len}: give more text or a shorter seq_len"
+            )
         self.tokens, self.seq_len = tokens, seq_len
 
     def __len__(self) -> int:
@@ -40,8 +42,8 @@ class TokenDataset:
     def batch(self, indices: Sequence[int] | np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """(inputs, targets), each int64 [len(indices), seq_len]."""
         wanted = np.asarray(indices, dtype=np.int64).reshape(-1)
-        if wanted.size and not (0 <= wanted.min() and wanted.max() < len(self)):
-            raise IndexError(f"window {wanted.max()} or {wanted.min()} is outside 0..{len(self) - 1}")
+        if (outside := wanted[(wanted < 0) | (wanted >= len(self))]).size:
+            raise IndexError(f"window {outside[0]} is outside 0..{len(self) - 1}")
         array = self.tokens.array if isinstance(self.tokens, Tokens) else np.asarray(self.tokens)
         windows = array[wanted[:, None] * self.seq_len + np.arange(self.seq_len + 1)].astype(np.int64)
         return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())

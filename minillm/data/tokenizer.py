@@ -53,7 +53,9 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, eos: str | None, bos: str | None = None):
         vocabulary = backend.get_vocab(with_added_tokens=False)
         if not vocabulary.keys() >= CHAR_TO_BYTE.keys():
-            raise ValueError("this tokenizer is not byte-level BPE: minillm reads those of Llama 3, Qwen, GPT-2 and its own")
+            raise ValueError(
+                "this tokenizer is not byte-level BPE: minillm reads those of Llama 3, Qwen, GPT-2 and its own"
+            )
         backend.no_padding()
         backend.no_truncation()
         self._backend = backend
@@ -73,7 +75,9 @@ class Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_str(file.read_text("utf-8"))
         except OSError as error:
-            raise ValueError(f"no tokenizer at {file} ({error.strerror}): give a tokenizer.json or its folder") from None
+            raise ValueError(
+                f"no tokenizer at {file} ({error.strerror}): give a tokenizer.json or its folder"
+            ) from None
         except Exception as error:  # the library raises bare Exception
             raise ValueError(f"{file} is not a readable tokenizer.json: {error}") from None
         known = backend.get_vocab(with_added_tokens=True)
@@ -112,7 +116,9 @@ class Tokenizer:
         try:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except TypeError:
-            raise ValueError("the text is no Unicode string (a lone surrogate?): use encode_bytes for raw bytes") from None
+            raise ValueError(
+                "the text is no Unicode string (a lone surrogate?): use encode_bytes for raw bytes"
+            ) from None
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def encode_bytes(self, data: bytes) -> list[int]:
@@ -133,7 +139,7 @@ class Tokenizer:
         ids = [int(token) for token in ids]
         if wrong := [token for token in ids if token not in table]:
             raise ValueError(
-                f"token id {wrong[0]} is not in this vocabulary of {self.vocab_size} tokens: was it made by another one?"
+                f"token id {wrong[0]} is not in this vocabulary of {self.vocab_size}: use the tokenizer it came from"
             )
         return b"".join(table[token] for token in ids if token not in skipped)
 
@@ -158,7 +164,9 @@ class Tokenizer:
         """Id of the document separator. Raises ValueError if the tokenizer has none."""
         token_id = None if self.eos is None else self._backend.token_to_id(self.eos)
         if token_id is None:
-            raise ValueError(f"this tokenizer has no end-of-text token (eos {self.eos!r}): name it in tokenizer_config.json")
+            raise ValueError(
+                f"this tokenizer has no end-of-text token (eos {self.eos!r}): name it in tokenizer_config.json"
+            )
         return token_id
 
     @property
@@ -174,6 +182,8 @@ class Tokenizer:
     @cached_property
     def _token_bytes(self) -> dict[int, bytes]:
         plain = self._backend.get_vocab(with_added_tokens=False)
-        table = {i: bytes(map(CHAR_TO_BYTE.get, token)) for token, i in plain.items() if CHAR_TO_BYTE.keys() >= set(token)}
+        table = {
+            i: bytes(map(CHAR_TO_BYTE.get, token)) for token, i in plain.items() if CHAR_TO_BYTE.keys() >= set(token)
+        }
         added = self._backend.get_added_tokens_decoder()
         return table | {token_id: token.content.encode() for token_id, token in added.items()}
