@@ -147,6 +147,7 @@ def _event_bar(event, zero: float) -> _Bar:
         "dtype": str(event.dtype),
         "waited_ms": waited * 1e3,
         "emulated": bool(event.emulated),
+        "counted": bool(getattr(event, "counted", True)),
     }
     return _Bar(event.op, "comm", event.start - zero, event.end - zero, waited, bool(event.emulated), args)
 

@@ -161,6 +161,7 @@ def test_trace_is_a_process_per_rank_in_microseconds(tmp_path):
         "dtype": "float32",
         "waited_ms": pytest.approx(20),
         "emulated": True,
+        "counted": True,
     }
     for a in slices:  # slices of one thread never overlap, so the viewer nests nothing by accident
         for b in slices:
