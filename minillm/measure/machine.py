@@ -16,8 +16,10 @@ import html
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -179,20 +181,37 @@ def _measure() -> Machine:
 
 
 def _links() -> dict[int, LinkFit]:
-    """A link fit per world size, from ranks started by `minillm.comm.probe` in a process of its own."""
-    command = [sys.executable, "-m", "minillm.comm.probe", "--world-sizes", ",".join(map(str, WORLD_SIZES))]
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+    """A link fit per world size; without links, and with a warning, if the ranks cannot be started."""
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, env=os.environ | {"PYTHONPATH": path}
-        )
-        if done.returncode:
-            raise ValueError((done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
-        samples = json.loads(done.stdout.strip().splitlines()[-1])
+        samples = json.loads(_probe_output().strip().splitlines()[-1])
         return {int(n): rates.fit_link(int(n), rows) for n, rows in samples.items()}
     except (ValueError, IndexError, OSError, subprocess.TimeoutExpired) as error:
         _warn(f"the links between ranks could not be measured: {error}")
         return {}
+
+
+def _probe_output() -> str:
+    """What `minillm.comm.probe` prints; it has its own session and scratch folder, so nothing outlives it."""
+    command = [sys.executable, "-m", "minillm.comm.probe", "--world-sizes", ",".join(map(str, WORLD_SIZES))]
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+    with tempfile.TemporaryDirectory(prefix="minillm-") as scratch:
+        probe = subprocess.Popen(
+            command,
+            env=os.environ | {"PYTHONPATH": path, "TMPDIR": scratch},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            out, err = probe.communicate(timeout=PROBE_TIMEOUT_S)
+        except BaseException:  # too slow, or interrupted
+            os.killpg(probe.pid, signal.SIGKILL)
+            probe.communicate()
+            raise
+    if probe.returncode:
+        raise ValueError((err.strip().splitlines() or [f"exit status {probe.returncode}"])[-1])
+    return out
 
 
 def _gpu() -> Gpu | None:

@@ -4,8 +4,11 @@ import importlib
 import json
 import subprocess
 import sys
+import time
 import types
+from pathlib import Path
 
+import psutil
 import pytest
 
 from minillm.measure import machine
@@ -29,16 +32,19 @@ def fake(monkeypatch, tmp_path):
         state.measured += dtype == "float32" and threads == 1
         return {"float32": 1e11, "bfloat16": 2e11}[dtype] * threads
 
-    def run(command, **kwargs):
-        state.command, state.env = command, kwargs["env"]
-        return types.SimpleNamespace(returncode=state.returncode, stdout=state.stdout, stderr=state.stderr)
+    class Probe:
+        def __init__(self, command, **kwargs):
+            state.command, self.returncode = command, state.returncode
+
+        def communicate(self, timeout=None):
+            return state.stdout, state.stderr
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(state.cache))
     monkeypatch.setattr(card_module, "_cores", lambda: 4)
     monkeypatch.setattr(card_module, "_gpu", lambda: None)
     monkeypatch.setattr(card_module.rates, "matmul_flops", peak)
     monkeypatch.setattr(card_module.rates, "memory_bandwidth", lambda threads, size: 2.5e10)
-    monkeypatch.setattr(card_module.subprocess, "run", run)
+    monkeypatch.setattr(card_module.subprocess, "Popen", Probe)
     return state
 
 
@@ -121,6 +127,32 @@ def test_without_ranks_there_is_a_card_without_links(fake, change, capsys):
     assert fake.measured == 2  # not kept: the next call tries again
 
 
+def test_a_probe_that_hangs_is_ended_with_all_it_started(monkeypatch, tmp_path, capsys):
+    """The stand-in probe starts a child that would sleep for ever, and leaves a file in its scratch folder."""
+    note = tmp_path / "child"
+    script = tmp_path / "probe"
+    script.write_text(
+        f"#!/bin/sh\nsleep 1000 &\necho $! $TMPDIR > {note}.new\nmv {note}.new {note}\ntouch $TMPDIR/x\nwait\n"
+    )
+    script.chmod(0o755)
+
+    def slow_start(*args, **kwargs):
+        probe = popen(*args, **kwargs)
+        while not note.exists():
+            time.sleep(0.01)
+        return probe
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(card_module.subprocess, "Popen", slow_start)
+    monkeypatch.setattr(card_module.sys, "executable", str(script))
+    monkeypatch.setattr(card_module, "PROBE_TIMEOUT_S", 0.2)
+    assert card_module._links() == {}
+    assert "timed out" in capsys.readouterr().err
+    child, scratch = note.read_text().split()
+    assert not psutil.pid_exists(int(child)) or psutil.Process(int(child)).status() == psutil.STATUS_ZOMBIE
+    assert not Path(scratch).exists()
+
+
 def test_json_round_trip_with_a_gpu(fake, monkeypatch):
     gpu = card_module.Gpu("H200", 141 * 10**9, 7e14, 5e13, 4e12)
     monkeypatch.setattr(card_module, "_gpu", lambda: gpu)
@@ -130,8 +162,6 @@ def test_json_round_trip_with_a_gpu(fake, monkeypatch):
 
 
 def test_a_busy_machine_is_named(fake, monkeypatch):
-    import psutil
-
     monkeypatch.setattr(psutil, "getloadavg", lambda: (10.0, 0.0, 0.0))
     assert "load 2.5 per core" in str(machine())
 
