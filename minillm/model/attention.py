@@ -1,7 +1,7 @@
 """Attention as a function the model is given: softmax(q kᵀ / √head_dim + mask) v.
 
-Everything else in a block looks at one token at a time, so this function is the one place where tokens meet, and the one
-thing that changes when a sequence is spread over ranks (ring attention) or keys live in a cache (decoding, paging).
+Everything else in a block looks at one token at a time, so this function is the one place where tokens meet, and the
+one thing that changes when a sequence is spread over ranks (ring attention) or keys live in a cache (decoding, paging).
 Whoever replaces it writes a callable with the signature of `AttentionFunction` and hands it to the forward pass:
 
     model(tokens, positions, attention=cache)
@@ -62,7 +62,7 @@ def dense(
     key_positions: Tensor | None = None,
     segments: Tensor | None = None,
 ) -> Tensor:
-    """The same by two matrix products, with the [batch, heads, seq, seq] scores in memory: the one to read and count."""
+    """The same by two matrix products, [batch, heads, seq, seq] scores in memory: the one to read and to count."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     mask = visible(positions, key_positions, q, k, window=window, segments=segments)

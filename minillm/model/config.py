@@ -13,8 +13,8 @@ class RopeScaling:
     """How RoPE's frequencies are stretched to reach beyond the context a model was first trained on.
 
     kind "linear": every frequency is divided by `factor` (Chen et al. 2023, position interpolation).
-    kind "llama3": only long wavelengths are; those shorter than original_max_seq_len / high_freq_factor stay, those longer
-    than original_max_seq_len / low_freq_factor are divided by `factor`, and between them the two are blended (Llama 3.1).
+    kind "llama3": only those of long wavelengths, above original_max_seq_len / low_freq_factor, are; wavelengths below
+    original_max_seq_len / high_freq_factor stay, and between them the two are blended (Llama 3.1).
     """
 
     kind: str
@@ -45,7 +45,7 @@ class ModelConfig:
     head_dim: None = hidden_size / num_heads; Qwen3 sets it apart from that.
     max_seq_len: the context; positions run from 0 to max_seq_len - 1.
     sliding_window: a query sees its own position and the sliding_window - 1 before it; None = all before it.
-    init_std: standard deviation of initial weights (those that write into the residual stream get init_std / √(2 layers)).
+    init_std: standard deviation of initial weights; init_std / √(2 layers) for those that write into the residual.
     """
 
     vocab_size: int

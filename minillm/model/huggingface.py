@@ -57,8 +57,8 @@ def save_hf(model: Transformer, folder: str | Path, *, max_shard_bytes: int | No
     """Writes config.json and safetensors that `load_hf` and transformers read: all of it or nothing (`weights.write`).
 
     max_shard_bytes: start another file when one would hold more (a larger tensor has its own); None = one file.
-    ValueError if the folder holds a checkpoint of another configuration, OSError if the disk refuses; in both cases what
-    was there still loads. Other files in the folder, and other keys in its config.json, are kept.
+    ValueError if the folder holds a checkpoint of another configuration, OSError if the disk refuses; in both cases
+    what was there still loads. Other files in the folder, and other keys in its config.json, are kept.
     """
     folder = Path(folder)
     raw = config_to_hf(model.config, next(model.parameters()).dtype)
@@ -179,15 +179,12 @@ def _rope_from_hf(raw: dict) -> tuple[float, RopeScaling | None]:
         raise ValueError("partial_rotary_factor is not supported: every dimension of a head is rotated.")
     if kind == "default":
         return theta, None
-    if kind != "llama3":
-        return theta, RopeScaling(kind, rope.get("factor", 1.0))
-    return theta, RopeScaling(
-        kind,
-        rope["factor"],
-        rope["low_freq_factor"],
-        rope["high_freq_factor"],
-        rope.get("original_max_position_embeddings", raw["max_position_embeddings"]),
-    )
+    keys = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
+    if missing := [key for key in keys if key not in rope]:
+        raise ValueError(f"rope key {missing[0]!r} is missing, which rope type {kind!r} needs.")
+    original = rope.get("original_max_position_embeddings", raw["max_position_embeddings"])
+    values = [rope[key] for key in keys]
+    return theta, RopeScaling(kind, *values, **({"original_max_seq_len": original} if kind == "llama3" else {}))
 
 
 def _rope_to_hf(config: ModelConfig) -> dict:

@@ -1,8 +1,8 @@
 """Rotary position embedding: a query and a key are turned by angles proportional to their positions.
 
-Each head is head_dim / 2 planes; plane i turns by position · theta^(-2i / head_dim). The product of a turned query and a
-turned key then depends on the distance of the two positions alone (Su et al. 2021, §3.2). Planes pair dimension i with
-i + head_dim / 2, the layout of Hugging Face's Llama weights.
+Each head is head_dim / 2 planes; plane i turns by position · theta^(-2i / head_dim). The product of a turned query and
+a turned key then depends on the distance of the two positions alone (Su et al. 2021, §3.2). Planes pair dimension i
+with i + head_dim / 2, the layout of Hugging Face's Llama weights.
 """
 
 import math
@@ -16,8 +16,9 @@ from minillm.model.config import ModelConfig, RopeScaling
 class Rope(nn.Module):
     """positions -> (cos, sin), computed once per forward pass and shared by all blocks.
 
-    The frequencies follow from the configuration, so they are no checkpointed state; they stay float32 when the model is
-    cast (a bfloat16 frequency would be off by whole turns at long positions) and are made again when it leaves "meta".
+    The frequencies follow from the configuration, so they are no checkpointed state. They stay float32 when the
+    model is cast (in bfloat16 they would be off by whole turns at long positions) and are made again when it leaves
+    "meta".
     """
 
     def __init__(self, config: ModelConfig):
@@ -26,7 +27,7 @@ class Rope(nn.Module):
         self.register_buffer("frequencies", rope_frequencies(config), persistent=False)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions: [seq] or [batch, seq] -> cos and sin, each [seq, head_dim / 2] or [batch, 1, seq, head_dim / 2]."""
+        """positions: [seq] or [batch, seq] -> cos and sin, [seq, head_dim / 2] or [batch, 1, seq, head_dim / 2]."""
         angles = positions[..., None].float() * self.frequencies
         if positions.dim() == 2:
             angles = angles[:, None]  # one row for all heads

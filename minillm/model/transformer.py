@@ -4,9 +4,9 @@
                           └ norm ─ attention ─┘└ norm ─ mlp ─┘
                           └────────── one Block ─────────────┘
 
-Llama's shape (Touvron et al. 2023): RMSNorm before each branch, rotary positions, grouped-query attention (Ainslie et al.
-2023), SwiGLU (Shazeer 2020). The blocks are uniform, so a pipeline can cut between any two; the number of heads is read
-from the projections' outputs, so a tensor-parallel slice runs the same code.
+Llama's shape (Touvron et al. 2023): RMSNorm before each branch, rotary positions, grouped-query attention (Ainslie et
+al. 2023), SwiGLU (Shazeer 2020). The blocks are uniform, so a pipeline can cut between any two; the number of heads is
+read from the projections' outputs, so a tensor-parallel slice runs the same code.
 """
 
 import hashlib
@@ -174,9 +174,9 @@ def initial(config: ModelConfig, name: str, shape: tuple[int, ...], seed: int) -
 def check_tokens(tokens: Tensor, config: ModelConfig, positions: Tensor | None = None) -> None:
     """ValueError if ids leave the vocabulary or positions leave the context. Shapes are always checked (free).
 
-    Values are checked only while they lie on the CPU (microseconds): reading them from a GPU would make every forward pass
-    wait for it. So on a GPU call this on the batch before it is moved; there, an embedding look-up of a bad id still fails,
-    but late and with a device-side assertion.
+    Values are checked only while they lie on the CPU (microseconds): reading them from a GPU would make every forward
+    pass wait for it. For a GPU, call this on the batch before it is moved; a bad id that slips through still fails
+    in the embedding, but later and as a device-side assertion.
     """
     if tokens.dim() != 2:
         raise ValueError(f"tokens have shape {list(tokens.shape)}: the model takes [batch, seq].")

@@ -7,8 +7,8 @@ How a save is atomic without ever deleting first:
        (when shards replace a single file, which readers prefer, the removal of that file does);
     3. only then do the old files go.
 
-A full disk, Ctrl-C or a killed process before 2 leaves the old checkpoint, after it the new one. What a killed process left
-lying about is removed by the next save.
+A full disk, Ctrl-C or a killed process before 2 leaves the old checkpoint, after it the new one. What a killed process
+left lying about is removed by the next save.
 """
 
 import json
