@@ -162,9 +162,7 @@ def test_damaged_shards_are_named(tmp_path):
     index = tmp_path / "model.safetensors.index.json"
     where = json.loads(index.read_text())["weight_map"]
     index.write_text(json.dumps({"weight_map": where | {"lm_head.weight": where["model.embed_tokens.weight"]}}))
-    with pytest.raises(
-        ValueError, match=r"lacks tensor lm_head.weight, which .* says it holds"
-    ):
+    with pytest.raises(ValueError, match=r"lacks tensor lm_head.weight, which .* says it holds"):
         load_hf(tmp_path)
     index.write_text(json.dumps({"weight_map": where}))
     (tmp_path / where["lm_head.weight"]).unlink()
