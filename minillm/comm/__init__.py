@@ -1,1 +1,42 @@
 """Ranks and what they say to each other: launch, groups, meshes, collectives, emulated links."""
+
+from minillm.comm.collectives import (
+    hierarchical_all_reduce,
+    pairwise_all_to_all,
+    parameter_server_all_reduce,
+    recursive_doubling_all_reduce,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+    tree_broadcast,
+    tree_reduce,
+)
+from minillm.comm.errors import HangError, MismatchError, PeerLostError, RankError
+from minillm.comm.group import Group, Handle
+from minillm.comm.launch import launch
+from minillm.comm.links import Link, Topology
+from minillm.comm.mesh import Mesh
+from minillm.comm.torchrun import is_root
+
+__all__ = [
+    "Group",
+    "Handle",
+    "HangError",
+    "Link",
+    "Mesh",
+    "MismatchError",
+    "PeerLostError",
+    "RankError",
+    "Topology",
+    "hierarchical_all_reduce",
+    "is_root",
+    "launch",
+    "pairwise_all_to_all",
+    "parameter_server_all_reduce",
+    "recursive_doubling_all_reduce",
+    "ring_all_gather",
+    "ring_all_reduce",
+    "ring_reduce_scatter",
+    "tree_broadcast",
+    "tree_reduce",
+]

@@ -1,0 +1,263 @@
+"""launch: run a function as N ranks, from a notebook cell, a script or under torchrun.
+
+    def hello(group):
+        return group.all_reduce(torch.ones(1)).item()
+
+    launch(hello, nproc=4)        # [4.0, 4.0, 4.0, 4.0]
+
+Ranks are processes forked from a server that has torch loaded, so they start in a fraction of a second; they meet in a
+store that listens on loopback. The function travels by value, so it may come from a notebook cell. While the ranks run,
+this process prints what they print, watches the notice board for ranks that wait too long, and takes all of them down
+when one fails.
+"""
+
+import contextlib
+import functools
+import linecache
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait as wait_for_any
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch.distributed as dist
+
+from minillm.comm import worker
+from minillm.comm.board import FINISHED, Board
+from minillm.comm.errors import HangError, RankError
+from minillm.comm.links import Link, Topology
+from minillm.comm.table import waiting_table
+from minillm.comm.torchrun import in_place
+
+MAX_RANKS = 64
+POLL_S = 0.02
+GRACE_S = 0.4  # after the first failure, time for the others to say how they ended
+
+
+def launch(
+    fn: Callable[..., Any],
+    nproc: int,
+    *args: Any,
+    timeout: float = 60.0,
+    link: Link | Topology | None = None,
+    device: str | None = None,
+) -> list[Any]:
+    """Run `fn(group, *args)` as `nproc` ranks; group is the Group of all of them. Returns their results by rank.
+
+    timeout: seconds a rank may wait in one operation (or all ranks may be silent) before it counts as a hang.
+    link: paces messages as an emulated network would. device: "cpu", "cuda" (ranks may share GPUs), or None for a
+    GPU per rank if there are enough, else the CPU. Under torchrun (RANK is set) fn runs in place, in torchrun's world.
+
+    RankError: a rank raised or died. HangError: ranks waited too long; its text says who waits for whom. ValueError:
+    bad arguments. Whatever happens, no process is left.
+    """
+    _check(fn, nproc, timeout, link, device)
+    threads = max(1, (os.cpu_count() or 1) // nproc)
+    job = worker.Job(fn, args, nproc, timeout, link, device, threads, _cell_sources())
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return in_place(job)
+    with _folder() as folder, _without_main():
+        try:
+            (folder / "job").write_bytes(cloudpickle.dumps(job))
+        except Exception as error:
+            raise ValueError(f"cannot send {fn.__name__} and its arguments to the ranks: {error}") from error
+        return Run(folder, job).results()
+
+
+class Run:
+    """One launch: the ranks' processes, and this one watching over them."""
+
+    def __init__(self, folder: Path, job: worker.Job) -> None:
+        self.folder, self.job, self.nproc = folder, job, job.nproc
+        self.board = Board(folder / "board", job.nproc)
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context(_start_method())
+        arguments = [(str(folder), rank, job.nproc, self.store.port) for rank in range(job.nproc)]
+        self.ranks = [context.Process(target=worker.main, args=args, name=f"rank{args[1]}") for args in arguments]
+        self.read = [0] * job.nproc  # bytes of each rank's output shown so far
+        self.last_output = time.monotonic()
+        self.failed: list[int] = []  # ranks whose process ended badly, in order
+
+    def results(self) -> list[Any]:
+        try:
+            for rank in self.ranks:
+                rank.start()
+            hang = self._watch()
+        finally:  # also when this cell is interrupted
+            self._kill()
+            self._show_output(last=True)
+            self.board.close()
+        if hang:
+            raise hang
+        reports = [self._report(rank) for rank in range(self.nproc)]
+        if all(report and report.result is not None for report in reports):
+            return [cloudpickle.loads(report.result) for report in reports]
+        raise self._cause(reports)
+
+    def _watch(self) -> HangError | None:
+        """Show output until all ranks have ended. After a failure the others get a moment to say how they ended."""
+        running, give_up_at = dict(enumerate(self.ranks)), None
+        while running and (give_up_at is None or time.monotonic() < give_up_at):
+            wait_for_any([process.sentinel for process in running.values()], timeout=POLL_S)
+            self._show_output()
+            for rank in [rank for rank, process in running.items() if process.exitcode is not None]:
+                if running.pop(rank).exitcode:
+                    self.failed.append(rank)
+                    give_up_at = give_up_at or time.monotonic() + GRACE_S
+            if not self.failed and running and (waited := self._stuck()):
+                return self._hang(waited)
+        return None
+
+    def _stuck(self) -> float | None:
+        """Seconds that a rank has waited in one operation, or all have been silent, if that is too long."""
+        now, signs, waits = time.monotonic(), [self.last_output], []
+        for rank in range(self.nproc):
+            pid, state, since = self.board.state(rank)
+            sign, wait = self.board.signs(rank)
+            signs.append(sign)
+            if pid and (state == FINISHED or wait is not None):
+                waits.append(since if state == FINISHED else wait)
+        longest = max(now - min(waits, default=now), now - max(signs))
+        return longest if longest > self.job.timeout_s else None
+
+    def _hang(self, waited: float) -> HangError:
+        for process in self.ranks:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)  # write your stack
+        time.sleep(0.1)
+        table = waiting_table(self.board, {rank: self._place(rank) for rank in range(self.nproc)})
+        limit = f"{self.job.timeout_s:g} s"
+        return HangError(f"no progress for {waited:.1f} s (timeout {limit}). Who waits for whom:\n\n{table}\n", table)
+
+    def _place(self, rank: int) -> str:
+        """The innermost line of the caller's own code that the rank is in, from its stack dump."""
+        path = self.folder / f"stack{rank}"
+        dump = path.read_text() if path.exists() else ""
+        main_thread = dump.split("Current thread")[-1] if "Current thread" in dump else dump
+        ours = (os.path.dirname(os.path.dirname(worker.__file__)), "site-packages", os.path.dirname(os.__file__))
+        for name, line, function in re.findall(r'File "(.+?)", line (\d+) in (\S+)', main_thread):
+            if not any(part in name for part in ours) and not name.startswith("<frozen"):
+                code = linecache.getline(name, int(line)).strip()
+                return f"{function}, line {line}" + (f": {code}" if code else "")
+        return ""
+
+    def _kill(self) -> None:
+        """Leave no rank behind."""
+        started = [process for process in self.ranks if process.pid is not None]
+        for process in started:
+            process.kill()
+        for process in started:
+            process.join()
+
+    def _report(self, rank: int) -> worker.Report | None:
+        path = self.folder / f"report{rank}"
+        return cloudpickle.loads(path.read_bytes()) if path.exists() else None
+
+    def _cause(self, reports: list[worker.Report | None]) -> BaseException:
+        """The first failure that is not an echo of another one."""
+        raised = sorted((r.echo, r.at, rank) for rank, r in enumerate(reports) if r and r.result is None)
+        silent = [rank for rank in self.failed if reports[rank] is None]
+        if silent and (not raised or raised[0][0]):
+            rank, code = silent[0], self.ranks[silent[0]].exitcode
+            text = f"rank {rank} of {self.nproc} {_death(code)} before it finished{self._last_words(rank)}"
+            return RankError(text, rank, code)
+        rank = raised[0][2]
+        error = RankError(f"rank {rank} of {self.nproc} raised {reports[rank].error}\n\n{reports[rank].text}\n", rank)
+        error.__cause__ = _original(reports[rank])
+        return error
+
+    def _last_words(self, rank: int) -> str:
+        """What C++ said before it ended the process, if it did."""
+        path = self.folder / f"output{rank}"
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        words = [line.strip().removeprefix("what():").strip() for line in lines if "what():" in line]
+        return f": {words[-1]}" if words else ""
+
+    def _show_output(self, last: bool = False) -> None:
+        """Print what ranks have written since, in whole lines, each with its rank."""
+        for rank in range(self.nproc):
+            path = self.folder / f"output{rank}"
+            if not path.exists():
+                continue
+            with open(path, "rb") as file:
+                file.seek(self.read[rank])
+                new = file.read()
+            end = len(new) if last else new.rfind(b"\n") + 1
+            if end:
+                self.read[rank] += end
+                self.last_output = time.monotonic()
+                lines = new[:end].decode(errors="replace").splitlines()
+                sys.stdout.write("".join(f"[rank {rank}] {line}\n" for line in lines))
+                sys.stdout.flush()
+
+
+def _check(fn: Any, nproc: int, timeout: float, link: Any, device: str | None) -> None:
+    if not callable(fn):
+        raise ValueError(f"fn={fn!r} is not a function: pass the function itself, launch(fn, nproc=4)")
+    if isinstance(nproc, bool) or not isinstance(nproc, int) or not 1 <= nproc <= MAX_RANKS:
+        raise ValueError(f"nproc={nproc} must be a whole number from 1 to {MAX_RANKS}")
+    if not timeout > 0:
+        raise ValueError(f"timeout={timeout} must be a positive number of seconds")
+    if link is not None and not isinstance(link, (Link, Topology)):
+        raise ValueError(f"link={link!r} must be a Link or a Topology")
+    if device not in (None, "cpu", "cuda"):
+        raise ValueError(f"device={device!r} must be 'cpu', 'cuda' or None")
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """A private folder for this run: board, output, reports. Memory-backed where there is room."""
+    path = Path(tempfile.mkdtemp(prefix="minillm-"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@functools.cache
+def _start_method() -> str:
+    """A fork server that has loaded torch once, but not minillm, so that edits are seen."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return "spawn"
+    multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "numpy", "cloudpickle", "psutil"])
+    return "forkserver"
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Ranks get their function by value, so they need not run the caller's script again."""
+    main = sys.modules["__main__"]
+    kept = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        main.__dict__.pop("__spec__", None)
+        main.__dict__.update(kept)
+
+
+def _cell_sources() -> dict[str, tuple]:
+    """Sources that exist in memory only, as notebook cells do."""
+    return {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and not os.path.exists(name)}
+
+
+def _original(report: worker.Report) -> BaseException | None:
+    try:
+        return cloudpickle.loads(report.exception) if report.exception else None
+    except Exception:
+        return None
+
+
+def _death(code: int) -> str:
+    if code < 0:
+        hint = " (out of memory, perhaps)" if -code == signal.SIGKILL else ""
+        return f"was killed by {signal.Signals(-code).name}{hint}"
+    return f"ended its process with exit code {code}"

@@ -1,0 +1,73 @@
+"""Emulated links: a message takes `latency + bytes / bandwidth`, however fast the real wire is.
+
+Real multi-node networks are 10 to 100 times slower than the wires inside a node; a laptop has neither. A `Link` paces
+messages so that the *shape* of the problem is there: the sender stamps each message with the time at which the emulated
+wire would have delivered it, and neither side's handle is done before that. Messages of one rank over one link queue up
+behind each other, as they do in a network card. Every number measured this way is labelled *emulated*.
+"""
+
+import time
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Link:
+    """One direction of one rank's connection: `latency_s` seconds per message, then bytes at the bandwidth."""
+
+    latency_s: float = 0.0
+    bandwidth_bytes_per_s: float = float("inf")
+    name: str = "link"
+
+    def __post_init__(self) -> None:
+        if not self.latency_s >= 0:
+            raise ValueError(f"latency_s={self.latency_s} must be 0 or more seconds, for example 50e-6")
+        if not self.bandwidth_bytes_per_s > 0:
+            raise ValueError(f"bandwidth_bytes_per_s={self.bandwidth_bytes_per_s} must be positive, for example 1e9")
+
+    def seconds(self, num_bytes: int) -> float:
+        """Time of one message alone on the wire."""
+        return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
+
+    def between(self, src: int, dst: int) -> "Link":
+        """The link that a message from global rank src to global rank dst takes: this one, for any two ranks."""
+        return self
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Nodes of `ranks_per_node` consecutive ranks: `intra` between ranks of one node (None: as fast as it really is),
+    `inter` between nodes. Each rank has its own network card, as in a node with a card per GPU."""
+
+    ranks_per_node: int
+    inter: Link
+    intra: Link | None = None
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_node < 1:
+            raise ValueError(f"ranks_per_node={self.ranks_per_node} must be 1 or more")
+
+    def node(self, rank: int) -> int:
+        return rank // self.ranks_per_node
+
+    def between(self, src: int, dst: int) -> Link | None:
+        return self.intra if self.node(src) == self.node(dst) else self.inter
+
+
+class Egress:
+    """The sending side of one rank: one queue per link."""
+
+    def __init__(self, links: Link | Topology) -> None:
+        self.links = links
+        self._free_at: dict[Link, float] = {}
+
+    def deliver_at(self, src: int, dst: int, num_bytes: int) -> float | None:
+        """When the emulated wire delivers a message posted now (time.monotonic()); None where nothing is emulated."""
+        link = self.links.between(src, dst)
+        if link is None:
+            return None
+        sent = max(time.monotonic(), self._free_at.get(link, 0.0)) + num_bytes / link.bandwidth_bytes_per_s
+        self._free_at[link] = sent
+        return sent + link.latency_s
+
+    def paces(self, src: int, dst: int) -> bool:
+        return self.links.between(src, dst) is not None

@@ -1,0 +1,54 @@
+"""A mesh: the ranks laid out along named axes, a group for every line of it.
+
+    Mesh(group, dp=2, tp=4)     rank = dp_index * 4 + tp_index, the last axis varies fastest
+
+        tp ->   0 1 2 3         mesh.tp on rank 5 is the group of ranks 4 5 6 7
+    dp  0       0 1 2 3         mesh.dp on rank 5 is the group of ranks 1 5
+    |   1       4 5 6 7
+
+Neighbouring ranks share a node, so the axis that talks most goes last. Built on torch's DeviceMesh, which stays
+available as `mesh.device_mesh` for DTensor and FSDP2.
+"""
+
+import math
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from minillm.comm.group import Group
+
+
+class Mesh:
+    """Named axes over all ranks of `group`; `mesh.tp` or `mesh["tp"]` is this rank's group along an axis."""
+
+    def __init__(self, group: Group, **axes: int) -> None:
+        if not axes or any(not isinstance(size, int) or size < 1 for size in axes.values()):
+            raise ValueError(f"axes {axes} must be names with a size of 1 or more, for example Mesh(group, dp=2, tp=2)")
+        if math.prod(axes.values()) != group.world_size:
+            product = " * ".join(f"{name}={size}" for name, size in axes.items())
+            raise ValueError(f"{product} is {math.prod(axes.values())} ranks, but the group has {group.world_size}")
+        if group.world_size != dist.get_world_size():
+            raise ValueError(f"a mesh lies over all {dist.get_world_size()} ranks, not over group {group.name!r}")
+        self.axes = dict(axes)
+        self.device_mesh = init_device_mesh(group.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        self._groups = {name: self._line(group, name) for name in axes}
+
+    def _line(self, group: Group, axis: str) -> Group:
+        process_group = self.device_mesh.get_group(axis)
+        return Group(group.world, process_group, dist.get_process_group_ranks(process_group), axis)
+
+    def __getitem__(self, axis: str) -> Group:
+        if axis not in self._groups:
+            raise ValueError(f"axis {axis!r} is not in this mesh: it has {', '.join(self.axes)}")
+        return self._groups[axis]
+
+    def __getattr__(self, axis: str) -> Group:
+        groups = self.__dict__.get("_groups", {})
+        if axis not in groups:
+            raise AttributeError(f"this mesh has no axis {axis!r}: it has {', '.join(groups)}")
+        return groups[axis]
+
+    @property
+    def place(self) -> dict[str, int]:
+        """This rank's index along every axis."""
+        return {name: group.rank for name, group in self._groups.items()}
