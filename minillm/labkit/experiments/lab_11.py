@@ -1,21 +1,25 @@
 """Lab 11's measurements: merges of the library, vocabularies, padding, samplers on ranks, a loader that is too slow."""
 
+import contextlib
 import json
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from minillm import measure
 from minillm.comm import Group
-from minillm.data import Loader, NGram, TokenDataset, bpe, corpus, length_batches, pad, train_tokenizer
+from minillm.data import Loader, NGram, TokenDataset, Tokenizer, bpe, corpus, length_batches, pad, train_tokenizer
 from minillm.data.padding import IGNORE
+from minillm.data.sampler import permutation
 from minillm.measure import Ledger
 from minillm.model import ModelConfig, Transformer
 from minillm.model.loss import cross_entropy
@@ -72,20 +76,45 @@ def _chars(token: bytes) -> str:
 # Vocabularies.
 
 
-def vocabularies(sizes: Sequence[int] = VOCABULARIES, share: int = 4, orders: Sequence[int] = (1, 2)) -> dict[str, Any]:
-    """Tokenizers of growing size trained on every `share`-th training file, used on the held-out files.
+def vocabularies(sizes: Sequence[int] = VOCABULARIES, share: int = 8) -> dict[int, Tokenizer]:
+    """Tokenizers by vocabulary size, learnt from every `share`-th training file.
 
-    rows: vocab_size, tokens of the held-out text, whether its bytes came back, and the loss of n-grams on it.
+    Merges are learnt one after the other, so a smaller vocabulary is the beginning of a larger one: one training does.
     """
-    train, held_out, whole = documents("train")[::share], documents("validation"), held_out_text()
-    found: dict[str, Any] = {"characters": len(whole), "bytes": len(whole.encode()), "rows": []}
-    for size in sizes:
-        tokenizer = train_tokenizer(train, size)
-        learnt, used = (np.concatenate(tokenizer.encode_batch(texts)) for texts in (train, held_out))
-        row = {"vocab_size": size, "tokens": len(used), "lossless": tokenizer.decode_bytes(used) == whole.encode()}
-        row["nats_per_token"] = {n: NGram(learnt, tokenizer.vocab_size, n).nats_per_token(used) for n in orders}
-        found["rows"].append(row)
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "tokenizer.json"
+        train_tokenizer(documents("train")[::share], max(sizes)).save(file)
+        largest = json.loads(file.read_text("utf-8"))
+        ids, merges = largest["model"]["vocab"], largest["model"]["merges"]
+        for size in sizes:
+            smaller = {token: token_id for token, token_id in ids.items() if token_id < size}
+            kept = [pair for pair in merges if "".join(pair) in smaller]
+            file.write_text(
+                json.dumps(largest | {"model": largest["model"] | {"vocab": smaller, "merges": kept}}), "utf-8"
+            )
+            found[size] = Tokenizer.load(file)
     return found
+
+
+def tokens_by_vocabulary(found: dict[int, Tokenizer]) -> dict[str, Any]:
+    """How long the held-out text is in each vocabulary, and whether its bytes came back."""
+    text = held_out_text()
+    numbers: dict[str, Any] = {"characters": len(text), "bytes": len(text.encode()), "vocab_size": list(found)}
+    encoded = [tokenizer.encode(text) for tokenizer in found.values()]
+    numbers["tokens"] = [len(ids) for ids in encoded]
+    pairs = zip(found.values(), encoded, strict=True)
+    numbers["lossless"] = [tokenizer.decode_bytes(ids) == text.encode() for tokenizer, ids in pairs]
+    return numbers
+
+
+def ngram_loss(tokenizer: Tokenizer, order: int, share: int = 8) -> tuple[float, int]:
+    """(nats per token, tokens) of an n-gram learnt on every `share`-th training file, on the held-out files."""
+    learnt, used = (
+        np.concatenate(tokenizer.encode_batch(texts))
+        for texts in (documents("train")[::share], documents("validation"))
+    )
+    return NGram(learnt, tokenizer.vocab_size, order).nats_per_token(used), len(used)
 
 
 # Padding.
@@ -117,14 +146,25 @@ def count_padding(documents: Sequence[np.ndarray], batches: Sequence[np.ndarray]
 # Rank programs.
 
 
-def torch_sampler(group: Group, num_samples: int, set_epoch: bool) -> list[list[int]]:
-    """[epoch] -> samples that torch's DistributedSampler gives this rank, in two epochs."""
-    sampler = DistributedSampler(range(num_samples), group.world_size, group.rank, seed=0)
+def dealt(
+    group: Group, deal: Callable, num_samples: int, batch_size: int, steps: int, start: int = 0
+) -> list[list[int]]:
+    """[step] -> samples that `deal` gives this rank, from position `start` of the stream on."""
+    order, n = partial(permutation, num_samples, 0), group.world_size
+    positions = range(start, start + steps * n * batch_size, n * batch_size)
+    return [[int(i) for i in deal(p, order, num_samples, batch_size, group.rank, n)] for p in positions]
+
+
+def torch_loader(group: Group, num_samples: int, batch_size: int, set_epoch: bool) -> list[list[int]]:
+    """[epoch] -> samples that torch's DataLoader with a DistributedSampler gives this rank, in two epochs."""
+    samples = range(num_samples)  # a dataset whose items are their own numbers
+    sampler = DistributedSampler(samples, group.world_size, group.rank, seed=0)
+    loader = DataLoader(samples, batch_size, sampler=sampler)
     epochs = []
     for epoch in range(2):
         if set_epoch:
             sampler.set_epoch(epoch)
-        epochs.append(list(sampler))
+        epochs.append([int(sample) for batch in loader for sample in batch])
     return epochs
 
 
@@ -181,7 +221,7 @@ class Trainer:
     def run(self, batches: Iterator[Any]) -> tuple[Ledger, list[float], list[float]]:
         """(ledger, seconds waited for each batch, seconds of each whole step) of training on all `batches`."""
         waited, steps = [], []
-        with measure.ledger() as led:
+        with measure.ledger() as led, _one_thread():
             while True:
                 began = time.monotonic()
                 batch = next(batches, None)
@@ -190,6 +230,17 @@ class Trainer:
                 waited.append(time.monotonic() - began)
                 self.step(batch)
                 steps.append(time.monotonic() - began)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """A model this small gains nothing from a second thread, and loses much where cores are shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def split(led: Ledger) -> dict[str, float]:
@@ -206,7 +257,7 @@ def starve(trainer: Trainer, prefetch: Callable, total: int = 12, depth: int = 2
     trainer.run(trainer.load(k) for k in range(4))  # warm up
     led, _, _ = trainer.run(trainer.load(k) for k in range(6))
     compute = sum(seconds for name, seconds in split(led).items() if name != "input")
-    trainer.load_s = max(1.6 * compute, 0.02)
+    trainer.load_s = min(max(1.6 * compute, 0.02), 0.08)
     found = {}
     for name, batches in (
         ("on demand", (trainer.load(k) for k in range(total))),
