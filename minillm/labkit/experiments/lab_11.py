@@ -17,7 +17,18 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from minillm import measure
 from minillm.comm import Group
-from minillm.data import Loader, NGram, TokenDataset, Tokenizer, bpe, corpus, length_batches, pad, train_tokenizer
+from minillm.data import (
+    Loader,
+    NGram,
+    Prefetcher,
+    TokenDataset,
+    Tokenizer,
+    bpe,
+    corpus,
+    length_batches,
+    pad,
+    train_tokenizer,
+)
 from minillm.data.padding import IGNORE
 from minillm.data.sampler import permutation
 from minillm.measure import Ledger
@@ -169,14 +180,15 @@ def torch_loader(group: Group, num_samples: int, batch_size: int, set_epoch: boo
 
 
 def train_step(group: Group, samples: Callable[[Group], Sequence[int]]) -> dict[str, Any]:
-    """One data-parallel step of a tiny model on the windows that `samples(group)` names for this rank."""
+    """One data-parallel step of a next-token model on the windows that `samples(group)` names for this rank."""
     tokens = torch.randint(0, 64, (64 * 32 + 1,), generator=torch.Generator().manual_seed(0))
     mine = [int(sample) for sample in samples(group)]
     inputs, targets = TokenDataset(tokens, seq_len=32).batch(mine)
-    model = Transformer(tiny(64))
+    torch.manual_seed(0)  # the same weights on every rank
+    model = torch.nn.Sequential(torch.nn.Embedding(64, 64), torch.nn.Linear(64, 64))
     loss = cross_entropy(model(inputs), targets)
     loss.backward()
-    gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     average = gradient.clone()
     with measure.ledger() as led:
         group.all_reduce(average, op="avg")
@@ -187,17 +199,12 @@ def train_step(group: Group, samples: Callable[[Group], Sequence[int]]) -> dict[
 # A loader that is too slow.
 
 
-def tiny(vocab_size: int, layers: int = 1) -> ModelConfig:
-    """A model whose step takes milliseconds."""
-    return ModelConfig(vocab_size, hidden_size=64, intermediate_size=128, num_layers=layers, num_heads=2)
-
-
 class Trainer:
     """Steps of a small model on windows of `tokens`; `load` makes a batch after an emulated remote read."""
 
     def __init__(self, tokens: Any, vocab_size: int, batch_size: int = 4, seq_len: int = 64):
         self._loader = Loader(TokenDataset(tokens, seq_len), batch_size, workers=0)
-        self._model = Transformer(tiny(vocab_size, layers=2))
+        self._model = Transformer(ModelConfig(vocab_size, 64, intermediate_size=128, num_layers=2, num_heads=2))
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-3)
         self.load_s = 0.0
 
@@ -270,3 +277,21 @@ def starve(trainer: Trainer, prefetch: Callable, total: int = 12, depth: int = 2
         found[name] = {"ledger": led, "parts": parts, "load_s": parts["input"], "compute_s": busy}
         found[name] |= {"step_s": float(np.mean(steps[steady])), "waited_s": float(np.mean(waited[steady]))}
     return found
+
+
+# The interpreter's lock.
+
+
+def cores_busy(make: Callable[[int], Any], workers: int, total: int = 8, repeats: int = 5) -> float:
+    """CPU seconds per second while `workers` threads make `total` items: how many cores they use at a time.
+
+    Other programs can only make it smaller: the largest of `repeats` counts.
+    """
+    found = []
+    for _ in range(repeats):
+        cpu, wall = time.process_time(), time.perf_counter()
+        with Prefetcher(make, total, workers, depth=workers) as items:
+            for _ in items:
+                pass
+        found.append((time.process_time() - cpu) / (time.perf_counter() - wall))
+    return max(found)

@@ -111,7 +111,7 @@ def prefetch(make: Callable[[int], Any], total: int, depth: int) -> Iterator[Any
     lab=LAB,
     hints=(
         "Count first, glue second. A word that occurs 50 times brings each of its pairs 50 times.",
-        "zip(word, word[1:]) gives the adjacent pairs. The best has the largest count and, among equals, the smallest "
+        "pairwise(word) gives the adjacent pairs. The best has the largest count and, among equals, the smallest "
         "(ids[left], ids[right]): min over (-count, id, id). Glue from the left; a glued token is used up.",
         "best = min(counts, key=lambda p: (-counts[p], ids[p[0]], ids[p[1]])). Then walk over each word with an index: "
         "if word[at:at + 2] == best, append best[0] + best[1] and go on by 2, else append word[at] and go on by 1.",
@@ -211,7 +211,7 @@ def _why(pair: Pair, words: dict[Word, int]) -> str:
     hints=(
         "New text has to be cut as the training text was: the merges happen in the order in which they were learnt.",
         "While some adjacent pair is in `ranks`: take the one with the smallest rank, wherever it stands, and glue it.",
-        "while known := [pair for pair in zip(word, word[1:]) if pair in ranks]: best = min(known, key=ranks.get), "
+        "while known := [pair for pair in pairwise(word) if pair in ranks]: best = min(known, key=ranks.get), "
         "then glue best in word as in the exercise before.",
     ),
 )
