@@ -15,6 +15,7 @@ Thakur, Rabenseifner & Gropp 2005 (the rest); `predict/comms.py` has the cost of
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -37,10 +38,15 @@ _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
 def collective(function: Callable[..., Any]) -> Callable[..., Any]:
     """Record the call as one operation of its group and give it `async_op`."""
 
+    signature = inspect.signature(function)
+
     @functools.wraps(function)
     def call(x: torch.Tensor, group: "Group", *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-        uneven = any(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values()))  # `out=` fixes the sizes
-        return group.run(function.__name__, x, lambda: function(x, group, *args, **kwargs), async_op, same=not uneven)
+        given = signature.bind(x, group, *args, **kwargs).arguments
+        uneven = given.get("out") is not None  # then `out` fixes the sizes
+        how = [f"{k}={v}" for k, v in list(given.items())[2:] if k != "out" and v != signature.parameters[k].default]
+        body = functools.partial(function, x, group, *args, **kwargs)
+        return group.run(function.__name__, x, body, async_op, same=not uneven, how=", ".join(how))
 
     return call
 
@@ -264,6 +270,8 @@ def gather_output(x: torch.Tensor, group: "Group", out: torch.Tensor | None) -> 
 def _combiner(op: str, x: torch.Tensor) -> Callable[..., torch.Tensor]:
     if op not in _COMBINE:
         raise ValueError(f"op={op!r} is not a reduction: choose one of {', '.join(_COMBINE)}")
+    if op in ("max", "min") and x.is_complex():
+        raise ValueError(f"op={op!r} needs numbers that have an order, not {x.dtype}: use 'sum' or 'avg'")
     if op == "avg" and not (x.is_floating_point() or x.is_complex()):
         raise ValueError(f"op='avg' needs a floating-point tensor, not {x.dtype}: use 'sum'")
     return _COMBINE[op]
