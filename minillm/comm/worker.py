@@ -5,7 +5,9 @@ import ctypes
 import datetime
 import faulthandler
 import linecache
+import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -21,7 +23,6 @@ import cloudpickle
 import psutil
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from minillm.comm.board import FINISHED, RAISED, RUNNING, STARTING, Board, describe
 from minillm.comm.errors import HangError, PeerLostError
@@ -207,8 +208,14 @@ def _settle(folder: Path, rank: int) -> None:
     faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if hasattr(mp, "_prctl_pr_set_pdeathsig"):
-        mp._prctl_pr_set_pdeathsig(signal.SIGKILL)
+    threading.Thread(target=_die_with_launcher, args=[folder], daemon=True).start()
+
+
+def _die_with_launcher(folder: Path) -> None:
+    """The fork server outlives a killed launcher as long as it has children, so each rank has to notice itself."""
+    multiprocessing.parent_process().join()
+    shutil.rmtree(folder, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _write(path: Path, data: bytes) -> None:
