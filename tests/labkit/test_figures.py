@@ -61,6 +61,15 @@ def test_lines_dash_predictions():
     assert ax.get_xscale() == ax.get_yscale() == "log" and ax.get_ylabel() == "time (s)" and ax.get_xlabel() == "n"
 
 
+def test_log_axes_have_ticks_people_can_read():
+    ranks = lines([2, 4, 8], {"a": [1, 2, 3]}, x_axis=("ranks", ""), y_axis=("time", "s"), log="x").axes[0].xaxis
+    message = lines([1e3, 1e6], {"a": [1, 2]}, x_axis=("message", "B"), y_axis=("time", "s"), log="x").axes[0].xaxis
+    assert [ranks.get_major_formatter()(n) for n in (2, 4)] == ["2", "4"] and {2.0, 4.0} <= set(
+        ranks.get_majorticklocs()
+    )
+    assert {1e3, 1e4, 1e5} <= set(message.get_majorticklocs()) and message.get_major_formatter()(1e4) == "10 kB"
+
+
 def test_helpers_refuse_data_that_does_not_match():
     with pytest.raises(ValueError, match="2 labels, 1 measured"):
         bars(["a", "b"], None, [1], quantity="x", unit="")
