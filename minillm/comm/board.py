@@ -8,7 +8,8 @@ same collective with different shapes find out before they wait for each other f
     record:          key (group, sequence number) | since | waiting? | JSON {"op", "shape", "dtype", "ranks", "name"}
     note:            key (group, message number) | what this rank sends to, or expects from, that partner
 
-A record's key is written last and cleared first, so a reader never takes half an old and half a new text for one.
+The number is cleared before and written after everything else of a record or note, and a reader looks at it before and
+after: so it never takes half an old and half a new text for one.
 """
 
 import json
@@ -25,6 +26,8 @@ STARTING, RUNNING, FINISHED, RAISED = range(4)
 _HEADER = struct.Struct("<iid")  # pid, state, last sign of life
 _RECORD = struct.Struct("<iqdii")  # group ordinal, sequence number, since, waiting, length of the text
 _NOTE = struct.Struct("<iqi")  # group ordinal, message number, length of the text
+_NUMBER, _NUMBER_AT = struct.Struct("<q"), 4  # the number alone, in either of them
+_BEING_WRITTEN = -1
 
 
 @dataclass(frozen=True)
@@ -75,11 +78,8 @@ class Board:
 
     def post(self, rank: int, ordinal: int, sequence: int, text: bytes) -> None:
         """Say that `rank` enters operation number `sequence` of its group number `ordinal`."""
-        at, now = self._record(rank, ordinal), time.monotonic()
-        _RECORD.pack_into(self._map, at, ordinal, -1, now, 0, 0)
         text = text[: RECORD_BYTES - _RECORD.size]
-        self._map[at + _RECORD.size : at + _RECORD.size + len(text)] = text
-        _RECORD.pack_into(self._map, at, ordinal, sequence, now, 1, len(text))
+        self._publish(self._record(rank, ordinal), _RECORD, ordinal, sequence, (time.monotonic(), 1), text)
 
     def clear(self, rank: int, ordinal: int) -> None:
         """Say that `rank` has come out of its latest operation in this group."""
@@ -90,23 +90,19 @@ class Board:
 
     def conflict(self, rank: int, ordinal: int, sequence: int, text: bytes) -> Posted | None:
         """What `rank` posted as the same operation of the same group, if it is something else than `text`."""
-        at = self._record(rank, ordinal)
-        found, number, _, _, length = _RECORD.unpack_from(self._map, at)
-        if (found, number) != (ordinal, sequence):
+        snapshot = self._snapshot(self._record(rank, ordinal), _RECORD)
+        if snapshot is None or snapshot[0][:2] != (ordinal, sequence):
             return None  # not there yet, or already further on: nothing to compare
-        same = self._map[at + _RECORD.size : at + _RECORD.size + length] == text
-        return None if same else self._read(at)
+        return None if snapshot[1] == text else _posted(*snapshot)
 
     def note_message(self, rank: int, peer: int, sending: bool, ordinal: int, number: int, text: str) -> str | None:
         """Note message `number` of this group between two ranks; returns what the other side has noted about it."""
         raw = text.encode()[: NOTE_BYTES - _NOTE.size]
-        at = self._note(rank, peer, sending)
-        self._map[at + _NOTE.size : at + _NOTE.size + len(raw)] = raw
-        _NOTE.pack_into(self._map, at, ordinal, number, len(raw))
-        at = self._note(peer, rank, not sending)
-        found, count, length = _NOTE.unpack_from(self._map, at)
-        theirs = self._map[at + _NOTE.size : at + _NOTE.size + length]
-        return theirs.decode(errors="replace") if (found, count) == (ordinal, number) else None
+        self._publish(self._note(rank, peer, sending), _NOTE, ordinal, number, (), raw)
+        snapshot = self._snapshot(self._note(peer, rank, not sending), _NOTE)
+        if snapshot is None or snapshot[0][:2] != (ordinal, number):
+            return None
+        return snapshot[1].decode(errors="replace")
 
     def posted_in(self, rank: int, ordinal: int) -> Posted | None:
         """The latest operation of this rank in this group."""
@@ -126,17 +122,21 @@ class Board:
         return max([self.state(rank)[2], *(since for _, _, since, _, _ in records)]), min(waits, default=None)
 
     def _read(self, at: int) -> Posted | None:
-        ordinal, sequence, since, waiting, length = _RECORD.unpack_from(self._map, at)
-        if sequence <= 0:
-            return None
-        raw = self._map[at + _RECORD.size : at + _RECORD.size + length]
-        if _RECORD.unpack_from(self._map, at)[1] != sequence:
-            return None  # rewritten while we read
-        try:
-            text = json.loads(raw)
-        except ValueError:
-            return None
-        return Posted(ordinal, sequence, since, bool(waiting), **text)
+        snapshot = self._snapshot(at, _RECORD)
+        return _posted(*snapshot) if snapshot else None
+
+    def _publish(self, at: int, head: struct.Struct, ordinal: int, number: int, rest: tuple, text: bytes) -> None:
+        _NUMBER.pack_into(self._map, at + _NUMBER_AT, _BEING_WRITTEN)
+        self._map[at + head.size : at + head.size + len(text)] = text
+        head.pack_into(self._map, at, ordinal, _BEING_WRITTEN, *rest, len(text))
+        _NUMBER.pack_into(self._map, at + _NUMBER_AT, number)
+
+    def _snapshot(self, at: int, head: struct.Struct) -> tuple[tuple, bytes] | None:
+        """Head and text of a record or note that belong together; None if there is none or it is being rewritten."""
+        found = head.unpack_from(self._map, at)
+        text = self._map[at + head.size : at + head.size + found[-1]]
+        whole = found[1] > 0 and head.unpack_from(self._map, at)[:2] == found[:2]
+        return (found, text) if whole else None
 
     def _slot(self, rank: int) -> int:
         return (rank - self.first_rank) * self._slot_bytes
@@ -147,6 +147,15 @@ class Board:
 
     def _record(self, rank: int, ordinal: int) -> int:
         return self._slot(rank) + HEADER_BYTES + ordinal % RECORDS * RECORD_BYTES
+
+
+def _posted(head: tuple, raw: bytes) -> Posted | None:
+    ordinal, sequence, since, waiting, _ = head
+    try:
+        text = json.loads(raw)
+    except ValueError:
+        return None
+    return Posted(ordinal, sequence, since, bool(waiting), **text)
 
 
 def describe(
