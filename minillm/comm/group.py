@@ -262,6 +262,11 @@ class Group:
         native = self.backend == "nccl" and self.world.egress is None
         return (collectives.NATIVE if native else collectives.DEFAULT)[name]
 
+    @property
+    def cuts_messages(self) -> bool:
+        """Whether large messages go in pieces: NCCL does that itself, and on an emulated link it would add latency."""
+        return self.backend != "nccl" and self.world.egress is None
+
     def link_between(self, src: int, dst: int) -> Link | None:
         """The emulated link from group rank src to group rank dst, if any."""
         egress = self.world.egress
