@@ -1,0 +1,20 @@
+import pytest
+from hypothesis import settings
+
+from minillm.data import Tokenizer, corpus, tokenize
+
+# Random examples are bounded by number: a busy machine must not fail a test.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return Tokenizer.load()
+
+
+@pytest.fixture(scope="session")
+def library_tokens(tokenizer, tmp_path_factory):
+    """(train, validation) tokens of the whole standard library, made once."""
+    cache = tmp_path_factory.mktemp("tokens")
+    return tuple(tokenize(corpus(), tokenizer, split, cache) for split in ("train", "validation"))
