@@ -79,7 +79,8 @@ def test_reader_looks_while_it_is_written(boards, interrupt):
         assert reader.conflict(1, GROUP, 7, LONG) is None
         assert reader.conflict(1, GROUP, 8, SHORT) is None
         assert reader.note_message(0, 1, not SENDING, GROUP, 7, "") in (None, "[1000000] float32")
-        assert (theirs := reader.note_message(0, 1, not SENDING, GROUP, 8, "")) in (None, "[1] float32")
+        theirs = reader.note_message(0, 1, not SENDING, GROUP, 8, "")
+        assert theirs in (None, "[1] float32")
         posted = reader.posted_in(1, GROUP)
         seen.append((posted and posted.op, theirs))
 
