@@ -10,15 +10,15 @@
     parameter server      everything through one rank, to see why nobody does it
 
 A tensor is cut into N chunks as `torch.tensor_split` does, so no size needs padding. Rings that add take a large tensor
-slab by slab, a piece of every chunk at a time, so that what arrives is still in the cache when it is added and sent on,
-and one slab is added while the next is on the wire. `x` may have any shape and layout; reductions and broadcasts work
+slab by slab, a piece of every chunk at a time, so that what arrives is still in the cache when it is added and sent on.
+`x` may have any shape and layout; reductions and broadcasts work
 in place. With `async_op=True` each returns a handle. Patarasuk & Yuan 2009 (ring), Thakur, Rabenseifner & Gropp 2005
 (the rest); `predict/comms.py` has the cost of each.
 """
 
 import functools
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,11 +26,10 @@ import torch
 from minillm.comm import native
 
 if TYPE_CHECKING:
-    from minillm.comm.group import Group, Handle
+    from minillm.comm.group import Group
     from minillm.comm.messages import Message
 
 SEGMENT_BYTES = 2 << 20  # the largest message of a ring that adds: pieces of this size stay in the cache
-Ring = Iterator["Handle"]  # a ring under way: gives its messages one by one, goes on when each has been delivered
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
     "avg": torch.add,
@@ -42,10 +41,15 @@ _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
 def collective(function: Callable[..., Any]) -> Callable[..., Any]:
     """Record the call as one operation of its group and give it `async_op`."""
 
+    signature = inspect.signature(function)
+
     @functools.wraps(function)
     def call(x: torch.Tensor, group: "Group", *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-        uneven = any(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values()))  # `out=` fixes the sizes
-        return group.run(function.__name__, x, lambda: function(x, group, *args, **kwargs), async_op, same=not uneven)
+        given = signature.bind(x, group, *args, **kwargs).arguments
+        uneven = given.get("out") is not None  # then `out` fixes the sizes
+        how = [f"{k}={v}" for k, v in list(given.items())[2:] if k != "out" and v != signature.parameters[k].default]
+        body = functools.partial(function, x, group, *args, **kwargs)
+        return group.run(function.__name__, x, body, async_op, same=not uneven, how=", ".join(how))
 
     return call
 
@@ -59,8 +63,8 @@ def ring_reduce_scatter(
     own = flat.tensor_split(group.world_size)[group.rank]
     out = torch.empty_like(own) if out is None else _checked_output(out, own, own.numel())
     slabs = _slabs(flat, group)
-    parts = out.tensor_split(len(slabs))
-    _overlap(_reduce_ring(chunks, part, group, op) for chunks, part in zip(slabs, parts, strict=True))
+    for chunks, part in zip(slabs, out.tensor_split(len(slabs)), strict=True):
+        _reduce_ring(chunks, part, group, op)
     return _divide(out, group, op)
 
 
@@ -78,7 +82,7 @@ def ring_all_gather(x: torch.Tensor, group: "Group", out: torch.Tensor | None = 
         raise ValueError(
             f"rank {group.rank} gathers {x.numel()} elements, but its chunk of out {list(out.shape)} has {own.numel()}"
         )
-    _overlap([_gather_ring(chunks, group, own=flat)])
+    _gather_ring(chunks, group, own=flat)
     own.copy_(flat)
     return out
 
@@ -87,14 +91,16 @@ def ring_all_gather(x: torch.Tensor, group: "Group", out: torch.Tensor | None = 
 def ring_all_reduce(x: torch.Tensor, group: "Group", op: str = "sum") -> torch.Tensor:
     """Reduce-scatter, then all-gather: 2(N-1)/N of x per rank, in 2(N-1) rounds."""
     flat = _flat(x)
-    _overlap(_reduce_and_gather(chunks, group, op) for chunks in _slabs(flat, group))
+    _reduce_and_gather(flat, group, op)
     return _write_back(x, flat)
 
 
-def _reduce_and_gather(chunks: Sequence[torch.Tensor], group: "Group | _Slice", op: str) -> Ring:
-    yield from _reduce_ring(chunks, chunks[group.rank], group, op)
-    _divide(chunks[group.rank], group, op)
-    yield from _gather_ring(chunks, group)
+def _reduce_and_gather(flat: torch.Tensor, group: "Group | _Slice", op: str) -> None:
+    for chunks in _slabs(flat, group):
+        own = chunks[group.rank]
+        _reduce_ring(chunks, own, group, op)
+        _divide(own, group, op)
+        _gather_ring(chunks, group)
 
 
 def _slabs(flat: torch.Tensor, group: "Group | _Slice") -> list[tuple[torch.Tensor, ...]]:
@@ -104,42 +110,25 @@ def _slabs(flat: torch.Tensor, group: "Group | _Slice") -> list[tuple[torch.Tens
     return list(zip(*(chunk.tensor_split(max(1, pieces)) for chunk in chunks), strict=True))
 
 
-def _overlap(rings: Iterable[Ring], depth: int = 2) -> None:
-    """Run rings to their ends, `depth` of them at a time: while one adds, the messages of the other are on the wire.
-
-    They take turns in a fixed order, the same on every rank, so their messages cannot be mixed up.
-    """
-    rings, under_way = iter(rings), deque()
-    while True:
-        while len(under_way) < depth and (ring := next(rings, None)):
-            if message := next(ring, None):
-                under_way.append((ring, message))
-        if not under_way:
-            return
-        ring, message = under_way.popleft()
-        message.wait()
-        if message := next(ring, None):
-            under_way.append((ring, message))
-
-
-def _reduce_ring(chunks: Sequence[torch.Tensor], out: torch.Tensor, group: "Group | _Slice", op: str) -> Ring:
+def _reduce_ring(chunks: Sequence[torch.Tensor], out: torch.Tensor, group: "Group | _Slice", op: str) -> None:
     """Ring reduce-scatter into `out`, which may be chunk r itself; nothing else of the chunks changes.
 
     In round s, rank r sends its partial sum of chunk r-s-1 and receives that of chunk r-s-2, to which it adds its own.
     """
     combine, n, r = _combiner(op, out), group.world_size, group.rank
-    buffers = [torch.empty_like(chunks[0]) for _ in range(min(2, n - 1))]  # one arrives, one is sent
+    buffers = [group.scratch.take(chunks[0]) for _ in range(min(2, n - 1))]  # one arrives, one is sent
     partial = chunks[(r - 1) % n]
     for s in range(n - 1):
         own = chunks[(r - s - 2) % n]
-        arriving = buffers[s % 2][: own.numel()]
-        yield group.exchange(send=(partial, (r + 1) % n), recv=(arriving, (r - 1) % n), async_op=True)
+        arriving = buffers[s % 2][: own.nbytes].view(own.dtype)
+        group.exchange(send=(partial, (r + 1) % n), recv=(arriving, (r - 1) % n))
         partial = combine(own, arriving, out=arriving if s < n - 2 else out)
+    group.scratch.give(buffers)
     if n == 1 and out.data_ptr() != chunks[0].data_ptr():
         out.copy_(chunks[0])
 
 
-def _gather_ring(chunks: Sequence[torch.Tensor], group: "Group | _Slice", own: torch.Tensor | None = None) -> Ring:
+def _gather_ring(chunks: Sequence[torch.Tensor], group: "Group | _Slice", own: torch.Tensor | None = None) -> None:
     """Ring all-gather in place: in round s, rank r sends chunk r-s and receives chunk r-s-1.
 
     own: where this rank's chunk is to be sent from, if it is not chunk r itself.
@@ -148,7 +137,7 @@ def _gather_ring(chunks: Sequence[torch.Tensor], group: "Group | _Slice", own: t
     outgoing = chunks[r] if own is None else own
     for s in range(n - 1):
         arriving = chunks[(r - s - 1) % n]
-        yield group.exchange(send=(outgoing, (r + 1) % n), recv=(arriving, (r - 1) % n), async_op=True)
+        group.exchange(send=(outgoing, (r + 1) % n), recv=(arriving, (r - 1) % n))
         outgoing = arriving
 
 
@@ -227,15 +216,11 @@ def hierarchical_all_reduce(x: torch.Tensor, group: "Group", ranks_per_node: int
     node = _Slice(group, range(first, first + g))
     across = _Slice(group, range(group.rank % g, n, g))
     flat = _flat(x)
-
-    def two_levels(chunks: Sequence[torch.Tensor]) -> Ring:
-        own = chunks[node.rank]
-        yield from _reduce_ring(chunks, own, node, op)
-        _divide(own, node, op)
-        yield from _reduce_and_gather(own.tensor_split(across.world_size), across, op)
-        yield from _gather_ring(chunks, node)
-
-    _overlap(two_levels(chunks) for chunks in _slabs(flat, node))
+    for chunks in _slabs(flat, node):
+        _reduce_ring(chunks, chunks[node.rank], node, op)
+    chunks = flat.tensor_split(g)
+    _reduce_and_gather(_divide(chunks[node.rank], node, op), across, op)
+    _gather_ring(chunks, node)
     return _write_back(x, flat)
 
 
@@ -282,11 +267,10 @@ class _Slice:
     def __init__(self, group: "Group", ranks: range) -> None:
         self._group, self._ranks = group, ranks
         self.world_size, self.rank = len(ranks), ranks.index(group.rank)
-        self.cuts_messages = group.cuts_messages
+        self.cuts_messages, self.scratch = group.cuts_messages, group.scratch
 
-    def exchange(self, send: "Message", recv: "Message", async_op: bool) -> "Handle":
-        send, recv = ((x, self._ranks[rank]) for x, rank in (send, recv))
-        return self._group.exchange(send, recv, async_op)
+    def exchange(self, send: "Message", recv: "Message") -> None:
+        self._group.exchange((send[0], self._ranks[send[1]]), (recv[0], self._ranks[recv[1]]))
 
 
 def part_shape(x: torch.Tensor, group: "Group", op: str) -> tuple[int, ...]:
@@ -322,6 +306,8 @@ def _checked_output(out: torch.Tensor, x: torch.Tensor, numel: int | None = None
 def _combiner(op: str, x: torch.Tensor) -> Callable[..., torch.Tensor]:
     if op not in _COMBINE:
         raise ValueError(f"op={op!r} is not a reduction: choose one of {', '.join(_COMBINE)}")
+    if op in ("max", "min") and x.is_complex():
+        raise ValueError(f"op={op!r} needs numbers that have an order, not {x.dtype}: use 'sum' or 'avg'")
     if op == "avg" and not (x.is_floating_point() or x.is_complex()):
         raise ValueError(f"op='avg' needs a floating-point tensor, not {x.dtype}: use 'sum'")
     return _COMBINE[op]
