@@ -26,6 +26,7 @@ STARTING, RUNNING, FINISHED, RAISED = range(4)
 _HEADER = struct.Struct("<iid")  # pid, state, last sign of life
 _RECORD = struct.Struct("<iqdii")  # group ordinal, sequence number, since, waiting, length of the text
 _NOTE = struct.Struct("<iqi")  # group ordinal, message number, length of the text
+_NUMBER, _NUMBER_AT = struct.Struct("<q"), 4  # the number alone, in either of them
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,8 @@ class Board:
 
     def post(self, rank: int, ordinal: int, sequence: int, text: bytes) -> None:
         """Say that `rank` enters operation number `sequence` of its group number `ordinal`."""
-        at, now = self._record(rank, ordinal), time.monotonic()
         text = text[: RECORD_BYTES - _RECORD.size]
-        self._put(at, _RECORD.pack(ordinal, -1, now, 0, 0))
-        self._put(at + _RECORD.size, text)
-        self._put(at, _RECORD.pack(ordinal, sequence, now, 1, len(text)))
+        self._publish(self._record(rank, ordinal), _RECORD, (ordinal, sequence, time.monotonic(), 1), text)
 
     def clear(self, rank: int, ordinal: int) -> None:
         """Say that `rank` has come out of its latest operation in this group."""
@@ -100,10 +98,7 @@ class Board:
     def note_message(self, rank: int, peer: int, sending: bool, ordinal: int, number: int, text: str) -> str | None:
         """Note message `number` of this group between two ranks; returns what the other side has noted about it."""
         raw = text.encode()[: NOTE_BYTES - _NOTE.size]
-        at = self._note(rank, peer, sending)
-        self._put(at, _NOTE.pack(ordinal, -1, 0))
-        self._put(at + _NOTE.size, raw)
-        self._put(at, _NOTE.pack(ordinal, number, len(raw)))
+        self._publish(self._note(rank, peer, sending), _NOTE, (ordinal, number), raw)
         header, theirs = self._entry(self._note(peer, rank, not sending), _NOTE)
         return theirs.decode(errors="replace") if header[:2] == (ordinal, number) else None
 
@@ -122,6 +117,14 @@ class Board:
         records = [self._get(self._record(rank, i), _RECORD) for i in range(RECORDS)]
         waits = [since for _, sequence, since, waiting, _ in records if sequence > 0 and waiting]
         return max([self.state(rank)[2], *(since for _, _, since, _, _ in records)]), min(waits, default=None)
+
+    def _publish(self, at: int, layout: struct.Struct, header: tuple, text: bytes) -> None:
+        """Number cleared first and written last, by itself: whoever reads the same one twice has read a whole entry."""
+        ordinal, number, *rest = header
+        self._put(at + _NUMBER_AT, _NUMBER.pack(-1))
+        self._put(at + layout.size, text)
+        self._put(at, layout.pack(ordinal, -1, *rest, len(text)))
+        self._put(at + _NUMBER_AT, _NUMBER.pack(number))
 
     def _put(self, at: int, data: bytes) -> None:
         self._map[at : at + len(data)] = data

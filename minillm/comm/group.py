@@ -27,7 +27,7 @@ from minillm.comm.handle import Handle
 from minillm.comm.links import Link
 from minillm.comm.messages import Message, Transfer
 from minillm.comm.table import waiting_table
-from minillm.comm.world import World
+from minillm.comm.world import Scratch, World
 from minillm.measure.ledger import Event, Ledger, open_ledgers
 
 
@@ -50,6 +50,7 @@ class Group:
         self.rank = self.ranks.index(world.rank) if world.rank in self.ranks else -1
         self.backend = dist.get_backend(process_group) if self.rank >= 0 else "none"
         self._ordinal, self._sequence, self._p2p_sequence = world.next_ordinal(), 0, 0
+        self.scratch = Scratch()
         self._thread = threading.local()  # .operation: the collective this thread is inside of
         self._queue: ThreadPoolExecutor | None = None
         self._pending: Handle | None = None
@@ -249,6 +250,11 @@ class Group:
         """minillm's own algorithm; NCCL's on NCCL, unless a link is emulated (NCCL's messages cannot be paced)."""
         native = self.backend == "nccl" and self.world.egress is None
         return (collectives.NATIVE if native else collectives.DEFAULT)[name]
+
+    @property
+    def cuts_messages(self) -> bool:
+        """Whether large messages go in pieces: NCCL does that itself, and on an emulated link it would add latency."""
+        return self.backend != "nccl" and self.world.egress is None
 
     def link_between(self, src: int, dst: int) -> Link | None:
         """The emulated link from group rank src to group rank dst, if any."""

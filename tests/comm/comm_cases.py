@@ -12,7 +12,7 @@ import torch.distributed as dist
 import minillm.comm as comm
 from minillm.measure import ledger
 
-SEGMENT_BYTES = 2 << 20  # one message of a ring reduce-scatter holds no more than this
+SEGMENT_BYTES = 2 << 20  # one message of a ring that adds holds no more than this
 ROOTED = ("tree_broadcast", "tree_reduce", "parameter_server_all_reduce", "Group.broadcast")
 EVEN = ("Group.reduce_scatter", "Group.all_to_all", "pairwise_all_to_all")  # dimension 0 must divide
 NAMES = (
@@ -136,21 +136,26 @@ def sent(case: Case, n: int) -> tuple[list[int], list[int]]:
     numel = torch.Size(case.shape).numel()
     wire: list[tuple[int, int]] = []  # (sender, elements)
 
-    def scatter(ranks: list[int], count: int) -> None:
-        sizes = split(count, len(ranks))
-        pieces = max(1, -(-sizes[0] * item // SEGMENT_BYTES))
-        for place, rank in enumerate(ranks):  # every chunk but its own passes through a rank
-            others = [size for chunk, size in enumerate(sizes) if chunk != place]
-            wire.extend((rank, piece) for size in others for piece in split(size, pieces))
+    def pieces(ranks: list[int], count: int) -> int:
+        return max(1, -(-split(count, len(ranks))[0] * item // SEGMENT_BYTES))
 
-    def gather(ranks: list[int], count: int) -> None:
+    def scatter(ranks: list[int], count: int) -> None:
+        for place, rank in enumerate(ranks):  # every chunk but its own passes through a rank
+            others = [size for chunk, size in enumerate(split(count, len(ranks))) if chunk != place]
+            wire.extend((rank, piece) for size in others for piece in split(size, pieces(ranks, count)))
+
+    def gather(ranks: list[int], count: int, cut: int = 1) -> None:
         for place, rank in enumerate(ranks):  # every chunk but the right neighbour's own
-            sizes = enumerate(split(count, len(ranks)))
-            wire.extend((rank, size) for chunk, size in sizes if chunk != (place + 1) % len(ranks))
+            chunks = enumerate(split(count, len(ranks)))
+            others = [size for chunk, size in chunks if chunk != (place + 1) % len(ranks)]
+            wire.extend((rank, piece) for size in others for piece in split(size, cut))
+
+    def both(ranks: list[int], count: int) -> None:
+        scatter(ranks, count)
+        gather(ranks, count, pieces(ranks, count))
 
     if kind in ("ring_all_reduce", "all_reduce"):
-        scatter(everybody, numel)
-        gather(everybody, numel)
+        both(everybody, numel)
     elif kind in ("ring_reduce_scatter", "reduce_scatter"):
         scatter(everybody, numel)
     elif kind.endswith("all_gather"):
@@ -172,8 +177,7 @@ def sent(case: Case, n: int) -> tuple[list[int], list[int]]:
             scatter(everybody[first : first + g], numel)
             gather(everybody[first : first + g], numel)
         for local, count in enumerate(split(numel, g)):
-            scatter(everybody[local::g], count)
-            gather(everybody[local::g], count)
+            both(everybody[local::g], count)
     elif kind.endswith("all_to_all"):
         wire.extend((rank, numel // n) for rank in everybody for _ in range(n - 1))
     elif kind == "parameter_server_all_reduce":
