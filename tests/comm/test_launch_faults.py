@@ -151,8 +151,8 @@ def test_a_single_rank_that_exits_silently() -> None:
 def table_of(how: str, nproc: int = 3) -> dict[int, str]:
     start = time.monotonic()
     with pytest.raises(HangError) as caught:
-        launch(programs.hang, nproc, how, timeout=1.0)
-    assert 1.0 <= time.monotonic() - start < 20  # by design 1 + 2 s; machines are busy
+        launch(programs.hang, nproc, how, timeout=1.5)
+    assert 1.5 <= time.monotonic() - start < 30  # by design within 2 s more; machines are busy
     assert not children()
     error = caught.value
     assert error.table in str(error)
@@ -205,11 +205,11 @@ def test_different_operations_are_a_mismatch_not_a_hang() -> None:
 
 
 def test_a_rank_that_returns_early_is_no_hang() -> None:
-    assert launch(programs.slow_but_alive, 3, 2.5, timeout=1.0) == [0, 1, 2]
+    assert launch(programs.slow_but_alive, 3, 3.0, timeout=2.0) == [0, 1, 2]
 
 
 def test_output_is_a_sign_of_life(capfd) -> None:
-    assert launch(programs.talk_slowly, 2, 2.5, timeout=1.0) == [True, True]
+    assert launch(programs.talk_slowly, 2, 3.0, timeout=2.0) == [True, True]
 
 
 # Results, arguments, environment.
@@ -341,7 +341,7 @@ print(launch(f, 3, 10))
     (tmp_path / "script.py").write_text(text)
     started = [start_python(tmp_path, *args) for args in (["script.py"], ["-c", text], ["-"])]
     for process in started:
-        out, err = process.communicate(text if process.args[-1] == "-" else None, timeout=60)
+        out, err = process.communicate(text if process.args[-1] == "-" else None, timeout=90)
         assert (out, err, process.returncode) == ("once\n[33, 33, 33]\n", "", 0)
 
 
@@ -361,8 +361,10 @@ launch(f, 3)
 
 
 def start_endless(folder: Path, *args: str) -> subprocess.Popen:
-    (folder / "endless.py").write_text(ENDLESS)
-    return start_python(folder, "endless.py", *args)
+    path = folder / "endless.py"
+    if not path.exists():
+        path.write_text(ENDLESS)
+    return start_python(folder, path.name, *args)
 
 
 def test_ranks_die_with_their_launcher(tmp_path) -> None:
@@ -376,7 +378,7 @@ def test_ranks_die_with_their_launcher(tmp_path) -> None:
         for _ in range(1 + len(again)):
             launcher.send_signal(getattr(signal, number))
             time.sleep(0.01)
-        _, err = launcher.communicate(timeout=30)
+        _, err = launcher.communicate(timeout=90)
         assert launcher.returncode == -getattr(signal, number)
         assert ("KeyboardInterrupt" in err) == (number == "SIGINT")
         assert not psutil.wait_procs(family, timeout=20)[1]
@@ -386,7 +388,7 @@ def test_ranks_die_with_their_launcher(tmp_path) -> None:
 def test_interrupted_while_ranks_start(tmp_path) -> None:
     """Ctrl-C at several moments of the start-up."""
     for launcher in [start_endless(tmp_path, delay) for delay in ("0.001", "0.1", "0.8")]:
-        assert "KeyboardInterrupt" in launcher.communicate(timeout=60)[1]
+        assert "KeyboardInterrupt" in launcher.communicate(timeout=90)[1]
     time.sleep(0.2)
     left = [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get("TMPDIR") == str(tmp_path)]
     assert not psutil.wait_procs(left, timeout=20)[1]
