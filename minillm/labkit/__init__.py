@@ -1,1 +1,39 @@
-"""What only the notebooks use: exercises, hints, receipts, plots and the notebook builder."""
+"""What only the notebooks use: exercises, hints, receipts, plots and the notebook builder.
+
+A lab needs one line: `from minillm.labkit import check, hint, show, sliders`. Plotting names load matplotlib on first
+use, so ranks that unpickle a lab's function stay quick to start.
+"""
+
+from importlib import import_module
+
+from minillm.labkit.checks import check, hint
+from minillm.labkit.exercises import CheckFailed, alternative, exercise, mutant
+from minillm.labkit.receipts import Receipt, Row, receipt, row
+
+_LAZY = {
+    **dict.fromkeys(("PALETTE", "SPANS", "look"), "palette"),
+    **dict.fromkeys(("bars", "lines", "style", "subplots"), "plots"),
+    **dict.fromkeys(("show", "sliders"), "interact"),
+}
+
+__all__ = [
+    "CheckFailed",
+    "Receipt",
+    "Row",
+    "alternative",
+    "check",
+    "exercise",
+    "hint",
+    "mutant",
+    "receipt",
+    "row",
+    *_LAZY,
+]
+
+
+def __getattr__(name: str):
+    if name not in _LAZY:
+        raise AttributeError(f"module 'minillm.labkit' has no attribute '{name}'")
+    value = getattr(import_module(f"minillm.labkit.{_LAZY[name]}"), name)
+    globals()[name] = value
+    return value

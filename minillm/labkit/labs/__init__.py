@@ -1,0 +1,1 @@
+"""The exercises of each lab: `lab_NN.py` registers the verifiers, hints and references of lab NN."""
