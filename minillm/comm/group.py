@@ -230,7 +230,8 @@ class Group:
             if "imed out" not in str(error):
                 raise
             table = waiting_table(board)
-            raise HangError(f"rank {me} waited too long in group {self.name!r}.\n{table}", table) from error
+            text = f"rank {me} waited too long in group {self.name!r}. Who waits for whom:\n\n{table}\n"
+            raise HangError(text, table) from None
         finally:
             board.clear(me, ordinal)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from minillm.comm import worker
-from minillm.comm.board import Board
+from minillm.comm.board import RUNNING, Board
 
 
 def in_place(job: worker.Job) -> list[Any]:
@@ -20,6 +20,7 @@ def in_place(job: worker.Job) -> list[Any]:
     job = worker.Job(**{**vars(job), "nproc": world, "threads": max(1, (os.cpu_count() or 1) // local_world)})
     with worker.world_group(job, None, rank, wait_s=job.timeout_s) as group:
         group.world.board = _shared_board(rank, local_world)
+        group.world.board.set_state(rank, RUNNING)
         result = job.function(group, *job.args)
         return group.gather_objects(result)
 
