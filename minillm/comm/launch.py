@@ -131,8 +131,10 @@ class Run:
         while agent.is_alive():
             self._show_output()
             states = [self.board.state(rank) for rank in range(self.nproc)]
-            for rank, (pid, state, _) in enumerate(states):
-                if pid and state not in (FINISHED, RAISED) and rank not in self.gone and not _alive(pid):
+            for rank, (pid, _, _) in enumerate(states):
+                if pid and rank not in self.gone and not _alive(pid):
+                    if self.board.state(rank)[1] in (FINISHED, RAISED):  # read last: it says so before it goes
+                        continue
                     self.gone.append(rank)
             failed_at = failed_at or (time.monotonic() if self.gone or any(s == RAISED for _, s, _ in states) else None)
             if failed_at and time.monotonic() > failed_at + GRACE_S:
