@@ -5,15 +5,15 @@
 
     launch(hello, nproc=4)        # [4.0, 4.0, 4.0, 4.0]
 
-Ranks are processes started by torch's elastic agent, which is what torchrun uses; `fork server` makes that cheap. The
-function travels by value, so it may come from a notebook cell. While the ranks run, this process prints what they
-print, watches the notice board for ranks that wait too long, and takes everything down when one fails.
+Ranks are processes forked from a server that has torch loaded, so they start in a fraction of a second; they meet in a
+store that listens on loopback. The function travels by value, so it may come from a notebook cell. While the ranks run,
+this process prints what they print, watches the notice board for ranks that wait too long, and takes all of them down
+when one fails.
 """
 
 import contextlib
 import functools
 import linecache
-import logging
 import multiprocessing
 import os
 import re
@@ -21,19 +21,17 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait as wait_for_any
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+import torch.distributed as dist
 
 from minillm.comm import worker
-from minillm.comm.board import FINISHED, RAISED, Board
+from minillm.comm.board import FINISHED, Board
 from minillm.comm.errors import HangError, RankError
 from minillm.comm.links import Link, Topology
 from minillm.comm.table import waiting_table
@@ -66,7 +64,7 @@ def launch(
     job = worker.Job(fn, args, nproc, timeout, link, device, threads, _cell_sources())
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return in_place(job)
-    with _folder() as folder, _quiet_torch(), _without_main():
+    with _folder() as folder, _without_main():
         try:
             (folder / "job").write_bytes(cloudpickle.dumps(job))
         except Exception as error:
@@ -75,25 +73,26 @@ def launch(
 
 
 class Run:
-    """One launch: the agent in a thread, and this thread watching over the ranks."""
+    """One launch: the ranks' processes, and this one watching over them."""
 
     def __init__(self, folder: Path, job: worker.Job) -> None:
         self.folder, self.job, self.nproc = folder, job, job.nproc
         self.board = Board(folder / "board", job.nproc)
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context(_start_method())
+        arguments = [(str(folder), rank, job.nproc, self.store.port) for rank in range(job.nproc)]
+        self.ranks = [context.Process(target=worker.main, args=args, name=f"rank{args[1]}") for args in arguments]
         self.read = [0] * job.nproc  # bytes of each rank's output shown so far
         self.last_output = time.monotonic()
-        self.failures: dict[int, int] = {}  # rank -> exit code, as the agent reports it
-        self.gone: list[int] = []  # ranks that died without a report, in order
-        self.agent_error: BaseException | None = None
+        self.failed: list[int] = []  # ranks whose process ended badly, in order
 
     def results(self) -> list[Any]:
-        agent = threading.Thread(target=self._run_agent, name="minillm-agent", daemon=True)
-        agent.start()
-        hang = None
         try:
-            hang = self._watch(agent)
+            for rank in self.ranks:
+                rank.start()
+            hang = self._watch()
         finally:  # also when this cell is interrupted
-            self._kill(agent)
+            self._kill()
             self._show_output(last=True)
             self.board.close()
         if hang:
@@ -103,69 +102,40 @@ class Run:
             return [cloudpickle.loads(report.result) for report in reports]
         raise self._cause(reports)
 
-    def _run_agent(self) -> None:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=self.nproc,
-            run_id=self.folder.name,
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
-            local_addr="127.0.0.1",
-            max_restarts=0,
-            monitor_interval=POLL_S,
-            start_method=_start_method(),
-            shutdown_timeout=5,
-            logs_specs=DefaultLogsSpecs(log_dir=str(self.folder / "agent")),
-        )
-        try:
-            elastic_launch(config, worker.main)(str(self.folder))
-        except ChildFailedError as error:
-            self.failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        except BaseException as error:
-            self.agent_error = error
-
-    def _watch(self, agent: threading.Thread) -> HangError | None:
-        """Show output until the agent is done; end the run on the first failure or a hang."""
-        failed_at = None
-        while agent.is_alive():
+    def _watch(self) -> HangError | None:
+        """Show output until all ranks have ended. After a failure the others get a moment to say how they ended."""
+        running, give_up_at = dict(enumerate(self.ranks)), None
+        while running and (give_up_at is None or time.monotonic() < give_up_at):
+            wait_for_any([process.sentinel for process in running.values()], timeout=POLL_S)
             self._show_output()
-            states = [self.board.state(rank) for rank in range(self.nproc)]
-            for rank, (pid, _, _) in enumerate(states):
-                if pid and rank not in self.gone and not _alive(pid):
-                    if self.board.state(rank)[1] in (FINISHED, RAISED):  # read last: it says so before it goes
-                        continue
-                    self.gone.append(rank)
-            failed_at = failed_at or (time.monotonic() if self.gone or any(s == RAISED for _, s, _ in states) else None)
-            if failed_at and time.monotonic() > failed_at + GRACE_S:
-                self._kill(agent)
-            if not failed_at and (waited := self._stuck(states)):
+            for rank in [rank for rank, process in running.items() if process.exitcode is not None]:
+                if running.pop(rank).exitcode:
+                    self.failed.append(rank)
+                    give_up_at = give_up_at or time.monotonic() + GRACE_S
+            if not self.failed and running and (waited := self._stuck()):
                 return self._hang(waited)
-            agent.join(POLL_S)
         return None
 
-    def _stuck(self, states: list[tuple[int, int, float]]) -> float | None:
+    def _stuck(self) -> float | None:
         """Seconds that a rank has waited in one operation, or all have been silent, if that is too long."""
         now, signs, waits = time.monotonic(), [self.last_output], []
-        for rank, (pid, state, since) in enumerate(states):
+        for rank in range(self.nproc):
+            pid, state, since = self.board.state(rank)
             sign, wait = self.board.signs(rank)
             signs.append(sign)
-            if pid and state == FINISHED:
-                waits.append(since)
-            elif pid and wait is not None:
-                waits.append(wait)
+            if pid and (state == FINISHED or wait is not None):
+                waits.append(since if state == FINISHED else wait)
         longest = max(now - min(waits, default=now), now - max(signs))
         return longest if longest > self.job.timeout_s else None
 
     def _hang(self, waited: float) -> HangError:
-        for rank in range(self.nproc):
-            _signal(self.board.state(rank)[0], signal.SIGUSR1)
+        for process in self.ranks:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)  # write your stack
         time.sleep(0.1)
         table = waiting_table(self.board, {rank: self._place(rank) for rank in range(self.nproc)})
-        return HangError(
-            f"no progress for {waited:.1f} s (timeout {self.job.timeout_s:g} s). Who waits for whom:\n\n{table}\n",
-            table,
-        )
+        limit = f"{self.job.timeout_s:g} s"
+        return HangError(f"no progress for {waited:.1f} s (timeout {limit}). Who waits for whom:\n\n{table}\n", table)
 
     def _place(self, rank: int) -> str:
         """The innermost line of the caller's own code that the rank is in, from its stack dump."""
@@ -179,13 +149,13 @@ class Run:
                 return f"{function}, line {line}" + (f": {code}" if code else "")
         return ""
 
-    def _kill(self, agent: threading.Thread) -> None:
-        """Take down every rank that still runs, and wait for the agent to notice."""
-        deadline = time.monotonic() + 10
-        while agent.is_alive() and time.monotonic() < deadline:
-            for rank in range(self.nproc):
-                _signal(self.board.state(rank)[0], signal.SIGKILL)
-            agent.join(POLL_S)
+    def _kill(self) -> None:
+        """Leave no rank behind."""
+        started = [process for process in self.ranks if process.pid is not None]
+        for process in started:
+            process.kill()
+        for process in started:
+            process.join()
 
     def _report(self, rank: int) -> worker.Report | None:
         path = self.folder / f"report{rank}"
@@ -193,23 +163,23 @@ class Run:
 
     def _cause(self, reports: list[worker.Report | None]) -> BaseException:
         """The first failure that is not an echo of another one."""
-        raised = sorted((r.at, rank) for rank, r in enumerate(reports) if r and r.result is None and not r.echo)
-        if raised and not self.gone:
-            rank = raised[0][1]
-            report = reports[rank]
-            error = RankError(f"rank {rank} of {self.nproc} raised {report.error}\n\n{report.text}\n", rank)
-            error.__cause__ = _original(report)
-            return error
-        if self.gone:
-            rank, code = self.gone[0], self.failures.get(self.gone[0])
-            return RankError(f"rank {rank} of {self.nproc} {_death(code)} before it finished", rank, code)
-        echoes = [(r.at, rank) for rank, r in enumerate(reports) if r and r.echo]
-        if echoes:
-            rank = min(echoes)[1]
-            return RankError(
-                f"rank {rank} of {self.nproc} raised {reports[rank].error}\n\n{reports[rank].text}\n", rank
-            )
-        return RankError(f"the ranks could not be started: {self.agent_error or 'no reason given'}", -1)
+        raised = sorted((r.echo, r.at, rank) for rank, r in enumerate(reports) if r and r.result is None)
+        silent = [rank for rank in self.failed if reports[rank] is None]
+        if silent and (not raised or raised[0][0]):
+            rank, code = silent[0], self.ranks[silent[0]].exitcode
+            text = f"rank {rank} of {self.nproc} {_death(code)} before it finished{self._last_words(rank)}"
+            return RankError(text, rank, code)
+        rank = raised[0][2]
+        error = RankError(f"rank {rank} of {self.nproc} raised {reports[rank].error}\n\n{reports[rank].text}\n", rank)
+        error.__cause__ = _original(reports[rank])
+        return error
+
+    def _last_words(self, rank: int) -> str:
+        """What C++ said before it ended the process, if it did."""
+        path = self.folder / f"output{rank}"
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        words = [line.strip().removeprefix("what():").strip() for line in lines if "what():" in line]
+        return f": {words[-1]}" if words else ""
 
     def _show_output(self, last: bool = False) -> None:
         """Print what ranks have written since, in whole lines, each with its rank."""
@@ -262,24 +232,6 @@ def _start_method() -> str:
 
 
 @contextlib.contextmanager
-def _quiet_torch() -> Iterator[None]:
-    """Keep the agent's own log lines ("Closing process ... via signal SIGTERM") out of the reader's sight."""
-    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing")]
-    before = [logger.propagate for logger in loggers]
-    handler = logging.NullHandler()
-    for logger in loggers:
-        logger.propagate = False
-        logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        for logger, propagate in zip(loggers, before, strict=True):
-            logger.propagate = propagate
-            logger.removeHandler(handler)
-        os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
-
-
-@contextlib.contextmanager
 def _without_main() -> Iterator[None]:
     """Ranks get their function by value, so they need not run the caller's script again."""
     main = sys.modules["__main__"]
@@ -304,24 +256,8 @@ def _original(report: worker.Report) -> BaseException | None:
         return None
 
 
-def _death(code: int | None) -> str:
-    if code is None:
-        return "died"
+def _death(code: int) -> str:
     if code < 0:
         hint = " (out of memory, perhaps)" if -code == signal.SIGKILL else ""
         return f"was killed by {signal.Signals(-code).name}{hint}"
     return f"ended its process with exit code {code}"
-
-
-def _alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
-
-
-def _signal(pid: int, number: int) -> None:
-    if pid and _alive(pid):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)

@@ -28,7 +28,6 @@ from minillm.comm.errors import HangError, PeerLostError
 from minillm.comm.group import Group, World
 from minillm.comm.links import Egress, Link, Topology
 
-ECHO_PAUSE_S = 0.5  # a rank that fails because another one did lets that one be seen first
 ECHOES = ("onnection closed by peer", "onnection reset", "Broken pipe", "onnection refused")
 WORLD_NAME = "world"
 
@@ -59,13 +58,15 @@ class Report:
     at: float = 0.0
 
 
-def main(folder: str) -> None:
+def main(folder: str, rank: int, nproc: int, port: int) -> None:
     """Entry point of one rank started by `launch`. Never raises: the report file says how it went."""
-    rank = int(os.environ["RANK"])
     _settle(Path(folder), rank)
-    board = Board(Path(folder, "board"), int(os.environ["WORLD_SIZE"]))
+    board = Board(Path(folder, "board"), nproc)
     board.set_state(rank, STARTING)
-    os.environ.update(MINILLM_RANK=str(rank), GLOO_SOCKET_IFNAME=loopback())
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MINILLM_RANK": rank}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME=loopback())
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store that ranks meet in is the launcher's
     try:
         job: Job = cloudpickle.loads(Path(folder, "job").read_bytes())
         linecache.cache.update(job.sources)
@@ -81,9 +82,7 @@ def main(folder: str) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     ctypes.CDLL(None).fflush(None)
-    if report.result is None:
-        time.sleep(ECHO_PAUSE_S if report.echo else 0)
-        os._exit(1)
+    os._exit(0 if report.result is not None else 1)  # threads the function left behind shall not keep the rank
 
 
 @contextlib.contextmanager
@@ -112,12 +111,9 @@ def world_group(job: Job, board: Board | None, rank: int, wait_s: float) -> Iter
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=wait_s), **options)
     if board:
         board.clear(rank, 0)
-    try:
-        egress = Egress(job.link) if job.link else None
-        yield Group(World(rank, device, board, egress), dist.group.WORLD, range(dist.get_world_size()), WORLD_NAME)
-    finally:
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group()
+    egress = Egress(job.link) if job.link else None
+    yield Group(World(rank, device, board, egress), dist.group.WORLD, range(dist.get_world_size()), WORLD_NAME)
+    dist.destroy_process_group()  # not after an error: the others must not see us go before our report is written
 
 
 def pick_device(device: str | None, nproc: int) -> torch.device:

@@ -4,6 +4,7 @@ Works on the text of the traceback, because the line may come from another proce
 rank's traceback as text. Frames of minillm, of the standard library and of installed packages are never shown.
 """
 
+import os
 import re
 import sysconfig
 import traceback
@@ -11,17 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _FRAME = re.compile(
-    r"""File "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<function>.+)
-        (?:\n[^\S\n]*(?![^\n]*File\ ")(?P<source>[^\n]+))?""",
-    re.VERBOSE,
+    r'File "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<function>[^\n]+)'
+    r'(?:\n(?![^\n]*File ")[^\S\n]*(?P<source>[^\n]+))?'
 )
-_NOT_THEIRS = tuple(
-    {
-        str(Path(__file__).parents[1]),
-        *(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")),
-        "<frozen",
-        "<__array_function__",
-    }
+_PACKAGE = Path(__file__).parents[1]
+_MUTANTS = str(_PACKAGE / "labkit" / "mutants")  # stand in for learners
+_NOT_THEIRS = (
+    f"{_PACKAGE}{os.sep}",
+    *(f"{sysconfig.get_path(key)}{os.sep}" for key in ("stdlib", "platstdlib", "purelib", "platlib")),
+    "<frozen",
+    "<__array_function__",
 )
 
 
@@ -41,7 +41,7 @@ class Line:
 def learner_line(error: BaseException) -> Line | None:
     """The innermost line of the learner's in the error's traceback, or None if no line of theirs took part."""
     text = "".join(traceback.format_exception(error))
-    frames = [frame for frame in _FRAME.finditer(text) if not frame["file"].startswith(_NOT_THEIRS)]
+    frames = [frame for frame in _FRAME.finditer(text) if _is_theirs(frame["file"])]
     if not frames:
         return None
     last = frames[-1]
@@ -51,10 +51,9 @@ def learner_line(error: BaseException) -> Line | None:
 def summary(error: BaseException) -> str:
     """The error in one line (or, for a table such as a hang's, as it is), without any traceback."""
     text = str(error).strip()
-    if "Traceback (most recent call last)" in text:  # the text of another rank's error: its heading and its last line
-        first, last = text.splitlines()[0].strip(), text.splitlines()[-1].strip()
-        heading = first.split("Traceback (most recent call last)")[0].strip()
-        return f"{heading.rstrip(':')}: {last}" if heading else last
+    heading, traceback_begins, _ = text.partition("Traceback (most recent call last)")
+    if traceback_begins:  # another rank's error, under a heading such as "rank 1 of 4 raised ..."
+        return heading.strip() or text.splitlines()[-1].strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
@@ -64,3 +63,7 @@ def not_attempted(error: BaseException) -> bool:
     if line is None or not line.source:  # no line to look at: only the name of the error is left
         return re.search(r"^NotImplementedError$", summary(error).rsplit(": ", 1)[-1]) is not None
     return line.source.startswith("raise NotImplementedError")
+
+
+def _is_theirs(file: str) -> bool:
+    return file.startswith(_MUTANTS) or not file.startswith(_NOT_THEIRS)

@@ -133,13 +133,20 @@ class _Card:
     def _repr_html_(self) -> str:
         passed = self.title.endswith(": passed")
         colour = "#009E73" if passed else "#E69F00"
-        lines = "".join(f'<div style="white-space:pre-wrap;margin:3px 0">{escape(line)}</div>' for line in self.lines)
+        lines = "".join(map(_html_line, self.lines))
         note = f'<div style="margin-top:6px"><i>{escape(self.note)}</i></div>' if self.note else ""
         table = self.receipt._repr_html_() if self.receipt else ""
         return (
             f'<div style="border-left:4px solid {colour};padding:4px 12px;color:inherit">'
             f"<b>{'✓ ' if passed else ''}{escape(self.title)}</b>{table}{lines}{note}</div>"
         )
+
+
+def _html_line(line: str) -> str:
+    """A sentence, or a block of several lines (a table, a line of code) that keeps its columns."""
+    if "\n" in line:
+        return f'<pre style="margin:3px 0;color:inherit;background:none">{escape(line)}</pre>'
+    return f'<div style="margin:3px 0">{escape(line)}</div>'
 
 
 def _show(card: _Card) -> None:

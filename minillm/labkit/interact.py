@@ -7,6 +7,7 @@
 Figures are turned into PNG here and pyplot's registry is cleaned, so a figure appears once and none pile up.
 """
 
+import base64
 import inspect
 import io
 import sys
@@ -24,9 +25,11 @@ def show(view: View, **parameters: Any) -> None:
     """Display `view(**parameters)` as a still picture; the view's first docstring line is its alternative text."""
     image = render(view, **parameters)
     if _in_notebook():
-        from IPython.display import Image, display
+        from IPython.display import display
 
-        display(Image(image, alt=_title(view)))
+        title = _title(view)
+        png = base64.b64encode(image).decode()
+        display({"image/png": png, "text/plain": title}, raw=True, metadata={"image/png": {"alt": title}})
 
 
 def sliders(view: View, **controls: Any) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, StrMethodFormatter
 
 from minillm.labkit.palette import CARD, TEXT, look
 
@@ -111,7 +111,7 @@ def lines(
             if name in predicted:
                 ax.plot(x, predicted[name], color=drawn.color, marker="", linestyle="--", label=f"{name}, predicted")
         if "x" in log:
-            ax.set_xscale("log", base=2)
+            ax.set_xscale("log", base=10 if x_axis[1] else 2)  # counts, such as ranks, double
         if "y" in log:
             ax.set_yscale("log")
         _finish(ax, title, y=y_axis, x=x_axis)
@@ -124,4 +124,6 @@ def _finish(ax: Axes, title: str, *, y: tuple[str, str], x: tuple[str, str] | No
         axis.set_label_text(f"{quantity} ({unit})" if unit else quantity)
         if unit in ("B", "s", "B/s", "FLOP/s", "FLOP"):
             axis.set_major_formatter(EngFormatter(unit=unit, sep=" "))
+        elif axis.get_scale() == "log":
+            axis.set_major_formatter(StrMethodFormatter("{x:g}"))
     ax.set_title(title)

@@ -228,7 +228,7 @@ def test_hierarchy_against_the_flat_ring():
 def test_flat_ring_crossing_counts_the_messages_between_nodes(nodes, per_node):
     world, n = nodes * per_node, 29
     data, _ = start(world, n)
-    wire, leaving = Wire(world), Counter()
+    leaving = Counter()
     for play in (play_reduce_scatter, play_all_gather):
         for messages in play(data, list(range(world))):
             for source, destination, values in messages:

@@ -1,0 +1,71 @@
+"""`python -m minillm COMMAND`: one line per command below; a command's module is imported when it is asked for.
+
+A command's module has a function `command` with typer's annotations that returns an exit status (or None). Bad input
+raises ValueError anywhere below and ends here as one line on standard error with exit status 2; MINILLM_DEBUG=1 shows
+the traceback instead.
+"""
+
+import difflib
+import os
+import sys
+from importlib import import_module
+
+COMMANDS = {
+    "tour": ("minillm.tour", "run every mechanism once: predicted beside measured"),
+    "lab": ("minillm.labkit.lab", "open a lab in JupyterLab"),
+    "notebooks": ("minillm.labkit.notebooks", "build the labs and execute their solutions"),
+    "progress": ("minillm.labkit.progress_command", "show or reset your progress"),
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run one command and exit with its status."""
+    sys.exit(run(sys.argv[1:] if argv is None else argv))
+
+
+def run(argv: list[str]) -> int:
+    """Exit status of `argv`: 0 fine, 1 a verdict failed, 2 bad input."""
+    if not argv or argv[0] in ("--help", "-h", "help"):
+        print(_overview())
+        return 0
+    if argv[0] == "--version":
+        print(import_module("minillm").__version__)
+        return 0
+    try:
+        if argv[0] not in COMMANDS:
+            close = difflib.get_close_matches(argv[0], COMMANDS, n=1)
+            raise ValueError(f"no command '{argv[0]}'; " + (f"did you mean '{close[0]}'?" if close else "see --help"))
+        return _call(argv[0], argv[1:])
+    except KeyboardInterrupt:
+        return 130
+    except ValueError as error:
+        return _refuse(error)
+    except Exception as error:
+        if hasattr(error, "format_message"):  # typer's own: an unknown option, a missing or malformed argument
+            return _refuse(error.format_message())
+        raise
+
+
+def _call(name: str, arguments: list[str]) -> int:
+    import typer
+
+    app = typer.Typer(add_completion=False)
+    app.command()(import_module(COMMANDS[name][0]).command)
+    return app(arguments, prog_name=f"minillm {name}", standalone_mode=False) or 0
+
+
+def _refuse(error: ValueError | str) -> int:
+    if os.environ.get("MINILLM_DEBUG") == "1" and isinstance(error, ValueError):
+        raise error
+    print(f"minillm: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {about}" for name, (_, about) in COMMANDS.items()]
+    return "\n".join(["usage: python -m minillm COMMAND [--help]", "", *lines])
+
+
+if __name__ == "__main__":
+    main()

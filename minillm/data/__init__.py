@@ -1,0 +1,38 @@
+"""Text to tokens to batches: an embedded corpus, a lossless tokenizer, packing, a resumable sampler, prefetching.
+
+text    = corpus()                                   # or corpus("folder")
+tokens  = tokenize(text, Tokenizer.load(), "train")  # cached and memory-mapped
+dataset = TokenDataset(tokens, seq_len=256)
+with Loader(dataset, batch_size=8, rank=group.rank, world_size=group.world_size) as loader: ...
+"""
+
+from minillm.data.corpus import Corpus, Document, corpus
+from minillm.data.dataset import TokenDataset
+from minillm.data.loader import Batch, Loader
+from minillm.data.ngram import NGram, ngram_bits_per_byte
+from minillm.data.padding import length_batches, pad
+from minillm.data.prefetch import Prefetcher
+from minillm.data.sampler import ShardedSampler
+from minillm.data.tokenizer import Tokenizer, train_tokenizer
+from minillm.data.tokens import Tokens, read_tokens, tokenize, write_tokens
+
+__all__ = [
+    "Batch",
+    "Corpus",
+    "Document",
+    "Loader",
+    "NGram",
+    "Prefetcher",
+    "ShardedSampler",
+    "TokenDataset",
+    "Tokenizer",
+    "Tokens",
+    "corpus",
+    "length_batches",
+    "ngram_bits_per_byte",
+    "pad",
+    "read_tokens",
+    "tokenize",
+    "train_tokenizer",
+    "write_tokens",
+]

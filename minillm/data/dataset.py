@@ -1,0 +1,54 @@
+"""Packing: one long row of tokens cut into windows, no padding anywhere.
+
+    tokens    a b c d e <sep> f g h i j k ...
+    window 0  a b c d            inputs  a b c      targets  b c d           (seq_len 3)
+    window 1        d e <sep> f  inputs  d e <sep>  targets  e <sep> f
+
+Windows overlap by one token, so every token but the first is a target exactly once, and the waste is the tail that
+does not fill a window. A window may span documents; the separator tells the model where one ends.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from minillm.data.tokens import Tokens
+
+
+class TokenDataset:
+    """Map-style dataset of (inputs, targets), each int64 [seq_len]; torch's DataLoader takes it as it is.
+
+    `tokens`: a `Tokens` or any one-dimensional array or tensor of ids. Raises ValueError if it has not one window.
+    """
+
+    def __init__(self, tokens: Tokens | np.ndarray | torch.Tensor | Sequence[int], seq_len: int):
+        array = tokens.array if isinstance(tokens, Tokens) else np.asarray(tokens)
+        if seq_len < 1:
+            raise ValueError(f"seq_len {seq_len} is too small: a window needs at least 1 input token")
+        if len(array) < seq_len + 1:
+            raise ValueError(
+                f"{len(array)} tokens are too few for seq_len {seq_len}: give more text or a shorter seq_len"
+            )
+        self.tokens, self.seq_len = tokens, seq_len
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.seq_len
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, targets = self.batch([index])
+        return inputs[0], targets[0]
+
+    def batch(self, indices: Sequence[int] | np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """(inputs, targets), each int64 [len(indices), seq_len]."""
+        wanted = np.asarray(indices, dtype=np.int64).reshape(-1)
+        if (outside := wanted[(wanted < 0) | (wanted >= len(self))]).size:
+            raise IndexError(f"window {outside[0]} is outside 0..{len(self) - 1}")
+        array = self.tokens.array if isinstance(self.tokens, Tokens) else np.asarray(self.tokens)
+        windows = array[wanted[:, None] * self.seq_len + np.arange(self.seq_len + 1)].astype(np.int64)
+        return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
+
+    @property
+    def waste(self) -> float:
+        """Share of the tokens that no window uses as a target: the tail, and the first token."""
+        return 1 - len(self) * self.seq_len / len(self.tokens)

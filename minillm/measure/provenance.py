@@ -1,0 +1,59 @@
+"""Where a number comes from: hardware, versions, date and command. Every JSON file of results starts with it."""
+
+import datetime
+import os
+import platform
+import shlex
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+PACKAGES = ("minillm", "torch", "numpy")
+
+
+def provenance(command: str | None = None, packages: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Hardware, cores, memory in bytes, operating system, versions, date (UTC) and command.
+
+    command: what to type to get the numbers again; by default how this process was started.
+    packages: further packages whose versions matter, such as a benchmark's peer.
+    """
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "hardware": ", ".join([processor(), *gpus]),
+        "cores": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "os": f"{platform.system()} {platform.release()}",
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in (*PACKAGES, *packages)}},
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": command or _this_command(),
+    }
+
+
+def summary(origin: dict[str, Any]) -> str:
+    """One line for the top of a table."""
+    torch_version, date = origin["versions"]["torch"], origin["date"][:10]
+    return f"{origin['hardware']}, {origin['cores']} cores, torch {torch_version}, {date}: {origin['command']}"
+
+
+def processor() -> str:
+    """The processor's name as the operating system gives it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _this_command() -> str:
+    interpreter, *rest = sys.orig_argv or [sys.executable]
+    return shlex.join([Path(interpreter).name, *rest])

@@ -1,0 +1,23 @@
+"""The one transformer, its attention, its loss, and Hugging Face weights in and out."""
+
+from minillm.model.attention import AttentionFunction, dense, sdpa
+from minillm.model.config import ModelConfig, RopeScaling
+from minillm.model.huggingface import load_hf, save_hf
+from minillm.model.loss import cross_entropy, cross_entropy_sums
+from minillm.model.transformer import Block, Transformer, check_tokens, initial
+
+__all__ = [
+    "AttentionFunction",
+    "Block",
+    "ModelConfig",
+    "RopeScaling",
+    "Transformer",
+    "check_tokens",
+    "cross_entropy",
+    "cross_entropy_sums",
+    "dense",
+    "initial",
+    "load_hf",
+    "save_hf",
+    "sdpa",
+]

@@ -1,0 +1,201 @@
+"""One decoder-only transformer: every lab and every parallel form of minillm computes this function.
+
+    tokens ── embedding ──┬──────────────(+)──┬─────────────(+)── … ── norm ── head ── logits
+                          └ norm ─ attention ─┘└ norm ─ mlp ─┘
+                          └────────── one Block ─────────────┘
+
+Llama's shape (Touvron et al. 2023): RMSNorm before each branch, rotary positions, grouped-query attention (Ainslie et
+al. 2023), SwiGLU (Shazeer 2020). The blocks are uniform, so a pipeline can cut between any two; the number of heads is
+read from the projections' outputs, so a tensor-parallel slice runs the same code.
+"""
+
+import hashlib
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minillm.model.attention import AttentionFunction, sdpa
+from minillm.model.config import ModelConfig
+from minillm.model.rope import Rope, rotate
+
+
+class Transformer(nn.Module):
+    """`Transformer(config)(tokens)` -> logits.
+
+    seed: initial weights (see `initial`); None leaves them unset, for a loader to fill.
+    device: "meta" (or `with torch.device("meta"):`) builds shapes without memory; then `to_empty` and `initialize`.
+    attention: the attention function of forward passes that bring none.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        seed: int | None = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        attention: AttentionFunction = sdpa,
+    ):
+        super().__init__()
+        self.config = config
+        self.attention = attention
+        device = torch.device(device or torch.get_default_device())
+        with torch.device("meta"):  # torch's own initialisation would cost time and draw from the global generator
+            self.embedding = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+            self.rope = Rope(config)
+            self.blocks = nn.ModuleList(Block(config, layer, dtype) for layer in range(config.num_layers))
+            self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
+            self.head = None if config.tie_embeddings else _linear(config.hidden_size, config.vocab_size, dtype)
+        self.to_empty(device=device)
+        if seed is not None and device.type != "meta":
+            self.initialize(seed)
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, *, attention: AttentionFunction | None = None
+    ) -> Tensor:
+        """tokens: [batch, seq] of ids -> logits [batch, seq, vocab_size].
+
+        positions: [seq] or [batch, seq], where the tokens stand; None = 0 .. seq - 1.
+        ValueError for an id outside the vocabulary or a position outside the context (see `check_tokens`).
+        """
+        check_tokens(tokens, self.config, positions)
+        x = self.embedding(tokens)
+        rotation = self.rope(
+            torch.arange(tokens.shape[1], device=x.device) if positions is None else positions, x.dtype
+        )
+        for block in self.blocks:
+            x = block(x, rotation, attention or self.attention, positions)
+        return self.logits(x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x: [batch, seq, hidden] after the last block -> [batch, seq, vocab_size]. Tied: the embedding is the head."""
+        return F.linear(self.norm(x), self.embedding.weight if self.head is None else self.head.weight)
+
+    @torch.no_grad()
+    def initialize(self, seed: int = 0) -> "Transformer":
+        """Sets every parameter to `initial(config, name, shape, seed)`, wherever it lives and whatever its dtype."""
+        for name, parameter in self.named_parameters():
+            parameter.copy_(initial(self.config, name, tuple(parameter.shape), seed))
+        return self
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)). x: [batch, seq, hidden] in and out."""
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype | None = None):
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
+        self.attention = Attention(config, layer, dtype)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
+        self.mlp = MLP(config, dtype)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        attention: AttentionFunction = sdpa,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotation, attention, positions)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Attention(nn.Module):
+    """Projections around an attention function: each kv head serves num_heads / num_kv_heads query heads."""
+
+    def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype | None = None):
+        super().__init__()
+        self.layer, self.head_dim, self.window = layer, config.head_dim, config.sliding_window
+        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q_proj = _linear(config.hidden_size, q_size, dtype, bias=config.qkv_bias)
+        self.k_proj = _linear(config.hidden_size, kv_size, dtype, bias=config.qkv_bias)
+        self.v_proj = _linear(config.hidden_size, kv_size, dtype, bias=config.qkv_bias)
+        self.o_proj = _linear(q_size, config.hidden_size, dtype)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps, dtype) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps, dtype) if config.qk_norm else nn.Identity()
+
+    def forward(
+        self, x: Tensor, rotation: tuple[Tensor, Tensor], attention: AttentionFunction, positions: Tensor | None
+    ) -> Tensor:
+        def heads(y: Tensor) -> Tensor:  # [batch, seq, heads * head_dim] -> [batch, heads, seq, head_dim]
+            return y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+        q = rotate(self.q_norm(heads(self.q_proj(x))), *rotation)
+        k = rotate(self.k_norm(heads(self.k_proj(x))), *rotation)
+        v = heads(self.v_proj(x))
+        y = attention(q, k, v, layer=self.layer, positions=positions, window=self.window)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype | None = None):
+        super().__init__()
+        self.gate_proj = _linear(config.hidden_size, config.intermediate_size, dtype)
+        self.up_proj = _linear(config.hidden_size, config.intermediate_size, dtype)
+        self.down_proj = _linear(config.intermediate_size, config.hidden_size, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class RMSNorm(nn.Module):
+    """weight · x / √(mean(x²) + eps) over the last dimension; no mean is subtracted (Zhang & Sennrich 2019)."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype | None = None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def initial(config: ModelConfig, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """The initial value of one parameter, a function of (seed, name) alone: float32, on the CPU.
+
+    Whoever holds a slice draws the whole parameter (`shape` is the whole one's) and keeps his part; whoever holds a
+    pipeline stage asks for its blocks by their names in the whole model. Both equal the model of a single process.
+    """
+    if name.endswith("norm.weight"):
+        return torch.ones(shape, device="cpu")
+    if name.endswith(".bias"):
+        return torch.zeros(shape, device="cpu")
+    into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))  # 2 per block add up (GPT-2, §2.3)
+    std = config.init_std / math.sqrt(2 * config.num_layers) if into_residual else config.init_std
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(0.0, std, generator=generator)
+
+
+def check_tokens(tokens: Tensor, config: ModelConfig, positions: Tensor | None = None) -> None:
+    """ValueError if ids leave the vocabulary or positions leave the context. Shapes are always checked (free).
+
+    Values are checked only while they lie on the CPU (microseconds): reading them from a GPU would make every forward
+    pass wait for it. For a GPU, call this on the batch before it is moved; a bad id that slips through still fails
+    in the embedding, but later and as a device-side assertion.
+    """
+    if tokens.dim() != 2:
+        raise ValueError(f"tokens have shape {list(tokens.shape)}: the model takes [batch, seq].")
+    if positions is None and tokens.shape[1] > config.max_seq_len:
+        raise ValueError(
+            f"a sequence of {tokens.shape[1]} tokens is longer than the context of {config.max_seq_len}: "
+            "shorten it or raise max_seq_len."
+        )
+    if positions is not None and positions.shape not in (tokens.shape, tokens.shape[1:]):
+        raise ValueError(f"positions have shape {list(positions.shape)}, tokens {list(tokens.shape)}: they must match.")
+    if torch.compiler.is_compiling():
+        return
+    for what, values, limit in (("token id", tokens, config.vocab_size), ("position", positions, config.max_seq_len)):
+        if values is not None and values.device.type == "cpu" and values.numel():
+            low, high = (int(bound) for bound in values.aminmax())
+            if low < 0 or high >= limit:
+                name = "vocab_size" if values is tokens else "max_seq_len"
+                raise ValueError(f"{what} {low if low < 0 else high} is outside 0 .. {limit - 1} ({name} {limit}).")
+
+
+def _linear(inputs: int, outputs: int, dtype: torch.dtype | None, bias: bool = False) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=bias, dtype=dtype)

@@ -1,0 +1,160 @@
+"""What a transformer of a given shape weighs, computes, caches and keeps: closed forms, equal to a counted run.
+
+    parameters   attention  L·(2·H·d + 2·H_kv·d)·h     mlp  L·3·h·f     embedding, head  V·h each (one if tied)
+    FLOPs        2 per matmul parameter and token forward, 4 backward; attention scores apart, they grow with context
+    KV cache     2·L·H_kv·d·b bytes per token
+    training     16 bytes per parameter with Adam, in float32 and in mixed precision alike
+
+L layers, h hidden size, f intermediate size, H heads, H_kv kv heads, d head dimension, V vocabulary, b bytes per
+element. A shape is any object with `ModelConfig`'s attributes.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Shape(Protocol):
+    """The part of `minillm.model.ModelConfig` these formulas read."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    tie_embeddings: bool
+    qk_norm: bool
+    qkv_bias: bool
+    sliding_window: int | None
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Numbers of parameters by part, over all layers. head: 0 when it is the embedding (tied)."""
+
+    embedding: int
+    attention: int
+    biases: int
+    mlp: int
+    norms: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        return self.embedding + self.attention + self.biases + self.mlp + self.norms + self.head
+
+
+@dataclass(frozen=True)
+class Flops:
+    """FLOPs of one token. matmul: with the weights. attention: queries with keys, probabilities with values."""
+
+    matmul: float
+    attention: float
+
+    @property
+    def total(self) -> float:
+        return self.matmul + self.attention
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes that one parameter costs in training, by kind (without activations)."""
+
+    parameter: int
+    gradient: int
+    master: int
+    moments: int
+
+    @property
+    def total(self) -> int:
+        return self.parameter + self.gradient + self.master + self.moments
+
+    def per_rank(self, parameters: int, world_size: int, stage: int) -> int:
+        """Bytes on one of `world_size` ranks under ZeRO `stage` (0 = replicated); shards are padded to equal size.
+
+        Stage 1 divides master and moments, 2 gradients too, 3 parameters too (Rajbhandari et al. 2020, §5).
+        """
+        if stage not in (0, 1, 2, 3) or world_size < 1:
+            raise ValueError(f"ZeRO stage {stage} on {world_size} ranks: use stage 0 to 3 on at least 1 rank.")
+        sharded = sum((self.master + self.moments, self.gradient, self.parameter)[:stage])
+        return (self.total - sharded) * parameters + sharded * -(-parameters // world_size)
+
+
+ADAM_FP32 = StateBytes(parameter=4, gradient=4, master=0, moments=8)
+ADAM_MIXED = StateBytes(parameter=2, gradient=2, master=4, moments=8)
+ADAM_MIXED_FP32_GRADIENTS = StateBytes(parameter=2, gradient=4, master=4, moments=8)
+
+
+def parameters(shape: Shape) -> Parameters:
+    """Parameters by part; `.total` is the sum of `numel` over the model's parameters."""
+    h, layers = shape.hidden_size, shape.num_layers
+    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    return Parameters(
+        embedding=shape.vocab_size * h,
+        attention=layers * (2 * h * q + 2 * h * kv),
+        biases=layers * (q + 2 * kv) if shape.qkv_bias else 0,
+        mlp=layers * 3 * h * shape.intermediate_size,
+        norms=(2 * layers + 1) * h + (2 * layers * shape.head_dim if shape.qk_norm else 0),
+        head=0 if shape.tie_embeddings else shape.vocab_size * h,
+    )
+
+
+def matmul_parameters(shape: Shape) -> int:
+    """Weights that multiply every token: the head counts also when it is tied, the embedding (a look-up) never."""
+    count = parameters(shape)
+    return count.attention + count.mlp + shape.vocab_size * shape.hidden_size
+
+
+def forward_flops(shape: Shape, context: float) -> Flops:
+    """FLOPs per token of a forward pass: 2 per matmul parameter, and 4·L·H·d per key that its query meets.
+
+    context: keys per query. `seq` for dense score matrices, which is what a FLOP counter counts; `causal_context(seq)`
+    for what a causal kernel has to compute; the cached length for one decoded token.
+    """
+    return Flops(2 * matmul_parameters(shape), 4 * shape.num_layers * shape.num_heads * shape.head_dim * context)
+
+
+def training_flops(shape: Shape, context: float, *, recompute: bool = False) -> Flops:
+    """FLOPs per token of forward and backward: 3 forwards, so 6 per matmul parameter (Kaplan et al. 2020, §2.1).
+
+    Backward multiplies twice, for the gradients of inputs and of weights. recompute: every block runs forward once more
+    (the head does not). A fused attention kernel computes its scores a second time in backward; that is not counted.
+    """
+    forward = forward_flops(shape, context)
+    if not recompute:
+        return Flops(3 * forward.matmul, 3 * forward.attention)
+    head = 2 * shape.vocab_size * shape.hidden_size
+    return Flops(4 * forward.matmul - head, 4 * forward.attention)
+
+
+def causal_context(seq: int, window: int | None = None) -> float:
+    """Mean number of keys a query meets in a causal sequence: (seq + 1) / 2 without a window."""
+    window = min(window or seq, seq)
+    return (window * (window + 1) / 2 + (seq - window) * window) / seq
+
+
+def kv_bytes_per_token(shape: Shape, bytes_per_element: int = 2) -> int:
+    """Bytes the cache grows by per token: a key and a value of every kv head in every layer."""
+    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * bytes_per_element
+
+
+def block_activation_bytes(shape: Shape, batch: int, seq: int, bytes_per_element: int = 4) -> int:
+    """Bytes that one block keeps for its backward pass on the CPU, in float32 (4) or float64 (8), no recomputation.
+
+    Per token:  each norm    3·h + 1    its input, the input normalised, its output, 1 / rms
+                attention    3·H·d + 2·H_kv·d + H    q, output, output as the projection reads it; k, v; log-sum-exp
+                q/k norm     2·(H + H_kv)·d + (H + H_kv)    inputs, the same normalised, 1 / rms
+                SwiGLU       4·f    gate, silu(gate), up, their product
+    With a sliding window shorter than seq, the seq · seq mask is kept too. Scores never are: the kernel is fused
+    (torch has none for a head_dim of 2).
+    """
+    heads, kv_heads = shape.num_heads, shape.num_kv_heads
+    q, kv = heads * shape.head_dim, kv_heads * shape.head_dim
+    norms = 2 * (3 * shape.hidden_size + 1)
+    copies = 3 if heads > 1 and seq > 1 else 2  # one head, or one token, is already laid out as the projection reads it
+    attention = copies * q + 2 * kv + heads
+    qk_norm = 2 * (q + kv) + heads + kv_heads if shape.qk_norm else 0
+    per_token = norms + attention + qk_norm + 4 * shape.intermediate_size
+    mask = seq * seq if shape.sliding_window is not None and shape.sliding_window < seq else 0
+    return (batch * seq * per_token + mask) * bytes_per_element

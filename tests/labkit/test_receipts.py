@@ -1,0 +1,103 @@
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from minillm.labkit import receipt, row
+from minillm.labkit.receipts import format_value
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "tolerance", "verdict"),
+    [
+        (4, 4, 0.0, "ok"),
+        (4, 5, 0.0, "off"),
+        (100, 103, 0.03, "ok"),
+        (100, 103.1, 0.03, "off"),
+        (100, 97, 0.03, "ok"),
+        (-100, -103, 0.03, "ok"),
+        (0, 0, 0.0, "ok"),
+        (0, 1e-9, 0.5, "off"),
+        (None, 7, 0.0, "info"),
+        (4, None, 0.5, "off"),
+        (4, math.nan, 0.5, "off"),
+        (math.inf, math.inf, 0.0, "ok"),
+        ("ring", "ring", 0.0, "ok"),
+        ("ring", "tree", 0.0, "off"),
+        ((2, 3), (2, 3), 0.0, "ok"),
+        (True, False, 0.0, "off"),
+    ],
+)
+def test_verdict(predicted, measured, tolerance, verdict):
+    assert row("x", predicted, measured, tolerance=tolerance).verdict == verdict
+
+
+def test_tensors_and_numpy_scalars_become_numbers():
+    made = row("x", np.float64(2.0), torch.tensor(2.0))
+    assert made.verdict == "ok" and type(made.measured) is float
+    assert row("shape", (2, 3), torch.zeros(2, 3).shape).verdict == "ok"
+
+
+@pytest.mark.parametrize("tolerance", [-0.1, math.nan])
+def test_tolerance_must_not_be_negative(tolerance):
+    with pytest.raises(ValueError, match=r"tolerance=.* of row 'x' must be 0 or more"):
+        row("x", 1, 1, tolerance=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (1572864, "B", "1,572,864 B"),
+        (1572864.0, "bytes", "1,572,864 B"),
+        (1234.5, "B", "1,234.5 B"),
+        (0.0032, "s", "3.20 ms"),
+        (0.9996, "s", "1,000 ms"),
+        (4.2e-5, "s", "42.0 µs"),
+        (12.5, "s", "12.5 s"),
+        (0.0, "s", "0.00 s"),
+        (12.5e9, "FLOP/s", "12.5 GFLOP/s"),
+        (3e3, "B/s", "3.00 kB/s"),
+        (0.75, "", "0.7500"),
+        (1.2345, "", "1.234"),
+        (6, "", "6"),
+        (123456.7, "tokens", "123,457 tokens"),
+        (1e-9, "", "1.000e-09"),
+        (None, "B", "—"),
+        (True, "", "yes"),
+        (math.inf, "s", "inf s"),
+        ((2, 3), "", "(2, 3)"),
+        ("ring", "", "ring"),
+    ],
+)
+def test_format_value(value, unit, text):
+    assert format_value(value, unit) == text
+
+
+def test_text_is_an_aligned_table():
+    made = receipt(
+        "ring, 4 ranks", [row("bytes sent", 1572864, 1572864, "B"), row("calls", 6, 7), row("time", None, 0.002, "s")]
+    )
+    assert str(made) == (
+        "ring, 4 ranks\n"
+        "name           predicted      measured   verdict\n"
+        "bytes sent   1,572,864 B   1,572,864 B   ok\n"
+        "calls                  6             7   off\n"
+        "time                   —       2.00 ms   info"
+    )
+    assert not made.ok and receipt("", made.rows[:1]).ok
+
+
+def test_html_escapes_and_sets_no_background_or_text_colour_of_its_own():
+    html = receipt("<b>", [row("a<b", "x&y", "x&y")])._repr_html_()
+    assert "&lt;b&gt;" in html and "a&lt;b" in html and "x&amp;y" in html
+    assert "background:#" not in html and "color:inherit" in html
+
+
+def test_json_rows_are_plain():
+    rows = receipt("", [row("n", None, math.inf), row("shape", (2,), (2,), "el")]).to_json()
+    assert json.loads(json.dumps(rows, allow_nan=False)) == [
+        {"name": "n", "predicted": None, "measured": "inf", "unit": "", "verdict": "info"},
+        {"name": "shape", "predicted": [2], "measured": [2], "unit": "el", "verdict": "ok"},
+    ]

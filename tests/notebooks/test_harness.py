@@ -1,0 +1,115 @@
+"""The harness itself, on a fixture lab: it accepts a good one and catches each way a lab can be wrong."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from minillm.labkit import exercises, row
+from tests.notebooks import harness
+
+FIXTURE = Path(__file__).parent / "fixture"
+
+
+@pytest.fixture
+def fixture_lab(tmp_path, monkeypatch):
+    """A copy of the fixture's master, its exercises registered and nobody else's."""
+    monkeypatch.setattr(exercises, "_exercises", {})
+    monkeypatch.setattr(exercises, "_answers", {})
+    monkeypatch.setattr(exercises, "_modules", lambda folder: [])
+    monkeypatch.syspath_prepend(str(FIXTURE))
+    sys.modules.pop("fixture_exercises", None)
+    __import__("fixture_exercises")
+    return Path(shutil.copy(FIXTURE / "solutions" / "90_fixture.py", tmp_path))
+
+
+@pytest.fixture
+def scratch(tmp_path):
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    return folder
+
+
+def edit(master: Path, old: str, new: str) -> None:
+    text = master.read_text()
+    assert old in text
+    master.write_text(text.replace(old, new))
+
+
+def test_good_lab_passes(fixture_lab, scratch):
+    harness.check_unsolved(fixture_lab, scratch)
+    harness.check_solved(fixture_lab, scratch)
+    for name in ("fixture-total", "fixture-mean"):
+        harness.check_alone(fixture_lab, name, scratch)
+    harness.check_counts("90_fixture", exercises.all_exercises(), exercises.answers())
+
+
+def test_good_answers_pass(fixture_lab):
+    for exercise in exercises.all_exercises():
+        harness.check_reference(exercise)
+    for answer in exercises.answers():
+        (harness.check_alternative if answer.expect is None else harness.check_mutant)(answer)
+
+
+def test_answer_left_in_the_lab_is_caught(fixture_lab, scratch):
+    edit(fixture_lab, "    # BEGIN SOLUTION\n    result = 0", "    result = 0")
+    edit(fixture_lab, "    return result\n    # END SOLUTION", "    return result")
+    with pytest.raises(AssertionError, match=r"nothing is solved.*fixture-total"):
+        harness.check_unsolved(fixture_lab, scratch)
+
+
+def test_wrong_solution_is_caught(fixture_lab, scratch):
+    edit(fixture_lab, "result = 0", "result = 1")
+    with pytest.raises(exercises.CheckFailed, match="fixture-total: the total of no numbers"):
+        harness.check_solved(fixture_lab, scratch)
+
+
+def test_lab_that_stops_when_unsolved_is_caught(fixture_lab, scratch):
+    edit(fixture_lab, 'total = check("fixture-total", total)', 'check("fixture-total", total)\ntotal([1])')
+    with pytest.raises(NotImplementedError):
+        harness.check_unsolved(fixture_lab, scratch)
+
+
+def test_exercise_that_needs_another_is_caught(fixture_lab, scratch):
+    edit(fixture_lab, 'total = check("fixture-total", total)', 'check("fixture-total", total)')
+    edit(fixture_lab, "show(view)", "")
+    with pytest.raises(AssertionError, match="only 'fixture-mean' is solved"):
+        harness.check_alone(fixture_lab, "fixture-mean", scratch)
+
+
+def test_unchecked_exercise_is_caught(fixture_lab, scratch):
+    edit(fixture_lab, 'mean = check("fixture-mean", mean)', "")
+    with pytest.raises(AssertionError, match=r"registers \['fixture-mean'\] without checking"):
+        harness.check_solved(fixture_lab, scratch)
+
+
+def test_check_that_accepts_a_mutant_is_caught(fixture_lab):
+    exercises.mutant("fixture-total", "not-wrong", expect="anything")(sum)
+    with pytest.raises(AssertionError, match="mutant 'not-wrong' of 'fixture-total' is not rejected"):
+        harness.check_mutant(exercises.answers("fixture-total")[-1])
+
+
+def test_message_that_does_not_fit_is_caught(fixture_lab):
+    exercises.mutant("fixture-total", "wrong-message", expect="deadlock")(lambda numbers: 0)
+    with pytest.raises(AssertionError, match="which lacks 'deadlock'"):
+        harness.check_mutant(exercises.answers("fixture-total")[-1])
+
+
+def test_rejected_alternative_and_reference_are_caught(fixture_lab):
+    exercises.alternative("fixture-total", "wrong")(lambda numbers: 0)
+    with pytest.raises(AssertionError, match="alternative 'wrong'"):
+        harness.check_alternative(exercises.answers("fixture-total")[-1])
+    exercises.exercise("no-good", reference=int, hints="abc", minutes=1, lab="90_fixture")(
+        lambda candidate: [row("x", 1, candidate())]
+    )
+    with pytest.raises(AssertionError, match="the reference of 'no-good' is not accepted: x: measured 0, predicted 1"):
+        harness.check_reference(exercises.find("no-good"))
+
+
+def test_too_few_answers_are_caught(fixture_lab):
+    answers = exercises.answers()
+    with pytest.raises(AssertionError, match="'fixture-mean' has 2 mutants"):
+        harness.check_counts("90_fixture", exercises.all_exercises(), [a for a in answers if a.label != "no-division"])
+    with pytest.raises(AssertionError, match="90_fixture has 1 alternatives"):
+        harness.check_counts("90_fixture", exercises.all_exercises(), [a for a in answers if a.label != "loop"])

@@ -1,0 +1,59 @@
+"""Every lab and every exercise of the course, held to the strict harness."""
+
+from pathlib import Path
+
+import pytest
+
+from minillm.labkit import course, exercises, masters, notebooks
+from tests.notebooks import harness
+
+pytestmark = pytest.mark.notebook
+
+ROOT = Path(__file__).parents[2]
+MASTERS = course.masters(ROOT)
+EXERCISES = {exercise.name: exercise for exercise in exercises.all_exercises()}
+ANSWERS = {f"{answer.exercise}/{answer.label}": answer for answer in exercises.answers()}
+MUTANTS = [key for key, answer in ANSWERS.items() if answer.expect is not None]
+ALTERNATIVES = [key for key, answer in ANSWERS.items() if answer.expect is None]
+CHECKED = [
+    (lab, name) for lab, path in MASTERS.items() for cell in masters.lab(path).cells for name in masters.checked(cell)
+]
+
+
+def test_notebooks_are_what_their_masters_give():
+    assert notebooks.stale(ROOT) == []
+
+
+@pytest.mark.parametrize("lab", MASTERS)
+def test_unsolved_lab_runs_and_no_check_passes(lab, tmp_path):
+    harness.check_unsolved(MASTERS[lab], tmp_path)
+
+
+@pytest.mark.parametrize("lab", MASTERS)
+def test_solution_passes_every_check(lab, tmp_path):
+    harness.check_solved(MASTERS[lab], tmp_path)
+
+
+@pytest.mark.parametrize(("lab", "name"), CHECKED)
+def test_exercise_passes_alone(lab, name, tmp_path):
+    harness.check_alone(MASTERS[lab], name, tmp_path)
+
+
+@pytest.mark.parametrize("lab", sorted({exercise.lab for exercise in EXERCISES.values()}))
+def test_enough_mutants_and_alternatives(lab):
+    harness.check_counts(lab, EXERCISES.values(), ANSWERS.values())
+
+
+@pytest.mark.parametrize("name", EXERCISES)
+def test_reference_is_accepted(name):
+    harness.check_reference(EXERCISES[name])
+
+
+@pytest.mark.parametrize("key", MUTANTS)
+def test_mutant_is_rejected(key):
+    harness.check_mutant(ANSWERS[key])
+
+
+@pytest.mark.parametrize("key", ALTERNATIVES)
+def test_alternative_is_accepted(key):
+    harness.check_alternative(ANSWERS[key])
