@@ -31,7 +31,7 @@ import cloudpickle
 import torch.distributed as dist
 
 from minillm.comm import worker
-from minillm.comm.board import FINISHED, Board
+from minillm.comm.board import FINISHED, STARTING, Board
 from minillm.comm.errors import HangError, RankError
 from minillm.comm.links import Link, Topology
 from minillm.comm.table import waiting_table
@@ -39,6 +39,7 @@ from minillm.comm.torchrun import in_place
 
 MAX_RANKS = 64
 POLL_S = 0.02
+START_S = 30.0  # the least a rank is given to start
 GRACE_S = 0.4  # after the first failure, time for the others to say how they ended
 
 
@@ -118,15 +119,17 @@ class Run:
 
     def _stuck(self) -> float | None:
         """Seconds that a rank has waited in one operation, or all have been silent, if that is too long."""
-        now, signs, waits = time.monotonic(), [self.last_output], []
+        now, signs, waits, limit = time.monotonic(), [self.last_output], [], self.job.timeout_s
         for rank in range(self.nproc):
             pid, state, since = self.board.state(rank)
+            if not pid or state == STARTING:  # on a busy machine a process takes its time to start
+                limit = max(limit, START_S)
             sign, wait = self.board.signs(rank)
             signs.append(sign)
             if pid and (state == FINISHED or wait is not None):
                 waits.append(since if state == FINISHED else wait)
         longest = max(now - min(waits, default=now), now - max(signs))
-        return longest if longest > self.job.timeout_s else None
+        return longest if longest > limit else None
 
     def _hang(self, waited: float) -> HangError:
         for process in self.ranks:

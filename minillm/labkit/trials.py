@@ -18,7 +18,7 @@ from minillm import measure
 from minillm.comm import Group, HangError, launch
 from minillm.labkit.exercises import CheckFailed
 
-PATIENCE_S = 8.0  # of a rank in one operation: longer than any exercise needs on a busy machine
+PATIENCE_S = 5.0  # of a rank in one operation: longer than any exercise needs on a busy machine
 POINT_TO_POINT = {"exchange", "send", "recv"}
 Step = tuple[list[tuple[int, int]], list[int]]  # what one call posted: sends (to, bytes), receives (from)
 
