@@ -14,6 +14,7 @@ COMMANDS = {
     "tour": ("minillm.tour", "run every mechanism once: predicted beside measured"),
     "lab": ("minillm.labkit.lab", "open a lab in JupyterLab"),
     "notebooks": ("minillm.labkit.notebooks", "build the labs and execute their solutions"),
+    "figures": ("minillm.labkit.figures", "measure and draw the committed figures"),
     "progress": ("minillm.labkit.progress_command", "show or reset your progress"),
 }
 
