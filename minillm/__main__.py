@@ -12,6 +12,7 @@ from importlib import import_module
 
 COMMANDS = {
     "tour": ("minillm.tour", "run every mechanism once: predicted beside measured"),
+    "machine": ("minillm.labkit.machine_command", "measure this machine: matmul, memory, links"),
     "lab": ("minillm.labkit.lab", "open a lab in JupyterLab"),
     "notebooks": ("minillm.labkit.notebooks", "build the labs and execute their solutions"),
     "figures": ("minillm.labkit.figures", "measure and draw the committed figures"),

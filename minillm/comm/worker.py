@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import psutil
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -27,6 +26,7 @@ from minillm.comm.board import FINISHED, RAISED, RUNNING, STARTING, Board, descr
 from minillm.comm.errors import HangError, PeerLostError
 from minillm.comm.group import Group, World
 from minillm.comm.links import Egress, Link, Topology
+from minillm.measure.wire import loopback
 
 ECHOES = ("onnection closed by peer", "onnection reset", "Broken pipe", "onnection refused")
 WORLD_NAME = "world"
@@ -152,14 +152,6 @@ def _relevant(frames: list[traceback.FrameSummary], error: BaseException) -> lis
         hidden = (here, os.path.dirname(torch.__file__), os.path.dirname(threading.__file__))
         frames = [frame for frame in frames if not frame.filename.startswith(hidden)] or frames
     return frames
-
-
-def loopback() -> str:
-    """Name of the loopback interface: lo on Linux, lo0 on macOS."""
-    names = [n for n, found in psutil.net_if_addrs().items() if any(a.address == "127.0.0.1" for a in found)]
-    if not names:
-        raise ValueError("no loopback interface with address 127.0.0.1 found: ranks of one machine talk over it")
-    return names[0]
 
 
 def _settle(folder: Path, rank: int) -> None:

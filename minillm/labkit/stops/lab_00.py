@@ -10,6 +10,8 @@ from minillm.labkit.receipts import Row, row
 from minillm.measure import machine
 from minillm.predict import roofline
 
+WIDTH = 4096  # 64 MiB of fp32: more than most caches hold
+
 
 def rows() -> Iterator[Row]:
     """Launch, errors, hangs and the machine card."""
@@ -30,13 +32,14 @@ def rows() -> Iterator[Row]:
 
     card = machine()
     yield row("peak matmul rate, fp32", None, card.peak_flops, "FLOP/s")
-    yield row("memory bandwidth", None, card.memory_bandwidth, "B/s")
+    yield row("memory bandwidth", None, card.memory_bandwidth_bytes_per_s, "B/s")
     for world_size, fit in sorted(card.links.items()):
         yield row(f"latency of a message round, {world_size} ranks", None, fit.latency_s, "s")
         yield row(f"bandwidth of a message round, {world_size} ranks", None, fit.bandwidth_bytes_per_s, "B/s")
-    for m in (1, 512):
-        roof = roofline.attainable(roofline.matmul_intensity(m, 1024, 1024, 4), card.peak_flops, card.memory_bandwidth)
-        yield row(f"share of the roof reached by a {m} x 1024 x 1024 matmul", None, _matmul_rate(m) / roof)
+    for m in (1, 256):
+        intensity = roofline.matmul_intensity(m, WIDTH, WIDTH, 4)
+        roof = roofline.attainable(intensity, card.peak_flops, card.memory_bandwidth_bytes_per_s)
+        yield row(f"share of the roof reached by a {m} x {WIDTH} x {WIDTH} matmul", None, _matmul_rate(m) / roof)
 
 
 def _sum_of_ranks(group: Group) -> float:
@@ -57,10 +60,10 @@ def _stay_away_on_rank_1(group: Group) -> None:
 
 def _matmul_rate(m: int) -> float:
     """FLOP/s of the fastest of a few runs."""
-    a, b = torch.randn(m, 1024), torch.randn(1024, 1024)
+    a, b = torch.randn(m, WIDTH), torch.randn(WIDTH, WIDTH)
     seconds = []
-    for _ in range(12):
+    for _ in range(6):
         start = time.perf_counter()
         a @ b
         seconds.append(time.perf_counter() - start)
-    return roofline.matmul_flops(m, 1024, 1024) / min(seconds)
+    return roofline.matmul_flops(m, WIDTH, WIDTH) / min(seconds)
