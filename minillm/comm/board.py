@@ -25,6 +25,7 @@ STARTING, RUNNING, FINISHED, RAISED = range(4)
 _HEADER = struct.Struct("<iid")  # pid, state, last sign of life
 _RECORD = struct.Struct("<iqdii")  # group ordinal, sequence number, since, waiting, length of the text
 _NOTE = struct.Struct("<iqi")  # group ordinal, message number, length of the text
+_NUMBER, _NUMBER_AT = struct.Struct("<q"), 4  # the second field of either
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ class Board:
         _RECORD.pack_into(self._map, at, ordinal, -1, now, 0, 0)
         text = text[: RECORD_BYTES - _RECORD.size]
         self._map[at + _RECORD.size : at + _RECORD.size + len(text)] = text
-        _RECORD.pack_into(self._map, at, ordinal, sequence, now, 1, len(text))
+        _RECORD.pack_into(self._map, at, ordinal, -1, now, 1, len(text))
+        _NUMBER.pack_into(self._map, at + _NUMBER_AT, sequence)  # last: now the record may be read
 
     def clear(self, rank: int, ordinal: int) -> None:
         """Say that `rank` has come out of its latest operation in this group."""
@@ -95,18 +97,22 @@ class Board:
         if (found, number) != (ordinal, sequence):
             return None  # not there yet, or already further on: nothing to compare
         same = self._map[at + _RECORD.size : at + _RECORD.size + length] == text
-        return None if same else self._read(at)
+        posted = None if same else self._read(at)
+        return posted if posted and posted.sequence == sequence else None  # else it went on while we read
 
     def note_message(self, rank: int, peer: int, sending: bool, ordinal: int, number: int, text: str) -> str | None:
         """Note message `number` of this group between two ranks; returns what the other side has noted about it."""
         raw = text.encode()[: NOTE_BYTES - _NOTE.size]
         at = self._note(rank, peer, sending)
+        _NUMBER.pack_into(self._map, at + _NUMBER_AT, -1)
         self._map[at + _NOTE.size : at + _NOTE.size + len(raw)] = raw
-        _NOTE.pack_into(self._map, at, ordinal, number, len(raw))
+        _NOTE.pack_into(self._map, at, ordinal, -1, len(raw))
+        _NUMBER.pack_into(self._map, at + _NUMBER_AT, number)
         at = self._note(peer, rank, not sending)
         found, count, length = _NOTE.unpack_from(self._map, at)
         theirs = self._map[at + _NOTE.size : at + _NOTE.size + length]
-        return theirs.decode(errors="replace") if (found, count) == (ordinal, number) else None
+        unchanged = _NOTE.unpack_from(self._map, at) == (found, count, length)
+        return theirs.decode(errors="replace") if unchanged and (found, count) == (ordinal, number) else None
 
     def posted_in(self, rank: int, ordinal: int) -> Posted | None:
         """The latest operation of this rank in this group."""
