@@ -121,10 +121,10 @@ def rounds(steps_by_rank: Sequence[Sequence[Step]]) -> int:
                     for to, _ in sends:
                         sent[rank] = earliest = earliest + 1
                         mail.setdefault((rank, to), deque()).append(earliest)
-                if not all(mail.get((source, rank)) for source in recvs):
+                if any(len(mail.get((source, rank), ())) < count for source, count in Counter(recvs).items()):
                     break
-                for source in recvs:
-                    heard[rank] = max(heard[rank] + 1, mail[source, rank].popleft())
+                for arrival in sorted(mail[source, rank].popleft() for source in recvs):
+                    heard[rank] = max(heard[rank] + 1, arrival)
                 todo[rank].popleft()
                 posted[rank], moving = False, True
     return max(sent + heard)

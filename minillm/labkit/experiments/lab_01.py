@@ -13,10 +13,10 @@ from minillm.measure.rates import LinkFit, fit_link
 from minillm.predict import comms
 
 Program = Callable[[torch.Tensor, Group], Any]
-KB, MB = 1 << 10, 1 << 20
+KB, MB = 1_000, 1_000_000
 SIZES = tuple(4 * KB * 4**k for k in range(6))  # 4 kB to 4 MB
-EMULATED_SIZES = (8 * KB, 32 * KB, 128 * KB, 512 * KB, 2 * MB)
-SLOW = Link(latency_s=5e-3, bandwidth_bytes_per_s=20e6, name="slow")
+EMULATED_SIZES = (8 * KB, 32 * KB, 128 * KB, 512 * KB, 1024 * KB)
+SLOW = Link(latency_s=10e-3, bandwidth_bytes_per_s=10e6, name="slow")
 BETWEEN_NODES = Link(latency_s=5e-3, bandwidth_bytes_per_s=10e6, name="between nodes")
 
 
@@ -57,7 +57,7 @@ def bytes_moved(group: Group, programs: Mapping[str, Program], num_elements: int
 
 
 def best_seconds(
-    group: Group, programs: Mapping[str, Program], sizes: Sequence[int], repeats: int = 12, batch: int = 2
+    group: Group, programs: Mapping[str, Program], sizes: Sequence[int], repeats: int = 8, batch: int = 2
 ) -> dict[str, list[float]]:
     """Seconds of each program by tensor size in bytes: the slowest rank's time, the best of `repeats` sweeps.
 
@@ -86,7 +86,7 @@ def ring_against_tree(link: Link | None = None, nproc: int = 4) -> dict[str, Any
     On the real link alpha and beta are fitted to the ring's own rounds, so the other two lines are true predictions;
     on an emulated link they are known.
     """
-    sizes, how = (EMULATED_SIZES, (3, 1)) if link else (SIZES, (12, 2))
+    sizes, how = (EMULATED_SIZES, (2, 1)) if link else (SIZES, (8, 2))
     programs = {name: program for name, (program, _) in ALL_REDUCES.items()}
     measured = launch(best_seconds, nproc, programs, sizes, *how, link=link)[0]
     fit = fit_rounds(sizes, measured["ring"], nproc)
@@ -138,7 +138,7 @@ def flat_against_two_level() -> dict[str, Any]:
     """4 ranks on 2 emulated nodes: seconds of a flat ring and of the two-level all-reduce, measured and predicted."""
     programs = {"flat ring": comm.ring_all_reduce, "two levels": two_level}
     topology = Topology(ranks_per_node=2, inter=BETWEEN_NODES)
-    return beside_prediction(launch(best_seconds, 4, programs, NODE_SIZES, 3, 1, link=topology)[0])
+    return beside_prediction(launch(best_seconds, 4, programs, NODE_SIZES, 2, 1, link=topology)[0])
 
 
 def beside_prediction(measured: dict[str, list[float]]) -> dict[str, Any]:
@@ -173,7 +173,7 @@ COLLECTIVES: dict[str, tuple[Program, Callable[..., comms.Cost]]] = {
 }
 
 
-def bytes_of_collectives(nproc: int = 4, num_elements: int = 2 * MB) -> dict[str, Any]:
+def bytes_of_collectives(nproc: int = 4, num_elements: int = 2_000_000) -> dict[str, Any]:
     """Bytes that minillm's collectives send: predicted, by the ledger, on the wire."""
     ranks = launch(bytes_moved, nproc, {name: program for name, (program, _) in COLLECTIVES.items()}, num_elements)
     costs = {name: cost(num_elements, 4, nproc) for name, (_, cost) in COLLECTIVES.items()}

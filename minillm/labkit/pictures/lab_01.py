@@ -4,39 +4,39 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import EngFormatter
 
 from minillm.labkit.experiments import lab_01 as experiments
-from minillm.labkit.palette import PALETTE, look
+from minillm.labkit.palette import PALETTE, TEXT, look
 from minillm.labkit.plots import bars, lines, style, subplots
 from minillm.predict import comms
 
 
 def draw_ring_against_tree(*found: dict[str, Any]) -> Figure:
     """Measured points and predicted lines, one panel per result of `ring_against_tree`; crossovers marked."""
-    figure, panels = subplots(1, len(found), width=5.2 * len(found), height=3.8, squeeze=False)
+    figure, panels = subplots(1, len(found), width=5.2 * len(found), height=4.1, squeeze=False)
     for axes, numbers in zip(panels[0], found, strict=True):
-        place = "an emulated link" if numbers["emulated"] else "this machine's loopback"
-        title = f"{numbers['world_size']} ranks on {place}"
+        sizes, place = numbers["sizes"], "an emulated link" if numbers["emulated"] else "this machine's loopback"
         lines(
-            numbers["sizes"],
+            sizes,
             numbers["measured_s"],
             numbers["predicted_s"],
             x_axis=("tensor", "B"),
             y_axis=("time of one all-reduce", "s"),
-            title=title,
+            title=f"{numbers['world_size']} ranks on {place}",
             log="xy",
             ax=axes,
         )
-        with style():
-            for index, (name, size) in enumerate(numbers["predicted_crossover_bytes"].items(), start=1):
-                if numbers["sizes"][0] <= size <= numbers["sizes"][-1]:
-                    axes.axvline(size, color=look(index).color, linewidth=0.8, linestyle=":")
-                    label = f"ring wins over {name}"
-                    axes.text(size, 0.02, label, rotation=90, ha="right", va="bottom", fontsize=7,
-                              transform=axes.get_xaxis_transform())  # fmt: skip
-            axes.legend(fontsize=7, loc="upper left")
+        axes.get_legend().remove()
+        for index, size in enumerate(numbers["predicted_crossover_bytes"].values(), start=1):
+            if sizes[0] <= size <= sizes[-1]:
+                axes.axvline(size, color=look(index).color, linewidth=1.2, linestyle=":")
+    entries, names = panels[0][0].get_legend_handles_labels()
+    entries.append(Line2D([], [], color=TEXT, linewidth=1.2, linestyle=":"))
+    names.append("ring begins to win, predicted")
+    figure.legend(entries, names, loc="outside lower center", ncols=4, fontsize=8)
     return figure
 
 
@@ -137,7 +137,7 @@ def _rectangle(x: float, y: float, **drawn: Any) -> Rectangle:
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes >> 20} MiB" if num_bytes >= 1 << 20 else f"{num_bytes >> 10} KiB"
+    return EngFormatter("B")(num_bytes)
 
 
 def _figure_ring_vs_tree() -> tuple[Figure, dict[str, Any]]:
