@@ -67,7 +67,7 @@ def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, f
 @exercise(
     "matmul-cost",
     reference=matmul_cost,
-    minutes=4,
+    minutes=3,
     difficulty=1,
     lab=LAB,
     hints=(
@@ -101,7 +101,7 @@ def check_matmul_cost(learner: Callable) -> list[Row]:
 @exercise(
     "roofline",
     reference=attainable,
-    minutes=4,
+    minutes=3,
     difficulty=1,
     lab=LAB,
     hints=(
@@ -152,7 +152,7 @@ _ROOFLINE_MISTAKES = {
 @exercise(
     "first-rank-program",
     reference=average,
-    minutes=6,
+    minutes=5,
     difficulty=2,
     lab=LAB,
     hints=(
@@ -189,7 +189,7 @@ def check_first_rank_program(learner: Callable) -> Receipt:
 @exercise(
     "read-a-receipt",
     reference=read_receipt,
-    minutes=6,
+    minutes=5,
     difficulty=2,
     lab=LAB,
     hints=(
@@ -226,7 +226,7 @@ def check_read_receipt(learner: Callable) -> list[Row]:
 @exercise(
     "alpha-beta",
     reference=fit_link,
-    minutes=8,
+    minutes=5,
     difficulty=2,
     lab=LAB,
     hints=(
