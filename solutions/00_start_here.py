@@ -133,7 +133,7 @@ rates = experiments.matmul_rates()
 
 
 def roofline_view(edge=4096):
-    """Measured speed of matmuls over arithmetic intensity, under the roof that two numbers predict."""
+    """Measured speed of matmuls over arithmetic intensity, under the predicted roof."""
     return pictures.draw_roofline(rates, edge, card.peak_flops, card.memory_bandwidth_bytes_per_s, attainable)
 
 
@@ -286,7 +286,7 @@ for world_size, fit in card.links.items():
 
 # %%
 def link_view(world_size=4):
-    """Time of one ring round over message size on this machine: measured points and the line α + bytes/β."""
+    """Time of one ring round over message size: measured points and the line α + bytes/β."""
     return pictures.draw_link(card.links, world_size)
 
 
@@ -422,7 +422,7 @@ def one_message(group, num_bytes):
 
 
 slow = Link(latency_s=0.020, bandwidth_bytes_per_s=50e6)
-real, emulated = launch(one_message, 2, size)[1], launch(one_message, 2, size, link=slow)[1]
+real, emulated = launch(one_message, 2, size)[0], launch(one_message, 2, size, link=slow)[0]
 receipt(
     "one message of 1 MiB from rank 0 to rank 1",
     [
@@ -466,7 +466,7 @@ naive = [min(cores, ranks * threads) * card.peak_flops_one_thread for ranks, thr
 
 
 def crowd_view():
-    """Speed of the matmuls of all ranks together, by ranks × threads per rank: by cores, and measured."""
+    """Matmul speed of all ranks together, by ranks × threads: counting cores, and measured."""
     return pictures.draw_crowd(layouts, naive, together)
 
 
@@ -500,7 +500,7 @@ receipt(
 # | `measure.machine()`, α and β | `nccl-tests`: `all_reduce_perf -b 8 -e 1G -f 2`, small and large sizes |
 # | `group.all_reduce(x)` | `torch.distributed.all_reduce(x)`, over NCCL |
 # | the ledger | `torch.profiler`; NCCL's log with `NCCL_DEBUG=INFO` |
-# | the table *who waits for whom* | PyTorch's flight recorder: `TORCH_NCCL_DUMP_ON_TIMEOUT=1`, read by `torchfrtrace` |
+# | *who waits for whom* | flight recorder: `TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1`; `torchfrtrace` |
 #
 # ## 10 · On a cluster
 #

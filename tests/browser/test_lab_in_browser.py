@@ -96,7 +96,8 @@ def test_unsolved_lab_runs_to_its_end_and_a_slider_redraws(page, course):
 
     handle = page.locator(".jp-OutputArea .noUi-handle").first
     figure = page.locator(".jp-OutputArea img.widget-image").last
-    handle.scroll_into_view_if_needed()
+    figure.scroll_into_view_if_needed()
+    handle.hover()
     before = figure.get_attribute("src")
     shoot(page, "2-slider-before")
     handle.focus()
