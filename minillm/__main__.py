@@ -17,6 +17,7 @@ COMMANDS = {
     "machine": ("minillm.labkit.machine_command", "measure this machine: matmul, memory, links"),
     "lab": ("minillm.labkit.lab", "open a lab in JupyterLab"),
     "notebooks": ("minillm.labkit.notebooks", "build the labs and execute their solutions"),
+    "figures": ("minillm.labkit.figures", "measure and draw the committed figures"),
     "progress": ("minillm.labkit.progress_command", "show or reset your progress"),
 }
 

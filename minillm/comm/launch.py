@@ -185,7 +185,8 @@ class Run:
             text = f"rank {rank} of {self.nproc} {_death(code)} before it finished{self._last_words(rank)}"
             return RankError(text, rank, code)
         rank = raised[0][2]
-        error = RankError(f"rank {rank} of {self.nproc} raised {reports[rank].error}\n\n{reports[rank].text}\n", rank)
+        text = f"rank {rank} of {self.nproc} raised {reports[rank].error}\n\n{_name_cells(reports[rank].text)}\n"
+        error = RankError(text, rank)
         error.__cause__ = _original(reports[rank])
         return error
 
@@ -290,6 +291,15 @@ def _uninterrupted() -> Iterator[None]:
 def _cell_sources() -> dict[str, tuple]:
     """Sources that exist in memory only, as notebook cells do."""
     return {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and not os.path.exists(name)}
+
+
+def _name_cells(traceback: str) -> str:
+    """Notebook cells by their number, as in `Cell In[5]`, instead of IPython's temporary file names."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    cells = getattr(getattr(shell, "compile", None), "_filename_map", {})
+    for name, number in cells.items():
+        traceback = traceback.replace(f'File "{name}"', f'File "Cell In[{number}]"')
+    return traceback
 
 
 def _original(report: worker.Report) -> BaseException | None:
