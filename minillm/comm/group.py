@@ -26,6 +26,7 @@ from minillm.comm.errors import HangError, MismatchError
 from minillm.comm.handle import Handle
 from minillm.comm.links import Link
 from minillm.comm.messages import Message, Transfer
+from minillm.comm.operands import part_shape
 from minillm.comm.table import waiting_table
 from minillm.comm.world import Scratch, World
 from minillm.measure.ledger import Event, Ledger, open_ledgers
@@ -78,7 +79,7 @@ class Group:
 
     def reduce_scatter(self, x: torch.Tensor, op: str = "sum", async_op: bool = False) -> Any:
         """x: [world_size * n, ...] on each rank -> [n, ...]: this rank's part of the sum over the ranks."""
-        part, how = collectives.part_shape(x, self, "reduce_scatter"), "" if op == "sum" else f"op={op}"
+        part, how = part_shape(x, self, "reduce_scatter"), "" if op == "sum" else f"op={op}"
         body = lambda: self._best("reduce_scatter")(x, self, op).view(part)  # noqa: E731
         return self.run("reduce_scatter", x, body, async_op, how=how)
 
