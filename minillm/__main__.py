@@ -12,6 +12,8 @@ from importlib import import_module
 
 COMMANDS = {
     "tour": ("minillm.tour", "run every mechanism once: predicted beside measured"),
+    "doctor": ("minillm.doctor", "can this machine run the course, and what to repair"),
+    "bench": ("minillm.bench", "side by side with a peer"),
     "machine": ("minillm.labkit.machine_command", "measure this machine: matmul, memory, links"),
     "lab": ("minillm.labkit.lab", "open a lab in JupyterLab"),
     "notebooks": ("minillm.labkit.notebooks", "build the labs and execute their solutions"),

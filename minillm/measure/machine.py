@@ -106,8 +106,10 @@ class Machine:
         return "\n".join(f"{what:<14} {value}" for what, value in self.rows())
 
     def _repr_html_(self) -> str:
-        cells = (f"<tr><th>{html.escape(what)}</th><td>{html.escape(value)}</td></tr>" for what, value in self.rows())
-        return f'<table style="text-align: left">{"".join(cells)}</table>'
+        left = 'style="text-align:left"'
+        rows = ((html.escape(what), html.escape(value)) for what, value in self.rows())
+        cells = "".join(f"<tr><th {left}>{what}</th><td {left}>{value}</td></tr>" for what, value in rows)
+        return f"<table>{cells}</table>"
 
 
 def machine(refresh: bool = False) -> Machine:
