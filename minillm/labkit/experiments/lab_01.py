@@ -15,7 +15,7 @@ from minillm.predict import comms
 Program = Callable[[torch.Tensor, Group], Any]
 KB, MB = 1_000, 1_000_000
 SIZES = tuple(4 * KB * 8**k for k in range(5))  # 4 kB to 16 MB
-EMULATED_SIZES = (8 * KB, 32 * KB, 128 * KB, 512 * KB, 1024 * KB)
+EMULATED_SIZES = (8 * KB, 32 * KB, 128 * KB, 512 * KB, 2048 * KB)
 SLOW = Link(latency_s=10e-3, bandwidth_bytes_per_s=10e6, name="slow")
 BETWEEN_NODES = Link(latency_s=5e-3, bandwidth_bytes_per_s=10e6, name="between nodes")
 
