@@ -666,11 +666,11 @@ receipt(
 # throws most of it away, twice the bytes. NCCL does not. That is why sharded training measured on CPU must use its own
 # ring, as minillm's groups do, or its receipts would be wrong.
 #
-# minillm's own version of your ring is a few lines longer, for tensors of any size and type, in pieces that stay in the
-# cache:
+# minillm's own version of your ring is a few lines longer: chunks may differ in size, and the input is neither copied
+# nor changed, because a partial sum only ever lives in a buffer.
 
 # %%
-print(inspect.getsource(comm.collectives._reduce_chunks))
+print(inspect.getsource(comm.collectives._reduce_ring))
 
 # %% [markdown]
 # With NCCL you choose nothing by hand; it picks ring or tree by size and topology. Worth knowing:

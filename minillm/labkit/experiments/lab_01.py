@@ -14,8 +14,8 @@ from minillm.predict import comms
 
 Program = Callable[[torch.Tensor, Group], Any]
 KB, MB = 1_000, 1_000_000
-SIZES = tuple(4 * KB * 4**k for k in range(6))  # 4 kB to 4 MB
-EMULATED_SIZES = (8 * KB, 32 * KB, 128 * KB, 512 * KB, 1024 * KB)
+SIZES = tuple(4 * KB * 8**k for k in range(5))  # 4 kB to 16 MB
+EMULATED_SIZES = (8 * KB, 32 * KB, 128 * KB, 512 * KB, 2048 * KB)
 SLOW = Link(latency_s=10e-3, bandwidth_bytes_per_s=10e6, name="slow")
 BETWEEN_NODES = Link(latency_s=5e-3, bandwidth_bytes_per_s=10e6, name="between nodes")
 
@@ -57,7 +57,7 @@ def bytes_moved(group: Group, programs: Mapping[str, Program], num_elements: int
 
 
 def best_seconds(
-    group: Group, programs: Mapping[str, Program], sizes: Sequence[int], repeats: int = 8, batch: int = 2
+    group: Group, programs: Mapping[str, Program], sizes: Sequence[int], repeats: int = 6, batch: int = 2
 ) -> dict[str, list[float]]:
     """Seconds of each program by tensor size in bytes: the slowest rank's time, the best of `repeats` sweeps.
 
@@ -86,7 +86,7 @@ def ring_against_tree(link: Link | None = None, nproc: int = 4) -> dict[str, Any
     On the real link alpha and beta are fitted to the ring's own rounds, so the other two lines are true predictions;
     on an emulated link they are known.
     """
-    sizes, how = (EMULATED_SIZES, (2, 1)) if link else (SIZES, (8, 2))
+    sizes, how = (EMULATED_SIZES, (2, 1)) if link else (SIZES, (6, 2))
     programs = {name: program for name, (program, _) in ALL_REDUCES.items()}
     measured = launch(best_seconds, nproc, programs, sizes, *how, link=link)[0]
     fit = fit_rounds(sizes, measured["ring"], nproc)

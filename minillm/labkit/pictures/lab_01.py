@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, NullFormatter
 
 from minillm.labkit.experiments import lab_01 as experiments
 from minillm.labkit.palette import PALETTE, TEXT, look
@@ -30,13 +30,14 @@ def draw_ring_against_tree(*found: dict[str, Any]) -> Figure:
             ax=axes,
         )
         axes.get_legend().remove()
+        axes.yaxis.set_minor_formatter(NullFormatter())
         for index, size in enumerate(numbers["predicted_crossover_bytes"].values(), start=1):
             if sizes[0] <= size <= sizes[-1]:
                 axes.axvline(size, color=look(index).color, linewidth=1.2, linestyle=":")
     entries, names = panels[0][0].get_legend_handles_labels()
     entries.append(Line2D([], [], color=TEXT, linewidth=1.2, linestyle=":"))
     names.append("ring begins to win, predicted")
-    figure.legend(entries, names, loc="outside lower center", ncols=4, fontsize=8)
+    figure.legend(entries, names, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     return figure
 
 
