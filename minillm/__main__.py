@@ -11,6 +11,7 @@ import sys
 from importlib import import_module
 
 COMMANDS = {
+    "train": ("minillm.train.command", "train a model on Python's source, or on your text"),
     "tour": ("minillm.tour", "run every mechanism once: predicted beside measured"),
     "lab": ("minillm.labkit.lab", "open a lab in JupyterLab"),
     "notebooks": ("minillm.labkit.notebooks", "build the labs and execute their solutions"),
