@@ -12,6 +12,8 @@ from importlib import import_module
 
 COMMANDS = {
     "train": ("minillm.train.command", "train a model on Python's source, or on your text"),
+    "generate": ("minillm.model.generate", "write on from a prompt"),
+    "plot": ("minillm.labkit.plot_command", "draw a run's loss and step times"),
     "tour": ("minillm.tour", "run every mechanism once: predicted beside measured"),
     "lab": ("minillm.labkit.lab", "open a lab in JupyterLab"),
     "notebooks": ("minillm.labkit.notebooks", "build the labs and execute their solutions"),
