@@ -18,8 +18,11 @@ $(VENV)/.ready: requirements.txt pyproject.toml
 lab: $(VENV)/.ready
 	$(BIN)/python -m minillm lab
 
+NBVAL := -m pytest -q --nbval-lax --nbval-current-env --nbval-cell-timeout=180 -p no:cacheprovider
+
 test: quick
-	$(BIN)/python -m minillm notebooks --check
+	MINILLM_PROGRESS=$$(mktemp -u) $(BIN)/python $(NBVAL) labs
+	MINILLM_PROGRESS=$$(mktemp -u) MINILLM_STRICT=1 $(BIN)/python $(NBVAL) solutions
 	$(BIN)/python -m pytest -q tests/notebooks tests/browser
 
 quick: $(VENV)/.ready lint

@@ -1,25 +1,21 @@
 """`python -m minillm tour`: every mechanism once on this machine, predicted beside measured, in about a minute."""
 
-import json
 import pkgutil
 import time
 from collections.abc import Iterable, Iterator
 from importlib import import_module
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from minillm.labkit import stops
 from minillm.labkit.receipts import Row, receipt
-from minillm.measure.provenance import provenance, summary
+from minillm.measure.provenance import JsonFile, provenance, summary, write_json
 
 
 def command(
     labs: Annotated[str, typer.Option(help="Only these stops, by lab number: 00,01.")] = "",
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the rows as JSON.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> int:
     """Run every mechanism once and print its receipt. Exit status 1 if a verdict is off."""
     origin, start = provenance(), time.monotonic()
@@ -32,11 +28,7 @@ def command(
     off = [row for row in rows if row["verdict"] == "off"]
     verdict = f"{len(off)} off" if off else "none off"
     print(f"{len(rows)} rows, {verdict}, {time.monotonic() - start:.0f} s")
-    if json_file:
-        try:
-            json_file.write_text(json.dumps({"provenance": origin, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"--json {json_file} cannot be written ({error.strerror}): name another file") from error
+    write_json(json_file, {"provenance": origin, "rows": rows})
     return 1 if off else 0
 
 

@@ -9,13 +9,16 @@
     pairwise all-to-all   N-1 rounds; in round s with the ranks s to the right and s to the left
     parameter server      everything through one rank, to see why nobody does it
 
-A tensor is cut into N chunks as `torch.tensor_split` does, so no size needs padding. `x` may have any shape and layout;
-reductions and broadcasts work in place. With `async_op=True` each returns a handle. Patarasuk & Yuan 2009 (ring),
-Thakur, Rabenseifner & Gropp 2005 (the rest); `predict/comms.py` has the cost of each.
+A tensor is cut into N chunks as `torch.tensor_split` does, so no size needs padding. Rings that add take a large tensor
+slab by slab, a piece of every chunk at a time, so that what arrives is still in the cache when it is added and sent on.
+`x` may have any shape and layout; reductions and broadcasts work
+in place. With `async_op=True` each returns a handle. Patarasuk & Yuan 2009 (ring), Thakur, Rabenseifner & Gropp 2005
+(the rest); `predict/comms.py` has the cost of each.
 """
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +27,9 @@ from minillm.comm import native
 
 if TYPE_CHECKING:
     from minillm.comm.group import Group
+    from minillm.comm.messages import Message
 
-SEGMENT_BYTES = 2 << 20  # partial sums are added in pieces that stay in the cache
+SEGMENT_BYTES = 2 << 20  # the largest message of a ring that adds: pieces of this size stay in the cache
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
     "avg": torch.add,
@@ -37,22 +41,31 @@ _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
 def collective(function: Callable[..., Any]) -> Callable[..., Any]:
     """Record the call as one operation of its group and give it `async_op`."""
 
+    signature = inspect.signature(function)
+
     @functools.wraps(function)
     def call(x: torch.Tensor, group: "Group", *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-        uneven = any(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values()))  # `out=` fixes the sizes
-        return group.run(function.__name__, x, lambda: function(x, group, *args, **kwargs), async_op, same=not uneven)
+        given = signature.bind(x, group, *args, **kwargs).arguments
+        uneven = given.get("out") is not None  # then `out` fixes the sizes
+        how = [f"{k}={v}" for k, v in list(given.items())[2:] if k != "out" and v != signature.parameters[k].default]
+        body = functools.partial(function, x, group, *args, **kwargs)
+        return group.run(function.__name__, x, body, async_op, same=not uneven, how=", ".join(how))
 
     return call
 
 
 @collective
-def ring_reduce_scatter(x: torch.Tensor, group: "Group", op: str = "sum") -> torch.Tensor:
-    """This rank's chunk (1-D) of the reduced x; x itself is left alone. Sends (N-1)/N of x."""
-    total = x.detach().contiguous().flatten()
-    if group.world_size > 1:
-        total = total.clone()
-    own = _reduce_chunks(list(total.tensor_split(group.world_size)), group, op)
-    return _divide(own, group, op).clone()
+def ring_reduce_scatter(
+    x: torch.Tensor, group: "Group", op: str = "sum", out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """This rank's chunk (1-D) of the reduced x; x itself is left alone. Sends (N-1)/N of x. out: where to put it."""
+    flat = _flat(x)
+    own = flat.tensor_split(group.world_size)[group.rank]
+    out = torch.empty_like(own) if out is None else _checked_output(out, own, own.numel())
+    slabs = _slabs(flat, group)
+    for chunks, part in zip(slabs, out.tensor_split(len(slabs)), strict=True):
+        _reduce_ring(chunks, part, group, op)
+    return _divide(out, group, op)
 
 
 @collective
@@ -62,15 +75,15 @@ def ring_all_gather(x: torch.Tensor, group: "Group", out: torch.Tensor | None = 
     out: where to put it (contiguous). If x is one of the chunks into which `tensor_split` cuts `out`, ranks may hold
     chunks of different size; otherwise every x has the same shape.
     """
-    out = gather_output(x, group, out)
-    chunks = list(out.flatten().tensor_split(group.world_size))
-    if chunks[group.rank].numel() != x.numel():
+    flat, out = _flat(x), gather_output(x, group, out)
+    chunks = out.flatten().tensor_split(group.world_size)
+    own = chunks[group.rank]
+    if own.numel() != x.numel():
         raise ValueError(
-            f"rank {group.rank} gathers {x.numel()} elements, but its chunk of out {list(out.shape)} has "
-            f"{chunks[group.rank].numel()}"
+            f"rank {group.rank} gathers {x.numel()} elements, but its chunk of out {list(out.shape)} has {own.numel()}"
         )
-    chunks[group.rank].copy_(x.detach().flatten())
-    _gather_chunks(chunks, group)
+    _gather_ring(chunks, group, own=flat)
+    own.copy_(flat)
     return out
 
 
@@ -78,34 +91,54 @@ def ring_all_gather(x: torch.Tensor, group: "Group", out: torch.Tensor | None = 
 def ring_all_reduce(x: torch.Tensor, group: "Group", op: str = "sum") -> torch.Tensor:
     """Reduce-scatter, then all-gather: 2(N-1)/N of x per rank, in 2(N-1) rounds."""
     flat = _flat(x)
-    chunks = list(flat.tensor_split(group.world_size))
-    own = _reduce_chunks(chunks, group, op)
-    own.copy_(_divide(own, group, op))
-    _gather_chunks(chunks, group)
+    _reduce_and_gather(flat, group, op)
     return _write_back(x, flat)
 
 
-def _reduce_chunks(chunks: list[torch.Tensor], group: "Group", op: str) -> torch.Tensor:
-    """Ring reduce-scatter in place. In round s, rank r sends its partial sum of chunk r-s-1 and adds to chunk r-s-2."""
-    combine, n, r = _combiner(op, chunks[0]), group.world_size, group.rank
-    right, left = (r + 1) % n, (r - 1) % n
-    pieces = 1 if group.backend == "nccl" else -(-chunks[0].numel() * chunks[0].element_size() // SEGMENT_BYTES)
-    segments = [chunk.tensor_split(max(1, pieces)) for chunk in chunks]
-    arriving = torch.empty_like(segments[0][0])
-    for piece in range(max(1, pieces)):
-        for s in range(n - 1):
-            mine, theirs = segments[(r - s - 1) % n][piece], segments[(r - s - 2) % n][piece]
-            buffer = arriving[: theirs.numel()]
-            group.exchange(send=(mine, right), recv=(buffer, left))
-            combine(theirs, buffer, out=theirs)
-    return chunks[r]
+def _reduce_and_gather(flat: torch.Tensor, group: "Group | _Slice", op: str) -> None:
+    for chunks in _slabs(flat, group):
+        own = chunks[group.rank]
+        _reduce_ring(chunks, own, group, op)
+        _divide(own, group, op)
+        _gather_ring(chunks, group)
 
 
-def _gather_chunks(chunks: list[torch.Tensor], group: "Group") -> None:
-    """Ring all-gather in place: rank r starts with chunk r. In round s it sends chunk r-s and receives chunk r-s-1."""
-    n, r = group.world_size, group.rank
+def _slabs(flat: torch.Tensor, group: "Group | _Slice") -> list[tuple[torch.Tensor, ...]]:
+    """The N chunks in pieces of up to SEGMENT_BYTES: [(piece 0 of every chunk), (piece 1 of every chunk), ...]."""
+    chunks = flat.tensor_split(group.world_size)
+    pieces = -(-chunks[0].nbytes // SEGMENT_BYTES) if group.cuts_messages else 1
+    return list(zip(*(chunk.tensor_split(max(1, pieces)) for chunk in chunks), strict=True))
+
+
+def _reduce_ring(chunks: Sequence[torch.Tensor], out: torch.Tensor, group: "Group | _Slice", op: str) -> None:
+    """Ring reduce-scatter into `out`, which may be chunk r itself; nothing else of the chunks changes.
+
+    In round s, rank r sends its partial sum of chunk r-s-1 and receives that of chunk r-s-2, to which it adds its own.
+    """
+    combine, n, r = _combiner(op, out), group.world_size, group.rank
+    buffers = [group.scratch.take(chunks[0]) for _ in range(min(2, n - 1))]  # one arrives, one is sent
+    partial = chunks[(r - 1) % n]
     for s in range(n - 1):
-        group.exchange(send=(chunks[(r - s) % n], (r + 1) % n), recv=(chunks[(r - s - 1) % n], (r - 1) % n))
+        own = chunks[(r - s - 2) % n]
+        arriving = buffers[s % 2][: own.nbytes].view(own.dtype)
+        group.exchange(send=(partial, (r + 1) % n), recv=(arriving, (r - 1) % n))
+        partial = combine(own, arriving, out=arriving if s < n - 2 else out)
+    group.scratch.give(buffers)
+    if n == 1 and out.data_ptr() != chunks[0].data_ptr():
+        out.copy_(chunks[0])
+
+
+def _gather_ring(chunks: Sequence[torch.Tensor], group: "Group | _Slice", own: torch.Tensor | None = None) -> None:
+    """Ring all-gather in place: in round s, rank r sends chunk r-s and receives chunk r-s-1.
+
+    own: where this rank's chunk is to be sent from, if it is not chunk r itself.
+    """
+    n, r = group.world_size, group.rank
+    outgoing = chunks[r] if own is None else own
+    for s in range(n - 1):
+        arriving = chunks[(r - s - 1) % n]
+        group.exchange(send=(outgoing, (r + 1) % n), recv=(arriving, (r - 1) % n))
+        outgoing = arriving
 
 
 @collective
@@ -183,22 +216,23 @@ def hierarchical_all_reduce(x: torch.Tensor, group: "Group", ranks_per_node: int
     node = _Slice(group, range(first, first + g))
     across = _Slice(group, range(group.rank % g, n, g))
     flat = _flat(x)
-    chunks = list(flat.tensor_split(g))
-    own = _reduce_chunks(chunks, node, op)
-    parts = list(own.tensor_split(across.world_size))
-    part = _reduce_chunks(parts, across, op)
-    part.copy_(_divide(part, group, op))
-    _gather_chunks(parts, across)
-    _gather_chunks(chunks, node)
+    for chunks in _slabs(flat, node):
+        _reduce_ring(chunks, chunks[node.rank], node, op)
+    chunks = flat.tensor_split(g)
+    _reduce_and_gather(_divide(chunks[node.rank], node, op), across, op)
+    _gather_ring(chunks, node)
     return _write_back(x, flat)
 
 
 @collective
-def pairwise_all_to_all(x: torch.Tensor, group: "Group") -> torch.Tensor:
-    """[N * n, ...]: part j of rank i becomes part i of rank j. Sends (N-1)/N of x; its own part stays."""
+def pairwise_all_to_all(x: torch.Tensor, group: "Group", out: torch.Tensor | None = None) -> torch.Tensor:
+    """[N * n, ...]: part j of rank i becomes part i of rank j. Sends (N-1)/N of x; its own part stays.
+
+    out: where to put it, a tensor like x but not x.
+    """
     part_shape(x, group, "all_to_all")
     x, n, r = x.detach().contiguous(), group.world_size, group.rank
-    out = torch.empty_like(x)
+    out = torch.empty_like(x) if out is None else _checked_output(out, x, x.numel())
     outgoing, incoming = x.tensor_split(n), out.tensor_split(n)
     incoming[r].copy_(outgoing[r])
     for s in range(1, n):
@@ -232,9 +266,10 @@ class _Slice:
 
     def __init__(self, group: "Group", ranks: range) -> None:
         self._group, self._ranks = group, ranks
-        self.world_size, self.rank, self.backend = len(ranks), ranks.index(group.rank), group.backend
+        self.world_size, self.rank = len(ranks), ranks.index(group.rank)
+        self.cuts_messages, self.scratch = group.cuts_messages, group.scratch
 
-    def exchange(self, send: tuple[torch.Tensor, int], recv: tuple[torch.Tensor, int]) -> None:
+    def exchange(self, send: "Message", recv: "Message") -> None:
         self._group.exchange((send[0], self._ranks[send[1]]), (recv[0], self._ranks[recv[1]]))
 
 
@@ -252,24 +287,33 @@ def gather_output(x: torch.Tensor, group: "Group", out: torch.Tensor | None) -> 
     """`out`, checked, or a new tensor for N tensors like x."""
     if out is None:
         return x.new_empty((group.world_size * x.shape[0], *x.shape[1:]) if x.dim() else (group.world_size,))
+    return _checked_output(out, x)
+
+
+def _checked_output(out: torch.Tensor, x: torch.Tensor, numel: int | None = None) -> torch.Tensor:
+    """`out`, if a result of x's dtype (and `numel` elements) can be written straight into it."""
     if not out.is_contiguous():
         raise ValueError(
             f"out {list(out.shape)} is not contiguous: pass a contiguous tensor, for example torch.empty(...)"
         )
     if out.dtype != x.dtype:
         raise ValueError(f"out is {out.dtype} but x is {x.dtype}: they must have the same dtype")
+    if numel not in (None, out.numel()):
+        raise ValueError(f"out {list(out.shape)} has {out.numel()} elements, but the result has {numel}")
     return out
 
 
 def _combiner(op: str, x: torch.Tensor) -> Callable[..., torch.Tensor]:
     if op not in _COMBINE:
         raise ValueError(f"op={op!r} is not a reduction: choose one of {', '.join(_COMBINE)}")
+    if op in ("max", "min") and x.is_complex():
+        raise ValueError(f"op={op!r} needs numbers that have an order, not {x.dtype}: use 'sum' or 'avg'")
     if op == "avg" and not (x.is_floating_point() or x.is_complex()):
         raise ValueError(f"op='avg' needs a floating-point tensor, not {x.dtype}: use 'sum'")
     return _COMBINE[op]
 
 
-def _divide(x: torch.Tensor, group: "Group", op: str) -> torch.Tensor:
+def _divide(x: torch.Tensor, group: "Group | _Slice", op: str) -> torch.Tensor:
     return x.div_(group.world_size) if op == "avg" else x
 
 

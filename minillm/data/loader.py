@@ -51,14 +51,16 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
+        step = self.sampler.global_batch
         if self._prefetcher is None:
-            start = self.position
-            step = self.sampler.global_batch
-            self._prefetcher = Prefetcher(
-                lambda k: self.load(start + k * step), workers=self._workers, depth=self._depth
-            )
-        batch = next(self._prefetcher)
-        self.position += self.sampler.global_batch
+            load, start = self.load, self.position
+            self._prefetcher = Prefetcher(lambda k: load(start + k * step), None, self._workers, self._depth)
+        try:
+            batch = next(self._prefetcher)
+        except BaseException:  # also Ctrl-C: the batch was not taken, the next call starts again from it
+            self.close()
+            raise
+        self.position += step
         return batch
 
     def load(self, position: int) -> Batch:

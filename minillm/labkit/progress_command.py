@@ -1,19 +1,16 @@
 """`python -m minillm progress`: how far the learner is, lab by lab."""
 
-import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from minillm.labkit import exercises, progress
+from minillm.measure.provenance import JsonFile, write_json
 
 
 def command(
     reset: Annotated[bool, typer.Option("--reset", help="Forget all progress.")] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the rows as JSON.")
-    ] = None,
+    json_file: JsonFile = None,
 ) -> int:
     """Show exercises passed, attempts, hints used and minutes per lab."""
     if reset:
@@ -23,9 +20,5 @@ def command(
     rows = progress.summary(exercises.all_exercises())
     print(progress.table(rows) if rows else "No exercise is registered.")
     print(f"Kept in {progress.path()}; start over with: python -m minillm progress --reset")
-    if json_file:
-        try:
-            json_file.write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"--json {json_file} cannot be written ({error.strerror}); name another file") from error
+    write_json(json_file, {"rows": rows})
     return 0

@@ -1,18 +1,21 @@
 """Where a number comes from: hardware, versions, date and command. Every JSON file of results starts with it."""
 
 import datetime
+import json
 import os
 import platform
 import shlex
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import psutil
 import torch
+import typer
 
 PACKAGES = ("minillm", "torch", "numpy")
+JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the results as JSON.")]
 
 
 def provenance(command: str | None = None, packages: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -37,6 +40,16 @@ def summary(origin: dict[str, Any]) -> str:
     """One line for the top of a table."""
     torch_version, date = origin["versions"]["torch"], origin["date"][:10]
     return f"{origin['hardware']}, {origin['cores']} cores, torch {torch_version}, {date}: {origin['command']}"
+
+
+def write_json(path: Path | None, results: Any) -> None:
+    """Write the results of a command to the file of its --json option, if one was given."""
+    if path is None:
+        return
+    try:
+        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--json {path} cannot be written ({error.strerror}): name another file") from error
 
 
 def processor() -> str:

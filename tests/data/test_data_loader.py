@@ -151,12 +151,30 @@ def test_closing_only_pauses():
         expected = [batch.indices.tolist() for batch in take(whole, 6)]
     loader = Loader(dataset(), 4, workers=2)
     first = [batch.indices.tolist() for batch in take(loader, 3)]
+    worked, waited = loader.worked_s, loader.waited_s
     loader.close()
-    worked = loader.worked_s
+    assert (loader.worked_s, loader.waited_s) == (worked, waited)
     assert first + [batch.indices.tolist() for batch in take(loader, 3)] == expected
     loader.close()
-    assert loader.worked_s >= worked >= 0
-    assert loader.waited_s >= 0
+    assert loader.worked_s >= worked > 0
+    assert loader.waited_s >= waited > 0
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_failed_or_interrupted_batch_can_be_taken_again(workers, monkeypatch):
+    with Loader(dataset(), 4) as whole:
+        expected = [batch.indices.tolist() for batch in take(whole, 4)]
+    loader = Loader(dataset(), 4, workers=workers)
+    got = [batch.indices.tolist() for batch in take(loader, 2)]
+    loader.close()
+    with monkeypatch.context() as patch:
+        patch.setattr(loader, "load", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            next(loader)
+    assert loader.state_dict()["position"] == 8
+    got += [batch.indices.tolist() for batch in take(loader, 2)]
+    loader.close()
+    assert got == expected
 
 
 def test_state_of_other_data_is_refused():

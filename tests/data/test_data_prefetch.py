@@ -72,21 +72,21 @@ def test_workers_work_at_the_same_time():
         assert sorted([next(items) for _ in range(3)]) == [0, 1, 2]
 
 
+def let_it_finish(items):
+    """Returns when the only worker has made everything it was asked for so far."""
+    done = threading.Event()
+    items._pool.submit(done.set)
+    assert done.wait(PATIENCE_S)
+
+
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_no_more_than_depth_items_are_made_ahead(depth):
-    made, idle = [], threading.Semaphore(0)
-
-    def make(k):
-        made.append(k)
-        idle.release()
-        return k
-
-    with Prefetcher(make, workers=1, depth=depth) as items:
-        for k in range(6):
-            for _ in range(depth if k == 0 else 1):
-                assert idle.acquire(timeout=PATIENCE_S)
-            assert next(items) == k
-    assert len(made) <= 6 + depth
+def test_exactly_depth_items_are_made_ahead(depth):
+    made = []
+    with Prefetcher(made.append, workers=1, depth=depth) as items:
+        for taken in range(6):
+            let_it_finish(items)
+            assert made == list(range(taken + depth))
+            next(items)
 
 
 def test_without_workers_the_consumer_waits_for_every_second_of_work():
@@ -99,20 +99,10 @@ def test_without_workers_the_consumer_waits_for_every_second_of_work():
 
 
 def test_what_is_ready_costs_no_waiting():
-    clock, ready = FakeClock(), threading.Semaphore(0)
-
-    def make(k):
-        clock.pass_time(2.0)
-        ready.release()
-        return k
-
-    with Prefetcher(make, total=4, workers=1, depth=4, clock=clock) as items:
-        for _ in range(4):
-            assert ready.acquire(timeout=PATIENCE_S)
-        done = threading.Event()
-        items._pool.submit(done.set)  # the only worker gets here after it has handed in all four
-        assert done.wait(PATIENCE_S)
-        assert list(items) == [0, 1, 2, 3]
+    clock = FakeClock()
+    with Prefetcher(lambda k: clock.pass_time(2.0), total=4, workers=1, depth=4, clock=clock) as items:
+        let_it_finish(items)
+        assert len(list(items)) == 4
         assert (items.waited_s, items.worked_s) == (0.0, 8.0)
 
 
