@@ -1,6 +1,7 @@
 """`python -m minillm plot RUN`: the loss of a run, and where its steps' time went, as pictures."""
 
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 from matplotlib.figure import Figure
@@ -57,18 +58,18 @@ def loss_figure(rows: list[dict[str, Any]], name: str) -> Figure:
 
 
 def step_time_figure(rows: list[dict[str, Any]], name: str) -> Figure:
-    """Milliseconds of every step by what they went to, stacked; the scale leaves out the slowest 2 % of the steps."""
+    """Milliseconds of every step by what they went to, stacked; the scale ends at three times the median step."""
     steps = _steps(rows)
     figure, ax = subplots()
     with style():
         x = [row["step"] + 1 for row in steps]
         stacks = [[1e3 * max(0.0, row[f"{part}_s"]) for row in steps] for part in PARTS]
-        areas = ax.stackplot(x, stacks, labels=list(PARTS), linewidth=0.3, edgecolor="white")
+        areas = ax.stackplot(x, stacks, labels=list(PARTS), linewidth=0)
         for area, (kind, strength) in zip(areas, PARTS.values(), strict=True):
             colour, hatch = SPANS[kind]
             area.set(facecolor=(colour, strength), hatch=hatch)
-        totals = sorted(1e3 * row["seconds"] for row in steps)
-        ax.set(xlim=(x[0], max(x[-1], x[0] + 1)), ylim=(0, 1.1 * totals[int(0.98 * (len(totals) - 1))]))
+        totals = [1e3 * row["seconds"] for row in steps]
+        ax.set(xlim=(x[0], max(x[-1], x[0] + 1)), ylim=(0, min(1.1 * max(totals), 3 * median(totals))))
         ax.set(xlabel="step", ylabel="time of a step (ms)", title=f"{name}: where the time goes")
         handles, labels = ax.get_legend_handles_labels()
         ax.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5))
