@@ -5,6 +5,8 @@
     backward   gradients add up                                   } the big batch, however tokens are spread
     optimizer  unscale, norm, clip, AdamW with this step's learning rate
 
+The head's gradient is worked out with the loss, so its two matmuls count as forward time (`model/loss.py`).
+
 `Trainer.step` does that and says how long each part took; `state_dict` is all the next step depends on, so a run that
 is saved and loaded goes on with the same bits. `run.fit` makes a run of it: bar, metrics, checkpoints, Ctrl-C.
 """
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from minillm.data import Loader, TokenDataset, Tokens
 from minillm.measure import ledger, span
-from minillm.model import Transformer, check_tokens, cross_entropy_sums
+from minillm.model import Transformer, check_tokens
 from minillm.model.loss import IGNORE
 from minillm.predict.model import causal_context, training_flops
 from minillm.train.checkpoint import generators, restore_generators
@@ -144,7 +146,7 @@ class Trainer:
         for index, (inputs, targets) in enumerate(batches):
             with self.parallel.accumulating(last=index == len(batches) - 1):
                 with self._timed("forward"), self.precision.context(self.device):
-                    nll, _ = cross_entropy_sums(self.module(inputs), targets)
+                    nll, _ = self.module(inputs, targets=targets)
                     loss = nll / denominator
                 with self._timed("backward"):
                     self.scaler.scale(loss).backward()

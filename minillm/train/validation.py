@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 
 from minillm.data import ShardedSampler, TokenDataset
-from minillm.model import cross_entropy_sums
 from minillm.predict.data import bits_per_byte
 from minillm.train.parallel import Alone
 
@@ -42,7 +41,7 @@ def validate(
         if not len(places):
             continue
         inputs, targets = dataset.batch(places * len(dataset) // windows)
-        nll, weight = cross_entropy_sums(model(inputs.to(device)), targets.to(device))
+        nll, weight = model(inputs.to(device), targets=targets.to(device))
         total, count = total + nll.double(), count + weight.double()
     count = parallel.sum(count).item()
     loss = parallel.sum(total).item() / count
