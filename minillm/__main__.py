@@ -11,6 +11,9 @@ import sys
 from importlib import import_module
 
 COMMANDS = {
+    "train": ("minillm.train.command", "train a model on Python's source, or on your text"),
+    "generate": ("minillm.model.generate", "write on from a prompt"),
+    "plot": ("minillm.labkit.plot_command", "draw a run's loss and step times"),
     "tour": ("minillm.tour", "run every mechanism once: predicted beside measured"),
     "doctor": ("minillm.doctor", "can this machine run the course, and what to repair"),
     "bench": ("minillm.bench", "side by side with a peer"),
