@@ -1,1 +1,62 @@
-"""minillm side by side with its peers, on the same work in the same run."""
+"""Side by side with peers: `python -m minillm bench NAME`. `harness.py` says how a comparison is made."""
+
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+
+from minillm.bench.harness import BenchReport, BenchRow
+from minillm.measure.provenance import JsonFile, provenance, write_json
+
+__all__ = ["BENCHES", "BenchReport", "BenchRow", "bench", "command"]
+
+BENCHES = {  # name -> module with run(repeats, ...) -> rows, and what is compared
+    "comm": ("minillm.bench.comm", "collectives from scratch against torch.distributed's"),
+    "step": ("minillm.bench.step", "the training step against transformers in a plain loop and under accelerate"),
+}
+BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+def command(
+    name: Annotated[str, typer.Argument(help=f"One of: {', '.join(BENCHES)}.")],
+    repeats: Annotated[int | None, typer.Option(help="Pairs of runs per row, 5 or more.")] = None,
+    world_sizes: Annotated[str | None, typer.Option(help="Numbers of ranks, such as 2,4.")] = None,
+    sizes: Annotated[str | None, typer.Option(help="Bytes of the tensors, such as 64k,1M.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table for a page.")] = False,
+    json_file: JsonFile = None,
+) -> int:
+    """Compare minillm with a peer on this machine. Exit status 1 if a result is wrong; a lost row is no error."""
+    report = bench(
+        name,
+        repeats=repeats,
+        world_sizes=_whole_numbers("--world-sizes", world_sizes),
+        sizes=_whole_numbers("--sizes", sizes),
+    )
+    print(report.markdown() if markdown else report)
+    write_json(json_file, report.to_json())
+    return 0 if report.ok else 1
+
+
+def bench(name: str, **options: Any) -> BenchReport:
+    """Run one benchmark. options: what its `run` takes; None stands for its default."""
+    if name not in BENCHES:
+        raise ValueError(f"no benchmark '{name}': choose one of {', '.join(BENCHES)}")
+    module, about = BENCHES[name]
+    run: Callable[..., list[BenchRow]] = import_module(module).run
+    given = {key: value for key, value in options.items() if value is not None}
+    if unknown := given.keys() - inspect.signature(run).parameters.keys():
+        raise ValueError(f"benchmark '{name}' has no option {', '.join(sorted(unknown))}: leave it out")
+    return BenchReport(f"{name}: {about}", provenance(), tuple(run(**given)))
+
+
+def _whole_numbers(option: str, text: str | None) -> tuple[int, ...] | None:
+    """ "64k,1M" -> (65536, 1048576)."""
+    if text is None:
+        return None
+    try:
+        parts = [part.strip().lower() for part in text.split(",")]
+        return tuple(int(part.rstrip("kmg")) * BYTES[part[len(part.rstrip("kmg")) :]] for part in parts)
+    except (ValueError, KeyError):
+        raise ValueError(f"{option} {text} is not a list of whole numbers: write it like 2,4 or 64k,1M") from None

@@ -8,7 +8,8 @@ same collective with different shapes find out before they wait for each other f
     record:          key (group, sequence number) | since | waiting? | JSON {"op", "shape", "dtype", "ranks", "name"}
     note:            key (group, message number) | what this rank sends to, or expects from, that partner
 
-A record's key is written last and cleared first, so a reader never takes half an old and half a new text for one.
+A key is written last and cleared first, and a reader looks at it before and after the text, so nobody takes half an old
+and half a new text for one. Headers are copied in one piece: `struct.pack_into` would blank them first, in full sight.
 """
 
 import json
@@ -19,12 +20,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-RECORDS, RECORD_BYTES, HEADER_BYTES = 32, 512, 64
+RECORDS, RECORD_BYTES, HEADER_BYTES = 32, 1024, 64
 NOTE_BYTES = 96
 STARTING, RUNNING, FINISHED, RAISED = range(4)
 _HEADER = struct.Struct("<iid")  # pid, state, last sign of life
 _RECORD = struct.Struct("<iqdii")  # group ordinal, sequence number, since, waiting, length of the text
 _NOTE = struct.Struct("<iqi")  # group ordinal, message number, length of the text
+_NUMBER, _NUMBER_AT = struct.Struct("<q"), 4  # the number alone, in either of them
 
 
 @dataclass(frozen=True)
@@ -67,76 +69,75 @@ class Board:
         return 0 <= rank - self.first_rank < self.world_size
 
     def set_state(self, rank: int, state: int) -> None:
-        _HEADER.pack_into(self._map, self._slot(rank), os.getpid(), state, time.monotonic())
+        self._put(self._slot(rank), _HEADER.pack(os.getpid(), state, time.monotonic()))
 
     def state(self, rank: int) -> tuple[int, int, float]:
         """(pid, state, last sign of life); the pid is 0 while the rank has not started."""
-        return _HEADER.unpack_from(self._map, self._slot(rank))
+        return self._get(self._slot(rank), _HEADER)
 
     def post(self, rank: int, ordinal: int, sequence: int, text: bytes) -> None:
         """Say that `rank` enters operation number `sequence` of its group number `ordinal`."""
-        at, now = self._record(rank, ordinal), time.monotonic()
-        _RECORD.pack_into(self._map, at, ordinal, -1, now, 0, 0)
         text = text[: RECORD_BYTES - _RECORD.size]
-        self._map[at + _RECORD.size : at + _RECORD.size + len(text)] = text
-        _RECORD.pack_into(self._map, at, ordinal, sequence, now, 1, len(text))
+        self._publish(self._record(rank, ordinal), _RECORD, (ordinal, sequence, time.monotonic(), 1), text)
 
     def clear(self, rank: int, ordinal: int) -> None:
         """Say that `rank` has come out of its latest operation in this group."""
         at = self._record(rank, ordinal)
-        now = time.monotonic()
-        struct.pack_into("<i", self._map, at + 20, 0)  # the field `waiting`
-        struct.pack_into("<d", self._map, self._slot(rank) + 8, now)
+        found, sequence, since, _, length = self._get(at, _RECORD)
+        if found == ordinal:  # else a group that shares the record has written over it
+            self._put(at, _RECORD.pack(ordinal, sequence, since, 0, length))
+        self._put(self._slot(rank) + 8, struct.pack("<d", time.monotonic()))
 
     def conflict(self, rank: int, ordinal: int, sequence: int, text: bytes) -> Posted | None:
         """What `rank` posted as the same operation of the same group, if it is something else than `text`."""
-        at = self._record(rank, ordinal)
-        found, number, _, _, length = _RECORD.unpack_from(self._map, at)
-        if (found, number) != (ordinal, sequence):
-            return None  # not there yet, or already further on: nothing to compare
-        same = self._map[at + _RECORD.size : at + _RECORD.size + length] == text
-        return None if same else self._read(at)
+        header, theirs = self._entry(self._record(rank, ordinal), _RECORD)
+        if header[:2] != (ordinal, sequence) or theirs == text:
+            return None  # the same; or not there yet, or already further on: nothing to compare
+        return _parsed(header, theirs)
 
     def note_message(self, rank: int, peer: int, sending: bool, ordinal: int, number: int, text: str) -> str | None:
         """Note message `number` of this group between two ranks; returns what the other side has noted about it."""
         raw = text.encode()[: NOTE_BYTES - _NOTE.size]
-        at = self._note(rank, peer, sending)
-        self._map[at + _NOTE.size : at + _NOTE.size + len(raw)] = raw
-        _NOTE.pack_into(self._map, at, ordinal, number, len(raw))
-        at = self._note(peer, rank, not sending)
-        found, count, length = _NOTE.unpack_from(self._map, at)
-        theirs = self._map[at + _NOTE.size : at + _NOTE.size + length]
-        return theirs.decode(errors="replace") if (found, count) == (ordinal, number) else None
+        self._publish(self._note(rank, peer, sending), _NOTE, (ordinal, number), raw)
+        header, theirs = self._entry(self._note(peer, rank, not sending), _NOTE)
+        return theirs.decode(errors="replace") if header[:2] == (ordinal, number) else None
 
     def posted_in(self, rank: int, ordinal: int) -> Posted | None:
         """The latest operation of this rank in this group."""
-        posted = self._read(self._record(rank, ordinal))
+        posted = _parsed(*self._entry(self._record(rank, ordinal), _RECORD))
         return posted if posted and posted.ordinal == ordinal else None
 
     def posted(self, rank: int) -> list[Posted]:
         """The latest operation of every group of this rank, oldest wait first."""
-        found = (self._read(self._slot(rank) + HEADER_BYTES + i * RECORD_BYTES) for i in range(RECORDS))
+        found = (_parsed(*self._entry(self._record(rank, i), _RECORD)) for i in range(RECORDS))
         return sorted((p for p in found if p), key=lambda p: p.since)
 
     def signs(self, rank: int) -> tuple[float, float | None]:
         """(latest entry of any kind, begin of the oldest wait still going on or None), in time.monotonic() seconds."""
-        base = self._slot(rank) + HEADER_BYTES
-        records = [_RECORD.unpack_from(self._map, base + i * RECORD_BYTES) for i in range(RECORDS)]
+        records = [self._get(self._record(rank, i), _RECORD) for i in range(RECORDS)]
         waits = [since for _, sequence, since, waiting, _ in records if sequence > 0 and waiting]
         return max([self.state(rank)[2], *(since for _, _, since, _, _ in records)]), min(waits, default=None)
 
-    def _read(self, at: int) -> Posted | None:
-        ordinal, sequence, since, waiting, length = _RECORD.unpack_from(self._map, at)
-        if sequence <= 0:
-            return None
-        raw = self._map[at + _RECORD.size : at + _RECORD.size + length]
-        if _RECORD.unpack_from(self._map, at)[1] != sequence:
-            return None  # rewritten while we read
-        try:
-            text = json.loads(raw)
-        except ValueError:
-            return None
-        return Posted(ordinal, sequence, since, bool(waiting), **text)
+    def _publish(self, at: int, layout: struct.Struct, header: tuple, text: bytes) -> None:
+        """Number cleared first and written last, by itself: whoever reads the same one twice has read a whole entry."""
+        ordinal, number, *rest = header
+        self._put(at + _NUMBER_AT, _NUMBER.pack(-1))
+        self._put(at + layout.size, text)
+        self._put(at, layout.pack(ordinal, -1, *rest, len(text)))
+        self._put(at + _NUMBER_AT, _NUMBER.pack(number))
+
+    def _put(self, at: int, data: bytes) -> None:
+        self._map[at : at + len(data)] = data
+
+    def _get(self, at: int, layout: struct.Struct) -> tuple:
+        return layout.unpack(self._map[at : at + layout.size])
+
+    def _entry(self, at: int, layout: struct.Struct) -> tuple[tuple, bytes]:
+        """Header and text of a record or note; the header's number is -1 where it is being rewritten."""
+        header = self._get(at, layout)
+        text = self._map[at + layout.size : at + layout.size + header[-1]]
+        same = self._get(at, layout)[:2] == header[:2]
+        return (header if same else (header[0], -1, *header[2:])), text
 
     def _slot(self, rank: int) -> int:
         return (rank - self.first_rank) * self._slot_bytes
@@ -149,6 +150,14 @@ class Board:
         return self._slot(rank) + HEADER_BYTES + ordinal % RECORDS * RECORD_BYTES
 
 
+def _parsed(header: tuple, text: bytes) -> Posted | None:
+    ordinal, sequence, since, waiting, _ = header
+    try:
+        return Posted(ordinal, sequence, since, bool(waiting), **json.loads(text)) if sequence > 0 else None
+    except ValueError:
+        return None  # being written
+
+
 def describe(
     op: str, shape: list[int], dtype: str, ranks: list[int], name: str, peers: list[int] | None = None
 ) -> bytes:
@@ -156,5 +165,5 @@ def describe(
 
     Long rank lists are cut so that the text always fits; a table of who waits for whom is read by a person.
     """
-    text = {"op": op, "shape": shape[:8], "dtype": dtype, "ranks": ranks[:64], "name": name[:32], "peers": peers}
-    return json.dumps(text, separators=(",", ":")).encode()
+    text = {"op": op[:48], "shape": shape[:8], "dtype": dtype, "ranks": ranks[:64], "name": name[:32], "peers": peers}
+    return json.dumps(text, separators=(",", ":"), ensure_ascii=False).encode()

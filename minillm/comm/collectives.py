@@ -9,50 +9,48 @@
     pairwise all-to-all   N-1 rounds; in round s with the ranks s to the right and s to the left
     parameter server      everything through one rank, to see why nobody does it
 
-A tensor is cut into N chunks as `torch.tensor_split` does, so no size needs padding. `x` may have any shape and layout;
-reductions and broadcasts work in place. With `async_op=True` each returns a handle. Patarasuk & Yuan 2009 (ring),
-Thakur, Rabenseifner & Gropp 2005 (the rest); `predict/comms.py` has the cost of each.
+A tensor is cut into N chunks as `torch.tensor_split` does, so no size needs padding. Rings that add take a large tensor
+slab by slab, a piece of every chunk at a time, so that what arrives is still in the cache when it is added and sent on.
+`x` may have any shape and layout; reductions and broadcasts work in place. With `async_op=True` each returns a handle.
+Patarasuk & Yuan 2009 (ring), Thakur, Rabenseifner & Gropp 2005 (the rest); `predict/comms.py` has the cost of each.
 """
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from minillm.comm import native
+from minillm.comm.operands import (
+    checked_output,
+    collective,
+    combiner,
+    divide,
+    flatten,
+    gather_output,
+    part_shape,
+    write_back,
+)
 
 if TYPE_CHECKING:
     from minillm.comm.group import Group
+    from minillm.comm.messages import Message
 
-SEGMENT_BYTES = 2 << 20  # partial sums are added in pieces that stay in the cache
-_COMBINE: dict[str, Callable[..., torch.Tensor]] = {
-    "sum": torch.add,
-    "avg": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
-
-
-def collective(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Record the call as one operation of its group and give it `async_op`."""
-
-    @functools.wraps(function)
-    def call(x: torch.Tensor, group: "Group", *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-        uneven = any(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values()))  # `out=` fixes the sizes
-        return group.run(function.__name__, x, lambda: function(x, group, *args, **kwargs), async_op, same=not uneven)
-
-    return call
+SEGMENT_BYTES = 2 << 20  # the largest message of a ring that adds: pieces of this size stay in the cache
 
 
 @collective
-def ring_reduce_scatter(x: torch.Tensor, group: "Group", op: str = "sum") -> torch.Tensor:
-    """This rank's chunk (1-D) of the reduced x; x itself is left alone. Sends (N-1)/N of x."""
-    total = x.detach().contiguous().flatten()
-    if group.world_size > 1:
-        total = total.clone()
-    own = _reduce_chunks(list(total.tensor_split(group.world_size)), group, op)
-    return _divide(own, group, op).clone()
+def ring_reduce_scatter(
+    x: torch.Tensor, group: "Group", op: str = "sum", out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """This rank's chunk (1-D) of the reduced x; x itself is left alone. Sends (N-1)/N of x. out: where to put it."""
+    flat = flatten(x)
+    own = flat.tensor_split(group.world_size)[group.rank]
+    out = torch.empty_like(own) if out is None else checked_output(out, own, own.numel())
+    slabs = _slabs(flat, group)
+    for chunks, part in zip(slabs, out.tensor_split(len(slabs)), strict=True):
+        _reduce_ring(chunks, part, group, op)
+    return divide(out, group, op)
 
 
 @collective
@@ -62,57 +60,77 @@ def ring_all_gather(x: torch.Tensor, group: "Group", out: torch.Tensor | None = 
     out: where to put it (contiguous). If x is one of the chunks into which `tensor_split` cuts `out`, ranks may hold
     chunks of different size; otherwise every x has the same shape.
     """
-    out = gather_output(x, group, out)
-    chunks = list(out.flatten().tensor_split(group.world_size))
-    if chunks[group.rank].numel() != x.numel():
+    flat, out = flatten(x), gather_output(x, group, out)
+    chunks = out.flatten().tensor_split(group.world_size)
+    own = chunks[group.rank]
+    if own.numel() != x.numel():
         raise ValueError(
-            f"rank {group.rank} gathers {x.numel()} elements, but its chunk of out {list(out.shape)} has "
-            f"{chunks[group.rank].numel()}"
+            f"rank {group.rank} gathers {x.numel()} elements, but its chunk of out {list(out.shape)} has {own.numel()}"
         )
-    chunks[group.rank].copy_(x.detach().flatten())
-    _gather_chunks(chunks, group)
+    _gather_ring(chunks, group, own=flat)
+    own.copy_(flat)
     return out
 
 
 @collective
 def ring_all_reduce(x: torch.Tensor, group: "Group", op: str = "sum") -> torch.Tensor:
     """Reduce-scatter, then all-gather: 2(N-1)/N of x per rank, in 2(N-1) rounds."""
-    flat = _flat(x)
-    chunks = list(flat.tensor_split(group.world_size))
-    own = _reduce_chunks(chunks, group, op)
-    own.copy_(_divide(own, group, op))
-    _gather_chunks(chunks, group)
-    return _write_back(x, flat)
+    flat = flatten(x)
+    _reduce_and_gather(flat, group, op)
+    return write_back(x, flat)
 
 
-def _reduce_chunks(chunks: list[torch.Tensor], group: "Group", op: str) -> torch.Tensor:
-    """Ring reduce-scatter in place. In round s, rank r sends its partial sum of chunk r-s-1 and adds to chunk r-s-2."""
-    combine, n, r = _combiner(op, chunks[0]), group.world_size, group.rank
-    right, left = (r + 1) % n, (r - 1) % n
-    pieces = 1 if group.backend == "nccl" else -(-chunks[0].numel() * chunks[0].element_size() // SEGMENT_BYTES)
-    segments = [chunk.tensor_split(max(1, pieces)) for chunk in chunks]
-    arriving = torch.empty_like(segments[0][0])
-    for piece in range(max(1, pieces)):
-        for s in range(n - 1):
-            mine, theirs = segments[(r - s - 1) % n][piece], segments[(r - s - 2) % n][piece]
-            buffer = arriving[: theirs.numel()]
-            group.exchange(send=(mine, right), recv=(buffer, left))
-            combine(theirs, buffer, out=theirs)
-    return chunks[r]
+def _reduce_and_gather(flat: torch.Tensor, group: "Group | _Slice", op: str) -> None:
+    for chunks in _slabs(flat, group):
+        own = chunks[group.rank]
+        _reduce_ring(chunks, own, group, op)
+        divide(own, group, op)
+        _gather_ring(chunks, group)
 
 
-def _gather_chunks(chunks: list[torch.Tensor], group: "Group") -> None:
-    """Ring all-gather in place: rank r starts with chunk r. In round s it sends chunk r-s and receives chunk r-s-1."""
-    n, r = group.world_size, group.rank
+def _slabs(flat: torch.Tensor, group: "Group | _Slice") -> list[tuple[torch.Tensor, ...]]:
+    """The N chunks in pieces of up to SEGMENT_BYTES: [(piece 0 of every chunk), (piece 1 of every chunk), ...]."""
+    chunks = flat.tensor_split(group.world_size)
+    pieces = -(-chunks[0].nbytes // SEGMENT_BYTES) if group.cuts_messages else 1
+    return list(zip(*(chunk.tensor_split(max(1, pieces)) for chunk in chunks), strict=True))
+
+
+def _reduce_ring(chunks: Sequence[torch.Tensor], out: torch.Tensor, group: "Group | _Slice", op: str) -> None:
+    """Ring reduce-scatter into `out`, which may be chunk r itself; nothing else of the chunks changes.
+
+    In round s, rank r sends its partial sum of chunk r-s-1 and receives that of chunk r-s-2, to which it adds its own.
+    """
+    combine, n, r = combiner(op, out), group.world_size, group.rank
+    buffers = [group.scratch.take(chunks[0]) for _ in range(min(2, n - 1))]  # one arrives, one is sent
+    partial = chunks[(r - 1) % n]
     for s in range(n - 1):
-        group.exchange(send=(chunks[(r - s) % n], (r + 1) % n), recv=(chunks[(r - s - 1) % n], (r - 1) % n))
+        own = chunks[(r - s - 2) % n]
+        arriving = buffers[s % 2][: own.nbytes].view(own.dtype)
+        group.exchange(send=(partial, (r + 1) % n), recv=(arriving, (r - 1) % n))
+        partial = combine(own, arriving, out=arriving if s < n - 2 else out)
+    group.scratch.give(buffers)
+    if n == 1 and out.data_ptr() != chunks[0].data_ptr():
+        out.copy_(chunks[0])
+
+
+def _gather_ring(chunks: Sequence[torch.Tensor], group: "Group | _Slice", own: torch.Tensor | None = None) -> None:
+    """Ring all-gather in place: in round s, rank r sends chunk r-s and receives chunk r-s-1.
+
+    own: where this rank's chunk is to be sent from, if it is not chunk r itself.
+    """
+    n, r = group.world_size, group.rank
+    outgoing = chunks[r] if own is None else own
+    for s in range(n - 1):
+        arriving = chunks[(r - s - 1) % n]
+        group.exchange(send=(outgoing, (r + 1) % n), recv=(arriving, (r - 1) % n))
+        outgoing = arriving
 
 
 @collective
 def tree_broadcast(x: torch.Tensor, group: "Group", root: int = 0) -> torch.Tensor:
     """Binomial tree: in round k the 2^k ranks that have x send it to the rank 2^k further on. ceil(log2 N) rounds."""
     group.check_rank("root", root)
-    flat, n = _flat(x), group.world_size
+    flat, n = flatten(x), group.world_size
     place = (group.rank - root) % n  # 0 at the root
     distance = 1
     while distance < n:
@@ -121,7 +139,7 @@ def tree_broadcast(x: torch.Tensor, group: "Group", root: int = 0) -> torch.Tens
         elif distance <= place < 2 * distance:
             group.exchange(recv=(flat, (group.rank - distance) % n))
         distance *= 2
-    return _write_back(x, flat)
+    return write_back(x, flat)
 
 
 @collective
@@ -130,7 +148,7 @@ def tree_reduce(x: torch.Tensor, group: "Group", root: int = 0, op: str = "sum")
     group.check_rank("root", root)
     n, place = group.world_size, (group.rank - root) % group.world_size
     total = x.detach().contiguous().flatten()
-    combine, buffer = _combiner(op, total), torch.empty_like(total)
+    combine, buffer = combiner(op, total), torch.empty_like(total)
     total = total.clone() if group.world_size > 1 else total
     distance = 1 << max(0, (n - 1).bit_length() - 1)
     while distance:
@@ -140,7 +158,7 @@ def tree_reduce(x: torch.Tensor, group: "Group", root: int = 0, op: str = "sum")
         elif distance <= place < 2 * distance:
             group.exchange(send=(total, (group.rank - distance) % n))
         distance //= 2
-    return _write_back(x, _divide(total, group, op)) if place == 0 else x
+    return write_back(x, divide(total, group, op)) if place == 0 else x
 
 
 @collective
@@ -150,24 +168,24 @@ def recursive_doubling_all_reduce(x: torch.Tensor, group: "Group", op: str = "su
     With p = the largest power of two in N, the N-p ranks beyond p first fold their tensor into a rank below and get
     the result from it at the end.
     """
-    flat, n, r = _flat(x), group.world_size, group.rank
-    combine, buffer = _combiner(op, flat), torch.empty_like(flat)
+    flat, n, r = flatten(x), group.world_size, group.rank
+    combine, buffer = combiner(op, flat), torch.empty_like(flat)
     power = 1 << (n.bit_length() - 1)
     extra = n - power
     if r >= power:
         group.exchange(send=(flat, r - power))
         group.exchange(recv=(flat, r - power))
-        return _write_back(x, flat)
+        return write_back(x, flat)
     if r < extra:
         group.exchange(recv=(buffer, r + power))
         combine(flat, buffer, out=flat)
     for k in range(power.bit_length() - 1):
         group.exchange(send=(flat, r ^ 1 << k), recv=(buffer, r ^ 1 << k))
         combine(flat, buffer, out=flat)
-    flat = _divide(flat, group, op)
+    flat = divide(flat, group, op)
     if r < extra:
         group.exchange(send=(flat, r + power))
-    return _write_back(x, flat)
+    return write_back(x, flat)
 
 
 @collective
@@ -182,23 +200,24 @@ def hierarchical_all_reduce(x: torch.Tensor, group: "Group", ranks_per_node: int
     first = group.rank - group.rank % g
     node = _Slice(group, range(first, first + g))
     across = _Slice(group, range(group.rank % g, n, g))
-    flat = _flat(x)
-    chunks = list(flat.tensor_split(g))
-    own = _reduce_chunks(chunks, node, op)
-    parts = list(own.tensor_split(across.world_size))
-    part = _reduce_chunks(parts, across, op)
-    part.copy_(_divide(part, group, op))
-    _gather_chunks(parts, across)
-    _gather_chunks(chunks, node)
-    return _write_back(x, flat)
+    flat = flatten(x)
+    for chunks in _slabs(flat, node):
+        _reduce_ring(chunks, chunks[node.rank], node, op)
+    chunks = flat.tensor_split(g)
+    _reduce_and_gather(divide(chunks[node.rank], node, op), across, op)
+    _gather_ring(chunks, node)
+    return write_back(x, flat)
 
 
 @collective
-def pairwise_all_to_all(x: torch.Tensor, group: "Group") -> torch.Tensor:
-    """[N * n, ...]: part j of rank i becomes part i of rank j. Sends (N-1)/N of x; its own part stays."""
+def pairwise_all_to_all(x: torch.Tensor, group: "Group", out: torch.Tensor | None = None) -> torch.Tensor:
+    """[N * n, ...]: part j of rank i becomes part i of rank j. Sends (N-1)/N of x; its own part stays.
+
+    out: where to put it, a tensor like x but not x.
+    """
     part_shape(x, group, "all_to_all")
     x, n, r = x.detach().contiguous(), group.world_size, group.rank
-    out = torch.empty_like(x)
+    out = torch.empty_like(x) if out is None else checked_output(out, x, x.numel())
     outgoing, incoming = x.tensor_split(n), out.tensor_split(n)
     incoming[r].copy_(outgoing[r])
     for s in range(1, n):
@@ -211,20 +230,20 @@ def pairwise_all_to_all(x: torch.Tensor, group: "Group") -> torch.Tensor:
 def parameter_server_all_reduce(x: torch.Tensor, group: "Group", root: int = 0, op: str = "sum") -> torch.Tensor:
     """Everybody sends x to root, root adds and sends the sum to everybody: 2(N-1) times x through one rank."""
     group.check_rank("root", root)
-    flat = _flat(x)
-    combine, others = _combiner(op, flat), [rank for rank in range(group.world_size) if rank != root]
+    flat = flatten(x)
+    combine, others = combiner(op, flat), [rank for rank in range(group.world_size) if rank != root]
     if group.rank != root:
         group.exchange(send=(flat, root))
         group.exchange(recv=(flat, root))
-        return _write_back(x, flat)
+        return write_back(x, flat)
     buffer = torch.empty_like(flat)
     for rank in others:
         group.exchange(recv=(buffer, rank))
         combine(flat, buffer, out=flat)
-    flat = _divide(flat, group, op)
+    flat = divide(flat, group, op)
     for rank in others:
         group.exchange(send=(flat, rank))
-    return _write_back(x, flat)
+    return write_back(x, flat)
 
 
 class _Slice:
@@ -232,58 +251,11 @@ class _Slice:
 
     def __init__(self, group: "Group", ranks: range) -> None:
         self._group, self._ranks = group, ranks
-        self.world_size, self.rank, self.backend = len(ranks), ranks.index(group.rank), group.backend
+        self.world_size, self.rank = len(ranks), ranks.index(group.rank)
+        self.cuts_messages, self.scratch = group.cuts_messages, group.scratch
 
-    def exchange(self, send: tuple[torch.Tensor, int], recv: tuple[torch.Tensor, int]) -> None:
+    def exchange(self, send: "Message", recv: "Message") -> None:
         self._group.exchange((send[0], self._ranks[send[1]]), (recv[0], self._ranks[recv[1]]))
-
-
-def part_shape(x: torch.Tensor, group: "Group", op: str) -> tuple[int, ...]:
-    """Shape of one rank's part of x, cut along dimension 0."""
-    if x.dim() == 0 or x.shape[0] % group.world_size:
-        raise ValueError(
-            f"{op} cuts dimension 0 of a {list(x.shape)} tensor into {group.world_size} equal parts, which does not "
-            f"work out: pad it, or use ring_{op} for any size"
-        )
-    return (x.shape[0] // group.world_size, *x.shape[1:])
-
-
-def gather_output(x: torch.Tensor, group: "Group", out: torch.Tensor | None) -> torch.Tensor:
-    """`out`, checked, or a new tensor for N tensors like x."""
-    if out is None:
-        return x.new_empty((group.world_size * x.shape[0], *x.shape[1:]) if x.dim() else (group.world_size,))
-    if not out.is_contiguous():
-        raise ValueError(
-            f"out {list(out.shape)} is not contiguous: pass a contiguous tensor, for example torch.empty(...)"
-        )
-    if out.dtype != x.dtype:
-        raise ValueError(f"out is {out.dtype} but x is {x.dtype}: they must have the same dtype")
-    return out
-
-
-def _combiner(op: str, x: torch.Tensor) -> Callable[..., torch.Tensor]:
-    if op not in _COMBINE:
-        raise ValueError(f"op={op!r} is not a reduction: choose one of {', '.join(_COMBINE)}")
-    if op == "avg" and not (x.is_floating_point() or x.is_complex()):
-        raise ValueError(f"op='avg' needs a floating-point tensor, not {x.dtype}: use 'sum'")
-    return _COMBINE[op]
-
-
-def _divide(x: torch.Tensor, group: "Group", op: str) -> torch.Tensor:
-    return x.div_(group.world_size) if op == "avg" else x
-
-
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    """x as one dimension: its own memory where that is possible, else a copy that `_write_back` brings home."""
-    return x.detach().contiguous().flatten()
-
-
-def _write_back(x: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    if not x.is_contiguous():
-        x.detach().copy_(flat.view(x.shape))
-    elif x.data_ptr() != flat.data_ptr():
-        x.detach().flatten().copy_(flat)
-    return x
 
 
 DEFAULT: dict[str, Callable[..., Any]] = {

@@ -8,8 +8,7 @@ Conventions are torch's: `all_reduce` and `broadcast` work in place and return t
 one; `async_op=True` returns a `Handle` at once. Ranks in calls (`root`, `src`, `dst`) are ranks inside the group.
 """
 
-import json
-import math
+import functools
 import threading
 import time
 from collections import Counter
@@ -23,45 +22,14 @@ import torch.distributed as dist
 
 from minillm.comm import collectives
 from minillm.comm.board import Board, describe
-from minillm.comm.errors import HangError, MismatchError, PeerLostError
-from minillm.comm.links import Egress, Link
+from minillm.comm.errors import HangError, MismatchError
+from minillm.comm.handle import Handle
+from minillm.comm.links import Link
 from minillm.comm.messages import Message, Transfer
+from minillm.comm.operands import part_shape
 from minillm.comm.table import waiting_table
+from minillm.comm.world import Scratch, World
 from minillm.measure.ledger import Event, Ledger, open_ledgers
-
-
-class World:
-    """What all groups of one rank share: its global rank, its device, the notice board, the emulated links."""
-
-    def __init__(self, rank: int, device: torch.device, board: Board | None, egress: Egress | None) -> None:
-        self.rank, self.device, self.board, self.egress = rank, device, board, egress
-        self._groups = 0
-
-    def next_ordinal(self) -> int:
-        """The next group's number. Ranks create groups in the same order, so it means the same group everywhere."""
-        self._groups += 1
-        return 2 * self._groups  # even: collectives; the odd number after it: point-to-point messages
-
-
-class Handle:
-    """Something under way. `wait()` returns its result; `done()` says whether waiting would return at once."""
-
-    def __init__(self, wait: Callable[[], Any], done: Callable[[], bool], events: Sequence[Event]) -> None:
-        self._wait, self._done, self._events = wait, done, events
-        self._result: Any = None
-        self._waited = False
-
-    def done(self) -> bool:
-        return self._waited or self._done()
-
-    def wait(self) -> Any:
-        if not self._waited:
-            start = time.monotonic()
-            self._result = self._wait()
-            self._waited = True
-            for event in self._events:
-                event.waited += time.monotonic() - start
-        return self._result
 
 
 @dataclass
@@ -83,6 +51,7 @@ class Group:
         self.rank = self.ranks.index(world.rank) if world.rank in self.ranks else -1
         self.backend = dist.get_backend(process_group) if self.rank >= 0 else "none"
         self._ordinal, self._sequence, self._p2p_sequence = world.next_ordinal(), 0, 0
+        self.scratch = Scratch()
         self._thread = threading.local()  # .operation: the collective this thread is inside of
         self._queue: ThreadPoolExecutor | None = None
         self._pending: Handle | None = None
@@ -95,11 +64,14 @@ class Group:
 
     def all_reduce(self, x: torch.Tensor, op: str = "sum", async_op: bool = False) -> Any:
         """Every rank gets the sum (avg, max, min) over the ranks, in place. Same shape and dtype on every rank."""
-        return self.run("all_reduce", x, lambda: self._best("all_reduce")(x, self, op), async_op)
+        how = "" if op == "sum" else f"op={op}"
+        return self.run("all_reduce", x, lambda: self._best("all_reduce")(x, self, op), async_op, how=how)
 
     def broadcast(self, x: torch.Tensor, root: int = 0, async_op: bool = False) -> Any:
         """Every rank gets root's x, in place."""
-        return self.run("broadcast", x, lambda: self._best("broadcast")(x, self, root), async_op)
+        self.check_rank("root", root)
+        how = f"root={root}" if root else ""
+        return self.run("broadcast", x, lambda: self._best("broadcast")(x, self, root), async_op, how=how)
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor | None = None, async_op: bool = False) -> Any:
         """x: [n, ...] on each rank -> [world_size * n, ...]: the ranks' tensors in rank order."""
@@ -107,8 +79,9 @@ class Group:
 
     def reduce_scatter(self, x: torch.Tensor, op: str = "sum", async_op: bool = False) -> Any:
         """x: [world_size * n, ...] on each rank -> [n, ...]: this rank's part of the sum over the ranks."""
-        part = collectives.part_shape(x, self, "reduce_scatter")
-        return self.run("reduce_scatter", x, lambda: self._best("reduce_scatter")(x, self, op).view(part), async_op)
+        part, how = part_shape(x, self, "reduce_scatter"), "" if op == "sum" else f"op={op}"
+        body = lambda: self._best("reduce_scatter")(x, self, op).view(part)  # noqa: E731
+        return self.run("reduce_scatter", x, body, async_op, how=how)
 
     def all_to_all(self, x: torch.Tensor, async_op: bool = False) -> Any:
         """x: [world_size * n, ...]: part j goes to rank j; the result holds part `rank` of every rank."""
@@ -130,8 +103,13 @@ class Group:
             raise ValueError(f"ranks {list(ranks)} of group {name!r} must be different ranks, at least one")
         for rank in ranks:
             self.check_rank("rank", rank)
-        members = [self.ranks[rank] for rank in ranks]
-        return Group(self.world, dist.new_group(members), members, name)
+        if list(ranks) != sorted(ranks):
+            raise ValueError(f"ranks {list(ranks)} of group {name!r} must ascend: torch numbers a group's ranks so")
+        members, everybody = [self.ranks[rank] for rank in ranks], list(range(dist.get_world_size()))
+        text = describe("make group", [0], "", everybody, name)
+        make = functools.partial(dist.new_group, members, timeout=self.world.timeout)
+        process_group = self._on_board(0, 2 + self.world.groups, text, make)
+        return Group(self.world, process_group, members, name)
 
     # Point-to-point messages.
 
@@ -161,12 +139,12 @@ class Group:
         transfer = Transfer(self, sends, recvs, tag=inside.tag if inside else 0)
         if inside:
             inside.bytes += transfer.bytes
-            inside.messages += len(sends)
+            inside.messages += transfer.messages
             return Handle(transfer.wait, transfer.done, []) if async_op else transfer.wait()
 
         op = "exchange" if sends and recvs else "send" if sends else "recv"
         x = (sends or recvs or [(torch.empty(0), 0)])[0][0]
-        event = self._event(op, x, transfer.bytes, len(sends), open_ledgers())
+        event = self._event(op, x, transfer.bytes, transfer.messages, open_ledgers())
         text = self._describe(op, x, [peer for _, peer in recvs or sends])
 
         def finish() -> None:
@@ -179,18 +157,27 @@ class Group:
 
     # How a collective is run: recorded, announced, in the caller's thread or in this group's own.
 
-    def run(self, op: str, x: torch.Tensor, body: Callable[[], Any], async_op: bool = False, same: bool = True) -> Any:
+    def run(
+        self,
+        op: str,
+        x: torch.Tensor,
+        body: Callable[[], Any],
+        async_op: bool = False,
+        same: bool = True,
+        how: str = "",
+    ) -> Any:
         """Run `body` as one collective called `op`: every message inside it is counted as part of it.
 
-        same: x has the same shape on every rank, so that a rank with another one can be named. A collective inside
-        another one is part of it. Asynchronous ones run one after the other in a thread of this group.
+        same: x has the same shape on every rank, so that a rank with another one can be named; how: what else has to
+        be the same (op, root). A collective inside another one is part of it. Asynchronous ones run one after the
+        other in a thread of this group.
         """
         self._check_member(op)
         if getattr(self._thread, "operation", None):
             result = body()
             return Handle(lambda: result, lambda: True, []) if async_op else result
         event = self._event(op, x, 0, 0, open_ledgers())
-        text = self._describe(op, x if same else x.new_empty(0))
+        text = self._describe(f"{op}({how})" if how else op, x if same else x.new_empty(0))
         if not async_op and (self._pending is None or self._pending.done()):
             handle = Handle(lambda: self._perform(event, text, body), lambda: False, [event])
         else:
@@ -222,18 +209,21 @@ class Group:
         if board is None:
             return body()
         board.post(me, ordinal, sequence, text)
+        waiting = False
         try:
             if ordinal == self._ordinal:
                 self._check_same(board, sequence, text)
             return body()
-        except PeerLostError as error:
-            if "imed out" not in str(error):
+        except RuntimeError as error:
+            waiting = any(sign in str(error) for sign in ("imed out", "timeout"))
+            if not waiting:
                 raise
             table = waiting_table(board)
             text = f"rank {me} waited too long in group {self.name!r}. Who waits for whom:\n\n{table}\n"
             raise HangError(text, table) from None
         finally:
-            board.clear(me, ordinal)
+            if not waiting:  # after a hang it stays there, for the others' tables
+                board.clear(me, ordinal)
 
     def _check_same(self, board: Board, sequence: int, text: bytes) -> None:
         for rank in self.ranks:
@@ -262,6 +252,11 @@ class Group:
         native = self.backend == "nccl" and self.world.egress is None
         return (collectives.NATIVE if native else collectives.DEFAULT)[name]
 
+    @property
+    def cuts_messages(self) -> bool:
+        """Whether large messages go in pieces: NCCL does that itself, and on an emulated link it would add latency."""
+        return self.backend != "nccl" and self.world.egress is None
+
     def link_between(self, src: int, dst: int) -> Link | None:
         """The emulated link from group rank src to group rank dst, if any."""
         egress = self.world.egress
@@ -270,7 +265,7 @@ class Group:
     # Bad input, in one sentence.
 
     def check_rank(self, what: str, rank: int) -> None:
-        if not 0 <= rank < self.world_size:
+        if rank not in range(self.world_size):
             raise ValueError(f"{what}={rank} is not in group {self.name!r}: its ranks are 0 to {self.world_size - 1}")
 
     def _check_partners(self, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
@@ -281,13 +276,12 @@ class Group:
                 self._messages[sending, peer] += 1
                 if board is None or not board.has(self.ranks[peer]):
                     continue
-                mine = f"{list(x.shape)} {_dtype(x)}"
-                note = (self._ordinal, self._messages[sending, peer], mine)
-                theirs = board.note_message(me, self.ranks[peer], sending, *note)
-                if theirs and _size(theirs) != _size(mine):
+                number, mine = self._messages[sending, peer], f"{x.numel()} {_dtype(x)} in {list(x.shape)}"
+                theirs = board.note_message(me, self.ranks[peer], sending, self._ordinal, number, mine)
+                if theirs and theirs.split(" ")[:2] != mine.split(" ")[:2]:  # messages may change shape, but not size
                     verb, other = ("sends", "expects") if sending else ("expects", "sends")
                     raise MismatchError(
-                        f"message {note[1]} in group {self.name!r}: rank {me} {verb} {mine}, "
+                        f"message {number} in group {self.name!r}: rank {me} {verb} {mine}, "
                         f"but rank {self.ranks[peer]} {other} {theirs}"
                     )
 
@@ -318,12 +312,6 @@ class Group:
 def _as_list(messages: Message | Sequence[Message]) -> list[Message]:
     is_one = len(messages) == 2 and isinstance(messages[0], torch.Tensor)
     return [messages] if is_one else list(messages)
-
-
-def _size(described: str) -> tuple[int, str]:
-    """(elements, dtype) of a description such as "[2, 3] float32"; messages may change shape, but not size."""
-    shape, _, dtype = described.rpartition(" ")
-    return math.prod(json.loads(shape)), dtype
 
 
 def _dtype(x: torch.Tensor) -> str:

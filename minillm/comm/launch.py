@@ -19,8 +19,10 @@ import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import wait as wait_for_any
@@ -31,13 +33,15 @@ import cloudpickle
 import torch.distributed as dist
 
 from minillm.comm import worker
-from minillm.comm.board import FINISHED, Board
+from minillm.comm.board import FINISHED, STARTING, Board
 from minillm.comm.errors import HangError, RankError
 from minillm.comm.links import Link, Topology
 from minillm.comm.table import waiting_table
 from minillm.comm.torchrun import in_place
 
 MAX_RANKS = 64
+MAX_TIMEOUT_S = 1e7
+START_S = 60.0  # ranks may take this long to start, however short the timeout: they import what the caller imports
 POLL_S = 0.02
 GRACE_S = 0.4  # after the first failure, time for the others to say how they ended
 
@@ -64,11 +68,12 @@ def launch(
     job = worker.Job(fn, args, nproc, timeout, link, device, threads, _cell_sources())
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return in_place(job)
-    with _folder() as folder, _without_main():
+    with _folder() as folder:
         try:
             (folder / "job").write_bytes(cloudpickle.dumps(job))
         except Exception as error:
-            raise ValueError(f"cannot send {fn.__name__} and its arguments to the ranks: {error}") from error
+            name = getattr(fn, "__name__", repr(fn))
+            raise ValueError(f"cannot send {name} and its arguments to the ranks: {error}") from error
         return Run(folder, job).results()
 
 
@@ -78,23 +83,26 @@ class Run:
     def __init__(self, folder: Path, job: worker.Job) -> None:
         self.folder, self.job, self.nproc = folder, job, job.nproc
         self.board = Board(folder / "board", job.nproc)
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = _store()
         context = multiprocessing.get_context(_start_method())
-        arguments = [(str(folder), rank, job.nproc, self.store.port) for rank in range(job.nproc)]
+        arguments = [(str(folder), rank, job.nproc, self.store.port, dict(os.environ)) for rank in range(job.nproc)]
         self.ranks = [context.Process(target=worker.main, args=args, name=f"rank{args[1]}") for args in arguments]
         self.read = [0] * job.nproc  # bytes of each rank's output shown so far
         self.last_output = time.monotonic()
-        self.failed: list[int] = []  # ranks whose process ended badly, in order
+        self.failed: dict[int, int] = {}  # rank -> exit code of those that ended badly, in order
 
     def results(self) -> list[Any]:
         try:
-            for rank in self.ranks:
-                rank.start()
+            with _uninterrupted(), _without_main():
+                for rank in self.ranks:
+                    rank.start()
             hang = self._watch()
         finally:  # also when this cell is interrupted
-            self._kill()
-            self._show_output(last=True)
-            self.board.close()
+            with _uninterrupted():
+                self._kill()
+                self._show_output(last=True)
+                self.board.close()
+                self.store = None  # an error's traceback may keep this object for long, but not the open port
         if hang:
             raise hang
         reports = [self._report(rank) for rank in range(self.nproc)]
@@ -109,8 +117,9 @@ class Run:
             wait_for_any([process.sentinel for process in running.values()], timeout=POLL_S)
             self._show_output()
             for rank in [rank for rank, process in running.items() if process.exitcode is not None]:
-                if running.pop(rank).exitcode:
-                    self.failed.append(rank)
+                code = running.pop(rank).exitcode
+                if code or not self._report_path(rank).exists():
+                    self.failed[rank] = code
                     give_up_at = give_up_at or time.monotonic() + GRACE_S
             if not self.failed and running and (waited := self._stuck()):
                 return self._hang(waited)
@@ -118,15 +127,17 @@ class Run:
 
     def _stuck(self) -> float | None:
         """Seconds that a rank has waited in one operation, or all have been silent, if that is too long."""
-        now, signs, waits = time.monotonic(), [self.last_output], []
+        now, signs, waits, limit = time.monotonic(), [self.last_output], [], self.job.timeout_s
         for rank in range(self.nproc):
-            pid, state, since = self.board.state(rank)
+            state = self.board.state(rank)[1]
             sign, wait = self.board.signs(rank)
             signs.append(sign)
-            if pid and (state == FINISHED or wait is not None):
-                waits.append(since if state == FINISHED else wait)
+            if state == STARTING:  # also where there is no process yet: pid 0, all zeros
+                limit = max(limit, START_S)
+            elif wait is not None and state != FINISHED:
+                waits.append(wait)
         longest = max(now - min(waits, default=now), now - max(signs))
-        return longest if longest > self.job.timeout_s else None
+        return longest if longest > limit else None
 
     def _hang(self, waited: float) -> HangError:
         for process in self.ranks:
@@ -156,9 +167,13 @@ class Run:
             process.kill()
         for process in started:
             process.join()
+            process.close()
+
+    def _report_path(self, rank: int) -> Path:
+        return self.folder / f"report{rank}"
 
     def _report(self, rank: int) -> worker.Report | None:
-        path = self.folder / f"report{rank}"
+        path = self._report_path(rank)
         return cloudpickle.loads(path.read_bytes()) if path.exists() else None
 
     def _cause(self, reports: list[worker.Report | None]) -> BaseException:
@@ -166,11 +181,12 @@ class Run:
         raised = sorted((r.echo, r.at, rank) for rank, r in enumerate(reports) if r and r.result is None)
         silent = [rank for rank in self.failed if reports[rank] is None]
         if silent and (not raised or raised[0][0]):
-            rank, code = silent[0], self.ranks[silent[0]].exitcode
+            rank, code = silent[0], self.failed[silent[0]]
             text = f"rank {rank} of {self.nproc} {_death(code)} before it finished{self._last_words(rank)}"
             return RankError(text, rank, code)
         rank = raised[0][2]
-        error = RankError(f"rank {rank} of {self.nproc} raised {reports[rank].error}\n\n{reports[rank].text}\n", rank)
+        text = f"rank {rank} of {self.nproc} raised {reports[rank].error}\n\n{_name_cells(reports[rank].text)}\n"
+        error = RankError(text, rank)
         error.__cause__ = _original(reports[rank])
         return error
 
@@ -204,8 +220,8 @@ def _check(fn: Any, nproc: int, timeout: float, link: Any, device: str | None) -
         raise ValueError(f"fn={fn!r} is not a function: pass the function itself, launch(fn, nproc=4)")
     if isinstance(nproc, bool) or not isinstance(nproc, int) or not 1 <= nproc <= MAX_RANKS:
         raise ValueError(f"nproc={nproc} must be a whole number from 1 to {MAX_RANKS}")
-    if not timeout > 0:
-        raise ValueError(f"timeout={timeout} must be a positive number of seconds")
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= MAX_TIMEOUT_S:
+        raise ValueError(f"timeout={timeout!r} must be a number of seconds, more than 0 and at most {MAX_TIMEOUT_S:g}")
     if link is not None and not isinstance(link, (Link, Topology)):
         raise ValueError(f"link={link!r} must be a Link or a Topology")
     if device not in (None, "cpu", "cuda"):
@@ -214,7 +230,7 @@ def _check(fn: Any, nproc: int, timeout: float, link: Any, device: str | None) -
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """A private folder for this run: board, output, reports. Memory-backed where there is room."""
+    """A private folder for this run: board, output, reports."""
     path = Path(tempfile.mkdtemp(prefix="minillm-"))
     try:
         yield path
@@ -231,22 +247,59 @@ def _start_method() -> str:
     return "forkserver"
 
 
+def _store() -> dist.TCPStore:
+    """Where ranks meet. torch would listen on every interface; this listens on loopback only."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+_main_lock = threading.Lock()
+
+
 @contextlib.contextmanager
 def _without_main() -> Iterator[None]:
     """Ranks get their function by value, so they need not run the caller's script again."""
     main = sys.modules["__main__"]
-    kept = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
-    main.__spec__ = None
+    with _main_lock:
+        kept = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
+        main.__spec__ = None
+        try:
+            yield
+        finally:
+            main.__dict__.pop("__spec__", None)
+            main.__dict__.update(kept)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C waits until the block is done: half a start or half a clean-up would leave ranks behind."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is None:
+        yield
+        return
+    missed = []
+    signal.signal(signal.SIGINT, lambda *_: missed.append(True))
     try:
         yield
     finally:
-        main.__dict__.pop("__spec__", None)
-        main.__dict__.update(kept)
+        signal.signal(signal.SIGINT, before)
+        if missed:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _cell_sources() -> dict[str, tuple]:
     """Sources that exist in memory only, as notebook cells do."""
     return {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and not os.path.exists(name)}
+
+
+def _name_cells(traceback: str) -> str:
+    """Notebook cells by their number, as in `Cell In[5]`, instead of IPython's temporary file names."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    cells = getattr(getattr(shell, "compile", None), "_filename_map", {})
+    for name, number in cells.items():
+        traceback = traceback.replace(f'File "{name}"', f'File "Cell In[{number}]"')
+    return traceback
 
 
 def _original(report: worker.Report) -> BaseException | None:

@@ -6,6 +6,7 @@ wire would have delivered it, and neither side's handle is done before that. Mes
 behind each other, as they do in a network card. Every number measured this way is labelled *emulated*.
 """
 
+import threading
 import time
 from dataclasses import dataclass
 
@@ -59,14 +60,16 @@ class Egress:
     def __init__(self, links: Link | Topology) -> None:
         self.links = links
         self._free_at: dict[Link, float] = {}
+        self._lock = threading.Lock()  # each group sends from a thread of its own
 
     def deliver_at(self, src: int, dst: int, num_bytes: int) -> float | None:
         """When the emulated wire delivers a message posted now (time.monotonic()); None where nothing is emulated."""
         link = self.links.between(src, dst)
         if link is None:
             return None
-        sent = max(time.monotonic(), self._free_at.get(link, 0.0)) + num_bytes / link.bandwidth_bytes_per_s
-        self._free_at[link] = sent
+        with self._lock:
+            sent = max(time.monotonic(), self._free_at.get(link, 0.0)) + num_bytes / link.bandwidth_bytes_per_s
+            self._free_at[link] = sent
         return sent + link.latency_s
 
     def paces(self, src: int, dst: int) -> bool:

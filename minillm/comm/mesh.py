@@ -24,6 +24,8 @@ class Mesh:
     def __init__(self, group: Group, **axes: int) -> None:
         if not axes or any(not isinstance(size, int) or size < 1 for size in axes.values()):
             raise ValueError(f"axes {axes} must be names with a size of 1 or more, for example Mesh(group, dp=2, tp=2)")
+        if taken := [name for name in axes if hasattr(Mesh, name) or name in ("axes", "device_mesh")]:
+            raise ValueError(f"axis {taken[0]!r} has the name of something else that a mesh has: choose another")
         if math.prod(axes.values()) != group.world_size:
             product = " * ".join(f"{name}={size}" for name, size in axes.items())
             raise ValueError(f"{product} is {math.prod(axes.values())} ranks, but the group has {group.world_size}")
@@ -35,6 +37,7 @@ class Mesh:
 
     def _line(self, group: Group, axis: str) -> Group:
         process_group = self.device_mesh.get_group(axis)
+        dist.distributed_c10d._set_pg_timeout(group.world.timeout, process_group)
         return Group(group.world, process_group, dist.get_process_group_ranks(process_group), axis)
 
     def __getitem__(self, axis: str) -> Group:

@@ -6,6 +6,7 @@ a detour; and an emulated link delivers later than the real wire. For the last, 
 time, 8 bytes, not counted: it belongs to the emulation) and both sides wait for that time.
 """
 
+import threading
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -20,22 +21,27 @@ if TYPE_CHECKING:
 
 Message = tuple[torch.Tensor, int]  # (tensor, rank in the group)
 STAMP = 1 << 24  # added to the tag of a message that carries a delivery time
+GLANCE_S = 0.002  # how long `done` looks before it says no
 
 
 class Transfer:
-    """Messages under way. bytes: payload this rank sends."""
+    """Messages under way. bytes: payload this rank sends; messages: how many sends carry it."""
 
     def __init__(self, group: "Group", sends: Sequence[Message], recvs: Sequence[Message], tag: int = 0) -> None:
         self.group = group
         self.bytes = sum(x.numel() * x.element_size() for x, _ in sends)
-        self._deliver_at = 0.0
+        self._deliver_at, self._waiter, self._error = 0.0, None, None
         self._stamps: list[torch.Tensor] = []
         self._unstage: list[tuple[torch.Tensor, torch.Tensor]] = []
         # Empty tensors have nothing to say: both sides know their size, so both sides skip them.
         sends = [(x.detach().contiguous(), dst) for x, dst in sends if x.numel()]
+        self.messages = len(sends)
         recvs = [(x.detach(), src) for x, src in recvs if x.numel()]
         post = self._post_nccl if group.backend == "nccl" else self._post_gloo
-        self._works = post(sends, recvs, tag)
+        try:
+            self._works = post(sends, recvs, tag)
+        except RuntimeError as error:
+            raise self._lost(error) from error
 
     def _post_nccl(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> list[dist.Work]:
         pg = self.group.process_group
@@ -75,21 +81,42 @@ class Transfer:
         return times
 
     def done(self) -> bool:
-        arrived = all(work.is_completed() for work in self._works)
-        return arrived and time.monotonic() >= max([self._deliver_at, *(float(s) for s in self._stamps)])
+        """Whether `wait` would return at once. gloo cannot tell without waiting, so a thread waits in our place."""
+        if self.group.backend == "nccl":
+            arrived = all(work.is_completed() for work in self._works)
+        else:
+            if self._waiter is None:
+                self._waiter = threading.Thread(target=self._arrive, name="minillm-transfer", daemon=True)
+                self._waiter.start()
+            self._waiter.join(GLANCE_S)
+            arrived = not self._waiter.is_alive()
+        return arrived and (self._error is not None or time.monotonic() >= self._delivered_at())
 
     def wait(self) -> None:
         """Return when every message has been delivered. PeerLostError: the other side died meanwhile."""
-        try:
-            for work in self._works:
-                work.wait()
-        except RuntimeError as error:
-            reason = str(error).strip().splitlines()[-1]
-            raise PeerLostError(
-                f"rank {self.group.world.rank} lost its partner in group {self.group.name!r}: {reason}"
-            ) from error
+        if self._waiter:
+            self._waiter.join()
+        else:
+            self._arrive()
+        if self._error:
+            raise self._lost(self._error) from self._error
         for x, landed in self._unstage:
             x.copy_(landed)
-        late = max([self._deliver_at, *(float(s) for s in self._stamps)]) - time.monotonic()
+        late = self._delivered_at() - time.monotonic()
         if late > 0:
             time.sleep(late)
+
+    def _arrive(self) -> None:
+        limit = () if self.group.backend == "nccl" else (self.group.world.timeout,)
+        try:
+            for work in self._works:
+                work.wait(*limit)
+        except RuntimeError as error:
+            self._error = error
+
+    def _delivered_at(self) -> float:
+        return max([self._deliver_at, *(float(stamp) for stamp in self._stamps)])
+
+    def _lost(self, error: RuntimeError) -> PeerLostError:
+        reason = str(error).strip().splitlines()[-1]
+        return PeerLostError(f"rank {self.group.world.rank} lost its partner in group {self.group.name!r}: {reason}")

@@ -13,7 +13,7 @@ from minillm.comm.board import RUNNING, Board
 
 def in_place(job: worker.Job) -> list[Any]:
     """Under torchrun: this process already is a rank."""
-    if "MINILLM_RANK" in os.environ:
+    if "MINILLM_RANK" in os.environ or dist.is_initialized():
         raise ValueError("launch was called inside a rank: call it once, outside, and use group.subgroup inside")
     rank, local_world = int(os.environ["RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     world = int(os.environ["WORLD_SIZE"])

@@ -4,8 +4,12 @@ import contextlib
 import ctypes
 import datetime
 import faulthandler
+import functools
+import itertools
 import linecache
+import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -20,15 +24,16 @@ from typing import Any
 import cloudpickle
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.distributed.rendezvous import rendezvous
 
 from minillm.comm.board import FINISHED, RAISED, RUNNING, STARTING, Board, describe
 from minillm.comm.errors import HangError, PeerLostError
-from minillm.comm.group import Group, World
+from minillm.comm.group import Group
 from minillm.comm.links import Egress, Link, Topology
+from minillm.comm.world import World
 from minillm.measure.wire import loopback
 
-ECHOES = ("onnection closed by peer", "onnection reset", "Broken pipe", "onnection refused")
+ECHOES = ("onnection closed by peer", "onnection reset", "Broken pipe", "onnection refused", "not connected")
 WORLD_NAME = "world"
 
 
@@ -58,8 +63,13 @@ class Report:
     at: float = 0.0
 
 
-def main(folder: str, rank: int, nproc: int, port: int) -> None:
-    """Entry point of one rank started by `launch`. Never raises: the report file says how it went."""
+def main(folder: str, rank: int, nproc: int, port: int, environ: dict[str, str]) -> None:
+    """Entry point of one rank started by `launch`. Never raises: the report file says how it went.
+
+    environ: the launcher's environment as it is now; what this process has is from when the fork server started.
+    """
+    os.environ.clear()
+    os.environ.update(environ)
     _settle(Path(folder), rank)
     board = Board(Path(folder, "board"), nproc)
     board.set_state(rank, STARTING)
@@ -73,8 +83,9 @@ def main(folder: str, rank: int, nproc: int, port: int) -> None:
         with world_group(job, board, rank, wait_s=2 * job.timeout_s + 30) as group:
             board.set_state(rank, RUNNING)
             result = job.function(group, *job.args)
-            with group_end(board, rank, group):
-                report = Report(result=cloudpickle.dumps(result))
+            report = Report(result=_packed(result, rank))
+            board.set_state(rank, FINISHED)
+            leave_together(group)
     except BaseException as error:
         board.set_state(rank, RAISED)
         report = failure(error)
@@ -85,13 +96,19 @@ def main(folder: str, rank: int, nproc: int, port: int) -> None:
     os._exit(0 if report.result is not None else 1)  # threads the function left behind shall not keep the rank
 
 
-@contextlib.contextmanager
-def group_end(board: Board, rank: int, group: Group) -> Iterator[None]:
-    """Ranks leave together, so that none takes a connection away that another still needs."""
-    yield
-    board.set_state(rank, FINISHED)
+def leave_together(group: Group) -> None:
+    """Wait for all ranks, however long they work: none takes a connection away that another still needs."""
+    options = dist.BarrierOptions()
+    options.timeout = datetime.timedelta(days=365)
     if group.world_size > 1:
-        dist.barrier(group.process_group)
+        group.process_group.barrier(options).wait(options.timeout)
+
+
+def _packed(result: Any, rank: int) -> bytes:
+    try:
+        return cloudpickle.dumps(result)
+    except Exception as error:
+        raise ValueError(f"the result of rank {rank} cannot be sent back: {error}") from error
 
 
 @contextlib.contextmanager
@@ -107,13 +124,27 @@ def world_group(job: Job, board: Board | None, rank: int, wait_s: float) -> Iter
     backend = "nccl" if whole_gpu and dist.is_nccl_available() else "gloo"
     if board:
         board.post(rank, 0, 1, describe("join the group", [0], "", list(range(job.nproc)), WORLD_NAME))
+    timeout = datetime.timedelta(seconds=wait_s)
     options = {"device_id": device} if backend == "nccl" else {}
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=wait_s), **options)
+    options |= {"rank": rank, "world_size": int(os.environ["WORLD_SIZE"])}
+    store = dist.PrefixStore(f"world{next(_worlds)}", _meeting_place())
+    store.set_timeout(timeout)
+    dist.init_process_group(backend, store=store, timeout=timeout, **options)
     if board:
         board.clear(rank, 0)
     egress = Egress(job.link) if job.link else None
-    yield Group(World(rank, device, board, egress), dist.group.WORLD, range(dist.get_world_size()), WORLD_NAME)
+    world = World(rank, device, board, egress, wait_s)
+    yield Group(world, dist.group.WORLD, range(dist.get_world_size()), WORLD_NAME)
     dist.destroy_process_group()  # not after an error: the others must not see us go before our report is written
+
+
+_worlds = itertools.count()  # a script under torchrun may launch again: the next world needs names of its own
+
+
+@functools.cache
+def _meeting_place() -> dist.Store:
+    """The store at MASTER_ADDR and MASTER_PORT, where ranks tell each other their addresses."""
+    return next(rendezvous("env://"))[0]
 
 
 def pick_device(device: str | None, nproc: int) -> torch.device:
@@ -138,9 +169,23 @@ def failure(error: BaseException) -> Report:
     except Exception:
         exception = None
     text = "".join(kept.format()).rstrip()
-    echo = isinstance(error, (PeerLostError, dist.DistNetworkError, ConnectionError))
-    echo = echo or (isinstance(error, RuntimeError) and any(sign in str(error) for sign in ECHOES))
-    return Report(None, f"{type(error).__name__}: {error}", text, exception, echo, time.monotonic())
+    return Report(None, f"{type(error).__name__}: {_said(error)}", text, exception, _is_echo(error), time.monotonic())
+
+
+def _is_echo(error: BaseException | None) -> bool:
+    """Whether the error, or the one that it was raised from, only says that another rank has gone."""
+    if error is None:
+        return False
+    lost = isinstance(error, (PeerLostError, dist.DistNetworkError, ConnectionError))
+    lost = lost or (isinstance(error, RuntimeError) and any(sign in _said(error) for sign in ECHOES))
+    return lost or _is_echo(error.__cause__ or error.__context__)
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "(its __str__ fails)"
 
 
 def _relevant(frames: list[traceback.FrameSummary], error: BaseException) -> list[traceback.FrameSummary]:
@@ -160,14 +205,25 @@ def _settle(folder: Path, rank: int) -> None:
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
+    with contextlib.suppress(
+        ValueError, AttributeError
+    ):  # C's own stdout by lines as well: a crash would lose the rest
+        libc = ctypes.CDLL(None)
+        libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, 1, 0)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")
     stack = open(folder / f"stack{rank}", "w")  # noqa: SIM115 (open as long as the process lives)
     faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if hasattr(mp, "_prctl_pr_set_pdeathsig"):
-        mp._prctl_pr_set_pdeathsig(signal.SIGKILL)
+    threading.Thread(target=_die_with_launcher, args=[folder], daemon=True).start()
+
+
+def _die_with_launcher(folder: Path) -> None:
+    """The fork server outlives a killed launcher as long as it has children, so each rank has to notice itself."""
+    multiprocessing.parent_process().join()
+    shutil.rmtree(folder, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _write(path: Path, data: bytes) -> None:

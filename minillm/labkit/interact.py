@@ -50,7 +50,8 @@ def sliders(view: View, **controls: Any) -> None:
     from IPython.display import display
 
     widgets = {name: _widget(ipywidgets, view, name, control) for name, control in controls.items()}
-    picture, message = ipywidgets.Image(format="png"), ipywidgets.HTML()
+    natural_size = {"align_self": "flex-start", "max_width": "100%"}
+    picture, message = ipywidgets.Image(format="png", layout=natural_size), ipywidgets.HTML()
 
     def redraw(_change: Any = None) -> None:
         try:

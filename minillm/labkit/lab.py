@@ -20,6 +20,7 @@ import typer
 from minillm.labkit import course
 from minillm.labkit.execute import environment
 
+_CONFIG = str(Path(__file__).parent / "jupyter")  # turns off the question whether to fetch JupyterLab's news
 _QUIET = (
     "--ServerApp.ip=127.0.0.1",
     "--ServerApp.port_retries=0",
@@ -55,6 +56,7 @@ def serve(home: Path, lab: str, port: int, *, open_browser: bool) -> int:
     command = [sys.executable, "-m", "jupyterlab", *_QUIET, f"--ServerApp.port={port}", f"--ServerApp.root_dir={home}"]
     command += [f"--LabApp.default_url={page}", *([] if open_browser else ["--no-browser"])]
     variables = environment(strict=False) | {"JUPYTER_TOKEN": token}  # by environment: command lines are public
+    variables["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None, [_CONFIG, os.environ.get("JUPYTER_CONFIG_PATH")]))
     server = subprocess.Popen(command, env=variables, cwd=home, stdin=subprocess.DEVNULL)
     with _forward_signals(server):
         if not _answers(server, port):

@@ -106,8 +106,10 @@ class Machine:
         return "\n".join(f"{what:<14} {value}" for what, value in self.rows())
 
     def _repr_html_(self) -> str:
-        cells = (f"<tr><th>{html.escape(what)}</th><td>{html.escape(value)}</td></tr>" for what, value in self.rows())
-        return f'<table style="text-align: left">{"".join(cells)}</table>'
+        left = 'style="text-align:left"'
+        rows = ((html.escape(what), html.escape(value)) for what, value in self.rows())
+        cells = "".join(f"<tr><th {left}>{what}</th><td {left}>{value}</td></tr>" for what, value in rows)
+        return f"<table>{cells}</table>"
 
 
 def machine(refresh: bool = False) -> Machine:
@@ -162,6 +164,7 @@ def _measure() -> Machine:
 
     cores = _cores()
     load = psutil.getloadavg()[0] / cores
+    one_thread = rates.matmul_flops("float32", 1)
     scratch = min(128 * 2**20, psutil.virtual_memory().available // 16)
     return Machine(
         cpu=_cpu_name(),
@@ -171,8 +174,8 @@ def _measure() -> Machine:
         torch=_torch_version(),
         measured=f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M}",
         load=load,
-        peak_flops=rates.matmul_flops("float32", cores),
-        peak_flops_one_thread=rates.matmul_flops("float32", 1),
+        peak_flops=max(one_thread, rates.matmul_flops("float32", cores)),  # threads that wait can be slower than one
+        peak_flops_one_thread=one_thread,
         peak_flops_bf16=rates.matmul_flops("bfloat16", cores, sizes=(512,)),
         memory_bandwidth_bytes_per_s=rates.memory_bandwidth(cores, scratch),
         links=_links(),

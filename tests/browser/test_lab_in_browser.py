@@ -1,0 +1,140 @@
+"""A learner's first minutes, for real: JupyterLab on loopback, headless Chromium, run all, move a slider.
+
+The unsolved lab 00 is copied into a temporary course, so nothing in labs/ is written. Screenshots stay under
+test-artifacts/. Skipped where Chromium or playwright is missing; nothing is installed here.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import psutil
+import pytest
+
+REPO = Path(__file__).parents[2]
+LAB = "00_start_here"
+ARTIFACTS = REPO / "test-artifacts"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
+         "--disable-sync", "--no-first-run"]  # fmt: skip
+PATIENCE_S = 300  # for a whole lab on a busy machine
+STEP_S = 60  # for one reaction
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome on the PATH"),
+]
+
+
+@pytest.fixture
+def course(tmp_path):
+    """A course of one lab, unsolved, in a temporary folder."""
+    for path in (f"labs/{LAB}.ipynb", f"solutions/{LAB}.py"):
+        (tmp_path / "course" / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPO / path, tmp_path / "course" / path)
+    return tmp_path / "course"
+
+
+@pytest.fixture
+def address(course, tmp_path):
+    """The address that `python -m minillm lab` prints; afterwards the server is stopped, and nothing of it is left."""
+    folders = ("HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "JUPYTER_CONFIG_DIR")
+    variables = os.environ | {name: str(tmp_path / name.lower()) for name in folders}
+    variables |= {"PYTHONPATH": str(REPO), "MINILLM_PROGRESS": str(tmp_path / "progress.json"), "PYTHONUNBUFFERED": "1"}
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "minillm", "lab", LAB, "--no-browser", "--port", str(port)]
+    output = tmp_path / "output.txt"
+    with open(output, "w") as file:
+        server = subprocess.Popen(
+            command, cwd=course, env=variables, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        yield wait_for_address(output, server)
+        children = psutil.Process(server.pid).children(recursive=True)
+        server.send_signal(signal.SIGINT)
+        assert server.wait(timeout=STEP_S) == 0, output.read_text()
+        _, left = psutil.wait_procs(children, timeout=STEP_S)
+        assert not left, f"still running after the server was stopped: {left}"
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+@pytest.fixture
+def page(address):
+    """The lab's page, open, its kernel ready."""
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.set_default_timeout(STEP_S * 1e3)
+        page.goto(address)
+        page.get_by_text("Python 3 | Idle").wait_for()
+        yield page
+        browser.close()
+
+
+def test_unsolved_lab_runs_to_its_end_and_a_slider_redraws(page, course):
+    shoot(page, "1-opened")
+    page.locator(".lm-MenuBar-itemLabel", has_text=re.compile("^Run$")).click()
+    page.locator(".lm-Menu-itemLabel", has_text=re.compile("^Run All Cells$")).click()
+    notebook = wait_until_executed(page, course / "labs" / f"{LAB}.ipynb")
+    errors = [output for cell in code_cells(notebook) for output in cell.outputs if output.output_type == "error"]
+    assert not errors, f"the unsolved lab shows an error: {errors[0].ename}: {errors[0].evalue}"
+
+    handle = page.locator(".jp-OutputArea .noUi-handle").first
+    figure = page.locator(".jp-OutputArea img.widget-image").last
+    figure.scroll_into_view_if_needed()
+    handle.hover()
+    before = figure.get_attribute("src")
+    shoot(page, "2-slider-before")
+    handle.focus()
+    page.keyboard.press("ArrowLeft")
+    figure.and_(page.locator(f'img:not([src="{before}"])')).wait_for()
+    shoot(page, "3-slider-after")
+
+
+def wait_for_address(output, server):
+    deadline = time.monotonic() + STEP_S
+    while not (found := re.search(r"http://127\.0\.0\.1:\d+/\S+\n", output.read_text())):
+        assert server.poll() is None, output.read_text()
+        assert time.monotonic() < deadline, f"no address after {STEP_S} s: {output.read_text()}"
+        time.sleep(0.1)
+    return found[0].strip()
+
+
+def wait_until_executed(page, path):
+    """Save the page's notebook until every code cell in the file has been run; returns it."""
+    deadline = time.monotonic() + PATIENCE_S
+    page.locator(".jp-InputPrompt", has_text=re.compile(r"\[[*1]\]")).first.wait_for()
+    while True:
+        page.wait_for_selector('.jp-Notebook-ExecutionIndicator[data-status="idle"]', timeout=PATIENCE_S * 1e3)
+        page.keyboard.press("Control+s")
+        page.wait_for_timeout(500)
+        with contextlib.suppress(nbformat.reader.NotJSONError):  # read while it is written: look again
+            notebook = nbformat.read(path, as_version=4)
+            waiting = [cell for cell in code_cells(notebook) if cell.execution_count is None]
+            if not waiting:
+                return notebook
+        assert time.monotonic() < deadline, f"{len(waiting)} cells not run, the first of them: {waiting[0].source}"
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def shoot(page, name):
+    ARTIFACTS.mkdir(exist_ok=True)
+    page.screenshot(path=ARTIFACTS / f"lab00-{name}.png")

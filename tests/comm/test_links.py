@@ -1,0 +1,122 @@
+"""Emulated links: lower bounds on time, queueing, two levels, and nothing of the emulation in the ledger."""
+
+import time
+
+import pytest
+import torch
+
+from minillm import comm
+from minillm.comm import Link, Topology, launch
+from minillm.comm.links import Egress
+from minillm.measure import ledger
+from minillm.predict import comms
+
+
+def test_seconds_of_one_message() -> None:
+    assert Link(0.5, 1e6).seconds(1_000_000) == 1.5
+    assert Link().seconds(10**12) == 0
+
+
+@pytest.mark.parametrize("bad", [{"latency_s": -1}, {"latency_s": float("nan")}, {"bandwidth_bytes_per_s": 0}])
+def test_links_that_cannot_be(bad: dict) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        Link(**bad)
+    with pytest.raises(ValueError, match="ranks_per_node=0"):
+        Topology(0, Link())
+
+
+def test_messages_queue_on_a_link_but_not_on_different_links() -> None:
+    """Bandwidth is shared by the messages of one rank on one link; latency is not."""
+    egress = Egress(Topology(2, inter=Link(1.0, 100.0), intra=Link(5.0, 1000.0)))
+    now = time.monotonic()
+    first, second = egress.deliver_at(0, 2, 100), egress.deliver_at(0, 3, 200)
+    inside = egress.deliver_at(0, 1, 1000)
+    assert first - now == pytest.approx(2.0, abs=0.1)
+    assert second - first == pytest.approx(2.0, abs=1e-6)
+    assert inside - now == pytest.approx(6.0, abs=0.1)
+    assert Egress(Topology(2, inter=Link(1.0))).deliver_at(0, 1, 100) is None
+
+
+def paced(group):
+    """Times of: one message, two at once, a collective; seconds from before sending to after waiting."""
+    x, other, times = torch.ones(25_000), 1 - group.rank, {}
+    call = group.send if group.rank == 0 else group.recv
+    group.barrier()
+    with ledger() as led:
+        start = time.monotonic()
+        call(x, other)
+        times["one"] = time.monotonic() - start
+        start = time.monotonic()
+        handles = [call(x, other, async_op=True) for _ in range(2)]
+        early = handles[0].done()
+        for handle in handles:
+            handle.wait()
+            times[f"queued {len(times)}"] = time.monotonic() - start
+        start = time.monotonic()
+        group.all_reduce(x)
+        times["all_reduce"] = time.monotonic() - start
+    return times, early, led
+
+
+def test_a_paced_message_takes_latency_plus_bytes_over_bandwidth() -> None:
+    link = Link(latency_s=0.1, bandwidth_bytes_per_s=1e6)  # 100 kB: 0.2 s
+    for rank, (times, early, led) in enumerate(launch(paced, 2, link=link)):
+        one, first, second, reduced = times.values()
+        assert one >= 0.199 and first >= 0.199 and second >= 0.299 and not early
+        assert reduced >= comms.ring_all_reduce(25_000, 4, 2).time(0.1, 1e6) - 0.001
+        assert led.bytes() == 300_000 * (rank == 0) + 100_000  # stamps are not counted
+        assert led.messages == 3 * (rank == 0) + 2
+        assert all(event.emulated for event in led.events)
+        assert sum(event.waited for event in led.select("all_reduce")) >= 0.299
+
+
+def test_without_a_link_nothing_is_emulated() -> None:
+    def program(group):
+        with ledger() as led:
+            group.all_reduce(torch.ones(10))
+        return [event.emulated for event in led.events], group.link_between(0, 1)
+
+    assert launch(program, 2) == [([False], None)] * 2
+
+
+def test_links_inside_and_between_nodes() -> None:
+    """Ranks 0 1 and 2 3 share a node; only messages between nodes are slow."""
+
+    def program(group):
+        x, times = torch.ones(1), []
+        for partner in (group.rank ^ 1, group.rank ^ 2):
+            group.barrier()
+            start = time.monotonic()
+            group.exchange((x, partner), (x.clone(), partner))
+            times.append(time.monotonic() - start)
+        return times
+
+    for inside, across in launch(program, 4, link=Topology(2, inter=Link(3.0))):
+        assert inside < 2.9 <= across
+
+
+def both_ways(group, numel):
+    seconds = {}
+    calls = {
+        "flat": lambda x: comm.ring_all_reduce(x, group),
+        "two levels": lambda x: comm.hierarchical_all_reduce(x, group, 2),
+    }
+    for name, call in calls.items():
+        x = torch.full((numel,), float(group.rank))
+        group.barrier()
+        start = time.monotonic()
+        call(x)
+        seconds[name] = time.monotonic() - start
+        assert torch.equal(x, torch.full((numel,), 6.0))
+    return seconds
+
+
+def test_two_levels_win_on_a_slow_link_between_nodes() -> None:
+    numel, slow = 200_000, (0.05, 1e6)
+    times = launch(both_ways, 4, numel, link=Topology(2, inter=Link(*slow)))
+    flat, two = (max(rank[name] for rank in times) for name in ("flat", "two levels"))
+    predicted_flat = comms.ring_all_reduce(numel, 4, 4).time(*slow)
+    predicted_two = comms.hierarchical_all_reduce(numel, 4, 4, 2).inter.time(*slow)
+    assert flat >= predicted_flat - 0.001 and two >= predicted_two - 0.001
+    ratio = predicted_flat / predicted_two
+    assert ratio / 2 < flat / two < 2 * ratio
