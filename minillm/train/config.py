@@ -23,7 +23,7 @@ class TrainConfig:
     batch_size: int = 8
     accumulate: int = 1
     steps: int = 200
-    lr: float = 3e-3
+    lr: float = 1e-3
     warmup_steps: int = 20
     min_lr_share: float = 0.1
     weight_decay: float = 0.1

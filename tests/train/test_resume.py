@@ -157,7 +157,7 @@ def test_wrong_folders_are_refused(tmp_path):
     assert done.steps_done == 14 and len(done.losses) == 14 and not done.interrupted
     with pytest.raises(ValueError, match="holds a run already: go on with --resume"):
         fit(trainer(), tmp_path)
-    with pytest.raises(ValueError, match=r"trained with lr 0\.003, not 0\.1: use the same settings"):
+    with pytest.raises(ValueError, match=r"trained with lr 0\.001, not 0\.1: use the same settings"):
         fit(trainer(lr=0.1), tmp_path, resume=True)
     other = TrainConfig(ModelConfig(50, 48, 64, 2, 4, 2, max_seq_len=16), seq_len=16)
     with pytest.raises(ValueError, match="trained with hidden_size 32, not 48"):

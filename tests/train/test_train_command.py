@@ -62,7 +62,7 @@ def test_bad_input_is_one_line(home, capsys, arguments, message):
 def test_resume_with_other_options_is_refused(home, capsys):
     assert run([*TINY, "--run", "a"]) == 0
     assert run(["train", "--resume", "--run", "a", "--lr", "0.5"]) == 2
-    assert "--lr 0.5: runs/a was trained with 0.003" in capsys.readouterr().err
+    assert "--lr 0.5: runs/a was trained with 0.001" in capsys.readouterr().err
     assert run([*TINY, "--run", "a"]) == 2
     assert "holds a run already" in capsys.readouterr().err
 
