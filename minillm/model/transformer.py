@@ -15,11 +15,25 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from minillm.model.attention import AttentionFunction, sdpa
 from minillm.model.config import ModelConfig
 from minillm.model.loss import linear_cross_entropy_sums
 from minillm.model.rope import Rope, rotate
+
+
+class _WithoutInitialisation(TorchFunctionMode):
+    """Modules made inside keep what memory they get.
+
+    torch's own initialisation would draw from the global generator, and on "meta" it first loads torch's compiler.
+    """
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if getattr(function, "__module__", "") == "torch.nn.init":
+            return kwargs.get("tensor", args[0] if args else None)
+        return function(*args, **kwargs)
 
 
 class Transformer(nn.Module):
@@ -43,7 +57,7 @@ class Transformer(nn.Module):
         self.config = config
         self.attention = attention
         device = torch.device(device or torch.get_default_device())
-        with torch.device("meta"):  # torch's own initialisation would cost time and draw from the global generator
+        with torch.device("meta"), _WithoutInitialisation():
             self.embedding = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
             self.rope = Rope(config)
             self.blocks = nn.ModuleList(Block(config, layer, dtype) for layer in range(config.num_layers))
