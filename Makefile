@@ -6,6 +6,8 @@ OUT ?= figures
 PYTHON ?= $(shell for p in python3 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(not (3,11) <= sys.version_info[:2] <= (3,12))' 2>/dev/null && echo $$p && break; done)
 
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
 .PHONY: lab test quick notebooks figures cuda lint clean
 
 $(VENV)/.ready: requirements.txt pyproject.toml
@@ -39,8 +41,14 @@ notebooks: $(VENV)/.ready
 figures: $(VENV)/.ready
 	$(BIN)/python -m minillm figures --out $(OUT)
 
+# Correctness first; with a GPU also the benchmark tables and this machine's card, kept under OUT.
 cuda: $(VENV)/.ready
 	$(BIN)/python -m pytest -q -m cuda tests
+	@$(BIN)/python -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' || \
+		{ echo "torch finds no GPU here: the checks above were skipped, nothing was measured"; exit 0; } && \
+		mkdir -p $(OUT) && \
+		$(BIN)/python -m minillm machine --refresh --json $(OUT)/cuda_machine.json && \
+		$(BIN)/python -m minillm bench comm --json $(OUT)/cuda_bench_comm.json
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis test-artifacts

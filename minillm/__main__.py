@@ -11,12 +11,16 @@ import sys
 from importlib import import_module
 
 COMMANDS = {
+    "train": ("minillm.train.command", "train a model on Python's source, or on your text"),
+    "generate": ("minillm.model.generate", "write on from a prompt"),
+    "plot": ("minillm.labkit.plot_command", "draw a run's loss and step times"),
     "tour": ("minillm.tour", "run every mechanism once: predicted beside measured"),
     "doctor": ("minillm.doctor", "can this machine run the course, and what to repair"),
     "bench": ("minillm.bench", "side by side with a peer"),
     "machine": ("minillm.labkit.machine_command", "measure this machine: matmul, memory, links"),
     "lab": ("minillm.labkit.lab", "open a lab in JupyterLab"),
     "notebooks": ("minillm.labkit.notebooks", "build the labs and execute their solutions"),
+    "figures": ("minillm.labkit.figures", "measure and draw the committed figures"),
     "progress": ("minillm.labkit.progress_command", "show or reset your progress"),
 }
 

@@ -12,7 +12,8 @@ from minillm.comm.collectives import (
     tree_reduce,
 )
 from minillm.comm.errors import HangError, MismatchError, PeerLostError, RankError
-from minillm.comm.group import Group, Handle
+from minillm.comm.group import Group
+from minillm.comm.handle import Handle
 from minillm.comm.launch import launch
 from minillm.comm.links import Link, Topology
 from minillm.comm.mesh import Mesh

@@ -11,47 +11,32 @@
 
 A tensor is cut into N chunks as `torch.tensor_split` does, so no size needs padding. Rings that add take a large tensor
 slab by slab, a piece of every chunk at a time, so that what arrives is still in the cache when it is added and sent on.
-`x` may have any shape and layout; reductions and broadcasts work
-in place. With `async_op=True` each returns a handle. Patarasuk & Yuan 2009 (ring), Thakur, Rabenseifner & Gropp 2005
-(the rest); `predict/comms.py` has the cost of each.
+`x` may have any shape and layout; reductions and broadcasts work in place. With `async_op=True` each returns a handle.
+Patarasuk & Yuan 2009 (ring), Thakur, Rabenseifner & Gropp 2005 (the rest); `predict/comms.py` has the cost of each.
 """
 
-import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from minillm.comm import native
+from minillm.comm.operands import (
+    checked_output,
+    collective,
+    combiner,
+    divide,
+    flatten,
+    gather_output,
+    part_shape,
+    write_back,
+)
 
 if TYPE_CHECKING:
     from minillm.comm.group import Group
     from minillm.comm.messages import Message
 
 SEGMENT_BYTES = 2 << 20  # the largest message of a ring that adds: pieces of this size stay in the cache
-_COMBINE: dict[str, Callable[..., torch.Tensor]] = {
-    "sum": torch.add,
-    "avg": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
-
-
-def collective(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Record the call as one operation of its group and give it `async_op`."""
-
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def call(x: torch.Tensor, group: "Group", *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-        given = signature.bind(x, group, *args, **kwargs).arguments
-        uneven = given.get("out") is not None  # then `out` fixes the sizes
-        how = [f"{k}={v}" for k, v in list(given.items())[2:] if k != "out" and v != signature.parameters[k].default]
-        body = functools.partial(function, x, group, *args, **kwargs)
-        return group.run(function.__name__, x, body, async_op, same=not uneven, how=", ".join(how))
-
-    return call
 
 
 @collective
@@ -59,13 +44,13 @@ def ring_reduce_scatter(
     x: torch.Tensor, group: "Group", op: str = "sum", out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """This rank's chunk (1-D) of the reduced x; x itself is left alone. Sends (N-1)/N of x. out: where to put it."""
-    flat = _flat(x)
+    flat = flatten(x)
     own = flat.tensor_split(group.world_size)[group.rank]
-    out = torch.empty_like(own) if out is None else _checked_output(out, own, own.numel())
+    out = torch.empty_like(own) if out is None else checked_output(out, own, own.numel())
     slabs = _slabs(flat, group)
     for chunks, part in zip(slabs, out.tensor_split(len(slabs)), strict=True):
         _reduce_ring(chunks, part, group, op)
-    return _divide(out, group, op)
+    return divide(out, group, op)
 
 
 @collective
@@ -75,7 +60,7 @@ def ring_all_gather(x: torch.Tensor, group: "Group", out: torch.Tensor | None = 
     out: where to put it (contiguous). If x is one of the chunks into which `tensor_split` cuts `out`, ranks may hold
     chunks of different size; otherwise every x has the same shape.
     """
-    flat, out = _flat(x), gather_output(x, group, out)
+    flat, out = flatten(x), gather_output(x, group, out)
     chunks = out.flatten().tensor_split(group.world_size)
     own = chunks[group.rank]
     if own.numel() != x.numel():
@@ -90,16 +75,16 @@ def ring_all_gather(x: torch.Tensor, group: "Group", out: torch.Tensor | None = 
 @collective
 def ring_all_reduce(x: torch.Tensor, group: "Group", op: str = "sum") -> torch.Tensor:
     """Reduce-scatter, then all-gather: 2(N-1)/N of x per rank, in 2(N-1) rounds."""
-    flat = _flat(x)
+    flat = flatten(x)
     _reduce_and_gather(flat, group, op)
-    return _write_back(x, flat)
+    return write_back(x, flat)
 
 
 def _reduce_and_gather(flat: torch.Tensor, group: "Group | _Slice", op: str) -> None:
     for chunks in _slabs(flat, group):
         own = chunks[group.rank]
         _reduce_ring(chunks, own, group, op)
-        _divide(own, group, op)
+        divide(own, group, op)
         _gather_ring(chunks, group)
 
 
@@ -115,7 +100,7 @@ def _reduce_ring(chunks: Sequence[torch.Tensor], out: torch.Tensor, group: "Grou
 
     In round s, rank r sends its partial sum of chunk r-s-1 and receives that of chunk r-s-2, to which it adds its own.
     """
-    combine, n, r = _combiner(op, out), group.world_size, group.rank
+    combine, n, r = combiner(op, out), group.world_size, group.rank
     buffers = [group.scratch.take(chunks[0]) for _ in range(min(2, n - 1))]  # one arrives, one is sent
     partial = chunks[(r - 1) % n]
     for s in range(n - 1):
@@ -145,7 +130,7 @@ def _gather_ring(chunks: Sequence[torch.Tensor], group: "Group | _Slice", own: t
 def tree_broadcast(x: torch.Tensor, group: "Group", root: int = 0) -> torch.Tensor:
     """Binomial tree: in round k the 2^k ranks that have x send it to the rank 2^k further on. ceil(log2 N) rounds."""
     group.check_rank("root", root)
-    flat, n = _flat(x), group.world_size
+    flat, n = flatten(x), group.world_size
     place = (group.rank - root) % n  # 0 at the root
     distance = 1
     while distance < n:
@@ -154,7 +139,7 @@ def tree_broadcast(x: torch.Tensor, group: "Group", root: int = 0) -> torch.Tens
         elif distance <= place < 2 * distance:
             group.exchange(recv=(flat, (group.rank - distance) % n))
         distance *= 2
-    return _write_back(x, flat)
+    return write_back(x, flat)
 
 
 @collective
@@ -163,7 +148,7 @@ def tree_reduce(x: torch.Tensor, group: "Group", root: int = 0, op: str = "sum")
     group.check_rank("root", root)
     n, place = group.world_size, (group.rank - root) % group.world_size
     total = x.detach().contiguous().flatten()
-    combine, buffer = _combiner(op, total), torch.empty_like(total)
+    combine, buffer = combiner(op, total), torch.empty_like(total)
     total = total.clone() if group.world_size > 1 else total
     distance = 1 << max(0, (n - 1).bit_length() - 1)
     while distance:
@@ -173,7 +158,7 @@ def tree_reduce(x: torch.Tensor, group: "Group", root: int = 0, op: str = "sum")
         elif distance <= place < 2 * distance:
             group.exchange(send=(total, (group.rank - distance) % n))
         distance //= 2
-    return _write_back(x, _divide(total, group, op)) if place == 0 else x
+    return write_back(x, divide(total, group, op)) if place == 0 else x
 
 
 @collective
@@ -183,24 +168,24 @@ def recursive_doubling_all_reduce(x: torch.Tensor, group: "Group", op: str = "su
     With p = the largest power of two in N, the N-p ranks beyond p first fold their tensor into a rank below and get
     the result from it at the end.
     """
-    flat, n, r = _flat(x), group.world_size, group.rank
-    combine, buffer = _combiner(op, flat), torch.empty_like(flat)
+    flat, n, r = flatten(x), group.world_size, group.rank
+    combine, buffer = combiner(op, flat), torch.empty_like(flat)
     power = 1 << (n.bit_length() - 1)
     extra = n - power
     if r >= power:
         group.exchange(send=(flat, r - power))
         group.exchange(recv=(flat, r - power))
-        return _write_back(x, flat)
+        return write_back(x, flat)
     if r < extra:
         group.exchange(recv=(buffer, r + power))
         combine(flat, buffer, out=flat)
     for k in range(power.bit_length() - 1):
         group.exchange(send=(flat, r ^ 1 << k), recv=(buffer, r ^ 1 << k))
         combine(flat, buffer, out=flat)
-    flat = _divide(flat, group, op)
+    flat = divide(flat, group, op)
     if r < extra:
         group.exchange(send=(flat, r + power))
-    return _write_back(x, flat)
+    return write_back(x, flat)
 
 
 @collective
@@ -215,13 +200,13 @@ def hierarchical_all_reduce(x: torch.Tensor, group: "Group", ranks_per_node: int
     first = group.rank - group.rank % g
     node = _Slice(group, range(first, first + g))
     across = _Slice(group, range(group.rank % g, n, g))
-    flat = _flat(x)
+    flat = flatten(x)
     for chunks in _slabs(flat, node):
         _reduce_ring(chunks, chunks[node.rank], node, op)
     chunks = flat.tensor_split(g)
-    _reduce_and_gather(_divide(chunks[node.rank], node, op), across, op)
+    _reduce_and_gather(divide(chunks[node.rank], node, op), across, op)
     _gather_ring(chunks, node)
-    return _write_back(x, flat)
+    return write_back(x, flat)
 
 
 @collective
@@ -232,7 +217,7 @@ def pairwise_all_to_all(x: torch.Tensor, group: "Group", out: torch.Tensor | Non
     """
     part_shape(x, group, "all_to_all")
     x, n, r = x.detach().contiguous(), group.world_size, group.rank
-    out = torch.empty_like(x) if out is None else _checked_output(out, x, x.numel())
+    out = torch.empty_like(x) if out is None else checked_output(out, x, x.numel())
     outgoing, incoming = x.tensor_split(n), out.tensor_split(n)
     incoming[r].copy_(outgoing[r])
     for s in range(1, n):
@@ -245,20 +230,20 @@ def pairwise_all_to_all(x: torch.Tensor, group: "Group", out: torch.Tensor | Non
 def parameter_server_all_reduce(x: torch.Tensor, group: "Group", root: int = 0, op: str = "sum") -> torch.Tensor:
     """Everybody sends x to root, root adds and sends the sum to everybody: 2(N-1) times x through one rank."""
     group.check_rank("root", root)
-    flat = _flat(x)
-    combine, others = _combiner(op, flat), [rank for rank in range(group.world_size) if rank != root]
+    flat = flatten(x)
+    combine, others = combiner(op, flat), [rank for rank in range(group.world_size) if rank != root]
     if group.rank != root:
         group.exchange(send=(flat, root))
         group.exchange(recv=(flat, root))
-        return _write_back(x, flat)
+        return write_back(x, flat)
     buffer = torch.empty_like(flat)
     for rank in others:
         group.exchange(recv=(buffer, rank))
         combine(flat, buffer, out=flat)
-    flat = _divide(flat, group, op)
+    flat = divide(flat, group, op)
     for rank in others:
         group.exchange(send=(flat, rank))
-    return _write_back(x, flat)
+    return write_back(x, flat)
 
 
 class _Slice:
@@ -271,63 +256,6 @@ class _Slice:
 
     def exchange(self, send: "Message", recv: "Message") -> None:
         self._group.exchange((send[0], self._ranks[send[1]]), (recv[0], self._ranks[recv[1]]))
-
-
-def part_shape(x: torch.Tensor, group: "Group", op: str) -> tuple[int, ...]:
-    """Shape of one rank's part of x, cut along dimension 0."""
-    if x.dim() == 0 or x.shape[0] % group.world_size:
-        raise ValueError(
-            f"{op} cuts dimension 0 of a {list(x.shape)} tensor into {group.world_size} equal parts, which does not "
-            f"work out: pad it, or use ring_{op} for any size"
-        )
-    return (x.shape[0] // group.world_size, *x.shape[1:])
-
-
-def gather_output(x: torch.Tensor, group: "Group", out: torch.Tensor | None) -> torch.Tensor:
-    """`out`, checked, or a new tensor for N tensors like x."""
-    if out is None:
-        return x.new_empty((group.world_size * x.shape[0], *x.shape[1:]) if x.dim() else (group.world_size,))
-    return _checked_output(out, x)
-
-
-def _checked_output(out: torch.Tensor, x: torch.Tensor, numel: int | None = None) -> torch.Tensor:
-    """`out`, if a result of x's dtype (and `numel` elements) can be written straight into it."""
-    if not out.is_contiguous():
-        raise ValueError(
-            f"out {list(out.shape)} is not contiguous: pass a contiguous tensor, for example torch.empty(...)"
-        )
-    if out.dtype != x.dtype:
-        raise ValueError(f"out is {out.dtype} but x is {x.dtype}: they must have the same dtype")
-    if numel not in (None, out.numel()):
-        raise ValueError(f"out {list(out.shape)} has {out.numel()} elements, but the result has {numel}")
-    return out
-
-
-def _combiner(op: str, x: torch.Tensor) -> Callable[..., torch.Tensor]:
-    if op not in _COMBINE:
-        raise ValueError(f"op={op!r} is not a reduction: choose one of {', '.join(_COMBINE)}")
-    if op in ("max", "min") and x.is_complex():
-        raise ValueError(f"op={op!r} needs numbers that have an order, not {x.dtype}: use 'sum' or 'avg'")
-    if op == "avg" and not (x.is_floating_point() or x.is_complex()):
-        raise ValueError(f"op='avg' needs a floating-point tensor, not {x.dtype}: use 'sum'")
-    return _COMBINE[op]
-
-
-def _divide(x: torch.Tensor, group: "Group | _Slice", op: str) -> torch.Tensor:
-    return x.div_(group.world_size) if op == "avg" else x
-
-
-def _flat(x: torch.Tensor) -> torch.Tensor:
-    """x as one dimension: its own memory where that is possible, else a copy that `_write_back` brings home."""
-    return x.detach().contiguous().flatten()
-
-
-def _write_back(x: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    if not x.is_contiguous():
-        x.detach().copy_(flat.view(x.shape))
-    elif x.data_ptr() != flat.data_ptr():
-        x.detach().flatten().copy_(flat)
-    return x
 
 
 DEFAULT: dict[str, Callable[..., Any]] = {

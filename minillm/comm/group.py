@@ -8,6 +8,7 @@ Conventions are torch's: `all_reduce` and `broadcast` work in place and return t
 one; `async_op=True` returns a `Handle` at once. Ranks in calls (`root`, `src`, `dst`) are ranks inside the group.
 """
 
+import functools
 import threading
 import time
 from collections import Counter
@@ -22,32 +23,13 @@ import torch.distributed as dist
 from minillm.comm import collectives
 from minillm.comm.board import Board, describe
 from minillm.comm.errors import HangError, MismatchError
+from minillm.comm.handle import Handle
 from minillm.comm.links import Link
 from minillm.comm.messages import Message, Transfer
+from minillm.comm.operands import part_shape
 from minillm.comm.table import waiting_table
 from minillm.comm.world import Scratch, World
 from minillm.measure.ledger import Event, Ledger, open_ledgers
-
-
-class Handle:
-    """Something under way. `wait()` returns its result; `done()` says whether waiting would return at once."""
-
-    def __init__(self, wait: Callable[[], Any], done: Callable[[], bool], events: Sequence[Event]) -> None:
-        self._wait, self._done, self._events = wait, done, events
-        self._result: Any = None
-        self._waited = False
-
-    def done(self) -> bool:
-        return self._waited or self._done()
-
-    def wait(self) -> Any:
-        if not self._waited:
-            start = time.monotonic()
-            self._result = self._wait()
-            self._waited = True
-            for event in self._events:
-                event.waited += time.monotonic() - start
-        return self._result
 
 
 @dataclass
@@ -97,7 +79,7 @@ class Group:
 
     def reduce_scatter(self, x: torch.Tensor, op: str = "sum", async_op: bool = False) -> Any:
         """x: [world_size * n, ...] on each rank -> [n, ...]: this rank's part of the sum over the ranks."""
-        part, how = collectives.part_shape(x, self, "reduce_scatter"), "" if op == "sum" else f"op={op}"
+        part, how = part_shape(x, self, "reduce_scatter"), "" if op == "sum" else f"op={op}"
         body = lambda: self._best("reduce_scatter")(x, self, op).view(part)  # noqa: E731
         return self.run("reduce_scatter", x, body, async_op, how=how)
 
@@ -123,8 +105,11 @@ class Group:
             self.check_rank("rank", rank)
         if list(ranks) != sorted(ranks):
             raise ValueError(f"ranks {list(ranks)} of group {name!r} must ascend: torch numbers a group's ranks so")
-        members = [self.ranks[rank] for rank in ranks]
-        return Group(self.world, dist.new_group(members, timeout=self.world.timeout), members, name)
+        members, everybody = [self.ranks[rank] for rank in ranks], list(range(dist.get_world_size()))
+        text = describe("make group", [0], "", everybody, name)
+        make = functools.partial(dist.new_group, members, timeout=self.world.timeout)
+        process_group = self._on_board(0, 2 + self.world.groups, text, make)
+        return Group(self.world, process_group, members, name)
 
     # Point-to-point messages.
 
@@ -224,18 +209,21 @@ class Group:
         if board is None:
             return body()
         board.post(me, ordinal, sequence, text)
+        waiting = False
         try:
             if ordinal == self._ordinal:
                 self._check_same(board, sequence, text)
             return body()
         except RuntimeError as error:
-            if "imed out" not in str(error):
+            waiting = any(sign in str(error) for sign in ("imed out", "timeout"))
+            if not waiting:
                 raise
             table = waiting_table(board)
             text = f"rank {me} waited too long in group {self.name!r}. Who waits for whom:\n\n{table}\n"
             raise HangError(text, table) from None
         finally:
-            board.clear(me, ordinal)
+            if not waiting:  # after a hang it stays there, for the others' tables
+                board.clear(me, ordinal)
 
     def _check_same(self, board: Board, sequence: int, text: bytes) -> None:
         for rank in self.ranks:

@@ -4,6 +4,8 @@ import contextlib
 import ctypes
 import datetime
 import faulthandler
+import functools
+import itertools
 import linecache
 import multiprocessing
 import os
@@ -22,6 +24,7 @@ from typing import Any
 import cloudpickle
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from minillm.comm.board import FINISHED, RAISED, RUNNING, STARTING, Board, describe
 from minillm.comm.errors import HangError, PeerLostError
@@ -121,14 +124,27 @@ def world_group(job: Job, board: Board | None, rank: int, wait_s: float) -> Iter
     backend = "nccl" if whole_gpu and dist.is_nccl_available() else "gloo"
     if board:
         board.post(rank, 0, 1, describe("join the group", [0], "", list(range(job.nproc)), WORLD_NAME))
+    timeout = datetime.timedelta(seconds=wait_s)
     options = {"device_id": device} if backend == "nccl" else {}
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=wait_s), **options)
+    options |= {"rank": rank, "world_size": int(os.environ["WORLD_SIZE"])}
+    store = dist.PrefixStore(f"world{next(_worlds)}", _meeting_place())
+    store.set_timeout(timeout)
+    dist.init_process_group(backend, store=store, timeout=timeout, **options)
     if board:
         board.clear(rank, 0)
     egress = Egress(job.link) if job.link else None
     world = World(rank, device, board, egress, wait_s)
     yield Group(world, dist.group.WORLD, range(dist.get_world_size()), WORLD_NAME)
     dist.destroy_process_group()  # not after an error: the others must not see us go before our report is written
+
+
+_worlds = itertools.count()  # a script under torchrun may launch again: the next world needs names of its own
+
+
+@functools.cache
+def _meeting_place() -> dist.Store:
+    """The store at MASTER_ADDR and MASTER_PORT, where ranks tell each other their addresses."""
+    return next(rendezvous("env://"))[0]
 
 
 def pick_device(device: str | None, nproc: int) -> torch.device:

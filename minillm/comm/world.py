@@ -1,4 +1,4 @@
-"""What all groups of one rank share."""
+"""What all groups of one rank share, and the memory that a group keeps."""
 
 import datetime
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ class World:
     ) -> None:
         self.rank, self.device, self.board, self.egress = rank, device, board, egress
         self.timeout = datetime.timedelta(seconds=wait_s)
-        self._groups = 0
+        self.groups = 0
 
     def next_ordinal(self) -> int:
         """The next group's number. Ranks create groups in the same order, so it means the same group everywhere."""
-        self._groups += 1
-        return 2 * self._groups  # even: collectives; the odd number after it: point-to-point messages
+        self.groups += 1
+        return 2 * self.groups  # even: collectives; the odd number after it: point-to-point messages
 
 
 class Scratch:

@@ -4,14 +4,15 @@ Ranks of one machine talk over loopback, so the kernel's counter sees every byte
 
     group.barrier()                     # nobody is still sending what came before
     with wire() as w:
+        group.barrier()                 # nobody sends before everybody has begun to count
         ring_all_reduce(x, group)
         group.barrier()                 # everybody has sent what belongs to it
     print(w.sent)                       # read it on one rank: all ranks see the same counter
 
 What it is not: it counts the whole machine, so other loopback traffic (a notebook kernel, a database) is in it, and so
-are TCP/IP headers and acknowledgements (0.1 to 3 %, the less the larger the messages) and the barrier itself. It cannot
-tell ranks apart: it shows the total of all of them, to be compared with `Cost.total_bytes`. Messages through shared
-memory or NVLink never reach it.
+are TCP/IP headers and acknowledgements (0.1 to 3 %, the less the larger the messages) and the barriers themselves. It
+cannot tell ranks apart: it shows the total of all of them, to be compared with `Cost.total_bytes`. Messages through
+shared memory or NVLink never reach it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from minillm.model.attention import AttentionFunction, dense, sdpa
 from minillm.model.config import ModelConfig, RopeScaling
 from minillm.model.huggingface import load_hf, save_hf
-from minillm.model.loss import cross_entropy, cross_entropy_sums
+from minillm.model.loss import cross_entropy, cross_entropy_sums, linear_cross_entropy_sums
 from minillm.model.transformer import Block, Transformer, check_tokens, initial
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "cross_entropy_sums",
     "dense",
     "initial",
+    "linear_cross_entropy_sums",
     "load_hf",
     "save_hf",
     "sdpa",

@@ -37,3 +37,47 @@ def cross_entropy_sums(
     counted = targets.flatten() != ignore_index
     weights = counted.to(nll.dtype) if weights is None else weights.flatten().to(nll.dtype) * counted
     return (nll * weights).sum(), weights.sum()
+
+
+def linear_cross_entropy_sums(x: Tensor, head: Tensor, targets: Tensor, chunk: int = 512) -> tuple[Tensor, Tensor]:
+    """`cross_entropy_sums(x @ headᵀ, targets)` without ever holding the logits, the largest tensor of a small model.
+
+    x: [batch, seq, hidden] after the last norm; head: [vocab, hidden]. The gradient of a sum of losses needs nothing
+    from above but a factor, so it is worked out `chunk` tokens at a time while their logits are at hand: as many FLOPs,
+    x's and head's gradients kept instead of logits and probabilities (Hsu et al. 2024, Liger Kernel, §3.2).
+    """
+    if x.shape[:-1] != targets.shape:
+        raise ValueError(f"x {list(x.shape)} and targets {list(targets.shape)} do not match: one target per position.")
+    total = _LinearCrossEntropy.apply(x, head, targets, chunk)
+    return total, (targets != IGNORE).sum().to(total.dtype)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, head, targets, chunk):
+        wanted, device = any(ctx.needs_input_grad[:2]), x.device.type
+        if torch.is_autocast_enabled(device):  # once, and not in every chunk
+            x, head = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (x, head))
+        rows, ids = x.flatten(0, -2), targets.flatten()
+        exact = torch.promote_types(x.dtype, torch.float32)
+        total = torch.zeros((), dtype=exact, device=x.device)
+        if wanted:
+            x_gradient, head_gradient = torch.empty_like(rows), torch.zeros_like(head, dtype=exact)
+        for start in range(0, len(ids), chunk):
+            part, wrong = rows[start : start + chunk], ids[start : start + chunk, None]
+            counted = (wrong != IGNORE).to(exact)
+            wrong = wrong.clamp(min=0)
+            log_p = torch.log_softmax((part @ head.T).to(exact), dim=-1)
+            total -= (log_p.gather(1, wrong) * counted).sum()
+            if wanted:  # d nll / d logits = p - 1 at the target
+                gradient = log_p.exp_().scatter_add_(1, wrong, -torch.ones_like(counted)).mul_(counted).to(x.dtype)
+                x_gradient[start : start + chunk] = gradient @ head
+                head_gradient += gradient.T @ part
+        if wanted:
+            ctx.save_for_backward(x_gradient.view_as(x), head_gradient)
+        return total
+
+    @staticmethod
+    def backward(ctx, factor):
+        x_gradient, head_gradient = ctx.saved_tensors
+        return x_gradient * factor, head_gradient * factor, None, None

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from minillm.model.attention import AttentionFunction, sdpa
 from minillm.model.config import ModelConfig
+from minillm.model.loss import linear_cross_entropy_sums
 from minillm.model.rope import Rope, rotate
 
 
@@ -53,11 +54,17 @@ class Transformer(nn.Module):
             self.initialize(seed)
 
     def forward(
-        self, tokens: Tensor, positions: Tensor | None = None, *, attention: AttentionFunction | None = None
-    ) -> Tensor:
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        *,
+        attention: AttentionFunction | None = None,
+        targets: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """tokens: [batch, seq] of ids -> logits [batch, seq, vocab_size].
 
         positions: [seq] or [batch, seq], where the tokens stand; None = 0 .. seq - 1.
+        targets: [batch, seq]; with them the result is (Σ nll, tokens that count), see `linear_cross_entropy_sums`.
         ValueError for an id outside the vocabulary or a position outside the context (see `check_tokens`).
         """
         check_tokens(tokens, self.config, positions)
@@ -67,11 +74,15 @@ class Transformer(nn.Module):
         )
         for block in self.blocks:
             x = block(x, rotation, attention or self.attention, positions)
-        return self.logits(x)
+        return self.logits(x) if targets is None else linear_cross_entropy_sums(self.norm(x), self._head, targets)
 
     def logits(self, x: Tensor) -> Tensor:
         """x: [batch, seq, hidden] after the last block -> [batch, seq, vocab_size]. Tied: the embedding is the head."""
-        return F.linear(self.norm(x), self.embedding.weight if self.head is None else self.head.weight)
+        return F.linear(self.norm(x), self._head)
+
+    @property
+    def _head(self) -> Tensor:
+        return self.embedding.weight if self.head is None else self.head.weight
 
     @torch.no_grad()
     def initialize(self, seed: int = 0) -> "Transformer":

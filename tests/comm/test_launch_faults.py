@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 import threading
 import time
 import types
@@ -58,19 +57,11 @@ def private_temp(tmp_path, monkeypatch):
     assert not list(folder.glob("minillm-*"))
 
 
-def run_script(
-    text: str, how: str = "file", folder: Path | None = None, timeout: float = 60
-) -> subprocess.CompletedProcess:
-    """A parent process of its own: a file, `python -c` or standard input."""
-    text, environment = textwrap.dedent(text), {**os.environ, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}"}
-    environment["TMPDIR"] = str(folder)
-    path = folder / "script.py"
-    path.write_text(text)
-    command = {"file": [str(path)], "-c": ["-c", text], "stdin": ["-"]}[how]
-    give = {"input": text} if how == "stdin" else {}
-    return subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=60, **give
-    )
+def start_python(folder: Path, *args: str) -> subprocess.Popen:
+    """A parent process of its own, in `folder`, with its temporary files there."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen([sys.executable, *args], env=environment, cwd=folder, text=True, **pipes)
 
 
 # A rank raises.
@@ -160,8 +151,8 @@ def test_a_single_rank_that_exits_silently() -> None:
 def table_of(how: str, nproc: int = 3) -> dict[int, str]:
     start = time.monotonic()
     with pytest.raises(HangError) as caught:
-        launch(programs.hang, nproc, how, timeout=1.0)
-    assert 1.0 <= time.monotonic() - start < 20  # by design 1 + 2 s; machines are busy
+        launch(programs.hang, nproc, how, timeout=1.5)
+    assert 1.5 <= time.monotonic() - start < 30  # by design within 2 s more; machines are busy
     assert not children()
     error = caught.value
     assert error.table in str(error)
@@ -214,11 +205,11 @@ def test_different_operations_are_a_mismatch_not_a_hang() -> None:
 
 
 def test_a_rank_that_returns_early_is_no_hang() -> None:
-    assert launch(programs.slow_but_alive, 3, 2.5, timeout=1.0) == [0, 1, 2]
+    assert launch(programs.slow_but_alive, 3, 3.0, timeout=2.0) == [0, 1, 2]
 
 
 def test_output_is_a_sign_of_life(capfd) -> None:
-    assert launch(programs.talk_slowly, 2, 2.5, timeout=1.0) == [True, True]
+    assert launch(programs.talk_slowly, 2, 3.0, timeout=2.0) == [True, True]
 
 
 # Results, arguments, environment.
@@ -337,22 +328,21 @@ def test_launch_from_threads_at_once() -> None:
     }
 
 
-@pytest.mark.parametrize("how", ["file", "-c", "stdin"])
-def test_launch_without_main_guard(how: str, tmp_path) -> None:
-    """Module level calls, functions defined beside them; the script itself runs once."""
-    done = run_script(
-        """
-        import torch
-        from minillm.comm import launch
-        print("once")
-        def f(group, offset):
-            return group.all_reduce(torch.tensor([group.rank + offset])).item()
-        print(launch(f, 3, 10))
-        """,
-        how,
-        tmp_path,
-    )
-    assert (done.stdout, done.stderr, done.returncode) == ("once\n[33, 33, 33]\n", "", 0)
+def test_launch_without_main_guard(tmp_path) -> None:
+    """From a file, `python -c` and standard input: functions defined beside the call; the script itself runs once."""
+    text = """
+import torch
+from minillm.comm import launch
+print("once")
+def f(group, offset):
+    return group.all_reduce(torch.tensor([group.rank + offset])).item()
+print(launch(f, 3, 10))
+"""
+    (tmp_path / "script.py").write_text(text)
+    started = [start_python(tmp_path, *args) for args in (["script.py"], ["-c", text], ["-"])]
+    for process in started:
+        out, err = process.communicate(text if process.args[-1] == "-" else None, timeout=90)
+        assert (out, err, process.returncode) == ("once\n[33, 33, 33]\n", "", 0)
 
 
 ENDLESS = """
@@ -372,35 +362,33 @@ launch(f, 3)
 
 def start_endless(folder: Path, *args: str) -> subprocess.Popen:
     path = folder / "endless.py"
-    path.write_text(ENDLESS)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, str(path), *args]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    if not path.exists():
+        path.write_text(ENDLESS)
+    return start_python(folder, path.name, *args)
 
 
-@pytest.mark.parametrize("how", ["SIGINT", "SIGINT twice", "SIGTERM", "SIGKILL"])
-def test_ranks_die_with_their_launcher(how: str, tmp_path) -> None:
+def test_ranks_die_with_their_launcher(tmp_path) -> None:
     """Ctrl-C (also an impatient one), kill, kill -9: no rank survives, nor its folder."""
-    launcher = start_endless(tmp_path)
-    pids = [int(launcher.stdout.readline().split()[-1]) for _ in range(3)]
-    family = psutil.Process(launcher.pid).children(recursive=True)
-    assert set(pids) <= {process.pid for process in family}
-    number, *again = how.split()
-    for _ in range(1 + len(again)):
-        launcher.send_signal(getattr(signal, number))
-        time.sleep(0.01)
-    _, err = launcher.communicate(timeout=30)
-    assert launcher.returncode == -getattr(signal, number)
-    assert ("KeyboardInterrupt" in err) == (number == "SIGINT")
-    assert not psutil.wait_procs(family, timeout=20)[1]
+    hows = ["SIGINT", "SIGINT twice", "SIGTERM", "SIGKILL"]
+    for how, launcher in [(how, start_endless(tmp_path)) for how in hows]:
+        pids = [int(launcher.stdout.readline().split()[-1]) for _ in range(3)]
+        family = psutil.Process(launcher.pid).children(recursive=True)
+        assert set(pids) <= {process.pid for process in family}
+        number, *again = how.split()
+        for _ in range(1 + len(again)):
+            launcher.send_signal(getattr(signal, number))
+            time.sleep(0.01)
+        _, err = launcher.communicate(timeout=90)
+        assert launcher.returncode == -getattr(signal, number)
+        assert ("KeyboardInterrupt" in err) == (number == "SIGINT")
+        assert not psutil.wait_procs(family, timeout=20)[1]
     assert not list(tmp_path.glob("minillm-*"))
 
 
 def test_interrupted_while_ranks_start(tmp_path) -> None:
     """Ctrl-C at several moments of the start-up."""
-    launchers = [start_endless(tmp_path, delay) for delay in ("0.001", "0.1", "0.8")]
-    for launcher in launchers:
-        assert "KeyboardInterrupt" in launcher.communicate(timeout=60)[1]
+    for launcher in [start_endless(tmp_path, delay) for delay in ("0.001", "0.1", "0.8")]:
+        assert "KeyboardInterrupt" in launcher.communicate(timeout=90)[1]
     time.sleep(0.2)
     left = [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get("TMPDIR") == str(tmp_path)]
     assert not psutil.wait_procs(left, timeout=20)[1]

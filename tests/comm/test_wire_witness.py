@@ -19,6 +19,7 @@ def witness(group, name):
     for _ in range(4):
         group.barrier()
         with ledger() as led, wire() as on_wire:
+            group.barrier()  # nobody sends before everybody has read the counters
             call(x, group)
             group.barrier()
         seen.append(on_wire.sent)

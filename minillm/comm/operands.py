@@ -1,0 +1,91 @@
+"""What all collectives share: the call goes on record, tensors of any layout go in and out, bad input is named."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from minillm.comm.group import Group
+
+_COMBINE: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+def collective(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Record the call as one operation of its group and give it `async_op`."""
+
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(x: torch.Tensor, group: "Group", *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        given = signature.bind(x, group, *args, **kwargs).arguments
+        uneven = given.get("out") is not None  # then `out` fixes the sizes
+        how = [f"{k}={v}" for k, v in list(given.items())[2:] if k != "out" and v != signature.parameters[k].default]
+        body = functools.partial(function, x, group, *args, **kwargs)
+        return group.run(function.__name__, x, body, async_op, same=not uneven, how=", ".join(how))
+
+    return call
+
+
+def part_shape(x: torch.Tensor, group: "Group", op: str) -> tuple[int, ...]:
+    """Shape of one rank's part of x, cut along dimension 0."""
+    if x.dim() == 0 or x.shape[0] % group.world_size:
+        raise ValueError(
+            f"{op} cuts dimension 0 of a {list(x.shape)} tensor into {group.world_size} equal parts, which does not "
+            f"work out: pad it, or use ring_{op} for any size"
+        )
+    return (x.shape[0] // group.world_size, *x.shape[1:])
+
+
+def gather_output(x: torch.Tensor, group: "Group", out: torch.Tensor | None) -> torch.Tensor:
+    """`out`, checked, or a new tensor for N tensors like x."""
+    if out is None:
+        return x.new_empty((group.world_size * x.shape[0], *x.shape[1:]) if x.dim() else (group.world_size,))
+    return checked_output(out, x)
+
+
+def checked_output(out: torch.Tensor, x: torch.Tensor, numel: int | None = None) -> torch.Tensor:
+    """`out`, if a result of x's dtype (and `numel` elements) can be written straight into it."""
+    if not out.is_contiguous():
+        raise ValueError(
+            f"out {list(out.shape)} is not contiguous: pass a contiguous tensor, for example torch.empty(...)"
+        )
+    if out.dtype != x.dtype:
+        raise ValueError(f"out is {out.dtype} but x is {x.dtype}: they must have the same dtype")
+    if numel not in (None, out.numel()):
+        raise ValueError(f"out {list(out.shape)} has {out.numel()} elements, but the result has {numel}")
+    return out
+
+
+def combiner(op: str, x: torch.Tensor) -> Callable[..., torch.Tensor]:
+    if op not in _COMBINE:
+        raise ValueError(f"op={op!r} is not a reduction: choose one of {', '.join(_COMBINE)}")
+    if op in ("max", "min") and x.is_complex():
+        raise ValueError(f"op={op!r} needs numbers that have an order, not {x.dtype}: use 'sum' or 'avg'")
+    if op == "avg" and not (x.is_floating_point() or x.is_complex()):
+        raise ValueError(f"op='avg' needs a floating-point tensor, not {x.dtype}: use 'sum'")
+    return _COMBINE[op]
+
+
+def divide(x: torch.Tensor, group: "Group", op: str) -> torch.Tensor:
+    return x.div_(group.world_size) if op == "avg" else x
+
+
+def flatten(x: torch.Tensor) -> torch.Tensor:
+    """x as one dimension: its own memory where that is possible, else a copy that `_write_back` brings home."""
+    return x.detach().contiguous().flatten()
+
+
+def write_back(x: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    if not x.is_contiguous():
+        x.detach().copy_(flat.view(x.shape))
+    elif x.data_ptr() != flat.data_ptr():
+        x.detach().flatten().copy_(flat)
+    return x

@@ -1,0 +1,81 @@
+"""From a wrong tensor to the mistake behind it.
+
+Checks of collectives draw whole numbers as inputs, so a wrong result still says where it came from: which chunk it is,
+whose contributions are in it and how often. `say_sum` and `say_parts` look for that and put it in a sentence.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from minillm.labkit.exercises import CheckFailed
+
+LARGEST = 60_000  # sums of ten of these are exact in float32
+
+
+def whole_numbers(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    """Random whole numbers from 1 to 60,000 as float32."""
+    return torch.randint(1, LARGEST + 1, shape, generator=generator).float()
+
+
+def expect_like(who: str, result: Any, expected: torch.Tensor, returns: str) -> None:
+    """CheckFailed unless `result` is a tensor of the expected size and dtype; `returns` says what is asked for."""
+    if not isinstance(result, torch.Tensor):
+        got = "nothing (None): is there a return?" if result is None else f"a {type(result).__name__}"
+        raise CheckFailed(f"{who} returned {got}; asked for is {returns}")
+    if result.numel() != expected.numel() or result.dtype != expected.dtype:
+        raise CheckFailed(f"{who} returned {_kind(result)}, but asked for is {returns}, here {_kind(expected)}")
+
+
+def say_sum(result: torch.Tensor, inputs: Sequence[torch.Tensor], chunk: int, parts: int) -> str:
+    """What `result` is, if not chunk number `chunk` of the sum of `inputs` cut into `parts` equal chunks."""
+    for place in sorted(range(parts), key=lambda place: place != chunk):
+        pieces = torch.stack([x.flatten().chunk(parts)[place] for x in inputs]).double()
+        for scale, how in ((1, ""), (len(inputs), f", divided by the {len(inputs)} ranks")):
+            counts = _counts(result.double() * scale, pieces)
+            if counts is None and scale > 1:  # a sum that was rounded when it was divided
+                close = torch.allclose(result.double() * scale, pieces.sum(0), rtol=1e-5)
+                counts = [1] * len(inputs) if close else None
+            if counts is not None:
+                return _in_words(counts, place, chunk, parts) + how
+    return "it is no sum of the ranks' inputs at all: is a buffer read before it is filled, or a chunk overwritten?"
+
+
+def say_parts(result: torch.Tensor, wanted: Sequence[torch.Tensor], known: dict[str, torch.Tensor]) -> str:
+    """The first part of `result` that is not as wanted, and which of the `known` tensors it is instead."""
+    for place, (part, right) in enumerate(zip(result.flatten().chunk(len(wanted)), wanted, strict=True)):
+        if not torch.equal(part, right.flatten()):
+            names = [name for name, tensor in known.items() if torch.equal(part, tensor.flatten())]
+            return f"place {place} of it holds " + (names[0] if names else "something that no rank ever had")
+    return "it differs"
+
+
+def _counts(result: torch.Tensor, pieces: torch.Tensor) -> list[int] | None:
+    """How often each row of `pieces` is in the sum `result`, if 0 to 2 times each explains it."""
+    ways = torch.tensor(list(itertools.product(range(3), repeat=len(pieces))), dtype=torch.float64)
+    ways = ways[(ways - 1).abs().sum(1).argsort()]  # the likely ones first
+    found = ((ways @ pieces) == result).all(dim=1).nonzero()
+    return [int(count) for count in ways[found[0, 0]]] if len(found) else None
+
+
+def _in_words(counts: list[int], place: int, chunk: int, parts: int) -> str:
+    what = f"chunk {place} (its own is chunk {chunk})" if place != chunk else f"chunk {place}"
+    what = what if parts > 1 else "the tensor"
+    if all(count == 1 for count in counts):
+        return f"it is the sum over all ranks of {what}" + (": off by one?" if place != chunk else "")
+    if sum(counts) == 1:
+        return f"it is just rank {counts.index(1)}'s own {what}: nothing was added"
+    missing, twice = ([r for r, c in enumerate(counts) if c == k] for k in (0, 2))
+    told = [f"without {_ranks(missing)}"] if missing else []
+    told += [f"with {_ranks(twice)} twice"] if twice else []
+    return f"it is a sum of {what} " + " and ".join(told)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _kind(x: torch.Tensor) -> str:
+    return f"{list(x.shape)} {str(x.dtype).removeprefix('torch.')}"

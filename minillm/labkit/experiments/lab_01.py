@@ -1,0 +1,196 @@
+"""Lab 01's measurements: bytes by three witnesses, the ring-tree crossover, two levels over a slow link."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from minillm import comm, measure
+from minillm.comm import Group, Link, Topology, launch
+from minillm.measure.rates import LinkFit, fit_link
+from minillm.predict import comms
+
+Program = Callable[[torch.Tensor, Group], Any]
+KB, MB = 1_000, 1_000_000
+SIZES = tuple(4 * KB * 8**k for k in range(5))  # 4 kB to 16 MB
+EMULATED_SIZES = (8 * KB, 32 * KB, 128 * KB, 512 * KB, 2048 * KB)
+SLOW = Link(latency_s=10e-3, bandwidth_bytes_per_s=10e6, name="slow")
+BETWEEN_NODES = Link(latency_s=5e-3, bandwidth_bytes_per_s=10e6, name="between nodes")
+
+
+def tree_all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """Tree reduce to rank 0, then tree broadcast from it."""
+    comm.tree_reduce(x, group)
+    return comm.tree_broadcast(x, group)
+
+
+ALL_REDUCES: dict[str, tuple[Program, Callable[..., comms.Cost]]] = {
+    "ring": (comm.ring_all_reduce, comms.ring_all_reduce),
+    "tree": (tree_all_reduce, comms.tree_all_reduce),
+    "recursive doubling": (comm.recursive_doubling_all_reduce, comms.recursive_doubling_all_reduce),
+}
+
+
+# Rank programs.
+
+
+def bytes_moved(group: Group, programs: Mapping[str, Program], num_elements: int) -> dict[str, tuple[int, int]]:
+    """(bytes this rank sent by the ledger, bytes of all ranks on the loopback) of each program on fp32 numbers.
+
+    The loopback belongs to the whole machine, and others can only add to it: the least of three runs counts.
+    """
+    moved = {}
+    for name, program in programs.items():
+        on_the_wire = []
+        for _ in range(3):
+            x = torch.ones(num_elements)
+            group.barrier()
+            with measure.ledger() as led, measure.wire() as counter:
+                group.barrier()
+                program(x, group)
+                group.barrier()
+            on_the_wire.append(counter.sent)
+        moved[name] = (led.bytes(), min(on_the_wire))
+    return moved
+
+
+def best_seconds(
+    group: Group, programs: Mapping[str, Program], sizes: Sequence[int], repeats: int = 6, batch: int = 2
+) -> dict[str, list[float]]:
+    """Seconds of each program by tensor size in bytes: the slowest rank's time, the best of `repeats` sweeps.
+
+    batch: calls that follow each other in one timing, so that starting together costs little.
+    """
+    best = {name: [math.inf] * len(sizes) for name in programs}
+    for _ in range(repeats):
+        for name, program in programs.items():
+            for index, size in enumerate(sizes):
+                x = torch.zeros(size // 4)
+                group.barrier()
+                start = time.monotonic()
+                for _ in range(batch):
+                    program(x, group)
+                seconds = (time.monotonic() - start) / batch
+                best[name][index] = min(best[name][index], max(group.gather_objects(seconds)))
+    return best
+
+
+# Ring against tree.
+
+
+def ring_against_tree(link: Link | None = None, nproc: int = 4) -> dict[str, Any]:
+    """Times of three all-reduces by size, measured; and predicted from alpha and beta.
+
+    On the real link alpha and beta are fitted to the ring's own rounds, so the other two lines are true predictions;
+    on an emulated link they are known.
+    """
+    sizes, how = (EMULATED_SIZES, (2, 1)) if link else (SIZES, (6, 2))
+    programs = {name: program for name, (program, _) in ALL_REDUCES.items()}
+    measured = launch(best_seconds, nproc, programs, sizes, *how, link=link)[0]
+    fit = fit_rounds(sizes, measured["ring"], nproc)
+    latency, bandwidth = (link.latency_s, link.bandwidth_bytes_per_s) if link else _line(fit)
+    costs = {name: cost for name, (_, cost) in ALL_REDUCES.items()}
+    predicted = {name: [c(s // 4, 4, nproc).time(latency, bandwidth) for s in sizes] for name, c in costs.items()}
+    others = [name for name in costs if name != "ring"]
+    return {
+        "world_size": nproc,
+        "emulated": link is not None,
+        "latency_s": latency,
+        "bandwidth_bytes_per_s": bandwidth,
+        "fit_error": fit.error,
+        "sizes": list(sizes),
+        "measured_s": measured,
+        "predicted_s": predicted,
+        "predicted_crossover_bytes": {
+            name: comms.crossover_bytes(costs["ring"], costs[name], nproc, latency, bandwidth) for name in others
+        },
+        "measured_crossover_bytes": {name: crossover(sizes, measured["ring"], measured[name]) for name in others},
+    }
+
+
+def fit_rounds(sizes: Sequence[int], ring_seconds: Sequence[float], nproc: int) -> LinkFit:
+    """Alpha and beta of one round: a ring all-reduce is 2(N-1) rounds of messages of P/N bytes."""
+    rounds = 2 * (nproc - 1)
+    return fit_link(nproc, [(size // nproc, t / rounds) for size, t in zip(sizes, ring_seconds, strict=True)])
+
+
+def crossover(sizes: Sequence[int], frugal: Sequence[float], quick: Sequence[float]) -> float | None:
+    """Size in bytes from which on `frugal` is the faster one, interpolated between sizes; None if it never is."""
+    lead = [math.log(q / f) for f, q in zip(frugal, quick, strict=True)]  # above 0: frugal is faster
+    if lead[-1] <= 0:
+        return None
+    last = max((i for i, value in enumerate(lead) if value <= 0), default=None)
+    if last is None:
+        return float(sizes[0])
+    share = -lead[last] / (lead[last + 1] - lead[last])
+    return math.exp(math.log(sizes[last]) + share * math.log(sizes[last + 1] / sizes[last]))
+
+
+# Two levels.
+
+
+NODE_SIZES = (32 * KB, 256 * KB, 2 * MB)
+
+
+def flat_against_two_level() -> dict[str, Any]:
+    """4 ranks on 2 emulated nodes: seconds of a flat ring and of the two-level all-reduce, measured and predicted."""
+    programs = {"flat ring": comm.ring_all_reduce, "two levels": two_level}
+    topology = Topology(ranks_per_node=2, inter=BETWEEN_NODES)
+    return beside_prediction(launch(best_seconds, 4, programs, NODE_SIZES, 2, 1, link=topology)[0])
+
+
+def beside_prediction(measured: dict[str, list[float]]) -> dict[str, Any]:
+    """Seconds by NODE_SIZES, measured, with those that alpha and beta of the link between nodes predict."""
+    wan = _line(BETWEEN_NODES)
+    flat = [comms.ring_all_reduce(size // 4, 4, 4).time(*wan) for size in NODE_SIZES]
+    levels = [comms.hierarchical_all_reduce(size // 4, 4, 4, 2).inter.time(*wan) for size in NODE_SIZES]
+    return {
+        "emulated": True,
+        "latency_s": BETWEEN_NODES.latency_s,
+        "bandwidth_bytes_per_s": BETWEEN_NODES.bandwidth_bytes_per_s,
+        "sizes": list(NODE_SIZES),
+        "measured_s": measured,
+        "predicted_s": {"flat ring": flat, "two levels": levels},  # inside the node nothing is slowed down
+    }
+
+
+def two_level(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """minillm's two-level all-reduce on nodes of 2 ranks."""
+    return comm.hierarchical_all_reduce(x, group, ranks_per_node=2)
+
+
+# Bytes.
+
+COLLECTIVES: dict[str, tuple[Program, Callable[..., comms.Cost]]] = {
+    "reduce-scatter": (comm.ring_reduce_scatter, comms.ring_reduce_scatter),
+    "all-gather": (lambda x, group: comm.ring_all_gather(x.chunk(group.world_size)[0], group), comms.ring_all_gather),
+    "all-reduce": (comm.ring_all_reduce, comms.ring_all_reduce),
+    "broadcast": (comm.tree_broadcast, comms.tree_broadcast),
+    "all-to-all": (comm.pairwise_all_to_all, comms.pairwise_all_to_all),
+    "parameter server": (comm.parameter_server_all_reduce, comms.parameter_server_all_reduce),
+}
+
+
+def bytes_of_collectives(nproc: int = 4, num_elements: int = 2_000_000) -> dict[str, Any]:
+    """Bytes that minillm's collectives send: predicted, by the ledger, on the wire."""
+    ranks = launch(bytes_moved, nproc, {name: program for name, (program, _) in COLLECTIVES.items()}, num_elements)
+    costs = {name: cost(num_elements, 4, nproc) for name, (_, cost) in COLLECTIVES.items()}
+    return beside_costs(ranks, costs, 4 * num_elements)
+
+
+def beside_costs(
+    ranks: Sequence[dict[str, tuple[int, int]]], costs: Mapping[str, comms.Cost], payload_bytes: int
+) -> dict[str, Any]:
+    """What `bytes_moved` found on every rank beside what was predicted; `busiest` is the rank that sends most."""
+    rows = []
+    for name, cost in costs.items():
+        sent = [rank[name][0] for rank in ranks]
+        row = {"name": name, "predicted": cost.total_bytes, "ledger": sum(sent), "wire": ranks[0][name][1]}
+        rows.append(row | {"busiest_predicted": max(cost.sent_per_rank), "busiest_ledger": max(sent)})
+    return {"world_size": len(ranks), "payload_bytes": payload_bytes, "rows": rows}
+
+
+def _line(link: Link | LinkFit) -> tuple[float, float]:
+    return link.latency_s, link.bandwidth_bytes_per_s

@@ -1,0 +1,193 @@
+"""What lab 11's checks do with a learner's sampler and prefetcher: deal on real ranks, take batches under watch.
+
+Nothing here measures time. That a batch was made while another was computed is seen from the order of events: the
+judge "computes" until the batches that should be made ahead are there, and only a mistake lets it wait in vain.
+"""
+
+import math
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from minillm.comm import Group
+from minillm.data.sampler import permutation
+from minillm.labkit.exercises import CheckFailed
+from minillm.labkit.receipts import Row, row
+from minillm.measure import ledger
+
+PATIENCE_S = 5.0  # only mistakes wait this long
+
+
+# Sharding.
+
+
+def deal_on_ranks(
+    group: Group, deal: Callable, num_samples: int, seed: int, legs: Sequence[tuple[int, int, int]]
+) -> tuple[list[list[list[int]]], int]:
+    """([leg][step] -> the samples dealt to this rank, messages it sent); a leg is (ranks, batch size, steps)."""
+
+    def order(epoch: int) -> np.ndarray:
+        return permutation(num_samples, seed, int(epoch))
+
+    dealt: list[list[list[int]]] = []
+    position = 0
+    with ledger() as led:
+        for world_size, batch_size, steps in legs:
+            dealt.append([])
+            for _ in range(steps):
+                if group.rank < world_size:
+                    mine = deal(position, order, num_samples, batch_size, group.rank, world_size)
+                    dealt[-1].append([int(sample) for sample in mine])
+                position += world_size * batch_size
+    return dealt, led.messages
+
+
+def judge_step(
+    shares: Sequence[list[int]],
+    position: int,
+    num_samples: int,
+    batch_size: int,
+    order: Callable[[int], np.ndarray],
+    resumed: bool,
+) -> None:
+    """Raises CheckFailed unless the ranks' shares together are the next samples of the stream."""
+    world, D = len(shares), num_samples
+    where = f"{D} samples, position {position}, {world} ranks with batch_size {batch_size}"
+    where += " (just resumed on another number of ranks)" if resumed else ""
+    for rank, share in enumerate(shares):
+        if len(share) != batch_size:
+            raise CheckFailed(
+                f"{where}: rank {rank} got {len(share)} samples: a step that reaches the end of an epoch is filled up "
+                "from the next epoch"
+            )
+        if outside := [sample for sample in share if not 0 <= sample < D]:
+            raise CheckFailed(f"{where}: rank {rank} got sample {outside[0]}; samples are 0..{D - 1}")
+    places = range(position, position + world * batch_size)
+    due = Counter(int(order(place // D)[place % D]) for place in places)
+    got = Counter(sample for share in shares for sample in share)
+    if got == due:
+        return
+    if all(sorted(share) == sorted(shares[0]) for share in shares):
+        raise CheckFailed(f"{where}: every rank got the same samples {shares[0]}: {world} ranks do the work of one")
+    if got == Counter(int(order(0)[place % D]) for place in places):
+        raise CheckFailed(f"{where}: epoch {places[-1] // D} comes in the order of epoch 0: ask order(epoch) for each")
+    extra, missing = sorted((got - due).elements()), sorted((due - got).elements())
+    said = f"{where}: sample {extra[0]} is not due in this step, sample {missing[0]} is, but no rank got it"
+    seen = {int(order(place // D)[place % D]) for place in range(position // D * D, position)}
+    if resumed and set(extra) & seen:
+        raise CheckFailed(f"{said}. Resumed wrongly: this epoch has shown {sorted(set(extra) & seen)[0]} before")
+    if twice := [sample for sample, times in got.items() if times > due[sample] and times > 1]:
+        raise CheckFailed(f"{said}. Sample {twice[0]} was dealt {got[twice[0]]} times: shards must not overlap")
+    raise CheckFailed(f"{said}. All ranks must cut the same order, and the cut must follow from position alone")
+
+
+# Prefetching.
+
+
+class _Source:
+    """Batches 0, 1, ... to be made; knows which were begun, which are done and which were asked for."""
+
+    def __init__(self, total: int, limit: int):
+        self.done = [threading.Event() for _ in range(total)]
+        self.overrun = threading.Event()
+        self.asked = self.begun = self.most_ahead = 0
+        self._limit, self._lock = limit, threading.Lock()
+
+    def make(self, k: int) -> int:
+        with self._lock:
+            self.begun += 1
+            self.most_ahead = max(self.most_ahead, self.begun - self.asked)
+            if self.begun - self.asked > self._limit:
+                self.overrun.set()
+        if k % 2 == 0 and k + 1 < len(self.done):
+            self.done[k + 1].wait(0.03)  # slow: whoever makes k + 1 at the same time is done with it first
+        self.done[k].set()
+        return k
+
+
+def judge_overlap(prefetch: Callable) -> list[Row]:
+    """Takes 12 batches: in order, `depth` made ahead during each step, never more than depth + 1."""
+    total, depth = 12, 3
+    source = _Source(total, depth + 1)
+    batches = iter(prefetch(source.make, total, depth))
+    least_ready = depth
+    for k in range(total):
+        source.asked = k + 1
+        what, item = _take(batches, f"batch {k} of {total} (depth {depth})")
+        if what == "error":
+            raise item
+        if what == "end":
+            raise CheckFailed(f"the iteration ended after {k} of {total} batches: is an end mark taken for a batch?")
+        if item != k:
+            raise CheckFailed(f"batch {item!r} came where batch {k} was due: the order must not depend on who is quick")
+        for ahead in range(k + 1, min(k + 1 + depth, total)):  # the step: compute until these are ready
+            if not source.done[ahead].wait(PATIENCE_S):
+                least_ready = min(least_ready, ahead - k - 1)
+                ready = f"only {ahead - k - 1} of {depth} batches were" if ahead > k + 1 else "nothing was"
+                raise CheckFailed(
+                    f"{ready} made while you computed on batch {k}: loading does not overlap with compute"
+                )
+        if k == 0:
+            source.overrun.wait(0.3)  # time to run away, for a producer that does
+    if _take(batches, "the end")[0] != "end":
+        raise CheckFailed(f"the iteration goes on after the last of {total} batches")
+    if source.overrun.is_set():
+        raise CheckFailed(
+            f"{source.most_ahead} batches were begun before anyone asked for them, depth is {depth}: without a bound "
+            "a fast loader fills the memory"
+        )
+    return [
+        row(f"batches in order, depth {depth}", total, total),
+        row("batches ready at the end of each step", depth, least_ready),
+        row(f"begun ahead, {depth + 1} at most", True, source.most_ahead <= depth + 1),
+    ]
+
+
+def judge_failure(prefetch: Callable) -> list[Row]:
+    """Batch 3 of 6 cannot be made: 0, 1, 2 arrive, then its error."""
+    broken = OSError("shard 3 cannot be read")
+
+    def make(k: int) -> int:
+        if k == 3:
+            raise broken
+        return k
+
+    batches = iter(prefetch(make, 6, 2))
+    for k in range(4):
+        what, item = _take(batches, f"batch {k}, after the loader had failed in batch 3,")
+        if what == "error" and broken not in (item, item.__cause__, item.__context__):
+            raise item
+        if what == "error" and k < 3:
+            raise CheckFailed(f"batch {k} was good, but the error of batch 3 came in its place")
+        if what == "end":
+            raise CheckFailed(f"batch 3 cannot be made, and the iteration just ended after {k} of 6: its error is lost")
+        if what == "item" and item != k:
+            raise CheckFailed(
+                f"batch 3 cannot be made, and batch {item!r} came in place of batch {k}: its error is lost"
+            )
+    return [row("the loader's error arrives as batch", 3, k)]
+
+
+def _take(batches: Any, what: str) -> tuple[str, Any]:
+    """("item", batch), ("end", None) or ("error", exception) of the next batch; refuses to wait for ever."""
+    box: queue.SimpleQueue = queue.SimpleQueue()
+
+    def take() -> None:
+        try:
+            box.put(("item", next(batches)))
+        except StopIteration:
+            box.put(("end", None))
+        except BaseException as error:
+            box.put(("error", error))
+
+    threading.Thread(target=take, daemon=True).start()
+    try:
+        return box.get(timeout=PATIENCE_S)
+    except queue.Empty:
+        raise CheckFailed(
+            f"{what} has not come for {math.ceil(PATIENCE_S)} s: the consumer waits for a thread that is gone"
+        ) from None

@@ -1,0 +1,181 @@
+"""Try a learner's communicating function on real ranks and keep what it did.
+
+One launch serves all world sizes: each trial runs on a group of the first few ranks. A `Trial` holds what a rank got
+back, what became of its input and every message it sent, in order, so that a check can compare bytes, messages and
+rounds with a prediction, and not just numbers with numbers. A hang comes back as CheckFailed with the table of who
+waits for whom.
+"""
+
+import re
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from minillm import measure
+from minillm.comm import Group, HangError, launch
+from minillm.labkit.exercises import CheckFailed
+
+PATIENCE_S = 5.0  # of a rank in one operation: longer than any exercise needs on a busy machine
+POINT_TO_POINT = {"exchange", "send", "recv"}
+Step = tuple[list[tuple[int, int]], list[int]]  # what one call posted: sends (to, bytes), receives (from)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call to make: `inputs[r]` is rank r's tensor, as many ranks as inputs."""
+
+    inputs: Sequence[torch.Tensor]
+    arguments: tuple[Any, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        return len(self.inputs)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one rank did in one call. after: its input afterwards; calls: operations by name; sent: by group name."""
+
+    result: Any
+    after: torch.Tensor
+    steps: list[Step]
+    calls: Counter[str]
+    sent: dict[str, int]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes this rank sent."""
+        return sum(self.sent.values())
+
+    @property
+    def messages(self) -> int:
+        """Messages this rank sent."""
+        return sum(len(sends) for sends, _ in self.steps)
+
+
+def try_on_ranks(function: Callable[..., Any], cases: Sequence[Case]) -> list[list[Trial]]:
+    """function(x, group, *arguments) for every case on real ranks; trials by case and rank."""
+    by_rank = run(_all_cases, max(case.world_size for case in cases), function, cases)
+    return [[by_rank[rank][index] for rank in range(case.world_size)] for index, case in enumerate(cases)]
+
+
+def run(program: Callable[..., Any], nproc: int, *args: Any) -> list[Any]:
+    """`launch`, with a hang told as a failed check."""
+    try:
+        return launch(program, nproc, *args, timeout=PATIENCE_S, device="cpu")
+    except HangError as hang:
+        raise CheckFailed(_say_hang(hang.table)) from None
+
+
+def one_trial(x: torch.Tensor, groups: Sequence[Group], call: Callable[[torch.Tensor], Any]) -> Trial:
+    """Run `call(x)` and note every message it sends in one of the groups."""
+    steps: list[Step] = []
+    for group in groups:
+        _note_messages(group, steps)
+    try:
+        with measure.ledger() as led:
+            result = call(x)
+    finally:
+        for group in groups:
+            del group.exchange  # the method shows through again
+    sent = {group.name: led.bytes(group=group.name) for group in groups}
+    return Trial(result, x, steps, led.calls, sent)
+
+
+def refuse_ready_made(trials: Sequence[Sequence[Trial]], needs_messages: bool = True) -> None:
+    """CheckFailed if ready-made collectives, rather than messages, did the work."""
+    used = Counter[str]()
+    for trial in (trial for case in trials for trial in case):
+        used += trial.calls
+    if ready := sorted(set(used) - POINT_TO_POINT):
+        raise CheckFailed(
+            f"you called {', '.join(ready)}, which is what you are to build: use messages between two ranks only "
+            "(group.exchange, group.send, group.recv)"
+        )
+    if needs_messages and not used:
+        raise CheckFailed(
+            "the ledger saw no message at all: the data must travel by group.exchange, group.send or group.recv"
+        )
+
+
+def rounds(steps_by_rank: Sequence[Sequence[Step]]) -> int:
+    """Rounds these messages need if a rank can send one and receive one message per round.
+
+    A message leaves one round after its sender's previous message, and after everything its sender has received.
+    """
+    size = len(steps_by_rank)
+    sent, heard = [0] * size, [0] * size  # round of the last message out of and into each rank
+    todo = [deque(steps) for steps in steps_by_rank]
+    posted, mail = [False] * size, {}
+    moving = True
+    while moving:
+        moving = False
+        for rank in range(size):
+            while todo[rank]:
+                sends, recvs = todo[rank][0]
+                if not posted[rank]:
+                    posted[rank], earliest = True, max(sent[rank], heard[rank])
+                    for to, _ in sends:
+                        sent[rank] = earliest = earliest + 1
+                        mail.setdefault((rank, to), deque()).append(earliest)
+                if any(len(mail.get((source, rank), ())) < count for source, count in Counter(recvs).items()):
+                    break
+                for arrival in sorted(mail[source, rank].popleft() for source in recvs):
+                    heard[rank] = max(heard[rank] + 1, arrival)
+                todo[rank].popleft()
+                posted[rank], moving = False, True
+    return max(sent + heard)
+
+
+def _all_cases(group: Group, function: Callable[..., Any], cases: Sequence[Case]) -> list[Trial | None]:
+    """One rank's trials; None where the case has fewer ranks."""
+    sizes = {case.world_size for case in cases}
+    groups = {size: group.subgroup(range(size), f"{size} ranks") for size in sorted(sizes)}
+    trials: list[Trial | None] = []
+    for case in cases:
+        part = groups[case.world_size]
+        if part.rank < 0:
+            trials.append(None)
+            continue
+        x = case.inputs[part.rank].clone()
+        trials.append(one_trial(x, [part], lambda x, part=part, case=case: function(x, part, *case.arguments)))
+    return trials
+
+
+def _note_messages(group: Group, steps: list[Step]) -> None:
+    post = group.exchange
+
+    def exchange(send: Any = (), recv: Any = (), async_op: bool = False) -> Any:
+        # Peers are noted as global ranks, so that messages of several groups can be told apart.
+        sends = [(group.ranks[to], x.numel() * x.element_size()) for x, to in _listed(send)]
+        steps.append((sends, [group.ranks[source] for _, source in _listed(recv)]))
+        return post(send, recv, async_op)
+
+    group.exchange = exchange
+
+
+def _listed(messages: Any) -> list[tuple[torch.Tensor, int]]:
+    one = len(messages) == 2 and isinstance(messages[0], torch.Tensor)
+    return [messages] if one else list(messages)
+
+
+def _say_hang(table: str) -> str:
+    """The table, and what to make of it."""
+    where = re.findall(r"^\d+ +(\w+)", table, re.MULTILINE)
+    if where and set(where) <= {"send", "recv", "exchange"}:
+        stuck = {name for name in where if name != "exchange"}
+    else:
+        stuck = set(where) & POINT_TO_POINT
+    if stuck == {"send"}:
+        advice = (
+            "Deadlock: these ranks are all in send, and a send returns only when the other side receives. Post both "
+            "at once with group.exchange(send=..., recv=...), or let neighbours take turns."
+        )
+    elif stuck == {"recv"}:
+        advice = "These ranks are all in recv, and nobody sends to them: some rank skips its send."
+    else:
+        advice = "Follow the arrows to a rank that waits for nobody, or for a message that nobody sends."
+    return f"the ranks wait for each other for ever. Who waits for whom:\n{table}\n{advice}"

@@ -1,0 +1,148 @@
+"""Text from a model, one token at a time: the plainest decoder there is. `minillm.serve` does it for many at once.
+
+prompt      t0 t1 t2 t3 | t4 t5 ...         the prompt goes through the model in one pass; then each new token
+keys kept   ─────────────▶ ─▶ ─▶            alone, which attends to the keys and values kept of all before it
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor
+from typer import Argument, Option
+
+from minillm.data import Tokenizer
+from minillm.model.attention import sdpa
+from minillm.model.config import ModelConfig
+from minillm.model.huggingface import load_hf
+from minillm.model.transformer import Transformer
+
+CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
+COMMITTED = ("target", "draft")
+
+
+class KVCache:
+    """An attention function that remembers: `model(tokens, positions, attention=cache)`, each token once, in order.
+
+    Memory for `length` tokens of `batch` sequences is taken at once: 2 · layers · kv_heads · head_dim numbers each.
+    """
+
+    def __init__(
+        self, config: ModelConfig, length: int, *, batch: int = 1, device=None, dtype: torch.dtype | None = None
+    ):
+        shape = (config.num_layers, batch, config.num_kv_heads, length, config.head_dim)
+        self.keys, self.values = (torch.empty(shape, device=device, dtype=dtype) for _ in range(2))
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, positions: Tensor | None, window: int | None
+    ) -> Tensor:
+        start = int(positions[0])
+        end = start + k.shape[2]
+        self.keys[layer, :, :, start:end], self.values[layer, :, :, start:end] = k, v
+        keys, values = self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+        where = torch.arange(end, device=q.device)
+        return sdpa(q, keys, values, layer=layer, positions=positions, window=window, key_positions=where)
+
+
+@torch.no_grad()
+def generate(
+    model: Transformer,
+    prompt: list[int],
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+    stop: int | None = None,
+    first: list[int] | None = None,
+) -> Iterator[int]:
+    """Yields new token ids until `stop`, max_new_tokens or the end of the context.
+
+    temperature: 0 takes the likeliest token; otherwise tokens are drawn from softmax(logits / temperature).
+    first: the ids that the first new token is taken from. ValueError for an empty prompt or one that fills the context.
+    """
+    room = model.config.max_seq_len - len(prompt)
+    if not prompt or room < 1:
+        raise ValueError(f"a prompt of {len(prompt)} tokens does not fit: use 1 to {model.config.max_seq_len - 1}.")
+    if temperature < 0 or max_new_tokens < 1:
+        raise ValueError(f"temperature {temperature} must be at least 0, max_new_tokens {max_new_tokens} at least 1.")
+    weight, draw = model.embedding.weight, torch.Generator().manual_seed(seed)
+    length = len(prompt) + min(max_new_tokens, room)
+    cache = KVCache(model.config, length, device=weight.device, dtype=weight.dtype)
+    tokens, start = torch.tensor([prompt], device=weight.device), 0
+    while True:
+        positions = torch.arange(start, start + tokens.shape[1], device=weight.device)
+        logits = model(tokens, positions, attention=cache)[0, -1].float().cpu()
+        if first is not None:
+            allowed = torch.full_like(logits, float("-inf"))
+            allowed[first] = 0
+            logits, first = logits + allowed, None
+        token = _choose(logits, temperature, draw)
+        if token == stop:
+            return
+        yield token
+        start += tokens.shape[1]
+        if start + 1 >= length:
+            return
+        tokens = torch.tensor([[token]], device=weight.device)
+
+
+def heal(tokenizer: Tokenizer, ids: list[int]) -> tuple[list[int], list[int] | None]:
+    """(ids without a last token of spaces, the ids the next token may be), so that "def " can go on as " def| name".
+
+    A tokenizer joins a space to the word that follows, so a prompt that ends in one has cut a token in two. Taken back,
+    it is the beginning of the tokens to choose from.
+    """
+    tail = tokenizer.decode_bytes(ids[-1:])
+    if len(ids) < 2 or not tail or tail.strip(b" "):
+        return ids, None
+    specials = set(tokenizer.specials.values())
+    candidates = (i for i in range(tokenizer.vocab_size) if i not in specials)
+    return ids[:-1], [i for i in candidates if tokenizer.decode_bytes([i]).startswith(tail)]
+
+
+def folder_of(model: str) -> Path:
+    """The folder of a committed checkpoint or of a path; ValueError, with the command to make it, if missing."""
+    folder = CHECKPOINTS / model if model in COMMITTED else Path(model)
+    if (folder / "config.json").is_file():
+        return folder
+    if model in COMMITTED:
+        raise ValueError(
+            f"there is no {model} checkpoint yet: make it with "
+            f"`python -m minillm train --model-size {model} --export {folder}`, or name a folder with --model"
+        )
+    raise ValueError(
+        f"--model {model} is no model folder (no config.json in it): name one, or {' or '.join(COMMITTED)}"
+    )
+
+
+def command(
+    prompt: Annotated[str, Argument(help="Text to go on from.")] = "",
+    max_new_tokens: Annotated[int, Option(help="Tokens to write at most.", min=1)] = 200,
+    temperature: Annotated[float, Option(help="0: always the likeliest token.", min=0.0)] = 0.0,
+    seed: Annotated[int, Option(help="Of the draws, if temperature is above 0.")] = 0,
+    model: Annotated[
+        str, Option(metavar="NAME|PATH", help="target, draft, or a Hugging Face folder (Llama, Mistral, Qwen2, Qwen3).")
+    ] = "target",
+    device: Annotated[str, Option(help="cpu, cuda, ...")] = "cpu",
+) -> None:
+    """Write on from a prompt, streaming, in float32."""
+    folder = folder_of(model)
+    tokenizer, network = Tokenizer.load(folder), load_hf(folder, device=device, dtype=torch.float32)
+    ids, first = heal(tokenizer, tokenizer.encode(prompt) or [tokenizer.eos_id])
+    if tokenizer.bos_id is not None:
+        ids = [tokenizer.bos_id, *ids]
+    push = tokenizer.stream()
+    typer.echo(push(*ids), nl=False)
+    stop = None if tokenizer.eos is None else tokenizer.eos_id
+    options = {"temperature": temperature, "seed": seed, "stop": stop, "first": first}
+    for token in generate(network, ids, max_new_tokens, **options):
+        typer.echo(push(token), nl=False)
+    typer.echo(push(final=True))
+
+
+def _choose(logits: Tensor, temperature: float, draw: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    return int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=draw))

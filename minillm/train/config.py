@@ -1,0 +1,91 @@
+"""What a training run is, as one frozen value: two equal configurations and the same data give the same losses."""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from minillm.model import ModelConfig, RopeScaling
+from minillm.train.precision import PRECISIONS
+from minillm.train.recompute import RECOMPUTE
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One step computes accumulate · batch_size windows of seq_len tokens, on each rank.
+
+    lr: the highest learning rate, reached after `warmup_steps` and lowered along a cosine to min_lr_share of it.
+    precision: see `precision.PRECISIONS`; recompute: see `recompute.RECOMPUTE`.
+    max_grad_norm: gradients are scaled down to this global norm; None = never.
+    spike_nats: a loss this far above the recent ones is undone (see guard.py); None = only a loss that is not finite.
+    """
+
+    model: ModelConfig
+    seq_len: int = 256
+    batch_size: int = 8
+    accumulate: int = 1
+    steps: int = 200
+    lr: float = 3e-3
+    warmup_steps: int = 20
+    min_lr_share: float = 0.1
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    max_grad_norm: float | None = 1.0
+    precision: str = "fp32"
+    recompute: str = "none"
+    compile: bool = False
+    seed: int = 0
+    spike_nats: float | None = 2.0
+
+    def __post_init__(self):
+        for name in ("seq_len", "batch_size", "accumulate", "steps"):
+            _whole(name, getattr(self, name), at_least=1)
+        for name in ("warmup_steps", "seed"):
+            _whole(name, getattr(self, name), at_least=0)
+        if self.seq_len > self.model.max_seq_len:
+            raise ValueError(f"seq_len {self.seq_len} is longer than the model's context of {self.model.max_seq_len}.")
+        for name in ("lr", "eps", "max_grad_norm", "spike_nats"):
+            value = getattr(self, name)
+            optional = name in ("max_grad_norm", "spike_nats")
+            if value is None and optional:
+                continue
+            if not isinstance(value, float | int) or not 0 < value < float("inf"):
+                raise ValueError(f"{name} {value} must be a number above 0{' or None' if optional else ''}.")
+        for name, value in (("min_lr_share", self.min_lr_share), *zip(("beta1", "beta2"), self.betas, strict=True)):
+            if not 0 <= value <= 1 or (name != "min_lr_share" and value == 1):
+                raise ValueError(f"{name} {value} is outside 0 .. 1.")
+        if not self.weight_decay >= 0:
+            raise ValueError(f"weight_decay {self.weight_decay} must not be negative.")
+        for name, choices in (("precision", PRECISIONS), ("recompute", RECOMPUTE)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} {getattr(self, name)!r} is unknown: use one of {', '.join(choices)}.")
+        if self.compile and self.recompute != "none":
+            raise ValueError("compile does not see through recompute: use one of the two.")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens one rank computes per step."""
+        return self.accumulate * self.batch_size * self.seq_len
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> "TrainConfig":
+        """The inverse of `to_json`, also after a trip through JSON. Raises ValueError, TypeError or KeyError."""
+        scaling = raw["model"].get("rope_scaling")
+        model = ModelConfig(**raw["model"] | {"rope_scaling": RopeScaling(**scaling) if scaling else None})
+        return cls(**raw | {"model": model, "betas": tuple(raw["betas"])})
+
+    def difference(self, other: "TrainConfig") -> str | None:
+        """ "lr 0.001, not 0.003": the first setting in which `other` differs, as a phrase; None if they are equal."""
+        for mine, theirs in ((self.model, other.model), (self, other)):
+            for field in fields(mine):
+                ours, others = getattr(mine, field.name), getattr(theirs, field.name)
+                if ours != others and field.name != "model":
+                    return f"{field.name} {ours}, not {others}"
+        return None
+
+
+def _whole(name: str, value: object, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        raise ValueError(f"{name} {value!r} must be a whole number of at least {at_least}.")

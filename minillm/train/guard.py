@@ -1,0 +1,81 @@
+"""When training blows up: back to the last good step, on past the batches that led there (Chowdhery et al. 2022, §5.1).
+
+    step     50 ....... 60 61 62 63 !       63 is bad: not finite, or far above the recent losses; it is not applied
+    weights  snapshot ──┐                   restored as they were at 50
+    data     ...........................    goes on after the batch of 63: those in between are skipped
+
+A snapshot is taken between a loss that was good and the update that follows from it, so that the weights it holds are
+known to work: those after the latest update are not yet.
+"""
+
+import copy
+import math
+from collections import deque
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+RECENT = 20  # losses that say what is usual
+MIN_HISTORY = 5
+
+
+class Guard:
+    """capture() -> a state and restore(state): how snapshots are taken and put back.
+
+    every: steps between snapshots. patience: how many rollbacks in a row, without a snapshot between them, are tried.
+    """
+
+    def __init__(
+        self,
+        capture: Callable[[], Any],
+        restore: Callable[[Any], None],
+        *,
+        spike_nats: float | None = 2.0,
+        every: int = 50,
+        patience: int = 3,
+    ):
+        self.capture, self.restore = capture, restore
+        self.spike_nats, self.every, self.patience = spike_nats, every, patience
+        self.recent: deque[float] = deque(maxlen=RECENT)
+        self.failures = 0
+        self._snapshot: tuple[int, Any, list[float]] | None = None
+
+    def problem(self, loss: float, grad_norm: float) -> str | None:
+        """What is wrong with a step that has not been applied yet, or None; a good loss is remembered."""
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        if not math.isfinite(grad_norm):
+            return f"the gradient norm is {grad_norm}"
+        if self.spike_nats is not None and len(self.recent) >= MIN_HISTORY:
+            usual = median(self.recent)
+            if loss - usual > self.spike_nats:
+                return f"the loss is {loss:.2f} after {usual:.2f}"
+        self.recent.append(loss)
+        return None
+
+    def good(self, step: int) -> None:
+        """After a good loss, before its update: takes a snapshot if one is due."""
+        if self._snapshot is None or step - self._snapshot[0] >= self.every:
+            self._snapshot = (step, copy.deepcopy(self.capture()), list(self.recent)[:-1])
+            self.failures = 0
+
+    def roll_back(self, reason: str) -> int:
+        """Restores the snapshot and returns its step. ValueError when that has been tried too often."""
+        if self._snapshot is None:
+            raise ValueError(f"{reason} in the very first step: lower --lr, or check the data and the weights.")
+        step, state, recent = self._snapshot
+        self.failures += 1
+        if self.failures > self.patience:
+            raise ValueError(
+                f"{reason}, also after going back to step {step} {self.patience} times: "
+                "lower --lr or train with --precision fp32."
+            )
+        self.restore(copy.deepcopy(state))
+        self.recent = deque(recent, maxlen=RECENT)
+        return step
+
+    def state_dict(self) -> list[float]:
+        return list(self.recent)
+
+    def load_state_dict(self, recent: list[float]) -> None:
+        self.recent = deque(recent, maxlen=RECENT)

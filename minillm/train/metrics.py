@@ -1,0 +1,83 @@
+"""What a run leaves to look at: a JSON object per line in metrics.jsonl, and TensorBoard's files if it is installed.
+
+{"step": 7, "loss": 6.1, "lr": 0.001, "tokens_per_s": 3400, "forward_s": 0.2, ...}
+{"step": 100, "validation_loss": 4.3, "bits_per_byte": 2.0, ...}          after 100 steps
+"""
+
+import json
+import math
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+FILE = "metrics.jsonl"
+
+
+class Metrics:
+    """Appends to the metrics of the run in `folder`; what a checkpoint at `steps_done` does not know is dropped."""
+
+    def __init__(self, folder: Path, steps_done: int = 0, tensorboard: bool = True):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / FILE
+        kept = [row for row in read_metrics(folder, missing_ok=True) if _known(row, steps_done)]
+        draft = self.path.with_suffix(".tmp")
+        draft.write_text("".join(map(_line, kept)), encoding="utf-8")
+        os.replace(draft, self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+        self._board = _board(folder, steps_done) if tensorboard else None
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Numbers that are not finite become null: JSON has no other word for them."""
+        self._file.write(_line(row))
+        self._file.flush()
+        if self._board:
+            for name, value in row.items():
+                if name != "step" and isinstance(value, float | int) and not isinstance(value, bool):
+                    self._board.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board:
+            self._board.close()
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_metrics(folder: Path, missing_ok: bool = False) -> list[dict[str, Any]]:
+    """The rows of a run, in order; a line that a crash cut short is left out. ValueError if there is no run."""
+    path = folder / FILE
+    if not path.is_file():
+        if missing_ok:
+            return []
+        raise ValueError(f"{folder} holds no {FILE}: name a run that `python -m minillm train` has made.")
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows
+
+
+def _known(row: dict[str, Any], steps_done: int) -> bool:
+    return row["step"] < steps_done or (row["step"] == steps_done and "validation_loss" in row)
+
+
+def _line(row: dict[str, Any]) -> str:
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
+    }
+    return json.dumps(finite) + "\n"
+
+
+def _board(folder: Path, steps_done: int):
+    if find_spec("tensorboard") is None:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=steps_done)

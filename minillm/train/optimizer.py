@@ -1,0 +1,55 @@
+"""The update: AdamW in two groups, a learning rate that follows from the step number, clipping by the global norm."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from minillm.train.config import TrainConfig
+
+
+def decay_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict]:
+    """Parameter groups for an optimizer: matrices decay; norms, biases and embeddings do not.
+
+    A norm's weight is meant to be near 1, not 0, and an embedding's rows move only when their token occurs.
+    """
+    decayed, kept = [], []
+    for name, parameter in named:
+        (decayed if parameter.dim() > 1 and not name.endswith("embedding.weight") else kept).append(parameter)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def adamw(named: Iterable[tuple[str, nn.Parameter]], config: TrainConfig) -> torch.optim.AdamW:
+    """torch's AdamW, one fused kernel per dtype, over `decay_groups`."""
+    groups = decay_groups(named, config.weight_decay)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """Of step 0 .. steps - 1: linear warm-up, half a cosine down to min_lr_share · lr (Loshchilov & Hutter 2017).
+
+    A function of the step alone: nothing to save, and nothing that accumulation could advance too often.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, config.steps - 1 - config.warmup_steps)
+    cosine = (1 + math.cos(math.pi * min(1.0, progress))) / 2
+    return config.lr * (config.min_lr_share + (1 - config.min_lr_share) * cosine)
+
+
+def squared_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """Σ g² over all gradients, a scalar in at least float32; what shards of a model add up before the root is taken."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
+    return torch.stack(norms).square().sum() if norms else torch.zeros(())
+
+
+def clip_(parameters: Sequence[Tensor], norm: Tensor, max_norm: float | None) -> None:
+    """Scales all gradients by max_norm / norm if that is below 1; their directions stay (Pascanu et al. 2013)."""
+    if max_norm is None:
+        return
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    torch._foreach_mul_(gradients, factor)

@@ -1,0 +1,142 @@
+"""A run: steps under a progress bar, metrics and checkpoints in a folder, and Ctrl-C that loses nothing.
+
+    runs/NAME/checkpoint.pt    the last save; `resume` goes on from it with the same bits
+    runs/NAME/metrics.jsonl    a line per step and per validation
+    runs/NAME/tensorboard/     the same, when TensorBoard is installed
+
+Ctrl-C (or a cluster's SIGTERM) lets the step finish, saves and returns; a second one stops at once.
+"""
+
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tqdm.auto import tqdm
+
+from minillm.measure import memory
+from minillm.train import checkpoint
+from minillm.train.loop import Step, Trainer
+from minillm.train.metrics import Metrics
+from minillm.train.validation import Validation
+
+
+@dataclass
+class Run:
+    """How a run ended. losses: of the steps made now; peak: bytes by kind, if memory was asked for."""
+
+    folder: Path
+    steps_done: int = 0
+    interrupted: bool = False
+    validation: Validation | None = None
+    losses: list[float] = field(default_factory=list)
+    peak: object = None
+
+
+def fit(
+    trainer: Trainer,
+    folder: str | Path,
+    *,
+    resume: bool = False,
+    save_every: int = 200,
+    validate_every: int = 100,
+    validation_tokens: int | None = 32768,
+    census: bool = False,
+    tensorboard: bool = True,
+    progress: bool = True,
+    on_step: Callable[[Trainer, Step], None] | None = None,
+) -> Run:
+    """Trains to the configuration's last step, or to Ctrl-C, and saves.
+
+    resume: go on from the folder's checkpoint. validation_tokens: how many to validate on on the way (all, at the end).
+    census: follow memory by kind through the first step. on_step: called after each step.
+    ValueError if the folder holds a run and resume is not set; OSError if the last save fails (one on the way that
+    fails costs a warning: the checkpoint before it still loads).
+    """
+    folder = Path(folder)
+    if resume:
+        trainer.load_state_dict(checkpoint.load(folder))
+    elif (folder / checkpoint.FILE).exists():
+        raise ValueError(f"{folder} holds a run already: go on with --resume, or name another --run.")
+    steps = trainer.config.steps
+    run = Run(folder, trainer.steps_done)
+    bar = tqdm(total=steps, initial=run.steps_done, unit="step", desc=folder.name, disable=not progress)
+    with bar, Metrics(folder, run.steps_done, tensorboard) as metrics, _interrupts() as interrupt, trainer:
+
+        def validate(max_tokens: int | None) -> None:
+            run.validation = trainer.validate(max_tokens)
+            metrics.log({"step": trainer.steps_done, **run.validation.to_json()})
+            if max_tokens is not None:
+                bar.write(f"step {trainer.steps_done}: validation loss {run.validation.loss:.3f}")
+
+        recent: deque[Step] = deque(maxlen=10)
+        while trainer.steps_done < steps and not interrupt.is_set():
+            if census and run.peak is None:
+                with memory(trainer.model, trainer.optimizer) as seen:
+                    step = trainer.step()
+                run.peak = seen.peak
+                peak = {f"peak_{kind}_bytes": size for kind, size in seen.peak.items()}
+            else:
+                step, peak = trainer.step(), {}
+            recent.append(step)
+            run.losses.append(step.loss)
+            metrics.log(step.to_json() | peak)
+            if step.rollback:
+                bar.write(f"step {step.step}: {step.rollback}")
+            bar.update(trainer.steps_done - bar.n)
+            bar.set_postfix_str(_postfix(recent))
+            if on_step:
+                on_step(trainer, step)
+            done = trainer.steps_done
+            if step.applied and done < steps and not interrupt.is_set():
+                if trainer.held_out is not None and done % validate_every == 0:
+                    validate(validation_tokens)
+                if done % save_every == 0:
+                    _save_on_the_way(trainer, folder)
+        run.steps_done, run.interrupted = trainer.steps_done, trainer.steps_done < steps
+        if run.losses:
+            checkpoint.save(trainer.state_dict(), folder)
+        if trainer.held_out is not None and not run.interrupted:
+            validate(None)
+    return run
+
+
+def _save_on_the_way(trainer: Trainer, folder: Path) -> None:
+    try:
+        checkpoint.save(trainer.state_dict(), folder)
+    except OSError as error:
+        print(f"minillm: {error} Training goes on.", file=sys.stderr)
+
+
+def _postfix(recent: deque[Step]) -> str:
+    seconds, tokens = sum(step.time.total for step in recent), sum(step.tokens for step in recent)
+    parts = [f"loss {recent[-1].loss:.3f}", f"{tokens / seconds:,.0f} tokens/s"]
+    if all(step.mfu is not None for step in recent):
+        share = sum(step.mfu * step.time.total for step in recent) / seconds
+        parts.append(f"MFU {share:.0%}")
+    return ", ".join(parts)
+
+
+@contextmanager
+def _interrupts() -> Iterator[threading.Event]:
+    """An event that the first SIGINT or SIGTERM sets; the second SIGINT is Python's KeyboardInterrupt again."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():  # only it may handle signals
+        yield asked
+        return
+
+    def handle(number: int, frame: object) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

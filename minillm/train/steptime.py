@@ -1,0 +1,51 @@
+"""Where the time of a step goes: input, forward, backward, communication, optimizer, and what is left: idle.
+
+A step runs inside a ledger. Its spans say what it was doing; its communication events say how long it stood still for
+other ranks, usually inside a span. Standing still counts as communication and not as the work it interrupted, so
+communication that is hidden behind backward costs nothing here: the parts add up to the step.
+"""
+
+from dataclasses import dataclass
+
+from minillm.measure import Ledger
+
+PARTS = ("input", "forward", "backward", "optimizer", "communication", "idle")
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step; the parts add up to `total`."""
+
+    total: float
+    input: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+    optimizer: float = 0.0
+    communication: float = 0.0
+
+    @property
+    def idle(self) -> float:
+        """What no span accounts for: Python between them."""
+        return self.total - self.input - self.forward - self.backward - self.optimizer - self.communication
+
+    @classmethod
+    def of(cls, ledger: Ledger, start: float, end: float) -> "StepTime":
+        """From what was recorded between `start` and `end` (time.monotonic() seconds)."""
+        seconds = dict.fromkeys(PARTS, 0.0)
+        for span in ledger.spans:
+            if span.start >= start and span.end <= end and (part := _part(span.name, span.kind)):
+                seconds[part] += span.seconds
+                if part != "communication":
+                    waited = sum(event.waited for event in ledger.events if span.start <= event.end <= span.end)
+                    seconds[part] -= waited
+                    seconds["communication"] += waited
+        return cls(end - start, **{part: seconds[part] for part in PARTS if part != "idle"})
+
+    def to_json(self) -> dict[str, float]:
+        return {"seconds": self.total} | {f"{part}_s": getattr(self, part) for part in PARTS}
+
+
+def _part(name: str, kind: str) -> str | None:
+    if kind in ("comm", "wait"):
+        return "communication"
+    return next((part for part in PARTS[:4] if part in (name, kind)), None)

@@ -1,0 +1,48 @@
+"""Loss on text the model has not seen: nats per token, and bits per byte, which compares across tokenizers."""
+
+from dataclasses import dataclass
+
+import torch
+
+from minillm.data import ShardedSampler, TokenDataset
+from minillm.predict.data import bits_per_byte
+from minillm.train.parallel import Alone
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Mean loss in nats per token over `tokens` held-out tokens, and the same per byte of text."""
+
+    loss: float
+    bits_per_byte: float
+    tokens: int
+
+    def to_json(self) -> dict[str, float]:
+        return {"validation_loss": self.loss, "bits_per_byte": self.bits_per_byte, "validation_tokens": self.tokens}
+
+
+@torch.no_grad()
+def validate(
+    model: torch.nn.Module,
+    dataset: TokenDataset,
+    batch_size: int,
+    max_tokens: int | None = None,
+    device: torch.device | str = "cpu",
+    parallel: Alone | None = None,
+) -> Validation:
+    """Every window once over all ranks; with max_tokens, about so many tokens in windows spread evenly.
+
+    dataset.tokens: a `Tokens`, whose bytes per token turn nats per token into bits per byte.
+    """
+    parallel, tokens = parallel or Alone(), dataset.tokens
+    windows = len(dataset) if max_tokens is None else min(len(dataset), max(1, max_tokens // dataset.seq_len))
+    total, count = torch.zeros(2, device=device, dtype=torch.float64)
+    for places in ShardedSampler(windows, batch_size, parallel.rank, parallel.world_size).one_pass():
+        if not len(places):
+            continue
+        inputs, targets = dataset.batch(places * len(dataset) // windows)
+        nll, weight = model(inputs.to(device), targets=targets.to(device))
+        total, count = total + nll.double(), count + weight.double()
+    count = parallel.sum(count).item()
+    loss = parallel.sum(total).item() / count
+    return Validation(loss, bits_per_byte(loss, len(tokens), tokens.text_bytes), int(count))

@@ -1,0 +1,46 @@
+"""The tour: every stop's receipt, exit status by verdict, JSON as promised, bad input named."""
+
+import json
+
+import pytest
+
+from minillm import tour
+from minillm.__main__ import run
+from minillm.labkit.receipts import row
+
+
+def test_every_verdict_of_the_collectives_stop_is_ok(tmp_path, capsys):
+    file = tmp_path / "tour.json"
+    status = run(["tour", "--labs", "01", "--json", str(file)])
+    found = json.loads(file.read_text())
+    off = [line for line in found["rows"] if line["verdict"] == "off"]
+    # The wire belongs to the whole machine and emulated times to its scheduler: others may disturb both.
+    assert [line for line in off if "wire" not in line["name"] and "emulated" not in line["name"]] == []
+    assert status == (1 if off else 0)
+    assert set(found["rows"][0]) == {"lab", "name", "predicted", "measured", "unit", "verdict"}
+    assert found["provenance"]["command"]
+    assert "ring all-reduce" in capsys.readouterr().out
+
+
+def test_exit_status_is_one_if_any_verdict_is_off(monkeypatch, capsys):
+    rows = [row("right", 1, 1), row("wrong", 1, 2)]
+    monkeypatch.setattr(tour, "tour", lambda labs: iter([("99", iter(rows))]))
+    assert run(["tour"]) == 1
+    assert "2 rows, 1 off" in capsys.readouterr().out
+
+
+def test_unknown_stop_is_refused_before_anything_runs(capsys):
+    assert run(["tour", "--labs", "00,77"]) == 2
+    captured = capsys.readouterr()
+    assert "--labs 77" in captured.err and "01" in captured.err and "lab 00" not in captured.out
+
+
+def test_unwritable_json_file_is_one_line(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(tour, "tour", lambda labs: iter([("99", iter([row("right", 1, 1)]))]))
+    assert run(["tour", "--json", str(tmp_path / "missing" / "tour.json")]) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("lab", ["00", "01"])
+def test_every_lab_has_a_stop(lab):
+    assert lab in [name for name, _ in tour.tour([lab])]
