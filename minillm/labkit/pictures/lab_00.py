@@ -92,7 +92,7 @@ def draw_crowd(layouts: Sequence[tuple[int, int]], predicted: Sequence[float], m
 
 def _roofline() -> tuple[Figure, dict[str, Any]]:
     card, edge = machine(), 4096
-    rates = experiments.matmul_rates([edge])
+    rates = experiments.matmul_rates([edge], sweeps=60)
     peak, bandwidth = card.peak_flops, card.memory_bandwidth_bytes_per_s
     numbers = {"peak_flops": peak, "memory_bandwidth_bytes_per_s": bandwidth, "edge": edge, "tokens_flops": rates[edge]}
     return draw_roofline(rates, edge, peak, bandwidth), numbers
