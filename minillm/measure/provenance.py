@@ -61,6 +61,8 @@ def processor() -> str:
 
 
 def _version(package: str) -> str | None:
+    if package == "torch":
+        return torch.__version__  # says which build: 2.13.0+cpu
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,5 +1,6 @@
 """Saved and loaded is as if nothing had happened; a save that fails loses nothing; a wrong folder is refused."""
 
+import importlib.util
 import json
 import os
 import resource
@@ -194,7 +195,8 @@ def test_metrics_and_memory(tmp_path, capsys):
     assert 8 * parameters < steps[0]["peak_optimizer_bytes"] < 8.2 * parameters
     assert [(row["step"], row["validation_tokens"]) for row in rows if "validation_loss" in row] == [(7, 32), (14, 288)]
     assert "tokens/s" in capsys.readouterr().err
-    assert list((tmp_path / "tensorboard").glob("events.out.*"))
+    written = list((tmp_path / "tensorboard").glob("events.out.*"))
+    assert bool(written) == (importlib.util.find_spec("tensorboard") is not None)
 
 
 def test_metrics_survive_a_crash(tmp_path):
