@@ -58,9 +58,10 @@ class Board:
     def __init__(self, path: str | Path, world_size: int, first_rank: int = 0) -> None:
         self.world_size, self.first_rank = world_size, first_rank
         self._slot_bytes = HEADER_BYTES + RECORDS * RECORD_BYTES + 2 * world_size * NOTE_BYTES
+        size = world_size * self._slot_bytes
         with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
-            file.truncate(world_size * self._slot_bytes)
-            self._map = mmap.mmap(file.fileno(), world_size * self._slot_bytes)
+            _reserve(file.fileno(), size, Path(path).parent)
+            self._map = mmap.mmap(file.fileno(), size)
 
     def close(self) -> None:
         self._map.close()
@@ -148,6 +149,19 @@ class Board:
 
     def _record(self, rank: int, ordinal: int) -> int:
         return self._slot(rank) + HEADER_BYTES + ordinal % RECORDS * RECORD_BYTES
+
+
+def _reserve(file: int, size: int, folder: Path) -> None:
+    """Take the room now: a full disk is an error here, but the end of the process once the file is mapped."""
+    try:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file, 0, size)
+        else:
+            os.ftruncate(file, size)
+    except OSError as error:
+        raise ValueError(
+            f"no room for {size:,} bytes in {folder} ({error.strerror}): free some space, or set TMPDIR to another folder"
+        ) from error
 
 
 def _parsed(header: tuple, text: bytes) -> Posted | None:

@@ -3,6 +3,8 @@
 import os
 import time
 
+import pytest
+
 from minillm.comm import launch
 from minillm.comm.board import FINISHED, RECORDS, RUNNING, Board, describe
 from minillm.comm.table import waiting_table
@@ -130,3 +132,14 @@ def hammer(group, path, count):
 
 def test_a_reader_never_sees_half_a_text(tmp_path) -> None:
     assert launch(hammer, 2, str(tmp_path / "board"), 40_000)[1] == [True]
+
+
+def test_no_room_for_the_board_is_one_sentence(monkeypatch):
+    """As on a full /dev/shm or temp folder; the file itself is not left behind."""
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(ValueError, match=r"no room for [\d,]+ bytes in .*: free some space, or set TMPDIR"):
+        launch(print, 2)
