@@ -160,7 +160,7 @@ def _reserve(file: int, size: int, folder: Path) -> None:
             os.ftruncate(file, size)
     except OSError as error:
         raise ValueError(
-            f"no room for {size:,} bytes in {folder} ({error.strerror}): free some space, or set TMPDIR to another folder"
+            f"no room for {size:,} bytes in {folder} ({error.strerror}): free some space, or set TMPDIR to another one"
         ) from error
 
 

@@ -141,5 +141,7 @@ def test_no_room_for_the_board_is_one_sentence(monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(ValueError, match=r"no room for [\d,]+ bytes in .*: free some space, or set TMPDIR"):
+    with pytest.raises(
+        ValueError, match=r"no room for [\d,]+ bytes in .*: free some space, or set TMPDIR to another one"
+    ):
         launch(print, 2)
