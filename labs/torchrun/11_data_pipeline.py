@@ -21,13 +21,19 @@ def deal(position, order, num_samples, batch_size, rank, world_size) -> list[int
     raise NotImplementedError
 
 
-def program(group: Group) -> tuple[list[int], int]:
-    """What one rank does: (the samples of at least two epochs that it got, messages it sent to know them)."""
+def program(group: Group) -> tuple[list[int], int] | None:
+    """What one rank does: (the samples of at least two epochs that it got, messages it sent to know them).
+
+    None while `deal` is not written yet.
+    """
     samples, position = [], 0
-    with measure.ledger() as led:
-        while position < 2 * NUM_SAMPLES:
-            samples += deal(position, order, NUM_SAMPLES, BATCH_SIZE, group.rank, group.world_size)
-            position += BATCH_SIZE * group.world_size
+    try:
+        with measure.ledger() as led:
+            while position < 2 * NUM_SAMPLES:
+                samples += deal(position, order, NUM_SAMPLES, BATCH_SIZE, group.rank, group.world_size)
+                position += BATCH_SIZE * group.world_size
+    except NotImplementedError:
+        return None
     return samples, led.messages
 
 
@@ -38,7 +44,9 @@ def order(epoch: int):
 
 if __name__ == "__main__":
     results = launch(program, 4)
-    if is_root():
+    if is_root() and None in results:
+        print("deal: not written yet")
+    elif is_root():
         seen = Counter(sample for samples, _ in results for sample in samples)
         dealt = sum(seen.values())
         rows = [

@@ -25,11 +25,14 @@ def average(group: Group, x: torch.Tensor) -> torch.Tensor:
     # END SOLUTION
 
 
-def program(group: Group) -> tuple[float, int]:
-    """What one rank does: (the mean that it got, bytes that it sent)."""
+def program(group: Group) -> tuple[float, int] | None:
+    """What one rank does: (the mean that it got, bytes that it sent); None while `average` is not written yet."""
     x = torch.full((NUM_ELEMENTS,), float(group.rank), device=group.device)
-    with measure.ledger() as led:
-        mean = average(group, x)
+    try:
+        with measure.ledger() as led:
+            mean = average(group, x)
+    except NotImplementedError:
+        return None
     return mean[0].item(), led.bytes("all_reduce")
 
 
@@ -37,7 +40,9 @@ if __name__ == "__main__":
     results = launch(program, 4)
     world_size = len(results)
     predicted = comms.ring_all_reduce(NUM_ELEMENTS, 4, world_size).sent_per_rank
-    if is_root():
+    if is_root() and None in results:
+        print("average: not written yet")
+    elif is_root():
         rows = [row(f"mean on rank {rank}", (world_size - 1) / 2, mean) for rank, (mean, _) in enumerate(results)]
         rows += [row(f"bytes sent by rank {r}", predicted[r], sent, "B") for r, (_, sent) in enumerate(results)]
         print(receipt(f"{world_size} ranks", rows))
