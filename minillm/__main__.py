@@ -15,6 +15,7 @@ COMMANDS = {
     "generate": ("minillm.model.generate", "write on from a prompt"),
     "plot": ("minillm.labkit.plot_command", "draw a run's loss and step times"),
     "tour": ("minillm.tour", "run every mechanism once: predicted beside measured"),
+    "oracle": ("minillm.oracle_command", "any layout against one process, every gradient compared"),
     "doctor": ("minillm.doctor", "can this machine run the course, and what to repair"),
     "bench": ("minillm.bench", "side by side with a peer"),
     "machine": ("minillm.labkit.machine_command", "measure this machine: matmul, memory, links"),

@@ -3,16 +3,32 @@
 `reference` is the single process: one SGD step in float64. SGD and not Adam, because Adam divides a gradient's scale
 out again and so hides a loss that is N times too large; float64, so that 1e-10 separates another order of summation
 from a bug; every gradient and weight by name, because a loss agrees long before all of them do.
+
+`compare` does the same step on real ranks, through the very seam that the training loop uses (`train/parallel.py`),
+and says how far the worst parameter is off. `CASES` are the corners where parallel forms have gone wrong before.
+
+    python -m minillm oracle --dp 1,2,3,4 --zero 0,1,2,3 --accumulate 1,3
 """
 
-from dataclasses import dataclass
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from minillm.model import ModelConfig, Transformer, cross_entropy, dense
+from minillm.comm import Group, launch
+from minillm.model import ModelConfig, Transformer, cross_entropy, cross_entropy_sums, dense
 from minillm.model.loss import IGNORE
+from minillm.train.forms import parallel_form
+from minillm.train.optimizer import Named, clip_
+from minillm.train.parallel import Alone
+
+TOLERANCE = 1e-10  # relative, in float64
 
 
 @dataclass(frozen=True)
@@ -66,12 +82,7 @@ def reference(
     ValueError for a pattern that matches nothing, or when everything is frozen.
     """
     model = Transformer(config, seed=seed, device="cpu", dtype=torch.float64, attention=dense)
-    for pattern in frozen:
-        matched = [parameter for name, parameter in model.named_parameters() if fnmatchcase(name, pattern)]
-        if not matched:
-            raise ValueError(f"frozen pattern {pattern!r} matches no parameter: see Transformer.named_parameters().")
-        for parameter in matched:
-            parameter.requires_grad_(False)
+    _freeze(model, frozen)
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trainable:
         raise ValueError(f"frozen {frozen} leaves no parameter to train: freeze less.")
@@ -79,9 +90,206 @@ def reference(
     loss = cross_entropy(model(batch.tokens), batch.targets, batch.weights)
     gradients = dict(zip(trainable, torch.autograd.grad(loss, list(trainable.values())), strict=True))
     grad_norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt().item()
-    clip = 1.0 if max_grad_norm is None or grad_norm <= max_grad_norm else max_grad_norm / grad_norm
+    clip = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (grad_norm + 1e-6))  # as torch clips
     with torch.no_grad():
         for name, parameter in trainable.items():
             parameter -= lr * clip * gradients[name]
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return Reference(loss.item(), gradients, grad_norm, weights)
+
+
+def _freeze(model: torch.nn.Module, frozen: Sequence[str]) -> None:
+    for pattern in frozen:
+        matched = [parameter for name, parameter in model.named_parameters() if fnmatchcase(name, pattern)]
+        if not matched:
+            raise ValueError(f"frozen pattern {pattern!r} matches no parameter: see Transformer.named_parameters().")
+        for parameter in matched:
+            parameter.requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a step is spread. dp: ranks that share the batch; zero: stage; accumulate: microbatches of each rank."""
+
+    dp: int = 1
+    zero: int = 0
+    accumulate: int = 1
+
+    def __post_init__(self):
+        for name, allowed in (("dp", range(1, 65)), ("zero", range(4)), ("accumulate", range(1, 1025))):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f"{name} {value} is not in {allowed.start} .. {allowed.stop - 1}.")
+
+    def __str__(self) -> str:
+        return f"dp {self.dp}, zero {self.zero}, accumulate {self.accumulate}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained: a model small enough for the oracle to be fast, and the batch of one step."""
+
+    config: ModelConfig
+    batch: Batch
+    frozen: tuple[str, ...] = ()
+    max_grad_norm: float | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A layout beside the reference. worst_*: largest relative error of a parameter; parameter: the worst gradient's.
+
+    grad_norm: its relative error. identical: every rank holds the same bits, after further steps too.
+    """
+
+    layout: str
+    worst_gradient: float
+    worst_weight: float
+    grad_norm: float
+    parameter: str
+    identical: bool
+    ok: bool
+
+
+def _cases() -> dict[str, Case]:
+    # 37 tokens and a hidden size of 12 divide by nothing; 13 rows are no multiple of ranks or microbatches.
+    config = ModelConfig(37, 12, 17, 2, 4, 2, head_dim=4, max_seq_len=16, init_std=0.3)
+    batch = Batch.random(config, 13, 7, seed=1)
+    uneven = batch.targets.clone()
+    uneven[: 13 // 2, 1:] = IGNORE  # the first ranks have few tokens, some microbatches none
+    uneven[:2] = IGNORE
+    small = ModelConfig(5, 2, 1, 1, 1, 1, max_seq_len=4, init_std=0.3)
+    tied = replace(config, tie_embeddings=True, qk_norm=True)
+    return {
+        "plain": Case(config, batch),
+        "tied": Case(tied, batch),
+        "frozen": Case(config, batch, frozen=("blocks.0.*", "embedding.weight")),
+        "frozen tied": Case(tied, batch, frozen=("embedding.weight", "blocks.1.mlp.*")),
+        "unequal": Case(config, replace(batch, targets=uneven)),
+        "size 1": Case(small, Batch.random(small, 13, 1, seed=2)),
+        "clipped": Case(config, batch, max_grad_norm=0.05),
+    }
+
+
+CASES = _cases()
+
+
+def _form(group: Group, layout: Layout) -> Alone:
+    return parallel_form(group, layout.zero)
+
+
+FormOf = Callable[[Group, Layout], Alone]
+
+
+def compare(
+    layouts: Layout | Sequence[Layout],
+    cases: Mapping[str, Case] = CASES,
+    *,
+    seed: int = 0,
+    lr: float = 0.1,
+    steps: int = 5,
+    tolerance: float = TOLERANCE,
+    form: FormOf = _form,
+) -> list[Comparison]:
+    """Runs each layout on each case on real ranks (one launch per number of ranks); a row for each of both.
+
+    steps: SGD steps in all; the first is compared with `reference`, the ranks' weights with each other after the last.
+    form: (group, layout) -> the parallel form that is put to the test.
+    """
+    layouts = [layouts] if isinstance(layouts, Layout) else list(layouts)
+    expected = {
+        name: reference(case.config, case.batch, seed=seed, lr=lr, frozen=case.frozen, max_grad_norm=case.max_grad_norm)
+        for name, case in cases.items()
+    }
+    rows: dict[tuple[Layout, str], Comparison] = {}
+    for world_size in sorted({layout.dp for layout in layouts}):
+        chosen = [layout for layout in layouts if layout.dp == world_size]
+        for outcome in launch(_run, world_size, form, chosen, dict(cases), seed, lr, steps)[0]:
+            found = _judge(outcome, expected[outcome.case], tolerance)
+            rows[outcome.layout, outcome.case] = found
+    return [rows[layout, name] for layout in layouts for name in cases]
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What the ranks came to: whole tensors, by name."""
+
+    layout: Layout
+    case: str
+    gradients: dict[str, Tensor]
+    grad_norm: float
+    weights: dict[str, Tensor]
+    identical: bool
+
+
+def _run(group: Group, form: FormOf, layouts: Sequence[Layout], cases: Mapping[str, Case], *how: Any) -> list[_Outcome]:
+    done = [_step(group, form, layout, name, case, *how) for layout in layouts for name, case in cases.items()]
+    return done if group.rank == 0 else []
+
+
+def _step(
+    group: Group, form_of: FormOf, layout: Layout, name: str, case: Case, seed: int, lr: float, steps: int
+) -> _Outcome:
+    form = form_of(group, layout)
+    model = form.build(case.config, seed=seed, dtype=torch.float64, attention=dense)
+    _freeze(model, case.frozen)
+    module = form.wrap(model)
+    updater = form.updater(module, partial(_sgd, lr=lr))
+    for step in range(steps):
+        _backward(form, module, case.batch, layout.accumulate)
+        updater.collect()
+        norm = form.grad_norm(updater.parameters)
+        if step == 0:
+            gradients = {name: gradient.clone() for name, gradient in form.gradients().items()}
+            grad_norm = norm.item()
+        clip_(updater.parameters, norm, case.max_grad_norm)
+        updater.step()
+        updater.zero_grad()
+        if step == 0:
+            weights = {name: weight.clone() for name, weight in form.weights().items()}
+    bits = hashlib.sha256(b"".join(weight.cpu().numpy().tobytes() for weight in form.weights().values())).digest()
+    return _Outcome(layout, name, gradients, grad_norm, weights, len(set(group.gather_objects(bits))) == 1)
+
+
+def _backward(form: Alone, module: torch.nn.Module, batch: Batch, accumulate: int) -> None:
+    """This rank's rows of the batch, in `accumulate` microbatches."""
+    parts = [part.tensor_split(form.world_size)[form.rank] for part in (batch.tokens, batch.targets, batch.weights)]
+    micro = list(zip(*(part.tensor_split(accumulate) for part in parts), strict=True))
+    denominator = form.denominator(sum(((targets != IGNORE) * weights).sum() for _, targets, weights in micro))
+    for index, (tokens, targets, weights) in enumerate(micro):
+        with form.accumulating(last=index == accumulate - 1):
+            total, _ = cross_entropy_sums(module(tokens), targets, weights)
+            (total / denominator).backward()
+    form.finish_backward()
+
+
+def _sgd(named: Named, lr: float) -> torch.optim.SGD:
+    return torch.optim.SGD([parameter for _, parameter in named], lr=lr)
+
+
+def _judge(outcome: _Outcome, expected: Reference, tolerance: float) -> Comparison:
+    gradient_errors = _errors(outcome.gradients, expected.gradients)
+    worst = max(gradient_errors, key=gradient_errors.__getitem__)
+    weight = max(_errors(outcome.weights, expected.weights).values())
+    norm = abs(outcome.grad_norm - expected.grad_norm) / expected.grad_norm
+    ok = max(gradient_errors[worst], weight, norm) <= tolerance and outcome.identical
+    label = f"{outcome.layout}, {outcome.case}"
+    return Comparison(label, gradient_errors[worst], weight, norm, worst, outcome.identical, ok)
+
+
+def _errors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """max |found - expected| / max |expected| for each name; infinite if it is missing or not a number.
+
+    A parameter whose true gradient is zero is measured against the largest of the others: rounding has no scale of
+    its own.
+    """
+    floor = 1e-6 * max(tensor.abs().max().item() for tensor in expected.values())
+    errors = {}
+    for name in expected.keys() | found.keys():
+        if name not in found or name not in expected or found[name].shape != expected[name].shape:
+            errors[name] = math.inf
+            continue
+        difference = (found[name] - expected[name]).abs().max().item()
+        scale = max(expected[name].abs().max().item(), floor)
+        errors[name] = difference / scale if math.isfinite(difference) else math.inf
+    return errors

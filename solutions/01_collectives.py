@@ -396,7 +396,9 @@ receipt("where the lines cross", rows)
 # %% [markdown]
 # On the emulated link the prediction holds. On loopback, read the error of the fit before you believe the crossover:
 # four ranks share few cores, so they wait for the scheduler as much as for bytes, and all their bytes pass through the
-# same memory. The model knows neither. The *shape* is what carries over to a cluster: few rounds win for small tensors,
+# same memory. The model knows neither. Nor does it know that not all messages are alike here: where every rank sends
+# and receives at once, as in the ring and in recursive doubling, ranks drive their own sockets; the tree's go one way,
+# by gloo, whose rounds take longer. The *shape* is what carries over to a cluster: few rounds win for small tensors,
 # few bytes for large ones. That is why gradients travel in buckets of megabytes, and why NCCL has both rings and trees
 # and picks by size.
 #
@@ -788,7 +790,8 @@ number("9. bus bandwidth / (P / time), 8 ranks", comms.ring_all_reduce(8, 1, 8).
 # When α·rounds outweighs bytes/β. With 5 µs and 50 GB/s the ring passes the tree at 0.47 MB on 8 ranks, at 2.8 MB on 64
 # and at 28 MB on 1024. NCCL switches by size and topology.
 #
-# *Follow-up: why did this machine show another crossover?* Another α: here a round costs a wake-up by the scheduler.
+# *Follow-up: why did this machine show another crossover?* Another α: here a round costs a wake-up by the scheduler,
+# and the tree's rounds cost more than the ring's.
 # </details>
 #
 # **8. What does expert parallelism send, and how often?**

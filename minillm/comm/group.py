@@ -11,6 +11,7 @@ one; `async_op=True` returns a `Handle` at once. Ranks in calls (`root`, `src`, 
 import functools
 import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,9 +28,12 @@ from minillm.comm.handle import Handle
 from minillm.comm.links import Link
 from minillm.comm.messages import Message, Transfer
 from minillm.comm.operands import part_shape
+from minillm.comm.sockets import Sockets
 from minillm.comm.table import waiting_table
 from minillm.comm.world import Scratch, World
 from minillm.measure.ledger import Event, Ledger, open_ledgers
+
+TAGS = 1_000_000  # messages carry one of so many, made of the operation's number and text: others are told apart
 
 
 @dataclass
@@ -51,6 +55,9 @@ class Group:
         self.rank = self.ranks.index(world.rank) if world.rank in self.ranks else -1
         self.backend = dist.get_backend(process_group) if self.rank >= 0 else "none"
         self._ordinal, self._sequence, self._p2p_sequence = world.next_ordinal(), 0, 0
+        own_sockets = self.backend == "gloo" and self.device.type == "cpu" and world.egress is None
+        self.sockets = Sockets(process_group, self._ordinal, world.timeout) if own_sockets else ()
+        world.kept.append(self.sockets)
         self.scratch = Scratch()
         self._thread = threading.local()  # .operation: the collective this thread is inside of
         self._queue: ThreadPoolExecutor | None = None
@@ -77,10 +84,15 @@ class Group:
         """x: [n, ...] on each rank -> [world_size * n, ...]: the ranks' tensors in rank order."""
         return self.run("all_gather", x, lambda: self._best("all_gather")(x, self, out), async_op, same=out is None)
 
-    def reduce_scatter(self, x: torch.Tensor, op: str = "sum", async_op: bool = False) -> Any:
-        """x: [world_size * n, ...] on each rank -> [n, ...]: this rank's part of the sum over the ranks."""
+    def reduce_scatter(
+        self, x: torch.Tensor, op: str = "sum", async_op: bool = False, out: torch.Tensor | None = None
+    ) -> Any:
+        """x: [world_size * n, ...] on each rank -> [n, ...]: this rank's part of the sum over the ranks.
+
+        out: where to put it (contiguous, n elements); it may be this rank's part of x itself.
+        """
         part, how = part_shape(x, self, "reduce_scatter"), "" if op == "sum" else f"op={op}"
-        body = lambda: self._best("reduce_scatter")(x, self, op).view(part)  # noqa: E731
+        body = lambda: self._best("reduce_scatter")(x, self, op, out).view(part)  # noqa: E731
         return self.run("reduce_scatter", x, body, async_op, how=how)
 
     def all_to_all(self, x: torch.Tensor, async_op: bool = False) -> Any:
@@ -189,7 +201,7 @@ class Group:
     @torch.no_grad()
     def _perform(self, event: Event, text: bytes, body: Callable[[], Any]) -> Any:
         self._sequence += 1
-        operation = self._thread.operation = _Operation(tag=1 + self._sequence % 1_000_000)
+        operation = self._thread.operation = _Operation(tag=1 + zlib.crc32(text, self._sequence) % TAGS)
         event.start = time.monotonic()
         try:
             return self._on_board(self._ordinal, self._sequence, text, body)

@@ -240,10 +240,14 @@ def _folder() -> Iterator[Path]:
 
 @functools.cache
 def _start_method() -> str:
-    """A fork server that has loaded torch once, but not minillm, so that edits are seen."""
+    """A fork server that has loaded torch once, but not minillm, so that edits are seen.
+
+    torch._dynamo, because making any torch.optim optimizer loads it: seconds, once per rank.
+    """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return "spawn"
-    multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "numpy", "cloudpickle", "psutil"])
+    modules = ["torch", "torch._dynamo", "torch.distributed", "numpy", "cloudpickle", "psutil"]
+    multiprocessing.set_forkserver_preload(modules)
     return "forkserver"
 
 

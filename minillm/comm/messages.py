@@ -1,9 +1,14 @@
 """Point-to-point messages, the one thing all collectives are made of.
 
-A `Transfer` posts any number of sends and receives at once, so that no order of sends can deadlock, and hides three
-differences: NCCL wants them as one batch, gloo as separate calls; gloo moves CPU memory only, so tensors on a GPU take
-a detour; and an emulated link delivers later than the real wire. For the last, the sender adds a stamp (the delivery
-time, 8 bytes, not counted: it belongs to the emulation) and both sides wait for that time.
+A `Transfer` posts any number of sends and receives at once, so that no order of sends can deadlock, and hides four
+differences: NCCL wants them as one batch, gloo as separate calls; a collective's exchanges between ranks of one machine
+take sockets of our own; gloo moves CPU memory only, so tensors on a GPU take a detour; and an emulated link delivers
+later than the real wire. For the last, the sender adds a stamp (the delivery time, 8 bytes, not counted: it belongs to
+the emulation) and both sides wait for that time.
+
+A socket takes a small message whether or not anybody is there; gloo's send returns once the other side receives. So
+sockets serve where every rank both sends and receives in each step, as in a ring: nobody gets through alone. What goes
+one way only, as in a tree, stays with gloo: a broadcast that another rank never joins is noticed.
 """
 
 import threading
@@ -14,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from minillm.comm import sockets
 from minillm.comm.errors import PeerLostError
 
 if TYPE_CHECKING:
@@ -33,6 +39,7 @@ class Transfer:
         self._deliver_at, self._waiter, self._error = 0.0, None, None
         self._stamps: list[torch.Tensor] = []
         self._unstage: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._near = group.sockets if tag and sends and recvs else ()
         # Empty tensors have nothing to say: both sides know their size, so both sides skip them.
         sends = [(x.detach().contiguous(), dst) for x, dst in sends if x.numel()]
         self.messages = len(sends)
@@ -53,13 +60,13 @@ class Transfer:
     def _post_gloo(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> list[dist.Work]:
         pg, works = self.group.process_group, []
         for x, src in recvs:
-            works.append(pg.recv([self._landing(x)], src, tag))
+            works.append((self._near if src in self._near else pg).recv([self._landing(x)], src, tag))
             if self.group.link_between(src, self.group.rank):
                 self._stamps.append(torch.zeros(1, dtype=torch.float64))
                 works.append(pg.recv([self._stamps[-1]], src, tag + STAMP))
         stamps = self._pace(sends)
         for (x, dst), stamp in zip(sends, stamps, strict=True):
-            works.append(pg.send([x.cpu()], dst, tag))
+            works.append((self._near if dst in self._near else pg).send([x.cpu()], dst, tag))
             if stamp is not None:
                 works.append(pg.send([torch.tensor([stamp], dtype=torch.float64)], dst, tag + STAMP))
         return works
@@ -82,22 +89,26 @@ class Transfer:
 
     def done(self) -> bool:
         """Whether `wait` would return at once. gloo cannot tell without waiting, so a thread waits in our place."""
-        if self.group.backend == "nccl":
-            arrived = all(work.is_completed() for work in self._works)
-        else:
-            if self._waiter is None:
-                self._waiter = threading.Thread(target=self._arrive, name="minillm-transfer", daemon=True)
-                self._waiter.start()
+        nccl = self.group.backend == "nccl"
+        silent = [work for work in self._works if not (nccl or isinstance(work, sockets.Message))]
+        if silent:
+            self._works = [work for work in self._works if work not in silent]
+            self._waiter = threading.Thread(target=self._arrive, args=[silent], name="minillm-transfer", daemon=True)
+            self._waiter.start()
+        if self._waiter:
             self._waiter.join(GLANCE_S)
-            arrived = not self._waiter.is_alive()
+        try:
+            arrived = all(work.is_completed() for work in self._works)
+        except RuntimeError as error:
+            arrived, self._error = True, error
+        arrived = arrived and not (self._waiter and self._waiter.is_alive())
         return arrived and (self._error is not None or time.monotonic() >= self._delivered_at())
 
     def wait(self) -> None:
         """Return when every message has been delivered. PeerLostError: the other side died meanwhile."""
         if self._waiter:
             self._waiter.join()
-        else:
-            self._arrive()
+        self._arrive(self._works)
         if self._error:
             raise self._lost(self._error) from self._error
         for x, landed in self._unstage:
@@ -106,10 +117,10 @@ class Transfer:
         if late > 0:
             time.sleep(late)
 
-    def _arrive(self) -> None:
+    def _arrive(self, works: Sequence[dist.Work]) -> None:
         limit = () if self.group.backend == "nccl" else (self.group.world.timeout,)
         try:
-            for work in self._works:
+            for work in works:
                 work.wait(*limit)
         except RuntimeError as error:
             self._error = error

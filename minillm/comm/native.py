@@ -3,11 +3,14 @@
 A backend moves its bytes out of sight, so the ledger gets what the ring algorithm would send, marked as not counted.
 """
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+
+from minillm.comm.operands import checked_output, part_shape
 
 if TYPE_CHECKING:
     from minillm.comm.group import Group
@@ -51,8 +54,9 @@ def all_gather(x: torch.Tensor, group: "Group", out: torch.Tensor | None) -> tor
     return out
 
 
-def reduce_scatter(x: torch.Tensor, group: "Group", op: str) -> torch.Tensor:
-    out = x.new_empty((x.shape[0] // group.world_size, *x.shape[1:]))
+def reduce_scatter(x: torch.Tensor, group: "Group", op: str, out: torch.Tensor | None = None) -> torch.Tensor:
+    part = part_shape(x, group, "reduce_scatter")
+    out = x.new_empty(part) if out is None else checked_output(out, x, math.prod(part)).view(part)
     dist.reduce_scatter_tensor(out, x.detach().contiguous(), _reduce_op(op), group.process_group)
     group.assume((group.world_size - 1) * _num_bytes(out))
     return out

@@ -20,6 +20,7 @@ class World:
         self.rank, self.device, self.board, self.egress = rank, device, board, egress
         self.timeout = datetime.timedelta(seconds=wait_s)
         self.groups = 0
+        self.kept: list[object] = []  # the groups' connections: others may still need what this rank has dropped
 
     def next_ordinal(self) -> int:
         """The next group's number. Ranks create groups in the same order, so it means the same group everywhere."""

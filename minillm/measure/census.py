@@ -7,10 +7,10 @@
     census.at_peak     # what lay there at the fullest moment
     census.peak        # the most each kind ever held; .total is the fullest moment
 
-It counts the *storages* of dense tensors, so a view or a tied weight costs nothing twice, and it watches every
-operation through PyTorch's dispatcher, so CPU and CUDA are counted alike, to the byte that was asked for (an allocator
-rounds up). What an operation allocates and frees inside itself is not seen. Tensors made before the `with` count from
-their first use.
+It counts the *storages* of dense tensors, so a view or a tied weight costs nothing twice (one mapped from a file lies
+on the disk: it costs nothing at all), and it watches every operation through PyTorch's dispatcher, so CPU and CUDA are
+counted alike, to the byte that was asked for (an allocator rounds up). What an operation allocates and frees inside
+itself is not seen. Tensors made before the `with` count from their first use.
 
 A storage is named after the most telling thing it ever was: a gradient while it is still being computed counts as
 `gradient` in `at_peak` and `live`. `activation` is what autograd saved for the backward pass and is nothing above it in
@@ -36,7 +36,8 @@ def memory(
     """A census of the tensors of a training step; enter it with `with` to follow activations and the peak.
 
     module: whose parameters, buffers and gradients are meant; without it, every `nn.Parameter` used is a parameter.
-    optimizer: whatever tensors it holds that are not the module's count as `optimizer` (moments, master weights).
+    optimizer: whatever tensors it holds that are not the module's count as `optimizer` (moments, master weights). One
+    that keeps gradients elsewhere than in a .grad (ZeRO, on their way to its shard) lists them in `.gradients`.
     device: count only this device ("cuda" means all of them); by default all but "meta".
     Without `with`, `.live` still tells what module and optimizer hold now.
     """
@@ -153,8 +154,14 @@ class Census(TorchDispatchMode):
         return tensor, tensor._version
 
     def _gradient_is_ready(self, parameter: torch.Tensor) -> None:
-        if parameter.grad is not None and self._mark(parameter.grad, "gradient"):
-            self._observe()
+        if parameter.grad is not None:
+            self._mark(parameter.grad, "gradient")
+        self._mark_held_gradients()
+        self._observe()
+
+    def _mark_held_gradients(self) -> None:
+        for gradient in getattr(self._optimizer, "gradients", ()):
+            self._mark(gradient, "gradient")
 
     def _scan(self) -> None:
         """Finds parameters, buffers, gradients and optimizer state where they are kept."""
@@ -164,6 +171,7 @@ class Census(TorchDispatchMode):
                 self._mark(parameter.grad, "gradient")
         for buffer in self._module.buffers() if self._module is not None else ():
             self._mark(buffer, "buffer")
+        self._mark_held_gradients()
         if self._optimizer is not None:
             for tensor in _tensors(vars(self._optimizer)):
                 self._mark(tensor, "optimizer")
@@ -186,6 +194,8 @@ class Census(TorchDispatchMode):
             if storage.device.type == "meta" or not self._wanted(storage.device):
                 continue
             entry = self._entries.get(storage._cdata)
+            if entry is None and storage.filename is not None:
+                continue
             if entry is None:
                 forget = _Forget(self._entries, storage._cdata)
                 self._entries[storage._cdata] = _Entry(weakref.ref(storage, forget), rank)
@@ -246,7 +256,9 @@ def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     """The memory behind a tensor; a wrapper such as DTensor has none of its own, but wraps tensors that have."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _storages(getattr(tensor, name))
+            inner = getattr(tensor, name)
+            if isinstance(inner, torch.Tensor):  # DTensor also names its mesh
+                yield from _storages(inner)
     elif tensor.layout is torch.strided:
         yield tensor.untyped_storage()
 

@@ -73,6 +73,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 gradient = log_p.exp_().scatter_add_(1, wrong, -torch.ones_like(counted)).mul_(counted).to(x.dtype)
                 x_gradient[start : start + chunk] = gradient @ head
                 head_gradient += gradient.T @ part
+                del gradient
+            del log_p  # or the next chunk's logits would stand beside it
         if wanted:
             ctx.save_for_backward(x_gradient.view_as(x), head_gradient)
         return total

@@ -1,4 +1,4 @@
-"""What a transformer of a given shape weighs, computes, caches and keeps: closed forms, equal to a counted run.
+"""What a transformer of a given shape weighs, computes and caches: closed forms, equal to a counted run.
 
     parameters   attention  L·(2·H·d + 2·H_kv·d)·h     mlp  L·3·h·f     embedding, head  V·h each (one if tied)
     FLOPs        2 per matmul parameter and token forward, 4 backward; attention scores apart, they grow with context
@@ -84,6 +84,7 @@ class StateBytes:
 ADAM_FP32 = StateBytes(parameter=4, gradient=4, master=0, moments=8)
 ADAM_MIXED = StateBytes(parameter=2, gradient=2, master=4, moments=8)
 ADAM_MIXED_FP32_GRADIENTS = StateBytes(parameter=2, gradient=4, master=4, moments=8)
+ADAM_PURE = StateBytes(parameter=2, gradient=2, master=0, moments=4)  # stands still: see `train.precision`
 
 
 def parameters(shape: Shape) -> Parameters:
@@ -137,24 +138,3 @@ def causal_context(seq: int, window: int | None = None) -> float:
 def kv_bytes_per_token(shape: Shape, bytes_per_element: int = 2) -> int:
     """Bytes the cache grows by per token: a key and a value of every kv head in every layer."""
     return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * bytes_per_element
-
-
-def block_activation_bytes(shape: Shape, batch: int, seq: int, bytes_per_element: int = 4) -> int:
-    """Bytes that one block keeps for its backward pass on the CPU, in float32 (4) or float64 (8), no recomputation.
-
-    Per token:  each norm    3·h + 1    its input, the input normalised, its output, 1 / rms
-                attention    3·H·d + 2·H_kv·d + H    q, output, output as the projection reads it; k, v; log-sum-exp
-                q/k norm     2·(H + H_kv)·d + (H + H_kv)    inputs, the same normalised, 1 / rms
-                SwiGLU       4·f    gate, silu(gate), up, their product
-    With a sliding window shorter than seq, the seq · seq mask is kept too. Scores never are: the kernel is fused
-    (torch has none for a head_dim of 2).
-    """
-    heads, kv_heads = shape.num_heads, shape.num_kv_heads
-    q, kv = heads * shape.head_dim, kv_heads * shape.head_dim
-    norms = 2 * (3 * shape.hidden_size + 1)
-    copies = 3 if heads > 1 and seq > 1 else 2  # one head, or one token, is already laid out as the projection reads it
-    attention = copies * q + 2 * kv + heads
-    qk_norm = 2 * (q + kv) + heads + kv_heads if shape.qk_norm else 0
-    per_token = norms + attention + qk_norm + 4 * shape.intermediate_size
-    mask = seq * seq if shape.sliding_window is not None and shape.sliding_window < seq else 0
-    return (batch * seq * per_token + mask) * bytes_per_element

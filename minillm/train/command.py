@@ -1,8 +1,9 @@
 """`python -m minillm train`: from the corpus to a run, and from a run to a model folder."""
 
 import json
+import os
 import shlex
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,22 +12,29 @@ import torch
 import typer
 from typer import Option
 
+from minillm.comm import Group, is_root, launch
 from minillm.data import Tokenizer, Tokens, corpus, tokenize
 from minillm.measure.machine import Machine, machine
+from minillm.measure.provenance import JsonFile, provenance, write_json
 from minillm.predict.data import bits_per_byte, entropy
+from minillm.predict.model import parameters
 from minillm.train import checkpoint
 from minillm.train.config import TrainConfig
 from minillm.train.export import export
+from minillm.train.follow import follow
+from minillm.train.forms import parallel_form
 from minillm.train.loop import Trainer
+from minillm.train.parallel import Alone
 from minillm.train.precision import PRECISIONS
 from minillm.train.presets import SIZES, preset
 from minillm.train.recompute import RECOMPUTE
-from minillm.train.run import Run, fit
+from minillm.train.run import fit
 
 # What a run is made from: saved beside it, so that --resume needs no other option.
 DEFAULTS: dict[str, Any] = {"model_size": "target", "data": None}
 DEFAULTS |= {field.name: field.default for field in fields(TrainConfig) if field.default is not MISSING}
 RUN_FILE = "run.json"
+TIMEOUT_S = 600.0  # a rank may wait this long for another one, such as for a validation
 
 
 def _of_run(name: str, **options: Any) -> Any:
@@ -66,35 +74,95 @@ def command(
     memory: Annotated[
         bool, Option("--memory", help="Show what memory was for, at its fullest in the first step.")
     ] = False,
+    dp: Annotated[int | None, Option(help="Data-parallel ranks; under torchrun all of its processes.", min=1)] = None,
+    zero: Annotated[int, Option(help="ZeRO stage over those ranks: 0 to 3.", min=0, max=3)] = 0,
+    offload: Annotated[
+        str | None, Option(metavar="cpu|PATH", help="Keep ZeRO's shards in host memory, or in a file there.")
+    ] = None,
     runs: Annotated[Path, Option(metavar="FOLDER", help="Where runs are kept.")] = Path("runs"),
+    json_file: JsonFile = None,
 ) -> int:
     """Train a model on the standard library's source, or on your text. Ctrl-C saves; --resume goes on."""
     given = {name: context.params[name] for name in DEFAULTS if context.params.get(name) is not None}
     folder = runs / run if run else _latest(runs) if resume else _unused(runs, given.get("model_size", "target"))
     settings = _saved(folder, given) if resume else DEFAULTS | given
-    where, tokenizer, text = _device(device), Tokenizer.load(), corpus(settings["data"])
-    config = _config(settings, tokenizer.vocab_size)
-    tokens, held_out = (tokenize(text, tokenizer, split) for split in ("train", "validation"))
-    peak = peak_flops(machine(), where, PRECISIONS[config.precision].compute)
-    trainer = Trainer(config, tokens, held_out, device=where, peak_flops=peak)
-    count = sum(parameter.numel() for parameter in trainer.model.parameters())
-    print(f"{settings['model_size']} of {count / 1e6:.2f} M parameters on {where}, kept in {folder}")
-    try:
+    if offload and not zero:
+        raise ValueError(f"--offload {offload} needs shards to move: add --zero 1, 2 or 3")
+    plan = Plan(folder, settings, resume, zero, offload, device, save_every, validate_every, memory, export_to)
+    config = _config(settings, Tokenizer.load().vocab_size)
+    _texts(settings)  # made once here, found by the ranks
+    world_size = int(os.environ.get("WORLD_SIZE", dp or 1))
+    if dp not in (None, world_size):
+        raise ValueError(f"--dp {dp} under torchrun with {world_size} processes: leave it out")
+    if is_root():
+        ranks = f" on {world_size} ranks" if world_size > 1 else ""
+        count = parameters(config.model).total / 1e6
+        print(f"{settings['model_size']} of {count:.2f} M parameters{ranks}, kept in {folder}", flush=True)
         if not (folder / checkpoint.FILE).exists():
             folder.mkdir(parents=True, exist_ok=True)
             (folder / RUN_FILE).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
-        done = fit(trainer, folder, resume=resume, save_every=save_every, validate_every=validate_every, census=memory)
-        _report(done, trainer, tokens)
-        if export_to and not done.interrupted:
-            made = export(
-                trainer, tokenizer, export_to, _command(settings, export_to), data=settings["data"] or "stdlib"
-            )
-            print(
-                f"exported: {made['bits_per_byte']:.3f} bits per byte; python -m minillm generate --model {export_to}"
-            )
+    try:
+        if "RANK" in os.environ:
+            found = launch(train, world_size, plan, timeout=TIMEOUT_S, device=_kind(device))[0]
+        elif world_size > 1 or zero:
+            with follow(folder, config.steps):
+                found = launch(
+                    train, world_size, replace(plan, progress=False), timeout=TIMEOUT_S, device=_kind(device)
+                )[0]
+        else:
+            found = train(None, plan)
     except OSError as error:
         raise ValueError(f"{error} Free some space, then go on with --resume --run {folder.name}.") from error
-    return 130 if done.interrupted else 0
+    if is_root():
+        _report(found, folder)
+        write_json(json_file, {"provenance": provenance(), **found})
+    return 130 if found["interrupted"] else 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every rank of a run has to know."""
+
+    folder: Path
+    settings: dict[str, Any]
+    resume: bool
+    zero: int
+    offload: str | None
+    device: str
+    save_every: int
+    validate_every: int
+    memory: bool
+    export_to: Path | None
+    progress: bool = True
+
+
+def train(group: Group | None, plan: Plan) -> dict[str, Any]:
+    """The whole run on one rank, or alone. Returns what --json writes."""
+    if group:
+        plan = group.gather_objects(plan)[0]  # under torchrun every process has made its own, and its own new folder
+    settings, tokenizer = plan.settings, Tokenizer.load()
+    config, (tokens, held_out) = _config(settings, tokenizer.vocab_size), _texts(settings)
+    where = group.device if group else _device(plan.device)
+    form = parallel_form(group, plan.zero, plan.offload) if group else Alone()
+    peak = peak_flops(machine(), where, PRECISIONS[config.precision].compute) if form.rank == 0 else None
+    if peak and where.type != "cpu":  # ranks on a CPU share it
+        peak *= form.world_size
+    trainer = Trainer(config, tokens, held_out, device=where, peak_flops=peak, parallel=form)
+    intervals = {"save_every": plan.save_every, "validate_every": plan.validate_every}
+    done = fit(trainer, plan.folder, resume=plan.resume, census=plan.memory, progress=plan.progress, **intervals)
+    found: dict[str, Any] = {"run": str(done.folder), "steps_done": done.steps_done, "interrupted": done.interrupted}
+    found |= {"losses": done.losses}
+    if done.peak is not None:
+        found["peak_bytes"] = dict(done.peak.items())
+    if done.interrupted:
+        return found
+    unigram = entropy(np.bincount(tokens.array).tolist())
+    bits = bits_per_byte(unigram, len(tokens), tokens.text_bytes)
+    found |= done.validation.to_json() | {"unigram_entropy": unigram, "unigram_bits_per_byte": bits}
+    if plan.export_to:
+        made = export(trainer, tokenizer, plan.export_to, _command(plan), data=settings["data"] or "stdlib")
+        found["exported"] = {"folder": str(plan.export_to), **made}
+    return found
 
 
 def peak_flops(card: Machine, device: torch.device, dtype: torch.dtype) -> float | None:
@@ -106,9 +174,7 @@ def peak_flops(card: Machine, device: torch.device, dtype: torch.dtype) -> float
 
 def _config(settings: dict[str, Any], vocab_size: int) -> TrainConfig:
     model = preset(settings["model_size"], vocab_size, settings["seq_len"])
-    betas = tuple(settings["betas"])
-    kept = {name: value for name, value in settings.items() if name not in ("model_size", "data", "betas")}
-    return TrainConfig(model, **kept, betas=betas)
+    return TrainConfig(model, **{name: value for name, value in settings.items() if name not in ("model_size", "data")})
 
 
 def _saved(folder: Path, given: dict[str, Any]) -> dict[str, Any]:
@@ -123,7 +189,7 @@ def _saved(folder: Path, given: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(
                 f"--{option} {value}: {folder} was trained with {saved.get(name)}; leave it out or name another --run"
             )
-    return DEFAULTS | saved
+    return DEFAULTS | saved | {"betas": tuple(saved["betas"])}  # JSON knows no tuples
 
 
 def _latest(runs: Path) -> Path:
@@ -140,6 +206,17 @@ def _unused(runs: Path, size: str) -> Path:
     return runs / f"{size}-{number}"
 
 
+def _texts(settings: dict[str, Any]) -> tuple[Tokens, Tokens]:
+    """Tokens to train on and to validate on."""
+    text, tokenizer = corpus(settings["data"]), Tokenizer.load()
+    return tokenize(text, tokenizer, "train"), tokenize(text, tokenizer, "validation")
+
+
+def _kind(device: str) -> str | None:
+    """The kind of device that ranks are to use, for `launch`; None: what there is."""
+    return device.partition(":")[0] or None
+
+
 def _device(name: str) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -149,23 +226,27 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _report(done: Run, trainer: Trainer, tokens: Tokens) -> None:
-    if done.peak is not None:
-        print(f"\nmemory of the first step, each kind at its fullest\n{done.peak}\n")
-    if done.interrupted:
-        print(f"saved after step {done.steps_done}: python -m minillm train --resume --run {done.folder.name}")
+def _report(found: dict[str, Any], folder: Path) -> None:
+    if peak := found.get("peak_bytes"):
+        print("\nmemory of the first step, each kind at its fullest")
+        print("\n".join(f"{kind:<10} {size / 2**20:>10.3f} MiB" for kind, size in peak.items()), end="\n\n")
+    if found["interrupted"]:
+        print(f"saved after step {found['steps_done']}: python -m minillm train --resume --run {folder.name}")
         return
-    found = done.validation
-    unigram = entropy(np.bincount(tokens.array).tolist())
-    bits = bits_per_byte(unigram, len(tokens), tokens.text_bytes)
-    print(f"validation loss {found.loss:.4f} nats/token, {found.bits_per_byte:.4f} bits per byte")
-    print(f"unigram entropy {unigram:.4f} nats/token, {bits:.4f} bits per byte: the best that ignores all context")
+    loss, bits = found["validation_loss"], found["bits_per_byte"]
+    unigram, unigram_bits = found["unigram_entropy"], found["unigram_bits_per_byte"]
+    print(f"validation loss {loss:.4f} nats/token, {bits:.4f} bits per byte")
+    print(f"unigram entropy {unigram:.4f} nats/token, {unigram_bits:.4f} bits per byte: the best that ignores context")
+    if made := found.get("exported"):
+        print(
+            f"exported: {made['bits_per_byte']:.3f} bits per byte; python -m minillm generate --model {made['folder']}"
+        )
 
 
-def _command(settings: dict[str, Any], export_to: Path) -> str:
+def _command(plan: Plan) -> str:
     """What to type to make the exported folder again."""
     words = ["python", "-m", "minillm", "train"]
-    for name, value in settings.items():
+    for name, value in plan.settings.items():
         if name in ("model_size", "steps") or value != DEFAULTS[name]:
             words += [f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)])
-    return shlex.join([*words, "--export", str(export_to)])
+    return shlex.join([*words, "--export", str(plan.export_to)])

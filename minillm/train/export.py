@@ -22,12 +22,15 @@ from minillm.train.validation import validate
 def export(trainer: Trainer, tokenizer: Tokenizer, folder: str | Path, command: str, **about: Any) -> dict[str, Any]:
     """Writes the folder and returns training.json, whose losses are measured on the rounded weights as loaded back.
 
-    command: what to type to make the folder again; about: more that belongs in training.json.
+    command: what to type to make the folder again; about: more that belongs in training.json. With several ranks all
+    of them call this and rank 0 writes.
     ValueError if the folder holds a model of another shape, OSError if the disk refuses.
     """
     folder = Path(folder)
     rounded = Transformer(trainer.config.model, seed=None, device="cpu", dtype=torch.bfloat16)
-    rounded.load_state_dict(trainer.model.state_dict())
+    rounded.load_state_dict(trainer.parallel.state_dict())
+    if trainer.parallel.rank:
+        return {}
     save_hf(rounded, folder)
     tokenizer.save(folder)
     origin = provenance(command)

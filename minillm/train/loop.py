@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,9 +30,9 @@ from minillm.predict.model import causal_context, training_flops
 from minillm.train.checkpoint import generators, restore_generators
 from minillm.train.config import TrainConfig
 from minillm.train.guard import Guard
-from minillm.train.optimizer import clip_, learning_rate
+from minillm.train.optimizer import adamw, clip_, learning_rate
 from minillm.train.parallel import Alone
-from minillm.train.precision import PRECISIONS, LossScaler, MasterWeights
+from minillm.train.precision import PRECISIONS, LossScaler
 from minillm.train.recompute import RECOMPUTE, recompute_blocks
 from minillm.train.steptime import StepTime
 from minillm.train.validation import Validation, validate
@@ -68,7 +69,7 @@ class Step:
 class Trainer:
     """`Trainer(config, tokens).step()`, as often as you like.
 
-    validation: held-out tokens for `validate`. peak_flops: of the whole machine, FLOP/s, for the MFU.
+    validation: held-out tokens for `validate`. peak_flops: of all that the ranks run on, FLOP/s, for the MFU.
     parallel: see parallel.py. `model` is the bare transformer, `module` what forward is called on.
     """
 
@@ -93,15 +94,13 @@ class Trainer:
         rank, world_size = self.parallel.rank, self.parallel.world_size
         self.loader = Loader(dataset, config.batch_size, rank, world_size, config.seed, workers=workers)
         self.held_out = validation
-        self.model = Transformer(config.model, seed=config.seed, device=self.device, dtype=self.precision.weights)
+        how = {"seed": config.seed, "device": self.device, "dtype": self.precision.weights}
+        self.model = self.parallel.build(config.model, **how)
         recompute_blocks(self.model, RECOMPUTE[config.recompute])
-        self.module = self.parallel.wrap(_compiled(self.model) if config.compile else self.model)
-        named = dict(self.model.named_parameters())
-        self.masters = MasterWeights(named.values()) if self.precision.master else None
-        if self.masters:
-            named = dict(zip(named, self.masters.masters, strict=True))
-        self.stepped = list(named.values())  # the parameters that the optimizer moves
-        self.optimizer = self.parallel.optimizer(named.items(), config)
+        self.module = self.parallel.wrap(_compiled(self.model) if config.compile else self.model, self.precision.master)
+        make = partial(adamw, config=config)
+        self.updater = self.parallel.updater(self.module, make, self.precision.master)
+        self.optimizer = self.updater if isinstance(self.updater, torch.optim.Optimizer) else self.updater.inner
         self.scaler = LossScaler(self.precision.scaled)
         self.guard = Guard(self._learnt, self._unlearn, spike_nats=config.spike_nats)
         self.steps_done = 0
@@ -119,7 +118,7 @@ class Trainer:
                 self.update(lr, finite)
                 self.steps_done += 1
             else:
-                self.optimizer.zero_grad(set_to_none=True)
+                self.updater.zero_grad()
                 self.steps_done = self.guard.roll_back(problem)
                 problem = f"{problem}; back to step {self.steps_done}"
         spent = StepTime.of(led, start, time.monotonic())
@@ -152,17 +151,17 @@ class Trainer:
                     self.scaler.scale(loss).backward()
             total += nll.detach()
         self.parallel.finish_backward()
-        total, weight = self.parallel.sum(total), self.parallel.sum(weight)
-        return (total / weight).item(), int(weight)
+        weight = denominator * self.parallel.world_size
+        return (self.parallel.sum(total) / weight).item(), round(weight.item())
 
     def collect(self) -> tuple[float, bool]:
         """Makes the gradients ready for the optimizer, in float32 and unscaled: (their norm, whether to step)."""
         with self._timed("optimizer", "optimizer"):
-            if self.masters:
-                self.masters.collect()
-            finite = self.parallel.agree(self.scaler.unscale_(self.stepped))
-            norm = self.parallel.grad_norm(self.stepped)
-            clip_(self.stepped, norm, self.config.max_grad_norm)
+            self.updater.collect()
+            stepped = self.updater.parameters
+            finite = self.parallel.agree(self.scaler.unscale_(stepped))
+            norm = self.parallel.grad_norm(stepped)
+            clip_(stepped, norm, self.config.max_grad_norm)
             return norm.item(), finite
 
     def update(self, lr: float, finite: bool = True) -> None:
@@ -171,11 +170,9 @@ class Trainer:
             if finite:
                 for group in self.optimizer.param_groups:
                     group["lr"] = lr
-                self.optimizer.step()
-                if self.masters:
-                    self.masters.publish()
+                self.updater.step()
             self.scaler.update(finite)
-            self.optimizer.zero_grad(set_to_none=True)
+            self.updater.zero_grad()
 
     def validate(self, max_tokens: int | None = None) -> Validation:
         """Loss on the held-out tokens: on all of them, or on evenly spread windows of about max_tokens in all."""
@@ -193,7 +190,7 @@ class Trainer:
             "loader": self.loader.state_dict(),
             "guard": self.guard.state_dict(),
             "generators": generators(),
-            **self._learnt(),
+            **self._learnt(whole=True),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -216,20 +213,17 @@ class Trainer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _learnt(self) -> dict[str, Any]:
-        """What updates change, and rollbacks restore."""
+    def _learnt(self, whole: bool = False) -> dict[str, Any]:
+        """What updates change, and rollbacks restore: as one process would have it, or this rank's part."""
         return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "masters": self.masters.state_dict() if self.masters else None,
+            "model": self.parallel.state_dict(whole),
+            "optimizer": self.updater.state_dict(whole),
             "scaler": self.scaler.state_dict(),
         }
 
     def _unlearn(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.masters:
-            self.masters.load_state_dict(state["masters"])
+        self.parallel.load_state_dict(state["model"])
+        self.updater.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
 
     def _to_device(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -250,7 +244,7 @@ class Trainer:
             return None
         model = self.config.model
         flops = training_flops(model, causal_context(self.config.seq_len, model.sliding_window)).total
-        return tokens * flops / seconds / (self.peak_flops * self.parallel.world_size)
+        return tokens * flops / seconds / self.peak_flops
 
 
 def _compiled(model: Transformer) -> torch.nn.Module:

@@ -1,27 +1,34 @@
 """The update: AdamW in two groups, a learning rate that follows from the step number, clipping by the global norm."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minillm.train.config import TrainConfig
+from minillm.train.precision import MasterWeights
+
+Named = Iterable[tuple[str, nn.Parameter]]
+MakeOptimizer = Callable[[Named], torch.optim.Optimizer]
 
 
-def decay_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict]:
+def decay_groups(named: Named, weight_decay: float) -> list[dict]:
     """Parameter groups for an optimizer: matrices decay; norms, biases and embeddings do not.
 
-    A norm's weight is meant to be near 1, not 0, and an embedding's rows move only when their token occurs.
+    A norm's weight is meant to be near 1, not 0, and an embedding's rows move only when their token occurs. A flat
+    slice of a parameter goes where the parameter would: by its `whole_shape`.
     """
     decayed, kept = [], []
     for name, parameter in named:
-        (decayed if parameter.dim() > 1 and not name.endswith("embedding.weight") else kept).append(parameter)
+        is_matrix = len(getattr(parameter, "whole_shape", parameter.shape)) > 1
+        (decayed if is_matrix and not name.endswith("embedding.weight") else kept).append(parameter)
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 
-def adamw(named: Iterable[tuple[str, nn.Parameter]], config: TrainConfig) -> torch.optim.AdamW:
+def adamw(named: Named, config: TrainConfig) -> torch.optim.AdamW:
     """torch's AdamW, one fused kernel per dtype, over `decay_groups`."""
     groups = decay_groups(named, config.weight_decay)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
@@ -53,3 +60,46 @@ def clip_(parameters: Sequence[Tensor], norm: Tensor, max_norm: float | None) ->
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     torch._foreach_mul_(gradients, factor)
+
+
+class Updater:
+    """Moves the weights of one process: an optimizer over them, or over float32 masters of them.
+
+        collect()    `parameters` have their gradients, masters in float32: to be unscaled, measured and clipped
+        step()       `parameters` move, and the weights with them
+        zero_grad()
+
+    make: from (name, parameter) pairs to a torch optimizer, kept as `inner`. A parallel form's updater has the same
+    methods over the shards that its rank owns (`ZeroOptimizer`).
+    """
+
+    def __init__(self, named: Named, make: MakeOptimizer, master: bool = False):
+        weights = dict(named)
+        self.names = list(weights)
+        self.masters = MasterWeights(weights.values()) if master else None
+        self.parameters: list[nn.Parameter] = self.masters.masters if self.masters else list(weights.values())
+        self.inner = make(zip(weights, self.parameters, strict=True))
+
+    def collect(self) -> None:
+        if self.masters:
+            self.masters.collect()
+
+    def step(self) -> None:
+        self.inner.step()
+        if self.masters:
+            self.masters.publish()
+
+    def zero_grad(self) -> None:
+        self.inner.zero_grad(set_to_none=True)
+
+    def state_dict(self, whole: bool = True) -> dict[str, Any]:
+        """torch's layout, and the masters by name."""
+        masters = dict(zip(self.names, self.masters.state_dict(), strict=True)) if self.masters else {}
+        return {**self.inner.state_dict(), "masters": masters}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """After the weights' own: masters that `state` does not hold are copied from them."""
+        self.inner.load_state_dict({key: state[key] for key in ("state", "param_groups")})
+        if self.masters:
+            saved = state["masters"] or dict(zip(self.names, self.masters.weights, strict=True))
+            self.masters.load_state_dict([saved[name] for name in self.names])

@@ -1,19 +1,19 @@
 """The seam between the training loop and its parallel forms: everything that changes when there is more than one rank.
 
-    loader(rank, world_size) ─ wrap(model) ─┬ forward, backward under accumulating(last) ┬ finish_backward ─ norm ─ step
-                                            └────────── for each microbatch ─────────────┘
+    build, wrap, updater ─┬ forward, backward under accumulating(last) ┬ finish_backward, collect, grad_norm, step
+                          └────────── for each microbatch ─────────────┘
 
-`Alone` is one process, where each of these is trivial. Data parallelism and ZeRO are classes with the same methods.
+`Alone` is one process, where each of these is trivial; `forms.py` has those for a group of ranks.
 """
 
 import contextlib
 from collections.abc import Iterable
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from minillm.train.config import TrainConfig
-from minillm.train.optimizer import adamw, squared_norm
+from minillm.model import ModelConfig, Transformer
+from minillm.train.optimizer import MakeOptimizer, Updater, squared_norm
 
 
 class Alone:
@@ -22,13 +22,19 @@ class Alone:
     rank = 0
     world_size = 1
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """The module that forward is called on: the model, or a wrapper that reduces or gathers."""
+    def build(self, config: ModelConfig, **how: Any) -> Transformer:
+        """The bare model, before `wrap`. how: seed, device, dtype, attention."""
+        return Transformer(config, **how)
+
+    def wrap(self, model: nn.Module, master: bool = False) -> nn.Module:
+        """The module that forward is called on: the model, or a wrapper that reduces or gathers.
+        master: whether `updater` will be asked for float32 masters."""
+        self.model = model
         return model
 
-    def optimizer(self, named: Iterable[tuple[str, nn.Parameter]], config: TrainConfig) -> torch.optim.Optimizer:
-        """What steps the named parameters, or the shard of them that this rank owns."""
-        return adamw(named, config)
+    def updater(self, module: nn.Module, make: MakeOptimizer, master: bool = False) -> Updater:
+        """What moves the parameters of `wrap`'s module, or the shards of them that this rank owns."""
+        return Updater(module.named_parameters(), make, master)
 
     def denominator(self, weight: Tensor) -> Tensor:
         """By what this rank divides its sum of losses; `weight`: its tokens of the whole step, all microbatches.
@@ -53,3 +59,20 @@ class Alone:
     def agree(self, yes: bool) -> bool:
         """True if it is true on all ranks: whether gradients were finite, whether to go on."""
         return yes
+
+    # What the others save and compare. With several ranks, all of them call these.
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Whole gradients of the trained parameters by name, after `collect`."""
+        return {name: parameter.grad for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+
+    def weights(self) -> dict[str, Tensor]:
+        """Whole weights by name."""
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    def state_dict(self, whole: bool = True) -> dict[str, Any]:
+        """Weights and buffers; not whole: what this rank has of them, for this rank to go back to."""
+        return self.model.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state)

@@ -3,8 +3,10 @@
     runs/NAME/checkpoint.pt    the last save; `resume` goes on from it with the same bits
     runs/NAME/metrics.jsonl    a line per step and per validation
     runs/NAME/tensorboard/     the same, when TensorBoard is installed
+    runs/NAME/stop             made by anybody: the run saves and ends, as after Ctrl-C
 
-Ctrl-C (or a cluster's SIGTERM) lets the step finish, saves and returns; a second one stops at once.
+Ctrl-C (or a cluster's SIGTERM) lets the step finish, saves and returns; a second one stops at once. With several ranks
+all of them call `fit`: rank 0 writes and shows, and all stop at the same step.
 """
 
 import signal
@@ -12,9 +14,10 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tqdm.auto import tqdm
 
@@ -23,6 +26,8 @@ from minillm.train import checkpoint
 from minillm.train.loop import Step, Trainer
 from minillm.train.metrics import Metrics
 from minillm.train.validation import Validation
+
+STOP = "stop"
 
 
 @dataclass
@@ -64,19 +69,32 @@ def fit(
         raise ValueError(f"{folder} holds a run already: go on with --resume, or name another --run.")
     steps = trainer.config.steps
     run = Run(folder, trainer.steps_done)
-    bar = tqdm(total=steps, initial=run.steps_done, unit="step", desc=folder.name, disable=not progress)
-    with bar, Metrics(folder, run.steps_done, tensorboard) as metrics, _interrupts() as interrupt, trainer:
+    first = trainer.parallel.rank == 0
+    bar = progress_bar(folder, steps, run.steps_done, shown=progress and first)
+    writer = Metrics(folder, run.steps_done, tensorboard) if first else nullcontext()
+    if first:
+        (folder / STOP).unlink(missing_ok=True)
+    with bar, writer as metrics, interrupts() as interrupt, trainer:
+
+        def log(row: dict[str, Any]) -> None:
+            if metrics:
+                metrics.log(row)
+
+        def asked_to_stop() -> bool:
+            asked = interrupt.is_set() or (first and (folder / STOP).exists())
+            return not trainer.parallel.agree(not asked)
 
         def validate(max_tokens: int | None) -> None:
             run.validation = trainer.validate(max_tokens)
-            metrics.log({"step": trainer.steps_done, **run.validation.to_json()})
-            if max_tokens is not None:
+            log({"step": trainer.steps_done, **run.validation.to_json()})
+            if max_tokens is not None and first:
                 bar.write(f"step {trainer.steps_done}: validation loss {run.validation.loss:.3f}")
 
         recent: deque[Step] = deque(maxlen=10)
-        while trainer.steps_done < steps and not interrupt.is_set():
+        stop = asked_to_stop()
+        while trainer.steps_done < steps and not stop:
             if census and run.peak is None:
-                with memory(trainer.model, trainer.optimizer) as seen:
+                with memory(trainer.module, trainer.optimizer) as seen:
                     step = trainer.step()
                 run.peak = seen.peak
                 peak = {f"peak_{kind}_bytes": size for kind, size in seen.peak.items()}
@@ -84,30 +102,44 @@ def fit(
                 step, peak = trainer.step(), {}
             recent.append(step)
             run.losses.append(step.loss)
-            metrics.log(step.to_json() | peak)
-            if step.rollback:
+            log(step.to_json() | peak)
+            if step.rollback and first:
                 bar.write(f"step {step.step}: {step.rollback}")
             bar.update(trainer.steps_done - bar.n)
             bar.set_postfix_str(_postfix(recent))
             if on_step:
                 on_step(trainer, step)
-            done = trainer.steps_done
-            if step.applied and done < steps and not interrupt.is_set():
+            done, stop = trainer.steps_done, asked_to_stop()
+            if step.applied and done < steps and not stop:
                 if trainer.held_out is not None and done % validate_every == 0:
                     validate(validation_tokens)
                 if done % save_every == 0:
                     _save_on_the_way(trainer, folder)
         run.steps_done, run.interrupted = trainer.steps_done, trainer.steps_done < steps
         if run.losses:
-            checkpoint.save(trainer.state_dict(), folder)
+            _save(trainer, folder)
+        if first:
+            (folder / STOP).unlink(missing_ok=True)
         if trainer.held_out is not None and not run.interrupted:
             validate(None)
     return run
 
 
+def progress_bar(folder: Path, steps: int, done: int = 0, shown: bool = True) -> tqdm:
+    """A bar of the run in `folder`."""
+    tqdm.set_lock(threading.RLock())  # one process writes; its lock between processes would outlive a rank
+    return tqdm(total=steps, initial=done, unit="step", desc=folder.name, disable=not shown)
+
+
+def _save(trainer: Trainer, folder: Path) -> None:
+    state = trainer.state_dict()  # every rank has a part in it
+    if trainer.parallel.rank == 0:
+        checkpoint.save(state, folder)
+
+
 def _save_on_the_way(trainer: Trainer, folder: Path) -> None:
     try:
-        checkpoint.save(trainer.state_dict(), folder)
+        _save(trainer, folder)
     except OSError as error:
         print(f"minillm: {error} Training goes on.", file=sys.stderr)
 
@@ -122,7 +154,7 @@ def _postfix(recent: deque[Step]) -> str:
 
 
 @contextmanager
-def _interrupts() -> Iterator[threading.Event]:
+def interrupts() -> Iterator[threading.Event]:
     """An event that the first SIGINT or SIGTERM sets; the second SIGINT is Python's KeyboardInterrupt again."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():  # only it may handle signals

@@ -106,31 +106,6 @@ def test_kv_bytes(config, seq, dtype):
     assert sum(x.nbytes for x in held) == seq * predict.kv_bytes_per_token(config, dtype.itemsize)
 
 
-@counted
-@given(
-    config=configs(),
-    batch=st.integers(1, 3),
-    seq=st.integers(1, 8),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
-)
-def test_activation_bytes_of_a_block(config, batch, seq, dtype):
-    """Every storage autograd keeps while a block runs, but for the parameters and the rotation all blocks share."""
-    model = Transformer(config, dtype=dtype)
-    x = torch.randn(batch, seq, config.hidden_size, dtype=dtype, requires_grad=True)
-    rotation = model.rope(torch.arange(seq), dtype)
-    shared = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *rotation)}
-    kept = {}
-
-    def pack(t):
-        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        out = model.blocks[0](x, rotation)
-    found = sum(size for address, size in kept.items() if address not in shared)
-    assert out.requires_grad and found == predict.block_activation_bytes(config, batch, seq, dtype.itemsize)
-
-
 def adam_bytes(dtype, gradient_dtype, master):
     """Parameters and bytes held by one AdamW step, by kind."""
     model = Transformer(ModelConfig(50, 16, 24, 2, 4, 2), dtype=dtype)

@@ -173,9 +173,11 @@ def test_bf16_without_masters_falls_behind():
         norms = [
             torch.equal(p, before[name]) for name, p in run.model.named_parameters() if name.endswith("norm.weight")
         ]
-        moved[precision] = (all(norms), run.masters is not None)
-        if run.masters:
-            drift = [(m - p.float()).abs().max() for m, p in zip(run.masters.masters, before.values(), strict=True)]
+        moved[precision] = (all(norms), run.updater.masters is not None)
+        if run.updater.masters:
+            drift = [
+                (m - p.float()).abs().max() for m, p in zip(run.updater.masters.masters, before.values(), strict=True)
+            ]
             assert min(drift) > 0
     assert moved == {"bf16-master": (True, True), "bf16-pure": (True, False)}
 

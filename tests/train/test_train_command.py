@@ -16,10 +16,13 @@ TINY = ["train", "--model-size", "tiny", "--data", "text", "--seq-len", "32", "-
 
 
 def test_train_export_and_load(home, capsys):
-    assert run([*TINY, "--export", "model", "--lr", "0.01", "--memory"]) == 0
+    assert run([*TINY, "--export", "model", "--lr", "0.01", "--memory", "--json", "found.json"]) == 0
     out, err = capsys.readouterr()
     assert "kept in runs/tiny-1" in out and "unigram entropy" in out and "activation" in out
     assert "MFU" in err and "tokens/s" in err
+    found = json.loads((home / "found.json").read_text())
+    assert found["steps_done"] == len(found["losses"]) == 30 and found["peak_bytes"]["parameter"] > 0
+    assert found["validation_loss"] > 0 and found["provenance"]["command"]
     training = json.loads((home / "model/training.json").read_text())
     repeat = "python -m minillm train --model-size tiny --data text --seq-len 32 --batch-size 4 --steps 30 --lr 0.01"
     assert sorted(training["command"].split()) == sorted(f"{repeat} --export model".split())
@@ -36,8 +39,9 @@ def test_runs_are_numbered_and_resumed(home, capsys):
     assert run(TINY) == run(TINY) == 0
     assert sorted(path.name for path in (home / "runs").iterdir()) == ["tiny-1", "tiny-2"]
     capsys.readouterr()
-    assert run(["train", "--resume"]) == 0
+    assert run(["train", "--resume", "--export", "again"]) == 0
     assert "kept in runs/tiny-2" in capsys.readouterr().out
+    assert "betas" not in json.loads((home / "again/training.json").read_text())["command"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,92 @@
+"""The training loop over several ranks: the same step as one process with all their tokens, and one decision."""
+
+import functools
+import math
+
+import numpy as np
+import torch
+
+from minillm.comm import launch
+from minillm.data import Tokens
+from minillm.data.loader import Batch
+from minillm.measure import ledger
+from minillm.model import ModelConfig
+from minillm.model.loss import IGNORE
+from minillm.train import BucketedDDP, DataParallel, FlatDDP, NaiveDDP, TrainConfig, Trainer
+
+MODEL = ModelConfig(50, 16, 32, 2, 4, 2, max_seq_len=16, tie_embeddings=True)
+
+
+def trainer(batches, accumulate, parallel=None, **options):
+    config = TrainConfig(MODEL, seq_len=16, batch_size=2, steps=4, lr=1e-2, accumulate=accumulate, **options)
+    tokens = Tokens((np.arange(500) % 50).astype(np.uint16), 50, 0, 1, 1500)
+    trainer = Trainer(config, tokens, workers=0, parallel=parallel)
+    trainer.loader.close()
+    trainer.loader = Given(batches)
+    return trainer
+
+
+class Given:
+    def __init__(self, batches):
+        self.batches = iter(batches)
+
+    def __next__(self):
+        return Batch(*next(self.batches), None, 0)
+
+    def close(self):
+        pass
+
+
+def uneven(count):
+    """Batches of which the later ones have fewer and fewer tokens that count; the last has none."""
+    draw = torch.Generator().manual_seed(3)
+    batches = []
+    for index in range(count):
+        inputs, targets = torch.randint(50, (2, 2, 16), generator=draw)
+        targets[torch.rand(2, 16, generator=draw) < index / (count - 1)] = IGNORE
+        batches.append((inputs, targets))
+    return batches
+
+
+def bits(model):
+    return b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+
+
+def loops(group):
+    torch.set_num_threads(1)
+    batches, n = uneven(4 * group.world_size), group.world_size
+    share = [batches[4 * group.rank : 4 * group.rank + 4], batches[group.rank :: n]]  # one rank may have few tokens
+    small = functools.partial(BucketedDDP, bucket_cap_mb=4 / 1024)
+    for wrap, mine, recompute in ((small, share[0], "full"), (NaiveDDP, share[1], "none"), (FlatDDP, share[0], "none")):
+        # Four microbatches on each rank against 4n of one process.
+        with trainer(mine, 4, DataParallel(group, wrap), recompute=recompute) as ours, trainer(batches, 4 * n) as alone:
+            with ledger() as led:
+                (loss, tokens), (expected_loss, expected_tokens) = ours.backward(), alone.backward()
+                for (name, a), b in zip(ours.model.named_parameters(), alone.model.parameters(), strict=True):
+                    assert torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-6), name
+                (norm, finite), (expected_norm, _) = ours.collect(), alone.collect()
+                ours.update(1e-2, finite)
+            assert math.isclose(loss, expected_loss, rel_tol=1e-5) and tokens == expected_tokens and finite
+            assert math.isclose(norm, expected_norm, rel_tol=1e-4)
+            assert led.calls["all_reduce"] == len(ours.module.reducer.buckets) + 3  # tokens, loss, agreement
+            assert len(set(group.gather_objects(bits(ours.model)))) == 1
+
+    parallel = DataParallel(group)
+    assert not parallel.agree(group.rank > 0) and parallel.agree(True) and not parallel.agree(False)
+
+    # One rank's gradient overflows: nobody steps, everybody halves the scale, and the next step is taken by all.
+    with trainer(share[1], 1, DataParallel(group, small), precision="fp16-master") as ours:
+        before, norm = bits(ours.model), ours.model.norm.weight
+        spoil = norm.register_hook(lambda g: g * math.inf) if group.rank == 1 else None
+        scale = ours.scaler.value
+        step = ours.step()
+        assert not step.applied and ours.scaler.value == scale / 2 and bits(ours.model) == before
+        if spoil:
+            spoil.remove()
+        assert ours.step().applied and bits(ours.model) != before
+        assert len(set(group.gather_objects((bits(ours.model), ours.scaler.value)))) == 1
+    return "done"
+
+
+def test_the_loop_takes_the_step_of_one_process_and_one_decision():
+    assert launch(loops, 2) == ["done", "done"]
