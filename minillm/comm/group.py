@@ -57,7 +57,7 @@ class Group:
         self._ordinal, self._sequence, self._p2p_sequence = world.next_ordinal(), 0, 0
         own_sockets = self.backend == "gloo" and self.device.type == "cpu" and world.egress is None
         self.sockets = Sockets(process_group, self._ordinal, world.timeout) if own_sockets else ()
-        world.kept.append(self.sockets)
+        world.kept.append(self)
         self.scratch = Scratch()
         self._thread = threading.local()  # .operation: the collective this thread is inside of
         self._queue: ThreadPoolExecutor | None = None

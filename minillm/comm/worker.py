@@ -24,6 +24,7 @@ from typing import Any
 import cloudpickle
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before there is a process group: its default arguments would hold on to one
 from torch.distributed.rendezvous import rendezvous
 
 from minillm.comm.board import FINISHED, RAISED, RUNNING, STARTING, Board, describe
@@ -136,6 +137,7 @@ def world_group(job: Job, board: Board | None, rank: int, wait_s: float) -> Iter
     world = World(rank, device, board, egress, wait_s)
     yield Group(world, dist.group.WORLD, range(dist.get_world_size()), WORLD_NAME)
     dist.destroy_process_group()  # not after an error: the others must not see us go before our report is written
+    world.close()
 
 
 _worlds = itertools.count()  # a script under torchrun may launch again: the next world needs names of its own

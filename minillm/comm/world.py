@@ -2,11 +2,15 @@
 
 import datetime
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from minillm.comm.board import Board
 from minillm.comm.links import Egress
+
+if TYPE_CHECKING:
+    from minillm.comm.group import Group
 
 SCRATCH_BYTES = 2 << 20  # the largest piece of memory that is kept
 
@@ -20,12 +24,18 @@ class World:
         self.rank, self.device, self.board, self.egress = rank, device, board, egress
         self.timeout = datetime.timedelta(seconds=wait_s)
         self.groups = 0
-        self.kept: list[object] = []  # the groups' connections: others may still need what this rank has dropped
+        self.kept: list[Group] = []  # their connections: others may still need what this rank has dropped
 
     def next_ordinal(self) -> int:
         """The next group's number. Ranks create groups in the same order, so it means the same group everywhere."""
         self.groups += 1
         return 2 * self.groups  # even: collectives; the odd number after it: point-to-point messages
+
+    def close(self) -> None:
+        """Let go of torch's process groups, which ends their threads, whoever still holds a `Group`. A thread of gloo
+        that frees a tensor while Python shuts down would end the process ("terminate called ...")."""
+        for group in self.kept:
+            group.process_group = None
 
 
 class Scratch:

@@ -80,3 +80,12 @@ def test_nested_launch_is_refused_under_torchrun(tmp_path) -> None:
     _, err = process.communicate(timeout=90)
     assert process.returncode != 0 and "ValueError: launch was called inside a rank" in err
     nothing_left(tmp_path)
+
+
+def test_no_thread_of_gloo_outlives_the_launch(tmp_path) -> None:
+    """One that frees a tensor while Python shuts down would abort the process."""
+    process = start(tmp_path, *torchrun("--standalone", "--nproc-per-node", "2"), "threads")
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    lines = [line for line in out.splitlines() if line.startswith("THREADS ")]
+    assert len(lines) == 2 and "gloo" not in "".join(lines)

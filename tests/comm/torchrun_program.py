@@ -47,6 +47,18 @@ def hang(group, how):
         mesh.tp.all_reduce(torch.ones(5))
 
 
+def clinging(group):
+    """Leaves a circle that holds the group, and has torch import what looks at the process group as it is loaded."""
+    group.circle = [group]
+    torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1)
+    group.gather_objects(group.rank)
+
+
+def threads():
+    """Names of this process's threads, C++ ones too."""
+    return sorted(open(path).read().strip() for path in glob.glob("/proc/self/task/*/comm"))
+
+
 def nested(group):
     return launch(receipts, 4, 1)
 
@@ -56,6 +68,9 @@ if __name__ == "__main__":
         results = [launch(receipts, 4, seed) for seed in (1, 2)]  # a script may launch more than once
         if comm.is_root():
             print("RECEIPTS " + json.dumps(results))
+    elif sys.argv[1] == "threads":
+        launch(clinging, 2)
+        print("THREADS " + json.dumps(threads()))
     elif sys.argv[1] == "nested":
         launch(nested, 4)
     else:

@@ -2,13 +2,15 @@
 
     every check fails on the unsolved lab, which still runs to its end
     every check passes on the solution
-    every exercise passes alone, in a lab where nothing else is solved
+    every exercise passes alone, where nothing else is solved (only the cells that it stands on are run)
+    a lab with every second exercise solved runs to its end
     every mutant is rejected with a message that fits its mistake, every alternative is accepted
 
 Labs run in this process (cells share a namespace that is `__main__`, as in a notebook): a kernel per run would cost
 minutes.
 """
 
+import ast
 import contextlib
 import linecache
 import os
@@ -42,10 +44,39 @@ def check_solved(master: Path, scratch: Path) -> None:
 
 
 def check_alone(master: Path, name: str, scratch: Path) -> None:
-    """Only exercise `name` is solved: it passes, no other does, and the lab runs to its end."""
-    outcomes = run(masters.lab(master, solved=[name]), master, scratch)
-    passed = {exercise for exercise, entry in outcomes.items() if entry.passed}
-    assert passed == {name}, f"{master.stem}: only '{name}' is solved, yet what passes is {sorted(passed)}"
+    """Only exercise `name` is solved: it passes and no other does. Runs its check and what that stands on."""
+    notebook = masters.lab(master, solved=[name])
+    _same_passed(master, [name], run(notebook, master, scratch, only=needed(notebook, name)))
+
+
+def check_half(master: Path, scratch: Path) -> None:
+    """Every second exercise is solved: those pass, the others do not, and the lab runs to its end."""
+    names = [name for cell in masters.lab(master).cells for name in masters.checked(cell)]
+    _same_passed(master, names[::2], run(masters.lab(master, solved=names[::2]), master, scratch))
+
+
+def needed(notebook: NotebookNode, name: str) -> set[int]:
+    """Indices of the cells that check `name`, and of all before them that set a name which these, or those, read."""
+    cells, wanted, found = notebook.cells, set(), set()
+    for index in reversed(range(len(cells))):
+        if cells[index].cell_type != "code":
+            continue
+        tree = ast.parse(_plain(cells[index].source))
+        sets = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+        sets |= {(node.asname or node.name).split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.alias)}
+        names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+        sets |= {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        sets |= {  # table["a"] = 1 and options.a = 1 set something of `table` and `options`
+            node.value.id
+            for node in ast.walk(tree)
+            if isinstance(node, (ast.Subscript, ast.Attribute))
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name)
+        }
+        if name in masters.checked(cells[index]) or sets & wanted:
+            found.add(index)
+            wanted |= {node.id for node in names}
+    return found
 
 
 def check_reference(exercise: exercises.Exercise) -> None:
@@ -80,21 +111,28 @@ def check_counts(lab: str, registered: Collection[exercises.Exercise], answers: 
     assert len(others) >= 2, f"{lab} has {len(others)} alternatives; two are the least"
 
 
-def run(notebook: NotebookNode, master: Path, scratch: Path, strict: bool = False) -> dict[str, progress.Entry]:
-    """Execute the notebook's code in this process; returns the outcome of every check that ran."""
+def run(
+    notebook: NotebookNode, master: Path, scratch: Path, strict: bool = False, only: Collection[int] | None = None
+) -> dict[str, progress.Entry]:
+    """Execute the notebook's code (`only`: of these cells) in this process; the outcome of every check that ran."""
     record = scratch / f"{master.stem}-{len(list(scratch.iterdir()))}.json"
     variables = {"MINILLM_PROGRESS": str(record), "MINILLM_STRICT": "1" if strict else "0"}
     with mock.patch.dict(os.environ, variables), contextlib.chdir(master.parent), _as_main() as namespace:
         for index, cell in enumerate(notebook.cells):
-            if cell.cell_type == "code":
+            if cell.cell_type == "code" and (only is None or index in only):
                 _execute(cell.source, f"<{master.stem}, cell {index}>", namespace)
         return progress.load()
 
 
 def _execute(source: str, name: str, namespace: dict) -> None:
-    plain = re.sub(r"^(\s*)[%!].*$", r"\1pass", source, flags=re.MULTILINE)
+    plain = _plain(source)
     linecache.cache[name] = (len(plain), None, plain.splitlines(keepends=True), name)  # for tracebacks and getsource
     exec(compile(plain, name, "exec"), namespace)
+
+
+def _plain(source: str) -> str:
+    """Without the lines that only a notebook understands."""
+    return re.sub(r"^(\s*)[%!].*$", r"\1pass", source, flags=re.MULTILINE)
 
 
 @contextlib.contextmanager
@@ -110,6 +148,11 @@ def _as_main() -> Iterator[dict]:
         if "matplotlib.pyplot" in sys.modules:
             sys.modules["matplotlib.pyplot"].close("all")
         matplotlib.use(matplotlib_backend)
+
+
+def _same_passed(master: Path, solved: Collection[str], outcomes: dict[str, progress.Entry]) -> None:
+    passed = {exercise for exercise, entry in outcomes.items() if entry.passed}
+    assert passed == set(solved), f"{master.stem}: only {sorted(solved)} solved, yet what passes is {sorted(passed)}"
 
 
 def _same_exercises(master: Path, outcomes: dict[str, progress.Entry]) -> None:

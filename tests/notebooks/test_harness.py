@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from minillm.labkit import exercises, row
+from minillm.labkit import exercises, masters, row
 from tests.notebooks import harness
 
 FIXTURE = Path(__file__).parent / "fixture"
@@ -74,8 +74,23 @@ def test_lab_that_stops_when_unsolved_is_caught(fixture_lab, scratch):
 def test_exercise_that_needs_another_is_caught(fixture_lab, scratch):
     edit(fixture_lab, 'total = check("fixture-total", total)', 'check("fixture-total", total)')
     edit(fixture_lab, "show(view)", "")
-    with pytest.raises(AssertionError, match="only 'fixture-mean' is solved"):
+    with pytest.raises(AssertionError, match=r"only \['fixture-mean'\] solved"):
         harness.check_alone(fixture_lab, "fixture-mean", scratch)
+
+
+def test_lab_that_stops_when_half_solved_is_caught(fixture_lab, scratch):
+    edit(fixture_lab, "mean = check(", "total([1])\n\nmean = check(")
+    harness.check_solved(fixture_lab, scratch)
+    harness.check_half(fixture_lab, scratch)
+    edit(fixture_lab, 'mean = check("fixture-mean", mean)', 'check("fixture-mean", mean)\nmean([1])')
+    with pytest.raises(NotImplementedError):
+        harness.check_half(fixture_lab, scratch)
+
+
+def test_only_what_a_check_stands_on_is_run(fixture_lab):
+    notebook = masters.lab(fixture_lab, solved=["fixture-mean"])
+    run = [notebook.cells[index].source for index in sorted(harness.needed(notebook, "fixture-mean"))]
+    assert len(run) == 4 and "import fixture_exercises" in run[0] and "fixture-mean" in run[-1]
 
 
 def test_unchecked_exercise_is_caught(fixture_lab, scratch):

@@ -34,6 +34,11 @@ def test_solution_passes_every_check(lab, tmp_path):
     harness.check_solved(MASTERS[lab], tmp_path)
 
 
+@pytest.mark.parametrize("lab", MASTERS)
+def test_half_solved_lab_runs(lab, tmp_path):
+    harness.check_half(MASTERS[lab], tmp_path)
+
+
 @pytest.mark.parametrize(("lab", "name"), CHECKED)
 def test_exercise_passes_alone(lab, name, tmp_path):
     harness.check_alone(MASTERS[lab], name, tmp_path)
