@@ -42,7 +42,7 @@ def cross_entropy_sums(
 def linear_cross_entropy_sums(
     x: Tensor, head: Tensor, targets: Tensor, chunk: int = 512, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`cross_entropy_sums(x @ headᵀ, targets, weights)` without ever holding the logits, a small model's largest tensor.
+    """`cross_entropy_sums(x @ headᵀ, targets, weights)` without holding the logits, a small model's largest tensor.
 
     x: [batch, seq, hidden] after the last norm; head: [vocab, hidden]. The gradient of a sum of losses needs nothing
     from above but a factor, so it is worked out `chunk` tokens at a time while their logits are at hand: as many FLOPs,
