@@ -42,6 +42,8 @@ class Transformer(nn.Module):
     seed: initial weights (see `initial`); None leaves them unset, for a loader to fill.
     device: "meta" (or `with torch.device("meta"):`) builds shapes without memory; then `to_empty` and `initialize`.
     attention: the attention function of forward passes that bring none.
+    What a model split over ranks does in its own way is an attribute: what the head makes of [batch, seq, hidden]
+    (`head_logits`, `head_loss`), how a parameter is drawn (`draw`), layers that share an input (`together`).
     """
 
     def __init__(
@@ -56,11 +58,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.attention = attention
-        self.head_logits, self.head_loss, self.draw = (
-            F.linear,
-            linear_cross_entropy_sums,
-            initial,
-        )  # parallel ones differ
+        self.head_logits, self.head_loss, self.draw = F.linear, linear_cross_entropy_sums, initial
         device = torch.device(device or torch.get_default_device())
         with torch.device("meta"), _WithoutInitialisation():
             self.embedding = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)

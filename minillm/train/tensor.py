@@ -18,6 +18,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from minillm.comm import Group
 from minillm.model import ModelConfig, Transformer
@@ -143,6 +144,7 @@ class _ColumnLinears(torch.autograd.Function):
         return tuple(F.linear(entered, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *gradients):
         saved, *parameters = ctx.saved_tensors
         needs_x, _, _, *needed = ctx.needs_input_grad
@@ -169,6 +171,7 @@ class _RowLinear(torch.autograd.Function):
         return region.leave(y)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         dy = ctx.region.leave_backward(dy)
@@ -179,7 +182,8 @@ class _RowLinear(torch.autograd.Function):
 def _as_computed(x: Tensor) -> Tensor:
     """x in the dtype that autocast computes in."""
     device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+    cast = torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(device)) if cast else x
 
 
 def _input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
@@ -206,7 +210,8 @@ def tensor_parallel(
 
     module: anything with some of Transformer's `embedding`, `blocks`, `norm`, `head`, whole and the same on every rank
     (or on "meta"). Names stay, so does requires_grad; parameters are new, so make optimizers afterwards.
-    forward computes what it did, the same on every rank; `logits` gives this rank's words (`gather_logits`).
+    forward computes what it did, the same on every rank; `logits` gives this rank's words (`gather_logits`). What
+    travels between a pipeline's parts is [batch, seq / module.sequence_shards, hidden].
     sequence, regather: see `sequence.py`. ValueError for heads that do not divide (`splits.check_split`).
     """
     check_split(config, group.world_size)
@@ -233,11 +238,12 @@ def tensor_parallel(
     module.head_loss = partial(linear_vocab_parallel_cross_entropy_sums, **whole_vocabulary)
     module.head_logits = partial(vocab_parallel_logits, **whole_vocabulary)
     module.draw = partial(initial_part, group=group)
+    module.sequence_shards = group.world_size if sequence else 1
     return module
 
 
 def vocab_parallel_logits(x: Tensor, head: Tensor, *, region: Region, vocab_size: int) -> Tensor:
-    """x: [batch, seq, hidden], or [batch, seq / t, hidden] -> [batch, seq, vocab / world_size], -inf where padding is."""
+    """x: [batch, seq, hidden] or [batch, seq / t, hidden] -> [batch, seq, vocab / world_size], padding at -inf."""
     (logits,) = column_linears(x, [head], [None], region)
     real = Split(0, region.group.rank, region.group.world_size).real(vocab_size)
     padding = torch.arange(logits.shape[-1], device=logits.device) >= real
@@ -245,10 +251,9 @@ def vocab_parallel_logits(x: Tensor, head: Tensor, *, region: Region, vocab_size
 
 
 def initial_part(config: ModelConfig, name: str, shape: Sequence[int], seed: int, *, group: Group) -> Tensor:
-    """This rank's part of `initial(config, name, ...)`; whatever `shape` says, the whole parameter's is used."""
-    return split_of(config, name, group.rank, group.world_size).cut(
-        initial(config, name, whole_shapes(config)[name], seed)
-    )
+    """This rank's part of `initial(config, name, ...)`, which is asked for the whole, whatever `shape` says."""
+    whole = initial(config, name, whole_shapes(config)[name], seed)
+    return split_of(config, name, group.rank, group.world_size).cut(whole)
 
 
 @functools.lru_cache(1)

@@ -11,6 +11,7 @@ rank ever holds the logits of all its tokens, not even of its own words.
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from minillm.comm import Group
 from minillm.model.loss import IGNORE, check_targets, sum_of_weights
@@ -82,6 +83,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, factor):
         (gradient,) = ctx.saved_tensors
         return gradient * factor, None, None, None
@@ -160,6 +162,7 @@ class _LinearVocabParallelCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, factor):
         x_gradient, head_gradient, weight = ctx.saved_tensors
         dx = ctx.region.enter_backward(x_gradient * factor) if ctx.needs_input_grad[0] else None
