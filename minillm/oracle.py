@@ -12,7 +12,7 @@ and says how far the worst parameter is off. `CASES` are the corners where paral
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from minillm.comm import Group, launch
-from minillm.model import ModelConfig, Transformer, cross_entropy, cross_entropy_sums, dense
+from minillm.model import ModelConfig, Transformer, cross_entropy, dense
 from minillm.model.loss import IGNORE
 from minillm.train.forms import parallel_form
+from minillm.train.layout import Layout
 from minillm.train.optimizer import Named, clip_
 from minillm.train.parallel import Alone
 
@@ -82,7 +83,7 @@ def reference(
     ValueError for a pattern that matches nothing, or when everything is frozen.
     """
     model = Transformer(config, seed=seed, device="cpu", dtype=torch.float64, attention=dense)
-    _freeze(model, frozen)
+    _freeze(model.named_parameters(), frozen, everywhere=True)
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trainable:
         raise ValueError(f"frozen {frozen} leaves no parameter to train: freeze less.")
@@ -98,31 +99,15 @@ def reference(
     return Reference(loss.item(), gradients, grad_norm, weights)
 
 
-def _freeze(model: torch.nn.Module, frozen: Sequence[str]) -> None:
+def _freeze(named: Iterable[tuple[str, torch.nn.Parameter]], frozen: Sequence[str], everywhere: bool = False) -> None:
+    """everywhere: these are all of the model's parameters, so a pattern that matches none of them is a mistake."""
+    named = list(named)
     for pattern in frozen:
-        matched = [parameter for name, parameter in model.named_parameters() if fnmatchcase(name, pattern)]
-        if not matched:
+        matched = [parameter for name, parameter in named if fnmatchcase(name, pattern)]
+        if everywhere and not matched:
             raise ValueError(f"frozen pattern {pattern!r} matches no parameter: see Transformer.named_parameters().")
         for parameter in matched:
             parameter.requires_grad_(False)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a step is spread. dp: ranks that share the batch; zero: stage; accumulate: microbatches of each rank."""
-
-    dp: int = 1
-    zero: int = 0
-    accumulate: int = 1
-
-    def __post_init__(self):
-        for name, allowed in (("dp", range(1, 65)), ("zero", range(4)), ("accumulate", range(1, 1025))):
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ValueError(f"{name} {value} is not in {allowed.start} .. {allowed.stop - 1}.")
-
-    def __str__(self) -> str:
-        return f"dp {self.dp}, zero {self.zero}, accumulate {self.accumulate}"
 
 
 @dataclass(frozen=True)
@@ -174,40 +159,60 @@ def _cases() -> dict[str, Case]:
 CASES = _cases()
 
 
-def _form(group: Group, layout: Layout) -> Alone:
-    return parallel_form(group, layout.zero)
+def _split_cases() -> dict[str, Case]:
+    # Eight layers for eight parts, positions that divide over ranks, still 37 words and two kv heads for four ranks.
+    config = ModelConfig(37, 8, 11, 8, 4, 2, head_dim=2, max_seq_len=16, init_std=0.3)
+    batch = Batch.random(config, 13, 4, seed=3)
+    uneven = batch.targets.clone()
+    uneven[:7, 1:] = IGNORE
+    uneven[:3] = IGNORE
+    tied = replace(config, tie_embeddings=True, qk_norm=True, qkv_bias=True)
+    return {
+        "plain": Case(config, batch),
+        "tied": Case(tied, batch),
+        "frozen tied": Case(tied, batch, frozen=("embedding.weight", "blocks.1.mlp.*", "blocks.7.*")),
+        "unequal": Case(tied, replace(batch, targets=uneven)),
+        "clipped": Case(config, batch, max_grad_norm=0.05),
+    }
 
+
+SPLIT_CASES = _split_cases()  # the corners where models that are split over ranks go wrong
 
 FormOf = Callable[[Group, Layout], Alone]
 
 
 def compare(
     layouts: Layout | Sequence[Layout],
-    cases: Mapping[str, Case] = CASES,
+    cases: Mapping[str, Case] | None = None,
     *,
     seed: int = 0,
     lr: float = 0.1,
     steps: int = 5,
     tolerance: float = TOLERANCE,
-    form: FormOf = _form,
+    form: FormOf = parallel_form,
 ) -> list[Comparison]:
     """Runs each layout on each case on real ranks (one launch per number of ranks); a row for each of both.
 
+    cases: by default CASES, and SPLIT_CASES for layouts with tp or pp.
     steps: SGD steps in all; the first is compared with `reference`, the ranks' weights with each other after the last.
     form: (group, layout) -> the parallel form that is put to the test.
     """
     layouts = [layouts] if isinstance(layouts, Layout) else list(layouts)
-    expected = {
-        name: reference(case.config, case.batch, seed=seed, lr=lr, frozen=case.frozen, max_grad_norm=case.max_grad_norm)
-        for name, case in cases.items()
-    }
+    jobs = {layout: dict(cases or (SPLIT_CASES if layout.is_hybrid else CASES)) for layout in layouts}
+    for layout, chosen in jobs.items():
+        for case in chosen.values():
+            layout.check(case.config, case.batch.tokens.shape[1])
     rows: dict[tuple[Layout, str], Comparison] = {}
-    for world_size in sorted({layout.dp for layout in layouts}):
-        chosen = [layout for layout in layouts if layout.dp == world_size]
-        for outcome in launch(_run, world_size, form, chosen, dict(cases), seed, lr, steps)[0]:
-            found = _judge(outcome, expected[outcome.case], tolerance)
-            rows[outcome.layout, outcome.case] = found
-    return [rows[layout, name] for layout in layouts for name in cases]
+    for world_size in sorted({layout.world_size for layout in layouts}):
+        wanted = {layout: chosen for layout, chosen in jobs.items() if layout.world_size == world_size}
+        expected: dict[int, Reference] = {}
+        for outcome in launch(_run, world_size, form, wanted, seed, lr, steps)[0]:
+            case = jobs[outcome.layout][outcome.case]
+            if id(case) not in expected:
+                how = {"frozen": case.frozen, "max_grad_norm": case.max_grad_norm}
+                expected[id(case)] = reference(case.config, case.batch, seed=seed, lr=lr, **how)
+            rows[outcome.layout, outcome.case] = _judge(outcome, expected[id(case)], tolerance)
+    return [rows[layout, name] for layout, chosen in jobs.items() for name in chosen]
 
 
 @dataclass(frozen=True)
@@ -222,8 +227,10 @@ class _Outcome:
     identical: bool
 
 
-def _run(group: Group, form: FormOf, layouts: Sequence[Layout], cases: Mapping[str, Case], *how: Any) -> list[_Outcome]:
-    done = [_step(group, form, layout, name, case, *how) for layout in layouts for name, case in cases.items()]
+def _run(group: Group, form: FormOf, jobs: Mapping[Layout, Mapping[str, Case]], *how: Any) -> list[_Outcome]:
+    done = [
+        _step(group, form, layout, name, case, *how) for layout, cases in jobs.items() for name, case in cases.items()
+    ]
     return done if group.rank == 0 else []
 
 
@@ -232,7 +239,7 @@ def _step(
 ) -> _Outcome:
     form = form_of(group, layout)
     model = form.build(case.config, seed=seed, dtype=torch.float64, attention=dense)
-    _freeze(model, case.frozen)
+    _freeze(((form.whole_name(name), p) for name, p in model.named_parameters()), case.frozen)
     module = form.wrap(model)
     updater = form.updater(module, partial(_sgd, lr=lr))
     for step in range(steps):
@@ -256,11 +263,7 @@ def _backward(form: Alone, module: torch.nn.Module, batch: Batch, accumulate: in
     parts = [part.tensor_split(form.world_size)[form.rank] for part in (batch.tokens, batch.targets, batch.weights)]
     micro = list(zip(*(part.tensor_split(accumulate) for part in parts), strict=True))
     denominator = form.denominator(sum(((targets != IGNORE) * weights).sum() for _, targets, weights in micro))
-    for index, (tokens, targets, weights) in enumerate(micro):
-        with form.accumulating(last=index == accumulate - 1):
-            total, _ = cross_entropy_sums(module(tokens), targets, weights)
-            (total / denominator).backward()
-    form.finish_backward()
+    form.forward_backward(module, micro, denominator)
 
 
 def _sgd(named: Named, lr: float) -> torch.optim.SGD:

@@ -64,7 +64,7 @@ def test_wrong_layouts_are_found():
 
 
 def drifting(group, layout):
-    form = parallel_form(group, layout.zero)
+    form = parallel_form(group, layout)
     wrap = form.wrap
 
     def apart(model, master=False):

@@ -143,7 +143,7 @@ def train(group: Group | None, plan: Plan) -> dict[str, Any]:
     settings, tokenizer = plan.settings, Tokenizer.load()
     config, (tokens, held_out) = _config(settings, tokenizer.vocab_size), _texts(settings)
     where = group.device if group else _device(plan.device)
-    form = parallel_form(group, plan.zero, plan.offload) if group else Alone()
+    form = parallel_form(group, plan.layout, plan.offload) if group else Alone()
     peak = peak_flops(machine(), where, PRECISIONS[config.precision].compute) if form.rank == 0 else None
     if peak and where.type != "cpu":  # ranks on a CPU share it
         peak *= form.world_size

@@ -29,7 +29,7 @@ def export(trainer: Trainer, tokenizer: Tokenizer, folder: str | Path, command: 
     folder = Path(folder)
     rounded = Transformer(trainer.config.model, seed=None, device="cpu", dtype=torch.bfloat16)
     rounded.load_state_dict(trainer.parallel.state_dict())
-    if trainer.parallel.rank:
+    if not trainer.parallel.is_root:
         return {}
     save_hf(rounded, folder)
     tokenizer.save(folder)

@@ -4,6 +4,7 @@
     DataParallel          BucketedDDP           every rank everything                   ddp.py
     ShardedStates         the model itself      every rank 1/N, then all-gather         zero.py (stages 1 and 2)
     ShardedModel          FullyShard            every rank its 1/N                      fully_shard.py (stage 3)
+    Hybrid                a split model         every rank its slice                    hybrid.py (tensor, pipeline)
 
 Each has the methods of `parallel.Alone`, which says what they mean.
 """
@@ -21,6 +22,8 @@ from minillm.model import ModelConfig, Transformer
 from minillm.model.transformer import initial
 from minillm.train.ddp import DataParallel
 from minillm.train.fully_shard import FullyShard
+from minillm.train.hybrid import Hybrid
+from minillm.train.layout import Layout
 from minillm.train.optimizer import MakeOptimizer, squared_norm
 from minillm.train.parallel import Alone
 from minillm.train.sharded_state import ShardedOptimizer as SliceOptimizer
@@ -95,9 +98,13 @@ class ShardedModel(Sharded):
         self.module.load_state_dict(state)
 
 
-def parallel_form(group: Group, zero: int = 0, offload: str | None = None) -> Alone:
-    """The form for this group. zero: the stage; offload: where its shards live, "cpu" or a folder."""
+def parallel_form(group: Group, layout: Layout, offload: str | None = None) -> Alone:
+    """The form of a layout. offload: where ZeRO's shards live, "cpu" or a folder."""
     home = offload if offload in (None, "cpu") else Path(offload)
-    if zero == 0:
+    if layout.is_hybrid:
+        if offload:
+            raise ValueError(f"offload {offload} is for ZeRO without tp and pp: leave it out.")
+        return Hybrid(group, layout)
+    if layout.zero == 0:
         return DataParallel(group)
-    return ShardedModel(group, home) if zero == 3 else ShardedStates(group, zero, home)
+    return ShardedModel(group, home) if layout.zero == 3 else ShardedStates(group, layout.zero, home)

@@ -14,7 +14,7 @@ is saved and loaded goes on with the same bits. `run.fit` makes a run of it: bar
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -141,16 +141,10 @@ class Trainer:
             batches = [self._to_device(next(self.loader)) for _ in range(self.config.accumulate)]
             weight = torch.stack([(targets != IGNORE).sum() for _, targets in batches]).sum().float()
         denominator = self.parallel.denominator(weight)
-        total = torch.zeros((), device=self.device)
-        for index, (inputs, targets) in enumerate(batches):
-            with self.parallel.accumulating(last=index == len(batches) - 1):
-                with self._timed("forward"), self.precision.context(self.device):
-                    nll, _ = self.module(inputs, targets=targets)
-                    loss = nll / denominator
-                with self._timed("backward"):
-                    self.scaler.scale(loss).backward()
-            total += nll.detach()
-        self.parallel.finish_backward()
+        microbatches = [(inputs, targets, None) for inputs, targets in batches]
+        total = self.parallel.forward_backward(
+            self.module, microbatches, denominator, self._computing, self.scaler.scale
+        )
         weight = denominator * self.parallel.world_size
         return (self.parallel.sum(total) / weight).item(), round(weight.item())
 
@@ -230,6 +224,12 @@ class Trainer:
         check_tokens(batch[0], self.config.model)
         inputs, targets, *_ = batch
         return inputs.to(self.device), targets.to(self.device)
+
+    @contextmanager
+    def _computing(self, name: str) -> Iterator[None]:
+        """Forward, or all of a pipeline, in the precision of this run; backward as its forward was."""
+        with self._timed(name), nullcontext() if name == "backward" else self.precision.context(self.device):
+            yield
 
     @contextmanager
     def _timed(self, name: str, kind: str = "compute") -> Iterator[None]:

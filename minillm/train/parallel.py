@@ -1,30 +1,54 @@
 """The seam between the training loop and its parallel forms: everything that changes when there is more than one rank.
 
-    build, wrap, updater ─┬ forward, backward under accumulating(last) ┬ finish_backward, collect, grad_norm, step
-                          └────────── for each microbatch ─────────────┘
+    build, wrap, updater, then for every step: forward_backward, collect, grad_norm, step
 
 `Alone` is one process, where each of these is trivial; `forms.py` has those for a group of ranks.
 """
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from minillm.model import ModelConfig, Transformer
 from minillm.train.optimizer import MakeOptimizer, Updater, squared_norm
 
+Microbatch = tuple[Tensor, Tensor, Tensor | None]  # tokens, targets, weights of the targets; [batch, seq] each
+Around = Callable[[str], contextlib.AbstractContextManager]
+
+
+def quietly(name: str) -> contextlib.AbstractContextManager:
+    """Around "forward" and "backward" where nobody measures them."""
+    return contextlib.nullcontext()
+
+
+def unscaled(loss: Tensor) -> Tensor:
+    return loss
+
 
 class Alone:
-    """One process. Every method says what a parallel form has to do in its place."""
+    """One process. Every method says what a parallel form has to do in its place.
+
+    rank, world_size: of the ranks that share the batch, each with rows of its own.
+    """
 
     rank = 0
     world_size = 1
 
+    @property
+    def is_root(self) -> bool:
+        """Whether this rank writes files and shows progress: one of all ranks does."""
+        return self.rank == 0
+
     def build(self, config: ModelConfig, **how: Any) -> Transformer:
         """The bare model, before `wrap`. how: seed, device, dtype, attention."""
         return Transformer(config, **how)
+
+    def whole_name(self, name: str) -> str:
+        """What a parameter of `build`'s model is called in the whole model."""
+        return name
 
     def wrap(self, model: nn.Module, master: bool = False) -> nn.Module:
         """The module that forward is called on: the model, or a wrapper that reduces or gathers.
@@ -40,6 +64,29 @@ class Alone:
         """By what this rank divides its sum of losses; `weight`: its tokens of the whole step, all microbatches.
         A form that averages gradients answers Σ weight / world_size, so that the average is over tokens, not ranks."""
         return weight
+
+    def forward_backward(
+        self,
+        module: nn.Module,
+        microbatches: Sequence[Microbatch],
+        denominator: Tensor,
+        around: Around = quietly,
+        scale: Callable[[Tensor], Tensor] = unscaled,
+    ) -> Tensor:
+        """Adds the gradients of Σ weight · nll / denominator to `.grad`, reduced; returns Σ weight · nll of this rank's
+        rows. around: a context for "forward" and for "backward"; scale: of the loss, for half precision."""
+        total = torch.zeros((), device=microbatches[0][0].device)
+        for index, (tokens, targets, weights) in enumerate(microbatches):
+            with self.accumulating(last=index == len(microbatches) - 1):
+                with around("forward"):
+                    weighted = {} if weights is None else {"weights": weights}
+                    nll, _ = module(tokens, targets=targets, **weighted)
+                    loss = nll / denominator
+                with around("backward"):
+                    scale(loss).backward()
+            total = total + nll.detach()
+        self.finish_backward()
+        return total
 
     def accumulating(self, last: bool) -> contextlib.AbstractContextManager:
         """Around one microbatch: communicate only in the last one (`no_sync` in the others)."""

@@ -69,7 +69,7 @@ def fit(
         raise ValueError(f"{folder} holds a run already: go on with --resume, or name another --run.")
     steps = trainer.config.steps
     run = Run(folder, trainer.steps_done)
-    first = trainer.parallel.rank == 0
+    first = trainer.parallel.is_root
     bar = progress_bar(folder, steps, run.steps_done, shown=progress and first)
     writer = Metrics(folder, run.steps_done, tensorboard) if first else nullcontext()
     if first:
@@ -133,7 +133,7 @@ def progress_bar(folder: Path, steps: int, done: int = 0, shown: bool = True) ->
 
 def _save(trainer: Trainer, folder: Path) -> None:
     state = trainer.state_dict()  # every rank has a part in it
-    if trainer.parallel.rank == 0:
+    if trainer.parallel.is_root:
         checkpoint.save(state, folder)
 
 

@@ -5,10 +5,12 @@ other ranks, usually inside a span. Standing still counts as communication and n
 communication that is hidden behind backward costs nothing here: the parts add up to the step.
 """
 
+import re
 from dataclasses import dataclass
 
 from minillm.measure import Ledger
 
+ACTION = re.compile(r"[FBIW]\d+(\.\d+)?")
 PARTS = ("input", "forward", "backward", "optimizer", "communication", "idle")
 
 
@@ -46,6 +48,8 @@ class StepTime:
 
 
 def _part(name: str, kind: str) -> str | None:
+    if ACTION.fullmatch(name):  # of a pipeline: F0, B3.1
+        return "forward" if name[0] == "F" else "backward"
     if kind in ("comm", "wait"):
         return "communication"
     return next((part for part in PARTS[:4] if part in (name, kind)), None)
