@@ -198,7 +198,7 @@ def compare(
     form: (group, layout) -> the parallel form that is put to the test.
     """
     layouts = [layouts] if isinstance(layouts, Layout) else list(layouts)
-    jobs = {layout: dict(cases or (SPLIT_CASES if layout.is_hybrid else CASES)) for layout in layouts}
+    jobs = {layout: dict(_default(layout) if cases is None else cases) for layout in layouts}
     for layout, chosen in jobs.items():
         for case in chosen.values():
             layout.check(case.config, case.batch.tokens.shape[1])
@@ -213,6 +213,10 @@ def compare(
                 expected[id(case)] = reference(case.config, case.batch, seed=seed, lr=lr, **how)
             rows[outcome.layout, outcome.case] = _judge(outcome, expected[id(case)], tolerance)
     return [rows[layout, name] for layout, chosen in jobs.items() for name in chosen]
+
+
+def _default(layout: Layout) -> Mapping[str, Case]:
+    return SPLIT_CASES if layout.is_hybrid else CASES
 
 
 @dataclass(frozen=True)

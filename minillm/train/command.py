@@ -23,12 +23,14 @@ from minillm.train.config import TrainConfig
 from minillm.train.export import export
 from minillm.train.follow import follow
 from minillm.train.forms import parallel_form
+from minillm.train.layout import Layout
 from minillm.train.loop import Trainer
 from minillm.train.parallel import Alone
 from minillm.train.precision import PRECISIONS
 from minillm.train.presets import SIZES, preset
 from minillm.train.recompute import RECOMPUTE
 from minillm.train.run import fit
+from minillm.train.schedules import SCHEDULES
 
 # What a run is made from: saved beside it, so that --resume needs no other option.
 DEFAULTS: dict[str, Any] = {"model_size": "target", "data": None}
@@ -74,10 +76,20 @@ def command(
     memory: Annotated[
         bool, Option("--memory", help="Show what memory was for, at its fullest in the first step.")
     ] = False,
-    dp: Annotated[int | None, Option(help="Data-parallel ranks; under torchrun all of its processes.", min=1)] = None,
+    dp: Annotated[
+        int | None, Option(help="Data-parallel ranks; under torchrun what its processes leave for it.", min=1)
+    ] = None,
     zero: Annotated[int, Option(help="ZeRO stage over those ranks: 0 to 3.", min=0, max=3)] = 0,
     offload: Annotated[
         str | None, Option(metavar="cpu|PATH", help="Keep ZeRO's shards in host memory, or in a file there.")
+    ] = None,
+    tp: Annotated[int, Option(help="Tensor-parallel ranks, which share every layer.", min=1)] = 1,
+    sp: Annotated[bool, Option("--sp", help="Sequence parallelism among those.")] = False,
+    pp: Annotated[int, Option(help="Pipeline stages.", min=1)] = 1,
+    schedule: Annotated[str, Option(help=f"Of the pipeline: {', '.join(SCHEDULES)}.")] = "1f1b",
+    microbatches: Annotated[
+        int | None,
+        Option(help="Into how many the pipeline cuts a step's windows; by default up to 4 per stage.", min=1),
     ] = None,
     runs: Annotated[Path, Option(metavar="FOLDER", help="Where runs are kept.")] = Path("runs"),
     json_file: JsonFile = None,
@@ -88,12 +100,15 @@ def command(
     settings = _saved(folder, given) if resume else DEFAULTS | given
     if offload and not zero:
         raise ValueError(f"--offload {offload} needs shards to move: add --zero 1, 2 or 3")
-    plan = Plan(folder, settings, resume, zero, offload, device, save_every, validate_every, memory, export_to)
     config = _config(settings, Tokenizer.load().vocab_size)
+    rows = config.batch_size * config.accumulate
+    layout = _layout(dp, zero, tp, sp, pp, schedule, microbatches, rows)
+    layout.check(config.model, config.seq_len)
+    if config.compile and layout.is_hybrid:
+        raise ValueError("--compile does not look through the messages inside a model: leave it out with --tp and --pp")
+    plan = Plan(folder, settings, resume, layout, offload, device, save_every, validate_every, memory, export_to)
     _texts(settings)  # made once here, found by the ranks
-    world_size = int(os.environ.get("WORLD_SIZE", dp or 1))
-    if dp not in (None, world_size):
-        raise ValueError(f"--dp {dp} under torchrun with {world_size} processes: leave it out")
+    world_size = layout.world_size
     if is_root():
         ranks = f" on {world_size} ranks" if world_size > 1 else ""
         count = parameters(config.model).total / 1e6
@@ -126,7 +141,7 @@ class Plan:
     folder: Path
     settings: dict[str, Any]
     resume: bool
-    zero: int
+    layout: Layout
     offload: str | None
     device: str
     save_every: int
@@ -144,9 +159,9 @@ def train(group: Group | None, plan: Plan) -> dict[str, Any]:
     config, (tokens, held_out) = _config(settings, tokenizer.vocab_size), _texts(settings)
     where = group.device if group else _device(plan.device)
     form = parallel_form(group, plan.layout, plan.offload) if group else Alone()
-    peak = peak_flops(machine(), where, PRECISIONS[config.precision].compute) if form.rank == 0 else None
+    peak = peak_flops(machine(), where, PRECISIONS[config.precision].compute) if form.is_root else None
     if peak and where.type != "cpu":  # ranks on a CPU share it
-        peak *= form.world_size
+        peak *= group.world_size if group else 1
     trainer = Trainer(config, tokens, held_out, device=where, peak_flops=peak, parallel=form)
     intervals = {"save_every": plan.save_every, "validate_every": plan.validate_every}
     done = fit(trainer, plan.folder, resume=plan.resume, census=plan.memory, progress=plan.progress, **intervals)
@@ -163,6 +178,35 @@ def train(group: Group | None, plan: Plan) -> dict[str, Any]:
         made = export(trainer, tokenizer, plan.export_to, _command(plan), data=settings["data"] or "stdlib")
         found["exported"] = {"folder": str(plan.export_to), **made}
     return found
+
+
+def _layout(
+    dp: int | None, zero: int, tp: int, sp: bool, pp: int, schedule: str, microbatches: int | None, rows: int
+) -> Layout:
+    """rows: windows of a step on each data-parallel rank. ValueError for what cannot be."""
+    processes = int(os.environ.get("WORLD_SIZE", (dp or 1) * tp * pp))
+    if processes != (dp or max(1, processes // (tp * pp))) * tp * pp:
+        given = f"--dp {dp} " if dp else ""
+        raise ValueError(
+            f"{given}--tp {tp} --pp {pp} does not fit torchrun's {processes} processes: change one of them"
+        )
+    spread = {"dp": processes // (tp * pp), "zero": zero, "tp": tp, "sequence": sp, "pp": pp, "schedule": schedule}
+    if pp == 1:
+        if microbatches:
+            raise ValueError(f"--microbatches {microbatches} is for a pipeline: add --pp, or use --accumulate")
+        return Layout(**spread)
+    if microbatches and rows % microbatches:
+        raise ValueError(
+            f"--microbatches {microbatches} does not divide the {rows} windows of a step on each data-parallel rank "
+            "(--batch-size times --accumulate): change one of them"
+        )
+    problem = None
+    for count in [microbatches] if microbatches else [m for m in range(4 * pp, 0, -1) if rows % m == 0]:
+        try:
+            return Layout(accumulate=count, **spread)
+        except ValueError as error:
+            problem = error
+    raise problem
 
 
 def peak_flops(card: Machine, device: torch.device, dtype: torch.dtype) -> float | None:
