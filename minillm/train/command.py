@@ -104,6 +104,8 @@ def command(
     rows = config.batch_size * config.accumulate
     layout = _layout(dp, zero, tp, sp, pp, schedule, microbatches, rows)
     layout.check(config.model, config.seq_len)
+    if offload and layout.is_hybrid:
+        raise ValueError(f"--offload {offload} is for ZeRO alone: leave it out with --tp and --pp")
     if config.compile and layout.is_hybrid:
         raise ValueError("--compile does not look through the messages inside a model: leave it out with --tp and --pp")
     plan = Plan(folder, settings, resume, layout, offload, device, save_every, validate_every, memory, export_to)

@@ -103,7 +103,7 @@ def parallel_form(group: Group, layout: Layout, offload: str | None = None) -> A
     home = offload if offload in (None, "cpu") else Path(offload)
     if layout.is_hybrid:
         if offload:
-            raise ValueError(f"offload {offload} is for ZeRO without tp and pp: leave it out.")
+            raise ValueError(f"offload {offload} is for ZeRO alone: leave it out with tp and pp.")
         return Hybrid(group, layout)
     if layout.zero == 0:
         return DataParallel(group)

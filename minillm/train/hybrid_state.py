@@ -129,10 +129,7 @@ class SplitUpdater:
         for place, name in enumerate(self._order()):
             whole_name = form.names[name]
             values = state["state"].get(by_name[whole_name], {})
-            own[place] = {
-                key: form.splits[name].cut(value) if _cut_like(value, shapes[whole_name]) else value
-                for key, value in values.items()
-            }
+            own[place] = {key: self._own(name, value, shapes[whole_name]) for key, value in values.items()}
         local, groups = self.inner_updater.state_dict(True), []
         for mine, saved in zip(local["param_groups"], state["param_groups"], strict=True):
             groups.append({**saved, "params": mine["params"]})
@@ -143,6 +140,11 @@ class SplitUpdater:
             {**local, "state": {place: values for place, values in own.items() if values}, "param_groups": groups}
             | {"masters": masters}
         )
+
+    def _own(self, name: str, value: Any, shape: torch.Size) -> Any:
+        if _cut_like(value, shape):
+            return self.form.splits[name].cut(value)
+        return value.clone() if isinstance(value, Tensor) else value  # a tied embedding's two copies count their steps
 
 
 def _cut_like(value: Any, shape: torch.Size) -> bool:

@@ -1,0 +1,127 @@
+"""Tensor and pipeline parallelism in the training loop: the steps of one process, checkpoints that fit any layout."""
+
+import copy
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from minillm.__main__ import run
+from minillm.comm import launch
+from minillm.data import Tokens
+from minillm.model import ModelConfig
+from minillm.train import TrainConfig, Trainer, checkpoint
+from minillm.train.forms import parallel_form
+from minillm.train.layout import Layout
+
+MODEL = ModelConfig(53, 16, 30, 4, 4, 1, max_seq_len=16, tie_embeddings=True, qk_norm=True)
+LAYOUTS = [
+    Layout(dp=2, tp=2, sequence=True),
+    Layout(dp=2, pp=2, accumulate=2, zero=1),
+    Layout(dp=2, tp=2, zero=1),
+    Layout(dp=2, pp=2, accumulate=4, schedule="zero_bubble_v"),
+    Layout(dp=2, pp=2, accumulate=2, schedule="dualpipe"),
+]
+
+
+def trainer(batch_size, parallel=None, precision="fp32"):
+    config = TrainConfig(MODEL, seq_len=16, batch_size=batch_size, steps=6, lr=1e-2, precision=precision)
+    tokens = Tokens((np.arange(3000) ** 2 % 53).astype(np.uint16), 53, 0, 1, 9000)
+    return Trainer(config, tokens, tokens, workers=0, parallel=parallel)
+
+
+def relay(group, precision):
+    """Each layout takes a step and hands its checkpoint on. Returns how far losses and norms, and weights, are off."""
+    torch.set_num_threads(1)
+    alone, state, found, weights = trainer(8, precision=precision), None, [], []
+    for layout in LAYOUTS:
+        with trainer(4, parallel_form(group, layout), precision) as ours:
+            if state:
+                ours.load_state_dict(state)
+                again = ours.state_dict()
+                assert same(again["model"], state["model"]) and same(again["optimizer"], state["optimizer"]), layout
+            step, expected = ours.step(), alone.step()
+            found.append([step.loss - expected.loss, step.grad_norm / expected.grad_norm - 1])
+            assert step.tokens == expected.tokens
+            state, snapshot = ours.state_dict(), copy.deepcopy(ours._learnt())
+            if layout is LAYOUTS[-1]:
+                mine, whole = ours.validate(), alone.validate()
+                found.append([mine.loss - whole.loss, mine.tokens - whole.tokens])
+            ours.step()
+            ours._unlearn(snapshot)  # as the guard does after a bad step
+            again = ours.state_dict()
+            assert same(again["model"], state["model"]) and same(again["optimizer"], state["optimizer"]), layout
+    with alone:
+        single = alone.state_dict()
+    for name, tensor in single["model"].items():
+        weights.append((state["model"][name] - tensor).abs().max().item())
+    ours, theirs = state["optimizer"], single["optimizer"]
+    assert [g["params"] for g in ours["param_groups"]] == [g["params"] for g in theirs["param_groups"]]
+    assert {i: sorted(s) for i, s in ours["state"].items()} == {i: sorted(s) for i, s in theirs["state"].items()}
+    assert all(
+        s[key].shape == theirs["state"][i][key].shape for i, s in ours["state"].items() for key in ("exp_avg", "step")
+    )
+    assert ours["masters"].keys() == theirs["masters"].keys()
+    return max(abs(number) for numbers in found for number in numbers), max(weights)
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() - {"names"} == b.keys() - {"names"} and all(same(a[key], b[key]) for key in a if key != "names")
+    return a == b
+
+
+def test_steps_are_those_of_one_process_and_checkpoints_fit_every_layout():
+    for steps, weights in launch(relay, 4, "fp32"):
+        assert steps < 2e-4 and weights < 5e-3  # Adam: a gradient of nearly 0 moves its weight by up to lr, 1e-2
+    for steps, weights in launch(relay, 4, "bf16-master"):
+        assert steps < 0.1 and weights < 0.05
+
+
+def test_whole_run_by_the_command(tmp_path, home):
+    common = ["train", "--model-size", "tiny", "--data", "text", "--seq-len", "32", "--lr", "0.01", "--steps", "4"]
+
+    def found(*options):
+        assert run([*common, "--batch-size", "4", *options, "--json", "found.json"]) == 0
+        return json.loads((home / "found.json").read_text())
+
+    alone = found("--run", "alone")
+    split = found("--run", "split", "--tp", "2", "--sp", "--pp", "2", "--microbatches", "4")
+    assert split["losses"] == pytest.approx(alone["losses"], rel=1e-4)
+    assert split["validation_loss"] == pytest.approx(alone["validation_loss"], rel=1e-4)
+    one, other = (checkpoint.load(home / "runs" / name) for name in ("alone", "split"))
+    assert one["model"].keys() == other["model"].keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--tp 3", "attention heads do not divide over 3"),
+        ("--pp 9", "9 parts need 9 layers, but the model has"),
+        ("--pp 2 --microbatches 3", "--microbatches 3 does not divide the 8 windows"),
+        ("--pp 2 --schedule interleaved --microbatches 1", "interleaved"),
+        ("--pp 2 --schedule fast", "schedule 'fast' is none of gpipe"),
+        ("--microbatches 4", "--microbatches 4 is for a pipeline"),
+        ("--sp", "sequence parallelism splits what tensor-parallel ranks share"),
+        ("--tp 2 --sp --seq-len 33", "a sequence of 33 tokens does not divide over 2"),
+        ("--tp 2 --zero 3", "zero 3 with tp 2 and pp 1"),
+        ("--tp 2 --zero 1 --offload cpu", "offload cpu is for ZeRO alone"),
+        ("--tp 2 --compile", "--compile does not look through"),
+        ("--dp 8 --tp 8 --pp 2", "more than 64 ranks"),
+    ],
+)
+def test_bad_input_is_one_sentence_before_any_rank_starts(options, said, home, capsys):
+    arguments = ["train", "--model-size", "tiny", "--data", "text", "--batch-size", "8", *options.split()]
+    assert run(arguments) == 2
+    error = capsys.readouterr().err
+    assert said in error and len(error.strip().splitlines()) == 1
+
+
+def test_a_layout_knows_its_ranks():
+    layout = Layout(dp=2, tp=2, pp=2, accumulate=4, schedule="zero_bubble")
+    assert layout.world_size == 8 and layout.is_hybrid and layout.order.microbatches == 4
+    assert str(replace(layout, sequence=True)) == "dp 2, zero 0, accumulate 4, tp 2 sequence, pp 2 zero_bubble"
