@@ -1,0 +1,104 @@
+"""The oracle over tensor and pipeline axes: every kind of split equals one process, usual mistakes are found."""
+
+import json
+
+import pytest
+
+from minillm.__main__ import run
+from minillm.oracle import SPLIT_CASES, Layout, compare
+from minillm.train import hybrid
+from minillm.train.hybrid import Hybrid
+
+
+def test_splits_of_two_ranks_equal_one_process():
+    schedules = [
+        ("gpipe", 1),
+        ("1f1b", 5),
+        ("interleaved", 4),
+        ("zero_bubble", 2),
+        ("zero_bubble_v", 4),
+        ("dualpipe", 5),
+    ]
+    layouts = [Layout(pp=2, accumulate=count, schedule=schedule) for schedule, count in schedules]
+    layouts += [Layout(tp=2), Layout(tp=2, sequence=True, accumulate=2)]
+    rows = compare(layouts, {name: SPLIT_CASES[name] for name in ("frozen tied", "clipped")}, steps=2)
+    assert len(rows) == 2 * len(layouts) and all(row.ok for row in rows), [row for row in rows if not row.ok]
+
+
+def test_products_of_axes_equal_one_process():
+    four = [
+        Layout(dp=2, tp=2, sequence=True, zero=1, accumulate=2),
+        Layout(dp=2, pp=2, zero=1, accumulate=3),
+        Layout(tp=4, sequence=True),
+        Layout(pp=4, accumulate=4, schedule="interleaved"),
+    ]
+    cube = [Layout(dp=2, tp=2, sequence=True, pp=2, accumulate=2, zero=zero) for zero in (0, 1)]
+    rows = compare(four, {"unequal": SPLIT_CASES["unequal"]}, steps=2)
+    rows += compare(cube, {"tied": SPLIT_CASES["tied"]}, steps=2)
+    assert len(rows) == 6 and all(row.ok for row in rows), [row for row in rows if not row.ok]
+
+
+class CountsEverything(Hybrid):
+    """The norm counts what several ranks hold once for each of them."""
+
+    def wrap(self, model, master=False):
+        module = super().wrap(model, master)
+        self.counted = set(self.names)
+        return module
+
+
+class LeavesOut(Hybrid):
+    """One of the three sums is missing."""
+
+    def finish_backward(self):
+        if self.layout.order:
+            return hybrid.sum_partial(self.model.named_parameters(), self.splits, self.mesh.tp)
+        return None
+
+
+class DividesByMicrobatches(Hybrid):
+    def denominator(self, weight):
+        return super().denominator(weight) * self.layout.accumulate
+
+
+@pytest.mark.parametrize(
+    ("form", "layout", "parameter"),
+    [
+        (CountsEverything, Layout(tp=2), None),
+        (LeavesOut, Layout(tp=2, sequence=True), "norm.weight"),
+        (LeavesOut, Layout(pp=2, accumulate=2), "embedding.weight"),
+        (DividesByMicrobatches, Layout(pp=2, accumulate=2), ""),
+    ],
+)
+def test_wrong_splits_are_found(form, layout, parameter):
+    (row,) = compare(layout, {"tied": SPLIT_CASES["tied"]}, steps=1, form=form)
+    assert not row.ok
+    if parameter is None:
+        assert row.worst_gradient < 1e-10 and row.grad_norm > 1e-3
+    else:
+        assert row.worst_gradient > 1e-2 and row.parameter.endswith(parameter)
+
+
+def test_command_leaves_out_what_cannot_be(tmp_path, capsys):
+    path = tmp_path / "oracle.json"
+    argv = [
+        "oracle",
+        "--dp",
+        "1",
+        "--zero",
+        "0,3",
+        "--tp",
+        "1,2",
+        "--sp",
+        "1",
+        "--microbatches",
+        "1",
+        "--cases",
+        "plain",
+    ]
+    assert run([*argv, "--json", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "3 entries, none off" in out and "1 combinations left out" in out and "zero 3 with tp 2" in out
+    assert len(json.loads(path.read_text())["rows"]) == 3
+    assert run(["oracle", "--pp", "9", "--zero", "0"]) == 2
+    assert "no layout is left to compare: 9 parts need 9 layers" in capsys.readouterr().err
