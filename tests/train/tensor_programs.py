@@ -106,7 +106,7 @@ class Watch(TorchDispatchMode):
 
 
 def saved_bytes(function, *known):
-    """(result, bytes of the storages that autograd saves meanwhile); those of `known` and of parameters are left out."""
+    """(result, bytes of the storages that autograd saves meanwhile), without those of `known` and of parameters."""
     seen, keep = {t.untyped_storage().data_ptr() for t in known}, []
     total = 0
 
