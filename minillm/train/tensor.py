@@ -215,6 +215,8 @@ def tensor_parallel(
     sequence, regather: see `sequence.py`. ValueError for heads that do not divide (`splits.check_split`).
     """
     check_split(config, group.world_size)
+    if any(isinstance(each, (_ParallelLinear, VocabParallelEmbedding)) for each in module.modules()):
+        raise ValueError("this module is tensor parallel already: cut a whole one.")
     region = region_of(group, sequence, regather)
 
     def split(name: str) -> Split:

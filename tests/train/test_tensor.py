@@ -76,6 +76,9 @@ def test_heads_that_do_not_divide_are_refused_before_anybody_waits(settings, ran
     with pytest.raises(ValueError, match=says):
         tensor_parallel(model, config, Alone)
     assert type(model.blocks[0].attention.q_proj) is nn.Linear
+    Alone.world_size = 1
+    with pytest.raises(ValueError, match="tensor parallel already"):
+        tensor_parallel(tensor_parallel(model, config, Alone), config, Alone)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
