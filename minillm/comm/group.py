@@ -67,6 +67,10 @@ class Group:
     def __repr__(self) -> str:
         return f"Group({self.name!r}, rank {self.rank} of {self.world_size}, global ranks {self.ranks}, {self.device})"
 
+    def let_go(self) -> None:
+        """No more of torch's: the world has ended."""
+        self.process_group = None
+
     # Collectives: every rank of the group calls them in the same order.
 
     def all_reduce(self, x: torch.Tensor, op: str = "sum", async_op: bool = False) -> Any:

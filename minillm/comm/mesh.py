@@ -34,6 +34,11 @@ class Mesh:
         self.axes = dict(axes)
         self.device_mesh = init_device_mesh(group.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
         self._groups = {name: self._line(group, name) for name in axes}
+        group.world.kept.append(self)
+
+    def let_go(self) -> None:
+        """No more of torch's: the world has ended."""
+        self.device_mesh = None
 
     def _line(self, group: Group, axis: str) -> Group:
         process_group = self.device_mesh.get_group(axis)

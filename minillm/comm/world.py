@@ -11,6 +11,7 @@ from minillm.comm.links import Egress
 
 if TYPE_CHECKING:
     from minillm.comm.group import Group
+    from minillm.comm.mesh import Mesh
 
 SCRATCH_BYTES = 2 << 20  # the largest piece of memory that is kept
 
@@ -24,7 +25,7 @@ class World:
         self.rank, self.device, self.board, self.egress = rank, device, board, egress
         self.timeout = datetime.timedelta(seconds=wait_s)
         self.groups = 0
-        self.kept: list[Group] = []  # their connections: others may still need what this rank has dropped
+        self.kept: list[Group | Mesh] = []  # their connections: others may still need what this rank has dropped
 
     def next_ordinal(self) -> int:
         """The next group's number. Ranks create groups in the same order, so it means the same group everywhere."""
@@ -34,8 +35,8 @@ class World:
     def close(self) -> None:
         """Let go of torch's process groups, which ends their threads, whoever still holds a `Group`. A thread of gloo
         that frees a tensor while Python shuts down would end the process ("terminate called ...")."""
-        for group in self.kept:
-            group.process_group = None
+        for each in self.kept:
+            each.let_go()
 
 
 class Scratch:

@@ -48,8 +48,9 @@ def hang(group, how):
 
 
 def clinging(group):
-    """Leaves a circle that holds the group, and has torch import what looks at the process group as it is loaded."""
-    group.circle = [group]
+    """Leaves circles that hold group and mesh, and has torch import what looks at the process group as it is loaded."""
+    group.circle, mesh = [group], comm.Mesh(group, dp=1, tp=2)
+    mesh.circle = [mesh]
     torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1)
     group.gather_objects(group.rank)
 
