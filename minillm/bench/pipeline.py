@@ -59,7 +59,9 @@ def run(
     check_repeats(repeats)
     for world_size in world_sizes:
         if world_size < 2 or MICROBATCHES % world_size or 2 * world_size > LAYERS:
-            raise ValueError(f"world size {world_size} does not fit {LAYERS} layers and {MICROBATCHES} microbatches: 2, 4")
+            raise ValueError(
+                f"world size {world_size} does not fit {LAYERS} layers and {MICROBATCHES} microbatches: use 2 or 4"
+            )
     rows = []
     for world_size in world_sizes:
         for shape in shapes:
