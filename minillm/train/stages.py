@@ -86,11 +86,13 @@ class ModelPart(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x: what the last part's `forward` returned; targets, weights: [batch, seq] -> (Σ weight · nll, Σ weight)."""
-        return self.head_loss(self.norm(x), self._head, targets, weights=weights)
+        head = self._head
+        return self.head_loss(self.norm(x), head, targets, weights=weights)
 
     def logits(self, x: Tensor) -> Tensor:
         """x: what the last part's `forward` returned -> [batch, seq, vocab_size]."""
-        return self.head_logits(self.norm(x), self._head)
+        head = self._head
+        return self.head_logits(self.norm(x), head)
 
     @property
     def _head(self) -> Tensor:
