@@ -1,4 +1,4 @@
-"""Lab 05, tensor parallelism: attention cut by heads, and an input gradient that travels while the weights' is computed."""
+"""Lab 05, tensor parallelism: attention cut by heads, and an input gradient that travels while dW is computed."""
 
 import random
 from collections.abc import Callable, Sequence

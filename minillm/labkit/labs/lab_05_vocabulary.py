@@ -53,8 +53,8 @@ def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, group: Group) -> T
         "Subtract where this rank's rows begin; ids outside 0 .. len(rows)-1 are somebody else's. Look up any row for "
         "those, put zeros in its place, and let Leave add the ranks up.",
         "local = tokens - group.rank * len(rows); outside = (local < 0) | (local >= len(rows)); found = "
-        "F.embedding(local.masked_fill(outside, 0), rows); return Leave.apply(found.masked_fill(outside[:, None], 0.0), "
-        "group).",
+        "F.embedding(local.masked_fill(outside, 0), rows); return Leave.apply(found.masked_fill(outside[:, None], "
+        "0.0), group).",
     ),
 )
 def check_embedding(learner: Callable) -> Receipt:
@@ -97,7 +97,7 @@ def _judge_embedding(case: Vocabulary, rank: int, passed: Passed, gradient: Tens
         place = next(i for i in range(len(right)) if not close(found[i], right[i]))
         token = f"token {int(case.ids[place])}, which rank {int(case.ids[place]) // share} holds"
         alone = [case.part(r)[torch.clamp(case.ids[place] - r * share, 0, share - 1)] for r in range(n)]
-                if close(found[place], torch.stack(alone).sum(0)):
+        if close(found[place], torch.stack(alone).sum(0)):
             said = "it is the sum of a row of every rank: those that do not hold the token must add zeros"
         elif close(found[place], torch.zeros_like(right[0])):
             said = "it is zero: nobody's row was added"
@@ -146,8 +146,11 @@ def check_loss(learner: Callable) -> Receipt:
         sent, largest = max(p.forward.bytes for p in ranks), max(p.forward.largest for p in ranks)
         gathered = comms.ring_all_gather(case.table.numel(), 8, n).sent_per_rank[0]
         rows += [
-            row(f"{n} ranks, {case.table.shape[1] // n} logits each: at most 3 numbers a token sent to each rank",
-                True, sent <= 3 * 8 * tokens * (n - 1)),
+            row(
+                f"{n} ranks, {case.table.shape[1] // n} logits each: at most 3 numbers a token sent to each rank",
+                True,
+                sent <= 3 * 8 * tokens * (n - 1),
+            ),
             row("    bytes sent by rank 0", None, ranks[0].forward.bytes, "B"),
             row("    for gathering the logits it would be", None, gathered, "B"),
             row("    backward, bytes sent", 0, ranks[0].backward.bytes, "B"),
@@ -159,7 +162,9 @@ def check_loss(learner: Callable) -> Receipt:
                 rows,
             )
         if ranks[0].backward.calls:
-            raise CheckFailed(f"right values, but backward called {ranks[0].backward}: softmax minus one-hot is local", rows)
+            raise CheckFailed(
+                f"right values, but backward called {ranks[0].backward}: softmax minus one-hot is local", rows
+            )
     return Receipt("a loss without the logits in one place", tuple(rows))
 
 
@@ -168,7 +173,7 @@ def _draw_loss(world: int) -> Vocabulary:
     logits = 3 * splitting.randn(tokens, world * share)
     logits[0] += 900.0  # exp of it is infinite
     logits[1] -= 900.0  # the sum of exp is zero
-    logits[2, : share] += 800.0  # one rank's logits tower over the others'
+    logits[2, :share] += 800.0  # one rank's logits tower over the others'
     ids = torch.randint(world * share, (tokens,))
     ids[3:5] = torch.tensor([share - 1, share])  # the last of one rank, the first of the next
     return Vocabulary(logits, ids, splitting.randn(tokens), world, columns=True)
