@@ -61,7 +61,7 @@ class Group:
         self.scratch = Scratch()
         self._thread = threading.local()  # .operation: the collective this thread is inside of
         self._queue: ThreadPoolExecutor | None = None
-        self._pending: Handle | None = None
+        self._idle: threading.Event | None = None  # of the last asynchronous one; its handle would keep its tensor
         self._messages: Counter[tuple[bool, int]] = Counter()  # (sending?, peer) -> messages so far
 
     def __repr__(self) -> str:
@@ -190,12 +190,14 @@ class Group:
             return Handle(lambda: result, lambda: True, []) if async_op else result
         event = self._event(op, x, 0, 0, open_ledgers())
         text = self._describe(f"{op}({how})" if how else op, x if same else x.new_empty(0))
-        if not async_op and (self._pending is None or self._pending.done()):
+        if not async_op and (self._idle is None or self._idle.is_set()):
             handle = Handle(lambda: self._perform(event, text, body), lambda: False, [event])
         else:
             self._queue = self._queue or ThreadPoolExecutor(1, thread_name_prefix=f"minillm-{self.name}")
             future = self._queue.submit(self._perform, event, text, body)
-            handle = self._pending = Handle(future.result, future.done, [event])
+            idle = self._idle = threading.Event()
+            future.add_done_callback(lambda _: idle.set())
+            handle = Handle(future.result, future.done, [event])
         return handle if async_op else handle.wait()
 
     @torch.no_grad()
