@@ -15,10 +15,21 @@ from torch import Tensor
 
 from minillm import measure
 from minillm.comm import Group, launch
-from minillm.model import ModelConfig, Transformer
-from minillm.predict import comms
-from minillm.predict.model import parameters
-from minillm.train.tensor import Split, join, split_of, sum_partial, tensor_parallel
+from minillm.labkit.sharding import list_calls
+from minillm.model import ModelConfig, Transformer, cross_entropy
+from minillm.model.attention import sdpa
+from minillm.model.rope import Rope, rotate
+from minillm.model.transformer import RMSNorm
+from minillm.predict import tensor as predict
+from minillm.train.tensor import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    Split,
+    join,
+    split_of,
+    sum_partial,
+    tensor_parallel,
+)
 
 MODEL = ModelConfig(
     vocab_size=256, hidden_size=64, intermediate_size=160, num_layers=3, num_heads=8, num_kv_heads=4, max_seq_len=64
@@ -139,66 +150,86 @@ def gradient_error(setup: Setup, ranks: Sequence[Found], alone: Found) -> float:
     return worst
 
 
-# Predictions.
+# Layers alone.
 
 
-def all_reduce_bytes(setup: Setup, numbers: int) -> int:
-    """What rank 0 sends in one all-reduce of so many numbers."""
-    return comms.ring_all_reduce(numbers, setup.itemsize, setup.world_size).sent_per_rank[0]
+def single_layers(group: Group, rows: int = 4, hidden: int = 16) -> dict[str, tuple[str, str]]:
+    """Collectives of a column layer, a row layer and a norm on a part of the sequence: (forward, backward)."""
+    norm = RMSNorm(hidden, 1e-5)
+    torch.nn.init.ones_(norm.weight)
+    layers = {
+        "column layer": (ColumnParallelLinear(hidden, 4 * hidden, group), hidden),
+        "row layer": (RowParallelLinear(4 * hidden, hidden, group), 4 * hidden // group.world_size),
+        "norm on 1/t of the tokens": (norm, hidden),
+    }
+    found = {}
+    for name, (layer, inputs) in layers.items():
+        x = torch.randn(rows, SEQ // group.world_size if layer is norm else SEQ, inputs, requires_grad=True)
+        with measure.ledger() as forward:
+            y = layer(x)
+        with measure.ledger() as backward:
+            y.sum().backward()
+        found[name] = (listed(forward.calls), listed(backward.calls))
+    return found
+
+
+def listed(calls: Counter[str]) -> str:
+    """{"all_gather": 2} -> "2 all_gather"."""
+    return list_calls({name: count for name, count in calls.items() if count}) or "none"
+
+
+# A model by hand, for a learner's pieces.
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """MODEL's attention of some heads: [tokens, heads · head_dim] of whole sequences of SEQ, one after another."""
+    rotation = Rope(MODEL)(torch.arange(SEQ), q.dtype)
+    q, k, v = (y.view(-1, SEQ, y.shape[1] // MODEL.head_dim, MODEL.head_dim).transpose(1, 2) for y in (q, k, v))
+    return sdpa(rotate(q, *rotation), rotate(k, *rotation), v).transpose(1, 2).flatten(0, 1).flatten(1)
+
+
+def train_alone(steps: int, lr: float) -> list[float]:
+    """Losses of MODEL in one process."""
+    model, losses = Transformer(MODEL, seed=0), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    for step in range(steps):
+        batch = tokens(4, step)
+        loss = cross_entropy(model(batch[:, :-1]), batch[:, 1:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+# Predictions: `minillm.predict.tensor` for a setup.
+
+
+def calls(setup: Setup, *parts: str) -> list[predict.Call]:
+    """The collectives of a forward and a backward pass; of some parts (layers, embedding, head, loss) or of all."""
+    how = {"sequence": setup.sequence, "regather": setup.form == "regather"}
+    everything = predict.microbatch(setup.config, setup.rows, SEQ, setup.itemsize, **how)
+    return [call for call in everything if not parts or call.part in parts]
+
+
+def step_bytes(setup: Setup, *parts: str) -> int:
+    """Bytes that rank 0 sends in forward and backward, by all parts or by some."""
+    return predict.cost(calls(setup, *parts), setup.world_size).sent_per_rank[0]
 
 
 def layer_bytes(setup: Setup) -> int:
-    """Bytes a rank sends per layer, forward and backward: 4 all-reduces of [batch, seq, hidden], or their halves.
-
-    An all-gather and a reduce-scatter together send what an all-reduce sends. Regathering adds a gather per region.
-    """
-    numbers = setup.tokens * setup.config.hidden_size
-    gather = comms.ring_all_gather(numbers, setup.itemsize, setup.world_size).sent_per_rank[0]
-    return 4 * all_reduce_bytes(setup, numbers) + (2 * gather if setup.form == "regather" else 0)
-
-
-def loss_bytes(setup: Setup) -> int:
-    """The maximum, then the sum and the target's logit: three numbers per token."""
-    return all_reduce_bytes(setup, setup.tokens) + all_reduce_bytes(setup, 2 * setup.tokens)
-
-
-def step_bytes(setup: Setup) -> int:
-    """Bytes a rank sends in forward and backward: layers, the embedding's sum, the head's input gradient, the loss."""
-    ends = 2 * all_reduce_bytes(setup, setup.tokens * setup.config.hidden_size)
-    return setup.config.num_layers * layer_bytes(setup) + ends + loss_bytes(setup)
+    """Bytes that a rank sends per layer, forward and backward."""
+    return step_bytes(setup, "layers") // setup.config.num_layers
 
 
 def parameter_bytes(setup: Setup) -> int:
-    """Weights on each rank: everything that is cut by t, and the norms whole (where everything divides)."""
-    count = parameters(setup.config)
-    return setup.itemsize * ((count.total - count.norms) // setup.world_size + count.norms)
+    return setup.itemsize * predict.parameters(setup.config, setup.world_size)
 
 
 def layer_activation_bytes(setup: Setup) -> int:
-    """Bytes that one block keeps for backward on each rank.
-
-    Per token, in numbers of h (hidden), q and kv (heads times head_dim), H (heads), f (the MLP's inner size):
-        outside the regions   2·(2h + 1)                each norm's input, the same normalised, 1 / rms
-        a region's input      2·h                       the norms' outputs, which the column layers read
-        inside                3q + 2·kv + H + 4f        over t: attention by heads, the MLP by inner numbers
-    Tensor parallel divides the last line only; sequence parallel the first, too; regathering all three.
-    """
-    c, t = setup.config, setup.world_size
-    q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    outside, entered, inside = 2 * (2 * c.hidden_size + 1), 2 * c.hidden_size, 3 * q + 2 * kv + c.num_heads
-    inside += 4 * c.intermediate_size
-    if setup.sequence:
-        outside /= t
-    if setup.form == "regather":
-        entered /= t
-    return int(setup.itemsize * setup.tokens * (outside + entered + inside / t))
-
-
-def megatron_activation_bytes(seq: int, batch: int, hidden: int, heads: int, t: int, sequence: bool) -> float:
-    """Korthikanti et al. 2022, eq. 2 and 4: a GPT layer in 16 bits with dropout and stored scores, per rank."""
-    scores = 5 * heads * seq / hidden
-    per_token = (34 + scores) / t if sequence else 10 + (24 + scores) / t
-    return seq * batch * hidden * per_token
+    """Bytes that one block keeps for backward on each rank."""
+    how = {"sequence": setup.sequence, "regather": setup.form == "regather"}
+    return predict.block_activation_bytes(setup.config, setup.rows, SEQ, setup.world_size, setup.itemsize, **how)
 
 
 # Per layer: a model of one layer more minus the model.

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from minillm import measure
 from minillm.comm import Group, Link, launch
-from minillm.labkit.experiments.lab_05 import MODEL, SEQ, Setup, build, step_bytes, tokens
+from minillm.labkit.experiments.lab_05 import MODEL, SEQ, Setup, build, calls, tokens
 from minillm.model import ModelConfig, Transformer, cross_entropy
 from minillm.predict import comms
-from minillm.predict import data_parallel as predict
+from minillm.predict import tensor as predict
 from minillm.predict.model import parameters
 from minillm.train import BucketedDDP
 from minillm.train.regions import TensorRegion, enter, leave
@@ -134,8 +134,8 @@ def slow_seconds(kind: str, rows: int, nproc: int) -> float:
     if kind == "data":
         count = parameters(MODEL).total
         return comms.ring_all_reduce(count, 4, nproc).time(SLOW.latency_s, SLOW.bandwidth_bytes_per_s)
-    rounds = (4 * MODEL.num_layers + 4) * 2 * (nproc - 1)
-    return step_bytes(Setup(nproc, rows=rows)) / SLOW.bandwidth_bytes_per_s + rounds * SLOW.latency_s
+    cost = predict.cost(calls(Setup(nproc, rows=rows)), nproc)
+    return cost.time(SLOW.latency_s, SLOW.bandwidth_bytes_per_s)
 
 
 def equal_tokens(layers: int, numbers: int, hidden: int) -> float:
@@ -163,7 +163,7 @@ class Small:
         """FLOPs of the matrices, forward and backward, per byte sent, on each of t ranks: grows with hidden."""
         matrices = parameters(self.config)
         flops = 6 * (matrices.attention + matrices.mlp) * self.tokens / t
-        return flops / (4 * comms.ring_all_reduce(self.tokens * self.hidden, 4, t).sent_per_rank[0])
+        return flops / predict.layer_bytes(1, self.tokens, self.hidden, 4, t)
 
 
 class _Blocks(nn.Module):

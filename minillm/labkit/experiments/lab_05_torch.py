@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from minillm import measure
 from minillm.comm import Group, launch
-from minillm.labkit.experiments.lab_05 import MODEL, Setup, all_reduce_bytes, step_bytes, tokens
+from minillm.labkit.experiments.lab_05 import MODEL, SEQ, Setup, step_bytes, tokens
 from minillm.model import Transformer
+from minillm.predict import comms
 
 ROWS = 16
 
@@ -137,7 +138,7 @@ def predicted_bytes(name: str, nproc: int) -> int:
     """What a rank sends per step: minillm's all-reduces; with inputs not shared, three more backward in every layer
     (q, k and v, gate and up each sum their own input gradient); on gloo a reduce-scatter costs an all-reduce."""
     setup = Setup(nproc, "sequence" if name == "sequence parallel" else "tensor", rows=ROWS)
-    one = all_reduce_bytes(setup, setup.tokens * MODEL.hidden_size)
+    one = comms.ring_all_reduce(ROWS * SEQ * MODEL.hidden_size, 4, nproc).sent_per_rank[0]
     extra = 3 * MODEL.num_layers * one if name == "each layer for itself" else 0
     if name == "sequence parallel":
         extra = (4 * MODEL.num_layers + 2) * one // 2
