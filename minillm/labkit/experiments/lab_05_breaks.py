@@ -21,12 +21,13 @@ from minillm.train.tensor import sum_partial
 STEPS, LR = 6, 3e-3
 
 
-def all_accidents(group: Group) -> dict[str, Any]:
+def all_accidents(group: Group, steps: int = STEPS) -> dict[str, Any]:
     """One launch commits all of them, each beside what is right."""
-    return {"norms": forgotten_norms(group), "embedding": unmasked_rows(group), "norm": counted_twice(group)}
+    trained = {"norms": forgotten_norms(group, steps), "embedding": unmasked_rows(group, steps)}
+    return trained | {"norm": counted_twice(group)}
 
 
-def forgotten_norms(group: Group) -> dict[str, dict[str, Any]]:
+def forgotten_norms(group: Group, steps: int) -> dict[str, dict[str, Any]]:
     """Some AdamW steps under sequence parallelism, with and without `sum_partial`.
 
     apart: how far this rank's norm weights end from rank 0's, at most; losses: of every step.
@@ -35,7 +36,7 @@ def forgotten_norms(group: Group) -> dict[str, dict[str, Any]]:
     for name, summed in (("summed", True), ("forgotten", False)):
         model, splits = build(group, Setup(group.world_size, "sequence"))
         optimizer, losses, share = torch.optim.AdamW(model.parameters(), lr=LR), [], None
-        for step in range(STEPS):
+        for step in range(steps):
             batch = tokens(4, step)
             total, count = model(batch[:, :-1], targets=batch[:, 1:])
             optimizer.zero_grad()
@@ -70,7 +71,7 @@ class Unmasked(nn.Module):
         return leave(F.embedding(local, self.weight), self.region)
 
 
-def unmasked_rows(group: Group) -> dict[str, Any]:
+def unmasked_rows(group: Group, steps: int) -> dict[str, Any]:
     """Losses of some steps with and without the mask, and what the embedding of a batch is made of."""
     found: dict[str, Any] = {}
     for name in ("masked", "unmasked"):
@@ -84,7 +85,7 @@ def unmasked_rows(group: Group) -> dict[str, Any]:
             found["rows added per token"] = group.world_size
             found["relative error"] = ((wrong - true).norm() / true.norm()).item()
         optimizer, losses = torch.optim.AdamW(model.parameters(), lr=LR), []
-        for step in range(STEPS):
+        for step in range(steps):
             batch = tokens(4, step)
             total, count = model(batch[:, :-1], targets=batch[:, 1:])
             optimizer.zero_grad()

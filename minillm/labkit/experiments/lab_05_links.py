@@ -25,7 +25,7 @@ from minillm.train.regions import TensorRegion, enter, leave
 from minillm.train.tensor import sum_partial, tensor_parallel
 
 LINK = Link(latency_s=1e-3, bandwidth_bytes_per_s=10e6, name="emulated")
-SLOW = Link(latency_s=2e-3, bandwidth_bytes_per_s=6e6, name="slow")
+SLOW = Link(latency_s=4e-3, bandwidth_bytes_per_s=6e6, name="slow")
 LAYERS, NUMBERS, PRODUCT_S = 4, 40_000, 0.02  # column layers; of an activation; of dX, and of dW
 
 
