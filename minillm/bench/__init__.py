@@ -15,6 +15,7 @@ __all__ = ["BENCHES", "BenchReport", "BenchRow", "bench", "command"]
 BENCHES = {  # name -> module with run(repeats, ...) -> rows, and what is compared
     "comm": ("minillm.bench.comm", "collectives from scratch against torch.distributed's"),
     "data-parallel": ("minillm.bench.data_parallel", "data parallel and ZeRO against torch's DDP, ZeRO-1 and FSDP2"),
+    "tensor": ("minillm.bench.tensor", "tensor and sequence parallelism against torch DTensor"),
     "step": ("minillm.bench.step", "the training step against transformers in a plain loop and under accelerate"),
 }
 BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}

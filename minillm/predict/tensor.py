@@ -158,7 +158,7 @@ def block_activation_bytes(
 def activation_bytes(
     batch: int, seq: int, hidden: int, heads: int, world_size: int = 1, sequence: bool = False
 ) -> float:
-    """Korthikanti et al. 2022, equations 1, 2 and 4: one layer of GPT (GeLU MLP of 4H, dropout, scores kept) in 16 bits.
+    """One layer of GPT (GeLU MLP of 4H, dropout, scores kept) in 16 bits; Korthikanti et al. 2022, equations 1, 2, 4.
 
     one rank           sbh (34 + 5as/h)
     tensor parallel    sbh (10 + 24/t + 5as/(ht))      norms, dropouts and region inputs are whole everywhere

@@ -125,3 +125,11 @@ def sum_partial(named: Iterable[tuple[str, Tensor]], splits: Mapping[str, Split]
     flat = group.all_reduce(torch.cat(slots))
     for (gradient, split), summed in zip(chosen, flat.split([len(slot) for slot in slots]), strict=True):
         gradient.copy_(summed.view(split.parts, -1)[split.part].view_as(gradient))
+
+
+def grad_norm(named: Iterable[tuple[str, Tensor]], splits: Mapping[str, Split], group: Group) -> Tensor:
+    """Norm of the whole model's gradient, after `sum_partial`: one number to add up. What several ranks hold counts
+    once: each of world_size / parts of them brings its share of the square."""
+    squares = [p.grad.square().sum() * splits[name].parts for name, p in named if p.grad is not None]
+    total = torch.stack(squares).sum() / group.world_size if squares else torch.zeros((), device=group.device)
+    return (group.all_reduce(total) if group.world_size > 1 else total).sqrt()

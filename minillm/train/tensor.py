@@ -190,17 +190,21 @@ def _input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> T
     """Σ dy @ weight, contiguous."""
     dx = None
     for dy, weight in zip(gradients, weights, strict=True):
-        rows, weight = dy.flatten(0, -2), weight.to(dy.dtype)
+        rows, weight = _rows(dy), weight.to(dy.dtype)
         dx = rows @ weight if dx is None else dx.addmm_(rows, weight)
     return dx.view(*gradients[0].shape[:-1], -1)
 
 
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])
+
+
 def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
-    return weight_gradient(weight, lambda: (dy.flatten(0, -2).T @ x.flatten(0, -2)).to(weight.dtype))
+    return weight_gradient(weight, lambda: (_rows(dy).T @ _rows(x)).to(weight.dtype))
 
 
 def _bias_gradient(bias: Tensor, dy: Tensor) -> Tensor | None:
-    return weight_gradient(bias, lambda: dy.flatten(0, -2).sum(0).to(bias.dtype))
+    return weight_gradient(bias, lambda: _rows(dy).sum(0).to(bias.dtype))
 
 
 def tensor_parallel(
@@ -215,6 +219,8 @@ def tensor_parallel(
     sequence, regather: see `sequence.py`. ValueError for heads that do not divide (`splits.check_split`).
     """
     check_split(config, group.world_size)
+    if any(isinstance(each, (_ParallelLinear, VocabParallelEmbedding)) for each in module.modules()):
+        raise ValueError("this module is tensor parallel already: cut a whole one.")
     region = region_of(group, sequence, regather)
 
     def split(name: str) -> Split:

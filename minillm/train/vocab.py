@@ -154,7 +154,10 @@ class _LinearVocabParallelCrossEntropy(torch.autograd.Function):
             if wanted:
                 gradient = gradient.to(x.dtype)
                 x_gradient[some] = gradient @ head
-                head_gradient += gradient.T @ rows[some]
+                if exact == x.dtype:
+                    head_gradient.addmm_(gradient.T, rows[some])
+                else:
+                    head_gradient += gradient.T @ rows[some]
             del logits, gradient  # or the next chunk's would stand beside them
         if wanted:
             ctx.save_for_backward(x_gradient.view_as(x), head_gradient, weight)

@@ -31,6 +31,23 @@ def test_values_and_gradients(chunk):
         assert linear_cross_entropy_sums(x, head, targets, chunk)[0] == found
 
 
+@pytest.mark.parametrize("chunk", [5, 512])
+def test_weights(chunk):
+    x, head, targets = case()
+    weights = torch.rand(targets.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    both = cross_entropy_sums(x @ head.T, targets, weights), linear_cross_entropy_sums(x, head, targets, chunk, weights)
+    assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(*both, strict=True))
+    gradients = (torch.autograd.grad(total, (x, head)) for total, _ in both)
+    assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(*gradients, strict=True))
+    model = Transformer(ModelConfig(29, 16, 32, 1, 2), dtype=torch.float64)
+    tokens = targets.clamp(min=0)
+    found = model(tokens, targets=targets, weights=weights)
+    expected = cross_entropy_sums(model(tokens), targets, weights)
+    assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(found, expected, strict=True))
+    with pytest.raises(ValueError, match=r"weights \[3, 6\] and positions \[3, 7\] do not match"):
+        linear_cross_entropy_sums(x, head, targets, weights=weights[:, 1:])
+
+
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_one_of_them_frozen(frozen):
     x, head, targets = case()

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from minillm.measure import ledger
 from minillm.model import ModelConfig, Transformer, cross_entropy
 from minillm.oracle import Batch
+from minillm.train.splits import grad_norm
 from minillm.train.tensor import join, split_of, sum_partial, tensor_parallel
 
 CORNERS = {  # name -> settings of the model, names of what is frozen
@@ -79,7 +80,10 @@ def equalities(group):
         expected.backward()
         model = tensor_parallel(model_of(config, frozen), config, group, sequence=sequence, regather=tied)
         loss = step(model, config, group, batch, sequence)
-        errors = {"loss": abs(loss - expected.item())}
+        splits = splits_of(model, config, group, sequence)
+        norm = grad_norm(model.named_parameters(), splits, group)
+        expected_norm = torch.stack([p.grad.norm() for p in alone.parameters() if p.grad is not None]).norm()
+        errors = {"loss": abs(loss - expected.item()), "norm": error(norm, expected_norm)}
         gradients = whole(model, config, group, sequence)
         for parameter, p in alone.named_parameters():
             assert (gradients[parameter] is None) == (p.grad is None) == (not p.requires_grad), parameter
@@ -106,7 +110,7 @@ class Watch(TorchDispatchMode):
 
 
 def saved_bytes(function, *known):
-    """(result, bytes of the storages that autograd saves meanwhile); those of `known` and of parameters are left out."""
+    """(result, bytes of the storages that autograd saves meanwhile), without those of `known` and of parameters."""
     seen, keep = {t.untyped_storage().data_ptr() for t in known}, []
     total = 0
 

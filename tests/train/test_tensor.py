@@ -76,6 +76,9 @@ def test_heads_that_do_not_divide_are_refused_before_anybody_waits(settings, ran
     with pytest.raises(ValueError, match=says):
         tensor_parallel(model, config, Alone)
     assert type(model.blocks[0].attention.q_proj) is nn.Linear
+    Alone.world_size = 1
+    with pytest.raises(ValueError, match="tensor parallel already"):
+        tensor_parallel(tensor_parallel(model, config, Alone), config, Alone)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -253,7 +256,8 @@ def freed(group):
             assert census.live.activation == 0
             left = census.live.other
         assert left == tokens.nbytes + sum(piece.nbytes for piece in group.scratch._free)  # and no tensor of a message
-        model = weakref.ref(model)
+        del census
+        model = weakref.ref(tensor_parallel(Transformer(MODEL), MODEL, group))
         assert model() is None
     finally:
         gc.enable()
@@ -277,6 +281,7 @@ def overlap(group):
     x = torch.ones(4, 8, requires_grad=True)
     y = layer(x)
     tensor.weight_gradient = slow
+    group.barrier()
     try:
         with ledger() as led:
             y.sum().backward()
