@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from minillm.comm import Group
 from minillm.labkit.experiments.lab_05 import Setup, build, tokens
 from minillm.train.regions import leave
-from minillm.train.splits import Split
+from minillm.train.splits import Split, grad_norm
 from minillm.train.tensor import sum_partial
 
 STEPS, LR = 6, 3e-3
@@ -98,7 +98,7 @@ def unmasked_rows(group: Group, steps: int) -> dict[str, Any]:
 
 
 def counted_twice(group: Group) -> dict[str, float]:
-    """The gradient norm three ways. local: of this rank's parts; naive: all local squares added; whole: each part once.
+    """The gradient norm three ways. local: of this rank's parts; naive: all local squares added; whole: minillm's.
 
     replicated: the norm of the gradients of replicated parameters alone.
     """
@@ -111,7 +111,7 @@ def counted_twice(group: Group) -> dict[str, float]:
     return {
         "local": (cut + replicated).sqrt().item(),
         "naive": group.all_reduce(cut + replicated).sqrt().item(),
-        "whole": (group.all_reduce(cut.clone()) + replicated).sqrt().item(),
+        "whole": grad_norm(model.named_parameters(), splits, group).item(),
         "replicated": replicated.sqrt().item(),
     }
 

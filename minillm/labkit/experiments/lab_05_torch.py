@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from minillm import measure
 from minillm.comm import Group, launch
-from minillm.labkit.experiments.lab_05 import MODEL, SEQ, Setup, step_bytes, tokens
+from minillm.labkit.experiments.lab_05 import MODEL, SEQ, Setup, build, step_bytes, tokens
 from minillm.model import Transformer
 from minillm.predict import comms
 
@@ -70,6 +70,7 @@ LAYERS = (
     ("attention", ("q_proj", "k_proj", "v_proj"), "o_proj"),
     ("mlp", ("gate_proj", "up_proj"), "down_proj"),
 )
+OURS = "minillm"
 PLANS: dict[str, Callable[[], nn.Module]] = {
     "each layer for itself": separate,
     "inputs shared": shared,
@@ -107,26 +108,43 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def run_peers(group: Group, names: list[str]) -> dict[str, dict[str, Any]]:
-    """By plan: the loss of one step, bytes on the wire per rank, torch's collectives."""
+    """By plan, and for minillm's own: the loss of one step, bytes on the wire per rank, torch's collectives."""
     from torch.distributed.tensor.debug import CommDebugMode
 
     warnings.simplefilter("ignore")
-    found = {}
+    batch, found = tokens(ROWS), {}
     for name in names:
-        model, batch, counts = PLANS[name](), tokens(ROWS), []
+        model = PLANS[name]()
         loss = loss_of(model, batch).item()
-        for _ in range(3):  # the loopback belongs to everybody: the least counts
-            dist.barrier()
-            with measure.wire() as counter:
-                dist.barrier()
-                loss_of(model, batch)
-                dist.barrier()
-            counts.append(counter.sent)
+        sent = on_the_wire(group, lambda model=model: loss_of(model, batch))
         with CommDebugMode() as debug:
             loss_of(model, batch)
         calls = {str(op).removeprefix("c10d_functional."): count for op, count in debug.get_comm_counts().items()}
-        found[name] = {"loss": loss, "wire": min(counts) // group.world_size, "calls": calls}
-    return found
+        found[name] = {"loss": loss, "wire": sent, "calls": calls}
+    model, _ = build(group, Setup(group.world_size))
+
+    def step() -> Tensor:
+        total, count = model(batch[:, :-1], targets=batch[:, 1:])
+        (total / count).backward()
+        return total.detach() / count
+
+    loss = step().item()
+    with measure.ledger() as led:
+        step()
+    return found | {OURS: {"loss": loss, "wire": on_the_wire(group, step), "ledger": led.bytes(), "calls": led.calls}}
+
+
+def on_the_wire(group: Group, run: Callable[[], Any]) -> int:
+    """Bytes per rank that the loopback interface saw: it belongs to everybody, so the least of three runs counts."""
+    counts = []
+    for _ in range(3):
+        dist.barrier()
+        with measure.wire() as counter:
+            dist.barrier()
+            run()
+            dist.barrier()
+        counts.append(counter.sent)
+    return min(counts) // group.world_size
 
 
 def peers(names: tuple[str, ...] = tuple(PLANS), nproc: int = 2) -> dict[str, dict[str, Any]]:
