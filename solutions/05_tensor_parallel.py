@@ -685,24 +685,17 @@ def steps_over_a_slow_link():
 show(steps_over_a_slow_link)
 
 # %%
-receipt(
-    "emulated slow link, 2 ranks",
-    [
-        row(
-            f"{line['kind']} parallel, {line['tokens']} tokens",
-            line["predicted_s"],
-            line["measured_s"],
-            "s",
-            tolerance=0.6,
-        )
-        for line in slow["rows"]
-    ],
-)
+rows = [
+    row(f"{line['kind']}, {line['tokens']} tokens", line["predicted_s"], line["measured_s"], "s", tolerance=0.6)
+    for line in slow["rows"]
+]
+rows.append(row("tokens at which both would send the same", None, links.equal_tokens(MODEL)))
+receipt("emulated slow link, 2 ranks: weights divided (tensor), rows divided (data)", rows)
 
 # %% [markdown]
 # (The prediction is communication alone; compute comes on top.) Data parallelism's line is flat: one all-reduce of the
-# gradients. Tensor parallelism's is a rising one, and little of it can be hidden. For a stack of layers of $12h^2$
-# weights they cross at $T = 3h$ tokens, and against FSDP's $3 \cdot 12h^2$ at $4.5h$.
+# gradients. Tensor parallelism's is a rising one, and little of it can be hidden. In layers of $12h^2$ weights the
+# bytes cross at $T = 3h$ tokens, and against FSDP's $3 \cdot 12h^2$ at $4.5h$.
 #
 # ### Small layers
 #

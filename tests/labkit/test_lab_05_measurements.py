@@ -52,8 +52,8 @@ def test_time_per_layer():
 
 
 def test_tokens_at_which_data_parallelism_sends_as_much():
-    layers, hidden = 96, 12288
-    assert links.equal_tokens(layers, layers * 12 * hidden**2, hidden) == 3 * hidden
+    gpt = steps.replace(MODEL, hidden_size=768, intermediate_size=2048, num_layers=96, num_heads=12, num_kv_heads=12)
+    assert links.equal_tokens(steps.replace(gpt, head_dim=64)) == pytest.approx(3 * 768, rel=0.01)
 
 
 def test_flops_per_byte_grow_with_the_width_alone():

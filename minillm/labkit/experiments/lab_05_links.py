@@ -138,10 +138,12 @@ def slow_seconds(kind: str, rows: int, nproc: int) -> float:
     return cost.time(SLOW.latency_s, SLOW.bandwidth_bytes_per_s)
 
 
-def equal_tokens(layers: int, numbers: int, hidden: int) -> float:
-    """Tokens at which tensor parallelism (4 all-reduces of tokens · hidden per layer) sends what data parallelism does
-    (one of all `numbers` parameters), both over as many ranks, embedding and head left out."""
-    return numbers / (4 * layers * hidden)
+def equal_tokens(config: ModelConfig) -> float:
+    """Tokens at which the layers' 4L all-reduces of tokens · hidden numbers send what one of all parameters does.
+
+    3 h for a deep model of 12 h² weights per layer.
+    """
+    return parameters(config).total / (4 * config.num_layers * config.hidden_size)
 
 
 # Small layers, on the real wires of this machine.

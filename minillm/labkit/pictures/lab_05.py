@@ -27,8 +27,8 @@ TIMES = {
 
 def who_holds_what(ranks: int = 4, sequence: bool = False) -> Figure:
     """The matrices of one block and the embedding, cut over the ranks; what lies outside is whole or cut by tokens."""
-    parts = [("x, norm", 0.9, 1.4, "tokens"), ("q, k, v", 1.3, 2.0, "columns"), ("o", 1.4, 1.1, "rows")]
-    parts += [("x, norm", 0.9, 1.4, "tokens"), ("gate, up", 1.9, 2.0, "columns"), ("down", 1.4, 1.9, "rows")]
+    parts = [("x, norm(x)", 0.9, 1.4, "tokens"), ("q, k, v", 1.3, 2.0, "columns"), ("o", 1.4, 1.1, "rows")]
+    parts += [("x, norm(x)", 0.9, 1.4, "tokens"), ("gate, up", 1.9, 2.0, "columns"), ("down", 1.4, 1.9, "rows")]
     parts += [("embedding", 1.4, 2.4, "rows")]
     figure, axes = subplots(width=10, height=3.0)
     with style():
@@ -77,30 +77,41 @@ def layer_seconds(tp: int, hidden: int, gb_per_s: float, tokens: int = SEQUENCE)
 
 
 def time_per_layer(tp: int = 16, hidden: int = 8192, gb_per_s: int = 400) -> Figure:
-    """Predicted time of one layer by tensor-parallel degree: compute shrinks with it, all-reduces do not."""
+    """Predicted time of one layer by tensor-parallel degree: compute is divided, all-reduces are not."""
     degrees = [d for d in (1, 2, 4, 8, 16, 32, 64) if d <= tp]
-    figure, axes = subplots(width=7.5, height=3.4)
+    figure, (left, right) = subplots(1, 2, width=10, height=3.6)
     with style():
-        alone = layer_seconds(1, hidden, gb_per_s)["compute"]
+        alone = 1e3 * layer_seconds(1, hidden, gb_per_s)["compute"]
         for place, degree in enumerate(degrees):
-            seconds, floor = layer_seconds(degree, hidden, gb_per_s), 0.0
-            for name in ("compute", "all-reduce, waited for"):
-                color, hatch = TIMES[name]
-                axes.bar(place, seconds[name] * 1e3, 0.6, floor, color=color, hatch=hatch, edgecolor="white")
-                floor += seconds[name] * 1e3
-            beside = seconds["all-reduce, hidden behind dW"] * 1e3
-            color, hatch = TIMES["all-reduce, hidden behind dW"]
-            axes.bar(place + 0.37, beside, 0.12, color=color, hatch=hatch, edgecolor="white")
-            speedup = alone * 1e3 / floor
-            axes.text(place, floor, f"{speedup:.1f}×, {speedup / degree:.0%}", ha="center", va="bottom", fontsize=8)
+            seconds = layer_seconds(degree, hidden, gb_per_s)
+            time = _times(left, place, seconds, 1e3)
+            left.text(place, time, f"{time:.3g}", ha="center", va="bottom", fontsize=8)
+            spent = _times(right, place, seconds, 1e3 * degree)
+            right.text(place, spent, f"{alone / spent:.0%}", ha="center", va="bottom", fontsize=8)
+        for axes, quantity in ((left, "time of one layer (ms)"), (right, "the same × ranks (GPU · ms)")):
+            axes.set_xticks(range(len(degrees)), [str(degree) for degree in degrees])
+            axes.set(xlabel="tensor-parallel ranks", ylabel=quantity)
+            axes.set_ylim(0, 1.12 * max(bar.get_y() + bar.get_height() for bar in axes.patches))
+            axes.grid(False, axis="x")
+        left.set_title(f"h = {hidden:,}, {gb_per_s:,} GB/s (predicted)")
+        right.set_title("share of it that computes")
         entries = [Patch(facecolor=c, hatch=h, edgecolor="white", label=name) for name, (c, h) in TIMES.items()]
-        axes.legend(handles=entries, fontsize=8)
-        axes.set_xticks(range(len(degrees)), [str(degree) for degree in degrees])
-        axes.set(xlabel="tensor-parallel ranks", ylabel="time of one layer (ms)")
-        axes.set_title(f"h = {hidden:,}, {gb_per_s:,} GB/s, {SEQUENCE:,} tokens at 400 TFLOP/s (predicted)")
-        axes.set_ylim(0, 1.12 * alone * 1e3)
-        axes.grid(False, axis="x")
+        figure.legend(handles=entries, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     return figure
+
+
+def _times(axes: Axes, place: int, seconds: dict[str, float], scale: float) -> float:
+    """A bar of compute with what is waited for on top, what is hidden beside it; returns its height."""
+    floor = 0.0
+    for name, (color, hatch) in TIMES.items():
+        look_of = {"color": color, "hatch": hatch, "edgecolor": "white"}
+        height = seconds[name] * scale
+        if "hidden" in name:
+            axes.bar(place + 0.38, height, 0.14, **look_of)
+            continue
+        axes.bar(place, height, 0.6, floor, **look_of)
+        floor += height
+    return floor
 
 
 # Drawn from measurements.
