@@ -183,7 +183,7 @@ def _tokens(group: Group) -> Tensor:
 
 
 def _dtensor(group: Group, config: ModelConfig, sequence: bool, layers: bool) -> Contestant:
-    """The plan of torch's own tutorial and of torchtitan."""
+    """The plan of torch's own tutorial, with what torchtitan adds to it: column layers share their input."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Replicate
     from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
@@ -231,12 +231,12 @@ def _plans(sequence: bool) -> tuple[dict, dict]:
     columns = ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.gate_proj", "mlp.up_proj")
     block = {name: ColwiseParallel() for name in columns}
     block |= {name: RowwiseParallel(output_layouts=between) for name in ("attention.o_proj", "mlp.down_proj")}
+    for name, others in (("attention", 3), ("mlp", 0)):  # so that q, k, v (and gate, up) share one all-reduce backward
+        nothing = (None,) * others
+        block[name] = PrepareModuleInput(
+            input_layouts=(between, *nothing), desired_input_layouts=(Replicate(), *nothing)
+        )
     if sequence:
         model["norm"] = SequenceParallel()
         block |= {name: SequenceParallel() for name in ("attention_norm", "mlp_norm")}
-        for name, others in (("attention", 3), ("mlp", 0)):
-            nothing = (None,) * others
-            block[name] = PrepareModuleInput(
-                input_layouts=(between, *nothing), desired_input_layouts=(Replicate(), *nothing)
-            )
     return model, block

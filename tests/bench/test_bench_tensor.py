@@ -1,5 +1,3 @@
-import pytest
-
 from minillm.__main__ import run
 from minillm.bench import tensor
 from minillm.comm import launch
@@ -8,8 +6,6 @@ from minillm.comm import launch
 def test_smoke():
     rows = {row.name: row for row in tensor.run(world_sizes=(2,), shapes=("tiny",), repeats=5)}
     assert len(rows) == 12 and all(row.correct and row.ratio > 0 for row in rows.values())
-    wire = rows["tensor parallel, layers, tiny, 2 ranks: wire per step"]
-    assert wire.ratio == pytest.approx(1.0, abs=1.0)  # never more than they send
 
 
 def test_gradients_that_differ_are_found_before_they_are_timed():
