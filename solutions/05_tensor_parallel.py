@@ -699,7 +699,8 @@ receipt("emulated slow link, 2 ranks: weights divided (tensor), rows divided (da
 #
 # ### Small layers
 #
-# FLOPs per byte sent grow with $h$ and with nothing else. One block, 256 tokens, on the real wires of this machine:
+# FLOPs per byte sent grow with $h$ (and fall with more ranks); the number of tokens cancels. One block, 256 tokens, on
+# the real wires of this machine:
 
 # %%
 widths = (64, 512)

@@ -21,9 +21,7 @@ from minillm.comm import Group
 from minillm.labkit import splitting
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, Row, row
-from minillm.labkit.sharding import by_case
 from minillm.labkit.splitting import Layer, Operators, Passed, close
-from minillm.labkit.trials import run
 from minillm.predict import comms
 
 LAB = "05_tensor_parallel"
@@ -92,9 +90,8 @@ def check_operators(learner: Any) -> Receipt:
     if not isinstance(learner, tuple) or len(learner) != 2:
         raise CheckFailed("asked for are both classes: (Enter, Leave)")
     cases = [_draw_operators(world) for world in (4, 3)]
-    ranks = run(splitting.run_operators, 4, learner, cases)
     rows: list[Row] = []
-    for case, found in zip(cases, by_case(ranks, cases), strict=True):
+    for case, found in zip(cases, splitting.try_cases(splitting.run_operators, learner, cases), strict=True):
         n = case.world_size
         for rank, passed in enumerate(found):
             _judge_enter(case, rank, passed["enter"])
@@ -178,7 +175,7 @@ def check_mlp(learner: Any) -> Receipt:
     if not isinstance(learner, tuple) or len(learner) != 2:
         raise CheckFailed("asked for are both functions: (cut_mlp, mlp)")
     cases = [splitting.draw_mlp(world) for world in (4, 3)]
-    found = by_case(run(splitting.run_mlp, 4, learner, cases), cases)
+    found = splitting.try_cases(splitting.run_mlp, learner, cases)
     rows: list[Row] = []
     for case, ranks in zip(cases, found, strict=True):
         n, alone = case.world_size, case.alone(splitting.whole_mlp)

@@ -20,9 +20,7 @@ from minillm.labkit.labs.lab_05 import (
     say_gradient,
 )
 from minillm.labkit.receipts import Receipt, Row, row
-from minillm.labkit.sharding import by_case
 from minillm.labkit.splitting import Layer, Passed, close
-from minillm.labkit.trials import run
 from minillm.predict import comms
 
 # The course's own answers.
@@ -87,7 +85,7 @@ def check_attention(learner: Any) -> Receipt:
     for heads, kv_heads, world in [*shapes, (32, 8, 8), (16, 1, 4)]:
         _judge_heads(learner[0], heads, kv_heads, world)
     cases = [splitting.draw_attention(*shape) for shape in shapes]
-    found = by_case(run(splitting.run_attention, 4, learner, cases), cases)
+    found = splitting.try_cases(splitting.run_attention, learner, cases)
     rows: list[Row] = []
     for case, ranks in zip(cases, found, strict=True):
         _judge_attention(case, ranks)
@@ -159,7 +157,7 @@ def _judge_attention(case: Layer, ranks: Sequence[Passed]) -> None:
 )
 def check_column(learner: Any) -> Receipt:
     cases = [_draw_column(world) for world in (4, 3)]
-    found = by_case(run(splitting_order.run_column, 4, learner, cases), cases)
+    found = splitting.try_cases(splitting_order.run_column, learner, cases)
     rows: list[Row] = []
     for case, ranks in zip(cases, found, strict=True):
         n, weight = case.world_size, case.weights[0]

@@ -136,6 +136,17 @@ def without_leave(x, shards, group):
     return (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
 
 
+def returns_nothing(x, shards, group):
+    right.mlp(x, shards, group)
+
+
+def sums_in_the_open(x, shards, group):
+    """all_reduce as it is: autograd does not see it."""
+    gate, up, down = shards
+    x = Enter.apply(x, group)
+    return group.all_reduce(((F.silu(x @ gate.T) * (x @ up.T)) @ down.T).detach())
+
+
 class Gather(torch.autograd.Function):
     """[n, f/t] -> [n, f]; backward, this rank's columns."""
 
@@ -161,6 +172,8 @@ mutant("parallel-mlp", "cut-the-wrong-way", expect="RuntimeError|shape")((cut_by
 mutant("parallel-mlp", "cuts-nothing", expect="output is wrong")((cut_nothing, right.mlp))
 mutant("parallel-mlp", "forgets-enter", expect="is Enter in front of every use of x")((cut_mlp, without_enter))
 mutant("parallel-mlp", "one-enter-each", expect="backward called 2 all_reduce")((cut_mlp, enters_twice))
+mutant("parallel-mlp", "no-return", expect="is there a return")((cut_mlp, returns_nothing))
+mutant("parallel-mlp", "autograd-cut-off", expect="autograd cannot pass through it")((cut_mlp, sums_in_the_open))
 mutant("parallel-mlp", "forgets-leave", expect="output is wrong")((cut_mlp, without_leave))
 mutant("parallel-mlp", "gathers-between-the-layers", expect="needs nothing from the others")((cut_mlp, gathers_between))
 
