@@ -155,8 +155,8 @@ def whole_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 
 def draw_mlp(world: int) -> Layer:
-    hidden, inner, tokens = random.randint(5, 9), world * random.randint(2, 4), random.randint(3, 5)
-    shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
+    hidden, inner = (world * times for times in random.sample(range(2, 5), 2))  # both divide: any cut is possible
+    tokens, shapes = random.randint(3, 5), ((inner, hidden), (inner, hidden), (hidden, inner))
     weights = tuple(randn(*shape) / 2 for shape in shapes)
     return Layer(randn(tokens, hidden), weights, randn(tokens, hidden), world)
 
@@ -169,6 +169,13 @@ def run_mlp(group: Group, learner: Any, cases: Sequence[Layer]) -> list[Passed |
         pieces = cut(*case.weights, part.rank, part.world_size)
         if not isinstance(pieces, (tuple, list)) or [type(piece) for piece in pieces] != [Tensor] * 3:
             raise CheckFailed(f"cut_mlp returned {pieces!r}; asked for are three tensors: this rank's gate, up, down")
+        found, inner = [list(piece.shape) for piece in pieces], len(case.weights[0]) // part.world_size
+        if found != [[inner, case.x.shape[1]]] * 2 + [[case.x.shape[1], inner]]:
+            whole = [list(weight.shape) for weight in case.weights]
+            raise CheckFailed(
+                f"cut_mlp makes {found} of {whole} for a rank of {part.world_size}: a rank should have {inner} of the "
+                f"{len(case.weights[0])} inner numbers, whole, and nothing of the others"
+            )
         shards = [leaf(piece.clone()) for piece in pieces]
         x = leaf(case.x)
         leaves = {"x": x} | {str(i): shard for i, shard in enumerate(shards)}

@@ -182,8 +182,8 @@ def check_mlp(learner: Any) -> Receipt:
         for rank, passed in enumerate(ranks):
             who = f"rank {rank} of {n}"
             judge_output(passed, alone, who, n)
-            for i, name in enumerate(("gate", "up", "down")):
-                wanted = alone[f"d{i}"].chunk(n, dim=1 if name == "down" else 0)[rank]
+            cut = learner[0](*(alone[f"d{i}"] for i in range(3)), rank, n)  # whichever inner numbers these are
+            for i, (name, wanted) in enumerate(zip(("gate", "up", "down"), cut, strict=True)):
                 if not close(passed.results[f"d{i}"], wanted):
                     raise CheckFailed(
                         f"{who}: output and dX are right, but the gradient of its part of {name} is "

@@ -168,8 +168,8 @@ def gathers_between(x, shards, group):
     return Leave.apply(inner.chunk(group.world_size, dim=1)[group.rank] @ down.T, group)
 
 
-mutant("parallel-mlp", "cut-the-wrong-way", expect="RuntimeError|shape")((cut_by_columns, right.mlp))
-mutant("parallel-mlp", "cuts-nothing", expect="output is wrong")((cut_nothing, right.mlp))
+mutant("parallel-mlp", "cut-the-wrong-way", expect="inner numbers, whole")((cut_by_columns, right.mlp))
+mutant("parallel-mlp", "cuts-nothing", expect="nothing of the others")((cut_nothing, right.mlp))
 mutant("parallel-mlp", "forgets-enter", expect="is Enter in front of every use of x")((cut_mlp, without_enter))
 mutant("parallel-mlp", "one-enter-each", expect="backward called 2 all_reduce")((cut_mlp, enters_twice))
 mutant("parallel-mlp", "no-return", expect="is there a return")((cut_mlp, returns_nothing))
@@ -191,3 +191,4 @@ def fused(x, shards, group):
 
 
 alternative("parallel-mlp", "gate-and-up-in-one")((cut_mlp, fused))
+alternative("parallel-mlp", "every-t-th-inner-number")((cut_interleaved, right.mlp))
