@@ -39,22 +39,38 @@ def cross_entropy_sums(
     return (nll * weights).sum(), weights.sum()
 
 
-def linear_cross_entropy_sums(x: Tensor, head: Tensor, targets: Tensor, chunk: int = 512) -> tuple[Tensor, Tensor]:
-    """`cross_entropy_sums(x @ headᵀ, targets)` without ever holding the logits, the largest tensor of a small model.
+def linear_cross_entropy_sums(
+    x: Tensor, head: Tensor, targets: Tensor, chunk: int = 512, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`cross_entropy_sums(x @ headᵀ, targets, weights)` without holding the logits, a small model's largest tensor.
 
     x: [batch, seq, hidden] after the last norm; head: [vocab, hidden]. The gradient of a sum of losses needs nothing
     from above but a factor, so it is worked out `chunk` tokens at a time while their logits are at hand: as many FLOPs,
     x's and head's gradients kept instead of logits and probabilities (Hsu et al. 2024, Liger Kernel, §3.2).
     """
-    if x.shape[:-1] != targets.shape:
-        raise ValueError(f"x {list(x.shape)} and targets {list(targets.shape)} do not match: one target per position.")
-    total = _LinearCrossEntropy.apply(x, head, targets, chunk)
-    return total, (targets != IGNORE).sum().to(total.dtype)
+    check_targets(x.shape[:-1], targets, weights)
+    total = _LinearCrossEntropy.apply(x, head, targets, chunk, weights)
+    return total, sum_of_weights(targets, weights, total.dtype)
+
+
+def check_targets(shape: torch.Size, targets: Tensor, weights: Tensor | None) -> None:
+    """ValueError unless there are a target and a weight for every position. shape: [batch, seq]."""
+    for name, given in (("targets", targets), ("weights", weights)):
+        if given is not None and given.shape != shape:
+            raise ValueError(
+                f"{name} {list(given.shape)} and positions {list(shape)} do not match: one of the {name} per position."
+            )
+
+
+def sum_of_weights(targets: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Σ weight over the targets that count: their number without weights."""
+    counted = targets != IGNORE
+    return counted.sum().to(dtype) if weights is None else (weights.to(dtype) * counted).sum()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, head, targets, chunk):
+    def forward(ctx, x, head, targets, chunk, weights):
         wanted, device = any(ctx.needs_input_grad[:2]), x.device.type
         if torch.is_autocast_enabled(device):  # once, and not in every chunk
             x, head = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (x, head))
@@ -66,6 +82,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(ids), chunk):
             part, wrong = rows[start : start + chunk], ids[start : start + chunk, None]
             counted = (wrong != IGNORE).to(exact)
+            if weights is not None:
+                counted *= weights.flatten()[start : start + chunk, None]
             wrong = wrong.clamp(min=0)
             log_p = torch.log_softmax((part @ head.T).to(exact), dim=-1)
             total -= (log_p.gather(1, wrong) * counted).sum()
@@ -82,4 +100,4 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, factor):
         x_gradient, head_gradient = ctx.saved_tensors
-        return x_gradient * factor, head_gradient * factor, None, None
+        return x_gradient * factor, head_gradient * factor, None, None, None

@@ -42,6 +42,8 @@ class Transformer(nn.Module):
     seed: initial weights (see `initial`); None leaves them unset, for a loader to fill.
     device: "meta" (or `with torch.device("meta"):`) builds shapes without memory; then `to_empty` and `initialize`.
     attention: the attention function of forward passes that bring none.
+    What a model split over ranks does in its own way is an attribute: what the head makes of [batch, seq, hidden]
+    (`head_logits`, `head_loss`), how a parameter is drawn (`draw`), layers that share an input (`together`).
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.attention = attention
+        self.head_logits, self.head_loss, self.draw = F.linear, linear_cross_entropy_sums, initial
         device = torch.device(device or torch.get_default_device())
         with torch.device("meta"), _WithoutInitialisation():
             self.embedding = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
@@ -74,11 +77,12 @@ class Transformer(nn.Module):
         *,
         attention: AttentionFunction | None = None,
         targets: Tensor | None = None,
+        weights: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """tokens: [batch, seq] of ids -> logits [batch, seq, vocab_size].
 
         positions: [seq] or [batch, seq], where the tokens stand; None = 0 .. seq - 1.
-        targets: [batch, seq]; with them the result is (Σ nll, tokens that count), see `linear_cross_entropy_sums`.
+        targets: [batch, seq]; with them the result is (Σ weight · nll, Σ weight), see `loss`. weights: None = all 1.
         ValueError for an id outside the vocabulary or a position outside the context (see `check_tokens`).
         """
         check_tokens(tokens, self.config, positions)
@@ -88,11 +92,15 @@ class Transformer(nn.Module):
         )
         for block in self.blocks:
             x = block(x, rotation, attention or self.attention, positions)
-        return self.logits(x) if targets is None else linear_cross_entropy_sums(self.norm(x), self._head, targets)
+        return self.logits(x) if targets is None else self.loss(x, targets, weights)
 
     def logits(self, x: Tensor) -> Tensor:
         """x: [batch, seq, hidden] after the last block -> [batch, seq, vocab_size]. Tied: the embedding is the head."""
-        return F.linear(self.norm(x), self._head)
+        return self.head_logits(self.norm(x), self._head)
+
+    def loss(self, x: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x: [batch, seq, hidden] after the last block -> (Σ weight · nll, Σ weight): `linear_cross_entropy_sums`."""
+        return self.head_loss(self.norm(x), self._head, targets, weights=weights)
 
     @property
     def _head(self) -> Tensor:
@@ -102,7 +110,7 @@ class Transformer(nn.Module):
     def initialize(self, seed: int = 0) -> "Transformer":
         """Sets every parameter to `initial(config, name, shape, seed)`, wherever it lives and whatever its dtype."""
         for name, parameter in self.named_parameters():
-            parameter.copy_(initial(self.config, name, tuple(parameter.shape), seed))
+            parameter.copy_(self.draw(self.config, name, tuple(parameter.shape), seed))
         return self
 
 
@@ -133,6 +141,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype | None = None):
         super().__init__()
         self.layer, self.head_dim, self.window = layer, config.head_dim, config.sliding_window
+        self.together = each
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = _linear(config.hidden_size, q_size, dtype, bias=config.qkv_bias)
         self.k_proj = _linear(config.hidden_size, kv_size, dtype, bias=config.qkv_bias)
@@ -147,9 +156,8 @@ class Attention(nn.Module):
         def heads(y: Tensor) -> Tensor:  # [batch, seq, heads * head_dim] -> [batch, heads, seq, head_dim]
             return y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-        q = rotate(self.q_norm(heads(self.q_proj(x))), *rotation)
-        k = rotate(self.k_norm(heads(self.k_proj(x))), *rotation)
-        v = heads(self.v_proj(x))
+        q, k, v = map(heads, self.together(x, self.q_proj, self.k_proj, self.v_proj))
+        q, k = rotate(self.q_norm(q), *rotation), rotate(self.k_norm(k), *rotation)
         y = attention(q, k, v, layer=self.layer, positions=positions, window=self.window)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
@@ -159,12 +167,19 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype | None = None):
         super().__init__()
+        self.together = each
         self.gate_proj = _linear(config.hidden_size, config.intermediate_size, dtype)
         self.up_proj = _linear(config.hidden_size, config.intermediate_size, dtype)
         self.down_proj = _linear(config.intermediate_size, config.hidden_size, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.together(x, self.gate_proj, self.up_proj)
+        return self.down_proj(F.silu(gate) * up)
+
+
+def each(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+    """What several layers make of one input; layers that are split over ranks share the communication for it."""
+    return tuple(layer(x) for layer in layers)
 
 
 class RMSNorm(nn.Module):

@@ -44,7 +44,8 @@ def recompute_blocks(model: nn.Module, keep: frozenset | None = frozenset(), eve
     """
     if every < 1:
         raise ValueError(f"every {every} must be at least 1: 2 recomputes every second block.")
-    for index, block in enumerate(model.blocks):
+    blocks = model.blocks.values() if isinstance(model.blocks, nn.ModuleDict) else model.blocks
+    for index, block in enumerate(blocks):
         vars(block).pop("forward", None)
         if keep is not None and index % every == 0:
             block.forward = functools.partial(_recomputed_forward, block, keep)
