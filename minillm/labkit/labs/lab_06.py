@@ -47,7 +47,11 @@ def balance(costs: Sequence[float], parts: int) -> list[range]:
     for part in range(parts):
         ends = range(part + 1, len(costs) - (parts - part) + 2)
         least = {
-            end: min((max(slowest, sum(costs[done:end])), (*cuts, end)) for done, (slowest, cuts) in least.items() if done < end)
+            end: min(
+                (max(slowest, sum(costs[done:end])), (*cuts, end))
+                for done, (slowest, cuts) in least.items()
+                if done < end
+            )
             for end in ends
         }
     cuts = (0, *least[len(costs)][1])
@@ -217,11 +221,15 @@ def _read_ranges(found: Any, costs: Sequence[float], parts: int) -> list[range]:
     try:
         ranges = [range(stage.start, stage.stop) for stage in found]
     except (AttributeError, TypeError):
-        raise CheckFailed(f"{where}: you returned {found!r:.60}; asked for is a list of ranges, one per stage") from None
+        raise CheckFailed(
+            f"{where}: you returned {found!r:.60}; asked for is a list of ranges, one per stage"
+        ) from None
     if len(ranges) != parts:
         raise CheckFailed(f"{where}: {len(ranges)} ranges for {parts} stages")
     if not all(ranges):
-        raise CheckFailed(f"{where}: stage {[len(stage) for stage in ranges].index(0)} gets no layer: {_ranges(ranges)}")
+        raise CheckFailed(
+            f"{where}: stage {[len(stage) for stage in ranges].index(0)} gets no layer: {_ranges(ranges)}"
+        )
     if [layer for stage in ranges for layer in stage] != list(range(len(costs))):
         raise CheckFailed(
             f"{where}: {_ranges(ranges)} is not every layer once, in order: stages hold neighbouring layers"

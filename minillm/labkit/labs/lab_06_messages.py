@@ -136,7 +136,9 @@ def _judge_places(steps: Sequence[list], stages: int, microbatches: int, where: 
                 ends = (stage, stage + onward) if verb == "send" else (stage - onward, stage)
                 edge = known.get((Event(ends[0], Action.parse(name)), ends))
                 if edge is None:
-                    there = "nobody is there" if not all(0 <= end < stages for end in ends) else "there is no such message"
+                    there = (
+                        "nobody is there" if not all(0 <= end < stages for end in ends) else "there is no such message"
+                    )
                     raise CheckFailed(f"{where}: stage {stage} has '{verb} {name}', but {there}")
                 order.append(edge)
         orders.append(tuple(order))
@@ -163,9 +165,7 @@ def _judge_rendezvous(steps: Sequence[list], where: str) -> None:
                         break
                 at[stage] += 1
                 moved = True
-    stuck = {
-        stage: _waiting(own[at[stage]], stage, met)[0] for stage, own in enumerate(steps) if at[stage] < len(own)
-    }
+    stuck = {stage: _waiting(own[at[stage]], stage, met)[0] for stage, own in enumerate(steps) if at[stage] < len(own)}
     if stuck:
         text = ", ".join(f"stage {stage} in '{verb} {name}'" for stage, (verb, name) in stuck.items())
         raise CheckFailed(
@@ -220,7 +220,9 @@ def check_split(learner: Any) -> Receipt:
         later.append(queue)
     early = {m for m, queue in enumerate(later) if len(queue) != layers}
     if early:
-        raise CheckFailed(f"{len(later[min(early)])} functions in later after a backward through {layers} layers; one each")
+        raise CheckFailed(
+            f"{len(later[min(early)])} functions in later after a backward through {layers} layers; one each"
+        )
     for m in reversed(range(microbatches)):  # any order will do
         flops["later"] += count_flops(lambda queue=later[m]: [work() for work in queue])
     _judge_weights(weights, alone, microbatches)

@@ -154,7 +154,9 @@ def _judge_stage(case: Run, ranks: Sequence[Staged]) -> None:
         said = [text for text, wrong in slips.items() if torch.allclose(did.gradient, wrong[stage], rtol=1e-6)]
         if not said and stage < len(ranks) - 1 and torch.allclose(ranks[-1].gradient, wanted[-1], rtol=1e-9):
             said = ["the last stage's is right, so look at what travels back: is it the gradient that came in?"]
-        raise CheckFailed(f"{who} has another gradient than one process: " + (said[0] if said else "of what is it one?"))
+        raise CheckFailed(
+            f"{who} has another gradient than one process: " + (said[0] if said else "of what is it one?")
+        )
     stages = case.world_size
     for stage, did in enumerate(ranks):
         most = _most_in_flight(case, stage)
@@ -178,9 +180,7 @@ def _most_in_flight(case: Run, stage: int) -> int:
 
 def _rows(case: Run, ranks: Sequence[Staged]) -> list:
     wanted, stages = staging.in_one_process(case), case.world_size
-    worst = max(
-        ((did.gradient - right).norm() / right.norm()).item() for did, right in zip(ranks, wanted, strict=True)
-    )
+    worst = max(((did.gradient - right).norm() / right.norm()).item() for did, right in zip(ranks, wanted, strict=True))
     due = predict.sent_bytes(stages, len(case.inputs) * staging.ROWS, 1, staging.WIDTH, 8)
     return [
         row(f"{case.name}: gradients of one process (within 1e-12)", True, worst < 1e-12),
@@ -222,7 +222,9 @@ def check_tied(learner: Callable) -> Receipt:
         between = [did.bytes for did in ranks[1:-1]]
         calls = {name for did in ranks for name in did.calls}
         if "gather_objects" in calls:
-            raise CheckFailed("right, but gather_objects pickles, for a few small things; and everybody gets everything")
+            raise CheckFailed(
+                "right, but gather_objects pickles, for a few small things; and everybody gets everything"
+            )
         if any(between):
             raise CheckFailed(f"right, but the stages between the ends send {between} bytes; they have no copy")
         sent, due = [ranks[0].bytes, ranks[-1].bytes], (size if stages > 1 else 0)

@@ -69,16 +69,16 @@ def forwards_first(order, stage, stages):
     """One message at a time: where a gradient leaves and an activation comes in, the activation goes first."""
     steps = []
     for step in right.place_messages(order, stage, stages):
-        loose = [step] if isinstance(step, str) else sorted(([text] for text in step), key=lambda text: text[0][5] == "B")
+        loose = (
+            [step] if isinstance(step, str) else sorted(([text] for text in step), key=lambda text: text[0][5] == "B")
+        )
         steps += loose
     return steps
 
 
 @alternative("rendezvous-messages", "receives-first-in-the-list")
 def receives_first(order, stage, stages):
-    return [
-        step if isinstance(step, str) else sorted(step) for step in right.place_messages(order, stage, stages)
-    ]
+    return [step if isinstance(step, str) else sorted(step) for step in right.place_messages(order, stage, stages)]
 
 
 # A backward in two halves
