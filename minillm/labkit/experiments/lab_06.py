@@ -6,6 +6,7 @@ one process, messages are counted.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +26,7 @@ from minillm.train.stages import balance, build_parts, layer_costs
 MODEL = ModelConfig(
     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=8, num_heads=2, num_kv_heads=1, max_seq_len=32
 )
-WIDE = replace(MODEL, hidden_size=256, intermediate_size=640, num_heads=4, num_kv_heads=2)  # computes for a while
+WIDE = replace(MODEL, hidden_size=128, intermediate_size=320, num_heads=4, num_kv_heads=2)  # computes for a while
 SEQ, ROWS = 8, 1  # tokens and rows of a microbatch
 FORWARD_S = 0.02  # of an emulated stage; a whole backward takes twice that, half of it for the weights
 HANDBOOK = """
@@ -38,7 +39,7 @@ Stage 3:          F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7
 
 @dataclass(frozen=True)
 class Job:
-    """One step of one schedule. speed: seconds of each stage's forward on an emulated device, None to take what comes."""
+    """One step of one schedule. speed: seconds of each stage's forward on an emulated device; None: not emulated."""
 
     schedule: str
     stages: int = 4
@@ -136,7 +137,7 @@ def even(job: Job, schedule: Schedule) -> list[range]:
     """As many layers in every part."""
     layers = job.config.num_layers
     edges = [part * layers // schedule.parts for part in range(schedule.parts + 1)]
-    return [range(*pair) for pair in zip(edges, edges[1:], strict=False)]
+    return [range(*pair) for pair in itertools.pairwise(edges)]
 
 
 def pace(job: Job, schedule: Schedule, rank: int) -> Callable[[Action], float] | None:

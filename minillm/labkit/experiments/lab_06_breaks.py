@@ -18,7 +18,7 @@ from minillm.train.schedules import Action, Schedule, messages_as_used, one_f_on
 from minillm.train.stages import ModelPart, build_parts
 
 TIED = replace(MODEL, num_layers=4, tie_embeddings=True)
-MICROBATCHES, ROWS, SEQ, STEPS = 4, 2, 8, 8
+MICROBATCHES, ROWS, SEQ, STEPS = 4, 2, 8, 6
 SGD_LR, ADAM_LR = 0.25, 3e-3
 
 

@@ -96,8 +96,8 @@ def check_gpipe(learner: Callable) -> Receipt:
     difficulty=3,
     lab=LAB,
     hints=(
-        "The last stage can turn every microbatch round at once: F0 B0 F1 B1 ... How many forwards can the stage before "
-        "it do until B0 comes back?",
+        "The last stage can turn every microbatch round at once: F0 B0 F1 B1 ... How many forwards can the stage "
+        "before it do until B0 comes back?",
         "Stage s first does stages - 1 - s forwards (never more than there are), then one forward and one backward in "
         "turn while forwards are left, then the backwards that remain.",
         "k = min(stages - 1 - stage, microbatches); F0 .. F(k-1); then for m in range(microbatches - k): F(k + m), Bm; "
@@ -146,8 +146,8 @@ def _in_time(schedule: Schedule, where: str) -> None:
     if took > least:
         first = [[action.kind for action in schedule.actions(rank)].index("B") for rank in range(schedule.ranks)]
         raise CheckFailed(
-            f"{where}: it can be run, but takes {took:g} where {least:g} are enough (F = {F}, B = {B}). Before its first "
-            f"backward each stage does {first} forwards: who waits for whom meanwhile?"
+            f"{where}: it can be run, but takes {took:g} where {least:g} are enough (F = {F}, B = {B}). Before its "
+            f"first backward each stage does {first} forwards: who waits for whom meanwhile?"
         )
 
 
@@ -184,10 +184,10 @@ def _rows(schedule: Schedule, where: str, in_flight: Sequence[int]) -> list:
     hints=(
         "The slowest stage sets the pace. Try where the last stage could begin: what remains is the same problem with "
         "one stage less.",
-        "Dynamic programming: best[p][e] = the least slowest stage when the first e layers go to p stages = the minimum "
-        "over d < e of max(best[p - 1][d], cost of layers d to e). Remember each d. Every stage needs a layer.",
-        "Or: try all places to cut. for cuts in itertools.combinations(range(1, len(costs)), parts - 1): the stages are "
-        "the ranges between (0, *cuts, len(costs)); take the one with the smallest maximum.",
+        "Dynamic programming: best[p][e] = the least slowest stage when the first e layers go to p stages = the "
+        "minimum over d < e of max(best[p - 1][d], cost of layers d to e). Remember each d. Every stage needs a layer.",
+        "Or: try all places to cut. for cuts in itertools.combinations(range(1, len(costs)), parts - 1): the stages "
+        "are the ranges between (0, *cuts, len(costs)); take the one with the smallest maximum.",
     ),
 )
 def check_balance(learner: Callable) -> Receipt:

@@ -150,7 +150,7 @@ def _judge_places(steps: Sequence[list], stages: int, microbatches: int, where: 
 
 
 def _judge_rendezvous(steps: Sequence[list], where: str) -> None:
-    """CheckFailed if a circle of stages waits when a list is done only once all its messages have met their partners."""
+    """CheckFailed if a circle of stages waits when a list is done once all its messages have met their partners."""
     at, met = [0] * len(steps), [set() for _ in steps]  # met[stage]: what it has posted so far
     moved = True
     while moved:
@@ -169,7 +169,7 @@ def _judge_rendezvous(steps: Sequence[list], where: str) -> None:
     if stuck:
         text = ", ".join(f"stage {stage} in '{verb} {name}'" for stage, (verb, name) in stuck.items())
         raise CheckFailed(
-            f"{where}: deadlock, if sends wait for their receives: {text}. Where two neighbours each send to the other, "
+            f"{where}: deadlock, if sends wait for their receives: {text}. Where two neighbours send to each other, "
             "post the send together with the receive that follows it, in one list"
         )
 
@@ -240,8 +240,8 @@ def check_split(learner: Any) -> Receipt:
         )
     if flops["later"] > microbatches * product:
         raise CheckFailed(
-            f"right gradients, but what is put off takes {flops['later'] / product / microbatches:g} products per layer: "
-            "one is enough, gradient.T @ x",
+            f"right gradients, but what is put off takes {flops['later'] / product / microbatches:g} products per "
+            "layer: one is enough, gradient.T @ x",
             rows,
         )
     return Receipt("B = I + W", tuple(rows))

@@ -201,8 +201,8 @@ def _rows(case: Run, ranks: Sequence[Staged]) -> list:
     difficulty=2,
     lab=LAB,
     hints=(
-        "Each copy has seen a part of the gradient: the first stage's as an embedding, the last one's as the head. What "
-        "would the one embedding of a single process have?",
+        "Each copy has seen a part of the gradient: the first stage's as an embedding, the last one's as the head. "
+        "What would the one embedding of a single process have?",
         "Both ends need the sum of both gradients. Nobody else takes part. With one stage there is one copy.",
         "ends = (0, group.world_size - 1); return unless group.rank is one of them and they differ; other = the other "
         "one; theirs = torch.empty_like(weight.grad); group.exchange(send=(weight.grad, other), recv=(theirs, other)); "
