@@ -15,6 +15,7 @@ __all__ = ["BENCHES", "BenchReport", "BenchRow", "bench", "command"]
 BENCHES = {  # name -> module with run(repeats, ...) -> rows, and what is compared
     "comm": ("minillm.bench.comm", "collectives from scratch against torch.distributed's"),
     "data-parallel": ("minillm.bench.data_parallel", "data parallel and ZeRO against torch's DDP, ZeRO-1 and FSDP2"),
+    "pipeline": ("minillm.bench.pipeline", "pipeline schedules against torch.distributed.pipelining's"),
     "step": ("minillm.bench.step", "the training step against transformers in a plain loop and under accelerate"),
 }
 BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}

@@ -56,7 +56,8 @@ class Group:
         self.backend = dist.get_backend(process_group) if self.rank >= 0 else "none"
         self._ordinal, self._sequence, self._p2p_sequence = world.next_ordinal(), 0, 0
         own_sockets = self.backend == "gloo" and self.device.type == "cpu" and world.egress is None
-        self.sockets = Sockets(process_group, self._ordinal, world.timeout) if own_sockets else ()
+        self.sockets = Sockets(process_group, str(self._ordinal), world.timeout) if own_sockets else ()
+        self.direct: Sockets | tuple[()] = ()
         world.kept.append(self.sockets)
         self.scratch = Scratch()
         self._thread = threading.local()  # .operation: the collective this thread is inside of
@@ -133,22 +134,32 @@ class Group:
         """Receive into x (contiguous) from rank src."""
         return self.exchange(recv=(x, src), async_op=async_op)
 
+    def connect(self) -> None:
+        """Opens connections of their own for `eager` messages, once. Every rank of the group calls it."""
+        if self.sockets and not self.direct:
+            self.direct = Sockets(self.process_group, f"{self._ordinal}-direct", self.world.timeout)
+            self.world.kept.append(self.direct)
+
     def exchange(
         self,
         send: Message | Sequence[Message] = (),
         recv: Message | Sequence[Message] = (),
         async_op: bool = False,
+        eager: bool = False,
     ) -> Any:
         """Send and receive at once, so that no order can deadlock. Each side is one (tensor, rank) or a list of them.
 
         Returns when every message has been delivered (`async_op`: a handle for that).
+        eager, on both sides, after `connect`: a message leaves at once, whether or not the other side asks for it yet,
+        and no thread carries it: a fraction of the time where it is small. One that the connection's buffer (4 MB) has
+        no room for holds its sender up until it has.
         """
         sends, recvs = _as_list(send), _as_list(recv)
         self._check_messages(sends, recvs)
         inside = getattr(self._thread, "operation", None)
         if not inside:
             self._check_partners(sends, recvs)
-        transfer = Transfer(self, sends, recvs, tag=inside.tag if inside else 0)
+        transfer = Transfer(self, sends, recvs, tag=inside.tag if inside else 0, eager=eager)
         if inside:
             inside.bytes += transfer.bytes
             inside.messages += transfer.messages
@@ -159,12 +170,14 @@ class Group:
         event = self._event(op, x, transfer.bytes, transfer.messages, open_ledgers())
         text = self._describe(op, x, [peer for _, peer in recvs or sends])
 
-        def finish() -> None:
+        def on_board(body: Callable[[], None]) -> None:
             self._p2p_sequence += 1
-            self._on_board(self._ordinal + 1, self._p2p_sequence, text, transfer.wait)
+            self._on_board(self._ordinal + 1, self._p2p_sequence, text, body)
             event.end = time.monotonic()
 
-        handle = Handle(finish, transfer.done, [event])
+        if eager and not transfer.left():
+            on_board(transfer.leave)
+        handle = Handle(lambda: on_board(transfer.wait), transfer.done, [event])
         return handle if async_op else handle.wait()
 
     # How a collective is run: recorded, announced, in the caller's thread or in this group's own.

@@ -8,7 +8,8 @@ the emulation) and both sides wait for that time.
 
 A socket takes a small message whether or not anybody is there; gloo's send returns once the other side receives. So
 sockets serve where every rank both sends and receives in each step, as in a ring: nobody gets through alone. What goes
-one way only, as in a tree, stays with gloo: a broadcast that another rank never joins is noticed.
+one way only, as in a tree, stays with gloo: a broadcast that another rank never joins is noticed. `eager` messages take
+sockets too: their sender has said that it need not notice.
 """
 
 import threading
@@ -33,13 +34,15 @@ GLANCE_S = 0.002  # how long `done` looks before it says no
 class Transfer:
     """Messages under way. bytes: payload this rank sends; messages: how many sends carry it."""
 
-    def __init__(self, group: "Group", sends: Sequence[Message], recvs: Sequence[Message], tag: int = 0) -> None:
+    def __init__(
+        self, group: "Group", sends: Sequence[Message], recvs: Sequence[Message], tag: int = 0, eager: bool = False
+    ) -> None:
         self.group = group
         self.bytes = sum(x.numel() * x.element_size() for x, _ in sends)
         self._deliver_at, self._waiter, self._error = 0.0, None, None
         self._stamps: list[torch.Tensor] = []
         self._unstage: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._near = group.sockets if tag and sends and recvs else ()
+        self._near = group.direct if eager else group.sockets if tag and sends and recvs else ()
         # Empty tensors have nothing to say: both sides know their size, so both sides skip them.
         sends = [(x.detach().contiguous(), dst) for x, dst in sends if x.numel()]
         self.messages = len(sends)
@@ -86,6 +89,16 @@ class Transfer:
         times = [egress.deliver_at(self.group.world.rank, ranks[dst], x.numel() * x.element_size()) for x, dst in sends]
         self._deliver_at = max([self._deliver_at, *(t for t in times if t is not None)])
         return times
+
+    def left(self) -> bool:
+        """Whether all eager sends are on their way."""
+        return not any(isinstance(work, sockets.Message) and work.sending and work.parts for work in self._works)
+
+    def leave(self) -> None:
+        """Return when they are. (Where nobody drives a connection, what is left of a message would stay behind.)"""
+        self._arrive([work for work in self._works if isinstance(work, sockets.Message) and work.sending])
+        if self._error:
+            raise self._lost(self._error) from self._error
 
     def done(self) -> bool:
         """Whether `wait` would return at once. gloo cannot tell without waiting, so a thread waits in our place."""

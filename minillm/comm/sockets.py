@@ -29,8 +29,8 @@ _HEADER = struct.Struct("<qq")  # tag, bytes that follow
 class Sockets:
     """A connection to every other rank of the group on this machine; `send` and `recv` are a process group's."""
 
-    def __init__(self, process_group: dist.ProcessGroup, ordinal: int, timeout: timedelta) -> None:
-        me, store = process_group.rank(), dist.PrefixStore(f"sockets{ordinal}", process_group.get_group_store())
+    def __init__(self, process_group: dist.ProcessGroup, name: str, timeout: timedelta) -> None:
+        me, store = process_group.rank(), dist.PrefixStore(f"sockets{name}", process_group.get_group_store())
         node = str(int(os.environ["RANK"]) - int(os.environ["LOCAL_RANK"]))  # its first rank
         self._ways: dict[int, tuple[_Way, _Way]] = {}  # rank -> (to it, from it)
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -111,7 +111,7 @@ class Message:
     """One message under way; like torch's Work. parts: what has still to move of header and bytes."""
 
     def __init__(self, sockets: Sockets, way: _Way, x: torch.Tensor, tag: int, sending: bool) -> None:
-        self._sockets, self._expected = sockets, _HEADER.pack(tag, x.nbytes)
+        self._sockets, self.sending, self._expected = sockets, sending, _HEADER.pack(tag, x.nbytes)
         self._header = self._expected if sending else bytearray(_HEADER.size)
         self._x = x  # kept until it has moved; through .numpy() its memory could never be freed again (ZeRO stage 3)
         body = (ctypes.c_char * x.nbytes).from_address(x.data_ptr())

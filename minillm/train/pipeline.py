@@ -41,6 +41,7 @@ from minillm.train.split_backward import Deferred, deferred, split_linears
 Shape = Callable[[int], tuple[torch.Size, torch.dtype]]
 Loss = Callable[[nn.Module, Tensor, int], Tensor]
 UNDER_WAY = 4  # exchanges that may be unfinished: more would only pile up memory
+EAGER_BYTES = 1 << 20  # messages up to this size leave without waiting for their receiver; a connection holds four
 
 
 class Pipeline:
@@ -78,6 +79,7 @@ class Pipeline:
             for part in self.parts:
                 split_linears(part)
         self.peak_in_flight = 0.0
+        group.connect()
         self._shared = SharedGradients(schedule, [unwrapped(part) for part in self.parts], group)
 
     def step(self, inputs: Sequence[Tensor], shape: Shape, loss: Loss) -> Tensor:
@@ -116,8 +118,10 @@ class _Run:
         due = pipeline.schedule.microbatches
         if len(inputs) != due:
             raise ValueError(f"{len(inputs)} inputs for the {due} microbatches of {pipeline.schedule.name}: one each")
-        self.pipeline, self.inputs, self.shape, self.loss, self.train = pipeline, inputs, shape, loss, train
+        self.pipeline, self.inputs, self.loss, self.train = pipeline, inputs, loss, train
         self.rank, self.device = pipeline.group.rank, pipeline.group.device
+        self.travels = [shape(m) for m in range(due)]
+        self.eager = all(size.numel() * dtype.itemsize <= EAGER_BYTES for size, dtype in self.travels)
         self.values: dict[tuple[bool, int, int], tuple[Tensor, Handle | None]] = {}
         self.kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (microbatch, chunk): input and output
         self.stores: dict[tuple[int, int], Deferred] = {}
@@ -199,18 +203,18 @@ class _Run:
             if edge.source.rank == self.rank:
                 sends.append((self.values.pop(key)[0], rank))
             else:
-                size, dtype = self.shape(m)
+                size, dtype = self.travels[m]
                 receives.append((torch.empty(size, dtype=dtype, device=self.device), edge.source.rank))
                 keys.append(key)
         if len(self.under_way) >= UNDER_WAY:
             self.under_way.popleft().wait()
-        handle = self.pipeline.group.exchange(send=sends, recv=receives, async_op=True)
+        handle = self.pipeline.group.exchange(send=sends, recv=receives, async_op=True, eager=self.eager)
         self.under_way.append(handle)
         for key, (buffer, _) in zip(keys, receives, strict=True):
             self.values[key] = buffer, handle
 
     def check_shape(self, y: Tensor, m: int, part: int) -> None:
-        size, dtype = self.shape(m)
+        size, dtype = self.travels[m]
         if y.shape != size or y.dtype != dtype:
             raise ValueError(
                 f"rank {self.rank}: part {part} returned {list(y.shape)} {y.dtype} for microbatch {m}, but "

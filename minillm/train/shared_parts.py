@@ -35,7 +35,7 @@ class SharedGradients:
             tied, index = getattr(part, "tied", ()), schedule.part[Place(group.rank, chunk)]
             for name, parameter in part.named_parameters():
                 self.parameters[-1 if name in tied else index, name].append(parameter)
-        own = {key: (list(held[0].shape), held[0].dtype) for key, held in self.parameters.items()}
+        own = {key: f"{list(held[0].shape)} {held[0].dtype}" for key, held in self.parameters.items()}
         told = group.gather_objects((f"{schedule.name} with {schedule.microbatches} microbatches", own))
         holders: defaultdict[Key, list[int]] = defaultdict(list)
         for rank, (plan, theirs) in enumerate(told):

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minillm.model.attention import AttentionFunction, sdpa
@@ -48,6 +49,8 @@ class ModelPart(nn.Module):
         if layers.step != 1 or not 0 <= layers.start <= layers.stop <= config.num_layers:
             raise ValueError(f"layers {layers} do not lie in the model's {config.num_layers}: give range(start, stop)")
         self.config, self.layers, self.first, self.last, self.attention = config, layers, first, last, attention
+        self.head_logits, self.head_loss, self.draw = F.linear, linear_cross_entropy_sums, initial  # as in Transformer
+        self.sequence_shards = 1  # ranks among which sequence parallelism splits each sequence outside of the layers
         device = torch.device(device or torch.get_default_device())
         tied, width = config.tie_embeddings, config.hidden_size
         with torch.device("meta"), _WithoutInitialisation():
@@ -69,11 +72,13 @@ class ModelPart(nn.Module):
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """x: tokens [batch, seq] if it is the first part, else hidden [batch, seq, hidden] -> hidden after its blocks.
 
+        hidden is [batch, seq / sequence_shards, hidden] between parts that are sequence-parallel.
         positions: [seq] or [batch, seq], where the tokens stand; None = 0 .. seq - 1.
         """
         if self.first:
             check_tokens(x, self.config, positions)
-        seq_len, x = x.shape[1], self.embedding(x) if self.first else x
+        seq_len = x.shape[1] * (1 if self.first else self.sequence_shards)
+        x = self.embedding(x) if self.first else x
         rotation = self.rope(torch.arange(seq_len, device=x.device) if positions is None else positions, x.dtype)
         for block in self.blocks.values():
             x = block(x, rotation, self.attention, positions)
@@ -81,13 +86,13 @@ class ModelPart(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x: what the last part's `forward` returned; targets, weights: [batch, seq] -> (Σ weight · nll, Σ weight)."""
-        if weights is None:
-            return linear_cross_entropy_sums(self.norm(x), self._head, targets)
-        return linear_cross_entropy_sums(self.norm(x), self._head, targets, weights=weights)
+        head = self._head
+        return self.head_loss(self.norm(x), head, targets, weights=weights)
 
     def logits(self, x: Tensor) -> Tensor:
         """x: what the last part's `forward` returned -> [batch, seq, vocab_size]."""
-        return nn.functional.linear(self.norm(x), self._head)
+        head = self._head
+        return self.head_logits(self.norm(x), head)
 
     @property
     def _head(self) -> Tensor:
@@ -99,7 +104,7 @@ class ModelPart(nn.Module):
     def initialize(self, seed: int = 0) -> ModelPart:
         """Sets every parameter to its value in the whole model."""
         for name, parameter in self.named_parameters():
-            parameter.copy_(initial(self.config, name, tuple(parameter.shape), seed))
+            parameter.copy_(self.draw(self.config, name, tuple(parameter.shape), seed))
         return self
 
 
