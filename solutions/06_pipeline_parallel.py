@@ -324,6 +324,12 @@ SplitLinear = check("split-backward", SplitLinear)
 
 # %%
 print(simulate(schedules.zero_bubble(4, 8)))
+rows = []
+for n in (4, 8):
+    idle = {name: simulate(schedules.SCHEDULES[name](n, 2 * n)).idle[0] for name in ("1f1b", "zero_bubble")}
+    rows.append(row(f"{n} stages, F = I = W = 1: idle slots of a stage under 1F1B", 3 * (n - 1), idle["1f1b"]))
+    rows.append(row("    under zero bubble: a third", predict.zero_bubble_idle(n, 1, 2, 1), idle["zero_bubble"]))
+receipt("what splitting buys", rows)
 
 # %% [markdown]
 # ### 7. One embedding on two stages
@@ -406,7 +412,8 @@ receipt(
 # From here on, minillm's own `Pipeline`: one interpreter that runs any schedule. To see *times* on two cores, devices
 # are **emulated**: each action lasts as long as it would on a device of known speed (a stage's forward 20 ms, I and W
 # as long), the computing is real, and what remains of the time is slept. So four ranks overlap like four devices.
-# This is the rank program:
+# (Where something else on this machine got in the way, the quickest of up to three steps counts.) This is the rank
+# program:
 
 # %%
 print(inspect.getsource(experiments.step))
@@ -479,10 +486,28 @@ for job in EVERY:
 receipt("4 stages, 8 microbatches", rows)
 
 # %% [markdown]
+# Counted in microbatches. In bytes, by a census of every tensor that autograd saves:
+
+# %%
+ONE = Job("gpipe", microbatches=1, speed=None, census=True)
+HELD = [Job(name, speed=None, census=True) for name in ("gpipe", "1f1b", "interleaved")]
+REAL = [Job("1f1b", n, 8, None, experiments.WIDE, 32, 2) for n in (2, 4)]  # for later
+census = experiments.run([ONE, *HELD, *REAL])
+base = [rank.activation for rank in census[ONE]]
+rows = [row("one microbatch: activations held by stages 0 to 3", None, tuple(base), "B")]
+for job in HELD:
+    for stage in (0, 3):
+        due = int(schedules.peak_in_flight(job.built)[stage] * base[stage])
+        name = f"{job.schedule}: stage {stage} at its fullest moment"
+        expected = None if (job.schedule, stage) == ("interleaved", 3) else due  # of its chunks only one has the loss
+        rows.append(row(name, expected, census[job][stage].activation, "B", tolerance=0.1))
+receipt("bytes of activations, 4 stages, 8 microbatches", rows)
+
+# %% [markdown]
 # Read the rows of *interleaved* twice. It is called memory-efficient; it holds 5.5 stages' worth on the first stage
-# where plain 1F1B holds 4, $1 + (n-1)/(nv)$ times as much, and it sends 112 messages instead of 48. It is lean beside
-# GPipe only. And *no* schedule cuts the first stage's activations by $n$: 1F1B's first stage holds $n$ microbatches
-# of $1/n$ of the layers.
+# where plain 1F1B holds 4, $1 + (n-1)/(nv)$ times as much, and it sends $2M(nv-1)$ messages, 112 instead of 48. It is
+# lean beside GPipe only. And *no* schedule cuts the first stage's activations by $n$: 1F1B's first stage holds $n$
+# microbatches of $1/n$ of the layers, as much as one process that accumulates.
 #
 # What the messages weigh:
 
@@ -515,8 +540,7 @@ receipt(
 # ## Measure: this machine, nothing emulated
 
 # %%
-REAL = [Job("1f1b", 2, 8, None, experiments.WIDE, 32, 2), Job("1f1b", 4, 8, None, experiments.WIDE, 32, 2)]
-real = experiments.run(REAL)
+real = {job: census[job] for job in REAL}
 
 
 def two_stages_as_they_are():

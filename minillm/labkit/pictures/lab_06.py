@@ -73,7 +73,7 @@ def draw_bars(job: Job, ranks: list[Found]) -> Figure:
     """Every action of a step: planned above, hollow; measured below, solid."""
     line = experiments.measured(job, ranks)
     if job.speed is None:
-        plan, how = experiments.planned(job, line), "planned with the mean durations measured"
+        plan, how = experiments.planned(job, line), "planned with their mean durations"
     else:
         plan, how = experiments.planned(job), "devices emulated"
     title = (
