@@ -7,6 +7,7 @@ from minillm.labkit.experiments import lab_06 as experiments
 from minillm.labkit.experiments import lab_06_breaks as breaks
 from minillm.labkit.experiments import lab_06_stale as stale
 from minillm.labkit.experiments.lab_06 import FORWARD_S, HANDBOOK, MODEL, ROWS, SEQ, Job
+from minillm.labkit.pictures import lab_06 as pictures
 from minillm.predict import pipeline as predict
 from minillm.train import schedules
 from minillm.train.schedules import Action
@@ -92,6 +93,13 @@ def _refusal() -> str:
     with pytest.raises(schedules.ScheduleError) as refused:
         schedules.check(schedules.messages_as_used(schedules.one_f_one_b(2, 4)), batched=False)
     return str(refused.value)
+
+
+@pytest.mark.parametrize("schedule", [*NAMES, "pipedream"])
+def test_figures_that_stand_still(schedule):
+    title = pictures.schedule_on_a_clock(schedule, 4, 8).axes[0].get_title(loc="left")
+    assert title.startswith(f"{schedule}, 4 stages, 8 microbatches: idle")
+    assert "from 9 microbatches on" in pictures.idle_by_microbatches(4, 0.25).axes[0].get_title(loc="left")
 
 
 def test_pace_follows_the_part_not_the_rank_alone():

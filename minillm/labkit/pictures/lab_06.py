@@ -112,7 +112,7 @@ def draw_idle(rows: list[dict[str, Any]], stages: int, microbatches: int) -> Fig
 
 def draw_sweep(rows: list[dict[str, Any]]) -> Figure:
     """Idle share by microbatches: (n-1)/(M+n-1) and what 1F1B measured, with the other formula for comparison."""
-    figure, axes = subplots(width=7.5, height=3.4)
+    figure, axes = subplots(width=10, height=3.4)
     with style():
         for index, stages in enumerate(sorted({r["stages"] for r in rows})):
             own = sorted((r for r in rows if r["stages"] == stages), key=lambda r: r["microbatches"])
@@ -127,14 +127,14 @@ def draw_sweep(rows: list[dict[str, Any]]) -> Figure:
                 linestyle="",
                 label=f"{stages} stages, measured (devices emulated)",
             )
-            wrong = [min(predict.overhead(stages, m), 1.05) for m in x]
+            wrong = {m: predict.overhead(stages, m) for m in x if predict.overhead(stages, m) <= 1}
             label = f"{stages} stages: (n-1)/M, over useful time"
-            axes.plot(x, wrong, color=drawn.color, linestyle=":", marker="", alpha=0.6, label=label)
+            axes.plot(wrong.keys(), wrong.values(), color=drawn.color, linestyle=":", marker="", alpha=0.7, label=label)
         axes.set(xlabel="microbatches M", ylabel="idle share of a step", ylim=(0, 1.08))
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted({r["microbatches"] for r in rows}), sorted({r["microbatches"] for r in rows}))
         axes.set_title("1F1B: more microbatches, less idle")
-        axes.legend(fontsize=8)
+        figure.legend(loc="outside right upper", fontsize=8, frameon=False)
     return figure
 
 
