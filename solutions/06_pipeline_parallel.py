@@ -285,7 +285,7 @@ place_messages = check("rendezvous-messages", place_messages)
 # %% [markdown]
 # ### 6. A backward in two halves
 #
-# The stage before you waits for the gradient of its *output*; for the gradient of your *weights* nobody waits. Zero
+# The stage before you waits for the gradient of your *input*; for the gradient of your *weights* nobody waits. Zero
 # bubble (Qi et al. 2023) splits B: I at once, W whenever the stage would idle.
 
 
@@ -657,8 +657,8 @@ receipt(
 )
 
 # %% [markdown]
-# Two wrong ways, each shipped (torchtitan#596, Megatron-LM#5916): every stage clips by its own norm, or everything is
-# added up and the copy is counted twice.
+# Two wrong ways: every stage clips by its own norm, or everything is added up and the copy is counted twice.
+# (NeMo-RL#3788, torchtitan#596 and Megatron-LM#5916 are of this family.)
 #
 # ### Sends that wait
 #
@@ -719,7 +719,8 @@ receipt("torch.distributed.pipelining, 4 microbatches", rows)
 # |---|---|
 # | `PipelineStage(module, index, num_stages, device)` | `ModelPart`, `build_parts` |
 # | `ScheduleGPipe`, `Schedule1F1B`, `ScheduleInterleaved1F1B` | `gpipe`, `one_f_one_b`, `interleaved` |
-# | `ScheduleInterleavedZeroBubble`, `ScheduleZBVZeroBubble` | `zero_bubble`, `zero_bubble_v` |
+# | `ScheduleInterleavedZeroBubble` (the split, with several chunks) | `zero_bubble` (with one) |
+# | `ScheduleZBVZeroBubble` | `zero_bubble_v` |
 # | `ScheduleDualPipeV` (one copy of the parameters) | `dualpipe` (two) |
 # | `scale_grads=True` (the default) | divide each loss yourself |
 # | Megatron `--pipeline-model-parallel-size 4` | 4 stages |
@@ -776,8 +777,8 @@ number("8. DualPipe: copies of the parameters", predict.parameter_copies("dualpi
 # **1. How large is a pipeline's bubble?**
 # <details><summary>Answer</summary>
 #
-# $(n-1)/(M+n-1)$ of the step, for GPipe and 1F1B alike: 8 stages and 32 microbatches idle 17.9 %. $(n-1)/M =
-# 21.9\,\%$ is idle over *useful* time. The two agree only when $M \gg n$; at $n = M = 4$ they say 75 % and 43 %.
+# $(n-1)/(M+n-1)$ of the step, for GPipe and 1F1B alike: 8 stages and 32 microbatches idle 17.9 %. $(n-1)/M$, here
+# 21.9 %, is idle over *useful* time. The two agree only when $M \gg n$; at $n = M = 4$ they say 75 % and 43 %.
 # </details>
 #
 # **2. How many microbatches do you need?**
@@ -838,8 +839,7 @@ number("8. DualPipe: copies of the parameters", predict.parameter_copies("dualpi
 # <details><summary>Answer</summary>
 #
 # Mean losses of 8 microbatches were added up without a division, and AdamW is invariant to the scale. Symptoms:
-# gradient norms 8 times too large, clipping at every step, weight decay and epsilon slightly off. Test with SGD, on
-# gradients.
+# gradient norms 8 times too large, clipping at every step. Test with SGD, on gradients.
 # </details>
 #
 # **10. Two ranks hang in send. What happened?**
