@@ -4,8 +4,9 @@ from minillm.comm import launch
 
 
 def test_smoke():
-    rows = pipeline.run(world_sizes=(2,), shapes=("tiny",), repeats=5)
-    assert [row.peer for row in rows] == [f"torch {peer}" for peer in pipeline.PEERS.values()]
+    chosen = ("1f1b", "zero_bubble_v")
+    rows = pipeline.run(world_sizes=(2,), shapes=("tiny",), schedules=chosen, repeats=5)
+    assert [row.peer for row in rows] == ["torch Schedule1F1B", "torch ScheduleZBVZeroBubble"]
     assert all(row.correct and row.ratio > 0 for row in rows)
 
 

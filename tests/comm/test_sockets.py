@@ -28,6 +28,27 @@ def in_flight(group):
     return group.run("mine", torch.empty(0), body), bool((arriving[0] == peer).all()), arriving[1].tolist()
 
 
+def eager(group):
+    """What each rank got and the messages rank 0 had got rid of before rank 1 asked for any."""
+    peer, gone = 1 - group.rank, []
+    group.connect()
+    group.connect()
+    arriving = [torch.empty(3) for _ in range(3)]
+    if group.rank == 0:
+        gone = [group.exchange((torch.full((3,), float(i)), 1), async_op=True, eager=True).done() for i in range(3)]
+    group.barrier()
+    if group.rank == 1:
+        for x in arriving:
+            group.exchange(recv=(x, 0), eager=True)
+    large = torch.empty(3_000_000)  # more than a connection holds, both ways at once
+    group.exchange((torch.full_like(large, float(group.rank)), peer), (large, peer), eager=True)
+    return gone, [x[0].item() for x in arriving] if group.rank else [], bool((large == peer).all())
+
+
+def test_eager_messages_leave_before_anybody_asks() -> None:
+    assert launch(eager, 2) == [([True] * 3, [], True), ([], [0.0, 1.0, 2.0], True)]
+
+
 def gone(group):
     if group.rank == 1:
         raise ValueError("rank 1 has had enough")
