@@ -412,7 +412,7 @@ receipt(
 # From here on, minillm's own `Pipeline`: one interpreter that runs any schedule. To see *times* on two cores, devices
 # are **emulated**: each action lasts as long as it would on a device of known speed (a stage's forward 20 ms, I and W
 # as long), the computing is real, and what remains of the time is slept. So four ranks overlap like four devices.
-# (Where something else on this machine got in the way, the quickest of up to three steps counts.) This is the rank
+# (Where something else on this machine got in the way, the quicker of two steps counts.) This is the rank
 # program:
 
 # %%
