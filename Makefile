@@ -28,7 +28,7 @@ test: quick
 	$(BIN)/python -m pytest -q tests/notebooks tests/browser
 
 quick: $(VENV)/.ready lint
-	$(BIN)/python -m pytest -q --ignore=tests/notebooks --ignore=tests/browser
+	$(BIN)/python -m pytest -q -n 2 --dist loadscope --ignore=tests/notebooks --ignore=tests/browser
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

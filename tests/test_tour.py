@@ -8,6 +8,8 @@ from minillm import tour
 from minillm.__main__ import run
 from minillm.labkit.receipts import row
 
+pytestmark = pytest.mark.wire
+
 
 def test_every_verdict_of_the_collectives_stop_is_ok(tmp_path, capsys):
     file = tmp_path / "tour.json"

@@ -110,10 +110,10 @@ def fit(
             if on_step:
                 on_step(trainer, step)
             done, stop = trainer.steps_done, asked_to_stop()
-            if step.applied and done < steps and not stop:
+            if step.applied and done < steps:
                 if trainer.held_out is not None and done % validate_every == 0:
-                    validate(validation_tokens)
-                if done % save_every == 0:
+                    validate(validation_tokens)  # also if it stops here: the resumed run begins after this step
+                if done % save_every == 0 and not stop:
                     _save_on_the_way(trainer, folder)
         run.steps_done, run.interrupted = trainer.steps_done, trainer.steps_done < steps
         if run.losses:

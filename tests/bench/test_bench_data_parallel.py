@@ -4,6 +4,8 @@ from minillm.__main__ import run
 from minillm.bench import data_parallel
 from minillm.comm import launch
 
+pytestmark = pytest.mark.wire
+
 
 def test_smoke():
     rows = {row.name: row for row in data_parallel.run(world_sizes=(2,), shapes=("tiny",), repeats=5)}

@@ -1,6 +1,10 @@
+import pytest
+
 from minillm.__main__ import run
 from minillm.bench import tensor
 from minillm.comm import launch
+
+pytestmark = pytest.mark.wire
 
 
 def test_smoke():

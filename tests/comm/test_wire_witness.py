@@ -7,6 +7,8 @@ from minillm.comm import launch, ring_all_gather, ring_all_reduce, ring_reduce_s
 from minillm.measure import ledger, wire
 from minillm.predict import comms
 
+pytestmark = pytest.mark.wire
+
 NUMEL = 6_000_000  # 24 MB of float32
 
 

@@ -1,5 +1,6 @@
 """Lab 00's measurements and figures: what they return, not how fast the machine is."""
 
+import pytest
 from matplotlib.figure import Figure
 
 from minillm.comm import launch
@@ -8,6 +9,8 @@ from minillm.labkit.labs.lab_00 import average
 from minillm.labkit.pictures import lab_00 as pictures
 from minillm.measure.rates import fit_link
 from minillm.predict import comms
+
+pytestmark = pytest.mark.wire
 
 
 def test_matmul_rates_cover_every_edge_and_number_of_tokens():

@@ -12,6 +12,8 @@ from minillm.labkit.interact import render
 from minillm.labkit.pictures import lab_03 as pictures
 from minillm.predict import data_parallel as predict
 
+pytestmark = pytest.mark.wire
+
 QUICK = clock.Slow(blocks=3, elements=400, seconds=0.002)
 
 

@@ -9,6 +9,8 @@ from minillm.labkit.experiments import lab_04_links as links
 from minillm.labkit.experiments import lab_04_torch as peers
 from minillm.labkit.experiments.lab_04 import Setup
 
+pytestmark = pytest.mark.wire
+
 GATHER, FORWARD, REDUCE = 0.02, 0.03, 0.01
 
 

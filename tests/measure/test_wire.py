@@ -9,6 +9,8 @@ import pytest
 
 from minillm.measure import wire
 
+pytestmark = pytest.mark.wire
+
 MEBIBYTE = 2**20
 
 

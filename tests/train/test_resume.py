@@ -224,3 +224,14 @@ def test_a_second_interrupt_stops_at_once(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         fit(trainer(), tmp_path, progress=False, tensorboard=False, on_step=interrupt_twice)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_stopped_where_a_validation_is_due(tmp_path):
+    def interrupt(run, step):
+        if step.step == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    how = {"progress": False, "tensorboard": False, "validate_every": 5}
+    assert fit(trainer(), tmp_path, on_step=interrupt, **how).steps_done == 5
+    fit(trainer(), tmp_path, resume=True, **how)
+    assert [row["step"] for row in validations(tmp_path)] == [5, 10, 14]
