@@ -1,7 +1,8 @@
 """A learner's first minutes, for real: JupyterLab on loopback, headless Chromium, run all, move a slider.
 
-The unsolved lab 00 is copied into a temporary course, so nothing in labs/ is written. Screenshots stay under
-test-artifacts/. Skipped where Chromium or playwright is missing; nothing is installed here.
+The unsolved lab is copied into a temporary course, so nothing in labs/ is written. Screenshots stay under
+test-artifacts/. It is lab 00; MINILLM_BROWSER_LAB=05_tensor_parallel,... names others. Skipped where Chromium or
+playwright is missing; nothing is installed here.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ import psutil
 import pytest
 
 REPO = Path(__file__).parents[2]
-LAB = "00_start_here"
+LABS = os.environ.get("MINILLM_BROWSER_LAB", "00_start_here").split(",")
 ARTIFACTS = REPO / "test-artifacts"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",
@@ -35,24 +36,29 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(params=LABS)
+def lab(request):
+    return request.param
+
+
 @pytest.fixture
-def course(tmp_path):
+def course(tmp_path, lab):
     """A course of one lab, unsolved, in a temporary folder."""
-    for path in (f"labs/{LAB}.ipynb", f"solutions/{LAB}.py"):
+    for path in (f"labs/{lab}.ipynb", f"solutions/{lab}.py"):
         (tmp_path / "course" / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPO / path, tmp_path / "course" / path)
     return tmp_path / "course"
 
 
 @pytest.fixture
-def address(course, tmp_path):
+def address(course, tmp_path, lab):
     """The address that `python -m minillm lab` prints; afterwards the server is stopped, and nothing of it is left."""
     folders = ("HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME", "JUPYTER_CONFIG_DIR")
     variables = os.environ | {name: str(tmp_path / name.lower()) for name in folders}
     variables |= {"PYTHONPATH": str(REPO), "MINILLM_PROGRESS": str(tmp_path / "progress.json"), "PYTHONUNBUFFERED": "1"}
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "minillm", "lab", LAB, "--no-browser", "--port", str(port)]
+    command = [sys.executable, "-m", "minillm", "lab", lab, "--no-browser", "--port", str(port)]
     output = tmp_path / "output.txt"
     with open(output, "w") as file:
         server = subprocess.Popen(
@@ -86,24 +92,51 @@ def page(address):
         browser.close()
 
 
-def test_unsolved_lab_runs_to_its_end_and_a_slider_redraws(page, course):
-    shoot(page, "1-opened")
+def test_unsolved_lab_runs_to_its_end_and_every_slider_redraws(page, course, lab):
+    shoot(page, lab, "opened")
     page.locator(".lm-MenuBar-itemLabel", has_text=re.compile("^Run$")).click()
     page.locator(".lm-Menu-itemLabel", has_text=re.compile("^Run All Cells$")).click()
-    notebook = wait_until_executed(page, course / "labs" / f"{LAB}.ipynb")
+    notebook = wait_until_executed(page, course / "labs" / f"{lab}.ipynb")
     errors = [output for cell in code_cells(notebook) for output in cell.outputs if output.output_type == "error"]
     assert not errors, f"the unsolved lab shows an error: {errors[0].ename}: {errors[0].evalue}"
 
-    handle = page.locator(".jp-OutputArea .noUi-handle").first
-    figure = page.locator(".jp-OutputArea img.widget-image").last
-    figure.scroll_into_view_if_needed()
-    handle.hover()
-    before = figure.get_attribute("src")
-    shoot(page, "2-slider-before")
-    handle.focus()
-    page.keyboard.press("ArrowLeft")
-    figure.and_(page.locator(f'img:not([src="{before}"])')).wait_for()
-    shoot(page, "3-slider-after")
+    cells = [index for index, cell in enumerate(notebook.cells) if re.search(r"^sliders\(", cell.source, re.MULTILINE)]
+    assert cells, f"{lab} has no slider"
+    for number, index in enumerate(cells):
+        cell = page.locator(f'.jp-Cell[data-windowed-list-index="{index}"]')
+        scroll_to(page, cell)
+        figure = cell.locator("img.widget-image")
+        figure.scroll_into_view_if_needed()
+        before = figure.get_attribute("src")
+        shoot(page, lab, f"slider-{number}-before")
+        change(page, cell)
+        figure.and_(page.locator(f'img:not([src="{before}"])')).wait_for()
+        shoot(page, lab, f"slider-{number}-after")
+
+
+def change(page, cell):
+    """Move the first slider of a cell by one, or choose something else from its list."""
+    handle, choice = cell.locator(".noUi-handle").first, cell.locator("select").first
+    if cell.locator(".noUi-handle").count():
+        at = handle.get_attribute("aria-valuenow")
+        handle.focus()
+        page.keyboard.press("ArrowLeft")
+        if handle.get_attribute("aria-valuenow") == at:  # it was at its lower end
+            page.keyboard.press("ArrowRight")
+    else:
+        choice.select_option(index=int(choice.evaluate("list => list.selectedIndex == 0")))
+
+
+def scroll_to(page, cell):
+    """JupyterLab draws only the cells near the view: turn the page until this one is there."""
+    page.keyboard.press("Escape")
+    for _ in range(200):
+        if cell.count():
+            cell.scroll_into_view_if_needed()
+            return
+        page.mouse.wheel(0, 600)
+        page.wait_for_timeout(100)
+    raise AssertionError("the slider's cell is nowhere on the page")
 
 
 def wait_for_address(output, server):
@@ -135,6 +168,6 @@ def code_cells(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def shoot(page, name):
+def shoot(page, lab, name):
     ARTIFACTS.mkdir(exist_ok=True)
-    page.screenshot(path=ARTIFACTS / f"lab00-{name}.png")
+    page.screenshot(path=ARTIFACTS / f"{lab}-{name}.png")
