@@ -246,8 +246,12 @@ class LLM:
                 continue
             forks = [self._attach(request, fork) for fork in self.scheduler.fork(sequence)]
             family = [self._samples[sequence], *forks]
-            for taken in family:
-                self._next(taken, logits[row], likeliest[row])
+            try:
+                for taken in family:
+                    self._next(taken, logits[row], likeliest[row])
+            except Exception as failure:  # of this request's sampling or text
+                self._end(request, "failed", f"{type(failure).__name__}: {failure}")
+                continue
             sampled += len(family)
             if all(taken.answer.reason is not None for taken in request.samples):
                 self._close(request)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# What a logit of a token that was ruled out is: exp of it is 0.
-RULED_OUT = float("-inf")
+RULED_OUT = float("-inf")  # as a logit: exp of it is 0
+COLDEST = 1e-6  # below it float32 overflows; the likeliest token is drawn with certainty long before
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def filtered(logits: Tensor, params: SamplingParams, seen: Sequence[int]) -> Ten
         logits = logits.index_copy(0, ids, penalised)
     if params.temperature == 0:
         return logits
-    logits = logits / params.temperature
+    logits = (logits - logits.max()) / max(params.temperature, COLDEST)
     if params.top_k is not None and params.top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(params.top_k).values[-1], RULED_OUT)
     if params.top_p < 1:

@@ -9,7 +9,7 @@ the prefix cache or a return from the host starts with a larger num_computed: on
     3. whoever waits is let in, strictly in order, while seats and blocks last
 
 Order is a number given at arrival, `arrival + patience · priority`: at most patience · Δpriority later ones overtake
-anyone. Only later-ranked sequences are preempted for earlier ones, and every request fits the pool alone: so the first in
+anyone. Only later-ranked sequences are preempted for earlier ones, and every request fits the pool alone: the first in
 order always goes on, ends, and makes the next one first. No livelock, no starvation, whatever the policy.
 """
 
@@ -155,9 +155,10 @@ class Scheduler:
             self.pool.share(found)
             self.pool.release(sequence.blocks[own])
             sequence.blocks[own] = found
-            sequence.num_computed += size * len(found)
-            sequence.hit_tokens += size * len(found)
+            sequence.skip(size * len(found))
         tokens = min(sequence.lacking, budget, self.chunk)
+        if self.pool.prefix_cache and (over := (sequence.num_computed + tokens) % size) < tokens < sequence.lacking:
+            tokens -= over  # pieces end where blocks end, so that others can take over whole blocks
         if tokens:
             plan.batch.append((sequence, tokens))
             sequence.last_step = self.step
@@ -193,8 +194,7 @@ class Scheduler:
             return False
         sequence.blocks = self.pool.share(hits) + self.pool.allocate(fresh)
         self.pool.swap_in(sequence.slots, sequence.blocks, skip=len(hits))
-        found = max(0, len(hits) * self.pool.block_size - sequence.num_computed)
-        sequence.num_computed, sequence.hit_tokens = sequence.num_computed + found, sequence.hit_tokens + found
+        sequence.skip(max(0, len(hits) * self.pool.block_size - sequence.num_computed))
         sequence.slots = []
         self._publish(sequence, len(hits), sequence.num_computed // self.pool.block_size)
         heappop(self._heap)

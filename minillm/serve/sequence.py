@@ -40,6 +40,11 @@ class Sequence:
     def lacking(self) -> int:
         return len(self.tokens) - self.num_computed
 
+    def skip(self, tokens: int) -> None:
+        """So many next tokens were found in the cache."""
+        self.num_computed += tokens
+        self.hit_tokens += tokens
+
 
 @dataclass
 class Plan:
