@@ -135,13 +135,15 @@ def prompt_ids(
     if isinstance(prompt, str):
         tokens = ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(prompt)
     else:
-        tokens = [int(token) for token in prompt]
+        tokens = getattr(prompt, "tolist", lambda: prompt)()  # a tensor, an array
+        if not isinstance(tokens, list | tuple) or not all(type(token) is int for token in tokens):
+            raise ValueError(f"the prompt {prompt!r} must be a text or a list of token ids.")
     if not 0 < len(tokens) < config.max_seq_len:
         raise ValueError(f"a prompt of {len(tokens)} tokens does not fit: use 1 to {config.max_seq_len - 1}.")
     for token in (*tokens, *params.stop_tokens):
         if not 0 <= token < config.vocab_size:
             raise ValueError(f"token id {token} is outside 0 .. {config.vocab_size - 1} (the vocabulary).")
-    return tokens
+    return list(tokens)
 
 
 def _between(start: float | None, end: float | None) -> float | None:
