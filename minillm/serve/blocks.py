@@ -173,11 +173,14 @@ class BlockPool:
             self._cache[prefix], self._prefix[block] = block, prefix
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Nobody may find these held blocks any more: what they contain turned out to be wrong."""
+        """Nobody may find these blocks any more: what they contain turned out to be wrong."""
         for block in blocks:
             if (prefix := self._prefix[block]) is not None:
                 del self._cache[prefix]
                 self._prefix[block] = None
+            if block in self._idle:
+                del self._idle[block]
+                self._free.append(block)
 
     def swap_out(self, blocks: Sequence[int]) -> list[int]:
         """Copies the blocks to the host and releases them; returns their slots there. Needs as many in `free_host`."""

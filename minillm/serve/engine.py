@@ -21,6 +21,7 @@ from minillm.data import Tokenizer
 from minillm.model import Transformer
 from minillm.model.paged import PagedCache, gathered
 from minillm.serve.blocks import BlockPool, root
+from minillm.serve.forward import ForwardPass
 from minillm.serve.recorder import StepRecord, record
 from minillm.serve.request import Output, Request, Sample, Timing, prompt_ids
 from minillm.serve.sampling import SamplingParams, Token, sample
@@ -34,7 +35,7 @@ class LLM:
     tokenizer: for prompts and stops that are text. num_blocks: None = room for 16 sequences of full length.
     num_host_blocks: to swap to; None = num_blocks if preemption="swap", else 0. scheduling: see `Scheduler`.
     records: the last `keep_records` steps; record_blocks adds every block table (costs time and memory).
-    One thread steps; any thread may add and cancel.
+    Any thread may add and cancel, also during a forward pass; steps happen one at a time.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class LLM:
         )
         self.records: deque[StepRecord] = deque(maxlen=keep_records)
         self.record_blocks = record_blocks
-        self._lock = RLock()
+        self._lock, self._stepping = RLock(), RLock()  # of the bookkeeping; of a whole step
         self._requests: dict[str, Request] = {}
         self._samples: dict[Sequence, Sample] = {}
         self._deadlines: list[tuple[float, int, Request]] = []
@@ -90,14 +91,16 @@ class LLM:
         mine: list[Output] = []
         with self._keeping_others(mine) as others:
             for prompt, wanted in zip(prompts, each, strict=True):
-                mine.append(self._requests[self.add(prompt, wanted)].output)
+                with self._lock:  # nobody may end it before we have it
+                    mine.append(self._requests[self.add(prompt, wanted)].output)
             while any(output.timing.ended is None for output in mine):
                 others += self.step()
         return mine
 
     def stream(self, prompt, params: SamplingParams | None = None, **options) -> Iterator[tuple[int, Token]]:
         """Adds a request, steps, and yields (sample, token) as they come; closing the iterator cancels the request."""
-        output = self._requests[self.add(prompt, params, **options)].output
+        with self._lock:
+            output = self._requests[self.add(prompt, params, **options)].output
         given: list[int] = []
         with self._keeping_others([output]) as others:
             while output.timing.ended is None:
@@ -163,17 +166,19 @@ class LLM:
     @torch.no_grad()
     def step(self) -> list[Output]:
         """One forward pass, if there is anything to compute. Returns what ended since the last call, each once."""
-        with self._lock:
-            started = self.clock()
-            while self._deadlines and self._deadlines[0][0] <= started:
-                _, _, request = heappop(self._deadlines)
-                if request.output.timing.ended is None:
-                    self._end(request, "timeout")
-            plan = self.scheduler.schedule()
-            if plan.batch:
-                self._run(plan, started)
-            ended, self._ended = self._ended, []
-            return ended
+        with self._stepping:
+            with self._lock:
+                started = self.clock()
+                while self._deadlines and self._deadlines[0][0] <= started:
+                    self._end(heappop(self._deadlines)[-1], "timeout")
+                plan = self.scheduler.schedule()
+                run = ForwardPass(plan, self.cache, self.backend) if plan.batch else None
+                self._note(plan, started)
+            if run is not None:
+                self._compute(plan, run, started)
+            with self._lock:
+                ended, self._ended = self._ended, []
+                return ended
 
     @contextmanager
     def _keeping_others(self, mine: list[Output]) -> Iterator[list[Output]]:
@@ -189,55 +194,40 @@ class LLM:
                 known = {id(output) for output in mine}
                 self._ended = [output for output in others + self._ended if id(output) not in known]
 
-    def _run(self, plan: Plan, started: float) -> None:
-        starts = [sequence.num_computed for sequence, _ in plan.batch]
-        requests = [self._samples[sequence].request for sequence, _ in plan.batch]
-        for request, (_, tokens) in zip(requests, plan.batch, strict=True):
-            request.output.computed += tokens
-            if request.output.timing.scheduled is None:
-                request.output.timing.scheduled = started
-        before, sampled, error = len(self._ended), 0, None
+    def _note(self, plan: Plan, started: float) -> None:
+        for sequence, tokens in plan.batch:
+            output = self._samples[sequence].request.output
+            output.computed += tokens
+            if output.timing.scheduled is None:
+                output.timing.scheduled = started
+
+    def _compute(self, plan: Plan, run: ForwardPass, started: float) -> None:
+        """The forward pass, without the lock: what is cancelled meanwhile is skipped after it."""
+        error, sampled, before = None, 0, len(self._ended)
         try:
-            logits = self._forward(plan, starts)
+            logits = run.logits(self.model)
         except BaseException as failure:  # whatever it was: these requests end, the others and the pool stay whole
             error = f"{type(failure).__name__}: {failure}"
-            for request in requests:
-                self._end(request, "failed", f"the forward pass raised {error}")
+            with self._lock:
+                self.pool.forget(block for table in run.tables for block in table)
+                for taken in [self._samples[s] for s, _ in plan.batch if s in self._samples]:
+                    self._end(taken.request, "failed", f"the forward pass raised {error}")
             if not isinstance(failure, Exception):
                 raise
-        else:
-            sampled = self._sample(self.scheduler.advance(plan), logits)
-        self.records.append(
-            record(
-                self.scheduler,
-                plan,
-                starts,
-                ended=tuple(output.request_id for output in self._ended[before:]),
-                sampled=sampled,
-                times=(started, self.clock() - started),
-                error=error,
-                blocks=self.record_blocks,
-            )
-        )
-
-    def _forward(self, plan: Plan, starts: list[int]) -> Tensor:
-        """Logits [sequences, vocab_size], float32 on the CPU, of the sequences whose last token this step computes."""
-        sequences, counts = zip(*plan.batch, strict=True)
-        paged = self.cache.batch([s.blocks for s in sequences], starts, counts, self.backend)
-        device = paged.positions.device
-        flat = [t for s, start, n in zip(sequences, starts, counts, strict=True) for t in s.tokens[start : start + n]]
-        done = [i for i, (sequence, n) in enumerate(plan.batch) if sequence.lacking == n]
-        rows = paged.last_rows[torch.tensor(done, dtype=torch.int64, device=device)]
-        tokens = torch.tensor([flat], device=device)
-        return self.model(tokens, paged.positions, attention=paged, rows=rows)[0].float().cpu()
+        with self._lock:
+            if error is None:
+                sampled = self._sample(self.scheduler.advance(plan), logits)
+            ended = tuple(output.request_id for output in self._ended[before:])
+            facts = {"ended": ended, "sampled": sampled, "times": (started, self.clock() - started), "error": error}
+            self.records.append(record(self.scheduler, plan, run.starts, blocks=self.record_blocks, **facts))
 
     def _sample(self, sequences: list[Sequence], logits: Tensor) -> int:
-        """The next token of each sequence; a sequence at the end of its prompt becomes n first."""
-        if not sequences:
+        """The next token of each, from logits [sequences, vocab_size]; at the end of its prompt one becomes n first."""
+        if not len(logits):
             return 0
         sampled, sound, likeliest = 0, logits.amax(-1).isfinite().tolist(), logits.argmax(-1).tolist()
         for row, sequence in enumerate(sequences):
-            if sequence not in self._samples:  # its request failed by another sample of this step
+            if sequence not in self._samples:  # cancelled meanwhile, or failed by another sample of its request
                 continue
             request = self._samples[sequence].request
             if not sound[row]:

@@ -139,6 +139,34 @@ def test_threads_may_add_and_cancel_while_one_steps():
     whole(llm)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_cancelled_during_the_forward_pass(fails):
+    """The lock is free meanwhile; what a failed pass left in blocks is never hit, even if its request was cancelled."""
+    model = Transformer(CONFIG, seed=3)
+    llm = LLM(model, block_size=2)
+    right, names = model.forward, []
+
+    def forward(*args, **kwargs):
+        if names:
+            thread = threading.Thread(target=lambda: (llm.cancel(names.pop()), llm.add([7] * 5, request_id="new")))
+            thread.start()
+            thread.join(timeout=10)
+            assert not thread.is_alive()
+            if fails:
+                raise RuntimeError("lost")
+        return right(*args, **kwargs)
+
+    model.forward = forward
+    names.append(llm.add(PROMPTS[1], SamplingParams(max_tokens=4)))
+    [output] = llm.step()
+    assert output.answers[0].reason == "cancelled" and llm.pool.cached == (0 if fails else 3)
+    [after] = llm.generate(PROMPTS[1:2], SamplingParams(max_tokens=4))
+    assert after.answers[0].ids == naive(PROMPTS[1], 4) and after.hit == (0 if fails else 4)
+    while llm.unfinished:
+        llm.step()
+    whole(llm)
+
+
 def test_the_context_ends_an_answer():
     [output] = LLM(MODEL).generate([[1] * 45], SamplingParams(max_tokens=100))
     assert output.answers[0].ids == naive([1] * 45, 100) and len(output.answers[0].ids) == 3
