@@ -165,7 +165,10 @@ def chain_of(tokens, **key):
     return chain[1:]
 
 
-def test_a_hit_needs_the_same_tokens_before_it_and_the_same_owner():
+@pytest.mark.parametrize("collide", [False, True])
+def test_a_hit_needs_the_same_tokens_before_it_and_the_same_owner(collide, monkeypatch):
+    if collide:
+        monkeypatch.setattr(blocks_module, "hash", lambda value: 7, raising=False)
     pool = BlockPool(8, 2)
     blocks = pool.allocate(2)
     for block, prefix in zip(blocks, chain_of([1, 2, 3, 4], adapter="poet", salt="x"), strict=True):
@@ -205,6 +208,20 @@ def test_copy_on_write_copies_one_block_per_fork():
         pool.own(table, 1)
     assert pool.copied == 2 and len({table[1] for table in tables}) == 3 and pool.used == 4
     assert all(contents.device[table[1]] == [5] for table in tables)
+
+
+def test_what_is_still_cached_is_not_copied_back():
+    moved = []
+    contents = Contents()
+    contents.from_host = lambda slots, blocks: moved.append((list(slots), list(blocks)))
+    pool = BlockPool(4, 2, num_host_blocks=4, storage=contents)
+    blocks, chain = pool.allocate(3), chain_of([1, 2, 3, 4, 5, 6])
+    for block, prefix in zip(blocks[:2], chain, strict=False):
+        pool.publish(block, prefix)
+    slots = pool.swap_out(blocks)
+    back = pool.share(pool.lookup(chain)) + pool.allocate(1)
+    pool.swap_in(slots, back, skip=2)
+    assert back[:2] == blocks[:2] and moved == [(slots[2:], back[2:])] and pool.free_host == 4
 
 
 def test_misuse_is_told():

@@ -186,10 +186,9 @@ def test_a_preempted_request_keeps_its_place():
     while not run.step().preempted:
         pass
     assert second.state is State.WAITING and second.preemptions == 1 and second.num_computed == 0
-    while second.state is State.WAITING:
-        run.step()
-    assert first.state is State.FINISHED and run.admitted[:2] == [first, second]
-    assert third not in run.admitted[:2]
+    while not (plan := run.step()).admitted:
+        assert third.state is State.WAITING
+    assert first.state is State.FINISHED and plan.admitted[0] is second
     run.finish()
 
 
@@ -203,6 +202,19 @@ def test_swapping_loses_no_work_and_recomputing_all_of_it():
         assert sum(s.preemptions for s in run.family) > 0
         computed[preemption] = sum(tokens for plan in run.plans for _, tokens in plan.batch)
     assert computed["swap"] == 3 * 17 < computed["recompute"]
+
+
+def test_cancelled_while_on_the_host():
+    run = Run(blocks=6, size=4, host=6, prefix_cache=False, reserve=0, preemption="swap")
+    for _ in range(3):
+        run.add(6, 18)
+    while not (plan := run.step()).preempted:
+        pass
+    [away] = plan.preempted
+    assert away.slots and run.pool.free_host == 6 - len(away.slots)
+    run.scheduler.finish(away)
+    assert run.pool.free_host == 6
+    run.finish()
 
 
 def test_a_full_host_falls_back_to_recomputing():
