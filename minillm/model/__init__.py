@@ -4,12 +4,14 @@ from minillm.model.attention import AttentionFunction, dense, sdpa
 from minillm.model.config import ModelConfig, RopeScaling
 from minillm.model.huggingface import load_hf, save_hf
 from minillm.model.loss import cross_entropy, cross_entropy_sums, linear_cross_entropy_sums
+from minillm.model.paged import PagedCache, paged_attention
 from minillm.model.transformer import Block, Transformer, check_tokens, initial
 
 __all__ = [
     "AttentionFunction",
     "Block",
     "ModelConfig",
+    "PagedCache",
     "RopeScaling",
     "Transformer",
     "check_tokens",
@@ -19,6 +21,7 @@ __all__ = [
     "initial",
     "linear_cross_entropy_sums",
     "load_hf",
+    "paged_attention",
     "save_hf",
     "sdpa",
 ]

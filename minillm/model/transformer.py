@@ -78,10 +78,12 @@ class Transformer(nn.Module):
         attention: AttentionFunction | None = None,
         targets: Tensor | None = None,
         weights: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """tokens: [batch, seq] of ids -> logits [batch, seq, vocab_size].
 
         positions: [seq] or [batch, seq], where the tokens stand; None = 0 .. seq - 1.
+        rows: [n], the places along seq whose logits are wanted, [batch, n, vocab_size]; None = all.
         targets: [batch, seq]; with them the result is (Σ weight · nll, Σ weight), see `loss`. weights: None = all 1.
         ValueError for an id outside the vocabulary or a position outside the context (see `check_tokens`).
         """
@@ -92,6 +94,8 @@ class Transformer(nn.Module):
         )
         for block in self.blocks:
             x = block(x, rotation, attention or self.attention, positions)
+        if rows is not None:
+            x = x[:, rows]
         return self.logits(x) if targets is None else self.loss(x, targets, weights)
 
     def logits(self, x: Tensor) -> Tensor:

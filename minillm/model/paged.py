@@ -1,0 +1,178 @@
+"""Attention over keys and values that lie in blocks anywhere in memory (Kwon et al. 2023, PagedAttention, §4.1).
+
+sequence     t0 t1 t2 t3 │ t4 t5 t6 t7 │ t8            block_size 4, the ninth token is new
+block table      7       │      2      │  5            logical block i of the sequence lies in block_table[i]
+k_pool       block 0 … │2: t4 t5 t6 t7│ … │5: t8 · · ·│ … │7: t0 t1 t2 t3│ …
+
+The tokens of all sequences of a step stand one after the other in one flat row, whether a sequence brings one
+(decode) or many (a piece of its prompt): `model(tokens[None], positions, attention=cache.batch(...))`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minillm.model.config import ModelConfig
+
+
+def gathered(q, k, v, table, *, window: int | None, context: int) -> Tensor:
+    """One sequence: copy its blocks together, let torch's fused kernel do the rest. The default.
+
+    The query heads of one kv head become rows of one matrix, so each key is read once and no key is repeated.
+    """
+    queries, heads, head_dim = q.shape
+    _, block_size, kv_heads, _ = k.shape
+    group = heads // kv_heads
+    seen = 0 if window is None else max(0, context - queries - window + 1)  # the first key that any query sees
+    skipped = seen // block_size * block_size
+    used = table[seen // block_size : -(-context // block_size)]
+    keys, values = (pool[used].flatten(0, 1)[seen - skipped : context - skipped].transpose(0, 1) for pool in (k, v))
+    rows = q.view(queries, kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, group * queries, head_dim)
+    mask = None
+    if queries > 1:
+        mask = _visible(context - queries, queries, seen, context, window, q.device).repeat(group, 1)
+    y = F.scaled_dot_product_attention(rows[None], keys[None], values[None], attn_mask=mask)[0]
+    return y.view(kv_heads, group, queries, head_dim).permute(2, 0, 1, 3).reshape(queries, heads, head_dim)
+
+
+def block_by_block(q, k, v, table, *, window: int | None, context: int) -> Tensor:
+    """One sequence, one block after the other with a running maximum and sum: what a kernel does, to read and to test.
+
+    Softmax over blocks (Milakov & Gimelshein 2018): when a block raises the maximum from m to m', what was summed so
+    far is multiplied by exp(m - m').
+    """
+    queries, heads, head_dim = q.shape
+    _, block_size, kv_heads, _ = k.shape
+    group = heads // kv_heads
+    rows = q.view(queries, kv_heads, group, head_dim).permute(1, 2, 0, 3).to(_wide(q)) / math.sqrt(head_dim)
+    largest = rows.new_full((kv_heads, group, queries, 1), float("-inf"))
+    total, weighted = torch.zeros_like(largest), torch.zeros_like(rows)
+    for index in range(-(-context // block_size)):
+        start, end = index * block_size, min((index + 1) * block_size, context)
+        mask = _visible(context - queries, queries, start, end, window, q.device)
+        keys, values = (pool[table[index], : end - start].to(rows.dtype) for pool in (k, v))
+        scores = torch.einsum("hgqd,khd->hgqk", rows, keys).masked_fill(~mask, float("-inf"))
+        higher = torch.maximum(largest, scores.amax(-1, keepdim=True))
+        pivot = higher.masked_fill(higher.isinf(), 0)  # nothing seen yet: exp(-inf - 0) = 0, not nan
+        weights, shrink = (scores - pivot).exp(), (largest - pivot).exp()
+        total = total * shrink + weights.sum(-1, keepdim=True)
+        weighted = weighted * shrink + torch.einsum("hgqk,khd->hgqd", weights, values)
+        largest = higher
+    return (weighted / total).permute(2, 0, 1, 3).reshape(queries, heads, head_dim).to(q.dtype)
+
+
+def paged_attention(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    block_table: Tensor,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    *,
+    window: int | None = None,
+    backend: Callable = gathered,
+) -> Tensor:
+    """Causal attention of several sequences, each over its own blocks.
+
+    q: [tokens, heads, head_dim], the sequences' queries one after the other, query_lens[s] of them.
+    k_pool, v_pool: [num_blocks, block_size, kv_heads, head_dim]. block_table: [sequences, blocks], rows padded at will.
+    context_lens: keys of each sequence, those of its queries among them: the queries are its last tokens.
+    window: see `ModelConfig.sliding_window`. Returns [tokens, heads, head_dim].
+    """
+    if sum(query_lens) != q.shape[0] or not len(query_lens) == len(context_lens) == len(block_table):
+        raise ValueError(
+            f"{q.shape[0]} queries, query_lens {list(query_lens)}, {len(context_lens)} context_lens and "
+            f"{len(block_table)} block tables: give one of each per sequence, and lengths that sum to the queries."
+        )
+    room = block_table.shape[1] * k_pool.shape[1]
+    for length, context in zip(query_lens, context_lens, strict=True):
+        if not 1 <= length <= context <= room:
+            raise ValueError(
+                f"a sequence of {length} queries and {context} keys in {room} slots: queries are at least 1, at most "
+                "the keys, and the keys fit the block table."
+            )
+    parts = zip(q.split(list(query_lens)), block_table, context_lens, strict=True)
+    return torch.cat([backend(x, k_pool, v_pool, row, window=window, context=length) for x, row, length in parts])
+
+
+class PagedCache:
+    """Keys and values of all layers in blocks, on the device and, for sequences that were put aside, on the host.
+
+    2 · layers · block_size · kv_heads · head_dim numbers a block. Which block belongs to whom is decided elsewhere.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        *,
+        num_host_blocks: int = 0,
+        device=None,
+        dtype: torch.dtype | None = None,
+    ):
+        shape = (2, config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        self.block_size = block_size
+        self.pool = torch.zeros(shape, device=device, dtype=dtype)
+        pinned = self.pool.is_cuda
+        self.host = torch.zeros((*shape[:2], num_host_blocks, *shape[3:]), dtype=dtype, device="cpu", pin_memory=pinned)
+
+    def copy(self, source: int, target: int) -> None:
+        self.pool[:, :, target] = self.pool[:, :, source]
+
+    def to_host(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        self.host[:, :, list(slots)] = self.pool[:, :, list(blocks)].to("cpu")
+
+    def from_host(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        self.pool[:, :, list(blocks)] = self.host[:, :, list(slots)].to(self.pool.device)
+
+    def batch(
+        self, tables: Sequence[Sequence[int]], starts: Sequence[int], query_lens: Sequence[int], backend=gathered
+    ) -> "PagedBatch":
+        """The attention function of one forward pass: sequence s brings the query_lens[s] tokens from starts[s] on."""
+        return PagedBatch(self, tables, starts, query_lens, backend)
+
+
+class PagedBatch:
+    """An `AttentionFunction` for a flat batch: writes its keys and values into their blocks, then attends.
+
+    All of a layer's keys are written before any is read, so a sequence may share a block that another sequence of the
+    same pass fills. positions: [tokens], to hand to the model.
+    """
+
+    def __init__(self, cache: PagedCache, tables, starts, query_lens, backend):
+        device, size = cache.pool.device, cache.block_size
+        self.cache, self.backend, self.query_lens = cache, backend, list(query_lens)
+        self.context_lens = [start + length for start, length in zip(starts, query_lens, strict=True)]
+        spans = [range(end - length, end) for end, length in zip(self.context_lens, query_lens, strict=True)]
+        slots = [table[p // size] * size + p % size for table, span in zip(tables, spans, strict=True) for p in span]
+        widest = max(map(len, tables))
+        self.block_table = torch.tensor([[*table, *[0] * (widest - len(table))] for table in tables], device=device)
+        self.slot_mapping = torch.tensor(slots, device=device)
+        self.positions = torch.tensor([p for span in spans for p in span], device=device)
+        self.last_rows = torch.tensor(list(accumulate(query_lens)), device=device) - 1
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, positions: Tensor | None, window: int | None
+    ) -> Tensor:
+        k_pool, v_pool = self.cache.pool[:, layer]
+        k_pool.flatten(0, 1)[self.slot_mapping] = k[0].transpose(0, 1)
+        v_pool.flatten(0, 1)[self.slot_mapping] = v[0].transpose(0, 1)
+        flat = q[0].transpose(0, 1).contiguous()
+        lengths = (self.query_lens, self.context_lens)
+        y = paged_attention(flat, k_pool, v_pool, self.block_table, *lengths, window=window, backend=self.backend)
+        return y.transpose(0, 1)[None]
+
+
+def _visible(first: int, queries: int, start: int, end: int, window: int | None, device) -> Tensor:
+    """[queries, end - start]: may the query at first + i see the key at start + j?"""
+    distance = torch.arange(first, first + queries, device=device)[:, None] - torch.arange(start, end, device=device)
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
+def _wide(q: Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)

@@ -1,0 +1,209 @@
+"""Who holds which block of keys and values: reference counts, a cache of prefixes, eviction, copies on write, swapping.
+
+    free ──allocate──▶ used (1 or more holders) ──release──▶ free, or cached if its tokens were published
+      ▲                  ▲                                     │
+      └─── evicted ──────┴──────── share, on a hit ────────────┘      free + cached + used = total, always
+
+Numbers only: the keys and values themselves are moved by a `Storage` (`minillm.model.paged.PagedCache`).
+Paging: Kwon et al. 2023, §4.2-4.4. Every operation costs O(1) per block, whatever the size of the pool. The pool is not
+locked: the engine that owns it takes one lock around everything that schedules.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+
+class Prefix:
+    """The tokens from the start of a sequence to the end of one full block, as a chain of blocks: the key of the cache.
+
+    The hash covers the whole chain. Equality compares every token of it, so two prefixes with one hash are never taken
+    for each other; it stops early where both chains run into the same object, as they do when walked from a hit.
+    """
+
+    __slots__ = ("hash", "parent", "tokens")
+
+    def __init__(self, parent: "Prefix | None", tokens: tuple):
+        self.parent, self.tokens = parent, tokens
+        self.hash = hash((parent and parent.hash, tokens))
+
+    def __hash__(self) -> int:
+        return self.hash
+
+    def __eq__(self, other: object) -> bool:
+        mine, theirs = self, other
+        while mine is not theirs:
+            if not isinstance(mine, Prefix) or not isinstance(theirs, Prefix):
+                return False
+            if mine.hash != theirs.hash or mine.tokens != theirs.tokens:
+                return False
+            mine, theirs = mine.parent, theirs.parent
+        return True
+
+
+def root(adapter: str | None = None, salt: str | None = None) -> Prefix:
+    """Where chains begin. Keys and values depend on the adapter; a tenant's salt keeps its prefixes to itself."""
+    return Prefix(None, ("root", adapter, salt))
+
+
+class Storage(Protocol):
+    """What moves the contents of blocks; done when it returns, before the next forward pass reads."""
+
+    def copy(self, source: int, target: int) -> None: ...
+    def to_host(self, blocks: Sequence[int], slots: Sequence[int]) -> None: ...
+    def from_host(self, slots: Sequence[int], blocks: Sequence[int]) -> None: ...
+
+
+class BlockPool:
+    """`num_blocks` blocks of `block_size` tokens on the device, `num_host_blocks` on the host to swap to."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        num_host_blocks: int = 0,
+        prefix_cache: bool = True,
+        storage: Storage | None = None,
+    ):
+        for name, value, least in (
+            ("num_blocks", num_blocks, 1),
+            ("block_size", block_size, 1),
+            ("num_host_blocks", num_host_blocks, 0),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} {value!r} must be a whole number of at least {least}.")
+        self.total, self.block_size, self.prefix_cache, self.storage = num_blocks, block_size, prefix_cache, storage
+        self.num_host_blocks = num_host_blocks
+        self.references = [0] * num_blocks
+        self.evicted = self.copied = 0
+        self._free = list(reversed(range(num_blocks)))
+        self._free_host = list(reversed(range(num_host_blocks)))
+        self._idle: OrderedDict[int, None] = OrderedDict()  # cached without a holder, the least recently used first
+        self._cache: dict[Prefix, int] = {}
+        self._prefix: list[Prefix | None] = [None] * num_blocks
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def cached(self) -> int:
+        """Blocks that nobody holds and a hit could still revive."""
+        return len(self._idle)
+
+    @property
+    def available(self) -> int:
+        """What can be allocated: free blocks, and cached ones by eviction."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def used(self) -> int:
+        return self.total - self.available
+
+    @property
+    def free_host(self) -> int:
+        return len(self._free_host)
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` blocks with one holder each; free ones first, then the cached one that was unused for longest."""
+        if count > self.available:
+            raise RuntimeError(f"{count} blocks asked of a pool with {self.available} available: check `available`.")
+        blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        for block in blocks:
+            self.references[block] = 1
+        return blocks
+
+    def share(self, blocks: Sequence[int]) -> list[int]:
+        """One more holder of each: of a fork's blocks, or of a hit's, which leave the queue of eviction."""
+        for block in blocks:
+            if self.references[block] == 0:
+                if block not in self._idle:
+                    raise ValueError(f"block {block} is free: only a held or cached block can be shared.")
+                del self._idle[block]
+            self.references[block] += 1
+        return list(blocks)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """One holder of each less. The last of a sequence goes first, so that a prefix is evicted from its end."""
+        for block in reversed(blocks):
+            if self.references[block] == 0:
+                raise ValueError(f"block {block} is released twice: nobody holds it.")
+            self.references[block] -= 1
+            if self.references[block] == 0:
+                if self._prefix[block] is None:
+                    self._free.append(block)
+                else:
+                    self._idle[block] = None
+
+    def own(self, blocks: list[int], index: int) -> None:
+        """Copy on write: after this blocks[index] has one holder, who may write into it."""
+        shared = blocks[index]
+        if self.references[shared] == 1:
+            return
+        [blocks[index]] = self.allocate(1)
+        if self.storage is not None:
+            self.storage.copy(shared, blocks[index])
+        self.release([shared])
+        self.copied += 1
+
+    def lookup(self, chain: Iterable[Prefix]) -> list[int]:
+        """The blocks of the longest cached beginning of a chain; not yet held: `share` them before anything else."""
+        hits: list[int] = []
+        for prefix in chain:
+            block = self._cache.get(prefix)
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def idle(self, blocks: Iterable[int]) -> int:
+        """How many of the blocks nobody holds: sharing them takes them out of `available`."""
+        return sum(self.references[block] == 0 for block in blocks)
+
+    def publish(self, block: int, prefix: Prefix) -> None:
+        """The held block contains (or will, when this step is computed) the last block of `prefix`: others may share.
+
+        Does nothing if the prefix is cached in another block already.
+        """
+        if self.prefix_cache and self._prefix[block] is None and prefix not in self._cache:
+            self._cache[prefix], self._prefix[block] = block, prefix
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Nobody may find these blocks any more: what they contain turned out to be wrong."""
+        for block in blocks:
+            if (prefix := self._prefix[block]) is not None:
+                del self._cache[prefix]
+                self._prefix[block] = None
+            if block in self._idle:
+                del self._idle[block]
+                self._free.append(block)
+
+    def swap_out(self, blocks: Sequence[int]) -> list[int]:
+        """Copies the blocks to the host and releases them; returns their slots there. Needs as many in `free_host`."""
+        if len(blocks) > len(self._free_host):
+            raise RuntimeError(f"{len(blocks)} blocks do not fit the host's {len(self._free_host)} free ones.")
+        slots = [self._free_host.pop() for _ in blocks]
+        if self.storage is not None and slots:
+            self.storage.to_host(blocks, slots)
+        self.release(blocks)
+        return slots
+
+    def swap_in(self, slots: Sequence[int], blocks: Sequence[int], *, skip: int = 0) -> None:
+        """Copies slots[i] back into blocks[i], but for the first `skip` (cache hits); frees the slots."""
+        if self.storage is not None and len(slots) > skip:
+            self.storage.from_host(slots[skip:], blocks[skip : len(slots)])
+        self.drop(slots)
+
+    def drop(self, slots: Sequence[int]) -> None:
+        """Gives slots on the host back unread."""
+        self._free_host.extend(slots)
+
+    def _evict(self) -> int:
+        block, _ = self._idle.popitem(last=False)
+        self.forget([block])
+        self.evicted += 1
+        return block

@@ -1,0 +1,69 @@
+"""The flight recorder: what each step computed, who came and went, and where the blocks were.
+
+`[dataclasses.asdict(record) for record in llm.records]` is JSON.
+"""
+
+from dataclasses import dataclass
+
+from minillm.serve.scheduler import Scheduler
+from minillm.serve.sequence import Plan
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step. started: on the engine's clock; seconds: scheduling, forward pass and sampling.
+
+    batch: (sequence, first position, tokens) of each; a sequence's name is "request id/sample". sampled: new tokens.
+    ended: request ids. waiting includes those preempted. tables: sequence -> blocks, and references: holders of each
+    block, only if the engine was asked for them.
+    """
+
+    step: int
+    started: float
+    seconds: float
+    batch: tuple[tuple[str, int, int], ...]
+    admitted: tuple[str, ...]
+    preempted: tuple[str, ...]
+    ended: tuple[str, ...]
+    sampled: int
+    running: int
+    waiting: int
+    free: int
+    cached: int
+    used: int
+    error: str | None = None
+    tables: dict[str, list[int]] | None = None
+    references: list[int] | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(entry[2] for entry in self.batch)
+
+
+def record(
+    scheduler: Scheduler,
+    plan: Plan,
+    starts: list[int],
+    *,
+    blocks: bool,
+    times: tuple[float, float],
+    **facts,
+) -> StepRecord:
+    """The record of a step that is over. starts: what was computed of each of the plan's sequences before it."""
+    pool, running = scheduler.pool, scheduler.running
+    return StepRecord(
+        step=scheduler.step,
+        started=times[0],
+        seconds=times[1],
+        batch=tuple((s.name, start, tokens) for (s, tokens), start in zip(plan.batch, starts, strict=True)),
+        admitted=tuple(sequence.name for sequence in plan.admitted),
+        preempted=tuple(sequence.name for sequence in plan.preempted),
+        running=len(running),
+        waiting=scheduler.num_waiting,
+        free=pool.free,
+        cached=pool.cached,
+        used=pool.used,
+        tables={sequence.name: list(sequence.blocks) for sequence in running} if blocks else None,
+        references=list(pool.references) if blocks else None,
+        **facts,
+    )

@@ -1,0 +1,150 @@
+"""A request from prompt to output: its samples, what ends them, its times."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from minillm.data import Tokenizer
+from minillm.model import ModelConfig
+from minillm.serve.sampling import SamplingParams, Token
+from minillm.serve.sequence import Sequence
+
+
+@dataclass
+class Timing:
+    """Seconds on the engine's clock at which a request arrived, was first scheduled, had its first token, ended."""
+
+    arrived: float
+    scheduled: float | None = None
+    first_token: float | None = None
+    ended: float | None = None
+
+    @property
+    def queue(self) -> float | None:
+        return _between(self.arrived, self.scheduled)
+
+    @property
+    def prefill(self) -> float | None:
+        return _between(self.scheduled, self.first_token)
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token, the wait in the queue included."""
+        return _between(self.arrived, self.first_token)
+
+    @property
+    def end_to_end(self) -> float | None:
+        return _between(self.arrived, self.ended)
+
+    def tpot(self, tokens: int) -> float | None:
+        """Time per output token after the first, of an answer of so many tokens."""
+        decoding = _between(self.first_token, self.ended)
+        return None if decoding is None or tokens < 2 else decoding / (tokens - 1)
+
+
+@dataclass
+class Answer:
+    """One of a request's n samples. reason: "stop", "length", "cancelled", "timeout" or "failed"; None = not ended.
+
+    tokens: without the stop token. text: up to the stop text; empty without a tokenizer.
+    """
+
+    tokens: list[Token] = field(default_factory=list)
+    text: str = ""
+    reason: str | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        return [token.id for token in self.tokens]
+
+
+@dataclass
+class Output:
+    """A request that ended. error: why it failed. computed, hit: prompt and answer tokens put through the model, and
+    taken from the prefix cache; preemptions: how often it lost its blocks (all samples together)."""
+
+    request_id: str
+    prompt: list[int]
+    answers: list[Answer]
+    timing: Timing
+    error: str | None = None
+    computed: int = 0
+    hit: int = 0
+    preemptions: int = 0
+
+
+@dataclass(eq=False)
+class Request:
+    """A request on its way: its output so far, and its samples (one until its prompt is computed, then n)."""
+
+    output: Output
+    params: SamplingParams
+    stop_tokens: frozenset[int]
+    samples: list["Sample"] = field(default_factory=list)
+
+    def attach(self, sequence: Sequence, tokenizer: Tokenizer | None) -> "Sample":
+        index, answer = len(self.samples), Answer()
+        sequence.name = f"{self.output.request_id}/{index}"
+        draw = torch.Generator().manual_seed(self.params.seed + index)
+        self.samples.append(Sample(self, index, sequence, answer, draw, tokenizer and tokenizer.stream()))
+        self.output.answers.append(answer)
+        return self.samples[-1]
+
+
+@dataclass(eq=False)
+class Sample:
+    """One sequence and the answer it becomes. push: the tokenizer's stream, token ids in, finished text out."""
+
+    request: Request
+    index: int
+    sequence: Sequence
+    answer: Answer
+    draw: torch.Generator
+    push: Callable[..., str] | None
+
+    def accept(self, token: Token) -> str | None:
+        """Adds the token to the answer. Returns why the answer ends with it, None if it goes on."""
+        if token.id in self.request.stop_tokens:
+            return "stop"
+        answer = self.answer
+        answer.tokens.append(token)
+        self.sequence.tokens.append(token.id)
+        if self.push is not None:
+            known, answer.text = len(answer.text), answer.text + self.push(token.id)
+            stops = self.request.params.stop  # a stop text may have begun in tokens before this one
+            found = [answer.text.find(stop, max(0, known - len(stop) + 1)) for stop in stops]
+            if cuts := [place for place in found if place >= 0]:
+                answer.text, self.push = answer.text[: min(cuts)], None
+                return "stop"
+        return "length" if self.sequence.num_tokens == self.sequence.limit else None
+
+    def close(self, reason: str) -> None:
+        self.answer.reason = reason
+        if self.push is not None:  # half a character at the end
+            self.answer.text += self.push(final=True)
+
+
+def prompt_ids(
+    prompt: str | list[int], params: SamplingParams, tokenizer: Tokenizer | None, config: ModelConfig
+) -> list[int]:
+    """The prompt's token ids; ValueError if the model cannot take them."""
+    if tokenizer is None and (isinstance(prompt, str) or params.stop):
+        what = "the prompt" if isinstance(prompt, str) else f"stop {params.stop!r}"
+        raise ValueError(f"{what} is text and this LLM has no tokenizer: pass tokenizer=, or token ids.")
+    if isinstance(prompt, str):
+        tokens = ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(prompt)
+    else:
+        tokens = getattr(prompt, "tolist", lambda: prompt)()  # a tensor, an array
+        if not isinstance(tokens, list | tuple) or not all(type(token) is int for token in tokens):
+            raise ValueError(f"the prompt {prompt!r} must be a text or a list of token ids.")
+    if not 0 < len(tokens) < config.max_seq_len:
+        raise ValueError(f"a prompt of {len(tokens)} tokens does not fit: use 1 to {config.max_seq_len - 1}.")
+    for token in (*tokens, *params.stop_tokens):
+        if not 0 <= token < config.vocab_size:
+            raise ValueError(f"token id {token} is outside 0 .. {config.vocab_size - 1} (the vocabulary).")
+    return list(tokens)
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start

@@ -1,0 +1,249 @@
+"""Which tokens of which sequences the next forward pass computes.
+
+There is no prefill phase and no decode phase: a sequence has `num_computed` tokens that catch up with its
+`num_tokens`, and a step hands out a budget of tokens. A decoding sequence lacks 1 token, a new one its prompt, a hit in
+the prefix cache or a return from the host starts with a larger num_computed: one line of arithmetic for all of them.
+
+    1. sequences that lack one token get it, so that no prompt stalls them   (blocks short: preempt a later one)
+    2. those amid their prompt share what is left of the budget in pieces of at most `chunk`
+    3. whoever waits is let in, strictly in order, while seats and blocks last
+
+Order is a number given at arrival, `arrival + patience · priority`: at most patience · Δpriority later ones overtake
+anyone. Only later-ranked sequences are preempted for earlier ones, and every request fits the pool alone: the first in
+order always goes on, ends, and makes the next one first. No livelock, no starvation, whatever the policy.
+"""
+
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import replace
+from heapq import heappop, heappush
+from itertools import count
+
+from minillm.serve.blocks import BlockPool, Prefix
+from minillm.serve.sequence import Plan, Sequence, State
+
+# Whom to preempt among the later-ranked: the largest. Ties: the latest.
+POLICIES: dict[str, Callable[[Sequence], float]] = {
+    "latest": lambda sequence: sequence.rank[1],
+    "longest": lambda sequence: sequence.num_tokens,
+    "lowest priority": lambda sequence: sequence.priority,
+    "least recently used": lambda sequence: -sequence.last_step,
+}
+
+
+class Scheduler:
+    """`add` sequences, then: `plan = schedule()`, compute it, `advance(plan)`, append tokens, `finish` what is done.
+
+    token_budget: tokens of a step, at least max_num_seqs. chunk: of one sequence in a step; None = the budget.
+    preemption: "recompute" drops the blocks of a victim, "swap" copies them to the host while there is room.
+    reserve: blocks left free per running sequence when another is let in; fewer are preempted soon after.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        token_budget: int = 512,
+        max_num_seqs: int = 64,
+        chunk: int | None = None,
+        policy: str = "latest",
+        preemption: str = "recompute",
+        patience: int = 64,
+        reserve: int = 1,
+        max_waiting: int | None = None,
+    ):
+        if policy not in POLICIES:
+            raise ValueError(f"policy {policy!r} is unknown: use one of {', '.join(map(repr, POLICIES))}.")
+        if preemption not in ("recompute", "swap"):
+            raise ValueError(f"preemption {preemption!r} is unknown: use 'recompute' or 'swap'.")
+        if not 1 <= max_num_seqs <= token_budget:
+            raise ValueError(
+                f"token_budget {token_budget} must be at least max_num_seqs {max_num_seqs}, and that at least 1: "
+                "every running sequence may want a token."
+            )
+        for name, value, least in (("chunk", chunk, 1), ("max_waiting", max_waiting, 1)):
+            if value is not None and value < least:
+                raise ValueError(f"{name} {value} must be at least {least}, or None.")
+        if patience < 0 or reserve < 0:
+            raise ValueError(f"patience {patience} and reserve {reserve} must be at least 0.")
+        self.pool, self.token_budget, self.max_num_seqs = pool, token_budget, max_num_seqs
+        self.chunk, self.patience, self.reserve, self.max_waiting = (
+            chunk or token_budget,
+            patience,
+            reserve,
+            max_waiting,
+        )
+        self.swaps, self._victim_key = preemption == "swap", POLICIES[policy]
+        self.running: list[Sequence] = []  # in order of rank
+        self.num_waiting = self.seats = self.step = 0
+        self._heap: list[tuple[tuple, Sequence]] = []  # cancelled ones stay until they come up
+        self._arrivals, self._forks = count(), count(1)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues it. ValueError if it could never run, RuntimeError if the queue is full."""
+        self.check(sequence.limit, sequence.seats)
+        if self.max_waiting is not None and self.num_waiting >= self.max_waiting:
+            raise RuntimeError(
+                f"the queue is full ({self.num_waiting} wait, max_waiting {self.max_waiting}): try later."
+            )
+        arrival = next(self._arrivals)
+        sequence.rank = (arrival + self.patience * sequence.priority, arrival, 0)
+        self._wait(sequence)
+
+    def check(self, limit: int, seats: int) -> None:
+        needed = self.pool.blocks_for(limit - 1)  # the last token is never computed
+        if needed > self.pool.total:
+            raise ValueError(
+                f"{limit} tokens need {needed} blocks of {self.pool.block_size} and the pool has {self.pool.total}: "
+                "shorten the prompt, lower max_tokens or enlarge the pool."
+            )
+        if seats > self.max_num_seqs:
+            raise ValueError(f"n {seats} is more than max_num_seqs {self.max_num_seqs}: lower one or raise the other.")
+
+    def schedule(self) -> Plan:
+        """The next step. Empty only when nothing waits or runs."""
+        self.step += 1
+        plan, budget = Plan(), self.token_budget
+        for sequence in [s for s in self.running if s.lacking == 1]:
+            if sequence.state is State.RUNNING and self._grow(sequence, plan):
+                budget -= self._give(sequence, budget, plan)
+        for sequence in [s for s in self.running if s.lacking > 1]:
+            budget -= self._give(sequence, budget, plan)
+        while budget and not plan.preempted and (sequence := self._first_waiting()) and self._admit(sequence):
+            plan.admitted.append(sequence)
+            budget -= self._give(sequence, budget, plan)
+        return plan
+
+    def advance(self, plan: Plan) -> list[Sequence]:
+        """The plan is computed. Returns those whose last token was: their next one can be sampled."""
+        for sequence, tokens in plan.batch:
+            sequence.num_computed += tokens
+        return [sequence for sequence, _ in plan.batch if not sequence.lacking]
+
+    def fork(self, sequence: Sequence) -> list[Sequence]:
+        """Ends the prompt of a sequence of n seats: n - 1 more that share its blocks; the first to write copies."""
+        forks, sequence.seats = sequence.seats - 1, 1
+        children = []
+        for _ in range(forks):
+            copies = {name: list(getattr(sequence, name)) for name in ("tokens", "chain", "slots")}
+            rank = (*sequence.rank[:2], next(self._forks))
+            copies["blocks"] = self.pool.share(sequence.blocks)
+            child = replace(sequence, **copies, rank=rank, hit_tokens=0, preemptions=0)
+            insort(self.running, child, key=lambda s: s.rank)
+            children.append(child)
+        return children
+
+    def finish(self, sequence: Sequence, *, wrong: bool = False) -> None:
+        """Done, failed or cancelled, wherever it is: all it holds goes back. wrong: nobody may hit its blocks."""
+        if sequence.state is State.RUNNING:
+            self._unseat(sequence)
+            if wrong:
+                self.pool.forget(sequence.blocks)
+        elif sequence.state is State.WAITING:
+            self.num_waiting -= 1
+        sequence.state = State.FINISHED
+        self.pool.release(sequence.blocks)
+        self.pool.drop(sequence.slots)
+        sequence.blocks, sequence.slots = [], []
+
+    def _give(self, sequence: Sequence, budget: int, plan: Plan) -> int:
+        """Plans the next tokens of a sequence that has blocks for all; returns how many."""
+        size, computed = self.pool.block_size, sequence.num_computed
+        if budget and sequence.lacking > 1 and computed % size == 0:  # what others computed meanwhile is taken over
+            found = self.pool.lookup(self._chain(sequence, self._cacheable(sequence))[computed // size :])
+            own = slice(computed // size, computed // size + len(found))
+            self.pool.share(found)
+            self.pool.release(sequence.blocks[own])
+            sequence.blocks[own] = found
+            sequence.skip(size * len(found))
+        tokens = min(sequence.lacking, budget, self.chunk)
+        if self.pool.prefix_cache and (over := (sequence.num_computed + tokens) % size) < tokens < sequence.lacking:
+            tokens -= over  # pieces end where blocks end, so that others can take over whole blocks
+        if tokens:
+            plan.batch.append((sequence, tokens))
+            sequence.last_step = self.step
+            self._publish(sequence, computed // size, (sequence.num_computed + tokens) // size)
+        return tokens
+
+    def _grow(self, sequence: Sequence, plan: Plan) -> bool:
+        """Blocks for the sequence's tokens, and the one it writes into its own. False: earlier ones hold the rest."""
+        index = sequence.num_computed // self.pool.block_size
+        while True:
+            missing = self.pool.blocks_for(sequence.num_tokens) - len(sequence.blocks)
+            shared = not missing and self.pool.references[sequence.blocks[index]] > 1
+            if missing + shared <= self.pool.available:
+                break
+            later = self.running[self.running.index(sequence) + 1 :]
+            if not later:
+                return False  # it keeps its place and its blocks, and waits for a step
+            victim = max(later, key=lambda s: (self._victim_key(s), s.rank))
+            self._preempt(victim)
+            plan.preempted.append(victim)
+        sequence.blocks += self.pool.allocate(missing)
+        if shared:
+            self.pool.own(sequence.blocks, index)
+        return True
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Blocks for all tokens it has so far, cached ones first; counted before anything is taken."""
+        if self.seats + sequence.seats > self.max_num_seqs:
+            return False
+        hits = self.pool.lookup(self._chain(sequence, self._cacheable(sequence)))
+        fresh = self.pool.blocks_for(sequence.num_tokens) - len(hits)
+        if fresh + self.pool.idle(hits) > self.pool.available - self.reserve * len(self.running):
+            return False
+        sequence.blocks = self.pool.share(hits) + self.pool.allocate(fresh)
+        self.pool.swap_in(sequence.slots, sequence.blocks, skip=len(hits))
+        sequence.skip(max(0, len(hits) * self.pool.block_size - sequence.num_computed))
+        sequence.slots = []
+        self._publish(sequence, len(hits), sequence.num_computed // self.pool.block_size)
+        heappop(self._heap)
+        self.num_waiting, self.seats = self.num_waiting - 1, self.seats + sequence.seats
+        sequence.state = State.RUNNING
+        insort(self.running, sequence, key=lambda s: s.rank)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to its place in the queue; its tokens stay, its blocks go, to the host if they are worth it."""
+        self._unseat(sequence)
+        sequence.preemptions += 1
+        held = self.pool.blocks_for(sequence.num_computed)
+        if self.swaps and 0 < held <= self.pool.free_host:
+            sequence.slots = self.pool.swap_out(sequence.blocks[:held])
+            sequence.blocks = sequence.blocks[held:]
+        else:
+            sequence.num_computed = 0
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+        self._wait(sequence)
+
+    def _publish(self, sequence: Sequence, start: int, end: int) -> None:
+        """Others of this very step may hit a block too: a layer writes all its keys before it reads any."""
+        if self.pool.prefix_cache and start < end:
+            for block, prefix in zip(sequence.blocks[start:end], self._chain(sequence, end)[start:], strict=True):
+                self.pool.publish(block, prefix)
+
+    def _unseat(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.seats -= sequence.seats
+
+    def _wait(self, sequence: Sequence) -> None:
+        sequence.state = State.WAITING
+        self.num_waiting += 1
+        heappush(self._heap, (sequence.rank, sequence))
+
+    def _first_waiting(self) -> Sequence | None:
+        while self._heap and self._heap[0][1].state is State.FINISHED:
+            heappop(self._heap)
+        return self._heap[0][1] if self._heap else None
+
+    def _cacheable(self, sequence: Sequence) -> int:
+        """Full blocks that a hit may cover: at least the last token is computed, for its logits."""
+        return (sequence.num_tokens - 1) // self.pool.block_size if self.pool.prefix_cache else 0
+
+    def _chain(self, sequence: Sequence, blocks: int) -> list[Prefix]:
+        chain, size = sequence.chain, self.pool.block_size
+        while len(chain) < blocks:
+            start = len(chain) * size
+            chain.append(Prefix(chain[-1] if chain else sequence.origin, tuple(sequence.tokens[start : start + size])))
+        return chain[:blocks]
