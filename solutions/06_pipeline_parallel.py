@@ -410,7 +410,7 @@ receipt(
 # ## Measure: every schedule on a clock
 #
 # From here on, minillm's own `Pipeline`: one interpreter that runs any schedule. To see *times* on two cores, devices
-# are **emulated**: each action lasts as long as it would on a device of known speed (a stage's forward 20 ms, I and W
+# are **emulated**: each action lasts as long as it would on a device of known speed (a stage's forward 40 ms, I and W
 # as long), the computing is real, and what remains of the time is slept. So four ranks overlap like four devices.
 # (Where something else on this machine got in the way, the quicker of two steps counts.) This is the rank
 # program:

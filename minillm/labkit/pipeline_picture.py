@@ -44,8 +44,9 @@ def draw(planned: Timeline, measured: Timeline | None = None, title: str = "", u
                     box = (rank - 0.4 + lane * 0.8 / lanes, 0.8 / lanes - 0.04)
                     _draw(axes, bar, bar.start - run.start, box, width, hollow=run is not runs[-1])
         axes.set(xlim=(0, width), ylim=(rows - 0.5, -0.5), title=title or planned.schedule.name)
-        axes.set_xlabel(f"time ({unit})" if unit else "time (one forward of one chunk = 1)")
-        if unit == "s":
+        axes.set_xlabel(f"time ({unit or 'one forward of one chunk = 1'})")
+        if unit == "s":  # ticks say ms where that is what they are
+            axes.set_xlabel("time")
             axes.xaxis.set_major_formatter(EngFormatter("s"))
         axes.set_yticks(range(rows), [f"rank {rank}" for rank in range(rows)])
         axes.grid(False)

@@ -35,7 +35,7 @@ def test_measured_under_planned_on_one_axis():
     faces = {tuple(c.get_facecolor()[0][:3]) for c in figure.axes[0].collections}
     assert (1, 1, 1) in faces and len(faces) == 3  # hollow, forward, backward
     assert f"{measured.idle_share:.1%} measured" in legend(figure)[-1]
-    assert figure.axes[0].get_xlabel() == "time (s)" and figure.axes[0].get_title(loc="left") == "Two ranks"
+    assert figure.axes[0].get_xlabel() == "time" and figure.axes[0].get_title(loc="left") == "Two ranks"
     with pytest.raises(ValueError, match="planned for 2 ranks, measured on 3"):
         draw(planned, simulate(gpipe(3, 2)))
 

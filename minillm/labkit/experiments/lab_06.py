@@ -31,7 +31,7 @@ MODEL = ModelConfig(
 WIDE = replace(MODEL, hidden_size=128, intermediate_size=320, num_heads=4, num_kv_heads=2)  # computes for a while
 SEQ, ROWS = 8, 1  # tokens and rows of a microbatch
 DISTURBED = 1.15  # times the planned duration
-FORWARD_S = 0.02  # of an emulated stage; a whole backward takes twice that, half of it for the weights
+FORWARD_S = 0.04  # of an emulated stage; a whole backward takes twice that, half of it for the weights
 HANDBOOK = """
 Stage 0: F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7
 Stage 1:    F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7
