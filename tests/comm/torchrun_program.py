@@ -71,7 +71,7 @@ if __name__ == "__main__":
             print("RECEIPTS " + json.dumps(results))
     elif sys.argv[1] == "threads":
         launch(clinging, 2)
-        print("THREADS " + json.dumps(threads()))
+        sys.stdout.write("THREADS " + json.dumps(threads()) + "\n")
     elif sys.argv[1] == "nested":
         launch(nested, 4)
     else:
