@@ -1,0 +1,238 @@
+"""Lab 14, continuous batching: who is in the next forward pass, and with how many tokens.
+
+    lab_14.py              sequences that join and leave at every step; a step under a token budget
+    lab_14_preemption.py   whom to preempt; blocks given up and won back; a queue that starves nobody
+    lab_14_flight.py       TTFT, TPOT and gaps from a flight recorder; what is wrong with a scheduler
+
+A plan is judged by what must hold of it and by what follows when a whole trace is played with it; another plan that
+keeps the rules passes.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from minillm.labkit.exercises import CheckFailed, exercise
+from minillm.labkit.receipts import Receipt, row
+from minillm.predict import batching as predict
+from minillm.serve import Sequence as Seq
+
+LAB = "14_continuous_batching"
+
+
+# The course's own answers.
+
+
+def continuous_batches(lengths: Sequence[int], seats: int) -> list[list[int]]:
+    """Each step: who sits takes a token; who has all of his leaves; who is next in line sits down."""
+    left, waiting, running, steps = list(lengths), list(range(len(lengths))), [], []
+    while waiting or running:
+        while waiting and len(running) < seats:
+            running.append(waiting.pop(0))
+        steps.append(list(running))
+        for request in running:
+            left[request] -= 1
+        running = [request for request in running if left[request]]
+    return steps
+
+
+def plan_step(
+    running: Sequence[Seq], waiting: Sequence[Seq], budget: int, chunk: int, seats: int
+) -> list[tuple[Seq, int]]:
+    """One token for everybody who lacks one, then prompts that have begun, then those who wait, in order."""
+    decoding = [s for s in running if s.num_tokens - s.num_computed == 1]
+    prompts = [s for s in running if s.num_tokens - s.num_computed > 1]
+    plan = []
+    for sequence in [*decoding, *prompts, *waiting[: max(0, seats - len(running))]]:
+        tokens = min(sequence.num_tokens - sequence.num_computed, chunk, budget)
+        if tokens:
+            plan.append((sequence, tokens))
+            budget -= tokens
+    return plan
+
+
+# What they are held to.
+
+
+@exercise(
+    "join-and-leave",
+    reference=continuous_batches,
+    minutes=10,
+    difficulty=1,
+    lab=LAB,
+    hints=(
+        "A batch is a list of seats. What happens to a seat at the end of the step in which its request got its last "
+        "token, and who decides that: the request or the batch?",
+        "Keep how many tokens each request still lacks. Each step: fill free seats from the front of the queue, note "
+        "who sits, take one from each, and keep those who lack more.",
+        "while waiting or running: while waiting and len(running) < seats: running.append(waiting.pop(0)); "
+        "steps.append(list(running)); subtract 1 from each; running = those with something left.",
+    ),
+)
+def check_join(learner: Callable) -> Receipt:
+    rows = []
+    skewed = [1 + min(60, int(random.expovariate(1 / 12))) for _ in range(40)]
+    for name, lengths, seats in (
+        ("40 skewed answers, 8 seats", skewed, 8),
+        ("one seat", [random.randint(1, 6) for _ in range(5)], 1),
+        ("more seats than requests", [random.randint(1, 9) for _ in range(4)], 6),
+        ("32 alike, 8 seats", [12] * 32, 8),
+    ):
+        steps = _read_steps(learner(list(lengths), seats), name)
+        _hold_steps(steps, lengths, seats, name)
+        rows.append(row(f"{name}: decode steps", predict.continuous_steps(lengths, seats), len(steps)))
+        rows.append(row("    of static batches", None, predict.static_steps(lengths, seats)))
+        rows.append(row("    of any schedule, at least", None, predict.least_steps(lengths, seats)))
+    return Receipt("decode steps, counted", tuple(rows))
+
+
+def _read_steps(found: Any, where: str) -> list[list[int]]:
+    if not isinstance(found, list | tuple) or not all(isinstance(step, list | tuple | set) for step in found):
+        raise CheckFailed(f"{where}: you returned {found!r:.60}; asked for is a list with one list of requests per step")
+    return [list(step) for step in found]
+
+
+def _hold_steps(steps: list[list[int]], lengths: Sequence[int], seats: int, where: str) -> None:
+    inside: dict[int, list[int]] = {request: [] for request in range(len(lengths))}
+    for number, step in enumerate(steps):
+        if len(step) > seats:
+            raise CheckFailed(f"{where}: step {number} has {len(step)} requests in {seats} seats")
+        if len(set(step)) < len(step) or not set(step) <= set(inside):
+            raise CheckFailed(f"{where}: step {number} is {step}: each request once, numbers 0 to {len(lengths) - 1}")
+        for request in step:
+            inside[request].append(number)
+    for request, when in inside.items():
+        if len(when) != lengths[request]:
+            raise CheckFailed(
+                f"{where}: request {request} is in {len(when)} batches and needs {lengths[request]} tokens"
+            )
+        if when[-1] - when[0] + 1 != len(when):
+            raise CheckFailed(f"{where}: request {request} leaves its seat and comes back; nobody took it from it here")
+    starts = [when[0] for when in inside.values()]
+    for request, start in enumerate(starts):
+        if start and len(steps[start - 1]) < seats:
+            raise CheckFailed(
+                f"{where}: a seat is free in step {start - 1} while request {request} waits: it joins in step {start} "
+                "only. A free seat is taken at once, not when the batch is done"
+            )
+        if any(later < start for later in starts[request + 1 :]):
+            raise CheckFailed(f"{where}: a later request joins before request {request}: first come, first served")
+
+
+@exercise(
+    "token-budget-step",
+    reference=plan_step,
+    minutes=15,
+    difficulty=2,
+    lab=LAB,
+    hints=(
+        "Whether a sequence prefills or decodes is not stored anywhere: it lacks num_tokens - num_computed tokens. A "
+        "decoding one lacks 1.",
+        "Three passes over one budget: running ones that lack 1; running ones that lack more; waiting ones from the "
+        "front, while seats last. Each gets min(what it lacks, chunk, budget left).",
+        "order = [s for s in running if lacking(s) == 1] + [s for s in running if lacking(s) > 1] + "
+        "waiting[: seats - len(running)]; one loop: tokens = min(lacking(s), chunk, budget); budget -= tokens.",
+    ),
+)
+def check_plan(learner: Callable) -> Receipt:
+    for _ in range(40):
+        running, waiting, settings = _draw_state()
+        _hold_plan(_ask(learner, running, waiting, *settings), running, waiting, *settings)
+    rows = []
+    for chunk in (8, 64):
+        lengths = [(random.randint(1, 40), random.randint(1, 12)) for _ in range(16)]
+        numbers = _play(learner, lengths, budget=64, chunk=chunk, seats=6)
+        due = _play(plan_step, lengths, budget=64, chunk=chunk, seats=6)
+        rows.append(row(f"16 requests, chunk {chunk}: steps", due["steps"], numbers["steps"]))
+        rows.append(row("    tokens computed", sum(p + n - 1 for p, n in lengths), numbers["tokens"]))
+        rows.append(row("    steps in which a decoding sequence stood still", 0, numbers["stalled"]))
+        rows.append(row("    steps with prompt and decode tokens mixed", None, numbers["mixed"]))
+    return Receipt("steps under a budget of 64 tokens, 6 seats", tuple(rows))
+
+
+def _draw_state() -> tuple[list[Seq], list[Seq], tuple[int, int, int]]:
+    """(running, waiting, (budget, chunk, seats)) as a scheduler may meet them."""
+    seats = random.randint(2, 8)
+    budget, chunk = random.randint(seats, 48), random.choice((3, 8, 64))
+    running = [_sequence(f"r{i}", random.random() < 0.6) for i in range(random.randint(0, seats))]
+    waiting = [_sequence(f"w{i}", False) for i in range(random.randint(0, 5))]
+    if waiting and random.random() < 0.3:  # one that comes back from the host, or hit the prefix cache
+        waiting[0].num_computed = random.randint(0, waiting[0].num_tokens - 1)
+    return running, waiting, (budget, chunk, seats)
+
+
+def _sequence(name: str, decoding: bool) -> Seq:
+    tokens = random.randint(2, 40)
+    return Seq([0] * tokens, 80, name=name, num_computed=tokens - 1 if decoding else random.randint(0, tokens - 2))
+
+
+def _ask(learner: Callable, running: list[Seq], waiting: list[Seq], *settings: int) -> list[tuple[Seq, int]]:
+    before = [(s, s.num_computed, s.num_tokens) for s in (*running, *waiting)]
+    found = learner(list(running), list(waiting), *settings)
+    if not isinstance(found, list | tuple) or not all(isinstance(each, list | tuple) and len(each) == 2 for each in found):
+        raise CheckFailed(f"you returned {found!r:.60}; asked for is a list of (sequence, tokens)")
+    if any((s.num_computed, s.num_tokens) != (computed, tokens) for s, computed, tokens in before):
+        raise CheckFailed("your plan changes num_computed or tokens; a plan only says what the step will compute")
+    return [tuple(each) for each in found]
+
+
+def _hold_plan(plan: list, running: list[Seq], waiting: list[Seq], budget: int, chunk: int, seats: int) -> None:
+    lacks = {s.name: s.num_tokens - s.num_computed for s in (*running, *waiting)}
+    state = "lacking " + ", ".join(f"{name} {n}" for name, n in lacks.items())
+    where = f"budget {budget}, chunk {chunk}, {seats} seats; {state}"
+    given = {s.name: n for s, n in plan}
+    if len(given) < len(plan):
+        raise CheckFailed(f"{where}: a sequence is in the plan twice")
+    for name, tokens in given.items():
+        if not 1 <= tokens <= lacks[name]:
+            raise CheckFailed(f"{where}: {name} gets {tokens} tokens and lacks {lacks[name]}")
+        if tokens > chunk:
+            raise CheckFailed(f"{where}: {name} gets {tokens} tokens, more than a chunk")
+    for s in running:
+        if lacks[s.name] == 1 and s.name not in given:
+            raise CheckFailed(f"{where}: {s.name} lacks one token and gets none: a prompt stalls it for a step")
+    if sum(given.values()) > budget:
+        raise CheckFailed(f"{where}: the plan has {sum(given.values())} tokens, more than the budget")
+    taken = [s.name in given for s in waiting]
+    if len(running) + sum(taken) > seats:
+        raise CheckFailed(f"{where}: {sum(taken)} are let in beside {len(running)} running")
+    if taken != sorted(taken, reverse=True):
+        skipped = waiting[taken.index(False)].name
+        raise CheckFailed(f"{where}: {skipped} waits while a later one is let in; whoever is long would wait for ever")
+    left = budget - sum(given.values())
+    short = [s for s in running if given.get(s.name, 0) < min(lacks[s.name], chunk)]
+    if short and (left or any(taken)):
+        raise CheckFailed(
+            f"{where}: {short[0].name} has begun its prompt and gets {given.get(short[0].name, 0)}, while "
+            + (f"{left} tokens are left over" if left else "one that waited is let in")
+        )
+    halves = [s for s in waiting if 0 < given.get(s.name, 0) < min(lacks[s.name], chunk)]
+    if left and (halves or (not all(taken) and len(running) + sum(taken) < seats)):
+        raise CheckFailed(f"{where}: {left} tokens of the budget are left over while a prompt could use them")
+
+
+def _play(plan: Callable, lengths: Sequence[tuple[int, int]], budget: int, chunk: int, seats: int) -> dict[str, int]:
+    """Plays (prompt, answer) requests to the end; counts. Blocks are not short here."""
+    waiting = [Seq([0] * prompt, prompt + answer, name=f"q{i}") for i, (prompt, answer) in enumerate(lengths)]
+    running: list[Seq] = []
+    counts = {"steps": 0, "tokens": 0, "stalled": 0, "mixed": 0}
+    while waiting or running:
+        step = _ask(plan, running, waiting, budget, chunk, seats)
+        if not step or counts["steps"] > 2000:
+            raise CheckFailed(f"{len(waiting)} wait and {len(running)} run, and your plan is empty: they wait for ever")
+        chosen = {s.name for s, _ in step}
+        decoding = {s.name for s in running if s.lacking == 1}
+        counts["steps"] += 1
+        counts["tokens"] += sum(tokens for _, tokens in step)
+        counts["stalled"] += bool(decoding - chosen)
+        counts["mixed"] += bool(decoding & chosen) and any(tokens > 1 for _, tokens in step)
+        running, waiting = (
+            running + [s for s in waiting if s.name in chosen],
+            [s for s in waiting if s.name not in chosen],
+        )
+        for sequence, tokens in step:
+            sequence.num_computed += tokens
+            if not sequence.lacking:
+                sequence.tokens.append(0)
+        running = [s for s in running if s.num_tokens < s.limit]
+    return counts

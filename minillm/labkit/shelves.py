@@ -1,0 +1,75 @@
+"""Blocks that say what is in them: a storage for checks of preemption, and pools drawn at random around one sequence."""
+
+import random
+from collections.abc import Sequence
+
+from minillm.serve import BlockPool, Prefix
+from minillm.serve import Sequence as Seq
+from minillm.serve.blocks import root
+
+
+class Shelf:
+    """A `Storage` whose blocks hold lists of token ids. out, back: blocks moved to the host, and from it.
+
+    A block that only one sequence held is empty once it was moved; those in `shared` keep what they have.
+    """
+
+    def __init__(self):
+        self.device: dict[int, list] = {}
+        self.host: dict[int, list] = {}
+        self.out = self.back = 0
+        self.shared: frozenset[int] = frozenset()
+
+    def copy(self, source: int, target: int) -> None:
+        self.device[target] = list(self.device.get(source, []))
+
+    def to_host(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        self.out += len(blocks)
+        for block, slot in zip(blocks, slots, strict=True):
+            self.host[slot] = self.device.pop(block, []) if block not in self.shared else self.device[block]
+
+    def from_host(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        self.back += len(blocks)
+        for slot, block in zip(slots, blocks, strict=True):
+            self.device[block] = self.host.pop(slot, [])
+
+
+def draw_pool(
+    host: int, shared: int, *, spare: int = 6, release_other: bool = False
+) -> tuple[BlockPool, Shelf, Seq, Seq]:
+    """(pool, its shelf, a running sequence, another that shares its first blocks): some tokens computed, not all.
+
+    shared: full first blocks that both hold, published. release_other: the other one has ended since.
+    """
+    size, blocks = 4, random.randint(5, 8)
+    tokens = [random.randrange(1000) for _ in range(blocks * size - random.randrange(size))]
+    computed = random.randint(max(1, shared) * size + 1, len(tokens) - 1)
+    computed = min(computed, (blocks - 1) * size)  # the last block is still empty
+    pool, shelf = BlockPool(blocks + 2 + spare, size, num_host_blocks=host), Shelf()
+    pool.storage = shelf
+    pool.release(drawn := pool.allocate(pool.total))
+    random.shuffle(drawn)
+    sequence = Seq(tokens, len(tokens) + 8, name="q", num_computed=computed)
+    sequence.blocks = pool.allocate(blocks)
+    for place, block in enumerate(sequence.blocks):
+        shelf.device[block] = tokens[place * size : min((place + 1) * size, computed)]
+    prefix = root()
+    for place in range(shared):
+        prefix = Prefix(prefix, tuple(tokens[place * size : (place + 1) * size]))
+        pool.publish(sequence.blocks[place], prefix)
+    other = Seq(tokens[: shared * size] + [0], 40, name="other", num_computed=shared * size)
+    other.blocks = pool.share(sequence.blocks[:shared]) + pool.allocate(1)
+    shelf.shared = frozenset(sequence.blocks[:shared])
+    if release_other:
+        pool.release(other.blocks)
+        other.blocks = []
+    return pool, shelf, sequence, other
+
+
+def contents(shelf: Shelf, sequence: Seq, size: int) -> list:
+    """What the blocks of a sequence hold, token by token, as far as each is filled."""
+    found: list = []
+    for block in sequence.blocks:
+        held = shelf.device.get(block, [])
+        found += held + [None] * (size - len(held))
+    return found
