@@ -23,7 +23,7 @@ from minillm.model.paged import PagedCache, gathered
 from minillm.serve.blocks import BlockPool, root
 from minillm.serve.forward import ForwardPass
 from minillm.serve.recorder import StepRecord, record
-from minillm.serve.request import Output, Request, Sample, Timing, prompt_ids
+from minillm.serve.request import Output, Request, Sample, prompt_ids
 from minillm.serve.sampling import SamplingParams, Token, sample
 from minillm.serve.scheduler import Scheduler
 from minillm.serve.sequence import Plan, Sequence
@@ -140,15 +140,12 @@ class LLM:
                 raise ValueError(f"request id {request_id!r} is taken by a request that has not ended: choose another.")
             sequence = Sequence(list(tokens), limit, params.n, priority, root(None, salt))
             self.scheduler.add(sequence)
-            stops = set(params.stop_tokens)
-            if self.tokenizer is not None and self.tokenizer.eos is not None and not params.ignore_eos:
-                stops.add(self.tokenizer.eos_id)
-            output = Output(request_id, tokens, [], Timing(self.clock()))
-            request = self._requests[request_id] = Request(output, params, frozenset(stops), [])
+            request = Request.arrived(request_id, tokens, params, self.tokenizer, self.clock())
+            self._requests[request_id] = request
             self._attach(request, sequence)
             self._count += 1
             if timeout_s is not None:
-                heappush(self._deadlines, (output.timing.arrived + timeout_s, self._count, request))
+                heappush(self._deadlines, (request.output.timing.arrived + timeout_s, self._count, request))
         return request_id
 
     def cancel(self, request_id: str) -> None:
