@@ -110,6 +110,7 @@ class FirstCome:
             outputs |= {output.request_id: output for output in self.step()}
             if self.unfinished and (wakes := self.starts_at) is not None:
                 getattr(self.clock, "sleep", time.sleep)(max(0.0, wakes - self.clock()))
+        self._ended += [output for name, output in outputs.items() if name not in names]  # others', left for `step`
         return [outputs[name] for name in names]
 
     def logits(self, samples: list[Sample], tokens: list[list[int]], useful: list[int], **inputs) -> Tensor:
