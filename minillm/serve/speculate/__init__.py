@@ -1,0 +1,9 @@
+"""Speculative decoding: several guessed tokens checked in one pass of the target, its distribution unchanged.
+
+llm = LLM(target, proposer=DraftModel(draft), k=4)
+"""
+
+from minillm.serve.speculate.proposal import Asked, Draft, Proposer
+from minillm.serve.speculate.verify import verify
+
+__all__ = ["Asked", "Draft", "Proposer", "verify"]
