@@ -1,4 +1,4 @@
-"""Blocks that say what is in them: a storage for checks of preemption, and pools drawn at random around one sequence."""
+"""Blocks that say what is in them: a storage for checks of preemption, and pools drawn around a sequence."""
 
 import random
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ def draw_pool(
     for place in range(shared):
         prefix = Prefix(prefix, tuple(tokens[place * size : (place + 1) * size]))
         pool.publish(sequence.blocks[place], prefix)
-    other = Seq(tokens[: shared * size] + [0], 40, name="other", num_computed=shared * size)
+    other = Seq([*tokens[: shared * size], 0], 40, name="other", num_computed=shared * size)
     other.blocks = pool.share(sequence.blocks[:shared]) + pool.allocate(1)
     shelf.shared = frozenset(sequence.blocks[:shared])
     if release_other:

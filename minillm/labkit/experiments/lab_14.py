@@ -9,6 +9,7 @@ moment and comes out the same on every machine. That the engine does the same, s
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class Told:
 
     @property
     def worst_gap(self) -> float:
-        return max((b - a for a, b in zip(self.tokens, self.tokens[1:], strict=False)), default=0.0)
+        return max((b - a for a, b in pairwise(self.tokens)), default=0.0)
 
 
 @dataclass

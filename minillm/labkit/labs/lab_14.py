@@ -1,7 +1,8 @@
 """Lab 14, continuous batching: who is in the next forward pass, and with how many tokens.
 
     lab_14.py              sequences that join and leave at every step; a step under a token budget
-    lab_14_preemption.py   whom to preempt; blocks given up and won back; a queue that starves nobody
+    lab_14_order.py        whom to preempt; a queue that starves nobody
+    lab_14_preemption.py   blocks given up and won back
     lab_14_flight.py       TTFT, TPOT and gaps from a flight recorder; what is wrong with a scheduler
 
 A plan is judged by what must hold of it and by what follows when a whole trace is played with it; another plan that
@@ -88,7 +89,7 @@ def check_join(learner: Callable) -> Receipt:
 
 def _read_steps(found: Any, where: str) -> list[list[int]]:
     if not isinstance(found, list | tuple) or not all(isinstance(step, list | tuple | set) for step in found):
-        raise CheckFailed(f"{where}: you returned {found!r:.60}; asked for is a list with one list of requests per step")
+        raise CheckFailed(f"{where}: you returned {found!r:.60}; asked for is one list of requests per step")
     return [list(step) for step in found]
 
 
@@ -169,7 +170,9 @@ def _sequence(name: str, decoding: bool) -> Seq:
 def _ask(learner: Callable, running: list[Seq], waiting: list[Seq], *settings: int) -> list[tuple[Seq, int]]:
     before = [(s, s.num_computed, s.num_tokens) for s in (*running, *waiting)]
     found = learner(list(running), list(waiting), *settings)
-    if not isinstance(found, list | tuple) or not all(isinstance(each, list | tuple) and len(each) == 2 for each in found):
+    if not isinstance(found, list | tuple) or not all(
+        isinstance(each, list | tuple) and len(each) == 2 for each in found
+    ):
         raise CheckFailed(f"you returned {found!r:.60}; asked for is a list of (sequence, tokens)")
     if any((s.num_computed, s.num_tokens) != (computed, tokens) for s, computed, tokens in before):
         raise CheckFailed("your plan changes num_computed or tokens; a plan only says what the step will compute")

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from minillm.labkit.exercises import CheckFailed, exercise
@@ -26,7 +27,7 @@ def latencies(
                 times[name].append(each.started + each.seconds)
     found = {}
     for name, at in times.items():
-        gaps = [b - a for a, b in zip(at, at[1:], strict=False)]
+        gaps = [b - a for a, b in pairwise(at)]
         found[name] = (at[0] - arrived[name], sum(gaps) / len(gaps), max(gaps))
     return found
 
@@ -70,8 +71,8 @@ def diagnose(records: Sequence[StepRecord], prompts: dict[str, int]) -> str:
         "a preemption. Which piece does?",
         "Keep how many tokens each sequence has: its prompt at first. A step that computes up to exactly that number "
         "(first + tokens == held) gives it one more, at started + seconds.",
-        "TTFT = first time - arrived (so the wait in the queue counts); TPOT = (last - first) / (tokens - 1); the worst "
-        "gap = the largest difference of neighbouring times.",
+        "TTFT = first time - arrived (so the wait in the queue counts); TPOT = (last - first) / (tokens - 1); the "
+        "worst gap = the largest difference of neighbouring times.",
     ),
 )
 def check_latencies(learner: Callable) -> Receipt:
@@ -90,7 +91,9 @@ def check_latencies(learner: Callable) -> Receipt:
         if not isinstance(found, dict) or set(found) != set(prompts):
             raise CheckFailed(f"{how}: you returned {found!r:.60}; asked for is a dict with one entry per request")
         for name, told in flight.told.items():
-            _compare(found[name], told, f"{how}: request {name}, a prompt of {told.prompt} and {len(told.tokens)} tokens")
+            _compare(
+                found[name], told, f"{how}: request {name}, a prompt of {told.prompt} and {len(told.tokens)} tokens"
+            )
         rows.append(row(f"{how}: requests timed as they happened", len(prompts), len(found)))
         for place, what in ((0, "ttft"), (2, "worst_gap")):
             worst = max(each[place] for each in found.values())

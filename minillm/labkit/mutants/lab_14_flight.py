@@ -1,5 +1,7 @@
 """Spoilers of lab 14's flight recorder: tokens that are none, waits left out, symptoms taken for faults."""
 
+from itertools import pairwise
+
 from minillm.labkit.exercises import alternative, mutant
 from minillm.labkit.labs import lab_14_flight as right
 
@@ -17,8 +19,10 @@ def _times(records, prompts, gives):
 
 
 def _sum_up(times, arrived):
-    gaps = {name: [b - a for a, b in zip(at, at[1:], strict=False)] for name, at in times.items()}
-    return {name: (at[0] - arrived[name], sum(gaps[name]) / len(gaps[name]), max(gaps[name])) for name, at in times.items()}
+    gaps = {name: [b - a for a, b in pairwise(at)] for name, at in times.items()}
+    return {
+        name: (at[0] - arrived[name], sum(gaps[name]) / len(gaps[name]), max(gaps[name])) for name, at in times.items()
+    }
 
 
 def _last(name, first, tokens, held):

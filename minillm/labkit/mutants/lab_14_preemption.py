@@ -1,9 +1,11 @@
 """Spoilers of lab 14's preemption: victims ahead of the needy, blocks lost or used twice, queues that starve."""
 
+import heapq
 from collections import deque
 from itertools import count
 
 from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit.labs import lab_14_order as order
 from minillm.labkit.labs import lab_14_preemption as right
 
 # Whom to preempt
@@ -215,20 +217,20 @@ class FirstCome:
 
 
 @mutant("patient-queue", "higher-number-is-sooner", expect="0 later requests|lower priority numbers are sooner")
-class Reversed(right.PatientQueue):
+class Reversed(order.PatientQueue):
     def push(self, name, priority):
         super().push(name, -priority)
 
 
 @mutant("patient-queue", "latest-of-equals", expect="overtake one of priority 2|lower priority numbers are sooner")
-class LatestOfEquals(right.PatientQueue):
+class LatestOfEquals(order.PatientQueue):
     def push(self, name, priority):
         arrival = next(self.arrivals)
-        right.heappush(self.heap, (arrival + self.patience * priority, -arrival, name))
+        heapq.heappush(self.heap, (arrival + self.patience * priority, -arrival, name))
 
 
 @mutant("patient-queue", "patience-added-once", expect="overtake one of priority 2")
-class Once(right.PatientQueue):
+class Once(order.PatientQueue):
     def push(self, name, priority):
         super().push(name, min(1, priority))
 
