@@ -82,8 +82,8 @@ def check_latencies(learner: Callable) -> Receipt:
         ("preempted, recomputed", {"num_blocks": 30, "prefix_cache": False}),
         ("preempted, swapped", {"num_blocks": 30, "preemption": "swap"}),
     ):
-        lengths = [(random.randint(20, 60), random.randint(6, 24)) for _ in range(10)]
-        settings = {"block_size": 4, "token_budget": 16, "max_num_seqs": 5, "chunk": 12, "reserve": 0}
+        lengths = [(random.randint(10, 40), random.randint(16, 30)) for _ in range(10)]
+        settings = {"block_size": 4, "token_budget": 16, "max_num_seqs": 5, "chunk": 6, "reserve": 0}
         flight = play(requests(lengths, every=0.007), **(settings | options))
         prompts = {name: told.prompt for name, told in flight.told.items()}
         arrived = {name: told.arrived for name, told in flight.told.items()}
