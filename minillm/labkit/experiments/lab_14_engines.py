@@ -40,6 +40,11 @@ def pace(tokens: int) -> float:
     return H100_8B.step([(0, tokens)])
 
 
+def coming(trace: str, rate: float | None = None) -> list[Arrival]:
+    """32 requests with uniform or skewed answers; prompts are cut from Python's standard library."""
+    return TRACES[trace](rate=rate, text=text(), seed=14)
+
+
 def answers(trace: Sequence[Arrival]) -> list[int]:
     return [each.params.max_tokens for each in trace]
 
@@ -47,14 +52,13 @@ def answers(trace: Sequence[Arrival]) -> list[int]:
 def compare(rate: float | None = None) -> dict[tuple[str, str], dict[str, Any]]:
     """(trace, engine) -> passes, ids of all answers, summary on the computed clock, seconds that really passed."""
     found = {}
-    for trace, make in TRACES.items():
-        coming = make(rate=rate, text=text(), seed=14)
+    for trace in TRACES:
         for engine, build in ENGINES.items():
             clock = VirtualClock(pace)
             started = time.perf_counter()
             with clock.of(draft()):
                 llm = build(draft(), clock)
-                outputs = replay(llm, coming)
+                outputs = replay(llm, coming(trace, rate))
             found[trace, engine] = {
                 "passes": len(llm.records),
                 "ids": [output.answers[0].ids for output in outputs],
@@ -70,10 +74,10 @@ def timers(model: Transformer, waits: Sequence[float], rate: float = 10.0, token
     rows = []
     for wait_s in waits:
         clock = VirtualClock(pace)
-        coming = uniform(32, max_tokens=tokens, prompt_tokens=8, rate=rate, vocab_size=61, seed=5)
+        each = uniform(32, max_tokens=tokens, prompt_tokens=8, rate=rate, vocab_size=61, seed=5)
         with clock.of(model):
             llm = AdaptiveBatches(model, SEATS, wait_s, clock=clock)
-            outputs = replay(llm, coming)
+            outputs = replay(llm, each)
         batch_s = tokens * pace(SEATS * 8)  # and a step: who comes is looked at between steps
         rows.append(
             {
@@ -95,11 +99,11 @@ LONG, DECODING, HELD = 8192, 16, 512
 
 def stall(chunk: int | None, make: type[Scheduler] = Scheduler) -> dict[str, float]:
     """16 sequences decode when a prompt of 8,192 tokens comes: their worst gap, and its time to first token."""
-    coming = requests([(HELD, 160)] * DECODING + [(LONG, 4)], vocab_size=1000)
+    each = requests([(HELD, 160)] * DECODING + [(LONG, 4)], vocab_size=1000)
     after = H100_8B.step([(0, HELD)]) * DECODING + 40 * H100_8B.step([(HELD, 1)] * DECODING)
-    coming[-1] = Arrival(after, coming[-1].prompt, coming[-1].params)
+    each[-1] = Arrival(after, each[-1].prompt, each[-1].params)
     options = {"token_budget": (chunk or LONG) + DECODING, "chunk": chunk, "max_num_seqs": 32}
-    flight = play(coming, num_blocks=2000, make=make, **options)
+    flight = play(each, num_blocks=2000, make=make, **options)
     *others, long = flight.told.values()
     gaps = [b - a for told in others for a, b in pairwise(told.tokens) if b > long.arrived]
     held = [HELD + sum(at < long.arrived for at in told.tokens) for told in others]
@@ -173,8 +177,8 @@ def step_seconds(model: Transformer, widths: Sequence[int] = (1, 4, 16), tokens:
     found = {}
     for width in widths:
         llm = LLM(model, max_num_seqs=max(widths), token_budget=512)
-        coming = arrivals([tokens] * width, prompt_tokens=16, text=text())
-        llm.generate([each.prompt for each in coming], [each.params for each in coming])
+        wide = arrivals([tokens] * width, prompt_tokens=16, text=text())
+        llm.generate([each.prompt for each in wide], [each.params for each in wide])
         steps = sorted(each.seconds for each in llm.records if each.tokens == width)
         found[width] = steps[len(steps) // 2]
     return found

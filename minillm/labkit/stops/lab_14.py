@@ -14,7 +14,7 @@ def rows() -> Iterator[Row]:
     """Counted, or on a computed clock: nothing here depends on how busy the machine is."""
     found = engines.compare()
     for trace in engines.TRACES:
-        lengths = engines.answers(engines.TRACES[trace](vocab_size=61))
+        lengths = engines.answers(engines.coming(trace))
         due = {
             "static": predict.static_steps(lengths, engines.SEATS),
             "continuous": predict.continuous_steps(lengths, engines.SEATS),
@@ -27,10 +27,10 @@ def rows() -> Iterator[Row]:
     options = {"num_blocks": 24, "block_size": 8, "token_budget": 32, "max_num_seqs": 6, "reserve": 0}
     llm, _ = experiments.fly(coming, experiments.draft(), **options)
     played = experiments.play(coming, **options)
-    yield row("a trace with preemptions: played without a model = flown with one", True, same := experiments.same_flight(
-        played.records, list(llm.records)
-    ))  # fmt: skip
-    yield row("    steps", len(played.records), len(llm.records) if same else None)
+    same = experiments.same_flight(played.records, list(llm.records))
+    yield row("a crowded trace: played without a model = flown with one", True, same)
+    yield row("    steps", len(played.records), len(llm.records))
+    yield row("    preemptions", None, played.preemptions)
     for chunk in (512, 2048, None):
         numbers = engines.stall(chunk)
         yield row(
