@@ -6,7 +6,9 @@ A schedule depends on lengths, not on what the tokens say, so what happens to a 
 moment and comes out the same on every machine. That the engine does the same, step by step, is checked on a model.
 """
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -25,6 +27,17 @@ from minillm.serve.recorder import record
 from minillm.serve.trace import Arrival, Spread, spread
 
 TINY = ModelConfig(61, 32, 64, 2, 4, 2, max_seq_len=256, init_std=0.2)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """The models here are so small that a second thread costs more than it brings."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass
@@ -225,9 +238,15 @@ def requests(
     ]
 
 
+def draw(shares: Sequence[float], count: int, seed: int = 14) -> list[int]:
+    """Lengths 1, 2, ... drawn with these shares, which need not sum to 1."""
+    return random.Random(seed).choices(range(1, len(shares) + 1), shares, k=count)
+
+
 # The engine, with a model.
 
 
+@one_thread()
 def fly(arrivals: Sequence[Arrival], model: Transformer, **options: Any) -> tuple[LLM, list]:
     """All arrivals added at once, in order; every block table recorded. Returns the engine and the outputs."""
     llm = LLM(model, record_blocks=True, **options)

@@ -82,7 +82,10 @@ FAULTS: dict[str, type[Scheduler]] = {
 
 
 def case(fault: str, seed: int, **others: Any) -> Flight:
-    """A flight of 8 requests through a scheduler with this fault, on a pool and a trace where it shows."""
+    """A flight of 8 requests through a scheduler with this fault, on a pool and a trace where it shows.
+
+    make=Scheduler: the same without the fault.
+    """
     draw = random.Random(f"{fault} {seed}")
     where = fault if fault != HEALTHY else list(FAULTS)[1 + seed % 4]  # healthy ones fly everywhere
     lengths = [(draw.randint(18, 30), draw.randint(14, 24)) for _ in range(8)]
@@ -95,4 +98,4 @@ def case(fault: str, seed: int, **others: Any) -> Flight:
         options |= {"num_blocks": 14, "prefix_cache": False}
     if where == "tokens that do not exist":  # a whole return fits one step
         options |= {"token_budget": 64, "chunk": None}
-    return play(requests(lengths, every=every), make=FAULTS[fault], **(options | others))
+    return play(requests(lengths, every=every), **({"make": FAULTS[fault]} | options | others))

@@ -11,7 +11,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from minillm.labkit.experiments.lab_14 import Flight, Player, draft, play, requests, text
+from minillm.labkit.experiments.lab_14 import Flight, Player, draft, one_thread, play, requests, text
 from minillm.labkit.experiments.lab_14_breaks import PromptsFirst
 from minillm.model import Transformer
 from minillm.predict import batching as predict
@@ -49,6 +49,7 @@ def answers(trace: Sequence[Arrival]) -> list[int]:
     return [each.params.max_tokens for each in trace]
 
 
+@one_thread()
 def compare(rate: float | None = None) -> dict[tuple[str, str], dict[str, Any]]:
     """(trace, engine) -> passes, ids of all answers, summary on the computed clock, seconds that really passed."""
     found = {}
@@ -69,6 +70,7 @@ def compare(rate: float | None = None) -> dict[tuple[str, str], dict[str, Any]]:
     return found
 
 
+@one_thread()
 def timers(model: Transformer, waits: Sequence[float], rate: float = 10.0, tokens: int = 8) -> list[dict[str, Any]]:
     """Timer batching of 32 requests for each window: longest latency, its bound, mean batch, passes per request."""
     rows = []
@@ -172,6 +174,7 @@ def just_used(flight: Flight) -> float:
 # This machine.
 
 
+@one_thread()
 def step_seconds(model: Transformer, widths: Sequence[int] = (1, 4, 16), tokens: int = 12) -> dict[int, float]:
     """Median seconds of a decode step with so many sequences in it, on this machine."""
     found = {}

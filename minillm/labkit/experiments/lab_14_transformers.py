@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 
+from minillm.labkit.experiments.lab_14 import one_thread
 from minillm.model.generate import folder_of
 from minillm.serve.trace import Arrival
 
 
+@one_thread()
 def peer(coming: Sequence[Arrival], *, seats: int, token_budget: int, num_blocks: int = 256) -> dict[str, Any] | None:
     """Answers, forward passes and seconds of transformers' manager on the draft checkpoint; None without transformers.
 

@@ -4,7 +4,7 @@ import random
 from heapq import heappop
 
 from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.experiments.lab_14 import TINY, requests
+from minillm.labkit.experiments.lab_14 import TINY, one_thread, play, requests
 from minillm.labkit.labs.lab_14 import LAB
 from minillm.labkit.receipts import Receipt, row
 from minillm.labkit.shelves import contents, draw_pool
@@ -152,6 +152,7 @@ def _refuses_what_does_not_fit(learner: type) -> None:
     pool.release(taken)
 
 
+@one_thread()
 def _in_an_engine(learner: type, model: Transformer, swap: bool) -> list:
     """Greedy tokens of an engine that preempts and resumes as the learner does, against the naive loop's."""
 
@@ -182,10 +183,13 @@ def _in_an_engine(learner: type, model: Transformer, swap: bool) -> list:
             self.running.sort(key=lambda s: s.rank)
             return True
 
-    arrivals = requests([(random.randint(6, 18), random.randint(6, 10)) for _ in range(6)])
     how = "swap" if swap else "recompute"
     options = {"num_blocks": 8, "block_size": 4, "num_host_blocks": 8 if swap else 0}
     scheduling = {"token_budget": 24, "max_num_seqs": 6, "reserve": 0, "preemption": how}
+    while True:  # until some are preempted
+        arrivals = requests([(random.randint(6, 18), random.randint(6, 10)) for _ in range(6)])
+        if play(arrivals, **options, **scheduling).preemptions > 1:
+            break
     llm = LLM(model, **options, **scheduling)
     llm.scheduler = Yours(llm.pool, **scheduling)
     prompts = [each.prompt for each in arrivals]
