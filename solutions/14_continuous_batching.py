@@ -67,8 +67,8 @@ receipt(
 #
 # ### 1. Join and leave
 #
-# A static batch is a bus: it leaves with whoever is there and drives to the last stop of its last passenger. Iteration-level
-# scheduling (Yu et al. 2022, Orca) asks again after *every* step who is in.
+# A static batch is a bus: it leaves with whoever is there and drives to the last stop of its last passenger.
+# Iteration-level scheduling (Yu et al. 2022, Orca) asks again after *every* step who is in.
 
 
 # %%

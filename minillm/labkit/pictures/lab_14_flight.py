@@ -3,6 +3,7 @@
 from functools import cache
 
 from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
@@ -113,19 +114,25 @@ def _ink(name: str) -> str:
 
 def _draw_batches(axes: Axes, flown: Flight, step: int) -> None:
     known = {name: told.prompt for name, told in flown.told.items()}
+    boxes: dict[tuple[str, bool], list] = {}
     for number, each in enumerate(flown.records, start=1):
-        bottom = 0
+        bottom, left, right = 0, number - 0.45, number + 0.45
         for name, first, tokens in each.batch:
-            colour, alpha = _colour(name)
             catching_up = tokens > 1 or first + tokens < known[name]
-            options = {"hatch": "///", "edgecolor": "white"} if catching_up else {"edgecolor": "none"}
-            axes.bar(number, tokens, 0.9, bottom, color=colour, alpha=alpha, linewidth=0, **options)
-            bottom += tokens
+            top = bottom + tokens
+            boxes.setdefault((name, catching_up), []).append(
+                [(left, bottom), (right, bottom), (right, top), (left, top)]
+            )
+            bottom = top
             known[name] += first + tokens == known[name]
         if each.preempted:
             axes.plot(number, bottom + 1.2, marker="v", color=PALETTE["vermillion"], markersize=6)
             names = ",".join(each.preempted)
             axes.annotate(names, (number, bottom + 2.2), ha="center", fontsize=7, color=PALETTE["vermillion"])
+    for (name, catching_up), corners in boxes.items():
+        colour, alpha = _colour(name)
+        options = {"hatch": "///", "edgecolor": "white"} if catching_up else {"edgecolor": "none"}
+        axes.add_collection(PolyCollection(corners, facecolor=colour, alpha=alpha, linewidth=0, **options))
     top = max(each.tokens for each in flown.records)
     axes.axvspan(step - 0.5, step + 0.5, color="black", alpha=0.15, linewidth=0)
     axes.set(xlim=(0, len(flown.records) + 1), ylim=(0, top + 7), xlabel="step", ylabel="tokens of the step")
