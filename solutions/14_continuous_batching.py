@@ -61,7 +61,8 @@ receipt(
 )
 
 # %% [markdown]
-# Both are closed forms so far. You build it, then count it on a model.
+# Both are closed forms so far (and the longest answer alone needs 64 passes: more seats would not help any more). You
+# build it, then count it on a model.
 #
 # ## Build it
 #
@@ -271,10 +272,18 @@ sliders(
     copy_us=(0.0, 40.0, 5.0),
 )
 
+# %%
+here = engines.preempted_here(experiments.draft())
+receipt(
+    "256 tokens of the draft model, on this machine, for information",
+    [row(name, None, seconds, "s") for name, seconds in here.items()],
+)
+
 # %% [markdown]
 # Both lines are nearly straight, so it is rarely the length that decides, but the link, the number of kv heads and,
 # with small blocks, what it costs to *start* a copy (Kwon et al. 2023, §7.3, found the same). And the picture is not
-# fair to recomputation: beside decoding sequences, which leave the arithmetic units idle, part of it is free.
+# fair to recomputation: beside decoding sequences, which leave the arithmetic units idle, part of it is free. (On this
+# machine "host" and "device" are the same memory, so a swap is just a copy.)
 #
 # "Fragmentation: blocks available but not contiguous; handle by defragmentation", says the same handbook's table of
 # failures. With block tables there is nothing to defragment: any free block is as good as any other.
@@ -526,9 +535,9 @@ receipt("one trace, 400 blocks of 16 (computed clock)", rows)
 
 # %% [markdown]
 # Policies differ by how *often* they preempt and by how much each victim loses: the longest frees most, so it happens
-# least often, and hits those who were nearest to their end. The median reader notices none of it; the p99 does. Now
-# look at "least recently used". It sounds sensible, and it is, for *cached blocks that nobody holds*. Among running
-# sequences it says nothing:
+# least often, and throws away the most. Median TPOT is nearly the same; it is pauses that tell them apart. Swapping
+# computes nothing twice and is a little faster here, with a link at its peak. Now look at "least recently used". It
+# sounds sensible, and it is, for *cached blocks that nobody holds*. Among running sequences it says nothing:
 
 # %%
 recent = crowds["least recently used", "recompute"]
@@ -547,10 +556,10 @@ receipt("used when? and what to do about preemption", rows)
 
 # %% [markdown]
 # Nearly all of them had just been used, because every running sequence is used in nearly every step; that is what
-# continuous batching *is*. (The others were prompts for which the budget had not sufficed, or waited for a block.) And
-# the best preemption is one that no admission provoked: let the next one in only if those who run have room to grow. A
-# third of the preemptions is left, and the pauses shrink. The whole takes as long as before, which shows how much of
-# recomputation hides beside memory-bound decodes: it is felt as a *pause*, hardly as throughput.
+# continuous batching *is*. (The others had waited for a block.) And the best preemption is one that no admission
+# provoked: let the next one in only if those who run have room to grow. Under a third of the preemptions are left, and
+# the pauses shrink. The whole takes as long as before, which shows how much of recomputation hides beside memory-bound
+# decodes: it is felt as a *pause*, hardly as throughput.
 #
 # ## Break it
 #

@@ -16,7 +16,7 @@ from minillm.labkit.experiments.lab_14_breaks import PromptsFirst
 from minillm.model import Transformer
 from minillm.predict import batching as predict
 from minillm.predict.batching import H100_8B
-from minillm.serve import LLM, POLICIES, BlockPool, Scheduler
+from minillm.serve import LLM, POLICIES, BlockPool, SamplingParams, Scheduler
 from minillm.serve.adaptive import AdaptiveBatches
 from minillm.serve.static import StaticBatches
 from minillm.serve.trace import Arrival, VirtualClock, arrivals, replay, skewed, summary, uniform
@@ -185,6 +185,23 @@ def step_seconds(model: Transformer, widths: Sequence[int] = (1, 4, 16), tokens:
         steps = sorted(each.seconds for each in llm.records if each.tokens == width)
         found[width] = steps[len(steps) // 2]
     return found
+
+
+@one_thread()
+def preempted_here(model: Transformer, tokens: int = 256, repeats: int = 5) -> dict[str, float]:
+    """Median seconds on this machine to compute a sequence of so many tokens again, and to swap it out and in."""
+    found: dict[str, list[float]] = {"recompute": [], "swap": []}
+    prompt = list(text()[:tokens])
+    for _ in range(repeats):
+        llm = LLM(model, num_host_blocks=64, prefix_cache=False, token_budget=tokens)
+        llm.generate([prompt], SamplingParams(max_tokens=1))
+        found["recompute"].append(llm.records[-1].seconds)
+        held = list(range(llm.pool.blocks_for(tokens)))
+        started = time.perf_counter()
+        llm.cache.to_host(held, held)
+        llm.cache.from_host(held, held)
+        found["swap"].append(time.perf_counter() - started)
+    return {name: sorted(seconds)[repeats // 2] for name, seconds in found.items()}
 
 
 def bookkeeping(widths: Sequence[int] = (16, 128), steps: int = 30) -> dict[int, float]:
