@@ -409,8 +409,8 @@ latencies = check("latencies-from-a-flight", latencies)
 at_once = engines.compare()
 rows = []
 for trace in engines.TRACES:
-    each = engines.answers(engines.coming(trace))
-    due = {"static": predict.static_steps(each, 8), "timer": None, "continuous": predict.continuous_steps(each, 8)}
+    wanted = engines.answers(engines.coming(trace))
+    due = {"static": predict.static_steps(wanted, 8), "timer": None, "continuous": predict.continuous_steps(wanted, 8)}
     for engine, steps in due.items():
         found = at_once[trace, engine]
         rows.append(row(f"{trace}, {engine}: forward passes", steps, found["passes"]))
@@ -524,7 +524,7 @@ for (policy, how), found in crowds.items():
     lost = engines.given_up(found)
     again = sum(lost) if how == "recompute" else 0
     rows.append(row("    tokens computed twice = what victims had", again, found.computed - found.needed))
-    blocks = 2 * sum(-(-tokens // 16) for tokens in lost) if how == "swap" else 0
+    blocks = 2 * sum(-(-had // 16) for had in lost) if how == "swap" else 0
     rows.append(row("    blocks moved, out and in", blocks, found.swapped))
     gap, tpot = found.spread("worst_gap"), found.spread("tpot")
     rows.append(row("    worst gap p50, p99", None, (format_value(gap.p50, "s"), format_value(gap.p99, "s"))))
@@ -544,14 +544,14 @@ recent = crowds["least recently used", "recompute"]
 pair = crowds["latest", "recompute"], engines.crowd(reserve=1)
 rows = [
     row("victims of 'least recently used' that ran in the step before", None, engines.just_used(recent)),
-    row("no block kept free, one per running sequence: preemptions", None, tuple(each.preemptions for each in pair)),
-    row("    tokens computed twice", None, tuple(sum(engines.given_up(each)) for each in pair)),
+    row("no block kept free, one per running sequence: preemptions", None, tuple(flown.preemptions for flown in pair)),
+    row("    tokens computed twice", None, tuple(sum(engines.given_up(flown)) for flown in pair)),
 ]
-for name, what in (("    worst gap p99", "worst_gap"), ("    TTFT p50", "ttft")):
-    spreads = [each.spread(what) for each in pair]
+for label, what in (("    worst gap p99", "worst_gap"), ("    TTFT p50", "ttft")):
+    spreads = [flown.spread(what) for flown in pair]
     seconds = [spread.p99 if what == "worst_gap" else spread.p50 for spread in spreads]
-    rows.append(row(name, None, tuple(format_value(each, "s") for each in seconds)))
-rows.append(row("    all done after", None, tuple(format_value(each.seconds, "s") for each in pair)))
+    rows.append(row(label, None, tuple(format_value(value, "s") for value in seconds)))
+rows.append(row("    all done after", None, tuple(format_value(flown.seconds, "s") for flown in pair)))
 receipt("used when? and what to do about preemption", rows)
 
 # %% [markdown]
@@ -577,8 +577,8 @@ for fault in breaks.FAULTS:
     found = breaks.case(fault, seed=5)
     sound = breaks.case(fault, seed=5, make=Scheduler)
     rows.append(row(f"{fault}: steps (sound scheduler)", None, (len(found.records), len(sound.records))))
-    rows.append(row("    ended, of 8", None, sum(len(each.ended) for each in found.records)))
-    gaps = [format_value(each.spread("worst_gap").most, "s") for each in (found, sound)]
+    rows.append(row("    ended, of 8", None, sum(len(step.ended) for step in found.records)))
+    gaps = [format_value(flown.spread("worst_gap").most, "s") for flown in (found, sound)]
     rows.append(row("    longest gap; with a sound scheduler", None, ("no end" if found.stuck else gaps[0], gaps[1])))
 receipt("five flights", rows)
 
