@@ -219,20 +219,21 @@ class LLM:
             for output, (_, tokens) in zip(outputs, plan.batch, strict=True):
                 output.computed += tokens
             if error is None:
-                sampled = self._sample(self.scheduler.advance(plan), run.rows, logits)
+                sampled = self._sample(self.scheduler.advance(plan), run, logits)
             self.speculation.observe(plan, run, self._samples)
             ended = tuple(output.request_id for output in self._ended[before:])
             facts = {"ended": ended, "sampled": sampled, "times": (started, self.clock() - started), "error": error}
             self.records.append(record(self.scheduler, plan, run.starts, blocks=self.record_blocks, **facts))
 
-    def _sample(self, sequences: list[Sequence], rows: list[int], logits: Tensor) -> int:
-        """The next tokens of each, from logits [Σ rows, vocab_size]; at the end of its prompt one becomes n first."""
+    def _sample(self, sequences: list[Sequence], run: ForwardPass, logits: Tensor) -> int:
+        """The next tokens of each from logits [Σ run.rows, vocab_size]; at the end of its prompt one becomes n first."""
         if not len(logits):
             return 0
         sampled, end, sound, likeliest = 0, 0, logits.amax(-1).isfinite().tolist(), logits.argmax(-1).tolist()
-        for sequence, count in zip(sequences, rows, strict=True):
+        for sequence, count in zip(sequences, run.rows, strict=True):
             start, end = end, end + count
             if sequence not in self._samples:  # cancelled meanwhile, or failed by another sample of its request
+                self.pool.forget(() if sound[start] else run.table(sequence))
                 continue
             request = self._samples[sequence].request
             if not sound[start]:
