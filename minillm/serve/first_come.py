@@ -20,7 +20,7 @@ from minillm.serve.sequence import Sequence
 
 
 class FirstCome:
-    """`add` and `step` until what was added comes back, or `generate`, as with `LLM`.
+    """`add` and `step` until what was added comes back, or `generate`, as with `LLM`; in one thread.
 
     computed: tokens put through the model so far, all of them. waste: those among them that no answer needed.
     records: one for each forward pass; its batch names every row, with padding and rows that had ended.
