@@ -20,6 +20,7 @@ from torch import Tensor
 
 from minillm.model.config import ModelConfig
 
+GROUP_BYTES, GPU_GROUP_BYTES = 1 << 20, 1 << 28  # keys and values that are gathered together, of several sequences
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (q, k_pool, v_pool) of a layer -> like q
 
@@ -52,14 +53,13 @@ class Gathered:
     key, its first is read and masked.
     """
 
-    group_bytes = {"cpu": 1 << 20, "cuda": 1 << 28}  # keys and values of a group, if it has more than one sequence
-
     def __call__(self, q, k_pool, v_pool, block_table, query_lens, context_lens, *, window: int | None) -> Tensor:
         return self.prepare(q, k_pool, block_table, query_lens, context_lens, window=window)(q, k_pool, v_pool)
 
     def prepare(self, q, k_pool, block_table, query_lens, context_lens, *, window: int | None) -> Attend:
         device, block_size = k_pool.device, k_pool.shape[1]
-        room = self.group_bytes.get(device.type, 1 << 20) // (2 * k_pool[0, 0].numel() * k_pool.element_size())
+        slot_bytes = 2 * k_pool[0, 0].numel() * k_pool.element_size()
+        room = (GROUP_BYTES if device.type == "cpu" else GPU_GROUP_BYTES) // slot_bytes
         counts = zip(query_lens, context_lens, strict=True)
         seen = [keys if window is None else min(keys, queries + window - 1) for queries, keys in counts]
         order = sorted(range(len(seen)), key=lambda s: (query_lens[s], seen[s]))
