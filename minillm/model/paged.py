@@ -9,8 +9,9 @@ The tokens of all sequences of a step stand one after the other in one flat row,
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,18 +20,38 @@ from torch import Tensor
 from minillm.model.config import ModelConfig
 
 
-def gathered(q, k, v, table, *, window: int | None, context: int) -> Tensor:
-    """One sequence: copy its blocks together, let torch's fused kernel do the rest. The default.
+class Backend(Protocol):
+    """Attention of a whole batch, its shapes as in `paged_attention`, which has checked them."""
 
-    The query heads of one kv head become rows of one matrix, so each key is read once and no key is repeated.
-    """
+    def __call__(
+        self,
+        q: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        block_table: Tensor,
+        query_lens: Sequence[int],
+        context_lens: Sequence[int],
+        *,
+        window: int | None,
+    ) -> Tensor: ...
+
+
+def gathered(q, k_pool, v_pool, block_table, query_lens, context_lens, *, window: int | None) -> Tensor:
+    """One sequence after the other: copy its blocks together, let torch's fused kernel do the rest. The default."""
+    parts = zip(q.split(list(query_lens)), block_table, context_lens, strict=True)
+    return torch.cat([_gathered(x, k_pool, v_pool, table, context, window) for x, table, context in parts])
+
+
+def _gathered(q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, context: int, window: int | None) -> Tensor:
+    """The query heads of one kv head become rows of one matrix, so each key is read once and no key is repeated."""
     queries, heads, head_dim = q.shape
-    _, block_size, kv_heads, _ = k.shape
+    _, block_size, kv_heads, _ = k_pool.shape
     group = heads // kv_heads
     seen = 0 if window is None else max(0, context - queries - window + 1)  # the first key that any query sees
     skipped = seen // block_size * block_size
     used = table[seen // block_size : -(-context // block_size)]
-    keys, values = (pool[used].flatten(0, 1)[seen - skipped : context - skipped].transpose(0, 1) for pool in (k, v))
+    span = slice(seen - skipped, context - skipped)
+    keys, values = (pool[used].flatten(0, 1)[span].transpose(0, 1) for pool in (k_pool, v_pool))
     rows = q.view(queries, kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, group * queries, head_dim)
     mask = None
     if queries > 1:
@@ -39,14 +60,19 @@ def gathered(q, k, v, table, *, window: int | None, context: int) -> Tensor:
     return y.view(kv_heads, group, queries, head_dim).permute(2, 0, 1, 3).reshape(queries, heads, head_dim)
 
 
-def block_by_block(q, k, v, table, *, window: int | None, context: int) -> Tensor:
-    """One sequence, one block after the other with a running maximum and sum: what a kernel does, to read and to test.
+def block_by_block(q, k_pool, v_pool, block_table, query_lens, context_lens, *, window: int | None) -> Tensor:
+    """One block after the other with a running maximum and sum: what a kernel does, to read and to test.
 
     Softmax over blocks (Milakov & Gimelshein 2018): when a block raises the maximum from m to m', what was summed so
     far is multiplied by exp(m - m').
     """
+    parts = zip(q.split(list(query_lens)), block_table, context_lens, strict=True)
+    return torch.cat([_block_by_block(x, k_pool, v_pool, table, context, window) for x, table, context in parts])
+
+
+def _block_by_block(q, k_pool: Tensor, v_pool: Tensor, table: Tensor, context: int, window: int | None) -> Tensor:
     queries, heads, head_dim = q.shape
-    _, block_size, kv_heads, _ = k.shape
+    _, block_size, kv_heads, _ = k_pool.shape
     group = heads // kv_heads
     rows = q.view(queries, kv_heads, group, head_dim).permute(1, 2, 0, 3).to(_wide(q)) / math.sqrt(head_dim)
     largest = rows.new_full((kv_heads, group, queries, 1), float("-inf"))
@@ -54,7 +80,7 @@ def block_by_block(q, k, v, table, *, window: int | None, context: int) -> Tenso
     for index in range(-(-context // block_size)):
         start, end = index * block_size, min((index + 1) * block_size, context)
         mask = _visible(context - queries, queries, start, end, window, q.device)
-        keys, values = (pool[table[index], : end - start].to(rows.dtype) for pool in (k, v))
+        keys, values = (pool[table[index], : end - start].to(rows.dtype) for pool in (k_pool, v_pool))
         scores = torch.einsum("hgqd,khd->hgqk", rows, keys).masked_fill(~mask, float("-inf"))
         higher = torch.maximum(largest, scores.amax(-1, keepdim=True))
         pivot = higher.masked_fill(higher.isinf(), 0)  # nothing seen yet: exp(-inf - 0) = 0, not nan
@@ -74,7 +100,7 @@ def paged_attention(
     context_lens: Sequence[int],
     *,
     window: int | None = None,
-    backend: Callable = gathered,
+    backend: Backend = gathered,
 ) -> Tensor:
     """Causal attention of several sequences, each over its own blocks.
 
@@ -95,8 +121,7 @@ def paged_attention(
                 f"a sequence of {length} queries and {context} keys in {room} slots: queries are at least 1, at most "
                 "the keys, and the keys fit the block table."
             )
-    parts = zip(q.split(list(query_lens)), block_table, context_lens, strict=True)
-    return torch.cat([backend(x, k_pool, v_pool, row, window=window, context=length) for x, row, length in parts])
+    return backend(q, k_pool, v_pool, block_table, query_lens, context_lens, window=window)
 
 
 class PagedCache:

@@ -68,15 +68,15 @@ class Number:
     __gt__ = __ge__
 
 
-def outcomes[T: Hashable](run: Callable[[Script], T]) -> dict[T, float]:
+def outcomes(run: Callable[[Script], Hashable]) -> dict[Hashable, float]:
     """{what run(draw) can return: with which probability}, for a run that ends after finitely many choices."""
-    found: dict[T, float] = defaultdict(float)
+    found: dict[Hashable, float] = defaultdict(float)
     for result, probability in _runs(run):
         found[result] += probability
     return dict(found)
 
 
-def _runs[T](run: Callable[[Script], T]) -> Iterator[tuple[T, float]]:
+def _runs(run: Callable[[Script], Hashable]) -> Iterator[tuple[Hashable, float]]:
     waiting: list[tuple[int, ...]] = [()]
     while waiting:
         script = Script(waiting.pop())
