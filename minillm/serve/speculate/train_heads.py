@@ -77,7 +77,9 @@ def command(
     heads: Annotated[int, Option(help="Of medusa: tokens it can draft.", min=1)] = 4,
     layers: Annotated[int, Option(help="Of early_exit: blocks of the target before the exit.", min=1)] = 2,
     seed: Annotated[int, Option(help="Of the initial weights, the order of windows and the rows.")] = 0,
-    data: Annotated[str | None, Option(metavar="PATH", help="A text or a folder; default: the standard library.")] = None,
+    data: Annotated[
+        str | None, Option(metavar="PATH", help="A text or a folder; default: the standard library.")
+    ] = None,
     export: Annotated[Path | None, Option(metavar="PATH", help="Where to; default: the committed place.")] = None,
     device: Annotated[str, Option(help="cpu, cuda, ...")] = "cpu",
     bf16: Annotated[bool, Option(help="Multiply in bfloat16, the weights stay float32.")] = True,
