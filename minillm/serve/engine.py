@@ -221,7 +221,7 @@ class LLM:
             self.records.append(record(self.scheduler, plan, run.starts, blocks=self.record_blocks, **facts))
 
     def _sample(self, sequences: list[Sequence], run: ForwardPass, logits: Tensor) -> int:
-        """The next tokens of each, from logits [Σ run.rows, vocab_size]; after its prompt one becomes n first."""
+        """The next tokens of each, logits: [Σ run.rows, vocab_size]; at the end of its prompt one becomes n first."""
         if not len(logits):
             return 0
         sampled, end, sound, likeliest = 0, 0, logits.amax(-1).isfinite().tolist(), logits.argmax(-1).tolist()
