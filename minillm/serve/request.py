@@ -62,7 +62,9 @@ class Answer:
 @dataclass
 class Output:
     """A request that ended. error: why it failed. computed, hit: prompt and answer tokens put through the model, and
-    taken from the prefix cache; preemptions: how often it lost its blocks (all samples together)."""
+    taken from the prefix cache; preemptions: how often it lost its blocks; passes: forward passes that it took part in
+    after its first token; drafted, accepted: guesses checked in them, and how many were right (all samples together).
+    """
 
     request_id: str
     prompt: list[int]
@@ -72,6 +74,9 @@ class Output:
     computed: int = 0
     hit: int = 0
     preemptions: int = 0
+    passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(eq=False)
@@ -82,6 +87,16 @@ class Request:
     params: SamplingParams
     stop_tokens: frozenset[int]
     samples: list["Sample"] = field(default_factory=list)
+
+    @classmethod
+    def arrived(
+        cls, request_id: str, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None, now: float
+    ) -> "Request":
+        """A new one, without samples yet. The tokenizer's end of text stops it, unless params say not."""
+        stops = set(params.stop_tokens)
+        if tokenizer is not None and tokenizer.eos is not None and not params.ignore_eos:
+            stops.add(tokenizer.eos_id)
+        return cls(Output(request_id, prompt, [], Timing(now)), params, frozenset(stops))
 
     def attach(self, sequence: Sequence, tokenizer: Tokenizer | None) -> "Sample":
         index, answer = len(self.samples), Answer()
@@ -125,10 +140,22 @@ class Sample:
             self.answer.text += self.push(final=True)
 
 
+def pairs(prompts: list[str | list[int]], params: SamplingParams | list[SamplingParams] | None) -> list[tuple]:
+    """(prompt, its params) of each; params: for all, or one for each."""
+    if isinstance(prompts, str):
+        raise ValueError("prompts is one text: give a list of prompts.")
+    each = list(params) if isinstance(params, list | tuple) else [params] * len(prompts)
+    if len(each) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts but {len(each)} params: give one for all, or one for each.")
+    return list(zip(prompts, each, strict=True))
+
+
 def prompt_ids(
     prompt: str | list[int], params: SamplingParams, tokenizer: Tokenizer | None, config: ModelConfig
 ) -> list[int]:
     """The prompt's token ids; ValueError if the model cannot take them."""
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"params {params!r} must be SamplingParams, or None for the defaults.")
     if tokenizer is None and (isinstance(prompt, str) or params.stop):
         what = "the prompt" if isinstance(prompt, str) else f"stop {params.stop!r}"
         raise ValueError(f"{what} is text and this LLM has no tokenizer: pass tokenizer=, or token ids.")
