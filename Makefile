@@ -20,17 +20,19 @@ $(VENV)/.ready: requirements.txt pyproject.toml
 lab: $(VENV)/.ready
 	$(BIN)/python -m minillm lab
 
+UNIT := -m pytest -q -n 2 --dist loadscope --ignore=tests/notebooks --ignore=tests/browser
 NBVAL := -m pytest -q --nbval-lax --nbval-current-env --nbval-cell-timeout=180 -p no:cacheprovider
 
 # nbval runs every notebook in a kernel; the strict harness judges what its checks recorded, and tries every exercise.
 test: quick
+	$(BIN)/python $(UNIT) -m slow
 	records=$$(mktemp -d) && trap 'rm -rf "$$records"' EXIT && \
 	MINILLM_PROGRESS=$$records/unsolved.json $(BIN)/python $(NBVAL) labs && \
 	MINILLM_PROGRESS=$$records/solved.json MINILLM_STRICT=1 $(BIN)/python $(NBVAL) solutions && \
 	MINILLM_RECORDS=$$records $(BIN)/python -m pytest -q tests/notebooks tests/browser
 
 quick: $(VENV)/.ready lint
-	$(BIN)/python -m pytest -q -n 2 --dist loadscope --ignore=tests/notebooks --ignore=tests/browser
+	$(BIN)/python $(UNIT) -m "not slow"
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
