@@ -44,7 +44,7 @@ def check_solved(master: Path, scratch: Path) -> None:
 
 
 def recorded(state: str, master: Path) -> dict[str, progress.Entry]:
-    """What the lab's checks said when nbval ran it just before (MINILLM_RECORDS, see the Makefile); {} if it did not."""
+    """What the lab's checks said when nbval ran it just before (MINILLM_RECORDS, see the Makefile); {} if not."""
     if "MINILLM_RECORDS" not in os.environ:
         return {}
     with mock.patch.dict(os.environ, {"MINILLM_PROGRESS": str(Path(os.environ["MINILLM_RECORDS"], f"{state}.json"))}):
