@@ -1,0 +1,80 @@
+"""Paged attention by torch's flex_attention (Dong et al. 2024): the mask is a function, the kernel is made for it.
+
+The pool is one long row of slots, all queries of the batch are one row, too, and the mask finds out who may see what:
+
+slot ──▶ physical block, place in it ──▶ logical block of this query's sequence, if it has that block at all
+                                                 ╰──▶ position of the key;  visible if 0 ≤ position(query) - it < window
+
+Nothing is copied and a block may belong to several sequences. What it costs: a mask of [tokens, slots of the whole
+pool] is worked out for every layer, to find the 128 × 128 tiles that the kernel can skip.
+
+Limits, of flex_attention as of torch 2.13: a prototype (its documentation says it may change). Without torch.compile,
+the default on the CPU here, it stores all scores, [heads, tokens, slots], and multiplies by 0 where compiled tiles are
+skipped: a slot nobody wrote must hold a finite number (the pool starts at 0), and a failed request's nan would spread.
+No gradients on the CPU. Compiled, head_dim is fixed and a new number of heads or dtype is a new compilation.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+
+def flex(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    block_table: Tensor,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    *,
+    window: int | None,
+    compiled: bool | None = None,
+) -> Tensor:
+    """A backend of `paged_attention`, shapes as there. compiled: None = on a GPU."""
+    mask = block_mask(q, k_pool, block_table, query_lens, context_lens, window)
+    attention = _compiled() if (q.is_cuda if compiled is None else compiled) else flex_attention
+    queries, keys, values = (x.transpose(0, 1)[None] for x in (q, k_pool.flatten(0, 1), v_pool.flatten(0, 1)))
+    with warnings.catch_warnings():  # that it was not compiled
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+        y = attention(queries, keys, values, block_mask=mask, enable_gqa=q.shape[1] != k_pool.shape[2])
+    return y[0].transpose(0, 1)
+
+
+def block_mask(q, k_pool, block_table, query_lens, context_lens, window: int | None) -> BlockMask:
+    """Which of the pool's slots each query sees. flex_attention's indices count from 0 in what it is given: a decoding
+    query has index 0 there, whatever its position (without the offset it would see one key: gpt-fast#233).
+    """
+    num_blocks, block_size = k_pool.shape[:2]
+    device, lens = q.device, torch.tensor([list(query_lens), list(context_lens)])
+    sequence_of = torch.arange(len(query_lens)).repeat_interleave(lens[0])
+    starts = lens[0].cumsum(0) - lens[0]
+    position_of = torch.arange(len(q)) - starts[sequence_of] + (lens[1] - lens[0])[sequence_of]
+    logical = logical_blocks(block_table, context_lens, num_blocks, block_size)
+    sequence_of, position_of = sequence_of.to(device), position_of.to(device)
+    size, reach = (torch.tensor(n, device=device) for n in (block_size, window or num_blocks * block_size))
+
+    def visible(batch, head, query, slot):
+        block = logical[sequence_of[query], slot // size]
+        distance = position_of[query] - (block * size + slot % size)
+        return (block >= 0) & (distance >= 0) & (distance < reach)
+
+    return create_block_mask(visible, None, None, len(q), num_blocks * block_size, device=device)
+
+
+def logical_blocks(block_table: Tensor, context_lens: Sequence[int], num_blocks: int, block_size: int) -> Tensor:
+    """The block table turned round, [sequences, num_blocks]: which block of the sequence this is; -1 if it is none."""
+    device, width = block_table.device, block_table.shape[1]
+    used = torch.tensor([-(-context // block_size) for context in context_lens], device=device)
+    place = torch.arange(width, device=device).expand_as(block_table)
+    spare = torch.where(place < used[:, None], block_table, num_blocks)  # what pads a row goes beyond the last block
+    logical = torch.full((len(block_table), num_blocks + 1), -1, device=device)
+    return logical.scatter_(1, spare, place)[:, :num_blocks]
+
+
+@cache
+def _compiled() -> Callable:
+    return torch.compile(flex_attention, dynamic=True)
