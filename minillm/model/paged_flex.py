@@ -8,10 +8,11 @@ slot ──▶ physical block, place in it ──▶ logical block of this query
 Nothing is copied and a block may belong to several sequences. What it costs: a mask of [tokens, slots of the whole
 pool] is worked out for every layer, to find the 128 × 128 tiles that the kernel can skip.
 
-Limits, of flex_attention as of torch 2.13: a prototype (its documentation says it may change). Without torch.compile,
-the default on the CPU here, it stores all scores, [heads, tokens, slots], and multiplies by 0 where compiled tiles are
-skipped: a slot nobody wrote must hold a finite number (the pool starts at 0), and a failed request's nan would spread.
-No gradients on the CPU. Compiled, head_dim is fixed and a new number of heads or dtype is a new compilation.
+Limits, of flex_attention as of torch 2.13: a prototype (its documentation says it may change), no gradients on the CPU.
+Masked weights are 0 and 0 · nan is nan: all slots must hold finite numbers (the pool starts at 0), so the nan of one
+failed request spreads as long as its blocks are not written again. Not compiled, the default on the CPU here, all
+scores [heads, tokens, slots] are stored. Compiled on the CPU, batches have to keep one shape: the C++ that torch
+generates for changing ones is refused by the compiler.
 """
 
 import warnings
@@ -77,4 +78,4 @@ def logical_blocks(block_table: Tensor, context_lens: Sequence[int], num_blocks:
 
 @cache
 def _compiled() -> Callable:
-    return torch.compile(flex_attention, dynamic=True)
+    return torch.compile(flex_attention, fullgraph=True)
