@@ -6,7 +6,7 @@ slot ──▶ physical block, place in it ──▶ logical block of this query
                                                  ╰──▶ position of the key;  visible if 0 ≤ position(query) - it < window
 
 Nothing is copied and a block may belong to several sequences. What it costs: a mask of [tokens, slots of the whole
-pool] is worked out for every layer, to find the 128 × 128 tiles that the kernel can skip.
+pool] is worked out in every pass, to find the 128 × 128 tiles that the kernel can skip.
 
 Limits, of flex_attention as of torch 2.13: a prototype (its documentation says it may change), no gradients on the CPU.
 Masked weights are 0 and 0 · nan is nan: all slots must hold finite numbers (the pool starts at 0), so the nan of one
@@ -17,32 +17,40 @@ generates for changing ones is refused by the compiler.
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from minillm.model.paged import Attend
 
-def flex(
-    q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    block_table: Tensor,
-    query_lens: Sequence[int],
-    context_lens: Sequence[int],
-    *,
-    window: int | None,
-    compiled: bool | None = None,
-) -> Tensor:
+
+@dataclass(frozen=True)
+class Flex:
     """A backend of `paged_attention`, shapes as there. compiled: None = on a GPU."""
-    mask = block_mask(q, k_pool, block_table, query_lens, context_lens, window)
-    attention = _compiled() if (q.is_cuda if compiled is None else compiled) else flex_attention
-    queries, keys, values = (x.transpose(0, 1)[None] for x in (q, k_pool.flatten(0, 1), v_pool.flatten(0, 1)))
-    with warnings.catch_warnings():  # that it was not compiled
-        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
-        y = attention(queries, keys, values, block_mask=mask, enable_gqa=q.shape[1] != k_pool.shape[2])
-    return y[0].transpose(0, 1)
+
+    compiled: bool | None = None
+
+    def __call__(self, q, k_pool, v_pool, block_table, query_lens, context_lens, *, window: int | None) -> Tensor:
+        return self.prepare(q, k_pool, block_table, query_lens, context_lens, window=window)(q, k_pool, v_pool)
+
+    def prepare(self, q, k_pool, block_table, query_lens, context_lens, *, window: int | None) -> Attend:
+        mask = block_mask(q, k_pool, block_table, query_lens, context_lens, window)
+        compiled = q.is_cuda if self.compiled is None else self.compiled
+        attention, grouped = _compiled() if compiled else flex_attention, q.shape[1] != k_pool.shape[2]
+
+        def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+            row = (x.transpose(0, 1)[None] for x in (q, k_pool.flatten(0, 1), v_pool.flatten(0, 1)))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+                return attention(*row, block_mask=mask, enable_gqa=grouped)[0].transpose(0, 1)
+
+        return attend
+
+
+flex = Flex()
 
 
 def block_mask(q, k_pool, block_table, query_lens, context_lens, window: int | None) -> BlockMask:

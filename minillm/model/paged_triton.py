@@ -14,11 +14,13 @@ On the CPU only in Triton's interpreter: set TRITON_INTERPRET=1 before Python st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from minillm.model.paged import Attend
 
 try:
     import triton
@@ -33,46 +35,51 @@ VARYING = ("window", "all_rows", "table_width", "splits")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def triton_split_kv(
-    q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    block_table: Tensor,
-    query_lens: Sequence[int],
-    context_lens: Sequence[int],
-    *,
-    window: int | None,
-    splits: int | None = None,
-) -> Tensor:
+@dataclass(frozen=True)
+class TritonSplitKV:
     """A backend of `paged_attention`, shapes as there; sums in float32. splits: of the keys; None = as many as fill the
     GPU twice. Raises ValueError without triton, off the GPU without its interpreter, and for other dtypes than DTYPES.
     """
-    _check(q, k_pool, v_pool)
-    (tokens, heads, head_dim), (_, block_size, kv_heads, _) = q.shape, k_pool.shape
-    group, dims = heads // kv_heads, max(16, triton.next_power_of_2(head_dim))  # tl.dot takes 16 or more
-    columns = min(64, max(16, TILE_BYTES // (dims * q.element_size())))
-    rows = max(16, min(columns, triton.next_power_of_2(max(query_lens) * group)), triton.next_power_of_2(group))
-    tiles = _tiles(tuple(query_lens), tuple(context_lens), rows // group, q.device)
-    if splits is None:
+
+    splits: int | None = None
+
+    def __call__(self, q, k_pool, v_pool, block_table, query_lens, context_lens, *, window: int | None) -> Tensor:
+        return self.prepare(q, k_pool, block_table, query_lens, context_lens, window=window)(q, k_pool, v_pool)
+
+    def prepare(self, q, k_pool, block_table, query_lens, context_lens, *, window: int | None) -> Attend:
+        _check(q, k_pool)
+        (tokens, heads, head_dim), (_, block_size, kv_heads, _) = q.shape, k_pool.shape
+        group, dims = heads // kv_heads, max(16, triton.next_power_of_2(head_dim))  # tl.dot takes 16 or more
+        columns = min(64, max(16, TILE_BYTES // (dims * q.element_size())))
+        rows = min(columns, triton.next_power_of_2(max(query_lens) * group))
+        rows = max(16, rows, triton.next_power_of_2(group))
+        tiles = torch.tensor(list(_tiles(query_lens, context_lens, rows // group)), dtype=torch.int32).to(q.device)
         longest = min(max(context_lens), (window or UNLIMITED) + rows // group)
-        splits = _splits(len(tiles) * kv_heads, longest, q.device)
-    q, block_table = q.contiguous(), block_table.contiguous()
-    parts = torch.empty((splits, *q.shape), device=q.device, dtype=q.dtype if splits == 1 else torch.float32)
-    log_sums = torch.empty((splits, tokens, heads), device=q.device, dtype=torch.float32)
-    attend[len(tiles), kv_heads, splits](
-        *(q, k_pool, v_pool, block_table, tiles, parts, log_sums),
-        *(head_dim**-0.5, UNLIMITED if window is None else window),
-        *(tokens * heads, block_table.shape[1], *k_pool.stride()[:3]),
-        *(group, head_dim, block_size, rows, columns, dims, _factors(q.dtype)),
-        num_stages=2,
-    )
-    if splits == 1:
-        return parts[0]
-    y = torch.empty_like(q)
-    combine[(tokens * heads,)](
-        parts, log_sums, y, splits, tokens * heads, head_dim, dims, triton.next_power_of_2(splits)
-    )
-    return y
+        splits = self.splits or _splits(len(tiles) * kv_heads, longest, q.device)
+        block_table = block_table.contiguous()
+        constants = (group, head_dim, block_size, rows, columns, dims, _factors(q.dtype))
+
+        def launch(q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+            _check_layer(q, k_pool, v_pool)
+            q = q.contiguous()
+            parts = torch.empty((splits, *q.shape), device=q.device, dtype=q.dtype if splits == 1 else torch.float32)
+            log_sums = torch.empty((splits, tokens, heads), device=q.device, dtype=torch.float32)
+            attend[len(tiles), kv_heads, splits](
+                *(q, k_pool, v_pool, block_table, tiles, parts, log_sums),
+                *(head_dim**-0.5, UNLIMITED if window is None else window),
+                *(tokens * heads, block_table.shape[1], *k_pool.stride()[:3], *constants),
+                num_stages=2,
+            )
+            if splits == 1:
+                return parts[0]
+            y, sizes = torch.empty_like(q), (splits, tokens * heads, head_dim, dims, triton.next_power_of_2(splits))
+            combine[(tokens * heads,)](parts, log_sums, y, *sizes)
+            return y
+
+        return launch
+
+
+triton_split_kv = TritonSplitKV()
 
 
 def kernel(function: Callable) -> Callable:
@@ -86,7 +93,7 @@ def attend(
     k_pool,  # [num_blocks, block_size, kv_heads, head_dim]
     v_pool,
     block_table,  # [sequences, table_width]
-    tiles,  # [tiles, 4]: see `_tiles`
+    tiles,  # [tiles, 4], int32: see `_tiles`
     parts,  # [splits, tokens, heads, head_dim]: softmax over this split's keys, times values
     log_sums,  # [splits, tokens, heads]: ln Σ exp(score) over this split's keys
     scale,
@@ -164,18 +171,16 @@ def combine(parts, log_sums, y, splits, all_rows, HEAD_DIM: tl.constexpr, DIMS: 
     tl.store(y + row.to(tl.int64) * HEAD_DIM + dim, mean, mask=wide)
 
 
-@lru_cache(maxsize=8)  # the layers of a step ask for the same one
-def _tiles(query_lens: tuple[int, ...], context_lens: tuple[int, ...], size: int, device: torch.device) -> Tensor:
-    """[tiles, 4], int32: sequence, row of q that is its first, how many tokens (at most `size`), position of the first.
+def _tiles(query_lens: Sequence[int], context_lens: Sequence[int], size: int) -> Iterator[tuple[int, int, int, int]]:
+    """(sequence, row of q that is its first, how many tokens (at most `size`), position of the first), tile by tile.
 
     No keys are needed beyond a tile's last token: causality is in where it ends.
     """
-    tiles, start = [], 0
+    start = 0
     for sequence, (length, context) in enumerate(zip(query_lens, context_lens, strict=True)):
         for done in range(0, length, size):
-            tiles.append((sequence, start + done, min(size, length - done), context - length + done))
+            yield sequence, start + done, min(size, length - done), context - length + done
         start += length
-    return torch.tensor(tiles, dtype=torch.int32).to(device, non_blocking=True)
 
 
 def _splits(programs: int, longest: int, device: torch.device) -> int:
@@ -192,7 +197,7 @@ def _factors(dtype: torch.dtype):
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
 
 
-def _check(q: Tensor, k_pool: Tensor, v_pool: Tensor) -> None:
+def _check(q: Tensor, k_pool: Tensor) -> None:
     if triton is None:
         raise ValueError("triton_split_kv needs the package triton: `pip install triton`, or use backend=gathered.")
     if not (q.is_cuda or triton.knobs.runtime.interpret):
@@ -200,13 +205,16 @@ def _check(q: Tensor, k_pool: Tensor, v_pool: Tensor) -> None:
             f"triton_split_kv runs on a CUDA GPU, not on {q.device}: use backend=gathered, or set TRITON_INTERPRET=1 "
             "before Python starts to run it in Triton's interpreter."
         )
-    if {q.dtype, k_pool.dtype, v_pool.dtype} != {q.dtype} or q.dtype not in DTYPES:
+    if q.dtype not in DTYPES or k_pool.dtype != q.dtype:
         raise ValueError(
-            f"queries of {q.dtype}, keys of {k_pool.dtype}, values of {v_pool.dtype}: triton_split_kv takes float32, "
-            "bfloat16 or float16 for all three; use backend=gathered for others."
+            f"queries of {q.dtype} and keys of {k_pool.dtype}: triton_split_kv takes float32, bfloat16 or float16 for "
+            "both; use backend=gathered for others."
         )
-    if k_pool.stride() != v_pool.stride() or k_pool.stride(-1) != 1:
+
+
+def _check_layer(q: Tensor, k_pool: Tensor, v_pool: Tensor) -> None:
+    if not q.dtype == k_pool.dtype == v_pool.dtype or k_pool.stride() != v_pool.stride() or k_pool.stride(-1) != 1:
         raise ValueError(
-            f"strides {k_pool.stride()} of k_pool and {v_pool.stride()} of v_pool: triton_split_kv wants them equal "
-            "and the last 1; call .contiguous() on both."
+            f"k_pool is {k_pool.dtype} with strides {k_pool.stride()}, v_pool {v_pool.dtype} with {v_pool.stride()}: "
+            f"triton_split_kv wants both {q.dtype}, with equal strides, the last of them 1."
         )

@@ -14,7 +14,7 @@ from test_paged import scattered
 from minillm.model import ModelConfig, Transformer, paged_triton
 from minillm.model.generate import generate
 from minillm.model.paged import block_by_block, default_backend, gathered, paged_attention
-from minillm.model.paged_triton import triton_split_kv
+from minillm.model.paged_triton import TritonSplitKV, triton_split_kv
 from minillm.serve import LLM, SamplingParams
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -64,8 +64,8 @@ def test_compiles_without_a_gpu(dtype, tensor_cores, tmp_path, monkeypatch):
 
 
 def test_tiles_hold_each_query_once_with_its_position():
-    tiles = paged_triton._tiles((1, 7, 3), (9, 7, 20), 3, torch.device("cpu")).tolist()
-    assert tiles == [[0, 0, 1, 8], [1, 1, 3, 0], [1, 4, 3, 3], [1, 7, 1, 6], [2, 8, 3, 17]]
+    tiles = paged_triton._tiles((1, 7, 3), (9, 7, 20), 3)
+    assert list(tiles) == [(0, 0, 1, 8), (1, 1, 3, 0), (1, 4, 3, 3), (1, 7, 1, 6), (2, 8, 3, 17)]
 
 
 def test_splits_are_few_on_many_programs_and_short_contexts(monkeypatch):
@@ -118,7 +118,7 @@ class TestOnAGpu:
             q.double(), *(p.double() for p in pools), tables, *lens, window=window, backend=block_by_block
         )
         for splits in (None, 1, 4):
-            backend = partial(triton_split_kv, splits=splits)
+            backend = TritonSplitKV(splits)
             y = paged_attention(
                 q.cuda(), *(p.cuda() for p in pools), tables.cuda(), *lens, window=window, backend=backend
             )
