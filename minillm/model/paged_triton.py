@@ -43,6 +43,10 @@ class TritonSplitKV:
 
     splits: int | None = None
 
+    def __post_init__(self):
+        if self.splits is not None and self.splits < 1:
+            raise ValueError(f"splits {self.splits} must be at least 1, or None to let the GPU's size decide.")
+
     def __call__(self, q, k_pool, v_pool, block_table, query_lens, context_lens, *, window: int | None) -> Tensor:
         return self.prepare(q, k_pool, block_table, query_lens, context_lens, window=window)(q, k_pool, v_pool)
 

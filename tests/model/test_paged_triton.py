@@ -94,6 +94,8 @@ def test_without_triton_or_a_gpu_one_sentence_says_so(monkeypatch):
             ValueError, match="on a CUDA GPU, not on cpu: use backend=gathered, or set TRITON_INTERPRET"
         ):
             call()
+    with pytest.raises(ValueError, match="splits 0 must be at least 1"):
+        TritonSplitKV(0)
     monkeypatch.setattr(paged_triton, "triton", None)
     with pytest.raises(ValueError, match="pip install triton"):
         call()
