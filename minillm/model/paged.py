@@ -11,6 +11,7 @@ The tokens of all sequences of a step stand one after the other in one flat row,
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import accumulate
 from typing import Protocol
 
@@ -153,6 +154,16 @@ def _block_by_block(q, k_pool: Tensor, v_pool: Tensor, table: Tensor, context: i
         weighted = weighted * shrink + torch.einsum("hgqk,khd->hgqd", weights, values)
         largest = higher
     return (weighted / total).permute(2, 0, 1, 3).reshape(queries, heads, head_dim).to(q.dtype)
+
+
+def default_backend(device: torch.device, dtype: torch.dtype = torch.float32) -> Backend:
+    """On a CUDA GPU the Triton kernel, where triton is installed and the kernel takes this dtype; else `gathered`."""
+    if torch.device(device).type == "cuda" and find_spec("triton") is not None:
+        from minillm.model.paged_triton import DTYPES, triton_split_kv
+
+        if dtype in DTYPES:
+            return triton_split_kv
+    return gathered
 
 
 def paged_attention(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minillm.data import Tokenizer
 from minillm.model import Transformer
-from minillm.model.paged import PagedCache, gathered
+from minillm.model.paged import Backend, PagedCache, default_backend
 from minillm.serve.blocks import BlockPool, root
 from minillm.serve.forward import ForwardPass
 from minillm.serve.recorder import StepRecord, record
@@ -37,6 +37,7 @@ class LLM:
 
     tokenizer: for prompts and stops that are text. num_blocks: None = room for 16 sequences of full length.
     num_host_blocks: to swap to; None = num_blocks if preemption="swap", else 0. scheduling: see `Scheduler`.
+    backend: of `paged_attention`; None = `default_backend`: the Triton kernel on a CUDA GPU, gathered elsewhere.
     records: the last `keep_records` steps; record_blocks adds every block table (costs time and memory).
     proposer: guesses tokens that the model only checks, k in a pass; the tokens' distribution is the same.
     Any thread may add and cancel, also during a forward pass; steps happen one at a time.
@@ -51,7 +52,7 @@ class LLM:
         num_blocks: int | None = None,
         num_host_blocks: int | None = None,
         prefix_cache: bool = True,
-        backend: Callable = gathered,
+        backend: Backend | None = None,
         clock: Callable[[], float] = time.perf_counter,
         keep_records: int = 10_000,
         record_blocks: bool = False,
@@ -59,7 +60,7 @@ class LLM:
         k: int | str | AdaptiveK = 4,
         **scheduling,
     ):
-        self.model, self.tokenizer, self.backend, self.clock = model, tokenizer, backend, clock
+        self.model, self.tokenizer, self.clock = model, tokenizer, clock
         if num_blocks is None:
             num_blocks = 16 * -(-model.config.max_seq_len // max(block_size, 1))
         if num_host_blocks is None:
@@ -68,6 +69,7 @@ class LLM:
         self.pool = BlockPool(num_blocks, block_size, **options)
         self.scheduler = Scheduler(self.pool, **scheduling)
         weight = model.embedding.weight
+        self.backend = backend or default_backend(weight.device, weight.dtype)
         where = {"num_host_blocks": num_host_blocks, "device": weight.device, "dtype": weight.dtype}
         self.cache = self.pool.storage = PagedCache(model.config, num_blocks, block_size, **where)
         self.records: deque[StepRecord] = deque(maxlen=keep_records)
