@@ -53,7 +53,8 @@ cuda: $(VENV)/.ready
 		mkdir -p $(OUT) && \
 		$(BIN)/python -m minillm machine --refresh --json $(OUT)/cuda_machine.json && \
 		$(BIN)/python -m minillm bench comm --json $(OUT)/cuda_bench_comm.json && \
-		$(BIN)/python -m minillm bench step --json $(OUT)/cuda_bench_step.json
+		$(BIN)/python -m minillm bench step --json $(OUT)/cuda_bench_step.json && \
+		$(BIN)/python -m minillm bench attention --json $(OUT)/cuda_bench_attention.json
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis test-artifacts
