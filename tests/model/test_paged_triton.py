@@ -20,6 +20,7 @@ from minillm.serve import LLM, SamplingParams
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
+@pytest.mark.slow
 @needs_triton
 def test_in_the_interpreter():
     cases = Path(__file__).with_name("interpreted_kernel.py")
