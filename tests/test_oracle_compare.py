@@ -10,6 +10,7 @@ from minillm.train.ddp import DataParallel
 from minillm.train.forms import ShardedStates, parallel_form
 
 
+@pytest.mark.slow
 def test_every_stage_equals_one_process():
     layouts = [Layout(2, zero, accumulate) for zero in range(4) for accumulate in (1, 3)]
     cases = {name: CASES[name] for name in ("frozen tied", "unequal", "clipped")}
@@ -81,6 +82,7 @@ def test_a_bit_of_difference_between_ranks_is_found():
     assert not row.identical and not row.ok and row.worst_gradient < 1e-10
 
 
+@pytest.mark.slow
 def test_command(tmp_path, capsys):
     path = tmp_path / "oracle.json"
     argv = ["oracle", "--dp", "1", "--zero", "0,3", "--accumulate", "2", "--cases", "size 1,tied", "--json", str(path)]

@@ -10,6 +10,7 @@ from minillm.train import hybrid
 from minillm.train.hybrid import Hybrid
 
 
+@pytest.mark.slow
 def test_splits_of_two_ranks_equal_one_process():
     schedules = [
         ("gpipe", 1),
@@ -25,6 +26,7 @@ def test_splits_of_two_ranks_equal_one_process():
     assert len(rows) == 2 * len(layouts) and all(row.ok for row in rows), [row for row in rows if not row.ok]
 
 
+@pytest.mark.slow
 def test_products_of_axes_equal_one_process():
     four = [
         Layout(dp=2, tp=2, sequence=True, zero=1, accumulate=2),

@@ -17,6 +17,7 @@ BENCHES = {  # name -> module with run(repeats, ...) -> rows, and what is compar
     "data-parallel": ("minillm.bench.data_parallel", "data parallel and ZeRO against torch's DDP, ZeRO-1 and FSDP2"),
     "tensor": ("minillm.bench.tensor", "tensor and sequence parallelism against torch DTensor"),
     "pipeline": ("minillm.bench.pipeline", "pipeline schedules against torch.distributed.pipelining's"),
+    "attention": ("minillm.bench.attention", "backends of paged attention against a padded gather and torch's SDPA"),
     "step": ("minillm.bench.step", "the training step against transformers in a plain loop and under accelerate"),
 }
 BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from minillm.data import Tokenizer
 from minillm.model import Transformer
-from minillm.model.paged import PagedCache, gathered
+from minillm.model.paged import Backend, PagedCache, default_backend
 from minillm.serve.blocks import BlockPool, root
 from minillm.serve.forward import ForwardPass
 from minillm.serve.recorder import StepRecord, record
-from minillm.serve.request import Output, Request, Sample, prompt_ids
+from minillm.serve.request import Output, Request, Sample, pairs, prompt_ids
 from minillm.serve.sampling import SamplingParams, Token
 from minillm.serve.scheduler import Scheduler
 from minillm.serve.sequence import Plan, Sequence
@@ -37,6 +37,7 @@ class LLM:
 
     tokenizer: for prompts and stops that are text. num_blocks: None = room for 16 sequences of full length.
     num_host_blocks: to swap to; None = num_blocks if preemption="swap", else 0. scheduling: see `Scheduler`.
+    backend: of `paged_attention`; None = `default_backend`: the Triton kernel on a CUDA GPU, gathered elsewhere.
     records: the last `keep_records` steps; record_blocks adds every block table (costs time and memory).
     proposer: guesses tokens that the model only checks, k in a pass; the tokens' distribution is the same.
     Any thread may add and cancel, also during a forward pass; steps happen one at a time.
@@ -51,7 +52,7 @@ class LLM:
         num_blocks: int | None = None,
         num_host_blocks: int | None = None,
         prefix_cache: bool = True,
-        backend: Callable = gathered,
+        backend: Backend | None = None,
         clock: Callable[[], float] = time.perf_counter,
         keep_records: int = 10_000,
         record_blocks: bool = False,
@@ -59,7 +60,7 @@ class LLM:
         k: int | str | AdaptiveK = 4,
         **scheduling,
     ):
-        self.model, self.tokenizer, self.backend, self.clock = model, tokenizer, backend, clock
+        self.model, self.tokenizer, self.clock = model, tokenizer, clock
         if num_blocks is None:
             num_blocks = 16 * -(-model.config.max_seq_len // max(block_size, 1))
         if num_host_blocks is None:
@@ -68,6 +69,7 @@ class LLM:
         self.pool = BlockPool(num_blocks, block_size, **options)
         self.scheduler = Scheduler(self.pool, **scheduling)
         weight = model.embedding.weight
+        self.backend = backend or default_backend(weight.device, weight.dtype)
         where = {"num_host_blocks": num_host_blocks, "device": weight.device, "dtype": weight.dtype}
         self.cache = self.pool.storage = PagedCache(model.config, num_blocks, block_size, **where)
         self.records: deque[StepRecord] = deque(maxlen=keep_records)
@@ -84,14 +86,9 @@ class LLM:
         self, prompts: list[str | list[int]], params: SamplingParams | list[SamplingParams] | None = None
     ) -> list[Output]:
         """One output per prompt, in order. params: for all, or one for each. Refuses all if one cannot run."""
-        if isinstance(prompts, str):
-            raise ValueError("prompts is one text: give a list of prompts.")
-        each = list(params) if isinstance(params, list | tuple) else [params] * len(prompts)
-        if len(each) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts but {len(each)} params: give one for all, or one for each.")
-        mine: list[Output] = []
+        each, mine = pairs(prompts, params), []
         with self._keeping_others(mine) as others:
-            for prompt, wanted in zip(prompts, each, strict=True):
+            for prompt, wanted in each:
                 with self._lock:  # nobody may end it before we have it
                     mine.append(self._requests[self.add(prompt, wanted)].output)
             while any(output.timing.ended is None for output in mine):
@@ -219,20 +216,21 @@ class LLM:
             for output, (_, tokens) in zip(outputs, plan.batch, strict=True):
                 output.computed += tokens
             if error is None:
-                sampled = self._sample(self.scheduler.advance(plan), run.rows, logits)
+                sampled = self._sample(self.scheduler.advance(plan), run, logits)
             self.speculation.observe(plan, run, self._samples)
             ended = tuple(output.request_id for output in self._ended[before:])
             facts = {"ended": ended, "sampled": sampled, "times": (started, self.clock() - started), "error": error}
             self.records.append(record(self.scheduler, plan, run.starts, blocks=self.record_blocks, **facts))
 
-    def _sample(self, sequences: list[Sequence], rows: list[int], logits: Tensor) -> int:
-        """The next tokens of each, from logits [Σ rows, vocab_size]; at the end of its prompt one becomes n first."""
+    def _sample(self, sequences: list[Sequence], run: ForwardPass, logits: Tensor) -> int:
+        """The next tokens of each, logits: [Σ run.rows, vocab_size]; at the end of its prompt one becomes n first."""
         if not len(logits):
             return 0
         sampled, end, sound, likeliest = 0, 0, logits.amax(-1).isfinite().tolist(), logits.argmax(-1).tolist()
-        for sequence, count in zip(sequences, rows, strict=True):
+        for sequence, count in zip(sequences, run.rows, strict=True):
             start, end = end, end + count
             if sequence not in self._samples:  # cancelled meanwhile, or failed by another sample of its request
+                self.pool.forget(() if sound[start] else run.table(sequence))
                 continue
             request = self._samples[sequence].request
             if not sound[start]:

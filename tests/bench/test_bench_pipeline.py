@@ -1,8 +1,11 @@
+import pytest
+
 from minillm.__main__ import run
 from minillm.bench import pipeline
 from minillm.comm import launch
 
 
+@pytest.mark.slow
 def test_smoke():
     chosen = ("1f1b", "zero_bubble_v")
     rows = pipeline.run(world_sizes=(2,), shapes=("tiny",), schedules=chosen, repeats=5)

@@ -328,6 +328,7 @@ def test_launch_from_threads_at_once() -> None:
     }
 
 
+@pytest.mark.slow
 def test_launch_without_main_guard(tmp_path) -> None:
     """From a file, `python -c` and standard input: functions defined beside the call; the script itself runs once."""
     text = """
@@ -367,6 +368,7 @@ def start_endless(folder: Path, *args: str) -> subprocess.Popen:
     return start_python(folder, path.name, *args)
 
 
+@pytest.mark.slow
 def test_ranks_die_with_their_launcher(tmp_path) -> None:
     """Ctrl-C (also an impatient one), kill, kill -9: no rank survives, nor its folder."""
     hows = ["SIGINT", "SIGINT twice", "SIGTERM", "SIGKILL"]
@@ -385,6 +387,7 @@ def test_ranks_die_with_their_launcher(tmp_path) -> None:
     assert not list(tmp_path.glob("minillm-*"))
 
 
+@pytest.mark.slow
 def test_interrupted_while_ranks_start(tmp_path) -> None:
     """Ctrl-C at several moments of the start-up."""
     for launcher in [start_endless(tmp_path, delay) for delay in ("0.001", "0.1", "0.8")]:
@@ -398,6 +401,7 @@ def test_interrupted_while_ranks_start(tmp_path) -> None:
 # Nothing is left.
 
 
+@pytest.mark.slow
 def test_fifty_launches_leave_nothing() -> None:
     launch(programs.nothing, 2)
     before, threads = traces(), threading.active_count()
@@ -407,6 +411,7 @@ def test_fifty_launches_leave_nothing() -> None:
     assert traces() == before
 
 
+@pytest.mark.slow
 def test_failing_launches_leave_nothing() -> None:
     """Also while their errors are still held, as a notebook holds the last one."""
     launch(programs.nothing, 2)

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 from minillm.comm.launch import _store
 
@@ -36,6 +37,7 @@ def free_port() -> str:
     return str(_store().port)  # closed again at once
 
 
+@pytest.mark.slow
 def test_receipts_are_equal_in_all_three_worlds(tmp_path) -> None:
     rendezvous = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "two"]
     rendezvous += ["--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"]
@@ -60,6 +62,7 @@ def test_receipts_are_equal_in_all_three_worlds(tmp_path) -> None:
     nothing_left(tmp_path)
 
 
+@pytest.mark.slow
 def test_hangs_end_with_the_table(tmp_path) -> None:
     """Within the timeout of `launch`, in any group: not after half an hour, nor after rank 1's two minutes of sleep."""
     rows = {"mesh": "0     all_reduce", "barrier": "0     barrier", "subgroup": "0     make group"}
@@ -76,6 +79,7 @@ def test_hangs_end_with_the_table(tmp_path) -> None:
     nothing_left(tmp_path)
 
 
+@pytest.mark.slow
 def test_nested_launch_is_refused_under_torchrun(tmp_path) -> None:
     process = start(tmp_path, *torchrun("--standalone", "--nproc-per-node", "1"), "nested")
     _, err = process.communicate(timeout=90)
@@ -83,6 +87,7 @@ def test_nested_launch_is_refused_under_torchrun(tmp_path) -> None:
     nothing_left(tmp_path)
 
 
+@pytest.mark.slow
 def test_no_thread_of_gloo_outlives_the_launch(tmp_path) -> None:
     """One that frees a tensor while Python shuts down would abort the process."""
     process = start(tmp_path, *torchrun("--standalone", "--nproc-per-node", "2"), "threads")

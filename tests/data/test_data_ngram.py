@@ -66,6 +66,7 @@ def test_the_largest_ids_fit(order=5):
     assert NGram(tokens, 4096, order).probabilities(tokens)[-1] > 0.9
 
 
+@pytest.mark.slow
 def test_context_helps_on_held_out_code(library_tokens):
     train, validation = library_tokens
     bits = [ngram_bits_per_byte(train, validation, order) for order in range(1, 5)]

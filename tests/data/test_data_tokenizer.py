@@ -25,6 +25,7 @@ def test_the_committed_tokenizer_is_small_and_complete():
     )
 
 
+@pytest.mark.slow
 def test_the_committed_tokenizer_is_what_its_command_makes():
     source = json.loads(COMMITTED.with_suffix(".source.json").read_text())
     if corpus().fingerprint("train") != source["sha256"]:

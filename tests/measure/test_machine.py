@@ -205,6 +205,7 @@ def test_rates_are_those_of_the_clock(monkeypatch):
     assert torch.get_num_threads() == threads
 
 
+@pytest.mark.slow
 def test_probe_times_real_ranks():
     command = [sys.executable, "-m", "minillm.comm.probe", "--world-sizes", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

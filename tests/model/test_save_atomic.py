@@ -75,6 +75,7 @@ def test_killed_at_any_step(before, after, tmp_path):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.slow
 def test_disk_full(layout, tmp_path):
     """The operating system refuses to write past a file size: a real failed write, in the middle of a file."""
     folder = tmp_path / "checkpoint"

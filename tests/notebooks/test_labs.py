@@ -1,5 +1,6 @@
 """Every lab and every exercise of the course, held to the strict harness."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ def test_solution_passes_every_check(lab, tmp_path):
     harness.check_solved(MASTERS[lab], tmp_path)
 
 
+@pytest.mark.skipif(os.environ.get("MINILLM_PROOF") != "all", reason="some minutes; MINILLM_PROOF=all runs it")
 @pytest.mark.parametrize("lab", MASTERS)
 def test_half_solved_lab_runs(lab, tmp_path):
     harness.check_half(MASTERS[lab], tmp_path)

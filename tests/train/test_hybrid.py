@@ -75,6 +75,7 @@ def same(a, b):
     return a == b
 
 
+@pytest.mark.slow
 def test_steps_are_those_of_one_process_and_checkpoints_fit_every_layout():
     for steps, weights in launch(relay, 4, "fp32", LAYOUTS):
         assert steps < 2e-4 and weights < 5e-3  # Adam: a gradient of nearly 0 moves its weight by up to lr, 1e-2
@@ -82,6 +83,7 @@ def test_steps_are_those_of_one_process_and_checkpoints_fit_every_layout():
         assert steps < 0.1 and weights < 0.05
 
 
+@pytest.mark.slow
 def test_whole_run_by_the_command(tmp_path, home):
     common = ["train", "--model-size", "tiny", "--data", "text", "--seq-len", "32", "--lr", "0.01", "--steps", "4"]
 

@@ -17,6 +17,7 @@ BYTES = programs.SEQ_LEN * programs.HIDDEN * 8  # of one row of hidden states
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.slow
 def test_every_schedule_gives_the_gradients_of_one_process_and_sends_what_was_predicted(stages):
     seen = set()
     for row in zip(*launch(programs.every_schedule, stages), strict=True):

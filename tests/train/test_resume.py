@@ -57,6 +57,7 @@ def test_resumed_is_bit_equal(precision, stop, tmp_path):
         run.close()
 
 
+@pytest.mark.slow
 def test_interrupted_at_a_random_step_and_resumed(home):
     """A real SIGINT to a real `python -m minillm train`, then --resume: the uninterrupted losses, bit for bit."""
     options = ["--model-size", "tiny", "--data", "text", "--seq-len", "32", "--batch-size", "2", "--steps", "160"]

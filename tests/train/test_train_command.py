@@ -15,6 +15,7 @@ from minillm.train.presets import SIZES, preset
 TINY = ["train", "--model-size", "tiny", "--data", "text", "--seq-len", "32", "--batch-size", "4", "--steps", "30"]
 
 
+@pytest.mark.slow
 def test_train_export_and_load(home, capsys):
     assert run([*TINY, "--export", "model", "--lr", "0.01", "--memory", "--json", "found.json"]) == 0
     out, err = capsys.readouterr()
@@ -35,6 +36,7 @@ def test_train_export_and_load(home, capsys):
     assert transformers.AutoTokenizer.from_pretrained(home / "model")("def f(x):")["input_ids"] == ids[0].tolist()
 
 
+@pytest.mark.slow
 def test_runs_are_numbered_and_resumed(home, capsys):
     assert run(TINY) == run(TINY) == 0
     assert sorted(path.name for path in (home / "runs").iterdir()) == ["tiny-1", "tiny-2"]

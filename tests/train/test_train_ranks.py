@@ -21,6 +21,7 @@ def losses(home, *arguments):
     return json.loads((home / "found.json").read_text())
 
 
+@pytest.mark.slow
 def test_every_stage_loses_like_one_process_and_resumes_on_other_ranks(home, capsys):
     alone = losses(home, "--batch-size", "4", "--run", "alone")
     for stage in range(4):
@@ -38,6 +39,7 @@ def test_every_stage_loses_like_one_process_and_resumes_on_other_ranks(home, cap
     assert moments[0].shape == moments[1].shape
 
 
+@pytest.mark.slow
 def test_a_run_is_asked_to_stop_and_goes_on_with_another_number_of_ranks(home):
     long = [*COMMON[:-1], "4000", "--batch-size", "2", "--save-every", "5000"]
     folder = home / "runs/stopped"
@@ -65,6 +67,7 @@ def test_a_run_is_asked_to_stop_and_goes_on_with_another_number_of_ranks(home):
     assert stopped(second, "train", "--resume", "--dp", "3", "--zero", "2") > second
 
 
+@pytest.mark.slow
 def test_under_torchrun_there_is_one_run_in_one_folder(home):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "minillm"]
     argv = [*torchrun, *COMMON, "--batch-size", "2", "--zero", "1"]
