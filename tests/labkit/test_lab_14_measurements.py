@@ -52,7 +52,7 @@ def test_latencies_read_from_records_are_those_that_happened():
 
 @pytest.mark.parametrize("fault", breaks.FAULTS)
 def test_every_fault_shows_and_is_told_apart(fault):
-    for seed in range(24):
+    for seed in range(12):
         flight = breaks.case(fault, seed)
         assert diagnose(flight.records, prompts(flight)) == fault
         assert flight.stuck == (fault == "livelock")
@@ -74,13 +74,13 @@ def test_baselines_take_the_steps_of_the_formula():
         assert len(llm.records) == predict.static_steps(lengths, 3)
 
 
-def test_timers_keep_their_bound():
-    for numbers in engines.timers(Transformer(experiments.TINY, seed=0), (0.0, 0.2)):
+def test_a_timer_keeps_its_bound():
+    for numbers in engines.timers(Transformer(experiments.TINY, seed=0), (0.2,)):
         assert numbers["longest_s"] <= numbers["bound_s"] + 1e-9
 
 
 def test_the_recorder_draws_any_step_of_any_flight():
-    for options in ({"step": 1}, {"step": 10_000, "preemption": "swap"}, {"step": 40, "policy": "longest", "chunk": 4}):
+    for options in ({"step": 1}, {"step": 10_000, "policy": "longest", "preemption": "swap", "chunk": 24}):
         assert render(lab_14_flight.view, **options).startswith(b"\x89PNG")
     flight = lab_14_flight.flight()
     assert flight.preemptions and max(max(each.references) for each in flight.records) > 1
