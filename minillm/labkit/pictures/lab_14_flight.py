@@ -46,7 +46,7 @@ def flight(policy: str = "latest", preemption: str = "recompute", chunk: int = 1
     return play(trace(), blocks=True, policy=policy, preemption=preemption, **(POOL | {"chunk": chunk}))
 
 
-def view(step: int = 30, policy: str = "latest", preemption: str = "recompute", chunk: int = 12) -> Figure:
+def view(step: int = 14, policy: str = "latest", preemption: str = "recompute", chunk: int = 12) -> Figure:
     """Who holds which block after a step, and what each step computed (the arrow is this one).
 
     A block shows its sequence; ×2: two hold it. Hatched tokens are prompt, or computed again after a preemption.
