@@ -343,8 +343,8 @@ sliders(
 
 # %% [markdown]
 # Move `step`. Prompts come in as hatched towers, on top of those who decode: one plain token each, in every step. Every
-# second request begins with the same 16 tokens, in blocks that two of them hold. In step 14, the one shown, there is no
-# free block left, and 5 gives way. Two steps later it is back, and finds 20 of its 32 tokens still in the prefix cache:
+# second request begins with the same 16 tokens, in blocks that two of them hold. In step 14, the one shown, there was
+# no free block left, and 5 gave way (grey: what it left behind, cached until somebody needs it). Two steps later it is back, and finds 20 of its 32 tokens still in the prefix cache:
 # a hatched piece of 12, then it goes on. Choose `swap`, and it comes back with a single plain token.
 #
 # This flight was *played*: a schedule depends on how long things are, not on what they say, so no model is needed. Is
@@ -632,8 +632,8 @@ diagnose = check("diagnose-a-flight", diagnose)
 # - **Livelock** (nano-vllm#274). Whoever does not fit throws out who runs. That one does not fit either, in the next
 #   step. Utilization is 100 %.
 # - **Tokens that do not exist** (nano-vllm PR#211). Preempted, back again, some of its blocks are still in the prefix
-#   cache; the number of tokens to compute was taken *before* the hits were. The pass is asked for positions that hold no
-#   token yet: at best it fails, at worst it samples from the wrong row.
+#   cache; the number of tokens to compute was taken *before* the hits were. The pass is asked for positions that hold
+#   no token yet: at best it fails, at worst it samples from the wrong row.
 #
 # ## Where it loses
 #
