@@ -344,8 +344,9 @@ sliders(
 # %% [markdown]
 # Move `step`. Prompts come in as hatched towers, on top of those who decode: one plain token each, in every step. Every
 # second request begins with the same 16 tokens, in blocks that two of them hold. In step 14, the one shown, there was
-# no free block left, and 5 gave way (grey: what it left behind, cached until somebody needs it). Two steps later it is back, and finds 20 of its 32 tokens still in the prefix cache:
-# a hatched piece of 12, then it goes on. Choose `swap`, and it comes back with a single plain token.
+# no free block left, and 5 gave way (grey: what it left behind, cached until somebody needs it). Two steps later it is
+# back, and finds 20 of its 32 tokens still in the prefix cache: a hatched piece of 12, then it goes on. Choose `swap`,
+# and it comes back with a single plain token.
 #
 # This flight was *played*: a schedule depends on how long things are, not on what they say, so no model is needed. Is
 # that so? The same trace through the engine, with a model:
