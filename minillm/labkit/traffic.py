@@ -4,9 +4,9 @@
         model(tokens, positions, attention=cache)
     traffic.read["weights"], traffic.read["cache"], traffic.written["cache"]      # bytes
 
-A view moves nothing. An operation that takes a watched tensor, or a view of one, reads the view's distinct elements once;
-one that writes into it in place writes as many. An embedding reads the rows it looks up. Nothing is timed: these are the
-bytes that have to come from memory when the tensors do not fit a cache.
+A view moves nothing. An operation that takes a watched tensor, or a view of one, reads the view's distinct elements
+once; one that writes into it in place writes as many. An embedding reads the rows it looks up. Nothing is timed: these
+are the bytes that have to come from memory when the tensors do not fit a cache.
 """
 
 import math
@@ -22,7 +22,7 @@ _LOOKUPS = (torch.ops.aten.embedding.default, torch.ops.aten.index_select.defaul
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes `read` and `written` by name of the watched group of tensors; `products` counts matmuls and attentions."""
+    """Bytes `read` and `written` by name of the watched group of tensors."""
 
     def __init__(self, **watched: Iterable[Tensor]):
         super().__init__()

@@ -5,8 +5,8 @@
     decode        new = 1, kept = context        FLOPs ~ 2 · P · batch      bytes ~ P · b + batch · context · KV
     intensity     FLOP per byte ~ (2 / b) · tokens in the pass, as long as the cache is small beside the weights
 
-P matmul parameters, b bytes per element, KV = 2·L·H_kv·d·b bytes per token (`model.kv_bytes_per_token`). Every weight is
-read once per pass, whatever the batch: that is why a batch decodes faster than one sequence (Pope et al. 2022,
+P matmul parameters, b bytes per element, KV = 2·L·H_kv·d·b bytes per token (`model.kv_bytes_per_token`). Every weight
+is read once per pass, whatever the batch: that is why a batch decodes faster than one sequence (Pope et al. 2022,
 "Efficiently Scaling Transformer Inference", §2). Bytes are compulsory traffic: activations are taken to stay in caches.
 """
 
@@ -51,7 +51,7 @@ def work(shape: Shape, batch: int, new: int, kept: int, itemsize: int = 2) -> Wo
     """A forward pass of `batch` sequences that bring `new` tokens each to `kept` cached ones; logits of the last only.
 
     Exact for `minillm.model` with a contiguous cache: each weight once, of the embedding the rows looked up; a key and
-    a value written per new token, all of kept + new read. Scores are counted causally, as a causal kernel computes them.
+    a value written per new token, all of kept + new read. Scores are counted as a causal kernel computes them.
     """
     _at_least(1, batch=batch, new=new, itemsize=itemsize)
     _at_least(0, kept=kept)

@@ -111,7 +111,7 @@ def check_attend(learner: Any) -> Receipt:
         ]
         if read > end * entry:
             raise CheckFailed(
-                f"{who}: right values, but it read {read:,} bytes of the cache where {end} places hold {end * entry:,}: "
+                f"{who}: right values, but it read {read:,} bytes of a cache whose {end} places hold {end * entry:,}: "
                 "slice the cache to what is filled before you multiply, or every step costs as much as the longest",
                 rows,
             )
@@ -193,8 +193,8 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None) -> Te
     lab=LAB,
     hints=(
         "Which tokens has the model not seen yet? At first the whole prompt; afterwards how many?",
-        "One pass over the prompt at positions 0 .. len(prompt) - 1; its last logits give the first token. Then each new "
-        "token goes in alone, at the place where it stands in the whole sequence. The last one never goes in.",
+        "One pass over the prompt at positions 0 .. len(prompt) - 1; its last logits give the first token. Then each "
+        "new token goes in alone, at the place where it stands in the whole sequence. The last one never goes in.",
         "logits = model(torch.tensor([tokens]), torch.arange(start, start + len(tokens)), attention=cache); "
         "answer.append(int(logits[0, -1].argmax())); then start += len(tokens) and tokens = answer[-1:], until count.",
     ),

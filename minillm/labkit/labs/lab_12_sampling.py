@@ -17,7 +17,6 @@ from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.labs.lab_12 import LAB
 from minillm.labkit.receipts import Row, row
 
-
 # The course's own answers.
 
 
@@ -50,9 +49,10 @@ def distribution(logits: Tensor, temperature: float, top_k: int | None, top_p: f
     difficulty=2,
     lab=LAB,
     hints=(
-        "Put the tokens in order, the likeliest first, and add up. The token with which the sum reaches top_p: in or out?",
-        "It is in: without it the sum would be below top_p. So a token stays if those *before* it sum to less than top_p. "
-        "Afterwards, back to the order of the vocabulary.",
+        "Put the tokens in order, the likeliest first, and add up. "
+        "Is the token with which the sum reaches top_p in or out?",
+        "It is in: without it the sum would be below top_p. So a token stays if those *before* it sum to less than "
+        "top_p. Afterwards, back to the order of the vocabulary.",
         "ordered, order = probabilities.sort(descending=True); before = ordered.cumsum(-1) - ordered; "
         "kept = torch.zeros_like(probabilities, dtype=torch.bool); kept[order[before < top_p]] = True",
     ),
@@ -122,10 +122,10 @@ def _say_nucleus(shares: Sequence[float], top_p: float, kept: set[int], right: s
     lab=LAB,
     hints=(
         "In which order? The nucleus is one of the distribution that is drawn from, so what comes before it?",
-        "Temperature first (logits / T), then the k likeliest, then the nucleus of what these have left, and what stays "
-        "has to sum to 1 again. T = 0 is the limit: the likeliest token for certain.",
-        "logits / temperature; logits below logits.topk(top_k).values[-1] to -inf; p = softmax; p[~nucleus(p, top_p)] = 0; "
-        "p / p.sum(). Before all that: if temperature == 0, a 1 at argmax and zeros elsewhere.",
+        "Temperature first (logits / T), then the k likeliest, then the nucleus of what these have left, and what "
+        "stays has to sum to 1 again. T = 0 is the limit: the likeliest token for certain.",
+        "logits / temperature; logits below logits.topk(top_k).values[-1] to -inf; p = softmax; "
+        "p[~nucleus(p, top_p)] = 0; p / p.sum(). Before all that: if temperature == 0, a 1 at argmax and zeros elsewhere.",
     ),
 )
 def check_distribution(learner: Callable) -> list[Row]:

@@ -8,7 +8,6 @@ import itertools
 import math
 import random
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -58,8 +57,8 @@ def latencies(log: Log) -> dict[str, tuple[float, float | None]]:
     lab=LAB,
     hints=(
         "Which bytes do the sequences of a batch share, and which does each have for itself?",
-        "Every weight is read once per step, however many sequences use it; every sequence reads its own cache. A weight "
-        "multiplies and adds once per sequence. The step takes as long as the slower of the two.",
+        "Every weight is read once per step, however many sequences use it; every sequence reads its own cache. A "
+        "weight multiplies and adds once per sequence. The step takes as long as the slower of the two.",
         "read = weights * itemsize + batch * context * kv_bytes; flops = 2 * weights * batch; "
         "seconds = max(read / bandwidth, flops / peak_flops); batch tokens come out of it.",
     ),
@@ -89,7 +88,7 @@ def check_decode_step(learner: Callable) -> Receipt:
 
 
 def one_step(config: ModelConfig, batch: int, context: int) -> tuple[int, int]:
-    """(bytes of weights and cache read, FLOPs with the weights) of a decode step; the new token is the last of context."""
+    """(bytes of weights and cache read, FLOPs with the weights) of a decode step at the last place of `context`."""
     model = Transformer(config)
     cache = KVCache(config, context, batch=batch)
     cache.keys.zero_(), cache.values.zero_()
@@ -158,8 +157,8 @@ def _say_step(found: tuple, right: tuple, case: tuple) -> str:
     lab=LAB,
     hints=(
         "What does the user wait for first, and from when on? And how many gaps lie between n tokens?",
-        "TTFT: first token minus arrival, the queue included. TPOT: from the first token to the last, over the n - 1 gaps "
-        "between them; a single token has none.",
+        "TTFT: first token minus arrival, the queue included. TPOT: from the first token to the last, over the n - 1 "
+        "gaps between them; a single token has none.",
         "For each request: at = its token times; (at[0] - arrived, (at[-1] - at[0]) / (len(at) - 1) if len(at) > 1 "
         "else None).",
     ),
