@@ -30,11 +30,13 @@ from minillm.predict import decoding as predict
 from minillm.predict import roofline
 from minillm.predict.model import kv_bytes_per_token, parameters
 
+torch.set_num_threads(1)  # the device of this lab is one core, as in lab 02
+
 # %% [markdown]
 # ## Two kinds of passes
 #
-# In a causal model the keys and values of a token depend on what stands before it, never on what follows. Once computed,
-# they stay right. So they are kept, and each token goes through the model once. The prompt goes in as a whole
+# In a causal model the keys and values of a token depend on what stands before it, never on what follows. Once
+# computed, they stay right. So they are kept, and each token goes through the model once. The prompt goes in as a whole
 # (*prefill*), which gives the first token of the answer. From then on each pass takes one token in and gives one
 # (*decode*).
 
@@ -52,8 +54,8 @@ sliders(pictures.a_sequence, prompt=(1, 10), answer=(1, 10))
 # ## Predict
 #
 # **A model of 70 billion parameters in 16 bits, 3.35 TB/s of memory bandwidth (H100 SXM, NVIDIA's datasheet). How many
-# tokens per second can one sequence get at most?** A pass has to read the weights. Write down your guess. (The one below
-# reads them twice, "2 · parameters · bytes".)
+# tokens per second can one sequence get at most?** A pass has to read the weights. Write down your guess. (The one
+# below reads them twice: "2 · parameters · bytes".)
 
 # %%
 guess = 12  # tokens per second: your guess
@@ -105,7 +107,8 @@ def attend(q, k, v, keys, values, start):
 attend = check("cached-attention", attend)
 
 # %% [markdown]
-# The last two rows are what a decode step costs in every layer: one entry written, *all* read. You will meet them again.
+# The last two rows are what a decode step costs in every layer: one entry written, *all* read. You will meet them
+# again.
 #
 # ### 2. Prefill, then decode
 #
@@ -338,8 +341,8 @@ def latencies(log):
 latencies = check("ttft-and-tpot", latencies)
 
 # %% [markdown]
-# End to end is queue + prefill + (n - 1) · TPOT. Three prompts on the small model, one after the other; which of the two
-# latencies grows with the prompt?
+# End to end is queue + prefill + (n - 1) · TPOT. Three prompts on the small model, one after the other. Which of the
+# two latencies grows with the prompt?
 
 # %%
 log = []
@@ -502,9 +505,8 @@ receipt("bytes of a decode step, float32", rows)
 # %%
 for name, gpu in GPUS.items():
     ridge = gpu.peak_flops / gpu.bandwidth
-    print(
-        f"{name:<15}{gpu.peak_flops / 1e12:>5.0f} TFLOP/s {gpu.bandwidth / 1e12:>6.2f} TB/s   ridge {ridge:>4.0f}   {gpu.source}"
-    )
+    rates = f"{gpu.peak_flops / 1e12:>4.0f} TFLOP/s {gpu.bandwidth / 1e12:.2f} TB/s  ridge {ridge:.0f}"
+    print(f"{name:<14}{rates}  {gpu.source}")
 
 # %%
 show(pictures.on_a_roof)
@@ -533,9 +535,10 @@ sliders(
 )
 
 # %% [markdown]
-# Three limits: weights (rising), compute (flat) and caches (flat, BW / (ctx · KV)). Move the context to 512: compute is
-# reached. At 2,048 it never is, since each further sequence brings its own bytes, and before that the card is full.
-# Then 32 kv heads. Then 4-bit weights: 4 times as fast at batch 1 and hardly faster at 200.
+# Three limits: weights (rising), compute (flat) and caches (flat, BW / (ctx · KV)). At a context of 2,048 decoding
+# never becomes compute-bound: each further sequence brings its own bytes, and then the card is full. Move the context
+# to 128, and compute takes over beyond a batch of 400 (a ridge of 295 FLOP/byte, and a few caches on the way). Then 32
+# kv heads. Then 4-bit weights: nearly 4 times as fast at batch 1, and hardly faster at 200.
 #
 # What changes on a GPU beside the numbers: a pass is hundreds of kernels of microseconds each, so at batch 1 their
 # launches count (CUDA graphs replay them as one), and a decode kernel must split the *keys* of one sequence over the
@@ -545,7 +548,8 @@ sliders(
 # ## Break it
 #
 # Four decoders read the same text token by token, beside the right one. "Mask without offset" hit gpt-fast (#233), and
-# torch's `is_causal=True` does just that when one query meets many keys. One of the four is no bug at all. **Predict which loss moves most, and which not at all.**
+# torch's `is_causal=True` does just that when one query meets many keys. One of the four is no bug at all. **Predict
+# which loss moves most, and which not at all.**
 
 # %%
 found = breaks.all_symptoms()
@@ -639,10 +643,10 @@ for point in (decode_points[0], decode_points[-1], prefills[-1]):
 receipt("one core, measured", rows)
 
 # %% [markdown]
-# Alone, a sequence leaves nearly all arithmetic unused; on an H100 it is more than 99 %. A chat at home, an agent that
-# waits for itself, the last request of the night: no batch to share with. What helps then reads *fewer bytes per token*:
-# smaller weights (lab 16), several tokens per pass of the weights (speculation, lab 15), more memories side by side
-# (tensor parallelism halves the time of a read, lab 18; replicas raise throughput, not this). What does not: more
+# Alone, a sequence leaves nearly all arithmetic unused; on an H100, more than 99 % of it. A chat at home, an agent
+# that waits for itself, the last request of the night: no batch to share with. What helps then reads *fewer bytes per
+# token*: smaller weights (lab 16), several tokens per pass of the weights (speculation, lab 15), more memories side by
+# side (tensor parallelism halves the time of a read, lab 18; replicas raise throughput, not this). What does not: more
 # FLOP/s.
 #
 # With many requests the question becomes how to keep the batch full, and where to put all those caches: labs 14 and 13.
@@ -752,8 +756,9 @@ number(
 # **3. How much memory do you plan for caches?**
 # <details><summary>Answer</summary>
 #
-# What stays beside weights and workspace, divided by bytes per token: tokens for all requests together. Then by the mean
-# length, not the maximum, if memory is paged (lab 13). Ask for kv heads before you compute: 8 instead of 64 is 8 times.
+# What stays beside weights and workspace, divided by bytes per token: tokens for all requests together. Then by the
+# mean length, not the maximum, if memory is paged (lab 13). Ask for kv heads before you compute: 8 instead of 64 is 8
+# times.
 # </details>
 #
 # **4. Throughput stops growing with the batch. What now?**

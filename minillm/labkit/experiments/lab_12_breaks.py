@@ -17,7 +17,7 @@ from minillm.labkit.experiments.lab_12 import target, windows
 from minillm.labkit.labs.lab_12 import attend
 from minillm.model.generate import KVCache
 
-PROMPT, LENGTH = 32, 128
+PROMPT, LENGTH = 32, 104
 
 
 def appended_after(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:

@@ -124,8 +124,8 @@ def _say_nucleus(shares: Sequence[float], top_p: float, kept: set[int], right: s
         "In which order? The nucleus is one of the distribution that is drawn from, so what comes before it?",
         "Temperature first (logits / T), then the k likeliest, then the nucleus of what these have left, and what "
         "stays has to sum to 1 again. T = 0 is the limit: the likeliest token for certain.",
-        "logits / temperature; logits below logits.topk(top_k).values[-1] to -inf; p = softmax; "
-        "p[~nucleus(p, top_p)] = 0; p / p.sum(). Before all that: if temperature == 0, a 1 at argmax and zeros elsewhere.",
+        "logits / temperature; those below logits.topk(top_k).values[-1] to -inf; p = softmax, 0 outside its nucleus; "
+        "p / p.sum(). Before all that: if temperature == 0, a 1 at argmax and zeros elsewhere.",
     ),
 )
 def check_distribution(learner: Callable) -> list[Row]:
