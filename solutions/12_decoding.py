@@ -149,10 +149,11 @@ with torch.no_grad():
 print(tokenizer.decode(prompt + mine))
 
 # %%
+naive = list(decoder.generate(model, prompt, 48))
 receipt(
     "yours on the small model",
     [
-        row("tokens equal to minillm.model.generate's", list(decoder.generate(model, prompt, 48)), mine),
+        row("tokens equal to minillm.model.generate's", 48, sum(a == b for a, b in zip(mine, naive, strict=True))),
         row("entries in the cache", predict.kv_entries(len(prompt), 48), cache.entries),
     ],
 )
@@ -468,8 +469,9 @@ for point in decode_points:
 receipt("measured", rows)
 
 # %% [markdown]
-# Left of the turn a step takes as long for 4 sequences as for one: the weights come once. Right of it each further
-# sequence costs its share. So "throughput does not improve with batch size beyond a point" is no sign of a memory
+# Left of the turn a step takes hardly longer for 4 sequences than for one: the weights come once. Right of it each
+# further sequence costs its share. (The bend is softer and earlier than the roof's: products of 16 rows reach neither
+# line.) So "throughput does not improve with batch size beyond a point" is no sign of a memory
 # bound. It is the sign that you have left it (or that caches outweigh weights, see below).
 #
 # Does prefill gain from batching, too? Predict, then look:
@@ -478,7 +480,7 @@ receipt("measured", rows)
 together = experiments.prefill_together()
 rows = []
 for point in together:
-    rows.append(row(f"{point.batch} prompts of {point.new} in one pass: tokens per second", None, point.tokens_per_s))
+    rows.append(row(f"{point.batch} × {point.new} tokens in one pass: tokens per second", None, point.tokens_per_s))
     rows.append(row("    time to first token, for each", None, point.seconds, "s"))
 receipt("prefill together", rows)
 
@@ -666,7 +668,8 @@ if both is None:
     print("transformers is not installed here: pip install 'minillm[test]'")
 else:
     theirs, yours = both["transformers, DynamicCache"], both["exercise 2"]
-    rows = [row("the same 32 tokens", theirs["tokens"], yours["tokens"])]
+    same = sum(a == b for a, b in zip(theirs["tokens"], yours["tokens"], strict=True))
+    rows = [row("the same tokens", len(theirs["tokens"]), same)]
     rows += [row(f"{what}, theirs and here", theirs[what], yours[what]) for what in ("passes", "entries", "bytes")]
     rows += [row(f"{name}: seconds", None, found["seconds"], "s") for name, found in both.items()]
 receipt("transformers with a DynamicCache, and the loop of exercise 2", rows)

@@ -142,10 +142,10 @@ def points(passes: Iterable[tuple[str, int, int, int]], sweeps: int = 3) -> list
 
 
 @cache
-def sweep() -> list[Point]:
+def sweep(sweeps: int = 3) -> list[Point]:
     """Decoding at growing batches, prefill of growing prompts."""
     decode = [("decode", batch, 1, CONTEXT - 1) for batch in BATCHES]
-    return points([*decode, *(("prefill", 1, prompt, 0) for prompt in PROMPTS)])
+    return points([*decode, *(("prefill", 1, prompt, 0) for prompt in PROMPTS)], sweeps)
 
 
 def prefill_together(prompt: int = 128) -> list[Point]:

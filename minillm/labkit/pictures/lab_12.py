@@ -256,12 +256,12 @@ def _points(points: Sequence[Point], roof: Roof) -> dict[str, Any]:
 
 
 def _figure_roofline() -> tuple[Figure, dict[str, Any]]:
-    points, roof = experiments.sweep(), experiments.roof()
+    points, roof = experiments.sweep(10), experiments.roof()
     return draw_roofline(points, roof), _points(points, roof)
 
 
 def _figure_batch() -> tuple[Figure, dict[str, Any]]:
-    points, roof = experiments.sweep(), experiments.roof()
+    points, roof = experiments.sweep(10), experiments.roof()
     return draw_batch(points, roof), _points([p for p in points if p.kind == "decode"], roof)
 
 
