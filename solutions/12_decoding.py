@@ -401,9 +401,9 @@ receipt(
 # %% [markdown]
 # ## Measure: two passes under one roof
 #
-# Now time. The device is one core of this machine and its roof is measured here and now, as lab 00's card does it. The
-# weights are random and larger than the processor's caches, so that they really come from memory. Same weights, same
-# code, two kinds of passes:
+# Now time. The device is one core of this machine and its roof is measured here and now, as lab 00's card does it. All
+# is processor time of one thread, so that other work on the machine is not in it. The weights are random and larger
+# than the processor's caches, so that they really come from memory. Same weights, same code, two kinds of passes:
 
 # %%
 roof = experiments.roof()
@@ -470,9 +470,9 @@ receipt("measured", rows)
 
 # %% [markdown]
 # Left of the turn a step takes hardly longer for 4 sequences than for one: the weights come once. Right of it each
-# further sequence costs its share. (The bend is softer and earlier than the roof's: products of 16 rows reach neither
-# line.) So "throughput does not improve with batch size beyond a point" is no sign of a memory
-# bound. It is the sign that you have left it (or that caches outweigh weights, see below).
+# further sequence costs its share. (The bend is softer than the roof's: products of few rows reach neither line.) So
+# "throughput does not improve with batch size beyond a point" is no sign of a memory bound. It is the sign that you
+# have left it (or that caches outweigh weights, see below).
 #
 # Does prefill gain from batching, too? Predict, then look:
 

@@ -19,7 +19,6 @@ from minillm.labkit.decoders import Cache
 from minillm.labkit.experiments.lab_02 import count_flops, one_thread, text_tokens
 from minillm.labkit.labs import lab_12 as answers
 from minillm.labkit.traffic import Traffic
-from minillm.measure import rates
 from minillm.model import ModelConfig, Transformer, dense, load_hf
 from minillm.model.generate import KVCache, folder_of
 from minillm.predict import decoding as predict
@@ -90,12 +89,18 @@ class Point:
 
 
 @cache
-@one_thread()
 def roof() -> Roof:
-    """Measured now and not read from the card, which may be of a quieter or a busier hour."""
-    speed = {dtype: rates.matmul_flops(str(dtype).split(".")[1], 1) for dtype in (torch.float32, torch.bfloat16)}
-    fastest = max(speed, key=speed.__getitem__)
-    return Roof(fastest, speed[fastest], rates.memory_bandwidth(1))
+    """Square products and the triad a = b + s·c, as for the machine card, but now and on the clock of `fastest`."""
+    with one_thread():
+        best = {}
+        for dtype in (torch.float32, torch.bfloat16):
+            squares = [torch.ones(n, n, dtype=dtype) for n in (512, 1024)]
+            took = fastest([partial(torch.mm, square, square) for square in squares], sweeps=8)
+            best[dtype] = max(2 * len(square) ** 3 / t for square, t in zip(squares, took, strict=True))
+        a, b, c = (torch.ones(2**24) for _ in range(3))
+        triad = 3 * a.nbytes / fastest([partial(torch.add, b, c, alpha=0.5, out=a)], sweeps=8)[0]
+    dtype = max(best, key=best.__getitem__)
+    return Roof(dtype, best[dtype], triad)
 
 
 @cache
@@ -123,13 +128,13 @@ def prepare(model: Transformer, batch: int, new: int, kept: int) -> Callable[[],
 @one_thread()
 @torch.no_grad()
 def fastest(runs: Sequence[Callable[[], Any]], sweeps: int) -> list[float]:
-    """The best time of each; sweeps over all follow each other: a burst of other work spoils a sweep and not a run."""
+    """The best time of each, in sweeps over all. Processor time of this thread: other work is not in it."""
     best = [float("inf")] * len(runs)
     for _ in range(sweeps):
         for i, run in enumerate(runs):
-            start = time.perf_counter()
+            start = time.thread_time()
             run()
-            best[i] = min(best[i], time.perf_counter() - start)
+            best[i] = min(best[i], time.thread_time() - start)
     return best
 
 

@@ -1,8 +1,8 @@
-"""Lab 12, decoding: attention with a cache, the loop around it, and what the cache weighs.
+"""Lab 12, decoding: attention with a cache, and the loop around it.
 
-    lab_12.py             attention that keeps keys and values, prefill and decode, bytes of the cache
+    lab_12.py             attention that keeps keys and values, prefill and decode
     lab_12_sampling.py    a nucleus, and the distribution that the next token is drawn from
-    lab_12_speed.py       what a decode step reads and computes; TTFT and TPOT from a log
+    lab_12_speed.py       what the cache weighs, what a decode step reads and computes; TTFT and TPOT from a log
 
 Values are compared with a loop that keeps nothing, in float64. A loop that recomputes everything has right tokens and
 fails: the check counts passes, tokens put through the model and cache entries; attention that looks at places nobody
@@ -51,12 +51,6 @@ def generate(model: Callable, prompt: list[int], count: int, cache: Cache) -> li
         if len(answer) == count:
             return answer
         start, tokens = start + len(tokens), answer[-1:]
-
-
-def kv_bytes(config: ModelConfig, prompt: int, answer: int, itemsize: int) -> int:
-    """Bytes in the cache when the last token of the answer has been drawn."""
-    entries = prompt + answer - 1
-    return entries * 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
 
 
 # Attention that keeps keys and values.
@@ -273,50 +267,3 @@ def _say_waste(off: Row, watched: Watched, prompt: list[int], count: int) -> str
             "are enough: what is in the cache need not be computed again"
         )
     return f"right tokens, but {off.name.strip()}: {off.measured} instead of {off.predicted}"
-
-
-# What the cache weighs.
-
-
-@exercise(
-    "kv-bytes",
-    reference=kv_bytes,
-    minutes=5,
-    difficulty=1,
-    lab=LAB,
-    hints=(
-        "How many tokens are in the cache (you have just counted them)? What is kept of one, and in how many layers?",
-        "A key and a value for every kv head of every layer, each head_dim numbers. The last token was never put in.",
-        "(prompt + answer - 1) * 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize",
-    ),
-)
-@one_thread()
-def check_kv_bytes(learner: Any) -> list[Row]:
-    rows: list[Row] = []
-    kinds = {"multi-head": 8, "grouped-query": 2, "multi-query": 1}
-    for (name, kv_heads), dtype in zip(kinds.items(), (torch.float32, torch.bfloat16, torch.float64), strict=True):
-        layers, d = random.choice((3, 5)), 2 * random.randint(2, 6)
-        config = ModelConfig(61, 32, 48, layers, 8, kv_heads, d, max_seq_len=64)
-        prompt, answer = random.randint(3, 12), random.randint(3, 8)
-        cache, model = Cache(config, 40, attend, dtype), Transformer(config, dtype=dtype)
-        with torch.no_grad():
-            generate(model, list(range(prompt)), answer, cache)
-        found = learner(config, prompt, answer, dtype.itemsize)
-        rows.append(row(f"{name}, {8 // kv_heads} query heads to a kv head: your prediction", found, cache.bytes, "B"))
-        if rows[-1].verdict == "off":
-            raise CheckFailed(_say_bytes(found, cache, config, dtype.itemsize), rows)
-    return rows
-
-
-def _say_bytes(found: Any, cache: Cache, config: ModelConfig, itemsize: int) -> str:
-    said = f"the cache holds {cache.bytes:,} bytes, you predict {found!r}"
-    token = cache.bytes // cache.entries
-    known = {
-        (cache.entries + 1) * token: ": one entry too many. The token drawn last never goes through the model",
-        cache.bytes * config.num_heads // config.num_kv_heads: ": query heads counted, but only kv heads are kept",
-        cache.bytes // 2: ": keys or values, but both are kept",
-        cache.bytes * 2: ": twice as much. Keys and values are the factor 2; there is no other",
-        cache.bytes // config.num_layers: ": one layer's. Every layer keeps its own",
-        cache.bytes // itemsize: ": numbers, not bytes",
-    }
-    return said + known.get(found, "")

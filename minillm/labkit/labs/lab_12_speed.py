@@ -1,4 +1,4 @@
-"""Lab 12, speed: what a decode step reads and computes, and the two latencies that a user feels.
+"""Lab 12, bytes and seconds: the cache, what a decode step reads and computes, the two latencies that a user feels.
 
 Bytes are counted on a real forward pass, by operation (`labkit/traffic.py`); FLOPs by torch's counter. Latencies are
 compared with the engine's own, on a clock that the check moves.
@@ -8,12 +8,14 @@ import itertools
 import math
 import random
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from minillm.labkit.decoders import Cache
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.experiments.lab_02 import count_flops, one_thread
-from minillm.labkit.labs.lab_12 import LAB
+from minillm.labkit.labs.lab_12 import LAB, attend, generate
 from minillm.labkit.receipts import Receipt, Row, receipt, row
 from minillm.labkit.traffic import Traffic
 from minillm.model import ModelConfig, Transformer
@@ -25,6 +27,12 @@ Log = list[tuple[float, str, str]]
 
 
 # The course's own answers.
+
+
+def kv_bytes(config: ModelConfig, prompt: int, answer: int, itemsize: int) -> int:
+    """Bytes in the cache when the last token of the answer has been drawn."""
+    entries = prompt + answer - 1
+    return entries * 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
 
 
 def decode_step(
@@ -44,6 +52,53 @@ def latencies(log: Log) -> dict[str, tuple[float, float | None]]:
         request: (at[0] - arrived[request], (at[-1] - at[0]) / (len(at) - 1) if len(at) > 1 else None)
         for request, at in times.items()
     }
+
+
+# What the cache weighs.
+
+
+@exercise(
+    "kv-bytes",
+    reference=kv_bytes,
+    minutes=5,
+    difficulty=1,
+    lab=LAB,
+    hints=(
+        "How many tokens are in the cache (you have just counted them)? What is kept of one, and in how many layers?",
+        "A key and a value for every kv head of every layer, each head_dim numbers. The last token was never put in.",
+        "(prompt + answer - 1) * 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize",
+    ),
+)
+@one_thread()
+def check_kv_bytes(learner: Any) -> list[Row]:
+    rows: list[Row] = []
+    kinds = {"multi-head": 8, "grouped-query": 2, "multi-query": 1}
+    for (name, kv_heads), dtype in zip(kinds.items(), (torch.float32, torch.bfloat16, torch.float64), strict=True):
+        layers, d = random.choice((3, 5)), 2 * random.randint(2, 6)
+        config = ModelConfig(61, 32, 48, layers, 8, kv_heads, d, max_seq_len=64)
+        prompt, answer = random.randint(3, 12), random.randint(3, 8)
+        cache, model = Cache(config, 40, attend, dtype), Transformer(config, dtype=dtype)
+        with torch.no_grad():
+            generate(model, list(range(prompt)), answer, cache)
+        found = learner(config, prompt, answer, dtype.itemsize)
+        rows.append(row(f"{name}, {8 // kv_heads} query heads to a kv head: your prediction", found, cache.bytes, "B"))
+        if rows[-1].verdict == "off":
+            raise CheckFailed(_say_bytes(found, cache, config, dtype.itemsize), rows)
+    return rows
+
+
+def _say_bytes(found: Any, cache: Cache, config: ModelConfig, itemsize: int) -> str:
+    said = f"the cache holds {cache.bytes:,} bytes, you predict {found!r}"
+    token = cache.bytes // cache.entries
+    known = {
+        (cache.entries + 1) * token: ": one entry too many. The token drawn last never goes through the model",
+        cache.bytes * config.num_heads // config.num_kv_heads: ": query heads counted, but only kv heads are kept",
+        cache.bytes // 2: ": keys or values, but both are kept",
+        cache.bytes * 2: ": twice as much. Keys and values are the factor 2; there is no other",
+        cache.bytes // config.num_layers: ": one layer's. Every layer keeps its own",
+        cache.bytes // itemsize: ": numbers, not bytes",
+    }
+    return said + known.get(found, "")
 
 
 # Bytes and FLOPs of a step.

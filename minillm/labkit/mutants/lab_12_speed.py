@@ -1,7 +1,45 @@
-"""Spoilers of lab 12: wrong bytes, FLOPs and rates of a decode step, wrong latencies, and right ones."""
+"""Spoilers of lab 12: a cache's bytes, what a step reads and computes, and latencies, all wrong; and right ones."""
 
+import torch
+
+from minillm.labkit.decoders import Cache
 from minillm.labkit.exercises import alternative, mutant
 from minillm.labkit.labs import lab_12_speed as right
+from minillm.labkit.labs.lab_12 import attend
+
+
+def counted(change):
+    def kv_bytes(config, prompt, answer, itemsize):
+        return change(config, prompt + answer - 1, itemsize)
+
+    return kv_bytes
+
+
+mutant("kv-bytes", "prompt and answer", expect="one entry too many")(
+    lambda config, prompt, answer, itemsize: right.kv_bytes(config, prompt, answer + 1, itemsize)
+)
+mutant("kv-bytes", "query heads", expect="only kv heads are kept")(
+    counted(lambda c, entries, itemsize: entries * 2 * c.num_layers * c.num_heads * c.head_dim * itemsize)
+)
+mutant("kv-bytes", "keys only", expect="both are kept")(
+    counted(lambda c, entries, itemsize: entries * c.num_layers * c.num_kv_heads * c.head_dim * itemsize)
+)
+mutant("kv-bytes", "doubled once more", expect="there is no other")(
+    counted(lambda c, entries, itemsize: entries * 4 * c.num_layers * c.num_kv_heads * c.head_dim * itemsize)
+)
+mutant("kv-bytes", "one layer", expect="Every layer keeps its own")(
+    counted(lambda c, entries, itemsize: entries * 2 * c.num_kv_heads * c.head_dim * itemsize)
+)
+mutant("kv-bytes", "numbers instead of bytes", expect="numbers, not bytes")(
+    counted(lambda c, entries, itemsize: entries * 2 * c.num_layers * c.num_kv_heads * c.head_dim)
+)
+
+
+@alternative("kv-bytes", "makes a cache and asks it")
+def asks_a_cache(config, prompt, answer, itemsize):
+    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[itemsize]
+    cache = Cache(config, prompt + answer - 1, attend, dtype)
+    return cache.keys.nbytes + cache.values.nbytes
 
 
 def step(

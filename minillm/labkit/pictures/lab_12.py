@@ -159,7 +159,7 @@ def draw_roofline(points: Sequence[Point], roof: Roof) -> Figure:
                     f"{number}", (at, speed), (5, -11 if below else 4), textcoords="offset points", fontsize=8
                 )
         name = str(roof.dtype).split(".")[1]
-        axes.set_title(f"one core, {name}, weights of {points[0].work.weight_bytes / 1e6:.0f} MB")
+        axes.set_title(f"one core, {name}, processor time, weights of {points[0].work.weight_bytes / 1e6:.0f} MB")
         axes.legend(fontsize=8, loc="lower right")
     return figure
 

@@ -28,7 +28,7 @@ def rows() -> Iterator[Row]:
 def _cache() -> Iterator[Row]:
     for check, learnt, name in (
         (answers.check_generate, answers.generate, "decode"),
-        (answers.check_kv_bytes, answers.kv_bytes, "cache"),
+        (speed.check_kv_bytes, speed.kv_bytes, "cache"),
     ):
         found = check(learnt)
         yield from (replace(each, name=f"{name}: {each.name.strip()}") for each in getattr(found, "rows", found))
