@@ -685,7 +685,10 @@ receipt("transformers with a DynamicCache, and the loop of exercise 2", rows)
 # | `--max-num-batched-tokens` | tokens per pass, prefill and decode together (lab 14) |
 # | `SamplingParams(temperature, top_k, top_p, min_p, seed)` | exercises 4 and 5; `minillm.serve.SamplingParams` |
 # | `VLLM_BATCH_INVARIANT=1` | the same tokens whatever the batch |
-# | metrics `vllm:time_to_first_token_seconds`, `vllm:time_per_output_token_seconds` | exercise 7 |
+# | metrics `vllm:time_to_first_token_seconds`, `vllm:inter_token_latency_seconds` (each gap) | exercise 7 |
+#
+# Ask of every latency where its clock starts: vLLM's `--enable-per-request-metrics` begins a request's time to first
+# token when it is *scheduled*, and gives the wait in the queue apart.
 #
 # `transformers`: `cache_implementation="static"` takes the room at once, as `Cache` does (so that shapes stay the same
 # and CUDA graphs can be replayed), and masks what is not filled yet: patient A, done right.

@@ -81,10 +81,16 @@ def check_kv_bytes(learner: Any) -> list[Row]:
         with torch.no_grad():
             generate(model, list(range(prompt)), answer, cache)
         found = learner(config, prompt, answer, dtype.itemsize)
+        if not _number(found):
+            raise CheckFailed(f"you returned {found!r}; asked for is a number of bytes")
         rows.append(row(f"{name}, {8 // kv_heads} query heads to a kv head: your prediction", found, cache.bytes, "B"))
         if rows[-1].verdict == "off":
             raise CheckFailed(_say_bytes(found, cache, config, dtype.itemsize), rows)
     return rows
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _say_bytes(found: Any, cache: Cache, config: ModelConfig, itemsize: int) -> str:
@@ -126,7 +132,7 @@ def check_decode_step(learner: Callable) -> Receipt:
         config = ModelConfig(256, 128, 384, 2, 4, kv_heads, max_seq_len=512, tie_embeddings=True)
         weights, kv = matmul_parameters(config), kv_bytes_per_token(config, 4)
         found = learner(weights, kv, batch, context, 4, peak, bandwidth)
-        if not isinstance(found, tuple) or len(found) != 3:
+        if not isinstance(found, tuple | list) or len(found) != 3 or not all(map(_number, found)):
             raise CheckFailed("asked for are three numbers: (bytes read, FLOPs, tokens per second)")
         read, flops = one_step(config, batch, context)
         right = decode_step(weights, kv, batch, context, 4, peak, bandwidth)

@@ -154,10 +154,8 @@ def draw_roofline(points: Sequence[Point], roof: Roof) -> Figure:
             )
             for point, at, speed in zip(own, x, y, strict=True):
                 number = point.batch if kind == "decode" else point.new
-                below = kind == "prefill"
-                axes.annotate(
-                    f"{number}", (at, speed), (5, -11 if below else 4), textcoords="offset points", fontsize=8
-                )
+                place = {"xytext": (-6, 5), "ha": "right"} if kind == "prefill" else {"xytext": (6, -10)}
+                axes.annotate(str(number), (at, speed), textcoords="offset points", fontsize=8, **place)
         name = str(roof.dtype).split(".")[1]
         axes.set_title(f"one core, {name}, processor time, weights of {points[0].work.weight_bytes / 1e6:.0f} MB")
         axes.legend(fontsize=8, loc="lower right")
