@@ -76,6 +76,10 @@ class LargestTensor(TorchDispatchMode):
         self.numel = 0
         self._known = {x.untyped_storage().data_ptr() for x in known}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler first, which takes seconds
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         found = function(*args, **(kwargs or {}))
         for x in found if isinstance(found, (list, tuple)) else (found,):

@@ -1,6 +1,7 @@
 """Lab 13, paged attention: where a token's keys lie, and who holds a block.
 
-Attention over blocks: `lab_13_attention.py`. Keys and hits: `lab_13_prefix.py`. Copies and eviction: `lab_13_sharing.py`.
+Attention over blocks: `lab_13_attention.py`. Keys and hits: `lab_13_prefix.py`. Copies on write and eviction:
+`lab_13_sharing.py`.
 """
 
 import random

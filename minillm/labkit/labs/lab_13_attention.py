@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from minillm.labkit.exercises import CheckFailed, exercise
+from minillm.labkit.experiments.lab_02 import one_thread
 from minillm.labkit.labs.lab_13 import LAB
 from minillm.labkit.paging import LargestTensor
 from minillm.labkit.receipts import Receipt, receipt, row
@@ -54,6 +55,7 @@ def paged_attention(q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Sequence[i
         "higher).exp(); total = total * shrink + weights.sum(-1, keepdim=True); likewise weighted.",
     ),
 )
+@one_thread()
 def check_paged_attention(learner: Callable) -> Receipt:
     worst, most, limit = 0.0, 0, 2 * SIZE * HEADS * DIM
     contexts = (1, SIZE, SIZE + 1, 6 * SIZE - 1, 40 * SIZE)
@@ -83,16 +85,13 @@ def _case(context: int, spread: float) -> tuple[Tensor, Tensor, Tensor, list[int
     """A sequence in a pool where every other number is NaN; scores of about ±spread·10, rising with the position."""
     blocks = predict.blocks_for(context, SIZE)
     table = random.sample(range(blocks + 5), blocks)
-    draw = torch.Generator().manual_seed(random.randrange(2**32))
-    shape = (blocks + 5, SIZE, KV_HEADS, DIM)
-    k_pool, v_pool = (torch.full(shape, float("nan"), dtype=torch.float64) for _ in range(2))
-    for position in range(context):
-        block, place = table[position // SIZE], position % SIZE
-        grow = 1 + position / context
-        k_pool[block, place] = torch.randn(KV_HEADS, DIM, generator=draw, dtype=torch.float64) * spread * grow
-        v_pool[block, place] = torch.randn(KV_HEADS, DIM, generator=draw, dtype=torch.float64)
-    q = torch.randn(HEADS, DIM, generator=draw, dtype=torch.float64) * 3
-    return q, k_pool, v_pool, table, context
+    draw = {"generator": torch.Generator().manual_seed(random.randrange(2**32)), "dtype": torch.float64}
+    slots = torch.tensor([table[p // SIZE] * SIZE + p % SIZE for p in range(context)])
+    pools = torch.full((2, (blocks + 5) * SIZE, KV_HEADS, DIM), float("nan"), dtype=torch.float64)
+    pools[:, slots] = torch.randn(2, context, KV_HEADS, DIM, **draw)
+    pools[0, slots] *= torch.linspace(spread, 2 * spread, context, dtype=torch.float64)[:, None, None]
+    k_pool, v_pool = pools.unflatten(1, (-1, SIZE)).unbind()
+    return 3 * torch.randn(HEADS, DIM, **draw), k_pool, v_pool, table, context
 
 
 def _judge(found, case, spread: float) -> float:

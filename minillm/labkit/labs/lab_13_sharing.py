@@ -78,8 +78,8 @@ class CachingPool:
         "Who else would see it if you wrote into this block? Where does the table say where to write?",
         "If the table ends before the position's block: allocate and append. If the block has other holders: allocate "
         "one, copy the contents, give back your share of the old one, put the new one into your table. Else nothing.",
-        "index = position // block_size; if index == len(table): append(allocate()); elif pool.references[table[index]] > "
-        "1: mine = pool.allocate(); copy(table[index], mine); pool.release(table[index]); table[index] = mine",
+        "index = position // block_size; if index == len(table): append(allocate()); elif references of table[index] "
+        "> 1: mine = pool.allocate(); copy(table[index], mine); pool.release(table[index]); table[index] = mine",
     ),
 )
 def check_copy_on_write(learner: Callable) -> list[Row]:
@@ -109,6 +109,11 @@ def _fork_and_write(learner: Callable, prompt: int, samples: int, answer: int, s
             learner(table, position, pool, contents.copy, size)
             if len(table) != position // size + 1:
                 raise CheckFailed(f"{case}: for position {position} the table is {table}: it needs a block there")
+            if pool.references != [sum(b in other for other in tables) for b in range(40)]:
+                raise CheckFailed(
+                    f"{case}: after position {position} of sample {sample} the counts of holders and the tables "
+                    f"{tables} disagree: give back your share of the block you copied from"
+                )
             block = table[position // size]
             if pool.references[block] != 1:
                 raise CheckFailed(
@@ -134,12 +139,6 @@ def _fork_and_write(learner: Callable, prompt: int, samples: int, answer: int, s
         raise CheckFailed(
             f"{case}: right, but {len(contents.copies)} blocks were copied where {copies} are enough: a block that "
             "only this table holds is written in place, and full blocks of the prompt are never written",
-            rows,
-        )
-    if used > held or pool.references != [sum(b in table for table in tables) for b in range(40)]:
-        raise CheckFailed(
-            f"{case}: right, but {used} blocks are held where {held} are in the tables' use: give back your share of "
-            "the block you copied from",
             rows,
         )
     for table in tables:
@@ -204,7 +203,7 @@ def _judge_chain_order(learner: Callable) -> str:
             raise CheckFailed(
                 f"block {taken[-1]} was given away and its key can still be found: forget it in block_of and key_of"
             )
-        if gone[0][1] == 0 and key[1] == 2:
+        if gone[0] == (key[0], 0):
             raise CheckFailed(
                 f"prefix '{gone[0][0]}' lost its first block before its last: a prefix is found from its beginning on, "
                 "so the blocks left over are dead weight. Release the last block first"
