@@ -60,7 +60,7 @@ def check_paged_attention(learner: Callable) -> Receipt:
     worst, most, limit = 0.0, 0, 2 * SIZE * HEADS * DIM
     contexts = (1, SIZE, SIZE + 1, 6 * SIZE - 1, 40 * SIZE)
     for context in contexts:
-        for spread in (1.0, 40.0):
+        for spread in (1.0, 400.0):
             case = _case(context, spread)
             with LargestTensor(*case[:3]) as made:
                 found = learner(*case)

@@ -1,0 +1,107 @@
+"""Lab 13's broken engines: four real bugs of paged serving, each as small as it was, on one and the same traffic."""
+
+from collections import Counter
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from unittest import mock
+
+from minillm.labkit.experiments.lab_02 import one_thread
+from minillm.labkit.experiments.lab_13 import cut, naive, target
+from minillm.predict import paging as predict
+from minillm.serve import LLM, BlockPool, Prefix, SamplingParams, Scheduler, engine, scheduler
+from minillm.serve.blocks import root
+
+SIZE, STEPS = 16, 80
+
+
+class FreesShared(BlockPool):
+    """A released block is nobody's, whoever else holds it (mini-sglang, pull request 142)."""
+
+    def release(self, blocks) -> None:
+        for block in reversed(blocks):
+            if self.references[block]:
+                self.references[block] = 1
+                super().release([block])
+
+
+class OneByte(Prefix):
+    """Only the last byte of each token enters the key (vllm-mlx, pull request 444)."""
+
+    def __init__(self, parent, tokens):
+        super().__init__(parent, tuple(token & 0xFF for token in tokens))
+
+
+def _whole_prompt(self, sequence) -> int:
+    """A hit may cover the whole prompt (nano-vllm, pull request 199)."""
+    return sequence.num_tokens // self.pool.block_size
+
+
+def _bug(name: str) -> AbstractContextManager:
+    """Patches that make every engine built and run inside the block have the bug."""
+    return {
+        "none": nullcontext,
+        "frees shared blocks": lambda: mock.patch.object(engine, "BlockPool", FreesShared),
+        "one byte per token": lambda: mock.patch.object(scheduler, "Prefix", OneByte),
+        "whole prompt from the cache": lambda: mock.patch.object(Scheduler, "_cacheable", _whole_prompt),
+        "no salt in the key": lambda: mock.patch.object(engine, "root", lambda adapter=None, salt=None: root(adapter)),
+    }[name]()
+
+
+BUGS = ("frees shared blocks", "one byte per token", "whole prompt from the cache", "no salt in the key")
+
+
+@dataclass(frozen=True)
+class Findings:
+    """wrong: requests whose tokens are not the plain loop's. hit: tokens taken from the cache, hit_expected: by hand.
+    uncounted: blocks that more tables hold than are counted, at worst. empty_steps: nothing was computed though
+    somebody ran. unfinished: requests after all steps."""
+
+    wrong: int
+    hit: int
+    hit_expected: int
+    uncounted: int
+    empty_steps: int
+    unfinished: int
+
+
+@one_thread()
+def run(bug: str = "none") -> Findings:
+    """Seven requests through an engine with the bug."""
+    beginning = cut(40, 21)
+    alike = [token ^ 0x100 * (index % 2) for index, token in enumerate(beginning)]  # other tokens, the same last bytes
+    whole = beginning + cut(8, 30)
+    first = [(whole, "red", 32)]
+    second = [
+        (beginning + cut(8, 31), "red", 2),
+        (whole, "red", 12),
+        (alike + cut(8, 32), "red", 12),
+        (beginning + cut(8, 33), "blue", 12),
+    ]
+    third = [(cut(150, 34), None, 4), (cut(150, 35), None, 4)]
+    with ExitStack() as stack:
+        stack.enter_context(_bug(bug))
+        llm = LLM(target(), block_size=SIZE, num_blocks=24, token_budget=1024, record_blocks=True)
+        asked, outputs = {}, []
+        for wave, steps in ((first, 1), (second, 4), (third, STEPS)):
+            for prompt, salt, answer in wave:
+                params = SamplingParams(answer, ignore_eos=True)
+                asked[llm.add(prompt, params, salt=salt)] = (prompt, answer)
+            for _ in range(steps):
+                if llm.unfinished:
+                    outputs += llm.step()
+        unfinished = llm.unfinished
+        empty = llm.scheduler.step - len(llm.records)
+    shared = predict.cacheable_tokens(40, 48, SIZE) + predict.cacheable_tokens(48, 48, SIZE)
+    return Findings(
+        wrong=sum(o.answers[0].ids != naive(*asked[o.request_id]) for o in outputs),
+        hit=sum(o.hit for o in outputs),
+        hit_expected=shared,
+        uncounted=max(_uncounted(record) for record in llm.records),
+        empty_steps=empty,
+        unfinished=unfinished,
+    )
+
+
+def _uncounted(record) -> int:
+    holders = Counter(block for table in record.tables.values() for block in table)
+    return sum(record.references[block] < count for block, count in holders.items())
