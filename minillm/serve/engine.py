@@ -19,14 +19,17 @@ from torch import Tensor
 
 from minillm.data import Tokenizer
 from minillm.model import Transformer
-from minillm.model.paged import PagedCache, gathered
+from minillm.model.paged import Backend, PagedCache, default_backend
 from minillm.serve.blocks import BlockPool, root
 from minillm.serve.forward import ForwardPass
 from minillm.serve.recorder import StepRecord, record
-from minillm.serve.request import Output, Request, Sample, Timing, prompt_ids
-from minillm.serve.sampling import SamplingParams, Token, sample
+from minillm.serve.request import Output, Request, Sample, prompt_ids
+from minillm.serve.sampling import SamplingParams, Token
 from minillm.serve.scheduler import Scheduler
 from minillm.serve.sequence import Plan, Sequence
+from minillm.serve.speculate.adaptive import AdaptiveK
+from minillm.serve.speculate.proposal import Proposer
+from minillm.serve.speculate.speculation import Speculation
 
 
 class LLM:
@@ -34,7 +37,9 @@ class LLM:
 
     tokenizer: for prompts and stops that are text. num_blocks: None = room for 16 sequences of full length.
     num_host_blocks: to swap to; None = num_blocks if preemption="swap", else 0. scheduling: see `Scheduler`.
+    backend: of `paged_attention`; None = `default_backend`: the Triton kernel on a CUDA GPU, gathered elsewhere.
     records: the last `keep_records` steps; record_blocks adds every block table (costs time and memory).
+    proposer: guesses tokens that the model only checks, k in a pass; the tokens' distribution is the same.
     Any thread may add and cancel, also during a forward pass; steps happen one at a time.
     """
 
@@ -47,13 +52,15 @@ class LLM:
         num_blocks: int | None = None,
         num_host_blocks: int | None = None,
         prefix_cache: bool = True,
-        backend: Callable = gathered,
+        backend: Backend | None = None,
         clock: Callable[[], float] = time.perf_counter,
         keep_records: int = 10_000,
         record_blocks: bool = False,
+        proposer: Proposer | None = None,
+        k: int | str | AdaptiveK = 4,
         **scheduling,
     ):
-        self.model, self.tokenizer, self.backend, self.clock = model, tokenizer, backend, clock
+        self.model, self.tokenizer, self.clock = model, tokenizer, clock
         if num_blocks is None:
             num_blocks = 16 * -(-model.config.max_seq_len // max(block_size, 1))
         if num_host_blocks is None:
@@ -62,16 +69,12 @@ class LLM:
         self.pool = BlockPool(num_blocks, block_size, **options)
         self.scheduler = Scheduler(self.pool, **scheduling)
         weight = model.embedding.weight
-        self.cache = self.pool.storage = PagedCache(
-            model.config,
-            num_blocks,
-            block_size,
-            num_host_blocks=num_host_blocks,
-            device=weight.device,
-            dtype=weight.dtype,
-        )
+        self.backend = backend or default_backend(weight.device, weight.dtype)
+        where = {"num_host_blocks": num_host_blocks, "device": weight.device, "dtype": weight.dtype}
+        self.cache = self.pool.storage = PagedCache(model.config, num_blocks, block_size, **where)
         self.records: deque[StepRecord] = deque(maxlen=keep_records)
         self.record_blocks = record_blocks
+        self.speculation = Speculation(proposer, k, model.config, clock)
         self._lock, self._stepping = RLock(), RLock()  # of the bookkeeping; of a whole step
         self._requests: dict[str, Request] = {}
         self._samples: dict[Sequence, Sample] = {}
@@ -140,15 +143,12 @@ class LLM:
                 raise ValueError(f"request id {request_id!r} is taken by a request that has not ended: choose another.")
             sequence = Sequence(list(tokens), limit, params.n, priority, root(None, salt))
             self.scheduler.add(sequence)
-            stops = set(params.stop_tokens)
-            if self.tokenizer is not None and self.tokenizer.eos is not None and not params.ignore_eos:
-                stops.add(self.tokenizer.eos_id)
-            output = Output(request_id, tokens, [], Timing(self.clock()))
-            request = self._requests[request_id] = Request(output, params, frozenset(stops), [])
+            request = Request.arrived(request_id, tokens, params, self.tokenizer, self.clock())
+            self._requests[request_id] = request
             self._attach(request, sequence)
             self._count += 1
             if timeout_s is not None:
-                heappush(self._deadlines, (output.timing.arrived + timeout_s, self._count, request))
+                heappush(self._deadlines, (request.output.timing.arrived + timeout_s, self._count, request))
         return request_id
 
     def cancel(self, request_id: str) -> None:
@@ -172,10 +172,11 @@ class LLM:
                 while self._deadlines and self._deadlines[0][0] <= started:
                     self._end(heappop(self._deadlines)[-1], "timeout")
                 plan = self.scheduler.schedule()
-                run = ForwardPass(plan, self.cache, self.backend) if plan.batch else None
-                self._note(plan, started)
-            if run is not None:
-                self._compute(plan, run, started)
+                run = ForwardPass(plan, self.cache, self.backend)
+                asked = self.speculation.ask(plan, self._samples)
+                outputs = self._note(plan, started)
+            if plan.batch:
+                self._compute(plan, run, asked, outputs, started)
             with self._lock:
                 ended, self._ended = self._ended, []
                 return ended
@@ -194,18 +195,20 @@ class LLM:
                 known = {id(output) for output in mine}
                 self._ended = [output for output in others + self._ended if id(output) not in known]
 
-    def _note(self, plan: Plan, started: float) -> None:
-        for sequence, tokens in plan.batch:
-            output = self._samples[sequence].request.output
-            output.computed += tokens
+    def _note(self, plan: Plan, started: float) -> list[Output]:
+        """The output of each sequence of the plan."""
+        outputs = [self._samples[sequence].request.output for sequence, _ in plan.batch]
+        for output in outputs:
             if output.timing.scheduled is None:
                 output.timing.scheduled = started
+        return outputs
 
-    def _compute(self, plan: Plan, run: ForwardPass, started: float) -> None:
+    def _compute(self, plan: Plan, run: ForwardPass, asked: list, outputs: list[Output], started: float) -> None:
         """The forward pass, without the lock: what is cancelled meanwhile is skipped after it."""
         error, sampled, before = None, 0, len(self._ended)
         try:
-            logits = run.logits(self.model)
+            self.speculation.guess(asked, plan, run)
+            logits = run.logits(self.model, hidden=self.speculation.wants_hidden)
         except BaseException as failure:  # whatever it was: these requests end, the others and the pool stay whole
             error = f"{type(failure).__name__}: {failure}"
             with self._lock:
@@ -215,53 +218,63 @@ class LLM:
             if not isinstance(failure, Exception):
                 raise
         with self._lock:
+            for output, (_, tokens) in zip(outputs, plan.batch, strict=True):
+                output.computed += tokens
             if error is None:
-                sampled = self._sample(self.scheduler.advance(plan), logits)
+                sampled = self._sample(self.scheduler.advance(plan), run, logits)
+            self.speculation.observe(plan, run, self._samples)
             ended = tuple(output.request_id for output in self._ended[before:])
             facts = {"ended": ended, "sampled": sampled, "times": (started, self.clock() - started), "error": error}
             self.records.append(record(self.scheduler, plan, run.starts, blocks=self.record_blocks, **facts))
 
-    def _sample(self, sequences: list[Sequence], logits: Tensor) -> int:
-        """The next token of each, from logits [sequences, vocab_size]; at the end of its prompt one becomes n first."""
+    def _sample(self, sequences: list[Sequence], run: ForwardPass, logits: Tensor) -> int:
+        """The next tokens of each from logits [Σ run.rows, vocab_size]; at the end of its prompt one becomes n first."""
         if not len(logits):
             return 0
-        sampled, sound, likeliest = 0, logits.amax(-1).isfinite().tolist(), logits.argmax(-1).tolist()
-        for row, sequence in enumerate(sequences):
+        sampled, end, sound, likeliest = 0, 0, logits.amax(-1).isfinite().tolist(), logits.argmax(-1).tolist()
+        for sequence, count in zip(sequences, run.rows, strict=True):
+            start, end = end, end + count
             if sequence not in self._samples:  # cancelled meanwhile, or failed by another sample of its request
+                self.pool.forget(() if sound[start] else run.table(sequence))
                 continue
             request = self._samples[sequence].request
-            if not sound[row]:
+            if not sound[start]:
                 reason = f"its logits are not finite after {sequence.num_tokens} tokens (NaN or infinite)"
                 self._end(request, "failed", reason)
                 continue
             forks = [self._attach(request, fork) for fork in self.scheduler.fork(sequence)]
             family = [self._samples[sequence], *forks]
+            usable = next((row for row in range(start, end) if not sound[row]), end)
             try:
                 for taken in family:
-                    self._next(taken, logits[row], likeliest[row])
+                    sampled += self._next(taken, logits[start:usable], likeliest[start:usable])
             except Exception as failure:  # of this request's sampling or text
                 self._end(request, "failed", f"{type(failure).__name__}: {failure}")
                 continue
-            sampled += len(family)
             if all(taken.answer.reason is not None for taken in request.samples):
                 self._close(request)
         return sampled
 
-    def _next(self, taken: Sample, logits: Tensor, likeliest: int) -> None:
-        params, timing = taken.request.params, taken.request.output.timing
-        if params.temperature == 0 and params.repetition_penalty == 1 and params.logprobs is None:
-            token = Token(likeliest)
-        else:
-            token = sample(logits, params, taken.sequence.tokens, taken.draw)
-        if timing.first_token is None:
-            timing.first_token = self.clock()
-        if (reason := taken.accept(token)) is not None:
+    def _next(self, taken: Sample, logits: Tensor, likeliest: list[int]) -> int:
+        """Adds the next token, or the guesses that were right and one more; returns how many."""
+        output, tokens = taken.request.output, self.speculation.check(taken, logits, likeliest)
+        output.passes += bool(taken.answer.tokens)
+        if output.timing.first_token is None:
+            output.timing.first_token = self.clock()
+        given, reason = 0, None
+        while reason is None and given < len(tokens):
+            reason, given = taken.accept(tokens[given]), given + 1
+        self.scheduler.keep(taken.sequence)
+        self.speculation.want(taken.sequence)
+        if reason is not None:
             self._finish(taken, reason)
+        return given
 
     def _finish(self, taken: Sample, reason: str) -> None:
         taken.close(reason)
         self.scheduler.finish(taken.sequence, wrong=reason == "failed")
         del self._samples[taken.sequence]
+        self.speculation.end(taken.sequence)
         output = taken.request.output
         output.hit += taken.sequence.hit_tokens
         output.preemptions += taken.sequence.preemptions

@@ -62,7 +62,9 @@ class Answer:
 @dataclass
 class Output:
     """A request that ended. error: why it failed. computed, hit: prompt and answer tokens put through the model, and
-    taken from the prefix cache; preemptions: how often it lost its blocks (all samples together)."""
+    taken from the prefix cache; preemptions: how often it lost its blocks; passes: forward passes that it took part in
+    after its first token; drafted, accepted: guesses checked in them, and how many were right (all samples together).
+    """
 
     request_id: str
     prompt: list[int]
@@ -72,6 +74,9 @@ class Output:
     computed: int = 0
     hit: int = 0
     preemptions: int = 0
+    passes: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
 
 @dataclass(eq=False)
@@ -82,6 +87,16 @@ class Request:
     params: SamplingParams
     stop_tokens: frozenset[int]
     samples: list["Sample"] = field(default_factory=list)
+
+    @classmethod
+    def arrived(
+        cls, request_id: str, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None, now: float
+    ) -> "Request":
+        """A new one, without samples yet. The tokenizer's end of text stops it, unless params say not."""
+        stops = set(params.stop_tokens)
+        if tokenizer is not None and tokenizer.eos is not None and not params.ignore_eos:
+            stops.add(tokenizer.eos_id)
+        return cls(Output(request_id, prompt, [], Timing(now)), params, frozenset(stops))
 
     def attach(self, sequence: Sequence, tokenizer: Tokenizer | None) -> "Sample":
         index, answer = len(self.samples), Answer()

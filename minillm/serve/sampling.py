@@ -80,6 +80,11 @@ def sample(logits: Tensor, params: SamplingParams, seen: Sequence[int], draw: to
         token = int(scores.argmax())
     else:
         token = int(torch.multinomial(torch.softmax(scores, dim=-1), 1, generator=draw))
+    return described(token, logits, params)
+
+
+def described(token: int, logits: Tensor, params: SamplingParams) -> Token:
+    """The token with the log-probabilities that the request asked for. logits: [vocab_size], the model's own."""
     if params.logprobs is None:
         return Token(token)
     logprobs = torch.log_softmax(logits, dim=-1)

@@ -7,6 +7,7 @@ the prefix cache or a return from the host starts with a larger num_computed: on
     1. sequences that lack one token get it, so that no prompt stalls them   (blocks short: preempt a later one)
     2. those amid their prompt share what is left of the budget in pieces of at most `chunk`
     3. whoever waits is let in, strictly in order, while seats and blocks last
+    4. what is left of budget and blocks goes to guesses of what comes next (`minillm.serve.speculate`)
 
 Order is a number given at arrival, `arrival + patience · priority`: at most patience · Δpriority later ones overtake
 anyone. Only later-ranked sequences are preempted for earlier ones, and every request fits the pool alone: the first in
@@ -14,21 +15,13 @@ order always goes on, ends, and makes the next one first. No livelock, no starva
 """
 
 from bisect import insort
-from collections.abc import Callable
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count
 
 from minillm.serve.blocks import BlockPool, Prefix
+from minillm.serve.policies import POLICIES, check_options
 from minillm.serve.sequence import Plan, Sequence, State
-
-# Whom to preempt among the later-ranked: the largest. Ties: the latest.
-POLICIES: dict[str, Callable[[Sequence], float]] = {
-    "latest": lambda sequence: sequence.rank[1],
-    "longest": lambda sequence: sequence.num_tokens,
-    "lowest priority": lambda sequence: sequence.priority,
-    "least recently used": lambda sequence: -sequence.last_step,
-}
 
 
 class Scheduler:
@@ -52,20 +45,7 @@ class Scheduler:
         reserve: int = 1,
         max_waiting: int | None = None,
     ):
-        if policy not in POLICIES:
-            raise ValueError(f"policy {policy!r} is unknown: use one of {', '.join(map(repr, POLICIES))}.")
-        if preemption not in ("recompute", "swap"):
-            raise ValueError(f"preemption {preemption!r} is unknown: use 'recompute' or 'swap'.")
-        if not 1 <= max_num_seqs <= token_budget:
-            raise ValueError(
-                f"token_budget {token_budget} must be at least max_num_seqs {max_num_seqs}, and that at least 1: "
-                "every running sequence may want a token."
-            )
-        for name, value, least in (("chunk", chunk, 1), ("max_waiting", max_waiting, 1)):
-            if value is not None and value < least:
-                raise ValueError(f"{name} {value} must be at least {least}, or None.")
-        if patience < 0 or reserve < 0:
-            raise ValueError(f"patience {patience} and reserve {reserve} must be at least 0.")
+        check_options(token_budget, max_num_seqs, chunk, policy, preemption, patience, reserve, max_waiting)
         self.pool, self.token_budget, self.max_num_seqs = pool, token_budget, max_num_seqs
         self.chunk, self.patience, self.reserve, self.max_waiting = (
             chunk or token_budget,
@@ -112,13 +92,23 @@ class Scheduler:
         while budget and not plan.preempted and (sequence := self._first_waiting()) and self._admit(sequence):
             plan.admitted.append(sequence)
             budget -= self._give(sequence, budget, plan)
+        self._add_guesses(plan, budget)
         return plan
 
     def advance(self, plan: Plan) -> list[Sequence]:
         """The plan is computed. Returns those whose last token was: their next one can be sampled."""
         for sequence, tokens in plan.batch:
-            sequence.num_computed += tokens
+            sequence.num_computed = min(sequence.num_computed + tokens, sequence.num_tokens)
         return [sequence for sequence, _ in plan.batch if not sequence.lacking]
+
+    def keep(self, sequence: Sequence) -> None:
+        """Its new tokens are verified: the blocks they filled are shared, those of rejected guesses go back."""
+        size, before = self.pool.block_size, sequence.num_computed
+        sequence.num_computed = sequence.num_tokens - 1
+        self._publish(sequence, before // size, sequence.num_computed // size)
+        held = self.pool.blocks_for(sequence.num_computed)
+        self.pool.release(sequence.blocks[held:])
+        del sequence.blocks[held:]
 
     def fork(self, sequence: Sequence) -> list[Sequence]:
         """Ends the prompt of a sequence of n seats: n - 1 more that share its blocks; the first to write copies."""
@@ -150,7 +140,7 @@ class Scheduler:
         """Plans the next tokens of a sequence that has blocks for all; returns how many."""
         size, computed = self.pool.block_size, sequence.num_computed
         if budget and sequence.lacking > 1 and computed % size == 0:  # what others computed meanwhile is taken over
-            found = self.pool.lookup(self._chain(sequence, self._cacheable(sequence))[computed // size :])
+            found = self.pool.lookup(self._prefixes(sequence)[computed // size :])
             own = slice(computed // size, computed // size + len(found))
             self.pool.share(found)
             self.pool.release(sequence.blocks[own])
@@ -164,6 +154,17 @@ class Scheduler:
             sequence.last_step = self.step
             self._publish(sequence, computed // size, (sequence.num_computed + tokens) // size)
         return tokens
+
+    def _add_guesses(self, plan: Plan, budget: int) -> None:
+        """Guesses preempt nobody, delay no prompt and are not published: nobody but their own sequence sees them."""
+        for place, (sequence, tokens) in enumerate(plan.batch):
+            if sequence.wanted and tokens == sequence.lacking:
+                room = (len(sequence.blocks) + self.pool.available) * self.pool.block_size - sequence.num_tokens
+                guesses = min(sequence.wanted, budget, room)
+                missing = self.pool.blocks_for(sequence.num_tokens + guesses) - len(sequence.blocks)
+                sequence.blocks += self.pool.allocate(max(0, missing))
+                plan.batch[place] = sequence, tokens + guesses
+                budget -= guesses
 
     def _grow(self, sequence: Sequence, plan: Plan) -> bool:
         """Blocks for the sequence's tokens, and the one it writes into its own. False: earlier ones hold the rest."""
@@ -188,7 +189,7 @@ class Scheduler:
         """Blocks for all tokens it has so far, cached ones first; counted before anything is taken."""
         if self.seats + sequence.seats > self.max_num_seqs:
             return False
-        hits = self.pool.lookup(self._chain(sequence, self._cacheable(sequence)))
+        hits = self.pool.lookup(self._prefixes(sequence))
         fresh = self.pool.blocks_for(sequence.num_tokens) - len(hits)
         if fresh + self.pool.idle(hits) > self.pool.available - self.reserve * len(self.running):
             return False
@@ -220,7 +221,9 @@ class Scheduler:
     def _publish(self, sequence: Sequence, start: int, end: int) -> None:
         """Others of this very step may hit a block too: a layer writes all its keys before it reads any."""
         if self.pool.prefix_cache and start < end:
-            for block, prefix in zip(sequence.blocks[start:end], self._chain(sequence, end)[start:], strict=True):
+            for block, prefix in zip(
+                sequence.blocks[start:end], sequence.prefixes(end, self.pool.block_size)[start:], strict=True
+            ):
                 self.pool.publish(block, prefix)
 
     def _unseat(self, sequence: Sequence) -> None:
@@ -237,13 +240,7 @@ class Scheduler:
             heappop(self._heap)
         return self._heap[0][1] if self._heap else None
 
-    def _cacheable(self, sequence: Sequence) -> int:
-        """Full blocks that a hit may cover: at least the last token is computed, for its logits."""
-        return (sequence.num_tokens - 1) // self.pool.block_size if self.pool.prefix_cache else 0
-
-    def _chain(self, sequence: Sequence, blocks: int) -> list[Prefix]:
-        chain, size = sequence.chain, self.pool.block_size
-        while len(chain) < blocks:
-            start = len(chain) * size
-            chain.append(Prefix(chain[-1] if chain else sequence.origin, tuple(sequence.tokens[start : start + size])))
-        return chain[:blocks]
+    def _prefixes(self, sequence: Sequence) -> list[Prefix]:
+        """Of the full blocks that a hit may cover: at least the last token is computed, for its logits."""
+        full = (sequence.num_tokens - 1) // self.pool.block_size if self.pool.prefix_cache else 0
+        return sequence.prefixes(full, self.pool.block_size)

@@ -31,6 +31,7 @@ class Sequence:
     last_step: int = 0
     preemptions: int = 0
     hit_tokens: int = 0  # found in the cache instead of computed
+    wanted: int = 0  # guesses it would like checked in its next step; they are no tokens of it yet
 
     @property
     def num_tokens(self) -> int:
@@ -40,6 +41,15 @@ class Sequence:
     def lacking(self) -> int:
         return len(self.tokens) - self.num_computed
 
+    def prefixes(self, blocks: int, block_size: int) -> list[Prefix]:
+        """The keys of its first full blocks in the cache."""
+        chain = self.chain
+        while len(chain) < blocks:
+            start = len(chain) * block_size
+            tokens = tuple(self.tokens[start : start + block_size])
+            chain.append(Prefix(chain[-1] if chain else self.origin, tokens))
+        return chain[:blocks]
+
     def skip(self, tokens: int) -> None:
         """So many next tokens were found in the cache."""
         self.num_computed += tokens
@@ -48,7 +58,8 @@ class Sequence:
 
 @dataclass
 class Plan:
-    """One step: how many tokens of which sequence, and what had to happen for it."""
+    """One step: how many tokens of which sequence, and what had to happen for it. More than a sequence lacks: the rest
+    are guesses."""
 
     batch: list[tuple[Sequence, int]] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)

@@ -1,0 +1,12 @@
+"""Speculative decoding: several guessed tokens checked in one pass of the target, its distribution unchanged.
+
+llm = LLM(target, proposer=DraftModel(draft), k=4)
+"""
+
+from minillm.serve.speculate.adaptive import AdaptiveK, Counts
+from minillm.serve.speculate.draft_model import DraftModel
+from minillm.serve.speculate.ngram import NGram
+from minillm.serve.speculate.proposal import Asked, Draft, Proposer
+from minillm.serve.speculate.verify import verify
+
+__all__ = ["AdaptiveK", "Asked", "Counts", "Draft", "DraftModel", "NGram", "Proposer", "verify"]

@@ -1,0 +1,143 @@
+"""A small model of the same vocabulary guesses, token by token (Leviathan et al. 2023; Chen et al. 2023).
+
+    pass 1   what it has not seen of each sequence: the last token, or all of a new prompt   ──▶ d1
+    pass 2   d1 of every sequence that wants more                                            ──▶ d2
+    ...      one pass per place of the draft, all sequences together, whatever their lengths
+
+It keeps keys and values in blocks of its own. Those of rejected guesses are overwritten: a sequence's entries count
+only as far as its tokens are what they were computed for.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from minillm.model import Transformer
+from minillm.model.paged import PagedCache, gathered
+from minillm.serve.blocks import BlockPool
+from minillm.serve.speculate.proposal import Asked, Draft
+from minillm.serve.speculate.verify import choose, distribution
+
+
+@dataclass(eq=False)
+class _Kept:
+    """Of one sequence: the tokens whose keys and values lie in the blocks; the first `known` of them are verified."""
+
+    tokens: list[int] = field(default_factory=list)
+    known: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+    def rewind(self, tokens: list[int]) -> None:
+        """Keeps what was computed for these tokens, all but the last: its logits are wanted."""
+        place = min(self.known, len(tokens) - 1)
+        while place < min(len(self.tokens), len(tokens) - 1) and self.tokens[place] == tokens[place]:
+            place += 1
+        self.known = place
+        del self.tokens[place:]
+
+
+class DraftModel:
+    """`LLM(target, proposer=DraftModel(draft), k=4)`.
+
+    num_blocks: of its own cache; None = room for 16 sequences of full length. If it is full, who was not asked for
+    longest is dropped and computed again when asked: that costs time and changes no guess. passes: so far.
+    """
+
+    wants_hidden = False
+
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        num_blocks: int | None = None,
+        block_size: int = 16,
+        backend: Callable = gathered,
+        cost: float = 0.1,
+    ):
+        config, weight = model.config, model.embedding.weight
+        full = -(-config.max_seq_len // max(block_size, 1))
+        num_blocks = 16 * full if num_blocks is None else num_blocks
+        if num_blocks < full:
+            raise ValueError(
+                f"num_blocks {num_blocks} is too few: one sequence of the draft's full context needs {full}."
+            )
+        self.model, self.backend, self.cost, self.vocab_size = model, backend, cost, config.vocab_size
+        self.pool = BlockPool(num_blocks, block_size, prefix_cache=False)
+        self.cache = PagedCache(config, num_blocks, block_size, device=weight.device, dtype=weight.dtype)
+        self.passes = 0
+        self._kept: dict[Hashable, _Kept] = {}  # who was asked last stands last
+
+    @torch.no_grad()
+    def propose(self, asked: list[Asked]) -> list[Draft]:
+        drafts = [Draft([]) for _ in asked]
+        context, places = self.model.config.max_seq_len, list(range(len(asked)))
+        places = [place for place in places if len(asked[place].tokens) <= context]  # beyond it has nothing to say
+        while places:
+            group = self._seat(asked, places)
+            lengths = [min(asked[p].k, context + 1 - len(asked[p].tokens)) for p in group]
+            for place, draft in zip(group, self._draft([asked[p] for p in group], lengths), strict=True):
+                drafts[place] = draft
+            places = places[len(group) :]
+        return drafts
+
+    def observe(self, key: Hashable, start: int, hidden: Tensor) -> None:
+        pass
+
+    def forget(self, key: Hashable) -> None:
+        if (kept := self._kept.pop(key, None)) is not None:
+            self.pool.release(kept.blocks)
+
+    def _seat(self, asked: list[Asked], places: list[int]) -> list[int]:
+        """Blocks for as many as fit together, at least for the first."""
+        group: list[int] = []
+        for place in places:
+            each = asked[place]
+            kept = self._kept[each.key] = self._kept.pop(each.key, None) or _Kept()
+            last = min(len(each.tokens) + each.k - 1, self.model.config.max_seq_len)
+            missing = self.pool.blocks_for(last) - len(kept.blocks)
+            seated = {asked[p].key for p in (*group, place)}
+            while missing > self.pool.available and (out := next((k for k in self._kept if k not in seated), None)):
+                self.forget(out)
+            if missing > self.pool.available:
+                break
+            kept.blocks += self.pool.allocate(max(0, missing))
+            group.append(place)
+        return group
+
+    def _draft(self, asked: list[Asked], lengths: list[int]) -> list[Draft]:
+        kept = [self._kept[each.key] for each in asked]
+        for each, mine in zip(asked, kept, strict=True):
+            mine.rewind(each.tokens)
+        fresh = [each.tokens[mine.known :] for each, mine in zip(asked, kept, strict=True)]
+        guesses: list[list[int]] = [[] for _ in asked]
+        shares: list[list[Tensor]] = [[] for _ in asked]
+        for position in range(max(lengths)):
+            going = [i for i, length in enumerate(lengths) if length > position]
+            logits = self._forward([kept[i] for i in going], [fresh[i] for i in going])
+            likeliest = logits.argmax(-1).tolist()
+            for row, i in enumerate(going):
+                params = asked[i].params
+                if params.temperature == 0 and params.repetition_penalty == 1:
+                    token = likeliest[row]
+                else:
+                    q = distribution(logits[row], params, asked[i].tokens + guesses[i])
+                    token = choose(q, asked[i].draw)
+                    shares[i].append(q)
+                guesses[i].append(token)
+                fresh[i] = [token]
+        for each, mine in zip(asked, kept, strict=True):
+            mine.known = len(each.tokens)
+        return [Draft(g, torch.stack(q) if q else None) for g, q in zip(guesses, shares, strict=True)]
+
+    def _forward(self, kept: list[_Kept], fresh: list[list[int]]) -> Tensor:
+        """One pass over the fresh tokens of each: [sequences, vocab_size] after the last one, float32 on the CPU."""
+        starts = [len(mine.tokens) for mine in kept]
+        paged = self.cache.batch([mine.blocks for mine in kept], starts, [len(f) for f in fresh], self.backend)
+        flat = torch.tensor([[token for tokens in fresh for token in tokens]], device=paged.positions.device)
+        logits = self.model(flat, paged.positions, attention=paged, rows=paged.last_rows)
+        for mine, tokens in zip(kept, fresh, strict=True):
+            mine.tokens += tokens
+        self.passes += 1
+        return logits[0].float().cpu()

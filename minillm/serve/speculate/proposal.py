@@ -1,0 +1,55 @@
+"""What a proposer is: it guesses the next tokens of sequences; the target checks all guesses in one pass.
+
+    tokens so far ──▶ proposer ──▶ d1 d2 d3 ──▶ target: one pass over last, d1, d2, d3 ──▶ `verify` ──▶ 1 to 4 tokens
+
+Whatever a proposer says, the answer's distribution stays the target's: a bad guess costs time, never quality.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from minillm.serve.sampling import SamplingParams
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a proposer may know of one sequence.
+
+    key: the sequence's identity, the same at every step. tokens: all verified ones, prompt and answer so far (not to be
+    changed). k: draft at most so many. draw: the request's own generator, for drafts that are drawn.
+    """
+
+    key: Hashable
+    tokens: list[int]
+    params: SamplingParams
+    k: int
+    draw: torch.Generator
+
+
+@dataclass(frozen=True)
+class Draft:
+    """0 to k guessed tokens. probabilities: [len(tokens), vocab_size], the distribution that each was drawn from, after
+    the request's own warping (temperature, top-k, top-p, min-p, penalty: `verify.distribution`); None = not drawn."""
+
+    tokens: list[int]
+    probabilities: Tensor | None = None
+
+
+class Proposer(Protocol):
+    """wants_hidden: whether `observe` is called."""
+
+    wants_hidden: bool
+
+    def propose(self, asked: list[Asked]) -> list[Draft]:
+        """One draft for each that asks, in order."""
+
+    def observe(self, key: Hashable, start: int, hidden: Tensor) -> None:
+        """hidden: [m, hidden_size], the target's state after its last block, before the final norm, at the verified
+        positions start .. start + m - 1. Hits in the prefix cache leave gaps."""
+
+    def forget(self, key: Hashable) -> None:
+        """The sequence ended or was preempted: what is kept of it can go."""

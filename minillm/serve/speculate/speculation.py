@@ -1,0 +1,179 @@
+"""The engine's side of speculation: who is asked for guesses, which guesses a pass checks, what comes of them.
+
+    schedule ──▶ ask ──▶ guess (the proposer) ──▶ one pass of the target over last token + guesses ──▶ check ──▶ want
+                  a sequence's guesses are no tokens of it until they are checked: preemption has nothing to take back
+
+A draft is drawn at its full length whatever the step has room for, and what a pass cannot check the next one does, so
+a request's draws and its answer do not depend on what else runs. (Greedy answers never do, so no more is drafted than
+can be checked.)
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from minillm.model import ModelConfig
+from minillm.serve.forward import ForwardPass
+from minillm.serve.request import Sample
+from minillm.serve.sampling import Token, described, filtered, sample
+from minillm.serve.sequence import Plan, Sequence
+from minillm.serve.speculate.adaptive import AdaptiveK, Counts
+from minillm.serve.speculate.proposal import Asked, Draft, Proposer
+from minillm.serve.speculate.verify import distribution, verify, verify_greedy
+
+
+@dataclass(eq=False)
+class State:
+    """Of one sequence. draft: guesses not checked yet; place: guesses before them that were. The rest: AdaptiveK's."""
+
+    draft: Draft | None = None
+    place: int = 0
+    tried: float = 0.0
+    kept: float = 0.0
+    passes: int = 0
+
+
+class Speculation:
+    """proposer: None = no guesses, one token a pass. k: how many guesses: a number, "adaptive" or an AdaptiveK.
+
+    counts: of all guesses checked so far. drafting_s: seconds spent in the proposer.
+    """
+
+    def __init__(
+        self, proposer: Proposer | None, k: int | str | AdaptiveK, config: ModelConfig, clock: Callable[[], float]
+    ):
+        if k == "adaptive":
+            k = AdaptiveK(cost=getattr(proposer, "cost", 0.1), most=min(8, max(1, config.max_seq_len - 2)))
+        most = k.most if isinstance(k, AdaptiveK) else k
+        if isinstance(most, bool) or not isinstance(most, int):
+            raise ValueError(f"k {k!r} must be a whole number, 'adaptive' or an AdaptiveK.")
+        if not 1 <= most <= config.max_seq_len - 2:
+            raise ValueError(
+                f"k {most} guesses do not fit: use 1 to {config.max_seq_len - 2}, as a prompt, k guesses and one token "
+                f"more share a context of {config.max_seq_len}."
+            )
+        if (theirs := getattr(proposer, "vocab_size", config.vocab_size)) != config.vocab_size:
+            raise ValueError(
+                f"the proposer has a vocabulary of {theirs} tokens and the target one of {config.vocab_size}: guesses "
+                "are token ids of the target, so take a draft with the same tokenizer."
+            )
+        self.proposer, self.k, self.vocab_size, self.clock = proposer, k, config.vocab_size, clock
+        self.wants_hidden = proposer is not None and proposer.wants_hidden
+        self.counts, self.drafting_s = Counts(), 0.0
+        self._states: dict[Sequence, State] = {}
+        self._busy = Lock()  # the proposer does one thing at a time: cancelling waits for its guesses
+
+    def ask(self, plan: Plan, samples: dict[Sequence, Sample]) -> list[tuple[int, Asked]]:
+        """What the proposer is asked: (place in the plan, Asked), of sequences whose last token this step computes."""
+        for sequence in plan.preempted:
+            self._forget(sequence)  # its guesses stay: they are still what comes next
+        asked: list[tuple[int, Asked]] = []
+        for place, (sequence, tokens) in enumerate(plan.batch):
+            if not sequence.wanted or tokens < sequence.lacking or self._states[sequence].draft is not None:
+                continue
+            request, granted = samples[sequence].request, tokens - sequence.lacking
+            if k := granted if request.params.temperature == 0 else sequence.wanted:
+                draw = samples[sequence].draw
+                asked.append((place, Asked(sequence.name, sequence.tokens, request.params, k, draw)))
+        return asked
+
+    def guess(self, asked: list[tuple[int, Asked]], plan: Plan, run: ForwardPass) -> None:
+        """Asks the proposer and gives each sequence of the pass as many guesses as it has room for."""
+        if self.proposer is None:
+            return
+        if asked:
+            with self._busy:
+                started = self.clock()
+                drafts = self.proposer.propose([each for _, each in asked])
+                self.drafting_s += self.clock() - started
+            if len(drafts) != len(asked):
+                raise ValueError(f"the proposer gave {len(drafts)} drafts for {len(asked)} sequences: give one each.")
+            for (place, each), draft in zip(asked, drafts, strict=True):
+                self._sound(draft, each)
+                if (state := self._states.get(plan.batch[place][0])) is not None:  # not cancelled meanwhile
+                    state.draft, state.place = draft, 0
+        for place, (sequence, tokens) in enumerate(plan.batch):
+            if tokens >= (lacking := sequence.lacking) and (state := self._states.get(sequence)) is not None:
+                run.guesses[place] = [] if state.draft is None else state.draft.tokens[: tokens - lacking]
+                plan.batch[place] = sequence, lacking + len(run.guesses[place])
+
+    def check(self, taken: Sample, logits: Tensor, likeliest: list[int]) -> list[Token]:
+        """The next tokens, from logits [guesses + 1, vocab_size]. likeliest: their largest."""
+        params = taken.request.params
+        if self.proposer is None:
+            plain = params.temperature == 0 and params.repetition_penalty == 1 and params.logprobs is None
+            tokens = taken.sequence.tokens
+            return [Token(likeliest[0]) if plain else sample(logits[0], params, tokens, taken.draw)]
+        state = self._states.setdefault(taken.sequence, State())
+        draft = state.draft or Draft([])
+        checked = min(len(logits), len(draft.tokens))
+        seen = [taken.sequence.tokens + draft.tokens[:place] for place in range(len(logits))]
+        if params.temperature > 0:
+            rows = [distribution(row, params, known) for row, known in zip(logits, seen, strict=True)]
+            ids = verify(torch.stack(rows), draft, taken.draw)
+        else:
+            if params.repetition_penalty != 1:
+                pairs = zip(logits, seen, strict=True)
+                likeliest = [int(filtered(row, params, known).argmax()) for row, known in pairs]
+            ids = verify_greedy(likeliest, draft)
+        accepted = next((i for i in range(checked) if ids[i] != draft.tokens[i]), checked)
+        self._count(taken, state, checked, accepted)
+        state.draft = None
+        if len(logits) <= len(draft.tokens) and accepted == len(logits):  # the rest of the draft is still to be checked
+            rest = None if draft.probabilities is None else draft.probabilities[accepted:]
+            state.draft, state.place = Draft(draft.tokens[accepted:], rest), state.place + accepted
+            if params.temperature == 0 and not state.draft.tokens:
+                state.draft = None
+        return [described(token, row, params) for token, row in zip(ids, logits, strict=False)]
+
+    def want(self, sequence: Sequence) -> None:
+        """Says how many guesses the sequence would like checked in its next step."""
+        if self.proposer is None:
+            return
+        state = self._states[sequence]
+        if state.draft is not None:
+            sequence.wanted = max(1, len(state.draft.tokens))
+            return
+        adaptive = isinstance(self.k, AdaptiveK)
+        k = self.k.k(state.tried, state.kept, state.passes) if adaptive else self.k
+        sequence.wanted = max(0, min(k, sequence.limit - sequence.num_tokens - 1))
+
+    def observe(self, plan: Plan, run: ForwardPass, samples: dict[Sequence, Sample]) -> None:
+        """Hands the hidden states of what this step verified to a proposer that wants them."""
+        for sequence in [sequence for sequence, _ in plan.batch if sequence not in samples]:
+            self._forget(sequence)  # again, if it was cancelled while its guesses were made
+        if run.hidden is None:
+            return
+        for (sequence, tokens), start, hidden in zip(plan.batch, run.starts, run.hidden.split(run.counts), strict=True):
+            if sequence in samples:
+                self.proposer.observe(sequence.name, start, hidden[: min(tokens, sequence.num_computed - start)])
+
+    def end(self, sequence: Sequence) -> None:
+        self._states.pop(sequence, None)
+        self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        if self.proposer is not None:
+            with self._busy:
+                self.proposer.forget(sequence.name)
+
+    def _count(self, taken: Sample, state: State, checked: int, accepted: int) -> None:
+        output, memory = taken.request.output, getattr(self.k, "memory", 1.0)
+        output.drafted, output.accepted = output.drafted + checked, output.accepted + accepted
+        state.passes += 1
+        state.tried = state.tried * memory + min(checked, accepted + 1)
+        state.kept = state.kept * memory + accepted
+        self.counts.add(checked, accepted, state.place)
+
+    def _sound(self, draft: Draft, asked: Asked) -> None:
+        tokens = draft.tokens
+        if len(tokens) > asked.k or any(not 0 <= token < self.vocab_size for token in tokens):
+            raise ValueError(f"the proposer's draft {tokens} must be at most {asked.k} ids below {self.vocab_size}.")
+        if draft.probabilities is not None and tuple(draft.probabilities.shape) != (len(tokens), self.vocab_size):
+            raise ValueError(
+                f"the draft's probabilities have shape {list(draft.probabilities.shape)}: they must be "
+                f"[{len(tokens)}, {self.vocab_size}], a distribution for each guess."
+            )

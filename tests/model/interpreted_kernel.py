@@ -1,0 +1,97 @@
+"""Triton's kernel in its interpreter, against the loop over blocks in float64. Run by test_paged_triton.py, which sets
+TRITON_INTERPRET for this process: it is read when a kernel is defined, and would stay for every other test."""
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_paged import scattered
+
+from minillm.model import ModelConfig, Transformer
+from minillm.model.generate import generate
+from minillm.model.paged import block_by_block, gathered, paged_attention
+from minillm.model.paged_triton import TritonSplitKV, triton_split_kv
+from minillm.serve import LLM, SamplingParams
+
+
+def compare(seed, lengths, heads, kv_heads, block_size, head_dim, window, splits, dtype=torch.float32, tolerance=2e-6):
+    """Slots that hold no key of a sequence are nan: none may be read."""
+    parts, pools, tables = scattered(seed, lengths, heads, kv_heads, block_size, head_dim)
+    q, pools = torch.cat([part[0] for part in parts]).to(dtype), [pool.to(dtype) for pool in pools]
+    where = (tables, *zip(*lengths, strict=True))
+    exact = paged_attention(q.double(), *(p.double() for p in pools), *where, window=window, backend=block_by_block)
+    y = paged_attention(q, *pools, *where, window=window, backend=TritonSplitKV(splits))
+    assert y.dtype is dtype and y.shape == q.shape
+    torch.testing.assert_close(y.double(), exact, rtol=tolerance, atol=tolerance)
+    if dtype is torch.float32:
+        torch.testing.assert_close(y, paged_attention(q, *pools, *where, window=window, backend=gathered))
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    seed=st.integers(0, 99),
+    lengths=st.lists(
+        st.integers(1, 20).flatmap(lambda c: st.tuples(st.integers(1, c), st.just(c))), min_size=1, max_size=2
+    ),
+    kv_heads=st.integers(1, 2),
+    group=st.sampled_from([1, 3, 17]),
+    block_size=st.sampled_from([1, 3, 4, 16]),
+    head_dim=st.sampled_from([2, 16, 24, 32]),
+    window=st.none() | st.integers(1, 41),
+    splits=st.sampled_from([None, 2]),
+)
+def test_small_shapes(seed, lengths, kv_heads, group, block_size, head_dim, window, splits):
+    compare(seed, lengths, kv_heads * group, kv_heads, block_size, head_dim, window, splits)
+
+
+@pytest.mark.parametrize("block_size, window, splits", [(1, None, 1), (4, 50, 3), (16, None, 3), (16, 50, 1)])
+def test_several_tiles_of_queries_and_of_keys(block_size, window, splits):
+    """A long decode beside a prompt piece: 64 keys at a time, 64 rows at a time."""
+    compare(1, [(1, 150), (40, 100)], 4, 1, block_size, 24, window, splits)
+
+
+def test_more_splits_than_keys():
+    compare(2, [(1, 1), (2, 3)], 2, 1, 4, 32, None, 8)
+
+
+def test_a_wide_head_takes_smaller_tiles():
+    compare(3, [(1, 40), (9, 20)], 4, 1, 16, 136, None, 2)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
+def test_half_precision(dtype, tolerance, splits):
+    compare(4, [(1, 150), (5, 9)], 4, 2, 4, 32, None, splits, dtype, tolerance)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_not_a_number_stays_with_its_sequence(splits):
+    parts, pools, tables = scattered(5, [(1, 150), (1, 20)], 2, 1, 4, 16)
+    q, pools = torch.cat([part[0] for part in parts]).float(), [pool.float() for pool in pools]
+    pools[0][tables[0, 7]] = float("nan")
+    y = paged_attention(q, *pools, tables, [1, 1], [150, 20], backend=TritonSplitKV(splits))
+    assert y[0].isnan().all() and y[1].isfinite().all()
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_greedy_tokens_of_the_engine(window):
+    config = ModelConfig(50, 48, 64, 2, 4, 2, head_dim=24, max_seq_len=32, init_std=0.2, sliding_window=window)
+    model = Transformer(config, seed=3)
+    prompts = [[1, 2, 3, 4, 5, 6, 7], [10], [1, 2, 3, 4, 9]]
+    llm = LLM(model, block_size=2, chunk=3, backend=triton_split_kv)
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=3))
+    assert [o.answers[0].ids for o in outputs] == [list(generate(model, prompt, 3)) for prompt in prompts]
+
+
+def test_what_the_kernel_cannot_take_is_refused():
+    parts, pools, tables = scattered(6, [(1, 5)], 2, 1, 4, 16)
+    call = partial(triton_split_kv, block_table=tables, query_lens=[1], context_lens=[5], window=None)
+    q, k, v = (x.float() for x in (parts[0][0], *pools))
+    with pytest.raises(ValueError, match="takes float32, bfloat16 or"):
+        call(q.double(), k.double(), v.double())
+    with pytest.raises(ValueError, match=r"keys of torch\.bfloat16"):
+        call(q, k.bfloat16(), v)
+    with pytest.raises(ValueError, match="with equal strides"):
+        call(q, k, v.transpose(0, 1).contiguous().transpose(0, 1))

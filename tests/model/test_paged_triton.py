@@ -1,0 +1,139 @@
+"""The Triton kernel: in Triton's interpreter on the CPU, compiled for GPUs that are not there, and on one that is."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from test_paged import scattered
+
+from minillm.model import ModelConfig, Transformer, paged_triton
+from minillm.model.generate import generate
+from minillm.model.paged import block_by_block, default_backend, gathered, paged_attention
+from minillm.model.paged_triton import TritonSplitKV, triton_split_kv
+from minillm.serve import LLM, SamplingParams
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+
+@needs_triton
+def test_in_the_interpreter():
+    cases = Path(__file__).with_name("interpreted_kernel.py")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:nbval",
+        "-W",
+        "ignore",
+        str(cases),
+    ]
+    done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_triton
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype, tensor_cores", [("bf16", True), ("fp32", False)])
+def test_compiles_without_a_gpu(dtype, tensor_cores, tmp_path, monkeypatch):
+    """For compute capability 8.0: half precision on tensor cores, float32 exactly, without them."""
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    tensors = dict.fromkeys(("q", "k_pool", "v_pool"), f"*{dtype}")
+    tensors |= {"block_table": "*i64", "tiles": "*i32", "parts": "*fp32", "log_sums": "*fp32", "scale": "fp32"}
+    constants = {"GROUP": 3, "HEAD_DIM": 24, "BLOCK_SIZE": 4, "ROWS": 16, "COLUMNS": 64, "DIMS": 32}
+    constants["FACTORS"] = {"bf16": tl.bfloat16, "fp32": tl.float32}[dtype]
+    names = paged_triton.attend.arg_names
+    types = {name: "constexpr" if name in constants else tensors.get(name, "i32") for name in names}
+    places = {(names.index(name),): value for name, value in constants.items()}
+    built = compile(ASTSource(paged_triton.attend, types, places), target=GPUTarget("cuda", 80, 32))
+    assert ("mma.sync" in built.asm["ptx"]) == tensor_cores
+    assert built.metadata.shared <= 99 << 10  # what the smallest cards of that generation give a program
+
+
+def test_tiles_hold_each_query_once_with_its_position():
+    tiles = paged_triton._tiles((1, 7, 3), (9, 7, 20), 3)
+    assert list(tiles) == [(0, 0, 1, 8), (1, 1, 3, 0), (1, 4, 3, 3), (1, 7, 1, 6), (2, 8, 3, 17)]
+
+
+def test_splits_are_few_on_many_programs_and_short_contexts(monkeypatch):
+    class Card:
+        multi_processor_count = 132
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Card)
+    splits = partial(paged_triton._splits, device=torch.device("cuda"))
+    assert [splits(8, 100_000), splits(8, 1000), splits(8, 100), splits(1000, 100_000)] == [32, 2, 1, 1]
+
+
+def test_the_default_backend(monkeypatch):
+    model = Transformer(ModelConfig(50, 32, 64, 1, 4, 2, max_seq_len=16))
+    assert LLM(model).backend is default_backend("cpu") is gathered
+    for spec, expected in ((None, gathered), ("found", triton_split_kv)):
+        monkeypatch.setattr("minillm.model.paged.find_spec", lambda name, spec=spec: spec)
+        assert default_backend(torch.device("cuda:0")) is expected
+        assert default_backend("cuda", torch.float64) is gathered
+
+
+def test_without_triton_or_a_gpu_one_sentence_says_so(monkeypatch):
+    parts, pools, tables = scattered(0, [(1, 5)], 2, 1, 4)
+    call = partial(triton_split_kv, parts[0][0], *pools, tables, [1], [5], window=None)
+    if find_spec("triton") and os.environ.get("TRITON_INTERPRET") != "1":
+        with pytest.raises(
+            ValueError, match="on a CUDA GPU, not on cpu: use backend=gathered, or set TRITON_INTERPRET"
+        ):
+            call()
+    monkeypatch.setattr(paged_triton, "triton", None)
+    with pytest.raises(ValueError, match="pip install triton"):
+        call()
+
+
+on_a_gpu = [pytest.mark.cuda, needs_triton, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
+
+
+class TestOnAGpu:
+    pytestmark = on_a_gpu
+
+    @pytest.mark.parametrize("window", [None, 100])
+    @pytest.mark.parametrize("block_size", [1, 4, 16])
+    @pytest.mark.parametrize("head_dim", [24, 32, 128])
+    @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
+    def test_equals_the_loop_over_blocks(self, dtype, tolerance, head_dim, block_size, window):
+        lengths = [(1, 700), (70, 300), (1, 1), (33, 33)]
+        parts, pools, tables = scattered(0, lengths, 6, 2, block_size, head_dim)
+        q, pools = torch.cat([part[0] for part in parts]).to(dtype), [pool.to(dtype) for pool in pools]
+        lens = list(zip(*lengths, strict=True))
+        exact = paged_attention(
+            q.double(), *(p.double() for p in pools), tables, *lens, window=window, backend=block_by_block
+        )
+        for splits in (None, 1, 4):
+            backend = TritonSplitKV(splits)
+            y = paged_attention(
+                q.cuda(), *(p.cuda() for p in pools), tables.cuda(), *lens, window=window, backend=backend
+            )
+            assert y.dtype is dtype and y.is_cuda
+            torch.testing.assert_close(y.cpu().double(), exact, rtol=tolerance, atol=tolerance)
+
+    @pytest.mark.parametrize("block_size", [1, 16])
+    @pytest.mark.parametrize("window", [None, 5])
+    def test_greedy_tokens_of_the_engine(self, window, block_size):
+        config = ModelConfig(50, 48, 64, 2, 4, 2, head_dim=24, max_seq_len=64, init_std=0.2, sliding_window=window)
+        model = Transformer(config, seed=3, device="cuda")
+        prompts = [[1, 2, 3, 4, 5, 6, 7], [10], [1, 2, 3, 4, 9], list(range(40))]
+        expected = [list(generate(model, prompt, 20)) for prompt in prompts]
+        assert default_backend("cuda") is triton_split_kv
+        for backend in (None, triton_split_kv, gathered):
+            llm = LLM(model, block_size=block_size, chunk=16, backend=backend)
+            outputs = llm.generate(prompts, SamplingParams(max_tokens=20))
+            assert [o.answers[0].ids for o in outputs] == expected
