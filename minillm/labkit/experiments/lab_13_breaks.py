@@ -8,7 +8,7 @@ from unittest import mock
 from minillm.labkit.experiments.lab_02 import one_thread
 from minillm.labkit.experiments.lab_13 import cut, naive, target
 from minillm.predict import paging as predict
-from minillm.serve import LLM, BlockPool, Prefix, SamplingParams, Scheduler, engine, scheduler
+from minillm.serve import LLM, BlockPool, Prefix, SamplingParams, Sequence, engine
 from minillm.serve.blocks import root
 
 SIZE, STEPS = 16, 80
@@ -24,16 +24,23 @@ class FreesShared(BlockPool):
                 super().release([block])
 
 
-class OneByte(Prefix):
+def _one_byte(self, parent, tokens) -> None:
     """Only the last byte of each token enters the key (vllm-mlx, pull request 444)."""
-
-    def __init__(self, parent, tokens):
-        super().__init__(parent, tuple(token & 0xFF for token in tokens))
+    _whole_tokens(self, parent, tuple(token & 0xFF if isinstance(token, int) else token for token in tokens))
 
 
-def _whole_prompt(self, sequence) -> int:
-    """A hit may cover the whole prompt (nano-vllm, pull request 199)."""
-    return sequence.num_tokens // self.pool.block_size
+def _whole_prompt(self, blocks: int, block_size: int) -> list[Prefix]:
+    """A hit may cover the whole prompt, its last token, too (nano-vllm, pull request 199)."""
+    all_but_one = (self.num_tokens - 1) // block_size
+    return _full_blocks(self, self.num_tokens // block_size if blocks == all_but_one else blocks, block_size)
+
+
+def _without_salt(adapter: str | None = None, salt: str | None = None) -> Prefix:
+    """Tenants share (vLLM, issues 30931 and 44701, are of this kind)."""
+    return root(adapter)
+
+
+_whole_tokens, _full_blocks = Prefix.__init__, Sequence.prefixes
 
 
 def _bug(name: str) -> AbstractContextManager:
@@ -41,9 +48,9 @@ def _bug(name: str) -> AbstractContextManager:
     return {
         "none": nullcontext,
         "frees shared blocks": lambda: mock.patch.object(engine, "BlockPool", FreesShared),
-        "one byte per token": lambda: mock.patch.object(scheduler, "Prefix", OneByte),
-        "whole prompt from the cache": lambda: mock.patch.object(Scheduler, "_cacheable", _whole_prompt),
-        "no salt in the key": lambda: mock.patch.object(engine, "root", lambda adapter=None, salt=None: root(adapter)),
+        "one byte per token": lambda: mock.patch.object(Prefix, "__init__", _one_byte),
+        "whole prompt from the cache": lambda: mock.patch.object(Sequence, "prefixes", _whole_prompt),
+        "no salt in the key": lambda: mock.patch.object(engine, "root", _without_salt),
     }[name]()
 
 

@@ -1,7 +1,7 @@
 """Lab 13's figures: who holds which block, step by step; what is wasted, what sharing saves, which block size."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -20,51 +20,45 @@ FREE, SHARED = "#E3E3E3", PALETTE["yellow"]
 
 
 def draw_blocks(
-    axes: Axes, record: StepRecord, *, columns: int, names: Sequence[str], blocks: int | None = None
+    axes: Axes,
+    tables: Mapping[str, Sequence[int]],
+    *,
+    blocks: int,
+    columns: int,
+    names: Sequence[str],
+    before: Mapping[int, str] | None = None,
 ) -> None:
-    """The pool after a step: each block in the colour of its sequence, in yellow if several hold it, with their number.
+    """A pool: each block in the colour of the one who holds it, with its logical place; yellow and how many if several.
 
-    names: the sequences, in the order of their colours. blocks: only the first so many are drawn.
+    names: the holders, in the order of their colours. before: block -> who held it last, drawn pale if nobody does now.
     """
-    holders = {name: set(table) for name, table in (record.tables or {}).items()}
-    count = min(blocks or len(record.references), len(record.references))
-    for block in range(count):
+    for block in range(blocks):
         row, column = divmod(block, columns)
-        mine = [name for name in names if block in holders.get(name, ())]
-        known = mine and names.index(mine[0])
-        colour = FREE if not mine else SHARED if len(mine) > 1 else look(known).color
-        hatch = look(known).hatch if len(mine) == 1 else ""
-        axes.add_patch(Rectangle((column, row), 0.9, 0.9, facecolor=colour, edgecolor=CARD, hatch=hatch, linewidth=0.5))
+        mine = [name for name in names if block in tables.get(name, ())]
+        last = mine[0] if mine else (before or {}).get(block)
+        drawn = look(names.index(last)) if last else None
+        colour = SHARED if len(mine) > 1 else drawn.color if drawn else FREE
+        hatch, alpha = drawn.hatch if len(mine) == 1 else "", 1.0 if mine or not drawn else 0.3
+        patch = {"facecolor": colour, "edgecolor": CARD, "hatch": hatch, "linewidth": 0.5, "alpha": alpha}
+        axes.add_patch(Rectangle((column, row), 0.9, 0.9, **patch))
         if mine:
-            where = [holders_place(record, name, block) for name in mine]
             dark = len(mine) > 1 or colour in (PALETTE["orange"], PALETTE["sky"], PALETTE["purple"])
-            text = f"{len(mine)}×" if len(mine) > 1 else str(where[0])
+            text = f"{len(mine)}×" if len(mine) > 1 else str(list(tables[mine[0]]).index(block))
+            written = {"color": TEXT if dark else CARD, "fontsize": 8, "fontweight": "bold"}
             box = {"facecolor": colour, "edgecolor": "none", "pad": 1.0}
-            axes.text(
-                column + 0.45, row + 0.47, text, ha="center", va="center", fontsize=8,
-                color=TEXT if dark else CARD, fontweight="bold", bbox=box,
-            )  # fmt: skip
-    axes.set(xlim=(-0.15, columns), ylim=(-(-count // columns), -0.15), aspect="equal")
+            axes.text(column + 0.45, row + 0.47, text, ha="center", va="center", bbox=box, **written)
+    axes.set(xlim=(-0.15, columns), ylim=(-(-blocks // columns), -0.15), aspect="equal")
     axes.axis("off")
 
 
-def holders_place(record: StepRecord, name: str, block: int) -> int:
-    """Which logical block of the sequence it is."""
-    return record.tables[name].index(block)
-
-
-def _key(figure: Figure, names: Sequence[str], **options: Any) -> None:
+def _key(figure: Figure, names: Sequence[str], free: str = "held by nobody") -> None:
     patches = [
         Rectangle((0, 0), 1, 1, facecolor=look(i).color, hatch=look(i).hatch, edgecolor=CARD, label=name)
         for i, name in enumerate(names)
     ]
     patches += [Rectangle((0, 0), 1, 1, facecolor=SHARED, edgecolor=CARD, label="held by several (how many)")]
-    patches += [Rectangle((0, 0), 1, 1, facecolor=FREE, edgecolor=CARD, label="free, or cached and held by nobody")]
-    figure.legend(handles=patches, loc="outside lower left", ncols=3, fontsize=8, **options)
-
-
-def _samples(records: Sequence[StepRecord]) -> list[str]:
-    return sorted({name for record in records for name in record.tables})
+    patches += [Rectangle((0, 0), 1, 1, facecolor=FREE, edgecolor=CARD, label=free)]
+    figure.legend(handles=patches, loc="outside lower left", ncols=5, fontsize=8)
 
 
 # Copy on write.
@@ -75,48 +69,59 @@ def _forks() -> dict[str, Any]:
     return experiments.forks()
 
 
+def _sample(name: str) -> str:
+    return f"sample {name.split('/')[1]}"
+
+
 def forks_before_and_after() -> Figure:
     """Three samples of one prompt: its blocks are held three times; the first write into its last block copies it."""
     records = _forks()["records"]
-    moments = {0: "the prompt is computed, and forked", 1: "each wrote one token", len(records) - 2: "at the end"}
-    names = [f"sample {name.split('/')[1]}" for name in _samples(records)]
-    figure, panels = subplots(1, 3, width=10, height=2.5)
+    moments = {0: "prompt computed, forked", 1: "each wrote a token", len(records) - 2: "near the end"}
+    names = sorted({_sample(name) for record in records for name in record.tables})
+    figure, panels = subplots(1, 3, width=10, height=2.1)
     with style():
         for axes, (step, said) in zip(panels, moments.items(), strict=True):
-            draw_blocks(axes, records[step], columns=8, names=_samples(records), blocks=24)
-            axes.set_title(f"step {step + 1}: {said}", fontsize=9)
+            tables = {_sample(name): table for name, table in records[step].tables.items()}
+            draw_blocks(axes, tables, columns=8, names=names, blocks=24)
+            axes.set_title(f"step {step + 1}: {said}", fontsize=10)
         _key(figure, names)
     return figure
 
 
 def forks_over_time(step: int = 2) -> Figure:
     """The pool step by step, while three samples of one prompt are written."""
-    return _over_time(_forks()["records"], step, 24, columns=12, label=lambda name: f"sample {name.split('/')[1]}")
+    return _over_time(_forks()["records"], step, 24, _sample)
 
 
 # Eviction.
 
 
 @cache
-def _chats(num_blocks: int) -> dict[str, Any]:
+def chats(num_blocks: int) -> dict[str, Any]:
     return experiments.chats(num_blocks)
 
 
+def _user(name: str) -> str:
+    return f"user {int(name.removeprefix('request-').split('/')[0]) % 3}"  # they take turns
+
+
 def evictions_over_time(num_blocks: int = 24, step: int = 60) -> Figure:
-    """Three users take turns: blocks of the one that is served, and how many others are cached, by step."""
-    found = _chats(num_blocks)
-    return _over_time(found["records"], step, num_blocks, columns=16, label=lambda name: name.split("/")[0])
+    """Three users take turns: whose blocks are held, whose are cached or free (pale), and how many, by step."""
+    return _over_time(chats(num_blocks)["records"], step, num_blocks, _user)
 
 
-def _over_time(records: Sequence[StepRecord], step: int, blocks: int, columns: int, label) -> Figure:
+def _over_time(records: Sequence[StepRecord], step: int, blocks: int, label: Callable[[str], str]) -> Figure:
     step = min(max(step, 1), len(records))
     record, steps = records[step - 1], range(1, len(records) + 1)
-    figure, (top, below) = subplots(2, 1, width=8, height=4.0, height_ratios=(3, 2))
-    names = list(record.tables)
+    before = {block: label(n) for r in records[:step] for n, table in r.tables.items() for block in table}
+    names = sorted({label(name) for r in records for name in r.tables})
+    figure, (top, below) = subplots(2, 1, width=8, height=3.8, height_ratios=(3, 2))
     with style():
-        draw_blocks(top, record, columns=columns, names=names, blocks=blocks)
-        batch = ", ".join(f"{label(name)}: {tokens}" for name, _, tokens in record.batch)
-        top.set_title(f"step {step}: {record.free} free, {record.cached} cached, {record.used} used. Tokens: {batch}")
+        tables = {label(name): table for name, table in record.tables.items()}
+        draw_blocks(top, tables, columns=16, names=names, blocks=blocks, before=before)
+        batch = ", ".join(f"{tokens} of {label(name)}" for name, _, tokens in record.batch)
+        counts = f"{record.used} blocks used, {record.cached} cached, {record.free} free"
+        top.set_title(f"step {step}, tokens computed: {batch}\n{counts}")
         shares = [[getattr(r, kind) for r in records] for kind in ("used", "cached", "free")]
         colours = (PALETTE["blue"], PALETTE["sky"], FREE)
         below.stackplot(steps, shares, labels=("used", "cached", "free"), colors=colours, step="post")
@@ -124,7 +129,7 @@ def _over_time(records: Sequence[StepRecord], step: int, blocks: int, columns: i
         below.set(xlabel="step", ylabel="blocks", xlim=(1, len(records)), ylim=(0, sum(s[0] for s in shares)))
         below.grid(False)
         below.legend(loc="upper left", ncols=3, fontsize=8, frameon=True)
-        _key(figure, [label(name) for name in names] or ["a sequence"])
+        _key(figure, names, "never held (pale: held before)")
     return figure
 
 
@@ -142,6 +147,7 @@ def draw_waste(numbers: dict[str, Any], reserved: int) -> Figure:
         left.axvline(mean, color=PALETTE["vermillion"], linestyle="--", label=f"predicted mean {mean:g}")
         left.set(xlabel="unused slots of a sequence", ylabel="times seen", xlim=(-0.8, size + 0.8))
         left.set_title(f"Blocks of {size}: never {size} or more")
+        left.set_ylim(0, 1.25 * max(counts.values()))
         left.legend()
     measured = [
         predict.reserved_waste(lengths, reserved),
