@@ -535,7 +535,7 @@ show(pictures.forks_before_and_after)
 sliders(pictures.forks_over_time, step=(1, 14))
 
 # %%
-forked = experiments.forks()
+forked = pictures.forks()
 answers = 3 * 13  # each sample's last token is drawn, and never goes in
 receipt(
     "three samples of 22 + 14 tokens",
@@ -553,7 +553,7 @@ receipt(
 # ## Watch: eviction
 #
 # Three users take turns; each turn sends everything said so far, and a little more. Move the time. Pale blocks belong
-# to nobody now, but can still be found, until another user's turn needs them. Try 40 blocks, then 20.
+# to nobody now, but can still be found, until another user's turn needs them. Then give the pool 40 blocks.
 
 # %%
 show(pictures.evictions_over_time)
@@ -638,8 +638,9 @@ receipt("what the receipts say", rows)
 # - **A, one byte per token** (vllm-mlx, pull request 444): `bytes(t & 0xFF for t in tokens)` went into the hash. Token
 #   65 is token 321. One answer of seven is about somebody else's text, fluently. *Hits above the closed form* show it.
 #   So would a comparison of tokens on a hit, as yours does.
-# - **B, no salt** (vLLM issues 30931, 44701 are of this kind): every answer is right. One tenant's hit tells that
-#   another has asked the same: a leak that shows in the time to first token, and in the count of hits.
+# - **B, no salt** (of this kind: vLLM issue 44701, where an adapter's name and a salt were one and the same string in
+#   the hash): every answer is right. One tenant's hit tells that another has asked the same: a leak that shows in the
+#   time to first token, and in the count of hits.
 # - **C, frees shared blocks** (mini-sglang, pull request 142): a sequence ends, its blocks go back, and another table
 #   still points at them. Wrong only under pressure, when the block is given away. *Tables against counts*, checked
 #   after every step, show it at once.

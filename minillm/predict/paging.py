@@ -30,7 +30,7 @@ def paged_waste(lengths: Sequence[int], block_size: int) -> float:
 
 
 def reserved_waste(lengths: Sequence[int], reserved: int) -> float:
-    """Share of the held slots without a token if each sequence reserves `reserved` in one piece: 1 - mean / reserved."""
+    """Share of the slots without a token if each sequence reserves `reserved` in one piece: 1 - mean / reserved."""
     return 1 - sum(lengths) / (len(lengths) * reserved)
 
 

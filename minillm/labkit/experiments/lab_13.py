@@ -286,7 +286,7 @@ def attention_seconds(block_size: int, context: int = 480, repeats: int = 15) ->
     found = {}
     for name, some, options in (("copied together", count, {}), ("block by block", 1, {"backend": block_by_block})):
         seconds = []
-        for _ in range(repeats if some > 1 else 3):
+        for _ in range(repeats if some > 1 else 2):
             began = time.perf_counter()
             paged_attention(q[:some], k_pool, v_pool, table[:some], [1] * some, [context] * some, **options)
             seconds.append((time.perf_counter() - began) / some)

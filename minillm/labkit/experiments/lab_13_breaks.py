@@ -36,7 +36,7 @@ def _whole_prompt(self, blocks: int, block_size: int) -> list[Prefix]:
 
 
 def _without_salt(adapter: str | None = None, salt: str | None = None) -> Prefix:
-    """Tenants share (vLLM, issues 30931 and 44701, are of this kind)."""
+    """Tenants share (of this kind: vLLM, issue 44701)."""
     return root(adapter)
 
 

@@ -65,7 +65,8 @@ def _key(figure: Figure, names: Sequence[str], free: str = "held by nobody") -> 
 
 
 @cache
-def _forks() -> dict[str, Any]:
+def forks() -> dict[str, Any]:
+    """`experiments.forks`, run once."""
     return experiments.forks()
 
 
@@ -75,7 +76,7 @@ def _sample(name: str) -> str:
 
 def forks_before_and_after() -> Figure:
     """Three samples of one prompt: its blocks are held three times; the first write into its last block copies it."""
-    records = _forks()["records"]
+    records = forks()["records"]
     moments = {0: "prompt computed, forked", 1: "each wrote a token", len(records) - 2: "near the end"}
     names = sorted({_sample(name) for record in records for name in record.tables})
     figure, panels = subplots(1, 3, width=10, height=2.1)
@@ -90,7 +91,7 @@ def forks_before_and_after() -> Figure:
 
 def forks_over_time(step: int = 2) -> Figure:
     """The pool step by step, while three samples of one prompt are written."""
-    return _over_time(_forks()["records"], step, 24, _sample)
+    return _over_time(forks()["records"], step, 24, _sample)
 
 
 # Eviction.
@@ -98,6 +99,7 @@ def forks_over_time(step: int = 2) -> Figure:
 
 @cache
 def chats(num_blocks: int) -> dict[str, Any]:
+    """`experiments.chats`, run once for each size of the pool."""
     return experiments.chats(num_blocks)
 
 
@@ -105,7 +107,7 @@ def _user(name: str) -> str:
     return f"user {int(name.removeprefix('request-').split('/')[0]) % 3}"  # they take turns
 
 
-def evictions_over_time(num_blocks: int = 24, step: int = 60) -> Figure:
+def evictions_over_time(num_blocks: int = 20, step: int = 60) -> Figure:
     """Three users take turns: whose blocks are held, whose are cached or free (pale), and how many, by step."""
     return _over_time(chats(num_blocks)["records"], step, num_blocks, _user)
 
@@ -275,10 +277,8 @@ def _waste() -> tuple[Figure, dict[str, Any]]:
 
 
 def _copy_on_write() -> tuple[Figure, dict[str, Any]]:
-    found = experiments.forks()
-    return forks_before_and_after(), {key: value for key, value in found.items() if key != "records"} | {
-        "records": experiments.records_json(found["records"][:3])
-    }
+    counts = {key: value for key, value in forks().items() if key != "records"}
+    return forks_before_and_after(), counts | {"records": experiments.records_json(forks()["records"][:3])}
 
 
 def _block_size() -> tuple[Figure, dict[str, Any]]:
