@@ -53,7 +53,16 @@ guess_blocks = 0.2  # unused share with blocks of 16
 # gaps to close. (A handbook's table of problems lists "blocks available, but not contiguous: defragmentation". With
 # paging that cannot happen: *any* free block will do.)
 #
-# Fill some tables by hand. Blocks of 4 tokens; free are blocks 3, 0, 5, 1, 4, 2, 7, 6, to be taken in this order. Three
+# Numbers in the cells are positions; crossed cells are held and unused.
+
+# %%
+show(pictures.tables_and_memory)
+
+# %%
+sliders(pictures.tables_and_memory, a=(1, 16), b=(1, 16), c=(1, 16), block_size=[1, 2, 4, 8])
+
+# %% [markdown]
+# Fill some tables by hand. Blocks of 4 tokens; free are blocks 6, 2, 0, 7, 5, 3, 1, 4, to be taken in this order. Three
 # sequences come, one after the other: A with 6 tokens, B with 3, C with 9. Then A writes 4 more tokens.
 
 # %%
@@ -61,7 +70,7 @@ my_tables = {"A": [0, 1, 2], "B": [3], "C": [4, 5, 6]}  # as if memory were give
 my_place = (1, 1)  # block and place in it of C's token at position 5
 
 # %%
-free, tables = [3, 0, 5, 1, 4, 2, 7, 6], {}
+free, tables = [6, 2, 0, 7, 5, 3, 1, 4], {}
 for name, tokens in (("A", 6), ("B", 3), ("C", 9), ("A", 10)):
     table = tables.setdefault(name, [])
     while len(table) < predict.blocks_for(tokens, 4):

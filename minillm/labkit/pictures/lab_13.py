@@ -1,64 +1,34 @@
 """Lab 13's figures: who holds which block, step by step; what is wasted, what sharing saves, which block size."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from matplotlib.ticker import PercentFormatter
 
+from minillm.labkit.block_picture import FREE, draw_blocks, draw_memory, key
 from minillm.labkit.experiments import lab_13 as experiments
-from minillm.labkit.palette import CARD, PALETTE, TEXT, look
+from minillm.labkit.palette import PALETTE
 from minillm.labkit.plots import bars, lines, style, subplots
 from minillm.predict import paging as predict
 from minillm.serve import StepRecord
 
-FREE, SHARED = "#E3E3E3", PALETTE["yellow"]
+# Block tables.
 
 
-def draw_blocks(
-    axes: Axes,
-    tables: Mapping[str, Sequence[int]],
-    *,
-    blocks: int,
-    columns: int,
-    names: Sequence[str],
-    before: Mapping[int, str] | None = None,
-) -> None:
-    """A pool: each block in the colour of the one who holds it, with its logical place; yellow and how many if several.
-
-    names: the holders, in the order of their colours. before: block -> who held it last, drawn pale if nobody does now.
-    """
-    for block in range(blocks):
-        row, column = divmod(block, columns)
-        mine = [name for name in names if block in tables.get(name, ())]
-        last = mine[0] if mine else (before or {}).get(block)
-        drawn = look(names.index(last)) if last else None
-        colour = SHARED if len(mine) > 1 else drawn.color if drawn else FREE
-        hatch, alpha = drawn.hatch if len(mine) == 1 else "", 1.0 if mine or not drawn else 0.3
-        patch = {"facecolor": colour, "edgecolor": CARD, "hatch": hatch, "linewidth": 0.5, "alpha": alpha}
-        axes.add_patch(Rectangle((column, row), 0.9, 0.9, **patch))
-        if mine:
-            dark = len(mine) > 1 or colour in (PALETTE["orange"], PALETTE["sky"], PALETTE["purple"])
-            text = f"{len(mine)}×" if len(mine) > 1 else str(list(tables[mine[0]]).index(block))
-            written = {"color": TEXT if dark else CARD, "fontsize": 8, "fontweight": "bold"}
-            box = {"facecolor": colour, "edgecolor": "none", "pad": 1.0}
-            axes.text(column + 0.45, row + 0.47, text, ha="center", va="center", bbox=box, **written)
-    axes.set(xlim=(-0.15, columns), ylim=(-(-blocks // columns), -0.15), aspect="equal")
-    axes.axis("off")
-
-
-def _key(figure: Figure, names: Sequence[str], free: str = "held by nobody") -> None:
-    patches = [
-        Rectangle((0, 0), 1, 1, facecolor=look(i).color, hatch=look(i).hatch, edgecolor=CARD, label=name)
-        for i, name in enumerate(names)
-    ]
-    patches += [Rectangle((0, 0), 1, 1, facecolor=SHARED, edgecolor=CARD, label="held by several (how many)")]
-    patches += [Rectangle((0, 0), 1, 1, facecolor=FREE, edgecolor=CARD, label=free)]
-    figure.legend(handles=patches, loc="outside lower left", ncols=5, fontsize=8)
+def tables_and_memory(a: int = 10, b: int = 3, c: int = 9, block_size: int = 4) -> Figure:
+    """Three sequences in logical order, with their block tables, and the same tokens where they lie in memory."""
+    slots = 48
+    order = [3, 0, 5, 1, 4, 2, 7, 6]  # of the free blocks, and on in eights
+    free = [block + turn for turn in range(0, slots, 8) for block in order if block + turn < slots // block_size]
+    tables: dict[str, list[int]] = {name: [] for name in "ABC"}
+    lengths = dict(zip("ABC", (a, b, c), strict=True))
+    for name, tokens in [(name, min(lengths[name], 6)) for name in "ABC"] + list(lengths.items()):  # in two goes
+        while len(tables[name]) < predict.blocks_for(tokens, block_size):
+            tables[name].append(free.pop(0))
+    return draw_memory(tables, lengths, slots, block_size)
 
 
 # Copy on write.
@@ -85,7 +55,7 @@ def forks_before_and_after() -> Figure:
             tables = {_sample(name): table for name, table in records[step].tables.items()}
             draw_blocks(axes, tables, columns=8, names=names, blocks=24)
             axes.set_title(f"step {step + 1}: {said}", fontsize=10)
-        _key(figure, names)
+        key(figure, names)
     return figure
 
 
@@ -131,7 +101,7 @@ def _over_time(records: Sequence[StepRecord], step: int, blocks: int, label: Cal
         below.set(xlabel="step", ylabel="blocks", xlim=(1, len(records)), ylim=(0, sum(s[0] for s in shares)))
         below.grid(False)
         below.legend(loc="upper left", ncols=3, fontsize=8, frameon=True)
-        _key(figure, names, "never held (pale: held before)")
+        key(figure, names, "never held (pale: held before)")
     return figure
 
 
