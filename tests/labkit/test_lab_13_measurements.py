@@ -6,6 +6,8 @@ import torch
 from minillm.labkit import paging
 from minillm.labkit.experiments import lab_13 as experiments
 from minillm.labkit.experiments import lab_13_breaks as breaks
+from minillm.labkit.experiments import lab_13_engine as small
+from minillm.labkit.experiments import lab_13_sharing as sharing
 from minillm.labkit.labs import lab_13, lab_13_attention, lab_13_prefix, lab_13_sharing
 from minillm.labkit.mutants import lab_13_sharing as spoilers
 from minillm.labkit.pictures import lab_13 as pictures
@@ -22,7 +24,7 @@ PARTS = {
 
 
 def test_the_small_engine_is_the_plain_loop_and_computes_only_what_is_not_cached():
-    engine = experiments.SmallEngine(experiments.Parts(**PARTS), 12, 4)
+    engine = small.SmallEngine(small.Parts(**PARTS), 12, 4)
     prompt = experiments.cut(11, 1)
     sibling = prompt[:9] + experiments.cut(3, 2)
     assert engine.answer(prompt, 3) == experiments.naive(prompt, 3)
@@ -31,7 +33,7 @@ def test_the_small_engine_is_the_plain_loop_and_computes_only_what_is_not_cached
 
 
 def test_the_small_engine_shows_a_missing_copy():
-    engine = experiments.SmallEngine(experiments.Parts(**PARTS | {"prepare_write": spoilers.no_copy}), 12, 4)
+    engine = small.SmallEngine(small.Parts(**PARTS | {"prepare_write": spoilers.no_copy}), 12, 4)
     prompt = experiments.cut(10, 1)
     table, logits = engine.prefill(prompt)
     first, second = logits.topk(2).indices.tolist()
@@ -53,7 +55,7 @@ def test_waste_stays_below_a_block(block_size):
 
 def test_a_shared_prefix_is_stored_and_computed_once():
     prefix, own, requests, size = 21, 6, 3, 8
-    found = experiments.share(prefix, own, requests, size, answer=3)
+    found = sharing.share(prefix, own, requests, size, answer=3)
     assert found["equal"] and found["holders"] == requests
     assert found["passed"] == found["computed"] == predict.computed_tokens(prefix, own, requests, size)
     assert found["hit"] == (requests - 1) * predict.cacheable_tokens(prefix, prefix + own, size)
@@ -73,7 +75,7 @@ def test_forks_and_their_pictures():
 
 
 def test_the_wrong_block_is_felt_from_layer_1_on():
-    found = experiments.same_tokens_elsewhere(block=16)
+    found = sharing.same_tokens_elsewhere(block=16)
     assert found["keys, there"][0] < 1e-5 and found["values, later"][0] < 1e-5
     assert min(found["keys, there"][1:]) > 0.01 and found["keys, later"][0] > 0.1
     assert 0 < found["moved"] <= 1
@@ -110,3 +112,8 @@ def test_what_checks_look_at():
 def test_figures_of_formulas():
     assert "7.0% unused" in pictures.waste_by_block_size().axes[0].get_title(loc="left")
     assert "72% fewer" in pictures.sharing().axes[0].get_title(loc="left")
+
+
+def test_a_reservation_is_counted_in_the_cache():
+    written, lengths = experiments.reserve(256, count=1)
+    assert written == lengths

@@ -10,6 +10,8 @@ from matplotlib.ticker import PercentFormatter
 
 from minillm.labkit.block_picture import FREE, draw_blocks, draw_memory, key
 from minillm.labkit.experiments import lab_13 as experiments
+from minillm.labkit.experiments import lab_13_sharing as sharing_measured
+from minillm.labkit.experiments import lab_13_sizes as sizes_measured
 from minillm.labkit.palette import PALETTE
 from minillm.labkit.plots import bars, lines, style, subplots
 from minillm.predict import paging as predict
@@ -36,8 +38,8 @@ def tables_and_memory(a: int = 10, b: int = 3, c: int = 9, block_size: int = 4) 
 
 @cache
 def forks() -> dict[str, Any]:
-    """`experiments.forks`, run once."""
-    return experiments.forks()
+    """`sharing_measured.forks`, run once."""
+    return sharing_measured.forks()
 
 
 def _sample(name: str) -> str:
@@ -69,8 +71,8 @@ def forks_over_time(step: int = 2) -> Figure:
 
 @cache
 def chats(num_blocks: int) -> dict[str, Any]:
-    """`experiments.chats`, run once for each size of the pool."""
-    return experiments.chats(num_blocks)
+    """`sharing_measured.chats`, run once for each size of the pool."""
+    return sharing_measured.chats(num_blocks)
 
 
 def _user(name: str) -> str:
@@ -252,7 +254,7 @@ def _copy_on_write() -> tuple[Figure, dict[str, Any]]:
 
 
 def _block_size() -> tuple[Figure, dict[str, Any]]:
-    rows = experiments.sweep()
+    rows = sizes_measured.sweep()
     return draw_sweep(rows), {"rows": rows}
 
 

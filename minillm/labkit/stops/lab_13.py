@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from minillm.labkit.experiments import lab_13 as experiments
 from minillm.labkit.experiments import lab_13_breaks as breaks
+from minillm.labkit.experiments import lab_13_sharing as sharing
 from minillm.labkit.receipts import Row, row
 from minillm.predict import paging as predict
 
@@ -20,7 +21,7 @@ def rows() -> Iterator[Row]:
     context = experiments.target().config.max_seq_len
     yield row("    of reservations of the whole context", None, predict.reserved_waste(wasted["lengths"], context))
     yield from _sharing()
-    forked = experiments.forks()
+    forked = sharing.forks()
     yield row("3 samples of 22 tokens, blocks of 4: copies", predict.fork_copies(22, 3, 4), forked["copied"])
     yield row("    blocks at the end", predict.fork_blocks(22, 13, 3, 4), forked["blocks"])
     yield row("    tokens of three single requests", True, forked["equal"])
@@ -37,7 +38,7 @@ def rows() -> Iterator[Row]:
 
 
 def _sharing() -> Iterator[Row]:
-    found = experiments.share(PREFIX, OWN, REQUESTS, SIZE)
+    found = sharing.share(PREFIX, OWN, REQUESTS, SIZE)
     computed = predict.computed_tokens(PREFIX, OWN, REQUESTS, SIZE)
     yield row(f"{REQUESTS} requests, {PREFIX} tokens shared: prompt tokens computed", computed, found["passed"])
     all_tokens = REQUESTS * (PREFIX + OWN)
