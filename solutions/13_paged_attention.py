@@ -697,16 +697,29 @@ for found in swept:
     rows.append(row("    blocks to look up and count, 8 requests", None, found["blocks"]))
     rows.append(row("    one query over 480 keys, copied together", None, found["attention_s"]["copied together"], "s"))
     rows.append(row("    block by block", None, found["attention_s"]["block by block"], "s"))
+rows.append(row("keys in one piece, no table", None, sizes.one_piece_seconds(), "s"))
+rows.append(
+    row(
+        "bytes of a table's entry, of a token's keys and values",
+        None,
+        (8, kv_bytes_per_token(experiments.target().config, 4)),
+        "B",
+    )
+)
+for size in (16, 256):
+    mean = predict.mean_unused_slots(size)
+    rows.append(row(f"sequences of 100 tokens in blocks of {size}: mean waste", None, f"{mean / (100 + mean):.0%}"))
 receipt("block sizes", rows)
 
 # %% [markdown]
-# The memory of the tables is *not* the reason for larger blocks: 4 bytes per block against kilobytes per token. Work
-# per block is. Python feels it most (block by block); a kernel wants at least a tile of keys in one piece. vLLM's
-# default is 16, Hugging Face's 256: for code of 100 tokens the one wastes 7 %, the other more than half.
+# The memory of the tables is *not* the reason for larger blocks: an entry is nothing beside a token. Work per block is.
+# Python feels it most (block by block); a kernel wants at least a tile of keys in one piece. vLLM's default is 16,
+# Hugging Face's 256, and the last two rows say for whom that is too much.
 #
-# Paging also loses where there is nothing to gain: one sequence of known length needs no table, and reading through one
-# is never quicker than reading straight on. And a prefix cache gains nothing on prompts that never repeat; it then
-# costs the hashing. It can even be told apart from outside by its speed: salt it per tenant.
+# Paging also loses where there is nothing to gain: one sequence of known length needs no table, and keys in one piece
+# are read several times more quickly than keys that are first copied together (compare the rows; a kernel that follows
+# the table itself copies nothing). And a prefix cache gains nothing on prompts that never repeat; it then costs the
+# hashing.
 #
 # ## The same thing in production
 #

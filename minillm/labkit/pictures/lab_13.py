@@ -224,7 +224,7 @@ def draw_sweep(rows: Sequence[dict[str, Any]]) -> Figure:
         sizes,
         {name: [row["attention_s"][name] for row in rows] for name in rows[0]["attention_s"]},
         x_axis=("block size", ""),
-        y_axis=("one query over 480 keys", "s"),
+        y_axis=("CPU time, a query over 480 keys", "s"),
         title="Too small costs",
         log="xy",
         ax=right,
