@@ -434,8 +434,8 @@ receipt(
         ),
         row("your guess: unused share of blocks", None, guess_blocks),
         row("    measured, over all steps", None, 1 - wasted["filled"] / wasted["held"]),
-        row("sequences at once in this memory, reserved", wasted["blocks"] * 16 // context, 4),
-        row("    in blocks: more", True, wasted["running"] > 4),
+        row("sequences at once in this memory, reserved", None, wasted["blocks"] * 16 // context),
+        row("    in blocks: more", True, wasted["running"] > wasted["blocks"] * 16 // context),
         row("    how many", None, wasted["running"]),
     ],
 )
@@ -619,7 +619,7 @@ receipt("three users, four turns, blocks of 8", rows)
 #
 # ## Break it
 #
-# Four engines, each with one real bug of a real engine, serve the same seven requests: some share a beginning of 40
+# Four engines, each with a bug that a real engine had, serve the same seven requests: some share a beginning of 40
 # tokens; two prompts are equal; one has other tokens that end in the same byte; one comes from another tenant; two
 # large ones come late and need room. The first line is the sound engine.
 
@@ -661,8 +661,8 @@ receipt("what the receipts say", rows)
 
 # %% [markdown]
 # - **A, one byte per token** (vllm-mlx, pull request 444): `bytes(t & 0xFF for t in tokens)` went into the hash. Token
-#   65 is token 321. One answer of seven is about somebody else's text, fluently. *Hits above the closed form* show it.
-#   So would a comparison of tokens on a hit, as yours does.
+#   65 is token 321. One request of seven answers from keys of somebody else's text. *Hits above the closed form* show
+#   it; a comparison of whole tokens on a hit, as yours does, prevents it.
 # - **B, no salt** (of this kind: vLLM issue 44701, where an adapter's name and a salt were one and the same string in
 #   the hash): every answer is right. One tenant's hit tells that another has asked the same: a leak that shows in the
 #   time to first token, and in the count of hits.
@@ -790,16 +790,16 @@ receipt(
 #
 # Under tensor parallelism every rank holds `kv_heads / t` heads of *every* block, so block tables are equal on all
 # ranks and one scheduler decides for all; under pipeline parallelism a rank holds its layers of every block. A prefix
-# cache is per replica: a router has to send requests with one prefix to one replica (lab 19). The same engine on a GPU:
+# cache is per replica: a router has to send requests with one prefix to one replica (lab 19). The same engine on a GPU,
+# where it takes the Triton kernel by itself:
 #
 # ```bash
 # python -c "
 # import torch
 # from minillm.model import load_hf
 # from minillm.model.generate import folder_of
-# from minillm.model.paged_triton import triton_split_kv
 # from minillm.serve import LLM, SamplingParams
-# llm = LLM(load_hf(folder_of('target'), device='cuda', dtype=torch.bfloat16), backend=triton_split_kv)
+# llm = LLM(load_hf(folder_of('target'), device='cuda', dtype=torch.bfloat16))
 # print(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8))[0].answers[0].ids)"
 #
 # vllm serve MODEL --tensor-parallel-size 8 --block-size 16 --gpu-memory-utilization 0.9
