@@ -51,7 +51,7 @@ def one_piece_seconds(context: int = 480, repeats: int = 15) -> float:
 
 
 @cache
-def sweep(sizes: Sequence[int] = (1, 4, 16, 64, 256), prefix: int = 200, own: int = 40, requests: int = 3):
+def sweep(sizes: Sequence[int] = (1, 4, 16, 64, 256), prefix: int = 200, own: int = 40, requests: int = 2):
     """By block size: waste share of `mixed` requests, tokens of a prefix that a hit covers, attention's time."""
     rows = []
     for size in sizes:
