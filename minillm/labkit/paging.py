@@ -1,0 +1,106 @@
+"""What lab 13's checks look at besides values: steps taken, tokens read, tensors made, contents of blocks.
+
+A pool that searches for a free block, a hash that reads the whole prefix for every block, an attention that first
+copies everything together: all of them return what they should.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+WALKS = {"index", "remove", "count", "insert", "copy", "sort", "reverse"}  # methods of lists that walk over them
+FUNCTIONS = {"min", "max", "sum", "sorted", "any", "all"}
+
+
+def steps_of(call: Callable[[], Any], size: int) -> int:
+    """Lines of Python that call() runs, and for each built-in that walks over a list, the entries of that list.
+
+    size: what a built-in function whose argument cannot be seen is taken to walk over.
+    """
+    steps = 0
+
+    def trace(frame, event, arg):
+        nonlocal steps
+        steps += event == "line"
+        return trace
+
+    def profile(frame, event, arg):
+        nonlocal steps
+        if event == "c_call":
+            owner = getattr(arg, "__self__", None)
+            if isinstance(owner, list) and arg.__name__ in WALKS:
+                steps += len(owner)
+            elif arg.__name__ in FUNCTIONS:
+                steps += size
+
+    before = sys.gettrace(), sys.getprofile()
+    sys.settrace(trace)
+    sys.setprofile(profile)
+    try:
+        call()
+    finally:
+        sys.settrace(before[0])
+        sys.setprofile(before[1])
+    return steps
+
+
+class Read(Sequence):
+    """Tokens that count how many of them were handed out, in `.reads`."""
+
+    def __init__(self, tokens: Sequence[int]):
+        self._tokens, self.reads = list(tokens), 0
+
+    def __getitem__(self, index):
+        found = self._tokens[index]
+        self.reads += len(found) if isinstance(index, slice) else 1
+        return found
+
+    def __iter__(self) -> Iterator[int]:
+        for token in self._tokens:
+            self.reads += 1
+            yield token
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Numbers in the largest tensor that torch made anew inside the block, in `.numel` (views are not new)."""
+
+    def __init__(self, *known: Tensor):
+        super().__init__()
+        self.numel = 0
+        self._known = {x.untyped_storage().data_ptr() for x in known}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler first, which takes seconds
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        for x in found if isinstance(found, (list, tuple)) else (found,):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in self._known:
+                self.numel = max(self.numel, x.numel())
+        return found
+
+
+class Contents:
+    """Blocks that hold tokens instead of keys and values; `copies` lists (source, target) of every copy."""
+
+    def __init__(self, num_blocks: int, block_size: int):
+        self.cells: list[list[Any]] = [[None] * block_size for _ in range(num_blocks)]
+        self.block_size, self.copies = block_size, []
+
+    def copy(self, source: int, target: int) -> None:
+        self.copies.append((source, target))
+        self.cells[target] = list(self.cells[source])
+
+    def write(self, table: Sequence[int], position: int, token: Any) -> None:
+        self.cells[table[position // self.block_size]][position % self.block_size] = token
+
+    def read(self, table: Sequence[int], tokens: int) -> list[Any]:
+        return [self.cells[table[p // self.block_size]][p % self.block_size] for p in range(tokens)]
