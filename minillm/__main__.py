@@ -12,7 +12,7 @@ from importlib import import_module
 
 COMMANDS = {
     "train": ("minillm.train.command", "train a model on Python's source, or on your text"),
-    "generate": ("minillm.model.generate", "write on from a prompt"),
+    "generate": ("minillm.serve.command", "write on from a prompt, or from a file of prompts"),
     "plot": ("minillm.labkit.plot_command", "draw a run's loss and step times"),
     "tour": ("minillm.tour", "run every mechanism once: predicted beside measured"),
     "oracle": ("minillm.oracle_command", "any layout against one process, every gradient compared"),

@@ -6,17 +6,13 @@ keys kept   ─────────────▶ ─▶ ─▶            
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import typer
 from torch import Tensor
-from typer import Argument, Option
 
 from minillm.data import Tokenizer
 from minillm.model.attention import sdpa
 from minillm.model.config import ModelConfig
-from minillm.model.huggingface import load_hf
 from minillm.model.transformer import Transformer
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
@@ -115,31 +111,6 @@ def folder_of(model: str) -> Path:
     raise ValueError(
         f"--model {model} is no model folder (no config.json in it): name one, or {' or '.join(COMMITTED)}"
     )
-
-
-def command(
-    prompt: Annotated[str, Argument(help="Text to go on from.")] = "",
-    max_new_tokens: Annotated[int, Option(help="Tokens to write at most.", min=1)] = 200,
-    temperature: Annotated[float, Option(help="0: always the likeliest token.", min=0.0)] = 0.0,
-    seed: Annotated[int, Option(help="Of the draws, if temperature is above 0.")] = 0,
-    model: Annotated[
-        str, Option(metavar="NAME|PATH", help="target, draft, or a Hugging Face folder (Llama, Mistral, Qwen2, Qwen3).")
-    ] = "target",
-    device: Annotated[str, Option(help="cpu, cuda, ...")] = "cpu",
-) -> None:
-    """Write on from a prompt, streaming, in float32."""
-    folder = folder_of(model)
-    tokenizer, network = Tokenizer.load(folder), load_hf(folder, device=device, dtype=torch.float32)
-    ids, first = heal(tokenizer, tokenizer.encode(prompt) or [tokenizer.eos_id])
-    if tokenizer.bos_id is not None:
-        ids = [tokenizer.bos_id, *ids]
-    push = tokenizer.stream()
-    typer.echo(push(*ids), nl=False)
-    stop = None if tokenizer.eos is None else tokenizer.eos_id
-    options = {"temperature": temperature, "seed": seed, "stop": stop, "first": first}
-    for token in generate(network, ids, max_new_tokens, **options):
-        typer.echo(push(token), nl=False)
-    typer.echo(push(final=True))
 
 
 def _choose(logits: Tensor, temperature: float, draw: torch.Generator) -> int:

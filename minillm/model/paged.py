@@ -9,7 +9,8 @@ The tokens of all sequences of a step stand one after the other in one flat row,
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
 
@@ -19,9 +20,17 @@ from torch import Tensor
 
 from minillm.model.config import ModelConfig
 
+GROUP_BYTES, GPU_GROUP_BYTES = 1 << 20, 1 << 28  # keys and values that are gathered together, of several sequences
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (q, k_pool, v_pool) of a layer -> like q
+
 
 class Backend(Protocol):
-    """Attention of a whole batch, its shapes as in `paged_attention`, which has checked them."""
+    """Attention of a whole batch, its shapes as in `paged_attention`, which has checked them.
+
+    What is the same in all layers can be done once a pass: a backend with a method
+    `prepare(q, k_pool, block_table, query_lens, context_lens, *, window) -> Attend` is asked for that instead.
+    """
 
     def __call__(
         self,
@@ -36,28 +45,83 @@ class Backend(Protocol):
     ) -> Tensor: ...
 
 
-def gathered(q, k_pool, v_pool, block_table, query_lens, context_lens, *, window: int | None) -> Tensor:
-    """One sequence after the other: copy its blocks together, let torch's fused kernel do the rest. The default."""
-    parts = zip(q.split(list(query_lens)), block_table, context_lens, strict=True)
-    return torch.cat([_gathered(x, k_pool, v_pool, table, context, window) for x, table, context in parts])
+class Gathered:
+    """Copies the keys and values of like sequences together and leaves the rest to torch's fused kernel. The default.
+
+    Sequences with equally many queries stand in order of length, cut into groups whose keys stay in a core's cache
+    between copy and product: few calls, little padding. All are aligned at their last key; where a shorter one has no
+    key, its first is read and masked.
+    """
+
+    def __call__(self, q, k_pool, v_pool, block_table, query_lens, context_lens, *, window: int | None) -> Tensor:
+        return self.prepare(q, k_pool, block_table, query_lens, context_lens, window=window)(q, k_pool, v_pool)
+
+    def prepare(self, q, k_pool, block_table, query_lens, context_lens, *, window: int | None) -> Attend:
+        device, block_size = k_pool.device, k_pool.shape[1]
+        slot_bytes = 2 * k_pool[0, 0].numel() * k_pool.element_size()
+        room = (GROUP_BYTES if device.type == "cpu" else GPU_GROUP_BYTES) // slot_bytes
+        counts = zip(query_lens, context_lens, strict=True)
+        seen = [keys if window is None else min(keys, queries + window - 1) for queries, keys in counts]
+        order = sorted(range(len(seen)), key=lambda s: (query_lens[s], seen[s]))
+        first = list(accumulate(query_lens, initial=0))
+        rows = torch.tensor([row for s in order for row in range(first[s], first[s + 1])], device=device)
+        back = rows.argsort()
+
+        last = torch.tensor([context_lens[s] for s in order], device=device)
+        places = last[:, None] - torch.arange(max(seen), 0, -1, device=device)  # [sequences, keys], negative: none
+        absent = torch.zeros(places.shape, dtype=q.dtype, device=device).masked_fill_(places < 0, float("-inf"))
+        places.clamp_(min=0)
+        slots = block_table[order].gather(1, places // block_size) * block_size + places % block_size
+
+        groups, start = [], 0
+        for end in range(1, len(order) + 1):
+            queries, keys = query_lens[order[start]], seen[order[end - 1]]
+            following = order[end] if end < len(order) else None
+            if following is None or query_lens[following] != queries or (end - start + 1) * seen[following] > room:
+                mask = None if seen[order[start]] == keys else absent[start:end, None, None, -keys:]
+                if queries > 1:
+                    visible = _visible(keys - queries, queries, 0, keys, window, device)
+                    mask = absent[start:end, None, None, -keys:].masked_fill(~visible, float("-inf"))
+                    mask = mask.repeat(1, 1, q.shape[1] // k_pool.shape[2], 1)
+                groups.append(_Group(end - start, queries, slots[start:end, -keys:].flatten(), mask))
+                start = end
+
+        def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+            parts = q.index_select(0, rows).split([group.sequences * group.queries for group in groups])
+            ys = [group(part, k_pool, v_pool) for group, part in zip(groups, parts, strict=True)]
+            return torch.cat(ys).index_select(0, back)
+
+        return attend
 
 
-def _gathered(q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Tensor, context: int, window: int | None) -> Tensor:
-    """The query heads of one kv head become rows of one matrix, so each key is read once and no key is repeated."""
-    queries, heads, head_dim = q.shape
-    _, block_size, kv_heads, _ = k_pool.shape
-    group = heads // kv_heads
-    seen = 0 if window is None else max(0, context - queries - window + 1)  # the first key that any query sees
-    skipped = seen // block_size * block_size
-    used = table[seen // block_size : -(-context // block_size)]
-    span = slice(seen - skipped, context - skipped)
-    keys, values = (pool[used].flatten(0, 1)[span].transpose(0, 1) for pool in (k_pool, v_pool))
-    rows = q.view(queries, kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(kv_heads, group * queries, head_dim)
-    mask = None
-    if queries > 1:
-        mask = _visible(context - queries, queries, seen, context, window, q.device).repeat(group, 1)
-    y = F.scaled_dot_product_attention(rows[None], keys[None], values[None], attn_mask=mask)[0]
-    return y.view(kv_heads, group, queries, head_dim).permute(2, 0, 1, 3).reshape(queries, heads, head_dim)
+@dataclass(frozen=True)
+class _Group:
+    """Sequences with equally many queries and, after padding, keys. slots: theirs, one sequence after the other.
+
+    The query heads of one kv head become rows of one matrix, so that each key is read once and none is repeated.
+    mask: [sequences, 1, rows or 1, keys], added to the scores.
+    """
+
+    sequences: int
+    queries: int
+    slots: Tensor
+    mask: Tensor | None
+
+    def __call__(self, q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+        _, _, kv_heads, head_dim = k_pool.shape
+        keys, values = (
+            pool.view(-1, kv_heads * head_dim)
+            .index_select(0, self.slots)
+            .view(self.sequences, -1, kv_heads, head_dim)
+            .transpose(1, 2)
+            for pool in (k_pool, v_pool)
+        )
+        rows = q.view(self.sequences, self.queries, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
+        y = F.scaled_dot_product_attention(rows.flatten(2, 3), keys, values, attn_mask=self.mask)
+        return y.view(rows.shape).permute(0, 3, 1, 2, 4).reshape(q.shape)
+
+
+gathered = Gathered()
 
 
 def block_by_block(q, k_pool, v_pool, block_table, query_lens, context_lens, *, window: int | None) -> Tensor:
@@ -109,6 +173,12 @@ def paged_attention(
     context_lens: keys of each sequence, those of its queries among them: the queries are its last tokens.
     window: see `ModelConfig.sliding_window`. Returns [tokens, heads, head_dim].
     """
+    sizes = (block_table, query_lens, context_lens)
+    return _prepared(backend, q, k_pool, *sizes, window=window)(q, k_pool, v_pool)
+
+
+def _prepared(backend, q, k_pool, block_table, query_lens, context_lens, *, window: int | None) -> Attend:
+    """What the backend does in each layer of a pass. ValueError for lengths that do not fit."""
     if sum(query_lens) != q.shape[0] or not len(query_lens) == len(context_lens) == len(block_table):
         raise ValueError(
             f"{q.shape[0]} queries, query_lens {list(query_lens)}, {len(context_lens)} context_lens and "
@@ -121,7 +191,9 @@ def paged_attention(
                 f"a sequence of {length} queries and {context} keys in {room} slots: queries are at least 1, at most "
                 "the keys, and the keys fit the block table."
             )
-    return backend(q, k_pool, v_pool, block_table, query_lens, context_lens, window=window)
+    if hasattr(backend, "prepare"):
+        return backend.prepare(q, k_pool, block_table, query_lens, context_lens, window=window)
+    return lambda q, k, v: backend(q, k, v, block_table, query_lens, context_lens, window=window)
 
 
 class PagedCache:
@@ -172,6 +244,7 @@ class PagedBatch:
     def __init__(self, cache: PagedCache, tables, starts, query_lens, backend):
         device, size = cache.pool.device, cache.block_size
         self.cache, self.backend, self.query_lens = cache, backend, list(query_lens)
+        self._attend: dict[int | None, Attend] = {}  # by window
         self.context_lens = [start + length for start, length in zip(starts, query_lens, strict=True)]
         spans = [range(end - length, end) for end, length in zip(self.context_lens, query_lens, strict=True)]
         slots = [table[p // size] * size + p % size for table, span in zip(tables, spans, strict=True) for p in span]
@@ -188,9 +261,10 @@ class PagedBatch:
         k_pool.flatten(0, 1)[self.slot_mapping] = k[0].transpose(0, 1)
         v_pool.flatten(0, 1)[self.slot_mapping] = v[0].transpose(0, 1)
         flat = q[0].transpose(0, 1).contiguous()
-        lengths = (self.query_lens, self.context_lens)
-        y = paged_attention(flat, k_pool, v_pool, self.block_table, *lengths, window=window, backend=self.backend)
-        return y.transpose(0, 1)[None]
+        if window not in self._attend:
+            sizes = (self.block_table, self.query_lens, self.context_lens)
+            self._attend[window] = _prepared(self.backend, flat, k_pool, *sizes, window=window)
+        return self._attend[window](flat, k_pool, v_pool).transpose(0, 1)[None]
 
 
 def _visible(first: int, queries: int, start: int, end: int, window: int | None, device) -> Tensor:

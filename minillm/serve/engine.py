@@ -23,7 +23,7 @@ from minillm.model.paged import PagedCache, gathered
 from minillm.serve.blocks import BlockPool, root
 from minillm.serve.forward import ForwardPass
 from minillm.serve.recorder import StepRecord, record
-from minillm.serve.request import Output, Request, Sample, Timing, prompt_ids
+from minillm.serve.request import Output, Request, Sample, prompt_ids
 from minillm.serve.sampling import SamplingParams, Token
 from minillm.serve.scheduler import Scheduler
 from minillm.serve.sequence import Plan, Sequence
@@ -141,15 +141,12 @@ class LLM:
                 raise ValueError(f"request id {request_id!r} is taken by a request that has not ended: choose another.")
             sequence = Sequence(list(tokens), limit, params.n, priority, root(None, salt))
             self.scheduler.add(sequence)
-            stops = set(params.stop_tokens)
-            if self.tokenizer is not None and self.tokenizer.eos is not None and not params.ignore_eos:
-                stops.add(self.tokenizer.eos_id)
-            output = Output(request_id, tokens, [], Timing(self.clock()))
-            request = self._requests[request_id] = Request(output, params, frozenset(stops), [])
+            request = Request.arrived(request_id, tokens, params, self.tokenizer, self.clock())
+            self._requests[request_id] = request
             self._attach(request, sequence)
             self._count += 1
             if timeout_s is not None:
-                heappush(self._deadlines, (output.timing.arrived + timeout_s, self._count, request))
+                heappush(self._deadlines, (request.output.timing.arrived + timeout_s, self._count, request))
         return request_id
 
     def cancel(self, request_id: str) -> None:
@@ -222,20 +219,21 @@ class LLM:
             for output, (_, tokens) in zip(outputs, plan.batch, strict=True):
                 output.computed += tokens
             if error is None:
-                sampled = self._sample(self.scheduler.advance(plan), run.rows, logits)
+                sampled = self._sample(self.scheduler.advance(plan), run, logits)
             self.speculation.observe(plan, run, self._samples)
             ended = tuple(output.request_id for output in self._ended[before:])
             facts = {"ended": ended, "sampled": sampled, "times": (started, self.clock() - started), "error": error}
             self.records.append(record(self.scheduler, plan, run.starts, blocks=self.record_blocks, **facts))
 
-    def _sample(self, sequences: list[Sequence], rows: list[int], logits: Tensor) -> int:
-        """The next tokens of each, from logits [Σ rows, vocab_size]; at the end of its prompt one becomes n first."""
+    def _sample(self, sequences: list[Sequence], run: ForwardPass, logits: Tensor) -> int:
+        """The next tokens of each from logits [Σ run.rows, vocab_size]; at the end of its prompt one becomes n first."""
         if not len(logits):
             return 0
         sampled, end, sound, likeliest = 0, 0, logits.amax(-1).isfinite().tolist(), logits.argmax(-1).tolist()
-        for sequence, count in zip(sequences, rows, strict=True):
+        for sequence, count in zip(sequences, run.rows, strict=True):
             start, end = end, end + count
             if sequence not in self._samples:  # cancelled meanwhile, or failed by another sample of its request
+                self.pool.forget(() if sound[start] else run.table(sequence))
                 continue
             request = self._samples[sequence].request
             if not sound[start]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from minillm.model import Transformer
 from minillm.model.paged import PagedCache
-from minillm.serve.sequence import Plan
+from minillm.serve.sequence import Plan, Sequence
 
 
 class ForwardPass:
@@ -43,6 +43,10 @@ class ForwardPass:
             if hook is not None:
                 hook.remove()
         return y[0].float().cpu()
+
+    def table(self, sequence: Sequence) -> list[int]:
+        """The blocks it had in this pass, whatever became of it since."""
+        return next(table for (each, _), table in zip(self.plan.batch, self.tables, strict=True) if each is sequence)
 
     def _keep(self, block, inputs, output: Tensor) -> None:
         self.hidden = output[0]

@@ -88,6 +88,16 @@ class Request:
     stop_tokens: frozenset[int]
     samples: list["Sample"] = field(default_factory=list)
 
+    @classmethod
+    def arrived(
+        cls, request_id: str, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None, now: float
+    ) -> "Request":
+        """A new one, without samples yet. The tokenizer's end of text stops it, unless params say not."""
+        stops = set(params.stop_tokens)
+        if tokenizer is not None and tokenizer.eos is not None and not params.ignore_eos:
+            stops.add(tokenizer.eos_id)
+        return cls(Output(request_id, prompt, [], Timing(now)), params, frozenset(stops))
+
     def attach(self, sequence: Sequence, tokenizer: Tokenizer | None) -> "Sample":
         index, answer = len(self.samples), Answer()
         sequence.name = f"{self.output.request_id}/{index}"

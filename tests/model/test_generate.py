@@ -1,11 +1,11 @@
-"""The small decoder against a loop that keeps nothing, and the command that streams."""
+"""The small decoder against a loop that keeps nothing, and where its checkpoints are."""
 
 import pytest
 import torch
 
 from minillm.__main__ import run
 from minillm.data import Tokenizer
-from minillm.model import ModelConfig, Transformer, save_hf
+from minillm.model import ModelConfig, Transformer
 from minillm.model import generate as generate_module
 from minillm.model.generate import folder_of, generate, heal
 
@@ -61,25 +61,6 @@ def test_a_space_at_the_end_is_taken_back():
     assert heal(tokenizer, tokenizer.encode("def f")) == (tokenizer.encode("def f"), None)
     model = Transformer(ModelConfig(tokenizer.vocab_size, 32, 64, 1, 2, max_seq_len=32))
     assert next(generate(model, ids, 1, first=first)) in first
-
-
-@pytest.fixture
-def folder(tmp_path):
-    tokenizer = Tokenizer.load()
-    model = Transformer(ModelConfig(tokenizer.vocab_size, 32, 64, 1, 2, max_seq_len=64, tie_embeddings=True))
-    save_hf(model.bfloat16(), tmp_path / "model")
-    tokenizer.save(tmp_path / "model")
-    return tmp_path / "model"
-
-
-def test_command_streams(folder, capsys, monkeypatch):
-    pieces = []
-    echo = generate_module.typer.echo
-    monkeypatch.setattr(generate_module.typer, "echo", lambda text, nl=True: (pieces.append(text), echo(text, nl=nl)))
-    assert run(["generate", "def ", "--max-new-tokens", "20", "--model", str(folder)]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("def ") and len(pieces) == 22  # the prompt, each token, the end
-    assert run(["generate", "--max-new-tokens", "3", "--temperature", "1", "--model", str(folder)]) == 0
 
 
 def test_missing_checkpoints_say_what_makes_them(tmp_path, monkeypatch, capsys):

@@ -169,6 +169,35 @@ def test_cancelled_during_the_forward_pass(fails):
     whole(llm)
 
 
+@pytest.mark.parametrize("step", [0, 2])  # at the prompt, and while it decodes
+def test_cancelled_during_a_pass_that_gave_nan(step):
+    """One bad pass, as of a faulty device: what it wrote must not be hit later, though the request had left before."""
+    model, prompt = Transformer(CONFIG, seed=3), [1, 2, 3, 4, 5, 6]
+    llm = LLM(model, block_size=2)
+    right, calls = model.forward, iter(range(1000))
+
+    def forward(*args, **kwargs):
+        if next(calls) != step:
+            return right(*args, **kwargs)
+        llm.cancel("lost")
+        embedding = model.embedding.weight.clone()
+        model.embedding.weight.fill_(float("nan"))
+        logits = right(*args, **kwargs)
+        model.embedding.weight.copy_(embedding)
+        return logits
+
+    model.forward = forward
+    llm.add(prompt, SamplingParams(max_tokens=9), request_id="lost")
+    for _ in range(step):
+        assert llm.step() == []
+    [lost] = llm.step()
+    assert lost.answers[0].reason == "cancelled" and llm.pool.cached == 0
+    again = [*prompt, *lost.answers[0].ids]
+    [output] = llm.generate([again], SamplingParams(max_tokens=6))
+    assert output.error is None and output.answers[0].ids == naive(again, 6) and output.hit == 0
+    whole(llm)
+
+
 def test_the_context_ends_an_answer():
     [output] = LLM(MODEL).generate([[1] * 45], SamplingParams(max_tokens=100))
     assert output.answers[0].ids == naive([1] * 45, 100) and len(output.answers[0].ids) == 3

@@ -1,4 +1,4 @@
-"""Exact enumeration on tiny vocabularies: what comes out is the target's distribution, to 1e-6, whatever was guessed."""
+"""Exact enumeration on tiny vocabularies: what comes out is distributed as the target says, to 1e-6, always."""
 
 from collections import Counter
 from itertools import product

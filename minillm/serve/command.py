@@ -1,0 +1,204 @@
+"""`python -m minillm generate PROMPT` streams one text; `--batch FILE` runs a file of prompts through `LLM` together.
+
+FILE has one prompt per line, or JSON lines such as {"prompt": "def ", "max_tokens": 20, "temperature": 0.8, "n": 2}:
+what `SamplingParams` takes, and where a line says nothing, what the command line says.
+"""
+
+import difflib
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from typer import Argument, Option
+
+from minillm.data import Tokenizer
+from minillm.measure.provenance import JsonFile, provenance, write_json
+from minillm.model import Transformer, load_hf
+from minillm.model.generate import folder_of, generate, heal
+from minillm.serve.engine import LLM
+from minillm.serve.request import Output, prompt_ids
+from minillm.serve.sampling import SamplingParams
+from minillm.serve.trace import Summary, summary
+
+BLOCK_SIZE, FULL_LENGTHS = 16, 16  # the pool holds the file's requests, at most so many of the model's full length
+FIELDS = ("prompt", *(field.name for field in fields(SamplingParams)))
+
+
+def command(
+    prompt: Annotated[str, Argument(help="Text to go on from.")] = "",
+    max_new_tokens: Annotated[int, Option(help="Tokens to write at most.", min=1)] = 200,
+    temperature: Annotated[float, Option(help="0: always the likeliest token.", min=0.0)] = 0.0,
+    seed: Annotated[int, Option(help="Of the draws, if temperature is above 0.")] = 0,
+    model: Annotated[
+        str, Option(metavar="NAME|PATH", help="target, draft, or a Hugging Face folder (Llama, Mistral, Qwen2, Qwen3).")
+    ] = "target",
+    device: Annotated[str, Option(help="cpu, cuda, ...")] = "cpu",
+    batch: Annotated[
+        Path | None, Option(metavar="FILE", help='Many prompts at once: one per line, or JSON lines {"prompt": ...}.')
+    ] = None,
+    json_file: JsonFile = None,
+) -> int:
+    """Write on from a prompt, streaming, or from all prompts of a file together; in float32."""
+    if batch is None and json_file is not None:
+        raise ValueError("--json writes the answers and times of a file of prompts: give one with --batch FILE")
+    if batch is not None and prompt:
+        raise ValueError("there is a prompt and --batch: put the prompt into the file, or leave --batch out")
+    defaults = {"max_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    requests = None if batch is None else list(read_requests(batch, defaults))
+    folder = folder_of(model)
+    tokenizer, network = Tokenizer.load(folder), load_hf(folder, device=device, dtype=torch.float32)
+    if requests is None:
+        stream(network, tokenizer, prompt, max_new_tokens, temperature, seed)
+        return 0
+    outputs = run_batch(network, tokenizer, batch, requests)
+    write_json(json_file, {"provenance": provenance(), **as_json(outputs)})
+    return 0 if all(output.error is None for _, output in outputs) else 1
+
+
+def stream(
+    model: Transformer, tokenizer: Tokenizer, prompt: str, max_new_tokens: int, temperature: float, seed: int
+) -> None:
+    """One text, a token at a time, by the plainest decoder."""
+    ids, first = heal(tokenizer, tokenizer.encode(prompt) or [tokenizer.eos_id])
+    if tokenizer.bos_id is not None:
+        ids = [tokenizer.bos_id, *ids]
+    push = tokenizer.stream()
+    typer.echo(push(*ids), nl=False)
+    stop = None if tokenizer.eos is None else tokenizer.eos_id
+    for token in generate(model, ids, max_new_tokens, temperature=temperature, seed=seed, stop=stop, first=first):
+        typer.echo(push(token), nl=False)
+    typer.echo(push(final=True))
+
+
+Request = tuple[int, str | list[int], SamplingParams]  # the line's number in the file, its prompt, what it wants
+
+
+def read_requests(file: Path, defaults: dict[str, Any]) -> Iterator[Request]:
+    """One request per line. ValueError names the first bad line and says what is wrong with it."""
+    try:
+        lines = file.read_bytes().decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n").split("\n")
+    except OSError as error:
+        raise ValueError(f"--batch {file} cannot be read ({error.strerror}): name a file of prompts") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--batch {file} is not UTF-8 text (byte {error.start}): save it as UTF-8") from None
+    if lines == [""]:
+        raise ValueError(f"--batch {file} is empty: write one prompt per line")
+    as_objects = file.suffix in (".json", ".jsonl", ".ndjson") or _object(lines[0]).keys() >= {"prompt"}
+    for number, line in enumerate(lines, start=1):
+        with _naming(file, number):
+            if not line.strip():
+                raise ValueError("it is empty: write a prompt or delete the line")
+            wanted = _fields(line) if as_objects else {"prompt": line}
+            prompt, params = wanted.pop("prompt"), SamplingParams(**{**defaults, **wanted})
+        yield number, prompt, params
+
+
+def run_batch(
+    model: Transformer, tokenizer: Tokenizer, file: Path, requests: list[Request]
+) -> list[tuple[int, Output]]:
+    """All requests of the file; prints each answer as soon as it and those before it are there, then what it took."""
+    tokens: dict[int, list[int]] = {}
+    for number, prompt, params in requests:
+        with _naming(file, number):
+            tokens[number] = prompt_ids(prompt, params, tokenizer, model.config)
+    llm = engine(model, tokenizer, [(len(tokens[number]), params) for number, _, params in requests])
+    for number, _, params in requests:
+        with _naming(file, number):
+            llm.add(tokens[number], params, request_id=str(number))
+    ended: dict[str, Output] = {}
+    outputs: list[tuple[int, Output]] = []
+    while len(outputs) < len(requests):
+        ended |= {output.request_id: output for output in llm.step()}
+        while len(outputs) < len(requests) and (output := ended.get(str(requests[len(outputs)][0]))):
+            outputs.append((requests[len(outputs)][0], output))
+            show(*outputs[-1], tokenizer)
+    if any(output.error is None for _, output in outputs):
+        typer.echo(_took(summary([output for _, output in outputs])), err=True)
+    return outputs
+
+
+def engine(model: Transformer, tokenizer: Tokenizer, requests: list[tuple[int, SamplingParams]]) -> LLM:
+    """An LLM with room for requests of (prompt tokens, params)."""
+    longest = model.config.max_seq_len
+    lengths = (min(tokens + params.max_tokens, longest) for tokens, params in requests for _ in range(params.n))
+    needed = sum(1 + -(-length // BLOCK_SIZE) for length in lengths)
+    num_blocks = min(needed, FULL_LENGTHS * -(-longest // BLOCK_SIZE))
+    return LLM(model, tokenizer=tokenizer, block_size=BLOCK_SIZE, num_blocks=num_blocks)
+
+
+def show(number: int, output: Output, tokenizer: Tokenizer) -> None:
+    for index, answer in enumerate(output.answers):
+        name = f"{number}" if len(output.answers) == 1 else f"{number}, answer {index + 1}"
+        why = f"failed: {output.error}" if output.error else f"{len(answer.tokens)} tokens, {answer.reason}"
+        typer.echo(f"--- line {name} ({why})\n{tokenizer.decode(output.prompt, skip_special=True)}{answer.text}")
+
+
+def as_json(outputs: list[tuple[int, Output]]) -> dict[str, Any]:
+    """Rows in the order of the file, times in seconds; the summary only if an answer has a token."""
+    rows = []
+    for number, output in outputs:
+        timing, longest = output.timing, max(len(answer.tokens) for answer in output.answers)
+        times = {"queue_s": timing.queue, "ttft_s": timing.ttft, "tpot_s": timing.tpot(longest)}
+        answers = [{"text": answer.text, "ids": answer.ids, "reason": answer.reason} for answer in output.answers]
+        for found, answer in zip(answers, output.answers, strict=True):
+            if any(token.logprob is not None for token in answer.tokens):
+                found["logprobs"] = [{"logprob": token.logprob, "top": token.top} for token in answer.tokens]
+        counts = {name: getattr(output, name) for name in ("computed", "hit", "preemptions", "error")}
+        row = {"line": number, "prompt": output.prompt, "answers": answers, **times}
+        rows.append({**row, "end_to_end_s": timing.end_to_end, **counts})
+    if all(output.error is not None for _, output in outputs):
+        return {"rows": rows}
+    took = summary([output for _, output in outputs])
+    return {"summary": _finite({**asdict(took), "tokens_per_s": took.tokens_per_s}), "rows": rows}
+
+
+def _took(it: Summary) -> str:
+    return (
+        f"{it.requests} prompts, {it.tokens} tokens in {it.seconds:.2f} s: {it.tokens_per_s:.0f} tokens/s; first token "
+        f"after {it.ttft.p50:.3f} s (p50), {it.ttft.p99:.3f} s (p99); {it.hit} prompt tokens from the prefix cache"
+    )
+
+
+def _fields(line: str) -> dict[str, Any]:
+    wanted = _object(line)
+    if not wanted:
+        raise ValueError('it is no JSON object: write {"prompt": "..."}')
+    for name in wanted:
+        if name not in FIELDS:
+            close = difflib.get_close_matches(name, FIELDS, n=1)
+            hint = f"did you mean '{close[0]}'?" if close else f"known are {', '.join(FIELDS)}."
+            raise ValueError(f"unknown field '{name}'; {hint}")
+    if not isinstance(wanted.get("prompt"), str | list):
+        raise ValueError('it has no "prompt" that is a text or a list of token ids')
+    return wanted
+
+
+def _object(line: str) -> dict[str, Any]:
+    """The JSON object of a line; empty if it is none."""
+    try:
+        found = json.loads(line)
+    except (json.JSONDecodeError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+@contextmanager
+def _naming(file: Path, number: int) -> Iterator[None]:
+    """Names the file and the line in a ValueError raised within."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{file} line {number}: {error}") from None
+
+
+def _finite(value: Any) -> Any:
+    """nan, of which JSON knows nothing, becomes None."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value

@@ -1,0 +1,213 @@
+"""A day of requests in miniature: when each arrives, with which prompt, for how many tokens; and what became of them.
+
+arrivals = skewed(64, prompt_tokens=48, max_tokens=96, rate=20, vocab_size=4096)
+for engine in (LLM(model), StaticBatches(model, 16)): print(summary(replay(engine, arrivals)))
+
+The same arrivals go through any engine. With a `VirtualClock` seconds are computed instead of measured, so a comparison
+of schedules comes out the same on every machine.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from math import ceil, exp
+from statistics import NormalDist
+
+from minillm.serve.request import Output
+from minillm.serve.sampling import SamplingParams
+
+EARLY_S = 1e-9  # so much before its time something is on time: clocks round
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request to come. at: seconds after the start."""
+
+    at: float
+    prompt: list[int]
+    params: SamplingParams
+    priority: int = 0
+
+
+def uniform(count: int, *, max_tokens: int, **options) -> list[Arrival]:
+    """Every answer has max_tokens tokens. options: see `arrivals`."""
+    return arrivals([max_tokens] * count, **options)
+
+
+def skewed(count: int, *, max_tokens: int, sigma: float = 1.0, **options) -> list[Arrival]:
+    """Few long answers among many short ones, the longest of max_tokens. options: see `arrivals`.
+
+    Lengths are the (i + ½) / count quantiles of a log-normal distribution, in random order: with sigma 1 and 64
+    requests the longest is 11 times the median. No tail is left to luck, so that small traces are skewed too.
+    """
+    if not sigma >= 0:
+        raise ValueError(f"sigma {sigma} must be at least 0 (0 makes all answers equally long).")
+    relative = [exp(sigma * NormalDist().inv_cdf((i + 0.5) / count)) for i in range(count)]
+    lengths = [max(1, round(max_tokens * each / relative[-1])) for each in relative]
+    random.Random(options.get("seed", 0)).shuffle(lengths)
+    return arrivals(lengths, **options)
+
+
+def arrivals(
+    lengths: Sequence[int],
+    *,
+    prompt_tokens: int | tuple[int, int],
+    rate: float | None = None,
+    shared_prefix: int = 0,
+    vocab_size: int | None = None,
+    text: Sequence[int] | None = None,
+    seed: int = 0,
+    **sampling,
+) -> list[Arrival]:
+    """One request for each answer length; it ends there and nowhere else (end of text is ignored).
+
+    prompt_tokens: of every prompt, or (least, most). shared_prefix: so many of them, the first, are the same in all.
+    rate: requests per second, Poisson; None = all at once. Prompts are random ids below vocab_size, or cut from `text`
+    (token ids). sampling: what else `SamplingParams` takes; request i draws with seed i.
+    """
+    least, most = prompt_tokens if isinstance(prompt_tokens, tuple) else (prompt_tokens, prompt_tokens)
+    if not 1 <= least <= most or not 0 <= shared_prefix <= least:
+        raise ValueError(
+            f"prompt_tokens {prompt_tokens} and shared_prefix {shared_prefix}: a prompt has at least 1 token, and at "
+            "least as many as are shared."
+        )
+    if rate is not None and not rate > 0:
+        raise ValueError(f"rate {rate} must be above 0 requests per second, or None for all at once.")
+    if (vocab_size is None) == (text is None):
+        raise ValueError("give either vocab_size (random prompts) or text (token ids to cut prompts from).")
+    if text is not None and len(text) < most:
+        raise ValueError(f"text of {len(text)} tokens is too short for prompts of {most}: give a longer one.")
+    rng = random.Random(seed)
+
+    def cut(length: int) -> list[int]:
+        if text is None:
+            return [rng.randrange(vocab_size) for _ in range(length)]
+        start = rng.randrange(len(text) - length + 1)
+        return [int(token) for token in text[start : start + length]]
+
+    prefix = cut(shared_prefix)
+    times = accumulate(rng.expovariate(rate) if rate is not None else 0.0 for _ in lengths)
+    return [
+        Arrival(at, prefix + cut(rng.randint(least, most) - shared_prefix), _params(length, seed=number, **sampling))
+        for number, (at, length) in enumerate(zip(times, lengths, strict=True))
+    ]
+
+
+def _params(max_tokens: int, **sampling) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, **{"ignore_eos": True, **sampling})
+
+
+class VirtualClock:
+    """Time that stands still but for `sleep` and, inside `of(model)`, forward passes: `cost(tokens)` seconds each.
+
+    tokens: those put through the model, padding among them. `LLM(model, clock=clock)`, likewise the other engines.
+    """
+
+    def __init__(self, cost: Callable[[int], float] = lambda tokens: 0.01 + 0.0005 * tokens):
+        self.cost, self.now = cost, 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += max(0.0, seconds)
+
+    @contextmanager
+    def of(self, model) -> Iterator["VirtualClock"]:
+        hook = model.register_forward_hook(lambda _, inputs, __: self.sleep(self.cost(inputs[0].numel())))
+        try:
+            yield self
+        finally:
+            hook.remove()
+
+
+def replay(engine, arrivals: Sequence[Arrival], *, clock: Callable[[], float] | None = None) -> list[Output]:
+    """Adds each request when its time has come, and steps until all have ended: outputs in the order of `arrivals`.
+
+    clock: the engine's own by default; while there is nothing to compute, its `sleep` (else `time.sleep`) is called. A
+    request that comes while a step runs is added after it, and its waiting counts from when it came.
+    """
+    clock = clock or engine.clock
+    sleep, start = getattr(clock, "sleep", time.sleep), clock()
+    order = sorted(range(len(arrivals)), key=lambda index: arrivals[index].at)
+    coming, open_, outputs = list(reversed(order)), {}, {}
+    try:
+        while coming or open_:
+            while coming and arrivals[coming[-1]].at <= clock() - start + EARLY_S:
+                index = coming.pop()
+                each = arrivals[index]
+                open_[engine.add(each.prompt, each.params, priority=each.priority)] = index
+            for output in engine.step():
+                index = open_.pop(output.request_id)
+                output.timing.arrived = start + arrivals[index].at
+                outputs[index] = output
+            wakes = getattr(engine, "starts_at", None) if open_ else float("inf")  # None: it has work to do now
+            if wakes is not None and (coming or open_):
+                due = min([wakes, *(start + arrivals[index].at for index in coming[-1:])])
+                sleep(max(0.0, due - clock()))
+    finally:
+        for request_id in open_:
+            engine.cancel(request_id)
+    return [outputs[index] for index in range(len(arrivals))]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Seconds that half, and 99 of 100, do not exceed, and the most; each a value that occurred."""
+
+    p50: float
+    p99: float
+    most: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """tokens: of the answers, the only useful ones. seconds: from the first arrival to the last end.
+
+    computed, hit, preemptions: sums over the outputs. tpot: of answers of two tokens or more.
+    """
+
+    requests: int
+    failed: int
+    tokens: int
+    seconds: float
+    ttft: Spread
+    tpot: Spread
+    end_to_end: Spread
+    computed: int
+    hit: int
+    preemptions: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds if self.seconds else float("nan")
+
+
+def summary(outputs: Sequence[Output]) -> Summary:
+    """What the requests got. Failed ones count as such and their times do not."""
+    good = [output for output in outputs if output.error is None and output.timing.first_token is not None]
+    if not good:
+        raise ValueError(f"none of {len(outputs)} outputs has a token: there is nothing to sum up.")
+    times = [output.timing for output in good]
+    per_token = [output.timing.tpot(max(len(answer.tokens) for answer in output.answers)) for output in good]
+    return Summary(
+        requests=len(outputs),
+        failed=len(outputs) - len(good),
+        tokens=sum(len(answer.tokens) for output in good for answer in output.answers),
+        seconds=max(each.ended for each in times) - min(each.arrived for each in times),
+        ttft=spread([each.ttft for each in times]),
+        tpot=spread([each for each in per_token if each is not None]),
+        end_to_end=spread([each.end_to_end for each in times]),
+        computed=sum(output.computed for output in outputs),
+        hit=sum(output.hit for output in outputs),
+        preemptions=sum(output.preemptions for output in outputs),
+    )
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Nearest-rank percentiles; nan of nothing."""
+    ordered = sorted(values) or [float("nan")]
+    return Spread(*(ordered[ceil(share * len(ordered)) - 1] for share in (0.5, 0.99, 1.0)))
