@@ -1,8 +1,8 @@
 """What the trained proposers share: their weights in a folder, the target's hidden states, and the choice of a token.
 
-    checkpoints/medusa/model.safetensors   the head's own tensors in bfloat16; what it borrows of the target is not in it
-    checkpoints/medusa/config.json         its sizes, and those of the target that it was trained on
-    checkpoints/medusa/training.json       the command that makes it, and what came out
+checkpoints/medusa/model.safetensors   the head's own tensors in bfloat16; what it borrows of the target is not in it
+checkpoints/medusa/config.json         its sizes, and those of the target that it was trained on
+checkpoints/medusa/training.json       the command that makes it, and what came out
 """
 
 import json
@@ -77,6 +77,8 @@ def load(kind: str, make: Callable[..., Head], target: Transformer, folder: str 
     like = target.embedding.weight
     head = make(target.config, **config["options"]).to(device=like.device, dtype=like.dtype)
     if stored.keys() != head.state_dict().keys():
-        raise ValueError(f"{folder} does not hold the tensors that its config.json asks for: train them with {command}.")
+        raise ValueError(
+            f"{folder} does not hold the tensors that its config.json asks for: train them with {command}."
+        )
     head.load_state_dict({name: file.get_tensor(name) for name, file in stored.items()})
     return head.eval().requires_grad_(False)

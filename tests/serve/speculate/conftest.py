@@ -29,6 +29,11 @@ def shaken(head, seed=1):
 
 
 @pytest.fixture(scope="session")
+def make_target():
+    return tiny
+
+
+@pytest.fixture(scope="session")
 def target():
     return tiny()
 
