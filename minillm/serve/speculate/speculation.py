@@ -143,6 +143,10 @@ class Speculation:
         k = self.k.k(state.tried, state.kept, state.passes) if isinstance(self.k, AdaptiveK) else self.k
         sequence.wanted = max(0, min(k, sequence.limit - sequence.num_tokens - 1))
 
+    def drop(self, sequence: Sequence) -> None:
+        """Its guesses are no good: the next step is without any."""
+        self._states[sequence].draft, sequence.wanted = None, 0
+
     def observe(self, plan: Plan, run: ForwardPass, samples: dict[Sequence, Sample]) -> None:
         """Hands the hidden states of what this step verified to a proposer that wants them."""
         for sequence in [sequence for sequence, _ in plan.batch if sequence not in samples]:
