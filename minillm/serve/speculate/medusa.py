@@ -1,0 +1,97 @@
+"""Medusa (Cai et al. 2024, §2.1): extra heads on the target's last hidden state guess several tokens at once.
+
+    hidden state h of the newest computed position t
+        the target's head   -> token t + 1      (drawn and verified already: it is the sequence's last token)
+        Medusa head 1       -> token t + 2 ┐
+        Medusa head 2       -> token t + 3 ├ the draft: one matrix product, no second model, no cache
+        ...                                ┘
+
+Head i is `layers` residual blocks x + silu(W x) on the normed hidden state, then an output head. The paper gives each
+head an output matrix of its own; here all share the target's, which makes the weights small and training short.
+
+A head does not see the tokens drafted before its own, so every position guesses worse than the one before it: the
+draft is a chain of each head's best guess (the paper verifies a tree of combinations).
+"""
+
+from collections.abc import Hashable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minillm.model import ModelConfig, Transformer
+from minillm.serve.speculate.heads import guess, load
+from minillm.serve.speculate.proposal import Asked, Draft
+
+
+class MedusaHeads(nn.Module):
+    """hidden: [..., hidden] before the target's final norm -> what the target's head reads: [..., heads, hidden]."""
+
+    def __init__(self, config: ModelConfig, *, heads: int = 4, layers: int = 2):
+        super().__init__()
+        if heads < 1 or layers < 1:
+            raise ValueError(f"heads {heads} and layers {layers} must be at least 1.")
+        size = config.hidden_size
+        self.heads = nn.ModuleList(nn.Sequential(*(Residual(size) for _ in range(layers))) for _ in range(heads))
+
+    def forward(self, hidden: Tensor, target: Transformer) -> Tensor:
+        x = target.norm(hidden)
+        return torch.stack([head(x) for head in self.heads], dim=-2)
+
+    def logits(self, hidden: Tensor, target: Transformer) -> Tensor:
+        """[..., heads, vocab_size]. Untrained (zero weights), each head repeats the target's own guess."""
+        return target.head_logits(self(hidden, target), target._head)
+
+
+class Residual(nn.Linear):
+    """x + silu(W x + b); zero at first, so that it changes nothing."""
+
+    def __init__(self, size: int):
+        super().__init__(size, size)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(super().forward(x))
+
+
+class Medusa:
+    """The proposer. heads: None = the committed weights, or a folder of others.
+
+    drawn: whether drafts are drawn from the heads' warped distributions at temperatures above 0; else each is the
+    head's likeliest token. Both are exact.
+    Keeps one hidden state per sequence. A sequence whose newest hidden state was not seen (a fork in its first step)
+    gets an empty draft.
+    """
+
+    wants_hidden = True
+
+    def __init__(self, target: Transformer, heads: MedusaHeads | str | Path | None = None, *, drawn: bool = True):
+        self.target, self.drawn = target, drawn
+        self.heads = heads if isinstance(heads, MedusaHeads) else load("medusa", MedusaHeads, target, heads)
+        self._newest: dict[Hashable, tuple[int, Tensor]] = {}
+
+    def observe(self, key: Hashable, start: int, hidden: Tensor) -> None:
+        self._newest[key] = (start + len(hidden) - 1, hidden[-1].clone())
+
+    def forget(self, key: Hashable) -> None:
+        self._newest.pop(key, None)
+
+    @torch.no_grad()
+    def propose(self, asked: list[Asked]) -> list[Draft]:
+        known = [one for one in asked if self._newest.get(one.key, (None,))[0] == len(one.tokens) - 2 and one.k > 0]
+        drafts = {}
+        if known:
+            hidden = torch.stack([self._newest[one.key][1] for one in known])
+            rows = self.heads.logits(hidden, self.target).float().cpu()
+            drafts = {one.key: self._draft(one, row) for one, row in zip(known, rows, strict=True)}
+        return [drafts.get(one.key, Draft([])) for one in asked]
+
+    def _draft(self, asked: Asked, logits: Tensor) -> Draft:
+        tokens, probabilities = [], []
+        for row in logits[: asked.k]:
+            token, distribution = guess(row, asked, tokens, drawn=self.drawn)
+            tokens.append(token)
+            probabilities.append(distribution)
+        return Draft(tokens, None if probabilities[0] is None else torch.stack(probabilities))
