@@ -23,7 +23,7 @@ from minillm.model.paged import PagedCache, gathered
 from minillm.serve.blocks import BlockPool, root
 from minillm.serve.forward import ForwardPass
 from minillm.serve.recorder import StepRecord, record
-from minillm.serve.request import Output, Request, Sample, prompt_ids
+from minillm.serve.request import Output, Request, Sample, pairs, prompt_ids
 from minillm.serve.sampling import SamplingParams, Token
 from minillm.serve.scheduler import Scheduler
 from minillm.serve.sequence import Plan, Sequence
@@ -84,14 +84,9 @@ class LLM:
         self, prompts: list[str | list[int]], params: SamplingParams | list[SamplingParams] | None = None
     ) -> list[Output]:
         """One output per prompt, in order. params: for all, or one for each. Refuses all if one cannot run."""
-        if isinstance(prompts, str):
-            raise ValueError("prompts is one text: give a list of prompts.")
-        each = list(params) if isinstance(params, list | tuple) else [params] * len(prompts)
-        if len(each) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts but {len(each)} params: give one for all, or one for each.")
-        mine: list[Output] = []
+        each, mine = pairs(prompts, params), []
         with self._keeping_others(mine) as others:
-            for prompt, wanted in zip(prompts, each, strict=True):
+            for prompt, wanted in each:
                 with self._lock:  # nobody may end it before we have it
                     mine.append(self._requests[self.add(prompt, wanted)].output)
             while any(output.timing.ended is None for output in mine):
@@ -226,9 +221,7 @@ class LLM:
             self.records.append(record(self.scheduler, plan, run.starts, blocks=self.record_blocks, **facts))
 
     def _sample(self, sequences: list[Sequence], run: ForwardPass, logits: Tensor) -> int:
-        """The next tokens of each from logits [Σ run.rows, vocab_size]; at the end of its prompt one becomes n first."""
-        if not len(logits):
-            return 0
+        """The next tokens of each, logits: [Σ run.rows, vocab_size]; at the end of its prompt one becomes n first."""
         sampled, end, sound, likeliest = 0, 0, logits.amax(-1).isfinite().tolist(), logits.argmax(-1).tolist()
         for sequence, count in zip(sequences, run.rows, strict=True):
             start, end = end, end + count
@@ -236,6 +229,10 @@ class LLM:
                 self.pool.forget(() if sound[start] else run.table(sequence))
                 continue
             request = self._samples[sequence].request
+            if not sound[start] and count > 1:  # a guess may have spoilt it: 0 · nan is nan, also behind a mask
+                self.speculation.drop(sequence)
+                self.scheduler.keep(sequence)
+                continue
             if not sound[start]:
                 reason = f"its logits are not finite after {sequence.num_tokens} tokens (NaN or infinite)"
                 self._end(request, "failed", reason)

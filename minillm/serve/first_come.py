@@ -14,13 +14,13 @@ from torch import Tensor
 from minillm.data import Tokenizer
 from minillm.model import Transformer
 from minillm.serve.recorder import StepRecord
-from minillm.serve.request import Output, Request, Sample, prompt_ids
+from minillm.serve.request import Output, Request, Sample, pairs, prompt_ids
 from minillm.serve.sampling import SamplingParams, sample
 from minillm.serve.sequence import Sequence
 
 
 class FirstCome:
-    """`add` and `step` until what was added comes back, or `generate`, as with `LLM`.
+    """`add` and `step` until what was added comes back, or `generate`, as with `LLM`; in one thread.
 
     computed: tokens put through the model so far, all of them. waste: those among them that no answer needed.
     records: one for each forward pass; its batch names every row, with padding and rows that had ended.
@@ -102,9 +102,11 @@ class FirstCome:
     def generate(
         self, prompts: list[str | list[int]], params: SamplingParams | list[SamplingParams] | None = None
     ) -> list[Output]:
-        """One output per prompt, in order. params: for all, or one for each."""
-        each = list(params) if isinstance(params, list | tuple) else [params] * len(prompts)
-        names = [self.add(prompt, wanted) for prompt, wanted in zip(prompts, each, strict=True)]
+        """One output per prompt, in order. params: for all, or one for each. Refuses all if one cannot run."""
+        each = [(prompt, wanted or SamplingParams()) for prompt, wanted in pairs(prompts, params)]
+        for prompt, wanted in each:
+            prompt_ids(prompt, wanted, self.tokenizer, self.model.config)
+        names = [self.add(prompt, wanted) for prompt, wanted in each]
         outputs: dict[str, Output] = {}
         while not outputs.keys() >= set(names):
             outputs |= {output.request_id: output for output in self.step()}

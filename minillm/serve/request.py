@@ -140,10 +140,22 @@ class Sample:
             self.answer.text += self.push(final=True)
 
 
+def pairs(prompts: list[str | list[int]], params: SamplingParams | list[SamplingParams] | None) -> list[tuple]:
+    """(prompt, its params) of each; params: for all, or one for each."""
+    if isinstance(prompts, str):
+        raise ValueError("prompts is one text: give a list of prompts.")
+    each = list(params) if isinstance(params, list | tuple) else [params] * len(prompts)
+    if len(each) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts but {len(each)} params: give one for all, or one for each.")
+    return list(zip(prompts, each, strict=True))
+
+
 def prompt_ids(
     prompt: str | list[int], params: SamplingParams, tokenizer: Tokenizer | None, config: ModelConfig
 ) -> list[int]:
     """The prompt's token ids; ValueError if the model cannot take them."""
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"params {params!r} must be SamplingParams, or None for the defaults.")
     if tokenizer is None and (isinstance(prompt, str) or params.stop):
         what = "the prompt" if isinstance(prompt, str) else f"stop {params.stop!r}"
         raise ValueError(f"{what} is text and this LLM has no tokenizer: pass tokenizer=, or token ids.")

@@ -6,7 +6,7 @@ row 2   p p p p · · 1 2 3 4 x x x x
 
 Prompts are padded on the right: a token's slot in the cache is its position, so causality alone hides the padding (it
 lies to the right of every token that is read) and an answer overwrites it before any query may see it. Exact, without a
-second mask. What engines did before Orca (Yu et al. 2022, §2, figure 3).
+second mask. What engines did before Orca (Yu et al. 2022, §3, challenge C1).
 """
 
 import torch

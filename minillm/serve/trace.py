@@ -116,8 +116,10 @@ class VirtualClock:
         self.now += max(0.0, seconds)
 
     @contextmanager
-    def of(self, model) -> Iterator["VirtualClock"]:
-        hook = model.register_forward_hook(lambda _, inputs, __: self.sleep(self.cost(inputs[0].numel())))
+    def of(self, model, cost: Callable[[int], float] | None = None) -> Iterator["VirtualClock"]:
+        """cost: of this model's passes, if not the clock's (a small draft beside its target)."""
+        price = cost or self.cost
+        hook = model.register_forward_hook(lambda _, inputs, __: self.sleep(price(inputs[0].numel())))
         try:
             yield self
         finally:
@@ -141,9 +143,9 @@ def replay(engine, arrivals: Sequence[Arrival], *, clock: Callable[[], float] | 
                 each = arrivals[index]
                 open_[engine.add(each.prompt, each.params, priority=each.priority)] = index
             for output in engine.step():
-                index = open_.pop(output.request_id)
-                output.timing.arrived = start + arrivals[index].at
-                outputs[index] = output
+                if (index := open_.pop(output.request_id, None)) is not None:  # not somebody else's
+                    output.timing.arrived = start + arrivals[index].at
+                    outputs[index] = output
             wakes = getattr(engine, "starts_at", None) if open_ else float("inf")  # None: it has work to do now
             if wakes is not None and (coming or open_):
                 due = min([wakes, *(start + arrivals[index].at for index in coming[-1:])])

@@ -1,7 +1,4 @@
-"""How many tokens to guess: a fixed number, or what the measured acceptance says pays most.
-
-A sequence's own counts decide, so its answer does not depend on what else runs.
-"""
+"""How many tokens to guess: a fixed number, or what the measured acceptance says pays most."""
 
 from dataclasses import dataclass, field
 
@@ -40,6 +37,8 @@ class Counts:
 class AdaptiveK:
     """k = the argmax of `predict.speculation.speedup` at the acceptance a sequence has had lately.
 
+    A sequence's own counts decide, so its answer does not depend on what else runs.
+
     cost: c, a draft token's seconds / a target pass's. most: never more. prior: the acceptance to begin with, worth
     `weight` guesses. memory: how much a pass still counts one pass later. probe: where guessing does not pay, one guess
     every so many passes finds out whether it does again.
@@ -63,7 +62,11 @@ class AdaptiveK:
             )
 
     def k(self, tried: float, kept: float, passes: int) -> int:
-        """tried, kept: guesses checked and accepted, faded by `memory` a pass. The same for the same numbers."""
-        alpha = (kept + self.prior * self.weight) / (tried + self.weight)
-        best = best_k(min(alpha, 1.0), self.cost, self.most)
-        return best or int(passes % self.probe == 0)
+        """tried, kept: guesses checked and accepted, as `fade` counts them. The same for the same numbers."""
+        return best_k(round(kept / tried, 2), self.cost, self.most) or int(passes % self.probe == 0)
+
+    def fade(self, tried: float, kept: float, checked: int, accepted: int) -> tuple[float, float]:
+        """(tried, kept) after a pass with so many guesses; a sequence begins with (weight, weight · prior)."""
+        if checked == 0:
+            return tried, kept
+        return self.memory * tried + min(checked, accepted + 1), self.memory * kept + accepted

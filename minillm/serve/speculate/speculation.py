@@ -108,7 +108,10 @@ class Speculation:
             plain = params.temperature == 0 and params.repetition_penalty == 1 and params.logprobs is None
             tokens = taken.sequence.tokens
             return [Token(likeliest[0]) if plain else sample(logits[0], params, tokens, taken.draw)]
-        state = self._states.setdefault(taken.sequence, State())
+        state = self._states.get(taken.sequence)
+        if state is None:
+            weight, prior = getattr(self.k, "weight", 0.0), getattr(self.k, "prior", 0.0)
+            state = self._states[taken.sequence] = State(tried=weight, kept=weight * prior)
         draft = state.draft or Draft([])
         checked = min(len(logits), len(draft.tokens))
         if self.answered is not None:
@@ -140,9 +143,12 @@ class Speculation:
         if state.draft is not None:
             sequence.wanted = max(1, len(state.draft.tokens))
             return
-        adaptive = isinstance(self.k, AdaptiveK)
-        k = self.k.k(state.tried, state.kept, state.passes) if adaptive else self.k
+        k = self.k.k(state.tried, state.kept, state.passes) if isinstance(self.k, AdaptiveK) else self.k
         sequence.wanted = max(0, min(k, sequence.limit - sequence.num_tokens - 1))
+
+    def drop(self, sequence: Sequence) -> None:
+        """Its guesses are no good: the next step is without any."""
+        self._states[sequence].draft, sequence.wanted = None, 0
 
     def observe(self, plan: Plan, run: ForwardPass, samples: dict[Sequence, Sample]) -> None:
         """Hands the hidden states of what this step verified to a proposer that wants them."""
@@ -164,11 +170,11 @@ class Speculation:
                 self.proposer.forget(sequence.name)
 
     def _count(self, taken: Sample, state: State, checked: int, accepted: int) -> None:
-        output, memory = taken.request.output, getattr(self.k, "memory", 1.0)
+        output = taken.request.output
         output.drafted, output.accepted = output.drafted + checked, output.accepted + accepted
         state.passes += 1
-        state.tried = state.tried * memory + min(checked, accepted + 1)
-        state.kept = state.kept * memory + accepted
+        if isinstance(self.k, AdaptiveK):
+            state.tried, state.kept = self.k.fade(state.tried, state.kept, checked, accepted)
         self.counts.add(checked, accepted, state.place)
 
     def _sound(self, draft: Draft, asked: Asked) -> None:
