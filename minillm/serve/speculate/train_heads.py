@@ -5,6 +5,7 @@ written is measured on the held-out split: the share of drafts accepted at each 
 """
 
 import math
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -77,9 +78,7 @@ def command(
     heads: Annotated[int, Option(help="Of medusa: tokens it can draft.", min=1)] = 4,
     layers: Annotated[int, Option(help="Of early_exit: blocks of the target before the exit.", min=1)] = 2,
     seed: Annotated[int, Option(help="Of the initial weights, the order of windows and the rows.")] = 0,
-    data: Annotated[
-        str | None, Option(metavar="PATH", help="A text or a folder; default: the standard library.")
-    ] = None,
+    data: Annotated[str | None, Option(metavar="PATH", help="Text or folder; default: the standard library.")] = None,
     export: Annotated[Path | None, Option(metavar="PATH", help="Where to; default: the committed place.")] = None,
     prompts: Annotated[int, Option(help="Held-out prompts to measure on.", min=1)] = 16,
     device: Annotated[str, Option(help="cpu, cuda, ...")] = "cpu",
@@ -101,7 +100,11 @@ def command(
     with Loader(dataset, batch_size, seed=seed) as loader:
         losses = train(kind, head, target, loader, **settings, bf16=bf16, progress=True)
     settings |= {"batch_size": batch_size, "seq_len": seq_len, **options}
-    written = [f"--kind {kind} --model {model}", *(f"--{n.replace('_', '-')} {v}" for n, v in settings.items())]
+    written = [
+        f"--kind {kind} --model {model}",
+        *([] if data is None else [f"--data {data}"]),
+        *(f"--{n.replace('_', '-')} {v}" for n, v in settings.items()),
+    ]
     origin = provenance(" ".join(["python -m minillm.serve.speculate.train_heads", *written, *["--no-bf16"][bf16:]]))
     export = export or CHECKPOINTS / kind
     about = {
@@ -125,4 +128,7 @@ def command(
 
 
 if __name__ == "__main__":
-    typer.run(command)
+    try:
+        typer.run(command)
+    except ValueError as error:
+        sys.exit(f"minillm: {error}")

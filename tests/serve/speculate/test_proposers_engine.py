@@ -1,20 +1,18 @@
-"""The trained proposers and lookahead in the engine: greedy tokens stay those of the naive loop, draws stay a seed's."""
+"""Proposers of their own weights in the engine: greedy tokens stay the naive loop's, draws stay a seed's."""
 
 import pytest
-import torch
 
 from minillm.model.generate import generate
 from minillm.serve import LLM, SamplingParams
-from minillm.serve.speculate import DraftModel
 from minillm.serve.speculate.eagle import Eagle
-from minillm.serve.speculate.early_exit import exiting
+from minillm.serve.speculate.early_exit import EarlyExit
 from minillm.serve.speculate.lookahead import Lookahead
 from minillm.serve.speculate.medusa import Medusa
 
 MAKE = {
     "medusa": lambda target, trained: Medusa(target, trained["medusa"]),
     "eagle": lambda target, trained: Eagle(target, trained["eagle"]),
-    "early_exit": lambda target, trained: DraftModel(exiting(target, trained["early_exit"])),
+    "early_exit": lambda target, trained: EarlyExit(target, trained["early_exit"]),
     "lookahead": lambda target, trained: Lookahead(3),
 }
 SHARED = [1, 2, 3, 4, 0, 0, 1, 2, 4]

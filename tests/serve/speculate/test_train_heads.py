@@ -1,4 +1,4 @@
-"""Training on a tiny target: it learns, the target stays, weights come back from a folder, and what is missing says so."""
+"""Training on a tiny target: it learns, the target stays, weights come back, and what is missing says so."""
 
 import json
 from pathlib import Path
