@@ -59,7 +59,7 @@ class EarlyExit(DraftModel):
 
 
 def exiting(target: Transformer, adapter: ExitAdapter | str | Path | None = None) -> Transformer:
-    """A model of the target's first layers that shares their weights. adapter: None = the committed one, or a folder."""
+    """A model of the target's first layers, with its weights. adapter: None = the committed one, or a folder."""
     if not isinstance(adapter, ExitAdapter):
         adapter = load("early_exit", ExitAdapter, target, adapter)
     config = replace(target.config, num_layers=adapter.layers)
