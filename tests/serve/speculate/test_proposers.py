@@ -46,7 +46,9 @@ def test_the_declared_probabilities_are_those_of_the_draws(kind, warping, target
 
     def run(draw):
         draft = proposer.propose([ask(PROMPT, k=2, draw=draw, **warping)])[0]
-        shares = [1.0, 1.0] if draft.probabilities is None else draft.probabilities.gather(1, torch.tensor([draft.tokens]).T)
+        shares = (
+            [1.0, 1.0] if draft.probabilities is None else draft.probabilities.gather(1, torch.tensor([draft.tokens]).T)
+        )
         declared[tuple(draft.tokens)] = float(shares[0] * shares[1])
         return tuple(draft.tokens)
 
