@@ -18,7 +18,7 @@ from minillm.serve.speculate import DraftModel, NGram, verify
 from minillm.serve.speculate.verify import distribution
 
 COUNT = 50 if os.environ.get("MINILLM_PROOF") == "all" else 8
-TOP = 6
+TOP = 4
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +69,8 @@ def exact(target, text, params):
 
 
 def distance(found, shares, samples):
-    assert found.keys() <= shares.keys()
-    return sum(abs(found[tokens] / samples - share) for tokens, share in shares.items()) / 2
+    every = found.keys() | shares.keys()
+    return sum(abs(found[tokens] / samples - shares.get(tokens, 0.0)) for tokens in every) / 2
 
 
 def noise(shares, samples, generator):
@@ -91,16 +91,16 @@ def test_drawn_text_is_distributed_as_the_targets(pair, texts, temperature):
     for text, proposer in zip(texts, (DraftModel(draft), NGram(shortest=1)), strict=False):
         shares = exact(target, text, params)
         mean, deviation = noise(shares, samples, torch.Generator().manual_seed(0))
-        found = distance(drawn(target, proposer, text, params, samples), shares, samples)
-        assert found < mean + 4 * deviation, (found, mean, deviation)
+        tokens = drawn(target, proposer, text, params, samples)
+        found = distance(tokens, shares, samples)
+        assert tokens.keys() <= shares.keys() and found < mean + 4 * deviation, (found, mean, deviation)
 
 
-def test_the_measure_sees_a_residual_that_is_forgotten(pair, texts, monkeypatch):
-    """Rejected guesses drawn again from p instead of from what is left of it."""
+def test_the_measure_sees_guesses_that_are_not_checked(pair, texts, monkeypatch):
     target, draft = pair
-    samples, params = 384, {"temperature": 1.0, "top_k": TOP}
-    monkeypatch.setitem(verify.__globals__, "residual", lambda p, q, token: p)
+    samples, params = 256, {"temperature": 1.0, "top_k": TOP}
+    monkeypatch.setitem(verify.__globals__, "acceptance", lambda p, q, token: 1.0)
     shares = exact(target, texts[0], params)
     mean, deviation = noise(shares, samples, torch.Generator().manual_seed(0))
     found = distance(drawn(target, DraftModel(draft), texts[0], params, samples), shares, samples)
-    assert found > mean + 4 * deviation, (found, mean, deviation)
+    assert found > mean + 8 * deviation, (found, mean, deviation)
