@@ -59,7 +59,7 @@ class Residual(nn.Linear):
 class Medusa:
     """The proposer. heads: None = the committed weights, or a folder of others.
 
-    drawn: whether drafts are drawn from the heads' warped distributions at temperatures above 0, else each is the head's
+    drawn: whether drafts are drawn from the heads' warped distributions at temperatures above 0, else each is a head's
     likeliest token. Both are exact; the first is accepted with Σ min(p, q), the second with p of one token, which with
     the committed heads is less.
     Keeps one hidden state per sequence. A sequence whose newest hidden state was not seen (a fork in its first step)
