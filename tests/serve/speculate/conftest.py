@@ -1,4 +1,4 @@
-"""A tiny target, and proposers on it whose weights are random: what they guess is bad, what they say of it must hold."""
+"""A tiny target, and proposers on it whose weights are random: what they guess is bad, what they say must hold."""
 
 import pytest
 import torch
