@@ -60,7 +60,7 @@ def run(repeats: int = 5, proposers: Sequence[str] = tuple(PROPOSERS)) -> list[B
 def _rows(pair: Pair, kind: str, repeats: int, proposers: Sequence[str]) -> Iterator[BenchRow]:
     texts = prompts(kind, pair.tokenizer)
     right = [list(generate(pair.target, prompt, NEW_TOKENS)) for prompt in texts]
-    assisted = {"draft": _assisted(pair, texts), "ngram": _looked_up(pair, texts)}
+    assisted = {name: build(texts) for name, build in PEERS.items() if name in proposers}
     for batch in BATCHES:
         plain = _timed(partial(serve, _engine(pair, None), texts, batch))
         for name in proposers:
@@ -170,7 +170,7 @@ def _timed(work: Callable[[], list]) -> Sample:
     return sample
 
 
-def _assisted(pair: Pair, texts: list[list[int]]) -> tuple[str, Callable[[], list[list[int]]]]:
+def _assisted(texts: list[list[int]]) -> tuple[str, Callable[[], list[list[int]]]]:
     """transformers with the same draft and as many guesses; its own schedule of guesses is switched off."""
     import transformers
 
@@ -183,11 +183,14 @@ def _assisted(pair: Pair, texts: list[list[int]]) -> tuple[str, Callable[[], lis
     return "transformers, assistant_model", partial(_theirs, target, texts, assistant_model=draft)
 
 
-def _looked_up(pair: Pair, texts: list[list[int]]) -> tuple[str, Callable[[], list[list[int]]]]:
+def _looked_up(texts: list[list[int]]) -> tuple[str, Callable[[], list[list[int]]]]:
     import transformers
 
     target = transformers.AutoModelForCausalLM.from_pretrained(folder_of("target"), dtype=torch.float32).eval()
     return "transformers, prompt lookup", partial(_theirs, target, texts, prompt_lookup_num_tokens=K["ngram"])
+
+
+PEERS = {"draft": _assisted, "ngram": _looked_up}
 
 
 @torch.no_grad()
