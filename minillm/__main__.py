@@ -12,6 +12,7 @@ from importlib import import_module
 
 COMMANDS = {
     "train": ("minillm.train.command", "train a model on Python's source, or on your text"),
+    "train-heads": ("minillm.serve.speculate.train_heads", "train Medusa, EAGLE or early-exit heads on a model"),
     "generate": ("minillm.serve.command", "write on from a prompt, or from a file of prompts"),
     "plot": ("minillm.labkit.plot_command", "draw a run's loss and step times"),
     "tour": ("minillm.tour", "run every mechanism once: predicted beside measured"),
