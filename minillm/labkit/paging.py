@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from minillm.measure.watch import Watch
 
 WALKS = {"index", "remove", "count", "insert", "copy", "sort", "reverse"}  # methods of lists that walk over them
 FUNCTIONS = {"min", "max", "sum", "sorted", "any", "all"}
@@ -68,7 +69,7 @@ class Read(Sequence):
         return len(self._tokens)
 
 
-class LargestTensor(TorchDispatchMode):
+class LargestTensor(Watch):
     """Numbers in the largest tensor that torch made anew inside the block, in `.numel` (views are not new)."""
 
     def __init__(self, *known: Tensor):

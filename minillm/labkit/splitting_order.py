@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm import measure
 from minillm.comm import Group
 from minillm.labkit.sharding import on_groups
 from minillm.labkit.splitting import Layer, Passed, leaf, there_and_back, traffic
+from minillm.measure.watch import Watch as DispatchWatch
 
 # Sequence parallel.
 
@@ -59,7 +59,7 @@ def whole_blocks(x: Tensor, *weights: Tensor) -> Tensor:
 # The order of events in a backward pass.
 
 
-class Watch(TorchDispatchMode):
+class Watch(DispatchWatch):
     """Notes matrix products by the shape of their result, and the start and the wait of all-reduces, in order."""
 
     def __init__(self, group: Group, shapes: dict[str, tuple[int, int]]) -> None:

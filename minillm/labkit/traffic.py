@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from minillm.measure.watch import Watch
 
 _LOOKUPS = (torch.ops.aten.embedding.default, torch.ops.aten.index_select.default)
 
 
-class Traffic(TorchDispatchMode):
+class Traffic(Watch):
     """Bytes `read` and `written` by name of the watched group of tensors."""
 
     def __init__(self, **watched: Iterable[Tensor]):

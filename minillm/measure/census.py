@@ -25,7 +25,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from minillm.measure.watch import Watch, is_traceable_wrapper_subclass
 
 KINDS = ("parameter", "buffer", "gradient", "optimizer", "activation", "other")  # the most telling first
 
@@ -83,7 +84,7 @@ class _Entry:
     kind: int
 
 
-class Census(TorchDispatchMode):
+class Census(Watch):
     """See `memory`."""
 
     def __init__(self, module: torch.nn.Module | None, optimizer: object, device: torch.device | None) -> None:

@@ -1,4 +1,4 @@
-"""`python -m minillm.serve.speculate.train_heads --kind medusa`: a head for a target, minutes on a laptop's CPU.
+"""`python -m minillm train-heads --kind medusa`: a head for a target, minutes on a laptop's CPU.
 
 The target stays as it is; AdamW moves the head alone, in float32, on text of the corpus's training split. What is
 written is measured on the held-out split: the share of drafts accepted at each place, by drafting and verifying.
@@ -105,7 +105,7 @@ def command(
         *([] if data is None else [f"--data {data}"]),
         *(f"--{n.replace('_', '-')} {v}" for n, v in settings.items()),
     ]
-    origin = provenance(" ".join(["python -m minillm.serve.speculate.train_heads", *written, *["--no-bf16"][bf16:]]))
+    origin = provenance(" ".join(["python -m minillm train-heads", *written, *["--no-bf16"][bf16:]]))
     export = export or CHECKPOINTS / kind
     about = {
         "command": origin["command"],
