@@ -25,8 +25,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from minillm.measure.watch import Watch, is_traceable_wrapper_subclass
+from minillm.measure.watch import Watch
 
 KINDS = ("parameter", "buffer", "gradient", "optimizer", "activation", "other")  # the most telling first
 
