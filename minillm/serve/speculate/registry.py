@@ -31,7 +31,7 @@ PROPOSERS: dict[str, Callable[[Transformer], Proposer]] = {
     "ngram": lambda target: NGram(),
     "medusa": _trained("medusa", "Medusa"),
     "eagle": _trained("eagle", "Eagle"),
-    "lookahead": _trained("lookahead", "Lookahead"),
+    "lookahead": lambda target: import_module("minillm.serve.speculate.lookahead").Lookahead(),
     "early-exit": _early_exit,
 }
 
