@@ -1,7 +1,8 @@
 """`python -m minillm generate PROMPT` streams one text; `--batch FILE` runs a file of prompts through `LLM` together.
 
 FILE has one prompt per line, or JSON lines such as {"prompt": "def ", "max_tokens": 20, "temperature": 0.8, "n": 2}:
-what `SamplingParams` takes, and where a line says nothing, what the command line says.
+what `SamplingParams` takes, and where a line says nothing, what the command line says. A prompt of a file is taken as
+it is (alone, one that ends in a space is mended by `heal`).
 """
 
 import difflib

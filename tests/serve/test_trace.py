@@ -99,6 +99,31 @@ def test_replay_on_a_virtual_clock_is_exact():
     assert clock() == 33.0  # the model is let go
 
 
+def test_a_shared_prefix_is_computed_once():
+    trace = uniform(6, prompt_tokens=20, max_tokens=3, shared_prefix=16, vocab_size=61)
+    found = summary(replay(LLM(MODEL, block_size=4), trace))
+    assert (found.hit, found.computed) == (5 * 16, 6 * (20 + 2) - 5 * 16)
+    engine = StaticBatches(MODEL, 6)
+    assert summary(replay(engine, trace)).computed == 6 * (20 + 2) == engine.computed
+
+
+def test_a_replay_leaves_other_requests_alone():
+    llm = LLM(MODEL)
+    other = llm.add([1, 2], SamplingParams(max_tokens=9))
+    outputs = replay(llm, uniform(2, prompt_tokens=3, max_tokens=2, vocab_size=61))
+    assert len(outputs) == 2 and other not in [output.request_id for output in outputs] and llm.unfinished == 1
+
+
+def test_a_draft_may_cost_less_than_its_target():
+    clock = VirtualClock(lambda tokens: 1.0)
+    token = MODEL.embedding.weight.new_zeros(1, 1).long()
+    with clock.of(MODEL):
+        MODEL(token)
+    with clock.of(MODEL, lambda tokens: 0.25 * tokens):
+        MODEL(token)
+    assert clock() == 1.25
+
+
 def test_replay_in_real_time_adds_nobody_early():
     trace = uniform(5, prompt_tokens=3, max_tokens=2, rate=40, vocab_size=61)
     for engine in (LLM(MODEL), Naive(MODEL), StaticBatches(MODEL, 2)):
