@@ -4,7 +4,7 @@ Both sides write the same greedy tokens with the same weights in float32 on one 
 is timed. Two kinds of text: code that no model was trained on, and prose, the long docstrings of the same files. Rows:
 
     draft, code, batch 1          tokens/s with the proposer, and of minillm without: what speculation brings, or costs
-    draft ..., transformers       the same against assisted generation (`assistant_model`, `prompt_lookup_num_tokens`)
+    draft and ngram               the same against assisted generation (`assistant_model`, `prompt_lookup_num_tokens`)
     tokens per pass, speedup      measured, beside `minillm.predict.speculation` fed with measured acceptance and costs
 
 transformers assists one sequence at a time, so its batch of 8 is 8 runs. Answers of one length, no end-of-text.
@@ -32,7 +32,7 @@ from minillm.serve.speculate.registry import PROPOSERS, proposer_named
 
 KINDS, BATCHES = ("code", "prose"), (1, 8)
 K = {"draft": 3, "ngram": 7, "medusa": 3, "eagle": 3, "lookahead": 3, "early-exit": 3}  # 4 and 8 rows suit the CPU
-PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 96, 64
+PROMPTS, ALONE, PROMPT_TOKENS, NEW_TOKENS = 8, 4, 96, 64  # ALONE: prompts where the batch is 1
 PLAIN = "minillm without guesses"
 
 
@@ -60,23 +60,35 @@ def run(repeats: int = 5, proposers: Sequence[str] = tuple(PROPOSERS)) -> list[B
 def _rows(pair: Pair, kind: str, repeats: int, proposers: Sequence[str]) -> Iterator[BenchRow]:
     texts = prompts(kind, pair.tokenizer)
     right = [list(generate(pair.target, prompt, NEW_TOKENS)) for prompt in texts]
-    assisted = {name: build(texts) for name, build in PEERS.items() if name in proposers}
     for batch in BATCHES:
-        plain = _timed(partial(serve, _engine(pair, None), texts, batch))
-        for name in proposers:
-            llm = _engine(pair, name)
-            ours = partial(serve, llm, texts, batch)
-            check = lambda work=ours: [output.answers[0].ids for output in work()] == right  # noqa: E731
-            label = f"{name}, k {K[name]}, {kind}, batch {batch}"
-            found = side_by_side(check, _timed(ours), plain, repeats, warmup=1)
-            yield bench_row(label, PLAIN, found, "tokens/s", higher_is_better=True)
-            if name == "draft":
-                yield from formulas(pair, llm, texts, batch, label, found)
-            if name in assisted:
-                peer, theirs = assisted[name]
-                same = lambda a=check, b=theirs: a() and b() == right  # noqa: E731
-                against = side_by_side(same, _timed(ours), _timed(theirs), repeats, warmup=1)
-                yield bench_row(label, peer, against, "tokens/s", higher_is_better=True)
+        count = max(batch, ALONE)
+        yield from _batch_rows(pair, f"{kind}, batch {batch}", batch, texts[:count], right[:count], repeats, proposers)
+
+
+def _batch_rows(
+    pair: Pair,
+    where: str,
+    batch: int,
+    texts: list[list[int]],
+    right: list[list[int]],
+    repeats: int,
+    proposers: Sequence[str],
+) -> Iterator[BenchRow]:
+    plain = _timed(partial(serve, _engine(pair, None), texts, batch), texts)
+    for name in proposers:
+        llm = _engine(pair, name)
+        ours = partial(serve, llm, texts, batch)
+        check = lambda work=ours: [output.answers[0].ids for output in work()] == right  # noqa: E731
+        label = f"{name}, k {K[name]}, {where}"
+        found = side_by_side(check, _timed(ours, texts), plain, repeats, warmup=1)
+        yield bench_row(label, PLAIN, found, "tokens/s", higher_is_better=True)
+        if name == "draft":
+            yield from formulas(pair, llm, texts, batch, label, found)
+        for build in PEERS.get(name, ()):
+            peer, theirs = build(texts)
+            same = lambda a=check, b=theirs: a() and b() == right  # noqa: E731
+            against = side_by_side(same, _timed(ours, texts), _timed(theirs, texts), repeats, warmup=1)
+            yield bench_row(label, peer, against, "tokens/s", higher_is_better=True)
 
 
 def prompts(kind: str, tokenizer: Tokenizer, count: int | None = None) -> list[list[int]]:
@@ -159,13 +171,13 @@ def _engine(pair: Pair, name: str | None) -> LLM:
     return LLM(pair.target, tokenizer=pair.tokenizer, prefix_cache=False, proposer=proposer, **options)
 
 
-def _timed(work: Callable[[], list]) -> Sample:
+def _timed(work: Callable[[], list], texts: list[list[int]]) -> Sample:
     """Tokens per second of all answers; prompts are computed on both sides."""
 
     def sample() -> float:
         start = time.perf_counter()
         work()
-        return PROMPTS * NEW_TOKENS / (time.perf_counter() - start)
+        return len(texts) * NEW_TOKENS / (time.perf_counter() - start)
 
     return sample
 
@@ -190,7 +202,7 @@ def _looked_up(texts: list[list[int]]) -> tuple[str, Callable[[], list[list[int]
     return "transformers, prompt lookup", partial(_theirs, target, texts, prompt_lookup_num_tokens=K["ngram"])
 
 
-PEERS = {"draft": _assisted, "ngram": _looked_up}
+PEERS = {"draft": (_assisted,), "ngram": (_looked_up, _assisted)}
 
 
 @torch.no_grad()
