@@ -5,9 +5,9 @@
     against                `generate` in static batches of 1, 16 and 32, and the continuous-batching manager
 
 Before anything is timed every answer has to be the same on both sides, token by token. Tokens per second count useful
-tokens only: those that were asked for. Each side runs on the number of threads that suits it best. Further rows: the
-first token after a shared prefix with and without the prefix cache, decoding alone against what reading the weights
-costs at the measured memory bandwidth, a queue of 1,000 requests, and the scheduler without a model.
+tokens only: those that were asked for. Each side runs each trace on the number of threads that suits it best. Further
+rows: the first token after a shared prefix with and without the prefix cache, decoding alone against what reading the
+weights costs at the measured memory bandwidth, a queue of 1,000 requests, and the scheduler without a model.
 """
 
 import statistics
@@ -48,20 +48,22 @@ def run(requests: int = 80, queued: int = 1000, repeats: int = 5, device: str | 
         return kind(count, max_tokens=longest, **options)
 
     ours, alone, continuous = Ours(model, limits), Static(peer, 1), Continuous(peer, limits)
-    batches = [Static(peer, 16), Static(peer, 32)]
-    for side in (ours, alone, continuous, *batches):
-        side.threads = best_threads(side, trace(skewed, requests // 6, 48))
-    rows = []
+    batches, rows = [Static(peer, 16), Static(peer, 32)], []
     for prefix, count, shorter in ((0, requests, 1), (PREFIX, requests * 2 // 5, 2)):
         for name, kind, longest in (("uniform", uniform, 32), ("skewed", skewed, 192)):
             label = name if not prefix else f"{name}, {prefix} tokens shared"
             each = trace(kind, count, longest // shorter, prefix)
+            for side in (ours, alone, continuous, *batches):
+                side.threads = best_threads(side, each[: len(each) // (8 if side is alone else 2)])
             for other in (*batches, continuous):
                 rows += compare(label, ours, other, each, repeats)
             few = each[: len(each) // 8]
             rows += compare(f"{label}, {len(few)} requests", ours, alone, few, repeats)
     rows.append(prefix_row(model, limits, trace(uniform, 9, 1, PREFIX), repeats))
+    ours.threads = best_threads(ours, trace(uniform, 1, 64))
     rows.append(roofline_row(ours, trace(uniform, 1, 128), repeats))
+    for side in (ours, continuous):
+        side.threads = best_threads(side, trace(skewed, max(1, queued // 20), 64))
     rows.append(queue_row(ours, continuous, trace(skewed, queued, 64)))
     return rows + scheduler.rows(repeats)
 
