@@ -222,8 +222,6 @@ class LLM:
 
     def _sample(self, sequences: list[Sequence], run: ForwardPass, logits: Tensor) -> int:
         """The next tokens of each, logits: [Σ run.rows, vocab_size]; at the end of its prompt one becomes n first."""
-        if not len(logits):
-            return 0
         sampled, end, sound, likeliest = 0, 0, logits.amax(-1).isfinite().tolist(), logits.argmax(-1).tolist()
         for sequence, count in zip(sequences, run.rows, strict=True):
             start, end = end, end + count
@@ -231,6 +229,10 @@ class LLM:
                 self.pool.forget(() if sound[start] else run.table(sequence))
                 continue
             request = self._samples[sequence].request
+            if not sound[start] and count > 1:  # a guess may have spoilt it: 0 · nan is nan, also behind a mask
+                self.speculation.drop(sequence)
+                self.scheduler.keep(sequence)
+                continue
             if not sound[start]:
                 reason = f"its logits are not finite after {sequence.num_tokens} tokens (NaN or infinite)"
                 self._end(request, "failed", reason)

@@ -70,6 +70,8 @@ def rounds(
         logits = target.logits(hidden[:, -len(guessed) - 1 :])[0].float().cpu()
         p = [distribution(x, params, [*tokens, *guessed[:i]]) for i, x in enumerate(logits)]
         new = verify(torch.stack(p), draft, draw) if draft else [int(torch.multinomial(p[0], 1, generator=draw))]
+        if answered := getattr(proposer, "answered", None):
+            answered(key, tokens, guessed, logits.argmax(-1).tolist())
         verified = len(tokens) - start + len(new) - 1
         if proposer.wants_hidden:
             proposer.observe(key, start, hidden[0, :verified])

@@ -62,6 +62,7 @@ class Speculation:
             )
         self.proposer, self.k, self.vocab_size, self.clock = proposer, k, config.vocab_size, clock
         self.wants_hidden = proposer is not None and proposer.wants_hidden
+        self.answered = getattr(proposer, "answered", None)
         self.counts, self.drafting_s = Counts(), 0.0
         self._states: dict[Sequence, State] = {}
         self._busy = Lock()  # the proposer does one thing at a time: cancelling waits for its guesses
@@ -113,6 +114,8 @@ class Speculation:
             state = self._states[taken.sequence] = State(tried=weight, kept=weight * prior)
         draft = state.draft or Draft([])
         checked = min(len(logits), len(draft.tokens))
+        if self.answered is not None:
+            self.answered(taken.sequence.name, taken.sequence.tokens, draft.tokens[:checked], likeliest[: checked + 1])
         seen = [taken.sequence.tokens + draft.tokens[:place] for place in range(len(logits))]
         if params.temperature > 0:
             rows = [distribution(row, params, known) for row, known in zip(logits, seen, strict=True)]
@@ -142,6 +145,10 @@ class Speculation:
             return
         k = self.k.k(state.tried, state.kept, state.passes) if isinstance(self.k, AdaptiveK) else self.k
         sequence.wanted = max(0, min(k, sequence.limit - sequence.num_tokens - 1))
+
+    def drop(self, sequence: Sequence) -> None:
+        """Its guesses are no good: the next step is without any."""
+        self._states[sequence].draft, sequence.wanted = None, 0
 
     def observe(self, plan: Plan, run: ForwardPass, samples: dict[Sequence, Sample]) -> None:
         """Hands the hidden states of what this step verified to a proposer that wants them."""

@@ -298,7 +298,11 @@ def test_logits_after_a_wrong_guess_do_not_matter_if_they_are_not_finite():
 
     class Poison(Fixed):
         def propose(self, asked):
-            return [Draft([*draft.tokens[:2], bad]) for draft in super().propose(asked)]
+            drafts = super().propose(asked)
+            return [
+                Draft([*d.tokens[:2], bad] if len(each.tokens) % 4 == 0 else d.tokens)
+                for each, d in zip(asked, drafts, strict=True)
+            ]
 
     llm = LLM(model, proposer=Poison((prompt, answer)), k=4)
     [output] = llm.generate([prompt], SamplingParams(max_tokens=12))

@@ -1,0 +1,43 @@
+"""Every proposer by its name: what `generate --speculate NAME` and `bench speculate` choose from."""
+
+from collections.abc import Callable
+from importlib import import_module
+
+from minillm.model import Transformer
+from minillm.model.generate import folder_of
+from minillm.model.huggingface import load_hf
+from minillm.serve.speculate.draft_model import DraftModel
+from minillm.serve.speculate.ngram import NGram
+from minillm.serve.speculate.proposal import Proposer
+
+
+def _draft(target: Transformer) -> Proposer:
+    weight = target.embedding.weight
+    return DraftModel(load_hf(folder_of("draft"), device=weight.device, dtype=weight.dtype), cost=0.25)
+
+
+def _trained(module: str, name: str) -> Callable[[Transformer], Proposer]:
+    return lambda target: getattr(import_module(f"minillm.serve.speculate.{module}"), name)(target)
+
+
+def _early_exit(target: Transformer) -> Proposer:
+    from minillm.serve.speculate.early_exit import exiting
+
+    return DraftModel(exiting(target), cost=0.4)
+
+
+PROPOSERS: dict[str, Callable[[Transformer], Proposer]] = {
+    "draft": _draft,
+    "ngram": lambda target: NGram(),
+    "medusa": _trained("medusa", "Medusa"),
+    "eagle": _trained("eagle", "Eagle"),
+    "lookahead": _trained("lookahead", "Lookahead"),
+    "early-exit": _early_exit,
+}
+
+
+def proposer_named(name: str, target: Transformer) -> Proposer:
+    """ValueError for an unknown name, and, with the command that makes them, for one whose weights are missing."""
+    if name not in PROPOSERS:
+        raise ValueError(f"no proposer {name!r}: use one of {', '.join(PROPOSERS)}.")
+    return PROPOSERS[name](target)
