@@ -7,6 +7,7 @@ from minillm.model import Transformer
 from minillm.model.generate import folder_of
 from minillm.model.huggingface import load_hf
 from minillm.serve.speculate.draft_model import DraftModel
+from minillm.serve.speculate.lookahead import Lookahead
 from minillm.serve.speculate.ngram import NGram
 from minillm.serve.speculate.proposal import Proposer
 
@@ -31,7 +32,7 @@ PROPOSERS: dict[str, Callable[[Transformer], Proposer]] = {
     "ngram": lambda target: NGram(),
     "medusa": _trained("medusa", "Medusa"),
     "eagle": _trained("eagle", "Eagle"),
-    "lookahead": _trained("lookahead", "Lookahead"),
+    "lookahead": lambda target: Lookahead(),
     "early-exit": _early_exit,
 }
 
