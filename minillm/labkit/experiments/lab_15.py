@@ -6,7 +6,6 @@ in them). Speed is CPU seconds of one thread, so that a busy machine does not co
 
 import ast
 import random
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -218,10 +217,15 @@ def compare(proposer: Proposer, k: int, plain: Run, asked: Sequence[Sequence[int
     per_token = [(each.seconds / each.tokens) for each in (plain, run)]
     c = run.drafting_s / max(1, run.guesses) / plain.step_s
     verify = run.step_s / plain.step_s
-    shares = run.counts.alpha
     drafted = run.guesses / run.steps  # fewer than k where a proposer has no guess, or the answer ends
-    predicted = predict.tokens_per_pass(shares) / (c * drafted + verify)
+    predicted = formula(run) / (c * drafted + verify)
     return Compared(run, plain, c, verify, predicted, per_token[0] / per_token[1], run.answers == plain.answers)
+
+
+def formula(run: Run) -> float:
+    """Tokens per pass from the acceptance at each place; a pass without a guess yields one token."""
+    asked = run.counts.tried[0] / run.passes if run.counts.tried else 0.0
+    return 1 + asked * (predict.tokens_per_pass(run.counts.alpha) - 1)
 
 
 def draft_model() -> DraftModel:

@@ -126,8 +126,8 @@ def _say_residual(found: Tensor, p: Tensor, q: Tensor) -> str:
 )
 def check_verifier(learner: Callable) -> Receipt:
     generator, rows = guessing.seeded(), []
-    for k, vocab in ((1, 4), (2, 3), (3, 2)):
-        target, draft = Tiny(generator, vocab), Tiny(generator, vocab)
+    for k, vocab in ((1, 5), (2, 3), (3, 2)):
+        target, draft = _differing(generator, vocab)
         rows += hold_verifier(learner, target, draft, k)
     same = Tiny(generator, 2)
     found = guessing.enumerated(lambda draw: len(_verified(learner, same, same, 3, draw)[0]))
@@ -136,6 +136,15 @@ def check_verifier(learner: Callable) -> Receipt:
 
 
 PROMPT = [0, 1]
+
+
+def _differing(generator: torch.Generator, vocab: int) -> tuple[Tiny, Tiny]:
+    """Two models that tell mistakes apart: with 5 tokens, each likes at least two more than the other does."""
+    while True:
+        target, draft = Tiny(generator, vocab), Tiny(generator, vocab)
+        more = int((target(PROMPT) > draft(PROMPT)).sum())
+        if vocab < 5 or 2 <= more <= vocab - 2:
+            return target, draft
 
 
 def _verified(learner: Callable, target: Tiny, draft: Callable, k: int, draw: Any) -> tuple[list[int], list[int]]:
