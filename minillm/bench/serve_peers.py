@@ -148,7 +148,7 @@ class Continuous:
                 num_blocks=self.limits.num_blocks,
                 max_batch_tokens=self.limits.token_budget,
                 max_requests_per_batch=self.limits.max_num_seqs,
-            )
+            ),
         )
         manager.warmup()
         manager.start()

@@ -35,7 +35,9 @@ class _Packed:
     def __call__(self, x: Tensor, *weights: Tensor, bias: tuple[Tensor, ...] = ()) -> Tensor:
         """x: [..., inputs], weights: [outputs, inputs] each -> [..., all outputs]."""
         if not _fits(x, weights):
-            return F.linear(x, torch.cat(weights) if len(weights) > 1 else weights[0], torch.cat(bias) if bias else None)
+            return F.linear(
+                x, torch.cat(weights) if len(weights) > 1 else weights[0], torch.cat(bias) if bias else None
+            )
         made_of = [(part.data_ptr(), part._version) for part in (*weights, *bias)]
         if made_of != self._made_of:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(torch.cat(weights).detach(), None)

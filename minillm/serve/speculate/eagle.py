@@ -119,14 +119,15 @@ class Eagle:
         chances: list[list[Tensor]] = [[] for _ in ready]
         for step in range(longest):
             for row, logits in enumerate(self.target.logits(feature).float().cpu()[:, 0]):
-                token, distribution = guess(logits, ready[row], tokens[row])
-                tokens[row].append(token)
-                chances[row] += [] if distribution is None else [distribution]
+                if step < ready[row].k:  # no draw more than alone, whatever the others want
+                    token, distribution = guess(logits, ready[row], tokens[row])
+                    tokens[row].append(token)
+                    chances[row] += [] if distribution is None else [distribution]
             if step + 1 < longest:
                 newest, position = torch.tensor([[t[-1]] for t in tokens], device=feature.device), position + 1
                 feature = self.head(newest, feature, position, self.target, attention)
         drafts = {
-            one.key: Draft(ids[: one.k], torch.stack(rows[: one.k]) if rows else None)
+            one.key: Draft(ids, torch.stack(rows) if rows else None)
             for one, ids, rows in zip(ready, tokens, chances, strict=True)
         }
         return [drafts.get(one.key, Draft([])) for one in asked]

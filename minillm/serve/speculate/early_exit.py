@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from minillm.model import ModelConfig, Transformer
 from minillm.model.transformer import MLP, RMSNorm
+from minillm.serve.speculate.draft_model import DraftModel
 from minillm.serve.speculate.heads import load
 
 
@@ -47,11 +48,18 @@ class ExitAdapter(nn.Module):
         return self.norm(x + self.mlp(self.mlp_norm(x)))
 
 
-def exiting(target: Transformer, adapter: ExitAdapter | str | Path | None = None) -> Transformer:
-    """A model of the target's first layers that shares their weights. adapter: None = the committed one, or a folder.
+class EarlyExit(DraftModel):
+    """The proposer: a `DraftModel` whose model is the target's own beginning. adapter: as for `exiting`; cost and
+    options: as for `DraftModel`."""
 
-    Hand it to `DraftModel`.
-    """
+    def __init__(
+        self, target: Transformer, adapter: ExitAdapter | str | Path | None = None, *, cost: float = 0.5, **options
+    ):
+        super().__init__(exiting(target, adapter), cost=cost, **options)
+
+
+def exiting(target: Transformer, adapter: ExitAdapter | str | Path | None = None) -> Transformer:
+    """A model of the target's first layers, with its weights. adapter: None = the committed one, or a folder."""
     if not isinstance(adapter, ExitAdapter):
         adapter = load("early_exit", ExitAdapter, target, adapter)
     config = replace(target.config, num_layers=adapter.layers)

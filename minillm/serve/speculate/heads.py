@@ -64,8 +64,8 @@ def load(kind: str, make: Callable[..., Head], target: Transformer, folder: str 
 
     ValueError, naming the command that makes them, if there are none; and if they were trained on another target.
     """
-    folder = CHECKPOINTS / kind if folder is None else Path(folder)
-    command = f"`python -m minillm.serve.speculate.train_heads --kind {kind} --export {folder}`"
+    export, folder = ("", CHECKPOINTS / kind) if folder is None else (f" --export {folder}", Path(folder))
+    command = f"`python -m minillm.serve.speculate.train_heads --kind {kind}{export}`"
     if not (folder / "config.json").is_file():
         raise ValueError(f"there are no {kind} weights in {folder}: train them with {command}.")
     config, stored = json.loads((folder / "config.json").read_text()), weights.read(folder)

@@ -8,9 +8,8 @@ from minillm.data import Tokens
 from minillm.model import Transformer
 from minillm.model.generate import KVCache
 from minillm.serve.sampling import SamplingParams
-from minillm.serve.speculate.draft_model import DraftModel
 from minillm.serve.speculate.eagle import Eagle
-from minillm.serve.speculate.early_exit import exiting
+from minillm.serve.speculate.early_exit import EarlyExit
 from minillm.serve.speculate.heads import hidden_states
 from minillm.serve.speculate.medusa import Medusa
 from minillm.serve.speculate.proposal import Asked, Proposer
@@ -19,9 +18,7 @@ from minillm.serve.speculate.verify import distribution, verify
 
 def proposer_of(kind: str, target: Transformer, head=None) -> Proposer:
     """The proposer of a trained kind; head: None = its committed weights."""
-    if kind == "early_exit":
-        return DraftModel(exiting(target, head))
-    return {"medusa": Medusa, "eagle": Eagle}[kind](target, head)
+    return {"medusa": Medusa, "eagle": Eagle, "early_exit": EarlyExit}[kind](target, head)
 
 
 def acceptance_by_place(

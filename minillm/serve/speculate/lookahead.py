@@ -7,11 +7,12 @@
 Every answer was made from the guesses before it, right or wrong, so the iterate drifts towards the fixed point where
 y = z: the target's own greedy text (Santilli et al. 2023). What came up on the way is kept: an n-gram along the
 diagonal of the last iterates (a token, what the next pass answered after it, what the pass after that answered, ...)
-goes into the sequence's pool, and the pool is asked first for what follows the last token (§3.2).
+goes into the sequence's pool, and the pool is asked first for what follows the last tokens (§3.2).
 
 Simpler than the paper: its pass has a window of iterates and several n-grams to verify side by side, behind a special
-mask. Here a pass reads one chain, so the n-gram that is verified and the iterate that is improved are one row, and a
-pass grows the pool by at most k + 1 n-grams. No second model, no further pass, no weights.
+mask. Here a pass reads one chain, so the n-grams that are verified and the iterate that is improved are one row, and a
+pass grows the pool by at most k + 1 n-grams; one is looked up by as many of its tokens as match, not by its first. No
+second model, no further pass, no weights.
 """
 
 from collections import deque
@@ -26,27 +27,28 @@ from minillm.serve.speculate.proposal import Asked, Draft
 @dataclass
 class Trace:
     """Of one sequence. iterate: {position: token}, to guess next; rows: the iterates of the last passes, oldest first;
-    pool: {token: its continuations, newest last}."""
+    pool: {the beginning of an n-gram: its last token, as it was seen last}."""
 
     rows: deque[dict[int, int]]
     iterate: dict[int, int] = field(default_factory=dict)
-    pool: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
-    read: int = 0  # tokens of the sequence whose own n-grams are in the pool
+    pool: dict[tuple[int, ...], int] = field(default_factory=dict)
+    read: int = 1  # tokens of the sequence that are in the pool, if the prompt is wanted
 
 
 class Lookahead:
-    """The proposer. ngram: tokens of an n-gram, the one it is looked up by included. keep: continuations per token.
+    """The proposer. ngram: tokens of the longest n-grams, the one that is looked up included.
 
-    prompt: whether the n-grams of the sequence's own tokens go into the pool too (an option of the paper's code).
+    prompt: whether the n-grams of the sequence's own tokens go into the pool too (an option of the paper's code): with
+    it this is prompt lookup and lookahead in one.
     After a pass it wants to be told the target's answers to all its guesses, also the rejected ones: `answered`.
     """
 
     wants_hidden, cost = False, 0.0
 
-    def __init__(self, ngram: int = 4, keep: int = 8, *, prompt: bool = False):
-        if ngram < 2 or keep < 1:
-            raise ValueError(f"ngram {ngram} must be at least 2 (a token and what follows), keep {keep} at least 1.")
-        self.ngram, self.keep, self.prompt = ngram, keep, prompt
+    def __init__(self, ngram: int = 4, *, prompt: bool = False):
+        if ngram < 2:
+            raise ValueError(f"ngram {ngram} must be at least 2: a token and what follows it.")
+        self.ngram, self.prompt = ngram, prompt
         self._traces: dict[Hashable, Trace] = {}
 
     def propose(self, asked: list[Asked]) -> list[Draft]:
@@ -58,8 +60,7 @@ class Lookahead:
         trace, start = self._trace(key), len(tokens)
         row = dict(enumerate(guesses, start))
         for position, answer in enumerate(likeliest, start):
-            gram = self._diagonal([*trace.rows, row], tokens, position)
-            self._add(trace, (*gram, answer))
+            self._add(trace, self._diagonal([*trace.rows, row], tokens, position), answer)
         trace.rows.append(row)
         trace.iterate = dict(enumerate(likeliest, start))
 
@@ -73,34 +74,28 @@ class Lookahead:
         return self._traces.setdefault(key, Trace(deque(maxlen=self.ngram - 2)))
 
     def _diagonal(self, rows: list[dict[int, int]], tokens: list[int], position: int) -> list[int]:
-        """The ngram - 1 tokens before an answer at `position`: of the newest row, of the one before it, ..."""
+        """Up to ngram - 1 tokens before an answer at `position`: of the newest row, of the one before it, ..."""
         gram: list[int] = []
         for ago in range(1, self.ngram):
-            place = position - ago
-            row = rows[-ago] if ago <= len(rows) else {}
+            place, row = position - ago, rows[-ago] if ago <= len(rows) else {}
             if place < 0 or (place >= len(tokens) and place not in row):
-                return []
+                break
             gram.append(tokens[place] if place < len(tokens) else row[place])
         return gram[::-1]
 
-    def _add(self, trace: Trace, gram: tuple[int, ...]) -> None:
-        if len(gram) == self.ngram:
-            known = trace.pool.setdefault(gram[0], [])
-            if gram[1:] in known:
-                known.remove(gram[1:])
-            known.append(gram[1:])
-            del known[: -self.keep]
+    def _add(self, trace: Trace, before: list[int], answer: int) -> None:
+        for size in range(1, len(before) + 1):
+            trace.pool[tuple(before[-size:])] = answer
 
     def _guess(self, trace: Trace, tokens: list[int], k: int) -> list[int]:
         if self.prompt:
-            for end in range(max(trace.read, self.ngram), len(tokens) + 1):
-                self._add(trace, tuple(tokens[end - self.ngram : end]))
-            trace.read = len(tokens) + 1
-        guesses: list[int] = []
-        while len(guesses) < k:
-            place, last = len(tokens) + len(guesses), guesses[-1] if guesses else tokens[-1]
-            if last in trace.pool:
-                guesses += trace.pool[last][-1]
-            else:  # the iterate; where it has not come yet, any token will do to begin with
-                guesses.append(trace.iterate.get(place, tokens[place % len(tokens)]))
-        return guesses[:k]
+            for end in range(trace.read, len(tokens)):
+                self._add(trace, tokens[max(0, end - self.ngram + 1) : end], tokens[end])
+            trace.read = max(trace.read, len(tokens))
+        text, last = tokens[-self.ngram :], len(tokens) + k
+        for place in range(len(tokens), last):
+            found = (trace.pool.get(tuple(text[-size:])) for size in range(min(self.ngram - 1, len(text)), 0, -1))
+            # where neither pool nor iterate says anything yet, any token will do to begin with
+            other = trace.iterate.get(place, tokens[place % len(tokens)])
+            text.append(next((token for token in found if token is not None), other))
+        return text[len(text) - k :]

@@ -5,6 +5,7 @@ written is measured on the held-out split: the share of drafts accepted at each 
 """
 
 import math
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -77,10 +78,9 @@ def command(
     heads: Annotated[int, Option(help="Of medusa: tokens it can draft.", min=1)] = 4,
     layers: Annotated[int, Option(help="Of early_exit: blocks of the target before the exit.", min=1)] = 2,
     seed: Annotated[int, Option(help="Of the initial weights, the order of windows and the rows.")] = 0,
-    data: Annotated[
-        str | None, Option(metavar="PATH", help="A text or a folder; default: the standard library.")
-    ] = None,
+    data: Annotated[str | None, Option(metavar="PATH", help="Text or folder; default: the standard library.")] = None,
     export: Annotated[Path | None, Option(metavar="PATH", help="Where to; default: the committed place.")] = None,
+    prompts: Annotated[int, Option(help="Held-out prompts to measure on.", min=1)] = 16,
     device: Annotated[str, Option(help="cpu, cuda, ...")] = "cpu",
     bf16: Annotated[bool, Option(help="Multiply in bfloat16, the weights stay float32.")] = True,
 ) -> None:
@@ -96,11 +96,16 @@ def command(
     head, target = head.to(device), target.to(device)
     text = corpus(data)
     dataset = TokenDataset(tokenize(text, tokenizer, "train"), seq_len)
-    settings = {"steps": steps, "rows": rows, "lr": lr, "seed": seed, "bf16": bf16}
+    settings = {"steps": steps, "rows": rows, "lr": lr, "seed": seed}
     with Loader(dataset, batch_size, seed=seed) as loader:
-        losses = train(kind, head, target, loader, **settings, progress=True)
-    written = [f"--kind {kind}", *(f"--{n.replace('_', '-')} {v}" for n, v in settings.items())]
-    origin = provenance(f"python -m minillm.serve.speculate.train_heads {' '.join(written)}")
+        losses = train(kind, head, target, loader, **settings, bf16=bf16, progress=True)
+    settings |= {"batch_size": batch_size, "seq_len": seq_len, **options}
+    written = [
+        f"--kind {kind} --model {model}",
+        *([] if data is None else [f"--data {data}"]),
+        *(f"--{n.replace('_', '-')} {v}" for n, v in settings.items()),
+    ]
+    origin = provenance(" ".join(["python -m minillm.serve.speculate.train_heads", *written, *["--no-bf16"][bf16:]]))
     export = export or CHECKPOINTS / kind
     about = {
         "command": origin["command"],
@@ -115,10 +120,15 @@ def command(
     proposer = proposer_of(kind, target, load(kind, MAKERS[kind], target, export))
     held_out = tokenize(text, tokenizer, "validation")
     for temperature in (0.0, 0.8):
-        about[f"accepted_at_{temperature:g}"] = acceptance_by_place(target, proposer, held_out, temperature)
+        about[f"accepted_at_{temperature:g}"] = acceptance_by_place(
+            target, proposer, held_out, temperature, prompts=prompts
+        )
         typer.echo(f"temperature {temperature:g}: accepted at each place {about[f'accepted_at_{temperature:g}']}")
     save(kind, head, options, target, export, about | {k: origin[k] for k in ("date", "hardware", "cores", "versions")})
 
 
 if __name__ == "__main__":
-    typer.run(command)
+    try:
+        typer.run(command)
+    except ValueError as error:
+        sys.exit(f"minillm: {error}")

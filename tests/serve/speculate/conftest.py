@@ -1,4 +1,4 @@
-"""A tiny target, and proposers on it whose weights are random: what they guess is bad, what they say of it must hold."""
+"""A tiny target, and proposers on it whose weights are random: they guess badly, but what they say of it must hold."""
 
 import pytest
 import torch
@@ -26,6 +26,11 @@ def shaken(head, seed=1):
         for parameter in head.parameters():
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
     return head.requires_grad_(False)
+
+
+@pytest.fixture(scope="session")
+def make_target():
+    return tiny
 
 
 @pytest.fixture(scope="session")

@@ -58,6 +58,7 @@ def test_a_batch_drafts_as_each_alone(target, trained, ask, features):
             fresh = ask(one.tokens, key=one.key, k=one.k, temperature=0.7)
             expected = alone.propose([fresh])[0]
             assert draft.tokens == expected.tokens and len(draft.tokens) == one.k
+            assert torch.equal(one.draw.get_state(), fresh.draw.get_state())
             torch.testing.assert_close(draft.probabilities, expected.probabilities, rtol=1e-4, atol=1e-5)
 
 

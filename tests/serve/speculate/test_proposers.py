@@ -5,12 +5,12 @@ from itertools import product
 import pytest
 import torch
 
-from minillm.serve.speculate import DraftModel, verify
+from minillm.serve.speculate import verify
 from minillm.serve.speculate.eagle import Eagle
-from minillm.serve.speculate.early_exit import exiting
+from minillm.serve.speculate.early_exit import EarlyExit, exiting
 from minillm.serve.speculate.exact import outcomes
 from minillm.serve.speculate.lookahead import Lookahead
-from minillm.serve.speculate.medusa import Medusa
+from minillm.serve.speculate.medusa import Medusa, MedusaHeads
 from minillm.serve.speculate.verify import distribution
 
 PROMPT = [1, 4, 2, 0, 3]
@@ -28,7 +28,7 @@ def drafting(kind, target, trained, features):
     elif kind == "eagle":
         proposer = Eagle(target, trained["eagle"])
     elif kind == "early_exit":
-        proposer = DraftModel(exiting(target, trained["early_exit"]))
+        proposer = EarlyExit(target, trained["early_exit"])
     else:
         proposer = Lookahead(3)
         proposer.answered("a", PROMPT[:-1], [0, 3], [2, 3, 1])
@@ -46,7 +46,9 @@ def test_the_declared_probabilities_are_those_of_the_draws(kind, warping, target
 
     def run(draw):
         draft = proposer.propose([ask(PROMPT, k=2, draw=draw, **warping)])[0]
-        shares = [1.0, 1.0] if draft.probabilities is None else draft.probabilities.gather(1, torch.tensor([draft.tokens]).T)
+        shares = (
+            [1.0, 1.0] if draft.probabilities is None else draft.probabilities.gather(1, torch.tensor([draft.tokens]).T)
+        )
         declared[tuple(draft.tokens)] = float(shares[0] * shares[1])
         return tuple(draft.tokens)
 
@@ -102,8 +104,6 @@ def test_greedy_drafts_are_repeatable_and_not_drawn(kind, target, trained, ask, 
 
 
 def test_medusa_heads_start_as_the_targets_own_guess(target, features):
-    from minillm.serve.speculate.medusa import MedusaHeads
-
     hidden = features(PROMPT)
     logits = MedusaHeads(target.config, heads=2).logits(hidden, target)
     assert logits.shape == (len(PROMPT), 2, 5)

@@ -1,0 +1,207 @@
+"""Speculative decoding: every proposer against minillm without one, and against transformers' assisted generation.
+
+Both sides write the same greedy tokens with the same weights in float32 on one thread; that is checked before anything
+is timed. Two kinds of text: code that no model was trained on, and prose, the long docstrings of the same files. Rows:
+
+    draft, code, batch 1          tokens/s with the proposer, and of minillm without: what speculation brings, or costs
+    draft ..., transformers       the same against assisted generation (`assistant_model`, `prompt_lookup_num_tokens`)
+    tokens per pass, speedup      measured, beside `minillm.predict.speculation` fed with measured acceptance and costs
+
+transformers assists one sequence at a time, so its batch of 8 is 8 runs. Answers of one length, no end-of-text.
+"""
+
+import ast
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from minillm.bench.harness import BenchRow, Comparison, Sample, bench_row, check_repeats, side_by_side
+from minillm.data import Tokenizer, corpus
+from minillm.model import Transformer
+from minillm.model.generate import folder_of, generate
+from minillm.model.huggingface import load_hf
+from minillm.predict import speculation as predict
+from minillm.serve import LLM, Output, SamplingParams
+from minillm.serve.speculate import Draft
+from minillm.serve.speculate.registry import PROPOSERS, proposer_named
+
+BATCHES = (1, 8)
+K = {"draft": 2, "ngram": 6, "medusa": 3, "eagle": 3, "lookahead": 4, "early-exit": 2}
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 96, 64
+PLAIN = "minillm without guesses"
+
+
+@dataclass
+class Pair:
+    """The committed models, in float32 on the CPU, and their tokenizer."""
+
+    target: Transformer
+    tokenizer: Tokenizer
+
+
+def run(repeats: int = 5, proposers: Sequence[str] = tuple(PROPOSERS)) -> list[BenchRow]:
+    """For each text and batch: a row per proposer, transformers' two, and the formulas' for the draft model."""
+    check_repeats(repeats)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        folder = folder_of("target")
+        pair = Pair(load_hf(folder, dtype=torch.float32), Tokenizer.load(folder))
+        return [row for kind in ("code", "prose") for row in _rows(pair, kind, repeats, proposers)]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _rows(pair: Pair, kind: str, repeats: int, proposers: Sequence[str]) -> Iterator[BenchRow]:
+    texts = prompts(kind, pair.tokenizer)
+    right = [list(generate(pair.target, prompt, NEW_TOKENS)) for prompt in texts]
+    assisted = {"draft": _assisted(pair, texts), "ngram": _looked_up(pair, texts)}
+    for batch in BATCHES:
+        plain = _timed(partial(serve, _engine(pair, None), texts, batch))
+        for name in proposers:
+            llm = _engine(pair, name)
+            ours = partial(serve, llm, texts, batch)
+            check = lambda work=ours: [output.answers[0].ids for output in work()] == right  # noqa: E731
+            label = f"{name}, k {K[name]}, {kind}, batch {batch}"
+            found = side_by_side(check, _timed(ours), plain, repeats, warmup=1)
+            yield bench_row(label, PLAIN, found, "tokens/s", higher_is_better=True)
+            if name == "draft":
+                yield from formulas(pair, llm, texts, batch, label, found)
+            if name in assisted:
+                peer, theirs = assisted[name]
+                same = lambda a=check, b=theirs: a() and b() == right  # noqa: E731
+                against = side_by_side(same, _timed(ours), _timed(theirs), repeats, warmup=1)
+                yield bench_row(label, peer, against, "tokens/s", higher_is_better=True)
+
+
+def prompts(kind: str, tokenizer: Tokenizer) -> list[list[int]]:
+    """PROMPTS prompts of PROMPT_TOKENS tokens, always the same ones for one Python."""
+    documents = sorted(corpus().documents("validation"), key=lambda document: document.name)
+    texts = [d.text for d in documents] if kind == "code" else [t for d in documents for t in _docstrings(d.text)]
+    ids = [ids for text in texts if len(ids := tokenizer.encode(text[: 20 * PROMPT_TOKENS])) >= 2 * PROMPT_TOKENS]
+    chosen = random.Random(0).sample(ids, PROMPTS)
+    start = PROMPT_TOKENS if kind == "code" else 0  # behind a file's licence and docstring
+    return [each[start : start + PROMPT_TOKENS] for each in chosen]
+
+
+def serve(llm: LLM, texts: list[list[int]], batch: int) -> list[Output]:
+    """The texts' answers, `batch` of them at a time."""
+    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+    groups = [texts[start : start + batch] for start in range(0, len(texts), batch)]
+    return [output for group in groups for output in llm.generate(group, params)]
+
+
+def formulas(
+    pair: Pair, llm: LLM, texts: list[list[int]], batch: int, label: str, found: Comparison
+) -> Iterator[BenchRow]:
+    """ours: measured; theirs: the formula, fed with acceptance at each place, c, and what k + 1 tokens cost a pass."""
+    k, outputs = K["draft"], serve(llm, texts, batch)
+    counts = llm.speculation.counts
+    measured = sum(len(output.answers[0].ids) - 1 for output in outputs) / sum(output.passes for output in outputs)
+    formula = predict.tokens_per_pass(counts.alpha)
+    pairs = ((measured, formula),) * max(1, len(found.pairs))
+    yield bench_row(f"{label}: tokens per pass", "formula", Comparison(True, pairs), "tokens", higher_is_better=True)
+    if not found.correct:
+        return
+    c, verify = costs(pair, llm, texts, batch, k)
+    expected = predict.speedup(counts.alpha, c, verify=verify)
+    pairs = tuple((ours / theirs, expected) for ours, theirs in found.pairs)
+    name = f"{label}: speedup, c {c:.2f}, pass of {k + 1} {verify:.2f}"
+    yield bench_row(name, "formula", Comparison(True, pairs), "times", higher_is_better=True)
+
+
+def costs(pair: Pair, llm: LLM, texts: list[list[int]], batch: int, k: int) -> tuple[float, float]:
+    """(c, verify): seconds of a draft token, and of a pass over k + 1 tokens that are all wrong, / of a plain pass."""
+    draft, shares = llm.speculation.proposer.model, []
+    plain, small = LLM(pair.target, num_blocks=128), LLM(draft, num_blocks=128)
+    wrong = LLM(pair.target, num_blocks=128, proposer=_Wrong(), k=k)
+    for _ in range(3):
+        times = [_pass_s(each, texts[:batch]) for each in (plain, small, wrong)]
+        shares.append((times[1] / times[0], times[2] / times[0]))
+    c, verify = (statistics.median(each) for each in zip(*shares, strict=True))
+    return c, verify
+
+
+class _Wrong:
+    """Guesses that no text goes on with: tokens of the tables' end, one after the other."""
+
+    wants_hidden = False
+
+    def propose(self, asked) -> list[Draft]:
+        return [Draft(list(range(4000, 4000 + each.k))) for each in asked]
+
+    def observe(self, key, start, hidden) -> None:
+        pass
+
+    def forget(self, key) -> None:
+        pass
+
+
+def _pass_s(llm: LLM, texts: list[list[int]]) -> float:
+    """Median seconds of a step after the prompts."""
+    llm.records.clear()
+    llm.generate(texts, SamplingParams(max_tokens=24, ignore_eos=True))
+    return statistics.median(record.seconds for record in list(llm.records)[1:])
+
+
+def _engine(pair: Pair, name: str | None) -> LLM:
+    """Without prefix cache: a run must not gain from the one before it."""
+    proposer = None if name is None else proposer_named(name, pair.target)
+    options = {} if name is None else {"k": K[name]}
+    return LLM(pair.target, tokenizer=pair.tokenizer, prefix_cache=False, proposer=proposer, **options)
+
+
+def _timed(work: Callable[[], list]) -> Sample:
+    """Tokens per second of all answers; prompts are computed on both sides."""
+
+    def sample() -> float:
+        start = time.perf_counter()
+        work()
+        return PROMPTS * NEW_TOKENS / (time.perf_counter() - start)
+
+    return sample
+
+
+def _assisted(pair: Pair, texts: list[list[int]]) -> tuple[str, Callable[[], list[list[int]]]]:
+    """transformers with the same draft and as many guesses; its own schedule of guesses is switched off."""
+    import transformers
+
+    folders = folder_of("target"), folder_of("draft")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    target, draft = (load(folder, dtype=torch.float32).eval() for folder in folders)
+    draft.generation_config.num_assistant_tokens = K["draft"]
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    draft.generation_config.assistant_confidence_threshold = 0.0
+    return "transformers, assistant_model", partial(_theirs, target, texts, assistant_model=draft)
+
+
+def _looked_up(pair: Pair, texts: list[list[int]]) -> tuple[str, Callable[[], list[list[int]]]]:
+    import transformers
+
+    target = transformers.AutoModelForCausalLM.from_pretrained(folder_of("target"), dtype=torch.float32).eval()
+    return "transformers, prompt lookup", partial(_theirs, target, texts, prompt_lookup_num_tokens=K["ngram"])
+
+
+@torch.no_grad()
+def _theirs(model, texts: list[list[int]], **options) -> list[list[int]]:
+    common = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None}
+    return [
+        model.generate(torch.tensor([text]), attention_mask=torch.ones(1, len(text)), **common, **options)[0].tolist()[
+            len(text) :
+        ]
+        for text in texts
+    ]
+
+
+def _docstrings(text: str) -> Iterator[str]:
+    """Docstrings with enough words for a prompt."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            found = ast.get_docstring(node)
+            if found and len(found) > 4 * PROMPT_TOKENS:
+                yield found
