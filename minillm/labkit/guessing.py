@@ -117,7 +117,9 @@ def accepted(target: Callable, draft: Callable, prompt: Sequence[int], k: int) -
     return total
 
 
-def drawn_draft(draft: Callable, choose: Callable, prompt: Sequence[int], k: int, draw: Any) -> tuple[list[int], Tensor]:
+def drawn_draft(
+    draft: Callable, choose: Callable, prompt: Sequence[int], k: int, draw: Any
+) -> tuple[list[int], Tensor]:
     """(guesses, [k, vocab] what each was drawn from)."""
     guesses, rows = [], []
     for _ in range(k):
@@ -143,5 +145,3 @@ def is_tokens(found: Any, vocab: int) -> bool:
     return isinstance(found, list | tuple) and all(
         isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab for token in found
     )
-
-

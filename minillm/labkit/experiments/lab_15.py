@@ -21,11 +21,11 @@ from minillm.model.generate import folder_of
 from minillm.model.huggingface import load_hf
 from minillm.predict import speculation as predict
 from minillm.serve import LLM, SamplingParams
-from minillm.serve.speculate import Counts, DraftModel, Proposer
+from minillm.serve.speculate import Counts, DraftModel, NGram, Proposer
 from minillm.serve.speculate.registry import PROPOSERS, proposer_named
 
 K = {"draft": 3, "ngram": 6, "medusa": 3, "eagle": 3, "lookahead": 4, "early-exit": 2}
-PROMPT, NEW = 96, 40
+PROMPT, NEW = 96, 32
 KINDS = ("code", "prose")
 
 
@@ -105,11 +105,15 @@ def overlap(p: Tensor, q: Tensor) -> Tensor:
 
 
 def alpha_by_temperature(temperatures: Sequence[float], kinds: Sequence[str] = KINDS) -> dict[str, list[float]]:
-    """{kind of text: mean Σ min(p, q) at each temperature}."""
+    """{kind of text: share accepted at each temperature}: of a guess that is drawn, Σ min(p, q); of the draft's
+    likeliest token, p of it."""
     found = {}
     for kind in kinds:
         logits = logits_of(kind)
-        found[kind] = [float(overlap(*distributions(logits, t)).mean()) for t in temperatures]
+        likeliest = logits[1].argmax(-1, keepdim=True)
+        both = [distributions(logits, t) for t in temperatures]
+        found[f"{kind}, drawn"] = [float(overlap(p, q).mean()) for p, q in both]
+        found[f"{kind}, likeliest"] = [float(p.gather(-1, likeliest).mean()) for p, q in both]
     return found
 
 
@@ -118,33 +122,28 @@ def alpha_by_temperature(temperatures: Sequence[float], kinds: Sequence[str] = K
 
 @dataclass(frozen=True)
 class Run:
-    """seconds: CPU seconds of steps after the prompts'; tokens and passes in them, guesses and their CPU seconds."""
+    """passes: of each sequence, added up. step_s, sampled: CPU seconds and new tokens of a decoding step with a full
+    batch, the proposer's part (draft_s, for `places` guesses of each sequence) included; means. whole_s: of it all."""
 
     answers: list[list[int]]
-    tokens: int
     passes: int
-    steps: int
-    seconds: float
-    drafting_s: float
-    guesses: int
+    step_s: float
+    sampled: float
+    draft_s: float
+    places: float
     counts: Counts
     whole_s: float
 
     @property
     def tokens_per_pass(self) -> float:
-        return self.tokens / self.passes
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of a pass of the target."""
-        return (self.seconds - self.drafting_s) / self.steps
+        return sum(len(answer) - 1 for answer in self.answers) / self.passes
 
 
 class Watched:
-    """A proposer whose CPU seconds and guesses are counted."""
+    """A proposer whose calls are timed: (sequences, guesses of the longest draft, CPU seconds) of each."""
 
     def __init__(self, proposer: Proposer):
-        self.proposer, self.seconds, self.guesses, self.calls = proposer, 0.0, 0, 0
+        self.proposer, self.calls = proposer, []
 
     def __getattr__(self, name: str):
         return getattr(self.proposer, name)
@@ -152,46 +151,52 @@ class Watched:
     def propose(self, asked):
         started = time.thread_time()
         drafts = self.proposer.propose(asked)
-        self.seconds += time.thread_time() - started
-        self.guesses += max((len(draft.tokens) for draft in drafts), default=0)  # of a batch, places: drafted together
-        self.calls += 1
+        longest = max((len(draft.tokens) for draft in drafts), default=0)
+        self.calls.append((len(asked), longest, time.thread_time() - started))
         return drafts
 
 
 def generate(
     proposer: Proposer | None,
-    k: int = 1,
-    asked: Sequence[Sequence[int]] = (),
+    k: int,
+    asked: Sequence[Sequence[int]],
     *,
     batch: int = 1,
     temperature: float = 0.0,
     new: int = NEW,
+    model: Transformer | None = None,
 ) -> Run:
-    """Answers of `new` tokens, `batch` of them at a time."""
+    """Answers of `new` tokens, at most `batch` sequences at a time. model: None = the target."""
     watched = None if proposer is None else Watched(proposer)
+    options = {"ignore_eos": True, "temperature": temperature, "max_tokens": new}
+    params = [SamplingParams(seed=i, **options) for i in range(len(asked))]
     with one_thread():
         llm = LLM(
-            pair().target, num_blocks=16 * 10, max_num_seqs=batch, proposer=watched, k=k, clock=time.thread_time
+            model or pair().target,
+            num_blocks=160,
+            max_num_seqs=batch,
+            prefix_cache=False,
+            proposer=watched,
+            k=k,
+            clock=time.thread_time,
         )
-        params = [
-            SamplingParams(max_tokens=new, ignore_eos=True, temperature=temperature, seed=i) for i in range(len(asked))
-        ]
         started = time.thread_time()
-        outputs = [
-            output
-            for start in range(0, len(asked), batch)
-            for output in llm.generate([list(x) for x in asked[start : start + batch]], params[start : start + batch])
-        ]
+        outputs = llm.generate([list(prompt) for prompt in asked], params)
         whole = time.thread_time() - started
-    later = [record for record in llm.records if all(tokens <= k + 1 for _, _, tokens in record.batch)]
+    full = [r for r in llm.records if len(r.batch) == batch and all(tokens <= k + 1 for _, _, tokens in r.batch)]
+    calls = [call for call in (watched.calls if watched else ()) if call[0] == batch]
+
+    def mean(numbers) -> float:
+        numbers = list(numbers)
+        return sum(numbers) / len(numbers) if numbers else 0.0
+
     return Run(
         [output.answers[0].ids for output in outputs],
-        sum(len(output.answers[0].ids) - 1 for output in outputs),
         sum(output.passes for output in outputs),
-        len(later),
-        sum(record.seconds for record in later),
-        watched.seconds if watched else 0.0,
-        watched.guesses if watched else 0,
+        mean(record.seconds for record in full),
+        mean(record.sampled for record in full),
+        mean(seconds for _, _, seconds in calls),
+        mean(longest for _, longest, _ in calls),
         llm.speculation.counts,
         whole,
     )
@@ -214,12 +219,17 @@ class Compared:
 def compare(proposer: Proposer, k: int, plain: Run, asked: Sequence[Sequence[int]], **options) -> Compared:
     """`plain` is a run without a proposer over the same prompts with the same options."""
     run = generate(proposer, k, asked, **options)
-    per_token = [(each.seconds / each.tokens) for each in (plain, run)]
-    c = run.drafting_s / max(1, run.guesses) / plain.step_s
-    verify = run.step_s / plain.step_s
-    drafted = run.guesses / run.steps  # fewer than k where a proposer has no guess, or the answer ends
-    predicted = formula(run) / (c * drafted + verify)
-    return Compared(run, plain, c, verify, predicted, per_token[0] / per_token[1], run.answers == plain.answers)
+    drafting, verify = run.draft_s / plain.step_s, (run.step_s - run.draft_s) / plain.step_s
+    speedup = (plain.step_s / plain.sampled) / (run.step_s / run.sampled)
+    return Compared(
+        run,
+        plain,
+        c=drafting / max(1.0, run.places),
+        verify=verify,
+        predicted=formula(run) / (drafting + verify),
+        speedup=speedup,
+        same=run.answers == plain.answers,
+    )
 
 
 def formula(run: Run) -> float:
@@ -232,12 +242,31 @@ def draft_model() -> DraftModel:
     return DraftModel(pair().draft)
 
 
-def sweep(ks: Sequence[int], kind: str = "code", count: int = 3) -> dict[int, Compared]:
-    """The draft model at each K, greedy, one sequence at a time."""
+@dataclass(frozen=True)
+class Sweep:
+    """runs: by K. c: seconds of a pass of the draft model, decoding alone / of the target; verify: by K, of a pass
+    over K + 1 tokens / over one; alpha: of each place, from the run with the largest K."""
+
+    runs: dict[int, Compared]
+    c: float
+    verify: dict[int, float]
+    alpha: list[float]
+
+    def predicted(self, k: int, *, textbook: bool = False) -> float:
+        """The speedup; textbook: as if checking K + 1 tokens took no longer than one."""
+        return predict.speedup(self.alpha[:k], self.c, verify=1.0 if textbook else self.verify[k])
+
+
+def sweep(ks: Sequence[int], kind: str = "code", count: int = 3) -> Sweep:
+    """The draft model at each K, greedy, one sequence at a time; what it costs is measured apart from it."""
     asked = prompts(kind, count)
     generate(draft_model(), 2, asked[:1], new=4)  # the first run of a process is slow
-    plain = generate(None, 1, asked)
-    return {k: compare(draft_model(), k, plain, asked) for k in ks}
+    plain, small = generate(None, 1, asked), generate(None, 1, asked[:2], model=pair().draft)
+    once, *more = pass_seconds([1, *(k + 1 for k in ks)])
+    runs = {k: compare(draft_model(), k, plain, asked) for k in ks}
+    verify = {k: seconds / once for k, seconds in zip(ks, more, strict=True)}
+    alpha = runs[max(ks)].run.counts.alpha
+    return Sweep(runs, small.step_s / plain.step_s, verify, alpha + [0.0] * (max(ks) - len(alpha)))
 
 
 def available() -> Iterator[tuple[str, Proposer | None]]:
@@ -270,16 +299,24 @@ def memory(name: str, proposer: Proposer, tokens: int = PROMPT + NEW) -> dict[st
     return {"weights": sum(own.values()), "keys and values": per_token * tokens}
 
 
-def losing(count: int = 8) -> dict[str, Compared]:
-    """Where guesses cost more than they bring: a batch, a hot request, an answer of a few tokens. Draft model, K = 4."""
+def by_batch(batches: Sequence[int], k: int = 3, count: int = 8) -> dict[int, Compared]:
+    """The draft model, greedy, with more and more sequences in a pass."""
+    found = {}
+    for batch in batches:
+        asked = prompts("code", max(2, min(count, 2 * batch)))
+        found[batch] = compare(draft_model(), k, generate(None, k, asked, batch=batch), asked, batch=batch)
+    return found
+
+
+def by_temperature(temperatures: Sequence[float], k: int = 3, count: int = 2) -> dict[float, dict[str, Compared]]:
+    """Drafts that are drawn (the draft model) and drafts that are not (prompt lookup), sampled at each temperature."""
     asked, found = prompts("code", count), {}
-    for name, options in {
-        "1 sequence at a time": {},
-        "8 at a time": {"batch": 8},
-        "temperature 1.5": {"temperature": 1.5},
-    }.items():
-        some = asked if "batch" in options else asked[:2]
-        found[name] = compare(draft_model(), 4, generate(None, 1, some, **options), some, **options)
+    for t in temperatures:
+        plain = generate(None, 1, asked, temperature=t)
+        found[t] = {
+            "draft model": compare(draft_model(), k, plain, asked, temperature=t),
+            "prompt lookup": compare(NGram(), k, plain, asked, temperature=t),
+        }
     return found
 
 
@@ -307,8 +344,6 @@ def pass_seconds(rows: Sequence[int], repeats: int = 7) -> list[float]:
     return found
 
 
-
-
 def replay(tokens: Sequence[int], propose, k: int, start: int = 16) -> int:
     """Passes that write a known text behind its first `start` tokens: each keeps the guesses that are right."""
     place, passes = start, 0
@@ -317,3 +352,38 @@ def replay(tokens: Sequence[int], propose, k: int, start: int = 16) -> int:
         right = next((i for i, each in enumerate(guesses) if tokens[place + i : place + i + 1] != [each]), len(guesses))
         place, passes = place + right + 1, passes + 1
     return passes
+
+
+class Uncached:
+    """A model as exercise 3 wants it, all computed anew each time. passes: how often `rows` was called."""
+
+    def __init__(self, model: Transformer, temperature: float = 0.0):
+        self.model, self.temperature, self.vocab, self.passes = model, temperature, model.config.vocab_size, 0
+
+    def __call__(self, tokens: Sequence[int]) -> Tensor:
+        """[vocab], the distribution after tokens."""
+        return self._rows(list(tokens), 1)[0]
+
+    def rows(self, tokens: Sequence[int], guesses: Sequence[int] = ()) -> Tensor:
+        """[len(guesses) + 1, vocab], in one pass."""
+        self.passes += 1
+        return self._rows([*tokens, *guesses], len(guesses) + 1)
+
+    @torch.no_grad()
+    def _rows(self, tokens: list[int], count: int) -> Tensor:
+        logits = self.model(torch.tensor([tokens]))[0, -count:]
+        return distributions((logits,), self.temperature)[0]
+
+
+def preempted(num_blocks: int = 20, k: int = 3) -> dict[str, object]:
+    """Four sequences of 8 blocks each in a pool that holds fewer: who loses its blocks also loses the guesses' keys."""
+    asked, params = prompts("code", 4), SamplingParams(max_tokens=NEW, ignore_eos=True)
+    with one_thread():
+        llm = LLM(pair().target, num_blocks=num_blocks, prefix_cache=False, proposer=draft_model(), k=k)
+        outputs = llm.generate(asked, params)
+    return {
+        "answers": [output.answers[0].ids for output in outputs],
+        "preemptions": sum(output.preemptions for output in outputs),
+        "passes": sum(output.passes for output in outputs),
+        "used": llm.pool.used,
+    }

@@ -79,7 +79,11 @@ def check_residual(learner: Callable) -> Receipt:
             raise CheckFailed(_say_residual(found, p, q))
         together = overlap + (1 - overlap.sum()) * found
         rows.append(row(f"{vocab} tokens: Σ min(p, q) accepted", None, overlap.sum()))
-        rows.append(row("    min(p, q) + (1 - Σ min) · residual - p, at most", True, float((together - p).abs().max()) < NOTHING))
+        rows.append(
+            row(
+                "    min(p, q) + (1 - Σ min) · residual - p, at most", True, float((together - p).abs().max()) < NOTHING
+            )
+        )
     p = guessing.random_row(generator)
     same = _probabilities(learner(p.clone(), p.clone()), 5)
     if not torch.isfinite(same).all() or abs(float(same.sum()) - 1) > NOTHING:
@@ -102,7 +106,8 @@ def _say_residual(found: Tensor, p: Tensor, q: Tensor) -> str:
             "that is q: the draft's favourites get what was just taken from them": q,
             f"it sums to {float(more.sum()):.3f}, the share of rejections: divide by its sum": more,
             "that is max(q - p, 0): what the draft says too often, not what it says too rarely": less / less.sum(),
-            "that is |p - q|: where the draft says a token too often, nothing is missing": (p - q).abs() / (p - q).abs().sum(),
+            "that is |p - q|: where the draft says a token too often, nothing is missing": (p - q).abs()
+            / (p - q).abs().sum(),
         },
     )
     return said or f"accepted and residual together give {(torch.minimum(p, q) + more.sum() * found).tolist()}, not p"

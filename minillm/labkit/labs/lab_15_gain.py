@@ -67,7 +67,9 @@ def check_best_k(learner: Any) -> Receipt:
         if not isinstance(found, int | float) or abs(found - speedup(alpha, c, k)) > NOTHING:
             raise CheckFailed(_say_speedup(float(found), alpha, c, k))
     for alpha, c, k in ((0.8, 0.1, 4), (0.8, 0.1, 8), (0.8, 0.02, 8)):
-        rows.append(row(f"α = {alpha}, c = {c}, K = {k}: speedup", predict.speedup(alpha, c, k), gain(alpha, c, k), "", 1e-9))
+        rows.append(
+            row(f"α = {alpha}, c = {c}, K = {k}: speedup", predict.speedup(alpha, c, k), gain(alpha, c, k), "", 1e-9)
+        )
     for alpha, c in [(0.8, 0.1), (0.8, 0.02), (0.5, 0.25), (0.2, 0.3), (1.0, 0.0)] + [
         (drawn.random(), drawn.uniform(0, 0.6)) for _ in range(100)
     ]:
@@ -88,7 +90,9 @@ def _say_speedup(found: float, alpha: float, c: float, k: int) -> str:
     tokens = right * (1 + c * k)
     ways = {
         "that grows with K without end: a guess counts only if all before it were accepted": k * alpha * (1 - c),
-        "Σ i·αⁱ counts the i-th guess i times: each accepted guess is one token": sum(i * alpha**i for i in range(k + 1))
+        "Σ i·αⁱ counts the i-th guess i times: each accepted guess is one token": sum(
+            i * alpha**i for i in range(k + 1)
+        )
         / (1 + c * k),
         "the token that the target adds itself is missing: the sum begins with α⁰ = 1": (tokens - 1) / (1 + c * k),
         "each of the k guesses costs c, not all of them together": tokens / (1 + c),

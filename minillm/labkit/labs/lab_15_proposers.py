@@ -78,7 +78,8 @@ def check_draft(learner: Callable) -> Receipt:
     if learner(draft.scores, list(PROMPT), DRAFTED, 0.0, VOCAB, guessing.seeded())[1] is not None:
         raise CheckFailed(
             "temperature 0 returns probabilities, but the likeliest token was not drawn from them: verified as if it "
-            "had been, it would be accepted with p/q, too often. Return None", rows
+            "had been, it would be accepted with p/q, too often. Return None",
+            rows,
         )
     rows.append(row("temperature 0: nothing drawn, nothing declared", True, True))
     return Receipt("drafts: what was drawn, and what is said about it", tuple(rows))
@@ -103,7 +104,9 @@ def _hold_draft(learner: Callable, draft: Tiny, target: Tiny, temperature: float
     def run(draw):
         guesses, q = _drafted(learner, draft, DRAFTED, temperature, top_k, draw)
         if not isinstance(q, Tensor) or q.shape != (DRAFTED, draft.vocab):
-            raise CheckFailed(f"{name}: rows of shape {getattr(q, 'shape', q)}; asked for is [{DRAFTED}, {draft.vocab}]")
+            raise CheckFailed(
+                f"{name}: rows of shape {getattr(q, 'shape', q)}; asked for is [{DRAFTED}, {draft.vocab}]"
+            )
         for place in range(DRAFTED):
             said[guesses[:place]] = q[place].double()
         return guesses
@@ -131,7 +134,8 @@ def _hold_draft(learner: Callable, draft: Tiny, target: Tiny, temperature: float
         raise CheckFailed(
             f"{name}: honest, so the answer stays exact, but not the request's own distribution: rows differ by "
             f"{off:.3f} from softmax(logits / temperature) over the top-k after all tokens so far. The target is warped, "
-            f"and a guess is accepted {kept:.3f} of the time where {best:.3f} is possible", rows
+            f"and a guess is accepted {kept:.3f} of the time where {best:.3f} is possible",
+            rows,
         )
     return rows
 
@@ -177,7 +181,10 @@ def check_look_up(learner: Callable) -> Receipt:
         ([8, 1, 8], 4, "little behind it"),
     ]
     drawn = random.Random()
-    small += [([drawn.randrange(4) for _ in range(drawn.randint(1, 14))], drawn.randint(1, 4), "at random") for _ in range(300)]
+    small += [
+        ([drawn.randrange(4) for _ in range(drawn.randint(1, 14))], drawn.randint(1, 4), "at random")
+        for _ in range(300)
+    ]
     for tokens, k, lesson in small:
         _hold_look_up(learner, tokens, k, lesson)
     rows = [row("small texts with the right guess", len(small), len(small))]
@@ -205,5 +212,3 @@ def _hold_look_up(learner: Callable, tokens: list[int], k: int, lesson: str) -> 
     if not right:
         raise CheckFailed(head + ": without an earlier occurrence there is no guess")
     raise CheckFailed(head + ": the longest ending first, and of its occurrences the most recent")
-
-

@@ -133,7 +133,7 @@ def numbers_first(target, guesses, q, draw):
     while length < len(guesses) and numbers[length] < ratios[length]:
         length += 1
     last = target[length] if length == len(guesses) else right.residual(target[length], q[length])
-    return list(guesses[:length]) + [choose(last, draw)]
+    return [*guesses[:length], choose(last, draw)]
 
 
 @alternative("verifier", "rejects where the number is at least the ratio")

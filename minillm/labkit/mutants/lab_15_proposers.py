@@ -1,4 +1,4 @@
-"""Spoilers of lab 15: drafts that say something else than what they drew from, and look-ups that find the wrong place."""
+"""Spoilers of lab 15: drafts that do not say what they drew from, look-ups that find the wrong place."""
 
 import torch
 
