@@ -25,6 +25,7 @@ from minillm.model.generate import folder_of, generate, heal
 from minillm.serve.engine import LLM
 from minillm.serve.request import Output, prompt_ids
 from minillm.serve.sampling import SamplingParams
+from minillm.serve.speculate.registry import PROPOSERS, proposer_named
 from minillm.serve.trace import Summary, summary
 
 BLOCK_SIZE, FULL_LENGTHS = 16, 16  # the pool holds the file's requests, at most so many of the model's full length
@@ -40,6 +41,10 @@ def command(
         str, Option(metavar="NAME|PATH", help="target, draft, or a Hugging Face folder (Llama, Mistral, Qwen2, Qwen3).")
     ] = "target",
     device: Annotated[str, Option(help="cpu, cuda, ...")] = "cpu",
+    speculate: Annotated[
+        str | None, Option(metavar="NAME", help=f"Guess tokens and check several in a pass: {', '.join(PROPOSERS)}.")
+    ] = None,
+    k: Annotated[str, Option("--k", help="With --speculate: guesses per pass, a number or 'adaptive'.")] = "4",
     batch: Annotated[
         Path | None, Option(metavar="FILE", help='Many prompts at once: one per line, or JSON lines {"prompt": ...}.')
     ] = None,
@@ -54,10 +59,15 @@ def command(
     requests = None if batch is None else list(read_requests(batch, defaults))
     folder = folder_of(model)
     tokenizer, network = Tokenizer.load(folder), load_hf(folder, device=device, dtype=torch.float32)
+    speculating = {} if speculate is None else {"proposer": proposer_named(speculate, network), "k": _guesses(k)}
+    if requests is None and speculating:
+        wanted = SamplingParams(**defaults)
+        stream_speculating(LLM(network, tokenizer=tokenizer, **speculating), prompt, wanted)
+        return 0
     if requests is None:
         stream(network, tokenizer, prompt, max_new_tokens, temperature, seed)
         return 0
-    outputs = run_batch(network, tokenizer, batch, requests)
+    outputs = run_batch(network, tokenizer, batch, requests, speculating)
     write_json(json_file, {"provenance": provenance(), **as_json(outputs)})
     return 0 if all(output.error is None for _, output in outputs) else 1
 
@@ -75,6 +85,26 @@ def stream(
     for token in generate(model, ids, max_new_tokens, temperature=temperature, seed=seed, stop=stop, first=first):
         typer.echo(push(token), nl=False)
     typer.echo(push(final=True))
+
+
+def stream_speculating(llm: LLM, prompt: str, params: SamplingParams) -> None:
+    """One text, several tokens at a time, and what the guesses brought."""
+    typer.echo(prompt, nl=False)
+    text, tokens, push = prompt or [llm.tokenizer.eos_id], 0, llm.tokenizer.stream()
+    for _, token in llm.stream(text, params):
+        typer.echo(push(token.id), nl=False)
+        tokens += 1
+    typer.echo(push(final=True))
+    counts, passes = llm.speculation.counts, sum(record.sampled > 0 for record in llm.records)
+    guesses = f"{sum(counts.kept):.0f} guesses right, {counts.accepted:.0%} of those looked at"
+    typer.echo(f"{tokens} tokens in {passes} passes; {guesses}", err=True)
+
+
+def _guesses(k: str) -> int | str:
+    try:
+        return k if k == "adaptive" else int(k)
+    except ValueError:
+        raise ValueError(f"--k {k} must be a whole number or 'adaptive'") from None
 
 
 Request = tuple[int, str | list[int], SamplingParams]  # the line's number in the file, its prompt, what it wants
@@ -101,14 +131,14 @@ def read_requests(file: Path, defaults: dict[str, Any]) -> Iterator[Request]:
 
 
 def run_batch(
-    model: Transformer, tokenizer: Tokenizer, file: Path, requests: list[Request]
+    model: Transformer, tokenizer: Tokenizer, file: Path, requests: list[Request], speculating: dict[str, Any]
 ) -> list[tuple[int, Output]]:
     """All requests of the file; prints each answer as soon as it and those before it are there, then what it took."""
     tokens: dict[int, list[int]] = {}
     for number, prompt, params in requests:
         with _naming(file, number):
             tokens[number] = prompt_ids(prompt, params, tokenizer, model.config)
-    llm = engine(model, tokenizer, [(len(tokens[number]), params) for number, _, params in requests])
+    llm = engine(model, tokenizer, [(len(tokens[number]), params) for number, _, params in requests], **speculating)
     for number, _, params in requests:
         with _naming(file, number):
             llm.add(tokens[number], params, request_id=str(number))
@@ -124,13 +154,13 @@ def run_batch(
     return outputs
 
 
-def engine(model: Transformer, tokenizer: Tokenizer, requests: list[tuple[int, SamplingParams]]) -> LLM:
+def engine(model: Transformer, tokenizer: Tokenizer, requests: list[tuple[int, SamplingParams]], **speculating) -> LLM:
     """An LLM with room for requests of (prompt tokens, params)."""
     longest = model.config.max_seq_len
     lengths = (min(tokens + params.max_tokens, longest) for tokens, params in requests for _ in range(params.n))
     needed = sum(1 + -(-length // BLOCK_SIZE) for length in lengths)
     num_blocks = min(needed, FULL_LENGTHS * -(-longest // BLOCK_SIZE))
-    return LLM(model, tokenizer=tokenizer, block_size=BLOCK_SIZE, num_blocks=num_blocks)
+    return LLM(model, tokenizer=tokenizer, block_size=BLOCK_SIZE, num_blocks=num_blocks, **speculating)
 
 
 def show(number: int, output: Output, tokenizer: Tokenizer) -> None:
