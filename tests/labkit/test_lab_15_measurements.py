@@ -6,6 +6,7 @@ import torch
 from minillm.labkit import guessing
 from minillm.labkit.experiments import lab_15 as experiments
 from minillm.labkit.experiments import lab_15_breaks as breaks
+from minillm.labkit.experiments import lab_15_runs as runs
 from minillm.labkit.guessing import Tiny
 from minillm.labkit.labs import lab_15 as answers
 from minillm.labkit.labs import lab_15_gain as gain
@@ -77,9 +78,9 @@ def test_texts_are_long_enough_and_always_the_same(kind):
 
 def test_replay_counts_passes():
     text = [1, 2, 3, 4, 1, 2, 3, 4]
-    assert experiments.replay(text, lambda tokens, k, longest: [], 3, start=2) == 6
+    assert runs.replay(text, lambda tokens, k, longest: [], 3, start=2) == 6
     right = lambda tokens, k, longest: text[len(tokens) : len(tokens) + k]  # noqa: E731
-    assert experiments.replay(text, right, 2, start=2) == 2
+    assert runs.replay(text, right, 2, start=2) == 2
 
 
 def test_the_engine_with_guesses_writes_the_same_in_the_passes_that_the_formula_says():
@@ -93,14 +94,14 @@ def test_the_engine_with_guesses_writes_the_same_in_the_passes_that_the_formula_
 
 def test_a_loop_without_cache_writes_what_the_engine_writes():
     pair = experiments.pair()
-    target, draft = experiments.Uncached(pair.target), experiments.Uncached(pair.draft)
+    target, draft = runs.Uncached(pair.target), runs.Uncached(pair.draft)
     [prompt] = experiments.prompts("code", 1)
     found = answers.speculate(target, draft, prompt, 12, 3, generator())
     assert found == experiments.generate(None, 1, [prompt], new=12).answers[0] and target.passes < 12
 
 
 def test_preempted_sequences_write_the_same():
-    found = experiments.preempted()
+    found = runs.preempted()
     plain = experiments.generate(None, 1, experiments.prompts("code", 4))
     assert found["preemptions"] > 0 and found["answers"] == plain.answers and found["used"] == 0
 
@@ -111,12 +112,12 @@ def test_a_drawn_guess_gains_by_heat_what_a_certain_one_loses():
 
 
 def test_memory_counts_nothing_that_belongs_to_the_target():
-    for name, proposer in experiments.available():
+    for name, proposer in runs.available():
         if proposer is not None:
-            found = experiments.memory(name, proposer)
+            found = runs.memory(name, proposer)
             assert 0 <= found["weights"] < sum(p.nbytes for p in experiments.pair().target.parameters())
-    draft = dict(experiments.available())["draft"]
-    assert experiments.memory("draft", draft)["weights"] == sum(p.nbytes for p in draft.model.parameters())
+    draft = dict(runs.available())["draft"]
+    assert runs.memory("draft", draft)["weights"] == sum(p.nbytes for p in draft.model.parameters())
 
 
 def test_transformers_writes_the_same_tokens_in_fewer_passes():

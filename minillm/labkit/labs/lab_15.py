@@ -122,11 +122,12 @@ def _say_residual(found: Tensor, p: Tensor, q: Tensor) -> str:
     hints=(
         "Go through the guesses in order. Guess i was drawn from q[i]; what the target would have drawn from is "
         "target[i]. What happens to the guesses after a rejected one?",
-        "Accept with probability min(1, p/q), so if uniform(draw) < target[i, guess] / q[i, guess], with a fresh number "
-        "each. At the first rejection: the accepted ones, one token from the residual, stop. None rejected: the target "
-        "has one row more than there are guesses.",
+        "Accept with probability min(1, p/q), so if uniform(draw) < target[i, guess] / q[i, guess], with a fresh "
+        "number each. At the first rejection: the accepted ones, one token from the residual, stop. None rejected: "
+        "the target has one row more than there are guesses.",
         "for i, guess in enumerate(guesses): if not uniform(draw) < target[i, guess] / q[i, guess]: return "
-        "[*guesses[:i], choose(residual(target[i], q[i]), draw)]. After the loop: [*guesses, choose(target[-1], draw)].",
+        "[*guesses[:i], choose(residual(target[i], q[i]), draw)]. Behind the loop: "
+        "[*guesses, choose(target[-1], draw)].",
     ),
 )
 def check_verifier(learner: Callable) -> Receipt:
@@ -227,8 +228,8 @@ def _say_verifier(tokens: dict, off: list[float], target: Tiny, draft: Tiny, k: 
             "after the last guess, the row that no guess needs"
         )
     return (
-        f"the first token is right, but the first {place + 1} together are off by {off[place]:.3f}: guess {place + 1} is "
-        "accepted or not by what happened to the one before. Each guess needs a number of its own, fresh, and its own "
+        f"the first token is right, but the first {place + 1} together are off by {off[place]:.3f}: guess {place + 1} "
+        "is accepted or not by what happened to the one before. Each guess needs a number of its own, fresh, and its own "
         "rows of target and q"
     )
 
@@ -253,9 +254,8 @@ def check_loop(learner: Callable) -> Receipt:
     generator, rows = guessing.seeded(), []
     for k in (1, 2):
         target, draft = Tiny(generator, 2), Tiny(generator, 2)
-        prompt = [0, 1]
-        found = guessing.enumerated(lambda draw, t=target, d=draft, k=k: _wrote(learner, t, d, prompt, 3, k, draw))
-        off = guessing.distance(found, guessing.written(target, prompt, 3))
+        found = guessing.enumerated(lambda draw, t=target, d=draft, k=k: _wrote(learner, t, d, PROMPT, 3, k, draw))
+        off = guessing.distance(found, guessing.written(target, PROMPT, 3))
         rows.append(row(f"3 tokens, K = {k}: distance from the target's distribution is 0", True, off < NOTHING))
         if off >= NOTHING:
             raise CheckFailed(

@@ -113,8 +113,8 @@ def _say_speedup(found: float, alpha: float, c: float, k: int) -> str:
         "can be? A low acceptance alone is no mistake.",
         "Each token alone can have the right distribution while the tokens together have not. So compare the first "
         "token, then the first two together, and so on. A distance: Σ |a - b| / 2 over all keys of both.",
-        "guessing.first(found, n) gives the distribution of the first n tokens, guessing.distance compares. The first n "
-        "with a distance above 1e-9: n = 1 or later. None: compare accepted with possible.",
+        "first(found, n) gives the distribution of the first n tokens, distance(a, b) compares. The first n with a "
+        "distance above 1e-9: n = 1 or later. None: compare accepted with possible.",
     ),
 )
 def check_verdict(learner: Callable) -> Receipt:
@@ -139,6 +139,6 @@ def _say_verdict(evidence: tuple) -> str:
     off = guessing.distance(guessing.first(found, 1), guessing.first(true, 1))
     whole = guessing.distance(found, true)
     return (
-        f"the first token's distribution is off by {off:.4f}, all {len(next(iter(true)))} tokens together by {whole:.4f}; "
-        f"{accepted:.3f} guesses of {possible:.3f} possible are accepted"
+        f"the first token's distribution is off by {off:.4f}, all {len(next(iter(true)))} tokens together by "
+        f"{whole:.4f}; {accepted:.3f} guesses of {possible:.3f} possible are accepted"
     )

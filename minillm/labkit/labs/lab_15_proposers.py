@@ -10,6 +10,7 @@ from torch import Tensor
 from minillm.labkit import guessing
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.experiments import lab_15 as experiments
+from minillm.labkit.experiments import lab_15_runs as runs
 from minillm.labkit.guessing import NOTHING, Tiny
 from minillm.labkit.labs.lab_15 import LAB, PROMPT
 from minillm.labkit.receipts import Receipt, row
@@ -133,8 +134,8 @@ def _hold_draft(learner: Callable, draft: Tiny, target: Tiny, temperature: float
     if off > 1e-6:
         raise CheckFailed(
             f"{name}: honest, so the answer stays exact, but not the request's own distribution: rows differ by "
-            f"{off:.3f} from softmax(logits / temperature) over the top-k after all tokens so far. The target is warped, "
-            f"and a guess is accepted {kept:.3f} of the time where {best:.3f} is possible",
+            f"{off:.3f} from softmax(logits / temperature) over the top-k after all tokens so far. The target is "
+            f"warped, and a guess is accepted {kept:.3f} of the time where {best:.3f} is possible",
             rows,
         )
     return rows
@@ -190,7 +191,7 @@ def check_look_up(learner: Callable) -> Receipt:
     rows = [row("small texts with the right guess", len(small), len(small))]
     for kind in experiments.KINDS:
         ids = experiments.texts(kind)[0]
-        expected, found = (experiments.replay(ids, one, 6) for one in (look_up, learner))
+        expected, found = (runs.replay(ids, one, 6) for one in (look_up, learner))
         rows.append(row(f"passes to write {len(ids)} tokens of {kind}, K = 6", expected, found))
     return Receipt("prompt lookup", tuple(rows))
 

@@ -7,7 +7,9 @@ from matplotlib.figure import Figure
 
 from minillm.labkit.experiments import lab_15 as experiments
 from minillm.labkit.experiments import lab_15_breaks as breaks
-from minillm.labkit.experiments.lab_15 import Compared, Sweep
+from minillm.labkit.experiments import lab_15_runs as runs
+from minillm.labkit.experiments.lab_15 import Compared
+from minillm.labkit.experiments.lab_15_runs import Sweep
 from minillm.labkit.palette import PALETTE, look
 from minillm.labkit.plots import bars, lines, style, subplots
 from minillm.predict import speculation as predict
@@ -166,7 +168,7 @@ def _acceptance() -> tuple[Figure, dict[str, Any]]:
 
 
 def _sweep() -> tuple[Figure, dict[str, Any]]:
-    found = experiments.sweep(KS, count=6)
+    found = runs.sweep(KS, count=6)
     rows = [
         {"k": k, "tokens_per_pass": each.run.tokens_per_pass, "speedup": each.speedup, "predicted": found.predicted(k)}
         for k, each in found.runs.items()
@@ -175,9 +177,9 @@ def _sweep() -> tuple[Figure, dict[str, Any]]:
 
 
 def _proposers() -> tuple[Figure, dict[str, Any]]:
-    found = experiments.table(count=6)
+    found = runs.table(count=6)
     rows = {
-        name: {"k": experiments.K[name], "tokens_per_pass": each.run.tokens_per_pass, "c": each.c}
+        name: {"k": runs.K[name], "tokens_per_pass": each.run.tokens_per_pass, "c": each.c}
         | {"speedup": each.speedup, "predicted": each.predicted, "same_tokens": each.same}
         for name, each in found.items()
         if each is not None

@@ -6,6 +6,7 @@ import torch
 
 from minillm.labkit.experiments import lab_15 as experiments
 from minillm.labkit.experiments import lab_15_breaks as breaks
+from minillm.labkit.experiments import lab_15_runs as runs
 from minillm.labkit.guessing import NOTHING, Tiny
 from minillm.labkit.labs import lab_15 as answers
 from minillm.labkit.labs import lab_15_gain as gain
@@ -52,12 +53,12 @@ def _pair() -> Iterator[Row]:
 
 
 def _engine() -> Iterator[Row]:
-    asked = experiments.prompts("code", 2)
+    asked = experiments.prompts("code", 1)
     plain = experiments.generate(None, 1, asked, new=24)
-    for name, proposer in experiments.available():
+    for name, proposer in runs.available():
         if proposer is None:
             continue
-        found = experiments.compare(proposer, experiments.K[name], plain, asked, new=24)
+        found = experiments.compare(proposer, runs.K[name], plain, asked, new=24)
         yield row(f"{name}, greedy: tokens equal to plain decoding's", True, found.same)
         yield row("    tokens per pass", experiments.formula(found.run), found.run.tokens_per_pass, "", 0.15)
         yield row("    CPU time, times faster", None, found.speedup)
