@@ -10,6 +10,7 @@ from minillm.labkit.experiments import lab_15_runs as runs
 from minillm.labkit.guessing import Tiny
 from minillm.labkit.labs import lab_15 as answers
 from minillm.labkit.labs import lab_15_gain as gain
+from minillm.labkit.labs import lab_15_loop as loop
 from minillm.labkit.pictures import lab_15 as pictures
 from minillm.labkit.stops import lab_15 as stop
 from minillm.predict import speculation as predict
@@ -96,7 +97,7 @@ def test_a_loop_without_cache_writes_what_the_engine_writes():
     pair = experiments.pair()
     target, draft = runs.Uncached(pair.target), runs.Uncached(pair.draft)
     [prompt] = experiments.prompts("code", 1)
-    found = answers.speculate(target, draft, prompt, 12, 3, generator())
+    found = loop.speculate(target, draft, prompt, 12, 3, generator())
     assert found == experiments.generate(None, 1, [prompt], new=12).answers[0] and target.passes < 12
 
 

@@ -21,6 +21,8 @@ def peers(asked: Sequence[Sequence[int]], k: int, lookup: int) -> dict[str, tupl
     from transformers import logging as chatter
 
     chatter.disable_progress_bar()
+    loudness = chatter.get_verbosity()
+    chatter.set_verbosity_error()  # its own calls of itself are warned of
     target, draft = (
         AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=torch.float32).eval()
         for name in ("target", "draft")
@@ -42,4 +44,5 @@ def peers(asked: Sequence[Sequence[int]], k: int, lookup: int) -> dict[str, tupl
                 mask = torch.ones_like(ids)
                 answers.append(target.generate(ids, attention_mask=mask, **options)[0, len(prompt) :].tolist())
             found[way] = answers, len(passes)
+    chatter.set_verbosity(loudness)
     return found

@@ -154,7 +154,7 @@ def draw_typical(rows: list[tuple[float, float, float]], exact: float) -> Figure
             axes.plot([row[0] for row in rows], values, color=drawn.color, marker=drawn.marker, label=name)
         axes.axhline(exact, color=look(0).color, linestyle="--", label="accepted by the exact rule, total variation 0")
         axes.set(xlabel="threshold ε", ylabel="share", ylim=(0, 1), xscale="log")
-        axes.set_title("Typical acceptance at temperature 1: more is accepted, something else is written")
+        axes.set_title("Typical acceptance, temperature 1: another distribution at every threshold")
         axes.legend(fontsize=8)
     return figure
 
