@@ -46,7 +46,7 @@ class Sweep:
         return predict.speedup(self.alpha[:k], self.c, verify=1.0 if textbook else self.verify[k])
 
 
-def sweep(ks: Sequence[int], kind: str = "code", count: int = 3) -> Sweep:
+def sweep(ks: Sequence[int], kind: str = "code", count: int = 2) -> Sweep:
     """The draft model at each K, greedy, one sequence at a time."""
     asked = prompts(kind, count)
     generate(draft_model(), 2, asked[:1], new=4)  # the first run of a process is slow
@@ -59,7 +59,7 @@ def sweep(ks: Sequence[int], kind: str = "code", count: int = 3) -> Sweep:
     return Sweep(runs, longest.c, verify, alpha + [0.0] * (max(ks) - len(alpha)))
 
 
-def adaptive(found: Sweep, kind: str = "code", count: int = 3) -> Compared:
+def adaptive(found: Sweep, kind: str = "code", count: int = 2) -> Compared:
     """The draft model with a K that follows the acceptance, told what a guess costs."""
     asked = prompts(kind, count)
     plain = next(iter(found.runs.values())).plain
@@ -105,7 +105,7 @@ def by_batch(batches: Sequence[int], k: int = 6) -> dict[int, Compared]:
     return found
 
 
-def by_temperature(temperatures: Sequence[float], k: int = 3, count: int = 2) -> dict[float, dict[str, Compared]]:
+def by_temperature(temperatures: Sequence[float], k: int = 3, count: int = 1) -> dict[float, dict[str, Compared]]:
     """Drafts that are drawn (the draft model) and drafts that are not (prompt lookup), sampled at each temperature."""
     asked, found = prompts("code", count), {}
     for t in temperatures:
