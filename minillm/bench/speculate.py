@@ -30,7 +30,7 @@ from minillm.serve import LLM, Output, SamplingParams
 from minillm.serve.speculate import Draft
 from minillm.serve.speculate.registry import PROPOSERS, proposer_named
 
-BATCHES = (1, 8)
+KINDS, BATCHES = ("code", "prose"), (1, 8)
 K = {"draft": 3, "ngram": 7, "medusa": 3, "eagle": 3, "lookahead": 3, "early-exit": 3}  # 4 and 8 rows suit the CPU
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 96, 64
 PLAIN = "minillm without guesses"
@@ -52,7 +52,7 @@ def run(repeats: int = 5, proposers: Sequence[str] = tuple(PROPOSERS)) -> list[B
     try:
         folder = folder_of("target")
         pair = Pair(load_hf(folder, dtype=torch.float32), Tokenizer.load(folder))
-        return [row for kind in ("code", "prose") for row in _rows(pair, kind, repeats, proposers)]
+        return [row for kind in KINDS for row in _rows(pair, kind, repeats, proposers)]
     finally:
         torch.set_num_threads(threads)
 
@@ -60,7 +60,7 @@ def run(repeats: int = 5, proposers: Sequence[str] = tuple(PROPOSERS)) -> list[B
 def _rows(pair: Pair, kind: str, repeats: int, proposers: Sequence[str]) -> Iterator[BenchRow]:
     texts = prompts(kind, pair.tokenizer)
     right = [list(generate(pair.target, prompt, NEW_TOKENS)) for prompt in texts]
-    assisted = {"draft": _assisted(pair, texts), "ngram": _looked_up(pair, texts)}
+    assisted = {name: build(texts) for name, build in PEERS.items() if name in proposers}
     for batch in BATCHES:
         plain = _timed(partial(serve, _engine(pair, None), texts, batch))
         for name in proposers:
@@ -79,14 +79,17 @@ def _rows(pair: Pair, kind: str, repeats: int, proposers: Sequence[str]) -> Iter
                 yield bench_row(label, peer, against, "tokens/s", higher_is_better=True)
 
 
-def prompts(kind: str, tokenizer: Tokenizer, count: int = PROMPTS) -> list[list[int]]:
-    """`count` prompts of PROMPT_TOKENS tokens of "code" or "prose", always the same ones for one Python."""
+def prompts(kind: str, tokenizer: Tokenizer, count: int | None = None) -> list[list[int]]:
+    """`count` (None: PROMPTS) pieces of "code" or "prose", PROMPT_TOKENS long, the same ones for the same Python."""
     documents = sorted(corpus().documents("validation"), key=lambda document: document.name)
     texts = [d.text for d in documents] if kind == "code" else [t for d in documents for t in _docstrings(d.text)]
-    ids = [ids for text in texts if len(ids := tokenizer.encode(text[: 20 * PROMPT_TOKENS])) >= 2 * PROMPT_TOKENS]
-    chosen = random.Random(0).sample(ids, count)
-    start = PROMPT_TOKENS if kind == "code" else 0  # behind a file's licence and docstring
-    return [each[start : start + PROMPT_TOKENS] for each in chosen]
+    first = PROMPT_TOKENS if kind == "code" else 0  # behind a file's licence and docstring
+    pieces = []
+    for text in texts:
+        ids = tokenizer.encode(text[: 40 * PROMPT_TOKENS])
+        starts = range(first, len(ids) - PROMPT_TOKENS + 1, 4 * PROMPT_TOKENS)
+        pieces += [ids[start : start + PROMPT_TOKENS] for start in starts]
+    return random.Random(0).sample(pieces, count or PROMPTS)
 
 
 def serve(llm: LLM, texts: list[list[int]], batch: int) -> list[Output]:
@@ -145,7 +148,7 @@ class _Wrong:
 def _pass_s(llm: LLM, texts: list[list[int]]) -> float:
     """Median seconds of a step after the prompts."""
     llm.records.clear()
-    llm.generate(texts, SamplingParams(max_tokens=24, ignore_eos=True))
+    llm.generate(texts, SamplingParams(max_tokens=min(24, NEW_TOKENS), ignore_eos=True))
     return statistics.median(record.seconds for record in list(llm.records)[1:])
 
 
@@ -167,7 +170,7 @@ def _timed(work: Callable[[], list]) -> Sample:
     return sample
 
 
-def _assisted(pair: Pair, texts: list[list[int]]) -> tuple[str, Callable[[], list[list[int]]]]:
+def _assisted(texts: list[list[int]]) -> tuple[str, Callable[[], list[list[int]]]]:
     """transformers with the same draft and as many guesses; its own schedule of guesses is switched off."""
     import transformers
 
@@ -180,11 +183,14 @@ def _assisted(pair: Pair, texts: list[list[int]]) -> tuple[str, Callable[[], lis
     return "transformers, assistant_model", partial(_theirs, target, texts, assistant_model=draft)
 
 
-def _looked_up(pair: Pair, texts: list[list[int]]) -> tuple[str, Callable[[], list[list[int]]]]:
+def _looked_up(texts: list[list[int]]) -> tuple[str, Callable[[], list[list[int]]]]:
     import transformers
 
     target = transformers.AutoModelForCausalLM.from_pretrained(folder_of("target"), dtype=torch.float32).eval()
     return "transformers, prompt lookup", partial(_theirs, target, texts, prompt_lookup_num_tokens=K["ngram"])
+
+
+PEERS = {"draft": _assisted, "ngram": _looked_up}
 
 
 @torch.no_grad()

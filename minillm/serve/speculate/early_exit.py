@@ -53,7 +53,7 @@ class EarlyExit(DraftModel):
     options: as for `DraftModel`."""
 
     def __init__(
-        self, target: Transformer, adapter: ExitAdapter | str | Path | None = None, *, cost: float = 0.5, **options
+        self, target: Transformer, adapter: ExitAdapter | str | Path | None = None, *, cost: float = 0.4, **options
     ):
         super().__init__(exiting(target, adapter), cost=cost, **options)
 

@@ -7,7 +7,6 @@ from minillm.model import Transformer
 from minillm.model.generate import folder_of
 from minillm.model.huggingface import load_hf
 from minillm.serve.speculate.draft_model import DraftModel
-from minillm.serve.speculate.lookahead import Lookahead
 from minillm.serve.speculate.ngram import NGram
 from minillm.serve.speculate.proposal import Proposer
 
@@ -32,7 +31,7 @@ PROPOSERS: dict[str, Callable[[Transformer], Proposer]] = {
     "ngram": lambda target: NGram(),
     "medusa": _trained("medusa", "Medusa"),
     "eagle": _trained("eagle", "Eagle"),
-    "lookahead": lambda target: Lookahead(),
+    "lookahead": lambda target: import_module("minillm.serve.speculate.lookahead").Lookahead(),
     "early-exit": _early_exit,
 }
 

@@ -105,3 +105,21 @@ def test_the_measure_sees_guesses_that_are_not_checked(pair, texts, monkeypatch)
     mean, deviation = noise(shares, samples, torch.Generator().manual_seed(0))
     found = distance(drawn(target, DraftModel(draft), texts[1], params, samples), shares, samples)
     assert found > mean + 8 * deviation, (found, mean, deviation)
+
+
+def test_generate_speculate_writes_the_same_text(capsys):
+    from minillm.serve.command import command
+
+    command(prompt="def main(", max_new_tokens=12)
+    plain = capsys.readouterr().out
+    for name in ("ngram", "draft"):
+        assert command(prompt="def main(", max_new_tokens=12, speculate=name) == 0
+        out, err = capsys.readouterr()
+        assert out == plain and "12 tokens in" in err
+    for options, message in (
+        ({"speculate": "oracle"}, "no proposer 'oracle': use one of draft, ngram"),
+        ({"speculate": "ngram", "k": "some"}, "--k some must be a whole number or 'adaptive'"),
+        ({"speculate": "ngram", "k": "0"}, "k 0 guesses do not fit: use 1 to 510"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            command(prompt="x", **options)

@@ -15,6 +15,7 @@ from minillm.serve.speculate import DraftModel
 from minillm.serve.speculate.distil import MAKERS
 from minillm.serve.speculate.heads import load, save
 from minillm.serve.speculate.held_out import proposer_of, rounds
+from minillm.serve.speculate.registry import PROPOSERS, proposer_named
 from minillm.serve.speculate.train_heads import command, train
 
 OPTIONS = {"medusa": {"heads": 2, "layers": 1}, "eagle": {}, "early_exit": {"layers": 1, "width": 8}}
@@ -69,6 +70,12 @@ def test_the_committed_weights_fit_the_committed_target(kind):
     about = json.loads((CHECKPOINTS / kind / "training.json").read_text())
     assert about["parameters"] == parameters and f"--kind {kind}" in about["command"]
     assert (CHECKPOINTS / kind / "model.safetensors").stat().st_size < 3 << 20
+
+
+def test_every_proposer_has_a_name_that_makes_it():
+    target = load_hf(folder_of("target"))
+    for name in PROPOSERS:
+        assert 0 <= proposer_named(name, target).cost < 1
 
 
 def test_a_draft_that_is_the_target_is_always_right(target):

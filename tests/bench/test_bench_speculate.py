@@ -1,0 +1,43 @@
+"""bench speculate: its rows on little text; what is timed was right before."""
+
+import pytest
+
+from minillm.bench import bench, speculate
+
+
+def test_rows_and_formulas(monkeypatch):
+    for name, value in (
+        ("PROMPTS", 1),
+        ("NEW_TOKENS", 4),
+        ("PROMPT_TOKENS", 24),
+        ("BATCHES", (1,)),
+        ("KINDS", ("code",)),
+    ):
+        monkeypatch.setattr(speculate, name, value)
+    monkeypatch.setattr(speculate, "costs", lambda *about: (0.3, 1.2))
+    report = bench("speculate", proposers=("draft",))
+    names = [(row.name.split(":")[0], row.peer) for row in report.rows]
+    assert len(report.rows) == 4 and len(set(names)) == 3 and report.ok
+    assert {row.peer for row in report.rows} == {
+        "minillm without guesses",
+        "formula",
+        "transformers, assistant_model",
+    }
+    assert all(row.ratio > 0 and row.ours > 0 for row in report.rows)
+    [formula] = [row for row in report.rows if row.name.startswith("draft") and "per pass" in row.name][:1]
+    assert 1 <= formula.theirs <= speculate.K["draft"] + 1
+
+
+def test_prompts_are_the_same_every_time_and_of_one_length():
+    from minillm.data import Tokenizer
+
+    tokenizer = Tokenizer.load()
+    first = speculate.prompts("prose", tokenizer)
+    assert first == speculate.prompts("prose", tokenizer) and len(first) == speculate.PROMPTS
+    assert {len(ids) for ids in first} == {speculate.PROMPT_TOKENS}
+    assert speculate.prompts("code", tokenizer) != first
+
+
+def test_too_few_repeats():
+    with pytest.raises(ValueError, match="repeats=2 is too few"):
+        bench("speculate", repeats=2)
