@@ -19,6 +19,7 @@ BENCHES = {  # name -> module with run(repeats, ...) -> rows, and what is compar
     "pipeline": ("minillm.bench.pipeline", "pipeline schedules against torch.distributed.pipelining's"),
     "step": ("minillm.bench.step", "the training step against transformers in a plain loop and under accelerate"),
     "speculate": ("minillm.bench.speculate", "speculative decoding against none and transformers' assisted generation"),
+    "serve": ("minillm.bench.serve", "continuous batching and prefix cache against transformers' generate and manager"),
 }
 BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 

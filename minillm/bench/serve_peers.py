@@ -13,7 +13,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -56,21 +56,23 @@ class Ours:
     limits: Limits
     prefix_cache: bool = True
     threads: int = 1
-    name: str = "minillm"
+
+    def engine(self) -> LLM:
+        return LLM(self.model, prefix_cache=self.prefix_cache, **asdict(self.limits))
 
     def serve(self, arrivals: Sequence[Arrival]) -> Served:
-        limits, prompts = self.limits, [each.prompt for each in arrivals]
-        engine = LLM(
-            self.model,
-            num_blocks=limits.num_blocks,
-            block_size=limits.block_size,
-            token_budget=limits.token_budget,
-            max_num_seqs=limits.max_num_seqs,
-            prefix_cache=self.prefix_cache,
-        )
-        outputs = engine.generate(prompts, [each.params for each in arrivals])
+        engine = self.engine()
+        outputs = engine.generate([each.prompt for each in arrivals], [each.params for each in arrivals])
+        if engine.unfinished or engine.pool.used:
+            raise RuntimeError(f"{engine.unfinished} requests and {engine.pool.used} blocks are left after all ended")
         found = summary(outputs)
         return Served([output.answers[0].ids for output in outputs], found.seconds, found.ttft, found.tpot)
+
+    def one_by_one(self, arrivals: Sequence[Arrival]) -> list[tuple[list[int], float]]:
+        """(tokens, time to first token) of each, sent when the one before it has ended."""
+        engine = self.engine()
+        outputs = [engine.generate([each.prompt], each.params)[0] for each in arrivals]
+        return [(output.answers[0].ids, output.timing.ttft) for output in outputs]
 
 
 @dataclass
@@ -82,8 +84,8 @@ class Static:
     threads: int = 1
 
     @property
-    def name(self) -> str:
-        return f"transformers generate, batches of {self.batch_size}"
+    def title(self) -> str:
+        return f"transformers generate, {self.batch_size} at a time"
 
     def serve(self, arrivals: Sequence[Arrival]) -> Served:
         answers, ttft, tpot, start = [], [], [], time.perf_counter()
@@ -136,7 +138,7 @@ class Continuous:
     model: torch.nn.Module
     limits: Limits
     threads: int = 1
-    name: str = "transformers continuous batching"
+    title = "transformers continuous batching"
 
     def serve(self, arrivals: Sequence[Arrival]) -> Served:
         from transformers import ContinuousBatchingConfig

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minillm.model import ModelConfig, Transformer, sdpa
-from minillm.model.paged import PagedCache, block_by_block, gathered, paged_attention
+from minillm.model import ModelConfig, Transformer, paged, sdpa
+from minillm.model.paged import Gathered, PagedCache, block_by_block, gathered, paged_attention
 
 BACKENDS = [gathered, block_by_block]
 
@@ -121,3 +121,31 @@ def test_a_flat_batch_of_mixed_lengths_through_the_model(backend, window):
     b, c = step(("second", more, 6), ("first", more, 11))
     torch.testing.assert_close(b, alone(torch.cat((second, more))), rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(c, alone(torch.cat((first, more))), rtol=1e-9, atol=1e-9)
+
+
+@torch.no_grad()
+def test_what_is_the_same_in_all_layers_is_prepared_once_a_pass():
+    config = ModelConfig(50, 32, 64, 3, 4, 2, max_seq_len=32)
+    model, cache, asked = Transformer(config, seed=1), PagedCache(config, 12, 4), []
+
+    class Counting(Gathered):
+        def prepare(self, q, k_pool, block_table, query_lens, context_lens, *, window):
+            asked.append((tuple(q.shape), list(query_lens), list(context_lens), window))
+            return super().prepare(q, k_pool, block_table, query_lens, context_lens, window=window)
+
+    batch = cache.batch([[0, 1], [2]], [0, 0], [5, 3], Counting())
+    y = model(torch.arange(8)[None], batch.positions, attention=batch, rows=batch.last_rows)[0]
+    assert asked == [((8, 4, 8), [5, 3], [5, 3], None)]
+    torch.testing.assert_close(y[1], model(torch.arange(5, 8)[None])[0, -1], rtol=1e-4, atol=1e-4)
+
+
+def test_groups_hold_like_sequences_and_no_more_keys_than_fit(monkeypatch):
+    """Sequences of 1 to 12 keys, 8 slots a group: the same attention from one group or many."""
+    parts, pools, tables = scattered(1, [(1, keys) for keys in (9, 1, 12, 4, 4, 2)], 4, 2, 4)
+    q, lengths = torch.cat([part[0] for part in parts]), ([1] * 6, [9, 1, 12, 4, 4, 2])
+    expected, sizes = paged_attention(q, *pools, tables, *lengths), []
+    call = paged._Group.__call__
+    monkeypatch.setattr(paged, "GROUP_BYTES", 8 * 2 * 2 * 4 * 8)
+    monkeypatch.setattr(paged._Group, "__call__", lambda group, *x: sizes.append(group.sequences) or call(group, *x))
+    torch.testing.assert_close(paged_attention(q, *pools, tables, *lengths), expected, rtol=1e-10, atol=1e-10)
+    assert sizes == [2, 2, 1, 1]  # keys: 1 and 2, 4 and 4, 9, 12

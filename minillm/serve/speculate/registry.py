@@ -20,19 +20,13 @@ def _trained(module: str, name: str) -> Callable[[Transformer], Proposer]:
     return lambda target: getattr(import_module(f"minillm.serve.speculate.{module}"), name)(target)
 
 
-def _early_exit(target: Transformer) -> Proposer:
-    from minillm.serve.speculate.early_exit import exiting
-
-    return DraftModel(exiting(target), cost=0.4)
-
-
 PROPOSERS: dict[str, Callable[[Transformer], Proposer]] = {
     "draft": _draft,
     "ngram": lambda target: NGram(),
     "medusa": _trained("medusa", "Medusa"),
     "eagle": _trained("eagle", "Eagle"),
     "lookahead": lambda target: import_module("minillm.serve.speculate.lookahead").Lookahead(),
-    "early-exit": _early_exit,
+    "early-exit": _trained("early_exit", "EarlyExit"),
 }
 
 

@@ -104,7 +104,7 @@ def test_the_measure_sees_guesses_that_are_not_checked(pair, texts, monkeypatch)
     shares = exact(target, texts[1], params)
     mean, deviation = noise(shares, samples, torch.Generator().manual_seed(0))
     found = distance(drawn(target, DraftModel(draft), texts[1], params, samples), shares, samples)
-    assert found > mean + 8 * deviation, (found, mean, deviation)
+    assert found > mean + 5 * deviation, (found, mean, deviation)
 
 
 def test_generate_speculate_writes_the_same_text(capsys):
