@@ -444,6 +444,7 @@ for kind, results in table.items():
 #   second model is a good part of that. On a 70B target the same call is 1 or 2 %, and model-based proposers win.
 # - **"Lookahead needs no memory" is not quite so**: a pool of n-grams, and passes that are wider. Numbers such as "2.5
 #   times" belong to a model, a text, a batch and a machine; EAGLE-3's authors report more than that, on theirs.
+# - The sample is small, two answers of 32 tokens each; `python -m minillm bench speculate` takes its time.
 # - The heads were trained for minutes (`minillm/checkpoints/*/training.json` says how long and what came out), the
 #   papers' for days. Both papers verify a *tree* of guesses in one pass; here a draft is a chain.
 #
