@@ -350,41 +350,44 @@ sliders(pictures.speedup_by_k, alpha=(0.0, 0.99), c=(0.0, 0.5), verify=(1.0, 3.0
 # draft is two small layers on a CPU: a call of it costs far more than its tenth of the parameters says.)
 
 # %%
-found = runs.sweep(pictures.KS)
+swept = runs.sweep(pictures.KS)
 
 
 def k_sweep():
     """Tokens per pass and speedup by the number of guesses, measured solid and predicted dashed."""
-    return pictures.draw_sweep(found)
+    return pictures.draw_sweep(swept)
 
 
 show(k_sweep)
 
 # %%
 rows = [
-    row("c: a guess / a pass", None, found.c),
-    row("α of each place", None, tuple(round(a, 2) for a in found.alpha)),
+    row("c: a guess / a pass", None, swept.c),
+    row("α of each place", None, tuple(round(a, 2) for a in swept.alpha)),
 ]
-for k, each in found.runs.items():
+for k, each in swept.runs.items():
     rows += [
         row(f"K = {k}: tokens equal to plain decoding's", True, each.same),
-        row("    tokens per pass", predict.tokens_per_pass(found.alpha[:k]), each.run.tokens_per_pass, "", 0.15),
-        row("    predicted speedup", None, found.predicted(k)),
+        row("    tokens per pass", predict.tokens_per_pass(swept.alpha[:k]), each.run.tokens_per_pass, "", 0.15),
+        row("    predicted speedup", None, swept.predicted(k)),
         row("    measured, CPU time", None, each.speedup),
     ]
+measured = {0: 1.0} | {k: each.speedup for k, each in swept.runs.items()}
+predicted = {0: 1.0} | {k: swept.predicted(k) for k in swept.runs}
+rows.append(row("best K: predicted, measured", None, tuple(max(x, key=x.get) for x in (predicted, measured))))
 receipt("draft model, greedy, code", rows)
 
 # %% [markdown]
-# Places are not alike: what comes after a right guess is often easy, what comes after two is not. That is why minillm
-# counts acceptance by place. And a K that is fixed is wrong for somebody: `k="adaptive"` takes each sequence's own
-# recent acceptance and the formula above, down to K = 0 where guessing does not pay.
+# K = 0, no guesses at all, is a speedup of 1 and may well be the best. Places are not alike, which is why minillm counts
+# acceptance by place. And a K that is fixed is wrong for somebody: `k="adaptive"` takes each sequence's own recent
+# acceptance and the formula above, down to K = 0 where guessing does not pay.
 
 # %%
-following = runs.adaptive(found)
+following = runs.adaptive(swept)
 receipt(
     "K that follows the acceptance, c as measured",
     [
-        row("best K for the acceptance on average", None, best_k(following.run.counts.accepted, found.c, 6)),
+        row("best K for the acceptance on average", None, best_k(following.run.counts.accepted, swept.c, 6)),
         row("guesses per pass, where there were any", None, following.run.places),
         row("tokens equal to plain decoding's", True, following.same),
         row("speedup, CPU time", None, following.speedup),

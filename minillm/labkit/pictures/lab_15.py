@@ -139,8 +139,9 @@ def draw_table(found: dict[str, Compared | None]) -> Figure:
         with style():
             axes.axhline(1, color=PALETTE["black"], linewidth=0.8)
             axes.tick_params(axis="x", labelsize=8)
-    left.set_title("One pass of the target writes")
-    right.set_title("What is left of it in time")
+    with style():
+        left.set_title("One pass of the target writes")
+        right.set_title("What is left of it in time")
     return figure
 
 
