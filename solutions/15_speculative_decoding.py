@@ -378,9 +378,9 @@ rows.append(row("best K: predicted, measured", None, tuple(max(x, key=x.get) for
 receipt("draft model, greedy, code", rows)
 
 # %% [markdown]
-# K = 0, no guesses at all, is a speedup of 1 and may well be the best. Places are not alike, which is why minillm counts
-# acceptance by place. And a K that is fixed is wrong for somebody: `k="adaptive"` takes each sequence's own recent
-# acceptance and the formula above, down to K = 0 where guessing does not pay.
+# K = 0, no guesses at all, is a speedup of 1 and may well be the best. Places are not alike, which is why minillm
+# counts acceptance by place. And a K that is fixed is wrong for somebody: `k="adaptive"` takes each sequence's own
+# recent acceptance and the formula above, down to K = 0 where guessing does not pay.
 
 # %%
 following = runs.adaptive(swept)
@@ -409,7 +409,7 @@ receipt(
 # | early-exit | the target's first two blocks and a small adapter (Kangaroo, Liu et al. 2024) | a little |
 
 # %%
-table = {kind: runs.table(kind, count) for kind, count in (("code", 2), ("prose", 2))}
+table = {kind: runs.table(kind, count) for kind, count in (("code", 2), ("prose", 1))}
 
 
 def proposers():
@@ -447,7 +447,7 @@ for kind, results in table.items():
 #   second model is a good part of that. On a 70B target the same call is 1 or 2 %, and model-based proposers win.
 # - **"Lookahead needs no memory" is not quite so**: a pool of n-grams, and passes that are wider. Numbers such as "2.5
 #   times" belong to a model, a text, a batch and a machine; EAGLE-3's authors report more than that, on theirs.
-# - The sample is small, two answers of 32 tokens each; `python -m minillm bench speculate` takes its time.
+# - The sample is small, two answers of 32 tokens in code, one in prose; `python -m minillm bench speculate` takes its time.
 # - The heads were trained for minutes (`minillm/checkpoints/*/training.json` says how long and what came out), the
 #   papers' for days. Both papers verify a *tree* of guesses in one pass; here a draft is a chain.
 #
@@ -511,7 +511,7 @@ for name, program in breaks.PROGRAMS.items():
 
 # %%
 preempted = runs.preempted()
-undisturbed = experiments.generate(None, 1, experiments.prompts("code", 4))
+undisturbed = experiments.generate(None, 1, experiments.prompts("code", 4), batch=4)
 receipt(
     "4 sequences, 20 blocks where 32 are wanted, draft model",
     [
@@ -633,7 +633,7 @@ receipt("transformers, assisted generation", rows)
 # | transformers (`generate`, `GenerationConfig`) | vLLM (`--speculative-config`, JSON; `"method"` first) | here |
 # |---|---|---|
 # | `assistant_model=` | `"draft_model"`, `"model"` | `DraftModel(draft)` |
-# | `prompt_lookup_num_tokens`, `max_matching_ngram_size` | `"ngram"`, `prompt_lookup_max`, `prompt_lookup_min` | `NGram` |
+# | `prompt_lookup_num_tokens`, `max_matching_ngram_size` | `"ngram"`, `prompt_lookup_max`, `..._min` | `NGram` |
 # | `assistant_early_exit` (a model trained for it) | | `exiting(target)` |
 # | `use_mtp` (heads that came with the model) | `"mtp"` | `Medusa` is its cousin |
 # | | `"eagle3"`, `"model"` | `Eagle` |
