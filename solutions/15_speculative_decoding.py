@@ -447,7 +447,8 @@ for kind, results in table.items():
 #   second model is a good part of that. On a 70B target the same call is 1 or 2 %, and model-based proposers win.
 # - **"Lookahead needs no memory" is not quite so**: a pool of n-grams, and passes that are wider. Numbers such as "2.5
 #   times" belong to a model, a text, a batch and a machine; EAGLE-3's authors report more than that, on theirs.
-# - The sample is small, two answers of 32 tokens in code, one in prose; `python -m minillm bench speculate` takes its time.
+# - The sample is small, two answers of 32 tokens in code, one in prose;
+#   `python -m minillm bench speculate` takes its time.
 # - The heads were trained for minutes (`minillm/checkpoints/*/training.json` says how long and what came out), the
 #   papers' for days. Both papers verify a *tree* of guesses in one pass; here a draft is a chain.
 #
@@ -581,8 +582,9 @@ rows += [
 receipt("speedup by batch", rows)
 
 # %% [markdown]
-# (Each batch has other texts, hence other tokens per pass.) Below 1 the same hardware writes *fewer* tokens per second
-# than without guesses, although each pass writes more. An engine should turn speculation down as its batch grows.
+# (Each batch has other texts, hence other tokens per pass.) What a guess is worth shrinks with the batch. Below 1 the
+# same hardware writes *fewer* tokens per second than without guesses, although each pass writes more. An engine should turn
+# speculation down as its batch grows.
 #
 # ### Heat, for guesses that are certain
 
@@ -597,15 +599,16 @@ receipt("sampled answers, K = 3", rows)
 # %% [markdown]
 # ### Short answers, long prompts
 #
-# The draft has to read the prompt, too, and a few tokens leave little to guess. Whole requests, CPU time without
-# guesses / with:
+# The draft has to read the prompt, too, and a few tokens leave few passes to save:
 
 # %%
-short = runs.short_answers((3, 32))
-receipt(
-    f"prompt of {experiments.PROMPT} tokens, draft model, K = 3",
-    [row(f"answer of {new} tokens: times faster", None, ratio) for new, ratio in short.items()],
-)
+rows = [row("prompt tokens that the draft has to read first", None, experiments.PROMPT)]
+for new, (without, guessing, ratio) in runs.short_answers((3, 32)).items():
+    rows += [
+        row(f"answer of {new} tokens: passes after the prompt, without and with guesses", None, (without, guessing)),
+        row("    whole request, CPU time without / with", None, ratio),
+    ]
+receipt("draft model, K = 3", rows)
 
 # %% [markdown]
 # ## The same in production

@@ -117,12 +117,12 @@ def by_temperature(temperatures: Sequence[float], k: int = 3, count: int = 1) ->
     return found
 
 
-def short_answers(lengths: Sequence[int], count: int = 2) -> dict[int, float]:
-    """{tokens of the answer: whole time without guesses / with}: the draft has to read the prompt, too."""
+def short_answers(lengths: Sequence[int], count: int = 2) -> dict[int, tuple[float, float, float]]:
+    """{tokens of the answer: (passes after the prompt, without and with guesses; whole time without / with)}."""
     asked, found = prompts("code", count), {}
     for new in lengths:
-        plain, guessed = (generate(one, 3, asked, new=new).whole_s for one in (None, draft_model()))
-        found[new] = plain / guessed
+        plain, guessed = (generate(one, 3, asked, new=new) for one in (None, draft_model()))
+        found[new] = plain.passes / count, guessed.passes / count, plain.whole_s / guessed.whole_s
     return found
 
 
