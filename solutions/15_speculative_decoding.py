@@ -583,8 +583,8 @@ receipt("speedup by batch", rows)
 
 # %% [markdown]
 # (Each batch has other texts, hence other tokens per pass.) What a guess is worth shrinks with the batch. Below 1 the
-# same hardware writes *fewer* tokens per second than without guesses, although each pass writes more. An engine should turn
-# speculation down as its batch grows.
+# same hardware writes *fewer* tokens per second than without guesses, although each pass writes more. An engine should
+# turn speculation down as its batch grows.
 #
 # ### Heat, for guesses that are certain
 
