@@ -1,0 +1,147 @@
+"""Language models so small that everything they can write can be enumerated: what checks of speculation stand on.
+
+    tiny = Tiny(generator, vocab=3)     logits that depend on the last two tokens
+    written(tiny, [0, 1], 3)            {(2, 0, 1): 0.07, ...}: the true distribution of the next three tokens
+    enumerated(program)                 the same of a program that draws with `uniform(draw)` and `choose(p, draw)`
+
+Distances are total variations, Σ |a - b| / 2: 0 = the same distribution. Nothing is sampled.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minillm.labkit.exercises import CheckFailed
+from minillm.serve.speculate.exact import Script, outcomes
+
+Distribution = dict[tuple[int, ...], float]
+NOTHING = 1e-9  # a distance that is only rounding
+
+
+class Tiny:
+    """logits: [vocab, vocab, vocab], of the next token by the last two. passes: how often `rows` was called."""
+
+    def __init__(self, generator: torch.Generator, vocab: int = 3, scale: float = 1.5):
+        self.vocab, self.passes = vocab, 0
+        self.logits = scale * torch.randn(vocab, vocab, vocab, generator=generator, dtype=torch.float64)
+
+    def scores(self, tokens: Sequence[int]) -> Tensor:
+        """[vocab], the logits after tokens."""
+        return self.logits[tokens[-2], tokens[-1]]
+
+    def __call__(self, tokens: Sequence[int]) -> Tensor:
+        """[vocab], the probabilities after tokens."""
+        return torch.softmax(self.scores(tokens), dim=-1)
+
+    def rows(self, tokens: Sequence[int], guesses: Sequence[int] = ()) -> Tensor:
+        """[len(guesses) + 1, vocab], the probabilities after tokens and after each guess: one pass."""
+        self.passes += 1
+        known = [*tokens, *guesses]
+        return torch.stack([self(known[: len(tokens) + i]) for i in range(len(guesses) + 1)])
+
+
+def seeded() -> torch.Generator:
+    """A generator that starts somewhere else each time."""
+    generator = torch.Generator()
+    generator.seed()
+    return generator
+
+
+def random_row(generator: torch.Generator, vocab: int = 5, scale: float = 1.5) -> Tensor:
+    """[vocab], a distribution, float64."""
+    return torch.softmax(scale * torch.randn(vocab, generator=generator, dtype=torch.float64), dim=-1)
+
+
+def written(model: Callable[[Sequence[int]], Tensor], prompt: Sequence[int], length: int) -> Distribution:
+    """{tokens: probability} of the next `length` tokens."""
+    found: Distribution = {(): 1.0}
+    for _ in range(length):
+        found = {
+            (*tokens, token): chance * share
+            for tokens, chance in found.items()
+            for token, share in enumerate(model([*prompt, *tokens]).tolist())
+            if share > 0
+        }
+    return found
+
+
+def enumerated(program: Callable[[Script], Any]) -> dict[Any, float]:
+    """{result: probability}. CheckFailed where it draws in a way that cannot be followed, or does not end."""
+    left = 20_000
+
+    def counted(draw: Script) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise CheckFailed("it makes more random choices than the task has: is there a loop too many?")
+        return program(draw)
+
+    try:
+        return outcomes(counted)
+    except TypeError as error:
+        if "Script" in str(error):
+            raise CheckFailed(
+                "draw with uniform(draw) and choose(probabilities, draw): then every outcome can be enumerated"
+            ) from error
+        raise
+
+
+def distance(found: dict, expected: dict) -> float:
+    """Total variation of two distributions."""
+    return sum(abs(found.get(each, 0.0) - expected.get(each, 0.0)) for each in {**found, **expected}) / 2
+
+
+def first(found: Distribution, length: int) -> Distribution:
+    """The distribution of the first `length` tokens."""
+    shorter: Distribution = defaultdict(float)
+    for tokens, chance in found.items():
+        shorter[tokens[:length]] += chance
+    return dict(shorter)
+
+
+def accepted(target: Callable, draft: Callable, prompt: Sequence[int], k: int) -> float:
+    """Guesses accepted in a pass, expected: Σ_i Σ over the first i guesses of Π min(p, q). At most k; no verifier
+    accepts more and stays exact."""
+    total = 0.0
+    for length in range(1, k + 1):
+        for tokens in product(range(len(target(prompt))), repeat=length):
+            chance = 1.0
+            for i, token in enumerate(tokens):
+                known = [*prompt, *tokens[:i]]
+                chance *= min(float(target(known)[token]), float(draft(known)[token]))
+            total += chance
+    return total
+
+
+def drawn_draft(
+    draft: Callable, choose: Callable, prompt: Sequence[int], k: int, draw: Any
+) -> tuple[list[int], Tensor]:
+    """(guesses, [k, vocab] what each was drawn from)."""
+    guesses, rows = [], []
+    for _ in range(k):
+        rows.append(draft([*prompt, *guesses]))
+        guesses.append(choose(rows[-1], draw))
+    return guesses, torch.stack(rows)
+
+
+def nearest(found: Tensor, known: dict[str, Tensor]) -> str | None:
+    """The name of what `found` equals, if it is one of the known."""
+    for name, tensor in known.items():
+        if found.shape == tensor.shape and torch.allclose(found, tensor, atol=1e-9, rtol=0):
+            return name
+    return None
+
+
+def as_row(found: Distribution, vocab: int) -> Tensor:
+    """[vocab], the distribution of single tokens."""
+    return torch.tensor([found.get((token,), 0.0) for token in range(vocab)], dtype=torch.float64)
+
+
+def is_tokens(found: Any, vocab: int) -> bool:
+    return isinstance(found, list | tuple) and all(
+        isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab for token in found
+    )
