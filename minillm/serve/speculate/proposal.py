@@ -40,7 +40,11 @@ class Draft:
 
 
 class Proposer(Protocol):
-    """wants_hidden: whether `observe` is called."""
+    """wants_hidden: whether `observe` is called.
+
+    A proposer may also have `answered(key, tokens, guesses, likeliest)`: told, after each pass, the target's likeliest
+    token after the last one and after each guess that was checked (`Lookahead` iterates on them).
+    """
 
     wants_hidden: bool
 
