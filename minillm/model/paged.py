@@ -88,6 +88,8 @@ class Gathered:
                 start = end
 
         def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+            if len(order) == 1:
+                return groups[0](q, k_pool, v_pool)
             parts = q.index_select(0, rows).split([group.sequences * group.queries for group in groups])
             ys = [group(part, k_pool, v_pool) for group, part in zip(groups, parts, strict=True)]
             return torch.cat(ys).index_select(0, back)

@@ -158,7 +158,7 @@ class LLM:
         """Requests that have not ended."""
         return len(self._requests)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def step(self) -> list[Output]:
         """One forward pass, if there is anything to compute. Returns what ended since the last call, each once."""
         with self._stepping:

@@ -82,7 +82,7 @@ class FirstCome:
             raise ValueError(f"request {request_id!r} cannot be cancelled: it is unknown or has ended.")
         self._end(self._requests[request_id], "cancelled")
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def step(self) -> list[Output]:
         """One forward pass, if there is anything to compute. Returns what ended since the last call, each once."""
         started, before = self.clock(), len(self._ended)

@@ -69,7 +69,7 @@ class DraftModel:
         self.passes = 0
         self._kept: dict[Hashable, _Kept] = {}  # who was asked last stands last
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def propose(self, asked: list[Asked]) -> list[Draft]:
         drafts = [Draft([]) for _ in asked]
         context, places = self.model.config.max_seq_len, list(range(len(asked)))

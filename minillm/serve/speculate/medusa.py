@@ -79,7 +79,7 @@ class Medusa:
     def forget(self, key: Hashable) -> None:
         self._newest.pop(key, None)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def propose(self, asked: list[Asked]) -> list[Draft]:
         known = [one for one in asked if self._newest.get(one.key, (None,))[0] == len(one.tokens) - 2 and one.k > 0]
         drafts = {}
