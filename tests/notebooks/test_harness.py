@@ -15,6 +15,7 @@ FIXTURE = Path(__file__).parent / "fixture"
 @pytest.fixture
 def fixture_lab(tmp_path, monkeypatch):
     """A copy of the fixture's master, its exercises registered and nobody else's."""
+    monkeypatch.delenv("MINILLM_RECORDS", raising=False)
     monkeypatch.setattr(exercises, "_exercises", {})
     monkeypatch.setattr(exercises, "_answers", {})
     monkeypatch.setattr(exercises, "_modules", lambda folder: [])

@@ -33,7 +33,7 @@ def threshold(probabilities, top_p):
     return probabilities > 1 - top_p
 
 
-@mutant("nucleus", "not sorted", expect="sorted before adding|already|reaches top_p")
+@mutant("nucleus", "not sorted", expect="sorted|already|reaches top_p")
 def not_sorted(probabilities, top_p):
     return probabilities.cumsum(-1) - probabilities < top_p
 

@@ -27,7 +27,7 @@ def only_blocks(table, start, count, block_size):
     return [table[p // block_size] for p in range(start, start + count)]
 
 
-@mutant("slot-mapping", "does not multiply by the block size", expect="the block's number counts whole blocks")
+@mutant("slot-mapping", "does not multiply by the block size", expect="block's number counts whole|block b begins at slot")
 def not_multiplied(table, start, count, block_size):
     return [table[p // block_size] + p % block_size for p in range(start, start + count)]
 
