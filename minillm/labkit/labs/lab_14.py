@@ -136,7 +136,7 @@ def _hold_steps(steps: list[list[int]], lengths: Sequence[int], seats: int, wher
     ),
 )
 def check_plan(learner: Callable) -> Receipt:
-    for _ in range(40):
+    for _ in range(400):
         running, waiting, settings = _draw_state()
         _hold_plan(_ask(learner, running, waiting, *settings), running, waiting, *settings)
     rows = []

@@ -17,7 +17,7 @@ def positions(table, start, count, block_size):
     return list(range(start, start + count))
 
 
-@mutant("slot-mapping", "forgets where the piece begins", expect="positions begin at `start`")
+@mutant("slot-mapping", "forgets where the piece begins", expect="positions begin at `start`|these are positions")
 def from_the_beginning(table, start, count, block_size):
     return right.slot_mapping(table, 0, count, block_size)
 
@@ -27,7 +27,9 @@ def only_blocks(table, start, count, block_size):
     return [table[p // block_size] for p in range(start, start + count)]
 
 
-@mutant("slot-mapping", "does not multiply by the block size", expect="block's number counts whole|block b begins at slot")
+@mutant(
+    "slot-mapping", "does not multiply by the block size", expect="block's number counts whole|block b begins at slot"
+)
 def not_multiplied(table, start, count, block_size):
     return [table[p // block_size] + p % block_size for p in range(start, start + count)]
 
