@@ -108,7 +108,7 @@ def no_chunk(running, waiting, budget, chunk, seats):
     return _deal([*order, *waiting[: seats - len(running)]], budget, budget)
 
 
-@mutant("token-budget-step", "counts-all-tokens", expect=r"gets \d+ tokens and lacks \d+")
+@mutant("token-budget-step", "counts-all-tokens", expect=r"gets \d+ tokens and lacks|more than (a chunk|the budget)")
 def from_the_start(running, waiting, budget, chunk, seats):
     order = sorted(running, key=lambda s: _lacking(s) > 1)
     return [(s, min(s.num_tokens, chunk)) for s in [*order, *waiting[: seats - len(running)]]]
