@@ -67,8 +67,9 @@ def ring_all_gather(x: torch.Tensor, group: "Group", out: torch.Tensor | None = 
         raise ValueError(
             f"rank {group.rank} gathers {x.numel()} elements, but its chunk of out {list(out.shape)} has {own.numel()}"
         )
-    _gather_ring(chunks, group, own=flat)
-    own.copy_(flat)
+    if own.data_ptr() != flat.data_ptr():
+        own.copy_(flat)
+    _gather_ring(chunks, group)
     return out
 
 
@@ -113,17 +114,11 @@ def _reduce_ring(chunks: Sequence[torch.Tensor], out: torch.Tensor, group: "Grou
         out.copy_(chunks[0])
 
 
-def _gather_ring(chunks: Sequence[torch.Tensor], group: "Group | _Slice", own: torch.Tensor | None = None) -> None:
-    """Ring all-gather in place: in round s, rank r sends chunk r-s and receives chunk r-s-1.
-
-    own: where this rank's chunk is to be sent from, if it is not chunk r itself.
-    """
+def _gather_ring(chunks: Sequence[torch.Tensor], group: "Group | _Slice") -> None:
+    """Ring all-gather in place: in round s, rank r sends chunk r-s and receives chunk r-s-1."""
     n, r = group.world_size, group.rank
-    outgoing = chunks[r] if own is None else own
     for s in range(n - 1):
-        arriving = chunks[(r - s - 1) % n]
-        group.exchange(send=(outgoing, (r + 1) % n), recv=(arriving, (r - 1) % n))
-        outgoing = arriving
+        group.exchange(send=(chunks[(r - s) % n], (r + 1) % n), recv=(chunks[(r - s - 1) % n], (r - 1) % n))
 
 
 @collective

@@ -5,6 +5,9 @@ a message wakes the other rank's thread, which takes the CPU from the sender whi
 the sender's own gloo thread spins for that lock, on the same CPU, until the scheduler's next tick, 4 ms later. Here
 nobody is handed anything: whoever waits for a message moves all that are under way in its group, in order.
 
+Nor is anything paced. Where the system's congestion control is BBR, it spreads packets over time even on the loopback
+interface, where there is nothing to congest, and large messages take up to twice as long as under Reno.
+
 A message is (tag, size) and its bytes, over TCP on the loopback interface, whose counters `measure.wire` reads.
 """
 
@@ -47,6 +50,8 @@ class Sockets:
                     connection, _ = listener.accept()
                     rank, _ = _HEADER.unpack(connection.recv(_HEADER.size, socket.MSG_WAITALL))
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if hasattr(socket, "TCP_CONGESTION"):  # Linux
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
                 connection.setblocking(False)
                 self._ways[rank] = _Way(connection, _give, select.POLLOUT), _Way(connection, _take, select.POLLIN)
 
