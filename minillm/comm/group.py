@@ -12,7 +12,6 @@ import functools
 import threading
 import time
 import zlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,14 +21,13 @@ import torch
 import torch.distributed as dist
 
 from minillm.comm import collectives
-from minillm.comm.board import Board, describe
-from minillm.comm.errors import HangError, MismatchError
+from minillm.comm.board import describe
 from minillm.comm.handle import Handle
 from minillm.comm.links import Link
 from minillm.comm.messages import Message, Transfer
-from minillm.comm.operands import part_shape
+from minillm.comm.notices import Notices
+from minillm.comm.operands import dtype_name, part_shape
 from minillm.comm.sockets import Sockets
-from minillm.comm.table import waiting_table
 from minillm.comm.world import Scratch, World
 from minillm.measure.ledger import Event, Ledger, open_ledgers
 
@@ -55,6 +53,7 @@ class Group:
         self.rank = self.ranks.index(world.rank) if world.rank in self.ranks else -1
         self.backend = dist.get_backend(process_group) if self.rank >= 0 else "none"
         self._ordinal, self._sequence, self._p2p_sequence = world.next_ordinal(), 0, 0
+        self._notices = Notices(world, self.ranks, name, self._ordinal)
         own_sockets = self.backend == "gloo" and self.device.type == "cpu" and world.egress is None
         self.sockets = Sockets(process_group, str(self._ordinal), world.timeout) if own_sockets else ()
         self.direct: Sockets | tuple[()] = ()
@@ -63,7 +62,6 @@ class Group:
         self._thread = threading.local()  # .operation: the collective this thread is inside of
         self._queue: ThreadPoolExecutor | None = None
         self._idle: threading.Event | None = None  # of the last asynchronous one; its handle would keep its tensor
-        self._messages: Counter[tuple[bool, int]] = Counter()  # (sending?, peer) -> messages so far
 
     def __repr__(self) -> str:
         return f"Group({self.name!r}, rank {self.rank} of {self.world_size}, global ranks {self.ranks}, {self.device})"
@@ -125,7 +123,7 @@ class Group:
         members, everybody = [self.ranks[rank] for rank in ranks], list(range(dist.get_world_size()))
         text = describe("make group", [0], "", everybody, name)
         make = functools.partial(dist.new_group, members, timeout=self.world.timeout)
-        process_group = self._on_board(0, 2 + self.world.groups, text, make)
+        process_group = self._notices.during(0, 2 + self.world.groups, text, make)
         return Group(self.world, process_group, members, name)
 
     # Point-to-point messages.
@@ -161,7 +159,7 @@ class Group:
         self._check_messages(sends, recvs)
         inside = getattr(self._thread, "operation", None)
         if not inside:
-            self._check_partners(sends, recvs)
+            self._notices.compare_messages(sends, recvs)
         transfer = Transfer(self, sends, recvs, tag=inside.tag if inside else 0, eager=eager)
         if inside:
             inside.bytes += transfer.bytes
@@ -175,7 +173,7 @@ class Group:
 
         def on_board(body: Callable[[], None]) -> None:
             self._p2p_sequence += 1
-            self._on_board(self._ordinal + 1, self._p2p_sequence, text, body)
+            self._notices.during(self._ordinal + 1, self._p2p_sequence, text, body)
             event.end = time.monotonic()
 
         if eager and not transfer.left():
@@ -222,7 +220,7 @@ class Group:
         operation = self._thread.operation = _Operation(tag=1 + zlib.crc32(text, self._sequence) % TAGS)
         event.start = time.monotonic()
         try:
-            return self._on_board(self._ordinal, self._sequence, text, body)
+            return self._notices.during(self._ordinal, self._sequence, text, body)
         finally:
             self._thread.operation = None
             event.end = time.monotonic()
@@ -233,49 +231,16 @@ class Group:
         operation = self._thread.operation
         operation.bytes, operation.counted = operation.bytes + num_bytes, False
 
-    def _on_board(self, ordinal: int, sequence: int, text: bytes, body: Callable[[], Any]) -> Any:
-        """Say on the notice board where this rank is while `body` runs; compare with what the others said."""
-        board, me = self.world.board, self.world.rank
-        if board is None:
-            return body()
-        board.post(me, ordinal, sequence, text)
-        waiting = False
-        try:
-            if ordinal == self._ordinal:
-                self._check_same(board, sequence, text)
-            return body()
-        except RuntimeError as error:
-            waiting = any(sign in str(error) for sign in ("imed out", "timeout"))
-            if not waiting:
-                raise
-            table = waiting_table(board)
-            text = f"rank {me} waited too long in group {self.name!r}. Who waits for whom:\n\n{table}\n"
-            raise HangError(text, table) from None
-        finally:
-            if not waiting:  # after a hang it stays there, for the others' tables
-                board.clear(me, ordinal)
-
-    def _check_same(self, board: Board, sequence: int, text: bytes) -> None:
-        for rank in self.ranks:
-            if rank == self.world.rank or not board.has(rank):
-                continue
-            if (other := board.conflict(rank, self._ordinal, sequence, text)) is not None:
-                mine = board.posted_in(self.world.rank, self._ordinal)
-                raise MismatchError(
-                    f"operation {sequence} of group {self.name!r} is {mine} on rank {self.world.rank} "
-                    f"but {other} on rank {rank}: all ranks must call the same operation with the same shape and dtype"
-                )
-
     def _event(self, op: str, x: torch.Tensor, num_bytes: int, messages: int, ledgers: Sequence[Ledger]) -> Event:
         now, emulated = time.monotonic(), self.world.egress is not None
-        event = Event(op, self.name, num_bytes, messages, tuple(x.shape), _dtype(x), now, now, emulated=emulated)
+        event = Event(op, self.name, num_bytes, messages, tuple(x.shape), dtype_name(x), now, now, emulated=emulated)
         for ledger in ledgers:
             ledger.events.append(event)
         return event
 
     def _describe(self, op: str, x: torch.Tensor, peers: Sequence[int] | None = None) -> bytes:
         waits_for = None if peers is None else sorted({self.ranks[peer] for peer in peers})
-        return describe(op, list(x.shape), _dtype(x), self.ranks, self.name, waits_for)
+        return describe(op, list(x.shape), dtype_name(x), self.ranks, self.name, waits_for)
 
     def _best(self, name: str) -> Callable[..., Any]:
         """minillm's own algorithm; NCCL's on NCCL, unless a link is emulated (NCCL's messages cannot be paced)."""
@@ -297,23 +262,6 @@ class Group:
     def check_rank(self, what: str, rank: int) -> None:
         if rank not in range(self.world_size):
             raise ValueError(f"{what}={rank} is not in group {self.name!r}: its ranks are 0 to {self.world_size - 1}")
-
-    def _check_partners(self, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
-        """Compare each message with what the other side said about it, if it has already said so."""
-        board, me = self.world.board, self.world.rank
-        for sending, messages in ((True, sends), (False, recvs)):
-            for x, peer in messages:
-                self._messages[sending, peer] += 1
-                if board is None or not board.has(self.ranks[peer]):
-                    continue
-                number, mine = self._messages[sending, peer], f"{x.numel()} {_dtype(x)} in {list(x.shape)}"
-                theirs = board.note_message(me, self.ranks[peer], sending, self._ordinal, number, mine)
-                if theirs and theirs.split(" ")[:2] != mine.split(" ")[:2]:  # messages may change shape, but not size
-                    verb, other = ("sends", "expects") if sending else ("expects", "sends")
-                    raise MismatchError(
-                        f"message {number} in group {self.name!r}: rank {me} {verb} {mine}, "
-                        f"but rank {self.ranks[peer]} {other} {theirs}"
-                    )
 
     def _check_member(self, op: str) -> None:
         if self.rank < 0:
@@ -342,7 +290,3 @@ class Group:
 def _as_list(messages: Message | Sequence[Message]) -> list[Message]:
     is_one = len(messages) == 2 and isinstance(messages[0], torch.Tensor)
     return [messages] if is_one else list(messages)
-
-
-def _dtype(x: torch.Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")

@@ -89,3 +89,8 @@ def write_back(x: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
     elif x.data_ptr() != flat.data_ptr():
         x.detach().flatten().copy_(flat)
     return x
+
+
+def dtype_name(x: torch.Tensor) -> str:
+    """float32, not torch.float32."""
+    return str(x.dtype).removeprefix("torch.")
