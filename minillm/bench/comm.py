@@ -26,7 +26,7 @@ from minillm.comm import (
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (64 * KIB, 256 * KIB, MIB, 4 * MIB, 8 * MIB, 32 * MIB)
 WORLD_SIZES = (2, 4)
-BYTES_PER_SAMPLE = 4 * MIB  # small tensors are sent several times per sample
+BYTES_PER_SAMPLE = 32 * MIB  # one call alone would time how the ranks come out of the barrier, too
 MAX_CALLS = 20
 # torch 2.13 renamed them, and the old names warn.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -1,5 +1,7 @@
 """Collectives on one machine use sockets of their own: what two ranks do not agree on is named, not mixed up."""
 
+import socket
+
 import pytest
 import torch
 
@@ -69,3 +71,13 @@ def test_messages_in_flight_arrive_in_order() -> None:
 def test_a_rank_that_dies_is_the_cause() -> None:
     with pytest.raises(RankError, match="rank 1 has had enough"):
         launch(gone, 2)
+
+
+def congestion_control(group):
+    connections = [way.connection for ways in group.sockets._ways.values() for way in ways]
+    return {c.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") for c in connections}
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="only Linux lets a connection choose")
+def test_no_connection_is_paced() -> None:
+    assert launch(congestion_control, 2) == [{b"reno"}] * 2
