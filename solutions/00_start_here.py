@@ -506,6 +506,9 @@ receipt(
 # | the ledger | `torch.profiler`; NCCL's log with `NCCL_DEBUG=INFO` |
 # | *who waits for whom* | flight recorder: `TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1`; `torchfrtrace` |
 #
+# In the package: `minillm/measure/machine.py` is the card, `minillm/comm/launch.py` starts the ranks, `board.py`
+# beside it knows who waits for whom, and `minillm/predict/roofline.py` and `comms.py` hold the formulas.
+#
 # ## 10 · On a cluster
 #
 # A rank program does not care who starts it. `labs/torchrun/00_start_here.py` holds exercise 3 as a script; in a

@@ -670,8 +670,8 @@ receipt(
 # throws most of it away, twice the bytes. NCCL does not. That is why sharded training measured on CPU must use its own
 # ring, as minillm's groups do, or its receipts would be wrong.
 #
-# minillm's own version of your ring is a few lines longer: chunks may differ in size, and the input is neither copied
-# nor changed, because a partial sum only ever lives in a buffer.
+# minillm's own version of your ring (`minillm/comm/collectives.py`) is a few lines longer: chunks may differ in size,
+# and the input is neither copied nor changed, because a partial sum only ever lives in a buffer.
 
 # %%
 print(inspect.getsource(comm.collectives._reduce_ring))

@@ -629,8 +629,9 @@ receipt(
 )
 
 # %% [markdown]
-# **torch.amp.GradScaler** against minillm's `LossScaler`: 40 steps with random overflows, the same scales. (With bf16,
-# leave it out.) **accelerate**: the loop of its documentation, on the three unequal pieces of section 3:
+# **torch.amp.GradScaler** against minillm's `LossScaler` (`minillm/train/precision.py`): 40 steps with random
+# overflows, the same scales. (With bf16, leave it out.) **accelerate**: the loop of its documentation, on the three
+# unequal pieces of section 3:
 
 # %%
 theirs, ours = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=5), LossScaler(interval=5)

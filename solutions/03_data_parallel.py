@@ -56,7 +56,8 @@ for rank, (own, averaged, error) in enumerate(launch(shards_and_batch, 4)):
 
 # %% [markdown]
 # Everything else follows: if replicas start equal and make the same step with the same gradients, they stay equal, and
-# nobody ever has to send a weight.
+# nobody ever has to send a weight. What is divided is the *data*. Every rank holds the whole model, its gradients and
+# its optimizer, so a model that does not fit on one device does not fit on a thousand this way (lab 04 divides those).
 #
 # ## Predict
 #
@@ -760,9 +761,9 @@ receipt(
 )
 
 # %% [markdown]
-# minillm's own reducer adds to yours: it packs anew after the first step in rank 0's order, joins in with zeros for
-# parameters that got no gradient, puts gradients back into their buckets after `set_to_none`, and names what is wrong.
-# This is the part you wrote:
+# minillm's own reducer (`minillm/train/buckets.py`) adds to yours: it packs anew after the first step in rank 0's
+# order, joins in with zeros for parameters that got no gradient, puts gradients back into their buckets after
+# `set_to_none`, and names what is wrong. This is the part you wrote:
 
 # %%
 print(inspect.getsource(minillm_buckets.Reducer._on_gradient))
@@ -839,6 +840,9 @@ for stage, (fixed, shared) in {"1": (4, 12), "2": (2, 14), "3": (0, 16)}.items()
 # than backward, the rest of it sticks out too, and no trick but fewer bytes or more compute per step helps.
 #
 # *Follow-up: does DDP wait after every layer?* No: it waits once, at the end of backward.
+#
+# *Follow-up: the GPUs show 100 % utilization, so nothing sticks out?* That number counts the time in which any kernel
+# runs, and NCCL's kernels run while they wait. Look at exposed communication on a timeline, or at MFU (lab 02).
 # </details>
 #
 # **4. Batch 4 per GPU, 16 GPUs, 8 accumulation steps: global batch, and bytes per step?**

@@ -464,9 +464,9 @@ sliders(pictures.stage3_timeline, blocks=(2, 8), prefetch=(0, 3), gather_ms=(1, 
 # %% [markdown]
 # ## Measure: offload
 #
-# The optimizer moves to where its state is (host memory, or files), so the state itself never travels. What crosses
-# the link between accelerator and host is the gradient shard down and the updated weights up: in 16 bits $2Ψ + 2Ψ$
-# bytes per step over all ranks (Ren et al. 2021).
+# The optimizer moves to where its state is (host memory, or files; `minillm/train/offload.py`), so the state itself
+# never travels. What crosses the link between accelerator and host is the gradient shard down and the updated weights
+# up: in 16 bits $2Ψ + 2Ψ$ bytes per step over all ranks (Ren et al. 2021).
 
 # %%
 with tempfile.TemporaryDirectory() as folder:
@@ -676,7 +676,7 @@ receipt("who shards what, fp32, N = 4", rows)
 # | FSDP2 `reshard_after_forward=False`: gathers once, $2P$; weights stay whole until backward | between 2 and 3 |
 # | DeepSpeed `"stage": 2` | `ZeroOptimizer(stage=2)` |
 # | `fully_shard(block)`, FSDP `FULL_SHARD`, DeepSpeed `"stage": 3` | `FullyShard` |
-# | `HYBRID_SHARD`, a 2-D mesh given to `fully_shard` | a group per node |
+# | `HYBRID_SHARD`, a 2-D mesh given to `fully_shard` | not here: its shards need a second reduction, across nodes |
 # | `CPUOffloadPolicy`, DeepSpeed `offload_optimizer` | `offload="cpu"`, `offload=Path(...)` |
 #
 # ## On a cluster

@@ -109,7 +109,7 @@ def merge_step(words, ids):
 merge_step = check("bpe-merge-step", merge_step)
 
 # %% [markdown]
-# That is all of training. Eight rounds of it on the small text:
+# That is all of training (`minillm/data/bpe.py` only recounts less). Eight rounds of it on the small text:
 
 # %%
 ids, state = bpe.initial_vocabulary(), words
