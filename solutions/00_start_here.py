@@ -251,7 +251,8 @@ read_receipt = check("read-a-receipt", read_receipt)
 #
 # ### Exercise 5 · α and β (5 minutes)
 #
-# Find the line through a list of sizes and a list of seconds.
+# Find the line through a list of sizes and a list of seconds. The check's points lie on a line; measured ones will
+# not, so use all of them (least squares) or trust two.
 
 
 # %%
@@ -280,8 +281,9 @@ for world_size, fit in card.links.items():
     print(f"{fit.bandwidth_bytes_per_s / 1e9:9.2f} GB/s {beta / 1e9:9.2f} GB/s")
 
 # %% [markdown]
-# The two need not agree on α. Least squares cares for large errors in *seconds*, so the largest messages decide; the
-# card's fit weighs every sample by its own time, so the small ones count as well. The same data, two questions.
+# The two need not agree on α. Least squares cares for large errors in *seconds*, so the largest messages decide (a line
+# through two points believes those two); the card's fit weighs every sample by its own time, so the small ones count as
+# well. The same data, two questions.
 
 
 # %%
@@ -324,9 +326,10 @@ receipt(
 )
 
 # %% [markdown]
-# Bytes were predicted exactly. Seconds are predicted to a factor, and the distance between the best and the worst run
-# says how far a single timing can be trusted. In these labs bytes, calls and blocks are proof; seconds are evidence,
-# measured several times.
+# Bytes were predicted exactly. Seconds are predicted to a factor, and a ✗ in the second row is no mistake of yours:
+# with more ranks than cores α is mostly the time until the scheduler wakes a rank, another one when the card was made
+# than now. The distance between the best and the worst run says how far a single timing can be trusted. In these labs
+# bytes, calls and blocks are proof; seconds are evidence, measured several times.
 #
 # ## 5 · Break it: one rank raises
 #
@@ -406,9 +409,10 @@ launch(sum_losses_mended, 4, batches_of_rank, timeout=10)
 # %% [markdown]
 # ## 7 · A network you do not have
 #
-# Between nodes, messages travel ten to a hundred times slower than inside one. To feel that on a laptop, a `Link`
-# paces every message: it is not delivered before latency + bytes/bandwidth have passed. Times measured this way are
-# always labelled *emulated*; they show the shape of a problem, not the speed of any network.
+# Inside a node of H100s NVLink carries 450 GB/s each way (900 GB/s in NVIDIA's data sheet counts both); between nodes
+# a 400 Gb/s port carries 50 GB/s, and latency is higher, too. To feel that on a laptop, a `Link` paces every message:
+# it is not delivered before latency + bytes/bandwidth have passed. Times measured this way are always labelled
+# *emulated*; they show the shape of a problem, not the speed of any network.
 
 
 # %%
@@ -501,6 +505,9 @@ receipt(
 # | `group.all_reduce(x)` | `torch.distributed.all_reduce(x)`, over NCCL |
 # | the ledger | `torch.profiler`; NCCL's log with `NCCL_DEBUG=INFO` |
 # | *who waits for whom* | flight recorder: `TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1`; `torchfrtrace` |
+#
+# In the package: `minillm/measure/machine.py` is the card, `minillm/comm/launch.py` starts the ranks, `board.py`
+# beside it knows who waits for whom, and `minillm/predict/roofline.py` and `comms.py` hold the formulas.
 #
 # ## 10 · On a cluster
 #

@@ -80,7 +80,7 @@ guess_mb = 8.0 * 3  # your guess: to each of the other three ranks, the whole te
 # `group.rank` is who you are, `group.world_size` how many you are. Every check runs your function on groups of 1, 2, 3,
 # 4 and 5 real ranks and looks at three things: the values, the messages that carried them, and their bytes.
 #
-# ### 1. Ring reduce-scatter
+# ### 1. Ring reduce-scatter (15 minutes)
 #
 # The ranks stand in a circle and everybody talks to the right-hand neighbour only. The tensor is cut into $N$ chunks.
 # In each of $N-1$ rounds every rank passes on one chunk and adds the chunk that arrives to its own. Here is the circle
@@ -110,7 +110,7 @@ def reduce_scatter(x, group):
 reduce_scatter = check("ring-reduce-scatter", reduce_scatter)
 
 # %% [markdown]
-# ### 2. Ring all-gather
+# ### 2. Ring all-gather (10 minutes)
 #
 # The second half of the journey: each rank has one chunk and wants all of them. Pass on what came last.
 
@@ -132,7 +132,7 @@ def all_gather(x, group):
 all_gather = check("ring-all-gather", all_gather)
 
 # %% [markdown]
-# ### 3. Ring all-reduce
+# ### 3. Ring all-reduce (5 minutes)
 #
 # Two functions you have, one line between them: data-parallel training wants the *mean* of the gradients.
 
@@ -151,7 +151,7 @@ def all_reduce(x, group, op="sum"):
 all_reduce = check("ring-all-reduce", all_reduce)
 
 # %% [markdown]
-# ### 4. Tree broadcast
+# ### 4. Tree broadcast (15 minutes)
 #
 # The root could send $x$ to everybody itself: $N-1$ messages, one after the other. But after the first of them, two
 # ranks have $x$. The tree needs as many messages, and only $\lceil \log_2 N \rceil$ rounds.
@@ -177,7 +177,7 @@ def broadcast(x, group, root=0):
 broadcast = check("tree-broadcast", broadcast)
 
 # %% [markdown]
-# ### 5. All-reduce over two levels
+# ### 5. All-reduce over two levels (10 minutes)
 #
 # Ranks of one node share fast wires; between nodes it is slow. You get three groups: `group` (everybody), `node` (the
 # ranks of this node) and `across` (the ranks with the same place on every node). The ranks of a node can share the
@@ -197,7 +197,7 @@ def hierarchical_all_reduce(x, group, node, across):
 hierarchical_all_reduce = check("hierarchical-all-reduce", hierarchical_all_reduce)
 
 # %% [markdown]
-# ### 6. All-to-all
+# ### 6. All-to-all (10 minutes)
 #
 # Each rank has a different part for each other rank: a transposition, not a sum, and no ring helps. Expert parallelism
 # sends every token this way, twice per layer and direction.
@@ -404,9 +404,10 @@ receipt("where the lines cross", rows)
 #
 # ## Where two levels win
 #
-# Two nodes of two ranks, with an emulated link of 5 ms and 10 MB/s between them. In the flat ring every round waits for
-# the slow link. Over two levels only $2(n-1)$ rounds cross, and all ranks of a node cross at the same time with
-# $1/g$ of the tensor each. Your functions, both ways:
+# Two nodes of two ranks, with an emulated link of 5 ms and 10 MB/s between them. In the flat ring every round waits
+# for the slow link. Over two levels, on $n$ nodes of $g$ ranks, only $2(n-1)$ rounds cross, and all ranks of a node
+# cross at the same time with $1/g$ of the tensor each. The prediction charges the slow link alone; the rounds inside
+# the nodes come on top, which shows most where the tensor is smallest. Your functions, both ways:
 
 
 # %%
@@ -465,7 +466,8 @@ for name, *values in table:
 # %% [markdown]
 # The bytes that leave a node hardly change (1.97 P to 1.75 P). What changes is that they leave through *all* cards of
 # the node at once, and that fewer rounds pay for the long way. A scheme in which one leader per node does the crossing
-# has neither advantage. (NCCL's rings use all cards as well: it lays several rings, each leaving through another card.)
+# has the fewer rounds, but all its bytes leave through one card. (NCCL's rings use all cards as well: it lays several
+# rings, each leaving through another card.)
 #
 # ## Break it
 #
@@ -530,7 +532,7 @@ print(circle)
 # A circle: each rank waits for the next. Nobody is to blame alone, the *order* is wrong. Post both at once
 # (`exchange`; `batch_isend_irecv` in torch), or let even ranks send first and odd ranks receive first.
 #
-# ### Who hangs?
+# ### Who hangs? (5 minutes)
 #
 # Another hang, from real life (NVIDIA/nccl#1324 is one of many): *one rank takes another branch*. Read the table like a
 # detective: follow "waits for" until you come to a rank that waits for nobody. Write that down as a function.
@@ -668,8 +670,8 @@ receipt(
 # throws most of it away, twice the bytes. NCCL does not. That is why sharded training measured on CPU must use its own
 # ring, as minillm's groups do, or its receipts would be wrong.
 #
-# minillm's own version of your ring is a few lines longer: chunks may differ in size, and the input is neither copied
-# nor changed, because a partial sum only ever lives in a buffer.
+# minillm's own version of your ring (`minillm/comm/collectives.py`) is a few lines longer: chunks may differ in size,
+# and the input is neither copied nor changed, because a partial sum only ever lives in a buffer.
 
 # %%
 print(inspect.getsource(comm.collectives._reduce_ring))
@@ -813,16 +815,16 @@ number("9. bus bandwidth / (P / time), 8 ranks", comms.ring_all_reduce(8, 1, 8).
 # <details><summary>Answer</summary>
 #
 # Not much volume: 1.97 P to 1.75 P leave each node at 8 × 8. It saves rounds (126 to 28, of which 14 cross) and uses
-# all 8 network cards: 0.22 P through each instead of 1.97 P through one. With one leader per node both advantages
-# shrink.
+# all 8 network cards: 0.22 P through each instead of 1.97 P through one. With one leader per node the rounds are saved
+# and the cards are not: 1.75 P through one.
 # </details>
 #
 # **11. A 512-GPU job stands still. What do you do in the first five minutes?**
 # <details><summary>Answer</summary>
 #
-# Find the rank that has entered fewer collectives than the others (flight recorder, or the notice board you used here),
-# then its stack. All waiting for one: that rank took another branch, crashed or loads data. A circle: the order of
-# sends. All in the same collective, nobody missing: shapes differ, or the network.
+# Find the rank that has entered fewer collectives than the others (flight recorder; here the table of who waits for
+# whom), then its stack. All waiting for one: that rank took another branch, crashed or loads data. A circle: the order
+# of sends. All in the same collective, nobody missing: shapes differ, or the network.
 # </details>
 #
 # **12. Is "asynchronous all-reduce" the same as asynchronous SGD?**

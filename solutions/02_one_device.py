@@ -99,8 +99,9 @@ receipt(
 # nothing: the two bytes gained on weights and on gradients are the four bytes of the master copy. And when the masters
 # are stepped with float32 gradients, it is 18 for a moment. What shrinks are activations (and traffic, and time).
 #
-# Now the whole transformer of this course, with embedding, norms, attention, head and loss: `predict.memory` does the
-# same arithmetic for it, `measure.memory` watches every tensor of a real step. Three ways to train it:
+# Now the whole transformer of this course (`minillm/model/transformer.py`; Llama's shape: RMSNorm, rotary positions,
+# and SwiGLU, an MLP with a gate), from embedding to loss: `predict.memory` does the same arithmetic for it,
+# `measure.memory` watches every tensor of a real step. Three ways to train it:
 #
 # | | weights | matmuls in | optimizer holds |
 # |---|---|---|---|
@@ -247,6 +248,10 @@ receipt(
 )
 
 # %% [markdown]
+# Backward has twice the FLOPs of forward, and you may have expected twice the time. But the head's part of it is worked
+# out with the loss, a few hundred tokens at a time, so that the logits of all tokens never lie side by side
+# (`minillm/model/loss.py`); the clock books it under forward.
+#
 # The optimizer reads and writes 28 bytes per parameter and computes almost nothing: it is bound by memory, and its
 # share falls as the batch grows. Norms, SwiGLU's products and the softmax are bound by memory as well; that, and
 # matrices too small to fill the cores, is where the rest of the peak goes.
@@ -624,8 +629,9 @@ receipt(
 )
 
 # %% [markdown]
-# **torch.amp.GradScaler** against minillm's `LossScaler`: 40 steps with random overflows, the same scales. (With bf16,
-# leave it out.) **accelerate**: the loop of its documentation, on the three unequal pieces of section 3:
+# **torch.amp.GradScaler** against minillm's `LossScaler` (`minillm/train/precision.py`): 40 steps with random
+# overflows, the same scales. (With bf16, leave it out.) **accelerate**: the loop of its documentation, on the three
+# unequal pieces of section 3:
 
 # %%
 theirs, ours = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=5), LossScaler(interval=5)

@@ -56,7 +56,8 @@ for rank, (own, averaged, error) in enumerate(launch(shards_and_batch, 4)):
 
 # %% [markdown]
 # Everything else follows: if replicas start equal and make the same step with the same gradients, they stay equal, and
-# nobody ever has to send a weight.
+# nobody ever has to send a weight. What is divided is the *data*. Every rank holds the whole model, its gradients and
+# its optimizer, so a model that does not fit on one device does not fit on a thousand this way (lab 04 divides those).
 #
 # ## Predict
 #
@@ -75,7 +76,7 @@ guess_hidden = 1.0  # your guess: both take equally long, so all of it?
 # process on the whole batch. It also counts all-reduces and bytes, and looks at the *order* of what happened. The model
 # has a weight that is used twice, a frozen parameter and, where it can, one that no loss reaches.
 #
-# ### 1. One all-reduce per tensor
+# ### 1. One all-reduce per tensor (10 minutes)
 #
 # `backward` is over, each rank has its own gradients. Make them the mean over the ranks.
 # `group.all_reduce(x)` replaces `x` by its sum. (picotron#39 reduced `parameter` instead of `parameter.grad`: it
@@ -99,7 +100,7 @@ average_gradients = check("naive-ddp", average_gradients)
 # Right, and slow in two ways: each tensor pays the latency of its own all-reduce, and the wire idles during backward
 # while the cores idle during communication.
 #
-# ### 2. Buckets
+# ### 2. Buckets (20 minutes)
 #
 # Pack gradients into a few *flat* tensors, and let each `parameter.grad` be a **view** into its bucket: backward then
 # writes straight into what will be sent, nothing is copied. Backward runs from the last layer to the first, so the last
@@ -138,7 +139,7 @@ make_buckets = check("gradient-buckets", make_buckets)
 # (From now on gradients are cleared with `flat.zero_()`. `zero_grad(set_to_none=True)` would tear them out of their
 # buckets; torch's DDP and minillm's put them back.)
 #
-# ### 3. Overlap
+# ### 3. Overlap (25 minutes)
 #
 # A bucket's gradients are final long before backward is over. Start its all-reduce right then, *asynchronously*, and go
 # on with the next layer. This is what you win, by arithmetic; move the sliders and find out when the hidden share
@@ -201,7 +202,7 @@ def overlap(buckets, group):
 overlap = check("overlap-hooks", overlap)
 
 # %% [markdown]
-# ### 4. Several microbatches, one reduction
+# ### 4. Several microbatches, one reduction (10 minutes)
 #
 # If a batch does not fit, its gradient is added up over K microbatches: `backward` adds to `.grad` anyway. Averaging
 # over ranks and adding over microbatches may be swapped, so it is enough to reduce once, with the last one.
@@ -226,7 +227,7 @@ def accumulate(ddp, microbatches, loss_of):
 accumulate = check("accumulate-no-sync", accumulate)
 
 # %% [markdown]
-# ### 5. Tokens, not ranks
+# ### 5. Tokens, not ranks (10 minutes)
 #
 # "Equal shards" was the fine print. Texts differ in length, padding does not count, and so ranks have unequal numbers
 # of tokens. The mean of the ranks' means then weighs a short rank's tokens more. What you want is *one* mean over all
@@ -251,7 +252,7 @@ weighted_loss = check("token-weighted-loss", weighted_loss)
 # With accumulation the same holds for microbatches: `total` is then the tokens of the whole step, known before its
 # first backward.
 #
-# ### 6. Sending less
+# ### 6. Sending less (20 minutes)
 #
 # The wire is slow and most entries of a gradient are small. Send the k largest of each rank with their places, and
 # remember the rest: it is added to the next gradient before choosing (*error feedback*), so nothing is lost, only late.
@@ -408,6 +409,8 @@ for name, form in overlapped:
 receipt("a step over an emulated link", rows)
 
 # %% [markdown]
+# (Hidden share: 1 − (step − backward) / communication. It is 0 if the two add up and 1 if communication costs no time.)
+#
 # The last bucket can never hide: its gradients are ready when backward ends. With 8 equal buckets that is 1/8 of the
 # communication, so 7/8 = 87.5 % is the best there is. Smaller buckets would leave less over. So why not one per tensor?
 #
@@ -464,7 +467,8 @@ receipt("the step takes as long as the slowest rank", rows)
 # ### With a real backward
 #
 # A transformer's own backward, and a link made as slow as that. Only the link is emulated, and the cores that compute
-# also carry the messages, so the shares below are this machine's and nothing was predicted.
+# also carry the messages, so the shares below are this machine's and nothing was predicted. A share below zero says
+# that the step took longer than its backward and its communication, each timed by itself.
 
 # %%
 real = clock.real()
@@ -481,7 +485,7 @@ receipt(
 # ## Measure: compression
 #
 # minillm's hooks (`BucketedDDP(model, group, hook=...)`) on a small network, and your top-k beside them, 1 % of the
-# entries. Watch the two dotted and dash-dotted lines: they send the same bytes.
+# entries. Compare the dotted line and the dash-dotted one, on which your circles lie: they send the same bytes.
 
 # %%
 SHARE = 0.01
@@ -757,9 +761,9 @@ receipt(
 )
 
 # %% [markdown]
-# minillm's own reducer adds to yours: it packs anew after the first step in rank 0's order, joins in with zeros for
-# parameters that got no gradient, puts gradients back into their buckets after `set_to_none`, and names what is wrong.
-# This is the part you wrote:
+# minillm's own reducer (`minillm/train/buckets.py`) adds to yours: it packs anew after the first step in rank 0's
+# order, joins in with zeros for parameters that got no gradient, puts gradients back into their buckets after
+# `set_to_none`, and names what is wrong. This is the part you wrote:
 
 # %%
 print(inspect.getsource(minillm_buckets.Reducer._on_gradient))
@@ -836,6 +840,9 @@ for stage, (fixed, shared) in {"1": (4, 12), "2": (2, 14), "3": (0, 16)}.items()
 # than backward, the rest of it sticks out too, and no trick but fewer bytes or more compute per step helps.
 #
 # *Follow-up: does DDP wait after every layer?* No: it waits once, at the end of backward.
+#
+# *Follow-up: the GPUs show 100 % utilization, so nothing sticks out?* That number counts the time in which any kernel
+# runs, and NCCL's kernels run while they wait. Look at exposed communication on a timeline, or at MFU (lab 02).
 # </details>
 #
 # **4. Batch 4 per GPU, 16 GPUs, 8 accumulation steps: global batch, and bytes per step?**

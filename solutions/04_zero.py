@@ -82,7 +82,7 @@ sliders(pictures.memory_by_stage, billions=(0.5, 70.0, 0.5), ranks=(1, 64), mixe
 #
 # ## Build it
 #
-# ### 1. Who holds what
+# ### 1. Who holds what (10 minutes)
 #
 # All parameters are laid end to end in one flat buffer, which is cut into $N$ equal shards. Cuts fall where they fall,
 # also through a matrix: Adam works element by element and does not mind.
@@ -116,7 +116,7 @@ def partition(sizes, world_size, rank):
 partition = check("shard-partition", partition)
 
 # %% [markdown]
-# ### 2. Stage 1: the optimizer
+# ### 2. Stage 1: the optimizer (15 minutes)
 #
 # Each rank keeps moments for its own shard only, so it can step its own shard only. Which part of the averaged gradient
 # does it need, and what do the others need from it? You have `group.broadcast`, `.all_reduce`, `.reduce_scatter`
@@ -151,7 +151,7 @@ ZeroOne = check("zero-one-step", ZeroOne)
 # sentences you will read elsewhere are wrong: "each GPU contributes its shard to a global all-reduce" (it contributes
 # its whole gradient to a reduce-scatter), and "the optimizer shards are reduced" (they never travel).
 #
-# ### 3. Stage 2: gradients
+# ### 3. Stage 2: gradients (20 minutes)
 #
 # If a rank needs 1/N of the averaged gradient, why keep the rest? Backward makes gradients from the last layer to the
 # first; reduce-scatter each *bucket* of them as soon as it is full, and free it while backward goes on.
@@ -193,7 +193,7 @@ def shard_gradients(buckets, group):
 shard_gradients = check("reduce-scatter-hooks", shard_gradients)
 
 # %% [markdown]
-# ### 4. Stage 3: parameters
+# ### 4. Stage 3: parameters (20 minutes)
 #
 # Now a rank keeps 1/N of the weights, too. A block can only compute with all of its weights, so: *gather, compute,
 # free*. And once more in backward. Here backward computes the block again, so that nothing of it has to stay;
@@ -232,7 +232,7 @@ GatheredBlock = check("gather-compute-free", GatheredBlock)
 # Two all-gathers and a reduce-scatter per block: $3P$. Descriptions of FSDP often forget the second gather, and arrive
 # at $2P$.
 #
-# ### 5. Clip across shards
+# ### 5. Clip across shards (10 minutes)
 #
 # Clipping needs the norm of the *whole* gradient. How many bytes does that take?
 
@@ -256,7 +256,7 @@ clip = check("clip-across-shards", clip)
 # One number. It has a second use: if any rank's gradient is infinite, *every* rank sees an infinite norm, and all of
 # them skip the step.
 #
-# ### 6. Save it whole
+# ### 6. Save it whole (5 minutes)
 #
 # A checkpoint should load on any number of ranks, on one too.
 
@@ -273,7 +273,7 @@ def whole_state(state, numel, group):
 whole_state = check("whole-state", whole_state)
 
 # %% [markdown]
-# ### 7. Offload
+# ### 7. Offload (15 minutes)
 #
 # Too large even so? Adam treats every element alone, so its moments can lie in slow memory (the host's, or a file on an
 # NVMe disk) and stream past. `store.read(name, part)` gives a copy of a slice, `store.write(name, part, tensor)` puts
@@ -337,9 +337,10 @@ receipt(
 # %% [markdown]
 # ## Measure: what a rank holds
 #
-# From here on, minillm's own: `BucketedDDP` (stage 0), `ZeroOptimizer` (stages 1 and 2) and `FullyShard` (stage 3)
-# train the same transformer on the same tokens. In the middle of each step, between backward and update,
-# `measure.memory` looks at every tensor and says what it is for. This is the rank program:
+# From here on, minillm's own, in `minillm/train`: `BucketedDDP` (stage 0, `ddp.py`), `ZeroOptimizer` (stages 1 and 2,
+# `zero.py`) and `FullyShard` (stage 3, `fully_shard.py`) train the same transformer on the same tokens. In the middle
+# of each step, between backward and update, `measure.memory` looks at every tensor and says what it is for. This is
+# the rank program:
 
 # %%
 print(inspect.getsource(experiments.train))
@@ -463,9 +464,9 @@ sliders(pictures.stage3_timeline, blocks=(2, 8), prefetch=(0, 3), gather_ms=(1, 
 # %% [markdown]
 # ## Measure: offload
 #
-# The optimizer moves to where its state is (host memory, or files), so the state itself never travels. What crosses
-# the link between accelerator and host is the gradient shard down and the updated weights up: in 16 bits $2Ψ + 2Ψ$
-# bytes per step over all ranks (Ren et al. 2021).
+# The optimizer moves to where its state is (host memory, or files; `minillm/train/offload.py`), so the state itself
+# never travels. What crosses the link between accelerator and host is the gradient shard down and the updated weights
+# up: in 16 bits $2Ψ + 2Ψ$ bytes per step over all ranks (Ren et al. 2021).
 
 # %%
 with tempfile.TemporaryDirectory() as folder:
@@ -675,7 +676,7 @@ receipt("who shards what, fp32, N = 4", rows)
 # | FSDP2 `reshard_after_forward=False`: gathers once, $2P$; weights stay whole until backward | between 2 and 3 |
 # | DeepSpeed `"stage": 2` | `ZeroOptimizer(stage=2)` |
 # | `fully_shard(block)`, FSDP `FULL_SHARD`, DeepSpeed `"stage": 3` | `FullyShard` |
-# | `HYBRID_SHARD`, a 2-D mesh given to `fully_shard` | a group per node |
+# | `HYBRID_SHARD`, a 2-D mesh given to `fully_shard` | not here: its shards need a second reduction, across nodes |
 # | `CPUOffloadPolicy`, DeepSpeed `offload_optimizer` | `offload="cpu"`, `offload=Path(...)` |
 #
 # ## On a cluster
@@ -767,7 +768,8 @@ number(
 #
 # The state, yes. Not the activations, and not the blocks that are whole while they compute: with one block of
 # prefetch, two of them (0.96 GB in bf16 for 7B in 32 blocks, where the embeddings count as a block). One module
-# wrapped as a single unit would gather everything at once, and save nothing at the peak.
+# wrapped as a single unit would gather everything at once: at the peak its weights are whole, and only the optimizer
+# and the gradients are still divided.
 # </details>
 #
 # **6. What crosses PCIe when the optimizer is offloaded?**

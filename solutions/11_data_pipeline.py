@@ -109,7 +109,7 @@ def merge_step(words, ids):
 merge_step = check("bpe-merge-step", merge_step)
 
 # %% [markdown]
-# That is all of training. Eight rounds of it on the small text:
+# That is all of training (`minillm/data/bpe.py` only recounts less). Eight rounds of it on the small text:
 
 # %%
 ids, state = bpe.initial_vocabulary(), words
@@ -229,8 +229,8 @@ receipt(
 # %% [markdown]
 # ## 2 · Which unit?
 #
-# Cross-entropy is in nats per token. Another tokenizer, another *token*: a loss of 2.4 with one and of 5.2 with the
-# other do not say which model knows the text better. Bytes of text stay what they are.
+# Cross-entropy is in nats per token. Another tokenizer, another *token*: a loss of 2 with one and of 5 with the other
+# do not say which model knows the text better. Bytes of text stay what they are.
 #
 # ### Exercise 3 · bits per byte (3 minutes)
 
@@ -695,15 +695,19 @@ compared
 
 # %%
 draws = np.random.default_rng(0).integers(0, 100_000, 100_000)
+at_random = data.length_batches(targets_of, 8, 0, False)
+corpus_fill = predict.padding_waste([[targets_of[i] for i in batch] for batch in at_random])
 tokens_per_s = 0.4 * 989e12 / (6 * 7e9)
 receipt(
     "numbers for the answers",
     [
         row("1. characters per token at 4,096", None, 1 / at_4096),
+        row("   4,096 words: share of held-out pieces that is unknown", None, f"{names.unknown_share(held_out):.1%}"),
         row("2. byte 2-gram, bits per byte", None, in_bytes[257]),
         row("   2-gram of 8,192 tokens, bits per byte", None, in_bytes[8192]),
         row("3. fill, even lengths, batches of 8", None, f"{predict.uniform_padding_waste(8):.1%}"),
         row("   batches of 32", None, f"{predict.uniform_padding_waste(32):.1%}"),
+        row("   files of this corpus, random batches of 8", None, f"{corpus_fill:.1%}"),
         row("4. 1,000,003 samples on 64 ranks: repeated", None, predict.sampler_duplicates(1_000_003, 64)),
         row("   1,000 samples on 512 ranks: repeated", None, predict.sampler_duplicates(1_000, 512)),
         row(
@@ -725,9 +729,9 @@ receipt(
 # **1. Why byte-level BPE, and not words or characters?**
 # <details><summary>Answer</summary>
 #
-# Bytes spell anything, so nothing is unknown and every text comes back, even 10,000 random bytes. Of 4,096 words, one
-# piece in eight of the held-out code was unknown. Characters lose nothing, but a sequence is more than three times as
-# long (first row), and attention pays for length.
+# Bytes spell anything, so nothing is unknown and every text comes back, even 10,000 random bytes. With a vocabulary
+# of 4,096 words a good part of the held-out code was unknown (second row). Characters lose nothing, but a sequence is
+# several times as long (first row), and attention pays for length.
 #
 # *Follow-up: why cut into words before merging?* Otherwise the most frequent pairs glue words to punctuation and the
 # vocabulary fills with phrases. The cut is part of the tokenizer: another cut, other tokens.
@@ -746,9 +750,9 @@ receipt(
 # **3. Your fine-tuning batches are padded. What do you lose?**
 # <details><summary>Answer</summary>
 #
-# 1 − mean/max of each batch: 44 % with even lengths in batches of 8, 48 % in batches of 32, over 70 % for the files of
-# this corpus. Pack, with a mask per document where it matters; or sort into buckets and shuffle the order of the
-# batches.
+# 1 − mean/max of each batch: 44 % with even lengths in batches of 8, 48 % in batches of 32, and more where a few files
+# are very long, as in this corpus (the row says how much). Pack, with a mask per document where it matters; or sort
+# into buckets and shuffle the order of the batches.
 #
 # *Follow-up: what do you divide the loss by?* By the targets that count, over all ranks. Padding is no target.
 # </details>

@@ -26,12 +26,12 @@ def draw_roofline(
     ridge = peak_flops / bandwidth
     figure, axes = subplots(width=7.2, height=4.0)
     with style():
-        reach = np.geomspace(0.3, 100, 200)
+        intensities = [roofline.matmul_intensity(tokens, edge, edge, 4) for tokens, _ in rates[edge]]
+        reach = np.geomspace(0.3, max(100, *intensities) * 1.4, 200)
         roof = [attainable(intensity, peak_flops, bandwidth) for intensity in reach]
         axes.plot(reach, roof, color=look(1).color, linestyle="--", marker="", label="predicted roof")
         axes.axvline(ridge, color="#999999", linewidth=0.8, linestyle=":")
         axes.text(ridge * 1.06, 0.02, f"ridge {ridge:.1f}", transform=axes.get_xaxis_transform(), fontsize=8)
-        intensities = [roofline.matmul_intensity(tokens, edge, edge, 4) for tokens, _ in rates[edge]]
         axes.plot(intensities, [rate for _, rate in rates[edge]], color=look(0).color, marker="o", label="measured")
         for (tokens, rate), intensity in zip(rates[edge], intensities, strict=True):
             axes.annotate(f"{tokens}", (intensity, rate), xytext=(4, -11), textcoords="offset points", fontsize=8)

@@ -123,13 +123,13 @@ def times_by_size(world_size: int = 4, latency_us: float = 5.0, bandwidth_gb_per
             axes.plot(sizes, seconds, color=look(index).color, linestyle=look(index).linestyle, marker="", label=name)
             meets = comms.crossover_bytes(costs["ring"], cost, world_size, *line) if name != "ring" else 0.0
             if sizes[0] < meets < sizes[-1]:
-                label = f"ring passes {name} at {EngFormatter('B')(meets)}"
+                label = f"ring passes {name} at {EngFormatter('B')(float(f'{meets:.3g}'))}"
                 axes.axvline(meets, color=look(index).color, linestyle=":", linewidth=1.2, label=label)
         axes.set(xscale="log", yscale="log", xlabel="tensor (B)", ylabel="time (s)")
         axes.xaxis.set_major_formatter(EngFormatter("B"))
         axes.yaxis.set_major_formatter(EngFormatter("s"))
         axes.set_title(f"{world_size} ranks, α = {latency_us:g} µs, β = {bandwidth_gb_per_s:g} GB/s (predicted)")
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, frameon=True, framealpha=1, edgecolor="none")  # the dotted lines pass behind it
     return figure
 
 

@@ -116,7 +116,7 @@ def draw_memory(found: dict[Setup, list[Any]]) -> Figure:
                     setup = Setup(stage, world, mixed=mixed)
                     _stack(axes, stage - 0.2, stages.predicted_kinds(setup), predicted=True)
                     total = _stack(axes, stage + 0.2, ranks[0].memory, predicted=False)
-                    axes.text(stage, total, f"{total:.2f} Ψ", ha="center", va="bottom", fontsize=8)
+                    axes.text(stage, total + 0.25, f"{total:.2f} Ψ", ha="center", va="bottom", fontsize=8)
                 axes.set_xticks(range(len(NAMES)), NAMES)
                 axes.set_yticks(range(0, 17, 4))
                 axes.grid(False, axis="x")

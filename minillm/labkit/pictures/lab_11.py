@@ -82,6 +82,7 @@ def draw_padding(lengths: Sequence[int], batch_size: int = 8) -> Figure:
         panels[2].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         panels[2].set_ylim(-0.03, 1)
         panels[2].legend([*names, "packed"], fontsize=8, loc="upper left")
+        figure.get_layout_engine().set(wspace=0.06)
     return figure
 
 
