@@ -72,8 +72,8 @@ class Spread:
                 raise ValueError(
                     f"this optimizer state is of another model or another make(): it has {theirs} in place of {mine}."
                 )
-        saved, wanted = ([len(group) for group in groups] for groups in (_members(state), self.everywhere))
-        if saved != wanted:
+        saved = [len(group["params"]) for group in state["param_groups"]]
+        if saved != (wanted := [len(group) for group in self.everywhere]):
             raise ValueError(
                 f"this optimizer state is of another model or another make(): its groups have {saved} parameters, "
                 f"{wanted} here."
@@ -118,10 +118,6 @@ def restore(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
 def _by_name(state: dict[str, Any], groups: Groups) -> Entries:
     names = enumerate(itertools.chain(*groups))
     return {name: state["state"][place] for place, name in names if state["state"].get(place)}
-
-
-def _members(state: dict[str, Any]) -> list[list[int]]:
-    return [group["params"] for group in state["param_groups"]]
 
 
 def _numbered(param_groups: list[dict[str, Any]], groups: Groups) -> list[dict[str, Any]]:

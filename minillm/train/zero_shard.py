@@ -126,9 +126,10 @@ class Shard:
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
         """What this rank's slice holds of a tensor in the parameter's shape."""
-        flat = whole.new_zeros(self.bucket.padded)
-        self.bucket.views(flat)[self.bucket.names.index(name)].copy_(whole)
-        return self.bucket.shard(flat, self.group.rank, self.group.world_size)[self.ranges[name]]
+        place, part = self.bucket.names.index(name), self.ranges[name]
+        stored = torch.empty_like(self.bucket.parameters[place], dtype=whole.dtype, device=whole.device).copy_(whole)
+        skipped = max(0, self.group.rank * self.own.numel() - self.bucket.offsets[place])
+        return stored.as_strided((stored.numel(),), (1,))[skipped : skipped + part.stop - part.start]  # as in memory
 
     def _free_full(self) -> None:
         for parameter in self.bucket.parameters:
