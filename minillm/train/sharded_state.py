@@ -1,9 +1,9 @@
-"""Saving and restoring what is spread over ranks: whole, as one process would have it, or as each rank has it.
+"""A FullyShard's optimizer, and its weights saved and restored: whole, as one process would have them, or by rank.
 
     whole     {"blocks.0.attention.q_proj.weight": [hidden, hidden], ...}    from any number of ranks to any other
     sharded   {"world_size": N, "rank": r, "slices": {name: [elements]}, ...}    1/N of the bytes, back to N ranks only
 
-Rank 0's own optimizer state is 1/N of it: saving that alone, as if it were whole, is a classic way to lose a run.
+How the optimizer's state becomes whole is in spread_state.py.
 """
 
 from collections.abc import Callable, Iterable
@@ -51,7 +51,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self, whole: bool = True) -> dict[str, Any]:
         """whole: torch's own layout, as an optimizer of the plain module's parameters would save it, on every rank's
-        CPU; every rank calls it. Otherwise this rank's part. See spread_state.py."""
+        CPU; every rank calls it. Otherwise this rank's part."""
         state, sharded = self.inner.state_dict(), self.sharded
         if not whole:  # masters: the model's own shards
             return {"world_size": sharded.group.world_size, "rank": sharded.group.rank, **state}
