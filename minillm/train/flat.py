@@ -10,7 +10,7 @@ A *slice* is what a shard holds of one weight, in one dimension and possibly emp
 is not gathered its module holds a placeholder on "meta", so that using it is an error and not a read of freed memory.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -163,19 +163,18 @@ class Flat:
                 weight.slice.grad += part
         return fresh
 
-    def whole(self, pick: Callable[[Weight], Tensor | None]) -> dict[str, Tensor]:
-        """pick: weight -> this rank's slice of something that goes with it (itself, its gradient, a moment), or None.
-
-        Returns name -> all of it, in the weight's shape, on the CPU. Every rank calls it and picks from the same.
-        """
-        picked = {weight: x for weight in self.weights if (x := pick(weight)) is not None}
-        if not picked:
+    def join(self, parts: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+        """Slices of something that goes with these weights (None: others have all of it) -> all of it, on the CPU.
+        Every rank calls it with the same names."""
+        weights = [weight for weight in self.weights if weight.name in parts]
+        if not weights:
             return {}
-        part = next(iter(picked.values())).new_zeros(self.part)
-        for weight, x in picked.items():
-            part[weight.low : weight.high] = x
-        flat = self.group.all_gather(part.to(self.full.device)).cpu()
-        return {w.name: flat[w.start : w.stop].view(w.full.shape).clone() for w in picked}
+        own = torch.zeros(self.part, dtype=self.shard.dtype, device=self.full.device)
+        for weight in weights:
+            if parts[weight.name] is not None:
+                own[weight.low : weight.high] = parts[weight.name]
+        flat = self.group.all_gather(own).cpu()
+        return {w.name: flat[w.start : w.stop].view(w.full.shape).clone() for w in weights}
 
     def _own_part(self) -> Tensor:
         return self.full[self.start : self.start + self.part]

@@ -17,7 +17,7 @@ copies of all gathered weights until backward: build the module in 16 bits and u
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -281,9 +281,14 @@ class FullyShard(nn.Module):
     @torch.no_grad()
     def whole_gradients(self) -> dict[str, Tensor]:
         """name -> the averaged gradient of that parameter, whole, on the CPU of every rank; every rank calls it."""
-        found = [flat.whole(lambda weight: weight.slice.grad) for flat in self.flats]
-        found = {name: gradient for part in found for name, gradient in part.items()}
-        return {name: found[name] for name in self.weights if name in found}
+        gradients = {name: weight.slice.grad for name, weight in self.weights.items()}
+        return self.join({name: gradient for name, gradient in gradients.items() if gradient is not None})
+
+    def join(self, parts: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+        """Slices of something that goes with the parameters (None: others have all of it), by name -> all of it, on the
+        CPU of every rank; every rank calls it with the same names."""
+        whole = {name: tensor for flat in self.flats for name, tensor in flat.join(parts).items()}
+        return {name: whole[name] for name in parts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Either form of `state_dict`, or a plain module's; no communication."""

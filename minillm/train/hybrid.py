@@ -199,11 +199,13 @@ class Hybrid(Alone):
         return bool(self.group.all_reduce(torch.tensor(float(yes), device=self.group.device), "min"))
 
     def gradients(self) -> dict[str, Tensor]:
-        return hybrid_state.whole_tensors(self, self.stepped.gradients())
+        return self._whole(self.stepped.gradients())
 
     def weights(self) -> dict[str, Tensor]:
-        named = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
-        return hybrid_state.whole_tensors(self, named)
+        return self._whole(dict(self.model.named_parameters()))
+
+    def _whole(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
+        return hybrid_state.whole_tensors(self, {self.names[name]: tensor for name, tensor in named.items()})
 
     def state_dict(self, whole: bool = True) -> dict[str, Any]:
         return self.weights() if whole else {"parts": self.model.state_dict()}

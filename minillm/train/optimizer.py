@@ -101,5 +101,5 @@ class Updater:
         """After the weights' own: masters that `state` does not hold are copied from them."""
         self.inner.load_state_dict({key: state[key] for key in ("state", "param_groups")})
         if self.masters:
-            saved = state["masters"] or dict(zip(self.names, self.masters.weights, strict=True))
+            saved = dict(zip(self.names, self.masters.weights, strict=True)) | state["masters"]
             self.masters.load_state_dict([saved[name] for name in self.names])

@@ -127,7 +127,7 @@ class MasterWeights:
 
     def __init__(self, weights: Iterable[torch.nn.Parameter]):
         self.weights = list(weights)
-        self.masters = [torch.nn.Parameter(weight.detach().float()) for weight in self.weights]
+        self.masters = [torch.nn.Parameter(w.detach().float(), w.requires_grad) for w in self.weights]
 
     def collect(self) -> None:
         for weight, master in zip(self.weights, self.masters, strict=True):

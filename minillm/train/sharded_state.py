@@ -1,20 +1,18 @@
-"""Saving and restoring what is spread over ranks: whole, as one process would have it, or as each rank has it.
+"""A FullyShard's optimizer, and its weights saved and restored: whole, as one process would have them, or by rank.
 
     whole     {"blocks.0.attention.q_proj.weight": [hidden, hidden], ...}    from any number of ranks to any other
     sharded   {"world_size": N, "rank": r, "slices": {name: [elements]}, ...}    1/N of the bytes, back to N ranks only
 
-Rank 0's own optimizer state is 1/N of it: saving that alone, as if it were whole, is a classic way to lose a run.
+How the optimizer's state becomes whole is in spread_state.py.
 """
 
-import copy
-import itertools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from minillm.train.flat import Weight
+from minillm.train.spread_state import Spread, names_by_group, restore
 
 if TYPE_CHECKING:
     from minillm.train.fully_shard import FullyShard
@@ -38,7 +36,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The slices that this rank steps."""
-        return [weight.slice for weight in self._weights() if weight.slice.numel()]
+        return [slice_ for group in self.inner.param_groups for slice_ in group["params"] if slice_.numel()]
 
     def collect(self) -> None:
         """For loops that look at gradients before `step`: the slices have theirs since the end of backward."""
@@ -51,32 +49,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float | None, loss_scale: float = 1.0) -> Tensor:
         return self.sharded.clip_grad_norm_(max_norm, loss_scale)
 
-    @torch.no_grad()
     def state_dict(self, whole: bool = True) -> dict[str, Any]:
         """whole: torch's own layout, as an optimizer of the plain module's parameters would save it, on every rank's
-        CPU; every rank calls it. Otherwise this rank's part.
-
-        Two keys more than torch's: "names", in the order of "state", and "masters", float32 weights by name.
-        """
-        state = self.inner.state_dict()
-        if not whole:
-            group = self.sharded.group
-            return {"world_size": group.world_size, "rank": group.rank, **state}  # masters: the model's shards
-        places = {weight.name: place for place, weight in enumerate(self._weights())}
-        entries = {
-            place: {key: value if _is_spread(value) else _copy(value) for key, value in entry.items()}
-            for place, entry in state["state"].items()
-        }
-        keys = {key: None for entry in entries.values() for key, value in entry.items() if _is_spread(value)}
-        for flat, key in itertools.product(self.sharded.flats, keys):
-            found = flat.whole(lambda weight, key=key: entries.get(places.get(weight.name), {}).get(key))
-            for name, value in found.items():
-                entries[places[name]][key] = value
-        masters = {}
-        for flat in self.sharded.flats:
-            if flat.shard.dtype != flat.dtype:
-                masters |= flat.whole(lambda weight: weight.slice)
-        return {**state, "state": entries, "names": list(places), "masters": masters}
+        CPU; every rank calls it. Otherwise this rank's part."""
+        state, sharded = self.inner.state_dict(), self.sharded
+        if not whole:  # masters: the model's own shards
+            return {"world_size": sharded.group.world_size, "rank": sharded.group.rank, **state}
+        masters = {w.name: w.slice.detach() for f in sharded.flats if f.shard.dtype != f.dtype for w in f.weights}
+        return self._spread().whole({**state, "masters": masters})
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -84,42 +64,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Load the model first: masters that `state` does not hold are what it brought.
         """
-        entries, weights = state["state"], self._weights()
         if "world_size" in state:
             check_place(state, self.sharded)
         else:
-            names = [weight.name for weight in weights]
-            for mine, theirs in itertools.zip_longest(names, state.get("names", names)):
-                if mine != theirs:
-                    raise ValueError(
-                        f"this state is of another model or optimizer: it has {theirs} in place of {mine}."
-                    )
-            for name, value in state.get("masters", {}).items():
-                self.sharded.weights[name].slice.copy_(self.sharded.weights[name].cut(value))
-            entries = {
-                place: {key: weights[place].cut(value) if _is_spread(value) else value for key, value in entry.items()}
-                for place, entry in entries.items()
-            }
-        # Copies: torch would keep what it is given, and step the caller's moments.
-        entries = {place: {key: _copy(value) for key, value in entry.items()} for place, entry in entries.items()}
-        self.inner.load_state_dict({"state": entries, "param_groups": state["param_groups"]})
-        self.state = self.inner.state
-        for mine, loaded in zip(self.param_groups, self.inner.param_groups, strict=True):
-            mine.update(loaded)
-        self.inner.param_groups = self.param_groups
+            state = self._spread().own(state)
+            for name, part in state["masters"].items():
+                self.sharded.weights[name].slice.copy_(part)
+        restore(self, state)
         self.sharded.home.keep(self.inner)
 
-    def _weights(self) -> list[Weight]:
-        """By place: as torch numbers parameters in a state_dict."""
-        weights = {id(weight.slice): weight for weight in self.sharded.weights.values()}
-        return [weights[id(slice_)] for group in self.inner.param_groups for slice_ in group["params"]]
+    def _spread(self) -> Spread:
+        sharded, weights = self.sharded, self.sharded.weights
+        names = names_by_group(self.inner, sharded.named_parameters())
+        shapes = {name: weight.slice.whole_shape for name, weight in weights.items()}
+        return Spread(sharded.group, names, names, shapes, sharded.join, lambda name, whole: weights[name].cut(whole))
 
 
 @torch.no_grad()
 def whole_state(sharded: "FullyShard") -> dict[str, Tensor]:
     state = {name: tensor.cpu() for name, tensor in _buffers(sharded).items()}
     for flat in sharded.flats:
-        values = flat.whole(lambda weight: weight.slice)
+        values = flat.join({weight.name: weight.slice for weight in flat.weights})
         state |= {name: values[weight.name].to(flat.dtype) for weight in flat.weights for name in weight.names}
     return {name: state[name] for name in sharded.module.state_dict()}
 
@@ -171,12 +136,3 @@ def _buffers(sharded: "FullyShard") -> dict[str, Tensor]:
     """Those that are saved; every rank has them whole."""
     saved = sharded.module.state_dict()
     return {name: buffer for name, buffer in sharded.module.named_buffers() if name in saved}
-
-
-def _is_spread(value: Any) -> bool:
-    """Whether an optimizer keeps this per element (moments), and not once per parameter (step)."""
-    return isinstance(value, Tensor) and value.dim() > 0
-
-
-def _copy(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else copy.copy(value)

@@ -26,10 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from minillm.comm import Group
-from minillm.train import zero_state
 from minillm.train.buckets import assign
 from minillm.train.ddp import replicate
 from minillm.train.offload import Offload
+from minillm.train.spread_state import Spread, names_by_group, restore
 from minillm.train.zero_shard import Shard, slice_of
 
 
@@ -163,18 +163,51 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def whole_gradients(self) -> dict[str, Tensor]:
         """name -> the averaged gradient, whole, on the CPU of every rank, after `collect`. Every rank calls it."""
-        return zero_state.whole_gradients(self)
+        return self._join({name: part.grad for shard in self.shards for name, part in shard.slices.items()})
 
     def state_dict(self, whole: bool = True) -> dict[str, Any]:
         """The state, in torch's layout. whole: of all parameters, as `make(module.named_parameters())` on one process
         would have it, on the CPU of every rank: any number of ranks can load it, and so can that optimizer. All ranks
         have to call it. Otherwise this rank's shard, which only the same rank of the same layout can load.
         """
-        return zero_state.whole(self) if whole else zero_state.shard(self)
+        masters = {n: part.detach() for shard in self.shards if shard.wide for n, part in shard.slices.items()}
+        state = {**self.inner.state_dict(), "masters": masters}
+        return self._spread().whole(state) if whole else state | {"shard": self._layout()}
 
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the module's weights first: master weights that `state` does not hold are copied from them."""
-        zero_state.load(self, state)
+        """Load the module's weights first: master weights that `state` does not hold are copied from them.
+        ValueError: a state of another model, or another rank's or layout's shard."""
+        saved, here = state.get("shard"), self._layout()
+        if saved not in (None, here):
+            raise ValueError(
+                f"this is the shard of rank {saved['rank']} of {saved['world_size']}, cut otherwise than that of rank "
+                f"{here['rank']} of {here['world_size']} here: save state_dict(whole=True), which fits any layout."
+            )
+        own = state if saved else self._spread().own(state)
+        restore(self, own)
+        self.home.keep(self.inner)
+        for shard in self.shards:
+            shard.weights.copy_(shard.own)
+            for name in own["masters"].keys() & shard.slices.keys() if shard.wide else ():
+                shard.slices[name].copy_(own["masters"][name])
+
+    def _spread(self) -> Spread:
+        names = names_by_group(self.inner, self.slices.items())
+        shapes = {name: part.whole_shape for name, part in self.slices.items()}
+        return Spread(self.group, names, names, shapes, self._join, self._cut)
+
+    def _join(self, parts: dict[str, Tensor | None]) -> dict[str, Tensor]:
+        return {name: tensor for shard in self.shards for name, tensor in shard.join(parts).items()}
+
+    def _cut(self, name: str, whole: Tensor) -> Tensor:
+        of_it = (shard.cut(name, whole) for shard in self.shards if name in shard.slices)
+        return next(of_it, whole.new_empty(0))  # frozen: in no bucket
+
+    def _layout(self) -> dict[str, Any]:
+        """Whose shard this rank has, and how it is cut."""
+        buckets = [(shard.bucket.names, shard.bucket.padded) for shard in self.shards]
+        return {"rank": self.group.rank, "world_size": self.group.world_size, "buckets": buckets}
 
     # Gradients: views into flat buckets, reduced in bucket order, which is the same on every rank.
 

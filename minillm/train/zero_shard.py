@@ -6,6 +6,8 @@ gradients  full       [ g g g | g g g | g g g | g g g ]    of this rank's batch;
            gradient           [ G G G ]                    this rank's part of the average over ranks
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 
@@ -106,6 +108,28 @@ class Shard:
         self.used.clear()
         self._free_full()
         self._clear()
+
+    # Between slices and whole tensors.
+
+    def join(self, parts: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+        """Slices of something that goes with these parameters (None: others have all of it) -> all of it, on the CPU.
+        Every rank calls it with the same names."""
+        names = [name for name in self.slices if name in parts]
+        if not names:
+            return {}
+        own = torch.zeros_like(self.own, dtype=self.weights.dtype)
+        for name in names:
+            if parts[name] is not None:
+                own[self.ranges[name]] = parts[name]
+        views = dict(zip(self.bucket.names, self.bucket.views(self.group.all_gather(own)), strict=True))
+        return {name: views[name].to("cpu", copy=True) for name in names}
+
+    def cut(self, name: str, whole: Tensor) -> Tensor:
+        """What this rank's slice holds of a tensor in the parameter's shape."""
+        place, part = self.bucket.names.index(name), self.ranges[name]
+        stored = torch.empty_like(self.bucket.parameters[place], dtype=whole.dtype, device=whole.device).copy_(whole)
+        skipped = max(0, self.group.rank * self.own.numel() - self.bucket.offsets[place])
+        return stored.as_strided((stored.numel(),), (1,))[skipped : skipped + part.stop - part.start]  # as in memory
 
     def _free_full(self) -> None:
         for parameter in self.bucket.parameters:
