@@ -53,7 +53,12 @@ def idle_by_microbatches(stages: int = 4, most_idle: float = 0.25) -> Figure:
         needed = predict.microbatches_needed(stages, most_idle)
         axes.axhline(most_idle, color=PALETTE["vermillion"], linewidth=1, linestyle="--")
         axes.annotate(
-            f"{needed} microbatches", (needed, most_idle), xytext=(6, 8), textcoords="offset points", fontsize=9
+            f"{needed} microbatches",
+            (needed, most_idle),
+            xytext=(-6, -14),
+            textcoords="offset points",
+            ha="right",
+            fontsize=9,
         )
         axes.set(xlabel="microbatches M", ylabel="idle share of a step", ylim=(0, 1.05), xlim=(0, 8 * stages))
         axes.set_title(f"{stages} stages: at most {most_idle:.0%} idle from {needed} microbatches on (predicted)")
