@@ -59,7 +59,7 @@ def on_a_roof(
         for name, cost, drawn in passes:
             speed = attainable(cost.intensity, card.peak_flops, card.bandwidth)
             share = speed / card.peak_flops
-            label = f"{name}: {cost.intensity:,.{int(cost.intensity < 100)}f} FLOP/byte, {share:.1%} of peak"
+            label = f"{name}: {cost.intensity:,.{0 if cost.intensity >= 100 else 2}f} FLOP/byte, {share:.1%} of peak"
             axes.plot(cost.intensity, speed, marker=drawn.marker, color=drawn.color, linestyle="", ms=9, label=label)
         axes.set_title(f"{model} in bf16 on {gpu}, context {context:,} (predicted)")
         axes.legend(fontsize=8, loc="lower right")

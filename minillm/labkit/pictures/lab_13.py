@@ -200,7 +200,7 @@ def sharing(prefix: int = 1000, own: int = 200, requests: int = 8, block_size: i
             saved = 1 - values[requests - 1] / apart(requests)
             axes.axvline(requests, color="#999999", linestyle=":", linewidth=1)
             axes.set_ylim(0)
-            axes.set_title(f"{requests} requests of {prefix:,} + {own:,} tokens: {saved:.0%} fewer")
+            axes.set_title(f"{requests} × ({prefix:,} + {own:,}) tokens: {saved:.0%} fewer")
     return figure
 
 
