@@ -229,7 +229,7 @@ def draw_patients(found: Mapping[str, Mapping[int, breaks.Symptoms]]) -> Figure:
                 line = "-" if index == 0 else "--"
                 axes.plot(places, smooth + 1e-7, color=drawn.color, linestyle=line, marker="", label=f"{room} places")
             axes.axvline(breaks.PROMPT + 0.5, color="#999999", linestyle=":")
-            axes.set(yscale="log", xlabel="position", title=f"patient {name}", ylim=(1e-5, 1))
+            axes.set(yscale="log", xlabel="position (dotted: prompt ends)", title=f"patient {name}", ylim=(1e-5, 1))
         panels[0].set_ylabel("KL from the right decoder (nats)")
         panels[0].legend(fontsize=8, title="room in the cache")
     return figure
