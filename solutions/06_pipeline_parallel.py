@@ -71,8 +71,9 @@ receipt(
 # ### 1. GPipe
 #
 # A schedule is *data*: for each stage the order of what it does. Waiting is not written down. A stage does the next
-# thing as soon as what it needs is there, so the times follow from the orders. GPipe (Huang et al. 2019): all
-# forwards, then all backwards.
+# thing as soon as what it needs is there, so the times follow from the orders. From its F to its B a microbatch is *in
+# flight* on a stage, which keeps its activations for so long. GPipe (Huang et al. 2019): all forwards, then all
+# backwards.
 
 
 # %%
@@ -286,7 +287,8 @@ place_messages = check("rendezvous-messages", place_messages)
 # ### 6. A backward in two halves
 #
 # The stage before you waits for the gradient of your *input*; for the gradient of your *weights* nobody waits. Zero
-# bubble (Qi et al. 2023) splits B: I at once, W whenever the stage would idle.
+# bubble (Qi et al. 2023) splits B: I at once, W whenever the stage would idle. (The paper goes on calling the first
+# half B; torch says I and W, as here.)
 
 
 # %%
@@ -409,11 +411,11 @@ receipt(
 # %% [markdown]
 # ## Measure: every schedule on a clock
 #
-# From here on, minillm's own `Pipeline`: one interpreter that runs any schedule. To see *times* on two cores, devices
-# are **emulated**: each action lasts as long as it would on a device of known speed (a stage's forward 40 ms, I and W
-# as long), the computing is real, and what remains of the time is slept. So four ranks overlap like four devices.
-# (Where something else on this machine got in the way, the quicker of two steps counts.) This is the rank
-# program:
+# From here on, minillm's own `Pipeline` (`minillm/train/pipeline.py`): one interpreter that runs any schedule of
+# `schedules.py`. To see *times* on two cores, devices are **emulated**: each action lasts as long as it would on a
+# device of known speed (a stage's forward 40 ms, I and W as long), the computing is real, and what remains of the time
+# is slept. So four ranks overlap like four devices. (Where something else on this machine got in the way, the quicker
+# of two steps counts.) This is the rank program:
 
 # %%
 print(inspect.getsource(experiments.step))
@@ -455,10 +457,12 @@ show(idle_of_every_schedule)
 # %% [markdown]
 # - **GPipe and 1F1B idle alike.** What is measured above the prediction is this machine: messages and Python, and on a
 #   busy one whatever else runs.
-# - **Interleaved** (Megatron): two *chunks* per rank, so that filling takes half as long: $(n-1)/(vM+n-1)$. "Virtual
-#   pipeline stages", which tables list beside it, is the same thing under its other name.
-# - **Zero bubble**: $(n-1)(F+I-W)$ of idle time against $(n-1)(F+I+W)$, a third if they are equal. ZB-V and DualPipe
-#   remove more.
+# - **Interleaved** (Megatron): $v = 2$ *chunks* per rank, so that filling takes half as long: $(n-1)/(vM+n-1)$.
+#   "Virtual pipeline stages", which tables list beside it, is the same thing under its other name.
+# - **Zero bubble**: $(n-1)(F+I-W)$ of idle time against $(n-1)(F+I+W)$, a third if they are equal.
+# - **Zero bubble V**: two chunks per rank, on a way there and back, so that the first rank has the loss and starts the
+#   backward itself. **DualPipe** (DeepSeek-V3, 2024): microbatches enter at both ends, and every rank holds two stages,
+#   its own and its mirror image's.
 # - "Async" in front of *communication* (sends that do not wait, as yours) has nothing to do with *asynchronous
 #   pipelines*.
 #
@@ -801,15 +805,17 @@ number("8. DualPipe: copies of the parameters", predict.parameter_copies("dualpi
 # <details><summary>Answer</summary>
 #
 # Time, for memory and messages: with 4 chunks 5.2 % idle instead of 17.9 %, but 9.75 stages' worth of activations in
-# flight instead of 8, and 4.4 times the messages. Needs $M$ to be a multiple of $n$ in Megatron.
+# flight instead of 8, and 4.4 times the messages. $M$ should be a multiple of $n$: what is left over must be at least
+# $n$ in today's Megatron-Core, and had to be nothing before.
 # </details>
 #
 # **5. Where do zero-bubble schedules find their time?**
 # <details><summary>Answer</summary>
 #
 # In the weight gradients, which nobody waits for. I goes back at once, W fills slots that were idle: 7 instead of 21
-# at $n = 8$. Price: inputs and output gradients of every layer are kept until W, and an optimizer step that waits for
-# nobody's norm (or is corrected afterwards).
+# at $n = 8$. Price: inputs and output gradients of every layer are kept until W. And where no gap is left at all (zero
+# bubble V), ranks come to the optimizer at different times, so a step cannot wait for the norm of the whole gradient:
+# the paper steps at once, and takes it back if the norm says so.
 # </details>
 #
 # **6. Pipeline or tensor parallelism across nodes?**
@@ -852,8 +858,8 @@ number("8. DualPipe: copies of the parameters", predict.parameter_copies("dualpi
 # **11. Does pipelining make gradients stale?**
 # <details><summary>Answer</summary>
 #
-# Not with a flush per step: you compared at 1e-16. PipeDream without flushes: $n-1-s$ updates late on stage $s$,
-# $n-s$ versions of the weights kept so that a microbatch goes back through what it came through.
+# Not with a flush per step: you compared in float64, to 1e-12. PipeDream without flushes: $n-1-s$ updates late on stage
+# $s$, $n-s$ versions of the weights kept so that a microbatch goes back through what it came through.
 # </details>
 #
 # **12. Pipeline and ZeRO together?**

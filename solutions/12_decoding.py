@@ -74,6 +74,8 @@ for batch, context, said in (
 receipt("70B in 16 bits at 3.35 TB/s", rows)
 
 # %% [markdown]
+# (P parameters of b bytes each; B sequences of ctx tokens, KV bytes of cache for each token; BW the bandwidth.)
+#
 # A weight is read *once* per pass: P·b = 140 GB, 42 ms. (The 2 of "2 · parameters" belongs to FLOPs: a multiplication
 # and an addition.) And once per pass means once for the whole batch: 8 sequences get nearly 8 times as much together.
 # (140 GB do not fit on one 80 GB card: it takes two or more. Two read in half the time.)
@@ -149,11 +151,11 @@ with torch.no_grad():
 print(tokenizer.decode(prompt + mine))
 
 # %%
-naive = list(decoder.generate(model, prompt, 48))
+theirs = list(decoder.generate(model, prompt, 48))
 receipt(
     "yours on the small model",
     [
-        row("tokens equal to minillm.model.generate's", 48, sum(a == b for a, b in zip(mine, naive, strict=True))),
+        row("tokens equal to minillm.model.generate's", 48, sum(a == b for a, b in zip(mine, theirs, strict=True))),
         row("entries in the cache", predict.kv_entries(len(prompt), 48), cache.entries),
     ],
 )
@@ -446,7 +448,7 @@ receipt(
 
 # %% [markdown]
 # Points lie *below* the roof, as the seconds above say: it counts compulsory traffic only, and torch's products of few
-# rows leave bandwidth unused (those in float32 more than those in bfloat16, which is why the lab takes the faster).
+# rows leave bandwidth unused. (Of float32 and bfloat16 the lab takes the one whose products are faster on this core.)
 #
 # ## Measure: one against many
 
@@ -539,8 +541,9 @@ sliders(
 # %% [markdown]
 # Three limits: weights (rising), compute (flat) and caches (flat, BW / (ctx · KV)). At a context of 2,048 decoding
 # never becomes compute-bound: each further sequence brings its own bytes, and then the card is full. Move the context
-# to 128, and compute takes over beyond a batch of 400 (a ridge of 295 FLOP/byte, and a few caches on the way). Then 32
-# kv heads. Then 4-bit weights: nearly 4 times as fast at batch 1, and hardly faster at 200.
+# to 128, and compute takes over beyond a batch of about 440 (a ridge of 295 FLOP/byte, and a few caches on the way).
+# Back at 2,048, try 32 kv heads: the caches' limit falls to a quarter. And, with 8 of them again, 4-bit weights: nearly
+# 4 times as fast at batch 1, a fifth faster at 200, where most of what is read is caches.
 #
 # What changes on a GPU beside the numbers: a pass is hundreds of kernels of microseconds each, so at batch 1 their
 # launches count (CUDA graphs replay them as one), and a decode kernel must split the *keys* of one sequence over the
@@ -697,7 +700,7 @@ receipt("transformers with a DynamicCache, and the loop of exercise 2", rows)
 #
 # ```bash
 # python -m minillm machine                                   # peak and bandwidth of the card, measured
-# python -m minillm generate "def main" --device cuda         # the naive loop
+# python -m minillm generate "def main" --device cuda         # one sequence, as in exercise 2
 # vllm bench latency --model $MODEL --batch-size 1 --input-len 32 --output-len 128
 # vllm bench latency --model $MODEL --batch-size 64 --input-len 32 --output-len 128
 # ```

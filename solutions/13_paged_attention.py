@@ -236,7 +236,8 @@ receipt(
 # ### 4. A key for every full block
 #
 # Chain it: the key of a block is a hash of the key before it and of the block's tokens. The chain begins with what else
-# changes keys and values (an adapter) and with what must keep tenants apart (a salt).
+# changes keys and values (an adapter: weights of its own for some requests, lab 17) and with what must keep tenants
+# apart (a salt).
 
 
 # %%

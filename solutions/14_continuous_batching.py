@@ -150,7 +150,7 @@ def plan_step(running, waiting, budget, chunk, seats):
 plan_step = check("token-budget-step", plan_step)
 
 # %% [markdown]
-# Blocks apart, this is the course's own scheduler:
+# Blocks apart, this is the course's own scheduler (`minillm/serve/scheduler.py`):
 
 # %%
 print(inspect.getsource(Scheduler.schedule))
@@ -692,7 +692,7 @@ receipt("transformers' continuous batching, skewed answers", rows)
 # | `--max-num-seqs` | `max_num_seqs`: seats |
 # | `--max-num-batched-tokens` | `token_budget`; smaller: shorter gaps, larger: shorter TTFT |
 # | `--enable-chunked-prefill` (on by default in V1) | always on; decodes first, prompts share what is left |
-# | `--long-prefill-token-threshold`, `--max-num-partial-prefills` | `chunk` |
+# | `--long-prefill-token-threshold` | `chunk` |
 # | `--scheduling-policy fcfs` or `priority` (lower is earlier) | `priority`, bounded by `patience`; theirs is strict |
 # | preemption by recomputation (V1's default; V0 could also swap) | `preemption="recompute"` or `"swap"` |
 # | `--kv-offloading-size` (keys and values to the host, as a cache) | `num_host_blocks` |

@@ -57,7 +57,8 @@ receipt(
 # last token and K guesses, and row i of the logits says what the target would have said after guess i.
 #
 #     last  d1  d2  d3      what goes in: one verified token and three guesses
-#      p0   p1  p2  p3      what comes out: p0 judges d1, p1 judges d2, p2 judges d3, and p3 is there for nothing
+#      p0   p1  p2  p3      what comes out: p0 judges d1, p1 judges d2, p2 judges d3, and p3
+#                           comes free: one token more, if all three are right
 #
 # ## Predict
 #
@@ -118,8 +119,8 @@ for name, way in breaks.one_guess(p, q).items():
 receipt("distance (total variation) of what comes out from the target's distribution; first rule: none", rows)
 
 # %% [markdown]
-# The last line is what becomes of the rule when the letters are swapped. It is worse than any mistake after a
-# rejection, and the text it writes looks fine.
+# The last line is what becomes of the rule when the letters are swapped: 1 - Σ min(p, q), exactly as far off as the
+# draft itself. The target might as well not have been asked, and the text looks fine.
 #
 # ### Exercise 2 · the verifier (20 minutes)
 #
@@ -143,8 +144,8 @@ verify_guesses = check("verifier", verify_guesses)
 
 # %% [markdown]
 # A pass gives from 1 to K + 1 tokens: never fewer than plain decoding, and one more than there are guesses if all are
-# right. minillm's own, for comparison, knows one thing more: a guess that was not drawn (the likeliest token, or what
-# stood there last time) has q = 1 at its place.
+# right. minillm's own (`minillm/serve/speculate/verify.py`), for comparison, knows one thing more: a guess that was not
+# drawn (the likeliest token, or what stood there last time) has q = 1 at its place.
 
 # %%
 print(inspect.getsource(verify))
@@ -795,3 +796,5 @@ number("7. p = (0.7, 0.2, 0.1), q = (0.2, 0.5, 0.3): accepted", predict.acceptan
 # 1. Why is the text that comes out distributed exactly as if nobody had guessed, however bad the guesses are?
 # 2. How many guesses pay, by which formula, and why is there an optimum?
 # 3. Where does it lose, and which of the losses does a test of the text not show?
+#
+# Next: lab 16 makes the bytes fewer that each pass has to read.

@@ -100,6 +100,7 @@ def check_attend(learner: Any) -> Receipt:
                 f"{heads} heads on {kv_heads}: bytes written by the last step, one token",
                 entry,
                 traffic.written["cache"],
+                "B",
             ),
             row(f"    read: {end} of {room} places", end * entry, read, "B"),
         ]

@@ -52,9 +52,8 @@ def idle_by_microbatches(stages: int = 4, most_idle: float = 0.25) -> Figure:
             axes.plot(x, y, color=drawn.color, marker=marker, linestyle=how, label=name)
         needed = predict.microbatches_needed(stages, most_idle)
         axes.axhline(most_idle, color=PALETTE["vermillion"], linewidth=1, linestyle="--")
-        axes.annotate(
-            f"{needed} microbatches", (needed, most_idle), xytext=(6, 8), textcoords="offset points", fontsize=9
-        )
+        axes.axvline(needed, color=PALETTE["vermillion"], linewidth=1, linestyle="--")
+        axes.annotate(f"{needed} microbatches", (needed, 0), xytext=(4, 4), textcoords="offset points", fontsize=9)
         axes.set(xlabel="microbatches M", ylabel="idle share of a step", ylim=(0, 1.05), xlim=(0, 8 * stages))
         axes.set_title(f"{stages} stages: at most {most_idle:.0%} idle from {needed} microbatches on (predicted)")
         axes.legend(fontsize=8)

@@ -59,7 +59,7 @@ def on_a_roof(
         for name, cost, drawn in passes:
             speed = attainable(cost.intensity, card.peak_flops, card.bandwidth)
             share = speed / card.peak_flops
-            label = f"{name}: {cost.intensity:.3g} FLOP/byte, {share:.1%} of peak"
+            label = f"{name}: {cost.intensity:,.{0 if cost.intensity >= 100 else 2}f} FLOP/byte, {share:.1%} of peak"
             axes.plot(cost.intensity, speed, marker=drawn.marker, color=drawn.color, linestyle="", ms=9, label=label)
         axes.set_title(f"{model} in bf16 on {gpu}, context {context:,} (predicted)")
         axes.legend(fontsize=8, loc="lower right")
@@ -229,7 +229,7 @@ def draw_patients(found: Mapping[str, Mapping[int, breaks.Symptoms]]) -> Figure:
                 line = "-" if index == 0 else "--"
                 axes.plot(places, smooth + 1e-7, color=drawn.color, linestyle=line, marker="", label=f"{room} places")
             axes.axvline(breaks.PROMPT + 0.5, color="#999999", linestyle=":")
-            axes.set(yscale="log", xlabel="position", title=f"patient {name}", ylim=(1e-7, 3))
+            axes.set(yscale="log", xlabel="position (dotted: prompt ends)", title=f"patient {name}", ylim=(1e-5, 1))
         panels[0].set_ylabel("KL from the right decoder (nats)")
         panels[0].legend(fontsize=8, title="room in the cache")
     return figure

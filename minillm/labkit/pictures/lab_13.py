@@ -102,7 +102,7 @@ def _over_time(records: Sequence[StepRecord], step: int, blocks: int, label: Cal
         below.axvline(step, color=PALETTE["vermillion"], linewidth=1.5)
         below.set(xlabel="step", ylabel="blocks", xlim=(1, len(records)), ylim=(0, sum(s[0] for s in shares)))
         below.grid(False)
-        below.legend(loc="upper left", ncols=3, fontsize=8, frameon=True)
+        below.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, fontsize=8, frameon=False, borderaxespad=0.2)
         key(figure, names, "never held (pale: held before)")
     return figure
 
@@ -200,7 +200,7 @@ def sharing(prefix: int = 1000, own: int = 200, requests: int = 8, block_size: i
             saved = 1 - values[requests - 1] / apart(requests)
             axes.axvline(requests, color="#999999", linestyle=":", linewidth=1)
             axes.set_ylim(0)
-            axes.set_title(f"{requests} requests: {saved:.0%} fewer")
+            axes.set_title(f"{requests} × ({prefix:,} + {own:,}) tokens: {saved:.0%} fewer")
     return figure
 
 

@@ -16,6 +16,8 @@ from minillm.predict.batching import H100_8B
 from minillm.serve import POLICIES
 from minillm.serve.trace import skewed, uniform
 
+PALE = (PALETTE["orange"], PALETTE["sky"], PALETTE["purple"], PALETTE["yellow"])  # numbers on these are black
+
 # Pure functions of parameters, for sliders.
 
 
@@ -30,10 +32,14 @@ def seats_over_time(requests: int = 24, seats: int = 6, sigma: float = 1.0, long
             for request, (seat, start) in enumerate(bars):
                 drawn = look(request)
                 axes.barh(seat, lengths[request], 0.86, start, color=drawn.color, edgecolor="white", linewidth=0.8)
+                if lengths[request] > static / 50:  # else there is no room for its number
+                    ink = "black" if drawn.color in PALE else "white"
+                    middle = start + lengths[request] / 2
+                    axes.text(middle, seat, str(request), ha="center", va="center", fontsize=7, color=ink)
             steps = static if name == "static" else continuous
             axes.axvline(steps, color=PALETTE["black"], linewidth=1, linestyle=":")
             idle = 1 - sum(lengths) / (seats * steps)
-            axes.set_title(f"{name}: {steps} decode steps, {idle:.0%} of the seats empty")
+            axes.set_title(f"{name}: {steps} decode steps, {idle:.0%} of the seats empty (numbers: requests)")
             axes.set(ylabel="seat", xlim=(0, static * 1.02), yticks=range(seats), ylim=(seats - 0.5, -0.5))
             axes.grid(False, axis="y")
         panels[-1].set_xlabel("step")
