@@ -5,8 +5,9 @@
     text b    █  █  █  █  █  █  █  █  █     to the end:   a batch lasts as long as its last text, and its last passes
     text c    █  █  █  █  █  █              cost nearly as much as the first ones; plain decoding ends all at once
 
-Each input is measured by itself, in runs that no measured side is taken from: α on each text alone, the seconds of a
-step by engines of which one runs the target, one the draft, and one checks guesses that are all wrong, and prompts.
+Each input is measured by itself, in runs that no measured side is taken from: the seconds of a step by engines of which
+one runs the target, one the draft, and one checks guesses that are all wrong; of prompts; and α, one number for all
+places, on each text alone. α is of the same texts: what its row tests is that places are alike, no unseen text.
 """
 
 import statistics
@@ -51,9 +52,10 @@ def formula_rows(
     for _ in found.pairs:
         measured, speed = all_going(engines, groups, passes)
         step = engines.step_seconds(groups[0])
+        c, verify = step.draft / step.plain, step.check / step.plain
         tokens.append((measured, expected_tokens))
-        speeds.append((speed, expected_tokens / (k * step.draft / step.plain + step.check / step.plain)))
-    about = f"c {step.draft / step.plain:.2f}, pass of {k + 1} {step.check / step.plain:.2f}"
+        speeds.append((speed, statistics.mean(predict.speedup(alpha, c, k, verify=verify) for alpha in flat)))
+    about = f"c {c:.2f}, pass of {k + 1} {verify:.2f}"
     rows = (
         (f"tokens per pass, all going, α {statistics.mean(flat):.2f}", "tokens", tokens),
         (f"speedup, all going, {about}", "times", speeds),
