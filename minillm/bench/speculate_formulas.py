@@ -48,13 +48,15 @@ def formula_rows(
     alphas = [[acceptance(engines.guessing, text, new_tokens) for text in group] for group in groups]
     flat = [alpha for group in alphas for alpha in group]
     expected_tokens = statistics.mean(predict.tokens_per_pass(alpha, k) for alpha in flat)
-    passes, tokens, speeds = round((new_tokens - 1) / expected_tokens), [], []
+    passes, tokens, speeds, shares = round((new_tokens - 1) / expected_tokens), [], [], []
     for _ in found.pairs:
         measured, speed = all_going(engines, groups, passes)
         step = engines.step_seconds(groups[0])
-        c, verify = step.draft / step.plain, step.check / step.plain
+        c, verify = share = step.draft / step.plain, step.check / step.plain
+        shares.append(share)
         tokens.append((measured, expected_tokens))
         speeds.append((speed, statistics.mean(predict.speedup(alpha, c, k, verify=verify) for alpha in flat)))
+    c, verify = (statistics.median(each) for each in zip(*shares, strict=True))
     about = f"c {c:.2f}, pass of {k + 1} {verify:.2f}"
     rows = (
         (f"tokens per pass, all going, α {statistics.mean(flat):.2f}", "tokens", tokens),
