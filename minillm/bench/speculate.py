@@ -5,14 +5,13 @@ is timed. Two kinds of text: code that no model was trained on, and prose, the l
 
     draft, code, batch 1          tokens/s with the proposer, and of minillm without: what speculation brings, or costs
     draft and ngram               the same against assisted generation (`assistant_model`, `prompt_lookup_num_tokens`)
-    tokens per pass, speedup      measured, beside `minillm.predict.speculation` fed with measured acceptance and costs
+    tokens per pass, speedup      measured, beside `minillm.predict.speculation` (`speculate_formulas.py`)
 
 transformers assists one sequence at a time, so its batch of 8 is 8 runs. Answers of one length, no end-of-text.
 """
 
 import ast
 import random
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,14 +19,13 @@ from functools import partial
 
 import torch
 
-from minillm.bench.harness import BenchRow, Comparison, Sample, bench_row, check_repeats, side_by_side
+from minillm.bench.harness import BenchRow, Sample, bench_row, check_repeats, side_by_side
+from minillm.bench.speculate_formulas import formula_rows
 from minillm.data import Tokenizer, corpus
 from minillm.model import Transformer
 from minillm.model.generate import folder_of, generate
 from minillm.model.huggingface import load_hf
-from minillm.predict import speculation as predict
 from minillm.serve import LLM, Output, SamplingParams
-from minillm.serve.speculate import Draft
 from minillm.serve.speculate.registry import PROPOSERS, proposer_named
 
 KINDS, BATCHES = ("code", "prose"), (1, 8)
@@ -44,25 +42,29 @@ class Pair:
     tokenizer: Tokenizer
 
 
-def run(repeats: int = 5, proposers: Sequence[str] = tuple(PROPOSERS)) -> list[BenchRow]:
-    """For each text and batch: a row per proposer, transformers' two, and the formulas' for the draft model."""
+def run(repeats: int = 5, proposers: Sequence[str] = tuple(PROPOSERS), peers: bool = True) -> list[BenchRow]:
+    """For each text and batch: a row per proposer, transformers' two, and the formulas' for the draft model.
+
+    peers: False leaves transformers out.
+    """
     check_repeats(repeats)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         folder = folder_of("target")
         pair = Pair(load_hf(folder, dtype=torch.float32), Tokenizer.load(folder))
-        return [row for kind in KINDS for row in _rows(pair, kind, repeats, proposers)]
+        return [row for kind in KINDS for row in _rows(pair, kind, repeats, proposers, peers)]
     finally:
         torch.set_num_threads(threads)
 
 
-def _rows(pair: Pair, kind: str, repeats: int, proposers: Sequence[str]) -> Iterator[BenchRow]:
+def _rows(pair: Pair, kind: str, repeats: int, proposers: Sequence[str], peers: bool) -> Iterator[BenchRow]:
     texts = prompts(kind, pair.tokenizer)
     right = [list(generate(pair.target, prompt, NEW_TOKENS)) for prompt in texts]
     for batch in BATCHES:
         count = max(batch, ALONE)
-        yield from _batch_rows(pair, f"{kind}, batch {batch}", batch, texts[:count], right[:count], repeats, proposers)
+        which = (texts[:count], right[:count], repeats, proposers, peers)
+        yield from _batch_rows(pair, f"{kind}, batch {batch}", batch, *which)
 
 
 def _batch_rows(
@@ -73,8 +75,10 @@ def _batch_rows(
     right: list[list[int]],
     repeats: int,
     proposers: Sequence[str],
+    peers: bool,
 ) -> Iterator[BenchRow]:
     plain = _timed(partial(serve, _engine(pair, None), texts, batch), texts)
+    groups = [texts[start : start + batch] for start in range(0, len(texts), batch)]
     for name in proposers:
         llm = _engine(pair, name)
         ours = partial(serve, llm, texts, batch)
@@ -83,8 +87,8 @@ def _batch_rows(
         found = side_by_side(check, _timed(ours, texts), plain, repeats, warmup=1)
         yield bench_row(label, PLAIN, found, "tokens/s", higher_is_better=True)
         if name == "draft":
-            yield from formulas(pair, llm, texts, batch, label, found)
-        for build in PEERS.get(name, ()):
+            yield from formula_rows(pair.target, llm.speculation.proposer, K[name], groups, NEW_TOKENS, label, found)
+        for build in PEERS.get(name, ()) if peers else ():
             peer, theirs = build(texts)
             same = lambda a=check, b=theirs: a() and b() == right  # noqa: E731
             against = side_by_side(same, _timed(ours, texts), _timed(theirs, texts), repeats, warmup=1)
@@ -111,64 +115,11 @@ def serve(llm: LLM, texts: list[list[int]], batch: int) -> list[Output]:
     return [output for group in groups for output in llm.generate(group, params)]
 
 
-def formulas(
-    pair: Pair, llm: LLM, texts: list[list[int]], batch: int, label: str, found: Comparison
-) -> Iterator[BenchRow]:
-    """ours: measured; theirs: the formula, fed with acceptance at each place, c, and what k + 1 tokens cost a pass."""
-    k, outputs = K["draft"], serve(llm, texts, batch)
-    counts = llm.speculation.counts
-    measured = sum(len(output.answers[0].ids) - 1 for output in outputs) / sum(output.passes for output in outputs)
-    formula = predict.tokens_per_pass(counts.alpha)
-    pairs = ((measured, formula),) * max(1, len(found.pairs))
-    yield bench_row(f"{label}: tokens per pass", "formula", Comparison(True, pairs), "tokens", higher_is_better=True)
-    if not found.correct:
-        return
-    c, verify = costs(pair, llm, texts, batch, k)
-    expected = predict.speedup(counts.alpha, c, verify=verify)
-    pairs = tuple((ours / theirs, expected) for ours, theirs in found.pairs)
-    name = f"{label}: speedup, c {c:.2f}, pass of {k + 1} {verify:.2f}"
-    yield bench_row(name, "formula", Comparison(True, pairs), "times", higher_is_better=True)
-
-
-def costs(pair: Pair, llm: LLM, texts: list[list[int]], batch: int, k: int) -> tuple[float, float]:
-    """(c, verify): seconds of a draft token, and of a pass over k + 1 tokens that are all wrong, / of a plain pass."""
-    draft, shares = llm.speculation.proposer.model, []
-    plain, small = LLM(pair.target, num_blocks=128), LLM(draft, num_blocks=128)
-    wrong = LLM(pair.target, num_blocks=128, proposer=_Wrong(), k=k)
-    for _ in range(3):
-        times = [_pass_s(each, texts[:batch]) for each in (plain, small, wrong)]
-        shares.append((times[1] / times[0], times[2] / times[0]))
-    c, verify = (statistics.median(each) for each in zip(*shares, strict=True))
-    return c, verify
-
-
-class _Wrong:
-    """Guesses that no text goes on with: tokens of the tables' end, one after the other."""
-
-    wants_hidden = False
-
-    def propose(self, asked) -> list[Draft]:
-        return [Draft(list(range(4000, 4000 + each.k))) for each in asked]
-
-    def observe(self, key, start, hidden) -> None:
-        pass
-
-    def forget(self, key) -> None:
-        pass
-
-
-def _pass_s(llm: LLM, texts: list[list[int]]) -> float:
-    """Median seconds of a step after the prompts."""
-    llm.records.clear()
-    llm.generate(texts, SamplingParams(max_tokens=min(24, NEW_TOKENS), ignore_eos=True))
-    return statistics.median(record.seconds for record in list(llm.records)[1:])
-
-
 def _engine(pair: Pair, name: str | None) -> LLM:
     """Without prefix cache: a run must not gain from the one before it."""
-    proposer = None if name is None else proposer_named(name, pair.target)
-    options = {} if name is None else {"k": K[name]}
-    return LLM(pair.target, tokenizer=pair.tokenizer, prefix_cache=False, proposer=proposer, **options)
+    if name is None:
+        return LLM(pair.target, prefix_cache=False)
+    return LLM(pair.target, prefix_cache=False, proposer=proposer_named(name, pair.target), k=K[name])
 
 
 def _timed(work: Callable[[], list], texts: list[list[int]]) -> Sample:

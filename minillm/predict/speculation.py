@@ -6,6 +6,13 @@
 
 p: the target's distribution, q: the draft's, K: guesses per pass, c: seconds of one draft token / seconds of one pass
 of the target. Leviathan et al. 2023, §3: Corollary 3.6, equation 1, Theorem 3.8.
+
+That is the speed while all sequences of a batch are going. Guessing lets them end at different passes, and a batch is
+over when its last sequence is:
+
+    seconds     s₀ · E[max X] + s₁ · (E[X₁] + … + E[X_b])                X: passes until a sequence has its tokens
+
+s₀: of a pass whoever is in it, s₁: more for each sequence in it. Without guesses every X is the number of tokens.
 """
 
 from collections.abc import Sequence
@@ -38,6 +45,46 @@ def speedup(alpha: float | Sequence[float], c: float, k: int | None = None, *, v
     if c < 0 or verify <= 0:
         raise ValueError(f"c {c} must be at least 0 and verify {verify} above 0: they are ratios of seconds.")
     return tokens_per_pass(places) / (c * len(places) + verify)
+
+
+def going(alpha: float, k: int, tokens: int) -> list[float]:
+    """[passes]: the chance that a sequence needs pass 1, 2, ... to write `tokens` tokens; their sum is E[X].
+
+    As the engine does it, no more is guessed than there are tokens left after the one that a pass gives anyway.
+    """
+    _places(alpha, k)
+    if tokens < 1:
+        raise ValueError(f"tokens {tokens} must be at least 1.")
+    left, chances = {tokens: 1.0}, []
+    while left:
+        chances.append(sum(left.values()))
+        after: dict[int, float] = {}
+        for missing, chance in left.items():
+            guesses = min(k, missing - 1)
+            for right in range(guesses + 1):
+                given = alpha**right * (1 - alpha if right < guesses else 1)
+                if missing > right + 1 and given:
+                    after[missing - right - 1] = after.get(missing - right - 1, 0.0) + chance * given
+        left = after
+    return chances
+
+
+def batch_passes(alphas: Sequence[float], k: int, tokens: int) -> tuple[float, float]:
+    """(E[max X], ΣE[X]) of sequences that write `tokens` tokens each. alphas: of each, all places of a draft alike."""
+    each = [going(alpha, k, tokens) for alpha in alphas]
+    longest = 0.0
+    for place in range(max(map(len, each))):
+        none = 1.0
+        for chances in each:
+            none *= 1 - (chances[place] if place < len(chances) else 0.0)
+        longest += 1 - none
+    return longest, sum(map(sum, each))
+
+
+def batch_seconds(alphas: Sequence[float], k: int, tokens: int, fixed: float, each: float) -> float:
+    """Seconds of all passes after the prompts. fixed, each: s₀ and s₁, guesses included; k 0: without guesses."""
+    longest, total = batch_passes(alphas, k, tokens)
+    return fixed * longest + each * total
 
 
 def best_k(alpha: float, c: float, most: int = 64) -> int:

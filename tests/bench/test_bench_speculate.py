@@ -8,16 +8,15 @@ from minillm.bench import bench, speculate
 def test_rows_and_formulas(monkeypatch):
     for name, value in (
         ("PROMPTS", 1),
-        ("NEW_TOKENS", 4),
+        ("NEW_TOKENS", 8),
         ("PROMPT_TOKENS", 24),
         ("BATCHES", (1,)),
         ("KINDS", ("code",)),
     ):
         monkeypatch.setattr(speculate, name, value)
-    monkeypatch.setattr(speculate, "costs", lambda *about: (0.3, 1.2))
     report = bench("speculate", proposers=("draft",))
     names = [(row.name.split(":")[0], row.peer) for row in report.rows]
-    assert len(report.rows) == 4 and len(set(names)) == 3 and report.ok
+    assert len(report.rows) == 5 and len(set(names)) == 3 and report.ok
     assert {row.peer for row in report.rows} == {
         "minillm without guesses",
         "formula",
@@ -26,6 +25,7 @@ def test_rows_and_formulas(monkeypatch):
     assert all(row.ratio > 0 and row.ours > 0 for row in report.rows)
     [formula] = [row for row in report.rows if row.name.startswith("draft") and "per pass" in row.name][:1]
     assert 1 <= formula.theirs <= speculate.K["draft"] + 1
+    assert len(bench("speculate", proposers=("draft",), peers=False).rows) == 4
 
 
 def test_prompts_are_the_same_every_time_and_of_one_length():

@@ -5,7 +5,16 @@ from itertools import product
 
 import pytest
 
-from minillm.predict.speculation import acceptance, best_k, large_batch_speedup, speedup, tokens_per_pass
+from minillm.predict.speculation import (
+    acceptance,
+    batch_passes,
+    batch_seconds,
+    best_k,
+    going,
+    large_batch_speedup,
+    speedup,
+    tokens_per_pass,
+)
 
 
 def test_acceptance_is_the_overlap_and_one_minus_the_total_variation():
@@ -58,6 +67,47 @@ def test_a_dearer_check_is_worth_less():
     assert speedup(0.8, 0.1, 4, verify=1.5) == pytest.approx(tokens_per_pass(0.8, 4) / 1.9)
 
 
+def ways(alpha, k, tokens):
+    """{passes: probability} of one sequence, by following every outcome to its end."""
+    if tokens <= 0:
+        return {0: 1.0}
+    found, guesses = {}, min(k, tokens - 1)
+    for right in range(guesses + 1):
+        chance = alpha**right * (1 - alpha if right < guesses else 1)
+        for passes, rest in ways(alpha, k, tokens - right - 1).items():
+            found[passes + 1] = found.get(passes + 1, 0.0) + chance * rest
+    return found
+
+
+def test_passes_of_a_batch_by_enumeration():
+    for alpha, k, tokens in product((0.0, 0.4, 0.9, 1.0), (0, 1, 3), (1, 2, 7)):
+        chances = ways(alpha, k, tokens)
+        expected = [sum(c for passes, c in chances.items() if passes >= j) for j in range(1, tokens + 1)]
+        found = going(alpha, k, tokens)
+        assert found + [0.0] * (tokens - len(found)) == pytest.approx(expected)
+    alphas = (0.2, 0.5, 0.9)
+    longest = total = 0.0
+    for outcome in product(*(ways(alpha, 3, 7).items() for alpha in alphas)):
+        chance = outcome[0][1] * outcome[1][1] * outcome[2][1]
+        longest += chance * max(passes for passes, _ in outcome)
+        total += chance * sum(passes for passes, _ in outcome)
+    assert batch_passes(alphas, 3, 7) == pytest.approx((longest, total))
+
+
+def test_a_batch_lasts_as_long_as_its_last_sequence():
+    assert batch_seconds([0.3] * 4, 0, 50, 2.0, 0.5) == pytest.approx(
+        50 * (2.0 + 4 * 0.5)
+    )  # without guesses: all of it
+    one, _ = batch_passes([0.6], 3, 400)
+    assert 400 / one == pytest.approx(tokens_per_pass(0.6, 3), rel=0.01)  # alone, and long: the papers' formula
+    longest, total = batch_passes([0.6] * 8, 3, 64)
+    assert longest > 1.1 * total / 8 == pytest.approx(1.1 * batch_passes([0.6], 3, 64)[1])
+    slow, _ = batch_passes([0.6] * 7 + [0.1], 3, 64)
+    assert longest < batch_passes([0.1], 3, 64)[0] == pytest.approx(slow, rel=0.001)  # nearly all wait for the one
+    alike = batch_seconds([0.6] * 8, 3, 64, 0.0, 1.0) / batch_seconds([0.6], 3, 64, 0.0, 1.0)
+    assert alike == pytest.approx(8)  # where a pass costs only what is in it, nobody waits
+
+
 def test_large_batches_lose():
     """While reading weights takes the time it is the plain formula; then K + 1 tokens cost K + 1."""
     assert large_batch_speedup(0.8, 0.1, 4, 1, 100) == speedup(0.8, 0.1, 4)
@@ -79,6 +129,8 @@ def test_large_batches_lose():
         (lambda: speedup(0.5, -0.1, 2), "c -0.1 must be at least 0"),
         (lambda: best_k(0.5, 0.1, -1), "most -1 must be"),
         (lambda: large_batch_speedup(0.5, 0.1, 2, 0, 10), "batch 0 must be"),
+        (lambda: going(0.5, 2, 0), "tokens 0 must be at least 1"),
+        (lambda: batch_passes([1.5], 2, 4), "must lie in 0 .. 1"),
     ],
 )
 def test_bad_input(call, message):
