@@ -52,6 +52,8 @@ def run(argv: list[str]) -> int:
     except Exception as error:
         if hasattr(error, "format_message"):  # typer's own: an unknown option, a missing or malformed argument
             return _refuse(error.format_message())
+        if hasattr(error, "rank") and isinstance(error.__cause__, ValueError):  # a rank found the bad input
+            return _refuse(error.__cause__)
         raise
 
 
