@@ -58,7 +58,7 @@ def test_runs_are_numbered_and_resumed(home, capsys):
         (["--data", ""], "the path of the text is empty"),
         (["--weight-decay", "inf"], "weight_decay inf must be a number of at least 0"),
         ([*TINY[1:], "--runs", "text/part1.py"], "text/part1.py/tiny-1 cannot hold a run (Not a directory)"),
-        ([*TINY[1:], "--export", "text/part1.py"], "--export text/part1.py: text/part1.py is a file, name another folder"),
+        ([*TINY[1:], "--export", "text/part1.py"], "--export text/part1.py: text/part1.py is a file, name another"),
         ([*TINY[1:], "--export", "text/part1.py/b/c"], "text/part1.py is a file, name another folder"),
         (["--json", "nowhere/x.json"], "--json nowhere/x.json cannot be written"),
         (["--resume"], "no run under runs has a checkpoint"),
