@@ -29,6 +29,8 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> None:
     """Run one command and exit with its status."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it was closed
+        stream.reconfigure(errors="backslashreplace")  # a terminal without a letter we print shall not end the command
     sys.exit(run(sys.argv[1:] if argv is None else argv))
 
 
