@@ -29,6 +29,8 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> None:
     """Run one command and exit with its status."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None where it was closed
+        stream.reconfigure(errors="backslashreplace")  # a terminal without a letter we print shall not end the command
     sys.exit(run(sys.argv[1:] if argv is None else argv))
 
 
@@ -52,6 +54,8 @@ def run(argv: list[str]) -> int:
     except Exception as error:
         if hasattr(error, "format_message"):  # typer's own: an unknown option, a missing or malformed argument
             return _refuse(error.format_message())
+        if hasattr(error, "rank") and isinstance(error.__cause__, ValueError):  # a rank found the bad input
+            return _refuse(error.__cause__)
         raise
 
 

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 import types
@@ -101,3 +102,13 @@ def test_imports_stay_light(code, heavy):
     root = Path(minillm.__file__).parents[1]
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root, check=True)
     assert result.stdout.splitlines()[-1] == "heavy:"
+
+
+def test_a_terminal_that_knows_ascii_only_shows_everything(tmp_path):
+    """A table's letters (µ, —) are written as escapes there; closed streams do not matter either."""
+    code = "import minillm.__main__ as m; m._overview = lambda: 'µs — done'; m.main([])"
+    root = Path(minillm.__file__).parents[1]
+    for encoding, shown in (("ascii", "\\xb5s \\u2014 done"), ("utf-8", "µs — done")):
+        environ = os.environ | {"PYTHONIOENCODING": encoding}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=root, env=environ)
+        assert done.returncode == 0 and done.stdout.decode().strip() == shown and not done.stderr

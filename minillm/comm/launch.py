@@ -12,9 +12,7 @@ when one fails.
 """
 
 import contextlib
-import functools
 import linecache
-import multiprocessing
 import os
 import re
 import shutil
@@ -35,6 +33,7 @@ import torch.distributed as dist
 from minillm.comm import worker
 from minillm.comm.board import FINISHED, STARTING, Board
 from minillm.comm.errors import HangError, RankError
+from minillm.comm.forkserver import start_context, start_server
 from minillm.comm.links import Link, Topology
 from minillm.comm.table import waiting_table
 from minillm.comm.torchrun import in_place
@@ -84,7 +83,7 @@ class Run:
         self.folder, self.job, self.nproc = folder, job, job.nproc
         self.board = Board(folder / "board", job.nproc)
         self.store = _store()
-        context = multiprocessing.get_context(_start_method())
+        context = start_context()
         arguments = [(str(folder), rank, job.nproc, self.store.port, dict(os.environ)) for rank in range(job.nproc)]
         self.ranks = [context.Process(target=worker.main, args=args, name=f"rank{args[1]}") for args in arguments]
         self.read = [0] * job.nproc  # bytes of each rank's output shown so far
@@ -94,6 +93,7 @@ class Run:
     def results(self) -> list[Any]:
         try:
             with _uninterrupted(), _without_main():
+                start_server()
                 for rank in self.ranks:
                     rank.start()
             hang = self._watch()
@@ -236,19 +236,6 @@ def _folder() -> Iterator[Path]:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
-
-
-@functools.cache
-def _start_method() -> str:
-    """A fork server that has loaded torch once, but not minillm, so that edits are seen.
-
-    torch._dynamo, because making any torch.optim optimizer loads it: seconds, once per rank.
-    """
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return "spawn"
-    modules = ["torch", "torch._dynamo", "torch.distributed", "numpy", "cloudpickle", "psutil"]
-    multiprocessing.set_forkserver_preload(modules)
-    return "forkserver"
 
 
 def _store() -> dist.TCPStore:

@@ -91,8 +91,9 @@ def main(folder: str, rank: int, nproc: int, port: int, environ: dict[str, str])
         board.set_state(rank, RAISED)
         report = failure(error)
     _write(Path(folder, f"report{rank}"), cloudpickle.dumps(report))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(ValueError, OSError):  # the function may have closed it
+            stream.flush()
     ctypes.CDLL(None).fflush(None)
     os._exit(0 if report.result is not None else 1)  # threads the function left behind shall not keep the rank
 

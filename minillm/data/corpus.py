@@ -51,6 +51,8 @@ def corpus(path: str | Path | None = None) -> "Corpus":
     if path is None:
         root = Path(sysconfig.get_path("stdlib"))
         return Corpus(root, tuple(sorted(_stdlib_files(root))))
+    if not str(path):  # which pathlib takes for the folder we are in
+        raise ValueError("the path of the text is empty: name a file or folder, or give none for the standard library")
     root = Path(path).expanduser()
     if root.is_file():
         if not _looks_like_text(root):

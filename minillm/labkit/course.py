@@ -7,12 +7,12 @@ from pathlib import Path
 
 
 def root(start: Path | None = None) -> Path:
-    """The nearest folder from `start` (default: where we are) upwards with solutions/NN_topic.py, else minillm's."""
+    """The nearest folder from `start` upwards with solutions/NN_topic.py; without `start` from here, else minillm's."""
     here = (start or Path.cwd()).resolve()
-    for folder in (here, *here.parents, Path(__file__).resolve().parents[2]):
+    for folder in (here, *here.parents, *([] if start else [Path(__file__).resolve().parents[2]])):
         if any((folder / "solutions").glob("[0-9][0-9]_*.py")):
             return folder
-    raise ValueError(f"no course above {here}: run this inside a clone of minillm")
+    raise ValueError(f"no course in or above {here}: name a clone of minillm, or run this inside one")
 
 
 def masters(course: Path) -> dict[str, Path]:

@@ -1,11 +1,13 @@
 """Where a number comes from: hardware, versions, date and command. Every JSON file of results starts with it."""
 
+import contextlib
 import datetime
 import json
 import os
 import platform
 import shlex
 import sys
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +17,6 @@ import torch
 import typer
 
 PACKAGES = ("minillm", "torch", "numpy")
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write the results as JSON.")]
 
 
 def provenance(command: str | None = None, packages: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -44,12 +45,33 @@ def summary(origin: dict[str, Any]) -> str:
 
 def write_json(path: Path | None, results: Any) -> None:
     """Write the results of a command to the file of its --json option, if one was given."""
-    if path is None:
-        return
+    if path is not None:
+        with _refusing(path):
+            path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+def writable(path: Path | None) -> Path | None:
+    """`path`, asked before the work whose results it is for: hours may be lost after it. Leaves no file behind."""
+    if path is not None:
+        new = not path.exists()
+        with _refusing(path):
+            path.open("a").close()
+        if new:
+            path.unlink(missing_ok=True)  # other ranks ask as well
+    return path
+
+
+@contextlib.contextmanager
+def _refusing(path: Path) -> Iterator[None]:
     try:
-        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        yield
     except OSError as error:
         raise ValueError(f"--json {path} cannot be written ({error.strerror}): name another file") from error
+
+
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", callback=writable, help="Also write the results as JSON.")
+]
 
 
 def processor() -> str:

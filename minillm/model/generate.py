@@ -17,6 +17,7 @@ from minillm.model.transformer import Transformer
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 COMMITTED = ("target", "draft")
+COLDEST, HOTTEST = 1e-6, 1e30  # beyond them float32 overflows; drawing has long been greedy, or even
 
 
 class KVCache:
@@ -61,7 +62,7 @@ def generate(
     room = model.config.max_seq_len - len(prompt)
     if not prompt or room < 1:
         raise ValueError(f"a prompt of {len(prompt)} tokens does not fit: use 1 to {model.config.max_seq_len - 1}.")
-    if temperature < 0 or max_new_tokens < 1:
+    if not 0 <= temperature < float("inf") or max_new_tokens < 1:
         raise ValueError(f"temperature {temperature} must be at least 0, max_new_tokens {max_new_tokens} at least 1.")
     weight, draw = model.embedding.weight, torch.Generator().manual_seed(seed)
     length = len(prompt) + min(max_new_tokens, room)
@@ -113,7 +114,18 @@ def folder_of(model: str) -> Path:
     )
 
 
+def device_of(name: str) -> torch.device:
+    """The device of that name; ValueError if this torch cannot compute on it here."""
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {name} cannot be used ({str(error).splitlines()[0]}): try cpu") from error
+    return device
+
+
 def _choose(logits: Tensor, temperature: float, draw: torch.Generator) -> int:
     if temperature == 0:
         return int(logits.argmax())
-    return int(torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=draw))
+    scaled = (logits - logits.max()) / min(max(temperature, COLDEST), HOTTEST)
+    return int(torch.multinomial(torch.softmax(scaled, dim=-1), 1, generator=draw))

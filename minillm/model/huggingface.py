@@ -62,16 +62,21 @@ def save_hf(model: Transformer, folder: str | Path, *, max_shard_bytes: int | No
     """
     folder = Path(folder)
     raw = config_to_hf(model.config, next(model.parameters()).dtype)
+    check_folder(folder, model.config)
     if (folder / CONFIG).exists():
-        if (previous := read_config(folder)) != model.config:
-            name = next(f.name for f in fields(previous) if getattr(previous, f.name) != getattr(model.config, f.name))
-            raise ValueError(
-                f"{folder} holds a checkpoint of another model ({name} {getattr(previous, name)}, "
-                f"not {getattr(model.config, name)}): save to another folder."
-            )
         raw = json.loads((folder / CONFIG).read_text()) | raw
     tensors = {hf_name(name): parameter.detach() for name, parameter in model.named_parameters()}
     weights.write(tensors, folder, max_shard_bytes=max_shard_bytes, beside={CONFIG: raw})
+
+
+def check_folder(folder: Path, config: ModelConfig) -> None:
+    """ValueError if `folder` holds a checkpoint of another configuration."""
+    if (folder / CONFIG).exists() and (previous := read_config(folder)) != config:
+        name = next(f.name for f in fields(previous) if getattr(previous, f.name) != getattr(config, f.name))
+        raise ValueError(
+            f"{folder} holds a checkpoint of another model ({name} {getattr(previous, name)}, "
+            f"not {getattr(config, name)}): save to another folder."
+        )
 
 
 def read_config(folder: str | Path) -> ModelConfig:

@@ -21,7 +21,7 @@ from typer import Argument, Option
 from minillm.data import Tokenizer
 from minillm.measure.provenance import JsonFile, provenance, write_json
 from minillm.model import Transformer, load_hf
-from minillm.model.generate import folder_of, generate, heal
+from minillm.model.generate import device_of, folder_of, generate, heal
 from minillm.serve.engine import LLM
 from minillm.serve.request import Output, prompt_ids
 from minillm.serve.sampling import SamplingParams
@@ -44,7 +44,9 @@ def command(
     speculate: Annotated[
         str | None, Option(metavar="NAME", help=f"Guess tokens and check several in a pass: {', '.join(PROPOSERS)}.")
     ] = None,
-    k: Annotated[str, Option("--k", help="With --speculate: guesses per pass, a number or 'adaptive'.")] = "4",
+    k: Annotated[
+        str | None, Option("--k", show_default="4", help="With --speculate: guesses per pass, a number or 'adaptive'.")
+    ] = None,
     batch: Annotated[
         Path | None, Option(metavar="FILE", help='Many prompts at once: one per line, or JSON lines {"prompt": ...}.')
     ] = None,
@@ -55,13 +57,15 @@ def command(
         raise ValueError("--json writes the answers and times of a file of prompts: give one with --batch FILE")
     if batch is not None and prompt:
         raise ValueError("there is a prompt and --batch: put the prompt into the file, or leave --batch out")
+    if k is not None and speculate is None:
+        raise ValueError(f"--k {k} is a number of guesses: say with --speculate NAME who guesses")
     defaults = {"max_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     requests = None if batch is None else list(read_requests(batch, defaults))
     folder = folder_of(model)
-    tokenizer, network = Tokenizer.load(folder), load_hf(folder, device=device, dtype=torch.float32)
-    speculating = {} if speculate is None else {"proposer": proposer_named(speculate, network), "k": _guesses(k)}
+    tokenizer, network = Tokenizer.load(folder), load_hf(folder, device=device_of(device), dtype=torch.float32)
+    speculating = {} if speculate is None else {"proposer": proposer_named(speculate, network), "k": _guesses(k or "4")}
+    wanted = SamplingParams(**defaults)
     if requests is None and speculating:
-        wanted = SamplingParams(**defaults)
         stream_speculating(LLM(network, tokenizer=tokenizer, **speculating), prompt, wanted)
         return 0
     if requests is None:

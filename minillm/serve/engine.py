@@ -101,12 +101,15 @@ class LLM:
             output = self._requests[self.add(prompt, params, **options)].output
         given: list[int] = []
         with self._keeping_others([output]) as others:
-            while output.timing.ended is None:
-                others += self.step()
+            ended = False
+            while not ended:
+                others += self.step() if output.timing.ended is None else []
+                ended = output.timing.ended is not None  # asked before the tokens: others may step at every yield
                 given += [0] * (len(output.answers) - len(given))
                 for index, answer in enumerate(output.answers):
-                    yield from ((index, token) for token in answer.tokens[given[index] :])
-                    given[index] = len(answer.tokens)
+                    while given[index] < len(answer.tokens):
+                        given[index] += 1
+                        yield index, answer.tokens[given[index] - 1]
         if output.error is not None:
             raise RuntimeError(f"request {output.request_id!r} failed: {output.error}")
 

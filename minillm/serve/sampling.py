@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 RULED_OUT = float("-inf")  # as a logit: exp of it is 0
+MOST_SEEDS = 2**63
 COLDEST = 1e-6  # below it float32 overflows; the likeliest token is drawn with certainty long before
 
 
@@ -49,6 +50,8 @@ class SamplingParams:
                 continue
             if not _whole(value) or value < least:
                 raise ValueError(f"{name} {value!r} must be a whole number of at least {least}.")
+        if self.seed >= MOST_SEEDS:
+            raise ValueError(f"seed {self.seed} must be below 2**63, what a generator of torch takes.")
         for name, fits, rule in (
             ("temperature", lambda x: 0 <= x < float("inf"), "at least 0 (0 takes the likeliest token)"),
             ("top_p", lambda x: 0 < x <= 1, "above 0 and at most 1 (1 keeps every token)"),

@@ -13,9 +13,11 @@ import typer
 from typer import Option
 
 from minillm.comm import Group, is_root, launch
-from minillm.data import Tokenizer, Tokens, corpus, tokenize
+from minillm.data import TokenDataset, Tokenizer, Tokens, corpus, tokenize
 from minillm.measure.machine import Machine, machine
 from minillm.measure.provenance import JsonFile, provenance, write_json
+from minillm.model.generate import device_of
+from minillm.model.huggingface import check_folder
 from minillm.predict.data import bits_per_byte, entropy
 from minillm.predict.model import parameters
 from minillm.train import checkpoint
@@ -109,15 +111,17 @@ def command(
     if config.compile and layout.is_hybrid:
         raise ValueError("--compile does not look through the messages inside a model: leave it out with --tp and --pp")
     plan = Plan(folder, settings, resume, layout, offload, device, save_every, validate_every, memory, export_to)
-    _texts(settings)  # made once here, found by the ranks
+    device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if export_to:
+        _check_export(export_to, config)
+    TokenDataset(_texts(settings)[0], config.seq_len)  # tokens are made once here, found by the ranks
     world_size = layout.world_size
     if is_root():
         ranks = f" on {world_size} ranks" if world_size > 1 else ""
         count = parameters(config.model).total / 1e6
         print(f"{settings['model_size']} of {count:.2f} M parameters{ranks}, kept in {folder}", flush=True)
         if not (folder / checkpoint.FILE).exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / RUN_FILE).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+            _begin(folder, settings)
     try:
         if "RANK" in os.environ:
             found = launch(train, world_size, plan, timeout=TIMEOUT_S, device=_kind(device))[0]
@@ -159,7 +163,7 @@ def train(group: Group | None, plan: Plan) -> dict[str, Any]:
         plan = group.gather_objects(plan)[0]  # under torchrun every process has made its own, and its own new folder
     settings, tokenizer = plan.settings, Tokenizer.load()
     config, (tokens, held_out) = _config(settings, tokenizer.vocab_size), _texts(settings)
-    where = group.device if group else _device(plan.device)
+    where = group.device if group else device_of(plan.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     form = parallel_form(group, plan.layout, plan.offload) if group else Alone()
     peak = peak_flops(machine(), where, PRECISIONS[config.precision].compute) if form.is_root else None
     if peak and where.type != "cpu":  # ranks on a CPU share it
@@ -238,6 +242,22 @@ def _saved(folder: Path, given: dict[str, Any]) -> dict[str, Any]:
     return DEFAULTS | saved | {"betas": tuple(saved["betas"])}  # JSON knows no tuples
 
 
+def _check_export(folder: Path, config: TrainConfig) -> None:
+    """Before the hours that it takes: can the model be written there?"""
+    check_folder(folder, config.model)
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise ValueError(f"--export {folder}: {there} is a file, name another folder")
+
+
+def _begin(folder: Path, settings: dict[str, Any]) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / RUN_FILE).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{folder} cannot hold a run ({error.strerror}): name another --run or --runs") from error
+
+
 def _latest(runs: Path) -> Path:
     found = sorted(runs.glob(f"*/{checkpoint.FILE}"), key=lambda path: path.stat().st_mtime)
     if not found:
@@ -261,15 +281,6 @@ def _texts(settings: dict[str, Any]) -> tuple[Tokens, Tokens]:
 def _kind(device: str) -> str | None:
     """The kind of device that ranks are to use, for `launch`; None: what there is."""
     return device.partition(":")[0] or None
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {name} cannot be used ({str(error).splitlines()[0]}): try cpu") from error
-    return device
 
 
 def _report(found: dict[str, Any], folder: Path) -> None:

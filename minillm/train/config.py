@@ -53,8 +53,8 @@ class TrainConfig:
         for name, value in (("min_lr_share", self.min_lr_share), *zip(("beta1", "beta2"), self.betas, strict=True)):
             if not 0 <= value <= 1 or (name != "min_lr_share" and value == 1):
                 raise ValueError(f"{name} {value} is outside 0 .. 1.")
-        if not self.weight_decay >= 0:
-            raise ValueError(f"weight_decay {self.weight_decay} must not be negative.")
+        if not 0 <= self.weight_decay < float("inf"):
+            raise ValueError(f"weight_decay {self.weight_decay} must be a number of at least 0.")
         for name, choices in (("precision", PRECISIONS), ("recompute", RECOMPUTE)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} {getattr(self, name)!r} is unknown: use one of {', '.join(choices)}.")

@@ -28,6 +28,13 @@ def test_bad_input_is_one_line(tmp_path, capsys):
         assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_every_lab_has_its_figures_and_nothing_else_counts_as_a_lab():
+    labs = {name.split("_")[0] for name, _ in figures.registered([])}
+    assert {"01", "14", "15"} <= labs and all(lab.isdigit() for lab in labs)
+    with pytest.raises(ValueError, match=r"are 00, 01(, \d\d)*$"):
+        list(figures.registered(["77"]))
+
+
 def test_a_figure_too_large_is_refused(monkeypatch):
     monkeypatch.setattr(figures, "LARGEST_BYTES", 10)
     with pytest.raises(ValueError, match="keep it under 10"):

@@ -49,6 +49,14 @@ def test_built_course_is_up_to_date(built, capsys):
     assert "raise NotImplementedError" in (built / "labs" / "torchrun" / "90_fixture.py").read_text()
 
 
+@pytest.mark.parametrize("root", ["nowhere", "empty", "empty/file"])
+def test_a_root_that_is_no_course_is_refused(tmp_path, capsys, root):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "file").touch()
+    assert run(["notebooks", "--check", "--root", str(tmp_path / root)]) == 2
+    assert f"no course in or above {tmp_path / root}" in capsys.readouterr().err
+
+
 def test_executed_solution_is_clean(built):
     notebook = nbformat.read(built / "solutions" / "90_fixture.ipynb", as_version=4)
     assert set(notebook.metadata) == {"kernelspec", "language_info"} and notebook.metadata.kernelspec.name == "python3"

@@ -130,6 +130,44 @@ def test_options_that_do_not_go_together(folder, tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--device", "tpu"], "--device tpu cannot be used ("),
+        (["--device", "meta"], "--device meta cannot be used ("),
+        (["--temperature", "inf"], "temperature inf must be at least 0"),
+        (["--seed", "-1"], "seed -1 must be a whole number of at least 0"),
+        (["--seed", str(2**63)], "seed 9223372036854775808 must be below 2**63"),
+        (["--speculate", "ngram", "--seed", str(2**63)], "must be below 2**63"),
+        (["--k", "3"], "--k 3 is a number of guesses: say with --speculate NAME who guesses"),
+    ],
+)
+def test_what_one_prompt_cannot_have(folder, capsys, options, message):
+    assert run(["generate", "def ", *options, "--model", str(folder)]) == 2
+    out, err = capsys.readouterr()
+    assert message in err and err.count("\n") == 1 and not out
+
+
+@pytest.mark.parametrize("temperature", ["1e-320", "1e-7", "1e35", "1e300"])
+def test_the_coldest_and_the_hottest_temperature(folder, capsys, temperature):
+    assert run(["generate", "def ", "--max-new-tokens", "3", "--temperature", temperature, "--model", str(folder)]) == 0
+    drawn = capsys.readouterr().out
+    assert run(["generate", "def ", "--max-new-tokens", "3", "--model", str(folder)]) == 0
+    assert (drawn == capsys.readouterr().out) == (float(temperature) < 1)
+
+
+def test_a_json_file_that_cannot_be_written_is_refused_before_the_work(folder, tmp_path, capsys):
+    for target in (tmp_path / "none" / "out.json", tmp_path):
+        assert batch(folder, tmp_path, "def a", "--json", str(target)) == 2
+        out, err = capsys.readouterr()
+        assert f"--json {target} cannot be written (" in err and err.count("\n") == 1 and not out
+    kept = tmp_path / "kept.json"
+    kept.write_text("mine")
+    for target in (kept, tmp_path / "new.json"):
+        assert batch(folder, tmp_path, "", "--json", str(target)) == 2
+    assert kept.read_text() == "mine" and not (tmp_path / "new.json").exists()
+
+
 def test_a_failed_request_is_shown_and_the_exit_status_says_so(folder, tmp_path, capsys, monkeypatch):
     def broken(*args, **options):
         model = load_hf(*args, **options)

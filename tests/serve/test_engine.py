@@ -359,3 +359,19 @@ def test_bad_requests_are_refused_in_one_sentence(call, message):
 def test_bad_engines_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         LLM(MODEL, **options)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_streams_that_take_turns_lose_no_token(n):
+    """Each `next` steps for all, so a stream finds several tokens, or its end, when its turn comes."""
+    llm, params = LLM(MODEL, block_size=4, num_blocks=40), SamplingParams(max_tokens=8, n=n, temperature=0.9)
+    expected = [output.answers for output in llm.generate(PROMPTS[:2], params)]
+    streams, taken = [llm.stream(prompt, params) for prompt in PROMPTS[:2]], [[], []]
+    for turn in (0, 1, 1, 0, 1, 0):
+        taken[turn].append(next(streams[turn]))
+    other = llm.generate([PROMPTS[2]], params)[0]  # to the end, and both streams with it
+    for mine, stream in zip(taken, streams, strict=True):
+        mine += stream
+    for mine, answers in zip(taken, expected, strict=True):
+        assert [[token for index, token in mine if index == i] for i in range(n)] == [a.tokens for a in answers]
+    assert len(other.answers[0].tokens) == 8 and llm.unfinished == 0

@@ -54,6 +54,13 @@ def test_runs_are_numbered_and_resumed(home, capsys):
         (["--data", "nowhere"], "no such file or folder: nowhere"),
         (["--steps", "0"], "steps 0 must be a whole number"),
         (["--device", "tpu9"], "--device tpu9 cannot be used"),
+        (["--device", "meta", "--dp", "2"], "--device meta cannot be used"),
+        (["--data", ""], "the path of the text is empty"),
+        (["--weight-decay", "inf"], "weight_decay inf must be a number of at least 0"),
+        ([*TINY[1:], "--runs", "text/part1.py"], "text/part1.py/tiny-1 cannot hold a run (Not a directory)"),
+        ([*TINY[1:], "--export", "text/part1.py"], "--export text/part1.py: text/part1.py is a file, name another"),
+        ([*TINY[1:], "--export", "text/part1.py/b/c"], "text/part1.py is a file, name another folder"),
+        (["--json", "nowhere/x.json"], "--json nowhere/x.json cannot be written"),
         (["--resume"], "no run under runs has a checkpoint"),
         (["--resume", "--run", "x"], "holds no run"),
         (["--seq-len", "1000000", "--data", "text"], "too few for seq_len 1000000"),
@@ -62,7 +69,13 @@ def test_runs_are_numbered_and_resumed(home, capsys):
 def test_bad_input_is_one_line(home, capsys, arguments, message):
     assert run(["train", *arguments]) == 2
     error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    assert message in error and error.count("\n") == 1 and not (home / "runs").exists()
+
+
+@pytest.mark.slow
+def test_bad_input_that_a_rank_finds_is_one_line_too(home, capsys):
+    assert run([*TINY, "--zero", "1", "--offload", "text/part1.py"]) == 2
+    assert "offload='text/part1.py' cannot take" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_resume_with_other_options_is_refused(home, capsys):

@@ -18,7 +18,7 @@ from typer import Option
 from minillm.data import Loader, TokenDataset, Tokenizer, corpus, tokenize
 from minillm.measure.provenance import provenance
 from minillm.model import Transformer, load_hf
-from minillm.model.generate import CHECKPOINTS, folder_of
+from minillm.model.generate import CHECKPOINTS, device_of, folder_of
 from minillm.serve.speculate.distil import LOSSES, MAKERS, Goals
 from minillm.serve.speculate.heads import hidden_states, load, save
 from minillm.serve.speculate.held_out import acceptance_by_place, proposer_of
@@ -46,6 +46,14 @@ def train(
     cosine to 0. bf16: multiply in bfloat16 (autocast), which many processors do twice as fast; sums stay float32.
     """
     ahead = max(AHEAD, len(head.heads) if isinstance(head, MedusaHeads) else 0)
+    room = loader.dataset.seq_len - 2 * ahead
+    if room < 1 or loader.dataset.seq_len > target.config.max_seq_len:
+        raise ValueError(
+            f"--seq-len {loader.dataset.seq_len} does not fit: {kind} needs {2 * ahead + 1} or more, "
+            f"the target's context is {target.config.max_seq_len}."
+        )
+    if not 1 <= rows <= (most := loader.sampler.global_batch * room):
+        raise ValueError(f"--rows {rows} is not in 1 .. {most}, the positions of a batch that can be compared.")
     target.requires_grad_(False)
     optimizer = torch.optim.AdamW(head.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01)
     draw, losses, device = torch.Generator().manual_seed(seed), [], target.embedding.weight.device
@@ -63,6 +71,8 @@ def train(
         nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         optimizer.step()
         losses.append(loss.item())
+        if not math.isfinite(losses[-1]):
+            raise ValueError(f"the loss is {losses[-1]} after {step + 1} steps: lower --lr {lr}.")
         bar.set_postfix(loss=f"{losses[-1]:.3f}")
     return losses
 
@@ -87,8 +97,10 @@ def command(
     """Train what a proposer needs on a frozen target, and measure how much of its drafts is accepted."""
     if kind not in MAKERS:
         raise ValueError(f"--kind {kind} is none of {', '.join(MAKERS)}.")
-    folder = folder_of(model)
-    target, tokenizer = load_hf(folder, device=device, dtype=torch.float32), Tokenizer.load(folder)
+    folder, export = folder_of(model), export or CHECKPOINTS / kind
+    if export.exists() and not export.is_dir():
+        raise ValueError(f"--export {export} is a file: name a folder.")
+    target, tokenizer = load_hf(folder, device=device_of(device), dtype=torch.float32), Tokenizer.load(folder)
     options = {"medusa": {"heads": heads}, "early_exit": {"layers": layers}}.get(kind, {})
     head = MAKERS[kind](target.config, **options)
     if hasattr(head, "initialize"):
@@ -106,7 +118,6 @@ def command(
         *(f"--{n.replace('_', '-')} {v}" for n, v in settings.items()),
     ]
     origin = provenance(" ".join(["python -m minillm train-heads", *written, *["--no-bf16"][bf16:]]))
-    export = export or CHECKPOINTS / kind
     about = {
         "command": origin["command"],
         **settings,

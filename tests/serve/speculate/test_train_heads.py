@@ -96,5 +96,16 @@ def test_the_command_writes_weights_and_what_they_accept(make_target, tmp_path, 
     assert about["tokens"] == 2 * 2 * 32 and "--kind medusa" in about["command"] and about["loss"] > 0
     assert [len(about[f"accepted_at_{temperature}"]) for temperature in ("0", "0.8")] == [4, 4]
     assert len(load("medusa", MAKERS["medusa"], make_target(vocab_size=4096), tmp_path / "out").heads) == 2
+    for wrong, message in (
+        ({"seq_len": 8}, "--seq-len 8 does not fit: medusa needs 9 or more, the target's context is"),
+        ({"seq_len": 1024}, "--seq-len 1024 does not fit"),
+        ({"seq_len": 32, "rows": 49}, "--rows 49 is not in 1 .. 48"),
+        ({"seq_len": 32, "lr": float("inf")}, "the loss is nan after . steps: lower --lr inf"),
+        ({"seq_len": 32, "export": source}, "transformer.py is a file: name a folder"),
+        ({"seq_len": 32, "device": "tpu"}, "--device tpu cannot be used"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            command("medusa", **{"steps": 4, "batch_size": 2, "rows": 16, "heads": 2, "prompts": 1, **options, **wrong})
+    assert json.loads((tmp_path / "out" / "training.json").read_text()) == about
     with pytest.raises(ValueError, match="--kind hydra is none of medusa, eagle, early_exit"):
         command("hydra")

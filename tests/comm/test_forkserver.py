@@ -1,0 +1,35 @@
+"""Ctrl-C reaches every process of a terminal: the fork server and fresh ranks stay silent, the launcher stops."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+PROGRAM = """
+import torch
+from minillm.comm import launch
+
+print("ready", flush=True)
+try:
+    while True:
+        launch(lambda group: group.rank, 2)
+except KeyboardInterrupt:
+    print("stopped", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.1, 0.6, 1.5, 4.0])
+def test_an_interrupt_of_the_whole_group_shows_no_traceback_of_helpers(tmp_path, seconds):
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, str(file)], start_new_session=True, **pipes) as program:
+        assert program.stdout.readline() == "ready\n"
+        time.sleep(seconds)  # while the server starts, loads torch, or ranks start
+        os.killpg(program.pid, signal.SIGINT)
+        out, err = program.communicate(timeout=60)
+    assert out == "stopped\n" and err == ""
