@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 
-from minillm.comm import Group, HangError, launch
+from minillm.comm import Group
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.labs.lab_00 import LAB
 from minillm.labkit.receipts import Receipt, Row, receipt, row
+from minillm.labkit.trials import run
 from minillm.measure import Ledger, ledger
 from minillm.predict import comms
 
-PATIENCE_S = 6.0  # of a rank in one operation: longer than any exercise needs on a busy machine
 VERDICTS = ("fine", "silent", "chatty", "wasteful")
+ENTER_ALL = "Every rank of a group must enter every collective of it, in the same order."
 
 
 # The course's own answers.
@@ -60,7 +61,7 @@ def check_first_rank_program(learner: Callable) -> Receipt:
     inputs = [torch.randint(-50, 50, (8 * random.randint(2, 20),)).float() for _ in range(world)]
     size = min(x.numel() for x in inputs)
     inputs = [x[:size] for x in inputs]
-    trials = _on_ranks(_try_average, world, learner, inputs)
+    trials = run(_try_average, world, learner, inputs, advice=ENTER_ALL)
     total = torch.stack(inputs).sum(0)
     for rank, (result, after, _) in enumerate(trials):
         _say_average(f"rank {rank} of {world}", result, inputs[rank], total, world)
@@ -97,7 +98,7 @@ def check_first_rank_program(learner: Callable) -> Receipt:
 )
 def check_read_receipt(learner: Callable) -> list[Row]:
     world, elements = 4, 96 * random.randint(2, 20)  # divides into 8 pieces for 3 or 4 ranks: all bytes are exact
-    ledgers = _on_ranks(_run_suspects, world, elements)[0]
+    ledgers = run(_run_suspects, world, elements)[0]
     rows = []
     for size, truth, led in random.sample(ledgers, len(ledgers)):
         found = learner(led, elements * 4, size)
@@ -156,17 +157,6 @@ def _chatty(group: Group, x: torch.Tensor) -> torch.Tensor:
 
 def _wasteful(group: Group, x: torch.Tensor) -> torch.Tensor:
     return group.all_gather(x).view(group.world_size, -1).sum(0)
-
-
-def _on_ranks(program: Callable, world: int, *args: Any) -> list[Any]:
-    """`launch`, with a hang told as a failed check."""
-    try:
-        return launch(program, world, *args, timeout=PATIENCE_S, device="cpu")
-    except HangError as hang:
-        raise CheckFailed(
-            f"the ranks wait for each other for ever. Who waits for whom:\n{hang.table}\n"
-            "Every rank of a group must enter every collective of it, in the same order."
-        ) from None
 
 
 # What is wrong, in words.
