@@ -85,8 +85,8 @@ def check_matmul_cost(learner: Callable) -> list[Row]:
     ),
 )
 def check_roofline(learner: Callable) -> list[Row]:
-    peak, bandwidth = random.uniform(5e10, 5e14), random.uniform(5e9, 5e12)
-    ridge, rows, found, asked = peak / bandwidth, [], [], []
+    peak, ridge = random.uniform(5e10, 5e14), random.uniform(4, 400)  # FLOP/s and FLOP/B of machines there are
+    bandwidth, rows, found, asked = peak / ridge, [], [], []
     places = {"left of the ridge": 0.05, "just left of it": 0.9, "just right of it": 1.1, "right of the ridge": 20.0}
     for where, share in places.items():
         asked.append(ridge * share * random.uniform(0.95, 1.05))
