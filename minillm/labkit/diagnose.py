@@ -5,7 +5,9 @@ whose contributions are in it and how often. `say_sum` and `say_parts` look for 
 """
 
 import itertools
+import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -27,6 +29,13 @@ def expect_like(who: str, result: Any, expected: torch.Tensor, returns: str) -> 
         raise CheckFailed(f"{who} returned {got}; asked for is {returns}")
     if result.numel() != expected.numel() or result.dtype != expected.dtype:
         raise CheckFailed(f"{who} returned {_kind(result)}, but asked for is {returns}, here {_kind(expected)}")
+
+
+def expect_number(value: Any, returns: str) -> float:
+    """The number; CheckFailed unless `value` is one, and finite. `returns` says what is asked for."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+        raise CheckFailed(f"you returned {value!r}; asked for is {returns}")
+    return value.item() if hasattr(value, "item") else value
 
 
 def say_sum(result: torch.Tensor, inputs: Sequence[torch.Tensor], chunk: int, parts: int) -> str:

@@ -62,12 +62,12 @@ def try_on_ranks(function: Callable[..., Any], cases: Sequence[Case]) -> list[li
     return [[by_rank[rank][index] for rank in range(case.world_size)] for index, case in enumerate(cases)]
 
 
-def run(program: Callable[..., Any], nproc: int, *args: Any) -> list[Any]:
-    """`launch`, with a hang told as a failed check."""
+def run(program: Callable[..., Any], nproc: int, *args: Any, advice: str | None = None) -> list[Any]:
+    """`launch`, with a hang told as a failed check. advice: what ends its message, if not a guess from the table."""
     try:
         return launch(program, nproc, *args, timeout=PATIENCE_S, device="cpu")
     except HangError as hang:
-        raise CheckFailed(_say_hang(hang.table)) from None
+        raise CheckFailed(_say_hang(hang.table, advice)) from None
 
 
 def one_trial(x: torch.Tensor, groups: Sequence[Group], call: Callable[[torch.Tensor], Any]) -> Trial:
@@ -162,20 +162,28 @@ def _listed(messages: Any) -> list[tuple[torch.Tensor, int]]:
     return [messages] if one else list(messages)
 
 
-def _say_hang(table: str) -> str:
+def _say_hang(table: str, advice: str | None = None) -> str:
     """The table, and what to make of it."""
     where = re.findall(r"^\d+ +(\w+)", table, re.MULTILINE)
+    if "starting" in where:
+        return (
+            "not every rank has even started, so your code is not to blame yet: this machine is too busy. "
+            f"Run this cell again.\n{table}"
+        )
+    return f"the ranks wait for each other for ever. Who waits for whom:\n{table}\n{advice or _advice(where)}"
+
+
+def _advice(where: Sequence[str]) -> str:
+    """A guess from the operations that the ranks are in."""
     if where and set(where) <= {"send", "recv", "exchange"}:
         stuck = {name for name in where if name != "exchange"}
     else:
         stuck = set(where) & POINT_TO_POINT
     if stuck == {"send"}:
-        advice = (
+        return (
             "Deadlock: these ranks are all in send, and a send returns only when the other side receives. Post both "
             "at once with group.exchange(send=..., recv=...), or let neighbours take turns."
         )
-    elif stuck == {"recv"}:
-        advice = "These ranks are all in recv, and nobody sends to them: some rank skips its send."
-    else:
-        advice = "Follow the arrows to a rank that waits for nobody, or for a message that nobody sends."
-    return f"the ranks wait for each other for ever. Who waits for whom:\n{table}\n{advice}"
+    if stuck == {"recv"}:
+        return "These ranks are all in recv, and nobody sends to them: some rank skips its send."
+    return "Follow the arrows to a rank that waits for nobody, or for a message that nobody sends."

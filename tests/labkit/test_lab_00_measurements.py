@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 
 from minillm.comm import launch
 from minillm.labkit.experiments import lab_00 as experiments
-from minillm.labkit.labs.lab_00 import average
+from minillm.labkit.labs.lab_00_ranks import average
 from minillm.labkit.pictures import lab_00 as pictures
 from minillm.measure.rates import fit_link
 from minillm.predict import comms

@@ -70,3 +70,9 @@ def test_ready_made_collectives_are_refused():
 def test_a_hang_comes_with_advice(places, advice):
     table = "rank  where\n----  -----\n" + "\n".join(f"{rank}     {where}" for rank, where in enumerate(places))
     assert advice in _say_hang(table)
+
+
+def test_ranks_that_never_started_are_not_blamed_on_the_learner():
+    said = _say_hang("rank  where\n----  -----\n0     all_reduce\n1     starting", "Enter every collective.")
+    assert "has even started" in said and "wait for each other" not in said and "Enter every" not in said
+    assert _say_hang("rank  where\n----  -----\n0     all_reduce", "Enter it.").endswith("Enter it.")

@@ -212,8 +212,14 @@ def check_balance(learner: Callable) -> Receipt:
 
 
 def _draw_costs(layers: int, parts: int) -> tuple[list[float], int]:
-    """Blocks that differ, an embedding that costs little, a head that costs several blocks."""
-    return [1.0, *(random.choice((2.0, 2.0, 3.0, 5.0)) for _ in range(layers - 2)), random.choice((6.0, 7.0))], parts
+    """Blocks that differ, an embedding that costs little, a head that costs several; cuts without a plan are slower."""
+    while True:
+        blocks = (random.choice((2.0, 2.0, 3.0, 5.0)) for _ in range(layers - 2))
+        costs = [1.0, *blocks, random.choice((6.0, 7.0))]
+        best = _slowest(costs, balance(costs, parts))
+        planless = (_as_many_each(layers, parts), _up_to_the_mean(costs, parts))
+        if layers == parts or all(_slowest(costs, ranges) > best for ranges in planless):
+            return costs, parts
 
 
 def _read_ranges(found: Any, costs: Sequence[float], parts: int) -> list[range]:
@@ -246,6 +252,20 @@ def _ranges(ranges: Sequence[range]) -> str:
 
 
 def _even(costs: Sequence[float], parts: int) -> float:
-    edges = [round(part * len(costs) / parts) for part in range(parts + 1)]
-    times = [sum(costs[start:stop]) for start, stop in itertools.pairwise(edges)]
+    times = [sum(costs[layer] for layer in stage) for stage in _as_many_each(len(costs), parts)]
     return simulate(one_f_one_b(parts, 8), Durations(F=times, B=[2 * time for time in times])).makespan
+
+
+def _as_many_each(layers: int, parts: int) -> list[range]:
+    return [range(*pair) for pair in itertools.pairwise(round(part * layers / parts) for part in range(parts + 1))]
+
+
+def _up_to_the_mean(costs: Sequence[float], parts: int) -> list[range]:
+    """A new stage begins with the layer that would take the last one over the mean."""
+    edges, held = [0], 0.0
+    for layer, cost in enumerate(costs):
+        if held + cost > sum(costs) / parts and len(edges) < parts:
+            edges.append(layer)
+            held = 0.0
+        held += cost
+    return [range(*pair) for pair in itertools.pairwise([*edges, len(costs)])]

@@ -12,7 +12,7 @@ from matplotlib.ticker import PercentFormatter
 
 from minillm.data import Tokenizer, corpus, length_batches, tokenize
 from minillm.labkit.experiments import lab_11 as experiments
-from minillm.labkit.labs import lab_11 as answers
+from minillm.labkit.labs import lab_11_batches as answers
 from minillm.labkit.palette import PALETTE, SPANS, look
 from minillm.labkit.plots import lines, style, subplots
 from minillm.measure import Ledger, timeline

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from minillm.labkit import watching
 from minillm.labkit.experiments import lab_02 as experiments
-from minillm.labkit.labs import lab_02 as answers
+from minillm.labkit.labs import lab_02_step as answers
 from minillm.labkit.receipts import Row, row
 from minillm.measure import machine
 from minillm.model import ModelConfig, Transformer, dense

@@ -13,7 +13,7 @@ from minillm.data import NGram, Prefetcher, Tokenizer, bpe, corpus, length_batch
 from minillm.data.baselines import word_tokenizer
 from minillm.labkit import feeding
 from minillm.labkit.experiments import lab_11 as experiments
-from minillm.labkit.labs import lab_11 as answers
+from minillm.labkit.labs import lab_11_batches as answers
 from minillm.labkit.receipts import Row, row
 from minillm.predict import data as predict
 
