@@ -583,7 +583,8 @@ receipt(
 # ## Where it loses
 #
 # Slow links, and accumulation. Every stage on 2 ranks over an *emulated* link of 8 MB/s, so slow that bytes are all
-# that counts: prediction = bytes / bandwidth + rounds · latency, as if nothing were hidden.
+# that counts: prediction = bytes / bandwidth + rounds · latency, as if nothing were hidden. That is communication
+# alone; the verdicts are on how the stages compare with DDP.
 
 # %%
 slow = links.over_a_slow_link()
