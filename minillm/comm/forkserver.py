@@ -3,7 +3,7 @@
 import functools
 import multiprocessing
 import signal
-import threading
+from multiprocessing import resource_tracker
 from multiprocessing.context import BaseContext
 from multiprocessing.forkserver import ensure_running
 
@@ -23,15 +23,13 @@ def start_context() -> BaseContext:
 def start_server() -> None:
     """Start the fork server, if it does not run, deaf to Ctrl-C as all that it forks: no traceback of its imports.
 
-    Only this moment is deaf here too; loading torch takes seconds, but `start` of the first rank waits for that.
+    It inherits that SIGINT is blocked. Here it is so for a moment only, and a Ctrl-C then is late, not lost.
     """
     if start_context().get_start_method() != "forkserver":
         return
-    if threading.current_thread() is not threading.main_thread():  # which alone may set what a signal does
-        ensure_running()
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource_tracker.ensure_running()  # which the server's start does too, and which unblocks SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         ensure_running()
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
