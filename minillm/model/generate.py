@@ -115,10 +115,13 @@ def folder_of(model: str) -> Path:
 
 
 def device_of(name: str) -> torch.device:
-    """The device of that name; ValueError if this torch cannot compute on it here."""
+    """The device of that name; ValueError if this torch cannot compute on it here. Takes no memory on a GPU."""
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device).item()
+        if device.type != "cuda":
+            torch.zeros(1, device=device).item()
+        elif (device.index or 0) >= (count := torch.cuda.device_count()):
+            raise RuntimeError(f"CUDA GPUs found: {count}")
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {name} cannot be used ({str(error).splitlines()[0]}): try cpu") from error
     return device

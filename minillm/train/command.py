@@ -111,7 +111,7 @@ def command(
     if config.compile and layout.is_hybrid:
         raise ValueError("--compile does not look through the messages inside a model: leave it out with --tp and --pp")
     plan = Plan(folder, settings, resume, layout, offload, device, save_every, validate_every, memory, export_to)
-    device_of(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    _device(device)
     if export_to:
         _check_export(export_to, config)
     TokenDataset(_texts(settings)[0], config.seq_len)  # tokens are made once here, found by the ranks
@@ -163,7 +163,7 @@ def train(group: Group | None, plan: Plan) -> dict[str, Any]:
         plan = group.gather_objects(plan)[0]  # under torchrun every process has made its own, and its own new folder
     settings, tokenizer = plan.settings, Tokenizer.load()
     config, (tokens, held_out) = _config(settings, tokenizer.vocab_size), _texts(settings)
-    where = group.device if group else device_of(plan.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = group.device if group else _device(plan.device)
     form = parallel_form(group, plan.layout, plan.offload) if group else Alone()
     peak = peak_flops(machine(), where, PRECISIONS[config.precision].compute) if form.is_root else None
     if peak and where.type != "cpu":  # ranks on a CPU share it
@@ -281,6 +281,10 @@ def _texts(settings: dict[str, Any]) -> tuple[Tokens, Tokens]:
 def _kind(device: str) -> str | None:
     """The kind of device that ranks are to use, for `launch`; None: what there is."""
     return device.partition(":")[0] or None
+
+
+def _device(name: str) -> torch.device:
+    return device_of(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _report(found: dict[str, Any], folder: Path) -> None:
