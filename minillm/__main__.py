@@ -11,19 +11,19 @@ import sys
 from importlib import import_module
 
 COMMANDS = {
-    "train": ("minillm.train.command", "train a model on Python's source, or on your text"),
+    "train": ("minillm.cli.train", "train a model on Python's source, or on your text"),
     "train-heads": ("minillm.serve.speculate.train_heads", "train Medusa, EAGLE or early-exit heads on a model"),
-    "generate": ("minillm.serve.command", "write on from a prompt, or from a file of prompts"),
-    "plot": ("minillm.labkit.plot_command", "draw a run's loss and step times"),
-    "tour": ("minillm.tour", "run every mechanism once: predicted beside measured"),
-    "oracle": ("minillm.oracle_command", "any layout against one process, every gradient compared"),
-    "doctor": ("minillm.doctor", "can this machine run the course, and what to repair"),
+    "generate": ("minillm.cli.generate", "write on from a prompt, or from a file of prompts"),
+    "plot": ("minillm.cli.plot", "draw a run's loss and step times"),
+    "tour": ("minillm.cli.tour", "run every mechanism once: predicted beside measured"),
+    "oracle": ("minillm.cli.oracle", "any layout against one process, every gradient compared"),
+    "doctor": ("minillm.cli.doctor", "can this machine run the course, and what to repair"),
     "bench": ("minillm.bench", "side by side with a peer"),
-    "machine": ("minillm.labkit.machine_command", "measure this machine: matmul, memory, links"),
-    "lab": ("minillm.labkit.lab", "open a lab in JupyterLab"),
-    "notebooks": ("minillm.labkit.notebooks", "build the labs and execute their solutions"),
-    "figures": ("minillm.labkit.figures", "measure and draw the committed figures"),
-    "progress": ("minillm.labkit.progress_command", "show or reset your progress"),
+    "machine": ("minillm.cli.machine", "measure this machine: matmul, memory, links"),
+    "lab": ("minillm.cli.lab", "open a lab in JupyterLab"),
+    "notebooks": ("minillm.cli.notebooks", "build the labs and execute their solutions"),
+    "figures": ("minillm.cli.figures", "measure and draw the committed figures"),
+    "progress": ("minillm.cli.progress", "show or reset your progress"),
 }
 
 

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from minillm import doctor
 from minillm.__main__ import run
+from minillm.cli import doctor
+from minillm.cli.doctor import CHECKS, Line, examine
 from minillm.comm import HangError, RankError
-from minillm.doctor import CHECKS, Line, examine
 
 
 def absent(package):

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from minillm.__main__ import run
-from minillm.oracle import CASES, Layout, compare
-from minillm.train.ddp import DataParallel
-from minillm.train.forms import ShardedStates, parallel_form
+from minillm.equivalence import CASES, Layout, compare
+from minillm.train.strategies.data_parallel import DataParallel
+from minillm.train.strategies.sharded import ShardedStates, parallel_form
 
 
 @pytest.mark.slow

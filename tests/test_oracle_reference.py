@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
+from minillm.equivalence import Batch, reference
 from minillm.model import ModelConfig, Transformer, cross_entropy, save_hf
-from minillm.oracle import Batch, reference
 
 CONFIG = ModelConfig(37, 16, 24, 2, 4, 2, max_seq_len=32, init_std=0.3)
 TIED = dataclasses.replace(CONFIG, tie_embeddings=True, qk_norm=True)

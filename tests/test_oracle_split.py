@@ -5,9 +5,9 @@ import json
 import pytest
 
 from minillm.__main__ import run
-from minillm.oracle import SPLIT_CASES, Layout, compare
-from minillm.train import hybrid
-from minillm.train.hybrid import Hybrid
+from minillm.equivalence import SPLIT_CASES, Layout, compare
+from minillm.train.strategies import hybrid
+from minillm.train.strategies.hybrid import Hybrid
 
 
 @pytest.mark.slow

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from minillm import tour
 from minillm.__main__ import run
+from minillm.cli import tour
 from minillm.labkit.receipts import row
 
 pytestmark = pytest.mark.wire

@@ -19,10 +19,10 @@ from minillm.bench.comm import slowest
 from minillm.bench.harness import BenchRow, Comparison, bench_row, check_repeats, seconds_per_call, side_by_side
 from minillm.comm import Group, launch
 from minillm.model import ModelConfig
+from minillm.parallel.pipeline_parallel.runtime import Pipeline
+from minillm.parallel.pipeline_parallel.schedules import SCHEDULES, Schedule
+from minillm.parallel.pipeline_parallel.stages import ModelPart, build_parts
 from minillm.train import preset
-from minillm.train.pipeline import Pipeline
-from minillm.train.schedules import SCHEDULES, Schedule
-from minillm.train.stages import ModelPart, build_parts
 
 VOCAB, SEQ_LEN, ROWS, LAYERS, MICROBATCHES = 512, 32, 2, 8, 8  # small actions: the runtime's own time shows
 SHAPES = ("draft", "target")

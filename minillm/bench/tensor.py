@@ -24,8 +24,8 @@ from minillm.bench.harness import BenchRow, Comparison, bench_row, check_repeats
 from minillm.comm import Group, launch
 from minillm.measure import memory, wire
 from minillm.model import ModelConfig, Transformer
+from minillm.parallel.tensor_parallel.layers import join, split_of, sum_partial, tensor_parallel
 from minillm.train import preset
-from minillm.train.tensor import join, split_of, sum_partial, tensor_parallel
 
 VOCAB, SEQ_LEN, BATCH = 4096, 64, 2
 SHAPES = ("draft", "target")

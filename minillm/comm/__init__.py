@@ -11,13 +11,13 @@ from minillm.comm.collectives import (
     tree_broadcast,
     tree_reduce,
 )
+from minillm.comm.emulation import Link, Topology
 from minillm.comm.errors import HangError, MismatchError, PeerLostError, RankError
 from minillm.comm.group import Group
-from minillm.comm.handle import Handle
-from minillm.comm.launch import launch
-from minillm.comm.links import Link, Topology
+from minillm.comm.launch.launcher import launch
+from minillm.comm.launch.torchrun import is_root
 from minillm.comm.mesh import Mesh
-from minillm.comm.torchrun import is_root
+from minillm.comm.work import Handle
 
 __all__ = [
     "Group",

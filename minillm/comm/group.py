@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 
 from minillm.comm import collectives
-from minillm.comm.board import describe
-from minillm.comm.handle import Handle
-from minillm.comm.links import Link
+from minillm.comm.diagnostics.flight_recorder import describe
+from minillm.comm.diagnostics.mismatch import Notices
+from minillm.comm.emulation import Link
 from minillm.comm.messages import Message, Transfer
-from minillm.comm.notices import Notices
 from minillm.comm.operands import dtype_name, part_shape
 from minillm.comm.sockets import Sockets
+from minillm.comm.work import Handle
 from minillm.comm.world import Scratch, World
 from minillm.measure.ledger import Event, Ledger, open_ledgers
 

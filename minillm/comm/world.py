@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from minillm.comm.board import Board
-from minillm.comm.links import Egress
+from minillm.comm.diagnostics.flight_recorder import Board
+from minillm.comm.emulation import Egress
 
 if TYPE_CHECKING:
     from minillm.comm.group import Group

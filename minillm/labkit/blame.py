@@ -16,9 +16,11 @@ _FRAME = re.compile(
     r'(?:\n(?![^\n]*File ")[^\S\n]*(?P<source>[^\n]+))?'
 )
 _PACKAGE = Path(__file__).parents[1]
-_MUTANTS = str(_PACKAGE / "labkit" / "mutants")  # stand in for learners
+_COURSE = _PACKAGE.parent / "course"
+_MISTAKE = re.compile(rf"{re.escape(str(_COURSE))}/\w+/mistakes\w*\.py")  # answers that stand in for learners'
 _NOT_THEIRS = (
     f"{_PACKAGE}{os.sep}",
+    f"{_COURSE}{os.sep}",
     *(f"{sysconfig.get_path(key)}{os.sep}" for key in ("stdlib", "platstdlib", "purelib", "platlib")),
     "<frozen",
     "<__array_function__",
@@ -66,4 +68,4 @@ def not_attempted(error: BaseException) -> bool:
 
 
 def _is_theirs(file: str) -> bool:
-    return file.startswith(_MUTANTS) or not file.startswith(_NOT_THEIRS)
+    return _MISTAKE.fullmatch(file) is not None or not file.startswith(_NOT_THEIRS)

@@ -1,28 +1,62 @@
-"""Where the course lies on disk and what its labs are called."""
+"""Where the course lies on disk: a folder per lab, `course/labNN_topic/`, and what is generated from it.
+
+course/lab01_collectives/notebook.py    the master      -> labs/01_collectives.ipynb, solutions/01_collectives.ipynb
+course/lab01_collectives/torchrun.py    its script      -> labs/torchrun/..., solutions/torchrun/01_collectives.py
+course/lab01_collectives/checks*.py, mistakes*.py, receipts.py, figures.py       found here by name
+"""
 
 import difflib
 import re
 from collections.abc import Iterable, Sequence
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
+
+FOLDER = re.compile(r"lab(\d\d_\w+)")
 
 
 def root(start: Path | None = None) -> Path:
-    """The nearest folder from `start` upwards with solutions/NN_topic.py; without `start` from here, else minillm's."""
+    """The nearest folder from `start` upwards with course/labNN_topic; without `start` from here, else minillm's."""
     here = (start or Path.cwd()).resolve()
     for folder in (here, *here.parents, *([] if start else [Path(__file__).resolve().parents[2]])):
-        if any((folder / "solutions").glob("[0-9][0-9]_*.py")):
+        if any((folder / "course").glob("lab[0-9][0-9]_*/")):
             return folder
     raise ValueError(f"no course in or above {here}: name a clone of minillm, or run this inside one")
 
 
-def masters(course: Path) -> dict[str, Path]:
-    """Masters of the labs by name, in order: solutions/NN_topic.py."""
-    return _by_name((course / "solutions").glob("*.py"))
+def folders(home: Path) -> dict[str, Path]:
+    """The labs' folders by name (NN_topic), in order."""
+    found = ((FOLDER.fullmatch(path.name), path) for path in sorted((home / "course").glob("lab*/")))
+    return {match[1]: path for match, path in found if match}
 
 
-def scripts(course: Path) -> dict[str, Path]:
-    """Masters of the torchrun scripts by name, in order: solutions/torchrun/NN_topic.py."""
-    return _by_name((course / "solutions" / "torchrun").glob("*.py"))
+def masters(home: Path) -> dict[str, Path]:
+    """Masters of the labs by name, in order."""
+    return _files(home, "notebook.py")
+
+
+def scripts(home: Path) -> dict[str, Path]:
+    """Masters of the torchrun scripts by name, in order."""
+    return _files(home, "torchrun.py")
+
+
+def modules(kind: str, lab: str = "") -> list[str]:
+    """Modules of this installation's course called `kind` or `kind_*`, of one lab (NN or NN_topic) or of all."""
+    home = Path(__file__).resolve().parents[2]
+    paths = [path for name, folder in folders(home).items() if name.startswith(lab) for path in folder.glob("*.py")]
+    names = {path: path.stem for path in sorted(paths) if re.fullmatch(rf"{kind}(_\w+)?", path.stem)}
+    return [f"course.{path.parent.name}.{stem}" for path, stem in names.items()]
+
+
+def load(kind: str, lab: str) -> ModuleType | None:
+    """The module `kind` of a lab, or None if the lab has none."""
+    name = next((name for name in modules(kind, lab) if name.endswith(f".{kind}")), None)
+    return import_module(name) if name else None
+
+
+def numbers(kind: str) -> list[str]:
+    """Numbers of the labs that have a module `kind`."""
+    return [name.split(".")[1][3:5] for name in modules(kind) if name.endswith(f".{kind}")]
 
 
 def pick(names: Sequence[str], known: Iterable[str]) -> list[str]:
@@ -41,5 +75,5 @@ def _resolve(name: str, known: list[str]) -> str:
     raise ValueError(f"no lab is called '{name}'; {choice}")
 
 
-def _by_name(paths: Iterable[Path]) -> dict[str, Path]:
-    return {path.stem: path for path in sorted(paths) if re.fullmatch(r"\d\d_\w+", path.stem)}
+def _files(home: Path, name: str) -> dict[str, Path]:
+    return {lab: folder / name for lab, folder in folders(home).items() if (folder / name).exists()}

@@ -1,7 +1,7 @@
 """The registry of exercises: what to verify, what to fall back on, which wrong answers must be caught.
 
-    minillm/labkit/labs/lab_01.py      @exercise(...) on each verifier of lab 01
-    minillm/labkit/mutants/lab_01.py   @mutant(...) and @alternative(...): answers, where learners do not trip over them
+    course/lab01_collectives/checks.py     @exercise(...) on each verifier of lab 01
+    course/lab01_collectives/mistakes.py   @mutant(...) and @alternative(...): known answers
 
 A verifier takes the learner's object (nearly always a function), uses it for real and returns a Receipt or a list of
 rows; it raises CheckFailed("what is wrong, in the learner's words") or returns a row that is off. Modules are imported
@@ -9,7 +9,6 @@ when an exercise of theirs is first asked for.
 """
 
 import difflib
-import pkgutil
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from minillm.labkit import course
 from minillm.labkit.receipts import Receipt, Row
 
 Verifier = Callable[[Any], Receipt | Iterable[Row]]
@@ -103,7 +103,7 @@ def alternative(exercise: str, label: str) -> Callable[[Any], Any]:
 
 def find(name: str) -> Exercise:
     """The exercise called `name`, importing lab modules until it turns up (first those whose text names it)."""
-    for module in sorted(_modules("labs"), key=lambda module: not _mentions(module, name)):
+    for module in sorted(course.modules("checks"), key=lambda module: not _mentions(module, name)):
         if name in _exercises:
             break
         import_module(module)
@@ -115,14 +115,14 @@ def find(name: str) -> Exercise:
 
 def all_exercises() -> list[Exercise]:
     """Every exercise of the course, by lab and in the order of its module."""
-    for module in _modules("labs"):
+    for module in course.modules("checks"):
         import_module(module)
     return sorted(_exercises.values(), key=lambda exercise: exercise.lab)
 
 
 def answers(name: str | None = None) -> list[Answer]:
     """Mutants (`expect` set) and alternatives (`expect` None), of one exercise or of all."""
-    for module in _modules("mutants"):
+    for module in course.modules("mistakes"):
         import_module(module)
     return [answer for answer in _answers.values() if name in (None, answer.exercise)]
 
@@ -138,13 +138,8 @@ def _answer(exercise: str, label: str, expect: str | None) -> Callable[[Any], An
     return register
 
 
-def _modules(folder: str) -> list[str]:
-    package = import_module(f"minillm.labkit.{folder}")
-    return [f"{package.__name__}.{module.name}" for module in pkgutil.iter_modules(package.__path__)]
-
-
 def _mentions(module: str, name: str) -> bool:
-    path = Path(__file__).parent.joinpath(*module.split(".")[2:]).with_suffix(".py")
+    path = Path(__file__).parents[2].joinpath(*module.split(".")).with_suffix(".py")
     return path.exists() and re.search(rf"""["']{re.escape(name)}["']""", path.read_text(encoding="utf-8")) is not None
 
 

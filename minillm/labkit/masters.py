@@ -1,6 +1,6 @@
-"""From one master to the lab and its solution.
+"""From one master, course/labNN_topic/notebook.py, to the lab and its solution.
 
-    solutions/01_collectives.py     labs/01_collectives.ipynb       solutions/01_collectives.ipynb
+    course/lab01_collectives/notebook.py     labs/01_collectives.ipynb       solutions/01_collectives.ipynb
 
     def ring(x, group):             def ring(x, group):             def ring(x, group):
         "x: [n]"                        "x: [n]"                        "x: [n]"
@@ -9,7 +9,8 @@
         # END SOLUTION
 
 Masters are jupytext percent files. Cells tagged "solution-only" stay out of the lab. Cell ids follow from a cell's
-source, so an edit changes one id. The same markers turn solutions/torchrun/NN_topic.py into labs/torchrun/NN_topic.py.
+source, so an edit changes one id. The same markers turn
+course/labNN_topic/torchrun.py into the scripts of labs/torchrun/ and solutions/torchrun/.
 """
 
 import hashlib
@@ -30,6 +31,11 @@ _METADATA = {
 }
 
 
+def name_of(master: Path) -> str:
+    """NN_topic of the lab in whose folder the master lies."""
+    return master.parent.name.removeprefix("lab")
+
+
 def lab(master: Path, solved: Collection[str] = ()) -> NotebookNode:
     """The lab a learner opens: answers replaced by `raise NotImplementedError`, no outputs.
 
@@ -47,9 +53,9 @@ def solution(master: Path) -> NotebookNode:
     return _notebook([_derive(master, cell, keep=True) for cell in _read(master)])
 
 
-def script(master: Path) -> str:
-    """The torchrun exercise of a solved script."""
-    return without_answers(master.read_text(encoding="utf-8"), str(master))
+def script(master: Path, *, solved: bool = False) -> str:
+    """The torchrun exercise of a script, or the script with its answers."""
+    return _rewrite(master.read_text(encoding="utf-8"), str(master), keep=solved)
 
 
 def checked(cell: NotebookNode) -> list[str]:
@@ -102,7 +108,7 @@ def _read(master: Path) -> list[NotebookNode]:
     text, seen = master.read_text(encoding="utf-8"), {}
     cells = jupytext.reads(text, fmt="py:percent").cells
     for cell in cells:
-        digest = hashlib.sha1(f"{master.stem}\n{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:12]
+        digest = hashlib.sha1(f"{name_of(master)}\n{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:12]
         seen[digest] = seen.get(digest, 0) + 1
         cell["id"] = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
     return cells
@@ -128,9 +134,9 @@ def _derive(master: Path, cell: NotebookNode, *, keep: bool) -> NotebookNode:
     if cell.cell_type == "markdown":
         return nbformat.v4.new_markdown_cell(cell.source, id=cell["id"], metadata=tags)
     if cell.cell_type == "code":
-        source = _rewrite(cell.source, f"{master.name}, cell '{_first_line(cell.source)}'", keep=keep)
+        source = _rewrite(cell.source, f"{name_of(master)}, cell '{_first_line(cell.source)}'", keep=keep)
         return nbformat.v4.new_code_cell(source, id=cell["id"], metadata=tags)
-    raise ValueError(f"{master.name} has a {cell.cell_type} cell; only code and markdown cells are allowed")
+    raise ValueError(f"{name_of(master)} has a {cell.cell_type} cell; only code and markdown cells are allowed")
 
 
 def _first_line(source: str) -> str:

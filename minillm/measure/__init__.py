@@ -10,7 +10,7 @@ __all__ = ["Event", "Ledger", "Span", "ledger", "machine", "memory", "save_trace
 
 def __getattr__(name: str):
     if name == "memory":  # needs torch, which is slow to import
-        from minillm.measure.census import memory
+        from minillm.measure.memory_tracker import memory
 
         return memory
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,7 +12,7 @@ What serving systems for classifiers do (Crankshaw et al. 2017, Clipper, §4.3);
 from itertools import islice
 
 from minillm.model import Transformer
-from minillm.serve.first_come import going
+from minillm.serve.fcfs import going
 from minillm.serve.request import Sample
 from minillm.serve.static import StaticBatches
 from minillm.serve.trace import EARLY_S

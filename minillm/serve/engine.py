@@ -21,7 +21,7 @@ from minillm.data import Tokenizer
 from minillm.model import Transformer
 from minillm.model.paged import Backend, PagedCache, default_backend
 from minillm.serve.blocks import BlockPool, root
-from minillm.serve.forward import ForwardPass
+from minillm.serve.model_runner import ForwardPass
 from minillm.serve.recorder import StepRecord, record
 from minillm.serve.request import Output, Request, Sample, pairs, prompt_ids
 from minillm.serve.sampling import SamplingParams, Token

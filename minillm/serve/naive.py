@@ -7,7 +7,7 @@ pass 3   p p p p p 1 2             instead of p + n - 1 with a cache of keys and
 
 import torch
 
-from minillm.serve.first_come import FirstCome, going
+from minillm.serve.fcfs import FirstCome, going
 
 
 class Naive(FirstCome):

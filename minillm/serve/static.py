@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minillm.model import ModelConfig, Transformer
 from minillm.model.attention import sdpa
-from minillm.serve.first_come import FirstCome, going
+from minillm.serve.fcfs import FirstCome, going
 from minillm.serve.request import Sample
 
 

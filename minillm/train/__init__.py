@@ -1,19 +1,10 @@
 """Training: the loop, what makes it fit (precision, recomputation, checkpoints), and how it is spread over ranks."""
 
-from minillm.train.config import TrainConfig
-from minillm.train.ddp import BucketedDDP, DataParallel, FlatDDP, NaiveDDP
-from minillm.train.fully_shard import FullyShard
-from minillm.train.guard import Guard
-from minillm.train.layout import Layout
-from minillm.train.loop import Step, Trainer
-from minillm.train.optimizer import adamw, clip_, decay_groups, learning_rate, squared_norm
-from minillm.train.parallel import Alone
-from minillm.train.pipeline import Pipeline
-from minillm.train.precision import PRECISIONS, LossScaler, MasterWeights, flushed_share, repeated_update
-from minillm.train.presets import preset
-from minillm.train.recompute import EXPENSIVE, recompute, recompute_blocks
-from minillm.train.run import Run, fit
-from minillm.train.schedules import (
+from minillm.parallel.data_parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP
+from minillm.parallel.fsdp.fully_shard import FullyShard
+from minillm.parallel.gradients import clip_, squared_norm
+from minillm.parallel.pipeline_parallel.runtime import Pipeline
+from minillm.parallel.pipeline_parallel.schedules import (
     SCHEDULES,
     check,
     dualpipe,
@@ -25,17 +16,28 @@ from minillm.train.schedules import (
     zero_bubble,
     zero_bubble_v,
 )
-from minillm.train.stages import ModelPart, balance, build_parts, layer_costs
-from minillm.train.steptime import StepTime
-from minillm.train.tensor import (
+from minillm.parallel.pipeline_parallel.stages import ModelPart, balance, build_parts, layer_costs
+from minillm.parallel.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
     tensor_parallel,
     vocab_parallel_cross_entropy,
 )
+from minillm.parallel.zero.optimizer import ZeroOptimizer
+from minillm.train.activation_checkpointing import EXPENSIVE, recompute, recompute_blocks
+from minillm.train.config import TrainConfig
+from minillm.train.fault_tolerance.loss_spike import Guard
+from minillm.train.optimizer import adamw, decay_groups, learning_rate
+from minillm.train.parallel_config import Layout
+from minillm.train.precision import PRECISIONS, LossScaler, MasterWeights, flushed_share, repeated_update
+from minillm.train.presets import preset
+from minillm.train.run import Run, fit
+from minillm.train.steptime import StepTime
+from minillm.train.strategies.data_parallel import DataParallel
+from minillm.train.strategies.single_device import Alone
+from minillm.train.trainer import Step, Trainer
 from minillm.train.validation import Validation, validate
-from minillm.train.zero import ZeroOptimizer
 
 __all__ = [
     "EXPENSIVE",

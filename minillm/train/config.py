@@ -4,8 +4,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from minillm.model import ModelConfig, RopeScaling
+from minillm.train.activation_checkpointing import RECOMPUTE
 from minillm.train.precision import PRECISIONS
-from minillm.train.recompute import RECOMPUTE
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,14 @@
 """The update: AdamW in two groups, a learning rate that follows from the step number, clipping by the global norm."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from minillm.parallel.gradients import MakeOptimizer, Named
 from minillm.train.config import TrainConfig
 from minillm.train.precision import MasterWeights
-
-Named = Iterable[tuple[str, nn.Parameter]]
-MakeOptimizer = Callable[[Named], torch.optim.Optimizer]
 
 
 def decay_groups(named: Named, weight_decay: float) -> list[dict]:
@@ -44,22 +41,6 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     progress = (step - config.warmup_steps) / max(1, config.steps - 1 - config.warmup_steps)
     cosine = (1 + math.cos(math.pi * min(1.0, progress))) / 2
     return config.lr * (config.min_lr_share + (1 - config.min_lr_share) * cosine)
-
-
-def squared_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """Σ g² over all gradients, a scalar in at least float32; what shards of a model add up before the root is taken."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norms = [torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in gradients]
-    return torch.stack(norms).square().sum() if norms else torch.zeros(())
-
-
-def clip_(parameters: Sequence[Tensor], norm: Tensor, max_norm: float | None) -> None:
-    """Scales all gradients by max_norm / norm if that is below 1; their directions stay (Pascanu et al. 2013)."""
-    if max_norm is None:
-        return
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    torch._foreach_mul_(gradients, factor)
 
 
 class Updater:

@@ -22,9 +22,9 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from minillm.measure import memory
-from minillm.train import checkpoint
-from minillm.train.loop import Step, Trainer
+from minillm.train.checkpoint import storage as checkpoint
 from minillm.train.metrics import Metrics
+from minillm.train.trainer import Step, Trainer
 from minillm.train.validation import Validation
 
 STOP = "stop"

@@ -6,7 +6,7 @@ import torch
 
 from minillm.data import ShardedSampler, TokenDataset
 from minillm.predict.data import bits_per_byte
-from minillm.train.parallel import Alone
+from minillm.train.strategies.single_device import Alone
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def lab(request):
 @pytest.fixture
 def course(tmp_path, lab):
     """A course of one lab, unsolved, in a temporary folder."""
-    for path in (f"labs/{lab}.ipynb", f"solutions/{lab}.py"):
+    for path in (f"labs/{lab}.ipynb", f"course/lab{lab}/notebook.py"):
         (tmp_path / "course" / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPO / path, tmp_path / "course" / path)
     return tmp_path / "course"

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from minillm.comm import launch
-from minillm.comm.board import FINISHED, RECORDS, RUNNING, Board, describe
-from minillm.comm.table import waiting_table
+from minillm.comm.diagnostics.flight_recorder import FINISHED, RECORDS, RUNNING, Board, describe
+from minillm.comm.diagnostics.hang_report import waiting_table
 
 
 def text(op: str = "all_reduce", shape=(4,), ranks=(0, 1), name="world", peers=None) -> bytes:

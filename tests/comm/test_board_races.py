@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 
-from minillm.comm.board import Board, describe
+from minillm.comm.diagnostics.flight_recorder import Board, describe
 
 SENDING, GROUP = True, 2
 LONG = describe("all_reduce", [1024, 1024], "float32", [0, 1], "world")

@@ -7,7 +7,7 @@ import torch
 
 from minillm import comm
 from minillm.comm import Link, Topology, launch
-from minillm.comm.links import Egress
+from minillm.comm.emulation import Egress
 from minillm.measure import ledger
 from minillm.predict import comms
 

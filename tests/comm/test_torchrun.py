@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from minillm.comm.launch import _store
+from minillm.comm.launch.launcher import _store
 
 HERE = Path(__file__).parent
 SCRIPT = str(HERE / "torchrun_program.py")

@@ -5,10 +5,10 @@ import json
 import matplotlib.figure
 import pytest
 
+from course.lab01_collectives import experiments
+from course.lab01_collectives import figures as pictures
 from minillm.__main__ import run
-from minillm.labkit import figures
-from minillm.labkit.experiments import lab_01 as experiments
-from minillm.labkit.pictures import lab_01 as pictures
+from minillm.cli import figures
 from minillm.labkit.plots import subplots
 
 

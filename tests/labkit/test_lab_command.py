@@ -22,7 +22,7 @@ FIXTURE = REPO / "tests" / "notebooks" / "fixture"
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     shutil.copytree(FIXTURE, tmp_path / "course")
-    master = tmp_path / "course" / "solutions" / "90_fixture.py"
+    master = tmp_path / "course" / "course" / "lab90_fixture" / "notebook.py"
     lab = tmp_path / "course" / "labs" / "90_fixture.ipynb"
     lab.parent.mkdir(exist_ok=True)
     lab.write_text(masters.write(masters.lab(master)))

@@ -65,7 +65,8 @@ print("secret")
 
 @pytest.fixture
 def master(tmp_path):
-    path = tmp_path / "90_demo.py"
+    path = tmp_path / "lab90_demo" / "notebook.py"
+    path.parent.mkdir()
     path.write_text(MASTER)
     return path
 
@@ -143,7 +144,8 @@ def test_raw_cells_are_refused(master):
 
 
 def test_script_by_the_same_rule(tmp_path):
-    path = tmp_path / "90_demo.py"
+    path = tmp_path / "lab90_demo" / "notebook.py"
+    path.parent.mkdir()
     path.write_text(
         '"""Doc."""\n\n\ndef f():\n    # BEGIN SOLUTION\n    return 1\n    # END SOLUTION\n\n\nprint(f())\n'
     )

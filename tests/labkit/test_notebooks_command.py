@@ -81,7 +81,7 @@ def test_executed_solution_is_clean(built):
         (lambda h: swap(h / "labs/torchrun/90_fixture.py", "Twice", "Thrice"), "labs/torchrun/90_fixture.py differs"),
         (lambda h: swap(h / "solutions/90_fixture.ipynb", "A fixture", "B"), "solutions/90_fixture.ipynb differs"),
         (
-            lambda h: swap(h / "solutions/90_fixture.py", "result = 0", "result = -0"),
+            lambda h: swap(h / "course/lab90_fixture/notebook.py", "result = 0", "result = -0"),
             "solutions/90_fixture.ipynb differs",
         ),
         (lambda h: (h / "solutions/90_fixture.ipynb").unlink(), "solutions/90_fixture.ipynb is missing"),
@@ -126,7 +126,7 @@ def test_names_by_number_and_unknown_names(home, capsys):
 def test_labs_only_leaves_solutions_alone(home):
     solution = home / "solutions" / "90_fixture.ipynb"
     before = solution.read_text()
-    swap(home / "solutions/90_fixture.py", "A fixture", "Another fixture")
+    swap(home / "course/lab90_fixture/notebook.py", "A fixture", "Another fixture")
     assert run(["notebooks", "--labs-only", "--root", str(home)]) == 0
     assert solution.read_text() == before and "Another" in (home / "labs/90_fixture.ipynb").read_text()
 
@@ -135,7 +135,7 @@ def test_failing_solution_is_named_and_not_written(home, capsys, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(FIXTURE))
     solution = home / "solutions" / "90_fixture.ipynb"
     before = solution.read_text()
-    swap(home / "solutions/90_fixture.py", "result = 0", "result = 1")
+    swap(home / "course/lab90_fixture/notebook.py", "result = 0", "result = 1")
     assert run(["notebooks", "--root", str(home)]) == 1
     error = capsys.readouterr().err
     assert (
@@ -184,5 +184,5 @@ def test_pictures_shrink_only_when_opaque():
 
 def test_unexecuted_solution_matches_its_lab_cell_by_cell(built):
     lab = nbformat.read(built / "labs" / "90_fixture.ipynb", as_version=4)
-    solution = masters.solution(built / "solutions" / "90_fixture.py")
+    solution = masters.solution(built / "course" / "lab90_fixture" / "notebook.py")
     assert [cell.id for cell in lab.cells] == [cell.id for cell in solution.cells[:-1]]

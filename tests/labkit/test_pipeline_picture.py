@@ -1,10 +1,18 @@
 import matplotlib.collections
 import pytest
 
-from minillm.labkit.figures import png
+from course.lab06_pipeline_parallel.pipeline_picture import KINDS, draw
+from minillm.cli.figures import png
 from minillm.labkit.palette import TEXT
-from minillm.labkit.pipeline_picture import KINDS, draw
-from minillm.train.schedules import Durations, gpipe, interleaved, one_f_one_b, pipedream, simulate, zero_bubble
+from minillm.parallel.pipeline_parallel.schedules import (
+    Durations,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    pipedream,
+    simulate,
+    zero_bubble,
+)
 
 
 def boxes(figure):

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from minillm.__main__ import run
-from minillm.labkit.plot_command import PARTS, loss_figure, step_time_figure
+from minillm.cli.plot import PARTS, loss_figure, step_time_figure
 
 PNG = b"\x89PNG"
 

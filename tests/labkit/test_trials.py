@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from course.lab01_collectives import checks as lab_01
+from course.shared.trials import Case, _say_hang, refuse_ready_made, rounds, try_on_ranks
 from minillm.labkit.exercises import CheckFailed
-from minillm.labkit.labs import lab_01
-from minillm.labkit.trials import Case, _say_hang, refuse_ready_made, rounds, try_on_ranks
 
 
 def ring(world, laps=1):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from minillm.measure import memory
-from minillm.measure.census import KINDS
+from minillm.measure.memory_tracker import KINDS
 
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.cuda])]
 

@@ -12,7 +12,7 @@ PUBLIC = ("machine", "memory", "save_trace", "timeline", "trace", "wire")
     "first",
     [
         "import minillm.measure",
-        "import minillm.measure.wire, minillm.measure.machine, minillm.measure.timeline, minillm.measure.census",
+        "import minillm.measure.wire, minillm.measure.machine, minillm.measure.memory_tracker",
         "from minillm.measure.machine import Machine; from minillm.measure.wire import loopback",
         "import minillm.measure as m; m.memory; import importlib; importlib.import_module('minillm.measure.timeline')",
         "from minillm.measure import wire, memory; import minillm.measure.wire",

@@ -32,7 +32,7 @@ def check_unsolved(master: Path, scratch: Path) -> None:
     outcomes = recorded("unsolved", master) or run(masters.lab(master), master, scratch)
     _same_exercises(master, outcomes)
     passed = [name for name, entry in outcomes.items() if entry.passed]
-    assert not passed, f"{master.stem}: nothing is solved, yet these checks pass: {passed}"
+    assert not passed, f"{masters.name_of(master)}: nothing is solved, yet these checks pass: {passed}"
 
 
 def check_solved(master: Path, scratch: Path) -> None:
@@ -40,7 +40,7 @@ def check_solved(master: Path, scratch: Path) -> None:
     outcomes = recorded("solved", master) or run(masters.solution(master), master, scratch, strict=True)
     _same_exercises(master, outcomes)
     failed = [name for name, entry in outcomes.items() if not entry.passed]
-    assert not failed, f"{master.stem}: solved, yet these checks do not pass: {failed}"
+    assert not failed, f"{masters.name_of(master)}: solved, yet these checks do not pass: {failed}"
 
 
 def recorded(state: str, master: Path) -> dict[str, progress.Entry]:
@@ -48,8 +48,8 @@ def recorded(state: str, master: Path) -> dict[str, progress.Entry]:
     if "MINILLM_RECORDS" not in os.environ:
         return {}
     with mock.patch.dict(os.environ, {"MINILLM_PROGRESS": str(Path(os.environ["MINILLM_RECORDS"], f"{state}.json"))}):
-        outcomes = {name: entry for name, entry in progress.load().items() if entry.lab == master.stem}
-    assert outcomes, f"{master.stem} left no {state} record in {os.environ['MINILLM_RECORDS']}: was it run?"
+        outcomes = {name: entry for name, entry in progress.load().items() if entry.lab == masters.name_of(master)}
+    assert outcomes, f"{masters.name_of(master)} left no {state} record in {os.environ['MINILLM_RECORDS']}: was it run?"
     return outcomes
 
 
@@ -125,12 +125,12 @@ def run(
     notebook: NotebookNode, master: Path, scratch: Path, strict: bool = False, only: Collection[int] | None = None
 ) -> dict[str, progress.Entry]:
     """Execute the notebook's code (`only`: of these cells) in this process; the outcome of every check that ran."""
-    record = scratch / f"{master.stem}-{len(list(scratch.iterdir()))}.json"
+    record = scratch / f"{masters.name_of(master)}-{len(list(scratch.iterdir()))}.json"
     variables = {"MINILLM_PROGRESS": str(record), "MINILLM_STRICT": "1" if strict else "0"}
     with mock.patch.dict(os.environ, variables), contextlib.chdir(master.parent), _as_main() as namespace:
         for index, cell in enumerate(notebook.cells):
             if cell.cell_type == "code" and (only is None or index in only):
-                _execute(cell.source, f"<{master.stem}, cell {index}>", namespace)
+                _execute(cell.source, f"<{masters.name_of(master)}, cell {index}>", namespace)
         return progress.load()
 
 
@@ -162,12 +162,14 @@ def _as_main() -> Iterator[dict]:
 
 def _same_passed(master: Path, solved: Collection[str], outcomes: dict[str, progress.Entry]) -> None:
     passed = {exercise for exercise, entry in outcomes.items() if entry.passed}
-    assert passed == set(solved), f"{master.stem}: only {sorted(solved)} solved, yet what passes is {sorted(passed)}"
+    assert passed == set(solved), (
+        f"{masters.name_of(master)}: only {sorted(solved)} solved, yet what passes is {sorted(passed)}"
+    )
 
 
 def _same_exercises(master: Path, outcomes: dict[str, progress.Entry]) -> None:
-    registered = {exercise.name for exercise in exercises.all_exercises() if exercise.lab == master.stem}
+    registered = {exercise.name for exercise in exercises.all_exercises() if exercise.lab == masters.name_of(master)}
     assert registered == set(outcomes), (
-        f"{master.stem} registers {sorted(registered - set(outcomes))} without checking them "
+        f"{masters.name_of(master)} registers {sorted(registered - set(outcomes))} without checking them "
         f"and checks {sorted(set(outcomes) - registered)} of other labs"
     )

@@ -18,11 +18,12 @@ def fixture_lab(tmp_path, monkeypatch):
     monkeypatch.delenv("MINILLM_RECORDS", raising=False)
     monkeypatch.setattr(exercises, "_exercises", {})
     monkeypatch.setattr(exercises, "_answers", {})
-    monkeypatch.setattr(exercises, "_modules", lambda folder: [])
+    monkeypatch.setattr(exercises.course, "modules", lambda kind, lab="": [])
     monkeypatch.syspath_prepend(str(FIXTURE))
     sys.modules.pop("fixture_exercises", None)
     __import__("fixture_exercises")
-    return Path(shutil.copy(FIXTURE / "solutions" / "90_fixture.py", tmp_path))
+    (tmp_path / "lab90_fixture").mkdir()
+    return Path(shutil.copy(FIXTURE / "course" / "lab90_fixture" / "notebook.py", tmp_path / "lab90_fixture"))
 
 
 @pytest.fixture

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from minillm.labkit import course, exercises, masters, notebooks
+from minillm.cli import notebooks
+from minillm.labkit import course, exercises, masters
 from tests.notebooks import harness
 
 pytestmark = pytest.mark.notebook

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from minillm.labkit.traffic import Traffic
+from course.lab12_decoding.traffic import Traffic
 from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import KVCache, generate
 from minillm.predict import decoding as predict

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from minillm.__main__ import run
+from minillm.cli import generate as command_module
 from minillm.data import Tokenizer
 from minillm.model import ModelConfig, Transformer, load_hf, save_hf
 from minillm.model.generate import generate
 from minillm.serve import LLM, SamplingParams
-from minillm.serve import command as command_module
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from minillm.comm import Mesh
 from minillm.measure import ledger
 from minillm.model import ModelConfig, Transformer
-from minillm.train import BucketedDDP, ZeroOptimizer, schedules
-from minillm.train.pipeline import Pipeline
-from minillm.train.schedules import Schedule
-from minillm.train.stages import build_parts
+from minillm.parallel.pipeline_parallel import schedules
+from minillm.parallel.pipeline_parallel.runtime import Pipeline
+from minillm.parallel.pipeline_parallel.schedules import Schedule
+from minillm.parallel.pipeline_parallel.stages import build_parts
+from minillm.train import BucketedDDP, ZeroOptimizer
 
 VOCAB, HIDDEN, SEQ_LEN = 16, 8, 4
 MICROBATCHES = (1, 2, 4, 5, 8)

@@ -2,8 +2,8 @@
 
 from hypothesis import strategies as st
 
-from minillm.train import schedules
-from minillm.train.schedules import Schedule
+from minillm.parallel.pipeline_parallel import schedules
+from minillm.parallel.pipeline_parallel.schedules import Schedule
 
 NAMES = [*schedules.SCHEDULES, "pipedream"]
 

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from minillm.measure import ledger, memory
 from minillm.model import ModelConfig, Transformer
 from minillm.model.transformer import initial
+from minillm.parallel.zero.optimizer import ZeroOptimizer
 from minillm.train import FullyShard, decay_groups, recompute_blocks
-from minillm.train.zero import ZeroOptimizer
 
 SMALL = ModelConfig(
     vocab_size=67, hidden_size=16, intermediate_size=24, num_layers=3, num_heads=2, max_seq_len=16, tie_embeddings=True

@@ -6,11 +6,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from minillm.equivalence import Batch
 from minillm.measure import ledger
 from minillm.model import ModelConfig, Transformer, cross_entropy
-from minillm.oracle import Batch
-from minillm.train.splits import grad_norm
-from minillm.train.tensor import join, split_of, sum_partial, tensor_parallel
+from minillm.parallel.tensor_parallel.layers import join, split_of, sum_partial, tensor_parallel
+from minillm.parallel.tensor_parallel.plan import grad_norm
 
 CORNERS = {  # name -> settings of the model, names of what is frozen
     "plain": (dict(), ()),

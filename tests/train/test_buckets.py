@@ -9,9 +9,9 @@ from torch import nn
 
 from minillm.comm import launch
 from minillm.measure import ledger
+from minillm.parallel.data_parallel.reducer import Bucket, assign
 from minillm.predict import data_parallel as predict
 from minillm.train import BucketedDDP, NaiveDDP
-from minillm.train.buckets import Bucket, assign
 
 KB = 1 / 1024  # in MiB
 

@@ -12,9 +12,10 @@ from minillm.__main__ import run
 from minillm.comm import launch
 from minillm.data import Tokens
 from minillm.model import ModelConfig
-from minillm.train import TrainConfig, Trainer, checkpoint
-from minillm.train.forms import parallel_form
-from minillm.train.layout import Layout
+from minillm.train import TrainConfig, Trainer
+from minillm.train.checkpoint import storage as checkpoint
+from minillm.train.parallel_config import Layout
+from minillm.train.strategies.sharded import parallel_form
 
 MODEL = ModelConfig(53, 16, 30, 4, 4, 1, max_seq_len=16, tie_embeddings=True, qk_norm=True)
 LAYOUTS = [

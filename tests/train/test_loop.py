@@ -10,11 +10,11 @@ from torch import nn
 
 from minillm.data import TokenDataset, Tokens
 from minillm.data.loader import Batch
+from minillm.equivalence import Batch as OracleBatch
+from minillm.equivalence import reference
 from minillm.measure.ledger import Event, Ledger, Span
 from minillm.model import ModelConfig, Transformer
 from minillm.model.loss import IGNORE
-from minillm.oracle import Batch as OracleBatch
-from minillm.oracle import reference
 from minillm.predict.model import training_flops
 from minillm.train import Guard, StepTime, TrainConfig, Trainer, decay_groups, learning_rate
 

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from minillm.comm import RankError, launch
+from minillm.parallel.pipeline_parallel import schedules
+from minillm.parallel.pipeline_parallel.runtime import Pipeline
+from minillm.parallel.pipeline_parallel.stages import build_parts
 from minillm.predict import pipeline as predict
-from minillm.train import schedules
-from minillm.train.pipeline import Pipeline
-from minillm.train.stages import build_parts
 
 BYTES = programs.SEQ_LEN * programs.HIDDEN * 8  # of one row of hidden states
 

@@ -17,7 +17,8 @@ import minillm
 from minillm.__main__ import run as run_command
 from minillm.data import Tokens
 from minillm.model import ModelConfig
-from minillm.train import TrainConfig, Trainer, checkpoint, fit
+from minillm.train import TrainConfig, Trainer, fit
+from minillm.train.checkpoint import storage as checkpoint
 from minillm.train.metrics import Metrics, read_metrics
 
 MODEL = ModelConfig(50, 32, 64, 2, 4, 2, max_seq_len=16, tie_embeddings=True)

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 from schedule_cases import cases, part, parts, products, wants
 
 from minillm.measure.ledger import Ledger, Span
-from minillm.predict import pipeline
-from minillm.train.schedules import (
+from minillm.parallel.pipeline_parallel.schedules import (
     Action,
     Durations,
     gpipe,
@@ -19,6 +18,7 @@ from minillm.train.schedules import (
     violations,
     zero_bubble,
 )
+from minillm.predict import pipeline
 
 HANDBOOK = """\
 Stage 0: F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7

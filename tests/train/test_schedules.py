@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_cases import cases
 
-from minillm.predict import pipeline
-from minillm.train import schedules
-from minillm.train.schedules import (
+from minillm.parallel.pipeline_parallel import schedules
+from minillm.parallel.pipeline_parallel.schedules import (
     Action,
     Durations,
     Schedule,
@@ -27,6 +26,7 @@ from minillm.train.schedules import (
     zero_bubble,
     zero_bubble_v,
 )
+from minillm.predict import pipeline
 
 UNIT = Durations(F=1, B=2, W=0)
 

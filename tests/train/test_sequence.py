@@ -5,13 +5,13 @@ import torch
 from tensor_programs import config_of, model_of, receipts, splits_of, step
 
 from minillm.comm import launch
+from minillm.equivalence import Batch
 from minillm.measure import ledger
 from minillm.model import ModelConfig
-from minillm.oracle import Batch
+from minillm.parallel.tensor_parallel.layers import sum_partial, tensor_parallel
+from minillm.parallel.tensor_parallel.regions import enter, leave
+from minillm.parallel.tensor_parallel.sequence import SequenceRegion
 from minillm.predict import tensor as predict
-from minillm.train.regions import enter, leave
-from minillm.train.sequence import SequenceRegion
-from minillm.train.tensor import sum_partial, tensor_parallel
 
 MODEL = ModelConfig(40, 32, 64, 3, 4, 2, max_seq_len=16)
 BATCH, SEQ = 2, 16

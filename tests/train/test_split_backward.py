@@ -5,8 +5,15 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from minillm.train.recompute import recompute_blocks
-from minillm.train.split_backward import Deferred, SplitLinear, deferred, split_linear, split_linears, weight_gradient
+from minillm.parallel.pipeline_parallel.split_backward import (
+    Deferred,
+    SplitLinear,
+    deferred,
+    split_linear,
+    split_linears,
+    weight_gradient,
+)
+from minillm.train.activation_checkpointing import recompute_blocks
 
 
 def layers(dtype=torch.float64):

@@ -13,8 +13,8 @@ from torch import nn
 from minillm.comm import launch
 from minillm.model import ModelConfig, dense
 from minillm.train import Alone, FullyShard, ZeroOptimizer
-from minillm.train.forms import parallel_form
-from minillm.train.layout import Layout
+from minillm.train.parallel_config import Layout
+from minillm.train.strategies.sharded import parallel_form
 
 SHARDED = [Layout(dp=n, zero=zero) for n in (4, 3, 2, 1) for zero in (3, 2, 1, 0)]
 SPLIT = [

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minillm.model import ModelConfig, Transformer
+from minillm.parallel.pipeline_parallel import schedules
+from minillm.parallel.pipeline_parallel.stages import ModelPart, balance, build_parts, layer_costs
 from minillm.predict.model import parameters
-from minillm.train import schedules
-from minillm.train.recompute import recompute_blocks
-from minillm.train.stages import ModelPart, balance, build_parts, layer_costs
+from minillm.train.activation_checkpointing import recompute_blocks
 
 
 def config(tied=False):

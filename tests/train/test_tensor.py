@@ -11,14 +11,11 @@ from tensor_programs import Watch, config_of, equalities, error, model_of, recei
 from torch import nn
 
 from minillm.comm import Link, launch
+from minillm.equivalence import Batch
 from minillm.measure import ledger, memory
 from minillm.model import ModelConfig, Transformer, cross_entropy_sums
-from minillm.oracle import Batch
-from minillm.predict import tensor as predict
-from minillm.train import tensor
-from minillm.train.recompute import EXPENSIVE, recompute_blocks
-from minillm.train.regions import TensorRegion, enter, leave
-from minillm.train.tensor import (
+from minillm.parallel.tensor_parallel import layers as tensor
+from minillm.parallel.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     Split,
@@ -30,6 +27,9 @@ from minillm.train.tensor import (
     tensor_parallel,
     vocab_parallel_cross_entropy,
 )
+from minillm.parallel.tensor_parallel.regions import TensorRegion, enter, leave
+from minillm.predict import tensor as predict
+from minillm.train.activation_checkpointing import EXPENSIVE, recompute_blocks
 
 MODEL = ModelConfig(52, 32, 44, 3, 4, 2, max_seq_len=600, qk_norm=True)
 
@@ -298,7 +298,7 @@ def test_the_sum_of_the_input_gradient_travels_while_the_weight_gradient_is_comp
 
 def test_one_loss_for_any_chunk():
     def chunks(group):
-        from minillm.train.vocab import linear_vocab_parallel_cross_entropy_sums as ours
+        from minillm.parallel.tensor_parallel.vocab import linear_vocab_parallel_cross_entropy_sums as ours
 
         draw = torch.Generator().manual_seed(0)
         x, head = (torch.randn(n, 8, generator=draw, dtype=torch.float64) for n in (21, 10))

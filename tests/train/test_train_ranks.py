@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minillm.__main__ import run
-from minillm.train import checkpoint
+from minillm.train.checkpoint import storage as checkpoint
 from minillm.train.metrics import read_metrics
 
 COMMON = ["train", "--model-size", "tiny", "--data", "text", "--seq-len", "32", "--lr", "0.01", "--steps", "8"]

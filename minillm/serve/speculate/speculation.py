@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from minillm.model import ModelConfig
-from minillm.serve.forward import ForwardPass
+from minillm.serve.model_runner import ForwardPass
 from minillm.serve.request import Sample
 from minillm.serve.sampling import Token, described, filtered, sample
 from minillm.serve.sequence import Plan, Sequence

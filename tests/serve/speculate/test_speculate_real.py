@@ -108,7 +108,7 @@ def test_the_measure_sees_guesses_that_are_not_checked(pair, texts, monkeypatch)
 
 
 def test_generate_speculate_writes_the_same_text(capsys):
-    from minillm.serve.command import command
+    from minillm.cli.generate import command
 
     command(prompt="def main(", max_new_tokens=12)
     plain = capsys.readouterr().out

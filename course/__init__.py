@@ -1,0 +1,1 @@
+"""The course: a folder per lab, from which `python -m minillm notebooks` builds labs/ and solutions/."""

@@ -1,0 +1,609 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+# ---
+
+# %% [markdown]
+# # 00 · Start here
+#
+# **You can predict this machine before you measure it.** · 30 minutes · no GPU, no network
+#
+# Training and serving large language models on many devices is mostly arithmetic about three numbers: how fast the
+# cores calculate, how fast memory feeds them, how fast a message travels. You will measure all three here, on the
+# machine in front of you, and predict with them. At the end you can answer:
+#
+# 1. How fast can a matmul run on this machine, before you run it?
+# 2. What does it cost to send a message to another rank?
+# 3. How do you tell that a program on four ranks did what it claims, and who is to blame when it stands still?
+
+# %% [markdown]
+# ## How the labs work
+#
+# - **Run a cell** with Shift-Enter. Every lab also runs from top to bottom as it is: *Run → Run All Cells*.
+# - **Exercises** are functions whose body is `raise NotImplementedError`. Replace that line, run the cell, then run the
+#   `check(...)` below it. The check uses your function for real, on ranks where the topic is ranks.
+# - **A check shows a receipt**: predicted, measured, verdict. It compares values, and it compares what your code
+#   *did*: calls, bytes, messages.
+# - **Not passed yet?** The check says what is wrong and opens a hint. `hint("matmul-cost")` opens the next one; the
+#   third is nearly the answer. The course's own version is used from there on, so no later cell is dead.
+# - **Guesses** such as `guess = 10` come before the number appears. Change them first: being wrong is how they work.
+# - **Stuck cell?** The stop button (■) ends it, and all ranks with it. *Kernel → Restart Kernel* starts afresh.
+# - **Solutions** lie next door: `solutions/00_start_here.ipynb`. **Your progress**: `python -m minillm progress` in a
+#   terminal; `--help` says how to reset it.
+
+# %%
+import torch
+
+from course.lab00_start_here import experiments
+from course.lab00_start_here import figures as pictures
+from minillm import measure
+from minillm.comm import HangError, Link, RankError, launch
+from minillm.labkit import check, receipt, row, show, sliders
+from minillm.predict import comms, roofline
+
+# %% [markdown]
+# ## 1 · What this machine can do
+#
+# The next cell measures the machine: about 15 seconds the first time, then the card is kept. Everything below is
+# predicted from it.
+
+# %%
+card = measure.machine()
+card
+
+# %% [markdown]
+# *ridge* is the peak of the cores divided by the bandwidth of memory: how many operations each byte must be good for,
+# or the cores wait. *link* is one message between neighbouring ranks: a fixed part, and a part that grows with its
+# bytes. Both get their own section.
+#
+# **Predict before you measure.** Reading a large array from memory is fast. Sending it to another process of the same
+# machine passes through the operating system. How many times slower is that?
+
+# %%
+guess = 10  # times; change it before you run the next cell
+
+# %%
+link = card.link(2)
+times = card.memory_bandwidth_bytes_per_s / link.bandwidth_bytes_per_s
+close = "close" if 0.5 < guess / times < 2 else "not within a factor of two, and now you know"
+print(f"memory {card.memory_bandwidth_bytes_per_s / 1e9:.1f} GB/s, link {link.bandwidth_bytes_per_s / 1e9:.2f} GB/s")
+print(f"{times:.1f} times slower. You said {guess}: {close}.")
+
+# %% [markdown]
+# In a data centre the gap is wider. An H100 reads its memory at 3,350 GB/s (NVIDIA's data sheet); a 400 Gb/s network
+# port carries 50 GB/s: 67 times less. Every scheme of parallelism in this course is a way to live with that ratio.
+
+# %% [markdown]
+# ## 2 · The roofline
+#
+# A matmul `[m, k] @ [k, n]` does some number of floating-point operations (FLOP) and moves some number of bytes
+# between memory and cores. At least: both inputs are read once, the result is written once.
+#
+# ### Exercise 1 · the cost of a matmul (3 minutes)
+
+
+# %%
+def matmul_cost(m, k, n, itemsize):
+    """(FLOPs, bytes moved at least) of [m, k] @ [k, n], with `itemsize` bytes per element."""
+    # BEGIN SOLUTION
+    return 2 * m * k * n, (m * k + k * n + m * n) * itemsize
+    # END SOLUTION
+
+
+# %%
+matmul_cost = check("matmul-cost", matmul_cost)
+
+# %% [markdown]
+# FLOPs per byte is the *arithmetic intensity*. Think of `m` as the tokens that go through a weight matrix together:
+
+# %%
+print("tokens    FLOP per byte")
+for tokens in (1, 8, 64, 512):
+    flops, moved = matmul_cost(tokens, 4096, 4096, 4)
+    print(f"{tokens:6} {flops / moved:16.1f}")
+
+# %% [markdown]
+# One token: every weight is read for one multiplication and one addition. 512 tokens share each weight.
+#
+# ### Exercise 2 · the roof (3 minutes)
+#
+# Given the intensity of some work, and a machine's peak and bandwidth, how many FLOP/s are possible at most?
+
+
+# %%
+def attainable(intensity, peak_flops, bandwidth):
+    """FLOP/s at most. intensity: FLOP per byte; peak_flops: FLOP/s; bandwidth: bytes/s."""
+    # BEGIN SOLUTION
+    return min(peak_flops, intensity * bandwidth)
+    # END SOLUTION
+
+
+# %%
+attainable = check("roofline", attainable)
+
+# %% [markdown]
+# Now the machine is asked. The dashed roof is your function on the card's two numbers; the points are real matmuls,
+# the best of 24 runs each.
+
+# %%
+rates = experiments.matmul_rates()
+
+
+def roofline_view(edge=4096):
+    """Measured speed of matmuls over arithmetic intensity, under the predicted roof."""
+    return pictures.draw_roofline(rates, edge, card.peak_flops, card.memory_bandwidth_bytes_per_s, attainable)
+
+
+show(roofline_view)
+
+# %%
+sliders(roofline_view, edge=list(experiments.EDGES))
+
+# %% [markdown]
+# Make the matrix smaller. Points can climb *over* the slope: the roof was drawn with the bandwidth of main memory, and
+# weights that fit into a cache do not come from there. Points under the roof are no contradiction, it is a roof: a
+# library leaves some of it unused, most of all for a handful of tokens.
+
+# %%
+ridge = card.peak_flops / card.memory_bandwidth_bytes_per_s
+print("tokens   FLOP/byte   limit     roof, GFLOP/s   measured   share of the roof")
+for tokens, rate in rates[4096]:
+    intensity = roofline.matmul_intensity(tokens, 4096, 4096, 4)
+    limit = "memory" if intensity < ridge else "cores"
+    roof = attainable(intensity, card.peak_flops, card.memory_bandwidth_bytes_per_s)
+    print(f"{tokens:6} {intensity:11.1f}   {limit:6} {roof / 1e9:16.0f} {rate / 1e9:10.0f} {rate / roof:19.0%}")
+
+# %% [markdown]
+# This is why a language model that writes one token at a time leaves the cores idle, and why serving systems batch:
+# lab 12 and lab 14.
+#
+# ## 3 · Four ranks from one cell
+#
+# A *rank* is one of N processes that run the same program on different data. `launch(fn, 4)` starts four real
+# processes, hands each its `Group`, prints what they print, and returns the list of their results.
+
+
+# %%
+def hello(group):
+    print(f"I am rank {group.rank} of {group.world_size}, on {group.device}")
+    return group.rank**2
+
+
+launch(hello, 4)
+
+# %% [markdown]
+# Lines may come in any order, the results never do: place r holds what rank r returned. The ranks shared nothing and
+# are gone again.
+#
+# ### Exercise 3 · the first rank program (5 minutes)
+#
+# Each rank has its own tensor `x`. All of them need the mean, element by element: this is what data parallel training
+# does with gradients (lab 03). `group.all_reduce(t)` replaces `t` by its sum over the ranks, in place, on every rank.
+
+
+# %%
+def average(group, x):
+    """x: [n], another one on each rank -> [n]: their mean, on every rank. Leave x as it is."""
+    # BEGIN SOLUTION
+    mean = x.clone()
+    group.all_reduce(mean)
+    return mean / group.world_size
+    # END SOLUTION
+
+
+# %%
+average = check("first-rank-program", average)
+
+# %% [markdown]
+# ### Read the receipt
+#
+# The check did not stop at the values. The *ledger* of each rank wrote down every operation with its bytes. A ring
+# all-reduce of P bytes on N ranks sends 2·P·(N−1)/N per rank (lab 01 builds it), and there is an independent witness:
+# the operating system's own counter of the loopback interface.
+
+# %%
+P = 8 << 20  # 8 MiB
+witnesses = launch(experiments.two_witnesses, 4, average, P)
+predicted = comms.ring_all_reduce(P // 4, 4, 4)
+receipt(
+    "the mean of 8 MiB over 4 ranks",
+    [
+        *(row(f"rank {r} sent, by its ledger", predicted.sent_per_rank[r], witnesses[r][0], "B") for r in range(4)),
+        row("all ranks, on the wire", predicted.total_bytes, witnesses[0][1], "B", tolerance=0.03),
+    ],
+)
+
+# %% [markdown]
+# The ledger is exact. The wire also carries packet headers, and whatever else this machine says to itself, so it gets
+# 3 %.
+#
+# ### Exercise 4 · four programs, one honest (5 minutes)
+#
+# Four programs leave the right sum in every rank's tensor of P bytes. One is `"fine"`: a single all-reduce. One is
+# `"silent"`: it never communicates (it happened to know the others' numbers). One is `"chatty"`: it reduces in many
+# small pieces. One is `"wasteful"`: it sends more bytes than an all-reduce would. Values cannot tell them apart; tell
+# them apart by the ledger: `led.calls` counts operations by name, `led.bytes()` is what the rank sent.
+
+
+# %%
+def read_receipt(led, num_bytes, world_size):
+    """ "fine", "silent", "chatty" or "wasteful", from one rank's ledger. num_bytes: of the tensor, P."""
+    # BEGIN SOLUTION
+    if not led.calls:
+        return "silent"
+    if led.bytes() > 2 * num_bytes * (world_size - 1) / world_size:
+        return "wasteful"
+    return "chatty" if led.calls.total() > 1 else "fine"
+    # END SOLUTION
+
+
+# %%
+read_receipt = check("read-a-receipt", read_receipt)
+
+# %% [markdown]
+# ## 4 · What a message costs
+#
+# Time a message of growing size and two regimes appear: small ones all cost the same, large ones cost by the byte. One
+# line says both: **t = α + bytes/β**, latency α in seconds and bandwidth β in bytes per second.
+#
+# ### Exercise 5 · α and β (5 minutes)
+#
+# Find the line through a list of sizes and a list of seconds. The check's points lie on a line; measured ones will
+# not, so use all of them (least squares) or trust two.
+
+
+# %%
+def fit_link(sizes, seconds):
+    """(latency in s, bandwidth in bytes/s) of the line seconds = latency + sizes / bandwidth."""
+    # BEGIN SOLUTION
+    n, mean_size, mean_time = len(sizes), sum(sizes) / len(sizes), sum(seconds) / len(seconds)
+    slope = sum(size * time for size, time in zip(sizes, seconds, strict=True)) - n * mean_size * mean_time
+    slope /= sum(size * size for size in sizes) - n * mean_size**2
+    return mean_time - slope * mean_size, 1 / slope
+    # END SOLUTION
+
+
+# %%
+fit_link = check("alpha-beta", fit_link)
+
+# %% [markdown]
+# Your line on the samples that the machine card kept: one round of a ring, in which every rank sends one message to
+# its neighbour at the same time.
+
+# %%
+print("ranks    α, card     α, yours     β, card       β, yours")
+for world_size, fit in card.links.items():
+    alpha, beta = fit_link(*map(list, zip(*fit.samples, strict=True)))
+    print(f"{world_size:5} {fit.latency_s * 1e6:7.0f} µs {alpha * 1e6:9.0f} µs", end="")
+    print(f"{fit.bandwidth_bytes_per_s / 1e9:9.2f} GB/s {beta / 1e9:9.2f} GB/s")
+
+# %% [markdown]
+# The two need not agree on α. Least squares cares for large errors in *seconds*, so the largest messages decide (a line
+# through two points believes those two); the card's fit weighs every sample by its own time, so the small ones count as
+# well. The same data, two questions.
+
+
+# %%
+def link_view(world_size=4):
+    """Time of one ring round over message size: measured points and the line α + bytes/β."""
+    return pictures.draw_link(card.links, world_size)
+
+
+show(link_view, world_size=max(card.links))
+
+# %%
+sliders(link_view, world_size=(min(card.links), max(card.links)))
+
+# %% [markdown]
+# Add ranks and the line moves up: the ranks share the same few cores and the same memory. Below α·β bytes (where the
+# two thin lines cross) a message is mostly latency.
+#
+# **Predict before you measure.** An all-reduce of 1 MiB on 4 ranks takes 2·(4−1) = 6 rounds of a quarter of a MiB
+# each. How long is that, in milliseconds?
+
+# %%
+guess_ms = 1.0  # change it before you run the next cell
+
+# %%
+size = 1 << 20
+cost = comms.ring_all_reduce(size // 4, 4, 4)
+line = card.link(4)
+expected = cost.time(line.latency_s, line.bandwidth_bytes_per_s)
+runs = [max(seconds) for seconds in zip(*launch(experiments.time_all_reduce, 4, size), strict=True)]
+runs.sort()
+best, median = runs[0], runs[len(runs) // 2]
+receipt(
+    f"all-reduce of 1 MiB on 4 ranks: {cost.rounds} rounds",
+    [
+        row("your guess, give or take half", guess_ms / 1e3, median, "s", tolerance=0.5),
+        row("α and β, give or take half", expected, median, "s", tolerance=0.5),
+        row("best run", None, best, "s"),
+        row("worst run", None, runs[-1], "s"),
+    ],
+)
+
+# %% [markdown]
+# Bytes were predicted exactly. Seconds are predicted to a factor, and a ✗ in the second row is no mistake of yours:
+# with more ranks than cores α is mostly the time until the scheduler wakes a rank, another one when the card was made
+# than now. The distance between the best and the worst run says how far a single timing can be trusted. In these labs
+# bytes, calls and blocks are proof; seconds are evidence, measured several times.
+#
+# ## 5 · Break it: one rank raises
+#
+# Below, rank 2 reads past the end of its list. The others are inside an all-reduce at that moment. Whose error do you
+# want to see?
+
+
+# %%
+def fails_on_rank_2(group):
+    shares = [0.5, 0.5]
+    x = torch.full((4,), float(group.rank))
+    if group.rank == 2:
+        x *= shares[group.rank]
+    return group.all_reduce(x)
+
+
+try:
+    launch(fails_on_rank_2, 4)
+except RankError as error:
+    print(error)
+
+# %% [markdown]
+# One rank, its own traceback, the line of the cell. The other three only saw a neighbour disappear; such echoes are
+# not shown as the cause, and no process is left.
+#
+# ## 6 · Break it: one rank never enters
+#
+# The worst kind of bug raises nothing. Each rank gets some batches, sums what they give and meets the others in an
+# all-reduce. One of them never arrives.
+
+
+# %%
+def sum_losses(group, batches_of_rank):
+    batches = batches_of_rank[group.rank]
+    if not batches:
+        return None
+    loss = torch.zeros(1)
+    for batch in batches:
+        loss += sum(batch)
+    return group.all_reduce(loss).item()
+
+
+batches_of_rank = [[[1.0, 2.0]], [[3.0]], [], [[4.0], [5.0, 6.0]]]
+culprit = 0  # which rank is to blame? Change it before you run the next cell
+
+# %%
+try:
+    launch(sum_losses, 4, batches_of_rank, timeout=3)
+except HangError as hang:
+    print(hang)
+
+# %% [markdown]
+# *Who waits for whom* names the operation each rank is in, since when, and the ranks without which it cannot go on.
+# Follow the arrows to the rank that waits for nobody.
+
+# %%
+answer = 2
+print(f"You blamed rank {culprit}: {'right' if culprit == answer else f'it is rank {answer}'}.")
+print("Its list of batches is empty, so it returned before the all-reduce that the other three are in.")
+
+# %% [markdown]
+# The mend: a rank with nothing to add still takes part, and adds zero. **Every rank of a group enters every collective
+# of it, in the same order.** Most hangs of real training jobs break this rule: a rank that skips an empty batch, a
+# `if rank == 0:` around a save that communicates, an exception swallowed on one rank.
+
+
+# %%
+def sum_losses_mended(group, batches_of_rank):
+    loss = torch.zeros(1)
+    for batch in batches_of_rank[group.rank]:
+        loss += sum(batch)
+    return group.all_reduce(loss).item()
+
+
+launch(sum_losses_mended, 4, batches_of_rank, timeout=10)
+
+# %% [markdown]
+# ## 7 · A network you do not have
+#
+# Inside a node of H100s NVLink carries 450 GB/s each way (900 GB/s in NVIDIA's data sheet counts both); between nodes
+# a 400 Gb/s port carries 50 GB/s, and latency is higher, too. To feel that on a laptop, a `Link` paces every message:
+# it is not delivered before latency + bytes/bandwidth have passed. Times measured this way are always labelled
+# *emulated*; they show the shape of a problem, not the speed of any network.
+
+
+# %%
+def one_message(group, num_bytes):
+    x = torch.ones(num_bytes // 4)
+    group.barrier()
+    with measure.ledger() as led:
+        group.send(x, dst=1) if group.rank == 0 else group.recv(x, src=0)
+    event = led.events[0]
+    return event.end - event.start, event.emulated
+
+
+slow = Link(latency_s=0.020, bandwidth_bytes_per_s=50e6)
+real, emulated = launch(one_message, 2, size)[0], launch(one_message, 2, size, link=slow)[0]
+receipt(
+    "one message of 1 MiB from rank 0 to rank 1",
+    [
+        row("this machine's loopback", None, real[0], "s"),
+        row("emulated: 20 ms + bytes / 50 MB/s", slow.seconds(size), emulated[0], "s", tolerance=0.25),
+        row("the ledger says it is emulated", (False, True), (real[1], emulated[1])),
+    ],
+)
+
+# %% [markdown]
+# ## 8 · Where the numbers mislead
+#
+# **Measure twice.** The same matmul, timed in ten groups of ten runs. Anything smaller than the spread between the
+# groups is not a result.
+
+# %%
+import statistics
+import time
+
+x = torch.randn(384, 384)
+groups = []
+for _ in range(10):
+    start = time.perf_counter()
+    for _ in range(10):
+        x @ x
+    groups.append((time.perf_counter() - start) / 10)
+low, middle, high = min(groups), statistics.median(groups), max(groups)
+print(f"fastest group {low * 1e3:.2f} ms, median {middle * 1e3:.2f} ms, slowest {high * 1e3:.2f} ms")
+print(f"spread {(high - low) / middle:.0%} of the median")
+
+# %% [markdown]
+# **Count threads × ranks.** Ranks of one machine share its cores. `launch` gives each rank cores / ranks threads; set
+# more, and they fight. The prediction below counts cores only: each core in use adds one thread's speed. Where will it
+# be wrong?
+
+# %%
+cores = card.cores
+layouts = [(1, cores), (2, max(1, cores // 2)), (4, max(1, cores // 4)), (4, cores)]
+together = experiments.best_together(launch(experiments.crowd, 4, layouts))
+naive = [min(cores, ranks * threads) * card.peak_flops_one_thread for ranks, threads in layouts]
+
+
+def crowd_view():
+    """Matmul speed of all ranks together, by ranks × threads: counting cores, and measured."""
+    return pictures.draw_crowd(layouts, naive, together)
+
+
+show(crowd_view)
+
+# %%
+for (ranks, threads), speed, hoped in zip(layouts, together, naive, strict=True):
+    print(f"{ranks} × {threads} threads on {cores} cores: {speed / 1e9:6.1f} GFLOP/s together, {speed / hoped:.0%}")
+
+# %% [markdown]
+# Four ranks on your machine are not four machines. What is true of *bytes, calls and memory* on four ranks is true on
+# four GPUs; speed-ups are not, and no lab claims them.
+#
+# ## 9 · The same in production
+#
+# The counts you did by hand are counted for you by PyTorch:
+
+# %%
+from torch.utils.flop_counter import FlopCounterMode
+
+with FlopCounterMode(display=False) as counter:
+    torch.randn(64, 512) @ torch.randn(512, 256)
+receipt(
+    "[64, 512] @ [512, 256]",
+    [row("FLOPs, yours and torch's", matmul_cost(64, 512, 256, 4)[0], counter.get_total_flops())],
+)
+
+# %% [markdown]
+# | here | on a GPU cluster |
+# |---|---|
+# | `measure.machine()`, α and β | `nccl-tests`: `all_reduce_perf -b 8 -e 1G -f 2`, small and large sizes |
+# | `group.all_reduce(x)` | `torch.distributed.all_reduce(x)`, over NCCL |
+# | the ledger | `torch.profiler`; NCCL's log with `NCCL_DEBUG=INFO` |
+# | *who waits for whom* | flight recorder: `TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1`; `torchfrtrace` |
+#
+# In the package: `minillm/measure/machine.py` is the card, `minillm/comm/launch/launcher.py` starts the ranks,
+# `minillm/comm/diagnostics/` knows who waits for whom, and `minillm/predict/roofline.py` and `comms.py` hold the
+# formulas.
+#
+# ## 10 · On a cluster
+#
+# A rank program does not care who starts it. `labs/torchrun/00_start_here.py` holds exercise 3 as a script; in a
+# terminal, in the course's folder:
+#
+# ```bash
+# python labs/torchrun/00_start_here.py                             # starts 4 ranks itself
+# torchrun --nproc-per-node 4 labs/torchrun/00_start_here.py        # the same, as a cluster would
+# torchrun --nnodes 2 --node-rank 0 --rdzv-endpoint HOST:29500 --nproc-per-node 8 labs/torchrun/00_start_here.py
+# ```
+#
+# The last line is for the first of two nodes (the second says `--node-rank 1`). With a GPU per rank the messages go
+# over NCCL, with the same receipt.
+
+# %% [markdown]
+# ## 11 · Interview corner
+#
+# The numbers for the answers, from your own machine (nothing is compared here, so nothing has a verdict):
+
+# %%
+decode, prefill = (roofline.matmul_intensity(tokens, 4096, 4096, 2) for tokens in (1, 2048))
+receipt(
+    "this machine",
+    [
+        row("ridge, fp32", None, ridge, "FLOP/B"),
+        row("intensity of 1 token, bf16 weights [4096, 4096]", None, decode, "FLOP/B"),
+        row("intensity of 2048 tokens, the same weights", None, prefill, "FLOP/B"),
+        row("α of a ring round, 4 ranks", None, line.latency_s, "s"),
+        row("α·β: the message that is half latency", None, round(line.latency_s * line.bandwidth_bytes_per_s), "B"),
+        row("all-reduce of 1 MiB, predicted", None, expected, "s"),
+        row("the same in 64 messages of 16 KiB", None, 64 * comms.ring_all_reduce(4096, 4, 4).time(
+            line.latency_s, line.bandwidth_bytes_per_s), "s"),
+        row("the same on 64 ranks, this α and β", None, comms.ring_all_reduce(size // 4, 4, 64).time(
+            line.latency_s, line.bandwidth_bytes_per_s), "s"),
+        row("memory over link bandwidth", None, times),
+    ],
+)  # fmt: skip
+
+# %% [markdown]
+# <details><summary><b>1. A matmul reaches 10 % of peak. Is the code bad?</b></summary>
+#
+# Ask for its intensity first. Left of the ridge (first row), 10 % of peak may be all that memory can feed. Compare with
+# the roof at that intensity, not with the peak.
+# </details>
+#
+# <details><summary><b>2. Why is generating one token at a time slow on a device with enormous FLOP/s?</b></summary>
+#
+# One token does about 1 FLOP per byte of bf16 weights (second row); the ridge of this machine is in the first row, an
+# H100's is near 295 (989 TFLOP/s over 3.35 TB/s). The cores wait for memory. More tokens per pass share each weight
+# read: batching, or speculative decoding.
+# </details>
+#
+# <details><summary><b>3. Your gradients are 64 tensors of 16 KiB. What do you change, and why?</b></summary>
+#
+# Send them as one. The bytes stay the same, but 64 times the rounds means 64 times the latency: compare the two rows of
+# the table. This is why DDP has buckets (lab 03).
+# </details>
+#
+# <details><summary><b>4. When is a message "small"?</b></summary>
+#
+# When α exceeds bytes/β, that is below α·β bytes (fifth row). Below it, save messages; above it, save bytes.
+# </details>
+#
+# <details><summary><b>5. A ring all-reduce sends 2P(N−1)/N per rank. So is its time independent of N?</b></summary>
+#
+# Its bandwidth term nearly is (it tends to 2P/β). Its latency term is 2(N−1)·α and grows with N: the row with 64 ranks.
+# On this machine β also falls as ranks share the cores.
+# </details>
+#
+# <details><summary><b>6. A job on 64 ranks shows no error and no progress. What do you look for?</b></summary>
+#
+# Which collective each rank is in, and the first rank that is *not* in it: it waits for nobody (section 6). Then its
+# stack. Usual causes: a branch on the rank or on the data around a collective, a rank that died quietly, collectives
+# in another order.
+# </details>
+#
+# <details><summary><b>7. All outputs are right. Did the ranks communicate as designed?</b></summary>
+#
+# Only receipts can tell: number and kind of collectives, bytes per rank against the formula, and an independent
+# witness, such as the interface's counters (section 3).
+# </details>
+#
+# <details><summary><b>8. Four ranks on this laptop are no faster than one. Is data parallelism useless?</b></summary>
+#
+# Four ranks share the same cores (section 8), so total FLOP/s cannot grow. Ranks help when each brings its own cores,
+# memory and link.
+# </details>
+
+# %% [markdown]
+# ## You can now answer
+#
+# 1. **How fast can a matmul run on this machine, before you run it?** At most min(peak, bandwidth × intensity).
+# 2. **What does it cost to send a message to another rank?** α + bytes/β; an all-reduce is 2(N−1) such rounds.
+# 3. **Did it do what it claims, and who is to blame?** Calls and bytes against the formula; the rank that waits for
+#    nobody.
+#
+# Next: **01 · collectives**, where you write the ring all-reduce from messages alone.

@@ -1,0 +1,314 @@
+"""Lab 01, collectives: ring, tree, two levels and all-to-all, from messages between two ranks.
+
+Every verifier tries the learner's function on groups of 1 to 5 real ranks with fresh inputs and asks three questions:
+are the values right, did the messages do it, and did they carry as many bytes as the formula says?
+"""
+
+import random
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from course.lab01_collectives import judge
+from course.shared.diagnose import expect_like, say_parts, say_sum
+from course.shared.trials import refuse_ready_made, try_on_ranks
+from minillm.comm import Group
+from minillm.labkit.exercises import CheckFailed, exercise
+from minillm.labkit.receipts import Receipt, Row, receipt, row
+from minillm.predict import comms
+
+LAB = "01_collectives"
+
+
+# The course's own answers.
+
+
+def reduce_scatter(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """x: [N * n] on each rank -> [n]: this rank's chunk of the sum over the ranks. x is left alone."""
+    n, r = group.world_size, group.rank
+    chunks = list(x.clone().chunk(n))
+    arriving = torch.empty_like(chunks[0])
+    for s in range(n - 1):
+        group.exchange(send=(chunks[(r - s - 1) % n], (r + 1) % n), recv=(arriving, (r - 1) % n))
+        chunks[(r - s - 2) % n] += arriving
+    return chunks[r]
+
+
+def all_gather(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """x: [n] on each rank -> [N * n] on every rank: the ranks' tensors in rank order."""
+    n, r = group.world_size, group.rank
+    out = x.new_empty(n * x.numel())
+    chunks = out.chunk(n)
+    chunks[r].copy_(x)
+    for s in range(n - 1):
+        group.exchange(send=(chunks[(r - s) % n], (r + 1) % n), recv=(chunks[(r - s - 1) % n], (r - 1) % n))
+    return out
+
+
+def all_reduce(x: torch.Tensor, group: Group, op: str = "sum") -> torch.Tensor:
+    """x: [N * n], replaced in place by its sum (op "avg": its mean) over the ranks; returns x."""
+    mine = reduce_scatter(x, group)
+    if op == "avg":
+        mine /= group.world_size
+    return x.copy_(all_gather(mine, group))
+
+
+def broadcast(x: torch.Tensor, group: Group, root: int = 0) -> torch.Tensor:
+    """x: [n], replaced in place by root's x on every rank; returns x."""
+    n = group.world_size
+    place = (group.rank - root) % n
+    distance = 1
+    while distance < n:
+        if place < distance and place + distance < n:
+            group.send(x, (group.rank + distance) % n)
+        elif distance <= place < 2 * distance:
+            group.recv(x, (group.rank - distance) % n)
+        distance *= 2
+    return x
+
+
+def hierarchical_all_reduce(x: torch.Tensor, group: Group, node: Group, across: Group) -> torch.Tensor:
+    """x, replaced in place by its sum over all ranks, most of it inside the nodes; returns x."""
+    mine = reduce_scatter(x, node)
+    all_reduce(mine, across)
+    return x.copy_(all_gather(mine, node))
+
+
+def all_to_all(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """x: [N * n], part j for rank j -> [N * n], part j from rank j. x is left alone."""
+    n, r = group.world_size, group.rank
+    out = torch.empty_like(x)
+    outgoing, incoming = x.chunk(n), out.chunk(n)
+    incoming[r].copy_(outgoing[r])
+    for s in range(1, n):
+        to, source = (r + s) % n, (r - s) % n
+        group.exchange(send=(outgoing[to], to), recv=(incoming[source], source))
+    return out
+
+
+def culprit(waits_for: dict[int, list[int]]) -> int | None:
+    """The rank that holds up the others: they wait for it, it waits for nobody. None if they wait in a circle."""
+    guilty = [rank for rank, others in waits_for.items() if not others and any(rank in w for w in waits_for.values())]
+    return guilty[0] if guilty else None
+
+
+# What they are held to.
+
+
+@exercise(
+    "ring-reduce-scatter",
+    reference=reduce_scatter,
+    minutes=15,
+    difficulty=3,
+    lab=LAB,
+    hints=(
+        "Follow one chunk, not one rank. Chunk c must visit every rank once and be added to at each stop. "
+        "At which rank must its journey end, and so where does it begin?",
+        "Chunk c ends on rank c, so it starts on rank c+1. Turned around: in round s (from 0 to N-2) rank r sends its "
+        "partial sum of chunk r-s-1 to the right and adds what comes from the left to chunk r-s-2, all modulo N.",
+        "chunks = list(x.clone().chunk(n)); arriving = torch.empty_like(chunks[0]); then n-1 times: "
+        "group.exchange(send=(chunks[(r - s - 1) % n], right), recv=(arriving, left)) and "
+        "chunks[(r - s - 2) % n] += arriving. Return chunks[r].",
+    ),
+)
+def check_reduce_scatter(learner: Callable) -> Receipt:
+    cases = judge.draw_cases()
+    trials = try_on_ranks(learner, cases)
+    for case, ranks in zip(cases, trials, strict=True):
+        total = torch.stack(list(case.inputs)).sum(0).chunk(case.world_size)
+        for rank, trial in enumerate(ranks):
+            expect_like(judge.who(rank, case), trial.result, total[rank], "its own chunk of the sum, [n / world_size]")
+            if not torch.equal(trial.result.flatten(), total[rank]):
+                said = say_sum(trial.result.flatten(), case.inputs, rank, case.world_size)
+                raise CheckFailed(f"{judge.who(rank, case)} returned a wrong chunk: {said}")
+            judge.left_alone(rank, case, trial)
+    refuse_ready_made(trials)
+    advice = "in each round send one chunk, not the whole tensor"
+    rows = judge.byte_rows(cases, trials, comms.ring_reduce_scatter, advice)
+    return receipt("ring reduce-scatter: P(N-1)/N bytes per rank", [*rows, *judge.message_rows(cases, trials)])
+
+
+@exercise(
+    "ring-all-gather",
+    reference=all_gather,
+    minutes=10,
+    difficulty=2,
+    lab=LAB,
+    hints=(
+        "Each rank starts with one chunk and passes on, in every round, the chunk that it received last.",
+        "In round s rank r sends chunk r-s to the right and receives chunk r-s-1 from the left, modulo N. "
+        "Chunks can be received where they belong: no extra buffer is needed.",
+        "out = x.new_empty(n * x.numel()); chunks = out.chunk(n); chunks[r].copy_(x); then n-1 times: "
+        "group.exchange(send=(chunks[(r - s) % n], right), recv=(chunks[(r - s - 1) % n], left)). Return out.",
+    ),
+)
+def check_all_gather(learner: Callable) -> Receipt:
+    cases = judge.draw_cases()
+    trials = try_on_ranks(learner, cases)
+    for case, ranks in zip(cases, trials, strict=True):
+        known, wanted = {f"rank {r}'s tensor": x for r, x in enumerate(case.inputs)}, torch.cat(list(case.inputs))
+        for rank, trial in enumerate(ranks):
+            expect_like(judge.who(rank, case), trial.result, wanted, "all ranks' tensors in rank order")
+            if not torch.equal(trial.result.flatten(), wanted):
+                said = say_parts(trial.result, case.inputs, known)
+                raise CheckFailed(f"{judge.who(rank, case)} gathered wrongly: {said}, not rank {said[6]}'s tensor")
+            judge.left_alone(rank, case, trial)
+    refuse_ready_made(trials)
+    advice = "pass on only the chunk that came last, not everything you have"
+    rows = judge.byte_rows(cases, trials, _gathered(comms.ring_all_gather), advice)
+    return receipt("ring all-gather: P(N-1)/N bytes per rank", [*rows, *judge.message_rows(cases, trials)])
+
+
+def _gathered(cost: Callable[..., comms.Cost]) -> Callable[..., comms.Cost]:
+    """The cost of a gather by the size of what one rank brings."""
+    return lambda num_elements, itemsize, world_size: cost(num_elements * world_size, itemsize, world_size)
+
+
+@exercise(
+    "ring-all-reduce",
+    reference=all_reduce,
+    minutes=5,
+    difficulty=1,
+    lab=LAB,
+    hints=(
+        "You have written everything it needs.",
+        "Reduce-scatter leaves each rank one chunk of the sum; all-gather brings all chunks to everybody. "
+        "The mean is cheapest where the tensor is smallest, between the two.",
+        "mine = reduce_scatter(x, group); if op == 'avg': mine /= group.world_size; "
+        "return x.copy_(all_gather(mine, group)).",
+    ),
+)
+def check_all_reduce(learner: Callable) -> Receipt:
+    cases, means = judge.draw_cases(), judge.draw_cases(("avg",), worlds=(4, 3))
+    trials = try_on_ranks(learner, [*cases, *means])
+    for case, ranks in zip([*cases, *means], trials, strict=True):
+        total = torch.stack(list(case.inputs)).sum(0)
+        wanted = total / case.world_size if case.arguments else total
+        for rank, trial in enumerate(ranks):
+            name = judge.who(rank, case) + (' with op="avg"' if case.arguments else "")
+            judge.in_place(name, trial, case.inputs[rank], wanted, partial(judge.say_all_reduce, case))
+    refuse_ready_made(trials)
+    sums = trials[: len(cases)]
+    rows = judge.byte_rows(cases, sums, comms.ring_all_reduce, "reduce-scatter first, then gather only finished chunks")
+    return receipt("ring all-reduce: 2P(N-1)/N bytes per rank", [*rows, *judge.message_rows(cases, sums, laps=2)])
+
+
+@exercise(
+    "tree-broadcast",
+    reference=broadcast,
+    minutes=15,
+    difficulty=3,
+    lab=LAB,
+    hints=(
+        "After the first round two ranks have the tensor. Nothing keeps both from sending in the second.",
+        "Number the ranks from the root: place = (rank - root) % N. In the round with distance d = 1, 2, 4, ... every "
+        "place below d sends to place + d (if there is one), and places d to 2d-1 receive from place - d.",
+        "while distance < n: if place < distance and place + distance < n: group.send(x, (rank + distance) % n); "
+        "elif distance <= place < 2 * distance: group.recv(x, (rank - distance) % n); then distance *= 2.",
+    ),
+)
+def check_broadcast(learner: Callable) -> Receipt:
+    cases = judge.draw_cases((0,), divisible=False)
+    for world in (4, 5):
+        cases += judge.draw_cases((random.randrange(1, world),), worlds=(world,), divisible=False)
+    trials = try_on_ranks(learner, cases)
+    for case, ranks in zip(cases, trials, strict=True):
+        (root,) = case.arguments
+        for rank in sorted(range(case.world_size), key=lambda rank: rank != root):
+            name, say = f"{judge.who(rank, case)} with root={root}", partial(judge.say_broadcast, case, rank)
+            judge.in_place(name, ranks[rank], case.inputs[rank], case.inputs[root], say)
+    refuse_ready_made(trials)
+    judged = [judge.judge_tree(case, ranks) for case, ranks in zip(cases, trials, strict=True) if case.world_size > 2]
+    return receipt("tree broadcast: P(N-1) bytes in ceil(log2 N) rounds", [row for rows in judged for row in rows])
+
+
+@exercise(
+    "hierarchical-all-reduce",
+    reference=hierarchical_all_reduce,
+    minutes=10,
+    difficulty=3,
+    lab=LAB,
+    hints=(
+        "Which part of the tensor does each rank have to take across to the other nodes, if the ranks of a node share "
+        "that work?",
+        "First reduce-scatter inside the node: each rank then holds 1/g of the node's sum. That part goes across, "
+        "where g rings run side by side, one per place in the node. Then gather inside the node.",
+        "mine = reduce_scatter(x, node); all_reduce(mine, across); return x.copy_(all_gather(mine, node)).",
+    ),
+)
+def check_hierarchical(learner: Callable) -> Receipt:
+    layouts, cases = ((3, 2), (2, 3)), judge.draw_cases(worlds=(6, 6))
+    trials = judge.try_on_nodes(learner, layouts, cases)
+    for (nodes, per_node), case, ranks in zip(layouts, cases, trials, strict=True):
+        for rank, trial in enumerate(ranks):
+            name, total = f"rank {rank} of {nodes} nodes of {per_node}", torch.stack(list(case.inputs)).sum(0)
+            say = partial(judge.say_two_level, case, rank, per_node)
+            judge.in_place(name, trial, case.inputs[rank], total, say)
+    refuse_ready_made(trials)
+    judged = [judge.judge_two_level(*found) for found in zip(layouts, cases, trials, strict=True)]
+    return receipt("two-level all-reduce: few bytes leave the node", [row for rows in judged for row in rows])
+
+
+@exercise(
+    "all-to-all",
+    reference=all_to_all,
+    minutes=10,
+    difficulty=2,
+    lab=LAB,
+    hints=(
+        "Rank r has one part for each rank, and wants one part from each. No ring: send each part straight there.",
+        "In round s, from 1 to N-1, send to the rank s places to the right and receive from the rank s places to the "
+        "left: every rank then sends one and receives one. Your own part you copy.",
+        "outgoing, incoming = x.chunk(n), out.chunk(n); incoming[r].copy_(outgoing[r]); for s in range(1, n): "
+        "group.exchange(send=(outgoing[(r + s) % n], (r + s) % n), recv=(incoming[(r - s) % n], (r - s) % n)).",
+    ),
+)
+def check_all_to_all(learner: Callable) -> Receipt:
+    cases = judge.draw_cases()
+    trials = try_on_ranks(learner, cases)
+    for case, ranks in zip(cases, trials, strict=True):
+        n = case.world_size
+        known = {f"part {j} of rank {i}": x.chunk(n)[j] for i, x in enumerate(case.inputs) for j in range(n)}
+        for rank, trial in enumerate(ranks):
+            name, wanted = judge.who(rank, case), [x.chunk(n)[rank] for x in case.inputs]
+            expect_like(name, trial.result, case.inputs[rank], "one part from every rank, as large as x")
+            if not torch.equal(trial.result.flatten(), torch.cat(wanted)):
+                said = say_parts(trial.result, wanted, known)
+                raise CheckFailed(f"{name} holds the wrong parts: {said}; place i is for part {rank} of rank i")
+            judge.left_alone(rank, case, trial)
+    refuse_ready_made(trials)
+    rows = judge.byte_rows(cases, trials, comms.pairwise_all_to_all, "send each rank only the part that is for it")
+    return receipt("all-to-all: P(N-1)/N bytes per rank", [*rows, *judge.message_rows(cases, trials)])
+
+
+@exercise(
+    "find-the-culprit",
+    reference=culprit,
+    minutes=5,
+    difficulty=2,
+    lab=LAB,
+    hints=(
+        "The rank that most others wait for need not be the one: it may be waiting itself.",
+        "Follow the arrows: the culprit is waited for, and waits for nobody. In a circle there is no such rank.",
+        "for rank, others in waits_for.items(): if not others and any(rank in w for w in waits_for.values()): "
+        "return rank. After the loop: return None.",
+    ),
+)
+def check_culprit(learner: Callable) -> list[Row]:
+    a, b, c, d, e = random.sample(range(8), 5)
+    everyone = {rank: [a] for rank in (b, c, d, e)}
+    tables = {
+        "a collective that one rank never enters": (everyone | {a: []}, a),
+        "a chain of receives": ({b: [c], c: [d], d: [a], a: []}, a),
+        "most wait for one who waits itself": ({b: [e], c: [e], d: [e], e: [a], a: []}, a),
+        "one rank has finished, unconcerned": ({e: [], b: [a], c: [a], a: []}, a),
+        "a circle of sends": ({a: [b], b: [c], c: [d], d: [a]}, None),
+    }
+    rows = []
+    for name, (table, answer) in tables.items():
+        found = learner(dict(sorted(table.items())))
+        rows.append(row(name, "none" if answer is None else answer, "none" if found is None else found))
+        if found != answer:
+            raise CheckFailed(judge.say_culprit(name, dict(sorted(table.items())), found, answer), rows)
+    return rows

@@ -1,0 +1,212 @@
+"""What the checks of collectives ask, and how they put the answer to a learner.
+
+Values first (a wrong one is traced to its mistake by `diagnose`), then the messages: did they carry the data, how many
+bytes did they carry, in how many rounds. Every function either returns rows for the receipt or raises CheckFailed.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from course.shared.diagnose import expect_like, say_sum, whole_numbers
+from course.shared.trials import Case, Trial, one_trial, rounds, run
+from minillm.comm import Group, Mesh
+from minillm.labkit.exercises import CheckFailed
+from minillm.labkit.receipts import Row, row
+from minillm.predict import comms
+
+WORLDS = (4, 3, 5, 2, 1)  # in the order in which a mistake is reported
+Layout = tuple[int, int]  # nodes, ranks per node
+
+
+def draw_cases(arguments: tuple[Any, ...] = (), worlds: Sequence[int] = WORLDS, divisible: bool = True) -> list[Case]:
+    """Fresh whole-number inputs for each world size; `divisible`: the length is a multiple of the world size."""
+    draw, cases = torch.Generator().manual_seed(random.randrange(2**32)), []
+    for world in worlds:
+        size = random.randint(3, 9) * (world if divisible else 1)
+        cases.append(Case([whole_numbers(draw, size) for _ in range(world)], arguments))
+    return cases
+
+
+def who(rank: int, case: Case) -> str:
+    return f"rank {rank} of {case.world_size}"
+
+
+def left_alone(rank: int, case: Case, trial: Trial) -> None:
+    """CheckFailed if the input was changed."""
+    if not torch.equal(trial.after, case.inputs[rank]):
+        raise CheckFailed(
+            f"{who(rank, case)} changed its input x: work on a copy (x.clone()), the caller still needs x"
+        )
+
+
+def in_place(
+    name: str, trial: Trial, before: torch.Tensor, wanted: torch.Tensor, say: Callable[[torch.Tensor], str]
+) -> None:
+    """CheckFailed unless x became `wanted` (up to rounding) and was returned; `say` names the mistake behind x."""
+    if trial.result is not None:
+        expect_like(name, trial.result, wanted, "x itself")
+    if not torch.allclose(trial.after, wanted, rtol=1e-6):
+        if trial.result is not None and torch.allclose(trial.result.view_as(wanted), wanted, rtol=1e-6):
+            raise CheckFailed(f"{name} returned the right values but did not write them into x (x.copy_ does)")
+        changed = "wrong values in x" if not torch.equal(trial.after, before) else "x unchanged"
+        raise CheckFailed(f"{name} ended with {changed}: {say(trial.after)}")
+    if trial.result is None:
+        raise CheckFailed(f"{name} returned nothing (None): return x as well")
+
+
+def say_all_reduce(case: Case, x: torch.Tensor) -> str:
+    """What x holds instead of the sum (case.arguments empty) or the mean."""
+    n, total, average = case.world_size, torch.stack(list(case.inputs)).sum(0), bool(case.arguments)
+    for share, said in ((n, "the mean"), (n * n, "the mean divided by the number of ranks once more")):
+        if not average and torch.allclose(x * share, total):
+            return f"it is {said}, but op is 'sum': divide only for op='avg'"
+    if average and torch.allclose(x, total):
+        return f"it is the sum, {n} times the mean: divide by the number of ranks"
+    if average and torch.allclose(x * n * n, total):
+        return f"it is the mean divided by {n} once more: divide only once"
+    for place in range(n):
+        part = x.chunk(n)[place]
+        if not torch.allclose(part * (n if average else 1), total.chunk(n)[place]):
+            return f"in place {place}, {say_sum(part, case.inputs, place, n)}"
+    return "it is not what it should be"
+
+
+def say_broadcast(case: Case, rank: int, x: torch.Tensor) -> str:
+    """Whose tensor x is, if not the root's."""
+    held = [r for r, given in enumerate(case.inputs) if torch.equal(given, x)]
+    if held == [rank]:
+        return "nothing arrived: is every place reached, also when the number of ranks is no power of two?"
+    if held:
+        return f"it holds what rank {held[0]} had: are places counted from the root?"
+    return "it holds something that no rank ever had"
+
+
+def judge_tree(case: Case, ranks: Sequence[Trial]) -> list[Row]:
+    """Rows for a broadcast; CheckFailed if it takes more messages or rounds than a tree."""
+    n, (root,) = case.world_size, case.arguments
+    cost = comms.tree_broadcast(case.inputs[0].numel(), case.inputs[0].element_size(), n)
+    sent, needed = [trial.messages for trial in ranks], rounds([trial.steps for trial in ranks])
+    rows = [
+        row(f"bytes in all, {n} ranks, root {root}", cost.total_bytes, sum(trial.bytes for trial in ranks), "B"),
+        row(f"rounds, {n} ranks, root {root}", cost.rounds, needed),
+    ]
+    if sum(sent) > n - 1:
+        raise CheckFailed(
+            f"right values, but {sum(sent)} messages for {n} ranks where {n - 1} are enough: tell each rank only once",
+            rows,
+        )
+    if needed > cost.rounds:
+        shape = "a star: the root sends every message itself" if sent[root] == n - 1 else "not the tree yet"
+        raise CheckFailed(
+            f"right values, but {needed} rounds for {n} ranks where {cost.rounds} are enough; this is {shape}. "
+            "In every round, let all ranks that have x send it on",
+            rows,
+        )
+    return rows
+
+
+def try_on_nodes(learner: Callable, layouts: Sequence[Layout], cases: Sequence[Case]) -> list[list[Trial]]:
+    """learner(x, group, node, across) once per layout of the same ranks; trials by layout and rank."""
+    world = cases[0].world_size
+    by_rank = run(_on_nodes, world, learner, layouts, cases)
+    return [[by_rank[rank][index] for rank in range(world)] for index in range(len(layouts))]
+
+
+def say_two_level(case: Case, rank: int, per_node: int, x: torch.Tensor) -> str:
+    """What x holds instead of the sum over all nodes."""
+    first = rank - rank % per_node
+    if torch.equal(x, torch.stack(list(case.inputs[first : first + per_node])).sum(0)):
+        return "it is the sum over its own node only: the nodes never met"
+    return say_sum(x, case.inputs, 0, 1)
+
+
+def judge_two_level(layout: Layout, case: Case, ranks: Sequence[Trial]) -> list[Row]:
+    """Rows for an all-reduce over nodes; CheckFailed if a rank takes more than its share to other nodes."""
+    nodes, per_node = layout
+    size, world = case.inputs[0].numel(), case.world_size
+    cost = comms.hierarchical_all_reduce(size, 4, world, per_node)
+    crossing = [_crossing(rank, trial, per_node) for rank, trial in enumerate(ranks)]
+    inside = [trial.bytes - crosses for trial, crosses in zip(ranks, crossing, strict=True)]
+    name, enough = f"{nodes} nodes of {per_node}", max(cost.inter.sent_per_rank)
+    rows = [
+        row(f"bytes to other nodes per rank, {name}", enough, max(crossing), "B"),
+        row(f"bytes to other nodes in all, {name}", cost.inter.total_bytes, sum(crossing), "B"),
+        row(f"bytes inside the node per rank, {name}", max(cost.intra.sent_per_rank), max(inside), "B"),
+    ]
+    if max(crossing) > enough:
+        head = (
+            f"right values on {name} ranks, but one rank sends {max(crossing):,} bytes to other nodes where "
+            f"{enough:,} are enough"
+        )
+        idle = [rank for rank, crosses in enumerate(crossing) if not crosses]
+        if idle and max(crossing) == max(comms.ring_all_reduce(size, 4, world).sent_per_rank):
+            raise CheckFailed(f"{head}: that is one flat ring over all ranks. Reduce inside the node first", rows)
+        if idle:
+            raise CheckFailed(f"{head}, and ranks {idle} send nothing there: let all ranks of a node share", rows)
+        raise CheckFailed(f"{head}: take only your own 1/{per_node} across, so reduce-scatter in the node first", rows)
+    return rows
+
+
+def byte_rows(
+    cases: Sequence[Case], trials: Sequence[Sequence[Trial]], cost: Callable[..., comms.Cost], advice: str
+) -> list[Row]:
+    """Bytes sent per rank, smallest world first; CheckFailed with `advice` if a rank sends more than predicted."""
+    rows = {}
+    for case, ranks in zip(cases, trials, strict=True):
+        x = case.inputs[0]
+        predicted = cost(x.numel(), x.element_size(), case.world_size).sent_per_rank
+        most = max(trial.bytes for trial in ranks)
+        rows[case.world_size] = row(f"bytes sent per rank, N={case.world_size}", max(predicted), most, "B")
+    rows = [rows[n] for n in sorted(rows) if n > 1]
+    for found in reversed(rows):
+        if found.measured > found.predicted:
+            raise CheckFailed(
+                f"right values, but a rank sent {found.measured:,} bytes (N={found.name[-1]}) where "
+                f"{found.predicted:,} are enough, {found.measured / found.predicted:.2g} times as many: {advice}",
+                rows,
+            )
+    return rows
+
+
+def message_rows(cases: Sequence[Case], trials: Sequence[Sequence[Trial]], laps: int = 1) -> list[Row]:
+    """Messages and rounds of the largest world; rounds are told, not judged: taking turns is slower, but correct."""
+    case, ranks = max(zip(cases, trials, strict=True), key=lambda pair: pair[0].world_size)
+    least = laps * (case.world_size - 1)
+    return [
+        row(f"messages per rank, N={case.world_size}", least, max(trial.messages for trial in ranks)),
+        row(f"rounds, N={case.world_size} ({least} if all send at once)", None, rounds([t.steps for t in ranks])),
+    ]
+
+
+def say_culprit(name: str, table: dict[int, list[int]], found: Any, answer: int | None) -> str:
+    """Why `found` is not who holds up the others."""
+    if answer is None:
+        return f"in {name}, {table}, everybody waits for somebody: nobody is to blame alone, return None, not {found}"
+    if found is None:
+        return f"in {name}, {table}, rank {answer} is waited for and waits for nobody: that is the one, not None"
+    if isinstance(found, bool) or not isinstance(found, int) or found not in table:
+        return f"in {name}, you returned {found!r}, which is none of the ranks {list(table)}"
+    if table[found]:
+        return f"in {name}, {table}, rank {found} waits itself, for {table[found]}: follow the arrow further"
+    return f"in {name}, {table}, nobody waits for rank {found}: that it waits for nobody is no crime"
+
+
+def _on_nodes(group: Group, learner: Callable, layouts: Sequence[Layout], cases: Sequence[Case]) -> list[Trial]:
+    trials = []
+    for (nodes, per_node), case in zip(layouts, cases, strict=True):
+        mesh = Mesh(group, across=nodes, node=per_node)
+        call = partial(_call_two_level, learner, group, mesh.node, mesh.across)
+        trials.append(one_trial(case.inputs[group.rank].clone(), [group, mesh.node, mesh.across], call))
+    return trials
+
+
+def _call_two_level(learner: Callable, group: Group, node: Group, across: Group, x: torch.Tensor) -> Any:
+    return learner(x, group, node, across)
+
+
+def _crossing(rank: int, trial: Trial, per_node: int) -> int:
+    return sum(size for sends, _ in trial.steps for to, size in sends if to // per_node != rank // per_node)

@@ -1,0 +1,223 @@
+"""Spoilers of lab 01, rings: wrong collectives that people write, and right ones that look different."""
+
+import torch
+import torch.distributed as dist
+
+from course.lab01_collectives import checks as right
+from minillm.labkit.exercises import alternative, mutant
+
+# Ring reduce-scatter
+
+
+@mutant("ring-reduce-scatter", "chunk-off-by-one", expect=r"chunk \d \(its own is chunk \d\): off by one")
+def ends_one_chunk_early(x, group):
+    n, r = group.world_size, group.rank
+    chunks = list(x.clone().chunk(n))
+    arriving = torch.empty_like(chunks[0])
+    for s in range(n - 1):
+        group.exchange(send=(chunks[(r - s) % n], (r + 1) % n), recv=(arriving, (r - 1) % n))
+        chunks[(r - s - 1) % n] += arriving
+    return chunks[(r + 1) % n]
+
+
+@mutant("ring-reduce-scatter", "only-n-minus-2-rounds", expect="without rank")
+def stops_one_round_early(x, group):
+    n, r = group.world_size, group.rank
+    chunks = list(x.clone().chunk(n))
+    arriving = torch.empty_like(chunks[0])
+    for s in range(1, n - 1):
+        group.exchange(send=(chunks[(r - s - 1) % n], (r + 1) % n), recv=(arriving, (r - 1) % n))
+        chunks[(r - s - 2) % n] += arriving
+    return chunks[r]
+
+
+@mutant("ring-reduce-scatter", "reduces-into-sent-chunk", expect="returned a wrong chunk")
+def adds_to_what_it_sent(x, group):
+    n, r = group.world_size, group.rank
+    chunks = list(x.clone().chunk(n))
+    arriving = torch.empty_like(chunks[0])
+    for s in range(n - 1):
+        group.exchange(send=(chunks[(r - s - 1) % n], (r + 1) % n), recv=(arriving, (r - 1) % n))
+        chunks[(r - s - 1) % n] += arriving
+    return chunks[r]
+
+
+@mutant("ring-reduce-scatter", "whole-tensor-every-round", expect="times as many: in each round send one chunk")
+def sends_everything(x, group):
+    n, r = group.world_size, group.rank
+    total, travelling = x.clone(), x.clone()
+    for _ in range(n - 1):
+        arriving = torch.empty_like(x)
+        group.exchange(send=(travelling, (r + 1) % n), recv=(arriving, (r - 1) % n))
+        total += arriving
+        travelling = arriving
+    return total.chunk(n)[r]
+
+
+@mutant("ring-reduce-scatter", "destroys-input", expect="changed its input x: work on a copy")
+def works_in_place(x, group):
+    n, r = group.world_size, group.rank
+    chunks = x.chunk(n)
+    arriving = torch.empty_like(chunks[0])
+    for s in range(n - 1):
+        group.exchange(send=(chunks[(r - s - 1) % n], (r + 1) % n), recv=(arriving, (r - 1) % n))
+        chunks[(r - s - 2) % n].add_(arriving)
+    return chunks[r].clone()
+
+
+@mutant("ring-reduce-scatter", "blocking-sends", expect=r"(?s)waits for.*rank 1.*Deadlock: these ranks are all in send")
+def everybody_sends_first(x, group):
+    n, r = group.world_size, group.rank
+    chunks = list(x.clone().chunk(n))
+    arriving = torch.empty_like(chunks[0])
+    for s in range(n - 1):
+        group.send(chunks[(r - s - 1) % n], (r + 1) % n)
+        group.recv(arriving, (r - 1) % n)
+        chunks[(r - s - 2) % n] += arriving
+    return chunks[r]
+
+
+@mutant("ring-reduce-scatter", "ready-made", expect="you called reduce_scatter")
+def calls_the_group(x, group):
+    return group.reduce_scatter(x)
+
+
+@mutant("ring-reduce-scatter", "torch-distributed", expect="ledger saw no message")
+def calls_torch(x, group):
+    x = x.clone()
+    dist.all_reduce(x, group=group.process_group)
+    return x.chunk(group.world_size)[group.rank]
+
+
+@alternative("ring-reduce-scatter", "other-direction")
+def to_the_left(x, group):
+    n, r = group.world_size, group.rank
+    chunks = list(x.clone().chunk(n))
+    arriving = torch.empty_like(chunks[0])
+    for s in range(1, n):
+        group.exchange(send=(chunks[(r + s) % n], (r - 1) % n), recv=(arriving, (r + 1) % n))
+        chunks[(r + s + 1) % n] += arriving
+    return chunks[r]
+
+
+@alternative("ring-reduce-scatter", "taking-turns")
+def even_ranks_send_first(x, group):
+    n, r = group.world_size, group.rank
+    chunks = list(x.clone().chunk(n))
+    arriving = torch.empty_like(chunks[0])
+    for s in range(n - 1):
+        if r % 2 == 0:
+            group.send(chunks[(r - s - 1) % n], (r + 1) % n)
+            group.recv(arriving, (r - 1) % n)
+        else:
+            group.recv(arriving, (r - 1) % n)
+            group.send(chunks[(r - s - 1) % n], (r + 1) % n)
+        chunks[(r - s - 2) % n] += arriving
+    return chunks[r]
+
+
+# Ring all-gather
+
+
+@mutant("ring-all-gather", "chunk-off-by-one", expect="gathered wrongly: place")
+def receives_one_place_off(x, group):
+    n, r = group.world_size, group.rank
+    out = x.new_zeros(n * x.numel())
+    chunks = out.chunk(n)
+    chunks[r].copy_(x)
+    for s in range(n - 1):
+        group.exchange(send=(chunks[(r - s) % n], (r + 1) % n), recv=(chunks[(r - s - 2) % n], (r - 1) % n))
+    return out
+
+
+@mutant("ring-all-gather", "arrival-order", expect=r"place \d of it holds rank \d's tensor, not rank")
+def as_they_come(x, group):
+    n, r = group.world_size, group.rank
+    parts = [x]
+    for _ in range(n - 1):
+        arriving = torch.empty_like(x)
+        group.exchange(send=(parts[-1], (r + 1) % n), recv=(arriving, (r - 1) % n))
+        parts.append(arriving)
+    return torch.cat(parts)
+
+
+@mutant("ring-all-gather", "only-n-minus-2-rounds", expect="something that no rank ever had")
+def one_chunk_missing(x, group):
+    n, r = group.world_size, group.rank
+    out = torch.full((n * x.numel(),), -1.0)
+    chunks = out.chunk(n)
+    chunks[r].copy_(x)
+    for s in range(n - 2):
+        group.exchange(send=(chunks[(r - s) % n], (r + 1) % n), recv=(chunks[(r - s - 1) % n], (r - 1) % n))
+    return out
+
+
+@mutant("ring-all-gather", "whole-buffer-every-round", expect="times as many: pass on only the chunk")
+def passes_everything_on(x, group):
+    n, r = group.world_size, group.rank
+    out = x.new_zeros(n * x.numel())
+    out.chunk(n)[r].copy_(x)
+    for _ in range(n - 1):
+        arriving = torch.empty_like(out)
+        group.exchange(send=(out, (r + 1) % n), recv=(arriving, (r - 1) % n))
+        out = torch.maximum(out, arriving)
+    return out
+
+
+@alternative("ring-all-gather", "taking-turns-leftwards")
+def odd_ranks_receive_first(x, group):
+    n, r = group.world_size, group.rank
+    parts = {r: x}
+    for s in range(n - 1):
+        arriving = torch.empty_like(x)
+        turns = [lambda s=s: group.send(parts[(r + s) % n], (r - 1) % n), lambda a=arriving: group.recv(a, (r + 1) % n)]
+        for turn in turns if r % 2 == 0 else reversed(turns):
+            turn()
+        parts[(r + s + 1) % n] = arriving
+    return torch.cat([parts[rank] for rank in range(n)])
+
+
+# Ring all-reduce
+
+
+@mutant("ring-all-reduce", "no-division", expect="it is the sum, 4 times the mean: divide")
+def forgets_the_mean(x, group, op="sum"):
+    return x.copy_(right.all_gather(right.reduce_scatter(x, group), group))
+
+
+@mutant("ring-all-reduce", "divides-twice", expect="divided by 4 once more")
+def divides_before_and_after(x, group, op="sum"):
+    right.all_reduce(x, group, op)
+    return x.div_(group.world_size) if op == "avg" else x
+
+
+@mutant("ring-all-reduce", "not-in-place", expect="did not write them into x")
+def leaves_x_as_it_was(x, group, op="sum"):
+    mine = right.reduce_scatter(x, group)
+    return right.all_gather(mine / group.world_size if op == "avg" else mine, group)
+
+
+@mutant("ring-all-reduce", "gathers-everything", expect="times as many: reduce-scatter first")
+def gathers_and_adds(x, group, op="sum"):
+    total = right.all_gather(x, group).view(group.world_size, -1).sum(0)
+    return x.copy_(total / group.world_size if op == "avg" else total)
+
+
+@mutant("ring-all-reduce", "no-gather", expect="in place")
+def keeps_its_own_chunk_only(x, group, op="sum"):
+    mine = right.reduce_scatter(x, group)
+    x.chunk(group.world_size)[group.rank].copy_(mine / group.world_size if op == "avg" else mine)
+    return x
+
+
+@alternative("ring-all-reduce", "one-loop")
+def both_laps_in_one_loop(x, group, op="sum"):
+    n, r = group.world_size, group.rank
+    chunks = x.chunk(n)
+    for s in range(2 * (n - 1)):
+        arriving, target = torch.empty_like(chunks[0]), chunks[(r - s - 2) % n]
+        if s == n - 1 and op == "avg":
+            chunks[r].div_(n)
+        group.exchange(send=(chunks[(r - s - 1) % n], (r + 1) % n), recv=(arriving, (r - 1) % n))
+        target.copy_(target + arriving if s < n - 1 else arriving)
+    return x

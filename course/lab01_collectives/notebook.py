@@ -1,0 +1,843 @@
+# %% [markdown]
+# # 01 · Collectives
+#
+# **A ring all-reduce costs $2P(N-1)/N$ bytes per rank, whoever writes it.** Here you write it.
+#
+# About 100 minutes with the exercises; running it top to bottom takes under a minute. At the end you can answer:
+#
+# 1. How many bytes does each rank send when $N$ ranks all-reduce $P$ bytes, and why can nobody send fewer?
+# 2. When does the ring lose, and to what? Where do the lines cross on your link?
+# 3. A job hangs. Which rank is to blame, and how do you see it?
+#
+# Every rank below is a real process, and every number is either computed in the cell above it or carries its source.
+
+# %%
+import inspect
+import re
+import time
+import warnings
+
+import torch
+import torch.distributed as dist
+
+from course.lab01_collectives import experiments
+from course.lab01_collectives import figures as pictures
+from minillm import comm, measure
+from minillm.comm import HangError, Mesh, RankError, Topology, launch
+from minillm.labkit import check, receipt, row, show, sliders
+from minillm.labkit.receipts import format_value
+from minillm.predict import comms
+
+# %% [markdown]
+# ## What a collective is
+#
+# A *collective* is an operation that all ranks of a group enter together. Rank $r$ starts here with the four numbers
+# $(1, 2, 3, 4) \cdot 10^r$, so every digit of a result tells you which rank it came from.
+
+
+# %%
+def before_and_after(group):
+    x = torch.tensor([1, 2, 3, 4]) * 10**group.rank
+    return {
+        "before": x.tolist(),
+        "broadcast from 0": group.broadcast(x.clone()).tolist(),
+        "all-reduce": group.all_reduce(x.clone()).tolist(),
+        "reduce-scatter": group.reduce_scatter(x).tolist(),
+        "all-gather of the first": group.all_gather(x[:1]).tolist(),
+        "all-to-all": group.all_to_all(x).tolist(),
+    }
+
+
+ranks = launch(before_and_after, 4)
+print(f"{'':27}" + "".join(f"rank {r:<21}" for r in range(4)))
+for operation in ranks[0]:
+    print(f"{operation:<27}" + "".join(f"{found[operation]!s:<26}" for found in ranks))
+
+# %% [markdown]
+# Training uses all of them: *broadcast* gives every replica the same first weights, *all-reduce* adds up gradients,
+# *reduce-scatter* does so for sharded gradients, *all-gather* brings sharded weights together, *send* and *receive*
+# carry activations from stage to stage, and *all-to-all* takes tokens to their experts.
+#
+# ## Predict
+#
+# Before you run anything: **4 ranks all-reduce 8 MB. How many MB does each rank send?** Write down your guess; it comes
+# back in the receipt. (The one below is what most people say first.)
+
+# %%
+guess_mb = 8.0 * 3  # your guess: to each of the other three ranks, the whole tensor?
+
+# %% [markdown]
+# ## Build it
+#
+# You have point-to-point messages, nothing else:
+#
+# ```python
+# group.send(x, dst)                              # returns when rank dst has received
+# group.recv(buffer, src)                         # into a tensor of the same size
+# group.exchange(send=(x, dst), recv=(buffer, src))   # both at once
+# ```
+#
+# `group.rank` is who you are, `group.world_size` how many you are. Every check runs your function on groups of 1, 2, 3,
+# 4 and 5 real ranks and looks at three things: the values, the messages that carried them, and their bytes.
+#
+# ### 1. Ring reduce-scatter (15 minutes)
+#
+# The ranks stand in a circle and everybody talks to the right-hand neighbour only. The tensor is cut into $N$ chunks.
+# In each of $N-1$ rounds every rank passes on one chunk and adds the chunk that arrives to its own. Here is the circle
+# at work: a cell says whose contributions that chunk on that rank holds.
+
+# %%
+show(pictures.ring_rounds, ranks=4, rounds_done=2)
+
+# %%
+sliders(pictures.ring_rounds, ranks=(2, 8), rounds_done=(0, 7))
+
+
+# %%
+def reduce_scatter(x, group):
+    """x: [N * n] on each rank -> [n]: chunk number group.rank of the sum over the ranks. x is left alone."""
+    # BEGIN SOLUTION
+    n, r = group.world_size, group.rank
+    chunks = list(x.clone().chunk(n))
+    arriving = torch.empty_like(chunks[0])
+    for s in range(n - 1):
+        group.exchange(send=(chunks[(r - s - 1) % n], (r + 1) % n), recv=(arriving, (r - 1) % n))
+        chunks[(r - s - 2) % n] += arriving
+    return chunks[r]
+    # END SOLUTION
+
+
+reduce_scatter = check("ring-reduce-scatter", reduce_scatter)
+
+# %% [markdown]
+# ### 2. Ring all-gather (10 minutes)
+#
+# The second half of the journey: each rank has one chunk and wants all of them. Pass on what came last.
+
+
+# %%
+def all_gather(x, group):
+    """x: [n] on each rank -> [N * n] on every rank: the ranks' tensors in rank order. x is left alone."""
+    # BEGIN SOLUTION
+    n, r = group.world_size, group.rank
+    out = x.new_empty(n * x.numel())
+    chunks = out.chunk(n)
+    chunks[r].copy_(x)
+    for s in range(n - 1):
+        group.exchange(send=(chunks[(r - s) % n], (r + 1) % n), recv=(chunks[(r - s - 1) % n], (r - 1) % n))
+    return out
+    # END SOLUTION
+
+
+all_gather = check("ring-all-gather", all_gather)
+
+# %% [markdown]
+# ### 3. Ring all-reduce (5 minutes)
+#
+# Two functions you have, one line between them: data-parallel training wants the *mean* of the gradients.
+
+
+# %%
+def all_reduce(x, group, op="sum"):
+    """x: [N * n], replaced in place by its sum (op="avg": its mean) over the ranks; returns x."""
+    # BEGIN SOLUTION
+    mine = reduce_scatter(x, group)
+    if op == "avg":
+        mine /= group.world_size
+    return x.copy_(all_gather(mine, group))
+    # END SOLUTION
+
+
+all_reduce = check("ring-all-reduce", all_reduce)
+
+# %% [markdown]
+# ### 4. Tree broadcast (15 minutes)
+#
+# The root could send $x$ to everybody itself: $N-1$ messages, one after the other. But after the first of them, two
+# ranks have $x$. The tree needs as many messages, and only $\lceil \log_2 N \rceil$ rounds.
+
+
+# %%
+def broadcast(x, group, root=0):
+    """x: [n], replaced in place by root's x on every rank; returns x."""
+    # BEGIN SOLUTION
+    n = group.world_size
+    place = (group.rank - root) % n  # 0 at the root
+    distance = 1
+    while distance < n:
+        if place < distance and place + distance < n:
+            group.send(x, (group.rank + distance) % n)
+        elif distance <= place < 2 * distance:
+            group.recv(x, (group.rank - distance) % n)
+        distance *= 2
+    return x
+    # END SOLUTION
+
+
+broadcast = check("tree-broadcast", broadcast)
+
+# %% [markdown]
+# ### 5. All-reduce over two levels (10 minutes)
+#
+# Ranks of one node share fast wires; between nodes it is slow. You get three groups: `group` (everybody), `node` (the
+# ranks of this node) and `across` (the ranks with the same place on every node). The ranks of a node can share the
+# work of crossing. Use what you have written: your functions take any group.
+
+
+# %%
+def hierarchical_all_reduce(x, group, node, across):
+    """x, replaced in place by its sum over all ranks, as little as possible of it across nodes; returns x."""
+    # BEGIN SOLUTION
+    mine = reduce_scatter(x, node)
+    all_reduce(mine, across)
+    return x.copy_(all_gather(mine, node))
+    # END SOLUTION
+
+
+hierarchical_all_reduce = check("hierarchical-all-reduce", hierarchical_all_reduce)
+
+# %% [markdown]
+# ### 6. All-to-all (10 minutes)
+#
+# Each rank has a different part for each other rank: a transposition, not a sum, and no ring helps. Expert parallelism
+# sends every token this way, twice per layer and direction.
+
+
+# %%
+def all_to_all(x, group):
+    """x: [N * n], part j is for rank j -> [N * n], part j is from rank j. x is left alone."""
+    # BEGIN SOLUTION
+    n, r = group.world_size, group.rank
+    out = torch.empty_like(x)
+    outgoing, incoming = x.chunk(n), out.chunk(n)
+    incoming[r].copy_(outgoing[r])
+    for s in range(1, n):
+        to, source = (r + s) % n, (r - s) % n
+        group.exchange(send=(outgoing[to], to), recv=(incoming[source], source))
+    return out
+    # END SOLUTION
+
+
+all_to_all = check("all-to-all", all_to_all)
+
+# %% [markdown]
+# ## Measure: bytes
+#
+# Now 8 MB on 4 ranks, seen by two witnesses. The *ledger* counts what your code hands to the group. The *wire* is the
+# operating system's own counter of the loopback interface: it sees everything, your messages, the headers around them
+# and anybody else's traffic. This is the rank program that asks both:
+
+# %%
+print(inspect.getsource(experiments.bytes_moved))
+
+# %%
+N, ELEMENTS = 4, 2_000_000  # 8 MB of fp32
+programs = {
+    "reduce-scatter": reduce_scatter,
+    "all-gather": lambda x, group: all_gather(x.chunk(group.world_size)[group.rank], group),
+    "all-reduce": all_reduce,
+    "broadcast": broadcast,
+    "all-to-all": all_to_all,
+    "parameter server": comm.parameter_server_all_reduce,
+}
+costs = {
+    "reduce-scatter": comms.ring_reduce_scatter(ELEMENTS, 4, N),
+    "all-gather": comms.ring_all_gather(ELEMENTS, 4, N),
+    "all-reduce": comms.ring_all_reduce(ELEMENTS, 4, N),
+    "broadcast": comms.tree_broadcast(ELEMENTS, 4, N),
+    "all-to-all": comms.pairwise_all_to_all(ELEMENTS, 4, N),
+    "parameter server": comms.parameter_server_all_reduce(ELEMENTS, 4, N),
+}
+found = launch(experiments.bytes_moved, N, programs, ELEMENTS)
+moved = experiments.beside_costs(found, costs, 4 * ELEMENTS)
+rows = [row("your guess: MB sent by each rank in an all-reduce", None, guess_mb, "MB")]
+for line in moved["rows"]:
+    rows.append(row(f"{line['name']}: busiest rank, ledger", line["busiest_predicted"], line["busiest_ledger"], "B"))
+    rows.append(row(f"{line['name']}: all ranks, wire", line["predicted"], line["wire"], "B", tolerance=0.03))
+receipt(f"P = {4 * ELEMENTS:,} bytes on {N} ranks", rows)
+
+
+# %%
+def bytes_by_witness():
+    """Bytes sent by all ranks and by the busiest rank, predicted, by ledger and on the wire."""
+    return pictures.draw_bytes(moved)
+
+
+show(bytes_by_witness)
+
+# %% [markdown]
+# Two things to take from the picture. An all-reduce is a reduce-scatter and an all-gather: $6P = 3P + 3P$ for all
+# ranks, $1.5P$ for each. And the parameter server sends *just as many bytes in all* as the ring; it loses because half
+# of them leave through one rank, and the other half enter through it.
+#
+# Is the sum the same, too? Not to the last bit: a ring adds the ranks in another order for every chunk, and
+# floating-point addition cares about the order. What must hold is that all ranks end with *the same* bits, or replicas
+# drift apart.
+
+
+# %%
+def same_bits(group):
+    x = torch.randn(4 << 10, generator=torch.Generator().manual_seed(group.rank))
+    mine = all_reduce(x.clone(), group)
+    inputs = group.all_gather(x).view(group.world_size, -1)
+    everyone = group.all_gather(mine).view(group.world_size, -1)
+    return bool((everyone == everyone[0]).all()), (mine - inputs.double().sum(0)).abs().max().item()
+
+
+same, error = launch(same_bits, N)[0]
+receipt(
+    "ring all-reduce of random numbers",
+    [
+        row("all ranks hold the same bits", True, same),
+        row("largest difference to the sum in fp64", None, error),
+    ],
+)
+
+# %% [markdown]
+# ## Measure: rounds
+#
+# Bytes are half of the bill. The other half is *rounds*: each costs a latency, however little it carries. Here is your
+# ring all-reduce of 400 kB on the ranks' common clock. The link is *emulated*, 10 ms and 10 MB/s, slow enough to see.
+# Every bar is one `exchange`: count $2(N-1) = 6$ of them on each rank, all ranks sending at the same time.
+
+
+# %%
+def record(group):
+    x = torch.ones(100_000)
+    all_reduce(x, group)  # the first time connects the ranks
+    group.barrier()
+    with measure.ledger() as led:
+        all_reduce(x, group)
+    return led
+
+
+ledgers = launch(record, N, link=experiments.SLOW)
+
+
+def ring_on_a_clock():
+    """Timeline of a ring all-reduce on 4 ranks over an emulated link: six exchanges on every rank."""
+    return measure.timeline(ledgers)
+
+
+show(ring_on_a_clock)
+
+# %%
+receipt(
+    "messages per rank in one ring all-reduce",
+    [row(f"rank {rank}", 2 * (N - 1), led.messages) for rank, led in enumerate(ledgers)],
+)
+
+# %% [markdown]
+# The α–β model (Hockney 1994) puts both together: a round that carries $b$ bytes takes $\alpha + b/\beta$. So
+#
+# | all-reduce | rounds | bytes on the critical path |
+# |---|---|---|
+# | ring | $2(N-1)$ | $2P(N-1)/N$ |
+# | tree (reduce, then broadcast) | $2\lceil\log_2 N\rceil$ | $2P\lceil\log_2 N\rceil$ |
+# | recursive doubling | $\log_2 N$ | $P\log_2 N$ |
+#
+# The ring has the fewest bytes and the most rounds: it must lose where tensors are small. Move the sliders before you
+# go on: what happens to the crossover with more ranks? With a faster link?
+
+# %%
+show(pictures.times_by_size)
+
+# %%
+sliders(
+    pictures.times_by_size,
+    world_size=(2, 512),
+    latency_us=(1.0, 100.0, 1.0),
+    bandwidth_gb_per_s=(1.0, 400.0, 1.0),
+)
+
+# %% [markdown]
+# ## Where the ring loses, measured
+#
+# All three on this machine. α and β are fitted to the rounds of the *ring* alone, so the dashed lines of the other two
+# are real predictions. On the right the same over an *emulated* link with α = 10 ms and β = 10 MB/s, slow enough that
+# nothing else matters: there the model should be right.
+
+# %%
+print(inspect.getsource(experiments.best_seconds))
+
+# %%
+loopback = experiments.ring_against_tree()
+emulated = experiments.ring_against_tree(experiments.SLOW)
+
+
+def ring_against_tree():
+    """Time of ring, tree and recursive doubling by tensor size, measured and predicted, on loopback and emulated."""
+    return pictures.draw_ring_against_tree(loopback, emulated)
+
+
+show(ring_against_tree)
+
+# %%
+rows = []
+for name, numbers in (("loopback", loopback), ("emulated", emulated)):
+    for other, predicted in numbers["predicted_crossover_bytes"].items():
+        found = numbers["measured_crossover_bytes"][other]
+        found = round(found) if found else "at larger sizes"
+        if numbers["emulated"]:
+            rows.append(row(f"{name}: ring passes {other} at", predicted, found, "B", tolerance=0.5))
+        else:
+            rows.append(row(f"{name}: ring passes {other} at", None, found, "B"))
+            rows.append(row("    the fitted line says", None, round(predicted), "B"))
+smallest = {name: seconds[0] for name, seconds in loopback["measured_s"].items()}
+quickest = min(smallest, key=smallest.get)
+rows += [
+    row("loopback: α of one round, fitted", None, loopback["latency_s"], "s"),
+    row("loopback: β, fitted", None, loopback["bandwidth_bytes_per_s"], "B/s"),
+    row("loopback: typical error of the fit", None, f"{loopback['fit_error']:.0%}"),
+    row(f"loopback, 4 kB: time of the ring / time of {quickest}", None, smallest["ring"] / smallest[quickest]),
+]
+receipt("where the lines cross", rows)
+
+# %% [markdown]
+# On the emulated link the prediction holds. On loopback, read the error of the fit before you believe the crossover:
+# four ranks share few cores, so they wait for the scheduler as much as for bytes, and all their bytes pass through the
+# same memory. The model knows neither. Nor does it know that not all messages are alike here: where every rank sends
+# and receives at once, as in the ring and in recursive doubling, ranks drive their own sockets; the tree's go one way,
+# by gloo, whose rounds take longer. The *shape* is what carries over to a cluster: few rounds win for small tensors,
+# few bytes for large ones. That is why gradients travel in buckets of megabytes, and why NCCL has both rings and trees
+# and picks by size.
+#
+# ## Where two levels win
+#
+# Two nodes of two ranks, with an emulated link of 5 ms and 10 MB/s between them. In the flat ring every round waits
+# for the slow link. Over two levels, on $n$ nodes of $g$ ranks, only $2(n-1)$ rounds cross, and all ranks of a node
+# cross at the same time with $1/g$ of the tensor each. The prediction charges the slow link alone; the rounds inside
+# the nodes come on top, which shows most where the tensor is smallest. Your functions, both ways:
+
+
+# %%
+def on_two_nodes(group):
+    mesh = Mesh(group, across=2, node=2)  # the last axis is the node: neighbouring ranks
+    programs = {
+        "flat ring": all_reduce,
+        "two levels": lambda x, group: hierarchical_all_reduce(x, group, mesh.node, mesh.across),
+    }
+    return experiments.best_seconds(group, programs, experiments.NODE_SIZES, repeats=2, batch=1)
+
+
+topology = Topology(ranks_per_node=2, inter=experiments.BETWEEN_NODES)
+levels = experiments.beside_prediction(launch(on_two_nodes, 4, link=topology)[0])
+
+
+def flat_against_two_levels():
+    """Time of a flat ring and of two levels, predicted and measured, over an emulated slow link between two nodes."""
+    return pictures.draw_flat_against_two_level(levels)
+
+
+show(flat_against_two_levels)
+
+# %%
+largest = experiments.NODE_SIZES[-1]
+seconds = {name: (levels["predicted_s"][name][-1], levels["measured_s"][name][-1]) for name in levels["measured_s"]}
+receipt(
+    f"{largest:,} bytes over two nodes, emulated",
+    [
+        *(
+            row(f"{name}, emulated", predicted, measured, "s", tolerance=0.3)
+            for name, (predicted, measured) in seconds.items()
+        ),
+        row("two levels win, times", *(flat / two for flat, two in zip(*seconds.values(), strict=True)), tolerance=0.3),
+    ],
+)
+
+# %% [markdown]
+# Why it wins is often told wrongly. At 8 nodes of 8 ranks:
+
+# %%
+P, NODES, PER_NODE = 1 << 30, 8, 8
+two = comms.hierarchical_all_reduce(P // 4, 4, NODES * PER_NODE, PER_NODE)
+flat = comms.ring_all_reduce(P // 4, 4, NODES * PER_NODE)
+leaving = comms.flat_ring_crossing_bytes(P // 4, 4, NODES * PER_NODE, PER_NODE)[0]
+table = [
+    ("bytes that leave each node / P", leaving / P, two.crossing_bytes_per_node[0] / P),
+    ("bytes through the busiest network card / P", max(flat.sent_per_rank) / P, max(two.inter.sent_per_rank) / P),
+    ("rounds", flat.rounds, two.total.rounds),
+    ("rounds that cross between nodes", flat.rounds, two.inter.rounds),
+]
+print(f"{'64 ranks, 8 per node':<44}{'flat ring':>12}{'two levels':>12}")
+for name, *values in table:
+    print(f"{name:<44}" + "".join(f"{format_value(value):>12}" for value in values))
+
+# %% [markdown]
+# The bytes that leave a node hardly change (1.97 P to 1.75 P). What changes is that they leave through *all* cards of
+# the node at once, and that fewer rounds pay for the long way. A scheme in which one leader per node does the crossing
+# has the fewer rounds, but all its bytes leave through one card. (NCCL's rings use all cards as well: it lays several
+# rings, each leaving through another card.)
+#
+# ## Break it
+#
+# ### A chunk index off by one
+#
+# A common slip in the reduce-scatter: everybody ends with the finished sum of the *neighbour's* chunk.
+
+
+# %%
+def off_by_one(x, group):
+    n, r = group.world_size, group.rank
+    chunks = list(x.clone().chunk(n))
+    arriving = torch.empty_like(chunks[0])
+    for s in range(n - 1):
+        group.exchange(send=(chunks[(r - s) % n], (r + 1) % n), recv=(arriving, (r - 1) % n))
+        chunks[(r - s - 1) % n] += arriving
+    return chunks[(r + 1) % n]
+
+
+def with_the_slip(group):
+    x = torch.arange(8.0) * 10**group.rank
+    wrong, good = all_gather(off_by_one(x, group), group), all_reduce(x.clone(), group)
+    return wrong, good
+
+
+ranks = launch(with_the_slip, 4)
+wrong, good = ranks[0]
+print("good ", good.long().tolist())
+print("wrong", wrong.long().tolist())
+receipt(
+    "what a training loop would log",
+    [
+        row("sum of the gradient", good.sum(), wrong.sum()),
+        row("norm of the gradient", good.norm(), wrong.norm(), tolerance=1e-6),
+        row("the same on every rank", True, all(torch.equal(other, wrong) for other, _ in ranks)),
+    ],
+)
+
+# %% [markdown]
+# Every number has been added correctly, only in the wrong place. The gradient norm, the thing everybody watches, is
+# exactly right. Compare *values* against a reference, place by place, or you will not see this one.
+#
+# ### Sends that wait for each other
+#
+# `send` returns when the other side receives. What if everybody sends first?
+
+
+# %%
+def everybody_sends_first(group):
+    x, arriving = torch.ones(1000), torch.empty(1000)
+    group.send(x, (group.rank + 1) % group.world_size)
+    group.recv(arriving, (group.rank - 1) % group.world_size)
+
+
+try:
+    launch(everybody_sends_first, 4, timeout=1.5)
+except HangError as hang:
+    circle = hang.table
+print(circle)
+
+# %% [markdown]
+# A circle: each rank waits for the next. Nobody is to blame alone, the *order* is wrong. Post both at once
+# (`exchange`; `batch_isend_irecv` in torch), or let even ranks send first and odd ranks receive first.
+#
+# ### Who hangs? (5 minutes)
+#
+# Another hang, from real life (NVIDIA/nccl#1324 is one of many): *one rank takes another branch*. Read the table like a
+# detective: follow "waits for" until you come to a rank that waits for nobody. Write that down as a function.
+
+
+# %%
+def culprit(waits_for):
+    """waits_for: rank -> the ranks it waits for. The rank that holds up the others; None if they wait in a circle."""
+    # BEGIN SOLUTION
+    awaited = {rank for others in waits_for.values() for rank in others}
+    for rank, others in waits_for.items():
+        if not others and rank in awaited:
+            return rank
+    return None
+    # END SOLUTION
+
+
+culprit = check("find-the-culprit", culprit)
+
+
+# %%
+def next_batch():
+    time.sleep(60)  # a slow disk, perhaps
+
+
+def training_steps(group, bad_rank):
+    for step in range(3):
+        gradient = torch.ones(1000)
+        loss = float("nan") if step == 1 and group.rank == bad_rank else 0.5
+        if loss != loss:  # "skip the step if the loss is not a number"
+            next_batch()
+            continue
+        group.all_reduce(gradient)
+
+
+bad_rank = int(torch.randint(0, 4, ()))  # you do not know which; the table does
+try:
+    launch(training_steps, 4, bad_rank, timeout=1.5)
+except HangError as hang:
+    table = hang.table
+print(table)
+
+
+# %%
+def read(table):
+    """The table's "waits for" column: rank -> list of ranks."""
+    lines = table.splitlines()[2:]
+    return {int(line.split()[0]): [int(r) for r in re.findall(r"rank (\d+)", line)] for line in lines}
+
+
+receipt(
+    "the diagnosis",
+    [
+        row("one rank takes another branch: to blame is rank", bad_rank, culprit(read(table))),
+        row("everybody sends first: to blame is", "nobody", "nobody" if culprit(read(circle)) is None else "somebody"),
+    ],
+)
+
+# %% [markdown]
+# The table even says in which line it sits. On a GPU cluster you get the same facts from NCCL's flight recorder
+# (`TORCH_FR_BUFFER_SIZE`, before `TORCH_NCCL_TRACE_BUFFER_SIZE`; and `TORCH_NCCL_DUMP_ON_TIMEOUT`) and a stack dump of
+# the rank that has entered one collective fewer than the others. The repair here: all ranks decide *together* whether
+# to skip, by reducing the flag.
+#
+# ### Ranks that disagree
+#
+# NCCL does not check that ranks agree on shapes; a mismatch hangs or gives garbage. minillm compares before it waits:
+
+
+# %%
+def one_row_more_on_rank_2(group):
+    group.all_reduce(torch.ones(1000 + (group.rank == 2)))
+
+
+try:
+    launch(one_row_more_on_rank_2, 4)
+except RankError as error:
+    print(str(error).splitlines()[0])
+
+# %% [markdown]
+# ## The same in production
+#
+# The same five operations in `torch.distributed`, on the same ranks and the same wire, with gloo (the CPU backend).
+
+
+# %%
+def torch_calls(group):
+    warnings.simplefilter("ignore", FutureWarning)  # newer torch renames two of them, to ..._single
+    x = torch.ones(ELEMENTS)
+    part, out = torch.empty(ELEMENTS // group.world_size), torch.empty(ELEMENTS)
+    mine = x.chunk(group.world_size)[group.rank]
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(x),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(out, mine),
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(part, x),
+        "all_to_all_single": lambda: dist.all_to_all_single(out, x),
+        "broadcast": lambda: dist.broadcast(x, src=0),
+    }
+    wire = {}
+    for name, call in calls.items():
+        counts = []
+        for _ in range(3):
+            dist.barrier()
+            with measure.wire() as counter:
+                dist.barrier()
+                call()
+                dist.barrier()
+            counts.append(counter.sent)
+        wire[name] = min(counts)
+    return wire
+
+
+wire = launch(torch_calls, N, device="cpu")[0]
+ours = {
+    "all_reduce": costs["all-reduce"],
+    "all_gather_into_tensor": costs["all-gather"],
+    "reduce_scatter_tensor": costs["reduce-scatter"],
+    "all_to_all_single": costs["all-to-all"],
+    "broadcast": costs["broadcast"],
+}
+receipt(
+    f"torch.distributed on gloo, bytes on the wire for P = {4 * ELEMENTS:,}",
+    [row(f"dist.{name}", ours[name].total_bytes, sent, "B", tolerance=0.03) for name, sent in wire.items()]
+    + [
+        row(
+            "reduce_scatter_tensor, as multiple of the ring",
+            None,
+            wire["reduce_scatter_tensor"] / ours["reduce_scatter_tensor"].total_bytes,
+        )
+    ],
+)
+
+# %% [markdown]
+# One row is off, and it is no mistake of yours: gloo carries out `reduce_scatter_tensor` as a whole all-reduce and
+# throws most of it away, twice the bytes. NCCL does not. That is why sharded training measured on CPU must use its own
+# ring, as minillm's groups do, or its receipts would be wrong.
+#
+# minillm's own version of your ring (`minillm/comm/collectives.py`) is a few lines longer: chunks may differ in size,
+# and the input is neither copied nor changed, because a partial sum only ever lives in a buffer.
+
+# %%
+print(inspect.getsource(comm.collectives._reduce_ring))
+
+# %% [markdown]
+# With NCCL you choose nothing by hand; it picks ring or tree by size and topology. Worth knowing:
+# `NCCL_DEBUG=INFO` prints the rings it built, `NCCL_ALGO=Ring` or `Tree` forces one for a comparison, and
+# [nccl-tests](https://github.com/NVIDIA/nccl-tests) reports *bus bandwidth*: time turned into bytes per second with the
+# factor $2(N-1)/N$ you measured above, so that it can be compared with the link's speed for any $N$.
+#
+# ## On a cluster
+#
+# `labs/torchrun/01_collectives.py` holds the same exercises for any number of processes. One file, three worlds:
+#
+# ```bash
+# python course/lab01_collectives/torchrun.py                                   # 4 ranks here
+# torchrun --nproc-per-node 4 course/lab01_collectives/torchrun.py              # the same, under torchrun
+# torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d \
+#          --rdzv-endpoint $HEAD_NODE:29500 course/lab01_collectives/torchrun.py   # on each of two nodes
+# ```
+#
+# ## Interview corner
+#
+# The numbers first, all by the formulas you have just checked:
+
+
+# %%
+def number(name, value, unit=""):
+    print(f"{name:<62}{format_value(value, unit):>14}")
+
+
+GB, FIVE_US = 1e9, 5e-6
+for n in (2, 4, 8, 64, 1024):
+    ring = comms.ring_all_reduce(1024, 1, n)
+    number(f"1. ring, {n} ranks: bytes sent per rank / P", ring.sent_per_rank[0] / 1024)
+    number(f"   its {ring.rounds:,} rounds at 5 µs each", ring.rounds * FIVE_US, "s")
+number("2. all ranks together, 4 ranks / P", comms.ring_all_reduce(1024, 1, 4).total_bytes / 1024)
+number("3. 700 GB at 200 Gb/s", 700 * GB / (200e9 / 8), "s")
+number("   700 GB at 400 Gb/s", 700 * GB / (400e9 / 8), "s")
+whole, part = comms.ring_all_reduce(70 * 10**9, 2, 64), comms.ring_all_reduce(70 * 10**9 // 16, 2, 4)
+number("4. 70B parameters in bf16, 64 ranks: sent per rank", whole.sent_per_rank[0] / GB, "GB")
+number("   at 400 Gb/s", whole.time(FIVE_US, 50 * GB), "s")
+number("   split 16 ways, 4 replicas, at 400 Gb/s", part.time(FIVE_US, 50 * GB), "s")
+number(
+    "6. parameter server, 4 ranks: the server sends / P",
+    comms.parameter_server_all_reduce(4, 1, 4).sent_per_rank[0] / 4,
+)
+for n in (8, 64, 1024):
+    size = comms.crossover_bytes(comms.ring_all_reduce, comms.tree_all_reduce, n, FIVE_US, 50 * GB)
+    number(f"7. ring passes tree, {n} ranks, 5 µs, 50 GB/s", size / 1e6, "MB")
+tokens, top_k, hidden = 4096, 2, 4096
+routed = comms.pairwise_all_to_all(tokens * top_k * hidden, 2, 8)
+number("8. all-to-all of 4,096 tokens, top-2, hidden 4,096, bf16", routed.sent_per_rank[0] / 1e6, "MB")
+number("9. bus bandwidth / (P / time), 8 ranks", comms.ring_all_reduce(8, 1, 8).sent_per_rank[0] / 8)
+
+# %% [markdown]
+# Say your answer aloud before you open one.
+#
+# **1. Does the cost of data parallelism grow linearly with the number of GPUs?**
+# <details><summary>Answer</summary>
+#
+# The bytes per rank do not: 1.0 P at 2 ranks, 1.5 P at 4, 1.75 P at 8, 1.97 P at 64, 1.998 P at 1024; they saturate at
+# 2P. Linear are the *rounds*, 2(N-1), and the traffic of all ranks together. At 5 µs per round the latency is 0.07 ms
+# at 8 ranks and 10.2 ms at 1024, for each all-reduce. So both common claims are wrong: that it grows linearly, and that
+# it does not matter whether you use 8 or 1024.
+#
+# *Follow-up: then why does anybody bucket gradients?* Because every all-reduce pays the rounds again.
+# </details>
+#
+# **2. "2P(N-1)/N per device": sent, or sent and received?**
+# <details><summary>Answer</summary>
+#
+# Sent. As much is received at the same time, which a full-duplex link does for free. At 4 ranks: 1.5 P out, 1.5 P in,
+# per rank; 6 P on the wire in all, as the loopback counter showed.
+#
+# *Follow-up: when do you care about the total?* When links are shared: an oversubscribed switch, or this machine's
+# loopback.
+# </details>
+#
+# **3. A colleague computes 3.5 s for 700 GB over "200 GB/s InfiniBand". What do you say?**
+# <details><summary>Answer</summary>
+#
+# Bits, not bytes: HDR InfiniBand carries 200 Gb/s = 25 GB/s per port, NDR 400 Gb/s = 50 GB/s. So 28 s or 14 s. Always
+# ask: per port or per node, one direction or both?
+# </details>
+#
+# **4. 70B parameters, bf16 gradients, 64 GPUs, 400 Gb/s each: how long is the all-reduce?**
+# <details><summary>Answer</summary>
+#
+# 140 GB · 2 · 63/64 = 275.6 GB sent per rank; at 50 GB/s 5.5 s. Then doubt the question: pure data parallelism cannot
+# hold 70B on one GPU. Split 16 ways by tensor and pipeline parallelism, 4 replicas remain: each rank reduces 8.75 GB
+# over 4 ranks, 0.26 s, and most of that hides behind the backward pass.
+#
+# *Follow-up: is that the step time?* No. It is a lower bound on the communication, which is a part of the step.
+# </details>
+#
+# **5. Why can no all-reduce send less than 2P(N-1)/N per rank?**
+# <details><summary>Answer</summary>
+#
+# Somewhere each of the P numbers must be added up from N contributions: N-1 of them, at least, have to travel, already
+# added or not. Then the result must reach N-1 other ranks. That is 2P(N-1) over all ranks; shared evenly, 2P(N-1)/N
+# each. The ring reaches it, so it is optimal in bytes. It is not optimal in rounds.
+# </details>
+#
+# **6. All-reduce and parameter server move the same bytes in all. So what is wrong with the server?**
+# <details><summary>Answer</summary>
+#
+# You saw it in the right-hand picture: at 4 ranks the server sends 3 P and receives 3 P, a ring rank 1.5 P each way.
+# The server's 2(N-1)P grow with N; the ring's stay below 2P.
+#
+# *Follow-up: how does one rescue the server?* Shard it: N servers with 1/N of the parameters each. That *is*
+# reduce-scatter and all-gather.
+# </details>
+#
+# **7. When is a tree faster than a ring?**
+# <details><summary>Answer</summary>
+#
+# When α·rounds outweighs bytes/β. With 5 µs and 50 GB/s the ring passes the tree at 0.47 MB on 8 ranks, at 2.8 MB on 64
+# and at 28 MB on 1024. NCCL switches by size and topology.
+#
+# *Follow-up: why did this machine show another crossover?* Another α: here a round costs a wake-up by the scheduler,
+# and the tree's rounds cost more than the ring's.
+# </details>
+#
+# **8. What does expert parallelism send, and how often?**
+# <details><summary>Answer</summary>
+#
+# An all-to-all of tokens · k · hidden · bytes · (N-1)/N per rank: 58.7 MB here for 4,096 tokens, top-2, hidden 4,096,
+# bf16, 8 ranks. Two in the forward pass (dispatch and combine) and two in the backward pass, in every MoE layer. It is
+# no all-reduce in disguise: each pair of ranks exchanges something different, so no ring saves anything.
+# </details>
+#
+# **9. nccl-tests says "busbw 370 GB/s, algbw 211 GB/s". What are they?**
+# <details><summary>Answer</summary>
+#
+# algbw is P / time. busbw multiplies it by 2(N-1)/N, 1.75 for 8 ranks: what a link really carried. Compare busbw with
+# the data sheet; it stays the same when N changes, if nothing is wrong.
+# </details>
+#
+# **10. Hierarchical all-reduce: what exactly does it save?**
+# <details><summary>Answer</summary>
+#
+# Not much volume: 1.97 P to 1.75 P leave each node at 8 × 8. It saves rounds (126 to 28, of which 14 cross) and uses
+# all 8 network cards: 0.22 P through each instead of 1.97 P through one. With one leader per node the rounds are saved
+# and the cards are not: 1.75 P through one.
+# </details>
+#
+# **11. A 512-GPU job stands still. What do you do in the first five minutes?**
+# <details><summary>Answer</summary>
+#
+# Find the rank that has entered fewer collectives than the others (flight recorder; here the table of who waits for
+# whom), then its stack. All waiting for one: that rank took another branch, crashed or loads data. A circle: the order
+# of sends. All in the same collective, nobody missing: shapes differ, or the network.
+# </details>
+#
+# **12. Is "asynchronous all-reduce" the same as asynchronous SGD?**
+# <details><summary>Answer</summary>
+#
+# No. The call returns a handle and the transfer runs while earlier layers are still in their backward pass; the step
+# waits for it. The result is the same to the bit. Asynchronous SGD steps with stale gradients.
+# </details>
+#
+# ## Can you answer them now?
+#
+# 1. How many bytes does each rank send when $N$ ranks all-reduce $P$ bytes, and why can nobody send fewer?
+# 2. When does the ring lose, and to what? Where do the lines cross on your link?
+# 3. A job hangs. Which rank is to blame, and how do you see it?
+#
+# Next: lab 02 looks at one device alone, lab 03 puts your all-reduce under a training step.

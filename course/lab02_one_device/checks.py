@@ -1,0 +1,126 @@
+"""Lab 02, one device: what a training step takes, in bytes by kind and in useful FLOPs.
+
+    lab_02.py        memory by kind, useful FLOPs
+    lab_02_step.py   the same step with less memory: accumulation, loss scaling, recomputation, clipping of shards
+
+Numbers are compared with torch's own FlopCounterMode and with the memory census, on shapes and values drawn anew each
+time. `labkit/watching.py` says what was held.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from course.lab02_one_device import watching
+from course.lab02_one_device.experiments import KINDS, count_flops, train_once
+from course.shared.diagnose import expect_number
+from minillm.labkit.exercises import CheckFailed, exercise
+from minillm.labkit.receipts import Receipt, receipt, row
+from minillm.model import ModelConfig, Transformer, dense, sdpa
+
+LAB = "02_one_device"
+
+
+# The course's own answers.
+
+
+def memory_ledger(hidden: int, intermediate: int, layers: int, tokens: int, mixed: bool) -> dict[str, int]:
+    """Bytes by kind of a step of `layers` blocks x + down(relu(up(x))); mixed: 16 bits beside float32 masters."""
+    weights, width = layers * 2 * hidden * intermediate, 2 if mixed else 4
+    return {
+        "parameter": width * weights,
+        "gradient": width * weights,
+        "optimizer": (4 + 8 if mixed else 8) * weights,
+        "activation": width * tokens * layers * (hidden + intermediate),
+    }
+
+
+def mfu(weights: int, layers: int, width: int, seq: int, tokens_per_s: float, peak_flops: float) -> float:
+    """Useful FLOP/s as a share of the peak; width: heads · head dimension."""
+    forward = 2 * weights + 4 * layers * width * (seq + 1) / 2
+    return 3 * forward * tokens_per_s / peak_flops
+
+
+# What they are held to.
+
+
+@exercise(
+    "memory-ledger",
+    reference=memory_ledger,
+    minutes=15,
+    difficulty=2,
+    lab=LAB,
+    hints=(
+        "Two matrices per block. Adam keeps two numbers per weight; what does it step if the weights have 16 bits?",
+        "A matmul keeps its input for backward, ReLU its output, an addition nothing. ReLU's output is down's input: "
+        "one tensor. With 16-bit weights the optimizer owns a float32 copy and two float32 moments.",
+        'weights = layers * 2 * hidden * intermediate; width = 2 if mixed else 4. {"parameter": width * weights, '
+        '"gradient": width * weights, "optimizer": (12 if mixed else 8) * weights, "activation": width * tokens * '
+        "layers * (hidden + intermediate)}",
+    ),
+)
+def check_memory_ledger(learner: Callable) -> Receipt:
+    rows = []
+    for mixed in (False, True):
+        shape = (8 * random.randint(2, 5), 8 * random.randint(6, 12), random.randint(2, 4), random.randint(20, 90))
+        found, counted = learner(*shape, mixed), watching.stack_memory(*shape, mixed)
+        if not isinstance(found, dict) or set(found) != set(KINDS):
+            raise CheckFailed(f"you returned {found!r}; asked for is a dict with the keys {', '.join(KINDS)}")
+        name = "bf16 with masters" if mixed else "float32"
+        rows += [row(f"{name}: {kind}", found[kind], counted[kind], "B") for kind in KINDS]
+        for kind in KINDS:
+            if found[kind] != counted[kind]:
+                said = watching.say_bytes(kind, found[kind], shape, mixed)
+                raise CheckFailed(
+                    f"{name}, {kind}: you said {found[kind]:,} B, the step held {counted[kind]:,} B: {said}", rows
+                )
+    return receipt("predicted by you, measured by the census", rows)
+
+
+@exercise(
+    "mfu",
+    reference=mfu,
+    minutes=8,
+    difficulty=2,
+    lab=LAB,
+    hints=(
+        "Useful FLOPs of one token, times tokens per second, over what the machine could do.",
+        "A weight costs 2 FLOPs per token forward and 4 backward. A query of width w meets k keys: 2·w·k for the "
+        "scores and 2·w·k for the values, in each layer, forward; twice that backward. Causal: k is (seq + 1) / 2.",
+        "flops = 6 * weights + 3 * 4 * layers * width * (seq + 1) / 2; return flops * tokens_per_s / peak_flops",
+    ),
+)
+def check_mfu(learner: Callable) -> Receipt:
+    rows = []
+    for tied in (True, False):
+        heads, seq, layers = random.choice([2, 4]), random.randint(9, 40), random.randint(1, 3)
+        vocab = random.randint(50, 90)
+        config = ModelConfig(vocab, 8 * heads, 40, layers, heads, heads // 2, max_seq_len=64, tie_embeddings=tied)
+        tokens = torch.randint(0, vocab, (2, seq + 1))
+        scores, fused = (count_flops(partial(train_once, model, tokens)) for model in _twice(config))
+        visible = torch.ones(seq, seq).tril().mean().item()  # share of the score matrix that a causal model needs
+        matmuls, attention = fused / (2 * seq), (scores - fused) / (2 * seq)
+        useful, peak, rate = matmuls + visible * attention, random.uniform(1e11, 1e15), random.uniform(1e3, 1e5)
+        weights = round(matmuls / 6)
+        share = learner(weights, config.num_layers, heads * config.head_dim, seq, rate, peak)
+        found = expect_number(share, "one number, a share of the peak")
+        name = f"{weights:,} weights, {seq} tokens"
+        rows.append(row(f"{name}: counted FLOPs · tokens/s / peak", useful * rate / peak, found, tolerance=1e-6))
+        if rows[-1].verdict == "off":
+            known = {
+                useful / 3: "that is forward alone: backward costs twice as much again",
+                matmuls: "attention's scores and values are missing",
+                matmuls + attention: "a causal query meets (seq + 1) / 2 keys, not seq: attention is counted twice",
+                useful * 4 / 3: "recomputation is no useful work: that would be HFU",
+                useful / 2: "a multiplication and an addition are two FLOPs",
+            }
+            said = next((t for flops, t in known.items() if abs(found * peak / rate / flops - 1) < 0.01), "see the row")
+            raise CheckFailed(f"you found {found:.4g}, but it is {useful * rate / peak:.4g}: {said}", rows)
+    return receipt("FLOPs per token by torch's counter", rows)
+
+
+def _twice(config: ModelConfig) -> Iterator[Transformer]:
+    """With scores as matmuls that a counter sees, and in the fused kernel, where torch counts none on a CPU."""
+    return (Transformer(config, attention=attention) for attention in (dense, sdpa))

@@ -1,0 +1,267 @@
+"""Lab 02, the step: the same gradients and updates with less memory, in fewer bits, from shards.
+
+Accumulation is compared with the mean over all tokens, loss scaling with torch's GradScaler, recomputation with plain
+autograd, clipping with clip_grad_norm_. `labkit/watching.py` and `stepping.py` say what was held, computed, repeated.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from course.lab02_one_device import stepping, watching
+from course.lab02_one_device.checks import LAB
+from minillm.labkit.exercises import CheckFailed, exercise
+from minillm.labkit.receipts import Receipt, Row, receipt, row
+
+# The course's own answers.
+
+
+def accumulate(model: nn.Module, microbatches: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """Leaves the gradient of the mean over all tokens in .grad; returns that mean."""
+    tokens = sum(int((targets != -100).sum()) for _, targets in microbatches)
+    loss = 0.0
+    for inputs, targets in microbatches:
+        nll, _ = model(inputs, targets=targets)
+        (nll / tokens).backward()
+        loss += nll.item() / tokens
+    return loss
+
+
+def scaled_step(
+    loss: Tensor, optimizer: torch.optim.Optimizer, scale: float, good_steps: int, interval: int
+) -> tuple[float, int]:
+    """One step with dynamic loss scaling; (scale, good_steps) for the next."""
+    optimizer.zero_grad()
+    (loss * scale).backward()
+    weights = [weight for group in optimizer.param_groups for weight in group["params"] if weight.grad is not None]
+    for weight in weights:
+        weight.grad /= scale
+    if not all(weight.grad.isfinite().all() for weight in weights):
+        return scale / 2, 0
+    optimizer.step()
+    return (scale * 2, 0) if good_steps + 1 == interval else (scale, good_steps + 1)
+
+
+class Recompute(torch.autograd.Function):
+    """Recompute.apply(block, x, *block.parameters()) = block(x), keeping x only."""
+
+    @staticmethod
+    def forward(ctx, block, x, *parameters):
+        ctx.block = block
+        ctx.save_for_backward(x)
+        return block(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.block(x)
+        return None, *torch.autograd.grad(y, (x, *ctx.block.parameters()), gradient)
+
+
+def clip(shards: Sequence[Sequence[Tensor]], max_norm: float) -> float:
+    """Scales the gradients in place, so that the norm of them all is at most max_norm; returns the norm before."""
+    squares = [sum(gradient.square().sum() for gradient in shard) for shard in shards]
+    norm = torch.stack(squares).sum().sqrt()
+    for shard in shards:
+        for gradient in shard:
+            gradient *= (max_norm / norm).clamp(max=1.0)
+    return norm.item()
+
+
+# Accumulation.
+
+
+@exercise(
+    "accumulate",
+    reference=accumulate,
+    minutes=10,
+    difficulty=2,
+    lab=LAB,
+    hints=(
+        "backward() adds to .grad. What must each microbatch's sum be divided by, so that the sums add up to one mean?",
+        "Count the targets that are not -100 over all microbatches first. Then forward, divide, backward, one "
+        "microbatch after the other, so that the activations of one are gone before the next.",
+        "tokens = sum(int((t != -100).sum()) for _, t in microbatches); for inputs, targets in microbatches: "
+        "nll, _ = model(inputs, targets=targets); (nll / tokens).backward(); loss += nll.item() / tokens",
+    ),
+)
+def check_accumulate(learner: Callable) -> Receipt:
+    batches = watching.draw_microbatches(random.randint(3, 5))
+    right, mine = (watching.accumulated(function, batches) for function in (accumulate, learner))
+    single = watching.accumulated(accumulate, batches[:1]).activation
+    if any(gradient is None for gradient in mine.gradients):
+        raise CheckFailed("some parameters have no gradient: every microbatch needs a backward()")
+
+    def alone(part: Sequence[watching.Microbatch]) -> list[Tensor]:
+        return watching.accumulated(accumulate, part).gradients
+
+    if not all(torch.allclose(a, b, rtol=1e-6) for a, b in zip(mine.gradients, right.gradients, strict=True)):
+        said = watching.say_gradient(mine.gradients, right.gradients, batches, alone)
+        raise CheckFailed(f"the gradient is not that of one big batch: {said}")
+    if not isinstance(mine.loss, (int, float, Tensor)) or abs(float(mine.loss) - right.loss) > 1e-9:
+        raise CheckFailed(f"right gradients, but you returned {mine.loss!r}: the mean loss is {right.loss:.6f}")
+    rows = [
+        row("loss", right.loss, float(mine.loss), "nats", 1e-9),
+        row("forward passes", len(batches), mine.calls),
+        row("activations at the peak: those of one microbatch", single, mine.activation, "B", 0.05),
+    ]
+    if mine.calls < len(batches):
+        raise CheckFailed(
+            f"right gradients, but {mine.calls} forward pass for {len(batches)} microbatches: that is the big batch "
+            "itself, with the activations of all of them",
+            rows,
+        )
+    if rows[-1].verdict == "off":
+        raise CheckFailed(
+            f"right gradients, but {mine.activation / single:.1f} times the activations of one microbatch: call "
+            "backward() inside the loop, so that each one's are freed before the next",
+            rows,
+        )
+    return receipt(f"{len(batches)} microbatches with {_counts(batches)} tokens", rows)
+
+
+def _counts(batches: Sequence[watching.Microbatch]) -> str:
+    return ", ".join(str(int((targets != -100).sum())) for _, targets in batches)
+
+
+# Loss scaling.
+
+
+@exercise(
+    "loss-scaling",
+    reference=scaled_step,
+    minutes=15,
+    difficulty=3,
+    lab=LAB,
+    hints=(
+        "Scale the loss, and every gradient is scaled. The optimizer must see them as they were.",
+        "Zero, backward on loss * scale, divide each .grad by scale. If any is inf or nan: no step, halve the scale, "
+        "start counting again. Else step; after `interval` good steps in a row double it and start counting again.",
+        "if not all(w.grad.isfinite().all() for w in weights): return scale / 2, 0; optimizer.step(); return "
+        "(scale * 2, 0) if good_steps + 1 == interval else (scale, good_steps + 1)",
+    ),
+)
+def check_loss_scaling(learner: Callable) -> Receipt:
+    interval, steps = random.randint(3, 4), 16
+    mine, theirs = (nn.Parameter(torch.zeros(400)) for _ in range(2))
+    ours, peers = torch.optim.SGD([mine], lr=1.0), torch.optim.SGD([theirs], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=interval)
+    scale, good, skipped = 2.0**14, 0, 0
+    for step in range(steps):
+        factors = 10 ** (torch.rand(400) * 4 - 8.5)  # gradients of 3e-9 to 3e-5: half of them too small for fp16
+        if step % 6 == 4:
+            factors[random.randrange(400)] = 60.0  # times the scale, this overflows
+        peers.zero_grad()
+        scaler.scale(stepping.half_loss(theirs, factors)).backward()
+        before = mine.detach().clone()
+        scaler.step(peers)
+        scaler.update()
+        result = learner(stepping.half_loss(mine, factors), ours, scale, good, interval)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise CheckFailed(f"you returned {result!r}; asked for is (scale, good_steps) for the next step")
+        overflow = scaler.get_scale() < scale
+        skipped += overflow
+        stepping.judge_scaling(step, mine, before, theirs, scale, overflow)
+        due = (scaler.get_scale(), scaler._growth_tracker.item())
+        stepping.judge_scale(step, tuple(map(float, result)), due, scale, good, interval, overflow)
+        scale, good = due
+    lost = (factors.half() == 0).float().mean().item()
+    kept = ((factors * scale).half() == 0).float().mean().item()
+    return receipt(
+        f"{steps} steps beside torch.amp.GradScaler",
+        [
+            row("scale at the end", scaler.get_scale(), scale),
+            row("steps skipped", sum(step % 6 == 4 for step in range(steps)), skipped),
+            row("largest difference of the weights", 0.0, (mine - theirs).abs().max()),
+            row("share of the gradients lost with your scale", 0.0, kept),
+            row("    without", None, f"{lost:.0%}"),
+        ],
+    )
+
+
+# Recomputation.
+
+
+@exercise(
+    "recompute-block",
+    reference=Recompute,
+    minutes=20,
+    difficulty=3,
+    lab=LAB,
+    hints=(
+        "Forward of an autograd Function runs without autograd: nothing is kept unless you keep it.",
+        "Keep x and the block. In backward: x.detach().requires_grad_(), run the block under torch.enable_grad(), and "
+        "ask torch.autograd.grad for the gradients of x and of each parameter, given the gradient from above.",
+        "with torch.enable_grad(): y = ctx.block(x); return None, *torch.autograd.grad(y, (x, "
+        "*ctx.block.parameters()), gradient)",
+    ),
+)
+def check_recompute(learner: Any) -> Receipt:
+    if not (isinstance(learner, type) and issubclass(learner, torch.autograd.Function)):
+        raise CheckFailed(f"{learner!r} is not a class derived from torch.autograd.Function")
+    hidden, tokens, layers = 8 * random.randint(2, 4), random.randint(12, 30), 3
+    seed = random.getrandbits(32)
+    right, mine = (stepping.run_blocks(function, hidden, tokens, layers, seed) for function in (None, learner))
+    if not torch.allclose(mine["y"], right["y"]):
+        raise CheckFailed("forward does not return block(x)")
+    for name in ("x", "parameters"):
+        stepping.judge_recomputed(name, mine[name], right[name])
+    rows = [
+        row("forward passes of each block", 2, mine["calls"] / layers),
+        row("kept between forward and backward: block inputs", layers * tokens * hidden * 8, mine["kept"], "B"),
+        row("    without recomputation", None, right["kept"], "B"),
+        row("FLOPs, as a multiple", 4 / 3, mine["flops"] / right["flops"], "", 1e-9),
+    ]
+    if mine["kept"] > rows[1].predicted:
+        raise CheckFailed(
+            f"right gradients, but {mine['kept']:,} B are kept where the block inputs take {rows[1].predicted:,} B: "
+            "keep x only, and run the block again in backward",
+            rows,
+        )
+    if mine["calls"] != 2 * layers:
+        raise CheckFailed(f"each block ran forward {mine['calls'] / layers:g} times; 2 are enough", rows)
+    return receipt(f"{layers} blocks of two matmuls", rows)
+
+
+# Clipping.
+
+
+@exercise(
+    "clip-global-norm",
+    reference=clip,
+    minutes=8,
+    difficulty=2,
+    lab=LAB,
+    hints=(
+        "The norm is that of all gradients in one long row. Which number can each shard work out alone?",
+        "Each shard adds up its squares. The sum of these sums, and then one root, is the global norm; every gradient "
+        "is multiplied by the same factor, max_norm / norm, if that is below 1.",
+        "squares = [sum(g.square().sum() for g in shard) for shard in shards]; norm = torch.stack(squares).sum().sqrt()"
+        "; for each gradient: g *= (max_norm / norm).clamp(max=1.0); return norm.item()",
+    ),
+)
+def check_clip(learner: Callable) -> Receipt:
+    rows: list[Row] = []
+    for shards, factor in ((4, 0.3), (3, 2.0), (1, 0.5)):
+        given = [[torch.randn(random.randint(2, 40)) * random.uniform(0.5, 3) for _ in range(3)] for _ in range(shards)]
+        flat = [gradient for shard in given for gradient in shard]
+        twins = [nn.Parameter(torch.zeros_like(gradient)) for gradient in flat]
+        for twin, gradient in zip(twins, flat, strict=True):
+            twin.grad = gradient.clone()
+        norm = torch.cat(flat).norm().item()
+        torch.nn.utils.clip_grad_norm_(twins, norm * factor)
+        mine = [[gradient.clone() for gradient in shard] for shard in given]
+        found = learner(mine, norm * factor)
+        name = f"{shards} shards, limit {factor:g} of the norm"
+        stepping.judge_clip(name, mine, given, twins, factor)
+        if not isinstance(found, (int, float, Tensor)) or abs(float(found) / norm - 1) > 1e-4:
+            raise CheckFailed(f"{name}: you returned {found!r}: the norm before clipping is {norm:.4f}")
+        rows.append(row(f"{name}: norm before", norm, float(found), "", 1e-5))
+        after = torch.cat([gradient for shard in mine for gradient in shard]).norm().item()
+        rows.append(row("    after", norm * min(factor, 1.0), after, "", 1e-4))
+    return receipt("beside torch's clip_grad_norm_", rows)

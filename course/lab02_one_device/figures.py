@@ -1,0 +1,271 @@
+"""Lab 02's figures: memory by kind, what recomputation buys, where a step's time goes, where 16 bits end."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from torch import Tensor
+
+from course.lab02_one_device import experiments
+from minillm.labkit.palette import PALETTE, SPANS, look
+from minillm.labkit.plots import style, subplots
+from minillm.measure import machine
+from minillm.measure.memory_tracker import Bytes
+from minillm.model import ModelConfig
+from minillm.predict.memory import block_activation_bytes, training_step
+from minillm.predict.model import forward_flops, parameters
+
+COLOURS = {"parameter": "blue", "gradient": "orange", "optimizer": "green", "activation": "vermillion"}
+NAMES = {
+    "parameter": "parameters",
+    "gradient": "gradients",
+    "optimizer": "optimizer (with masters)",
+    "activation": "activations",
+}
+MODELS = {
+    "target": experiments.TARGET,
+    "Llama 3.2 1B": ModelConfig(128256, 2048, 8192, 16, 32, 8, 64, tie_embeddings=True),
+    "Llama 3 8B": ModelConfig(128256, 4096, 14336, 32, 32, 8),
+}
+
+
+# Memory.
+
+
+def draw_memory(measured: Mapping[str, Bytes], predicted: Mapping[str, Bytes]) -> Figure:
+    """Bytes of a training step by kind in three precisions, predicted beside measured, and the peak of the whole."""
+    figure, axes = subplots(width=8.6, height=3.8)
+    with style():
+        for place, name in enumerate(measured):
+            for shift, held in ((-0.2, predicted[name]), (0.2, measured[name])):
+                _stack(axes, place + shift, held, 2**20, filled=shift > 0)
+                word = "measured" if shift > 0 else "predicted"
+                axes.text(place + shift, 0, word, ha="center", va="top", fontsize=8, color="#555555")
+        axes.set_xticks(range(len(measured)), list(measured))
+        axes.tick_params(axis="x", pad=16, length=0)
+        axes.set(ylabel="memory (MiB)", title="The most that each kind holds in a step")
+        _memory_legend(figure)
+    return figure
+
+
+def memory_plan(model: str = "Llama 3 8B", batch: int = 1, seq: int = 4096) -> Figure:
+    """What one training step of a model takes, by kind and precision (predicted), beside a GPU of 80 GB."""
+    config = MODELS[model]
+    recipes = {
+        "fp32": ("fp32", False),
+        "autocast bf16": ("bf16", False),
+        "bf16 + masters": ("bf16-master", False),
+        "the same,\nrecomputed": ("bf16-master", True),
+    }
+    steps = [
+        experiments.predicted_memory(config, batch, seq, name, recompute=again) for name, again in recipes.values()
+    ]
+    unit, size = ("GiB", 2**30) if steps[0].total > 2**31 else ("MiB", 2**20)
+    figure, axes = subplots(width=8.6, height=3.8)
+    with style():
+        for place, step in enumerate(steps):
+            _stack(axes, place, step, size, filled=True, width=0.55)
+        if steps[0].total > 20e9:
+            axes.axhline(80e9 / size, color="#555555", linestyle=":", linewidth=1.5)
+            axes.text(-0.62, 80e9 / size, "80 GB", va="bottom", fontsize=8, color="#555555")
+        axes.set_xticks(range(len(recipes)), list(recipes))
+        axes.tick_params(axis="x", length=0)
+        count = parameters(config).total
+        named = f"{count / 1e9:.1f} billion" if count > 1e9 else f"{count / 1e6:.1f} million"
+        axes.set(ylabel=f"memory ({unit})", xlim=(-0.65, len(recipes) - 0.4))
+        axes.set_title(f"{model}, {named} parameters, {batch} × {seq:,} tokens: predicted")
+        _memory_legend(figure)
+    return figure
+
+
+def _stack(axes: Axes, place: float, held: Bytes, size: int, *, filled: bool, width: float = 0.36) -> None:
+    bottom = 0.0
+    for index, (kind, colour) in enumerate(COLOURS.items()):
+        drawn = {"color": PALETTE[colour]} if filled else {"facecolor": "white", "edgecolor": PALETTE[colour]}
+        axes.bar(place, held[kind] / size, width, bottom, hatch=None if filled else look(index + 1).hatch, **drawn)
+        bottom += held[kind] / size
+    axes.hlines(held.total / size, place - width / 2 - 0.02, place + width / 2 + 0.02, color="black", linewidth=2)
+    axes.grid(False, axis="x")
+
+
+def _memory_legend(figure: Figure) -> None:
+    handles = [Patch(color=PALETTE[colour], label=NAMES[kind]) for kind, colour in COLOURS.items()][::-1]
+    line = figure.axes[0].plot([], [], color="black", linewidth=2, marker="", label="peak of all, with temporaries")
+    figure.legend(handles=[*line, *handles], loc="outside right center", fontsize=8)
+
+
+# Recomputation.
+
+_SHORT = {
+    "none": "nothing",
+    "every 2nd block": "every 2nd block",
+    "selective": "all but matmuls",
+    "full": "every block",
+}
+
+
+def draw_recompute(found: Mapping[str, Mapping[str, float]]) -> Figure:
+    """Activations against FLOPs, and against time, for four ways to recompute: measured, FLOPs predicted too."""
+    figure, (left, right) = subplots(1, 2, width=9.6, height=3.5, sharey=True)
+    plain = found["none"]
+    with style():
+        for index, (mode, numbers) in enumerate(found.items()):
+            drawn, kept = look(index), numbers["activation"] / 2**20
+            marks = {"color": drawn.color, "marker": drawn.marker, "linestyle": "", "markersize": 9}
+            left.plot([numbers["flops"] / plain["flops"]], [kept], label=_SHORT[mode], **marks)
+            predicted = numbers["predicted_flops"] / plain["predicted_flops"]
+            ring = {"marker": "o", "markersize": 16, "fillstyle": "none", "linestyle": "", "color": "#777777"}
+            left.plot([predicted], [kept], label="predicted" if index == 3 else None, **ring)
+            right.plot([numbers["seconds"] / plain["seconds"]], [kept], **marks)
+        left.set(xlabel="FLOPs, as a multiple", ylabel="activations at their peak (MiB)", xlim=(0.95, 1.38))
+        right.set_xlabel("time of forward and backward, as a multiple")
+        left.set_ylim(0, plain["activation"] / 2**20 * 1.15)
+        left.set_title("What is run again")
+        right.set_title("and what it costs here")
+        figure.legend(loc="outside right center", fontsize=8, title="recomputed", title_fontsize=8)
+    return figure
+
+
+def recompute_plan(seq: int = 4096, batch: int = 1, layers: int = 32) -> Figure:
+    """Activations and FLOPs as more blocks of an 8B-shaped model are recomputed (predicted, bf16)."""
+    config = ModelConfig(128256, 4096, 14336, layers, 32, 8)
+    block = block_activation_bytes(config, batch, seq, 2)
+    stream = batch * seq * config.hidden_size * 2
+    again = np.arange(layers + 1)
+    kept = again * stream + (layers - again) * block + (again > 0) * block
+    forward, head = forward_flops(config, (seq + 1) / 2).total, 2 * config.vocab_size * config.hidden_size
+    flops = 1 + again / layers * (forward - head) / (3 * forward)
+    figure, axes = subplots(width=7.4, height=3.3)
+    with style():
+        axes.plot(again, kept / 2**30, color=PALETTE["vermillion"], marker="", label="activations")
+        axes.set(xlabel="blocks recomputed", ylabel="activations (GiB)", ylim=(0, kept.max() / 2**30 * 1.1))
+        axes.set_title(f"{layers} blocks, {batch} × {seq:,} tokens: {kept[0] / 2**30:.0f} → {kept[-1] / 2**30:.1f} GiB")
+        other = axes.twinx()
+        other.plot(again, flops, color=PALETTE["blue"], marker="", linestyle="--", label="FLOPs")
+        other.set(ylabel="FLOPs, as a multiple", ylim=(0.95, 1.4))
+        other.grid(False)
+        other.spines["right"].set_visible(True)
+        figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+    return figure
+
+
+# Time.
+
+
+def draw_split(splits: Mapping[str, Mapping[str, float]]) -> Figure:
+    """Where the time of a training step goes: input, forward, backward, optimizer, per precision; and the MFU."""
+    figure, axes = subplots(width=8.6, height=1.0 + 0.62 * len(splits))
+    parts = {
+        "input": SPANS["input"],
+        "forward": (PALETTE["sky"], ""),
+        "backward": SPANS["compute"],
+        "optimizer": SPANS["optimizer"],
+        "idle": SPANS["idle"],
+    }
+    with style():
+        for place, split in enumerate(splits.values()):
+            left = 0.0
+            for part, (colour, hatch) in parts.items():
+                label = part if place == 0 else None
+                axes.barh(
+                    place, split[part] * 1e3, 0.6, left, color=colour, hatch=hatch, edgecolor="white", label=label
+                )
+                left += split[part] * 1e3
+            axes.text(left, place, f"  MFU {split['mfu']:.0%}", va="center", fontsize=9)
+        axes.set_yticks(range(len(splits)), list(splits))
+        axes.set(xlabel="time of a step (ms)", ylim=(len(splits) - 0.5, -0.5))
+        axes.set_xlim(0, axes.get_xlim()[1] * 1.12)
+        axes.grid(False, axis="y")
+        figure.legend(loc="outside upper center", ncols=len(parts), fontsize=8)
+    return figure
+
+
+# Sixteen bits.
+
+
+def draw_underflow(gradients: Tensor, scale_log2: int = 0, tokens: int = 512, batch_tokens: int = 4_000_000) -> Figure:
+    """Real gradients, as small as a batch of millions of tokens makes them, in the range of float16 after scaling."""
+    scaled = gradients[gradients != 0].abs().double() * (tokens / batch_tokens) * 2.0**scale_log2
+    exponents = torch.log2(scaled).numpy()
+    lost, over = (scaled < 2.0**-25).double().mean().item(), (scaled > 65504).double().mean().item()
+    figure, axes = subplots(width=8.2, height=3.2)
+    with style():
+        axes.hist(
+            exponents,
+            bins=np.arange(-60, 24),
+            color=PALETTE["blue"],
+            weights=np.full(len(exponents), 1 / len(exponents)),
+        )
+        axes.axvspan(-60, -25, color=PALETTE["vermillion"], alpha=0.15, label="becomes 0")
+        axes.axvspan(-25, -14, color=PALETTE["yellow"], alpha=0.25, label="loses digits")
+        axes.axvspan(16, 24, color=PALETTE["purple"], alpha=0.25, label="becomes infinite")
+        axes.set(xlim=(-60, 24), xlabel="log2 of the gradient times the scale", ylabel="share of the gradients")
+        axes.set_title(f"scale 2^{scale_log2}: {lost:.1%} become zero" + (f", {over:.1%} infinite" if over else ""))
+        axes.legend(fontsize=8, loc="upper right")
+    return figure
+
+
+# Broken runs.
+
+
+def draw_runs(runs: Mapping[str, Any]) -> Figure:
+    """Loss and gradient norm of fine-tunings from the same weights."""
+    figure, (left, right) = subplots(1, 2, width=9.4, height=3.2)
+    with style():
+        for index, (name, run) in enumerate(runs.items()):
+            drawn = look(index)
+            for axes, values in ((left, run.loss), (right, run.grad_norm)):
+                axes.plot(
+                    values, color=drawn.color, linestyle=drawn.linestyle, marker=drawn.marker, markevery=10, label=name
+                )
+        left.set(xlabel="step", ylabel="loss (nats)")
+        right.set(xlabel="step", ylabel="norm of the gradient", yscale="log")
+        left.legend(fontsize=8)
+    return figure
+
+
+# The committed ones: measured anew by `python -m minillm figures`.
+
+PRECISIONS = {"fp32": "fp32", "autocast bf16": "bf16", "bf16 + masters": "bf16-master"}
+
+
+def memories(precisions: Sequence[str] = tuple(PRECISIONS)) -> tuple[dict[str, Bytes], dict[str, Bytes]]:
+    """(measured, predicted) bytes by kind of a step of the target model on 2 × 256 tokens."""
+    measured = {name: experiments.step_memory(experiments.TARGET, PRECISIONS[name]) for name in precisions}
+    return measured, {
+        name: experiments.predicted_memory(experiments.TARGET, 2, 256, PRECISIONS[name]) for name in measured
+    }
+
+
+def splits() -> dict[str, dict[str, float]]:
+    """Splits of the target model's step on one core: as it is, and with every block recomputed."""
+    peak = machine().peak_flops_one_thread
+    return {
+        "nothing recomputed": experiments.step_split(peak),
+        "every block recomputed": experiments.step_split(peak, recompute="full"),
+    }
+
+
+def _memory() -> tuple[Figure, dict[str, Any]]:
+    measured, predicted = memories()
+    fullest = {name: training_step(experiments.TARGET, 2, 256, PRECISIONS[name]).fullest for name in measured}
+    numbers = {name: {"predicted": asdict(predicted[name]), "measured": asdict(measured[name])} for name in measured}
+    return draw_memory(measured, predicted), numbers | {"fullest moment": fullest}
+
+
+def _split() -> tuple[Figure, dict[str, Any]]:
+    found = splits()
+    return draw_split(found), found
+
+
+def _recompute() -> tuple[Figure, dict[str, Any]]:
+    found = experiments.recompute_tradeoff()
+    return draw_recompute(found), found
+
+
+FIGURES = {"memory": _memory, "split": _split, "recompute": _recompute}

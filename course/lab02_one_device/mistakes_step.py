@@ -1,0 +1,286 @@
+"""Spoilers of lab 02, the step: wrong ways to accumulate, scale, recompute and clip that people write, and right ones
+that look different."""
+
+import torch
+import torch.nn.functional as F
+
+from course.lab02_one_device import checks_step as right
+from minillm.labkit.exercises import alternative, mutant
+
+# Accumulation.
+
+
+def count(targets):
+    return int((targets != -100).sum())
+
+
+@mutant("accumulate", "mean of means", expect="mean of the microbatches' means")
+def of_means(model, microbatches):
+    loss = 0.0
+    for inputs, targets in microbatches:
+        nll, tokens = model(inputs, targets=targets)
+        (nll / tokens / len(microbatches)).backward()
+        loss += nll.item() / tokens.item() / len(microbatches)
+    return loss
+
+
+@mutant("accumulate", "divides by nothing", expect="nothing was divided")
+def undivided(model, microbatches):
+    loss = 0.0
+    for inputs, targets in microbatches:
+        nll, _ = model(inputs, targets=targets)
+        nll.backward()
+        loss += nll.item()
+    return loss / sum(count(targets) for _, targets in microbatches)
+
+
+@mutant("accumulate", "zeroes inside the loop", expect="last microbatch alone")
+def zeroes_inside(model, microbatches):
+    tokens, loss = sum(count(targets) for _, targets in microbatches), 0.0
+    for inputs, targets in microbatches:
+        model.zero_grad()
+        nll, _ = model(inputs, targets=targets)
+        (nll / tokens).backward()
+        loss += nll.item() / tokens
+    return loss
+
+
+@mutant("accumulate", "one backward at the end", expect="call backward\\(\\) inside the loop")
+def one_backward(model, microbatches):
+    tokens = sum(count(targets) for _, targets in microbatches)
+    loss = sum(model(inputs, targets=targets)[0] for inputs, targets in microbatches) / tokens
+    loss.backward()
+    return loss.item()
+
+
+@mutant("accumulate", "one big batch", expect="that is the big batch itself")
+def big_batch(model, microbatches):
+    inputs, targets = (torch.cat(part) for part in zip(*microbatches, strict=True))
+    nll, tokens = model(inputs, targets=targets)
+    (nll / tokens).backward()
+    return (nll / tokens).item()
+
+
+@alternative("accumulate", "weighs each mean by its share of the tokens")
+def weighted_means(model, microbatches):
+    tokens, loss = sum(count(targets) for _, targets in microbatches), 0.0
+    for inputs, targets in microbatches:
+        nll, own = model(inputs, targets=targets)
+        share = (nll / own) * (count(targets) / tokens)
+        share.backward()
+        loss += share.item()
+    return loss
+
+
+@alternative("accumulate", "adds sums and divides the gradients at the end")
+def divides_at_the_end(model, microbatches):
+    total = 0.0
+    for inputs, targets in microbatches:
+        nll, _ = model(inputs, targets=targets)
+        nll.backward()
+        total += nll.item()
+    tokens = sum(count(targets) for _, targets in microbatches)
+    for parameter in model.parameters():
+        parameter.grad /= tokens
+    return total / tokens
+
+
+# Loss scaling.
+
+
+def scaled(loss, optimizer, scale, unscale=True):
+    """Backward on the scaled loss; whether all gradients are finite."""
+    optimizer.zero_grad()
+    (loss * scale).backward()
+    (weight,) = optimizer.param_groups[0]["params"]
+    if unscale:
+        weight.grad /= scale
+    return bool(weight.grad.isfinite().all())
+
+
+@mutant("loss-scaling", "forgets to unscale", expect="divide the gradients by the scale")
+def never_unscales(loss, optimizer, scale, good_steps, interval):
+    if not scaled(loss, optimizer, scale, unscale=False):
+        return scale / 2, 0
+    optimizer.step()
+    return (scale * 2, 0) if good_steps + 1 == interval else (scale, good_steps + 1)
+
+
+@mutant("loss-scaling", "steps in spite of an overflow", expect="overflowed, yet the optimizer stepped")
+def steps_anyway(loss, optimizer, scale, good_steps, interval):
+    finite = scaled(loss, optimizer, scale)
+    optimizer.step()
+    if not finite:
+        return scale / 2, 0
+    return (scale * 2, 0) if good_steps + 1 == interval else (scale, good_steps + 1)
+
+
+@mutant("loss-scaling", "scales nothing", expect="became zero in float16")
+def unscaled(loss, optimizer, scale, good_steps, interval):
+    if not scaled(loss, optimizer, 1.0):
+        return scale / 2, 0
+    optimizer.step()
+    return (scale * 2, 0) if good_steps + 1 == interval else (scale, good_steps + 1)
+
+
+@mutant("loss-scaling", "keeps the scale that overflowed", expect="the scale is halved")
+def never_halves(loss, optimizer, scale, good_steps, interval):
+    if not scaled(loss, optimizer, scale):
+        return scale, 0
+    optimizer.step()
+    return (scale * 2, 0) if good_steps + 1 == interval else (scale, good_steps + 1)
+
+
+@mutant("loss-scaling", "never grows again", expect="it doubles, to stay")
+def never_grows(loss, optimizer, scale, good_steps, interval):
+    if not scaled(loss, optimizer, scale):
+        return scale / 2, 0
+    optimizer.step()
+    return scale, good_steps + 1
+
+
+@mutant("loss-scaling", "an overflow does not end the row of good steps", expect="starts again at 0")
+def keeps_counting(loss, optimizer, scale, good_steps, interval):
+    if not scaled(loss, optimizer, scale):
+        return scale / 2, good_steps
+    optimizer.step()
+    return (scale * 2, 0) if good_steps + 1 == interval else (scale, good_steps + 1)
+
+
+@alternative("loss-scaling", "looks before it unscales, takes gradients from autograd.grad")
+def looks_first(loss, optimizer, scale, good_steps, interval):
+    weights = optimizer.param_groups[0]["params"]
+    gradients = torch.autograd.grad(loss * scale, weights)
+    if any(not torch.isfinite(gradient.sum()) for gradient in gradients):
+        return scale * 0.5, 0
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight.grad = gradient * (1.0 / scale)
+    optimizer.step()
+    good_steps = (good_steps + 1) % interval
+    return scale if good_steps else scale * 2, good_steps
+
+
+# Recomputation.
+
+
+@mutant("recompute-block", "keeps the graph of the forward pass", expect="keep x only")
+class KeepsTheGraph(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, block, x, *parameters):
+        ctx.block, ctx.x = block, x.detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.y = block(ctx.x)
+        return ctx.y.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, *torch.autograd.grad(ctx.y, (ctx.x, *ctx.block.parameters()), gradient)
+
+
+@mutant("recompute-block", "gradient of x only", expect="the parameters got no gradient")
+class OnlyX(right.Recompute):
+    @staticmethod
+    def backward(ctx, gradient):
+        found = right.Recompute.backward(ctx, gradient)
+        return None, found[1], *([None] * (len(found) - 2))
+
+
+@mutant("recompute-block", "backward inside, and its gradients returned", expect="twice what it should be")
+class Twice(torch.autograd.Function):
+    forward = staticmethod(right.Recompute.forward)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.block(x)
+        y.backward(gradient)
+        return None, x.grad, *[parameter.grad.clone() for parameter in ctx.block.parameters()]
+
+
+@mutant("recompute-block", "forgets the gradient from above", expect="gradient from above")
+class FromOnes(right.Recompute):
+    @staticmethod
+    def backward(ctx, gradient):
+        return right.Recompute.backward(ctx, torch.ones_like(gradient))
+
+
+@mutant("recompute-block", "runs the block without autograd", expect="does not require grad")
+class WithoutGrad(torch.autograd.Function):
+    forward = staticmethod(right.Recompute.forward)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        y = ctx.block(x)
+        return None, *torch.autograd.grad(y, (x, *ctx.block.parameters()), gradient)
+
+
+@alternative("recompute-block", "as torch's reentrant form: parameters get theirs inside")
+class Reentrant(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, block, x, *parameters):
+        ctx.block, ctx.count = block, len(parameters)
+        ctx.save_for_backward(x)
+        return block(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.block(x), gradient)
+        return (None, x.grad) + (None,) * ctx.count
+
+
+# Clipping.
+
+
+@mutant("clip-global-norm", "each shard by its own norm", expect="factor of its own")
+def by_own_norm(shards, max_norm):
+    total = torch.stack([gradient.square().sum() for shard in shards for gradient in shard]).sum().sqrt()
+    for shard in shards:
+        torch._foreach_mul_(shard, min(1.0, (max_norm / torch.cat(shard).norm()).item()))
+    return total.item()
+
+
+@mutant("clip-global-norm", "norms of the shards added up", expect="sum the squares of all shards first")
+def adds_norms(shards, max_norm):
+    norm = sum(torch.cat(shard).norm() for shard in shards)
+    for shard in shards:
+        torch._foreach_mul_(shard, min(1.0, (max_norm / norm).item()))
+    return norm.item()
+
+
+@mutant("clip-global-norm", "scales up what was small", expect="below the limit, yet")
+def always_scales(shards, max_norm):
+    norm = torch.cat([gradient for shard in shards for gradient in shard]).norm()
+    for shard in shards:
+        torch._foreach_mul_(shard, (max_norm / norm).item())
+    return norm.item()
+
+
+@mutant("clip-global-norm", "clips values", expect="the direction changed")
+def clips_values(shards, max_norm):
+    norm = torch.cat([gradient for shard in shards for gradient in shard]).norm()
+    for shard in shards:
+        for gradient in shard:
+            gradient.clamp_(-max_norm / 10, max_norm / 10)
+    return norm.item()
+
+
+@mutant("clip-global-norm", "makes new tensors", expect="scale them in place")
+def new_tensors(shards, max_norm):
+    norm = torch.cat([gradient for shard in shards for gradient in shard]).norm()
+    shards = [[gradient * min(1.0, max_norm / norm) for gradient in shard] for shard in shards]
+    return norm.item()
+
+
+@alternative("clip-global-norm", "normalises the long row")
+def long_row(shards, max_norm):
+    row = torch.cat([gradient.flatten() for shard in shards for gradient in shard])
+    clipped = F.normalize(row, dim=0) * max_norm if row.norm() > max_norm else row
+    parts = clipped.split([gradient.numel() for shard in shards for gradient in shard])
+    for gradient, part in zip((gradient for shard in shards for gradient in shard), parts, strict=True):
+        gradient.copy_(part.view_as(gradient))
+    return float(row.norm())

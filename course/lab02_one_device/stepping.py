@@ -1,0 +1,131 @@
+"""How lab 02's checks judge single pieces of a step: loss scaling, recomputed blocks, clipping."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from course.lab02_one_device.experiments import count_flops, one_thread
+from course.lab02_one_device.watching import Counted
+from minillm.labkit.exercises import CheckFailed
+from minillm.measure import memory
+
+# Loss scaling.
+
+
+def half_loss(weight: Tensor, factors: Tensor) -> Tensor:
+    """A loss whose gradient `factors` passes through float16 on its way to the weight."""
+    return (weight.half().float() * factors).sum()
+
+
+def judge_scaling(step: int, mine: Tensor, before: Tensor, theirs: Tensor, scale: float, overflow: bool) -> None:
+    """CheckFailed unless right. The update: none after an overflow, else that of the unscaled gradient."""
+    if overflow and not torch.equal(mine, before):
+        state = "" if mine.isfinite().all() else ", and weights are no longer finite"
+        raise CheckFailed(f"step {step}: a gradient overflowed, yet the optimizer stepped{state}")
+    if torch.allclose(mine, theirs, rtol=1e-5, atol=0):
+        return
+    moved, due = mine - before, theirs - before
+    if torch.allclose(moved, due * scale, rtol=1e-3):
+        raise CheckFailed(f"step {step}: the update is {scale:g} times too large: divide the gradients by the scale")
+    if torch.equal(mine, before) and not overflow:
+        raise CheckFailed(f"step {step}: all gradients were finite, yet nothing was updated")
+    lost = ((moved == 0) & (due != 0)).float().mean().item()
+    if lost > 0.1:
+        raise CheckFailed(f"step {step}: {lost:.0%} of the gradients became zero in float16: multiply the loss first")
+    raise CheckFailed(f"step {step}: the update is not the unscaled gradient's: are old gradients still in .grad?")
+
+
+def judge_scale(
+    step: int, found: tuple[float, float], due: tuple[float, float], scale: float, good: int, interval: int, over: bool
+) -> None:
+    """CheckFailed unless right. (scale, good steps) as torch has them."""
+    if found == due:
+        return
+    wanted = f"({due[0]:g}, {due[1]:g})"
+    said = f"step {step} {'overflowed' if over else f'was good, number {good + 1} in a row'}: you returned "
+    said += f"({found[0]:g}, {found[1]:g}), due is {wanted}"
+    if over and found[0] >= scale:
+        raise CheckFailed(f"{said}: after an overflow the scale is halved, or every later step overflows as well")
+    if not over and found[0] > due[0]:
+        raise CheckFailed(f"{said}: it doubles after {interval} good steps in a row, not before")
+    if not over and found[0] < due[0]:
+        raise CheckFailed(f"{said}: after {interval} good steps in a row it doubles, to stay as high as it can")
+    raise CheckFailed(f"{said}: the count of good steps starts again at 0 whenever the scale changes")
+
+
+# Recomputation.
+
+
+@one_thread()
+def run_blocks(function: Any, hidden: int, tokens: int, layers: int, seed: int) -> dict[str, Any]:
+    """Values, gradients, calls, FLOPs, bytes kept of a chain of blocks, through `function.apply` or (None) plainly."""
+    torch.manual_seed(seed)
+    blocks = nn.ModuleList(
+        Counted(nn.Sequential(nn.Linear(hidden, 2 * hidden), nn.GELU(), nn.Linear(2 * hidden, hidden)))
+        for _ in range(layers)
+    ).double()
+    x = torch.randn(tokens, hidden, dtype=torch.float64, requires_grad=True)
+    found: dict[str, Any] = {}
+
+    def step() -> None:
+        y = x
+        with memory(blocks) as census:
+            for block in blocks:
+                y = block(y) if function is None else function.apply(block, y, *block.parameters())
+            found["kept"] = census.live.activation
+        found["y"] = y.detach()
+        (y * torch.linspace(0.5, 2.0, hidden, dtype=torch.float64)).sum().backward()
+
+    found["flops"] = count_flops(step)
+    found["calls"] = sum(block.calls for block in blocks)
+    found |= {"x": [x.grad], "parameters": [parameter.grad for parameter in blocks.parameters()]}
+    return found
+
+
+def judge_recomputed(name: str, mine: Sequence[Tensor | None], right: Sequence[Tensor]) -> None:
+    """CheckFailed unless right. The gradients of `name`, x or parameters."""
+    what = "x" if name == "x" else "the parameters"
+    if any(gradient is None for gradient in mine):
+        raise CheckFailed(f"{what} got no gradient: backward returns one value for each argument of forward")
+    if all(torch.allclose(a, b) for a, b in zip(mine, right, strict=True)):
+        return
+    if all(torch.allclose(a, 2 * b) for a, b in zip(mine, right, strict=True)):
+        raise CheckFailed(
+            f"the gradient of {what} is twice what it should be: .backward() inside already adds to .grad, and "
+            "returning it adds it again. Use torch.autograd.grad, or return None for it"
+        )
+    raise CheckFailed(f"the gradient of {what} is wrong: does the gradient from above go into the recomputed block?")
+
+
+# Clipping.
+
+
+def judge_clip(
+    name: str, mine: list[list[Tensor]], given: list[list[Tensor]], twins: Sequence[Tensor], factor: float
+) -> None:
+    """CheckFailed unless right. One factor for all, and the right one. factor: limit / norm."""
+    flat = [gradient for shard in mine for gradient in shard]
+    if all(torch.allclose(a, b.grad, rtol=1e-4) for a, b in zip(flat, twins, strict=True)):
+        return
+    before = [gradient for shard in given for gradient in shard]
+    if all(torch.equal(a, b) for a, b in zip(flat, before, strict=True)):
+        raise CheckFailed(f"{name}: the gradients are as they were: scale them in place (gradient *= ...)")
+    ratios = [torch.cat(a).norm() / torch.cat(b).norm() for a, b in zip(mine, given, strict=True)]
+    straight = all(
+        torch.allclose(a, b * ratio, rtol=1e-3)
+        for shard, old, ratio in zip(mine, given, ratios, strict=True)
+        for a, b in zip(shard, old, strict=True)
+    )
+    if not straight:
+        raise CheckFailed(f"{name}: the direction changed: multiply all gradients by one factor, clip no single value")
+    if max(ratios) / min(ratios) > 1.001:
+        raise CheckFailed(
+            f"{name}: each shard was scaled by a factor of its own, which turns the gradient: clip by the norm of all "
+            "shards together"
+        )
+    if factor > 1:
+        raise CheckFailed(f"{name}: the norm was below the limit, yet the gradients were scaled by {ratios[0]:.3f}")
+    said = "sum the squares of all shards first, then take one root" if len(given) > 1 else "see hint 2"
+    raise CheckFailed(f"{name}: scaled by {ratios[0]:.4f}, due is {factor:.4f}: {said}")

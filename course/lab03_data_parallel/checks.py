@@ -1,0 +1,209 @@
+"""Lab 03, data parallel: gradients averaged, packed into buckets, and sent while backward still runs.
+
+Every check trains replicas on real ranks for a few steps (`labkit/replicas.py`) and asks: does each gradient equal that
+of one process on the whole batch, do replicas stay equal to the bit, and do the ledger and the order of events show the
+mechanism? Overlap and accumulation are in `lab_03_overlap.py`, what is sent at all in `lab_03_weights.py`.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from course.lab03_data_parallel import replicas
+from course.lab03_data_parallel.replicas import Bucket, Case, Net, Trained
+from course.shared.trials import run
+from minillm.comm import Group
+from minillm.labkit.exercises import CheckFailed, exercise
+from minillm.labkit.receipts import Receipt, receipt, row
+
+LAB = "03_data_parallel"
+
+
+# The course's own answers.
+
+
+def average_gradients(model: nn.Module, group: Group) -> None:
+    """After backward: every gradient becomes its mean over the ranks, one all-reduce per tensor."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            group.all_reduce(parameter.grad)
+            parameter.grad /= group.world_size
+
+
+def make_buckets(parameters: Iterable[nn.Parameter], cap_bytes: int) -> list[Bucket]:
+    """Pack whole parameters of one dtype, the last one first; each .grad becomes a view of its bucket's flat tensor."""
+    closed, filling = [], {}
+    for parameter in reversed([p for p in parameters if p.requires_grad]):
+        filling.setdefault(parameter.dtype, []).append(parameter)
+        if sum(p.nbytes for p in filling[parameter.dtype]) >= cap_bytes:
+            closed.append(filling.pop(parameter.dtype))
+    buckets = []
+    for members in [*closed, *filling.values()]:
+        flat = torch.zeros(sum(p.numel() for p in members), dtype=members[0].dtype)
+        for parameter, part in zip(members, flat.split([p.numel() for p in members]), strict=True):
+            parameter.grad = part.view_as(parameter)
+        buckets.append(Bucket(flat, members))
+    return buckets
+
+
+# What they are held to.
+
+
+@exercise(
+    "naive-ddp",
+    reference=average_gradients,
+    minutes=10,
+    difficulty=1,
+    lab=LAB,
+    hints=(
+        "What has to be the same on all ranks after the step, so that the weights stay the same? The optimizer makes "
+        "the step from parameter.grad.",
+        "Go over model.parameters(). Some have no gradient (frozen, or no loss reaches them): .grad is None. "
+        "group.all_reduce(x) replaces x by its sum over the ranks.",
+        "for parameter in model.parameters(): if parameter.grad is not None: group.all_reduce(parameter.grad); "
+        "parameter.grad /= group.world_size.",
+    ),
+)
+def check_average(learner: Callable) -> Receipt:
+    case = Case(steps=3)
+    ranks = run(_averaged, case.world_size, learner, case)
+    if any(trained.note for trained in ranks):
+        raise CheckFailed(
+            "your function changed the parameters themselves: reduce the gradients, then the optimizer moves every "
+            "replica alike (averaged weights are another algorithm, local SGD, and the gradients stay apart)"
+        )
+    if not any(trained.calls for trained in ranks):
+        replicas.all_communicate(ranks)
+    rows = replicas.right_gradients(case, ranks)
+    replicas.all_communicate(ranks)
+    tensors = sum(gradient is not None for gradient in case.alone()[0][0].values())
+    rows.append(row("all-reduces per step: one per tensor", tensors, ranks[0].calls["all_reduce"] / case.steps))
+    rows.append(replicas.byte_row(case, ranks, "each gradient needs to travel once"))
+    return receipt("naive data parallel on 3 ranks", rows)
+
+
+def _averaged(group: Group, learner: Callable, case: Case) -> Trained:
+    changed = []
+
+    def step_of(model: Net, step: int) -> None:
+        model.zero_grad()
+        replicas.loss_of(model, *case.data(step, group.rank)).backward()
+        before = replicas.weights(model)
+        learner(model, group)
+        changed.extend(name for name, now in replicas.weights(model).items() if not torch.equal(now, before[name]))
+
+    trained = replicas.train(group, case, step_of)
+    trained.note = ", ".join(changed)
+    return trained
+
+
+@exercise(
+    "gradient-buckets",
+    reference=make_buckets,
+    minutes=20,
+    difficulty=3,
+    lab=LAB,
+    hints=(
+        "Two separate jobs: decide which parameters share a bucket, then give each bucket its memory.",
+        "Go through the trainable parameters in reverse, keeping one open list per dtype; close a list as soon as its "
+        "bytes reach the cap, and all open ones at the end. A bucket's flat tensor has as many zeros as its parameters "
+        "have elements, and parameter.grad = (a piece of flat).view_as(parameter).",
+        "filling.setdefault(p.dtype, []).append(p); if sum(q.nbytes for q in filling[p.dtype]) >= cap_bytes: "
+        "closed.append(filling.pop(p.dtype)). Then for each list: flat = torch.zeros(sum of numel, dtype=...), and "
+        "for p, part in zip(members, flat.split([q.numel() for q in members])): p.grad = part.view_as(p).",
+    ),
+)
+def check_buckets(learner: Callable) -> Receipt:
+    case = Case(mixed=True, unused=False, steps=1)  # a float32 step would spread its rounding to all gradients
+    size = case.size * case.size * 8  # of a weight matrix
+    caps = {"small": size // 2, "middle": size + size // 3, "large": 100 * size}
+    model, rows = case.model(), []
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for word, cap in caps.items():
+        found = [bucket.parameters for bucket in _look_at(learner, case.model(), cap)]
+        wanted = [[names[p] for p in bucket.parameters] for bucket in make_buckets(model.parameters(), cap)]
+        rows.append(row(f"buckets, {word} cap of {cap:,} B", len(wanted), len(found)))
+    ranks = run(_bucketed, case.world_size, learner, case, caps["middle"])
+    if not any(trained.calls for trained in ranks):
+        raise CheckFailed("there is no bucket to reduce")
+    rows += replicas.right_gradients(case, ranks)
+    rows.append(row("all-reduces per step", rows[1].predicted, ranks[0].calls["all_reduce"] / case.steps))
+    rows.append(replicas.byte_row(case, ranks, "a bucket's flat tensor is as large as its gradients together"))
+    return receipt("gradients packed into flat buckets", rows)
+
+
+def _look_at(learner: Callable, model: Net, cap: int) -> list[Bucket]:
+    """The learner's buckets for one cap; CheckFailed if they are not what was asked for."""
+    named = {parameter: name for name, parameter in model.named_parameters()}
+    found, wanted = learner(model.parameters(), cap), make_buckets(_twin(model).parameters(), cap)
+    if not isinstance(found, list) or not all(isinstance(bucket, Bucket) for bucket in found):
+        raise CheckFailed("asked for is a list of Bucket(flat, parameters)")
+    packed = [named[p] for bucket in found for p in bucket.parameters]
+    trainable = [name for p, name in named.items() if p.requires_grad]
+    if extra := [name for name in packed if name not in trainable]:
+        raise CheckFailed(f"{extra[0]} is frozen (requires_grad is False): it never gets a gradient, leave it out")
+    if lost := [name for name in trainable if name not in packed]:
+        raise CheckFailed(f"{lost[-1]} is in no bucket (cap {cap:,} B): are the buckets that never fill up kept?")
+    if len(packed) != len(set(packed)):
+        raise CheckFailed("a parameter is in two buckets")
+    for index, bucket in enumerate(found):
+        who = f"bucket {index} (cap {cap:,} B)"
+        if len({p.dtype for p in bucket.parameters}) > 1:
+            raise CheckFailed(f"{who} mixes dtypes: one flat tensor has one dtype, so keep a bucket open for each")
+        if bucket.flat.count_nonzero():
+            raise CheckFailed(f"{who} does not start at zero: backward adds to what .grad holds")
+        _views_of(bucket, who, named)
+    orders = [[named[p] for bucket in found for p in bucket.parameters if p.dtype == torch.float64]]
+    orders.append([name for p, name in reversed(named.items()) if name in trainable and p.dtype == torch.float64])
+    if orders[0] != orders[1]:
+        raise CheckFailed(
+            f"the buckets begin with {orders[0][0]}, but backward reaches {orders[1][0]} first: pack the last "
+            "parameter first, or the first bucket is complete only when backward is over"
+        )
+    for index, (bucket, right) in enumerate(zip(found, wanted, strict=False)):
+        mine, theirs = (sum(p.nbytes for p in b.parameters) for b in (bucket, right))
+        if mine != theirs:
+            raise CheckFailed(
+                f"bucket {index} holds {mine:,} B where {theirs:,} B are expected for a cap of {cap:,} B: close a "
+                "bucket with the tensor that fills it to the cap, not before and not after"
+            )
+    return found
+
+
+def _twin(model: Net) -> Net:
+    return Case(mixed=True, unused=False, size=model.scale.numel()).model()
+
+
+def _views_of(bucket: Bucket, who: str, named: dict[nn.Parameter, str]) -> None:
+    """CheckFailed unless the gradients of a bucket are views that tile its flat tensor."""
+    covered = torch.zeros(bucket.flat.numel(), dtype=torch.int64)
+    for parameter in bucket.parameters:
+        grad = parameter.grad
+        if grad is None:
+            raise CheckFailed(f"{who}: {named[parameter]}.grad is None; make it a view of flat")
+        if grad.untyped_storage().data_ptr() != bucket.flat.untyped_storage().data_ptr():
+            raise CheckFailed(f"{who}: {named[parameter]}.grad is a copy, not a view: what backward adds never gets in")
+        start = grad.storage_offset() - bucket.flat.storage_offset()
+        covered[start : start + grad.numel()] += 1
+    if covered.max() > 1:
+        raise CheckFailed(f"{who}: two gradients lie over each other: advance by numel (elements, not bytes or rows)")
+    if covered.min() < 1:
+        raise CheckFailed(
+            f"{who}: flat has {bucket.flat.numel()} elements, its gradients use {int(covered.count_nonzero())} of them"
+        )
+
+
+def _bucketed(group: Group, learner: Callable, case: Case, cap: int) -> Trained:
+    buckets: list[Bucket] = []
+
+    def step_of(model: Net, step: int) -> None:
+        if not buckets:
+            buckets.extend(learner(model.parameters(), cap))
+        for bucket in buckets:
+            bucket.flat.zero_()
+        replicas.loss_of(model, *case.data(step, group.rank)).backward()
+        for bucket in buckets:
+            group.all_reduce(bucket.flat, op="avg")
+
+    return replicas.train(group, case, step_of)

@@ -1,0 +1,256 @@
+"""Lab 03, when to communicate: while backward still runs, and once for several microbatches."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from course.lab03_data_parallel import replicas
+from course.lab03_data_parallel.checks import LAB, make_buckets
+from course.lab03_data_parallel.replicas import Bucket, Case, Net, Trained
+from course.shared.trials import run
+from minillm import measure
+from minillm.comm import Group
+from minillm.labkit.exercises import CheckFailed, exercise
+from minillm.labkit.receipts import Receipt, receipt, row
+
+MICROBATCHES = 3
+Microbatch = tuple[Tensor, Tensor]
+
+
+# The course's own answers.
+
+
+def overlap(buckets: list[Bucket], group: Group) -> Callable[[], None]:
+    """Start each bucket's all-reduce as soon as its gradients are there, in the order of the list; returns finish."""
+    missing = [len(bucket.parameters) for bucket in buckets]
+    handles = []
+
+    def arrived(index: int) -> None:
+        missing[index] -= 1
+        while len(handles) < len(buckets) and missing[len(handles)] == 0:
+            handles.append(group.all_reduce(buckets[len(handles)].flat, op="avg", async_op=True))
+
+    for index, bucket in enumerate(buckets):
+        for parameter in bucket.parameters:
+            parameter.register_post_accumulate_grad_hook(lambda _, index=index: arrived(index))
+
+    def finish() -> None:
+        for handle in handles:
+            handle.wait()
+        handles.clear()
+        missing[:] = [len(bucket.parameters) for bucket in buckets]
+
+    return finish
+
+
+def accumulate(
+    ddp: nn.Module, microbatches: Sequence[Microbatch], loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor]
+) -> None:
+    """Leaves in .grad the mean over all ranks and microbatches, with the all-reduces of one backward."""
+    for index, (x, y) in enumerate(microbatches):
+        last = index == len(microbatches) - 1
+        with contextlib.nullcontext() if last else ddp.no_sync():
+            (loss_of(ddp, x, y) / len(microbatches)).backward()
+
+
+# Overlap.
+
+
+@exercise(
+    "overlap-hooks",
+    reference=overlap,
+    minutes=25,
+    difficulty=4,
+    lab=LAB,
+    hints=(
+        "parameter.register_post_accumulate_grad_hook(f) calls f(parameter) as soon as its gradient is complete, in "
+        "the middle of backward. What does a bucket have to know to see that it is full?",
+        "Count down the gradients each bucket still misses. When the next bucket *in the order of the list* misses "
+        "none, start group.all_reduce(flat, op='avg', async_op=True) and keep the handle. finish() waits for all "
+        "handles and sets the counts back for the next step.",
+        "def arrived(index): missing[index] -= 1; while len(handles) < len(buckets) and missing[len(handles)] == 0: "
+        "handles.append(group.all_reduce(buckets[len(handles)].flat, op='avg', async_op=True)). In the loop over "
+        "parameters bind index: lambda _, index=index: arrived(index).",
+    ),
+)
+def check_overlap(learner: Callable) -> Receipt:
+    case = Case(unused=False, steps=2)
+    try:
+        ranks = run(_overlapped, case.world_size, learner, case)
+    except CheckFailed as hang:  # does it work at least where gradients become ready in the same order everywhere?
+        _judge_logs(run(_overlapped, case.world_size, learner, case, False))
+        raise CheckFailed(
+            f"{hang}\nOdd ranks computed two branches in the other order: all ranks must start the same buckets in the "
+            "same order, the list's, whatever becomes ready first"
+        ) from None
+    _judge_logs(ranks)
+    buckets = ranks[0].note.split("|")
+    orders = [[entry[1] for entry in trained.log[0] if entry[0] == "start"] for trained in ranks]
+    for rank, order in enumerate(orders):
+        if order != orders[0]:
+            raise CheckFailed(
+                f"rank 0 starts its buckets in the order {orders[0]}, rank {rank} in the order {order}: an all-reduce "
+                "pairs whatever comes next on every rank. Start bucket i only after bucket i-1, in the list's order"
+            )
+    rows = replicas.right_gradients(case, ranks)
+    before = [[entry[0] for entry in trained.log[-1]] for trained in ranks]
+    early = min(log[: log.index("end")].count("start") for log in before)
+    rows.append(row("all-reduces per step: one per bucket", len(buckets), ranks[0].calls["all_reduce"] / case.steps))
+    rows.append(row("of these, started before backward ended", len(buckets), early))
+    rows.append(replicas.byte_row(case, ranks, "start every bucket once per step"))
+    return receipt("all-reduces during backward, on 3 ranks", rows)
+
+
+def _judge_logs(ranks: list[Trained]) -> None:
+    for rank, trained in enumerate(ranks):
+        _judge_log(trained.log[0], rank, trained.note.split("|"))
+
+
+def _judge_log(log: list[tuple], rank: int, buckets: list[str]) -> None:
+    """CheckFailed if the first step's events are not those of an overlapped reduction."""
+    words, who = [entry[0] for entry in log], f"on rank {rank}"
+    inside = log[: words.index("end")]
+    starts = [entry for entry in log if entry[0] == "start"]
+    if not starts:
+        raise CheckFailed(f"{who} no all-reduce of a bucket's flat tensor was started at all")
+    if "start" not in words[: words.index("end")]:
+        raise CheckFailed(
+            f"{who} the first all-reduce starts after backward has ended: nothing overlaps. Start it in the hook"
+        )
+    for _, index, waits in starts:
+        if waits:
+            raise CheckFailed(f"{who} bucket {index} blocks backward until it is reduced: use async_op=True")
+    if any(entry[0] == "wait" for entry in inside):
+        raise CheckFailed(f"{who} you wait for a handle while backward still runs: keep it, and wait in finish")
+    ready: set[str] = set()
+    for entry in inside:
+        if entry[0] == "gradient":
+            ready.add(entry[1])
+        elif late := set(buckets[entry[1]].split()) - ready:
+            raise CheckFailed(f"{who} bucket {entry[1]} starts before the gradient of {min(late)} is there")
+    waited = sum(word == "wait" for word in words)
+    if waited < len(starts):
+        raise CheckFailed(f"{who} finish returns after {waited} of {len(starts)} handles were waited for")
+
+
+def _overlapped(group: Group, learner: Callable, case: Case, flip: bool = True) -> Trained:
+    """flip: odd ranks compute two branches in the other order, so their gradients become ready in another order."""
+    state: dict[str, Any] = {"log": []}
+
+    def prepare(model: Net) -> None:
+        buckets = make_buckets(model.parameters(), case.size * case.size * 8)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _, name=name: state["log"].append(("gradient", name))
+                )
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        state.update(buckets=buckets, names=[" ".join(names[p] for p in bucket.parameters) for bucket in buckets])
+        _note_starts(group, [bucket.flat for bucket in buckets], state)
+        state["finish"] = learner(buckets, group)
+        if not callable(state["finish"]):
+            raise CheckFailed("return a function finish() that waits for the all-reduces")
+
+    logs = []
+
+    def step_of(model: Net, step: int) -> None:
+        if "finish" not in state:
+            prepare(model)
+        state["log"] = []
+        for bucket in state["buckets"]:
+            bucket.flat.zero_()
+        replicas.loss_of(model, *case.data(step, group.rank)).backward()
+        state["log"].append(("end",))
+        state["finish"]()
+        logs.append(state["log"])
+
+    trained = replicas.train(group, case, step_of, flip=flip and group.rank % 2 == 1)
+    trained.log, trained.note = logs, "|".join(state["names"])
+    return trained
+
+
+def _note_starts(group: Group, flats: list[Tensor], state: dict[str, Any]) -> None:
+    """From now on `group.all_reduce` logs which bucket it starts, whether it blocks, and when it is waited for."""
+    post = group.all_reduce
+
+    def all_reduce(x: Tensor, op: str = "sum", async_op: bool = False) -> Any:
+        at = [index for index, flat in enumerate(flats) if flat.data_ptr() == x.data_ptr()]
+        state["log"] += [("start", index, not async_op) for index in at]
+        result = post(x, op, async_op)
+        if async_op:
+            wait = result.wait
+
+            def noted() -> Any:
+                state["log"].append(("wait",))
+                return wait()
+
+            result.wait = noted
+        return result
+
+    group.all_reduce = all_reduce
+
+
+# Accumulation.
+
+
+@exercise(
+    "accumulate-no-sync",
+    reference=accumulate,
+    minutes=10,
+    difficulty=2,
+    lab=LAB,
+    hints=(
+        "backward adds to .grad. When is the first moment at which averaging over ranks is worth anything?",
+        "All microbatches but the last run, forward and backward, under `with ddp.no_sync():`. Each microbatch's loss "
+        "is a mean over it, and you want the mean over all of them.",
+        "for i, (x, y) in enumerate(microbatches): with (contextlib.nullcontext() if i == len(microbatches) - 1 else "
+        "ddp.no_sync()): (loss_of(ddp, x, y) / len(microbatches)).backward()",
+    ),
+)
+def check_accumulate(learner: Callable) -> Receipt:
+    case = Case(world_size=2, unused=False)
+    ranks = run(_accumulated, case.world_size, learner, case)
+    k, per_step = MICROBATCHES, ranks[0].calls["all_reduce"] / case.steps
+    buckets = int(ranks[0].note)
+    if not per_step:
+        raise CheckFailed("nothing was reduced at all: the last microbatch's backward must be outside no_sync")
+    also = {
+        float(k): f"the mean times {k}: each microbatch's loss is a mean, so divide it by the number of microbatches",
+        1 / k: f"the mean divided by {k} once more",
+    }
+    rows = replicas.right_gradients(case, ranks, also)
+    if per_step > buckets:
+        raise CheckFailed(
+            f"right gradients, but {per_step:g} all-reduces per step of {k} microbatches where {buckets} are enough: "
+            "all but the last microbatch belong under ddp.no_sync()",
+            rows,
+        )
+    rows.append(row(f"all-reduces per step of {k} microbatches", buckets, per_step))
+    rows.append(replicas.byte_row(case, ranks, "reduce in the last microbatch only"))
+    rows.append(row(f"    without no_sync: all-reduces, {k} times as many", None, k * buckets))
+    return receipt("one reduction for several microbatches, 2 ranks", rows)
+
+
+def _accumulated(group: Group, learner: Callable, case: Case) -> Trained:
+    from minillm.train import BucketedDDP  # ranks that check something else start without it
+
+    state: dict[str, BucketedDDP] = {}
+
+    def step_of(model: Net, step: int) -> None:
+        model.zero_grad()
+        x, y = case.data(step, group.rank)
+        learner(state["ddp"], list(zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True)), replicas.loss_of)
+
+    # The first reduction finds out in which order gradients become ready; what follows is the steady state.
+    model = case.model()
+    state["ddp"] = BucketedDDP(model, group, bucket_cap_mb=case.size**2 * 16 / 2**20, first_bucket_mb=1e-9)
+    replicas.loss_of(state["ddp"], *case.data(0, group.rank)).backward()
+    with measure.ledger() as led:
+        model.zero_grad()
+        replicas.loss_of(state["ddp"], *case.data(0, group.rank)).backward()
+    trained = replicas.train(group, case, step_of, model=model)
+    trained.calls = type(trained.calls)({"all_reduce": trained.calls["all_reduce"]})
+    trained.note = str(led.calls["all_reduce"])
+    return trained

@@ -1,0 +1,280 @@
+"""Lab 03, what to communicate: a count, so that tokens and not ranks weigh alike; and less than the whole gradient."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from course.lab03_data_parallel.checks import LAB
+from course.lab03_data_parallel.replicas import CLOSE
+from course.shared.diagnose import expect_like
+from course.shared.trials import run
+from minillm import measure
+from minillm.comm import Group
+from minillm.labkit.exercises import CheckFailed, exercise
+from minillm.labkit.receipts import Receipt, receipt, row
+from minillm.predict import comms
+
+# The course's own answers.
+
+
+def weighted_loss(nll: Tensor, counts: Tensor, group: Group) -> Tensor:
+    """What this rank calls backward on, so that gradients averaged over ranks are those of the mean over all tokens."""
+    total = group.all_reduce(counts.sum())
+    return (nll * counts).sum() * group.world_size / total
+
+
+def top_k_all_reduce(gradient: Tensor, residual: Tensor, k: int, group: Group) -> None:
+    """gradient, [n], becomes the mean over ranks of each rank's k largest entries; the rest waits in `residual`."""
+    owed = gradient + residual
+    indices = owed.abs().topk(k).indices
+    values = owed[indices]
+    residual.copy_(owed)
+    residual[indices] = 0
+    everyones_values, everyones_indices = group.all_gather(values), group.all_gather(indices.int())
+    gradient.zero_()
+    gradient.index_add_(0, everyones_indices.long(), everyones_values / group.world_size)
+
+
+# Tokens.
+
+
+@exercise(
+    "token-weighted-loss",
+    reference=weighted_loss,
+    minutes=10,
+    difficulty=3,
+    lab=LAB,
+    hints=(
+        "The mean over all tokens is one sum divided by one count. Which of the two can a rank not know by itself?",
+        "Divide your own sum by the number of tokens of *all* ranks: one all-reduce of one number. Then remember that "
+        "the gradients will be averaged over ranks, when they should be added.",
+        "total = group.all_reduce(counts.sum()); return (nll * counts).sum() * group.world_size / total.",
+    ),
+)
+def check_weighted(learner: Callable) -> Receipt:
+    case = _Tokens(random.randrange(2**31), (*random.sample(range(3, 12), 2), 0))
+    ranks = run(_weighted, 3, learner, case)
+    right, gradient = case.alone()
+    for rank, found in enumerate(ranks):
+        if not isinstance(found["value"], float):
+            raise CheckFailed(f"rank {rank} returned {found['value']}; asked for is a loss, one number in a tensor")
+        if found["value"] != found["value"]:
+            what = "which has no token that counts" if not case.counts[rank] else "whose tokens are fine"
+            raise CheckFailed(f"rank {rank}, {what}, returned nan: divide by the tokens of all ranks, never by its own")
+    averaged = ranks[0]["gradient"]
+    if not any(found["calls"] for found in ranks):
+        raise CheckFailed(
+            f"{_say_weighted(averaged, gradient, case)}; no rank asked how many tokens the others have "
+            f"(here {list(case.counts)})"
+        )
+    error = _relative(averaged, gradient)
+    if not error <= CLOSE:
+        raise CheckFailed(_say_weighted(averaged, gradient, case))
+    numbers = max(found["largest"] for found in ranks)
+    if numbers > 8:
+        raise CheckFailed(f"a tensor of {numbers} numbers was communicated where one is enough: the count of tokens")
+    return receipt(
+        f"mean over tokens, {list(case.counts)} on 3 ranks",
+        [
+            row(f"gradient within {CLOSE:g} of one process's", True, error <= CLOSE),
+            row("mean of the ranks' losses", right, sum(found["value"] for found in ranks) / 3, tolerance=CLOSE),
+            row("collectives", 1, max(sum(found["calls"].values()) for found in ranks)),
+            row("    error of the mean of means", None, _relative(case.mean_of_means(), gradient)),
+        ],
+    )
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """A linear classifier and, on each rank, 12 tokens of which `counts[rank]` count."""
+
+    seed: int
+    counts: tuple[int, ...]
+
+    def model(self) -> nn.Linear:
+        draw = torch.Generator().manual_seed(self.seed)
+        model = nn.Linear(6, 5, bias=False, dtype=torch.float64)
+        model.weight.data = torch.randn(5, 6, generator=draw, dtype=torch.float64)
+        return model
+
+    def tokens(self, model: nn.Linear, rank: int) -> tuple[Tensor, Tensor]:
+        """(nll, counts) of a rank: [12] each."""
+        draw = torch.Generator().manual_seed(self.seed + 1 + rank)
+        x, targets = torch.randn(12, 6, generator=draw, dtype=torch.float64), torch.randint(5, (12,), generator=draw)
+        counts = torch.zeros(12, dtype=torch.float64)
+        counts[torch.randperm(12, generator=draw)[: self.counts[rank]]] = 1
+        return nn.functional.cross_entropy(model(x), targets, reduction="none"), counts
+
+    def alone(self) -> tuple[float, Tensor]:
+        """Loss and gradient of one process that has all tokens."""
+        model = self.model()
+        nll, counts = (torch.cat(parts) for parts in zip(*(self.tokens(model, r) for r in range(3)), strict=True))
+        loss = (nll * counts).sum() / counts.sum()
+        return loss.item(), torch.autograd.grad(loss, model.weight)[0]
+
+    def mean_of_means(self) -> Tensor:
+        """The gradient when every rank that has tokens divides by its own."""
+        model = self.model()
+        parts = [self.tokens(model, rank) for rank in range(3)]
+        loss = sum((nll * counts).sum() / counts.sum().clamp(min=1) for nll, counts in parts) / 3
+        return torch.autograd.grad(loss, model.weight)[0]
+
+
+def _weighted(group: Group, learner: Callable, case: _Tokens) -> dict:
+    model = case.model()
+    nll, counts = case.tokens(model, group.rank)
+    with measure.ledger() as led:
+        loss = learner(nll, counts, group)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        return {"value": f"{loss!r}"[:60], "gradient": None, "calls": led.calls, "largest": 0}
+    if loss.requires_grad:
+        loss.backward()
+    gradient = model.weight.grad if model.weight.grad is not None else torch.zeros_like(model.weight)
+    group.all_reduce(gradient, op="avg")
+    largest = max((torch.Size(event.shape).numel() for event in led.events), default=0)
+    return {"value": loss.item(), "gradient": gradient, "calls": led.calls, "largest": largest}
+
+
+def _say_weighted(found: Tensor, right: Tensor, case: _Tokens) -> str:
+    n, mean_of_means = len(case.counts), case.mean_of_means()
+    if not _far(found, mean_of_means):
+        error = _relative(mean_of_means, right)
+        return (
+            f"the averaged gradient is the mean of the ranks' means, {error:.0%} off: a short rank's tokens weigh more"
+        )
+    if not found.count_nonzero():
+        return "the averaged gradient is zero: the loss you return hangs on no graph (was nll detached or reduced?)"
+    for factor, said in (
+        (1 / n, f"1/{n} of the right one: gradients are averaged over ranks but have to be added, so multiply by {n}"),
+        (n, f"{n} times the right one"),
+    ):
+        if not _far(found, factor * right):
+            return f"the averaged gradient is {said}"
+    return "the averaged gradient is wrong: does a token that does not count (counts is 0) take part?"
+
+
+def _relative(found: Tensor, right: Tensor) -> float:
+    return ((found - right).norm() / right.norm()).item()
+
+
+def _far(found: Tensor, right: Tensor) -> bool:
+    return not _relative(found, right) <= (CLOSE if right.dtype == torch.float64 else 1e-5)
+
+
+# Compression.
+
+
+@exercise(
+    "top-k-error-feedback",
+    reference=top_k_all_reduce,
+    minutes=20,
+    difficulty=4,
+    lab=LAB,
+    hints=(
+        "What is not sent now is not gone: it is owed. Where does it stay until it is large enough to be sent?",
+        "Add the residual to the gradient before you choose. Choose by absolute value. Afterwards the residual is what "
+        "you had, with zeros where you sent. Two ranks may choose the same place: their values add up.",
+        "owed = gradient + residual; i = owed.abs().topk(k).indices; v = owed[i]; residual.copy_(owed); residual[i] = "
+        "0; all_gather v and i.int(); gradient.zero_(); gradient.index_add_(0, all_i.long(), all_v / world_size).",
+    ),
+)
+def check_top_k(learner: Callable) -> Receipt:
+    world, n, k, steps = 3, 40, 5, 4
+    draw = torch.Generator().manual_seed(random.randrange(2**31))
+    given = _distinct(draw, steps, world, n)
+    ranks = run(_top_k, world, learner, given, k)
+    expected = _simulate(given, k)
+    for step in range(steps):
+        for rank, found in enumerate(ranks):
+            who = f"step {step + 1}, rank {rank}:"
+            expect_like(f"{who} gradient", found["gradients"][step], expected[step][0], "gradient itself, [n]")
+            if _far(found["gradients"][step], expected[step][0]):
+                raise CheckFailed(f"{who} {_say_top_k(found['gradients'][step], given, step, k, expected)}")
+            if _far(found["residuals"][step], expected[step][1][rank]):
+                owed = given[step, rank] + (expected[step - 1][1][rank] if step else 0)
+                said = _say_residual(found["residuals"][step], owed, given[step, rank], expected[step][1][rank])
+                raise CheckFailed(f"{who} {said}")
+    bytes_ = comms.ring_all_gather(world * k, 8, world).sent_per_rank[0]
+    most = max(found["bytes"] for found in ranks)
+    if most > steps * bytes_:
+        raise CheckFailed(
+            f"right values, but a rank sent {most // steps:,} bytes per step where {bytes_:,} are enough: k values of "
+            f"4 bytes and k indices of 4 bytes (int32) go to {world - 1} ranks"
+        )
+    applied = sum(found for found in ranks[0]["gradients"])
+    owed = torch.stack([found["residuals"][-1] for found in ranks]).mean(0)
+    error = _relative(applied + owed, given.mean(1).sum(0))  # nothing may be lost
+    return receipt(
+        f"the {k} largest of {n} entries, {world} ranks, {steps} steps",
+        [
+            row("bytes sent per rank and step: 8k(N-1)", bytes_, most // steps, "B"),
+            row("    dense ring all-reduce", None, comms.ring_all_reduce(n, 4, world).sent_per_rank[0], "B"),
+            row("applied + still owed = all gradients, to 1e-5", True, error <= 1e-5),
+        ],
+    )
+
+
+def _distinct(draw: torch.Generator, steps: int, world: int, n: int) -> Tensor:
+    """[steps, world, n] in thirds of whole numbers, signs mixed; some places are large on all ranks and collide."""
+    large = torch.randperm(n, generator=draw)[:3]
+    given = torch.randint(1, 400, (steps, world, n), generator=draw).float()
+    given[:, :, large] += 1000
+    return given * (2 * torch.randint(0, 2, given.shape, generator=draw) - 1) * 3 + torch.arange(n) / 64
+
+
+def _simulate(given: Tensor, k: int, feedback: bool = True, magnitude: bool = True) -> list[tuple[Tensor, Tensor]]:
+    """(averaged, residuals [world, n]) after each step, in one process."""
+    residual, found = torch.zeros_like(given[0]), []
+    for gradients in given:
+        owed = gradients + residual if feedback else gradients.clone()
+        chosen = (owed.abs() if magnitude else owed).topk(k, dim=1).indices
+        sent = torch.zeros_like(owed).scatter(1, chosen, owed.gather(1, chosen))
+        residual = owed - sent
+        found.append((sent.mean(0), residual))
+    return found
+
+
+def _top_k(group: Group, learner: Callable, given: Tensor, k: int) -> dict:
+    residual, found = torch.zeros_like(given[0, 0]), {"gradients": [], "residuals": []}
+    with measure.ledger() as led:
+        for step in range(len(given)):
+            gradient = given[step, group.rank].clone()
+            learner(gradient, residual, k, group)
+            found["gradients"].append(gradient)
+            found["residuals"].append(residual.clone())
+    return found | {"bytes": led.bytes()}
+
+
+def _say_top_k(found: Tensor, given: Tensor, step: int, k: int, expected: list[tuple[Tensor, Tensor]]) -> str:
+    right, world = expected[step][0], given.shape[1]
+    if not _far(found, world * right):
+        return f"gradient holds the sum over the ranks, {world} times the mean: divide by world_size"
+    if any(not _far(found, own) for own in given[step]):
+        return "gradient is as it was: write the result into it (copy_, zero_ and index_add_ do)"
+    if not _far(found, given[step].mean(0)):
+        return "gradient holds the mean of whole gradients: send only k entries of each rank"
+    if not _far(found, _simulate(given, k, magnitude=False)[step][0]):
+        return "the k largest are chosen with their sign: large negative entries count as much, choose by abs()"
+    if step and not _far(found, _simulate(given, k, feedback=False)[step][0]):
+        return "the residual is not added before choosing: what was left out earlier is lost for good"
+    places = (found - right).abs().gt(1e-3).nonzero().flatten().tolist()
+    owed = given[step] + (expected[step - 1][1] if step else 0)
+    chosen = owed.abs().topk(k, dim=1).indices.flatten().bincount(minlength=len(right))
+    if all(chosen[place] > 1 for place in places):
+        return f"place {places[0]} was chosen by several ranks and one value replaced the others: they add up"
+    return f"gradient is wrong in {len(places)} of {len(right)} places"
+
+
+def _say_residual(found: Tensor, owed: Tensor, own: Tensor, right: Tensor) -> str:
+    if not _far(found, owed):
+        return "the residual still holds what was sent: it would be sent again; set those places to 0"
+    if not found.count_nonzero():
+        return "the residual is zero: what was not sent is lost for good"
+    if not _far(found, torch.where(right == 0, 0, own)):
+        return "the residual holds this step's rest only: what earlier steps left over is lost"
+    if not _far(found, own):
+        return "the residual is the gradient before anything was added or sent"
+    return "the residual is not (gradient + residual) without what this rank sent; it has nothing to do with the mean"

@@ -1,0 +1,199 @@
+"""Spoilers of lab 03: wrong ways to average and pack gradients, and right ones that look different."""
+
+import torch
+import torch.distributed as dist
+
+from course.lab03_data_parallel.replicas import Bucket
+from minillm.labkit.exercises import alternative, mutant
+
+# Naive data parallel
+
+
+@mutant("naive-ddp", "no-division", expect="it is the sum|is the sum over the ranks, 3 times their mean: divide")
+def only_the_sum(model, group):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            group.all_reduce(parameter.grad)
+
+
+@mutant("naive-ddp", "reduces-parameters", expect="changed the parameters themselves: reduce the gradients")
+def averages_the_weights(model, group):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            group.all_reduce(parameter, op="avg")
+
+
+@mutant("naive-ddp", "communicates-nothing", expect="no communication at all")
+def divides_only(model, group):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= group.world_size
+
+
+@mutant("naive-ddp", "works-on-a-copy", expect="is this rank's own: nothing was averaged")
+def result_is_dropped(model, group):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            group.all_reduce(parameter.grad.clone(), op="avg")
+
+
+@mutant("naive-ddp", "only-matrices", expect=r"gradient of gain is this rank's own")
+def forgets_biases(model, group):
+    for parameter in model.parameters():
+        if parameter.grad is not None and parameter.dim() > 1:
+            group.all_reduce(parameter.grad, op="avg")
+
+
+@mutant("naive-ddp", "divides-twice", expect="divided by 3 once more: divide only once")
+def average_of_the_average(model, group):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            group.all_reduce(parameter.grad, op="avg")
+            parameter.grad /= group.world_size
+
+
+@mutant("naive-ddp", "rank-0-decides", expect="is rank 0's, not the mean of all")
+def broadcasts(model, group):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            group.broadcast(parameter.grad)
+
+
+@mutant("naive-ddp", "zeros-for-none", expect=r"times as many: each gradient|should be None, since no loss reaches it")
+def makes_gradients(model, group):
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        group.all_reduce(parameter.grad, op="avg")
+
+
+@mutant("naive-ddp", "torch-distributed", expect="ledger saw no communication")
+def past_the_ledger(model, group):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad, group=group.process_group)
+            parameter.grad /= group.world_size
+
+
+@mutant("naive-ddp", "gathers-everything", expect="you used all_gather")
+def gathers(model, group):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.copy_(group.all_gather(parameter.grad[None]).mean(0))
+
+
+@alternative("naive-ddp", "average-by-op")
+def lets_the_group_divide(model, group):
+    for parameter in reversed(list(model.parameters())):
+        if parameter.grad is not None:
+            group.all_reduce(parameter.grad, op="avg")
+
+
+@alternative("naive-ddp", "handles")
+def all_at_once(model, group):
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    for gradient in gradients:
+        gradient.div_(group.world_size)
+    for handle in [group.all_reduce(gradient, async_op=True) for gradient in gradients]:
+        handle.wait()
+
+
+# Buckets
+
+
+def _fill(parameters, cap_bytes, order=reversed, one_dtype=True, frozen=False, before=False, last=True):
+    closed, filling = [], {}
+    for p in order([p for p in parameters if p.requires_grad or frozen]):
+        kind = p.dtype if one_dtype else "any"
+        mine = filling.setdefault(kind, [])
+        if before and mine and sum(q.nbytes for q in mine) + p.nbytes > cap_bytes:
+            closed.append(filling.pop(kind))
+        filling.setdefault(kind, []).append(p)
+        if not before and sum(q.nbytes for q in filling[kind]) >= cap_bytes:
+            closed.append(filling.pop(kind))
+    return [*closed, *(filling.values() if last else [])]
+
+
+def _give(lists):
+    buckets = []
+    for members in lists:
+        flat, at = torch.zeros(sum(p.numel() for p in members), dtype=members[0].dtype), 0
+        for p in members:
+            p.grad = flat[at : at + p.numel()].view(p.shape)
+            at += p.numel()
+        buckets.append(Bucket(flat, members))
+    return buckets
+
+
+@mutant("gradient-buckets", "first-parameter-first", expect="pack the last parameter first")
+def in_the_order_of_forward(parameters, cap_bytes):
+    return _give(_fill(parameters, cap_bytes, order=list))
+
+
+@mutant("gradient-buckets", "copies-not-views", expect="is a copy, not a view")
+def flattens_once(parameters, cap_bytes):
+    buckets = []
+    for members in _fill(parameters, cap_bytes):
+        for p in members:
+            p.grad = torch.zeros_like(p)
+        buckets.append(Bucket(torch.cat([p.grad.flatten() for p in members]), members))
+    return buckets
+
+
+@mutant("gradient-buckets", "last-bucket-lost", expect="is in no bucket")
+def keeps_full_ones_only(parameters, cap_bytes):
+    return _give(_fill(parameters, cap_bytes, last=False))
+
+
+@mutant("gradient-buckets", "ignores-the-cap", expect="close a bucket with the tensor that fills it")
+def one_bucket_per_dtype(parameters, cap_bytes):
+    return _give(_fill(parameters, float("inf")))
+
+
+@mutant("gradient-buckets", "closes-too-early", expect="not before and not after")
+def never_over_the_cap(parameters, cap_bytes):
+    return _give(_fill(parameters, cap_bytes, before=True))
+
+
+@mutant("gradient-buckets", "offset-not-advanced", expect="two gradients lie over each other")
+def always_from_the_start(parameters, cap_bytes):
+    buckets = []
+    for members in _fill(parameters, cap_bytes):
+        flat = torch.zeros(sum(p.numel() for p in members), dtype=members[0].dtype)
+        for p in members:
+            p.grad = flat[: p.numel()].view(p.shape)
+        buckets.append(Bucket(flat, members))
+    return buckets
+
+
+@mutant("gradient-buckets", "frozen-too", expect="is frozen")
+def packs_everything(parameters, cap_bytes):
+    return _give(_fill(parameters, cap_bytes, frozen=True))
+
+
+@mutant("gradient-buckets", "parameters-in-the-bucket", expect="does not start at zero")
+def flattens_the_weights(parameters, cap_bytes):
+    buckets = _give(_fill(parameters, cap_bytes))
+    for bucket in buckets:
+        for p in bucket.parameters:
+            p.grad.copy_(p.detach())
+    return buckets
+
+
+@alternative("gradient-buckets", "by-offset")
+def with_offsets(parameters, cap_bytes):
+    return _give(_fill(list(parameters), cap_bytes))
+
+
+@alternative("gradient-buckets", "as-strided")
+def sorted_by_dtype(parameters, cap_bytes):
+    trainable = [p for p in parameters if p.requires_grad][::-1]
+    buckets = []
+    for dtype in dict.fromkeys(p.dtype for p in trainable):
+        members = []
+        for p in [p for p in trainable if p.dtype == dtype]:
+            members.append(p)
+            if sum(q.nbytes for q in members) >= cap_bytes:
+                buckets, members = [*buckets, members], []
+        buckets += [members] if members else []
+    return _give(sorted(buckets, key=lambda members: sum(q.nbytes for q in members) < cap_bytes))

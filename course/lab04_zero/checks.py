@@ -1,0 +1,255 @@
+"""Lab 04, ZeRO: who holds which part, and the optimizer cut into N parts.
+
+    lab_04.py          partition, stage 1
+    lab_04_blocks.py   stage 2 (gradients freed in backward), stage 3 (blocks gathered, used, freed)
+    lab_04_shards.py   what is done with shards afterwards: clip, save, offload
+
+Every verifier runs the learner's piece on real ranks, on fresh numbers, and compares with one process: the values, the
+bytes each rank sent, the kind and number of collectives, and the bytes it held. A "ZeRO" that shards nothing, or that
+reduces everything and throws most of it away, has right values, and fails.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from course.shared import sharding
+from course.shared.sharding import Did, Sizes, Steps
+from course.shared.trials import run
+from minillm.comm import Group
+from minillm.labkit.exercises import CheckFailed, exercise
+from minillm.labkit.receipts import Receipt, row
+from minillm.predict import comms
+
+LAB = "04_zero"
+
+
+# The course's own answers.
+
+
+def partition(sizes: Sequence[int], world_size: int, rank: int) -> tuple[int, list[slice]]:
+    """(length of every shard, for each parameter the slice of its flattened elements that `rank` holds)."""
+    length = -(-sum(sizes) // world_size)
+    first, slices, start = rank * length, [], 0
+    for size in sizes:
+        low, high = (min(max(edge - start, 0), size) for edge in (first, first + length))
+        slices.append(slice(low, high))
+        start += size
+    return length, slices
+
+
+class ZeroOne:
+    """An optimizer over this rank's part of `weights`: [P], flat, the same size on every rank, divisible by N."""
+
+    def __init__(self, weights: Tensor, group: Group, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]):
+        self.weights, self.group = group.broadcast(weights), group
+        self.shard = nn.Parameter(weights.chunk(group.world_size)[group.rank].clone())
+        self.optimizer = make([self.shard])
+
+    def step(self, gradient: Tensor) -> None:
+        """gradient: [P], of this rank's batch. Afterwards `weights` are the updated ones, on every rank."""
+        self.shard.grad = self.group.reduce_scatter(gradient, op="avg")
+        self.optimizer.step()
+        self.group.all_gather(self.shard.data, out=self.weights)
+
+
+# What they are held to.
+
+
+@exercise(
+    "shard-partition",
+    reference=partition,
+    minutes=10,
+    difficulty=2,
+    lab=LAB,
+    hints=(
+        "Lay all parameters end to end and cut the line into N equal pieces. Cuts fall where they fall, also in the "
+        "middle of a parameter.",
+        "length = the total divided by N, rounded up. Rank r holds the elements from r*length to (r+1)*length of the "
+        "line. A parameter that begins at `start` of the line has its share of them, counted from its own start.",
+        "For each size: low = min(max(r*length - start, 0), size), high = min(max((r+1)*length - start, 0), size), "
+        "slices.append(slice(low, high)), start += size. -(-a // b) rounds up.",
+    ),
+)
+def check_partition(learner: Callable) -> Receipt:
+    cases = [_draw_sizes(world, divisible) for world, divisible in ((4, False), (3, False), (4, True), (1, True))]
+    for case in cases:
+        _judge_partition(learner, case)
+    trials = sharding.by_case(run(sharding.gather_shards, 4, learner, cases), cases)
+    rows = []
+    for case, ranks in zip(cases[:2], trials, strict=False):
+        whole = torch.cat([parameter.flatten() for parameter in case.parameters])
+        right = all(torch.equal(did.results, whole) for did in ranks)
+        length = -(-case.numel // case.world_size)
+        sent = comms.ring_all_gather(length * case.world_size, 4, case.world_size).sent_per_rank[0]
+        rows += [
+            row(
+                f"bytes held per rank, {case.numel} elements on {case.world_size}",
+                4 * length,
+                ranks[0].held["shard"],
+                "B",
+            ),
+            row("    all-gathered, they are the parameters", True, right),
+            row("    bytes sent per rank for it", sent, ranks[0].bytes[0], "B"),
+        ]
+    return Receipt("a flat buffer, cut into N", tuple(rows))
+
+
+def _draw_sizes(world: int, divisible: bool) -> Sizes:
+    sizes = [random.randint(40, 60), random.choice((3, 5, 7, 9)), 1, random.randint(10, 25), random.randint(3, 9)]
+    sizes[-1] += -sum(sizes) % world + (0 if divisible or world == 1 else 1)
+    return Sizes([torch.randn(size) for size in sizes], world)
+
+
+def _judge_partition(learner: Callable, case: Sizes) -> None:
+    """CheckFailed unless every element is held once, by the rank whose piece of the line it lies in."""
+    sizes, n, total = [p.numel() for p in case.parameters], case.world_size, case.numel
+    line = f"{total} elements {sizes} on {n} ranks"
+    length, held = -(-total // n), []
+    for rank in range(n):
+        try:
+            found, slices = learner(sizes, n, rank)
+        except (TypeError, ValueError) as error:
+            raise CheckFailed(f"asked for are (length, slices): {error}") from error
+        if found * n < total:
+            raise CheckFailed(
+                f"{line}: {n} shards of {found} hold only {found * n}; the last {total - found * n} are "
+                "nobody's. Round up"
+            )
+        if found != length:
+            raise CheckFailed(
+                f"{line}: shards of {length} are enough, yours have {found}: pad the whole line once, by "
+                f"less than {n} elements"
+            )
+        if len(slices) != len(sizes):
+            raise CheckFailed(f"{line}: {len(slices)} slices for {len(sizes)} parameters; an empty one is slice(0, 0)")
+        mine, start = [], 0
+        for index, (size, piece) in enumerate(zip(sizes, slices, strict=True)):
+            if piece.start < 0 or (piece.stop > size and piece.stop > piece.start):
+                raise CheckFailed(
+                    f"{line}: rank {rank} holds {piece} of parameter {index}, which has {size} elements: "
+                    "count from the parameter's own start"
+                )
+            mine += range(start + piece.start, start + piece.stop)
+            start += size
+        if len(mine) > length:
+            raise CheckFailed(
+                f"{line}: rank {rank} holds {len(mine)}, more than a shard of {length}: cut through "
+                "parameters, do not deal them out whole"
+            )
+        held.append(mine)
+    owners = [[rank for rank in range(n) if element in held[rank]] for element in range(total)]
+    wrong = next((i for i, ranks in enumerate(owners) if len(ranks) != 1), None)
+    if wrong is not None:
+        who = f"ranks {owners[wrong]} hold" if owners[wrong] else "no rank holds"
+        raise CheckFailed(f"{line}: {who} element {wrong} of the line; exactly one should")
+    for rank, mine in enumerate(held):
+        wanted = list(range(rank * length, min((rank + 1) * length, total)))
+        if mine != wanted:
+            raise CheckFailed(f"{line}: rank {rank} holds {_span(mine)} of the line, but its piece is {_span(wanted)}")
+
+
+def _span(elements: Sequence[int]) -> str:
+    return f"elements {elements[0]} to {elements[-1]}" if elements else "nothing"
+
+
+@exercise(
+    "zero-one-step",
+    reference=ZeroOne,
+    minutes=15,
+    difficulty=3,
+    lab=LAB,
+    hints=(
+        "Each rank updates 1/N of the weights. Which part of the averaged gradient does it need for that, and what do "
+        "the others need from it afterwards?",
+        "At first: everybody takes rank 0's weights, and makes an optimizer over an nn.Parameter with its own 1/N. "
+        "In each step: reduce-scatter the gradient (average), step, all-gather the updated parts.",
+        "__init__: group.broadcast(weights); self.shard = nn.Parameter(weights.chunk(N)[rank].clone()); "
+        "self.optimizer = make([self.shard]). step: self.shard.grad = group.reduce_scatter(gradient, op='avg'); "
+        "self.optimizer.step(); group.all_gather(self.shard.data, out=self.weights).",
+    ),
+)
+def check_zero_one(learner: Callable) -> Receipt:
+    cases = [_draw_steps(world) for world in (4, 3)]
+    trials = sharding.by_case(run(sharding.run_zero_one, 4, learner, cases), cases)
+    for case, ranks in zip(cases, trials, strict=True):
+        _judge_weights(case, ranks)
+    rows = []
+    for case, ranks in zip(cases, trials, strict=True):
+        n, size = case.world_size, case.weights[0].numel()
+        shard = sharding.ADAM_BYTES * size // n + max(did.held["step counters"] for did in ranks)
+        enough = comms.ring_all_reduce(size, 4, n).sent_per_rank[0]
+        held, sent = max(did.held["optimizer"] for did in ranks), max(max(did.bytes) for did in ranks)
+        rows += [
+            row(f"optimizer bytes per rank, N={n}, P={4 * size} B", shard, held, "B"),
+            row("    bytes sent per rank and step: 2P(N-1)/N", enough, sent, "B"),
+        ]
+        if held > shard:
+            raise CheckFailed(
+                f"right values, but the optimizer of a rank holds {held:,} bytes where {shard:,} are enough (N={n}): "
+                "this shards nothing. Give make only this rank's part of the weights",
+                rows,
+            )
+        if sent > enough:
+            whole = ", that is 3P: the all-reduce brings every rank the whole gradient, and it needs 1/N" * (
+                ranks[0].calls["all_reduce"] > 0
+            )
+            raise CheckFailed(
+                f"right values, but a rank sends {sent:,} bytes in a step where {enough:,} are enough (N={n}){whole}",
+                rows,
+            )
+    calls = {name: count / len(cases[0].gradients) for name, count in trials[0][0].calls.items()}
+    return Receipt("ZeRO-1 in one step", (*rows, row("    collectives in a step", None, sharding.list_calls(calls))))
+
+
+def _draw_steps(world: int) -> Steps:
+    size = world * random.randint(20, 40)
+    weights = [torch.randn(size) for _ in range(world)]
+    return Steps(weights, [[torch.randn(size) for _ in range(world)] for _ in range(3)])
+
+
+def _judge_weights(case: Steps, ranks: Sequence[Did]) -> None:
+    """CheckFailed unless all ranks hold, after every step, what one process gives with the averaged gradient."""
+    n, start = case.world_size, case.weights[0]
+    means = [torch.stack(gradients).mean(0) for gradients in case.gradients]
+    wanted = sharding.adam_in_one_process(start, means)
+    for rank, did in enumerate(ranks):
+        if not did.held["optimizers"]:
+            raise CheckFailed(
+                "make was never called: the moments belong into the optimizer that make(parameters) gives"
+            )
+        for step, (found, right) in enumerate(zip(did.results, wanted, strict=True)):
+            if torch.allclose(found, right, rtol=1e-4, atol=1e-5):
+                continue
+            head = f"rank {rank} of {n} has wrong weights after step {step + 1}"
+            raise CheckFailed(f"{head}: {_say_weights(case, rank, step, found, wanted)}")
+
+
+def _say_weights(case: Steps, rank: int, step: int, found: Tensor, wanted: list[Tensor]) -> str:
+    """Which slip gives the weights that rank found."""
+    n, gradients = case.world_size, case.gradients[: step + 1]
+    owners = [sharding.adam_in_one_process(case.weights[0], [ranks[r] for ranks in gradients])[-1] for r in range(n)]
+    local = torch.cat([own.chunk(n)[place] for place, own in enumerate(owners)])
+    stale = case.weights[0].clone()
+    stale.chunk(n)[rank].copy_(wanted[step].chunk(n)[rank])
+    parts = [sharding.adam_in_one_process(w, [torch.stack(g).mean(0) for g in gradients])[-1] for w in case.weights]
+    patchwork = torch.cat([part.chunk(n)[place] for place, part in enumerate(parts)])
+    slips = {
+        "its own part moved, the rest is as old as at the start: gather the updated parts": stale,
+        "every part comes from another rank's first weights, a patchwork: begin with rank 0's everywhere": patchwork,
+        "these follow from its own first weights: begin with rank 0's everywhere (broadcast)": parts[rank],
+        "the gradients were added up, not averaged": sharding.adam_in_one_process(
+            case.weights[0], [torch.stack(g).sum(0) for g in gradients]
+        )[-1],
+        "every part was moved by its owner's own gradient: reduce over the ranks": local,
+        "only its own gradient counted: reduce over the ranks": owners[rank],
+        "nothing moved": case.weights[0],
+        "nothing moved, and the first weights were its own": case.weights[rank],
+    }
+    for said, weights in slips.items():
+        if torch.allclose(found, weights, rtol=1e-4, atol=1e-5):
+            return said
+    right = [place for place in range(n) if torch.allclose(found.chunk(n)[place], wanted[step].chunk(n)[place], 1e-4)]
+    return f"right are the parts of ranks {right} only: whose gradient, and whose weights, does each part use?"

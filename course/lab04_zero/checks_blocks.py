@@ -1,0 +1,234 @@
+"""Lab 04, ZeRO: gradients sharded while backward runs (stage 2), blocks gathered, used and freed (stage 3)."""
+
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from course.shared import sharding
+from course.shared.diagnose import expect_like
+from course.shared.sharding import Did, Net, Stack
+from course.shared.trials import run
+from minillm.comm import Group
+from minillm.labkit.exercises import CheckFailed, exercise
+from minillm.labkit.receipts import Receipt, row
+from minillm.predict import comms
+
+LAB = "04_zero"
+
+
+# The course's own answers.
+
+
+def shard_gradients(buckets: list[list[nn.Parameter]], group: Group) -> list[Tensor | None]:
+    """Hooks that reduce-scatter a bucket as soon as it is full; the list holds this rank's shards after backward."""
+    shards: list[Tensor | None] = [None] * len(buckets)
+
+    def watch(index: int, bucket: list[nn.Parameter]) -> None:
+        missing = set(bucket)
+
+        def ready(parameter: nn.Parameter) -> None:
+            missing.discard(parameter)
+            if missing:
+                return
+            flat = torch.cat([p.grad.flatten() for p in bucket])
+            for p in bucket:
+                p.grad = None
+            flat = F.pad(flat, (0, -len(flat) % group.world_size))
+            shards[index] = group.reduce_scatter(flat, op="avg")
+            missing.update(bucket)
+
+        for parameter in bucket:
+            parameter.register_post_accumulate_grad_hook(ready)
+
+    for index, bucket in enumerate(buckets):
+        watch(index, bucket)
+    return shards
+
+
+class GatheredBlock(torch.autograd.Function):
+    """compute(x, weights) of one block whose weights are spread over the group."""
+
+    @staticmethod
+    def forward(ctx, x, shard, compute, group):
+        """x: this rank's activations; shard: [P/N] -> compute(x, all P weights)."""
+        ctx.save_for_backward(x, shard)
+        ctx.compute, ctx.group = compute, group
+        return compute(x, group.all_gather(shard))
+
+    @staticmethod
+    def backward(ctx, output_gradient):
+        """The gradients of x and of the shard; None for the two others."""
+        x, shard = ctx.saved_tensors
+        with torch.enable_grad():
+            x, weights = x.detach().requires_grad_(), ctx.group.all_gather(shard).requires_grad_()
+            output = ctx.compute(x, weights)
+        x_gradient, gradient = torch.autograd.grad(output, (x, weights), output_gradient)
+        return x_gradient, ctx.group.reduce_scatter(gradient, op="avg"), None, None
+
+
+# What they are held to.
+
+
+@exercise(
+    "reduce-scatter-hooks",
+    reference=shard_gradients,
+    minutes=20,
+    difficulty=4,
+    lab=LAB,
+    hints=(
+        "parameter.register_post_accumulate_grad_hook(f) calls f(parameter) once its gradient is complete. A bucket is "
+        "full when the last of its parameters has called.",
+        "Keep, per bucket, the set of parameters still missing. When it is empty: concatenate the gradients, set every "
+        ".grad to None, pad to a multiple of N, reduce-scatter with op='avg', store the result, fill the set again "
+        "for the next backward.",
+        "def ready(p): missing.discard(p); if missing: return; flat = torch.cat([q.grad.flatten() for q in bucket]); "
+        "for q in bucket: q.grad = None; shards[i] = group.reduce_scatter(F.pad(flat, (0, -len(flat) % N)), op='avg'); "
+        "missing.update(bucket). Make one such function per bucket (a loop variable in a closure changes later).",
+    ),
+)
+def check_hooks(learner: Callable) -> Receipt:
+    cases = [Net([random.randint(9, 30) for _ in range(5)], random.randrange(2**31), world) for world in (4, 3)]
+    trials = sharding.by_case(run(sharding.run_hooks, 4, learner, cases), cases)
+    for case, ranks in zip(cases, trials, strict=True):
+        _judge_shards(case, ranks)
+    rows = []
+    for case, ranks in zip(cases, trials, strict=True):
+        sizes, n = [sum(p.numel() for p in bucket) for bucket in case.buckets(case.model())], case.world_size
+        padded = [size + -size % n for size in sizes]
+        enough = sum(comms.ring_reduce_scatter(size, 4, n).sent_per_rank[0] for size in padded)
+        sent, peak = max(max(did.bytes) for did in ranks), max(did.held["gradient"] for did in ranks)
+        kept, calls = max(did.held["kept"] for did in ranks), {k: v / case.steps for k, v in ranks[0].calls.items()}
+        rows += [
+            row(f"bytes sent per rank, N={n}, {4 * sum(sizes):,} B of gradients", enough, sent, "B"),
+            row("    whole gradients at once, at most the largest bucket", True, peak <= 4 * max(sizes)),
+            row(f"    their bytes, where the largest bucket has {4 * max(sizes):,}", None, peak, "B"),
+            row("    collectives in a backward pass: one per bucket", len(sizes), sum(calls.values())),
+        ]
+        if kept or peak > 4 * max(sizes):
+            raise CheckFailed(
+                f"right values, but up to {peak:,} bytes of whole gradients lie there at once, where the largest "
+                f"bucket has {4 * max(sizes):,}: free a bucket's gradients (.grad = None) as soon as it is reduced",
+                rows,
+            )
+        if sent > enough:
+            raise CheckFailed(
+                f"right values, but a rank sends {sent:,} bytes where {enough:,} are enough (N={n}; you called "
+                f"{sharding.list_calls(calls)}): a reduce-scatter sends half of what an all-reduce does",
+                rows,
+            )
+    return Receipt("gradients sharded while backward runs", tuple(rows))
+
+
+def _judge_shards(case: Net, ranks: Sequence[Did]) -> None:
+    n = case.world_size
+    for step in range(case.steps):
+        alone = sharding.gradients_in_one_process(case, step)
+        for bucket in range(len(alone[0])):
+            mean = torch.stack([own[bucket] for own in alone]).mean(0)
+            padded = F.pad(mean, (0, -len(mean) % n))
+            for rank, did in enumerate(ranks):
+                found, wanted = did.results[step][bucket], padded.chunk(n)[rank]
+                name = f"shard {bucket} on rank {rank} of {n} after backward pass {step + 1}"
+                if found is None:
+                    raise CheckFailed(f"{name} is None: was the bucket never full? Every parameter must count once")
+                expect_like(name, found, wanted, "this rank's part of the bucket, [padded / N]")
+                if not torch.allclose(found, wanted, rtol=1e-4, atol=1e-6):
+                    raise CheckFailed(f"{name} is wrong: {_say_shard(found, case, step, bucket, rank, wanted)}")
+
+
+def _say_shard(found: Tensor, case: Net, step: int, bucket: int, rank: int, wanted: Tensor) -> str:
+    n = case.world_size
+    own = F.pad((flat := sharding.gradients_in_one_process(case, step)[rank][bucket]), (0, -len(flat) % n)).chunk(n)
+    if torch.allclose(found, n * wanted, rtol=1e-4, atol=1e-6):
+        return f"it is the sum, {n} times the average (op='avg')"
+    if torch.allclose(found, own[rank], rtol=1e-4, atol=1e-6):
+        return "it is this rank's own gradient: nothing was reduced"
+    if step:
+        return "the first pass was right; was the bucket armed again for the second, and were gradients freed?"
+    return "is it reduced before the last gradient of the bucket is there, or are elements in another order?"
+
+
+@exercise(
+    "gather-compute-free",
+    reference=GatheredBlock,
+    minutes=20,
+    difficulty=4,
+    lab=LAB,
+    hints=(
+        "Between forward and backward of a block, what must stay on this rank so that backward can run? Not the "
+        "gathered weights: they can be gathered again.",
+        "forward: gather the shard, compute, save x and the shard only. backward: gather again, compute again under "
+        "torch.enable_grad() with x and the weights as leaves, torch.autograd.grad, reduce-scatter the weights' "
+        "gradient (average).",
+        "backward: x, shard = ctx.saved_tensors; with torch.enable_grad(): x = x.detach().requires_grad_(); "
+        "w = ctx.group.all_gather(shard).requires_grad_(); y = ctx.compute(x, w). dx, dw = torch.autograd.grad(y, "
+        "(x, w), output_gradient); return dx, ctx.group.reduce_scatter(dw, op='avg'), None, None.",
+    ),
+)
+def check_gathered_block(learner: type) -> Receipt:
+    cases = [_draw_stack(world) for world in (4, 3)]
+    trials = sharding.by_case(run(sharding.run_blocks, 4, learner, cases), cases)
+    for case, ranks in zip(cases, trials, strict=True):
+        _judge_block_gradients(case, ranks)
+    rows = []
+    for case, ranks in zip(cases, trials, strict=True):
+        n, size, depth = case.world_size, case.blocks[0].numel(), len(case.blocks)
+        enough = depth * 3 * comms.ring_all_gather(size, 4, n).sent_per_rank[0]
+        sent, held = max(did.bytes[0] for did in ranks), max(did.held["blocks"] for did in ranks)
+        rows += [
+            row(f"bytes sent per rank, N={n}: 3P(N-1)/N", enough, sent, "B"),
+            row(f"    of {depth} blocks, gathered at once: at most 2", True, held <= 2),
+            row("    collectives per rank", None, sharding.list_calls(dict(ranks[0].calls))),
+        ]
+        if held > 2:
+            raise CheckFailed(
+                f"right values, but {held} of {depth} blocks lie there whole at the same time: save the shard for "
+                "backward, not the gathered weights, and gather again",
+                rows,
+            )
+        if sent > enough:
+            raise CheckFailed(
+                f"right values, but a rank sends {sent:,} bytes where {enough:,} are enough (N={n}): a block needs two "
+                f"all-gathers and one reduce-scatter, and you called {sharding.list_calls(dict(ranks[0].calls))}",
+                rows,
+            )
+    return Receipt("stage 3, block by block", tuple(rows))
+
+
+def _draw_stack(world: int, depth: int = 5) -> Stack:
+    hidden, inner = random.randint(5, 9), world * random.randint(2, 4)
+    blocks = [torch.randn(2 * hidden * inner) / 3 for _ in range(depth)]
+    return Stack(blocks, [torch.randn(4, hidden) for _ in range(world)])
+
+
+def _judge_block_gradients(case: Stack, ranks: Sequence[Did]) -> None:
+    n, alone = case.world_size, []
+    for given in case.inputs:
+        blocks = [block.clone().requires_grad_() for block in case.blocks]
+        x = first = given.clone().requires_grad_()
+        for block in blocks:
+            x = sharding.compute(x, block)
+        x.square().mean().backward()
+        alone.append(([block.grad for block in blocks], first.grad, x.detach()))
+    for rank, did in enumerate(ranks):
+        name = f"rank {rank} of {n}"
+        if not torch.allclose(did.results["output"], alone[rank][2], rtol=1e-4, atol=1e-6):
+            raise CheckFailed(f"{name}: the output of the blocks is wrong: compute(x, all gathered weights) it is")
+        if did.results["input"] is None or not torch.allclose(did.results["input"], alone[rank][1], 1e-3, 1e-6):
+            raise CheckFailed(f"{name}: the gradient of x is wrong: it is this rank's own, it takes no reduction")
+        for index, found in enumerate(did.results["shards"]):
+            gradients = [own[0][index] for own in alone]
+            wanted = torch.stack(gradients).mean(0).chunk(n)[rank]
+            if found is None or torch.allclose(found, wanted, rtol=1e-3, atol=1e-6):
+                if found is None:
+                    raise CheckFailed(f"{name}: shard {index} has no gradient: return it in second place")
+                continue
+            said = "whose is it, and was it reduced?"
+            if torch.allclose(found, n * wanted, rtol=1e-3, atol=1e-6):
+                said = f"it is the sum, {n} times the average (op='avg')"
+            elif torch.allclose(found, gradients[rank].chunk(n)[rank], rtol=1e-3, atol=1e-6):
+                said = "it is the slice of this rank's own gradient: nothing was reduced"
+            raise CheckFailed(f"{name}: the gradient of shard {index} is wrong: {said}")

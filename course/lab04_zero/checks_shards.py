@@ -1,0 +1,284 @@
+"""Lab 04, ZeRO: what else a step does with shards: clip by the norm of all of them, save them whole, offload them."""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from course.lab04_zero import shards
+from course.lab04_zero.shards import Flat, Stream
+from course.shared import sharding
+from course.shared.diagnose import expect_like
+from course.shared.sharding import Did
+from course.shared.trials import run
+from minillm.comm import Group
+from minillm.labkit.exercises import CheckFailed, exercise
+from minillm.labkit.receipts import Receipt, row
+from minillm.predict import comms
+
+LAB = "04_zero"
+
+
+# The course's own answers.
+
+
+def clip(gradient: Tensor, numel: int, max_norm: float, group: Group) -> Tensor:
+    """The norm of the whole gradient; scales this rank's shard so that the whole one has at most max_norm."""
+    first = group.rank * len(gradient)
+    mine = gradient[: max(0, numel - first)]
+    norm = group.all_reduce(mine.square().sum()).sqrt()
+    gradient *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return norm
+
+
+def whole_state(state: dict[str, Tensor], numel: int, group: Group) -> dict[str, Tensor]:
+    """Adam's state for all `numel` elements, on every rank, from the state for this rank's shard."""
+    return {name: group.all_gather(x)[:numel] if x.dim() else x for name, x in state.items()}
+
+
+def stream_adam(weights, gradient, store, step, chunk, lr, betas, eps) -> None:
+    """One Adam step on `weights`, in place, with both moments in `store`, `chunk` elements at a time."""
+    for start in range(0, len(weights), chunk):
+        part = slice(start, start + chunk)
+        g, m, v = gradient[part], store.read("m", part), store.read("v", part)
+        m.mul_(betas[0]).add_(g, alpha=1 - betas[0])
+        v.mul_(betas[1]).addcmul_(g, g, value=1 - betas[1])
+        store.write("m", part, m)
+        store.write("v", part, v)
+        m, v = m / (1 - betas[0] ** step), v / (1 - betas[1] ** step)
+        weights[part] -= lr * m / (v.sqrt() + eps)
+
+
+# What they are held to.
+
+
+@exercise(
+    "clip-across-shards",
+    reference=clip,
+    minutes=10,
+    difficulty=2,
+    lab=LAB,
+    hints=(
+        "The norm of the whole gradient is the root of a sum of squares. Which part of that sum can each rank know?",
+        "Add up the squares of your real elements (what lies behind element numel of the flat gradient is padding and "
+        "can be anything), all-reduce that one number, take the root, scale by min(1, max_norm / norm).",
+        "mine = gradient[:max(0, numel - group.rank * len(gradient))]; norm = "
+        "group.all_reduce(mine.square().sum()).sqrt(); gradient *= (max_norm / (norm + 1e-6)).clamp(max=1.0); "
+        "return norm.",
+    ),
+)
+def check_clip(learner: Callable) -> Receipt:
+    cases = [_draw_flat(4, share=0.5), _draw_flat(3, share=0.5), _draw_flat(4, share=2.0), _draw_flat(4, numel=5)]
+    broken = _draw_flat(4, share=0.5)
+    broken.padded[random.randrange(broken.numel)] = math.inf
+    trials = sharding.by_case(run(shards.run_clip, 4, learner, [*cases, broken]), [*cases, broken])
+    for case, ranks in zip(cases, trials, strict=False):
+        _judge_clip(case, ranks)
+    found = [float(did.results[0]) for did in trials[-1]]
+    if any(map(math.isfinite, found)):
+        raise CheckFailed(
+            f"one element is infinite, and the ranks find the norms {found}: all must see it, or some would skip the "
+            "step and others not"
+        )
+    rows = []
+    for case, ranks in zip(cases[:2], trials, strict=False):
+        n, calls = case.world_size, ranks[0].calls
+        sent = sum(did.bytes[0] for did in ranks)
+        rows += [
+            row(f"numbers sent into collectives per rank, N={n}", 1, max(did.held["numbers"] for did in ranks)),
+            row("    collectives", 1, sum(calls.values())),
+            row("    bytes sent by all ranks", None, sent, "B"),
+        ]
+        if sent > 2 * comms.ring_all_reduce(1, 4, n).total_bytes:  # a float64 is as good
+            raise CheckFailed(
+                f"right norm, but {sent:,} bytes for it on {n} ranks ({', '.join(calls)}): a shard's sum of squares is "
+                "one number, and nothing else has to travel",
+                rows,
+            )
+    rows.append(row("an infinite element: ranks that see an infinite norm", 4, sum(map(math.isinf, found))))
+    return Receipt("one norm, N shards", tuple(rows))
+
+
+def _draw_flat(world: int, share: float = 1.0, numel: int = 0) -> Flat:
+    """A flat gradient with garbage for padding, and max_norm = share of its norm."""
+    numel = numel or world * random.randint(10, 20) + random.randint(1, world - 1)
+    padded = torch.randn(numel + -numel % world)
+    padded[numel:] = 100.0
+    return Flat(padded, numel, world, share * padded[:numel].norm().item())
+
+
+def _judge_clip(case: Flat, ranks: Sequence[Did]) -> None:
+    n, norm, everything = case.world_size, case.padded[: case.numel].norm().item(), case.padded.norm().item()
+    locals_ = []
+    for rank in range(n):
+        locals_.append(case.shard(rank)[: max(0, case.numel - rank * (len(case.padded) // n))].norm().item())
+    slips = {
+        "the padding is in it: the last rank's shard is longer than its share of the gradient": everything,
+        "norms do not add up, their squares do": sum(locals_),
+        "the root is missing": norm**2,
+        "the squares are averaged over the ranks, not added": norm / math.sqrt(n),
+    }
+    for rank, did in enumerate(ranks):
+        name, found = f"rank {rank} of {n}", did.results[0]
+        if not isinstance(found, Tensor | float):
+            raise CheckFailed(f"{name} returned {found!r}; asked for is the norm of the whole gradient")
+        found = float(found)
+        if abs(found - norm) > 1e-4 * norm:
+            said = [text for text, value in slips.items() if abs(found - value) <= 1e-4 * value]
+            if abs(found - locals_[rank]) <= 1e-4 * locals_[rank]:
+                said = ["that is its own shard's norm; the ranks have to add up their squares"]
+            raise CheckFailed(
+                f"{name} finds the norm {found:.4f}, but the whole gradient of {case.numel} elements has {norm:.4f}"
+                + (f": {said[0]}" if said else "")
+            )
+    factor = min(1.0, case.max_norm / norm)
+    for rank, did in enumerate(ranks):
+        first = rank * len(did.results[1])
+        after, before = (x[: max(0, case.numel - first)] for x in (did.results[1], case.shard(rank)))
+        if not torch.allclose(after, factor * before, rtol=1e-3, atol=1e-6):
+            raise CheckFailed(
+                f"rank {rank} of {n} has the right norm {norm:.3f}, but max_norm={case.max_norm:.3f} asks to multiply "
+                f"the shard by {factor:.3f}" + (", in place" if torch.equal(after, before) else "")
+            )
+
+
+@exercise(
+    "whole-state",
+    reference=whole_state,
+    minutes=5,
+    difficulty=1,
+    lab=LAB,
+    hints=(
+        "If rank 0 saved what its optimizer holds, how much of Adam's state would be in the file?",
+        "All-gather each moment and cut off the padding. `step` is one number, the same on every rank.",
+        "return {name: group.all_gather(x)[:numel] if x.dim() else x for name, x in state.items()}.",
+    ),
+)
+def check_whole_state(learner: Callable) -> Receipt:
+    cases = [_draw_flat(4), _draw_flat(3)]
+    trials = sharding.by_case(run(shards.run_whole_state, 4, learner, cases), cases)
+    rows = []
+    for case, ranks in zip(cases, trials, strict=True):
+        n, size = case.world_size, len(case.padded)
+        for rank, did in enumerate(ranks):
+            resumed = _resume(case, did.results, f"rank {rank} of {n}")
+        sent, enough = max(did.bytes[0] for did in ranks), 2 * comms.ring_all_gather(size, 4, n).sent_per_rank[0]
+        if used := {"gather_objects"} & set(ranks[0].calls):
+            raise CheckFailed(f"you called {', '.join(used)}: it pickles, for a few small things; all_gather tensors")
+        rows += [
+            row(f"elements of each moment saved, N={n}", case.numel, len(ranks[0].results["exp_avg"])),
+            row("    one process resumes from it as if it had never been sharded", True, resumed),
+            row("    bytes sent per rank: two moments gathered", enough, sent, "B"),
+        ]
+    return Receipt("Adam's state, whole again", tuple(rows))
+
+
+def _resume(case: Flat, state: Any, name: str) -> bool:
+    """Whether one process goes on from `state` as if it had made all steps itself; CheckFailed with the reason."""
+    weight = nn.Parameter(case.padded[: case.numel].clone())
+    adam = sharding.make_adam([weight])
+    gradient = weight.detach().sin()
+    for step in range(3):
+        weight.grad = gradient * (step + 1)
+        adam.step()
+    own = adam.state[weight]
+    if not isinstance(state, dict) or set(state) != set(own):
+        raise CheckFailed(f"{name} returned {state!r:.60}; asked for is a dict with {', '.join(own)}")
+    for key, wanted in own.items():
+        found, what = state[key], f"{name}: {key}"
+        if key != "step" and isinstance(found, Tensor) and found.numel() != case.numel:
+            short = found.numel() < case.numel
+            raise CheckFailed(
+                f"{what} has {found.numel()} elements where the model has {case.numel}: "
+                + (f"1/{case.world_size} of it, this rank's shard only" if short else "cut off the padding")
+            )
+        expect_like(what, found, wanted, "a number" if key == "step" else "the moment of all elements")
+        if found.shape != wanted.shape or not torch.allclose(found, wanted, rtol=1e-5):
+            raise CheckFailed(f"{what} is not that of one process: are the shards in rank order?")
+    return True
+
+
+@exercise(
+    "offload-adam",
+    reference=stream_adam,
+    minutes=15,
+    difficulty=2,
+    lab=LAB,
+    hints=(
+        "Adam treats every element alone, so it does not need all moments at the same time.",
+        "For each chunk: read its two moments, update them with the chunk's gradient, write them back, then move the "
+        "weights. `step` counts from 1 and corrects the bias of both moments.",
+        'm, v = store.read("m", part), store.read("v", part); m.mul_(b1).add_(g, alpha=1 - b1); v.mul_(b2).addcmul_(g, '
+        'g, value=1 - b2); store.write("m", part, m); store.write("v", part, v); weights[part] -= lr * '
+        "(m / (1 - b1**step)) / ((v / (1 - b2**step)).sqrt() + eps).",
+    ),
+)
+def check_stream(learner: Callable) -> Receipt:
+    chunk, steps, world = 32, 3, 2
+    size = 8 * chunk + random.randint(1, chunk - 1)
+    case = Stream(
+        [torch.randn(size) for _ in range(world)],
+        [[torch.randn(size) for _ in range(world)] for _ in range(steps)],
+        chunk,
+    )
+    trials = sharding.by_case(run(shards.run_stream, world, learner, [case]), [case])[0]
+    for rank, did in enumerate(trials):
+        _judge_stream(case, rank, did)
+    once = 2 * 4 * size * steps
+    read, written, most = (max(did.held[key] for did in trials) for key in ("read", "written", "moments"))
+    rows = [
+        row(f"bytes read in {steps} steps: two moments of {size} elements", once, read, "B"),
+        row("    bytes written", once, written, "B"),
+        row("    moments in memory, at most 4 chunks", True, most <= 4 * 4 * chunk),
+        row("    bytes of them at the fullest moment", None, most, "B"),
+        row("    bytes sent to other ranks", 0, sum(did.bytes[0] for did in trials), "B"),
+    ]
+    if most > 4 * 4 * chunk:
+        raise CheckFailed(
+            f"right weights, but {most:,} bytes of moments lie in memory at once, where chunks of {chunk} elements "
+            f"take {2 * 4 * chunk:,}: read, use and write one chunk before the next",
+            rows,
+        )
+    if read < once or written < once:
+        raise CheckFailed(
+            f"right weights, but only {read:,} bytes were read and {written:,} written where two moments take "
+            f"{once:,}: they are kept somewhere else, in memory",
+            rows,
+        )
+    return Receipt("Adam with its moments in files", tuple(rows))
+
+
+def _judge_stream(case: Stream, rank: int, did: Did) -> None:
+    gradients = [ranks[rank] for ranks in case.gradients]
+    wanted = _adam(case.weights[rank], gradients)
+    slips = {
+        "the bias correction is missing: divide the moments by 1 - beta**step": _adam(
+            case.weights[rank], gradients, corrected=False
+        ),
+        "the moments begin at zero in every step: write them back": _adam(case.weights[rank], gradients, keep=False),
+    }
+    for step, (found, right) in enumerate(zip(did.results, wanted, strict=True)):
+        if torch.allclose(found, right, rtol=1e-4, atol=1e-5):
+            continue
+        said = [text for text, run in slips.items() if torch.allclose(found, run[step], rtol=1e-4, atol=1e-5)]
+        first = next(i for i in range(len(found)) if not torch.isclose(found[i], right[i], rtol=1e-4, atol=1e-5))
+        raise CheckFailed(
+            f"rank {rank}: wrong weights after step {step + 1}, from element {first} on: "
+            + (said[0] if said else "is every chunk treated once, the last and shorter one too, with its own gradient?")
+        )
+
+
+def _adam(weights: Tensor, gradients: Sequence[Tensor], corrected: bool = True, keep: bool = True) -> list[Tensor]:
+    """Adam in one go (Kingma & Ba 2015), and two ways to get it wrong."""
+    (b1, b2), weights, found = sharding.BETAS, weights.clone(), []
+    m, v = torch.zeros_like(weights), torch.zeros_like(weights)
+    for step, g in enumerate(gradients, start=1):
+        m, v = (x if keep else torch.zeros_like(x) for x in (m, v))
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        by = [1 - beta**step if corrected else 1.0 for beta in (b1, b2)]
+        weights -= sharding.LR * (m / by[0]) / ((v / by[1]).sqrt() + sharding.EPS)
+        found.append(weights.clone())
+    return found

@@ -1,0 +1,146 @@
+"""Spoilers of lab 04: partitions that lose elements, a ZeRO-1 that shards nothing, sends too much or sums."""
+
+from torch import nn
+
+from course.lab04_zero import checks as right
+from minillm.labkit.exercises import alternative, mutant
+
+# Partition
+
+
+@mutant("shard-partition", "rounds-down", expect="nobody's. Round up")
+def drops_the_rest(sizes, world_size, rank):
+    length = sum(sizes) // world_size
+    return length, _cut(sizes, rank * length, (rank + 1) * length)
+
+
+@mutant("shard-partition", "whole-parameters", expect=r"cut through\s+parameters")
+def deals_parameters_out(sizes, world_size, rank):
+    length = -(-sum(sizes) // world_size)
+    return length, [slice(0, size if i % world_size == rank else 0) for i, size in enumerate(sizes)]
+
+
+@mutant("shard-partition", "pads-each-parameter", expect="pad the whole line once")
+def pads_every_parameter(sizes, world_size, rank):
+    parts = [-(-size // world_size) for size in sizes]
+    slices = [slice(min(rank * n, size), min((rank + 1) * n, size)) for n, size in zip(parts, sizes, strict=True)]
+    return sum(parts), slices
+
+
+@mutant("shard-partition", "slices-of-the-line", expect="count from the parameter's own start")
+def in_flat_coordinates(sizes, world_size, rank):
+    length = -(-sum(sizes) // world_size)
+    slices, start = [], 0
+    for size in sizes:
+        slices.append(slice(max(rank * length, start), min((rank + 1) * length, start + size)))
+        start += size
+    return length, slices
+
+
+@mutant("shard-partition", "shards-overlap", expect=r"ranks \[\d, \d\] hold element")
+def last_element_twice(sizes, world_size, rank):
+    length = -(-sum(sizes) // world_size)
+    first = min(rank * length, sum(sizes) - length)  # the last rank takes a full shard, from the end
+    return length, _cut(sizes, first, first + length)
+
+
+@alternative("shard-partition", "by-element-numbers")
+def by_counting(sizes, world_size, rank):
+    length = -(-sum(sizes) // world_size)
+    slices, start = [], 0
+    for size in sizes:
+        mine = [i for i in range(size) if rank * length <= start + i < (rank + 1) * length]
+        slices.append(slice(mine[0], mine[-1] + 1) if mine else slice(0, 0))
+        start += size
+    return length, slices
+
+
+def _cut(sizes, low, high):
+    slices, start = [], 0
+    for size in sizes:
+        slices.append(slice(min(max(low - start, 0), size), min(max(high - start, 0), size)))
+        start += size
+    return slices
+
+
+# Stage 1
+
+
+@mutant("zero-one-step", "shards-nothing", expect="this shards nothing")
+class WholeOptimizer:
+    def __init__(self, weights, group, make):
+        self.group, self.whole = group, nn.Parameter(group.broadcast(weights))
+        self.optimizer = make([self.whole])
+
+    def step(self, gradient):
+        self.whole.grad = self.group.all_reduce(gradient, op="avg")
+        self.optimizer.step()
+
+
+@mutant("zero-one-step", "all-reduce-then-slice", expect="that is 3P")
+class AllReduceThenSlice(right.ZeroOne):
+    def step(self, gradient):
+        whole = self.group.all_reduce(gradient, op="avg")
+        self.shard.grad = whole.chunk(self.group.world_size)[self.group.rank].clone()
+        self.optimizer.step()
+        self.group.all_gather(self.shard.data, out=self.weights)
+
+
+@mutant("zero-one-step", "forgets-the-gather", expect="gather the updated parts")
+class NoGather(right.ZeroOne):
+    def step(self, gradient):
+        self.shard.grad = self.group.reduce_scatter(gradient, op="avg")
+        self.optimizer.step()
+        self.weights.chunk(self.group.world_size)[self.group.rank].copy_(self.shard.data)
+
+
+@mutant("zero-one-step", "different-first-weights", expect="a patchwork: begin with rank 0's")
+class OwnFirstWeights(right.ZeroOne):
+    def __init__(self, weights, group, make):
+        self.weights, self.group = weights, group
+        self.shard = nn.Parameter(weights.chunk(group.world_size)[group.rank].clone())
+        self.optimizer = make([self.shard])
+
+
+@mutant("zero-one-step", "adds-gradients", expect="added up, not averaged")
+class SumsGradients(right.ZeroOne):
+    def step(self, gradient):
+        self.shard.grad = self.group.reduce_scatter(gradient)
+        self.optimizer.step()
+        self.group.all_gather(self.shard.data, out=self.weights)
+
+
+@mutant("zero-one-step", "local-gradient", expect="owner's own gradient: reduce over the ranks")
+class OwnGradient(right.ZeroOne):
+    def step(self, gradient):
+        self.shard.grad = gradient.chunk(self.group.world_size)[self.group.rank].clone()
+        self.optimizer.step()
+        self.group.all_gather(self.shard.data, out=self.weights)
+
+
+@alternative("zero-one-step", "shard-is-a-view-of-the-weights")
+class ViewOfTheWeights:
+    def __init__(self, weights, group, make):
+        group.broadcast(weights)
+        self.weights, self.group = weights, group
+        self.shard = nn.Parameter(weights.chunk(group.world_size)[group.rank])
+        self.optimizer = make([self.shard])
+
+    def step(self, gradient):
+        self.shard.grad = self.group.reduce_scatter(gradient) / self.group.world_size
+        self.optimizer.step()
+        self.group.all_gather(self.shard.data, out=self.weights)
+
+
+@alternative("zero-one-step", "each-owner-broadcasts")
+class OwnersBroadcast(right.ZeroOne):
+    def step(self, gradient):
+        n = self.group.world_size
+        parts = self.group.all_to_all(gradient).view(n, -1)
+        self.shard.grad = parts.mean(0)
+        self.optimizer.step()
+        parts = self.weights.chunk(n)
+        parts[self.group.rank].copy_(self.shard.data)
+        for shift in range(1, n):  # a ring by hand
+            source = (self.group.rank - shift) % n
+            self.group.exchange(send=(self.shard.data, (self.group.rank + shift) % n), recv=(parts[source], source))

@@ -1,0 +1,114 @@
+"""Lab 04's rank programs, second part: clipping, saving and offloading shards.
+
+`FileStore` is the slow memory of the offload exercise. It counts, so that a stream can be told from a bulk load.
+"""
+
+import math
+import tempfile
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from course.shared.sharding import BETAS, EPS, LR, Did, make_adam, on_groups
+from minillm import measure
+from minillm.comm import Group
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A flat gradient of `numel` elements, padded with whatever lay in memory, and the norm to clip to."""
+
+    padded: Tensor
+    numel: int
+    world_size: int
+    max_norm: float = math.inf
+
+    def shard(self, rank: int) -> Tensor:
+        return self.padded.chunk(self.world_size)[rank].clone()
+
+
+def run_clip(group: Group, learner: Callable, cases: Sequence[Flat]) -> list[Did | None]:
+    """learner(gradient, numel, max_norm, group) -> norm; results: (norm, the gradient afterwards)."""
+
+    def run(case: Flat, part: Group) -> Did:
+        shard = case.shard(part.rank)
+        with measure.ledger() as led:
+            norm = learner(shard, case.numel, case.max_norm, part)
+        largest = max((math.prod(event.shape) for event in led.events), default=0)
+        return Did((norm, shard), [led.bytes()], led.calls, {"numbers": largest})
+
+    return on_groups(group, cases, run)
+
+
+def run_whole_state(group: Group, learner: Callable, cases: Sequence[Flat]) -> list[Did | None]:
+    """learner(state, numel, group) on the state of an AdamW over this rank's shard, after three steps."""
+
+    def run(case: Flat, part: Group) -> Did:
+        shard = nn.Parameter(case.shard(part.rank))
+        adam = make_adam([shard])
+        for step in range(3):
+            shard.grad = case.shard(part.rank).sin() * (step + 1)
+            adam.step()
+        state = {name: value.clone() for name, value in adam.state[shard].items()}
+        with measure.ledger() as led:
+            whole = learner(state, case.numel, part)
+        return Did(whole, [led.bytes()], led.calls)
+
+    return on_groups(group, cases, run)
+
+
+class FileStore:
+    """Slow memory: one file of float32 per name. Whatever is read is a copy in RAM, and both ways are counted."""
+
+    def __init__(self, folder: str | Path, size: int, names: Sequence[str] = ("m", "v")) -> None:
+        self.maps = {n: np.memmap(Path(folder) / f"{n}.f32", np.float32, "w+", shape=(size,)) for n in names}
+        self.bytes_read, self.bytes_written, self.most_held, self._alive = 0, 0, 0, []
+
+    def read(self, name: str, part: slice) -> Tensor:
+        """A copy of the numbers in `part`, as a tensor."""
+        found = torch.from_numpy(np.array(self.maps[name][part]))
+        self.bytes_read += found.nbytes
+        self._alive.append(weakref.ref(found.untyped_storage()))
+        held = [storage.nbytes() for known in self._alive if (storage := known()) is not None]
+        self._alive = [known for known in self._alive if known() is not None]
+        self.most_held = max(self.most_held, sum(held))
+        return found
+
+    def write(self, name: str, part: slice, values: Tensor) -> None:
+        """Put `values` where `part` is."""
+        self.maps[name][part] = values.numpy()
+        self.bytes_written += values.nbytes
+
+
+@dataclass(frozen=True)
+class Stream:
+    """weights[r] and gradients[k][r]: rank r's shard and its gradient in step k; `chunk` elements fit into memory."""
+
+    weights: list[Tensor]
+    gradients: list[list[Tensor]]
+    chunk: int
+
+    @property
+    def world_size(self) -> int:
+        return len(self.weights)
+
+
+def run_stream(group: Group, learner: Callable, cases: Sequence[Stream]) -> list[Did | None]:
+    """learner(weights, gradient, store, step, chunk, lr, betas, eps) step by step, the moments in files."""
+
+    def run(case: Stream, part: Group) -> Did:
+        weights, found = case.weights[part.rank].clone(), []
+        with tempfile.TemporaryDirectory() as folder, measure.ledger() as led:
+            store = FileStore(folder, len(weights))
+            for step, ranks in enumerate(case.gradients, start=1):
+                learner(weights, ranks[part.rank].clone(), store, step, case.chunk, LR, BETAS, EPS)
+                found.append(weights.clone())
+        held = {"read": store.bytes_read, "written": store.bytes_written, "moments": store.most_held}
+        return Did(found, [led.bytes()], led.calls, held)
+
+    return on_groups(group, cases, run)

@@ -1,0 +1,210 @@
+"""Lab 05, tensor parallelism: attention cut by heads, and an input gradient that travels while dW is computed."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from course.lab05_tensor_parallel import splitting, splitting_order
+from course.lab05_tensor_parallel.checks import (
+    LAB,
+    Enter,
+    Leave,
+    direction_rows,
+    judge_output,
+    refuse_extra,
+    say_gradient,
+)
+from course.lab05_tensor_parallel.splitting import Layer, Passed, close
+from minillm.comm import Group
+from minillm.labkit.exercises import CheckFailed, exercise
+from minillm.labkit.receipts import Receipt, Row, row
+from minillm.predict import comms
+
+# The course's own answers.
+
+
+def local_heads(num_heads: int, num_kv_heads: int, rank: int, world_size: int) -> tuple[range, range]:
+    """(query heads, kv heads) of this rank. With fewer kv heads than ranks, several ranks hold the same one."""
+    queries = range(rank * num_heads // world_size, (rank + 1) * num_heads // world_size)
+    served = num_heads // num_kv_heads  # query heads per kv head
+    return queries, range(queries.start // served, (queries.stop - 1) // served + 1)
+
+
+def attention(x: Tensor, shards: Sequence[Tensor], attend: Callable[..., Tensor], group: Group) -> Tensor:
+    """x: [n, h] -> [n, h], both the same on every rank. shards: q, k, v, o of this rank's heads."""
+    q, k, v, o = shards
+    x = Enter.apply(x, group)
+    return Leave.apply(attend(x @ q.T, x @ k.T, x @ v.T) @ o.T, group)
+
+
+class ColumnLinear(torch.autograd.Function):
+    """x Wᵀ with this rank's rows of W, and f in it: dX is reduced while dW is computed."""
+
+    @staticmethod
+    def forward(ctx, x, weight, group):
+        ctx.save_for_backward(x, weight)
+        ctx.group = group
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        x_gradient = gradient @ weight
+        handle = ctx.group.all_reduce(x_gradient, async_op=True)
+        weight_gradient = gradient.T @ x
+        handle.wait()
+        return x_gradient, weight_gradient, None
+
+
+# What they are held to.
+
+
+@exercise(
+    "parallel-attention",
+    reference=(local_heads, attention),
+    minutes=20,
+    difficulty=3,
+    lab=LAB,
+    hints=(
+        "Heads are to attention what inner numbers are to the MLP: each works alone until o_proj adds them up. Which "
+        "kv heads do this rank's query heads look at?",
+        "Query heads rank·H/t up to (rank+1)·H/t. Query head j looks at kv head j // (H / H_kv). The kv heads of a "
+        "rank run from that of its first query head to that of its last.",
+        "served = num_heads // num_kv_heads; return queries, range(queries.start // served, (queries.stop - 1) // "
+        "served + 1). attention: x = Enter.apply(x, group); return Leave.apply(attend(x @ q.T, x @ k.T, x @ v.T) @ "
+        "o.T, group).",
+    ),
+)
+def check_attention(learner: Any) -> Receipt:
+    if not isinstance(learner, tuple) or len(learner) != 2:
+        raise CheckFailed("asked for are both functions: (local_heads, attention)")
+    shapes = [(8, 4, 2), (8, 2, 4), (4, 4, 4), (6, 3, 3)]
+    for heads, kv_heads, world in [*shapes, (32, 8, 8), (16, 1, 4)]:
+        _judge_heads(learner[0], heads, kv_heads, world)
+    cases = [splitting.draw_attention(*shape) for shape in shapes]
+    found = splitting.try_cases(splitting.run_attention, learner, cases)
+    rows: list[Row] = []
+    for case, ranks in zip(cases, found, strict=True):
+        _judge_attention(case, ranks)
+        (heads, kv_heads), n = case.heads, case.world_size
+        kept = sum(len(keys) for _, keys in (local_heads(heads, kv_heads, rank, n) for rank in range(n)))
+        rows += [
+            row(f"{heads} heads, {kv_heads} kv heads, {n} ranks: kv heads held, copies included", None, kept),
+            *direction_rows(case, ranks[0]),
+        ]
+        refuse_extra(rows, case, ranks)
+    return Receipt("attention by heads", tuple(rows))
+
+
+def _judge_heads(learner: Callable, heads: int, kv_heads: int, n: int) -> None:
+    what, taken = f"{heads} query heads, {kv_heads} kv heads, {n} ranks", []
+    for rank in range(n):
+        try:
+            queries, keys = (range(part.start, part.stop) for part in learner(heads, kv_heads, rank, n))
+        except (TypeError, ValueError, AttributeError) as error:
+            raise CheckFailed(f"asked for are two ranges, (query heads, kv heads): {error}") from error
+        needed = sorted({query // (heads // kv_heads) for query in queries})
+        if len(queries) != heads // n:
+            raise CheckFailed(f"{what}: rank {rank} has {len(queries)} query heads, a fair share is {heads // n}")
+        if missing := [key for key in needed if key not in keys]:
+            raise CheckFailed(
+                f"{what}: query heads {list(queries)} of rank {rank} look at kv heads {needed}, and kv head "
+                f"{missing[0]} is not on that rank: with fewer kv heads than ranks, ranks hold copies"
+            )
+        if len(keys) > len(needed):
+            raise CheckFailed(
+                f"{what}: rank {rank} holds kv heads {list(keys)}, but its query heads look at {needed} only: the rest "
+                "is memory for nothing"
+            )
+        taken += queries
+    if taken != list(range(heads)):
+        raise CheckFailed(f"{what}: together the ranks have query heads {taken}; each should be there once, in order")
+
+
+def _judge_attention(case: Layer, ranks: Sequence[Passed]) -> None:
+    (heads, kv_heads), n, alone = case.heads, case.world_size, case.alone(splitting.whole_attention)
+    sums = [torch.zeros_like(weight) for weight in case.weights]
+    for rank, passed in enumerate(ranks):
+        judge_output(passed, alone, f"{heads} heads, {kv_heads} kv heads, rank {rank} of {n}", n)
+        places = splitting.cut_heads(sums, *local_heads(heads, kv_heads, rank, n))
+        for place, i in zip(places, range(4), strict=True):
+            if (gradient := passed.results[f"d{i}"]) is None:
+                raise CheckFailed(f"rank {rank} of {n}: the gradient of its {'qkvo'[i]} is None")
+            place += gradient  # a view into the sum: copies of a kv head add up
+    for i, name in enumerate("qkvo"):
+        if not close(sums[i], alone[f"d{i}"]):
+            raise CheckFailed(
+                f"{heads} heads on {n} ranks: the gradient of {name}, put together from the ranks, is wrong"
+            )
+
+
+@exercise(
+    "overlapped-input-gradient",
+    reference=ColumnLinear,
+    minutes=15,
+    difficulty=3,
+    lab=LAB,
+    hints=(
+        "Backward has two products, dX and dW, and only one of them is sent. Which has to come first?",
+        "dX first; start its all-reduce with async_op=True, which returns a handle at once; compute dW; then "
+        "handle.wait(), and return.",
+        "x, weight = ctx.saved_tensors; dx = gradient @ weight; handle = ctx.group.all_reduce(dx, async_op=True); "
+        "dw = gradient.T @ x; handle.wait(); return dx, dw, None.",
+    ),
+)
+def check_column(learner: Any) -> Receipt:
+    cases = [_draw_column(world) for world in (4, 3)]
+    found = splitting.try_cases(splitting_order.run_column, learner, cases)
+    rows: list[Row] = []
+    for case, ranks in zip(cases, found, strict=True):
+        n, weight = case.world_size, case.weights[0]
+        alone = case.alone(lambda x, w: x @ w.T)
+        for rank, passed in enumerate(ranks):
+            who = f"rank {rank} of {n}"
+            if passed.forward.calls or not close(passed.results["output"], alone["output"].chunk(n, dim=1)[rank]):
+                raise CheckFailed(
+                    f"{who}: forward called {passed.forward}; asked for is x @ weight.T, this rank's columns of the "
+                    "output, which stay here"
+                )
+            if not close(passed.results["dw"], alone["d0"].chunk(n)[rank]):
+                said = say_gradient(passed.results["dw"], alone["d0"].chunk(n)[rank], n)
+                raise CheckFailed(f"{who}: the gradient of the weight is {said}; it stays on this rank, unreduced")
+            if not close(passed.results["dx"], alone["dx"]):
+                share = case.output_gradient.chunk(n, dim=1)[rank] @ weight.chunk(n)[rank]
+                said = "this rank's share alone" if close(passed.results["dx"], share) else "wrong"
+                raise CheckFailed(f"{who}: the gradient of x is {said}; asked for is the sum over the ranks")
+            _judge_order(passed.results["log"], who)
+        cost = comms.ring_all_reduce(case.x.numel(), 8, n).sent_per_rank[0]
+        rows += [
+            row(f"{n} ranks: bytes sent in backward", cost, ranks[0].backward.bytes, "B"),
+            row(f"    the all-reduce under way while dW is computed: {', '.join(ranks[0].results['log'])}", True, True),
+        ]
+    return Receipt("dX travels while dW is computed", tuple(rows))
+
+
+def _judge_order(log: list[str], who: str) -> None:
+    order = ", ".join(log)
+    if "all-reduce" in log:
+        raise CheckFailed(f"{who}: {order}. The all-reduce blocks: async_op=True returns a handle at once")
+    if "wait" not in log:
+        raise CheckFailed(
+            f"{who}: {order}. Nobody waits for the all-reduce: the gradient may be read before it is there"
+        )
+    if "dW" not in log:
+        raise CheckFailed(
+            f"{who}: {order}. No product of the weight's shape was seen in backward: where is dW computed?"
+        )
+    if log.index("start") > log.index("dW"):
+        raise CheckFailed(f"{who}: {order}. When the all-reduce starts there is nothing left to compute beside it")
+    if log.index("wait") < log.index("dW"):
+        raise CheckFailed(f"{who}: {order}. It is waited for at once, so nothing is hidden: compute dW before the wait")
+
+
+def _draw_column(world: int) -> Layer:
+    tokens, hidden = random.sample(range(4, 8), 2)
+    rows = 8 + random.randint(1, 3)  # of each rank; the three sizes differ, so that products can be told apart
+    weight = splitting.randn(rows * world, hidden) / 2
+    return Layer(splitting.randn(tokens, hidden), (weight,), splitting.randn(tokens, rows * world), world)

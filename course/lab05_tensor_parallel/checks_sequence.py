@@ -1,0 +1,144 @@
+"""Lab 05, tensor parallelism: sequence parallelism, the same bytes with norms and residuals cut along the sequence."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from course.lab05_tensor_parallel import splitting, splitting_order
+from course.lab05_tensor_parallel.checks import LAB
+from course.lab05_tensor_parallel.splitting import Layer, Passed, close
+from minillm.comm import Group
+from minillm.labkit.exercises import CheckFailed, exercise
+from minillm.labkit.receipts import Receipt, Row, row
+from minillm.predict import comms
+
+# The course's own answers.
+
+
+class GatherIn(torch.autograd.Function):
+    """f of sequence parallelism: [s/t, h] -> [s, h]; backward, the shares of the gradient are summed and dealt out."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return group.all_gather(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.group.reduce_scatter(gradient.contiguous()), None
+
+
+class ScatterOut(torch.autograd.Function):
+    """g of sequence parallelism: shares [s, h] -> this rank's rows of their sum, [s/t, h]; backward, a gather."""
+
+    @staticmethod
+    def forward(ctx, share, group):
+        ctx.group = group
+        return group.reduce_scatter(share)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.group.all_gather(gradient.contiguous()), None
+
+
+def sum_norm_gradients(parameters: Sequence[nn.Parameter], group: Group) -> None:
+    """Each norm saw this rank's tokens only: its .grad is a share. One all-reduce of all of them, in place."""
+    flat = group.all_reduce(torch.cat([p.grad.flatten() for p in parameters]))
+    for p, total in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+        p.grad.copy_(total.view_as(p.grad))
+
+
+# What they are held to.
+
+
+@exercise(
+    "sequence-parallel",
+    reference=(GatherIn, ScatterOut, sum_norm_gradients),
+    minutes=20,
+    difficulty=4,
+    lab=LAB,
+    hints=(
+        "An all-reduce is a reduce-scatter and an all-gather. Put the first where shares leave the parallel region and "
+        "the second where the next one begins: what lies between is cut along the sequence.",
+        "GatherIn: all_gather forward, reduce_scatter backward. ScatterOut: reduce_scatter forward, all_gather "
+        "backward. Norm weights are whole on every rank but met only its tokens: their gradients are shares of a sum.",
+        "GatherIn.backward: return ctx.group.reduce_scatter(gradient.contiguous()), None. sum_norm_gradients: flat = "
+        "group.all_reduce(torch.cat([p.grad.flatten() for p in parameters])), then copy the pieces back into the "
+        "gradients.",
+    ),
+)
+def check_sequence(learner: Any) -> Receipt:
+    if not isinstance(learner, tuple) or len(learner) != 3:
+        raise CheckFailed("asked for are three: (GatherIn, ScatterOut, sum_norm_gradients)")
+    cases = [_draw_blocks(world) for world in (4, 3)]
+    found = splitting.try_cases(splitting_order.run_sequence, learner, cases)
+    rows: list[Row] = []
+    for case, ranks in zip(cases, found, strict=True):
+        n, alone = case.world_size, case.alone(splitting_order.whole_blocks)
+        for rank, passed in enumerate(ranks):
+            _judge_blocks(case, alone, rank, passed)
+        for rank, passed in enumerate(ranks):
+            _judge_norms(case, alone, rank, passed, [other.results["own"] for other in ranks])
+        cost = 2 * comms.ring_all_reduce(case.x.numel(), 8, n).sent_per_rank[0]  # two blocks
+        rows += [
+            row(f"{n} ranks, forward: {ranks[0].forward}; bytes of 2 all-reduces", cost, ranks[0].forward.bytes, "B"),
+            row(f"    backward: {ranks[0].backward}", cost, ranks[0].backward.bytes, "B"),
+            row("    norm gradients: collectives", 1, ranks[0].results["sums"].calls.total()),
+        ]
+        for name, traffic in (("forward", ranks[0].forward), ("backward", ranks[0].backward)):
+            if traffic.bytes > cost:
+                raise CheckFailed(
+                    f"right values, but {name} called {traffic} and sent {traffic.bytes:,} bytes, where {cost:,} are "
+                    "enough: where shares are summed, a rank needs its own rows of the sum only",
+                    rows,
+                )
+        if ranks[0].results["sums"].calls.total() > 1:
+            raise CheckFailed(
+                f"right values, but the norms' gradients took {ranks[0].results['sums']}: they are tiny, so latency "
+                "is all they cost. Put them into one tensor",
+                rows,
+            )
+    return Receipt("the bytes of tensor parallelism, the norms on 1/t of the tokens", tuple(rows))
+
+
+def _draw_blocks(world: int) -> Layer:
+    hidden, inner, tokens = random.randint(4, 6), world * random.randint(2, 3), world * random.randint(2, 3)
+    weights = [1 + splitting.randn(hidden) / 4 for _ in range(2)]
+    weights += [splitting.randn(*shape) / 2 for _ in range(2) for shape in ((inner, hidden), (hidden, inner))]
+    return Layer(splitting.randn(tokens, hidden), tuple(weights), splitting.randn(tokens, hidden), world)
+
+
+def _judge_blocks(case: Layer, alone: dict[str, Tensor], rank: int, passed: Passed) -> None:
+    n, who = case.world_size, f"rank {rank} of {case.world_size}"
+    if not close(passed.results["output"], alone["output"].chunk(n)[rank]):
+        raise CheckFailed(f"{who}: the output is wrong: asked for are this rank's rows of the whole output")
+    inner = {i: alone[f"d{i}"].chunk(n, dim=i % 2)[rank] for i in range(2, 6)}
+    if not all(close(passed.results[f"d{i}"], inner[i]) for i in (4, 5)):  # the last layer: only ScatterOut behind it
+        raise CheckFailed(
+            f"{who}: the output is right, but a weight inside the parallel region has a wrong gradient: ScatterOut's "
+            "backward must bring the gradients of all rows to every rank"
+        )
+    right = close(passed.results["dx"], alone["dx"].chunk(n)[rank])
+    if not right or not all(close(passed.results[f"d{i}"], inner[i]) for i in (2, 3)):
+        raise CheckFailed(
+            f"{who}: the gradient of x is wrong: GatherIn's backward has to sum the ranks' shares and keep its own rows"
+        )
+
+
+def _judge_norms(
+    case: Layer, alone: dict[str, Tensor], rank: int, passed: Passed, own: Sequence[Sequence[Tensor]]
+) -> None:
+    n = case.world_size
+    for i in range(2):
+        found, wanted = passed.results[f"d{i}"], alone[f"d{i}"]
+        if close(found, wanted):
+            continue
+        said = "asked for is the sum over the ranks, in place"
+        if close(found, own[rank][i]):
+            said = "it is that of this rank's tokens alone: the replicas of this weight will drift apart"
+        elif close(found, wanted / n):
+            said = "it is the average; every rank saw other tokens of the same batch, so the shares add"
+        raise CheckFailed(f"rank {rank} of {n}: the gradient of norm {i} is wrong: {said}")

@@ -1,0 +1,215 @@
+"""Lab 05, tensor parallelism: the embedding and the loss, cut along the vocabulary."""
+
+import random
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from course.lab05_tensor_parallel import splitting
+from course.lab05_tensor_parallel.checks import LAB, Leave
+from course.lab05_tensor_parallel.splitting import Passed, Vocabulary, close
+from minillm.comm import Group
+from minillm.labkit.exercises import CheckFailed, exercise
+from minillm.labkit.receipts import Receipt, Row, row
+from minillm.predict import comms
+
+# The course's own answers.
+
+
+def embed(tokens: Tensor, rows: Tensor, group: Group) -> Tensor:
+    """tokens: [n] of ids; rows: [V/t, h], this rank's -> [n, h], the same on every rank."""
+    local = tokens - group.rank * len(rows)
+    outside = (local < 0) | (local >= len(rows))
+    found = F.embedding(local.masked_fill(outside, 0), rows)
+    return Leave.apply(found.masked_fill(outside[:, None], 0.0), group)
+
+
+def vocabulary_cross_entropy(logits: Tensor, targets: Tensor, group: Group) -> Tensor:
+    """logits: [n, V/t], this rank's part of the vocabulary; targets: [n] -> -log p(target): [n]."""
+    highest = group.all_reduce(logits.detach().amax(dim=1), op="max")
+    logits = logits - highest[:, None]
+    local = targets - group.rank * logits.shape[1]
+    outside = (local < 0) | (local >= logits.shape[1])
+    picked = logits.gather(1, local.masked_fill(outside, 0)[:, None])[:, 0].masked_fill(outside, 0.0)
+    total, target = Leave.apply(torch.stack([logits.exp().sum(dim=1), picked]), group)
+    return total.log() - target
+
+
+# What they are held to.
+
+
+@exercise(
+    "vocabulary-embedding",
+    reference=embed,
+    minutes=12,
+    difficulty=2,
+    lab=LAB,
+    hints=(
+        "Every token's row lies on exactly one rank. What must the others add to the sum?",
+        "Subtract where this rank's rows begin; ids outside 0 .. len(rows)-1 are somebody else's. Look up any row for "
+        "those, put zeros in its place, and let Leave add the ranks up.",
+        "local = tokens - group.rank * len(rows); outside = (local < 0) | (local >= len(rows)); found = "
+        "F.embedding(local.masked_fill(outside, 0), rows); return Leave.apply(found.masked_fill(outside[:, None], "
+        "0.0), group).",
+    ),
+)
+def check_embedding(learner: Callable) -> Receipt:
+    cases = [_draw_embedding(world) for world in (4, 3)]
+    found = splitting.try_cases(splitting.run_vocabulary, learner, cases)
+    rows: list[Row] = []
+    for case, ranks in zip(cases, found, strict=True):
+        table = splitting.leaf(case.table)
+        F.embedding(case.ids, table).backward(case.output_gradient)
+        for rank, passed in enumerate(ranks):
+            _judge_embedding(case, rank, passed, table.grad)
+        n, numbers = case.world_size, case.output_gradient.numel()
+        cost = comms.ring_all_reduce(numbers, 8, n).sent_per_rank[0]
+        rows += [
+            row(f"{n} ranks: bytes of the table per rank, 1/{n}", case.table.nbytes // n, ranks[0].held, "B"),
+            row(f"    forward, bytes sent: {ranks[0].forward}", cost, ranks[0].forward.bytes, "B"),
+            row(f"    backward, bytes sent: {ranks[0].backward}", 0, ranks[0].backward.bytes, "B"),
+        ]
+        if ranks[0].forward.bytes > cost or ranks[0].backward.calls:
+            raise CheckFailed(
+                f"right values, but forward called {ranks[0].forward} and backward {ranks[0].backward}: one all-reduce "
+                f"of the {numbers} looked-up numbers is enough, and the rows' gradients stay where the rows are",
+                rows,
+            )
+    return Receipt("an embedding cut by rows", tuple(rows))
+
+
+def _draw_embedding(world: int) -> Vocabulary:
+    vocab, hidden = world * random.randint(20, 30), random.randint(3, 6)
+    ids = torch.randint(vocab, (9,))
+    ids[:world] = torch.arange(world) * (vocab // world)  # the first row of every rank
+    ids[world : 2 * world] = ids[:world] + vocab // world - 1  # and the last
+    return Vocabulary(splitting.randn(vocab, hidden), ids, splitting.randn(9, hidden), world)
+
+
+def _judge_embedding(case: Vocabulary, rank: int, passed: Passed, gradient: Tensor) -> None:
+    n, who, found = case.world_size, f"rank {rank} of {case.world_size}", passed.results["output"]
+    right, share = case.table[case.ids], len(case.table) // case.world_size
+    if not close(found, right):
+        place = next(i for i in range(len(right)) if not close(found[i], right[i]))
+        token = f"token {int(case.ids[place])}, which rank {int(case.ids[place]) // share} holds"
+        alone = [case.part(r)[torch.clamp(case.ids[place] - r * share, 0, share - 1)] for r in range(n)]
+        if close(found[place], torch.stack(alone).sum(0)):
+            said = "it is the sum of a row of every rank: those that do not hold the token must add zeros"
+        elif close(found[place], torch.zeros_like(right[0])):
+            said = "it is zero: nobody's row was added"
+        elif close(found[place], right[place] / n):
+            said = "it is divided by the ranks; one row and zeros are to be added"
+        else:
+            strangers = torch.isclose(case.table, found[place], rtol=1e-9).all(1).nonzero()
+            if len(strangers):
+                said = f"it is row {int(strangers[0])}: where do this rank's rows begin?"
+            else:
+                said = "it is no row of the table: do ranks without the token add something, or does nobody sum?"
+        raise CheckFailed(f"{who}: the embedding of {token}, is wrong: {said}")
+    if not close(passed.results["d0"], gradient.chunk(n)[rank]):
+        raise CheckFailed(
+            f"{who}: the embeddings are right, but the gradient of its rows is wrong: rows that a token did not use "
+            "get none of it"
+        )
+
+
+@exercise(
+    "vocabulary-cross-entropy",
+    reference=vocabulary_cross_entropy,
+    minutes=20,
+    difficulty=4,
+    lab=LAB,
+    hints=(
+        "-log p(target) = log Σ exp(logit) - logit[target]. Both are sums over the vocabulary, so each rank has a "
+        "share. exp must not overflow: subtract the same number on every rank.",
+        "The largest logit over all ranks (all_reduce with op='max', on detached values: it cancels). Then Σ exp over "
+        "this rank's part, and the target's logit or zero; Leave sums both, and its backward is what you need.",
+        "m = group.all_reduce(logits.detach().amax(1), op='max'); z = logits - m[:, None]; local = targets - rank * "
+        "V_t; outside = ...; picked = z.gather(1, local.masked_fill(outside, 0)[:, None])[:, 0].masked_fill(outside, "
+        "0.0); total, target = Leave.apply(torch.stack([z.exp().sum(1), picked]), group); return total.log() - target.",
+    ),
+)
+def check_loss(learner: Callable) -> Receipt:
+    cases = [_draw_loss(world) for world in (4, 3)]
+    found = splitting.try_cases(splitting.run_vocabulary, learner, cases)
+    rows: list[Row] = []
+    for case, ranks in zip(cases, found, strict=True):
+        logits, n, tokens = splitting.leaf(case.table), case.world_size, len(case.ids)
+        right = F.cross_entropy(logits, case.ids, reduction="none")
+        right.backward(case.output_gradient)
+        for rank, passed in enumerate(ranks):
+            _judge_loss(case, rank, passed, right.detach(), logits.grad)
+        sent, largest = max(p.forward.bytes for p in ranks), max(p.forward.largest for p in ranks)
+        gathered = comms.ring_all_gather(case.table.numel(), 8, n).sent_per_rank[0]
+        rows += [
+            row(
+                f"{n} ranks, {case.table.shape[1] // n} logits each: at most 3 numbers a token sent to each rank",
+                True,
+                sent <= 3 * 8 * tokens * (n - 1),
+            ),
+            row("    bytes sent by rank 0", None, ranks[0].forward.bytes, "B"),
+            row("    for gathering the logits it would be", None, gathered, "B"),
+            row("    backward, bytes sent", 0, ranks[0].backward.bytes, "B"),
+        ]
+        if sent > 3 * 8 * tokens * (n - 1):
+            raise CheckFailed(
+                f"right values, but a rank sends {sent:,} bytes for {tokens} tokens, in tensors of up to {largest} "
+                "numbers: the logits stay where they are, three numbers per token travel",
+                rows,
+            )
+        if ranks[0].backward.calls:
+            raise CheckFailed(
+                f"right values, but backward called {ranks[0].backward}: softmax minus one-hot is local", rows
+            )
+    return Receipt("a loss without the logits in one place", tuple(rows))
+
+
+def _draw_loss(world: int) -> Vocabulary:
+    share, tokens = random.randint(20, 30), 8
+    logits = 3 * splitting.randn(tokens, world * share)
+    logits[0] += 900.0  # exp of it is infinite
+    logits[1] -= 900.0  # the sum of exp is zero
+    logits[2, :share] += 800.0  # one rank's logits tower over the others'
+    ids = torch.randint(world * share, (tokens,))
+    ids[3:5] = torch.tensor([share - 1, share])  # the last of one rank, the first of the next
+    return Vocabulary(logits, ids, splitting.randn(tokens), world, columns=True)
+
+
+def _judge_loss(case: Vocabulary, rank: int, passed: Passed, right: Tensor, gradient: Tensor) -> None:
+    n, who, found = case.world_size, f"rank {rank} of {case.world_size}", passed.results["output"]
+    share = case.table.shape[1] // n
+    if not close(found, right):
+        place = next(i for i in range(len(right)) if not close(found[i], right[i]))
+        own = F.cross_entropy(case.part(rank), (case.ids - rank * share).clamp(0, share - 1), reduction="none")
+        said = f"{found[place]:.4g} instead of {right[place]:.4g}"
+        if not torch.isfinite(found[place]):
+            said = f"it is {found[place]:g}: exp ran over or under. Subtract the largest logit of all ranks first"
+        elif close(found, own):
+            said = "it is a loss over this rank's part of the vocabulary alone"
+        elif torch.isclose(found[place], _with_own_maxima(case)[place], rtol=1e-9):
+            said += ": is the same number subtracted on every rank?"
+        else:
+            said += ": does the target's logit come from the one rank that has it?"
+        raise CheckFailed(f"{who}: the loss of token {place} is wrong: {said}")
+    if not close(passed.results["d0"], gradient.chunk(n, dim=1)[rank]):
+        raise CheckFailed(
+            f"{who}: the loss is right, but its gradient is not softmax minus one-hot: "
+            f"it is {say_loss_gradient(passed.results['d0'], gradient.chunk(n, dim=1)[rank], n)}"
+        )
+
+
+def _with_own_maxima(case: Vocabulary) -> Tensor:
+    """The losses if every rank subtracted the largest logit of its own part."""
+    shares = [case.part(rank) for rank in range(case.world_size)]
+    shifted = torch.cat([share - share.amax(dim=1, keepdim=True) for share in shares], dim=1)
+    return shifted.exp().sum(dim=1).log() - shifted.gather(1, case.ids[:, None])[:, 0]
+
+
+def say_loss_gradient(found: Tensor | None, wanted: Tensor, n: int) -> str:
+    if found is None:
+        return "None"
+    if close(found, n * wanted):
+        return f"{n} times too large: the sum's backward sums nothing"
+    return "something else: does each sum have the gradient of its share, and the maximum none?"

@@ -1,0 +1,252 @@
+"""Lab 05's clocks and counters: what overlap hides, what a slow link costs, small layers, a pair that gathers.
+
+All links here are emulated, and where compute has to overlap with them it is emulated too: a product that sleeps takes
+as long on a busy machine as on an idle one.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from course.lab05_tensor_parallel.experiments import MODEL, SEQ, Setup, build, calls, tokens
+from minillm import measure
+from minillm.comm import Group, Link, launch
+from minillm.model import ModelConfig, Transformer, cross_entropy
+from minillm.parallel.tensor_parallel.layers import sum_partial, tensor_parallel
+from minillm.parallel.tensor_parallel.regions import TensorRegion, enter, leave
+from minillm.predict import comms
+from minillm.predict import tensor as predict
+from minillm.predict.model import parameters
+from minillm.train import BucketedDDP
+
+LINK = Link(latency_s=1e-3, bandwidth_bytes_per_s=10e6, name="emulated")
+SLOW = Link(latency_s=4e-3, bandwidth_bytes_per_s=6e6, name="slow")
+LAYERS, NUMBERS, PRODUCT_S = 4, 40_000, 0.02  # column layers; of an activation; of dX, and of dW
+
+
+# Overlap.
+
+
+class _SleepyColumn(torch.autograd.Function):
+    """The backward pass of a column layer whose two products take PRODUCT_S each."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group, overlap: bool, name: str) -> Tensor:
+        ctx.group, ctx.overlap, ctx.name = group, overlap, name
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple:
+        with measure.span(f"dX {ctx.name}"):
+            time.sleep(PRODUCT_S)
+            dx = gradient.clone()
+        handle = ctx.group.all_reduce(dx, "avg", async_op=True)
+        if not ctx.overlap:
+            handle.wait()
+        with measure.span(f"dW {ctx.name}"):
+            time.sleep(PRODUCT_S)
+        return handle.wait(), None, None, None
+
+
+def column_steps(group: Group) -> dict[str, tuple[measure.Ledger, float]]:
+    """Backward through LAYERS column layers, waiting for each all-reduce at once and after dW: ledger, seconds."""
+    return {name: _quicker(group, name == "overlapped") for name in ("waits at once", "overlapped")}
+
+
+def _quicker(group: Group, overlap: bool) -> tuple[measure.Ledger, float]:
+    """Of two passes the one whose slowest rank was quicker; one before them connects the ranks."""
+    passes = []
+    for _ in range(3):
+        x = y = torch.ones(NUMBERS, requires_grad=True)
+        for layer in range(LAYERS):
+            y = _SleepyColumn.apply(y, group, overlap, str(layer))
+        group.barrier()
+        start = time.monotonic()
+        with measure.ledger() as led:
+            y.backward(torch.ones_like(x))
+        passes.append((led, max(group.gather_objects(time.monotonic() - start))))
+    return min(passes[1:], key=lambda one: one[1])
+
+
+def overlap_on_a_clock(nproc: int = 2) -> dict[str, dict[str, Any]]:
+    """By form: seconds of the backward pass predicted and measured, and the ranks' ledgers."""
+    ranks = launch(column_steps, nproc, link=LINK, device="cpu")
+    reduce = comms.ring_all_reduce(NUMBERS, 4, nproc).time(LINK.latency_s, LINK.bandwidth_bytes_per_s)
+    predicted = {"waits at once": 2 * PRODUCT_S + reduce, "overlapped": PRODUCT_S + max(PRODUCT_S, reduce)}
+    return {
+        name: {
+            "predicted_s": LAYERS * predicted[name],
+            "measured_s": max(rank[name][1] for rank in ranks),
+            "ledgers": [rank[name][0] for rank in ranks],
+        }
+        for name in predicted
+    }
+
+
+# A slow link: the same batch, divided by weights or by rows.
+
+
+def timed_steps(group: Group, batches: Sequence[int]) -> dict[tuple[str, int], float]:
+    """Seconds of the quickest of three steps, by (what is divided, rows)."""
+    found = {}
+    for rows in batches:
+        model, splits = build(group, Setup(group.world_size, rows=rows))
+        ddp = BucketedDDP(Transformer(MODEL, seed=0), group)
+        share = tokens(rows)[group.rank :: group.world_size]
+
+        def tensor(rows: int = rows, model: nn.Module = model, splits: Any = splits) -> None:
+            total, count = model(tokens(rows)[:, :-1], targets=tokens(rows)[:, 1:])
+            (total / count).backward()
+            sum_partial(model.named_parameters(), splits, group)
+
+        def data(ddp: nn.Module = ddp, share: Tensor = share) -> None:
+            cross_entropy(ddp(share[:, :-1]), share[:, 1:]).backward()
+            ddp.zero_grad()
+
+        for name, run in (("tensor", tensor), ("data", data)):
+            seconds = []
+            for _ in range(3):
+                group.barrier()
+                start = time.monotonic()
+                run()
+                seconds.append(max(group.gather_objects(time.monotonic() - start)))
+            found[name, rows] = min(seconds)
+    return found
+
+
+def over_a_slow_link(batches: Sequence[int] = (4, 16, 32), nproc: int = 2) -> dict[str, Any]:
+    """Seconds of a step of either kind over a slow link: bytes / bandwidth + rounds · latency, and measured."""
+    measured = launch(timed_steps, nproc, list(batches), link=SLOW, device="cpu")[0]
+    rows = [
+        {"kind": kind, "tokens": rows * SEQ, "predicted_s": slow_seconds(kind, rows, nproc), "measured_s": seconds}
+        for (kind, rows), seconds in measured.items()
+    ]
+    return {"world_size": nproc, "emulated": True, "bandwidth_bytes_per_s": SLOW.bandwidth_bytes_per_s, "rows": rows}
+
+
+def slow_seconds(kind: str, rows: int, nproc: int) -> float:
+    """Communication alone: 4L + 2 all-reduces of activations and 2 of the loss, or one of all gradients."""
+    if kind == "data":
+        count = parameters(MODEL).total
+        return comms.ring_all_reduce(count, 4, nproc).time(SLOW.latency_s, SLOW.bandwidth_bytes_per_s)
+    cost = predict.cost(calls(Setup(nproc, rows=rows)), nproc)
+    return cost.time(SLOW.latency_s, SLOW.bandwidth_bytes_per_s)
+
+
+def equal_tokens(config: ModelConfig) -> float:
+    """Tokens at which the layers' 4L all-reduces of tokens · hidden numbers send what one of all parameters does.
+
+    3 h for a deep model of 12 h² weights per layer.
+    """
+    return parameters(config).total / (4 * config.num_layers * config.hidden_size)
+
+
+# Small layers, on the real wires of this machine.
+
+
+@dataclass(frozen=True)
+class Small:
+    """A block of this width on `tokens` tokens."""
+
+    hidden: int
+    tokens: int = 256
+
+    @property
+    def config(self) -> ModelConfig:
+        sizes = {"hidden_size": self.hidden, "intermediate_size": 4 * self.hidden, "num_layers": 1}
+        return replace(MODEL, **sizes, num_heads=8, num_kv_heads=8, head_dim=None, max_seq_len=self.tokens)
+
+    def flops_per_byte(self, t: int) -> float:
+        """FLOPs of the matrices, forward and backward, per byte sent, on each of t ranks: grows with hidden."""
+        matrices = parameters(self.config)
+        flops = 6 * (matrices.attention + matrices.mlp) * self.tokens / t
+        return flops / predict.layer_bytes(1, self.tokens, self.hidden, 4, t)
+
+
+class _Blocks(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        whole = Transformer(config, seed=0)
+        self.rope, self.blocks = whole.rope, whole.blocks
+
+    def forward(self, x: Tensor) -> Tensor:
+        rotation = self.rope(torch.arange(x.shape[1]), x.dtype)
+        for block in self.blocks:
+            x = block(x, rotation)
+        return x
+
+
+def small_blocks(group: Group, hiddens: Sequence[int]) -> dict[int, tuple[float, float]]:
+    """By width: seconds of forward and backward on one rank (rank 0, the others idle), and on all of them."""
+    torch.set_num_threads(1)
+    alone = group.subgroup([0], "alone")
+    found = {}
+    for hidden in hiddens:
+        small, seconds = Small(hidden), []
+        for part in (alone, group):
+            if part.rank >= 0:
+                blocks = tensor_parallel(_Blocks(small.config), small.config, part)
+                x = torch.randn(1, small.tokens, hidden)
+                seconds.append(min(_once(blocks, x) for _ in range(4)))
+            group.barrier()
+        found[hidden] = (seconds[0], seconds[-1])
+    return found
+
+
+def _once(blocks: nn.Module, x: Tensor) -> float:
+    start = time.monotonic()
+    blocks(x.clone().requires_grad_()).sum().backward()
+    return time.monotonic() - start
+
+
+# A pair that is none: the column layer's output is gathered, then cut again for the row layer.
+
+
+class _GatherOutput(torch.autograd.Function):
+    """[n, f/t] -> [n, f]; backward this rank's columns."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return torch.cat(group.all_gather(x.contiguous()).chunk(group.world_size), dim=1)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple:
+        return gradient.chunk(ctx.group.world_size, dim=1)[ctx.group.rank].contiguous(), None
+
+
+class _CutInput(torch.autograd.Function):
+    """[n, f] -> [n, f/t]; backward the columns of all ranks are gathered."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.chunk(group.world_size, dim=1)[group.rank].contiguous()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple:
+        return torch.cat(ctx.group.all_gather(gradient.contiguous()).chunk(ctx.group.world_size), dim=1), None
+
+
+def pairs(group: Group, tokens: int = 32, hidden: int = 16) -> dict[str, tuple[int, int]]:
+    """Bytes that rank 0 sends forward and backward through column, GELU, row: paired, and with a gather between."""
+    region, inner, found = TensorRegion(group), 4 * hidden, {}
+    into, out = torch.randn(inner // group.world_size, hidden), torch.randn(hidden, inner // group.world_size)
+    for name in ("paired", "gathered"):
+        x = torch.randn(tokens, hidden, requires_grad=True)
+        with measure.ledger() as forward:
+            y = enter(x, region) @ into.T
+            if name == "gathered":
+                y = _CutInput.apply(F.gelu(_GatherOutput.apply(y, group)), group)
+            else:
+                y = F.gelu(y)
+            y = leave(y @ out.T, region)
+        with measure.ledger() as backward:
+            y.sum().backward()
+        found[name] = (forward.bytes(), backward.bytes())
+    return found

@@ -1,0 +1,150 @@
+"""Spoilers of lab 05: kv heads on the wrong ranks, all-reduces that hide nothing."""
+
+import torch
+
+from course.lab05_tensor_parallel.checks import Enter, Leave
+from course.lab05_tensor_parallel.checks_attention import ColumnLinear, attention, local_heads
+from minillm.labkit.exercises import alternative, mutant
+
+# Attention
+
+
+def kv_like_queries(num_heads, num_kv_heads, rank, world_size):
+    """Cuts kv heads as it cuts query heads: nothing is left for some ranks when there are fewer than ranks."""
+    queries, _ = local_heads(num_heads, num_kv_heads, rank, world_size)
+    return queries, range(rank * num_kv_heads // world_size, (rank + 1) * num_kv_heads // world_size)
+
+
+def all_kv_heads(num_heads, num_kv_heads, rank, world_size):
+    return local_heads(num_heads, num_kv_heads, rank, world_size)[0], range(num_kv_heads)
+
+
+def kv_by_modulo(num_heads, num_kv_heads, rank, world_size):
+    """Copies are dealt out in turn, so that neighbours hold different ones; query heads are not."""
+    if num_kv_heads >= world_size:
+        return local_heads(num_heads, num_kv_heads, rank, world_size)
+    key = rank % num_kv_heads
+    return local_heads(num_heads, num_kv_heads, rank, world_size)[0], range(key, key + 1)
+
+
+def enters_three_times(x, shards, attend, group):
+    q, k, v, o = shards
+    return Leave.apply(attend(*(Enter.apply(x, group) @ w.T for w in (q, k, v))) @ o.T, group)
+
+
+def values_outside(x, shards, attend, group):
+    q, k, v, o = shards
+    inside = Enter.apply(x, group)
+    return Leave.apply(attend(inside @ q.T, inside @ k.T, x @ v.T) @ o.T, group)
+
+
+def leaves_twice(x, shards, attend, group):
+    return Leave.apply(attention(x, shards, attend, group), group)
+
+
+mutant("parallel-attention", "kv-cut-like-queries", expect=r"kv head \d is not on that rank")(
+    (kv_like_queries, attention)
+)
+mutant("parallel-attention", "all-kv-heads-everywhere", expect="memory for nothing")((all_kv_heads, attention))
+mutant("parallel-attention", "kv-dealt-out-in-turn", expect="is not on that rank")((kv_by_modulo, attention))
+mutant("parallel-attention", "one-enter-each", expect="backward called 3 all_reduce")((local_heads, enters_three_times))
+mutant("parallel-attention", "v-without-enter", expect="gradient of x is wrong")((local_heads, values_outside))
+mutant("parallel-attention", "leaves-twice", expect="the output is wrong")((local_heads, leaves_twice))
+
+
+def fused(x, shards, attend, group):
+    """q, k and v as one product."""
+    q, k, v, o = shards
+    parts = (Enter.apply(x, group) @ torch.cat((q, k, v)).T).split([len(q), len(k), len(v)], dim=1)
+    return Leave.apply(attend(*parts) @ o.T, group)
+
+
+alternative("parallel-attention", "qkv-in-one")((local_heads, fused))
+
+# The overlapped input gradient
+
+
+def _backward(steps):
+    def backward(ctx, gradient):
+        return (*steps(ctx, gradient, *ctx.saved_tensors), None)
+
+    return staticmethod(backward)
+
+
+def _blocking(ctx, gradient, x, weight):
+    return ctx.group.all_reduce(gradient @ weight), gradient.T @ x
+
+
+def _weight_first(ctx, gradient, x, weight):
+    dw = gradient.T @ x
+    dx = gradient @ weight
+    handle = ctx.group.all_reduce(dx, async_op=True)
+    handle.wait()
+    return dx, dw
+
+
+def _waits_at_once(ctx, gradient, x, weight):
+    dx = ctx.group.all_reduce(gradient @ weight, async_op=True).wait()
+    return dx, gradient.T @ x
+
+
+def _reduces_the_weight(ctx, gradient, x, weight):
+    dx = gradient @ weight
+    handle = ctx.group.all_reduce(dx, async_op=True)
+    dw = ctx.group.all_reduce(gradient.T @ x)
+    handle.wait()
+    return dx, dw
+
+
+def _keeps_dx(ctx, gradient, x, weight):
+    return gradient @ weight, gradient.T @ x
+
+
+def _two_halves(ctx, gradient, x, weight):
+    """dX worked out in two halves of the tokens, then sent as one."""
+    middle = len(gradient) // 2
+    dx = torch.cat([gradient[:middle] @ weight, gradient[middle:] @ weight])
+    handle = ctx.group.all_reduce(dx, async_op=True)
+    dw = gradient.T @ x
+    handle.wait()
+    return dx, dw
+
+
+@mutant("overlapped-input-gradient", "blocks", expect="async_op=True returns a handle at once")
+class Blocks(ColumnLinear):
+    backward = _backward(_blocking)
+
+
+@mutant("overlapped-input-gradient", "weight-first", expect="nothing left to compute beside it")
+class WeightFirst(ColumnLinear):
+    backward = _backward(_weight_first)
+
+
+@mutant("overlapped-input-gradient", "waits-at-once", expect="compute dW before the wait")
+class WaitsAtOnce(ColumnLinear):
+    backward = _backward(_waits_at_once)
+
+
+@mutant("overlapped-input-gradient", "reduces-the-weight", expect="it stays on this rank, unreduced")
+class ReducesTheWeight(ColumnLinear):
+    backward = _backward(_reduces_the_weight)
+
+
+@mutant("overlapped-input-gradient", "no-reduction", expect="this rank's share alone")
+class KeepsDX(ColumnLinear):
+    backward = _backward(_keeps_dx)
+
+
+@mutant("overlapped-input-gradient", "gathers-the-output", expect="which stay here")
+class GathersTheOutput(ColumnLinear):
+    @staticmethod
+    def forward(ctx, x, weight, group):
+        ctx.save_for_backward(x, weight)
+        ctx.group = group
+        group.all_gather(x @ weight.T)
+        return x @ weight.T
+
+
+@alternative("overlapped-input-gradient", "dx-in-two-halves")
+class TwoHalves(ColumnLinear):
+    backward = _backward(_two_halves)

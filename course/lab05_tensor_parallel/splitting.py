@@ -1,0 +1,253 @@
+"""Lab 05's rank programs: a learner's tensor-parallel pieces at work on real ranks, forward and backward told apart.
+
+Each program takes the learner's object and a list of cases, so that one launch serves several numbers of ranks. What
+came out is compared with one process in float64; beside it stand the collectives and the bytes of either direction,
+because "right values" says nothing about what it cost.
+"""
+
+import math
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from course.shared.sharding import by_case, list_calls, on_groups
+from course.shared.trials import run
+from minillm import measure
+from minillm.comm import Group, RankError
+from minillm.labkit.exercises import CheckFailed
+
+CLOSE = 1e-9  # relative error that another order of summation can explain in float64
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a rank communicated. largest: numbers in the largest tensor it handed to a collective."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    bytes: int = 0
+    largest: int = 0
+
+    def __str__(self) -> str:
+        return list_calls(self.calls) or "nothing"
+
+
+@dataclass(frozen=True)
+class Passed:
+    """One rank, forward and backward. results: tensors by name; held: bytes of its weights."""
+
+    results: dict[str, Any]
+    forward: Traffic
+    backward: Traffic = field(default_factory=Traffic)
+    held: int = 0
+
+
+def try_cases(program: Callable[..., Any], learner: Any, cases: Sequence[Any]) -> list[list[Any]]:
+    """What `program` brings back from 4 ranks, by case and rank; what a rank said about the answer is said to the
+    learner."""
+    try:
+        return by_case(run(program, 4, learner, cases), cases)
+    except RankError as error:
+        if said := re.search(r"raised CheckFailed: (.+)", str(error)):
+            raise CheckFailed(said[1]) from None
+        raise
+
+
+def traffic(led: measure.Ledger) -> Traffic:
+    return Traffic(led.calls, led.bytes(), max((math.prod(event.shape) for event in led.events), default=0))
+
+
+def there_and_back(
+    compute: Callable[[], Tensor], output_gradient: Tensor, leaves: dict[str, Tensor], name: str = "output"
+) -> Passed:
+    """compute() and its backward pass, each under a ledger; the gradients of `leaves` under their names."""
+    with measure.ledger() as forward:
+        output = compute()
+    if not isinstance(output, Tensor):
+        raise CheckFailed(f"it returned {output!r} where a tensor is asked for: is there a return?")
+    if output.shape != output_gradient.shape:
+        raise CheckFailed(f"it returned {list(output.shape)}, but asked for is {list(output_gradient.shape)}")
+    if not output.requires_grad:
+        raise CheckFailed("autograd cannot pass through it: what went in no longer leads to what came out")
+    with measure.ledger() as backward:
+        output.backward(output_gradient)
+    results = {name: output.detach().clone()} | {f"d{key}": leaf.grad for key, leaf in leaves.items()}
+    held = sum(leaf.nbytes for key, leaf in leaves.items() if key != "x")
+    return Passed(results, traffic(forward), traffic(backward), held)
+
+
+def leaf(x: Tensor) -> Tensor:
+    """A copy that gathers a gradient."""
+    return x.detach().clone().requires_grad_()
+
+
+def close(found: Any, wanted: Tensor) -> bool:
+    same = isinstance(found, Tensor) and found.shape == wanted.shape
+    return same and torch.allclose(found.double(), wanted.double(), rtol=CLOSE, atol=1e-11)
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+# The two conjugate operators.
+
+
+@dataclass(frozen=True)
+class Operators:
+    """x: what all ranks have; partials[r]: rank r's share; gradients[r]: what backward hands to rank r."""
+
+    x: Tensor
+    partials: list[Tensor]
+    gradients: list[Tensor]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.partials)
+
+
+def run_operators(group: Group, learner: Any, cases: Sequence[Operators]) -> list[dict[str, Passed] | None]:
+    """Enter and Leave, each alone; "handed" is the gradient or the share after the operator had it."""
+
+    def run(case: Operators, part: Group) -> dict[str, Passed]:
+        enter, leave = learner
+        x, handed = leaf(case.x), case.gradients[part.rank].clone()
+        first = there_and_back(lambda: enter.apply(x, part), handed, {"x": x})
+        share = leaf(case.partials[part.rank])
+        second = there_and_back(lambda: leave.apply(share, part), case.gradients[0].clone(), {"x": share})
+        return {
+            "enter": Passed(first.results | {"handed": handed}, first.forward, first.backward),
+            "leave": Passed(second.results | {"handed": share.detach()}, second.forward, second.backward),
+        }
+
+    return on_groups(group, cases, run)
+
+
+# A pair of layers; attention.
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer of some matrices: x [tokens, hidden] in, the same out. heads: (query heads, kv heads), attention only."""
+
+    x: Tensor
+    weights: tuple[Tensor, ...]
+    output_gradient: Tensor
+    world_size: int
+    heads: tuple[int, int] = (0, 0)
+
+    def alone(self, compute: Callable[..., Tensor]) -> dict[str, Tensor]:
+        """Output and gradients in one process: "output", "dx", "d0", "d1", ..."""
+        x, weights = leaf(self.x), [leaf(weight) for weight in self.weights]
+        output = compute(x, *weights)
+        output.backward(self.output_gradient)
+        return {"output": output.detach(), "dx": x.grad} | {f"d{i}": w.grad for i, w in enumerate(weights)}
+
+
+def whole_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+
+def draw_mlp(world: int) -> Layer:
+    hidden, inner = (world * times for times in random.sample(range(2, 5), 2))  # both divide: any cut is possible
+    tokens, shapes = random.randint(3, 5), ((inner, hidden), (inner, hidden), (hidden, inner))
+    weights = tuple(randn(*shape) / 2 for shape in shapes)
+    return Layer(randn(tokens, hidden), weights, randn(tokens, hidden), world)
+
+
+def run_mlp(group: Group, learner: Any, cases: Sequence[Layer]) -> list[Passed | None]:
+    """cut(gate, up, down, rank, world_size) -> shards, then mlp(x, shards, group) forward and backward."""
+
+    def run(case: Layer, part: Group) -> Passed:
+        cut, mlp = learner
+        pieces = cut(*case.weights, part.rank, part.world_size)
+        if not isinstance(pieces, (tuple, list)) or [type(piece) for piece in pieces] != [Tensor] * 3:
+            raise CheckFailed(f"cut_mlp returned {pieces!r}; asked for are three tensors: this rank's gate, up, down")
+        found, inner = [list(piece.shape) for piece in pieces], len(case.weights[0]) // part.world_size
+        if found != [[inner, case.x.shape[1]]] * 2 + [[case.x.shape[1], inner]]:
+            whole = [list(weight.shape) for weight in case.weights]
+            raise CheckFailed(
+                f"cut_mlp makes {found} of {whole} for a rank of {part.world_size}: a rank should have {inner} of the "
+                f"{len(case.weights[0])} inner numbers, whole, and nothing of the others"
+            )
+        shards = [leaf(piece.clone()) for piece in pieces]
+        x = leaf(case.x)
+        leaves = {"x": x} | {str(i): shard for i, shard in enumerate(shards)}
+        return there_and_back(lambda: mlp(x, shards, part), case.output_gradient, leaves)
+
+    return on_groups(group, cases, run)
+
+
+HEAD = 4
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of the heads it is given: q [tokens, heads·4], k and v [tokens, kv_heads·4] -> like q."""
+    q, k, v = (y.unflatten(-1, (-1, HEAD)).transpose(0, 1)[None] for y in (q, k, v))
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    return y[0].transpose(0, 1).flatten(1)
+
+
+def whole_attention(x: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor) -> Tensor:
+    return attend(x @ q.T, x @ k.T, x @ v.T) @ o.T
+
+
+def draw_attention(heads: int, kv_heads: int, world: int) -> Layer:
+    hidden, tokens = random.randint(5, 9), random.randint(4, 6)
+    shapes = ((heads * HEAD, hidden), (kv_heads * HEAD, hidden), (kv_heads * HEAD, hidden), (hidden, heads * HEAD))
+    weights = tuple(randn(*shape) / 2 for shape in shapes)
+    return Layer(randn(tokens, hidden), weights, randn(tokens, hidden), world, (heads, kv_heads))
+
+
+def cut_heads(weights: Sequence[Tensor], queries: range, keys: range) -> list[Tensor]:
+    """q, k, v, o of these query and kv heads only."""
+    q, k, v, o = weights
+    rows, kv_rows = (slice(r.start * HEAD, r.stop * HEAD) for r in (queries, keys))
+    return [q[rows], k[kv_rows], v[kv_rows], o[:, rows]]
+
+
+def run_attention(group: Group, learner: Any, cases: Sequence[Layer]) -> list[Passed | None]:
+    """local_heads(...) says which heads, then attention(x, shards, attend, group) forward and backward."""
+
+    def run(case: Layer, part: Group) -> Passed:
+        local_heads, attention = learner
+        shards = [leaf(w) for w in cut_heads(case.weights, *local_heads(*case.heads, part.rank, part.world_size))]
+        x = leaf(case.x)
+        leaves = {"x": x} | {str(i): shard for i, shard in enumerate(shards)}
+        return there_and_back(lambda: attention(x, shards, attend, part), case.output_gradient, leaves)
+
+    return on_groups(group, cases, run)
+
+
+# The vocabulary.
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """table: [vocab, hidden], or the logits [tokens, vocab]; ids: the tokens or the targets."""
+
+    table: Tensor
+    ids: Tensor
+    output_gradient: Tensor
+    world_size: int
+    columns: bool = False
+
+    def part(self, rank: int) -> Tensor:
+        return self.table.chunk(self.world_size, dim=1 if self.columns else 0)[rank].clone()
+
+
+def run_vocabulary(group: Group, learner: Callable, cases: Sequence[Vocabulary]) -> list[Passed | None]:
+    """An embedding, learner(ids, rows, group), or a loss, learner(logits, ids, group)."""
+
+    def run(case: Vocabulary, part: Group) -> Passed:
+        mine = leaf(case.part(part.rank))
+        arguments = (mine, case.ids.clone()) if case.columns else (case.ids.clone(), mine)
+        return there_and_back(lambda: learner(*arguments, part), case.output_gradient, {"0": mine})
+
+    return on_groups(group, cases, run)

@@ -1,0 +1,272 @@
+"""Lab 06, pipeline parallelism: messages that nobody waits for for ever, and a backward in two halves."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from course.lab06_pipeline_parallel import staging
+from course.lab06_pipeline_parallel.checks import as_action, gpipe_order, one_f_one_b_order
+from course.shared.measuring import count_flops
+from course.shared.trials import run
+from minillm.labkit.exercises import CheckFailed, exercise
+from minillm.labkit.receipts import Receipt, row
+from minillm.parallel.pipeline_parallel.actions import straight
+from minillm.parallel.pipeline_parallel.schedules import Action, Edge, Event, Schedule, ScheduleError, check
+from minillm.predict import pipeline as predict
+
+LAB = "06_pipeline_parallel"
+Message = tuple[str, str]  # (send or recv, the action whose result travels)
+
+
+# The course's own answers.
+
+
+def place_messages(order: Sequence[str], stage: int, stages: int) -> list[str | list[str]]:
+    """The order with its messages; a list of messages is posted at once."""
+    steps: list[str | list[str]] = [[]]
+    for action in order:
+        forward = action[0] == "F"
+        before, after = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
+        if 0 <= before < stages:
+            steps[-1].append(f"recv {action}")
+        steps += [action, [f"send {action}"] if 0 <= after < stages else []]
+    return [step for step in steps if step]
+
+
+class SplitLinear(torch.autograd.Function):
+    """x @ weight.T whose backward gives the input's gradient at once and puts the weight's off."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, later: list[Callable[[], None]]) -> Tensor:
+        """x: [tokens, inputs], weight: [outputs, inputs] -> [tokens, outputs]."""
+        ctx.save_for_backward(x, weight)
+        ctx.later = later
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        x, weight = ctx.saved_tensors
+
+        def weight_gradient() -> None:
+            found = gradient.T @ x
+            weight.grad = found if weight.grad is None else weight.grad + found
+
+        ctx.later.append(weight_gradient)
+        return gradient @ weight, None, None
+
+
+# What they are held to.
+
+
+@exercise(
+    "rendezvous-messages",
+    reference=place_messages,
+    minutes=20,
+    difficulty=4,
+    lab=LAB,
+    hints=(
+        "Write the naive version first: receive what an action needs, do it, send what it made. Then look at stages 0 "
+        "and 1 of 1F1B: who sends when the other one sends, too?",
+        "A send and the receive after it stand next to each other, with no action between: post them at once, as one "
+        "list. Forwards come from stage - 1 and go to stage + 1, backwards the other way.",
+        'steps = [[]]; for each action: if it needs a message, steps[-1].append(f"recv {action}"); then steps += '
+        '[action, [f"send {action}"] or [] if nobody waits for it]. At the end leave out the empty lists.',
+    ),
+)
+def check_messages(learner: Callable) -> Receipt:
+    programs, names = [], []
+    for make, name, stages, microbatches in (
+        (gpipe_order, "GPipe", 3, 3),
+        (one_f_one_b_order, "1F1B", 4, 8),
+        (one_f_one_b_order, "1F1B", 2, random.randint(3, 5)),
+        (one_f_one_b_order, "1F1B", 1, 2),
+    ):
+        where = f"{name}, {stages} stage{'s' * (stages > 1)}, {microbatches} microbatches"
+        orders = [make(stage, stages, microbatches) for stage in range(stages)]
+        steps = [_read(learner(list(order), stage, stages), order, stage, where) for stage, order in enumerate(orders)]
+        _judge_places(steps, stages, microbatches, where)
+        _judge_rendezvous(steps, where)
+        programs.append((stages, steps))
+        names.append((where, predict.sends(stages, microbatches)))
+    ranks = run(staging.run_messages, 4, programs)
+    rows = []
+    for index, (where, due) in enumerate(names):
+        found = [rank[index] for rank in ranks if rank[index] is not None]
+        rows.append(row(f"{where}: messages of all stages", due, sum(sent for _, sent in found)))
+        rows.append(row("    that brought something else", 0, sum(len(wrong) for wrong, _ in found)))
+    return Receipt("on real ranks, each exchange waited for", tuple(rows))
+
+
+def _read(steps: Any, order: Sequence[str], stage: int, where: str) -> list[str | list[Message]]:
+    """The learner's steps with messages taken apart; CheckFailed unless they hold the order's actions."""
+    if not isinstance(steps, list | tuple):
+        raise CheckFailed(f'stage {stage}: you returned {steps!r:.40}; asked for is a list such as ["F0", ["send F0"]]')
+    found = [step if isinstance(step, str) else [_message(text, stage) for text in step] for step in steps]
+    loose = next((step for step in found if isinstance(step, str) and " " in step), None)
+    if loose:
+        raise CheckFailed(f'stage {stage}: put messages into lists: ["{loose}"], or several that are posted at once')
+    actions = [step for step in found if isinstance(step, str)]
+    if actions != list(order):
+        raise CheckFailed(f"{where}: stage {stage} does {' '.join(actions)}; keep the order: {' '.join(order)}")
+    return found
+
+
+def _message(text: Any, stage: int) -> Message:
+    verb, _, name = str(text).partition(" ")
+    if verb not in ("send", "recv"):
+        raise CheckFailed(f'stage {stage}: {text!r} is no message; write "send F0" or "recv B0"')
+    return verb, str(as_action(name, stage))
+
+
+def _judge_places(steps: Sequence[list], stages: int, microbatches: int, where: str) -> None:
+    """CheckFailed unless every message is sent after it is made and received before it is needed, once."""
+    route = (straight(stages),) * microbatches
+    bare = tuple(tuple(Action.parse(step) for step in own if isinstance(step, str)) for own in steps)
+    known = {(edge.source, edge.ranks): edge for edge in Schedule("bare", bare, route).messages}
+    orders = []
+    for stage, own in enumerate(steps):
+        order: list[Action | Edge] = []
+        for step in own:
+            order += [Action.parse(step)] if isinstance(step, str) else []
+            for verb, name in step if isinstance(step, list) else ():
+                onward = 1 if name[0] == "F" else -1
+                ends = (stage, stage + onward) if verb == "send" else (stage - onward, stage)
+                edge = known.get((Event(ends[0], Action.parse(name)), ends))
+                if edge is None:
+                    there = (
+                        "nobody is there" if not all(0 <= end < stages for end in ends) else "there is no such message"
+                    )
+                    raise CheckFailed(f"{where}: stage {stage} has '{verb} {name}', but {there}")
+                order.append(edge)
+        orders.append(tuple(order))
+    try:
+        check(Schedule("yours", tuple(orders), route))
+    except ScheduleError as error:
+        if not str(error).startswith("deadlock"):
+            raise CheckFailed(f"{where}: {error}") from None
+
+
+def _judge_rendezvous(steps: Sequence[list], where: str) -> None:
+    """CheckFailed if a circle of stages waits when a list is done once all its messages have met their partners."""
+    at, met = [0] * len(steps), [set() for _ in steps]  # met[stage]: what it has posted so far
+    moved = True
+    while moved:
+        moved = False
+        for stage, own in enumerate(steps):
+            while at[stage] < len(own):
+                step = own[at[stage]]
+                if isinstance(step, list):
+                    moved |= not met[stage].issuperset(step)
+                    met[stage].update(step)
+                    if _waiting(step, stage, met):
+                        break
+                at[stage] += 1
+                moved = True
+    stuck = {stage: _waiting(own[at[stage]], stage, met)[0] for stage, own in enumerate(steps) if at[stage] < len(own)}
+    if stuck:
+        text = ", ".join(f"stage {stage} in '{verb} {name}'" for stage, (verb, name) in stuck.items())
+        raise CheckFailed(
+            f"{where}: deadlock, if sends wait for their receives: {text}. Where two neighbours send to each other, "
+            "post the send together with the receive that follows it, in one list"
+        )
+
+
+def _waiting(batch: Sequence[Message], stage: int, met: Sequence[set[Message]]) -> list[Message]:
+    """Messages of the batch whose other end has not been posted."""
+    found = []
+    for verb, name in batch:
+        onward = (1 if name[0] == "F" else -1) * (1 if verb == "send" else -1)
+        other = "recv" if verb == "send" else "send"
+        if (other, name) not in met[stage + onward]:
+            found.append((verb, name))
+    return found
+
+
+@exercise(
+    "split-backward",
+    reference=SplitLinear,
+    minutes=15,
+    difficulty=3,
+    lab=LAB,
+    hints=(
+        "Two matrix products make up the backward of a linear layer. For which of them does the stage before wait?",
+        "backward returns gradient @ weight for x, None for the rest, and appends a function to `later` which, when "
+        "called, adds gradient.T @ x to weight.grad (which is None at first).",
+        "ctx.save_for_backward(x, weight); ctx.later = later; return x @ weight.T. backward: x, weight = "
+        "ctx.saved_tensors; def weight_gradient(): g = gradient.T @ x; weight.grad = g if weight.grad is None else "
+        "weight.grad + g; ctx.later.append(weight_gradient); return gradient @ weight, None, None.",
+    ),
+)
+def check_split(learner: Any) -> Receipt:
+    layers, microbatches, width, tokens = random.randint(2, 4), 3, 8, 5
+    weights = [nn.Parameter(torch.randn(width, width, dtype=torch.float64)) for _ in range(layers)]
+    alone = [nn.Parameter(weight.detach().clone()) for weight in weights]
+    product = 2 * tokens * width * width * layers
+    flops = {"forward": 0, "backward": 0, "later": 0}
+    later: list[list] = []
+    for m in range(microbatches):
+        given = torch.randn(tokens, width, dtype=torch.float64)
+        x, twin = given.clone().requires_grad_(), given.clone().requires_grad_()
+        y, right, queue = [x], twin, []
+        flops["forward"] += count_flops(lambda y=y, queue=queue: _through(learner, y, weights, queue))
+        for weight in alone:
+            right = torch.tanh(right @ weight.T)
+        right.square().sum().backward()
+        flops["backward"] += count_flops(lambda y=y: y[-1].square().sum().backward())
+        _judge_input(x, twin, weights, queue, m)
+        later.append(queue)
+    early = {m for m, queue in enumerate(later) if len(queue) != layers}
+    if early:
+        raise CheckFailed(
+            f"{len(later[min(early)])} functions in later after a backward through {layers} layers; one each"
+        )
+    for m in reversed(range(microbatches)):  # any order will do
+        flops["later"] += count_flops(lambda queue=later[m]: [work() for work in queue])
+    _judge_weights(weights, alone, microbatches)
+    rows = [
+        row(f"FLOPs of I, {layers} layers, {microbatches} microbatches", microbatches * product, flops["backward"]),
+        row("    of W", microbatches * product, flops["later"]),
+        row("    of F", microbatches * product, flops["forward"]),
+        row("weight gradients of one whole backward", True, True),
+    ]
+    if flops["backward"] > microbatches * product:
+        raise CheckFailed(
+            f"right gradients, but backward does {flops['backward'] / product / microbatches:g} products per layer and "
+            "microbatch: the weight's is not put off, only its addition",
+            rows,
+        )
+    if flops["later"] > microbatches * product:
+        raise CheckFailed(
+            f"right gradients, but what is put off takes {flops['later'] / product / microbatches:g} products per "
+            "layer: one is enough, gradient.T @ x",
+            rows,
+        )
+    return Receipt("B = I + W", tuple(rows))
+
+
+def _through(learner: Any, y: list[Tensor], weights: Sequence[Tensor], later: list) -> None:
+    for weight in weights:
+        y.append(torch.tanh(learner.apply(y[-1], weight, later)))
+
+
+def _judge_input(x: Tensor, twin: Tensor, weights: Sequence[Tensor], later: list, m: int) -> None:
+    if x.grad is None or not torch.allclose(x.grad, twin.grad):
+        raise CheckFailed("the input's gradient is not right after backward: gradient @ weight, at once")
+    if any(weight.grad is not None for weight in weights):
+        raise CheckFailed(
+            "after backward the weights have gradients already: nothing was put off" + " but the list" * bool(later)
+        )
+
+
+def _judge_weights(weights: Sequence[nn.Parameter], alone: Sequence[nn.Parameter], microbatches: int) -> None:
+    for layer, (weight, right) in enumerate(zip(weights, alone, strict=True)):
+        if weight.grad is None:
+            raise CheckFailed(f"layer {layer}: no gradient after everything in later was called: add it to weight.grad")
+        if not torch.allclose(weight.grad, right.grad):
+            raise CheckFailed(
+                f"layer {layer}: weight.grad is not the sum over {microbatches} microbatches: "
+                "is each one's own x and gradient used, and added to what is there?"
+            )

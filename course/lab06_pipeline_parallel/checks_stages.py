@@ -1,0 +1,251 @@
+"""Lab 06, pipeline parallelism: a stage at work (receive, compute, send), and the embedding that two stages share."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from course.lab06_pipeline_parallel import staging
+from course.lab06_pipeline_parallel.checks import gpipe_order, one_f_one_b_order
+from course.lab06_pipeline_parallel.staging import Run, Staged, Tied
+from course.shared import sharding
+from course.shared.trials import run
+from minillm.comm import Group
+from minillm.labkit.exercises import CheckFailed, exercise
+from minillm.labkit.receipts import Receipt, row
+from minillm.predict import pipeline as predict
+
+LAB = "06_pipeline_parallel"
+
+
+# The course's own answers.
+
+
+class Stage:
+    """One stage of a pipeline. Forward: receive, compute, send. Backward: receive the gradient, backward, send."""
+
+    def __init__(
+        self, module: nn.Module, group: Group, like: Tensor, loss: Callable[[Tensor, int], Tensor], microbatches: int
+    ):
+        self.module, self.group, self.like, self.loss, self.microbatches = module, group, like, loss, microbatches
+        self.first, self.last = group.rank == 0, group.rank == group.world_size - 1
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self.sent: list[Any] = []
+
+    def forward(self, m: int, x: Tensor | None = None) -> None:
+        """Microbatch m through this stage. x: [rows, width] on the first stage, None elsewhere."""
+        if not self.first:
+            x = torch.empty_like(self.like)
+            self.group.recv(x, self.group.rank - 1)
+            x.requires_grad_()
+        y = self.module(x)
+        if self.last:
+            y = self.loss(y, m) / self.microbatches
+        else:
+            self.sent.append(self.group.send(y, self.group.rank + 1, async_op=True))
+        self.kept[m] = x, y
+
+    def backward(self, m: int) -> None:
+        """Adds the gradient of microbatch m to this stage's parameters."""
+        x, y = self.kept.pop(m)
+        if self.last:
+            y.backward()
+        else:
+            gradient = torch.empty_like(y)
+            self.group.recv(gradient, self.group.rank + 1)
+            y.backward(gradient)
+        if not self.first:
+            self.sent.append(self.group.send(x.grad, self.group.rank - 1, async_op=True))
+
+
+def sum_tied(weight: nn.Parameter | None, group: Group) -> None:
+    """The gradient of an embedding that the first and the last stage hold: the sum of both, on both."""
+    ends = (0, group.world_size - 1)
+    if group.world_size == 1 or group.rank not in ends:
+        return
+    other = ends[group.rank == 0]
+    theirs = torch.empty_like(weight.grad)
+    group.exchange(send=(weight.grad, other), recv=(theirs, other))
+    weight.grad += theirs
+
+
+# What they are held to.
+
+
+@exercise(
+    "stage-step",
+    reference=Stage,
+    minutes=25,
+    difficulty=4,
+    lab=LAB,
+    hints=(
+        "Between two stages the graph is cut: autograd knows nothing of what came from another rank. What has to be "
+        "done by hand at the cut, on the way forward and on the way back?",
+        "forward: receive into an empty tensor (not on the first stage) and only then let it require a gradient; "
+        "compute; keep x and y under m; send y without waiting. On the last stage y is the loss, divided by "
+        "microbatches. backward: take x and y out; receive the gradient of y (not on the last stage), y.backward(it), "
+        "send x.grad without waiting.",
+        "forward: x = torch.empty_like(self.like); group.recv(x, rank - 1); x.requires_grad_(); y = self.module(x); "
+        "last: y = self.loss(y, m) / self.microbatches, else self.sent.append(group.send(y, rank + 1, async_op=True)); "
+        "self.kept[m] = x, y. backward: x, y = self.kept.pop(m); last: y.backward(), else g = torch.empty_like(y); "
+        "group.recv(g, rank + 1); y.backward(g); not first: self.sent.append(group.send(x.grad, rank - 1, "
+        "async_op=True)).",
+    ),
+)
+def check_stage(learner: Callable) -> Receipt:
+    filled = [(4, 4, _in_turn, "one at a time"), (3, 4, gpipe_order, "GPipe"), (1, 3, gpipe_order, "GPipe")]
+    turns = (4, 6, one_f_one_b_order, "1F1B")
+    cases = [_draw_run(*case) for case in (*filled, turns)]
+    try:
+        trials = run(staging.run_stage, 4, learner, cases)
+    except CheckFailed as hang:
+        first = cases[:-1]  # where sends that wait do no harm
+        for case, ranks in zip(first, sharding.by_case(run(staging.run_stage, 4, learner, first), first), strict=True):
+            _judge_stage(case, ranks)
+        raise CheckFailed(
+            f"right under GPipe, but under 1F1B {hang}\nTwo neighbours send to each other, and both wait: send with "
+            "async_op=True and keep the handle in self.sent."
+        ) from None
+    rows = []
+    for case, ranks in zip(cases, sharding.by_case(trials, cases), strict=True):
+        _judge_stage(case, ranks)
+        rows += _rows(case, ranks)
+    return Receipt("stages on real ranks", tuple(rows))
+
+
+def _in_turn(stage: int, stages: int, microbatches: int) -> list[str]:
+    return [f"{kind}{m}" for m in range(microbatches) for kind in "FB"]
+
+
+def _draw_run(stages: int, microbatches: int, order: Callable, name: str) -> Run:
+    shape = staging.ROWS, staging.WIDTH
+    return Run(
+        [torch.randn(staging.WIDTH, staging.WIDTH, dtype=torch.float64) for _ in range(stages)],
+        [torch.randn(shape, dtype=torch.float64) for _ in range(microbatches)],
+        [torch.randn(shape, dtype=torch.float64) for _ in range(microbatches)],
+        [order(stage, stages, microbatches) for stage in range(stages)],
+        f"{name}, {stages} stage{'s' * (stages > 1)}, {microbatches} microbatches",
+    )
+
+
+def _judge_stage(case: Run, ranks: Sequence[Staged]) -> None:
+    """CheckFailed unless every stage has the gradient of one process, by messages between neighbours."""
+    wanted, microbatches = staging.in_one_process(case), len(case.inputs)
+    slips = {
+        f"{microbatches} times too large: the mean over all microbatches is asked for, so divide each loss": (
+            staging.in_one_process(case, lambda loss, m: loss * microbatches)
+        ),
+        f"{microbatches} times too small: the loss was divided twice": (
+            staging.in_one_process(case, lambda loss, m: loss / microbatches)
+        ),
+        "that of the last microbatch alone: gradients of microbatches add up in .grad": (
+            staging.in_one_process(case, lambda loss, m: loss * (m == microbatches - 1))
+        ),
+    }
+    for stage, did in enumerate(ranks):
+        who = f"{case.name}: stage {stage}"
+        if ready := sorted(set(did.calls) - staging.GROUP_ONLY):
+            raise CheckFailed(f"{who} calls {', '.join(ready)}: neighbours exchange messages, the others have no part")
+        if did.gradient is None:
+            raise CheckFailed(f"{who} has no gradient: does backward run on every stage, through the kept output?")
+        if torch.allclose(did.gradient, wanted[stage], rtol=1e-9, atol=1e-12):
+            continue
+        said = [text for text, wrong in slips.items() if torch.allclose(did.gradient, wrong[stage], rtol=1e-6)]
+        if not said and stage < len(ranks) - 1 and torch.allclose(ranks[-1].gradient, wanted[-1], rtol=1e-9):
+            said = ["the last stage's is right, so look at what travels back: is it the gradient that came in?"]
+        raise CheckFailed(
+            f"{who} has another gradient than one process: " + (said[0] if said else "of what is it one?")
+        )
+    stages = case.world_size
+    for stage, did in enumerate(ranks):
+        most = _most_in_flight(case, stage)
+        if did.peak > most:
+            raise CheckFailed(
+                f"right gradients, but {case.name}: stage {stage} holds the outputs of {did.peak} microbatches at once "
+                f"where {most} are enough: let go of what is kept when its backward comes"
+            )
+    sent = sum(did.messages for did in ranks)
+    if sent != (due := predict.sends(stages, microbatches)):
+        raise CheckFailed(f"right gradients, but {case.name}: {sent} messages where {due} are enough")
+
+
+def _most_in_flight(case: Run, stage: int) -> int:
+    held = most = 0
+    for action in case.orders[stage]:
+        held += 1 if action[0] == "F" else -1
+        most = max(most, held)
+    return most
+
+
+def _rows(case: Run, ranks: Sequence[Staged]) -> list:
+    wanted, stages = staging.in_one_process(case), case.world_size
+    worst = max(((did.gradient - right).norm() / right.norm()).item() for did, right in zip(ranks, wanted, strict=True))
+    due = predict.sent_bytes(stages, len(case.inputs) * staging.ROWS, 1, staging.WIDTH, 8)
+    return [
+        row(f"{case.name}: gradients of one process (within 1e-12)", True, worst < 1e-12),
+        row("    messages of all stages", predict.sends(stages, len(case.inputs)), sum(did.messages for did in ranks)),
+        row("    their bytes", due, sum(did.bytes for did in ranks), "B"),
+        row(
+            "    outputs held at most, by stage",
+            tuple(_most_in_flight(case, stage) for stage in range(stages)),
+            tuple(did.peak for did in ranks),
+        ),
+    ]
+
+
+@exercise(
+    "tied-embedding",
+    reference=sum_tied,
+    minutes=10,
+    difficulty=2,
+    lab=LAB,
+    hints=(
+        "Each copy has seen a part of the gradient: the first stage's as an embedding, the last one's as the head. "
+        "What would the one embedding of a single process have?",
+        "Both ends need the sum of both gradients. Nobody else takes part. With one stage there is one copy.",
+        "ends = (0, group.world_size - 1); return unless group.rank is one of them and they differ; other = the other "
+        "one; theirs = torch.empty_like(weight.grad); group.exchange(send=(weight.grad, other), recv=(theirs, other)); "
+        "weight.grad += theirs.",
+    ),
+)
+def check_tied(learner: Callable) -> Receipt:
+    cases = [Tied([torch.randn(5, 4) for _ in range(stages)]) for stages in (4, random.choice((2, 3)), 1)]
+    trials = sharding.by_case(run(staging.run_tied, 4, learner, cases), cases)
+    rows = []
+    for case, ranks in zip(cases, trials, strict=True):
+        stages, size = case.world_size, case.gradients[0].nbytes
+        first, last = case.gradients[0], case.gradients[-1]
+        wanted = first if stages == 1 else first + last
+        for stage in sorted({0, stages - 1}):
+            _judge_tied(f"{stages} stages: stage {stage}", ranks[stage], wanted, case, stage)
+        between = [did.bytes for did in ranks[1:-1]]
+        calls = {name for did in ranks for name in did.calls}
+        if "gather_objects" in calls:
+            raise CheckFailed(
+                "right, but gather_objects pickles, for a few small things; and everybody gets everything"
+            )
+        if any(between):
+            raise CheckFailed(f"right, but the stages between the ends send {between} bytes; they have no copy")
+        sent, due = [ranks[0].bytes, ranks[-1].bytes], (size if stages > 1 else 0)
+        rows.append(row(f"{stages} stage{'s' * (stages > 1)}: gradient of the one embedding", True, True))
+        rows.append(row("    bytes sent by an end", due, max(sent), "B"))
+        rows.append(row("    by the stages between", 0, sum(between), "B"))
+    return Receipt("one embedding, two copies", tuple(rows))
+
+
+def _judge_tied(who: str, did: staging.Summed, wanted: Tensor, case: Tied, stage: int) -> None:
+    if did.weight_moved:
+        raise CheckFailed(f"{who}: the weight itself changed; sum the gradients (.grad)")
+    if did.gradient is not None and torch.allclose(did.gradient, wanted):
+        return
+    first, last = case.gradients[0], case.gradients[-1]
+    slips = {
+        "has only its own gradient: the two copies will drift apart": case.gradients[stage],
+        "has the other end's gradient, without its own": (last, first)[stage > 0],
+        "has the mean; two uses of one weight add up": wanted / 2,
+        "counts it twice: with one stage there is one copy": 2 * wanted,
+    }
+    said = [text for text, value in slips.items() if did.gradient is not None and torch.allclose(did.gradient, value)]
+    raise CheckFailed(f"{who} " + (said[0] if said else "has no sum of the two gradients"))

@@ -1,0 +1,210 @@
+"""Lab 06's rank programs: a learner's pipeline stage, messages and tied embedding at work on real ranks.
+
+Each program takes the learner's object and a list of cases, so that one launch serves several numbers of stages, and
+returns per case what came out and what the ledger says. The graphs behind a stage's outputs are watched by weak
+references: those that live on after their backward are activations that were never let go.
+"""
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from course.shared.sharding import on_groups
+from minillm import measure
+from minillm.comm import Group
+
+WIDTH, ROWS = 6, 3  # of what travels
+GROUP_ONLY = {"send", "recv", "exchange"}
+
+
+# A stage.
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model cut into stages, its microbatches and targets, and the order in which stages are told to work."""
+
+    weights: list[Tensor]  # [WIDTH, WIDTH] of each stage
+    inputs: list[Tensor]  # [ROWS, WIDTH] of each microbatch
+    targets: list[Tensor]
+    orders: list[list[str]]
+    name: str
+
+    @property
+    def world_size(self) -> int:
+        return len(self.weights)
+
+    def loss(self, y: Tensor, m: int) -> Tensor:
+        """Mean loss of microbatch m."""
+        return (y - self.targets[m]).square().mean()
+
+
+@dataclass(frozen=True)
+class Staged:
+    """What one rank did. peak: outputs whose graphs live at once; messages, bytes: sent."""
+
+    gradient: Tensor | None
+    peak: int
+    messages: int
+    bytes: int
+    calls: Counter[str] = field(default_factory=Counter)
+
+
+class Part(nn.Module):
+    """One stage: tanh(x @ weight). Knows which of its outputs' graphs are still alive, without keeping them so."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight, self.graphs = nn.Parameter(weight.clone()), weakref.WeakSet()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Watch.apply(torch.tanh(x @ self.weight), self.graphs)
+
+
+class _Watch(torch.autograd.Function):
+    """The identity; the token lives as long as the graph that leads here."""
+
+    @staticmethod
+    def forward(ctx, y: Tensor, graphs: weakref.WeakSet) -> Tensor:
+        ctx.token = _Token()
+        graphs.add(ctx.token)
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple:
+        return gradient, None
+
+
+class _Token:
+    pass
+
+
+def run_stage(group: Group, learner: Callable, cases: Sequence[Run]) -> list[Staged | None]:
+    """learner(module, group, like, loss, microbatches), then .forward(m, x) and .backward(m) in each case's order."""
+
+    gc.freeze()  # makes looking for what is let go cheap
+
+    def run(case: Run, part: Group) -> Staged:
+        module, peak = Part(case.weights[part.rank]), 0
+        with measure.ledger() as led:
+            stage = learner(module, part, torch.zeros_like(case.inputs[0]), case.loss, len(case.inputs))
+            for action in case.orders[part.rank]:
+                kind, m = action[0], int(action[1:])
+                if kind == "F":
+                    stage.forward(m, case.inputs[m].clone() if part.rank == 0 else None)
+                else:
+                    stage.backward(m)
+                if len(module.graphs) > peak:
+                    gc.collect()
+                    peak = max(peak, len(module.graphs))
+            for handle in getattr(stage, "sent", ()):
+                if hasattr(handle, "wait"):
+                    handle.wait()
+        part.barrier()
+        return Staged(module.weight.grad, peak, led.messages, led.bytes(), led.calls)
+
+    return on_groups(group, cases, run)
+
+
+def in_one_process(case: Run, changed: Callable[[Tensor, int], Tensor] | None = None) -> list[Tensor]:
+    """Every stage's gradient of the mean over all microbatches, or of `changed(loss of microbatch m, m)`."""
+    weights = [weight.clone().requires_grad_() for weight in case.weights]
+    for m, x in enumerate(case.inputs):
+        for weight in weights:
+            x = torch.tanh(x @ weight)
+        loss = case.loss(x, m) / len(case.inputs)
+        (changed(loss, m) if changed else loss).backward()
+    return [weight.grad for weight in weights]
+
+
+# Messages.
+
+
+def run_messages(group: Group, programs: Sequence[tuple[int, list[list[Any]]]]) -> list[tuple[list[str], int] | None]:
+    """Carries out (stages, steps by stage), each list of messages as one exchange that returns when all have arrived.
+
+    Returns per program (what arrived with other numbers than were sent, messages this rank sent). Every message says
+    which microbatch it belongs to and where it comes from.
+    """
+    found: list[tuple[list[str], int] | None] = []
+    sizes = sorted({stages for stages, _ in programs})
+    groups = {size: group.subgroup(range(size), f"{size} stages") for size in sizes}
+    for stages, steps in programs:
+        part = groups[stages]
+        if part.rank < 0:
+            found.append(None)
+            continue
+        wrong = []
+        with measure.ledger() as led:
+            for step in steps[part.rank]:
+                if isinstance(step, list):
+                    wrong += _carry_out(step, part)
+        found.append((wrong, led.messages))
+        part.barrier()
+    return found
+
+
+def _carry_out(batch: list[tuple[str, str]], group: Group) -> list[str]:
+    """One exchange. batch: (send or recv, action whose result travels)."""
+    sends, recvs, due = [], [], []
+    for verb, name in batch:
+        onward = 1 if name[0] == "F" else -1
+        peer = group.rank + (onward if verb == "send" else -onward)
+        if verb == "send":
+            sends.append((_content(name, group.rank), peer))
+        else:
+            recvs.append((torch.zeros(4), peer))
+            due.append((name, _content(name, peer)))
+    group.exchange(send=sends, recv=recvs)
+    return [name for (name, right), (x, _) in zip(due, recvs, strict=True) if not torch.equal(x, right)]
+
+
+def _content(name: str, rank: int) -> Tensor:
+    return torch.tensor([float(name[0] == "F"), float(name[1:]), float(rank), 1.0])
+
+
+# The tied embedding.
+
+
+@dataclass(frozen=True)
+class Tied:
+    """gradients[r]: of the copy on stage r; only the first and the last are used."""
+
+    gradients: list[Tensor]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.gradients)
+
+
+@dataclass(frozen=True)
+class Summed:
+    """What one rank has afterwards and what it sent."""
+
+    gradient: Tensor | None
+    weight_moved: bool
+    bytes: int
+    calls: Counter[str]
+
+
+def run_tied(group: Group, learner: Callable, cases: Sequence[Tied]) -> list[Summed | None]:
+    """learner(weight, group), with weight None between the ends."""
+
+    def run(case: Tied, part: Group) -> Summed:
+        weight = None
+        if part.rank in (0, part.world_size - 1):
+            weight = nn.Parameter(torch.ones_like(case.gradients[0]))
+            weight.grad = case.gradients[part.rank].clone()
+        with measure.ledger() as led:
+            learner(weight, part)
+        part.barrier()
+        moved = weight is not None and not torch.equal(weight.detach(), torch.ones_like(weight))
+        return Summed(None if weight is None else weight.grad, moved, led.bytes(), led.calls)
+
+    return on_groups(group, cases, run)

@@ -1,0 +1,184 @@
+"""Lab 11, batches: windows packed, samples dealt to ranks, batches made ahead.
+
+Windows are compared with closed forms. Dealing runs on real ranks, so that nothing hides in one process. Prefetching is
+judged by events (what was begun before what was asked for), never by a stopwatch: `labkit/feeding.py`.
+"""
+
+import queue
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from course.lab11_data_pipeline import feeding
+from course.lab11_data_pipeline.checks import LAB
+from minillm.comm import launch
+from minillm.data.sampler import permutation
+from minillm.labkit.exercises import CheckFailed, exercise
+from minillm.labkit.receipts import Receipt, receipt, row
+from minillm.predict import data as predict
+
+Order = Callable[[int], np.ndarray]
+
+
+# The course's own answers.
+
+
+def windows(tokens: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """tokens: [count] -> (inputs, targets), each [n, seq_len]: every token but the first is a target once."""
+    n = (len(tokens) - 1) // seq_len
+    return tokens[: n * seq_len].view(n, seq_len), tokens[1 : n * seq_len + 1].view(n, seq_len)
+
+
+def deal(position: int, order: Order, num_samples: int, batch_size: int, rank: int, world_size: int) -> list[int]:
+    """This rank's samples of the step that begins at `position` of the endless stream of all epochs."""
+    places = (position + rank + world_size * i for i in range(batch_size))
+    return [int(order(place // num_samples)[place % num_samples]) for place in places]
+
+
+def prefetch(make: Callable[[int], Any], total: int, depth: int) -> Iterator[Any]:
+    """make(0), ..., make(total - 1) in order, made by a thread that runs about `depth` ahead and no further."""
+    ready: queue.Queue = queue.Queue(maxsize=depth)
+
+    def produce() -> None:
+        for k in range(total):
+            try:
+                ready.put((make(k), None))
+            except Exception as error:
+                ready.put((None, error))
+                return
+
+    threading.Thread(target=produce, daemon=True).start()
+    for _ in range(total):
+        item, error = ready.get()
+        if error is not None:
+            raise error
+        yield item
+
+
+# Windows.
+
+
+@exercise(
+    "pack-windows",
+    reference=windows,
+    minutes=10,
+    difficulty=2,
+    lab=LAB,
+    hints=(
+        "Window i starts at token i · seq_len. Its inputs are seq_len tokens, its targets the same moved on by one.",
+        "The last target of a window is the first input of the next: windows share one token. So T tokens hold "
+        "(T - 1) // seq_len windows.",
+        "n = (len(tokens) - 1) // seq_len; return tokens[: n * seq_len].view(n, seq_len), "
+        "tokens[1 : n * seq_len + 1].view(n, seq_len)",
+    ),
+)
+def check_windows(learner: Callable) -> Receipt:
+    rows = []
+    for seq_len, n, rest in ((random.randint(3, 6), random.randint(3, 6), 1), (4, 3, 4), (random.randint(7, 16), 9, 5)):
+        count = seq_len * n + rest
+        tokens = torch.arange(count) + 1000
+        found = learner(tokens.clone(), seq_len)
+        _judge_windows(found, count, seq_len)
+        targets = found[1].flatten().tolist()
+        rows += [
+            row(f"{count} tokens, seq_len {seq_len}: windows", (count - 1) // seq_len, len(found[0])),
+            row("    targets, each once", (count - 1) // seq_len * seq_len, len(set(targets))),
+            row("    waste", predict.packing_waste(count, seq_len), 1 - len(targets) / count, tolerance=1e-9),
+        ]
+    return receipt("packing", rows)
+
+
+def _judge_windows(found: Any, count: int, seq_len: int) -> None:
+    who, n = f"{count} tokens with seq_len {seq_len}", (count - 1) // seq_len
+    if not (isinstance(found, (tuple, list)) and len(found) == 2 and all(torch.is_tensor(x) for x in found)):
+        raise CheckFailed(f"{who}: asked for are two tensors, (inputs, targets)")
+    inputs, targets = found
+    if inputs.shape != targets.shape or inputs.dim() != 2 or inputs.shape[1] != seq_len:
+        raise CheckFailed(
+            f"{who}: inputs are {list(inputs.shape)}, targets {list(targets.shape)}; both must be [n, {seq_len}]"
+        )
+    if inputs.numel() and torch.equal(inputs, targets):
+        raise CheckFailed(f"{who}: targets equal inputs: a target is the token after its input, one place on")
+    if foreign := set(targets.flatten().tolist()) - set(range(1000, 1000 + count)):
+        raise CheckFailed(f"{who}: a target is {foreign.pop()}, which is no token of the text: packing needs no fill")
+    seen = Counter((targets - 1000).flatten().tolist())
+    if repeated := [place for place, times in seen.items() if times > 1]:
+        raise CheckFailed(
+            f"{who}: token {min(repeated)} is a target {seen[min(repeated)]} times: windows overlap by one token only"
+        )
+    if missing := [place for place in range(1, n * seq_len + 1) if place not in seen]:
+        whole = missing == list(range((n - 1) * seq_len + 1, n * seq_len + 1))
+        why = (
+            "the last window is missing, although its tokens are all there"
+            if whole
+            else f"token {missing[0]} is never a target: the last target of a window is the next one's first input"
+        )
+        raise CheckFailed(f"{who}: {why}")
+    if not torch.equal(targets, inputs + 1):
+        raise CheckFailed(f"{who}: a target must be the token right after its input")
+
+
+# Samples for ranks.
+
+
+@exercise(
+    "deal-samples",
+    reference=deal,
+    minutes=15,
+    difficulty=3,
+    lab=LAB,
+    hints=(
+        "Write all epochs one after the other: a stream without end. All ranks together take the next "
+        "world_size · batch_size of it. Which places are yours?",
+        "Place p of the stream is sample order(p // num_samples)[p % num_samples]. Deal like cards: rank r takes the "
+        "places position + r, position + r + world_size, ... A step may reach into the next epoch.",
+        "places = [position + rank + world_size * i for i in range(batch_size)]; "
+        "return [int(order(p // num_samples)[p % num_samples]) for p in places]",
+    ),
+)
+def check_deal(learner: Callable) -> Receipt:
+    num_samples, seed = random.choice([29, 31, 37]), random.randrange(1000)
+    legs = [(4, 3, 4), (3, 3, 4), (2, 5, 6)]  # ranks, batch size, steps: 48, then 36, then 60 samples
+    ranks = launch(feeding.deal_on_ranks, 4, learner, num_samples, seed, legs, device="cpu")
+    dealt, messages = [found for found, _ in ranks], sum(sent for _, sent in ranks)
+    order, position, seen = partial(permutation, num_samples, seed), 0, Counter()
+    for leg, (world, batch_size, steps) in enumerate(legs):
+        for step in range(steps):
+            shares = [dealt[rank][leg][step] for rank in range(world)]
+            feeding.judge_step(shares, position, num_samples, batch_size, order, resumed=leg > 0 and step == 0)
+            seen.update(sample for share in shares for sample in share)
+            position += world * batch_size
+    return receipt(
+        f"{num_samples} samples, {position} dealt: on 4 ranks, resumed on 3, resumed on 2",
+        [
+            row("times the rarest sample was shown", position // num_samples, min(seen.values())),
+            row("times the most frequent was", -(-position // num_samples), max(seen.values())),
+            row("different samples", num_samples, len(seen)),
+            row("messages between the ranks", 0, messages),
+        ],
+    )
+
+
+@exercise(
+    "prefetch",
+    reference=prefetch,
+    minutes=20,
+    difficulty=3,
+    lab=LAB,
+    hints=(
+        "A thread makes batches and puts them into a queue, you take them out. What stops it from filling your memory?",
+        "queue.Queue(maxsize=depth): put waits while it is full. One thread keeps the order. An exception inside the "
+        "thread reaches nobody by itself: put it into the queue, too, and raise it where the batch was due.",
+        "def produce(): for k in range(total): try: ready.put((make(k), None)); except Exception as error: "
+        "ready.put((None, error)); return. Start it as a daemon thread; then total times: item, error = ready.get(); "
+        "raise the error or yield the item.",
+    ),
+)
+def check_prefetch(learner: Callable) -> Receipt:
+    return receipt("prefetching, by events", [*feeding.judge_overlap(learner), *feeding.judge_failure(learner)])

@@ -1,0 +1,270 @@
+"""Lab 12, decoding: attention with a cache, and the loop around it.
+
+    lab_12.py             attention that keeps keys and values, prefill and decode
+    lab_12_sampling.py    a nucleus, and the distribution that the next token is drawn from
+    lab_12_speed.py       what the cache weighs, what a decode step reads and computes; TTFT and TPOT from a log
+
+Values are compared with a loop that keeps nothing, in float64. A loop that recomputes everything has right tokens and
+fails: the check counts passes, tokens put through the model and cache entries; attention that looks at places nobody
+asked for fails by the bytes it reads.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from course.lab12_decoding.decoders import GARBAGE, Cache, Watched, recompute
+from course.lab12_decoding.traffic import Traffic
+from course.shared.measuring import one_thread
+from minillm.labkit.exercises import CheckFailed, exercise
+from minillm.labkit.receipts import Receipt, Row, receipt, row
+from minillm.model import ModelConfig, Transformer, dense
+from minillm.predict import decoding as predict
+
+LAB = "12_decoding"
+
+
+# The course's own answers.
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
+    """q: [heads, n, d], k, v: [kv_heads, n, d] of n new tokens -> [heads, n, d]; keys, values: [kv_heads, room, d]."""
+    end = start + k.shape[1]
+    keys[:, start:end], values[:, start:end] = k, v
+    group = q.shape[0] // k.shape[0]
+    seen_k, seen_v = (kept[:, :end].repeat_interleave(group, dim=0) for kept in (keys, values))
+    scores = q @ seen_k.mT * q.shape[-1] ** -0.5
+    visible = torch.arange(end) <= torch.arange(start, end)[:, None]
+    return torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1) @ seen_v
+
+
+def generate(model: Callable, prompt: list[int], count: int, cache: Cache) -> list[int]:
+    """The `count` likeliest tokens after the prompt: one pass over the prompt, then one per further token."""
+    answer, tokens, start = [], prompt, 0
+    while True:
+        positions = torch.arange(start, start + len(tokens))
+        logits = model(torch.tensor([tokens]), positions, attention=cache)
+        answer.append(int(logits[0, -1].argmax()))
+        if len(answer) == count:
+            return answer
+        start, tokens = start + len(tokens), answer[-1:]
+
+
+# Attention that keeps keys and values.
+
+
+@exercise(
+    "cached-attention",
+    reference=attend,
+    minutes=15,
+    difficulty=3,
+    lab=LAB,
+    hints=(
+        "A token attends to itself. So what must be in the cache before the scores are computed? And how many of its "
+        "places hold anything?",
+        "end = start + n. Write k and v to places start .. end - 1, then use places 0 .. end - 1 only. New token i "
+        "stands at place start + i and sees the places up to its own. Query head j reads kv head j // group.",
+        "keys[:, start:end] = k (and values). kept = keys[:, :end].repeat_interleave(group, dim=0). visible = "
+        "torch.arange(end) <= torch.arange(start, end)[:, None]. Then softmax of masked scores / √d, times the values.",
+    ),
+)
+@one_thread()
+def check_attend(learner: Any) -> Receipt:
+    rows: list[Row] = []
+    for heads, kv_heads, d in ((4, 2, 8), (6, 1, 4), (4, 4, 6)):
+        new = [random.randint(3, 6), 1, 1, random.randint(2, 4), 1]
+        draw = torch.Generator().manual_seed(random.getrandbits(32))
+        room = sum(new) + random.randint(2, 5)
+        q, k, v = (
+            torch.randn(h, sum(new), d, generator=draw, dtype=torch.float64) for h in (heads, kv_heads, kv_heads)
+        )
+        keys, values = (torch.full((kv_heads, room, d), GARBAGE, dtype=torch.float64) for _ in range(2))
+        whole, start = dense(q[None], k[None], v[None])[0], 0
+        for n in new:
+            end = start + n
+            part = slice(start, end)
+            before = keys.clone(), values.clone()
+            with Traffic(cache=(keys, values)) as traffic:
+                found = learner(q[:, part].clone(), k[:, part].clone(), v[:, part].clone(), keys, values, start)
+            who = f"{heads} query heads on {kv_heads} kv heads, {n} new after {start} kept"
+            _judge_cache(who, (keys, values), before, (k, v), start, end)
+            _judge_output(who, found, whole[:, part], (q[:, part], k[:, :end], v[:, :end]), start, before)
+            read = traffic.read["cache"]
+            start = end
+        entry = 2 * kv_heads * d * 8
+        rows += [
+            row(
+                f"{heads} heads on {kv_heads}: bytes written by the last step, one token",
+                entry,
+                traffic.written["cache"],
+                "B",
+            ),
+            row(f"    read: {end} of {room} places", end * entry, read, "B"),
+        ]
+        if read > end * entry:
+            raise CheckFailed(
+                f"{who}: right values, but it read {read:,} bytes of a cache whose {end} places hold {end * entry:,}: "
+                "slice the cache to what is filled before you multiply, or every step costs as much as the longest",
+                rows,
+            )
+    return receipt("what a step does to the cache", rows)
+
+
+def _judge_cache(who: str, after: tuple, before: tuple, new: tuple, start: int, end: int) -> None:
+    for name, now, old, wanted in zip(("keys", "values"), after, before, new, strict=True):
+        if torch.equal(now[:, start:end], wanted[:, start:end]) and torch.equal(now[:, :start], old[:, :start]):
+            if torch.equal(now[:, end:], old[:, end:]):
+                continue
+            raise CheckFailed(f"{who}: places from {end} on of `{name}` were written, but only {end} tokens are known")
+        if torch.equal(now, old):
+            raise CheckFailed(
+                f"{who}: `{name}` is unchanged: write the new ones into it in place ({name}[:, start:end] = ...), "
+                "the next step looks there"
+            )
+        if not torch.equal(now[:, :start], old[:, :start]):
+            raise CheckFailed(
+                f"{who}: `{name}` of earlier tokens were overwritten: the new ones go to places {start} .. {end - 1}"
+            )
+        raise CheckFailed(f"{who}: places {start} .. {end - 1} of `{name}` do not hold what was handed in for them")
+
+
+def _judge_output(who: str, found: Any, wanted: Tensor, case: tuple, start: int, before: tuple) -> None:
+    if not isinstance(found, Tensor) or found.shape != wanted.shape:
+        got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise CheckFailed(f"{who}: you returned {got}; asked for is a tensor {list(wanted.shape)}, like q")
+    if torch.allclose(found, wanted, rtol=1e-8, atol=1e-10):
+        return
+    for said, wrong in _wrong_ways(case, start, before):
+        if torch.allclose(found, wrong, rtol=1e-6, atol=1e-9, equal_nan=True):
+            raise CheckFailed(f"{who}: {said}")
+    if not torch.isfinite(found).all():
+        raise CheckFailed(f"{who}: the output is not finite: does some query see no key at all?")
+    raise CheckFailed(f"{who}: the output is not causal attention over the {start} kept and the new tokens")
+
+
+def _wrong_ways(case: tuple[Tensor, Tensor, Tensor], start: int, before: tuple) -> Iterator[tuple[str, Tensor]]:
+    """(what to say, the output of that mistake)."""
+    q, k, v = case
+    n, end = q.shape[1], k.shape[1]
+    places, own = torch.arange(end), torch.arange(start, end)[:, None]
+    late = "the new tokens do not see themselves: write them into the cache before the scores are computed, not after"
+    yield late, _plain(q, k, v, places < start) if start else torch.zeros_like(q)
+    yield late, _plain(q, *(old[:, :end] for old in before), places <= own)
+    yield (
+        "the mask has no offset: query i of this step stands at place start + i and not at place i, so it must see "
+        f"{start} more keys",
+        _plain(q, k, v, places <= torch.arange(n)[:, None]),
+    )
+    yield "new tokens see those after them: more than one may come at once, so a mask is needed", _plain(q, k, v)
+    yield "a query sees one key too few: its own place counts", _plain(q, k, v, places < own)
+    yield "the scores are not divided by √d", _plain(q * q.shape[-1] ** 0.5, k, v, places <= own)
+    spread = [each.repeat(q.shape[0] // each.shape[0], 1, 1) for each in (k, v)]
+    yield (
+        "query heads read the wrong kv heads: neighbours share one (head j reads j // group), which is "
+        "repeat_interleave and not repeat",
+        _plain(q, *spread, places <= own),
+    )
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None) -> Tensor:
+    group = q.shape[0] // k.shape[0]
+    scores = q @ k.repeat_interleave(group, 0).mT * q.shape[-1] ** -0.5
+    if visible is not None:
+        scores = scores.masked_fill(~visible, float("-inf"))
+    return torch.softmax(scores, dim=-1) @ v.repeat_interleave(group, 0)
+
+
+# Prefill and decode.
+
+
+@exercise(
+    "decode-loop",
+    reference=generate,
+    minutes=15,
+    difficulty=2,
+    lab=LAB,
+    hints=(
+        "Which tokens has the model not seen yet? At first the whole prompt; afterwards how many?",
+        "One pass over the prompt at positions 0 .. len(prompt) - 1; its last logits give the first token. Then each "
+        "new token goes in alone, at the place where it stands in the whole sequence. The last one never goes in.",
+        "logits = model(torch.tensor([tokens]), torch.arange(start, start + len(tokens)), attention=cache); "
+        "answer.append(int(logits[0, -1].argmax())); then start += len(tokens) and tokens = answer[-1:], until count.",
+    ),
+)
+@one_thread()
+def check_generate(learner: Any) -> Receipt:
+    rows: list[Row] = []
+    for _ in range(2):
+        config = ModelConfig(61, 32, 48, 2, 4, 2, max_seq_len=64, init_std=0.3)
+        model = Transformer(config, seed=random.getrandbits(30), dtype=torch.float64)
+        prompt, count = [random.randrange(61) for _ in range(random.randint(4, 9))], random.randint(5, 9)
+        cache, watched = Cache(config, 40, attend, torch.float64), Watched(model)
+        with torch.no_grad():
+            found = learner(watched, list(prompt), count, cache)
+        answer = list(found) if isinstance(found, list | tuple) or hasattr(found, "__next__") else found
+        right = recompute(model, prompt, count)
+        if not isinstance(answer, list) or not all(isinstance(token, int) for token in answer):
+            raise CheckFailed(f"you returned {answer!r}; asked for is the list of the {count} new token ids")
+        rows += _judge_passes(watched, cache, prompt, right)
+        if answer != right:
+            raise CheckFailed(_say_answer(answer, right, watched, prompt), rows)
+        if off := [each for each in rows if each.verdict == "off"]:
+            raise CheckFailed(_say_waste(off[0], watched, prompt, count), rows)
+    return receipt("what generating took", rows)
+
+
+def _judge_passes(watched: Watched, cache: Cache, prompt: list[int], right: list[int]) -> list[Row]:
+    count = len(right)
+    entries = predict.kv_entries(len(prompt), count)
+    return [
+        row(f"prompt {len(prompt)}, answer {count}: forward passes", count, len(watched.passes)),
+        row("    tokens put through the model: prompt + answer - 1", entries, watched.computed),
+        row("    entries in the cache", entries, cache.entries),
+    ]
+
+
+def _say_answer(answer: list[int], right: list[int], watched: Watched, prompt: list[int]) -> str:
+    if len(answer) != len(right):
+        if answer[: len(prompt)] == prompt:
+            return (
+                f"you returned {len(answer)} tokens: leave the prompt out, only the {len(right)} new ones are asked for"
+            )
+        return f"you returned {len(answer)} tokens, asked for are {len(right)}"
+    first = next(i for i, (mine, due) in enumerate(zip(answer, right, strict=True)) if mine != due)
+    said = f"token {first + 1} of the answer is {answer[first]}, a loop that keeps nothing finds {right[first]}"
+    sequence, place = prompt + right, 0
+    for number, (tokens, positions, cached) in enumerate(watched.passes, 1):
+        if not cached:
+            return f"{said}: pass {number} was made without attention=cache, so it saw only its own tokens"
+        for token, position in zip(tokens, positions, strict=True):
+            if place < len(sequence) and token != sequence[place]:
+                return (
+                    f"{said}: pass {number} put token {token} into the model, but the {place + 1}th token of the "
+                    f"sequence is {sequence[place]}. What is in the cache already is not put in again"
+                )
+            if position != place:
+                return (
+                    f"{said}: pass {number} put the {place + 1}th token at position {position}; counted from 0 it "
+                    f"stands at position {place}, whatever comes along with it in a pass"
+                )
+            place += 1
+    return f"{said}: are the logits those of the last token of the pass?"
+
+
+def _say_waste(off: Row, watched: Watched, prompt: list[int], count: int) -> str:
+    extra = watched.computed - (len(prompt) + count - 1)
+    if len(watched.passes) > count and extra <= 1:
+        if extra == 1:
+            return (
+                "right tokens, but one pass too many: nobody asks what comes after the last token, so it never goes in"
+            )
+        return "right tokens, but the prompt did not go in as one pass: prefill takes all its tokens at once"
+    if extra > 1:
+        return (
+            f"right tokens, but {watched.computed} tokens were put through the model where {watched.computed - extra} "
+            "are enough: what is in the cache need not be computed again"
+        )
+    return f"right tokens, but {off.name.strip()}: {off.measured} instead of {off.predicted}"

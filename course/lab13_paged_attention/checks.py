@@ -1,0 +1,239 @@
+"""Lab 13, paged attention: where a token's keys lie, and who holds a block.
+
+Attention over blocks: `lab_13_attention.py`. Keys and hits: `lab_13_prefix.py`. Copies on write and eviction:
+`lab_13_sharing.py`.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from course.lab13_paged_attention.paging import steps_of
+from minillm.labkit.exercises import CheckFailed, exercise
+from minillm.labkit.receipts import Receipt, receipt, row
+from minillm.predict import paging as predict
+
+LAB = "13_paged_attention"
+
+
+# The course's own answers.
+
+
+def slot_mapping(table: Sequence[int], start: int, count: int, block_size: int) -> list[int]:
+    """Slots of `count` tokens from position `start` on; slot s is place s % block_size of block s // block_size."""
+    return [table[p // block_size] * block_size + p % block_size for p in range(start, start + count)]
+
+
+class Pool:
+    """`num_blocks` blocks; references[b]: how many block tables hold block b. Every operation costs O(1)."""
+
+    def __init__(self, num_blocks: int):
+        self.references = [0] * num_blocks
+        self.free = list(range(num_blocks))
+
+    def allocate(self) -> int:
+        """A block that nobody held, with one holder now. RuntimeError if there is none."""
+        if not self.free:
+            raise RuntimeError(f"all {len(self.references)} blocks are held")
+        block = self.free.pop()
+        self.references[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        """One holder more. ValueError if nobody holds it."""
+        if self.references[block] == 0:
+            raise ValueError(f"block {block} is free: nobody's keys are in it")
+        self.references[block] += 1
+
+    def release(self, block: int) -> None:
+        """One holder less; after the last the block is free. ValueError if nobody holds it."""
+        if self.references[block] == 0:
+            raise ValueError(f"block {block} is released twice")
+        self.references[block] -= 1
+        if self.references[block] == 0:
+            self.free.append(block)
+
+
+# Slots.
+
+
+@exercise(
+    "slot-mapping",
+    reference=slot_mapping,
+    minutes=5,
+    difficulty=1,
+    lab=LAB,
+    hints=(
+        "Position 13 with blocks of 4: in which logical block is it, and at which place of it?",
+        "Logical block p // block_size lies in physical block table[p // block_size]; a block has block_size slots.",
+        "[table[p // block_size] * block_size + p % block_size for p in range(start, start + count)]",
+    ),
+)
+def check_slot_mapping(learner: Callable) -> Receipt:
+    block_size = random.choice((3, 4, 5))
+    lengths = [random.randint(block_size + 1, 4 * block_size) for _ in range(3)]
+    ids = random.sample(range(1, 40), sum(predict.blocks_for(n, block_size) for n in lengths))
+    memory: dict[int, tuple[int, int]] = {}
+    tables = []
+    for sequence, length in enumerate(lengths):
+        table = [ids.pop() for _ in range(predict.blocks_for(length, block_size))]
+        tables.append(table)
+        start = 0
+        while start < length:  # as a prompt comes: in pieces
+            count = min(random.randint(1, block_size), length - start)
+            found, right = learner(list(table), start, count, block_size), slot_mapping(table, start, count, block_size)
+            _judge_slots(found, right, table, start, block_size)
+            for offset, slot in enumerate(found):
+                if slot in memory:
+                    raise CheckFailed(f"slot {slot} was given to two tokens: {memory[slot]} and {sequence, start}")
+                memory[int(slot)] = (sequence, start + offset)
+            start += count
+    read = [
+        [memory[table[p // block_size] * block_size + p % block_size] for p in range(n)]
+        for table, n in zip(tables, lengths, strict=True)
+    ]
+    touched = {slot // block_size for slot in memory}
+    blocks = sum(predict.blocks_for(n, block_size) for n in lengths)
+    return receipt(
+        f"sequences of {', '.join(map(str, lengths))} tokens, {block_size} slots a block",
+        [
+            row("tokens written, each in a slot of its own", sum(lengths), len(memory)),
+            row("read back through the tables: all in order", True, all(x == sorted(x) for x in read)),
+            row("blocks touched: Σ ceil(tokens / block_size)", blocks, len(touched)),
+            row("slots of them unused", blocks * block_size - sum(lengths), len(touched) * block_size - len(memory)),
+        ],
+    )
+
+
+def _judge_slots(found, right: list[int], table: list[int], start: int, block_size: int) -> None:
+    try:
+        found = [int(slot) for slot in found]
+    except TypeError:
+        raise CheckFailed(f"you returned {found!r}; asked for is a list of slots, one per token") from None
+    if found == right:
+        return
+    count = len(right)
+    case = f"table {table}, {block_size} slots a block, positions {start} to {start + count - 1}"
+    from_zero = slot_mapping(table, 0, count, block_size)
+    known = {
+        "these are positions: where they lie is in the table": list(range(start, start + count)),
+        "these are the slots of the first tokens: positions begin at `start`": from_zero,
+        "these are blocks, not slots: block b begins at slot b · block_size": [
+            table[p // block_size] for p in range(start, start + count)
+        ],
+        "these lie behind the block's first slot only: the block's number counts whole blocks": [
+            table[p // block_size] + p % block_size for p in range(start, start + count)
+        ],
+    }
+    said = next((said for said, wrong in known.items() if found == wrong), "position p is in block table[p // size]")
+    raise CheckFailed(f"{case}: you gave {found}, but it is {right}: {said}")
+
+
+# The pool.
+
+
+@exercise(
+    "block-pool",
+    reference=Pool,
+    minutes=15,
+    difficulty=2,
+    lab=LAB,
+    hints=(
+        "A list of free blocks is a stack: take from its end, put back at its end. When may a block go back?",
+        "references[block] is 1 after allocate, one more after share, one less after release; at 0, and only then, the "
+        "block is appended to the free list. Searching `references` for a 0 would cost more in a larger pool.",
+        "__init__: references = [0] * num_blocks, free = list(range(num_blocks)). allocate: pop from free, set "
+        "references to 1. release: if references[block] == 0 raise ValueError; subtract 1; at 0 append to free.",
+    ),
+)
+def check_pool(learner: Callable) -> Receipt:
+    _judge_refusals(learner)
+    most, operations, lost = _play(learner, num_blocks=random.randint(5, 9), turns=300)
+    steps = {size: _steps(learner, size) for size in (64, 4096)}
+    if steps[4096] > 2 * steps[64]:
+        raise CheckFailed(
+            f"right, but it searches: 20 allocations and releases take {steps[64]:,} steps in a pool of 64 blocks, "
+            f"nearly all of them held, and {steps[4096]:,} in one of 4,096. Keep the free ones in a list of their own"
+        )
+    return receipt(
+        "your pool",
+        [
+            row("operations, each compared with a count on paper", None, operations),
+            row("    most holders of one block", None, most),
+            row("blocks that were lost or given out twice", 0, lost),
+            row("steps of 20 allocations and releases, 64 blocks", None, steps[64]),
+            row("    4,096 blocks: no more", True, steps[4096] <= 2 * steps[64]),
+        ],
+    )
+
+
+def _judge_refusals(learner: Callable) -> None:
+    pool = learner(3)
+    blocks = [pool.allocate() for _ in range(3)]
+    if sorted(blocks) != [0, 1, 2]:
+        raise CheckFailed(f"three allocations from 3 blocks gave {blocks}: each of 0, 1, 2 once, please")
+    if list(pool.references) != [1, 1, 1]:
+        raise CheckFailed(f"after three allocations references is {list(pool.references)}: each has one holder")
+    _expect(RuntimeError, pool.allocate, "allocate from a pool with no free block")
+    pool.release(blocks[0])
+    _expect(ValueError, lambda: pool.release(blocks[0]), "release a block twice: two tables would get it")
+    _expect(ValueError, lambda: pool.share(blocks[0]), "share a free block: its keys are nobody's")
+
+
+def _expect(error: type[Exception], call: Callable, what: str) -> None:
+    try:
+        call()
+    except error:
+        return
+    except Exception as other:
+        raise CheckFailed(f"to {what}: raise a {error.__name__}; yours raised {type(other).__name__}") from None
+    raise CheckFailed(f"to {what}: nothing was raised; it must be a {error.__name__}")
+
+
+def _play(learner: Callable, num_blocks: int, turns: int) -> tuple[int, int, int]:
+    """Random tables against a count on paper; (most holders seen, operations, blocks lost at the end)."""
+    pool, held, most, operations = learner(num_blocks), [], 0, 0
+    for _ in range(turns):
+        paper = Counter(held)
+        move = random.choice(("allocate", "share", "release", "release"))
+        if move == "allocate" and len(paper) < num_blocks:
+            block = pool.allocate()
+            if block in paper:
+                raise CheckFailed(
+                    f"allocate returned block {block}, which {paper[block]} tables still hold: a block is free only "
+                    "when its last holder has released it"
+                )
+            held.append(block)
+        elif move == "share" and held:
+            block = random.choice(held)
+            pool.share(block)
+            held.append(block)
+        elif move == "release" and held:
+            block = held.pop(random.randrange(len(held)))
+            pool.release(block)
+        else:
+            continue
+        operations += 1
+        paper = Counter(held)
+        expected = [paper[b] for b in range(num_blocks)]
+        if list(pool.references) != expected:
+            raise CheckFailed(f"after {move} of block {block} references is {list(pool.references)}, not {expected}")
+        most = max(most, *expected)
+    for _ in range(num_blocks - len(set(held))):
+        held.append(pool.allocate())
+    return most, operations, num_blocks - len(set(held))
+
+
+def _steps(learner: Callable, size: int) -> int:
+    """Steps of 20 allocations and releases in a pool of which all but the last few blocks are held."""
+    pool = learner(size)
+    taken = [pool.allocate() for _ in range(size)]
+    spare = sorted(taken)[-2:]
+    for block in spare:
+        pool.release(block)
+
+    def turn() -> None:
+        for _ in range(20):
+            pool.release(pool.allocate())
+
+    return steps_of(turn, size)

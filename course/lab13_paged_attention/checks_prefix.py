@@ -1,0 +1,230 @@
+"""Lab 13's prefixes: a key for every full block, and a hit that is compared."""
+
+import hashlib
+import random
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+from course.lab13_paged_attention.checks import LAB
+from course.lab13_paged_attention.paging import Read
+from minillm.labkit.exercises import CheckFailed, exercise
+from minillm.labkit.receipts import Receipt, receipt, row
+from minillm.predict import paging as predict
+
+
+class Entry(NamedTuple):
+    """What a cache keeps with a key: the block, the tokens in it, the block before it (None: it is a first one)."""
+
+    block: int
+    tokens: tuple[int, ...]
+    parent: int | None
+
+
+# The course's own answers.
+
+
+def block_keys(
+    tokens: Sequence[int], block_size: int, adapter: str | None = None, salt: str | None = None
+) -> list[bytes]:
+    """A key per full block: equal if this block, all before it, adapter and salt are equal."""
+    parent, keys = hashlib.sha256(repr(("root", adapter, salt)).encode()).digest(), []
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        parent = hashlib.sha256(parent + repr(list(tokens[start : start + block_size])).encode()).digest()
+        keys.append(parent)
+    return keys
+
+
+def find_prefix(
+    tokens: Sequence[int], keys: Sequence[Hashable], cache: dict[Hashable, Entry], block_size: int
+) -> list[int]:
+    """Blocks of the longest cached beginning of tokens; at least one token is left to compute."""
+    blocks: list[int] = []
+    for index in range((len(tokens) - 1) // block_size):
+        entry = cache.get(keys[index])
+        mine = tuple(tokens[index * block_size : (index + 1) * block_size])
+        parent = blocks[-1] if blocks else None
+        if entry is None or entry.tokens != mine or entry.parent != parent:
+            break
+        blocks.append(entry.block)
+    return blocks
+
+
+# Keys.
+
+
+@exercise(
+    "block-keys",
+    reference=block_keys,
+    minutes=15,
+    difficulty=3,
+    lab=LAB,
+    hints=(
+        "The keys and values of a token depend on everything before it, on its position, and on the weights. So what "
+        "must a block's key depend on, besides its own tokens?",
+        "Chain: key of a block = hash(key of the block before, all its token ids in full). The chain begins with "
+        "something made of adapter and salt, kept apart. A block that is not full has no key.",
+        "parent = sha256(repr(('root', adapter, salt)).encode()).digest(); for each full block: parent = "
+        "sha256(parent + repr(list(block)).encode()).digest(); keys.append(parent)",
+    ),
+)
+def check_block_keys(learner: Callable) -> Receipt:
+    size, pairs = 4, 0
+    for a, b, common, why in _pairs(size):
+        keys = [learner(list(tokens), size, **options) for tokens, options in (a, b)]
+        for found, (tokens, _) in zip(keys, (a, b), strict=True):
+            _judge_count(found, len(tokens), size)
+        same = [x == y for x, y in zip(*keys, strict=False)]
+        wanted = [index < common for index in range(len(same))]
+        if same != wanted:
+            at = next(i for i, pair in enumerate(zip(same, wanted, strict=True)) if pair[0] != pair[1])
+            raise CheckFailed(f"block {at} of {_say(a)} and of {_say(b)} {_wrong(same[at])}: {why}")
+        pairs += 1
+    tokens = Read([random.randrange(32_000) for _ in range(64 * size)])
+    learner(tokens, size)
+    if tokens.reads > 2 * len(tokens):
+        raise CheckFailed(
+            f"right, but for {len(tokens)} tokens it reads {tokens.reads:,}: all before again for every block. "
+            "The key of the block before already stands for all of it"
+        )
+    return receipt(
+        "your keys",
+        [
+            row("pairs of token rows told apart, or not, as they should be", None, pairs),
+            row(f"keys of {len(tokens) + 3} tokens: full blocks only", 64, len(learner([7] * (len(tokens) + 3), size))),
+            row(f"tokens read for {len(tokens)} tokens: each once", len(tokens), tokens.reads, tolerance=1.0),
+        ],
+    )
+
+
+def _pairs(size: int):
+    """((tokens, options), (tokens, options), blocks that share a key, the lesson)."""
+    draw = lambda n, low=300, high=32_000: [random.randrange(low, high) for _ in range(n)]  # noqa: E731
+    a, b, c = draw(size), draw(size), draw(size)
+    yield (a + b + c, {}), (a + b + c, {}), 3, "the same tokens must give the same key"
+    yield (a + b, {}), (a + b + c[:2], {}), 2, "what comes later changes nothing before it"
+    yield (
+        (a + b, {}),
+        (c + b, {}),
+        0,
+        ("the same tokens after another beginning have other keys and values: chain in the key of the block before"),
+    )
+    yield (a + b + c, {}), (b + a + c, {}), 0, "the order of the blocks before counts: chain them"
+    yield (a + a, {}), (a + b, {}), 1, "only the first blocks are equal"
+    other = [t ^ 0x100 for t in a]
+    yield (a, {}), (other, {}), 0, f"token {a[0]} is not token {other[0]}, though their last byte is: hash whole ids"
+    other = [t + (1 << 16) for t in a]
+    yield (a, {}), (other, {}), 0, f"token {a[0]} is not token {other[0]}: hash whole ids, not their last two bytes"
+    digits = [1, 23, 4, 56], [12, 3, 45, 6]
+    yield (digits[0], {}), (digits[1], {}), 0, "digits run together: separate the ids, or give each its own bytes"
+    yield (a + b, {"adapter": "x"}), (a + b, {}), 0, "an adapter changes the weights, so the keys and values"
+    yield (a + b, {"adapter": "x"}), (a + b, {"adapter": "y"}), 0, "another adapter, other keys and values"
+    yield (a + b, {"salt": "x"}), (a + b, {"salt": "y"}), 0, "tenants with different salts must not share"
+    yield (a + b, {"salt": "x"}), (a + b, {}), 0, "a tenant with a salt shares with nobody who has none"
+    yield (
+        (a + b, {"adapter": "x"}),
+        (a + b, {"salt": "x"}),
+        0,
+        ("an adapter called x is not a salt x: keep the two apart in the hash"),
+    )
+    yield (a + b, {"adapter": "x", "salt": "s"}), (a + b, {"adapter": "x", "salt": "s"}), 2, "both equal: share"
+
+
+def _judge_count(found: Any, count: int, size: int) -> None:
+    if not isinstance(found, (list, tuple)):
+        raise CheckFailed(f"you returned {type(found).__name__}; asked for is a list of keys, one per full block")
+    if len(found) != count // size:
+        raise CheckFailed(
+            f"{count} tokens in blocks of {size} have {count // size} full blocks, and you gave {len(found)} keys: a "
+            "block that can still be written to must not be found by others"
+        )
+
+
+def _say(side) -> str:
+    tokens, options = side
+    named = "".join(f", {name}={value!r}" for name, value in options.items())
+    return f"{tokens}{named}"
+
+
+def _wrong(same: bool) -> str:
+    return "have the same key" if same else "have different keys"
+
+
+# Hits.
+
+
+@exercise(
+    "find-prefix",
+    reference=find_prefix,
+    minutes=10,
+    difficulty=3,
+    lab=LAB,
+    hints=(
+        "Two different beginnings may have one hash. What else does an entry hold that tells them apart?",
+        "Walk from the first block on and stop at the first that is missing, or whose tokens are not yours, or whose "
+        "parent is not the block you found before it. Its own tokens alone do not say what came before them.",
+        "for index in range((len(tokens) - 1) // block_size): entry = cache.get(keys[index]); break if entry is None "
+        "or entry.tokens != tuple(my block) or entry.parent != (blocks[-1] if blocks else None); append entry.block",
+    ),
+)
+def check_find_prefix(learner: Callable) -> Receipt:
+    size = random.choice((3, 4))
+    draw = lambda: tuple(random.randrange(32_000) for _ in range(size))  # noqa: E731
+    a, b, c, x = (draw() for _ in range(4))
+    ids = random.sample(range(50), 8)
+    chain = {"a": Entry(ids[0], a, None), "ab": Entry(ids[1], b, ids[0]), "abc": Entry(ids[2], c, ids[1])}
+    tail, cases = [1, 2], 0
+    for tokens, keys, cache, right, why in (
+        ([*a, *b, *c, *tail], ["a", "ab", "abc"], chain, ids[:3], "all three blocks are cached"),
+        ([*a, *b, *x, *tail], ["a", "ab", "abx"], chain, ids[:2], "the third block is not cached"),
+        ([*x, *b, *c, *tail], ["x", "xb", "xbc"], chain, [], "nothing of it is cached"),
+        (
+            [*a, *b, *c, *tail],
+            ["a", "ab", "abc"],
+            {key: chain[key] for key in ("a", "abc")},
+            ids[:1],
+            "the second block was evicted: what comes after a hole cannot be used, its beginning is not there",
+        ),
+        (
+            [*a, *x, *tail],
+            ["a", "ab"],  # the hash of (a, x) happens to be that of (a, b)
+            chain,
+            ids[:1],
+            "a hash that two blocks have in common: compare the tokens",
+        ),
+        (
+            [*x, *b, *tail],
+            ["x", "ab"],  # the second hash collides, and its own tokens are equal
+            {"x": Entry(ids[3], x, None), "ab": chain["ab"]},
+            [ids[3]],
+            "the second entry holds your tokens after another beginning: compare its parent with the block before",
+        ),
+        ([*a, *b], ["a", "ab"], chain, ids[:1], "the whole prompt is cached, but its last token's logits are wanted"),
+        ([*a], ["a"], chain, [], "the whole prompt is cached, but its last token's logits are wanted"),
+        ([*a, 5], ["a"], chain, ids[:1], "one token is left to compute, that is enough"),
+    ):
+        found = learner(list(tokens), list(keys), dict(cache), size)
+        if not isinstance(found, (list, tuple)):
+            raise CheckFailed(f"you returned {type(found).__name__}; asked for is a list of blocks")
+        if list(found) != list(right):
+            left = len(tokens) - size * len(found)
+            more = f" ({left} tokens would be left to compute: a query of length 0)" if left < 1 else ""
+            raise CheckFailed(f"you found blocks {list(found)} where {list(right)} are right: {why}{more}")
+        cases += 1
+    long = [t for _ in range(20) for t in draw()]
+    keys = block_keys(long, size)
+    blocks = random.sample(range(100), 20)
+    cache = {
+        key: Entry(blocks[i], tuple(long[i * size : (i + 1) * size]), blocks[i - 1] if i else None)
+        for i, key in enumerate(keys)
+    }
+    shared = random.randint(size, len(long) - 1)
+    mine = long[:shared] + [40_000] * 9
+    hits = learner(mine, block_keys(mine, size), cache, size)
+    return receipt(
+        f"{shared} cached tokens, then 9 others",
+        [
+            row("corner cases", None, cases),
+            row("tokens found", predict.cacheable_tokens(shared, len(mine), size), size * len(hits)),
+            row("    left to compute", len(mine) - shared // size * size, len(mine) - size * len(hits)),
+        ],
+    )

@@ -1,0 +1,261 @@
+"""Lab 13's sharing: a copy before a shared block is written, and blocks that stay findable until room is needed."""
+
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from course.lab13_paged_attention.checks import LAB, Pool
+from course.lab13_paged_attention.paging import Contents
+from minillm.labkit.exercises import CheckFailed, exercise
+from minillm.labkit.receipts import Row, row
+from minillm.predict import paging as predict
+
+# The course's own answers.
+
+
+def prepare_write(table: list[int], position: int, pool: Any, copy: Callable, block_size: int) -> None:
+    """Afterwards the block of `position` is held by this table alone; position is the next one or an earlier one."""
+    index = position // block_size
+    if index == len(table):
+        table.append(pool.allocate())
+    elif pool.references[table[index]] > 1:
+        mine = pool.allocate()
+        copy(table[index], mine)
+        pool.release(table[index])
+        table[index] = mine
+
+
+class CachingPool:
+    """A pool in which a published block stays findable after its last holder has left, until its room is needed."""
+
+    def __init__(self, num_blocks: int):
+        self.references = [0] * num_blocks
+        self.free = list(range(num_blocks))
+        self.idle: OrderedDict[int, None] = OrderedDict()
+        self.block_of, self.key_of = {}, {}
+
+    def publish(self, block: int, key) -> None:
+        self.block_of[key], self.key_of[block] = block, key
+
+    def allocate(self) -> int:
+        """A block with one holder: a free one, else the idle one that was unused for longest."""
+        if self.free:
+            block = self.free.pop()
+        elif self.idle:
+            block, _ = self.idle.popitem(last=False)
+            del self.block_of[self.key_of.pop(block)]
+        else:
+            raise RuntimeError("every block is held")
+        self.references[block] = 1
+        return block
+
+    def share(self, block: int) -> None:
+        self.idle.pop(block, None)
+        self.references[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """A sequence lets go of its blocks, given in its order."""
+        for block in reversed(blocks):
+            self.references[block] -= 1
+            if self.references[block] == 0:
+                if block in self.key_of:
+                    self.idle[block] = None
+                else:
+                    self.free.append(block)
+
+
+# Copy on write.
+
+
+@exercise(
+    "copy-on-write",
+    reference=prepare_write,
+    minutes=10,
+    difficulty=3,
+    lab=LAB,
+    hints=(
+        "Who else would see it if you wrote into this block? Where does the table say where to write?",
+        "If the table ends before the position's block: allocate and append. If the block has other holders: allocate "
+        "one, copy the contents, give back your share of the old one, put the new one into your table. Else nothing.",
+        "index = position // block_size; if index == len(table): append(allocate()); elif references of table[index] "
+        "> 1: mine = pool.allocate(); copy(table[index], mine); pool.release(table[index]); table[index] = mine",
+    ),
+)
+def check_copy_on_write(learner: Callable) -> list[Row]:
+    rows: list[Row] = []
+    size = random.choice((3, 4))
+    for prompt, samples, answer in ((2 * size + 1, 3, 4), (2 * size, 3, 4), (size - 1, 2, 1), (3 * size + 2, 1, 3)):
+        rows += _fork_and_write(learner, prompt, samples, answer, size)
+    return rows
+
+
+def _fork_and_write(learner: Callable, prompt: int, samples: int, answer: int, size: int) -> list[Row]:
+    """n samples of one prompt write on in turn; each must read what it wrote."""
+    case = f"{samples} samples of {prompt} tokens, blocks of {size}"
+    pool, contents = Pool(40), Contents(40, size)
+    first: list[int] = []
+    for position in range(prompt):
+        if position % size == 0:
+            first.append(pool.allocate())
+        contents.write(first, position, ("prompt", position))
+    tables = [first]
+    for _ in range(samples - 1):
+        for block in first:
+            pool.share(block)
+        tables.append(list(first))
+    for position in range(prompt, prompt + answer):
+        for sample, table in enumerate(tables):
+            learner(table, position, pool, contents.copy, size)
+            if len(table) != position // size + 1:
+                raise CheckFailed(f"{case}: for position {position} the table is {table}: it needs a block there")
+            if pool.references != [sum(b in other for other in tables) for b in range(40)]:
+                raise CheckFailed(
+                    f"{case}: after position {position} of sample {sample} the counts of holders and the tables "
+                    f"{tables} disagree: give back your share of the block you copied from"
+                )
+            block = table[position // size]
+            if pool.references[block] != 1:
+                raise CheckFailed(
+                    f"{case}: sample {sample} is about to write into block {block}, which {pool.references[block]} "
+                    "tables hold: the others would find its token among theirs"
+                )
+            contents.write(table, position, (sample, position))
+    for sample, table in enumerate(tables):
+        right = [("prompt", p) for p in range(prompt)] + [(sample, p) for p in range(prompt, prompt + answer)]
+        if (found := contents.read(table, prompt + answer)) != right:
+            at = next(i for i, pair in enumerate(zip(found, right, strict=True)) if pair[0] != pair[1])
+            raise CheckFailed(
+                f"{case}: at position {at} sample {sample} reads {found[at]} instead of {right[at]}: a new block is "
+                "empty, copy what the old one holds"
+            )
+    copies, held = predict.fork_copies(prompt, samples, size), predict.fork_blocks(prompt, answer, samples, size)
+    used = sum(count > 0 for count in pool.references)
+    rows = [
+        row(f"{case}: copies", copies, len(contents.copies)),
+        row("    blocks held", held, used),
+    ]
+    if len(contents.copies) > copies:
+        raise CheckFailed(
+            f"{case}: right, but {len(contents.copies)} blocks were copied where {copies} are enough: a block that "
+            "only this table holds is written in place, and full blocks of the prompt are never written",
+            rows,
+        )
+    for table in tables:
+        for block in table:
+            pool.release(block)
+    return rows
+
+
+# Eviction.
+
+
+@exercise(
+    "lru-eviction",
+    reference=CachingPool,
+    minutes=15,
+    difficulty=3,
+    lab=LAB,
+    hints=(
+        "Three kinds of blocks: held, idle (nobody holds it, its key is still known), free. Which moves are there?",
+        "release: at 0 holders a block with a key joins `idle`, one without goes to `free`. share takes it out of "
+        "`idle`. allocate prefers `free`; else the oldest of `idle`, whose key must be forgotten in both dictionaries.",
+        "A prefix is found from its first block on, so its last one must go first: release in reversed order. "
+        "allocate: block, _ = self.idle.popitem(last=False); del self.block_of[self.key_of.pop(block)].",
+    ),
+)
+def check_eviction(learner: Callable) -> list[Row]:
+    first = _judge_chain_order(learner)
+    evicted = sum(_judge_random_cache(learner) for _ in range(20))
+    return [
+        row("two prefixes of 3 blocks, 'old' used last: evicted first", "new 2", first),
+        row("random traffic: evictions, each the one that was due", None, evicted),
+    ]
+
+
+def _judge_chain_order(learner: Callable) -> str:
+    """Two prefixes of three blocks in six; a hit on all of "old"; then one block is asked for at a time."""
+    pool = learner(6)
+    chains = {name: [pool.allocate() for _ in range(3)] for name in ("old", "new")}
+    for name, blocks in chains.items():
+        for index, block in enumerate(blocks):
+            pool.publish(block, (name, index))
+    for name in ("old", "new"):
+        pool.release(list(chains[name]))
+    if any(pool.references) or len(pool.idle) != 6:
+        raise CheckFailed(
+            f"two sequences with 6 published blocks have left, and idle holds {len(pool.idle)} of them: keep what can "
+            "still be found"
+        )
+    for block in chains["old"]:  # a hit: it is the recently used one now
+        pool.share(block)
+    if len(pool.idle) != 3:
+        raise CheckFailed(f"a hit on 3 idle blocks leaves {len(pool.idle)} of 6 idle: what is held cannot be evicted")
+    pool.release(list(chains["old"]))
+    order = [(name, index) for name in ("new", "old") for index in (2, 1, 0)]
+    taken = []
+    for key in order:
+        taken.append(pool.allocate())
+        gone = [k for k in order if k not in pool.block_of and k not in order[: len(taken) - 1]]
+        if gone == [key]:
+            continue
+        if not gone:
+            raise CheckFailed(
+                f"block {taken[-1]} was given away and its key can still be found: forget it in block_of and key_of"
+            )
+        if gone[0] == (key[0], 0):
+            raise CheckFailed(
+                f"prefix '{gone[0][0]}' lost its first block before its last: a prefix is found from its beginning on, "
+                "so the blocks left over are dead weight. Release the last block first"
+            )
+        raise CheckFailed(f"evicted was {gone}, but {key} was unused for longest")
+    return f"{order[0][0]} {order[0][1]}"
+
+
+def _judge_random_cache(learner: Callable) -> int:
+    """Random sequences against a model; returns evictions."""
+    total = random.randint(4, 7)
+    pool, paper, tables, cached, evicted = learner(total), Counter(), [], OrderedDict(), 0
+    for turn in range(60):
+        if random.random() < 0.5 and total - len(+paper) >= 1:
+            block = pool.allocate()
+            if paper[block]:
+                raise CheckFailed(f"allocate gave away block {block}, which {paper[block]} tables hold")
+            if block in cached:
+                oldest = next(iter(cached))
+                unused = total - len(+paper) - len(cached)
+                if unused:
+                    raise CheckFailed(f"cached block {block} was evicted although {unused} blocks are free")
+                if block != oldest:
+                    raise CheckFailed(f"block {block} was evicted, but {oldest} was unused for longest")
+                del cached[block]
+                evicted += 1
+            paper[block] += 1
+            tables.append([block])
+            if random.random() < 0.7:
+                pool.publish(block, turn)
+        elif random.random() < 0.4 and pool.block_of:
+            key, block = random.choice(list(pool.block_of.items()))
+            if block not in cached and not paper[block]:
+                raise CheckFailed(f"key {key} leads to block {block}, which is free")
+            pool.share(block)
+            cached.pop(block, None)
+            paper[block] += 1
+            tables.append([block])
+        elif tables:
+            blocks = tables.pop(random.randrange(len(tables)))
+            pool.release(list(blocks))
+            for block in reversed(blocks):
+                paper[block] -= 1
+                if not paper[block] and block in pool.key_of:
+                    cached[block] = None
+        if list(pool.references) != [paper[b] for b in range(total)]:
+            raise CheckFailed(f"references is {list(pool.references)}, not {[paper[b] for b in range(total)]}")
+        if list(pool.idle) != list(cached):
+            raise CheckFailed(f"idle is {list(pool.idle)}, not {list(cached)} (longest unused first)")
+        if len(pool.free) + len(pool.idle) + len(+paper) != total:
+            raise CheckFailed(
+                f"{len(pool.free)} free + {len(pool.idle)} idle + {len(+paper)} held are not {total}: a block is "
+                "counted twice, or lost"
+            )
+    return evicted

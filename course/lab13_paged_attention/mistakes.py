@@ -1,0 +1,253 @@
+"""Spoilers of lab 13, slots, pools and attention: wrong answers that people write, and right ones that look
+different."""
+
+import math
+from collections import deque
+
+import torch
+
+from course.lab13_paged_attention import checks as right
+from minillm.labkit.exercises import alternative, mutant
+
+# Slots.
+
+
+@mutant("slot-mapping", "positions for slots", expect="where they lie is in the table")
+def positions(table, start, count, block_size):
+    return list(range(start, start + count))
+
+
+@mutant("slot-mapping", "forgets where the piece begins", expect="positions begin at `start`|these are positions")
+def from_the_beginning(table, start, count, block_size):
+    return right.slot_mapping(table, 0, count, block_size)
+
+
+@mutant("slot-mapping", "gives blocks", expect="blocks, not slots")
+def only_blocks(table, start, count, block_size):
+    return [table[p // block_size] for p in range(start, start + count)]
+
+
+@mutant(
+    "slot-mapping", "does not multiply by the block size", expect="block's number counts whole|block b begins at slot"
+)
+def not_multiplied(table, start, count, block_size):
+    return [table[p // block_size] + p % block_size for p in range(start, start + count)]
+
+
+@alternative("slot-mapping", "all slots of the table, then a slice")
+def sliced(table, start, count, block_size):
+    slots = torch.tensor(table)[:, None] * block_size + torch.arange(block_size)
+    return slots.flatten()[start : start + count].tolist()
+
+
+# The pool.
+
+
+@mutant("block-pool", "a released block is free, whoever else holds it", expect="tables still hold")
+class FreesShared(right.Pool):
+    def release(self, block):
+        if self.references[block] == 0:
+            raise ValueError("free")
+        self.references[block] -= 1
+        self.free.append(block)
+
+
+@mutant("block-pool", "does not count sharers", expect="after share of block")
+class CountsNobody(right.Pool):
+    def share(self, block):
+        if self.references[block] == 0:
+            raise ValueError("free")
+
+
+@mutant("block-pool", "a block may be released twice", expect="release a block twice")
+class FreesTwice(right.Pool):
+    def release(self, block):
+        self.references[block] = max(0, self.references[block] - 1)
+        if self.references[block] == 0:
+            self.free.append(block)
+
+
+@mutant("block-pool", "searches for a free block", expect="it searches")
+class Searches(right.Pool):
+    def allocate(self):
+        for block, count in enumerate(self.references):
+            if count == 0:
+                self.references[block] = 1
+                return block
+        raise RuntimeError("full")
+
+    def release(self, block):
+        if self.references[block] == 0:
+            raise ValueError("free")
+        self.references[block] -= 1
+
+
+@mutant("block-pool", "searches with a built-in", expect="it searches")
+class SearchesInC(Searches):
+    def allocate(self):
+        if min(self.references):
+            raise RuntimeError("full")
+        block = self.references.index(0)
+        self.references[block] = 1
+        return block
+
+
+@mutant("block-pool", "no word when it is empty", expect="allocate from a pool with no free block")
+class ReturnsNone(right.Pool):
+    def allocate(self):
+        return super().allocate() if self.free else None
+
+
+@alternative("block-pool", "a queue, first freed first used")
+class FirstFreed(right.Pool):
+    def __init__(self, num_blocks):
+        self.references, self.free = [0] * num_blocks, deque(range(num_blocks))
+
+    def allocate(self):
+        if not self.free:
+            raise RuntimeError("full")
+        block = self.free.popleft()
+        self.references[block] += 1
+        return block
+
+
+@alternative("block-pool", "free blocks linked through an array")
+class Linked:
+    def __init__(self, num_blocks):
+        self.references = [0] * num_blocks
+        self.after, self.first = [*range(1, num_blocks), None], 0
+
+    def allocate(self):
+        if self.first is None:
+            raise RuntimeError("full")
+        block, self.first = self.first, self.after[self.first]
+        self.references[block] = 1
+        return block
+
+    def share(self, block):
+        if not self.references[block]:
+            raise ValueError("free")
+        self.references[block] += 1
+
+    def release(self, block):
+        if not self.references[block]:
+            raise ValueError("free")
+        self.references[block] -= 1
+        if not self.references[block]:
+            self.after[block], self.first = self.first, block
+
+
+# Attention over blocks.
+
+
+def online(q, k_pool, v_pool, table, context, *, shrinks=True, filled_only=True, scale=None, by_table=True):
+    """The reference with one thing to leave out."""
+    heads, head_dim = q.shape
+    _, size, kv_heads, _ = k_pool.shape
+    rows = q.view(kv_heads, heads // kv_heads, head_dim) * (scale or 1 / math.sqrt(head_dim))
+    largest = rows.new_full((kv_heads, heads // kv_heads, 1), float("-inf"))
+    total, weighted = torch.zeros_like(largest), torch.zeros_like(rows)
+    for index in range(-(-context // size)):
+        filled = min(size, context - index * size) if filled_only else size
+        block = table[index] if by_table else index
+        scores = torch.einsum("hgd,khd->hgk", rows, k_pool[block, :filled])
+        higher = torch.maximum(largest, scores.amax(-1, keepdim=True))
+        weights, shrink = (scores - higher).exp(), (largest - higher).exp() if shrinks else 1
+        total = total * shrink + weights.sum(-1, keepdim=True)
+        weighted = weighted * shrink + torch.einsum("hgk,khd->hgd", weights, v_pool[block, :filled])
+        largest = higher
+    return (weighted / total).reshape(heads, head_dim)
+
+
+@mutant("paged-attention", "keeps sums under an old maximum as they are", expect="multiply by exp")
+def no_shrink(q, k_pool, v_pool, table, context):
+    return online(q, k_pool, v_pool, table, context, shrinks=False)
+
+
+@mutant("paged-attention", "averages the softmaxes of the blocks", expect="average of the blocks' own softmaxes")
+def average_of_blocks(q, k_pool, v_pool, table, context):
+    size = k_pool.shape[1]
+    filled = [min(size, context - index * size) for index in range(-(-context // size))]
+    parts = [online(q, k_pool, v_pool, table[i : i + 1], n) for i, n in enumerate(filled)]
+    return torch.stack(parts).mean(0)
+
+
+@mutant("paged-attention", "reads the unused slots of the last block", expect="read filled slots only")
+def whole_last_block(q, k_pool, v_pool, table, context):
+    return online(q, k_pool, v_pool, table, context, filled_only=False)
+
+
+@mutant("paged-attention", "forgets the root of head_dim", expect="too large: divide by")
+def unscaled(q, k_pool, v_pool, table, context):
+    return online(q, k_pool, v_pool, table, context, scale=1.0)
+
+
+@mutant("paged-attention", "reads block i for logical block i", expect="not finite")
+def no_table(q, k_pool, v_pool, table, context):
+    return online(q, k_pool, v_pool, table, context, by_table=False)
+
+
+@mutant("paged-attention", "deals the query heads out to the kv heads in turn", expect="wrong kv heads")
+def heads_in_turn(q, k_pool, v_pool, table, context):
+    heads, head_dim = q.shape
+    kv_heads = k_pool.shape[2]
+    turned = q.view(-1, kv_heads, head_dim).transpose(0, 1).reshape(heads, head_dim)
+    y = online(turned, k_pool, v_pool, table, context)
+    return y.view(kv_heads, -1, head_dim).transpose(0, 1).reshape(heads, head_dim)
+
+
+@mutant("paged-attention", "no maximum at all", expect="overflows")
+def without_a_maximum(q, k_pool, v_pool, table, context):
+    heads, head_dim = q.shape
+    _, size, kv_heads, _ = k_pool.shape
+    rows = q.view(kv_heads, -1, head_dim) / math.sqrt(head_dim)
+    total, weighted = 0, 0
+    for index in range(-(-context // size)):
+        filled = min(size, context - index * size)
+        weights = torch.einsum("hgd,khd->hgk", rows, k_pool[table[index], :filled]).exp()
+        total = total + weights.sum(-1, keepdim=True)
+        weighted = weighted + torch.einsum("hgk,khd->hgd", weights, v_pool[table[index], :filled])
+    return (weighted / total).reshape(heads, head_dim)
+
+
+@mutant("paged-attention", "puts all blocks together first", expect="Do not put the blocks together")
+def gathers_all(q, k_pool, v_pool, table, context):
+    keys, values = (pool[table].flatten(0, 1)[:context] for pool in (k_pool, v_pool))
+    group = q.shape[0] // keys.shape[1]
+    keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
+    weights = torch.softmax(torch.einsum("hd,khd->hk", q, keys) / math.sqrt(q.shape[1]), -1)
+    return torch.einsum("hk,khd->hd", weights, values)
+
+
+@alternative("paged-attention", "joins blocks by their log-sum-exp, from the last to the first")
+def by_logsumexp(q, k_pool, v_pool, table, context):
+    heads, head_dim = q.shape
+    _, size, kv_heads, _ = k_pool.shape
+    rows = q.view(kv_heads, -1, head_dim) / math.sqrt(head_dim)
+    y, known = torch.zeros_like(rows), rows.new_full((*rows.shape[:2], 1), float("-inf"))
+    for index in reversed(range(-(-context // size))):
+        filled = min(size, context - index * size)
+        scores = torch.einsum("hgd,khd->hgk", rows, k_pool[table[index], :filled])
+        mine = scores.logsumexp(-1, keepdim=True)
+        part = torch.einsum("hgk,khd->hgd", (scores - mine).exp(), v_pool[table[index], :filled])
+        both = torch.logaddexp(known, mine)
+        y, known = y * (known - both).exp() + part * (mine - both).exp(), both
+    return y.reshape(heads, head_dim)
+
+
+@alternative("paged-attention", "two passes: the maximum first, head by head")
+def two_passes(q, k_pool, v_pool, table, context):
+    heads, head_dim = q.shape
+    _, size, kv_heads, _ = k_pool.shape
+    out = []
+    for head in range(heads):
+        kv = head // (heads // kv_heads)
+        pieces = [
+            (k_pool[table[i], : context - i * size, kv], v_pool[table[i], : context - i * size, kv])
+            for i in range(-(-context // size))
+        ]
+        largest = max(float((k @ q[head]).max()) for k, _ in pieces) / math.sqrt(head_dim)
+        weights = [(k @ q[head] / math.sqrt(head_dim) - largest).exp() for k, _ in pieces]
+        total = sum(float(w.sum()) for w in weights)
+        out.append(sum(w @ v for w, (_, v) in zip(weights, pieces, strict=True)) / total)
+    return torch.stack(out)

@@ -1,0 +1,934 @@
+# %% [markdown]
+# # 13 · Paged attention
+#
+# **Waste is under one block per sequence, and a prefix is stored once.** Both follow from one table per sequence, and
+# both are counted below, on real requests.
+#
+# About 130 minutes with the exercises; running it top to bottom takes under a minute. At the end you can answer:
+#
+# 1. How much of the memory for keys and values is wasted by reservations, and how much by blocks, of which size?
+# 2. When may two sequences share a block, how is that recognised, and what may happen to a shared block?
+# 3. Which bugs of a paged cache leave the answers looking right, and which receipt shows them?
+
+# %%
+import hashlib
+import inspect
+import math
+from collections import OrderedDict
+
+import torch
+
+from course.lab13_paged_attention import experiments
+from course.lab13_paged_attention import experiments_breaks as breaks
+from course.lab13_paged_attention import experiments_engine as small
+from course.lab13_paged_attention import experiments_peer as peer
+from course.lab13_paged_attention import experiments_sharing as sharing
+from course.lab13_paged_attention import experiments_sizes as sizes
+from course.lab13_paged_attention import figures as pictures
+from minillm.labkit import check, receipt, row, show, sliders
+from minillm.model import paged_triton
+from minillm.predict import paging as predict
+from minillm.predict.model import kv_bytes_per_token
+from minillm.serve import blocks
+
+# %% [markdown]
+# ## Why reserving does not work
+#
+# A sequence grows by one key and one value per layer with every token, and nobody knows where it will end. A cache that
+# lies in one piece must be as long as the longest answer allowed. Contexts here are at most 512 tokens; requests of
+# code bring 8 to 160 tokens and want 4 to 48 more.
+#
+# ## Predict
+#
+# **Reserve 512 places for each of these requests. Which share of them is never used? And if memory is handed out in
+# blocks of 16 tokens, on demand?** Two guesses; they come back with the measurement.
+
+# %%
+guess_reserved = 0.5  # unused share if every request reserves the whole context
+guess_blocks = 0.2  # unused share with blocks of 16
+
+# %% [markdown]
+# ## The idea
+#
+# Memory is cut into *blocks* of a few tokens each, all alike (Kwon et al. 2023). A sequence holds some of them, from
+# anywhere, in a *block table*: its logical block 0, 1, 2, ... Attention looks every key up through the table. It is
+# what an operating system does with pages, and with the same result: nothing needs to lie side by side, so there are no
+# gaps to close. (A handbook's table of problems lists "blocks available, but not contiguous: defragmentation". With
+# paging that cannot happen: *any* free block will do.)
+#
+# Numbers in the cells are positions; crossed cells are held and unused.
+
+# %%
+show(pictures.tables_and_memory)
+
+# %%
+sliders(pictures.tables_and_memory, a=(1, 16), b=(1, 16), c=(1, 16), block_size=[1, 2, 4, 8])
+
+# %% [markdown]
+# Fill some tables by hand. Blocks of 4 tokens; free are blocks 6, 2, 0, 7, 5, 3, 1, 4, to be taken in this order. Three
+# sequences come, one after the other: A with 6 tokens, B with 3, C with 9. Then A writes 4 more tokens.
+
+# %%
+my_tables = {"A": [0, 1, 2], "B": [3], "C": [4, 5, 6]}  # as if memory were given out in order: put yours in
+my_place = (1, 1)  # block and place in it of C's token at position 5
+
+# %%
+free, tables = [6, 2, 0, 7, 5, 3, 1, 4], {}
+for name, tokens in (("A", 6), ("B", 3), ("C", 9), ("A", 10)):
+    table = tables.setdefault(name, [])
+    while len(table) < predict.blocks_for(tokens, 4):
+        table.append(free.pop(0))
+lengths = {"A": 10, "B": 3, "C": 9}
+rows = [
+    row(f"{name}, {lengths[name]} tokens: yours, and right", None, (my_tables[name], tables[name])) for name in "ABC"
+]
+rows.append(row("C's position 5: yours, and right", None, (my_place, (tables["C"][5 // 4], 5 % 4))))
+unused = {name: predict.unused_slots(lengths[name], 4) for name in "ABC"}
+rows.append(row("unused slots of A, B, C: fewer than 4 each", True, max(unused.values()) < 4))
+rows.append(row("    their number", None, tuple(unused.values())))
+receipt("tables by hand", rows)
+
+# %% [markdown]
+# ## Build it
+#
+# ### 1. Where a token lies
+#
+# All blocks of a layer are one tensor `[num_blocks, block_size, kv_heads, head_dim]`. Flattened over the first two,
+# each place in it is a *slot*: the slot of a token says where its key and value are written.
+
+
+# %%
+def slot_mapping(table, start, count, block_size):
+    """Slots of the `count` tokens from position `start` on, a list. Block b's first slot is b·block_size."""
+    # BEGIN SOLUTION
+    return [table[p // block_size] * block_size + p % block_size for p in range(start, start + count)]
+    # END SOLUTION
+
+
+slot_mapping = check("slot-mapping", slot_mapping)
+
+# %% [markdown]
+# ### 2. A pool that counts
+#
+# Who may use a block is a number: how many tables hold it. A handbook sketches a pool like this:
+#
+# ```python
+# if self.free_blocks.empty(): ...          # a queue's method
+# block = self.free_blocks.pop()            # a list's method
+# ```
+#
+# One object cannot be both; and nothing in it ever comes back: no release, no count, no word about releasing twice.
+# Yours has all three, and costs the same however large the pool is (hundreds of thousands of blocks on a real GPU).
+
+
+# %%
+class Pool:
+    """`num_blocks` blocks, numbered from 0. references[b]: how many tables hold block b."""
+
+    def __init__(self, num_blocks):
+        # BEGIN SOLUTION
+        self.references = [0] * num_blocks
+        self.free = list(range(num_blocks))
+        # END SOLUTION
+
+    def allocate(self):
+        """A block that nobody held, with one holder now. RuntimeError if there is none."""
+        # BEGIN SOLUTION
+        if not self.free:
+            raise RuntimeError(f"all {len(self.references)} blocks are held")
+        block = self.free.pop()
+        self.references[block] = 1
+        return block
+        # END SOLUTION
+
+    def share(self, block):
+        """One holder more. ValueError if nobody holds it."""
+        # BEGIN SOLUTION
+        if self.references[block] == 0:
+            raise ValueError(f"block {block} is free")
+        self.references[block] += 1
+        # END SOLUTION
+
+    def release(self, block):
+        """One holder less; after the last one the block is free. ValueError if nobody holds it."""
+        # BEGIN SOLUTION
+        if self.references[block] == 0:
+            raise ValueError(f"block {block} is released twice")
+        self.references[block] -= 1
+        if self.references[block] == 0:
+            self.free.append(block)
+        # END SOLUTION
+
+
+Pool = check("block-pool", Pool)
+
+# %% [markdown]
+# ### 3. Attention, block by block
+#
+# Keys lie in blocks all over the pool, and copying them together would need a second cache. But softmax does not need
+# all scores at once. Keep the largest score so far $m$, the sum $\sum e^{s-m}$ and the weighted values
+# $\sum e^{s-m} v$. When a block raises $m$ to $m'$, multiply both sums by $e^{m-m'}$ (Milakov and Gimelshein 2018; the
+# same idea carries lab 07's long contexts). Query heads `0 .. group-1` share kv head 0, and so on. The check fills
+# everything that is not the sequence's with NaN, unused slots too.
+
+
+# %%
+def paged_attention(q, k_pool, v_pool, table, context):
+    """One query over its first `context` keys. q: [heads, head_dim]; k_pool, v_pool: [num_blocks, block_size, kv_heads,
+    head_dim]; table: list of blocks -> [heads, head_dim]. No tensor that grows with the context."""
+    # BEGIN SOLUTION
+    heads, head_dim = q.shape
+    _, block_size, kv_heads, _ = k_pool.shape
+    rows = q.view(kv_heads, heads // kv_heads, head_dim) / math.sqrt(head_dim)
+    largest = rows.new_full((kv_heads, heads // kv_heads, 1), float("-inf"))
+    total, weighted = torch.zeros_like(largest), torch.zeros_like(rows)
+    for index in range(-(-context // block_size)):
+        filled = min(block_size, context - index * block_size)
+        keys, values = k_pool[table[index], :filled], v_pool[table[index], :filled]
+        scores = torch.einsum("hgd,khd->hgk", rows, keys)
+        higher = torch.maximum(largest, scores.amax(-1, keepdim=True))
+        weights, shrink = (scores - higher).exp(), (largest - higher).exp()
+        total = total * shrink + weights.sum(-1, keepdim=True)
+        weighted = weighted * shrink + torch.einsum("hgk,khd->hgd", weights, values)
+        largest = higher
+    return (weighted / total).reshape(heads, head_dim)
+    # END SOLUTION
+
+
+paged_attention = check("paged-attention", paged_attention)
+
+# %% [markdown]
+# ## Who may share a block?
+#
+# Two requests begin with the same system prompt: compute it once, hold it once. A handbook draws it so:
+#
+# ```
+# Seq 1: [5, 2, 8, 11]        Seq 2: [3, 7, 5, ...]        block 5 is shared
+# ```
+#
+# Block 5 is logical block 0 of the one and logical block 2 of the other. Suppose that the tokens in it are equal. Are
+# the keys and values? The model is asked: 32 tokens of code after two different beginnings of equal length, and after a
+# longer beginning.
+
+# %%
+elsewhere = sharing.same_tokens_elsewhere()
+layers = len(elsewhere["keys, there"])
+print(f"{'relative difference by layer':32}" + "".join(f"{layer:8}" for layer in range(layers)))
+for kind in ("keys, there", "values, there", "keys, later", "values, later"):
+    what, where = kind.split(", ")
+    said = f"{what}, {'other beginning' if where == 'there' else 'later position'}"
+    print(f"{said:32}" + "".join(f"{difference:8.3f}" for difference in elsewhere[kind]))
+receipt(
+    "the same tokens elsewhere",
+    [
+        row("layer 0, other beginning: keys and values equal", True, elsewhere["keys, there"][0] < 1e-5),
+        row("    later position: keys differ (rotated by position)", True, elsewhere["keys, later"][0] > 0.01),
+        row("last layer, other beginning: values differ", True, elsewhere["values, there"][-1] > 0.01),
+        row("wrong block used: next token's probabilities that move", None, elsewhere["moved"]),
+    ],
+)
+
+# %% [markdown]
+# In layer 0 a key knows its own token and position only. From layer 1 on it has seen everything before. So a block can
+# be shared by sequences that agree in *all* tokens up to its end, and then it has the same logical index in both. The
+# picture above is wrong on either count, and nothing would raise an error.
+#
+# ### 4. A key for every full block
+#
+# Chain it: the key of a block is a hash of the key before it and of the block's tokens. The chain begins with what else
+# changes keys and values (an adapter: weights of its own for some requests, lab 17) and with what must keep tenants
+# apart (a salt).
+
+
+# %%
+def block_keys(tokens, block_size, adapter=None, salt=None):
+    """-> a list of hashes, one per full block: equal only if the block, all before it, adapter and salt are equal."""
+    # BEGIN SOLUTION
+    parent, keys = hashlib.sha256(repr(("root", adapter, salt)).encode()).digest(), []
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        parent = hashlib.sha256(parent + repr(list(tokens[start : start + block_size])).encode()).digest()
+        keys.append(parent)
+    return keys
+    # END SOLUTION
+
+
+block_keys = check("block-keys", block_keys)
+
+# %% [markdown]
+# ### 5. A hit is compared
+#
+# Hashes collide, by chance or because somebody tries. A hit on the wrong block is silent. So an entry of the cache
+# also holds the block's `tokens` and its `parent` (the block before it, None for a first one).
+
+
+# %%
+def find_prefix(tokens, keys, cache, block_size):
+    """keys: of the full blocks of tokens. cache: {key: entry} with entry.block, entry.tokens (a tuple), entry.parent.
+    -> blocks of the longest cached beginning, first to last; at least one token must be left to compute."""
+    # BEGIN SOLUTION
+    blocks = []
+    for index in range((len(tokens) - 1) // block_size):
+        entry = cache.get(keys[index])
+        mine = tuple(tokens[index * block_size : (index + 1) * block_size])
+        parent = blocks[-1] if blocks else None
+        if entry is None or entry.tokens != mine or entry.parent != parent:
+            break
+        blocks.append(entry.block)
+    return blocks
+    # END SOLUTION
+
+
+find_prefix = check("find-prefix", find_prefix)
+
+# %% [markdown]
+# ### 6. Copy on write
+#
+# Several answers to one prompt (n samples, the beams of a beam search) hold all its blocks together. The prompt's last
+# block usually has room, and each sample's first token belongs there. Whoever writes into a block that others hold
+# copies it first.
+
+
+# %%
+def prepare_write(table, position, pool, copy, block_size):
+    """Before the token at `position` (the table's last block, or the first place behind it) is written: afterwards its
+    block is held by this table alone. pool: as yours; copy(source, target) copies keys and values of a block."""
+    # BEGIN SOLUTION
+    index = position // block_size
+    if index == len(table):
+        table.append(pool.allocate())
+    elif pool.references[table[index]] > 1:
+        mine = pool.allocate()
+        copy(table[index], mine)
+        pool.release(table[index])
+        table[index] = mine
+    # END SOLUTION
+
+
+prepare_write = check("copy-on-write", prepare_write)
+
+# %% [markdown]
+# ### 7. What nobody holds may go
+#
+# A system prompt is needed again in a second, so its blocks stay findable after the last holder has left. Only when
+# room is needed they go, those unused for longest first (LRU). A block with holders is never touched.
+#
+# That is all LRU is for here. (A handbook lists "LRU: preempt the least recently used" as a way to choose a *victim
+# among running sequences*. Those are all used in every step. Lab 14 has policies that work.)
+
+
+# %%
+class CachingPool:
+    """A pool in which a published block stays findable after its last holder has left."""
+
+    def __init__(self, num_blocks):
+        self.references = [0] * num_blocks
+        self.free = list(range(num_blocks))
+        self.idle = OrderedDict()  # published blocks that nobody holds, the longest unused first
+        self.block_of, self.key_of = {}, {}  # by key; by block
+
+    def publish(self, block, key):
+        self.block_of[key], self.key_of[block] = block, key
+
+    def allocate(self):
+        """A block with one holder: a free one, else the idle one unused for longest, whose key is forgotten."""
+        # BEGIN SOLUTION
+        if self.free:
+            block = self.free.pop()
+        else:
+            block, _ = self.idle.popitem(last=False)
+            del self.block_of[self.key_of.pop(block)]
+        self.references[block] = 1
+        return block
+        # END SOLUTION
+
+    def share(self, block):
+        """One holder more; an idle block is idle no longer."""
+        # BEGIN SOLUTION
+        self.idle.pop(block, None)
+        self.references[block] += 1
+        # END SOLUTION
+
+    def release(self, blocks):
+        """A sequence lets go of its blocks (a list, in its order): those nobody holds become idle, or free."""
+        # BEGIN SOLUTION
+        for block in reversed(blocks):
+            self.references[block] -= 1
+            if self.references[block] == 0:
+                if block in self.key_of:
+                    self.idle[block] = None
+                else:
+                    self.free.append(block)
+        # END SOLUTION
+
+
+CachingPool = check("lru-eviction", CachingPool)
+
+# %% [markdown]
+# ## Yours under a transformer
+#
+# `SmallEngine` (in `labkit/experiments/lab_13_engine.py`) puts your parts under the course's target model: your
+# slots, your pool, your attention in every layer, your keys and hits, your copies. Its memory is NaN until somebody
+# writes. Three requests: a prompt, another with the same beginning, and a fork of the first one.
+
+# %%
+parts = small.Parts(slot_mapping, Pool, paged_attention, block_keys, find_prefix, prepare_write)
+engine = small.SmallEngine(parts, num_blocks=24, block_size=8)
+prompt = experiments.cut(27, 1)
+sibling = prompt[:18] + experiments.cut(6, 5)
+table, logits = engine.prefill(prompt)
+first, second = logits.topk(2).indices.tolist()
+fork = engine.fork(table)
+found = {
+    "prompt": engine.answer(prompt, 4, first, table),
+    "fork": engine.answer(prompt, 4, second, fork),
+    "sibling": engine.answer(sibling, 4),
+}
+expected = {
+    "prompt": experiments.naive(prompt, 4),
+    "fork": [second, *experiments.naive([*prompt, second], 3)],
+    "sibling": experiments.naive(sibling, 4),
+}
+hit = predict.cacheable_tokens(18, len(sibling), 8)
+receipt(
+    "your engine, beside the plain loop with its cache in one piece",
+    [
+        *(row(f"{name}: the plain loop's tokens", True, found[name] == expected[name]) for name in found),
+        row("tokens computed for the sibling's prompt", len(sibling) - hit, engine.passes[-4]),
+        row("blocks copied for the fork", predict.fork_copies(len(prompt), 2, 8), len(engine.copies)),
+        row("holders of the first block: three tables", 3, engine.pool.references[table[0]]),
+    ],
+)
+
+# %% [markdown]
+# ## Measure: waste
+#
+# From here on `minillm.serve` does the work (`blocks.py` is your pool, keys and hits in one file). 24 requests of code,
+# in the memory that four reservations of 512 would take; after every step, every table is read.
+
+# %%
+wasted = experiments.waste(16)
+
+
+def waste_view():
+    """A sequence never leaves a whole block unused; reservations leave most of what they hold unused."""
+    return pictures.draw_waste(wasted, experiments.target().config.max_seq_len)
+
+
+show(waste_view)
+
+# %%
+unused, lengths, context = wasted["unused"], wasted["lengths"], experiments.target().config.max_seq_len
+written, wanted = experiments.reserve(context)  # four of them in contiguous caches of 512, slots written are counted
+receipt(
+    "24 requests, blocks of 16",
+    [
+        row("most unused slots of a sequence, at any time: below 16", True, max(unused) < 16),
+        row("    on average: (block - 1) / 2", predict.mean_unused_slots(16), sum(unused) / len(unused), "", 0.2),
+        row("your guess: unused share of reservations", None, guess_reserved),
+        row("    1 - mean / 512", None, predict.reserved_waste(lengths, context)),
+        row(
+            "    counted in four real caches",
+            predict.reserved_waste(wanted, context),
+            1 - sum(written) / (4 * context),
+            "",
+            1e-9,
+        ),
+        row("your guess: unused share of blocks", None, guess_blocks),
+        row("    measured, over all steps", None, 1 - wasted["filled"] / wasted["held"]),
+        row("sequences at once in this memory, reserved", None, wasted["blocks"] * 16 // context),
+        row("    in blocks: more", True, wasted["running"] > wasted["blocks"] * 16 // context),
+        row("    how many", None, wasted["running"]),
+    ],
+)
+
+# %% [markdown]
+# That is the whole gain of paging without sharing: more sequences in the same memory, so a larger batch, and lab 12
+# showed what a batch is worth in decode. The size of the block decides how much is left on the table:
+
+# %%
+show(pictures.waste_by_block_size)
+
+# %%
+sliders(
+    pictures.waste_by_block_size, mean_length=(20, 2000, 20), block_size=[1, 4, 16, 64, 256], reserved=(512, 4096, 512)
+)
+
+# %% [markdown]
+# Numbers you may read about this, computed again:
+
+# %%
+uniform = range(1, 2049)
+
+
+class Llama70B:
+    num_layers, num_heads, num_kv_heads, head_dim = 80, 64, 8, 128
+
+
+class Llama70BWithoutGroups(Llama70B):
+    num_kv_heads = 64
+
+
+mha, gqa = kv_bytes_per_token(Llama70BWithoutGroups), kv_bytes_per_token(Llama70B)
+receipt(
+    "what handbooks say, and what it is",
+    [
+        row("'21 GB for a 70B request of 4K': 64 kv heads, 16 bits", None, mha * 4096, "B"),
+        row("    the real model, 8 kv heads", None, gqa * 4096, "B"),
+        row("'80 - 70 - 5 GB left: 1,907 tokens per request': of all requests", None, int(5e9 / mha)),
+        row("    with 8 kv heads (the 70 GB are INT8 weights)", None, int(5e9 / gqa)),
+        row("'40K blocks, 20K used' (10 requests, 4K, 2K): blocks of 16", None, (10 * 4096 // 16, 10 * 2048 // 16)),
+        row("'under 5 % waste': a sequence of 2,048", None, f"{predict.paged_waste([2048], 16):.1%}"),
+        row("    of 56, the handbook's own example", None, f"{predict.paged_waste([56], 16):.1%}"),
+        row("    lengths even from 1 to 2,048", None, f"{predict.paged_waste(uniform, 16):.1%}"),
+        row(
+            "'20-30 % waste' of reservations of 4,096: the same lengths",
+            None,
+            f"{predict.reserved_waste(uniform, 4096):.1%}",
+        ),
+    ],
+)
+
+# %% [markdown]
+# "Under 5 %" is no property of paging: under *one block per sequence* is. And "the KV cache takes 60–80 % of GPU
+# memory" mixes two things up: Kwon et al. 2023 (figure 2) found 20–38 % of the *cache's own* memory to hold tokens in
+# systems with reservations, so 62–80 % of it wasted; on their 40 GB GPU a 13B model's weights took 65 %, the cache
+# about 30 %.
+#
+# ## Measure: a prefix, once
+#
+# Six requests of 100 shared tokens and 20 of their own, the first a step before the others.
+
+# %%
+PREFIX, OWN, REQUESTS = 100, 20, 6
+with_cache = sharing.share(PREFIX, OWN, REQUESTS)
+without = sharing.share(PREFIX, OWN, REQUESTS, cache=False)
+all_tokens = REQUESTS * (PREFIX + OWN)
+covered = predict.cacheable_tokens(PREFIX, PREFIX + OWN, 16)
+receipt(
+    f"{REQUESTS} requests, {PREFIX} tokens shared, {OWN} own, blocks of 16",
+    [
+        row("prompt tokens computed without a cache", all_tokens, without["passed"]),
+        row("    with", predict.computed_tokens(PREFIX, OWN, REQUESTS, 16), with_cache["passed"]),
+        row("    the difference is exactly the hits", with_cache["hit"], without["passed"] - with_cache["passed"]),
+        row("    of each: full blocks only", covered, with_cache["hit"] / (REQUESTS - 1)),
+        row("blocks without a cache", REQUESTS * predict.blocks_for(PREFIX + OWN, 16), without["blocks"]),
+        row("    with", predict.shared_blocks(PREFIX, OWN, REQUESTS, 16), with_cache["blocks"]),
+        row(
+            "    saved: (R - 1) · floor(P / b)",
+            predict.saved_blocks(PREFIX, REQUESTS, 16),
+            without["blocks"] - with_cache["blocks"],
+        ),
+        row("most holders of a block", REQUESTS, with_cache["holders"]),
+        row("the plain loop's tokens, both", True, with_cache["equal"] and without["equal"]),
+        row("time to first token, without", None, without["ttft"], "s"),
+        row("    with", None, with_cache["ttft"], "s"),
+        row(
+            "    times quicker; times fewer prompt tokens",
+            None,
+            (without["ttft"] / with_cache["ttft"], 120 / (120 - covered)),
+        ),
+    ],
+)
+
+# %% [markdown]
+# What does it save, in general? "10–30 % for chats" is a number without its premises. Move them:
+
+# %%
+show(pictures.sharing)
+
+# %%
+sliders(pictures.sharing, prefix=(0, 4000, 100), own=(10, 2000, 10), requests=(1, 32), block_size=[1, 16, 64, 256])
+
+# %%
+receipt(
+    "saved share of the tokens held: (R-1)·P / (R·(P+U))",
+    [
+        row(f"{r} requests, {p} shared, {u} own", None, f"{predict.saved_share(p, u, r):.0%}")
+        for p, u, r in ((100, 400, 2), (500, 500, 4), (1000, 500, 10), (1000, 200, 40))
+    ],
+)
+
+# %% [markdown]
+# ## Watch: copy on write
+#
+# Three samples of a prompt of 22 tokens, blocks of 4. The prompt is computed once. Yellow blocks are held by all three;
+# numbers are logical places.
+
+# %%
+show(pictures.forks_before_and_after)
+
+# %%
+sliders(pictures.forks_over_time, step=(1, 14))
+
+# %%
+forked = pictures.forks()
+answers = 3 * 13  # each sample's last token is drawn, and never goes in
+receipt(
+    "three samples of 22 + 14 tokens",
+    [
+        row("tokens computed: the prompt once", 22 + answers, forked["computed"]),
+        row("blocks copied: all samples but one", predict.fork_copies(22, 3, 4), forked["copied"]),
+        row("blocks at the end", predict.fork_blocks(22, 13, 3, 4), forked["blocks"]),
+        row("    without sharing", None, 3 * predict.blocks_for(35, 4)),
+        row("tokens equal to three requests of one sample each", True, forked["equal"]),
+        row("blocks free or cached afterwards: all", *reversed(forked["left"])),
+    ],
+)
+
+# %% [markdown]
+# ## Watch: eviction
+#
+# Three users take turns; each turn sends everything said so far, and a little more. Move the time. Pale blocks belong
+# to nobody now, but can still be found, until another user's turn needs them. Then give the pool 40 blocks.
+
+# %%
+show(pictures.evictions_over_time)
+
+# %%
+sliders(pictures.evictions_over_time, num_blocks=[20, 24, 32, 40], step=(1, 108))
+
+# %%
+roomy, tight = pictures.chats(40), pictures.chats(20)
+prompts = sum(roomy["prompts"])
+rows = []
+for name, chat in (("40 blocks", roomy), ("20 blocks", tight)):
+    rows.append(
+        row(
+            f"{name}: prompt tokens from the cache, by turn",
+            None,
+            tuple(sum(chat["hits"][i : i + 3]) for i in (0, 3, 6, 9)),
+        )
+    )
+    rows.append(row("    share of all", None, f"{sum(chat['hits']) / prompts:.0%}"))
+    rows.append(row("    blocks evicted", None, chat["evicted"]))
+last = roomy["prompts"][-1]
+said_before = roomy["prompts"][-4] + 9 - 1  # the last token drawn has no key yet
+rows.append(
+    row(
+        "last turn, 40 blocks: full blocks of all said before",
+        predict.cacheable_tokens(said_before, last, 8),
+        roomy["hits"][-1],
+    )
+)
+rows.append(row("free + cached + used = total", 20, sum(tight["free"])))
+receipt("three users, four turns, blocks of 8", rows)
+
+# %% [markdown]
+# With 20 blocks the conversations do not fit together, and LRU does what it does worst: users in a circle, one too many
+# for the room, and every block is evicted just before it is needed. A cache that is a little too small may be worth
+# nothing at all.
+#
+# ## Break it
+#
+# Four engines, each with a bug that a real engine had, serve the same seven requests: some share a beginning of 40
+# tokens; two prompts are equal; one has other tokens that end in the same byte; one comes from another tenant; two
+# large ones come late and need room. The first line is the sound engine.
+
+# %%
+engines = {"A": breaks.BUGS[1], "B": breaks.BUGS[3], "C": breaks.BUGS[0], "D": breaks.BUGS[2]}
+findings = {"sound": breaks.run(), **{name: breaks.run(bug) for name, bug in engines.items()}}
+columns = ("wrong", "hit", "hit_expected", "uncounted", "empty_steps", "unfinished")
+print(f"{'engine':8}" + "".join(f"{column:>14}" for column in columns))
+for name, found in findings.items():
+    print(f"{name:8}" + "".join(f"{getattr(found, column):14}" for column in columns))
+
+# %% [markdown]
+# `wrong`: requests whose tokens are not the plain loop's. `hit`: tokens from the cache, beside what is right by hand.
+# `uncounted`: blocks in more tables than are counted, at worst. `empty_steps`: steps that computed nothing though
+# somebody ran. Which engine has which bug? Choose from: frees shared blocks · one byte per token · whole prompt from
+# the cache · no salt in the key.
+
+# %%
+diagnosis = {"A": "no salt in the key", "B": "one byte per token", "C": "?", "D": "?"}  # yours
+
+# %%
+rows = [
+    row(f"engine {name}: your diagnosis, and the bug", None, (diagnosis[name], bug)) for name, bug in engines.items()
+]
+sound, a, b, c, d = findings.values()
+rows += [
+    row(
+        "sound: wrong, uncounted, empty, unfinished",
+        (0, 0, 0, 0),
+        (sound.wrong, sound.uncounted, sound.empty_steps, sound.unfinished),
+    ),
+    row("    hits", sound.hit_expected, sound.hit),
+    row("one byte per token: hits too many, answers wrong", (True, True), (a.hit > a.hit_expected, a.wrong > 0)),
+    row("no salt: hits too many, every answer right", (True, 0), (b.hit > b.hit_expected, b.wrong)),
+    row("frees shared blocks: hits right, counts wrong", (True, True), (c.hit == c.hit_expected, c.uncounted > 0)),
+    row("whole prompt: never ends, nothing computed", (True, True), (d.unfinished > 0, d.empty_steps > 0)),
+]
+receipt("what the receipts say", rows)
+
+# %% [markdown]
+# - **A, one byte per token** (vllm-mlx, pull request 444): `bytes(t & 0xFF for t in tokens)` went into the hash. Token
+#   65 is token 321. One request of seven answers from keys of somebody else's text. *Hits above the closed form* show
+#   it; a comparison of whole tokens on a hit, as yours does, prevents it.
+# - **B, no salt** (of this kind: vLLM issue 44701, where an adapter's name and a salt were one and the same string in
+#   the hash): every answer is right. One tenant's hit tells that another has asked the same: a leak that shows in the
+#   time to first token, and in the count of hits.
+# - **C, frees shared blocks** (mini-sglang, pull request 142): a sequence ends, its blocks go back, and another table
+#   still points at them. Wrong only under pressure, when the block is given away. *Tables against counts*, checked
+#   after every step, show it at once.
+# - **D, whole prompt from the cache** (nano-vllm, pull request 199): nothing is left to compute, the query has length
+#   0, and there are no logits to draw from. Others crash; this one runs in circles.
+#
+# ## Where it loses
+#
+# Too large a block wastes, and shares less: of a prefix only *full* blocks are found. Too small a one costs: more
+# entries in tables, more keys, more places to gather from. Five sizes, measured:
+
+# %%
+swept = sizes.sweep()
+
+
+def sweep_view():
+    """Unused share grows with the block size; time of attention falls."""
+    return pictures.draw_sweep(swept)
+
+
+show(sweep_view)
+
+# %%
+rows = []
+for found in swept:
+    size = found["block_size"]
+    rows.append(row(f"blocks of {size}: tokens of a 200-token prefix found", found["hit_predicted"], found["hit"]))
+    rows.append(row("    unused slots per sequence", None, found["unused"]))
+    rows.append(row("    blocks to look up and count, 8 requests", None, found["blocks"]))
+    rows.append(row("    one query over 480 keys, copied together", None, found["attention_s"]["copied together"], "s"))
+    rows.append(row("    block by block", None, found["attention_s"]["block by block"], "s"))
+rows.append(row("keys in one piece, no table", None, sizes.one_piece_seconds(), "s"))
+rows.append(
+    row(
+        "bytes of a table's entry, of a token's keys and values",
+        None,
+        (8, kv_bytes_per_token(experiments.target().config, 4)),
+        "B",
+    )
+)
+for size in (16, 256):
+    mean = predict.mean_unused_slots(size)
+    rows.append(row(f"sequences of 100 tokens in blocks of {size}: mean waste", None, f"{mean / (100 + mean):.0%}"))
+receipt("block sizes", rows)
+
+# %% [markdown]
+# The memory of the tables is *not* the reason for larger blocks: an entry is nothing beside a token. Work per block is.
+# Python feels it most (block by block); a kernel wants at least a tile of keys in one piece. vLLM's default is 16,
+# Hugging Face's 256, and the last two rows say for whom that is too much.
+#
+# Paging also loses where there is nothing to gain: one sequence of known length needs no table, and keys in one piece
+# are read several times more quickly than keys that are first copied together (compare the rows; a kernel that follows
+# the table itself copies nothing). And a prefix cache gains nothing on prompts that never repeat; it then costs the
+# hashing.
+#
+# ## The same thing in production
+#
+# `minillm.serve.blocks` is these exercises in one file. Its keys are objects that compare whole chains, so that no
+# collision can pass; a hash of them is only the way into the dictionary.
+
+# %%
+print(inspect.getsource(blocks.Prefix))
+
+# %% [markdown]
+# Attention has several *backends* behind one signature: `block_by_block`, which is your exercise for a whole batch; and
+# quicker ones for the CPU, which copy a sequence's blocks together and call torch's fused kernel. On a GPU a kernel
+# does what you did: it looks up slots through the table, keeps a maximum and two sums on chip, and never writes scores
+# to memory. With one query per sequence there is too little work to fill a GPU, so the *keys* are split, too, and the
+# parts are joined by their sums (Flash-Decoding). `minillm/model/paged_triton.py` is such a kernel; this is its last
+# step:
+
+# %%
+print(inspect.getsource(getattr(paged_triton.combine, "fn", paged_triton.combine)))
+
+# %% [markdown]
+# Hugging Face `transformers` (5) has a paged cache, too. Live, if installed: four requests with 70 shared tokens.
+
+# %%
+try:
+    theirs = peer.transformers_pages()
+except ImportError:
+    compared = "transformers is not installed: pip install 'transformers>=5,<6' to compare"
+else:
+    compared = receipt(
+        "transformers' paged cache, pages of 16",
+        [
+            row("the plain loop's tokens", True, theirs["equal"]),
+            row("tokens found by the later three", tuple(theirs["expected"]), tuple(theirs["hits"])),
+            row("pages it keeps for later: 4 shared, and 1 of each", 4 + 4, theirs["kept"]),
+            row("its default page", None, theirs["default_page"], "tokens"),
+            row("    unused slots of these requests with it", None, theirs["unused"][theirs["default_page"]]),
+            row("    with pages of 16", None, theirs["unused"][16]),
+        ],
+    )
+compared
+
+# %% [markdown]
+# It finds blocks by a chained 64-bit hash, without comparing tokens; how likely is it that two blocks have one key?
+
+# %%
+receipt(
+    "chance that any two of n blocks collide: 1 - exp(-n(n-1) / 2^(bits+1))",
+    [
+        row(f"{bits} bits, {n:,} blocks", None, f"{predict.collision_chance(n, bits):.1e}")
+        for bits, n in ((32, 100_000), (64, 100_000), (64, 10**9), (256, 10**9))
+    ],
+)
+
+# %% [markdown]
+# | here | in vLLM (options of `vllm serve`, version 0.29) |
+# |---|---|
+# | `block_size` | `--block-size` (default 16) |
+# | `num_blocks` | `--gpu-memory-utilization` (default 0.92): what weights and activations leave becomes blocks |
+# | | or, said outright: `--kv-cache-memory-bytes`, `--num-gpu-blocks-override` |
+# | `prefix_cache` | on by default; `--no-enable-prefix-caching` |
+# | `Prefix` | `--prefix-caching-hash-algo` (default `sha256`; `xxhash` is quicker and can be attacked) |
+# | `salt=` of a request | `cache_salt` in the request |
+# | copy on write | none: n samples are n requests that hit the prompt's full blocks |
+# | swap to the host | `--kv-offloading-size` (GiB). `--swap-space`, which many texts name, is gone since 0.18 |
+#
+# ## On a cluster
+#
+# Under tensor parallelism every rank holds `kv_heads / t` heads of *every* block, so block tables are equal on all
+# ranks and one scheduler decides for all; under pipeline parallelism a rank holds its layers of every block. A prefix
+# cache is per replica: a router has to send requests with one prefix to one replica (lab 19). The same engine on a GPU,
+# where it takes the Triton kernel by itself:
+#
+# ```bash
+# python -c "
+# import torch
+# from minillm.model import load_hf
+# from minillm.model.generate import folder_of
+# from minillm.serve import LLM, SamplingParams
+# llm = LLM(load_hf(folder_of('target'), device='cuda', dtype=torch.bfloat16))
+# print(llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8))[0].answers[0].ids)"
+#
+# vllm serve MODEL --tensor-parallel-size 8 --block-size 16 --gpu-memory-utilization 0.9
+# ```
+
+# %% [markdown]
+# ## Interview corner
+#
+# Numbers first; nothing is compared here. The GPU has 80 GB, the model 8 billion parameters in 16 bits, 32 layers, 8 kv
+# heads of 128.
+
+
+# %%
+class Model8B:
+    num_layers, num_kv_heads, head_dim = 32, 8, 128
+
+
+per_token = kv_bytes_per_token(Model8B)
+room = int((0.9 * 80e9 - 16e9) / per_token)
+receipt(
+    "numbers for the answers",
+    [
+        row("1. KV bytes per token", None, per_token, "B"),
+        row("   tokens in 90 % of 80 GB less the weights", None, room),
+        row("   requests of 8,192 reserved", None, predict.requests_in_pool(room, 600, 8192)),
+        row("   of 600 tokens in blocks of 16", None, predict.requests_in_pool(room, 600, 16)),
+        row(
+            "2. 100 requests, 2,000 shared, 100 own, blocks of 16: blocks",
+            None,
+            predict.shared_blocks(2000, 100, 100, 16),
+        ),
+        row("   without sharing", None, 100 * predict.blocks_for(2100, 16)),
+        row("   prompt tokens computed", None, predict.computed_tokens(2000, 100, 100, 16)),
+        row("3. 8 samples of 1,000 tokens: blocks copied", None, predict.fork_copies(1000, 8, 16)),
+        row("   of 1,008 tokens", None, predict.fork_copies(1008, 8, 16)),
+        row("4. a block of 16, this model", None, 16 * per_token, "B"),
+    ],
+)
+
+# %% [markdown]
+# Say your answer aloud before you open one.
+#
+# **1. What does paging gain, and what does it not?**
+# <details><summary>Answer</summary>
+#
+# Memory: the waste falls from 1 − mean/reserved to less than one block per sequence. Memory becomes batch: here 52
+# reservations of 8,192 tokens, or 700 requests of 600 in blocks of 16. It makes no single request quicker; attention
+# through a table is at best as quick as over one piece.
+#
+# *Follow-up: does it remove fragmentation?* External fragmentation, entirely: all blocks are alike. Internal remains,
+# (b − 1)/2 per sequence on average.
+# </details>
+#
+# **2. 100 users share a system prompt of 2,000 tokens. What is saved?**
+# <details><summary>Answer</summary>
+#
+# 99 · 125 blocks and 99 · 2,000 prompt tokens: 825 blocks instead of 13,200, and 12,000 tokens computed instead of
+# 210,000. Only full blocks count: of 2,010 shared tokens, 2,000.
+#
+# *Follow-up: all 100 arrive in the same step, nothing is cached yet?* A good scheduler lets the later ones use blocks
+# that the first fills in this very step (every layer writes all keys before it reads any), or lets them wait a step.
+# </details>
+#
+# **3. n samples of one prompt: what is copied, and when?**
+# <details><summary>Answer</summary>
+#
+# At the first write into the shared last block, all samples but one copy it: 7 copies for 8 samples of 1,000 tokens,
+# none for 1,008 (a multiple of 16). The last one writes in place, its count has fallen to 1.
+#
+# *Follow-up: and beam search?* The same, at every step at which beams fork; a beam that is dropped releases its blocks.
+# </details>
+#
+# **4. How do you choose the block size?**
+# <details><summary>Answer</summary>
+#
+# Waste grows with b, and a hit covers multiples of b only. Kernels want a tile of keys in one piece, the bookkeeping
+# fewer entries, transfers larger pieces (2 MB per block of 16 here). 16 to 64 for short chats, more for long contexts.
+# </details>
+#
+# **5. What belongs into the key of a cached block?**
+# <details><summary>Answer</summary>
+#
+# All tokens up to its end, in full (chained); everything else that changes keys and values: adapter, images in place of
+# tokens; and the tenant's salt, tagged so that an adapter called x is not a salt x. Not the sampling parameters. On a
+# hit, compare, or use a hash that nobody can attack.
+#
+# *Follow-up: the weights are updated while serving?* Flush the cache, or put a version into the chain's root.
+# </details>
+#
+# **6. The whole prompt is cached. What is left to do?**
+# <details><summary>Answer</summary>
+#
+# One token at least: logits come from a forward pass, and the cache holds none. So a hit is cut to at most
+# (prompt − 1) // b blocks.
+# </details>
+#
+# **7. Which blocks may be evicted, in which order?**
+# <details><summary>Answer</summary>
+#
+# Those with no holder, unused for longest first, and of one sequence the last block first, since a prefix is found from
+# its beginning. Preempting a *running* sequence is another matter (lab 14): all of them are used in every step.
+#
+# *Follow-up: the hit rate fell to zero though traffic grew by a tenth only?* The working set no longer fits; LRU over a
+# cycle evicts each block just before its turn.
+# </details>
+#
+# **8. Answers are sometimes about another user's text. Where do you look?**
+# <details><summary>Answer</summary>
+#
+# At receipts before code: hits against the closed form (wrong keys), tables against reference counts (a shared block
+# freed), tokens against a plain loop with the cache off. Then: hash of truncated tokens, no comparison, a missing copy
+# on write, a block published before it was computed and never withdrawn after a failure.
+# </details>
+#
+# **9. Two tenants notice that some prompts answer faster. Is that a bug?**
+# <details><summary>Answer</summary>
+#
+# A side channel: a shared prefix cache tells who asked what. A salt per tenant closes it, at the price of computing the
+# common system prompt once per tenant.
+# </details>
+#
+# ## You can now answer
+#
+# 1. **How much is wasted?** 1 − mean/reserved in one piece; less than a block per sequence, (b−1)/2 on average, in
+#    blocks.
+# 2. **When may two sequences share a block?** When all tokens up to its end, adapter and salt agree: recognised by a
+#    chained key, compared on a hit. It is counted, copied before it is written, and evicted only when nobody holds it.
+# 3. **Which bugs leave answers looking right?** A missing salt always, a truncated hash and a freed shared block nearly
+#    always. Hits against the closed form, and tables against counts, show all three.
+#
+# Next: **14 · continuous batching**, where sequences join and leave at every step.

@@ -1,0 +1,1 @@
+"""Lab 14 · Continuous batching."""

@@ -1,0 +1,156 @@
+"""Lab 14, the flight recorder read: when each token came, and which of four faults a scheduler has."""
+
+import random
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+from course.lab14_continuous_batching import experiments_breaks as breaks
+from course.lab14_continuous_batching.checks import LAB
+from course.lab14_continuous_batching.experiments import Flight, play, requests
+from minillm.labkit.exercises import CheckFailed, exercise
+from minillm.labkit.receipts import Receipt, row
+from minillm.serve import StepRecord
+
+# The course's own answers.
+
+
+def latencies(
+    records: Sequence[StepRecord], prompts: dict[str, int], arrived: dict[str, float]
+) -> dict[str, tuple[float, float, float]]:
+    """A step gives a sequence a token if it computes the last one it has; the token is there when the step is over."""
+    held, times = dict(prompts), {name: [] for name in prompts}
+    for each in records:
+        for name, first, tokens in each.batch:
+            if first + tokens == held[name]:
+                held[name] += 1
+                times[name].append(each.started + each.seconds)
+    found = {}
+    for name, at in times.items():
+        gaps = [b - a for a, b in pairwise(at)]
+        found[name] = (at[0] - arrived[name], sum(gaps) / len(gaps), max(gaps))
+    return found
+
+
+def diagnose(records: Sequence[StepRecord], prompts: dict[str, int]) -> str:
+    """What no sound scheduler does, looked for step by step."""
+    held, away, decoding = dict(prompts), set(), set()
+    if len(records) > 100 and not any(each.sampled for each in records[-100:]):
+        return "livelock"
+    for each in records:
+        away |= set(each.preempted)
+        decoding -= set(each.preempted)
+        for name in each.admitted:
+            away.discard(name)
+            if any(int(other) < int(name) for other in away):
+                return "place in the queue lost"
+        batch = {name for name, _, _ in each.batch}
+        if decoding and not decoding & batch:
+            return "phases never mixed"
+        for name, first, tokens in each.batch:
+            if first + tokens > held[name]:
+                return "tokens that do not exist"
+            if first + tokens == held[name]:
+                held[name] += 1
+                decoding.add(name)
+        decoding -= set(each.ended)
+    return "healthy"
+
+
+# What they are held to.
+
+
+@exercise(
+    "latencies-from-a-flight",
+    reference=latencies,
+    minutes=15,
+    difficulty=3,
+    lab=LAB,
+    hints=(
+        "Being in a batch is not getting a token: pieces of a prompt give none, nor do the tokens computed again after "
+        "a preemption. Which piece does?",
+        "Keep how many tokens each sequence has: its prompt at first. A step that computes up to exactly that number "
+        "(first + tokens == held) gives it one more, at started + seconds.",
+        "TTFT = first time - arrived (so the wait in the queue counts); TPOT = (last - first) / (tokens - 1); the "
+        "worst gap = the largest difference of neighbouring times.",
+    ),
+)
+def check_latencies(learner: Callable) -> Receipt:
+    rows = []
+    for how, options in (
+        ("prompts in pieces", {"num_blocks": 200}),
+        ("preempted, recomputed", {"num_blocks": 30, "prefix_cache": False}),
+        ("preempted, swapped", {"num_blocks": 30, "preemption": "swap"}),
+    ):
+        lengths = [(random.randint(10, 40), random.randint(16, 30)) for _ in range(10)]
+        settings = {"block_size": 4, "token_budget": 16, "max_num_seqs": 5, "chunk": 6, "reserve": 0}
+        flight = play(requests(lengths, every=0.007), **(settings | options))
+        prompts = {name: told.prompt for name, told in flight.told.items()}
+        arrived = {name: told.arrived for name, told in flight.told.items()}
+        found = learner(list(flight.records), dict(prompts), dict(arrived))
+        if not isinstance(found, dict) or set(found) != set(prompts):
+            raise CheckFailed(f"{how}: you returned {found!r:.60}; asked for is a dict with one entry per request")
+        for name, told in flight.told.items():
+            _compare(
+                found[name], told, f"{how}: request {name}, a prompt of {told.prompt} and {len(told.tokens)} tokens"
+            )
+        rows.append(row(f"{how}: requests timed as they happened", len(prompts), len(found)))
+        for place, what in ((0, "ttft"), (2, "worst_gap")):
+            worst = max(each[place] for each in found.values())
+            rows.append(row(f"    longest {what.replace('_', ' ')}", flight.spread(what).most, worst, "s", 1e-9))
+    return Receipt("from records to latencies, on the computed clock", tuple(rows))
+
+
+def _compare(found: Any, told: Any, where: str) -> None:
+    if not isinstance(found, list | tuple) or len(found) != 3:
+        raise CheckFailed(f"{where}: you give {found!r:.60}; asked for is (ttft, tpot, worst gap)")
+    for name, mine, due in zip(
+        ("TTFT", "TPOT", "the worst gap"), found, (told.ttft, told.tpot, told.worst_gap), strict=True
+    ):
+        if abs(mine - due) > 1e-9 + 1e-6 * due:
+            raise CheckFailed(f"{where}: you say {name} {1e3 * mine:.2f} ms, it was {1e3 * due:.2f} ms")
+
+
+@exercise(
+    "diagnose-a-flight",
+    reference=diagnose,
+    minutes=25,
+    difficulty=4,
+    lab=LAB,
+    hints=(
+        "For each fault write the sentence 'no sound scheduler ever ...' in terms of a record's fields: batch, "
+        "admitted, preempted, sampled. You have followed token counts through records already.",
+        "Livelock: no token sampled for 100 steps. Place lost: a request is admitted while a preempted one with a "
+        "smaller number is away. Phases: sequences that decode are there and none of them is in the batch. Tokens that "
+        "do not exist: first + tokens > what the sequence has.",
+        "Go through records with three things: held (tokens of each), away (preempted, not admitted since), decoding "
+        "(got a token, not preempted or ended since). Test in the order: preempted, admitted, batch, ended.",
+    ),
+)
+def check_diagnose(learner: Callable) -> Receipt:
+    rows = []
+    base = random.randrange(10_000)
+    for fault in breaks.FAULTS:
+        right = 0
+        for seed in range(base, base + 6):
+            flight = breaks.case(fault, seed)
+            found = learner(list(flight.records), {name: told.prompt for name, told in flight.told.items()})
+            if found not in breaks.FAULTS:
+                raise CheckFailed(f"you returned {found!r:.60}; asked for is one of {', '.join(breaks.FAULTS)}")
+            if found != fault:
+                raise CheckFailed(_misread(flight, fault, found))
+            right += 1
+        rows.append(row(f"{fault}: told, of 6 flights", 6, right))
+    return Receipt("five schedulers, 30 flights", tuple(rows))
+
+
+def _misread(flight: Flight, fault: str, found: str) -> str:
+    facts = f"{len(flight.records)} steps, {flight.preemptions} preemptions"
+    evidence = {
+        breaks.HEALTHY: "every preempted request comes back before later ones, and decoding ones get their token",
+        "phases never mixed": "look for steps in which sequences that already decode get nothing",
+        "place in the queue lost": "look for who is admitted while a preempted one is away",
+        "livelock": f"the last 100 steps sampled {sum(each.sampled for each in flight.records[-100:])} tokens",
+        "tokens that do not exist": "compare first + tokens of each batch entry with what the sequence has",
+    }
+    return f"a flight of {facts}: you say '{found}', it is '{fault}': {evidence[fault]}"

@@ -1,0 +1,179 @@
+"""Lab 14, who goes first: whom to preempt when blocks are short, and a queue in which nobody starves."""
+
+import random
+from collections.abc import Callable, Sequence
+from heapq import heappop, heappush
+from itertools import count
+
+from course.lab14_continuous_batching.checks import LAB
+from minillm.labkit.exercises import CheckFailed, exercise
+from minillm.labkit.receipts import Receipt, row
+from minillm.predict import batching as predict
+from minillm.serve import POLICIES
+from minillm.serve import Sequence as Seq
+
+# The course's own answers.
+
+
+def victim(running: Sequence[Seq], needy: Seq, policy: str) -> Seq | None:
+    """The largest by the policy among those behind; the latest of equals."""
+    measures = {
+        "latest": lambda s: s.rank[1],
+        "longest": lambda s: s.num_tokens,
+        "lowest priority": lambda s: s.priority,
+        "least recently used": lambda s: -s.last_step,
+    }
+    behind = [s for s in running if s.rank > needy.rank]
+    return max(behind, key=lambda s: (measures[policy](s), s.rank), default=None)
+
+
+class PatientQueue:
+    """A heap ordered by arrival + patience · priority."""
+
+    def __init__(self, patience: int):
+        self.patience, self.heap, self.arrivals = patience, [], count()
+
+    def push(self, name: str, priority: int) -> None:
+        arrival = next(self.arrivals)
+        heappush(self.heap, (arrival + self.patience * priority, arrival, name))
+
+    def pop(self) -> str:
+        return heappop(self.heap)[-1]
+
+
+# What they are held to.
+
+
+@exercise(
+    "preemption-victim",
+    reference=victim,
+    minutes=10,
+    difficulty=2,
+    lab=LAB,
+    hints=(
+        "Before any policy: may the sequence that needs a block take it from one that was there before it? What would "
+        "that one do in the next step?",
+        "Keep only running sequences whose rank is greater than needy's. Then take the maximum of the policy's number; "
+        "among equals the greatest rank.",
+        "max(behind, key=lambda s: (number(s), s.rank), default=None) with number = rank[1], num_tokens, priority or "
+        "-last_step.",
+    ),
+)
+def check_victim(learner: Callable) -> Receipt:
+    rows = []
+    for policy in POLICIES:
+        right = 0
+        for _ in range(60):
+            running = _draw_running()
+            needy = random.choice(running)
+            found = learner(list(running), needy, policy)
+            due = victim(running, needy, policy)
+            if found is not due:
+                raise CheckFailed(_wrong_victim(running, needy, policy, found, due))
+            right += 1
+        rows.append(row(f"{policy}: the right one of those behind, of 60 draws", 60, right))
+    return Receipt("whom to preempt", tuple(rows))
+
+
+def _draw_running() -> list[Seq]:
+    running = []
+    for arrival in random.sample(range(20), random.randint(1, 6)):
+        priority = random.randint(-1, 2)
+        sequence = Seq([0] * random.randint(5, 9), 20, priority=priority, name=f"s{arrival}")
+        sequence.rank, sequence.last_step = (arrival + 8 * priority, arrival, 0), random.randint(90, 93)
+        running.append(sequence)
+    return sorted(running, key=lambda s: s.rank)
+
+
+def _wrong_victim(running: Sequence[Seq], needy: Seq, policy: str, found: object, due: Seq | None) -> str:
+    facts = "; ".join(
+        f"{s.name} rank {s.rank[:2]}, {s.num_tokens} tokens, priority {s.priority}, last step {s.last_step}"
+        for s in running
+    )
+    where = f"{policy}, {needy.name} needs a block, running: {facts}"
+    if found is None:
+        return f"{where}: you preempt nobody, but {due.name} is behind it"
+    if not isinstance(found, Seq):
+        return f"you returned {found!r:.40}; asked for is one of the sequences in running, or None"
+    if found is needy:
+        return f"{where}: you preempt the very sequence that needs the block"
+    if found.rank < needy.rank:
+        return (
+            f"{where}: you preempt {found.name}, which is before {needy.name}. In the next step {found.name} would do "
+            "the same to it: they could throw each other out for ever"
+        )
+    return f"{where}: you preempt {found.name}, the policy says {due.name}"
+
+
+@exercise(
+    "patient-queue",
+    reference=PatientQueue,
+    minutes=10,
+    difficulty=2,
+    lab=LAB,
+    hints=(
+        "With strict priorities an endless stream of important requests starves an unimportant one. Let priority be "
+        "worth a bounded head start instead.",
+        "Give each request one number when it comes, and never change it: its arrival plus patience for each level of "
+        "priority. The smallest number goes first.",
+        "A heap of (arrival + patience * priority, arrival, name), arrival = 0, 1, 2, ... from itertools.count().",
+    ),
+)
+def check_queue(learner: type) -> Receipt:
+    rows = []
+    for patience in (0, 4, 16):
+        passed, gap = _overtakers(learner, patience), 2
+        most = predict.overtakers(patience, gap)
+        if passed is None:
+            raise CheckFailed(
+                f"patience {patience}: a request of priority 2 still waits after {most + 200} of priority 0 came after "
+                "it and went: it starves"
+            )
+        if passed != most:
+            raise CheckFailed(
+                f"patience {patience}: {passed} later requests of priority 0 overtake one of priority 2; patience x 2 "
+                f"levels - 1 = {most} may (of equal numbers the earlier goes)"
+            )
+        rows.append(row(f"patience {patience}: overtaken by, 2 levels of priority apart", most, passed))
+    pops = _in_order(learner, 8)
+    rows.append(row("300 pushes and pops, mixed: pops in order", pops, pops))
+    return Receipt("a queue that starves nobody", tuple(rows))
+
+
+def _overtakers(learner: type, patience: int) -> int | None:
+    """How many of an endless stream of priority 0 go before one of priority 2 that came first; None: all."""
+    queue, late = learner(patience), predict.overtakers(patience, 2)
+    queue.push("patient", 2)
+    for number in range(late + 200):
+        queue.push(f"urgent {number}", 0)
+        if _name(queue.pop()) == "patient":
+            return number  # those pushed before this one and gone
+    return None
+
+
+def _in_order(learner: type, patience: int) -> int:
+    """Pushes and pops at random; how many pops, all of them right."""
+    queue, waiting, pops, arrivals = learner(patience), {}, 0, count()
+    for _ in range(300):
+        if random.random() < 0.55 or not waiting:
+            arrival, priority = next(arrivals), random.randint(-1, 2)
+            waiting[f"q{arrival}"] = (arrival + patience * priority, arrival)
+            queue.push(f"q{arrival}", priority)
+            continue
+        name = _name(queue.pop())
+        if name not in waiting:
+            raise CheckFailed(f"pop returns {name}, which is not waiting (never came, or went already)")
+        mine, pops = waiting.pop(name), pops + 1
+        if ahead := [other for other, key in waiting.items() if key < mine]:
+            first = min(ahead, key=waiting.get)
+            raise CheckFailed(
+                f"patience {patience}: pop returns {name} (arrival + patience x priority = {mine[0]}) before {first} "
+                f"({waiting[first][0]}, lower priority numbers are sooner; equal: first come)"
+            )
+    return pops
+
+
+def _name(found: object) -> str:
+    if not isinstance(found, str):
+        raise CheckFailed(f"pop returns {found!r:.40}; asked for is the name that was pushed")
+    return found

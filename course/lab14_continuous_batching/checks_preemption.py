@@ -1,0 +1,206 @@
+"""Lab 14, preemption: what a sequence gives up and wins back, by recomputation and by swap."""
+
+import random
+from heapq import heappop
+
+from course.lab14_continuous_batching.checks import LAB
+from course.lab14_continuous_batching.experiments import TINY, one_thread, play, requests
+from course.lab14_continuous_batching.shelves import contents, draw_pool
+from minillm.labkit.exercises import CheckFailed, exercise
+from minillm.labkit.receipts import Receipt, row
+from minillm.model import Transformer
+from minillm.model.generate import generate
+from minillm.serve import LLM, BlockPool, Scheduler
+from minillm.serve import Sequence as Seq
+
+# The course's own answers.
+
+
+class Preemption:
+    """Gives blocks up and wins them back; the tokens of the sequence stay."""
+
+    def preempt(self, sequence: Seq, pool: BlockPool, swap: bool) -> None:
+        held = pool.blocks_for(sequence.num_computed)
+        if swap and held <= pool.free_host:
+            sequence.slots = pool.swap_out(sequence.blocks[:held])
+            pool.release(sequence.blocks[held:])
+        else:
+            sequence.num_computed = 0
+            pool.release(sequence.blocks)
+        sequence.blocks = []
+
+    def resume(self, sequence: Seq, pool: BlockPool, hits: list[int]) -> bool:
+        fresh = pool.blocks_for(sequence.num_tokens) - len(hits)
+        if fresh + pool.idle(hits) > pool.available:
+            return False
+        sequence.blocks = pool.share(hits) + pool.allocate(fresh)
+        pool.swap_in(sequence.slots, sequence.blocks, skip=len(hits))
+        sequence.slots = []
+        sequence.num_computed = max(sequence.num_computed, len(hits) * pool.block_size)
+        return True
+
+
+# What they are held to.
+
+
+@exercise(
+    "preempt-and-return",
+    reference=Preemption,
+    minutes=25,
+    difficulty=4,
+    lab=LAB,
+    hints=(
+        "Write down who holds what before and after. Recompute: nothing of the sequence remains in the pool, so how "
+        "many of its tokens are computed? Swap: which of its blocks have anything in them?",
+        "preempt: swap_out the blocks_for(num_computed) first blocks if so many fit free_host, release the others; "
+        "else num_computed = 0 and release all. resume: first count (fresh blocks, plus hits that nobody holds, "
+        "against available), then take: share the hits, allocate the rest, swap_in with skip=len(hits).",
+        "After resume: blocks = share(hits) + allocate(fresh); swap_in(slots, blocks, skip=len(hits)); slots = []; "
+        "num_computed = max(num_computed, len(hits) * block_size): counted after the hits are known.",
+    ),
+)
+def check_preemption(learner: type) -> Receipt:
+    moved, due = 0, 0
+    for swap, host, shared in (
+        (False, 0, 0), (False, 0, 2), (True, 16, 0), (True, 16, 2), (True, 1, 0), (True, 16, 3),
+    ) * 3:  # fmt: skip
+        one, two = _one_round(learner, swap, host, shared)
+        moved, due = moved + one, due + two
+    _refuses_what_does_not_fit(learner)
+    rows = [row("blocks moved to the host and back", due, moved)]
+    model = Transformer(TINY, seed=2)
+    for swap in (False, True):
+        rows += _in_an_engine(learner, model, swap)
+    return Receipt("preempted and brought back", tuple(rows))
+
+
+def _one_round(learner: type, swap: bool, host: int, shared: int) -> tuple[int, int]:
+    """One sequence out and in, some of its first blocks also held by another one; (blocks moved, blocks due)."""
+    pool, shelf, sequence, other = draw_pool(host, shared)
+    computed, tokens = sequence.num_computed, list(sequence.tokens)
+    held, size = pool.blocks_for(computed), pool.block_size
+    fits = swap and held <= host
+    hits = list(sequence.blocks[:shared])
+    where = f"{'swap' if swap else 'recompute'}, {computed} of {len(tokens)} tokens computed, {host} free on the host"
+    mine = learner()
+    mine.preempt(sequence, pool, swap)
+    if sequence.tokens != tokens:
+        raise CheckFailed(f"{where}: preempt changes the tokens; what was sampled has been sent to its reader")
+    if sequence.blocks:
+        raise CheckFailed(f"{where}: after preempt the sequence still names blocks {sequence.blocks}")
+    if pool.used != len(other.blocks):
+        raise CheckFailed(
+            f"{where}: after preempt {pool.used} blocks are used; the other sequence holds {len(other.blocks)}. Each "
+            "block is released once"
+        )
+    if (out := shelf.out) != (held if fits else 0):
+        raise CheckFailed(
+            f"{where}: preempt moves {out} blocks to the host, {held if fits else 0} are right: those with something "
+            "in them, if all of them fit"
+        )
+    if sequence.num_computed != (computed if fits else 0):
+        raise CheckFailed(
+            f"{where}: after preempt num_computed is {sequence.num_computed}, but the keys and values of "
+            f"{computed if fits else 0} tokens are kept"
+        )
+    if mine.resume(sequence, pool, hits) is not True:
+        raise CheckFailed(f"{where}: {pool.available} blocks are available, yet resume does not return True")
+    if len(sequence.blocks) != pool.blocks_for(len(tokens)) or sequence.blocks[: len(hits)] != hits:
+        raise CheckFailed(
+            f"{where}: resume gives blocks {sequence.blocks}; {pool.blocks_for(len(tokens))} are needed, the hits "
+            f"{hits} first"
+        )
+    if sequence.slots or pool.free_host != host:
+        raise CheckFailed(f"{where}: after resume {host - pool.free_host} slots on the host are still taken: they leak")
+    back = max(0, held - len(hits)) if fits else 0
+    if shelf.back != back:
+        raise CheckFailed(
+            f"{where}, {len(hits)} hits: resume moves {shelf.back} blocks back, {back} are right: a hit is there "
+            "already, and others are reading it"
+        )
+    kept = max(computed if fits else 0, len(hits) * size)
+    if sequence.num_computed != kept:
+        raise CheckFailed(
+            f"{where}, {len(hits)} hits: after resume num_computed is {sequence.num_computed}, but {kept} tokens have "
+            "their keys and values"
+        )
+    if contents(shelf, sequence, size)[:kept] != tokens[:kept]:
+        raise CheckFailed(f"{where}: after resume a block holds the keys and values of other tokens")
+    references = [(s.blocks, pool.references) for s in (sequence, other)]
+    if pool.used != len({*sequence.blocks, *other.blocks}) or any(r[b] < 1 for blocks, r in references for b in blocks):
+        raise CheckFailed(f"{where}: after resume {pool.used} blocks are used, not those the two sequences name")
+    return shelf.out + shelf.back, (held + back if fits else 0)
+
+
+def _refuses_what_does_not_fit(learner: type) -> None:
+    """A hit that nobody holds is one of the available blocks: counted once, and counted first."""
+    pool, _, sequence, _ = draw_pool(0, 2, spare=0, release_other=True)
+    hits = list(sequence.blocks[:2])
+    mine = learner()
+    mine.preempt(sequence, pool, False)
+    taken = pool.allocate(pool.available - pool.blocks_for(sequence.num_tokens) + 1)
+    before = (pool.available, list(pool.references))
+    where = (
+        f"{pool.available} blocks are available, 2 of them the hits, {pool.blocks_for(sequence.num_tokens)} are needed"
+    )
+    try:
+        done = mine.resume(sequence, pool, hits)
+    except RuntimeError:
+        raise CheckFailed(f"{where}: resume runs out of blocks halfway; count before you take") from None
+    if done is not False or (pool.available, list(pool.references)) != before or sequence.blocks:
+        raise CheckFailed(f"{where}: resume must return False and take nothing")
+    pool.release(taken)
+
+
+@one_thread()
+def _in_an_engine(learner: type, model: Transformer, swap: bool) -> list:
+    """Greedy tokens of an engine that preempts and resumes as the learner does, against the naive loop's."""
+
+    class Yours(Scheduler):
+        mine = learner()
+
+        def _preempt(self, sequence: Seq) -> None:
+            self._unseat(sequence)
+            sequence.preemptions += 1
+            self.mine.preempt(sequence, self.pool, self.swaps)
+            self._wait(sequence)
+
+        def _admit(self, sequence: Seq) -> bool:
+            if not sequence.preemptions:
+                return super()._admit(sequence)
+            if self.seats + sequence.seats > self.max_num_seqs:
+                return False
+            hits = self.pool.lookup(self._prefixes(sequence))
+            if not self.mine.resume(sequence, self.pool, hits):
+                return False
+            return self._seat(sequence)
+
+        def _seat(self, sequence: Seq) -> bool:
+            heappop(self._heap)
+            self.num_waiting, self.seats = self.num_waiting - 1, self.seats + sequence.seats
+            sequence.state = type(sequence.state).RUNNING
+            self.running.append(sequence)
+            self.running.sort(key=lambda s: s.rank)
+            return True
+
+    how = "swap" if swap else "recompute"
+    options = {"num_blocks": 8, "block_size": 4, "num_host_blocks": 8 if swap else 0}
+    scheduling = {"token_budget": 24, "max_num_seqs": 6, "reserve": 0, "preemption": how}
+    while True:  # until some are preempted
+        arrivals = requests([(random.randint(6, 18), random.randint(6, 10)) for _ in range(6)])
+        if play(arrivals, **options, **scheduling).preemptions > 1:
+            break
+    llm = LLM(model, **options, **scheduling)
+    llm.scheduler = Yours(llm.pool, **scheduling)
+    prompts = [each.prompt for each in arrivals]
+    found = llm.generate(prompts, [each.params for each in arrivals])
+    same = sum(
+        output.answers[0].ids == list(generate(model, output.prompt, each.params.max_tokens))
+        for output, each in zip(found, arrivals, strict=True)
+    )
+    left = (llm.pool.used, llm.pool.num_host_blocks - llm.pool.free_host)
+    return [
+        row(f"{how}: answers equal to the naive loop's, of 6", 6, same),
+        row("    preemptions on the way", None, sum(output.preemptions for output in found)),
+        row("    blocks used afterwards, slots taken", (0, 0), left),
+    ]

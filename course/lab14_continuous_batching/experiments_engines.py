@@ -1,0 +1,224 @@
+"""Lab 14's comparisons: static, timer and continuous batching; chunk sizes; policies; recompute and swap.
+
+Engines run a real model on a clock that is computed (one H100 and an 8B model at their peaks), so that counts and
+times are the same on every machine; what only a schedule decides is played without a model.
+"""
+
+import random
+import time
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+from course.lab14_continuous_batching.experiments import Flight, Player, draft, one_thread, play, requests, text
+from course.lab14_continuous_batching.experiments_breaks import PromptsFirst
+from minillm.model import Transformer
+from minillm.predict import batching as predict
+from minillm.predict.batching import H100_8B
+from minillm.serve import LLM, POLICIES, BlockPool, SamplingParams, Scheduler
+from minillm.serve.adaptive import AdaptiveBatches
+from minillm.serve.static import StaticBatches
+from minillm.serve.trace import Arrival, VirtualClock, arrivals, replay, skewed, summary, uniform
+
+COUNT, SEATS, PROMPT = 32, 8, 12
+TRACES = {
+    "uniform": lambda **o: uniform(COUNT, max_tokens=16, prompt_tokens=PROMPT, **o),
+    "skewed": lambda **o: skewed(COUNT, max_tokens=64, prompt_tokens=PROMPT, **o),
+}
+ENGINES = {
+    "static": lambda model, clock: StaticBatches(model, SEATS, clock=clock),
+    "timer": lambda model, clock: AdaptiveBatches(model, SEATS, 0.05, clock=clock),
+    "continuous": lambda model, clock: LLM(
+        model, clock=clock, max_num_seqs=SEATS, token_budget=SEATS * PROMPT + SEATS, num_blocks=256
+    ),
+}
+
+
+def pace(tokens: int) -> float:
+    """Seconds of a pass of so many tokens with short contexts, on the computed clock."""
+    return H100_8B.step([(0, tokens)])
+
+
+def coming(trace: str, rate: float | None = None) -> list[Arrival]:
+    """32 requests with uniform or skewed answers; prompts are cut from Python's standard library."""
+    return TRACES[trace](rate=rate, text=text(), seed=14)
+
+
+def answers(trace: Sequence[Arrival]) -> list[int]:
+    return [each.params.max_tokens for each in trace]
+
+
+@one_thread()
+def compare(rate: float | None = None) -> dict[tuple[str, str], dict[str, Any]]:
+    """(trace, engine) -> passes, ids of all answers, summary on the computed clock, seconds that really passed."""
+    found = {}
+    for trace in TRACES:
+        for engine, build in ENGINES.items():
+            clock = VirtualClock(pace)
+            started = time.perf_counter()
+            with clock.of(draft()):
+                llm = build(draft(), clock)
+                outputs = replay(llm, coming(trace, rate))
+            found[trace, engine] = {
+                "passes": len(llm.records),
+                "ids": [output.answers[0].ids for output in outputs],
+                "summary": summary(outputs),
+                "wall_s": time.perf_counter() - started,
+                "wasted": getattr(llm, "waste", 0),
+            }
+    return found
+
+
+@one_thread()
+def timers(model: Transformer, waits: Sequence[float], rate: float = 10.0, tokens: int = 8) -> list[dict[str, Any]]:
+    """Timer batching of 32 requests for each window: longest latency, its bound, mean batch, passes per request."""
+    rows = []
+    for wait_s in waits:
+        clock = VirtualClock(pace)
+        each = uniform(32, max_tokens=tokens, prompt_tokens=8, rate=rate, vocab_size=61, seed=5)
+        with clock.of(model):
+            llm = AdaptiveBatches(model, SEATS, wait_s, clock=clock)
+            outputs = replay(llm, each)
+        batch_s = tokens * pace(SEATS * 8)  # and a step: who comes is looked at between steps
+        rows.append(
+            {
+                "wait_s": wait_s,
+                "longest_s": max(output.timing.end_to_end for output in outputs),
+                "bound_s": predict.adaptive_latency(wait_s, batch_s, batch_s) + pace(SEATS),
+                "batch": 32 / (len(llm.records) / tokens),
+                "predicted_batch": predict.adaptive_batch(rate, wait_s, SEATS),
+                "passes": len(llm.records),
+            }
+        )
+    return rows
+
+
+# A long prompt among those who decode.
+
+LONG, DECODING, HELD = 8192, 16, 512
+
+
+def stall(chunk: int | None, make: type[Scheduler] = Scheduler) -> dict[str, float]:
+    """16 sequences decode when a prompt of 8,192 tokens comes: their worst gap, and its time to first token."""
+    each = requests([(HELD, 160)] * DECODING + [(LONG, 4)], vocab_size=1000)
+    after = H100_8B.step([(0, HELD)]) * DECODING + 40 * H100_8B.step([(HELD, 1)] * DECODING)
+    each[-1] = Arrival(after, each[-1].prompt, each[-1].params)
+    options = {"token_budget": (chunk or LONG) + DECODING, "chunk": chunk, "max_num_seqs": 32}
+    flight = play(each, num_blocks=2000, make=make, **options)
+    *others, long = flight.told.values()
+    gaps = [b - a for told in others for a, b in pairwise(told.tokens) if b > long.arrived]
+    held = [HELD + sum(at < long.arrived for at in told.tokens) for told in others]
+    return {
+        "gap": max(gaps),
+        "predicted": predict.worst_gap(H100_8B, LONG, chunk, [n + LONG // (chunk or LONG) for n in held]),
+        "ttft": long.ttft,
+        "predicted_ttft": predict.chunked_prefill(H100_8B, LONG, chunk, held),
+    }
+
+
+def stalls(chunks: Sequence[int | None]) -> list[dict[str, Any]]:
+    return [{"chunk": chunk or LONG, **stall(chunk)} for chunk in chunks]
+
+
+def unmixed(chunk: int) -> dict[str, float]:
+    """The same with phases that never mix: chunks do not help."""
+    return stall(chunk, PromptsFirst)
+
+
+# Policies, and what becomes of the victims.
+
+
+@cache
+def crowded() -> tuple[Arrival, ...]:
+    """120 requests, 60 a second, every fourth less important: short prompts whose answers outgrow the pool."""
+    rng = random.Random(1)
+    lengths = [rng.randint(50, 400) for _ in range(120)]
+    each = arrivals(lengths, prompt_tokens=(30, 300), rate=60, vocab_size=1000, seed=3)
+    return tuple(Arrival(a.at, a.prompt, a.params, int(i % 4 == 3)) for i, a in enumerate(each))
+
+
+CROWD = {"num_blocks": 400, "token_budget": 1024, "max_num_seqs": 48, "chunk": 512, "patience": 32}
+
+
+@cache
+def crowd(
+    policy: str = "latest", preemption: str = "recompute", reserve: int = 0, prefix_cache: bool = False
+) -> Flight:
+    """The crowded trace under one policy."""
+    options = {"policy": policy, "preemption": preemption, "reserve": reserve, "prefix_cache": prefix_cache}
+    return play(crowded(), **options, **CROWD)
+
+
+def crowds() -> dict[tuple[str, str], Flight]:
+    return {(policy, how): crowd(policy, how) for how in ("recompute", "swap") for policy in POLICIES}
+
+
+def given_up(flight: Flight) -> list[int]:
+    """Tokens that each victim had computed when it was preempted, from the records alone."""
+    computed, found = {}, []
+    for each in flight.records:
+        found += [computed[name] for name in each.preempted]
+        for name, first, tokens in each.batch:
+            computed[name] = first + tokens
+    return found
+
+
+def just_used(flight: Flight) -> float:
+    """Share of the victims that had computed tokens in the very step before."""
+    pairs = pairwise(flight.records)
+    fresh = [name in {entry[0] for entry in before.batch} for before, each in pairs for name in each.preempted]
+    return sum(fresh) / len(fresh) if fresh else 0.0
+
+
+# This machine.
+
+
+@one_thread()
+def step_seconds(model: Transformer, widths: Sequence[int] = (1, 4, 16), tokens: int = 12) -> dict[int, float]:
+    """Median seconds of a decode step with so many sequences in it, on this machine."""
+    found = {}
+    for width in widths:
+        llm = LLM(model, max_num_seqs=max(widths), token_budget=512)
+        wide = arrivals([tokens] * width, prompt_tokens=16, text=text())
+        llm.generate([each.prompt for each in wide], [each.params for each in wide])
+        steps = sorted(each.seconds for each in llm.records if each.tokens == width)
+        found[width] = steps[len(steps) // 2]
+    return found
+
+
+@one_thread()
+def preempted_here(model: Transformer, tokens: int = 256, repeats: int = 5) -> dict[str, float]:
+    """Median seconds on this machine to compute a sequence of so many tokens again, and to swap it out and in."""
+    found: dict[str, list[float]] = {"recompute": [], "swap": []}
+    prompt = list(text()[:tokens])
+    for _ in range(repeats):
+        llm = LLM(model, num_host_blocks=64, prefix_cache=False, token_budget=tokens)
+        llm.generate([prompt], SamplingParams(max_tokens=1))
+        found["recompute"].append(llm.records[-1].seconds)
+        held = list(range(llm.pool.blocks_for(tokens)))
+        started = time.perf_counter()
+        llm.cache.to_host(held, held)
+        llm.cache.from_host(held, held)
+        found["swap"].append(time.perf_counter() - started)
+    return {name: sorted(seconds)[repeats // 2] for name, seconds in found.items()}
+
+
+def bookkeeping(widths: Sequence[int] = (16, 128), steps: int = 30) -> dict[int, float]:
+    """Seconds of schedule and advance per scheduled sequence, with so many decoding, on this machine."""
+    found = {}
+    for width in widths:
+        pool = BlockPool(width * 8, 16)
+        scheduler = Scheduler(pool, token_budget=32 * width, max_num_seqs=width)
+        player = Player(scheduler, requests([(16, steps + 10)] * width))
+        while not all(each.tokens for each in player.flight.told.values()) or not player.flight.told:
+            player.step()
+        times = []
+        for _ in range(steps):
+            started = time.perf_counter()
+            plan = scheduler.schedule()
+            for sequence in scheduler.advance(plan):
+                sequence.tokens.append(0)
+            times.append((time.perf_counter() - started) / width)
+        found[width] = sorted(times)[steps // 2]
+    return found

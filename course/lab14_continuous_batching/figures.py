@@ -1,0 +1,191 @@
+"""Lab 14's figures: seats over time, chunks against gaps, latencies under each policy, recompute against swap."""
+
+from dataclasses import replace
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from course.lab14_continuous_batching import experiments_engines as engines
+from course.lab14_continuous_batching import figures_flight as lab_14_flight
+from course.lab14_continuous_batching.checks import continuous_batches
+from course.lab14_continuous_batching.experiments import Flight
+from minillm.labkit.palette import PALETTE, look
+from minillm.labkit.plots import style, subplots
+from minillm.predict import batching as predict
+from minillm.predict.batching import H100_8B
+from minillm.serve import POLICIES
+from minillm.serve.trace import skewed, uniform
+
+PALE = (PALETTE["orange"], PALETTE["sky"], PALETTE["purple"], PALETTE["yellow"])  # numbers on these are black
+
+# Pure functions of parameters, for sliders.
+
+
+def seats_over_time(requests: int = 24, seats: int = 6, sigma: float = 1.0, longest: int = 48) -> Figure:
+    """Who sits where: static batches above, continuous batching below; sigma 0 makes all answers equally long."""
+    lengths = _lengths(requests, sigma, longest)
+    figure, panels = subplots(2, 1, width=10, height=4.2, sharex=True)
+    static, continuous = predict.static_steps(lengths, seats), predict.continuous_steps(lengths, seats)
+    places = {"static": _static(lengths, seats), "continuous": _continuous(lengths, seats)}
+    with style():
+        for axes, (name, bars) in zip(panels, places.items(), strict=True):
+            for request, (seat, start) in enumerate(bars):
+                drawn = look(request)
+                axes.barh(seat, lengths[request], 0.86, start, color=drawn.color, edgecolor="white", linewidth=0.8)
+                if lengths[request] > static / 50:  # else there is no room for its number
+                    ink = "black" if drawn.color in PALE else "white"
+                    middle = start + lengths[request] / 2
+                    axes.text(middle, seat, str(request), ha="center", va="center", fontsize=7, color=ink)
+            steps = static if name == "static" else continuous
+            axes.axvline(steps, color=PALETTE["black"], linewidth=1, linestyle=":")
+            idle = 1 - sum(lengths) / (seats * steps)
+            axes.set_title(f"{name}: {steps} decode steps, {idle:.0%} of the seats empty (numbers: requests)")
+            axes.set(ylabel="seat", xlim=(0, static * 1.02), yticks=range(seats), ylim=(seats - 0.5, -0.5))
+            axes.grid(False, axis="y")
+        panels[-1].set_xlabel("step")
+    return figure
+
+
+def recompute_or_swap(
+    link_gb_per_s: float = 16.0, kv_heads: int = 8, block_size: int = 16, copy_us: float = 0.0
+) -> Figure:
+    """What a preemption adds, by the tokens that the victim had: an 8B model on one H100 at its peaks (predicted).
+
+    copy_us: what starting the copy of one block costs.
+    """
+    cost = replace(H100_8B, link=link_gb_per_s * 1e9, kv_bytes=2 * 32 * kv_heads * 128 * 2, copy_s=copy_us * 1e-6)
+    tokens = [256 * n for n in range(1, 129)]
+    figure, axes = subplots(width=8, height=3.4)
+    with style():
+        swapped = [2e3 * cost.swap(-(-n // block_size), block_size) for n in tokens]
+        lines = {"recompute": [1e3 * cost.recompute(n) for n in tokens], "swap out and in": swapped}
+        for index, (name, values) in enumerate(lines.items()):
+            axes.plot(tokens, values, color=look(index).color, linestyle=look(index).linestyle, marker="", label=name)
+        where = cost.crossover(block_size)
+        if 0 < where < tokens[-1]:
+            axes.axvline(where, color=PALETTE["vermillion"], linewidth=1, linestyle=":")
+            note = f"{where:,.0f} tokens"
+            axes.annotate(note, (where, 0), xytext=(6, 6), textcoords="offset points", fontsize=9)
+        said = "swap always" if where == 0 else f"swap from {where:,.0f} tokens on" if where < 1e6 else "recompute"
+        axes.set(
+            xlabel="tokens the victim had computed", ylabel="added time (ms)", xlim=(0, tokens[-1]), ylim=(0, None)
+        )
+        axes.set_title(f"link of {link_gb_per_s:g} GB/s, {kv_heads} kv heads: {said} (predicted)")
+        axes.legend()
+    return figure
+
+
+def _lengths(requests: int, sigma: float, longest: int) -> list[int]:
+    make = {"prompt_tokens": 1, "vocab_size": 2, "max_tokens": longest}
+    return engines.answers(skewed(requests, sigma=sigma, **make) if sigma else uniform(requests, **make))
+
+
+def _static(lengths: list[int], seats: int) -> list[tuple[int, int]]:
+    start, bars = 0, []
+    for first in range(0, len(lengths), seats):
+        batch = lengths[first : first + seats]
+        bars += [(seat, start) for seat in range(len(batch))]
+        start += max(batch)
+    return bars
+
+
+def _continuous(lengths: list[int], seats: int) -> list[tuple[int, int]]:
+    free_at, bars = [0] * seats, {}
+    for step, batch in enumerate(continuous_batches(lengths, seats)):
+        for request in batch:
+            if request not in bars:
+                seat = min(range(seats), key=lambda s: (free_at[s] > step, s))
+                bars[request], free_at[seat] = (seat, step), step + lengths[request]
+    return [bars[request] for request in range(len(lengths))]
+
+
+# Drawn from flights.
+
+
+def draw_stalls(rows: list[dict[str, Any]], unmixed: dict[str, float] | None = None) -> Figure:
+    """Chunk size against the worst gap of those who decode, and the long prompt's own time to first token."""
+    figure, panels = subplots(1, 2, width=10, height=3.3)
+    chunks = [numbers["chunk"] for numbers in rows]
+    with style():
+        for axes, key, predicted, name in (
+            (panels[0], "gap", "predicted", "worst gap of 16 decoding (ms)"),
+            (panels[1], "ttft", "predicted_ttft", "its time to first token (ms)"),
+        ):
+            axes.plot(
+                chunks, [1e3 * r[predicted] for r in rows], "--", marker="", color=look(1).color, label="predicted"
+            )
+            axes.plot(chunks, [1e3 * r[key] for r in rows], "o", color=look(0).color, label="played")
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(chunks, [f"{chunk:,}" for chunk in chunks], fontsize=8)
+            axes.minorticks_off()
+            axes.set(xlabel="chunk (tokens)", ylabel=name, ylim=(0, None))
+        if unmixed is not None:
+            panels[0].set_ylim(0, 1.15e3 * unmixed["gap"])
+            style_of = {"color": PALETTE["vermillion"], "marker": "X", "linestyle": "", "markersize": 8}
+            panels[0].plot(512, 1e3 * unmixed["gap"], label="chunk 512, phases never mixed", **style_of)
+        panels[0].set_title("a prompt of 8,192 tokens comes in")
+        panels[0].legend(fontsize=8)
+        panels[1].legend(fontsize=8)
+    return figure
+
+
+def draw_latencies(flights: dict[tuple[str, str], Flight]) -> Figure:
+    """Share of requests that had to wait no longer: TTFT, TPOT and worst gap under four policies, both ways."""
+    figure, panels = subplots(1, 3, width=11.5, height=3.6, sharey=True)
+    names = {"ttft": "TTFT", "tpot": "TPOT", "worst_gap": "worst gap"}
+    with style():
+        for axes, what in zip(panels, names, strict=True):
+            for (policy, how), flight in flights.items():
+                values = [getattr(told, what) for told in flight.told.values()]
+                values = sorted(1e3 * value for value in values if value is not None)
+                share = [(place + 1) / len(values) for place in range(len(values))]
+                colour = look(list(POLICIES).index(policy)).color
+                label = f"{policy}, {how}"
+                axes.step(
+                    values, share, color=colour, linestyle="-" if how == "recompute" else "--", label=label, marker=""
+                )
+            axes.set_xlabel(f"{names[what]} (ms)")
+        panels[2].set_xscale("log")
+        panels[0].set_ylabel("share of requests")
+        panels[0].set_title("one trace, 120 requests, on the computed clock")
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    return figure
+
+
+# Committed figures: name -> (figure, numbers).
+
+
+def _flight() -> tuple[Figure, dict[str, Any]]:
+    flown = lab_14_flight.flight()
+    numbers = {"steps": len(flown.records), "preemptions": flown.preemptions, "computed": flown.computed}
+    return lab_14_flight.view(), numbers
+
+
+def _seats() -> tuple[Figure, dict[str, Any]]:
+    lengths = _lengths(24, 1.0, 48)
+    steps = {"static": predict.static_steps(lengths, 6), "continuous": predict.continuous_steps(lengths, 6)}
+    return seats_over_time(), {"lengths": lengths, "seats": 6, **steps}
+
+
+def _chunks() -> tuple[Figure, dict[str, Any]]:
+    rows, unmixed = engines.stalls((128, 256, 512, 1024, 2048, 4096, None)), engines.unmixed(512)
+    return draw_stalls(rows, unmixed), {"rows": rows, "unmixed": unmixed}
+
+
+def _policies() -> tuple[Figure, dict[str, Any]]:
+    flights = engines.crowds()
+    numbers = {
+        f"{policy}, {how}": {
+            "preemptions": flight.preemptions,
+            "recomputed_tokens": flight.computed - flight.needed,
+            "swapped_blocks": flight.swapped,
+            "seconds": flight.seconds,
+            **{what: vars(flight.spread(what)) for what in ("ttft", "tpot", "worst_gap")},
+        }
+        for (policy, how), flight in flights.items()
+    }
+    return draw_latencies(flights), numbers
+
+
+FIGURES = {"flight": _flight, "seats": _seats, "chunks": _chunks, "policies": _policies}

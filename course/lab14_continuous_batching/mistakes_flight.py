@@ -1,0 +1,153 @@
+"""Spoilers of lab 14's flight recorder: tokens that are none, waits left out, symptoms taken for faults."""
+
+from itertools import pairwise
+
+from course.lab14_continuous_batching import checks_flight as right
+from minillm.labkit.exercises import alternative, mutant
+
+# Latencies
+
+
+def _times(records, prompts, gives):
+    held, times = dict(prompts), {name: [] for name in prompts}
+    for each in records:
+        for name, first, tokens in each.batch:
+            if gives(name, first, tokens, held):
+                held[name] += 1
+                times[name].append(each.started + each.seconds)
+    return times
+
+
+def _sum_up(times, arrived):
+    gaps = {name: [b - a for a, b in pairwise(at)] for name, at in times.items()}
+    return {
+        name: (at[0] - arrived[name], sum(gaps[name]) / len(gaps[name]), max(gaps[name])) for name, at in times.items()
+    }
+
+
+def _last(name, first, tokens, held):
+    return first + tokens == held[name]
+
+
+@mutant("latencies-from-a-flight", "every-batch-is-a-token", expect="TTFT")
+def every_batch(records, prompts, arrived):
+    return _sum_up(_times(records, prompts, lambda *_: True), arrived)
+
+
+@mutant("latencies-from-a-flight", "wait-left-out", expect="TTFT")
+def from_admission(records, prompts, arrived):
+    scheduled = {}
+    for each in records:
+        for name, _, _ in each.batch:
+            scheduled.setdefault(name, each.started)
+    return _sum_up(_times(records, prompts, _last), scheduled)
+
+
+@mutant("latencies-from-a-flight", "divided-by-all-tokens", expect="TPOT")
+def by_all_tokens(records, prompts, arrived):
+    counts = {name: len(at) for name, at in _times(records, prompts, _last).items()}
+    found = right.latencies(records, prompts, arrived)
+    return {name: (a, b * (counts[name] - 1) / counts[name], c) for name, (a, b, c) in found.items()}
+
+
+@mutant("latencies-from-a-flight", "end-to-end-per-token", expect="TPOT")
+def with_the_prompt(records, prompts, arrived):
+    times = _times(records, prompts, _last)
+    found = right.latencies(records, prompts, arrived)
+    return {name: (a, (times[name][-1] - arrived[name]) / len(times[name]), c) for name, (a, _, c) in found.items()}
+
+
+@mutant("latencies-from-a-flight", "token-when-the-step-starts", expect="TTFT")
+def at_the_start(records, prompts, arrived):
+    held, times = dict(prompts), {name: [] for name in prompts}
+    for each in records:
+        for name, first, tokens in each.batch:
+            if first + tokens == held[name]:
+                held[name] += 1
+                times[name].append(each.started)
+    return _sum_up(times, arrived)
+
+
+@mutant("latencies-from-a-flight", "computed-again-counts-again", expect="the worst gap|TPOT")
+def counts_again(records, prompts, arrived):
+    return _sum_up(_times(records, prompts, lambda name, first, tokens, held: first + tokens >= prompts[name]), arrived)
+
+
+@alternative("latencies-from-a-flight", "by-the-position-computed")
+def by_position(records, prompts, arrived):
+    times = {name: {} for name in prompts}
+    for each in records:
+        for name, first, tokens in each.batch:
+            answered = first + tokens - prompts[name]
+            if answered == len(times[name]):
+                times[name][answered] = each.started + each.seconds
+    return _sum_up({name: list(at.values()) for name, at in times.items()}, arrived)
+
+
+# Diagnosis
+
+
+@mutant("diagnose-a-flight", "all-is-well", expect="you say 'healthy', it is")
+def all_is_well(records, prompts):
+    return "healthy"
+
+
+@mutant("diagnose-a-flight", "preemption-is-a-fault", expect="you say 'place in the queue lost', it is 'healthy'")
+def preemption_is_wrong(records, prompts):
+    found = right.diagnose(records, prompts)
+    return "place in the queue lost" if found == "healthy" and any(each.preempted for each in records) else found
+
+
+@mutant("diagnose-a-flight", "many-preemptions-are-a-livelock", expect="it is 'livelock'|you say 'livelock'")
+def many_preemptions(records, prompts):
+    found = right.diagnose(records, prompts)
+    if sum(len(each.preempted) for each in records) >= 3 and found in ("healthy", "place in the queue lost"):
+        return "livelock"
+    return found
+
+
+@mutant("diagnose-a-flight", "one-missing-is-a-stall", expect="you say 'phases never mixed'")
+def one_missing(records, prompts):
+    running = set()
+    for each in records:
+        batch = {name for name, _, _ in each.batch}
+        if running - batch - set(each.preempted):
+            return "phases never mixed"
+        running = (running | batch) - set(each.ended) - set(each.preempted)
+    return right.diagnose(records, prompts)
+
+
+@mutant("diagnose-a-flight", "never-follows-the-tokens", expect="it is 'tokens that do not exist'")
+def without_tokens(records, prompts):
+    found = right.diagnose(records, prompts)
+    return "healthy" if found == "tokens that do not exist" else found
+
+
+@alternative("diagnose-a-flight", "one-question-after-the-other")
+def questions(records, prompts):
+    def each_token():
+        held = dict(prompts)
+        for record in records:
+            for name, first, tokens in record.batch:
+                yield record, name, first + tokens - held[name]
+                held[name] += first + tokens == held[name]
+
+    if any(over > 0 for _, _, over in each_token()):
+        return "tokens that do not exist"
+    if len(records) > 150 and sum(record.sampled for record in records[-100:]) == 0:
+        return "livelock"
+    away = []
+    for record in records:
+        away += record.preempted
+        for name in record.admitted:
+            away = [other for other in away if other != name]
+            if away and min(map(int, away)) < int(name):
+                return "place in the queue lost"
+    tokens = {record.step: {name for r, name, over in each_token() if r is record and over == 0} for record in records}
+    ready = set()
+    for record in records:
+        ready -= set(record.preempted)
+        if ready and ready.isdisjoint(name for name, _, _ in record.batch):
+            return "phases never mixed"
+        ready = (ready | tokens[record.step]) - set(record.ended)
+    return "healthy"

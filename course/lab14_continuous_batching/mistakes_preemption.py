@@ -1,0 +1,250 @@
+"""Spoilers of lab 14's preemption: victims ahead of the needy, blocks lost or used twice, queues that starve."""
+
+import heapq
+from collections import deque
+from itertools import count
+
+from course.lab14_continuous_batching import checks_order as order
+from course.lab14_continuous_batching import checks_preemption as right
+from minillm.labkit.exercises import alternative, mutant
+
+# Whom to preempt
+
+
+def _number(sequence, policy):
+    return {
+        "latest": sequence.rank[1],
+        "longest": sequence.num_tokens,
+        "lowest priority": sequence.priority,
+        "least recently used": -sequence.last_step,
+    }[policy]
+
+
+def _pick(candidates, policy, number=_number):
+    return max(candidates, key=lambda s: (number(s, policy), s.rank), default=None)
+
+
+@mutant("preemption-victim", "anybody-but-me", expect="they could throw each other out for ever")
+def anybody(running, needy, policy):
+    return _pick([s for s in running if s is not needy], policy)
+
+
+@mutant("preemption-victim", "also-me", expect="preempt the very sequence that needs the block|throw each other out")
+def also_me(running, needy, policy):
+    return _pick(running, policy)
+
+
+@mutant("preemption-victim", "most-recently-used", expect="least recently used.*the policy says")
+def most_recently(running, needy, policy):
+    flipped = lambda s, p: s.last_step if p == "least recently used" else _number(s, p)  # noqa: E731
+    return _pick([s for s in running if s.rank > needy.rank], policy, flipped)
+
+
+@mutant("preemption-victim", "highest-priority", expect="lowest priority.*the policy says")
+def highest_priority(running, needy, policy):
+    flipped = lambda s, p: -s.priority if p == "lowest priority" else _number(s, p)  # noqa: E731
+    return _pick([s for s in running if s.rank > needy.rank], policy, flipped)
+
+
+@mutant("preemption-victim", "earliest-of-equals", expect="the policy says")
+def earliest_of_equals(running, needy, policy):
+    return max((s for s in running if s.rank > needy.rank), key=lambda s: _number(s, policy), default=None)
+
+
+@mutant("preemption-victim", "always-the-last", expect="the policy says")
+def always_last(running, needy, policy):
+    return max((s for s in running if s.rank > needy.rank), key=lambda s: s.rank, default=None)
+
+
+@alternative("preemption-victim", "sort-and-take-the-last")
+def sorted_victim(running, needy, policy):
+    behind = sorted((s for s in running if s.rank > needy.rank), key=lambda s: s.rank)
+    return sorted(behind, key=lambda s: _number(s, policy))[-1] if behind else None  # sorts are stable
+
+
+# Preempt and return
+
+
+@mutant("preempt-and-return", "keeps-num-computed", expect="the keys and values of 0 tokens are kept")
+class KeepsCount(right.Preemption):
+    def preempt(self, sequence, pool, swap):
+        computed = sequence.num_computed
+        super().preempt(sequence, pool, swap)
+        sequence.num_computed = computed
+
+
+@mutant("preempt-and-return", "starts-the-answer-again", expect="what was sampled has been sent to its reader")
+class ForgetsAnswer(right.Preemption):
+    def preempt(self, sequence, pool, swap):
+        super().preempt(sequence, pool, swap)
+        del sequence.tokens[-1:]
+
+
+@mutant("preempt-and-return", "blocks-not-released", expect="Each block is released once")
+class Leaks(right.Preemption):
+    def preempt(self, sequence, pool, swap):
+        sequence.blocks, sequence.num_computed = [], 0
+
+
+@mutant("preempt-and-return", "still-names-its-blocks", expect="the sequence still names blocks")
+class KeepsTable(right.Preemption):
+    def preempt(self, sequence, pool, swap):
+        pool.release(sequence.blocks)
+        sequence.num_computed = 0
+
+
+@mutant("preempt-and-return", "swaps-empty-blocks", expect="those with something in them")
+class SwapsAll(right.Preemption):
+    def preempt(self, sequence, pool, swap):
+        if swap and len(sequence.blocks) <= pool.free_host:
+            sequence.slots = pool.swap_out(sequence.blocks)
+        else:
+            sequence.num_computed = 0
+            pool.release(sequence.blocks)
+        sequence.blocks = []
+
+
+@mutant("preempt-and-return", "host-may-be-full", expect="do not fit the host")
+class AlwaysSwaps(right.Preemption):
+    def preempt(self, sequence, pool, swap):
+        if not swap:
+            return super().preempt(sequence, pool, swap)
+        held = pool.blocks_for(sequence.num_computed)
+        sequence.slots = pool.swap_out(sequence.blocks[:held])
+        pool.release(sequence.blocks[held:])
+        sequence.blocks = []
+
+
+@mutant("preempt-and-return", "hits-added-to-what-is-computed", expect=r"after resume num_computed is")
+class CountsTwice(right.Preemption):
+    def resume(self, sequence, pool, hits):
+        computed = sequence.num_computed
+        if done := super().resume(sequence, pool, hits):
+            sequence.num_computed = computed + len(hits) * pool.block_size
+        return done
+
+
+@mutant("preempt-and-return", "copies-over-the-hits", expect="a hit is there already, and others are reading it")
+class OverwritesHits(right.Preemption):
+    def resume(self, sequence, pool, hits):
+        fresh = pool.blocks_for(sequence.num_tokens) - len(hits)
+        if fresh + pool.idle(hits) > pool.available:
+            return False
+        sequence.blocks = pool.share(hits) + pool.allocate(fresh)
+        pool.swap_in(sequence.slots, sequence.blocks)
+        sequence.slots = []
+        sequence.num_computed = max(sequence.num_computed, len(hits) * pool.block_size)
+        return True
+
+
+@mutant("preempt-and-return", "slots-stay-taken", expect="they leak")
+class LeaksSlots(right.Preemption):
+    def resume(self, sequence, pool, hits):
+        sequence.slots = []
+        return super().resume(sequence, pool, hits)
+
+
+@mutant("preempt-and-return", "hits-counted-as-free", expect="count before you take")
+class CountsIdleTwice(right.Preemption):
+    def resume(self, sequence, pool, hits):
+        fresh = pool.blocks_for(sequence.num_tokens) - len(hits)
+        if fresh > pool.available:
+            return False
+        sequence.blocks = pool.share(hits) + pool.allocate(fresh)
+        pool.swap_in(sequence.slots, sequence.blocks, skip=len(hits))
+        sequence.slots = []
+        sequence.num_computed = max(sequence.num_computed, len(hits) * pool.block_size)
+        return True
+
+
+@alternative("preempt-and-return", "allocate-after-a-look-at-every-block")
+class Slowly:
+    def preempt(self, sequence, pool, swap):
+        size, held = pool.block_size, 0
+        while held * size < sequence.num_computed:
+            held += 1
+        if swap and held <= pool.free_host:
+            sequence.slots = pool.swap_out(sequence.blocks[:held])
+            sequence.blocks = sequence.blocks[held:]
+        else:
+            sequence.num_computed = 0
+        while sequence.blocks:
+            pool.release([sequence.blocks.pop()])
+
+    def resume(self, sequence, pool, hits):
+        fresh = pool.blocks_for(sequence.num_tokens) - len(hits)
+        unheld = [block for block in hits if pool.references[block] == 0]
+        if pool.available - len(unheld) < fresh:
+            return False
+        for block in hits:
+            sequence.blocks += pool.share([block])
+        for _ in range(fresh):
+            sequence.blocks += pool.allocate(1)
+        if sequence.slots:
+            pool.swap_in(sequence.slots, sequence.blocks, skip=len(hits))
+        sequence.slots = []
+        if sequence.num_computed < len(hits) * pool.block_size:
+            sequence.num_computed = len(hits) * pool.block_size
+        return True
+
+
+# A queue that starves nobody
+
+
+@mutant("patient-queue", "strict-priority", expect="it starves")
+class Strict:
+    def __init__(self, patience):
+        self.waiting, self.arrivals = [], count()
+
+    def push(self, name, priority):
+        self.waiting.append((priority, next(self.arrivals), name))
+
+    def pop(self):
+        self.waiting.sort()
+        return self.waiting.pop(0)[-1]
+
+
+@mutant("patient-queue", "first-come-first-served", expect="0 later requests .* overtake")
+class FirstCome:
+    def __init__(self, patience):
+        self.waiting = deque()
+
+    def push(self, name, priority):
+        self.waiting.append(name)
+
+    def pop(self):
+        return self.waiting.popleft()
+
+
+@mutant("patient-queue", "higher-number-is-sooner", expect="0 later requests|lower priority numbers are sooner")
+class Reversed(order.PatientQueue):
+    def push(self, name, priority):
+        super().push(name, -priority)
+
+
+@mutant("patient-queue", "latest-of-equals", expect="overtake one of priority 2|lower priority numbers are sooner")
+class LatestOfEquals(order.PatientQueue):
+    def push(self, name, priority):
+        arrival = next(self.arrivals)
+        heapq.heappush(self.heap, (arrival + self.patience * priority, -arrival, name))
+
+
+@mutant("patient-queue", "patience-added-once", expect="overtake one of priority 2")
+class Once(order.PatientQueue):
+    def push(self, name, priority):
+        super().push(name, min(1, priority))
+
+
+@alternative("patient-queue", "a-list-searched-at-each-pop")
+class Searched:
+    def __init__(self, patience):
+        self.patience, self.waiting, self.arrivals = patience, {}, count()
+
+    def push(self, name, priority):
+        arrival = next(self.arrivals)
+        self.waiting[name] = (arrival + self.patience * priority, arrival)
+
+    def pop(self):
+        name = min(self.waiting, key=self.waiting.get)
+        del self.waiting[name]
+        return name

@@ -1,0 +1,146 @@
+"""Speculative decoding as it goes wrong: six programs, enumerated; a criterion that is not exact, in closed form.
+
+The programs differ from `verify` in one thing each, found in published code; one of them is exact all the same.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from course.lab15_speculative_decoding import guessing
+from course.lab15_speculative_decoding.guessing import Tiny
+from minillm.serve.speculate import Draft, verify
+from minillm.serve.speculate.verify import acceptance, choose, residual, uniform
+
+K, VOCAB, TOP_K, PROMPT = 2, 4, 3, (0, 1)
+
+
+def cut(p: Tensor) -> Tensor:
+    """p: [..., vocab], all but the TOP_K likeliest ruled out."""
+    lowest = p.topk(TOP_K, dim=-1).values[..., -1:]
+    kept = p.masked_fill(p < lowest, 0)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def _drawn(draft: Tiny, draw: Any) -> tuple[list[int], Tensor]:
+    return guessing.drawn_draft(lambda tokens: cut(draft(tokens)), choose, PROMPT, K, draw)
+
+
+def sound(target: Callable[[list[int]], Tensor], draft: Tiny, draw: Any) -> list[int]:
+    """As it should be. target: guesses -> [K + 1, vocab], after top-k."""
+    guesses, q = _drawn(draft, draw)
+    return verify(target(guesses), Draft(guesses, q), draw)
+
+
+def likeliest_as_drawn(target: Callable, draft: Tiny, draw: Any) -> list[int]:
+    """The draft takes the likeliest token; the verifier divides by q as if it had drawn it (transformers#32867)."""
+    guesses, rows = [], []
+    for _ in range(K):
+        rows.append(cut(draft([*PROMPT, *guesses])))
+        guesses.append(int(rows[-1].argmax()))
+    return verify(target(guesses), Draft(guesses, torch.stack(rows)), draw)
+
+
+def before_top_k(target: Callable, draft: Tiny, draw: Any) -> list[int]:
+    """q from before top-k, the guesses drawn after it (transformers#47932)."""
+    guesses, _ = _drawn(draft, draw)
+    q = torch.stack([draft([*PROMPT, *guesses[:i]]) for i in range(K)])
+    return verify(target(guesses), Draft(guesses, q), draw)
+
+
+def first_unverified(target: Callable, draft: Tiny, draw: Any) -> list[int]:
+    """Verification begins with the second guess (lattice#243)."""
+    guesses, q = _drawn(draft, draw)
+    return [guesses[0], *verify(target(guesses)[1:], Draft(guesses[1:], q[1:]), draw)]
+
+
+def reseeded(target: Callable, draft: Tiny, draw: Any) -> list[int]:
+    """The accept loop seeds its generator anew for each guess, so all get the same number (LLMSpeculativeSampling)."""
+    guesses, q = _drawn(draft, draw)
+    rows = target(guesses)
+    for place, guess in enumerate(guesses):
+        draw.manual_seed(0)
+        if not uniform(draw) < acceptance(rows[place], q[place], guess):
+            return [*guesses[:place], choose(residual(rows[place], q[place], guess), draw)]
+    return [*guesses, choose(rows[-1], draw)]
+
+
+def as_if_certain(target: Callable, draft: Tiny, draw: Any) -> list[int]:
+    """A drawn guess, verified with q = 1: accepted with p, else drawn from p without it (EAGLE#329)."""
+    guesses, _ = _drawn(draft, draw)
+    return verify(target(guesses), Draft(guesses), draw)
+
+
+PROGRAMS = {
+    "A": first_unverified,
+    "B": as_if_certain,
+    "C": before_top_k,
+    "D": sound,
+    "E": reseeded,
+    "F": likeliest_as_drawn,
+}
+
+
+def evidence(program: Callable, target: Tiny, draft: Tiny) -> tuple[dict, dict, float, float]:
+    """(distribution of K + 1 tokens, the target's, guesses accepted in a pass, the most that can be)."""
+
+    def p(tokens):
+        return cut(target(tokens))
+
+    def run(draw):
+        found = program(lambda guesses: cut(target.rows(PROMPT, guesses)), draft, draw)
+        whole = list(found)
+        while len(whole) < K + 1:
+            whole.append(choose(p([*PROMPT, *whole]), draw))
+        return tuple(whole), len(found) - 1
+
+    everything, tokens = guessing.enumerated(run), {}
+    for (whole, _), chance in everything.items():
+        tokens[whole] = tokens.get(whole, 0.0) + chance
+    kept = sum(count * chance for (_, count), chance in everything.items())
+    most = guessing.accepted(p, lambda context: cut(draft(context)), PROMPT, K)
+    return tokens, guessing.written(p, PROMPT, K + 1), kept, most
+
+
+def all_evidence(seed: int = 0) -> dict[str, tuple]:
+    """Every program on one pair of tiny models."""
+    generator = torch.Generator().manual_seed(seed)
+    target, draft = Tiny(generator, VOCAB), Tiny(generator, VOCAB)
+    return {name: evidence(program, target, draft) for name, program in PROGRAMS.items()}
+
+
+# One guess on real distributions, in closed form: p, q of [positions, vocab].
+
+
+def one_guess(p: Tensor, q: Tensor) -> dict[str, Tensor]:
+    """{rule: [positions, vocab] what one guess and its verification give}, right and wrong."""
+    kept = torch.minimum(p, q)
+    rejected = 1 - kept.sum(-1, keepdim=True)
+    left = (p - q).clamp(min=0)
+    left = left / left.sum(-1, keepdim=True).clamp(min=1e-300)
+    inverted = q * (q / p.clamp(min=1e-300)).clamp(max=1)
+    return {
+        "accept with min(1, p/q), else from the residual": kept + rejected * left,
+        "    else from q": kept + rejected * q,
+        "    else from p": kept + rejected * p,
+        "accept with min(1, q/p), else from the residual": inverted + (1 - inverted.sum(-1, keepdim=True)) * left,
+    }
+
+
+def total_variation(a: Tensor, b: Tensor) -> Tensor:
+    """[positions]."""
+    return (a - b).abs().sum(-1) / 2
+
+
+def typical(p: Tensor, q: Tensor, epsilon: float, delta: float | None = None) -> tuple[float, float]:
+    """(share of guesses accepted, mean total variation) of typical acceptance (Cai et al. 2024, §2.3.1): a guess passes
+    if p(x) > min(epsilon, delta · exp(-entropy of p)), however it was drawn; else a token is drawn from p.
+    delta: None = √epsilon, as there."""
+    entropy = -(p * p.clamp(min=1e-300).log()).sum(-1, keepdim=True)
+    bound = (delta or epsilon**0.5) * torch.exp(-entropy)
+    passes = p > bound.clamp(max=epsilon)
+    kept = q * passes
+    share = kept.sum(-1, keepdim=True)
+    return float(share.mean()), float(total_variation(kept + (1 - share) * p, p).mean())

@@ -1,0 +1,130 @@
+"""Spoilers of lab 15: drafts that do not say what they drew from, look-ups that find the wrong place."""
+
+import torch
+
+from course.lab15_speculative_decoding import checks_proposers as right
+from minillm.labkit.exercises import alternative, mutant
+from minillm.serve.speculate.verify import choose
+
+# The draft.
+
+
+def warped(logits, temperature, top_k):
+    lowest = logits.topk(top_k).values[-1]
+    return torch.softmax((logits / temperature).masked_fill(logits < lowest, float("-inf")), dim=-1)
+
+
+def drafting(*, pick=choose, said=None, drawn=warped, context=lambda tokens, guesses: [*tokens, *guesses]):
+    def draft(scores, tokens, k, temperature, top_k, draw):
+        if temperature == 0:
+            return right.honest_draft(scores, tokens, k, temperature, top_k, draw)
+        guesses, rows = [], []
+        for _ in range(k):
+            logits = scores(context(tokens, guesses))
+            row = drawn(logits, temperature, top_k)
+            rows.append(row if said is None else said(logits, temperature, top_k))
+            guesses.append(pick(row, draw))
+        return guesses, torch.stack(rows)
+
+    return draft
+
+
+mutant("honest-draft", "takes the likeliest, declares probabilities", expect="as if it had been drawn")(
+    drafting(pick=lambda row, draw: int(row.argmax()))
+)
+mutant("honest-draft", "rows from before top-k", expect="before top-k")(
+    drafting(said=lambda logits, temperature, top_k: torch.softmax(logits / temperature, dim=-1))
+)
+mutant("honest-draft", "rows from before the temperature", expect="before the temperature")(
+    drafting(said=lambda logits, temperature, top_k: warped(logits, 1.0, top_k))
+)
+mutant("honest-draft", "ignores the request: honest, but rarely accepted", expect="honest, so the answer stays exact")(
+    drafting(drawn=lambda logits, temperature, top_k: torch.softmax(logits, dim=-1))
+)
+mutant("honest-draft", "every guess after the verified tokens", expect="after all tokens so far")(
+    drafting(context=lambda tokens, guesses: tokens)
+)
+
+
+@mutant("honest-draft", "temperature 0 with probabilities", expect="was not drawn from them")
+def greedy_with_rows(scores, tokens, k, temperature, top_k, draw):
+    guesses, rows = right.honest_draft(scores, tokens, k, temperature, top_k, draw)
+    if rows is None:
+        known = [*tokens, *guesses]
+        rows = torch.stack([torch.softmax(scores(known[: len(tokens) + i]), dim=-1) for i in range(k)])
+    return guesses, rows
+
+
+@alternative("honest-draft", "top-k by sorting, one recursive guess")
+def by_sorting(scores, tokens, k, temperature, top_k, draw):
+    if k == 0:
+        return [], None
+    logits = scores(list(tokens))
+    if temperature == 0:
+        guess, q = int(torch.argmax(logits)), None
+    else:
+        keep = logits.argsort(descending=True)[:top_k]
+        q = torch.zeros_like(logits)
+        q[keep] = torch.softmax(logits[keep] / temperature, dim=-1)
+        guess = choose(q, draw)
+    later, rows = by_sorting(scores, [*tokens, guess], k - 1, temperature, top_k, draw)
+    return [guess, *later], None if q is None else torch.stack([q, *([] if rows is None else rows)])
+
+
+# Prompt lookup.
+
+
+@mutant("prompt-lookup", "finds the ending itself", expect="does it find the ending itself")
+def finds_itself(tokens, k, longest=3):
+    for size in range(min(longest, len(tokens)), 0, -1):
+        for start in range(len(tokens) - size, -1, -1):
+            if tokens[start : start + size] == tokens[-size:]:
+                return tokens[start + size : start + size + k]
+    return []
+
+
+@mutant("prompt-lookup", "oldest occurrence", expect="the most recent")
+def oldest(tokens, k, longest=3):
+    for size in range(min(longest, len(tokens) - 1), 0, -1):
+        for start in range(len(tokens) - size):
+            if tokens[start : start + size] == tokens[-size:]:
+                return tokens[start + size : start + size + k]
+    return []
+
+
+@mutant("prompt-lookup", "shortest ending first", expect="the longest ending first")
+def shortest_first(tokens, k, longest=3):
+    for size in range(1, min(longest, len(tokens) - 1) + 1):
+        for start in range(len(tokens) - size - 1, -1, -1):
+            if tokens[start : start + size] == tokens[-size:]:
+                return tokens[start + size : start + size + k]
+    return []
+
+
+@mutant("prompt-lookup", "guess begins with the last token", expect="off by one")
+def one_early(tokens, k, longest=3):
+    found = right.look_up(tokens, k, longest)
+    return [tokens[-1], *found][:k] if found else []
+
+
+@mutant("prompt-lookup", "all that followed", expect="at most k")
+def all_of_it(tokens, k, longest=3):
+    return right.look_up(tokens, len(tokens), longest)
+
+
+@mutant("prompt-lookup", "repeats the ending where nothing is found", expect="there is no guess")
+def always_something(tokens, k, longest=3):
+    return right.look_up(tokens, k, longest) or tokens[-1:]
+
+
+@alternative("prompt-lookup", "an index from endings to what follows")
+def indexed(tokens, k, longest=3):
+    after = {}
+    for end in range(1, len(tokens)):
+        for size in range(1, min(longest, end) + 1):
+            after[tuple(tokens[end - size : end])] = end
+    for size in range(longest, 0, -1):
+        place = after.get(tuple(tokens[-size:])) if size <= len(tokens) else None
+        if place is not None:
+            return tokens[place : place + k]
+    return []

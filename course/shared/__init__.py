@@ -1,0 +1,1 @@
+"""What several labs use: learners' code on real ranks, diagnosis helpers."""

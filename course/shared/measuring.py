@@ -1,0 +1,44 @@
+"""How the labs measure: on one thread, FLOPs by the counter, on the same text."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from minillm.data import Tokenizer, Tokens, corpus, tokenize
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """The device of this lab is one core: on a machine that others use as well, two threads wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@one_thread()
+def count_flops(work: Callable[[], Any]) -> int:
+    """FLOPs of the matmuls that torch sees while `work()` runs."""
+    counter = FlopCounterMode(display=False)
+    counter.mod_tracker = _NoModules()
+    with counter:
+        work()
+    return counter.get_total_flops()
+
+
+class _NoModules(nullcontext):
+    """For the counter's tally by module, whose hooks cannot be inside a block that backward runs again."""
+
+    parents = frozenset({"Global"})
+
+
+@cache
+def text_tokens() -> Tokens:
+    """The held-out files of the standard library in the committed vocabulary."""
+    return tokenize(corpus(), Tokenizer.load(), "validation")

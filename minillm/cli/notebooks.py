@@ -1,0 +1,113 @@
+"""`python -m minillm notebooks`: build every lab and execute every solution, or say which of them are out of date."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import nbformat
+import typer
+
+from minillm.labkit import course, masters
+from minillm.labkit.execute import NotebookFailed, execute
+
+
+def command(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Labs, such as 01 or 01_collectives; none means all.")
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="Change nothing; fail if anything is out of date.")] = False,
+    labs_only: Annotated[bool, typer.Option("--labs-only", help="Build the labs, do not execute solutions.")] = False,
+    root: Annotated[Path | None, typer.Option(help="The course, if not the one we are in.")] = None,
+) -> int:
+    """Build labs/ and solutions/torchrun/ from their masters in course/ and execute solutions/*.ipynb."""
+    home = course.root(root)
+    chosen = course.pick(names or [], sorted({*course.masters(home), *course.scripts(home)}))
+    if check:
+        problems = stale(home, chosen if names else None)
+        for problem in problems:
+            print(problem, file=sys.stderr)
+        if problems:
+            print("Repair with: python -m minillm notebooks", file=sys.stderr)
+        else:
+            print(f"{len(chosen)} labs are up to date")
+        return 1 if problems else 0
+    return build(home, chosen, run=not labs_only)
+
+
+def build(home: Path, names: list[str], *, run: bool) -> int:
+    """Write the labs, scripts and (if `run`) executed solutions of `names`; 1 if a solution failed."""
+    for path, text in _expected(home, names).items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    failed = False
+    for name in names if run else []:
+        if name not in course.masters(home):
+            continue
+        started, target = time.monotonic(), home / "solutions" / f"{name}.ipynb"
+        try:
+            executed = execute(masters.solution(course.masters(home)[name]), target.parent)
+        except NotebookFailed as error:
+            failed = True
+            print(f"{name}: {error}", file=sys.stderr)
+        else:
+            target.write_text(masters.write(executed), encoding="utf-8")
+            print(f"{name}: {time.monotonic() - started:.1f} s, {target.stat().st_size / 1e3:.0f} kB")
+    return int(failed)
+
+
+def stale(home: Path, names: list[str] | None = None) -> list[str]:
+    """One sentence per file that its master no longer gives; `names` None also looks for files without a master."""
+    known = sorted({*course.masters(home), *course.scripts(home)})
+    chosen = known if names is None else names
+    expected = _expected(home, chosen)
+    problems = []
+    for path, text in expected.items():
+        if not path.exists():
+            problems.append(f"{path.relative_to(home)} is missing")
+        elif path.read_text(encoding="utf-8") != text:
+            problems.append(f"{path.relative_to(home)} differs from its master")
+    for name in chosen:
+        if name in course.masters(home):
+            problems += _stale_solution(home, name)
+    if names is None:
+        made = {*expected, *(home / "solutions" / f"{name}.ipynb" for name in course.masters(home))}
+        found = [*home.glob("labs/*.ipynb"), *home.glob("*/torchrun/*.py"), *home.glob("solutions/*.ipynb")]
+        problems += [f"{path.relative_to(home)} has no master" for path in sorted(set(found) - made)]
+    return problems
+
+
+def _expected(home: Path, names: list[str]) -> dict[Path, str]:
+    """What labs/ and solutions/torchrun/ must hold, by path."""
+    notebooks, scripts = course.masters(home), course.scripts(home)
+    files = {home / "labs" / f"{n}.ipynb": masters.write(masters.lab(notebooks[n])) for n in names if n in notebooks}
+    for name in (name for name in names if name in scripts):
+        files[home / "labs" / "torchrun" / f"{name}.py"] = masters.script(scripts[name])
+        files[home / "solutions" / "torchrun" / f"{name}.py"] = masters.script(scripts[name], solved=True)
+    return files
+
+
+def _stale_solution(home: Path, name: str) -> list[str]:
+    path = home / "solutions" / f"{name}.ipynb"
+    if not path.exists():
+        return [f"{path.relative_to(home)} is missing"]
+    committed, fresh = nbformat.read(path, as_version=4), masters.solution(course.masters(home)[name])
+    codes = [cell for cell in committed.cells if cell.cell_type == "code"]
+    outputs = [output for cell in codes for output in cell.outputs]
+    problems = []
+    if _bare(committed) != _bare(fresh):
+        problems.append("differs from its master")
+    elif not outputs or any(cell.execution_count is None for cell in codes if cell.source.strip()):
+        problems.append("has not been executed")
+    if any(output.output_type == "error" for output in outputs):
+        problems.append("shows an error")
+    return [f"{path.relative_to(home)} {problem}" for problem in problems]
+
+
+def _bare(notebook: nbformat.NotebookNode) -> str:
+    """Everything but outputs and execution counts."""
+    copy = nbformat.from_dict(notebook)
+    for cell in copy.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    return masters.write(copy)

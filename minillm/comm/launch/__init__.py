@@ -1,0 +1,5 @@
+"""Ranks from a notebook cell, a script or torchrun."""
+
+from minillm.comm.launch.launcher import launch
+
+__all__ = ["launch"]

@@ -1,0 +1,237 @@
+"""The rank side of `launch`: set the stage, run the function as one rank, report how it ended."""
+
+import contextlib
+import ctypes
+import datetime
+import faulthandler
+import functools
+import itertools
+import linecache
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+import torch.distributed.nn  # before there is a process group: its default arguments would hold on to one
+from torch.distributed.rendezvous import rendezvous
+
+from minillm.comm.diagnostics.flight_recorder import FINISHED, RAISED, RUNNING, STARTING, Board, describe
+from minillm.comm.emulation import Egress, Link, Topology
+from minillm.comm.errors import HangError, PeerLostError
+from minillm.comm.group import Group
+from minillm.comm.world import World
+from minillm.measure.wire import loopback
+
+ECHOES = ("onnection closed by peer", "onnection reset", "Broken pipe", "onnection refused", "not connected")
+WORLD_NAME = "world"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What `launch` hands to its ranks. sources: the text of notebook cells, for the lines in tracebacks."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    nproc: int
+    timeout_s: float
+    link: Link | Topology | None
+    device: str | None
+    threads: int
+    sources: dict[str, tuple]
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a rank ended: its pickled result, or its error."""
+
+    result: bytes | None = None
+    error: str = ""
+    text: str = ""
+    exception: bytes | None = None
+    echo: bool = False
+    at: float = 0.0
+
+
+def main(folder: str, rank: int, nproc: int, port: int, environ: dict[str, str]) -> None:
+    """Entry point of one rank started by `launch`. Never raises: the report file says how it went.
+
+    environ: the launcher's environment as it is now; what this process has is from when the fork server started.
+    """
+    os.environ.clear()
+    os.environ.update(environ)
+    _settle(Path(folder), rank)
+    board = Board(Path(folder, "board"), nproc)
+    board.set_state(rank, STARTING)
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MINILLM_RANK": rank}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME=loopback())
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store that ranks meet in is the launcher's
+    try:
+        job: Job = cloudpickle.loads(Path(folder, "job").read_bytes())
+        linecache.cache.update(job.sources)
+        with world_group(job, board, rank, wait_s=2 * job.timeout_s + 30) as group:
+            board.set_state(rank, RUNNING)
+            result = job.function(group, *job.args)
+            report = Report(result=_packed(result, rank))
+            board.set_state(rank, FINISHED)
+            leave_together(group)
+    except BaseException as error:
+        board.set_state(rank, RAISED)
+        report = failure(error)
+    _write(Path(folder, f"report{rank}"), cloudpickle.dumps(report))
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(ValueError, OSError):  # the function may have closed it
+            stream.flush()
+    ctypes.CDLL(None).fflush(None)
+    os._exit(0 if report.result is not None else 1)  # threads the function left behind shall not keep the rank
+
+
+def leave_together(group: Group) -> None:
+    """Wait for all ranks, however long they work: none takes a connection away that another still needs."""
+    options = dist.BarrierOptions()
+    options.timeout = datetime.timedelta(days=365)
+    if group.world_size > 1:
+        group.process_group.barrier(options).wait(options.timeout)
+
+
+def _packed(result: Any, rank: int) -> bytes:
+    try:
+        return cloudpickle.dumps(result)
+    except Exception as error:
+        raise ValueError(f"the result of rank {rank} cannot be sent back: {error}") from error
+
+
+@contextlib.contextmanager
+def world_group(job: Job, board: Board | None, rank: int, wait_s: float) -> Iterator[Group]:
+    """Join the process group of all ranks and leave it in the end."""
+    device = pick_device(job.device, job.nproc)
+    torch.set_num_threads(job.threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    whole_gpu = device.type == "cuda" and torch.cuda.device_count() >= int(
+        os.environ.get("LOCAL_WORLD_SIZE", job.nproc)
+    )
+    backend = "nccl" if whole_gpu and dist.is_nccl_available() else "gloo"
+    if board:
+        board.post(rank, 0, 1, describe("join the group", [0], "", list(range(job.nproc)), WORLD_NAME))
+    timeout = datetime.timedelta(seconds=wait_s)
+    options = {"device_id": device} if backend == "nccl" else {}
+    options |= {"rank": rank, "world_size": int(os.environ["WORLD_SIZE"])}
+    store = dist.PrefixStore(f"world{next(_worlds)}", _meeting_place())
+    store.set_timeout(timeout)
+    dist.init_process_group(backend, store=store, timeout=timeout, **options)
+    if board:
+        board.clear(rank, 0)
+    egress = Egress(job.link) if job.link else None
+    world = World(rank, device, board, egress, wait_s)
+    yield Group(world, dist.group.WORLD, range(dist.get_world_size()), WORLD_NAME)
+    dist.destroy_process_group()  # not after an error: the others must not see us go before our report is written
+    world.close()
+
+
+_worlds = itertools.count()  # a script under torchrun may launch again: the next world needs names of its own
+
+
+@functools.cache
+def _meeting_place() -> dist.Store:
+    """The store at MASTER_ADDR and MASTER_PORT, where ranks tell each other their addresses."""
+    return next(rendezvous("env://"))[0]
+
+
+def pick_device(device: str | None, nproc: int) -> torch.device:
+    """This rank's device: its own GPU if there are enough, else the CPU. "cuda" by name lets ranks share GPUs."""
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", nproc))
+    gpus = torch.cuda.device_count()
+    if device == "cuda" and not gpus:
+        raise ValueError("device='cuda' but torch finds no GPU: leave device out to run on the CPU")
+    if device == "cpu" or (device is None and gpus < local_world):
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % gpus)
+
+
+def failure(error: BaseException) -> Report:
+    """The error as its rank saw it, its traceback beginning at the caller's own function."""
+    frames = list(traceback.extract_tb(error.__traceback__))
+    kept = traceback.TracebackException.from_exception(error)
+    kept.stack = traceback.StackSummary.from_list(_relevant(frames, error))
+    try:
+        exception = cloudpickle.dumps(error)
+    except Exception:
+        exception = None
+    text = "".join(kept.format()).rstrip()
+    return Report(None, f"{type(error).__name__}: {_said(error)}", text, exception, _is_echo(error), time.monotonic())
+
+
+def _is_echo(error: BaseException | None) -> bool:
+    """Whether the error, or the one that it was raised from, only says that another rank has gone."""
+    if error is None:
+        return False
+    lost = isinstance(error, (PeerLostError, dist.DistNetworkError, ConnectionError))
+    lost = lost or (isinstance(error, RuntimeError) and any(sign in _said(error) for sign in ECHOES))
+    return lost or _is_echo(error.__cause__ or error.__context__)
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return "(its __str__ fails)"
+
+
+def _relevant(frames: list[traceback.FrameSummary], error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames from the caller's own function on; where `comm` itself complains, only the caller's."""
+    here = os.path.dirname(__file__)
+    ours = [i for i, frame in enumerate(frames) if frame.filename == __file__]
+    frames = frames[ours[-1] + 1 :] if ours and ours[-1] + 1 < len(frames) else frames
+    if isinstance(error, (ValueError, HangError, PeerLostError)) and frames[-1].filename.startswith(here):
+        hidden = (here, os.path.dirname(torch.__file__), os.path.dirname(threading.__file__))
+        frames = [frame for frame in frames if not frame.filename.startswith(hidden)] or frames
+    return frames
+
+
+def _settle(folder: Path, rank: int) -> None:
+    """Output into this rank's file, stack dumps on request, death together with the launcher, no Ctrl-C of its own."""
+    output = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    with contextlib.suppress(
+        ValueError, AttributeError
+    ):  # C's own stdout by lines as well: a crash would lose the rest
+        libc = ctypes.CDLL(None)
+        libc.setvbuf(ctypes.c_void_p.in_dll(libc, "stdout"), None, 1, 0)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")
+    stack = open(folder / f"stack{rank}", "w")  # noqa: SIM115 (open as long as the process lives)
+    faulthandler.register(signal.SIGUSR1, stack, all_threads=True)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_die_with_launcher, args=[folder], daemon=True).start()
+
+
+def _die_with_launcher(folder: Path) -> None:
+    """The fork server outlives a killed launcher as long as it has children, so each rank has to notice itself."""
+    multiprocessing.parent_process().join()
+    shutil.rmtree(folder, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Whole or not at all."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(data)
+    os.replace(file.name, path)

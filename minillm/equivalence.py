@@ -1,0 +1,302 @@
+"""The equivalence oracle: any layout must compute the gradients of a single process.
+
+`reference` is the single process: one SGD step in float64. SGD and not Adam, because Adam divides a gradient's scale
+out again and so hides a loss that is N times too large; float64, so that 1e-10 separates another order of summation
+from a bug; every gradient and weight by name, because a loss agrees long before all of them do.
+
+`compare` does the same step on real ranks, through the very seam that the training loop uses (`train/parallel.py`),
+and says how far the worst parameter is off. `CASES` are the corners where parallel forms have gone wrong before.
+
+    python -m minillm oracle --dp 1,2,3,4 --zero 0,1,2,3 --accumulate 1,3
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minillm.comm import Group, launch
+from minillm.model import ModelConfig, Transformer, cross_entropy, dense
+from minillm.model.loss import IGNORE
+from minillm.parallel.gradients import Named, clip_
+from minillm.train.parallel_config import Layout
+from minillm.train.strategies.sharded import parallel_form
+from minillm.train.strategies.single_device import Alone
+
+TOLERANCE = 1e-10  # relative, in float64
+
+
+@dataclass(frozen=True)
+class Batch:
+    """tokens, targets: [batch, seq] of ids, a target of -100 does not count; weights: [batch, seq], None = all 1."""
+
+    tokens: Tensor
+    targets: Tensor
+    weights: Tensor | None = None
+
+    def __post_init__(self):
+        for name in ("targets", "weights"):
+            other = getattr(self, name)
+            if other is not None and other.shape != self.tokens.shape:
+                raise ValueError(
+                    f"{name} have shape {list(other.shape)}, tokens {list(self.tokens.shape)}: use one shape."
+                )
+
+    @staticmethod
+    def random(config: ModelConfig, batch: int, seq: int, *, seed: int = 0) -> "Batch":
+        """Random ids, weights between 0 and 1, and about one target in five left out: no two rows count alike."""
+        draw = torch.Generator().manual_seed(seed)
+        tokens, targets = torch.randint(config.vocab_size, (2, batch, seq), generator=draw)
+        targets[torch.rand(batch, seq, generator=draw) < 0.2] = IGNORE
+        return Batch(tokens, targets, torch.rand(batch, seq, generator=draw, dtype=torch.float64))
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One step in float64. gradients: of trainable parameters, before clipping; weights: of all, after the step."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    grad_norm: float
+    weights: dict[str, Tensor]
+
+
+def reference(
+    config: ModelConfig,
+    batch: Batch,
+    *,
+    seed: int = 0,
+    lr: float = 0.1,
+    frozen: tuple[str, ...] = (),
+    max_grad_norm: float | None = None,
+) -> Reference:
+    """One SGD step of `Transformer(config, seed=seed)` on the whole batch, in this process.
+
+    frozen: names or patterns of parameters that take no gradient ("blocks.0.*"). max_grad_norm: clip to it before.
+    A tied embedding is one parameter, "embedding.weight", whose gradient is the sum of both uses.
+    ValueError for a pattern that matches nothing, or when everything is frozen.
+    """
+    model = Transformer(config, seed=seed, device="cpu", dtype=torch.float64, attention=dense)
+    _freeze(model.named_parameters(), frozen, everywhere=True)
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if not trainable:
+        raise ValueError(f"frozen {frozen} leaves no parameter to train: freeze less.")
+
+    loss = cross_entropy(model(batch.tokens), batch.targets, batch.weights)
+    gradients = dict(zip(trainable, torch.autograd.grad(loss, list(trainable.values())), strict=True))
+    grad_norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt().item()
+    clip = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (grad_norm + 1e-6))  # as torch clips
+    with torch.no_grad():
+        for name, parameter in trainable.items():
+            parameter -= lr * clip * gradients[name]
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return Reference(loss.item(), gradients, grad_norm, weights)
+
+
+def _freeze(named: Iterable[tuple[str, torch.nn.Parameter]], frozen: Sequence[str], everywhere: bool = False) -> None:
+    """everywhere: these are all of the model's parameters, so a pattern that matches none of them is a mistake."""
+    named = list(named)
+    for pattern in frozen:
+        matched = [parameter for name, parameter in named if fnmatchcase(name, pattern)]
+        if everywhere and not matched:
+            raise ValueError(f"frozen pattern {pattern!r} matches no parameter: see Transformer.named_parameters().")
+        for parameter in matched:
+            parameter.requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained: a model small enough for the oracle to be fast, and the batch of one step."""
+
+    config: ModelConfig
+    batch: Batch
+    frozen: tuple[str, ...] = ()
+    max_grad_norm: float | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A layout beside the reference. worst_*: largest relative error of a parameter; parameter: the worst gradient's.
+
+    grad_norm: its relative error. identical: every rank holds the same bits, after further steps too.
+    """
+
+    layout: str
+    worst_gradient: float
+    worst_weight: float
+    grad_norm: float
+    parameter: str
+    identical: bool
+    ok: bool
+
+
+def _cases() -> dict[str, Case]:
+    # 37 tokens and a hidden size of 12 divide by nothing; 13 rows are no multiple of ranks or microbatches.
+    config = ModelConfig(37, 12, 17, 2, 4, 2, head_dim=4, max_seq_len=16, init_std=0.3)
+    batch = Batch.random(config, 13, 7, seed=1)
+    uneven = batch.targets.clone()
+    uneven[: 13 // 2, 1:] = IGNORE  # the first ranks have few tokens, some microbatches none
+    uneven[:2] = IGNORE
+    small = ModelConfig(5, 2, 1, 1, 1, 1, max_seq_len=4, init_std=0.3)
+    tied = replace(config, tie_embeddings=True, qk_norm=True)
+    return {
+        "plain": Case(config, batch),
+        "tied": Case(tied, batch),
+        "frozen": Case(config, batch, frozen=("blocks.0.*", "embedding.weight")),
+        "frozen tied": Case(tied, batch, frozen=("embedding.weight", "blocks.1.mlp.*")),
+        "unequal": Case(config, replace(batch, targets=uneven)),
+        "size 1": Case(small, Batch.random(small, 13, 1, seed=2)),
+        "clipped": Case(config, batch, max_grad_norm=0.05),
+    }
+
+
+CASES = _cases()
+
+
+def _split_cases() -> dict[str, Case]:
+    # Eight layers for eight parts, positions that divide over ranks, still 37 words and two kv heads for four ranks.
+    config = ModelConfig(37, 8, 11, 8, 4, 2, head_dim=2, max_seq_len=16, init_std=0.3)
+    batch = Batch.random(config, 13, 4, seed=3)
+    uneven = batch.targets.clone()
+    uneven[:7, 1:] = IGNORE
+    uneven[:3] = IGNORE
+    tied = replace(config, tie_embeddings=True, qk_norm=True, qkv_bias=True)
+    return {
+        "plain": Case(config, batch),
+        "tied": Case(tied, batch),
+        "frozen tied": Case(tied, batch, frozen=("embedding.weight", "blocks.1.mlp.*", "blocks.7.*")),
+        "unequal": Case(tied, replace(batch, targets=uneven)),
+        "clipped": Case(config, batch, max_grad_norm=0.05),
+    }
+
+
+SPLIT_CASES = _split_cases()  # the corners where models that are split over ranks go wrong
+
+FormOf = Callable[[Group, Layout], Alone]
+
+
+def compare(
+    layouts: Layout | Sequence[Layout],
+    cases: Mapping[str, Case] | None = None,
+    *,
+    seed: int = 0,
+    lr: float = 0.1,
+    steps: int = 5,
+    tolerance: float = TOLERANCE,
+    form: FormOf = parallel_form,
+) -> list[Comparison]:
+    """Runs each layout on each case on real ranks (one launch per number of ranks); a row for each of both.
+
+    cases: by default CASES, and SPLIT_CASES for layouts with tp or pp.
+    steps: SGD steps in all; the first is compared with `reference`, the ranks' weights with each other after the last.
+    form: (group, layout) -> the parallel form that is put to the test.
+    """
+    layouts = [layouts] if isinstance(layouts, Layout) else list(layouts)
+    jobs = {layout: dict(_default(layout) if cases is None else cases) for layout in layouts}
+    for layout, chosen in jobs.items():
+        for case in chosen.values():
+            layout.check(case.config, case.batch.tokens.shape[1])
+    rows: dict[tuple[Layout, str], Comparison] = {}
+    for world_size in sorted({layout.world_size for layout in layouts}):
+        wanted = {layout: chosen for layout, chosen in jobs.items() if layout.world_size == world_size}
+        expected: dict[int, Reference] = {}
+        for outcome in launch(_run, world_size, form, wanted, seed, lr, steps)[0]:
+            case = jobs[outcome.layout][outcome.case]
+            if id(case) not in expected:
+                how = {"frozen": case.frozen, "max_grad_norm": case.max_grad_norm}
+                expected[id(case)] = reference(case.config, case.batch, seed=seed, lr=lr, **how)
+            rows[outcome.layout, outcome.case] = _judge(outcome, expected[id(case)], tolerance)
+    return [rows[layout, name] for layout, chosen in jobs.items() for name in chosen]
+
+
+def _default(layout: Layout) -> Mapping[str, Case]:
+    return SPLIT_CASES if layout.is_hybrid else CASES
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What the ranks came to: whole tensors, by name."""
+
+    layout: Layout
+    case: str
+    gradients: dict[str, Tensor]
+    grad_norm: float
+    weights: dict[str, Tensor]
+    identical: bool
+
+
+def _run(group: Group, form: FormOf, jobs: Mapping[Layout, Mapping[str, Case]], *how: Any) -> list[_Outcome]:
+    done = [
+        _step(group, form, layout, name, case, *how) for layout, cases in jobs.items() for name, case in cases.items()
+    ]
+    return done if group.rank == 0 else []
+
+
+def _step(
+    group: Group, form_of: FormOf, layout: Layout, name: str, case: Case, seed: int, lr: float, steps: int
+) -> _Outcome:
+    form = form_of(group, layout)
+    model = form.build(case.config, seed=seed, dtype=torch.float64, attention=dense)
+    _freeze(((form.whole_name(name), p) for name, p in model.named_parameters()), case.frozen)
+    module = form.wrap(model)
+    updater = form.updater(module, partial(_sgd, lr=lr))
+    for step in range(steps):
+        _backward(form, module, case.batch, layout.accumulate)
+        updater.collect()
+        norm = form.grad_norm(updater.parameters)
+        if step == 0:
+            gradients = {name: gradient.clone() for name, gradient in form.gradients().items()}
+            grad_norm = norm.item()
+        clip_(updater.parameters, norm, case.max_grad_norm)
+        updater.step()
+        updater.zero_grad()
+        if step == 0:
+            weights = {name: weight.clone() for name, weight in form.weights().items()}
+    bits = hashlib.sha256(b"".join(weight.cpu().numpy().tobytes() for weight in form.weights().values())).digest()
+    return _Outcome(layout, name, gradients, grad_norm, weights, len(set(group.gather_objects(bits))) == 1)
+
+
+def _backward(form: Alone, module: torch.nn.Module, batch: Batch, accumulate: int) -> None:
+    """This rank's rows of the batch, in `accumulate` microbatches."""
+    parts = [part.tensor_split(form.world_size)[form.rank] for part in (batch.tokens, batch.targets, batch.weights)]
+    micro = list(zip(*(part.tensor_split(accumulate) for part in parts), strict=True))
+    denominator = form.denominator(sum(((targets != IGNORE) * weights).sum() for _, targets, weights in micro))
+    form.forward_backward(module, micro, denominator)
+
+
+def _sgd(named: Named, lr: float) -> torch.optim.SGD:
+    return torch.optim.SGD([parameter for _, parameter in named], lr=lr)
+
+
+def _judge(outcome: _Outcome, expected: Reference, tolerance: float) -> Comparison:
+    gradient_errors = _errors(outcome.gradients, expected.gradients)
+    worst = max(gradient_errors, key=gradient_errors.__getitem__)
+    weight = max(_errors(outcome.weights, expected.weights).values())
+    norm = abs(outcome.grad_norm - expected.grad_norm) / expected.grad_norm
+    ok = max(gradient_errors[worst], weight, norm) <= tolerance and outcome.identical
+    label = f"{outcome.layout}, {outcome.case}"
+    return Comparison(label, gradient_errors[worst], weight, norm, worst, outcome.identical, ok)
+
+
+def _errors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """max |found - expected| / max |expected| for each name; infinite if it is missing or not a number.
+
+    A parameter whose true gradient is zero is measured against the largest of the others: rounding has no scale of
+    its own.
+    """
+    floor = 1e-6 * max(tensor.abs().max().item() for tensor in expected.values())
+    errors = {}
+    for name in expected.keys() | found.keys():
+        if name not in found or name not in expected or found[name].shape != expected[name].shape:
+            errors[name] = math.inf
+            continue
+        difference = (found[name] - expected[name]).abs().max().item()
+        scale = max(expected[name].abs().max().item(), floor)
+        errors[name] = difference / scale if math.isfinite(difference) else math.inf
+    return errors

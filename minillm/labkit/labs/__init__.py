@@ -1,1 +1,0 @@
-"""The exercises of each lab: `lab_NN.py` registers the verifiers, hints and references of lab NN."""

@@ -1,0 +1,1 @@
+"""The mechanisms that spread a model over ranks, one folder per axis."""

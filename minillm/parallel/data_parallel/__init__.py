@@ -1,0 +1,1 @@
+"""Data parallelism: the batch is cut, gradients are averaged."""

@@ -1,0 +1,147 @@
+"""Data parallelism: every rank has the whole model and a part of the batch; gradients are averaged over the ranks.
+
+                    backward ────────────────────────────▶
+    NaiveDDP        computes computes computes computes    reduce reduce reduce reduce      one call per tensor
+    FlatDDP         computes computes computes computes    reduce all                       one call, at the end
+    BucketedDDP     computes computes computes computes
+                             reduce 0  reduce 1   reduce 2                                  hidden, but for the last
+
+Each sends the same bytes, 2P(N-1)/N per rank for gradients of P bytes: they differ in how often latency is paid and in
+how much of the communication hides behind backward. A mean over ranks is the big batch's gradient only if each rank's
+loss is divided by the tokens of all ranks over N (`DataParallel.denominator` in train/strategies). Habits of torch's
+DistributedDataParallel carry over (Li et al., "PyTorch Distributed", VLDB 2020):
+
+    model = BucketedDDP(model, group)
+    with model.no_sync():                      # all microbatches but the last
+        loss_of(model(x)).backward()
+    loss_of(model(x)).backward()               # returns when every gradient is reduced
+    optimizer.step()
+"""
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minillm.comm import Group
+from minillm.comm.work import Handle
+from minillm.parallel.data_parallel.reducer import Bucket, Reducer
+
+MB = 1 << 20
+
+Hook = Callable[[Bucket, Tensor, Group], None]
+"""(bucket, flat, group): replaces the all-reduce. Leaves in `flat` what stands for the mean over the ranks."""
+
+
+def replicate(module: nn.Module, group: Group) -> None:
+    """Makes every rank's parameters and buffers equal to rank 0's. ValueError, on every rank, if models differ in more
+    than values, or are not on the group's device."""
+    _check_devices(module, group)
+    check_same(_tensors(module), group)
+    for _, tensor in _tensors(module):
+        group.broadcast(tensor.detach())
+
+
+class _Replicated(nn.Module):
+    """What the three forms share: replicas that start out equal, and gradients that a `Reducer` averages."""
+
+    def __init__(self, module: nn.Module, group: Group, hook: Hook | None = None, **options: Any) -> None:
+        super().__init__()
+        replicate(module, group)
+        self.module, self.group, self.hook = module, group, hook
+        options["multiple_of"] = group.world_size if hook else 1
+        self.reducer = Reducer(module.named_parameters(), group, self._reduce, **options)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and self.reducer.sync:
+            self.reducer.expect()
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward inside only accumulates; the first one outside reduces the sum. (Where torch asks where *forward*
+        ran: with both inside, as above, the two agree.)"""
+        before, self.reducer.sync = self.reducer.sync, False
+        try:
+            yield
+        finally:
+            self.reducer.sync = before
+
+    def finish(self) -> None:
+        """Wait until every gradient is reduced. Backward ends with it; calling it again does nothing. A rank whose loss
+        reaches no parameter has to call it, since the others wait for its zeros."""
+        self.reducer.finish()
+
+    def _reduce(self, bucket: Bucket, flat: Tensor) -> Handle:
+        if self.hook is None:
+            return self.group.all_reduce(flat, "avg", async_op=True)
+        how = f"hook={getattr(self.hook, '__name__', type(self.hook).__name__)}"
+        return self.group.run("all_reduce", flat, partial(self.hook, bucket, flat, self.group), async_op=True, how=how)
+
+
+class NaiveDDP(_Replicated):
+    """One all-reduce per tensor, after backward: pays the latency of each and hides nothing."""
+
+    def __init__(self, module: nn.Module, group: Group, find_unused: bool = False) -> None:
+        super().__init__(module, group, cap_bytes=1, overlap=False, find_unused=find_unused)
+
+
+class FlatDDP(_Replicated):
+    """One all-reduce (per dtype), after backward: the fewest messages, and nothing hidden."""
+
+    def __init__(self, module: nn.Module, group: Group, find_unused: bool = False) -> None:
+        super().__init__(module, group, cap_bytes=math.inf, overlap=False, find_unused=find_unused)
+
+
+class BucketedDDP(_Replicated):
+    """Buckets of about `bucket_cap_mb` MiB, each reduced as soon as its gradients are there, while backward goes on.
+
+    first_bucket_mb: cap of the first bucket, small so that communication starts early; at most `bucket_cap_mb` counts.
+    find_unused: parameters may get no gradient on some or all ranks; costs one byte per parameter and step.
+    hook: compression, see `compress.py`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: Group,
+        bucket_cap_mb: float = 25,
+        first_bucket_mb: float = 1,
+        find_unused: bool = False,
+        hook: Hook | None = None,
+    ) -> None:
+        for name, cap in (("bucket_cap_mb", bucket_cap_mb), ("first_bucket_mb", first_bucket_mb)):
+            if not cap > 0:
+                raise ValueError(f"{name} is {cap}: a bucket needs a size above 0, for example 25")
+        caps = {"cap_bytes": bucket_cap_mb * MB, "first_cap_bytes": min(first_bucket_mb, bucket_cap_mb) * MB}
+        super().__init__(module, group, hook, find_unused=find_unused, **caps)
+
+
+def _tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    return itertools.chain(module.named_parameters(), module.named_buffers())
+
+
+def _check_devices(module: nn.Module, group: Group) -> None:
+    first: dict[str, str] = {}
+    for name, tensor in _tensors(module):
+        first.setdefault(tensor.device.type, name)
+    if set(first) - {group.device.type}:
+        places = ", ".join(f"{name} on {device}" for device, name in first.items())
+        raise ValueError(f"group {group.name!r} is on {group.device}, but {places}: move the module there with .to()")
+
+
+def check_same(named: Iterable[tuple[str, Tensor]], group: Group) -> None:
+    """ValueError, on every rank, that names the first tensor in which a rank's model differs from rank 0's."""
+    own = [f"{name} {list(t.shape)} {t.dtype}{'' if t.requires_grad else ' frozen'}" for name, t in named]
+    first, *others = group.gather_objects(own)
+    for rank, theirs in enumerate(others, start=1):
+        for expected, found in itertools.zip_longest(first, theirs, fillvalue="nothing"):
+            if expected != found:
+                raise ValueError(
+                    f"the model of rank {rank} has {found} where rank 0 has {expected}: build the same on every rank"
+                )

@@ -1,0 +1,1 @@
+"""Pipeline parallelism: layers are dealt out, microbatches move through them."""

@@ -1,0 +1,1 @@
+"""Tensor parallelism: every layer is cut, activations are summed."""

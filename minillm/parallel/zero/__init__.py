@@ -1,0 +1,1 @@
+"""ZeRO stages 1 and 2: optimizer state, then gradients, 1/N per rank."""

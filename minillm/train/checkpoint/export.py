@@ -1,0 +1,59 @@
+"""From a run to a model folder: what `generate`, the serving labs and transformers load.
+
+PATH/model.safetensors, config.json    the weights in bfloat16, Hugging Face's Llama layout
+PATH/tokenizer.json, ..._config.json   a copy, so that the folder works alone (a link would break in a wheel)
+PATH/training.json                     command, data, losses of these very weights, date, hardware
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minillm.data import TokenDataset, Tokenizer
+from minillm.measure.provenance import provenance
+from minillm.model import Transformer, load_hf, save_hf
+from minillm.train.trainer import Trainer
+from minillm.train.validation import validate
+
+
+def export(trainer: Trainer, tokenizer: Tokenizer, folder: str | Path, command: str, **about: Any) -> dict[str, Any]:
+    """Writes the folder and returns training.json, whose losses are measured on the rounded weights as loaded back.
+
+    command: what to type to make the folder again; about: more that belongs in training.json. With several ranks all
+    of them call this and rank 0 writes.
+    ValueError if the folder holds a model of another shape, OSError if the disk refuses.
+    """
+    folder = Path(folder)
+    rounded = Transformer(trainer.config.model, seed=None, device="cpu", dtype=torch.bfloat16)
+    rounded.load_state_dict(trainer.parallel.state_dict())
+    if not trainer.parallel.is_root:
+        return {}
+    save_hf(rounded, folder)
+    tokenizer.save(folder)
+    origin = provenance(command)
+    written = {
+        "command": command,
+        "steps": trainer.steps_done,
+        "tokens": trainer.steps_done * trainer.config.tokens_per_step * trainer.parallel.world_size,
+        "parameters": sum(parameter.numel() for parameter in rounded.parameters()),
+        **about,
+        **_losses(trainer, folder),
+        **{key: origin[key] for key in ("date", "hardware", "cores", "versions")},
+        "config": trainer.config.to_json(),
+    }
+    draft = folder / "training.json.tmp"
+    draft.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    os.replace(draft, folder / "training.json")
+    return written
+
+
+def _losses(trainer: Trainer, folder: Path) -> dict[str, float]:
+    """Validation of the exported weights, computed in float32 as `generate` does."""
+    if trainer.held_out is None:
+        return {}
+    model = load_hf(folder, dtype=torch.float32, device=trainer.device)
+    dataset = TokenDataset(trainer.held_out, trainer.config.seq_len)
+    return validate(model, dataset, trainer.config.batch_size, device=trainer.device).to_json()

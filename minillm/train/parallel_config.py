@@ -1,0 +1,82 @@
+"""A layout: how one training step is spread over ranks. Data, checked before any rank has to wait for another."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from minillm.model import ModelConfig
+from minillm.parallel.pipeline_parallel.actions import Schedule
+from minillm.parallel.pipeline_parallel.schedules import SCHEDULES
+from minillm.parallel.pipeline_parallel.stages import balance, layer_costs
+from minillm.parallel.tensor_parallel.plan import check_split
+
+MAX_RANKS = 64
+
+
+@dataclass(frozen=True)
+class Layout:
+    """dp * pp * tp ranks; neighbours share a tensor-parallel group, since that is the axis that talks most.
+
+    dp: ranks that share the batch; zero: ZeRO stage over them; accumulate: microbatches of each of them.
+    tp: ranks that share every layer; sequence: what lies between their layers is split along the sequence.
+    pp: stages of layers, through which the microbatches move by `schedule`, one of `SCHEDULES`.
+
+    ValueError for what fits no model; `check` looks at a model.
+    """
+
+    dp: int = 1
+    zero: int = 0
+    accumulate: int = 1
+    tp: int = 1
+    sequence: bool = False
+    pp: int = 1
+    schedule: str = "1f1b"
+
+    def __post_init__(self) -> None:
+        counts = {"dp": range(1, MAX_RANKS + 1), "zero": range(4), "accumulate": range(1, 1025)}
+        counts |= {"tp": counts["dp"], "pp": counts["dp"]}
+        for name, allowed in counts.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f"{name} {value} is not in {allowed.start} .. {allowed.stop - 1}.")
+        if self.world_size > MAX_RANKS:
+            raise ValueError(f"dp {self.dp} * pp {self.pp} * tp {self.tp} is more than {MAX_RANKS} ranks: use fewer.")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule {self.schedule!r} is none of {', '.join(SCHEDULES)}.")
+        if self.zero > 1 and self.is_hybrid:
+            raise ValueError(
+                f"zero {self.zero} with tp {self.tp} and pp {self.pp} would gather weights or gradients for every "
+                "microbatch: use zero 0 or 1."
+            )
+        if self.sequence and self.tp == 1:
+            raise ValueError("sequence parallelism splits what tensor-parallel ranks share: use tp 2 or more with it.")
+        _ = self.order
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.pp * self.tp
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether a model is split, and not only its states."""
+        return self.tp > 1 or self.pp > 1
+
+    @cached_property
+    def order(self) -> Schedule | None:
+        """The pipeline's schedule; None without one. ValueError if it cannot schedule so many microbatches."""
+        return SCHEDULES[self.schedule](self.pp, self.accumulate) if self.pp > 1 else None
+
+    def check(self, config: ModelConfig, seq_len: int | None = None) -> None:
+        """ValueError if a model, or a sequence, cannot be split so."""
+        check_split(config, self.tp)
+        if self.order:
+            balance(layer_costs(config), self.order.parts)
+        if self.sequence and seq_len is not None and seq_len % self.tp:
+            raise ValueError(
+                f"a sequence of {seq_len} tokens does not divide over {self.tp} sequence-parallel ranks: use a "
+                "multiple of them, or leave sequence parallelism off."
+            )
+
+    def __str__(self) -> str:
+        text = f"dp {self.dp}, zero {self.zero}, accumulate {self.accumulate}"
+        text += f", tp {self.tp}{' sequence' if self.sequence else ''}" if self.tp > 1 else ""
+        return text + (f", pp {self.pp} {self.schedule}" if self.pp > 1 else "")

@@ -1,0 +1,110 @@
+"""The parallel forms of the training loop: replicas, sharded optimizer state and gradients, sharded everything.
+
+    form                  module that runs      who steps what                          files
+    DataParallel          BucketedDDP           every rank everything                   ddp.py
+    ShardedStates         the model itself      every rank 1/N, then all-gather         zero.py (stages 1 and 2)
+    ShardedModel          FullyShard            every rank its 1/N                      fully_shard.py (stage 3)
+    Hybrid                a split model         every rank its slice                    hybrid.py (tensor, pipeline)
+
+Each has the methods of `parallel.Alone`, which says what they mean.
+"""
+
+import contextlib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minillm.comm import Group
+from minillm.model import ModelConfig, Transformer
+from minillm.model.transformer import initial
+from minillm.parallel.fsdp.fully_shard import FullyShard
+from minillm.parallel.fsdp.state import ShardedOptimizer as SliceOptimizer
+from minillm.parallel.gradients import MakeOptimizer, squared_norm
+from minillm.parallel.zero.optimizer import ZeroOptimizer
+from minillm.train.parallel_config import Layout
+from minillm.train.strategies.data_parallel import DataParallel
+from minillm.train.strategies.hybrid import Hybrid
+from minillm.train.strategies.single_device import Alone
+
+
+class Sharded(DataParallel):
+    """What every ZeRO stage changes: gradients are read from this rank's shards."""
+
+    def __init__(self, group: Group, offload: str | Path | None = None):
+        super().__init__(group)
+        self.offload = offload
+
+    def finish_backward(self) -> None:
+        """Backward ends with it, or `collect` begins with it."""
+
+    def grad_norm(self, parameters: list[Tensor]) -> Tensor:
+        return self.sum(squared_norm(parameters).to(self.group.device)).sqrt()
+
+
+class ShardedStates(Sharded):
+    """ZeRO stages 1 and 2."""
+
+    def __init__(self, group: Group, stage: int, offload: str | Path | None = None):
+        super().__init__(group, offload)
+        self.stage = stage
+
+    def wrap(self, model: nn.Module, master: bool = False) -> nn.Module:
+        self.model = model
+        return model
+
+    def updater(self, module: nn.Module, make: MakeOptimizer, master: bool = False) -> ZeroOptimizer:
+        self.zero = ZeroOptimizer(module, self.group, self.stage, make=make, master=master, offload=self.offload)
+        return self.zero
+
+    def accumulating(self, last: bool) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext() if last else self.zero.no_sync()
+
+    def gradients(self) -> dict[str, Tensor]:
+        return self.zero.whole_gradients()
+
+
+class ShardedModel(Sharded):
+    """ZeRO stage 3. The model is built on "meta": no rank ever holds all of it."""
+
+    def build(self, config: ModelConfig, *, seed: int, dtype: torch.dtype | None = None, **how: Any) -> Transformer:
+        self.initialize = partial(initial, config, seed=seed)
+        return Transformer(config, **how | {"device": "meta", "dtype": dtype})
+
+    def wrap(self, model: nn.Module, master: bool = False) -> nn.Module:
+        how = {"master": master, "offload": self.offload, "initialize": self.initialize}
+        self.module = FullyShard(model, self.group, **how)
+        return self.module
+
+    def updater(self, module: nn.Module, make: MakeOptimizer, master: bool = False) -> SliceOptimizer:
+        return self.module.optimizer(make)
+
+    def accumulating(self, last: bool) -> contextlib.AbstractContextManager:
+        return self.module.no_sync()
+
+    def gradients(self) -> dict[str, Tensor]:
+        return self.module.whole_gradients()
+
+    def weights(self) -> dict[str, Tensor]:
+        whole = self.module.state_dict()
+        return {name: whole[name] for name, _ in self.module.named_parameters()}
+
+    def state_dict(self, whole: bool = True) -> dict[str, Any]:
+        return self.module.state_dict(whole)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.module.load_state_dict(state)
+
+
+def parallel_form(group: Group, layout: Layout, offload: str | None = None) -> Alone:
+    """The form of a layout. offload: where ZeRO's shards live, "cpu" or a folder."""
+    home = offload if offload in (None, "cpu") else Path(offload)
+    if layout.is_hybrid:
+        if offload:
+            raise ValueError(f"offload {offload} is for ZeRO alone: leave it out with tp and pp.")
+        return Hybrid(group, layout)
+    if layout.zero == 0:
+        return DataParallel(group)
+    return ShardedModel(group, home) if layout.zero == 3 else ShardedStates(group, layout.zero, home)

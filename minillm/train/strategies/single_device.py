@@ -1,0 +1,126 @@
+"""The seam between the training loop and its parallel forms: everything that changes when there is more than one rank.
+
+    build, wrap, updater, then for every step: forward_backward, collect, grad_norm, step
+
+`Alone` is one process, where each of these is trivial; `forms.py` has those for a group of ranks.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minillm.model import ModelConfig, Transformer
+from minillm.parallel.gradients import MakeOptimizer, squared_norm
+from minillm.train.optimizer import Updater
+
+Microbatch = tuple[Tensor, Tensor, Tensor | None]  # tokens, targets, weights of the targets; [batch, seq] each
+Around = Callable[[str], contextlib.AbstractContextManager]
+
+
+def quietly(name: str) -> contextlib.AbstractContextManager:
+    """Around "forward" and "backward" where nobody measures them."""
+    return contextlib.nullcontext()
+
+
+def unscaled(loss: Tensor) -> Tensor:
+    return loss
+
+
+class Alone:
+    """One process. Every method says what a parallel form has to do in its place.
+
+    rank, world_size: of the ranks that share the batch, each with rows of its own.
+    """
+
+    rank = 0
+    world_size = 1
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this rank writes files and shows progress: one of all ranks does."""
+        return self.rank == 0
+
+    def build(self, config: ModelConfig, **how: Any) -> Transformer:
+        """The bare model, before `wrap`. how: seed, device, dtype, attention."""
+        return Transformer(config, **how)
+
+    def whole_name(self, name: str) -> str:
+        """What a parameter of `build`'s model is called in the whole model."""
+        return name
+
+    def wrap(self, model: nn.Module, master: bool = False) -> nn.Module:
+        """The module that forward is called on: the model, or a wrapper that reduces or gathers.
+        master: whether `updater` will be asked for float32 masters."""
+        self.model = model
+        return model
+
+    def updater(self, module: nn.Module, make: MakeOptimizer, master: bool = False) -> Updater:
+        """What moves the parameters of `wrap`'s module, or the shards of them that this rank owns."""
+        return Updater(module.named_parameters(), make, master)
+
+    def denominator(self, weight: Tensor) -> Tensor:
+        """By what this rank divides its sum of losses; `weight`: its tokens of the whole step, all microbatches.
+        A form that averages gradients answers Σ weight / world_size, so that the average is over tokens, not ranks."""
+        return weight
+
+    def forward_backward(
+        self,
+        module: nn.Module,
+        microbatches: Sequence[Microbatch],
+        denominator: Tensor,
+        around: Around = quietly,
+        scale: Callable[[Tensor], Tensor] = unscaled,
+    ) -> Tensor:
+        """Adds the gradients of Σ weight · nll / denominator to `.grad`, reduced; returns Σ weight · nll of this rank's
+        rows. around: a context for "forward" and for "backward"; scale: of the loss, for half precision."""
+        total = torch.zeros((), device=microbatches[0][0].device)
+        for index, (tokens, targets, weights) in enumerate(microbatches):
+            with self.accumulating(last=index == len(microbatches) - 1):
+                with around("forward"):
+                    weighted = {} if weights is None else {"weights": weights}
+                    nll, _ = module(tokens, targets=targets, **weighted)
+                    loss = nll / denominator
+                with around("backward"):
+                    scale(loss).backward()
+            total = total + nll.detach()
+        self.finish_backward()
+        return total
+
+    def accumulating(self, last: bool) -> contextlib.AbstractContextManager:
+        """Around one microbatch: communicate only in the last one (`no_sync` in the others)."""
+        return contextlib.nullcontext()
+
+    def finish_backward(self) -> None:
+        """Waits until every gradient that the optimizer will read is reduced."""
+
+    def grad_norm(self, parameters: Iterable[Tensor]) -> Tensor:
+        """Norm of the whole model's gradient; shards add up their squares first."""
+        return squared_norm(parameters).sqrt()
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Sum over ranks, for losses and token counts that are reported."""
+        return value
+
+    def agree(self, yes: bool) -> bool:
+        """True if it is true on all ranks: whether gradients were finite, whether to go on."""
+        return yes
+
+    # What the others save and compare. With several ranks, all of them call these.
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Whole gradients of the trained parameters by name, after `collect`."""
+        return {name: parameter.grad for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+
+    def weights(self) -> dict[str, Tensor]:
+        """Whole weights by name."""
+        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    def state_dict(self, whole: bool = True) -> dict[str, Any]:
+        """Weights and buffers; not whole: what this rank has of them, for this rank to go back to."""
+        return self.model.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state)

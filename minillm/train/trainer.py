@@ -1,0 +1,254 @@
+"""Training on one device: what every parallel form is compared with, one step at a time.
+
+    input      accumulate microbatches
+    forward    sum of token losses / tokens of the whole step     } for each microbatch: gradients add up to those of
+    backward   gradients add up                                   } the big batch, however tokens are spread
+    optimizer  unscale, norm, clip, AdamW with this step's learning rate
+
+The head's gradient is worked out with the loss, so its two matmuls count as forward time (`model/loss.py`).
+
+`Trainer.step` does that and says how long each part took; `state_dict` is all the next step depends on, so a run that
+is saved and loaded goes on with the same bits. `run.fit` makes a run of it: bar, metrics, checkpoints, Ctrl-C.
+"""
+
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minillm.data import Loader, TokenDataset, Tokens
+from minillm.measure import ledger, span
+from minillm.model import Transformer, check_tokens
+from minillm.model.loss import IGNORE
+from minillm.parallel.gradients import clip_
+from minillm.predict.model import causal_context, training_flops
+from minillm.train.activation_checkpointing import RECOMPUTE, recompute_blocks
+from minillm.train.checkpoint.storage import generators, restore_generators
+from minillm.train.config import TrainConfig
+from minillm.train.fault_tolerance.loss_spike import Guard
+from minillm.train.optimizer import adamw, learning_rate
+from minillm.train.precision import PRECISIONS, LossScaler
+from minillm.train.steptime import StepTime
+from minillm.train.strategies.single_device import Alone
+from minillm.train.validation import Validation, validate
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step did. loss: nats per token, before the update; grad_norm: before clipping; tokens: of all ranks.
+
+    applied: False if nothing was updated: an overflow that loss scaling expects, or a `rollback` (why, and to where).
+    mfu: useful FLOP/s as a share of the measured peak; recomputation is not useful. None without a peak.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    tokens: int
+    time: StepTime
+    mfu: float | None
+    loss_scale: float
+    applied: bool = True
+    rollback: str | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.time.total
+
+    def to_json(self) -> dict[str, Any]:
+        flat = {name: value for name, value in asdict(self).items() if name != "time"}
+        return flat | {"tokens_per_s": self.tokens_per_s} | self.time.to_json()
+
+
+class Trainer:
+    """`Trainer(config, tokens).step()`, as often as you like.
+
+    validation: held-out tokens for `validate`. peak_flops: of all that the ranks run on, FLOP/s, for the MFU.
+    parallel: see parallel.py. `model` is the bare transformer, `module` what forward is called on.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        tokens: Tokens,
+        validation: Tokens | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        peak_flops: float | None = None,
+        parallel: Alone | None = None,
+        workers: int = 1,
+    ):
+        self.config, self.device, self.peak_flops = config, torch.device(device), peak_flops
+        self.parallel, self.precision = parallel or Alone(), PRECISIONS[config.precision]
+        if tokens.vocab_size > config.model.vocab_size:
+            raise ValueError(
+                f"tokens of a vocabulary of {tokens.vocab_size} do not fit the model's {config.model.vocab_size}."
+            )
+        dataset = TokenDataset(tokens, config.seq_len)
+        rank, world_size = self.parallel.rank, self.parallel.world_size
+        self.loader = Loader(dataset, config.batch_size, rank, world_size, config.seed, workers=workers)
+        self.held_out = validation
+        how = {"seed": config.seed, "device": self.device, "dtype": self.precision.weights}
+        self.model = self.parallel.build(config.model, **how)
+        recompute_blocks(self.model, RECOMPUTE[config.recompute])
+        self.module = self.parallel.wrap(_compiled(self.model) if config.compile else self.model, self.precision.master)
+        make = partial(adamw, config=config)
+        self.updater = self.parallel.updater(self.module, make, self.precision.master)
+        self.optimizer = self.updater if isinstance(self.updater, torch.optim.Optimizer) else self.updater.inner
+        self.scaler = LossScaler(self.precision.scaled)
+        self.guard = Guard(self._learnt, self._unlearn, spike_nats=config.spike_nats)
+        self.steps_done = 0
+
+    def step(self) -> Step:
+        """One update from the next `accumulate` microbatches, or one rollback if they went wrong."""
+        number, lr, scale = self.steps_done, learning_rate(self.steps_done, self.config), self.scaler.value
+        start = time.monotonic()
+        with ledger() as led:
+            loss, tokens = self.backward()
+            norm, finite = self.collect()
+            problem = self.guard.problem(loss, norm if finite else 0.0)
+            if problem is None:
+                self.guard.good(number)
+                self.update(lr, finite)
+                self.steps_done += 1
+            else:
+                self.updater.zero_grad()
+                self.steps_done = self.guard.roll_back(problem)
+                problem = f"{problem}; back to step {self.steps_done}"
+        spent = StepTime.of(led, start, time.monotonic())
+        return Step(
+            number,
+            loss,
+            norm,
+            lr,
+            tokens,
+            spent,
+            self._mfu(tokens, spent.total),
+            scale,
+            finite and not problem,
+            problem,
+        )
+
+    def backward(self) -> tuple[float, int]:
+        """Gradients of the mean loss over all tokens of the step; returns that loss and the number of tokens."""
+        with span("input", "input"):
+            batches = [self._to_device(next(self.loader)) for _ in range(self.config.accumulate)]
+            weight = torch.stack([(targets != IGNORE).sum() for _, targets in batches]).sum().float()
+        denominator = self.parallel.denominator(weight)
+        microbatches = [(inputs, targets, None) for inputs, targets in batches]
+        total = self.parallel.forward_backward(
+            self.module, microbatches, denominator, self._computing, self.scaler.scale
+        )
+        weight = denominator * self.parallel.world_size
+        return (self.parallel.sum(total) / weight).item(), round(weight.item())
+
+    def collect(self) -> tuple[float, bool]:
+        """Makes the gradients ready for the optimizer, in float32 and unscaled: (their norm, whether to step)."""
+        with self._timed("optimizer", "optimizer"):
+            self.updater.collect()
+            stepped = self.updater.parameters
+            finite = self.parallel.agree(self.scaler.unscale_(stepped))
+            norm = self.parallel.grad_norm(stepped)
+            clip_(stepped, norm, self.config.max_grad_norm)
+            return norm.item(), finite
+
+    def update(self, lr: float, finite: bool = True) -> None:
+        """Moves the weights, unless loss scaling overflowed, and drops the gradients."""
+        with self._timed("optimizer", "optimizer"):
+            if finite:
+                for group in self.optimizer.param_groups:
+                    group["lr"] = lr
+                self.updater.step()
+            self.scaler.update(finite)
+            self.updater.zero_grad()
+
+    def validate(self, max_tokens: int | None = None) -> Validation:
+        """Loss on the held-out tokens: on all of them, or on evenly spread windows of about max_tokens in all."""
+        if self.held_out is None:
+            raise ValueError("there is nothing to validate on: give Trainer(..., validation=tokens).")
+        dataset = TokenDataset(self.held_out, self.config.seq_len)
+        with self.precision.context(self.device):
+            return validate(self.module, dataset, self.config.batch_size, max_tokens, self.device, self.parallel)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next step depends on; plain containers, tensors and numbers."""
+        return {
+            "config": self.config.to_json(),
+            "step": self.steps_done,
+            "loader": self.loader.state_dict(),
+            "guard": self.guard.state_dict(),
+            "generators": generators(),
+            **self._learnt(whole=True),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where `state` was taken. ValueError if that was with another configuration or other data."""
+        if difference := TrainConfig.from_json(state["config"]).difference(self.config):
+            raise ValueError(f"the checkpoint was trained with {difference}: use the same settings or another run.")
+        self.loader.load_state_dict(state["loader"])
+        self._unlearn(state)
+        self.guard.load_state_dict(state["guard"])
+        self.steps_done = state["step"]
+        restore_generators(state["generators"])
+
+    def close(self) -> None:
+        """Ends the loader's threads."""
+        self.loader.close()
+
+    def __enter__(self) -> "Trainer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _learnt(self, whole: bool = False) -> dict[str, Any]:
+        """What updates change, and rollbacks restore: as one process would have it, or this rank's part."""
+        return {
+            "model": self.parallel.state_dict(whole),
+            "optimizer": self.updater.state_dict(whole),
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def _unlearn(self, state: dict[str, Any]) -> None:
+        self.parallel.load_state_dict(state["model"])
+        self.updater.load_state_dict(state["optimizer"])
+        self.scaler.load_state_dict(state["scaler"])
+
+    def _to_device(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        check_tokens(batch[0], self.config.model)
+        inputs, targets, *_ = batch
+        return inputs.to(self.device), targets.to(self.device)
+
+    @contextmanager
+    def _computing(self, name: str) -> Iterator[None]:
+        """Forward, or all of a pipeline, in the precision of this run; backward as its forward was."""
+        with self._timed(name), nullcontext() if name == "backward" else self.precision.context(self.device):
+            yield
+
+    @contextmanager
+    def _timed(self, name: str, kind: str = "compute") -> Iterator[None]:
+        """A span that ends when the device has finished, not when the work was handed to it."""
+        with span(name, kind):
+            yield
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+
+    def _mfu(self, tokens: int, seconds: float) -> float | None:
+        if self.peak_flops is None:
+            return None
+        model = self.config.model
+        flops = training_flops(model, causal_context(self.config.seq_len, model.sliding_window)).total
+        return tokens * flops / seconds / self.peak_flops
+
+
+def _compiled(model: Transformer) -> torch.nn.Module:
+    if next(model.parameters()).device.type == "cpu" and not (shutil.which("c++") or shutil.which("g++")):
+        raise ValueError("compile needs a C++ compiler on a CPU and there is none: install g++ or leave it out.")
+    return torch.compile(model)

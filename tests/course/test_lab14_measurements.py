@@ -1,0 +1,96 @@
+"""Lab 14's flights: what is played is what the engine flies, receipts are exact, each fault shows and is told apart."""
+
+import pytest
+
+from course.lab14_continuous_batching import experiments
+from course.lab14_continuous_batching import experiments_breaks as breaks
+from course.lab14_continuous_batching import experiments_engines as engines
+from course.lab14_continuous_batching import figures as pictures
+from course.lab14_continuous_batching import figures_flight as lab_14_flight
+from course.lab14_continuous_batching.checks_flight import diagnose, latencies
+from minillm.labkit.interact import render
+from minillm.model import Transformer
+from minillm.predict import batching as predict
+from minillm.serve import POLICIES
+from minillm.serve.adaptive import AdaptiveBatches
+from minillm.serve.static import StaticBatches
+
+TIGHT = {"num_blocks": 16, "block_size": 4, "token_budget": 16, "max_num_seqs": 5, "reserve": 0}
+
+
+def prompts(flight):
+    return {name: told.prompt for name, told in flight.told.items()}
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_played_trace_is_the_flown_one(policy, preemption):
+    options = {**TIGHT, "policy": policy, "preemption": preemption, "chunk": 6 if policy == "longest" else None}
+    coming = experiments.requests([(6 + 5 * i % 17, 4 + 7 * i % 15) for i in range(7)])
+    llm, outputs = experiments.fly(coming, Transformer(experiments.TINY, seed=1), **options)
+    flight = experiments.play(coming, **options)
+    assert experiments.same_flight(flight.records, llm.records) and not flight.stuck
+    assert flight.preemptions == sum(output.preemptions for output in outputs) > 0
+    assert flight.computed == sum(output.computed for output in outputs)
+    assert [told.hit for told in flight.told.values()] == [output.hit for output in outputs]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_recomputed_or_moved_is_what_victims_had(policy):
+    recomputed, swapped = engines.crowd(policy, "recompute"), engines.crowd(policy, "swap")
+    assert recomputed.computed - recomputed.needed == sum(engines.given_up(recomputed)) > 0
+    assert recomputed.swapped == 0 and swapped.computed == swapped.needed
+    assert swapped.swapped == 2 * sum(-(-tokens // 16) for tokens in engines.given_up(swapped)) > 0
+
+
+def test_latencies_read_from_records_are_those_that_happened():
+    flight = engines.crowd("longest", "recompute")
+    found = latencies(flight.records, prompts(flight), {name: told.arrived for name, told in flight.told.items()})
+    for name, told in flight.told.items():
+        assert found[name] == pytest.approx((told.ttft, told.tpot, told.worst_gap))
+
+
+@pytest.mark.parametrize("fault", breaks.FAULTS)
+def test_every_fault_shows_and_is_told_apart(fault):
+    for seed in range(12):
+        flight = breaks.case(fault, seed)
+        assert diagnose(flight.records, prompts(flight)) == fault
+        assert flight.stuck == (fault == "livelock")
+
+
+def test_gaps_are_predicted_and_unmixed_phases_stall_for_the_whole_prompt():
+    for numbers in engines.stalls((512, 2048, None)):
+        assert numbers["gap"] == pytest.approx(numbers["predicted"], rel=0.01)
+        assert numbers["ttft"] == pytest.approx(numbers["predicted_ttft"], rel=0.05)
+    assert engines.unmixed(512)["gap"] > 10 * engines.stall(512)["gap"]
+
+
+def test_baselines_take_the_steps_of_the_formula():
+    model, lengths = Transformer(experiments.TINY, seed=1), [5, 2, 9, 1, 3, 3, 8]
+    coming = experiments.requests([(4, n) for n in lengths])
+    each = [a.prompt for a in coming], [a.params for a in coming]
+    for llm in (StaticBatches(model, 3), AdaptiveBatches(model, 3, 0.0)):
+        llm.generate(*each)
+        assert len(llm.records) == predict.static_steps(lengths, 3)
+
+
+def test_a_timer_keeps_its_bound():
+    for numbers in engines.timers(Transformer(experiments.TINY, seed=0), (0.2,)):
+        assert numbers["longest_s"] <= numbers["bound_s"] + 1e-9
+
+
+def test_the_recorder_draws_any_step_of_any_flight():
+    for options in ({"step": 1}, {"step": 10_000, "policy": "longest", "preemption": "swap", "chunk": 24}):
+        assert render(lab_14_flight.view, **options).startswith(b"\x89PNG")
+    flight = lab_14_flight.flight()
+    assert flight.preemptions and max(max(each.references) for each in flight.records) > 1
+
+
+def test_seats_are_drawn_as_they_are_counted():
+    lengths = pictures._lengths(24, 1.0, 48)
+    for bars, steps in (
+        (pictures._static(lengths, 6), predict.static_steps(lengths, 6)),
+        (pictures._continuous(lengths, 6), predict.continuous_steps(lengths, 6)),
+    ):
+        taken = [(seat, start + step) for (seat, start), n in zip(bars, lengths, strict=True) for step in range(n)]
+        assert len(set(taken)) == len(taken) and max(step for _, step in taken) == steps - 1
