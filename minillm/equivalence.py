@@ -25,9 +25,9 @@ from minillm.comm import Group, launch
 from minillm.model import ModelConfig, Transformer, cross_entropy, dense
 from minillm.model.loss import IGNORE
 from minillm.parallel.gradients import Named, clip_
-from minillm.train.parallel_config import Layout
-from minillm.train.strategies.sharded import parallel_form
-from minillm.train.strategies.single_device import Alone
+from minillm.train.parallel_config import ParallelConfig
+from minillm.train.strategies.sharded import make_strategy
+from minillm.train.strategies.single_device import SingleDevice
 
 TOLERANCE = 1e-10  # relative, in float64
 
@@ -178,18 +178,18 @@ def _split_cases() -> dict[str, Case]:
 
 SPLIT_CASES = _split_cases()  # the corners where models that are split over ranks go wrong
 
-FormOf = Callable[[Group, Layout], Alone]
+FormOf = Callable[[Group, ParallelConfig], SingleDevice]
 
 
 def compare(
-    layouts: Layout | Sequence[Layout],
+    layouts: ParallelConfig | Sequence[ParallelConfig],
     cases: Mapping[str, Case] | None = None,
     *,
     seed: int = 0,
     lr: float = 0.1,
     steps: int = 5,
     tolerance: float = TOLERANCE,
-    form: FormOf = parallel_form,
+    form: FormOf = make_strategy,
 ) -> list[Comparison]:
     """Runs each layout on each case on real ranks (one launch per number of ranks); a row for each of both.
 
@@ -197,12 +197,12 @@ def compare(
     steps: SGD steps in all; the first is compared with `reference`, the ranks' weights with each other after the last.
     form: (group, layout) -> the parallel form that is put to the test.
     """
-    layouts = [layouts] if isinstance(layouts, Layout) else list(layouts)
+    layouts = [layouts] if isinstance(layouts, ParallelConfig) else list(layouts)
     jobs = {layout: dict(_default(layout) if cases is None else cases) for layout in layouts}
     for layout, chosen in jobs.items():
         for case in chosen.values():
             layout.check(case.config, case.batch.tokens.shape[1])
-    rows: dict[tuple[Layout, str], Comparison] = {}
+    rows: dict[tuple[ParallelConfig, str], Comparison] = {}
     for world_size in sorted({layout.world_size for layout in layouts}):
         wanted = {layout: chosen for layout, chosen in jobs.items() if layout.world_size == world_size}
         expected: dict[int, Reference] = {}
@@ -215,7 +215,7 @@ def compare(
     return [rows[layout, name] for layout, chosen in jobs.items() for name in chosen]
 
 
-def _default(layout: Layout) -> Mapping[str, Case]:
+def _default(layout: ParallelConfig) -> Mapping[str, Case]:
     return SPLIT_CASES if layout.is_hybrid else CASES
 
 
@@ -223,7 +223,7 @@ def _default(layout: Layout) -> Mapping[str, Case]:
 class _Outcome:
     """What the ranks came to: whole tensors, by name."""
 
-    layout: Layout
+    layout: ParallelConfig
     case: str
     gradients: dict[str, Tensor]
     grad_norm: float
@@ -231,7 +231,7 @@ class _Outcome:
     identical: bool
 
 
-def _run(group: Group, form: FormOf, jobs: Mapping[Layout, Mapping[str, Case]], *how: Any) -> list[_Outcome]:
+def _run(group: Group, form: FormOf, jobs: Mapping[ParallelConfig, Mapping[str, Case]], *how: Any) -> list[_Outcome]:
     done = [
         _step(group, form, layout, name, case, *how) for layout, cases in jobs.items() for name, case in cases.items()
     ]
@@ -239,7 +239,7 @@ def _run(group: Group, form: FormOf, jobs: Mapping[Layout, Mapping[str, Case]], 
 
 
 def _step(
-    group: Group, form_of: FormOf, layout: Layout, name: str, case: Case, seed: int, lr: float, steps: int
+    group: Group, form_of: FormOf, layout: ParallelConfig, name: str, case: Case, seed: int, lr: float, steps: int
 ) -> _Outcome:
     form = form_of(group, layout)
     model = form.build(case.config, seed=seed, dtype=torch.float64, attention=dense)
@@ -262,7 +262,7 @@ def _step(
     return _Outcome(layout, name, gradients, grad_norm, weights, len(set(group.gather_objects(bits))) == 1)
 
 
-def _backward(form: Alone, module: torch.nn.Module, batch: Batch, accumulate: int) -> None:
+def _backward(form: SingleDevice, module: torch.nn.Module, batch: Batch, accumulate: int) -> None:
     """This rank's rows of the batch, in `accumulate` microbatches."""
     parts = [part.tensor_split(form.world_size)[form.rank] for part in (batch.tokens, batch.targets, batch.weights)]
     micro = list(zip(*(part.tensor_split(accumulate) for part in parts), strict=True))

@@ -5,14 +5,14 @@ import json
 import pytest
 
 from minillm.__main__ import run
-from minillm.equivalence import CASES, Layout, compare
+from minillm.equivalence import CASES, ParallelConfig, compare
 from minillm.train.strategies.data_parallel import DataParallel
-from minillm.train.strategies.sharded import ShardedStates, parallel_form
+from minillm.train.strategies.sharded import ShardedStates, make_strategy
 
 
 @pytest.mark.slow
 def test_every_stage_equals_one_process():
-    layouts = [Layout(2, zero, accumulate) for zero in range(4) for accumulate in (1, 3)]
+    layouts = [ParallelConfig(2, zero, accumulate) for zero in range(4) for accumulate in (1, 3)]
     cases = {name: CASES[name] for name in ("frozen tied", "unequal", "clipped")}
     rows = compare(layouts, cases)
     assert len(rows) == len(layouts) * len(cases)
@@ -22,7 +22,7 @@ def test_every_stage_equals_one_process():
 
 def test_more_ranks_than_some_tensors_have_elements():
     cases = {name: CASES[name] for name in ("size 1", "tied")}
-    assert all(row.ok for row in compare([Layout(3, zero, 3) for zero in range(4)], cases))
+    assert all(row.ok for row in compare([ParallelConfig(3, zero, 3) for zero in range(4)], cases))
 
 
 class NotDivided(DataParallel):
@@ -55,7 +55,7 @@ def wrong(group, layout):
 
 def test_wrong_layouts_are_found():
     cases = {"unequal": CASES["unequal"], "clipped": CASES["clipped"]}
-    rows = {row.layout: row for row in compare([Layout(2, kind, 2) for kind in range(4)], cases, form=wrong)}
+    rows = {row.layout: row for row in compare([ParallelConfig(2, kind, 2) for kind in range(4)], cases, form=wrong)}
     found = {layout.removeprefix("dp 2, "): row.worst_gradient for layout, row in rows.items()}
     assert not any(row.ok for row in rows.values())
     assert found["zero 0, accumulate 2, unequal"] == pytest.approx(0.5)  # averaged once too often
@@ -65,7 +65,7 @@ def test_wrong_layouts_are_found():
 
 
 def drifting(group, layout):
-    form = parallel_form(group, layout)
+    form = make_strategy(group, layout)
     wrap = form.wrap
 
     def apart(model, master=False):
@@ -78,7 +78,7 @@ def drifting(group, layout):
 
 
 def test_a_bit_of_difference_between_ranks_is_found():
-    (row,) = compare(Layout(2), {"plain": CASES["plain"]}, steps=1, form=drifting)
+    (row,) = compare(ParallelConfig(2), {"plain": CASES["plain"]}, steps=1, form=drifting)
     assert not row.identical and not row.ok and row.worst_gradient < 1e-10
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from minillm.__main__ import run
-from minillm.equivalence import SPLIT_CASES, Layout, compare
+from minillm.equivalence import SPLIT_CASES, ParallelConfig, compare
 from minillm.train.strategies import hybrid
 from minillm.train.strategies.hybrid import Hybrid
 
@@ -20,8 +20,8 @@ def test_splits_of_two_ranks_equal_one_process():
         ("zero_bubble_v", 4),
         ("dualpipe", 5),
     ]
-    layouts = [Layout(pp=2, accumulate=count, schedule=schedule) for schedule, count in schedules]
-    layouts += [Layout(tp=2), Layout(tp=2, sequence=True, accumulate=2)]
+    layouts = [ParallelConfig(pp=2, accumulate=count, schedule=schedule) for schedule, count in schedules]
+    layouts += [ParallelConfig(tp=2), ParallelConfig(tp=2, sequence=True, accumulate=2)]
     rows = compare(layouts, {name: SPLIT_CASES[name] for name in ("frozen tied", "clipped")}, steps=2)
     assert len(rows) == 2 * len(layouts) and all(row.ok for row in rows), [row for row in rows if not row.ok]
 
@@ -29,12 +29,12 @@ def test_splits_of_two_ranks_equal_one_process():
 @pytest.mark.slow
 def test_products_of_axes_equal_one_process():
     four = [
-        Layout(dp=2, tp=2, sequence=True, zero=1, accumulate=2),
-        Layout(dp=2, pp=2, zero=1, accumulate=3),
-        Layout(tp=4, sequence=True),
-        Layout(pp=4, accumulate=4, schedule="interleaved"),
+        ParallelConfig(dp=2, tp=2, sequence=True, zero=1, accumulate=2),
+        ParallelConfig(dp=2, pp=2, zero=1, accumulate=3),
+        ParallelConfig(tp=4, sequence=True),
+        ParallelConfig(pp=4, accumulate=4, schedule="interleaved"),
     ]
-    cube = [Layout(dp=2, tp=2, sequence=True, pp=2, accumulate=2, zero=zero) for zero in (0, 1)]
+    cube = [ParallelConfig(dp=2, tp=2, sequence=True, pp=2, accumulate=2, zero=zero) for zero in (0, 1)]
     rows = compare(four, {"unequal": SPLIT_CASES["unequal"]}, steps=2)
     rows += compare(cube, {"tied": SPLIT_CASES["tied"]}, steps=2)
     assert len(rows) == 6 and all(row.ok for row in rows), [row for row in rows if not row.ok]
@@ -66,10 +66,10 @@ class DividesByMicrobatches(Hybrid):
 @pytest.mark.parametrize(
     ("form", "layout", "parameter"),
     [
-        (CountsEverything, Layout(tp=2), None),
-        (LeavesOut, Layout(tp=2, sequence=True), "norm.weight"),
-        (LeavesOut, Layout(pp=2, accumulate=2), "embedding.weight"),
-        (DividesByMicrobatches, Layout(pp=2, accumulate=2), ""),
+        (CountsEverything, ParallelConfig(tp=2), None),
+        (LeavesOut, ParallelConfig(tp=2, sequence=True), "norm.weight"),
+        (LeavesOut, ParallelConfig(pp=2, accumulate=2), "embedding.weight"),
+        (DividesByMicrobatches, ParallelConfig(pp=2, accumulate=2), ""),
     ],
 )
 def test_wrong_splits_are_found(form, layout, parameter):

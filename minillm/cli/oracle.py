@@ -7,7 +7,7 @@ from typing import Annotated
 
 from typer import Option
 
-from minillm.equivalence import CASES, SPLIT_CASES, TOLERANCE, Case, Layout, compare
+from minillm.equivalence import CASES, SPLIT_CASES, TOLERANCE, Case, ParallelConfig, compare
 from minillm.measure.provenance import JsonFile, provenance, summary, write_json
 from minillm.parallel.pipeline_parallel.schedules import SCHEDULES
 
@@ -51,17 +51,17 @@ def command(
     return 1 if off else 0
 
 
-def _layouts(*axes: list) -> tuple[list[Layout], list[str]]:
+def _layouts(*axes: list) -> tuple[list[ParallelConfig], list[str]]:
     """All combinations that there are, and why the others are not. ValueError if none is left.
 
     axes: what dp, zero, accumulate, tp, sequence, pp and schedule may be.
     """
-    layouts: dict[Layout, None] = {}
+    layouts: dict[ParallelConfig, None] = {}
     left_out: list[str] = []
     for *counts, tensor, sequence, stages, schedule in product(*axes):
         sequence, schedule = bool(sequence) and tensor > 1, schedule if stages > 1 else "1f1b"
         try:
-            layout = Layout(*counts, tensor, sequence, stages, schedule)
+            layout = ParallelConfig(*counts, tensor, sequence, stages, schedule)
             for case in SPLIT_CASES.values() if layout.is_hybrid else ():
                 layout.check(case.config, case.batch.tokens.shape[1])
         except ValueError as error:

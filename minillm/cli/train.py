@@ -26,11 +26,11 @@ from minillm.train.checkpoint import storage as checkpoint
 from minillm.train.checkpoint.export import export
 from minillm.train.config import TrainConfig
 from minillm.train.follow import follow
-from minillm.train.parallel_config import Layout
+from minillm.train.parallel_config import ParallelConfig
 from minillm.train.precision import PRECISIONS
 from minillm.train.presets import SIZES, preset
 from minillm.train.run import fit
-from minillm.train.strategies.sharded import parallel_form
+from minillm.train.strategies.sharded import make_strategy
 from minillm.train.strategies.single_device import Alone
 from minillm.train.trainer import Trainer
 
@@ -147,7 +147,7 @@ class Plan:
     folder: Path
     settings: dict[str, Any]
     resume: bool
-    layout: Layout
+    layout: ParallelConfig
     offload: str | None
     device: str
     save_every: int
@@ -164,7 +164,7 @@ def train(group: Group | None, plan: Plan) -> dict[str, Any]:
     settings, tokenizer = plan.settings, Tokenizer.load()
     config, (tokens, held_out) = _config(settings, tokenizer.vocab_size), _texts(settings)
     where = group.device if group else _device(plan.device)
-    form = parallel_form(group, plan.layout, plan.offload) if group else Alone()
+    form = make_strategy(group, plan.layout, plan.offload) if group else Alone()
     peak = peak_flops(machine(), where, PRECISIONS[config.precision].compute) if form.is_root else None
     if peak and where.type != "cpu":  # ranks on a CPU share it
         peak *= group.world_size if group else 1
@@ -188,7 +188,7 @@ def train(group: Group | None, plan: Plan) -> dict[str, Any]:
 
 def _layout(
     dp: int | None, zero: int, tp: int, sp: bool, pp: int, schedule: str, microbatches: int | None, rows: int
-) -> Layout:
+) -> ParallelConfig:
     """rows: windows of a step on each data-parallel rank. ValueError for what cannot be."""
     processes = int(os.environ.get("WORLD_SIZE", (dp or 1) * tp * pp))
     if processes != (dp or max(1, processes // (tp * pp))) * tp * pp:
@@ -200,7 +200,7 @@ def _layout(
     if pp == 1:
         if microbatches:
             raise ValueError(f"--microbatches {microbatches} is for a pipeline: add --pp, or use --accumulate")
-        return Layout(**spread)
+        return ParallelConfig(**spread)
     if microbatches and rows % microbatches:
         raise ValueError(
             f"--microbatches {microbatches} does not divide the {rows} windows of a step on each data-parallel rank "
@@ -209,7 +209,7 @@ def _layout(
     problem = None
     for count in [microbatches] if microbatches else [m for m in range(4 * pp, 0, -1) if rows % m == 0]:
         try:
-            return Layout(accumulate=count, **spread)
+            return ParallelConfig(accumulate=count, **spread)
         except ValueError as error:
             problem = error
     raise problem

@@ -17,11 +17,10 @@ from minillm.comm.group import Group
 from minillm.comm.launch.launcher import launch
 from minillm.comm.launch.torchrun import is_root
 from minillm.comm.mesh import Mesh
-from minillm.comm.work import Handle
+from minillm.comm.work import Work
 
 __all__ = [
     "Group",
-    "Handle",
     "HangError",
     "Link",
     "Mesh",
@@ -29,6 +28,7 @@ __all__ = [
     "PeerLostError",
     "RankError",
     "Topology",
+    "Work",
     "hierarchical_all_reduce",
     "is_root",
     "launch",

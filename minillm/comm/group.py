@@ -5,7 +5,7 @@ the notice board, and paces messages when a link is emulated. On CPU its collect
 (`comm/collectives.py`), made of point-to-point messages (`comm/messages.py`); on NCCL they are NCCL's.
 
 Conventions are torch's: `all_reduce` and `broadcast` work in place and return their tensor, the others return a new
-one; `async_op=True` returns a `Handle` at once. Ranks in calls (`root`, `src`, `dst`) are ranks inside the group.
+one; `async_op=True` returns a `Work` at once. Ranks in calls (`root`, `src`, `dst`) are ranks inside the group.
 """
 
 import functools
@@ -27,7 +27,7 @@ from minillm.comm.emulation import Link
 from minillm.comm.messages import Message, Transfer
 from minillm.comm.operands import dtype_name, part_shape
 from minillm.comm.sockets import Sockets
-from minillm.comm.work import Handle
+from minillm.comm.work import Work
 from minillm.comm.world import Scratch, World
 from minillm.measure.ledger import Event, Ledger, open_ledgers
 
@@ -164,7 +164,7 @@ class Group:
         if inside:
             inside.bytes += transfer.bytes
             inside.messages += transfer.messages
-            return Handle(transfer.wait, transfer.done, []) if async_op else transfer.wait()
+            return Work(transfer.wait, transfer.done, []) if async_op else transfer.wait()
 
         op = "exchange" if sends and recvs else "send" if sends else "recv"
         x = (sends or recvs or [(torch.empty(0), 0)])[0][0]
@@ -178,7 +178,7 @@ class Group:
 
         if eager and not transfer.left():
             on_board(transfer.leave)
-        handle = Handle(lambda: on_board(transfer.wait), transfer.done, [event])
+        handle = Work(lambda: on_board(transfer.wait), transfer.done, [event])
         return handle if async_op else handle.wait()
 
     # How a collective is run: recorded, announced, in the caller's thread or in this group's own.
@@ -201,17 +201,17 @@ class Group:
         self._check_member(op)
         if getattr(self._thread, "operation", None):
             result = body()
-            return Handle(lambda: result, lambda: True, []) if async_op else result
+            return Work(lambda: result, lambda: True, []) if async_op else result
         event = self._event(op, x, 0, 0, open_ledgers())
         text = self._describe(f"{op}({how})" if how else op, x if same else x.new_empty(0))
         if not async_op and (self._idle is None or self._idle.is_set()):
-            handle = Handle(lambda: self._perform(event, text, body), lambda: False, [event])
+            handle = Work(lambda: self._perform(event, text, body), lambda: False, [event])
         else:
             self._queue = self._queue or ThreadPoolExecutor(1, thread_name_prefix=f"minillm-{self.name}")
             future = self._queue.submit(self._perform, event, text, body)
             idle = self._idle = threading.Event()
             future.add_done_callback(lambda _: idle.set())
-            handle = Handle(future.result, future.done, [event])
+            handle = Work(future.result, future.done, [event])
         return handle if async_op else handle.wait()
 
     @torch.no_grad()

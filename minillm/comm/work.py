@@ -7,7 +7,7 @@ from typing import Any
 from minillm.measure.ledger import Event
 
 
-class Handle:
+class Work:
     """Something under way. `wait()` returns its result; `done()` says whether waiting would return at once."""
 
     def __init__(self, wait: Callable[[], Any], done: Callable[[], bool], events: Sequence[Event]) -> None:

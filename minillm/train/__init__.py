@@ -29,13 +29,13 @@ from minillm.train.activation_checkpointing import EXPENSIVE, recompute, recompu
 from minillm.train.config import TrainConfig
 from minillm.train.fault_tolerance.loss_spike import Guard
 from minillm.train.optimizer import adamw, decay_groups, learning_rate
-from minillm.train.parallel_config import Layout
+from minillm.train.parallel_config import ParallelConfig
 from minillm.train.precision import PRECISIONS, LossScaler, MasterWeights, flushed_share, repeated_update
 from minillm.train.presets import preset
 from minillm.train.run import Run, fit
 from minillm.train.steptime import StepTime
 from minillm.train.strategies.data_parallel import DataParallel
-from minillm.train.strategies.single_device import Alone
+from minillm.train.strategies.single_device import SingleDevice
 from minillm.train.trainer import Step, Trainer
 from minillm.train.validation import Validation, validate
 
@@ -43,21 +43,21 @@ __all__ = [
     "EXPENSIVE",
     "PRECISIONS",
     "SCHEDULES",
-    "Alone",
     "BucketedDDP",
     "ColumnParallelLinear",
     "DataParallel",
     "FlatDDP",
     "FullyShard",
     "Guard",
-    "Layout",
     "LossScaler",
     "MasterWeights",
     "ModelPart",
     "NaiveDDP",
+    "ParallelConfig",
     "Pipeline",
     "RowParallelLinear",
     "Run",
+    "SingleDevice",
     "Step",
     "StepTime",
     "TrainConfig",

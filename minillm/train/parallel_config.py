@@ -13,7 +13,7 @@ MAX_RANKS = 64
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelConfig:
     """dp * pp * tp ranks; neighbours share a tensor-parallel group, since that is the axis that talks most.
 
     dp: ranks that share the batch; zero: ZeRO stage over them; accumulate: microbatches of each of them.

@@ -35,7 +35,7 @@ from minillm.train.fault_tolerance.loss_spike import Guard
 from minillm.train.optimizer import adamw, learning_rate
 from minillm.train.precision import PRECISIONS, LossScaler
 from minillm.train.steptime import StepTime
-from minillm.train.strategies.single_device import Alone
+from minillm.train.strategies.single_device import SingleDevice
 from minillm.train.validation import Validation, validate
 
 
@@ -82,11 +82,11 @@ class Trainer:
         *,
         device: torch.device | str = "cpu",
         peak_flops: float | None = None,
-        parallel: Alone | None = None,
+        parallel: SingleDevice | None = None,
         workers: int = 1,
     ):
         self.config, self.device, self.peak_flops = config, torch.device(device), peak_flops
-        self.parallel, self.precision = parallel or Alone(), PRECISIONS[config.precision]
+        self.parallel, self.precision = parallel or SingleDevice(), PRECISIONS[config.precision]
         if tokens.vocab_size > config.model.vocab_size:
             raise ValueError(
                 f"tokens of a vocabulary of {tokens.vocab_size} do not fit the model's {config.model.vocab_size}."

@@ -6,7 +6,7 @@ import torch
 
 from minillm.data import ShardedSampler, TokenDataset
 from minillm.predict.data import bits_per_byte
-from minillm.train.strategies.single_device import Alone
+from minillm.train.strategies.single_device import SingleDevice
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ def validate(
     batch_size: int,
     max_tokens: int | None = None,
     device: torch.device | str = "cpu",
-    parallel: Alone | None = None,
+    parallel: SingleDevice | None = None,
 ) -> Validation:
     """Every window once over all ranks; with max_tokens, about so many tokens in windows spread evenly.
 
     dataset.tokens: a `Tokens`, whose bytes per token turn nats per token into bits per byte.
     """
-    parallel, tokens = parallel or Alone(), dataset.tokens
+    parallel, tokens = parallel or SingleDevice(), dataset.tokens
     windows = len(dataset) if max_tokens is None else min(len(dataset), max(1, max_tokens // dataset.seq_len))
     total, count = torch.zeros(2, device=device, dtype=torch.float64)
     for places in ShardedSampler(windows, batch_size, parallel.rank, parallel.world_size).one_pass():

@@ -14,16 +14,16 @@ from minillm.data import Tokens
 from minillm.model import ModelConfig
 from minillm.train import TrainConfig, Trainer
 from minillm.train.checkpoint import storage as checkpoint
-from minillm.train.parallel_config import Layout
-from minillm.train.strategies.sharded import parallel_form
+from minillm.train.parallel_config import ParallelConfig
+from minillm.train.strategies.sharded import make_strategy
 
 MODEL = ModelConfig(53, 16, 30, 4, 4, 1, max_seq_len=16, tie_embeddings=True, qk_norm=True)
 LAYOUTS = [
-    Layout(dp=2, tp=2, sequence=True),
-    Layout(dp=2, pp=2, accumulate=2, zero=1),
-    Layout(dp=2, tp=2, zero=1),
-    Layout(dp=2, pp=2, accumulate=4, schedule="zero_bubble_v"),
-    Layout(dp=2, pp=2, accumulate=2, schedule="dualpipe"),
+    ParallelConfig(dp=2, tp=2, sequence=True),
+    ParallelConfig(dp=2, pp=2, accumulate=2, zero=1),
+    ParallelConfig(dp=2, tp=2, zero=1),
+    ParallelConfig(dp=2, pp=2, accumulate=4, schedule="zero_bubble_v"),
+    ParallelConfig(dp=2, pp=2, accumulate=2, schedule="dualpipe"),
 ]
 
 
@@ -38,7 +38,7 @@ def relay(group, precision, layouts):
     torch.set_num_threads(1)
     alone, state, found, weights = trainer(8, precision=precision), None, [], []
     for layout in layouts:
-        with trainer(4, parallel_form(group, layout), precision) as ours:
+        with trainer(4, make_strategy(group, layout), precision) as ours:
             if state:
                 ours.load_state_dict(state)
                 again = ours.state_dict()
@@ -125,6 +125,6 @@ def test_bad_input_is_one_sentence_before_any_rank_starts(options, said, home, c
 
 
 def test_a_layout_knows_its_ranks():
-    layout = Layout(dp=2, tp=2, pp=2, accumulate=4, schedule="zero_bubble")
+    layout = ParallelConfig(dp=2, tp=2, pp=2, accumulate=4, schedule="zero_bubble")
     assert layout.world_size == 8 and layout.is_hybrid and layout.order.microbatches == 4
     assert str(replace(layout, sequence=True)) == "dp 2, zero 0, accumulate 4, tp 2 sequence, pp 2 zero_bubble"

@@ -13,15 +13,15 @@ from torch import nn
 from minillm.comm import launch
 from minillm.model import ModelConfig, dense
 from minillm.train import Alone, FullyShard, ZeroOptimizer
-from minillm.train.parallel_config import Layout
-from minillm.train.strategies.sharded import parallel_form
+from minillm.train.parallel_config import ParallelConfig
+from minillm.train.strategies.sharded import make_strategy
 
-SHARDED = [Layout(dp=n, zero=zero) for n in (4, 3, 2, 1) for zero in (3, 2, 1, 0)]
+SHARDED = [ParallelConfig(dp=n, zero=zero) for n in (4, 3, 2, 1) for zero in (3, 2, 1, 0)]
 SPLIT = [
-    Layout(dp=2, tp=2, sequence=True, zero=1),
-    Layout(dp=2, pp=2, accumulate=2, zero=1),
-    Layout(pp=2, tp=2, accumulate=2),
-    Layout(dp=2, pp=2, accumulate=2, schedule="zero_bubble_v"),  # a tied embedding twice on one rank
+    ParallelConfig(dp=2, tp=2, sequence=True, zero=1),
+    ParallelConfig(dp=2, pp=2, accumulate=2, zero=1),
+    ParallelConfig(pp=2, tp=2, accumulate=2),
+    ParallelConfig(dp=2, pp=2, accumulate=2, schedule="zero_bubble_v"),  # a tied embedding twice on one rank
 ]
 FREEZE = ("embedding.weight", "blocks.0.*", "blocks.2.mlp.*", "norm.weight")
 KINDS = {
@@ -35,7 +35,7 @@ KINDS = {
 @dataclass(frozen=True)
 class Case:
     model: ModelConfig
-    layouts: tuple[Layout, ...]
+    layouts: tuple[ParallelConfig, ...]
     kind: str
     frozen: tuple[str, ...]
     master: bool
@@ -117,7 +117,7 @@ def relay(group, chosen):
         state, loaded, steps = None, [], 0
         for layout in case.layouts:
             if group.rank < layout.world_size:
-                run = Going(case, parallel_form(groups[layout.world_size], layout), layout.accumulate)
+                run = Going(case, make_strategy(groups[layout.world_size], layout), layout.accumulate)
                 if state:
                     run.load(state)
                     loaded.append(apart(run.saved(), state))

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from minillm.comm import Group
-from minillm.comm.work import Handle
+from minillm.comm.work import Work
 from minillm.parallel.data_parallel.reducer import Bucket, Reducer
 
 MB = 1 << 20
@@ -77,7 +77,7 @@ class _Replicated(nn.Module):
         reaches no parameter has to call it, since the others wait for its zeros."""
         self.reducer.finish()
 
-    def _reduce(self, bucket: Bucket, flat: Tensor) -> Handle:
+    def _reduce(self, bucket: Bucket, flat: Tensor) -> Work:
         if self.hook is None:
             return self.group.all_reduce(flat, "avg", async_op=True)
         how = f"hook={getattr(self.hook, '__name__', type(self.hook).__name__)}"

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from minillm.comm import Group
-from minillm.comm.work import Handle
+from minillm.comm.work import Work
 
 Named = Iterable[tuple[str, nn.Parameter]]
 
@@ -106,7 +106,7 @@ class Reducer:
 
     After the first reduction they are packed again, in the order in which gradients became ready on rank 0.
 
-    reduce: (bucket, flat) -> Handle starts the reduction of one bucket.
+    reduce: (bucket, flat) -> Work starts the reduction of one bucket.
     sync: False while gradients only accumulate (`no_sync`).
     overlap: False to start nothing before backward is over.
     find_unused: whether a parameter may get no gradient. If so, it counts as zero where another rank has one, and
@@ -119,7 +119,7 @@ class Reducer:
         self,
         named_parameters: Named,
         group: Group,
-        reduce: Callable[[Bucket, Tensor], Handle],
+        reduce: Callable[[Bucket, Tensor], Work],
         cap_bytes: float,
         first_cap_bytes: float | None = None,
         multiple_of: int = 1,
@@ -134,7 +134,7 @@ class Reducer:
         self._pack(named_parameters)
         self._seen: set[nn.Parameter] = set()  # have got a gradient since the last reduction
         self._ready: dict[nn.Parameter, None] = {}  # have got it in the backward that runs now, in this order
-        self._handles: list[Handle] = []
+        self._handles: list[Work] = []
         for p in self.names:
             if earlier := getattr(p, "_reducer", None):
                 earlier.remove()

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from minillm.comm import Group
-from minillm.comm.work import Handle
+from minillm.comm.work import Work
 from minillm.measure import span
 from minillm.parallel.data_parallel.reducer import Reducer
 from minillm.parallel.pipeline_parallel.actions import Action, Edge, Place, Schedule, ScheduleError
@@ -122,10 +122,10 @@ class _Run:
         self.rank, self.device = pipeline.group.rank, pipeline.group.device
         self.travels = [shape(m) for m in range(due)]
         self.eager = all(size.numel() * dtype.itemsize <= EAGER_BYTES for size, dtype in self.travels)
-        self.values: dict[tuple[bool, int, int], tuple[Tensor, Handle | None]] = {}
+        self.values: dict[tuple[bool, int, int], tuple[Tensor, Work | None]] = {}
         self.kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (microbatch, chunk): input and output
         self.stores: dict[tuple[int, int], Deferred] = {}
-        self.under_way: deque[Handle] = deque()
+        self.under_way: deque[Work] = deque()
         self.total = torch.zeros((), dtype=torch.float64, device=self.device)
         self.peak = 0
         self.do = {"F": self.forward, "B": self.backward, "I": self.input_gradient, "W": self.weight_gradient}

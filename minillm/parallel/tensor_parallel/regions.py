@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minillm.comm import Group
-from minillm.comm.work import Handle
+from minillm.comm.work import Work
 from minillm.parallel.tensor_parallel.sequence import SequenceRegion, finished
 
 
@@ -26,11 +26,11 @@ class Region(Protocol):
     sequence: bool
 
     def enter(self, x: Tensor) -> Tensor: ...
-    def enter_backward(self, dx: Tensor) -> Handle: ...
+    def enter_backward(self, dx: Tensor) -> Work: ...
     def leave(self, y: Tensor) -> Tensor: ...
     def leave_backward(self, dy: Tensor) -> Tensor: ...
     def keep(self, x: Tensor, entered: Tensor) -> Tensor: ...
-    def kept(self, saved: Tensor) -> Handle: ...
+    def kept(self, saved: Tensor) -> Work: ...
     def check(self, seq: int) -> None: ...
 
 
@@ -46,7 +46,7 @@ class TensorRegion:
         """x, the same on every rank, as it is."""
         return x
 
-    def enter_backward(self, dx: Tensor) -> Handle:
+    def enter_backward(self, dx: Tensor) -> Work:
         """Begins to sum dx over the ranks, in place; `wait` returns the sum."""
         return self.group.all_reduce(dx, async_op=True) if self.group.world_size > 1 else finished(dx)
 
@@ -62,7 +62,7 @@ class TensorRegion:
         """What to save of a region's input."""
         return entered
 
-    def kept(self, saved: Tensor) -> Handle:
+    def kept(self, saved: Tensor) -> Work:
         """A handle for what `keep` saved."""
         return finished(saved)
 

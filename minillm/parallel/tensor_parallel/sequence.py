@@ -12,7 +12,7 @@ weight then sees 1/t of the tokens, so its gradient is `partial` (`splits.sum_pa
 from torch import Tensor
 
 from minillm.comm import Group
-from minillm.comm.work import Handle
+from minillm.comm.work import Work
 
 
 class SequenceRegion:
@@ -31,7 +31,7 @@ class SequenceRegion:
         """This rank's positions -> all positions."""
         return self._gather(x).wait()
 
-    def enter_backward(self, dx: Tensor) -> Handle:
+    def enter_backward(self, dx: Tensor) -> Work:
         """Begins to sum dx, all positions, over the ranks; `wait` returns this rank's positions of it."""
         return self._scatter(dx, async_op=True)
 
@@ -47,7 +47,7 @@ class SequenceRegion:
         """What to save of a region's input: x, or what it became."""
         return x if self.regather else entered
 
-    def kept(self, saved: Tensor) -> Handle:
+    def kept(self, saved: Tensor) -> Work:
         """Begins to fetch all positions of what `keep` saved."""
         return self._gather(saved, async_op=True) if self.regather else finished(saved)
 
@@ -60,14 +60,14 @@ class SequenceRegion:
                 f"{-(-seq // t) * t} or leave sequence parallelism off."
             )
 
-    def _gather(self, x: Tensor, async_op: bool = False) -> Handle:
+    def _gather(self, x: Tensor, async_op: bool = False) -> Work:
         if self.group.world_size == 1:
             return finished(x)
         rows = x.contiguous()[None]  # [1, ..., seq / t, hidden] -> [t, ..., seq / t, hidden]
         gathered = self.group.all_gather(rows, async_op=async_op)
         return then(gathered if async_op else finished(gathered), _sequence)
 
-    def _scatter(self, x: Tensor, async_op: bool = False) -> Handle:
+    def _scatter(self, x: Tensor, async_op: bool = False) -> Work:
         if self.group.world_size == 1:
             return finished(x)
         self.check(x.shape[-2])
@@ -81,11 +81,11 @@ def _sequence(rows: Tensor) -> Tensor:
     return rows.movedim(0, -3).flatten(-3, -2)
 
 
-def finished(value: Tensor) -> Handle:
+def finished(value: Tensor) -> Work:
     """A handle whose `wait` returns `value` at once."""
-    return Handle(lambda: value, lambda: True, ())
+    return Work(lambda: value, lambda: True, ())
 
 
-def then(handle: Handle, function) -> Handle:
+def then(handle: Work, function) -> Work:
     """A handle whose `wait` returns function(what `handle` returns)."""
-    return Handle(lambda: function(handle.wait()), handle.done, ())
+    return Work(lambda: function(handle.wait()), handle.done, ())

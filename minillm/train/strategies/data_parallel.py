@@ -10,10 +10,10 @@ from minillm.comm import Group
 from minillm.parallel.data_parallel.ddp import BucketedDDP, _Replicated
 from minillm.parallel.gradients import MakeOptimizer
 from minillm.train.optimizer import Updater
-from minillm.train.strategies.single_device import Alone
+from minillm.train.strategies.single_device import SingleDevice
 
 
-class DataParallel(Alone):
+class DataParallel(SingleDevice):
     """Data parallelism for the training loop. wrap_with: one of the forms above, with its options."""
 
     def __init__(self, group: Group, wrap_with: Callable[[nn.Module, Group], _Replicated] = BucketedDDP) -> None:

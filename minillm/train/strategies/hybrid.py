@@ -28,9 +28,9 @@ from minillm.parallel.tensor_parallel.layers import tensor_parallel
 from minillm.parallel.tensor_parallel.plan import split_of, sum_partial
 from minillm.parallel.zero.optimizer import ZeroOptimizer
 from minillm.train.optimizer import Updater
-from minillm.train.parallel_config import Layout
+from minillm.train.parallel_config import ParallelConfig
 from minillm.train.strategies import hybrid_state
-from minillm.train.strategies.single_device import Alone, Around, Microbatch, quietly, unscaled
+from minillm.train.strategies.single_device import Around, Microbatch, SingleDevice, quietly, unscaled
 
 CHUNK = re.compile(r"^parts\.\d+\.")
 
@@ -87,10 +87,10 @@ class Stages(nn.Module):
         return step(pieces[0], shape, loss_of)
 
 
-class Hybrid(Alone):
+class Hybrid(SingleDevice):
     """The form of a layout with tp or pp above 1. group: all ranks; rank and world_size are those along dp."""
 
-    def __init__(self, group: Group, layout: Layout) -> None:
+    def __init__(self, group: Group, layout: ParallelConfig) -> None:
         if group.world_size != layout.world_size:
             raise ValueError(f"{layout} is {layout.world_size} ranks, but group {group.name!r} has {group.world_size}.")
         self.group, self.layout, self.mesh = group, layout, _mesh(group, layout.dp, layout.pp, layout.tp)

@@ -6,7 +6,7 @@
     ShardedModel          FullyShard            every rank its 1/N                      fully_shard.py (stage 3)
     Hybrid                a split model         every rank its slice                    hybrid.py (tensor, pipeline)
 
-Each has the methods of `parallel.Alone`, which says what they mean.
+Each has the methods of `parallel.SingleDevice`, which says what they mean.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ from minillm.parallel.fsdp.fully_shard import FullyShard
 from minillm.parallel.fsdp.state import ShardedOptimizer as SliceOptimizer
 from minillm.parallel.gradients import MakeOptimizer, squared_norm
 from minillm.parallel.zero.optimizer import ZeroOptimizer
-from minillm.train.parallel_config import Layout
+from minillm.train.parallel_config import ParallelConfig
 from minillm.train.strategies.data_parallel import DataParallel
 from minillm.train.strategies.hybrid import Hybrid
-from minillm.train.strategies.single_device import Alone
+from minillm.train.strategies.single_device import SingleDevice
 
 
 class Sharded(DataParallel):
@@ -98,7 +98,7 @@ class ShardedModel(Sharded):
         self.module.load_state_dict(state)
 
 
-def parallel_form(group: Group, layout: Layout, offload: str | None = None) -> Alone:
+def make_strategy(group: Group, layout: ParallelConfig, offload: str | None = None) -> SingleDevice:
     """The form of a layout. offload: where ZeRO's shards live, "cpu" or a folder."""
     home = offload if offload in (None, "cpu") else Path(offload)
     if layout.is_hybrid:

@@ -2,7 +2,7 @@
 
     build, wrap, updater, then for every step: forward_backward, collect, grad_norm, step
 
-`Alone` is one process, where each of these is trivial; `forms.py` has those for a group of ranks.
+`SingleDevice` is one process, where each of these is trivial; `forms.py` has those for a group of ranks.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ def unscaled(loss: Tensor) -> Tensor:
     return loss
 
 
-class Alone:
+class SingleDevice:
     """One process. Every method says what a parallel form has to do in its place.
 
     rank, world_size: of the ranks that share the batch, each with rows of its own.
