@@ -9,9 +9,9 @@
 
         whole [16, 12] ── rows 8 to 16 (tp) ──▶ [8, 12] ── elements 96 to 192 of it (dp) ──▶ [0], for there are just 96
 
-A placement is data without groups: parts outermost first, one for each axis that the tensor is spread over. Of ranks that
-hold the same numbers, the one with copy 0 counts them, in norms and in what is saved. The names are those of torch's
-DTensor. The four collective functions at the end are all that a spread model needs besides its own mechanism.
+A placement is data without groups: parts outermost first, one for each axis that the tensor is spread over. Of ranks
+that hold the same numbers, the one with copy 0 counts them, in norms and in what is saved. The names are those of
+torch's DTensor. The collective functions at the end are all that a spread model needs besides its own mechanism.
 """
 
 import math
@@ -192,10 +192,10 @@ def join(pieces: Sequence[tuple[Placement, Tensor]]) -> Tensor:
 
 @torch.no_grad()
 def gather(parts: Mapping[str, Tensor | None], placements: Mapping[str, Placement], group: Group) -> dict[str, Tensor]:
-    """This rank's parts by name (None, or no such name: others have all of it) -> whole tensors, on the CPU of every rank.
+    """This rank's parts by name (None, or no such name: others have all of it) -> whole tensors, on every rank's CPU.
 
-    One all-gather of all parts. A rank's own parts are in its result as they are here, so that copies which have drifted
-    apart show. Memory: all ranks' parts at once; give it the tensors of a layer at a time where that matters.
+    One all-gather of all parts. A rank's own parts are in its result as they are here, so that copies which have
+    drifted apart show. Memory: all ranks' parts at once; give it the tensors of a layer at a time where that matters.
     """
     own = {name: part.detach() for name, part in parts.items() if part is not None}
     sent = {name: part for name, part in own.items() if placements[name].is_counted}
@@ -221,8 +221,8 @@ def gather(parts: Mapping[str, Tensor | None], placements: Mapping[str, Placemen
 
 @torch.no_grad()
 def sum_partial(gradients: Mapping[str, Tensor], placements: Mapping[str, Placement], group: Group) -> None:
-    """Completes, in place, the gradients whose placement says `Partial`: one all-reduce over `group` for all of them, in
-    which each of several parts (kv heads) has a slot of its own. Works on slices of gradients as well."""
+    """Completes, in place, the gradients whose placement says `Partial`: one all-reduce over `group` for all of them,
+    in which each of several parts (kv heads) has a slot of its own. Works on slices of gradients as well."""
     chosen = [(gradient, part.of) for name, gradient in gradients.items() if (part := _partial(placements[name]))]
     if not chosen or group.world_size == 1:
         return
@@ -265,8 +265,8 @@ def global_norm(
 
 @torch.no_grad()
 def clip_(gradients: Iterable[Tensor], norm: Tensor, max_norm: float | None) -> None:
-    """Scales all gradients by max_norm / norm if that is below 1; their directions stay (Pascanu et al. 2013). The factor
-    stays on the device."""
+    """Scales all gradients by max_norm / norm if that is below 1; their directions stay (Pascanu et al. 2013).
+    The factor stays on the device: nothing waits for it."""
     if max_norm is not None:
         scale_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
