@@ -12,7 +12,7 @@ from torch import nn
 
 from minillm.comm import launch
 from minillm.model import ModelConfig, dense
-from minillm.train import Alone, FullyShard, ZeroOptimizer
+from minillm.train import FullyShard, SingleDevice, ZeroOptimizer
 from minillm.train.parallel_config import ParallelConfig
 from minillm.train.strategies.sharded import make_strategy
 
@@ -128,7 +128,7 @@ def relay(group, chosen):
                 run.step(steps + 1)
                 state = run.saved()
             state, steps = group.gather_objects(state)[0], steps + 2
-        through = Going(case, Alone())
+        through = Going(case, SingleDevice())
         for number in range(steps):
             through.step(number)
         results.append((case, max([0.0, *loaded]), apart(state, through.saved())))
