@@ -17,6 +17,7 @@ torch's DTensor. The collective functions at the end are all that a spread model
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -238,8 +239,8 @@ def sum_partial(gradients: Mapping[str, Tensor], placements: Mapping[str, Placem
 
 @torch.no_grad()
 def global_norm(
-    gradients: Mapping[str, Tensor],
-    placements: Mapping[str, Placement] | None = None,
+    gradients: Mapping[Any, Tensor],
+    placements: Mapping[Any, Placement] | None = None,
     group: Group | None = None,
     norm_type: float = 2.0,
 ) -> Tensor:
@@ -254,7 +255,11 @@ def global_norm(
     counted = [g for name, g in gradients.items() if placements is None or placements[name].is_counted]
     counted = [g for g in counted if g.numel()]
     device = group.device if group else counted[0].device if counted else torch.device("cpu")
-    norms = [torch.linalg.vector_norm(g, norm_type, dtype=_accumulating(g)).to(device).double() for g in counted]
+    norms = []
+    with torch._C.DisableTorchFunctionSubclass():  # a ShardedGradient is what this norm is for
+        for (_, dtype), alike in _by_kind(counted).items():
+            wide = torch.promote_types(dtype, torch.float32)
+            norms += [norm.to(device).double() for norm in torch._foreach_norm(alike, norm_type, dtype=wide)]
     each = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device)
     if math.isinf(norm_type):
         largest = each.max()
@@ -273,22 +278,22 @@ def clip_(gradients: Iterable[Tensor], norm: Tensor, max_norm: float | None) -> 
 
 def scale_(gradients: Iterable[Tensor], factor: Tensor | float) -> None:
     """Multiplies all gradients by a scalar, in one call for each device and dtype."""
-    kinds: dict[tuple, list[Tensor]] = {}
-    for gradient in gradients:
-        kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    for (device, dtype), alike in kinds.items():
+    for (device, dtype), alike in _by_kind(gradients).items():
         wide = torch.promote_types(dtype, torch.float32)  # a 16-bit factor would round every gradient once more
         torch._foreach_mul_(alike, factor.to(device, wide) if isinstance(factor, Tensor) else factor)
 
 
-def gradients_of(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """name -> .grad, of the parameters that have one; a tied one once."""
-    return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The .grad of those that have one."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def _partial(placement: Placement) -> Partial | None:
     return next((part for part in placement.parts if isinstance(part, Partial)), None)
 
 
-def _accumulating(gradient: Tensor) -> torch.dtype:
-    return torch.promote_types(gradient.dtype, torch.float32)
+def _by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return kinds

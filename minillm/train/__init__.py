@@ -2,7 +2,6 @@
 
 from minillm.parallel.data_parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP
 from minillm.parallel.fsdp.fully_shard import FullyShard
-from minillm.parallel.gradients import clip_, squared_norm
 from minillm.parallel.pipeline_parallel.runtime import Pipeline
 from minillm.parallel.pipeline_parallel.schedules import (
     SCHEDULES,
@@ -17,6 +16,7 @@ from minillm.parallel.pipeline_parallel.schedules import (
     zero_bubble_v,
 )
 from minillm.parallel.pipeline_parallel.stages import ModelPart, balance, build_parts, layer_costs
+from minillm.parallel.placement import clip_, global_norm
 from minillm.parallel.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -74,6 +74,7 @@ __all__ = [
     "dualpipe",
     "fit",
     "flushed_share",
+    "global_norm",
     "gpipe",
     "interleaved",
     "layer_costs",
@@ -85,7 +86,6 @@ __all__ = [
     "recompute_blocks",
     "repeated_update",
     "simulate",
-    "squared_norm",
     "tensor_parallel",
     "validate",
     "vocab_parallel_cross_entropy",
