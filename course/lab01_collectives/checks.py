@@ -18,9 +18,6 @@ from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, Row, receipt, row
 from minillm.predict import comms
 
-LAB = "01_collectives"
-
-
 # The course's own answers.
 
 
@@ -98,10 +95,8 @@ def culprit(waits_for: dict[int, list[int]]) -> int | None:
 
 @exercise(
     "ring-reduce-scatter",
-    reference=reduce_scatter,
     minutes=15,
     difficulty=3,
-    lab=LAB,
     hints=(
         "Follow one chunk, not one rank. Chunk c must visit every rank once and be added to at each stop. "
         "At which rank must its journey end, and so where does it begin?",
@@ -131,10 +126,8 @@ def check_reduce_scatter(learner: Callable) -> Receipt:
 
 @exercise(
     "ring-all-gather",
-    reference=all_gather,
     minutes=10,
     difficulty=2,
-    lab=LAB,
     hints=(
         "Each rank starts with one chunk and passes on, in every round, the chunk that it received last.",
         "In round s rank r sends chunk r-s to the right and receives chunk r-s-1 from the left, modulo N. "
@@ -167,10 +160,8 @@ def _gathered(cost: Callable[..., comms.Cost]) -> Callable[..., comms.Cost]:
 
 @exercise(
     "ring-all-reduce",
-    reference=all_reduce,
     minutes=5,
     difficulty=1,
-    lab=LAB,
     hints=(
         "You have written everything it needs.",
         "Reduce-scatter leaves each rank one chunk of the sum; all-gather brings all chunks to everybody. "
@@ -196,10 +187,8 @@ def check_all_reduce(learner: Callable) -> Receipt:
 
 @exercise(
     "tree-broadcast",
-    reference=broadcast,
     minutes=15,
     difficulty=3,
-    lab=LAB,
     hints=(
         "After the first round two ranks have the tensor. Nothing keeps both from sending in the second.",
         "Number the ranks from the root: place = (rank - root) % N. In the round with distance d = 1, 2, 4, ... every "
@@ -225,10 +214,8 @@ def check_broadcast(learner: Callable) -> Receipt:
 
 @exercise(
     "hierarchical-all-reduce",
-    reference=hierarchical_all_reduce,
     minutes=10,
     difficulty=3,
-    lab=LAB,
     hints=(
         "Which part of the tensor does each rank have to take across to the other nodes, if the ranks of a node share "
         "that work?",
@@ -252,10 +239,8 @@ def check_hierarchical(learner: Callable) -> Receipt:
 
 @exercise(
     "all-to-all",
-    reference=all_to_all,
     minutes=10,
     difficulty=2,
-    lab=LAB,
     hints=(
         "Rank r has one part for each rank, and wants one part from each. No ring: send each part straight there.",
         "In round s, from 1 to N-1, send to the rank s places to the right and receive from the rank s places to the "
@@ -284,10 +269,8 @@ def check_all_to_all(learner: Callable) -> Receipt:
 
 @exercise(
     "find-the-culprit",
-    reference=culprit,
     minutes=5,
     difficulty=2,
-    lab=LAB,
     hints=(
         "The rank that most others wait for need not be the one: it may be waiting itself.",
         "Follow the arrows: the culprit is waited for, and waits for nobody. In a circle there is no such rank.",

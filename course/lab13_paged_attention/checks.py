@@ -13,9 +13,6 @@ from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, receipt, row
 from minillm.predict import paging as predict
 
-LAB = "13_paged_attention"
-
-
 # The course's own answers.
 
 
@@ -59,10 +56,8 @@ class Pool:
 
 @exercise(
     "slot-mapping",
-    reference=slot_mapping,
     minutes=5,
     difficulty=1,
-    lab=LAB,
     hints=(
         "Position 13 with blocks of 4: in which logical block is it, and at which place of it?",
         "Logical block p // block_size lies in physical block table[p // block_size]; a block has block_size slots.",
@@ -134,10 +129,8 @@ def _judge_slots(found, right: list[int], table: list[int], start: int, block_si
 
 @exercise(
     "block-pool",
-    reference=Pool,
     minutes=15,
     difficulty=2,
-    lab=LAB,
     hints=(
         "A list of free blocks is a stack: take from its end, put back at its end. When may a block go back?",
         "references[block] is 1 after allocate, one more after share, one less after release; at 0, and only then, the "

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from course.lab13_paged_attention.checks import LAB
 from course.lab13_paged_attention.paging import LargestTensor
 from course.shared.measuring import one_thread
 from minillm.labkit.exercises import CheckFailed, exercise
@@ -41,10 +40,8 @@ def paged_attention(q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Sequence[i
 
 @exercise(
     "paged-attention",
-    reference=paged_attention,
     minutes=25,
     difficulty=4,
-    lab=LAB,
     hints=(
         "Softmax needs the largest score and the sum over all keys. Neither is known at the first block. What can you "
         "keep that a later block can put right?",

@@ -5,7 +5,6 @@ import random
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
-from course.lab13_paged_attention.checks import LAB
 from course.lab13_paged_attention.paging import Read
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, receipt, row
@@ -54,10 +53,8 @@ def find_prefix(
 
 @exercise(
     "block-keys",
-    reference=block_keys,
     minutes=15,
     difficulty=3,
-    lab=LAB,
     hints=(
         "The keys and values of a token depend on everything before it, on its position, and on the weights. So what "
         "must a block's key depend on, besides its own tokens?",
@@ -154,10 +151,8 @@ def _wrong(same: bool) -> str:
 
 @exercise(
     "find-prefix",
-    reference=find_prefix,
     minutes=10,
     difficulty=3,
-    lab=LAB,
     hints=(
         "Two different beginnings may have one hash. What else does an entry hold that tells them apart?",
         "Walk from the first block on and stop at the first that is missing, or whose tokens are not yours, or whose "

@@ -5,7 +5,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from course.lab13_paged_attention.checks import LAB, Pool
+from course.lab13_paged_attention.checks import Pool
 from course.lab13_paged_attention.paging import Contents
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Row, row
@@ -70,10 +70,8 @@ class CachingPool:
 
 @exercise(
     "copy-on-write",
-    reference=prepare_write,
     minutes=10,
     difficulty=3,
-    lab=LAB,
     hints=(
         "Who else would see it if you wrote into this block? Where does the table say where to write?",
         "If the table ends before the position's block: allocate and append. If the block has other holders: allocate "
@@ -152,10 +150,8 @@ def _fork_and_write(learner: Callable, prompt: int, samples: int, answer: int, s
 
 @exercise(
     "lru-eviction",
-    reference=CachingPool,
     minutes=15,
     difficulty=3,
-    lab=LAB,
     hints=(
         "Three kinds of blocks: held, idle (nobody holds it, its key is still known), free. Which moves are there?",
         "release: at 0 holders a block with a key joins `idle`, one without goes to `free`. share takes it out of "
