@@ -6,29 +6,43 @@ from collections import deque
 
 import torch
 
-from course.lab13_paged_attention import checks as right
+from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import alternative, mistake
+
+right = answers_of("13_paged_attention")
 
 # Slots.
 
 
-@mistake("slot-mapping", "positions for slots", expect="where they lie is in the table")
+@mistake(
+    "slot-mapping",
+    "positions for slots",
+    says="These are positions. Where they lie is in the table: position p is in block table[p // block_size].",
+)
 def positions(table, start, count, block_size):
     return list(range(start, start + count))
 
 
-@mistake("slot-mapping", "forgets where the piece begins", expect="positions begin at `start`|these are positions")
+@mistake(
+    "slot-mapping",
+    "forgets where the piece begins",
+    says="These are the slots of the sequence's first tokens, but this piece of it begins at position `start`.",
+)
 def from_the_beginning(table, start, count, block_size):
     return right.slot_mapping(table, 0, count, block_size)
 
 
-@mistake("slot-mapping", "gives blocks", expect="blocks, not slots")
+@mistake(
+    "slot-mapping", "gives blocks", says="These are blocks, not slots: the first slot of block b is b · block_size."
+)
 def only_blocks(table, start, count, block_size):
     return [table[p // block_size] for p in range(start, start + count)]
 
 
 @mistake(
-    "slot-mapping", "does not multiply by the block size", expect="block's number counts whole|block b begins at slot"
+    "slot-mapping",
+    "does not multiply by the block size",
+    says="A place in the block was added to the block's number. Multiply the number by block_size first.",
 )
 def not_multiplied(table, start, count, block_size):
     return [table[p // block_size] + p % block_size for p in range(start, start + count)]
@@ -159,12 +173,20 @@ def online(q, k_pool, v_pool, table, context, *, shrinks=True, filled_only=True,
     return (weighted / total).reshape(heads, head_dim)
 
 
-@mistake("paged-attention", "keeps sums under an old maximum as they are", expect="multiply by exp")
+@mistake(
+    "paged-attention",
+    "keeps sums under an old maximum as they are",
+    says="When a block raises the maximum, both sums still stand under the old one: multiply them by exp(old - new).",
+)
 def no_shrink(q, k_pool, v_pool, table, context):
     return online(q, k_pool, v_pool, table, context, shrinks=False)
 
 
-@mistake("paged-attention", "averages the softmaxes of the blocks", expect="average of the blocks' own softmaxes")
+@mistake(
+    "paged-attention",
+    "averages the softmaxes of the blocks",
+    says="This is the average of the blocks' own softmaxes. Keep both sums over all blocks and divide once.",
+)
 def average_of_blocks(q, k_pool, v_pool, table, context):
     size = k_pool.shape[1]
     filled = [min(size, context - index * size) for index in range(-(-context // size))]
@@ -177,7 +199,11 @@ def whole_last_block(q, k_pool, v_pool, table, context):
     return online(q, k_pool, v_pool, table, context, filled_only=False)
 
 
-@mistake("paged-attention", "forgets the root of head_dim", expect="too large: divide by")
+@mistake(
+    "paged-attention",
+    "forgets the root of head_dim",
+    says="Every score is √head_dim times too large: divide the query by √head_dim.",
+)
 def unscaled(q, k_pool, v_pool, table, context):
     return online(q, k_pool, v_pool, table, context, scale=1.0)
 
@@ -187,7 +213,11 @@ def no_table(q, k_pool, v_pool, table, context):
     return online(q, k_pool, v_pool, table, context, by_table=False)
 
 
-@mistake("paged-attention", "deals the query heads out to the kv heads in turn", expect="wrong kv heads")
+@mistake(
+    "paged-attention",
+    "deals the query heads out to the kv heads in turn",
+    says="Query heads meet the wrong kv heads: heads 0 to group-1 share kv head 0, the next group kv head 1.",
+)
 def heads_in_turn(q, k_pool, v_pool, table, context):
     heads, head_dim = q.shape
     kv_heads = k_pool.shape[2]

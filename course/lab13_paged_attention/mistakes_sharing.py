@@ -4,9 +4,10 @@ different."""
 import hashlib
 from array import array
 
-from course.lab13_paged_attention import checks_prefix as prefix
-from course.lab13_paged_attention import checks_sharing as sharing
+from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import alternative, mistake
+
+right = answers_of("13_paged_attention")
 
 # Keys.
 
@@ -57,17 +58,17 @@ def with_its_place(tokens, block_size, adapter=None, salt=None):
 @mistake("block-keys", "a key for the last block too, full or not", expect="can still be written to")
 def partial_too(tokens, block_size, adapter=None, salt=None):
     padded = [*tokens, *[-1] * (-len(tokens) % block_size)]
-    return prefix.block_keys(padded, block_size, adapter, salt)
+    return right.block_keys(padded, block_size, adapter, salt)
 
 
 @mistake("block-keys", "no adapter in it", expect="an adapter changes the weights")
 def no_adapter(tokens, block_size, adapter=None, salt=None):
-    return prefix.block_keys(tokens, block_size, None, salt)
+    return right.block_keys(tokens, block_size, None, salt)
 
 
 @mistake("block-keys", "no salt in it", expect="tenants with different salts")
 def no_salt(tokens, block_size, adapter=None, salt=None):
-    return prefix.block_keys(tokens, block_size, adapter, None)
+    return right.block_keys(tokens, block_size, adapter, None)
 
 
 @mistake("block-keys", "adapter and salt in one list of strings", expect="keep the two apart")
@@ -144,12 +145,12 @@ def over_holes(tokens, keys, cache, block_size):
 
 @mistake("find-prefix", "takes a fully cached prompt as it is", expect="query of length 0")
 def nothing_left(tokens, keys, cache, block_size):
-    return prefix.find_prefix([*tokens, -1], keys, cache, block_size)
+    return right.find_prefix([*tokens, -1], keys, cache, block_size)
 
 
 @mistake("find-prefix", "never uses the last full block", expect="one token is left to compute|all three blocks")
 def one_too_few(tokens, keys, cache, block_size):
-    return prefix.find_prefix(tokens[: len(tokens) // block_size * block_size], keys, cache, block_size)
+    return right.find_prefix(tokens[: len(tokens) // block_size * block_size], keys, cache, block_size)
 
 
 @alternative("find-prefix", "finds all, then cuts")
@@ -201,7 +202,7 @@ def keeps_the_old(table, position, pool, copy, block_size):
 
 @mistake("copy-on-write", "a new block with nothing in it", expect="a new block is empty")
 def empty_block(table, position, pool, copy, block_size):
-    sharing.prepare_write(table, position, pool, lambda source, target: None, block_size)
+    right.prepare_write(table, position, pool, lambda source, target: None, block_size)
 
 
 @mistake("copy-on-write", "copies the whole table", expect="full blocks of the prompt are never written")
@@ -233,7 +234,7 @@ def lets_go_first(table, position, pool, copy, block_size):
 
 
 @mistake("lru-eviction", "evicts what was used last", expect="unused for longest")
-class UsedLast(sharing.CachingPool):
+class UsedLast(right.CachingPool):
     def allocate(self):
         if not self.free and self.idle:
             self.idle.move_to_end(next(reversed(self.idle)), last=False)
@@ -241,13 +242,13 @@ class UsedLast(sharing.CachingPool):
 
 
 @mistake("lru-eviction", "lets go of the first block first", expect="lost its first block before its last")
-class FirstGoesFirst(sharing.CachingPool):
+class FirstGoesFirst(right.CachingPool):
     def release(self, blocks):
         super().release(list(reversed(blocks)))
 
 
 @mistake("lru-eviction", "an evicted block can still be found", expect="its key can still be found")
-class StaleKey(sharing.CachingPool):
+class StaleKey(right.CachingPool):
     def allocate(self):
         if self.free or not self.idle:
             return super().allocate()
@@ -257,13 +258,13 @@ class StaleKey(sharing.CachingPool):
 
 
 @mistake("lru-eviction", "a hit leaves the block in the queue", expect="what is held cannot be evicted")
-class StillQueued(sharing.CachingPool):
+class StillQueued(right.CachingPool):
     def share(self, block):
         self.references[block] += 1
 
 
 @mistake("lru-eviction", "keeps nothing that nobody holds", expect="keep what can still be found")
-class KeepsNothing(sharing.CachingPool):
+class KeepsNothing(right.CachingPool):
     def release(self, blocks):
         for block in blocks:
             self.references[block] -= 1
@@ -273,7 +274,7 @@ class KeepsNothing(sharing.CachingPool):
 
 
 @mistake("lru-eviction", "evicts although blocks are free", expect="although .* blocks are free")
-class EvictsFirst(sharing.CachingPool):
+class EvictsFirst(right.CachingPool):
     def allocate(self):
         if not self.idle:
             return super().allocate()
@@ -284,7 +285,7 @@ class EvictsFirst(sharing.CachingPool):
 
 
 @alternative("lru-eviction", "a plain dictionary keeps the order")
-class PlainDictionary(sharing.CachingPool):
+class PlainDictionary(right.CachingPool):
     def __init__(self, num_blocks):
         super().__init__(num_blocks)
         self.idle = {}

@@ -328,9 +328,8 @@ def test_lab_modules_are_imported_when_asked_for(tmp_path, monkeypatch):
     (package / "lab_91.py").write_text(template.format("ninety-one", "91_a"))
     (package / "lab_92.py").write_text(template.format("ninety-two", "92_b"))
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(
-        exercises.course, "modules", lambda kind, lab="": ["labs_for_test.lab_91", "labs_for_test.lab_92"]
-    )
+    found = ["labs_for_test.lab_91", "labs_for_test.lab_92"]
+    monkeypatch.setattr(exercises, "_modules", lambda kind, lab="": found)
     monkeypatch.setattr(exercises, "_mentions", lambda module, name: module.endswith("92") and name == "ninety-two")
     assert exercises.find("ninety-two").lab == "92_b"
     assert "ninety-one" not in exercises._exercises

@@ -112,10 +112,7 @@ def test_guesses_formulas_simulations_and_measurements_have_columns_of_their_own
             row("measured step", 10, 12, "ms", 0.5),
         ],
     )
-    assert str(made).splitlines()[0].split() == [
-        *["name", "your", "guess", "formula", "simulated", "measured", "verdict"]
-    ]
-    assert [list(filter(None, line.columns)) for line in made.rows][0] == ["your guess", "formula"]
+    assert " ".join(str(made).splitlines()[0].split()) == "name your guess formula simulated measured verdict"
     assert made.rows[0].columns == {"your guess": 7, "formula": 1.75} and made.rows[0].verdict == "info"
     assert "simulated" in made.rows[1].columns and "measured" not in made.rows[1].columns
     assert [line.get("kind") for line in made.to_json()] == ["formula", "simulated", None]
