@@ -52,3 +52,6 @@ def rows() -> Iterator[Row]:
         yield row(
             "diagnosis of a flight", fault, diagnose(flight.records, {n: t.prompt for n, t in flight.told.items()})
         )
+
+
+CLAIMS = (rows,)
