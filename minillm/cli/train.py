@@ -21,7 +21,7 @@ from minillm.model.huggingface import check_folder
 from minillm.parallel.pipeline_parallel.schedules import SCHEDULES
 from minillm.predict.data import bits_per_byte, entropy
 from minillm.predict.model import parameters
-from minillm.train.activation_checkpointing import RECOMPUTE
+from minillm.train.activation_checkpointing import MODES
 from minillm.train.checkpoint import storage as checkpoint
 from minillm.train.checkpoint.export import export
 from minillm.train.config import TrainConfig
@@ -60,7 +60,7 @@ def command(
     warmup_steps: Annotated[int | None, _of_run("warmup_steps", help="Steps until it is reached.")] = None,
     weight_decay: Annotated[float | None, _of_run("weight_decay", help="Of matrices.")] = None,
     precision: Annotated[str | None, _of_run("precision", help=f"One of {', '.join(PRECISIONS)}.")] = None,
-    recompute: Annotated[str | None, _of_run("recompute", help=f"One of {', '.join(RECOMPUTE)}.")] = None,
+    recompute: Annotated[str | None, _of_run("recompute", help=f"One of {', '.join(MODES)}.")] = None,
     compile: Annotated[bool | None, _of_run("compile", help="Run the model through torch.compile.")] = None,
     seed: Annotated[int | None, _of_run("seed", help="Of initial weights and the order of data.")] = None,
     run: Annotated[
