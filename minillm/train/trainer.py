@@ -6,7 +6,7 @@
     optimizer  unscale, norm, clip, AdamW with this step's learning rate
 
 The head's gradient is worked out with the loss, so its two matmuls count as forward time (`model/loss.py`). The host
-reads from the device once per step, before the update: the loss, the number of tokens and the norm.
+reads from the device once per step, before the update (loss, tokens, norm), and waits once more at the end for times.
 
 `Trainer.step` does that and says how long each part took; `state_dict` is all the next step depends on, so a run that
 is saved and loaded goes on with the same bits. `run.fit` makes a run of it: bar, metrics, checkpoints, Ctrl-C.
@@ -14,6 +14,7 @@ is saved and loaded goes on with the same bits. `run.fit` makes a run of it: bar
 
 import math
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from minillm.data import Loader, TokenDataset, Tokens
-from minillm.measure import ledger
+from minillm.measure import ledger, span
 from minillm.model import Transformer, check_tokens
 from minillm.model.loss import IGNORE
 from minillm.parallel.gradients import clip_
@@ -35,7 +36,7 @@ from minillm.train.config import TrainConfig
 from minillm.train.fault_tolerance.loss_spike import LossSpikeGuard
 from minillm.train.optimizer import adamw, learning_rate
 from minillm.train.precision import PRECISIONS, LossScaler
-from minillm.train.steptime import DeviceClock, StepTime
+from minillm.train.steptime import StepTime
 from minillm.train.strategies.single_device import SingleDevice
 from minillm.train.validation import Validation, validate
 
@@ -105,13 +106,12 @@ class Trainer:
         self.optimizer = self.updater if isinstance(self.updater, torch.optim.Optimizer) else self.updater.inner
         self.scaler = LossScaler(self.precision.scaled)
         self.loss_spikes = LossSpikeGuard(self._learnt, self._unlearn, spike_nats=config.spike_nats)
-        self.clock = DeviceClock(self.device)
         self.steps_done = 0
 
     def step(self) -> Step:
         """One update from the next `accumulate` microbatches, or one rollback if they went wrong."""
         number, lr, scale = self.steps_done, learning_rate(self.steps_done, self.config), self.scaler.value
-        start = self.clock.start()
+        start = time.monotonic()
         with ledger() as led:
             loss, tokens = self.backward()
             norm = self.finish_gradients()
@@ -127,15 +127,15 @@ class Trainer:
                 self.updater.zero_grad()
                 self.steps_done = self.loss_spikes.roll_back(problem)
                 problem = f"{problem}; back to step {self.steps_done}"
-            end = self.clock.stop()
-        spent = StepTime.of(led, start, end)
+            _ = led.spans  # on a GPU their times are known when it has done the work: the step's second wait
+            spent = StepTime.of(led, time.monotonic() - start)
         mfu = self._mfu(tokens, spent.total)
         return Step(number, loss, norm, lr, round(tokens), spent, mfu, scale, finite and not problem, problem)
 
     def backward(self) -> tuple[Tensor, Tensor]:
         """Gradients of the mean loss over all tokens of the step; returns that loss and the number of tokens, both
         scalars in float64 on the device."""
-        with self.clock.span("input", "input"):
+        with span("input", "input"):
             batches = [self._to_device(next(self.loader)) for _ in range(self.config.accumulate)]
             weight = torch.stack([(targets != IGNORE).sum() for _, targets in batches]).sum().float()
         denominator = self.parallel.denominator(weight)
@@ -149,7 +149,7 @@ class Trainer:
     def finish_gradients(self) -> Tensor:
         """Makes the gradients ready for the optimizer: in float32, unscaled and clipped. Returns the norm of the whole
         model's before clipping, a scalar on the device. An overflow on any rank shows in it on all of them."""
-        with self.clock.span("optimizer", "optimizer"):
+        with span("optimizer", "optimizer"):
             self.updater.collect()
             stepped = self.updater.parameters
             self.scaler.unscale_(stepped)
@@ -159,7 +159,7 @@ class Trainer:
 
     def update(self, lr: float, finite: bool = True) -> None:
         """Moves the weights, unless loss scaling overflowed, and drops the gradients."""
-        with self.clock.span("optimizer", "optimizer"):
+        with span("optimizer", "optimizer"):
             if finite:
                 for group in self.optimizer.param_groups:
                     group["lr"] = lr
@@ -227,7 +227,7 @@ class Trainer:
     @contextmanager
     def _computing(self, name: str) -> Iterator[None]:
         """Forward, or all of a pipeline, in the precision of this run; backward as its forward was."""
-        with self.clock.span(name), nullcontext() if name == "backward" else self.precision.context(self.device):
+        with span(name), nullcontext() if name == "backward" else self.precision.context(self.device):
             yield
 
     def _mfu(self, tokens: float, seconds: float) -> float | None:
