@@ -5,11 +5,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from course.lab13_paged_attention import formulas as predict
 from course.lab13_paged_attention.checks import LAB, Pool
 from course.lab13_paged_attention.paging import Contents
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Row, row
-from minillm.predict import paging as predict
 
 # The course's own answers.
 

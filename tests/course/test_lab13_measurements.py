@@ -12,8 +12,8 @@ from course.lab13_paged_attention import experiments_breaks as breaks
 from course.lab13_paged_attention import experiments_engine as small
 from course.lab13_paged_attention import experiments_sharing as sharing
 from course.lab13_paged_attention import figures as pictures
+from course.lab13_paged_attention import formulas as predict
 from course.lab13_paged_attention import mistakes_sharing as spoilers
-from minillm.predict import paging as predict
 
 PARTS = {
     "slot_mapping": lab_13.slot_mapping,
