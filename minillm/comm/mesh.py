@@ -43,7 +43,8 @@ class Mesh:
 
     def _line(self, group: Group, axis: str) -> Group:
         process_group = self.device_mesh.get_group(axis)
-        dist.distributed_c10d._set_pg_timeout(group.world.timeout, process_group)
+        if group.backend in ("gloo", "nccl"):
+            dist.distributed_c10d._set_pg_timeout(group.world.timeout, process_group)
         return Group(group.world, process_group, dist.get_process_group_ranks(process_group), axis)
 
     def __getitem__(self, axis: str) -> Group:

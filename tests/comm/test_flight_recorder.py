@@ -1,4 +1,4 @@
-"""The notice board: what is posted can be read, by others, at any moment, and never half."""
+"""The flight recorder: what is posted can be read, by others, at any moment, and never half."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""One rank reads the notice board while another writes it: whoever comes in between, nobody sees half an entry."""
+"""One rank reads the flight recorder while another writes it: whoever comes in between, nobody sees half an entry."""
 
 import contextlib
 
