@@ -8,21 +8,34 @@ cut twice. A tied embedding may have two copies on one rank, under two names her
 """
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from minillm.comm import Group, Mesh
+from minillm.model import ModelConfig
 from minillm.parallel.optimizer_state import StateLayout, names_by_group
 from minillm.parallel.placement import Placement, Replicate, Shard, gather
 from minillm.parallel.tensor_parallel.layers import whole_shapes
+from minillm.parallel.tensor_parallel.plan import Split
 from minillm.parallel.zero.optimizer import ZeroOptimizer
 from minillm.train.optimizer import Updater
 
-if TYPE_CHECKING:
-    from minillm.train.strategies.hybrid import Hybrid
+
+class SplitModel(Protocol):
+    """What is read of a `Hybrid`. names: of this rank's parameters -> in the whole model; splits: how each is cut;
+    counted: those of which this rank, among ranks with the same numbers, counts the copy."""
+
+    group: Group
+    mesh: Mesh
+    config: ModelConfig
+    model: nn.Module
+    names: dict[str, str]
+    splits: dict[str, Split]
+    counted: set[str]
 
 
-def whole_tensors(form: "Hybrid", parts: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+def whole_tensors(form: SplitModel, parts: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """This rank's tensors by names in the whole model (None: others have all of it), cut as the parameters are -> the
     whole model's, on the CPU of every rank. Every rank calls it. What this rank holds is in it as *this* rank has it:
     copies that have drifted apart show."""
@@ -31,7 +44,7 @@ def whole_tensors(form: "Hybrid", parts: Mapping[str, Tensor | None]) -> dict[st
     return {name: found[name] for name in whole_shapes(form.config) if name in found}
 
 
-def placements(form: "Hybrid") -> dict[str, Placement]:
+def placements(form: SplitModel) -> dict[str, Placement]:
     """This rank's parameters by their names in the whole model: parts of its tensors, one of all copies counted."""
     shapes, found = whole_shapes(form.config), {}
     counted = {form.names[name] for name in form.counted} if form.mesh.dp.rank == 0 else set()
@@ -46,7 +59,7 @@ def placements(form: "Hybrid") -> dict[str, Placement]:
 class SplitUpdater:
     """An updater of this rank's slices whose whole state is that of a single process; see `optimizer.Updater`."""
 
-    def __init__(self, form: "Hybrid", inner_updater: Updater | ZeroOptimizer) -> None:
+    def __init__(self, form: SplitModel, inner_updater: Updater | ZeroOptimizer) -> None:
         self.form, self.inner_updater, self.inner = form, inner_updater, inner_updater.inner
         self.prepare_gradients, self.step = inner_updater.prepare_gradients, inner_updater.step
         self.zero_grad = inner_updater.zero_grad
