@@ -69,7 +69,7 @@ class ParallelConfig:
         """ValueError if a model, or a sequence, cannot be split so."""
         check_split(config, self.tp)
         if self.order:
-            balance(layer_costs(config), self.order.parts)
+            balance(layer_costs(config), self.order.num_parts)
         if self.sequence and seq_len is not None and seq_len % self.tp:
             raise ValueError(
                 f"a sequence of {seq_len} tokens does not divide over {self.tp} sequence-parallel ranks: use a "

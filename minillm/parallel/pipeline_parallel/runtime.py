@@ -5,8 +5,8 @@
     this file              post       do   post              do   post               do   post
 
 An action takes what it needs (waiting for the message that brings it), computes, and leaves what it made; neighbouring
-messages are posted as one exchange, which nobody waits for until its contents are needed. So the runtime knows nothing
-about any particular schedule: `schedules.py` says who does what when, and this file only obeys.
+messages are posted as one batched exchange, which is waited for only when its contents are needed. The runtime knows
+nothing about any particular schedule: `schedules.py` says which rank does what when, and this file obeys.
 
     parts = build_parts(config, schedule, group.rank)
     pipeline = Pipeline(parts, schedule, group)
@@ -14,8 +14,8 @@ about any particular schedule: `schedules.py` says who does what when, and this 
     pipeline.finish()                      # adds up the gradients of what several ranks hold (tied embedding)
     optimizer.step()
 
-Losses are added up, not averaged: whoever wants a mean divides each microbatch's loss by what the whole batch counts,
-otherwise the gradient is too large by the number of microbatches.
+Losses are added up, not averaged. For a mean, divide each microbatch's loss by what the whole batch counts; otherwise
+the gradient is too large by the number of microbatches.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Pipeline:
         compute at that speed, so that a pipeline of 4 ranks can be timed on 2 cores.
     peak_in_flight: the most microbatches that this rank held activations of at once in the last step, in stages' worth.
 
-    ValueError or ScheduleError, before anyone waits, if schedule, group and parts do not fit together.
+    ValueError or ScheduleError, before any rank waits, if schedule, group and parts do not fit together.
     """
 
     def __init__(
@@ -65,19 +65,19 @@ class Pipeline:
         *,
         pace: Callable[[Action], float] | None = None,
     ) -> None:
-        _check_fit(parts, schedule, group)
         check(schedule)
-        self.parts, self.group, self.pace = list(parts), group, pace
-        placed = any(isinstance(step, Edge) for order in schedule.orders for step in order)
-        self.schedule = schedule if placed else with_messages(schedule, early=True)
+        _check_fit(parts, schedule, group)
+        if not schedule.has_messages:
+            schedule = with_messages(schedule, early=True)
+            check(schedule)
+        splits_backward = any(action.kind == "I" for action in schedule.actions(group.rank))
+        self.parts = [split_linears(part) for part in parts] if splits_backward else list(parts)
+        self.schedule, self.group, self.pace = schedule, group, pace
         self.program = list(batches(self.schedule.orders[group.rank]))
-        self.index = [schedule.part[Place(group.rank, chunk)] for chunk in range(len(parts))]
-        self.last_part = schedule.parts - 1
+        self.index = [schedule.part_of[Place(group.rank, chunk)] for chunk in range(len(parts))]
+        self.last_part = schedule.num_parts - 1
         actions = schedule.actions(group.rank)
         self.last_gradient = set({action.chunk: action for action in actions if action.kind in "BW"}.values())
-        if any(action.kind == "I" for action in actions):
-            for part in self.parts:
-                split_linears(part)
         self.peak_in_flight = 0.0
         group.connect()
         self._shared = SharedGradients(schedule, [unwrapped(part) for part in self.parts], group)
@@ -90,15 +90,15 @@ class Pipeline:
         loss(last_part, y, m): a scalar from what the last part returned; called where that part is (without wrapper).
         Gradients are added to `.grad`. ValueError if a part returns another shape than travels.
         """
-        run = _Run(self, inputs, shape, loss, train=True)
-        total = run.all()
-        self.peak_in_flight = run.peak * self.schedule.ranks / self.schedule.parts
+        execution = _Execution(self, inputs, shape, loss, train=True)
+        total = execution.run()
+        self.peak_in_flight = execution.peak * self.schedule.ranks / self.schedule.num_parts
         return total
 
     @torch.no_grad()
     def evaluate(self, inputs: Sequence[Tensor], shape: Shape, loss: Loss) -> Tensor:
         """The forward half of `step`: the sum of the losses and no gradients."""
-        return _Run(self, inputs, shape, loss, train=False).all()
+        return _Execution(self, inputs, shape, loss, train=False).run()
 
     def finish(self) -> None:
         """Adds up the gradients of parameters that are in several places: tied embeddings (names in a part's `tied`)
@@ -111,8 +111,9 @@ class Pipeline:
         return self._shared.owned()
 
 
-class _Run:
-    """One step. values: what was made, or is under way, for (is it a gradient?, microbatch, the part that needs it)."""
+class _Execution:
+    """The schedule, run once. values: what was made, or is under way, by (is it a gradient?, microbatch, the part that
+    needs it)."""
 
     def __init__(self, pipeline: Pipeline, inputs: Sequence[Tensor], shape: Shape, loss: Loss, train: bool) -> None:
         due = pipeline.schedule.microbatches
@@ -130,7 +131,7 @@ class _Run:
         self.peak = 0
         self.do = {"F": self.forward, "B": self.backward, "I": self.input_gradient, "W": self.weight_gradient}
 
-    def all(self) -> Tensor:
+    def run(self) -> Tensor:
         for step in self.pipeline.program:
             if isinstance(step, Action):
                 if self.train or step.kind == "F":
@@ -199,7 +200,7 @@ class _Run:
         sends, receives, keys = [], [], []
         for edge in edges:
             (rank, action), m = edge.target, edge.target.action.microbatch
-            key = edge.is_gradient, m, self.pipeline.schedule.part[Place(rank, action.chunk)]
+            key = edge.is_gradient, m, self.pipeline.schedule.part_of[Place(rank, action.chunk)]
             if edge.source.rank == self.rank:
                 sends.append((self.values.pop(key)[0], rank))
             else:
@@ -215,6 +216,11 @@ class _Run:
 
     def check_shape(self, y: Tensor, m: int, part: int) -> None:
         size, dtype = self.travels[m]
+        if not isinstance(y, Tensor):
+            raise ValueError(
+                f"rank {self.rank}: part {part} returned a {type(y).__name__}, but one tensor travels from part to part: "
+                "return one tensor, and let the next part compute or look up the rest"
+            )
         if y.shape != size or y.dtype != dtype:
             raise ValueError(
                 f"rank {self.rank}: part {part} returned {list(y.shape)} {y.dtype} for microbatch {m}, but "
@@ -248,7 +254,7 @@ def _check_fit(parts: Sequence[nn.Module], schedule: Schedule, group: Group) -> 
             f"{schedule.name} is made for {schedule.ranks} stages, but group {group.name!r} has {group.world_size} "
             "ranks: make the schedule with as many stages as ranks"
         )
-    chunks = len([place for place in schedule.part if place.rank == group.rank])
+    chunks = len([place for place in schedule.part_of if place.rank == group.rank])
     if len(parts) != chunks:
         raise ValueError(
             f"rank {group.rank} has {len(parts)} parts, but {schedule.name} gives each rank {chunks}: "
