@@ -52,6 +52,7 @@ class Pipeline:
     group: the ranks of the pipeline; rank = stage.
     pace: seconds that an action should last at least; what is left after computing is slept. It *emulates* devices that
         compute at that speed, so that a pipeline of 4 ranks can be timed on 2 cores.
+    around: (action) -> a context in which it runs, for what a part needs meanwhile (its weights, if they are sharded).
     peak_in_flight: the most microbatches that this rank held activations of at once in the last step, in stages' worth.
 
     ValueError or ScheduleError, before any rank waits, if schedule, group and parts do not fit together.
@@ -64,6 +65,7 @@ class Pipeline:
         group: Group,
         *,
         pace: Callable[[Action], float] | None = None,
+        around: Callable[[Action], contextlib.AbstractContextManager] | None = None,
     ) -> None:
         check(schedule)
         _check_fit(parts, schedule, group)
@@ -72,7 +74,7 @@ class Pipeline:
             check(schedule)
         splits_backward = any(action.kind == "I" for action in schedule.actions(group.rank))
         self.parts = [split_linears(part) for part in parts] if splits_backward else list(parts)
-        self.schedule, self.group, self.pace = schedule, group, pace
+        self.schedule, self.group, self.pace, self.around = schedule, group, pace, around or _nothing_around
         self.program = list(batches(self.schedule.orders[group.rank]))
         self.index = [schedule.part_of[Place(group.rank, chunk)] for chunk in range(len(parts))]
         self.last_part = schedule.num_parts - 1
@@ -82,15 +84,22 @@ class Pipeline:
         group.connect()
         self._shared = SharedGradients(schedule, [unwrapped(part) for part in self.parts], group)
 
-    def step(self, inputs: Sequence[Tensor], shape: Shape, loss: Loss) -> Tensor:
+    def step(
+        self,
+        inputs: Sequence[Tensor],
+        shape: Shape,
+        loss: Loss,
+        scale: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
         """All microbatches forward and back. Returns the sum of their losses, float64, the same on every rank.
 
         inputs[m]: microbatch m's input; only the first part reads it. Microbatches may differ in size.
         shape(m): shape and dtype of what travels from part to part for microbatch m.
         loss(last_part, y, m): a scalar from what the last part returned; called where that part is (without wrapper).
+        scale: of each loss for its backward (half precision); what is returned is not scaled.
         Gradients are added to `.grad`. ValueError if a part returns another shape than travels.
         """
-        execution = _Execution(self, inputs, shape, loss, train=True)
+        execution = _Execution(self, inputs, shape, loss, train=True, scale=scale)
         total = execution.run()
         self.peak_in_flight = execution.peak * self.schedule.ranks / self.schedule.num_parts
         return total
@@ -115,11 +124,19 @@ class _Execution:
     """The schedule, run once. values: what was made, or is under way, by (is it a gradient?, microbatch, the part that
     needs it)."""
 
-    def __init__(self, pipeline: Pipeline, inputs: Sequence[Tensor], shape: Shape, loss: Loss, train: bool) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        inputs: Sequence[Tensor],
+        shape: Shape,
+        loss: Loss,
+        train: bool,
+        scale: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         due = pipeline.schedule.microbatches
         if len(inputs) != due:
             raise ValueError(f"{len(inputs)} inputs for the {due} microbatches of {pipeline.schedule.name}: one each")
-        self.pipeline, self.inputs, self.loss, self.train = pipeline, inputs, loss, train
+        self.pipeline, self.inputs, self.loss, self.train, self.scale = pipeline, inputs, loss, train, scale
         self.rank, self.device = pipeline.group.rank, pipeline.group.device
         self.travels = [shape(m) for m in range(due)]
         self.eager = all(size.numel() * dtype.itemsize <= EAGER_BYTES for size, dtype in self.travels)
@@ -146,7 +163,8 @@ class _Execution:
         """Wait for what the action needs; then everything else is the action's own time."""
         pipeline, part = self.pipeline, self.pipeline.index[action.chunk]
         needed = self.take(action, part)
-        with span(str(action)), _reducing(pipeline.parts[action.chunk], action in pipeline.last_gradient):
+        reducing = _reducing(pipeline.parts[action.chunk], action in pipeline.last_gradient)
+        with span(str(action)), pipeline.around(action), reducing:
             start = time.monotonic()
             self.do[action.kind](action, part, needed)
             if pipeline.pace:
@@ -171,6 +189,7 @@ class _Execution:
         if part == self.pipeline.last_part:
             y = self.loss(unwrapped(module), y, m)
             self.total += y.detach()
+            y = self.scale(y) if self.scale else y
         else:
             self.check_shape(y, m, part)
             self.values[False, m, part + 1] = y.detach(), None
@@ -231,6 +250,10 @@ class _Execution:
 def unwrapped(part: nn.Module) -> nn.Module:
     """The module inside BucketedDDP and its like, whose names and methods are the part's own."""
     return part.module if isinstance(getattr(part, "reducer", None), Reducer) else part
+
+
+def _nothing_around(action: Action) -> contextlib.AbstractContextManager:
+    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
