@@ -20,10 +20,10 @@ from minillm.model import ModelConfig, Transformer, cross_entropy
 from minillm.model.attention import sdpa
 from minillm.model.rope import Rope, rotate
 from minillm.model.transformer import RMSNorm
-from minillm.parallel.placement import Placement, gradients_of, join, sum_partial
+from minillm.parallel.placement import Placement, join, sum_partial
 from minillm.parallel.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
-from minillm.parallel.tensor_parallel.plan import placement_of, placements
+from minillm.parallel.tensor_parallel.plan import named_gradients, placement_of, placements
 from minillm.predict import tensor as predict
 
 MODEL = ModelConfig(
@@ -112,7 +112,7 @@ def step(group: Group, setup: Setup) -> Found:
     with measure.ledger() as backward:
         (total / count).backward()
     with measure.ledger() as sums:
-        sum_partial(gradients_of(model.named_parameters()), places, group)
+        sum_partial(named_gradients(model.named_parameters()), places, group)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     loss = (total / count).item()
     return Found(loss, traffic(forward), traffic(backward), traffic(sums), held.parameter, held.activation, gradients)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from course.lab05_tensor_parallel.experiments import Setup, build, tokens
 from minillm.comm import Group
-from minillm.parallel.placement import Placement, global_norm, gradients_of, sum_partial
+from minillm.parallel.placement import Placement, global_norm, sum_partial
+from minillm.parallel.tensor_parallel.plan import named_gradients
 from minillm.parallel.tensor_parallel.regions import end
 
 STEPS, LR = 6, 3e-3
@@ -43,7 +44,7 @@ def forgotten_norms(group: Group, steps: int) -> dict[str, dict[str, Any]]:
             if share is None:
                 share = model.norm.weight.grad.clone()
             if summed:
-                sum_partial(gradients_of(model.named_parameters()), places, group)
+                sum_partial(named_gradients(model.named_parameters()), places, group)
             optimizer.step()
             losses.append((total / count).item())
         apart = max(_apart(p.detach(), group) for n, p in model.named_parameters() if places[n].part_shape == places[n].shape)
@@ -89,7 +90,7 @@ def unmasked_rows(group: Group, steps: int) -> dict[str, Any]:
             total, count = model(batch[:, :-1], targets=batch[:, 1:])
             optimizer.zero_grad()
             (total / count).backward()
-            sum_partial(gradients_of(model.named_parameters()), places, group)
+            sum_partial(named_gradients(model.named_parameters()), places, group)
             optimizer.step()
             losses.append((total / count).item())
         found[name] = losses
@@ -105,12 +106,12 @@ def counted_twice(group: Group) -> dict[str, float]:
     batch = tokens(4)
     total, count = model(batch[:, :-1], targets=batch[:, 1:])
     (total / count).backward()
-    sum_partial(gradients_of(model.named_parameters()), places, group)
+    sum_partial(named_gradients(model.named_parameters()), places, group)
     cut, replicated = squares(model, places)
     return {
         "local": (cut + replicated).sqrt().item(),
         "naive": group.all_reduce(cut + replicated).sqrt().item(),
-        "whole": global_norm(gradients_of(model.named_parameters()), places, group).item(),
+        "whole": global_norm(named_gradients(model.named_parameters()), places, group).item(),
         "replicated": replicated.sqrt().item(),
     }
 

@@ -17,8 +17,9 @@ from course.lab05_tensor_parallel.experiments import MODEL, SEQ, Setup, build, c
 from minillm import measure
 from minillm.comm import Group, Link, launch
 from minillm.model import ModelConfig, Transformer, cross_entropy
-from minillm.parallel.placement import gradients_of, sum_partial
+from minillm.parallel.placement import sum_partial
 from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
+from minillm.parallel.tensor_parallel.plan import named_gradients
 from minillm.parallel.tensor_parallel.regions import copy_to, reduce_from
 from minillm.predict import comms
 from minillm.predict import tensor as predict
@@ -103,7 +104,7 @@ def timed_steps(group: Group, batches: Sequence[int]) -> dict[tuple[str, int], f
         def tensor(rows: int = rows, model: nn.Module = model, places: Any = places) -> None:
             total, count = model(tokens(rows)[:, :-1], targets=tokens(rows)[:, 1:])
             (total / count).backward()
-            sum_partial(gradients_of(model.named_parameters()), places, group)
+            sum_partial(named_gradients(model.named_parameters()), places, group)
 
         def data(ddp: nn.Module = ddp, share: Tensor = share) -> None:
             cross_entropy(ddp(share[:, :-1]), share[:, 1:]).backward()

@@ -24,9 +24,9 @@ from minillm.bench.harness import BenchRow, Comparison, bench_row, check_repeats
 from minillm.comm import Group, launch
 from minillm.measure import memory, wire
 from minillm.model import ModelConfig, Transformer
-from minillm.parallel.placement import gather, gradients_of, sum_partial
+from minillm.parallel.placement import gather, sum_partial
 from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
-from minillm.parallel.tensor_parallel.plan import placements
+from minillm.parallel.tensor_parallel.plan import named_gradients, placements
 from minillm.train import preset
 
 VOCAB, SEQ_LEN, BATCH = 4096, 64, 2
@@ -143,10 +143,10 @@ def _ours(group: Group, config: ModelConfig, sequence: bool, layers: bool) -> Co
     def step() -> None:
         module.zero_grad()
         work().backward()
-        sum_partial(gradients_of(trained.items()), places, group)
+        sum_partial(named_gradients(trained.items()), places, group)
 
     def gradients() -> dict[str, Tensor]:
-        return gather(gradients_of(trained.items()), places, group)
+        return gather(named_gradients(trained.items()), places, group)
 
     return Contestant(module, step, gradients)
 

@@ -31,7 +31,7 @@ from minillm.train.precision import PRECISIONS
 from minillm.train.presets import SIZES, preset
 from minillm.train.run import fit
 from minillm.train.strategies.sharded import make_strategy
-from minillm.train.strategies.single_device import Alone
+from minillm.train.strategies.single_device import SingleDevice
 from minillm.train.trainer import Trainer
 
 # What a run is made from: saved beside it, so that --resume needs no other option.
@@ -164,7 +164,7 @@ def train(group: Group | None, plan: Plan) -> dict[str, Any]:
     settings, tokenizer = plan.settings, Tokenizer.load()
     config, (tokens, held_out) = _config(settings, tokenizer.vocab_size), _texts(settings)
     where = group.device if group else _device(plan.device)
-    form = make_strategy(group, plan.layout, plan.offload) if group else Alone()
+    form = make_strategy(group, plan.layout, plan.offload) if group else SingleDevice()
     peak = peak_flops(machine(), where, PRECISIONS[config.precision].compute) if form.is_root else None
     if peak and where.type != "cpu":  # ranks on a CPU share it
         peak *= group.world_size if group else 1

@@ -9,14 +9,15 @@
 
         whole [16, 12] ── rows 8 to 16 (tp) ──▶ [8, 12] ── elements 96 to 192 of it (dp) ──▶ [0], for there are just 96
 
-A placement is data without groups: parts outermost first, one for each axis that the tensor is spread over. Of ranks that
-hold the same numbers, the one with copy 0 counts them, in norms and in what is saved. The names are those of torch's
-DTensor. The four collective functions at the end are all that a spread model needs besides its own mechanism.
+A placement is data without groups: parts outermost first, one for each axis that the tensor is spread over. Of ranks
+that hold the same numbers, the one with copy 0 counts them, in norms and in what is saved. The names are those of
+torch's DTensor. The collective functions at the end are all that a spread model needs besides its own mechanism.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -192,10 +193,10 @@ def join(pieces: Sequence[tuple[Placement, Tensor]]) -> Tensor:
 
 @torch.no_grad()
 def gather(parts: Mapping[str, Tensor | None], placements: Mapping[str, Placement], group: Group) -> dict[str, Tensor]:
-    """This rank's parts by name (None, or no such name: others have all of it) -> whole tensors, on the CPU of every rank.
+    """This rank's parts by name (None, or no such name: others have all of it) -> whole tensors, on every rank's CPU.
 
-    One all-gather of all parts. A rank's own parts are in its result as they are here, so that copies which have drifted
-    apart show. Memory: all ranks' parts at once; give it the tensors of a layer at a time where that matters.
+    One all-gather of all parts. A rank's own parts are in its result as they are here, so that copies which have
+    drifted apart show. Memory: all ranks' parts at once; give it the tensors of a layer at a time where that matters.
     """
     own = {name: part.detach() for name, part in parts.items() if part is not None}
     sent = {name: part for name, part in own.items() if placements[name].is_counted}
@@ -221,8 +222,8 @@ def gather(parts: Mapping[str, Tensor | None], placements: Mapping[str, Placemen
 
 @torch.no_grad()
 def sum_partial(gradients: Mapping[str, Tensor], placements: Mapping[str, Placement], group: Group) -> None:
-    """Completes, in place, the gradients whose placement says `Partial`: one all-reduce over `group` for all of them, in
-    which each of several parts (kv heads) has a slot of its own. Works on slices of gradients as well."""
+    """Completes, in place, the gradients whose placement says `Partial`: one all-reduce over `group` for all of them,
+    in which each of several parts (kv heads) has a slot of its own. Works on slices of gradients as well."""
     chosen = [(gradient, part.of) for name, gradient in gradients.items() if (part := _partial(placements[name]))]
     if not chosen or group.world_size == 1:
         return
@@ -238,8 +239,8 @@ def sum_partial(gradients: Mapping[str, Tensor], placements: Mapping[str, Placem
 
 @torch.no_grad()
 def global_norm(
-    gradients: Mapping[str, Tensor],
-    placements: Mapping[str, Placement] | None = None,
+    gradients: Mapping[Any, Tensor],
+    placements: Mapping[Any, Placement] | None = None,
     group: Group | None = None,
     norm_type: float = 2.0,
 ) -> Tensor:
@@ -254,7 +255,11 @@ def global_norm(
     counted = [g for name, g in gradients.items() if placements is None or placements[name].is_counted]
     counted = [g for g in counted if g.numel()]
     device = group.device if group else counted[0].device if counted else torch.device("cpu")
-    norms = [torch.linalg.vector_norm(g, norm_type, dtype=_accumulating(g)).to(device).double() for g in counted]
+    norms = []
+    with torch._C.DisableTorchFunctionSubclass():  # a ShardedGradient is what this norm is for
+        for (_, dtype), alike in _by_kind(counted).items():
+            wide = torch.promote_types(dtype, torch.float32)
+            norms += [norm.to(device).double() for norm in torch._foreach_norm(alike, norm_type, dtype=wide)]
     each = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=device)
     if math.isinf(norm_type):
         largest = each.max()
@@ -265,30 +270,30 @@ def global_norm(
 
 @torch.no_grad()
 def clip_(gradients: Iterable[Tensor], norm: Tensor, max_norm: float | None) -> None:
-    """Scales all gradients by max_norm / norm if that is below 1; their directions stay (Pascanu et al. 2013). The factor
-    stays on the device."""
+    """Scales all gradients by max_norm / norm if that is below 1; their directions stay (Pascanu et al. 2013).
+    The factor stays on the device: nothing waits for it."""
     if max_norm is not None:
         scale_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
 
 def scale_(gradients: Iterable[Tensor], factor: Tensor | float) -> None:
     """Multiplies all gradients by a scalar, in one call for each device and dtype."""
-    kinds: dict[tuple, list[Tensor]] = {}
-    for gradient in gradients:
-        kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    for (device, dtype), alike in kinds.items():
+    for (device, dtype), alike in _by_kind(gradients).items():
         wide = torch.promote_types(dtype, torch.float32)  # a 16-bit factor would round every gradient once more
         torch._foreach_mul_(alike, factor.to(device, wide) if isinstance(factor, Tensor) else factor)
 
 
-def gradients_of(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """name -> .grad, of the parameters that have one; a tied one once."""
-    return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The .grad of those that have one."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def _partial(placement: Placement) -> Partial | None:
     return next((part for part in placement.parts if isinstance(part, Partial)), None)
 
 
-def _accumulating(gradient: Tensor) -> torch.dtype:
-    return torch.promote_types(gradient.dtype, torch.float32)
+def _by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return kinds

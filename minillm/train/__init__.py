@@ -2,7 +2,6 @@
 
 from minillm.parallel.data_parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP
 from minillm.parallel.fsdp.fully_shard import FullyShard
-from minillm.parallel.gradients import clip_, squared_norm
 from minillm.parallel.pipeline_parallel.runtime import Pipeline
 from minillm.parallel.pipeline_parallel.schedules import (
     SCHEDULES,
@@ -20,6 +19,7 @@ from minillm.parallel.pipeline_parallel.stages import ModelPart, balance, build_
 from minillm.parallel.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
 from minillm.parallel.tensor_parallel.vocab import VocabParallelEmbedding, vocab_parallel_cross_entropy
+from minillm.parallel.placement import clip_, global_norm
 from minillm.parallel.zero.optimizer import ZeroOptimizer
 from minillm.train.activation_checkpointing import EXPENSIVE, recompute, recompute_blocks
 from minillm.train.config import TrainConfig
@@ -70,6 +70,7 @@ __all__ = [
     "dualpipe",
     "fit",
     "flushed_share",
+    "global_norm",
     "gpipe",
     "interleaved",
     "layer_costs",
@@ -81,7 +82,6 @@ __all__ = [
     "recompute_blocks",
     "repeated_update",
     "simulate",
-    "squared_norm",
     "tensor_parallel",
     "validate",
     "vocab_parallel_cross_entropy",

@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from minillm.equivalence import Batch
 from minillm.measure import ledger
 from minillm.model import ModelConfig, Transformer, cross_entropy
-from minillm.parallel.placement import gather, global_norm, gradients_of, sum_partial
+from minillm.parallel.placement import gather, global_norm, sum_partial
 from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
-from minillm.parallel.tensor_parallel.plan import placements
+from minillm.parallel.tensor_parallel.plan import named_gradients, placements
 
 CORNERS = {  # name -> settings of the model, names of what is frozen
     "plain": (dict(), ()),
@@ -49,7 +49,7 @@ def whole(model, config, group, sequence, what=lambda p: p.grad):
 
 
 def sum_shares(model, config, group, sequence):
-    sum_partial(gradients_of(model.named_parameters()), places_of(config, group, sequence), group)
+    sum_partial(named_gradients(model.named_parameters()), places_of(config, group, sequence), group)
 
 
 def error(got, expected):
@@ -76,7 +76,7 @@ def equalities(group):
         expected.backward()
         model = tensor_parallel(model_of(config, frozen), config, group, sequence=sequence, regather=tied)
         loss = step(model, config, group, batch, sequence)
-        norm = global_norm(gradients_of(model.named_parameters()), places_of(config, group, sequence), group)
+        norm = global_norm(named_gradients(model.named_parameters()), places_of(config, group, sequence), group)
         expected_norm = torch.stack([p.grad.norm() for p in alone.parameters() if p.grad is not None]).norm()
         errors = {"loss": abs(loss - expected.item()), "norm": error(norm, expected_norm)}
         gradients = whole(model, config, group, sequence)

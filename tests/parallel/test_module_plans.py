@@ -89,7 +89,7 @@ class Attention(nn.Module):
         (nn.Sequential(nn.Linear(4, 4)), LLAMA, 2, "the plan cuts nothing of Sequential"),
         (nn.Sequential(nn.Linear(4, 4)), ModelConfig(8, 8, 8, 1, 2), 2, "nothing would be cut: pass a plan"),
         (nn.Sequential(nn.Linear(4, 6)), {"0": column}, 4, "0 has 6 outputs, which do not divide over 4"),
-        (nn.Sequential(nn.Linear(3, 4)), {"*": row}, 2, "0 has 3 inputs, which do not divide over 2"),
+        (nn.Sequential(nn.Linear(3, 4)), {"0": row}, 2, "0 has 3 inputs, which do not divide over 2"),
         (Attention(), {"q_proj": column}, 2, "q_proj has 3 heads, which do not divide over 2"),
         (nn.Sequential(nn.ReLU()), {"0": column}, 2, "0 is a ReLU, but the plan cuts it as nn.Linear"),
     ],

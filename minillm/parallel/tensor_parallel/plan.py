@@ -13,8 +13,10 @@ heads or positions only, of a kv head that answered this rank's queries only.
 """
 
 import functools
+from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
 from minillm.model import ModelConfig, Transformer
 from minillm.parallel.placement import Part, Partial, Placement, Replicate, Shard
@@ -76,6 +78,11 @@ def placements(config: ModelConfig, rank: int, world_size: int, sequence: bool =
 def whole_shapes(config: ModelConfig) -> dict[str, torch.Size]:
     """Shapes of the whole model's parameters by name."""
     return {name: parameter.shape for name, parameter in Transformer(config, device="meta").named_parameters()}
+
+
+def named_gradients(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """name -> .grad of the parameters that have one: what `sum_partial` and `global_norm` take."""
+    return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
 
 
 def _partial_if(yes: bool, part: Replicate | Shard) -> Part:

@@ -195,11 +195,19 @@ class Hybrid(SingleDevice):
         return bool(self.group.all_reduce(torch.tensor(float(yes), device=self.group.device), "min"))
 
     def gradients(self) -> dict[str, Tensor]:
-        return gather_all(self, self.stepped.gradients())
+        return gather_all(self, self.stepped.gradients(), self.stepped.placements)
 
     def weights(self) -> dict[str, Tensor]:
         named = self.module.named_parameters() if self.layout.zero == 3 else self.model.named_parameters()
-        return gather_all(self, {name: parameter.detach() for name, parameter in named})
+        return gather_all(self, {name: p.detach() for name, p in named}, self.weight_placements)
+
+    @property
+    def weight_placements(self) -> Mapping[str, Placement]:
+        """Of the module's parameters: slices with stage 3, otherwise the same on all ranks along dp."""
+        if self.layout.zero == 3:
+            return self.module.placements
+        replica = Replicate(copy=self.mesh.dp.rank)
+        return {name: placement.within(replica) for name, placement in self.placements.items()}
 
     def full_state_dict(self) -> dict[str, Any]:
         return self.weights()
@@ -216,7 +224,7 @@ class Hybrid(SingleDevice):
         else:
             named = self.module.named_parameters() if self.layout.zero == 3 else self.model.named_parameters()
             for name, parameter in named:
-                parameter.copy_(self.stepped.placements[name].cut(state[name]))
+                parameter.copy_(self.weight_placements[name].cut(state[name]))
 
 
 @functools.lru_cache(16)

@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from minillm.train.strategies.hybrid import Hybrid
 
 
-def gather_all(strategy: "Hybrid", parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def gather_all(
+    strategy: "Hybrid", parts: Mapping[str, Tensor], placements: Mapping[str, Placement]
+) -> dict[str, Tensor]:
     """This rank's parts of parameters, or of what goes with them -> whole tensors by name, in the model's order, on the
     CPU of every rank. Every rank calls it."""
     names = list(whole_shapes(strategy.config))
-    found = StateLayout(strategy.group, [], [names], strategy.stepped.placements).gather(parts)
+    found = StateLayout(strategy.group, [], [names], placements).gather(parts)
     return {name: found[name] for name in names if name in found}
 
 
