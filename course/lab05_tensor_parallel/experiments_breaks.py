@@ -47,7 +47,9 @@ def forgotten_norms(group: Group, steps: int) -> dict[str, dict[str, Any]]:
                 sum_partial(named_gradients(model.named_parameters()), places, group)
             optimizer.step()
             losses.append((total / count).item())
-        apart = max(_apart(p.detach(), group) for n, p in model.named_parameters() if places[n].part_shape == places[n].shape)
+        apart = max(
+            _apart(p.detach(), group) for n, p in model.named_parameters() if places[n].part_shape == places[n].shape
+        )
         whole = group.all_reduce(share.clone())
         cosine = F.cosine_similarity(share, whole, dim=0).item()
         found[name] = {"losses": losses, "apart": apart, "norm share": (share.norm() / whole.norm()).item()}

@@ -85,6 +85,9 @@ def command(
     offload: Annotated[
         str | None, Option(metavar="cpu|PATH", help="Keep ZeRO's shards in host memory, or in a file there.")
     ] = None,
+    dp_replicate: Annotated[
+        int, Option(help="Groups of data-parallel ranks that hold the same ZeRO shards (HSDP).", min=1)
+    ] = 1,
     tp: Annotated[int, Option(help="Tensor-parallel ranks, which share every layer.", min=1)] = 1,
     sp: Annotated[bool, Option("--sp", help="Sequence parallelism among those.")] = False,
     pp: Annotated[int, Option(help="Pipeline stages.", min=1)] = 1,
@@ -104,7 +107,7 @@ def command(
         raise ValueError(f"--offload {offload} needs shards to move: add --zero 1, 2 or 3")
     config = _config(settings, Tokenizer.load().vocab_size)
     rows = config.batch_size * config.accumulate
-    layout = _layout(dp, zero, tp, sp, pp, schedule, microbatches, rows)
+    layout = _layout(dp, zero, dp_replicate, tp, sp, pp, schedule, microbatches, rows)
     layout.check(config.model, config.seq_len)
     if offload and layout.is_hybrid:
         raise ValueError(f"--offload {offload} is for ZeRO alone: leave it out with --tp and --pp")
@@ -187,7 +190,15 @@ def train(group: Group | None, plan: Plan) -> dict[str, Any]:
 
 
 def _layout(
-    dp: int | None, zero: int, tp: int, sp: bool, pp: int, schedule: str, microbatches: int | None, rows: int
+    dp: int | None,
+    zero: int,
+    dp_replicate: int,
+    tp: int,
+    sp: bool,
+    pp: int,
+    schedule: str,
+    microbatches: int | None,
+    rows: int,
 ) -> ParallelConfig:
     """rows: windows of a step on each data-parallel rank. ValueError for what cannot be."""
     processes = int(os.environ.get("WORLD_SIZE", (dp or 1) * tp * pp))
@@ -197,6 +208,7 @@ def _layout(
             f"{given}--tp {tp} --pp {pp} does not fit torchrun's {processes} processes: change one of them"
         )
     spread = {"dp": processes // (tp * pp), "zero": zero, "tp": tp, "sequence": sp, "pp": pp, "schedule": schedule}
+    spread["dp_replicate"] = dp_replicate
     if pp == 1:
         if microbatches:
             raise ValueError(f"--microbatches {microbatches} is for a pipeline: add --pp, or use --accumulate")

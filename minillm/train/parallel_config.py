@@ -50,7 +50,9 @@ class ParallelConfig:
                 f"dp_replicate {self.dp_replicate} does not divide dp {self.dp}: use a divisor of it, 1 for none."
             )
         if self.dp_replicate > 1 and self.zero == 0:
-            raise ValueError(f"dp_replicate {self.dp_replicate} says where ZeRO's shards lie: use zero 1, 2 or 3 with it.")
+            raise ValueError(
+                f"dp_replicate {self.dp_replicate} says where ZeRO's shards lie: use zero 1, 2 or 3 with it."
+            )
         if self.sequence and self.tp == 1:
             raise ValueError("sequence parallelism splits what tensor-parallel ranks share: use tp 2 or more with it.")
         _ = self.order

@@ -15,8 +15,8 @@ from minillm.comm import Link, launch
 from minillm.equivalence import Batch
 from minillm.measure import ledger, memory
 from minillm.model import ModelConfig, Transformer, cross_entropy_sums
-from minillm.parallel.tensor_parallel import layers as tensor
 from minillm.parallel.placement import Partial, Shard
+from minillm.parallel.tensor_parallel import layers as tensor
 from minillm.parallel.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from minillm.parallel.tensor_parallel.module_plans import gather_words
 from minillm.parallel.tensor_parallel.parallelize import tensor_parallel

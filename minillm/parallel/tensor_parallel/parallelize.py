@@ -26,6 +26,7 @@ from minillm.parallel.tensor_parallel.vocab import (
     vocab_parallel_logits,
 )
 
+
 def tensor_parallel(
     module: nn.Module, plan: ModelConfig | Plan, group: Group, *, sequence: bool = False, regather: bool = True
 ) -> nn.Module:
