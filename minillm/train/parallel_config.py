@@ -17,8 +17,8 @@ class ParallelConfig:
     """dp * pp * tp ranks; neighbours share a tensor-parallel group, since that is the axis that talks most.
 
     dp: ranks that share the batch; zero: ZeRO stage over them; accumulate: microbatches of each of them.
-    dp_replicate: ZeRO's shards lie within dp / dp_replicate neighbouring ranks each, and so many such groups hold the same
-        (hybrid sharding, HSDP).
+    dp_replicate: ZeRO's shards lie within dp / dp_replicate ranks each, and so many such groups hold the same (hybrid
+        sharding, HSDP).
     tp: ranks that share every layer; sequence: what lies between their layers is split along the sequence.
     pp: stages of layers, through which the microbatches move by `schedule`, one of `SCHEDULES`.
 

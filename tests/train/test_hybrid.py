@@ -23,7 +23,7 @@ LAYOUTS = [
     ParallelConfig(dp=2, pp=2, accumulate=2, zero=1),
     ParallelConfig(dp=2, tp=2, zero=3),
     ParallelConfig(dp=2, tp=2, zero=2),
-    ParallelConfig(dp=4, zero=3, dp_replicate=2),
+    ParallelConfig(dp=2, tp=2, zero=2, dp_replicate=2),
     ParallelConfig(dp=2, pp=2, accumulate=2, zero=3),
     ParallelConfig(dp=2, pp=2, accumulate=4, schedule="zero_bubble_v"),
     ParallelConfig(dp=2, pp=2, accumulate=2, schedule="dualpipe"),

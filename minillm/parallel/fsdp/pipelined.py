@@ -4,9 +4,9 @@
     weights     gather    gather    gather    gather    gather                    (N-1)/N · P_part each, freed after it
     gradients                       add up in full on this rank                   one reduce-scatter, (N-1)/N · P
 
-A microbatch's forward and its backward lie far apart, with others' between them, so the order of blocks in one pass does
-not exist here. Gradients stay whole until the last microbatch, as in torch's pipelining over FSDP2: reducing each
-microbatch's would send them once per microbatch.
+A microbatch's forward and its backward lie far apart, with others' between them, so there is no one order of blocks to
+prefetch by. Gradients stay whole until the last microbatch, as in torch's pipelining over FSDP2: to reduce each
+microbatch's would send all of them once per microbatch. Closed form: `predict.fully_shard.pipelined_bytes`.
 """
 
 import contextlib

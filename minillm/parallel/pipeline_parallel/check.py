@@ -63,8 +63,8 @@ def _routes(schedule: Schedule) -> None:
         chunks = sorted(place.chunk for place in part_of if place.rank == rank)
         if chunks != list(range(len(chunks))) or not chunks:
             raise ScheduleError(
-                f"the routes visit chunks {chunks} of rank {rank}: they visit at least chunk 0 of every rank, and number "
-                "chunks from 0"
+                f"the routes visit chunks {chunks} of rank {rank}: number every rank's chunks from 0, and "
+                "visit all of them"
             )
     for place in part_of:
         if place.rank not in range(schedule.ranks):

@@ -10,11 +10,11 @@ from minillm.parallel.pipeline_parallel.stages import ModelPart
 
 
 class HeldParts(nn.Module):
-    """This rank's parts, one for each chunk. Called like the whole model, with targets: every rank of the pipeline calls
-    it with the same microbatch and gets (Σ weight · nll, Σ weight).
+    """This rank's parts, one for each chunk. Called like the whole model, with targets: every rank of the pipeline
+    calls it with the same microbatch and gets (Σ weight · nll, Σ weight).
 
     Layers go by their numbers in the whole model, so parameters are called what they are called there. Where a rank
-    holds both ends of a model with tied embeddings, they are one parameter. `pipeline` is set when the model is wrapped.
+    holds both ends of a model with tied embeddings, they are one parameter. `pipeline`: set when the model is wrapped.
     """
 
     def __init__(self, parts: Sequence[ModelPart]) -> None:
@@ -50,7 +50,7 @@ class HeldParts(nn.Module):
     ) -> Tensor:
         """Cuts the rows into the schedule's microbatches and moves them; returns Σ loss(Σ weight · nll).
 
-        batch: tokens, targets, weights, [rows, seq] each. counted: gets each microbatch's Σ weight where the last part is.
+        batch: tokens, targets, weights, [rows, seq] each. counted: gets the Σ weights where the last part is.
         """
         tokens, targets, weights = batch
         count = self.pipeline.schedule.microbatches

@@ -237,8 +237,8 @@ class _Execution:
         size, dtype = self.travels[m]
         if not isinstance(y, Tensor):
             raise ValueError(
-                f"rank {self.rank}: part {part} returned a {type(y).__name__}, but one tensor travels from part to part: "
-                "return one tensor, and let the next part compute or look up the rest"
+                f"rank {self.rank}: part {part} returned a {type(y).__name__}, but one tensor travels from part to "
+                "part: return one tensor, and let the next part compute or look up the rest"
             )
         if y.shape != size or y.dtype != dtype:
             raise ValueError(

@@ -12,6 +12,7 @@ input's gradient is summed once for all of them, and travels while the gradients
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,24 +29,16 @@ from minillm.parallel.tensor_parallel.regions import Region
 class _ParallelLinear(nn.Module):
     """A part of nn.Linear. Alone it draws the whole as nn.Linear does and keeps its part: seed all ranks alike.
 
-    sequence: [batch, seq / t, ...] outside the parallel region instead of [batch, seq, ...].
+    sequence: [batch, seq / t, ...] outside the parallel region instead of [batch, seq, ...]. how: dtype, device.
     """
 
     dim: int  # of the weight, that is cut
 
     def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        group: Group,
-        bias: bool = False,
-        *,
-        sequence: bool = False,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        self, inputs: int, outputs: int, group: Group, bias: bool = False, *, sequence: bool = False, **how: Any
     ) -> None:
         super().__init__()
-        self._take(nn.Linear(inputs, outputs, bias, device or group.device, dtype), Region(group, sequence))
+        self._take(nn.Linear(inputs, outputs, bias, **{"device": group.device, **how}), Region(group, sequence))
 
     @classmethod
     def cut(cls, whole: nn.Linear, region: Region, part: Part | None = None) -> "_ParallelLinear":

@@ -3,8 +3,8 @@
     tensor_parallel(LlamaForCausalLM(config), LLAMA, group)
     tensor_parallel(model, {"*.fc1": column, "*.fc2": row}, group)
 
-A pair of linear layers becomes `column`, `row`; `vocabulary` cuts embeddings and heads. Every layer takes and returns what
-it did, or a rank's share of it between a pair, and all gradients are complete after backward.
+A pair of linear layers becomes `column`, `row`; `vocabulary` cuts embeddings and heads. Every layer takes and returns
+what it did, or a rank's share of it between a pair, and all gradients are complete after backward.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ def row(layer: nn.Linear, region: Region) -> nn.Module:
 
 
 def vocabulary(layer: nn.Module, region: Region) -> nn.Module:
-    """Each rank has some of the words, of an nn.Embedding or of a head, whose logits are gathered. Any number of them."""
+    """Each rank has some of the words, of an nn.Embedding or a head, whose logits are gathered; padded with zeros."""
     return (VocabParallelEmbedding if isinstance(layer, nn.Embedding) else VocabParallelLinear).cut(layer, region)
 
 
@@ -91,13 +91,13 @@ def _check_linear(name: str, layer: nn.Module, cut: Cut, parent: nn.Module, regi
     count, what = (size // head_dim, "heads") if head_dim else (size, "outputs" if cut is column else "inputs")
     if count % region.group.world_size:
         raise ValueError(
-            f"{name} has {count} {what}, which do not divide over {region.group.world_size} tensor-parallel ranks: use a "
-            "number of ranks that divides them."
+            f"{name} has {count} {what}, which do not divide over {region.group.world_size} tensor-parallel ranks: use "
+            "a number of ranks that divides them."
         )
 
 
 class VocabParallelLinear(ColumnParallelLinear):
-    """A head whose logits are gathered: [..., hidden] -> [..., vocab_size] on every rank. weight: as the embedding's."""
+    """A head whose logits are gathered: [..., hidden] -> [..., vocab_size] on every rank. weight: as an embedding's."""
 
     def _take(self, whole: nn.Linear, region: Region, part: Part | None = None) -> None:
         super()._take(whole, region, part)
@@ -108,8 +108,8 @@ class VocabParallelLinear(ColumnParallelLinear):
 
 
 def gather_words(logits: Tensor, group: Group, vocab_size: int) -> Tensor:
-    """[..., vocab / world_size] of every rank -> [..., vocab_size] on every rank. Its gradient, which must be the same on
-    every rank, gives each rank that of its own words."""
+    """[..., vocab / world_size] of every rank -> [..., vocab_size] on every rank. Its gradient must be the same on all
+    ranks; each takes that of its own words."""
     return _GatherWords.apply(logits, group, vocab_size)
 
 

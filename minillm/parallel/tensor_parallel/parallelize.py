@@ -30,7 +30,8 @@ from minillm.parallel.tensor_parallel.vocab import (
 def tensor_parallel(
     module: nn.Module, plan: ModelConfig | Plan, group: Group, *, sequence: bool = False, regather: bool = True
 ) -> nn.Module:
-    """Cuts `module`, whole and the same on every rank (or on "meta"), into this rank's part of it, in place; returns it.
+    """Cuts `module`, whole and the same on every rank (or on "meta"), into this rank's part of it, in place, and
+    returns it.
 
     plan: what to cut and how: `LLAMA`, or patterns of module names, of which the first that matches counts. A
         ModelConfig: `module` is a Transformer or a pipeline's part of one, anything with some of `embedding`, `blocks`,
@@ -38,8 +39,8 @@ def tensor_parallel(
         [batch, seq / module.sequence_shards, hidden].
     sequence, regather: sequence parallelism, see `regions.Region`; with a ModelConfig only.
 
-    Names stay, so does requires_grad; parameters are new, so make optimizers afterwards. ValueError for a plan that cuts
-    nothing, layers or heads that do not divide over the ranks, and a module that is cut already.
+    Names stay, so does requires_grad; parameters are new, so make optimizers afterwards. ValueError for a plan that
+    cuts nothing, layers or heads that do not divide over the ranks, and a module that is cut already.
     """
     if any(isinstance(layer, (ColumnParallelLinear, RowParallelLinear)) for layer in module.modules()):
         raise ValueError("this module is tensor parallel already: cut a whole one.")
@@ -59,8 +60,8 @@ def _cut_transformer(module: nn.Module, config: ModelConfig, region: Region) -> 
     embedding, head = getattr(module, "embedding", None), getattr(module, "head", None)
     if not blocks and embedding is None and head is None:
         raise ValueError(
-            f"{type(module).__name__} has no blocks, embedding or head of a Transformer, so nothing would be cut: pass a "
-            "plan, as in tensor_parallel(module, LLAMA, group)."
+            f"{type(module).__name__} has no blocks, embedding or head of a Transformer, so nothing would be cut: pass "
+            "a plan, as in tensor_parallel(module, LLAMA, group)."
         )
     for block in blocks:
         for layer, columns, row_name in (

@@ -8,8 +8,8 @@
 
 The rules give placements (`parallel/placement.py`), which do all cutting and joining. A zero row of gate or up gives
 silu(0) · 0 = 0, and the column of down that reads it is zero too, so padding changes no value, gets no gradient and
-stays zero. `Partial`: the gradient is a share, to be added up by `placement.sum_partial`: of a norm that saw this rank's
-heads or positions only, of a kv head that answered this rank's queries only.
+stays zero. `Partial`: the gradient is a share, to be added up by `placement.sum_partial`: of a norm that saw this
+rank's heads or positions only, of a kv head that answered this rank's queries only.
 """
 
 import functools

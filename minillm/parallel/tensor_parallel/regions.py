@@ -89,12 +89,12 @@ class Region:
         return then(summed if async_op else finished(summed), lambda part: part[0])
 
 
-# The four operators with their gradients. The layers below fuse them with their products; these are for layers of your own.
+# The four operators with their gradients. layers.py fuses them with its products; these are for layers of your own.
 
 
 def copy_to(x: Tensor, group: Group) -> Tensor:
     """x, the same on every rank, as it is; its gradient is summed over the ranks."""
-    return begin(x, Region(group))
+    return _Begin.apply(x, Region(group))
 
 
 def reduce_from(y: Tensor, group: Group) -> Tensor:
@@ -104,17 +104,12 @@ def reduce_from(y: Tensor, group: Group) -> Tensor:
 
 def gather_from(x: Tensor, group: Group) -> Tensor:
     """x: [..., seq / t, hidden] -> [..., seq, hidden]; its gradient is reduce-scattered."""
-    return begin(x, Region(group, sequence=True))
+    return _Begin.apply(x, Region(group, sequence=True))
 
 
 def scatter_to(y: Tensor, group: Group) -> Tensor:
     """Shares [..., seq, hidden] -> this rank's positions of their sum; its gradient is gathered."""
     return end(y, Region(group, sequence=True))
-
-
-def begin(x: Tensor, region: Region) -> Tensor:
-    """`copy_to` or `gather_from`, as the region says."""
-    return _Begin.apply(x, region)
 
 
 def end(y: Tensor, region: Region) -> Tensor:

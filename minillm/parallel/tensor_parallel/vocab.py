@@ -4,10 +4,12 @@
     loss        nll = log Σ exp(logit) - logit of the target: the maximum, the sum and the target's logit are three
                 numbers per token to agree on, instead of V / t logits to gather
 
-Shoeybi et al. 2019, §3. As in `model.loss`, the loss works its gradient out in forward, some tokens at a time, so no rank
-ever holds the logits of all its tokens. A chunk has as many logits as the tokens' hidden states have numbers
+Shoeybi et al. 2019, §3. As in `model.loss`, the loss works its gradient out in forward, some tokens at a time, so no
+rank ever holds the logits of all its tokens. A chunk has as many logits as the tokens' hidden states have numbers
 (`loss_chunk`): 2 · ceil(V / t / hidden) all-reduces, however many tokens there are.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,21 +28,12 @@ class VocabParallelEmbedding(nn.Module):
     """As nn.Embedding: ids [batch, seq] -> [batch, seq, hidden], or [batch, seq / t, hidden] with sequence=True.
 
     weight: [vocab_size / world_size rounded up, hidden_size], this rank's words. Alone it draws the whole as
-    nn.Embedding does and keeps its part: seed all ranks alike.
+    nn.Embedding does and keeps its part: seed all ranks alike. how: dtype, device.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        hidden_size: int,
-        group: Group,
-        *,
-        sequence: bool = False,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, group: Group, *, sequence: bool = False, **how: Any) -> None:
         super().__init__()
-        self._take(nn.Embedding(vocab_size, hidden_size, dtype=dtype, device=device or group.device), group, sequence)
+        self._take(nn.Embedding(vocab_size, hidden_size, **{"device": group.device, **how}), group, sequence)
 
     @classmethod
     def cut(cls, whole: nn.Embedding, region: Region) -> "VocabParallelEmbedding":
@@ -69,7 +62,7 @@ class VocabParallelEmbedding(nn.Module):
 def vocab_parallel_logits(x: Tensor, head: Tensor, *, region: Region, vocab_size: int) -> Tensor:
     """x: [batch, seq, hidden] or [batch, seq / t, hidden] -> [batch, seq, vocab / world_size], padding at -inf."""
     (logits,) = column_linears(x, [head], [None], region)
-    real = _real_words(region.group, vocab_size)
+    real = Shard(0, region.group.rank, region.group.world_size).real(vocab_size)
     padding = torch.arange(logits.shape[-1], device=logits.device) >= real
     return logits.masked_fill(padding, float("-inf")) if real < logits.shape[-1] else logits
 
@@ -162,7 +155,7 @@ class _LinearVocabParallelCrossEntropy(torch.autograd.Function):
         x = region.begin(x)
         rows, ids = x.flatten(0, -2), targets.flatten()
         exact = torch.promote_types(x.dtype, torch.float32)
-        real = _real_words(region.group, vocab_size)
+        real = Shard(0, region.group.rank, region.group.world_size).real(vocab_size)
         total = torch.zeros((), dtype=exact, device=x.device)
         if wanted:
             x_gradient, head_gradient = torch.empty_like(rows), torch.zeros_like(head, dtype=exact)
@@ -192,8 +185,3 @@ class _LinearVocabParallelCrossEntropy(torch.autograd.Function):
         dx = ctx.region.begin_backward(x_gradient * factor) if ctx.needs_input_grad[0] else None
         d_head = weight_gradient(weight, lambda: head_gradient * factor) if ctx.needs_input_grad[1] else None
         return dx and dx.wait(), d_head, None, None, None, None, None
-
-
-def _real_words(group: Group, vocab_size: int) -> int:
-    """Words of this rank that are not padding."""
-    return Shard(0, group.rank, group.world_size).real(vocab_size)

@@ -5,10 +5,11 @@
                           and shares with   dp ranks the rows of the batch, and ZeRO's shards
     dp = replicate * shard                  HSDP: shards within `shard` ranks, their averages averaged over `replicate`
 
-A gradient is complete after three sums, whose order does not matter: over dp (BucketedDDP, ZeroOptimizer or FullyShard),
-over pp for what several stages hold (`Pipeline.finish`), over tp for what is `Partial`. A pipeline adds up all of its
-microbatches' gradients, in full, before the sum over dp, whatever the ZeRO stage, as torch's does. One placement for
-each parameter says what this rank holds of it; norms, checkpoints and gathered gradients follow from the placements.
+A gradient is complete after three sums in any order: over dp (BucketedDDP, ZeroOptimizer or FullyShard), over pp for
+what several stages hold (`Pipeline.finish`), over tp for what is `Partial`. A pipeline adds up all of its microbatches'
+gradients in full before the sum over dp, whatever the ZeRO stage, as torch's does: stage 2 and 3 then save no gradient
+memory during the schedule. One placement for each parameter says what this rank holds of it; norms, checkpoints and
+gathered gradients follow from the placements.
 """
 
 import contextlib
@@ -39,7 +40,10 @@ from minillm.train.strategies.single_device import Around, Microbatch, SingleDev
 
 
 class Hybrid(SingleDevice):
-    """The strategy of a layout with tp, pp or dp_replicate above 1. group: all ranks; rank, world_size: those along dp."""
+    """The strategy of a layout with tp, pp or dp_replicate above 1.
+
+    group: all ranks; rank, world_size: of those along dp.
+    """
 
     def __init__(self, group: Group, layout: ParallelConfig) -> None:
         if group.world_size != layout.world_size:
