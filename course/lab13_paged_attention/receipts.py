@@ -66,7 +66,7 @@ def waste(wasted=None, guess_reserved=None, guess_blocks=None) -> Receipt:
     unused, lengths, context = wasted["unused"], wasted["lengths"], experiments.target().config.max_seq_len
     written, wanted = experiments.reserve(context)
     reserved = predict.reserved_waste(wanted, context)
-    at_once, unwritten = wasted["blocks"] * SIZE // context, predict.reserved_waste(lengths, context)
+    at_once = wasted["blocks"] * SIZE // context
     return receipt(
         f"{len(lengths)} requests, blocks of {SIZE}",
         [
