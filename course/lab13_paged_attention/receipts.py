@@ -7,8 +7,8 @@ from course.lab13_paged_attention import experiments, experiments_sizes
 from course.lab13_paged_attention import experiments_breaks as breaks
 from course.lab13_paged_attention import experiments_sharing as sharing
 from course.lab13_paged_attention import figures as pictures
+from course.lab13_paged_attention import formulas as predict
 from minillm.labkit.receipts import Receipt, Row, formula, receipt, row
-from minillm.predict import paging as predict
 from minillm.predict.model import kv_bytes_per_token
 
 PREFIX, OWN, REQUESTS, SIZE = 100, 20, 6, 16
