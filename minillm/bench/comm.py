@@ -2,13 +2,8 @@
 
 Both run in the same processes, on the same tensors, one thread per rank; on the CPU minillm's messages take sockets of
 their own (`comm/backends/sockets.py`) over the same loopback interface. One launch per world size measures everything.
-<<<<<<< HEAD
-A time is that of the slowest rank. `size` is the whole tensor: what an all-reduce reduces, what an all-gather ends up with,
-what a reduce-scatter starts from.
-=======
 A time is that of the slowest rank. `size` is the whole tensor: what an all-reduce reduces, what an all-gather ends up
 with, what a reduce-scatter starts from.
->>>>>>> wt-train
 """
 
 import statistics
