@@ -1,4 +1,4 @@
-"""No module imports one that imports it, not even for type checkers: whoever reads one never has to read in a circle."""
+"""No module imports one that imports it, not even for type checkers: nobody has to read in a circle."""
 
 import ast
 from pathlib import Path
