@@ -12,7 +12,7 @@ from torch import nn
 
 from minillm.comm import launch
 from minillm.model import ModelConfig, dense
-from minillm.train import Alone, FullyShard, ZeroOptimizer
+from minillm.train import FullyShard, SingleDevice, ZeroOptimizer
 from minillm.train.parallel_config import ParallelConfig
 from minillm.train.strategies.sharded import make_strategy
 
@@ -80,14 +80,15 @@ class Going:
         draw = torch.Generator().manual_seed(number)
         tokens, targets = torch.randint(self.case.model.vocab_size, (2, 12, 6), generator=draw)
         mine = [x[self.form.rank :: self.form.world_size].tensor_split(self.accumulate) for x in (tokens, targets)]
-        denominator = self.form.denominator(torch.tensor(float(tokens.numel() // self.form.world_size)))
-        self.form.forward_backward(self.module, [(t, w, None) for t, w in zip(*mine, strict=True)], denominator)
-        self.updater.collect()
+        loss_divisor = self.form.loss_divisor(torch.tensor(float(tokens.numel() // self.form.world_size)))
+        self.form.forward_backward(self.module, [(t, w, None) for t, w in zip(*mine, strict=True)], loss_divisor)
+        self.updater.prepare_gradients()
         self.updater.step()
         self.updater.zero_grad()
 
-    def saved(self, whole=True):
-        return copy.deepcopy({"model": self.form.state_dict(whole), "optimizer": self.updater.state_dict(whole)})
+    def saved(self, full=True):
+        of = [each.full_state_dict() if full else each.sharded_state_dict() for each in (self.form, self.updater)]
+        return copy.deepcopy(dict(zip(("model", "optimizer"), of, strict=True)))
 
     def load(self, state):
         self.form.load_state_dict(state["model"])
@@ -122,13 +123,13 @@ def relay(group, chosen):
                     run.load(state)
                     loaded.append(apart(run.saved(), state))
                 run.step(steps)
-                own = run.saved(whole=False)
+                own = run.saved(full=False)
                 run.step(steps + 99)
                 run.load(own)
                 run.step(steps + 1)
                 state = run.saved()
             state, steps = group.gather_objects(state)[0], steps + 2
-        through = Going(case, Alone())
+        through = Going(case, SingleDevice())
         for number in range(steps):
             through.step(number)
         results.append((case, max([0.0, *loaded]), apart(state, through.saved())))
