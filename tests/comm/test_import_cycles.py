@@ -48,7 +48,8 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def test_no_module_is_in_a_circle() -> None:
-    assert circle(imports()) == []
+    graph = imports()
+    assert circle({name: graph[name] for name in graph}) == []
 
 
 def test_a_circle_is_found() -> None:
