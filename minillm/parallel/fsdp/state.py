@@ -6,7 +6,7 @@
 How the optimizer's state becomes whole is in `parallel/optimizer_state.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -20,20 +20,17 @@ from minillm.parallel.placement import Placement, gather
 
 
 class Sharded(Protocol):
-    """What is read here of a FullyShard."""
+    """What is read of a `FullyShard`."""
 
     module: nn.Module
     group: Group
     norm_group: Group
     home: Offload
+    flats: list[FlatParam]
     params: dict[str, ShardedParam]
+    placements: dict[str, Placement]
 
-    @property
-    def flats(self) -> list[FlatParam]: ...
-
-    @property
-    def placements(self) -> dict[str, Placement]: ...
-
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
     def clip_grad_norm_(self, max_norm: float | None, loss_scale: float, norm_type: float) -> Tensor: ...
 
 
@@ -46,7 +43,7 @@ class FullyShardOptimizer(SlicedOptimizer):
 
     def __init__(self, sharded: Sharded, make: MakeOptimizer) -> None:
         self.sharded = sharded
-        slices = {name: param.slice for name, param in sharded.params.items() if param.slice.requires_grad}
+        slices = {name: part for name, part in sharded.named_parameters() if part.requires_grad}
         super().__init__(make, slices, sharded.placements, sharded.norm_group, sharded.home)
 
     def prepare_gradients(self) -> None:
