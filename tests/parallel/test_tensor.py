@@ -24,7 +24,7 @@ from minillm.parallel.tensor_parallel.plan import part_of, placements
 from minillm.parallel.tensor_parallel.regions import Region, copy_to, reduce_from
 from minillm.parallel.tensor_parallel.vocab import VocabParallelEmbedding, loss_chunk, vocab_parallel_cross_entropy
 from minillm.predict import tensor as predict
-from minillm.train.activation_checkpointing import EXPENSIVE, recompute_blocks
+from minillm.train.activation_checkpointing import EXPENSIVE, checkpoint_blocks
 
 MODEL = ModelConfig(52, 32, 44, 3, 4, 2, max_seq_len=600, qk_norm=True)
 
@@ -187,7 +187,7 @@ def whole_models(group):
     batch = Batch.random(config, 2, 8)
     gradients = []
     for keep in (None, frozenset(), EXPENSIVE):
-        model = recompute_blocks(tensor_parallel(model_of(config), config, group), keep)
+        model = checkpoint_blocks(tensor_parallel(model_of(config), config, group), keep)
         model(batch.tokens, targets=batch.targets)[0].backward()
         gradients.append([p.grad for p in model.parameters()])
     for other in gradients[1:]:

@@ -11,7 +11,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from minillm.measure import ledger, memory
 from minillm.model import ModelConfig, Transformer, cross_entropy, dense
 from minillm.parallel.placement import gradients_of
-from minillm.train import TrainConfig, ZeroOptimizer, adamw, clip_, global_norm, recompute_blocks
+from minillm.train import TrainConfig, ZeroOptimizer, adamw, checkpoint_blocks, clip_, global_norm
 from minillm.train.optimizer import Updater
 
 MODEL = ModelConfig(
@@ -51,7 +51,7 @@ def model_of(case: Case, dtype: torch.dtype = torch.float64) -> Transformer:
     model = Transformer(case.model, seed=0, dtype=dtype, attention=dense)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in case.frozen)
-    return recompute_blocks(model) if case.recompute else model
+    return checkpoint_blocks(model) if case.recompute else model
 
 
 def rows(step: int) -> tuple[Tensor, Tensor]:

@@ -103,12 +103,13 @@ class PrefetchOrder:
     def _why_not(self, group: ParamGroup) -> str:
         if group in self.used:
             return f"{group.name} runs twice in one pass: name one block that holds all that repeats."
-        if self.group.name == REST:
+        last = [each for each in self.order if each.name != REST][-1]
+        if self.group.name == REST and last not in self.used:
             return (
                 f"parameters outside of the blocks are used between two of them, before {group.name}: name the modules "
                 "that have them among the blocks, in the order they run."
             )
-        return f"{group.name} runs after {self.group.name}: name the blocks in the order they run."
+        return f"{group.name} runs after {self.used[-1].name}: name the blocks in the order they run."
 
     def _advance(self) -> None:
         self.leave(self.group)
