@@ -172,6 +172,7 @@ def _parallel_config(
             f"{given}--tp {tp} --pp {pp} does not fit torchrun's {processes} processes: change one of them"
         )
     spread = {"dp": processes // (tp * pp), "zero": zero, "tp": tp, "sequence": sp, "pp": pp, "schedule": schedule}
+    spread["dp_replicate"] = dp_replicate
     if pp == 1:
         if microbatches:
             raise ValueError(f"--microbatches {microbatches} is for a pipeline: add --pp, or use --accumulate")
