@@ -10,6 +10,8 @@
 # 3. A job hangs. Which rank is to blame, and how do you see it?
 #
 # Every rank below is a real process, and every number is either computed in the cell above it or carries its source.
+#
+# The calls of `group`, and what each returns: [docs/group.md](../docs/group.md).
 
 # %%
 import inspect
