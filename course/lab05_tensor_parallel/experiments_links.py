@@ -19,7 +19,7 @@ from minillm.comm import Group, Link, launch
 from minillm.model import ModelConfig, Transformer, cross_entropy
 from minillm.parallel.tensor_parallel.layers import sum_partial, tensor_parallel
 from minillm.parallel.tensor_parallel.regions import TensorRegion, enter, leave
-from minillm.predict import comms, data_parallel
+from minillm.predict import comms
 from minillm.predict import tensor as predict
 from minillm.predict.model import parameters
 from minillm.train import BucketedDDP
@@ -101,8 +101,8 @@ def forward_on_a_clock(counts: Sequence[int] = (1, 2, 4), nproc: int = 2) -> dic
     measured, found = launch(run, nproc, link=LINK, device="cpu")[0], {}
     for pieces, seconds in zip(counts, measured, strict=True):
         reduce = comms.ring_all_reduce(ROW_NUMBERS // pieces, 4, nproc).time(LINK.latency_s, LINK.bandwidth_bytes_per_s)
-        ready = [ROW_S * (i + 1) / pieces for i in range(pieces)]
-        found[pieces] = data_parallel.reduction_times(ready, [reduce] * pieces)[-1][1], seconds
+        product = ROW_S / pieces
+        found[pieces] = product + (pieces - 1) * max(product, reduce) + reduce, seconds
     return found
 
 

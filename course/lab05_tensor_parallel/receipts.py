@@ -14,7 +14,7 @@ from course.lab05_tensor_parallel import experiments_links as links
 from course.lab05_tensor_parallel import experiments_torch as torch_peers
 from course.lab05_tensor_parallel.experiments import FORMS, MODEL, SEQ, Found, Setup
 from minillm.comm import Group, launch
-from minillm.labkit.receipts import Row, row
+from minillm.labkit.receipts import Row, formula, row
 from minillm.predict import comms
 from minillm.predict import tensor as predict
 
@@ -62,11 +62,10 @@ def _everything(group: Group, setups: list[Setup]) -> dict[str, Any]:
 
 def gpt3_traffic(guess_gb: float) -> Iterator[Row]:
     per_step = [96 * predict.layer_bytes(batch, 2048, 12288, 2, 8) / 1e9 for batch in (32, 64)]
-    yield row("your guess: sent per GPU and step", None, guess_gb, "GB")
-    yield row("one activation [32, 2048, 12288] in 16 bits", None, 32 * 2048 * 12288 * 2 / 1e9, "GB")
-    yield row("4 all-reduces of it in each of 96 layers: 4·L·2(t-1)/t·BSH·b", None, per_step[0], "GB")
-    yield row("    for 64 sequences", None, per_step[1], "GB")
-    yield row("data parallelism over 8 GPUs, whatever the batch", None, 2 * 7 / 8 * 350, "GB")
+    yield formula("sent per GPU and step: 4·L·2(t-1)/t·BSH·b", per_step[0], "GB", guess=guess_gb)
+    yield formula("    one activation [32, 2048, 12288] in 16 bits", 32 * 2048 * 12288 * 2 / 1e9, "GB")
+    yield formula("    for 64 sequences", per_step[1], "GB")
+    yield formula("data parallelism over 8 GPUs, whatever the batch", 2 * 7 / 8 * 350, "GB")
 
 
 def trained(ours: Sequence[float], alone: Sequence[float]) -> Iterator[Row]:
@@ -86,12 +85,12 @@ def layers(lines: dict[Setup, dict[str, Any]]) -> Iterator[Row]:
 
 def gpt3_activations() -> Iterator[Row]:
     one, flash = predict.activation_bytes(**GPT3) / 1e9, GPT3 | {"heads": 0}  # 0: no scores are kept
-    yield row("one GPU: sbh(34 + 5as/h)", None, one, "GB")
-    yield row("    with FlashAttention: 34·sbh", None, predict.activation_bytes(**flash) / 1e9, "GB")
-    yield row("TP over 8: sbh(10 + 24/t + 5as/(ht))", None, predict.activation_bytes(**GPT3, world_size=8) / 1e9, "GB")
+    yield formula("one GPU: sbh(34 + 5as/h)", one, "GB")
+    yield formula("    with FlashAttention: 34·sbh", predict.activation_bytes(**flash) / 1e9, "GB")
+    yield formula("TP over 8: sbh(10 + 24/t + 5as/(ht))", predict.activation_bytes(**GPT3, world_size=8) / 1e9, "GB")
     eight = [predict.activation_bytes(**flash, world_size=8, sequence=sequence) / 1e9 for sequence in (False, True)]
-    yield row("    with FlashAttention: sbh(10 + 24/t)", None, eight[0], "GB")
-    yield row("        and sequence parallelism: sbh·34/t", None, eight[1], "GB")
+    yield formula("    with FlashAttention: sbh(10 + 24/t)", eight[0], "GB")
+    yield formula("        and sequence parallelism: sbh·34/t", eight[1], "GB")
 
 
 def step(setups: dict[str, Setup], found: dict[Setup, list[Found]]) -> Iterator[Row]:
@@ -113,7 +112,7 @@ def loss(found: Found) -> Iterator[Row]:
     sent = steps.step_bytes(setup, "loss") / setup.tokens
     yield row("bytes sent per token and rank", predict.loss_bytes_per_token(WORLD), sent, "B")
     gathered = tuple(predict.gathered_logits_bytes_per_token(vocab, WORLD) for vocab in (MODEL.vocab_size, 128_000))
-    yield row("    gathering the logits would send, V = 256 and 128,000", None, gathered, "B")
+    yield formula("    gathering the logits would send, V = 256 and 128,000", gathered, "B")
 
 
 def float64(found: dict[Setup, list[Found]]) -> Iterator[Row]:
@@ -132,10 +131,10 @@ def single_layers(found: dict[str, tuple[str, str]]) -> Iterator[Row]:
 
 def overlap(backward: dict[str, dict[str, Any]], forward: dict[int, tuple[float, float]]) -> Iterator[Row]:
     for name, n in backward.items():
-        yield row(f"backward of 4 column layers: {name}", n["predicted_s"], n["measured_s"], "s", tolerance=0.3)
+        yield row(f"backward of 4 column layers: {name}", n["predicted_s"], n["measured_s"], "s", tolerance=0.3, noisy=True)
     for pieces, (predicted, measured) in forward.items():
         name = f"forward of a row layer in {pieces} piece{'s' * (pieces > 1)}"
-        yield row(name, predicted, measured, "s", tolerance=0.3)
+        yield row(name, predicted, measured, "s", tolerance=0.3, noisy=True)
 
 
 def norm_gradients(found: Sequence[dict[str, Any]]) -> Iterator[Row]:
@@ -178,8 +177,8 @@ def unpaired(found: dict[str, tuple[int, int]]) -> Iterator[Row]:
 def slow_link(found: dict[str, Any]) -> Iterator[Row]:
     first, *_, last = (line for line in found["rows"] if line["kind"] == "tensor")
     slopes = [(last[key] - first[key]) / (last["tokens"] - first["tokens"]) for key in ("predicted_s", "measured_s")]
-    yield row("tensor parallel: what each further token adds to a step", *slopes, "s", tolerance=0.4)
-    yield row("tokens at which both would send the same", None, links.equal_tokens(MODEL))
+    yield row("tensor parallel: what each further token adds to a step", *slopes, "s", tolerance=0.4, noisy=True)
+    yield formula("tokens at which both would send the same", links.equal_tokens(MODEL))
 
 
 def peers(found: dict[str, dict[str, Any]]) -> Iterator[Row]:
@@ -187,6 +186,9 @@ def peers(found: dict[str, dict[str, Any]]) -> Iterator[Row]:
     yield row("minillm: by the ledger", steps.step_bytes(Setup(2, rows=torch_peers.ROWS)), ours["ledger"], "B")
     for name, peer in found.items():
         due = torch_peers.predicted_bytes(name, 2)
-        yield row(f"{name}: on the wire", due, peer["wire"], "B", tolerance=0.1)
+        yield row(f"{name}: on the wire", due, peer["wire"], "B", tolerance=0.1, noisy=True)
     same = max(abs(peer["loss"] / ours["loss"] - 1) for peer in found.values()) < 1e-5
     yield row("every plan has minillm's loss", True, same)
+
+
+CLAIMS = (rows,)

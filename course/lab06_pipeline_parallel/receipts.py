@@ -11,7 +11,7 @@ from course.lab06_pipeline_parallel import experiments
 from course.lab06_pipeline_parallel import experiments_breaks as breaks
 from course.lab06_pipeline_parallel import experiments_stale as stale
 from course.lab06_pipeline_parallel.experiments import FORWARD_S, PRINTED_CHART, ROWS, SEQ, Found, Job
-from minillm.labkit.receipts import Row, row
+from minillm.labkit.receipts import Row, formula, row
 from minillm.parallel.pipeline_parallel import schedules
 from minillm.parallel.pipeline_parallel.schedules import Durations, simulate
 from minillm.predict import pipeline as predict
@@ -35,36 +35,34 @@ def rows() -> Iterator[Row]:
     yield from asynchronous()
 
 
-def idle_share(guess: float, n: int = 4, m: int = 8) -> Iterator[Row]:
-    formula = predict.idle_share(n, m)
-    yield row("your guess; the formula (n-1)/(M+n-1)", None, (guess, formula))
-    yield row("(n-1)/(M+n-1); simulated", formula, simulate(schedules.gpipe(n, m)).idle_share, "", 1e-9)
-    yield row("idle time over useful time, (n-1)/M", None, predict.overhead(n, m))
-    four = predict.overhead(4, 4), predict.idle_share(4, 4)
-    yield row("4 stages, 4 microbatches: idle over useful time; share of the step", None, four)
+def idle_share(guess: float | None = None, n: int = 4, m: int = 8) -> Iterator[Row]:
+    due, found = predict.idle_share(n, m), simulate(schedules.gpipe(n, m)).idle_share
+    yield row(f"{n} stages, {m} microbatches: (n-1)/(M+n-1)", due, found, "", 1e-9, guess=guess, kind="simulated")
+    yield formula("    idle time over useful time, (n-1)/M", predict.overhead(n, m))
+    yield formula("4 stages, 4 microbatches: (n-1)/(M+n-1)", predict.idle_share(4, 4))
+    yield formula("    idle time over useful time, (n-1)/M", predict.overhead(4, 4))
 
 
 def printed_chart() -> Iterator[Row]:
     chart = schedules.parse_chart(PRINTED_CHART)
     right = simulate(schedules.one_f_one_b(4, 8), Durations(F=1, B=1, W=0))
     yield row("printed chart: its orders are 1F1B's", True, chart.schedule.orders == right.schedule.orders)
-    yield row("    gradients used before they are made, of 24", 24, len(schedules.violations(chart)))
-    yield row("    idle share: printed, simulated", None, (chart.idle_share, right.idle_share))
+    yield row("    gradients used before they are made, of 24", 24, len(schedules.violations(chart)), kind="simulated")
+    yield row("    idle share: as printed, of a chart that is possible", None, (chart.idle_share, right.idle_share))
 
 
 def splitting(n: int = 4) -> Iterator[Row]:
     idle = {name: simulate(schedules.SCHEDULES[name](n, 2 * n)).idle[0] for name in ("1f1b", "zero_bubble")}
-    yield row(f"{n} stages, F = I = W = 1: idle slots of a stage, 1F1B", 3 * (n - 1), idle["1f1b"])
-    yield row("    zero bubble: a third of them", predict.zero_bubble_idle(n, 1, 2, 1), idle["zero_bubble"])
+    yield row(f"{n} stages, F = I = W = 1: idle slots of a stage, 1F1B", 3 * (n - 1), idle["1f1b"], kind="simulated")
+    third = predict.zero_bubble_idle(n, 1, 2, 1)
+    yield row("    zero bubble: a third of them", third, idle["zero_bubble"], kind="simulated")
 
 
 def step_times(found: Findings, tolerance: float = 0.3) -> Iterator[Row]:
-    """Of one step on emulated devices: simulated and measured."""
+    """Of one step on emulated devices."""
     for job, ranks in found.items():
-        took = experiments.measured(job, ranks).makespan
-        yield row(
-            f"{job.schedule}, {job.microbatches} microbatches", experiments.planned(job).makespan, took, "s", tolerance
-        )
+        took, plan = experiments.measured(job, ranks).makespan, experiments.planned(job).makespan
+        yield row(f"{job.schedule}, {job.microbatches} microbatches", plan, took, "s", tolerance, noisy=True)
 
 
 def held(found: Findings) -> Iterator[Row]:
@@ -150,8 +148,8 @@ def uneven(found: Findings, cuts: dict[str, Job]) -> Iterator[Row]:
     for cut, job in cuts.items():
         closed = predict.uneven_makespan(job.speed, [2 * f for f in job.speed], 8)
         line = experiments.measured(job, found[job])
-        yield row(f"{cut}: one step, emulated", closed, line.makespan, "s", tolerance=0.3)
-    yield row("if all stages could cost the same", None, predict.makespan(4, 8, FORWARD_S, 2 * FORWARD_S), "s")
+        yield row(f"{cut}: one step, emulated", closed, line.makespan, "s", tolerance=0.3, noisy=True)
+    yield formula("if all stages could cost the same", predict.makespan(4, 8, FORWARD_S, 2 * FORWARD_S), "s")
 
 
 def peers(theirs: Sequence[dict[str, Any]]) -> Iterator[Row]:
@@ -168,3 +166,6 @@ def _off(theirs: Sequence[dict[str, Any]]) -> Callable[[str], float]:
 
 def trained(ours: Sequence[float], alone: Sequence[float]) -> Iterator[Row]:
     yield row(f"loss of step {len(ours)}", alone[-1], ours[-1], tolerance=1e-4)
+
+
+CLAIMS = (rows,)
