@@ -1,58 +1,23 @@
 """Lab 03, when to communicate: while backward still runs, and once for several microbatches."""
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from course.lab03_data_parallel import replicas
-from course.lab03_data_parallel.checks import make_buckets
-from course.lab03_data_parallel.replicas import Bucket, Case, Net, Trained
+from course.lab03_data_parallel.replicas import Case, Net, Trained
 from course.shared.trials import run
 from minillm import measure
 from minillm.comm import Group
+from minillm.labkit import answers_of
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, receipt, row
 
+ANSWERS = answers_of("03_data_parallel")
+
 MICROBATCHES = 3
 Microbatch = tuple[Tensor, Tensor]
-
-
-# The course's own answers.
-
-
-def overlap(buckets: list[Bucket], group: Group) -> Callable[[], None]:
-    """Start each bucket's all-reduce as soon as its gradients are there, in the order of the list; returns finish."""
-    missing = [len(bucket.parameters) for bucket in buckets]
-    handles = []
-
-    def arrived(index: int) -> None:
-        missing[index] -= 1
-        while len(handles) < len(buckets) and missing[len(handles)] == 0:
-            handles.append(group.all_reduce(buckets[len(handles)].flat, op="avg", async_op=True))
-
-    for index, bucket in enumerate(buckets):
-        for parameter in bucket.parameters:
-            parameter.register_post_accumulate_grad_hook(lambda _, index=index: arrived(index))
-
-    def finish() -> None:
-        for handle in handles:
-            handle.wait()
-        handles.clear()
-        missing[:] = [len(bucket.parameters) for bucket in buckets]
-
-    return finish
-
-
-def accumulate(
-    ddp: nn.Module, microbatches: Sequence[Microbatch], loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor]
-) -> None:
-    """Leaves in .grad the mean over all ranks and microbatches, with the all-reduces of one backward."""
-    for index, (x, y) in enumerate(microbatches):
-        last = index == len(microbatches) - 1
-        with contextlib.nullcontext() if last else ddp.no_sync():
-            (loss_of(ddp, x, y) / len(microbatches)).backward()
 
 
 # Overlap.
@@ -138,7 +103,7 @@ def _overlapped(group: Group, learner: Callable, case: Case, flip: bool = True) 
     state: dict[str, Any] = {"log": []}
 
     def prepare(model: Net) -> None:
-        buckets = make_buckets(model.parameters(), case.size * case.size * 8)
+        buckets = ANSWERS.make_buckets(model.parameters(), case.size * case.size * 8)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(

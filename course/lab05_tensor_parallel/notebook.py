@@ -28,7 +28,7 @@ from course.lab05_tensor_parallel import experiments_torch as peers
 from course.lab05_tensor_parallel import figures as pictures
 from course.lab05_tensor_parallel.experiments import FORMS, MODEL, SEQ, Setup
 from minillm.comm import launch
-from minillm.labkit import check, receipt, show, sliders
+from minillm.labkit import check, finish, receipt, show, sliders
 from minillm.predict import comms
 from minillm.predict import tensor as predict
 
@@ -670,3 +670,6 @@ for t in (4, 8, 16):
 # 3. Which gradients are only partial sums once a model is cut this way, and what happens if nobody adds them up?
 #
 # Next: lab 06 cuts the model between its layers, where little is sent and some stage always waits.
+
+# %%
+finish("05_tensor_parallel")

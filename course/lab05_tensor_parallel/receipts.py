@@ -131,7 +131,9 @@ def single_layers(found: dict[str, tuple[str, str]]) -> Iterator[Row]:
 
 def overlap(backward: dict[str, dict[str, Any]], forward: dict[int, tuple[float, float]]) -> Iterator[Row]:
     for name, n in backward.items():
-        yield row(f"backward of 4 column layers: {name}", n["predicted_s"], n["measured_s"], "s", tolerance=0.3, noisy=True)
+        yield row(
+            f"backward of 4 column layers: {name}", n["predicted_s"], n["measured_s"], "s", tolerance=0.3, noisy=True
+        )
     for pieces, (predicted, measured) in forward.items():
         name = f"forward of a row layer in {pieces} piece{'s' * (pieces > 1)}"
         yield row(name, predicted, measured, "s", tolerance=0.3, noisy=True)

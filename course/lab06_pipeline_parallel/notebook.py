@@ -28,7 +28,7 @@ from course.lab06_pipeline_parallel import experiments_torch as peers
 from course.lab06_pipeline_parallel import figures as pictures
 from course.lab06_pipeline_parallel.experiments import PRINTED_CHART, Job
 from minillm.comm import launch
-from minillm.labkit import check, receipt, show, sliders
+from minillm.labkit import check, finish, receipt, show, sliders
 from minillm.labkit.receipts import format_value
 from minillm.parallel.pipeline_parallel import schedules
 from minillm.parallel.pipeline_parallel.schedules import Durations, ScheduleError, simulate
@@ -649,3 +649,6 @@ print("stage 0 of zero bubble:", *schedules.zero_bubble(6, 12).actions(0))
 # 3. Which mistakes at the cut between two stages leave the loss looking right?
 #
 # Next: lab 07 cuts the one dimension that is still whole, the sequence.
+
+# %%
+finish("06_pipeline_parallel")
