@@ -488,8 +488,8 @@ receipt("gradient norm on 4 ranks", receipts.grad_norm([rank["norm"] for rank in
 #
 # ### Find the bug
 #
-# A colleague's MLP trains, but worse with more ranks. The two region functions are your `Enter` and `Leave`.
-# Beside one process:
+# A colleague's MLP trains, but worse with more ranks. `copy_to` and `reduce_from` are your `Enter` and
+# `Leave`. Beside one process:
 
 # %%
 print(inspect.getsource(breaks.suspect_mlp))
@@ -501,7 +501,7 @@ receipt("this MLP on 4 ranks", receipts.hunt(breaks.hunt(cut_mlp, breaks.suspect
 #
 # <details><summary>Answer</summary>
 #
-# `x @ up.T` reads `x` without entering the region, so the part of $dX$ that comes through `up` is never summed. Each
+# `x @ up.T` reads `x` without `copy_to`, so the part of $dX$ that comes through `up` is never summed. Each
 # rank hands a different $dX$ to the layers before it: everything *before* the last MLP gets wrong gradients, and
 # replicated parameters drift apart, while the last layer's own weights look perfect. Enter once and use the result for
 # both products.

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from minillm.comm import Group
 from minillm.parallel.data_parallel.ddp import BufferSync, check_plain, check_same
+from minillm.parallel.data_parallel.reducer import take_over
 from minillm.parallel.fsdp.flat_param import FlatParam, How, Initialize, ParamInfo, ShardedParam
 from minillm.parallel.fsdp.param_group import (
     REST,
@@ -99,6 +100,7 @@ class FullyShard(nn.Module):
         if not (everything := ParamInfo.all_of(module)):
             raise ValueError(f"the {type(module).__name__} has no parameters: there is nothing to shard.")
         check_plain(module)
+        take_over({info.parameter: info.names[0] for info in everything})
         for each in (replicate_group, group) if replicate_group else (group,):
             check_same([(", ".join(info.names), info.parameter) for info in everything], each)
         chosen = choose(module, blocks)
@@ -119,7 +121,7 @@ class FullyShard(nn.Module):
         self.groups = [*self.block_groups, *self.rest]
         found = {param.name: param for flat in self.flats for param in flat.params}
         self.params: dict[str, ShardedParam] = {info.names[0]: found[info.names[0]] for info in everything}
-        for index, flat in enumerate(self.flats):  # so that a memory census finds them
+        for index, flat in enumerate(self.flats):  # so that a memory tracker finds them
             self.register_buffer(f"unsharded_{index}", flat.full, persistent=False)
         self._order: PrefetchOrder | None = None
         self._pass, self._stem_trains, self._stem_reads = 0, True, False
