@@ -4,7 +4,7 @@
     DataParallel          BucketedDDP           everything                              ddp.py
     ShardedStates         the model itself      1/N, then all-gather                    zero (stages 1 and 2)
     ShardedModel          FullyShard            its 1/N                                 fsdp (stage 3)
-    Hybrid                a split model         its parts, or 1/N of them               hybrid.py (tp, pp, HSDP, any stage)
+    Hybrid                a split model         its parts, or 1/N of them               hybrid.py (tp, pp, HSDP)
 
 Each has the methods of `SingleDevice`, which says what they mean.
 """
