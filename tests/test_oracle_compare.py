@@ -100,7 +100,7 @@ def test_command(tmp_path, capsys):
     "argv, message",
     [
         (["--zero", "4"], "zero 4 is not in 0 .. 3"),
-        (["--dp", "0"], "dp 0 is not in 1 .. 64"),
+        (["--dp", "0"], "dp 0 is not in 1 .. 65536"),
         (["--dp", "two"], "--dp two is not a list of whole numbers"),
         (["--cases", "odd"], "--cases odd: choose from plain, tied"),
     ],
