@@ -15,7 +15,7 @@ Beside the path: `speculate/` (draft tokens), `trace.py` (`replay` sends the sam
 from minillm.serve.blocks import BlockPool, Prefix
 from minillm.serve.engine import LLM
 from minillm.serve.recorder import StepRecord
-from minillm.serve.request import Answer, Output, Timing
+from minillm.serve.request import Answer, Delta, Output, Timing
 from minillm.serve.sampling import SamplingParams, Token
 from minillm.serve.scheduler import POLICIES, Scheduler
 from minillm.serve.sequence import Plan, Sequence, State
@@ -28,6 +28,7 @@ __all__ = [
     "Answer",
     "Arrival",
     "BlockPool",
+    "Delta",
     "Output",
     "Plan",
     "Prefix",

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from minillm.model import Transformer
 from minillm.model.attention import sdpa
+from minillm.model.draw import Draw
 
 
 @dataclass(eq=False)
@@ -34,7 +35,7 @@ class Request:
     max_len: int
     temperature: float
     eos: int | None
-    generator: torch.Generator
+    draw: Draw
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
 
@@ -118,8 +119,9 @@ class TinyLLM:
                 f"{max_len} tokens need {self.blocks_for(max_len - 1)} blocks and the pool has {self.num_blocks}: "
                 "shorten the request or enlarge the pool."
             )
-        generator = torch.Generator().manual_seed(seed)
-        self.waiting.append(Request(self.num_requests, list(prompt), len(prompt), max_len, temperature, eos, generator))
+        self.waiting.append(
+            Request(self.num_requests, list(prompt), len(prompt), max_len, temperature, eos, Draw(seed))
+        )
         self.num_requests += 1
         return self.num_requests - 1
 
@@ -225,8 +227,8 @@ class TinyLLM:
         return request.block_table[position // self.block_size] * self.block_size + position % self.block_size
 
     def sample(self, logits: Tensor, request: Request) -> int:
-        """logits: [vocab_size]. A request draws from its own generator, so its answer does not depend on the batch."""
+        """logits: [vocab_size]. A request has its own random numbers, so its answer does not depend on the batch."""
         if request.temperature == 0:
             return int(logits.argmax())
         probabilities = torch.softmax((logits - logits.max()) / max(request.temperature, 1e-6), dim=-1)
-        return int(torch.multinomial(probabilities, 1, generator=request.generator))
+        return request.draw.choose(probabilities)
