@@ -115,7 +115,7 @@ def test_a_check_that_breaks_is_off_and_the_others_still_run():
 
 
 def test_versions_are_those_of_pyproject():
-    project = tomllib.loads(Path(doctor.__file__).parents[1].joinpath("pyproject.toml").read_text())["project"]
+    project = tomllib.loads(Path(doctor.__file__).parents[2].joinpath("pyproject.toml").read_text())["project"]
     assert project["requires-python"] == doctor.PYTHON
     assert f"torch{doctor.TORCH}" in project["dependencies"]
 

@@ -14,10 +14,9 @@ from course.shared.trials import run
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
 from minillm.parallel.pipeline_parallel.actions import straight
-from minillm.parallel.pipeline_parallel.schedules import Action, Edge, Event, Schedule, ScheduleError, check
+from minillm.parallel.pipeline_parallel.schedules import Action, Edge, Schedule, ScheduleError, Task, check
 from minillm.predict import pipeline as predict
 
-LAB = "06_pipeline_parallel"
 Message = tuple[str, str]  # (send or recv, the action whose result travels)
 
 
@@ -63,10 +62,8 @@ class SplitLinear(torch.autograd.Function):
 
 @exercise(
     "rendezvous-messages",
-    reference=place_messages,
     minutes=20,
     difficulty=4,
-    lab=LAB,
     hints=(
         "Write the naive version first: receive what an action needs, do it, send what it made. Then look at stages 0 "
         "and 1 of 1F1B: who sends when the other one sends, too?",
@@ -134,7 +131,7 @@ def _judge_places(steps: Sequence[list], stages: int, microbatches: int, where: 
             for verb, name in step if isinstance(step, list) else ():
                 onward = 1 if name[0] == "F" else -1
                 ends = (stage, stage + onward) if verb == "send" else (stage - onward, stage)
-                edge = known.get((Event(ends[0], Action.parse(name)), ends))
+                edge = known.get((Task(ends[0], Action.parse(name)), ends))
                 if edge is None:
                     there = (
                         "nobody is there" if not all(0 <= end < stages for end in ends) else "there is no such message"
@@ -187,10 +184,8 @@ def _waiting(batch: Sequence[Message], stage: int, met: Sequence[set[Message]]) 
 
 @exercise(
     "split-backward",
-    reference=SplitLinear,
     minutes=15,
     difficulty=3,
-    lab=LAB,
     hints=(
         "Two matrix products make up the backward of a linear layer. For which of them does the stage before wait?",
         "backward returns gradient @ weight for x, None for the rest, and appends a function to `later` which, when "

@@ -1,7 +1,6 @@
 """Lab 11's figures: tokens by vocabulary, what padding wastes, and a step that waits for its input."""
 
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +11,12 @@ from matplotlib.ticker import PercentFormatter
 
 from course.lab11_data_pipeline import checks_batches as answers
 from course.lab11_data_pipeline import experiments
-from minillm.data import Tokenizer, corpus, length_batches, tokenize
+from course.lab11_data_pipeline import formulas as predict
+from course.lab11_data_pipeline.padding import length_batches
+from minillm.data import Tokenizer, corpus, tokenize
 from minillm.labkit.palette import PALETTE, SPANS, look
 from minillm.labkit.plots import lines, style, subplots
 from minillm.measure import Ledger, timeline
-from minillm.predict import data as predict
 
 FILL = {"facecolor": "white", "edgecolor": PALETTE["vermillion"], "hatch": "xxxx", "linewidth": 0.4}
 
@@ -59,19 +59,19 @@ def draw_tokens(numbers: dict[str, Any]) -> Figure:
 
 
 def draw_padding(lengths: Sequence[int], batch_size: int = 8) -> Figure:
-    """A random and a sorted batch with their fill, and the waste of all batches by batch size."""
+    """A random and a sorted batch with their padding, and the waste of all batches by batch size."""
     figure, panels = subplots(1, 3, width=10.5, height=3.5, width_ratios=(3, 3, 4))
     for axes, (name, by_length) in zip(panels, (("random", False), ("sorted by length", True)), strict=False):
         batches = length_batches(lengths, batch_size, 0, by_length)
         batch = [lengths[i] for i in _typical(batches, lengths)]
-        _draw_batch(axes, batch, f"{name}: {predict.padding_waste([batch]):.0%} fill")
+        _draw_batch(axes, batch, f"{name}: {predict.padding_waste([batch]):.0%} padding")
     numbers = experiments.padding(lengths)
     names = list(numbers["waste"])
     lines(
         numbers["batch_sizes"],
         {**numbers["waste"], "packed": [numbers["packed"]] * len(numbers["batch_sizes"])},
         x_axis=("documents per batch", ""),
-        y_axis=("fill, share of computed positions", ""),
+        y_axis=("padding, share of computed positions", ""),
         title="All batches of the corpus",
         log="x",
         ax=panels[2],
@@ -96,7 +96,7 @@ def _draw_batch(axes: Axes, batch: Sequence[int], title: str) -> None:
     rows, longest = np.arange(len(batch)), max(batch)
     with style():
         axes.barh(rows, batch, 0.8, color=PALETTE["blue"], label="tokens")
-        axes.barh(rows, [longest - length for length in batch], 0.8, left=batch, label="fill", **FILL)
+        axes.barh(rows, [longest - length for length in batch], 0.8, left=batch, label="padding", **FILL)
         axes.set(xlabel="position", ylabel="row of the batch", xlim=(0, longest * 1.01), ylim=(len(batch) - 0.4, -0.6))
         axes.set_yticks([])
         axes.grid(False)
@@ -119,9 +119,7 @@ def _from_zero(led: Ledger, seconds: float | None) -> Ledger:
     """A ledger whose first span starts at 0, cut after `seconds`."""
     zero = min(span.start for span in led.spans)
     moved = [replace(span, start=span.start - zero, end=span.end - zero) for span in led.spans]
-    shifted = copy(led)
-    shifted.events, shifted.spans = [], [span for span in moved if seconds is None or span.end <= seconds]
-    return shifted
+    return Ledger(spans=[span for span in moved if seconds is None or span.end <= seconds])
 
 
 def step_time(load_ms: float = 32.0, compute_ms: float = 20.0, workers: int = 1) -> Figure:

@@ -11,12 +11,12 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
+from course.lab14_continuous_batching import formulas as predict
 from course.lab14_continuous_batching.experiments import Flight, Player, draft, one_thread, play, requests, text
 from course.lab14_continuous_batching.experiments_breaks import PromptsFirst
+from course.lab14_continuous_batching.formulas import H100_8B
 from course.shared.baselines import StaticBatches, TimerBatches
 from minillm.model import Transformer
-from minillm.predict import batching as predict
-from minillm.predict.batching import H100_8B
 from minillm.serve import LLM, POLICIES, BlockPool, SamplingParams, Scheduler
 from minillm.serve.trace import Arrival, VirtualClock, arrivals, replay, skewed, summary, uniform
 

@@ -26,12 +26,12 @@ from course.lab14_continuous_batching import experiments_breaks as breaks
 from course.lab14_continuous_batching import experiments_engines as engines
 from course.lab14_continuous_batching import figures as pictures
 from course.lab14_continuous_batching import figures_flight as flight_pictures
+from course.lab14_continuous_batching import formulas as predict
 from course.lab14_continuous_batching.experiments_transformers import peer
+from course.lab14_continuous_batching.formulas import H100_8B
 from minillm.labkit import check, receipt, row, show, sliders
 from minillm.labkit.receipts import format_value
 from minillm.model import Transformer
-from minillm.predict import batching as predict
-from minillm.predict.batching import H100_8B
 from minillm.serve import POLICIES, Scheduler
 
 # %% [markdown]

@@ -224,7 +224,7 @@ def _window_from_hf(raw: dict) -> int | None:
 
 
 def _has_other_head(stored: dict) -> bool:
-    """Is an output head stored that is not the embedding? As in transformers, it then counts in spite of a tied flag."""
+    """Is a head stored that is not the embedding? It then counts, as in transformers, whatever the config says."""
     head, embedding = hf_name("head.weight"), hf_name("embedding.weight")
     if head not in stored or embedding not in stored:
         return False

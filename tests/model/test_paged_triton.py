@@ -85,9 +85,7 @@ def test_the_work_of_programs_and_where_partial_results_lie():
     tiles = [(0, 0, 1, 8), (1, 1, 3, 0)]
     programs, tokens = paged_triton._work(tiles, [3, 2])
     second = [(*tiles[1], split, 2, 3 + 3 * split) for split in range(2)]
-    assert programs == [(*tiles[0], split, 3, split) for split in range(3)] + [
-        (*tiles[1], s, 2, 3 + 3 * s) for s in (0, 1)
-    ]
+    assert programs == [(*tiles[0], split, 3, split) for split in range(3)] + second
     assert tokens == [(0, 1, 3), (3, 3, 2), (4, 3, 2), (5, 3, 2)]
 
 
