@@ -289,9 +289,9 @@ class LLM:
                 likeliest[rows.start] = logits[rows.start].argmax()
         chosen = self._choose(ready, logits, likeliest)
         sampled = sum(self._accept(taken, tokens) for (taken, _), tokens in zip(ready, chosen, strict=True))
-        for request in {id(taken.request): taken.request for taken, _ in ready}.values():
-            if all(taken.answer.reason is not None for taken in request.samples):
-                self._close(request)
+        for taken, _ in ready:
+            if taken.answer.reason is not None and all(each.answer.reason for each in taken.request.samples):
+                self._close(taken.request)
         return sampled
 
     def _ready(self, complete: list[Sequence], run: ForwardPass, sound: list[bool]) -> list[tuple[Sample, slice]]:
@@ -304,8 +304,10 @@ class LLM:
             if taken is None:  # cancelled meanwhile, or failed by another sample of its request
                 self.pool.invalidate(() if sound[start] else run.table(sequence))
             elif sound[start]:
-                family = [taken, *(self._attach(taken.request, fork) for fork in self.scheduler.fork(sequence))]
-                usable = next((row for row in range(start, end) if not sound[row]), end)
+                family = [taken]
+                if sequence.num_seqs > 1:
+                    family += [self._attach(taken.request, fork) for fork in self.scheduler.fork(sequence)]
+                usable = end if count == 1 else next((row for row in range(start, end) if not sound[row]), end)
                 ready += [(each, slice(start, usable)) for each in family]
             elif count > 1:  # a draft token may have spoilt it: 0 · nan is nan, also behind a mask
                 self.speculation.drop(sequence)

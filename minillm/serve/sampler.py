@@ -23,6 +23,8 @@ Row = tuple[SamplingParams, Sequence[int], Draw]  # what a row's request wants; 
 
 def sample_batch(logits: Tensor, rows: Sequence[Row], likeliest: Tensor | None = None) -> list[Token]:
     """One token for each row. logits: [rows, vocab_size], float32, not changed. likeliest: [rows], if known already."""
+    if likeliest is not None and all(_plain(params) for params, _, _ in rows):
+        return [Token(token) for token in likeliest.tolist()]
     scores = _penalised(logits, rows)
     ids = scores.argmax(-1) if likeliest is None or scores is not logits else likeliest
     drawn = [index for index, (params, _, _) in enumerate(rows) if params.temperature > 0]
@@ -37,6 +39,11 @@ def sample_batch(logits: Tensor, rows: Sequence[Row], likeliest: Tensor | None =
         described(token, logits[index].cpu(), rows[index][0]) if wants[index] else Token(token)
         for index, token in enumerate(tokens)
     ]
+
+
+def _plain(params: SamplingParams) -> bool:
+    """Is it the likeliest token, and nothing more?"""
+    return params.temperature == 0 and params.repetition_penalty == 1 and params.logprobs is None
 
 
 def _penalised(logits: Tensor, rows: Sequence[Row]) -> Tensor:
