@@ -83,7 +83,7 @@ def _draw_all(scores: Tensor, rows: Sequence[Row]) -> Tensor:
         part = weights if len(cut) == len(rows) else weights[cut]
         ids[cut], complete = _from_candidates(part, uniforms[cut], *limits, count=min(count, vocab_size))
         cut = [index for index, done in zip(cut, complete.tolist(), strict=True) if not done]
-        count = vocab_size
+        count *= 8
     return ids
 
 

@@ -121,7 +121,7 @@ class FullyShard(nn.Module):
         self.groups = [*self.block_groups, *self.rest]
         found = {param.name: param for flat in self.flats for param in flat.params}
         self.params: dict[str, ShardedParam] = {info.names[0]: found[info.names[0]] for info in everything}
-        for index, flat in enumerate(self.flats):  # so that a memory census finds them
+        for index, flat in enumerate(self.flats):  # so that a memory tracker finds them
             self.register_buffer(f"unsharded_{index}", flat.full, persistent=False)
         self._order: PrefetchOrder | None = None
         self._pass, self._stem_trains, self._stem_reads = 0, True, False
