@@ -242,9 +242,10 @@ class PagedCache:
 
     def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """Arrays of whole numbers as tensors on the device, in one copy that the host does not wait for."""
+        if self.pool.device.type == "cpu":
+            return [torch.from_numpy(array) for array in arrays]
         flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
-        if self.pool.is_cuda:
-            flat = flat.pin_memory().to(self.pool.device, non_blocking=True)
+        flat = (flat.pin_memory() if self.pool.is_cuda else flat).to(self.pool.device, non_blocking=True)
         parts = flat.split([array.size for array in arrays])
         return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
@@ -281,8 +282,9 @@ class PagedBatch:
         self.context_lens = [start + length for start, length in zip(starts, query_lens, strict=True)]
         lengths, ends = np.array(self.query_lens), np.array(self.context_lens)
         stops = lengths.cumsum()
-        positions = np.arange(stops[-1]) + np.repeat(ends - stops, lengths)
-        slots = table[np.repeat(np.arange(len(lengths)), lengths), positions // size] * size + positions % size
+        rows = np.arange(len(lengths)).repeat(lengths)  # of the table, for each token
+        positions = np.arange(len(rows)) + (ends - stops)[rows]
+        slots = table[rows, positions // size] * size + positions % size
         on_device = cache.upload((table, slots, positions, stops - 1, *more))
         self.block_table, self.slot_mapping, self.positions, self.last_rows, *self.more = on_device
 

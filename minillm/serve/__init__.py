@@ -7,7 +7,8 @@ Reading order:
 1. `tiny.py`        the whole engine on one page: block tables, token budget, continuous batching, preemption
 2. `blocks.py`      which sequence holds which block; prefix cache, eviction, copy on write, swapping
 3. `scheduler.py`   which tokens the next forward pass computes, and which sequence is preempted when blocks run out
-4. `engine.py`      add, step, cancel, stream; with `model_runner.py` (one forward pass) and `sampling.py` (one token)
+4. `engine.py`      add, step, cancel, stream; its parts are `unfinished.py` (how a request arrives and ends),
+                   `model_runner.py` (one forward pass), `next_tokens.py` (from logits to answers), `sampling.py`
 5. `minillm/model/paged.py`   attention over blocks anywhere in memory; `paged_triton.py` is its GPU kernel
 Beside the path: `speculate/` (draft tokens), `trace.py` (`replay` sends the same requests through any engine).
 """

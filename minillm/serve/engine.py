@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from heapq import heappop, heappush
 from threading import RLock
 from typing import TYPE_CHECKING
 
@@ -21,15 +20,16 @@ from torch import Tensor
 from minillm.data import Tokenizer
 from minillm.model import Transformer
 from minillm.model.paged import Backend, PagedCache, default_backend
-from minillm.serve.blocks import BlockPool, root
+from minillm.serve.blocks import BlockPool
 from minillm.serve.memory import default_num_blocks, default_num_host_blocks
 from minillm.serve.model_runner import ForwardPass, InputBuffers
+from minillm.serve.next_tokens import NextTokens
 from minillm.serve.recorder import StepRecord, record
-from minillm.serve.request import Delta, Output, Request, Sample, pairs, prompt_ids
-from minillm.serve.sampler import sample_batch
-from minillm.serve.sampling import RULED_OUT, SamplingParams, Token, whole
+from minillm.serve.request import Delta, Output, Request, pairs
+from minillm.serve.sampling import SamplingParams
 from minillm.serve.scheduler import Scheduler
-from minillm.serve.sequence import Plan, Sequence
+from minillm.serve.sequence import Plan
+from minillm.serve.unfinished import Unfinished
 
 if TYPE_CHECKING:
     from minillm.serve.speculate.adaptive import AdaptiveK
@@ -87,12 +87,9 @@ class LLM:
 
             self.speculation = Speculation(proposer, k, model.config, clock)
         self._lock, self._stepping = RLock(), RLock()  # of the bookkeeping; of a whole step
-        self._requests: dict[str, Request] = {}
-        self._samples: dict[Sequence, Sample] = {}
-        self._deadlines: list[tuple[float, int, Request]] = []
-        self._ended: list[Output] = []  # for `step` to return
-        self._ended_ids: list[str] = []  # for the record of the step that runs
-        self._count = 0
+        self._unfinished = Unfinished(self.scheduler, self.speculation, model.config, tokenizer, clock)
+        self._samples = self._unfinished.samples
+        self._next_tokens = NextTokens(self._unfinished)
 
     def generate(
         self, prompts: list[str | list[int]], params: SamplingParams | list[SamplingParams] | None = None
@@ -136,14 +133,12 @@ class LLM:
     def cancel(self, request_id: str) -> None:
         """Ends a request now; what it has so far comes out of the next `step`."""
         with self._lock:
-            if request_id not in self._requests:
-                raise ValueError(f"request {request_id!r} cannot be cancelled: it is unknown or has ended.")
-            self._end(self._requests[request_id], "cancelled")
+            self._unfinished.cancel(request_id)
 
     @property
     def unfinished(self) -> int:
         """Requests that have not ended."""
-        return len(self._requests)
+        return len(self._unfinished)
 
     def step(self) -> list[Output]:
         """One forward pass, if there is anything to compute. Returns what ended since the last call, each once.
@@ -152,43 +147,12 @@ class LLM:
         """
         self._step()
         with self._lock:
-            ended, self._ended = self._ended, []
+            ended, self._unfinished.ended = self._unfinished.ended, []
             return ended
 
-    def _add(
-        self,
-        prompt: str | list[int],
-        params: SamplingParams | None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        salt: str | None = None,
-        timeout_s: float | None = None,
-        awaited: bool = False,
-    ) -> Request:
-        params = params or SamplingParams()
-        tokens = prompt_ids(prompt, params, self.tokenizer, self.model.config)
-        limit = min(len(tokens) + params.max_tokens, self.model.config.max_seq_len)
-        if whole(priority) is None:
-            raise ValueError(f"priority {priority!r} must be a whole number; lower is sooner.")
-        if timeout_s is not None and not timeout_s > 0:
-            raise ValueError(f"timeout_s {timeout_s} must be above 0, or None.")
+    def _add(self, prompt: str | list[int], params: SamplingParams | None, **options) -> Request:
         with self._lock:
-            taken = self._requests.keys() | {output.request_id for output in self._ended}
-            while request_id is None:
-                name, self._count = f"request-{self._count}", self._count + 1
-                request_id = None if name in taken else name
-            if request_id in self._requests:
-                raise ValueError(f"request id {request_id!r} is taken by a request that has not ended: choose another.")
-            sequence = Sequence(list(tokens), limit, params.n, whole(priority), root(None, salt))
-            self.scheduler.add(sequence)
-            request = Request.arrived(request_id, tokens, params, self.tokenizer, self.clock())
-            request.awaited = awaited
-            self._requests[request_id] = request
-            self._attach(request, sequence)
-            if timeout_s is not None:
-                heappush(self._deadlines, (request.output.timing.arrived + timeout_s, sequence.rank[1], request))
-        return request
+            return self._unfinished.add(prompt, params, **options)
 
     def _deltas(self, request: Request) -> Iterator[Delta]:
         """First nothing, so that the caller can enter the `with`; then what is new, sample by sample."""
@@ -221,7 +185,7 @@ class LLM:
         finally:
             with self._lock:
                 for request in mine:
-                    self._end(request, "cancelled")
+                    self._unfinished.end(request, "cancelled")
 
     @torch.inference_mode()
     def _step(self) -> None:
@@ -229,9 +193,8 @@ class LLM:
         with self._stepping:
             with self._lock:
                 started = self.clock()
-                self._ended_ids.clear()
-                while self._deadlines and self._deadlines[0][0] <= started:
-                    self._end(heappop(self._deadlines)[-1], "timeout")
+                self._unfinished.ended_ids.clear()
+                self._unfinished.expire(started)
                 plan = self.scheduler.schedule()
                 if not plan.batch:
                     return
@@ -242,14 +205,22 @@ class LLM:
                     if output.timing.scheduled is None:
                         output.timing.scheduled = started
             logits, failure = self._forward(plan, run, asked)
+            raised_in = "the forward pass"
             with self._lock:
                 for output, (_, tokens) in zip(outputs, plan.batch, strict=True):
                     output.computed += tokens
-                sampled = self._after(plan, run, logits) if failure is None else self._failed(plan, run, failure)
+                sampled = 0
+                try:
+                    if failure is None:
+                        sampled = self._next_tokens.after(plan, run, logits)
+                except BaseException as raised:
+                    failure, raised_in = raised, "sampling"
+                if failure is not None:
+                    self._failed(plan, run, f"{raised_in} raised {type(failure).__name__}: {failure}")
                 if self.speculation is not None:
                     self.speculation.observe(plan, run, self._samples)
                 error = None if failure is None else f"{type(failure).__name__}: {failure}"
-                facts = {"ended": tuple(self._ended_ids), "sampled": sampled, "error": error}
+                facts = {"ended": tuple(self._unfinished.ended_ids), "sampled": sampled, "error": error}
                 times = (started, self.clock() - started)
                 self.records.append(
                     record(self.scheduler, plan, run.starts, blocks=self.record_blocks, times=times, **facts)
@@ -267,116 +238,8 @@ class LLM:
         except BaseException as failure:
             return None, failure
 
-    def _failed(self, plan: Plan, run: ForwardPass, failure: BaseException) -> int:
-        """The pass raised: its requests end and nothing it wrote is ever hit; the others and the pool stay whole."""
+    def _failed(self, plan: Plan, run: ForwardPass, error: str) -> None:
+        """The step raised: its requests end and nothing it wrote is ever hit; the others and the pool stay whole."""
         self.pool.invalidate(block for table in run.tables for block in table)
         for taken in [self._samples[sequence] for sequence, _ in plan.batch if sequence in self._samples]:
-            self._end(taken.request, "failed", f"the forward pass raised {type(failure).__name__}: {failure}")
-        return 0
-
-    def _after(self, plan: Plan, run: ForwardPass, logits: Tensor) -> int:
-        """The next tokens of the sequences whose last token was computed; returns how many were sampled."""
-        complete = self.scheduler.advance(plan)
-        if not complete:
-            return 0
-        most, likeliest = logits.max(-1)
-        ready = self._ready(complete, run, most.isfinite().tolist())
-        for taken, rows in ready:
-            if taken.request.params.first_tokens and not taken.answer.tokens:
-                allowed = torch.full_like(logits[rows.start], RULED_OUT)
-                allowed[list(taken.request.params.first_tokens)] = 0
-                logits[rows.start] += allowed
-                likeliest[rows.start] = logits[rows.start].argmax()
-        chosen = self._choose(ready, logits, likeliest)
-        sampled = sum(self._accept(taken, tokens) for (taken, _), tokens in zip(ready, chosen, strict=True))
-        for taken, _ in ready:
-            if taken.answer.reason is not None and all(each.answer.reason for each in taken.request.samples):
-                self._close(taken.request)
-        return sampled
-
-    def _ready(self, complete: list[Sequence], run: ForwardPass, sound: list[bool]) -> list[tuple[Sample, slice]]:
-        """(sample, its rows of the logits) of all that get a token: without those that were cancelled during the pass
-        or whose logits are not finite, and with the forks of those that have just completed their prompt."""
-        ready, end = [], 0
-        for sequence, count in zip(complete, run.rows, strict=True):
-            start, end = end, end + count
-            taken = self._samples.get(sequence)
-            if taken is None:  # cancelled meanwhile, or failed by another sample of its request
-                self.pool.invalidate(() if sound[start] else run.table(sequence))
-            elif sound[start]:
-                family = [taken]
-                if sequence.num_seqs > 1:
-                    family += [self._attach(taken.request, fork) for fork in self.scheduler.fork(sequence)]
-                usable = end if count == 1 else next((row for row in range(start, end) if not sound[row]), end)
-                ready += [(each, slice(start, usable)) for each in family]
-            elif count > 1:  # a draft token may have spoilt it: 0 · nan is nan, also behind a mask
-                self.speculation.drop(sequence)
-                self.scheduler.commit_accepted(sequence)
-            else:
-                reason = f"its logits are not finite after {sequence.num_tokens} tokens (NaN or infinite)"
-                self._end(taken.request, "failed", reason)
-        return [(taken, rows) for taken, rows in ready if taken.answer.reason is None]
-
-    def _choose(self, ready: list[tuple[Sample, slice]], logits: Tensor, likeliest: Tensor) -> list[list[Token]]:
-        """The next tokens of each sample: one, or with speculation the accepted draft tokens and one more."""
-        if self.speculation is not None:
-            logits, ids = logits.cpu(), likeliest.tolist()
-            return [self.speculation.check(taken, logits[rows], ids[rows]) for taken, rows in ready]
-        places = [rows.start for _, rows in ready]
-        if places != list(range(len(logits))):
-            logits, likeliest = logits[places], likeliest[places]
-        rows = [(taken.request.params, taken.sequence.tokens, taken.draw) for taken, _ in ready]
-        return [[token] for token in sample_batch(logits, rows, likeliest)] if rows else []
-
-    def _accept(self, taken: Sample, tokens: list[Token]) -> int:
-        """Adds tokens to the answer until one ends it; returns how many."""
-        output = taken.request.output
-        output.passes += bool(taken.answer.tokens)
-        if output.timing.first_token is None:
-            output.timing.first_token = self.clock()
-        given, reason = 0, None
-        try:
-            while reason is None and given < len(tokens):
-                reason, given = taken.accept(tokens[given]), given + 1
-        except Exception as failure:  # of the tokenizer: this request's own
-            self._end(taken.request, "failed", f"{type(failure).__name__}: {failure}")
-            return given
-        self.scheduler.commit_accepted(taken.sequence)
-        if reason is not None:
-            self._finish(taken, reason)
-        elif self.speculation is not None:
-            self.speculation.want(taken.sequence)
-        return given
-
-    def _finish(self, taken: Sample, reason: str) -> None:
-        taken.close(reason)
-        self.scheduler.finish(taken.sequence, wrong=reason == "failed")
-        del self._samples[taken.sequence]
-        if self.speculation is not None:
-            self.speculation.end(taken.sequence)
-        output = taken.request.output
-        output.hit += taken.sequence.hit_tokens
-        output.preemptions += taken.sequence.preemptions
-
-    def _end(self, request: Request, reason: str, error: str | None = None) -> None:
-        """Ends all samples of a request that have not ended."""
-        if request.output.timing.ended is not None:
-            return
-        request.output.error = error
-        for taken in request.samples:
-            if taken.answer.reason is None:
-                self._finish(taken, reason)
-        self._close(request)
-
-    def _close(self, request: Request) -> None:
-        if request.output.timing.ended is not None:
-            return
-        request.output.timing.ended = self.clock()
-        del self._requests[request.output.request_id]
-        self._ended_ids.append(request.output.request_id)
-        if not request.awaited:
-            self._ended.append(request.output)
-
-    def _attach(self, request: Request, sequence: Sequence) -> Sample:
-        taken = self._samples[sequence] = request.attach(sequence, self.tokenizer)
-        return taken
+            self._unfinished.end(taken.request, "failed", error)

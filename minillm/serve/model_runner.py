@@ -23,22 +23,25 @@ class InputBuffers:
         self._rows: dict[Sequence, int] = {}
         self._known: list[list[int]] = []  # what row i holds
 
-    def update(self, sequences: list[Sequence]) -> list[int]:
-        """The row of each sequence, with its blocks as they are now."""
+    def update(self, sequences: list[Sequence]) -> tuple[list[list[int]], np.ndarray]:
+        """The blocks of each sequence as they are now, as lists that nothing changes later and as rows of an array."""
         if len(self._rows) + len(sequences) > len(self.tables):
             self._make_room(sequences)
-        rows, widest = [], max(len(sequence.blocks) for sequence in sequences)
-        if widest > self.tables.shape[1]:
-            self.tables = np.pad(self.tables, ((0, 0), (0, 2 * widest - self.tables.shape[1])))
+        rows, tables, widest = [], [], 0
         for sequence in sequences:
-            row = self._rows.get(sequence)
-            if row is None:
-                row = self._rows[sequence] = len(self._rows)
-            if self._known[row] != sequence.blocks:
-                self._known[row] = list(sequence.blocks)
-                self.tables[row, : len(sequence.blocks)] = sequence.blocks
+            row, blocks = self._rows.setdefault(sequence, len(self._rows)), sequence.blocks
+            if self._known[row] != blocks:
+                self._known[row] = list(blocks)
+                self._widen(len(blocks))
+                self.tables[row, : len(blocks)] = blocks
             rows.append(row)
-        return rows
+            tables.append(self._known[row])
+            widest = max(widest, len(blocks))
+        return tables, self.tables[rows, :widest]
+
+    def _widen(self, blocks: int) -> None:
+        if blocks > self.tables.shape[1]:
+            self.tables = np.pad(self.tables, ((0, 0), (0, 2 * blocks - self.tables.shape[1])))
 
     def _make_room(self, sequences: list[Sequence]) -> None:
         """Rows for these sequences alone; all are written anew."""
@@ -59,11 +62,9 @@ class ForwardPass:
     def __init__(self, plan: Plan, buffers: InputBuffers):
         self.plan, self.buffers = plan, buffers
         self.starts = [sequence.num_computed for sequence, _ in plan.batch]
-        self.tables = [list(sequence.blocks) for sequence, _ in plan.batch]
+        self.tables, self._table = buffers.update([sequence for sequence, _ in plan.batch])
         self.guesses: list[list[int]] = [[] for _ in plan.batch]
         self.hidden: Tensor | None = None
-        rows = buffers.update([sequence for sequence, _ in plan.batch])
-        self._table = buffers.tables[rows, : max(map(len, self.tables))]
 
     def logits(self, model: Transformer, *, hidden: bool = False) -> Tensor:
         """[rows, vocab_size], float32 on the model's device, of sequences whose last token this step computes."""

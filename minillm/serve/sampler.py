@@ -9,6 +9,7 @@ they keep; the few rows where they do not are done again with the whole vocabula
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import isqrt
 
 import torch
@@ -24,7 +25,7 @@ Row = tuple[SamplingParams, Sequence[int], Draw]  # what a row's request wants; 
 def sample_batch(logits: Tensor, rows: Sequence[Row], likeliest: Tensor | None = None) -> list[Token]:
     """One token for each row. logits: [rows, vocab_size], float32, not changed. likeliest: [rows], if known already."""
     if likeliest is not None and all(_plain(params) for params, _, _ in rows):
-        return [Token(token) for token in likeliest.tolist()]
+        return [_plain_token(token) for token in likeliest.tolist()]
     scores = _penalised(logits, rows)
     ids = scores.argmax(-1) if likeliest is None or scores is not logits else likeliest
     drawn = [index for index, (params, _, _) in enumerate(rows) if params.temperature > 0]
@@ -36,9 +37,15 @@ def sample_batch(logits: Tensor, rows: Sequence[Row], likeliest: Tensor | None =
     tokens = ids.tolist()
     wants = [params.logprobs is not None for params, _, _ in rows]
     return [
-        described(token, logits[index].cpu(), rows[index][0]) if wants[index] else Token(token)
+        described(token, logits[index].cpu(), rows[index][0]) if wants[index] else _plain_token(token)
         for index, token in enumerate(tokens)
     ]
+
+
+@lru_cache(maxsize=1 << 16)
+def _plain_token(token: int) -> Token:
+    """One object for all the times that a token is sampled: it never changes."""
+    return Token(token)
 
 
 def _plain(params: SamplingParams) -> bool:

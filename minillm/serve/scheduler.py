@@ -99,9 +99,13 @@ class Scheduler:
 
     def advance(self, plan: Plan) -> list[Sequence]:
         """The plan is computed. Returns those whose last token was: their next one can be sampled."""
+        complete = []
         for sequence, tokens in plan.batch:
-            sequence.num_computed = min(sequence.num_computed + tokens, sequence.num_tokens)
-        return [sequence for sequence, _ in plan.batch if not sequence.num_uncomputed]
+            num_tokens = sequence.num_tokens
+            sequence.num_computed = min(sequence.num_computed + tokens, num_tokens)
+            if sequence.num_computed == num_tokens:
+                complete.append(sequence)
+        return complete
 
     def commit_accepted(self, sequence: Sequence) -> None:
         """Its new tokens are verified: the blocks they filled are shared, those of rejected guesses go back."""

@@ -1,12 +1,15 @@
 """Whatever a user can get wrong: one sentence that names the value and what fits, and the other requests go on."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 from course.shared.baselines import Naive, StaticBatches, TimerBatches
 from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import generate
-from minillm.serve import LLM, SamplingParams
+from minillm.serve import LLM, SamplingParams, next_tokens
+from minillm.serve.speculate.ngram import NGram
 
 CONFIG = ModelConfig(50, 32, 64, 2, 4, 2, max_seq_len=48, init_std=0.2)
 MODEL = Transformer(CONFIG, seed=3)
@@ -151,3 +154,57 @@ def test_logits_that_are_nan_fail_their_request_and_the_others_go_on(engine):
         assert outputs[request_id].error is None
         assert [answer.ids for answer in outputs[request_id].answers] == [list(generate(model, prompt, 6))] * 2
     whole(engine)
+
+
+@pytest.mark.parametrize("speculating", [False, True])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_request_whose_sampling_raises_ends_alone(speculating, temperature, monkeypatch):
+    """Two samples of one request among others, from the third token on; the others draw what they draw anyway."""
+    options = {"proposer": NGram(), "k": 2} if speculating else {}
+    wanted = [SamplingParams(max_tokens=6, temperature=temperature, seed=seed) for seed in range(3)]
+    params = [*wanted, SamplingParams(max_tokens=6, temperature=0.9, min_p=0.123, n=2, seed=9)]
+    prompts = [*OTHERS, [7, 8]]
+    right = LLM(MODEL, block_size=4, num_blocks=40, **options).generate(prompts, params)
+    calls = []
+
+    def spoilt(function, wants):
+        def call(*arguments):
+            if any(each.min_p == 0.123 for each in wants(*arguments)):
+                calls.append(1)
+                if len(calls) > 2:
+                    raise RuntimeError("no such kernel")
+            return function(*arguments)
+
+        return call
+
+    batch = spoilt(next_tokens.sample_batch, lambda logits, rows, likeliest=None: [row[0] for row in rows])
+    monkeypatch.setattr(next_tokens, "sample_batch", batch)
+    llm = LLM(MODEL, block_size=4, num_blocks=40, **options)
+    if speculating:
+        check = spoilt(llm.speculation.check, lambda taken, logits, likeliest: [taken.request.params])
+        monkeypatch.setattr(llm.speculation, "check", check)
+    found = llm.generate(prompts, params)
+    assert [output.answers[0].ids for output in found[:3]] == [output.answers[0].ids for output in right[:3]]
+    assert all(output.error is None for output in found[:3])
+    assert found[3].error.startswith("sampling its token ") and "raised RuntimeError: no such kernel" in found[3].error
+    assert [answer.reason for answer in found[3].answers] == ["failed", "failed"]
+    whole(llm)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+def test_whatever_else_raises_after_the_pass_ends_its_requests(kind, monkeypatch):
+    """An error of the step's own bookkeeping, or Ctrl-C: the pool stays whole, and the next request is answered."""
+    llm = LLM(MODEL, block_size=4, num_blocks=40)
+    for prompt in OTHERS:
+        llm.add(prompt, SamplingParams(max_tokens=5))
+
+    def broken(*arguments):
+        raise kind("no more")
+
+    with monkeypatch.context() as patch, nullcontext() if kind is RuntimeError else pytest.raises(kind):
+        patch.setattr(llm._next_tokens, "_ready", broken)
+        outputs = llm.step()
+    outputs = outputs if kind is RuntimeError else llm.step()
+    assert [output.error for output in outputs] == [f"sampling raised {kind.__name__}: no more"] * len(OTHERS)
+    whole(llm)
+    assert llm.generate([OTHERS[0]], SamplingParams(max_tokens=5))[0].answers[0].ids == RIGHT[0]
