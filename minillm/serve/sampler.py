@@ -5,7 +5,8 @@ row comes from its own `Draw` and is used in the same way: the token at which th
 order of token id, passes it. Rounding aside, a row's token does not depend on the rows beside it or on the device.
 
 No vocabulary is sorted: top-k and top-p look at a row's CANDIDATES likeliest tokens, which nearly always hold all that
-they keep; the few rows where they do not are done again with the whole vocabulary.
+they keep. For the rows where they do not, a flat distribution or a large top-k, histograms of the weights find the
+least one that is kept (radix selection, as in Alabi et al. 2012).
 """
 
 from collections.abc import Sequence
@@ -83,19 +84,22 @@ def _draw_all(scores: Tensor, rows: Sequence[Row]) -> Tensor:
         if any(min_p[index] for index in free):
             part = part * (part >= column([min_p[index] for index in free]))
         ids[free] = _inverse_transform(part, uniforms[free])
-    needed = [top_k[index] + 1 for index in cut if top_k[index] < vocab_size]
-    count = max([*needed, CANDIDATES if any(top_p[index] < 1 for index in cut) else 0])
-    while cut:
-        limits = [column([values[index] for index in cut], kind) for values, kind in _limits(top_k, top_p, min_p)]
-        part = weights if len(cut) == len(rows) else weights[cut]
-        ids[cut], complete = _from_candidates(part, uniforms[cut], *limits, count=min(count, vocab_size))
-        cut = [index for index, done in zip(cut, complete.tolist(), strict=True) if not done]
-        count *= 8
+    near = [index for index in cut if top_k[index] < CANDIDATES or top_k[index] == vocab_size]
+    far = [index for index in cut if CANDIDATES <= top_k[index] < vocab_size]
+
+    def limits(part: list[int]) -> tuple[Tensor, ...]:
+        """Of these rows: weights, uniforms, top_k, top_p, min_p."""
+        kinds = ((top_k, torch.int64), (top_p, torch.float64), (min_p, torch.float32))
+        columns = [column([values[index] for index in part], kind) for values, kind in kinds]
+        return weights if len(part) == len(rows) else weights[part], uniforms[part], *columns
+
+    if near:
+        count = max(CANDIDATES if top_k[index] == vocab_size else top_k[index] + 1 for index in near)
+        ids[near], complete = _from_candidates(*limits(near), count=min(count, vocab_size))
+        far += [index for index, done in zip(near, complete.tolist(), strict=True) if not done]
+    if far:
+        ids[far] = _from_all(*limits(far))
     return ids
-
-
-def _limits(top_k: list[int], top_p: list[float], min_p: list[float]) -> tuple:
-    return (top_k, torch.int64), (top_p, torch.float64), (min_p, torch.float32)
 
 
 def _from_candidates(
@@ -115,6 +119,45 @@ def _from_candidates(
     ids, order = ids.sort(dim=1)
     places = _inverse_transform((values * keep).gather(1, order), uniforms)
     return ids.gather(1, places[:, None])[:, 0], complete
+
+
+def _from_all(weights: Tensor, uniforms: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """[rows] token ids, however many tokens are kept."""
+    if (top_k < weights.shape[1]).any():
+        weights = _largest(weights, torch.ones_like(weights), top_k.double())
+    if (top_p < 1).any():
+        weights = _largest(weights, weights, top_p * weights.sum(-1, keepdim=True, dtype=torch.float64))
+    return _inverse_transform(weights * (weights >= min_p), uniforms)
+
+
+def _largest(weights: Tensor, masses: Tensor, limit: Tensor) -> Tensor:
+    """weights, but 0 for all except the largest: as many as it takes for their masses to reach limit [rows, 1].
+
+    Of equal weights the lowest ids stay. The bits of a float from 0 to 1, read as a whole number, are in the floats'
+    order, so the least weight that stays is found by its upper 15 bits first, then by its lower 15.
+    """
+    bits = weights.view(torch.int32)
+    upper = bits >> 15
+    high, above = _last_bucket(upper, masses, limit)
+    low, above_too = _last_bucket(bits & 0x7FFF, masses * (upper == high), limit - above)
+    least = ((high << 15) | low).int().view(torch.float32)
+    equal = weights == least
+    each = (masses * equal).amax(-1, keepdim=True)
+    wanted = ((limit - above - above_too) / each).ceil()
+    if (wanted < equal.sum(-1, keepdim=True)).any():
+        equal &= equal.cumsum(-1) <= wanted
+    return weights * ((weights > least) | equal)
+
+
+def _last_bucket(keys: Tensor, masses: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
+    """([rows, 1] the key below 2^15 at which the masses, summed from the largest key down, reach limit; the sum before
+    it). keys, masses: [rows, n]."""
+    sums = torch.zeros((len(keys), 1 << 15), dtype=torch.float64, device=keys.device)
+    sums.scatter_add_(1, keys.bitwise_xor(0x7FFF).long(), masses.double())  # the largest key first
+    before = sums.cumsum(1) - sums
+    possible = (before < limit) & (sums > 0)
+    last = (possible * torch.arange(1 << 15, device=keys.device)).amax(-1, keepdim=True)
+    return last ^ 0x7FFF, before.gather(1, last)
 
 
 def _inverse_transform(weights: Tensor, uniforms: Tensor) -> Tensor:

@@ -117,3 +117,21 @@ def test_nothing_is_changed_in_place():
         logits, [(params, [1], Draw(0)), (replace(params, top_k=2), [1], Draw(1)), (SamplingParams(), [], Draw(2))]
     )
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("vocab_size", [3000, 20_000])
+def test_flat_distributions_and_equals_draw_by_draw(vocab_size):
+    """More tokens are kept than there are candidates, and many are equally likely (as logits in bfloat16 are)."""
+    logits = torch.randn(40, vocab_size, generator=torch.Generator().manual_seed(2)) * 0.5
+    logits[::2] = logits[::2].bfloat16().float()
+    rng, rows = random.Random(1), []
+    for number in range(40):
+        options = {
+            "temperature": rng.choice([0.7, 1.0, 3.0]),
+            "top_k": rng.choice([None, 40, 1023, 1024, 2500]),
+            "top_p": rng.choice([1.0, 0.5, 0.9, 0.99]),
+            "min_p": rng.choice([0.0, 0.05]),
+        }
+        rows.append((SamplingParams(**options), [], number))
+    batch = sample_batch(logits, [(params, seen, Draw(seed)) for params, seen, seed in rows])
+    assert batch == [sample(logits[i], p, s, Draw(seed)) for i, (p, s, seed) in enumerate(rows)]
