@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from course.lab03_data_parallel.checks import LAB
 from course.lab03_data_parallel.replicas import CLOSE
 from course.shared.diagnose import expect_like
 from course.shared.trials import run
@@ -17,36 +16,13 @@ from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, receipt, row
 from minillm.predict import comms
 
-# The course's own answers.
-
-
-def weighted_loss(nll: Tensor, counts: Tensor, group: Group) -> Tensor:
-    """What this rank calls backward on, so that gradients averaged over ranks are those of the mean over all tokens."""
-    total = group.all_reduce(counts.sum())
-    return (nll * counts).sum() * group.world_size / total
-
-
-def top_k_all_reduce(gradient: Tensor, residual: Tensor, k: int, group: Group) -> None:
-    """gradient, [n], becomes the mean over ranks of each rank's k largest entries; the rest waits in `residual`."""
-    owed = gradient + residual
-    indices = owed.abs().topk(k).indices
-    values = owed[indices]
-    residual.copy_(owed)
-    residual[indices] = 0
-    everyones_values, everyones_indices = group.all_gather(values), group.all_gather(indices.int())
-    gradient.zero_()
-    gradient.index_add_(0, everyones_indices.long(), everyones_values / group.world_size)
-
-
 # Tokens.
 
 
 @exercise(
     "token-weighted-loss",
-    reference=weighted_loss,
     minutes=10,
     difficulty=3,
-    lab=LAB,
     hints=(
         "The mean over all tokens is one sum divided by one count. Which of the two can a rank not know by itself?",
         "Divide your own sum by the number of tokens of *all* ranks: one all-reduce of one number. Then remember that "
@@ -169,10 +145,8 @@ def _far(found: Tensor, right: Tensor) -> bool:
 
 @exercise(
     "top-k-error-feedback",
-    reference=top_k_all_reduce,
     minutes=20,
     difficulty=4,
-    lab=LAB,
     hints=(
         "What is not sent now is not gone: it is owed. Where does it stay until it is large enough to be sent?",
         "Add the residual to the gradient before you choose. Choose by absolute value. Afterwards the residual is what "

@@ -2,8 +2,12 @@
 
 import contextlib
 
-from course.lab03_data_parallel import checks_overlap as right
-from minillm.labkit.exercises import alternative, mutant
+import torch
+
+from minillm.labkit import answers_of
+from minillm.labkit.exercises import alternative, mistake
+
+ANSWERS = answers_of("03_data_parallel")
 
 # Overlap
 
@@ -14,7 +18,7 @@ def _watch(buckets, arrived):
             parameter.register_post_accumulate_grad_hook(lambda _, index=index: arrived(index))
 
 
-@mutant("overlap-hooks", "after-backward", expect="starts after backward has ended: nothing overlaps")
+@mistake("overlap-hooks", "after-backward", expect="starts after backward has ended: nothing overlaps")
 def everything_in_finish(buckets, group):
     def finish():
         for handle in [group.all_reduce(bucket.flat, op="avg", async_op=True) for bucket in buckets]:
@@ -23,7 +27,7 @@ def everything_in_finish(buckets, group):
     return finish
 
 
-@mutant("overlap-hooks", "blocks-in-the-hook", expect="blocks backward until it is reduced: use async_op=True")
+@mistake("overlap-hooks", "blocks-in-the-hook", expect="blocks backward until it is reduced: use async_op=True")
 def waits_at_once(buckets, group):
     missing, started = [len(bucket.parameters) for bucket in buckets], []
 
@@ -41,7 +45,7 @@ def waits_at_once(buckets, group):
     return finish
 
 
-@mutant("overlap-hooks", "as-they-become-ready", expect="Start bucket i only after bucket i-1")
+@mistake("overlap-hooks", "as-they-become-ready", expect="Start bucket i only after bucket i-1")
 def first_come_first_served(buckets, group):
     missing, handles = [len(bucket.parameters) for bucket in buckets], []
 
@@ -60,7 +64,7 @@ def first_come_first_served(buckets, group):
     return finish
 
 
-@mutant("overlap-hooks", "counts-not-set-back", expect="step 2, rank 2: .* is wrong, although step 1 was right")
+@mistake("overlap-hooks", "counts-not-set-back", expect="step 2, rank 2: .* is wrong, although step 1 was right")
 def works_once(buckets, group):
     missing, handles = [len(bucket.parameters) for bucket in buckets], []
 
@@ -77,7 +81,7 @@ def works_once(buckets, group):
     return finish
 
 
-@mutant("overlap-hooks", "starts-with-the-first-gradient", expect="starts before the gradient of")
+@mistake("overlap-hooks", "starts-with-the-first-gradient", expect="starts before the gradient of")
 def too_early(buckets, group):
     handles = []
 
@@ -94,7 +98,7 @@ def too_early(buckets, group):
     return finish
 
 
-@mutant(
+@mistake(
     "overlap-hooks", "skips-what-is-not-next", expect="(?s)Who waits for whom.*all ranks must start the same buckets"
 )
 def only_if_it_is_next(buckets, group):
@@ -115,7 +119,7 @@ def only_if_it_is_next(buckets, group):
     return finish
 
 
-@mutant("overlap-hooks", "never-waits", expect="finish returns after 0 of 6 handles were waited for")
+@mistake("overlap-hooks", "never-waits", expect="finish returns after 0 of 6 handles were waited for")
 def fire_and_forget(buckets, group):
     missing, handles = [len(bucket.parameters) for bucket in buckets], []
 
@@ -132,7 +136,7 @@ def fire_and_forget(buckets, group):
     return finish
 
 
-@mutant("overlap-hooks", "no-division", expect="is the sum over the ranks, 3 times their mean")
+@mistake("overlap-hooks", "no-division", expect="is the sum over the ranks, 3 times their mean")
 def sums(buckets, group):
     class Summing:
         """Hands on all_reduce as a sum."""
@@ -140,7 +144,7 @@ def sums(buckets, group):
         def all_reduce(self, x, op, async_op):
             return group.all_reduce(x, async_op=async_op)
 
-    return right.overlap(buckets, Summing())
+    return ANSWERS.overlap(buckets, Summing())
 
 
 @alternative("overlap-hooks", "divides-in-finish")
@@ -170,34 +174,34 @@ def with_a_set_of_parameters(buckets, group):
 # Accumulation
 
 
-@mutant("accumulate-no-sync", "reduces-every-microbatch", expect="12 all-reduces per step of 3 microbatches where 4")
+@mistake("accumulate-no-sync", "reduces-every-microbatch", expect="12 all-reduces per step of 3 microbatches where 4")
 def plain_loop(ddp, microbatches, loss_of):
     for x, y in microbatches:
         (loss_of(ddp, x, y) / len(microbatches)).backward()
 
 
-@mutant("accumulate-no-sync", "no-division", expect="the mean times 3: each microbatch's loss is a mean, so divide")
+@mistake("accumulate-no-sync", "no-division", expect="the mean times 3: each microbatch's loss is a mean, so divide")
 def adds_up_means(ddp, microbatches, loss_of):
     for index, (x, y) in enumerate(microbatches):
         with contextlib.nullcontext() if index == len(microbatches) - 1 else ddp.no_sync():
             loss_of(ddp, x, y).backward()
 
 
-@mutant("accumulate-no-sync", "never-reduces", expect="nothing was reduced at all")
+@mistake("accumulate-no-sync", "never-reduces", expect="nothing was reduced at all")
 def no_sync_around_all(ddp, microbatches, loss_of):
     with ddp.no_sync():
         for x, y in microbatches:
             (loss_of(ddp, x, y) / len(microbatches)).backward()
 
 
-@mutant("accumulate-no-sync", "reduces-the-first", expect="is not the mean over the ranks, nor any multiple of it")
+@mistake("accumulate-no-sync", "reduces-the-first", expect="is not the mean over the ranks, nor any multiple of it")
 def syncs_first(ddp, microbatches, loss_of):
     for index, (x, y) in enumerate(microbatches):
         with ddp.no_sync() if index else contextlib.nullcontext():
             (loss_of(ddp, x, y) / len(microbatches)).backward()
 
 
-@mutant("accumulate-no-sync", "last-microbatch-only", expect="is not the mean over the ranks")
+@mistake("accumulate-no-sync", "last-microbatch-only", expect="is not the mean over the ranks")
 def zeroes_in_between(ddp, microbatches, loss_of):
     for index, (x, y) in enumerate(microbatches):
         ddp.zero_grad()
@@ -214,9 +218,36 @@ def all_but_the_last(ddp, microbatches, loss_of):
     loss_of(ddp, *last).div(k).backward()
 
 
-@alternative("accumulate-no-sync", "one-loss")
+@mistake("accumulate-no-sync", "one-loss", expect="the activations of 2 microbatches are held at once")
 def adds_up_the_losses(ddp, microbatches, loss_of):
-    sum(loss_of(ddp.module, x, y) for x, y in microbatches[:-1])  # a look at the loss costs nothing
     with ddp.no_sync():
         (sum(loss_of(ddp, x, y) for x, y in microbatches[:-1]) / len(microbatches)).backward()
     (loss_of(ddp, *microbatches[-1]) / len(microbatches)).backward()
+
+
+@mistake("accumulate-no-sync", "one-backward", expect="the activations of 3 microbatches are held at once")
+def one_backward(ddp, microbatches, loss_of):
+    (sum(loss_of(ddp, x, y) for x, y in microbatches) / len(microbatches)).backward()
+
+
+@mistake("accumulate-no-sync", "joins-the-microbatches", expect="joined microbatches need the activations of the whole")
+def one_batch(ddp, microbatches, loss_of):
+    x, y = (torch.cat(parts) for parts in zip(*microbatches, strict=True))
+    loss_of(ddp, x, y).backward()
+
+
+@mistake("accumulate-no-sync", "forward-outside", expect="3 forwards ran outside ddp.no_sync")
+def forward_outside(ddp, microbatches, loss_of):
+    for index, (x, y) in enumerate(microbatches):
+        loss = loss_of(ddp, x, y) / len(microbatches)
+        with contextlib.nullcontext() if index == len(microbatches) - 1 else ddp.no_sync():
+            loss.backward()
+
+
+@alternative("accumulate-no-sync", "looks-at-the-losses")
+def looks_first(ddp, microbatches, loss_of):
+    with torch.no_grad():
+        sum(loss_of(ddp.module, x, y) for x, y in microbatches)  # a look at the loss costs nothing
+    for index, (x, y) in enumerate(microbatches):
+        with contextlib.nullcontext() if index == len(microbatches) - 1 else ddp.no_sync():
+            (loss_of(ddp, x, y) / len(microbatches)).backward()

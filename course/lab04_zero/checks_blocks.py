@@ -5,79 +5,23 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from course.shared import sharding
 from course.shared.diagnose import expect_like
 from course.shared.sharding import Did, Net, Stack
 from course.shared.trials import run
-from minillm.comm import Group
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
 from minillm.predict import comms
-
-LAB = "04_zero"
-
-
-# The course's own answers.
-
-
-def shard_gradients(buckets: list[list[nn.Parameter]], group: Group) -> list[Tensor | None]:
-    """Hooks that reduce-scatter a bucket as soon as it is full; the list holds this rank's shards after backward."""
-    shards: list[Tensor | None] = [None] * len(buckets)
-
-    def watch(index: int, bucket: list[nn.Parameter]) -> None:
-        missing = set(bucket)
-
-        def ready(parameter: nn.Parameter) -> None:
-            missing.discard(parameter)
-            if missing:
-                return
-            flat = torch.cat([p.grad.flatten() for p in bucket])
-            for p in bucket:
-                p.grad = None
-            flat = F.pad(flat, (0, -len(flat) % group.world_size))
-            shards[index] = group.reduce_scatter(flat, op="avg")
-            missing.update(bucket)
-
-        for parameter in bucket:
-            parameter.register_post_accumulate_grad_hook(ready)
-
-    for index, bucket in enumerate(buckets):
-        watch(index, bucket)
-    return shards
-
-
-class GatheredBlock(torch.autograd.Function):
-    """compute(x, weights) of one block whose weights are spread over the group."""
-
-    @staticmethod
-    def forward(ctx, x, shard, compute, group):
-        """x: this rank's activations; shard: [P/N] -> compute(x, all P weights)."""
-        ctx.save_for_backward(x, shard)
-        ctx.compute, ctx.group = compute, group
-        return compute(x, group.all_gather(shard))
-
-    @staticmethod
-    def backward(ctx, output_gradient):
-        """The gradients of x and of the shard; None for the two others."""
-        x, shard = ctx.saved_tensors
-        with torch.enable_grad():
-            x, weights = x.detach().requires_grad_(), ctx.group.all_gather(shard).requires_grad_()
-            output = ctx.compute(x, weights)
-        x_gradient, gradient = torch.autograd.grad(output, (x, weights), output_gradient)
-        return x_gradient, ctx.group.reduce_scatter(gradient, op="avg"), None, None
-
 
 # What they are held to.
 
 
 @exercise(
     "reduce-scatter-hooks",
-    reference=shard_gradients,
     minutes=20,
     difficulty=4,
-    lab=LAB,
     hints=(
         "parameter.register_post_accumulate_grad_hook(f) calls f(parameter) once its gradient is complete. A bucket is "
         "full when the last of its parameters has called.",
@@ -153,10 +97,8 @@ def _say_shard(found: Tensor, case: Net, step: int, bucket: int, rank: int, want
 
 @exercise(
     "gather-compute-free",
-    reference=GatheredBlock,
     minutes=20,
     difficulty=4,
-    lab=LAB,
     hints=(
         "Between forward and backward of a block, what must stay on this rank so that backward can run? Not the "
         "gathered weights: they can be gathered again.",

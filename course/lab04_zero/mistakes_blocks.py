@@ -3,8 +3,10 @@
 import torch
 import torch.nn.functional as F
 
-from course.lab04_zero import checks_blocks as right
-from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit import answers_of
+from minillm.labkit.exercises import alternative, mistake
+
+ANSWERS = answers_of("04_zero")
 
 # Stage 2
 
@@ -37,7 +39,7 @@ def _hooks(buckets, group, reduce, full=lambda missing: not missing, rearm=True,
     return shards
 
 
-@mutant("reduce-scatter-hooks", "frees-nothing", expect="free a bucket's gradients")
+@mistake("reduce-scatter-hooks", "frees-nothing", expect="free a bucket's gradients")
 def keeps_gradients(buckets, group):
     shards = [None] * len(buckets)
 
@@ -63,7 +65,7 @@ def keeps_gradients(buckets, group):
     return shards
 
 
-@mutant("reduce-scatter-hooks", "all-reduce-then-slice", expect="sends half of what an all-reduce does")
+@mistake("reduce-scatter-hooks", "all-reduce-then-slice", expect="sends half of what an all-reduce does")
 def all_reduces(buckets, group):
     def reduce(flat):
         return group.all_reduce(flat, op="avg").chunk(group.world_size)[group.rank].clone()
@@ -71,12 +73,12 @@ def all_reduces(buckets, group):
     return _hooks(buckets, group, reduce)
 
 
-@mutant("reduce-scatter-hooks", "adds-gradients", expect="it is the sum, 4 times the average")
+@mistake("reduce-scatter-hooks", "adds-gradients", expect="it is the sum, 4 times the average")
 def sums(buckets, group):
     return _hooks(buckets, group, group.reduce_scatter)
 
 
-@mutant("reduce-scatter-hooks", "works-once", expect="armed again for the second")
+@mistake("reduce-scatter-hooks", "works-once", expect="armed again for the second")
 def never_arms_again(buckets, group):
     done = set()
 
@@ -86,12 +88,12 @@ def never_arms_again(buckets, group):
     return _hooks(buckets, group, lambda flat: group.reduce_scatter(flat, op="avg"), full=full, rearm=False)
 
 
-@mutant("reduce-scatter-hooks", "first-gradient-fires", expect="before the last gradient of the bucket is there")
+@mistake("reduce-scatter-hooks", "first-gradient-fires", expect="before the last gradient of the bucket is there")
 def fires_too_early(buckets, group):
     return _hooks(buckets, group, lambda flat: group.reduce_scatter(flat, op="avg"), full=lambda missing: True)
 
 
-@mutant("reduce-scatter-hooks", "loop-variable", expect="is None: was the bucket never full")
+@mistake("reduce-scatter-hooks", "loop-variable", expect="is None: was the bucket never full")
 def last_loop_variable(buckets, group):
     shards = [None] * len(buckets)
     for index, bucket in enumerate(buckets):
@@ -145,8 +147,8 @@ def by_all_to_all(buckets, group):
 # Stage 3
 
 
-@mutant("gather-compute-free", "keeps-the-gathered-block", expect="5 of 5 blocks lie there whole")
-class KeepsTheBlock(right.GatheredBlock):
+@mistake("gather-compute-free", "keeps-the-gathered-block", expect="5 of 5 blocks lie there whole")
+class KeepsTheBlock(ANSWERS.GatheredBlock):
     @staticmethod
     def forward(ctx, x, shard, compute, group):
         weights = group.all_gather(shard)
@@ -177,26 +179,26 @@ def _backward(reduce):
     return staticmethod(backward)
 
 
-@mutant("gather-compute-free", "all-reduce-then-slice", expect="two all-gathers and one reduce-scatter")
-class AllReducesTheBlock(right.GatheredBlock):
+@mistake("gather-compute-free", "all-reduce-then-slice", expect="two all-gathers and one reduce-scatter")
+class AllReducesTheBlock(ANSWERS.GatheredBlock):
     backward = _backward(lambda dw, group: group.all_reduce(dw, op="avg").chunk(group.world_size)[group.rank].clone())
 
 
-@mutant("gather-compute-free", "adds-gradients", expect="it is the sum, 4 times the average")
-class SumsTheBlock(right.GatheredBlock):
+@mistake("gather-compute-free", "adds-gradients", expect="it is the sum, 4 times the average")
+class SumsTheBlock(ANSWERS.GatheredBlock):
     backward = _backward(lambda dw, group: group.reduce_scatter(dw))
 
 
-@mutant("gather-compute-free", "no-reduction", expect="nothing was reduced")
-class OwnSlice(right.GatheredBlock):
+@mistake("gather-compute-free", "no-reduction", expect="nothing was reduced")
+class OwnSlice(ANSWERS.GatheredBlock):
     backward = _backward(lambda dw, group: dw.chunk(group.world_size)[group.rank].clone())
 
 
-@mutant("gather-compute-free", "reduces-activations", expect="the gradient of x is wrong")
-class ReducesX(right.GatheredBlock):
+@mistake("gather-compute-free", "reduces-activations", expect="the gradient of x is wrong")
+class ReducesX(ANSWERS.GatheredBlock):
     @staticmethod
     def backward(ctx, output_gradient):
-        dx, *rest = right.GatheredBlock.backward(ctx, output_gradient)
+        dx, *rest = ANSWERS.GatheredBlock.backward(ctx, output_gradient)
         return ctx.group.all_reduce(dx, op="avg"), *rest
 
 

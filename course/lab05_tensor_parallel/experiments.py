@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from course.lab05_tensor_parallel.splitting_order import normalise
 from course.shared.sharding import list_calls
 from minillm import measure
 from minillm.comm import Group, launch
@@ -20,15 +21,10 @@ from minillm.model import ModelConfig, Transformer, cross_entropy
 from minillm.model.attention import sdpa
 from minillm.model.rope import Rope, rotate
 from minillm.model.transformer import RMSNorm
-from minillm.parallel.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    Split,
-    join,
-    split_of,
-    sum_partial,
-    tensor_parallel,
-)
+from minillm.parallel.placement import Placement, join, sum_partial
+from minillm.parallel.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
+from minillm.parallel.tensor_parallel.plan import named_gradients, placement_of, placements
 from minillm.predict import tensor as predict
 
 MODEL = ModelConfig(
@@ -99,18 +95,17 @@ def tokens(rows: int, step: int = 0) -> Tensor:
     return (starts + torch.arange(SEQ + 1)) % MODEL.vocab_size
 
 
-def build(group: Group, setup: Setup) -> tuple[Transformer, dict[str, Split]]:
+def build(group: Group, setup: Setup) -> tuple[Transformer, dict[str, Placement]]:
     """This rank's part of the model, and which part of each parameter that is."""
     config, how = setup.config, {"sequence": setup.sequence, "regather": setup.form == "regather"}
     whole = Transformer(config, seed=0, dtype=torch.float64 if setup.exact else torch.float32)
     model = tensor_parallel(whole, config, group, **how)
-    splits = {n: split_of(config, n, group.rank, group.world_size, setup.sequence) for n, _ in model.named_parameters()}
-    return model, splits
+    return model, placements(config, group.rank, group.world_size, setup.sequence)
 
 
 def step(group: Group, setup: Setup) -> Found:
     """Forward, backward and the sum of partial gradients, each under a ledger of its own."""
-    model, splits = build(group, setup)
+    model, places = build(group, setup)
     batch = tokens(setup.rows)
     with measure.memory(model) as census, measure.ledger() as forward:
         total, count = model(batch[:, :-1], targets=batch[:, 1:])
@@ -118,7 +113,7 @@ def step(group: Group, setup: Setup) -> Found:
     with measure.ledger() as backward:
         (total / count).backward()
     with measure.ledger() as sums:
-        sum_partial(model.named_parameters(), splits, group)
+        sum_partial(named_gradients(model.named_parameters()), places, group)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     loss = (total / count).item()
     return Found(loss, traffic(forward), traffic(backward), traffic(sums), held.parameter, held.activation, gradients)
@@ -144,8 +139,8 @@ def gradient_error(setup: Setup, ranks: Sequence[Found], alone: Found) -> float:
     """The largest relative error of a whole gradient, put together from the ranks' parts."""
     worst = 0.0
     for name, right in alone.gradients.items():
-        splits = [split_of(setup.config, name, rank, len(ranks), setup.sequence) for rank in range(len(ranks))]
-        whole = join([found.gradients[name] for found in ranks], splits, right.shape)
+        places = [placement_of(setup.config, name, rank, len(ranks), setup.sequence) for rank in range(len(ranks))]
+        whole = join([(place, found.gradients[name]) for place, found in zip(places, ranks, strict=True)])
         worst = max(worst, ((whole - right).norm() / right.norm()).item())
     return worst
 
@@ -202,6 +197,52 @@ def train_alone(steps: int, lr: float) -> list[float]:
     return losses
 
 
+def train_with(group: Group, pieces: Any, steps: int, lr: float) -> list[float]:
+    """Losses of MODEL cut over the group with a learner's pieces.
+
+    pieces: Enter, cut_mlp, mlp, local_heads, attention, embed, vocabulary_cross_entropy, as in the lab.
+    """
+    enter, cut_mlp, mlp, local_heads, attention, embed, vocabulary_cross_entropy = pieces
+    c, n, rank = MODEL, group.world_size, group.rank
+    whole = {name: p.detach() for name, p in Transformer(c, seed=0).named_parameters()}
+    q, kv = (
+        slice(r.start * c.head_dim, r.stop * c.head_dim) for r in local_heads(c.num_heads, c.num_kv_heads, rank, n)
+    )
+
+    def own(part: Tensor) -> Tensor:
+        return part.clone().requires_grad_()
+
+    table, head = (own(whole[name].chunk(n)[rank]) for name in ("embedding.weight", "head.weight"))
+    last, layers = own(whole["norm.weight"]), []
+    for i in range(c.num_layers):
+        w = {name.split(".", 2)[2]: part for name, part in whole.items() if name.startswith(f"blocks.{i}.")}
+        heads = [w["attention.q_proj.weight"][q], w["attention.k_proj.weight"][kv], w["attention.v_proj.weight"][kv]]
+        heads.append(w["attention.o_proj.weight"][:, q])
+        inner = cut_mlp(*(w[f"mlp.{name}_proj.weight"] for name in ("gate", "up", "down")), rank, n)
+        norms = w["attention_norm.weight"], w["mlp_norm.weight"]
+        layers.append([[own(part) for part in parts] for parts in (heads, inner, norms)])
+    weights = [table, head, last, *(part for layer in layers for parts in layer for part in parts)]
+    optimizer, losses = torch.optim.AdamW(weights, lr=lr), []
+    for step in range(steps):
+        batch = tokens(4, step)
+        x = embed(batch[:, :-1].flatten(), table, group)
+        for heads, inner, norms in layers:
+            x = x + attention(normalise(x, norms[0]), heads, attend, group)
+            x = x + mlp(normalise(x, norms[1]), inner, group)
+        logits = enter.apply(normalise(x, last), group) @ head.T
+        loss = vocabulary_cross_entropy(logits, batch[:, 1:].flatten(), group).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def four_ranks_and_one(*pieces: Any, steps: int = 3, lr: float = 3e-3) -> tuple[list[float], list[float]]:
+    """Losses with a learner's pieces on 4 ranks, and of minillm's model in one process."""
+    return launch(train_with, 4, pieces, steps, lr, device="cpu")[0], train_alone(steps, lr)
+
+
 # Predictions: `minillm.predict.tensor` for a setup.
 
 
@@ -239,13 +280,14 @@ def per_layer(setups: Sequence[Setup]) -> dict[Setup, dict[str, Any]]:
     """What one more layer adds on rank 0: all-reduces (or halves) by direction, bytes sent, bytes kept."""
     deeper = {s: replace(s, config=replace(s.config, num_layers=s.config.num_layers + 1)) for s in setups}
     found = compare([*setups, *deeper.values()])
-    lines = {}
-    for setup, deep in deeper.items():
-        one, more = found[setup][0], found[deep][0]
-        lines[setup] = {
-            "forward": more.forward.calls - one.forward.calls,
-            "backward": more.backward.calls - one.backward.calls,
-            "sent": more.sent - one.sent,
-            "activation": more.activation - one.activation,
-        }
-    return lines
+    return {setup: one_more(found[setup][0], found[deep][0]) for setup, deep in deeper.items()}
+
+
+def one_more(shallow: Found, deeper: Found) -> dict[str, Any]:
+    """What the layer that one model has more than the other sends and keeps."""
+    return {
+        "forward": deeper.forward.calls - shallow.forward.calls,
+        "backward": deeper.backward.calls - shallow.backward.calls,
+        "sent": deeper.sent - shallow.sent,
+        "activation": deeper.activation - shallow.activation,
+    }

@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from course.lab05_tensor_parallel import splitting
 from course.lab05_tensor_parallel.experiments import Setup, build, tokens
-from minillm.comm import Group
-from minillm.parallel.tensor_parallel.layers import sum_partial
-from minillm.parallel.tensor_parallel.plan import Split, grad_norm
-from minillm.parallel.tensor_parallel.regions import leave
+from minillm.comm import Group, launch
+from minillm.parallel.placement import Placement, global_norm, sum_partial
+from minillm.parallel.tensor_parallel.plan import named_gradients
+from minillm.parallel.tensor_parallel.regions import copy_to, end, reduce_from
 
 STEPS, LR = 6, 3e-3
 
@@ -34,7 +35,7 @@ def forgotten_norms(group: Group, steps: int) -> dict[str, dict[str, Any]]:
     """
     found = {}
     for name, summed in (("summed", True), ("forgotten", False)):
-        model, splits = build(group, Setup(group.world_size, "sequence"))
+        model, places = build(group, Setup(group.world_size, "sequence"))
         optimizer, losses, share = torch.optim.AdamW(model.parameters(), lr=LR), [], None
         for step in range(steps):
             batch = tokens(4, step)
@@ -44,10 +45,12 @@ def forgotten_norms(group: Group, steps: int) -> dict[str, dict[str, Any]]:
             if share is None:
                 share = model.norm.weight.grad.clone()
             if summed:
-                sum_partial(model.named_parameters(), splits, group)
+                sum_partial(named_gradients(model.named_parameters()), places, group)
             optimizer.step()
             losses.append((total / count).item())
-        apart = max(_apart(p.detach(), group) for n, p in model.named_parameters() if splits[n].dim is None)
+        apart = max(
+            _apart(p.detach(), group) for n, p in model.named_parameters() if places[n].part_shape == places[n].shape
+        )
         whole = group.all_reduce(share.clone())
         cosine = F.cosine_similarity(share, whole, dim=0).item()
         found[name] = {"losses": losses, "apart": apart, "norm share": (share.norm() / whole.norm()).item()}
@@ -68,14 +71,14 @@ class Unmasked(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         local = (tokens - self.first).clamp(0, len(self.weight) - 1)
-        return leave(F.embedding(local, self.weight), self.region)
+        return end(F.embedding(local, self.weight), self.region)
 
 
 def unmasked_rows(group: Group, steps: int) -> dict[str, Any]:
     """Losses of some steps with and without the mask, and what the embedding of a batch is made of."""
     found: dict[str, Any] = {}
     for name in ("masked", "unmasked"):
-        model, splits = build(group, Setup(group.world_size))
+        model, places = build(group, Setup(group.world_size))
         right = model.embedding
         if name == "unmasked":
             model.embedding = Unmasked(right)
@@ -90,11 +93,43 @@ def unmasked_rows(group: Group, steps: int) -> dict[str, Any]:
             total, count = model(batch[:, :-1], targets=batch[:, 1:])
             optimizer.zero_grad()
             (total / count).backward()
-            sum_partial(model.named_parameters(), splits, group)
+            sum_partial(named_gradients(model.named_parameters()), places, group)
             optimizer.step()
             losses.append((total / count).item())
         found[name] = losses
     return found
+
+
+# A bug to find.
+
+
+def suspect_mlp(x, shards, group):
+    """down(silu(gate x) · up x) of this rank's shards: x and the result are the same on every rank."""
+    gate, up, down = shards
+    gated = F.silu(copy_to(x, group) @ gate.T)
+    return reduce_from((gated * (x @ up.T)) @ down.T, group)
+
+
+def hunt(cut_mlp: Any, mlp: Any) -> dict[str, list[float]]:
+    """Relative error of the output and of every gradient of an MLP on 4 ranks, by rank, beside one process."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((16, 8), (16, 8), (8, 16))
+    x, gradient, *weights = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((5, 8), (5, 8), *shapes)
+    )
+    case = splitting.Layer(x, tuple(weights), gradient, 4)
+    alone = case.alone(splitting.whole_mlp)
+    ranks = [found[0].results for found in launch(splitting.run_mlp, 4, (cut_mlp, mlp), [case], device="cpu")]
+    rights = [cut_mlp(alone["d0"], alone["d1"], alone["d2"], rank, 4) for rank in range(4)]
+    errors: dict[str, list[float]] = {}
+    for rank, found in enumerate(ranks):
+        right = {"output": alone["output"], "x": alone["dx"]} | dict(
+            zip(("gate", "up", "down"), rights[rank], strict=True)
+        )
+        for name, key in (("output", "output"), ("gate", "d0"), ("up", "d1"), ("down", "d2"), ("x", "dx")):
+            off = (found[key] - right[name]).norm() / right[name].norm()
+            errors.setdefault(name if name == "output" else f"gradient of {name}", []).append(off.item())
+    return errors
 
 
 def counted_twice(group: Group) -> dict[str, float]:
@@ -102,23 +137,23 @@ def counted_twice(group: Group) -> dict[str, float]:
 
     replicated: the norm of the gradients of replicated parameters alone.
     """
-    model, splits = build(group, Setup(group.world_size, exact=True))
+    model, places = build(group, Setup(group.world_size, exact=True))
     batch = tokens(4)
     total, count = model(batch[:, :-1], targets=batch[:, 1:])
     (total / count).backward()
-    sum_partial(model.named_parameters(), splits, group)
-    cut, replicated = squares(model, splits)
+    sum_partial(named_gradients(model.named_parameters()), places, group)
+    cut, replicated = squares(model, places)
     return {
         "local": (cut + replicated).sqrt().item(),
         "naive": group.all_reduce(cut + replicated).sqrt().item(),
-        "whole": grad_norm(model.named_parameters(), splits, group).item(),
+        "whole": global_norm(named_gradients(model.named_parameters()), places, group).item(),
         "replicated": replicated.sqrt().item(),
     }
 
 
-def squares(model: nn.Module, splits: Mapping[str, Split]) -> tuple[Tensor, Tensor]:
+def squares(model: nn.Module, places: Mapping[str, Placement]) -> tuple[Tensor, Tensor]:
     """Σ gradient² of the parameters that are cut, and of those that every rank has whole."""
     sums = [torch.zeros((), dtype=torch.float64) for _ in range(2)]
     for name, parameter in model.named_parameters():
-        sums[splits[name].dim is None] += parameter.grad.double().square().sum()
+        sums[places[name].part_shape == places[name].shape] += parameter.grad.double().square().sum()
     return sums[0], sums[1]

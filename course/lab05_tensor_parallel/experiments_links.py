@@ -17,8 +17,10 @@ from course.lab05_tensor_parallel.experiments import MODEL, SEQ, Setup, build, c
 from minillm import measure
 from minillm.comm import Group, Link, launch
 from minillm.model import ModelConfig, Transformer, cross_entropy
-from minillm.parallel.tensor_parallel.layers import sum_partial, tensor_parallel
-from minillm.parallel.tensor_parallel.regions import TensorRegion, enter, leave
+from minillm.parallel.placement import sum_partial
+from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
+from minillm.parallel.tensor_parallel.plan import named_gradients
+from minillm.parallel.tensor_parallel.regions import copy_to, reduce_from
 from minillm.predict import comms
 from minillm.predict import tensor as predict
 from minillm.predict.model import parameters
@@ -27,6 +29,7 @@ from minillm.train import BucketedDDP
 LINK = Link(latency_s=1e-3, bandwidth_bytes_per_s=10e6, name="emulated")
 SLOW = Link(latency_s=4e-3, bandwidth_bytes_per_s=6e6, name="slow")
 LAYERS, NUMBERS, PRODUCT_S = 4, 40_000, 0.02  # column layers; of an activation; of dX, and of dW
+ROW_NUMBERS, ROW_S = 200_000, 0.1  # of a row layer's output; of its product
 
 
 # Overlap.
@@ -73,6 +76,38 @@ def _quicker(group: Group, overlap: bool) -> tuple[measure.Ledger, float]:
     return min(passes[1:], key=lambda one: one[1])
 
 
+def row_forward(group: Group, pieces: int) -> float:
+    """Seconds of a row layer's forward whose tokens are cut into pieces: while the sum of one piece travels, the next
+    is computed. The quicker of two passes."""
+    seconds = []
+    for _ in range(3):
+        parts = torch.ones(ROW_NUMBERS).chunk(pieces)
+        group.barrier()
+        start = time.monotonic()
+        works = []
+        for part in parts:
+            time.sleep(ROW_S / pieces)
+            works.append(group.all_reduce(part.clone(), async_op=True))
+        for work in works:
+            work.wait()
+        seconds.append(max(group.gather_objects(time.monotonic() - start)))
+    return min(seconds[1:])
+
+
+def forward_on_a_clock(counts: Sequence[int] = (1, 2, 4), nproc: int = 2) -> dict[int, tuple[float, float]]:
+    """By number of pieces: seconds of `row_forward`, predicted and measured."""
+
+    def run(group: Group) -> list[float]:
+        return [row_forward(group, pieces) for pieces in counts]
+
+    measured, found = launch(run, nproc, link=LINK, device="cpu")[0], {}
+    for pieces, seconds in zip(counts, measured, strict=True):
+        reduce = comms.ring_all_reduce(ROW_NUMBERS // pieces, 4, nproc).time(LINK.latency_s, LINK.bandwidth_bytes_per_s)
+        product = ROW_S / pieces
+        found[pieces] = product + (pieces - 1) * max(product, reduce) + reduce, seconds
+    return found
+
+
 def overlap_on_a_clock(nproc: int = 2) -> dict[str, dict[str, Any]]:
     """By form: seconds of the backward pass predicted and measured, and the ranks' ledgers."""
     ranks = launch(column_steps, nproc, link=LINK, device="cpu")
@@ -95,14 +130,14 @@ def timed_steps(group: Group, batches: Sequence[int]) -> dict[tuple[str, int], f
     """Seconds of the quickest of three steps, by (what is divided, rows)."""
     found = {}
     for rows in batches:
-        model, splits = build(group, Setup(group.world_size, rows=rows))
+        model, places = build(group, Setup(group.world_size, rows=rows))
         ddp = BucketedDDP(Transformer(MODEL, seed=0), group)
         share = tokens(rows)[group.rank :: group.world_size]
 
-        def tensor(rows: int = rows, model: nn.Module = model, splits: Any = splits) -> None:
+        def tensor(rows: int = rows, model: nn.Module = model, places: Any = places) -> None:
             total, count = model(tokens(rows)[:, :-1], targets=tokens(rows)[:, 1:])
             (total / count).backward()
-            sum_partial(model.named_parameters(), splits, group)
+            sum_partial(named_gradients(model.named_parameters()), places, group)
 
         def data(ddp: nn.Module = ddp, share: Tensor = share) -> None:
             cross_entropy(ddp(share[:, :-1]), share[:, 1:]).backward()
@@ -235,17 +270,17 @@ class _CutInput(torch.autograd.Function):
 
 def pairs(group: Group, tokens: int = 32, hidden: int = 16) -> dict[str, tuple[int, int]]:
     """Bytes that rank 0 sends forward and backward through column, GELU, row: paired, and with a gather between."""
-    region, inner, found = TensorRegion(group), 4 * hidden, {}
+    inner, found = 4 * hidden, {}
     into, out = torch.randn(inner // group.world_size, hidden), torch.randn(hidden, inner // group.world_size)
     for name in ("paired", "gathered"):
         x = torch.randn(tokens, hidden, requires_grad=True)
         with measure.ledger() as forward:
-            y = enter(x, region) @ into.T
+            y = copy_to(x, group) @ into.T
             if name == "gathered":
                 y = _CutInput.apply(F.gelu(_GatherOutput.apply(y, group)), group)
             else:
                 y = F.gelu(y)
-            y = leave(y @ out.T, region)
+            y = reduce_from(y @ out.T, group)
         with measure.ledger() as backward:
             y.sum().backward()
         found[name] = (forward.bytes(), backward.bytes())

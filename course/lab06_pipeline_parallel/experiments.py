@@ -28,16 +28,15 @@ from minillm.predict import pipeline as predict
 MODEL = ModelConfig(
     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=8, num_heads=2, num_kv_heads=1, max_seq_len=32
 )
-WIDE = replace(MODEL, hidden_size=128, intermediate_size=320, num_heads=4, num_kv_heads=2)  # computes for a while
 SEQ, ROWS = 8, 1  # tokens and rows of a microbatch
 DISTURBED = 1.15  # times the planned duration
 FORWARD_S = 0.04  # of an emulated stage; a whole backward takes twice that, half of it for the weights
-HANDBOOK = """
+PRINTED_CHART = """
 Stage 0: F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7
 Stage 1:    F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7
 Stage 2:       F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 B7
 Stage 3:          F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7
-"""  # 1F1B as a handbook prints it
+"""  # 1F1B as it is often printed
 
 
 @dataclass(frozen=True)
@@ -66,9 +65,9 @@ class Job:
         if self.speed is None:
             return None
         schedule = self.built
-        share = self.stages / schedule.parts
-        rank_of = {part: place.rank for place, part in schedule.part.items()}
-        forward = [self.speed[rank_of[part]] * share for part in range(schedule.parts)]
+        share = self.stages / schedule.num_parts
+        rank_of = {part: place.rank for place, part in schedule.part_of.items()}
+        forward = [self.speed[rank_of[part]] * share for part in range(schedule.num_parts)]
         return Durations(F=forward, B=[2 * f for f in forward], W=forward)
 
 
@@ -149,7 +148,7 @@ def step(group: Group, job: Job, ranges: Sequence[range] | None = None) -> Found
 def even(job: Job, schedule: Schedule) -> list[range]:
     """As many layers in every part."""
     layers = job.config.num_layers
-    edges = [part * layers // schedule.parts for part in range(schedule.parts + 1)]
+    edges = [part * layers // schedule.num_parts for part in range(schedule.num_parts + 1)]
     return [range(*pair) for pair in itertools.pairwise(edges)]
 
 
@@ -157,7 +156,7 @@ def pace(job: Job, schedule: Schedule, rank: int) -> Callable[[Action], float] |
     """Seconds that each action of this rank should last on an emulated device."""
     if (durations := job.durations) is None:
         return None
-    return lambda action: durations.of(action.kind, schedule.part[schedules.Place(rank, action.chunk)])
+    return lambda action: durations.of(action.kind, schedule.part_of[schedules.Place(rank, action.chunk)])
 
 
 def relative(found: Tensor, right: Tensor) -> float:
@@ -210,10 +209,10 @@ def planned(job: Job, line: Timeline | None = None) -> Timeline:
     took: dict[tuple[str, int], list[float]] = {}
     for rank, bars in enumerate(line.bars):
         for bar in bars:
-            part = schedule.part[schedules.Place(rank, bar.action.chunk)]
+            part = schedule.part_of[schedules.Place(rank, bar.action.chunk)]
             took.setdefault((bar.action.kind, part), []).append(bar.end - bar.start)
     mean = {key: sum(seconds) / len(seconds) for key, seconds in took.items()}
-    parts = range(schedule.parts)
+    parts = range(schedule.num_parts)
     forward, weight = ([mean.get((kind, part), 0.0) for part in parts] for kind in "FW")
     backward = [mean.get(("B", part), mean.get(("I", part), 0.0) + weight[part]) for part in parts]
     return simulate(schedule, Durations(F=forward, B=backward, W=weight))

@@ -2,8 +2,10 @@
 
 import torch
 
-from course.lab06_pipeline_parallel import checks_messages as right
-from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit import answers_of
+from minillm.labkit.exercises import alternative, mistake
+
+ANSWERS = answers_of("06_pipeline_parallel")
 
 # Messages
 
@@ -11,31 +13,31 @@ from minillm.labkit.exercises import alternative, mutant
 def _one_by_one(order, stage, stages):
     return [
         part
-        for step in right.place_messages(order, stage, stages)
+        for step in ANSWERS.place_messages(order, stage, stages)
         for part in ([step] if isinstance(step, str) else [[text] for text in step])
     ]
 
 
-@mutant("rendezvous-messages", "one-after-the-other", expect="1F1B, 4 stages.*deadlock.*post the send together")
+@mistake("rendezvous-messages", "one-after-the-other", expect="1F1B, 4 stages.*deadlock.*post the send together")
 def one_by_one(order, stage, stages):
     return _one_by_one(order, stage, stages)
 
 
-@mutant("rendezvous-messages", "sends-everywhere", expect="'send [FB]0', but nobody is there")
+@mistake("rendezvous-messages", "sends-everywhere", expect="'send [FB]0', but nobody is there")
 def sends_everywhere(order, stage, stages):
     return [part for action in order for part in (action, [f"send {action}"])]
 
 
-@mutant("rendezvous-messages", "never-receives", expect="never receives")
+@mistake("rendezvous-messages", "never-receives", expect="never receives")
 def never_receives(order, stage, stages):
     steps = [
         step if isinstance(step, str) else [text for text in step if text.startswith("send")]
-        for step in right.place_messages(order, stage, stages)
+        for step in ANSWERS.place_messages(order, stage, stages)
     ]
     return [step for step in steps if step]
 
 
-@mutant("rendezvous-messages", "receives-too-late", expect="which needs it")
+@mistake("rendezvous-messages", "receives-too-late", expect="which needs it")
 def receives_late(order, stage, stages):
     steps = []
     for step in _one_by_one(order, stage, stages):
@@ -44,7 +46,7 @@ def receives_late(order, stage, stages):
     return steps
 
 
-@mutant("rendezvous-messages", "sends-before-it-is-made", expect="before it has made it")
+@mistake("rendezvous-messages", "sends-before-it-is-made", expect="before it has made it")
 def sends_early(order, stage, stages):
     steps = []
     for step in _one_by_one(order, stage, stages):
@@ -53,22 +55,22 @@ def sends_early(order, stage, stages):
     return steps
 
 
-@mutant("rendezvous-messages", "loose-messages", expect="put messages into lists")
+@mistake("rendezvous-messages", "loose-messages", expect="put messages into lists")
 def loose(order, stage, stages):
-    steps = right.place_messages(order, stage, stages)
+    steps = ANSWERS.place_messages(order, stage, stages)
     return [text for step in steps for text in ([step] if isinstance(step, str) else step)]
 
 
-@mutant("rendezvous-messages", "reordered", expect="keep the order")
+@mistake("rendezvous-messages", "reordered", expect="keep the order")
 def reordered(order, stage, stages):
-    return right.place_messages(sorted(order, reverse=True), stage, stages)
+    return ANSWERS.place_messages(sorted(order, reverse=True), stage, stages)
 
 
 @alternative("rendezvous-messages", "forwards-before-backwards")
 def forwards_first(order, stage, stages):
     """One message at a time: where a gradient leaves and an activation comes in, the activation goes first."""
     steps = []
-    for step in right.place_messages(order, stage, stages):
+    for step in ANSWERS.place_messages(order, stage, stages):
         loose = (
             [step] if isinstance(step, str) else sorted(([text] for text in step), key=lambda text: text[0][5] == "B")
         )
@@ -78,22 +80,22 @@ def forwards_first(order, stage, stages):
 
 @alternative("rendezvous-messages", "receives-first-in-the-list")
 def receives_first(order, stage, stages):
-    return [step if isinstance(step, str) else sorted(step) for step in right.place_messages(order, stage, stages)]
+    return [step if isinstance(step, str) else sorted(step) for step in ANSWERS.place_messages(order, stage, stages)]
 
 
 # A backward in two halves
 
 
-@mutant("split-backward", "nothing-put-off", expect="nothing was put off")
-class NothingPutOff(right.SplitLinear):
+@mistake("split-backward", "nothing-put-off", expect="nothing was put off")
+class NothingPutOff(ANSWERS.SplitLinear):
     @staticmethod
     def backward(ctx, gradient):
         x, weight = ctx.saved_tensors
         return gradient @ weight, gradient.T @ x, None
 
 
-@mutant("split-backward", "computed-at-once-added-later", expect="only its addition")
-class AddedLater(right.SplitLinear):
+@mistake("split-backward", "computed-at-once-added-later", expect="only its addition")
+class AddedLater(ANSWERS.SplitLinear):
     @staticmethod
     def backward(ctx, gradient):
         x, weight = ctx.saved_tensors
@@ -106,8 +108,8 @@ class AddedLater(right.SplitLinear):
         return gradient @ weight, None, None
 
 
-@mutant("split-backward", "computed-again-later", expect="what is put off takes 3 products")
-class ComputedAgain(right.SplitLinear):
+@mistake("split-backward", "computed-again-later", expect="what is put off takes 3 products")
+class ComputedAgain(ANSWERS.SplitLinear):
     @staticmethod
     def backward(ctx, gradient):
         x, weight = ctx.saved_tensors
@@ -122,8 +124,8 @@ class ComputedAgain(right.SplitLinear):
         return gradient @ weight, None, None
 
 
-@mutant("split-backward", "overwrites", expect="not the sum over 3 microbatches")
-class Overwrites(right.SplitLinear):
+@mistake("split-backward", "overwrites", expect="not the sum over 3 microbatches")
+class Overwrites(ANSWERS.SplitLinear):
     @staticmethod
     def backward(ctx, gradient):
         x, weight = ctx.saved_tensors
@@ -135,24 +137,24 @@ class Overwrites(right.SplitLinear):
         return gradient @ weight, None, None
 
 
-@mutant("split-backward", "forgets-the-weights", expect="0 functions in later")
-class ForgetsWeights(right.SplitLinear):
+@mistake("split-backward", "forgets-the-weights", expect="0 functions in later")
+class ForgetsWeights(ANSWERS.SplitLinear):
     @staticmethod
     def backward(ctx, gradient):
         _, weight = ctx.saved_tensors
         return gradient @ weight, None, None
 
 
-@mutant("split-backward", "input-put-off-too", expect="the input's gradient is not right after backward")
-class InputPutOff(right.SplitLinear):
+@mistake("split-backward", "input-put-off-too", expect="the input's gradient is not right after backward")
+class InputPutOff(ANSWERS.SplitLinear):
     @staticmethod
     def backward(ctx, gradient):
-        right.SplitLinear.backward(ctx, gradient)
+        ANSWERS.SplitLinear.backward(ctx, gradient)
         return torch.zeros_like(ctx.saved_tensors[0]), None, None
 
 
 @alternative("split-backward", "accumulates-through-autograd")
-class ThroughAutograd(right.SplitLinear):
+class ThroughAutograd(ANSWERS.SplitLinear):
     @staticmethod
     def backward(ctx, gradient):
         x, weight = ctx.saved_tensors

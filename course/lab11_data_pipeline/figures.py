@@ -1,7 +1,6 @@
 """Lab 11's figures: tokens by vocabulary, what padding wastes, and a step that waits for its input."""
 
 from collections.abc import Sequence
-from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +11,12 @@ from matplotlib.ticker import PercentFormatter
 
 from course.lab11_data_pipeline import checks_batches as answers
 from course.lab11_data_pipeline import experiments
-from minillm.data import Tokenizer, corpus, length_batches, tokenize
+from course.lab11_data_pipeline import formulas as predict
+from course.lab11_data_pipeline.padding import length_batches
+from minillm.data import Tokenizer, corpus, tokenize
 from minillm.labkit.palette import PALETTE, SPANS, look
 from minillm.labkit.plots import lines, style, subplots
 from minillm.measure import Ledger, timeline
-from minillm.predict import data as predict
 
 FILL = {"facecolor": "white", "edgecolor": PALETTE["vermillion"], "hatch": "xxxx", "linewidth": 0.4}
 
@@ -119,9 +119,7 @@ def _from_zero(led: Ledger, seconds: float | None) -> Ledger:
     """A ledger whose first span starts at 0, cut after `seconds`."""
     zero = min(span.start for span in led.spans)
     moved = [replace(span, start=span.start - zero, end=span.end - zero) for span in led.spans]
-    shifted = copy(led)
-    shifted.events, shifted.spans = [], [span for span in moved if seconds is None or span.end <= seconds]
-    return shifted
+    return Ledger(spans=[span for span in moved if seconds is None or span.end <= seconds])
 
 
 def step_time(load_ms: float = 32.0, compute_ms: float = 20.0, workers: int = 1) -> Figure:

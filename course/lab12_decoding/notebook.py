@@ -21,12 +21,12 @@ from course.lab12_decoding import experiments
 from course.lab12_decoding import experiments_breaks as breaks
 from course.lab12_decoding import experiments_peers as peers
 from course.lab12_decoding import figures as pictures
+from course.lab12_decoding import formulas as predict
 from course.lab12_decoding.decoders import Cache
 from course.lab12_decoding.experiments import GPUS, MODELS, WIDE
 from minillm.labkit import check, receipt, row, show, sliders
 from minillm.labkit.receipts import format_value
 from minillm.model import generate as decoder
-from minillm.predict import decoding as predict
 from minillm.predict import roofline
 from minillm.predict.model import kv_bytes_per_token, parameters
 

@@ -10,9 +10,9 @@ from course.lab12_decoding import checks_sampling as sampling
 from course.lab12_decoding import checks_speed as speed
 from course.lab12_decoding import experiments
 from course.lab12_decoding import experiments_breaks as breaks
+from course.lab12_decoding import formulas as predict
 from course.shared.measuring import one_thread
 from minillm.labkit.receipts import Row, row
-from minillm.predict import decoding as predict
 
 
 def rows() -> Iterator[Row]:
@@ -71,3 +71,6 @@ def _speed() -> Iterator[Row]:
         yield row(f"{what}: bound by", None, bound.bound(roof.peak_flops, roof.bandwidth))
         yield row("    at least", None, least, "s")
         yield row("    measured", None, point.seconds, "s")
+
+
+CLAIMS = (rows,)

@@ -26,7 +26,7 @@ import inspect
 
 import torch
 
-from course.lab15_speculative_decoding import experiments
+from course.lab15_speculative_decoding import experiments, formulas
 from course.lab15_speculative_decoding import experiments_breaks as breaks
 from course.lab15_speculative_decoding import experiments_peers as peers
 from course.lab15_speculative_decoding import experiments_runs as runs
@@ -577,7 +577,7 @@ rows += [
     row(
         f"H100, α = 0.8, c = 0.05, K = 4, {batch} sequences: predicted",
         None,
-        predict.large_batch_speedup(0.8, 0.05, 4, batch, H100),
+        formulas.large_batch_speedup(0.8, 0.05, 4, batch, H100),
     )
     for batch in (1, 32, 64, 128, 256)
 ]
@@ -695,7 +695,7 @@ number(
     "6. 70B target (42 ms per pass at batch 1), α = 0.8, c = 0.02, K = 11: ms per token",
     140 / 3.35 / predict.speedup(0.8, 0.02, 11),
 )
-number("7. p = (0.7, 0.2, 0.1), q = (0.2, 0.5, 0.3): accepted", predict.acceptance((0.7, 0.2, 0.1), (0.2, 0.5, 0.3)))
+number("7. p = (0.7, 0.2, 0.1), q = (0.2, 0.5, 0.3): accepted", formulas.acceptance((0.7, 0.2, 0.1), (0.2, 0.5, 0.3)))
 
 # %% [markdown]
 # Say your answer aloud before you open one.

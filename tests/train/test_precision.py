@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from course.lab02_one_device.experiments import flushed_share, repeated_update
 from minillm.measure import memory
-from minillm.train import PRECISIONS, LossScaler, MasterWeights, flushed_share, repeated_update
+from minillm.train import PRECISIONS, LossScaler, MasterWeights
 
 torch_scaler = torch.amp.GradScaler
 
@@ -74,11 +75,11 @@ def test_master_weights_follow_a_float32_run():
         layer(torch.randn(4, 8).bfloat16()).square().mean().backward()
         for parameter, weight in zip(reference, layer.parameters(), strict=True):
             parameter.grad = weight.grad.float()
-        masters.collect()
+        masters.cast_gradients()
         assert all(weight.grad is None for weight in layer.parameters())
         ours.step()
         theirs.step()
-        masters.publish()
+        masters.write_weights()
         for weight, parameter in zip(layer.parameters(), reference, strict=True):
             assert torch.equal(weight, parameter.bfloat16())
 
@@ -93,14 +94,14 @@ def test_bytes_per_parameter(precision, weights, optimizer):
     adam = torch.optim.AdamW(stepped, fused=True)
     count = layer.weight.numel()
     for _ in range(2):
-        with memory(layer, adam) as census:
+        with memory(layer, adam) as tracker:
             layer(torch.randn(1, 64, dtype=chosen.weights)).sum().backward()
-            held = census.live
+            held = tracker.live
             if masters:
-                masters.collect()
+                masters.cast_gradients()
             adam.step()
             if masters:
-                masters.publish()
+                masters.write_weights()
             adam.zero_grad()
     counters = 4 * len(stepped)  # Adam's step number, one float per tensor
     found = (held.parameter, held.gradient, held.optimizer - counters)

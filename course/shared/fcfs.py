@@ -1,0 +1,166 @@
+"""What the baselines share: requests in the order they came, and the face of `LLM`.
+
+A baseline fills in `compute`: one forward pass, and a token for each row it has logits for. A request's n samples are
+n rows that share nothing.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from minillm.data import Tokenizer
+from minillm.model import Transformer
+from minillm.serve.recorder import StepRecord
+from minillm.serve.request import Output, Request, Sample, pairs, prompt_ids
+from minillm.serve.sampling import SamplingParams, sample
+from minillm.serve.sequence import Sequence
+
+
+class FirstCome:
+    """`add` and `step` until what was added comes back, or `generate`, as with `LLM`; in one thread.
+
+    computed: tokens put through the model so far, all of them. waste: those among them that no answer needed.
+    records: one for each forward pass; its batch names every row, with padding and rows that had ended.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        tokenizer: Tokenizer | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.model, self.tokenizer, self.clock = model, tokenizer, clock
+        self.waiting: deque[Sample] = deque()
+        self.computed = self.waste = 0
+        self.records: list[StepRecord] = []
+        self._requests: dict[str, Request] = {}
+        self._ended: list[Output] = []
+        self._count = 0
+
+    def compute(self) -> None:
+        """One forward pass, if there is anything to compute."""
+        raise NotImplementedError
+
+    @property
+    def starts_at(self) -> float | None:
+        """Before this time `step` has nothing to compute; None = it has now."""
+        return None
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._requests)
+
+    def add(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> str:
+        """Queues a request and returns its id. priority is not looked at: first come, first served."""
+        params = params or SamplingParams()
+        tokens = prompt_ids(prompt, params, self.tokenizer, self.model.config)
+        while request_id is None:
+            name, self._count = f"request-{self._count}", self._count + 1
+            request_id = None if name in self._requests else name
+        if request_id in self._requests:
+            raise ValueError(f"request id {request_id!r} is taken by a request that has not ended: choose another.")
+        request = Request.arrived(request_id, tokens, params, self.tokenizer, self.clock())
+        self._requests[request_id] = request
+        limit = min(len(tokens) + params.max_tokens, self.model.config.max_seq_len)
+        for _ in range(params.n):
+            self.waiting.append(request.attach(Sequence(list(tokens), limit), self.tokenizer))
+        return request_id
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request now; what it has so far comes out of the next `step`."""
+        if request_id not in self._requests:
+            raise ValueError(f"request {request_id!r} cannot be cancelled: it is unknown or has ended.")
+        self._end(self._requests[request_id], "cancelled")
+
+    @torch.inference_mode()
+    def step(self) -> list[Output]:
+        """One forward pass, if there is anything to compute. Returns what ended since the last call, each once."""
+        started, before = self.clock(), len(self._ended)
+        self._batch, self._sampled = (), 0
+        self.compute()
+        if self._batch:
+            times = {"started": started, "seconds": self.clock() - started}
+            counts = {"sampled": self._sampled, "running": len(self._batch), "waiting": len(self.waiting)}
+            names = tuple(output.request_id for output in self._ended[before:])
+            none = {"admitted": (), "preempted": (), "free": 0, "cached": 0, "used": 0}
+            self.records.append(
+                StepRecord(step=len(self.records) + 1, batch=self._batch, ended=names, **times, **counts, **none)
+            )
+        ended, self._ended = self._ended, []
+        return ended
+
+    def generate(
+        self, prompts: list[str | list[int]], params: SamplingParams | list[SamplingParams] | None = None
+    ) -> list[Output]:
+        """One output per prompt, in order. params: for all, or one for each. Refuses all if one cannot run."""
+        each = [(prompt, wanted or SamplingParams()) for prompt, wanted in pairs(prompts, params)]
+        for prompt, wanted in each:
+            prompt_ids(prompt, wanted, self.tokenizer, self.model.config)
+        names = [self.add(prompt, wanted) for prompt, wanted in each]
+        outputs: dict[str, Output] = {}
+        while not outputs.keys() >= set(names):
+            outputs |= {output.request_id: output for output in self.step()}
+            if self.unfinished and (wakes := self.starts_at) is not None:
+                getattr(self.clock, "sleep", time.sleep)(max(0.0, wakes - self.clock()))
+        self._ended += [output for name, output in outputs.items() if name not in names]  # others', left for `step`
+        return [outputs[name] for name in names]
+
+    def logits(self, samples: list[Sample], tokens: list[list[int]], useful: list[int], **inputs) -> Tensor:
+        """The model's logits for `tokens`, one list for each sample, `useful` of them needed: [samples, n, vocab_size].
+
+        Counts what is computed, and notes when a request was computed first.
+        """
+        now = self.clock()
+        for taken, wanted in zip(samples, useful, strict=True):
+            taken.request.output.computed += wanted
+            if taken.request.output.timing.scheduled is None:
+                taken.request.output.timing.scheduled = now
+        batch = torch.tensor(tokens, device=self.model.embedding.weight.device)
+        starts = [taken.sequence.num_tokens - max(each, 1) for taken, each in zip(samples, useful, strict=True)]
+        names = (taken.sequence.name for taken in samples)
+        self._batch = tuple(zip(names, starts, map(len, tokens), strict=True))
+        self.computed += batch.numel()
+        self.waste += batch.numel() - sum(useful)
+        return self.model(batch, **inputs).float().cpu()
+
+    def accept(self, taken: Sample, logits: Tensor) -> None:
+        """The sample's next token, from logits [vocab_size], if it goes on; its request ends with its last sample."""
+        request, timing = taken.request, taken.request.output.timing
+        if not going(taken):
+            return
+        if not logits.amax().isfinite():
+            tokens = taken.sequence.num_tokens
+            self._end(request, "failed", f"its logits are not finite after {tokens} tokens (NaN or infinite)")
+            return
+        token = sample(logits, request.params, taken.sequence.tokens, taken.draw)
+        self._sampled += 1
+        if timing.first_token is None:
+            timing.first_token = self.clock()
+        if (reason := taken.accept(token)) is not None:
+            taken.close(reason)
+            if all(each.answer.reason is not None for each in request.samples):
+                self._end(request, reason)
+
+    def _end(self, request: Request, reason: str, error: str | None = None) -> None:
+        for taken in request.samples:
+            if taken.answer.reason is None:
+                taken.close(reason)
+        request.output.error = error
+        request.output.timing.ended = self.clock()
+        del self._requests[request.output.request_id]
+        self._ended.append(request.output)
+
+
+def going(taken: Sample) -> bool:
+    return taken.answer.reason is None
