@@ -14,6 +14,7 @@ from minillm.parallel.context_parallel import (
     join_sequence,
     local_positions,
 )
+from tests.comm.nccl_like import on_nccl_like
 
 SEQ, HEAD_DIM = 16, 6
 SHAPES = [(2, 4, 4), (1, 8, 2), (2, 4, 1)]  # batch, heads, kv heads
@@ -60,9 +61,10 @@ def run(group):
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_outputs_and_gradients_are_those_of_one_process(world_size):
-    ranks = launch(run, world_size)
+@pytest.mark.parametrize(("world_size", "how"), [(1, run), (2, run), (4, run), (2, on_nccl_like(run))])
+def test_outputs_and_gradients_are_those_of_one_process(world_size, how):
+    """The last case on a backend that keeps NCCL's rules."""
+    ranks = launch(how, world_size)
     assert len(ranks[0]) >= len(VARIANTS) * 5
     for key in ranks[0]:
         _, shape, window, documents = key
