@@ -5,7 +5,7 @@
     lab_15_proposers.py   a draft that says what it drew from; prompt lookup
     lab_15_gain.py        how many guesses pay; which programs are exact
 
-Distributions are enumerated on tiny vocabularies (`labkit/guessing.py`), passes are counted: no check waits for luck.
+Distributions are enumerated on tiny vocabularies (`tiny_models.py`), passes are counted: no check waits for luck.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from course.lab15_speculative_decoding import guessing
-from course.lab15_speculative_decoding.guessing import NOTHING, Tiny
+from course.lab15_speculative_decoding import tiny_models
+from course.lab15_speculative_decoding.tiny_models import NOTHING, Tiny
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
 from minillm.serve.speculate.verify import choose, uniform
@@ -59,9 +59,9 @@ def verify_guesses(target: Tensor, guesses: Sequence[int], q: Tensor, draw: Any)
     ),
 )
 def check_residual(learner: Callable) -> Receipt:
-    generator, rows = guessing.seeded(), []
+    generator, rows = tiny_models.seeded(), []
     for vocab in (3, 5, 50):
-        p, q = (guessing.random_row(generator, vocab) for _ in range(2))
+        p, q = (tiny_models.random_row(generator, vocab) for _ in range(2))
         found = _probabilities(learner(p.clone(), q.clone()), vocab)
         overlap = torch.minimum(p, q)
         if not torch.allclose(found, residual(p, q), atol=NOTHING, rtol=0):
@@ -73,7 +73,7 @@ def check_residual(learner: Callable) -> Receipt:
                 "    min(p, q) + (1 - Σ min) · residual - p, at most", True, float((together - p).abs().max()) < NOTHING
             )
         )
-    p = guessing.random_row(generator)
+    p = tiny_models.random_row(generator)
     same = _probabilities(learner(p.clone(), p.clone()), 5)
     if not torch.isfinite(same).all() or abs(float(same.sum()) - 1) > NOTHING:
         raise CheckFailed(f"p = q gives {same.tolist()}: nothing is left over, and 0/0 is no distribution. Return p")
@@ -88,7 +88,7 @@ def _probabilities(found: Any, vocab: int) -> Tensor:
 
 def _say_residual(found: Tensor, p: Tensor, q: Tensor) -> str:
     more, less = (p - q).clamp(min=0), (q - p).clamp(min=0)
-    said = guessing.nearest(
+    said = tiny_models.nearest(
         found,
         {
             "that is p: tokens the draft likes already came through by being accepted, and now come twice": p,
@@ -120,12 +120,12 @@ def _say_residual(found: Tensor, p: Tensor, q: Tensor) -> str:
     ),
 )
 def check_verifier(learner: Callable) -> Receipt:
-    generator, rows = guessing.seeded(), []
+    generator, rows = tiny_models.seeded(), []
     for k, vocab in ((1, 5), (2, 3), (3, 2)):
         target, draft = _differing(generator, vocab)
         rows += hold_verifier(learner, target, draft, k)
     same = Tiny(generator, 2)
-    found = guessing.enumerated(lambda draw: len(_verified(learner, same, same, 3, draw)[0]))
+    found = tiny_models.enumerated(lambda draw: len(_verified(learner, same, same, 3, draw)[0]))
     rows.append(row("draft = target, K = 3: tokens of every pass", (4,), tuple(found)))
     return Receipt("every outcome of the verifier, enumerated", tuple(rows))
 
@@ -141,9 +141,9 @@ def _differing(generator: torch.Generator, vocab: int) -> tuple[Tiny, Tiny]:
 
 def _verified(learner: Callable, target: Tiny, draft: Callable, k: int, draw: Any) -> tuple[list[int], list[int]]:
     """(what the learner returned, the guesses)."""
-    guesses, q = guessing.drawn_draft(draft, choose, PROMPT, k, draw)
+    guesses, q = tiny_models.drawn_draft(draft, choose, PROMPT, k, draw)
     found = learner(target.rows(PROMPT, guesses), list(guesses), q, draw)
-    if not guessing.is_tokens(found, target.vocab) or not found:
+    if not tiny_models.is_tokens(found, target.vocab) or not found:
         raise CheckFailed(f"K = {k}: you returned {found!r:.60}; asked for is a list of at least one token")
     if len(found) > k + 1:
         raise CheckFailed(f"K = {k}: you returned {len(found)} tokens: {k} guesses and one more are all there can be")
@@ -165,13 +165,16 @@ def hold_verifier(learner: Callable, target: Tiny, draft: Tiny, k: int) -> list:
             whole.append(choose(target([*PROMPT, *whole]), draw))
         return tuple(whole), len(found), found[: len(guesses)] == guesses and len(found) == k
 
-    everything = guessing.enumerated(run)
-    tokens, expected = {}, 1 + guessing.accepted(target, draft, PROMPT, k)
+    everything = tiny_models.enumerated(run)
+    tokens, expected = {}, 1 + tiny_models.accepted(target, draft, PROMPT, k)
     for (whole, _, _), chance in everything.items():
         tokens[whole] = tokens.get(whole, 0.0) + chance
     length = sum(size * chance for (_, size, _), chance in everything.items())
     short = sum(chance for (_, _, stopped), chance in everything.items() if stopped)
-    off = [guessing.distance(guessing.first(tokens, n), guessing.written(target, PROMPT, n)) for n in range(1, k + 2)]
+    off = [
+        tiny_models.distance(tiny_models.first(tokens, n), tiny_models.written(target, PROMPT, n))
+        for n in range(1, k + 2)
+    ]
     rows = [
         row(f"K = {k}, {target.vocab} tokens: distance from the target's distribution is 0", True, max(off) < NOTHING),
         row("    tokens per pass, expected", expected, length, "", NOTHING),
@@ -193,7 +196,7 @@ def _say_length(length: float, expected: float, no_bonus: bool) -> str:
 def _say_verifier(tokens: dict, off: list[float], target: Tiny, draft: Tiny, k: int, no_bonus: bool) -> str:
     p, q = target(PROMPT), draft(PROMPT)
     if off[0] >= NOTHING:
-        found, kept = guessing.as_row(guessing.first(tokens, 1), len(p)), torch.minimum(p, q)
+        found, kept = tiny_models.as_row(tiny_models.first(tokens, 1), len(p)), torch.minimum(p, q)
         upside = q * (q / p).clamp(max=1)
         best = torch.zeros_like(p)
         best[p.argmax()] = 1
@@ -205,7 +208,7 @@ def _say_verifier(tokens: dict, off: list[float], target: Tiny, draft: Tiny, k: 
             "you accept with q/p: the target's probability belongs on top": upside
             + (1 - upside.sum()) * residual(p, q),
         }
-        said = guessing.nearest(found, known) or "is p divided by q, each at the guessed token?"
+        said = tiny_models.nearest(found, known) or "is p divided by q, each at the guessed token?"
         return f"the first token is off by {off[0]:.3f} (total variation): {said}"
     place = next(i for i, each in enumerate(off) if each >= NOTHING)
     if place == k and k == 1:

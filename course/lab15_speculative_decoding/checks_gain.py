@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 from course.lab15_speculative_decoding import experiments_breaks as breaks
-from course.lab15_speculative_decoding import guessing
+from course.lab15_speculative_decoding import tiny_models
 from course.lab15_speculative_decoding.checks import LAB
-from course.lab15_speculative_decoding.guessing import NOTHING, Tiny
+from course.lab15_speculative_decoding.tiny_models import NOTHING, Tiny
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
 from minillm.predict import speculation as predict
@@ -29,11 +29,11 @@ def best_k(alpha: float, c: float, most: int) -> int:
     return max(range(most + 1), key=lambda k: (speedup(alpha, c, k), -k))
 
 
-def verdict(found: guessing.Distribution, true: guessing.Distribution, accepted: float, possible: float) -> str:
+def verdict(found: tiny_models.Distribution, true: tiny_models.Distribution, accepted: float, possible: float) -> str:
     """One of the four, from exact distributions of the same number of tokens and expected accepted guesses."""
     length = len(next(iter(true)))
     for places in range(1, length + 1):
-        if guessing.distance(guessing.first(found, places), guessing.first(true, places)) > NOTHING:
+        if tiny_models.distance(tiny_models.first(found, places), tiny_models.first(true, places)) > NOTHING:
             return "first token off" if places == 1 else "later tokens off"
     return "exact" if accepted > possible - NOTHING else "exact, accepts less"
 
@@ -118,7 +118,7 @@ def _say_speedup(found: float, alpha: float, c: float, k: int) -> str:
     ),
 )
 def check_verdict(learner: Callable) -> Receipt:
-    generator, rows = guessing.seeded(), []
+    generator, rows = tiny_models.seeded(), []
     for name, program in breaks.PROGRAMS.items():
         right = ""
         while right != USUAL[name]:  # with some pairs of models a mistake makes no difference
@@ -136,8 +136,8 @@ def check_verdict(learner: Callable) -> Receipt:
 
 def _say_verdict(evidence: tuple) -> str:
     found, true, accepted, possible = evidence
-    off = guessing.distance(guessing.first(found, 1), guessing.first(true, 1))
-    whole = guessing.distance(found, true)
+    off = tiny_models.distance(tiny_models.first(found, 1), tiny_models.first(true, 1))
+    whole = tiny_models.distance(found, true)
     return (
         f"the first token's distribution is off by {off:.4f}, all {len(next(iter(true)))} tokens together by "
         f"{whole:.4f}; {accepted:.3f} guesses of {possible:.3f} possible are accepted"

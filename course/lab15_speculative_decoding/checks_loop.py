@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from course.lab15_speculative_decoding import guessing
+from course.lab15_speculative_decoding import tiny_models
 from course.lab15_speculative_decoding.checks import LAB, PROMPT, verify_guesses
-from course.lab15_speculative_decoding.guessing import NOTHING, Tiny
+from course.lab15_speculative_decoding.tiny_models import NOTHING, Tiny
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
 from minillm.serve.speculate.verify import choose
@@ -49,11 +49,11 @@ def speculate(target: Any, draft: Callable, prompt: Sequence[int], count: int, k
     ),
 )
 def check_loop(learner: Callable) -> Receipt:
-    generator, rows = guessing.seeded(), []
+    generator, rows = tiny_models.seeded(), []
     for k in (1, 2):
         target, draft = Tiny(generator, 2), Tiny(generator, 2)
-        found = guessing.enumerated(lambda draw, t=target, d=draft, k=k: _wrote(learner, t, d, PROMPT, 3, k, draw))
-        off = guessing.distance(found, guessing.written(target, PROMPT, 3))
+        found = tiny_models.enumerated(lambda draw, t=target, d=draft, k=k: _wrote(learner, t, d, PROMPT, 3, k, draw))
+        off = tiny_models.distance(found, tiny_models.written(target, PROMPT, 3))
         rows.append(row(f"3 tokens, K = {k}: distance from the target's distribution is 0", True, off < NOTHING))
         if off >= NOTHING:
             raise CheckFailed(
@@ -79,7 +79,7 @@ def check_loop(learner: Callable) -> Receipt:
 
 def _wrote(learner: Callable, target: Any, draft: Callable, prompt: list[int], count: int, k: int, draw: Any) -> tuple:
     found = learner(target, draft, list(prompt), count, k, draw)
-    if not guessing.is_tokens(found, target.vocab):
+    if not tiny_models.is_tokens(found, target.vocab):
         raise CheckFailed(f"you returned {found!r:.60}; asked for is a list of tokens")
     if len(found) != count:
         raise CheckFailed(f"you returned {len(found)} tokens where {count} were asked for, without the prompt")

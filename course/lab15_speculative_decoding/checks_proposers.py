@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from course.lab15_speculative_decoding import experiments, guessing
+from course.lab15_speculative_decoding import experiments, tiny_models
 from course.lab15_speculative_decoding import experiments_runs as runs
 from course.lab15_speculative_decoding.checks import LAB, PROMPT
-from course.lab15_speculative_decoding.guessing import NOTHING, Tiny
+from course.lab15_speculative_decoding.tiny_models import NOTHING, Tiny
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
 from minillm.serve import SamplingParams
@@ -67,15 +67,15 @@ def look_up(tokens: Sequence[int], k: int, longest: int = 3) -> list[int]:
     ),
 )
 def check_draft(learner: Callable) -> Receipt:
-    generator, rows = guessing.seeded(), []
+    generator, rows = tiny_models.seeded(), []
     for temperature, top_k in ((1.0, VOCAB), (0.6, VOCAB), (1.4, 2), (1.0, 2)):
         draft, target = Tiny(generator, VOCAB), Tiny(generator, VOCAB)
         rows += _hold_draft(learner, draft, target, temperature, top_k)
     draft = Tiny(generator, VOCAB)
-    found = guessing.enumerated(lambda draw: _drafted(learner, draft, DRAFTED, 0.0, VOCAB, draw)[0])
+    found = tiny_models.enumerated(lambda draw: _drafted(learner, draft, DRAFTED, 0.0, VOCAB, draw)[0])
     if found != {tuple(honest_draft(draft.scores, PROMPT, DRAFTED, 0.0, VOCAB, None)[0]): 1.0}:
         raise CheckFailed(f"temperature 0 drafts {found}: it is always the likeliest token after those before it", rows)
-    if learner(draft.scores, list(PROMPT), DRAFTED, 0.0, VOCAB, guessing.seeded())[1] is not None:
+    if learner(draft.scores, list(PROMPT), DRAFTED, 0.0, VOCAB, tiny_models.seeded())[1] is not None:
         raise CheckFailed(
             "temperature 0 returns probabilities, but the likeliest token was not drawn from them: verified as if it "
             "had been, it would be accepted with p/q, too often. Return None",
@@ -87,7 +87,7 @@ def check_draft(learner: Callable) -> Receipt:
 
 def _drafted(learner: Callable, draft: Tiny, k: int, temperature: float, top_k: int, draw: Any) -> tuple[tuple, Any]:
     found = learner(draft.scores, list(PROMPT), k, temperature, top_k, draw)
-    if not isinstance(found, tuple) or len(found) != 2 or not guessing.is_tokens(found[0], draft.vocab):
+    if not isinstance(found, tuple) or len(found) != 2 or not tiny_models.is_tokens(found[0], draft.vocab):
         raise CheckFailed(f"you returned {found!r:.60}; asked for are two things: (guesses, rows)")
     if len(found[0]) != k:
         raise CheckFailed(f"{len(found[0])} guesses where k = {k} were asked for")
@@ -111,19 +111,21 @@ def _hold_draft(learner: Callable, draft: Tiny, target: Tiny, temperature: float
             said[guesses[:place]] = q[place].double()
         return guesses
 
-    drawn = guessing.enumerated(run)
+    drawn = tiny_models.enumerated(run)
     p, own, off = warped(target), warped(draft), 0.0
     for place in range(DRAFTED):
-        total = guessing.first(drawn, place)
+        total = tiny_models.first(drawn, place)
         for before, chance in total.items():
-            shares = torch.tensor([guessing.first(drawn, place + 1).get((*before, x), 0.0) for x in range(draft.vocab)])
+            shares = torch.tensor(
+                [tiny_models.first(drawn, place + 1).get((*before, x), 0.0) for x in range(draft.vocab)]
+            )
             shares = shares.double() / chance
             if float((shares - said[before]).abs().sum()) / 2 > 1e-6:
                 raise CheckFailed(_say_dishonest(shares, said[before], draft, name, place, before))
             off = max(off, float((own([*PROMPT, *before]) - said[before]).abs().max()))
     kept = sum(
         float(torch.minimum(p([*PROMPT, *before]), said[before]).sum()) * chance
-        for before, chance in guessing.first(drawn, 0).items()
+        for before, chance in tiny_models.first(drawn, 0).items()
     )
     best = float(torch.minimum(p(PROMPT), own(PROMPT)).sum())
     rows = [
@@ -197,7 +199,7 @@ def check_look_up(learner: Callable) -> Receipt:
 
 def _hold_look_up(learner: Callable, tokens: list[int], k: int, lesson: str) -> None:
     found, right = learner(list(tokens), k, 3), look_up(tokens, k)
-    if not guessing.is_tokens(found, 1 << 30):
+    if not tiny_models.is_tokens(found, 1 << 30):
         raise CheckFailed(f"you returned {found!r:.60}; asked for is a list of tokens, empty if nothing is found")
     found = list(found)
     if found == right:

@@ -8,15 +8,15 @@ import ast
 import random
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from course.shared.measuring import one_thread
 from minillm.data import Tokenizer, corpus
-from minillm.model import Transformer
+from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import folder_of
 from minillm.model.huggingface import load_hf
 from minillm.predict import speculation as predict
@@ -25,6 +25,7 @@ from minillm.serve.speculate import AdaptiveK, Counts, Proposer
 
 PROMPT, NEW = 96, 32
 KINDS = ("code", "prose")
+LLAMA_70B = ModelConfig(128256, 8192, 28672, 80, 64, 8)  # Llama 3 70B, for arithmetic only
 
 
 @dataclass(frozen=True)
@@ -66,17 +67,6 @@ def _docstrings(code: str) -> Iterator[str]:
             yield text
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """torch on one thread, so that CPU seconds are those of one core."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 # Probabilities: what the two models say after the same tokens, no sampling.
 
 
@@ -103,14 +93,14 @@ def overlap(p: Tensor, q: Tensor) -> Tensor:
 
 
 def alpha_by_temperature(temperatures: Sequence[float], kinds: Sequence[str] = KINDS) -> dict[str, list[float]]:
-    """{kind of text: share accepted at each temperature}: of a guess that is drawn, Σ min(p, q); of the draft's
+    """{kind of text: share accepted at each temperature}: of a sampled draft token, Σ min(p, q); of the draft's
     likeliest token, p of it."""
     found = {}
     for kind in kinds:
         logits = logits_of(kind)
         likeliest = logits[1].argmax(-1, keepdim=True)
         both = [distributions(logits, t) for t in temperatures]
-        found[f"{kind}, drawn"] = [float(overlap(p, q).mean()) for p, q in both]
+        found[f"{kind}, sampled"] = [float(overlap(p, q).mean()) for p, q in both]
         found[f"{kind}, likeliest"] = [float(p.gather(-1, likeliest).mean()) for p, q in both]
     return found
 

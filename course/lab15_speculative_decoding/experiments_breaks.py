@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from course.lab15_speculative_decoding import guessing
-from course.lab15_speculative_decoding.guessing import Tiny
+from course.lab15_speculative_decoding import tiny_models
+from course.lab15_speculative_decoding.tiny_models import Tiny
 from minillm.serve.speculate import Draft, verify
 from minillm.serve.speculate.verify import acceptance, choose, residual, uniform
 
@@ -25,7 +25,7 @@ def cut(p: Tensor) -> Tensor:
 
 
 def _drawn(draft: Tiny, draw: Any) -> tuple[list[int], Tensor]:
-    return guessing.drawn_draft(lambda tokens: cut(draft(tokens)), choose, PROMPT, K, draw)
+    return tiny_models.drawn_draft(lambda tokens: cut(draft(tokens)), choose, PROMPT, K, draw)
 
 
 def sound(target: Callable[[list[int]], Tensor], draft: Tiny, draw: Any) -> list[int]:
@@ -96,12 +96,12 @@ def evidence(program: Callable, target: Tiny, draft: Tiny) -> tuple[dict, dict, 
             whole.append(choose(p([*PROMPT, *whole]), draw))
         return tuple(whole), len(found) - 1
 
-    everything, tokens = guessing.enumerated(run), {}
+    everything, tokens = tiny_models.enumerated(run), {}
     for (whole, _), chance in everything.items():
         tokens[whole] = tokens.get(whole, 0.0) + chance
     kept = sum(count * chance for (_, count), chance in everything.items())
-    most = guessing.accepted(p, lambda context: cut(draft(context)), PROMPT, K)
-    return tokens, guessing.written(p, PROMPT, K + 1), kept, most
+    most = tiny_models.accepted(p, lambda context: cut(draft(context)), PROMPT, K)
+    return tokens, tiny_models.written(p, PROMPT, K + 1), kept, most
 
 
 def all_evidence(seed: int = 0) -> dict[str, tuple]:

@@ -14,10 +14,10 @@ from course.lab15_speculative_decoding.experiments import (
     compare,
     distributions,
     generate,
-    one_thread,
     pair,
     prompts,
 )
+from course.shared.measuring import one_thread
 from minillm.model import Transformer
 from minillm.predict import speculation as predict
 from minillm.serve import LLM, SamplingParams
@@ -102,27 +102,6 @@ def by_batch(batches: Sequence[int], k: int = 6) -> dict[int, Compared]:
     for batch in batches:
         asked = prompts("code", max(2, batch))
         found[batch] = compare(NGram(), k, generate(None, k, asked, batch=batch), asked, batch=batch)
-    return found
-
-
-def by_temperature(temperatures: Sequence[float], k: int = 3, count: int = 1) -> dict[float, dict[str, Compared]]:
-    """Drafts that are drawn (the draft model) and drafts that are not (prompt lookup), sampled at each temperature."""
-    asked, found = prompts("code", count), {}
-    for t in temperatures:
-        plain = generate(None, 1, asked, temperature=t)
-        found[t] = {
-            "draft model": compare(draft_model(), k, plain, asked, temperature=t),
-            "prompt lookup": compare(NGram(), k, plain, asked, temperature=t),
-        }
-    return found
-
-
-def short_answers(lengths: Sequence[int], count: int = 2) -> dict[int, tuple[float, float, float]]:
-    """{tokens of the answer: (passes after the prompt, without and with guesses; whole time without / with)}."""
-    asked, found = prompts("code", count), {}
-    for new in lengths:
-        plain, guessed = (generate(one, 3, asked, new=new) for one in (None, draft_model()))
-        found[new] = plain.passes / count, guessed.passes / count, plain.whole_s / guessed.whole_s
     return found
 
 

@@ -1,7 +1,7 @@
 """Spoilers of lab 15: speedups that grow without end, K rules that never give up, verdicts that look at half of it."""
 
 from course.lab15_speculative_decoding import checks_gain as right
-from course.lab15_speculative_decoding.guessing import NOTHING, distance, first
+from course.lab15_speculative_decoding.tiny_models import NOTHING, distance, first
 from minillm.labkit.exercises import alternative, mutant
 
 # Speedup and best K.
