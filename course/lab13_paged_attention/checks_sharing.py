@@ -27,7 +27,7 @@ def prepare_write(table: list[int], position: int, pool: Any, copy: Callable, bl
 
 
 class CachingPool:
-    """A pool in which a published block stays findable after its last holder has left, until its room is needed."""
+    """A pool in which a cached block stays findable after its last holder has left, until its room is needed."""
 
     def __init__(self, num_blocks: int):
         self.references = [0] * num_blocks
@@ -35,7 +35,7 @@ class CachingPool:
         self.idle: OrderedDict[int, None] = OrderedDict()
         self.block_of, self.key_of = {}, {}
 
-    def publish(self, block: int, key) -> None:
+    def cache_block(self, block: int, key) -> None:
         self.block_of[key], self.key_of[block] = block, key
 
     def allocate(self) -> int:
@@ -179,12 +179,12 @@ def _judge_chain_order(learner: Callable) -> str:
     chains = {name: [pool.allocate() for _ in range(3)] for name in ("old", "new")}
     for name, blocks in chains.items():
         for index, block in enumerate(blocks):
-            pool.publish(block, (name, index))
+            pool.cache_block(block, (name, index))
     for name in ("old", "new"):
         pool.release(list(chains[name]))
     if any(pool.references) or len(pool.idle) != 6:
         raise CheckFailed(
-            f"two sequences with 6 published blocks have left, and idle holds {len(pool.idle)} of them: keep what can "
+            f"two sequences with 6 cached blocks have left, and idle holds {len(pool.idle)} of them: keep what can "
             "still be found"
         )
     for block in chains["old"]:  # a hit: it is the recently used one now
@@ -233,7 +233,7 @@ def _judge_random_cache(learner: Callable) -> int:
             paper[block] += 1
             tables.append([block])
             if random.random() < 0.7:
-                pool.publish(block, turn)
+                pool.cache_block(block, turn)
         elif random.random() < 0.4 and pool.block_of:
             key, block = random.choice(list(pool.block_of.items()))
             if block not in cached and not paper[block]:

@@ -3,29 +3,24 @@
 llm = LLM(model, tokenizer=tokenizer)
 for output in llm.generate(["def ", "class "], SamplingParams(max_tokens=32, n=2, temperature=0.8)): ...
 
-What it is compared with has its face: `Naive`, `StaticBatches`, `AdaptiveBatches`; `replay` sends a trace through any.
+What it is compared with has its face: `Naive`, `StaticBatches`, `TimerBatches`; `replay` sends a trace through any.
 """
 
-from minillm.serve.adaptive import AdaptiveBatches
 from minillm.serve.blocks import BlockPool, Prefix
 from minillm.serve.engine import LLM
-from minillm.serve.naive import Naive
 from minillm.serve.recorder import StepRecord
 from minillm.serve.request import Answer, Output, Timing
 from minillm.serve.sampling import SamplingParams, Token
 from minillm.serve.scheduler import POLICIES, Scheduler
 from minillm.serve.sequence import Plan, Sequence, State
-from minillm.serve.static import StaticBatches
 from minillm.serve.trace import Arrival, VirtualClock, replay, skewed, summary, uniform
 
 __all__ = [
     "LLM",
     "POLICIES",
-    "AdaptiveBatches",
     "Answer",
     "Arrival",
     "BlockPool",
-    "Naive",
     "Output",
     "Plan",
     "Prefix",
@@ -33,7 +28,6 @@ __all__ = [
     "Scheduler",
     "Sequence",
     "State",
-    "StaticBatches",
     "StepRecord",
     "Timing",
     "Token",

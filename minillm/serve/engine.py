@@ -210,7 +210,7 @@ class LLM:
         except BaseException as failure:  # whatever it was: these requests end, the others and the pool stay whole
             error = f"{type(failure).__name__}: {failure}"
             with self._lock:
-                self.pool.forget(block for table in run.tables for block in table)
+                self.pool.invalidate(block for table in run.tables for block in table)
                 for taken in [self._samples[s] for s, _ in plan.batch if s in self._samples]:
                     self._end(taken.request, "failed", f"the forward pass raised {error}")
             if not isinstance(failure, Exception):
@@ -231,12 +231,12 @@ class LLM:
         for sequence, count in zip(sequences, run.rows, strict=True):
             start, end = end, end + count
             if sequence not in self._samples:  # cancelled meanwhile, or failed by another sample of its request
-                self.pool.forget(() if sound[start] else run.table(sequence))
+                self.pool.invalidate(() if sound[start] else run.table(sequence))
                 continue
             request = self._samples[sequence].request
             if not sound[start] and count > 1:  # a guess may have spoilt it: 0 · nan is nan, also behind a mask
                 self.speculation.drop(sequence)
-                self.scheduler.keep(sequence)
+                self.scheduler.commit_accepted(sequence)
                 continue
             if not sound[start]:
                 reason = f"its logits are not finite after {sequence.num_tokens} tokens (NaN or infinite)"
@@ -264,7 +264,7 @@ class LLM:
         given, reason = 0, None
         while reason is None and given < len(tokens):
             reason, given = taken.accept(tokens[given]), given + 1
-        self.scheduler.keep(taken.sequence)
+        self.scheduler.commit_accepted(taken.sequence)
         self.speculation.want(taken.sequence)
         if reason is not None:
             self._finish(taken, reason)

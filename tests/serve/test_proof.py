@@ -72,7 +72,7 @@ def nothing_left(llm):
     pool = llm.pool
     assert pool.free + pool.cached + pool.used == pool.total and pool.used == 0
     assert pool.references == [0] * pool.total and pool.free_host == pool.num_host_blocks
-    assert llm.unfinished == llm.scheduler.num_waiting == llm.scheduler.seats == 0
+    assert llm.unfinished == llm.scheduler.num_waiting == llm.scheduler.num_seqs == 0
     assert not llm._samples and not llm.scheduler.running
 
 

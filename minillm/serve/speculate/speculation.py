@@ -73,10 +73,14 @@ class Speculation:
             self._forget(sequence)  # its guesses stay: they are still what comes next
         asked: list[tuple[int, Asked]] = []
         for place, (sequence, tokens) in enumerate(plan.batch):
-            if not sequence.wanted or tokens < sequence.lacking or self._states[sequence].draft is not None:
+            if (
+                not sequence.num_draft_tokens
+                or tokens < sequence.num_uncomputed
+                or self._states[sequence].draft is not None
+            ):
                 continue
-            request, granted = samples[sequence].request, tokens - sequence.lacking
-            if k := granted if request.params.temperature == 0 else sequence.wanted:
+            request, granted = samples[sequence].request, tokens - sequence.num_uncomputed
+            if k := granted if request.params.temperature == 0 else sequence.num_draft_tokens:
                 draw = samples[sequence].draw
                 asked.append((place, Asked(sequence.name, sequence.tokens, request.params, k, draw)))
         return asked
@@ -97,7 +101,7 @@ class Speculation:
                 if (state := self._states.get(plan.batch[place][0])) is not None:  # not cancelled meanwhile
                     state.draft, state.place = draft, 0
         for place, (sequence, tokens) in enumerate(plan.batch):
-            if tokens >= (lacking := sequence.lacking) and (state := self._states.get(sequence)) is not None:
+            if tokens >= (lacking := sequence.num_uncomputed) and (state := self._states.get(sequence)) is not None:
                 run.guesses[place] = [] if state.draft is None else state.draft.tokens[: tokens - lacking]
                 plan.batch[place] = sequence, lacking + len(run.guesses[place])
 
@@ -141,14 +145,14 @@ class Speculation:
             return
         state = self._states[sequence]
         if state.draft is not None:
-            sequence.wanted = max(1, len(state.draft.tokens))
+            sequence.num_draft_tokens = max(1, len(state.draft.tokens))
             return
         k = self.k.k(state.tried, state.kept, state.passes) if isinstance(self.k, AdaptiveK) else self.k
-        sequence.wanted = max(0, min(k, sequence.limit - sequence.num_tokens - 1))
+        sequence.num_draft_tokens = max(0, min(k, sequence.limit - sequence.num_tokens - 1))
 
     def drop(self, sequence: Sequence) -> None:
         """Its guesses are no good: the next step is without any."""
-        self._states[sequence].draft, sequence.wanted = None, 0
+        self._states[sequence].draft, sequence.num_draft_tokens = None, 0
 
     def observe(self, plan: Plan, run: ForwardPass, samples: dict[Sequence, Sample]) -> None:
         """Hands the hidden states of what this step verified to a proposer that wants them."""
