@@ -176,7 +176,8 @@ def windows(count: int, length: int) -> Tensor:
     return torch.from_numpy(text_tokens().array[: count * length].astype("int64")).view(count, length)
 
 
-def one_more_token(lengths: Sequence[int] = (31, 127, 383)) -> dict[int, dict[str, dict[str, float]]]:
+@cache
+def one_more_token(lengths: tuple[int, ...] = (31, 127, 383)) -> dict[int, dict[str, dict[str, float]]]:
     """{tokens so far: {"cached" or "recomputed": FLOPs counted and predicted, best seconds}} of the next token.
 
     Attention is `dense`, whose score matrix is whole, so that torch's counter sees all of it.

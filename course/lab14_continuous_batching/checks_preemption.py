@@ -160,7 +160,7 @@ def _in_an_engine(learner: type, model: Transformer, swap: bool) -> list:
         mine = learner()
 
         def _preempt(self, sequence: Seq) -> None:
-            self._unseat(sequence)
+            self._stop_running(sequence)
             sequence.preemptions += 1
             self.mine.preempt(sequence, self.pool, self.swaps)
             self._wait(sequence)

@@ -118,9 +118,7 @@ def draw_sweep(found: Sweep) -> Figure:
     )
     with style():
         textbook = [found.predicted(k, textbook=True) for k in ks]
-        right.plot(
-            ks, textbook, color=look(1).color, linestyle=":", label="if K + 1 tokens cost as one"
-        )
+        right.plot(ks, textbook, color=look(1).color, linestyle=":", label="if K + 1 tokens cost as one")
         right.axhline(1, color=PALETTE["black"], linewidth=0.8)
         right.set_ylim(0, 1.1 * max([*textbook, *(each.speedup for each in found.runs.values())]))
         left.set_ylim(0.9, None)
