@@ -148,6 +148,11 @@ def one_against_many() -> Figure:
     return draw_batch(experiments.sweep(), experiments.roof())
 
 
+def next_token() -> Figure:
+    """FLOPs and time of the next token, with a cache and recomputing everything, by the tokens there are."""
+    return draw_one_more(experiments.one_more_token())
+
+
 def three_decoders() -> Figure:
     """KL of three broken decoders from the right one by position, for two sizes of the cache."""
     return draw_patients(breaks.patients())

@@ -94,7 +94,8 @@ def samples(distribution: Callable, model: Any, prompt: Sequence[int]) -> Table:
         logits = model(torch.tensor([list(prompt)]))[0, -1]
     for setting in ((1.0, None, 1.0), (1.0, None, 0.9), (0.7, None, 0.9), (1.5, None, 0.9), (1.5, 20, 0.9)):
         shares = distribution(logits, *setting)
-        drawn = torch.multinomial(shares, 6, replacement=True, generator=torch.Generator().manual_seed(0)).tolist()
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.multinomial(shares, 6, replacement=True, generator=generator).tolist()
         text = " ".join(repr(tokenizer.decode([token])) for token in drawn)
         lines.append(
             (f"temperature {setting[0]}, top_k {setting[1]}, top_p {setting[2]}", int((shares > 0).sum()), text)
@@ -268,10 +269,8 @@ def interview() -> Table:
     """Numbers that the questions rest on."""
     large, small = MODELS["Llama 3 70B"], MODELS["Llama 3 8B"]
     roof = H100.peak_flops, H100.bandwidth
-    batches = tuple(
-        round(turn) if (turn := predict.turning_batch(small, context, *roof)) else "never"
-        for context in (128, 512, 1024)
-    )
+    turns = (predict.turning_batch(small, context, *roof) for context in (128, 512, 1024))
+    batches = tuple(round(turn) if turn else "never" for turn in turns)
     sizes = tuple(round(kv_bytes_per_token(replace(large, num_kv_heads=heads)) / 1e6, 2) for heads in (8, 64, 1))
     return table(
         "by formula, one H100 SXM",
