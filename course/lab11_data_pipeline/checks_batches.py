@@ -106,7 +106,7 @@ def _judge_windows(found: Any, count: int, seq_len: int) -> None:
     if inputs.numel() and torch.equal(inputs, targets):
         raise CheckFailed(f"{who}: targets equal inputs: a target is the token after its input, one place on")
     if foreign := set(targets.flatten().tolist()) - set(range(1000, 1000 + count)):
-        raise CheckFailed(f"{who}: a target is {foreign.pop()}, which is no token of the text: packing needs no fill")
+        raise CheckFailed(f"{who}: a target is {foreign.pop()}, not a token of the text: packing needs no padding")
     seen = Counter((targets - 1000).flatten().tolist())
     if repeated := [place for place, times in seen.items() if times > 1]:
         raise CheckFailed(

@@ -146,12 +146,12 @@ def padding(
 
 def count_padding(documents: Sequence[np.ndarray], batches: Sequence[np.ndarray]) -> tuple[int, int]:
     """(positions of all padded batches, those among them that are padding), counted in the tensors themselves."""
-    positions = fill = 0
+    positions = padding = 0
     for batch in batches:
         _, targets = pad([documents[i] for i in batch], pad_id=0)
         positions += targets.numel()
-        fill += int((targets == IGNORE).sum())
-    return positions, fill
+        padding += int((targets == IGNORE).sum())
+    return positions, padding
 
 
 # Rank programs.

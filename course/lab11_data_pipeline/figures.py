@@ -59,19 +59,19 @@ def draw_tokens(numbers: dict[str, Any]) -> Figure:
 
 
 def draw_padding(lengths: Sequence[int], batch_size: int = 8) -> Figure:
-    """A random and a sorted batch with their fill, and the waste of all batches by batch size."""
+    """A random and a sorted batch with their padding, and the waste of all batches by batch size."""
     figure, panels = subplots(1, 3, width=10.5, height=3.5, width_ratios=(3, 3, 4))
     for axes, (name, by_length) in zip(panels, (("random", False), ("sorted by length", True)), strict=False):
         batches = length_batches(lengths, batch_size, 0, by_length)
         batch = [lengths[i] for i in _typical(batches, lengths)]
-        _draw_batch(axes, batch, f"{name}: {predict.padding_waste([batch]):.0%} fill")
+        _draw_batch(axes, batch, f"{name}: {predict.padding_waste([batch]):.0%} padding")
     numbers = experiments.padding(lengths)
     names = list(numbers["waste"])
     lines(
         numbers["batch_sizes"],
         {**numbers["waste"], "packed": [numbers["packed"]] * len(numbers["batch_sizes"])},
         x_axis=("documents per batch", ""),
-        y_axis=("fill, share of computed positions", ""),
+        y_axis=("padding, share of computed positions", ""),
         title="All batches of the corpus",
         log="x",
         ax=panels[2],
@@ -96,7 +96,7 @@ def _draw_batch(axes: Axes, batch: Sequence[int], title: str) -> None:
     rows, longest = np.arange(len(batch)), max(batch)
     with style():
         axes.barh(rows, batch, 0.8, color=PALETTE["blue"], label="tokens")
-        axes.barh(rows, [longest - length for length in batch], 0.8, left=batch, label="fill", **FILL)
+        axes.barh(rows, [longest - length for length in batch], 0.8, left=batch, label="padding", **FILL)
         axes.set(xlabel="position", ylabel="row of the batch", xlim=(0, longest * 1.01), ylim=(len(batch) - 0.4, -0.6))
         axes.set_yticks([])
         axes.grid(False)

@@ -4,6 +4,8 @@ different."""
 import math
 from itertools import pairwise
 
+import numpy as np
+
 from course.lab11_data_pipeline import checks as right
 from minillm.labkit.exercises import alternative, mutant
 
@@ -69,6 +71,14 @@ def replaces_text(words, ids):
         text = b"\0".join(word).replace(b"\0".join(best), b"".join(best))
         merged[tuple(text.split(b"\0"))] = times
     return best, merged
+
+
+@mutant("bpe-merge-step", "glues in the words it was given", expect="changed its argument")
+def in_place(words, ids):
+    best, merged = right.merge_step(words, ids)
+    words.clear()
+    words.update(merged)
+    return best, words
 
 
 @alternative("bpe-merge-step", "sorts the pairs, glues with a stack")
@@ -162,3 +172,8 @@ def times_ln2(nats_per_token, tokens, text_bytes):
 @alternative("bits-per-byte", "through the perplexity")
 def through_perplexity(nats_per_token, tokens, text_bytes):
     return math.log2(math.exp(nats_per_token)) / (text_bytes / tokens)
+
+
+@alternative("bits-per-byte", "in float32")
+def in_float32(nats_per_token, tokens, text_bytes):
+    return float(np.float32(nats_per_token) / np.float32(np.log(2)) * np.float32(tokens) / np.float32(text_bytes))

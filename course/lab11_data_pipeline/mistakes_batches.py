@@ -41,7 +41,7 @@ def last_lost(tokens, seq_len):
     return tokens[: n * seq_len].view(n, seq_len), tokens[1 : n * seq_len + 1].view(n, seq_len)
 
 
-@mutant("pack-windows", "fills up the tail", expect="packing needs no fill")
+@mutant("pack-windows", "pads the tail", expect="packing needs no padding")
 def padded_tail(tokens, seq_len):
     n = -(-(len(tokens) - 1) // seq_len)
     padded = torch.cat([tokens, tokens.new_zeros(n * seq_len + 1 - len(tokens))])

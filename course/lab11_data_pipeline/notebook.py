@@ -9,16 +9,17 @@
 # %% [markdown]
 # # 11 · The data pipeline
 #
-# **The input pipeline is part of the step.** Text becomes tokens, tokens become batches, batches reach ranks, in time.
+# **The input pipeline is part of the step.** Text becomes tokens, tokens become batches, and batches reach the ranks in
+# time, or the step waits.
 #
-# About 90 minutes with the exercises; running it top to bottom takes under a minute. At the end you can answer:
+# About 2 hours with the exercises; running it top to bottom takes under a minute. At the end you can answer:
 #
 # 1. How does text become tokens without losing a byte, and in which unit do models of different vocabularies compare?
 # 2. Which rank sees which sample in which epoch, and how does a run resume at the exact one on another number of ranks?
 # 3. When does loading cost time, and how much of it can prefetching take away?
 #
-# A mistake in here raises nothing. The loss still falls, only later, or less, or towards the wrong thing. So everything
-# below is counted.
+# A mistake in the data pipeline raises no error. The loss still falls, only later, or less far, or towards the wrong
+# target. So everything below is counted.
 
 # %%
 import hashlib
@@ -57,17 +58,17 @@ for split in ("train", "validation"):
 # %% [markdown]
 # ## Predict
 #
-# Three guesses before anything runs. They come back with the answers.
+# Make three guesses before anything runs. They come back beside the answers.
 
 # %%
 guess_tokens = 0.5  # tokens per character of Python code, with a vocabulary of 4,096
-guess_fill = 0.2  # share of a random batch of 8 files that is padding, if each is filled up to the longest
+guess_padding = 0.2  # share of a random batch of 8 files that is padding, if each is padded to the longest
 guess_step = 40  # ms per step, if a batch takes 32 ms to load and 20 ms to compute on, and is loaded ahead
 
 # %% [markdown]
 # ## 1 · Bytes, pairs, tokens
 #
-# Byte-pair encoding (Sennrich, Haddow and Birch 2016) starts with the 256 bytes, which can spell any text. Then, again
+# Byte-pair encoding ([Sennrich, Haddow and Birch, 2016](https://arxiv.org/abs/1508.07909)) starts with the 256 bytes, which can spell any text. Then, again
 # and again, it finds the pair of neighbours that occurs most often and glues it into a new token. Each different word
 # is kept once, with how often it occurs:
 
@@ -109,7 +110,7 @@ def merge_step(words, ids):
 merge_step = check("bpe-merge-step", merge_step)
 
 # %% [markdown]
-# That is all of training (`minillm/data/bpe.py` only recounts less). Eight rounds of it on the small text:
+# That is all of training; `minillm/data/bpe.py` does the same and recounts less. Eight rounds on the small text:
 
 # %%
 ids, state = bpe.initial_vocabulary(), words
@@ -143,7 +144,7 @@ def encode(piece, ranks):
 encode = check("bpe-encode", encode)
 
 # %% [markdown]
-# Now on real code: yours against the library's, merge for merge, and a line that nobody trained on.
+# Now on real code: your merges against the library's, one by one, and a line that was not in the training text.
 
 # %%
 sample = experiments.held_out_text()[:30_000].encode("ascii", "ignore").decode()
@@ -170,8 +171,8 @@ receipt(
 )
 
 # %% [markdown]
-# Two Chinese characters, never seen in training, cost six tokens and lose nothing: bytes are the floor. What this
-# replaced, on the held-out files:
+# Two Chinese characters, never seen in training, cost six tokens and lose nothing, because every text is made of bytes.
+# Here is what byte pairs replaced, on the held-out files:
 
 # %%
 train_text, held_out = "".join(experiments.documents("train")[::8]), experiments.held_out_text()
@@ -193,11 +194,11 @@ receipt(
 )
 
 # %% [markdown]
-# Handbooks say that character tokens come "with a major loss of information". They lose none (unless a character never
-# occurred in training); what they cost is length. *Words* lose: a name that the vocabulary does not hold is gone.
+# Characters lose nothing, unless one never occurred in training; what they cost is length. *Words* do lose information:
+# a name that is not in the vocabulary is gone.
 #
-# How many merges, then? They are learnt one after the other, so a smaller vocabulary is the beginning of a larger one:
-# one training gives the whole curve.
+# How many merges should it be? They are learnt one after the other, so a smaller vocabulary is the beginning of a larger
+# one, and a single training gives the whole curve.
 
 # %%
 found = experiments.vocabularies()
@@ -229,8 +230,8 @@ receipt(
 # %% [markdown]
 # ## 2 · Which unit?
 #
-# Cross-entropy is in nats per token. Another tokenizer, another *token*: a loss of 2 with one and of 5 with the other
-# do not say which model knows the text better. Bytes of text stay what they are.
+# Cross-entropy is measured in nats per token, and another tokenizer makes other tokens. A loss of 2 with one tokenizer and
+# of 5 with another does not say which model predicts the text better. The bytes of a text are the same for both.
 #
 # ### Exercise 3 · bits per byte (3 minutes)
 
@@ -257,10 +258,10 @@ for size in (257, 1024, 8192):
     print(f"{size:10,}{nats:13.3f}{predict.perplexity(nats):13.1f}{in_bytes[size]:12.3f}")
 
 # %% [markdown]
-# Perplexity gets worse from line to line while the model gets better: a 2-gram of longer tokens sees further. Compare
-# losses of different tokenizers in bits per byte, and in nothing else. And here is the bar for every model trained in
-# this course, with the committed vocabulary. The second witness never heard of tokens: it adds up −log₂ p of the whole
-# text.
+# Perplexity gets worse from line to line while the model gets better, because a 2-gram of longer tokens sees further.
+# Compare losses of different tokenizers in bits per byte, and in nothing else. The next table is the bar for every model
+# trained in this course, with the committed vocabulary. Its second witness does not use tokens at all: it adds up
+# −log₂ p over the whole text.
 
 # %%
 train, validation = (data.tokenize(text, committed, split) for split in ("train", "validation"))
@@ -278,15 +279,15 @@ receipt("what a model has to beat on the held-out files", rows)
 # %% [markdown]
 # ## 3 · Batches: pad, sort or pack
 #
-# Files have lengths, a batch is a rectangle. Filling each row up to the longest wastes 1 − mean/max of the batch: the
-# fill is computed like anything else and thrown away.
+# Files differ in length, and a batch is a rectangle. Padding each row to the longest wastes 1 − mean/max of the batch: the
+# padding is computed like everything else and thrown away.
 
 # %%
 lengths = pictures.corpus_lengths()
 
 
 def padding_view(batch_size=8):
-    """A random and a length-sorted batch of files with their fill, and the fill of all batches by batch size."""
+    """A random and a length-sorted batch of files with their padding, and the padding of all batches by batch size."""
     return pictures.draw_padding(lengths, batch_size)
 
 
@@ -296,30 +297,31 @@ show(padding_view)
 sliders(padding_view, batch_size=[2, 4, 8, 16, 32])
 
 # %% [markdown]
-# The formula against fill that is counted, position by position, in padded tensors. And 8,000 lengths drawn evenly from
-# 1 to 2,048, for which the expected fill of B rows is (B−1)/2B.
+# The formula beside padding that is counted, position by position, in padded tensors; and 8,000 lengths drawn evenly
+# from 1 to 2,048, for which the expected padding of B rows is (B−1)/2B.
 
 # %%
 files = np.split(train.array.astype(np.int64), np.flatnonzero(train.array == train.separator))
 files = [tokens for tokens in files if len(tokens) > 2]
 targets_of = [len(tokens) - 1 for tokens in files]
 uniform = np.random.default_rng(0).integers(1, 2049, 8000).tolist()
-rows = [row("your guess: fill of random batches of 8 files", None, f"{guess_fill:.0%}")]
+rows = [row("your guess: padding of random batches of 8 files", None, f"{guess_padding:.0%}")]
 for name, by_length in (("random", False), ("sorted", True)):
     batches = data.length_batches(targets_of, 8, 0, by_length)
-    positions, fill = experiments.count_padding(files, batches)
+    positions, padding = experiments.count_padding(files, batches)
     predicted = predict.padding_waste([[targets_of[i] for i in batch] for batch in batches])
-    rows.append(row(f"{len(files)} files, {name}: 1 − mean/max", predicted, fill / positions, tolerance=1e-9))
+    rows.append(row(f"{len(files)} files, {name}: 1 − mean/max", predicted, padding / positions, tolerance=1e-9))
 for name, by_length in (("random", False), ("sorted", True)):
     batches = data.length_batches(uniform, 8, 0, by_length)
     waste = predict.padding_waste([[uniform[i] for i in batch] for batch in batches])
     predicted = None if by_length else predict.uniform_padding_waste(8)
     rows.append(row(f"even lengths, {name}" + ("" if by_length else ": (B−1)/2B"), predicted, waste, tolerance=0.02))
-receipt("fill in batches of 8", rows)
+receipt("padding in batches of 8", rows)
 
 # %% [markdown]
-# Even lengths waste 44 %; real files, a few of them very long, far more. Sorting helps and has its price: a batch then
-# holds files of one kind. Pretraining *packs*. All text is one row of tokens, cut into windows:
+# Even lengths waste 44 %. Real files waste far more, because a few of them are very long. Sorting by length helps and has
+# its price: a batch then holds files of one kind. Pretraining *packs* instead: all text is one row of tokens, cut into
+# windows:
 #
 #     tokens    a b c d e <sep> f g h ...
 #     window 0  inputs  a b c      targets  b c d
@@ -408,8 +410,8 @@ receipt(
 # %% [markdown]
 # ## 5 · In time
 #
-# A step is input, forward, backward, optimizer (and, between ranks, communication). Where does it go when batches come
-# from a slow place? Loading takes an *emulated* remote read below; the model and its step are real.
+# A step is input, forward, backward and optimizer (and, between ranks, communication). Where does its time go when batches
+# come from a slow place? Below, loading takes as long as an *emulated* remote read; the model and its step are real.
 #
 # ### Exercise 6 · prefetch (20 minutes)
 #
@@ -470,9 +472,9 @@ for name, run in runs.items():
 receipt("time of a step", rows)
 
 # %% [markdown]
-# The sum became the larger of the two. So "step time = input + compute + communication" holds for a loop that does one
-# thing after the other; once things overlap, only what is *exposed* adds. And this step is still starved: it waits for
-# what the loader takes longer than the compute. What now? A quicker loader, or more workers:
+# The sum became the larger of the two. "Step time = input + compute + communication" holds for a loop that does one thing
+# after the other; once things overlap, only the *exposed* part adds. This step is still starved: it waits for as long as
+# loading takes longer than computing. A quicker loader or more workers would help:
 
 # %%
 show(pictures.step_time)
@@ -481,8 +483,8 @@ show(pictures.step_time)
 sliders(pictures.step_time, load_ms=(0.0, 100.0, 1.0), compute_ms=(5.0, 60.0, 1.0), workers=(1, 8))
 
 # %% [markdown]
-# *Depth* is for another illness. It does nothing for a loader that is slow on average; it rides out one that is slow
-# now and then (a cold shard, a busy disk). How deep must it be until the waits are gone?
+# *Depth* solves another problem. It does nothing for a loader that is slow on average, but it bridges the gaps of one
+# that is slow now and then (a cold shard, a busy disk). How deep must the queue be until the waits are gone?
 
 # %%
 show(pictures.ride_out)
@@ -493,8 +495,8 @@ sliders(pictures.ride_out, depth=(0, 10), slow_ms=(20.0, 120.0, 5.0), every=(4, 
 # %% [markdown]
 # ## 6 · Break it: two jobs, one is wrong
 #
-# Two data-parallel steps on 4 ranks, 8 windows for each. Each rank computes gradients on its samples and all-reduces
-# them. One of the jobs has the most common bug of data pipelines. Loss and ledger first:
+# Two data-parallel jobs run one step on 4 ranks, 8 windows on each. Each rank computes gradients on its samples and
+# all-reduces them. One of the jobs has the most common bug of data pipelines. Look at the loss and the ledger first:
 
 
 # %%
@@ -527,13 +529,13 @@ for name, everyone in jobs.items():
 receipt("what the ranks saw", rows)
 
 # %% [markdown]
-# The same calls, the same bytes, a loss as good as any: communication was perfect, and averaged four equal gradients.
-# Four ranks did the work of one. One line finds it: **gather the sample numbers of a step and count the different
-# ones.** A second witness: an all-reduce that changes nothing.
+# The calls, the bytes and the loss look right: communication was correct, and it averaged four equal gradients. Four ranks
+# did the work of one. One line finds the bug: **gather the sample numbers of a step and count the different ones.** An
+# all-reduce that changes nothing is a second symptom.
 #
 # ## 7 · Break it: order lost on resume
 #
-# A run saves where its *loader* is. But the loader runs ahead. Which samples does nobody ever see?
+# A run saves the position of its *loader*, but the loader runs ahead of training. Which samples are never trained on?
 
 # %%
 GLOBAL, DEPTH, TAKEN, LAST, NUM = 8, 4, 5, 25, 200  # 25 steps of 8 samples are one epoch of 200
@@ -581,9 +583,9 @@ receipt(
 # ## 8 · Where it loses
 #
 # **Threads do not help pure Python.** Your `encode` holds the interpreter's lock, so two threads take turns on one
-# core. PyTorch, numpy, disks, `hashlib` and the `tokenizers` library let go of it; for the rest there are processes.
-# The witness is CPU time per second of wall time. Pure Python cannot pass 1; SHA-256 nears 2 if two cores are free.
-# (Where other programs fill the cores, both stay below 1, and the rows say nothing about the lock.)
+# core. PyTorch, numpy, file reads, `hashlib` and the `tokenizers` library release it; everything else needs processes.
+# CPU time per second of wall time shows it: pure Python cannot exceed 1, while SHA-256 comes near 2 if two cores are
+# free. (Where other programs use the cores, both stay below 1, and the rows say nothing about the lock.)
 
 # %%
 snippets = [piece.encode() for piece in bpe.split(sample)]
@@ -618,8 +620,8 @@ receipt("the price", rows)
 # %% [markdown]
 # ## 9 · The same in production
 #
-# torch's `DataLoader` with a `DistributedSampler`, on 4 real ranks: 10 samples, two epochs. A handbook says that it
-# "ensures that each process gets a unique subset". Count:
+# Here is torch's `DataLoader` with a `DistributedSampler` on 4 real ranks: 10 samples, two epochs. Does each rank get a
+# subset of its own? Count:
 
 # %%
 plain = launch(experiments.torch_loader, 4, 10, 2, False)
@@ -684,19 +686,29 @@ compared
 #          --rdzv-endpoint $HEAD_NODE:29500 labs/torchrun/11_data_pipeline.py    # on each of two nodes
 # ```
 #
-# No rank asks another which samples are its own: seed and position say it all. The token file lies on a shared disk or
-# is first copied to local ones; a rank's samples are then random reads in it.
+# No rank has to ask another which samples are its own: they follow from the seed and the position. The token file lies on
+# a shared disk or is copied to local ones first; a rank's samples are then random reads in it.
+#
+# ## 11 · Common claims
+#
+# | Claim | What is true |
+# |---|---|
+# | "Character tokens come with a major loss of information" | They lose nothing that occurred in training; they make sequences longer. Word vocabularies lose what they do not hold ([Sennrich, Haddow and Birch, 2016](https://arxiv.org/abs/1508.07909)). |
+# | "Tokenization produces vectors" | It produces integer ids. The model's embedding matrix makes vectors of them. |
+# | "Perplexity and bits per character are the same metric" | exp(nats per token) depends on the tokenizer; bits per byte = nats per token / ln 2 · tokens / bytes does not. |
+# | "DistributedSampler gives each process a unique subset" | Only if the ranks divide the samples: otherwise it repeats some, or drops some with `drop_last=True` ([PyTorch documentation](https://docs.pytorch.org/docs/stable/data.html#torch.utils.data.distributed.DistributedSampler)). |
+# | "Pretraining a large model needs an enormously fast disk" | A 7B model on one H100 reads about 19 kB/s of tokens: question 7. |
 
 # %% [markdown]
-# ## 11 · Interview corner
+# ## 12 · Interview corner
 #
-# The numbers first (nothing is compared here, so nothing has a verdict). An H100's bf16 peak, 989 TFLOP/s, is from
-# NVIDIA's data sheet; 6 FLOPs per parameter and token from lab 02.
+# The numbers first. An H100's dense bf16 peak, 989 TFLOP/s, is from
+# [NVIDIA's data sheet](https://www.nvidia.com/en-us/data-center/h100/); 6 FLOPs per parameter and token are from lab 02.
 
 # %%
 draws = np.random.default_rng(0).integers(0, 100_000, 100_000)
 at_random = data.length_batches(targets_of, 8, 0, False)
-corpus_fill = predict.padding_waste([[targets_of[i] for i in batch] for batch in at_random])
+corpus_padding = predict.padding_waste([[targets_of[i] for i in batch] for batch in at_random])
 tokens_per_s = 0.4 * 989e12 / (6 * 7e9)
 receipt(
     "numbers for the answers",
@@ -705,9 +717,9 @@ receipt(
         row("   4,096 words: share of held-out pieces that is unknown", None, f"{names.unknown_share(held_out):.1%}"),
         row("2. byte 2-gram, bits per byte", None, in_bytes[257]),
         row("   2-gram of 8,192 tokens, bits per byte", None, in_bytes[8192]),
-        row("3. fill, even lengths, batches of 8", None, f"{predict.uniform_padding_waste(8):.1%}"),
+        row("3. padding, even lengths, batches of 8", None, f"{predict.uniform_padding_waste(8):.1%}"),
         row("   batches of 32", None, f"{predict.uniform_padding_waste(32):.1%}"),
-        row("   files of this corpus, random batches of 8", None, f"{corpus_fill:.1%}"),
+        row("   files of this corpus, random batches of 8", None, f"{corpus_padding:.1%}"),
         row("4. 1,000,003 samples on 64 ranks: repeated", None, predict.sampler_duplicates(1_000_003, 64)),
         row("   1,000 samples on 512 ranks: repeated", None, predict.sampler_duplicates(1_000, 512)),
         row(
@@ -724,7 +736,7 @@ receipt(
 )
 
 # %% [markdown]
-# Say your answer aloud before you open one.
+# Say your answer aloud before you open each one.
 #
 # **1. Why byte-level BPE, and not words or characters?**
 # <details><summary>Answer</summary>
@@ -814,13 +826,46 @@ receipt(
 # C4, one cleaned extract of it (305 GB). For language models "preparing data" means deduplicating, filtering, mixing
 # and packing; scaling features is advice for tables.
 # </details>
+
+# %% [markdown]
+# ## 13 · Design questions
+#
+# Work them out on paper first, then run the cell.
+#
+# **A.** A 70B model is trained on 2,048 H100s at 40 % of peak. How many tokens per second does the cluster read, how many
+# bytes per second is that as uint32, and how long does a corpus of 15 trillion tokens last? What does the answer say
+# about streaming the tokens from one object store?
+#
+# **B.** Fine-tuning examples have lengths spread evenly between 1 and 2,048 tokens. What share of the GPU time does
+# padding to the longest of a batch of 16 cost, and how much more throughput would perfect packing give?
+
+# %%
+cluster_tokens_per_s = 2048 * 0.4 * 989e12 / (6 * 70e9)
+waste = predict.uniform_padding_waste(16)
+print(f"A. {cluster_tokens_per_s:,.0f} tokens/s, {4 * cluster_tokens_per_s / 1e6:.1f} MB/s")
+print(f"   15 trillion tokens last {15e12 / cluster_tokens_per_s / 86400:.0f} days")
+print(f"B. padding takes {waste:.0%} of the positions; packing gives {1 / (1 - waste):.2f} times the throughput")
+
+# %% [markdown]
+# <details><summary><b>What a strong answer says</b></summary>
+#
+# **A.** A few megabytes per second for the whole cluster: bandwidth is not the problem. Latency, request rate and restarts
+# are. So read large sequential pieces ahead, keep the tokens tokenized, and make the order a function of seed and
+# position, so that 2,048 processes agree without talking and a restart costs no replay.
+#
+# **B.** Nearly half. Packing needs a mask, or at least positions, per document, and the loss has to be divided by the
+# targets that count. Sorting into buckets gets most of the gain without packing, if the order of the buckets is shuffled.
+# </details>
+#
+# **Open task.** Give the committed token file a second epoch that differs from the first, resume it at step 1,000 on half
+# as many ranks, and prove with counts (not by reading the code) that no sample was repeated or lost.
 #
 # ## You can now answer
 #
 # 1. **How does text become tokens without losing a byte, and in which unit do models compare?** Byte pairs, merged by
 #    rank; bits per byte.
 # 2. **Which rank sees which sample, and how does a run go on?** Place p of one endless stream, dealt like cards; the
-#    position *taken* is the whole state.
+#    position that training has *taken* is the whole state.
 # 3. **When does loading cost time?** On demand always: load + compute. Prefetched, only if load / workers exceeds
 #    compute.
 #

@@ -59,7 +59,7 @@ def _tokens() -> Iterator[Row]:
 def _padding() -> Iterator[Row]:
     lengths = np.random.default_rng(0).integers(1, 2049, 8000).tolist()
     waste = predict.padding_waste([[lengths[i] for i in batch] for batch in length_batches(lengths, 8, 0)])
-    yield row("fill of random batches of 8, uniform lengths", predict.uniform_padding_waste(8), waste, "", 0.02)
+    yield row("padding of random batches of 8, uniform lengths", predict.uniform_padding_waste(8), waste, "", 0.02)
     tokens = tokenize(corpus(), Tokenizer.load(), "validation")
     documents = [
         part
@@ -69,9 +69,9 @@ def _padding() -> Iterator[Row]:
     sizes = [len(document) - 1 for document in documents]
     for name, by_length in (("random", False), ("sorted by length", True)):
         batches = length_batches(sizes, 8, 0, by_length)
-        positions, fill = experiments.count_padding(documents, batches)
+        positions, padding = experiments.count_padding(documents, batches)
         predicted = predict.padding_waste([[sizes[i] for i in batch] for batch in batches])
-        yield row(f"fill of the held-out files, batches of 8, {name}", predicted, fill / positions, "", 1e-9)
+        yield row(f"padding of the held-out files, batches of 8, {name}", predicted, padding / positions, "", 1e-9)
     _, targets = answers.windows(torch.from_numpy(tokens.array.astype(np.int64)), 256)
     yield row(
         "    packed: tokens that are no target",
