@@ -6,7 +6,7 @@ import pytest
 
 from minillm.__main__ import run
 from minillm.cli import tour
-from minillm.labkit.receipts import row
+from minillm.labkit.receipts import receipt, row
 
 pytestmark = pytest.mark.wire
 
@@ -26,7 +26,7 @@ def test_every_verdict_of_the_collectives_stop_is_ok(tmp_path, capsys):
 
 def test_exit_status_is_one_if_any_verdict_is_off(monkeypatch, capsys):
     rows = [row("right", 1, 1), row("wrong", 1, 2)]
-    monkeypatch.setattr(tour, "tour", lambda labs: iter([("99", iter(rows))]))
+    monkeypatch.setattr(tour, "tour", lambda labs: iter([("99", receipt("", rows))]))
     assert run(["tour"]) == 1
     assert "2 rows, 1 off" in capsys.readouterr().out
 
@@ -38,7 +38,7 @@ def test_unknown_stop_is_refused_before_anything_runs(capsys):
 
 
 def test_unwritable_json_file_is_one_line(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(tour, "tour", lambda labs: iter([("99", iter([row("right", 1, 1)]))]))
+    monkeypatch.setattr(tour, "tour", lambda labs: iter([("99", receipt("", [row("right", 1, 1)]))]))
     assert run(["tour", "--json", str(tmp_path / "missing" / "tour.json")]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
 

@@ -18,9 +18,6 @@ from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Row, format_value, row
 from minillm.predict import roofline
 
-LAB = "00_start_here"
-
-
 # The course's own answers.
 
 
@@ -39,10 +36,8 @@ def attainable(intensity: float, peak_flops: float, bandwidth: float) -> float:
 
 @exercise(
     "matmul-cost",
-    reference=matmul_cost,
     minutes=3,
     difficulty=1,
-    lab=LAB,
     hints=(
         "Each of the m·n results is a dot product of length k. How many multiplications and how many additions is "
         "that? And which three matrices cross the wire between memory and cores?",
@@ -73,10 +68,8 @@ def check_matmul_cost(learner: Callable) -> list[Row]:
 
 @exercise(
     "roofline",
-    reference=attainable,
     minutes=3,
     difficulty=1,
-    lab=LAB,
     hints=(
         "Two things can be the limit: the cores, and the memory that feeds them. Which of the two decides?",
         "Memory brings `bandwidth` bytes per second, and each byte is good for `intensity` FLOP. The slower of that "

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from course.lab00_start_here.checks import LAB
 from course.shared.trials import run
 from minillm.comm import Group
 from minillm.labkit.exercises import CheckFailed, exercise
@@ -46,10 +45,8 @@ def read_receipt(led: Ledger, num_bytes: int, world_size: int) -> str:
 
 @exercise(
     "first-rank-program",
-    reference=average,
     minutes=5,
     difficulty=2,
-    lab=LAB,
     hints=(
         "Every rank runs the same lines on its own x. One collective gives all of them the sum; what is left to do?",
         "group.all_reduce works in place, so give it a copy, x.clone(). Then divide by group.world_size.",
@@ -83,10 +80,8 @@ def check_first_rank_program(learner: Callable) -> Receipt:
 
 @exercise(
     "read-a-receipt",
-    reference=read_receipt,
     minutes=5,
     difficulty=2,
-    lab=LAB,
     hints=(
         "All four programs return right values. Look at how often each called (led.calls) and how many bytes it sent "
         "(led.bytes()), and compare with what one ring all-reduce takes.",

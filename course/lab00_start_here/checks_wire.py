@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 
-from course.lab00_start_here.checks import LAB, explain, two_numbers
+from course.lab00_start_here.checks import explain, two_numbers
 from minillm.labkit.exercises import exercise
 from minillm.labkit.receipts import Row, row
 
@@ -26,10 +26,8 @@ def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, f
 
 @exercise(
     "alpha-beta",
-    reference=fit_link,
     minutes=5,
     difficulty=2,
-    lab=LAB,
     hints=(
         "t = latency + bytes / bandwidth is a straight line in bytes. Which of the two is its height at zero, and what "
         "is its slope?",

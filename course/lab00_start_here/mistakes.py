@@ -3,32 +3,32 @@
 import numpy as np
 import torch
 
-from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit.exercises import alternative, mistake
 
 # The cost of a matmul
 
 
-@mutant("matmul-cost", "no-additions", expect="multiplications only")
+@mistake("matmul-cost", "no-additions", expect="multiplications only")
 def counts_multiplications(m, k, n, itemsize):
     return m * k * n, (m * k + k * n + m * n) * itemsize
 
 
-@mutant("matmul-cost", "result-never-written", expect="the result is missing")
+@mistake("matmul-cost", "result-never-written", expect="the result is missing")
 def forgets_the_result(m, k, n, itemsize):
     return 2 * m * k * n, (m * k + k * n) * itemsize
 
 
-@mutant("matmul-cost", "elements-not-bytes", expect="number of elements")
+@mistake("matmul-cost", "elements-not-bytes", expect="number of elements")
 def forgets_itemsize(m, k, n, itemsize):
     return 2 * m * k * n, m * k + k * n + m * n
 
 
-@mutant("matmul-cost", "load-per-flop", expect="used many times")
+@mistake("matmul-cost", "load-per-flop", expect="used many times")
 def reads_for_every_flop(m, k, n, itemsize):
     return 2 * m * k * n, 2 * m * k * n * itemsize
 
 
-@mutant("matmul-cost", "flops-only", expect="asked for are two numbers")
+@mistake("matmul-cost", "flops-only", expect="asked for are two numbers")
 def forgets_bytes(m, k, n, itemsize):
     return 2 * m * k * n
 
@@ -43,27 +43,27 @@ def asks_tensors(m, k, n, itemsize):
 # The roofline
 
 
-@mutant("roofline", "max", expect="the larger of the two limits")
+@mistake("roofline", "max", expect="the larger of the two limits")
 def takes_the_larger(intensity, peak_flops, bandwidth):
     return max(peak_flops, intensity * bandwidth)
 
 
-@mutant("roofline", "always-peak", expect="memory cannot feed the cores")
+@mistake("roofline", "always-peak", expect="memory cannot feed the cores")
 def believes_the_data_sheet(intensity, peak_flops, bandwidth):
     return peak_flops
 
 
-@mutant("roofline", "never-flat", expect="the roof is flat")
+@mistake("roofline", "never-flat", expect="the roof is flat")
 def forgets_the_peak(intensity, peak_flops, bandwidth):
     return intensity * bandwidth
 
 
-@mutant("roofline", "divides", expect="divided where it should be multiplied")
+@mistake("roofline", "divides", expect="divided where it should be multiplied")
 def divides(intensity, peak_flops, bandwidth):
     return min(peak_flops, bandwidth / intensity)
 
 
-@mutant("roofline", "adds-times", expect="you added the two times")
+@mistake("roofline", "adds-times", expect="you added the two times")
 def adds_times(intensity, peak_flops, bandwidth):
     return 1 / (1 / peak_flops + 1 / (intensity * bandwidth))
 
@@ -81,33 +81,33 @@ def asks_the_ridge(intensity, peak_flops, bandwidth):
 # The first rank program
 
 
-@mutant("first-rank-program", "sum-not-mean", expect="the sum, 4 times the mean")
+@mistake("first-rank-program", "sum-not-mean", expect="the sum, 4 times the mean")
 def forgets_to_divide(group, x):
     return group.all_reduce(x.clone())
 
 
-@mutant("first-rank-program", "own-x", expect="nothing came from the other ranks")
+@mistake("first-rank-program", "own-x", expect="nothing came from the other ranks")
 def never_communicates(group, x):
     return x.clone()
 
 
-@mutant("first-rank-program", "divides-own-x", expect="the other ranks' x are missing")
+@mistake("first-rank-program", "divides-own-x", expect="the other ranks' x are missing")
 def divides_without_sum(group, x):
     return x / group.world_size
 
 
-@mutant("first-rank-program", "divides-twice", expect="divide only once")
+@mistake("first-rank-program", "divides-twice", expect="divide only once")
 def divides_twice(group, x):
     return group.all_reduce(x / group.world_size, op="avg")
 
 
-@mutant("first-rank-program", "destroys-input", expect=r"changed its input x.*clone")
+@mistake("first-rank-program", "destroys-input", expect=r"changed its input x.*clone")
 def works_in_place(group, x):
     group.all_reduce(x)
     return x / group.world_size
 
 
-@mutant("first-rank-program", "only-rank-0", expect=r"wait for each other for ever(.|\n)*every rank of a group must")
+@mistake("first-rank-program", "only-rank-0", expect=r"wait for each other for ever(.|\n)*every rank of a group must")
 def only_rank_0_calls(group, x):
     mean = x.clone()
     if group.rank == 0:
@@ -115,12 +115,12 @@ def only_rank_0_calls(group, x):
     return mean / group.world_size
 
 
-@mutant("first-rank-program", "gathers", expect="1 × all_gather: one all_reduce")
+@mistake("first-rank-program", "gathers", expect="1 × all_gather: one all_reduce")
 def gathers_everything(group, x):
     return group.all_gather(x).view(group.world_size, -1).mean(0)
 
 
-@mutant("first-rank-program", "element-by-element", expect=r"\d+ × all_reduce: one all_reduce of the whole tensor")
+@mistake("first-rank-program", "element-by-element", expect=r"\d+ × all_reduce: one all_reduce of the whole tensor")
 def one_at_a_time(group, x):
     mean = x.clone()
     for piece in mean.split(4):
@@ -142,12 +142,12 @@ def divides_first(group, x):
 # Reading a receipt
 
 
-@mutant("read-a-receipt", "trusts-values", expect="you call it 'fine', but it is '(silent|chatty|wasteful)'")
+@mistake("read-a-receipt", "trusts-values", expect="you call it 'fine', but it is '(silent|chatty|wasteful)'")
 def trusts_values(led, num_bytes, world_size):
     return "fine"
 
 
-@mutant("read-a-receipt", "expects-one-copy", expect="you call it 'wasteful', but it is '(fine|chatty)'")
+@mistake("read-a-receipt", "expects-one-copy", expect="you call it 'wasteful', but it is '(fine|chatty)'")
 def expects_one_copy(led, num_bytes, world_size):
     if not led.calls:
         return "silent"
@@ -156,7 +156,7 @@ def expects_one_copy(led, num_bytes, world_size):
     return "chatty" if led.calls.total() > 1 else "fine"
 
 
-@mutant("read-a-receipt", "counts-messages", expect=r"you call it 'chatty', but it is 'fine'(.*)in \d messages")
+@mistake("read-a-receipt", "counts-messages", expect=r"you call it 'chatty', but it is 'fine'(.*)in \d messages")
 def counts_messages(led, num_bytes, world_size):
     if not led.calls:
         return "silent"
@@ -165,14 +165,14 @@ def counts_messages(led, num_bytes, world_size):
     return "chatty" if led.messages > 1 else "fine"
 
 
-@mutant("read-a-receipt", "bytes-only", expect="you call it 'fine', but it is 'chatty'")
+@mistake("read-a-receipt", "bytes-only", expect="you call it 'fine', but it is 'chatty'")
 def looks_at_bytes_only(led, num_bytes, world_size):
     if not led.bytes():
         return "silent"
     return "wasteful" if led.bytes() > 2 * num_bytes * (world_size - 1) / world_size else "fine"
 
 
-@mutant("read-a-receipt", "own-words", expect="the answer is one of fine, silent")
+@mistake("read-a-receipt", "own-words", expect="the answer is one of fine, silent")
 def answers_in_own_words(led, num_bytes, world_size):
     return "ok" if led.calls == {"all_reduce": 1} else "not ok"
 
@@ -186,30 +186,30 @@ def asks_for_names(led, num_bytes, world_size):
 # Alpha and beta
 
 
-@mutant("alpha-beta", "slope-not-inverted", expect="seconds per byte: the bandwidth is one over it")
+@mistake("alpha-beta", "slope-not-inverted", expect="seconds per byte: the bandwidth is one over it")
 def returns_the_slope(sizes, seconds):
     slope, latency = np.polyfit(sizes, seconds, 1)
     return float(latency), float(slope)
 
 
-@mutant("alpha-beta", "no-latency", expect="take the latency off")
+@mistake("alpha-beta", "no-latency", expect="take the latency off")
 def forgets_latency(sizes, seconds):
     return min(seconds), max(sizes) / max(seconds)
 
 
-@mutant("alpha-beta", "through-zero", expect="that line runs through zero")
+@mistake("alpha-beta", "through-zero", expect="that line runs through zero")
 def fits_through_zero(sizes, seconds):
     sizes, seconds = np.array(sizes, float), np.array(seconds)
     return 0.0, float((sizes * sizes).sum() / (sizes * seconds).sum())
 
 
-@mutant("alpha-beta", "smallest-message-is-latency", expect="the time of the smallest message")
+@mistake("alpha-beta", "smallest-message-is-latency", expect="the time of the smallest message")
 def takes_the_smallest_for_latency(sizes, seconds):
     slope, _ = np.polyfit(sizes, seconds, 1)
     return min(seconds), 1 / float(slope)
 
 
-@mutant("alpha-beta", "swapped", expect="in this order")
+@mistake("alpha-beta", "swapped", expect="in this order")
 def swaps(sizes, seconds):
     slope, latency = np.polyfit(sizes, seconds, 1)
     return 1 / float(slope), float(latency)

@@ -13,95 +13,15 @@ import torch
 from course.lab01_collectives import judge
 from course.shared.diagnose import expect_like, say_parts, say_sum
 from course.shared.trials import refuse_ready_made, try_on_ranks
-from minillm.comm import Group
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, Row, receipt, row
 from minillm.predict import comms
 
-LAB = "01_collectives"
-
-
-# The course's own answers.
-
-
-def reduce_scatter(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """x: [N * n] on each rank -> [n]: this rank's chunk of the sum over the ranks. x is left alone."""
-    n, r = group.world_size, group.rank
-    chunks = list(x.clone().chunk(n))
-    arriving = torch.empty_like(chunks[0])
-    for s in range(n - 1):
-        group.exchange(send=(chunks[(r - s - 1) % n], (r + 1) % n), recv=(arriving, (r - 1) % n))
-        chunks[(r - s - 2) % n] += arriving
-    return chunks[r]
-
-
-def all_gather(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """x: [n] on each rank -> [N * n] on every rank: the ranks' tensors in rank order."""
-    n, r = group.world_size, group.rank
-    out = x.new_empty(n * x.numel())
-    chunks = out.chunk(n)
-    chunks[r].copy_(x)
-    for s in range(n - 1):
-        group.exchange(send=(chunks[(r - s) % n], (r + 1) % n), recv=(chunks[(r - s - 1) % n], (r - 1) % n))
-    return out
-
-
-def all_reduce(x: torch.Tensor, group: Group, op: str = "sum") -> torch.Tensor:
-    """x: [N * n], replaced in place by its sum (op "avg": its mean) over the ranks; returns x."""
-    mine = reduce_scatter(x, group)
-    if op == "avg":
-        mine /= group.world_size
-    return x.copy_(all_gather(mine, group))
-
-
-def broadcast(x: torch.Tensor, group: Group, root: int = 0) -> torch.Tensor:
-    """x: [n], replaced in place by root's x on every rank; returns x."""
-    n = group.world_size
-    place = (group.rank - root) % n
-    distance = 1
-    while distance < n:
-        if place < distance and place + distance < n:
-            group.send(x, (group.rank + distance) % n)
-        elif distance <= place < 2 * distance:
-            group.recv(x, (group.rank - distance) % n)
-        distance *= 2
-    return x
-
-
-def hierarchical_all_reduce(x: torch.Tensor, group: Group, node: Group, across: Group) -> torch.Tensor:
-    """x, replaced in place by its sum over all ranks, most of it inside the nodes; returns x."""
-    mine = reduce_scatter(x, node)
-    all_reduce(mine, across)
-    return x.copy_(all_gather(mine, node))
-
-
-def all_to_all(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """x: [N * n], part j for rank j -> [N * n], part j from rank j. x is left alone."""
-    n, r = group.world_size, group.rank
-    out = torch.empty_like(x)
-    outgoing, incoming = x.chunk(n), out.chunk(n)
-    incoming[r].copy_(outgoing[r])
-    for s in range(1, n):
-        to, source = (r + s) % n, (r - s) % n
-        group.exchange(send=(outgoing[to], to), recv=(incoming[source], source))
-    return out
-
-
-def culprit(waits_for: dict[int, list[int]]) -> int | None:
-    """The rank that holds up the others: they wait for it, it waits for nobody. None if they wait in a circle."""
-    guilty = [rank for rank, others in waits_for.items() if not others and any(rank in w for w in waits_for.values())]
-    return guilty[0] if guilty else None
-
-
-# What they are held to.
-
 
 @exercise(
     "ring-reduce-scatter",
-    reference=reduce_scatter,
     minutes=15,
     difficulty=3,
-    lab=LAB,
     hints=(
         "Follow one chunk, not one rank. Chunk c must visit every rank once and be added to at each stop. "
         "At which rank must its journey end, and so where does it begin?",
@@ -131,10 +51,8 @@ def check_reduce_scatter(learner: Callable) -> Receipt:
 
 @exercise(
     "ring-all-gather",
-    reference=all_gather,
     minutes=10,
     difficulty=2,
-    lab=LAB,
     hints=(
         "Each rank starts with one chunk and passes on, in every round, the chunk that it received last.",
         "In round s rank r sends chunk r-s to the right and receives chunk r-s-1 from the left, modulo N. "
@@ -167,10 +85,8 @@ def _gathered(cost: Callable[..., comms.Cost]) -> Callable[..., comms.Cost]:
 
 @exercise(
     "ring-all-reduce",
-    reference=all_reduce,
     minutes=5,
     difficulty=1,
-    lab=LAB,
     hints=(
         "You have written everything it needs.",
         "Reduce-scatter leaves each rank one chunk of the sum; all-gather brings all chunks to everybody. "
@@ -196,10 +112,8 @@ def check_all_reduce(learner: Callable) -> Receipt:
 
 @exercise(
     "tree-broadcast",
-    reference=broadcast,
     minutes=15,
     difficulty=3,
-    lab=LAB,
     hints=(
         "After the first round two ranks have the tensor. Nothing keeps both from sending in the second.",
         "Number the ranks from the root: place = (rank - root) % N. In the round with distance d = 1, 2, 4, ... every "
@@ -225,10 +139,8 @@ def check_broadcast(learner: Callable) -> Receipt:
 
 @exercise(
     "hierarchical-all-reduce",
-    reference=hierarchical_all_reduce,
     minutes=10,
     difficulty=3,
-    lab=LAB,
     hints=(
         "Which part of the tensor does each rank have to take across to the other nodes, if the ranks of a node share "
         "that work?",
@@ -252,10 +164,8 @@ def check_hierarchical(learner: Callable) -> Receipt:
 
 @exercise(
     "all-to-all",
-    reference=all_to_all,
     minutes=10,
     difficulty=2,
-    lab=LAB,
     hints=(
         "Rank r has one part for each rank, and wants one part from each. No ring: send each part straight there.",
         "In round s, from 1 to N-1, send to the rank s places to the right and receive from the rank s places to the "
@@ -284,10 +194,8 @@ def check_all_to_all(learner: Callable) -> Receipt:
 
 @exercise(
     "find-the-culprit",
-    reference=culprit,
     minutes=5,
     difficulty=2,
-    lab=LAB,
     hints=(
         "The rank that most others wait for need not be the one: it may be waiting itself.",
         "Follow the arrows: the culprit is waited for, and waits for nobody. In a circle there is no such rank.",

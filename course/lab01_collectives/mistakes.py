@@ -3,13 +3,15 @@
 import torch
 import torch.distributed as dist
 
-from course.lab01_collectives import checks as right
-from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit.answers import answers_of
+from minillm.labkit.exercises import alternative, mistake
+
+right = answers_of("01_collectives")
 
 # Ring reduce-scatter
 
 
-@mutant("ring-reduce-scatter", "chunk-off-by-one", expect=r"chunk \d \(its own is chunk \d\): off by one")
+@mistake("ring-reduce-scatter", "chunk-off-by-one", expect=r"chunk \d \(its own is chunk \d\): off by one")
 def ends_one_chunk_early(x, group):
     n, r = group.world_size, group.rank
     chunks = list(x.clone().chunk(n))
@@ -20,7 +22,7 @@ def ends_one_chunk_early(x, group):
     return chunks[(r + 1) % n]
 
 
-@mutant("ring-reduce-scatter", "only-n-minus-2-rounds", expect="without rank")
+@mistake("ring-reduce-scatter", "only-n-minus-2-rounds", expect="without rank")
 def stops_one_round_early(x, group):
     n, r = group.world_size, group.rank
     chunks = list(x.clone().chunk(n))
@@ -31,7 +33,7 @@ def stops_one_round_early(x, group):
     return chunks[r]
 
 
-@mutant("ring-reduce-scatter", "reduces-into-sent-chunk", expect="returned a wrong chunk")
+@mistake("ring-reduce-scatter", "reduces-into-sent-chunk", expect="returned a wrong chunk")
 def adds_to_what_it_sent(x, group):
     n, r = group.world_size, group.rank
     chunks = list(x.clone().chunk(n))
@@ -42,7 +44,7 @@ def adds_to_what_it_sent(x, group):
     return chunks[r]
 
 
-@mutant("ring-reduce-scatter", "whole-tensor-every-round", expect="times as many: in each round send one chunk")
+@mistake("ring-reduce-scatter", "whole-tensor-every-round", expect="times as many: in each round send one chunk")
 def sends_everything(x, group):
     n, r = group.world_size, group.rank
     total, travelling = x.clone(), x.clone()
@@ -54,7 +56,7 @@ def sends_everything(x, group):
     return total.chunk(n)[r]
 
 
-@mutant("ring-reduce-scatter", "destroys-input", expect="changed its input x: work on a copy")
+@mistake("ring-reduce-scatter", "destroys-input", expect="changed its input x: work on a copy")
 def works_in_place(x, group):
     n, r = group.world_size, group.rank
     chunks = x.chunk(n)
@@ -65,7 +67,7 @@ def works_in_place(x, group):
     return chunks[r].clone()
 
 
-@mutant("ring-reduce-scatter", "blocking-sends", expect=r"(?s)waits for.*rank 1.*Deadlock: these ranks are all in send")
+@mistake("ring-reduce-scatter", "blocking-sends", expect=r"(?s)waits for.*Deadlock: these ranks are all in send")
 def everybody_sends_first(x, group):
     n, r = group.world_size, group.rank
     chunks = list(x.clone().chunk(n))
@@ -77,12 +79,12 @@ def everybody_sends_first(x, group):
     return chunks[r]
 
 
-@mutant("ring-reduce-scatter", "ready-made", expect="you called reduce_scatter")
+@mistake("ring-reduce-scatter", "ready-made", expect="you called reduce_scatter")
 def calls_the_group(x, group):
     return group.reduce_scatter(x)
 
 
-@mutant("ring-reduce-scatter", "torch-distributed", expect="ledger saw no message")
+@mistake("ring-reduce-scatter", "torch-distributed", expect="ledger saw no message")
 def calls_torch(x, group):
     x = x.clone()
     dist.all_reduce(x, group=group.process_group)
@@ -119,7 +121,7 @@ def even_ranks_send_first(x, group):
 # Ring all-gather
 
 
-@mutant("ring-all-gather", "chunk-off-by-one", expect="gathered wrongly: place")
+@mistake("ring-all-gather", "chunk-off-by-one", expect="gathered wrongly: place")
 def receives_one_place_off(x, group):
     n, r = group.world_size, group.rank
     out = x.new_zeros(n * x.numel())
@@ -130,7 +132,7 @@ def receives_one_place_off(x, group):
     return out
 
 
-@mutant("ring-all-gather", "arrival-order", expect=r"place \d of it holds rank \d's tensor, not rank")
+@mistake("ring-all-gather", "arrival-order", expect=r"place \d of it holds rank \d's tensor, not rank")
 def as_they_come(x, group):
     n, r = group.world_size, group.rank
     parts = [x]
@@ -141,7 +143,7 @@ def as_they_come(x, group):
     return torch.cat(parts)
 
 
-@mutant("ring-all-gather", "only-n-minus-2-rounds", expect="something that no rank ever had")
+@mistake("ring-all-gather", "only-n-minus-2-rounds", expect="something that no rank ever had")
 def one_chunk_missing(x, group):
     n, r = group.world_size, group.rank
     out = torch.full((n * x.numel(),), -1.0)
@@ -152,7 +154,7 @@ def one_chunk_missing(x, group):
     return out
 
 
-@mutant("ring-all-gather", "whole-buffer-every-round", expect="times as many: pass on only the chunk")
+@mistake("ring-all-gather", "whole-buffer-every-round", expect="times as many: pass on only the chunk")
 def passes_everything_on(x, group):
     n, r = group.world_size, group.rank
     out = x.new_zeros(n * x.numel())
@@ -180,30 +182,30 @@ def odd_ranks_receive_first(x, group):
 # Ring all-reduce
 
 
-@mutant("ring-all-reduce", "no-division", expect="it is the sum, 4 times the mean: divide")
+@mistake("ring-all-reduce", "no-division", expect="it is the sum, 4 times the mean: divide")
 def forgets_the_mean(x, group, op="sum"):
     return x.copy_(right.all_gather(right.reduce_scatter(x, group), group))
 
 
-@mutant("ring-all-reduce", "divides-twice", expect="divided by 4 once more")
+@mistake("ring-all-reduce", "divides-twice", expect="divided by 4 once more")
 def divides_before_and_after(x, group, op="sum"):
     right.all_reduce(x, group, op)
     return x.div_(group.world_size) if op == "avg" else x
 
 
-@mutant("ring-all-reduce", "not-in-place", expect="did not write them into x")
+@mistake("ring-all-reduce", "not-in-place", expect="did not write them into x")
 def leaves_x_as_it_was(x, group, op="sum"):
     mine = right.reduce_scatter(x, group)
     return right.all_gather(mine / group.world_size if op == "avg" else mine, group)
 
 
-@mutant("ring-all-reduce", "gathers-everything", expect="times as many: reduce-scatter first")
+@mistake("ring-all-reduce", "gathers-everything", expect="times as many: reduce-scatter first")
 def gathers_and_adds(x, group, op="sum"):
     total = right.all_gather(x, group).view(group.world_size, -1).sum(0)
     return x.copy_(total / group.world_size if op == "avg" else total)
 
 
-@mutant("ring-all-reduce", "no-gather", expect="in place")
+@mistake("ring-all-reduce", "no-gather", expect="in place")
 def keeps_its_own_chunk_only(x, group, op="sum"):
     mine = right.reduce_scatter(x, group)
     x.chunk(group.world_size)[group.rank].copy_(mine / group.world_size if op == "avg" else mine)

@@ -3,14 +3,16 @@ wrong rank blamed for a hang."""
 
 import torch
 
-from course.lab01_collectives import checks as right
 from minillm.comm import Group
-from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit.answers import answers_of
+from minillm.labkit.exercises import alternative, mistake
+
+right = answers_of("01_collectives")
 
 # Tree broadcast
 
 
-@mutant("tree-broadcast", "star", expect="this is a star: the root sends every message itself")
+@mistake("tree-broadcast", "star", expect="this is a star: the root sends every message itself")
 def root_does_it_all(x, group, root=0):
     if group.rank == root:
         for rank in range(group.world_size):
@@ -21,7 +23,7 @@ def root_does_it_all(x, group, root=0):
     return x
 
 
-@mutant("tree-broadcast", "chain", expect=r"4 rounds for 5 ranks where 3 are enough|3 rounds for 4 ranks where 2")
+@mistake("tree-broadcast", "chain", expect=r"4 rounds for 5 ranks where 3 are enough|3 rounds for 4 ranks where 2")
 def from_hand_to_hand(x, group, root=0):
     n, place = group.world_size, (group.rank - root) % group.world_size
     if place > 0:
@@ -31,14 +33,14 @@ def from_hand_to_hand(x, group, root=0):
     return x
 
 
-@mutant(
+@mistake(
     "tree-broadcast", "root-ignored", expect=r"with root=\d ended with .*holds what rank 0 had|root is 0|from the root"
 )
 def always_from_rank_0(x, group, root=0):
     return right.broadcast(x, group, 0)
 
 
-@mutant("tree-broadcast", "powers-of-two-only", expect="nothing arrived.*no power of two")
+@mistake("tree-broadcast", "powers-of-two-only", expect="nothing arrived.*no power of two")
 def forgets_the_rest(x, group, root=0):
     n, place = group.world_size, (group.rank - root) % group.world_size
     power, distance = 1 << (n.bit_length() - 1), 1
@@ -51,7 +53,7 @@ def forgets_the_rest(x, group, root=0):
     return x
 
 
-@mutant("tree-broadcast", "everybody-tells-everybody", expect="messages for 4 ranks where 3 are enough")
+@mistake("tree-broadcast", "everybody-tells-everybody", expect="messages for 4 ranks where 3 are enough")
 def gossip(x, group, root=0):
     n, r = group.world_size, group.rank
     for _ in range(max(0, n - 1)):
@@ -79,18 +81,18 @@ def far_ranks_first(x, group, root=0):
 # Two levels
 
 
-@mutant("hierarchical-all-reduce", "flat-ring", expect="one flat ring over all ranks")
+@mistake("hierarchical-all-reduce", "flat-ring", expect="one flat ring over all ranks")
 def ignores_the_nodes(x, group, node, across):
     return right.all_reduce(x, group)
 
 
-@mutant("hierarchical-all-reduce", "whole-tensor-across", expect=r"take only your own 1/2 across")
+@mistake("hierarchical-all-reduce", "whole-tensor-across", expect=r"take only your own 1/2 across")
 def two_full_all_reduces(x, group, node, across):
     right.all_reduce(x, node)
     return right.all_reduce(x, across)
 
 
-@mutant("hierarchical-all-reduce", "leaders-only", expect=r"ranks \[1, 3, 5\] send nothing there")
+@mistake("hierarchical-all-reduce", "leaders-only", expect=r"ranks \[1, 3, 5\] send nothing there")
 def one_rank_per_node_crosses(x, group, node, across):
     right.all_reduce(x, node)
     if node.rank == 0:
@@ -98,12 +100,12 @@ def one_rank_per_node_crosses(x, group, node, across):
     return right.broadcast(x, node)
 
 
-@mutant("hierarchical-all-reduce", "never-crosses", expect="the nodes never met")
+@mistake("hierarchical-all-reduce", "never-crosses", expect="the nodes never met")
 def stays_at_home(x, group, node, across):
     return right.all_reduce(x, node)
 
 
-@mutant("hierarchical-all-reduce", "crosses-before-adding", expect="wrong values|other nodes")
+@mistake("hierarchical-all-reduce", "crosses-before-adding", expect="wrong values|other nodes")
 def gathers_first(x, group, node, across):
     mine = right.reduce_scatter(x, node)
     x.copy_(right.all_gather(mine, node))
@@ -120,13 +122,13 @@ def spelled_out(x, group, node, across):
 # All-to-all
 
 
-@mutant("all-to-all", "gathers-then-slices", expect="times as many: send each rank only the part that is for it")
+@mistake("all-to-all", "gathers-then-slices", expect="times as many: send each rank only the part that is for it")
 def gathers_everything(x, group):
     n = group.world_size
     return right.all_gather(x, group).view(n, n, -1)[:, group.rank].reshape(-1)
 
 
-@mutant(
+@mistake(
     "all-to-all",
     "own-part-forgotten",
     expect="place 0 of it holds something that no rank ever had; place i is for part 0",
@@ -141,7 +143,7 @@ def forgets_itself(x, group: Group):
     return out
 
 
-@mutant("all-to-all", "wrong-part", expect=r"holds part \d of rank \d; place i is for part 0")
+@mistake("all-to-all", "wrong-part", expect=r"holds part \d of rank \d; place i is for part 0")
 def sends_its_own_part(x, group):
     n, r = group.world_size, group.rank
     out = torch.empty_like(x)
@@ -153,7 +155,7 @@ def sends_its_own_part(x, group):
     return out
 
 
-@mutant("all-to-all", "blocking-sends", expect=r"(?s)waits for.*Deadlock: these ranks are all in send")
+@mistake("all-to-all", "blocking-sends", expect=r"(?s)waits for.*Deadlock: these ranks are all in send")
 def sends_before_receiving(x, group):
     n, r = group.world_size, group.rank
     out = x.clone()
@@ -177,24 +179,24 @@ def posts_everything_at_once(x, group):
 # The culprit
 
 
-@mutant("find-the-culprit", "most-waited-for", expect="waits itself.*follow the arrow further")
+@mistake("find-the-culprit", "most-waited-for", expect="waits itself.*follow the arrow further")
 def blames_the_popular_one(waits_for):
     waited = [rank for others in waits_for.values() for rank in others]
     return max(set(waited), key=waited.count)
 
 
-@mutant("find-the-culprit", "first-idle-rank", expect="nobody waits for rank .*no crime|not none|everybody waits")
+@mistake("find-the-culprit", "first-idle-rank", expect="nobody waits for rank .*no crime|not none|everybody waits")
 def blames_the_first_idle(waits_for):
     return next((rank for rank, others in waits_for.items() if not others), -1)
 
 
-@mutant("find-the-culprit", "never-none", expect="everybody waits for somebody")
+@mistake("find-the-culprit", "never-none", expect="everybody waits for somebody")
 def always_blames_somebody(waits_for):
     found = right.culprit(waits_for)
     return found if found is not None else min(waits_for)
 
 
-@mutant("find-the-culprit", "only-direct", expect="not None|follow the arrow")
+@mistake("find-the-culprit", "only-direct", expect="not None|follow the arrow")
 def asks_only_for_unanimity(waits_for):
     for rank in waits_for:
         if all(rank in others for other, others in waits_for.items() if other != rank):

@@ -119,3 +119,6 @@ def _flat_and_two_level(group: Group) -> tuple[float, float]:
         collective(x, group)
         seconds.append(time.perf_counter() - start)
     return seconds[0], seconds[1]
+
+
+CLAIMS = (rows,)

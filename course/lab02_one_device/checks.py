@@ -20,9 +20,6 @@ from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, receipt, row
 from minillm.model import ModelConfig, Transformer, dense, sdpa
 
-LAB = "02_one_device"
-
-
 # The course's own answers.
 
 
@@ -48,10 +45,8 @@ def mfu(weights: int, layers: int, width: int, seq: int, tokens_per_s: float, pe
 
 @exercise(
     "memory-ledger",
-    reference=memory_ledger,
     minutes=15,
     difficulty=2,
-    lab=LAB,
     hints=(
         "Two matrices per block. Adam keeps two numbers per weight; what does it step if the weights have 16 bits?",
         "A matmul keeps its input for backward, ReLU its output, an addition nothing. ReLU's output is down's input: "
@@ -81,10 +76,8 @@ def check_memory_ledger(learner: Callable) -> Receipt:
 
 @exercise(
     "mfu",
-    reference=mfu,
     minutes=8,
     difficulty=2,
-    lab=LAB,
     hints=(
         "Useful FLOPs of one token, times tokens per second, over what the machine could do.",
         "A weight costs 2 FLOPs per token forward and 4 backward. A query of width w meets k keys: 2·w·k for the "

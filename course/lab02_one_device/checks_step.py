@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from course.lab02_one_device import stepping, watching
-from course.lab02_one_device.checks import LAB
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, Row, receipt, row
 
@@ -78,10 +77,8 @@ def clip(shards: Sequence[Sequence[Tensor]], max_norm: float) -> float:
 
 @exercise(
     "accumulate",
-    reference=accumulate,
     minutes=10,
     difficulty=2,
-    lab=LAB,
     hints=(
         "backward() adds to .grad. What must each microbatch's sum be divided by, so that the sums add up to one mean?",
         "Count the targets that are not -100 over all microbatches first. Then forward, divide, backward, one "
@@ -134,10 +131,8 @@ def _counts(batches: Sequence[watching.Microbatch]) -> str:
 
 @exercise(
     "loss-scaling",
-    reference=scaled_step,
     minutes=15,
     difficulty=3,
-    lab=LAB,
     hints=(
         "Scale the loss, and every gradient is scaled. The optimizer must see them as they were.",
         "Zero, backward on loss * scale, divide each .grad by scale. If any is inf or nan: no step, halve the scale, "
@@ -189,10 +184,8 @@ def check_loss_scaling(learner: Callable) -> Receipt:
 
 @exercise(
     "recompute-block",
-    reference=Recompute,
     minutes=20,
     difficulty=3,
-    lab=LAB,
     hints=(
         "Forward of an autograd Function runs without autograd: nothing is kept unless you keep it.",
         "Keep x and the block. In backward: x.detach().requires_grad_(), run the block under torch.enable_grad(), and "
@@ -233,10 +226,8 @@ def check_recompute(learner: Any) -> Receipt:
 
 @exercise(
     "clip-global-norm",
-    reference=clip,
     minutes=8,
     difficulty=2,
-    lab=LAB,
     hints=(
         "The norm is that of all gradients in one long row. Which number can each shard work out alone?",
         "Each shard adds up its squares. The sum of these sums, and then one root, is the global norm; every gradient "

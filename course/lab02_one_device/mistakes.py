@@ -1,7 +1,7 @@
 """Spoilers of lab 02: bytes and FLOPs as people miscount them, and right counts that look different."""
 
 from course.lab02_one_device import checks as right
-from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit.exercises import alternative, mistake
 
 
 def ledger(**changed):
@@ -15,22 +15,22 @@ def ledger(**changed):
 
 # Memory by kind.
 
-mutant("memory-ledger", "Adam with one moment", expect="Adam keeps two moments")(
+mistake("memory-ledger", "Adam with one moment", expect="Adam keeps two moments")(
     ledger(optimizer=lambda h, f, n, t, mixed: 4 * 2 * n * h * f)
 )
-mutant("memory-ledger", "mixed precision without its master copy", expect="master copy is missing")(
+mistake("memory-ledger", "mixed precision without its master copy", expect="master copy is missing")(
     ledger(optimizer=lambda h, f, n, t, mixed: 8 * 2 * n * h * f)
 )
-mutant("memory-ledger", "ReLU's input counted as well", expect="the same tensor, counted once")(
+mistake("memory-ledger", "ReLU's input counted as well", expect="the same tensor, counted once")(
     ledger(activation=lambda h, f, n, t, mixed: (2 if mixed else 4) * t * n * (h + 2 * f))
 )
-mutant("memory-ledger", "only what the second matmul reads", expect="up keeps its input")(
+mistake("memory-ledger", "only what the second matmul reads", expect="up keeps its input")(
     ledger(activation=lambda h, f, n, t, mixed: (2 if mixed else 4) * t * n * f)
 )
-mutant("memory-ledger", "one block's activations", expect="until backward comes back")(
+mistake("memory-ledger", "one block's activations", expect="until backward comes back")(
     ledger(activation=lambda h, f, n, t, mixed: (2 if mixed else 4) * t * (h + f))
 )
-mutant("memory-ledger", "float32 gradients in mixed precision", expect="16-bit gradients")(
+mistake("memory-ledger", "float32 gradients in mixed precision", expect="16-bit gradients")(
     ledger(gradient=lambda h, f, n, t, mixed: 4 * 2 * n * h * f)
 )
 
@@ -57,19 +57,19 @@ def mfu_of(flops):
     return mfu
 
 
-mutant("mfu", "forward only", expect="forward alone")(
+mistake("mfu", "forward only", expect="forward alone")(
     mfu_of(lambda weights, attention, seq: 2 * weights + attention / 3)
 )
-mutant("mfu", "6 N and nothing else", expect="scores and values are missing")(
+mistake("mfu", "6 N and nothing else", expect="scores and values are missing")(
     mfu_of(lambda weights, attention, seq: 6 * weights)
 )
-mutant("mfu", "attention as if it were not causal", expect="counted twice")(
+mistake("mfu", "attention as if it were not causal", expect="counted twice")(
     mfu_of(lambda weights, attention, seq: 6 * weights + attention * 2 * seq / (seq + 1))
 )
-mutant("mfu", "recomputation counted as work", expect="HFU")(
+mistake("mfu", "recomputation counted as work", expect="HFU")(
     mfu_of(lambda weights, attention, seq: 8 * weights + attention * 4 / 3)
 )
-mutant("mfu", "a multiply-add counted as one", expect="two FLOPs")(
+mistake("mfu", "a multiply-add counted as one", expect="two FLOPs")(
     mfu_of(lambda weights, attention, seq: 3 * weights + attention / 2)
 )
 

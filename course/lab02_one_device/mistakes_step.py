@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from course.lab02_one_device import checks_step as right
-from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit.exercises import alternative, mistake
 
 # Accumulation.
 
@@ -14,7 +14,7 @@ def count(targets):
     return int((targets != -100).sum())
 
 
-@mutant("accumulate", "mean of means", expect="mean of the microbatches' means")
+@mistake("accumulate", "mean of means", expect="mean of the microbatches' means")
 def of_means(model, microbatches):
     loss = 0.0
     for inputs, targets in microbatches:
@@ -24,7 +24,7 @@ def of_means(model, microbatches):
     return loss
 
 
-@mutant("accumulate", "divides by nothing", expect="nothing was divided")
+@mistake("accumulate", "divides by nothing", expect="nothing was divided")
 def undivided(model, microbatches):
     loss = 0.0
     for inputs, targets in microbatches:
@@ -34,7 +34,7 @@ def undivided(model, microbatches):
     return loss / sum(count(targets) for _, targets in microbatches)
 
 
-@mutant("accumulate", "zeroes inside the loop", expect="last microbatch alone")
+@mistake("accumulate", "zeroes inside the loop", expect="last microbatch alone")
 def zeroes_inside(model, microbatches):
     tokens, loss = sum(count(targets) for _, targets in microbatches), 0.0
     for inputs, targets in microbatches:
@@ -45,7 +45,7 @@ def zeroes_inside(model, microbatches):
     return loss
 
 
-@mutant("accumulate", "one backward at the end", expect="call backward\\(\\) inside the loop")
+@mistake("accumulate", "one backward at the end", expect="call backward\\(\\) inside the loop")
 def one_backward(model, microbatches):
     tokens = sum(count(targets) for _, targets in microbatches)
     loss = sum(model(inputs, targets=targets)[0] for inputs, targets in microbatches) / tokens
@@ -53,7 +53,7 @@ def one_backward(model, microbatches):
     return loss.item()
 
 
-@mutant("accumulate", "one big batch", expect="that is the big batch itself")
+@mistake("accumulate", "one big batch", expect="that is the big batch itself")
 def big_batch(model, microbatches):
     inputs, targets = (torch.cat(part) for part in zip(*microbatches, strict=True))
     nll, tokens = model(inputs, targets=targets)
@@ -98,7 +98,7 @@ def scaled(loss, optimizer, scale, unscale=True):
     return bool(weight.grad.isfinite().all())
 
 
-@mutant("loss-scaling", "forgets to unscale", expect="divide the gradients by the scale")
+@mistake("loss-scaling", "forgets to unscale", expect="divide the gradients by the scale")
 def never_unscales(loss, optimizer, scale, good_steps, interval):
     if not scaled(loss, optimizer, scale, unscale=False):
         return scale / 2, 0
@@ -106,7 +106,7 @@ def never_unscales(loss, optimizer, scale, good_steps, interval):
     return (scale * 2, 0) if good_steps + 1 == interval else (scale, good_steps + 1)
 
 
-@mutant("loss-scaling", "steps in spite of an overflow", expect="overflowed, yet the optimizer stepped")
+@mistake("loss-scaling", "steps in spite of an overflow", expect="overflowed, yet the optimizer stepped")
 def steps_anyway(loss, optimizer, scale, good_steps, interval):
     finite = scaled(loss, optimizer, scale)
     optimizer.step()
@@ -115,7 +115,7 @@ def steps_anyway(loss, optimizer, scale, good_steps, interval):
     return (scale * 2, 0) if good_steps + 1 == interval else (scale, good_steps + 1)
 
 
-@mutant("loss-scaling", "scales nothing", expect="became zero in float16")
+@mistake("loss-scaling", "scales nothing", expect="became zero in float16")
 def unscaled(loss, optimizer, scale, good_steps, interval):
     if not scaled(loss, optimizer, 1.0):
         return scale / 2, 0
@@ -123,7 +123,7 @@ def unscaled(loss, optimizer, scale, good_steps, interval):
     return (scale * 2, 0) if good_steps + 1 == interval else (scale, good_steps + 1)
 
 
-@mutant("loss-scaling", "keeps the scale that overflowed", expect="the scale is halved")
+@mistake("loss-scaling", "keeps the scale that overflowed", expect="the scale is halved")
 def never_halves(loss, optimizer, scale, good_steps, interval):
     if not scaled(loss, optimizer, scale):
         return scale, 0
@@ -131,7 +131,7 @@ def never_halves(loss, optimizer, scale, good_steps, interval):
     return (scale * 2, 0) if good_steps + 1 == interval else (scale, good_steps + 1)
 
 
-@mutant("loss-scaling", "never grows again", expect="it doubles, to stay")
+@mistake("loss-scaling", "never grows again", expect="it doubles, to stay")
 def never_grows(loss, optimizer, scale, good_steps, interval):
     if not scaled(loss, optimizer, scale):
         return scale / 2, 0
@@ -139,7 +139,7 @@ def never_grows(loss, optimizer, scale, good_steps, interval):
     return scale, good_steps + 1
 
 
-@mutant("loss-scaling", "an overflow does not end the row of good steps", expect="starts again at 0")
+@mistake("loss-scaling", "an overflow does not end the row of good steps", expect="starts again at 0")
 def keeps_counting(loss, optimizer, scale, good_steps, interval):
     if not scaled(loss, optimizer, scale):
         return scale / 2, good_steps
@@ -163,7 +163,7 @@ def looks_first(loss, optimizer, scale, good_steps, interval):
 # Recomputation.
 
 
-@mutant("recompute-block", "keeps the graph of the forward pass", expect="keep x only")
+@mistake("recompute-block", "keeps the graph of the forward pass", expect="keep x only")
 class KeepsTheGraph(torch.autograd.Function):
     @staticmethod
     def forward(ctx, block, x, *parameters):
@@ -177,7 +177,7 @@ class KeepsTheGraph(torch.autograd.Function):
         return None, *torch.autograd.grad(ctx.y, (ctx.x, *ctx.block.parameters()), gradient)
 
 
-@mutant("recompute-block", "gradient of x only", expect="the parameters got no gradient")
+@mistake("recompute-block", "gradient of x only", expect="the parameters got no gradient")
 class OnlyX(right.Recompute):
     @staticmethod
     def backward(ctx, gradient):
@@ -185,7 +185,7 @@ class OnlyX(right.Recompute):
         return None, found[1], *([None] * (len(found) - 2))
 
 
-@mutant("recompute-block", "backward inside, and its gradients returned", expect="twice what it should be")
+@mistake("recompute-block", "backward inside, and its gradients returned", expect="twice what it should be")
 class Twice(torch.autograd.Function):
     forward = staticmethod(right.Recompute.forward)
 
@@ -199,14 +199,14 @@ class Twice(torch.autograd.Function):
         return None, x.grad, *[parameter.grad.clone() for parameter in ctx.block.parameters()]
 
 
-@mutant("recompute-block", "forgets the gradient from above", expect="gradient from above")
+@mistake("recompute-block", "forgets the gradient from above", expect="gradient from above")
 class FromOnes(right.Recompute):
     @staticmethod
     def backward(ctx, gradient):
         return right.Recompute.backward(ctx, torch.ones_like(gradient))
 
 
-@mutant("recompute-block", "runs the block without autograd", expect="does not require grad")
+@mistake("recompute-block", "runs the block without autograd", expect="does not require grad")
 class WithoutGrad(torch.autograd.Function):
     forward = staticmethod(right.Recompute.forward)
 
@@ -236,7 +236,7 @@ class Reentrant(torch.autograd.Function):
 # Clipping.
 
 
-@mutant("clip-global-norm", "each shard by its own norm", expect="factor of its own")
+@mistake("clip-global-norm", "each shard by its own norm", expect="factor of its own")
 def by_own_norm(shards, max_norm):
     total = torch.stack([gradient.square().sum() for shard in shards for gradient in shard]).sum().sqrt()
     for shard in shards:
@@ -244,7 +244,7 @@ def by_own_norm(shards, max_norm):
     return total.item()
 
 
-@mutant("clip-global-norm", "norms of the shards added up", expect="sum the squares of all shards first")
+@mistake("clip-global-norm", "norms of the shards added up", expect="sum the squares of all shards first")
 def adds_norms(shards, max_norm):
     norm = sum(torch.cat(shard).norm() for shard in shards)
     for shard in shards:
@@ -252,7 +252,7 @@ def adds_norms(shards, max_norm):
     return norm.item()
 
 
-@mutant("clip-global-norm", "scales up what was small", expect="below the limit, yet")
+@mistake("clip-global-norm", "scales up what was small", expect="below the limit, yet")
 def always_scales(shards, max_norm):
     norm = torch.cat([gradient for shard in shards for gradient in shard]).norm()
     for shard in shards:
@@ -260,7 +260,7 @@ def always_scales(shards, max_norm):
     return norm.item()
 
 
-@mutant("clip-global-norm", "clips values", expect="the direction changed")
+@mistake("clip-global-norm", "clips values", expect="the direction changed")
 def clips_values(shards, max_norm):
     norm = torch.cat([gradient for shard in shards for gradient in shard]).norm()
     for shard in shards:
@@ -269,7 +269,7 @@ def clips_values(shards, max_norm):
     return norm.item()
 
 
-@mutant("clip-global-norm", "makes new tensors", expect="scale them in place")
+@mistake("clip-global-norm", "makes new tensors", expect="scale them in place")
 def new_tensors(shards, max_norm):
     norm = torch.cat([gradient for shard in shards for gradient in shard]).norm()
     shards = [[gradient * min(1.0, max_norm / norm) for gradient in shard] for shard in shards]

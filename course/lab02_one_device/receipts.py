@@ -108,3 +108,6 @@ def _step() -> Iterator[Row]:
     for part in ("input", "forward", "backward", "optimizer"):
         yield row(f"step of the target model, one thread: {part}", None, split[part], "s")
     yield row("    MFU against the measured peak of one thread", None, f"{split['mfu']:.0%}")
+
+
+CLAIMS = (rows,)

@@ -17,9 +17,6 @@ from minillm.comm import Group
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, receipt, row
 
-LAB = "03_data_parallel"
-
-
 # The course's own answers.
 
 
@@ -52,10 +49,8 @@ def make_buckets(parameters: Iterable[nn.Parameter], cap_bytes: int) -> list[Buc
 
 @exercise(
     "naive-ddp",
-    reference=average_gradients,
     minutes=10,
     difficulty=1,
-    lab=LAB,
     hints=(
         "What has to be the same on all ranks after the step, so that the weights stay the same? The optimizer makes "
         "the step from parameter.grad.",
@@ -100,10 +95,8 @@ def _averaged(group: Group, learner: Callable, case: Case) -> Trained:
 
 @exercise(
     "gradient-buckets",
-    reference=make_buckets,
     minutes=20,
     difficulty=3,
-    lab=LAB,
     hints=(
         "Two separate jobs: decide which parameters share a bucket, then give each bucket its memory.",
         "Go through the trainable parameters in reverse, keeping one open list per dtype; close a list as soon as its "

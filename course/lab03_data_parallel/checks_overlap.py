@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from course.lab03_data_parallel import replicas
-from course.lab03_data_parallel.checks import LAB, make_buckets
+from course.lab03_data_parallel.checks import make_buckets
 from course.lab03_data_parallel.replicas import Bucket, Case, Net, Trained
 from course.shared.trials import run
 from minillm import measure
@@ -60,10 +60,8 @@ def accumulate(
 
 @exercise(
     "overlap-hooks",
-    reference=overlap,
     minutes=25,
     difficulty=4,
-    lab=LAB,
     hints=(
         "parameter.register_post_accumulate_grad_hook(f) calls f(parameter) as soon as its gradient is complete, in "
         "the middle of backward. What does a bucket have to know to see that it is full?",
@@ -197,10 +195,8 @@ def _note_starts(group: Group, flats: list[Tensor], state: dict[str, Any]) -> No
 
 @exercise(
     "accumulate-no-sync",
-    reference=accumulate,
     minutes=10,
     difficulty=2,
-    lab=LAB,
     hints=(
         "backward adds to .grad. When is the first moment at which averaging over ranks is worth anything?",
         "All microbatches but the last run, forward and backward, under `with ddp.no_sync():`. Each microbatch's loss "

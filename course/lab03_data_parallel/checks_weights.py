@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from course.lab03_data_parallel.checks import LAB
 from course.lab03_data_parallel.replicas import CLOSE
 from course.shared.diagnose import expect_like
 from course.shared.trials import run
@@ -43,10 +42,8 @@ def top_k_all_reduce(gradient: Tensor, residual: Tensor, k: int, group: Group) -
 
 @exercise(
     "token-weighted-loss",
-    reference=weighted_loss,
     minutes=10,
     difficulty=3,
-    lab=LAB,
     hints=(
         "The mean over all tokens is one sum divided by one count. Which of the two can a rank not know by itself?",
         "Divide your own sum by the number of tokens of *all* ranks: one all-reduce of one number. Then remember that "
@@ -169,10 +166,8 @@ def _far(found: Tensor, right: Tensor) -> bool:
 
 @exercise(
     "top-k-error-feedback",
-    reference=top_k_all_reduce,
     minutes=20,
     difficulty=4,
-    lab=LAB,
     hints=(
         "What is not sent now is not gone: it is owed. Where does it stay until it is large enough to be sent?",
         "Add the residual to the gradient before you choose. Choose by absolute value. Afterwards the residual is what "

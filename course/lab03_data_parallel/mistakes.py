@@ -4,47 +4,47 @@ import torch
 import torch.distributed as dist
 
 from course.lab03_data_parallel.replicas import Bucket
-from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit.exercises import alternative, mistake
 
 # Naive data parallel
 
 
-@mutant("naive-ddp", "no-division", expect="it is the sum|is the sum over the ranks, 3 times their mean: divide")
+@mistake("naive-ddp", "no-division", expect="it is the sum|is the sum over the ranks, 3 times their mean: divide")
 def only_the_sum(model, group):
     for parameter in model.parameters():
         if parameter.grad is not None:
             group.all_reduce(parameter.grad)
 
 
-@mutant("naive-ddp", "reduces-parameters", expect="changed the parameters themselves: reduce the gradients")
+@mistake("naive-ddp", "reduces-parameters", expect="changed the parameters themselves: reduce the gradients")
 def averages_the_weights(model, group):
     with torch.no_grad():
         for parameter in model.parameters():
             group.all_reduce(parameter, op="avg")
 
 
-@mutant("naive-ddp", "communicates-nothing", expect="no communication at all")
+@mistake("naive-ddp", "communicates-nothing", expect="no communication at all")
 def divides_only(model, group):
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad /= group.world_size
 
 
-@mutant("naive-ddp", "works-on-a-copy", expect="is this rank's own: nothing was averaged")
+@mistake("naive-ddp", "works-on-a-copy", expect="is this rank's own: nothing was averaged")
 def result_is_dropped(model, group):
     for parameter in model.parameters():
         if parameter.grad is not None:
             group.all_reduce(parameter.grad.clone(), op="avg")
 
 
-@mutant("naive-ddp", "only-matrices", expect=r"gradient of gain is this rank's own")
+@mistake("naive-ddp", "only-matrices", expect=r"gradient of gain is this rank's own")
 def forgets_biases(model, group):
     for parameter in model.parameters():
         if parameter.grad is not None and parameter.dim() > 1:
             group.all_reduce(parameter.grad, op="avg")
 
 
-@mutant("naive-ddp", "divides-twice", expect="divided by 3 once more: divide only once")
+@mistake("naive-ddp", "divides-twice", expect="divided by 3 once more: divide only once")
 def average_of_the_average(model, group):
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -52,14 +52,14 @@ def average_of_the_average(model, group):
             parameter.grad /= group.world_size
 
 
-@mutant("naive-ddp", "rank-0-decides", expect="is rank 0's, not the mean of all")
+@mistake("naive-ddp", "rank-0-decides", expect="is rank 0's, not the mean of all")
 def broadcasts(model, group):
     for parameter in model.parameters():
         if parameter.grad is not None:
             group.broadcast(parameter.grad)
 
 
-@mutant("naive-ddp", "zeros-for-none", expect=r"times as many: each gradient|should be None, since no loss reaches it")
+@mistake("naive-ddp", "zeros-for-none", expect=r"times as many: each gradient|should be None, since no loss reaches it")
 def makes_gradients(model, group):
     for parameter in model.parameters():
         if parameter.grad is None:
@@ -67,7 +67,7 @@ def makes_gradients(model, group):
         group.all_reduce(parameter.grad, op="avg")
 
 
-@mutant("naive-ddp", "torch-distributed", expect="ledger saw no communication")
+@mistake("naive-ddp", "torch-distributed", expect="ledger saw no communication")
 def past_the_ledger(model, group):
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -75,7 +75,7 @@ def past_the_ledger(model, group):
             parameter.grad /= group.world_size
 
 
-@mutant("naive-ddp", "gathers-everything", expect="you used all_gather")
+@mistake("naive-ddp", "gathers-everything", expect="you used all_gather")
 def gathers(model, group):
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -125,12 +125,12 @@ def _give(lists):
     return buckets
 
 
-@mutant("gradient-buckets", "first-parameter-first", expect="pack the last parameter first")
+@mistake("gradient-buckets", "first-parameter-first", expect="pack the last parameter first")
 def in_the_order_of_forward(parameters, cap_bytes):
     return _give(_fill(parameters, cap_bytes, order=list))
 
 
-@mutant("gradient-buckets", "copies-not-views", expect="is a copy, not a view")
+@mistake("gradient-buckets", "copies-not-views", expect="is a copy, not a view")
 def flattens_once(parameters, cap_bytes):
     buckets = []
     for members in _fill(parameters, cap_bytes):
@@ -140,22 +140,22 @@ def flattens_once(parameters, cap_bytes):
     return buckets
 
 
-@mutant("gradient-buckets", "last-bucket-lost", expect="is in no bucket")
+@mistake("gradient-buckets", "last-bucket-lost", expect="is in no bucket")
 def keeps_full_ones_only(parameters, cap_bytes):
     return _give(_fill(parameters, cap_bytes, last=False))
 
 
-@mutant("gradient-buckets", "ignores-the-cap", expect="close a bucket with the tensor that fills it")
+@mistake("gradient-buckets", "ignores-the-cap", expect="close a bucket with the tensor that fills it")
 def one_bucket_per_dtype(parameters, cap_bytes):
     return _give(_fill(parameters, float("inf")))
 
 
-@mutant("gradient-buckets", "closes-too-early", expect="not before and not after")
+@mistake("gradient-buckets", "closes-too-early", expect="not before and not after")
 def never_over_the_cap(parameters, cap_bytes):
     return _give(_fill(parameters, cap_bytes, before=True))
 
 
-@mutant("gradient-buckets", "offset-not-advanced", expect="two gradients lie over each other")
+@mistake("gradient-buckets", "offset-not-advanced", expect="two gradients lie over each other")
 def always_from_the_start(parameters, cap_bytes):
     buckets = []
     for members in _fill(parameters, cap_bytes):
@@ -166,12 +166,12 @@ def always_from_the_start(parameters, cap_bytes):
     return buckets
 
 
-@mutant("gradient-buckets", "frozen-too", expect="is frozen")
+@mistake("gradient-buckets", "frozen-too", expect="is frozen")
 def packs_everything(parameters, cap_bytes):
     return _give(_fill(parameters, cap_bytes, frozen=True))
 
 
-@mutant("gradient-buckets", "parameters-in-the-bucket", expect="does not start at zero")
+@mistake("gradient-buckets", "parameters-in-the-bucket", expect="does not start at zero")
 def flattens_the_weights(parameters, cap_bytes):
     buckets = _give(_fill(parameters, cap_bytes))
     for bucket in buckets:

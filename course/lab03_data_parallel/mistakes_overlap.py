@@ -3,7 +3,7 @@
 import contextlib
 
 from course.lab03_data_parallel import checks_overlap as right
-from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit.exercises import alternative, mistake
 
 # Overlap
 
@@ -14,7 +14,7 @@ def _watch(buckets, arrived):
             parameter.register_post_accumulate_grad_hook(lambda _, index=index: arrived(index))
 
 
-@mutant("overlap-hooks", "after-backward", expect="starts after backward has ended: nothing overlaps")
+@mistake("overlap-hooks", "after-backward", expect="starts after backward has ended: nothing overlaps")
 def everything_in_finish(buckets, group):
     def finish():
         for handle in [group.all_reduce(bucket.flat, op="avg", async_op=True) for bucket in buckets]:
@@ -23,7 +23,7 @@ def everything_in_finish(buckets, group):
     return finish
 
 
-@mutant("overlap-hooks", "blocks-in-the-hook", expect="blocks backward until it is reduced: use async_op=True")
+@mistake("overlap-hooks", "blocks-in-the-hook", expect="blocks backward until it is reduced: use async_op=True")
 def waits_at_once(buckets, group):
     missing, started = [len(bucket.parameters) for bucket in buckets], []
 
@@ -41,7 +41,7 @@ def waits_at_once(buckets, group):
     return finish
 
 
-@mutant("overlap-hooks", "as-they-become-ready", expect="Start bucket i only after bucket i-1")
+@mistake("overlap-hooks", "as-they-become-ready", expect="Start bucket i only after bucket i-1")
 def first_come_first_served(buckets, group):
     missing, handles = [len(bucket.parameters) for bucket in buckets], []
 
@@ -60,7 +60,7 @@ def first_come_first_served(buckets, group):
     return finish
 
 
-@mutant("overlap-hooks", "counts-not-set-back", expect="step 2, rank 2: .* is wrong, although step 1 was right")
+@mistake("overlap-hooks", "counts-not-set-back", expect="step 2, rank 2: .* is wrong, although step 1 was right")
 def works_once(buckets, group):
     missing, handles = [len(bucket.parameters) for bucket in buckets], []
 
@@ -77,7 +77,7 @@ def works_once(buckets, group):
     return finish
 
 
-@mutant("overlap-hooks", "starts-with-the-first-gradient", expect="starts before the gradient of")
+@mistake("overlap-hooks", "starts-with-the-first-gradient", expect="starts before the gradient of")
 def too_early(buckets, group):
     handles = []
 
@@ -94,7 +94,7 @@ def too_early(buckets, group):
     return finish
 
 
-@mutant(
+@mistake(
     "overlap-hooks", "skips-what-is-not-next", expect="(?s)Who waits for whom.*all ranks must start the same buckets"
 )
 def only_if_it_is_next(buckets, group):
@@ -115,7 +115,7 @@ def only_if_it_is_next(buckets, group):
     return finish
 
 
-@mutant("overlap-hooks", "never-waits", expect="finish returns after 0 of 6 handles were waited for")
+@mistake("overlap-hooks", "never-waits", expect="finish returns after 0 of 6 handles were waited for")
 def fire_and_forget(buckets, group):
     missing, handles = [len(bucket.parameters) for bucket in buckets], []
 
@@ -132,7 +132,7 @@ def fire_and_forget(buckets, group):
     return finish
 
 
-@mutant("overlap-hooks", "no-division", expect="is the sum over the ranks, 3 times their mean")
+@mistake("overlap-hooks", "no-division", expect="is the sum over the ranks, 3 times their mean")
 def sums(buckets, group):
     class Summing:
         """Hands on all_reduce as a sum."""
@@ -170,34 +170,34 @@ def with_a_set_of_parameters(buckets, group):
 # Accumulation
 
 
-@mutant("accumulate-no-sync", "reduces-every-microbatch", expect="12 all-reduces per step of 3 microbatches where 4")
+@mistake("accumulate-no-sync", "reduces-every-microbatch", expect="12 all-reduces per step of 3 microbatches where 4")
 def plain_loop(ddp, microbatches, loss_of):
     for x, y in microbatches:
         (loss_of(ddp, x, y) / len(microbatches)).backward()
 
 
-@mutant("accumulate-no-sync", "no-division", expect="the mean times 3: each microbatch's loss is a mean, so divide")
+@mistake("accumulate-no-sync", "no-division", expect="the mean times 3: each microbatch's loss is a mean, so divide")
 def adds_up_means(ddp, microbatches, loss_of):
     for index, (x, y) in enumerate(microbatches):
         with contextlib.nullcontext() if index == len(microbatches) - 1 else ddp.no_sync():
             loss_of(ddp, x, y).backward()
 
 
-@mutant("accumulate-no-sync", "never-reduces", expect="nothing was reduced at all")
+@mistake("accumulate-no-sync", "never-reduces", expect="nothing was reduced at all")
 def no_sync_around_all(ddp, microbatches, loss_of):
     with ddp.no_sync():
         for x, y in microbatches:
             (loss_of(ddp, x, y) / len(microbatches)).backward()
 
 
-@mutant("accumulate-no-sync", "reduces-the-first", expect="is not the mean over the ranks, nor any multiple of it")
+@mistake("accumulate-no-sync", "reduces-the-first", expect="is not the mean over the ranks, nor any multiple of it")
 def syncs_first(ddp, microbatches, loss_of):
     for index, (x, y) in enumerate(microbatches):
         with ddp.no_sync() if index else contextlib.nullcontext():
             (loss_of(ddp, x, y) / len(microbatches)).backward()
 
 
-@mutant("accumulate-no-sync", "last-microbatch-only", expect="is not the mean over the ranks")
+@mistake("accumulate-no-sync", "last-microbatch-only", expect="is not the mean over the ranks")
 def zeroes_in_between(ddp, microbatches, loss_of):
     for index, (x, y) in enumerate(microbatches):
         ddp.zero_grad()

@@ -2,38 +2,38 @@
 
 import torch
 
-from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit.exercises import alternative, mistake
 
 # Tokens
 
 
-@mutant("token-weighted-loss", "mean-of-means", expect="mean of the ranks' means.*no rank asked how many tokens")
+@mistake("token-weighted-loss", "mean-of-means", expect="mean of the ranks' means.*no rank asked how many tokens")
 def own_mean(nll, counts, group):
     return (nll * counts).sum() / counts.sum().clamp(min=1)
 
 
-@mutant("token-weighted-loss", "nothing-by-nothing", expect="which has no token that counts, returned nan")
+@mistake("token-weighted-loss", "nothing-by-nothing", expect="which has no token that counts, returned nan")
 def zero_by_zero(nll, counts, group):
     return (nll * counts).sum() / counts.sum()
 
 
-@mutant("token-weighted-loss", "no-world-size", expect="1/3 of the right one.*multiply by 3")
+@mistake("token-weighted-loss", "no-world-size", expect="1/3 of the right one.*multiply by 3")
 def forgets_that_gradients_are_averaged(nll, counts, group):
     return (nll * counts).sum() / group.all_reduce(counts.sum())
 
 
-@mutant("token-weighted-loss", "counts-padding", expect="does a token that does not count")
+@mistake("token-weighted-loss", "counts-padding", expect="does a token that does not count")
 def every_token(nll, counts, group):
     return nll.sum() * group.world_size / group.all_reduce(counts.sum())
 
 
-@mutant("token-weighted-loss", "reduces-the-loss", expect="hangs on no graph")
+@mistake("token-weighted-loss", "reduces-the-loss", expect="hangs on no graph")
 def right_value_no_gradient(nll, counts, group):
     total = group.all_reduce((nll * counts).sum().detach())
     return total / group.all_reduce(counts.sum())
 
 
-@mutant("token-weighted-loss", "mean-of-means-and-a-sum", expect="mean of the ranks' means")
+@mistake("token-weighted-loss", "mean-of-means-and-a-sum", expect="mean of the ranks' means")
 def asks_and_ignores(nll, counts, group):
     group.all_reduce(counts.sum())
     return (nll * counts).sum() / counts.sum().clamp(min=1)
@@ -65,12 +65,12 @@ def _send(gradient, owed, indices, group, index_type=torch.int32, add=True, divi
         gradient /= group.world_size
 
 
-@mutant("top-k-error-feedback", "no-feedback", expect="the residual is zero: what was not sent is lost")
+@mistake("top-k-error-feedback", "no-feedback", expect="the residual is zero: what was not sent is lost")
 def forgets_the_rest(gradient, residual, k, group):
     _send(gradient, gradient.clone(), gradient.abs().topk(k).indices, group)
 
 
-@mutant("top-k-error-feedback", "rest-not-added", expect="the residual is not added before choosing")
+@mistake("top-k-error-feedback", "rest-not-added", expect="the residual is not added before choosing")
 def keeps_but_never_sends(gradient, residual, k, group):
     own = gradient.clone()
     indices = own.abs().topk(k).indices
@@ -79,7 +79,7 @@ def keeps_but_never_sends(gradient, residual, k, group):
     _send(gradient, own, indices, group)
 
 
-@mutant("top-k-error-feedback", "residual-of-this-step", expect="this step's rest only|nothing to do with the mean")
+@mistake("top-k-error-feedback", "residual-of-this-step", expect="this step's rest only|nothing to do with the mean")
 def loses_older_debts(gradient, residual, k, group):
     owed = gradient + residual
     indices = owed.abs().topk(k).indices
@@ -88,20 +88,20 @@ def loses_older_debts(gradient, residual, k, group):
     _send(gradient, owed, indices, group)
 
 
-@mutant("top-k-error-feedback", "residual-of-the-mean", expect="it has nothing to do with the mean")
+@mistake("top-k-error-feedback", "residual-of-the-mean", expect="it has nothing to do with the mean")
 def owes_what_the_mean_lacks(gradient, residual, k, group):
     owed = gradient + residual
     _send(gradient, owed, owed.abs().topk(k).indices, group)
     residual.copy_(owed - gradient)
 
 
-@mutant("top-k-error-feedback", "sent-twice", expect="still holds what was sent")
+@mistake("top-k-error-feedback", "sent-twice", expect="still holds what was sent")
 def never_clears(gradient, residual, k, group):
     residual += gradient
     _send(gradient, residual, residual.abs().topk(k).indices, group)
 
 
-@mutant("top-k-error-feedback", "by-value", expect="choose by abs")
+@mistake("top-k-error-feedback", "by-value", expect="choose by abs")
 def positive_ones_only(gradient, residual, k, group):
     owed = gradient + residual
     indices = owed.topk(k).indices
@@ -110,7 +110,7 @@ def positive_ones_only(gradient, residual, k, group):
     _send(gradient, owed, indices, group)
 
 
-@mutant("top-k-error-feedback", "one-replaces-the-other", expect="chosen by several ranks and one value replaced")
+@mistake("top-k-error-feedback", "one-replaces-the-other", expect="chosen by several ranks and one value replaced")
 def assigns(gradient, residual, k, group):
     owed = gradient + residual
     indices = owed.abs().topk(k).indices
@@ -119,7 +119,7 @@ def assigns(gradient, residual, k, group):
     _send(gradient, owed, indices, group, add=False)
 
 
-@mutant("top-k-error-feedback", "no-division", expect="3 times the mean: divide by world_size")
+@mistake("top-k-error-feedback", "no-division", expect="3 times the mean: divide by world_size")
 def adds_only(gradient, residual, k, group):
     owed = gradient + residual
     indices = owed.abs().topk(k).indices
@@ -128,7 +128,7 @@ def adds_only(gradient, residual, k, group):
     _send(gradient, owed, indices, group, divide=False)
 
 
-@mutant("top-k-error-feedback", "dense-after-all", expect="212|bytes per step where 80 are enough")
+@mistake("top-k-error-feedback", "dense-after-all", expect="212|bytes per step where 80 are enough")
 def sends_zeros_too(gradient, residual, k, group):
     owed = gradient + residual
     indices = owed.abs().topk(k).indices
@@ -138,7 +138,7 @@ def sends_zeros_too(gradient, residual, k, group):
     group.all_reduce(gradient, op="avg")
 
 
-@mutant("top-k-error-feedback", "wide-indices", expect="k indices of 4 bytes")
+@mistake("top-k-error-feedback", "wide-indices", expect="k indices of 4 bytes")
 def int64_indices(gradient, residual, k, group):
     owed = gradient + residual
     indices = owed.abs().topk(k).indices

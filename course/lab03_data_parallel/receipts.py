@@ -76,3 +76,6 @@ def _forms(group: Group) -> dict[str, Any]:
         error = max(experiments.relative(p.grad, right.grad) for p, right in pairs)
         found[name] = {"bytes": led.bytes("all_reduce"), "all_reduces": led.calls["all_reduce"], "error": error}
     return found | {"replicas_apart": experiments.same_as_alone(group)["replicas_apart"]}
+
+
+CLAIMS = (rows,)

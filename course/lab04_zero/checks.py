@@ -23,9 +23,6 @@ from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
 from minillm.predict import comms
 
-LAB = "04_zero"
-
-
 # The course's own answers.
 
 
@@ -60,10 +57,8 @@ class ZeroOne:
 
 @exercise(
     "shard-partition",
-    reference=partition,
     minutes=10,
     difficulty=2,
-    lab=LAB,
     hints=(
         "Lay all parameters end to end and cut the line into N equal pieces. Cuts fall where they fall, also in the "
         "middle of a parameter.",
@@ -157,10 +152,8 @@ def _span(elements: Sequence[int]) -> str:
 
 @exercise(
     "zero-one-step",
-    reference=ZeroOne,
     minutes=15,
     difficulty=3,
-    lab=LAB,
     hints=(
         "Each rank updates 1/N of the weights. Which part of the averaged gradient does it need for that, and what do "
         "the others need from it afterwards?",

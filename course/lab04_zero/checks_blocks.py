@@ -16,9 +16,6 @@ from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
 from minillm.predict import comms
 
-LAB = "04_zero"
-
-
 # The course's own answers.
 
 
@@ -74,10 +71,8 @@ class GatheredBlock(torch.autograd.Function):
 
 @exercise(
     "reduce-scatter-hooks",
-    reference=shard_gradients,
     minutes=20,
     difficulty=4,
-    lab=LAB,
     hints=(
         "parameter.register_post_accumulate_grad_hook(f) calls f(parameter) once its gradient is complete. A bucket is "
         "full when the last of its parameters has called.",
@@ -153,10 +148,8 @@ def _say_shard(found: Tensor, case: Net, step: int, bucket: int, rank: int, want
 
 @exercise(
     "gather-compute-free",
-    reference=GatheredBlock,
     minutes=20,
     difficulty=4,
-    lab=LAB,
     hints=(
         "Between forward and backward of a block, what must stay on this rank so that backward can run? Not the "
         "gathered weights: they can be gathered again.",

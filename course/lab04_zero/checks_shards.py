@@ -19,9 +19,6 @@ from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
 from minillm.predict import comms
 
-LAB = "04_zero"
-
-
 # The course's own answers.
 
 
@@ -57,10 +54,8 @@ def stream_adam(weights, gradient, store, step, chunk, lr, betas, eps) -> None:
 
 @exercise(
     "clip-across-shards",
-    reference=clip,
     minutes=10,
     difficulty=2,
-    lab=LAB,
     hints=(
         "The norm of the whole gradient is the root of a sum of squares. Which part of that sum can each rank know?",
         "Add up the squares of your real elements (what lies behind element numel of the flat gradient is padding and "
@@ -147,10 +142,8 @@ def _judge_clip(case: Flat, ranks: Sequence[Did]) -> None:
 
 @exercise(
     "whole-state",
-    reference=whole_state,
     minutes=5,
     difficulty=1,
-    lab=LAB,
     hints=(
         "If rank 0 saved what its optimizer holds, how much of Adam's state would be in the file?",
         "All-gather each moment and cut off the padding. `step` is one number, the same on every rank.",
@@ -203,10 +196,8 @@ def _resume(case: Flat, state: Any, name: str) -> bool:
 
 @exercise(
     "offload-adam",
-    reference=stream_adam,
     minutes=15,
     difficulty=2,
-    lab=LAB,
     hints=(
         "Adam treats every element alone, so it does not need all moments at the same time.",
         "For each chunk: read its two moments, update them with the chunk's gradient, write them back, then move the "

@@ -3,31 +3,31 @@
 from torch import nn
 
 from course.lab04_zero import checks as right
-from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit.exercises import alternative, mistake
 
 # Partition
 
 
-@mutant("shard-partition", "rounds-down", expect="nobody's. Round up")
+@mistake("shard-partition", "rounds-down", expect="nobody's. Round up")
 def drops_the_rest(sizes, world_size, rank):
     length = sum(sizes) // world_size
     return length, _cut(sizes, rank * length, (rank + 1) * length)
 
 
-@mutant("shard-partition", "whole-parameters", expect=r"cut through\s+parameters")
+@mistake("shard-partition", "whole-parameters", expect=r"cut through\s+parameters")
 def deals_parameters_out(sizes, world_size, rank):
     length = -(-sum(sizes) // world_size)
     return length, [slice(0, size if i % world_size == rank else 0) for i, size in enumerate(sizes)]
 
 
-@mutant("shard-partition", "pads-each-parameter", expect="pad the whole line once")
+@mistake("shard-partition", "pads-each-parameter", expect="pad the whole line once")
 def pads_every_parameter(sizes, world_size, rank):
     parts = [-(-size // world_size) for size in sizes]
     slices = [slice(min(rank * n, size), min((rank + 1) * n, size)) for n, size in zip(parts, sizes, strict=True)]
     return sum(parts), slices
 
 
-@mutant("shard-partition", "slices-of-the-line", expect="count from the parameter's own start")
+@mistake("shard-partition", "slices-of-the-line", expect="count from the parameter's own start")
 def in_flat_coordinates(sizes, world_size, rank):
     length = -(-sum(sizes) // world_size)
     slices, start = [], 0
@@ -37,7 +37,7 @@ def in_flat_coordinates(sizes, world_size, rank):
     return length, slices
 
 
-@mutant("shard-partition", "shards-overlap", expect=r"ranks \[\d, \d\] hold element")
+@mistake("shard-partition", "shards-overlap", expect=r"ranks \[\d, \d\] hold element")
 def last_element_twice(sizes, world_size, rank):
     length = -(-sum(sizes) // world_size)
     first = min(rank * length, sum(sizes) - length)  # the last rank takes a full shard, from the end
@@ -66,7 +66,7 @@ def _cut(sizes, low, high):
 # Stage 1
 
 
-@mutant("zero-one-step", "shards-nothing", expect="this shards nothing")
+@mistake("zero-one-step", "shards-nothing", expect="this shards nothing")
 class WholeOptimizer:
     def __init__(self, weights, group, make):
         self.group, self.whole = group, nn.Parameter(group.broadcast(weights))
@@ -77,7 +77,7 @@ class WholeOptimizer:
         self.optimizer.step()
 
 
-@mutant("zero-one-step", "all-reduce-then-slice", expect="that is 3P")
+@mistake("zero-one-step", "all-reduce-then-slice", expect="that is 3P")
 class AllReduceThenSlice(right.ZeroOne):
     def step(self, gradient):
         whole = self.group.all_reduce(gradient, op="avg")
@@ -86,7 +86,7 @@ class AllReduceThenSlice(right.ZeroOne):
         self.group.all_gather(self.shard.data, out=self.weights)
 
 
-@mutant("zero-one-step", "forgets-the-gather", expect="gather the updated parts")
+@mistake("zero-one-step", "forgets-the-gather", expect="gather the updated parts")
 class NoGather(right.ZeroOne):
     def step(self, gradient):
         self.shard.grad = self.group.reduce_scatter(gradient, op="avg")
@@ -94,7 +94,7 @@ class NoGather(right.ZeroOne):
         self.weights.chunk(self.group.world_size)[self.group.rank].copy_(self.shard.data)
 
 
-@mutant("zero-one-step", "different-first-weights", expect="a patchwork: begin with rank 0's")
+@mistake("zero-one-step", "different-first-weights", expect="a patchwork: begin with rank 0's")
 class OwnFirstWeights(right.ZeroOne):
     def __init__(self, weights, group, make):
         self.weights, self.group = weights, group
@@ -102,7 +102,7 @@ class OwnFirstWeights(right.ZeroOne):
         self.optimizer = make([self.shard])
 
 
-@mutant("zero-one-step", "adds-gradients", expect="added up, not averaged")
+@mistake("zero-one-step", "adds-gradients", expect="added up, not averaged")
 class SumsGradients(right.ZeroOne):
     def step(self, gradient):
         self.shard.grad = self.group.reduce_scatter(gradient)
@@ -110,7 +110,7 @@ class SumsGradients(right.ZeroOne):
         self.group.all_gather(self.shard.data, out=self.weights)
 
 
-@mutant("zero-one-step", "local-gradient", expect="owner's own gradient: reduce over the ranks")
+@mistake("zero-one-step", "local-gradient", expect="owner's own gradient: reduce over the ranks")
 class OwnGradient(right.ZeroOne):
     def step(self, gradient):
         self.shard.grad = gradient.chunk(self.group.world_size)[self.group.rank].clone()

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from course.lab04_zero import checks_blocks as right
-from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit.exercises import alternative, mistake
 
 # Stage 2
 
@@ -37,7 +37,7 @@ def _hooks(buckets, group, reduce, full=lambda missing: not missing, rearm=True,
     return shards
 
 
-@mutant("reduce-scatter-hooks", "frees-nothing", expect="free a bucket's gradients")
+@mistake("reduce-scatter-hooks", "frees-nothing", expect="free a bucket's gradients")
 def keeps_gradients(buckets, group):
     shards = [None] * len(buckets)
 
@@ -63,7 +63,7 @@ def keeps_gradients(buckets, group):
     return shards
 
 
-@mutant("reduce-scatter-hooks", "all-reduce-then-slice", expect="sends half of what an all-reduce does")
+@mistake("reduce-scatter-hooks", "all-reduce-then-slice", expect="sends half of what an all-reduce does")
 def all_reduces(buckets, group):
     def reduce(flat):
         return group.all_reduce(flat, op="avg").chunk(group.world_size)[group.rank].clone()
@@ -71,12 +71,12 @@ def all_reduces(buckets, group):
     return _hooks(buckets, group, reduce)
 
 
-@mutant("reduce-scatter-hooks", "adds-gradients", expect="it is the sum, 4 times the average")
+@mistake("reduce-scatter-hooks", "adds-gradients", expect="it is the sum, 4 times the average")
 def sums(buckets, group):
     return _hooks(buckets, group, group.reduce_scatter)
 
 
-@mutant("reduce-scatter-hooks", "works-once", expect="armed again for the second")
+@mistake("reduce-scatter-hooks", "works-once", expect="armed again for the second")
 def never_arms_again(buckets, group):
     done = set()
 
@@ -86,12 +86,12 @@ def never_arms_again(buckets, group):
     return _hooks(buckets, group, lambda flat: group.reduce_scatter(flat, op="avg"), full=full, rearm=False)
 
 
-@mutant("reduce-scatter-hooks", "first-gradient-fires", expect="before the last gradient of the bucket is there")
+@mistake("reduce-scatter-hooks", "first-gradient-fires", expect="before the last gradient of the bucket is there")
 def fires_too_early(buckets, group):
     return _hooks(buckets, group, lambda flat: group.reduce_scatter(flat, op="avg"), full=lambda missing: True)
 
 
-@mutant("reduce-scatter-hooks", "loop-variable", expect="is None: was the bucket never full")
+@mistake("reduce-scatter-hooks", "loop-variable", expect="is None: was the bucket never full")
 def last_loop_variable(buckets, group):
     shards = [None] * len(buckets)
     for index, bucket in enumerate(buckets):
@@ -145,7 +145,7 @@ def by_all_to_all(buckets, group):
 # Stage 3
 
 
-@mutant("gather-compute-free", "keeps-the-gathered-block", expect="5 of 5 blocks lie there whole")
+@mistake("gather-compute-free", "keeps-the-gathered-block", expect="5 of 5 blocks lie there whole")
 class KeepsTheBlock(right.GatheredBlock):
     @staticmethod
     def forward(ctx, x, shard, compute, group):
@@ -177,22 +177,22 @@ def _backward(reduce):
     return staticmethod(backward)
 
 
-@mutant("gather-compute-free", "all-reduce-then-slice", expect="two all-gathers and one reduce-scatter")
+@mistake("gather-compute-free", "all-reduce-then-slice", expect="two all-gathers and one reduce-scatter")
 class AllReducesTheBlock(right.GatheredBlock):
     backward = _backward(lambda dw, group: group.all_reduce(dw, op="avg").chunk(group.world_size)[group.rank].clone())
 
 
-@mutant("gather-compute-free", "adds-gradients", expect="it is the sum, 4 times the average")
+@mistake("gather-compute-free", "adds-gradients", expect="it is the sum, 4 times the average")
 class SumsTheBlock(right.GatheredBlock):
     backward = _backward(lambda dw, group: group.reduce_scatter(dw))
 
 
-@mutant("gather-compute-free", "no-reduction", expect="nothing was reduced")
+@mistake("gather-compute-free", "no-reduction", expect="nothing was reduced")
 class OwnSlice(right.GatheredBlock):
     backward = _backward(lambda dw, group: dw.chunk(group.world_size)[group.rank].clone())
 
 
-@mutant("gather-compute-free", "reduces-activations", expect="the gradient of x is wrong")
+@mistake("gather-compute-free", "reduces-activations", expect="the gradient of x is wrong")
 class ReducesX(right.GatheredBlock):
     @staticmethod
     def backward(ctx, output_gradient):

@@ -3,7 +3,7 @@
 import torch
 
 from course.lab04_zero import checks_shards as right
-from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit.exercises import alternative, mistake
 
 # Clipping
 
@@ -15,41 +15,41 @@ def _clip(gradient, numel, max_norm, group, norm_of):
     return norm
 
 
-@mutant("clip-across-shards", "local-norm", expect="that is its own shard's norm")
+@mistake("clip-across-shards", "local-norm", expect="that is its own shard's norm")
 def local_norm(gradient, numel, max_norm, group):
     return _clip(gradient, numel, max_norm, group, lambda mine: mine.norm())
 
 
-@mutant("clip-across-shards", "adds-norms", expect="norms do not add up, their squares do")
+@mistake("clip-across-shards", "adds-norms", expect="norms do not add up, their squares do")
 def adds_norms(gradient, numel, max_norm, group):
     return _clip(gradient, numel, max_norm, group, lambda mine: group.all_reduce(mine.norm()))
 
 
-@mutant("clip-across-shards", "padding-counted", expect="the padding is in it")
+@mistake("clip-across-shards", "padding-counted", expect="the padding is in it")
 def counts_padding(gradient, numel, max_norm, group):
     norm = group.all_reduce(gradient.square().sum()).sqrt()
     gradient *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
     return norm
 
 
-@mutant("clip-across-shards", "averages-squares", expect="averaged over the ranks, not added")
+@mistake("clip-across-shards", "averages-squares", expect="averaged over the ranks, not added")
 def averages(gradient, numel, max_norm, group):
     return _clip(gradient, numel, max_norm, group, lambda mine: group.all_reduce(mine.square().sum(), op="avg").sqrt())
 
 
-@mutant("clip-across-shards", "gathers-the-gradient", expect=r"bytes for it on \d ranks")
+@mistake("clip-across-shards", "gathers-the-gradient", expect=r"bytes for it on \d ranks")
 def gathers_everything(gradient, numel, max_norm, group):
     norm = group.all_gather(gradient)[:numel].norm()
     gradient *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
     return norm
 
 
-@mutant("clip-across-shards", "not-in-place", expect="in place")
+@mistake("clip-across-shards", "not-in-place", expect="in place")
 def scales_a_copy(gradient, numel, max_norm, group):
     return _clip(gradient.clone(), numel, max_norm, group, lambda mine: group.all_reduce(mine.square().sum()).sqrt())
 
 
-@mutant("clip-across-shards", "scales-up-too", expect="asks to multiply the shard by 1.000")
+@mistake("clip-across-shards", "scales-up-too", expect="asks to multiply the shard by 1.000")
 def always_scales(gradient, numel, max_norm, group):
     mine = gradient[: max(0, numel - group.rank * len(gradient))]
     norm = group.all_reduce(mine.square().sum()).sqrt()
@@ -70,22 +70,22 @@ def in_double(gradient, numel, max_norm, group):
 # The whole state
 
 
-@mutant("whole-state", "rank-0-only", expect=r"1/\d of it, this rank's shard only")
+@mistake("whole-state", "rank-0-only", expect=r"1/\d of it, this rank's shard only")
 def own_shard(state, numel, group):
     return state
 
 
-@mutant("whole-state", "padding-saved", expect="cut off the padding")
+@mistake("whole-state", "padding-saved", expect="cut off the padding")
 def with_padding(state, numel, group):
     return {name: group.all_gather(x) if x.dim() else x for name, x in state.items()}
 
 
-@mutant("whole-state", "one-moment", expect="asked for is a dict with step, exp_avg, exp_avg_sq")
+@mistake("whole-state", "one-moment", expect="asked for is a dict with step, exp_avg, exp_avg_sq")
 def forgets_the_second_moment(state, numel, group):
     return {"step": state["step"], "exp_avg": group.all_gather(state["exp_avg"])[:numel]}
 
 
-@mutant("whole-state", "pickles", expect="it pickles")
+@mistake("whole-state", "pickles", expect="it pickles")
 def pickles(state, numel, group):
     everyone = group.gather_objects(state)
     whole = {name: torch.cat([other[name] for other in everyone])[:numel] for name in ("exp_avg", "exp_avg_sq")}
@@ -102,17 +102,17 @@ def stacked(state, numel, group):
 # Offload
 
 
-@mutant("offload-adam", "reads-everything", expect="read, use and write one chunk before the next")
+@mistake("offload-adam", "reads-everything", expect="read, use and write one chunk before the next")
 def all_at_once(weights, gradient, store, step, chunk, lr, betas, eps):
     right.stream_adam(weights, gradient, store, step, len(weights), lr, betas, eps)
 
 
-@mutant("offload-adam", "no-bias-correction", expect="the bias correction is missing")
+@mistake("offload-adam", "no-bias-correction", expect="the bias correction is missing")
 def uncorrected(weights, gradient, store, step, chunk, lr, betas, eps):
     right.stream_adam(weights, gradient, store, 10**9, chunk, lr, betas, eps)
 
 
-@mutant("offload-adam", "never-writes-back", expect="the moments begin at zero in every step")
+@mistake("offload-adam", "never-writes-back", expect="the moments begin at zero in every step")
 def forgets_to_write(weights, gradient, store, step, chunk, lr, betas, eps):
     right.stream_adam(weights, gradient, _ReadOnly(store), step, chunk, lr, betas, eps)
 
@@ -125,13 +125,13 @@ class _ReadOnly:
         pass
 
 
-@mutant("offload-adam", "drops-the-last-chunk", expect="the last and shorter one too")
+@mistake("offload-adam", "drops-the-last-chunk", expect="the last and shorter one too")
 def whole_chunks_only(weights, gradient, store, step, chunk, lr, betas, eps):
     whole = len(weights) // chunk * chunk
     right.stream_adam(weights[:whole], gradient, store, step, chunk, lr, betas, eps)
 
 
-@mutant("offload-adam", "keeps-them-in-memory", expect="kept somewhere else, in memory")
+@mistake("offload-adam", "keeps-them-in-memory", expect="kept somewhere else, in memory")
 def cached(weights, gradient, store, step, chunk, lr, betas, eps):
     right.stream_adam(weights, gradient, _Memory.of(store, len(weights)), step, chunk, lr, betas, eps)
 

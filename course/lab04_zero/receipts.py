@@ -45,3 +45,6 @@ def rows() -> Iterator[Row]:
     yield row("state_dict() of all ranks", PSI, ranks[0]["save"]["whole"])
     stepped = sum(rank["scaler"]["stepped"] for rank in ranks)
     yield row("a plain GradScaler, one shard overflows: ranks that step", WORLD - 1, stepped)
+
+
+CLAIMS = (rows,)

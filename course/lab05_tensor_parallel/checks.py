@@ -24,9 +24,6 @@ from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, Row, row
 from minillm.predict import comms
 
-LAB = "05_tensor_parallel"
-
-
 # The course's own answers.
 
 
@@ -72,10 +69,8 @@ def mlp(x: Tensor, shards: Sequence[Tensor], group: Group) -> Tensor:
 
 @exercise(
     "conjugate-operators",
-    reference=(Enter, Leave),
     minutes=15,
     difficulty=2,
-    lab=LAB,
     hints=(
         "Ask of each direction: does a rank have the whole value, or only its share of a sum? Only a share needs a "
         "collective.",
@@ -158,10 +153,8 @@ def _judge_leave(case: Operators, rank: int, passed: Passed) -> None:
 
 @exercise(
     "parallel-mlp",
-    reference=(cut_mlp, mlp),
     minutes=15,
     difficulty=3,
-    lab=LAB,
     hints=(
         "silu(gate x) · up x looks at each of the f inner numbers alone. If a rank has whole inner numbers, it can go "
         "on without asking anybody. Which cut gives it whole ones?",

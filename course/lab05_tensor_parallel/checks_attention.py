@@ -9,7 +9,6 @@ from torch import Tensor
 
 from course.lab05_tensor_parallel import splitting, splitting_order
 from course.lab05_tensor_parallel.checks import (
-    LAB,
     Enter,
     Leave,
     direction_rows,
@@ -64,10 +63,8 @@ class ColumnLinear(torch.autograd.Function):
 
 @exercise(
     "parallel-attention",
-    reference=(local_heads, attention),
     minutes=20,
     difficulty=3,
-    lab=LAB,
     hints=(
         "Heads are to attention what inner numbers are to the MLP: each works alone until o_proj adds them up. Which "
         "kv heads do this rank's query heads look at?",
@@ -143,10 +140,8 @@ def _judge_attention(case: Layer, ranks: Sequence[Passed]) -> None:
 
 @exercise(
     "overlapped-input-gradient",
-    reference=ColumnLinear,
     minutes=15,
     difficulty=3,
-    lab=LAB,
     hints=(
         "Backward has two products, dX and dW, and only one of them is sent. Which has to come first?",
         "dX first; start its all-reduce with async_op=True, which returns a handle at once; compute dW; then "

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from course.lab05_tensor_parallel import splitting, splitting_order
-from course.lab05_tensor_parallel.checks import LAB
 from course.lab05_tensor_parallel.splitting import Layer, Passed, close
 from minillm.comm import Group
 from minillm.labkit.exercises import CheckFailed, exercise
@@ -56,10 +55,8 @@ def sum_norm_gradients(parameters: Sequence[nn.Parameter], group: Group) -> None
 
 @exercise(
     "sequence-parallel",
-    reference=(GatherIn, ScatterOut, sum_norm_gradients),
     minutes=20,
     difficulty=4,
-    lab=LAB,
     hints=(
         "An all-reduce is a reduce-scatter and an all-gather. Put the first where shares leave the parallel region and "
         "the second where the next one begins: what lies between is cut along the sequence.",

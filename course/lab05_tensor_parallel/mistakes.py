@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from course.lab05_tensor_parallel import checks as right
 from course.lab05_tensor_parallel.checks import Enter, Leave, cut_mlp
 from minillm.comm import ring_all_gather, ring_reduce_scatter
-from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit.exercises import alternative, mistake
 
 # The conjugate operators
 
@@ -65,16 +65,16 @@ class ChangesItsInput(Leave):
         return group.all_reduce(share)
 
 
-mutant("conjugate-operators", "no-reduction-of-dx", expect="other parts' shares are lost")((KeepsItsShare, Leave))
-mutant("conjugate-operators", "averages-dx", expect="their shares add")((Averages, Leave))
-mutant("conjugate-operators", "reduces-in-place", expect="changed the gradient it was handed")((InPlace, Leave))
-mutant("conjugate-operators", "broadcasts-x", expect="every rank has x already")((BroadcastsForward, Leave))
-mutant("conjugate-operators", "row-backward-mirrors-forward", expect="4 times too large")((Enter, Mirrors))
-mutant("conjugate-operators", "mirrors-and-divides", expect="right values, but backward called 1 all_reduce")(
+mistake("conjugate-operators", "no-reduction-of-dx", expect="other parts' shares are lost")((KeepsItsShare, Leave))
+mistake("conjugate-operators", "averages-dx", expect="their shares add")((Averages, Leave))
+mistake("conjugate-operators", "reduces-in-place", expect="changed the gradient it was handed")((InPlace, Leave))
+mistake("conjugate-operators", "broadcasts-x", expect="every rank has x already")((BroadcastsForward, Leave))
+mistake("conjugate-operators", "row-backward-mirrors-forward", expect="4 times too large")((Enter, Mirrors))
+mistake("conjugate-operators", "mirrors-and-divides", expect="right values, but backward called 1 all_reduce")(
     (Enter, MirrorsAndDivides)
 )
-mutant("conjugate-operators", "averages-the-output", expect="parts of one sum")((Enter, AveragesForward))
-mutant("conjugate-operators", "changes-its-input", expect="forward changed its input")((Enter, ChangesItsInput))
+mistake("conjugate-operators", "averages-the-output", expect="parts of one sum")((Enter, AveragesForward))
+mistake("conjugate-operators", "changes-its-input", expect="forward changed its input")((Enter, ChangesItsInput))
 
 
 class ByFunctions:
@@ -169,14 +169,16 @@ def gathers_between(x, shards, group):
     return Leave.apply(inner.chunk(group.world_size, dim=1)[group.rank] @ down.T, group)
 
 
-mutant("parallel-mlp", "cut-the-wrong-way", expect="inner numbers, whole")((cut_by_columns, right.mlp))
-mutant("parallel-mlp", "cuts-nothing", expect="nothing of the others")((cut_nothing, right.mlp))
-mutant("parallel-mlp", "forgets-enter", expect="is Enter in front of every use of x")((cut_mlp, without_enter))
-mutant("parallel-mlp", "one-enter-each", expect="backward called 2 all_reduce")((cut_mlp, enters_twice))
-mutant("parallel-mlp", "no-return", expect="is there a return")((cut_mlp, returns_nothing))
-mutant("parallel-mlp", "autograd-cut-off", expect="autograd cannot pass through it")((cut_mlp, sums_in_the_open))
-mutant("parallel-mlp", "forgets-leave", expect="output is wrong")((cut_mlp, without_leave))
-mutant("parallel-mlp", "gathers-between-the-layers", expect="needs nothing from the others")((cut_mlp, gathers_between))
+mistake("parallel-mlp", "cut-the-wrong-way", expect="inner numbers, whole")((cut_by_columns, right.mlp))
+mistake("parallel-mlp", "cuts-nothing", expect="nothing of the others")((cut_nothing, right.mlp))
+mistake("parallel-mlp", "forgets-enter", expect="is Enter in front of every use of x")((cut_mlp, without_enter))
+mistake("parallel-mlp", "one-enter-each", expect="backward called 2 all_reduce")((cut_mlp, enters_twice))
+mistake("parallel-mlp", "no-return", expect="is there a return")((cut_mlp, returns_nothing))
+mistake("parallel-mlp", "autograd-cut-off", expect="autograd cannot pass through it")((cut_mlp, sums_in_the_open))
+mistake("parallel-mlp", "forgets-leave", expect="output is wrong")((cut_mlp, without_leave))
+mistake("parallel-mlp", "gathers-between-the-layers", expect="needs nothing from the others")(
+    (cut_mlp, gathers_between)
+)
 
 
 def cut_interleaved(gate, up, down, rank, world_size):

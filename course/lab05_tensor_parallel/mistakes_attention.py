@@ -4,7 +4,7 @@ import torch
 
 from course.lab05_tensor_parallel.checks import Enter, Leave
 from course.lab05_tensor_parallel.checks_attention import ColumnLinear, attention, local_heads
-from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit.exercises import alternative, mistake
 
 # Attention
 
@@ -42,14 +42,16 @@ def leaves_twice(x, shards, attend, group):
     return Leave.apply(attention(x, shards, attend, group), group)
 
 
-mutant("parallel-attention", "kv-cut-like-queries", expect=r"kv head \d is not on that rank")(
+mistake("parallel-attention", "kv-cut-like-queries", expect=r"kv head \d is not on that rank")(
     (kv_like_queries, attention)
 )
-mutant("parallel-attention", "all-kv-heads-everywhere", expect="memory for nothing")((all_kv_heads, attention))
-mutant("parallel-attention", "kv-dealt-out-in-turn", expect="is not on that rank")((kv_by_modulo, attention))
-mutant("parallel-attention", "one-enter-each", expect="backward called 3 all_reduce")((local_heads, enters_three_times))
-mutant("parallel-attention", "v-without-enter", expect="gradient of x is wrong")((local_heads, values_outside))
-mutant("parallel-attention", "leaves-twice", expect="the output is wrong")((local_heads, leaves_twice))
+mistake("parallel-attention", "all-kv-heads-everywhere", expect="memory for nothing")((all_kv_heads, attention))
+mistake("parallel-attention", "kv-dealt-out-in-turn", expect="is not on that rank")((kv_by_modulo, attention))
+mistake("parallel-attention", "one-enter-each", expect="backward called 3 all_reduce")(
+    (local_heads, enters_three_times)
+)
+mistake("parallel-attention", "v-without-enter", expect="gradient of x is wrong")((local_heads, values_outside))
+mistake("parallel-attention", "leaves-twice", expect="the output is wrong")((local_heads, leaves_twice))
 
 
 def fused(x, shards, attend, group):
@@ -110,32 +112,32 @@ def _two_halves(ctx, gradient, x, weight):
     return dx, dw
 
 
-@mutant("overlapped-input-gradient", "blocks", expect="async_op=True returns a handle at once")
+@mistake("overlapped-input-gradient", "blocks", expect="async_op=True returns a handle at once")
 class Blocks(ColumnLinear):
     backward = _backward(_blocking)
 
 
-@mutant("overlapped-input-gradient", "weight-first", expect="nothing left to compute beside it")
+@mistake("overlapped-input-gradient", "weight-first", expect="nothing left to compute beside it")
 class WeightFirst(ColumnLinear):
     backward = _backward(_weight_first)
 
 
-@mutant("overlapped-input-gradient", "waits-at-once", expect="compute dW before the wait")
+@mistake("overlapped-input-gradient", "waits-at-once", expect="compute dW before the wait")
 class WaitsAtOnce(ColumnLinear):
     backward = _backward(_waits_at_once)
 
 
-@mutant("overlapped-input-gradient", "reduces-the-weight", expect="it stays on this rank, unreduced")
+@mistake("overlapped-input-gradient", "reduces-the-weight", expect="it stays on this rank, unreduced")
 class ReducesTheWeight(ColumnLinear):
     backward = _backward(_reduces_the_weight)
 
 
-@mutant("overlapped-input-gradient", "no-reduction", expect="this rank's share alone")
+@mistake("overlapped-input-gradient", "no-reduction", expect="this rank's share alone")
 class KeepsDX(ColumnLinear):
     backward = _backward(_keeps_dx)
 
 
-@mutant("overlapped-input-gradient", "gathers-the-output", expect="which stay here")
+@mistake("overlapped-input-gradient", "gathers-the-output", expect="which stay here")
 class GathersTheOutput(ColumnLinear):
     @staticmethod
     def forward(ctx, x, weight, group):

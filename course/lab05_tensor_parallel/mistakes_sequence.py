@@ -3,7 +3,7 @@
 import torch
 
 from course.lab05_tensor_parallel.checks_sequence import GatherIn, ScatterOut, sum_norm_gradients
-from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit.exercises import alternative, mistake
 
 
 class KeepsItsRows(GatherIn):
@@ -65,23 +65,23 @@ def one_each(parameters, group):
 
 
 NAME = "sequence-parallel"
-mutant(NAME, "norm-gradients-not-reduced", expect="will drift apart")((GatherIn, ScatterOut, sums_nothing))
-mutant(NAME, "norm-gradients-averaged", expect="so the shares add")((GatherIn, ScatterOut, averages))
-mutant(NAME, "one-all-reduce-per-norm", expect="latency is all they cost")((GatherIn, ScatterOut, one_each))
-mutant(NAME, "gather-backward-cuts", expect="has to sum the ranks' shares")(
+mistake(NAME, "norm-gradients-not-reduced", expect="will drift apart")((GatherIn, ScatterOut, sums_nothing))
+mistake(NAME, "norm-gradients-averaged", expect="so the shares add")((GatherIn, ScatterOut, averages))
+mistake(NAME, "one-all-reduce-per-norm", expect="latency is all they cost")((GatherIn, ScatterOut, one_each))
+mistake(NAME, "gather-backward-cuts", expect="has to sum the ranks' shares")(
     (KeepsItsRows, ScatterOut, sum_norm_gradients)
 )
-mutant(NAME, "gather-backward-averages", expect="has to sum the ranks' shares")(
+mistake(NAME, "gather-backward-averages", expect="has to sum the ranks' shares")(
     (AveragesRows, ScatterOut, sum_norm_gradients)
 )
-mutant(NAME, "all-reduce-then-slice", expect="its own rows of the sum only")(
+mistake(NAME, "all-reduce-then-slice", expect="its own rows of the sum only")(
     (GatherIn, ReducesAndCuts, sum_norm_gradients)
 )
-mutant(NAME, "backward-all-reduce-then-slice", expect="its own rows of the sum only")(
+mistake(NAME, "backward-all-reduce-then-slice", expect="its own rows of the sum only")(
     (SumsAndCuts, ScatterOut, sum_norm_gradients)
 )
-mutant(NAME, "scatter-without-sum", expect="the output is wrong")((GatherIn, CutsOnly, sum_norm_gradients))
-mutant(NAME, "scatter-backward-own-rows", expect="bring the gradients of all rows")(
+mistake(NAME, "scatter-without-sum", expect="the output is wrong")((GatherIn, CutsOnly, sum_norm_gradients))
+mistake(NAME, "scatter-backward-own-rows", expect="bring the gradients of all rows")(
     (GatherIn, OwnRowsBackward, sum_norm_gradients)
 )
 

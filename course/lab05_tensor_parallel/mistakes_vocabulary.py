@@ -5,24 +5,24 @@ import torch.nn.functional as F
 
 from course.lab05_tensor_parallel.checks import Leave
 from course.lab05_tensor_parallel.checks_vocabulary import embed
-from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit.exercises import alternative, mistake
 
 # The embedding
 
 
-@mutant("vocabulary-embedding", "rows-not-masked", expect="those that do not hold the token must add zeros")
+@mistake("vocabulary-embedding", "rows-not-masked", expect="those that do not hold the token must add zeros")
 def unmasked(tokens, rows, group):
     local = (tokens - group.rank * len(rows)).clamp(0, len(rows) - 1)
     return Leave.apply(F.embedding(local, rows), group)
 
 
-@mutant("vocabulary-embedding", "ids-dealt-out-in-turn", expect="where do this rank's rows begin")
+@mistake("vocabulary-embedding", "ids-dealt-out-in-turn", expect="where do this rank's rows begin")
 def in_turn(tokens, rows, group):
     found = F.embedding(tokens // group.world_size, rows)
     return Leave.apply(found.masked_fill((tokens % group.world_size != group.rank)[:, None], 0.0), group)
 
 
-@mutant("vocabulary-embedding", "last-row-lost", expect="it is zero: nobody's row was added")
+@mistake("vocabulary-embedding", "last-row-lost", expect="it is zero: nobody's row was added")
 def last_row_lost(tokens, rows, group):
     local = tokens - group.rank * len(rows)
     outside = (local < 0) | (local >= len(rows) - 1)
@@ -30,12 +30,12 @@ def last_row_lost(tokens, rows, group):
     return Leave.apply(found.masked_fill(outside[:, None], 0.0), group)
 
 
-@mutant("vocabulary-embedding", "averages", expect="it is divided by the ranks")
+@mistake("vocabulary-embedding", "averages", expect="it is divided by the ranks")
 def averages(tokens, rows, group):
     return embed(tokens, rows, group) / group.world_size
 
 
-@mutant("vocabulary-embedding", "gathers-the-table", expect="one all-reduce of the")
+@mistake("vocabulary-embedding", "gathers-the-table", expect="one all-reduce of the")
 def gathers_the_table(tokens, rows, group):
     class Gather(torch.autograd.Function):
         @staticmethod
@@ -49,7 +49,7 @@ def gathers_the_table(tokens, rows, group):
     return F.embedding(tokens, Gather.apply(rows))
 
 
-@mutant("vocabulary-embedding", "mask-as-a-number", expect="gradient of its rows is wrong")
+@mistake("vocabulary-embedding", "mask-as-a-number", expect="gradient of its rows is wrong")
 def masks_the_value_only(tokens, rows, group):
     """The zeros are written into .data, which autograd does not see."""
     local = tokens - group.rank * len(rows)
@@ -82,17 +82,17 @@ def _highest(logits, group):
     return group.all_reduce(logits.detach().amax(dim=1), op="max")
 
 
-@mutant("vocabulary-cross-entropy", "own-maximum", expect="is the same number subtracted on every rank")
+@mistake("vocabulary-cross-entropy", "own-maximum", expect="is the same number subtracted on every rank")
 def own_maximum(logits, targets, group):
     return _loss(logits, targets, group, logits.detach().amax(dim=1))
 
 
-@mutant("vocabulary-cross-entropy", "no-maximum", expect="exp ran over or under")
+@mistake("vocabulary-cross-entropy", "no-maximum", expect="exp ran over or under")
 def no_maximum(logits, targets, group):
     return _loss(logits, targets, group, torch.zeros(len(logits), dtype=logits.dtype))
 
 
-@mutant("vocabulary-cross-entropy", "target-not-masked", expect="from the one rank that has it")
+@mistake("vocabulary-cross-entropy", "target-not-masked", expect="from the one rank that has it")
 def target_not_masked(logits, targets, group):
     logits = logits - _highest(logits, group)[:, None]
     local = (targets - group.rank * logits.shape[1]).clamp(0, logits.shape[1] - 1)
@@ -100,13 +100,13 @@ def target_not_masked(logits, targets, group):
     return total.log() - target
 
 
-@mutant("vocabulary-cross-entropy", "own-vocabulary-only", expect="this rank's part of the vocabulary alone")
+@mistake("vocabulary-cross-entropy", "own-vocabulary-only", expect="this rank's part of the vocabulary alone")
 def own_vocabulary(logits, targets, group):
     local = (targets - group.rank * logits.shape[1]).clamp(0, logits.shape[1] - 1)
     return F.cross_entropy(logits, local, reduction="none")
 
 
-@mutant("vocabulary-cross-entropy", "gathers-the-logits", expect="the logits stay where they are")
+@mistake("vocabulary-cross-entropy", "gathers-the-logits", expect="the logits stay where they are")
 def gathers_the_logits(logits, targets, group):
     class Gather(torch.autograd.Function):
         @staticmethod
@@ -131,7 +131,7 @@ class _SumsBothWays(torch.autograd.Function):
         return ctx.group.all_reduce(gradient.clone()), None
 
 
-@mutant("vocabulary-cross-entropy", "sums-gradients-again", expect="4 times too large")
+@mistake("vocabulary-cross-entropy", "sums-gradients-again", expect="4 times too large")
 def sums_gradients_again(logits, targets, group):
     return _loss(logits, targets, group, _highest(logits, group), _SumsBothWays.apply)
 

@@ -96,3 +96,6 @@ def _accidents(ranks: list[dict[str, Any]]) -> Iterator[Row]:
     ways = ranks[0]["accidents"]["norm"]
     naive = (ways["whole"] ** 2 + (WORLD - 1) * ways["replicated"] ** 2) ** 0.5
     yield row("gradient norm, replicated parameters counted t times", naive, ways["naive"], "", 1e-9)
+
+
+CLAIMS = (rows,)

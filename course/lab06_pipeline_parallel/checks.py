@@ -27,7 +27,6 @@ from minillm.parallel.pipeline_parallel.schedules import (
 )
 from minillm.predict import pipeline as predict
 
-LAB = "06_pipeline_parallel"
 F, B = 1, 2  # how long the checks let a forward and a backward take
 CASES = ((4, 8), (4, 2), (3, 5), (1, 3))  # stages, microbatches
 
@@ -71,10 +70,8 @@ def balance(costs: Sequence[float], parts: int) -> list[range]:
 
 @exercise(
     "gpipe-order",
-    reference=gpipe_order,
     minutes=5,
     difficulty=1,
-    lab=LAB,
     hints=(
         "Every stage does the same in GPipe. Waiting is not written down: a stage waits by itself when what it needs "
         "is not there yet.",
@@ -99,10 +96,8 @@ def check_gpipe(learner: Callable) -> Receipt:
 
 @exercise(
     "one-f-one-b-order",
-    reference=one_f_one_b_order,
     minutes=15,
     difficulty=3,
-    lab=LAB,
     hints=(
         "The last stage can turn every microbatch round at once: F0 B0 F1 B1 ... How many forwards can the stage "
         "before it do until B0 comes back?",
@@ -185,10 +180,8 @@ def _rows(schedule: Schedule, where: str, in_flight: Sequence[int]) -> list:
 
 @exercise(
     "balance-stages",
-    reference=balance,
     minutes=15,
     difficulty=3,
-    lab=LAB,
     hints=(
         "The slowest stage sets the pace. Try where the last stage could begin: what remains is the same problem with "
         "one stage less.",

@@ -17,7 +17,6 @@ from minillm.parallel.pipeline_parallel.actions import straight
 from minillm.parallel.pipeline_parallel.schedules import Action, Edge, Event, Schedule, ScheduleError, check
 from minillm.predict import pipeline as predict
 
-LAB = "06_pipeline_parallel"
 Message = tuple[str, str]  # (send or recv, the action whose result travels)
 
 
@@ -63,10 +62,8 @@ class SplitLinear(torch.autograd.Function):
 
 @exercise(
     "rendezvous-messages",
-    reference=place_messages,
     minutes=20,
     difficulty=4,
-    lab=LAB,
     hints=(
         "Write the naive version first: receive what an action needs, do it, send what it made. Then look at stages 0 "
         "and 1 of 1F1B: who sends when the other one sends, too?",
@@ -187,10 +184,8 @@ def _waiting(batch: Sequence[Message], stage: int, met: Sequence[set[Message]]) 
 
 @exercise(
     "split-backward",
-    reference=SplitLinear,
     minutes=15,
     difficulty=3,
-    lab=LAB,
     hints=(
         "Two matrix products make up the backward of a linear layer. For which of them does the stage before wait?",
         "backward returns gradient @ weight for x, None for the rest, and appends a function to `later` which, when "

@@ -17,9 +17,6 @@ from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
 from minillm.predict import pipeline as predict
 
-LAB = "06_pipeline_parallel"
-
-
 # The course's own answers.
 
 
@@ -76,10 +73,8 @@ def sum_tied(weight: nn.Parameter | None, group: Group) -> None:
 
 @exercise(
     "stage-step",
-    reference=Stage,
     minutes=25,
     difficulty=4,
-    lab=LAB,
     hints=(
         "Between two stages the graph is cut: autograd knows nothing of what came from another rank. What has to be "
         "done by hand at the cut, on the way forward and on the way back?",
@@ -197,10 +192,8 @@ def _rows(case: Run, ranks: Sequence[Staged]) -> list:
 
 @exercise(
     "tied-embedding",
-    reference=sum_tied,
     minutes=10,
     difficulty=2,
-    lab=LAB,
     hints=(
         "Each copy has seen a part of the gradient: the first stage's as an embedding, the last one's as the head. "
         "What would the one embedding of a single process have?",

@@ -3,7 +3,7 @@
 import itertools
 
 from course.lab06_pipeline_parallel import checks as right
-from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit.exercises import alternative, mistake
 from minillm.parallel.pipeline_parallel.schedules import one_f_one_b
 
 
@@ -16,28 +16,28 @@ def _order(kinds, microbatches):
 # GPipe
 
 
-@mutant("gpipe-order", "one-at-a-time", expect="takes 96 where 33 are enough")
+@mistake("gpipe-order", "one-at-a-time", expect="takes 96 where 33 are enough")
 def one_at_a_time(stage, stages, microbatches):
     return _order("FB" * microbatches, microbatches)
 
 
-@mutant("gpipe-order", "last-backward-forgotten", expect=r"B\d is missing")
+@mistake("gpipe-order", "last-backward-forgotten", expect=r"B\d is missing")
 def forgets_one(stage, stages, microbatches):
     return right.gpipe_order(stage, stages, microbatches)[:-1]
 
 
-@mutant("gpipe-order", "backward-first", expect="does B0 before F0, which it needs")
+@mistake("gpipe-order", "backward-first", expect="does B0 before F0, which it needs")
 def backward_first(stage, stages, microbatches):
     order = right.gpipe_order(stage, stages, microbatches)
     return order[microbatches:] + order[:microbatches]
 
 
-@mutant("gpipe-order", "first-stage-in-turns", expect="the ranks wait for each other")
+@mistake("gpipe-order", "first-stage-in-turns", expect="the ranks wait for each other")
 def first_stage_in_turns(stage, stages, microbatches):
     return (right.one_f_one_b_order if stage == 0 else right.gpipe_order)(stage, stages, microbatches)
 
 
-@mutant("gpipe-order", "one-f-one-b", expect="GPipe does all forwards first")
+@mistake("gpipe-order", "one-f-one-b", expect="GPipe does all forwards first")
 def turns(stage, stages, microbatches):
     return right.one_f_one_b_order(stage, stages, microbatches)
 
@@ -50,40 +50,40 @@ def last_in_first_out(stage, stages, microbatches):
 # 1F1B
 
 
-@mutant("one-f-one-b-order", "gpipe", expect="that is GPipe")
+@mistake("one-f-one-b-order", "gpipe", expect="that is GPipe")
 def gpipe(stage, stages, microbatches):
     return right.gpipe_order(stage, stages, microbatches)
 
 
-@mutant("one-f-one-b-order", "fills-one-too-many", expect="holds 5 microbatches at once where 4")
+@mistake("one-f-one-b-order", "fills-one-too-many", expect="holds 5 microbatches at once where 4")
 def one_too_many(stage, stages, microbatches):
     return right.one_f_one_b_order(stage - 1, stages, microbatches)
 
 
-@mutant("one-f-one-b-order", "never-fills", expect="takes .* are enough")
+@mistake("one-f-one-b-order", "never-fills", expect="takes .* are enough")
 def never_fills(stage, stages, microbatches):
     return _order("FB" * microbatches, microbatches)
 
 
-@mutant("one-f-one-b-order", "same-on-all-stages", expect=r"stage 1 holds 4 microbatches at once where 3")
+@mistake("one-f-one-b-order", "same-on-all-stages", expect=r"stage 1 holds 4 microbatches at once where 3")
 def same_everywhere(stage, stages, microbatches):
     return right.one_f_one_b_order(0, stages, microbatches)
 
 
-@mutant("one-f-one-b-order", "no-cooldown", expect=r"B5 is missing from the order of rank 0")
+@mistake("one-f-one-b-order", "no-cooldown", expect=r"B5 is missing from the order of rank 0")
 def no_cooldown(stage, stages, microbatches):
     to_fill = min(stages - 1 - stage, microbatches)
     return _order("F" * to_fill + "FB" * (microbatches - to_fill), microbatches)
 
 
-@mutant("one-f-one-b-order", "more-fill-than-microbatches", expect="4 stages, 2 microbatches: .*not on the route")
+@mistake("one-f-one-b-order", "more-fill-than-microbatches", expect="4 stages, 2 microbatches: .*not on the route")
 def fills_beyond_the_end(stage, stages, microbatches):
     to_fill = stages - 1 - stage
     turns = max(microbatches - to_fill, 0)
     return _order("F" * to_fill + "FB" * turns + "B" * to_fill, microbatches)
 
 
-@mutant("one-f-one-b-order", "backward-before-forward", expect="the ranks wait for each other|before")
+@mistake("one-f-one-b-order", "backward-before-forward", expect="the ranks wait for each other|before")
 def one_b_one_f(stage, stages, microbatches):
     to_fill = min(stages - 1 - stage, microbatches)
     turns = microbatches - to_fill
@@ -111,13 +111,13 @@ def by_counting(stage, stages, microbatches):
 # Balance
 
 
-@mutant("balance-stages", "as-many-layers-each", expect="your slowest stage takes")
+@mistake("balance-stages", "as-many-layers-each", expect="your slowest stage takes")
 def equal_counts(costs, parts):
     edges = [part * len(costs) // parts for part in range(parts + 1)]
     return [range(*pair) for pair in itertools.pairwise(edges)]
 
 
-@mutant("balance-stages", "fills-up-to-the-mean", expect="gets no layer|your slowest stage takes")
+@mistake("balance-stages", "fills-up-to-the-mean", expect="gets no layer|your slowest stage takes")
 def greedy(costs, parts):
     mean, edges, held = sum(costs) / parts, [0], 0.0
     for layer, cost in enumerate(costs):
@@ -129,13 +129,13 @@ def greedy(costs, parts):
     return [range(*pair) for pair in itertools.pairwise(edges)]
 
 
-@mutant("balance-stages", "last-layer-left-out", expect="is not every layer once|gets no layer")
+@mistake("balance-stages", "last-layer-left-out", expect="is not every layer once|gets no layer")
 def drops_the_head(costs, parts):
     stages = right.balance(costs, parts)
     return [*stages[:-1], range(stages[-1].start, stages[-1].stop - 1)]
 
 
-@mutant("balance-stages", "numbers-instead-of-ranges", expect="asked for is a list of ranges")
+@mistake("balance-stages", "numbers-instead-of-ranges", expect="asked for is a list of ranges")
 def counts_only(costs, parts):
     return [len(stage) for stage in right.balance(costs, parts)]
 

@@ -3,7 +3,7 @@
 import torch
 
 from course.lab06_pipeline_parallel import checks_messages as right
-from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit.exercises import alternative, mistake
 
 # Messages
 
@@ -16,17 +16,17 @@ def _one_by_one(order, stage, stages):
     ]
 
 
-@mutant("rendezvous-messages", "one-after-the-other", expect="1F1B, 4 stages.*deadlock.*post the send together")
+@mistake("rendezvous-messages", "one-after-the-other", expect="1F1B, 4 stages.*deadlock.*post the send together")
 def one_by_one(order, stage, stages):
     return _one_by_one(order, stage, stages)
 
 
-@mutant("rendezvous-messages", "sends-everywhere", expect="'send [FB]0', but nobody is there")
+@mistake("rendezvous-messages", "sends-everywhere", expect="'send [FB]0', but nobody is there")
 def sends_everywhere(order, stage, stages):
     return [part for action in order for part in (action, [f"send {action}"])]
 
 
-@mutant("rendezvous-messages", "never-receives", expect="never receives")
+@mistake("rendezvous-messages", "never-receives", expect="never receives")
 def never_receives(order, stage, stages):
     steps = [
         step if isinstance(step, str) else [text for text in step if text.startswith("send")]
@@ -35,7 +35,7 @@ def never_receives(order, stage, stages):
     return [step for step in steps if step]
 
 
-@mutant("rendezvous-messages", "receives-too-late", expect="which needs it")
+@mistake("rendezvous-messages", "receives-too-late", expect="which needs it")
 def receives_late(order, stage, stages):
     steps = []
     for step in _one_by_one(order, stage, stages):
@@ -44,7 +44,7 @@ def receives_late(order, stage, stages):
     return steps
 
 
-@mutant("rendezvous-messages", "sends-before-it-is-made", expect="before it has made it")
+@mistake("rendezvous-messages", "sends-before-it-is-made", expect="before it has made it")
 def sends_early(order, stage, stages):
     steps = []
     for step in _one_by_one(order, stage, stages):
@@ -53,13 +53,13 @@ def sends_early(order, stage, stages):
     return steps
 
 
-@mutant("rendezvous-messages", "loose-messages", expect="put messages into lists")
+@mistake("rendezvous-messages", "loose-messages", expect="put messages into lists")
 def loose(order, stage, stages):
     steps = right.place_messages(order, stage, stages)
     return [text for step in steps for text in ([step] if isinstance(step, str) else step)]
 
 
-@mutant("rendezvous-messages", "reordered", expect="keep the order")
+@mistake("rendezvous-messages", "reordered", expect="keep the order")
 def reordered(order, stage, stages):
     return right.place_messages(sorted(order, reverse=True), stage, stages)
 
@@ -84,7 +84,7 @@ def receives_first(order, stage, stages):
 # A backward in two halves
 
 
-@mutant("split-backward", "nothing-put-off", expect="nothing was put off")
+@mistake("split-backward", "nothing-put-off", expect="nothing was put off")
 class NothingPutOff(right.SplitLinear):
     @staticmethod
     def backward(ctx, gradient):
@@ -92,7 +92,7 @@ class NothingPutOff(right.SplitLinear):
         return gradient @ weight, gradient.T @ x, None
 
 
-@mutant("split-backward", "computed-at-once-added-later", expect="only its addition")
+@mistake("split-backward", "computed-at-once-added-later", expect="only its addition")
 class AddedLater(right.SplitLinear):
     @staticmethod
     def backward(ctx, gradient):
@@ -106,7 +106,7 @@ class AddedLater(right.SplitLinear):
         return gradient @ weight, None, None
 
 
-@mutant("split-backward", "computed-again-later", expect="what is put off takes 3 products")
+@mistake("split-backward", "computed-again-later", expect="what is put off takes 3 products")
 class ComputedAgain(right.SplitLinear):
     @staticmethod
     def backward(ctx, gradient):
@@ -122,7 +122,7 @@ class ComputedAgain(right.SplitLinear):
         return gradient @ weight, None, None
 
 
-@mutant("split-backward", "overwrites", expect="not the sum over 3 microbatches")
+@mistake("split-backward", "overwrites", expect="not the sum over 3 microbatches")
 class Overwrites(right.SplitLinear):
     @staticmethod
     def backward(ctx, gradient):
@@ -135,7 +135,7 @@ class Overwrites(right.SplitLinear):
         return gradient @ weight, None, None
 
 
-@mutant("split-backward", "forgets-the-weights", expect="0 functions in later")
+@mistake("split-backward", "forgets-the-weights", expect="0 functions in later")
 class ForgetsWeights(right.SplitLinear):
     @staticmethod
     def backward(ctx, gradient):
@@ -143,7 +143,7 @@ class ForgetsWeights(right.SplitLinear):
         return gradient @ weight, None, None
 
 
-@mutant("split-backward", "input-put-off-too", expect="the input's gradient is not right after backward")
+@mistake("split-backward", "input-put-off-too", expect="the input's gradient is not right after backward")
 class InputPutOff(right.SplitLinear):
     @staticmethod
     def backward(ctx, gradient):

@@ -3,31 +3,31 @@
 import torch
 
 from course.lab06_pipeline_parallel import checks_stages as right
-from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit.exercises import alternative, mistake
 
 # A stage
 
 
-@mutant("stage-step", "not-divided", expect="4 times too large")
+@mistake("stage-step", "not-divided", expect="4 times too large")
 class NotDivided(right.Stage):
     def __init__(self, module, group, like, loss, microbatches):
         super().__init__(module, group, like, loss, 1)
 
 
-@mutant("stage-step", "divided-twice", expect="4 times too small")
+@mistake("stage-step", "divided-twice", expect="4 times too small")
 class DividedTwice(right.Stage):
     def __init__(self, module, group, like, loss, microbatches):
         super().__init__(module, group, like, lambda y, m: loss(y, m) / microbatches, microbatches)
 
 
-@mutant("stage-step", "clears-gradients", expect="of the last microbatch alone")
+@mistake("stage-step", "clears-gradients", expect="of the last microbatch alone")
 class ClearsGradients(right.Stage):
     def backward(self, m):
         self.module.zero_grad()
         super().backward(m)
 
 
-@mutant("stage-step", "gradient-of-ones", expect="what travels back")
+@mistake("stage-step", "gradient-of-ones", expect="what travels back")
 class GradientOfOnes(right.Stage):
     def backward(self, m):
         x, y = self.kept.pop(m)
@@ -38,7 +38,7 @@ class GradientOfOnes(right.Stage):
             self.sent.append(self.group.send(x.grad, self.group.rank - 1, async_op=True))
 
 
-@mutant("stage-step", "keeps-everything", expect="let go of what is kept")
+@mistake("stage-step", "keeps-everything", expect="let go of what is kept")
 class KeepsEverything(right.Stage):
     def backward(self, m):
         kept = self.kept[m]
@@ -46,7 +46,7 @@ class KeepsEverything(right.Stage):
         self.kept[m] = kept
 
 
-@mutant("stage-step", "blocking-sends", expect="right under GPipe, but under 1F1B")
+@mistake("stage-step", "blocking-sends", expect="right under GPipe, but under 1F1B")
 class BlockingSends(right.Stage):
     def forward(self, m, x=None):
         super().forward(m, x)
@@ -61,14 +61,14 @@ class BlockingSends(right.Stage):
             self.sent.pop().wait()
 
 
-@mutant("stage-step", "only-the-newest-kept", expect="second time|KeyError|another gradient")
+@mistake("stage-step", "only-the-newest-kept", expect="second time|KeyError|another gradient")
 class OnlyTheNewest(right.Stage):
     def backward(self, m):
         self.kept[m] = self.kept[max(self.kept)]
         super().backward(m)
 
 
-@mutant("stage-step", "input-without-gradient", expect="NoneType|x.grad|no gradient")
+@mistake("stage-step", "input-without-gradient", expect="NoneType|x.grad|no gradient")
 class InputWithoutGradient(right.Stage):
     def forward(self, m, x=None):
         if not self.first:
@@ -120,12 +120,12 @@ class LossInBackward(right.Stage):
 # The tied embedding
 
 
-@mutant("tied-embedding", "not-summed", expect="only its own gradient")
+@mistake("tied-embedding", "not-summed", expect="only its own gradient")
 def not_summed(weight, group):
     pass
 
 
-@mutant("tied-embedding", "only-the-first", expect="only its own gradient")
+@mistake("tied-embedding", "only-the-first", expect="only its own gradient")
 def only_the_first(weight, group):
     last = group.world_size - 1
     if last and group.rank == last:
@@ -136,14 +136,14 @@ def only_the_first(weight, group):
         weight.grad += theirs
 
 
-@mutant("tied-embedding", "averages", expect="the mean; two uses of one weight add up")
+@mistake("tied-embedding", "averages", expect="the mean; two uses of one weight add up")
 def averages(weight, group):
     right.sum_tied(weight, group)
     if weight is not None and group.world_size > 1:
         weight.grad /= 2
 
 
-@mutant("tied-embedding", "swaps", expect="the other end's gradient, without its own")
+@mistake("tied-embedding", "swaps", expect="the other end's gradient, without its own")
 def swaps(weight, group):
     if weight is not None and group.world_size > 1:
         mine = weight.grad.clone()
@@ -151,7 +151,7 @@ def swaps(weight, group):
         weight.grad -= mine
 
 
-@mutant("tied-embedding", "sums-the-weights", expect="the weight itself changed")
+@mistake("tied-embedding", "sums-the-weights", expect="the weight itself changed")
 def sums_weights(weight, group):
     if weight is not None and group.world_size > 1:
         other = group.world_size - 1 - group.rank
@@ -160,14 +160,14 @@ def sums_weights(weight, group):
         weight.data += theirs
 
 
-@mutant("tied-embedding", "pickles", expect="gather_objects pickles")
+@mistake("tied-embedding", "pickles", expect="gather_objects pickles")
 def pickles(weight, group):
     found = group.gather_objects(None if weight is None else weight.grad)
     if weight is not None and group.world_size > 1:
         weight.grad = found[0] + found[-1]
 
 
-@mutant("tied-embedding", "both-send-first", expect="Deadlock: these ranks are all in send")
+@mistake("tied-embedding", "both-send-first", expect="Deadlock: these ranks are all in send")
 def both_send_first(weight, group):
     if weight is None or group.world_size == 1:
         return

@@ -42,3 +42,6 @@ def rows() -> Iterator[Row]:
     late = stale.play(STAGES)
     yield row("pipedream: weight versions by stage", (4, 3, 2, 1), tuple(late.versions))
     yield row("    updates a gradient is late", (3, 2, 1, 0), tuple(late.late))
+
+
+CLAIMS = (rows,)

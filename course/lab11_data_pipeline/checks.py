@@ -20,7 +20,6 @@ from minillm.data import bpe
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, Row, receipt, row
 
-LAB = "11_data_pipeline"
 Word = tuple[bytes, ...]
 Pair = tuple[bytes, bytes]
 
@@ -71,10 +70,8 @@ def bits_per_byte(nats_per_token: float, tokens: int, text_bytes: int) -> float:
 
 @exercise(
     "bpe-merge-step",
-    reference=merge_step,
     minutes=15,
     difficulty=2,
-    lab=LAB,
     hints=(
         "Count first, glue second. A word that occurs 50 times brings each of its pairs 50 times.",
         "pairwise(word) gives the adjacent pairs. The best has the largest count and, among equals, the smallest "
@@ -169,10 +166,8 @@ def _why(pair: Pair, words: dict[Word, int]) -> str:
 
 @exercise(
     "bpe-encode",
-    reference=encode,
     minutes=10,
     difficulty=2,
-    lab=LAB,
     hints=(
         "New text has to be cut as the training text was: the merges happen in the order in which they were learnt.",
         "While some adjacent pair is in `ranks`: take the one with the smallest rank, wherever it stands, and glue it.",
@@ -228,10 +223,8 @@ def _judge_encode(learner: Callable, piece: bytes, ranks: dict[Pair, int]) -> li
 
 @exercise(
     "bits-per-byte",
-    reference=bits_per_byte,
     minutes=3,
     difficulty=1,
-    lab=LAB,
     hints=(
         "How many nats does the whole text cost? How many bits is that, and over how many bytes do they spread?",
         "nats_per_token · tokens are the nats of the whole text. A bit is ln 2 nats.",

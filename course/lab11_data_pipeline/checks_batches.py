@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from course.lab11_data_pipeline import feeding
-from course.lab11_data_pipeline.checks import LAB
 from minillm.comm import launch
 from minillm.data.sampler import permutation
 from minillm.labkit.exercises import CheckFailed, exercise
@@ -66,10 +65,8 @@ def prefetch(make: Callable[[int], Any], total: int, depth: int) -> Iterator[Any
 
 @exercise(
     "pack-windows",
-    reference=windows,
     minutes=10,
     difficulty=2,
-    lab=LAB,
     hints=(
         "Window i starts at token i · seq_len. Its inputs are seq_len tokens, its targets the same moved on by one.",
         "The last target of a window is the first input of the next: windows share one token. So T tokens hold "
@@ -129,10 +126,8 @@ def _judge_windows(found: Any, count: int, seq_len: int) -> None:
 
 @exercise(
     "deal-samples",
-    reference=deal,
     minutes=15,
     difficulty=3,
-    lab=LAB,
     hints=(
         "Write all epochs one after the other: a stream without end. All ranks together take the next "
         "world_size · batch_size of it. Which places are yours?",
@@ -167,10 +162,8 @@ def check_deal(learner: Callable) -> Receipt:
 
 @exercise(
     "prefetch",
-    reference=prefetch,
     minutes=20,
     difficulty=3,
-    lab=LAB,
     hints=(
         "A thread makes batches and puts them into a queue, you take them out. What stops it from filling your memory?",
         "queue.Queue(maxsize=depth): put waits while it is full. One thread keeps the order. An exception inside the "

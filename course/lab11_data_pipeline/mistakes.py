@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 
 from course.lab11_data_pipeline import checks as right
-from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit.exercises import alternative, mistake
 
 
 def glue_all(words, pair):
@@ -17,27 +17,27 @@ def glue_all(words, pair):
 # BPE: one merge.
 
 
-@mutant("bpe-merge-step", "counts each different word once", expect="in 3 different words, which occur")
+@mistake("bpe-merge-step", "counts each different word once", expect="in 3 different words, which occur")
 def counts_words_once(words, ids):
     counts = right.count_pairs(dict.fromkeys(words, 1))
     best = min(counts, key=lambda pair: (-counts[pair], ids[pair[0]], ids[pair[1]]))
     return best, glue_all(words, best)
 
 
-@mutant("bpe-merge-step", "merges the first pair instead of the most frequent", expect="first pair is not the most")
+@mistake("bpe-merge-step", "merges the first pair instead of the most frequent", expect="first pair is not the most")
 def first_pair(words, ids):
     best = next(pair for word in words for pair in pairwise(word))
     return best, glue_all(words, best)
 
 
-@mutant("bpe-merge-step", "leaves ties to the order of the text", expect="equally frequent")
+@mistake("bpe-merge-step", "leaves ties to the order of the text", expect="equally frequent")
 def any_of_the_ties(words, ids):
     counts = right.count_pairs(words)
     best = max(counts, key=lambda pair: (counts[pair], ids[pair[0]], ids[pair[1]]))
     return best, glue_all(words, best)
 
 
-@mutant("bpe-merge-step", "glues overlapping occurrences", expect="bytes were lost or doubled")
+@mistake("bpe-merge-step", "glues overlapping occurrences", expect="bytes were lost or doubled")
 def overlapping(words, ids):
     best, _ = right.merge_step(words, ids)
 
@@ -50,7 +50,7 @@ def overlapping(words, ids):
     return best, {glue(word): times for word, times in words.items()}
 
 
-@mutant("bpe-merge-step", "glues the first occurrence in a word only", expect="every occurrence")
+@mistake("bpe-merge-step", "glues the first occurrence in a word only", expect="every occurrence")
 def first_occurrence(words, ids):
     best, _ = right.merge_step(words, ids)
 
@@ -63,7 +63,7 @@ def first_occurrence(words, ids):
     return best, {glue(word): times for word, times in words.items()}
 
 
-@mutant("bpe-merge-step", "replaces text, so the end of a longer token counts", expect="look like it")
+@mistake("bpe-merge-step", "replaces text, so the end of a longer token counts", expect="look like it")
 def replaces_text(words, ids):
     best, _ = right.merge_step(words, ids)
     merged = {}
@@ -101,7 +101,7 @@ def with_a_stack(words, ids):
 # BPE: encoding.
 
 
-@mutant("bpe-encode", "merges in the order of the text", expect="lowest rank")
+@mistake("bpe-encode", "merges in the order of the text", expect="lowest rank")
 def text_order(piece, ranks):
     word = tuple(bytes([byte]) for byte in piece)
     while known := [pair for pair in pairwise(word) if pair in ranks]:
@@ -109,7 +109,7 @@ def text_order(piece, ranks):
     return list(word)
 
 
-@mutant("bpe-encode", "takes the pair learnt last", expect="lowest rank")
+@mistake("bpe-encode", "takes the pair learnt last", expect="lowest rank")
 def highest_rank(piece, ranks):
     word = tuple(bytes([byte]) for byte in piece)
     while known := [pair for pair in pairwise(word) if pair in ranks]:
@@ -117,7 +117,7 @@ def highest_rank(piece, ranks):
     return list(word)
 
 
-@mutant("bpe-encode", "longest token first, as WordPiece does", expect="lowest rank")
+@mistake("bpe-encode", "longest token first, as WordPiece does", expect="lowest rank")
 def longest_first(piece, ranks):
     vocabulary, tokens, at = {b"".join(pair) for pair in ranks}, [], 0
     while at < len(piece):
@@ -127,7 +127,7 @@ def longest_first(piece, ranks):
     return tokens
 
 
-@mutant("bpe-encode", "stops after the first merge", expect="go on until none is left")
+@mistake("bpe-encode", "stops after the first merge", expect="go on until none is left")
 def one_merge(piece, ranks):
     word = tuple(bytes([byte]) for byte in piece)
     if known := [pair for pair in pairwise(word) if pair in ranks]:
@@ -149,22 +149,22 @@ def one_at_a_time(piece, ranks):
 # Bits per byte.
 
 
-@mutant("bits-per-byte", "leaves nats as they are", expect="a bit is ln 2 nats")
+@mistake("bits-per-byte", "leaves nats as they are", expect="a bit is ln 2 nats")
 def in_nats(nats_per_token, tokens, text_bytes):
     return nats_per_token * tokens / text_bytes
 
 
-@mutant("bits-per-byte", "bits per token", expect="bits per token")
+@mistake("bits-per-byte", "bits per token", expect="bits per token")
 def per_token(nats_per_token, tokens, text_bytes):
     return nats_per_token / math.log(2)
 
 
-@mutant("bits-per-byte", "bytes per token upside down", expect="upside down")
+@mistake("bits-per-byte", "bytes per token upside down", expect="upside down")
 def upside_down(nats_per_token, tokens, text_bytes):
     return nats_per_token / math.log(2) * text_bytes / tokens
 
 
-@mutant("bits-per-byte", "multiplies by ln 2", expect="so divide")
+@mistake("bits-per-byte", "multiplies by ln 2", expect="so divide")
 def times_ln2(nats_per_token, tokens, text_bytes):
     return nats_per_token * math.log(2) * tokens / text_bytes
 

@@ -10,38 +10,38 @@ import numpy as np
 import torch
 
 from course.lab11_data_pipeline import checks_batches as right
-from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit.exercises import alternative, mistake
 
 # Packing.
 
 
-@mutant("pack-windows", "a window at every token", expect="overlap by one token only")
+@mistake("pack-windows", "a window at every token", expect="overlap by one token only")
 def stride_one(tokens, seq_len):
     cut = tokens.unfold(0, seq_len + 1, 1)
     return cut[:, :-1], cut[:, 1:]
 
 
-@mutant("pack-windows", "targets not shifted", expect="targets equal inputs")
+@mistake("pack-windows", "targets not shifted", expect="targets equal inputs")
 def not_shifted(tokens, seq_len):
     n = (len(tokens) - 1) // seq_len
     inputs = tokens[: n * seq_len].view(n, seq_len)
     return inputs, inputs.clone()
 
 
-@mutant("pack-windows", "windows without overlap: the first token of each is no target", expect="is never a target")
+@mistake("pack-windows", "windows without overlap: the first token of each is no target", expect="is never a target")
 def no_overlap(tokens, seq_len):
     n = len(tokens) // (seq_len + 1)
     cut = tokens[: n * (seq_len + 1)].view(n, seq_len + 1)
     return cut[:, :-1], cut[:, 1:]
 
 
-@mutant("pack-windows", "the last window lost", expect="last window is missing")
+@mistake("pack-windows", "the last window lost", expect="last window is missing")
 def last_lost(tokens, seq_len):
     n = (len(tokens) - 1) // seq_len - 1
     return tokens[: n * seq_len].view(n, seq_len), tokens[1 : n * seq_len + 1].view(n, seq_len)
 
 
-@mutant("pack-windows", "pads the tail", expect="packing needs no padding")
+@mistake("pack-windows", "pads the tail", expect="packing needs no padding")
 def padded_tail(tokens, seq_len):
     n = -(-(len(tokens) - 1) // seq_len)
     padded = torch.cat([tokens, tokens.new_zeros(n * seq_len + 1 - len(tokens))])
@@ -57,38 +57,38 @@ def unfolded(tokens, seq_len):
 # Dealing.
 
 
-@mutant("deal-samples", "the same shuffle every epoch", expect="in the order of epoch 0")
+@mistake("deal-samples", "the same shuffle every epoch", expect="in the order of epoch 0")
 def one_order(position, order, num_samples, batch_size, rank, world_size):
     places = (position + rank + world_size * i for i in range(batch_size))
     return [int(order(0)[place % num_samples]) for place in places]
 
 
-@mutant("deal-samples", "every rank the same samples", expect="every rank got the same samples")
+@mistake("deal-samples", "every rank the same samples", expect="every rank got the same samples")
 def forgets_the_rank(position, order, num_samples, batch_size, rank, world_size):
     places = range(position, position + batch_size)
     return [int(order(place // num_samples)[place % num_samples]) for place in places]
 
 
-@mutant("deal-samples", "each rank shuffles by itself", expect="sample .* is not due")
+@mistake("deal-samples", "each rank shuffles by itself", expect="sample .* is not due")
 def own_shuffle(position, order, num_samples, batch_size, rank, world_size):
     mine = np.random.default_rng().permutation(num_samples)
     return [int(mine[(position + rank + world_size * i) % num_samples]) for i in range(batch_size)]
 
 
-@mutant("deal-samples", "a resumed run begins its epoch again", expect="just resumed.*resumed wrongly")
+@mistake("deal-samples", "a resumed run begins its epoch again", expect="just resumed.*resumed wrongly")
 def restarts_the_epoch(position, order, num_samples, batch_size, rank, world_size):
     step = position // (world_size * batch_size)  # as if all steps so far had been of this size
     return right.deal(step * world_size * batch_size, order, num_samples, batch_size, rank, world_size)
 
 
-@mutant("deal-samples", "repeats samples to fill an epoch, as torch's sampler does", expect="is not due")
+@mistake("deal-samples", "repeats samples to fill an epoch, as torch's sampler does", expect="is not due")
 def pads_the_epoch(position, order, num_samples, batch_size, rank, world_size):
     padded = -(-num_samples // world_size) * world_size
     places = (position + rank + world_size * i for i in range(batch_size))
     return [int(order(place // padded)[place % padded % num_samples]) for place in places]
 
 
-@mutant("deal-samples", "a short batch at the end of an epoch", expect="is filled up from the next epoch")
+@mistake("deal-samples", "a short batch at the end of an epoch", expect="is filled up from the next epoch")
 def short_batch(position, order, num_samples, batch_size, rank, world_size):
     epoch, offset = divmod(position, num_samples)
     return [int(sample) for sample in order(epoch)[offset + rank :: world_size][:batch_size]]
@@ -103,18 +103,18 @@ def in_blocks(position, order, num_samples, batch_size, rank, world_size):
 # Prefetching.
 
 
-@mutant("prefetch", "loads on demand", expect="nothing was made while you computed")
+@mistake("prefetch", "loads on demand", expect="nothing was made while you computed")
 def on_demand(make, total, depth):
     for k in range(total):
         yield make(k)
 
 
-@mutant("prefetch", "a queue without bound", expect="without a bound a fast loader fills the memory")
+@mistake("prefetch", "a queue without bound", expect="without a bound a fast loader fills the memory")
 def unbounded(make, total, depth):
     return right.prefetch(make, total, 0)  # Queue(maxsize=0) is endless
 
 
-@mutant("prefetch", "several threads, whoever is quick comes first", expect="order must not depend on who is quick")
+@mistake("prefetch", "several threads, whoever is quick comes first", expect="order must not depend on who is quick")
 def out_of_order(make, total, depth):
     ready, numbers = queue.Queue(maxsize=depth), iter(range(total))
     lock = threading.Lock()
@@ -133,7 +133,7 @@ def out_of_order(make, total, depth):
         yield ready.get()
 
 
-@mutant("prefetch", "the thread dies with its error", expect="waits for a thread that is gone")
+@mistake("prefetch", "the thread dies with its error", expect="waits for a thread that is gone")
 def error_lost(make, total, depth):
     ready = queue.Queue(maxsize=depth)
 
@@ -149,7 +149,7 @@ def error_lost(make, total, depth):
         yield ready.get()
 
 
-@mutant("prefetch", "an error just ends the iteration", expect="its error is lost")
+@mistake("prefetch", "an error just ends the iteration", expect="its error is lost")
 def error_is_the_end(make, total, depth):
     ready, end = queue.Queue(maxsize=depth), object()
 
@@ -167,7 +167,7 @@ def error_is_the_end(make, total, depth):
         yield item
 
 
-@mutant("prefetch", "stops at a batch that is false", expect="is an end mark taken for a batch")
+@mistake("prefetch", "stops at a batch that is false", expect="is an end mark taken for a batch")
 def falsy_end(make, total, depth):
     batches = right.prefetch(make, total, depth)
     while item := next(batches, None):

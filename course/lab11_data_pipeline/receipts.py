@@ -114,3 +114,6 @@ def _prefetching() -> Iterator[Row]:
         formula = "max(load, compute)" if name == "prefetched" else "load + compute"
         yield row(f"step {name}, emulated slow read: {formula}", None, expected, "s")
         yield row("    measured", None, found["step_s"], "s")
+
+
+CLAIMS = (rows,)

@@ -24,9 +24,6 @@ from minillm.labkit.receipts import Receipt, Row, receipt, row
 from minillm.model import ModelConfig, Transformer, dense
 from minillm.predict import decoding as predict
 
-LAB = "12_decoding"
-
-
 # The course's own answers.
 
 
@@ -58,10 +55,8 @@ def generate(model: Callable, prompt: list[int], count: int, cache: Cache) -> li
 
 @exercise(
     "cached-attention",
-    reference=attend,
     minutes=15,
     difficulty=3,
-    lab=LAB,
     hints=(
         "A token attends to itself. So what must be in the cache before the scores are computed? And how many of its "
         "places hold anything?",
@@ -182,10 +177,8 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None) -> Te
 
 @exercise(
     "decode-loop",
-    reference=generate,
     minutes=15,
     difficulty=2,
-    lab=LAB,
     hints=(
         "Which tokens has the model not seen yet? At first the whole prompt; afterwards how many?",
         "One pass over the prompt at positions 0 .. len(prompt) - 1; its last logits give the first token. Then each "

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from course.lab12_decoding.checks import LAB
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Row, row
 
@@ -44,10 +43,8 @@ def distribution(logits: Tensor, temperature: float, top_k: int | None, top_p: f
 
 @exercise(
     "nucleus",
-    reference=nucleus,
     minutes=10,
     difficulty=2,
-    lab=LAB,
     hints=(
         "Put the tokens in order, the likeliest first, and add up. "
         "Is the token with which the sum reaches top_p in or out?",
@@ -116,10 +113,8 @@ def _say_nucleus(shares: Sequence[float], top_p: float, kept: set[int], right: s
 
 @exercise(
     "sampling-distribution",
-    reference=distribution,
     minutes=10,
     difficulty=2,
-    lab=LAB,
     hints=(
         "In which order? The nucleus is one of the distribution that is drawn from, so what comes before it?",
         "Temperature first (logits / T), then the k likeliest, then the nucleus of what these have left, and what "

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from course.lab12_decoding.checks import LAB, attend, generate
+from course.lab12_decoding.checks import attend, generate
 from course.lab12_decoding.decoders import Cache
 from course.lab12_decoding.traffic import Traffic
 from course.shared.measuring import count_flops, one_thread
@@ -59,10 +59,8 @@ def latencies(log: Log) -> dict[str, tuple[float, float | None]]:
 
 @exercise(
     "kv-bytes",
-    reference=kv_bytes,
     minutes=5,
     difficulty=1,
-    lab=LAB,
     hints=(
         "How many tokens are in the cache (you have just counted them)? What is kept of one, and in how many layers?",
         "A key and a value for every kv head of every layer, each head_dim numbers. The last token was never put in.",
@@ -112,10 +110,8 @@ def _say_bytes(found: Any, cache: Cache, config: ModelConfig, itemsize: int) -> 
 
 @exercise(
     "decode-step",
-    reference=decode_step,
     minutes=10,
     difficulty=2,
-    lab=LAB,
     hints=(
         "Which bytes do the sequences of a batch share, and which does each have for itself?",
         "Every weight is read once per step, however many sequences use it; every sequence reads its own cache. A "
@@ -212,10 +208,8 @@ def _say_step(found: tuple, right: tuple, case: tuple) -> str:
 
 @exercise(
     "ttft-and-tpot",
-    reference=latencies,
     minutes=10,
     difficulty=1,
-    lab=LAB,
     hints=(
         "What does the user wait for first, and from when on? And how many gaps lie between n tokens?",
         "TTFT: first token minus arrival, the queue included. TPOT: from the first token to the last, over the n - 1 "

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from course.lab12_decoding import checks as right
-from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit.exercises import alternative, mistake
 
 
 def attention(q, k, v, visible=None, scale=None):
@@ -22,7 +22,7 @@ def causal(start, end):
 # Attention with a cache.
 
 
-@mutant("cached-attention", "appends after attention", expect="before the scores are computed, not after")
+@mistake("cached-attention", "appends after attention", expect="before the scores are computed, not after")
 def appends_after(q, k, v, keys, values, start):
     end = start + k.shape[1]
     y = attention(q, keys[:, :start], values[:, :start])
@@ -30,7 +30,7 @@ def appends_after(q, k, v, keys, values, start):
     return y
 
 
-@mutant("cached-attention", "reads the new places before they are written", expect="before the scores are computed")
+@mistake("cached-attention", "reads the new places before they are written", expect="before the scores are computed")
 def reads_before_writing(q, k, v, keys, values, start):
     end = start + k.shape[1]
     y = attention(q, keys[:, :end], values[:, :end], causal(start, end))
@@ -44,24 +44,24 @@ def written(q, k, v, keys, values, start):
     return keys[:, :end], values[:, :end], end
 
 
-@mutant("cached-attention", "mask without position offset", expect="the mask has no offset")
+@mistake("cached-attention", "mask without position offset", expect="the mask has no offset")
 def no_offset(q, k, v, keys, values, start):
     seen_k, seen_v, end = written(q, k, v, keys, values, start)
     return attention(q, seen_k, seen_v, torch.arange(end) <= torch.arange(q.shape[1])[:, None])
 
 
-@mutant("cached-attention", "torch's is_causal, aligned to the first key", expect="the mask has no offset")
+@mistake("cached-attention", "torch's is_causal, aligned to the first key", expect="the mask has no offset")
 def is_causal(q, k, v, keys, values, start):
     seen = written(q, k, v, keys, values, start)[:2]
     return F.scaled_dot_product_attention(q[None], *(x[None] for x in seen), is_causal=True, enable_gqa=True)[0]
 
 
-@mutant("cached-attention", "no mask: works for one token at a time", expect="see those after them")
+@mistake("cached-attention", "no mask: works for one token at a time", expect="see those after them")
 def no_mask(q, k, v, keys, values, start):
     return attention(q, *written(q, k, v, keys, values, start)[:2])
 
 
-@mutant("cached-attention", "writes to the front", expect="overwritten")
+@mistake("cached-attention", "writes to the front", expect="overwritten")
 def to_the_front(q, k, v, keys, values, start):
     keys[:, : k.shape[1]], values[:, : k.shape[1]] = k, v
     return attention(
@@ -69,26 +69,26 @@ def to_the_front(q, k, v, keys, values, start):
     )
 
 
-@mutant("cached-attention", "grows a copy of the cache", expect="is unchanged")
+@mistake("cached-attention", "grows a copy of the cache", expect="is unchanged")
 def grows_a_copy(q, k, v, keys, values, start):
     keys, values = (torch.cat([old[:, :start], new], dim=1) for old, new in ((keys, k), (values, v)))
     return attention(q, keys, values, causal(start, keys.shape[1]))
 
 
-@mutant("cached-attention", "wrong kv heads", expect="repeat_interleave and not repeat")
+@mistake("cached-attention", "wrong kv heads", expect="repeat_interleave and not repeat")
 def wrong_heads(q, k, v, keys, values, start):
     seen_k, seen_v, end = written(q, k, v, keys, values, start)
     group = q.shape[0] // k.shape[0]
     return attention(q, seen_k.repeat(group, 1, 1), seen_v.repeat(group, 1, 1), causal(start, end))
 
 
-@mutant("cached-attention", "not scaled", expect="not divided by")
+@mistake("cached-attention", "not scaled", expect="not divided by")
 def not_scaled(q, k, v, keys, values, start):
     seen_k, seen_v, end = written(q, k, v, keys, values, start)
     return attention(q, seen_k, seen_v, causal(start, end), scale=1.0)
 
 
-@mutant("cached-attention", "all places, masked", expect="slice the cache to what is filled")
+@mistake("cached-attention", "all places, masked", expect="slice the cache to what is filled")
 def whole_room(q, k, v, keys, values, start):
     end = written(q, k, v, keys, values, start)[2]
     visible = torch.arange(keys.shape[1]) <= torch.arange(start, end)[:, None]
@@ -131,18 +131,18 @@ def loop(positions=lambda start, n: torch.arange(start, start + n), again=0, ext
     return generate
 
 
-mutant("decode-loop", "the new token one place too far", expect="stands at position")(
+mistake("decode-loop", "the new token one place too far", expect="stands at position")(
     loop(lambda start, n: torch.arange(start, start + n) + (start > 0))
 )
-mutant("decode-loop", "every new token at position 0", expect="at position 0; counted from 0 it")(
+mistake("decode-loop", "every new token at position 0", expect="at position 0; counted from 0 it")(
     loop(lambda start, n: torch.arange(n))
 )
-mutant("decode-loop", "the prompt's last token twice", expect="not put in again|put through the model")(loop(again=1))
-mutant("decode-loop", "one pass for the token nobody asks for", expect="one pass too many")(loop(extra=1))
-mutant("decode-loop", "forgets to hand the cache on", expect="without attention=cache")(loop(cached=False))
+mistake("decode-loop", "the prompt's last token twice", expect="not put in again|put through the model")(loop(again=1))
+mistake("decode-loop", "one pass for the token nobody asks for", expect="one pass too many")(loop(extra=1))
+mistake("decode-loop", "forgets to hand the cache on", expect="without attention=cache")(loop(cached=False))
 
 
-@mutant("decode-loop", "keeps nothing", expect="need not be computed again")
+@mistake("decode-loop", "keeps nothing", expect="need not be computed again")
 def keeps_nothing(model, prompt, count, cache):
     ids = list(prompt)
     for _ in range(count):
@@ -150,7 +150,7 @@ def keeps_nothing(model, prompt, count, cache):
     return ids[len(prompt) :]
 
 
-@mutant("decode-loop", "prefill token by token", expect="prefill takes all its tokens at once")
+@mistake("decode-loop", "prefill token by token", expect="prefill takes all its tokens at once")
 def token_by_token(model, prompt, count, cache):
     sequence = list(prompt)
     for place in range(len(prompt) + count - 1):
@@ -160,7 +160,7 @@ def token_by_token(model, prompt, count, cache):
     return sequence[len(prompt) :]
 
 
-@mutant("decode-loop", "the prompt and the answer", expect="leave the prompt out")
+@mistake("decode-loop", "the prompt and the answer", expect="leave the prompt out")
 def with_the_prompt(model, prompt, count, cache):
     return prompt + right.generate(model, prompt, count, cache)
 

@@ -3,7 +3,7 @@
 import torch
 
 from course.lab12_decoding import checks_sampling as right
-from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit.exercises import alternative, mistake
 
 
 def ordered(probabilities):
@@ -14,7 +14,7 @@ def back(probabilities, order, kept):
     return torch.zeros_like(probabilities, dtype=torch.bool).index_fill(0, order[kept], True)
 
 
-@mutant(
+@mistake(
     "nucleus", "without the token that reaches top_p", expect="the token with which the sum reaches|nothing is kept"
 )
 def without_the_last(probabilities, top_p):
@@ -22,23 +22,23 @@ def without_the_last(probabilities, top_p):
     return back(probabilities, order, values.cumsum(-1) < top_p)
 
 
-@mutant("nucleus", "and one more", expect="sum to .* already")
+@mistake("nucleus", "and one more", expect="sum to .* already")
 def and_one_more(probabilities, top_p):
     values, order = ordered(probabilities)
     return back(probabilities, order, values.cumsum(-1) - values <= top_p)
 
 
-@mutant("nucleus", "tokens more likely than 1 - top_p", expect="nothing is kept|already|reaches top_p")
+@mistake("nucleus", "tokens more likely than 1 - top_p", expect="nothing is kept|already|reaches top_p")
 def threshold(probabilities, top_p):
     return probabilities > 1 - top_p
 
 
-@mutant("nucleus", "not sorted", expect="sorted|already|reaches top_p")
+@mistake("nucleus", "not sorted", expect="sorted|already|reaches top_p")
 def not_sorted(probabilities, top_p):
     return probabilities.cumsum(-1) - probabilities < top_p
 
 
-@mutant("nucleus", "places in the sorted order", expect="back to the vocabulary's order")
+@mistake("nucleus", "places in the sorted order", expect="back to the vocabulary's order")
 def sorted_places(probabilities, top_p):
     values, _ = ordered(probabilities)
     return values.cumsum(-1) - values < top_p
@@ -71,19 +71,19 @@ def steps(scale=lambda logits, t: logits / t, k=lambda k: k, early=False, normal
     return distribution
 
 
-mutant("sampling-distribution", "multiplies by the temperature", expect="divided by the temperature, not multiplied")(
+mistake("sampling-distribution", "multiplies by the temperature", expect="divided by the temperature, not multiplied")(
     steps(scale=lambda logits, t: logits * t)
 )
-mutant("sampling-distribution", "temperature forgotten", expect="the temperature has no effect")(
+mistake("sampling-distribution", "temperature forgotten", expect="the temperature has no effect")(
     steps(scale=lambda logits, t: logits)
 )
-mutant("sampling-distribution", "nucleus before temperature", expect="temperature comes first")(steps(early=True))
-mutant("sampling-distribution", "not divided by its sum", expect="divided by its sum")(steps(normalise=False))
-mutant("sampling-distribution", "k + 1 tokens", expect="one token too many")(steps(k=lambda k: k + 1))
-mutant("sampling-distribution", "top_p forgotten", expect="top_p has no effect")(steps(top_p=lambda p: 1.0))
+mistake("sampling-distribution", "nucleus before temperature", expect="temperature comes first")(steps(early=True))
+mistake("sampling-distribution", "not divided by its sum", expect="divided by its sum")(steps(normalise=False))
+mistake("sampling-distribution", "k + 1 tokens", expect="one token too many")(steps(k=lambda k: k + 1))
+mistake("sampling-distribution", "top_p forgotten", expect="top_p has no effect")(steps(top_p=lambda p: 1.0))
 
 
-@mutant("sampling-distribution", "divides by a temperature of zero", expect="Temperature 0 is no division")
+@mistake("sampling-distribution", "divides by a temperature of zero", expect="Temperature 0 is no division")
 def divides_by_zero(logits, temperature, top_k, top_p):
     scores = logits / temperature
     if top_k is not None:

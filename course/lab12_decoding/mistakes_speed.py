@@ -5,7 +5,7 @@ import torch
 from course.lab12_decoding import checks_speed as right
 from course.lab12_decoding.checks import attend
 from course.lab12_decoding.decoders import Cache
-from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit.exercises import alternative, mistake
 
 
 def counted(change):
@@ -15,22 +15,22 @@ def counted(change):
     return kv_bytes
 
 
-mutant("kv-bytes", "prompt and answer", expect="one entry too many")(
+mistake("kv-bytes", "prompt and answer", expect="one entry too many")(
     lambda config, prompt, answer, itemsize: right.kv_bytes(config, prompt, answer + 1, itemsize)
 )
-mutant("kv-bytes", "query heads", expect="only kv heads are kept")(
+mistake("kv-bytes", "query heads", expect="only kv heads are kept")(
     counted(lambda c, entries, itemsize: entries * 2 * c.num_layers * c.num_heads * c.head_dim * itemsize)
 )
-mutant("kv-bytes", "keys only", expect="both are kept")(
+mistake("kv-bytes", "keys only", expect="both are kept")(
     counted(lambda c, entries, itemsize: entries * c.num_layers * c.num_kv_heads * c.head_dim * itemsize)
 )
-mutant("kv-bytes", "doubled once more", expect="there is no other")(
+mistake("kv-bytes", "doubled once more", expect="there is no other")(
     counted(lambda c, entries, itemsize: entries * 4 * c.num_layers * c.num_kv_heads * c.head_dim * itemsize)
 )
-mutant("kv-bytes", "one layer", expect="Every layer keeps its own")(
+mistake("kv-bytes", "one layer", expect="Every layer keeps its own")(
     counted(lambda c, entries, itemsize: entries * 2 * c.num_kv_heads * c.head_dim * itemsize)
 )
-mutant("kv-bytes", "numbers instead of bytes", expect="numbers, not bytes")(
+mistake("kv-bytes", "numbers instead of bytes", expect="numbers, not bytes")(
     counted(lambda c, entries, itemsize: entries * 2 * c.num_layers * c.num_kv_heads * c.head_dim)
 )
 
@@ -55,23 +55,23 @@ def step(
     return decode_step
 
 
-mutant("decode-step", "weights read twice", expect="the factor 2 belongs to FLOPs")(
+mistake("decode-step", "weights read twice", expect="the factor 2 belongs to FLOPs")(
     step(read=lambda w, kv, b, c, size: 2 * w * size + b * c * kv)
 )
-mutant("decode-step", "weights read by every sequence", expect="once per step, for all sequences together")(
+mistake("decode-step", "weights read by every sequence", expect="once per step, for all sequences together")(
     step(read=lambda w, kv, b, c, size: b * (w * size + c * kv))
 )
-mutant("decode-step", "no cache", expect="the cache is missing")(step(read=lambda w, kv, b, c, size: w * size))
-mutant("decode-step", "one sequence's cache", expect="each of the batch reads its own")(
+mistake("decode-step", "no cache", expect="the cache is missing")(step(read=lambda w, kv, b, c, size: w * size))
+mistake("decode-step", "one sequence's cache", expect="each of the batch reads its own")(
     step(read=lambda w, kv, b, c, size: w * size + c * kv)
 )
-mutant("decode-step", "one FLOP per weight", expect="two FLOPs")(step(flops=lambda w, b: w * b))
-mutant("decode-step", "FLOPs of training", expect="6 is training")(step(flops=lambda w, b: 6 * w * b))
-mutant("decode-step", "one sequence's tokens", expect="a token to each of the batch")(step(tokens=lambda b: 1))
-mutant("decode-step", "reads, then computes", expect="the slower of the two, not their sum")(
+mistake("decode-step", "one FLOP per weight", expect="two FLOPs")(step(flops=lambda w, b: w * b))
+mistake("decode-step", "FLOPs of training", expect="6 is training")(step(flops=lambda w, b: 6 * w * b))
+mistake("decode-step", "one sequence's tokens", expect="a token to each of the batch")(step(tokens=lambda b: 1))
+mistake("decode-step", "reads, then computes", expect="the slower of the two, not their sum")(
     step(seconds=lambda read, compute: read + compute)
 )
-mutant("decode-step", "the faster of the two", expect="longer here, so|the slower of the two decides")(
+mistake("decode-step", "the faster of the two", expect="longer here, so|the slower of the two decides")(
     step(seconds=min)
 )
 
@@ -99,25 +99,25 @@ def right_tpot(arrived, at):
     return (at[-1] - at[0]) / (len(at) - 1)
 
 
-mutant("ttft-and-tpot", "divides by the number of tokens", expect="gaps between them")(
+mistake("ttft-and-tpot", "divides by the number of tokens", expect="gaps between them")(
     measured(tpot=lambda arrived, at: (at[-1] - at[0]) / len(at))
 )
-mutant("ttft-and-tpot", "the whole request by its tokens", expect="the time to the first token is in it")(
+mistake("ttft-and-tpot", "the whole request by its tokens", expect="the time to the first token is in it")(
     measured(tpot=lambda arrived, at: (at[-1] - arrived) / len(at))
 )
-mutant("ttft-and-tpot", "without the wait in the queue", expect="the wait in the queue counts")(
+mistake("ttft-and-tpot", "without the wait in the queue", expect="the wait in the queue counts")(
     measured(ttft=lambda arrived, at, log: at[0] - max(when for when, _, _ in log if when < at[0]))
 )
-mutant("ttft-and-tpot", "end to end", expect="ends with the first token")(
+mistake("ttft-and-tpot", "end to end", expect="ends with the first token")(
     measured(ttft=lambda arrived, at, log: at[-1] - arrived)
 )
-mutant("ttft-and-tpot", "a time on the clock", expect="subtract the arrival")(
+mistake("ttft-and-tpot", "a time on the clock", expect="subtract the arrival")(
     measured(ttft=lambda arrived, at, log: at[0])
 )
-mutant("ttft-and-tpot", "zero for a single token", expect="a single token has no time")(measured(single=0.0))
+mistake("ttft-and-tpot", "zero for a single token", expect="a single token has no time")(measured(single=0.0))
 
 
-@mutant("ttft-and-tpot", "breaks at a single token", expect="ZeroDivisionError")
+@mistake("ttft-and-tpot", "breaks at a single token", expect="ZeroDivisionError")
 def divides_by_no_gap(log):
     arrived = {who: at for at, who, event in log if event == "arrived"}
     times = {who: [at for at, each, event in log if (each, event) == (who, "token")] for who in arrived}

@@ -1,68 +1,28 @@
 """Lab 13, paged attention: where a token's keys lie, and who holds a block.
 
-Attention over blocks: `lab_13_attention.py`. Keys and hits: `lab_13_prefix.py`. Copies on write and eviction:
-`lab_13_sharing.py`.
+Attention over blocks: `checks_attention.py`. Keys and hits: `checks_prefix.py`. Copies on write and eviction:
+`checks_sharing.py`.
 """
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from course.lab13_paged_attention.paging import steps_of
+from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, receipt, row
 from minillm.predict import paging as predict
 
-LAB = "13_paged_attention"
-
-
-# The course's own answers.
-
-
-def slot_mapping(table: Sequence[int], start: int, count: int, block_size: int) -> list[int]:
-    """Slots of `count` tokens from position `start` on; slot s is place s % block_size of block s // block_size."""
-    return [table[p // block_size] * block_size + p % block_size for p in range(start, start + count)]
-
-
-class Pool:
-    """`num_blocks` blocks; references[b]: how many block tables hold block b. Every operation costs O(1)."""
-
-    def __init__(self, num_blocks: int):
-        self.references = [0] * num_blocks
-        self.free = list(range(num_blocks))
-
-    def allocate(self) -> int:
-        """A block that nobody held, with one holder now. RuntimeError if there is none."""
-        if not self.free:
-            raise RuntimeError(f"all {len(self.references)} blocks are held")
-        block = self.free.pop()
-        self.references[block] = 1
-        return block
-
-    def share(self, block: int) -> None:
-        """One holder more. ValueError if nobody holds it."""
-        if self.references[block] == 0:
-            raise ValueError(f"block {block} is free: nobody's keys are in it")
-        self.references[block] += 1
-
-    def release(self, block: int) -> None:
-        """One holder less; after the last the block is free. ValueError if nobody holds it."""
-        if self.references[block] == 0:
-            raise ValueError(f"block {block} is released twice")
-        self.references[block] -= 1
-        if self.references[block] == 0:
-            self.free.append(block)
-
+ANSWERS = answers_of("13_paged_attention")
 
 # Slots.
 
 
 @exercise(
     "slot-mapping",
-    reference=slot_mapping,
     minutes=5,
     difficulty=1,
-    lab=LAB,
     hints=(
         "Position 13 with blocks of 4: in which logical block is it, and at which place of it?",
         "Logical block p // block_size lies in physical block table[p // block_size]; a block has block_size slots.",
@@ -78,16 +38,13 @@ def check_slot_mapping(learner: Callable) -> Receipt:
     for sequence, length in enumerate(lengths):
         table = [ids.pop() for _ in range(predict.blocks_for(length, block_size))]
         tables.append(table)
-        start = 0
-        while start < length:  # as a prompt comes: in pieces
-            count = min(random.randint(1, block_size), length - start)
-            found, right = learner(list(table), start, count, block_size), slot_mapping(table, start, count, block_size)
-            _judge_slots(found, right, table, start, block_size)
-            for offset, slot in enumerate(found):
-                if slot in memory:
-                    raise CheckFailed(f"slot {slot} was given to two tokens: {memory[slot]} and {sequence, start}")
-                memory[int(slot)] = (sequence, start + offset)
-            start += count
+        pieces = _pieces(length, block_size)  # as a prompt comes
+        slots = [learner(list(table), start, count, block_size) for start, count in pieces]
+        _judge_slots(slots, table, pieces, block_size)
+        for position, slot in enumerate(slot for piece in slots for slot in piece):
+            if slot in memory:
+                raise CheckFailed(f"slot {slot} was given to two tokens: {memory[slot]} and {sequence, position}")
+            memory[int(slot)] = (sequence, position)
     read = [
         [memory[table[p // block_size] * block_size + p % block_size] for p in range(n)]
         for table, n in zip(tables, lengths, strict=True)
@@ -105,28 +62,25 @@ def check_slot_mapping(learner: Callable) -> Receipt:
     )
 
 
-def _judge_slots(found, right: list[int], table: list[int], start: int, block_size: int) -> None:
+def _pieces(length: int, block_size: int) -> list[tuple[int, int]]:
+    """(start, count) of pieces of up to a block's length that make up a sequence."""
+    pieces, start = [], 0
+    while start < length:
+        pieces.append((start, min(random.randint(1, block_size), length - start)))
+        start += pieces[-1][1]
+    return pieces
+
+
+def _judge_slots(slots: list, table: list[int], pieces: list[tuple[int, int]], block_size: int) -> None:
     try:
-        found = [int(slot) for slot in found]
+        slots = [[int(slot) for slot in found] for found in slots]
     except TypeError:
-        raise CheckFailed(f"you returned {found!r}; asked for is a list of slots, one per token") from None
-    if found == right:
-        return
-    count = len(right)
-    case = f"table {table}, {block_size} slots a block, positions {start} to {start + count - 1}"
-    from_zero = slot_mapping(table, 0, count, block_size)
-    known = {
-        "these are positions: where they lie is in the table": list(range(start, start + count)),
-        "these are the slots of the first tokens: positions begin at `start`": from_zero,
-        "these are blocks, not slots: block b begins at slot b · block_size": [
-            table[p // block_size] for p in range(start, start + count)
-        ],
-        "these lie behind the block's first slot only: the block's number counts whole blocks": [
-            table[p // block_size] + p % block_size for p in range(start, start + count)
-        ],
-    }
-    said = next((said for said, wrong in known.items() if found == wrong), "position p is in block table[p // size]")
-    raise CheckFailed(f"{case}: you gave {found}, but it is {right}: {said}")
+        raise CheckFailed(f"you returned {slots[0]!r}; asked for is a list of slots, one per token") from None
+    for found, (start, count) in zip(slots, pieces, strict=True):
+        expected = ANSWERS.slot_mapping(table, start, count, block_size)
+        if found != expected:
+            case = f"table {table}, {block_size} slots a block, positions {start} to {start + count - 1}"
+            raise CheckFailed(f"{case}: you returned {found}, but the slots are {expected}", evidence=slots)
 
 
 # The pool.
@@ -134,10 +88,8 @@ def _judge_slots(found, right: list[int], table: list[int], start: int, block_si
 
 @exercise(
     "block-pool",
-    reference=Pool,
     minutes=15,
     difficulty=2,
-    lab=LAB,
     hints=(
         "A list of free blocks is a stack: take from its end, put back at its end. When may a block go back?",
         "references[block] is 1 after allocate, one more after share, one less after release; at 0, and only then, the "

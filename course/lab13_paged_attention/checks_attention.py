@@ -5,12 +5,11 @@ The check hands in a pool in which everything that is not the sequence's is NaN,
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from course.lab13_paged_attention.checks import LAB
 from course.lab13_paged_attention.paging import LargestTensor
 from course.shared.measuring import one_thread
 from minillm.labkit.exercises import CheckFailed, exercise
@@ -20,31 +19,10 @@ from minillm.predict import paging as predict
 HEADS, KV_HEADS, DIM, SIZE = 8, 4, 8, 4
 
 
-def paged_attention(q: Tensor, k_pool: Tensor, v_pool: Tensor, table: Sequence[int], context: int) -> Tensor:
-    """q: [heads, head_dim], pools: [num_blocks, block_size, kv_heads, head_dim] -> [heads, head_dim]."""
-    heads, head_dim = q.shape
-    _, block_size, kv_heads, _ = k_pool.shape
-    rows = q.view(kv_heads, heads // kv_heads, head_dim) / math.sqrt(head_dim)
-    largest = rows.new_full((kv_heads, heads // kv_heads, 1), float("-inf"))
-    total, weighted = torch.zeros_like(largest), torch.zeros_like(rows)
-    for index in range(-(-context // block_size)):
-        filled = min(block_size, context - index * block_size)
-        keys, values = k_pool[table[index], :filled], v_pool[table[index], :filled]
-        scores = torch.einsum("hgd,khd->hgk", rows, keys)
-        higher = torch.maximum(largest, scores.amax(-1, keepdim=True))
-        weights, shrink = (scores - higher).exp(), (largest - higher).exp()
-        total = total * shrink + weights.sum(-1, keepdim=True)
-        weighted = weighted * shrink + torch.einsum("hgk,khd->hgd", weights, values)
-        largest = higher
-    return (weighted / total).reshape(heads, head_dim)
-
-
 @exercise(
     "paged-attention",
-    reference=paged_attention,
     minutes=25,
     difficulty=4,
-    lab=LAB,
     hints=(
         "Softmax needs the largest score and the sum over all keys. Neither is known at the first block. What can you "
         "keep that a later block can put right?",
@@ -105,18 +83,7 @@ def _judge(found, case, spread: float) -> float:
     error = float((found - right).abs().max())
     if error < 1e-9:
         return error
-    wrong = {
-        "every score is √head_dim too large: divide by √head_dim": _over_all(case, scale=1.0),
-        "it is the average of the blocks' own softmaxes: keep sums and divide once, at the end": _average(case),
-        "query heads meet the wrong kv heads: heads 0 .. group-1 share kv head 0, the next group kv head 1": _over_all(
-            case, swapped=True
-        ),
-        "what was summed under an older, smaller maximum is not made smaller: multiply by exp(old - new)": _unshrunk(
-            case
-        ),
-    }
-    said = next((said for said, other in wrong.items() if torch.allclose(found, other, atol=1e-9)), "")
-    raise CheckFailed(f"{context} keys: off by {error:.3g}" + (f": {said}" if said else ", and not by a known mistake"))
+    raise CheckFailed(f"{context} keys: off by {error:.3g} at most", evidence=found)
 
 
 def _say_not_finite(context: int, spread: float, table: list[int]) -> str:
@@ -136,34 +103,8 @@ def _keys_values(case) -> tuple[Tensor, Tensor]:
     return tuple(pool[table].flatten(0, 1)[:context] for pool in (k_pool, v_pool))  # [context, kv_heads, head_dim]
 
 
-def _over_all(case, scale: float = 1 / math.sqrt(DIM), swapped: bool = False) -> Tensor:
-    """Attention over all keys at once: the independent reference, and what two mistakes give."""
-    keys, values = _keys_values(case)
-    group = HEADS // KV_HEADS
-    repeat = (lambda x: x.repeat(1, group, 1)) if swapped else (lambda x: x.repeat_interleave(group, 1))
-    weights = torch.softmax(torch.einsum("hd,khd->hk", case[0] * scale, repeat(keys)), -1)
-    return torch.einsum("hk,khd->hd", weights, repeat(values))
-
-
-def _average(case) -> Tensor:
-    q, k_pool, v_pool, table, context = case
-    parts = []
-    for index in range(len(table)):
-        filled = min(SIZE, context - index * SIZE)
-        parts.append(_over_all((q, k_pool, v_pool, table[index : index + 1], filled)))
-    return torch.stack(parts).mean(0)
-
-
-def _unshrunk(case) -> Tensor:
-    """Sums under a running maximum that are never made smaller."""
-    q, k_pool, v_pool, table, context = case
-    rows = q.view(KV_HEADS, -1, DIM) / math.sqrt(DIM)
-    largest = rows.new_full((KV_HEADS, rows.shape[1], 1), float("-inf"))
-    total, weighted = torch.zeros_like(largest), torch.zeros_like(rows)
-    for index in range(len(table)):
-        filled = min(SIZE, context - index * SIZE)
-        scores = torch.einsum("hgd,khd->hgk", rows, k_pool[table[index], :filled])
-        largest = torch.maximum(largest, scores.amax(-1, keepdim=True))
-        total = total + (scores - largest).exp().sum(-1, keepdim=True)
-        weighted = weighted + torch.einsum("hgk,khd->hgd", (scores - largest).exp(), v_pool[table[index], :filled])
-    return (weighted / total).reshape(HEADS, DIM)
+def _over_all(case) -> Tensor:
+    """Attention over all keys at once: the independent reference."""
+    keys, values = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in _keys_values(case))
+    weights = torch.softmax(torch.einsum("hd,khd->hk", case[0] / math.sqrt(DIM), keys), -1)
+    return torch.einsum("hk,khd->hd", weights, values)

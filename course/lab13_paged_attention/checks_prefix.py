@@ -1,15 +1,16 @@
 """Lab 13's prefixes: a key for every full block, and a hit that is compared."""
 
-import hashlib
 import random
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from course.lab13_paged_attention.checks import LAB
 from course.lab13_paged_attention.paging import Read
+from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, receipt, row
 from minillm.predict import paging as predict
+
+ANSWERS = answers_of("13_paged_attention")
 
 
 class Entry(NamedTuple):
@@ -20,44 +21,13 @@ class Entry(NamedTuple):
     parent: int | None
 
 
-# The course's own answers.
-
-
-def block_keys(
-    tokens: Sequence[int], block_size: int, adapter: str | None = None, salt: str | None = None
-) -> list[bytes]:
-    """A key per full block: equal if this block, all before it, adapter and salt are equal."""
-    parent, keys = hashlib.sha256(repr(("root", adapter, salt)).encode()).digest(), []
-    for start in range(0, len(tokens) - block_size + 1, block_size):
-        parent = hashlib.sha256(parent + repr(list(tokens[start : start + block_size])).encode()).digest()
-        keys.append(parent)
-    return keys
-
-
-def find_prefix(
-    tokens: Sequence[int], keys: Sequence[Hashable], cache: dict[Hashable, Entry], block_size: int
-) -> list[int]:
-    """Blocks of the longest cached beginning of tokens; at least one token is left to compute."""
-    blocks: list[int] = []
-    for index in range((len(tokens) - 1) // block_size):
-        entry = cache.get(keys[index])
-        mine = tuple(tokens[index * block_size : (index + 1) * block_size])
-        parent = blocks[-1] if blocks else None
-        if entry is None or entry.tokens != mine or entry.parent != parent:
-            break
-        blocks.append(entry.block)
-    return blocks
-
-
 # Keys.
 
 
 @exercise(
     "block-keys",
-    reference=block_keys,
     minutes=15,
     difficulty=3,
-    lab=LAB,
     hints=(
         "The keys and values of a token depend on everything before it, on its position, and on the weights. So what "
         "must a block's key depend on, besides its own tokens?",
@@ -154,10 +124,8 @@ def _wrong(same: bool) -> str:
 
 @exercise(
     "find-prefix",
-    reference=find_prefix,
     minutes=10,
     difficulty=3,
-    lab=LAB,
     hints=(
         "Two different beginnings may have one hash. What else does an entry hold that tells them apart?",
         "Walk from the first block on and stop at the first that is missing, or whose tokens are not yours, or whose "
@@ -211,7 +179,7 @@ def check_find_prefix(learner: Callable) -> Receipt:
             raise CheckFailed(f"you found blocks {list(found)} where {list(right)} are right: {why}{more}")
         cases += 1
     long = [t for _ in range(20) for t in draw()]
-    keys = block_keys(long, size)
+    keys = ANSWERS.block_keys(long, size)
     blocks = random.sample(range(100), 20)
     cache = {
         key: Entry(blocks[i], tuple(long[i * size : (i + 1) * size]), blocks[i - 1] if i else None)
@@ -219,7 +187,7 @@ def check_find_prefix(learner: Callable) -> Receipt:
     }
     shared = random.randint(size, len(long) - 1)
     mine = long[:shared] + [40_000] * 9
-    hits = learner(mine, block_keys(mine, size), cache, size)
+    hits = learner(mine, ANSWERS.block_keys(mine, size), cache, size)
     return receipt(
         f"{shared} cached tokens, then 9 others",
         [

@@ -2,78 +2,23 @@
 
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
-from course.lab13_paged_attention.checks import LAB, Pool
 from course.lab13_paged_attention.paging import Contents
+from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Row, row
 from minillm.predict import paging as predict
 
-# The course's own answers.
-
-
-def prepare_write(table: list[int], position: int, pool: Any, copy: Callable, block_size: int) -> None:
-    """Afterwards the block of `position` is held by this table alone; position is the next one or an earlier one."""
-    index = position // block_size
-    if index == len(table):
-        table.append(pool.allocate())
-    elif pool.references[table[index]] > 1:
-        mine = pool.allocate()
-        copy(table[index], mine)
-        pool.release(table[index])
-        table[index] = mine
-
-
-class CachingPool:
-    """A pool in which a cached block stays findable after its last holder has left, until its room is needed."""
-
-    def __init__(self, num_blocks: int):
-        self.references = [0] * num_blocks
-        self.free = list(range(num_blocks))
-        self.idle: OrderedDict[int, None] = OrderedDict()
-        self.block_of, self.key_of = {}, {}
-
-    def cache_block(self, block: int, key) -> None:
-        self.block_of[key], self.key_of[block] = block, key
-
-    def allocate(self) -> int:
-        """A block with one holder: a free one, else the idle one that was unused for longest."""
-        if self.free:
-            block = self.free.pop()
-        elif self.idle:
-            block, _ = self.idle.popitem(last=False)
-            del self.block_of[self.key_of.pop(block)]
-        else:
-            raise RuntimeError("every block is held")
-        self.references[block] = 1
-        return block
-
-    def share(self, block: int) -> None:
-        self.idle.pop(block, None)
-        self.references[block] += 1
-
-    def release(self, blocks: Sequence[int]) -> None:
-        """A sequence lets go of its blocks, given in its order."""
-        for block in reversed(blocks):
-            self.references[block] -= 1
-            if self.references[block] == 0:
-                if block in self.key_of:
-                    self.idle[block] = None
-                else:
-                    self.free.append(block)
-
+ANSWERS = answers_of("13_paged_attention")
 
 # Copy on write.
 
 
 @exercise(
     "copy-on-write",
-    reference=prepare_write,
     minutes=10,
     difficulty=3,
-    lab=LAB,
     hints=(
         "Who else would see it if you wrote into this block? Where does the table say where to write?",
         "If the table ends before the position's block: allocate and append. If the block has other holders: allocate "
@@ -93,7 +38,7 @@ def check_copy_on_write(learner: Callable) -> list[Row]:
 def _fork_and_write(learner: Callable, prompt: int, samples: int, answer: int, size: int) -> list[Row]:
     """n samples of one prompt write on in turn; each must read what it wrote."""
     case = f"{samples} samples of {prompt} tokens, blocks of {size}"
-    pool, contents = Pool(40), Contents(40, size)
+    pool, contents = ANSWERS.Pool(40), Contents(40, size)
     first: list[int] = []
     for position in range(prompt):
         if position % size == 0:
@@ -152,10 +97,8 @@ def _fork_and_write(learner: Callable, prompt: int, samples: int, answer: int, s
 
 @exercise(
     "lru-eviction",
-    reference=CachingPool,
     minutes=15,
     difficulty=3,
-    lab=LAB,
     hints=(
         "Three kinds of blocks: held, idle (nobody holds it, its key is still known), free. Which moves are there?",
         "release: at 0 holders a block with a key joins `idle`, one without goes to `free`. share takes it out of "

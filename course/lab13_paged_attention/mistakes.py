@@ -6,29 +6,43 @@ from collections import deque
 
 import torch
 
-from course.lab13_paged_attention import checks as right
-from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit.answers import answers_of
+from minillm.labkit.exercises import alternative, mistake
+
+right = answers_of("13_paged_attention")
 
 # Slots.
 
 
-@mutant("slot-mapping", "positions for slots", expect="where they lie is in the table")
+@mistake(
+    "slot-mapping",
+    "positions for slots",
+    says="These are positions. Where they lie is in the table: position p is in block table[p // block_size].",
+)
 def positions(table, start, count, block_size):
     return list(range(start, start + count))
 
 
-@mutant("slot-mapping", "forgets where the piece begins", expect="positions begin at `start`|these are positions")
+@mistake(
+    "slot-mapping",
+    "forgets where the piece begins",
+    says="These are the slots of the sequence's first tokens, but this piece of it begins at position `start`.",
+)
 def from_the_beginning(table, start, count, block_size):
     return right.slot_mapping(table, 0, count, block_size)
 
 
-@mutant("slot-mapping", "gives blocks", expect="blocks, not slots")
+@mistake(
+    "slot-mapping", "gives blocks", says="These are blocks, not slots: the first slot of block b is b · block_size."
+)
 def only_blocks(table, start, count, block_size):
     return [table[p // block_size] for p in range(start, start + count)]
 
 
-@mutant(
-    "slot-mapping", "does not multiply by the block size", expect="block's number counts whole|block b begins at slot"
+@mistake(
+    "slot-mapping",
+    "does not multiply by the block size",
+    says="A place in the block was added to the block's number. Multiply the number by block_size first.",
 )
 def not_multiplied(table, start, count, block_size):
     return [table[p // block_size] + p % block_size for p in range(start, start + count)]
@@ -43,7 +57,7 @@ def sliced(table, start, count, block_size):
 # The pool.
 
 
-@mutant("block-pool", "a released block is free, whoever else holds it", expect="tables still hold")
+@mistake("block-pool", "a released block is free, whoever else holds it", expect="tables still hold")
 class FreesShared(right.Pool):
     def release(self, block):
         if self.references[block] == 0:
@@ -52,14 +66,14 @@ class FreesShared(right.Pool):
         self.free.append(block)
 
 
-@mutant("block-pool", "does not count sharers", expect="after share of block")
+@mistake("block-pool", "does not count sharers", expect="after share of block")
 class CountsNobody(right.Pool):
     def share(self, block):
         if self.references[block] == 0:
             raise ValueError("free")
 
 
-@mutant("block-pool", "a block may be released twice", expect="release a block twice")
+@mistake("block-pool", "a block may be released twice", expect="release a block twice")
 class FreesTwice(right.Pool):
     def release(self, block):
         self.references[block] = max(0, self.references[block] - 1)
@@ -67,7 +81,7 @@ class FreesTwice(right.Pool):
             self.free.append(block)
 
 
-@mutant("block-pool", "searches for a free block", expect="it searches")
+@mistake("block-pool", "searches for a free block", expect="it searches")
 class Searches(right.Pool):
     def allocate(self):
         for block, count in enumerate(self.references):
@@ -82,7 +96,7 @@ class Searches(right.Pool):
         self.references[block] -= 1
 
 
-@mutant("block-pool", "searches with a built-in", expect="it searches")
+@mistake("block-pool", "searches with a built-in", expect="it searches")
 class SearchesInC(Searches):
     def allocate(self):
         if min(self.references):
@@ -92,7 +106,7 @@ class SearchesInC(Searches):
         return block
 
 
-@mutant("block-pool", "no word when it is empty", expect="allocate from a pool with no free block")
+@mistake("block-pool", "no word when it is empty", expect="allocate from a pool with no free block")
 class ReturnsNone(right.Pool):
     def allocate(self):
         return super().allocate() if self.free else None
@@ -159,12 +173,20 @@ def online(q, k_pool, v_pool, table, context, *, shrinks=True, filled_only=True,
     return (weighted / total).reshape(heads, head_dim)
 
 
-@mutant("paged-attention", "keeps sums under an old maximum as they are", expect="multiply by exp")
+@mistake(
+    "paged-attention",
+    "keeps sums under an old maximum as they are",
+    says="When a block raises the maximum, both sums still stand under the old one: multiply them by exp(old - new).",
+)
 def no_shrink(q, k_pool, v_pool, table, context):
     return online(q, k_pool, v_pool, table, context, shrinks=False)
 
 
-@mutant("paged-attention", "averages the softmaxes of the blocks", expect="average of the blocks' own softmaxes")
+@mistake(
+    "paged-attention",
+    "averages the softmaxes of the blocks",
+    says="This is the average of the blocks' own softmaxes. Keep both sums over all blocks and divide once.",
+)
 def average_of_blocks(q, k_pool, v_pool, table, context):
     size = k_pool.shape[1]
     filled = [min(size, context - index * size) for index in range(-(-context // size))]
@@ -172,22 +194,30 @@ def average_of_blocks(q, k_pool, v_pool, table, context):
     return torch.stack(parts).mean(0)
 
 
-@mutant("paged-attention", "reads the unused slots of the last block", expect="read filled slots only")
+@mistake("paged-attention", "reads the unused slots of the last block", expect="read filled slots only")
 def whole_last_block(q, k_pool, v_pool, table, context):
     return online(q, k_pool, v_pool, table, context, filled_only=False)
 
 
-@mutant("paged-attention", "forgets the root of head_dim", expect="too large: divide by")
+@mistake(
+    "paged-attention",
+    "forgets the root of head_dim",
+    says="Every score is √head_dim times too large: divide the query by √head_dim.",
+)
 def unscaled(q, k_pool, v_pool, table, context):
     return online(q, k_pool, v_pool, table, context, scale=1.0)
 
 
-@mutant("paged-attention", "reads block i for logical block i", expect="not finite")
+@mistake("paged-attention", "reads block i for logical block i", expect="not finite")
 def no_table(q, k_pool, v_pool, table, context):
     return online(q, k_pool, v_pool, table, context, by_table=False)
 
 
-@mutant("paged-attention", "deals the query heads out to the kv heads in turn", expect="wrong kv heads")
+@mistake(
+    "paged-attention",
+    "deals the query heads out to the kv heads in turn",
+    says="Query heads meet the wrong kv heads: heads 0 to group-1 share kv head 0, the next group kv head 1.",
+)
 def heads_in_turn(q, k_pool, v_pool, table, context):
     heads, head_dim = q.shape
     kv_heads = k_pool.shape[2]
@@ -196,7 +226,7 @@ def heads_in_turn(q, k_pool, v_pool, table, context):
     return y.view(kv_heads, -1, head_dim).transpose(0, 1).reshape(heads, head_dim)
 
 
-@mutant("paged-attention", "no maximum at all", expect="overflows")
+@mistake("paged-attention", "no maximum at all", expect="overflows")
 def without_a_maximum(q, k_pool, v_pool, table, context):
     heads, head_dim = q.shape
     _, size, kv_heads, _ = k_pool.shape
@@ -210,7 +240,7 @@ def without_a_maximum(q, k_pool, v_pool, table, context):
     return (weighted / total).reshape(heads, head_dim)
 
 
-@mutant("paged-attention", "puts all blocks together first", expect="Do not put the blocks together")
+@mistake("paged-attention", "puts all blocks together first", expect="Do not put the blocks together")
 def gathers_all(q, k_pool, v_pool, table, context):
     keys, values = (pool[table].flatten(0, 1)[:context] for pool in (k_pool, v_pool))
     group = q.shape[0] // keys.shape[1]

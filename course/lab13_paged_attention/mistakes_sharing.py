@@ -4,9 +4,10 @@ different."""
 import hashlib
 from array import array
 
-from course.lab13_paged_attention import checks_prefix as prefix
-from course.lab13_paged_attention import checks_sharing as sharing
-from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit.answers import answers_of
+from minillm.labkit.exercises import alternative, mistake
+
+right = answers_of("13_paged_attention")
 
 # Keys.
 
@@ -27,12 +28,12 @@ def beginning(adapter, salt):
     return repr((adapter, salt)).encode()
 
 
-@mutant("block-keys", "one byte of each token", expect="hash whole ids")
+@mistake("block-keys", "one byte of each token", expect="hash whole ids")
 def one_byte(tokens, block_size, adapter=None, salt=None):
     return chained(tokens, block_size, beginning(adapter, salt), lambda block: bytes(t & 0xFF for t in block))
 
 
-@mutant("block-keys", "two bytes of each token", expect="not their last two bytes")
+@mistake("block-keys", "two bytes of each token", expect="not their last two bytes")
 def two_bytes(tokens, block_size, adapter=None, salt=None):
     return chained(
         tokens,
@@ -42,46 +43,46 @@ def two_bytes(tokens, block_size, adapter=None, salt=None):
     )
 
 
-@mutant("block-keys", "a block by itself", expect="chain in the key of the block before")
+@mistake("block-keys", "a block by itself", expect="chain in the key of the block before")
 def not_chained(tokens, block_size, adapter=None, salt=None):
     blocks = [tokens[at : at + block_size] for at in range(0, len(tokens) - block_size + 1, block_size)]
     return [hashlib.sha256(beginning(adapter, salt) + plain(block)).digest() for block in blocks]
 
 
-@mutant("block-keys", "a block and its place", expect="chain in the key of the block before")
+@mistake("block-keys", "a block and its place", expect="chain in the key of the block before")
 def with_its_place(tokens, block_size, adapter=None, salt=None):
     starts = range(0, len(tokens) - block_size + 1, block_size)
     return [hash((adapter, "and", salt, at, tuple(tokens[at : at + block_size]))) for at in starts]
 
 
-@mutant("block-keys", "a key for the last block too, full or not", expect="can still be written to")
+@mistake("block-keys", "a key for the last block too, full or not", expect="can still be written to")
 def partial_too(tokens, block_size, adapter=None, salt=None):
     padded = [*tokens, *[-1] * (-len(tokens) % block_size)]
-    return prefix.block_keys(padded, block_size, adapter, salt)
+    return right.block_keys(padded, block_size, adapter, salt)
 
 
-@mutant("block-keys", "no adapter in it", expect="an adapter changes the weights")
+@mistake("block-keys", "no adapter in it", expect="an adapter changes the weights")
 def no_adapter(tokens, block_size, adapter=None, salt=None):
-    return prefix.block_keys(tokens, block_size, None, salt)
+    return right.block_keys(tokens, block_size, None, salt)
 
 
-@mutant("block-keys", "no salt in it", expect="tenants with different salts")
+@mistake("block-keys", "no salt in it", expect="tenants with different salts")
 def no_salt(tokens, block_size, adapter=None, salt=None):
-    return prefix.block_keys(tokens, block_size, adapter, None)
+    return right.block_keys(tokens, block_size, adapter, None)
 
 
-@mutant("block-keys", "adapter and salt in one list of strings", expect="keep the two apart")
+@mistake("block-keys", "adapter and salt in one list of strings", expect="keep the two apart")
 def run_together(tokens, block_size, adapter=None, salt=None):
     extra = [value for value in (adapter, salt) if value]
     return chained(tokens, block_size, repr(extra).encode(), plain)
 
 
-@mutant("block-keys", "token ids as digits in a row", expect="digits run together")
+@mistake("block-keys", "token ids as digits in a row", expect="digits run together")
 def digits(tokens, block_size, adapter=None, salt=None):
     return chained(tokens, block_size, beginning(adapter, salt), lambda block: "".join(map(str, block)).encode())
 
 
-@mutant("block-keys", "hashes the whole beginning for every block", expect="all before again for every block")
+@mistake("block-keys", "hashes the whole beginning for every block", expect="all before again for every block")
 def quadratic(tokens, block_size, adapter=None, salt=None):
     ends = range(block_size, len(tokens) + 1, block_size)
     return [hashlib.sha256(repr((adapter, salt, list(tokens[:end]))).encode()).digest() for end in ends]
@@ -111,7 +112,7 @@ def running(tokens, block_size, adapter=None, salt=None):
 # Hits.
 
 
-@mutant("find-prefix", "believes the hash", expect="compare the tokens")
+@mistake("find-prefix", "believes the hash", expect="compare the tokens")
 def believes(tokens, keys, cache, block_size):
     blocks = []
     for key in keys[: (len(tokens) - 1) // block_size]:
@@ -121,7 +122,7 @@ def believes(tokens, keys, cache, block_size):
     return blocks
 
 
-@mutant("find-prefix", "compares the block's tokens only", expect="compare its parent")
+@mistake("find-prefix", "compares the block's tokens only", expect="compare its parent")
 def own_tokens_only(tokens, keys, cache, block_size):
     blocks = []
     for index in range((len(tokens) - 1) // block_size):
@@ -132,7 +133,7 @@ def own_tokens_only(tokens, keys, cache, block_size):
     return blocks
 
 
-@mutant("find-prefix", "goes on after a hole", expect="what comes after a hole")
+@mistake("find-prefix", "goes on after a hole", expect="what comes after a hole")
 def over_holes(tokens, keys, cache, block_size):
     found = [cache.get(key) for key in keys[: (len(tokens) - 1) // block_size]]
     return [
@@ -142,14 +143,14 @@ def over_holes(tokens, keys, cache, block_size):
     ]
 
 
-@mutant("find-prefix", "takes a fully cached prompt as it is", expect="query of length 0")
+@mistake("find-prefix", "takes a fully cached prompt as it is", expect="query of length 0")
 def nothing_left(tokens, keys, cache, block_size):
-    return prefix.find_prefix([*tokens, -1], keys, cache, block_size)
+    return right.find_prefix([*tokens, -1], keys, cache, block_size)
 
 
-@mutant("find-prefix", "never uses the last full block", expect="one token is left to compute|all three blocks")
+@mistake("find-prefix", "never uses the last full block", expect="one token is left to compute|all three blocks")
 def one_too_few(tokens, keys, cache, block_size):
-    return prefix.find_prefix(tokens[: len(tokens) // block_size * block_size], keys, cache, block_size)
+    return right.find_prefix(tokens[: len(tokens) // block_size * block_size], keys, cache, block_size)
 
 
 @alternative("find-prefix", "finds all, then cuts")
@@ -170,13 +171,13 @@ def finds_then_cuts(tokens, keys, cache, block_size):
 # Copy on write.
 
 
-@mutant("copy-on-write", "writes into the shared block", expect="the others would find its token")
+@mistake("copy-on-write", "writes into the shared block", expect="the others would find its token")
 def no_copy(table, position, pool, copy, block_size):
     if position // block_size == len(table):
         table.append(pool.allocate())
 
 
-@mutant("copy-on-write", "copies before every write", expect="written in place")
+@mistake("copy-on-write", "copies before every write", expect="written in place")
 def always_copies(table, position, pool, copy, block_size):
     index = position // block_size
     if index == len(table):
@@ -188,7 +189,7 @@ def always_copies(table, position, pool, copy, block_size):
     table[index] = mine
 
 
-@mutant("copy-on-write", "keeps its share of the old block", expect="about to write|give back your share")
+@mistake("copy-on-write", "keeps its share of the old block", expect="about to write|give back your share")
 def keeps_the_old(table, position, pool, copy, block_size):
     index = position // block_size
     if index == len(table):
@@ -199,12 +200,12 @@ def keeps_the_old(table, position, pool, copy, block_size):
         table[index] = mine
 
 
-@mutant("copy-on-write", "a new block with nothing in it", expect="a new block is empty")
+@mistake("copy-on-write", "a new block with nothing in it", expect="a new block is empty")
 def empty_block(table, position, pool, copy, block_size):
-    sharing.prepare_write(table, position, pool, lambda source, target: None, block_size)
+    right.prepare_write(table, position, pool, lambda source, target: None, block_size)
 
 
-@mutant("copy-on-write", "copies the whole table", expect="full blocks of the prompt are never written")
+@mistake("copy-on-write", "copies the whole table", expect="full blocks of the prompt are never written")
 def whole_table(table, position, pool, copy, block_size):
     if position // block_size == len(table):
         table.append(pool.allocate())
@@ -232,22 +233,22 @@ def lets_go_first(table, position, pool, copy, block_size):
 # Eviction.
 
 
-@mutant("lru-eviction", "evicts what was used last", expect="unused for longest")
-class UsedLast(sharing.CachingPool):
+@mistake("lru-eviction", "evicts what was used last", expect="unused for longest")
+class UsedLast(right.CachingPool):
     def allocate(self):
         if not self.free and self.idle:
             self.idle.move_to_end(next(reversed(self.idle)), last=False)
         return super().allocate()
 
 
-@mutant("lru-eviction", "lets go of the first block first", expect="lost its first block before its last")
-class FirstGoesFirst(sharing.CachingPool):
+@mistake("lru-eviction", "lets go of the first block first", expect="lost its first block before its last")
+class FirstGoesFirst(right.CachingPool):
     def release(self, blocks):
         super().release(list(reversed(blocks)))
 
 
-@mutant("lru-eviction", "an evicted block can still be found", expect="its key can still be found")
-class StaleKey(sharing.CachingPool):
+@mistake("lru-eviction", "an evicted block can still be found", expect="its key can still be found")
+class StaleKey(right.CachingPool):
     def allocate(self):
         if self.free or not self.idle:
             return super().allocate()
@@ -256,14 +257,14 @@ class StaleKey(sharing.CachingPool):
         return block
 
 
-@mutant("lru-eviction", "a hit leaves the block in the queue", expect="what is held cannot be evicted")
-class StillQueued(sharing.CachingPool):
+@mistake("lru-eviction", "a hit leaves the block in the queue", expect="what is held cannot be evicted")
+class StillQueued(right.CachingPool):
     def share(self, block):
         self.references[block] += 1
 
 
-@mutant("lru-eviction", "keeps nothing that nobody holds", expect="keep what can still be found")
-class KeepsNothing(sharing.CachingPool):
+@mistake("lru-eviction", "keeps nothing that nobody holds", expect="keep what can still be found")
+class KeepsNothing(right.CachingPool):
     def release(self, blocks):
         for block in blocks:
             self.references[block] -= 1
@@ -272,8 +273,8 @@ class KeepsNothing(sharing.CachingPool):
                 self.free.append(block)
 
 
-@mutant("lru-eviction", "evicts although blocks are free", expect="although .* blocks are free")
-class EvictsFirst(sharing.CachingPool):
+@mistake("lru-eviction", "evicts although blocks are free", expect="although .* blocks are free")
+class EvictsFirst(right.CachingPool):
     def allocate(self):
         if not self.idle:
             return super().allocate()
@@ -284,7 +285,7 @@ class EvictsFirst(sharing.CachingPool):
 
 
 @alternative("lru-eviction", "a plain dictionary keeps the order")
-class PlainDictionary(sharing.CachingPool):
+class PlainDictionary(right.CachingPool):
     def __init__(self, num_blocks):
         super().__init__(num_blocks)
         self.idle = {}

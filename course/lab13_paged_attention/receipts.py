@@ -46,3 +46,6 @@ def _sharing() -> Iterator[Row]:
     yield row("    blocks held", predict.shared_blocks(PREFIX, OWN, REQUESTS, SIZE), found["blocks"])
     yield row("    holders of a shared block", REQUESTS, found["holders"])
     yield row("    the plain loop's tokens", True, found["equal"])
+
+
+CLAIMS = (rows,)

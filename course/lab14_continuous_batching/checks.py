@@ -18,9 +18,6 @@ from minillm.labkit.receipts import Receipt, row
 from minillm.predict import batching as predict
 from minillm.serve import Sequence as Seq
 
-LAB = "14_continuous_batching"
-
-
 # The course's own answers.
 
 
@@ -57,10 +54,8 @@ def plan_step(
 
 @exercise(
     "join-and-leave",
-    reference=continuous_batches,
     minutes=10,
     difficulty=1,
-    lab=LAB,
     hints=(
         "A batch is a list of seats. What happens to a seat at the end of the step in which its request got its last "
         "token, and who decides that: the request or the batch?",
@@ -122,10 +117,8 @@ def _hold_steps(steps: list[list[int]], lengths: Sequence[int], max_num_seqs: in
 
 @exercise(
     "token-budget-step",
-    reference=plan_step,
     minutes=15,
     difficulty=2,
-    lab=LAB,
     hints=(
         "Whether a sequence prefills or decodes is not stored anywhere: it lacks num_tokens - num_computed tokens. A "
         "decoding one lacks 1.",

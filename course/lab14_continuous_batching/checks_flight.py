@@ -6,7 +6,6 @@ from itertools import pairwise
 from typing import Any
 
 from course.lab14_continuous_batching import experiments_breaks as breaks
-from course.lab14_continuous_batching.checks import LAB
 from course.lab14_continuous_batching.experiments import Flight, play, requests
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
@@ -62,10 +61,8 @@ def diagnose(records: Sequence[StepRecord], prompts: dict[str, int]) -> str:
 
 @exercise(
     "latencies-from-a-flight",
-    reference=latencies,
     minutes=15,
     difficulty=3,
-    lab=LAB,
     hints=(
         "Being in a batch is not getting a token: pieces of a prompt give none, nor do the tokens computed again after "
         "a preemption. Which piece does?",
@@ -113,10 +110,8 @@ def _compare(found: Any, told: Any, where: str) -> None:
 
 @exercise(
     "diagnose-a-flight",
-    reference=diagnose,
     minutes=25,
     difficulty=4,
-    lab=LAB,
     hints=(
         "For each fault write the sentence 'no sound scheduler ever ...' in terms of a record's fields: batch, "
         "admitted, preempted, sampled. You have followed token counts through records already.",

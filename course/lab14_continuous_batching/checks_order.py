@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from itertools import count
 
-from course.lab14_continuous_batching.checks import LAB
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
 from minillm.predict import batching as predict
@@ -46,10 +45,8 @@ class PatientQueue:
 
 @exercise(
     "preemption-victim",
-    reference=victim,
     minutes=10,
     difficulty=2,
-    lab=LAB,
     hints=(
         "Before any policy: may the sequence that needs a block take it from one that was there before it? What would "
         "that one do in the next step?",
@@ -107,10 +104,8 @@ def _wrong_victim(running: Sequence[Seq], needy: Seq, policy: str, found: object
 
 @exercise(
     "patient-queue",
-    reference=PatientQueue,
     minutes=10,
     difficulty=2,
-    lab=LAB,
     hints=(
         "With strict priorities an endless stream of important requests starves an unimportant one. Let priority be "
         "worth a bounded head start instead.",

@@ -3,7 +3,6 @@
 import random
 from heapq import heappop
 
-from course.lab14_continuous_batching.checks import LAB
 from course.lab14_continuous_batching.experiments import TINY, one_thread, play, requests
 from course.lab14_continuous_batching.shelves import contents, draw_pool
 from minillm.labkit.exercises import CheckFailed, exercise
@@ -45,10 +44,8 @@ class Preemption:
 
 @exercise(
     "preempt-and-return",
-    reference=Preemption,
     minutes=25,
     difficulty=4,
-    lab=LAB,
     hints=(
         "Write down who holds what before and after. Recompute: nothing of the sequence remains in the pool, so how "
         "many of its tokens are computed? Swap: which of its blocks have anything in them?",

@@ -3,12 +3,12 @@
 import heapq
 
 from course.lab14_continuous_batching import checks as right
-from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit.exercises import alternative, mistake
 
 # Join and leave
 
 
-@mutant("join-and-leave", "static-batches", expect="A free seat is taken at once, not when the batch is done")
+@mistake("join-and-leave", "static-batches", expect="A free seat is taken at once, not when the batch is done")
 def static_batches(lengths, max_num_seqs):
     steps = []
     for first in range(0, len(lengths), max_num_seqs):
@@ -18,7 +18,7 @@ def static_batches(lengths, max_num_seqs):
     return steps
 
 
-@mutant("join-and-leave", "ended-rows-go-on-computing", expect=r"is in \d+ batches and needs \d+ tokens")
+@mistake("join-and-leave", "ended-rows-go-on-computing", expect=r"is in \d+ batches and needs \d+ tokens")
 def padded(lengths, max_num_seqs):
     steps = []
     for first in range(0, len(lengths), max_num_seqs):
@@ -27,7 +27,7 @@ def padded(lengths, max_num_seqs):
     return steps
 
 
-@mutant("join-and-leave", "seat-free-one-step-late", expect="a seat is free in step")
+@mistake("join-and-leave", "seat-free-one-step-late", expect="a seat is free in step")
 def one_step_late(lengths, max_num_seqs):
     left, waiting, running, steps = list(lengths), list(range(len(lengths))), [], []
     while waiting or running:
@@ -43,19 +43,19 @@ def one_step_late(lengths, max_num_seqs):
     return steps
 
 
-@mutant("join-and-leave", "leaves-one-step-late", expect=r"is in \d+ batches and needs \d+ tokens")
+@mistake("join-and-leave", "leaves-one-step-late", expect=r"is in \d+ batches and needs \d+ tokens")
 def one_token_too_many(lengths, max_num_seqs):
     return right.continuous_batches([length + 1 for length in lengths], max_num_seqs)
 
 
-@mutant("join-and-leave", "shortest-first", expect="first come, first served")
+@mistake("join-and-leave", "shortest-first", expect="first come, first served")
 def shortest_first(lengths, max_num_seqs):
     order = sorted(range(len(lengths)), key=lambda r: lengths[r])
     steps = right.continuous_batches([lengths[r] for r in order], max_num_seqs)
     return [[order[r] for r in step] for step in steps]
 
 
-@mutant("join-and-leave", "seats-not-counted", expect=r"has \d+ requests in \d+ seats")
+@mistake("join-and-leave", "seats-not-counted", expect=r"has \d+ requests in \d+ seats")
 def everybody_at_once(lengths, max_num_seqs):
     return right.continuous_batches(lengths, len(lengths))
 
@@ -86,37 +86,37 @@ def _deal(order, budget, chunk):
     return plan
 
 
-@mutant("token-budget-step", "prompts-first", expect="lacks one token and gets none: a prompt stalls it")
+@mistake("token-budget-step", "prompts-first", expect="lacks one token and gets none: a prompt stalls it")
 def prompts_first(running, waiting, budget, chunk, max_num_seqs):
     return _deal(
         [*sorted(running, key=_num_uncomputed, reverse=True), *waiting[: max_num_seqs - len(running)]], budget, chunk
     )
 
 
-@mutant("token-budget-step", "phases-never-mixed", expect="lacks one token and gets none: a prompt stalls it")
+@mistake("token-budget-step", "phases-never-mixed", expect="lacks one token and gets none: a prompt stalls it")
 def phases(running, waiting, budget, chunk, max_num_seqs):
     prompts = [s for s in running if _num_uncomputed(s) > 1] + waiting[: max_num_seqs - len(running)]
     return _deal(prompts or running, budget, chunk)
 
 
-@mutant("token-budget-step", "whole-prompts", expect="more than (a chunk|the budget)")
+@mistake("token-budget-step", "whole-prompts", expect="more than (a chunk|the budget)")
 def whole_prompts(running, waiting, budget, chunk, max_num_seqs):
     return [(s, _num_uncomputed(s)) for s in [*running, *waiting[: max_num_seqs - len(running)]]]
 
 
-@mutant("token-budget-step", "no-chunk", expect="more than a chunk")
+@mistake("token-budget-step", "no-chunk", expect="more than a chunk")
 def no_chunk(running, waiting, budget, chunk, max_num_seqs):
     order = sorted(running, key=lambda s: _num_uncomputed(s) > 1)
     return _deal([*order, *waiting[: max_num_seqs - len(running)]], budget, budget)
 
 
-@mutant("token-budget-step", "counts-all-tokens", expect=r"gets \d+ tokens and lacks|more than (a chunk|the budget)")
+@mistake("token-budget-step", "counts-all-tokens", expect=r"gets \d+ tokens and lacks|more than (a chunk|the budget)")
 def from_the_start(running, waiting, budget, chunk, max_num_seqs):
     order = sorted(running, key=lambda s: _num_uncomputed(s) > 1)
     return [(s, min(s.num_tokens, chunk)) for s in [*order, *waiting[: max_num_seqs - len(running)]]]
 
 
-@mutant(
+@mistake(
     "token-budget-step",
     "only-what-fits-whole",
     expect="has begun its prompt|left over|a later one is let in",
@@ -130,18 +130,18 @@ def only_whole(running, waiting, budget, chunk, max_num_seqs):
     return plan
 
 
-@mutant("token-budget-step", "short-prompts-first", expect="waits while a later one is let in|has begun its prompt")
+@mistake("token-budget-step", "short-prompts-first", expect="waits while a later one is let in|has begun its prompt")
 def short_first(running, waiting, budget, chunk, max_num_seqs):
     queue = sorted(waiting, key=_num_uncomputed)[: max(0, max_num_seqs - len(running))]
     return _deal([*sorted(running, key=lambda s: _num_uncomputed(s) > 1), *queue], budget, chunk)
 
 
-@mutant("token-budget-step", "seats-forgotten", expect="are let in beside")
+@mistake("token-budget-step", "seats-forgotten", expect="are let in beside")
 def no_seats(running, waiting, budget, chunk, max_num_seqs):
     return _deal([*sorted(running, key=lambda s: _num_uncomputed(s) > 1), *waiting], budget, chunk)
 
 
-@mutant("token-budget-step", "computes-while-planning", expect="a plan only says what the step will compute")
+@mistake("token-budget-step", "computes-while-planning", expect="a plan only says what the step will compute")
 def advances(running, waiting, budget, chunk, max_num_seqs):
     plan = right.plan_step(running, waiting, budget, chunk, max_num_seqs)
     for sequence, tokens in plan:

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 from course.lab14_continuous_batching import checks_flight as right
-from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit.exercises import alternative, mistake
 
 # Latencies
 
@@ -29,12 +29,12 @@ def _last(name, first, tokens, held):
     return first + tokens == held[name]
 
 
-@mutant("latencies-from-a-flight", "every-batch-is-a-token", expect="TTFT")
+@mistake("latencies-from-a-flight", "every-batch-is-a-token", expect="TTFT")
 def every_batch(records, prompts, arrived):
     return _sum_up(_times(records, prompts, lambda *_: True), arrived)
 
 
-@mutant("latencies-from-a-flight", "wait-left-out", expect="TTFT")
+@mistake("latencies-from-a-flight", "wait-left-out", expect="TTFT")
 def from_admission(records, prompts, arrived):
     scheduled = {}
     for each in records:
@@ -43,21 +43,21 @@ def from_admission(records, prompts, arrived):
     return _sum_up(_times(records, prompts, _last), scheduled)
 
 
-@mutant("latencies-from-a-flight", "divided-by-all-tokens", expect="TPOT")
+@mistake("latencies-from-a-flight", "divided-by-all-tokens", expect="TPOT")
 def by_all_tokens(records, prompts, arrived):
     counts = {name: len(at) for name, at in _times(records, prompts, _last).items()}
     found = right.latencies(records, prompts, arrived)
     return {name: (a, b * (counts[name] - 1) / counts[name], c) for name, (a, b, c) in found.items()}
 
 
-@mutant("latencies-from-a-flight", "end-to-end-per-token", expect="TPOT")
+@mistake("latencies-from-a-flight", "end-to-end-per-token", expect="TPOT")
 def with_the_prompt(records, prompts, arrived):
     times = _times(records, prompts, _last)
     found = right.latencies(records, prompts, arrived)
     return {name: (a, (times[name][-1] - arrived[name]) / len(times[name]), c) for name, (a, _, c) in found.items()}
 
 
-@mutant("latencies-from-a-flight", "token-when-the-step-starts", expect="TTFT")
+@mistake("latencies-from-a-flight", "token-when-the-step-starts", expect="TTFT")
 def at_the_start(records, prompts, arrived):
     held, times = dict(prompts), {name: [] for name in prompts}
     for each in records:
@@ -68,7 +68,7 @@ def at_the_start(records, prompts, arrived):
     return _sum_up(times, arrived)
 
 
-@mutant("latencies-from-a-flight", "computed-again-counts-again", expect="the worst gap|TPOT")
+@mistake("latencies-from-a-flight", "computed-again-counts-again", expect="the worst gap|TPOT")
 def counts_again(records, prompts, arrived):
     return _sum_up(_times(records, prompts, lambda name, first, tokens, held: first + tokens >= prompts[name]), arrived)
 
@@ -87,18 +87,18 @@ def by_position(records, prompts, arrived):
 # Diagnosis
 
 
-@mutant("diagnose-a-flight", "all-is-well", expect="you say 'healthy', it is")
+@mistake("diagnose-a-flight", "all-is-well", expect="you say 'healthy', it is")
 def all_is_well(records, prompts):
     return "healthy"
 
 
-@mutant("diagnose-a-flight", "preemption-is-a-fault", expect="you say 'place in the queue lost', it is 'healthy'")
+@mistake("diagnose-a-flight", "preemption-is-a-fault", expect="you say 'place in the queue lost', it is 'healthy'")
 def preemption_is_wrong(records, prompts):
     found = right.diagnose(records, prompts)
     return "place in the queue lost" if found == "healthy" and any(each.preempted for each in records) else found
 
 
-@mutant("diagnose-a-flight", "many-preemptions-are-a-livelock", expect="it is 'livelock'|you say 'livelock'")
+@mistake("diagnose-a-flight", "many-preemptions-are-a-livelock", expect="it is 'livelock'|you say 'livelock'")
 def many_preemptions(records, prompts):
     found = right.diagnose(records, prompts)
     if sum(len(each.preempted) for each in records) >= 3 and found in ("healthy", "place in the queue lost"):
@@ -106,7 +106,7 @@ def many_preemptions(records, prompts):
     return found
 
 
-@mutant("diagnose-a-flight", "one-missing-is-a-stall", expect="you say 'phases never mixed'")
+@mistake("diagnose-a-flight", "one-missing-is-a-stall", expect="you say 'phases never mixed'")
 def one_missing(records, prompts):
     running = set()
     for each in records:
@@ -117,7 +117,7 @@ def one_missing(records, prompts):
     return right.diagnose(records, prompts)
 
 
-@mutant("diagnose-a-flight", "never-follows-the-tokens", expect="it is 'tokens that do not exist'")
+@mistake("diagnose-a-flight", "never-follows-the-tokens", expect="it is 'tokens that do not exist'")
 def without_tokens(records, prompts):
     found = right.diagnose(records, prompts)
     return "healthy" if found == "tokens that do not exist" else found

@@ -6,7 +6,7 @@ from itertools import count
 
 from course.lab14_continuous_batching import checks_order as order
 from course.lab14_continuous_batching import checks_preemption as right
-from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit.exercises import alternative, mistake
 
 # Whom to preempt
 
@@ -24,34 +24,34 @@ def _pick(candidates, policy, number=_number):
     return max(candidates, key=lambda s: (number(s, policy), s.rank), default=None)
 
 
-@mutant("preemption-victim", "anybody-but-me", expect="they could throw each other out for ever")
+@mistake("preemption-victim", "anybody-but-me", expect="they could throw each other out for ever")
 def anybody(running, needy, policy):
     return _pick([s for s in running if s is not needy], policy)
 
 
-@mutant("preemption-victim", "also-me", expect="preempt the very sequence that needs the block|throw each other out")
+@mistake("preemption-victim", "also-me", expect="preempt the very sequence that needs the block|throw each other out")
 def also_me(running, needy, policy):
     return _pick(running, policy)
 
 
-@mutant("preemption-victim", "most-recently-used", expect="least recently used.*the policy says")
+@mistake("preemption-victim", "most-recently-used", expect="least recently used.*the policy says")
 def most_recently(running, needy, policy):
     flipped = lambda s, p: s.last_step if p == "least recently used" else _number(s, p)  # noqa: E731
     return _pick([s for s in running if s.rank > needy.rank], policy, flipped)
 
 
-@mutant("preemption-victim", "highest-priority", expect="lowest priority.*the policy says")
+@mistake("preemption-victim", "highest-priority", expect="lowest priority.*the policy says")
 def highest_priority(running, needy, policy):
     flipped = lambda s, p: -s.priority if p == "lowest priority" else _number(s, p)  # noqa: E731
     return _pick([s for s in running if s.rank > needy.rank], policy, flipped)
 
 
-@mutant("preemption-victim", "earliest-of-equals", expect="the policy says")
+@mistake("preemption-victim", "earliest-of-equals", expect="the policy says")
 def earliest_of_equals(running, needy, policy):
     return max((s for s in running if s.rank > needy.rank), key=lambda s: _number(s, policy), default=None)
 
 
-@mutant("preemption-victim", "always-the-last", expect="the policy says")
+@mistake("preemption-victim", "always-the-last", expect="the policy says")
 def always_last(running, needy, policy):
     return max((s for s in running if s.rank > needy.rank), key=lambda s: s.rank, default=None)
 
@@ -65,7 +65,7 @@ def sorted_victim(running, needy, policy):
 # Preempt and return
 
 
-@mutant("preempt-and-return", "keeps-num-computed", expect="the keys and values of 0 tokens are kept")
+@mistake("preempt-and-return", "keeps-num-computed", expect="the keys and values of 0 tokens are kept")
 class KeepsCount(right.Preemption):
     def preempt(self, sequence, pool, swap):
         computed = sequence.num_computed
@@ -73,27 +73,27 @@ class KeepsCount(right.Preemption):
         sequence.num_computed = computed
 
 
-@mutant("preempt-and-return", "starts-the-answer-again", expect="what was sampled has been sent to its reader")
+@mistake("preempt-and-return", "starts-the-answer-again", expect="what was sampled has been sent to its reader")
 class ForgetsAnswer(right.Preemption):
     def preempt(self, sequence, pool, swap):
         super().preempt(sequence, pool, swap)
         del sequence.tokens[-1:]
 
 
-@mutant("preempt-and-return", "blocks-not-released", expect="Each block is released once")
+@mistake("preempt-and-return", "blocks-not-released", expect="Each block is released once")
 class Leaks(right.Preemption):
     def preempt(self, sequence, pool, swap):
         sequence.blocks, sequence.num_computed = [], 0
 
 
-@mutant("preempt-and-return", "still-names-its-blocks", expect="the sequence still names blocks")
+@mistake("preempt-and-return", "still-names-its-blocks", expect="the sequence still names blocks")
 class KeepsTable(right.Preemption):
     def preempt(self, sequence, pool, swap):
         pool.release(sequence.blocks)
         sequence.num_computed = 0
 
 
-@mutant("preempt-and-return", "swaps-empty-blocks", expect="those with something in them")
+@mistake("preempt-and-return", "swaps-empty-blocks", expect="those with something in them")
 class SwapsAll(right.Preemption):
     def preempt(self, sequence, pool, swap):
         if swap and len(sequence.blocks) <= pool.free_host:
@@ -104,7 +104,7 @@ class SwapsAll(right.Preemption):
         sequence.blocks = []
 
 
-@mutant("preempt-and-return", "host-may-be-full", expect="do not fit the host")
+@mistake("preempt-and-return", "host-may-be-full", expect="do not fit the host")
 class AlwaysSwaps(right.Preemption):
     def preempt(self, sequence, pool, swap):
         if not swap:
@@ -115,7 +115,7 @@ class AlwaysSwaps(right.Preemption):
         sequence.blocks = []
 
 
-@mutant("preempt-and-return", "hits-added-to-what-is-computed", expect=r"after resume num_computed is")
+@mistake("preempt-and-return", "hits-added-to-what-is-computed", expect=r"after resume num_computed is")
 class CountsTwice(right.Preemption):
     def resume(self, sequence, pool, hits):
         computed = sequence.num_computed
@@ -124,7 +124,7 @@ class CountsTwice(right.Preemption):
         return done
 
 
-@mutant("preempt-and-return", "copies-over-the-hits", expect="a hit is there already, and others are reading it")
+@mistake("preempt-and-return", "copies-over-the-hits", expect="a hit is there already, and others are reading it")
 class OverwritesHits(right.Preemption):
     def resume(self, sequence, pool, hits):
         fresh = pool.blocks_for(sequence.num_tokens) - len(hits)
@@ -137,14 +137,14 @@ class OverwritesHits(right.Preemption):
         return True
 
 
-@mutant("preempt-and-return", "slots-stay-taken", expect="they leak")
+@mistake("preempt-and-return", "slots-stay-taken", expect="they leak")
 class LeaksSlots(right.Preemption):
     def resume(self, sequence, pool, hits):
         sequence.host_blocks = []
         return super().resume(sequence, pool, hits)
 
 
-@mutant("preempt-and-return", "hits-counted-as-free", expect="count before you take")
+@mistake("preempt-and-return", "hits-counted-as-free", expect="count before you take")
 class CountsIdleTwice(right.Preemption):
     def resume(self, sequence, pool, hits):
         fresh = pool.blocks_for(sequence.num_tokens) - len(hits)
@@ -191,7 +191,7 @@ class Slowly:
 # A queue that starves nobody
 
 
-@mutant("patient-queue", "strict-priority", expect="it starves")
+@mistake("patient-queue", "strict-priority", expect="it starves")
 class Strict:
     def __init__(self, patience):
         self.waiting, self.arrivals = [], count()
@@ -204,7 +204,7 @@ class Strict:
         return self.waiting.pop(0)[-1]
 
 
-@mutant("patient-queue", "first-come-first-served", expect="0 later requests .* overtake")
+@mistake("patient-queue", "first-come-first-served", expect="0 later requests .* overtake")
 class FirstCome:
     def __init__(self, patience):
         self.waiting = deque()
@@ -216,20 +216,20 @@ class FirstCome:
         return self.waiting.popleft()
 
 
-@mutant("patient-queue", "higher-number-is-sooner", expect="0 later requests|lower priority numbers are sooner")
+@mistake("patient-queue", "higher-number-is-sooner", expect="0 later requests|lower priority numbers are sooner")
 class Reversed(order.PatientQueue):
     def push(self, name, priority):
         super().push(name, -priority)
 
 
-@mutant("patient-queue", "latest-of-equals", expect="overtake one of priority 2|lower priority numbers are sooner")
+@mistake("patient-queue", "latest-of-equals", expect="overtake one of priority 2|lower priority numbers are sooner")
 class LatestOfEquals(order.PatientQueue):
     def push(self, name, priority):
         arrival = next(self.arrivals)
         heapq.heappush(self.heap, (arrival + self.patience * priority, -arrival, name))
 
 
-@mutant("patient-queue", "patience-added-once", expect="overtake one of priority 2")
+@mistake("patient-queue", "patience-added-once", expect="overtake one of priority 2")
 class Once(order.PatientQueue):
     def push(self, name, priority):
         super().push(name, min(1, priority))

@@ -320,3 +320,6 @@ def _preempted() -> Iterator[Row]:
     blocks = 2 * sum(-(-tokens // 16) for tokens in engines.given_up(swapped))
     yield row("preempted and swapped: blocks moved", blocks, swapped.swapped)
     yield row("    tokens computed twice", 0, swapped.computed - swapped.needed)
+
+
+CLAIMS = (rows,)

@@ -20,7 +20,6 @@ from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
 from minillm.serve.speculate.verify import choose, uniform
 
-LAB = "15_speculative_decoding"
 PROMPT = [0, 1]
 
 
@@ -47,10 +46,8 @@ def verify_guesses(target: Tensor, guesses: Sequence[int], q: Tensor, draw: Any)
 
 @exercise(
     "residual",
-    reference=residual,
     minutes=10,
     difficulty=2,
-    lab=LAB,
     hints=(
         "Accepting gives every token min(p, q) of probability. How much of p is still missing, token by token?",
         "max(p - q, 0) is missing. It sums to 1 - Σ min(p, q), which is how often a guess is rejected, so it has to be "
@@ -104,10 +101,8 @@ def _say_residual(found: Tensor, p: Tensor, q: Tensor) -> str:
 
 @exercise(
     "verifier",
-    reference=verify_guesses,
     minutes=20,
     difficulty=3,
-    lab=LAB,
     hints=(
         "Go through the guesses in order. Guess i was drawn from q[i]; what the target would have drawn from is "
         "target[i]. What happens to the guesses after a rejected one?",

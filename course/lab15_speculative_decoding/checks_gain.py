@@ -6,7 +6,6 @@ from typing import Any
 
 from course.lab15_speculative_decoding import experiments_breaks as breaks
 from course.lab15_speculative_decoding import tiny_models
-from course.lab15_speculative_decoding.checks import LAB
 from course.lab15_speculative_decoding.tiny_models import NOTHING, Tiny
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
@@ -43,10 +42,8 @@ def verdict(found: tiny_models.Distribution, true: tiny_models.Distribution, acc
 
 @exercise(
     "best-k",
-    reference=(speedup, best_k),
     minutes=15,
     difficulty=2,
-    lab=LAB,
     hints=(
         "How often does a pass yield at least 1 token, at least 2, at least k + 1? The mean is the sum of these.",
         "At least i + 1 tokens with probability αⁱ: the first i guesses right. The time: one pass, and k guesses of c "
@@ -104,10 +101,8 @@ def _say_speedup(found: float, alpha: float, c: float, k: int) -> str:
 
 @exercise(
     "which-is-exact",
-    reference=verdict,
     minutes=15,
     difficulty=3,
-    lab=LAB,
     hints=(
         "Two questions, in this order: is the distribution the target's, and if so, were as many guesses accepted as "
         "can be? A low acceptance alone is no mistake.",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from course.lab15_speculative_decoding import tiny_models
-from course.lab15_speculative_decoding.checks import LAB, PROMPT, verify_guesses
+from course.lab15_speculative_decoding.checks import PROMPT, verify_guesses
 from course.lab15_speculative_decoding.tiny_models import NOTHING, Tiny
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
@@ -34,10 +34,8 @@ def speculate(target: Any, draft: Callable, prompt: Sequence[int], count: int, k
 
 @exercise(
     "speculative-loop",
-    reference=speculate,
     minutes=20,
     difficulty=3,
-    lab=LAB,
     hints=(
         "One round: guess up to k tokens with the draft, each after those before it; one call of target.rows; verify; "
         "append what came out. How many guesses make sense when only two tokens are still to be written?",

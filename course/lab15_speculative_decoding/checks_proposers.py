@@ -9,7 +9,7 @@ from torch import Tensor
 
 from course.lab15_speculative_decoding import experiments, tiny_models
 from course.lab15_speculative_decoding import experiments_runs as runs
-from course.lab15_speculative_decoding.checks import LAB, PROMPT
+from course.lab15_speculative_decoding.checks import PROMPT
 from course.lab15_speculative_decoding.tiny_models import NOTHING, Tiny
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
@@ -53,10 +53,8 @@ def look_up(tokens: Sequence[int], k: int, longest: int = 3) -> list[int]:
 
 @exercise(
     "honest-draft",
-    reference=honest_draft,
     minutes=15,
     difficulty=3,
-    lab=LAB,
     hints=(
         "The verifier divides by the probability with which a guess was really drawn. So the row that you return and "
         "the row that you draw from are one object.",
@@ -160,10 +158,8 @@ def _show(row_of: Tensor) -> str:
 
 @exercise(
     "prompt-lookup",
-    reference=look_up,
     minutes=15,
     difficulty=2,
-    lab=LAB,
     hints=(
         "The ending itself is an occurrence of the ending, with nothing behind it. Where else does it occur?",
         "For size = longest down to 1: compare tokens[-size:] with every earlier place, from the back. The first hit "

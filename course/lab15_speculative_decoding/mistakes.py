@@ -3,40 +3,40 @@
 import torch
 
 from course.lab15_speculative_decoding import checks as right
-from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit.exercises import alternative, mistake
 from minillm.serve.speculate.verify import choose, uniform
 
 # The residual.
 
 
-@mutant("residual", "draws from p again", expect="that is p")
+@mistake("residual", "draws from p again", expect="that is p")
 def from_p(p, q):
     return p
 
 
-@mutant("residual", "draws from q", expect="that is q")
+@mistake("residual", "draws from q", expect="that is q")
 def from_q(p, q):
     return q
 
 
-@mutant("residual", "not normalised", expect="divide by its sum")
+@mistake("residual", "not normalised", expect="divide by its sum")
 def not_normalised(p, q):
     return (p - q).clamp(min=0)
 
 
-@mutant("residual", "the wrong way round", expect="too often, not what it says too rarely")
+@mistake("residual", "the wrong way round", expect="too often, not what it says too rarely")
 def wrong_way(p, q):
     left = (q - p).clamp(min=0)
     return left / left.sum() if left.sum() > 0 else p
 
 
-@mutant("residual", "absolute difference", expect=r"\|p - q\|")
+@mistake("residual", "absolute difference", expect=r"\|p - q\|")
 def absolute(p, q):
     left = (p - q).abs()
     return left / left.sum() if left.sum() > 0 else p
 
 
-@mutant("residual", "0 / 0 where p = q", expect="no distribution")
+@mistake("residual", "0 / 0 where p = q", expect="no distribution")
 def no_corner(p, q):
     left = (p - q).clamp(min=0)
     return left / left.sum()
@@ -61,29 +61,29 @@ def verifier(accept=lambda p, q: p / q, after=right.residual, bonus=-1):
     return verify
 
 
-mutant("verifier", "q on top", expect="you accept with q/p")(verifier(lambda p, q: q / p))
-mutant("verifier", "draws from p after a rejection", expect="you draw from p")(verifier(after=lambda p, q: p))
-mutant("verifier", "draws from q after a rejection", expect="you draw from q")(verifier(after=lambda p, q: q))
-mutant("verifier", "bonus from the row of the last guess", expect="bonus token is off")(verifier(bonus=-2))
+mistake("verifier", "q on top", expect="you accept with q/p")(verifier(lambda p, q: q / p))
+mistake("verifier", "draws from p after a rejection", expect="you draw from p")(verifier(after=lambda p, q: p))
+mistake("verifier", "draws from q after a rejection", expect="you draw from q")(verifier(after=lambda p, q: q))
+mistake("verifier", "bonus from the row of the last guess", expect="bonus token is off")(verifier(bonus=-2))
 
 
-@mutant("verifier", "likeliest token after a rejection", expect="you take the likeliest token")
+@mistake("verifier", "likeliest token after a rejection", expect="you take the likeliest token")
 def likeliest_after(target, guesses, q, draw):
     best = lambda p, q: torch.zeros_like(p).index_fill_(0, p.argmax(), 1.0)  # noqa: E731
     return verifier(after=best)(target, guesses, q, draw)
 
 
-@mutant("verifier", "bonus forgotten", expect="one token more for nothing")
+@mistake("verifier", "bonus forgotten", expect="one token more for nothing")
 def no_bonus(target, guesses, q, draw):
     return right.verify_guesses(target, guesses, q, draw)[: len(guesses)]
 
 
-@mutant("verifier", "first guess never verified", expect="first guess is never verified")
+@mistake("verifier", "first guess never verified", expect="first guess is never verified")
 def first_for_free(target, guesses, q, draw):
     return [guesses[0], *right.verify_guesses(target[1:], guesses[1:], q[1:], draw)]
 
 
-@mutant("verifier", "one number for all guesses", expect="a number of its own")
+@mistake("verifier", "one number for all guesses", expect="a number of its own")
 def one_number(target, guesses, q, draw):
     number = uniform(draw)
     for i, guess in enumerate(guesses):
@@ -92,7 +92,7 @@ def one_number(target, guesses, q, draw):
     return [*guesses, choose(target[-1], draw)]
 
 
-@mutant("verifier", "seeds the generator for each guess", expect="a number of its own")
+@mistake("verifier", "seeds the generator for each guess", expect="a number of its own")
 def seeds_again(target, guesses, q, draw):
     for i, guess in enumerate(guesses):
         draw.manual_seed(0)
@@ -101,7 +101,7 @@ def seeds_again(target, guesses, q, draw):
     return [*guesses, choose(target[-1], draw)]
 
 
-@mutant("verifier", "goes on after a rejection", expect="only the last token may be new")
+@mistake("verifier", "goes on after a rejection", expect="only the last token may be new")
 def goes_on(target, guesses, q, draw):
     tokens = []
     for i, guess in enumerate(guesses):
@@ -110,7 +110,7 @@ def goes_on(target, guesses, q, draw):
     return [*tokens, choose(target[-1], draw)]
 
 
-@mutant("verifier", "drawn guesses verified as if they were certain", expect="exact, yet too strict")
+@mistake("verifier", "drawn guesses verified as if they were certain", expect="exact, yet too strict")
 def as_if_certain(target, guesses, q, draw):
     for i, guess in enumerate(guesses):
         if not uniform(draw) < target[i, guess]:
@@ -120,7 +120,7 @@ def as_if_certain(target, guesses, q, draw):
     return [*guesses, choose(target[-1], draw)]
 
 
-@mutant("verifier", "numbers of its own", expect="draw with uniform")
+@mistake("verifier", "numbers of its own", expect="draw with uniform")
 def torch_numbers(target, guesses, q, draw):
     return guesses[:1] if torch.rand((), generator=draw) < target[0, guesses[0]] else [0]
 
@@ -162,17 +162,17 @@ def loop(target, draft, prompt, count, k, draw, *, context=None, pick=choose, ch
     return tokens[len(prompt) :] if spare else tokens[len(prompt) : len(prompt) + count]
 
 
-@mutant("speculative-loop", "keeps every guess", expect="distribution is off")
+@mistake("speculative-loop", "keeps every guess", expect="distribution is off")
 def keeps_all(target, draft, prompt, count, k, draw):
     return loop(target, draft, prompt, count, k, draw, checked=lambda p, g, q, d: [*g, choose(p[-1], d)])
 
 
-@mutant("speculative-loop", "guesses the likeliest, declares it as drawn", expect="distribution is off")
+@mistake("speculative-loop", "guesses the likeliest, declares it as drawn", expect="distribution is off")
 def likeliest_declared(target, draft, prompt, count, k, draw):
     return loop(target, draft, prompt, count, k, draw, pick=lambda row, draw: int(row.argmax()))
 
 
-@mutant("speculative-loop", "drops the bonus", expect="bonus token of each pass is lost")
+@mistake("speculative-loop", "drops the bonus", expect="bonus token of each pass is lost")
 def drops_bonus(target, draft, prompt, count, k, draw):
     def without(p, guesses, q, draw):
         found = right.verify_guesses(p, guesses, q, draw)
@@ -188,7 +188,7 @@ def drops_bonus(target, draft, prompt, count, k, draw):
     return tokens[len(prompt) :]
 
 
-@mutant("speculative-loop", "a pass for each guess", expect="each guess has a pass of its own")
+@mistake("speculative-loop", "a pass for each guess", expect="each guess has a pass of its own")
 def pass_per_guess(target, draft, prompt, count, k, draw):
     tokens = list(prompt)
     while (left := len(prompt) + count - len(tokens)) > 0:
@@ -201,12 +201,12 @@ def pass_per_guess(target, draft, prompt, count, k, draw):
     return tokens[len(prompt) :]
 
 
-@mutant("speculative-loop", "guesses all from the verified tokens", expect="guess after the guesses before")
+@mistake("speculative-loop", "guesses all from the verified tokens", expect="guess after the guesses before")
 def stale(target, draft, prompt, count, k, draw):
     return loop(target, draft, prompt, count, k, draw, context=lambda tokens, guesses: tokens)
 
 
-@mutant("speculative-loop", "writes beyond the end", expect="you returned .* tokens where")
+@mistake("speculative-loop", "writes beyond the end", expect="you returned .* tokens where")
 def too_many(target, draft, prompt, count, k, draw):
     tokens = list(prompt)
     while len(tokens) < len(prompt) + count:

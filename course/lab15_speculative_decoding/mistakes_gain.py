@@ -2,7 +2,7 @@
 
 from course.lab15_speculative_decoding import checks_gain as right
 from course.lab15_speculative_decoding.tiny_models import NOTHING, distance, first
-from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit.exercises import alternative, mistake
 
 # Speedup and best K.
 
@@ -11,29 +11,29 @@ def rule(gain, best=right.best_k):
     return gain, best
 
 
-mutant("best-k", "K times acceptance, less overhead", expect="grows with K without end")(
+mistake("best-k", "K times acceptance, less overhead", expect="grows with K without end")(
     rule(lambda alpha, c, k: k * alpha * (1 - c))
 )
-mutant("best-k", "each i counted i times", expect="counts the i-th guess i times")(
+mistake("best-k", "each i counted i times", expect="counts the i-th guess i times")(
     rule(lambda alpha, c, k: sum(i * alpha**i for i in range(k + 1)) / (1 + c * k))
 )
-mutant("best-k", "without the target's own token", expect="the token that the target adds itself is missing")(
+mistake("best-k", "without the target's own token", expect="the token that the target adds itself is missing")(
     rule(lambda alpha, c, k: sum(alpha**i for i in range(1, k + 1)) / (1 + c * k))
 )
-mutant("best-k", "one c for all guesses", expect="each of the k guesses costs c")(
+mistake("best-k", "one c for all guesses", expect="each of the k guesses costs c")(
     rule(lambda alpha, c, k: right.speedup(alpha, c, k) * (1 + c * k) / (1 + c))
 )
-mutant("best-k", "guessing is free", expect="the time of guessing is missing")(
+mistake("best-k", "guessing is free", expect="the time of guessing is missing")(
     rule(lambda alpha, c, k: right.speedup(alpha, c, k) * (1 + c * k))
 )
-mutant("best-k", "closed form without its corner", expect="ZeroDivisionError")(
+mistake("best-k", "closed form without its corner", expect="ZeroDivisionError")(
     rule(lambda alpha, c, k: (1 - alpha ** (k + 1)) / ((1 - alpha) * (c * k + 1)))
 )
-mutant("best-k", "always guesses", expect="0 guesses is a choice")(
+mistake("best-k", "always guesses", expect="0 guesses is a choice")(
     rule(right.speedup, lambda alpha, c, most: max(range(1, most + 1), key=lambda k: right.speedup(alpha, c, k)))
 )
-mutant("best-k", "the most guesses", expect="best_k is")(rule(right.speedup, lambda alpha, c, most: most))
-mutant("best-k", "most left out", expect="best_k is")(
+mistake("best-k", "the most guesses", expect="best_k is")(rule(right.speedup, lambda alpha, c, most: most))
+mistake("best-k", "most left out", expect="best_k is")(
     rule(right.speedup, lambda alpha, c, most: max(range(most), key=lambda k: right.speedup(alpha, c, k)))
 )
 
@@ -56,31 +56,31 @@ alternative("best-k", "closed form, and climbing while it gets better")((_closed
 # Verdicts.
 
 
-@mutant("which-is-exact", "looks at the first token only", expect="program E")
+@mistake("which-is-exact", "looks at the first token only", expect="program E")
 def first_only(found, true, accepted, possible):
     if distance(first(found, 1), first(true, 1)) > NOTHING:
         return "first token off"
     return "exact" if accepted > possible - NOTHING else "exact, accepts less"
 
 
-@mutant("which-is-exact", "takes a low acceptance for a mistake", expect="program B")
+@mistake("which-is-exact", "takes a low acceptance for a mistake", expect="program B")
 def strict_is_wrong(found, true, accepted, possible):
     return "first token off" if accepted < possible - NOTHING else right.verdict(found, true, accepted, possible)
 
 
-@mutant("which-is-exact", "looks at the acceptance only", expect="program")
+@mistake("which-is-exact", "looks at the acceptance only", expect="program")
 def acceptance_only(found, true, accepted, possible):
     return "exact" if abs(accepted - possible) < NOTHING else "exact, accepts less"
 
 
-@mutant("which-is-exact", "looks at all tokens together only", expect="program A")
+@mistake("which-is-exact", "looks at all tokens together only", expect="program A")
 def all_together(found, true, accepted, possible):
     if distance(found, true) > NOTHING:
         return "later tokens off"
     return "exact" if accepted > possible - NOTHING else "exact, accepts less"
 
 
-@mutant("which-is-exact", "calls a small distance none", expect="program")
+@mistake("which-is-exact", "calls a small distance none", expect="program")
 def tolerant(found, true, accepted, possible):
     if distance(first(found, 1), first(true, 1)) > 0.5:
         return "first token off"

@@ -3,7 +3,7 @@
 import torch
 
 from course.lab15_speculative_decoding import checks_proposers as right
-from minillm.labkit.exercises import alternative, mutant
+from minillm.labkit.exercises import alternative, mistake
 from minillm.serve.speculate.verify import choose
 
 # The draft.
@@ -29,24 +29,24 @@ def drafting(*, pick=choose, said=None, drawn=warped, context=lambda tokens, gue
     return draft
 
 
-mutant("honest-draft", "takes the likeliest, declares probabilities", expect="as if it had been drawn")(
+mistake("honest-draft", "takes the likeliest, declares probabilities", expect="as if it had been drawn")(
     drafting(pick=lambda row, draw: int(row.argmax()))
 )
-mutant("honest-draft", "rows from before top-k", expect="before top-k")(
+mistake("honest-draft", "rows from before top-k", expect="before top-k")(
     drafting(said=lambda logits, temperature, top_k: torch.softmax(logits / temperature, dim=-1))
 )
-mutant("honest-draft", "rows from before the temperature", expect="before the temperature")(
+mistake("honest-draft", "rows from before the temperature", expect="before the temperature")(
     drafting(said=lambda logits, temperature, top_k: warped(logits, 1.0, top_k))
 )
-mutant("honest-draft", "ignores the request: honest, but rarely accepted", expect="honest, so the answer stays exact")(
+mistake("honest-draft", "ignores the request: honest, but rarely accepted", expect="honest, so the answer stays exact")(
     drafting(drawn=lambda logits, temperature, top_k: torch.softmax(logits, dim=-1))
 )
-mutant("honest-draft", "every guess after the verified tokens", expect="after all tokens so far")(
+mistake("honest-draft", "every guess after the verified tokens", expect="after all tokens so far")(
     drafting(context=lambda tokens, guesses: tokens)
 )
 
 
-@mutant("honest-draft", "temperature 0 with probabilities", expect="was not drawn from them")
+@mistake("honest-draft", "temperature 0 with probabilities", expect="was not drawn from them")
 def greedy_with_rows(scores, tokens, k, temperature, top_k, draw):
     guesses, rows = right.honest_draft(scores, tokens, k, temperature, top_k, draw)
     if rows is None:
@@ -74,7 +74,7 @@ def by_sorting(scores, tokens, k, temperature, top_k, draw):
 # Prompt lookup.
 
 
-@mutant("prompt-lookup", "finds the ending itself", expect="does it find the ending itself")
+@mistake("prompt-lookup", "finds the ending itself", expect="does it find the ending itself")
 def finds_itself(tokens, k, longest=3):
     for size in range(min(longest, len(tokens)), 0, -1):
         for start in range(len(tokens) - size, -1, -1):
@@ -83,7 +83,7 @@ def finds_itself(tokens, k, longest=3):
     return []
 
 
-@mutant("prompt-lookup", "oldest occurrence", expect="the most recent")
+@mistake("prompt-lookup", "oldest occurrence", expect="the most recent")
 def oldest(tokens, k, longest=3):
     for size in range(min(longest, len(tokens) - 1), 0, -1):
         for start in range(len(tokens) - size):
@@ -92,7 +92,7 @@ def oldest(tokens, k, longest=3):
     return []
 
 
-@mutant("prompt-lookup", "shortest ending first", expect="the longest ending first")
+@mistake("prompt-lookup", "shortest ending first", expect="the longest ending first")
 def shortest_first(tokens, k, longest=3):
     for size in range(1, min(longest, len(tokens) - 1) + 1):
         for start in range(len(tokens) - size - 1, -1, -1):
@@ -101,18 +101,18 @@ def shortest_first(tokens, k, longest=3):
     return []
 
 
-@mutant("prompt-lookup", "guess begins with the last token", expect="off by one")
+@mistake("prompt-lookup", "guess begins with the last token", expect="off by one")
 def one_early(tokens, k, longest=3):
     found = right.look_up(tokens, k, longest)
     return [tokens[-1], *found][:k] if found else []
 
 
-@mutant("prompt-lookup", "all that followed", expect="at most k")
+@mistake("prompt-lookup", "all that followed", expect="at most k")
 def all_of_it(tokens, k, longest=3):
     return right.look_up(tokens, len(tokens), longest)
 
 
-@mutant("prompt-lookup", "repeats the ending where nothing is found", expect="there is no guess")
+@mistake("prompt-lookup", "repeats the ending where nothing is found", expect="there is no guess")
 def always_something(tokens, k, longest=3):
     return right.look_up(tokens, k, longest) or tokens[-1:]
 

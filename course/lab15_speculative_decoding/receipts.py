@@ -301,3 +301,6 @@ def _engine() -> Iterator[Row]:
         (6, round(predict.speedup(0.8, 0.1, 6), 2)),
         (predict.best_k(0.8, 0.1), 2.47),
     )
+
+
+CLAIMS = (rows,)

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
 
 from minillm.labkit import course
-from minillm.labkit.receipts import Row, receipt
+from minillm.labkit.receipts import Receipt, receipt
 from minillm.measure.provenance import JsonFile, provenance, summary, write_json
 
 
@@ -19,8 +20,7 @@ def command(
     origin, start = provenance(), time.monotonic()
     print(summary(origin), end="\n\n")
     rows: list[dict[str, Any]] = []
-    for lab, stop in tour([part.strip() for part in labs.split(",") if part.strip()]):
-        found = receipt(f"lab {lab}", stop)
+    for lab, found in tour([part.strip() for part in labs.split(",") if part.strip()]):
         print(found, end="\n\n", flush=True)
         rows += [{"lab": lab, **row} for row in found.to_json()]
     off = [row for row in rows if row["verdict"] == "off"]
@@ -30,13 +30,15 @@ def command(
     return 1 if off else 0
 
 
-def tour(labs: Iterable[str] = ()) -> Iterator[tuple[str, Iterator[Row]]]:
-    """(lab number, its rows) of every stop, or of the stops asked for."""
+def tour(labs: Iterable[str] = ()) -> Iterator[tuple[str, Receipt]]:
+    """(lab number, receipt) of every claim that the labs make, or those labs asked for."""
+    course.home()
     known = course.numbers("receipts")
-    if not known:
-        raise ValueError("the tour needs the course, which stands beside the package: clone minillm and run it there")
     for lab in labs:
         if lab not in known:
             raise ValueError(f"--labs {lab}: the tour has no such stop, choose from {', '.join(known)}")
     for lab in list(labs) or known:
-        yield lab, course.load("receipts", lab).rows()
+        for claim in course.load("receipts", lab).CLAIMS:
+            found = claim()
+            made = found if isinstance(found, Receipt) else receipt("", found)
+            yield lab, replace(made, title=f"lab {lab}: {made.title}".removesuffix(": "))

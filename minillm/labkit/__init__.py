@@ -1,14 +1,15 @@
 """What only the notebooks use: exercises, hints, receipts, plots and the notebook builder.
 
-A lab needs one line: `from minillm.labkit import check, hint, show, sliders`. Plotting names load matplotlib on first
-use, so ranks that unpickle a lab's function stay quick to start.
+A lab needs one line: `from minillm.labkit import check, finish, hint, show, sliders`. Plotting names load matplotlib
+on first use, so ranks that unpickle a lab's function stay quick to start.
 """
 
 from importlib import import_module
 
-from minillm.labkit.checks import check, hint
-from minillm.labkit.exercises import CheckFailed, alternative, exercise, mutant
-from minillm.labkit.receipts import Receipt, Row, receipt, row
+from minillm.labkit.answers import answers_of
+from minillm.labkit.checks import check, finish, hint
+from minillm.labkit.exercises import CheckFailed, alternative, exercise, mistake
+from minillm.labkit.receipts import Receipt, Row, formula, receipt, row
 
 _LAZY = {
     **dict.fromkeys(("PALETTE", "SPANS", "look"), "palette"),
@@ -21,10 +22,13 @@ __all__ = [
     "Receipt",
     "Row",
     "alternative",
+    "answers_of",
     "check",
     "exercise",
+    "finish",
+    "formula",
     "hint",
-    "mutant",
+    "mistake",
     "receipt",
     "row",
     *_LAZY,

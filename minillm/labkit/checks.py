@@ -1,52 +1,67 @@
-"""`check` and `hint`: what a learner calls in a notebook.
+"""`check`, `hint` and `finish`: what a learner calls in a notebook.
 
     reduce_scatter = check("ring-reduce-scatter", reduce_scatter)
 
 runs the learner's function for real and shows the receipt. If it passes, the learner's function comes back; if not, the
-message says what is wrong, the next hint opens, and the course's own version comes back, labelled, so that every later
-cell still runs. With MINILLM_STRICT=1 a check that does not pass raises CheckFailed instead.
+message says what is wrong, and the course's own version comes back, labelled, so that every later cell still runs.
+Hints are opened by `hint` or by the card's button, never by a failure. With MINILLM_STRICT=1 a check that does not pass
+raises CheckFailed instead.
 """
 
 import os
+import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 from minillm.labkit import progress
 from minillm.labkit.blame import learner_line, not_attempted, summary
-from minillm.labkit.exercises import CheckFailed, Exercise, find
+from minillm.labkit.card import Card, show_card
+from minillm.labkit.evidence import alike
+from minillm.labkit.exercises import CheckFailed, Exercise, all_exercises, answers, find
 from minillm.labkit.receipts import Receipt, Row, format_value, receipt
+
+PASSED_ROWS = 3  # of a passed exercise's receipt that are not folded
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one candidate fared; `message` is empty when it passed."""
+    """How one candidate fared; `message` is empty when it passed. evidence: see CheckFailed."""
 
     status: progress.Status
     message: str = ""
     receipt: Receipt | None = None
+    evidence: Any = None
 
 
 def check(name: str, candidate: Any) -> Any:
     """Verify the learner's `candidate` for exercise `name`; returns it if it passed, else the course's own version."""
     exercise = find(name)
-    outcome = verify(exercise, candidate)
-    entry = progress.record(name, exercise.lab, outcome.status)
+    seed = random.SystemRandom().randrange(2**32)
+    outcome = verify(exercise, candidate, seed) if not _is_ours(exercise, candidate) else Outcome("not attempted", OURS)
+    progress.record(name, exercise.lab, outcome.status)
     if outcome.status == "passed":
-        _show(_Card(f"{name}: passed", outcome.receipt))
+        show_card(Card(f"{name}: passed", _place(exercise), outcome.receipt, good=True))
         return candidate
-    if os.environ.get("MINILLM_STRICT") == "1":
-        raise CheckFailed(f"{name}: {outcome.message}", outcome.receipt.rows if outcome.receipt else ())
+    lines = [outcome.message]
     if outcome.status == "failed":
-        level = progress.record_hint(name, exercise.lab, min(entry.hints + 1, len(exercise.hints))).hints
-        advice = [_hint_line(exercise, level), _whats_next(exercise, level)]
-    else:
-        advice = [f'About {exercise.minutes} minutes. Stuck? hint("{name}") opens a first hint.']
-    note = "The course's own version is used from here on. Fix yours and run this cell again to use it instead."
+        lines += filter(None, [diagnose(exercise, outcome, seed)])
+    if os.environ.get("MINILLM_STRICT") == "1":
+        raise CheckFailed(f"{name}: {' '.join(lines)}", outcome.receipt.rows if outcome.receipt else ())
+    if outcome.status == "not attempted":
+        lines = [*([OURS] if outcome.message == OURS else []), f"About {exercise.minutes} minutes."]
     title = f"{name}: not passed yet" if outcome.status == "failed" else f"{name}: not attempted yet"
-    _show(_Card(title, outcome.receipt, [outcome.message, *advice] if outcome.status == "failed" else advice, note))
+    lines.append(f'Stuck? hint("{name}") opens a hint.')
+    show_card(Card(title, _place(exercise), outcome.receipt, tuple(lines), NOTE, hint_of=name), on_hint=hint)
     return exercise.reference
+
+
+OURS = (
+    "This is the course's own version, which an earlier check put in place of yours: run the cell that defines yours."
+)
+NOTE = "Until yours passes, the cells below use the course's own version."
 
 
 def hint(name: str, level: int | None = None) -> None:
@@ -59,23 +74,94 @@ def hint(name: str, level: int | None = None) -> None:
     if level not in range(1, last + 1):
         raise ValueError(f"level={level} of hint('{name}') must be from 1 to {last}")
     progress.record_hint(name, exercise.lab, level)
-    _show(_Card(name, None, [_hint_line(exercise, level), _whats_next(exercise, level)]))
+    what_next = f'hint("{name}") opens the next one.'
+    if level == last:
+        what_next = f"That was the last hint; solutions/{exercise.lab}.ipynb has a full answer."
+    show_card(Card(name, "", None, (f"Hint {level} of {last}: {exercise.hints[level - 1]}", what_next)))
 
 
-def verify(exercise: Exercise, candidate: Any) -> Outcome:
-    """Run the verifier on a candidate and say how it went. Shows and records nothing."""
+def finish(lab: str) -> None:
+    """The last cell of a lab (NN_topic): which exercises are passed, which were tried, which are open."""
+    exercises = all_exercises(lab)
+    if not exercises:
+        raise ValueError(f"lab '{lab}' has no exercise; name it as its folder does, such as 01_collectives")
+    entries = progress.load()
+    groups: dict[str, list[str]] = {"passed": [], "tried, not passed yet": [], "open": []}
+    for exercise in exercises:
+        entry = entries.get(exercise.name, progress.Entry(lab))
+        state = "passed" if entry.passed else "tried, not passed yet" if entry.attempts else "open"
+        groups[state].append(exercise.name)
+    lines = [f"{state}: {', '.join(names)}" for state, names in groups.items() if names]
+    done = len(groups["passed"])
+    minutes = sum(exercise.minutes for exercise in exercises if exercise.name not in groups["passed"])
+    lines += [f"About {minutes} minutes are left."] if minutes else []
+    show_card(
+        Card(f"Lab {lab[:2]}: {done} of {len(exercises)} exercises passed", "", None, tuple(lines), good=not minutes)
+    )
+
+
+def verify(exercise: Exercise, candidate: Any, seed: int | None = None) -> Outcome:
+    """Run the verifier on a candidate and say how it went. Shows and records nothing; the same seed draws the same."""
     if candidate is None or candidate is ...:
         return Outcome("not attempted", "not attempted yet")
     try:
-        found = exercise.verify(candidate)
+        with _seeded(random.SystemRandom().randrange(2**32) if seed is None else seed):
+            found = exercise.verify(candidate)
     except CheckFailed as failure:
-        return Outcome("failed", str(failure), receipt("", failure.rows) if failure.rows else None)
+        shown = receipt("", failure.rows) if failure.rows else None
+        return Outcome("failed", str(failure), shown, failure.evidence)
     except Exception as error:
         if not_attempted(error):
             return Outcome("not attempted", "not attempted yet")
-        return Outcome("failed", _explain(error))
+        return Outcome("failed", _explain(error), None, error)
     result = _as_receipt(exercise, found)
     return Outcome("passed", "", result) if result.ok else Outcome("failed", _say_off(result), result)
+
+
+def diagnose(exercise: Exercise, outcome: Outcome, seed: int) -> str:
+    """The sentence of the first known mistake that fails on the same inputs in the same way; "" if none does.
+
+    An answer that raised an exception has its own line to look at and is not compared.
+    """
+    if isinstance(outcome.evidence, Exception):
+        return ""
+    for answer in answers(exercise.name):
+        if answer.says:
+            known = verify(exercise, answer.candidate, seed)
+            if known.status == "failed" and alike(known, outcome):
+                return answer.says
+    return ""
+
+
+def _is_ours(exercise: Exercise, candidate: Any) -> bool:
+    """Whether the candidate is what a check returned in place of the learner's, and not something they wrote."""
+    ours = exercise.reference
+    if isinstance(ours, tuple) and isinstance(candidate, tuple) and len(ours) == len(candidate):
+        return all(one is other for one, other in zip(ours, candidate, strict=True))
+    return candidate is ours
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Python's and torch's default generators at `seed` inside the block; afterwards they go on where they were."""
+    torch = sys.modules.get("torch")
+    states = random.getstate(), torch.get_rng_state() if torch else None
+    random.seed(seed)
+    if torch:
+        torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        if torch:
+            torch.set_rng_state(states[1])
+
+
+def _place(exercise: Exercise) -> str:
+    """How far the lab is, as in "3 of 7"."""
+    names = {other.name for other in all_exercises(exercise.lab)} | {exercise.name}
+    passed = sum(entry.passed for name, entry in progress.load().items() if name in names)
+    return f"{passed} of {len(names)} in lab {exercise.lab[:2]}"
 
 
 def _explain(error: Exception) -> str:
@@ -104,56 +190,4 @@ def _as_receipt(exercise: Exercise, found: Any) -> Receipt:
         raise TypeError(f"the verifier of '{exercise.name}' must return a Receipt or a list of rows, not {found!r}")
     if all(row.verdict == "info" for row in result.rows):
         raise TypeError(f"the verifier of '{exercise.name}' compared nothing; a check that cannot fail is no check")
-    return result
-
-
-def _hint_line(exercise: Exercise, level: int) -> str:
-    return f"Hint {level} of {len(exercise.hints)}: {exercise.hints[level - 1]}"
-
-
-def _whats_next(exercise: Exercise, level: int) -> str:
-    if level < len(exercise.hints):
-        return f'hint("{exercise.name}") opens the next one.'
-    return f"That was the last hint; solutions/{exercise.lab}.ipynb has a full answer."
-
-
-@dataclass(frozen=True, repr=False)
-class _Card:
-    """A title, what to say about it, and the receipt."""
-
-    title: str
-    receipt: Receipt | None
-    lines: tuple[str, ...] | list[str] = ()
-    note: str = ""
-
-    def __repr__(self) -> str:
-        indented = ["  " + part for line in [*self.lines, self.note] if line for part in line.splitlines()]
-        return "\n".join([self.title, *([str(self.receipt)] if self.receipt else []), *indented])
-
-    def _repr_html_(self) -> str:
-        passed = self.title.endswith(": passed")
-        colour = "#009E73" if passed else "#E69F00"
-        lines = "".join(map(_html_line, self.lines))
-        note = f'<div style="margin-top:6px"><i>{escape(self.note)}</i></div>' if self.note else ""
-        table = self.receipt._repr_html_() if self.receipt else ""
-        return (
-            f'<div style="border-left:4px solid {colour};padding:4px 12px;color:inherit">'
-            f"<b>{'✓ ' if passed else ''}{escape(self.title)}</b>{table}{lines}{note}</div>"
-        )
-
-
-def _html_line(line: str) -> str:
-    """A sentence, or a block of several lines (a table, a line of code) that keeps its columns."""
-    if "\n" in line:
-        return f'<pre style="margin:3px 0;color:inherit;background:none">{escape(line)}</pre>'
-    return f'<div style="margin:3px 0">{escape(line)}</div>'
-
-
-def _show(card: _Card) -> None:
-    """Rich in a notebook, text anywhere else."""
-    if "IPython" in sys.modules and getattr(sys.modules["IPython"].get_ipython(), "kernel", None) is not None:
-        from IPython.display import display
-
-        display(card)
-    else:
-        print(card)
+    return receipt(result.title, result.rows, open_rows=PASSED_ROWS) if result.ok else result

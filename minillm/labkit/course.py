@@ -7,45 +7,71 @@ course/lab01_collectives/checks*.py, mistakes*.py, receipts.py, figures.py      
 
 import difflib
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 FOLDER = re.compile(r"lab(\d\d_\w+)")
+ABSENT = (
+    "this copy of minillm came without its course: clone the repository and run the command inside the clone "
+    "(any directory of it will do)"
+)
+_BESIDE = Path(__file__).resolve().parents[2]
 
 
 def root(start: Path | None = None) -> Path:
     """The nearest folder from `start` upwards with course/labNN_topic; without `start` from here, else minillm's."""
     here = (start or Path.cwd()).resolve()
-    for folder in (here, *here.parents, *([] if start else [Path(__file__).resolve().parents[2]])):
+    for folder in (here, *here.parents, *([] if start else [_BESIDE])):
         if any((folder / "course").glob("lab[0-9][0-9]_*/")):
             return folder
     raise ValueError(f"no course in or above {here}: name a clone of minillm, or run this inside one")
 
 
-def folders(home: Path) -> dict[str, Path]:
+def home() -> Path:
+    """The clone whose `course` this process imports: the one beside the package, else the one that we are in.
+
+    It is put on the module path, so that `import course` works here and in ranks, whatever the working directory.
+    ValueError if there is none.
+    """
+    here = Path.cwd().resolve()
+    for folder in (_BESIDE, here, *here.parents):
+        if any((folder / "course").glob("lab[0-9][0-9]_*/")):
+            if str(folder) not in sys.path:
+                sys.path.insert(0, str(folder))
+            return folder
+    raise ValueError(ABSENT)
+
+
+def folders(clone: Path) -> dict[str, Path]:
     """The labs' folders by name (NN_topic), in order."""
-    found = ((FOLDER.fullmatch(path.name), path) for path in sorted((home / "course").glob("lab*/")))
+    found = ((FOLDER.fullmatch(path.name), path) for path in sorted((clone / "course").glob("lab*/")))
     return {match[1]: path for match, path in found if match}
 
 
-def masters(home: Path) -> dict[str, Path]:
+def masters(clone: Path) -> dict[str, Path]:
     """Masters of the labs by name, in order."""
-    return _files(home, "notebook.py")
+    return _files(clone, "notebook.py")
 
 
-def scripts(home: Path) -> dict[str, Path]:
+def scripts(clone: Path) -> dict[str, Path]:
     """Masters of the torchrun scripts by name, in order."""
-    return _files(home, "torchrun.py")
+    return _files(clone, "torchrun.py")
 
 
 def modules(kind: str, lab: str = "") -> list[str]:
-    """Modules of this installation's course called `kind` or `kind_*`, of one lab (NN or NN_topic) or of all."""
-    home = Path(__file__).resolve().parents[2]
-    paths = [path for name, folder in folders(home).items() if name.startswith(lab) for path in folder.glob("*.py")]
+    """Modules of this process's course called `kind` or `kind_*`, of one lab (NN or NN_topic) or of all."""
+    paths = [path for name, folder in folders(home()).items() if name.startswith(lab) for path in folder.glob("*.py")]
     names = {path: path.stem for path in sorted(paths) if re.fullmatch(rf"{kind}(_\w+)?", path.stem)}
     return [f"course.{path.parent.name}.{stem}" for path, stem in names.items()]
+
+
+def lab_of(module: str) -> str:
+    """NN_topic of a module course.labNN_topic.x; "" for any other module."""
+    match = re.match(rf"course\.{FOLDER.pattern}\b", module)
+    return match[1] if match else ""
 
 
 def load(kind: str, lab: str) -> ModuleType | None:
@@ -75,5 +101,5 @@ def _resolve(name: str, known: list[str]) -> str:
     raise ValueError(f"no lab is called '{name}'; {choice}")
 
 
-def _files(home: Path, name: str) -> dict[str, Path]:
-    return {lab: folder / name for lab, folder in folders(home).items() if (folder / name).exists()}
+def _files(clone: Path, name: str) -> dict[str, Path]:
+    return {lab: folder / name for lab, folder in folders(clone).items() if (folder / name).exists()}

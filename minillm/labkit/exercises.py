@@ -1,11 +1,13 @@
-"""The registry of exercises: what to verify, what to fall back on, which wrong answers must be caught.
+"""The registry of exercises: what to verify, which hints to give, which known answers a check must tell apart.
 
     course/lab01_collectives/checks.py     @exercise(...) on each verifier of lab 01
-    course/lab01_collectives/mistakes.py   @mutant(...) and @alternative(...): known answers
+    course/lab01_collectives/mistakes.py   @mistake(...) and @alternative(...): known answers
 
 A verifier takes the learner's object (nearly always a function), uses it for real and returns a Receipt or a list of
-rows; it raises CheckFailed("what is wrong, in the learner's words") or returns a row that is off. Modules are imported
-when an exercise of theirs is first asked for.
+rows; it raises CheckFailed("what is wrong, in the learner's words") or returns a row that is off. What it draws, it
+draws from Python's or torch's default generator: `checks.verify` seeds them, so that a mistake can be tried on the
+very inputs on which a learner's answer failed. The right answer is the solution in the lab's master (answers.py).
+Modules are imported when an exercise of theirs is first asked for.
 """
 
 import difflib
@@ -13,31 +15,37 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from minillm.labkit import course
+from minillm.labkit.answers import answer_to
 from minillm.labkit.receipts import Receipt, Row
 
 Verifier = Callable[[Any], Receipt | Iterable[Row]]
 
 
 class CheckFailed(Exception):
-    """What is wrong with an answer, said to the learner; `rows` are the evidence gathered so far."""
+    """What is wrong with an answer, said to the learner.
 
-    def __init__(self, message: str, rows: Iterable[Row] = ()):
+    rows: what was compared so far, for the receipt. evidence: what the answer gave instead of the right thing (a
+    number, a tensor, a list); a mistake that gives the same on the same inputs lends its sentence. Without it the
+    message itself is the evidence.
+    """
+
+    def __init__(self, message: str, rows: Iterable[Row] = (), *, evidence: Any = None):
         super().__init__(message)
         self.rows = tuple(rows)
+        self.evidence = evidence
 
 
 @dataclass(frozen=True)
 class Exercise:
-    """One exercise; `reference` is the course's own answer, `difficulty` runs from 1 to 5."""
+    """One exercise; `difficulty` runs from 1 to 5."""
 
     name: str
     lab: str
     verify: Verifier
-    reference: Any
+    own_reference: Any  # None: the solution in the master
     hints: tuple[str, ...]
     minutes: int
     difficulty: int
@@ -54,15 +62,29 @@ class Exercise:
         if self.minutes < 1 or not 1 <= self.difficulty <= 5:
             raise ValueError(f"exercise '{self.name}' needs minutes of 1 or more and a difficulty from 1 to 5")
 
+    @property
+    def reference(self) -> Any:
+        """The course's own answer: the same object at every look."""
+        return self.own_reference if self.own_reference is not None else answer_to(self.name, self.lab)
+
 
 @dataclass(frozen=True)
 class Answer:
-    """A known answer: wrong (`expect`: a pattern the check's message must contain) or right (`expect` None)."""
+    """A known answer: right (neither sentence nor pattern), or wrong.
+
+    says: the sentence that the framework adds when a learner's answer fails exactly as this one. expect: a pattern that
+    the check's own message must contain, where the check itself says what is wrong.
+    """
 
     exercise: str
     label: str
     candidate: Any
-    expect: str | None
+    says: str = ""
+    expect: str = ""
+
+    @property
+    def wrong(self) -> bool:
+        return bool(self.says or self.expect)
 
 
 _exercises: dict[str, Exercise] = {}
@@ -70,9 +92,13 @@ _answers: dict[tuple[str, str], Answer] = {}
 
 
 def exercise(
-    name: str, *, reference: Any, hints: Iterable[str], minutes: int, lab: str, difficulty: int = 2
+    name: str, *, hints: Iterable[str], minutes: int, difficulty: int = 2, lab: str = "", reference: Any = None
 ) -> Callable[[Verifier], Verifier]:
-    """Register the decorated verifier as exercise `name` of `lab`."""
+    """Register the decorated verifier as exercise `name`.
+
+    lab: default, the lab in whose folder the verifier stands. reference: only where the right answer is not the
+    solution in the lab's master.
+    """
 
     def register(verify: Verifier) -> Verifier:
         known = _exercises.get(name)
@@ -80,30 +106,35 @@ def exercise(
             raise ValueError(
                 f"exercise '{name}' is already registered in {known.verify.__module__}; choose another name"
             )
-        _exercises[name] = Exercise(name, lab, verify, reference, tuple(hints), minutes, difficulty)
+        home = lab or course.lab_of(verify.__module__)
+        _exercises[name] = Exercise(name, home, verify, reference, tuple(hints), minutes, difficulty)
         return verify
 
     return register
 
 
-def mutant(exercise: str, label: str, *, expect: str) -> Callable[[Any], Any]:
-    """Register a wrong answer learners really write; the check must reject it with a message matching `expect`.
+def mistake(exercise: str, label: str, *, says: str = "", expect: str = "") -> Callable[[Any], Any]:
+    """Register a wrong answer learners really write; the check must reject it.
 
-    expect: a regular expression, searched without regard to case.
+    says: the sentence that tells what is wrong with it; it is written here and nowhere else. expect: instead of it,
+    where the check itself knows: a regular expression for its message, searched without regard to case.
     """
-    if not expect:
-        raise ValueError(f"mutant '{label}' of '{exercise}' needs expect=, a pattern that the check's message contains")
-    return _answer(exercise, label, expect)
+    if bool(says) == bool(expect):
+        raise ValueError(
+            f"mistake '{label}' of '{exercise}' needs says=, the sentence that it draws, or expect=, a pattern of the "
+            "check's own message (one of them)"
+        )
+    return _answer(exercise, label, says, expect)
 
 
 def alternative(exercise: str, label: str) -> Callable[[Any], Any]:
     """Register another correct answer; the check must accept it."""
-    return _answer(exercise, label, None)
+    return _answer(exercise, label)
 
 
 def find(name: str) -> Exercise:
     """The exercise called `name`, importing lab modules until it turns up (first those whose text names it)."""
-    for module in sorted(course.modules("checks"), key=lambda module: not _mentions(module, name)):
+    for module in sorted(_modules("checks"), key=lambda module: not _mentions(module, name)):
         if name in _exercises:
             break
         import_module(module)
@@ -113,33 +144,37 @@ def find(name: str) -> Exercise:
     return _exercises[name]
 
 
-def all_exercises() -> list[Exercise]:
-    """Every exercise of the course, by lab and in the order of its module."""
-    for module in course.modules("checks"):
+def all_exercises(lab: str = "") -> list[Exercise]:
+    """Every exercise of the course or of one lab, by lab and in the order of its module."""
+    for module in _modules("checks", lab):
         import_module(module)
-    return sorted(_exercises.values(), key=lambda exercise: exercise.lab)
+    return sorted((e for e in _exercises.values() if lab in ("", e.lab)), key=lambda exercise: exercise.lab)
 
 
-def answers(name: str | None = None) -> list[Answer]:
-    """Mutants (`expect` set) and alternatives (`expect` None), of one exercise or of all."""
-    for module in course.modules("mistakes"):
+def answers(name: str = "") -> list[Answer]:
+    """Mistakes and alternatives, of one exercise or of all."""
+    for module in _modules("mistakes", find(name).lab if name else ""):
         import_module(module)
-    return [answer for answer in _answers.values() if name in (None, answer.exercise)]
+    return [answer for answer in _answers.values() if name in ("", answer.exercise)]
 
 
-def _answer(exercise: str, label: str, expect: str | None) -> Callable[[Any], Any]:
+def _answer(exercise: str, label: str, says: str = "", expect: str = "") -> Callable[[Any], Any]:
     def register(candidate: Any) -> Any:
         known = _answers.get((exercise, label))
         if known and getattr(known.candidate, "__module__", None) != getattr(candidate, "__module__", None):
             raise ValueError(f"'{exercise}' has two answers labelled '{label}'; give each its own label")
-        _answers[exercise, label] = Answer(exercise, label, candidate, expect)
+        _answers[exercise, label] = Answer(exercise, label, candidate, says, expect)
         return candidate
 
     return register
 
 
+def _modules(kind: str, lab: str = "") -> list[str]:
+    return course.modules(kind, lab)
+
+
 def _mentions(module: str, name: str) -> bool:
-    path = Path(__file__).parents[2].joinpath(*module.split(".")).with_suffix(".py")
+    path = course.home().joinpath(*module.split(".")).with_suffix(".py")
     return path.exists() and re.search(rf"""["']{re.escape(name)}["']""", path.read_text(encoding="utf-8")) is not None
 
 

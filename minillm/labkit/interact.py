@@ -4,7 +4,8 @@
     show(view)                                                # static: what GitHub and tests see
     sliders(view, nproc=(2, 8), latency_us=(1, 500))          # the same function under sliders
 
-Figures are turned into PNG here and pyplot's registry is cleaned, so a figure appears once and none pile up.
+Figures are turned into PNG here and pyplot's registry is cleaned, so a figure appears once and none pile up: sliders
+under a still picture of the same view redraw that picture, and only where there is none do they bring their own.
 """
 
 import base64
@@ -16,27 +17,30 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from minillm.labkit.card import in_notebook
 from minillm.labkit.plots import style
 
 View = Callable[..., Figure]
+_shown: dict[str, tuple[Any, dict[str, Any]]] = {}  # by view: where its still picture is displayed, its parameters
 
 
 def show(view: View, **parameters: Any) -> None:
     """Display `view(**parameters)` as a still picture; the view's first docstring line is its alternative text."""
     image = render(view, **parameters)
-    if _in_notebook():
+    if in_notebook():
         from IPython.display import display
 
-        title = _title(view)
-        png = base64.b64encode(image).decode()
-        display({"image/png": png, "text/plain": title}, raw=True, metadata={"image/png": {"alt": title}})
+        bundle, metadata = _bundle(view, image)
+        handle = display(bundle, raw=True, metadata=metadata, display_id=True)
+        _shown[view.__qualname__] = (handle, parameters)
 
 
 def sliders(view: View, **controls: Any) -> None:
     """Redraw `view` as its parameters are moved.
 
     controls: (low, high) or (low, high, step) for a slider, a list for a choice, True or False for a tick box.
-    Each starts at the view's own default; parameters without a control keep theirs.
+    Each starts where the still picture above is, else at the view's own default; parameters without a control keep
+    theirs.
     """
     _refuse_unknown(view, controls)
     try:
@@ -44,25 +48,34 @@ def sliders(view: View, **controls: Any) -> None:
     except ImportError:
         print(f"Sliders need the package ipywidgets; without it, call show({view.__name__}, ...) with other values.")
         return
-    if not _in_notebook():
+    if not in_notebook():
         print(f"Sliders need a notebook; here, call render({view.__name__}, ...) with other values.")
         return
     from IPython.display import display
 
-    widgets = {name: _widget(ipywidgets, view, name, control) for name, control in controls.items()}
+    handle, start = _shown.get(view.__qualname__, (None, {}))
+    widgets = {name: _widget(ipywidgets, view, name, control, start) for name, control in controls.items()}
     natural_size = {"align_self": "flex-start", "max_width": "100%"}
     picture, message = ipywidgets.Image(format="png", layout=natural_size), ipywidgets.HTML()
 
     def redraw(_change: Any = None) -> None:
         try:
-            picture.value, message.value = render(view, **{name: w.value for name, w in widgets.items()}), ""
+            image = render(view, **start | {name: widget.value for name, widget in widgets.items()})
         except ValueError as error:  # a corner of the parameters that the view refuses
             message.value = str(error)
+            return
+        message.value = ""
+        if handle:
+            bundle, metadata = _bundle(view, image)
+            handle.update(bundle, raw=True, metadata=metadata)
+        else:
+            picture.value = image
 
     for widget in widgets.values():
         widget.observe(redraw, names="value")
-    redraw()
-    display(ipywidgets.VBox([*widgets.values(), message, picture]))
+    if not handle:
+        redraw()
+    display(ipywidgets.VBox([*widgets.values(), message, *([] if handle else [picture])]))
 
 
 def render(view: View, **parameters: Any) -> bytes:
@@ -79,8 +92,14 @@ def render(view: View, **parameters: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _widget(ipywidgets: Any, view: View, name: str, control: Any) -> Any:
-    default = inspect.signature(view).parameters[name].default
+def _bundle(view: View, image: bytes) -> tuple[dict[str, str], dict[str, Any]]:
+    """What a notebook displays of a picture, and its metadata."""
+    title = _title(view)
+    return {"image/png": base64.b64encode(image).decode(), "text/plain": title}, {"image/png": {"alt": title}}
+
+
+def _widget(ipywidgets: Any, view: View, name: str, control: Any, start: dict[str, Any]) -> Any:
+    default = start.get(name, inspect.signature(view).parameters[name].default)
     widget = ipywidgets.interactive.widget_from_abbrev(control, default)
     if widget is None:
         raise ValueError(
@@ -101,7 +120,3 @@ def _refuse_unknown(view: View, names: dict[str, Any]) -> None:
 
 def _title(view: View) -> str:
     return (inspect.getdoc(view) or view.__name__.replace("_", " ")).splitlines()[0]
-
-
-def _in_notebook() -> bool:
-    return "IPython" in sys.modules and getattr(sys.modules["IPython"].get_ipython(), "kernel", None) is not None

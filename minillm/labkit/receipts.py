@@ -1,12 +1,14 @@
-"""Receipts: what a formula predicted beside what really happened, and whether the two agree.
+"""Receipts: what was predicted beside what really happened, and whether the two agree.
 
     ring all-reduce, 4 ranks
-    name                     predicted      measured   verdict
-    bytes sent by rank 0   1,572,864 B   1,572,864 B   ok
-    messages                         6             6   ok
+    name                   your guess       formula      measured   verdict
+    bytes sent by rank 0        8.0 MB   1,572,864 B   1,572,864 B   ok
+    messages                        —             6             6   ok
 
-The same object is text for a terminal, HTML for a notebook (readable on light and dark pages, and without any CSS, as
-on GitHub) and rows of JSON.
+Four columns keep apart where a number comes from: the reader's guess, a formula (or what must hold), a simulation of a
+machine, and this machine. Only columns that a receipt uses are shown, and of a long one the first rows; the rest is
+folded. The same object is text for a terminal, HTML for a notebook (readable on light and dark pages, and without any
+CSS, as on GitHub) and rows of JSON.
 """
 
 import math
@@ -17,74 +19,167 @@ from numbers import Number
 from typing import Any, Literal
 
 Verdict = Literal["ok", "off", "info"]
+Kind = Literal["measured", "simulated", "formula"]
+OPEN_ROWS = 8
 _TINY = 1e-300
 _MARKS = {"ok": ("✓", "#009E73"), "off": ("✗", "#D55E00"), "info": ("·", "#888888")}
+_COLUMNS = ("your guess", "formula", "simulated", "measured")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One quantity: `predicted` is None where nothing was predicted (verdict "info")."""
+    """One quantity. predicted: what a formula gives or what must hold, None where nothing was predicted ("info").
+
+    measured: what was found; kind says whether on this machine or in a simulation. A row of kind "formula" has only
+    its `predicted`. guess: the reader's. noisy: it depends on what else this machine is doing (time, traffic on the
+    loopback interface), so the tour judges it and tests do not.
+    """
 
     name: str
     predicted: Any
     measured: Any
     unit: str
     verdict: Verdict
+    kind: Kind = "measured"
+    guess: Any = None
+    noisy: bool = False
+
+    @property
+    def columns(self) -> dict[str, Any]:
+        """Values by the column in which they stand."""
+        found = {} if self.kind == "formula" else {self.kind: self.measured}
+        return {"your guess": self.guess, "formula": self.predicted} | found
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        plain = {
             "name": self.name,
             "predicted": _plain(self.predicted),
             "measured": _plain(self.measured),
             "unit": self.unit,
             "verdict": self.verdict,
         }
+        return plain if self.kind == "measured" else plain | {"kind": self.kind}
 
 
 @dataclass(frozen=True, repr=False)
 class Receipt:
-    """A titled table of rows; `.ok` is False as soon as one row is off."""
+    """A titled table of rows; `.ok` is False as soon as one is off. print() shows all rows, a notebook the first."""
 
     title: str
     rows: tuple[Row, ...]
+    open_rows: int = OPEN_ROWS
 
     @property
     def ok(self) -> bool:
         return all(row.verdict != "off" for row in self.rows)
+
+    @property
+    def shown(self) -> int:
+        """How many rows are not folded: a row that is indented is not cut off from the one above it."""
+        if len(self.rows) <= self.open_rows:
+            return len(self.rows)
+        whole = (n for n in range(self.open_rows, 0, -1) if not self.rows[n].name.startswith(" "))
+        return next(whole, self.open_rows)
 
     def to_json(self) -> list[dict[str, Any]]:
         """Rows {"name", "predicted", "measured", "unit", "verdict"}, safe to hand to `json.dump`."""
         return [row.to_json() for row in self.rows]
 
     def __str__(self) -> str:
-        table = [("name", "predicted", "measured", "verdict"), *map(_cells, self.rows)]
-        name, predicted, measured, _ = (max(map(len, column)) for column in zip(*table, strict=True))
-        lines = [f"{n:<{name}}   {p:>{predicted}}   {m:>{measured}}   {v}" for n, p, m, v in table]
+        table = [self._heads(), *map(self._cells, self.rows)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        sides = ["<", *[">"] * len(self._columns()), "<"]
+        lines = [
+            "   ".join(
+                f"{cell:{side}{width}}" for cell, side, width in zip(cells, sides, widths, strict=False)
+            ).rstrip()
+            for cells in table
+        ]
         return "\n".join([self.title, *lines] if self.title else lines)
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        if self.shown == len(self.rows):
+            return str(self)
+        kept = str(self).splitlines()[: (1 if self.title else 0) + 1 + self.shown]
+        return "\n".join([*kept, f"... and {len(self.rows) - self.shown} more rows; print() shows them all"])
 
     def _repr_html_(self) -> str:
+        title = f"<b>{escape(self.title)}</b>" if self.title else ""
+        folded = self.rows[self.shown :]
+        more = ""
+        if folded:
+            opened = " open" if any(row.verdict == "off" for row in folded) else ""
+            more = f"<details{opened}><summary>{len(folded)} more rows</summary>{self._table(folded)}</details>"
+        return f'<div style="color:inherit">{title}{self._table(self.rows[: self.shown])}{more}</div>'
+
+    def _columns(self) -> list[str]:
+        """Those columns that a row has a value for; a comparison always has "formula", an empty receipt "measured"."""
+        used = {name for row in self.rows for name, value in row.columns.items() if value is not None}
+        return [name for name in _COLUMNS if name in used] or ["measured"]
+
+    def _judged(self) -> bool:
+        return any(row.verdict != "info" for row in self.rows)
+
+    def _heads(self) -> list[str]:
+        return ["name", *self._columns(), *(["verdict"] if self._judged() else [])]
+
+    def _cells(self, row: Row) -> list[str]:
+        values = [format_value(row.columns.get(name), row.unit) for name in self._columns()]
+        return [row.name, *values, *([row.verdict] if self._judged() else [])]
+
+    def _table(self, rows: Iterable[Row]) -> str:
+        sides = ["left", *["right"] * len(self._columns()), "left"]
         head = "".join(
             f'<th style="text-align:{side};padding:2px 12px">{name}</th>'
-            for name, side in (("name", "left"), ("predicted", "right"), ("measured", "right"), ("verdict", "left"))
+            for side, name in zip(sides, self._heads(), strict=False)
         )
-        body = "".join(map(_html_row, self.rows))
-        title = f"<b>{escape(self.title)}</b>" if self.title else ""
+        body = "".join(map(self._html_row, rows))
         return (
-            f'<div style="color:inherit">{title}<table style="border-collapse:collapse;margin:4px 0;color:inherit">'
-            f'<thead><tr style="border-bottom:1px solid #888">{head}</tr></thead><tbody>{body}</tbody></table></div>'
+            '<table style="border-collapse:collapse;margin:4px 0;color:inherit">'
+            f'<thead><tr style="border-bottom:1px solid #888">{head}</tr></thead><tbody>{body}</tbody></table>'
         )
 
+    def _html_row(self, row: Row) -> str:
+        name, *values = self._cells(row)
+        verdict = values.pop() if self._judged() else ""
+        depth = len(name) - len(name.lstrip(" "))
+        indent = "&nbsp;" * depth  # a page collapses spaces, and GitHub drops styles
+        cells = [f'<td style="text-align:left;padding:2px 12px">{indent}{escape(name.lstrip(" "))}</td>']
+        number = "text-align:right;padding:2px 12px;font-variant-numeric:tabular-nums"
+        cells += [f'<td style="{number}">{escape(value)}</td>' for value in values]
+        if verdict:
+            mark, colour = _MARKS[row.verdict]
+            weight = "bold" if row.verdict == "off" else "normal"
+            cells.append(
+                f'<td style="text-align:left;padding:2px 12px"><span style="color:{colour};font-weight:bold">{mark}'
+                f'</span> <span style="font-weight:{weight}">{verdict}</span></td>'
+            )
+        return f'<tr style="background:none;color:inherit">{"".join(cells)}</tr>'
 
-def row(name: str, predicted: Any, measured: Any, unit: str = "", tolerance: float = 0.0) -> Row:
-    """Compare a prediction with a measurement.
+
+def row(
+    name: str,
+    predicted: Any,
+    measured: Any,
+    unit: str = "",
+    tolerance: float = 0.0,
+    *,
+    guess: Any = None,
+    kind: Kind = "measured",
+    noisy: bool = False,
+) -> Row:
+    """Compare a prediction with what was found.
 
     tolerance: relative to |predicted|; 0 asks for exact equality. predicted=None only reports ("info").
-    Numbers may be Python's, numpy's or one-element tensors; anything else is compared by ==.
+    kind="simulated": `measured` comes from a model of a machine. guess: the reader's, shown and not judged. noisy: see
+    Row. Numbers may be Python's, numpy's or one-element tensors; anything else is compared by ==.
     """
     if not tolerance >= 0:
         raise ValueError(f"tolerance={tolerance} of row '{name}' must be 0 or more (a share of the predicted value)")
+    if kind not in ("measured", "simulated"):
+        raise ValueError(
+            f"kind='{kind}' of row '{name}' must be 'measured' or 'simulated'; a formula's row is formula()"
+        )
     predicted, measured = _scalar(predicted), _scalar(measured)
     if predicted is None:
         verdict = "info"
@@ -93,12 +188,19 @@ def row(name: str, predicted: Any, measured: Any, unit: str = "", tolerance: flo
         verdict = "ok" if close else "off"
     else:
         verdict = "ok" if predicted == measured else "off"
-    return Row(name, predicted, measured, unit, verdict)
+    return Row(name, predicted, measured, unit, verdict, kind, _scalar(guess), noisy)
 
 
-def receipt(title: str, rows: Iterable[Row]) -> Receipt:
-    """A receipt from rows made by `row`."""
-    return Receipt(title, tuple(rows))
+def formula(name: str, value: Any, unit: str = "", *, guess: Any = None) -> Row:
+    """A number that is arithmetic and was not measured, beside the reader's guess if there is one."""
+    return Row(name, _scalar(value), None, unit, "info", "formula", _scalar(guess))
+
+
+def receipt(title: str, rows: Iterable[Row], *, open_rows: int = OPEN_ROWS) -> Receipt:
+    """A receipt from rows made by `row` and `formula`; of more than `open_rows` rows the rest is folded."""
+    if open_rows < 1:
+        raise ValueError(f"open_rows={open_rows} of receipt '{title}' must be 1 or more")
+    return Receipt(title, tuple(rows), open_rows)
 
 
 def format_value(value: Any, unit: str = "") -> str:
@@ -154,21 +256,3 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else str(value)
-
-
-def _cells(row: Row) -> tuple[str, str, str, str]:
-    return row.name, format_value(row.predicted, row.unit), format_value(row.measured, row.unit), row.verdict
-
-
-def _html_row(row: Row) -> str:
-    name, predicted, measured, verdict = map(escape, _cells(row))
-    mark, colour = _MARKS[row.verdict]
-    number = 'style="text-align:right;padding:2px 12px;font-variant-numeric:tabular-nums"'
-    text = 'style="text-align:left;padding:2px 12px"'
-    weight = "bold" if row.verdict == "off" else "normal"
-    return (
-        f'<tr style="background:none;color:inherit"><td {text}>{name}</td><td {number}>{predicted}</td>'
-        f"<td {number}>{measured}</td><td {text}>"
-        f'<span style="color:{colour};font-weight:bold">{mark}</span> '
-        f'<span style="font-weight:{weight}">{verdict}</span></td></tr>'
-    )

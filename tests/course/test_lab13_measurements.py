@@ -3,25 +3,23 @@
 import pytest
 import torch
 
-from course.lab13_paged_attention import checks as lab_13
-from course.lab13_paged_attention import checks_attention as lab_13_attention
-from course.lab13_paged_attention import checks_prefix as lab_13_prefix
-from course.lab13_paged_attention import checks_sharing as lab_13_sharing
 from course.lab13_paged_attention import experiments, paging
 from course.lab13_paged_attention import experiments_breaks as breaks
 from course.lab13_paged_attention import experiments_engine as small
 from course.lab13_paged_attention import experiments_sharing as sharing
 from course.lab13_paged_attention import figures as pictures
 from course.lab13_paged_attention import mistakes_sharing as spoilers
+from minillm.labkit.answers import answers_of
 from minillm.predict import paging as predict
 
+right = answers_of("13_paged_attention")
 PARTS = {
-    "slot_mapping": lab_13.slot_mapping,
-    "pool": lab_13.Pool,
-    "paged_attention": lab_13_attention.paged_attention,
-    "block_keys": lab_13_prefix.block_keys,
-    "find_prefix": lab_13_prefix.find_prefix,
-    "prepare_write": lab_13_sharing.prepare_write,
+    "slot_mapping": right.slot_mapping,
+    "pool": right.Pool,
+    "paged_attention": right.paged_attention,
+    "block_keys": right.block_keys,
+    "find_prefix": right.find_prefix,
+    "prepare_write": right.prepare_write,
 }
 
 

@@ -9,7 +9,7 @@ from minillm.labkit import exercises, progress
 def own_registry_and_progress(tmp_path, monkeypatch):
     monkeypatch.setattr(exercises, "_exercises", {})
     monkeypatch.setattr(exercises, "_answers", {})
-    monkeypatch.setattr(exercises.course, "modules", lambda kind, lab="": [])
+    monkeypatch.setattr(exercises, "_modules", lambda kind, lab="": [])
     monkeypatch.setenv("MINILLM_PROGRESS", str(tmp_path / "progress.json"))
     monkeypatch.delenv("MINILLM_STRICT", raising=False)
     monkeypatch.setattr(progress, "_unsaved", {})

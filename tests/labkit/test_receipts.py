@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from minillm.labkit import receipt, row
+from minillm.labkit import formula, receipt, row
 from minillm.labkit.receipts import format_value
 
 
@@ -81,7 +81,7 @@ def test_text_is_an_aligned_table():
     )
     assert str(made) == (
         "ring, 4 ranks\n"
-        "name           predicted      measured   verdict\n"
+        "name             formula      measured   verdict\n"
         "bytes sent   1,572,864 B   1,572,864 B   ok\n"
         "calls                  6             7   off\n"
         "time                   —       2.00 ms   info"
@@ -101,3 +101,42 @@ def test_json_rows_are_plain():
         {"name": "n", "predicted": None, "measured": "inf", "unit": "", "verdict": "info"},
         {"name": "shape", "predicted": [2], "measured": [2], "unit": "el", "verdict": "ok"},
     ]
+
+
+def test_guesses_formulas_simulations_and_measurements_have_columns_of_their_own():
+    made = receipt(
+        "",
+        [
+            formula("ring, 8 ranks", 1.75, "P", guess=7),
+            row("simulated step", 10, 11, "ms", 0.2, kind="simulated"),
+            row("measured step", 10, 12, "ms", 0.5),
+        ],
+    )
+    assert " ".join(str(made).splitlines()[0].split()) == "name your guess formula simulated measured verdict"
+    assert made.rows[0].columns == {"your guess": 7, "formula": 1.75} and made.rows[0].verdict == "info"
+    assert "simulated" in made.rows[1].columns and "measured" not in made.rows[1].columns
+    assert [line.get("kind") for line in made.to_json()] == ["formula", "simulated", None]
+    assert "verdict" not in str(receipt("", made.rows[:1]))
+    with pytest.raises(ValueError, match="kind='guess' of row 'x' must be 'measured' or 'simulated'"):
+        row("x", 1, 1, kind="guess")
+
+
+def test_rows_after_the_eighth_are_folded_with_their_parents():
+    rows = [row(name, 1, 1) for name in ("a", "b", "c", "d", "e", "f", "g", "h", "    of h", "i")]
+    long = receipt("long", rows)
+    assert long.shown == 7 and receipt("", rows[:8]).shown == 8 and receipt("", rows, open_rows=3).shown == 3
+    assert (
+        repr(long).splitlines()[-1] == "... and 3 more rows; print() shows them all"
+        and len(str(long).split("\n")) == 12
+    )
+    html = long._repr_html_()
+    assert html.count("<details>") == 1 and "3 more rows" in html and html.index("<details>") > html.index(">g<")
+    assert "<details open>" in receipt("", [*rows, row("wrong", 1, 2)])._repr_html_()
+    assert receipt("", [rows[0], *[rows[8]] * 12]).shown == 8  # a block that is too long is cut after all
+    with pytest.raises(ValueError, match="open_rows=0"):
+        receipt("", rows, open_rows=0)
+
+
+def test_indented_rows_stay_indented_in_html():
+    html = receipt("", [row("bytes", 1, 1), row("    of rank 0", 1, 1)])._repr_html_()
+    assert ">&nbsp;&nbsp;&nbsp;&nbsp;of rank 0<" in html

@@ -4,7 +4,7 @@
     every check passes on the solution
     every exercise passes alone, where nothing else is solved (only the cells that it stands on are run)
     a lab with every second exercise solved runs to its end
-    every mutant is rejected with a message that fits its mistake, every alternative is accepted
+    every mistake is rejected with its sentence, every alternative is accepted
 
 Labs run in this process (cells share a namespace that is `__main__`, as in a notebook): a kernel per run would cost
 minutes. What nbval has run in a kernel already is not run again: its record is judged.
@@ -25,6 +25,7 @@ import matplotlib
 from nbformat import NotebookNode
 
 from minillm.labkit import checks, exercises, masters, progress
+from minillm.labkit.answers import names_of
 
 
 def check_unsolved(master: Path, scratch: Path) -> None:
@@ -71,21 +72,10 @@ def needed(notebook: NotebookNode, name: str) -> set[int]:
     for index in reversed(range(len(cells))):
         if cells[index].cell_type != "code":
             continue
-        tree = ast.parse(_plain(cells[index].source))
-        sets = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
-        sets |= {(node.asname or node.name).split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.alias)}
-        names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
-        sets |= {node.id for node in names if isinstance(node.ctx, ast.Store)}
-        sets |= {  # table["a"] = 1 and options.a = 1 set something of `table` and `options`
-            node.value.id
-            for node in ast.walk(tree)
-            if isinstance(node, (ast.Subscript, ast.Attribute))
-            and isinstance(node.ctx, ast.Store)
-            and isinstance(node.value, ast.Name)
-        }
+        reads, sets = names_of(ast.parse(_plain(cells[index].source)))
         if name in masters.checked(cells[index]) or sets & wanted:
             found.add(index)
-            wanted |= {node.id for node in names}
+            wanted |= reads
     return found
 
 
@@ -95,13 +85,18 @@ def check_reference(exercise: exercises.Exercise) -> None:
     assert outcome.status == "passed", f"the reference of '{exercise.name}' is not accepted: {outcome.message}"
 
 
-def check_mutant(answer: exercises.Answer) -> None:
-    """A wrong answer fails, and the message says why."""
-    outcome = checks.verify(exercises.find(answer.exercise), answer.candidate)
-    who = f"mutant '{answer.label}' of '{answer.exercise}'"
+def check_mistake(answer: exercises.Answer, seed: int = 1) -> None:
+    """A wrong answer fails, and the learner reads its sentence."""
+    exercise = exercises.find(answer.exercise)
+    outcome = checks.verify(exercise, answer.candidate, seed)
+    who = f"mistake '{answer.label}' of '{answer.exercise}'"
     assert outcome.status == "failed", f"{who} is not rejected but {outcome.status}"
-    fits = re.search(answer.expect, outcome.message, re.IGNORECASE)
-    assert fits, f"{who} is rejected with {outcome.message!r}, which lacks {answer.expect!r}"
+    if answer.says:
+        said = checks.diagnose(exercise, outcome, seed)
+        assert said == answer.says, f"{who} draws {said!r}, not its own sentence, after {outcome.message!r}"
+    else:
+        fits = re.search(answer.expect, outcome.message, re.IGNORECASE)
+        assert fits, f"{who} is rejected with {outcome.message!r}, which lacks {answer.expect!r}"
 
 
 def check_alternative(answer: exercises.Answer) -> None:
@@ -112,12 +107,12 @@ def check_alternative(answer: exercises.Answer) -> None:
 
 
 def check_counts(lab: str, registered: Collection[exercises.Exercise], answers: Collection[exercises.Answer]) -> None:
-    """Three mutants or more per exercise, two alternatives or more per lab."""
+    """Three mistakes or more per exercise, two alternatives or more per lab."""
     names = {exercise.name for exercise in registered if exercise.lab == lab}
     for name in sorted(names):
-        mutants = [answer for answer in answers if answer.exercise == name and answer.expect is not None]
-        assert len(mutants) >= 3, f"'{name}' has {len(mutants)} mutants; three are the least"
-    others = [answer for answer in answers if answer.exercise in names and answer.expect is None]
+        wrong = [answer for answer in answers if answer.exercise == name and answer.wrong]
+        assert len(wrong) >= 3, f"'{name}' has {len(wrong)} mistakes; three are the least"
+    others = [answer for answer in answers if answer.exercise in names and not answer.wrong]
     assert len(others) >= 2, f"{lab} has {len(others)} alternatives; two are the least"
 
 

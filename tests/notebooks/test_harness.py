@@ -18,7 +18,7 @@ def fixture_lab(tmp_path, monkeypatch):
     monkeypatch.delenv("MINILLM_RECORDS", raising=False)
     monkeypatch.setattr(exercises, "_exercises", {})
     monkeypatch.setattr(exercises, "_answers", {})
-    monkeypatch.setattr(exercises.course, "modules", lambda kind, lab="": [])
+    monkeypatch.setattr(exercises, "_modules", lambda kind, lab="": [])
     monkeypatch.syspath_prepend(str(FIXTURE))
     sys.modules.pop("fixture_exercises", None)
     __import__("fixture_exercises")
@@ -51,7 +51,7 @@ def test_good_answers_pass(fixture_lab):
     for exercise in exercises.all_exercises():
         harness.check_reference(exercise)
     for answer in exercises.answers():
-        (harness.check_alternative if answer.expect is None else harness.check_mutant)(answer)
+        (harness.check_mistake if answer.wrong else harness.check_alternative)(answer)
 
 
 def test_answer_left_in_the_lab_is_caught(fixture_lab, scratch):
@@ -101,16 +101,16 @@ def test_unchecked_exercise_is_caught(fixture_lab, scratch):
         harness.check_solved(fixture_lab, scratch)
 
 
-def test_check_that_accepts_a_mutant_is_caught(fixture_lab):
-    exercises.mutant("fixture-total", "not-wrong", expect="anything")(sum)
-    with pytest.raises(AssertionError, match="mutant 'not-wrong' of 'fixture-total' is not rejected"):
-        harness.check_mutant(exercises.answers("fixture-total")[-1])
+def test_check_that_accepts_a_mistake_is_caught(fixture_lab):
+    exercises.mistake("fixture-total", "not-wrong", expect="anything")(sum)
+    with pytest.raises(AssertionError, match="mistake 'not-wrong' of 'fixture-total' is not rejected"):
+        harness.check_mistake(exercises.answers("fixture-total")[-1])
 
 
 def test_message_that_does_not_fit_is_caught(fixture_lab):
-    exercises.mutant("fixture-total", "wrong-message", expect="deadlock")(lambda numbers: 0)
+    exercises.mistake("fixture-total", "wrong-message", expect="deadlock")(lambda numbers: 0)
     with pytest.raises(AssertionError, match="which lacks 'deadlock'"):
-        harness.check_mutant(exercises.answers("fixture-total")[-1])
+        harness.check_mistake(exercises.answers("fixture-total")[-1])
 
 
 def test_rejected_alternative_and_reference_are_caught(fixture_lab):
@@ -126,7 +126,7 @@ def test_rejected_alternative_and_reference_are_caught(fixture_lab):
 
 def test_too_few_answers_are_caught(fixture_lab):
     answers = exercises.answers()
-    with pytest.raises(AssertionError, match="'fixture-mean' has 2 mutants"):
+    with pytest.raises(AssertionError, match="'fixture-mean' has 2 mistakes"):
         harness.check_counts("90_fixture", exercises.all_exercises(), [a for a in answers if a.label != "no-division"])
     with pytest.raises(AssertionError, match="90_fixture has 1 alternatives"):
         harness.check_counts("90_fixture", exercises.all_exercises(), [a for a in answers if a.label != "loop"])

@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 MASTERS = course.masters(ROOT)
 EXERCISES = {exercise.name: exercise for exercise in exercises.all_exercises()}
 ANSWERS = {f"{answer.exercise}/{answer.label}": answer for answer in exercises.answers()}
-MUTANTS = [key for key, answer in ANSWERS.items() if answer.expect is not None]
-ALTERNATIVES = [key for key, answer in ANSWERS.items() if answer.expect is None]
+MISTAKES = [key for key, answer in ANSWERS.items() if answer.wrong]
+ALTERNATIVES = [key for key, answer in ANSWERS.items() if not answer.wrong]
 CHECKED = [
     (lab, name) for lab, path in MASTERS.items() for cell in masters.lab(path).cells for name in masters.checked(cell)
 ]
@@ -48,7 +48,7 @@ def test_exercise_passes_alone(lab, name, tmp_path):
 
 
 @pytest.mark.parametrize("lab", sorted({exercise.lab for exercise in EXERCISES.values()}))
-def test_enough_mutants_and_alternatives(lab):
+def test_enough_mistakes_and_alternatives(lab):
     harness.check_counts(lab, EXERCISES.values(), ANSWERS.values())
 
 
@@ -57,9 +57,9 @@ def test_reference_is_accepted(name):
     harness.check_reference(EXERCISES[name])
 
 
-@pytest.mark.parametrize("key", MUTANTS)
-def test_mutant_is_rejected(key):
-    harness.check_mutant(ANSWERS[key])
+@pytest.mark.parametrize("key", MISTAKES)
+def test_mistake_is_rejected_with_its_sentence(key):
+    harness.check_mistake(ANSWERS[key])
 
 
 @pytest.mark.parametrize("key", ALTERNATIVES)

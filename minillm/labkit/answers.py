@@ -1,0 +1,130 @@
+"""The course's own answers: each is written once, between BEGIN SOLUTION and END SOLUTION in a lab's notebook.py.
+
+    right = answers_of("01_collectives")
+    right.all_gather                        # the function as the solved notebook defines it
+    answer_to("ring-all-gather", "01_collectives")      # what the notebook hands to check("ring-all-gather", ...)
+
+A master is plain Python, so nothing else of it is run: from the statement that defines a name, back to the imports and
+helpers which that one reads, and `check("name", x)` counts as x. What is made this way belongs to a module that cannot
+be imported, so cloudpickle sends it to ranks by value, as it does with what a notebook's cell defines.
+"""
+
+import ast
+import symtable
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from minillm.labkit import course
+
+
+class Answers:
+    """The names of one solved master as attributes; each is made when it is first asked for."""
+
+    def __init__(self, master: Path):
+        self._master = master
+        self._module = ModuleType(f"course.{master.parent.name}.notebook")
+        self._module.__file__ = str(master)
+        self._statements = ast.parse(master.read_text(encoding="utf-8"), str(master)).body
+        self._uses = [names_of(statement) for statement in self._statements]
+        self._done: set[int] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not any(name in binds for _, binds in self._uses):
+            raise AttributeError(f"{self._master} defines no '{name}'")
+        self._run({name}, len(self._statements))
+        return self._module.__dict__[name]
+
+    def to(self, exercise: str) -> Any:
+        """What the master hands to `check(exercise, ...)`. ValueError if it checks no such exercise."""
+        for index, statement in enumerate(self._statements):
+            for node in ast.walk(statement):
+                if _checks(node) == exercise:
+                    candidate = ast.Expression(node.args[1])
+                    self._run(names_of(candidate)[0], index)
+                    return eval(compile(candidate, str(self._master), "eval"), self._module.__dict__)
+        raise ValueError(f"{self._master} has no check('{exercise}', ...), so the exercise has no answer there")
+
+    def _run(self, wanted: set[str], end: int) -> None:
+        """Execute, among the first `end` statements, those that bind a wanted name, and what they stand on."""
+        needed = []
+        for index in reversed(range(end)):
+            reads, binds = self._uses[index]
+            if binds & wanted:
+                needed.append((index, set(wanted)))
+                wanted = wanted | reads
+        for index, names in reversed(needed):
+            if index not in self._done:
+                code = ast.Module([_only(self._statements[index], names)], type_ignores=[])
+                exec(compile(_Unchecked().visit(code), str(self._master), "exec"), self._module.__dict__)
+                if not isinstance(self._statements[index], (ast.Import, ast.ImportFrom)):
+                    self._done.add(index)
+
+
+@cache
+def answers_of(lab: str) -> Answers:
+    """The answers of a lab (NN_topic) of this course."""
+    masters = course.masters(course.home())
+    if lab not in masters:
+        raise ValueError(f"lab '{lab}' has no notebook.py in the course, so nobody knows its answers")
+    return Answers(masters[lab])
+
+
+@cache
+def answer_to(exercise: str, lab: str) -> Any:
+    """The course's answer to an exercise; the same object at every call."""
+    return answers_of(lab).to(exercise)
+
+
+def names_of(tree: ast.AST) -> tuple[set[str], set[str]]:
+    """(names that the code reads from its module, names that it binds there or changes by index or attribute)."""
+    code = ast.unparse(tree)
+    table = symtable.symtable(code, "<statement>", "exec")
+    reads = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced()} | _globals_below(table)
+    binds = {s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported() or s.is_namespace()}
+    return reads, binds | {name.id for name in _changed(tree)}
+
+
+def _globals_below(table: symtable.SymbolTable) -> set[str]:
+    found = set()
+    for child in table.get_children():
+        found |= {s.get_name() for s in child.get_symbols() if s.is_global() and s.is_referenced()}
+        found |= _globals_below(child)
+    return found
+
+
+def _changed(tree: ast.AST) -> list[ast.Name]:
+    """`table` of table["a"] = 1 and of table.a = 1, outside functions and classes."""
+    stores, waiting = [], [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+            stores.append(node.value)
+        if not isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Lambda)):
+            waiting += ast.iter_child_nodes(node)
+    return [node for node in stores if isinstance(node, ast.Name)]
+
+
+def _checks(node: ast.AST) -> str | None:
+    """The exercise that a call of `check` names, or None."""
+    is_check = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "check"
+    return node.args[0].value if is_check and len(node.args) == 2 and isinstance(node.args[0], ast.Constant) else None
+
+
+def _only(statement: ast.stmt, names: set[str]) -> ast.stmt:
+    """An import of the wanted names alone; any other statement as it is."""
+    if isinstance(statement, ast.Import):
+        kept = [alias for alias in statement.names if (alias.asname or alias.name.split(".")[0]) in names]
+        return ast.copy_location(ast.Import(kept), statement)
+    if isinstance(statement, ast.ImportFrom):
+        kept = [alias for alias in statement.names if (alias.asname or alias.name) in names]
+        return ast.copy_location(ast.ImportFrom(statement.module, kept, statement.level), statement)
+    return statement
+
+
+class _Unchecked(ast.NodeTransformer):
+    """check("name", x) -> x"""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        return self.visit(node.args[1]) if _checks(node) else self.generic_visit(node)
