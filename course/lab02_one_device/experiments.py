@@ -24,8 +24,8 @@ from minillm.train import (
     MasterWeights,
     TrainConfig,
     Trainer,
+    checkpoint_blocks,
     preset,
-    recompute_blocks,
     squared_norm,
 )
 from minillm.train.steptime import PARTS
@@ -45,11 +45,16 @@ def step_memory(
     batch: int = 2,
     seq: int = 256,
     accumulate: int = 1,
-    recompute: str = "none",
+    activation_checkpointing: str = "none",
 ) -> Bytes:
     """The most that each kind held in one step of minillm's trainer, counted; masters are `optimizer`."""
     chosen = TrainConfig(
-        config, seq_len=seq, batch_size=batch, accumulate=accumulate, precision=precision, recompute=recompute
+        config,
+        seq_len=seq,
+        batch_size=batch,
+        accumulate=accumulate,
+        precision=precision,
+        activation_checkpointing=activation_checkpointing,
     )
     with Trainer(chosen, random_tokens(config.vocab_size), workers=0) as trainer:
         trainer.step()  # makes the moments
@@ -107,9 +112,9 @@ def recompute_tradeoff(
     tokens = torch.randint(0, config.vocab_size, (batch, seq + 1), generator=torch.Generator().manual_seed(0))
     found, models = {}, {}
     for mode, (keep, every) in MODES.items():
-        counted = recompute_blocks(Transformer(config, attention=dense), keep, every)
+        counted = checkpoint_blocks(Transformer(config, attention=dense), keep, every)
         flops = count_flops(lambda counted=counted: train_once(counted, tokens))
-        models[mode] = model = recompute_blocks(Transformer(config), keep, every)
+        models[mode] = model = checkpoint_blocks(Transformer(config), keep, every)
         with memory(model) as census:
             _train_fused(model, tokens)
         found[mode] = {"flops": flops, "activation": census.peak.activation, "seconds": float("inf")}
@@ -141,7 +146,7 @@ def _flops(config: ModelConfig, seq: int, mode: str) -> float:
 @one_thread()
 def step_split(
     peak_flops: float | None,
-    recompute: str = "none",
+    activation_checkpointing: str = "none",
     batch: int = 4,
     seq: int = 128,
     accumulate: int = 1,
@@ -152,7 +157,7 @@ def step_split(
         preset("target", text_tokens().vocab_size, seq),
         seq_len=seq,
         batch_size=batch,
-        recompute=recompute,
+        activation_checkpointing=activation_checkpointing,
         accumulate=accumulate,
     )
     with Trainer(config, text_tokens(), peak_flops=peak_flops, workers=0) as trainer:
@@ -271,3 +276,21 @@ def accelerate_gradient(config: ModelConfig, batches: Sequence[tuple[Tensor, Ten
             accelerator.backward(cross_entropy(model(inputs), targets))
             optimizer.step()
     return gradient(bare)
+
+
+# What 16 bits lose.
+
+
+def repeated_update(dtype: torch.dtype, start: float = 1.0, update: float = 1e-3, steps: int = 1000) -> float:
+    """start + update + update + ... in `dtype`. bfloat16 has 8 bits of mantissa: next to 1.0 its steps are 2^-7, and
+    1 + 0.001 rounds back to 1. A thousand updates leave a weight where it was; float32 reaches 2."""
+    weight = torch.tensor(start, dtype=dtype)
+    for _ in range(steps):
+        weight += update
+    return weight.item()
+
+
+def flushed_share(values: Tensor, dtype: torch.dtype, scale: float = 1.0) -> float:
+    """Share of non-zero `values` that are zero once stored in `dtype` after multiplication by `scale`."""
+    nonzero = values[values != 0]
+    return ((nonzero * scale).to(dtype) == 0).double().mean().item()

@@ -247,7 +247,7 @@ def splits() -> dict[str, dict[str, float]]:
     peak = machine().peak_flops_one_thread
     return {
         "nothing recomputed": experiments.step_split(peak),
-        "every block recomputed": experiments.step_split(peak, recompute="full"),
+        "every block recomputed": experiments.step_split(peak, activation_checkpointing="full"),
     }
 
 

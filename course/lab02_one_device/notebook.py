@@ -31,12 +31,13 @@ from torch.utils.checkpoint import checkpoint
 
 from course.lab02_one_device import experiments
 from course.lab02_one_device import figures as pictures
+from course.lab02_one_device.experiments import flushed_share, repeated_update
 from minillm import measure
 from minillm.labkit import check, receipt, row, show, sliders
 from minillm.model import Transformer, dense
 from minillm.predict import memory as predict_memory
 from minillm.predict import model as predict
-from minillm.train import LossScaler, flushed_share, recompute, repeated_update
+from minillm.train import LossScaler, activation_checkpoint
 
 # %% [markdown]
 # ## Predict
@@ -428,8 +429,8 @@ class Recompute(torch.autograd.Function):
 Recompute = check("recompute-block", Recompute)
 
 # %% [markdown]
-# (With dropout inside, the random numbers must be the same the second time; `minillm.train.recompute` and torch's
-# checkpoint save the generator's state, and autocast's, for that.)
+# (With dropout inside, the random numbers must be the same the second time; `minillm.train.activation_checkpoint` and
+# torch's `checkpoint` save the generator's state, and autocast's, for that.)
 #
 # Which blocks, and all of each? *Selective* recomputation keeps the results of matmuls and of attention and computes
 # the rest again, norms, rotations, SwiGLU's products (after Korthikanti et al. 2022):
@@ -617,7 +618,7 @@ for reentrant in (True, False):
             outcome[reentrant] = "trains"
         except RuntimeError as error:
             outcome[reentrant] = f"RuntimeError: {str(error)[:43]}"
-recompute(layer, x, parameters=tuple(layer.parameters())).sum().backward()
+activation_checkpoint(layer, x, parameters=tuple(layer.parameters())).sum().backward()
 receipt(
     "torch.utils.checkpoint",
     [
@@ -670,8 +671,8 @@ receipt("torch and accelerate", rows)
 # | `TrainConfig(precision="bf16")` | `torch.autocast(device, torch.bfloat16)` | `mixed_precision="bf16"`, `--bf16` |
 # | `precision="fp16"` | autocast and `torch.amp.GradScaler` | `mixed_precision="fp16"`, `--fp16` |
 # | `accumulate=K` | divide the sum, `backward()`, K times | `gradient_accumulation_steps=K` in both |
-# | `recompute="full"` | `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)` | `--gradient_checkpointing` |
-# | `recompute="selective"` | `create_selective_checkpoint_contexts` | — |
+# | `activation_checkpointing="full"` | `torch.utils.checkpoint`, `use_reentrant=False` | `--gradient_checkpointing` |
+# | `activation_checkpointing="selective"` | `create_selective_checkpoint_contexts` | — |
 # | `max_grad_norm` | `scaler.unscale_`, then `clip_grad_norm_` | `accelerator.clip_grad_norm_`, `--max_grad_norm` |
 # | `measure.memory` | `torch.cuda.memory._record_memory_history`, `max_memory_allocated` | — |
 #
@@ -680,7 +681,7 @@ receipt("torch and accelerate", rows)
 # This lab has one device, and the same command line everywhere; on a GPU the loop's spans wait for the device:
 #
 # ```bash
-# python -m minillm train --precision bf16 --recompute full --accumulate 4 --memory   # bytes by kind of the first step
+# python -m minillm train --precision bf16 --activation-checkpointing full --memory   # bytes by kind, of the first step
 # python -m minillm plot RUN                                                          # loss, and the step's parts
 # ```
 #

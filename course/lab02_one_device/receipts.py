@@ -11,11 +11,11 @@ from torch.utils.checkpoint import checkpoint
 
 from course.lab02_one_device import checks_step as answers
 from course.lab02_one_device import experiments, watching
+from course.lab02_one_device.experiments import flushed_share, repeated_update
 from minillm.labkit.receipts import Row, row
 from minillm.measure import machine
 from minillm.model import ModelConfig, Transformer, dense
 from minillm.predict.model import matmul_parameters, parameters, training_flops
-from minillm.train import flushed_share, repeated_update
 
 SHAPE = ModelConfig(512, 96, 256, 3, 4, 2, max_seq_len=128, tie_embeddings=True)
 

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from course.lab03_data_parallel import formulas
 from course.lab03_data_parallel.experiments import CAP_MB, gradient_bytes, model, tokens
 from minillm import measure
 from minillm.comm import Group, Link, launch
 from minillm.measure import Ledger
 from minillm.model import cross_entropy
 from minillm.predict import comms
-from minillm.predict import data_parallel as predict
 from minillm.train import BucketedDDP, FlatDDP, NaiveDDP
 
 WORLD = 2
@@ -73,7 +73,7 @@ class Slow:
     def step_s(self, link: Link, per_bucket: int) -> float:
         """Seconds of backward and reduction with overlap: each bucket starts when it is ready and the wire is free."""
         ready = [min(first + per_bucket, self.blocks) * self.seconds for first in range(0, self.blocks, per_bucket)]
-        return predict.reduction_times(ready, self.comm_s(link, per_bucket))[-1][1]
+        return formulas.reduction_times(ready, self.comm_s(link, per_bucket))[-1][1]
 
 
 class _SlowModule(nn.Module):
@@ -145,7 +145,7 @@ def account(led: Ledger) -> dict[str, Any]:
         "step_s": seconds(led),
         "backward_s": backward,
         "comm_s": comm,
-        "hidden": predict.hidden_share(seconds(led), backward, comm),
+        "hidden": formulas.hidden_share(seconds(led), backward, comm),
         "blocks": [(span.start - start, span.end - start) for span in blocks],
         "reductions": [(event.start - start, event.end - start) for event in led.events],
         "bytes": led.bytes(),
@@ -162,10 +162,10 @@ def overlap(forms: Mapping[str, Form] = OURS, link: Link = LINK, repeats: int = 
 def beside_prediction(ledgers: Mapping[str, Ledger], shape: Slow, link: Link) -> dict[str, Any]:
     one_by_one, at_once = sum(shape.comm_s(link, 1)), sum(shape.comm_s(link, shape.blocks))
     predicted = {
-        "naive": predict.naive_seconds(shape.backward_s, one_by_one),
-        "flat": predict.naive_seconds(shape.backward_s, at_once),
+        "naive": formulas.naive_seconds(shape.backward_s, one_by_one),
+        "flat": formulas.naive_seconds(shape.backward_s, at_once),
     }
-    overlapped = predict.overlapped_seconds(shape.backward_s, one_by_one, shape.comm_s(link, 1)[-1])
+    overlapped = formulas.overlapped_seconds(shape.backward_s, one_by_one, shape.comm_s(link, 1)[-1])
     return {
         "emulated": True,
         "world_size": WORLD,
@@ -237,7 +237,9 @@ def real() -> dict[str, float]:
     found = launch(_real, WORLD, REAL, link=link)[0]
     return {
         "backward_s": alone["step_s"],
-        **{name: predict.hidden_share(form["step_s"], alone["step_s"], form["comm_s"]) for name, form in found.items()},
+        **{
+            name: formulas.hidden_share(form["step_s"], alone["step_s"], form["comm_s"]) for name, form in found.items()
+        },
     }
 
 

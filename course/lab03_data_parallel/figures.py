@@ -8,13 +8,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter, StrMethodFormatter
 
-from course.lab03_data_parallel import experiments
+from course.lab03_data_parallel import experiments, formulas
 from course.lab03_data_parallel import experiments_overlap as overlap
 from course.lab03_data_parallel.experiments_overlap import Slow
 from minillm.comm import Link
 from minillm.labkit.palette import SPANS, TEXT, look
 from minillm.labkit.plots import bars, style, subplots
-from minillm.predict import data_parallel as predict
 
 Stretch = tuple[float, float]
 
@@ -45,16 +44,16 @@ def step_on_a_clock(
     link = Link(latency_ms / 1e3, mb_per_s * 1e6)
     held = min(blocks_per_bucket, blocks)
     backward = [(i * shape.seconds, (i + 1) * shape.seconds) for i in range(blocks)]
-    after = predict.reduction_times([shape.backward_s] * blocks, shape.comm_s(link, 1, ranks))
+    after = formulas.reduction_times([shape.backward_s] * blocks, shape.comm_s(link, 1, ranks))
     ready = [min(first + held, blocks) * shape.seconds for first in range(0, blocks, held)]
-    during = predict.reduction_times(ready, shape.comm_s(link, held, ranks))
+    during = formulas.reduction_times(ready, shape.comm_s(link, held, ranks))
     figure, axes = subplots(width=9.5, height=2.9)
     with style():
         for row, reductions in enumerate((after, during)):
             _lane(axes, row, backward, reductions, None)
             end = reductions[-1][1]
             comm = sum(stop - start for start, stop in reductions)
-            share = predict.hidden_share(end, shape.backward_s, comm)
+            share = formulas.hidden_share(end, shape.backward_s, comm)
             axes.text(end * 1e3, row, f"  {end * 1e3:.0f} ms, {max(0.0, share):.0%} hidden", va="center", fontsize=8.5)
         title = f"Predicted: {ranks} ranks, {blocks} blocks, buckets of {held}"
         _finish(figure, axes, ["naive", "bucketed"], title)

@@ -14,9 +14,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from course.lab11_data_pipeline import experiments
+from course.lab11_data_pipeline import bpe, experiments
 from course.shared.diagnose import expect_number
-from minillm.data import bpe
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, Row, receipt, row
 

@@ -15,26 +15,24 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch.utils.data import DataLoader, DistributedSampler
 
+from course.lab11_data_pipeline import bpe
+from course.lab11_data_pipeline import formulas as predict
+from course.lab11_data_pipeline.ngram import KneserNey
+from course.lab11_data_pipeline.padding import IGNORE, length_batches, pad
 from minillm import measure
 from minillm.comm import Group
 from minillm.data import (
     Loader,
-    NGram,
     Prefetcher,
     TokenDataset,
     Tokenizer,
-    bpe,
     corpus,
-    length_batches,
-    pad,
     train_tokenizer,
 )
-from minillm.data.padding import IGNORE
 from minillm.data.sampler import permutation
 from minillm.measure import Ledger
 from minillm.model import ModelConfig, Transformer
 from minillm.model.loss import cross_entropy
-from minillm.predict import data as predict
 
 VOCABULARIES = (257, 512, 1024, 2048, 4096, 8192)  # 256 bytes, the separator, and the merges
 Pair = tuple[bytes, bytes]
@@ -125,7 +123,7 @@ def ngram_loss(tokenizer: Tokenizer, order: int, share: int = 8) -> tuple[float,
         np.concatenate(tokenizer.encode_batch(texts))
         for texts in (documents("train")[::share], documents("validation"))
     )
-    return NGram(learnt, tokenizer.vocab_size, order).nats_per_token(used), len(used)
+    return KneserNey(learnt, tokenizer.vocab_size, order).nats_per_token(used), len(used)
 
 
 # Padding.

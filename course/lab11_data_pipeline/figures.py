@@ -12,11 +12,12 @@ from matplotlib.ticker import PercentFormatter
 
 from course.lab11_data_pipeline import checks_batches as answers
 from course.lab11_data_pipeline import experiments
-from minillm.data import Tokenizer, corpus, length_batches, tokenize
+from course.lab11_data_pipeline import formulas as predict
+from course.lab11_data_pipeline.padding import length_batches
+from minillm.data import Tokenizer, corpus, tokenize
 from minillm.labkit.palette import PALETTE, SPANS, look
 from minillm.labkit.plots import lines, style, subplots
 from minillm.measure import Ledger, timeline
-from minillm.predict import data as predict
 
 FILL = {"facecolor": "white", "edgecolor": PALETTE["vermillion"], "hatch": "xxxx", "linewidth": 0.4}
 

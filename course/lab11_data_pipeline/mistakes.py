@@ -73,7 +73,7 @@ def replaces_text(words, ids):
     return best, merged
 
 
-@mutant("bpe-merge-step", "glues in the words it was given", expect="changed its argument")
+@mistake("bpe-merge-step", "glues in the words it was given", expect="changed its argument")
 def in_place(words, ids):
     best, merged = right.merge_step(words, ids)
     words.clear()

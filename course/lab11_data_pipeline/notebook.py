@@ -33,15 +33,16 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from course.lab11_data_pipeline import experiments
+from course.lab11_data_pipeline import bpe, experiments
 from course.lab11_data_pipeline import figures as pictures
+from course.lab11_data_pipeline import formulas as predict
+from course.lab11_data_pipeline.baselines import character_tokenizer, word_tokenizer
+from course.lab11_data_pipeline.ngram import KneserNey
+from course.lab11_data_pipeline.padding import length_batches
 from minillm import data
 from minillm.comm import launch
-from minillm.data import bpe
-from minillm.data.baselines import character_tokenizer, word_tokenizer
 from minillm.data.sampler import permutation
 from minillm.labkit import check, receipt, row, show, sliders
-from minillm.predict import data as predict
 
 # %% [markdown]
 # ## The text
@@ -110,7 +111,7 @@ def merge_step(words, ids):
 merge_step = check("bpe-merge-step", merge_step)
 
 # %% [markdown]
-# That is all of training; `minillm/data/bpe.py` does the same and recounts less. Eight rounds on the small text:
+# That is all of training; `bpe.py`, beside this lab's master, does the same and recounts less. Eight rounds on the small text:
 
 # %%
 ids, state = bpe.initial_vocabulary(), words
@@ -267,7 +268,7 @@ for size in (257, 1024, 8192):
 train, validation = (data.tokenize(text, committed, split) for split in ("train", "validation"))
 rows = []
 for order in (1, 2, 3):
-    model = data.NGram(np.asarray(train.array), committed.vocab_size, order)
+    model = KneserNey(np.asarray(train.array), committed.vocab_size, order)
     chances = model.probabilities(np.asarray(validation.array))
     nats, direct = float(-np.log(chances).mean()), float(-np.log2(chances).sum() / validation.text_bytes)
     converted = bits_per_byte(nats, len(validation), validation.text_bytes)
@@ -307,12 +308,12 @@ targets_of = [len(tokens) - 1 for tokens in files]
 uniform = np.random.default_rng(0).integers(1, 2049, 8000).tolist()
 rows = [row("your guess: padding of random batches of 8 files", None, f"{guess_padding:.0%}")]
 for name, by_length in (("random", False), ("sorted", True)):
-    batches = data.length_batches(targets_of, 8, 0, by_length)
+    batches = length_batches(targets_of, 8, 0, by_length)
     positions, padding = experiments.count_padding(files, batches)
     predicted = predict.padding_waste([[targets_of[i] for i in batch] for batch in batches])
     rows.append(row(f"{len(files)} files, {name}: 1 − mean/max", predicted, padding / positions, tolerance=1e-9))
 for name, by_length in (("random", False), ("sorted", True)):
-    batches = data.length_batches(uniform, 8, 0, by_length)
+    batches = length_batches(uniform, 8, 0, by_length)
     waste = predict.padding_waste([[uniform[i] for i in batch] for batch in batches])
     predicted = None if by_length else predict.uniform_padding_waste(8)
     rows.append(row(f"even lengths, {name}" + ("" if by_length else ": (B−1)/2B"), predicted, waste, tolerance=0.02))
@@ -609,7 +610,7 @@ receipt(
 # %%
 rows = []
 for name, by_length in (("random", False), ("sorted", True)):
-    batches = [batch for batch in data.length_batches(lengths, 8, 0, by_length) if len(batch) == 8]
+    batches = [batch for batch in length_batches(lengths, 8, 0, by_length) if len(batch) == 8]
     totals = [sum(lengths[i] for i in batch) for batch in batches]
     rows.append(row(f"{name} batches of 8 files: most tokens / fewest", None, max(totals) / min(totals)))
 rows.append(row(f"windows of {SEQ_LEN} in which a file ends", None, f"{crossed:.1%}"))
@@ -707,7 +708,7 @@ compared
 
 # %%
 draws = np.random.default_rng(0).integers(0, 100_000, 100_000)
-at_random = data.length_batches(targets_of, 8, 0, False)
+at_random = length_batches(targets_of, 8, 0, False)
 corpus_padding = predict.padding_waste([[targets_of[i] for i in batch] for batch in at_random])
 tokens_per_s = 0.4 * 989e12 / (6 * 7e9)
 receipt(

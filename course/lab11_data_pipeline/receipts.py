@@ -8,13 +8,15 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from course.lab11_data_pipeline import bpe, experiments, feeding
 from course.lab11_data_pipeline import checks_batches as answers
-from course.lab11_data_pipeline import experiments, feeding
+from course.lab11_data_pipeline import formulas as predict
+from course.lab11_data_pipeline.baselines import word_tokenizer
+from course.lab11_data_pipeline.ngram import KneserNey
+from course.lab11_data_pipeline.padding import length_batches
 from minillm.comm import launch
-from minillm.data import NGram, Prefetcher, Tokenizer, bpe, corpus, length_batches, tokenize
-from minillm.data.baselines import word_tokenizer
+from minillm.data import Prefetcher, Tokenizer, corpus, tokenize
 from minillm.labkit.receipts import Row, row
-from minillm.predict import data as predict
 
 WORLD, SAMPLES = 4, 10
 
@@ -47,7 +49,7 @@ def _tokens() -> Iterator[Row]:
     yield row("words, 4,096 of them: some are unknown", True, unknown > 0)
     yield row("    their share of held-out code", None, f"{unknown:.1%}")
     ids = np.array(tokenizer.encode(text))
-    chances = NGram(ids, tokenizer.vocab_size, 1).probabilities(ids)
+    chances = KneserNey(ids, tokenizer.vocab_size, 1).probabilities(ids)
     bits = predict.bits_per_byte(float(-np.log(chances).mean()), len(ids), len(text.encode()))
     yield row(
         "bits per byte from nats per token", bits, float(-np.log2(chances).sum()) / len(text.encode()), "bit/B", 1e-9

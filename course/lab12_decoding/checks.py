@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from course.lab12_decoding import formulas as predict
 from course.lab12_decoding.decoders import GARBAGE, Cache, Watched, recompute
 from course.lab12_decoding.traffic import Traffic
 from course.shared.measuring import one_thread
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, Row, receipt, row
 from minillm.model import ModelConfig, Transformer, dense
-from minillm.predict import decoding as predict
 
 # The course's own answers.
 

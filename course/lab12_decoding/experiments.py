@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from course.lab12_decoding import checks as answers
+from course.lab12_decoding import formulas as predict
 from course.lab12_decoding.decoders import Cache
+from course.lab12_decoding.formulas import Work
 from course.lab12_decoding.traffic import Traffic
 from course.shared.measuring import count_flops, one_thread, text_tokens
 from minillm.data import Tokenizer
 from minillm.model import ModelConfig, Transformer, dense, load_hf
 from minillm.model.generate import KVCache, folder_of
-from minillm.predict import decoding as predict
-from minillm.predict.decoding import Work
 from minillm.predict.model import forward_flops
 
 WIDE = ModelConfig(4096, 1536, 4096, 2, 12, 2, max_seq_len=8192, tie_embeddings=True)

@@ -11,10 +11,10 @@ from matplotlib.ticker import EngFormatter
 
 from course.lab12_decoding import experiments
 from course.lab12_decoding import experiments_breaks as breaks
+from course.lab12_decoding import formulas as predict
 from course.lab12_decoding.experiments import GPUS, MODELS, Point, Roof
 from minillm.labkit.palette import PALETTE, look
 from minillm.labkit.plots import style, subplots
-from minillm.predict import decoding as predict
 from minillm.predict.model import kv_bytes_per_token, parameters
 from minillm.predict.roofline import attainable
 

@@ -526,7 +526,7 @@ receipts.transformers()
 #
 # ## Interview corner
 #
-# The numbers behind the answers, by `minillm.predict`:
+# The numbers behind the answers, by formula:
 
 # %%
 receipts.interview()

@@ -13,12 +13,12 @@ from course.lab12_decoding import checks_speed as speed
 from course.lab12_decoding import experiments
 from course.lab12_decoding import experiments_breaks as breaks
 from course.lab12_decoding import experiments_peers as peers
+from course.lab12_decoding import formulas as predict
 from course.lab12_decoding.experiments import GPUS, MODELS, WIDE, Point
 from course.shared.measuring import one_thread
 from course.shared.table import Table, seconds, table
 from minillm.labkit.receipts import Receipt, Row, receipt, row
 from minillm.model import generate as decoder
-from minillm.predict import decoding as predict
 from minillm.predict import roofline
 from minillm.predict.model import kv_bytes_per_token
 

@@ -10,11 +10,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from course.lab13_paged_attention import formulas as predict
 from course.lab13_paged_attention.paging import LargestTensor
 from course.shared.measuring import one_thread
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, receipt, row
-from minillm.predict import paging as predict
 
 HEADS, KV_HEADS, DIM, SIZE = 8, 4, 8, 4
 

@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from unittest import mock
 
+from course.lab13_paged_attention import formulas as predict
 from course.lab13_paged_attention.experiments import naive, target
 from course.shared.measuring import one_thread
-from minillm.predict import paging as predict
 from minillm.serve import LLM, BlockPool, Prefix, SamplingParams, Sequence, engine
 from minillm.serve.blocks import root
 

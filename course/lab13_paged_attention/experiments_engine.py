@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from course.lab13_paged_attention import formulas as predict
 from course.lab13_paged_attention.checks_prefix import Entry
 from course.lab13_paged_attention.experiments import target
 from course.shared.measuring import one_thread
-from minillm.predict import paging as predict
 
 
 @dataclass

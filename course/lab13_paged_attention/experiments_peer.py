@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
+from course.lab13_paged_attention import formulas as predict
 from course.lab13_paged_attention.experiments import cut, naive
 from course.shared.measuring import one_thread
 from minillm.model.generate import folder_of
-from minillm.predict import paging as predict
 
 PREFIX, OWN, REQUESTS, ANSWER = 70, 9, 4, 6
 

@@ -7,11 +7,11 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
+from course.lab13_paged_attention import formulas as predict
 from course.lab13_paged_attention.experiments import target, waste
 from course.lab13_paged_attention.experiments_sharing import share
 from course.shared.measuring import one_thread
 from minillm.model.paged import block_by_block, paged_attention
-from minillm.predict import paging as predict
 
 
 @one_thread()

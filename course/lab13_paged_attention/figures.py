@@ -11,10 +11,10 @@ from matplotlib.ticker import PercentFormatter
 from course.lab13_paged_attention import experiments
 from course.lab13_paged_attention import experiments_sharing as sharing_measured
 from course.lab13_paged_attention import experiments_sizes as sizes_measured
+from course.lab13_paged_attention import formulas as predict
 from course.lab13_paged_attention.block_picture import FREE, draw_blocks, draw_memory, key
 from minillm.labkit.palette import PALETTE
 from minillm.labkit.plots import bars, lines, style, subplots
-from minillm.predict import paging as predict
 from minillm.serve import StepRecord
 
 # Block tables.

@@ -25,9 +25,9 @@ from course.lab13_paged_attention import experiments_peer as peer
 from course.lab13_paged_attention import experiments_sharing as sharing
 from course.lab13_paged_attention import experiments_sizes as sizes
 from course.lab13_paged_attention import figures as pictures
+from course.lab13_paged_attention import formulas as predict
 from minillm.labkit import check, receipt, row, show, sliders
 from minillm.model import paged_triton
-from minillm.predict import paging as predict
 from minillm.predict.model import kv_bytes_per_token
 from minillm.serve import blocks
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from course.lab13_paged_attention import experiments
 from course.lab13_paged_attention import experiments_breaks as breaks
 from course.lab13_paged_attention import experiments_sharing as sharing
+from course.lab13_paged_attention import formulas as predict
 from minillm.labkit.receipts import Row, row
-from minillm.predict import paging as predict
 
 PREFIX, OWN, REQUESTS, SIZE = 100, 20, 4, 16
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from course.shared.measuring import one_thread
+from course.shared.step_cost import H100_8B, StepCost
 from minillm.data import corpus
 from minillm.data.tokenizer import Tokenizer
 from minillm.model import ModelConfig, Transformer, load_hf
 from minillm.model.generate import folder_of
-from minillm.predict.batching import H100_8B, StepCost
 from minillm.serve import LLM, BlockPool, SamplingParams, Scheduler, StepRecord
 from minillm.serve import Sequence as Seq
 from minillm.serve.recorder import record

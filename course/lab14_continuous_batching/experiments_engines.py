@@ -11,13 +11,13 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
+from course.lab14_continuous_batching import formulas as predict
 from course.lab14_continuous_batching.experiments import Flight, Player, draft, play, requests, target, text
 from course.lab14_continuous_batching.experiments_breaks import PromptsFirst
 from course.shared.baselines import StaticBatches, TimerBatches
 from course.shared.measuring import one_thread
+from course.shared.step_cost import H100_8B
 from minillm.model import Transformer
-from minillm.predict import batching as predict
-from minillm.predict.batching import H100_8B
 from minillm.serve import LLM, POLICIES, BlockPool, SamplingParams, Scheduler
 from minillm.serve.trace import Arrival, VirtualClock, arrivals, replay, skewed, summary, uniform
 

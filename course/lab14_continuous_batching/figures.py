@@ -7,12 +7,12 @@ from matplotlib.figure import Figure
 
 from course.lab14_continuous_batching import experiments_engines as engines
 from course.lab14_continuous_batching import figures_flight as lab_14_flight
+from course.lab14_continuous_batching import formulas as predict
 from course.lab14_continuous_batching.checks import continuous_batches
 from course.lab14_continuous_batching.experiments import Flight
+from course.shared.step_cost import H100_8B
 from minillm.labkit.palette import PALETTE, look
 from minillm.labkit.plots import style, subplots
-from minillm.predict import batching as predict
-from minillm.predict.batching import H100_8B
 from minillm.serve import POLICIES
 from minillm.serve.trace import skewed, uniform
 

@@ -556,7 +556,7 @@ receipts.transformers(at_once["skewed", "continuous"])
 #
 # ## Interview corner
 #
-# The numbers behind the answers, by `minillm.predict`:
+# The numbers behind the answers, by formula:
 
 # %%
 receipts.interview()

@@ -4,32 +4,21 @@ Counted, or on a simulated clock: except where a column says "measured", nothing
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 from course.lab14_continuous_batching import experiments
 from course.lab14_continuous_batching import experiments_breaks as breaks
 from course.lab14_continuous_batching import experiments_engines as engines
 from course.lab14_continuous_batching import figures_flight as flight_pictures
+from course.lab14_continuous_batching import formulas as predict
 from course.lab14_continuous_batching.checks_flight import diagnose
 from course.lab14_continuous_batching.experiments_transformers import peer
+from course.shared.step_cost import FOUR_H100_70B, H100_8B
 from course.shared.table import Table, seconds, table
 from minillm.labkit.receipts import Receipt, Row, receipt, row
-from minillm.predict import batching as predict
-from minillm.predict.batching import H100_8B
 from minillm.serve import Scheduler
 
 SEATS = engines.SEATS
-# Llama 3 70B in bf16, cut over four H100s: four times the rates, without what the cut costs.
-FOUR_H100_70B = replace(
-    H100_8B,
-    flops=4 * H100_8B.flops,
-    bandwidth=4 * H100_8B.bandwidth,
-    parameters=69.5e9,
-    weight_bytes=139e9,
-    kv_bytes=2 * 80 * 8 * 128 * 2,
-    pair_flops=4 * 80 * 64 * 128,
-)
 
 
 def rows() -> Iterator[Row]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from course.shared.measuring import one_thread
 from minillm.data import Tokenizer, corpus
-from minillm.model import ModelConfig, Transformer
+from minillm.model import Transformer
 from minillm.model.generate import folder_of
 from minillm.model.huggingface import load_hf
 from minillm.predict import speculation as predict
@@ -25,7 +25,6 @@ from minillm.serve.speculate import AdaptiveK, Counts, Proposer
 
 PROMPT, NEW = 96, 32
 KINDS = ("code", "prose")
-LLAMA_70B = ModelConfig(128256, 8192, 28672, 80, 64, 8)  # Llama 3 70B, for arithmetic only
 
 
 @dataclass(frozen=True)

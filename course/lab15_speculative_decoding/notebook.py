@@ -484,7 +484,7 @@ show(pictures.typical_acceptance)
 receipts.batches_here()
 
 # %% [markdown]
-# And by formula for an 8B model on one H100 (the roofline of lab 14, `predict.batching`), keys and values included:
+# And by formula for an 8B model on one H100 (the roofline of lab 14, `course/shared/step_cost.py`), keys and values included:
 
 # %%
 receipts.batches_h100()
@@ -546,7 +546,7 @@ receipts.transformers()
 #
 # ## Interview corner
 #
-# The numbers behind the answers, computed by `minillm.predict`:
+# The numbers behind the answers, computed by formula:
 
 # %%
 receipts.interview()
@@ -649,7 +649,7 @@ receipts.design_draft()
 # ### Capstone (open)
 #
 # Write `policy(batch, context, alpha, c) -> K` for an engine that serves the 8B model on one H100, with `H100_8B.step`
-# (`minillm.predict.batching`) as your machine. It should never be slower than K = 0 by more than 1 %. Then let α be
+# (`course.shared.step_cost`) as your machine. It should never be slower than K = 0 by more than 1 %. Then let α be
 # wrong by ± 0.1 and the context grow during an answer: how much of the gain is left, and what would you measure in
 # production to keep it? Defend the policy in half a page.
 #

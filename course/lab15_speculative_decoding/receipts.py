@@ -6,16 +6,15 @@ import torch
 
 from course.lab15_speculative_decoding import checks as answers
 from course.lab15_speculative_decoding import checks_gain as gain
-from course.lab15_speculative_decoding import experiments
+from course.lab15_speculative_decoding import experiments, formulas
 from course.lab15_speculative_decoding import experiments_breaks as breaks
 from course.lab15_speculative_decoding import experiments_peers as peers
 from course.lab15_speculative_decoding import experiments_runs as runs
 from course.lab15_speculative_decoding.tiny_models import NOTHING, Tiny, distance, first
+from course.shared.step_cost import FOUR_H100_70B, H100_8B
 from course.shared.table import Table, seconds, table
 from minillm.labkit.receipts import Receipt, Row, receipt, row
 from minillm.predict import speculation as predict
-from minillm.predict.batching import H100_8B
-from minillm.predict.decoding import work
 from minillm.serve.speculate import Draft, verify
 
 H100 = 989e12, 3.35e12  # FLOP/s in bf16 without sparsity, bytes/s (NVIDIA H100 SXM datasheet)
@@ -237,7 +236,7 @@ def interview() -> Table:
             "H100, K = 4, context 0: most sequences with a memory-bound verifying pass",
             int(H100[0] / H100[1] / 5),
         ),
-        ("p = (0.7, 0.2, 0.1), q = (0.2, 0.5, 0.3): accepted", predict.acceptance((0.7, 0.2, 0.1), (0.2, 0.5, 0.3))),
+        ("p = (0.7, 0.2, 0.1), q = (0.2, 0.5, 0.3): accepted", formulas.acceptance((0.7, 0.2, 0.1), (0.2, 0.5, 0.3))),
     ]
     return table("by formula", ("quantity", "formula"), lines)
 
@@ -246,7 +245,7 @@ def design_tpot(alphas: Sequence[float] = (0.7, 0.4)) -> Table:
     """D1: TPOT of a 70B model on four H100s, 16 sequences of 4,096 tokens, by K."""
 
     def pass_seconds(new: int) -> float:
-        return work(experiments.LLAMA_70B, 16, new, 4096).seconds(4 * H100[0], 4 * H100[1])
+        return FOUR_H100_70B.step([(4096, new)] * 16)
 
     def tpot(k: int, alpha: float) -> float:
         return (pass_seconds(k + 1) + 0.03 * k * pass_seconds(1)) / predict.tokens_per_pass(alpha, k)

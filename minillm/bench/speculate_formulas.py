@@ -8,6 +8,12 @@
 Each input is measured by itself, in runs that no measured side is taken from: the seconds of a step by engines of which
 one runs the target, one the draft, and one checks guesses that are all wrong; of prompts; and α, one number for all
 places, on each text alone. α is of the same texts: what its row tests is that places are alike, no unseen text.
+
+To the end, sequences end at different passes, and a batch is over when its last sequence is:
+
+    seconds     s₀ · E[max X] + s₁ · (E[X₁] + … + E[X_b])                X: passes until a sequence has its tokens
+
+s₀: of any pass, s₁: more for each sequence in it. Without draft tokens every X is the number of tokens.
 """
 
 import statistics
@@ -160,8 +166,8 @@ def whole_answers(
         without = having = 0.0
         for texts, each in zip(groups, alphas, strict=True):
             prompt, drafts = (prompt_seconds(llm, texts) for llm in (engines.plain, engines.draft))
-            without += prompt + predict.batch_seconds(each, 0, new_tokens - 1, *plain)
-            having += prompt + drafts + predict.batch_seconds(each, engines.k, new_tokens - 1, *guessing)
+            without += prompt + batch_seconds(each, 0, new_tokens - 1, *plain)
+            having += prompt + drafts + batch_seconds(each, engines.k, new_tokens - 1, *guessing)
         pairs.append((ours / theirs, without / having))
     return pairs
 
@@ -192,3 +198,42 @@ class _Wrong:
 
     def forget(self, key) -> None:
         pass
+
+
+def going(alpha: float, k: int, tokens: int) -> list[float]:
+    """[passes]: the chance that a sequence needs pass 1, 2, ... to write `tokens` tokens; their sum is E[X].
+
+    As the engine does it, no more is guessed than there are tokens left after the one that a pass gives anyway.
+    """
+    if tokens < 1:
+        raise ValueError(f"tokens {tokens} must be at least 1.")
+    left, chances = {tokens: 1.0}, []
+    while left:
+        chances.append(sum(left.values()))
+        after: dict[int, float] = {}
+        for missing, chance in left.items():
+            guesses = min(k, missing - 1)
+            for right in range(guesses + 1):
+                given = alpha**right * (1 - alpha if right < guesses else 1)
+                if missing > right + 1 and given:
+                    after[missing - right - 1] = after.get(missing - right - 1, 0.0) + chance * given
+        left = after
+    return chances
+
+
+def batch_passes(alphas: Sequence[float], k: int, tokens: int) -> tuple[float, float]:
+    """(E[max X], ΣE[X]) of sequences that write `tokens` tokens each. alphas: of each, all places of a draft alike."""
+    each = [going(alpha, k, tokens) for alpha in alphas]
+    longest = 0.0
+    for place in range(max(map(len, each))):
+        none = 1.0
+        for chances in each:
+            none *= 1 - (chances[place] if place < len(chances) else 0.0)
+        longest += 1 - none
+    return longest, sum(map(sum, each))
+
+
+def batch_seconds(alphas: Sequence[float], k: int, tokens: int, fixed: float, each: float) -> float:
+    """Seconds of all passes after the prompts. fixed, each: s₀ and s₁, guesses included; k 0: without guesses."""
+    longest, total = batch_passes(alphas, k, tokens)
+    return fixed * longest + each * total

@@ -9,8 +9,6 @@ with Loader(dataset, batch_size=8, rank=group.rank, world_size=group.world_size)
 from minillm.data.corpus import Corpus, Document, corpus
 from minillm.data.dataset import TokenDataset
 from minillm.data.loader import Batch, Loader
-from minillm.data.ngram import NGram, ngram_bits_per_byte
-from minillm.data.padding import length_batches, pad
 from minillm.data.prefetch import Prefetcher
 from minillm.data.sampler import ShardedSampler
 from minillm.data.tokenizer import Tokenizer, train_tokenizer
@@ -21,16 +19,12 @@ __all__ = [
     "Corpus",
     "Document",
     "Loader",
-    "NGram",
     "Prefetcher",
     "ShardedSampler",
     "TokenDataset",
     "Tokenizer",
     "Tokens",
     "corpus",
-    "length_batches",
-    "ngram_bits_per_byte",
-    "pad",
     "read_tokens",
     "tokenize",
     "train_tokenizer",

@@ -1,5 +1,4 @@
-"""python -m minillm.data tokenizer   makes the committed tokenizer.json again
-python -m minillm.data report      measures the corpus: files, bytes, tokens, entropies, n-gram baselines"""
+"""python -m minillm.data tokenizer   makes the committed tokenizer.json again"""
 
 import argparse
 import json
@@ -30,18 +29,13 @@ def make_tokenizer(data: str | None, vocab_size: int, out: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m minillm.data", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("command", choices=["tokenizer", "report"])
+    parser.add_argument("command", choices=["tokenizer"])
     parser.add_argument("--data", help="a folder or file of text (default: the standard library)")
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--out", type=Path, default=COMMITTED, help="where the tokenizer goes (default: the package's)")
     options = parser.parse_args(argv)
     try:
-        if options.command == "tokenizer":
-            make_tokenizer(options.data, options.vocab_size, options.out)
-        else:
-            from minillm.data.report import report
-
-            print(report(options.data))
+        make_tokenizer(options.data, options.vocab_size, options.out)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

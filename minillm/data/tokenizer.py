@@ -1,7 +1,7 @@
 """Text to token ids and back, losslessly for any text and any bytes.
 
 The work is done by the `tokenizers` library on a Hugging Face `tokenizer.json`, so `transformers` reads the same file
-and minillm reads the byte-level tokenizers of Llama 3, Qwen and GPT-2. `bpe.py` shows the mechanism itself.
+and minillm reads the byte-level tokenizers of Llama 3, Qwen and GPT-2. Lab 11 builds the mechanism itself.
 
 The committed tokenizer.json (4096 tokens) was made by `python -m minillm.data tokenizer` from the training files of
 the corpus; tokenizer.source.json beside it says from which text.
@@ -19,12 +19,16 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from minillm.data.bpe import BYTE_TO_CHAR, CHAR_TO_BYTE
-
 SEPARATOR = "<|endoftext|>"
 COMMITTED = Path(__file__).with_name("tokenizer.json")
 # What other byte-level tokenizers call their end of text, when no tokenizer_config.json says so.
 _KNOWN_EOS = (SEPARATOR, "<|end_of_text|>", "<|im_end|>", "</s>")
+
+# A printable stand-in for each byte (GPT-2's): itself where it prints, else the next code point from 256 up.
+_PRINTS = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTS]
+BYTE_TO_CHAR = {byte: chr(byte) for byte in _PRINTS} | {byte: chr(256 + n) for n, byte in enumerate(_OTHERS)}
+CHAR_TO_BYTE = {char: byte for byte, char in BYTE_TO_CHAR.items()}
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> "Tokenizer":

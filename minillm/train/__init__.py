@@ -1,4 +1,8 @@
-"""Training: the loop, what makes it fit (precision, recomputation, checkpoints), and how it is spread over ranks."""
+"""Training: the loop, what makes it fit (precision, activation checkpointing), checkpoints, and the strategies that
+spread it over ranks.
+
+Reading path: config.py, trainer.py, optimizer.py, strategies/single_device.py, run.py.
+"""
 
 from minillm.parallel.data_parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP
 from minillm.parallel.fsdp.fully_shard import FullyShard
@@ -25,14 +29,14 @@ from minillm.parallel.tensor_parallel.layers import (
     vocab_parallel_cross_entropy,
 )
 from minillm.parallel.zero.optimizer import ZeroOptimizer
-from minillm.train.activation_checkpointing import EXPENSIVE, recompute, recompute_blocks
+from minillm.train.activation_checkpointing import EXPENSIVE, activation_checkpoint, checkpoint_blocks
 from minillm.train.config import TrainConfig
-from minillm.train.fault_tolerance.loss_spike import Guard
+from minillm.train.fault_tolerance.loss_spike import LossSpikeGuard
 from minillm.train.optimizer import adamw, decay_groups, learning_rate
 from minillm.train.parallel_config import ParallelConfig
-from minillm.train.precision import PRECISIONS, LossScaler, MasterWeights, flushed_share, repeated_update
+from minillm.train.precision import PRECISIONS, LossScaler, MasterWeights
 from minillm.train.presets import preset
-from minillm.train.run import Run, fit
+from minillm.train.run import RunResult, fit
 from minillm.train.steptime import StepTime
 from minillm.train.strategies.data_parallel import DataParallel
 from minillm.train.strategies.single_device import SingleDevice
@@ -48,15 +52,15 @@ __all__ = [
     "DataParallel",
     "FlatDDP",
     "FullyShard",
-    "Guard",
     "LossScaler",
+    "LossSpikeGuard",
     "MasterWeights",
     "ModelPart",
     "NaiveDDP",
     "ParallelConfig",
     "Pipeline",
     "RowParallelLinear",
-    "Run",
+    "RunResult",
     "SingleDevice",
     "Step",
     "StepTime",
@@ -65,15 +69,16 @@ __all__ = [
     "Validation",
     "VocabParallelEmbedding",
     "ZeroOptimizer",
+    "activation_checkpoint",
     "adamw",
     "balance",
     "build_parts",
     "check",
+    "checkpoint_blocks",
     "clip_",
     "decay_groups",
     "dualpipe",
     "fit",
-    "flushed_share",
     "gpipe",
     "interleaved",
     "layer_costs",
@@ -81,9 +86,6 @@ __all__ = [
     "one_f_one_b",
     "pipedream",
     "preset",
-    "recompute",
-    "recompute_blocks",
-    "repeated_update",
     "simulate",
     "squared_norm",
     "tensor_parallel",

@@ -1,4 +1,4 @@
-"""Recomputation: forward keeps a block's input only; backward runs the block again to have its activations back.
+"""Activation checkpointing: forward keeps a block's input only; backward runs the block again for the rest.
 
     forward    x ─ block ─ y        kept: x (and, selectively, the results of matmuls)
     backward   x ─ block ─ y'       the same numbers once more, with autograd watching; then gradients through it
@@ -34,10 +34,10 @@ EXPENSIVE = frozenset(
         aten._scaled_dot_product_cudnn_attention,
     }
 )
-RECOMPUTE = {"none": None, "full": frozenset(), "selective": EXPENSIVE}  # name -> operations whose results are kept
+MODES = {"none": None, "full": frozenset(), "selective": EXPENSIVE}  # name -> operations whose results are kept
 
 
-def recompute_blocks(model: nn.Module, keep: frozenset | None = frozenset(), every: int = 1) -> nn.Module:
+def checkpoint_blocks(model: nn.Module, keep: frozenset | None = frozenset(), every: int = 1) -> nn.Module:
     """Makes each `every`-th of `model.blocks` recompute in backward; names and results stay what they are.
 
     keep: operations whose results are kept: nothing by default, `EXPENSIVE` for selective, None undoes it all.
@@ -48,11 +48,11 @@ def recompute_blocks(model: nn.Module, keep: frozenset | None = frozenset(), eve
     for index, block in enumerate(blocks):
         vars(block).pop("forward", None)
         if keep is not None and index % every == 0:
-            block.forward = functools.partial(_recomputed_forward, block, keep)
+            block.forward = functools.partial(_checkpointed_forward, block, keep)
     return model
 
 
-def recompute(
+def activation_checkpoint(
     function: Callable[..., Tensor],
     *args: Any,
     parameters: tuple[Tensor, ...] = (),
@@ -66,15 +66,15 @@ def recompute(
         return function(*args)
     places = [place for place, arg in enumerate(args) if isinstance(arg, Tensor)]
     tensors = [args[place] for place in places]
-    return _Recompute.apply(function, args, places, keep, *tensors, *parameters)
+    return _Checkpoint.apply(function, args, places, keep, *tensors, *parameters)
 
 
-def _recomputed_forward(block: nn.Module, keep: frozenset, *args: Any) -> Tensor:
+def _checkpointed_forward(block: nn.Module, keep: frozenset, *args: Any) -> Tensor:
     trained = tuple(parameter for parameter in block.parameters() if parameter.requires_grad)
-    return recompute(functools.partial(type(block).forward, block), *args, parameters=trained, keep=keep)
+    return activation_checkpoint(functools.partial(type(block).forward, block), *args, parameters=trained, keep=keep)
 
 
-class _Recompute(torch.autograd.Function):
+class _Checkpoint(torch.autograd.Function):
     @staticmethod
     def forward(ctx, function, args, places, keep, *tensors):
         ctx.function, ctx.places, ctx.keep = function, places, keep
@@ -99,9 +99,7 @@ class _Recompute(torch.autograd.Function):
         with torch.enable_grad(), ctx.surroundings.again(), replay if ctx.keep else contextlib.nullcontext():
             args = list(ctx.args)
             for place, tensor in zip(ctx.places, inputs, strict=True):
-                args[place] = tensor.view_as(
-                    tensor
-                )  # no leaf: hooks on modules (a FLOP counter's) cannot take one here
+                args[place] = tensor.view_as(tensor)  # no leaf: hooks on modules (a FLOP counter's) cannot take one
             result = ctx.function(*args)
         sources = [*(tensor for tensor in inputs if tensor.requires_grad), *ctx.parameters]
         found = iter(torch.autograd.grad(result, sources, gradient, allow_unused=True))

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from minillm.model import ModelConfig, RopeScaling
-from minillm.train.activation_checkpointing import RECOMPUTE
+from minillm.train.activation_checkpointing import MODES
 from minillm.train.precision import PRECISIONS
 
 
@@ -13,9 +13,10 @@ class TrainConfig:
     """One step computes accumulate · batch_size windows of seq_len tokens, on each rank.
 
     lr: the highest learning rate, reached after `warmup_steps` and lowered along a cosine to min_lr_share of it.
-    precision: see `precision.PRECISIONS`; recompute: see `recompute.RECOMPUTE`.
+    precision: see `precision.PRECISIONS`; activation_checkpointing: see `activation_checkpointing.MODES`.
     max_grad_norm: gradients are scaled down to this global norm; None = never.
-    spike_nats: a loss this far above the recent ones is undone (see guard.py); None = only a loss that is not finite.
+    spike_nats: a loss this far above the recent ones is undone, and so is one that is not finite (see
+        fault_tolerance/loss_spike.py); None = nothing is, and a loss that is not finite ends the run.
     """
 
     model: ModelConfig
@@ -31,7 +32,7 @@ class TrainConfig:
     eps: float = 1e-8
     max_grad_norm: float | None = 1.0
     precision: str = "fp32"
-    recompute: str = "none"
+    activation_checkpointing: str = "none"
     compile: bool = False
     seed: int = 0
     spike_nats: float | None = 2.0
@@ -55,11 +56,11 @@ class TrainConfig:
                 raise ValueError(f"{name} {value} is outside 0 .. 1.")
         if not 0 <= self.weight_decay < float("inf"):
             raise ValueError(f"weight_decay {self.weight_decay} must be a number of at least 0.")
-        for name, choices in (("precision", PRECISIONS), ("recompute", RECOMPUTE)):
+        for name, choices in (("precision", PRECISIONS), ("activation_checkpointing", MODES)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} {getattr(self, name)!r} is unknown: use one of {', '.join(choices)}.")
-        if self.compile and self.recompute != "none":
-            raise ValueError("compile does not see through recompute: use one of the two.")
+        if self.compile and self.activation_checkpointing != "none":
+            raise ValueError("compile does not see through activation checkpointing: use one of the two.")
 
     @property
     def tokens_per_step(self) -> int:

@@ -4,10 +4,10 @@
     fp32               4         4         -      4 + 4        16
     bf16, fp16         4         4         -      4 + 4        16     autocast: matmuls cast their inputs each time
     *-master           2         2         4      4 + 4        16     the weights are stored in 16 bits
-    bf16-pure          2         2         -      2 + 2         8     and stands still: see `repeated_update`
+    bf16-pure          2         2         -      2 + 2         8     and stands still: small updates are lost
 
 Mixed precision therefore saves no model state; it saves activations, traffic and time. float16 also needs loss scaling:
-gradients below 6e-8 would be flushed to zero (`flushed_share`), so the loss is multiplied before backward and the
+gradients below 6e-8 would be flushed to zero, so the loss is multiplied before backward and the
 gradients divided after, in float32.
 """
 
@@ -80,19 +80,19 @@ class LossScaler:
         return loss * self.value if self.enabled else loss
 
     @torch.no_grad()
-    def unscale_(self, parameters: Iterable[Tensor]) -> bool:
-        """Divides the gradients in place; False if any is infinite or NaN. Half-precision gradients would underflow:
-        unscale float32 ones (`MasterWeights.collect`). Disabled: touches nothing and says True."""
+    def unscale_(self, parameters: Iterable[Tensor]) -> Tensor:
+        """Divides the gradients in place; returns whether all are finite, a scalar on their device (reading it waits
+        for the device). Half-precision gradients would underflow: unscale float32 ones (`MasterWeights`). Disabled:
+        touches nothing and says True."""
         if not self.enabled:
-            return True
+            return torch.tensor(True)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if half := [gradient for gradient in gradients if gradient.dtype == torch.float16]:
             raise ValueError(f"{len(half)} gradients are float16 and would underflow: unscale float32 ones.")
-        finite = True
-        for gradient in gradients:
-            gradient.mul_(1.0 / self.value)
-            finite = finite & gradient.isfinite().all()
-        return bool(finite)
+        if not gradients:
+            return torch.tensor(True)
+        torch._foreach_mul_(gradients, 1.0 / self.value)
+        return torch.stack([gradient.isfinite().all() for gradient in gradients]).all()
 
     def update(self, finite: bool) -> None:
         """After each step: `finite` as `unscale_` returned it (with several ranks: whether it was so on all)."""
@@ -147,18 +147,3 @@ class MasterWeights:
     def load_state_dict(self, state: Sequence[Tensor]) -> None:
         for master, saved in zip(self.masters, state, strict=True):
             master.copy_(saved)
-
-
-def repeated_update(dtype: torch.dtype, start: float = 1.0, update: float = 1e-3, steps: int = 1000) -> float:
-    """start + update + update + ... in `dtype`. bfloat16 has 8 bits of mantissa: next to 1.0 its steps are 2^-7, and
-    1 + 0.001 rounds back to 1. A thousand updates leave a weight where it was; float32 reaches 2."""
-    weight = torch.tensor(start, dtype=dtype)
-    for _ in range(steps):
-        weight += update
-    return weight.item()
-
-
-def flushed_share(values: Tensor, dtype: torch.dtype, scale: float = 1.0) -> float:
-    """Share of non-zero `values` that are zero once stored in `dtype` after multiplication by `scale`."""
-    nonzero = values[values != 0]
-    return ((nonzero * scale).to(dtype) == 0).double().mean().item()

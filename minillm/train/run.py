@@ -9,6 +9,7 @@ Ctrl-C (or a cluster's SIGTERM) lets the step finish, saves and returns; a secon
 all of them call `fit`: rank 0 writes and shows, and all stop at the same step.
 """
 
+import multiprocessing
 import signal
 import sys
 import threading
@@ -19,9 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm as plain_tqdm
 from tqdm.auto import tqdm
 
-from minillm.measure import memory
+from minillm.measure.memory_tracker import Bytes, memory
 from minillm.train.checkpoint import storage as checkpoint
 from minillm.train.metrics import Metrics
 from minillm.train.trainer import Step, Trainer
@@ -31,7 +33,7 @@ STOP = "stop"
 
 
 @dataclass
-class Run:
+class RunResult:
     """How a run ended. losses: of the steps made now; peak: bytes by kind, if memory was asked for."""
 
     folder: Path
@@ -39,7 +41,7 @@ class Run:
     interrupted: bool = False
     validation: Validation | None = None
     losses: list[float] = field(default_factory=list)
-    peak: object = None
+    peak: Bytes | None = None
 
 
 def fit(
@@ -50,15 +52,15 @@ def fit(
     save_every: int = 200,
     validate_every: int = 100,
     validation_tokens: int | None = 32768,
-    census: bool = False,
+    track_memory: bool = False,
     tensorboard: bool = True,
     progress: bool = True,
     on_step: Callable[[Trainer, Step], None] | None = None,
-) -> Run:
+) -> RunResult:
     """Trains to the configuration's last step, or to Ctrl-C, and saves.
 
     resume: go on from the folder's checkpoint. validation_tokens: how many to validate on on the way (all, at the end).
-    census: follow memory by kind through the first step. on_step: called after each step.
+    track_memory: follow memory by kind through the first step. on_step: called after each step.
     ValueError if the folder holds a run and resume is not set; OSError if the last save fails (one on the way that
     fails costs a warning: the checkpoint before it still loads).
     """
@@ -68,9 +70,9 @@ def fit(
     elif (folder / checkpoint.FILE).exists():
         raise ValueError(f"{folder} holds a run already: go on with --resume, or name another --run.")
     steps = trainer.config.steps
-    run = Run(folder, trainer.steps_done)
+    run = RunResult(folder, trainer.steps_done)
     first = trainer.parallel.is_root
-    bar = progress_bar(folder, steps, run.steps_done, shown=progress and first)
+    bar = _progress_bar(folder, steps, run.steps_done, shown=progress and first)
     writer = Metrics(folder, run.steps_done, tensorboard) if first else nullcontext()
     if first:
         (folder / STOP).unlink(missing_ok=True)
@@ -93,7 +95,7 @@ def fit(
         recent: deque[Step] = deque(maxlen=10)
         stop = asked_to_stop()
         while trainer.steps_done < steps and not stop:
-            if census and run.peak is None:
+            if track_memory and run.peak is None:
                 with memory(trainer.module, trainer.optimizer) as seen:
                     step = trainer.step()
                 run.peak = seen.peak
@@ -105,8 +107,8 @@ def fit(
             log(step.to_json() | peak)
             if step.rollback and first:
                 bar.write(f"step {step.step}: {step.rollback}")
+            bar.set_postfix_str(_postfix(recent), refresh=False)
             bar.update(trainer.steps_done - bar.n)
-            bar.set_postfix_str(_postfix(recent))
             if on_step:
                 on_step(trainer, step)
             done, stop = trainer.steps_done, asked_to_stop()
@@ -125,10 +127,21 @@ def fit(
     return run
 
 
-def progress_bar(folder: Path, steps: int, done: int = 0, shown: bool = True) -> tqdm:
-    """A bar of the run in `folder`."""
-    tqdm.set_lock(threading.RLock())  # one process writes; its lock between processes would outlive a rank
-    return tqdm(total=steps, initial=done, unit="step", desc=folder.name, disable=not shown)
+class _Lines(plain_tqdm):
+    """Progress where nothing can be written over, as on a rank whose output another process prints: a line at times."""
+
+    def display(self, *_: object, **__: object) -> None:
+        print(self, file=self.fp, flush=True)
+
+    def clear(self, *_: object, **__: object) -> None:
+        """What is printed stays."""
+
+
+def _progress_bar(folder: Path, steps: int, done: int, shown: bool) -> tqdm:
+    plain_tqdm.set_lock(threading.RLock())  # one process writes; its lock between processes would outlive a rank
+    about = {"total": steps, "initial": done, "unit": "step", "desc": folder.name, "disable": not shown}
+    is_rank = multiprocessing.parent_process() is not None
+    return _Lines(**about, mininterval=5) if is_rank else tqdm(**about)
 
 
 def _save(trainer: Trainer, folder: Path) -> None:
@@ -154,8 +167,9 @@ def _postfix(recent: deque[Step]) -> str:
 
 
 @contextmanager
-def interrupts() -> Iterator[threading.Event]:
-    """An event that the first SIGINT or SIGTERM sets; the second SIGINT is Python's KeyboardInterrupt again."""
+def interrupts(then: Callable[[], None] = lambda: None) -> Iterator[threading.Event]:
+    """An event that the first SIGINT or SIGTERM sets; the second SIGINT is Python's KeyboardInterrupt again.
+    then: called on the first one."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():  # only it may handle signals
         yield asked
@@ -165,6 +179,7 @@ def interrupts() -> Iterator[threading.Event]:
         if asked.is_set():
             raise KeyboardInterrupt
         asked.set()
+        then()
 
     before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -31,17 +31,15 @@ class StepTime:
         return self.total - self.input - self.forward - self.backward - self.optimizer - self.communication
 
     @classmethod
-    def of(cls, ledger: Ledger, start: float, end: float) -> "StepTime":
-        """From what was recorded between `start` and `end` (time.monotonic() seconds)."""
+    def of(cls, ledger: Ledger, total: float) -> "StepTime":
+        """From what one step recorded, which took `total` seconds."""
         seconds = dict.fromkeys(PARTS, 0.0)
-        for span in ledger.spans:
-            if span.start >= start and span.end <= end and (part := _part(span.name, span.kind)):
-                seconds[part] += span.seconds
-                if part != "communication":
-                    waited = sum(event.waited for event in ledger.events if span.start <= event.end <= span.end)
-                    seconds[part] -= waited
-                    seconds["communication"] += waited
-        return cls(end - start, **{part: seconds[part] for part in PARTS if part != "idle"})
+        for done in ledger.spans:
+            if part := _part(done.name, done.kind):
+                waited = sum(event.waited for event in ledger.events if done.start <= event.end <= done.end)
+                seconds[part] += done.seconds - (0.0 if part == "communication" else waited)
+                seconds["communication"] += 0.0 if part == "communication" else waited
+        return cls(total, **{part: seconds[part] for part in PARTS if part != "idle"})
 
     def to_json(self) -> dict[str, float]:
         return {"seconds": self.total} | {f"{part}_s": getattr(self, part) for part in PARTS}

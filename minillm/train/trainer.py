@@ -1,16 +1,18 @@
-"""Training on one device: what every parallel form is compared with, one step at a time.
+"""Training, one step at a time, on one device or under any strategy.
 
     input      accumulate microbatches
     forward    sum of token losses / tokens of the whole step     } for each microbatch: gradients add up to those of
     backward   gradients add up                                   } the big batch, however tokens are spread
     optimizer  unscale, norm, clip, AdamW with this step's learning rate
 
-The head's gradient is worked out with the loss, so its two matmuls count as forward time (`model/loss.py`).
+The head's gradient is worked out with the loss, so its two matmuls count as forward time (`model/loss.py`). The host
+reads from the device once per step, before the update (loss, tokens, norm), and waits once more at the end for times.
 
 `Trainer.step` does that and says how long each part took; `state_dict` is all the next step depends on, so a run that
 is saved and loaded goes on with the same bits. `run.fit` makes a run of it: bar, metrics, checkpoints, Ctrl-C.
 """
 
+import math
 import shutil
 import time
 from collections.abc import Iterator
@@ -28,10 +30,10 @@ from minillm.model import Transformer, check_tokens
 from minillm.model.loss import IGNORE
 from minillm.parallel.gradients import clip_
 from minillm.predict.model import causal_context, training_flops
-from minillm.train.activation_checkpointing import RECOMPUTE, recompute_blocks
-from minillm.train.checkpoint.storage import generators, restore_generators
+from minillm.train.activation_checkpointing import MODES, checkpoint_blocks
+from minillm.train.checkpoint.storage import generator_states, restore_generators
 from minillm.train.config import TrainConfig
-from minillm.train.fault_tolerance.loss_spike import Guard
+from minillm.train.fault_tolerance.loss_spike import LossSpikeGuard
 from minillm.train.optimizer import adamw, learning_rate
 from minillm.train.precision import PRECISIONS, LossScaler
 from minillm.train.steptime import StepTime
@@ -97,13 +99,13 @@ class Trainer:
         self.held_out = validation
         how = {"seed": config.seed, "device": self.device, "dtype": self.precision.weights}
         self.model = self.parallel.build(config.model, **how)
-        recompute_blocks(self.model, RECOMPUTE[config.recompute])
+        checkpoint_blocks(self.model, MODES[config.activation_checkpointing])
         self.module = self.parallel.wrap(_compiled(self.model) if config.compile else self.model, self.precision.master)
         make = partial(adamw, config=config)
         self.updater = self.parallel.updater(self.module, make, self.precision.master)
         self.optimizer = self.updater if isinstance(self.updater, torch.optim.Optimizer) else self.updater.inner
         self.scaler = LossScaler(self.precision.scaled)
-        self.guard = Guard(self._learnt, self._unlearn, spike_nats=config.spike_nats)
+        self.loss_spikes = LossSpikeGuard(self._learnt, self._unlearn, spike_nats=config.spike_nats)
         self.steps_done = 0
 
     def step(self) -> Step:
@@ -112,32 +114,27 @@ class Trainer:
         start = time.monotonic()
         with ledger() as led:
             loss, tokens = self.backward()
-            norm, finite = self.collect()
-            problem = self.guard.problem(loss, norm if finite else 0.0)
+            norm = self.finish_gradients()
+            loss, tokens, norm = torch.stack([loss, tokens, norm.to(loss)]).tolist()
+            finite = math.isfinite(norm)
+            overflow = self.scaler.enabled and not finite  # of half precision: expected now and then
+            problem = self.loss_spikes.problem(loss, 0.0 if overflow else norm)
             if problem is None:
-                self.guard.good(number)
+                self.loss_spikes.before_update(number)
                 self.update(lr, finite)
                 self.steps_done += 1
             else:
                 self.updater.zero_grad()
-                self.steps_done = self.guard.roll_back(problem)
+                self.steps_done = self.loss_spikes.roll_back(problem)
                 problem = f"{problem}; back to step {self.steps_done}"
-        spent = StepTime.of(led, start, time.monotonic())
-        return Step(
-            number,
-            loss,
-            norm,
-            lr,
-            tokens,
-            spent,
-            self._mfu(tokens, spent.total),
-            scale,
-            finite and not problem,
-            problem,
-        )
+            _ = led.spans  # on a GPU their times are known when it has done the work: the step's second wait
+            spent = StepTime.of(led, time.monotonic() - start)
+        mfu = self._mfu(tokens, spent.total)
+        return Step(number, loss, norm, lr, round(tokens), spent, mfu, scale, finite and not problem, problem)
 
-    def backward(self) -> tuple[float, int]:
-        """Gradients of the mean loss over all tokens of the step; returns that loss and the number of tokens."""
+    def backward(self) -> tuple[Tensor, Tensor]:
+        """Gradients of the mean loss over all tokens of the step; returns that loss and the number of tokens, both
+        scalars in float64 on the device."""
         with span("input", "input"):
             batches = [self._to_device(next(self.loader)) for _ in range(self.config.accumulate)]
             weight = torch.stack([(targets != IGNORE).sum() for _, targets in batches]).sum().float()
@@ -146,22 +143,23 @@ class Trainer:
         total = self.parallel.forward_backward(
             self.module, microbatches, denominator, self._computing, self.scaler.scale
         )
-        weight = denominator * self.parallel.world_size
-        return (self.parallel.sum(total) / weight).item(), round(weight.item())
+        weight = (denominator * self.parallel.world_size).double()
+        return self.parallel.sum(total).double() / weight, weight
 
-    def collect(self) -> tuple[float, bool]:
-        """Makes the gradients ready for the optimizer, in float32 and unscaled: (their norm, whether to step)."""
-        with self._timed("optimizer", "optimizer"):
+    def finish_gradients(self) -> Tensor:
+        """Makes the gradients ready for the optimizer: in float32, unscaled and clipped. Returns the norm of the whole
+        model's before clipping, a scalar on the device. An overflow on any rank shows in it on all of them."""
+        with span("optimizer", "optimizer"):
             self.updater.collect()
             stepped = self.updater.parameters
-            finite = self.parallel.agree(self.scaler.unscale_(stepped))
+            self.scaler.unscale_(stepped)
             norm = self.parallel.grad_norm(stepped)
             clip_(stepped, norm, self.config.max_grad_norm)
-            return norm.item(), finite
+            return norm
 
     def update(self, lr: float, finite: bool = True) -> None:
         """Moves the weights, unless loss scaling overflowed, and drops the gradients."""
-        with self._timed("optimizer", "optimizer"):
+        with span("optimizer", "optimizer"):
             if finite:
                 for group in self.optimizer.param_groups:
                     group["lr"] = lr
@@ -183,8 +181,8 @@ class Trainer:
             "config": self.config.to_json(),
             "step": self.steps_done,
             "loader": self.loader.state_dict(),
-            "guard": self.guard.state_dict(),
-            "generators": generators(),
+            "recent_losses": self.loss_spikes.state_dict(),
+            "generators": generator_states(),
             **self._learnt(whole=True),
         }
 
@@ -194,7 +192,7 @@ class Trainer:
             raise ValueError(f"the checkpoint was trained with {difference}: use the same settings or another run.")
         self.loader.load_state_dict(state["loader"])
         self._unlearn(state)
-        self.guard.load_state_dict(state["guard"])
+        self.loss_spikes.load_state_dict(state["recent_losses"])
         self.steps_done = state["step"]
         restore_generators(state["generators"])
 
@@ -229,18 +227,10 @@ class Trainer:
     @contextmanager
     def _computing(self, name: str) -> Iterator[None]:
         """Forward, or all of a pipeline, in the precision of this run; backward as its forward was."""
-        with self._timed(name), nullcontext() if name == "backward" else self.precision.context(self.device):
+        with span(name), nullcontext() if name == "backward" else self.precision.context(self.device):
             yield
 
-    @contextmanager
-    def _timed(self, name: str, kind: str = "compute") -> Iterator[None]:
-        """A span that ends when the device has finished, not when the work was handed to it."""
-        with span(name, kind):
-            yield
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-
-    def _mfu(self, tokens: int, seconds: float) -> float | None:
+    def _mfu(self, tokens: float, seconds: float) -> float | None:
         if self.peak_flops is None:
             return None
         model = self.config.model

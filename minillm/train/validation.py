@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from minillm.data import ShardedSampler, TokenDataset
+from minillm.model.loss import IGNORE
 from minillm.predict.data import bits_per_byte
 from minillm.train.strategies.single_device import SingleDevice
 
@@ -38,11 +39,11 @@ def validate(
     windows = len(dataset) if max_tokens is None else min(len(dataset), max(1, max_tokens // dataset.seq_len))
     total, count = torch.zeros(2, device=device, dtype=torch.float64)
     for places in ShardedSampler(windows, batch_size, parallel.rank, parallel.world_size).one_pass():
-        if not len(places):
-            continue
-        inputs, targets = dataset.batch(places * len(dataset) // windows)
+        missing = not len(places)  # a rank without windows takes part in the others' communication all the same
+        inputs, targets = dataset.batch([0] if missing else places * len(dataset) // windows)
+        targets = targets.fill_(IGNORE) if missing else targets
         nll, weight = model(inputs.to(device), targets=targets.to(device))
         total, count = total + nll.double(), count + weight.double()
-    count = parallel.sum(count).item()
-    loss = parallel.sum(total).item() / count
+    total, count = parallel.sum(torch.stack([total, count])).tolist()
+    loss = total / count
     return Validation(loss, bits_per_byte(loss, len(tokens), tokens.text_bytes), int(count))

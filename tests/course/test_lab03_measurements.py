@@ -4,12 +4,11 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from course.lab03_data_parallel import experiments, replicas
+from course.lab03_data_parallel import experiments, formulas, replicas
 from course.lab03_data_parallel import experiments_overlap as clock
 from course.lab03_data_parallel import figures as pictures
 from minillm.comm import Link, launch
 from minillm.labkit.interact import render
-from minillm.predict import data_parallel as predict
 
 pytestmark = pytest.mark.wire
 
@@ -22,7 +21,7 @@ def test_model_of_known_length_predicts_itself():
     assert shape.comm_s(link, 1) == pytest.approx([0.024] * 4)  # 2 rounds of 10 ms and 2 of 2 kB at 1 MB/s
     assert shape.comm_s(link, 3) == pytest.approx([0.032, 0.024])  # three blocks, then the one that is left
     assert shape.step_s(link, 1) == pytest.approx(0.424)
-    assert shape.step_s(link, 4) == pytest.approx(predict.naive_seconds(0.4, 0.036))
+    assert shape.step_s(link, 4) == pytest.approx(formulas.naive_seconds(0.4, 0.036))
 
 
 def test_every_form_reduces_every_block_and_naive_only_after_backward():

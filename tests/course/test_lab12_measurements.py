@@ -13,11 +13,11 @@ from course.lab12_decoding import experiments
 from course.lab12_decoding import experiments_breaks as breaks
 from course.lab12_decoding import experiments_peers as peers
 from course.lab12_decoding import figures as pictures
+from course.lab12_decoding import formulas as predict
 from course.lab12_decoding.decoders import Cache, Watched, recompute
 from course.lab12_decoding.experiments import GPUS, MODELS, Point, Roof
 from course.lab12_decoding.traffic import Traffic
 from minillm.model import ModelConfig, Transformer
-from minillm.predict import decoding as predict
 from minillm.serve import SamplingParams
 from minillm.serve.sampling import filtered
 

@@ -8,9 +8,9 @@ from course.lab13_paged_attention import experiments_breaks as breaks
 from course.lab13_paged_attention import experiments_engine as small
 from course.lab13_paged_attention import experiments_sharing as sharing
 from course.lab13_paged_attention import figures as pictures
+from course.lab13_paged_attention import formulas as predict
 from course.lab13_paged_attention import mistakes_sharing as spoilers
 from minillm.labkit.answers import answers_of
-from minillm.predict import paging as predict
 
 right = answers_of("13_paged_attention")
 PARTS = {

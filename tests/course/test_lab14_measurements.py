@@ -7,11 +7,11 @@ from course.lab14_continuous_batching import experiments_breaks as breaks
 from course.lab14_continuous_batching import experiments_engines as engines
 from course.lab14_continuous_batching import figures as pictures
 from course.lab14_continuous_batching import figures_flight as lab_14_flight
+from course.lab14_continuous_batching import formulas as predict
 from course.lab14_continuous_batching.checks_flight import diagnose, latencies
 from course.shared.baselines import StaticBatches, TimerBatches
 from minillm.labkit.interact import render
 from minillm.model import Transformer
-from minillm.predict import batching as predict
 from minillm.serve import POLICIES
 
 TIGHT = {"num_blocks": 16, "block_size": 4, "token_budget": 16, "max_num_seqs": 5, "reserve": 0}

@@ -4,9 +4,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minillm.data import TokenDataset, Tokens, length_batches, pad
-from minillm.data.padding import IGNORE
-from minillm.predict.data import packing_waste, padding_waste, uniform_padding_waste
+from course.lab11_data_pipeline.formulas import packing_waste, padding_waste, uniform_padding_waste
+from course.lab11_data_pipeline.padding import IGNORE, length_batches, pad
+from minillm.data import TokenDataset, Tokens
 
 
 @given(st.integers(2, 200), st.integers(1, 60))

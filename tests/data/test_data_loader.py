@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
+from course.lab11_data_pipeline.formulas import sampler_duplicates
 from minillm.data import Loader, ShardedSampler, TokenDataset
-from minillm.predict.data import sampler_duplicates
 
 sizes = st.tuples(st.integers(1, 40), st.integers(1, 5), st.integers(1, 5), st.integers(0, 3))
 

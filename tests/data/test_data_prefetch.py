@@ -4,8 +4,8 @@ import time
 
 import pytest
 
+from course.lab11_data_pipeline.formulas import step_seconds, waits
 from minillm.data import Prefetcher
-from minillm.predict.data import step_seconds, waits
 
 PATIENCE_S = 20  # only a deadlock waits this long
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models
 
-from minillm.data import Tokenizer, bpe, corpus, train_tokenizer
+from course.lab11_data_pipeline import bpe
+from minillm.data import Tokenizer, corpus, train_tokenizer
 from minillm.data.__main__ import main
 from minillm.data.tokenizer import COMMITTED, SEPARATOR
 

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from course.lab03_data_parallel import formulas
 from minillm.predict import comms
 from minillm.predict import data_parallel as predict
 
@@ -40,13 +41,13 @@ def test_buckets():
 def test_time_under_overlap(backward, comm):
     count = 4
     ready = [backward * (i + 1) / count for i in range(count)]
-    times = predict.reduction_times(ready, [comm / count] * count)
+    times = formulas.reduction_times(ready, [comm / count] * count)
     end = times[-1][1]
-    closed = predict.overlapped_seconds(backward, comm, comm / count)
+    closed = formulas.overlapped_seconds(backward, comm, comm / count)
     assert all(start >= r for (start, _), r in zip(times, ready, strict=True))
     assert all(later[0] >= earlier[1] for earlier, later in itertools.pairwise(times))
     assert end == closed if comm <= backward else end < closed <= end + comm / count
-    assert closed < predict.naive_seconds(backward, comm)
-    assert predict.hidden_share(predict.naive_seconds(backward, comm), backward, comm) == 0
-    assert predict.hidden_share(backward, backward, comm) == 1
-    assert predict.hidden_share(end, backward, comm) == pytest.approx(0.75 if comm <= backward else 1 - 5 / 8)
+    assert closed < formulas.naive_seconds(backward, comm)
+    assert formulas.hidden_share(formulas.naive_seconds(backward, comm), backward, comm) == 0
+    assert formulas.hidden_share(backward, backward, comm) == 1
+    assert formulas.hidden_share(end, backward, comm) == pytest.approx(0.75 if comm <= backward else 1 - 5 / 8)

@@ -1,4 +1,4 @@
-"""Memory of a block and of a whole training step against what autograd keeps and the census counts."""
+"""Memory of a block and of a whole training step against what autograd keeps and the memory tracker counts."""
 
 import contextlib
 
@@ -53,7 +53,7 @@ SHAPES = {
 }
 
 
-def census(config, precision, batch, seq, **options):
+def held_in_a_step(config, precision, batch, seq, **options):
     """What one step of the trainer held at most, by kind."""
     array = np.random.default_rng(0).integers(0, config.vocab_size, 8192).astype(np.uint16)
     tokens = Tokens(array, config.vocab_size, 0, 1, len(array))
@@ -71,7 +71,7 @@ def census(config, precision, batch, seq, **options):
 def test_a_whole_step_by_kind(name, precision, batch, seq):
     """Within 2 %, whether activations (many tokens, also several chunks of the loss) or weights (few) decide."""
     config = SHAPES[name]
-    found, step = census(config, precision, batch, seq), training_step(config, batch, seq, precision)
+    found, step = held_in_a_step(config, precision, batch, seq), training_step(config, batch, seq, precision)
     predicted = (step.parameter, step.gradient, step.master + step.optimizer, step.activation, step.buffer, step.peak)
     counted = (found.parameter, found.gradient, found.optimizer, found.activation, found.buffer, found.total)
     assert predicted == pytest.approx(counted, rel=0.02)
@@ -79,11 +79,11 @@ def test_a_whole_step_by_kind(name, precision, batch, seq):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-master"])
-@pytest.mark.parametrize("options", [{"accumulate": 3}, {"recompute": "full"}])
+@pytest.mark.parametrize("options", [{"accumulate": 3}, {"activation_checkpointing": "full"}])
 def test_accumulation_and_recomputation(precision, options):
     config = SHAPES["grouped, tied"]
-    found = census(config, precision, 4, 64, **options)
-    again = {"accumulate": options.get("accumulate", 1), "recompute": "recompute" in options}
+    found = held_in_a_step(config, precision, 4, 64, **options)
+    again = {"accumulate": options.get("accumulate", 1), "recompute": "activation_checkpointing" in options}
     step = training_step(config, 4, 64, precision, **again)
     assert (step.activation, step.peak) == pytest.approx((found.activation, found.total), rel=0.02)
 

@@ -13,7 +13,7 @@ from minillm.measure import ledger, memory
 from minillm.model import ModelConfig, Transformer
 from minillm.model.transformer import initial
 from minillm.parallel.zero.optimizer import ZeroOptimizer
-from minillm.train import FullyShard, decay_groups, recompute_blocks
+from minillm.train import FullyShard, checkpoint_blocks, decay_groups
 
 SMALL = ModelConfig(
     vocab_size=67, hidden_size=16, intermediate_size=24, num_layers=3, num_heads=2, max_seq_len=16, tie_embeddings=True
@@ -38,7 +38,7 @@ def build(config, seed=0, dtype=torch.float64, recompute=False, frozen=(), **_):
     model = Transformer(config, seed=seed, dtype=dtype)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith(frozen))
-    return recompute_blocks(model) if recompute else model
+    return checkpoint_blocks(model) if recompute else model
 
 
 def batch(step, rows=12, vocab_size=SMALL.vocab_size):

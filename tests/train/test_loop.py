@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm.data import TokenDataset, Tokens
 from minillm.data.loader import Batch
@@ -16,7 +17,7 @@ from minillm.measure.ledger import Event, Ledger, Span
 from minillm.model import ModelConfig, Transformer
 from minillm.model.loss import IGNORE
 from minillm.predict.model import training_flops
-from minillm.train import Guard, StepTime, TrainConfig, Trainer, decay_groups, learning_rate
+from minillm.train import LossSpikeGuard, StepTime, TrainConfig, Trainer, decay_groups, learning_rate
 
 MODEL = ModelConfig(50, 32, 64, 2, 4, 2, max_seq_len=16, tie_embeddings=True, qkv_bias=True)
 
@@ -73,8 +74,8 @@ def test_accumulated_gradients_are_the_oracles(count):
     assert loss == pytest.approx(expected.loss, rel=1e-6)  # reported in float32
     for name, parameter in run.model.named_parameters():
         assert torch.allclose(parameter.grad, expected.gradients[name], rtol=0, atol=1e-12), name
-    norm, finite = run.collect()
-    assert finite and norm == pytest.approx(expected.grad_norm, rel=1e-6)
+    norm = run.finish_gradients()
+    assert norm == pytest.approx(expected.grad_norm, rel=1e-6)
     for name, parameter in run.model.named_parameters():
         clipped = expected.gradients[name] * 0.5 / expected.grad_norm
         assert torch.allclose(parameter.grad, clipped, rtol=1e-5, atol=1e-12), name
@@ -152,9 +153,9 @@ def test_learning_rate():
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16-master", "fp16-master"])
-@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
-def test_lower_precision_learns_the_same(precision, recompute):
-    full, run = trainer(), trainer(precision=precision, recompute=recompute)
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_lower_precision_learns_the_same(precision, checkpointing):
+    full, run = trainer(), trainer(precision=precision, activation_checkpointing=checkpointing)
     exact = [full.step().loss for _ in range(12)]
     losses = [run.step() for _ in range(12)]
     assert [step.loss for step in losses] == pytest.approx(exact, abs=0.15)
@@ -194,10 +195,10 @@ def test_an_overflow_skips_the_update_and_halves_the_scale():
 
 def test_a_bad_update_is_rolled_back_and_its_data_skipped():
     run = trainer(steps=40, spike_nats=1.0)
-    run.guard.every = 5
+    run.loss_spikes.every = 5
     for _ in range(8):
         run.step()
-    snapshot = run.guard._snapshot[1]["model"]["blocks.0.mlp.up_proj.weight"].clone()
+    snapshot = run.loss_spikes._snapshot[1]["model"]["blocks.0.mlp.up_proj.weight"].clone()
     with torch.no_grad():
         run.model.norm.weight.mul_(-20)  # what a bad update leaves behind
     position = run.loader.position
@@ -213,6 +214,51 @@ def test_a_bad_update_is_rolled_back_and_its_data_skipped():
     assert run.step().applied
 
 
+def test_without_spikes_to_undo_nothing_is_copied_and_a_bad_loss_ends_the_run():
+    run = trainer(spike_nats=None)
+    captured = []
+    run.loss_spikes.capture = lambda: captured.append("a copy")
+    for _ in range(3):
+        run.step()
+    with torch.no_grad():
+        run.model.norm.weight.fill_(math.nan)
+    with pytest.raises(ValueError, match="the loss is nan, and rolling back is off"):
+        run.step()
+    assert not captured
+
+
+def test_a_snapshot_is_copied_into_host_memory():
+    spikes = LossSpikeGuard(lambda: {"weight": torch.ones(3, device="meta")}, None)
+    with pytest.raises(NotImplementedError, match="meta"):  # which holds nothing to copy; another device would
+        spikes.before_update(0)
+    weight = torch.ones(2)
+    spikes = LossSpikeGuard(lambda: {"state": (weight, 4)}, None)
+    spikes.before_update(0)
+    weight.zero_()
+    assert spikes._snapshot[1]["state"][0].tolist() == [1, 1]
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the numbers that the host reads from tensors: on a GPU it would wait for the device each time."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16-master"])
+def test_a_step_reads_no_single_numbers_from_the_device(monkeypatch, precision):
+    """All that the host needs comes in one `tolist` before the update (which is no `_local_scalar_dense`)."""
+    monkeypatch.setattr("minillm.train.trainer.check_tokens", lambda *_: None)  # reads the batch on the CPU
+    monkeypatch.setattr("minillm.model.transformer.check_tokens", lambda *_: None)  # and does not on a GPU
+    run = trainer(accumulate=3, precision=precision)
+    with HostReads() as reads:
+        run.step()
+    assert reads.count == 0
+
+
 def test_gradients_that_are_not_finite_are_not_applied():
     run = trainer()
     for _ in range(3):
@@ -225,11 +271,11 @@ def test_gradients_that_are_not_finite_are_not_applied():
 
 def test_guard_gives_up_with_advice():
     state = [0]
-    guard = Guard(lambda: list(state), lambda saved: None, patience=2)
+    guard = LossSpikeGuard(lambda: list(state), lambda saved: None, patience=2)
     with pytest.raises(ValueError, match="very first step"):
         guard.roll_back(guard.problem(math.nan, 0.0))
     assert guard.problem(1.0, 1.0) is None
-    guard.good(0)
+    guard.before_update(0)
     assert [guard.roll_back("bad") for _ in range(2)] == [0, 0]
     with pytest.raises(ValueError, match="lower --lr"):
         guard.roll_back("bad")
@@ -263,14 +309,14 @@ def test_waiting_for_others_is_communication():
         return Event("all_reduce", "dp", 8, 1, (2,), "float32", end - 2, end, waited)
 
     spans = [Span("input", "input", 0, 1), Span("forward", "compute", 1, 3), Span("backward", "compute", 3, 8)]
-    spans += [Span("finish", "comm", 8, 9), Span("optimizer", "optimizer", 9, 10), Span("else", "compute", 20, 30)]
-    time = StepTime.of(Ledger([event(5, 0.5), event(7, 1.0), event(8.5, 0.5)], spans), 0, 11)
+    spans += [Span("finish", "comm", 8, 9), Span("optimizer", "optimizer", 9, 10), Span("else", "compute", 10, 11)]
+    time = StepTime.of(Ledger([event(5, 0.5), event(7, 1.0), event(8.5, 0.5)], spans), 11)
     assert (time.input, time.forward, time.backward, time.optimizer) == (1, 2, 3.5, 1)
     assert (time.communication, time.idle, time.total) == (2.5, 1, 11)
 
 
 def test_mfu_counts_useful_flops_only():
-    run = Trainer(config(recompute="full"), text(), peak_flops=1e9, workers=0)
+    run = Trainer(config(activation_checkpointing="full"), text(), peak_flops=1e9, workers=0)
     step = run.step()
     flops = training_flops(MODEL, 17 / 2).total * 64
     assert step.mfu == pytest.approx(flops / step.time.total / 1e9)
@@ -293,10 +339,10 @@ def test_compiled_is_the_same_run(monkeypatch):
         ({"lr": math.nan}, "lr nan"),
         ({"seq_len": 17}, "seq_len 17 is longer than the model's context of 16"),
         ({"precision": "fp8"}, "precision 'fp8' is unknown: use one of fp32"),
-        ({"recompute": "some"}, "recompute 'some' is unknown"),
+        ({"activation_checkpointing": "some"}, "activation_checkpointing 'some' is unknown"),
         ({"betas": (0.9, 1.0)}, "beta2 1.0 is outside"),
         ({"weight_decay": -0.1}, "weight_decay -0.1"),
-        ({"compile": True, "recompute": "full"}, "compile does not see through recompute"),
+        ({"compile": True, "activation_checkpointing": "full"}, "compile does not see through activation"),
     ],
 )
 def test_bad_settings_are_named(options, message):

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from course.lab02_one_device.experiments import flushed_share, repeated_update
 from minillm.measure import memory
-from minillm.train import PRECISIONS, LossScaler, MasterWeights, flushed_share, repeated_update
+from minillm.train import PRECISIONS, LossScaler, MasterWeights
 
 torch_scaler = torch.amp.GradScaler
 

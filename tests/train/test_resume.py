@@ -40,7 +40,7 @@ def weights(run):
 @pytest.mark.parametrize("precision", ["fp32", "fp16-master"])
 @pytest.mark.parametrize("stop", [1, 6])
 def test_resumed_is_bit_equal(precision, stop, tmp_path):
-    options = {"precision": precision, "accumulate": 2, "recompute": "full"}
+    options = {"precision": precision, "accumulate": 2, "activation_checkpointing": "full"}
     whole = trainer(**options)
     expected = [whole.step().loss for _ in range(14)]
     first = trainer(**options)
@@ -186,7 +186,12 @@ def test_a_finished_run_resumes_to_nothing(tmp_path):
 def test_metrics_and_memory(tmp_path, capsys):
     seen = []
     done = fit(
-        trainer(), tmp_path, census=True, validate_every=7, validation_tokens=32, on_step=lambda _, s: seen.append(s)
+        trainer(),
+        tmp_path,
+        track_memory=True,
+        validate_every=7,
+        validation_tokens=32,
+        on_step=lambda _, s: seen.append(s),
     )
     rows = read_metrics(tmp_path)
     steps = [row for row in rows if "loss" in row]

@@ -13,7 +13,7 @@ from minillm.parallel.pipeline_parallel.split_backward import (
     split_linears,
     weight_gradient,
 )
-from minillm.train.activation_checkpointing import recompute_blocks
+from minillm.train.activation_checkpointing import checkpoint_blocks
 
 
 def layers(dtype=torch.float64):
@@ -131,7 +131,7 @@ def test_recomputed_blocks_are_split_too():
                 x = block(x).tanh()
             return x
 
-    whole, split = Blocks(), recompute_blocks(split_linears(Blocks()))
+    whole, split = Blocks(), checkpoint_blocks(split_linears(Blocks()))
     whole(draw(2, 6)).sum().backward()
     store = Deferred()
     with deferred(store):

@@ -11,7 +11,7 @@ from minillm.model import ModelConfig, Transformer
 from minillm.parallel.pipeline_parallel import schedules
 from minillm.parallel.pipeline_parallel.stages import ModelPart, balance, build_parts, layer_costs
 from minillm.predict.model import parameters
-from minillm.train.activation_checkpointing import recompute_blocks
+from minillm.train.activation_checkpointing import checkpoint_blocks
 
 
 def config(tied=False):
@@ -33,7 +33,7 @@ def test_parts_in_a_row_are_the_whole_model(tied, recomputed):
     ]
     assert [part.tied for part in parts] == ([("embedding.weight",), (), ("embedding.weight",)] if tied else [()] * 3)
     if recomputed:
-        parts = [recompute_blocks(part) for part in parts]
+        parts = [checkpoint_blocks(part) for part in parts]
     x, targets = tokens(0), tokens(1)
     weights = torch.rand(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     for part in parts:

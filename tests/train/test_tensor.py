@@ -29,7 +29,7 @@ from minillm.parallel.tensor_parallel.layers import (
 )
 from minillm.parallel.tensor_parallel.regions import TensorRegion, enter, leave
 from minillm.predict import tensor as predict
-from minillm.train.activation_checkpointing import EXPENSIVE, recompute_blocks
+from minillm.train.activation_checkpointing import EXPENSIVE, checkpoint_blocks
 
 MODEL = ModelConfig(52, 32, 44, 3, 4, 2, max_seq_len=600, qk_norm=True)
 
@@ -197,7 +197,7 @@ def whole_models(group):
     batch = Batch.random(config, 2, 8)
     gradients = []
     for keep in (None, frozenset(), EXPENSIVE):
-        model = recompute_blocks(tensor_parallel(model_of(config), config, group), keep)
+        model = checkpoint_blocks(tensor_parallel(model_of(config), config, group), keep)
         model(batch.tokens, targets=batch.targets)[0].backward()
         gradients.append([p.grad for p in model.parameters()])
     for other in gradients[1:]:

@@ -10,7 +10,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from minillm.measure import ledger, memory
 from minillm.model import ModelConfig, Transformer, cross_entropy, dense
-from minillm.train import TrainConfig, ZeroOptimizer, adamw, clip_, recompute_blocks, squared_norm
+from minillm.train import TrainConfig, ZeroOptimizer, adamw, checkpoint_blocks, clip_, squared_norm
 from minillm.train.optimizer import Updater
 
 MODEL = ModelConfig(
@@ -50,7 +50,7 @@ def model_of(case: Case, dtype: torch.dtype = torch.float64) -> Transformer:
     model = Transformer(case.model, seed=0, dtype=dtype, attention=dense)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in case.frozen)
-    return recompute_blocks(model) if case.recompute else model
+    return checkpoint_blocks(model) if case.recompute else model
 
 
 def rows(step: int) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 FILE = "checkpoint.pt"
-FORMAT = "minillm-run-1"
+FORMAT = "minillm-run-2"
 
 
 def save(state: dict[str, Any], folder: Path) -> Path:
@@ -55,7 +55,7 @@ def load(folder: Path) -> dict[str, Any]:
     return state
 
 
-def generators() -> dict[str, Any]:
+def generator_states() -> dict[str, Any]:
     """The states of Python's, numpy's and torch's random number generators, of every GPU too."""
     kind, keys, *rest = np.random.get_state()
     return {
@@ -67,7 +67,7 @@ def generators() -> dict[str, Any]:
 
 
 def restore_generators(state: dict[str, Any]) -> None:
-    """The inverse of `generators`. With another number of GPUs theirs are left alone."""
+    """The inverse of `generator_states`. With another number of GPUs theirs are left alone."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = state["numpy"]

@@ -1,4 +1,4 @@
-"""What packing saves: one document per row, short rows filled up, the fill computed and thrown away.
+"""What packing saves: one document per row, short rows padded, the padding computed and thrown away.
 
     random batch of 4        sorted by length         packed
     a a a a a a . .          a a a a a a a a          a a a a a a b b

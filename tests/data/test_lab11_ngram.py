@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
 
-from minillm.data import NGram, Tokens, ngram_bits_per_byte
-from minillm.data.report import report
+from course.lab11_data_pipeline.corpus_report import report
+from course.lab11_data_pipeline.ngram import KneserNey, ngram_bits_per_byte
+from minillm.data import Tokens
 from minillm.predict.data import bits_per_byte, entropy
 
 
@@ -31,7 +32,7 @@ def by_hand(tokens, vocab_size, order, discount, context, token):
 def test_probabilities_are_those_of_the_definition(order):
     draw = np.random.default_rng(order)
     tokens, other = draw.integers(0, 5, 60), draw.integers(0, 6, 30)
-    got = NGram(tokens, 6, order).probabilities(other)
+    got = KneserNey(tokens, 6, order).probabilities(other)
     for i in range(order - 1, 30):
         expected = by_hand(tokens.tolist(), 6, order, 0.75, other[i - order + 1 : i].tolist(), other[i])
         assert got[i] == pytest.approx(expected)
@@ -40,7 +41,7 @@ def test_probabilities_are_those_of_the_definition(order):
 @pytest.mark.parametrize("order", [1, 2, 3])
 def test_probabilities_sum_to_one_after_any_context(order):
     tokens = np.random.default_rng(0).integers(0, 7, 50)
-    model = NGram(tokens, 9, order)
+    model = KneserNey(tokens, 9, order)
     for context in ([1, 2], [8, 8], [3, 8]):
         total = sum(model.probabilities(np.array([*context, token]))[-1] for token in range(9))
         assert total == pytest.approx(1)
@@ -48,7 +49,7 @@ def test_probabilities_sum_to_one_after_any_context(order):
 
 def test_the_start_of_a_text_has_less_context():
     tokens = np.random.default_rng(0).integers(0, 5, 200)
-    first = NGram(tokens, 5, 3).probabilities(tokens[:1])[0]
+    first = KneserNey(tokens, 5, 3).probabilities(tokens[:1])[0]
     assert first == pytest.approx(by_hand(tokens.tolist(), 5, 3, 0.75, [9, 9], tokens[0]))  # no context 9 9 was seen
 
 
@@ -56,14 +57,14 @@ def test_bad_orders_are_refused():
     tokens = np.arange(10)
     for order in (0, 6):
         with pytest.raises(ValueError, match=f"order {order} is outside 1..5"):
-            NGram(tokens, 4096, order)
+            KneserNey(tokens, 4096, order)
     with pytest.raises(ValueError, match="2 tokens hold no 3-gram"):
-        NGram(tokens[:2], 4096, 3)
+        KneserNey(tokens[:2], 4096, 3)
 
 
 def test_the_largest_ids_fit(order=5):
     tokens = np.full(20, 4095)
-    assert NGram(tokens, 4096, order).probabilities(tokens)[-1] > 0.9
+    assert KneserNey(tokens, 4096, order).probabilities(tokens)[-1] > 0.9
 
 
 @pytest.mark.slow
@@ -79,7 +80,7 @@ def test_context_helps_on_held_out_code(library_tokens):
 def test_separators_are_predicted_but_are_not_text():
     train = Tokens(np.array([1, 2, 0] * 10), 3, separator=0, documents=10, text_bytes=20)
     bits = ngram_bits_per_byte(train, train, 1)
-    assert bits == pytest.approx(30 * NGram(train.array, 3, 1).nats_per_token(train.array) / np.log(2) / 20)
+    assert bits == pytest.approx(30 * KneserNey(train.array, 3, 1).nats_per_token(train.array) / np.log(2) / 20)
 
 
 def test_the_report_says_it_all(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minillm.data.tokens import Tokens
+from minillm.data import Tokens
 from minillm.predict.data import bits_per_byte
 
 
@@ -29,8 +29,8 @@ class _Order(NamedTuple):
     kinds: np.ndarray
 
 
-class NGram:
-    """`NGram(tokens, order)` learns from an array of ids below `vocab_size`; order 1 ignores all context.
+class KneserNey:
+    """Learns from an array of ids below `vocab_size`; order 1 ignores all context.
 
     Raises ValueError if vocab_size ** order does not fit 63 bits (4096 tokens: order 5; bytes: order 7).
     """
@@ -75,7 +75,7 @@ class NGram:
 def ngram_bits_per_byte(train: Tokens, validation: Tokens, order: int) -> float:
     """Bits per byte of the validation text under an n-gram learnt on `train` (separators are predicted, not counted
     as text). The number a trained model of the same tokenizer has to beat."""
-    model = NGram(np.asarray(train.array), train.vocab_size, order)
+    model = KneserNey(np.asarray(train.array), train.vocab_size, order)
     nats = model.nats_per_token(np.asarray(validation.array))
     return bits_per_byte(nats, len(validation), validation.text_bytes)
 

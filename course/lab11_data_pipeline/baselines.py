@@ -6,7 +6,7 @@ words        short sequences, but every word outside the vocabulary becomes <unk
 
 from collections import Counter
 
-from minillm.data.bpe import split
+from course.lab11_data_pipeline.bpe import split
 
 UNKNOWN = "<unk>"
 

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from minillm.predict import data
+from course.lab11_data_pipeline import formulas as data
 
 
 def test_bits_per_byte_perplexity_and_nats():

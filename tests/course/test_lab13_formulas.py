@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from minillm.predict import paging
+from course.lab13_paged_attention import formulas as paging
 from minillm.serve.blocks import BlockPool
 
 

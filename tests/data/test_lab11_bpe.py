@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, trainers
 
-from minillm.data import bpe, corpus
-from minillm.data.baselines import UNKNOWN, character_tokenizer, word_tokenizer
+from course.lab11_data_pipeline import bpe
+from course.lab11_data_pipeline.baselines import UNKNOWN, character_tokenizer, word_tokenizer
+from minillm.data import corpus
 
 ascii_text = st.text(st.characters(min_codepoint=32, max_codepoint=126, include_characters="\n\t"), max_size=300)
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from course.lab12_decoding import formulas as predict
 from course.lab12_decoding.traffic import Traffic
 from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import KVCache, generate
-from minillm.predict import decoding as predict
 from minillm.predict.model import forward_flops, kv_bytes_per_token, parameters
 
 LLAMA_70B = ModelConfig(128256, 8192, 28672, 80, 64, 8)

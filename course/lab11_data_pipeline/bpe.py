@@ -17,15 +17,13 @@ import re
 from collections import Counter
 from itertools import pairwise
 
+from minillm.data.tokenizer import BYTE_TO_CHAR, CHAR_TO_BYTE
+
+__all__ = ["BYTE_TO_CHAR", "CHAR_TO_BYTE", "encode", "initial_vocabulary", "split", "train"]
+
 # GPT-2's cut, with `re`'s character classes: the same for ASCII text. Words, numbers and punctuation take one space
 # before them; the indentation of a line stays together but for its last space.
 _PIECES = re.compile(r"'(?:s|t|re|ve|m|ll|d)| ?[^\W\d_]+| ?\d+| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
-
-# A printable stand-in for each byte (GPT-2's): itself where it prints, else the next code point from 256 up.
-_PRINTS = [*range(33, 127), *range(161, 173), *range(174, 256)]
-_OTHERS = [byte for byte in range(256) if byte not in _PRINTS]
-BYTE_TO_CHAR = {byte: chr(byte) for byte in _PRINTS} | {byte: chr(256 + n) for n, byte in enumerate(_OTHERS)}
-CHAR_TO_BYTE = {char: byte for byte, char in BYTE_TO_CHAR.items()}
 
 Merge = tuple[bytes, bytes]
 

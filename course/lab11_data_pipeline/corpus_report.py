@@ -1,12 +1,15 @@
-"""The corpus in numbers: sizes, tokens, and what a model has to beat."""
+"""The corpus in numbers: sizes, tokens, and what a model has to beat.
+
+python -m course.lab11_data_pipeline.corpus_report [PATH]
+"""
+
+import sys
 
 import numpy as np
 
-from minillm.data.corpus import corpus
-from minillm.data.ngram import ngram_bits_per_byte
-from minillm.data.tokenizer import Tokenizer
-from minillm.data.tokens import tokenize
-from minillm.predict.data import bits_per_byte, entropy, nats_per_token
+from course.lab11_data_pipeline.formulas import bits_per_byte, entropy, nats_per_token
+from course.lab11_data_pipeline.ngram import ngram_bits_per_byte
+from minillm.data import Tokenizer, corpus, tokenize
 
 
 def report(data: str | None = None, orders: range = range(1, 6)) -> str:
@@ -27,3 +30,7 @@ def report(data: str | None = None, orders: range = range(1, 6)) -> str:
         nats = nats_per_token(bits, len(validation), validation.text_bytes)
         lines.append(f"{order}-gram            {bits:.4f} bits/byte of the validation text = {nats:.4f} nats/token")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(report(*sys.argv[1:2]))

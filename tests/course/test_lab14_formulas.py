@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from minillm.predict import batching as predict
-from minillm.predict.batching import H100_8B
+from course.lab14_continuous_batching import formulas as predict
+from course.shared.step_cost import H100_8B
 from minillm.serve import BlockPool, Scheduler, Sequence
 
 

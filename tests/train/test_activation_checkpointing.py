@@ -12,7 +12,7 @@ from minillm.measure import memory
 from minillm.model import ModelConfig, Transformer, cross_entropy, dense
 from minillm.predict.memory import block_activation_bytes
 from minillm.predict.model import forward_flops, training_flops
-from minillm.train import EXPENSIVE, recompute, recompute_blocks
+from minillm.train import EXPENSIVE, activation_checkpoint, checkpoint_blocks
 
 CONFIG = ModelConfig(61, 32, 96, 4, 4, 2, max_seq_len=32, tie_embeddings=True)
 TOKENS = torch.randint(61, (2, 3, 24), generator=torch.Generator().manual_seed(0))
@@ -20,7 +20,7 @@ KEEPS = [frozenset(), EXPENSIVE]
 
 
 def build(keep=None, every=1, **options):
-    return recompute_blocks(Transformer(CONFIG, **options), keep, every)
+    return checkpoint_blocks(Transformer(CONFIG, **options), keep, every)
 
 
 def gradients(model):
@@ -104,7 +104,7 @@ def test_random_numbers_are_repeated_and_the_stream_goes_on(keep):
     parameters = tuple(layers.parameters())
     x = torch.randn(4, 8, requires_grad=True)
     found = []
-    for function in (layers, functools.partial(recompute, layers, parameters=parameters, keep=keep)):
+    for function in (layers, functools.partial(activation_checkpoint, layers, parameters=parameters, keep=keep)):
         torch.manual_seed(7)
         y = function(x)
         gradient = torch.autograd.grad(y.square().sum(), (x, *parameters))
@@ -117,7 +117,7 @@ def test_an_input_that_needs_no_gradient_still_trains_the_block():
     layer, x = nn.Linear(4, 4), torch.randn(2, 4)
     with pytest.raises(RuntimeError, match="does not require grad"):
         torch_checkpoint.checkpoint(layer, x, use_reentrant=True).sum().backward()
-    recompute(layer, x, parameters=tuple(layer.parameters())).sum().backward()
+    activation_checkpoint(layer, x, parameters=tuple(layer.parameters())).sum().backward()
     assert torch.equal(layer.weight.grad, x.sum(0).expand(4, 4))
 
 
@@ -148,7 +148,7 @@ def test_without_gradients_it_is_the_function_itself():
     model = build(frozenset())
     with torch.no_grad():
         assert torch.equal(model(TOKENS[0]), build()(TOKENS[0]))
-    recompute_blocks(model, None)
+    checkpoint_blocks(model, None)
     assert all("forward" not in vars(block) for block in model.blocks)
     with pytest.raises(ValueError, match="every 0"):
-        recompute_blocks(model, frozenset(), every=0)
+        checkpoint_blocks(model, frozenset(), every=0)
