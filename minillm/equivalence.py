@@ -24,7 +24,8 @@ from torch import Tensor
 from minillm.comm import Group, launch
 from minillm.model import ModelConfig, Transformer, cross_entropy, dense
 from minillm.model.loss import IGNORE
-from minillm.parallel.gradients import Named, clip_
+from minillm.parallel.optimizer_state import Named
+from minillm.parallel.placement import clip_, gradients_of
 from minillm.train.parallel_config import ParallelConfig
 from minillm.train.strategies.sharded import make_strategy
 from minillm.train.strategies.single_device import SingleDevice
@@ -248,12 +249,12 @@ def _step(
     updater = form.updater(module, partial(_sgd, lr=lr))
     for step in range(steps):
         _backward(form, module, case.batch, layout.accumulate)
-        updater.collect()
+        updater.prepare_gradients()
         norm = form.grad_norm(updater.parameters)
         if step == 0:
             gradients = {name: gradient.clone() for name, gradient in form.gradients().items()}
             grad_norm = norm.item()
-        clip_(updater.parameters, norm, case.max_grad_norm)
+        clip_(gradients_of(updater.parameters), norm, case.max_grad_norm)
         updater.step()
         updater.zero_grad()
         if step == 0:
@@ -266,8 +267,8 @@ def _backward(form: SingleDevice, module: torch.nn.Module, batch: Batch, accumul
     """This rank's rows of the batch, in `accumulate` microbatches."""
     parts = [part.tensor_split(form.world_size)[form.rank] for part in (batch.tokens, batch.targets, batch.weights)]
     micro = list(zip(*(part.tensor_split(accumulate) for part in parts), strict=True))
-    denominator = form.denominator(sum(((targets != IGNORE) * weights).sum() for _, targets, weights in micro))
-    form.forward_backward(module, micro, denominator)
+    loss_divisor = form.loss_divisor(sum(((targets != IGNORE) * weights).sum() for _, targets, weights in micro))
+    form.forward_backward(module, micro, loss_divisor)
 
 
 def _sgd(named: Named, lr: float) -> torch.optim.SGD:

@@ -26,12 +26,12 @@ def test_more_ranks_than_some_tensors_have_elements():
 
 
 class NotDivided(DataParallel):
-    def denominator(self, weight):
+    def loss_divisor(self, weight):
         return self.sum(weight)
 
 
 class MeanOfMeans(DataParallel):
-    def denominator(self, weight):
+    def loss_divisor(self, weight):
         return weight.clamp(min=1)
 
 

@@ -59,8 +59,8 @@ class LeavesOut(Hybrid):
 
 
 class DividesByMicrobatches(Hybrid):
-    def denominator(self, weight):
-        return super().denominator(weight) * self.layout.accumulate
+    def loss_divisor(self, weight):
+        return super().loss_divisor(weight) * self.layout.accumulate
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from minillm.data import TokenDataset, Tokens
 from minillm.measure import memory
 from minillm.measure.memory_tracker import Bytes
 from minillm.model import ModelConfig, Transformer, cross_entropy, dense
+from minillm.parallel.placement import gradients_of
 from minillm.predict import memory as predict_memory
 from minillm.predict.model import training_flops
 from minillm.train import (
@@ -25,8 +26,8 @@ from minillm.train import (
     TrainConfig,
     Trainer,
     checkpoint_blocks,
+    global_norm,
     preset,
-    squared_norm,
 )
 from minillm.train.steptime import PARTS
 
@@ -232,12 +233,12 @@ def tune(precision: str = "fp32", zero_grad: bool = True, lr: float = 2e-5, step
         loss = nll / count
         loss.backward()
         if masters:
-            masters.collect()
+            masters.cast_gradients()
         losses.append(loss.item())
-        norms.append(squared_norm(stepped).sqrt().item())
+        norms.append(global_norm(dict(enumerate(gradients_of(stepped)))).item())
         optimizer.step()
         if masters:
-            masters.publish()
+            masters.write_weights()
         if zero_grad:
             optimizer.zero_grad()
     changed = sum(int((a != b).sum()) for a, b in zip(before, model.parameters(), strict=True))

@@ -109,7 +109,7 @@ class Replicated:
         self.optimizer, self.no_sync = self.updater.inner, self.module.no_sync
 
     def step(self) -> None:
-        self.updater.collect()
+        self.updater.prepare_gradients()
         self.updater.step()
         self.updater.zero_grad()
 

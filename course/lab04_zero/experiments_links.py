@@ -75,7 +75,7 @@ def sleepy_steps(group: Group, prefetches: Sequence[int]) -> list[tuple[measure.
         model(torch.ones(1)).backward()  # connects the ranks
         steps = [_timed_step(group, model) for _ in range(2)]
         seconds = [max(group.gather_objects(step_seconds)) for _, step_seconds in steps]
-        found.append((*steps[seconds.index(min(seconds))], model.held.peak_units))
+        found.append((*steps[seconds.index(min(seconds))], model.unshard_stats.peak_groups))
     return found
 
 

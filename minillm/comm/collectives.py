@@ -15,13 +15,12 @@ slab by slab, a piece of every chunk at a time, so that what arrives is still in
 Patarasuk & Yuan 2009 (ring), Thakur, Rabenseifner & Gropp 2005 (the rest); `predict/comms.py` has the cost of each.
 """
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
 import torch
 
-from minillm.comm import native
 from minillm.comm.operands import (
+    all_to_all_output,
     checked_output,
     collective,
     combiner,
@@ -31,17 +30,14 @@ from minillm.comm.operands import (
     part_shape,
     write_back,
 )
-
-if TYPE_CHECKING:
-    from minillm.comm.group import Group
-    from minillm.comm.messages import Message
+from minillm.comm.protocol import Communicator, Message, Ranks
 
 SEGMENT_BYTES = 2 << 20  # the largest message of a ring that adds: pieces of this size stay in the cache
 
 
 @collective
 def ring_reduce_scatter(
-    x: torch.Tensor, group: "Group", op: str = "sum", out: torch.Tensor | None = None
+    x: torch.Tensor, group: Communicator, op: str = "sum", out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """This rank's chunk (1-D) of the reduced x; x itself is left alone. Sends (N-1)/N of x. out: where to put it."""
     flat = flatten(x)
@@ -50,17 +46,17 @@ def ring_reduce_scatter(
     slabs = _slabs(flat, group)
     for chunks, part in zip(slabs, out.tensor_split(len(slabs)), strict=True):
         _reduce_ring(chunks, part, group, op)
-    return divide(out, group, op)
+    return divide(out, group.world_size, op)
 
 
 @collective
-def ring_all_gather(x: torch.Tensor, group: "Group", out: torch.Tensor | None = None) -> torch.Tensor:
+def ring_all_gather(x: torch.Tensor, group: Communicator, out: torch.Tensor | None = None) -> torch.Tensor:
     """[n, ...] on each rank -> [N * n, ...] in rank order. Sends (N-1)/N of the result.
 
     out: where to put it (contiguous). If x is one of the chunks into which `tensor_split` cuts `out`, ranks may hold
     chunks of different size; otherwise every x has the same shape.
     """
-    flat, out = flatten(x), gather_output(x, group, out)
+    flat, out = flatten(x), gather_output(x, group.world_size, out)
     chunks = out.flatten().tensor_split(group.world_size)
     own = chunks[group.rank]
     if own.numel() != x.numel():
@@ -74,29 +70,29 @@ def ring_all_gather(x: torch.Tensor, group: "Group", out: torch.Tensor | None = 
 
 
 @collective
-def ring_all_reduce(x: torch.Tensor, group: "Group", op: str = "sum") -> torch.Tensor:
+def ring_all_reduce(x: torch.Tensor, group: Communicator, op: str = "sum") -> torch.Tensor:
     """Reduce-scatter, then all-gather: 2(N-1)/N of x per rank, in 2(N-1) rounds."""
     flat = flatten(x)
     _reduce_and_gather(flat, group, op)
     return write_back(x, flat)
 
 
-def _reduce_and_gather(flat: torch.Tensor, group: "Group | _Slice", op: str) -> None:
+def _reduce_and_gather(flat: torch.Tensor, group: Ranks, op: str) -> None:
     for chunks in _slabs(flat, group):
         own = chunks[group.rank]
         _reduce_ring(chunks, own, group, op)
-        divide(own, group, op)
+        divide(own, group.world_size, op)
         _gather_ring(chunks, group)
 
 
-def _slabs(flat: torch.Tensor, group: "Group | _Slice") -> list[tuple[torch.Tensor, ...]]:
+def _slabs(flat: torch.Tensor, group: Ranks) -> list[tuple[torch.Tensor, ...]]:
     """The N chunks in pieces of up to SEGMENT_BYTES: [(piece 0 of every chunk), (piece 1 of every chunk), ...]."""
     chunks = flat.tensor_split(group.world_size)
     pieces = -(-chunks[0].nbytes // SEGMENT_BYTES) if group.cuts_messages else 1
     return list(zip(*(chunk.tensor_split(max(1, pieces)) for chunk in chunks), strict=True))
 
 
-def _reduce_ring(chunks: Sequence[torch.Tensor], out: torch.Tensor, group: "Group | _Slice", op: str) -> None:
+def _reduce_ring(chunks: Sequence[torch.Tensor], out: torch.Tensor, group: Ranks, op: str) -> None:
     """Ring reduce-scatter into `out`, which may be chunk r itself; nothing else of the chunks changes.
 
     In round s, rank r sends its partial sum of chunk r-s-1 and receives that of chunk r-s-2, to which it adds its own.
@@ -114,7 +110,7 @@ def _reduce_ring(chunks: Sequence[torch.Tensor], out: torch.Tensor, group: "Grou
         out.copy_(chunks[0])
 
 
-def _gather_ring(chunks: Sequence[torch.Tensor], group: "Group | _Slice") -> None:
+def _gather_ring(chunks: Sequence[torch.Tensor], group: Ranks) -> None:
     """Ring all-gather in place: in round s, rank r sends chunk r-s and receives chunk r-s-1."""
     n, r = group.world_size, group.rank
     for s in range(n - 1):
@@ -122,7 +118,7 @@ def _gather_ring(chunks: Sequence[torch.Tensor], group: "Group | _Slice") -> Non
 
 
 @collective
-def tree_broadcast(x: torch.Tensor, group: "Group", root: int = 0) -> torch.Tensor:
+def tree_broadcast(x: torch.Tensor, group: Communicator, root: int = 0) -> torch.Tensor:
     """Binomial tree: in round k the 2^k ranks that have x send it to the rank 2^k further on. ceil(log2 N) rounds."""
     group.check_rank("root", root)
     flat, n = flatten(x), group.world_size
@@ -138,7 +134,7 @@ def tree_broadcast(x: torch.Tensor, group: "Group", root: int = 0) -> torch.Tens
 
 
 @collective
-def tree_reduce(x: torch.Tensor, group: "Group", root: int = 0, op: str = "sum") -> torch.Tensor:
+def tree_reduce(x: torch.Tensor, group: Communicator, root: int = 0, op: str = "sum") -> torch.Tensor:
     """The broadcast tree run backwards. x holds the result on root; elsewhere it is left alone."""
     group.check_rank("root", root)
     n, place = group.world_size, (group.rank - root) % group.world_size
@@ -153,11 +149,11 @@ def tree_reduce(x: torch.Tensor, group: "Group", root: int = 0, op: str = "sum")
         elif distance <= place < 2 * distance:
             group.exchange(send=(total, (group.rank - distance) % n))
         distance //= 2
-    return write_back(x, divide(total, group, op)) if place == 0 else x
+    return write_back(x, divide(total, group.world_size, op)) if place == 0 else x
 
 
 @collective
-def recursive_doubling_all_reduce(x: torch.Tensor, group: "Group", op: str = "sum") -> torch.Tensor:
+def recursive_doubling_all_reduce(x: torch.Tensor, group: Communicator, op: str = "sum") -> torch.Tensor:
     """log2 N rounds: in round k, ranks that differ in bit k swap their sums.
 
     With p = the largest power of two in N, the N-p ranks beyond p first fold their tensor into a rank below and get
@@ -177,14 +173,14 @@ def recursive_doubling_all_reduce(x: torch.Tensor, group: "Group", op: str = "su
     for k in range(power.bit_length() - 1):
         group.exchange(send=(flat, r ^ 1 << k), recv=(buffer, r ^ 1 << k))
         combine(flat, buffer, out=flat)
-    flat = divide(flat, group, op)
+    flat = divide(flat, group.world_size, op)
     if r < extra:
         group.exchange(send=(flat, r + power))
     return write_back(x, flat)
 
 
 @collective
-def hierarchical_all_reduce(x: torch.Tensor, group: "Group", ranks_per_node: int, op: str = "sum") -> torch.Tensor:
+def hierarchical_all_reduce(x: torch.Tensor, group: Communicator, ranks_per_node: int, op: str = "sum") -> torch.Tensor:
     """Reduce-scatter in the node, all-reduce across nodes between ranks of the same place, all-gather in the node.
 
     Nodes are `ranks_per_node` consecutive ranks. Each rank sends only 1/g of x to other nodes, all at the same time.
@@ -199,30 +195,43 @@ def hierarchical_all_reduce(x: torch.Tensor, group: "Group", ranks_per_node: int
     for chunks in _slabs(flat, node):
         _reduce_ring(chunks, chunks[node.rank], node, op)
     chunks = flat.tensor_split(g)
-    _reduce_and_gather(divide(chunks[node.rank], node, op), across, op)
+    _reduce_and_gather(divide(chunks[node.rank], g, op), across, op)
     _gather_ring(chunks, node)
     return write_back(x, flat)
 
 
 @collective
-def pairwise_all_to_all(x: torch.Tensor, group: "Group", out: torch.Tensor | None = None) -> torch.Tensor:
+def pairwise_all_to_all(x: torch.Tensor, group: Communicator, out: torch.Tensor | None = None) -> torch.Tensor:
     """[N * n, ...]: part j of rank i becomes part i of rank j. Sends (N-1)/N of x; its own part stays.
 
     out: where to put it, a tensor like x but not x.
     """
-    part_shape(x, group, "all_to_all")
-    x, n, r = x.detach().contiguous(), group.world_size, group.rank
-    out = torch.empty_like(x) if out is None else checked_output(out, x, x.numel())
-    outgoing, incoming = x.tensor_split(n), out.tensor_split(n)
+    part_shape(x, group.world_size, "all_to_all")
+    out = torch.empty_like(x.contiguous()) if out is None else checked_output(out, x, x.numel())
+    _exchange_parts(x.tensor_split(group.world_size), out.tensor_split(group.world_size), group)
+    return out
+
+
+def all_to_all(
+    x: torch.Tensor, group: Communicator, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None
+) -> torch.Tensor:
+    """Pairwise, with parts of input_splits[j] rows for rank j and output_splits[i] rows from rank i."""
+    n, out = group.world_size, all_to_all_output(x.contiguous(), output_splits)
+    incoming = out.tensor_split(n) if output_splits is None else out.split(list(output_splits))
+    _exchange_parts(x.tensor_split(n) if input_splits is None else x.split(list(input_splits)), incoming, group)
+    return out
+
+
+def _exchange_parts(outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], group: Ranks) -> None:
+    n, r = group.world_size, group.rank
     incoming[r].copy_(outgoing[r])
     for s in range(1, n):
         to, source = (r + s) % n, (r - s) % n
         group.exchange(send=(outgoing[to], to), recv=(incoming[source], source))
-    return out
 
 
 @collective
-def parameter_server_all_reduce(x: torch.Tensor, group: "Group", root: int = 0, op: str = "sum") -> torch.Tensor:
+def parameter_server_all_reduce(x: torch.Tensor, group: Communicator, root: int = 0, op: str = "sum") -> torch.Tensor:
     """Everybody sends x to root, root adds and sends the sum to everybody: 2(N-1) times x through one rank."""
     group.check_rank("root", root)
     flat = flatten(x)
@@ -235,7 +244,7 @@ def parameter_server_all_reduce(x: torch.Tensor, group: "Group", root: int = 0, 
     for rank in others:
         group.exchange(recv=(buffer, rank))
         combine(flat, buffer, out=flat)
-    flat = divide(flat, group, op)
+    flat = divide(flat, group.world_size, op)
     for rank in others:
         group.exchange(send=(flat, rank))
     return write_back(x, flat)
@@ -244,20 +253,10 @@ def parameter_server_all_reduce(x: torch.Tensor, group: "Group", root: int = 0, 
 class _Slice:
     """Some ranks of a group, numbered from 0: two-level algorithms need no process groups of their own."""
 
-    def __init__(self, group: "Group", ranks: range) -> None:
+    def __init__(self, group: Communicator, ranks: range) -> None:
         self._group, self._ranks = group, ranks
         self.world_size, self.rank = len(ranks), ranks.index(group.rank)
         self.cuts_messages, self.scratch = group.cuts_messages, group.scratch
 
-    def exchange(self, send: "Message", recv: "Message") -> None:
+    def exchange(self, send: Message, recv: Message) -> None:
         self._group.exchange((send[0], self._ranks[send[1]]), (recv[0], self._ranks[recv[1]]))
-
-
-DEFAULT: dict[str, Callable[..., Any]] = {
-    "all_reduce": ring_all_reduce,
-    "broadcast": tree_broadcast,
-    "all_gather": ring_all_gather,
-    "reduce_scatter": ring_reduce_scatter,
-    "all_to_all": pairwise_all_to_all,
-}
-NATIVE = native.COLLECTIVES

@@ -13,7 +13,7 @@ class RankError(RuntimeError):
 
 
 class HangError(RuntimeError):
-    """Ranks waited longer than the timeout. The text holds the table of who waits for whom, `table` that alone."""
+    """Ranks waited longer than the timeout. The text holds the hang report (who waits for whom), `table` that alone."""
 
     def __init__(self, message: str, table: str = "") -> None:
         super().__init__(message)
@@ -29,3 +29,7 @@ class MismatchError(ValueError):
 
 class PeerLostError(RuntimeError):
     """The other side of a message went away: the echo of a failure somewhere else, not its cause."""
+
+
+class WaitedTooLongError(RuntimeError):
+    """A message or a rank did not come in time. `Operation` adds the hang report and makes it a HangError."""

@@ -1,47 +1,35 @@
 """A group of ranks: the only way anything in minillm communicates.
 
-`Group` wraps a torch.distributed process group. It knows its axis name, writes every operation into the ledger and onto
-the notice board, and paces messages when a link is emulated. On CPU its collectives are minillm's own
-(`comm/collectives.py`), made of point-to-point messages (`comm/messages.py`); on NCCL they are NCCL's.
+`Group` wraps a torch.distributed process group. It knows its axis name, writes every operation into the ledger and into
+the flight recorder, and hands it to its backend: messages of our own on the CPU, torch's asynchronous calls on NCCL.
 
 Conventions are torch's: `all_reduce` and `broadcast` work in place and return their tensor, the others return a new
 one; `async_op=True` returns a `Work` at once. Ranks in calls (`root`, `src`, `dst`) are ranks inside the group.
 """
 
 import functools
-import threading
 import time
-import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from minillm.comm import collectives
+from minillm.comm.backends.cpu import CpuBackend
+from minillm.comm.backends.native import NativeBackend
 from minillm.comm.diagnostics.flight_recorder import describe
-from minillm.comm.diagnostics.mismatch import Notices
+from minillm.comm.diagnostics.mismatch import MismatchCheck
 from minillm.comm.emulation import Link
-from minillm.comm.messages import Message, Transfer
-from minillm.comm.operands import dtype_name, part_shape
-from minillm.comm.sockets import Sockets
+from minillm.comm.operands import check_splits, dtype_name, part_shape
+from minillm.comm.operation import Inside, Operation
+from minillm.comm.protocol import Backend, Message
+from minillm.comm.scratch import Scratch
 from minillm.comm.work import Work
-from minillm.comm.world import Scratch, World
-from minillm.measure.ledger import Event, Ledger, open_ledgers
+from minillm.comm.world import World, joined_world
+from minillm.measure.ledger import Event, open_ledgers
 
-TAGS = 1_000_000  # messages carry one of so many, made of the operation's number and text: others are told apart
-
-
-@dataclass
-class _Operation:
-    """The collective that runs in this thread: its messages are counted as its own."""
-
-    tag: int
-    bytes: int = 0
-    messages: int = 0
-    counted: bool = True
+KNOWN_TEXTS = 1024  # descriptions of operations that are kept: a training step repeats its own
+TORCH_TIMEOUT_S = 1800.0  # torch's own default
 
 
 class Group:
@@ -51,41 +39,70 @@ class Group:
         self.world, self.name, self.ranks, self.device = world, name, list(ranks), world.device
         self.process_group, self.world_size = process_group, len(self.ranks)
         self.rank = self.ranks.index(world.rank) if world.rank in self.ranks else -1
-        self.backend = dist.get_backend(process_group) if self.rank >= 0 else "none"
-        self._ordinal, self._sequence, self._p2p_sequence = world.next_ordinal(), 0, 0
-        self._notices = Notices(world, self.ranks, name, self._ordinal)
-        own_sockets = self.backend == "gloo" and self.device.type == "cpu" and world.egress is None
-        self.sockets = Sockets(process_group, str(self._ordinal), world.timeout) if own_sockets else ()
-        self.direct: Sockets | tuple[()] = ()
-        world.kept.append(self)
+        self.backend = _backend_name(process_group, self.device) if self.rank >= 0 else "none"
         self.scratch = Scratch()
-        self._thread = threading.local()  # .operation: the collective this thread is inside of
-        self._queue: ThreadPoolExecutor | None = None
-        self._idle: threading.Event | None = None  # of the last asynchronous one; its handle would keep its tensor
+        self._ordinal, self._sequence, self._p2p_sequence = world.next_ordinal(), 0, 0
+        self._check = MismatchCheck(world.recorder, world.rank, self.ranks, name, self._ordinal)
+        self._inside = Inside()
+        self._texts: dict[tuple, bytes] = {}
+        self._backend: Backend | None = None
+        if self.backend == "gloo":
+            self._backend = CpuBackend(process_group, self.ranks, world, name, self._ordinal)
+        elif self.rank >= 0:
+            self._backend = NativeBackend(process_group, self.device)
+        self.cuts_messages = self._backend is not None and self._backend.cuts_messages
+        world.kept.append(self)
+
+    @classmethod
+    def from_process_group(
+        cls,
+        process_group: dist.ProcessGroup | None = None,
+        name: str = "world",
+        device: torch.device | str | None = None,
+        timeout: float = TORCH_TIMEOUT_S,
+    ) -> "Group":
+        """A Group over ranks that somebody else has started: torchrun, `mp.spawn`, `accelerate launch`.
+
+        process_group: torch's, None for the one of `init_process_group`. Every rank of it calls this.
+        device: where its tensors are (`accelerator.device`); None for this process's GPU if the process group serves
+        GPUs, else the CPU. timeout: seconds that a rank may wait in one operation before it raises HangError.
+        """
+        if not dist.is_initialized():
+            raise ValueError("no process group yet: call torch.distributed.init_process_group() or Accelerator() first")
+        process_group = process_group or dist.group.WORLD
+        gpus = torch.cuda.is_available() and "cuda" in _backends(process_group)
+        device = torch.device(device if device is not None else "cuda" if gpus else "cpu")
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        world = joined_world(process_group, device, timeout)
+        return cls(world, process_group, dist.get_process_group_ranks(process_group), name)
 
     def __repr__(self) -> str:
         return f"Group({self.name!r}, rank {self.rank} of {self.world_size}, global ranks {self.ranks}, {self.device})"
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """No more of torch's: the world has ended."""
         self.process_group = None
+        if self._backend is not None:
+            self._backend.close()
 
     # Collectives: every rank of the group calls them in the same order.
 
     def all_reduce(self, x: torch.Tensor, op: str = "sum", async_op: bool = False) -> Any:
         """Every rank gets the sum (avg, max, min) over the ranks, in place. Same shape and dtype on every rank."""
         how = "" if op == "sum" else f"op={op}"
-        return self.run("all_reduce", x, lambda: self._best("all_reduce")(x, self, op), async_op, how=how)
+        return self._run("all_reduce", x, lambda: self._backend.all_reduce(x, self, op), async_op, how=how)
 
     def broadcast(self, x: torch.Tensor, root: int = 0, async_op: bool = False) -> Any:
         """Every rank gets root's x, in place."""
         self.check_rank("root", root)
         how = f"root={root}" if root else ""
-        return self.run("broadcast", x, lambda: self._best("broadcast")(x, self, root), async_op, how=how)
+        return self._run("broadcast", x, lambda: self._backend.broadcast(x, self, root), async_op, how=how)
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor | None = None, async_op: bool = False) -> Any:
         """x: [n, ...] on each rank -> [world_size * n, ...]: the ranks' tensors in rank order."""
-        return self.run("all_gather", x, lambda: self._best("all_gather")(x, self, out), async_op, same=out is None)
+        body = lambda: self._backend.all_gather(x, self, out)  # noqa: E731
+        return self._run("all_gather", x, body, async_op, same=out is None)
 
     def reduce_scatter(
         self, x: torch.Tensor, op: str = "sum", async_op: bool = False, out: torch.Tensor | None = None
@@ -94,23 +111,33 @@ class Group:
 
         out: where to put it (contiguous, n elements); it may be this rank's part of x itself.
         """
-        part, how = part_shape(x, self, "reduce_scatter"), "" if op == "sum" else f"op={op}"
-        body = lambda: self._best("reduce_scatter")(x, self, op, out).view(part)  # noqa: E731
-        return self.run("reduce_scatter", x, body, async_op, how=how)
+        part_shape(x, self.world_size, "reduce_scatter")
+        how = "" if op == "sum" else f"op={op}"
+        return self._run("reduce_scatter", x, lambda: self._backend.reduce_scatter(x, self, op, out), async_op, how=how)
 
-    def all_to_all(self, x: torch.Tensor, async_op: bool = False) -> Any:
-        """x: [world_size * n, ...]: part j goes to rank j; the result holds part `rank` of every rank."""
-        return self.run("all_to_all", x, lambda: self._best("all_to_all")(x, self), async_op)
+    def all_to_all(
+        self,
+        x: torch.Tensor,
+        async_op: bool = False,
+        output_splits: Sequence[int] | None = None,
+        input_splits: Sequence[int] | None = None,
+    ) -> Any:
+        """x: [world_size * n, ...]: part j goes to rank j; the result holds part `rank` of every rank.
+
+        input_splits[j]: rows that go to rank j; output_splits[i]: rows that come from rank i; None: equal parts.
+        """
+        check_splits(x, self.world_size, output_splits, input_splits)
+        splits = [None if sizes is None else list(sizes) for sizes in (output_splits, input_splits)]
+        body = lambda: self._backend.all_to_all(x, self, *splits)  # noqa: E731
+        return self._run("all_to_all", x, body, async_op, same=splits == [None, None])
 
     def barrier(self) -> None:
         """Return when every rank of the group has called it."""
-        self.run("barrier", torch.empty(0), lambda: dist.barrier(self.process_group))
+        self._run("barrier", _NOTHING, lambda: self._backend.barrier(), blocks=True)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank gets the list of all ranks' (small, picklable) values, in rank order."""
-        values: list[Any] = [None] * self.world_size
-        self.run("gather_objects", torch.empty(0), lambda: dist.all_gather_object(values, value, self.process_group))
-        return values
+        return self._run("gather_objects", _NOTHING, lambda: self._backend.gather_objects(value), blocks=True)
 
     def subgroup(self, ranks: Sequence[int], name: str) -> "Group":
         """A group of some ranks of this one. Every rank of the *world* calls it, members or not."""
@@ -122,8 +149,10 @@ class Group:
             raise ValueError(f"ranks {list(ranks)} of group {name!r} must ascend: torch numbers a group's ranks so")
         members, everybody = [self.ranks[rank] for rank in ranks], list(range(dist.get_world_size()))
         text = describe("make group", [0], "", everybody, name)
-        make = functools.partial(dist.new_group, members, timeout=self.world.timeout)
-        process_group = self._notices.during(0, 2 + self.world.groups, text, make)
+        backend = None if self.backend in ("none", dist.get_backend()) else self.backend
+        make = functools.partial(dist.new_group, members, timeout=self.world.timeout, backend=backend)
+        with Operation(self._check, self._inside, 0, 2 + self.world.groups, text, None):
+            process_group = self._backend.blocking(make) if self._backend else make()
         return Group(self.world, process_group, members, name)
 
     # Point-to-point messages.
@@ -138,8 +167,8 @@ class Group:
 
     def connect(self) -> None:
         """Opens connections of their own for `eager` messages, once. Every rank of the group calls it."""
-        if self.sockets and not self.direct:
-            self.direct = Sockets(self.process_group, f"{self._ordinal}-direct", self.world.timeout)
+        if self._backend is not None:
+            self._backend.connect()
 
     def exchange(
         self,
@@ -150,38 +179,32 @@ class Group:
     ) -> Any:
         """Send and receive at once, so that no order can deadlock. Each side is one (tensor, rank) or a list of them.
 
-        Returns when every message has been delivered (`async_op`: a handle for that).
+        Returns when every message has been delivered (`async_op`: a Work for that).
         eager, on both sides, after `connect`: a message leaves at once, whether or not the other side asks for it yet,
         and no thread carries it: a fraction of the time where it is small. One that the connection's buffer (4 MB) has
         no room for holds its sender up until it has.
         """
         sends, recvs = _as_list(send), _as_list(recv)
         self._check_messages(sends, recvs)
-        inside = getattr(self._thread, "operation", None)
-        if not inside:
-            self._notices.compare_messages(sends, recvs)
-        transfer = Transfer(self, sends, recvs, tag=inside.tag if inside else 0, eager=eager)
-        if inside:
-            inside.bytes += transfer.bytes
-            inside.messages += transfer.messages
-            return Work(transfer.wait, transfer.done, []) if async_op else transfer.wait()
-
+        num_bytes, messages = sum(x.nbytes for x, _ in sends), sum(x.numel() > 0 for x, _ in sends)
+        if inside := self._inside.operation:
+            inside.bytes += num_bytes
+            inside.messages += messages
+            posted = self._backend.post(sends, recvs, inside.tag, eager)
+            return Work(posted.wait, posted.done) if async_op else posted.wait()
+        self._check.compare_messages(sends, recvs)
         op = "exchange" if sends and recvs else "send" if sends else "recv"
-        x = (sends or recvs or [(torch.empty(0), 0)])[0][0]
-        event = self._event(op, x, transfer.bytes, transfer.messages, open_ledgers())
-        text = self._describe(op, x, [peer for _, peer in recvs or sends])
+        x, _ = (sends or recvs or [(_NOTHING, 0)])[0]
+        waits_for = sorted({self.ranks[peer] for _, peer in recvs or sends})
+        text = describe(op, list(x.shape), dtype_name(x), self.ranks, self.name, waits_for)
+        self._p2p_sequence += 1
+        numbers, event = (self._ordinal + 1, self._p2p_sequence), self._event(op, x, num_bytes, messages)
+        operation = Operation(self._check, self._inside, *numbers, text, event, self._backend.launches)
+        operation.bytes, operation.messages = num_bytes, messages
+        work = self._backend.deliver(operation, sends, recvs, eager)
+        return work if async_op else work.wait()
 
-        def on_board(body: Callable[[], None]) -> None:
-            self._p2p_sequence += 1
-            self._notices.during(self._ordinal + 1, self._p2p_sequence, text, body)
-            event.end = time.monotonic()
-
-        if eager and not transfer.left():
-            on_board(transfer.leave)
-        handle = Work(lambda: on_board(transfer.wait), transfer.done, [event])
-        return handle if async_op else handle.wait()
-
-    # How a collective is run: recorded, announced, in the caller's thread or in this group's own.
+    # How a collective is run: recorded, announced, by the backend.
 
     def run(
         self,
@@ -196,61 +219,60 @@ class Group:
 
         same: x has the same shape on every rank, so that a rank with another one can be named; how: what else has to
         be the same (op, root). A collective inside another one is part of it. Asynchronous ones run one after the
-        other in a thread of this group.
+        other: on the CPU in a thread of this group, on a GPU on a stream of it.
         """
-        self._check_member(op)
-        if getattr(self._thread, "operation", None):
+        return self._run(op, x, body, async_op, same, how, own=False)
+
+    def _run(
+        self,
+        op: str,
+        x: torch.Tensor,
+        body: Callable[[], Any],
+        async_op: bool = False,
+        same: bool = True,
+        how: str = "",
+        own: bool = True,
+        blocks: bool = False,
+    ) -> Any:
+        """own: one of the backend's own collectives; blocks: the host waits for it on any backend."""
+        if self._inside.operation is not None:
             result = body()
-            return Work(lambda: result, lambda: True, []) if async_op else result
-        event = self._event(op, x, 0, 0, open_ledgers())
-        text = self._describe(f"{op}({how})" if how else op, x if same else x.new_empty(0))
-        if not async_op and (self._idle is None or self._idle.is_set()):
-            handle = Work(lambda: self._perform(event, text, body), lambda: False, [event])
-        else:
-            self._queue = self._queue or ThreadPoolExecutor(1, thread_name_prefix=f"minillm-{self.name}")
-            future = self._queue.submit(self._perform, event, text, body)
-            idle = self._idle = threading.Event()
-            future.add_done_callback(lambda _: idle.set())
-            handle = Work(future.result, future.done, [event])
-        return handle if async_op else handle.wait()
-
-    @torch.no_grad()
-    def _perform(self, event: Event, text: bytes, body: Callable[[], Any]) -> Any:
+            work = result if isinstance(result, Work) else Work(lambda: result)
+            return work if async_op else work.wait()
+        if self.rank < 0:
+            self._check_member(op)
+        key = op, how, x.shape if same else None, x.dtype
+        text = self._texts.get(key) or self._describe(key)
         self._sequence += 1
-        operation = self._thread.operation = _Operation(tag=1 + zlib.crc32(text, self._sequence) % TAGS)
-        event.start = time.monotonic()
-        try:
-            return self._notices.during(self._ordinal, self._sequence, text, body)
-        finally:
-            self._thread.operation = None
-            event.end = time.monotonic()
-            event.bytes, event.messages, event.counted = operation.bytes, operation.messages, operation.counted
+        launches = self._backend.launches and not blocks
+        event = self._event(op, x, 0, 0)
+        operation = Operation(self._check, self._inside, self._ordinal, self._sequence, text, event, launches)
+        return self._backend.run(operation, body, async_op, own)
 
-    def assume(self, num_bytes: int) -> None:
-        """Called by a collective whose messages cannot be counted: what this rank sends by the ring formula."""
-        operation = self._thread.operation
-        operation.bytes, operation.counted = operation.bytes + num_bytes, False
+    def _describe(self, key: tuple) -> bytes:
+        """The text of an operation on the flight recorder, kept for the next time."""
+        op, how, shape, dtype = key
+        if len(self._texts) >= KNOWN_TEXTS:
+            self._texts.clear()
+        shape = [0] if shape is None else list(shape)
+        name = str(dtype).removeprefix("torch.")
+        text = self._texts[key] = describe(f"{op}({how})" if how else op, shape, name, self.ranks, self.name)
+        return text
 
-    def _event(self, op: str, x: torch.Tensor, num_bytes: int, messages: int, ledgers: Sequence[Ledger]) -> Event:
+    def _event(self, op: str, x: torch.Tensor, num_bytes: int, messages: int) -> Event | None:
+        """The operation's entry in the ledgers that are open."""
+        if not (ledgers := open_ledgers()):
+            return None
         now, emulated = time.monotonic(), self.world.egress is not None
         event = Event(op, self.name, num_bytes, messages, tuple(x.shape), dtype_name(x), now, now, emulated=emulated)
         for ledger in ledgers:
-            ledger.events.append(event)
+            ledger.record(event)
         return event
 
-    def _describe(self, op: str, x: torch.Tensor, peers: Sequence[int] | None = None) -> bytes:
-        waits_for = None if peers is None else sorted({self.ranks[peer] for peer in peers})
-        return describe(op, list(x.shape), dtype_name(x), self.ranks, self.name, waits_for)
-
-    def _best(self, name: str) -> Callable[..., Any]:
-        """minillm's own algorithm; NCCL's on NCCL, unless a link is emulated (NCCL's messages cannot be paced)."""
-        native = self.backend == "nccl" and self.world.egress is None
-        return (collectives.NATIVE if native else collectives.DEFAULT)[name]
-
-    @property
-    def cuts_messages(self) -> bool:
-        """Whether large messages go in pieces: NCCL does that itself, and on an emulated link it would add latency."""
-        return self.backend != "nccl" and self.world.egress is None
+    def assume(self, num_bytes: int) -> None:
+        """Called by a collective whose messages cannot be counted: what this rank sends by the ring formula."""
+        operation = self._inside.operation
+        operation.bytes, operation.counted = operation.bytes + num_bytes, False
 
     def link_between(self, src: int, dst: int) -> Link | None:
         """The emulated link from group rank src to group rank dst, if any."""
@@ -285,6 +307,21 @@ class Group:
         for x, src in recvs:
             if not x.is_contiguous():
                 raise ValueError(f"cannot receive from rank {src} into a non-contiguous {list(x.shape)} tensor")
+
+
+_NOTHING = torch.empty(0)
+
+
+def _backends(process_group: dist.ProcessGroup) -> dict[str, str]:
+    """Device type -> backend, for example {"cpu": "gloo", "cuda": "nccl"}."""
+    return dict(pair.split(":") for pair in dist.get_backend_config(process_group).split(","))
+
+
+def _backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str:
+    names = _backends(process_group)
+    if device.type not in names:
+        raise ValueError(f"the process group serves {', '.join(names)}, not {device}: pass device= or another backend")
+    return names[device.type]
 
 
 def _as_list(messages: Message | Sequence[Message]) -> list[Message]:

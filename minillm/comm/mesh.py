@@ -32,17 +32,19 @@ class Mesh:
         if group.world_size != dist.get_world_size():
             raise ValueError(f"a mesh lies over all {dist.get_world_size()} ranks, not over group {group.name!r}")
         self.axes = dict(axes)
-        self.device_mesh = init_device_mesh(group.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        how = {} if group.backend == dist.get_backend() else {"backend_override": dict.fromkeys(axes, group.backend)}
+        self.device_mesh = init_device_mesh(group.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes), **how)
         self._groups = {name: self._line(group, name) for name in axes}
         group.world.kept.append(self)
 
-    def let_go(self) -> None:
+    def close(self) -> None:
         """No more of torch's: the world has ended."""
         self.device_mesh = None
 
     def _line(self, group: Group, axis: str) -> Group:
         process_group = self.device_mesh.get_group(axis)
-        dist.distributed_c10d._set_pg_timeout(group.world.timeout, process_group)
+        if group.backend in ("gloo", "nccl"):
+            dist.distributed_c10d._set_pg_timeout(group.world.timeout, process_group)
         return Group(group.world, process_group, dist.get_process_group_ranks(process_group), axis)
 
     def __getitem__(self, axis: str) -> Group:

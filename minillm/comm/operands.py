@@ -2,13 +2,12 @@
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from minillm.comm.group import Group
+from minillm.comm.protocol import Communicator
 
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
@@ -24,7 +23,7 @@ def collective(function: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(function)
 
     @functools.wraps(function)
-    def call(x: torch.Tensor, group: "Group", *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+    def call(x: torch.Tensor, group: Communicator, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
         given = signature.bind(x, group, *args, **kwargs).arguments
         uneven = given.get("out") is not None  # then `out` fixes the sizes
         how = [f"{k}={v}" for k, v in list(given.items())[2:] if k != "out" and v != signature.parameters[k].default]
@@ -34,20 +33,35 @@ def collective(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def part_shape(x: torch.Tensor, group: "Group", op: str) -> tuple[int, ...]:
+def part_shape(x: torch.Tensor, world_size: int, op: str) -> tuple[int, ...]:
     """Shape of one rank's part of x, cut along dimension 0."""
-    if x.dim() == 0 or x.shape[0] % group.world_size:
+    if x.dim() == 0 or x.shape[0] % world_size:
         raise ValueError(
-            f"{op} cuts dimension 0 of a {list(x.shape)} tensor into {group.world_size} equal parts, which does not "
+            f"{op} cuts dimension 0 of a {list(x.shape)} tensor into {world_size} equal parts, which does not "
             f"work out: pad it, or use ring_{op} for any size"
         )
-    return (x.shape[0] // group.world_size, *x.shape[1:])
+    return (x.shape[0] // world_size, *x.shape[1:])
 
 
-def gather_output(x: torch.Tensor, group: "Group", out: torch.Tensor | None) -> torch.Tensor:
+def check_splits(
+    x: torch.Tensor, world_size: int, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None
+) -> None:
+    """ValueError unless an all-to-all can cut x so."""
+    for what, sizes in (("output_splits", output_splits), ("input_splits", input_splits)):
+        if sizes is None:
+            part_shape(x, world_size, "all_to_all")
+        elif len(sizes) != world_size or min(sizes) < 0:
+            raise ValueError(
+                f"{what} {list(sizes)} must be a number of rows, 0 or more, for each of {world_size} ranks"
+            )
+    if input_splits is not None and sum(input_splits) != len(x):
+        raise ValueError(f"input_splits {list(input_splits)} make {sum(input_splits)} rows, but x has {len(x)}")
+
+
+def gather_output(x: torch.Tensor, world_size: int, out: torch.Tensor | None) -> torch.Tensor:
     """`out`, checked, or a new tensor for N tensors like x."""
     if out is None:
-        return x.new_empty((group.world_size * x.shape[0], *x.shape[1:]) if x.dim() else (group.world_size,))
+        return x.new_empty((world_size * x.shape[0], *x.shape[1:]) if x.dim() else (world_size,))
     return checked_output(out, x)
 
 
@@ -64,22 +78,33 @@ def checked_output(out: torch.Tensor, x: torch.Tensor, numel: int | None = None)
     return out
 
 
-def combiner(op: str, x: torch.Tensor) -> Callable[..., torch.Tensor]:
+def all_to_all_output(x: torch.Tensor, output_splits: Sequence[int] | None) -> torch.Tensor:
+    """A new tensor for the rows that arrive."""
+    return torch.empty_like(x) if output_splits is None else x.new_empty((sum(output_splits), *x.shape[1:]))
+
+
+def check_op(op: str, x: torch.Tensor) -> None:
+    """ValueError unless `op` reduces tensors of x's dtype."""
     if op not in _COMBINE:
         raise ValueError(f"op={op!r} is not a reduction: choose one of {', '.join(_COMBINE)}")
     if op in ("max", "min") and x.is_complex():
         raise ValueError(f"op={op!r} needs numbers that have an order, not {x.dtype}: use 'sum' or 'avg'")
     if op == "avg" and not (x.is_floating_point() or x.is_complex()):
         raise ValueError(f"op='avg' needs a floating-point tensor, not {x.dtype}: use 'sum'")
+
+
+def combiner(op: str, x: torch.Tensor) -> Callable[..., torch.Tensor]:
+    """combine(a, b, out=): adds, or takes the larger or smaller of, two partial results."""
+    check_op(op, x)
     return _COMBINE[op]
 
 
-def divide(x: torch.Tensor, group: "Group", op: str) -> torch.Tensor:
-    return x.div_(group.world_size) if op == "avg" else x
+def divide(x: torch.Tensor, world_size: int, op: str) -> torch.Tensor:
+    return x.div_(world_size) if op == "avg" else x
 
 
 def flatten(x: torch.Tensor) -> torch.Tensor:
-    """x as one dimension: its own memory where that is possible, else a copy that `_write_back` brings home."""
+    """x as one dimension: its own memory where that is possible, else a copy that `write_back` brings home."""
     return x.detach().contiguous().flatten()
 
 

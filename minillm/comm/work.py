@@ -8,9 +8,14 @@ from minillm.measure.ledger import Event
 
 
 class Work:
-    """Something under way. `wait()` returns its result; `done()` says whether waiting would return at once."""
+    """Something under way. `wait()` returns its result; `done()` says whether waiting would return at once.
 
-    def __init__(self, wait: Callable[[], Any], done: Callable[[], bool], events: Sequence[Event]) -> None:
+    events: the ledger's entries that the time spent in `wait` counts for.
+    """
+
+    def __init__(
+        self, wait: Callable[[], Any], done: Callable[[], bool] = lambda: True, events: Sequence[Event] = ()
+    ) -> None:
         self._wait, self._done, self._events = wait, done, events
         self._result: Any = None
         self._waited = False

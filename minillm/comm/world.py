@@ -1,31 +1,43 @@
-"""What all groups of one rank share, and the memory that a group keeps."""
+"""What all groups of one rank share."""
 
 import datetime
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import os
+import platform
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
-from minillm.comm.diagnostics.flight_recorder import Board
+from minillm.comm.diagnostics.flight_recorder import RUNNING, FlightRecorder
 from minillm.comm.emulation import Egress
 
-if TYPE_CHECKING:
-    from minillm.comm.group import Group
-    from minillm.comm.mesh import Mesh
 
-SCRATCH_BYTES = 2 << 20  # the largest piece of memory that is kept
+class Closes(Protocol):
+    def close(self) -> None: ...
 
 
 class World:
-    """What all groups of one rank share: its global rank, device, notice board, emulated links, longest wait."""
+    """rank: this process's global rank; local_ranks: those on this machine; wait_s: the longest wait, in seconds.
+
+    egress: emulated links, if any.
+    """
 
     def __init__(
-        self, rank: int, device: torch.device, board: Board | None, egress: Egress | None, wait_s: float
+        self,
+        rank: int,
+        device: torch.device,
+        recorder: FlightRecorder | None,
+        local_ranks: Iterable[int],
+        wait_s: float,
+        egress: Egress | None = None,
     ) -> None:
-        self.rank, self.device, self.board, self.egress = rank, device, board, egress
-        self.timeout = datetime.timedelta(seconds=wait_s)
+        self.rank, self.device, self.recorder, self.egress = rank, device, recorder, egress
+        self.local_ranks, self.timeout = frozenset(local_ranks), datetime.timedelta(seconds=wait_s)
         self.groups = 0
-        self.kept: list[Group | Mesh] = []  # their connections: others may still need what this rank has dropped
+        self.kept: list[Closes] = []  # their connections: others may still need what this rank has dropped
 
     def next_ordinal(self) -> int:
         """The next group's number. Ranks create groups in the same order, so it means the same group everywhere."""
@@ -36,21 +48,37 @@ class World:
         """Let go of torch's process groups, which ends their threads, whoever still holds a `Group`. A thread of gloo
         that frees a tensor while Python shuts down would end the process ("terminate called ...")."""
         for each in self.kept:
-            each.let_go()
+            each.close()
 
 
-class Scratch:
-    """Memory in which partial sums arrive, kept from call to call: fresh memory costs more time than adding does."""
+def joined_world(
+    process_group: dist.ProcessGroup, device: torch.device, wait_s: float, egress: Egress | None = None
+) -> World:
+    """The world of ranks that somebody else has started: they find out who shares a machine, and a flight recorder.
 
-    def __init__(self) -> None:
-        self._free: list[torch.Tensor] = []
+    Every rank of the process group calls it. The recorder's file loses its name once all have opened it, so nothing is
+    left behind.
+    """
+    rank, ranks = dist.get_rank(), dist.get_process_group_ranks(process_group)
+    machine = (platform.node(), tempfile.gettempdir())
+    machines = _told(machine, process_group)
+    local_ranks = [other for other, where in zip(ranks, machines, strict=True) if where == machine]
+    made = rank == local_ranks[0]
+    if made:
+        file, name = tempfile.mkstemp(prefix="minillm-", suffix=".recorder")
+        os.close(file)
+        recorder = FlightRecorder(name, local_ranks)
+    names = dict(zip(ranks, _told(name if made else "", process_group), strict=True))
+    if not made:
+        recorder = FlightRecorder(names[local_ranks[0]], local_ranks)
+    _told(None, process_group)  # all have opened it
+    if made:
+        Path(name).unlink(missing_ok=True)
+    recorder.set_state(rank, RUNNING)
+    return World(rank, device, recorder, local_ranks, wait_s, egress)
 
-    def take(self, x: torch.Tensor) -> torch.Tensor:
-        """At least as many bytes as x has, on its device, with anything in them."""
-        memory = self._free.pop() if self._free else x.new_empty(0, dtype=torch.uint8)
-        fits = memory.numel() >= x.nbytes and memory.device == x.device
-        return memory if fits else x.new_empty(x.nbytes, dtype=torch.uint8)
 
-    def give(self, memory: Sequence[torch.Tensor]) -> None:
-        """Hand back for the next call; what is large goes back to the system."""
-        self._free += [piece for piece in memory if piece.numel() <= SCRATCH_BYTES]
+def _told(value: Any, process_group: dist.ProcessGroup) -> list[Any]:
+    values: list[Any] = [None] * process_group.size()
+    dist.all_gather_object(values, value, process_group)
+    return values

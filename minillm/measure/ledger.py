@@ -2,7 +2,8 @@
 
 `Group` writes an `Event` for each operation, `span` writes a `Span` for a stretch of work. Both land in every ledger
 that is open in this process, whichever thread they come from. Times are `time.monotonic()` seconds, one clock for all
-ranks of a machine, so ledgers returned by `launch` can be drawn over each other.
+ranks of a machine, so ledgers returned by `launch` can be drawn over each other. On a GPU they are those of device
+events (`measure/clock.py`), which become seconds when a ledger's `events` or `spans` are read.
 
     with ledger() as led:
         group.all_reduce(gradients)
@@ -11,13 +12,23 @@ ranks of a machine, so ledgers returned by `launch` can be drawn over each other
 
 import contextlib
 import threading
-import time
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from minillm.measure.clock import Moment, anchor, moment, seconds
 
 _open: list["Ledger"] = []
 _lock = threading.Lock()
+
+
+@dataclass
+class DeviceTimes:
+    """When a GPU began and finished an operation, and from when to when a stream waited for it."""
+
+    start: Moment
+    end: Moment
+    waits: list[tuple[Moment, Moment]] = field(default_factory=list)
 
 
 @dataclass
@@ -26,7 +37,7 @@ class Event:
 
     bytes: payload bytes this rank sent (counted message by message where minillm sends the messages itself; where a
     backend such as NCCL moves them inside one opaque call, the ring formula, and `counted` is False).
-    waited: seconds the program stood still for it. shape, dtype: of the tensor the caller passed.
+    waited: seconds the program (on a GPU, the stream) stood still for it. shape, dtype: of the caller's tensor.
     """
 
     op: str
@@ -40,6 +51,14 @@ class Event:
     waited: float = 0.0
     emulated: bool = False
     counted: bool = True
+    device: DeviceTimes | None = field(default=None, repr=False, compare=False)
+
+    def resolve(self) -> None:
+        """What a device noted becomes seconds."""
+        if self.device is not None:
+            self.start, self.end = seconds(self.device.start), seconds(self.device.end)
+            self.waited += sum(seconds(after) - seconds(before) for before, after in self.device.waits)
+            self.device = None
 
 
 @dataclass(frozen=True)
@@ -55,13 +74,39 @@ class Span:
     def seconds(self) -> float:
         return self.end - self.start
 
+    def resolved(self) -> "Span":
+        """With seconds for what a device noted."""
+        if isinstance(self.start, float | int) and isinstance(self.end, float | int):
+            return self
+        return replace(self, start=seconds(self.start), end=seconds(self.end))
 
-@dataclass
+
 class Ledger:
-    """What one rank recorded, in the order in which it finished."""
+    """What one rank recorded. events: in the order in which they were called; spans: in which they finished."""
 
-    events: list[Event] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
+    def __init__(self, events: Iterable[Event] = (), spans: Iterable[Span] = ()) -> None:
+        self._events, self._spans = list(events), list(spans)
+
+    @property
+    def events(self) -> list[Event]:
+        for event in self._events:
+            event.resolve()
+        return self._events
+
+    @property
+    def spans(self) -> list[Span]:
+        self._spans = [span.resolved() for span in self._spans]
+        return self._spans
+
+    def record(self, entry: Event | Span) -> None:
+        """Add an entry, whose times may still be a device's."""
+        (self._events if isinstance(entry, Event) else self._spans).append(entry)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ledger) and (self.events, self.spans) == (other.events, other.spans)
+
+    def __reduce__(self):
+        return Ledger, (self.events, self.spans)
 
     def select(self, op: str | None = None, group: str | None = None) -> list[Event]:
         """The events of one operation and one group; None means any."""
@@ -91,6 +136,7 @@ class Ledger:
 def ledger() -> Iterator[Ledger]:
     """Collect this rank's operations and spans while the block runs. Ledgers may nest: each gets everything."""
     led = Ledger()
+    anchor()
     with _lock:
         _open.append(led)
     try:
@@ -107,11 +153,14 @@ def open_ledgers() -> tuple[Ledger, ...]:
 
 @contextlib.contextmanager
 def span(name: str, kind: str = "compute") -> Iterator[None]:
-    """Record how long the block took into every open ledger."""
-    start = time.monotonic()
+    """Record how long the block took into every open ledger. On a GPU: from when to when its stream worked on it."""
+    if not _open:
+        yield
+        return
+    start = moment()
     try:
         yield
     finally:
-        done = Span(name, kind, start, time.monotonic())
+        done = Span(name, kind, start, moment())
         for led in open_ledgers():
-            led.spans.append(done)
+            led.record(done)

@@ -1,68 +1,168 @@
-"""An optimizer's state over parts of parameters, and over whole ones: what makes a run on 4 ranks go on on 3, or on 1.
+"""An optimizer over this rank's slices of parameters, and its state: whole as one process has it, or by rank.
 
-    rank 0   exp_avg of its part of a weight ─┐                                                        ┌─ rank 0 of 3
-    rank 1   exp_avg of its part of a weight ─┴─ join ─> {"state": {0: {"exp_avg": ..., "step": ...}}} ─ cut ─ ...
+    rank 0   exp_avg of its part of a weight ─┐                                                         ┌─ rank 0 of 3
+    rank 1   exp_avg of its part of a weight ─┴─ gather ─> {"state": {0: {"exp_avg": ..., "step": ...}}} ─ cut ─ ...
 
-The whole state is that of a plain torch optimizer over whole parameters, with two keys more that torch does not look
+The full state is that of a plain torch optimizer over whole parameters, with two keys more that torch does not look
 at: "names" (in the order of "state") and "masters" (float32 weights by name, where the model has 16-bit ones). Moments
-are joined and cut as the parameters are; numbers of a parameter, such as Adam's `step`, are the same for all its parts.
-
-Rank 0's own state is 1/N of it: saving that alone, as if it were whole, is a classic way to lose a run.
+are gathered and cut as the parameters are; numbers of a parameter, such as Adam's `step`, are the same for all its
+parts. Rank 0's own state is 1/N of it: saving that alone, as if it were all, is a classic way to lose a run.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minillm.comm import Group
+from minillm.parallel.offload import Offload
+from minillm.parallel.placement import Placement, gather
 
+Named = Iterable[tuple[str, nn.Parameter]]
+MakeOptimizer = Callable[[Named], torch.optim.Optimizer]
 Entries = dict[str, dict[str, Any]]  # by parameter name, by key ("exp_avg"): a tensor, or a number of the parameter
 Groups = list[list[str]]  # names by the optimizer's parameter groups: the order in which torch numbers parameters
 
+AT_ONCE = 32  # tensors that are gathered together
+WHOLE_MATRICES = {"Adafactor", "Muon", "LBFGS", "LAMB", "Lamb", "FusedLAMB", "LARS", "Lars", "Shampoo", "SOAP", "CAME"}
+
+
+class SlicedOptimizer(torch.optim.Optimizer):
+    """What ZeroOptimizer and FullyShard's optimizer share: `inner`, a torch optimizer over this rank's slices.
+
+    slices: by name, in the order of the parameters, each 1-D and possibly empty, with `.whole_shape`.
+    placements: of the slices; group: all ranks that hold parts. home: where the inner optimizer keeps its state.
+    ValueError: `make` builds an optimizer that looks at whole matrices, of which it would see slices.
+    """
+
+    def __init__(
+        self,
+        make: MakeOptimizer,
+        slices: Mapping[str, nn.Parameter],
+        placements: Mapping[str, Placement],
+        group: Group,
+        home: Offload,
+    ) -> None:
+        self.slices, self.placements, self.norm_group, self.home = dict(slices), placements, group, home
+        self.inner, self._is_built = make(list(self.slices.items())), False
+        _check_elementwise(self.inner)
+        super().__init__(self.inner.param_groups, self.inner.defaults)  # the same dicts: schedulers set them
+        self.state, self._is_built = self.inner.state, True
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The slices that this rank steps."""
+        return [part for group in self.inner.param_groups for part in group["params"] if part.numel()]
+
+    def gradients_by_name(self) -> dict[str, Tensor]:
+        """What the slices have in .grad."""
+        return {name: part.grad for name, part in self.slices.items() if part.grad is not None}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if self._is_built:
+            raise ValueError("add_param_group comes too late for a sharded optimizer: make all groups in make(named).")
+        super().add_param_group(param_group)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ValueError(
+            f"a {type(self).__name__} belongs to this process's group: copy its full_state_dict() instead."
+        )
+
+    # State. Subclasses say what the masters are and how shards are cut.
+
+    def masters(self) -> dict[str, Tensor]:
+        """Slices of float32 weights whose model has 16-bit ones."""
+        raise NotImplementedError
+
+    def layout(self) -> dict[str, Any]:
+        """Which shard this rank has, and how it is cut: "rank", "world_size" and what else has to fit."""
+        raise NotImplementedError
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The state in torch's layout, as `make(module.named_parameters())` on one process would have it, on the CPU of
+        every rank: any number of ranks can load it, and so can that optimizer. All ranks have to call it."""
+        return self._state_layout().full({**self.inner.state_dict(), "masters": self.masters()})
+
+    def state_dict(self) -> dict[str, Any]:
+        """`full_state_dict`, as torch habits expect; every rank calls it."""
+        return self.full_state_dict()
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """This rank's part, which only the same rank of the same layout can load; no communication."""
+        return {**self.inner.state_dict(), "masters": self.masters(), "shard": self.layout()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Either form of state, or what a plain optimizer of the same parameters saved; no communication. Load the
+        module first: masters that `state` does not hold are copied from its weights.
+        ValueError: a state of another model, or another rank's or layout's shard."""
+        saved, here = state.get("shard"), self.layout()
+        if saved not in (None, here):
+            raise ValueError(
+                f"this is the shard of rank {saved['rank']} of {saved['world_size']}, cut otherwise than that of rank "
+                f"{here['rank']} of {here['world_size']} here: save full_state_dict(), which fits any layout."
+            )
+        own = state if saved else self._state_layout().own(state)
+        entries = {at: {key: _copy(value) for key, value in entry.items()} for at, entry in own["state"].items()}
+        self.inner.load_state_dict({"state": entries, "param_groups": own["param_groups"]})
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self.home.keep(self.inner)
+        for name, master in own["masters"].items():
+            self.slices[name].copy_(master)
+
+    def _state_layout(self) -> "StateLayout":
+        names = names_by_group(self.inner, self.slices.items())
+        return StateLayout(self.norm_group, names, names, self.placements)
+
 
 @dataclass
-class Spread:
+class StateLayout:
     """How an optimizer's parameters lie on the ranks of `group`.
 
-    here: this rank's parts; everywhere: all parameters, the same on every rank; shapes: of those here, when whole.
-    join: {name: this rank's part, None if others have all of it} -> {name: whole, on the CPU}. Every rank calls it.
-    cut: (name, whole) -> this rank's part.
+    here: names of this rank's, everywhere: of all parameters, the same on every rank; placements: of those here.
     """
 
     group: Group
     here: Groups
     everywhere: Groups
-    shapes: Mapping[str, torch.Size]
-    join: Callable[[dict[str, Tensor | None]], dict[str, Tensor]]
-    cut: Callable[[str, Tensor], Tensor]
+    placements: Mapping[str, Placement]
 
-    def whole(self, state: dict[str, Any]) -> dict[str, Any]:
+    def full(self, state: dict[str, Any]) -> dict[str, Any]:
         """state: of this rank's optimizer, and its "masters" by name. Every rank calls it and gets all of all."""
         mine = {name: entry for name, entry in _by_name(state, self.here).items() if not _is_empty(entry)}
-        spread = _per_element(mine)
-        known = {name: {k: ... if k in spread else _host(v) for k, v in entry.items()} for name, entry in mine.items()}
+        told = self.group.gather_objects((_per_element(mine), bool(state["masters"])))
+        spread = set().union(*(keys for keys, _ in told))
+        numbers = {name: {k: _host(v) for k, v in e.items() if k not in spread} for name, e in mine.items()}
         entries: Entries = {}
-        for theirs in self.group.gather_objects(known):  # `...` stands for a tensor that is spread
+        for theirs in self.group.gather_objects(numbers):
             entries = theirs | entries
-        for key in sorted({key for entry in entries.values() for key, value in entry.items() if value is ...}):
-            names = [name for name, entry in entries.items() if entry.get(key) is ...]
-            for name, tensor in self.join({name: mine.get(name, {}).get(key) for name in names}).items():
+        for key in sorted(spread):
+            parts = {name: entry[key] for name, entry in mine.items() if key in entry}
+            for name, tensor in self.gather(parts).items():
                 entries[name][key] = tensor
         names = list(itertools.chain(*self.everywhere))
         return {
             "state": {place: entries[name] for place, name in enumerate(names) if name in entries},
             "param_groups": _numbered(state["param_groups"], self.everywhere),
             "names": names,
-            "masters": self.join(state["masters"]) if state["masters"] else {},
+            "masters": self.gather(state["masters"]) if any(has for _, has in told) else {},
         }
+
+    def gather(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's parts -> whole tensors on the CPU, some at a time; every rank calls it."""
+        names, found = list(itertools.chain(*self.everywhere)), {}
+        for start in range(0, len(names), AT_ONCE):
+            chosen = {name: parts[name] for name in names[start : start + AT_ONCE] if name in parts}
+            found |= gather(chosen, self.placements, self.group)
+        return found
 
     @torch.no_grad()
     def own(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A whole state, or what a plain optimizer of the same parameters saved -> what this rank's optimizer loads.
+        """A full state, or what a plain optimizer of the same parameters saved -> what this rank's optimizer loads.
 
         ValueError: it is of another model, or its optimizer groups parameters otherwise.
         """
@@ -88,18 +188,61 @@ class Spread:
         return {
             "state": {place: entry for place, entry in enumerate(cut) if entry},
             "param_groups": _numbered(state["param_groups"], self.here),
-            "masters": {name: self._part("master", name, masters[name]) for name in masters if name in self.shapes},
+            "masters": {name: self._part("master", name, masters[name]) for name in masters if name in self.placements},
         }
 
     def _part(self, key: str, name: str, whole: Any) -> Any:
         if not isinstance(whole, Tensor):
             return whole
-        if whole.shape != self.shapes[name]:
+        placement = self.placements[name]
+        if whole.shape != placement.shape:
             raise ValueError(
-                f"{key} of {name} has shape {list(whole.shape)}, the parameter {list(self.shapes[name])}: "
+                f"{key} of {name} has shape {list(whole.shape)}, the parameter {list(placement.shape)}: "
                 "this optimizer state is of another model."
             )
-        return self.cut(name, whole).clone()
+        return placement.cut(whole)
+
+
+class ShardedGradient(Tensor):
+    """A slice of a gradient, on which the tools of torch that look at *all* gradients do not go wrong silently.
+
+    torch.amp.GradScaler learns of an overflow on any rank of `group`, so that all ranks skip the step and lower their
+    scale together. torch.nn.utils.clip_grad_norm_ is refused: it would clip by the norm of this rank's slices.
+    """
+
+    group: Group
+
+    @staticmethod
+    def of(gradient: Tensor, group: Group) -> "ShardedGradient":
+        part = gradient.as_subclass(ShardedGradient)
+        part.group = group
+        return part
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        if func in (torch.linalg.vector_norm, torch._foreach_norm):
+            raise ValueError(
+                "torch.nn.utils.clip_grad_norm_ sees only this rank's slices of the gradients: use clip_grad_norm_ of "
+                "the ZeroOptimizer or FullyShard."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs or {})
+            if func is torch._amp_foreach_non_finite_check_and_unscale_:
+                group, found = args[0][0].group, args[1]
+                found.copy_(group.all_reduce(found.to(group.device, copy=True), "max"))
+        return result
+
+
+def plain(gradient: Tensor) -> Tensor:
+    """A ShardedGradient as an ordinary tensor, which shares its memory."""
+    return gradient.as_subclass(Tensor)
+
+
+def slice_of(parameter: nn.Parameter, part: Tensor) -> nn.Parameter:
+    """part: [n] of the parameter's elements, as a parameter that remembers what it is a part of."""
+    slice_ = nn.Parameter(part, requires_grad=parameter.requires_grad)
+    slice_.whole_shape = parameter.shape
+    return slice_
 
 
 def names_by_group(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]) -> Groups:
@@ -107,12 +250,19 @@ def names_by_group(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, 
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def restore(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """For one that wraps an `inner` of the same param_groups and state. state: of this rank's parts; it is copied, as
-    torch would keep what it is given, and step the caller's moments."""
-    entries = {place: {key: _copy(value) for key, value in entry.items()} for place, entry in state["state"].items()}
-    optimizer.inner.load_state_dict({"state": entries, "param_groups": state["param_groups"]})
-    optimizer.param_groups, optimizer.state = optimizer.inner.param_groups, optimizer.inner.state
+def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    if named := WHOLE_MATRICES & {kind.__name__ for kind in type(optimizer).__mro__}:
+        raise ValueError(
+            f"{named.pop()} looks at whole matrices or norms and would see slices of them: use an optimizer that works "
+            "element by element, such as AdamW or SGD."
+        )
+    dims = [{len(p.whole_shape) > 1 for p in group["params"]} for group in optimizer.param_groups]
+    if set() in dims and {True, False} in dims:
+        warnings.warn(
+            "a parameter group is empty and another has matrices and vectors: sharded parameters are 1-D slices, so "
+            "choose groups by len(parameter.whole_shape), as minillm.train.decay_groups does.",
+            stacklevel=4,
+        )
 
 
 def _by_name(state: dict[str, Any], groups: Groups) -> Entries:

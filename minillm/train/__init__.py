@@ -6,7 +6,6 @@ Reading path: config.py, trainer.py, optimizer.py, strategies/single_device.py, 
 
 from minillm.parallel.data_parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP
 from minillm.parallel.fsdp.fully_shard import FullyShard
-from minillm.parallel.gradients import clip_, squared_norm
 from minillm.parallel.pipeline_parallel.runtime import Pipeline
 from minillm.parallel.pipeline_parallel.schedules import (
     SCHEDULES,
@@ -21,6 +20,7 @@ from minillm.parallel.pipeline_parallel.schedules import (
     zero_bubble_v,
 )
 from minillm.parallel.pipeline_parallel.stages import ModelPart, balance, build_parts, layer_costs
+from minillm.parallel.placement import clip_, global_norm
 from minillm.parallel.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -79,6 +79,7 @@ __all__ = [
     "decay_groups",
     "dualpipe",
     "fit",
+    "global_norm",
     "gpipe",
     "interleaved",
     "layer_costs",
@@ -87,7 +88,6 @@ __all__ = [
     "pipedream",
     "preset",
     "simulate",
-    "squared_norm",
     "tensor_parallel",
     "validate",
     "vocab_parallel_cross_entropy",

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from minillm.parallel.gradients import MakeOptimizer, Named
+from minillm.parallel.optimizer_state import MakeOptimizer, Named
 from minillm.train.config import TrainConfig
 from minillm.train.precision import MasterWeights
 
@@ -46,8 +46,8 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 class Updater:
     """Moves the weights of one process: an optimizer over them, or over float32 masters of them.
 
-        collect()    `parameters` have their gradients, masters in float32: to be unscaled, measured and clipped
-        step()       `parameters` move, and the weights with them
+        prepare_gradients()   `parameters` have theirs, masters in float32: to be unscaled, measured and clipped
+        step()                `parameters` move, and the weights with them
         zero_grad()
 
     make: from (name, parameter) pairs to a torch optimizer, kept as `inner`. A parallel form's updater has the same
@@ -61,22 +61,26 @@ class Updater:
         self.parameters: list[nn.Parameter] = self.masters.masters if self.masters else list(weights.values())
         self.inner = make(zip(weights, self.parameters, strict=True))
 
-    def collect(self) -> None:
+    def prepare_gradients(self) -> None:
         if self.masters:
-            self.masters.collect()
+            self.masters.cast_gradients()
 
     def step(self) -> None:
         self.inner.step()
         if self.masters:
-            self.masters.publish()
+            self.masters.write_weights()
 
     def zero_grad(self) -> None:
         self.inner.zero_grad(set_to_none=True)
 
-    def state_dict(self, whole: bool = True) -> dict[str, Any]:
+    def full_state_dict(self) -> dict[str, Any]:
         """torch's layout, and the masters by name."""
         masters = dict(zip(self.names, self.masters.state_dict(), strict=True)) if self.masters else {}
         return {**self.inner.state_dict(), "masters": masters}
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """The same: nothing is sharded here."""
+        return self.full_state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """After the weights' own: masters that `state` does not hold are copied from them."""

@@ -82,8 +82,8 @@ class LossScaler:
     @torch.no_grad()
     def unscale_(self, parameters: Iterable[Tensor]) -> Tensor:
         """Divides the gradients in place; returns whether all are finite, a scalar on their device (reading it waits
-        for the device). Half-precision gradients would underflow: unscale float32 ones (`MasterWeights`). Disabled:
-        touches nothing and says True."""
+        for the device). Half-precision gradients would underflow: unscale float32 ones
+        (`MasterWeights.cast_gradients`). Disabled: touches nothing and says True."""
         if not self.enabled:
             return torch.tensor(True)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -118,9 +118,9 @@ class LossScaler:
 class MasterWeights:
     """Float32 copies of 16-bit weights: the optimizer steps the copies, the weights follow.
 
-        collect()    weight.grad (16 bit) -> master.grad (float32), and the first is freed
+        cast_gradients()   weight.grad (16 bit) -> master.grad (float32), and the first is freed
         ...          unscale, clip and step the masters
-        publish()    master -> weight, rounded
+        write_weights()    master -> weight, rounded
 
     16 bytes per parameter with Adam during backward; 18 while it steps, when gradients are float32 and masters move.
     """
@@ -129,13 +129,13 @@ class MasterWeights:
         self.weights = list(weights)
         self.masters = [torch.nn.Parameter(w.detach().float(), w.requires_grad) for w in self.weights]
 
-    def collect(self) -> None:
+    def cast_gradients(self) -> None:
         for weight, master in zip(self.weights, self.masters, strict=True):
             master.grad = None if weight.grad is None else weight.grad.float()
             weight.grad = None
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def write_weights(self) -> None:
         for weight, master in zip(self.weights, self.masters, strict=True):
             weight.copy_(master)
             master.grad = None

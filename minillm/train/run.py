@@ -84,7 +84,7 @@ def fit(
 
         def asked_to_stop() -> bool:
             asked = interrupt.is_set() or (first and (folder / STOP).exists())
-            return not trainer.parallel.agree(not asked)
+            return not trainer.parallel.all_ranks_true(not asked)
 
         def validate(max_tokens: int | None) -> None:
             run.validation = trainer.validate(max_tokens)

@@ -28,7 +28,7 @@ from minillm.data import Loader, TokenDataset, Tokens
 from minillm.measure import ledger, span
 from minillm.model import Transformer, check_tokens
 from minillm.model.loss import IGNORE
-from minillm.parallel.gradients import clip_
+from minillm.parallel.placement import clip_, gradients_of
 from minillm.predict.model import causal_context, training_flops
 from minillm.train.activation_checkpointing import MODES, checkpoint_blocks
 from minillm.train.checkpoint.storage import generator_states, restore_generators
@@ -138,23 +138,23 @@ class Trainer:
         with span("input", "input"):
             batches = [self._to_device(next(self.loader)) for _ in range(self.config.accumulate)]
             weight = torch.stack([(targets != IGNORE).sum() for _, targets in batches]).sum().float()
-        denominator = self.parallel.denominator(weight)
+        loss_divisor = self.parallel.loss_divisor(weight)
         microbatches = [(inputs, targets, None) for inputs, targets in batches]
         total = self.parallel.forward_backward(
-            self.module, microbatches, denominator, self._computing, self.scaler.scale
+            self.module, microbatches, loss_divisor, self._computing, self.scaler.scale
         )
-        weight = (denominator * self.parallel.world_size).double()
+        weight = (loss_divisor * self.parallel.world_size).double()
         return self.parallel.sum(total).double() / weight, weight
 
     def finish_gradients(self) -> Tensor:
         """Makes the gradients ready for the optimizer: in float32, unscaled and clipped. Returns the norm of the whole
         model's before clipping, a scalar on the device. An overflow on any rank shows in it on all of them."""
         with span("optimizer", "optimizer"):
-            self.updater.collect()
+            self.updater.prepare_gradients()
             stepped = self.updater.parameters
             self.scaler.unscale_(stepped)
             norm = self.parallel.grad_norm(stepped)
-            clip_(stepped, norm, self.config.max_grad_norm)
+            clip_(gradients_of(stepped), norm, self.config.max_grad_norm)
             return norm
 
     def update(self, lr: float, finite: bool = True) -> None:
@@ -183,7 +183,7 @@ class Trainer:
             "loader": self.loader.state_dict(),
             "recent_losses": self.loss_spikes.state_dict(),
             "generators": generator_states(),
-            **self._learnt(whole=True),
+            **self._learnt(full=True),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -206,11 +206,11 @@ class Trainer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _learnt(self, whole: bool = False) -> dict[str, Any]:
+    def _learnt(self, full: bool = False) -> dict[str, Any]:
         """What updates change, and rollbacks restore: as one process would have it, or this rank's part."""
         return {
-            "model": self.parallel.state_dict(whole),
-            "optimizer": self.updater.state_dict(whole),
+            "model": self.parallel.full_state_dict() if full else self.parallel.sharded_state_dict(),
+            "optimizer": self.updater.full_state_dict() if full else self.updater.sharded_state_dict(),
             "scaler": self.scaler.state_dict(),
         }
 

@@ -78,7 +78,11 @@ def loops(group):
             assert len(set(group.gather_objects(bits(ours.model)))) == 1
 
     parallel = DataParallel(group)
-    assert not parallel.agree(group.rank > 0) and parallel.agree(True) and not parallel.agree(False)
+    assert (
+        not parallel.all_ranks_true(group.rank > 0)
+        and parallel.all_ranks_true(True)
+        and not parallel.all_ranks_true(False)
+    )
 
     # One rank's gradient overflows: nobody steps, everybody halves the scale, and the next step is taken by all.
     with trainer(share[1], 1, DataParallel(group, small), precision="fp16-master") as ours:

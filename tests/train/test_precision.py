@@ -75,11 +75,11 @@ def test_master_weights_follow_a_float32_run():
         layer(torch.randn(4, 8).bfloat16()).square().mean().backward()
         for parameter, weight in zip(reference, layer.parameters(), strict=True):
             parameter.grad = weight.grad.float()
-        masters.collect()
+        masters.cast_gradients()
         assert all(weight.grad is None for weight in layer.parameters())
         ours.step()
         theirs.step()
-        masters.publish()
+        masters.write_weights()
         for weight, parameter in zip(layer.parameters(), reference, strict=True):
             assert torch.equal(weight, parameter.bfloat16())
 
@@ -98,10 +98,10 @@ def test_bytes_per_parameter(precision, weights, optimizer):
             layer(torch.randn(1, 64, dtype=chosen.weights)).sum().backward()
             held = census.live
             if masters:
-                masters.collect()
+                masters.cast_gradients()
             adam.step()
             if masters:
-                masters.publish()
+                masters.write_weights()
             adam.zero_grad()
     counters = 4 * len(stepped)  # Adam's step number, one float per tensor
     found = (held.parameter, held.gradient, held.optimizer - counters)

@@ -1,11 +1,11 @@
-"""The notice board: a small shared file on which every rank of a machine writes what it is doing.
+"""The flight recorder: a small shared file in which every rank of a machine writes what it is doing.
 
-A rank stuck in a collective cannot answer questions, so it writes down where it is *before* it waits. Reading the board
-needs no help from anybody: that is how a hang becomes a table of who waits for whom, and how two ranks that call the
+A rank stuck in a collective cannot answer questions, so it writes down where it is *before* it waits. Reading it
+needs no help from anybody: that is how a hang becomes a report of who waits for whom, and how two ranks that call the
 same collective with different shapes find out before they wait for each other for ever.
 
     slot of rank r:  pid | state | last sign of life | one record per group | one note per partner and direction
-    record:          key (group, sequence number) | since | waiting? | JSON {"op", "shape", "dtype", "ranks", "name"}
+    record:          key (group, sequence number) | since | state | JSON {"op", "shape", "dtype", "ranks", "name"}
     note:            key (group, message number) | what this rank sends to, or expects from, that partner
 
 A key is written last and cleared first, and a reader looks at it before and after the text, so nobody takes half an old
@@ -17,26 +17,30 @@ import mmap
 import os
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 RECORDS, RECORD_BYTES, HEADER_BYTES = 32, 1024, 64
 NOTE_BYTES = 96
-STARTING, RUNNING, FINISHED, RAISED = range(4)
+STARTING, RUNNING, FINISHED, RAISED = range(4)  # of a rank
+DONE, WAITING, LAUNCHED = range(3)  # of an operation; launched: a GPU works on it, and nobody has seen its end yet
 _HEADER = struct.Struct("<iid")  # pid, state, last sign of life
-_RECORD = struct.Struct("<iqdii")  # group ordinal, sequence number, since, waiting, length of the text
+_RECORD = struct.Struct("<iqdii")  # group ordinal, sequence number, since, state, length of the text
 _NOTE = struct.Struct("<iqi")  # group ordinal, message number, length of the text
+_TIME = struct.Struct("<d")
 _NUMBER, _NUMBER_AT = struct.Struct("<q"), 4  # the number alone, in either of them
 
 
 @dataclass(frozen=True)
-class Posted:
-    """The latest operation of one rank in one group. since: time.monotonic() seconds."""
+class RecordedOperation:
+    """The latest operation of one rank in one group. since: time.monotonic() seconds; launched: not waited for yet."""
 
     ordinal: int
     sequence: int
     since: float
     waiting: bool
+    launched: bool
     op: str
     shape: list[int]
     dtype: str
@@ -52,13 +56,14 @@ class Posted:
         return f"{self.op} {self.shape} {self.dtype}"
 
 
-class Board:
-    """One slot per local rank. `first_rank` is the global rank of slot 0."""
+class FlightRecorder:
+    """One slot for each of `ranks`, the global ranks of this machine."""
 
-    def __init__(self, path: str | Path, world_size: int, first_rank: int = 0) -> None:
-        self.world_size, self.first_rank = world_size, first_rank
-        self._slot_bytes = HEADER_BYTES + RECORDS * RECORD_BYTES + 2 * world_size * NOTE_BYTES
-        size = world_size * self._slot_bytes
+    def __init__(self, path: str | Path, ranks: Sequence[int]) -> None:
+        self.ranks = list(ranks)
+        self._place = {rank: place for place, rank in enumerate(self.ranks)}
+        self._slot_bytes = HEADER_BYTES + RECORDS * RECORD_BYTES + 2 * len(self.ranks) * NOTE_BYTES
+        size = len(self.ranks) * self._slot_bytes
         with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
             _reserve(file.fileno(), size, Path(path).parent)
             self._map = mmap.mmap(file.fileno(), size)
@@ -67,7 +72,7 @@ class Board:
         self._map.close()
 
     def has(self, rank: int) -> bool:
-        return 0 <= rank - self.first_rank < self.world_size
+        return rank in self._place
 
     def set_state(self, rank: int, state: int) -> None:
         self._put(self._slot(rank), _HEADER.pack(os.getpid(), state, time.monotonic()))
@@ -76,20 +81,20 @@ class Board:
         """(pid, state, last sign of life); the pid is 0 while the rank has not started."""
         return self._get(self._slot(rank), _HEADER)
 
-    def post(self, rank: int, ordinal: int, sequence: int, text: bytes) -> None:
+    def post(self, rank: int, ordinal: int, sequence: int, text: bytes, launched: bool = False) -> None:
         """Say that `rank` enters operation number `sequence` of its group number `ordinal`."""
-        text = text[: RECORD_BYTES - _RECORD.size]
-        self._publish(self._record(rank, ordinal), _RECORD, (ordinal, sequence, time.monotonic(), 1), text)
+        at, state = self._record(rank, ordinal), LAUNCHED if launched else WAITING
+        self._publish(at, _RECORD, (ordinal, sequence, time.monotonic(), state), text[: RECORD_BYTES - _RECORD.size])
 
-    def clear(self, rank: int, ordinal: int) -> None:
-        """Say that `rank` has come out of its latest operation in this group."""
+    def clear(self, rank: int, ordinal: int, sequence: int | None = None) -> None:
+        """Say that `rank` has come out of its latest operation in this group, if it is still number `sequence`."""
         at = self._record(rank, ordinal)
-        found, sequence, since, _, length = self._get(at, _RECORD)
-        if found == ordinal:  # else a group that shares the record has written over it
-            self._put(at, _RECORD.pack(ordinal, sequence, since, 0, length))
-        self._put(self._slot(rank) + 8, struct.pack("<d", time.monotonic()))
+        found, latest, since, _, length = self._get(at, _RECORD)
+        if found == ordinal and sequence in (None, latest):  # else a later one, or another group's, is in its place
+            self._put(at, _RECORD.pack(ordinal, latest, since, DONE, length))
+        self._put(self._slot(rank) + 8, _TIME.pack(time.monotonic()))
 
-    def conflict(self, rank: int, ordinal: int, sequence: int, text: bytes) -> Posted | None:
+    def conflict(self, rank: int, ordinal: int, sequence: int, text: bytes) -> RecordedOperation | None:
         """What `rank` posted as the same operation of the same group, if it is something else than `text`."""
         header, theirs = self._entry(self._record(rank, ordinal), _RECORD)
         if header[:2] != (ordinal, sequence) or theirs == text:
@@ -103,28 +108,29 @@ class Board:
         header, theirs = self._entry(self._note(peer, rank, not sending), _NOTE)
         return theirs.decode(errors="replace") if header[:2] == (ordinal, number) else None
 
-    def posted_in(self, rank: int, ordinal: int) -> Posted | None:
+    def posted_in(self, rank: int, ordinal: int) -> RecordedOperation | None:
         """The latest operation of this rank in this group."""
         posted = _parsed(*self._entry(self._record(rank, ordinal), _RECORD))
         return posted if posted and posted.ordinal == ordinal else None
 
-    def posted(self, rank: int) -> list[Posted]:
+    def posted(self, rank: int) -> list[RecordedOperation]:
         """The latest operation of every group of this rank, oldest wait first."""
         found = (_parsed(*self._entry(self._record(rank, i), _RECORD)) for i in range(RECORDS))
         return sorted((p for p in found if p), key=lambda p: p.since)
 
     def signs(self, rank: int) -> tuple[float, float | None]:
-        """(latest entry of any kind, begin of the oldest wait still going on or None), in time.monotonic() seconds."""
+        """(latest entry of any kind, begin of the oldest wait still going on or None), in time.monotonic() seconds.
+
+        What is only launched is no wait: its rank may well compute."""
         records = [self._get(self._record(rank, i), _RECORD) for i in range(RECORDS)]
-        waits = [since for _, sequence, since, waiting, _ in records if sequence > 0 and waiting]
+        waits = [since for _, sequence, since, state, _ in records if sequence > 0 and state == WAITING]
         return max([self.state(rank)[2], *(since for _, _, since, _, _ in records)]), min(waits, default=None)
 
     def _publish(self, at: int, layout: struct.Struct, header: tuple, text: bytes) -> None:
         """Number cleared first and written last, by itself: whoever reads the same one twice has read a whole entry."""
         ordinal, number, *rest = header
         self._put(at + _NUMBER_AT, _NUMBER.pack(-1))
-        self._put(at + layout.size, text)
-        self._put(at, layout.pack(ordinal, -1, *rest, len(text)))
+        self._put(at, layout.pack(ordinal, -1, *rest, len(text)) + text)
         self._put(at + _NUMBER_AT, _NUMBER.pack(number))
 
     def _put(self, at: int, data: bytes) -> None:
@@ -141,10 +147,10 @@ class Board:
         return (header if same else (header[0], -1, *header[2:])), text
 
     def _slot(self, rank: int) -> int:
-        return (rank - self.first_rank) * self._slot_bytes
+        return self._place[rank] * self._slot_bytes
 
     def _note(self, rank: int, peer: int, sending: bool) -> int:
-        place = 2 * (peer - self.first_rank) + sending
+        place = 2 * self._place[peer] + sending
         return self._slot(rank) + HEADER_BYTES + RECORDS * RECORD_BYTES + place * NOTE_BYTES
 
     def _record(self, rank: int, ordinal: int) -> int:
@@ -164,10 +170,11 @@ def _reserve(file: int, size: int, folder: Path) -> None:
         ) from error
 
 
-def _parsed(header: tuple, text: bytes) -> Posted | None:
-    ordinal, sequence, since, waiting, _ = header
+def _parsed(header: tuple, text: bytes) -> RecordedOperation | None:
+    ordinal, sequence, since, state, _ = header
     try:
-        return Posted(ordinal, sequence, since, bool(waiting), **json.loads(text)) if sequence > 0 else None
+        known = json.loads(text) if sequence > 0 else None
+        return known and RecordedOperation(ordinal, sequence, since, state != DONE, state == LAUNCHED, **known)
     except ValueError:
         return None  # being written
 

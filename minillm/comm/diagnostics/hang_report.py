@@ -1,4 +1,4 @@
-"""Who waits for whom: the notice board as a table.
+"""Who waits for whom: the flight recorder as a table.
 
 A collective waits for the members that have not entered it; a receive waits for its sender. Following the arrows to a
 rank that waits for nobody finds the culprit.
@@ -7,50 +7,47 @@ rank that waits for nobody finds the culprit.
 import time
 from collections.abc import Mapping
 
-from minillm.comm.diagnostics.flight_recorder import FINISHED, RAISED, STARTING, Board, Posted
+from minillm.comm.diagnostics.flight_recorder import FINISHED, RAISED, STARTING, FlightRecorder, RecordedOperation
 
 COLUMNS = ("rank", "where", "shape", "group", "since", "waits for")
 
 
-def waiting_table(board: Board, places: Mapping[int, str] | None = None) -> str:
+def hang_report(recorder: FlightRecorder, places: Mapping[int, str] | None = None) -> str:
     """One line per rank. places: for a rank outside any operation, what it is doing (a source line), if known."""
     now = time.monotonic()
-    rows = [_row(board, rank, now, (places or {}).get(rank, "")) for rank in _ranks(board)]
+    rows = [_row(recorder, rank, now, (places or {}).get(rank, "")) for rank in recorder.ranks]
     widths = [max(len(str(row[i])) for row in [COLUMNS, *rows]) for i in range(len(COLUMNS))]
     lines = ["  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
              for row in [COLUMNS, tuple("-" * width for width in widths), *rows]]  # fmt: skip
     return "\n".join(lines)
 
 
-def _row(board: Board, rank: int, now: float, place: str) -> tuple[str, ...]:
-    pid, state, sign = board.state(rank)
-    waiting = [posted for posted in board.posted(rank) if posted.waiting]
+def _row(recorder: FlightRecorder, rank: int, now: float, place: str) -> tuple[str, ...]:
+    pid, state, sign = recorder.state(rank)
+    waiting = sorted((posted for posted in recorder.posted(rank) if posted.waiting), key=lambda p: p.launched)
     if waiting and state not in (FINISHED, RAISED):
         posted = waiting[0]
-        missing = waits_for(board, rank, posted)
+        missing = waits_for(recorder, rank, posted)
         whom = ", ".join(f"rank {r}" for r in missing) or "nobody: all have entered it"
         shape = f"{posted.shape} {posted.dtype}" if posted.shape != [0] else ""
-        return (str(rank), posted.op, shape, posted.name, f"{now - posted.since:.1f} s", whom)
+        op = f"{posted.op} (launched)" if posted.launched else posted.op
+        return (str(rank), op, shape, posted.name, f"{now - posted.since:.1f} s", whom)
     if pid == 0 or state == STARTING:
         return (str(rank), "starting", "", "", f"{now - sign:.1f} s" if pid else "", "")
     if state in (FINISHED, RAISED):
         return (str(rank), "finished" if state == FINISHED else "raised an error", "", "", f"{now - sign:.1f} s", "")
-    latest = max([sign, *(posted.since for posted in board.posted(rank))])
+    latest = max([sign, *(posted.since for posted in recorder.posted(rank))])
     where = f"in no operation, {place}" if place else "in no operation"
     return (str(rank), where, "", "", f"{now - latest:.1f} s", "")
 
 
-def waits_for(board: Board, rank: int, posted: Posted) -> list[int]:
+def waits_for(recorder: FlightRecorder, rank: int, posted: RecordedOperation) -> list[int]:
     """The global ranks without which this operation cannot go on."""
     if posted.peers is not None:
         return posted.peers
-    return [r for r in posted.ranks if r != rank and board.has(r) and not _entered(board, r, posted)]
+    return [r for r in posted.ranks if r != rank and recorder.has(r) and not _entered(recorder, r, posted)]
 
 
-def _entered(board: Board, rank: int, posted: Posted) -> bool:
-    other = board.posted_in(rank, posted.ordinal)
+def _entered(recorder: FlightRecorder, rank: int, posted: RecordedOperation) -> bool:
+    other = recorder.posted_in(rank, posted.ordinal)
     return other is not None and other.sequence >= posted.sequence
-
-
-def _ranks(board: Board) -> range:
-    return range(board.first_rank, board.first_rank + board.world_size)

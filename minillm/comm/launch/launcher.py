@@ -7,12 +7,13 @@
 
 Ranks are processes forked from a server that has torch loaded, so they start in a fraction of a second; they meet in a
 store that listens on loopback. The function travels by value, so it may come from a notebook cell. While the ranks run,
-this process prints what they print, watches the notice board for ranks that wait too long, and takes all of them down
-when one fails.
+this process prints what they print, watches the flight recorder for ranks that wait too long, and takes all of them
+down when one fails.
 """
 
 import contextlib
 import linecache
+import math
 import os
 import re
 import shutil
@@ -30,15 +31,15 @@ from typing import Any
 import cloudpickle
 import torch.distributed as dist
 
-from minillm.comm.diagnostics.flight_recorder import FINISHED, STARTING, Board
-from minillm.comm.diagnostics.hang_report import waiting_table
+from minillm.comm.diagnostics.flight_recorder import FINISHED, STARTING, FlightRecorder
+from minillm.comm.diagnostics.hang_report import hang_report
 from minillm.comm.emulation import Link, Topology
 from minillm.comm.errors import HangError, RankError
 from minillm.comm.launch import worker
 from minillm.comm.launch.forkserver import start_context, start_server
 from minillm.comm.launch.torchrun import in_place
 
-MAX_RANKS = 64
+MAX_RANKS = 64  # processes that are started here; torchrun may start more
 MAX_TIMEOUT_S = 1e7
 START_S = 60.0  # ranks may take this long to start, however short the timeout: they import what the caller imports
 POLL_S = 0.02
@@ -62,10 +63,11 @@ def launch(
     RankError: a rank raised or died. HangError: ranks waited too long; its text says who waits for whom. ValueError:
     bad arguments. Whatever happens, no process is left.
     """
-    _check(fn, nproc, timeout, link, device)
+    under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    _check(fn, nproc, timeout, link, device, most_ranks=math.inf if under_torchrun else MAX_RANKS)
     threads = max(1, (os.cpu_count() or 1) // nproc)
     job = worker.Job(fn, args, nproc, timeout, link, device, threads, _cell_sources())
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if under_torchrun:
         return in_place(job)
     with _folder() as folder:
         try:
@@ -81,7 +83,7 @@ class Run:
 
     def __init__(self, folder: Path, job: worker.Job) -> None:
         self.folder, self.job, self.nproc = folder, job, job.nproc
-        self.board = Board(folder / "board", job.nproc)
+        self.recorder = FlightRecorder(folder / "recorder", range(job.nproc))
         self.store = _store()
         context = start_context()
         arguments = [(str(folder), rank, job.nproc, self.store.port, dict(os.environ)) for rank in range(job.nproc)]
@@ -101,7 +103,7 @@ class Run:
             with _uninterrupted():
                 self._kill()
                 self._show_output(last=True)
-                self.board.close()
+                self.recorder.close()
                 self.store = None  # an error's traceback may keep this object for long, but not the open port
         if hang:
             raise hang
@@ -129,8 +131,8 @@ class Run:
         """Seconds that a rank has waited in one operation, or all have been silent, if that is too long."""
         now, signs, waits, limit = time.monotonic(), [self.last_output], [], self.job.timeout_s
         for rank in range(self.nproc):
-            state = self.board.state(rank)[1]
-            sign, wait = self.board.signs(rank)
+            state = self.recorder.state(rank)[1]
+            sign, wait = self.recorder.signs(rank)
             signs.append(sign)
             if state == STARTING:  # also where there is no process yet: pid 0, all zeros
                 limit = max(limit, START_S)
@@ -144,7 +146,7 @@ class Run:
             if process.is_alive():
                 os.kill(process.pid, signal.SIGUSR1)  # write your stack
         time.sleep(0.1)
-        table = waiting_table(self.board, {rank: self._place(rank) for rank in range(self.nproc)})
+        table = hang_report(self.recorder, {rank: self._place(rank) for rank in range(self.nproc)})
         limit = f"{self.job.timeout_s:g} s"
         return HangError(f"no progress for {waited:.1f} s (timeout {limit}). Who waits for whom:\n\n{table}\n", table)
 
@@ -215,11 +217,11 @@ class Run:
                 sys.stdout.flush()
 
 
-def _check(fn: Any, nproc: int, timeout: float, link: Any, device: str | None) -> None:
+def _check(fn: Any, nproc: int, timeout: float, link: Any, device: str | None, most_ranks: float) -> None:
     if not callable(fn):
         raise ValueError(f"fn={fn!r} is not a function: pass the function itself, launch(fn, nproc=4)")
-    if isinstance(nproc, bool) or not isinstance(nproc, int) or not 1 <= nproc <= MAX_RANKS:
-        raise ValueError(f"nproc={nproc} must be a whole number from 1 to {MAX_RANKS}")
+    if isinstance(nproc, bool) or not isinstance(nproc, int) or not 1 <= nproc <= most_ranks:
+        raise ValueError(f"nproc={nproc} must be a whole number from 1 to {most_ranks}")
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= MAX_TIMEOUT_S:
         raise ValueError(f"timeout={timeout!r} must be a number of seconds, more than 0 and at most {MAX_TIMEOUT_S:g}")
     if link is not None and not isinstance(link, (Link, Topology)):
@@ -230,7 +232,7 @@ def _check(fn: Any, nproc: int, timeout: float, link: Any, device: str | None) -
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """A private folder for this run: board, output, reports."""
+    """A private folder for this run: flight recorder, output, reports."""
     path = Path(tempfile.mkdtemp(prefix="minillm-"))
     try:
         yield path

@@ -27,14 +27,13 @@ import torch.distributed as dist
 import torch.distributed.nn  # before there is a process group: its default arguments would hold on to one
 from torch.distributed.rendezvous import rendezvous
 
-from minillm.comm.diagnostics.flight_recorder import FINISHED, RAISED, RUNNING, STARTING, Board, describe
+from minillm.comm.diagnostics.flight_recorder import FINISHED, RAISED, RUNNING, STARTING, FlightRecorder, describe
 from minillm.comm.emulation import Egress, Link, Topology
 from minillm.comm.errors import HangError, PeerLostError
 from minillm.comm.group import Group
-from minillm.comm.world import World
+from minillm.comm.world import World, joined_world
 from minillm.measure.wire import loopback
 
-ECHOES = ("onnection closed by peer", "onnection reset", "Broken pipe", "onnection refused", "not connected")
 WORLD_NAME = "world"
 
 
@@ -72,8 +71,8 @@ def main(folder: str, rank: int, nproc: int, port: int, environ: dict[str, str])
     os.environ.clear()
     os.environ.update(environ)
     _settle(Path(folder), rank)
-    board = Board(Path(folder, "board"), nproc)
-    board.set_state(rank, STARTING)
+    recorder = FlightRecorder(Path(folder, "recorder"), range(nproc))
+    recorder.set_state(rank, STARTING)
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MINILLM_RANK": rank}
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME=loopback())
@@ -81,14 +80,14 @@ def main(folder: str, rank: int, nproc: int, port: int, environ: dict[str, str])
     try:
         job: Job = cloudpickle.loads(Path(folder, "job").read_bytes())
         linecache.cache.update(job.sources)
-        with world_group(job, board, rank, wait_s=2 * job.timeout_s + 30) as group:
-            board.set_state(rank, RUNNING)
+        with world_group(job, recorder, rank, wait_s=2 * job.timeout_s + 30) as group:
+            recorder.set_state(rank, RUNNING)
             result = job.function(group, *job.args)
             report = Report(result=_packed(result, rank))
-            board.set_state(rank, FINISHED)
+            recorder.set_state(rank, FINISHED)
             leave_together(group)
     except BaseException as error:
-        board.set_state(rank, RAISED)
+        recorder.set_state(rank, RAISED)
         report = failure(error)
     _write(Path(folder, f"report{rank}"), cloudpickle.dumps(report))
     for stream in (sys.stdout, sys.stderr):
@@ -114,28 +113,29 @@ def _packed(result: Any, rank: int) -> bytes:
 
 
 @contextlib.contextmanager
-def world_group(job: Job, board: Board | None, rank: int, wait_s: float) -> Iterator[Group]:
-    """Join the process group of all ranks and leave it in the end."""
+def world_group(job: Job, recorder: FlightRecorder | None, rank: int, wait_s: float) -> Iterator[Group]:
+    """Join the process group of all ranks and leave it in the end. recorder: None if ranks have yet to make one."""
     device = pick_device(job.device, job.nproc)
     torch.set_num_threads(job.threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    whole_gpu = device.type == "cuda" and torch.cuda.device_count() >= int(
-        os.environ.get("LOCAL_WORLD_SIZE", job.nproc)
-    )
-    backend = "nccl" if whole_gpu and dist.is_nccl_available() else "gloo"
-    if board:
-        board.post(rank, 0, 1, describe("join the group", [0], "", list(range(job.nproc)), WORLD_NAME))
+    gpus_enough = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", job.nproc))
+    use_nccl = device.type == "cuda" and gpus_enough and job.link is None and dist.is_nccl_available()
+    backend = "nccl" if use_nccl else "gloo"  # nobody can pace the messages of NCCL
+    if recorder:
+        recorder.post(rank, 0, 1, describe("join the group", [0], "", list(range(job.nproc)), WORLD_NAME))
     timeout = datetime.timedelta(seconds=wait_s)
     options = {"device_id": device} if backend == "nccl" else {}
     options |= {"rank": rank, "world_size": int(os.environ["WORLD_SIZE"])}
     store = dist.PrefixStore(f"world{next(_worlds)}", _meeting_place())
     store.set_timeout(timeout)
     dist.init_process_group(backend, store=store, timeout=timeout, **options)
-    if board:
-        board.clear(rank, 0)
     egress = Egress(job.link) if job.link else None
-    world = World(rank, device, board, egress, wait_s)
+    if recorder:
+        recorder.clear(rank, 0)
+        world = World(rank, device, recorder, range(job.nproc), wait_s, egress)
+    else:
+        world = joined_world(dist.group.WORLD, device, wait_s, egress)
     yield Group(world, dist.group.WORLD, range(dist.get_world_size()), WORLD_NAME)
     dist.destroy_process_group()  # not after an error: the others must not see us go before our report is written
     world.close()
@@ -179,9 +179,15 @@ def _is_echo(error: BaseException | None) -> bool:
     """Whether the error, or the one that it was raised from, only says that another rank has gone."""
     if error is None:
         return False
-    lost = isinstance(error, (PeerLostError, dist.DistNetworkError, ConnectionError))
-    lost = lost or (isinstance(error, RuntimeError) and any(sign in _said(error) for sign in ECHOES))
+    lost = isinstance(error, (PeerLostError, dist.DistNetworkError, ConnectionError)) or _is_torchs(error)
     return lost or _is_echo(error.__cause__ or error.__context__)
+
+
+def _is_torchs(error: BaseException) -> bool:
+    """Whether torch.distributed itself raised it: called directly, it has no type of its own for a lost peer."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = bool(frames) and frames[-1].filename.startswith(os.path.dirname(dist.__file__))
+    return isinstance(error, RuntimeError) and inside
 
 
 def _said(error: BaseException) -> str:
@@ -193,7 +199,7 @@ def _said(error: BaseException) -> str:
 
 def _relevant(frames: list[traceback.FrameSummary], error: BaseException) -> list[traceback.FrameSummary]:
     """The frames from the caller's own function on; where `comm` itself complains, only the caller's."""
-    here = os.path.dirname(__file__)
+    here = os.path.dirname(os.path.dirname(__file__))  # minillm/comm
     ours = [i for i, frame in enumerate(frames) if frame.filename == __file__]
     frames = frames[ours[-1] + 1 :] if ours and ours[-1] + 1 < len(frames) else frames
     if isinstance(error, (ValueError, HangError, PeerLostError)) and frames[-1].filename.startswith(here):

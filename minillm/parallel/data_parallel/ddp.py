@@ -8,7 +8,7 @@
 
 Each sends the same bytes, 2P(N-1)/N per rank for gradients of P bytes: they differ in how often latency is paid and in
 how much of the communication hides behind backward. A mean over ranks is the big batch's gradient only if each rank's
-loss is divided by the tokens of all ranks over N (`DataParallel.denominator` in train/strategies). Habits of torch's
+loss is divided by the tokens of all ranks over N (`DataParallel.loss_divisor` in train/strategies). Habits of torch's
 DistributedDataParallel carry over (Li et al., "PyTorch Distributed", VLDB 2020):
 
     model = BucketedDDP(model, group)
@@ -40,11 +40,50 @@ Hook = Callable[[Bucket, Tensor, Group], None]
 
 def replicate(module: nn.Module, group: Group) -> None:
     """Makes every rank's parameters and buffers equal to rank 0's. ValueError, on every rank, if models differ in more
-    than values, or are not on the group's device."""
+    than values, or are not on the group's device, or if another wrapper has them that cannot be taken off."""
+    check_plain(module)
     _check_devices(module, group)
     check_same(_tensors(module), group)
     for _, tensor in _tensors(module):
         group.broadcast(tensor.detach())
+
+
+def check_plain(module: nn.Module) -> None:
+    """ValueError if torch's DDP reduces the module's gradients, or its parameters are slices of a FullyShard."""
+    if any(isinstance(each, nn.parallel.DistributedDataParallel) for each in module.modules()):
+        raise ValueError("torch's DistributedDataParallel reduces these gradients already: wrap its .module instead.")
+    if any(hasattr(parameter, "whole_shape") for parameter in module.parameters()):
+        raise ValueError("these parameters are sharded already: wrap the plain module, once.")
+
+
+class BufferSync:
+    """Before a forward pass that follows one in training mode, every rank gets rank 0's saved buffers (statistics of
+    BatchNorm), as with torch's DDP. Tables that are not saved never change. Nothing is sent under `no_sync`."""
+
+    def __init__(self, module: nn.Module, group: Group, reducer: Reducer | None = None) -> None:
+        saved = module.state_dict(keep_vars=True)
+        unique = {id(buffer): name for name, buffer in module.named_buffers() if name in saved}
+        self.module, self.group, self.reducer, self.names = module, group, reducer, list(unique.values())
+        self.may_differ = False
+        if self.names:
+            module.register_forward_pre_hook(self._before_forward)
+
+    @torch.no_grad()
+    def _before_forward(self, *_: Any) -> None:
+        syncs = self.reducer is None or (self.reducer.sync and not self.reducer.is_closed)
+        if self.may_differ and syncs:
+            buffers = [self.module.get_buffer(name) for name in self.names]
+            for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
+                alike = [buffer for buffer in buffers if buffer.dtype == dtype]
+                flat = self.group.broadcast(torch.cat([buffer.reshape(-1) for buffer in alike]))
+                parts = flat.split([buffer.numel() for buffer in alike])
+                views = [part.view_as(buffer) for part, buffer in zip(parts, alike, strict=True)]
+                torch._foreach_copy_(alike, views)
+            self.may_differ = False
+        self.may_differ = self.may_differ or self.module.training
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy of the module belongs to no group
 
 
 class _Replicated(nn.Module):
@@ -56,6 +95,10 @@ class _Replicated(nn.Module):
         self.module, self.group, self.hook = module, group, hook
         options["multiple_of"] = group.world_size if hook else 1
         self.reducer = Reducer(module.named_parameters(), group, self._reduce, **options)
+        BufferSync(module, group, self.reducer)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ValueError(f"a {type(self).__name__} belongs to this process's group: copy or save its .module instead.")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and self.reducer.sync:

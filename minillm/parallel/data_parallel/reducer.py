@@ -112,7 +112,8 @@ class Reducer:
     find_unused: whether a parameter may get no gradient. If so, it counts as zero where another rank has one, and
         `.grad` stays None where no rank has; if not, that is an error which names it.
 
-    A parameter has one Reducer: a later one takes the place of an earlier one.
+    A parameter has one Reducer: a later one takes the place of an earlier one, all of it (`close`). A copy of a
+    parameter has none.
     """
 
     def __init__(
@@ -130,16 +131,29 @@ class Reducer:
         self.names = {p: name for name, p in named_parameters if p.requires_grad}
         self.group, self.reduce, self.overlap, self.find_unused = group, reduce, overlap, find_unused
         self._assign = lambda named: assign(named, cap_bytes, first_cap_bytes, multiple_of)
-        self.sync, self._expected, self._packed_again = True, False, False
+        self.sync, self.is_closed = True, False
+        self._expected, self._packed_again, self._task = False, False, -1
+        self._take_over()
         self._pack(named_parameters)
         self._seen: set[nn.Parameter] = set()  # have got a gradient since the last reduction
         self._ready: dict[nn.Parameter, None] = {}  # have got it in the backward that runs now, in this order
-        self._handles: list[Work] = []
+        self._works: list[Work] = []
+        self.unused: set[nn.Parameter] = set()  # had no gradient on any rank in the last reduction
+        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self.names]
+
+    def _take_over(self) -> None:
+        """One owner of a parameter's hooks: two would both reduce the same .grad."""
+        for earlier in {p._reducer for p in self.names if getattr(p, "_reducer", None)}:
+            if others := [name for p, name in earlier.names.items() if p not in self.names]:
+                raise ValueError(
+                    f"{others[0]} is reduced by an earlier wrapper, which would end: wrap all of its parameters again."
+                )
+            earlier.close()
         for p in self.names:
-            if earlier := getattr(p, "_reducer", None):
-                earlier.remove()
-            p._reducer = p.register_post_accumulate_grad_hook(self._on_gradient)
-        self._hooks = [p._reducer for p in self.names]
+            p._reducer = self
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
     def _pack(self, named: Named) -> None:
         self.buckets = self._assign(named)
@@ -150,7 +164,7 @@ class Reducer:
 
     def expect(self) -> None:
         """A backward is coming: from now on `finish` takes part in its reduction, even if no gradient arrives here."""
-        self._expected = True
+        self._expected = not self.is_closed
 
     def flat(self, index: int) -> Tensor:
         """The memory of a bucket: [padded], made when it is first needed."""
@@ -160,9 +174,13 @@ class Reducer:
         return self._flats[index]
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Take the hooks off the parameters, and never take part in a reduction again."""
+        self.is_closed = True
         for hook in self._hooks:
             hook.remove()
+        for p in self.names:
+            if p._reducer is self:
+                p._reducer = None
 
     def _on_gradient(self, p: nn.Parameter) -> None:
         """After autograd has added to p.grad: move it into its bucket; start what is complete."""
@@ -170,9 +188,10 @@ class Reducer:
         self._seen.add(p)
         if not self.sync:
             return
-        if not self._ready:
-            self.expect()
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+        self.expect()
+        if self._task != (task := torch._C._current_graph_task_id()):
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._at_end_of_backward)
         if p in self._ready:
             raise ValueError(
                 f"{self.names[p]} got a second gradient before the first was reduced: checkpoint with "
@@ -180,8 +199,14 @@ class Reducer:
             )
         self._ready[p] = None
         self._waiting_for[self._place[p][0]] -= 1
-        while self.overlap and len(self._handles) < len(self.buckets) and not self._waiting_for[len(self._handles)]:
+        while self.overlap and len(self._works) < len(self.buckets) and not self._waiting_for[len(self._works)]:
             self._start()
+
+    def _at_end_of_backward(self) -> None:
+        """Checkpointing with use_reentrant=True runs a backward inside of a node of the outer one, which goes on."""
+        is_inner = torch._C._current_autograd_node() is not None
+        if not (is_inner and any(self._waiting_for)):
+            self.finish()
 
     def _attach(self, p: nn.Parameter) -> None:
         """Make p.grad a view into its bucket: a gradient made after `zero_grad(set_to_none=True)`, one that the user
@@ -197,8 +222,12 @@ class Reducer:
             p.grad = view.copy_(p.grad.detach())
 
     def _start(self) -> None:
-        index = len(self._handles)
-        self._handles.append(self.reduce(self.buckets[index], self.flat(index)))
+        index = len(self._works)
+        self._works.append(self.reduce(self.buckets[index], self.flat(index)))
+
+    def _settle(self, index: int) -> None:
+        """Wait until a bucket is reduced."""
+        self._works[index].wait()
 
     def finish(self) -> None:
         """Start what has not started, wait for all of it. Runs by itself at the end of each synchronised backward;
@@ -209,18 +238,18 @@ class Reducer:
         """
         if not self._expected:
             return
-        unused = [p for p in self.names if p.grad is None]
+        unused = [p for p in self.names if p.grad is None and p not in self._seen]
         missing = [name for p, name in self.names.items() if p not in self._seen]
-        while len(self._handles) < len(self.buckets):
-            for p in self.buckets[len(self._handles)].parameters:
+        while len(self._works) < len(self.buckets):
+            for p in self.buckets[len(self._works)].parameters:
                 self._attach(p)
             self._start()
         used = self._used_anywhere(unused)
-        for handle in self._handles:
-            handle.wait()
-        for p in unused:
-            if not used[p]:
-                p.grad = None
+        for index in range(len(self.buckets)):
+            self._settle(index)
+        self.unused = {p for p in unused if not used[p]}
+        for p in self.unused:
+            p.grad = None
         order = [self.names[p] for p in self._ready]
         self._reset()
         self._report([(self.group.rank, missing)] if self._packed_again else self._pack_again(order, missing))
@@ -254,7 +283,7 @@ class Reducer:
                 )
 
     def _reset(self) -> None:
-        self._expected, self._handles = False, []
+        self._expected, self._works, self._task = False, [], -1
         self._seen.clear()
         self._ready.clear()
         self._waiting_for = [len(bucket.parameters) for bucket in self.buckets]

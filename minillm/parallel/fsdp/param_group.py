@@ -1,4 +1,4 @@
-"""What is gathered, freed and reduced together, in which order, and how a module is divided into it."""
+"""What is unsharded, resharded and reduced together, in which order, and how a module is divided into it."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -6,87 +6,90 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from minillm.parallel.fsdp.flat_param import Flat, Initialize, Owned
+from minillm.parallel.fsdp.flat_param import FlatParam, How, Initialize, ParamInfo
 
 LOOK_UPS = ("EmbeddingBackward0", "torch::autograd::AccumulateGrad", "AddBackward0", "ToCopyBackward0")
+REST = "rest"  # the group of all parameters outside of blocks
 
 
 @dataclass
-class Held:
-    """A receipt: the units whose full parameters this rank has memory for, and the most there ever were."""
+class UnshardStats:
+    """A receipt: the groups whose full parameters this rank has memory for, and the most there ever were."""
 
-    units: list[str] = field(default_factory=list)
+    groups: list[str] = field(default_factory=list)
     bytes: int = 0
-    peak_units: int = 0
+    peak_groups: int = 0
     peak_bytes: int = 0
 
-    def take(self, name: str, num_bytes: int) -> None:
-        self.units.append(name)
+    def add(self, name: str, num_bytes: int) -> None:
+        self.groups.append(name)
         self.bytes += num_bytes
-        self.peak_units, self.peak_bytes = max(self.peak_units, len(self.units)), max(self.peak_bytes, self.bytes)
+        self.peak_groups = max(self.peak_groups, len(self.groups))
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
 
-    def give_back(self, name: str, num_bytes: int) -> None:
-        self.units.remove(name)
+    def remove(self, name: str, num_bytes: int) -> None:
+        self.groups.remove(name)
         self.bytes -= num_bytes
 
 
-class Unit:
-    """What is gathered, freed and reduced together: one flat parameter per dtype, frozen weights apart."""
+class ParamGroup:
+    """What is unsharded, resharded and reduced together: one flat parameter per dtype, frozen weights apart."""
 
-    def __init__(self, name: str, members: Iterable[Owned], held: Held, make: Callable[[str, list[Owned]], Flat]):
-        self.name, self.held, self.is_held = name, held, False
-        kinds: dict[tuple, list[Owned]] = {}
-        for owned in members:
-            kinds.setdefault((owned.parameter.dtype, owned.parameter.requires_grad), []).append(owned)
-        self.flats = [make(f"{name}.{index}", kind) for index, kind in enumerate(kinds.values())]
-        self.trained = [flat for flat in self.flats if flat.trained]
+    def __init__(self, name: str, members: Iterable[ParamInfo], stats: UnshardStats, how: How) -> None:
+        self.name, self.stats, self.is_unsharded = name, stats, False
+        kinds: dict[tuple, list[ParamInfo]] = {}
+        for info in members:
+            kinds.setdefault((info.parameter.dtype, info.parameter.requires_grad), []).append(info)
+        self.flats = [FlatParam(f"{name}.{index}", kind, how) for index, kind in enumerate(kinds.values())]
+        self.trained = [flat for flat in self.flats if flat.is_trained]
         self.nbytes = sum(flat.nbytes for flat in self.flats)
 
-    def gather(self) -> None:
-        """Starts it, unless the unit is held; `wait` ends it."""
-        if not self.is_held:
-            self.is_held = True
-            self.held.take(self.name, self.nbytes)
+    def unshard(self) -> None:
+        """Starts it, unless that is done; `wait` ends it."""
+        if not self.is_unsharded:
+            self.is_unsharded = True
+            self.stats.add(self.name, self.nbytes)
             for flat in self.flats:
-                flat.start_gather()
+                flat.start_unshard()
 
     def wait(self) -> None:
-        self.gather()
+        self.unshard()
         for flat in self.flats:
-            flat.finish_gather()
+            flat.finish_unshard()
 
-    def free(self) -> None:
-        if self.is_held:
+    def reshard(self) -> None:
+        if self.is_unsharded:
             self.wait()
             for flat in self.flats:
-                flat.free()
-            self.is_held = False
-            self.held.give_back(self.name, self.nbytes)
+                flat.reshard()
+            self.is_unsharded = False
+            self.stats.remove(self.name, self.nbytes)
 
 
-class Walk:
-    """The units in the order in which every rank gathers them, and where this rank stands.
+class PrefetchOrder:
+    """The groups in the order in which every rank unshards them, and where this rank stands.
 
-    prefetch: how many are gathered ahead. leave: what becomes of a unit when it goes on to the next.
+    prefetch: how many are unsharded ahead. leave: what becomes of a group when this rank goes on to the next.
     """
 
-    def __init__(self, order: Sequence[Unit], prefetch: int, leave: Callable[[Unit], None], backward: bool = False):
+    def __init__(
+        self, order: Sequence[ParamGroup], prefetch: int, leave: Callable[[ParamGroup], None], backward: bool = False
+    ) -> None:
         self.order, self.prefetch, self.leave, self.backward, self.position = order, prefetch, leave, backward, 0
-        self._gather()
+        self.used: list[ParamGroup] = []
+        self._prefetch()
 
     @property
-    def unit(self) -> Unit:
+    def group(self) -> ParamGroup:
         return self.order[self.position]
 
-    def to(self, unit: Unit) -> None:
-        """Goes on to `unit`, through all that lie before it, and waits until it is gathered."""
-        if unit not in self.order[self.position :]:
-            raise ValueError(
-                f"{unit.name} runs after {self.unit.name}: blocks run in the order they were given, each once per pass;"
-                " name one block that holds those which repeat."
-            )
-        while self.unit is not unit:
+    def to(self, group: ParamGroup) -> None:
+        """Goes on to `group`, through all that lie before it, and waits until it is unsharded."""
+        if group not in self.order[self.position :]:
+            raise ValueError(self._why_not(group))
+        while self.group is not group:
             self._advance()
+        self.used.append(group)
         self.wait()
 
     def to_end(self) -> None:
@@ -95,50 +98,77 @@ class Walk:
         self.wait()
 
     def wait(self) -> None:
-        self.unit.wait()
+        self.group.wait()
+
+    def _why_not(self, group: ParamGroup) -> str:
+        if group in self.used:
+            return f"{group.name} runs twice in one pass: name one block that holds all that repeats."
+        last = [each for each in self.order if each.name != REST][-1]
+        if self.group.name == REST and last not in self.used:
+            return (
+                f"parameters outside of the blocks are used between two of them, before {group.name}: name the modules "
+                "that have them among the blocks, in the order they run."
+            )
+        return f"{group.name} runs after {self.used[-1].name}: name the blocks in the order they run."
 
     def _advance(self) -> None:
-        self.leave(self.unit)
+        self.leave(self.group)
         self.position += 1
-        self._gather()
+        self._prefetch()
 
-    def _gather(self) -> None:
-        for unit in self.order[self.position : self.position + self.prefetch + 1]:
-            unit.gather()
+    def _prefetch(self) -> None:
+        for group in self.order[self.position : self.position + self.prefetch + 1]:
+            group.unshard()
 
 
 def choose(module: nn.Module, blocks: Sequence[str | nn.Module] | None) -> dict[str, nn.Module]:
-    """name -> block, for blocks given by name or as modules; None means each of module.blocks."""
-    if blocks is None:
-        if not hasattr(module, "blocks"):
-            raise ValueError(f"{type(module).__name__} has no .blocks: name what to shard by, blocks=['layer1', ...].")
-        blocks = list(module.blocks)
+    """name -> block, for blocks given by name or as modules; None means module.blocks, or the longest nn.ModuleList."""
+    blocks = _blocks_of(module) if blocks is None else blocks
     modules = dict(module.named_modules())
     names = {inner: name for name, inner in modules.items()}
-    chosen = {}
+    chosen: dict[str, nn.Module] = {}
     for block in blocks:
         name = block if isinstance(block, str) else names.get(block)
         if name not in modules or modules[name] is module:
             raise ValueError(f"block {block!r} is no part of the {type(module).__name__}: use module.named_modules().")
+        for other, earlier in chosen.items():
+            if modules[name] in set(earlier.modules()) or earlier in set(modules[name].modules()):
+                raise ValueError(f"blocks {other} and {name} overlap: name only one of them, a block holds no other.")
         chosen[name] = modules[name]
     return chosen
 
 
-def divide(chosen: dict[str, nn.Module], everything: Sequence[Owned], device: torch.device) -> list[list[Owned]]:
+def _blocks_of(module: nn.Module) -> list[nn.Module]:
+    if isinstance(getattr(module, "blocks", None), nn.ModuleList | nn.ModuleDict | list):
+        return list(module.blocks.values() if isinstance(module.blocks, nn.ModuleDict) else module.blocks)
+    lists = [each for each in module.modules() if isinstance(each, nn.ModuleList)]
+    inside = {inner for each in lists for inner in each.modules() if inner is not each}
+    outer = [each for each in lists if each not in inside and len(each)]
+    if not outer:
+        raise ValueError(
+            f"{type(module).__name__} has no nn.ModuleList to shard by: name its blocks, blocks=['layer1', ...], or "
+            "blocks=[] to gather all of it at once."
+        )
+    return list(max(outer, key=len))
+
+
+def divide(
+    chosen: dict[str, nn.Module], everything: Sequence[ParamInfo], device: torch.device
+) -> list[list[ParamInfo]]:
     """The parameters of each block, and last those of the rest."""
     place = {inner: index for index, block in enumerate(chosen.values()) for inner in reversed([*block.modules()])}
-    members: list[list[Owned]] = [[] for _ in range(len(chosen) + 1)]
-    for owned in everything:
-        where = {place.get(owner, len(chosen)) for owner, _ in owned.owners}
+    members: list[list[ParamInfo]] = [[] for _ in range(len(chosen) + 1)]
+    for info in everything:
+        where = {place.get(owner, len(chosen)) for owner, _ in info.owners}
         if len(where) > 1:
-            raise ValueError(f"{' and '.join(owned.names)} are tied but lie in different blocks: make those one block.")
-        kind = owned.parameter.device.type
+            raise ValueError(f"{' and '.join(info.names)} are tied but lie in different blocks: make those one block.")
+        kind = info.parameter.device.type
         if kind not in ("meta", device.type):
-            raise ValueError(f"{owned.names[0]} is on {kind}, the group on {device.type}: move the module there first.")
-        members[where.pop()].append(owned)
-    for name, owned in zip(chosen, members, strict=False):
-        if not owned:
-            raise ValueError(f"block {name} has no parameters of its own: leave it out, or do not name a block twice.")
+            raise ValueError(f"{info.names[0]} is on {kind}, the group on {device.type}: move the module there first.")
+        members[where.pop()].append(info)
+    for name, info in zip(chosen, members, strict=False):
+        if not info:
+            raise ValueError(f"block {name} has no parameters of its own: leave it out.")
     return members
 
 

@@ -1,135 +1,109 @@
 """A FullyShard's optimizer, and its weights saved and restored: whole, as one process would have them, or by rank.
 
-    whole     {"blocks.0.attention.q_proj.weight": [hidden, hidden], ...}    from any number of ranks to any other
+    full      {"blocks.0.attention.q_proj.weight": [hidden, hidden], ...}    from any number of ranks to any other
     sharded   {"world_size": N, "rank": r, "slices": {name: [elements]}, ...}    1/N of the bytes, back to N ranks only
 
-How the optimizer's state becomes whole is in spread_state.py.
+How the optimizer's state becomes whole is in `parallel/optimizer_state.py`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from minillm.parallel.optimizer_state import Spread, names_by_group, restore
+from minillm.parallel.optimizer_state import MakeOptimizer, SlicedOptimizer
+from minillm.parallel.placement import gather
 
 if TYPE_CHECKING:
     from minillm.parallel.fsdp.fully_shard import FullyShard
 
-Make = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
-
-class ShardedOptimizer(torch.optim.Optimizer):
+class FullyShardOptimizer(SlicedOptimizer):
     """Steps the slices of a FullyShard; gradients are reduced by then, so each rank steps for itself.
 
     make(named): see `FullyShard.optimizer`. Every rank's optimizer has the same parameters by name and order, many of
     them of no elements, so its state can be put together into that of one process.
     """
 
-    def __init__(self, sharded: "FullyShard", make: Make):
+    def __init__(self, sharded: "FullyShard", make: MakeOptimizer) -> None:
         self.sharded = sharded
-        self.inner = make([(name, slice_) for name, slice_ in sharded.named_parameters() if slice_.requires_grad])
-        super().__init__(self.inner.param_groups, self.inner.defaults)  # the same dicts: a scheduler sees and sets them
-        self.state = self.inner.state
+        slices = {name: part for name, part in sharded.named_parameters() if part.requires_grad}
+        super().__init__(make, slices, sharded.placements, sharded.norm_group, sharded.home)
 
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The slices that this rank steps."""
-        return [slice_ for group in self.inner.param_groups for slice_ in group["params"] if slice_.numel()]
-
-    def collect(self) -> None:
+    def prepare_gradients(self) -> None:
         """For loops that look at gradients before `step`: the slices have theirs since the end of backward."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = self.inner.step(closure)
-        self.sharded.home.keep(self.inner)
+        self.home.keep(self.inner)
         return loss
 
-    def clip_grad_norm_(self, max_norm: float | None, loss_scale: float = 1.0) -> Tensor:
-        return self.sharded.clip_grad_norm_(max_norm, loss_scale)
+    def clip_grad_norm_(self, max_norm: float | None, loss_scale: float = 1.0, norm_type: float = 2.0) -> Tensor:
+        return self.sharded.clip_grad_norm_(max_norm, loss_scale, norm_type)
 
-    def state_dict(self, whole: bool = True) -> dict[str, Any]:
-        """whole: torch's own layout, as an optimizer of the plain module's parameters would save it, on every rank's
-        CPU; every rank calls it. Otherwise this rank's part."""
-        state, sharded = self.inner.state_dict(), self.sharded
-        if not whole:  # masters: the model's own shards
-            return {"world_size": sharded.group.world_size, "rank": sharded.group.rank, **state}
-        masters = {w.name: w.slice.detach() for f in sharded.flats if f.shard.dtype != f.dtype for w in f.weights}
-        return self._spread().whole({**state, "masters": masters})
+    def masters(self) -> dict[str, Tensor]:
+        wide = (flat for flat in self.sharded.flats if flat.shard.dtype != flat.dtype)
+        return {param.name: param.slice.detach() for flat in wide for param in flat.params}
+
+    def layout(self) -> dict[str, Any]:
+        group = self.sharded.group
+        flats = [[param.name for param in flat.params] for flat in self.sharded.flats]
+        return {"rank": group.rank, "world_size": group.world_size, "flats": flats}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Either form of `state_dict`, or what a plain optimizer of the same parameters saved; no communication.
-
-        Load the model first: masters that `state` does not hold are what it brought.
-        """
-        if "world_size" in state:
-            check_place(state, self.sharded)
-        else:
-            state = self._spread().own(state)
-            for name, part in state["masters"].items():
-                self.sharded.weights[name].slice.copy_(part)
-        restore(self, state)
-        self.sharded.home.keep(self.inner)
-
-    def _spread(self) -> Spread:
-        sharded, weights = self.sharded, self.sharded.weights
-        names = names_by_group(self.inner, sharded.named_parameters())
-        shapes = {name: weight.slice.whole_shape for name, weight in weights.items()}
-        return Spread(sharded.group, names, names, shapes, sharded.join, lambda name, whole: weights[name].cut(whole))
+        if "shard" in state:  # masters are the model's own shards, which it has loaded
+            state = state | {"masters": {}}
+        super().load_state_dict(state)
 
 
 @torch.no_grad()
-def whole_state(sharded: "FullyShard") -> dict[str, Tensor]:
+def full_state(sharded: "FullyShard") -> dict[str, Tensor]:
     state = {name: tensor.cpu() for name, tensor in _buffers(sharded).items()}
     for flat in sharded.flats:
-        values = flat.join({weight.name: weight.slice for weight in flat.weights})
-        state |= {name: values[weight.name].to(flat.dtype) for weight in flat.weights for name in weight.names}
+        whole = gather({p.name: p.slice for p in flat.params}, sharded.placements, sharded.norm_group)
+        state |= {name: whole[param.name].to(flat.dtype) for param in flat.params for name in param.names}
     return {name: state[name] for name in sharded.module.state_dict()}
 
 
 @torch.no_grad()
-def shard_state(sharded: "FullyShard") -> dict[str, Any]:
-    slices = {name: weight.slice.detach() for name, weight in sharded.weights.items()}
+def sharded_state(sharded: "FullyShard") -> dict[str, Any]:
+    slices = {name: param.slice.detach() for name, param in sharded.params.items()}
     buffers = _buffers(sharded)
     return {"world_size": sharded.group.world_size, "rank": sharded.group.rank, "slices": slices, "buffers": buffers}
 
 
 @torch.no_grad()
 def load_state(sharded: "FullyShard", state: dict[str, Any]) -> None:
-    buffers = _buffers(sharded)
+    group, buffers = sharded.group, _buffers(sharded)
     if "world_size" in state:
-        check_place(state, sharded)
+        if (state["world_size"], state["rank"]) != (group.world_size, group.rank):
+            raise ValueError(
+                f"this is the shard of rank {state['rank']} of {state['world_size']}, but here is rank {group.rank} of "
+                f"{group.world_size}: save full_state_dict(), which fits any number of ranks."
+            )
         slices, saved = state["slices"], state["buffers"]
     else:
         _check_names(sharded, state)
-        slices = {name: weight.cut(state[name]) for name, weight in sharded.weights.items()}
+        slices = {name: param.placement.cut(state[name]) for name, param in sharded.params.items()}
         saved = state
-    for name, weight in sharded.weights.items():
-        weight.slice.copy_(slices[name])
+    for name, param in sharded.params.items():
+        param.slice.copy_(slices[name])
     for name, buffer in buffers.items():
         buffer.copy_(saved[name])
 
 
-def check_place(state: dict[str, Any], sharded: "FullyShard") -> None:
-    group = sharded.group
-    if (state["world_size"], state["rank"]) != (group.world_size, group.rank):
-        raise ValueError(
-            f"this is the part of rank {state['rank']} of {state['world_size']}, but here is rank {group.rank} of "
-            f"{group.world_size}: save with state_dict(whole=True) to restore on other ranks."
-        )
-
-
 def _check_names(sharded: "FullyShard", state: dict[str, Tensor]) -> None:
-    wanted = sharded.module.state_dict()
-    for name in [*wanted, *state]:
-        if name not in state or name not in wanted:
+    shapes = {name: tensor.shape for name, tensor in sharded.module.state_dict().items()}
+    shapes |= {name: param.placement.shape for param in sharded.params.values() for name in param.names}
+    for name in [*shapes, *state]:
+        if name not in state or name not in shapes:
             raise ValueError(
-                f"{name} is {'missing in' if name in wanted else 'no part of the module but in'} the state."
+                f"{name} is {'missing in' if name in shapes else 'no part of the module but in'} the state."
             )
-        if state[name].shape != wanted[name].shape:
-            raise ValueError(f"{name} is {list(state[name].shape)} in the state, {list(wanted[name].shape)} here.")
+        if state[name].shape != shapes[name]:
+            raise ValueError(f"{name} is {list(state[name].shape)} in the state, {list(shapes[name])} here.")
 
 
 def _buffers(sharded: "FullyShard") -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ def export(trainer: Trainer, tokenizer: Tokenizer, folder: str | Path, command: 
     """
     folder = Path(folder)
     rounded = Transformer(trainer.config.model, seed=None, device="cpu", dtype=torch.bfloat16)
-    rounded.load_state_dict(trainer.parallel.state_dict())
+    rounded.load_state_dict(trainer.parallel.full_state_dict())
     if not trainer.parallel.is_root:
         return {}
     save_hf(rounded, folder)

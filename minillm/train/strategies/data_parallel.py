@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from minillm.comm import Group
 from minillm.parallel.data_parallel.ddp import BucketedDDP, _Replicated
-from minillm.parallel.gradients import MakeOptimizer
+from minillm.parallel.optimizer_state import MakeOptimizer
 from minillm.train.optimizer import Updater
 from minillm.train.strategies.single_device import SingleDevice
 
@@ -26,7 +26,7 @@ class DataParallel(SingleDevice):
     def updater(self, module: nn.Module, make: MakeOptimizer, master: bool = False) -> Updater:
         return super().updater(self.module.module, make, master)
 
-    def denominator(self, weight: Tensor) -> Tensor:
+    def loss_divisor(self, weight: Tensor) -> Tensor:
         return self.sum(weight) / self.world_size
 
     def accumulating(self, last: bool) -> contextlib.AbstractContextManager:
@@ -38,5 +38,5 @@ class DataParallel(SingleDevice):
     def sum(self, value: Tensor) -> Tensor:
         return self.group.all_reduce(value.detach().clone())
 
-    def agree(self, yes: bool) -> bool:
+    def all_ranks_true(self, yes: bool) -> bool:
         return bool(self.group.all_reduce(torch.tensor(float(yes), device=self.group.device), "min"))

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from minillm.comm import Group, Mesh
 from minillm.model import ModelConfig, Transformer
 from minillm.parallel.data_parallel.ddp import BucketedDDP
-from minillm.parallel.gradients import MakeOptimizer, squared_norm
+from minillm.parallel.optimizer_state import MakeOptimizer
 from minillm.parallel.pipeline_parallel.runtime import Pipeline
 from minillm.parallel.pipeline_parallel.stages import build_parts
+from minillm.parallel.placement import global_norm
 from minillm.parallel.tensor_parallel.layers import tensor_parallel
 from minillm.parallel.tensor_parallel.plan import split_of, sum_partial
 from minillm.parallel.zero.optimizer import ZeroOptimizer
@@ -151,25 +152,25 @@ class Hybrid(SingleDevice):
         self.stepped = hybrid_state.SplitUpdater(self, inner)
         return self.stepped
 
-    def denominator(self, weight: Tensor) -> Tensor:
+    def loss_divisor(self, weight: Tensor) -> Tensor:
         return self.sum(weight) / self.world_size
 
     def forward_backward(
         self,
         module: nn.Module,
         microbatches: Sequence[Microbatch],
-        denominator: Tensor,
+        loss_divisor: Tensor,
         around: Around = quietly,
         scale: Callable[[Tensor], Tensor] = unscaled,
     ) -> Tensor:
         if not self.layout.order:
-            return super().forward_backward(module, microbatches, denominator, around, scale)
+            return super().forward_backward(module, microbatches, loss_divisor, around, scale)
         tokens, targets, weights = zip(*microbatches, strict=True)
         whole = torch.cat(tokens), torch.cat(targets), None if weights[0] is None else torch.cat(weights)
         with self.accumulating(last=True), around("pipeline"):
-            total = self.model.run(self.model.pipeline.step, whole, lambda nll: scale(nll / denominator))
+            total = self.model.run(self.model.pipeline.step, whole, lambda nll: scale(nll / loss_divisor))
         self.finish_backward()
-        return total / scale(torch.ones_like(total) / denominator)
+        return total / scale(torch.ones_like(total) / loss_divisor)
 
     def accumulating(self, last: bool) -> contextlib.AbstractContextManager:
         """With ZeRO nothing is reduced over dp before it is complete on this rank: see `finish_backward`."""
@@ -186,8 +187,8 @@ class Hybrid(SingleDevice):
         sum_partial(self.model.named_parameters(), self.splits, self.mesh.tp)
 
     def grad_norm(self, parameters: Iterable[Tensor]) -> Tensor:
-        square = squared_norm(p for name, p in self.stepped.named() if name in self.counted)
-        square = square.to(self.group.device, torch.float64)  # a rank that trains nothing takes part too
+        named = {name: p.grad for name, p in self.stepped.named() if name in self.counted and p.grad is not None}
+        square = global_norm(named).to(self.group.device).square()  # a rank that trains nothing takes part too
         for axis, shares in (("tp", True), ("pp", True), ("dp", self.is_reduced_by_zero)):
             if shares and self.mesh.axes[axis] > 1:
                 square = self.mesh[axis].all_reduce(square.clone())
@@ -196,7 +197,7 @@ class Hybrid(SingleDevice):
     def sum(self, value: Tensor) -> Tensor:
         return self.mesh.dp.all_reduce(value.detach().clone())
 
-    def agree(self, yes: bool) -> bool:
+    def all_ranks_true(self, yes: bool) -> bool:
         return bool(self.group.all_reduce(torch.tensor(float(yes), device=self.group.device), "min"))
 
     def gradients(self) -> dict[str, Tensor]:
@@ -208,8 +209,11 @@ class Hybrid(SingleDevice):
     def _whole(self, named: dict[str, Tensor]) -> dict[str, Tensor]:
         return hybrid_state.whole_tensors(self, {self.names[name]: tensor for name, tensor in named.items()})
 
-    def state_dict(self, whole: bool = True) -> dict[str, Any]:
-        return self.weights() if whole else {"parts": self.model.state_dict()}
+    def full_state_dict(self) -> dict[str, Any]:
+        return self.weights()
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        return {"parts": self.model.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "parts" in state:

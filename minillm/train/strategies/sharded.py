@@ -21,8 +21,9 @@ from minillm.comm import Group
 from minillm.model import ModelConfig, Transformer
 from minillm.model.transformer import initial
 from minillm.parallel.fsdp.fully_shard import FullyShard
-from minillm.parallel.fsdp.state import ShardedOptimizer as SliceOptimizer
-from minillm.parallel.gradients import MakeOptimizer, squared_norm
+from minillm.parallel.fsdp.state import FullyShardOptimizer
+from minillm.parallel.optimizer_state import MakeOptimizer
+from minillm.parallel.placement import global_norm, gradients_of
 from minillm.parallel.zero.optimizer import ZeroOptimizer
 from minillm.train.parallel_config import ParallelConfig
 from minillm.train.strategies.data_parallel import DataParallel
@@ -38,10 +39,10 @@ class Sharded(DataParallel):
         self.offload = offload
 
     def finish_backward(self) -> None:
-        """Backward ends with it, or `collect` begins with it."""
+        """Backward ends with it, or `prepare_gradients` begins with it."""
 
     def grad_norm(self, parameters: list[Tensor]) -> Tensor:
-        return self.sum(squared_norm(parameters).to(self.group.device)).sqrt()
+        return global_norm(dict(enumerate(gradients_of(parameters))), None, self.group)
 
 
 class ShardedStates(Sharded):
@@ -63,7 +64,7 @@ class ShardedStates(Sharded):
         return contextlib.nullcontext() if last else self.zero.no_sync()
 
     def gradients(self) -> dict[str, Tensor]:
-        return self.zero.whole_gradients()
+        return self.zero.full_gradients()
 
 
 class ShardedModel(Sharded):
@@ -78,21 +79,24 @@ class ShardedModel(Sharded):
         self.module = FullyShard(model, self.group, **how)
         return self.module
 
-    def updater(self, module: nn.Module, make: MakeOptimizer, master: bool = False) -> SliceOptimizer:
+    def updater(self, module: nn.Module, make: MakeOptimizer, master: bool = False) -> FullyShardOptimizer:
         return self.module.optimizer(make)
 
     def accumulating(self, last: bool) -> contextlib.AbstractContextManager:
         return self.module.no_sync()
 
     def gradients(self) -> dict[str, Tensor]:
-        return self.module.whole_gradients()
+        return self.module.full_gradients()
 
     def weights(self) -> dict[str, Tensor]:
-        whole = self.module.state_dict()
+        whole = self.module.full_state_dict()
         return {name: whole[name] for name, _ in self.module.named_parameters()}
 
-    def state_dict(self, whole: bool = True) -> dict[str, Any]:
-        return self.module.state_dict(whole)
+    def full_state_dict(self) -> dict[str, Any]:
+        return self.module.full_state_dict()
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        return self.module.sharded_state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.module.load_state_dict(state)

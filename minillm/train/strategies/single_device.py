@@ -1,6 +1,6 @@
 """The seam between the training loop and its parallel forms: everything that changes when there is more than one rank.
 
-    build, wrap, updater, then for every step: forward_backward, collect, grad_norm, step
+    build, wrap, updater, then for every step: forward_backward, prepare_gradients, grad_norm, step
 
 `SingleDevice` is one process, where each of these is trivial; `forms.py` has those for a group of ranks.
 """
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from minillm.model import ModelConfig, Transformer
-from minillm.parallel.gradients import MakeOptimizer, squared_norm
+from minillm.parallel.optimizer_state import MakeOptimizer
+from minillm.parallel.placement import global_norm, gradients_of
 from minillm.train.optimizer import Updater
 
 Microbatch = tuple[Tensor, Tensor, Tensor | None]  # tokens, targets, weights of the targets; [batch, seq] each
@@ -61,7 +62,7 @@ class SingleDevice:
         """What moves the parameters of `wrap`'s module, or the shards of them that this rank owns."""
         return Updater(module.named_parameters(), make, master)
 
-    def denominator(self, weight: Tensor) -> Tensor:
+    def loss_divisor(self, weight: Tensor) -> Tensor:
         """By what this rank divides its sum of losses; `weight`: its tokens of the whole step, all microbatches.
         A form that averages gradients answers Σ weight / world_size, so that the average is over tokens, not ranks."""
         return weight
@@ -70,19 +71,19 @@ class SingleDevice:
         self,
         module: nn.Module,
         microbatches: Sequence[Microbatch],
-        denominator: Tensor,
+        loss_divisor: Tensor,
         around: Around = quietly,
         scale: Callable[[Tensor], Tensor] = unscaled,
     ) -> Tensor:
-        """Adds the gradients of Σ weight · nll / denominator to `.grad`, reduced; returns Σ weight · nll of this rank's
-        rows. around: a context for "forward" and for "backward"; scale: of the loss, for half precision."""
+        """Adds the gradients of Σ weight · nll / loss_divisor to `.grad`, reduced; returns Σ weight · nll of this
+        rank's rows. around: a context for "forward" and for "backward"; scale: of the loss, for half precision."""
         total = torch.zeros((), device=microbatches[0][0].device)
         for index, (tokens, targets, weights) in enumerate(microbatches):
             with self.accumulating(last=index == len(microbatches) - 1):
                 with around("forward"):
                     weighted = {} if weights is None else {"weights": weights}
                     nll, _ = module(tokens, targets=targets, **weighted)
-                    loss = nll / denominator
+                    loss = nll / loss_divisor
                 with around("backward"):
                     scale(loss).backward()
             total = total + nll.detach()
@@ -97,30 +98,34 @@ class SingleDevice:
         """Waits until every gradient that the optimizer will read is reduced."""
 
     def grad_norm(self, parameters: Iterable[Tensor]) -> Tensor:
-        """Norm of the whole model's gradient; shards add up their squares first."""
-        return squared_norm(parameters).sqrt()
+        """Norm of the whole model's gradient, float64, the same on every rank."""
+        return global_norm(dict(enumerate(gradients_of(parameters))))
 
     def sum(self, value: Tensor) -> Tensor:
         """Sum over ranks, for losses and token counts that are reported."""
         return value
 
-    def agree(self, yes: bool) -> bool:
+    def all_ranks_true(self, yes: bool) -> bool:
         """True if it is true on all ranks: whether gradients were finite, whether to go on."""
         return yes
 
     # What the others save and compare. With several ranks, all of them call these.
 
     def gradients(self) -> dict[str, Tensor]:
-        """Whole gradients of the trained parameters by name, after `collect`."""
+        """Whole gradients of the trained parameters by name, after `prepare_gradients`."""
         return {name: parameter.grad for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
     def weights(self) -> dict[str, Tensor]:
         """Whole weights by name."""
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
-    def state_dict(self, whole: bool = True) -> dict[str, Any]:
-        """Weights and buffers; not whole: what this rank has of them, for this rank to go back to."""
+    def full_state_dict(self) -> dict[str, Any]:
+        """Weights and buffers as one process would have them, on every rank; all ranks call it."""
         return self.model.state_dict()
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """What this rank has of them, for this rank to go back to."""
+        return self.full_state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state)

@@ -154,7 +154,10 @@ def test_decisions_and_sentences(run):
     assert first["offload"].startswith("offload='nvme' must be None, 'cpu' or the pathlib.Path of a folder")
     assert first["cap"].startswith("bucket_cap_mb is 0")
     assert first["model"] == second["model"] and "rank 1 has weight [3, 2]" in first["model"]
-    assert first["unused"].startswith("nobody has no gradient on rank 0") and "find_unused=True" in first["unused"]
+    assert (
+        first["unused"].startswith("no gradient on rank 0 of group 'world' for nobody")
+        and "find_unused=True" in first["unused"]
+    )
     assert "has been reduced already" in first["twice"] and "no_sync()" in first["twice"]
     assert not math.isfinite(first["norm"]) and not math.isfinite(second["norm"]), "one rank's infinity is everyone's"
     assert first["ratio"] == second["ratio"] == pytest.approx(2.0)
@@ -179,7 +182,7 @@ def test_a_shard_goes_on_where_it_came_from(run):
     own = [sum(part["exp_avg"].numel() for part in rank["shard"]["state"].values()) for rank in saved]
     assert sum(own) == sum(part["exp_avg"].numel() for part in saved[0]["state"]["state"].values())
     assert run(3, "foreign shard")[0]["error"] == (
-        "this is the shard of rank 0 of 2, cut otherwise than that of rank 0 of 3 here: save state_dict(whole=True), "
+        "this is the shard of rank 0 of 2, cut otherwise than that of rank 0 of 3 here: save full_state_dict(), "
         "which fits any layout."
     )
     assert "of another model" in run(3, "foreign model")[0]["error"]

@@ -1,4 +1,4 @@
-"""The notice board: what is posted can be read, by others, at any moment, and never half."""
+"""The flight recorder: what is posted can be read, by others, at any moment, and never half."""
 
 import os
 import time
@@ -6,8 +6,8 @@ import time
 import pytest
 
 from minillm.comm import launch
-from minillm.comm.diagnostics.flight_recorder import FINISHED, RECORDS, RUNNING, Board, describe
-from minillm.comm.diagnostics.hang_report import waiting_table
+from minillm.comm.diagnostics.flight_recorder import FINISHED, RECORDS, RUNNING, FlightRecorder, describe
+from minillm.comm.diagnostics.hang_report import hang_report
 
 
 def text(op: str = "all_reduce", shape=(4,), ranks=(0, 1), name="world", peers=None) -> bytes:
@@ -15,7 +15,7 @@ def text(op: str = "all_reduce", shape=(4,), ranks=(0, 1), name="world", peers=N
 
 
 def test_post_read_clear(tmp_path) -> None:
-    mine, theirs = Board(tmp_path / "board", 2), Board(tmp_path / "board", 2)
+    mine, theirs = FlightRecorder(tmp_path / "board", range(2)), FlightRecorder(tmp_path / "board", range(2))
     assert theirs.state(1) == (0, 0, 0.0) and theirs.posted(1) == []
     mine.set_state(1, RUNNING)
     before = time.monotonic()
@@ -34,7 +34,7 @@ def test_post_read_clear(tmp_path) -> None:
 
 
 def test_conflict_is_about_the_same_operation_only(tmp_path) -> None:
-    board = Board(tmp_path / "board", 2)
+    board = FlightRecorder(tmp_path / "board", range(2))
     board.post(0, 2, 5, text())
     assert board.conflict(0, 2, 5, text()) is None
     assert str(board.conflict(0, 2, 5, text(shape=(8,)))) == "all_reduce [4] float32"
@@ -46,7 +46,7 @@ def test_conflict_is_about_the_same_operation_only(tmp_path) -> None:
 
 def test_text_always_fits(tmp_path) -> None:
     """The longest that a record has to hold can still be read back."""
-    board, longest = Board(tmp_path / "board", 64), list(range(64))
+    board, longest = FlightRecorder(tmp_path / "board", range(64)), list(range(64))
     raw = describe("o" * 100, [10**9] * 30, "complex128", longest, "名" * 100, longest)
     board.post(63, 2, 1, raw)
     assert board.posted_in(63, 2).ranks == longest and board.conflict(63, 2, 1, raw) is None
@@ -55,7 +55,7 @@ def test_text_always_fits(tmp_path) -> None:
 
 def test_more_groups_than_records(tmp_path) -> None:
     """Groups share records then: the newest is seen, an older one does not disturb it."""
-    board = Board(tmp_path / "board", 1)
+    board = FlightRecorder(tmp_path / "board", range(1))
     for group in range(1, RECORDS):  # two ordinals per group
         board.post(0, 2 * group, 1, text(name=f"group{group}"))
     assert len(board.posted(0)) == RECORDS // 2
@@ -70,7 +70,7 @@ def test_more_groups_than_records(tmp_path) -> None:
 
 
 def test_notes_between_two_ranks(tmp_path) -> None:
-    board = Board(tmp_path / "board", 3)
+    board = FlightRecorder(tmp_path / "board", range(3))
     assert board.note_message(0, 1, True, 2, 1, "4 float32") is None
     assert board.note_message(1, 0, False, 2, 1, "8 float32") == "4 float32"
     assert board.note_message(0, 1, True, 2, 1, "4 float32") == "8 float32"
@@ -82,18 +82,18 @@ def test_notes_between_two_ranks(tmp_path) -> None:
 
 
 def test_first_rank_of_a_node(tmp_path) -> None:
-    board = Board(tmp_path / "board", 2, first_rank=4)
+    board = FlightRecorder(tmp_path / "board", [4, 5])
     assert [board.has(rank) for rank in (3, 4, 5, 6)] == [False, True, True, False]
     board.post(5, 2, 1, text(ranks=(4, 5, 6)))
     board.set_state(5, RUNNING)
     board.set_state(4, FINISHED)
-    table = waiting_table(board).splitlines()
+    table = hang_report(board).splitlines()
     assert table[2].startswith("4     finished") and table[3].endswith("rank 4")  # rank 6 is on another node: unknown
 
 
 def hammer(group, path, count):
     """Rank 0 posts and notes as fast as it can; rank 1 reads all the time: what it sees is whole, or nothing."""
-    board, seen = Board(path, 2), 0
+    board, seen = FlightRecorder(path, range(2)), 0
     texts = [text(shape=(k,) * 7, ranks=range(50), name="n" * k) for k in range(1, 9)]
     notes = [f"{k} float32 in " + "x" * k for k in range(60)]
     if group.rank == 0:

@@ -72,7 +72,7 @@ def compare(group, case):
         with ledger() as led:
             backward(sharded, step, group, options.get("microbatches", 1))
         wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-        worst["gradient"] = max(worst["gradient"], far(sharded.whole_gradients(), wanted))
+        worst["gradient"] = max(worst["gradient"], far(sharded.full_gradients(), wanted))
         norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         worst["norm"] = max(worst["norm"], abs(sharded.clip_grad_norm_(0.5) / norm - 1).item())
         for each in (alone, optimizer):
@@ -90,9 +90,9 @@ def compare(group, case):
         "worst": worst,
         "calls": dict(led.calls),
         "bytes": led.bytes(),
-        "peak_units": sharded.held.peak_units,
-        "peak_bytes": sharded.held.peak_bytes,
-        "left": [*sharded.held.units, *(p for p in sharded.module.parameters() if not p.is_meta)],
+        "peak_groups": sharded.unshard_stats.peak_groups,
+        "peak_bytes": sharded.unshard_stats.peak_bytes,
+        "left": [*sharded.unshard_stats.groups, *(p for p in sharded.module.parameters() if not p.is_meta)],
         "digest": hashlib.sha256(b"".join(x.numpy().tobytes() for x in weights.values())).hexdigest(),
     }
 
@@ -141,7 +141,7 @@ def whole_gradients(group):
     sharded, seen, flying = FullyShard(build(DEEP, dtype=torch.float32), group), [], []
 
     def look(*_):
-        mine = [weight.full.grad for weight in sharded.weights.values() if weight.full.grad is not None]
+        mine = [param.full.grad for param in sharded.params.values() if param.full.grad is not None]
         seen.append(sum(x.nbytes for x in mine) + sum(flying))
 
     def start(flat, then):
@@ -156,8 +156,8 @@ def whole_gradients(group):
     for flat in sharded.flats:
         flat.start_reduce = functools.partial(start, flat, flat.start_reduce)
         flat.finish_reduce = functools.partial(finish, flat, flat.finish_reduce)
-        for weight in flat.weights:
-            weight.full.register_post_accumulate_grad_hook(look)
+        for param in flat.params:
+            param.full.register_post_accumulate_grad_hook(look)
     backward(sharded, 0, group)
     return max(seen), flying
 
@@ -173,7 +173,7 @@ def deferred(group):
     with torch.no_grad():
         same_output = torch.equal(sharded(tokens), whole(tokens))
     same = list(wanted) == list(found) and all(torch.equal(found[name], wanted[name]) for name in wanted)
-    largest = max(unit.nbytes for unit in sharded.units)
+    largest = max(each.nbytes for each in sharded.groups)
     return same, same_output, census.peak.total, sum(p.nbytes for p in sharded.parameters()), largest
 
 
@@ -224,7 +224,7 @@ def restored(group, pair):
     for number in range(2):
         step(first, optimizer, number, group)
     whole = first.state_dict(), optimizer.state_dict()
-    parts = copy.deepcopy((first.state_dict(whole=False), optimizer.state_dict(whole=False)))
+    parts = copy.deepcopy((first.sharded_state_dict(), optimizer.sharded_state_dict()))
     step(first, optimizer, 2, group)
     wanted, distance = first.state_dict(), {}
     for name, ranks, saved in (("whole", pair, whole), ("sharded", group, parts)):
@@ -248,7 +248,7 @@ def restored(group, pair):
     errors = []
     for load, state in (
         (second.load_state_dict, parts[0] | {"world_size": 2}),
-        (again.load_state_dict, parts[1] | {"rank": 9}),
+        (again.load_state_dict, parts[1] | {"shard": {**parts[1]["shard"], "rank": 9}}),
         (second.load_state_dict, {k: v for k, v in wanted.items() if k != "norm.weight"}),
         (second.load_state_dict, wanted | {"norm.weight": torch.ones(3)}),
         (again.load_state_dict, whole[1] | {"names": ["other", *whole[1]["names"][1:]]}),
@@ -332,10 +332,10 @@ def corners(group):
     errors["earlier pass"] = message(early.sum().backward)
     late = sharded(mine).sum()
     errors["twice"] = message(late.backward, retain_graph=True) + message(late.backward)
-    twice = sharded.whole_gradients()["head.weight"]
+    twice = sharded.full_gradients()["head.weight"]
     sharded.zero_grad()
     sharded(mine).sum().backward()
-    once = sharded.whole_gradients()["head.weight"]
+    once = sharded.full_gradients()["head.weight"]
     sharded.zero_grad()
     sharded.module.order = (0, 2, 1)
     errors["out of order"] = message(sharded, mine)
@@ -368,13 +368,13 @@ def _by_order(group, x, orders, find_unused, around=None):
     with ledger() as led:
         sharded(x[group.rank :: len(orders)].double()).square().mean().backward()
     wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    distance = far(sharded.whole_gradients(), wanted)
+    distance = far(sharded.full_gradients(), wanted)
     for optimizer in optimizers:
         optimizer.step()
     return (
         max(distance, far(sharded.state_dict(), plain.state_dict())),
         led.calls["all_gather"],
-        sharded.held.peak_units,
+        sharded.unshard_stats.peak_groups,
     )
 
 

@@ -80,14 +80,15 @@ class Going:
         draw = torch.Generator().manual_seed(number)
         tokens, targets = torch.randint(self.case.model.vocab_size, (2, 12, 6), generator=draw)
         mine = [x[self.form.rank :: self.form.world_size].tensor_split(self.accumulate) for x in (tokens, targets)]
-        denominator = self.form.denominator(torch.tensor(float(tokens.numel() // self.form.world_size)))
-        self.form.forward_backward(self.module, [(t, w, None) for t, w in zip(*mine, strict=True)], denominator)
-        self.updater.collect()
+        loss_divisor = self.form.loss_divisor(torch.tensor(float(tokens.numel() // self.form.world_size)))
+        self.form.forward_backward(self.module, [(t, w, None) for t, w in zip(*mine, strict=True)], loss_divisor)
+        self.updater.prepare_gradients()
         self.updater.step()
         self.updater.zero_grad()
 
-    def saved(self, whole=True):
-        return copy.deepcopy({"model": self.form.state_dict(whole), "optimizer": self.updater.state_dict(whole)})
+    def saved(self, full=True):
+        of = [each.full_state_dict() if full else each.sharded_state_dict() for each in (self.form, self.updater)]
+        return copy.deepcopy(dict(zip(("model", "optimizer"), of, strict=True)))
 
     def load(self, state):
         self.form.load_state_dict(state["model"])
@@ -122,7 +123,7 @@ def relay(group, chosen):
                     run.load(state)
                     loaded.append(apart(run.saved(), state))
                 run.step(steps)
-                own = run.saved(whole=False)
+                own = run.saved(full=False)
                 run.step(steps + 99)
                 run.load(own)
                 run.step(steps + 1)

@@ -1,10 +1,10 @@
-"""One rank reads the notice board while another writes it: whoever comes in between, nobody sees half an entry."""
+"""One rank reads the flight recorder while another writes it: whoever comes in between, nobody sees half an entry."""
 
 import contextlib
 
 import pytest
 
-from minillm.comm.diagnostics.flight_recorder import Board, describe
+from minillm.comm.diagnostics.flight_recorder import FlightRecorder, describe
 
 SENDING, GROUP = True, 2
 LONG = describe("all_reduce", [1024, 1024], "float32", [0, 1], "world")
@@ -12,7 +12,7 @@ SHORT = describe("barrier", [0], "float32", [0, 1], "world")
 LONG_NOTE, SHORT_NOTE = "[1000000] float32", "[1] float32"
 
 
-class Interrupted(Board):
+class Interrupted(FlightRecorder):
     """After each of its accesses to the shared memory somebody else gets a turn."""
 
     turn = None
@@ -37,7 +37,7 @@ class Interrupted(Board):
 
 @pytest.fixture
 def boards(tmp_path):
-    reader, writer = Interrupted(tmp_path / "board", 2), Interrupted(tmp_path / "board", 2)
+    reader, writer = Interrupted(tmp_path / "board", range(2)), Interrupted(tmp_path / "board", range(2))
     writer.post(1, GROUP, 7, LONG)
     writer.note_message(1, 0, SENDING, GROUP, 7, LONG_NOTE)
     yield reader, writer

@@ -42,7 +42,7 @@ def test_traffic_and_gathered_bytes_are_as_predicted(against_one_process):
         assert result["bytes"] == wanted.bytes
         prefetch = shard.get("prefetch", 1)
         assert result["peak_bytes"] == predict.held(blocks, rest, world_size, itemsize=8, prefetch=prefetch).gathered
-        assert result["peak_units"] == prefetch + 1
+        assert result["peak_groups"] == prefetch + 1
     # Frozen: only what trains is reduced; a block of which a part is frozen has two flat parameters.
     assert against_one_process[0][4, "frozen"]["calls"] == {"all_gather": 11, "reduce_scatter": 3}
     assert against_one_process[0][4, "one unit"]["calls"] == {"all_gather": 1, "reduce_scatter": 1}
@@ -100,7 +100,7 @@ def test_state_comes_back_whole_on_other_ranks_and_sharded_on_the_same(resources
         assert distance["sharded"] == 0 and max(distance.values()) <= 1e-12
         wanted = (
             "of 2, but here",
-            "part of rank 9 of 4",
+            "shard of rank 9 of 4",
             "norm.weight is missing",
             r"is \[3\] in the state",
             "has other",
@@ -125,7 +125,7 @@ def test_bad_input_is_one_sentence(corners):
         "frozen": "rank 1 has head.bias .* frozen where rank 0 has head.bias",
         "tied": "blocks.1.weight and blocks.3.weight are tied but lie in different blocks",
         "blocks": "block 'stem.9' is no part of the Toy",
-        "no blocks": "Linear has no .blocks",
+        "no blocks": "Linear has no nn.ModuleList to shard by",
         "prefetch": "prefetch -1",
         "meta": "blocks.0.attention_norm.weight is on 'meta'",
         "shape": r"is \[1\], but the parameter \[16\]",
@@ -146,10 +146,10 @@ def test_bad_input_is_one_sentence(corners):
 def test_blocks_left_out_repeated_or_unused_are_still_one_process(corners):
     for _, (once, twice), found, _ in corners:
         assert torch.equal(twice, 2 * once)  # backward through the same pass again
-        for name, (distance, gathers, peak_units) in found.items():
+        for name, (distance, gathers, peak_groups) in found.items():
             assert distance <= 1e-10, name
             assert gathers == 2 * 5 + 1, name  # the stem's backward reads weights: one more
-            assert peak_units == 2, name
+            assert peak_groups == 2, name
 
 
 def test_the_norm_is_global_scaled_and_the_same_on_every_rank(corners):

@@ -12,7 +12,6 @@ A message is (tag, size) and its bytes, over TCP on the loopback interface, whos
 """
 
 import ctypes
-import os
 import select
 import socket
 import struct
@@ -24,27 +23,30 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from minillm.comm.errors import MismatchError
+from minillm.comm.errors import MismatchError, PeerLostError, WaitedTooLongError
 
 _HEADER = struct.Struct("<qq")  # tag, bytes that follow
 
 
 class Sockets:
-    """A connection to every other rank of the group on this machine; `send` and `recv` are a process group's."""
+    """A connection to every other rank of the group on this machine; `send` and `recv` are a process group's.
 
-    def __init__(self, process_group: dist.ProcessGroup, name: str, timeout: timedelta) -> None:
+    near: the ranks of the group that are on this machine.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, name: str, near: Sequence[int], timeout: timedelta) -> None:
         me, store = process_group.rank(), dist.PrefixStore(f"sockets{name}", process_group.get_group_store())
-        node = str(int(os.environ["RANK"]) - int(os.environ["LOCAL_RANK"]))  # its first rank
         self._ways: dict[int, tuple[_Way, _Way]] = {}  # rank -> (to it, from it)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             listener.settimeout(timeout.total_seconds())
-            store.set(str(me), f"{node} {listener.getsockname()[1]}")
-            addresses = [store.get(str(rank)).decode().split() for rank in range(process_group.size())]
-            for rank, (where, port) in enumerate(addresses):
-                if rank == me or where != node:
+            store.set(str(me), str(listener.getsockname()[1]))
+            for rank in near:
+                if rank == me:
                     continue
                 if rank < me:
-                    connection = socket.create_connection(("127.0.0.1", int(port)), timeout.total_seconds())
+                    connection = socket.create_connection(
+                        ("127.0.0.1", int(store.get(str(rank)))), timeout.total_seconds()
+                    )
                     connection.sendall(_HEADER.pack(me, 0))
                 else:  # whoever comes first says who it is
                     connection, _ = listener.accept()
@@ -76,7 +78,7 @@ class Sockets:
         for file, events in wanted.items():
             poll.register(file, events)
         if not poll.poll(max(0.0, limit_s) * 1e3):
-            raise RuntimeError("timed out waiting for a message")
+            raise WaitedTooLongError("no message came in time")
 
 
 class _Way:
@@ -95,7 +97,7 @@ class _Way:
         except BlockingIOError:
             return False
         except OSError as error:
-            raise RuntimeError(f"connection closed by peer: {error}") from error
+            raise PeerLostError(str(error)) from error
         if message.advance(count):
             self.queue.popleft()
         return True
@@ -108,7 +110,7 @@ def _give(connection: socket.socket, parts: list[memoryview]) -> int:
 def _take(connection: socket.socket, parts: list[memoryview]) -> int:
     count = connection.recvmsg_into(parts)[0]
     if not count:
-        raise ConnectionResetError("it has ended")
+        raise ConnectionResetError("the connection has ended")
     return count
 
 

@@ -10,7 +10,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from minillm.measure import ledger, memory
 from minillm.model import ModelConfig, Transformer, cross_entropy, dense
-from minillm.train import TrainConfig, ZeroOptimizer, adamw, checkpoint_blocks, clip_, squared_norm
+from minillm.parallel.placement import gradients_of
+from minillm.train import TrainConfig, ZeroOptimizer, adamw, checkpoint_blocks, clip_, global_norm
 from minillm.train.optimizer import Updater
 
 MODEL = ModelConfig(
@@ -78,9 +79,9 @@ def alone(case: Case, checkpoint: dict | None = None) -> dict:
     norms, gradients = [], {}
     for step in range(checkpoint["step"] if checkpoint else 0, STEPS):
         backward(model, step, 0, 1, 1, contextlib.nullcontext)
-        norm = squared_norm(model.parameters()).sqrt()
+        norm = global_norm(dict(enumerate(gradients_of(model.parameters()))))
         gradients = gradients or {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        clip_(list(model.parameters()), norm, case.max_norm)
+        clip_(gradients_of(model.parameters()), norm, case.max_norm)
         optimizer.step()
         optimizer.zero_grad()
         norms.append(norm.item())
@@ -114,7 +115,7 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _gradient_slices(optimizer: ZeroOptimizer) -> dict[str, Tensor]:
-    optimizer.collect()
+    optimizer.prepare_gradients()
     return {n: part.grad.cpu().clone() for n, part in optimizer.slices.items() if part.grad is not None}
 
 
@@ -134,7 +135,7 @@ def resumed(group, case: Case, checkpoint: dict | None, last: int = STEPS) -> di
         backward(model, step, group.rank, group.world_size, case.accumulate, optimizer.no_sync)
         optimizer.clip_grad_norm_(case.max_norm)
         optimizer.step()
-    state = {"state": optimizer.state_dict(), "shard": optimizer.state_dict(whole=False)}
+    state = {"state": optimizer.state_dict(), "shard": optimizer.sharded_state_dict()}
     return {"weights": _weights(model), "step": last, **state}
 
 
@@ -174,13 +175,13 @@ def mixed_alone(dtype: torch.dtype, loss_scale: float) -> dict:
     for step in range(3):
         tokens, targets = rows(step)
         (cross_entropy(model(tokens), targets) * loss_scale).backward()
-        updater.collect()
+        updater.prepare_gradients()
         for master in updater.parameters:
             master.grad /= loss_scale
-        norm = squared_norm(updater.parameters).sqrt()
+        norm = global_norm(dict(enumerate(gradients_of(updater.parameters))))
         updater.step()
         updater.zero_grad()
-    return {"weights": _weights(model), "norm": norm.item(), "masters": updater.state_dict()["masters"]}
+    return {"weights": _weights(model), "norm": norm.item(), "masters": updater.full_state_dict()["masters"]}
 
 
 def _host(optimizer: ZeroOptimizer) -> tuple[int, int, int]:

@@ -1,0 +1,259 @@
+"""The CPU's backend: minillm's own collectives, made of point-to-point messages.
+
+A collective runs in the calling thread; asynchronous ones run one after the other in a thread of the group. Its
+messages are a `Transfer`, which posts any number of sends and receives at once, so that no order of sends can deadlock,
+and hides three differences: a collective's exchanges between ranks of one machine take sockets of our own; gloo moves
+CPU memory only, so tensors on a GPU take a detour; and an emulated link delivers later than the real wire. For the
+last, the sender adds a stamp (the delivery time, 8 bytes, not counted: it belongs to the emulation) and both sides wait
+for that time.
+
+A socket takes a small message whether or not anybody is there; gloo's send returns once the other side receives. So
+sockets serve where every rank both sends and receives in each step, as in a ring: nobody gets through alone. What goes
+one way only, as in a tree, stays with gloo: a broadcast that another rank never joins is noticed. `eager` messages take
+sockets too: their sender has said that it need not notice.
+"""
+
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from minillm.comm import collectives
+from minillm.comm.backends import sockets
+from minillm.comm.errors import MismatchError, PeerLostError, WaitedTooLongError
+from minillm.comm.operation import Operation
+from minillm.comm.protocol import Communicator, Message
+from minillm.comm.work import Work
+from minillm.comm.world import World
+
+STAMP = 1 << 24  # added to the tag of a message that carries a delivery time
+GLANCE_S = 0.002  # how long `done` looks before it says no
+
+
+class CpuBackend:
+    """ranks: the members' global ranks; key: a name for their sockets that no other group has."""
+
+    all_reduce = staticmethod(collectives.ring_all_reduce.__wrapped__)
+    broadcast = staticmethod(collectives.tree_broadcast.__wrapped__)
+    all_gather = staticmethod(collectives.ring_all_gather.__wrapped__)
+    all_to_all = staticmethod(collectives.all_to_all)
+    launches = False
+
+    def __init__(
+        self, process_group: dist.ProcessGroup, ranks: Sequence[int], world: World, name: str, key: int
+    ) -> None:
+        self.process_group, self.ranks, self.world, self.name = process_group, ranks, world, name
+        self.rank = process_group.rank()
+        self.cuts_messages = world.egress is None  # on an emulated link each piece would pay its latency
+        self.sockets = self._sockets(str(key))
+        self.direct: sockets.Sockets | tuple[()] = ()
+        self._key = key
+        self._queue: ThreadPoolExecutor | None = None
+        self._idle: threading.Event | None = None  # of the last asynchronous one; its handle would keep its tensor
+
+    def _sockets(self, key: str) -> sockets.Sockets | tuple[()]:
+        if self.world.device.type != "cpu" or self.world.egress is not None:
+            return ()
+        near = [place for place, rank in enumerate(self.ranks) if rank in self.world.local_ranks]
+        return sockets.Sockets(self.process_group, key, near, self.world.timeout)
+
+    def connect(self) -> None:
+        """Connections of their own for `eager` messages."""
+        if self.sockets and not self.direct:
+            self.direct = self._sockets(f"{self._key}-direct")
+
+    def close(self) -> None:
+        self.process_group = None
+
+    def run(self, operation: Operation, body: Callable[[], Any], async_op: bool, own: bool = False) -> Any:
+        """In this thread; behind what the group's own thread still does; or, asynchronously, in that thread."""
+        if not async_op and (self._idle is None or self._idle.is_set()):
+            with operation:
+                result = body()
+            if event := operation.event:
+                event.waited += event.end - event.start
+            return result
+        if self._queue is None:
+            start = functools.partial(_use, self.world.device)
+            self._queue = ThreadPoolExecutor(1, thread_name_prefix=f"minillm-{self.name}", initializer=start)
+        future = self._queue.submit(_perform, operation, body, _queued_so_far(self.world.device))
+        idle = self._idle = threading.Event()
+        future.add_done_callback(lambda _: idle.set())
+        work = Work(lambda: _in_order(*future.result()), future.done, operation.events)
+        return work if async_op else work.wait()
+
+    def post(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int, eager: bool) -> "Transfer":
+        return Transfer(self, sends, recvs, tag, eager)
+
+    def deliver(self, operation: Operation, sends: Sequence[Message], recvs: Sequence[Message], eager: bool) -> Work:
+        transfer = Transfer(self, sends, recvs, 0, eager)
+        if eager and not transfer.left():
+            with operation:
+                transfer.leave()
+
+        def wait() -> None:
+            with operation:
+                transfer.wait()
+
+        return Work(wait, transfer.done, operation.events)
+
+    def reduce_scatter(self, x: torch.Tensor, group: Communicator, op: str, out: torch.Tensor | None) -> torch.Tensor:
+        part = collectives.part_shape(x, group.world_size, "reduce_scatter")
+        return collectives.ring_reduce_scatter.__wrapped__(x, group, op, out).view(part)
+
+    def blocking(self, call: Callable[[], Any]) -> Any:
+        with self.gloo():
+            return call()
+
+    def barrier(self) -> None:
+        self.blocking(lambda: dist.barrier(self.process_group))
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * len(self.ranks)
+        self.blocking(lambda: dist.all_gather_object(values, value, self.process_group))
+        return values
+
+    @contextlib.contextmanager
+    def gloo(self) -> Iterator[None]:
+        """gloo tells its errors apart in words only. The clock knows as well whether a wait was too long."""
+        start = time.monotonic()
+        try:
+            yield
+        except (PeerLostError, WaitedTooLongError, MismatchError):
+            raise
+        except RuntimeError as error:
+            if time.monotonic() - start > 0.95 * self.world.timeout.total_seconds():
+                raise WaitedTooLongError(str(error)) from error
+            raise self.lost(error) from error
+
+    def lost(self, error: BaseException) -> PeerLostError:
+        reason = (str(error).strip().splitlines() or ["it has gone"])[-1]
+        return PeerLostError(f"rank {self.world.rank} lost its partner in group {self.name!r}: {reason}")
+
+
+def _perform(operation: Operation, body: Callable[[], Any], queued: torch.cuda.Event | None) -> tuple:
+    """In the group's thread: the result, and where its own stream is."""
+    if queued:
+        torch.cuda.current_stream().wait_event(queued)
+    with operation:
+        result = body()
+    return result, queued and torch.cuda.current_stream().record_event()
+
+
+def _in_order(result: Any, finished: torch.cuda.Event | None) -> Any:
+    if finished:
+        torch.cuda.current_stream().wait_event(finished)
+    return result
+
+
+def _use(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def _queued_so_far(device: torch.device) -> torch.cuda.Event | None:
+    """What another thread's stream has to wait for before it reads what this one has computed."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+class Transfer:
+    """Messages under way; tag: of the collective that they belong to, 0 for none."""
+
+    def __init__(
+        self, backend: CpuBackend, sends: Sequence[Message], recvs: Sequence[Message], tag: int, eager: bool
+    ) -> None:
+        self.backend = backend
+        self._deliver_at, self._waiter, self._error = 0.0, None, None
+        self._stamps: list[torch.Tensor] = []
+        self._unstage: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._near = backend.direct if eager else backend.sockets if tag and sends and recvs else ()
+        # Empty tensors have nothing to say: both sides know their size, so both sides skip them.
+        sends = [(x.detach().contiguous(), dst) for x, dst in sends if x.numel()]
+        with backend.gloo():
+            self._works = self._post(sends, [(x.detach(), src) for x, src in recvs if x.numel()], tag)
+
+    def _post(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> list[dist.Work]:
+        pg, works, egress = self.backend.process_group, [], self.backend.world.egress
+        here, ranks = self.backend.world.rank, self.backend.ranks
+        for x, src in recvs:
+            works.append((self._near if src in self._near else pg).recv([self._landing(x)], src, tag))
+            if egress and egress.paces(ranks[src], here):
+                self._stamps.append(torch.zeros(1, dtype=torch.float64))
+                works.append(pg.recv([self._stamps[-1]], src, tag + STAMP))
+        stamps = [egress and egress.deliver_at(here, ranks[dst], x.nbytes) for x, dst in sends]
+        self._deliver_at = max([0.0, *(stamp for stamp in stamps if stamp is not None)])
+        for (x, dst), stamp in zip(sends, stamps, strict=True):
+            works.append((self._near if dst in self._near else pg).send([x.cpu()], dst, tag))
+            if stamp is not None:
+                works.append(pg.send([torch.tensor([stamp], dtype=torch.float64)], dst, tag + STAMP))
+        return works
+
+    def _landing(self, x: torch.Tensor) -> torch.Tensor:
+        """Where gloo may write: x itself, or a CPU buffer that `wait` copies to the GPU."""
+        if x.device.type == "cpu":
+            return x
+        self._unstage.append((x, torch.empty_like(x, device="cpu")))
+        return self._unstage[-1][1]
+
+    def left(self) -> bool:
+        """Whether all eager sends are on their way."""
+        return not any(isinstance(work, sockets.Message) and work.sending and work.parts for work in self._works)
+
+    def leave(self) -> None:
+        """Return when they are. (Where nobody drives a connection, what is left of a message would stay behind.)"""
+        self._arrive([work for work in self._works if isinstance(work, sockets.Message) and work.sending])
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once. gloo cannot tell without waiting, so a thread waits in our place."""
+        silent = [work for work in self._works if not isinstance(work, sockets.Message)]
+        if silent:
+            self._works = [work for work in self._works if work not in silent]
+            self._waiter = threading.Thread(target=self._watch, args=[silent], name="minillm-transfer", daemon=True)
+            self._waiter.start()
+        if self._waiter:
+            self._waiter.join(GLANCE_S)
+        try:
+            arrived = all(work.is_completed() for work in self._works)
+        except (PeerLostError, MismatchError) as error:
+            arrived, self._error = True, error
+        arrived = arrived and not (self._waiter and self._waiter.is_alive())
+        return arrived and (self._error is not None or time.monotonic() >= self._delivered_at())
+
+    def wait(self) -> None:
+        """Return when every message has been delivered. PeerLostError: the other side died meanwhile."""
+        if self._waiter:
+            self._waiter.join()
+        if self._error:
+            raise self._error
+        self._arrive(self._works)
+        for x, landed in self._unstage:
+            x.copy_(landed)
+        late = self._delivered_at() - time.monotonic()
+        if late > 0:
+            time.sleep(late)
+
+    def _watch(self, works: Sequence[dist.Work]) -> None:
+        try:
+            self._arrive(works)
+        except (PeerLostError, WaitedTooLongError, MismatchError) as error:
+            self._error = error
+
+    def _arrive(self, works: Sequence[dist.Work]) -> None:
+        for work in works:
+            try:
+                if isinstance(work, sockets.Message):
+                    work.wait(self.backend.world.timeout)
+                else:
+                    with self.backend.gloo():
+                        work.wait(self.backend.world.timeout)
+            except PeerLostError as error:
+                raise self.backend.lost(error) from error
+
+    def _delivered_at(self) -> float:
+        return max([self._deliver_at, *(float(stamp) for stamp in self._stamps)])
