@@ -6,7 +6,7 @@ import pytest
 
 from minillm.__main__ import run
 from minillm.equivalence import SPLIT_CASES, ParallelConfig, compare
-from minillm.train.strategies import hybrid
+from minillm.parallel.placement import global_norm
 from minillm.train.strategies.hybrid import Hybrid
 
 
@@ -30,32 +30,35 @@ def test_splits_of_two_ranks_equal_one_process():
 def test_products_of_axes_equal_one_process():
     four = [
         ParallelConfig(dp=2, tp=2, sequence=True, zero=1, accumulate=2),
-        ParallelConfig(dp=2, pp=2, zero=1, accumulate=3),
+        ParallelConfig(dp=2, tp=2, zero=2, accumulate=2),
+        ParallelConfig(dp=2, tp=2, sequence=True, zero=3, accumulate=2),
+        ParallelConfig(dp=2, pp=2, zero=2, accumulate=3),
+        ParallelConfig(dp=2, pp=2, zero=3, accumulate=4, schedule="zero_bubble_v"),
+        ParallelConfig(dp=2, pp=2, zero=3, accumulate=4, schedule="dualpipe"),
+        ParallelConfig(dp=4, zero=2, dp_replicate=2, accumulate=2),
+        ParallelConfig(dp=4, zero=3, dp_replicate=2, accumulate=2),
         ParallelConfig(tp=4, sequence=True),
         ParallelConfig(pp=4, accumulate=4, schedule="interleaved"),
     ]
-    cube = [ParallelConfig(dp=2, tp=2, sequence=True, pp=2, accumulate=2, zero=zero) for zero in (0, 1)]
-    rows = compare(four, {"unequal": SPLIT_CASES["unequal"]}, steps=2)
+    cube = [ParallelConfig(dp=2, tp=2, sequence=True, pp=2, accumulate=2, zero=zero) for zero in (0, 3)]
+    cases = {name: SPLIT_CASES[name] for name in ("frozen tied", "unequal", "clipped")}
+    rows = compare(four, cases, steps=2)
     rows += compare(cube, {"tied": SPLIT_CASES["tied"]}, steps=2)
-    assert len(rows) == 6 and all(row.ok for row in rows), [row for row in rows if not row.ok]
+    assert len(rows) == 3 * len(four) + 2 and all(row.ok for row in rows), [row for row in rows if not row.ok]
 
 
 class CountsEverything(Hybrid):
     """The norm counts what several ranks hold once for each of them."""
 
-    def wrap(self, model, master=False):
-        module = super().wrap(model, master)
-        self.counted = set(self.names)
-        return module
+    def grad_norm(self, parameters):
+        return global_norm(self.stepped.gradients(), None, self.group)
 
 
 class LeavesOut(Hybrid):
-    """One of the three sums is missing."""
+    """The sums over tp and pp are missing."""
 
     def finish_backward(self):
-        if self.layout.order:
-            return hybrid.sum_partial(self.model.named_parameters(), self.splits, self.mesh.tp)
-        return None
+        pass
 
 
 class DividesByMicrobatches(Hybrid):
@@ -67,6 +70,7 @@ class DividesByMicrobatches(Hybrid):
     ("form", "layout", "parameter"),
     [
         (CountsEverything, ParallelConfig(tp=2), None),
+        (CountsEverything, ParallelConfig(dp=2, zero=3, dp_replicate=2), None),
         (LeavesOut, ParallelConfig(tp=2, sequence=True), "norm.weight"),
         (LeavesOut, ParallelConfig(pp=2, accumulate=2), "embedding.weight"),
         (DividesByMicrobatches, ParallelConfig(pp=2, accumulate=2), ""),
@@ -100,7 +104,10 @@ def test_command_leaves_out_what_cannot_be(tmp_path, capsys):
     ]
     assert run([*argv, "--json", str(path)]) == 0
     out = capsys.readouterr().out
-    assert "3 entries, none off" in out and "1 combinations left out" in out and "zero 3 with tp 2" in out
-    assert len(json.loads(path.read_text())["rows"]) == 3
+    assert "4 entries, none off" in out and len(json.loads(path.read_text())["rows"]) == 4
+    argv = ["oracle", "--dp", "2", "--zero", "0,2", "--dp-replicate", "2", "--accumulate", "1", "--cases", "tied"]
+    assert run(argv) == 0
+    out = capsys.readouterr().out
+    assert "1 entries, none off" in out and "1 combinations left out" in out and "says where ZeRO's shards lie" in out
     assert run(["oracle", "--pp", "9", "--zero", "0"]) == 2
     assert "no layout is left to compare: 9 parts need 9 layers" in capsys.readouterr().err

@@ -20,15 +20,10 @@ from minillm.model import ModelConfig, Transformer, cross_entropy
 from minillm.model.attention import sdpa
 from minillm.model.rope import Rope, rotate
 from minillm.model.transformer import RMSNorm
-from minillm.parallel.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    Split,
-    join,
-    split_of,
-    sum_partial,
-    tensor_parallel,
-)
+from minillm.parallel.placement import Placement, join, sum_partial
+from minillm.parallel.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
+from minillm.parallel.tensor_parallel.plan import named_gradients, placement_of, placements
 from minillm.predict import tensor as predict
 
 MODEL = ModelConfig(
@@ -99,18 +94,17 @@ def tokens(rows: int, step: int = 0) -> Tensor:
     return (starts + torch.arange(SEQ + 1)) % MODEL.vocab_size
 
 
-def build(group: Group, setup: Setup) -> tuple[Transformer, dict[str, Split]]:
+def build(group: Group, setup: Setup) -> tuple[Transformer, dict[str, Placement]]:
     """This rank's part of the model, and which part of each parameter that is."""
     config, how = setup.config, {"sequence": setup.sequence, "regather": setup.form == "regather"}
     whole = Transformer(config, seed=0, dtype=torch.float64 if setup.exact else torch.float32)
     model = tensor_parallel(whole, config, group, **how)
-    splits = {n: split_of(config, n, group.rank, group.world_size, setup.sequence) for n, _ in model.named_parameters()}
-    return model, splits
+    return model, placements(config, group.rank, group.world_size, setup.sequence)
 
 
 def step(group: Group, setup: Setup) -> Found:
     """Forward, backward and the sum of partial gradients, each under a ledger of its own."""
-    model, splits = build(group, setup)
+    model, places = build(group, setup)
     batch = tokens(setup.rows)
     with measure.memory(model) as census, measure.ledger() as forward:
         total, count = model(batch[:, :-1], targets=batch[:, 1:])
@@ -118,7 +112,7 @@ def step(group: Group, setup: Setup) -> Found:
     with measure.ledger() as backward:
         (total / count).backward()
     with measure.ledger() as sums:
-        sum_partial(model.named_parameters(), splits, group)
+        sum_partial(named_gradients(model.named_parameters()), places, group)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     loss = (total / count).item()
     return Found(loss, traffic(forward), traffic(backward), traffic(sums), held.parameter, held.activation, gradients)
@@ -144,8 +138,8 @@ def gradient_error(setup: Setup, ranks: Sequence[Found], alone: Found) -> float:
     """The largest relative error of a whole gradient, put together from the ranks' parts."""
     worst = 0.0
     for name, right in alone.gradients.items():
-        splits = [split_of(setup.config, name, rank, len(ranks), setup.sequence) for rank in range(len(ranks))]
-        whole = join([found.gradients[name] for found in ranks], splits, right.shape)
+        places = [placement_of(setup.config, name, rank, len(ranks), setup.sequence) for rank in range(len(ranks))]
+        whole = join([(place, found.gradients[name]) for place, found in zip(places, ranks, strict=True)])
         worst = max(worst, ((whole - right).norm() / right.norm()).item())
     return worst
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from course.lab05_tensor_parallel.experiments import Setup, build, tokens
 from minillm.comm import Group
-from minillm.parallel.tensor_parallel.layers import sum_partial
-from minillm.parallel.tensor_parallel.plan import Split, grad_norm
-from minillm.parallel.tensor_parallel.regions import leave
+from minillm.parallel.placement import Placement, global_norm, sum_partial
+from minillm.parallel.tensor_parallel.plan import named_gradients
+from minillm.parallel.tensor_parallel.regions import end
 
 STEPS, LR = 6, 3e-3
 
@@ -34,7 +34,7 @@ def forgotten_norms(group: Group, steps: int) -> dict[str, dict[str, Any]]:
     """
     found = {}
     for name, summed in (("summed", True), ("forgotten", False)):
-        model, splits = build(group, Setup(group.world_size, "sequence"))
+        model, places = build(group, Setup(group.world_size, "sequence"))
         optimizer, losses, share = torch.optim.AdamW(model.parameters(), lr=LR), [], None
         for step in range(steps):
             batch = tokens(4, step)
@@ -44,10 +44,12 @@ def forgotten_norms(group: Group, steps: int) -> dict[str, dict[str, Any]]:
             if share is None:
                 share = model.norm.weight.grad.clone()
             if summed:
-                sum_partial(model.named_parameters(), splits, group)
+                sum_partial(named_gradients(model.named_parameters()), places, group)
             optimizer.step()
             losses.append((total / count).item())
-        apart = max(_apart(p.detach(), group) for n, p in model.named_parameters() if splits[n].dim is None)
+        apart = max(
+            _apart(p.detach(), group) for n, p in model.named_parameters() if places[n].part_shape == places[n].shape
+        )
         whole = group.all_reduce(share.clone())
         cosine = F.cosine_similarity(share, whole, dim=0).item()
         found[name] = {"losses": losses, "apart": apart, "norm share": (share.norm() / whole.norm()).item()}
@@ -68,14 +70,14 @@ class Unmasked(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         local = (tokens - self.first).clamp(0, len(self.weight) - 1)
-        return leave(F.embedding(local, self.weight), self.region)
+        return end(F.embedding(local, self.weight), self.region)
 
 
 def unmasked_rows(group: Group, steps: int) -> dict[str, Any]:
     """Losses of some steps with and without the mask, and what the embedding of a batch is made of."""
     found: dict[str, Any] = {}
     for name in ("masked", "unmasked"):
-        model, splits = build(group, Setup(group.world_size))
+        model, places = build(group, Setup(group.world_size))
         right = model.embedding
         if name == "unmasked":
             model.embedding = Unmasked(right)
@@ -90,7 +92,7 @@ def unmasked_rows(group: Group, steps: int) -> dict[str, Any]:
             total, count = model(batch[:, :-1], targets=batch[:, 1:])
             optimizer.zero_grad()
             (total / count).backward()
-            sum_partial(model.named_parameters(), splits, group)
+            sum_partial(named_gradients(model.named_parameters()), places, group)
             optimizer.step()
             losses.append((total / count).item())
         found[name] = losses
@@ -102,23 +104,23 @@ def counted_twice(group: Group) -> dict[str, float]:
 
     replicated: the norm of the gradients of replicated parameters alone.
     """
-    model, splits = build(group, Setup(group.world_size, exact=True))
+    model, places = build(group, Setup(group.world_size, exact=True))
     batch = tokens(4)
     total, count = model(batch[:, :-1], targets=batch[:, 1:])
     (total / count).backward()
-    sum_partial(model.named_parameters(), splits, group)
-    cut, replicated = squares(model, splits)
+    sum_partial(named_gradients(model.named_parameters()), places, group)
+    cut, replicated = squares(model, places)
     return {
         "local": (cut + replicated).sqrt().item(),
         "naive": group.all_reduce(cut + replicated).sqrt().item(),
-        "whole": grad_norm(model.named_parameters(), splits, group).item(),
+        "whole": global_norm(named_gradients(model.named_parameters()), places, group).item(),
         "replicated": replicated.sqrt().item(),
     }
 
 
-def squares(model: nn.Module, splits: Mapping[str, Split]) -> tuple[Tensor, Tensor]:
+def squares(model: nn.Module, places: Mapping[str, Placement]) -> tuple[Tensor, Tensor]:
     """Σ gradient² of the parameters that are cut, and of those that every rank has whole."""
     sums = [torch.zeros((), dtype=torch.float64) for _ in range(2)]
     for name, parameter in model.named_parameters():
-        sums[splits[name].dim is None] += parameter.grad.double().square().sum()
+        sums[places[name].part_shape == places[name].shape] += parameter.grad.double().square().sum()
     return sums[0], sums[1]

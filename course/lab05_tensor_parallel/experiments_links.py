@@ -17,8 +17,10 @@ from course.lab05_tensor_parallel.experiments import MODEL, SEQ, Setup, build, c
 from minillm import measure
 from minillm.comm import Group, Link, launch
 from minillm.model import ModelConfig, Transformer, cross_entropy
-from minillm.parallel.tensor_parallel.layers import sum_partial, tensor_parallel
-from minillm.parallel.tensor_parallel.regions import TensorRegion, enter, leave
+from minillm.parallel.placement import sum_partial
+from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
+from minillm.parallel.tensor_parallel.plan import named_gradients
+from minillm.parallel.tensor_parallel.regions import copy_to, reduce_from
 from minillm.predict import comms
 from minillm.predict import tensor as predict
 from minillm.predict.model import parameters
@@ -95,14 +97,14 @@ def timed_steps(group: Group, batches: Sequence[int]) -> dict[tuple[str, int], f
     """Seconds of the quickest of three steps, by (what is divided, rows)."""
     found = {}
     for rows in batches:
-        model, splits = build(group, Setup(group.world_size, rows=rows))
+        model, places = build(group, Setup(group.world_size, rows=rows))
         ddp = BucketedDDP(Transformer(MODEL, seed=0), group)
         share = tokens(rows)[group.rank :: group.world_size]
 
-        def tensor(rows: int = rows, model: nn.Module = model, splits: Any = splits) -> None:
+        def tensor(rows: int = rows, model: nn.Module = model, places: Any = places) -> None:
             total, count = model(tokens(rows)[:, :-1], targets=tokens(rows)[:, 1:])
             (total / count).backward()
-            sum_partial(model.named_parameters(), splits, group)
+            sum_partial(named_gradients(model.named_parameters()), places, group)
 
         def data(ddp: nn.Module = ddp, share: Tensor = share) -> None:
             cross_entropy(ddp(share[:, :-1]), share[:, 1:]).backward()
@@ -235,17 +237,17 @@ class _CutInput(torch.autograd.Function):
 
 def pairs(group: Group, tokens: int = 32, hidden: int = 16) -> dict[str, tuple[int, int]]:
     """Bytes that rank 0 sends forward and backward through column, GELU, row: paired, and with a gather between."""
-    region, inner, found = TensorRegion(group), 4 * hidden, {}
+    inner, found = 4 * hidden, {}
     into, out = torch.randn(inner // group.world_size, hidden), torch.randn(hidden, inner // group.world_size)
     for name in ("paired", "gathered"):
         x = torch.randn(tokens, hidden, requires_grad=True)
         with measure.ledger() as forward:
-            y = enter(x, region) @ into.T
+            y = copy_to(x, group) @ into.T
             if name == "gathered":
                 y = _CutInput.apply(F.gelu(_GatherOutput.apply(y, group)), group)
             else:
                 y = F.gelu(y)
-            y = leave(y @ out.T, region)
+            y = reduce_from(y @ out.T, group)
         with measure.ledger() as backward:
             y.sum().backward()
         found[name] = (forward.bytes(), backward.bytes())

@@ -138,7 +138,7 @@ def read(learner: Callable, stages: int, microbatches: int) -> tuple[Schedule, s
         check(schedule)
     except ScheduleError as error:
         raise CheckFailed(f"{where}: {error}") from None
-    if any(action.kind not in "FB" for _, action in schedule.events):
+    if any(action.kind not in "FB" for _, action in schedule.tasks):
         raise CheckFailed(f"{where}: forwards and whole backwards only (F and B)")
     return schedule, where
 

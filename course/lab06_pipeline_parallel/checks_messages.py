@@ -14,7 +14,7 @@ from course.shared.trials import run
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
 from minillm.parallel.pipeline_parallel.actions import straight
-from minillm.parallel.pipeline_parallel.schedules import Action, Edge, Event, Schedule, ScheduleError, check
+from minillm.parallel.pipeline_parallel.schedules import Action, Edge, Schedule, ScheduleError, Task, check
 from minillm.predict import pipeline as predict
 
 Message = tuple[str, str]  # (send or recv, the action whose result travels)
@@ -131,7 +131,7 @@ def _judge_places(steps: Sequence[list], stages: int, microbatches: int, where: 
             for verb, name in step if isinstance(step, list) else ():
                 onward = 1 if name[0] == "F" else -1
                 ends = (stage, stage + onward) if verb == "send" else (stage - onward, stage)
-                edge = known.get((Event(ends[0], Action.parse(name)), ends))
+                edge = known.get((Task(ends[0], Action.parse(name)), ends))
                 if edge is None:
                     there = (
                         "nobody is there" if not all(0 <= end < stages for end in ends) else "there is no such message"

@@ -66,9 +66,9 @@ class Job:
         if self.speed is None:
             return None
         schedule = self.built
-        share = self.stages / schedule.parts
-        rank_of = {part: place.rank for place, part in schedule.part.items()}
-        forward = [self.speed[rank_of[part]] * share for part in range(schedule.parts)]
+        share = self.stages / schedule.num_parts
+        rank_of = {part: place.rank for place, part in schedule.part_of.items()}
+        forward = [self.speed[rank_of[part]] * share for part in range(schedule.num_parts)]
         return Durations(F=forward, B=[2 * f for f in forward], W=forward)
 
 
@@ -149,7 +149,7 @@ def step(group: Group, job: Job, ranges: Sequence[range] | None = None) -> Found
 def even(job: Job, schedule: Schedule) -> list[range]:
     """As many layers in every part."""
     layers = job.config.num_layers
-    edges = [part * layers // schedule.parts for part in range(schedule.parts + 1)]
+    edges = [part * layers // schedule.num_parts for part in range(schedule.num_parts + 1)]
     return [range(*pair) for pair in itertools.pairwise(edges)]
 
 
@@ -157,7 +157,7 @@ def pace(job: Job, schedule: Schedule, rank: int) -> Callable[[Action], float] |
     """Seconds that each action of this rank should last on an emulated device."""
     if (durations := job.durations) is None:
         return None
-    return lambda action: durations.of(action.kind, schedule.part[schedules.Place(rank, action.chunk)])
+    return lambda action: durations.of(action.kind, schedule.part_of[schedules.Place(rank, action.chunk)])
 
 
 def relative(found: Tensor, right: Tensor) -> float:
@@ -210,10 +210,10 @@ def planned(job: Job, line: Timeline | None = None) -> Timeline:
     took: dict[tuple[str, int], list[float]] = {}
     for rank, bars in enumerate(line.bars):
         for bar in bars:
-            part = schedule.part[schedules.Place(rank, bar.action.chunk)]
+            part = schedule.part_of[schedules.Place(rank, bar.action.chunk)]
             took.setdefault((bar.action.kind, part), []).append(bar.end - bar.start)
     mean = {key: sum(seconds) / len(seconds) for key, seconds in took.items()}
-    parts = range(schedule.parts)
+    parts = range(schedule.num_parts)
     forward, weight = ([mean.get((kind, part), 0.0) for part in parts] for kind in "FW")
     backward = [mean.get(("B", part), mean.get(("I", part), 0.0) + weight[part]) for part in parts]
     return simulate(schedule, Durations(F=forward, B=backward, W=weight))

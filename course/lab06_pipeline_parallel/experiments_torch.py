@@ -41,7 +41,7 @@ def torch_step(group: Group, name: str, scale_grads: bool = True) -> dict[str, A
         pipelining.PipelineStage(
             WithHead(part),
             group.rank + chunk * group.world_size,
-            schedule.parts,
+            schedule.num_parts,
             group.device,
             group=group.process_group,
         )

@@ -131,9 +131,9 @@ def _torchs(name: str, schedule: Schedule, config: ModelConfig, group: Group) ->
     from torch.distributed import pipelining
 
     parts = build_parts(config, schedule, group.rank, device=group.device)
-    indices = sorted((place.chunk, part) for place, part in schedule.part.items() if place.rank == group.rank)
+    indices = sorted((place.chunk, part) for place, part in schedule.part_of.items() if place.rank == group.rank)
     stages = [
-        pipelining.PipelineStage(module, part, schedule.parts, group.device, group=group.process_group)
+        pipelining.PipelineStage(module, part, schedule.num_parts, group.device, group=group.process_group)
         for module, (_, part) in zip(parts, indices, strict=True)
     ]
     last = next((part for part in parts if part.last), None)

@@ -24,7 +24,9 @@ from minillm.bench.harness import BenchRow, Comparison, bench_row, check_repeats
 from minillm.comm import Group, launch
 from minillm.measure import memory, wire
 from minillm.model import ModelConfig, Transformer
-from minillm.parallel.tensor_parallel.layers import join, split_of, sum_partial, tensor_parallel
+from minillm.parallel.placement import gather, sum_partial
+from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
+from minillm.parallel.tensor_parallel.plan import named_gradients, placements
 from minillm.train import preset
 
 VOCAB, SEQ_LEN, BATCH = 4096, 64, 2
@@ -135,19 +137,16 @@ def _peak(contestant: Contestant) -> float:
 def _ours(group: Group, config: ModelConfig, sequence: bool, layers: bool) -> Contestant:
     module = tensor_parallel(Transformer(config, device=group.device), config, group, sequence=sequence)
     trained = dict((module.blocks if layers else module).named_parameters(prefix="blocks" if layers else ""))
-    splits = {name: split_of(config, name, group.rank, group.world_size, sequence) for name in trained}
+    places = placements(config, group.rank, group.world_size, sequence)
     work = _layers(module, group, config, sequence) if layers else _model(module, group)
 
     def step() -> None:
         module.zero_grad()
         work().backward()
-        sum_partial(trained.items(), splits, group)
+        sum_partial(named_gradients(trained.items()), places, group)
 
     def gradients() -> dict[str, Tensor]:
-        shapes = {name: each.shape for name, each in Transformer(config, device="meta").named_parameters()}
-        parts = group.gather_objects({name: each.grad.cpu() for name, each in trained.items()})
-        cuts = group.gather_objects(splits)
-        return {name: join([p[name] for p in parts], [c[name] for c in cuts], shapes[name]) for name in trained}
+        return gather(named_gradients(trained.items()), places, group)
 
     return Contestant(module, step, gradients)
 

@@ -14,7 +14,8 @@ from minillm.parallel.pipeline_parallel.schedules import SCHEDULES
 
 def command(
     dp: Annotated[str, Option(help="Numbers of data-parallel ranks.")] = "1,2,4",
-    zero: Annotated[str, Option(help="ZeRO stages, 0 for replicas; 0 and 1 with --tp and --pp.")] = "0,1,2,3",
+    zero: Annotated[str, Option(help="ZeRO stages, 0 for replicas.")] = "0,1,2,3",
+    dp_replicate: Annotated[str, Option(help="Numbers of groups that hold the same ZeRO shards (HSDP).")] = "1",
     accumulate: Annotated[
         str, Option("--accumulate", "--microbatches", help="Numbers of microbatches per rank, or through the pipeline.")
     ] = "1,3",
@@ -30,8 +31,10 @@ def command(
     """Compare every layout, on every corner, with one process in float64. Exit status 1 if an entry is off."""
     origin = provenance()
     numbers = {"--dp": dp, "--zero": zero, "--accumulate": accumulate, "--tp": tp, "--sp": sp, "--pp": pp}
+    numbers["--dp-replicate"] = dp_replicate
     axes = [_numbers(option, text) for option, text in numbers.items()]
-    layouts, left_out = _layouts(*axes, [name.strip() for name in schedule.split(",")])
+    *axes, replicates = axes
+    layouts, left_out = _layouts(*axes, [name.strip() for name in schedule.split(",")], replicates)
     chosen = [name.strip() for name in cases.split(",") if name.strip()]
     split = [layout for layout in layouts if layout.is_hybrid]
     print(summary(origin), end="\n\n")
@@ -54,14 +57,14 @@ def command(
 def _layouts(*axes: list) -> tuple[list[ParallelConfig], list[str]]:
     """All combinations that there are, and why the others are not. ValueError if none is left.
 
-    axes: what dp, zero, accumulate, tp, sequence, pp and schedule may be.
+    axes: what dp, zero, accumulate, tp, sequence, pp, schedule and dp_replicate may be.
     """
     layouts: dict[ParallelConfig, None] = {}
     left_out: list[str] = []
-    for *counts, tensor, sequence, stages, schedule in product(*axes):
+    for *counts, tensor, sequence, stages, schedule, replicate in product(*axes):
         sequence, schedule = bool(sequence) and tensor > 1, schedule if stages > 1 else "1f1b"
         try:
-            layout = ParallelConfig(*counts, tensor, sequence, stages, schedule)
+            layout = ParallelConfig(*counts, tensor, sequence, stages, schedule, replicate)
             for case in SPLIT_CASES.values() if layout.is_hybrid else ():
                 layout.check(case.config, case.batch.tokens.shape[1])
         except ValueError as error:

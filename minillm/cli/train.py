@@ -71,6 +71,9 @@ def command(
     offload: Annotated[
         str | None, Option(metavar="cpu|PATH", help="Keep ZeRO's shards in host memory, or in a file there.")
     ] = None,
+    dp_replicate: Annotated[
+        int, Option(help="Groups of data-parallel ranks that hold the same ZeRO shards (HSDP).", min=1)
+    ] = 1,
     tp: Annotated[int, Option(help="Tensor-parallel ranks, which share every layer.", min=1)] = 1,
     sp: Annotated[bool, Option("--sp", help="Sequence parallelism among those.")] = False,
     pp: Annotated[int, Option(help="Pipeline stages.", min=1)] = 1,
@@ -92,7 +95,7 @@ def command(
     job = TrainingJob(
         folder,
         settings,
-        _parallel_config(dp, zero, tp, sp, pp, schedule, microbatches, rows),
+        _parallel_config(dp, zero, dp_replicate, tp, sp, pp, schedule, microbatches, rows),
         resume=resume,
         offload=offload,
         device=device,
@@ -151,7 +154,15 @@ def _announce(job: TrainingJob) -> None:
 
 
 def _parallel_config(
-    dp: int | None, zero: int, tp: int, sp: bool, pp: int, schedule: str, microbatches: int | None, rows: int
+    dp: int | None,
+    zero: int,
+    dp_replicate: int,
+    tp: int,
+    sp: bool,
+    pp: int,
+    schedule: str,
+    microbatches: int | None,
+    rows: int,
 ) -> ParallelConfig:
     """rows: windows of a step on each data-parallel rank. ValueError for what cannot be."""
     processes = int(os.environ.get("WORLD_SIZE", (dp or 1) * tp * pp))
@@ -161,6 +172,7 @@ def _parallel_config(
             f"{given}--tp {tp} --pp {pp} does not fit torchrun's {processes} processes: change one of them"
         )
     spread = {"dp": processes // (tp * pp), "zero": zero, "tp": tp, "sequence": sp, "pp": pp, "schedule": schedule}
+    spread["dp_replicate"] = dp_replicate
     if pp == 1:
         if microbatches:
             raise ValueError(f"--microbatches {microbatches} is for a pipeline: add --pp, or use --accumulate")

@@ -43,7 +43,7 @@ class Transformer(nn.Module):
     device: "meta" (or `with torch.device("meta"):`) builds shapes without memory; then `to_empty` and `initialize`.
     attention: the attention function of forward passes that bring none.
     What a model split over ranks does in its own way is an attribute: what the head makes of [batch, seq, hidden]
-    (`head_logits`, `head_loss`), how a parameter is drawn (`draw`), layers that share an input (`together`).
+    (`head_logits`, `head_loss`), how a parameter is drawn (`draw`), layers that share an input (`linears`).
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype | None = None):
         super().__init__()
         self.layer, self.head_dim, self.window = layer, config.head_dim, config.sliding_window
-        self.together = each
+        self.linears = apply_linears
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = _linear(config.hidden_size, q_size, dtype, bias=config.qkv_bias)
         self.k_proj = _linear(config.hidden_size, kv_size, dtype, bias=config.qkv_bias)
@@ -160,7 +160,7 @@ class Attention(nn.Module):
         def heads(y: Tensor) -> Tensor:  # [batch, seq, heads * head_dim] -> [batch, heads, seq, head_dim]
             return y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-        q, k, v = map(heads, self.together(x, self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = map(heads, self.linears(x, self.q_proj, self.k_proj, self.v_proj))
         q, k = rotate(self.q_norm(q), *rotation), rotate(self.k_norm(k), *rotation)
         y = attention(q, k, v, layer=self.layer, positions=positions, window=self.window)
         return self.o_proj(y.transpose(1, 2).flatten(2))
@@ -171,17 +171,17 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype | None = None):
         super().__init__()
-        self.together = each
+        self.linears = apply_linears
         self.gate_proj = _linear(config.hidden_size, config.intermediate_size, dtype)
         self.up_proj = _linear(config.hidden_size, config.intermediate_size, dtype)
         self.down_proj = _linear(config.intermediate_size, config.hidden_size, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.together(x, self.gate_proj, self.up_proj)
+        gate, up = self.linears(x, self.gate_proj, self.up_proj)
         return self.down_proj(F.silu(gate) * up)
 
 
-def each(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+def apply_linears(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     """What several layers make of one input; layers that are split over ranks share the communication for it."""
     return tuple(layer(x) for layer in layers)
 

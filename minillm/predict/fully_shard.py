@@ -68,6 +68,13 @@ def traffic(
     return Traffic(2 * len(units) * microbatches, len(units) * microbatches, sent * microbatches)
 
 
+def pipelined_bytes(parts: Sequence[Sequence[int]], world_size: int, microbatches: int, itemsize: int = 4) -> int:
+    """What a rank sends in a step if its `parts` of a pipeline, each of groups of so many elements, are fully sharded:
+    every group is gathered for the forward and the backward of each microbatch, and reduce-scattered once."""
+    elements = sum(padded(group, world_size) for part in parts for group in part)
+    return elements * itemsize * (world_size - 1) // world_size * (2 * microbatches + 1)
+
+
 def held(
     blocks: Sequence[int],
     rest: int,

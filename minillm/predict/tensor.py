@@ -69,18 +69,26 @@ def microbatch(
     *,
     sequence: bool = False,
     regather: bool = True,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> list[Call]:
-    """Every collective of one forward and backward pass of `train.tensor_parallel`'s Transformer with its loss.
+    """Every collective of one forward and backward pass of `tensor_parallel`'s Transformer with its loss.
 
-    itemsize: of activations; the loss works in 4 bytes or more. regather: see `train.sequence`. Nothing is frozen.
+    itemsize: of activations; the loss works in 4 bytes or more. chunk: see `loss_chunk`; None: all tokens at once.
+    regather: see `regions.Region`. Nothing is frozen.
     """
     table, regions = batch * seq * shape.hidden_size, 2 * shape.num_layers
     calls = list(_sequence_calls(table, itemsize, regions, regather) if sequence else _calls(table, itemsize, regions))
+    chunk = chunk or batch * seq
     for start in range(0, batch * seq, chunk):
         tokens = min(chunk, batch * seq - start)
         calls += [Call("loss", False, "all_reduce", n * tokens, max(itemsize, 4)) for n in (1, 2)]
     return calls
+
+
+def loss_chunk(shape: Shape, tokens: int, world_size: int) -> int:
+    """Tokens whose logits the loss holds at once: on a rank no more numbers than the hidden states of all `tokens`, but
+    those of at least 512 tokens. So about V / (t·H) chunks, however many tokens there are."""
+    return max(CHUNK, tokens * shape.hidden_size // -(-shape.vocab_size // world_size))
 
 
 def _calls(table: int, itemsize: int, regions: int) -> Iterator[Call]:

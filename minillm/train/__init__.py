@@ -21,13 +21,9 @@ from minillm.parallel.pipeline_parallel.schedules import (
 )
 from minillm.parallel.pipeline_parallel.stages import ModelPart, balance, build_parts, layer_costs
 from minillm.parallel.placement import clip_, global_norm
-from minillm.parallel.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    tensor_parallel,
-    vocab_parallel_cross_entropy,
-)
+from minillm.parallel.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
+from minillm.parallel.tensor_parallel.vocab import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from minillm.parallel.zero.optimizer import ZeroOptimizer
 from minillm.train.activation_checkpointing import EXPENSIVE, activation_checkpoint, checkpoint_blocks
 from minillm.train.config import TrainConfig

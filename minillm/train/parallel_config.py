@@ -7,7 +7,7 @@ from minillm.model import ModelConfig
 from minillm.parallel.pipeline_parallel.actions import Schedule
 from minillm.parallel.pipeline_parallel.schedules import SCHEDULES
 from minillm.parallel.pipeline_parallel.stages import balance, layer_costs
-from minillm.parallel.tensor_parallel.plan import check_split
+from minillm.parallel.tensor_parallel.plan import check_heads
 
 MAX_RANKS = 64
 
@@ -17,6 +17,8 @@ class ParallelConfig:
     """dp * pp * tp ranks; neighbours share a tensor-parallel group, since that is the axis that talks most.
 
     dp: ranks that share the batch; zero: ZeRO stage over them; accumulate: microbatches of each of them.
+    dp_replicate: ZeRO's shards lie within dp / dp_replicate ranks each, and so many such groups hold the same (hybrid
+        sharding, HSDP).
     tp: ranks that share every layer; sequence: what lies between their layers is split along the sequence.
     pp: stages of layers, through which the microbatches move by `schedule`, one of `SCHEDULES`.
 
@@ -30,6 +32,7 @@ class ParallelConfig:
     sequence: bool = False
     pp: int = 1
     schedule: str = "1f1b"
+    dp_replicate: int = 1
 
     def __post_init__(self) -> None:
         counts = {"dp": range(1, MAX_RANKS + 1), "zero": range(4), "accumulate": range(1, 1025)}
@@ -42,10 +45,13 @@ class ParallelConfig:
             raise ValueError(f"dp {self.dp} * pp {self.pp} * tp {self.tp} is more than {MAX_RANKS} ranks: use fewer.")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule {self.schedule!r} is none of {', '.join(SCHEDULES)}.")
-        if self.zero > 1 and self.is_hybrid:
+        if not isinstance(self.dp_replicate, int) or self.dp_replicate < 1 or self.dp % self.dp_replicate:
             raise ValueError(
-                f"zero {self.zero} with tp {self.tp} and pp {self.pp} would gather weights or gradients for every "
-                "microbatch: use zero 0 or 1."
+                f"dp_replicate {self.dp_replicate} does not divide dp {self.dp}: use a divisor of it, 1 for none."
+            )
+        if self.dp_replicate > 1 and self.zero == 0:
+            raise ValueError(
+                f"dp_replicate {self.dp_replicate} says where ZeRO's shards lie: use zero 1, 2 or 3 with it."
             )
         if self.sequence and self.tp == 1:
             raise ValueError("sequence parallelism splits what tensor-parallel ranks share: use tp 2 or more with it.")
@@ -57,7 +63,7 @@ class ParallelConfig:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether a model is split, and not only its states."""
+        """Whether the model itself is cut into layers or slices of them, and not only its states."""
         return self.tp > 1 or self.pp > 1
 
     @cached_property
@@ -67,9 +73,9 @@ class ParallelConfig:
 
     def check(self, config: ModelConfig, seq_len: int | None = None) -> None:
         """ValueError if a model, or a sequence, cannot be split so."""
-        check_split(config, self.tp)
+        check_heads(config, self.tp)
         if self.order:
-            balance(layer_costs(config), self.order.parts)
+            balance(layer_costs(config), self.order.num_parts)
         if self.sequence and seq_len is not None and seq_len % self.tp:
             raise ValueError(
                 f"a sequence of {seq_len} tokens does not divide over {self.tp} sequence-parallel ranks: use a "
@@ -78,5 +84,6 @@ class ParallelConfig:
 
     def __str__(self) -> str:
         text = f"dp {self.dp}, zero {self.zero}, accumulate {self.accumulate}"
+        text += f", dp_replicate {self.dp_replicate}" if self.dp_replicate > 1 else ""
         text += f", tp {self.tp}{' sequence' if self.sequence else ''}" if self.tp > 1 else ""
         return text + (f", pp {self.pp} {self.schedule}" if self.pp > 1 else "")

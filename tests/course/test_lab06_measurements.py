@@ -28,7 +28,7 @@ def test_the_whole_model_takes_the_same_time_however_it_is_cut(name):
     """Chunks take their share: a microbatch needs 4 forwards and 4 whole backwards of a stage in every schedule."""
     job = Job(name)
     schedule = job.built
-    work = sum(experiments.pace(job, schedule, rank)(action) for rank, action in schedule.events)
+    work = sum(experiments.pace(job, schedule, rank)(action) for rank, action in schedule.tasks)
     assert work == pytest.approx(8 * 4 * 3 * FORWARD_S)
 
 

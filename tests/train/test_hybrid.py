@@ -21,7 +21,10 @@ MODEL = ModelConfig(53, 16, 30, 4, 4, 1, max_seq_len=16, tie_embeddings=True, qk
 LAYOUTS = [
     ParallelConfig(dp=2, tp=2, sequence=True),
     ParallelConfig(dp=2, pp=2, accumulate=2, zero=1),
-    ParallelConfig(dp=2, tp=2, zero=1),
+    ParallelConfig(dp=2, tp=2, zero=3),
+    ParallelConfig(dp=2, tp=2, zero=2),
+    ParallelConfig(dp=2, tp=2, zero=2, dp_replicate=2),
+    ParallelConfig(dp=2, pp=2, accumulate=2, zero=3),
     ParallelConfig(dp=2, pp=2, accumulate=4, schedule="zero_bubble_v"),
     ParallelConfig(dp=2, pp=2, accumulate=2, schedule="dualpipe"),
 ]
@@ -111,7 +114,8 @@ def test_whole_run_by_the_command(tmp_path, home):
         ("--microbatches 4", "--microbatches 4 is for a pipeline"),
         ("--sp", "sequence parallelism splits what tensor-parallel ranks share"),
         ("--tp 2 --sp --seq-len 33", "a sequence of 33 tokens does not divide over 2"),
-        ("--tp 2 --zero 3", "zero 3 with tp 2 and pp 1"),
+        ("--dp 2 --dp-replicate 2", "dp_replicate 2 says where ZeRO's shards lie"),
+        ("--dp 3 --zero 2 --dp-replicate 2", "dp_replicate 2 does not divide dp 3"),
         ("--tp 2 --zero 1 --offload cpu", "offload cpu is for ZeRO alone"),
         ("--tp 2 --compile", "--compile does not look through"),
         ("--dp 8 --tp 8 --pp 2", "more than 64 ranks"),

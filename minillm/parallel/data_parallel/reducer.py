@@ -12,7 +12,7 @@ Experiences on Accelerating Data Parallel Training", VLDB 2020, section 3.2.)
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,24 +133,15 @@ class Reducer:
         self._assign = lambda named: assign(named, cap_bytes, first_cap_bytes, multiple_of)
         self.sync, self.is_closed = True, False
         self._expected, self._packed_again, self._task = False, False, -1
-        self._take_over()
+        take_over(self.names)
+        for p in self.names:
+            p._reducer = self
         self._pack(named_parameters)
         self._seen: set[nn.Parameter] = set()  # have got a gradient since the last reduction
         self._ready: dict[nn.Parameter, None] = {}  # have got it in the backward that runs now, in this order
         self._works: list[Work] = []
         self.unused: set[nn.Parameter] = set()  # had no gradient on any rank in the last reduction
         self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self.names]
-
-    def _take_over(self) -> None:
-        """One owner of a parameter's hooks: two would both reduce the same .grad."""
-        for earlier in {p._reducer for p in self.names if getattr(p, "_reducer", None)}:
-            if others := [name for p, name in earlier.names.items() if p not in self.names]:
-                raise ValueError(
-                    f"{others[0]} is reduced by an earlier wrapper, which would end: wrap all of its parameters again."
-                )
-            earlier.close()
-        for p in self.names:
-            p._reducer = self
 
     def __reduce__(self) -> Any:
         return type(None), ()
@@ -287,3 +278,13 @@ class Reducer:
         self._seen.clear()
         self._ready.clear()
         self._waiting_for = [len(bucket.parameters) for bucket in self.buckets]
+
+
+def take_over(names: Mapping[nn.Parameter, str]) -> None:
+    """Ends the Reducers that these parameters have: two owners would both reduce the same .grad."""
+    for earlier in {p._reducer for p in names if getattr(p, "_reducer", None)}:
+        if others := [name for p, name in earlier.names.items() if p not in names]:
+            raise ValueError(
+                f"{others[0]} is reduced by an earlier wrapper, which would end: wrap all of its parameters again."
+            )
+        earlier.close()

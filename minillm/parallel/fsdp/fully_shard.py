@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from minillm.comm import Group
 from minillm.parallel.data_parallel.ddp import BufferSync, check_plain, check_same
+from minillm.parallel.data_parallel.reducer import take_over
 from minillm.parallel.fsdp.flat_param import FlatParam, How, Initialize, ParamInfo, ShardedParam
 from minillm.parallel.fsdp.param_group import (
     REST,
@@ -99,6 +100,7 @@ class FullyShard(nn.Module):
         if not (everything := ParamInfo.all_of(module)):
             raise ValueError(f"the {type(module).__name__} has no parameters: there is nothing to shard.")
         check_plain(module)
+        take_over({info.parameter: info.names[0] for info in everything})
         for each in (replicate_group, group) if replicate_group else (group,):
             check_same([(", ".join(info.names), info.parameter) for info in everything], each)
         chosen = choose(module, blocks)

@@ -8,8 +8,8 @@
 
 The model is cut into parts; a *place* (rank, chunk) holds one part. A microbatch visits the places of its *route*
 forward and comes back the same way. Orders and routes say everything: what each action needs, and, where that was
-made on another rank, which message has to travel. Orders are in `schedules.py`; what can be done with them is in
-`schedule_check.py` (is it possible?), `schedule_clock.py` (how long?), `schedule_messages.py` (who sends what, when?).
+made on another rank, which message has to travel. `schedules.py` has the orders themselves; the package's docstring
+says which file answers which question about them.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Place(NamedTuple):
 Route = tuple[Place, ...]
 
 
-class Event(NamedTuple):
-    """An action of one rank."""
+class Task(NamedTuple):
+    """An action and the rank that does it."""
 
     rank: int
     action: Action
@@ -75,14 +75,14 @@ class Event(NamedTuple):
 
 class Edge(NamedTuple):
     """`target` needs what `source` makes. Between two ranks this is a message; in a rank's order it stands for the
-    send on the source's rank and for the receive on the target's."""
+    send on the source's rank and for the receive on the target's rank."""
 
-    source: Event
-    target: Event
+    source: Task
+    target: Task
 
     @property
     def ranks(self) -> tuple[int, int]:
-        """Who sends, who receives."""
+        """The sending rank and the receiving rank."""
         return self.source.rank, self.target.rank
 
     @property
@@ -122,37 +122,42 @@ class Schedule:
         return len(self.routes)
 
     @property
-    def parts(self) -> int:
-        """How many parts the model is cut into: ranks * chunks, except where ranks hold the same part twice."""
+    def num_parts(self) -> int:
+        """How many parts the model is cut into: ranks * chunks, except where two ranks hold the same part."""
         return len(self.routes[0])
 
     @cached_property
-    def part(self) -> dict[Place, int]:
+    def part_of(self) -> dict[Place, int]:
         """Which part of the model each place holds, counted from the input; every rank's chunks are among the keys."""
         return {place: part for route in set(self.routes) for part, place in enumerate(route)}
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether the orders say when messages are sent and received, or leave that to `with_messages`."""
+        return any(isinstance(step, Edge) for order in self.orders for step in order)
 
     def actions(self, rank: int) -> list[Action]:
         """The rank's order without its messages."""
         return [step for step in self.orders[rank] if isinstance(step, Action)]
 
     @cached_property
-    def events(self) -> list[Event]:
-        return [Event(rank, action) for rank in range(self.ranks) for action in self.actions(rank)]
+    def tasks(self) -> list[Task]:
+        return [Task(rank, action) for rank in range(self.ranks) for action in self.actions(rank)]
 
     @cached_property
-    def _maker(self) -> dict[tuple[str, int, Place], Event]:
+    def _maker(self) -> dict[tuple[str, int, Place], Task]:
         return {
-            (product, action.microbatch, Place(rank, action.chunk)): Event(rank, action)
-            for rank, action in self.events
+            (product, action.microbatch, Place(rank, action.chunk)): Task(rank, action)
+            for rank, action in self.tasks
             for product in MAKES[action.kind]
         }
 
-    def needs(self, event: Event) -> list[Edge]:
-        """What must be finished before `event` can start. ScheduleError if nobody makes it."""
-        rank, (kind, microbatch, chunk) = event.rank, (event.action.kind, event.action.microbatch, event.action.chunk)
+    def needs(self, task: Task) -> list[Edge]:
+        """What must be finished before `task` can start. ScheduleError if nobody makes it."""
+        rank, (kind, microbatch, chunk) = task.rank, (task.action.kind, task.action.microbatch, task.action.chunk)
         route = self.routes[microbatch] if microbatch < self.microbatches else ()
         if Place(rank, chunk) not in route:
-            raise ScheduleError(f"{event} is not on the route of microbatch {microbatch}")
+            raise ScheduleError(f"{task} is not on the route of microbatch {microbatch}")
         at = route.index(Place(rank, chunk))
         backward = [("F", at), ("I", at + 1)]
         wanted = {"F": [("F", at - 1)], "B": backward, "I": backward, "W": [("I", at)], "U": [("W", at)]}[kind]
@@ -162,14 +167,14 @@ class Schedule:
                 place = route[position]
                 if (source := self._maker.get((product, microbatch, place))) is None:
                     missing = Action(product, microbatch, place.chunk)
-                    raise ScheduleError(f"{event} needs {missing} on rank {place.rank}, which is in no order")
-                edges.append(Edge(source, event))
+                    raise ScheduleError(f"{task} needs {missing} on rank {place.rank}, which is in no order")
+                edges.append(Edge(source, task))
         return edges
 
     @cached_property
-    def edges(self) -> dict[Event, list[Edge]]:
-        """`needs` of every event."""
-        return {event: self.needs(event) for event in self.events}
+    def edges(self) -> dict[Task, list[Edge]]:
+        """`needs` of every task."""
+        return {task: self.needs(task) for task in self.tasks}
 
     @cached_property
     def messages(self) -> list[Edge]:

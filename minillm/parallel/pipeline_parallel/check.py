@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from minillm.parallel.pipeline_parallel.actions import MAKES, Action, Edge, Event, Place, Schedule, ScheduleError
+from minillm.parallel.pipeline_parallel.actions import MAKES, Action, Edge, Place, Schedule, ScheduleError, Task
 from minillm.parallel.pipeline_parallel.memory import peak_in_flight
 from minillm.parallel.pipeline_parallel.messages import batches, with_messages
 from minillm.parallel.pipeline_parallel.simulate import Timeline, simulate
@@ -28,24 +28,53 @@ def check(schedule: Schedule, batched: bool = True) -> Report:
     Messages are checked as the orders have them, or as `with_messages` would add them. Sends are taken to wait for
     their receives. batched: neighbouring messages of a rank are posted at once; otherwise one after the other.
     """
+    _routes(schedule)
     _complete(schedule)
     simulate(schedule)  # refuses an order in which ranks wait for each other for ever
-    placed = any(isinstance(step, Edge) for order in schedule.orders for step in order)
-    _deliverable(schedule if placed else with_messages(schedule), batched)
+    _deliverable(schedule if schedule.has_messages else with_messages(schedule), batched)
     return Report(len(schedule.messages), tuple(peak_in_flight(schedule)))
 
 
 def violations(timeline: Timeline) -> list[Edge]:
     """The dependencies that a chart or a measured run breaks: the target starts before the source has ended."""
-    times = {Event(rank, bar.action): bar for rank, bars in enumerate(timeline.bars) for bar in bars}
+    times = {Task(rank, bar.action): bar for rank, bars in enumerate(timeline.bars) for bar in bars}
     edges = [edge for edges in timeline.schedule.edges.values() for edge in edges]
     return [edge for edge in edges if times[edge.target].start < times[edge.source].end]
+
+
+def _routes(schedule: Schedule) -> None:
+    """Every route leads through all parts of the model in order, every place holds one part, every rank has a place."""
+    if not schedule.routes:
+        raise ScheduleError(f"{schedule.name} has no microbatches: give at least one route")
+    part_of: dict[Place, int] = {}
+    for microbatch, route in enumerate(schedule.routes):
+        if len(route) != schedule.num_parts:
+            raise ScheduleError(
+                f"the route of microbatch {microbatch} visits {len(route)} places, that of microbatch 0 visits "
+                f"{schedule.num_parts}: every microbatch goes through all parts of the model"
+            )
+        for part, place in enumerate(route):
+            if part_of.setdefault(place, part) != part:
+                raise ScheduleError(
+                    f"chunk {place.chunk} of rank {place.rank} is part {part_of[place]} and part {part} of the model: "
+                    "give each part a chunk of its own"
+                )
+    for rank in range(schedule.ranks):
+        chunks = sorted(place.chunk for place in part_of if place.rank == rank)
+        if chunks != list(range(len(chunks))) or not chunks:
+            raise ScheduleError(
+                f"the routes visit chunks {chunks} of rank {rank}: number every rank's chunks from 0, and "
+                "visit all of them"
+            )
+    for place in part_of:
+        if place.rank not in range(schedule.ranks):
+            raise ScheduleError(f"a route visits rank {place.rank}, but there are orders for {schedule.ranks} ranks")
 
 
 def _complete(schedule: Schedule) -> None:
     """Every microbatch goes forward and back through every place of its route, once."""
     made: defaultdict[tuple[str, int, Place], list[Action]] = defaultdict(list)
-    for rank, action in schedule.events:
+    for rank, action in schedule.tasks:
         for product in MAKES[action.kind]:
             made[product, action.microbatch, Place(rank, action.chunk)].append(action)
     due = {(product, m, place) for m, route in enumerate(schedule.routes) for place in route for product in "FIW"}

@@ -17,22 +17,21 @@ def peak_in_flight(schedule: Schedule) -> list[float]:
 
     With interleaving a chunk's activations count 1 / chunks.
     """
-    return [count * schedule.ranks / schedule.parts for count in peak_bytes(schedule, 1)]
+    return [count * schedule.ranks / schedule.num_parts for count in peak_bytes(schedule, 1)]
 
 
-def peak_bytes(schedule: Schedule, activation: float | Sequence[float], kept_for_w: float = 1.0) -> list[float]:
+def peak_bytes(schedule: Schedule, activation: float | Sequence[float]) -> list[float]:
     """Per rank: the most bytes of activations it holds at once.
 
     activation: bytes that one microbatch leaves in a part of the model, one number for all parts or one for each.
-    kept_for_w: the share of them that stays until W is done; the rest goes when I is.
     """
     peaks = []
     for rank in range(schedule.ranks):
         held = peak = 0
         for action in schedule.actions(rank):
-            part = schedule.part[Place(rank, action.chunk)]
+            part = schedule.part_of[Place(rank, action.chunk)]
             size = activation[part] if isinstance(activation, Sequence) else activation
-            held += size * {"F": 1, "B": -1, "I": kept_for_w - 1, "W": -kept_for_w, "U": 0}[action.kind]
+            held += size * {"F": 1, "B": -1, "I": 0, "W": -1, "U": 0}[action.kind]
             peak = max(peak, held)
         peaks.append(peak)
     return peaks

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 
-from minillm.parallel.pipeline_parallel.actions import Action, Edge, Event, Schedule, Step
+from minillm.parallel.pipeline_parallel.actions import Action, Edge, Schedule, Step, Task
 from minillm.parallel.pipeline_parallel.simulate import Durations, simulate
 
 
@@ -31,7 +31,7 @@ def with_messages(schedule: Schedule, durations: Durations | None = None, early:
     timeline = simulate(schedule, durations)
     if any(bar.end <= bar.start and bar.action.kind in "FBI" for bars in timeline.bars for bar in bars):
         raise ValueError(f"messages are laid out in time: let F, B and B - W last longer than 0, not {durations}")
-    end = {Event(rank, bar.action): bar.end for rank, bars in enumerate(timeline.bars) for bar in bars}
+    end = {Task(rank, bar.action): bar.end for rank, bars in enumerate(timeline.bars) for bar in bars}
     orders = []
     for rank, bars in enumerate(timeline.bars):
         # At one moment: what ends, then the messages made by it, in one order for all ranks, then what starts.
@@ -50,10 +50,10 @@ def messages_as_used(schedule: Schedule) -> Schedule:
     for rank in range(schedule.ranks):
         order: list[Step] = []
         for action in schedule.actions(rank):
-            event = Event(rank, action)
-            order += [edge for edge in schedule.edges[event] if edge.crosses]
+            task = Task(rank, action)
+            order += [edge for edge in schedule.edges[task] if edge.crosses]
             order.append(action)
-            order += [to_send[event]] if event in to_send else []
+            order += [to_send[task]] if task in to_send else []
         orders.append(tuple(order))
     return replace(schedule, orders=tuple(orders))
 

@@ -5,8 +5,8 @@
     this file              post       do   post              do   post               do   post
 
 An action takes what it needs (waiting for the message that brings it), computes, and leaves what it made; neighbouring
-messages are posted as one exchange, which nobody waits for until its contents are needed. So the runtime knows nothing
-about any particular schedule: `schedules.py` says who does what when, and this file only obeys.
+messages are posted as one batched exchange, which is waited for only when its contents are needed. The runtime knows
+nothing about any particular schedule: `schedules.py` says which rank does what when, and this file obeys.
 
     parts = build_parts(config, schedule, group.rank)
     pipeline = Pipeline(parts, schedule, group)
@@ -14,8 +14,8 @@ about any particular schedule: `schedules.py` says who does what when, and this 
     pipeline.finish()                      # adds up the gradients of what several ranks hold (tied embedding)
     optimizer.step()
 
-Losses are added up, not averaged: whoever wants a mean divides each microbatch's loss by what the whole batch counts,
-otherwise the gradient is too large by the number of microbatches.
+Losses are added up, not averaged. For a mean, divide each microbatch's loss by what the whole batch counts; otherwise
+the gradient is too large by the number of microbatches.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ class Pipeline:
     group: the ranks of the pipeline; rank = stage.
     pace: seconds that an action should last at least; what is left after computing is slept. It *emulates* devices that
         compute at that speed, so that a pipeline of 4 ranks can be timed on 2 cores.
+    around: (action) -> a context in which it runs, for what a part needs meanwhile (its weights, if they are sharded).
     peak_in_flight: the most microbatches that this rank held activations of at once in the last step, in stages' worth.
 
-    ValueError or ScheduleError, before anyone waits, if schedule, group and parts do not fit together.
+    ValueError or ScheduleError, before any rank waits, if schedule, group and parts do not fit together.
     """
 
     def __init__(
@@ -64,41 +65,49 @@ class Pipeline:
         group: Group,
         *,
         pace: Callable[[Action], float] | None = None,
+        around: Callable[[Action], contextlib.AbstractContextManager] | None = None,
     ) -> None:
-        _check_fit(parts, schedule, group)
         check(schedule)
-        self.parts, self.group, self.pace = list(parts), group, pace
-        placed = any(isinstance(step, Edge) for order in schedule.orders for step in order)
-        self.schedule = schedule if placed else with_messages(schedule, early=True)
+        _check_fit(parts, schedule, group)
+        if not schedule.has_messages:
+            schedule = with_messages(schedule, early=True)
+            check(schedule)
+        splits_backward = any(action.kind == "I" for action in schedule.actions(group.rank))
+        self.parts = [split_linears(part) for part in parts] if splits_backward else list(parts)
+        self.schedule, self.group, self.pace, self.around = schedule, group, pace, around or _nothing_around
         self.program = list(batches(self.schedule.orders[group.rank]))
-        self.index = [schedule.part[Place(group.rank, chunk)] for chunk in range(len(parts))]
-        self.last_part = schedule.parts - 1
+        self.index = [schedule.part_of[Place(group.rank, chunk)] for chunk in range(len(parts))]
+        self.last_part = schedule.num_parts - 1
         actions = schedule.actions(group.rank)
         self.last_gradient = set({action.chunk: action for action in actions if action.kind in "BW"}.values())
-        if any(action.kind == "I" for action in actions):
-            for part in self.parts:
-                split_linears(part)
         self.peak_in_flight = 0.0
         group.connect()
         self._shared = SharedGradients(schedule, [unwrapped(part) for part in self.parts], group)
 
-    def step(self, inputs: Sequence[Tensor], shape: Shape, loss: Loss) -> Tensor:
+    def step(
+        self,
+        inputs: Sequence[Tensor],
+        shape: Shape,
+        loss: Loss,
+        scale: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
         """All microbatches forward and back. Returns the sum of their losses, float64, the same on every rank.
 
         inputs[m]: microbatch m's input; only the first part reads it. Microbatches may differ in size.
         shape(m): shape and dtype of what travels from part to part for microbatch m.
         loss(last_part, y, m): a scalar from what the last part returned; called where that part is (without wrapper).
+        scale: of each loss for its backward (half precision); what is returned is not scaled.
         Gradients are added to `.grad`. ValueError if a part returns another shape than travels.
         """
-        run = _Run(self, inputs, shape, loss, train=True)
-        total = run.all()
-        self.peak_in_flight = run.peak * self.schedule.ranks / self.schedule.parts
+        execution = _Execution(self, inputs, shape, loss, train=True, scale=scale)
+        total = execution.run()
+        self.peak_in_flight = execution.peak * self.schedule.ranks / self.schedule.num_parts
         return total
 
     @torch.no_grad()
     def evaluate(self, inputs: Sequence[Tensor], shape: Shape, loss: Loss) -> Tensor:
         """The forward half of `step`: the sum of the losses and no gradients."""
-        return _Run(self, inputs, shape, loss, train=False).all()
+        return _Execution(self, inputs, shape, loss, train=False).run()
 
     def finish(self) -> None:
         """Adds up the gradients of parameters that are in several places: tied embeddings (names in a part's `tied`)
@@ -111,14 +120,23 @@ class Pipeline:
         return self._shared.owned()
 
 
-class _Run:
-    """One step. values: what was made, or is under way, for (is it a gradient?, microbatch, the part that needs it)."""
+class _Execution:
+    """The schedule, run once. values: what was made, or is under way, by (is it a gradient?, microbatch, the part that
+    needs it)."""
 
-    def __init__(self, pipeline: Pipeline, inputs: Sequence[Tensor], shape: Shape, loss: Loss, train: bool) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        inputs: Sequence[Tensor],
+        shape: Shape,
+        loss: Loss,
+        train: bool,
+        scale: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         due = pipeline.schedule.microbatches
         if len(inputs) != due:
             raise ValueError(f"{len(inputs)} inputs for the {due} microbatches of {pipeline.schedule.name}: one each")
-        self.pipeline, self.inputs, self.loss, self.train = pipeline, inputs, loss, train
+        self.pipeline, self.inputs, self.loss, self.train, self.scale = pipeline, inputs, loss, train, scale
         self.rank, self.device = pipeline.group.rank, pipeline.group.device
         self.travels = [shape(m) for m in range(due)]
         self.eager = all(size.numel() * dtype.itemsize <= EAGER_BYTES for size, dtype in self.travels)
@@ -130,7 +148,7 @@ class _Run:
         self.peak = 0
         self.do = {"F": self.forward, "B": self.backward, "I": self.input_gradient, "W": self.weight_gradient}
 
-    def all(self) -> Tensor:
+    def run(self) -> Tensor:
         for step in self.pipeline.program:
             if isinstance(step, Action):
                 if self.train or step.kind == "F":
@@ -145,7 +163,8 @@ class _Run:
         """Wait for what the action needs; then everything else is the action's own time."""
         pipeline, part = self.pipeline, self.pipeline.index[action.chunk]
         needed = self.take(action, part)
-        with span(str(action)), _reducing(pipeline.parts[action.chunk], action in pipeline.last_gradient):
+        reducing = _reducing(pipeline.parts[action.chunk], action in pipeline.last_gradient)
+        with span(str(action)), pipeline.around(action), reducing:
             start = time.monotonic()
             self.do[action.kind](action, part, needed)
             if pipeline.pace:
@@ -170,6 +189,7 @@ class _Run:
         if part == self.pipeline.last_part:
             y = self.loss(unwrapped(module), y, m)
             self.total += y.detach()
+            y = self.scale(y) if self.scale else y
         else:
             self.check_shape(y, m, part)
             self.values[False, m, part + 1] = y.detach(), None
@@ -199,7 +219,7 @@ class _Run:
         sends, receives, keys = [], [], []
         for edge in edges:
             (rank, action), m = edge.target, edge.target.action.microbatch
-            key = edge.is_gradient, m, self.pipeline.schedule.part[Place(rank, action.chunk)]
+            key = edge.is_gradient, m, self.pipeline.schedule.part_of[Place(rank, action.chunk)]
             if edge.source.rank == self.rank:
                 sends.append((self.values.pop(key)[0], rank))
             else:
@@ -215,6 +235,11 @@ class _Run:
 
     def check_shape(self, y: Tensor, m: int, part: int) -> None:
         size, dtype = self.travels[m]
+        if not isinstance(y, Tensor):
+            raise ValueError(
+                f"rank {self.rank}: part {part} returned a {type(y).__name__}, but one tensor travels from part to "
+                "part: return one tensor, and let the next part compute or look up the rest"
+            )
         if y.shape != size or y.dtype != dtype:
             raise ValueError(
                 f"rank {self.rank}: part {part} returned {list(y.shape)} {y.dtype} for microbatch {m}, but "
@@ -225,6 +250,10 @@ class _Run:
 def unwrapped(part: nn.Module) -> nn.Module:
     """The module inside BucketedDDP and its like, whose names and methods are the part's own."""
     return part.module if isinstance(getattr(part, "reducer", None), Reducer) else part
+
+
+def _nothing_around(action: Action) -> contextlib.AbstractContextManager:
+    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -248,7 +277,7 @@ def _check_fit(parts: Sequence[nn.Module], schedule: Schedule, group: Group) -> 
             f"{schedule.name} is made for {schedule.ranks} stages, but group {group.name!r} has {group.world_size} "
             "ranks: make the schedule with as many stages as ranks"
         )
-    chunks = len([place for place in schedule.part if place.rank == group.rank])
+    chunks = len([place for place in schedule.part_of if place.rank == group.rank])
     if len(parts) != chunks:
         raise ValueError(
             f"rank {group.rank} has {len(parts)} parts, but {schedule.name} gives each rank {chunks}: "

@@ -20,10 +20,10 @@ from collections import Counter, deque
 from minillm.parallel.pipeline_parallel.actions import (
     Action,
     Edge,
-    Event,
     Place,
     Schedule,
     ScheduleError,
+    Task,
     straight,
     there_and_back,
 )
@@ -38,11 +38,11 @@ __all__ = [
     "Bar",
     "Durations",
     "Edge",
-    "Event",
     "Place",
     "Report",
     "Schedule",
     "ScheduleError",
+    "Task",
     "Timeline",
     "WeightVersions",
     "batches",
@@ -257,5 +257,7 @@ def _phases(microbatches: int, *phases: tuple[str, int]) -> tuple[Action, ...]:
 
 def _at_least_one(**counts: int) -> None:
     for name, count in counts.items():
+        if not isinstance(count, int):
+            raise ValueError(f"{name} is {count}: give a whole number")
         if count < 1:
             raise ValueError(f"{name} is {count}: a pipeline has at least one")

@@ -32,7 +32,7 @@ class SharedGradients:
         self.group = group
         self.parameters: defaultdict[Key, list[nn.Parameter]] = defaultdict(list)
         for chunk, part in enumerate(parts):
-            tied, index = getattr(part, "tied", ()), schedule.part[Place(group.rank, chunk)]
+            tied, index = getattr(part, "tied", ()), schedule.part_of[Place(group.rank, chunk)]
             for name, parameter in part.named_parameters():
                 self.parameters[-1 if name in tied else index, name].append(parameter)
         own = {key: f"{list(held[0].shape)} {held[0].dtype}" for key, held in self.parameters.items()}

@@ -19,7 +19,7 @@ from math import gcd, lcm
 from typing import NamedTuple
 
 from minillm.measure.ledger import Ledger
-from minillm.parallel.pipeline_parallel.actions import NAME, Action, Event, Place, Schedule, straight, stuck
+from minillm.parallel.pipeline_parallel.actions import NAME, Action, Place, Schedule, Task, straight, stuck
 from minillm.parallel.pipeline_parallel.memory import peak_bytes, peak_in_flight
 
 Duration = float | Sequence[float]  # of every part of the model, or of each
@@ -100,12 +100,12 @@ class Timeline:
 
     @property
     def peak_in_flight(self) -> list[float]:
-        """Per rank, in microbatches: see `schedule_memory`."""
+        """Per rank, in microbatches: see `memory.peak_in_flight`."""
         return peak_in_flight(self.schedule)
 
-    def peak_bytes(self, activation: float | Sequence[float], kept_for_w: float = 1.0) -> list[float]:
-        """Per rank: see `schedule_memory`."""
-        return peak_bytes(self.schedule, activation, kept_for_w)
+    def peak_bytes(self, activation: float | Sequence[float]) -> list[float]:
+        """Per rank: see `memory.peak_bytes`."""
+        return peak_bytes(self.schedule, activation)
 
     def __str__(self) -> str:
         return self.chart()
@@ -137,25 +137,25 @@ class Timeline:
 
 def simulate(schedule: Schedule, durations: Durations | None = None) -> Timeline:
     """Runs the schedule on a clock; by default F = 1, B = 2. ScheduleError if ranks wait for each other for ever."""
-    durations = (durations or Durations()).checked(schedule.parts)
+    durations = (durations or Durations()).checked(schedule.num_parts)
     orders = [schedule.actions(rank) for rank in range(schedule.ranks)]
     bars: list[list[Bar]] = [[] for _ in orders]
-    end: dict[Event, float] = {}
+    end: dict[Task, float] = {}
     waits_for, moved = {}, True
     while moved:
         waits_for, moved = {}, False
         for rank, (order, done) in enumerate(zip(orders, bars, strict=True)):
             while len(done) < len(order) and rank not in waits_for:
-                event = Event(rank, order[len(done)])
-                edges = schedule.edges[event]
+                task = Task(rank, order[len(done)])
+                edges = schedule.edges[task]
                 if unmet := [edge for edge in edges if edge.source not in end]:
                     waits_for[rank] = unmet[0]
                     continue
                 arrivals = [end[edge.source] + durations.message * edge.crosses for edge in edges]
                 start = max(arrivals + [bar.end for bar in done[-1:]], default=0)
-                part = schedule.part[Place(rank, event.action.chunk)]
-                end[event] = start + durations.of(event.action.kind, part)
-                done.append(Bar(event.action, start, end[event]))
+                part = schedule.part_of[Place(rank, task.action.chunk)]
+                end[task] = start + durations.of(task.action.kind, part)
+                done.append(Bar(task.action, start, end[task]))
                 moved = True
     if waits_for:
         raise stuck(waits_for)
@@ -168,8 +168,8 @@ def observed(schedule: Schedule, ledgers: Sequence[Ledger]) -> Timeline:
     for ledger in ledgers:
         spans = sorted((span for span in ledger.spans if NAME.fullmatch(span.name)), key=lambda span: span.start)
         bars.append(tuple(Bar(Action.parse(span.name), span.start, span.end) for span in spans))
-    found = [Event(rank, bar.action) for rank, rank_bars in enumerate(bars) for bar in rank_bars]
-    if len(found) != len(schedule.events) or set(found) != set(schedule.events):
+    found = [Task(rank, bar.action) for rank, rank_bars in enumerate(bars) for bar in rank_bars]
+    if len(found) != len(schedule.tasks) or set(found) != set(schedule.tasks):
         lengths, due = (
             [len(order) for order in orders] for orders in (bars, map(schedule.actions, range(schedule.ranks)))
         )

@@ -43,7 +43,7 @@ class Deferred:
         """Compute them all and add them to `.grad`, each as soon as it is there. A second run finds nothing to do.
 
         This is one backward of its own, whose graph is one node per weight: the gradients pass through autograd's
-        accumulation, so whoever listens there (BucketedDDP, ZeroOptimizer) learns of them, and of the end.
+        accumulation, so hooks there (BucketedDDP's, ZeroOptimizer's) run for each of them, and at the end.
         """
         queue, self._queue = self._queue, []
         with torch.enable_grad():  # the last one made is the first one that autograd runs
@@ -56,8 +56,8 @@ class Deferred:
 def deferred(store: Deferred) -> Iterator[Deferred]:
     """Weight gradients of a backward inside go to `store`.
 
-    autograd calls the post-accumulate hooks of such a weight all the same, with what its `.grad` was before. Whoever
-    reduces gradients must therefore not do so in this half: put it under `no_sync`.
+    autograd calls the post-accumulate hooks of such a weight all the same, with what its `.grad` was before. Gradients
+    must therefore not be reduced in this half: put it under `no_sync`.
     """
     global _store
     before, _store = _store, store
@@ -77,15 +77,30 @@ def weight_gradient(weight: Tensor, compute: Callable[[], Tensor]) -> Tensor | N
 
 
 def split_linears(module: nn.Module) -> nn.Module:
-    """Makes every plain nn.Linear inside split its backward, in place; names and results stay what they are."""
-    for child in module.modules():
-        if type(child) is nn.Linear:
-            child.__class__ = SplitLinear
+    """The module with a SplitLinear in place of every plain nn.Linear; parameters, names and results stay the same.
+
+    Layers inside are replaced in place. Only a module that is itself an nn.Linear is returned as a new one.
+    """
+    if type(module) is nn.Linear:
+        return SplitLinear.like(module)
+    found = {child for child in module.modules() if type(child) is nn.Linear}
+    replaced = {linear: SplitLinear.like(linear) for linear in found}
+    for parent in list(module.modules()):
+        for name, child in parent._modules.items():
+            if child in replaced:
+                parent._modules[name] = replaced[child]
     return module
 
 
 class SplitLinear(nn.Linear):
     """nn.Linear whose weight gradient can be put off."""
+
+    @classmethod
+    def like(cls, linear: nn.Linear) -> SplitLinear:
+        """A layer with the parameters and the hooks of `linear`: the same objects, not copies."""
+        layer = cls.__new__(cls)
+        layer.__dict__.update(linear.__dict__)
+        return layer
 
     def forward(self, x: Tensor) -> Tensor:
         return split_linear(x, self.weight, self.bias)

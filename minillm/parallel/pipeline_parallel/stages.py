@@ -116,11 +116,13 @@ def build_parts(
     ranges: the layers of each part, counted from the input; None: balanced by `layer_costs`. options: as in ModelPart.
     ValueError if there are more parts than layers.
     """
-    ranges = balance(layer_costs(config), schedule.parts) if ranges is None else ranges
-    if len(ranges) != schedule.parts:
-        raise ValueError(f"{len(ranges)} ranges of layers for the {schedule.parts} parts of {schedule.name}: one each")
-    held = sorted((place.chunk, part) for place, part in schedule.part.items() if place.rank == rank)
-    last = schedule.parts - 1
+    ranges = balance(layer_costs(config), schedule.num_parts) if ranges is None else ranges
+    if len(ranges) != schedule.num_parts:
+        raise ValueError(
+            f"{len(ranges)} ranges of layers for the {schedule.num_parts} parts of {schedule.name}: one each"
+        )
+    held = sorted((place.chunk, part) for place, part in schedule.part_of.items() if place.rank == rank)
+    last = schedule.num_parts - 1
     return [ModelPart(config, ranges[part], first=part == 0, last=part == last, **options) for _, part in held]
 
 

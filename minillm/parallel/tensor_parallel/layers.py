@@ -1,105 +1,67 @@
-"""Tensor parallelism: a column layer, then a row layer, and one all-reduce (Shoeybi et al. 2019, Megatron-LM, §3).
+"""Column and row layers: y = f(x A) B on t ranks, with one all-reduce (Shoeybi et al. 2019, Megatron-LM, §3).
 
     y = f(x A) B          A by columns, B by rows:          y = Σ over ranks of f(x A_r) B_r
 
-               ┌ x A_0 ─ f ─ h_0 B_0 ┐                      f acts on single columns, so between the two products
-    x ─ enter ─┤                     ├─ leave (Σ) ─ y       nobody has to know what the others have
-               └ x A_1 ─ f ─ h_1 B_1 ┘
+                 ┌ x A_0 ─ f ─ h_0 B_0 ┐                    f acts on single columns, so between the two products
+    x ─ copy_to ─┤                     ├─ reduce_from ─ y   no rank needs what the others have
+                 └ x A_1 ─ f ─ h_1 B_1 ┘
 
-In a block the attention's heads and the hidden layer of the MLP are such columns: two all-reduces forward (`leave`) and
-two backward (`enter`), each of [batch, seq, hidden]. `regions.py` has the two ends, `sequence.py` their other form,
-`splits.py` says who holds what, `vocab.py` splits embedding, head and loss.
+In a block the attention's heads and the hidden layer of the MLP are such columns: two all-reduces forward and two
+backward, each of [batch, seq, hidden]. Column layers that read one input (q, k and v; gate and up) are fused: their
+input's gradient is summed once for all of them, and travels while the gradients of their weights are computed.
 """
 
-import functools
 from collections.abc import Sequence
-from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from minillm.comm import Group
-from minillm.model import ModelConfig, Transformer
-from minillm.model.transformer import initial
 from minillm.parallel.pipeline_parallel.split_backward import weight_gradient
-from minillm.parallel.tensor_parallel.plan import Split, check_split, join, split_of, sum_partial
-from minillm.parallel.tensor_parallel.regions import Region, region_of
-from minillm.parallel.tensor_parallel.vocab import (
-    VocabParallelEmbedding,
-    gather_logits,
-    linear_vocab_parallel_cross_entropy_sums,
-    vocab_parallel_cross_entropy,
-)
-
-__all__ = [
-    "ColumnParallelLinear",
-    "RowParallelLinear",
-    "Split",
-    "VocabParallelEmbedding",
-    "column_linears",
-    "gather_logits",
-    "initialize_parallel",
-    "join",
-    "row_linear",
-    "split_of",
-    "sum_partial",
-    "tensor_parallel",
-    "vocab_parallel_cross_entropy",
-]
+from minillm.parallel.placement import Part, Placement, Replicate, Shard
+from minillm.parallel.tensor_parallel.regions import Region
 
 
 class _ParallelLinear(nn.Module):
     """A part of nn.Linear. Alone it draws the whole as nn.Linear does and keeps its part: seed all ranks alike.
 
-    sequence: [batch, seq / t, ...] outside the parallel region instead of [batch, seq, ...].
+    sequence: [batch, seq / t, ...] outside the parallel region instead of [batch, seq, ...]. how: dtype, device.
     """
 
     dim: int  # of the weight, that is cut
 
     def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        group: Group,
-        bias: bool = False,
-        *,
-        sequence: bool = False,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        self, inputs: int, outputs: int, group: Group, bias: bool = False, *, sequence: bool = False, **how: Any
     ) -> None:
         super().__init__()
-        whole = nn.Linear(inputs, outputs, bias, device or group.device, dtype)
-        self._take(whole, Split(self.dim, group.rank, group.world_size), region_of(group, sequence))
+        self._take(nn.Linear(inputs, outputs, bias, **{"device": group.device, **how}), Region(group, sequence))
 
     @classmethod
-    def cut(cls, whole: nn.Linear, split: Split, region: Region) -> "_ParallelLinear":
-        """This rank's part of a linear layer."""
+    def cut(cls, whole: nn.Linear, region: Region, part: Part | None = None) -> "_ParallelLinear":
+        """This rank's part of a linear layer; by default its equal share, padded with zeros."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        layer._take(whole, split, region)
+        layer._take(whole, region, part)
         return layer
 
-    def _take(self, whole: nn.Linear, split: Split, region: Region) -> None:
-        bias_split = split if self.dim == 0 else Split()
-        self.weight = nn.Parameter(split.cut(whole.weight.detach()), requires_grad=whole.weight.requires_grad)
-        self.bias = None
-        if whole.bias is not None:
-            self.bias = nn.Parameter(bias_split.cut(whole.bias.detach()), requires_grad=whole.bias.requires_grad)
+    def _take(self, whole: nn.Linear, region: Region, part: Part | None = None) -> None:
+        part = part or Shard(self.dim, region.group.rank, region.group.world_size)
+        self.weight = cut_parameter(whole.weight, part)
+        self.bias = None if whole.bias is None else cut_parameter(whole.bias, part if self.dim == 0 else Replicate())
         self.region = region
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """[..., inputs] -> [..., outputs / world_size], rounded up: this rank's outputs. Begins a parallel region.
-
-    Several of them that read the same input share one all-reduce backward: `together`.
-    """
+    """[..., inputs] -> [..., outputs / world_size], rounded up: this rank's outputs. Begins a parallel region."""
 
     dim = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        return together(x, self)[0]
+        return fused_column_linears(x, self)[0]
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -111,8 +73,13 @@ class RowParallelLinear(_ParallelLinear):
         return row_linear(x, self.weight, self.bias, self.region)
 
 
-def together(x: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, ...]:
-    """What several column layers make of one input (`model.transformer.each`), as one parallel region's beginning."""
+def cut_parameter(whole: nn.Parameter, part: Part) -> nn.Parameter:
+    """A new parameter with this rank's part of the whole one's values; frozen if that is."""
+    return nn.Parameter(Placement(whole.shape, (part,)).cut(whole.detach()), requires_grad=whole.requires_grad)
+
+
+def fused_column_linears(x: Tensor, *layers: ColumnParallelLinear) -> tuple[Tensor, ...]:
+    """What several column layers make of one input, as one beginning of a parallel region."""
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
     return column_linears(x, weights, biases, layers[0].region)
 
@@ -139,24 +106,29 @@ class _ColumnLinears(torch.autograd.Function):
         ctx.region, ctx.count = region, count
         weights, biases = parameters[:count], parameters[count:]
         x = _as_computed(x)
-        entered = region.enter(x)
-        ctx.save_for_backward(region.keep(x, entered), *parameters)
-        return tuple(F.linear(entered, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+        begun = region.begin(x)
+        ctx.save_for_backward(region.to_save(x, begun), *parameters)
+        return tuple(F.linear(begun, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *gradients):
         saved, *parameters = ctx.saved_tensors
+        weights, biases = parameters[: ctx.count], parameters[ctx.count :]
         needs_x, _, _, *needed = ctx.needs_input_grad
-        kept = ctx.region.kept(saved) if any(needed[: ctx.count]) else None
-        dx = _input_gradient(gradients, parameters[: ctx.count]) if needs_x else None
-        sum_of_dx = ctx.region.enter_backward(dx) if needs_x else None
-        x = kept.wait() if kept else None
-        found = [
-            None if not need else _bias_gradient(p, dy) if place >= ctx.count else _weight_gradient(p, dy, x)
-            for place, (p, dy, need) in enumerate(zip(parameters, gradients * 2, needed, strict=True))
+        weights_needed, biases_needed = needed[: ctx.count], needed[ctx.count :]
+        restoring = ctx.region.restore(saved) if any(weights_needed) else None
+        dx = ctx.region.begin_backward(_input_gradient(gradients, weights)) if needs_x else None
+        x = restoring.wait() if restoring else None
+        weight_gradients = [
+            _weight_gradient(weight, dy, x) if need else None
+            for weight, dy, need in zip(weights, gradients, weights_needed, strict=True)
         ]
-        return sum_of_dx.wait() if needs_x else None, None, None, *found
+        bias_gradients = [
+            _bias_gradient(bias, dy) if need else None
+            for bias, dy, need in zip(biases, gradients, biases_needed, strict=True)
+        ]
+        return dx.wait() if dx else None, None, None, *weight_gradients, *bias_gradients
 
 
 class _RowLinear(torch.autograd.Function):
@@ -166,17 +138,24 @@ class _RowLinear(torch.autograd.Function):
         x = _as_computed(x)
         ctx.save_for_backward(x, weight)
         y = F.linear(x, weight)
-        if torch._C._len_torch_dispatch_stack():  # somebody keeps the product (selective recomputation): sum a copy
-            y = y.clone()
-        return region.leave(y)
+        return region.end(y.clone() if _products_are_kept() else y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
-        dy = ctx.region.leave_backward(dy)
+        dy = ctx.region.end_backward(dy)
         dx = _input_gradient([dy], [weight]) if ctx.needs_input_grad[0] else None
         return dx, _weight_gradient(weight, dy, x) if ctx.needs_input_grad[1] else None, None
+
+
+def _products_are_kept() -> bool:
+    """Whether selective recomputation (ours or torch's) keeps results, which summing in place would change. Other
+    dispatch modes, such as a memory tracker's, only look."""
+    return any(
+        getattr(mode, "keep", None) or type(mode).__name__ in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+        for mode in _get_current_dispatch_mode_stack()
+    )
 
 
 def _as_computed(x: Tensor) -> Tensor:
@@ -205,72 +184,3 @@ def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
 
 def _bias_gradient(bias: Tensor, dy: Tensor) -> Tensor | None:
     return weight_gradient(bias, lambda: _rows(dy).sum(0).to(bias.dtype))
-
-
-def tensor_parallel(
-    module: nn.Module, config: ModelConfig, group: Group, *, sequence: bool = False, regather: bool = True
-) -> nn.Module:
-    """Cuts a Transformer, or a pipeline's part of one, into this rank's part of it, in place; returns it.
-
-    module: anything with some of Transformer's `embedding`, `blocks`, `norm`, `head`, whole and the same on every rank
-    (or on "meta"). Names stay, so does requires_grad; parameters are new, so make optimizers afterwards.
-    forward computes what it did, the same on every rank; `logits` gives this rank's words (`gather_logits`). What
-    travels between a pipeline's parts is [batch, seq / module.sequence_shards, hidden].
-    sequence, regather: see `sequence.py`. ValueError for heads that do not divide (`splits.check_split`).
-    """
-    check_split(config, group.world_size)
-    if any(isinstance(each, (_ParallelLinear, VocabParallelEmbedding)) for each in module.modules()):
-        raise ValueError("this module is tensor parallel already: cut a whole one.")
-    region = region_of(group, sequence, regather)
-
-    def split(name: str) -> Split:
-        return split_of(config, name, group.rank, group.world_size, sequence)
-
-    blocks = getattr(module, "blocks", ())
-    for block in blocks.values() if isinstance(blocks, nn.ModuleDict) else blocks:
-        for layer, columns, row in (
-            (block.attention, ("q_proj", "k_proj", "v_proj"), "o_proj"),
-            (block.mlp, ("gate_proj", "up_proj"), "down_proj"),
-        ):
-            for name in columns:
-                setattr(layer, name, ColumnParallelLinear.cut(getattr(layer, name), split(f"{name}.weight"), region))
-            setattr(layer, row, RowParallelLinear.cut(getattr(layer, row), split(f"{row}.weight"), region))
-            layer.together = together
-    if getattr(module, "embedding", None) is not None:
-        module.embedding = VocabParallelEmbedding.cut(module.embedding, split("embedding.weight"), region)
-    if getattr(module, "head", None) is not None:
-        module.head = ColumnParallelLinear.cut(module.head, split("head.weight"), region)
-    whole_vocabulary = {"region": region, "vocab_size": config.vocab_size}
-    module.head_loss = partial(linear_vocab_parallel_cross_entropy_sums, **whole_vocabulary)
-    module.head_logits = partial(vocab_parallel_logits, **whole_vocabulary)
-    module.draw = partial(initial_part, group=group)
-    module.sequence_shards = group.world_size if sequence else 1
-    return module
-
-
-def vocab_parallel_logits(x: Tensor, head: Tensor, *, region: Region, vocab_size: int) -> Tensor:
-    """x: [batch, seq, hidden] or [batch, seq / t, hidden] -> [batch, seq, vocab / world_size], padding at -inf."""
-    (logits,) = column_linears(x, [head], [None], region)
-    real = Split(0, region.group.rank, region.group.world_size).real(vocab_size)
-    padding = torch.arange(logits.shape[-1], device=logits.device) >= real
-    return logits.masked_fill(padding, float("-inf")) if real < logits.shape[-1] else logits
-
-
-def initial_part(config: ModelConfig, name: str, shape: Sequence[int], seed: int, *, group: Group) -> Tensor:
-    """This rank's part of `initial(config, name, ...)`, which is asked for the whole, whatever `shape` says."""
-    whole = initial(config, name, whole_shapes(config)[name], seed)
-    return split_of(config, name, group.rank, group.world_size).cut(whole)
-
-
-@functools.lru_cache(1)
-def whole_shapes(config: ModelConfig) -> dict[str, torch.Size]:
-    """Shapes of the whole model's parameters by name."""
-    return {name: parameter.shape for name, parameter in Transformer(config, device="meta").named_parameters()}
-
-
-@torch.no_grad()
-def initialize_parallel(module: nn.Module, config: ModelConfig, group: Group, seed: int = 0) -> nn.Module:
-    """Sets every parameter of a tensor-parallel module to its part of the single process's initial value."""
-    for name, parameter in module.named_parameters():
-        parameter.copy_(initial_part(config, name, parameter.shape, seed, group=group))
-    return module

@@ -6,20 +6,20 @@
     o_proj, down_proj       columns   what reads them
     norms                   whole     on every rank
 
-A zero row of gate or up gives silu(0) · 0 = 0, and the column of down that reads it is zero too, so padding changes no
-value, gets no gradient and stays zero. Gradients are those of the whole model's parameter, or (`partial`) this rank's
-share of it: of a norm that saw this rank's heads or this rank's part of the sequence only, of a kv head that answered
-this rank's queries only. `sum_partial` adds the shares up.
+The rules give placements (`parallel/placement.py`), which do all cutting and joining. A zero row of gate or up gives
+silu(0) · 0 = 0, and the column of down that reads it is zero too, so padding changes no value, gets no gradient and
+stays zero. `Partial`: the gradient is a share, to be added up by `placement.sum_partial`: of a norm that saw this
+rank's heads or positions only, of a kv head that answered this rank's queries only.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from minillm.comm import Group
-from minillm.model import ModelConfig
+from minillm.model import ModelConfig, Transformer
+from minillm.parallel.placement import Part, Partial, Placement, Replicate, Shard
 
 ROWS = ("embedding.weight", "head.weight", *(f"{name}_proj.weight" for name in ("q", "gate", "up")), "q_proj.bias")
 KV_ROWS = tuple(f"{name}_proj.{kind}" for name in ("k", "v") for kind in ("weight", "bias"))
@@ -27,43 +27,7 @@ COLUMNS = ("o_proj.weight", "down_proj.weight")
 HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
 
 
-@dataclass(frozen=True)
-class Split:
-    """This rank's part of a parameter.
-
-    dim: it is cut along this dimension; None: whole on every rank. part, parts: it is the part-th of so many; when
-    there are fewer parts than ranks, world_size / parts ranks in a row hold the same one. partial: its gradient is only
-    this rank's share, to be summed over the ranks that hold the same part.
-    """
-
-    dim: int | None = None
-    part: int = 0
-    parts: int = 1
-    partial: bool = False
-
-    def size(self, whole: int) -> int:
-        """Length of a part of `whole` along `dim`, padding included."""
-        return -(-whole // self.parts)
-
-    def real(self, whole: int) -> int:
-        """How much of this rank's part is not padding."""
-        size = self.size(whole)
-        return min(max(whole - self.part * size, 0), size)
-
-    def cut(self, whole: Tensor) -> Tensor:
-        """This rank's part of the whole parameter: a contiguous copy, zeros where the cut does not come out even."""
-        if self.dim is None:
-            return whole.clone(memory_format=torch.contiguous_format)
-        length = whole.shape[self.dim]
-        size, real = self.size(length), self.real(length)
-        shape = list(whole.shape)
-        shape[self.dim] = size
-        part = whole.new_zeros(shape) if real < size else whole.new_empty(shape)
-        part.narrow(self.dim, 0, real).copy_(whole.narrow(self.dim, min(self.part * size, length), real))
-        return part
-
-
-def check_split(config: ModelConfig, world_size: int) -> None:
+def check_heads(config: ModelConfig, world_size: int) -> None:
     """ValueError if attention heads cannot be dealt out to so many ranks. Other sizes are padded."""
     heads, kv_heads = config.num_heads, config.num_kv_heads
     if heads % world_size:
@@ -79,57 +43,47 @@ def check_split(config: ModelConfig, world_size: int) -> None:
         )
 
 
-def split_of(config: ModelConfig, name: str, rank: int, world_size: int, sequence: bool = False) -> Split:
+def part_of(config: ModelConfig, name: str, rank: int, world_size: int, sequence: bool = False) -> Part:
     """Which part of parameter `name` (its name in the whole model, or the end of it) `rank` of `world_size` holds.
 
     sequence: norms between the parallel regions see a part of the sequence. ValueError for heads that do not divide.
     """
-    check_split(config, world_size)
+    check_heads(config, world_size)
     if name.endswith(HEAD_NORMS):
-        return Split(partial=world_size > 1)
+        return _partial_if(world_size > 1, Replicate(copy=rank))
     if name.endswith("norm.weight"):
-        return Split(partial=sequence and world_size > 1)
+        return _partial_if(sequence and world_size > 1, Replicate(copy=rank))
     if name.endswith(KV_ROWS):
         parts = min(world_size, config.num_kv_heads)
-        return Split(0, rank * parts // world_size, parts, partial=parts < world_size)
+        copies = world_size // parts
+        return _partial_if(copies > 1, Shard(0, rank // copies, parts, copy=rank % copies))
     if name.endswith(ROWS):
-        return Split(0, rank, world_size)
+        return Shard(0, rank, world_size)
     if name.endswith(COLUMNS):
-        return Split(1, rank, world_size)
+        return Shard(1, rank, world_size)
     raise ValueError(f"parameter {name!r} is none of a Transformer's: no rule says how to split it.")
 
 
-def join(parts: Sequence[Tensor], splits: Sequence[Split], shape: Sequence[int]) -> Tensor:
-    """The ranks' parts (or their gradients, after `sum_partial`) in rank order -> the whole, of `shape`."""
-    dim = splits[0].dim
-    if dim is None:
-        return parts[0].clone()
-    each = {split.part: tensor for tensor, split in zip(parts, splits, strict=True)}
-    return torch.cat([each[part] for part in sorted(each)], dim).narrow(dim, 0, shape[dim]).contiguous()
+def placement_of(config: ModelConfig, name: str, rank: int, world_size: int, sequence: bool = False) -> Placement:
+    """Where parameter `name` of the whole model lies on `rank`."""
+    return Placement(whole_shapes(config)[name], (part_of(config, name, rank, world_size, sequence),))
 
 
-def sum_partial(named: Iterable[tuple[str, Tensor]], splits: Mapping[str, Split], group: Group) -> None:
-    """Completes the gradients of the parameters whose split is partial, in place, by one all-reduce for all of them.
-
-    named: parameters with their names; those without .grad are left out, on all ranks alike. Of a parameter in several
-    parts, each part's sum has its own slot.
-    """
-    chosen = [(p.grad, splits[name]) for name, p in named if splits[name].partial and p.grad is not None]
-    if not chosen or group.world_size == 1:
-        return
-    slots = []
-    for gradient, split in chosen:
-        slot = gradient.new_zeros((split.parts, gradient.numel()))
-        slot[split.part] = gradient.flatten()
-        slots.append(slot.flatten())
-    flat = group.all_reduce(torch.cat(slots))
-    for (gradient, split), summed in zip(chosen, flat.split([len(slot) for slot in slots]), strict=True):
-        gradient.copy_(summed.view(split.parts, -1)[split.part].view_as(gradient))
+def placements(config: ModelConfig, rank: int, world_size: int, sequence: bool = False) -> dict[str, Placement]:
+    """`placement_of` every parameter of the whole model."""
+    return {name: placement_of(config, name, rank, world_size, sequence) for name in whole_shapes(config)}
 
 
-def grad_norm(named: Iterable[tuple[str, Tensor]], splits: Mapping[str, Split], group: Group) -> Tensor:
-    """Norm of the whole model's gradient, after `sum_partial`: one number to add up. What several ranks hold counts
-    once: each of world_size / parts of them brings its share of the square."""
-    squares = [p.grad.square().sum() * splits[name].parts for name, p in named if p.grad is not None]
-    total = torch.stack(squares).sum() / group.world_size if squares else torch.zeros((), device=group.device)
-    return (group.all_reduce(total) if group.world_size > 1 else total).sqrt()
+@functools.lru_cache(1)
+def whole_shapes(config: ModelConfig) -> dict[str, torch.Size]:
+    """Shapes of the whole model's parameters by name."""
+    return {name: parameter.shape for name, parameter in Transformer(config, device="meta").named_parameters()}
+
+
+def named_gradients(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """name -> .grad of the parameters that have one: what `sum_partial` and `global_norm` take."""
+    return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+
+
+def _partial_if(yes: bool, part: Replicate | Shard) -> Part:
+    return Partial(part) if yes else part

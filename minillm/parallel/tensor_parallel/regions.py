@@ -1,111 +1,153 @@
-"""Where a tensor-parallel region begins and ends: the conjugate operators (Shoeybi et al. 2019, §3, "f" and "g").
+"""Where a tensor-parallel region begins and ends: pairs of conjugate operators, named as in Megatron-LM.
 
-                 outside          inside: each rank with its own weights          outside
-    forward      x ──── enter: x as it is ──▶ column, ..., row ──▶ leave: Σ over ranks ──▶ y
-    backward     Σ over ranks :enter ◀────── column, ..., row ◀──── dy as it is :leave ◀── dy
+                 outside                    inside: each rank with its own weights                outside
+    forward      x ── copy_to: as it is ─────▶ column, ..., row ──▶ reduce_from: Σ over ranks ────▶ y
+    backward     Σ over ranks ◀─────────────── column, ..., row ◀─────────────────── dy as it is
 
-What is the same on all ranks goes in as it is, so each rank's gradient of it is a share, to be summed; what comes out
-is a sum, so its gradient is every share's. `enter` and `leave` are each other's transpose: what one does forward the
-other does backward. `sequence.SequenceRegion` is the same with the sequence split outside.
+What is the same on all ranks goes in as it is, so each rank's gradient of it is a share of a sum; what comes out is a
+sum, so its gradient is the gradient of every share (Shoeybi et al. 2019, §3, "f" and "g"). Sequence parallelism splits
+what lies outside along the sequence, 1/t of the positions on each rank (Korthikanti et al. 2022, §4.2):
+
+    forward      x ── gather_from: all-gather ─▶ column, ..., row ─▶ scatter_to: reduce-scatter ───▶ y
+    backward     reduce-scatter ◀─────────────── column, ..., row ◀───────────────────── all-gather
+
+An all-reduce is a reduce-scatter and an all-gather, so the bytes stay the same, while norms and the residual stream are
+computed and kept 1/t each. A norm's weight then sees 1/t of the tokens: its placement is `Partial`.
 """
 
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from minillm.comm import Group
 from minillm.comm.work import Work
-from minillm.parallel.tensor_parallel.sequence import SequenceRegion, finished
 
 
-class Region(Protocol):
-    """Both ends of a parallel region, forward and backward, and what is kept of its input."""
+@dataclass(frozen=True, eq=False)
+class Region:
+    """Both ends of a parallel region. Outside, tensors are [..., seq, hidden], or [..., seq / t, hidden] if `sequence`.
+
+    regather: with `sequence`, keep a region's input as this rank's positions and gather it once more in backward, as
+        Megatron does: a third all-gather per region for 1/t of the memory. False: keep it gathered.
+    """
 
     group: Group
-    sequence: bool
+    sequence: bool = False
+    regather: bool = True
 
-    def enter(self, x: Tensor) -> Tensor: ...
-    def enter_backward(self, dx: Tensor) -> Work: ...
-    def leave(self, y: Tensor) -> Tensor: ...
-    def leave_backward(self, dy: Tensor) -> Tensor: ...
-    def keep(self, x: Tensor, entered: Tensor) -> Tensor: ...
-    def kept(self, saved: Tensor) -> Work: ...
-    def check(self, seq: int) -> None: ...
+    def begin(self, x: Tensor) -> Tensor:
+        """What column layers read."""
+        return self._gather(x).wait() if self.sequence else x
 
+    def begin_backward(self, dx: Tensor) -> Work:
+        """Begins to sum this rank's share of the input's gradient, in place without `sequence`; `wait` returns the sum,
+        with `sequence` this rank's positions of it."""
+        if self.group.world_size == 1:
+            return finished(dx)
+        return self._scatter(dx, async_op=True) if self.sequence else self.group.all_reduce(dx, async_op=True)
 
-class TensorRegion:
-    """Nothing in, all-reduce out; backward all-reduce in, nothing out. x and y: [..., hidden], whole on every rank."""
+    def end(self, y: Tensor) -> Tensor:
+        """The sum of the row layers' shares, in place without `sequence`; with it, this rank's positions of the sum."""
+        if self.group.world_size == 1:
+            return y
+        return self._scatter(y).wait() if self.sequence else self.group.all_reduce(y)
 
-    sequence = False
+    def end_backward(self, dy: Tensor) -> Tensor:
+        """The gradient of this rank's share."""
+        return self._gather(dy).wait() if self.sequence else dy
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    def to_save(self, x: Tensor, begun: Tensor) -> Tensor:
+        """What to save for backward of a region's input: x, or what `begin` made of it."""
+        return x if self.sequence and self.regather else begun
 
-    def enter(self, x: Tensor) -> Tensor:
-        """x, the same on every rank, as it is."""
-        return x
-
-    def enter_backward(self, dx: Tensor) -> Work:
-        """Begins to sum dx over the ranks, in place; `wait` returns the sum."""
-        return self.group.all_reduce(dx, async_op=True) if self.group.world_size > 1 else finished(dx)
-
-    def leave(self, y: Tensor) -> Tensor:
-        """y summed over the ranks, in place."""
-        return self.group.all_reduce(y) if self.group.world_size > 1 else y
-
-    def leave_backward(self, dy: Tensor) -> Tensor:
-        """dy, the same on every rank, as it is."""
-        return dy
-
-    def keep(self, x: Tensor, entered: Tensor) -> Tensor:
-        """What to save of a region's input."""
-        return entered
-
-    def kept(self, saved: Tensor) -> Work:
-        """A handle for what `keep` saved."""
-        return finished(saved)
+    def restore(self, saved: Tensor) -> Work:
+        """Begins to fetch the column layers' input from what `to_save` chose."""
+        return self._gather(saved, async_op=True) if self.sequence and self.regather else finished(saved)
 
     def check(self, seq: int) -> None:
-        """Any sequence will do."""
+        """ValueError unless `seq` positions can be dealt out."""
+        t = self.group.world_size
+        if self.sequence and seq % t:
+            raise ValueError(
+                f"a sequence of {seq} tokens does not divide over {t} sequence-parallel ranks: pad it to "
+                f"{-(-seq // t) * t} or leave sequence parallelism off."
+            )
+
+    def _gather(self, x: Tensor, async_op: bool = False) -> Work:
+        """[..., seq / t, hidden] on each rank -> [..., seq, hidden]."""
+        if self.group.world_size == 1:
+            return finished(x)
+        gathered = self.group.all_gather(x.contiguous()[None], async_op=async_op)
+        return then(gathered if async_op else finished(gathered), lambda rows: rows.movedim(0, -3).flatten(-3, -2))
+
+    def _scatter(self, x: Tensor, async_op: bool = False) -> Work:
+        """Shares [..., seq, hidden] -> this rank's [..., seq / t, hidden] of their sum."""
+        self.check(x.shape[-2])
+        rows = x.unflatten(-2, (self.group.world_size, -1)).movedim(-3, 0).contiguous()
+        summed = self.group.reduce_scatter(rows, async_op=async_op)
+        return then(summed if async_op else finished(summed), lambda part: part[0])
 
 
-def region_of(group: Group, sequence: bool = False, regather: bool = True) -> Region:
-    """The region of a group; sequence, regather: see `SequenceRegion`."""
-    return SequenceRegion(group, regather) if sequence else TensorRegion(group)
+# The four operators with their gradients. layers.py fuses them with its products; these are for layers of your own.
 
 
-def enter(x: Tensor, region: Region) -> Tensor:
-    """`region.enter` with its gradient."""
-    return _Enter.apply(x, region)
+def copy_to(x: Tensor, group: Group) -> Tensor:
+    """x, the same on every rank, as it is; its gradient is summed over the ranks."""
+    return _Begin.apply(x, Region(group))
 
 
-def leave(y: Tensor, region: Region) -> Tensor:
-    """`region.leave` with its gradient. It may work in place: y must not be needed by any other backward."""
-    return _Leave.apply(y, region)
+def reduce_from(y: Tensor, group: Group) -> Tensor:
+    """y summed over the ranks, in place: no other backward may need y. Its gradient passes as it is."""
+    return end(y, Region(group))
 
 
-class _Enter(torch.autograd.Function):
+def gather_from(x: Tensor, group: Group) -> Tensor:
+    """x: [..., seq / t, hidden] -> [..., seq, hidden]; its gradient is reduce-scattered."""
+    return _Begin.apply(x, Region(group, sequence=True))
+
+
+def scatter_to(y: Tensor, group: Group) -> Tensor:
+    """Shares [..., seq, hidden] -> this rank's positions of their sum; its gradient is gathered."""
+    return end(y, Region(group, sequence=True))
+
+
+def end(y: Tensor, region: Region) -> Tensor:
+    """`reduce_from` or `scatter_to`, as the region says."""
+    return _End.apply(y, region)
+
+
+class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, region):
         ctx.region = region
-        entered = region.enter(x)
-        return x.view_as(x) if entered is x else entered
+        begun = region.begin(x)
+        return x.view_as(x) if begun is x else begun
 
     @staticmethod
     def backward(ctx, dx):
-        return ctx.region.enter_backward(dx.clone(memory_format=torch.contiguous_format)).wait(), None
+        return ctx.region.begin_backward(dx.clone(memory_format=torch.contiguous_format)).wait(), None
 
 
-class _Leave(torch.autograd.Function):
+class _End(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, region):
         ctx.region = region
-        left = region.leave(y)
-        if left is y:
+        ended = region.end(y)
+        if ended is y:
             ctx.mark_dirty(y)
-        return left
+        return ended
 
     @staticmethod
     def backward(ctx, dy):
-        return ctx.region.leave_backward(dy), None
+        return ctx.region.end_backward(dy), None
+
+
+def finished(value: Tensor) -> Work:
+    """A handle whose `wait` returns `value` at once."""
+    return Work(lambda: value, lambda: True, ())
+
+
+def then(work: Work, function) -> Work:
+    """A handle whose `wait` returns function(what `work` returns)."""
+    return Work(lambda: function(work.wait()), work.done, ())

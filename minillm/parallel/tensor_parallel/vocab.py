@@ -4,9 +4,12 @@
     loss        nll = log Σ exp(logit) - logit of the target: the maximum, the sum and the target's logit are three
                 numbers per token to agree on, instead of V / t logits to gather
 
-Shoeybi et al. 2019, §3. The loss works its gradient out in forward, a few tokens at a time, as `model.loss` does: no
-rank ever holds the logits of all its tokens, not even of its own words.
+Shoeybi et al. 2019, §3. As in `model.loss`, the loss works its gradient out in forward, some tokens at a time, so no
+rank ever holds the logits of all its tokens. A chunk has as many logits as the tokens' hidden states have numbers
+(`loss_chunk`): 2 · ceil(V / t / hidden) all-reduces, however many tokens there are.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,49 +19,52 @@ from torch.autograd.function import once_differentiable
 from minillm.comm import Group
 from minillm.model.loss import IGNORE, check_targets, sum_of_weights
 from minillm.parallel.pipeline_parallel.split_backward import weight_gradient
-from minillm.parallel.tensor_parallel.plan import Split
-from minillm.parallel.tensor_parallel.regions import Region, leave, region_of
+from minillm.parallel.placement import Shard
+from minillm.parallel.tensor_parallel.layers import column_linears, cut_parameter
+from minillm.parallel.tensor_parallel.regions import Region, end
 
 
 class VocabParallelEmbedding(nn.Module):
     """As nn.Embedding: ids [batch, seq] -> [batch, seq, hidden], or [batch, seq / t, hidden] with sequence=True.
 
     weight: [vocab_size / world_size rounded up, hidden_size], this rank's words. Alone it draws the whole as
-    nn.Embedding does and keeps its part: seed all ranks alike.
+    nn.Embedding does and keeps its part: seed all ranks alike. how: dtype, device.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        hidden_size: int,
-        group: Group,
-        *,
-        sequence: bool = False,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, group: Group, *, sequence: bool = False, **how: Any) -> None:
         super().__init__()
-        whole = nn.Embedding(vocab_size, hidden_size, dtype=dtype, device=device or group.device)
-        self._take(whole.weight, Split(0, group.rank, group.world_size), region_of(group, sequence))
+        self._take(nn.Embedding(vocab_size, hidden_size, **{"device": group.device, **how}), group, sequence)
 
     @classmethod
-    def cut(cls, whole: nn.Embedding, split: Split, region: Region) -> "VocabParallelEmbedding":
+    def cut(cls, whole: nn.Embedding, region: Region) -> "VocabParallelEmbedding":
         """This rank's part of an embedding."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        layer._take(whole.weight, split, region)
+        layer._take(whole, region.group, region.sequence)
         return layer
 
-    def _take(self, whole: nn.Parameter, split: Split, region: Region) -> None:
-        self.weight = nn.Parameter(split.cut(whole.detach()), requires_grad=whole.requires_grad)
-        self.first, self.region = split.part * split.size(len(whole)), region
+    def _take(self, whole: nn.Embedding, group: Group, sequence: bool) -> None:
+        part = Shard(0, group.rank, group.world_size)
+        self.weight, self.region = cut_parameter(whole.weight, part), Region(group, sequence)
+        self.first = part.index * part.size(len(whole.weight))
+        self.padding_idx = None if whole.padding_idx is None else whole.padding_idx - self.first
+        if self.padding_idx not in range(len(self.weight)):  # another rank's
+            self.padding_idx = None
 
     def forward(self, tokens: Tensor) -> Tensor:
         self.region.check(tokens.shape[-1])
         local = tokens - self.first
         foreign = (local < 0) | (local >= len(self.weight))
-        x = F.embedding(local.masked_fill_(foreign, 0), self.weight)
-        return leave(x.masked_fill_(foreign[..., None], 0), self.region)
+        x = F.embedding(local.masked_fill_(foreign, 0), self.weight, self.padding_idx)
+        return end(x.masked_fill_(foreign[..., None], 0), self.region)
+
+
+def vocab_parallel_logits(x: Tensor, head: Tensor, *, region: Region, vocab_size: int) -> Tensor:
+    """x: [batch, seq, hidden] or [batch, seq / t, hidden] -> [batch, seq, vocab / world_size], padding at -inf."""
+    (logits,) = column_linears(x, [head], [None], region)
+    real = Shard(0, region.group.rank, region.group.world_size).real(vocab_size)
+    padding = torch.arange(logits.shape[-1], device=logits.device) >= real
+    return logits.masked_fill(padding, float("-inf")) if real < logits.shape[-1] else logits
 
 
 def vocab_parallel_cross_entropy(
@@ -112,11 +118,17 @@ def _nll_(logits: Tensor, ids: Tensor, weights: Tensor | None, rows: slice, grou
     return ((summed.log() - target) * counted).sum(), p.mul_(counted)
 
 
+def loss_chunk(tokens: int, hidden_size: int, words: int) -> int:
+    """Tokens of a chunk whose logits, `words` of a rank for each, are no more numbers than the hidden states of all
+    `tokens`; but at least 512."""
+    return max(512, tokens * hidden_size // words)
+
+
 def linear_vocab_parallel_cross_entropy_sums(
     x: Tensor,
     head: Tensor,
     targets: Tensor,
-    chunk: int = 512,
+    chunk: int | None = None,
     weights: Tensor | None = None,
     *,
     region: Region,
@@ -125,9 +137,11 @@ def linear_vocab_parallel_cross_entropy_sums(
     """`model.linear_cross_entropy_sums` of a head [vocab / world_size, hidden] of which each rank has its words.
 
     x: [batch, seq, hidden], with a sequence region [batch, seq / t, hidden]; targets, weights: [batch, seq], whole.
+    chunk: tokens whose logits are held at once, by default `loss_chunk`.
     """
     parts = region.group.world_size if region.sequence else 1
     check_targets(torch.Size((*x.shape[:-2], x.shape[-2] * parts)), targets, weights)
+    chunk = chunk or loss_chunk(targets.numel(), head.shape[1], head.shape[0])
     total = _LinearVocabParallelCrossEntropy.apply(x, head, targets, chunk, weights, region, vocab_size)
     return total, sum_of_weights(targets, weights, total.dtype)
 
@@ -138,10 +152,10 @@ class _LinearVocabParallelCrossEntropy(torch.autograd.Function):
         wanted, device, weight = any(ctx.needs_input_grad[:2]), x.device.type, head
         if torch.is_autocast_enabled(device):
             x, head = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (x, head))
-        x = region.enter(x)
+        x = region.begin(x)
         rows, ids = x.flatten(0, -2), targets.flatten()
         exact = torch.promote_types(x.dtype, torch.float32)
-        real = Split(0, region.group.rank, region.group.world_size).real(vocab_size)
+        real = Shard(0, region.group.rank, region.group.world_size).real(vocab_size)
         total = torch.zeros((), dtype=exact, device=x.device)
         if wanted:
             x_gradient, head_gradient = torch.empty_like(rows), torch.zeros_like(head, dtype=exact)
@@ -168,12 +182,6 @@ class _LinearVocabParallelCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, factor):
         x_gradient, head_gradient, weight = ctx.saved_tensors
-        dx = ctx.region.enter_backward(x_gradient * factor) if ctx.needs_input_grad[0] else None
+        dx = ctx.region.begin_backward(x_gradient * factor) if ctx.needs_input_grad[0] else None
         d_head = weight_gradient(weight, lambda: head_gradient * factor) if ctx.needs_input_grad[1] else None
         return dx and dx.wait(), d_head, None, None, None, None, None
-
-
-def gather_logits(logits: Tensor, group: Group, vocab_size: int) -> Tensor:
-    """[..., vocab / world_size] of every rank -> [..., vocab_size] on every rank, for sampling. No gradient."""
-    rows = group.all_gather(logits.detach().contiguous()[None])
-    return rows.movedim(0, -2).flatten(-2)[..., :vocab_size]

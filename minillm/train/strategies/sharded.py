@@ -105,9 +105,9 @@ class ShardedModel(Sharded):
 def make_strategy(group: Group, layout: ParallelConfig, offload: str | None = None) -> SingleDevice:
     """The form of a layout. offload: where ZeRO's shards live, "cpu" or a folder."""
     home = offload if offload in (None, "cpu") else Path(offload)
-    if layout.is_hybrid:
+    if layout.is_hybrid or layout.dp_replicate > 1:
         if offload:
-            raise ValueError(f"offload {offload} is for ZeRO alone: leave it out with tp and pp.")
+            raise ValueError(f"offload {offload} is for ZeRO alone: leave it out with tp, pp and dp_replicate.")
         return Hybrid(group, layout)
     if layout.zero == 0:
         return DataParallel(group)

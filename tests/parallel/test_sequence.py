@@ -2,15 +2,14 @@
 
 import pytest
 import torch
-from tensor_programs import config_of, model_of, receipts, splits_of, step
+from tensor_programs import config_of, model_of, receipts, step, sum_shares
 
 from minillm.comm import launch
 from minillm.equivalence import Batch
 from minillm.measure import ledger
 from minillm.model import ModelConfig
-from minillm.parallel.tensor_parallel.layers import sum_partial, tensor_parallel
-from minillm.parallel.tensor_parallel.regions import enter, leave
-from minillm.parallel.tensor_parallel.sequence import SequenceRegion
+from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
+from minillm.parallel.tensor_parallel.regions import gather_from, scatter_to
 from minillm.predict import tensor as predict
 
 MODEL = ModelConfig(40, 32, 64, 3, 4, 2, max_seq_len=16)
@@ -53,17 +52,16 @@ def norms(group):
     model.zero_grad()
     step(model, config, group, Batch.random(config, 1, 8), True)
     with ledger() as led:
-        sum_partial(model.named_parameters(), splits_of(model, config, group, True), group)
+        sum_shares(model, config, group, True)
     frozen = tensor_parallel(model_of(config, ["norm", "k_proj", "v_proj"]), config, group, sequence=True)
     step(frozen, config, group, Batch.random(config, 1, 8), True)
     with ledger() as none:
-        sum_partial(frozen.named_parameters(), splits_of(frozen, config, group, True), group)
+        sum_shares(frozen, config, group, True)
 
-    region = SequenceRegion(group)
     rows = torch.arange(8.0).reshape(1, 8, 1).expand(2, 8, 3).contiguous()
     mine = rows.chunk(group.world_size, 1)[group.rank].clone().requires_grad_()
-    entered = enter(mine, region)
-    left = leave(entered * 2, region)
+    entered = gather_from(mine, group)
+    left = scatter_to(entered * 2, group)
     left.sum().backward()
     assert torch.equal(entered, rows) and torch.equal(left, 2 * group.world_size * mine)
     assert torch.equal(mine.grad, torch.full_like(mine, 2 * group.world_size))

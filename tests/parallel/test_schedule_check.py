@@ -14,6 +14,7 @@ from minillm.parallel.pipeline_parallel.schedules import (
     Action,
     Durations,
     Edge,
+    Place,
     ScheduleError,
     batches,
     check,
@@ -109,6 +110,27 @@ def test_an_action_left_out_or_done_twice(schedule, data):
 def test_the_broken_dependency_is_named(schedule, rank, order, says):
     with pytest.raises(ScheduleError, match=re.escape(says)):
         check(reorder(schedule, rank, order))
+
+
+@pytest.mark.parametrize(
+    "routes, says",
+    [
+        ((), "gpipe has no microbatches"),
+        (((Place(0, 0), Place(1, 0)), (Place(0, 0),)), "route of microbatch 1 visits 1 places, that of microbatch 0 v"),
+        (((Place(0, 0),), (Place(0, 0),)), r"the routes visit chunks \[\] of rank 1"),
+        (
+            ((Place(0, 0), Place(1, 0)), (Place(1, 0), Place(0, 0))),
+            "chunk 0 of rank 1 is part 1 and part 0 of the model",
+        ),
+        (((Place(0, 0), Place(0, 0)),) * 2, "chunk 0 of rank 0 is part 0 and part 1 of the model"),
+        (((Place(0, 0), Place(1, 1)),) * 2, r"the routes visit chunks \[1\] of rank 1"),
+        (((Place(0, 0), Place(1, 0), Place(2, 0)),) * 2, "a route visits rank 2, but there are orders for 2 ranks"),
+    ],
+)
+def test_routes_lead_through_the_whole_model(routes, says):
+    with pytest.raises(ScheduleError, match=says) as error:
+        check(replace(gpipe(2, 2), routes=routes))
+    assert "\n" not in str(error.value)
 
 
 def test_slow_is_not_wrong():

@@ -9,8 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from minillm.equivalence import Batch
 from minillm.measure import ledger
 from minillm.model import ModelConfig, Transformer, cross_entropy
-from minillm.parallel.tensor_parallel.layers import join, split_of, sum_partial, tensor_parallel
-from minillm.parallel.tensor_parallel.plan import grad_norm
+from minillm.parallel.placement import gather, global_norm, sum_partial
+from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
+from minillm.parallel.tensor_parallel.plan import named_gradients, placements
 
 CORNERS = {  # name -> settings of the model, names of what is frozen
     "plain": (dict(), ()),
@@ -37,23 +38,18 @@ def model_of(config, frozen=(), seed=0, **options):
     return model
 
 
-def splits_of(model, config, group, sequence):
-    return {
-        name: split_of(config, name, group.rank, group.world_size, sequence) for name, _ in model.named_parameters()
-    }
+def places_of(config, group, sequence):
+    return placements(config, group.rank, group.world_size, sequence)
 
 
 def whole(model, config, group, sequence, what=lambda p: p.grad):
-    """Name -> what of every parameter, joined from all ranks."""
-    splits = group.gather_objects(splits_of(model, config, group, sequence))
-    parts = group.gather_objects({name: what(p) for name, p in model.named_parameters()})
-    shapes = {name: p.shape for name, p in Transformer(config, device="meta").named_parameters()}
-    return {
-        name: None
-        if parts[0][name] is None
-        else join([p[name] for p in parts], [s[name] for s in splits], shapes[name])
-        for name in parts[0]
-    }
+    """Name -> what of every parameter that has one, joined from all ranks."""
+    parts = {name: what(p) for name, p in model.named_parameters()}
+    return gather({n: part for n, part in parts.items() if part is not None}, places_of(config, group, sequence), group)
+
+
+def sum_shares(model, config, group, sequence):
+    sum_partial(named_gradients(model.named_parameters()), places_of(config, group, sequence), group)
 
 
 def error(got, expected):
@@ -64,7 +60,7 @@ def step(model, config, group, batch, sequence):
     nll, weight = model(batch.tokens, targets=batch.targets, weights=batch.weights)
     loss = nll / weight
     loss.backward()
-    sum_partial(model.named_parameters(), splits_of(model, config, group, sequence), group)
+    sum_shares(model, config, group, sequence)
     return loss.item()
 
 
@@ -80,13 +76,12 @@ def equalities(group):
         expected.backward()
         model = tensor_parallel(model_of(config, frozen), config, group, sequence=sequence, regather=tied)
         loss = step(model, config, group, batch, sequence)
-        splits = splits_of(model, config, group, sequence)
-        norm = grad_norm(model.named_parameters(), splits, group)
+        norm = global_norm(named_gradients(model.named_parameters()), places_of(config, group, sequence), group)
         expected_norm = torch.stack([p.grad.norm() for p in alone.parameters() if p.grad is not None]).norm()
         errors = {"loss": abs(loss - expected.item()), "norm": error(norm, expected_norm)}
         gradients = whole(model, config, group, sequence)
         for parameter, p in alone.named_parameters():
-            assert (gradients[parameter] is None) == (p.grad is None) == (not p.requires_grad), parameter
+            assert (parameter not in gradients) == (p.grad is None) == (not p.requires_grad), parameter
             if p.grad is not None:
                 errors[parameter] = error(gradients[parameter], p.grad)
         worst = max(errors, key=errors.get)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from minillm.comm import RankError, launch
-from minillm.parallel.pipeline_parallel import schedules
+from minillm.parallel.pipeline_parallel import messages, runtime, schedules
 from minillm.parallel.pipeline_parallel.runtime import Pipeline
 from minillm.parallel.pipeline_parallel.stages import build_parts
 from minillm.predict import pipeline as predict
@@ -32,7 +32,7 @@ def test_every_schedule_gives_the_gradients_of_one_process_and_sends_what_was_pr
         assert sum(rank["messages"] for rank in row) == 2 * schedule.microbatches * borders == len(schedule.messages)
         assert sum(rank["bytes"] for rank in row) == 2 * borders * total_rows * BYTES
         if schedule.name in ("gpipe", "1f1b", "interleaved"):
-            chunks = schedule.parts // stages
+            chunks = schedule.num_parts // stages
             sends = predict.sends(stages, schedule.microbatches, chunks)
             sent_bytes = predict.sent_bytes(stages, total_rows, programs.SEQ_LEN, programs.HIDDEN, 8, chunks)
             assert (sends, sent_bytes) == (sum(r["messages"] for r in row), sum(r["bytes"] for r in row)), case
@@ -95,10 +95,28 @@ def test_what_does_not_fit_is_one_sentence_before_anyone_waits():
     broken = schedules.gpipe(2, 1)
     broken = replace(broken, orders=(broken.orders[0][::-1], broken.orders[1]))
     cases.append((lambda: Pipeline([part], broken, OneRank), "rank 0 does B0 before F0, which it needs"))
+    nowhere = schedules.gpipe(2, 2)
+    nowhere = replace(nowhere, routes=(nowhere.routes[0], nowhere.routes[1][:1]))
+    cases.append(
+        (lambda: Pipeline([part], nowhere, OneRank), "microbatch 1 visits 1 places, that of microbatch 0 visi")
+    )
     for make, sentence in cases:
         with pytest.raises(ValueError, match=sentence) as refused:
             make()
         assert "\n" not in str(refused.value)
+
+
+def test_the_schedule_that_runs_is_the_one_that_was_checked(monkeypatch):
+    """Messages are added after the first check: an order that breaks with them is refused too."""
+
+    def broken(schedule, early=False):
+        full = messages.with_messages(schedule, early=early)
+        first, *others = full.orders
+        return replace(full, orders=([step for step in first if isinstance(step, schedules.Action)], *others))
+
+    monkeypatch.setattr(runtime, "with_messages", broken)
+    with pytest.raises(schedules.ScheduleError, match="rank 0 never receives B0 from rank 1 to rank 0"):
+        Pipeline([nn.Linear(2, 2)], schedules.gpipe(2, 2), OneRank)
 
 
 def trouble(group, kind):
@@ -110,6 +128,8 @@ def trouble(group, kind):
             if kind == "raises" and group.rank == 1 and x.sum() == 6:
                 raise RuntimeError("the third microbatch is bad")
             y = super().forward(x)
+            if kind == "two outputs" and group.rank == 0:
+                return y, y
             return y[:1] if kind == "shape" and group.rank == 1 else y
 
     part = Part(2, 2) if kind != "tied" else nn.Linear(2, 2 + group.rank, bias=False)
@@ -131,6 +151,7 @@ def trouble(group, kind):
             "shape",
             r"rank 1: part 1 returned \[1, 2\] torch.float32 for microbatch 0, but \[2, 2\] torch.float32 tra",
         ),
+        ("two outputs", "rank 0: part 0 returned a tuple, but one tensor travels from part to part"),
         ("raises", "the third microbatch is bad"),
         ("inputs", "3 inputs for the 4 microbatches of 1f1b"),
         ("schedule", "rank 1 runs 1f1b with 3 microbatches, but rank 0 runs 1f1b with 4 microbatches"),

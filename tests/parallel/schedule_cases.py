@@ -30,7 +30,7 @@ def part(schedule: Schedule, rank: int, chunk: int) -> int:
 
 
 def parts(schedule: Schedule) -> int:
-    return {"zero_bubble_v": 2 * schedule.ranks, "interleaved": schedule.parts}.get(schedule.name, schedule.ranks)
+    return {"zero_bubble_v": 2 * schedule.ranks, "interleaved": schedule.num_parts}.get(schedule.name, schedule.ranks)
 
 
 def products(kind: str) -> str:

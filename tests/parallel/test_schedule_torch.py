@@ -49,7 +49,7 @@ def orders_of(made, schedule):
 
 
 def ours(schedule, rank):
-    return [(a.kind, a.microbatch, schedule.part[rank, a.chunk]) for a in schedule.actions(rank)]
+    return [(a.kind, a.microbatch, schedule.part_of[rank, a.chunk]) for a in schedule.actions(rank)]
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
@@ -101,19 +101,19 @@ def test_torchs_referee_finds_no_deadlock(name, early):
     def theirs(rank, step):
         if isinstance(step, Action):
             return torch_schedules._Action(
-                schedule.part[rank, step.chunk], getattr(kind_of, KINDS[step.kind]), step.microbatch
+                schedule.part_of[rank, step.chunk], getattr(kind_of, KINDS[step.kind]), step.microbatch
             )
         event = step.source if step.source.rank == rank else step.target
         word = ("SEND" if event is step.source else "RECV") + ("_F" if step.target.action.kind == "F" else "_B")
         return torch_schedules._Action(
-            schedule.part[event.rank, event.action.chunk], getattr(kind_of, word), event.action.microbatch
+            schedule.part_of[event.rank, event.action.chunk], getattr(kind_of, word), event.action.microbatch
         )
 
     orders = {rank: [theirs(rank, step) for step in order] for rank, order in enumerate(schedule.orders)}
-    rank_of = {part: place.rank for place, part in schedule.part.items()}
-    played = torch_schedules._simulate_comms_compute(orders, rank_of.__getitem__, schedule.parts)
+    rank_of = {part: place.rank for place, part in schedule.part_of.items()}
+    played = torch_schedules._simulate_comms_compute(orders, rank_of.__getitem__, schedule.num_parts)
     for rank, order in orders.items():
         assert [step for step in played[rank] if step is not None] == order
     actions = {rank: [s for s in order if s.computation_type.name in KINDS.values()] for rank, order in orders.items()}
-    assert torch_schedules._validate_schedule(actions, 4, schedule.parts, 8) == rank_of
+    assert torch_schedules._validate_schedule(actions, 4, schedule.num_parts, 8) == rank_of
     assert simulate(schedule).makespan > 0

@@ -65,13 +65,15 @@ def ticking(schedule, durations):
 @st.composite
 def timed(draw):
     schedule = draw(cases())
-    some = st.one_of(st.integers(0, 4), st.lists(st.integers(0, 4), min_size=schedule.parts, max_size=schedule.parts))
+    some = st.one_of(
+        st.integers(0, 4), st.lists(st.integers(0, 4), min_size=schedule.num_parts, max_size=schedule.num_parts)
+    )
     forward, weight, wait = (
-        draw(some.filter(lambda value: value != 0 and value != [0] * schedule.parts)),
+        draw(some.filter(lambda value: value != 0 and value != [0] * schedule.num_parts)),
         draw(some),
         draw(some),
     )
-    total = [Durations(W=weight, B=9).of("W", p) + Durations(W=wait, B=9).of("W", p) for p in range(schedule.parts)]
+    total = [Durations(W=weight, B=9).of("W", p) + Durations(W=wait, B=9).of("W", p) for p in range(schedule.num_parts)]
     return schedule, Durations(F=forward, B=total, W=weight, message=draw(st.integers(0, 3)), U=draw(st.integers(0, 1)))
 
 
@@ -96,7 +98,7 @@ def test_nothing_waits_without_a_reason(case):
     bar_of = {(rank, bar.action): bar for rank, bars in enumerate(timeline.bars) for bar in bars}
     for rank, bars in enumerate(timeline.bars):
         for before, bar in zip([None, *bars], bars, strict=False):
-            edges = schedule.edges[next(e for e in schedule.events if e == (rank, bar.action))]
+            edges = schedule.edges[next(e for e in schedule.tasks if e == (rank, bar.action))]
             arrivals = [bar_of[edge.source].end + durations.message * edge.crosses for edge in edges]
             assert bar.start == max([before.end if before else 0, *arrivals])
 
@@ -140,7 +142,7 @@ def test_the_right_chart():
 @given(cases(["gpipe", "1f1b", "zero_bubble", "interleaved"]), st.integers(1, 3), st.integers(1, 3))
 def test_charts_read_back(schedule, forward, half):
     timeline = simulate(schedule, Durations(F=forward, B=2 * half, W=half))
-    again = parse_chart(timeline.chart(slot=1), chunks=schedule.parts // schedule.ranks)
+    again = parse_chart(timeline.chart(slot=1), chunks=schedule.num_parts // schedule.ranks)
     assert again.bars == timeline.bars and again.schedule.routes == schedule.routes
 
 

@@ -9,25 +9,20 @@ import torch
 import torch.nn.functional as F
 from tensor_programs import Watch, config_of, equalities, error, model_of, receipts, whole
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm.comm import Link, launch
 from minillm.equivalence import Batch
 from minillm.measure import ledger, memory
 from minillm.model import ModelConfig, Transformer, cross_entropy_sums
+from minillm.parallel.placement import Partial, Shard
 from minillm.parallel.tensor_parallel import layers as tensor
-from minillm.parallel.tensor_parallel.layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    Split,
-    VocabParallelEmbedding,
-    gather_logits,
-    initialize_parallel,
-    join,
-    split_of,
-    tensor_parallel,
-    vocab_parallel_cross_entropy,
-)
-from minillm.parallel.tensor_parallel.regions import TensorRegion, enter, leave
+from minillm.parallel.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from minillm.parallel.tensor_parallel.module_plans import gather_words
+from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
+from minillm.parallel.tensor_parallel.plan import part_of, placements
+from minillm.parallel.tensor_parallel.regions import Region, copy_to, reduce_from
+from minillm.parallel.tensor_parallel.vocab import VocabParallelEmbedding, loss_chunk, vocab_parallel_cross_entropy
 from minillm.predict import tensor as predict
 from minillm.train.activation_checkpointing import EXPENSIVE, checkpoint_blocks
 
@@ -42,22 +37,17 @@ def test_every_gradient_equals_one_process(world_size):
             assert worst < 1e-10, (case, where)
 
 
-def test_splits_join_to_the_whole_for_any_size():
-    for rows, parts in ((37, 4), (5, 4), (8, 4), (3, 8), (1, 1)):
-        for dim in (0, 1):
-            tensor_ = torch.randn((rows, 3) if dim == 0 else (3, rows))
-            splits = [Split(dim, part, parts) for part in range(parts)]
-            pieces = [split.cut(tensor_) for split in splits]
-            assert len({piece.shape for piece in pieces}) == 1 and all(piece.is_contiguous() for piece in pieces)
-            assert sum(split.real(rows) for split in splits) == rows
-            assert torch.equal(join(pieces, splits, tensor_.shape), tensor_)
+def test_rules_say_which_part_is_whose():
     config = config_of(num_kv_heads=2)
-    assert [split_of(config, "blocks.1.attention.k_proj.weight", r, 4).part for r in range(4)] == [0, 0, 1, 1]
-    assert split_of(config, "blocks.0.attention.v_proj.bias", 3, 4).partial
-    assert not split_of(config, "blocks.0.attention.v_proj.bias", 1, 2).partial
-    assert not split_of(config, "norm.weight", 0, 4).partial and split_of(config, "norm.weight", 0, 4, True).partial
+    kv = [part_of(config, "blocks.1.attention.k_proj.weight", rank, 4) for rank in range(4)]
+    assert kv == [Partial(Shard(0, part, 2, copy)) for part in (0, 1) for copy in (0, 1)]
+    assert part_of(config, "blocks.0.attention.v_proj.bias", 1, 2) == Shard(0, 1, 2)
+    assert not isinstance(part_of(config, "norm.weight", 0, 4), Partial)
+    assert isinstance(part_of(config, "norm.weight", 0, 4, True), Partial)
+    for name, place in placements(config, 1, 4).items():
+        assert place.is_counted == (not name.endswith(("norm.weight", "k_proj.weight", "v_proj.weight"))), name
     with pytest.raises(ValueError, match=r"'router.weight' is none of a Transformer's"):
-        split_of(config, "router.weight", 0, 2)
+        part_of(config, "router.weight", 0, 2)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +59,7 @@ def test_splits_join_to_the_whole_for_any_size():
 )
 def test_heads_that_do_not_divide_are_refused_before_anybody_waits(settings, ranks, says):
     class Alone:
-        rank, world_size = 0, ranks
+        name, rank, world_size = "world", 0, ranks
 
     config = ModelConfig(37, 48, 64, 1, **settings)
     model = Transformer(config, device="meta")
@@ -92,7 +82,7 @@ def test_collectives_bytes_and_parameters_as_predicted(world_size):
     assert predict.cost(layer_calls, world_size).sent_per_rank[0] == layers * per_layer
     for rank, found in enumerate(launch(receipts, world_size, MODEL, batch, seq, False, True)):
         forward, forward_bytes, backward, backward_bytes, saved, parameters = found
-        assert forward == {"all_reduce": 2 * layers + 1 + 2 * 3}  # 1200 tokens of the loss in 3 chunks
+        assert forward == {"all_reduce": 2 * layers + 1 + 2}  # 1200 tokens of the loss in one chunk: 52 / t words < 32
         assert backward == {"all_reduce": 2 * layers + 1}
         for measured, is_backward in ((forward_bytes, False), (backward_bytes, True)):
             half = [call for call in calls if call.backward == is_backward]
@@ -133,16 +123,16 @@ def pieces(group):
         mine.backward(inner.grad)
     expected.square().sum().backward()
     for got, layer, dim in ((column, whole_column, 0), (row, whole_row, 1)):
-        split = Split(dim, group.rank, group.world_size)
-        assert error(got.weight.grad, split.cut(layer.weight.grad)) < 1e-12
-    bias = Split(0, group.rank, group.world_size).cut(whole_column.bias.grad)
+        part = Shard(dim, group.rank, group.world_size)
+        assert error(got.weight.grad, part.cut(layer.weight.grad)) < 1e-12
+    bias = Shard(0, group.rank, group.world_size).cut(whole_column.bias.grad)
     assert error(column.bias.grad, bias) < 1e-12 and error(row.bias.grad, whole_row.bias.grad) < 1e-12
-    words = Split(0, group.rank, group.world_size).cut(whole_table.weight.grad)
+    words = Shard(0, group.rank, group.world_size).cut(whole_table.weight.grad)
     assert torch.allclose(table.weight.grad, words, atol=1e-12)
 
     z = torch.ones(3, 2, requires_grad=True)  # f and g by themselves are each other's transpose
-    entered = enter(z, TensorRegion(group))
-    left = leave((group.rank + 1) * entered, TensorRegion(group))
+    entered = copy_to(z, group)
+    left = reduce_from((group.rank + 1) * entered, group)
     left.sum().backward()
     total = group.world_size * (group.world_size + 1) / 2
     assert torch.equal(left, total * torch.ones(3, 2)) and torch.equal(z.grad, total * torch.ones(3, 2))
@@ -172,7 +162,7 @@ def whole_models(group):
     later = tensor_parallel(Transformer(config, device="meta"), config, group)
     assert all(p.is_meta for p in later.parameters())
     later.to_empty(device="cpu").initialize(3)
-    again = initialize_parallel(tensor_parallel(Transformer(config, seed=None), config, group), config, group, 3)
+    again = tensor_parallel(Transformer(config, seed=None), config, group).initialize(3)
     cut = tensor_parallel(Transformer(config, seed=3), config, group)
     for model in (later, again, cut):
         joined = whole(model, config, group, False, lambda p: p.detach())
@@ -182,7 +172,7 @@ def whole_models(group):
     with torch.no_grad():
         logits = cut(tokens)
         assert logits.shape[-1] == 10 and torch.isinf(logits[..., 7:]).all() == (group.rank == 3)
-        assert torch.allclose(gather_logits(logits, group, 37), whole_model(tokens), atol=1e-5)
+        assert torch.allclose(gather_words(logits, group, 37), whole_model(tokens), atol=1e-5)
 
     part = nn.Module()  # a stage of a pipeline: no embedding, no head, layers by their number
     part.blocks = nn.ModuleDict({"1": model_of(config).blocks[1]})
@@ -223,22 +213,51 @@ def test_initial_values_meta_parts_logits_recomputation_autocast_and_padding():
     launch(whole_models, 4)
 
 
-def no_whole_logits(group):
+WIDE = ModelConfig(208, 32, 44, 1, 4, 2, max_seq_len=2000)
+
+
+def big_loss(group):
+    """Shapes of all results, and the loss's all-reduces, of 2000 and of 4000 tokens."""
     torch.set_num_threads(1)
-    model = tensor_parallel(Transformer(MODEL), MODEL, group)
-    tokens = torch.randint(52, (2, 2, 600), generator=torch.Generator().manual_seed(0))
-    with Watch() as watch:
-        model(tokens[0], targets=tokens[1])[0].backward()
-        with torch.no_grad():
-            model(tokens[0], targets=tokens[1])
-    return watch.shapes
+    model, found = tensor_parallel(Transformer(WIDE), WIDE, group), []
+    for rows in (1, 2):
+        tokens = torch.randint(208, (2, rows, 2000), generator=torch.Generator().manual_seed(0))
+        with Watch() as watch, ledger() as led:
+            model(tokens[0], targets=tokens[1])[0].backward()
+        found.append((watch.shapes, [event.shape for event in led.select("all_reduce") if event.shape[-1] == 1]))
+    return found
 
 
-def test_no_rank_holds_the_logits_of_its_tokens():
-    for shapes in launch(no_whole_logits, 2):
-        assert not any(52 in shape for shape in shapes)  # no vocabulary anywhere
-        assert {shape for shape in shapes if 26 in shape and max(shape) > 512} == set()  # its half, 512 tokens at most
-        assert (512, 26) in shapes
+def test_the_loss_holds_few_logits_and_talks_as_often_for_any_number_of_tokens():
+    for found in launch(big_loss, 2):
+        for tokens, (shapes, reduced) in zip((2000, 4000), found, strict=True):
+            chunk = loss_chunk(tokens, 32, 104)
+            assert chunk == max(512, tokens * 32 // 104) == predict.loss_chunk(WIDE, tokens, 2)
+            assert not any(208 in shape for shape in shapes)  # no vocabulary anywhere
+            logits = {shape for shape in shapes if len(shape) == 2 and shape[1] == 104 and shape[0] > 32}
+            assert max(rows for rows, _ in logits) == chunk and chunk * 104 <= tokens * 32
+            assert len(reduced) == 2 * -(-tokens // chunk) == 8  # 104 words / 32 hidden, rounded up, twice
+    assert -(-32768 // loss_chunk(32768, 4096, 128256 // 8)) == 4  # Llama 3 8B on 8 ranks: 8 all-reduces, once 128
+
+
+def copies_made(group):
+    torch.set_num_threads(1)
+    layer, x = RowParallelLinear(16, 8, group), torch.randn(4, 16 // group.world_size)
+    calls = []
+
+    class Look(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            calls.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Look():
+        layer(x)
+    return torch.ops.aten.clone.default in calls
+
+
+def test_watching_operations_changes_none():
+    """Only what keeps results to hand them out again, selective recomputation, may cost a copy."""
+    assert launch(copies_made, 2) == [False, False]
 
 
 def freed(group):
@@ -304,8 +323,8 @@ def test_one_loss_for_any_chunk():
         x, head = (torch.randn(n, 8, generator=draw, dtype=torch.float64) for n in (21, 10))
         targets = torch.randint(10, (21,), generator=draw)
         expected = F.cross_entropy(x @ head.T, targets, reduction="sum")
-        part = Split(0, group.rank, 4).cut(head)
-        options = dict(region=TensorRegion(group), vocab_size=10)
+        part = Shard(0, group.rank, 4).cut(head)
+        options = dict(region=Region(group), vocab_size=10)
         found = [ours(x, part, targets, chunk, **options) for chunk in (1, 5, 21, 512)]
         assert all(torch.allclose(total, expected, atol=1e-12) and count == 21 for total, count in found)
         try:

@@ -131,7 +131,7 @@ def test_dualpipe(stages):
     assert set(simulate(schedule, Durations(F=11, B=20, W=9)).idle) == {pipeline.dualpipe_idle(stages, 11, 20, 9)}
     assert peak_in_flight(schedule) == [pipeline.in_flight_dualpipe(stages)] * stages
     assert check(schedule).messages == pipeline.sends(stages, 4 * stages)
-    held = [{schedule.part[place] for place in schedule.part if place.rank == rank} for rank in range(stages)]
+    held = [{schedule.part_of[place] for place in schedule.part_of if place.rank == rank} for rank in range(stages)]
     assert held == [{rank, stages - 1 - rank} for rank in range(stages)]
     assert sum(map(len, held)) / stages == pipeline.parameter_copies("dualpipe") == 2
 
@@ -156,14 +156,12 @@ def test_weights_are_kept_for_the_input_gradient_only():
 
 
 def test_peak_bytes():
-    """Per part, and with a part of the activations kept for W only."""
+    """One number for all parts, or one for each."""
     assert peak_bytes(one_f_one_b(3, 8), [100, 10, 1]) == [300, 20, 1]
     timeline = simulate(one_f_one_b(3, 8))
     assert (timeline.peak_in_flight, timeline.peak_bytes(10)) == ([3, 2, 1], [30, 20, 10])
     schedule = zero_bubble(3, 8)
     assert peak_bytes(schedule, 8) == [24, 24, 24]
-    assert peak_bytes(schedule, 8, kept_for_w=0) == [24, 16, 8] == peak_bytes(one_f_one_b(3, 8), 8)
-    assert peak_bytes(schedule, 8, kept_for_w=0.5) == [24, 20, 16]
 
 
 @settings(max_examples=40, deadline=None)
@@ -202,6 +200,8 @@ def test_schedules_are_values():
         (lambda: dualpipe(3, 8), "even number of stages, since they work in mirrored pairs, not 3"),
         (lambda: dualpipe(4, 1), "a microbatch for each of its two directions, not 1"),
         (lambda: pipedream(0, 1), "stages is 0"),
+        (lambda: gpipe(2.5, 4), "stages is 2.5: give a whole number"),
+        (lambda: one_f_one_b(2, 4.0), "microbatches is 4.0: give a whole number"),
         (lambda: Action("X", 0), "not 'X'"),
         (lambda: Action.parse("F"), "'F' is no action"),
     ],

@@ -162,4 +162,14 @@ def test_a_failing_backward_leaves_no_context_behind():
     product = weight * 1  # not a leaf: nobody could add to its .grad
     with deferred(store):
         assert torch.equal(weight_gradient(product, lambda: torch.ones(1)), torch.ones(1))
-    assert isinstance(split_linears(nn.Linear(1, 1)), SplitLinear)
+    linear = nn.Linear(1, 1)
+    split = split_linears(linear)
+    assert type(split) is SplitLinear and type(linear) is nn.Linear and split.weight is linear.weight
+
+
+def test_a_layer_in_two_places_stays_one_layer_and_its_class_is_left_alone():
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, nn.Tanh(), shared)
+    split_linears(model)
+    assert model[0] is model[2] and type(model[0]) is SplitLinear and type(shared) is nn.Linear
+    assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias"]

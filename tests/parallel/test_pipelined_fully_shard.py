@@ -1,0 +1,47 @@
+"""FullyShard under a pipeline: what it sends, holds and refuses. Its gradients: see test_oracle_split.py."""
+
+import pytest
+import torch
+
+from minillm.comm import launch
+from minillm.equivalence import SPLIT_CASES, _backward, _sgd
+from minillm.measure import ledger
+from minillm.predict import fully_shard as predict
+from minillm.train.parallel_config import ParallelConfig
+from minillm.train.strategies.hybrid import Hybrid
+
+CASE = SPLIT_CASES["plain"]
+
+
+def one_step(group, layout):
+    """(bytes sent over dp, predicted, calls, groups unsharded now and at most, elements of slices and of the part)."""
+    torch.set_num_threads(1)
+    strategy = Hybrid(group, layout)
+    model = strategy.build(CASE.config, seed=0, dtype=torch.float64)
+    strategy.wrap(model)
+    sharded = strategy.module
+    strategy.updater(sharded, lambda named: _sgd(named, lr=0.1))
+    sizes = [[sum(flat.numel for flat in each.flats) for each in sharded.groups_of(part)] for part in model.parts]
+    predicted = predict.pipelined_bytes(sizes, layout.dp, layout.accumulate, itemsize=8)
+    with ledger() as led:
+        _backward(strategy, sharded, CASE.batch, layout.accumulate)
+    over_dp = [event for event in led.events if event.group == "dp" and event.op in ("all_gather", "reduce_scatter")]
+    calls = {op: sum(event.op == op for event in over_dp) for op in ("all_gather", "reduce_scatter")}
+    stats = sharded.unshard_stats
+    slices = sum(p.numel() for _, p in sharded.named_parameters())
+    whole = sum(param.full.numel() for param in sharded.params.values())
+    with pytest.raises(ValueError, match="a pipeline's parts run by `Pipeline`"):
+        sharded(CASE.batch.tokens)
+    sent = sum(event.bytes for event in over_dp)
+    return sent, predicted, calls, len(sizes[0]), (stats.groups, stats.peak_groups), slices, whole
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_bytes_and_memory_are_as_predicted(schedule):
+    layout = ParallelConfig(dp=2, pp=2, zero=3, accumulate=4, schedule=schedule)
+    ranks = launch(one_step, 4, layout)
+    for sent, predicted, calls, groups, (now, most), _, _ in ranks:
+        assert sent == predicted
+        assert calls == {"all_gather": 2 * 4 * groups, "reduce_scatter": groups}
+        assert now == [] and most == groups  # one part at a time, for an action
+    assert sum(rank[5] for rank in ranks) == sum(rank[6] for rank in ranks) / 2  # each number on one rank of two
