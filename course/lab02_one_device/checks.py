@@ -67,7 +67,7 @@ def check_memory_ledger(learner: Callable) -> Receipt:
 def check_mfu(learner: Callable) -> Receipt:
     rows = []
     for tied in (True, False):
-        heads, seq, layers = random.choice([2, 4]), random.randint(9, 40), random.randint(1, 3)
+        heads, seq, layers = random.choice([2, 4]), random.randint(9, 40), random.choice([4, 5])
         vocab = random.randint(50, 90)
         config = ModelConfig(vocab, 8 * heads, 40, layers, heads, heads // 2, max_seq_len=64, tie_embeddings=tied)
         tokens = torch.randint(0, vocab, (2, seq + 1))
@@ -77,6 +77,7 @@ def check_mfu(learner: Callable) -> Receipt:
         useful, peak, rate = matmuls + visible * attention, random.uniform(1e11, 1e15), random.uniform(1e3, 1e5)
         weights = round(matmuls / 6)
         share = learner(weights, config.num_layers, heads * config.head_dim, seq, rate, peak)
+        share = share.item() if isinstance(share, torch.Tensor) and share.numel() == 1 else share
         found = expect_number(share, "one number, a share of the peak")
         name = f"{weights:,} weights, {seq} tokens"
         rows.append(row(f"{name}: counted FLOPs · tokens/s / peak", useful * rate / peak, found, tolerance=1e-6))

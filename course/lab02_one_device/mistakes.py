@@ -140,3 +140,8 @@ def ratio_of_times(weights, layers, width, seq, tokens_per_s, peak_flops):
 @mistake("mfu", "in percent", says="That is a percentage: return the share, 0.4 for 40 %.")
 def in_percent(*arguments):
     return 100 * right.mfu(*arguments)
+
+
+@mistake("mfu", "one layer's attention", says="That is the attention of one layer; there are `layers` of them.")
+def one_layer(weights, layers, width, seq, tokens_per_s, peak_flops):
+    return right.mfu(weights, 1, width, seq, tokens_per_s, peak_flops)

@@ -180,6 +180,22 @@ def never_halves(loss, optimizer, scale, good_steps, interval):
     return (scale * 2, 0) if good_steps + 1 == interval else (scale, good_steps + 1)
 
 
+@mistake("loss-scaling", "a quarter after an overflow", expect="is halved, no more")
+def quarters(loss, optimizer, scale, good_steps, interval):
+    found = right.scaled_step(loss, optimizer, scale, good_steps, interval)
+    return (scale / 4, 0) if found[0] < scale else found
+
+
+@mistake("loss-scaling", "looks for NaN only", expect="overflowed, yet the optimizer stepped")
+def nan_only(loss, optimizer, scale, good_steps, interval):
+    scaled(loss, optimizer, scale)
+    (weight,) = optimizer.param_groups[0]["params"]
+    if weight.grad.isnan().any():
+        return scale / 2, 0
+    optimizer.step()
+    return (scale * 2, 0) if good_steps + 1 == interval else (scale, good_steps + 1)
+
+
 @mistake("loss-scaling", "never grows again", expect="it doubles, to stay")
 def never_grows(loss, optimizer, scale, good_steps, interval):
     if not scaled(loss, optimizer, scale):
@@ -287,6 +303,29 @@ class Reentrant(torch.autograd.Function):
         with torch.enable_grad():
             torch.autograd.backward(ctx.block(x), gradient)
         return (None, x.grad) + (None,) * ctx.count
+
+
+@alternative("recompute-block", "keeps x as an attribute")
+class AsAttribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, block, x, *parameters):
+        ctx.block, ctx.x = block, x
+        return block(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.block(x)
+        return None, *torch.autograd.grad(y, (x, *ctx.block.parameters()), gradient)
+
+
+@mistake("recompute-block", "runs the block twice in backward", expect="2 are enough")
+class RunsTwice(right.Recompute):
+    @staticmethod
+    def backward(ctx, gradient):
+        right.Recompute.backward(ctx, gradient)
+        return right.Recompute.backward(ctx, gradient)
 
 
 @alternative("recompute-block", "backward into a copy of the leaves")

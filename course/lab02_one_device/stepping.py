@@ -46,6 +46,8 @@ def judge_scale(
     wanted = f"({due[0]:g}, {due[1]:g})"
     said = f"step {step} {'overflowed' if over else f'was good, number {good + 1} in a row'}: you returned "
     said += f"({found[0]:g}, {found[1]:g}), due is {wanted}"
+    if over and found[0] < due[0]:
+        raise CheckFailed(f"{said}: after an overflow the scale is halved, no more")
     if over and found[0] >= scale:
         raise CheckFailed(f"{said}: after an overflow the scale is halved, or every later step overflows as well")
     if not over and found[0] > due[0]:
