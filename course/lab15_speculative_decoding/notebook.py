@@ -49,7 +49,7 @@ from course.lab15_speculative_decoding import experiments, receipts
 from course.lab15_speculative_decoding import experiments_runs as runs
 from course.lab15_speculative_decoding import figures as pictures
 from course.lab15_speculative_decoding.tiny_models import distance, first
-from minillm.labkit import check, show, sliders
+from minillm.labkit import check, finish, show, sliders
 from minillm.serve.speculate import verify
 from minillm.serve.speculate.verify import choose, uniform
 
@@ -660,3 +660,6 @@ receipts.design_draft()
 # 3. When does speculation lose, and which of its bugs does a test of the text not reveal?
 #
 # Next: lab 16 makes the bytes fewer that each pass has to read.
+
+# %%
+finish("15_speculative_decoding")

@@ -13,10 +13,12 @@ from course.lab15_speculative_decoding import experiments_runs as runs
 from course.lab15_speculative_decoding.tiny_models import NOTHING, Tiny, distance, first
 from course.shared.step_cost import FOUR_H100_70B, H100_8B
 from course.shared.table import Table, seconds, table
+from minillm.labkit.answers import answers_of
 from minillm.labkit.receipts import Receipt, Row, receipt, row
 from minillm.predict import speculation as predict
 from minillm.serve.speculate import Draft, verify
 
+ANSWERS = answers_of("15_speculative_decoding")
 H100 = 989e12, 3.35e12  # FLOP/s in bf16 without sparsity, bytes/s (NVIDIA H100 SXM datasheet)
 
 
@@ -279,7 +281,7 @@ def _exact() -> Iterator[Row]:
         return verify(p, Draft(drafted, q), draw)
 
     yield from answers.hold_verifier(course, target, draft, 2)
-    verdicts = {name: gain.verdict(*found) for name, found in breaks.all_evidence().items()}
+    verdicts = {name: ANSWERS.verdict(*found) for name, found in breaks.all_evidence().items()}
     yield row(
         "six programs, one of them exact, one exact but strict", tuple(gain.USUAL.values()), tuple(verdicts.values())
     )
