@@ -43,7 +43,7 @@ from course.lab12_decoding import experiments, receipts
 from course.lab12_decoding import figures as pictures
 from course.lab12_decoding.decoders import Cache
 from course.lab12_decoding.experiments import GPUS, MODELS
-from minillm.labkit import check, show, sliders
+from minillm.labkit import check, finish, show, sliders
 
 torch.set_num_threads(1)  # the device of this lab is one core, as in lab 02
 
@@ -634,3 +634,6 @@ receipts.design_card()
 # 3. Up to which batch do further sequences cost almost nothing, and what ends it?
 #
 # Next: lab 13 gives the caches of many sequences one memory, in blocks.
+
+# %%
+finish("12_decoding")

@@ -46,7 +46,7 @@ from course.lab14_continuous_batching import experiments_engines as engines
 from course.lab14_continuous_batching import figures as pictures
 from course.lab14_continuous_batching import figures_flight as flight_pictures
 from course.lab14_continuous_batching import receipts
-from minillm.labkit import check, show, sliders
+from minillm.labkit import check, finish, show, sliders
 from minillm.serve import POLICIES, Scheduler
 
 # %% [markdown]
@@ -395,7 +395,7 @@ receipts.chunks(guess_gap_ms)
 receipts.stall_here()
 
 # %% [markdown]
-# Computed whole, the prompt stops the four sequences for about twelve of their steps. In chunks the pause is a few
+# Computed whole, the prompt stops the four sequences for about ten of their steps. In chunks the pause is a few
 # steps, and the prompt's own first token comes later: on this CPU a small pass is much less efficient than a large one.
 #
 # ### Four policies, two ways back
@@ -537,8 +537,6 @@ receipts.transformers(at_once["skewed", "continuous"])
 # | preemption by recomputation (V1's default; V0 could also swap) | `preemption="recompute"` or `"swap"` |
 # | `--kv-offloading-size` (keys and values to the host, as a cache) | `num_host_blocks` |
 # | the last of the running, or of the lowest priority | `policy="latest"`, `"lowest priority"` |
-# | `--gpu-memory-utilization`, `--num-gpu-blocks-override` | `num_blocks` |
-# | `--async-scheduling` | the schedule of step n + 1 while n computes: not here |
 #
 # Source: vLLM's [optimization and tuning](https://docs.vllm.ai/en/latest/configuration/optimization.html). Its advice
 # against frequent preemption is what you measured: more blocks, or fewer seats.
@@ -608,13 +606,6 @@ receipts.interview()
 # *Follow-up: what does strict admission cost?* A large request at the head leaves blocks idle until it fits.
 # </details>
 #
-# **6. p50 TPOT is fine, users complain about stutter. Where do you look?**
-# <details><summary>Answer</summary>
-#
-# At the worst gap per request, against two things in the records: steps with large prompt pieces (lower the budget or
-# the chunk), and preemptions (more blocks, fewer seats, a reserve).
-# </details>
-#
 # ### Design questions
 #
 # **D1. Serve a 70B model at a p99 TPOT of 50 ms and 200 requests per second, 1,000 prompt tokens and 200 answer tokens
@@ -659,3 +650,6 @@ receipts.design_chunk()
 # 3. How do you read from an engine's own records what is wrong with its scheduler?
 #
 # Next: lab 15 lets a small model draft several tokens, and the large one check them in a single pass.
+
+# %%
+finish("14_continuous_batching")

@@ -95,7 +95,27 @@ def check_verdict(learner: Callable) -> Receipt:
         if found != right:
             raise CheckFailed(f"program {name}: you say {found!r}, it is {right!r}: {_say_verdict(evidence)}", rows)
         rows.append(row(f"program {name}", right, found))
+    _hold_small_faults(learner, evidence[1], rows)
     return Receipt("verdicts by enumeration", tuple(rows))
+
+
+def _hold_small_faults(learner: Callable, true: dict, rows: list) -> None:
+    """A fault of 1e-5 is one, too, and rounding of 1e-13 is none."""
+    likely = max(true, key=true.get)
+    later = (*likely[:-1], (likely[-1] + 1) % breaks.VOCAB)
+    other = ((likely[0] + 1) % breaks.VOCAB, *likely[1:])
+    for amount, to, right in ((1e-5, other, VERDICTS[2]), (1e-5, later, VERDICTS[3]), (1e-13, other, VERDICTS[0])):
+        found = dict(true)
+        found[likely] -= amount
+        found[to] = found.get(to, 0.0) + amount
+        said = learner(found, true, 1.0, 1.0)
+        if said != right:
+            raise CheckFailed(
+                f"a program that moves a probability of {amount:g} from {likely} to {to}: you say {said!r}, it is "
+                f"{right!r}",
+                rows,
+            )
+    rows.append(row("faults of 1e-5 found, rounding of 1e-13 not", True, True))
 
 
 def _say_verdict(evidence: tuple) -> str:

@@ -122,10 +122,6 @@ VERIFIERS = {
         verifier(lambda p, q: float(p >= q)),
         "You accept exactly if p >= q. Below that accept with probability p/q.",
     ),
-    "residual of q over p": (
-        verifier(after=lambda p, q: right.residual(q, p)),
-        "The residual is taken the wrong way round: what p has more than q.",
-    ),
 }
 for label, (function, says) in VERIFIERS.items():
     mistake("verifier", label, says=says)(function)
@@ -150,7 +146,8 @@ def no_bonus(target, guesses, q, draw):
 @mistake(
     "verifier",
     "first draft token never verified",
-    says="Its distribution is the draft's: the first draft token is never verified.",
+    says="Its distribution is the draft's: either the first draft token is never verified, or the residual is taken "
+    "the wrong way round.",
 )
 def first_for_free(target, guesses, q, draw):
     return [guesses[0], *right.verify_draft(target[1:], guesses[1:], q[1:], draw)]

@@ -111,7 +111,7 @@ def all_together(found, true, accepted, possible):
     return "exact" if accepted > possible - NOTHING else "exact, accepts less"
 
 
-@mistake("which-is-exact", "a tolerance of a thousandth", expect="program")
+@mistake("which-is-exact", "a tolerance of a thousandth", expect="a program that moves")
 def thousandth(found, true, accepted, possible):
     if distance(first(found, 1), first(true, 1)) > 1e-3:
         return "first token off"

@@ -360,15 +360,11 @@ receipts.adaptive(swept, best_k)
 # |---|---|---|
 # | draft | a small model with the same vocabulary and its own paged cache | yes |
 # | ngram | what followed the last time | no |
-# | medusa | four heads on the target's last hidden state, one per place ([Cai et al. 2024][medusa]) | a little |
-# | eagle | one block that continues the target's features ([Li et al. 2024][eagle]) | a little |
-# | lookahead | n-grams collected from the target's own parallel guesses ([Fu et al. 2024][lookahead]) | no |
-# | early-exit | the target's first two blocks and a small adapter ([Liu et al. 2024][kangaroo], Kangaroo) | a little |
+# | medusa | four heads on the target's last hidden state, one per place ([Cai et al. 2024](https://arxiv.org/abs/2401.10774)) | a little |
+# | eagle | one block that continues the target's features ([Li et al. 2024](https://arxiv.org/abs/2401.15077)) | a little |
+# | lookahead | n-grams collected from the target's own parallel guesses ([Fu et al. 2024](https://arxiv.org/abs/2402.02057)) | no |
+# | early-exit | the target's first two blocks and a small adapter ([Liu et al. 2024](https://arxiv.org/abs/2404.18911), Kangaroo) | a little |
 #
-# [medusa]: https://arxiv.org/abs/2401.10774
-# [eagle]: https://arxiv.org/abs/2401.15077
-# [lookahead]: https://arxiv.org/abs/2402.02057
-# [kangaroo]: https://arxiv.org/abs/2404.18911
 
 # %%
 table = runs.table("code", 2)
@@ -578,15 +574,7 @@ receipts.interview()
 # helps where reading is the bottleneck and hurts where arithmetic is.
 # </details>
 #
-# **4. When would you turn it off?**
-# <details><summary>Answer</summary>
-#
-# Large batches with short contexts (K + 1 rows per sequence make the pass compute-bound), very short answers behind
-# long prompts, and low acceptance (another domain or language than the draft's). Decide by measured acceptance and
-# load.
-# </details>
-#
-# **5. The request has top-p 0.9 and a repetition penalty. What has to change?**
+# **4. The request has top-p 0.9 and a repetition penalty. What has to change?**
 # <details><summary>Answer</summary>
 #
 # Nothing in the rule. p and q are the distributions *after* all processing, and the penalty at place i counts the draft
@@ -594,7 +582,7 @@ receipts.interview()
 # they were not sampled from is a bug.
 # </details>
 #
-# **6. How would you test a speculative decoder?**
+# **5. How would you test a speculative decoder?**
 # <details><summary>Answer</summary>
 #
 # Greedy equality finds cache bugs and no sampling bug. Enumerate all outcomes on a tiny vocabulary, several tokens
@@ -602,19 +590,12 @@ receipts.interview()
 # drafts would also pass.
 # </details>
 #
-# **7. What happens in the KV cache when draft token 3 of 5 is rejected?**
+# **6. What happens in the KV cache when draft token 3 of 5 is rejected?**
 # <details><summary>Answer</summary>
 #
 # The entries of tokens 1 and 2 are right and stay. Those of 3 to 5 belong to tokens that are not in the text: the
 # computed length stays before them, the next pass overwrites them, surplus blocks can be released, and none of them may
 # enter the prefix cache.
-# </details>
-#
-# **8. What does tree verification add?**
-# <details><summary>Answer</summary>
-#
-# Several candidates per place in one pass, with a mask that lets each node see only its ancestors: more tokens accepted
-# per pass for more rows per pass. It pays while rows cost nothing, at small batches.
 # </details>
 #
 # ### Design questions

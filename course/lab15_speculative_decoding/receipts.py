@@ -62,7 +62,7 @@ def your_loop(answer: Sequence[int], passes: int, prompt: Sequence[int]) -> Rece
     return receipt(
         f"{len(answer)} tokens, greedy, K = 3",
         [
-            row("tokens equal to plain decoding's", len(answer), same),
+            row("your tokens, equal to plain decoding's", len(answer), same),
             row("passes of the target", None, passes),
             row("passes of plain decoding", len(answer), plain.passes + 1),
         ],
@@ -127,7 +127,7 @@ def adaptive(found: runs.Sweep, best_k: Callable) -> Receipt:
         [
             row("best K for the mean acceptance", None, best_k(following.run.counts.accepted, found.c, 6)),
             row("draft tokens per drafting pass", None, following.run.places),
-            row("tokens equal to plain decoding's", True, following.same),
+            row("adaptive K: tokens equal to plain decoding's", True, following.same),
             row("speedup, CPU time", None, following.speedup),
         ],
     )
