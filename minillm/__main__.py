@@ -12,7 +12,7 @@ from importlib import import_module
 
 COMMANDS = {
     "train": ("minillm.cli.train", "train a model on Python's source, or on your text"),
-    "train-heads": ("minillm.serve.speculate.train_heads", "train Medusa, EAGLE or early-exit heads on a model"),
+    "train-heads": ("minillm.cli.train_heads", "train Medusa, EAGLE or early-exit heads on a model"),
     "generate": ("minillm.cli.generate", "write on from a prompt, or from a file of prompts"),
     "plot": ("minillm.cli.plot", "draw a run's loss and step times"),
     "tour": ("minillm.cli.tour", "run every mechanism once: predicted beside measured"),

@@ -18,17 +18,15 @@ from collections import OrderedDict
 
 import torch
 
-from course.lab13_paged_attention import experiments
+from course.lab13_paged_attention import experiments, receipts
 from course.lab13_paged_attention import experiments_breaks as breaks
 from course.lab13_paged_attention import experiments_engine as small
 from course.lab13_paged_attention import experiments_peer as peer
 from course.lab13_paged_attention import experiments_sharing as sharing
 from course.lab13_paged_attention import experiments_sizes as sizes
 from course.lab13_paged_attention import figures as pictures
-from course.lab13_paged_attention import formulas as predict
-from minillm.labkit import check, receipt, row, show, sliders
+from minillm.labkit import check, finish, show, sliders
 from minillm.model import paged_triton
-from minillm.predict.model import kv_bytes_per_token
 from minillm.serve import blocks
 
 # %% [markdown]
@@ -50,7 +48,7 @@ guess_blocks = 0.2  # unused share with blocks of 16
 # %% [markdown]
 # ## The idea
 #
-# Memory is cut into *blocks* of a few tokens each, all alike (Kwon et al. 2023). A sequence holds some of them, from
+# Memory is cut into *blocks* of a few tokens each, all alike ([Kwon et al. 2023](https://arxiv.org/abs/2309.06180)). A sequence holds some of them, from
 # anywhere, in a *block table*: its logical block 0, 1, 2, ... Attention looks every key up through the table. It is
 # what an operating system does with pages, and with the same result: nothing needs to lie side by side, so there are no
 # gaps to close. (A handbook's table of problems lists "blocks available, but not contiguous: defragmentation". With
@@ -73,20 +71,7 @@ my_tables = {"A": [0, 1, 2], "B": [3], "C": [4, 5, 6]}  # as if memory were give
 my_place = (1, 1)  # block and place in it of C's token at position 5
 
 # %%
-free, tables = [6, 2, 0, 7, 5, 3, 1, 4], {}
-for name, tokens in (("A", 6), ("B", 3), ("C", 9), ("A", 10)):
-    table = tables.setdefault(name, [])
-    while len(table) < predict.blocks_for(tokens, 4):
-        table.append(free.pop(0))
-lengths = {"A": 10, "B": 3, "C": 9}
-rows = [
-    row(f"{name}, {lengths[name]} tokens: yours, and right", None, (my_tables[name], tables[name])) for name in "ABC"
-]
-rows.append(row("C's position 5: yours, and right", None, (my_place, (tables["C"][5 // 4], 5 % 4))))
-unused = {name: predict.unused_slots(lengths[name], 4) for name in "ABC"}
-rows.append(row("unused slots of A, B, C: fewer than 4 each", True, max(unused.values()) < 4))
-rows.append(row("    their number", None, tuple(unused.values())))
-receipt("tables by hand", rows)
+receipts.tables_by_hand(my_tables, my_place)
 
 # %% [markdown]
 # ## Build it
@@ -167,7 +152,7 @@ Pool = check("block-pool", Pool)
 #
 # Keys lie in blocks all over the pool, and copying them together would need a second cache. But softmax does not need
 # all scores at once. Keep the largest score so far $m$, the sum $\sum e^{s-m}$ and the weighted values
-# $\sum e^{s-m} v$. When a block raises $m$ to $m'$, multiply both sums by $e^{m-m'}$ (Milakov and Gimelshein 2018; the
+# $\sum e^{s-m} v$. When a block raises $m$ to $m'$, multiply both sums by $e^{m-m'}$ ([Milakov and Gimelshein 2018](https://arxiv.org/abs/1805.02867); the
 # same idea carries lab 07's long contexts). Query heads `0 .. group-1` share kv head 0, and so on. The check fills
 # everything that is not the sequence's with NaN, unused slots too.
 
@@ -218,15 +203,7 @@ for kind in ("keys, there", "values, there", "keys, later", "values, later"):
     what, where = kind.split(", ")
     said = f"{what}, {'other beginning' if where == 'there' else 'later position'}"
     print(f"{said:32}" + "".join(f"{difference:8.3f}" for difference in elsewhere[kind]))
-receipt(
-    "the same tokens elsewhere",
-    [
-        row("layer 0, other beginning: keys and values equal", True, elsewhere["keys, there"][0] < 1e-5),
-        row("    later position: keys differ (rotated by position)", True, elsewhere["keys, later"][0] > 0.01),
-        row("last layer, other beginning: values differ", True, elsewhere["values, there"][-1] > 0.01),
-        row("wrong block used: next token's probabilities that move", None, elsewhere["moved"]),
-    ],
-)
+receipts.same_tokens_elsewhere(elsewhere)
 
 # %% [markdown]
 # In layer 0 a key knows its own token and position only. From layer 1 on it has seen everything before. So a block can
@@ -366,7 +343,7 @@ CachingPool = check("lru-eviction", CachingPool)
 # %% [markdown]
 # ## Yours under a transformer
 #
-# `SmallEngine` (in `labkit/experiments/lab_13_engine.py`) puts your parts under the course's target model: your
+# `SmallEngine` (in `course/lab13_paged_attention/experiments_engine.py`) puts your parts under the course's target model: your
 # slots, your pool, your attention in every layer, your keys and hits, your copies. Its memory is NaN until somebody
 # writes. Three requests: a prompt, another with the same beginning, and a fork of the first one.
 
@@ -388,16 +365,7 @@ expected = {
     "fork": [second, *experiments.naive([*prompt, second], 3)],
     "sibling": experiments.naive(sibling, 4),
 }
-hit = predict.cacheable_tokens(18, len(sibling), 8)
-receipt(
-    "your engine, beside the plain loop with its cache in one piece",
-    [
-        *(row(f"{name}: the plain loop's tokens", True, found[name] == expected[name]) for name in found),
-        row("tokens computed for the sibling's prompt", len(sibling) - hit, engine.passes[-4]),
-        row("blocks copied for the fork", predict.fork_copies(len(prompt), 2, 8), len(engine.copies)),
-        row("holders of the first block: three tables", 3, engine.pool.references[table[0]]),
-    ],
-)
+receipts.your_engine(engine, prompt, sibling, table, found, expected)
 
 # %% [markdown]
 # ## Measure: waste
@@ -417,29 +385,7 @@ def waste_view():
 show(waste_view)
 
 # %%
-unused, lengths, context = wasted["unused"], wasted["lengths"], experiments.target().config.max_seq_len
-written, wanted = experiments.reserve(context)  # four of them in contiguous caches of 512, slots written are counted
-receipt(
-    "24 requests, blocks of 16",
-    [
-        row("most unused slots of a sequence, at any time: below 16", True, max(unused) < 16),
-        row("    on average: (block - 1) / 2", predict.mean_unused_slots(16), sum(unused) / len(unused), "", 0.2),
-        row("your guess: unused share of reservations", None, guess_reserved),
-        row("    1 - mean / 512", None, predict.reserved_waste(lengths, context)),
-        row(
-            "    counted in four real caches",
-            predict.reserved_waste(wanted, context),
-            1 - sum(written) / (4 * context),
-            "",
-            1e-9,
-        ),
-        row("your guess: unused share of blocks", None, guess_blocks),
-        row("    measured, over all steps", None, 1 - wasted["filled"] / wasted["held"]),
-        row("sequences at once in this memory, reserved", None, wasted["blocks"] * 16 // context),
-        row("    in blocks: more", True, wasted["running"] > wasted["blocks"] * 16 // context),
-        row("    how many", None, wasted["running"]),
-    ],
-)
+receipts.waste(wasted, guess_reserved, guess_blocks)
 
 # %% [markdown]
 # That is the whole gain of paging without sharing: more sequences in the same memory, so a larger batch, and lab 12
@@ -457,40 +403,11 @@ sliders(
 # Numbers you may read about this, computed again:
 
 # %%
-uniform = range(1, 2049)
-
-
-class Llama70B:
-    num_layers, num_heads, num_kv_heads, head_dim = 80, 64, 8, 128
-
-
-class Llama70BWithoutGroups(Llama70B):
-    num_kv_heads = 64
-
-
-mha, gqa = kv_bytes_per_token(Llama70BWithoutGroups), kv_bytes_per_token(Llama70B)
-receipt(
-    "what handbooks say, and what it is",
-    [
-        row("'21 GB for a 70B request of 4K': 64 kv heads, 16 bits", None, mha * 4096, "B"),
-        row("    the real model, 8 kv heads", None, gqa * 4096, "B"),
-        row("'80 - 70 - 5 GB left: 1,907 tokens per request': of all requests", None, int(5e9 / mha)),
-        row("    with 8 kv heads (the 70 GB are INT8 weights)", None, int(5e9 / gqa)),
-        row("'40K blocks, 20K used' (10 requests, 4K, 2K): blocks of 16", None, (10 * 4096 // 16, 10 * 2048 // 16)),
-        row("'under 5 % waste': a sequence of 2,048", None, f"{predict.paged_waste([2048], 16):.1%}"),
-        row("    of 56, the handbook's own example", None, f"{predict.paged_waste([56], 16):.1%}"),
-        row("    lengths even from 1 to 2,048", None, f"{predict.paged_waste(uniform, 16):.1%}"),
-        row(
-            "'20-30 % waste' of reservations of 4,096: the same lengths",
-            None,
-            f"{predict.reserved_waste(uniform, 4096):.1%}",
-        ),
-    ],
-)
+receipts.claims_about_memory()
 
 # %% [markdown]
 # "Under 5 %" is no property of paging: under *one block per sequence* is. And "the KV cache takes 60–80 % of GPU
-# memory" mixes two things up: Kwon et al. 2023 (figure 2) found 20–38 % of the *cache's own* memory to hold tokens in
+# memory" mixes two things up: [Kwon et al. 2023](https://arxiv.org/abs/2309.06180), figure 2, found 20–38 % of the *cache's own* memory to hold tokens in
 # systems with reservations, so 62–80 % of it wasted; on their 40 GB GPU a 13B model's weights took 65 %, the cache
 # about 30 %.
 #
@@ -499,36 +416,9 @@ receipt(
 # Six requests of 100 shared tokens and 20 of their own, the first a step before the others.
 
 # %%
-PREFIX, OWN, REQUESTS = 100, 20, 6
-with_cache = sharing.share(PREFIX, OWN, REQUESTS)
-without = sharing.share(PREFIX, OWN, REQUESTS, cache=False)
-all_tokens = REQUESTS * (PREFIX + OWN)
-covered = predict.cacheable_tokens(PREFIX, PREFIX + OWN, 16)
-receipt(
-    f"{REQUESTS} requests, {PREFIX} tokens shared, {OWN} own, blocks of 16",
-    [
-        row("prompt tokens computed without a cache", all_tokens, without["passed"]),
-        row("    with", predict.computed_tokens(PREFIX, OWN, REQUESTS, 16), with_cache["passed"]),
-        row("    the difference is exactly the hits", with_cache["hit"], without["passed"] - with_cache["passed"]),
-        row("    of each: full blocks only", covered, with_cache["hit"] / (REQUESTS - 1)),
-        row("blocks without a cache", REQUESTS * predict.blocks_for(PREFIX + OWN, 16), without["blocks"]),
-        row("    with", predict.shared_blocks(PREFIX, OWN, REQUESTS, 16), with_cache["blocks"]),
-        row(
-            "    saved: (R - 1) · floor(P / b)",
-            predict.saved_blocks(PREFIX, REQUESTS, 16),
-            without["blocks"] - with_cache["blocks"],
-        ),
-        row("most holders of a block", REQUESTS, with_cache["holders"]),
-        row("the plain loop's tokens, both", True, with_cache["equal"] and without["equal"]),
-        row("time to first token, without", None, without["ttft"], "s"),
-        row("    with", None, with_cache["ttft"], "s"),
-        row(
-            "    times quicker; times fewer prompt tokens",
-            None,
-            (without["ttft"] / with_cache["ttft"], 120 / (120 - covered)),
-        ),
-    ],
-)
+with_cache = sharing.share(receipts.PREFIX, receipts.OWN, receipts.REQUESTS)
+without = sharing.share(receipts.PREFIX, receipts.OWN, receipts.REQUESTS, cache=False)
+receipts.shared_prefix(with_cache, without)
 
 # %% [markdown]
 # What does it save, in general? "10–30 % for chats" is a number without its premises. Move them:
@@ -540,13 +430,7 @@ show(pictures.sharing)
 sliders(pictures.sharing, prefix=(0, 4000, 100), own=(10, 2000, 10), requests=(1, 32), block_size=[1, 16, 64, 256])
 
 # %%
-receipt(
-    "saved share of the tokens held: (R-1)·P / (R·(P+U))",
-    [
-        row(f"{r} requests, {p} shared, {u} own", None, f"{predict.saved_share(p, u, r):.0%}")
-        for p, u, r in ((100, 400, 2), (500, 500, 4), (1000, 500, 10), (1000, 200, 40))
-    ],
-)
+receipts.saved_shares()
 
 # %% [markdown]
 # ## Watch: copy on write
@@ -561,19 +445,7 @@ show(pictures.forks_before_and_after)
 sliders(pictures.forks_over_time, step=(1, 14))
 
 # %%
-forked = pictures.forks()
-answers = 3 * 13  # each sample's last token is drawn, and never goes in
-receipt(
-    "three samples of 22 + 14 tokens",
-    [
-        row("tokens computed: the prompt once", 22 + answers, forked["computed"]),
-        row("blocks copied: all samples but one", predict.fork_copies(22, 3, 4), forked["copied"]),
-        row("blocks at the end", predict.fork_blocks(22, 13, 3, 4), forked["blocks"]),
-        row("    without sharing", None, 3 * predict.blocks_for(35, 4)),
-        row("tokens equal to three requests of one sample each", True, forked["equal"]),
-        row("blocks free or cached afterwards: all", *reversed(forked["left"])),
-    ],
-)
+receipts.forks(pictures.forks())
 
 # %% [markdown]
 # ## Watch: eviction
@@ -588,30 +460,7 @@ show(pictures.evictions_over_time)
 sliders(pictures.evictions_over_time, num_blocks=[20, 24, 32, 40], step=(1, 108))
 
 # %%
-roomy, tight = pictures.chats(40), pictures.chats(20)
-prompts = sum(roomy["prompts"])
-rows = []
-for name, chat in (("40 blocks", roomy), ("20 blocks", tight)):
-    rows.append(
-        row(
-            f"{name}: prompt tokens from the cache, by turn",
-            None,
-            tuple(sum(chat["hits"][i : i + 3]) for i in (0, 3, 6, 9)),
-        )
-    )
-    rows.append(row("    share of all", None, f"{sum(chat['hits']) / prompts:.0%}"))
-    rows.append(row("    blocks evicted", None, chat["evicted"]))
-last = roomy["prompts"][-1]
-said_before = roomy["prompts"][-4] + 9 - 1  # the last token drawn has no key yet
-rows.append(
-    row(
-        "last turn, 40 blocks: full blocks of all said before",
-        predict.cacheable_tokens(said_before, last, 8),
-        roomy["hits"][-1],
-    )
-)
-rows.append(row("free + cached + used = total", 20, sum(tight["free"])))
-receipt("three users, four turns, blocks of 8", rows)
+receipts.chats(pictures.chats(40), pictures.chats(20))
 
 # %% [markdown]
 # With 20 blocks the conversations do not fit together, and LRU does what it does worst: users in a circle, one too many
@@ -642,23 +491,7 @@ for name, found in findings.items():
 diagnosis = {"A": "no salt in the key", "B": "one byte per token", "C": "?", "D": "?"}  # yours
 
 # %%
-rows = [
-    row(f"engine {name}: your diagnosis, and the bug", None, (diagnosis[name], bug)) for name, bug in engines.items()
-]
-sound, a, b, c, d = findings.values()
-rows += [
-    row(
-        "sound: wrong, uncounted, empty, unfinished",
-        (0, 0, 0, 0),
-        (sound.wrong, sound.uncounted, sound.empty_steps, sound.unfinished),
-    ),
-    row("    hits", sound.hit_expected, sound.hit),
-    row("one byte per token: hits too many, answers wrong", (True, True), (a.hit > a.hit_expected, a.wrong > 0)),
-    row("no salt: hits too many, every answer right", (True, 0), (b.hit > b.hit_expected, b.wrong)),
-    row("frees shared blocks: hits right, counts wrong", (True, True), (c.hit == c.hit_expected, c.uncounted > 0)),
-    row("whole prompt: never ends, nothing computed", (True, True), (d.unfinished > 0, d.empty_steps > 0)),
-]
-receipt("what the receipts say", rows)
+receipts.traces_of_bugs(findings, diagnosis, engines)
 
 # %% [markdown]
 # - **A, one byte per token** (vllm-mlx, pull request 444): `bytes(t & 0xFF for t in tokens)` went into the hash. Token
@@ -690,27 +523,7 @@ def sweep_view():
 show(sweep_view)
 
 # %%
-rows = []
-for found in swept:
-    size = found["block_size"]
-    rows.append(row(f"blocks of {size}: tokens of a 200-token prefix found", found["hit_predicted"], found["hit"]))
-    rows.append(row("    unused slots per sequence", None, found["unused"]))
-    rows.append(row("    blocks to look up and count, 8 requests", None, found["blocks"]))
-    rows.append(row("    one query over 480 keys, copied together", None, found["attention_s"]["copied together"], "s"))
-    rows.append(row("    block by block", None, found["attention_s"]["block by block"], "s"))
-rows.append(row("keys in one piece, no table", None, sizes.one_piece_seconds(), "s"))
-rows.append(
-    row(
-        "bytes of a table's entry, of a token's keys and values",
-        None,
-        (8, kv_bytes_per_token(experiments.target().config, 4)),
-        "B",
-    )
-)
-for size in (16, 256):
-    mean = predict.mean_unused_slots(size)
-    rows.append(row(f"sequences of 100 tokens in blocks of {size}: mean waste", None, f"{mean / (100 + mean):.0%}"))
-receipt("block sizes", rows)
+receipts.block_sizes(swept)
 
 # %% [markdown]
 # The memory of the tables is *not* the reason for larger blocks: an entry is nothing beside a token. Work per block is.
@@ -750,30 +563,14 @@ try:
 except ImportError:
     compared = "transformers is not installed: pip install 'transformers>=5,<6' to compare"
 else:
-    compared = receipt(
-        "transformers' paged cache, pages of 16",
-        [
-            row("the plain loop's tokens", True, theirs["equal"]),
-            row("tokens found by the later three", tuple(theirs["expected"]), tuple(theirs["hits"])),
-            row("pages it keeps for later: 4 shared, and 1 of each", 4 + 4, theirs["kept"]),
-            row("its default page", None, theirs["default_page"], "tokens"),
-            row("    unused slots of these requests with it", None, theirs["unused"][theirs["default_page"]]),
-            row("    with pages of 16", None, theirs["unused"][16]),
-        ],
-    )
+    compared = receipts.transformers_pages(theirs)
 compared
 
 # %% [markdown]
 # It finds blocks by a chained 64-bit hash, without comparing tokens; how likely is it that two blocks have one key?
 
 # %%
-receipt(
-    "chance that any two of n blocks collide: 1 - exp(-n(n-1) / 2^(bits+1))",
-    [
-        row(f"{bits} bits, {n:,} blocks", None, f"{predict.collision_chance(n, bits):.1e}")
-        for bits, n in ((32, 100_000), (64, 100_000), (64, 10**9), (256, 10**9))
-    ],
-)
+receipts.collisions()
 
 # %% [markdown]
 # | here | in vLLM (options of `vllm serve`, version 0.29) |
@@ -814,31 +611,7 @@ receipt(
 
 
 # %%
-class Model8B:
-    num_layers, num_kv_heads, head_dim = 32, 8, 128
-
-
-per_token = kv_bytes_per_token(Model8B)
-room = int((0.9 * 80e9 - 16e9) / per_token)
-receipt(
-    "numbers for the answers",
-    [
-        row("1. KV bytes per token", None, per_token, "B"),
-        row("   tokens in 90 % of 80 GB less the weights", None, room),
-        row("   requests of 8,192 reserved", None, predict.requests_in_pool(room, 600, 8192)),
-        row("   of 600 tokens in blocks of 16", None, predict.requests_in_pool(room, 600, 16)),
-        row(
-            "2. 100 requests, 2,000 shared, 100 own, blocks of 16: blocks",
-            None,
-            predict.shared_blocks(2000, 100, 100, 16),
-        ),
-        row("   without sharing", None, 100 * predict.blocks_for(2100, 16)),
-        row("   prompt tokens computed", None, predict.computed_tokens(2000, 100, 100, 16)),
-        row("3. 8 samples of 1,000 tokens: blocks copied", None, predict.fork_copies(1000, 8, 16)),
-        row("   of 1,008 tokens", None, predict.fork_copies(1008, 8, 16)),
-        row("4. a block of 16, this model", None, 16 * per_token, "B"),
-    ],
-)
+receipts.interview_numbers()
 
 # %% [markdown]
 # Say your answer aloud before you open one.
@@ -932,3 +705,6 @@ receipt(
 #    always. Hits against the closed form, and tables against counts, show all three.
 #
 # Next: **14 · continuous batching**, where sequences join and leave at every step.
+
+# %%
+finish("13_paged_attention")

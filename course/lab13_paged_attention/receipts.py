@@ -1,51 +1,270 @@
-"""Stop 13: blocks of keys and values: waste, a shared prefix, copies on write, four bugs told by their receipts."""
+"""What lab 13 claims: where tokens lie, what blocks waste, what a prefix, a fork and an eviction cost, what bugs leave.
 
-from collections.abc import Iterator
+Each function takes what a cell measured; those in CLAIMS measure for themselves when called without.
+"""
 
-from course.lab13_paged_attention import experiments
+from course.lab13_paged_attention import experiments, experiments_sizes
 from course.lab13_paged_attention import experiments_breaks as breaks
 from course.lab13_paged_attention import experiments_sharing as sharing
+from course.lab13_paged_attention import figures as pictures
 from course.lab13_paged_attention import formulas as predict
-from minillm.labkit.receipts import Row, row
+from minillm.labkit.receipts import Receipt, Row, formula, receipt, row
+from minillm.predict.model import kv_bytes_per_token
 
-PREFIX, OWN, REQUESTS, SIZE = 100, 20, 4, 16
-
-
-def rows() -> Iterator[Row]:
-    """Real requests through the target model; blocks, hits and copies against closed forms."""
-    wasted = experiments.waste(SIZE, count=12)
-    unused = wasted["unused"]
-    yield row("blocks of 16: unused slots of a sequence, below 16", True, max(unused) < SIZE)
-    yield row("    on average", predict.mean_unused_slots(SIZE), sum(unused) / len(unused), "", 0.2)
-    yield row("    unused share", None, 1 - wasted["filled"] / wasted["held"])
-    context = experiments.target().config.max_seq_len
-    yield row("    of reservations of the whole context", None, predict.reserved_waste(wasted["lengths"], context))
-    yield from _sharing()
-    forked = sharing.forks()
-    yield row("3 samples of 22 tokens, blocks of 4: copies", predict.fork_copies(22, 3, 4), forked["copied"])
-    yield row("    blocks at the end", predict.fork_blocks(22, 13, 3, 4), forked["blocks"])
-    yield row("    tokens of three single requests", True, forked["equal"])
-    yield row("    blocks given back", *reversed(forked["left"]))
-    for bug in ("none", *breaks.BUGS):
-        found = breaks.run(bug)
-        off = (found.hit != found.hit_expected, found.uncounted > 0, found.unfinished > 0)
-        expected = {
-            "none": (False, False, False),
-            "frees shared blocks": (False, True, False),
-            "whole prompt from the cache": (True, False, True),
-        }.get(bug, (True, False, False))
-        yield row(f"bug: {bug}: hits, counts, ends off", expected, off)
+PREFIX, OWN, REQUESTS, SIZE = 100, 20, 6, 16
 
 
-def _sharing() -> Iterator[Row]:
-    found = sharing.share(PREFIX, OWN, REQUESTS, SIZE)
-    computed = predict.computed_tokens(PREFIX, OWN, REQUESTS, SIZE)
-    yield row(f"{REQUESTS} requests, {PREFIX} tokens shared: prompt tokens computed", computed, found["passed"])
-    all_tokens = REQUESTS * (PREFIX + OWN)
-    yield row("    fewer by exactly the hits", all_tokens - found["hit"], found["passed"])
-    yield row("    blocks held", predict.shared_blocks(PREFIX, OWN, REQUESTS, SIZE), found["blocks"])
-    yield row("    holders of a shared block", REQUESTS, found["holders"])
-    yield row("    the plain loop's tokens", True, found["equal"])
+def tables_by_hand(my_tables=None, my_place=None) -> Receipt:
+    """Blocks of 4 given out in the order 6, 2, 0, 7, 5, 3, 1, 4 to A, B, C and again A, beside the reader's tables."""
+    my_tables = my_tables or {}
+    free, tables = [6, 2, 0, 7, 5, 3, 1, 4], {}
+    for name, tokens in (("A", 6), ("B", 3), ("C", 9), ("A", 10)):
+        table = tables.setdefault(name, [])
+        while len(table) < predict.blocks_for(tokens, 4):
+            table.append(free.pop(0))
+    lengths = {"A": 10, "B": 3, "C": 9}
+    unused = tuple(predict.unused_slots(length, 4) for length in lengths.values())
+    rows = [
+        formula(f"table of {name}, {n} tokens", tables[name], guess=my_tables.get(name)) for name, n in lengths.items()
+    ]
+    rows.append(formula("C's position 5: block, place in it", (tables["C"][5 // 4], 5 % 4), guess=my_place))
+    rows.append(formula("unused slots of A, B, C: fewer than 4 each", unused))
+    return receipt("tables by hand", rows)
 
 
-CLAIMS = (rows,)
+def same_tokens_elsewhere(elsewhere=None) -> Receipt:
+    """Keys and values of the same tokens after another beginning and at a later position."""
+    elsewhere = elsewhere or sharing.same_tokens_elsewhere()
+    return receipt(
+        "the same tokens elsewhere",
+        [
+            row("layer 0, other beginning: keys and values equal", True, elsewhere["keys, there"][0] < 1e-5),
+            row("    later position: keys differ (rotated by position)", True, elsewhere["keys, later"][0] > 0.01),
+            row("last layer, other beginning: values differ", True, elsewhere["values, there"][-1] > 0.01),
+            row("wrong block used: next token's probabilities that move", None, elsewhere["moved"]),
+        ],
+    )
+
+
+def your_engine(engine, prompt, sibling, table, found: dict, expected: dict) -> Receipt:
+    """A small engine of the reader's parts, beside the plain loop with its cache in one piece."""
+    hit = predict.cacheable_tokens(18, len(sibling), 8)
+    return receipt(
+        "your engine, beside the plain loop",
+        [
+            *(row(f"{name}: the plain loop's tokens", True, found[name] == expected[name]) for name in found),
+            row("tokens computed for the sibling's prompt", len(sibling) - hit, engine.passes[-4]),
+            row("blocks copied for the fork", predict.fork_copies(len(prompt), 2, 8), len(engine.copies)),
+            row("holders of the first block: three tables", 3, engine.pool.references[table[0]]),
+        ],
+    )
+
+
+def waste(wasted=None, guess_reserved=None, guess_blocks=None) -> Receipt:
+    """Requests of code in blocks of 16 and in reservations of the whole context."""
+    wasted = wasted or experiments.waste(SIZE, count=12)
+    unused, lengths, context = wasted["unused"], wasted["lengths"], experiments.target().config.max_seq_len
+    written, wanted = experiments.reserve(context)
+    reserved = predict.reserved_waste(wanted, context)
+    at_once = wasted["blocks"] * SIZE // context
+    return receipt(
+        f"{len(lengths)} requests, blocks of {SIZE}",
+        [
+            row("most unused slots of a sequence, at any time: below 16", True, max(unused) < SIZE),
+            row("    on average: (block - 1) / 2", predict.mean_unused_slots(SIZE), sum(unused) / len(unused), "", 0.2),
+            row("unused share of four real caches of 512", reserved, 1 - sum(written) / (4 * context), "", 1e-9),
+            formula(
+                "    of all requests: 1 - mean / 512", predict.reserved_waste(lengths, context), guess=guess_reserved
+            ),
+            row("unused share of blocks, all steps", None, 1 - wasted["filled"] / wasted["held"], guess=guess_blocks),
+            row("sequences at once in blocks: more than reserved", True, wasted["running"] > at_once),
+            row("    how many, beside reservations", None, (wasted["running"], at_once)),
+        ],
+    )
+
+
+def claims_about_memory() -> Receipt:
+    """Common claims about a cache's memory, computed again."""
+
+    class Llama70B:
+        num_layers, num_heads, num_kv_heads, head_dim = 80, 64, 8, 128
+
+    class Llama70BWithoutGroups(Llama70B):
+        num_kv_heads = 64
+
+    mha, gqa, even = kv_bytes_per_token(Llama70BWithoutGroups), kv_bytes_per_token(Llama70B), range(1, 2049)
+    return receipt(
+        "common claims, and what they come to",
+        [
+            formula("'21 GB for a 70B request of 4K': with 64 kv heads", mha * 4096, "B"),
+            formula("    the real model, 8 kv heads", gqa * 4096, "B"),
+            formula("'5 GB left: 1,907 tokens per request': of all requests together", int(5e9 / mha)),
+            formula("    with 8 kv heads", int(5e9 / gqa)),
+            formula("'under 5 % waste': a sequence of 2,048", predict.paged_waste([2048], SIZE)),
+            formula("    of 56", predict.paged_waste([56], SIZE)),
+            formula("    lengths even from 1 to 2,048", predict.paged_waste(even, SIZE)),
+            formula("'20-30 % waste' of reservations of 4,096: the same lengths", predict.reserved_waste(even, 4096)),
+        ],
+    )
+
+
+def shared_prefix(with_cache=None, without=None) -> Receipt:
+    """Requests that share a beginning, with and without a prefix cache."""
+    with_cache = with_cache or sharing.share(PREFIX, OWN, REQUESTS)
+    without = without or sharing.share(PREFIX, OWN, REQUESTS, cache=False)
+    covered, saved = predict.cacheable_tokens(PREFIX, PREFIX + OWN, SIZE), predict.saved_blocks(PREFIX, REQUESTS, SIZE)
+    passed = predict.computed_tokens(PREFIX, OWN, REQUESTS, SIZE)
+    return receipt(
+        f"{REQUESTS} requests, {PREFIX} tokens shared, {OWN} own, blocks of {SIZE}",
+        [
+            row("prompt tokens computed without a cache", REQUESTS * (PREFIX + OWN), without["passed"]),
+            row("    with", passed, with_cache["passed"]),
+            row("    the difference is exactly the hits", with_cache["hit"], without["passed"] - with_cache["passed"]),
+            row("    of each: full blocks only", covered, with_cache["hit"] / (REQUESTS - 1)),
+            row("blocks without a cache", REQUESTS * predict.blocks_for(PREFIX + OWN, SIZE), without["blocks"]),
+            row("    with", predict.shared_blocks(PREFIX, OWN, REQUESTS, SIZE), with_cache["blocks"]),
+            row("    saved: (R - 1) · floor(P / b)", saved, without["blocks"] - with_cache["blocks"]),
+            row("most holders of a block", REQUESTS, with_cache["holders"]),
+            row("with and without a cache: the plain loop's tokens", True, with_cache["equal"] and without["equal"]),
+            row("time to first token, without", None, without["ttft"], "s"),
+            row("    with", None, with_cache["ttft"], "s"),
+        ],
+    )
+
+
+def saved_shares() -> Receipt:
+    """What sharing saves of the tokens held."""
+    cases = ((100, 400, 2), (500, 500, 4), (1000, 500, 10), (1000, 200, 40))
+    return receipt(
+        "saved share of the tokens held: (R-1)·P / (R·(P+U))",
+        [formula(f"{r} requests, {p} shared, {u} own", predict.saved_share(p, u, r)) for p, u, r in cases],
+    )
+
+
+def forks(forked=None) -> Receipt:
+    """Three samples of one prompt: what is computed, copied and held."""
+    forked = forked or pictures.forks()
+    answers = 3 * 13  # each sample's last token is drawn, and never goes in
+    return receipt(
+        "three samples of 22 + 14 tokens, blocks of 4",
+        [
+            row("tokens computed: the prompt once", 22 + answers, forked["computed"]),
+            row("blocks copied: all samples but one", predict.fork_copies(22, 3, 4), forked["copied"]),
+            row("blocks at the end", predict.fork_blocks(22, 13, 3, 4), forked["blocks"]),
+            formula("    without sharing", 3 * predict.blocks_for(35, 4)),
+            row("tokens equal to three requests of one sample each", True, forked["equal"]),
+            row("blocks free or cached afterwards: all", *reversed(forked["left"])),
+        ],
+    )
+
+
+def chats(roomy=None, tight=None) -> Receipt:
+    """Three users take four turns each, in a pool that holds their contexts and in one that does not."""
+    roomy, tight = roomy or pictures.chats(40), tight or pictures.chats(20)
+    said_before = roomy["prompts"][-4] + 9 - 1  # the last token drawn has no key yet
+    findable = predict.cacheable_tokens(said_before, roomy["prompts"][-1], 8)
+    rows = [
+        row("last turn, 40 blocks: full blocks of all said before", findable, roomy["hits"][-1]),
+        row("free + cached + used = total", 20, sum(tight["free"])),
+    ]
+    for name, chat in (("40 blocks", roomy), ("20 blocks", tight)):
+        by_turn = tuple(sum(chat["hits"][i : i + 3]) for i in (0, 3, 6, 9))
+        rows.append(row(f"{name}: prompt tokens from the cache, by turn", None, by_turn))
+        rows.append(row("    share of all", None, sum(chat["hits"]) / sum(roomy["prompts"])))
+        rows.append(row("    blocks evicted", None, chat["evicted"]))
+    return receipt("three users, four turns, blocks of 8", rows)
+
+
+def traces_of_bugs(findings=None, diagnosis=None, engines=None) -> Receipt:
+    """What a sound engine and four broken ones leave, in the order one byte, no salt, frees shared, whole prompt."""
+    order = (breaks.BUGS[1], breaks.BUGS[3], breaks.BUGS[0], breaks.BUGS[2])
+    findings = findings or {"sound": breaks.run(), **{bug: breaks.run(bug) for bug in order}}
+    rows = [
+        row(f"engine {name} has the bug", None, bug, guess=diagnosis[name]) for name, bug in (engines or {}).items()
+    ]
+    sound, byte, salt, shared, whole = findings.values()
+    clean = (sound.wrong, sound.uncounted, sound.empty_steps, sound.unfinished)
+    more = [found.hit > found.hit_expected for found in (byte, salt)]
+    rows += [
+        row("sound: wrong, uncounted, empty, unfinished", (0, 0, 0, 0), clean),
+        row("    hits", sound.hit_expected, sound.hit),
+        row("one byte per token: hits too many, answers wrong", (True, True), (more[0], byte.wrong > 0)),
+        row("no salt: hits too many, every answer right", (True, 0), (more[1], salt.wrong)),
+        row("frees shared blocks: hits right", shared.hit_expected, shared.hit),
+        row("    counts wrong", True, shared.uncounted > 0),
+        row("whole prompt: never ends, nothing computed", (True, True), (whole.unfinished > 0, whole.empty_steps > 0)),
+    ]
+    return receipt("what the receipts say", rows)
+
+
+def block_sizes(swept=None) -> Receipt:
+    """Five block sizes: what a hit covers, what is wasted, what attention costs."""
+    swept = swept or experiments_sizes.sweep()
+    rows: list[Row] = []
+    for found in swept:
+        size, seconds = found["block_size"], found["attention_s"]
+        rows.append(row(f"blocks of {size}: tokens of a 200-token prefix found", found["hit_predicted"], found["hit"]))
+        rows.append(row("    unused slots per sequence", None, found["unused"]))
+        rows.append(row("    blocks to look up and count, 8 requests", None, found["blocks"]))
+        rows.append(row("    a query over 480 keys, copied together", None, seconds["copied together"], "s"))
+        rows.append(row("    block by block", None, seconds["block by block"], "s"))
+    rows.append(row("keys in one piece, no table", None, experiments_sizes.one_piece_seconds(), "s"))
+    entry = (8, kv_bytes_per_token(experiments.target().config, 4))
+    rows.append(formula("bytes of a table's entry, of a token's keys and values", entry, "B"))
+    for size in (16, 256):
+        mean = predict.mean_unused_slots(size)
+        rows.append(formula(f"sequences of 100 tokens in blocks of {size}: mean waste", mean / (100 + mean)))
+    return receipt("block sizes", rows)
+
+
+def transformers_pages(theirs: dict) -> Receipt:
+    """Hugging Face's paged cache on four requests with 70 shared tokens."""
+    default = theirs["default_page"]
+    return receipt(
+        "transformers' paged cache, pages of 16",
+        [
+            row("its answers: the plain loop's tokens", True, theirs["equal"]),
+            row("tokens found by the later three", tuple(theirs["expected"]), tuple(theirs["hits"])),
+            row("pages it keeps for later: 4 shared, and 1 of each", 4 + 4, theirs["kept"]),
+            row("its default page", None, default, "tokens"),
+            row("    unused slots of these requests with it", None, theirs["unused"][default]),
+            row("    with pages of 16", None, theirs["unused"][16]),
+        ],
+    )
+
+
+def collisions() -> Receipt:
+    """How likely two blocks have one hash."""
+    cases = ((32, 100_000), (64, 100_000), (64, 10**9), (256, 10**9))
+    return receipt(
+        "chance that any two of n blocks collide: 1 - exp(-n(n-1) / 2^(bits+1))",
+        [formula(f"{bits} bits, {n:,} blocks", predict.collision_chance(n, bits)) for bits, n in cases],
+    )
+
+
+def interview_numbers() -> Receipt:
+    """The numbers behind the answers: 80 GB, 8 billion parameters in 16 bits, 32 layers, 8 kv heads of 128."""
+
+    class Model8B:
+        num_layers, num_kv_heads, head_dim = 32, 8, 128
+
+    per_token = kv_bytes_per_token(Model8B)
+    room = int((0.9 * 80e9 - 16e9) / per_token)
+    return receipt(
+        "numbers for the answers",
+        [
+            formula("1. KV bytes per token", per_token, "B"),
+            formula("    tokens in 90 % of 80 GB less the weights", room),
+            formula("    requests of 8,192 reserved", predict.requests_in_pool(room, 600, 8192)),
+            formula("    of 600 tokens in blocks of 16", predict.requests_in_pool(room, 600, 16)),
+            formula("2. 100 requests, 2,000 shared, 100 own: blocks", predict.shared_blocks(2000, 100, 100, 16)),
+            formula("    without sharing", 100 * predict.blocks_for(2100, 16)),
+            formula("    prompt tokens computed", predict.computed_tokens(2000, 100, 100, 16)),
+            formula("3. 8 samples of 1,000 tokens: blocks copied", predict.fork_copies(1000, 8, 16)),
+            formula("    of 1,008 tokens", predict.fork_copies(1008, 8, 16)),
+            formula("4. a block of 16, this model", 16 * per_token, "B"),
+        ],
+    )
+
+
+CLAIMS = (same_tokens_elsewhere, waste, shared_prefix, forks, chats, traces_of_bugs)

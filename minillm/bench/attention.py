@@ -18,8 +18,9 @@ from torch import Tensor
 
 from minillm.bench.harness import BenchRow, bench_row, check_repeats, seconds_per_call, side_by_side
 from minillm.model import PagedCache
+from minillm.model.attention import Attend
 from minillm.model.config import ModelConfig
-from minillm.model.paged import Attend, Backend, block_by_block, gathered
+from minillm.model.paged import Backend, block_by_block, gathered
 from minillm.model.paged_flex import flex
 from minillm.model.paged_triton import triton_split_kv
 

@@ -1,9 +1,9 @@
 """minillm's collectives, made of messages, against torch.distributed's on the same backend (gloo, or NCCL on GPUs).
 
 Both run in the same processes, on the same tensors, one thread per rank; on the CPU minillm's messages take sockets of
-their own (`comm/backends/sockets.py`) over the same loopback interface. One launch per world size measures everything. A time
-is that of the slowest rank. `size` is the whole tensor: what an all-reduce reduces, what an all-gather ends up with,
-what a reduce-scatter starts from.
+their own (`comm/backends/sockets.py`) over the same loopback interface. One launch per world size measures everything.
+A time is that of the slowest rank. `size` is the whole tensor: what an all-reduce reduces, what an all-gather ends up
+with, what a reduce-scatter starts from.
 """
 
 import statistics

@@ -1,11 +1,11 @@
-"""The memory census: which bytes are alive, what they are for, and what the peak was made of.
+"""The memory tracker: which bytes are alive, what they are for, and what the peak was made of.
 
-    with memory(model, optimizer) as census:
+    with memory(model, optimizer) as tracker:
         loss(model(x)).backward()
         optimizer.step()
-    census.live        # now, by kind: parameter, buffer, gradient, optimizer, activation, other
-    census.at_peak     # what lay there at the fullest moment
-    census.peak        # the most each kind ever held; .total is the fullest moment
+    tracker.live        # now, by kind: parameter, buffer, gradient, optimizer, activation, other
+    tracker.at_peak     # what lay there at the fullest moment
+    tracker.peak        # the most each kind ever held; .total is the fullest moment
 
 It counts the *storages* of dense tensors, so a view or a tied weight costs nothing twice (one mapped from a file lies
 on the disk: it costs nothing at all), and it watches every operation through PyTorch's dispatcher, so CPU and CUDA are
@@ -34,8 +34,8 @@ KINDS = ("parameter", "buffer", "gradient", "optimizer", "activation", "other") 
 
 def memory(
     module: torch.nn.Module | None = None, optimizer: object = None, device: torch.device | str | None = None
-) -> Census:
-    """A census of the tensors of a training step; enter it with `with` to follow activations and the peak.
+) -> MemoryTracker:
+    """A tracker of the tensors of a training step; enter it with `with` to follow activations and the peak.
 
     module: whose parameters, buffers and gradients are meant; without it, every `nn.Parameter` used is a parameter.
     optimizer: whatever tensors it holds that are not the module's count as `optimizer` (moments, master weights). One
@@ -47,12 +47,12 @@ def memory(
         raise ValueError(f"module is a {type(module).__name__}; give an nn.Module (several fit in an nn.ModuleList)")
     if optimizer is not None and not hasattr(optimizer, "param_groups"):
         raise ValueError(f"optimizer is a {type(optimizer).__name__}; give an optimizer with .param_groups")
-    return Census(module, optimizer, None if device is None else torch.device(device))
+    return MemoryTracker(module, optimizer, None if device is None else torch.device(device))
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes by kind. `total` is their sum, except in `Census.peak`, whose kinds peak at different moments."""
+    """Bytes by kind. `total` is their sum, except in `MemoryTracker.peak`, whose kinds peak at different moments."""
 
     parameter: int = 0
     buffer: int = 0
@@ -79,13 +79,13 @@ class Bytes:
 
 @dataclass
 class _Entry:
-    """One storage: a weak reference, so that the census keeps nothing alive, and its rank in KINDS."""
+    """One storage: a weak reference, so that the tracker keeps nothing alive, and its rank in KINDS."""
 
     storage: weakref.ref
     kind: int
 
 
-class Census(Watch):
+class MemoryTracker(Watch):
     """See `memory`."""
 
     def __init__(self, module: torch.nn.Module | None, optimizer: object, device: torch.device | None) -> None:
@@ -115,7 +115,7 @@ class Census(Watch):
         self._scan()
         return Bytes(*self._peak, total=self._peak_total)
 
-    def __enter__(self) -> Census:
+    def __enter__(self) -> MemoryTracker:
         self._scan()
         for parameter, _ in self._parameters():
             if parameter.requires_grad and parameter.is_leaf:
@@ -225,7 +225,7 @@ class Census(Watch):
 
 
 class _Forget:
-    """Strikes a freed storage out of the book. A plain object: a closure over the census would keep it alive."""
+    """Strikes a freed storage out of the book. A plain object: a closure over the tracker would keep it alive."""
 
     def __init__(self, entries: dict[int, _Entry], key: int) -> None:
         self._entries, self._key = entries, key

@@ -7,11 +7,14 @@ Whoever replaces it writes a callable with the signature of `AttentionFunction` 
     model(tokens, positions, attention=cache)
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (q, k_pool, v_pool) of a layer of a paged cache -> like q
 
 
 class AttentionFunction(Protocol):

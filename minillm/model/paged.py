@@ -9,7 +9,7 @@ The tokens of all sequences of a step stand one after the other in one flat row,
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import accumulate
@@ -19,11 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from minillm.model.attention import Attend
 from minillm.model.config import ModelConfig
 
 GROUP_BYTES, GPU_GROUP_BYTES = 1 << 20, 1 << 28  # keys and values that are gathered together, of several sequences
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (q, k_pool, v_pool) of a layer -> like q
 
 
 class Backend(Protocol):

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from minillm.model.paged import Attend
+from minillm.model.attention import Attend
 
 
 @dataclass(frozen=True)

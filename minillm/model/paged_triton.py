@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minillm.model.paged import Attend
+from minillm.model.attention import Attend
 
 try:
     import triton

@@ -52,12 +52,6 @@ def matmul_intensity(m: int, k: int, n: int, itemsize: int) -> float:
     return matmul_flops(m, k, n) / matmul_bytes(m, k, n, itemsize)
 
 
-def matmul_time(m: int, k: int, n: int, itemsize: int, peak_flops: float, bandwidth: float) -> float:
-    """Seconds at least for [m, k] @ [k, n]: max(FLOPs / peak_flops, bytes / bandwidth), the roofline seen as time."""
-    _positive(peak_flops=peak_flops, bandwidth=bandwidth)
-    return max(matmul_flops(m, k, n) / peak_flops, matmul_bytes(m, k, n, itemsize) / bandwidth)
-
-
 def _positive(**values: float) -> None:
     for name, value in values.items():
         if value <= 0:

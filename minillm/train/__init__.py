@@ -4,9 +4,20 @@ spread it over ranks.
 Reading path: config.py, trainer.py, optimizer.py, strategies/single_device.py, run.py.
 """
 
-from minillm.parallel.data_parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP
-from minillm.parallel.fsdp.fully_shard import FullyShard
-from minillm.parallel.pipeline_parallel.runtime import Pipeline
+from minillm.parallel import (
+    BucketedDDP,
+    ColumnParallelLinear,
+    FlatDDP,
+    FullyShard,
+    NaiveDDP,
+    Pipeline,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    ZeroOptimizer,
+    schedules,
+    tensor_parallel,
+    vocab_parallel_cross_entropy,
+)
 from minillm.parallel.pipeline_parallel.schedules import (
     SCHEDULES,
     check,
@@ -21,10 +32,6 @@ from minillm.parallel.pipeline_parallel.schedules import (
 )
 from minillm.parallel.pipeline_parallel.stages import ModelPart, balance, build_parts, layer_costs
 from minillm.parallel.placement import clip_, global_norm
-from minillm.parallel.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
-from minillm.parallel.tensor_parallel.vocab import VocabParallelEmbedding, vocab_parallel_cross_entropy
-from minillm.parallel.zero.optimizer import ZeroOptimizer
 from minillm.train.activation_checkpointing import EXPENSIVE, activation_checkpoint, checkpoint_blocks
 from minillm.train.config import TrainConfig
 from minillm.train.fault_tolerance.loss_spike import LossSpikeGuard
@@ -83,6 +90,7 @@ __all__ = [
     "one_f_one_b",
     "pipedream",
     "preset",
+    "schedules",
     "simulate",
     "tensor_parallel",
     "validate",

@@ -89,9 +89,9 @@ def test_logits_are_never_whole():
         lambda: cross_entropy_sums(x @ head.T, targets)[0],
         lambda: linear_cross_entropy_sums(x, head, targets, 64)[0],
     ):
-        with memory() as census:
+        with memory() as tracker:
             loss().backward()
-        peaks.append(census.peak.total)
+        peaks.append(tracker.peak.total)
     logits = 4 * targets.numel() * 500
     assert peaks[0] > 2 * logits and peaks[1] < logits / 3
 

@@ -125,15 +125,15 @@ def resources(group, folder):
 
 
 def held(group):
-    """The census of a step of Adam in float32, after one that made the state."""
+    """The tracker of a step of Adam in float32, after one that made the state."""
     sharded = FullyShard(build(DEEP, dtype=torch.float32), group)
     optimizer = sharded.optimizer(make)
     for step in range(2):
-        with memory(sharded, optimizer) as census:
+        with memory(sharded, optimizer) as tracker:
             backward(sharded, step, group)
             optimizer.step()
             optimizer.zero_grad()
-    return census.peak, sum(buffer.nbytes for buffer in sharded.module.buffers()), len(optimizer.state)
+    return tracker.peak, sum(buffer.nbytes for buffer in sharded.module.buffers()), len(optimizer.state)
 
 
 def whole_gradients(group):
@@ -165,7 +165,7 @@ def whole_gradients(group):
 def deferred(group):
     """Built on "meta": equal to the model built whole, and at no time much of it in memory."""
     whole = build(DEEP, seed=3, dtype=torch.float32)
-    with memory() as census:
+    with memory() as tracker:
         model = Transformer(DEEP, device="meta")
         sharded = FullyShard(model, group, initialize=lambda name, shape: initial(DEEP, name, shape, seed=3))
     wanted, found = whole.state_dict(), sharded.state_dict()
@@ -174,7 +174,7 @@ def deferred(group):
         same_output = torch.equal(sharded(tokens), whole(tokens))
     same = list(wanted) == list(found) and all(torch.equal(found[name], wanted[name]) for name in wanted)
     largest = max(each.nbytes for each in sharded.groups)
-    return same, same_output, census.peak.total, sum(p.nbytes for p in sharded.parameters()), largest
+    return same, same_output, tracker.peak.total, sum(p.nbytes for p in sharded.parameters()), largest
 
 
 def precision(group):

@@ -269,13 +269,13 @@ def freed(group):
         tensor_parallel(model, MODEL, group)
         assert all(ref() is None for ref in old)
         tokens = torch.randint(52, (2, 2, 600))
-        with memory(model) as census:
+        with memory(model) as tracker:
             model(tokens[0], targets=tokens[1])[0].backward()
-            assert census.live.parameter == 4 * predict.parameters(MODEL, 2) == census.live.gradient
-            assert census.live.activation == 0
-            left = census.live.other
+            assert tracker.live.parameter == 4 * predict.parameters(MODEL, 2) == tracker.live.gradient
+            assert tracker.live.activation == 0
+            left = tracker.live.other
         assert left == tokens.nbytes + sum(piece.nbytes for piece in group.scratch._free)  # and no tensor of a message
-        del census
+        del tracker
         model = weakref.ref(tensor_parallel(Transformer(MODEL), MODEL, group))
         assert model() is None
     finally:

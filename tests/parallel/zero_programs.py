@@ -279,12 +279,12 @@ def peaks(group, model: ModelConfig, stage: int, master: bool, offload: object =
     module = Transformer(model, seed=0, dtype=torch.bfloat16 if master else torch.float32).to(group.device)
     optimizer = ZeroOptimizer(module, group, stage, make=make, bucket_cap_mb=0.05, master=master, offload=offload)
     tokens, targets = (ids.to(group.device) for ids in rows(0))
-    for census in (contextlib.nullcontext(), memory(module, optimizer, group.device.type)):
-        with census:
+    for tracker in (contextlib.nullcontext(), memory(module, optimizer, group.device.type)):
+        with tracker:
             cross_entropy(module(tokens[:1, :2]), targets[:1, :2]).backward()
-            resting = getattr(census, "live", None)
+            resting = getattr(tracker, "live", None)
             optimizer.step()
-    peak = {kind: getattr(census.peak, kind) for kind in ("parameter", "gradient", "optimizer")}
+    peak = {kind: getattr(tracker.peak, kind) for kind in ("parameter", "gradient", "optimizer")}
     buckets = [shard.bucket.padded for shard in optimizer.shards]
     return {"peak": peak, "resting": resting, "buckets": buckets, "host": _host(optimizer)}
 

@@ -81,9 +81,9 @@ def test_selective_recomputation_costs_no_flop_that_counts():
 
 
 def activation_peak(model):
-    with memory(model) as census:
+    with memory(model) as tracker:
         gradients(model)
-    return census.peak.activation
+    return tracker.peak.activation
 
 
 def test_full_recomputation_holds_inputs_and_one_block():

@@ -94,9 +94,9 @@ def test_bytes_per_parameter(precision, weights, optimizer):
     adam = torch.optim.AdamW(stepped, fused=True)
     count = layer.weight.numel()
     for _ in range(2):
-        with memory(layer, adam) as census:
+        with memory(layer, adam) as tracker:
             layer(torch.randn(1, 64, dtype=chosen.weights)).sum().backward()
-            held = census.live
+            held = tracker.live
             if masters:
                 masters.cast_gradients()
             adam.step()

@@ -6,17 +6,32 @@
 How the optimizer's state becomes whole is in `parallel/optimizer_state.py`.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from minillm.comm import Group
+from minillm.parallel.fsdp.flat_param import FlatParam, ShardedParam
+from minillm.parallel.offload import Offload
 from minillm.parallel.optimizer_state import MakeOptimizer, SlicedOptimizer
-from minillm.parallel.placement import gather
+from minillm.parallel.placement import Placement, gather
 
-if TYPE_CHECKING:
-    from minillm.parallel.fsdp.fully_shard import FullyShard
+
+class Sharded(Protocol):
+    """What is read of a `FullyShard`."""
+
+    module: nn.Module
+    group: Group
+    norm_group: Group
+    home: Offload
+    flats: list[FlatParam]
+    params: dict[str, ShardedParam]
+    placements: dict[str, Placement]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+    def clip_grad_norm_(self, max_norm: float | None, loss_scale: float, norm_type: float) -> Tensor: ...
 
 
 class FullyShardOptimizer(SlicedOptimizer):
@@ -26,7 +41,7 @@ class FullyShardOptimizer(SlicedOptimizer):
     them of no elements, so its state can be put together into that of one process.
     """
 
-    def __init__(self, sharded: "FullyShard", make: MakeOptimizer) -> None:
+    def __init__(self, sharded: Sharded, make: MakeOptimizer) -> None:
         self.sharded = sharded
         slices = {name: part for name, part in sharded.named_parameters() if part.requires_grad}
         super().__init__(make, slices, sharded.placements, sharded.norm_group, sharded.home)
@@ -59,7 +74,7 @@ class FullyShardOptimizer(SlicedOptimizer):
 
 
 @torch.no_grad()
-def full_state(sharded: "FullyShard") -> dict[str, Tensor]:
+def full_state(sharded: Sharded) -> dict[str, Tensor]:
     state = {name: tensor.cpu() for name, tensor in _buffers(sharded).items()}
     for flat in sharded.flats:
         whole = gather({p.name: p.slice for p in flat.params}, sharded.placements, sharded.norm_group)
@@ -68,14 +83,14 @@ def full_state(sharded: "FullyShard") -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def sharded_state(sharded: "FullyShard") -> dict[str, Any]:
+def sharded_state(sharded: Sharded) -> dict[str, Any]:
     slices = {name: param.slice.detach() for name, param in sharded.params.items()}
     buffers = _buffers(sharded)
     return {"world_size": sharded.group.world_size, "rank": sharded.group.rank, "slices": slices, "buffers": buffers}
 
 
 @torch.no_grad()
-def load_state(sharded: "FullyShard", state: dict[str, Any]) -> None:
+def load_state(sharded: Sharded, state: dict[str, Any]) -> None:
     group, buffers = sharded.group, _buffers(sharded)
     if "world_size" in state:
         if (state["world_size"], state["rank"]) != (group.world_size, group.rank):
@@ -94,7 +109,7 @@ def load_state(sharded: "FullyShard", state: dict[str, Any]) -> None:
         buffer.copy_(saved[name])
 
 
-def _check_names(sharded: "FullyShard", state: dict[str, Tensor]) -> None:
+def _check_names(sharded: Sharded, state: dict[str, Tensor]) -> None:
     shapes = {name: tensor.shape for name, tensor in sharded.module.state_dict().items()}
     shapes |= {name: param.placement.shape for param in sharded.params.values() for name in param.names}
     for name in [*shapes, *state]:
@@ -106,7 +121,7 @@ def _check_names(sharded: "FullyShard", state: dict[str, Tensor]) -> None:
             raise ValueError(f"{name} is {list(state[name].shape)} in the state, {list(shapes[name])} here.")
 
 
-def _buffers(sharded: "FullyShard") -> dict[str, Tensor]:
+def _buffers(sharded: Sharded) -> dict[str, Tensor]:
     """Those that are saved; every rank has them whole."""
     saved = sharded.module.state_dict()
     return {name: buffer for name, buffer in sharded.module.named_buffers() if name in saved}

@@ -7,21 +7,28 @@ What a rank's part is, placements say (`parallel/placement.py`): a slice of a he
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from minillm.comm import Group
+from minillm.model import ModelConfig
 from minillm.parallel.optimizer_state import SlicedOptimizer, StateLayout, names_by_group, plain
 from minillm.parallel.placement import Placement
 from minillm.parallel.tensor_parallel.plan import whole_shapes
 from minillm.train.optimizer import Updater
 
-if TYPE_CHECKING:
-    from minillm.train.strategies.hybrid import Hybrid
+
+class SplitModel(Protocol):
+    """What is read of a `Hybrid`: all its ranks, the whole model's shape, and what this rank holds of it."""
+
+    group: Group
+    config: ModelConfig
+    placements: Mapping[str, Placement]
 
 
 def gather_all(
-    strategy: "Hybrid", parts: Mapping[str, Tensor], placements: Mapping[str, Placement]
+    strategy: SplitModel, parts: Mapping[str, Tensor], placements: Mapping[str, Placement]
 ) -> dict[str, Tensor]:
     """This rank's parts of parameters, or of what goes with them -> whole tensors by name, in the model's order, on the
     CPU of every rank. Every rank calls it."""
@@ -33,7 +40,7 @@ def gather_all(
 class SplitUpdater:
     """`source` steps this rank's parts; its full state is that of a single process. See `optimizer.Updater`."""
 
-    def __init__(self, strategy: "Hybrid", source: Updater | SlicedOptimizer) -> None:
+    def __init__(self, strategy: SplitModel, source: Updater | SlicedOptimizer) -> None:
         self.strategy, self.source, self.inner = strategy, source, source.inner
         self.prepare_gradients, self.step, self.zero_grad = source.prepare_gradients, source.step, source.zero_grad
         sliced = isinstance(source, SlicedOptimizer)

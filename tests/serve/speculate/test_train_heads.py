@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import minillm.model
+from minillm.cli.train_heads import command
 from minillm.data import Loader, TokenDataset, Tokenizer
 from minillm.model import load_hf, save_hf
 from minillm.model.generate import CHECKPOINTS, folder_of
@@ -16,7 +17,7 @@ from minillm.serve.speculate.distil import MAKERS
 from minillm.serve.speculate.heads import load, save
 from minillm.serve.speculate.held_out import proposer_of, rounds
 from minillm.serve.speculate.registry import PROPOSERS, proposer_named
-from minillm.serve.speculate.train_heads import command, train
+from minillm.serve.speculate.train_heads import train
 
 OPTIONS = {"medusa": {"heads": 2, "layers": 1}, "eagle": {}, "early_exit": {"layers": 1, "width": 8}}
 

@@ -1,4 +1,4 @@
-"""The census against sizes worked out by hand. Everything is exact: bytes, not percentages."""
+"""The tracker against sizes worked out by hand. Everything is exact: bytes, not percentages."""
 
 import copy
 import gc
@@ -34,21 +34,21 @@ def test_a_training_step_by_hand(device, dtype, width):
     model = mlp(device, dtype)
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.randn(32, 64, device=device, dtype=dtype)
-    with memory(model, optimizer) as census:
-        assert dict(census.live) == dict.fromkeys(KINDS, 0) | {"parameter": PARAMETERS * width}
+    with memory(model, optimizer) as tracker:
+        assert dict(tracker.live) == dict.fromkeys(KINDS, 0) | {"parameter": PARAMETERS * width}
         loss = model(x).sum()
         # Saved for the backward pass: the first layer's input, and ReLU's output, which is also the second's input.
-        assert census.live.activation == (32 * 64 + 32 * 128) * width
+        assert tracker.live.activation == (32 * 64 + 32 * 128) * width
         loss.backward()
-        assert census.live.gradient == PARAMETERS * width
-        assert census.live.activation == 32 * 64 * width  # x is still held by us
+        assert tracker.live.gradient == PARAMETERS * width
+        assert tracker.live.activation == 32 * 64 * width  # x is still held by us
         optimizer.step()
-    live = census.live
+    live = tracker.live
     assert live.parameter == live.gradient == PARAMETERS * width
     assert live.optimizer == 2 * PARAMETERS * width + 4 * TENSORS  # Adam's `step` is one fp32 number per tensor
     assert live.total == sum(live[kind] for kind in KINDS)
-    assert census.at_peak.total == census.peak.total >= live.total
-    assert all(census.peak[kind] >= max(live[kind], census.at_peak[kind]) for kind in KINDS)
+    assert tracker.at_peak.total == tracker.peak.total >= live.total
+    assert all(tracker.peak[kind] >= max(live[kind], tracker.at_peak[kind]) for kind in KINDS)
 
 
 def test_sixteen_bytes_per_parameter_two_ways():
@@ -76,13 +76,13 @@ def test_sixteen_bytes_per_parameter_two_ways():
 def test_peak_of_inference_is_input_and_output_of_one_layer(device):
     model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(4)]).to(device)
     x = torch.randn(100, 256, device=device)
-    with torch.no_grad(), memory(model) as census:
+    with torch.no_grad(), memory(model) as tracker:
         model(x)
     row = 100 * 256 * 4
     # x, one layer's input and its output; from the third layer on the first intermediate is gone.
-    assert census.peak.total == 4 * 256 * 256 * 4 + 3 * row
-    assert census.peak.activation == 0
-    assert census.live.other == row  # x
+    assert tracker.peak.total == 4 * 256 * 256 * 4 + 3 * row
+    assert tracker.peak.activation == 0
+    assert tracker.live.other == row  # x
 
 
 def test_activations_pile_up_and_recomputation_does_without():
@@ -97,11 +97,11 @@ def test_activations_pile_up_and_recomputation_does_without():
     def step(recompute):
         blocks.zero_grad()
         x = torch.randn(50, 32, requires_grad=True)
-        with memory(blocks) as census:
+        with memory(blocks) as tracker:
             y = forward(x, recompute)
-            held = census.live.activation
+            held = tracker.live.activation
             y.sum().backward()
-        return held, census.peak, [p.grad.clone() for p in blocks.parameters()]
+        return held, tracker.peak, [p.grad.clone() for p in blocks.parameters()]
 
     torch.manual_seed(1)
     held, peak, gradients = step(recompute=False)
@@ -135,33 +135,33 @@ def test_each_storage_counts_once():
 
 
 def test_views_in_place_and_freeing():
-    with memory() as census:
+    with memory() as tracker:
         a = torch.zeros(1000)
         view = a.view(10, 100)[3:].t()
         a.add_(1).mul_(2)
-        assert census.live.total == census.peak.total == 4000
+        assert tracker.live.total == tracker.peak.total == 4000
         del a
-        assert census.live.total == 4000  # the view holds the storage
+        assert tracker.live.total == 4000  # the view holds the storage
         del view
-        assert census.live.total == 0
+        assert tracker.live.total == 0
         b = torch.zeros(10)
         b.resize_(500)
-        assert census.live.total == 2000
+        assert tracker.live.total == 2000
         b.untyped_storage().resize_(0)  # what FSDP does; no operation is dispatched
-        assert census.live.total == 0
-    assert census.peak.total == 4000
+        assert tracker.live.total == 0
+    assert tracker.peak.total == 4000
 
 
 def test_peak_per_kind_is_not_the_mix_at_the_peak():
     """The activations are gone when the optimizer's first step fills the memory."""
     model = nn.Linear(100, 100)
     optimizer = torch.optim.AdamW(model.parameters())
-    with memory(model, optimizer) as census:
+    with memory(model, optimizer) as tracker:
         model(torch.randn(50, 100)).sum().backward()
         optimizer.step()
-    assert census.peak.activation == 50 * 100 * 4
-    assert census.at_peak.activation == 0
-    assert census.at_peak.gradient == census.at_peak.parameter == 10100 * 4
+    assert tracker.peak.activation == 50 * 100 * 4
+    assert tracker.at_peak.activation == 0
+    assert tracker.at_peak.gradient == tracker.at_peak.parameter == 10100 * 4
 
 
 def test_gradients_that_are_freed_at_once_are_still_gradients():
@@ -169,26 +169,26 @@ def test_gradients_that_are_freed_at_once_are_still_gradients():
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(5)])
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    with memory(model) as census:
+    with memory(model) as tracker:
         model(torch.randn(8, 64)).sum().backward()
-    assert census.peak.gradient == 64 * 64 * 4
-    assert census.live.gradient == 0
+    assert tracker.peak.gradient == 64 * 64 * 4
+    assert tracker.live.gradient == 0
     assert not any(len(p._post_accumulate_grad_hooks) > 1 for p in model.parameters())  # ours are gone
 
 
 def test_accumulated_gradients_cost_once():
     model = mlp()
-    with memory(model) as census:
+    with memory(model) as tracker:
         for _ in range(3):
             model(torch.randn(4, 64)).sum().backward()
-    assert census.peak.gradient == PARAMETERS * 4
+    assert tracker.peak.gradient == PARAMETERS * 4
 
 
 def test_without_module_parameters_are_recognised_by_use():
     model = nn.Linear(10, 20)
-    with memory() as census:
+    with memory() as tracker:
         model(torch.randn(3, 10)).sum()
-    assert census.at_peak.parameter == (10 * 20 + 20) * 4
+    assert tracker.at_peak.parameter == (10 * 20 + 20) * 4
     model = nn.Linear(10, 20)
     model.weight.grad = torch.zeros_like(model.weight)
     live = memory(optimizer=torch.optim.SGD(model.parameters())).live
@@ -208,11 +208,11 @@ def test_a_home_made_optimizer_and_nested_ones():
 
     model = nn.Linear(4, 4)
     optimizer = Mine(model.parameters())
-    with memory(model, optimizer) as census:
+    with memory(model, optimizer) as tracker:
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
-    assert census.live.optimizer == (5 + 6 + 20) * 4
-    assert census.peak.optimizer == census.live.optimizer
+    assert tracker.live.optimizer == (5 + 6 + 20) * 4
+    assert tracker.peak.optimizer == tracker.live.optimizer
 
 
 def test_counts_only_the_wanted_device():
@@ -228,10 +228,10 @@ def test_leaves_results_errors_and_garbage_as_they_were(device):
     x = torch.randn(5, 64, device=device)
     twin = copy.deepcopy(model)
     model(x).square().sum().backward()
-    with memory(twin) as census:
+    with memory(twin) as tracker:
         twin(x).square().sum().backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
-    assert census.live.total == census.live.parameter + census.live.gradient + x.nbytes
+    assert tracker.live.total == tracker.live.parameter + tracker.live.gradient + x.nbytes
 
     with memory(), pytest.raises(RuntimeError, match="inplace operation"):
         w = torch.randn(3, requires_grad=True)
@@ -274,6 +274,6 @@ def test_peak_agrees_with_the_allocator():
     model.zero_grad()
     before = torch.cuda.memory_allocated() - 5 * 2**22
     torch.cuda.reset_peak_memory_stats()
-    with memory(model) as census:
+    with memory(model) as tracker:
         model(x).sum().backward()
-    assert census.peak.total == pytest.approx(torch.cuda.max_memory_allocated() - before, rel=0.01)
+    assert tracker.peak.total == pytest.approx(torch.cuda.max_memory_allocated() - before, rel=0.01)
