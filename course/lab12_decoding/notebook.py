@@ -96,7 +96,8 @@ receipts.first_guess(guess)
 def attend(q, k, v, keys, values, start):
     """q: [heads, n, d]; k, v: [kv_heads, n, d]: n new tokens -> [heads, n, d].
 
-    keys, values: [kv_heads, room, d], this layer's cache; places 0 .. start - 1 are filled. Writes k and v into it.
+    keys, values: [kv_heads, room, d], this layer's cache; places 0 .. start - 1 are filled. Writes k and v into it
+    and reads filled places only.
     Query head j reads kv head j // (heads / kv_heads).
     """
     # BEGIN SOLUTION

@@ -17,11 +17,13 @@ from course.lab12_decoding import formulas as predict
 from course.lab12_decoding.experiments import GPUS, MODELS, WIDE, Point
 from course.shared.measuring import one_thread
 from course.shared.table import Table, seconds, table
+from minillm.labkit.answers import answers_of
 from minillm.labkit.receipts import Receipt, Row, receipt, row
 from minillm.model import generate as decoder
 from minillm.predict import roofline
 from minillm.predict.model import kv_bytes_per_token
 
+ANSWERS = answers_of("12_decoding")
 H100 = GPUS["H100 SXM"]
 
 
@@ -324,8 +326,8 @@ def design_card(context: int = 4096, most_s: float = 0.02) -> Table:
 
 def _cache() -> Iterator[Row]:
     for check, learnt, name in (
-        (answers.check_generate, answers.generate, "decode"),
-        (speed.check_kv_bytes, speed.kv_bytes, "cache"),
+        (answers.check_generate, ANSWERS.generate, "decode"),
+        (speed.check_kv_bytes, ANSWERS.kv_bytes, "cache"),
     ):
         found = check(learnt)
         yield from (replace(each, name=f"{name}: {each.name.strip()}") for each in getattr(found, "rows", found))
@@ -339,12 +341,12 @@ def _step() -> Iterator[Row]:
     for batch, context in ((1, 64), (8, 512)):
         for what, (predicted, counted) in experiments.bytes_of_a_step(batch, context).items():
             yield row(f"decode step, batch {batch}, context {context}: {what} read", predicted, counted, "B")
-    for found in speed.check_latencies(speed.latencies).rows[:2]:
+    for found in speed.check_latencies(ANSWERS.latencies).rows[:2]:
         yield replace(found, name=f"engine's log, {found.name.strip()}")
 
 
 def _sampling() -> Iterator[Row]:
-    found = sampling.check_distribution(sampling.distribution)
+    found = sampling.check_distribution(ANSWERS.distribution)
     yield from (replace(each, name=f"sampling: {each.name}") for each in found[3:8])
 
 

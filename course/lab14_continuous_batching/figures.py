@@ -8,13 +8,16 @@ from matplotlib.figure import Figure
 from course.lab14_continuous_batching import experiments_engines as engines
 from course.lab14_continuous_batching import figures_flight as lab_14_flight
 from course.lab14_continuous_batching import formulas as predict
-from course.lab14_continuous_batching.checks import continuous_batches
 from course.lab14_continuous_batching.experiments import Flight
 from course.shared.step_cost import H100_8B
+from minillm.labkit.answers import answers_of
 from minillm.labkit.palette import PALETTE, look
 from minillm.labkit.plots import style, subplots
 from minillm.serve import POLICIES
 from minillm.serve.trace import skewed, uniform
+
+ANSWERS = answers_of("14_continuous_batching")
+
 
 PALE = (PALETTE["orange"], PALETTE["sky"], PALETTE["purple"], PALETTE["yellow"])  # numbers on these are black
 
@@ -91,7 +94,7 @@ def _static(lengths: list[int], max_num_seqs: int) -> list[tuple[int, int]]:
 
 def _continuous(lengths: list[int], max_num_seqs: int) -> list[tuple[int, int]]:
     free_at, bars = [0] * max_num_seqs, {}
-    for step, batch in enumerate(continuous_batches(lengths, max_num_seqs)):
+    for step, batch in enumerate(ANSWERS.continuous_batches(lengths, max_num_seqs)):
         for request in batch:
             if request not in bars:
                 seat = min(range(max_num_seqs), key=lambda s: (free_at[s] > step, s))

@@ -11,12 +11,15 @@ from course.lab14_continuous_batching import experiments_breaks as breaks
 from course.lab14_continuous_batching import experiments_engines as engines
 from course.lab14_continuous_batching import figures_flight as flight_pictures
 from course.lab14_continuous_batching import formulas as predict
-from course.lab14_continuous_batching.checks_flight import diagnose
 from course.lab14_continuous_batching.experiments_transformers import peer
 from course.shared.step_cost import FOUR_H100_70B, H100_8B
 from course.shared.table import Table, seconds, table
+from minillm.labkit.answers import answers_of
 from minillm.labkit.receipts import Receipt, Row, receipt, row
 from minillm.serve import Scheduler
+
+ANSWERS = answers_of("14_continuous_batching")
+
 
 SEATS = engines.SEATS
 
@@ -35,7 +38,7 @@ def rows() -> Iterator[Row]:
     for fault in breaks.FAULTS:
         flight = breaks.case(fault, 14)
         prompts = {name: told.prompt for name, told in flight.told.items()}
-        yield row("diagnosis of a recorded run", fault, diagnose(flight.records, prompts))
+        yield row("diagnosis of a recorded run", fault, ANSWERS.diagnose(flight.records, prompts))
 
 
 # Cells of the notebook, in order.

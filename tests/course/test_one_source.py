@@ -13,7 +13,9 @@ ROOT = Path(__file__).parents[2]
 CONVERTED = (  # labs move from TO_CONVERT up here, never back
     "01_collectives",
     "02_one_device",
+    "12_decoding",
     "13_paged_attention",
+    "14_continuous_batching",
     "15_speculative_decoding",
 )
 TO_CONVERT = tuple(lab for lab in course.folders(ROOT) if lab not in CONVERTED)
