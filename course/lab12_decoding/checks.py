@@ -115,7 +115,11 @@ def _judge_output(who: str, found: Any, wanted: Tensor, case: tuple, start: int,
             raise CheckFailed(f"{who}: {said}")
     if not torch.isfinite(found).all():
         raise CheckFailed(f"{who}: the output is not finite: does some query see no key at all?")
-    raise CheckFailed(f"{who}: the output is not causal attention over the {start} kept and the new tokens")
+    off = float((found.double() - wanted).abs().max())
+    raise CheckFailed(
+        f"{who}: the output is off by up to {off:.1e} from causal attention over the {start} kept and the new tokens "
+        "(in float64: keep the dtype of the inputs)"
+    )
 
 
 def _wrong_ways(case: tuple[Tensor, Tensor, Tensor], start: int, before: tuple) -> Iterator[tuple[str, Tensor]]:

@@ -176,7 +176,10 @@ _WAYS = (
     ("the nucleus is cut from the distribution before the temperature: temperature comes first", _nucleus_first),
     ("logits are divided by the temperature, not multiplied", lambda x, t, k, p: by_hand(x, 1 / t if t else 0, k, p)),
     ("the temperature has no effect", lambda x, t, k, p: by_hand(x, 1.0, k, p)),
-    ("top_k has no effect", lambda x, t, k, p: by_hand(x, t, None, p)),
+    (
+        "top_k has no effect, or only after the nucleus: cut to the k likeliest first, then take the nucleus of these",
+        lambda x, t, k, p: by_hand(x, t, None, p),
+    ),
     ("one token too many: top_k keeps k", lambda x, t, k, p: by_hand(x, t, k + 1 if k else k, p)),
     ("top_p has no effect", lambda x, t, k, p: by_hand(x, t, k, 1.0)),
 )

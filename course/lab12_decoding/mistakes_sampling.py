@@ -113,7 +113,11 @@ def by_logits(logits, temperature, top_k, top_p):
     return out.masked_fill(~ANSWERS.nucleus(out.softmax(-1), top_p), float("-inf")).softmax(-1)
 
 
-@mistake("sampling-distribution", "the nucleus of all tokens, cut with the k likeliest", expect="top_k 3, top_p 0.7")
+@mistake(
+    "sampling-distribution",
+    "the nucleus of all tokens, then the k likeliest",
+    expect="cut to the k likeliest first",
+)
 def nucleus_of_all(logits, temperature, top_k, top_p):
     if temperature == 0 or top_k is None:
         return ANSWERS.distribution(logits, temperature, top_k, top_p)

@@ -89,6 +89,13 @@ def check_diagnose(learner: Callable) -> Receipt:
             if found != fault:
                 raise CheckFailed(_misread(flight, fault, found))
             right += 1
+            if fault == breaks.HEALTHY:
+                begun = list(flight.records[: len(flight.records) // 2])
+                if (found := learner(begun, {name: told.prompt for name, told in flight.told.items()})) != fault:
+                    raise CheckFailed(
+                        f"the first {len(begun)} steps of a healthy run: you say '{found}'. That not all requests have "
+                        "ended is no fault, the recording may stop earlier"
+                    )
         rows.append(row(f"{fault}: told, of 6 flights", 6, right))
     return Receipt("five schedulers, 30 flights", tuple(rows))
 

@@ -154,3 +154,9 @@ def questions(records, prompts):
             return "phases never mixed"
         ready = (ready | tokens[record.step]) - set(record.ended)
     return "healthy"
+
+
+@mistake("diagnose-a-flight", "whatever-has-not-ended-is-a-livelock", expect="is no fault")
+def not_ended(records, prompts):
+    found = ANSWERS.diagnose(records, prompts)
+    return "livelock" if sum(len(each.ended) for each in records) < len(prompts) else found

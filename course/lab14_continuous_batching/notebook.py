@@ -461,7 +461,8 @@ def diagnose(records, prompts):
 
     records: one per step, each with batch: (name, first position, tokens), admitted, preempted, ended: names, and
     sampled: how many tokens came out. prompts: {name: tokens of its prompt}. Names are "0", "1", ... in order of
-    arrival, priorities equal. In a step preemptions come first, then admissions, then the batch."""
+    arrival, priorities equal. In a step preemptions come first, then admissions, then the batch. The recording may stop
+    before all requests have ended."""
     # BEGIN SOLUTION
     held, away, decoding = dict(prompts), set(), set()
     if len(records) > 100 and not any(each.sampled for each in records[-100:]):

@@ -47,7 +47,7 @@ def check_residual(learner: Callable) -> Receipt:
         overlap = torch.minimum(p, q)
         left = (p - q).clamp(min=0)
         off = float((found - left / left.sum()).abs().max())
-        if off > NOTHING:
+        if not off <= NOTHING:  # NaN, too
             raise CheckFailed(
                 f"p = {_show(p)}, q = {_show(q)}: you returned {_show(found)}; due is {_show(left / left.sum())}. They "
                 f"differ by up to {off:.1e}, and {NOTHING:g} is allowed.",

@@ -63,6 +63,12 @@ mistake("best-k", "closed form without its corner", expect="ZeroDivisionError")(
 mistake("best-k", "always draft tokens", expect="0 draft tokens is a choice")(
     rule(right.speedup, lambda alpha, c, most: max(range(1, most + 1), key=lambda k: right.speedup(alpha, c, k)))
 )
+mistake("best-k", "not a number where α = 1", expect="your speedup is nan")(
+    rule(lambda alpha, c, k: float("nan") if alpha == 1 else right.speedup(alpha, c, k))
+)
+mistake("best-k", "the largest of equals", expect="best_k is 0")(
+    rule(right.speedup, lambda alpha, c, most: max(range(most + 1), key=lambda k: (right.speedup(alpha, c, k), k)))
+)
 mistake("best-k", "the most draft tokens", expect="best_k is")(rule(right.speedup, lambda alpha, c, most: most))
 mistake("best-k", "most left out", expect="best_k is")(
     rule(right.speedup, lambda alpha, c, most: max(range(most), key=lambda k: right.speedup(alpha, c, k)))
