@@ -45,9 +45,8 @@ class Batch:
         for name in ("targets", "weights"):
             other = getattr(self, name)
             if other is not None and other.shape != self.tokens.shape:
-                raise ValueError(
-                    f"{name} have shape {list(other.shape)}, tokens {list(self.tokens.shape)}: use one shape."
-                )
+                shapes = f"{list(other.shape)}, tokens {list(self.tokens.shape)}"
+                raise ValueError(f"{name} have shape {shapes}: use one shape.")
 
     @staticmethod
     def random(config: ModelConfig, batch: int, seq: int, *, seed: int = 0) -> "Batch":
@@ -280,8 +279,8 @@ def _judge(outcome: _Outcome, expected: Reference, tolerance: float) -> Comparis
     weight = max(_errors(outcome.weights, expected.weights).values())
     norm = abs(outcome.grad_norm - expected.grad_norm) / expected.grad_norm
     ok = max(gradient_errors[worst], weight, norm) <= tolerance and outcome.identical
-    label = f"{outcome.layout}, {outcome.case}"
-    return Comparison(label, gradient_errors[worst], weight, norm, worst, outcome.identical, ok)
+    name = f"{outcome.layout}, {outcome.case}"
+    return Comparison(name, gradient_errors[worst], weight, norm, worst, outcome.identical, ok)
 
 
 def _errors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:

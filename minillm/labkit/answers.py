@@ -57,7 +57,7 @@ class Answers:
                 wanted = wanted | reads
         for index, names in reversed(needed):
             if index not in self._done:
-                code = ast.Module([deepcopy(_only(self._statements[index], names))], type_ignores=[])  # it is changed
+                code = ast.Module([deepcopy(_only(self._statements[index], names))], type_ignores=[])
                 exec(compile(_Unchecked().visit(code), str(self._master), "exec"), self._module.__dict__)
                 if not isinstance(self._statements[index], (ast.Import, ast.ImportFrom)):
                     self._done.add(index)

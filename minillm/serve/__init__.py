@@ -3,16 +3,23 @@
 llm = LLM(model, tokenizer=tokenizer)
 for output in llm.generate(["def ", "class "], SamplingParams(max_tokens=32, n=2, temperature=0.8)): ...
 
-What it is compared with has its face: `Naive`, `StaticBatches`, `TimerBatches`; `replay` sends a trace through any.
+Reading order:
+1. `tiny.py`        the whole engine on one page: block tables, token budget, continuous batching, preemption
+2. `blocks.py`      which sequence holds which block; prefix cache, eviction, copy on write, swapping
+3. `scheduler.py`   which tokens the next forward pass computes, and which sequence is preempted when blocks run out
+4. `engine.py`      add, step, cancel, stream; with `model_runner.py` (one forward pass) and `sampling.py` (one token)
+5. `minillm/model/paged.py`   attention over blocks anywhere in memory; `paged_triton.py` is its GPU kernel
+Beside the path: `speculate/` (draft tokens), `trace.py` (`replay` sends the same requests through any engine).
 """
 
 from minillm.serve.blocks import BlockPool, Prefix
 from minillm.serve.engine import LLM
 from minillm.serve.recorder import StepRecord
-from minillm.serve.request import Answer, Output, Timing
+from minillm.serve.request import Answer, Delta, Output, Timing
 from minillm.serve.sampling import SamplingParams, Token
 from minillm.serve.scheduler import POLICIES, Scheduler
 from minillm.serve.sequence import Plan, Sequence, State
+from minillm.serve.tiny import TinyLLM
 from minillm.serve.trace import Arrival, VirtualClock, replay, skewed, summary, uniform
 
 __all__ = [
@@ -21,6 +28,7 @@ __all__ = [
     "Answer",
     "Arrival",
     "BlockPool",
+    "Delta",
     "Output",
     "Plan",
     "Prefix",
@@ -30,6 +38,7 @@ __all__ = [
     "State",
     "StepRecord",
     "Timing",
+    "TinyLLM",
     "Token",
     "VirtualClock",
     "replay",

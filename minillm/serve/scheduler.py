@@ -107,6 +107,8 @@ class Scheduler:
         """Its new tokens are verified: the blocks they filled are shared, those of rejected guesses go back."""
         size, before = self.pool.block_size, sequence.num_computed
         sequence.num_computed = sequence.num_tokens - 1
+        if sequence.num_computed == before and len(sequence.blocks) == self.pool.blocks_for(before):
+            return
         self._cache_blocks(sequence, before // size, sequence.num_computed // size)
         held = self.pool.blocks_for(sequence.num_computed)
         self.pool.release(sequence.blocks[held:])
@@ -141,6 +143,10 @@ class Scheduler:
     def _give(self, sequence: Sequence, budget: int, plan: Plan) -> int:
         """Plans the next tokens of a sequence that has blocks for all; returns how many."""
         size, computed = self.pool.block_size, sequence.num_computed
+        if budget and sequence.num_uncomputed == 1 and (computed + 1) % size:  # decoding, within a block
+            plan.batch.append((sequence, 1))
+            sequence.last_step = self.step
+            return 1
         if (
             budget and sequence.num_uncomputed > 1 and computed % size == 0
         ):  # what others computed meanwhile is taken over
@@ -179,6 +185,8 @@ class Scheduler:
         while True:
             missing = self.pool.blocks_for(sequence.num_tokens) - len(sequence.blocks)
             shared = not missing and self.pool.references[sequence.blocks[index]] > 1
+            if not missing and not shared:  # nearly always: the last block has room
+                return True
             if missing + shared <= self.pool.available:
                 break
             later = self.running[self.running.index(sequence) + 1 :]

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from minillm.model import ModelConfig, Transformer
+from minillm.model.draw import sample_seed
 from minillm.model.generate import generate
 from minillm.serve import LLM, POLICIES, SamplingParams
 
@@ -57,7 +58,11 @@ def proof():
         for index in range(params.n):
             ids = []
             for token in generate(
-                model, prompt, params.max_tokens, temperature=params.temperature, seed=params.seed + index
+                model,
+                prompt,
+                params.max_tokens,
+                temperature=params.temperature,
+                seed=sample_seed(params.seed or 0, index),
             ):
                 if token in params.stop_tokens:
                     break

@@ -1,10 +1,10 @@
 """The strategies of the training loop: replicas, sharded optimizer state and gradients, sharded everything.
 
-    strategy              module that runs      what a rank steps                       files
-    DataParallel          BucketedDDP           everything                              ddp.py
-    ShardedStates         the model itself      1/N, then all-gather                    zero (stages 1 and 2)
-    ShardedModel          FullyShard            its 1/N                                 fsdp (stage 3)
-    Hybrid                a split model         its parts, or 1/N of them               hybrid.py (tp, pp, HSDP, any stage)
+    strategy              module that runs      what a rank steps           mechanism
+    DataParallel          BucketedDDP           everything                  parallel/data_parallel
+    ShardedStates         the model itself      1/N, then all-gather        parallel/zero (stages 1 and 2)
+    ShardedModel          FullyShard            its 1/N                     parallel/fsdp (stage 3)
+    Hybrid                a split model         its parts, or 1/N of them   hybrid.py (tp, pp, HSDP, any stage)
 
 Each has the methods of `SingleDevice`, which says what they mean.
 """
