@@ -554,8 +554,6 @@ receipts.transformers(at_once["skewed", "continuous"])
 # ```
 #
 # ## Interview corner
-#
-# The numbers behind the answers, by formula:
 
 # %%
 receipts.interview()
@@ -569,8 +567,6 @@ receipts.interview()
 # Answers differ in length. A static batch runs as long as its longest, so it takes $E[\max \text{ of } B]/E[n]$ times
 # the steps: 1.94 for uniform lengths and 32 seats, 4.05 for geometric ones. And a new request waits for a whole batch;
 # with continuous batching, for a step.
-#
-# *Follow-up: when is there no gain?* Equal lengths, all there at once.
 # </details>
 #
 # **2. Chunked prefill: what does it improve, what does it cost?**
@@ -603,8 +599,6 @@ receipts.interview()
 #
 # One fixed rank per request, given at arrival, with priority as a bounded head start. Admission strictly in rank order;
 # preemption only of later ranks. Then the first in rank always makes progress.
-#
-# *Follow-up: what does strict admission cost?* A large request at the head leaves blocks idle until it fits.
 # </details>
 #
 # ### Design questions

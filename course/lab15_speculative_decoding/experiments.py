@@ -110,7 +110,8 @@ def alpha_by_temperature(temperatures: Sequence[float], kinds: Sequence[str] = K
 @dataclass(frozen=True)
 class Run:
     """passes: of each sequence, added up. step_s, sampled: CPU seconds and new tokens of a decoding step with a full
-    batch, the proposer's part (draft_s, for `places` guesses of each sequence) included; means. whole_s: of it all."""
+    batch, the proposer's part (draft_s, for `places` draft tokens of each sequence) included; means. whole_s: of it
+    all."""
 
     answers: list[list[int]]
     passes: int
@@ -127,7 +128,7 @@ class Run:
 
 
 class Watched:
-    """A proposer whose calls are timed: (sequences, guesses of the longest draft, CPU seconds) of each."""
+    """A proposer whose calls are timed: (sequences, draft tokens of the longest draft, CPU seconds) of each."""
 
     def __init__(self, proposer: Proposer):
         self.proposer, self.calls = proposer, []
@@ -191,7 +192,8 @@ def generate(
 
 @dataclass(frozen=True)
 class Compared:
-    """A proposer beside none, on the same prompts. c: seconds of a guess / of a plain pass; verify: of a verifying pass
+    """A proposer beside none, on the same prompts. c: seconds of a draft token / of a plain pass; verify: of a
+    verifying pass
     / of a plain one; predicted: the formula fed with them and the acceptance at each place; same: equal tokens."""
 
     run: Run
@@ -220,6 +222,6 @@ def compare(proposer: Proposer, k: int | AdaptiveK, plain: Run, asked: Sequence[
 
 
 def formula(run: Run) -> float:
-    """Tokens per pass from the acceptance at each place; a pass without a guess yields one token."""
+    """Tokens per pass from the acceptance at each place; a pass without a draft token yields one token."""
     asked = run.counts.tried[0] / run.passes if run.counts.tried else 0.0
     return 1 + asked * (predict.tokens_per_pass(run.counts.alpha) - 1)
