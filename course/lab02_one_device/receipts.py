@@ -89,6 +89,7 @@ def six_flops() -> Receipt:
                 for seq, each in zip((64, 256), shares, strict=True)
             ),
         ],
+        open_rows=2,
     )
 
 
@@ -106,6 +107,7 @@ def step(splits: Mapping[str, Mapping[str, float]], mfu: Callable) -> Receipt:
             row("backward / forward", None, plain["backward"] / plain["forward"]),
             row("optimizer, share of the step", None, f"{plain['optimizer'] / plain['step']:.1%}"),
         ],
+        open_rows=3,
     )
 
 
@@ -140,6 +142,7 @@ def accumulation(accumulate: Callable | None = None) -> Receipt:
             row("    of 4 rows at once", None, at_once.activation, "B"),
             row("gradients of 4 pieces: those of one", one.gradient, four.gradient, "B"),
         ],
+        open_rows=2,
     )
 
 
@@ -156,6 +159,7 @@ def sixteen_bits() -> Receipt:
             row("    multiplied by 2^16 before", 0, flushed_share(values, torch.float16, 2.0**16)),
             row("bf16: the same values", 0, flushed_share(values, torch.bfloat16)),
         ],
+        open_rows=2,
     )
 
 
@@ -175,6 +179,7 @@ def recomputation(ways: Mapping[str, Mapping[str, float]] | None = None, guess: 
             row("    every block: their inputs, and one block", kept[1], ways["full"]["activation"], "B", 0.02),
             row("time, every block recomputed", None, ways["full"]["seconds"] / ways["none"]["seconds"], noisy=True),
         ],
+        open_rows=3,
     )
 
 
@@ -206,6 +211,7 @@ def clipping(clip: Callable | None = None) -> Receipt:
             row("norm after your clipping", 1.0, torch.cat([shard[0] for shard in shards]).norm(), "", 1e-5),
             row("norm if each shard clips by its own: √16", 4.0, wrong, "", 0.01),
         ],
+        open_rows=2,
     )
 
 
@@ -268,6 +274,7 @@ def torch_checkpoint() -> Receipt:
             row("input without gradient, use_reentrant=False", "trains", outcome[False]),
             row("    use_reentrant=True", "RuntimeError", outcome[True]),
         ],
+        open_rows=2,
     )
 
 
@@ -295,7 +302,7 @@ def torch_and_accelerate() -> Receipt:
     rows.append(row("accelerate: equal to the mean of means, to 1e-12", True, apart < 1e-12))
     far = ((library - big).norm() / big.norm()).item()
     rows.append(row("    relative distance from the big batch", None, f"{far:.0%}"))
-    return receipt("torch and accelerate", rows)
+    return receipt("torch and accelerate", rows, open_rows=1)
 
 
 def interview() -> Table:
