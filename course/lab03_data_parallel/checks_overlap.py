@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from course.lab03_data_parallel import replicas
 from course.lab03_data_parallel.replicas import Case, Net, Trained

@@ -2,6 +2,8 @@
 
 import contextlib
 
+import torch
+
 from minillm.labkit import answers_of
 from minillm.labkit.exercises import alternative, mistake
 
