@@ -14,6 +14,8 @@
 #
 # Every rank below is a real process. Times that are *emulated* say so: backward sleeps for a known time and the link is
 # paced, because two cores cannot show computation and communication side by side.
+#
+# The calls of `group`, and what each returns: [docs/group.md](../docs/group.md).
 
 # %%
 import contextlib

@@ -13,6 +13,8 @@
 #
 # Data parallelism gives every rank the same weights, gradients and optimizer state. ZeRO
 # ([Rajbhandari et al. 2020](https://arxiv.org/abs/1910.02054)) removes the copies.
+#
+# The calls of `group`, and what each returns: [docs/group.md](../docs/group.md).
 
 # %%
 import inspect

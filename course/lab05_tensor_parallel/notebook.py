@@ -14,6 +14,8 @@
 # Data parallelism and ZeRO give each rank different *tokens* and, while it computes, the whole model. Tensor
 # parallelism ([Shoeybi et al. 2019](https://arxiv.org/abs/1909.08053), Megatron-LM) gives every rank the same tokens
 # and a part of every *weight*. No rank ever holds a whole matrix.
+#
+# The calls of `group`, and what each returns: [docs/group.md](../docs/group.md).
 
 # %%
 import inspect

@@ -15,6 +15,8 @@
 # *activations* travel. Each of $n$ ranks is a *stage* and holds neighbouring layers. A batch is cut into $M$
 # *microbatches*, which pass through the stages forward (F) and back (B). A batch of 10 samples in 5 microbatches makes
 # 2 *samples* each. The pipeline-parallel size is the number of stages: "PP = 2" means two stages, not four.
+#
+# The calls of `group`, and what each returns: [docs/group.md](../docs/group.md).
 
 # %%
 import inspect

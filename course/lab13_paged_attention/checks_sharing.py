@@ -122,12 +122,12 @@ def _judge_chain_order(learner: Callable) -> str:
     chains = {name: [pool.allocate() for _ in range(3)] for name in ("old", "new")}
     for name, blocks in chains.items():
         for index, block in enumerate(blocks):
-            pool.publish(block, (name, index))
+            pool.cache_block(block, (name, index))
     for name in ("old", "new"):
         pool.release(list(chains[name]))
     if any(pool.references) or len(pool.idle) != 6:
         raise CheckFailed(
-            f"two sequences with 6 published blocks have left, and idle holds {len(pool.idle)} of them: keep what can "
+            f"two sequences with 6 cached blocks have left, and idle holds {len(pool.idle)} of them: keep what can "
             "still be found"
         )
     for block in chains["old"]:  # a hit: it is the recently used one now
@@ -176,7 +176,7 @@ def _judge_random_cache(learner: Callable) -> int:
             paper[block] += 1
             tables.append([block])
             if random.random() < 0.7:
-                pool.publish(block, turn)
+                pool.cache_block(block, turn)
         elif random.random() < 0.4 and pool.block_of:
             key, block = random.choice(list(pool.block_of.items()))
             if block not in cached and not paper[block]:

@@ -7,7 +7,7 @@ from course.lab06_pipeline_parallel import experiments
 from course.lab06_pipeline_parallel import experiments_breaks as breaks
 from course.lab06_pipeline_parallel import experiments_stale as stale
 from course.lab06_pipeline_parallel import figures as pictures
-from course.lab06_pipeline_parallel.experiments import FORWARD_S, PRINTED_CHART, MODEL, ROWS, SEQ, Job
+from course.lab06_pipeline_parallel.experiments import FORWARD_S, MODEL, PRINTED_CHART, ROWS, SEQ, Job
 from minillm.parallel.pipeline_parallel import schedules
 from minillm.parallel.pipeline_parallel.schedules import Action
 from minillm.predict import pipeline as predict
