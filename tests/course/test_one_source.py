@@ -13,6 +13,10 @@ ROOT = Path(__file__).parents[2]
 CONVERTED = (  # labs move from TO_CONVERT up here, never back
     "01_collectives",
     "02_one_device",
+    "03_data_parallel",
+    "04_zero",
+    "05_tensor_parallel",
+    "06_pipeline_parallel",
     "12_decoding",
     "13_paged_attention",
     "14_continuous_batching",
