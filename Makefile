@@ -38,6 +38,7 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/codespell minillm course docs README.md CONTRIBUTING.md
 
 notebooks: $(VENV)/.ready
 	$(BIN)/python -m minillm notebooks

@@ -36,6 +36,8 @@
 # - **Stuck cell?** The stop button (■) ends it, and all ranks with it. *Kernel → Restart Kernel* starts afresh.
 # - **Solutions** lie next door: `solutions/00_start_here.ipynb`. **Your progress**: `python -m minillm progress` in a
 #   terminal; `--help` says how to reset it.
+#
+# The calls of `group`, and what each returns: [docs/group.md](../docs/group.md).
 
 # %%
 import torch

@@ -2,10 +2,12 @@
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from minillm import comm, measure
 from minillm.comm import Group, Link, Topology, launch
@@ -163,21 +165,103 @@ def two_level(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 # Bytes.
 
+ELEMENTS = 2_000_000  # 8 MB of fp32
 COLLECTIVES: dict[str, tuple[Program, Callable[..., comms.Cost]]] = {
-    "reduce-scatter": (comm.ring_reduce_scatter, comms.ring_reduce_scatter),
-    "all-gather": (lambda x, group: comm.ring_all_gather(x.chunk(group.world_size)[0], group), comms.ring_all_gather),
     "all-reduce": (comm.ring_all_reduce, comms.ring_all_reduce),
+    "reduce-scatter": (comm.ring_reduce_scatter, comms.ring_reduce_scatter),
+    "all-gather": (
+        lambda x, group: comm.ring_all_gather(x.chunk(group.world_size)[group.rank], group),
+        comms.ring_all_gather,
+    ),
     "broadcast": (comm.tree_broadcast, comms.tree_broadcast),
     "all-to-all": (comm.pairwise_all_to_all, comms.pairwise_all_to_all),
     "parameter server": (comm.parameter_server_all_reduce, comms.parameter_server_all_reduce),
+    "tree reduce": (comm.tree_reduce, comms.tree_reduce),
+    "recursive doubling": (comm.recursive_doubling_all_reduce, comms.recursive_doubling_all_reduce),
+    "two levels": (two_level, lambda *shape: comms.hierarchical_all_reduce(*shape, 2).total),
+}
+TORCH_TWINS = {
+    "all_reduce": "all-reduce",
+    "all_gather_into_tensor": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "all_to_all_single": "all-to-all",
+    "broadcast": "broadcast",
 }
 
 
-def bytes_of_collectives(nproc: int = 4, num_elements: int = 2_000_000) -> dict[str, Any]:
+def costs(nproc: int, names: Sequence[str] = tuple(COLLECTIVES), num_elements: int = ELEMENTS) -> dict[str, comms.Cost]:
+    """What the formulas predict of each collective on `num_elements` numbers of 4 bytes."""
+    return {name: COLLECTIVES[name][1](num_elements, 4, nproc) for name in names}
+
+
+def bytes_of_collectives(nproc: int = 4, num_elements: int = ELEMENTS) -> dict[str, Any]:
     """Bytes that minillm's collectives send: predicted, by the ledger, on the wire."""
-    ranks = launch(bytes_moved, nproc, {name: program for name, (program, _) in COLLECTIVES.items()}, num_elements)
-    costs = {name: cost(num_elements, 4, nproc) for name, (_, cost) in COLLECTIVES.items()}
-    return beside_costs(ranks, costs, 4 * num_elements)
+    return bytes_of({name: program for name, (program, _) in COLLECTIVES.items()}, nproc, num_elements)
+
+
+def bytes_of(programs: Mapping[str, Program], nproc: int = 4, num_elements: int = ELEMENTS) -> dict[str, Any]:
+    """The same of anybody's programs, called as in COLLECTIVES."""
+    ranks = launch(bytes_moved, nproc, programs, num_elements)
+    return beside_costs(ranks, costs(nproc, tuple(programs), num_elements), 4 * num_elements)
+
+
+def values_of_collectives(group: Group) -> dict[str, bool]:
+    """Whether each of minillm's collectives gives this rank the right values, on small whole numbers (exact sums)."""
+    n, r = group.world_size, group.rank
+    inputs = [torch.randint(-64, 64, (4096 * n,), generator=torch.Generator().manual_seed(i)).float() for i in range(n)]
+    total = torch.stack(inputs).sum(0)
+    special = {
+        "reduce-scatter": total.chunk(n)[r],
+        "all-gather": torch.cat([x.chunk(n)[i] for i, x in enumerate(inputs)]),
+        "broadcast": inputs[0],
+        "tree reduce": total if r == 0 else inputs[r],
+        "all-to-all": torch.cat([x.chunk(n)[r] for x in inputs]),
+    }
+    results = {name: program(inputs[r].clone(), group) for name, (program, _) in COLLECTIVES.items()}
+    return {name: torch.equal(result, special.get(name, total)) for name, result in results.items()}
+
+
+def bits_of_ring(group: Group, all_reduce: Program = comm.ring_all_reduce) -> tuple[bool, float]:
+    """(all ranks end with the same bits, largest difference to the sum in fp64) of random numbers."""
+    x = torch.randn(4 << 10, generator=torch.Generator().manual_seed(group.rank))
+    mine = all_reduce(x.clone(), group)
+    inputs = group.all_gather(x).view(group.world_size, -1)
+    everyone = group.all_gather(mine).view(group.world_size, -1)
+    return bool((everyone == everyone[0]).all()), (mine - inputs.double().sum(0)).abs().max().item()
+
+
+def messages_of_ring(group: Group) -> int:
+    """Messages this rank sends in one ring all-reduce."""
+    with measure.ledger() as led:
+        comm.ring_all_reduce(torch.ones(100_000), group)
+    return led.messages
+
+
+def torch_wire(group: Group, num_elements: int = ELEMENTS) -> dict[str, int]:
+    """Bytes on the loopback of torch.distributed's own calls, least of three runs each."""
+    warnings.simplefilter("ignore", FutureWarning)  # newer torch renames two of them, to ..._single
+    x = torch.ones(num_elements)
+    part, out = torch.empty(num_elements // group.world_size), torch.empty(num_elements)
+    mine = x.chunk(group.world_size)[group.rank]
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(x),
+        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(out, mine),
+        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(part, x),
+        "all_to_all_single": lambda: dist.all_to_all_single(out, x),
+        "broadcast": lambda: dist.broadcast(x, src=0),
+    }
+    found = {}
+    for name, call in calls.items():
+        counts = []
+        for _ in range(3):
+            dist.barrier()
+            with measure.wire() as counter:
+                dist.barrier()
+                call()
+                dist.barrier()
+            counts.append(counter.sent)
+        found[name] = min(counts)
+    return found
 
 
 def beside_costs(

@@ -10,23 +10,21 @@
 # 3. A job hangs. Which rank is to blame, and how do you see it?
 #
 # Every rank below is a real process, and every number is either computed in the cell above it or carries its source.
+#
+# The calls of `group`, and what each returns: [docs/group.md](../docs/group.md).
 
 # %%
 import inspect
 import re
 import time
-import warnings
 
 import torch
-import torch.distributed as dist
 
-from course.lab01_collectives import experiments
+from course.lab01_collectives import experiments, receipts
 from course.lab01_collectives import figures as pictures
 from minillm import comm, measure
 from minillm.comm import HangError, Mesh, RankError, Topology, launch
-from minillm.labkit import check, receipt, row, show, sliders
-from minillm.labkit.receipts import format_value
-from minillm.predict import comms
+from minillm.labkit import check, finish, show, sliders
 
 # %% [markdown]
 # ## What a collective is
@@ -231,30 +229,16 @@ all_to_all = check("all-to-all", all_to_all)
 print(inspect.getsource(experiments.bytes_moved))
 
 # %%
-N, ELEMENTS = 4, 2_000_000  # 8 MB of fp32
 programs = {
+    "all-reduce": all_reduce,
     "reduce-scatter": reduce_scatter,
     "all-gather": lambda x, group: all_gather(x.chunk(group.world_size)[group.rank], group),
-    "all-reduce": all_reduce,
     "broadcast": broadcast,
     "all-to-all": all_to_all,
     "parameter server": comm.parameter_server_all_reduce,
 }
-costs = {
-    "reduce-scatter": comms.ring_reduce_scatter(ELEMENTS, 4, N),
-    "all-gather": comms.ring_all_gather(ELEMENTS, 4, N),
-    "all-reduce": comms.ring_all_reduce(ELEMENTS, 4, N),
-    "broadcast": comms.tree_broadcast(ELEMENTS, 4, N),
-    "all-to-all": comms.pairwise_all_to_all(ELEMENTS, 4, N),
-    "parameter server": comms.parameter_server_all_reduce(ELEMENTS, 4, N),
-}
-found = launch(experiments.bytes_moved, N, programs, ELEMENTS)
-moved = experiments.beside_costs(found, costs, 4 * ELEMENTS)
-rows = [row("your guess: MB sent by each rank in an all-reduce", None, guess_mb, "MB")]
-for line in moved["rows"]:
-    rows.append(row(f"{line['name']}: busiest rank, ledger", line["busiest_predicted"], line["busiest_ledger"], "B"))
-    rows.append(row(f"{line['name']}: all ranks, wire", line["predicted"], line["wire"], "B", tolerance=0.03))
-receipt(f"P = {4 * ELEMENTS:,} bytes on {N} ranks", rows)
+moved = experiments.bytes_of(programs)
+receipts.bytes_moved(moved, guess_mb)
 
 
 # %%
@@ -274,24 +258,8 @@ show(bytes_by_witness)
 # floating-point addition cares about the order. What must hold is that all ranks end with *the same* bits, or replicas
 # drift apart.
 
-
 # %%
-def same_bits(group):
-    x = torch.randn(4 << 10, generator=torch.Generator().manual_seed(group.rank))
-    mine = all_reduce(x.clone(), group)
-    inputs = group.all_gather(x).view(group.world_size, -1)
-    everyone = group.all_gather(mine).view(group.world_size, -1)
-    return bool((everyone == everyone[0]).all()), (mine - inputs.double().sum(0)).abs().max().item()
-
-
-same, error = launch(same_bits, N)[0]
-receipt(
-    "ring all-reduce of random numbers",
-    [
-        row("all ranks hold the same bits", True, same),
-        row("largest difference to the sum in fp64", None, error),
-    ],
-)
+receipts.same_bits(*launch(experiments.bits_of_ring, 4, all_reduce)[0])
 
 # %% [markdown]
 # ## Measure: rounds
@@ -311,7 +279,7 @@ def record(group):
     return led
 
 
-ledgers = launch(record, N, link=experiments.SLOW)
+ledgers = launch(record, 4, link=experiments.SLOW)
 
 
 def ring_on_a_clock():
@@ -322,13 +290,10 @@ def ring_on_a_clock():
 show(ring_on_a_clock)
 
 # %%
-receipt(
-    "messages per rank in one ring all-reduce",
-    [row(f"rank {rank}", 2 * (N - 1), led.messages) for rank, led in enumerate(ledgers)],
-)
+receipts.messages(ledgers)
 
 # %% [markdown]
-# The α–β model (Hockney 1994) puts both together: a round that carries $b$ bytes takes $\alpha + b/\beta$. So
+# The α–β model ([Hockney 1994](https://doi.org/10.1016/S0167-8191(06)80021-9)) puts both together: a round that carries $b$ bytes takes $\alpha + b/\beta$. So
 #
 # | all-reduce | rounds | bytes on the critical path |
 # |---|---|---|
@@ -373,25 +338,7 @@ def ring_against_tree():
 show(ring_against_tree)
 
 # %%
-rows = []
-for name, numbers in (("loopback", loopback), ("emulated", emulated)):
-    for other, predicted in numbers["predicted_crossover_bytes"].items():
-        found = numbers["measured_crossover_bytes"][other]
-        found = round(found) if found else "at larger sizes"
-        if numbers["emulated"]:
-            rows.append(row(f"{name}: ring passes {other} at", predicted, found, "B", tolerance=0.5))
-        else:
-            rows.append(row(f"{name}: ring passes {other} at", None, found, "B"))
-            rows.append(row("    the fitted line says", None, round(predicted), "B"))
-smallest = {name: seconds[0] for name, seconds in loopback["measured_s"].items()}
-quickest = min(smallest, key=smallest.get)
-rows += [
-    row("loopback: α of one round, fitted", None, loopback["latency_s"], "s"),
-    row("loopback: β, fitted", None, loopback["bandwidth_bytes_per_s"], "B/s"),
-    row("loopback: typical error of the fit", None, f"{loopback['fit_error']:.0%}"),
-    row(f"loopback, 4 kB: time of the ring / time of {quickest}", None, smallest["ring"] / smallest[quickest]),
-]
-receipt("where the lines cross", rows)
+receipts.crossovers(loopback, emulated)
 
 # %% [markdown]
 # On the emulated link the prediction holds. On loopback, read the error of the fit before you believe the crossover:
@@ -432,36 +379,13 @@ def flat_against_two_levels():
 show(flat_against_two_levels)
 
 # %%
-largest = experiments.NODE_SIZES[-1]
-seconds = {name: (levels["predicted_s"][name][-1], levels["measured_s"][name][-1]) for name in levels["measured_s"]}
-receipt(
-    f"{largest:,} bytes over two nodes, emulated",
-    [
-        *(
-            row(f"{name}, emulated", predicted, measured, "s", tolerance=0.3)
-            for name, (predicted, measured) in seconds.items()
-        ),
-        row("two levels win, times", *(flat / two for flat, two in zip(*seconds.values(), strict=True)), tolerance=0.3),
-    ],
-)
+receipts.two_nodes(levels)
 
 # %% [markdown]
 # Why it wins is often told wrongly. At 8 nodes of 8 ranks:
 
 # %%
-P, NODES, PER_NODE = 1 << 30, 8, 8
-two = comms.hierarchical_all_reduce(P // 4, 4, NODES * PER_NODE, PER_NODE)
-flat = comms.ring_all_reduce(P // 4, 4, NODES * PER_NODE)
-leaving = comms.flat_ring_crossing_bytes(P // 4, 4, NODES * PER_NODE, PER_NODE)[0]
-table = [
-    ("bytes that leave each node / P", leaving / P, two.crossing_bytes_per_node[0] / P),
-    ("bytes through the busiest network card / P", max(flat.sent_per_rank) / P, max(two.inter.sent_per_rank) / P),
-    ("rounds", flat.rounds, two.total.rounds),
-    ("rounds that cross between nodes", flat.rounds, two.inter.rounds),
-]
-print(f"{'64 ranks, 8 per node':<44}{'flat ring':>12}{'two levels':>12}")
-for name, *values in table:
-    print(f"{name:<44}" + "".join(f"{format_value(value):>12}" for value in values))
+receipts.leaving_a_node(nodes=8, per_node=8)
 
 # %% [markdown]
 # The bytes that leave a node hardly change (1.97 P to 1.75 P). What changes is that they leave through *all* cards of
@@ -497,14 +421,7 @@ ranks = launch(with_the_slip, 4)
 wrong, good = ranks[0]
 print("good ", good.long().tolist())
 print("wrong", wrong.long().tolist())
-receipt(
-    "what a training loop would log",
-    [
-        row("sum of the gradient", good.sum(), wrong.sum()),
-        row("norm of the gradient", good.norm(), wrong.norm(), tolerance=1e-6),
-        row("the same on every rank", True, all(torch.equal(other, wrong) for other, _ in ranks)),
-    ],
-)
+receipts.logged(good, wrong, ranks)
 
 # %% [markdown]
 # Every number has been added correctly, only in the wrong place. The gradient norm, the thing everybody watches, is
@@ -583,13 +500,7 @@ def read(table):
     return {int(line.split()[0]): [int(r) for r in re.findall(r"rank (\d+)", line)] for line in lines}
 
 
-receipt(
-    "the diagnosis",
-    [
-        row("one rank takes another branch: to blame is rank", bad_rank, culprit(read(table))),
-        row("everybody sends first: to blame is", "nobody", "nobody" if culprit(read(circle)) is None else "somebody"),
-    ],
-)
+receipts.diagnosis(bad_rank, culprit(read(table)), culprit(read(circle)))
 
 # %% [markdown]
 # The table even says in which line it sits. On a GPU cluster you get the same facts from NCCL's flight recorder
@@ -617,53 +528,9 @@ except RankError as error:
 #
 # The same five operations in `torch.distributed`, on the same ranks and the same wire, with gloo (the CPU backend).
 
-
 # %%
-def torch_calls(group):
-    warnings.simplefilter("ignore", FutureWarning)  # newer torch renames two of them, to ..._single
-    x = torch.ones(ELEMENTS)
-    part, out = torch.empty(ELEMENTS // group.world_size), torch.empty(ELEMENTS)
-    mine = x.chunk(group.world_size)[group.rank]
-    calls = {
-        "all_reduce": lambda: dist.all_reduce(x),
-        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(out, mine),
-        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(part, x),
-        "all_to_all_single": lambda: dist.all_to_all_single(out, x),
-        "broadcast": lambda: dist.broadcast(x, src=0),
-    }
-    wire = {}
-    for name, call in calls.items():
-        counts = []
-        for _ in range(3):
-            dist.barrier()
-            with measure.wire() as counter:
-                dist.barrier()
-                call()
-                dist.barrier()
-            counts.append(counter.sent)
-        wire[name] = min(counts)
-    return wire
-
-
-wire = launch(torch_calls, N, device="cpu")[0]
-ours = {
-    "all_reduce": costs["all-reduce"],
-    "all_gather_into_tensor": costs["all-gather"],
-    "reduce_scatter_tensor": costs["reduce-scatter"],
-    "all_to_all_single": costs["all-to-all"],
-    "broadcast": costs["broadcast"],
-}
-receipt(
-    f"torch.distributed on gloo, bytes on the wire for P = {4 * ELEMENTS:,}",
-    [row(f"dist.{name}", ours[name].total_bytes, sent, "B", tolerance=0.03) for name, sent in wire.items()]
-    + [
-        row(
-            "reduce_scatter_tensor, as multiple of the ring",
-            None,
-            wire["reduce_scatter_tensor"] / ours["reduce_scatter_tensor"].total_bytes,
-        )
-    ],
-)
+print(inspect.getsource(experiments.torch_wire))
+receipts.torch_on_the_wire(launch(experiments.torch_wire, 4, device="cpu")[0])
 
 # %% [markdown]
 # One row is off, and it is no mistake of yours: gloo carries out `reduce_scatter_tensor` as a whole all-reduce and
@@ -697,35 +564,8 @@ print(inspect.getsource(comm.collectives._reduce_ring))
 #
 # The numbers first, all by the formulas you have just checked:
 
-
 # %%
-def number(name, value, unit=""):
-    print(f"{name:<62}{format_value(value, unit):>14}")
-
-
-GB, FIVE_US = 1e9, 5e-6
-for n in (2, 4, 8, 64, 1024):
-    ring = comms.ring_all_reduce(1024, 1, n)
-    number(f"1. ring, {n} ranks: bytes sent per rank / P", ring.sent_per_rank[0] / 1024)
-    number(f"   its {ring.rounds:,} rounds at 5 µs each", ring.rounds * FIVE_US, "s")
-number("2. all ranks together, 4 ranks / P", comms.ring_all_reduce(1024, 1, 4).total_bytes / 1024)
-number("3. 700 GB at 200 Gb/s", 700 * GB / (200e9 / 8), "s")
-number("   700 GB at 400 Gb/s", 700 * GB / (400e9 / 8), "s")
-whole, part = comms.ring_all_reduce(70 * 10**9, 2, 64), comms.ring_all_reduce(70 * 10**9 // 16, 2, 4)
-number("4. 70B parameters in bf16, 64 ranks: sent per rank", whole.sent_per_rank[0] / GB, "GB")
-number("   at 400 Gb/s", whole.time(FIVE_US, 50 * GB), "s")
-number("   split 16 ways, 4 replicas, at 400 Gb/s", part.time(FIVE_US, 50 * GB), "s")
-number(
-    "6. parameter server, 4 ranks: the server sends / P",
-    comms.parameter_server_all_reduce(4, 1, 4).sent_per_rank[0] / 4,
-)
-for n in (8, 64, 1024):
-    size = comms.crossover_bytes(comms.ring_all_reduce, comms.tree_all_reduce, n, FIVE_US, 50 * GB)
-    number(f"7. ring passes tree, {n} ranks, 5 µs, 50 GB/s", size / 1e6, "MB")
-tokens, top_k, hidden = 4096, 2, 4096
-routed = comms.pairwise_all_to_all(tokens * top_k * hidden, 2, 8)
-number("8. all-to-all of 4,096 tokens, top-2, hidden 4,096, bf16", routed.sent_per_rank[0] / 1e6, "MB")
-number("9. bus bandwidth / (P / time), 8 ranks", comms.ring_all_reduce(8, 1, 8).sent_per_rank[0] / 8)
+receipts.interview_numbers()
 
 # %% [markdown]
 # Say your answer aloud before you open one.
@@ -841,3 +681,6 @@ number("9. bus bandwidth / (P / time), 8 ranks", comms.ring_all_reduce(8, 1, 8).
 # 3. A job hangs. Which rank is to blame, and how do you see it?
 #
 # Next: lab 02 looks at one device alone, lab 03 puts your all-reduce under a training step.
+
+# %%
+finish("01_collectives")

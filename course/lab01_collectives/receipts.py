@@ -1,124 +1,179 @@
-"""Stop 01: every collective once on real ranks: the right values, the predicted bytes and messages, on the wire too."""
+"""What lab 01 claims: bytes, rounds and values of collectives, where the ring loses, where two levels win.
 
-import time
-from collections.abc import Callable, Iterable, Iterator
+Each function takes what a cell measured with the reader's collectives; those in CLAIMS measure minillm's when called
+without.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from minillm import comm
-from minillm.comm import Group, Link, Topology, launch
-from minillm.labkit.receipts import Row, row
-from minillm.measure import ledger, wire
+from course.lab01_collectives import experiments
+from minillm.comm import launch
+from minillm.labkit.receipts import Receipt, formula, receipt, row
 from minillm.predict import comms
 
-WORLD, ELEMENTS = 4, 2 << 20  # 8 MiB of fp32
-COLLECTIVES: dict[str, tuple[Callable, comms.Cost]] = {
-    "ring reduce-scatter": (comm.ring_reduce_scatter, comms.ring_reduce_scatter(ELEMENTS, 4, WORLD)),
-    "ring all-gather": (
-        lambda x, group: comm.ring_all_gather(x.tensor_split(group.world_size)[group.rank], group),
-        comms.ring_all_gather(ELEMENTS, 4, WORLD),
-    ),
-    "ring all-reduce": (comm.ring_all_reduce, comms.ring_all_reduce(ELEMENTS, 4, WORLD)),
-    "tree broadcast": (comm.tree_broadcast, comms.tree_broadcast(ELEMENTS, 4, WORLD)),
-    "tree reduce": (comm.tree_reduce, comms.tree_reduce(ELEMENTS, 4, WORLD)),
-    "recursive doubling": (
-        comm.recursive_doubling_all_reduce,
-        comms.recursive_doubling_all_reduce(ELEMENTS, 4, WORLD),
-    ),
-    "two-level all-reduce": (
-        lambda x, group: comm.hierarchical_all_reduce(x, group, ranks_per_node=2),
-        comms.hierarchical_all_reduce(ELEMENTS, 4, WORLD, 2).total,
-    ),
-    "pairwise all-to-all": (comm.pairwise_all_to_all, comms.pairwise_all_to_all(ELEMENTS, 4, WORLD)),
-    "parameter server": (comm.parameter_server_all_reduce, comms.parameter_server_all_reduce(ELEMENTS, 4, WORLD)),
-}
-LINK = Link(latency_s=2e-3, bandwidth_bytes_per_s=20e6, name="between nodes")
+WORLD = 4
 
 
-def rows() -> Iterator[Row]:
-    """Bytes by ledger (exact) and by wire (3 %), values, and the two-level all-reduce on an emulated slow link."""
-    ranks = launch(_run_all, WORLD)
-    for name, (_, cost) in COLLECTIVES.items():
-        sent = [rank[name]["bytes"] for rank in ranks]
-        yield row(f"{name}: bytes sent by each rank", _short(cost.sent_per_rank), _short(sent), "B")
-        yield row(f"{name}: bytes on the wire", cost.total_bytes, ranks[0][name]["wire"], "B", tolerance=0.03)
-        yield row(f"{name}: the right values on every rank", True, all(rank[name]["right"] for rank in ranks))
+def bytes_moved(moved: dict[str, Any] | None = None, guess_mb: float | None = None) -> Receipt:
+    """Bytes of each collective: the busiest rank's by the ledger, all ranks' on the wire."""
+    moved = moved or experiments.bytes_of_collectives(WORLD)
+    rows = []
+    for line in moved["rows"]:
+        guess = guess_mb * 1e6 if guess_mb and line["name"] == "all-reduce" else None
+        name, predicted = f"{line['name']}: busiest rank, ledger", line["busiest_predicted"]
+        rows.append(row(name, predicted, line["busiest_ledger"], "B", guess=guess))
+        rows.append(row("    all ranks, wire", line["predicted"], line["wire"], "B", tolerance=0.03, noisy=True))
+    return receipt(f"P = {moved['payload_bytes']:,} bytes on {moved['world_size']} ranks", rows)
 
-    seconds = launch(_flat_and_two_level, WORLD, link=Topology(2, LINK))
-    flat, two_level = (max(rank[i] for rank in seconds) for i in range(2))
-    wan = (LINK.latency_s, LINK.bandwidth_bytes_per_s)
-    yield row(
-        "emulated slow link between nodes: flat ring",
-        comms.ring_all_reduce(ELEMENTS // 2, 4, WORLD).time(*wan),
-        flat,
-        "s",
-        tolerance=0.5,
-    )
-    yield row(
-        "emulated slow link between nodes: two levels",
-        comms.hierarchical_all_reduce(ELEMENTS // 2, 4, WORLD, 2).inter.time(*wan),
-        two_level,
-        "s",
-        tolerance=0.5,
+
+def right_values() -> Receipt:
+    """Every collective of minillm once on whole numbers: exactly the right values on every rank."""
+    ranks = launch(experiments.values_of_collectives, WORLD)
+    return receipt(
+        f"values on {WORLD} ranks",
+        [row(f"{name}: the right values on every rank", True, all(rank[name] for rank in ranks)) for name in ranks[0]],
     )
 
 
-def _short(values: Iterable[int]) -> int | list[int]:
-    """One number where all ranks have the same."""
-    values = list(values)
-    return values[0] if len(set(values)) == 1 else values
+def same_bits(same: bool | None = None, error: float | None = None) -> Receipt:
+    """A ring adds in another order for every chunk: equal bits on all ranks, not those of another order."""
+    if same is None:
+        same, error = launch(experiments.bits_of_ring, WORLD)[0]
+    return receipt(
+        "ring all-reduce of random numbers",
+        [
+            row("all ranks hold the same bits", True, same),
+            row("largest difference to the sum in fp64", None, error),
+        ],
+    )
 
 
-def _run_all(group: Group) -> dict[str, dict[str, Any]]:
-    """Each collective on 8 MiB: bytes this rank sent, bytes on the loopback, and whether the values are right.
-
-    The loopback belongs to the whole machine, and what others send can only add: the least of three runs counts.
-    """
-    inputs = [_numbers(rank) for rank in range(group.world_size)]
-    found = {}
-    for name, (collective, _) in COLLECTIVES.items():
-        on_the_wire = []
-        for _ in range(3):
-            x = inputs[group.rank].clone()
-            group.barrier()
-            with ledger() as led, wire() as counter:
-                group.barrier()
-                result = collective(x, group)
-                group.barrier()
-            on_the_wire.append(counter.sent)
-        right = torch.equal(result, _expected(name, inputs, group.rank))
-        found[name] = {"bytes": led.bytes(), "wire": min(on_the_wire), "right": right}
-    return found
+def messages(ledgers: Sequence | None = None) -> Receipt:
+    """Messages each rank sends in one ring all-reduce."""
+    sent = [led.messages for led in ledgers] if ledgers else launch(experiments.messages_of_ring, WORLD)
+    return receipt(
+        "messages per rank in one ring all-reduce",
+        [row("messages of every rank: 2(N-1)", [2 * (len(sent) - 1)] * len(sent), sent)],
+    )
 
 
-def _numbers(rank: int) -> torch.Tensor:
-    """Small whole numbers, so that sums are exact in any order."""
-    return torch.randint(-64, 64, (ELEMENTS,), generator=torch.Generator().manual_seed(rank)).float()
+def crossovers(loopback: dict[str, Any], emulated: dict[str, Any]) -> Receipt:
+    """From which size on the ring is the quickest."""
+    rows = []
+    for name, numbers in (("loopback", loopback), ("emulated", emulated)):
+        for other, predicted in numbers["predicted_crossover_bytes"].items():
+            found = numbers["measured_crossover_bytes"][other]
+            found, expected = round(found) if found else "at larger sizes", round(predicted)
+            label = f"{name}: ring passes {other} at"
+            if numbers["emulated"]:
+                rows.append(row(label, expected, found, "B", tolerance=0.5, noisy=True))
+            else:  # alpha and beta are fitted here, so the line is no promise
+                rows += [row(label, None, found, "B"), formula("    by the fitted line", expected, "B")]
+    smallest = {name: seconds[0] for name, seconds in loopback["measured_s"].items()}
+    quickest = min(smallest, key=smallest.get)
+    rows += [
+        row("loopback: α of one round, fitted", None, loopback["latency_s"], "s"),
+        row("    β, fitted", None, loopback["bandwidth_bytes_per_s"], "B/s"),
+        row("    typical error of the fit", None, loopback["fit_error"]),
+        row(f"    4 kB: time of the ring / time of {quickest}", None, smallest["ring"] / smallest[quickest]),
+    ]
+    return receipt("where the lines cross", rows)
 
 
-def _expected(name: str, inputs: list[torch.Tensor], rank: int) -> torch.Tensor:
-    total, n = torch.stack(inputs).sum(0), len(inputs)
-    special = {
-        "ring reduce-scatter": lambda: total.tensor_split(n)[rank],
-        "ring all-gather": lambda: torch.cat([x.tensor_split(n)[r] for r, x in enumerate(inputs)]),
-        "tree broadcast": lambda: inputs[0],
-        "tree reduce": lambda: total if rank == 0 else inputs[rank],
-        "pairwise all-to-all": lambda: torch.cat([x.tensor_split(n)[rank] for x in inputs]),
-    }
-    return special.get(name, lambda: total)()
+def two_nodes(levels: dict[str, Any] | None = None) -> Receipt:
+    """A flat ring and two levels over an emulated slow link between two nodes, the largest size."""
+    levels = levels or experiments.flat_against_two_level()
+    seconds = {name: (levels["predicted_s"][name][-1], found[-1]) for name, found in levels["measured_s"].items()}
+    rows = [row(f"{name}, emulated", *pair, "s", tolerance=0.3, noisy=True) for name, pair in seconds.items()]
+    wins = [flat / two for flat, two in zip(*seconds.values(), strict=True)]
+    rows.append(row("    two levels win, times", *wins, tolerance=0.3, noisy=True))
+    return receipt(f"{levels['sizes'][-1]:,} bytes over two nodes, emulated", rows)
 
 
-def _flat_and_two_level(group: Group) -> tuple[float, float]:
-    """Seconds of a 4 MiB all-reduce over one ring and over two levels, two nodes of two ranks."""
-    x = torch.ones(ELEMENTS // 2)
-    seconds = []
-    for collective in (comm.ring_all_reduce, lambda x, g: comm.hierarchical_all_reduce(x, g, ranks_per_node=2)):
-        group.barrier()
-        start = time.perf_counter()
-        collective(x, group)
-        seconds.append(time.perf_counter() - start)
-    return seconds[0], seconds[1]
+def leaving_a_node(nodes: int = 8, per_node: int = 8) -> Receipt:
+    """What leaves a node in a flat ring and over two levels, in multiples of P."""
+    size, world = 1 << 28, nodes * per_node
+    two, flat = comms.hierarchical_all_reduce(size, 4, world, per_node), comms.ring_all_reduce(size, 4, world)
+    leaving, payload = comms.flat_ring_crossing_bytes(size, 4, world, per_node)[0], 4 * size
+    return receipt(
+        f"{world} ranks, {per_node} per node, in multiples of P",
+        [
+            formula("flat ring: bytes that leave each node", leaving / payload),
+            formula("    through the busiest network card", max(flat.sent_per_rank) / payload),
+            formula("    rounds, of which cross between nodes", (flat.rounds, flat.rounds)),
+            formula("two levels: bytes that leave each node", two.crossing_bytes_per_node[0] / payload),
+            formula("    through the busiest network card", max(two.inter.sent_per_rank) / payload),
+            formula("    rounds, of which cross between nodes", (two.total.rounds, two.inter.rounds)),
+        ],
+    )
 
 
-CLAIMS = (rows,)
+def logged(good: torch.Tensor, wrong: torch.Tensor, ranks: Sequence) -> Receipt:
+    """What a training loop would log of a gradient whose chunks lie one place off."""
+    return receipt(
+        "what a training loop would log",
+        [
+            row("sum of the gradient", good.sum(), wrong.sum()),
+            row("norm of the gradient", good.norm(), wrong.norm(), tolerance=1e-6),
+            row("the same on every rank", True, all(torch.equal(other, wrong) for other, _ in ranks)),
+        ],
+    )
+
+
+def diagnosis(bad_rank: int, found: int | None, in_a_circle: int | None) -> Receipt:
+    """Whom the reader's function blames for two hangs."""
+    return receipt(
+        "the diagnosis",
+        [
+            row("one rank takes another branch: to blame is rank", bad_rank, found),
+            row("everybody sends first: to blame is", "nobody", "nobody" if in_a_circle is None else in_a_circle),
+        ],
+    )
+
+
+def torch_on_the_wire(wire: dict[str, int]) -> Receipt:
+    """torch.distributed's calls on gloo beside the formulas of ours."""
+    costs, twins = experiments.costs(WORLD), experiments.TORCH_TWINS
+    size = 4 * experiments.ELEMENTS
+    rows = [
+        row(f"dist.{call}", costs[twins[call]].total_bytes, sent, "B", tolerance=0.03, noisy=True)
+        for call, sent in wire.items()
+    ]
+    times = wire["reduce_scatter_tensor"] / costs["reduce-scatter"].total_bytes
+    rows.append(row("reduce_scatter_tensor, as multiple of the ring", None, times))
+    return receipt(f"torch.distributed on gloo, bytes on the wire for P = {size:,}", rows)
+
+
+def interview_numbers() -> Receipt:
+    """The numbers behind the answers; 5 µs a round where none is given."""
+    gb, latency = 1e9, 5e-6
+    rows = []
+    for n in (2, 4, 8, 64, 1024):
+        ring = comms.ring_all_reduce(1024, 1, n)
+        rows.append(formula(f"1. ring, {n} ranks: bytes sent per rank / P", ring.sent_per_rank[0] / 1024))
+        rows.append(formula(f"    its {ring.rounds:,} rounds at 5 µs each", ring.rounds * latency, "s"))
+    whole, part = comms.ring_all_reduce(70 * 10**9, 2, 64), comms.ring_all_reduce(70 * 10**9 // 16, 2, 4)
+    server = comms.parameter_server_all_reduce(4, 1, 4)
+    rows += [
+        formula("2. all ranks together, 4 ranks / P", comms.ring_all_reduce(1024, 1, 4).total_bytes / 1024),
+        formula("3. 700 GB at 200 Gb/s", 700 * gb / (200e9 / 8), "s"),
+        formula("    700 GB at 400 Gb/s", 700 * gb / (400e9 / 8), "s"),
+        formula("4. 70B parameters in bf16, 64 ranks: sent per rank", whole.sent_per_rank[0] / gb, "GB"),
+        formula("    at 400 Gb/s", whole.time(latency, 50 * gb), "s"),
+        formula("    split 16 ways, 4 replicas, at 400 Gb/s", part.time(latency, 50 * gb), "s"),
+        formula("6. parameter server, 4 ranks: the server sends / P", server.sent_per_rank[0] / 4),
+    ]
+    for n in (8, 64, 1024):
+        size = comms.crossover_bytes(comms.ring_all_reduce, comms.tree_all_reduce, n, latency, 50 * gb)
+        rows.append(formula(f"7. ring passes tree, {n} ranks, 50 GB/s", size / 1e6, "MB"))
+    routed = comms.pairwise_all_to_all(4096 * 2 * 4096, 2, 8)
+    sent = routed.sent_per_rank[0] / 1e6
+    rows.append(formula("8. all-to-all of 4,096 tokens, top-2, hidden 4,096, bf16, 8 ranks", sent, "MB"))
+    rows.append(formula("9. bus bandwidth / (P / time), 8 ranks", comms.ring_all_reduce(8, 1, 8).sent_per_rank[0] / 8))
+    return receipt("numbers for the answers", rows)
+
+
+CLAIMS = (bytes_moved, right_values, same_bits, messages, two_nodes)

@@ -12,6 +12,8 @@
 #
 # Every rank below is a real process. Times that are *emulated* say so: backward sleeps for a known time and the link is
 # paced, because two cores cannot compute and communicate at once.
+#
+# The calls of `group`, and what each returns: [docs/group.md](../docs/group.md).
 
 # %%
 import contextlib

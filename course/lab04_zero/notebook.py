@@ -12,6 +12,8 @@
 #
 # Data parallelism gives every rank the same weights, gradients and optimizer state. ZeRO (Rajbhandari et al. 2020)
 # observes that nobody needs $N$ copies.
+#
+# The calls of `group`, and what each returns: [docs/group.md](../docs/group.md).
 
 # %%
 import inspect

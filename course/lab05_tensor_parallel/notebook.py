@@ -14,6 +14,8 @@
 # (Shoeybi et al. 2019, Megatron-LM) gives every rank the same tokens and a part of every *weight*. ("To distribute the
 # model across GPUs" is this lab's idea. It is sometimes said of data parallelism, which distributes the data.) No rank
 # ever has a whole matrix, not even for a moment.
+#
+# The calls of `group`, and what each returns: [docs/group.md](../docs/group.md).
 
 # %%
 import inspect

@@ -14,6 +14,8 @@
 # travel. $n$ ranks, the *stages*, hold neighbouring layers; a batch is cut into $M$ microbatches, which move through
 # the stages forward (F) and back (B): a batch of 10 in 5 microbatches makes 2 *samples* each. How many ranks a
 # pipeline has *is* how many stages it has: "PP = 2" cuts a model into two stages, not four.
+#
+# The calls of `group`, and what each returns: [docs/group.md](../docs/group.md).
 
 # %%
 import inspect

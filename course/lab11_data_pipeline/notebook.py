@@ -20,6 +20,8 @@
 #
 # A mistake in the data pipeline raises no error. The loss still falls, only later, or less far, or towards the wrong
 # target. So everything below is counted.
+#
+# The calls of `group`, and what each returns: [docs/group.md](../docs/group.md).
 
 # %%
 import hashlib

@@ -9,6 +9,7 @@ import nbformat
 import typer
 
 from minillm.labkit import course, masters
+from minillm.labkit.api import group_page
 from minillm.labkit.execute import NotebookFailed, execute
 
 
@@ -37,7 +38,7 @@ def command(
 
 def build(home: Path, names: list[str], *, run: bool) -> int:
     """Write the labs, scripts and (if `run`) executed solutions of `names`; 1 if a solution failed."""
-    for path, text in _expected(home, names).items():
+    for path, text in (_expected(home, names) | _pages(home)).items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     failed = False
@@ -60,7 +61,7 @@ def stale(home: Path, names: list[str] | None = None) -> list[str]:
     """One sentence per file that its master no longer gives; `names` None also looks for files without a master."""
     known = sorted({*course.masters(home), *course.scripts(home)})
     chosen = known if names is None else names
-    expected = _expected(home, chosen)
+    expected = _expected(home, chosen) | _pages(home)
     problems = []
     for path, text in expected.items():
         if not path.exists():
@@ -85,6 +86,11 @@ def _expected(home: Path, names: list[str]) -> dict[Path, str]:
         files[home / "labs" / "torchrun" / f"{name}.py"] = masters.script(scripts[name])
         files[home / "solutions" / "torchrun" / f"{name}.py"] = masters.script(scripts[name], solved=True)
     return files
+
+
+def _pages(home: Path) -> dict[Path, str]:
+    """Pages of the documentation that are generated, where there is documentation."""
+    return {home / "docs" / "group.md": group_page()} if (home / "docs").is_dir() else {}
 
 
 def _stale_solution(home: Path, name: str) -> list[str]:

@@ -27,7 +27,7 @@ def root(start: Path | None = None) -> Path:
     for folder in (here, *here.parents, *([] if start else [_BESIDE])):
         if any((folder / "course").glob("lab[0-9][0-9]_*/")):
             return folder
-    raise ValueError(f"no course in or above {here}: name a clone of minillm, or run this inside one")
+    raise ValueError(f"no course in or above {here}: name a clone of minillm" if start else ABSENT)
 
 
 def home() -> Path:
