@@ -4,8 +4,8 @@
 out again and so hides a loss that is N times too large; float64, so that 1e-10 separates another order of summation
 from a bug; every gradient and weight by name, because a loss agrees long before all of them do.
 
-`compare` does the same step on real ranks, through the very seam that the training loop uses (`train/parallel.py`),
-and says how far the worst parameter is off. `CASES` are the corners where parallel forms have gone wrong before.
+`compare` does the same step on real ranks, through the very seam that the training loop uses (`train/strategies`),
+and says how far the worst parameter is off. `CASES` are the corners where parallel strategies have gone wrong before.
 
     python -m minillm oracle --dp 1,2,3,4 --zero 0,1,2,3 --accumulate 1,3
 """
@@ -45,9 +45,8 @@ class Batch:
         for name in ("targets", "weights"):
             other = getattr(self, name)
             if other is not None and other.shape != self.tokens.shape:
-                raise ValueError(
-                    f"{name} have shape {list(other.shape)}, tokens {list(self.tokens.shape)}: use one shape."
-                )
+                shapes = f"{list(other.shape)}, tokens {list(self.tokens.shape)}"
+                raise ValueError(f"{name} have shape {shapes}: use one shape.")
 
     @staticmethod
     def random(config: ModelConfig, batch: int, seq: int, *, seed: int = 0) -> "Batch":
@@ -179,7 +178,7 @@ def _split_cases() -> dict[str, Case]:
 
 SPLIT_CASES = _split_cases()  # the corners where models that are split over ranks go wrong
 
-FormOf = Callable[[Group, ParallelConfig], SingleDevice]
+MakeStrategy = Callable[[Group, ParallelConfig], SingleDevice]
 
 
 def compare(
@@ -190,16 +189,18 @@ def compare(
     lr: float = 0.1,
     steps: int = 5,
     tolerance: float = TOLERANCE,
-    form: FormOf = make_strategy,
+    strategy: MakeStrategy = make_strategy,
 ) -> list[Comparison]:
     """Runs each layout on each case on real ranks (one launch per number of ranks); a row for each of both.
 
     cases: by default CASES, and SPLIT_CASES for layouts with tp or pp.
     steps: SGD steps in all; the first is compared with `reference`, the ranks' weights with each other after the last.
-    form: (group, layout) -> the parallel form that is put to the test.
+    strategy: (group, layout) -> the strategy that is put to the test.
     """
     layouts = [layouts] if isinstance(layouts, ParallelConfig) else list(layouts)
-    jobs = {layout: dict(_default(layout) if cases is None else cases) for layout in layouts}
+    jobs = {
+        layout: dict(cases if cases is not None else SPLIT_CASES if layout.is_hybrid else CASES) for layout in layouts
+    }
     for layout, chosen in jobs.items():
         for case in chosen.values():
             layout.check(case.config, case.batch.tokens.shape[1])
@@ -207,17 +208,13 @@ def compare(
     for world_size in sorted({layout.world_size for layout in layouts}):
         wanted = {layout: chosen for layout, chosen in jobs.items() if layout.world_size == world_size}
         expected: dict[int, Reference] = {}
-        for outcome in launch(_run, world_size, form, wanted, seed, lr, steps)[0]:
+        for outcome in launch(_run, world_size, strategy, wanted, seed, lr, steps)[0]:
             case = jobs[outcome.layout][outcome.case]
             if id(case) not in expected:
                 how = {"frozen": case.frozen, "max_grad_norm": case.max_grad_norm}
                 expected[id(case)] = reference(case.config, case.batch, seed=seed, lr=lr, **how)
             rows[outcome.layout, outcome.case] = _judge(outcome, expected[id(case)], tolerance)
     return [rows[layout, name] for layout, chosen in jobs.items() for name in chosen]
-
-
-def _default(layout: ParallelConfig) -> Mapping[str, Case]:
-    return SPLIT_CASES if layout.is_hybrid else CASES
 
 
 @dataclass(frozen=True)
@@ -232,43 +229,44 @@ class _Outcome:
     identical: bool
 
 
-def _run(group: Group, form: FormOf, jobs: Mapping[ParallelConfig, Mapping[str, Case]], *how: Any) -> list[_Outcome]:
-    done = [
-        _step(group, form, layout, name, case, *how) for layout, cases in jobs.items() for name, case in cases.items()
-    ]
+def _run(group: Group, make: MakeStrategy, jobs: dict[ParallelConfig, dict[str, Case]], *how: Any) -> list[_Outcome]:
+    pairs = [(layout, name, case) for layout, cases in jobs.items() for name, case in cases.items()]
+    done = [_step(group, make, layout, name, case, *how) for layout, name, case in pairs]
     return done if group.rank == 0 else []
 
 
 def _step(
-    group: Group, form_of: FormOf, layout: ParallelConfig, name: str, case: Case, seed: int, lr: float, steps: int
+    group: Group, make: MakeStrategy, layout: ParallelConfig, name: str, case: Case, seed: int, lr: float, steps: int
 ) -> _Outcome:
-    form = form_of(group, layout)
-    model = form.build(case.config, seed=seed, dtype=torch.float64, attention=dense)
-    _freeze(((form.whole_name(name), p) for name, p in model.named_parameters()), case.frozen)
-    module = form.wrap(model)
-    updater = form.updater(module, partial(_sgd, lr=lr))
+    strategy = make(group, layout)
+    model = strategy.build(case.config, seed=seed, dtype=torch.float64, attention=dense)
+    _freeze(model.named_parameters(), case.frozen)
+    module = strategy.wrap(model)
+    updater = strategy.updater(module, partial(_sgd, lr=lr))
     for step in range(steps):
-        _backward(form, module, case.batch, layout.accumulate)
+        _backward(strategy, module, case.batch, layout.accumulate)
         updater.prepare_gradients()
-        norm = form.grad_norm(updater.parameters)
+        norm = strategy.grad_norm(updater.parameters)
         if step == 0:
-            gradients = {name: gradient.clone() for name, gradient in form.gradients().items()}
+            gradients = {name: gradient.clone() for name, gradient in strategy.gradients().items()}
             grad_norm = norm.item()
         clip_(gradients_of(updater.parameters), norm, case.max_grad_norm)
         updater.step()
         updater.zero_grad()
         if step == 0:
-            weights = {name: weight.clone() for name, weight in form.weights().items()}
-    bits = hashlib.sha256(b"".join(weight.cpu().numpy().tobytes() for weight in form.weights().values())).digest()
+            weights = {name: weight.clone() for name, weight in strategy.weights().items()}
+    bits = hashlib.sha256(b"".join(weight.cpu().numpy().tobytes() for weight in strategy.weights().values())).digest()
     return _Outcome(layout, name, gradients, grad_norm, weights, len(set(group.gather_objects(bits))) == 1)
 
 
-def _backward(form: SingleDevice, module: torch.nn.Module, batch: Batch, accumulate: int) -> None:
+def _backward(strategy: SingleDevice, module: torch.nn.Module, batch: Batch, accumulate: int) -> None:
     """This rank's rows of the batch, in `accumulate` microbatches."""
-    parts = [part.tensor_split(form.world_size)[form.rank] for part in (batch.tokens, batch.targets, batch.weights)]
+    parts = [
+        part.tensor_split(strategy.world_size)[strategy.rank] for part in (batch.tokens, batch.targets, batch.weights)
+    ]
     micro = list(zip(*(part.tensor_split(accumulate) for part in parts), strict=True))
-    loss_divisor = form.loss_divisor(sum(((targets != IGNORE) * weights).sum() for _, targets, weights in micro))
-    form.forward_backward(module, micro, loss_divisor)
+    loss_divisor = strategy.loss_divisor(sum(((targets != IGNORE) * weights).sum() for _, targets, weights in micro))
+    strategy.forward_backward(module, micro, loss_divisor)
 
 
 def _sgd(named: Named, lr: float) -> torch.optim.SGD:
@@ -281,8 +279,8 @@ def _judge(outcome: _Outcome, expected: Reference, tolerance: float) -> Comparis
     weight = max(_errors(outcome.weights, expected.weights).values())
     norm = abs(outcome.grad_norm - expected.grad_norm) / expected.grad_norm
     ok = max(gradient_errors[worst], weight, norm) <= tolerance and outcome.identical
-    label = f"{outcome.layout}, {outcome.case}"
-    return Comparison(label, gradient_errors[worst], weight, norm, worst, outcome.identical, ok)
+    name = f"{outcome.layout}, {outcome.case}"
+    return Comparison(name, gradient_errors[worst], weight, norm, worst, outcome.identical, ok)
 
 
 def _errors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:

@@ -55,7 +55,9 @@ def wrong(group, layout):
 
 def test_wrong_layouts_are_found():
     cases = {"unequal": CASES["unequal"], "clipped": CASES["clipped"]}
-    rows = {row.layout: row for row in compare([ParallelConfig(2, kind, 2) for kind in range(4)], cases, form=wrong)}
+    rows = {
+        row.layout: row for row in compare([ParallelConfig(2, kind, 2) for kind in range(4)], cases, strategy=wrong)
+    }
     found = {layout.removeprefix("dp 2, "): row.worst_gradient for layout, row in rows.items()}
     assert not any(row.ok for row in rows.values())
     assert found["zero 0, accumulate 2, unequal"] == pytest.approx(0.5)  # averaged once too often
@@ -78,7 +80,7 @@ def drifting(group, layout):
 
 
 def test_a_bit_of_difference_between_ranks_is_found():
-    (row,) = compare(ParallelConfig(2), {"plain": CASES["plain"]}, steps=1, form=drifting)
+    (row,) = compare(ParallelConfig(2), {"plain": CASES["plain"]}, steps=1, strategy=drifting)
     assert not row.identical and not row.ok and row.worst_gradient < 1e-10
 
 
@@ -98,7 +100,7 @@ def test_command(tmp_path, capsys):
     "argv, message",
     [
         (["--zero", "4"], "zero 4 is not in 0 .. 3"),
-        (["--dp", "0"], "dp 0 is not in 1 .. 64"),
+        (["--dp", "0"], "dp 0 is not in 1 .. 65536"),
         (["--dp", "two"], "--dp two is not a list of whole numbers"),
         (["--cases", "odd"], "--cases odd: choose from plain, tied"),
     ],

@@ -67,7 +67,7 @@ class DividesByMicrobatches(Hybrid):
 
 
 @pytest.mark.parametrize(
-    ("form", "layout", "parameter"),
+    ("strategy", "layout", "parameter"),
     [
         (CountsEverything, ParallelConfig(tp=2), None),
         (CountsEverything, ParallelConfig(dp=2, zero=3, dp_replicate=2), None),
@@ -76,8 +76,8 @@ class DividesByMicrobatches(Hybrid):
         (DividesByMicrobatches, ParallelConfig(pp=2, accumulate=2), ""),
     ],
 )
-def test_wrong_splits_are_found(form, layout, parameter):
-    (row,) = compare(layout, {"tied": SPLIT_CASES["tied"]}, steps=1, form=form)
+def test_wrong_splits_are_found(strategy, layout, parameter):
+    (row,) = compare(layout, {"tied": SPLIT_CASES["tied"]}, steps=1, strategy=strategy)
     assert not row.ok
     if parameter is None:
         assert row.worst_gradient < 1e-10 and row.grad_norm > 1e-3

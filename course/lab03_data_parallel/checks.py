@@ -5,7 +5,7 @@ of one process on the whole batch, do replicas stay equal to the bit, and do the
 mechanism? Overlap and accumulation are in `lab_03_overlap.py`, what is sent at all in `lab_03_weights.py`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -14,34 +14,11 @@ from course.lab03_data_parallel import replicas
 from course.lab03_data_parallel.replicas import Bucket, Case, Net, Trained
 from course.shared.trials import run
 from minillm.comm import Group
+from minillm.labkit import answers_of
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, receipt, row
 
-# The course's own answers.
-
-
-def average_gradients(model: nn.Module, group: Group) -> None:
-    """After backward: every gradient becomes its mean over the ranks, one all-reduce per tensor."""
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            group.all_reduce(parameter.grad)
-            parameter.grad /= group.world_size
-
-
-def make_buckets(parameters: Iterable[nn.Parameter], cap_bytes: int) -> list[Bucket]:
-    """Pack whole parameters of one dtype, the last one first; each .grad becomes a view of its bucket's flat tensor."""
-    closed, filling = [], {}
-    for parameter in reversed([p for p in parameters if p.requires_grad]):
-        filling.setdefault(parameter.dtype, []).append(parameter)
-        if sum(p.nbytes for p in filling[parameter.dtype]) >= cap_bytes:
-            closed.append(filling.pop(parameter.dtype))
-    buckets = []
-    for members in [*closed, *filling.values()]:
-        flat = torch.zeros(sum(p.numel() for p in members), dtype=members[0].dtype)
-        for parameter, part in zip(members, flat.split([p.numel() for p in members]), strict=True):
-            parameter.grad = part.view_as(parameter)
-        buckets.append(Bucket(flat, members))
-    return buckets
+ANSWERS = answers_of("03_data_parallel")
 
 
 # What they are held to.
@@ -115,7 +92,7 @@ def check_buckets(learner: Callable) -> Receipt:
     names = {parameter: name for name, parameter in model.named_parameters()}
     for word, cap in caps.items():
         found = [bucket.parameters for bucket in _look_at(learner, case.model(), cap)]
-        wanted = [[names[p] for p in bucket.parameters] for bucket in make_buckets(model.parameters(), cap)]
+        wanted = [[names[p] for p in bucket.parameters] for bucket in ANSWERS.make_buckets(model.parameters(), cap)]
         rows.append(row(f"buckets, {word} cap of {cap:,} B", len(wanted), len(found)))
     ranks = run(_bucketed, case.world_size, learner, case, caps["middle"])
     if not any(trained.calls for trained in ranks):
@@ -129,7 +106,7 @@ def check_buckets(learner: Callable) -> Receipt:
 def _look_at(learner: Callable, model: Net, cap: int) -> list[Bucket]:
     """The learner's buckets for one cap; CheckFailed if they are not what was asked for."""
     named = {parameter: name for name, parameter in model.named_parameters()}
-    found, wanted = learner(model.parameters(), cap), make_buckets(_twin(model).parameters(), cap)
+    found, wanted = learner(model.parameters(), cap), ANSWERS.make_buckets(_twin(model).parameters(), cap)
     if not isinstance(found, list) or not all(isinstance(bucket, Bucket) for bucket in found):
         raise CheckFailed("asked for is a list of Bucket(flat, parameters)")
     packed = [named[p] for bucket in found for p in bucket.parameters]

@@ -1,58 +1,23 @@
 """Lab 03, when to communicate: while backward still runs, and once for several microbatches."""
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from course.lab03_data_parallel import replicas
-from course.lab03_data_parallel.checks import make_buckets
-from course.lab03_data_parallel.replicas import Bucket, Case, Net, Trained
+from course.lab03_data_parallel.replicas import Case, Net, Trained
 from course.shared.trials import run
 from minillm import measure
 from minillm.comm import Group
+from minillm.labkit import answers_of
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, receipt, row
 
+ANSWERS = answers_of("03_data_parallel")
+
 MICROBATCHES = 3
 Microbatch = tuple[Tensor, Tensor]
-
-
-# The course's own answers.
-
-
-def overlap(buckets: list[Bucket], group: Group) -> Callable[[], None]:
-    """Start each bucket's all-reduce as soon as its gradients are there, in the order of the list; returns finish."""
-    missing = [len(bucket.parameters) for bucket in buckets]
-    handles = []
-
-    def arrived(index: int) -> None:
-        missing[index] -= 1
-        while len(handles) < len(buckets) and missing[len(handles)] == 0:
-            handles.append(group.all_reduce(buckets[len(handles)].flat, op="avg", async_op=True))
-
-    for index, bucket in enumerate(buckets):
-        for parameter in bucket.parameters:
-            parameter.register_post_accumulate_grad_hook(lambda _, index=index: arrived(index))
-
-    def finish() -> None:
-        for handle in handles:
-            handle.wait()
-        handles.clear()
-        missing[:] = [len(bucket.parameters) for bucket in buckets]
-
-    return finish
-
-
-def accumulate(
-    ddp: nn.Module, microbatches: Sequence[Microbatch], loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor]
-) -> None:
-    """Leaves in .grad the mean over all ranks and microbatches, with the all-reduces of one backward."""
-    for index, (x, y) in enumerate(microbatches):
-        last = index == len(microbatches) - 1
-        with contextlib.nullcontext() if last else ddp.no_sync():
-            (loss_of(ddp, x, y) / len(microbatches)).backward()
 
 
 # Overlap.
@@ -138,7 +103,7 @@ def _overlapped(group: Group, learner: Callable, case: Case, flip: bool = True) 
     state: dict[str, Any] = {"log": []}
 
     def prepare(model: Net) -> None:
-        buckets = make_buckets(model.parameters(), case.size * case.size * 8)
+        buckets = ANSWERS.make_buckets(model.parameters(), case.size * case.size * 8)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(
@@ -223,21 +188,62 @@ def check_accumulate(learner: Callable) -> Receipt:
             "all but the last microbatch belong under ddp.no_sync()",
             rows,
         )
+    for trained in ranks:
+        _one_at_a_time(trained, rows)
     rows.append(row(f"all-reduces per step of {k} microbatches", buckets, per_step))
+    rows.append(row("    microbatches whose activations are held at once", 1, 1))
     rows.append(replicas.byte_row(case, ranks, "reduce in the last microbatch only"))
     rows.append(row(f"    without no_sync: all-reduces, {k} times as many", None, k * buckets))
     return receipt("one reduction for several microbatches, 2 ranks", rows)
+
+
+def _one_at_a_time(trained: Trained, rows: list) -> None:
+    """CheckFailed if a rank holds more than one microbatch's activations, or reduces by luck."""
+    for step in trained.log:
+        samples, held = (max(forward[i] for forward in step) for i in (0, 1))
+        synced = sum(forward[2] for forward in step)
+        if samples > (microbatch := step[0][3]):
+            raise CheckFailed(
+                f"right gradients, but one forward took {samples} samples where a microbatch has {microbatch}: joined "
+                "microbatches need the activations of the whole batch at once",
+                rows,
+            )
+        if held > 1:
+            raise CheckFailed(
+                f"right gradients, but the activations of {held} microbatches are held at once: run backward for each "
+                "microbatch before the forward of the next",
+                rows,
+            )
+        if synced > 1:
+            raise CheckFailed(
+                f"right gradients, but {synced} forwards ran outside ddp.no_sync(): torch's DDP decides in forward "
+                "whether the backward reduces, so the forward of all microbatches but the last belongs inside, too",
+                rows,
+            )
 
 
 def _accumulated(group: Group, learner: Callable, case: Case) -> Trained:
     from minillm.train import BucketedDDP  # ranks that check something else start without it
 
     state: dict[str, BucketedDDP] = {}
+    log: list[list[tuple]] = []  # per step and forward: samples, graphs alive, outside no_sync, samples of a microbatch
 
     def step_of(model: Net, step: int) -> None:
         model.zero_grad()
         x, y = case.data(step, group.rank)
-        learner(state["ddp"], list(zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True)), replicas.loss_of)
+        alive: set[int] = set()
+        log.append([])
+
+        def loss_of(ddp: nn.Module, x_: Tensor, y_: Tensor) -> Tensor:
+            loss = replicas.loss_of(ddp, x_, y_)
+            if ddp is state["ddp"]:
+                this = len(log[-1])
+                alive.add(this)
+                loss.register_hook(lambda gradient: alive.discard(this))
+                log[-1].append((len(x_), len(alive), state["ddp"].reducer.sync, len(x) // MICROBATCHES))
+            return loss
+
+        learner(state["ddp"], list(zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True)), loss_of)
 
     # The first reduction finds out in which order gradients become ready; what follows is the steady state.
     model = case.model()
@@ -248,5 +254,5 @@ def _accumulated(group: Group, learner: Callable, case: Case) -> Trained:
         replicas.loss_of(state["ddp"], *case.data(0, group.rank)).backward()
     trained = replicas.train(group, case, step_of, model=model)
     trained.calls = type(trained.calls)({"all_reduce": trained.calls["all_reduce"]})
-    trained.note = str(led.calls["all_reduce"])
+    trained.note, trained.log = str(led.calls["all_reduce"]), log
     return trained

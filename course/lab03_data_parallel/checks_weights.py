@@ -16,27 +16,6 @@ from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, receipt, row
 from minillm.predict import comms
 
-# The course's own answers.
-
-
-def weighted_loss(nll: Tensor, counts: Tensor, group: Group) -> Tensor:
-    """What this rank calls backward on, so that gradients averaged over ranks are those of the mean over all tokens."""
-    total = group.all_reduce(counts.sum())
-    return (nll * counts).sum() * group.world_size / total
-
-
-def top_k_all_reduce(gradient: Tensor, residual: Tensor, k: int, group: Group) -> None:
-    """gradient, [n], becomes the mean over ranks of each rank's k largest entries; the rest waits in `residual`."""
-    owed = gradient + residual
-    indices = owed.abs().topk(k).indices
-    values = owed[indices]
-    residual.copy_(owed)
-    residual[indices] = 0
-    everyones_values, everyones_indices = group.all_gather(values), group.all_gather(indices.int())
-    gradient.zero_()
-    gradient.index_add_(0, everyones_indices.long(), everyones_values / group.world_size)
-
-
 # Tokens.
 
 

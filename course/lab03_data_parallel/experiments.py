@@ -204,6 +204,18 @@ def compressors(share: float = 0.01) -> dict[str, Reduce]:
     }
 
 
+def with_yours(group: Group, reduce: Callable, share: float = 0.01) -> dict[str, Any]:
+    """`losses` of every compressor and of a learner's reduce(gradient, residual, k, group)."""
+    residuals: dict[str, Tensor] = {}
+
+    def yours(flat: Tensor, group: Group) -> None:
+        residual = residuals.setdefault("owed", torch.zeros_like(flat))
+        reduce(flat, residual, -(-flat.numel() // round(1 / share)), group)
+
+    forms = losses(group, compressors(share) | {f"yours, top {share:.0%}": yours})
+    return {"world_size": group.world_size, "elements": sum(p.numel() for p in student().parameters()), "forms": forms}
+
+
 def compression(world_size: int = 2, share: float = 0.01) -> dict[str, Any]:
     """Loss curves and bytes of each compressor."""
     found = launch(_compression, world_size, share)[0]

@@ -20,6 +20,11 @@ from minillm.train import BucketedDDP
 Step = Callable[[Tensor, Tensor], None]
 
 
+def libraries(group: Group) -> tuple[dict, dict]:
+    """(torch's buckets, one step of each library)."""
+    return torch_buckets(group), side_by_side(group)
+
+
 def torch_buckets(group: Group, num_tensors: int = 12, cap_mb: float = 5) -> dict[str, list[list[int]]]:
     """Bytes of each bucket of torch's DDP in the first and in the second iteration, `num_tensors` tensors of 1 MiB."""
     layers = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(num_tensors)))

@@ -2,8 +2,12 @@
 
 import contextlib
 
-from course.lab03_data_parallel import checks_overlap as right
+import torch
+
+from minillm.labkit import answers_of
 from minillm.labkit.exercises import alternative, mistake
+
+ANSWERS = answers_of("03_data_parallel")
 
 # Overlap
 
@@ -140,7 +144,7 @@ def sums(buckets, group):
         def all_reduce(self, x, op, async_op):
             return group.all_reduce(x, async_op=async_op)
 
-    return right.overlap(buckets, Summing())
+    return ANSWERS.overlap(buckets, Summing())
 
 
 @alternative("overlap-hooks", "divides-in-finish")
@@ -214,9 +218,36 @@ def all_but_the_last(ddp, microbatches, loss_of):
     loss_of(ddp, *last).div(k).backward()
 
 
-@alternative("accumulate-no-sync", "one-loss")
+@mistake("accumulate-no-sync", "one-loss", expect="the activations of 2 microbatches are held at once")
 def adds_up_the_losses(ddp, microbatches, loss_of):
-    sum(loss_of(ddp.module, x, y) for x, y in microbatches[:-1])  # a look at the loss costs nothing
     with ddp.no_sync():
         (sum(loss_of(ddp, x, y) for x, y in microbatches[:-1]) / len(microbatches)).backward()
     (loss_of(ddp, *microbatches[-1]) / len(microbatches)).backward()
+
+
+@mistake("accumulate-no-sync", "one-backward", expect="the activations of 3 microbatches are held at once")
+def one_backward(ddp, microbatches, loss_of):
+    (sum(loss_of(ddp, x, y) for x, y in microbatches) / len(microbatches)).backward()
+
+
+@mistake("accumulate-no-sync", "joins-the-microbatches", expect="joined microbatches need the activations of the whole")
+def one_batch(ddp, microbatches, loss_of):
+    x, y = (torch.cat(parts) for parts in zip(*microbatches, strict=True))
+    loss_of(ddp, x, y).backward()
+
+
+@mistake("accumulate-no-sync", "forward-outside", expect="3 forwards ran outside ddp.no_sync")
+def forward_outside(ddp, microbatches, loss_of):
+    for index, (x, y) in enumerate(microbatches):
+        loss = loss_of(ddp, x, y) / len(microbatches)
+        with contextlib.nullcontext() if index == len(microbatches) - 1 else ddp.no_sync():
+            loss.backward()
+
+
+@alternative("accumulate-no-sync", "looks-at-the-losses")
+def looks_first(ddp, microbatches, loss_of):
+    with torch.no_grad():
+        sum(loss_of(ddp.module, x, y) for x, y in microbatches)  # a look at the loss costs nothing
+    for index, (x, y) in enumerate(microbatches):
+        with contextlib.nullcontext() if index == len(microbatches) - 1 else ddp.no_sync():
+            (loss_of(ddp, x, y) / len(microbatches)).backward()

@@ -1,17 +1,19 @@
 # %% [markdown]
 # # 03 · Data parallel
 #
-# **Gradients of shards, averaged while backward still runs, are the big batch's gradient.** Here you build that, from
-# one all-reduce per tensor to buckets that travel while earlier layers still compute.
+# **Gradients of shards, averaged while backward still runs, are the big batch's gradient.** You build that, from one
+# all-reduce per tensor to buckets that travel while earlier layers still compute.
 #
-# About 120 minutes with the exercises; running it top to bottom takes about a minute. At the end you can answer:
+# About 4 hours: 95 minutes for the exercises, the rest for the measurements and the questions. Parts marked *optional*
+# (gradient compression and its exercise) take another 40 minutes. Run All takes about a minute. At the end you can
+# answer:
 #
 # 1. Which bytes does a data-parallel step send, and what do they *not* depend on?
 # 2. How much of the communication can hide behind backward, and what is left over in the best case?
-# 3. Training runs, the loss falls, and it is still wrong. Which three numbers tell you?
+# 3. Training runs, the loss falls, and the gradients are still wrong. Which three numbers tell you?
 #
 # Every rank below is a real process. Times that are *emulated* say so: backward sleeps for a known time and the link is
-# paced, because two cores cannot compute and communicate at once.
+# paced, because two cores cannot show computation and communication side by side.
 #
 # The calls of `group`, and what each returns: [docs/group.md](../docs/group.md).
 
@@ -22,18 +24,16 @@ import inspect
 import torch
 from torch import nn
 
-from course.lab03_data_parallel import experiments, replicas
+from course.lab03_data_parallel import experiments, receipts
+from course.lab03_data_parallel import experiments_breaks as breaks
 from course.lab03_data_parallel import experiments_overlap as clock
 from course.lab03_data_parallel import experiments_production as production
 from course.lab03_data_parallel import figures as pictures
 from course.lab03_data_parallel.replicas import Bucket
 from minillm.comm import launch
-from minillm.labkit import check, receipt, row, show, sliders
-from minillm.labkit.receipts import format_value
+from minillm.labkit import check, finish, receipt, show, sliders
 from minillm.measure import timeline
-from minillm.parallel.data_parallel import reducer as minillm_buckets
 from minillm.predict import comms
-from minillm.predict import data_parallel as predict
 
 # %% [markdown]
 # ## Why it works
@@ -57,14 +57,14 @@ for rank, (own, averaged, error) in enumerate(launch(shards_and_batch, 4)):
     print(f"rank {rank}: own {own:+.4f}, averaged {averaged:+.4f}, largest difference to the whole batch {error:.0e}")
 
 # %% [markdown]
-# Everything else follows: if replicas start equal and make the same step with the same gradients, they stay equal, and
-# nobody ever has to send a weight. What is divided is the *data*. Every rank holds the whole model, its gradients and
-# its optimizer, so a model that does not fit on one device does not fit on a thousand this way (lab 04 divides those).
+# Everything else follows. Replicas that start equal and take the same step with the same gradients stay equal, so no
+# weight ever has to be sent. Only the *data* is divided: every rank holds the whole model, its gradients and its
+# optimizer state, and a model that does not fit on one device does not fit on a thousand this way (lab 04 divides those).
 #
 # ## Predict
 #
 # A model has P bytes of gradients and trains on 4 ranks. Now every rank gets **eight times as many samples**. By what
-# factor do the bytes grow that each rank sends per step? And: when communication takes exactly as long as backward, and
+# factor do the bytes that each rank sends per step grow? And if communication takes exactly as long as backward, and
 # buckets of 1/8 of the model travel during backward, **which share of the communication is hidden**?
 
 # %%
@@ -72,6 +72,17 @@ guess_factor = 8.0  # your guess: eight times the work, eight times the bytes?
 guess_hidden = 1.0  # your guess: both take equally long, so all of it?
 
 # %% [markdown]
+# ### Common claims
+#
+# | Claim | What is true |
+# |---|---|
+# | "The communication of data parallelism grows linearly with the number of GPUs." | Bytes per rank saturate at $2P$ ([Patarasuk and Yuan 2009](https://doi.org/10.1016/j.jpdc.2008.09.002)). The number of rounds grows linearly, and so does the latency of a ring. |
+# | "It does not matter whether there are 8 or 1,024 GPUs." | 1.75 P become 2.0 P, and 14 rounds become 2,046. |
+# | "DDP synchronises after backward." | During backward, bucket by bucket, from the second iteration on ([Li et al. 2020](https://arxiv.org/abs/2006.15704)). |
+# | "With accumulation, gradients are synchronised once per K steps." | Only inside `no_sync()`; otherwise in each of the K backward passes. |
+# | "Data parallelism helps when the model does not fit." | Every rank holds a full copy. |
+# | "100 % GPU utilization means that nothing is exposed." | It counts the time in which any kernel runs, and NCCL's kernels run while they wait. |
+#
 # ## Build it
 #
 # Each check trains small replicas for a few steps on 2 or 3 real ranks and compares every gradient with that of one
@@ -80,9 +91,10 @@ guess_hidden = 1.0  # your guess: both take equally long, so all of it?
 #
 # ### 1. One all-reduce per tensor (10 minutes)
 #
-# `backward` is over, each rank has its own gradients. Make them the mean over the ranks.
-# `group.all_reduce(x)` replaces `x` by its sum. (picotron#39 reduced `parameter` instead of `parameter.grad`: it
-# ran, and the gradients never met.)
+# `backward` is over and each rank has its own gradients. Make them the mean over the ranks, with one all-reduce for each
+# tensor (the next exercise joins them). `group.all_reduce(x)` replaces `x` by its sum over the ranks. A real project
+# reduced `parameter` instead of `parameter.grad` ([picotron#39](https://github.com/huggingface/picotron/issues/39)): it
+# ran, and the gradients were never averaged.
 
 
 # %%
@@ -99,15 +111,15 @@ def average_gradients(model, group):
 average_gradients = check("naive-ddp", average_gradients)
 
 # %% [markdown]
-# Right, and slow in two ways: each tensor pays the latency of its own all-reduce, and the wire idles during backward
-# while the cores idle during communication.
+# This is right, and slow in two ways: each tensor pays the latency of its own all-reduce, and the link idles during
+# backward while the cores idle during communication.
 #
 # ### 2. Buckets (20 minutes)
 #
-# Pack gradients into a few *flat* tensors, and let each `parameter.grad` be a **view** into its bucket: backward then
-# writes straight into what will be sent, nothing is copied. Backward runs from the last layer to the first, so the last
-# parameter goes into the first bucket. A bucket is closed by the tensor that fills it to the cap. One flat tensor has
-# one dtype.
+# Pack gradients into a few *flat* tensors and make each `parameter.grad` a **view** into its bucket, so that backward
+# writes straight into what will be sent. Backward runs from the last layer to the first, so the last parameter goes into
+# the first bucket. A bucket is closed by the tensor that fills it to the cap. One flat tensor has one dtype, and
+# parameters of two dtypes may alternate: keep one bucket open for each.
 
 # %%
 print(inspect.getsource(Bucket))
@@ -138,14 +150,13 @@ def make_buckets(parameters, cap_bytes):
 make_buckets = check("gradient-buckets", make_buckets)
 
 # %% [markdown]
-# (From now on gradients are cleared with `flat.zero_()`. `zero_grad(set_to_none=True)` would tear them out of their
-# buckets; torch's DDP and minillm's put them back.)
+# From now on the caller clears gradients with `flat.zero_()`. `zero_grad(set_to_none=True)` would detach them from their
+# buckets; torch's DDP and minillm's attach them again.
 #
 # ### 3. Overlap (25 minutes)
 #
 # A bucket's gradients are final long before backward is over. Start its all-reduce right then, *asynchronously*, and go
-# on with the next layer. This is what you win, by arithmetic; move the sliders and find out when the hidden share
-# collapses:
+# on with the next layer. The figure shows the gain by arithmetic. Move the sliders: when does the hidden share collapse?
 
 # %%
 show(pictures.step_on_a_clock)
@@ -163,13 +174,15 @@ sliders(
 )
 
 # %% [markdown]
-# It is one mechanism, and the result is the same to the bit: nothing here is *asynchronous SGD*, which would step with
-# old gradients.
+# The result is the same to the bit. (*Asynchronous SGD*, which steps with stale gradients, is something else.)
 #
 # `parameter.register_post_accumulate_grad_hook(f)` calls `f(parameter)` when its gradient is complete.
-# `group.all_reduce(flat, op="avg", async_op=True)` returns a handle at once; `handle.wait()` waits. One trap: all ranks
-# must start the same buckets in the same order, and on odd ranks of the check two branches become ready the other way
-# round.
+# `group.all_reduce(flat, op="avg", async_op=True)` returns a handle at once; `handle.wait()` returns when the result is
+# in `flat`. All ranks must start the same buckets in the same order, but gradients may become ready in different orders
+# on different ranks; the check swaps two branches on odd ranks.
+#
+# On a GPU `handle.wait()` does not block the host: it makes the current *stream* wait for NCCL's stream. The all-reduce
+# is a kernel, too, and takes a few SMs away from the backward pass it runs beside, so overlap is never quite free there.
 
 
 # %%
@@ -206,10 +219,11 @@ overlap = check("overlap-hooks", overlap)
 # %% [markdown]
 # ### 4. Several microbatches, one reduction (10 minutes)
 #
-# If a batch does not fit, its gradient is added up over K microbatches: `backward` adds to `.grad` anyway. Averaging
-# over ranks and adding over microbatches may be swapped, so it is enough to reduce once, with the last one.
-# `ddp` is minillm's `BucketedDDP`, your last two functions in one wrapper: its backward reduces, except under
-# `with ddp.no_sync():`, where it only accumulates.
+# If a batch does not fit, its gradient is added up over K microbatches, since `backward` adds to `.grad` anyway. Only one
+# microbatch's activations are held at a time. Averaging over ranks and adding over microbatches commute, so one reduction
+# with the last microbatch is enough. `ddp` is minillm's `BucketedDDP`, your last two functions in one wrapper: its
+# backward reduces, except under `with ddp.no_sync():`, where it only accumulates. As in torch, the *forward* pass belongs
+# inside `no_sync` as well.
 
 
 # %%
@@ -231,9 +245,9 @@ accumulate = check("accumulate-no-sync", accumulate)
 # %% [markdown]
 # ### 5. Tokens, not ranks (10 minutes)
 #
-# "Equal shards" was the fine print. Texts differ in length, padding does not count, and so ranks have unequal numbers
-# of tokens. The mean of the ranks' means then weighs a short rank's tokens more. What you want is *one* mean over all
-# tokens, out of a loop that averages gradients over ranks. Some rank may have no token at all.
+# So far all shards were equal. Texts differ in length and padding does not count, so ranks have unequal numbers of
+# tokens, and a mean of the ranks' means weighs the tokens of a short rank more. What you want is *one* mean over all
+# tokens, from a loop that averages gradients over ranks. A rank may have no token at all.
 
 
 # %%
@@ -254,18 +268,19 @@ weighted_loss = check("token-weighted-loss", weighted_loss)
 # With accumulation the same holds for microbatches: `total` is then the tokens of the whole step, known before its
 # first backward.
 #
-# ### 6. Sending less (20 minutes)
+# ### 6. Sending less (20 minutes, *optional*)
 #
-# The wire is slow and most entries of a gradient are small. Send the k largest of each rank with their places, and
-# remember the rest: it is added to the next gradient before choosing (*error feedback*), so nothing is lost, only late.
-# Places on different ranks differ, so this is an all-gather, not an all-reduce.
+# If the link is slow, send only the k largest entries of each rank with their indices, and remember the rest: it is added
+# to the next gradient before choosing ([error feedback, Karimireddy et al. 2019](https://arxiv.org/abs/1901.09847)), so
+# nothing is lost, only late. The indices differ between ranks, so this is an all-gather, not an all-reduce.
+# `group.all_gather(x)` returns the ranks' `x` joined along dimension 0.
 
 
 # %%
 def top_k_all_reduce(gradient, residual, k, group):
     """gradient: [n], becomes the mean over ranks of each rank's k largest entries of gradient + residual, in place.
 
-    residual: [n], what this rank still owes; updated in place. Values travel as float32, places as int32.
+    residual: [n], what this rank still owes; updated in place. Values travel as float32, indices as int32.
     """
     # BEGIN SOLUTION
     owed = gradient + residual
@@ -292,60 +307,25 @@ print(inspect.getsource(experiments.bytes_by_setting))
 
 
 # %%
-N, K = 4, 4
-P = experiments.gradient_bytes()
-
-
-def on_four_ranks(group):
-    return {
-        "sent": experiments.bytes_by_setting(group),
-        "same": experiments.same_as_alone(group),
-        "samples": experiments.seen_in_a_step(group, microbatch=4, microbatches=8),
-    }
-
-
-ranks = launch(on_four_ranks, N)
-sent, same = ranks[0]["sent"], ranks[0]["same"]
-order = experiments.sizes(experiments.model())
-small, large = (
-    len(predict.bucket_sizes([4 * n for n in order], cap * 2**20))
-    for cap in (experiments.CAP_MB, 4 * experiments.CAP_MB)
+N = 4
+ranks = launch(receipts.on_ranks, N)
+receipt(
+    f"a model of {experiments.gradient_bytes():,} bytes of gradients, {N} ranks", receipts.sent(ranks, guess_factor)
 )
-calls = {"batch 1": small, "batch 8": small, "buckets four times as large": large}
-calls |= {f"{K} microbatches, no_sync": small, f"{K} microbatches, plain": K * small}
-rows = [row("your guess: eight times the batch, times the bytes", None, guess_factor)]
-for name, found in sent.items():
-    times = K if name.endswith("plain") else 1
-    rows.append(row(f"{name}: bytes per rank", times * predict.gradient_bytes(P, N), found["bytes"], "B"))
-    rows.append(row(f"{name}: all-reduces", calls[name], found["all_reduces"]))
-receipt(f"P = {P:,} bytes of gradients on {N} ranks", rows)
 
 # %% [markdown]
-# $2P(N-1)/N$, whatever the batch. Data parallelism sends *gradients*, and their size is that of the model. So a larger
-# batch per rank is the cheapest way to make communication matter less: more compute for the same bytes. Accumulation
-# does the same without the memory, provided it does not reduce each time.
+# $2P(N-1)/N$, whatever the batch, because data parallelism sends *gradients*. So a larger batch per rank is the cheapest
+# way to make communication matter less. Accumulation does the same without the memory, provided it does not reduce each
+# time.
 #
 # ## Measure: is it the big batch?
 
 # %%
-peaks = experiments.activation_peaks(batch=128, microbatches=4)
-one, several, whole = peaks.values()
-receipt(
-    "the same as one process",
-    [
-        row("gradient: largest relative error, fp32", None, same["gradient_error"]),
-        row("    below 1e-5", True, same["gradient_error"] < 1e-5),
-        row("replicas: largest difference of weights after 3 AdamW steps", 0, same["replicas_apart"]),
-        row("samples per optimizer step: 4 per microbatch · 8 · 4 ranks", 4 * 8 * N, ranks[0]["samples"]),
-        row("a small network's peak activations, 4 microbatches: those of one", one, several, "B", tolerance=0.01),
-        row("    the whole batch at once", None, whole, "B"),
-    ],
-)
+receipt("the same as one process", receipts.same_as_one_process(ranks))
 
 # %% [markdown]
 # The gradient differs in the seventh digit, because sums run in another order. The replicas differ by *exactly* zero,
-# because all ranks hold the same bits after an all-reduce. Keep these two apart: the first is rounding, the second is
-# an invariant, and the moment it breaks something is broken.
+# because all ranks hold the same bits after an all-reduce. The first is rounding; the second is an invariant.
 #
 # ## Measure: time
 #
@@ -367,15 +347,6 @@ recorded = launch(clock.steps, clock.WORLD, forms, dict.fromkeys(forms, clock.Sl
 steps = clock.beside_prediction(recorded[0], clock.Slow(), clock.LINK)
 
 
-def naive_on_a_clock():
-    """Timeline of your naive step on two ranks: all communication comes after backward."""
-    return timeline([clock.without_frame(rank["naive"]) for rank in recorded])
-
-
-show(naive_on_a_clock)
-
-
-# %%
 def overlapped_on_a_clock():
     """Timeline of your overlapped step on two ranks: all-reduces run below backward, only the last one sticks out."""
     return timeline([clock.without_frame(rank["overlapped"]) for rank in recorded])
@@ -383,164 +354,76 @@ def overlapped_on_a_clock():
 
 show(overlapped_on_a_clock)
 
+# %%
+show(pictures.draw_steps, numbers=steps)
 
 # %%
-def steps_on_a_clock():
-    """One step of each form on rank 0, measured, and its predicted end: naive adds up, overlap hides nearly all."""
-    return pictures.draw_steps(steps)
-
-
-show(steps_on_a_clock)
-
-# %%
-naive, *overlapped = steps["forms"].items()
-backward_s, comm_s = clock.Slow().backward_s, clock.Slow().comm_s(clock.LINK, 1)
-rows = [
-    row("your guess: hidden share", None, guess_hidden),
-    row("backward, emulated", backward_s, naive[1]["backward_s"], "s", tolerance=0.2),
-    row("communication, emulated", sum(comm_s), naive[1]["comm_s"], "s", tolerance=0.3),
-    row("naive: backward + communication", naive[1]["predicted_s"], naive[1]["step_s"], "s", tolerance=0.25),
-    row("naive: hides nothing (below 5 %)", True, naive[1]["hidden"] < 0.05),
-]
-for name, form in overlapped:
-    rows += [
-        row(f"{name}: max(backward, comm.) + last bucket", form["predicted_s"], form["step_s"], "s", tolerance=0.25),
-        row(f"{name}: hides at least 70 %", True, form["hidden"] >= 0.7),
-        row("    hidden share", None, form["hidden"]),
-    ]
-receipt("a step over an emulated link", rows)
+receipt("a step over an emulated link", receipts.overlap(steps["forms"], guess_hidden))
 
 # %% [markdown]
-# (Hidden share: 1 − (step − backward) / communication. It is 0 if the two add up and 1 if communication costs no time.)
+# The hidden share is 1 − (step − backward) / communication: 0 if the two add up, 1 if communication costs no time.
 #
-# The last bucket can never hide: its gradients are ready when backward ends. With 8 equal buckets that is 1/8 of the
-# communication, so 7/8 = 87.5 % is the best there is. Smaller buckets would leave less over. So why not one per tensor?
+# The last bucket can never hide, because its gradients are ready when backward ends. With 8 equal buckets that is 1/8 of
+# the communication, so 87.5 % is the best there is. Smaller buckets would leave less over. So why not one per tensor?
 #
 # ### How large a bucket?
 #
-# The same over a link with a *latency*, 4 ms per message, and 16 blocks of 10 ms. On the same link: what a second rank
-# is worth for three kinds of models, and a rank that is late.
+# The same over a link with a *latency* of 4 ms per message, and 16 blocks of 10 ms:
 
 # %%
 far = clock.far_away()
-sweep = far["sweep"]
-
-
-def bucket_sizes():
-    """Step time by bucket size, measured and predicted: too small pays latency, too large hides nothing."""
-    return pictures.draw_bucket_sweep(sweep)
-
-
-show(bucket_sizes)
+show(pictures.draw_bucket_sweep, numbers=far["sweep"])
 
 # %%
-best = min(range(len(sweep["predicted_s"])), key=sweep["predicted_s"].__getitem__)
-receipt(
-    "bucket sizes, emulated link with 4 ms latency",
-    [
-        row("all-reduces per step, by bucket size", tuple(sweep["buckets"]), tuple(sweep["reductions"])),
-        row("bytes per rank, the same for all", sweep["bytes"][0], max(sweep["bytes"]), "B"),
-        row("best bucket, predicted", None, sweep["bucket_bytes"][best], "B"),
-        row("step with it, emulated", sweep["predicted_s"][best], sweep["measured_s"][best], "s", tolerance=0.35),
-        row("one bucket for all, emulated", sweep["predicted_s"][-1], sweep["measured_s"][-1], "s", tolerance=0.35),
-    ],
-)
+receipt("bucket sizes, emulated link with 4 ms latency", receipts.bucket_sizes(far["sweep"]))
 
 # %% [markdown]
-# Between the two there is a flat valley; torch's 25 MB lies in it for most models and links. The first bucket may be
-# smaller (1 MB), so that the wire is busy early.
+# Between too many buckets and one there is a flat valley; torch's default of 25 MB lies in it for most models and links.
+# Its first bucket is smaller (1 MB), so that the link is busy early, but only while you leave `bucket_cap_mb` unset: give
+# the argument and it holds for the first bucket, too.
 #
-# ### One is late
+# ### One rank is late
 #
-# All-reduce is a meeting. Rank 1's backward now takes 120 ms longer; rank 0 does its work as before.
+# Rank 1's backward now takes 120 ms longer; rank 0 does its work as before.
 
 # %%
-even_s, late_s = far["straggler"]["predicted_s"]
-rows = []
-for rank, (usual, delayed) in enumerate(far["straggler"]["measured_s"]):
-    rows.append(row(f"rank {rank}: step, nobody late, emulated", even_s, usual, "s", tolerance=0.35))
-    rows.append(row(f"rank {rank}: step, rank 1 late, emulated", late_s, delayed, "s", tolerance=0.35))
-receipt("the step takes as long as the slowest rank", rows)
+receipt("steps on an emulated link", receipts.straggler(far["straggler"]))
 
 # %% [markdown]
-# From rank 0's own clock you cannot tell who is late: *its* step became slower, and its time went into waiting. Compare
-# the compute spans of all ranks, not the step times (lab 10 turns this into a straggler test).
+# From rank 0's own clock you cannot tell which rank is late: *its* step became slower, and it spent the time waiting.
+# Compare the compute spans of all ranks, not the step times (lab 10 turns this into a straggler test).
 #
-# ### With a real backward
+# ## Measure: compression (*optional*)
 #
-# A transformer's own backward, and a link made as slow as that. Only the link is emulated, and the cores that compute
-# also carry the messages, so the shares below are this machine's and nothing was predicted. A share below zero says
-# that the step took longer than its backward and its communication, each timed by itself.
+# minillm's hooks (`BucketedDDP(model, group, hook=...)`) on a small network, and your top-k beside them with 1 % of the
+# entries. The dotted line has no error feedback and sends the same bytes.
 
 # %%
-real = clock.real()
-receipt(
-    "a transformer's backward over a link as slow as it",
-    [
-        row("backward", None, real["backward_s"], "s"),
-        row("naive: hidden share", None, real["naive"]),
-        row("BucketedDDP: hidden share", None, real["bucketed"]),
-    ],
-)
+trained = launch(experiments.with_yours, 2, top_k_all_reduce)[0]
+show(pictures.draw_losses, numbers=trained)
+
+# %%
+receipt("bytes per step on 2 ranks, and the loss in the end", receipts.compression(trained))
 
 # %% [markdown]
-# ## Measure: compression
+# int8 sends a quarter of the bytes and its curve lies on the dense one. Top-k sends $2k/n$ of the dense bytes on two
+# ranks (a value *and* an index), but it is an all-gather: its bytes grow with $N-1$ while an all-reduce's saturate. On 64
+# ranks 1 % of the entries costs 64 % of the dense bytes, and beyond $N = n/k$ it is a loss.
 #
-# minillm's hooks (`BucketedDDP(model, group, hook=...)`) on a small network, and your top-k beside them, 1 % of the
-# entries. Compare the dotted line and the dash-dotted one, on which your circles lie: they send the same bytes.
+# ### Which precision for the reduction?
+#
+# Reducing in bf16 halves the bytes. The sum of many ranks' gradients then loses low bits at every hop, so large runs often
+# reduce in **fp32** although they compute in bf16: Megatron's `--accumulate-allreduce-grads-in-fp32` and FSDP2's
+# [`MixedPrecisionPolicy(reduce_dtype=torch.float32)`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
+# What a ring in each precision does to a mean of 64 ranks' gradients:
 
 # %%
-SHARE = 0.01
-
-
-def with_yours(group):
-    residuals = {}
-
-    def yours(flat, group):
-        residual = residuals.setdefault("owed", torch.zeros_like(flat))
-        top_k_all_reduce(flat, residual, -(-flat.numel() // round(1 / SHARE)), group)
-
-    return experiments.losses(group, experiments.compressors(SHARE) | {f"yours, top {SHARE:.0%}": yours})
-
-
-trained = launch(with_yours, 2)[0]
-elements = sum(p.numel() for p in experiments.student().parameters())
-compressed = {"world_size": 2, "elements": elements, "forms": trained}
-
-
-def losses_by_compression():
-    """Loss curves of dense and compressed gradients: error feedback brings a hundredth of the entries close to all."""
-    return pictures.draw_losses(compressed)
-
-
-show(losses_by_compression)
-
-# %%
-kept = f"top {SHARE:.0%}, error feedback"
-expected = {
-    "dense": predict.all_reduce([elements], 4, 2),
-    "int8, error feedback": predict.int8([elements], 2),
-    kept: predict.top_k([elements], SHARE, 4, 2),
-    f"yours, top {SHARE:.0%}": predict.top_k([elements], SHARE, 4, 2),
-}
-last = {name: sum(form["losses"][-10:]) / 10 for name, form in trained.items()}
-receipt(
-    f"{elements:,} elements, 2 ranks, per step",
-    [
-        *(row(f"{name}: bytes", cost.sent_per_rank[0], trained[name]["bytes"], "B") for name, cost in expected.items()),
-        *(row(f"{name}: loss in the end", None, value) for name, value in last.items()),
-        row("feedback beats none", True, last[kept] < last[f"top {SHARE:.0%}, no feedback"]),
-        row("top 1 % on 64 ranks / dense", None, predict.top_k([elements], SHARE, 4, 64).sent_per_rank[0]
-            / predict.all_reduce([elements], 4, 64).sent_per_rank[0]),
-    ],
-)  # fmt: skip
+receipt("relative error of the mean of 64 gradients, ring order", receipts.reduce_precision())
 
 # %% [markdown]
-# int8 sends a quarter and its curve lies on the dense one. Top-k sends $2k/n$ of the dense bytes on two ranks (a value
-# *and* a place), but it is an all-gather: its bytes grow with $N-1$ while an all-reduce's saturate. On 64 ranks the
-# advantage has shrunk to what the last row says, and beyond $N = n/k$ it is a loss.
-#
 # ## Break it
+#
+# Three accidents that raise no error, and the last one is for you to find.
 #
 # ### No division
 #
@@ -548,384 +431,227 @@ receipt(
 
 # %%
 undivided = launch(experiments.division, 2)[0]
-
-
-def sum_or_mean():
-    """Losses with gradients averaged and with gradients only added up: the same under AdamW, not under SGD."""
-    return pictures.draw_division(undivided)
-
-
-show(sum_or_mean)
+show(pictures.draw_division, numbers=undivided)
 
 # %%
-worst = max(
-    abs(a - b) / a for a, b in zip(undivided["AdamW, avg"]["losses"], undivided["AdamW, sum"]["losses"], strict=True)
-)
-receipt(
-    "what a training loop would log",
-    [
-        row("AdamW: losses agree within 1 %", True, worst < 0.01),
-        row("    largest difference", None, f"{worst:.2%}"),
-        row(
-            "norm of the first gradient, sum / mean",
-            1,
-            undivided["AdamW, sum"]["norm"] / undivided["AdamW, avg"]["norm"],
-        ),
-    ],
-)
+receipt("what a training loop would log", receipts.division(undivided))
 
 # %% [markdown]
-# The row that is off is the only trace. Adam divides by the gradient's own size, so a factor of 2 cancels; the loss
-# says nothing. Real frameworks have shipped this (pytorch#144352, torchtitan#800: a pipeline's gradients too large by
-# the number of microbatches). It bites later: in gradient clipping, which now clips sooner, and on the day
-# somebody changes N. *Compare gradients with one process, in one SGD step*; that is what minillm's oracle does.
+# The norm is the only trace. Adam divides by the gradient's own size, so a factor of 2 cancels in the loss. Real
+# frameworks have shipped this ([pytorch#144352](https://github.com/pytorch/pytorch/issues/144352),
+# [torchtitan#800](https://github.com/pytorch/torchtitan/issues/800): a pipeline's gradients too large by the number of
+# microbatches). It shows later: gradient clipping sets in sooner, and the behaviour changes when somebody changes $N$.
+# *Compare gradients with one process, in one SGD step*; minillm's oracle does that.
 #
-# ### Buckets in another order
+# ### Find the bug
 #
-# Start each bucket as soon as it is ready, whatever its place: it sounds reasonable. Two branches of the same size, and
-# rank 1 computes them in the other order (a data-dependent branch, a dictionary, another version).
-
+# A colleague starts each all-reduce as soon as its gradient is ready. The model has two branches of the same size, and
+# rank 1 happens to compute them in the other order. The losses look healthy:
 
 # %%
-class TwoBranches(nn.Module):
-    def __init__(self, flip):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(8, 8, bias=False).double(), nn.Linear(8, 8, bias=False).double()
-        self.flip = flip
-
-    def forward(self, x):
-        first, second = (self.b, self.a) if self.flip else (self.a, self.b)
-        one = first(x)
-        return torch.tanh(one) + torch.tanh(second(x))
-
-
-def as_they_become_ready(group):
-    model = TwoBranches(flip=group.rank == 1)
-    torch.manual_seed(1 + group.rank)
-    loss = model(torch.randn(4, 8).double()).square().mean()
-    own = dict(zip("ab", torch.autograd.grad(loss, [model.a.weight, model.b.weight], retain_graph=True), strict=True))
-    handles = []
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(
-            lambda p: handles.append(group.all_reduce(p.grad, op="avg", async_op=True))
-        )
-    loss.backward()
-    for handle in handles:
-        handle.wait()
-    return {"a": model.a.weight.grad, "own a": own["a"], "own b": own["b"], "loss": loss.item()}
-
-
-zero, one = launch(as_they_become_ready, 2)
-right, crossed = (zero["own a"] + one["own a"]) / 2, (zero["own a"] + one["own b"]) / 2
-receipt(
-    "gradient of a on rank 0",
-    [
-        row("is the mean of both ranks' gradients of a", True, torch.allclose(zero["a"], right)),
-        row("is the mean of rank 0's a and rank 1's b", False, torch.allclose(zero["a"], crossed)),
-        row("is the same on both ranks", True, torch.equal(zero["a"], one["a"])),
-    ],
-)
+print(inspect.getsource(breaks.as_they_become_ready))
+receipt("gradients after one backward on 2 ranks", receipts.crossed(launch(breaks.as_they_become_ready, 2)))
 
 # %% [markdown]
-# No hang, no error: the shapes agree, so an all-reduce takes what comes next on each rank. The losses look healthy, and
-# the replicas drift apart from the first step. (With buckets of different sizes minillm stops with a `MismatchError`;
-# NCCL would hang or sum garbage.) Two defences: a fixed order, as in your `overlap`; and a checksum of the weights,
-# compared between ranks now and then, which costs one all-reduce of one number.
+# Which gradients were averaged with which? Why is there neither a hang nor an error, and what would change with branches
+# of different sizes? Name a receipt that would have caught it in production.
+#
+# <details><summary>Answer</summary>
+#
+# Rank 0's first all-reduce belongs to the branch that it finished first, rank 1's to the other one: rank 0's gradient of
+# b was averaged with rank 1's gradient of a. Shapes agree, so the all-reduce takes whatever comes next on each rank, and
+# each rank stores the result under another name: replicas drift apart from the first step. With different sizes minillm
+# raises a `MismatchError`, and NCCL would hang or sum garbage. Start buckets in one fixed order, as your `overlap` does,
+# and compare a checksum of the weights between ranks now and then: one all-reduce of one number.
+# </details>
 #
 # So three numbers, none of them the loss, tell a right step from a wrong one: the gradient's distance to one process on
-# the whole batch, the distance between replicas (zero, exactly), and the bytes or all-reduces per step.
+# the whole batch, the distance between replicas (exactly zero), and the bytes or all-reduces per step.
 #
 # ## Where it loses
 
 # %%
-losing = far["losing"]
-
-
-def what_a_second_machine_is_worth():
-    """Throughput of two ranks over that of one, for a large batch, a tiny model and a slow link."""
-    return pictures.draw_losing(losing)
-
-
-show(what_a_second_machine_is_worth)
+show(pictures.draw_losing, numbers=far["losing"])
 
 # %%
-receipt(
-    "throughput of 2 ranks / of 1, emulated",
-    [
-        row(name, losing["predicted"][name], losing["measured"][name], tolerance=0.35 if name != "tiny model" else 0.6)
-        for name in losing["measured"]
-    ],
-)
+receipt("throughput of 2 ranks / of 1, emulated", receipts.losing(far["losing"]))
 
 # %% [markdown]
-# - **Tiny models** send almost no bytes, but pay the latency of a bucket in a backward that takes milliseconds. (The
-#   measured bar is lower than predicted: handing a message to another process costs time that the model does not know.)
-# - **Slow links** are limited by $2P(N-1)/N$ bytes over the bandwidth, whatever hides: two machines can be slower than
-#   one. More samples per step (a larger batch, accumulation) is the first remedy, compression the second.
-# - **Unequal shards** make the step as long as the longest, and the mean wrong unless tokens are weighed. How wrong?
-
+# - **Tiny models** send almost no bytes but pay the latency of a bucket in a backward that takes milliseconds. (The
+#   measured bar is lower than predicted: handing a message to another process costs time that the formula leaves out.)
+# - **Slow links** are limited by $2P(N-1)/N$ bytes over the bandwidth, whatever hides. Two machines can be slower than
+#   one. More samples per step is the first remedy, compression the second.
+# - **Unequal shards** make the step as long as the longest, and the mean wrong unless tokens are weighted:
 
 # %%
-def unequal(group, tokens):
-    case = replicas.Case(world_size=2, batch=sum(tokens), unused=False, seed=3)
-    x, y = case.data(0, 0)  # one batch, dealt out unevenly
-    mine = slice(0, tokens[0]) if group.rank == 0 else slice(tokens[0], None)
-    found = {}
-    for name in ("mean of means", "weighted"):
-        model = case.model()
-        nll = (model(x[mine]) - y[mine]).square().mean(1)
-        loss = nll.mean() if name == "mean of means" else weighted_loss(nll, torch.ones_like(nll), group)
-        loss.backward()
-        average_gradients(model, group)
-        found[name] = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    alone = case.model()
-    replicas.loss_of(alone, x, y).backward()
-    right = torch.cat([p.grad.flatten() for p in alone.parameters() if p.grad is not None])
-    return {name: experiments.relative(gradient, right) for name, gradient in found.items()}
-
-
-error = launch(unequal, 2, (12, 4))[0]
-receipt(
-    "12 samples on rank 0, 4 on rank 1",
-    [
-        row("mean of means: relative error of the gradient", None, error["mean of means"]),
-        row("weighted by tokens: below 1e-9", True, error["weighted"] < 1e-9),
-    ],
-)
+error = breaks.unequal_shards(average_gradients, weighted_loss)
+receipt("12 samples on rank 0, 4 on rank 1", receipts.unequal(error))
 
 # %% [markdown]
 # Shuffling lowers the error but does not remove it, and it grows where a rank's samples have something in common, such
-# as one rank that always gets the long documents. Weigh: it costs one number.
+# as one rank that always gets the long documents. Weighting costs one number.
 #
 # ## The same in production
 #
-# torch's `DistributedDataParallel` is what you have built, in C++. It packs buckets twice: when it is made it knows
-# only the order of the parameters and uses **one** bucket; after the first backward it knows the real order and packs
-# anew. So the first iteration overlaps nothing, and whoever counts all-reduces must count from the second. Twelve
-# tensors of 1 MiB, and then one step of a transformer with each library, on the same ranks and the same wire:
-
-
-# %%
-def libraries(group):
-    return production.torch_buckets(group), production.side_by_side(group)
-
-
-packed, libs = launch(libraries, 2, device="cpu")[0]
-MIB = 2**20
-rows = []
-for cap in (1, 5):
-    first, second = packed[str(cap)]
-    rows.append(row(f"bucket_cap_mb={cap}: all-reduces in iteration 1", 1, len(first)))
-    expected_mib = tuple(predict.bucket_sizes([1] * 12, cap, first_cap=1 if cap == 1 else None))
-    rows.append(row(f"bucket_cap_mb={cap}: buckets in iteration 2, MiB", expected_mib, tuple(b // MIB for b in second)))
-receipt("torch DDP, 12 tensors of 1 MiB", rows)
+# torch's [`DistributedDataParallel`](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html)
+# is what you have built, in C++ ([Li et al. 2020](https://arxiv.org/abs/2006.15704)). It packs buckets twice. When it is
+# made it knows only the order of the parameters and uses **one** bucket; after the first backward it knows the real order
+# and packs anew. So the first iteration overlaps nothing, and all-reduces must be counted from the second on. Twelve
+# tensors of 1 MiB, and then one step of a transformer with each library on the same ranks:
 
 # %%
-dense, half = (2 * predict.gradient_bytes(experiments.gradient_bytes(itemsize), 2) for itemsize in (4, 2))
-rows = []
-for name, found in libs.items():
-    wire = None if "ower" in name else half if "fp16" in name else dense
-    rows.append(row(f"{name}: bytes of both ranks, wire", wire, found["wire"], "B", tolerance=0.03))
-    rows.append(row("    relative error of the gradient", None, found["error"]))
-receipt(f"one step, P = {P:,} B, 2 ranks", rows)
+packed, libs = launch(production.libraries, 2, device="cpu")[0]
+receipt("torch DDP, 12 tensors of 1 MiB", receipts.torch_buckets(packed))
+
+# %%
+receipt("one step on 2 ranks: bytes of both ranks on the wire, error of the gradient", receipts.libraries(libs))
 
 # %% [markdown]
-# Same gradients, same bytes. What to write in a real job:
+# In a real job:
 #
 # ```python
-# model = DistributedDataParallel(model, device_ids=[local_rank], bucket_cap_mb=25, gradient_as_bucket_view=True)
+# model = DistributedDataParallel(model, device_ids=[local_rank], gradient_as_bucket_view=True)  # default bucket sizes
 # with model.no_sync(): ...                               # all microbatches but the last, the forward pass included
 # model.register_comm_hook(None, default_hooks.bf16_compress_hook)      # half the bytes; on NCCL only, fp16 anywhere
-# state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=1000)
-# model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 #
 # accelerator = Accelerator(gradient_accumulation_steps=4)              # accelerate: no_sync and the division for you
 # with accelerator.accumulate(model): accelerator.backward(loss)
 # ```
 #
-# PowerSGD's large error is that of one step on random tokens, whose gradient is nothing like low-rank; what it leaves
-# out is owed, as in your top-k. It runs with one bucket here because on gloo its two rounds of several buckets can
-# overtake each other, differently on each rank: the bug of two cells ago, in production. `find_unused_parameters=True`
-# is for models in which a rank may skip a layer, and costs a walk over the graph in every step.
+# [PowerSGD (Vogels et al. 2019)](https://arxiv.org/abs/1905.13727) has a large error here because a gradient of random
+# tokens is not low-rank; error feedback sends the rest later. It runs with one bucket because on gloo its two rounds of
+# several buckets can overtake each other, which is the bug you just found. `find_unused_parameters=True` is for models in
+# which a rank may skip a layer; it walks the graph in every step.
 #
-# One more habit from production. The sampler that goes with it pads, and repeats its order unless told the epoch:
+# The sampler that goes with DDP pads, and repeats its order unless told the epoch:
 
 # %%
-sampler = experiments.torch_sampler(num_samples=10, world_size=4)
-receipt(
-    "torch's DistributedSampler, 10 samples on 4 ranks",
-    [
-        row("samples dealt out twice: N·ceil(D/N) - D", sampler["predicted"], sampler["duplicates"]),
-        row("second epoch without set_epoch: same order", True, sampler["same_without_set_epoch"]),
-        row("with set_epoch(1): same order", False, sampler["same_with_set_epoch"]),
-    ],
-)
+receipt("torch's DistributedSampler, 10 samples on 4 ranks", receipts.sampler())
 
 # %% [markdown]
-# minillm's own reducer (`minillm/parallel/data_parallel/reducer.py`) adds to yours: it packs anew after the first step
-# in rank 0's order, joins in with zeros for parameters that got no gradient, puts gradients back into their buckets
-# after `set_to_none`, and names what is wrong. This is the part you wrote:
-
-# %%
-print(inspect.getsource(minillm_buckets.Reducer._on_gradient))
-
-# %% [markdown]
+# minillm's reducer (`minillm/parallel/data_parallel/reducer.py`) adds to yours: it packs anew after the first step in rank
+# 0's order, contributes zeros for parameters that got no gradient, attaches gradients to their buckets again after
+# `set_to_none`, and names what is wrong.
+#
 # ## On a cluster
 #
-# `labs/torchrun/03_data_parallel.py` holds the exercises for any number of processes. One file, three worlds:
+# `labs/torchrun/03_data_parallel.py` runs the exercises on any number of processes. After solving it:
 #
 # ```bash
-# python course/lab03_data_parallel/torchrun.py                                   # 4 ranks here
-# torchrun --nproc-per-node 4 course/lab03_data_parallel/torchrun.py              # the same, under torchrun
-# torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d \
-#          --rdzv-endpoint $HEAD_NODE:29500 course/lab03_data_parallel/torchrun.py   # on each of two nodes
+# torchrun --nproc-per-node 8 labs/torchrun/03_data_parallel.py
 # ```
+#
+# ## Design questions
+#
+# Work each one out on paper, then run the cell below it.
+#
+# **A. 7B parameters in bf16 train on 64 GPUs of 400 TFLOP/s (reached), 8 per node; every GPU has a network port of 50
+# GB/s. How many tokens per GPU and step make the all-reduce hide behind backward? And if gradients are reduced in fp32?**
+
+# %%
+backward_flops = 4 * 7e9  # per token
+for name, itemsize in (("bf16", 2), ("fp32", 4)):
+    seconds = comms.ring_all_reduce(7 * 10**9, itemsize, 64).time(5e-6, 50e9)
+    print(
+        f"{name}: all-reduce {seconds:.2f} s, tokens per GPU so that backward takes as long: {seconds * 400e12 / backward_flops:,.0f}"
+    )
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# 0.55 s in bf16, so about 7,900 tokens per GPU: two sequences of 4,096. In fp32 it is twice that. The number of parameters
+# cancels, so the answer is the same for 70B. With fewer tokens per GPU, accumulate under `no_sync`, or reduce hierarchically
+# (lab 01). 112 GB of optimizer state per GPU, however, rule out plain data parallelism: ZeRO-1 (lab 04) sends the same.
+# </details>
+#
+# **B. A job runs on 16 GPUs with 4 samples per GPU and 8 accumulation steps. You get 64 GPUs. Keep the global batch of
+# 512: what happens to the steps per second if a microbatch takes 0.5 s and the (unhidden part of the) reduction 0.2 s?**
+
+# %%
+for gpus in (16, 32, 64, 128):
+    microbatches = 512 // (4 * gpus)
+    step = 0.5 * microbatches + 0.2
+    print(
+        f"{gpus} GPUs: {microbatches} microbatches, {step:.1f} s per step, {16 * 4.2 / (gpus * step):.0%} of the efficiency of 16"
+    )
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# 4.2 s become 1.2 s: 3.5 times as fast on 4 times the GPUs, and at 128 the exposed reduction is 29 % of the step. At a
+# fixed global batch scaling ends where accumulation does. Beyond that, either the batch grows (and learning rate and
+# warm-up have to be tuned again), or the model itself is cut (labs 05 and 06).
+# </details>
+#
+# ## Capstone (*open*)
+#
+# 70B parameters, 256 GPUs, 8 per node: you may choose the degree of model splitting $m$ (labs 05 and 06) and so $256/m$
+# replicas. With `predict.gradient_bytes` and the bandwidth of a network you know, plot exposed communication per step over
+# $m$, bucket size and tokens per GPU. Choose, and say which measurement would change your mind.
 #
 # ## Interview corner
 #
-# The numbers first:
-
-
-# %%
-def number(name, value, unit=""):
-    print(f"{name:<64}{format_value(value, unit):>14}")
-
-
-GB = 1e9
-for n in (2, 4, 8, 64, 1024):
-    number(f"1. bytes per rank / P, {n} ranks", predict.gradient_bytes(1.0, n))
-    number(f"   latency of its 2(N-1) rounds at 5 µs, {n} ranks", comms.ring_all_reduce(n, 1, n).rounds * 5e-6, "s")
-whole, part = predict.gradient_bytes(140 * GB, 64), predict.gradient_bytes(140 * GB / 16, 4)
-number("2. 70B in bf16, 64 replicas: sent per rank", whole / GB, "GB")
-number("   at 50 GB/s", whole / (50 * GB), "s")
-number("   split 16 ways, 4 replicas, at 50 GB/s", part / (50 * GB), "s")
-number("3. hidden share here: yours", overlapped[0][1]["hidden"])
-number("   best case, 8 equal buckets: 7/8", 7 / 8)
-number("4. global batch: 4 per microbatch · 8 · 16 ranks", 4 * 8 * 16)
-number("   bytes with no_sync, 8 microbatches, 16 ranks / P", predict.gradient_bytes(1.0, 16))
-number("   without it / P", 8 * predict.gradient_bytes(1.0, 16))
-number("5. mean of means here, 12 and 4 samples: error", error["mean of means"])
-number("6. no division here: gradient norm times", undivided["AdamW, sum"]["norm"] / undivided["AdamW, avg"]["norm"])
-number("   and the loss under AdamW changes by at most", f"{worst:.2%}")
-number("8. top 1 %, 2 ranks: bytes / dense", 2 * SHARE)
-number("   64 ranks: bytes / dense", SHARE * 64)
-for stage, (fixed, shared) in {"1": (4, 12), "2": (2, 14), "3": (0, 16)}.items():
-    number(f"10. ZeRO-{stage}, 8 ranks: bytes per parameter", fixed + shared / 8)
-    number("    times less than 16", 16 / (fixed + shared / 8))
-
-# %% [markdown]
 # Say your answer aloud before you open one.
 #
 # **1. Does the communication of data parallelism grow linearly with the number of GPUs?**
 # <details><summary>Answer</summary>
 #
-# Per rank it saturates: 1.0 P at 2, 1.5 P at 4, 1.75 P at 8, 1.97 P at 64, 2.0 P at 1024. Linear are the rounds (and so
-# the latency: 0.07 ms at 8 ranks, 10 ms at 1024, at 5 µs each) and the traffic of all ranks together. "Linear" and "it
-# does not matter" are both wrong.
-#
-# *Follow-up: and with the batch?* Not at all, as you measured: 8 times the batch, the same bytes.
+# Per rank it saturates: 1.0 P at 2, 1.5 P at 4, 1.75 P at 8, 2.0 P at 1,024. The rounds grow linearly, and so does a ring's
+# latency: 0.07 ms at 8 ranks, 10 ms at 1,024, at 5 µs each. It does not grow with the batch.
 # </details>
 #
 # **2. 70B parameters, bf16, 64 GPUs with 400 Gb/s each. How long is the gradient all-reduce?**
 # <details><summary>Answer</summary>
 #
-# 140 GB · 2 · 63/64 = 275.6 GB per rank, 5.5 s at 50 GB/s. But 64 *replicas* of 70B fit nowhere. Split 16 ways (tensor
-# and pipeline), 4 replicas remain, each rank reduces 8.75 GB over 4: 0.26 s, 21 times less, and most of it hides.
+# 140 GB · 2 · 63/64 = 275.6 GB per rank, 5.5 s at 50 GB/s. But 64 *replicas* of 70B fit nowhere. Split 16 ways, 4 replicas
+# remain and each rank reduces 8.75 GB over 4: 0.26 s, most of it hidden.
 # </details>
 #
 # **3. How much of the all-reduce can hide behind backward?**
 # <details><summary>Answer</summary>
 #
-# All but the last bucket, if communication is no longer than backward: step = max(backward, communication) + last
-# bucket. With 8 equal buckets 87.5 %; you measured about that, and 0 for the naive form. If communication is longer
-# than backward, the rest of it sticks out too, and no trick but fewer bytes or more compute per step helps.
-#
-# *Follow-up: does DDP wait after every layer?* No: it waits once, at the end of backward.
-#
-# *Follow-up: the GPUs show 100 % utilization, so nothing sticks out?* That number counts the time in which any kernel
-# runs, and NCCL's kernels run while they wait. Look at exposed communication on a timeline, or at MFU (lab 02).
+# All but the last bucket, if communication is no longer than backward: step = max(backward, communication) + last bucket.
+# If it is longer, the rest is exposed, and only fewer bytes or more compute per step help.
 # </details>
 #
-# **4. Batch 4 per GPU, 16 GPUs, 8 accumulation steps: global batch, and bytes per step?**
+# **4. Is averaging over ranks always right?**
 # <details><summary>Answer</summary>
 #
-# 4 · 8 · 16 = 512 samples. 1.875 P per rank with `no_sync`, 15 P without: each backward would reduce. The gradients are
-# the same either way, so only the byte counter tells.
-#
-# *Follow-up: you double the GPUs. What else changes?* The global batch. Learning rate and warm-up belong to a batch
-# size, not to a GPU count: halve the accumulation or retune.
+# Only if every rank has the same number of samples or tokens. Divide each rank's *sum* by the global count and multiply by
+# N, because DDP divides by N afterwards. A rank without a token needs a loss of 0 with a graph, so that it takes part in
+# the all-reduces.
 # </details>
 #
-# **5. Is averaging over ranks always right?**
+# **5. Would you compress gradients?**
 # <details><summary>Answer</summary>
 #
-# Only if every rank has the same number of samples or tokens. With 12 and 4 samples the error above is what you get.
-# Divide each rank's *sum* by the global count and multiply by N, because DDP divides by N afterwards.
-#
-# *Follow-up: a rank without any token?* Its own mean is 0/0. Its loss must be 0 with a graph, and it must still take
-# part in the all-reduces.
+# It depends on what limits the run. bf16 halves the bytes and often does no harm; large runs nevertheless reduce in fp32 on
+# purpose, because rounding at every hop adds up and their links can afford it. int8 with error feedback sends a quarter.
+# Top-k and PowerSGD are for slow links and few ranks.
 # </details>
 #
-# **6. The loss curve of the new 64-GPU job lies on the old one. Are the gradients right?**
+# **6. A DDP job hangs in the first step after a model change. Where do you look?**
 # <details><summary>Answer</summary>
 #
-# No evidence. With AdamW a wrong scale cancels: twice the gradient, and the loss moved by less than a percent.
-# Compare the gradient norm with one process on the same batch, or one SGD step's weights.
+# A parameter without a gradient on some rank (a skipped layer, a frozen head): its bucket never fills, so that rank starts
+# fewer all-reduces. Name the parameter (`TORCH_DISTRIBUTED_DEBUG=DETAIL`), then use `find_unused_parameters` or make it
+# take part.
 # </details>
 #
-# **7. Why buckets, and why 25 MB?**
+# **7. One of 512 GPUs is 10 % slow. What does the job lose?**
 # <details><summary>Answer</summary>
 #
-# One all-reduce per tensor pays 2(N-1) latencies each; one for all hides nothing. In between is a flat valley, as in
-# your sweep: same bytes, 16 buckets too slow, 1 bucket too slow. 25 MB keeps the bandwidth term above the latency term
-# on usual links; the first bucket is 1 MB so that the wire starts early.
-# </details>
-#
-# **8. Would you compress gradients?**
-# <details><summary>Answer</summary>
-#
-# bf16 nearly always: half the bytes, and the backward was in bf16 anyway. int8 with error feedback: a quarter. Top-k
-# and PowerSGD on slow links only: top 1 % is 2 % of the bytes on 2 ranks, 64 % on 64, because it is an all-gather.
-# Without error feedback what is small is never sent, and training stalls, as the dotted curve shows.
-# </details>
-#
-# **9. "AllReduce while computing the next layer" and "asynchronous AllReduce": two strategies?**
-# <details><summary>Answer</summary>
-#
-# One: a non-blocking all-reduce of finished gradients while *earlier* layers run backward. Results are the same to the
-# bit. Asynchronous SGD, which steps with stale gradients, is another thing, and nobody trains LLMs with it.
-# </details>
-#
-# **10. Somebody suggests ZeRO-3 to save communication, "it scales memory and traffic linearly".**
-# <details><summary>Answer</summary>
-#
-# ZeRO-3 *raises* traffic, 3P(N-1)/N instead of 2P(N-1)/N, and it is stage 2 that shards gradients, at DDP's volume:
-# each rank puts its *whole* gradient into a reduce-scatter and gets one reduced shard back; optimizer states never
-# travel, gradients are never fetched. What ZeRO saves is memory, and "4x, 8x, Nx" are limits: at 8 ranks 2.9x, 4.3x and
-# 8x, because 4 and 2 bytes per parameter stay. The largest part of the 16 bytes are the optimizer's 12, not the
-# parameters' 2. Lab 04 measures all of it.
-# </details>
-#
-# **11. A DDP job hangs in the first step after a model change. Where do you look?**
-# <details><summary>Answer</summary>
-#
-# A parameter without a gradient on some rank (a skipped layer, a frozen head): its bucket never fills, so that rank
-# starts fewer all-reduces. Name the parameter (`TORCH_DISTRIBUTED_DEBUG=DETAIL`), then use find_unused or make it take
-# part. Silent cousin: ranks that start buckets in another order.
-# </details>
-#
-# **12. One of 512 GPUs is 10 % slow. What does the job lose?**
-# <details><summary>Answer</summary>
-#
-# 10 %: a step takes as long as the slowest rank, everybody else waits in the all-reduce. Every rank's step time looks
-# the same, so look at compute time, or at who waits least.
+# 10 %: every step waits for the slowest rank. All ranks report the same step time, so compare compute times; the rank that
+# waits least is the slow one.
 # </details>
 #
 # ## Can you answer them now?
 #
 # 1. Which bytes does a data-parallel step send, and what do they *not* depend on?
 # 2. How much of the communication can hide behind backward, and what is left over in the best case?
-# 3. Training runs, the loss falls, and it is still wrong. Which three numbers tell you?
+# 3. Training runs, the loss falls, and the gradients are still wrong. Which three numbers tell you?
 #
 # Next: every replica holds the same optimizer state. Lab 04 stops paying for that.
+
+# %%
+finish("03_data_parallel")

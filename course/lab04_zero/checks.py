@@ -13,44 +13,14 @@ import random
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from course.shared import sharding
 from course.shared.sharding import Did, Sizes, Steps
 from course.shared.trials import run
-from minillm.comm import Group
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
 from minillm.predict import comms
-
-# The course's own answers.
-
-
-def partition(sizes: Sequence[int], world_size: int, rank: int) -> tuple[int, list[slice]]:
-    """(length of every shard, for each parameter the slice of its flattened elements that `rank` holds)."""
-    length = -(-sum(sizes) // world_size)
-    first, slices, start = rank * length, [], 0
-    for size in sizes:
-        low, high = (min(max(edge - start, 0), size) for edge in (first, first + length))
-        slices.append(slice(low, high))
-        start += size
-    return length, slices
-
-
-class ZeroOne:
-    """An optimizer over this rank's part of `weights`: [P], flat, the same size on every rank, divisible by N."""
-
-    def __init__(self, weights: Tensor, group: Group, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]):
-        self.weights, self.group = group.broadcast(weights), group
-        self.shard = nn.Parameter(weights.chunk(group.world_size)[group.rank].clone())
-        self.optimizer = make([self.shard])
-
-    def step(self, gradient: Tensor) -> None:
-        """gradient: [P], of this rank's batch. Afterwards `weights` are the updated ones, on every rank."""
-        self.shard.grad = self.group.reduce_scatter(gradient, op="avg")
-        self.optimizer.step()
-        self.group.all_gather(self.shard.data, out=self.weights)
-
 
 # What they are held to.
 

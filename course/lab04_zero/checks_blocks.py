@@ -5,66 +5,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from course.shared import sharding
 from course.shared.diagnose import expect_like
 from course.shared.sharding import Did, Net, Stack
 from course.shared.trials import run
-from minillm.comm import Group
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
 from minillm.predict import comms
-
-# The course's own answers.
-
-
-def shard_gradients(buckets: list[list[nn.Parameter]], group: Group) -> list[Tensor | None]:
-    """Hooks that reduce-scatter a bucket as soon as it is full; the list holds this rank's shards after backward."""
-    shards: list[Tensor | None] = [None] * len(buckets)
-
-    def watch(index: int, bucket: list[nn.Parameter]) -> None:
-        missing = set(bucket)
-
-        def ready(parameter: nn.Parameter) -> None:
-            missing.discard(parameter)
-            if missing:
-                return
-            flat = torch.cat([p.grad.flatten() for p in bucket])
-            for p in bucket:
-                p.grad = None
-            flat = F.pad(flat, (0, -len(flat) % group.world_size))
-            shards[index] = group.reduce_scatter(flat, op="avg")
-            missing.update(bucket)
-
-        for parameter in bucket:
-            parameter.register_post_accumulate_grad_hook(ready)
-
-    for index, bucket in enumerate(buckets):
-        watch(index, bucket)
-    return shards
-
-
-class GatheredBlock(torch.autograd.Function):
-    """compute(x, weights) of one block whose weights are spread over the group."""
-
-    @staticmethod
-    def forward(ctx, x, shard, compute, group):
-        """x: this rank's activations; shard: [P/N] -> compute(x, all P weights)."""
-        ctx.save_for_backward(x, shard)
-        ctx.compute, ctx.group = compute, group
-        return compute(x, group.all_gather(shard))
-
-    @staticmethod
-    def backward(ctx, output_gradient):
-        """The gradients of x and of the shard; None for the two others."""
-        x, shard = ctx.saved_tensors
-        with torch.enable_grad():
-            x, weights = x.detach().requires_grad_(), ctx.group.all_gather(shard).requires_grad_()
-            output = ctx.compute(x, weights)
-        x_gradient, gradient = torch.autograd.grad(output, (x, weights), output_gradient)
-        return x_gradient, ctx.group.reduce_scatter(gradient, op="avg"), None, None
-
 
 # What they are held to.
 

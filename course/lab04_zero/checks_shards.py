@@ -14,40 +14,9 @@ from course.shared import sharding
 from course.shared.diagnose import expect_like
 from course.shared.sharding import Did
 from course.shared.trials import run
-from minillm.comm import Group
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
 from minillm.predict import comms
-
-# The course's own answers.
-
-
-def clip(gradient: Tensor, numel: int, max_norm: float, group: Group) -> Tensor:
-    """The norm of the whole gradient; scales this rank's shard so that the whole one has at most max_norm."""
-    first = group.rank * len(gradient)
-    mine = gradient[: max(0, numel - first)]
-    norm = group.all_reduce(mine.square().sum()).sqrt()
-    gradient *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    return norm
-
-
-def whole_state(state: dict[str, Tensor], numel: int, group: Group) -> dict[str, Tensor]:
-    """Adam's state for all `numel` elements, on every rank, from the state for this rank's shard."""
-    return {name: group.all_gather(x)[:numel] if x.dim() else x for name, x in state.items()}
-
-
-def stream_adam(weights, gradient, store, step, chunk, lr, betas, eps) -> None:
-    """One Adam step on `weights`, in place, with both moments in `store`, `chunk` elements at a time."""
-    for start in range(0, len(weights), chunk):
-        part = slice(start, start + chunk)
-        g, m, v = gradient[part], store.read("m", part), store.read("v", part)
-        m.mul_(betas[0]).add_(g, alpha=1 - betas[0])
-        v.mul_(betas[1]).addcmul_(g, g, value=1 - betas[1])
-        store.write("m", part, m)
-        store.write("v", part, v)
-        m, v = m / (1 - betas[0] ** step), v / (1 - betas[1] ** step)
-        weights[part] -= lr * m / (v.sqrt() + eps)
-
 
 # What they are held to.
 

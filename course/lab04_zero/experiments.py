@@ -5,9 +5,11 @@ stage 3 is `FullyShard`. All of them train the same small transformer on the sam
 """
 
 import contextlib
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -224,3 +226,47 @@ def bucket_sizes() -> list[int]:
     """Elements of the buckets that `ZeroOptimizer` makes of the model."""
     model = Transformer(MODEL, seed=None, device="meta")
     return [bucket.numel for bucket in assign(model.named_parameters(), BUCKET_MB * 2**20)]
+
+
+# A learner's pieces under a transformer.
+
+
+def train_with(group: Group, partition: Any, zero_one: Any, steps: int) -> list[float]:
+    """Losses with a learner's partition and stage 1; every rank starts from a seed of its own."""
+    model = Transformer(MODEL, seed=group.rank)
+    parameters = list(model.parameters())
+    length, _ = partition([p.numel() for p in parameters], group.world_size, group.rank)
+    flat, start = torch.zeros(length * group.world_size), 0
+    for p in parameters:  # the model's weights become views into the flat buffer
+        view = flat[start : start + p.numel()].view(p.shape)
+        p.data, start = view.copy_(p.data), start + p.numel()
+    optimizer, losses = zero_one(flat, group, lambda shards: torch.optim.AdamW(shards, lr=3e-3)), []
+    for step in range(steps):
+        batch = tokens(step, 0, group.rank, group.world_size, 1)
+        loss = cross_entropy(model(batch[:, :-1]), batch[:, 1:])
+        gradient = torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
+        optimizer.step(torch.nn.functional.pad(gradient, (0, len(flat) - len(gradient))))
+        losses.append(group.all_reduce(loss.detach(), "avg").item())
+    return losses
+
+
+def four_ranks_and_one(partition: Any, zero_one: Any, steps: int = 3) -> list[list[float]]:
+    return [launch(train_with, n, partition, zero_one, steps, device="cpu")[0] for n in (4, 1)]
+
+
+def offloaded(found: dict[Setup, list[Found]]) -> list[tuple[str, float, float, int, bool]]:
+    """ZeRO-2 on 2 ranks with its optimizer in host memory and in files: (where, bytes down and up per step, optimizer
+    bytes left in the process, the same losses as without)."""
+    with tempfile.TemporaryDirectory() as folder:
+        setups = {
+            name: Setup(2, 2, mixed=True, offload=home)
+            for name, home in (("host memory", "cpu"), ("files", Path(folder)))
+        }
+        ranks_of = compare(list(setups.values()))
+    lines = []
+    for name, setup in setups.items():
+        ranks = ranks_of[setup]
+        down, up = (sum(rank.host[i] for rank in ranks) / setup.steps for i in range(2))
+        same = ranks[0].losses == found[Setup(2, 2, mixed=True)][0].losses
+        lines.append((name, down, up, ranks[0].memory.get("optimizer", 0), same))
+    return lines

@@ -9,12 +9,14 @@ from matplotlib.patches import Patch, Rectangle
 from course.lab04_zero import experiments as stages
 from course.lab04_zero import experiments_links as links
 from course.lab04_zero import experiments_torch as peers
-from course.lab04_zero.checks import partition
 from course.lab04_zero.experiments import NAMES, STAGES, Setup
+from minillm.labkit import answers_of
 from minillm.labkit.palette import PALETTE, TEXT, look
 from minillm.labkit.plots import style, subplots
 from minillm.measure.timeline import STYLES
 from minillm.predict.model import ADAM_FP32, ADAM_MIXED
+
+ANSWERS = answers_of("04_zero")
 
 KINDS = {"parameter": "weights", "gradient": "gradients", "optimizer": "optimizer (masters, moments)"}
 LOOKS = {
@@ -33,13 +35,13 @@ def who_holds_what(ranks: int = 4, layers: int = 3) -> Figure:
         (f"layer {i}.{n}", s) for i in range(layers) for n, s in (("weight", 36), ("bias", 5))
     ]
     sizes = [size for _, size in shapes]
-    length, _ = partition(sizes, ranks, 0)
+    length, _ = ANSWERS.partition(sizes, ranks, 0)
     figure, axes = subplots(width=9, height=1.6)
     with style():
         start = 0
         for index, (name, size) in enumerate(shapes):
             for rank in range(ranks):
-                piece = partition(sizes, ranks, rank)[1][index]
+                piece = ANSWERS.partition(sizes, ranks, rank)[1][index]
                 box = {"facecolor": look(rank).color, "hatch": look(rank).hatch, "alpha": 0.75, "edgecolor": "white"}
                 axes.add_patch(Rectangle((start + piece.start, 0), piece.stop - piece.start, 1, linewidth=0, **box))
             axes.add_patch(Rectangle((start, 0), size, 1, fill=False, edgecolor=TEXT, linewidth=1.2))

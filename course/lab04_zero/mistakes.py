@@ -2,8 +2,10 @@
 
 from torch import nn
 
-from course.lab04_zero import checks as right
+from minillm.labkit import answers_of
 from minillm.labkit.exercises import alternative, mistake
+
+ANSWERS = answers_of("04_zero")
 
 # Partition
 
@@ -78,7 +80,7 @@ class WholeOptimizer:
 
 
 @mistake("zero-one-step", "all-reduce-then-slice", expect="that is 3P")
-class AllReduceThenSlice(right.ZeroOne):
+class AllReduceThenSlice(ANSWERS.ZeroOne):
     def step(self, gradient):
         whole = self.group.all_reduce(gradient, op="avg")
         self.shard.grad = whole.chunk(self.group.world_size)[self.group.rank].clone()
@@ -87,7 +89,7 @@ class AllReduceThenSlice(right.ZeroOne):
 
 
 @mistake("zero-one-step", "forgets-the-gather", expect="gather the updated parts")
-class NoGather(right.ZeroOne):
+class NoGather(ANSWERS.ZeroOne):
     def step(self, gradient):
         self.shard.grad = self.group.reduce_scatter(gradient, op="avg")
         self.optimizer.step()
@@ -95,7 +97,7 @@ class NoGather(right.ZeroOne):
 
 
 @mistake("zero-one-step", "different-first-weights", expect="a patchwork: begin with rank 0's")
-class OwnFirstWeights(right.ZeroOne):
+class OwnFirstWeights(ANSWERS.ZeroOne):
     def __init__(self, weights, group, make):
         self.weights, self.group = weights, group
         self.shard = nn.Parameter(weights.chunk(group.world_size)[group.rank].clone())
@@ -103,7 +105,7 @@ class OwnFirstWeights(right.ZeroOne):
 
 
 @mistake("zero-one-step", "adds-gradients", expect="added up, not averaged")
-class SumsGradients(right.ZeroOne):
+class SumsGradients(ANSWERS.ZeroOne):
     def step(self, gradient):
         self.shard.grad = self.group.reduce_scatter(gradient)
         self.optimizer.step()
@@ -111,7 +113,7 @@ class SumsGradients(right.ZeroOne):
 
 
 @mistake("zero-one-step", "local-gradient", expect="owner's own gradient: reduce over the ranks")
-class OwnGradient(right.ZeroOne):
+class OwnGradient(ANSWERS.ZeroOne):
     def step(self, gradient):
         self.shard.grad = gradient.chunk(self.group.world_size)[self.group.rank].clone()
         self.optimizer.step()
@@ -133,7 +135,7 @@ class ViewOfTheWeights:
 
 
 @alternative("zero-one-step", "each-owner-broadcasts")
-class OwnersBroadcast(right.ZeroOne):
+class OwnersBroadcast(ANSWERS.ZeroOne):
     def step(self, gradient):
         n = self.group.world_size
         parts = self.group.all_to_all(gradient).view(n, -1)

@@ -3,8 +3,10 @@
 import torch
 import torch.nn.functional as F
 
-from course.lab04_zero import checks_blocks as right
+from minillm.labkit import answers_of
 from minillm.labkit.exercises import alternative, mistake
+
+ANSWERS = answers_of("04_zero")
 
 # Stage 2
 
@@ -146,7 +148,7 @@ def by_all_to_all(buckets, group):
 
 
 @mistake("gather-compute-free", "keeps-the-gathered-block", expect="5 of 5 blocks lie there whole")
-class KeepsTheBlock(right.GatheredBlock):
+class KeepsTheBlock(ANSWERS.GatheredBlock):
     @staticmethod
     def forward(ctx, x, shard, compute, group):
         weights = group.all_gather(shard)
@@ -178,25 +180,25 @@ def _backward(reduce):
 
 
 @mistake("gather-compute-free", "all-reduce-then-slice", expect="two all-gathers and one reduce-scatter")
-class AllReducesTheBlock(right.GatheredBlock):
+class AllReducesTheBlock(ANSWERS.GatheredBlock):
     backward = _backward(lambda dw, group: group.all_reduce(dw, op="avg").chunk(group.world_size)[group.rank].clone())
 
 
 @mistake("gather-compute-free", "adds-gradients", expect="it is the sum, 4 times the average")
-class SumsTheBlock(right.GatheredBlock):
+class SumsTheBlock(ANSWERS.GatheredBlock):
     backward = _backward(lambda dw, group: group.reduce_scatter(dw))
 
 
 @mistake("gather-compute-free", "no-reduction", expect="nothing was reduced")
-class OwnSlice(right.GatheredBlock):
+class OwnSlice(ANSWERS.GatheredBlock):
     backward = _backward(lambda dw, group: dw.chunk(group.world_size)[group.rank].clone())
 
 
 @mistake("gather-compute-free", "reduces-activations", expect="the gradient of x is wrong")
-class ReducesX(right.GatheredBlock):
+class ReducesX(ANSWERS.GatheredBlock):
     @staticmethod
     def backward(ctx, output_gradient):
-        dx, *rest = right.GatheredBlock.backward(ctx, output_gradient)
+        dx, *rest = ANSWERS.GatheredBlock.backward(ctx, output_gradient)
         return ctx.group.all_reduce(dx, op="avg"), *rest
 
 

@@ -2,8 +2,10 @@
 
 import torch
 
-from course.lab04_zero import checks_shards as right
+from minillm.labkit import answers_of
 from minillm.labkit.exercises import alternative, mistake
+
+ANSWERS = answers_of("04_zero")
 
 # Clipping
 
@@ -104,17 +106,17 @@ def stacked(state, numel, group):
 
 @mistake("offload-adam", "reads-everything", expect="read, use and write one chunk before the next")
 def all_at_once(weights, gradient, store, step, chunk, lr, betas, eps):
-    right.stream_adam(weights, gradient, store, step, len(weights), lr, betas, eps)
+    ANSWERS.stream_adam(weights, gradient, store, step, len(weights), lr, betas, eps)
 
 
 @mistake("offload-adam", "no-bias-correction", expect="the bias correction is missing")
 def uncorrected(weights, gradient, store, step, chunk, lr, betas, eps):
-    right.stream_adam(weights, gradient, store, 10**9, chunk, lr, betas, eps)
+    ANSWERS.stream_adam(weights, gradient, store, 10**9, chunk, lr, betas, eps)
 
 
 @mistake("offload-adam", "never-writes-back", expect="the moments begin at zero in every step")
 def forgets_to_write(weights, gradient, store, step, chunk, lr, betas, eps):
-    right.stream_adam(weights, gradient, _ReadOnly(store), step, chunk, lr, betas, eps)
+    ANSWERS.stream_adam(weights, gradient, _ReadOnly(store), step, chunk, lr, betas, eps)
 
 
 class _ReadOnly:
@@ -128,12 +130,12 @@ class _ReadOnly:
 @mistake("offload-adam", "drops-the-last-chunk", expect="the last and shorter one too")
 def whole_chunks_only(weights, gradient, store, step, chunk, lr, betas, eps):
     whole = len(weights) // chunk * chunk
-    right.stream_adam(weights[:whole], gradient, store, step, chunk, lr, betas, eps)
+    ANSWERS.stream_adam(weights[:whole], gradient, store, step, chunk, lr, betas, eps)
 
 
 @mistake("offload-adam", "keeps-them-in-memory", expect="kept somewhere else, in memory")
 def cached(weights, gradient, store, step, chunk, lr, betas, eps):
-    right.stream_adam(weights, gradient, _Memory.of(store, len(weights)), step, chunk, lr, betas, eps)
+    ANSWERS.stream_adam(weights, gradient, _Memory.of(store, len(weights)), step, chunk, lr, betas, eps)
 
 
 class _Memory:

@@ -1,50 +1,166 @@
-"""Stop 04: every stage of ZeRO once: bytes held and sent, the losses of data parallelism; and what breaks silently."""
+"""Lab 04's claims, each once: the notebook prints them, the tour runs `rows`.
 
-from collections.abc import Iterator
+Every function yields the rows of one receipt.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from course.lab04_zero import experiments as stages
 from course.lab04_zero import experiments_breaks as breaks
 from course.lab04_zero import experiments_links as links
+from course.lab04_zero import experiments_torch as torch_peers
 from course.lab04_zero.experiments import PSI, Setup
 from minillm.comm import launch
-from minillm.labkit.receipts import Row, row
+from minillm.labkit.receipts import Row, formula, row
+from minillm.predict.model import ADAM_MIXED
 
 WORLD, BAD_RANK = 4, 2
 
 
+Findings = dict[Setup, list[stages.Found]]
+STATE = {
+    True: ("16Ψ", "4Ψ + 12Ψ/N", "2Ψ + 14Ψ/N", "16Ψ/N"),
+    False: ("16Ψ", "8Ψ + 8Ψ/N", "4Ψ + 12Ψ/N", "16Ψ/N"),
+}
+
+
 def rows() -> Iterator[Row]:
-    """State and bytes of DDP and the three stages on 4 ranks, stage 3 on an emulated link, four accidents."""
+    """The tour's stop: DDP and the three stages on 4 ranks, stage 3 on an emulated link, the accidents."""
     setups = [Setup(stage, WORLD, mixed=mixed) for mixed in (True, False) for stage in stages.STAGES]
     setups += [Setup(stage, WORLD, accumulate=2) for stage in (2, 3)]
     found = stages.compare(setups)
-    baseline = found[Setup(0, WORLD)][0].losses[-1]
+    yield from state(found)
+    yield from sent(found)
+    yield from same_losses(found)
+    yield from prefetch(links.stage3_on_a_clock((0, 1)))
+    yield from accidents(launch(breaks.all_accidents, WORLD, BAD_RANK, device="cpu"))
+
+
+def memory_7b(guess_gb: float | None = None) -> Iterator[Row]:
+    for stage, guess in ((1, guess_gb), (2, None), (3, None)):
+        gb = ADAM_MIXED.per_rank(7 * 10**9, 8, stage=stage) / 1e9
+        yield formula(f"state per rank, ZeRO-{stage}: {STATE[True][stage]}", gb, "GB", guess=guess)
+
+
+def trained(four: Sequence[float], one: Sequence[float]) -> Iterator[Row]:
+    yield row(f"loss of step {len(four)}", one[-1], four[-1], tolerance=1e-4)
+
+
+def state(found: Findings, world_size: int = WORLD) -> Iterator[Row]:
     for setup, ranks in found.items():
-        name = f"{setup.name}, {'bf16 with masters' if setup.mixed else 'fp32'}"
-        if setup.accumulate == 1:
+        if setup.accumulate == 1 and setup.world_size == world_size:
             held = max(sum(rank.memory.values()) for rank in ranks)
-            yield row(f"{name}: state per rank", stages.predicted_state(setup), held, "B", tolerance=0.02)
-        name += f", {setup.accumulate} microbatches" if setup.accumulate > 1 else ""
-        yield row(f"{name}: sent per rank and step", stages.predicted_bytes(setup), max(r.sent for r in ranks), "B")
-        if not setup.mixed:
-            yield row(f"{name}: loss after two steps, beside DDP", baseline, ranks[0].losses[-1], "", tolerance=1e-5)
+            name = f"{setup.name}, {'bf16 with masters' if setup.mixed else 'fp32'}: {STATE[setup.mixed][setup.stage]}"
+            yield row(name, stages.predicted_state(setup), held, "B", tolerance=0.02)
 
-    for prefetch, numbers in links.stage3_on_a_clock((0, 1)).items():
-        yield row(f"stage 3, prefetch {prefetch}: blocks whole at once", prefetch + 1, numbers["units_held"])
-        yield row("    step on an emulated link, predicted", None, numbers["predicted_s"], "s")
-        yield row("    measured", None, numbers["measured_s"], "s")
 
-    ranks = launch(breaks.all_accidents, WORLD, BAD_RANK, device="cpu")
-    local, clipped = [rank["clip"]["local"] for rank in ranks], ranks[0]["clip"]
-    yield row("global norm from local ones", clipped["global"], sum(norm**2 for norm in local) ** 0.5, "", 1e-4)
-    yield row("clipped to 0.1 by local norms: √N times too long", 0.1 * WORLD**0.5, clipped["clipped to"], "", 1e-3)
-    seeds = ranks[0]["seeds"]
-    share = seeds["elements"][0] // WORLD
-    yield row("fully_shard, seeded by rank: weights from each rank", (share,) * WORLD, tuple(seeds["fully_shard"]))
-    yield row("FullyShard, seeded by rank", (WORLD * share, 0, 0, 0), tuple(seeds["FullyShard"]))
-    yield row("rank 0's optimizer alone: elements saved", PSI // WORLD, ranks[0]["save"]["inner"])
-    yield row("state_dict() of all ranks", PSI, ranks[0]["save"]["whole"])
-    stepped = sum(rank["scaler"]["stepped"] for rank in ranks)
-    yield row("a plain GradScaler, one shard overflows: ranks that step", WORLD - 1, stepped)
+def sent(found: Findings, world_size: int = WORLD) -> Iterator[Row]:
+    unit = 4 * PSI * (world_size - 1) / world_size
+    for setup, ranks in found.items():
+        if setup.world_size == world_size and not setup.mixed:
+            most, many = max(rank.sent for rank in ranks), setup.accumulate
+            times = f"{round(most / unit, 2):g} P(N-1)/N"
+            name = f"{setup.name}, {many} microbatch{'es' * (many > 1)}: {times}"
+            yield row(name, stages.predicted_bytes(setup), most, "B")
+
+
+def same_losses(found: Findings) -> Iterator[Row]:
+    exact = {setup: ranks for setup, ranks in found.items() if not setup.mixed}
+    baseline = exact[Setup(0, WORLD)][0].losses[-1]
+    off = max(abs(ranks[0].losses[-1] / baseline - 1) for ranks in exact.values())
+    yield row("last loss of every stage, N and K: DDP's on 4 ranks, to 1e-5", True, off < 1e-5)
+
+
+def prefetch(clocks: dict[int, dict[str, Any]]) -> Iterator[Row]:
+    for ahead, numbers in clocks.items():
+        seconds = numbers["predicted_s"], numbers["measured_s"]
+        yield row(f"prefetch {ahead}: one step, emulated link", *seconds, "s", tolerance=0.3, noisy=True)
+        yield row("    blocks whole at once", ahead + 1, numbers["units_held"])
+
+
+def offload(lines: Sequence[tuple[str, float, float, int, bool]]) -> Iterator[Row]:
+    for where, down, up, left, same in lines:
+        yield row(f"{where}: gradients down, weights up per step, 2Ψ each", (2 * PSI, 2 * PSI), (down, up), "B")
+        yield row("    optimizer bytes left in the process", None, left, "B")
+        yield row("    the same losses as without", True, same)
+
+
+def accidents(ranks: Sequence[dict[str, Any]]) -> Iterator[Row]:
+    yield from clipping([rank["clip"] for rank in ranks])
+    yield from seeds(ranks[0]["seeds"])
+    yield from saving(ranks[0]["save"])
+    yield from scaler([rank["scaler"] for rank in ranks])
+
+
+def clipping(found: Sequence[dict[str, Any]]) -> Iterator[Row]:
+    local, true, n = [each["local"] for each in found], found[0]["global"], len(found)
+    yield row("global norm: root of the sum of squares", true, sum(norm**2 for norm in local) ** 0.5, "", 1e-4)
+    mean = (sum(norm**2 for norm in local) / n) ** 0.5
+    yield row("local norms, root mean square / global: 1/√N", n**-0.5, mean / true, "", 1e-4)
+    yield row("clipped to 0.1 by local norms: √N times too long", 0.1 * n**0.5, found[0]["clipped to"], "", 1e-3)
+    yield row("    and turned by (degrees)", None, found[0]["degrees"])
+
+
+def seeds(found: dict[str, list[int]]) -> Iterator[Row]:
+    whole, n = found["elements"][0], len(found["FullyShard"])
+    yield row("fully_shard, seeded by rank: weights from each rank", (whole // n,) * n, tuple(found["fully_shard"]))
+    yield row("FullyShard, seeded by rank: all from rank 0", (whole, *[0] * (n - 1)), tuple(found["FullyShard"]))
+
+
+def saving(found: dict[str, int]) -> Iterator[Row]:
+    yield row("rank 0 saves its optimizer.state_dict(): elements", PSI // WORLD, found["inner"])
+    yield row("every rank calls state_dict(): elements", found["model"], found["whole"])
+
+
+def scaler(found: Sequence[dict[str, Any]]) -> Iterator[Row]:
+    stepped = sum(each["stepped"] for each in found)
+    yield row("one shard overflows, plain GradScaler: ranks that step", len(found) - 1, stepped)
+    yield row("    loss scales afterwards", None, tuple(each["scale"] for each in found))
+
+
+def hybrid(found: dict[str, int]) -> Iterator[Row]:
+    """On 2 nodes with 2 ranks: P is rounded up to whole shards, hence the tolerance."""
+    p = 4 * PSI
+    yield row("stage 3 over 4 ranks: sent per rank, 3·P·3/4", 3 * p * 3 / 4, found["all"], "B", tolerance=0.1)
+    yield row("hybrid: inside the node, 3·P·1/2", 3 * p / 2, found["inside"], "B", tolerance=0.1)
+    yield row("    across nodes, 2·(P/2)·1/2", p / 2, found["across"], "B", tolerance=0.1)
+
+
+def hunt(found: dict[str, Any]) -> Iterator[Row]:
+    yield row("losses", None, tuple(found["losses"]))
+    yield row("weights: distance of ranks 0 to 3 from rank 0's", None, tuple(found["apart"]))
+
+
+def slow_link(found: dict[str, Any]) -> Iterator[Row]:
+    times = {(line["stage"], line["accumulate"]): (line["predicted_s"], line["measured_s"]) for line in found["rows"]}
+    for (stage, many), both in times.items():
+        if stage != "DDP":
+            shares = (ours / ddp for ours, ddp in zip(both, times["DDP", many], strict=True))
+            name = f"{stage}, {many} microbatch{'es' * (many > 1)}: times as long as DDP"
+            yield row(name, *shares, tolerance=0.5, noisy=True)
+
+
+def peers(theirs: Sequence[dict[str, Any]], one_step: float) -> Iterator[Row]:
+    blocks, unit = stages.MODEL.num_layers, 4 * PSI * 3 / 4
+    due = {
+        "DDP + ZeroRedundancyOptimizer": "1 allreduce, 40 broadcast",  # one bucket, then a broadcast per parameter
+        "FSDP2": f"{2 * blocks + 1} allgather_base, {blocks + 1} reduce_scatter_base",
+    }
+    for line in torch_peers.byte_rows([{name: rank[name] for name in due} for rank in theirs]):
+        many = f"{line['accumulate']} microbatch{'es' * (line['accumulate'] > 1)}"
+        name = f"{line['name']}, {many}: {line['sent'] / unit:.2f} P(N-1)/N"
+        yield row(name, line["predicted"], line["sent"], "B", tolerance=0.05, noisy=True)
+    for name, expected in due.items():
+        calls = ", ".join(f"{count} {op}" for op, count in sorted(theirs[0][name]["calls"].items()))
+        yield row(f"{name}: collectives of a step", expected, calls)
+    off = max(abs(peer["losses"][1] / one_step - 1) for peer in theirs[0].values())
+    yield row("all have minillm's loss, to 1e-4", True, off < 1e-4)
+
+
+def held_by_peers(ours: dict[str, int], theirs: dict[str, Any]) -> Iterator[Row]:
+    for name, memory in {"minillm FullyShard": ours, **{name: peer["memory"] for name, peer in theirs.items()}}.items():
+        yield row(f"{name}: bytes of state per rank / Ψ", None, sum(memory.values()) / PSI)
 
 
 CLAIMS = (rows,)

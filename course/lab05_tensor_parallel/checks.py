@@ -14,55 +14,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from course.lab05_tensor_parallel import splitting
 from course.lab05_tensor_parallel.splitting import Layer, Operators, Passed, close
-from minillm.comm import Group
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, Row, row
 from minillm.predict import comms
-
-# The course's own answers.
-
-
-class Enter(torch.autograd.Function):
-    """f: x enters the parallel region. Forward nothing; backward the ranks' shares of the gradient are summed."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return ctx.group.all_reduce(gradient.clone()), None
-
-
-class Leave(torch.autograd.Function):
-    """g: shares leave the parallel region. Forward they are summed; backward nothing."""
-
-    @staticmethod
-    def forward(ctx, share, group):
-        return group.all_reduce(share.clone())
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
-
-
-def cut_mlp(gate: Tensor, up: Tensor, down: Tensor, rank: int, world_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's rows of gate and up, [f/t, h], and columns of down, [h, f/t]."""
-    return gate.chunk(world_size)[rank], up.chunk(world_size)[rank], down.chunk(world_size, dim=1)[rank]
-
-
-def mlp(x: Tensor, shards: Sequence[Tensor], group: Group) -> Tensor:
-    """x: [n, h], the same on every rank -> down(silu(gate x) · up x): [n, h], the same on every rank."""
-    gate, up, down = shards
-    x = Enter.apply(x, group)
-    return Leave.apply((F.silu(x @ gate.T) * (x @ up.T)) @ down.T, group)
-
 
 # What they are held to.
 

@@ -5,57 +5,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from course.lab05_tensor_parallel import splitting, splitting_order
-from course.lab05_tensor_parallel.checks import (
-    Enter,
-    Leave,
-    direction_rows,
-    judge_output,
-    refuse_extra,
-    say_gradient,
-)
+from course.lab05_tensor_parallel.checks import direction_rows, judge_output, refuse_extra, say_gradient
 from course.lab05_tensor_parallel.splitting import Layer, Passed, close
-from minillm.comm import Group
+from minillm.labkit import answers_of
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, Row, row
 from minillm.predict import comms
 
-# The course's own answers.
-
-
-def local_heads(num_heads: int, num_kv_heads: int, rank: int, world_size: int) -> tuple[range, range]:
-    """(query heads, kv heads) of this rank. With fewer kv heads than ranks, several ranks hold the same one."""
-    queries = range(rank * num_heads // world_size, (rank + 1) * num_heads // world_size)
-    served = num_heads // num_kv_heads  # query heads per kv head
-    return queries, range(queries.start // served, (queries.stop - 1) // served + 1)
-
-
-def attention(x: Tensor, shards: Sequence[Tensor], attend: Callable[..., Tensor], group: Group) -> Tensor:
-    """x: [n, h] -> [n, h], both the same on every rank. shards: q, k, v, o of this rank's heads."""
-    q, k, v, o = shards
-    x = Enter.apply(x, group)
-    return Leave.apply(attend(x @ q.T, x @ k.T, x @ v.T) @ o.T, group)
-
-
-class ColumnLinear(torch.autograd.Function):
-    """x Wᵀ with this rank's rows of W, and f in it: dX is reduced while dW is computed."""
-
-    @staticmethod
-    def forward(ctx, x, weight, group):
-        ctx.save_for_backward(x, weight)
-        ctx.group = group
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        x_gradient = gradient @ weight
-        handle = ctx.group.all_reduce(x_gradient, async_op=True)
-        weight_gradient = gradient.T @ x
-        handle.wait()
-        return x_gradient, weight_gradient, None
+ANSWERS = answers_of("05_tensor_parallel")
 
 
 # What they are held to.
@@ -87,7 +46,7 @@ def check_attention(learner: Any) -> Receipt:
     for case, ranks in zip(cases, found, strict=True):
         _judge_attention(case, ranks)
         (heads, kv_heads), n = case.heads, case.world_size
-        kept = sum(len(keys) for _, keys in (local_heads(heads, kv_heads, rank, n) for rank in range(n)))
+        kept = sum(len(keys) for _, keys in (ANSWERS.local_heads(heads, kv_heads, rank, n) for rank in range(n)))
         rows += [
             row(f"{heads} heads, {kv_heads} kv heads, {n} ranks: kv heads held, copies included", None, kept),
             *direction_rows(case, ranks[0]),
@@ -126,7 +85,7 @@ def _judge_attention(case: Layer, ranks: Sequence[Passed]) -> None:
     sums = [torch.zeros_like(weight) for weight in case.weights]
     for rank, passed in enumerate(ranks):
         judge_output(passed, alone, f"{heads} heads, {kv_heads} kv heads, rank {rank} of {n}", n)
-        places = splitting.cut_heads(sums, *local_heads(heads, kv_heads, rank, n))
+        places = splitting.cut_heads(sums, *ANSWERS.local_heads(heads, kv_heads, rank, n))
         for place, i in zip(places, range(4), strict=True):
             if (gradient := passed.results[f"d{i}"]) is None:
                 raise CheckFailed(f"rank {rank} of {n}: the gradient of its {'qkvo'[i]} is None")

@@ -4,51 +4,13 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from course.lab05_tensor_parallel import splitting, splitting_order
 from course.lab05_tensor_parallel.splitting import Layer, Passed, close
-from minillm.comm import Group
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, Row, row
 from minillm.predict import comms
-
-# The course's own answers.
-
-
-class GatherIn(torch.autograd.Function):
-    """f of sequence parallelism: [s/t, h] -> [s, h]; backward, the shares of the gradient are summed and dealt out."""
-
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return group.all_gather(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return ctx.group.reduce_scatter(gradient.contiguous()), None
-
-
-class ScatterOut(torch.autograd.Function):
-    """g of sequence parallelism: shares [s, h] -> this rank's rows of their sum, [s/t, h]; backward, a gather."""
-
-    @staticmethod
-    def forward(ctx, share, group):
-        ctx.group = group
-        return group.reduce_scatter(share)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return ctx.group.all_gather(gradient.contiguous()), None
-
-
-def sum_norm_gradients(parameters: Sequence[nn.Parameter], group: Group) -> None:
-    """Each norm saw this rank's tokens only: its .grad is a share. One all-reduce of all of them, in place."""
-    flat = group.all_reduce(torch.cat([p.grad.flatten() for p in parameters]))
-    for p, total in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-        p.grad.copy_(total.view_as(p.grad))
-
 
 # What they are held to.
 

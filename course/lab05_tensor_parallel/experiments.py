@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from course.lab05_tensor_parallel.splitting_order import normalise
 from course.shared.sharding import list_calls
 from minillm import measure
 from minillm.comm import Group, launch
@@ -196,6 +197,52 @@ def train_alone(steps: int, lr: float) -> list[float]:
     return losses
 
 
+def train_with(group: Group, pieces: Any, steps: int, lr: float) -> list[float]:
+    """Losses of MODEL cut over the group with a learner's pieces.
+
+    pieces: Enter, cut_mlp, mlp, local_heads, attention, embed, vocabulary_cross_entropy, as in the lab.
+    """
+    enter, cut_mlp, mlp, local_heads, attention, embed, vocabulary_cross_entropy = pieces
+    c, n, rank = MODEL, group.world_size, group.rank
+    whole = {name: p.detach() for name, p in Transformer(c, seed=0).named_parameters()}
+    q, kv = (
+        slice(r.start * c.head_dim, r.stop * c.head_dim) for r in local_heads(c.num_heads, c.num_kv_heads, rank, n)
+    )
+
+    def own(part: Tensor) -> Tensor:
+        return part.clone().requires_grad_()
+
+    table, head = (own(whole[name].chunk(n)[rank]) for name in ("embedding.weight", "head.weight"))
+    last, layers = own(whole["norm.weight"]), []
+    for i in range(c.num_layers):
+        w = {name.split(".", 2)[2]: part for name, part in whole.items() if name.startswith(f"blocks.{i}.")}
+        heads = [w["attention.q_proj.weight"][q], w["attention.k_proj.weight"][kv], w["attention.v_proj.weight"][kv]]
+        heads.append(w["attention.o_proj.weight"][:, q])
+        inner = cut_mlp(*(w[f"mlp.{name}_proj.weight"] for name in ("gate", "up", "down")), rank, n)
+        norms = w["attention_norm.weight"], w["mlp_norm.weight"]
+        layers.append([[own(part) for part in parts] for parts in (heads, inner, norms)])
+    weights = [table, head, last, *(part for layer in layers for parts in layer for part in parts)]
+    optimizer, losses = torch.optim.AdamW(weights, lr=lr), []
+    for step in range(steps):
+        batch = tokens(4, step)
+        x = embed(batch[:, :-1].flatten(), table, group)
+        for heads, inner, norms in layers:
+            x = x + attention(normalise(x, norms[0]), heads, attend, group)
+            x = x + mlp(normalise(x, norms[1]), inner, group)
+        logits = enter.apply(normalise(x, last), group) @ head.T
+        loss = vocabulary_cross_entropy(logits, batch[:, 1:].flatten(), group).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def four_ranks_and_one(*pieces: Any, steps: int = 3, lr: float = 3e-3) -> tuple[list[float], list[float]]:
+    """Losses with a learner's pieces on 4 ranks, and of minillm's model in one process."""
+    return launch(train_with, 4, pieces, steps, lr, device="cpu")[0], train_alone(steps, lr)
+
+
 # Predictions: `minillm.predict.tensor` for a setup.
 
 
@@ -233,13 +280,14 @@ def per_layer(setups: Sequence[Setup]) -> dict[Setup, dict[str, Any]]:
     """What one more layer adds on rank 0: all-reduces (or halves) by direction, bytes sent, bytes kept."""
     deeper = {s: replace(s, config=replace(s.config, num_layers=s.config.num_layers + 1)) for s in setups}
     found = compare([*setups, *deeper.values()])
-    lines = {}
-    for setup, deep in deeper.items():
-        one, more = found[setup][0], found[deep][0]
-        lines[setup] = {
-            "forward": more.forward.calls - one.forward.calls,
-            "backward": more.backward.calls - one.backward.calls,
-            "sent": more.sent - one.sent,
-            "activation": more.activation - one.activation,
-        }
-    return lines
+    return {setup: one_more(found[setup][0], found[deep][0]) for setup, deep in deeper.items()}
+
+
+def one_more(shallow: Found, deeper: Found) -> dict[str, Any]:
+    """What the layer that one model has more than the other sends and keeps."""
+    return {
+        "forward": deeper.forward.calls - shallow.forward.calls,
+        "backward": deeper.backward.calls - shallow.backward.calls,
+        "sent": deeper.sent - shallow.sent,
+        "activation": deeper.activation - shallow.activation,
+    }

@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from course.lab05_tensor_parallel import splitting
 from course.lab05_tensor_parallel.experiments import Setup, build, tokens
-from minillm.comm import Group
+from minillm.comm import Group, launch
 from minillm.parallel.placement import Placement, global_norm, sum_partial
 from minillm.parallel.tensor_parallel.plan import named_gradients
-from minillm.parallel.tensor_parallel.regions import end
+from minillm.parallel.tensor_parallel.regions import copy_to, end, reduce_from
 
 STEPS, LR = 6, 3e-3
 
@@ -97,6 +98,38 @@ def unmasked_rows(group: Group, steps: int) -> dict[str, Any]:
             losses.append((total / count).item())
         found[name] = losses
     return found
+
+
+# A bug to find.
+
+
+def suspect_mlp(x, shards, group):
+    """down(silu(gate x) · up x) of this rank's shards: x and the result are the same on every rank."""
+    gate, up, down = shards
+    gated = F.silu(copy_to(x, group) @ gate.T)
+    return reduce_from((gated * (x @ up.T)) @ down.T, group)
+
+
+def hunt(cut_mlp: Any, mlp: Any) -> dict[str, list[float]]:
+    """Relative error of the output and of every gradient of an MLP on 4 ranks, by rank, beside one process."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((16, 8), (16, 8), (8, 16))
+    x, gradient, *weights = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((5, 8), (5, 8), *shapes)
+    )
+    case = splitting.Layer(x, tuple(weights), gradient, 4)
+    alone = case.alone(splitting.whole_mlp)
+    ranks = [found[0].results for found in launch(splitting.run_mlp, 4, (cut_mlp, mlp), [case], device="cpu")]
+    rights = [cut_mlp(alone["d0"], alone["d1"], alone["d2"], rank, 4) for rank in range(4)]
+    errors: dict[str, list[float]] = {}
+    for rank, found in enumerate(ranks):
+        right = {"output": alone["output"], "x": alone["dx"]} | dict(
+            zip(("gate", "up", "down"), rights[rank], strict=True)
+        )
+        for name, key in (("output", "output"), ("gate", "d0"), ("up", "d1"), ("down", "d2"), ("x", "dx")):
+            off = (found[key] - right[name]).norm() / right[name].norm()
+            errors.setdefault(name if name == "output" else f"gradient of {name}", []).append(off.item())
+    return errors
 
 
 def counted_twice(group: Group) -> dict[str, float]:

@@ -29,6 +29,7 @@ from minillm.train import BucketedDDP
 LINK = Link(latency_s=1e-3, bandwidth_bytes_per_s=10e6, name="emulated")
 SLOW = Link(latency_s=4e-3, bandwidth_bytes_per_s=6e6, name="slow")
 LAYERS, NUMBERS, PRODUCT_S = 4, 40_000, 0.02  # column layers; of an activation; of dX, and of dW
+ROW_NUMBERS, ROW_S = 200_000, 0.1  # of a row layer's output; of its product
 
 
 # Overlap.
@@ -73,6 +74,38 @@ def _quicker(group: Group, overlap: bool) -> tuple[measure.Ledger, float]:
             y.backward(torch.ones_like(x))
         passes.append((led, max(group.gather_objects(time.monotonic() - start))))
     return min(passes[1:], key=lambda one: one[1])
+
+
+def row_forward(group: Group, pieces: int) -> float:
+    """Seconds of a row layer's forward whose tokens are cut into pieces: while the sum of one piece travels, the next
+    is computed. The quicker of two passes."""
+    seconds = []
+    for _ in range(3):
+        parts = torch.ones(ROW_NUMBERS).chunk(pieces)
+        group.barrier()
+        start = time.monotonic()
+        works = []
+        for part in parts:
+            time.sleep(ROW_S / pieces)
+            works.append(group.all_reduce(part.clone(), async_op=True))
+        for work in works:
+            work.wait()
+        seconds.append(max(group.gather_objects(time.monotonic() - start)))
+    return min(seconds[1:])
+
+
+def forward_on_a_clock(counts: Sequence[int] = (1, 2, 4), nproc: int = 2) -> dict[int, tuple[float, float]]:
+    """By number of pieces: seconds of `row_forward`, predicted and measured."""
+
+    def run(group: Group) -> list[float]:
+        return [row_forward(group, pieces) for pieces in counts]
+
+    measured, found = launch(run, nproc, link=LINK, device="cpu")[0], {}
+    for pieces, seconds in zip(counts, measured, strict=True):
+        reduce = comms.ring_all_reduce(ROW_NUMBERS // pieces, 4, nproc).time(LINK.latency_s, LINK.bandwidth_bytes_per_s)
+        product = ROW_S / pieces
+        found[pieces] = product + (pieces - 1) * max(product, reduce) + reduce, seconds
+    return found
 
 
 def overlap_on_a_clock(nproc: int = 2) -> dict[str, dict[str, Any]]:

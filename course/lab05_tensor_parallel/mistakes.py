@@ -3,10 +3,12 @@
 import torch
 import torch.nn.functional as F
 
-from course.lab05_tensor_parallel import checks as right
-from course.lab05_tensor_parallel.checks import Enter, Leave, cut_mlp
 from minillm.comm import ring_all_gather, ring_reduce_scatter
+from minillm.labkit import answers_of
 from minillm.labkit.exercises import alternative, mistake
+
+ANSWERS = answers_of("05_tensor_parallel")
+Enter, Leave, cut_mlp, mlp = ANSWERS.Enter, ANSWERS.Leave, ANSWERS.cut_mlp, ANSWERS.mlp
 
 # The conjugate operators
 
@@ -138,7 +140,7 @@ def without_leave(x, shards, group):
 
 
 def returns_nothing(x, shards, group):
-    right.mlp(x, shards, group)
+    mlp(x, shards, group)
 
 
 def sums_in_the_open(x, shards, group):
@@ -169,8 +171,8 @@ def gathers_between(x, shards, group):
     return Leave.apply(inner.chunk(group.world_size, dim=1)[group.rank] @ down.T, group)
 
 
-mistake("parallel-mlp", "cut-the-wrong-way", expect="inner numbers, whole")((cut_by_columns, right.mlp))
-mistake("parallel-mlp", "cuts-nothing", expect="nothing of the others")((cut_nothing, right.mlp))
+mistake("parallel-mlp", "cut-the-wrong-way", expect="inner numbers, whole")((cut_by_columns, mlp))
+mistake("parallel-mlp", "cuts-nothing", expect="nothing of the others")((cut_nothing, mlp))
 mistake("parallel-mlp", "forgets-enter", expect="is Enter in front of every use of x")((cut_mlp, without_enter))
 mistake("parallel-mlp", "one-enter-each", expect="backward called 2 all_reduce")((cut_mlp, enters_twice))
 mistake("parallel-mlp", "no-return", expect="is there a return")((cut_mlp, returns_nothing))
@@ -194,4 +196,4 @@ def fused(x, shards, group):
 
 
 alternative("parallel-mlp", "gate-and-up-in-one")((cut_mlp, fused))
-alternative("parallel-mlp", "every-t-th-inner-number")((cut_interleaved, right.mlp))
+alternative("parallel-mlp", "every-t-th-inner-number")((cut_interleaved, mlp))

@@ -2,66 +2,67 @@
 
 import torch
 
-from course.lab05_tensor_parallel.checks import Enter, Leave
-from course.lab05_tensor_parallel.checks_attention import ColumnLinear, attention, local_heads
+from minillm.labkit import answers_of
 from minillm.labkit.exercises import alternative, mistake
+
+ANSWERS = answers_of("05_tensor_parallel")
 
 # Attention
 
 
 def kv_like_queries(num_heads, num_kv_heads, rank, world_size):
     """Cuts kv heads as it cuts query heads: nothing is left for some ranks when there are fewer than ranks."""
-    queries, _ = local_heads(num_heads, num_kv_heads, rank, world_size)
+    queries, _ = ANSWERS.local_heads(num_heads, num_kv_heads, rank, world_size)
     return queries, range(rank * num_kv_heads // world_size, (rank + 1) * num_kv_heads // world_size)
 
 
 def all_kv_heads(num_heads, num_kv_heads, rank, world_size):
-    return local_heads(num_heads, num_kv_heads, rank, world_size)[0], range(num_kv_heads)
+    return ANSWERS.local_heads(num_heads, num_kv_heads, rank, world_size)[0], range(num_kv_heads)
 
 
 def kv_by_modulo(num_heads, num_kv_heads, rank, world_size):
     """Copies are dealt out in turn, so that neighbours hold different ones; query heads are not."""
     if num_kv_heads >= world_size:
-        return local_heads(num_heads, num_kv_heads, rank, world_size)
+        return ANSWERS.local_heads(num_heads, num_kv_heads, rank, world_size)
     key = rank % num_kv_heads
-    return local_heads(num_heads, num_kv_heads, rank, world_size)[0], range(key, key + 1)
+    return ANSWERS.local_heads(num_heads, num_kv_heads, rank, world_size)[0], range(key, key + 1)
 
 
 def enters_three_times(x, shards, attend, group):
     q, k, v, o = shards
-    return Leave.apply(attend(*(Enter.apply(x, group) @ w.T for w in (q, k, v))) @ o.T, group)
+    return ANSWERS.Leave.apply(attend(*(ANSWERS.Enter.apply(x, group) @ w.T for w in (q, k, v))) @ o.T, group)
 
 
 def values_outside(x, shards, attend, group):
     q, k, v, o = shards
-    inside = Enter.apply(x, group)
-    return Leave.apply(attend(inside @ q.T, inside @ k.T, x @ v.T) @ o.T, group)
+    inside = ANSWERS.Enter.apply(x, group)
+    return ANSWERS.Leave.apply(attend(inside @ q.T, inside @ k.T, x @ v.T) @ o.T, group)
 
 
 def leaves_twice(x, shards, attend, group):
-    return Leave.apply(attention(x, shards, attend, group), group)
+    return ANSWERS.Leave.apply(ANSWERS.attention(x, shards, attend, group), group)
 
 
 mistake("parallel-attention", "kv-cut-like-queries", expect=r"kv head \d is not on that rank")(
-    (kv_like_queries, attention)
+    (kv_like_queries, ANSWERS.attention)
 )
-mistake("parallel-attention", "all-kv-heads-everywhere", expect="memory for nothing")((all_kv_heads, attention))
-mistake("parallel-attention", "kv-dealt-out-in-turn", expect="is not on that rank")((kv_by_modulo, attention))
+mistake("parallel-attention", "all-kv-heads-everywhere", expect="memory for nothing")((all_kv_heads, ANSWERS.attention))
+mistake("parallel-attention", "kv-dealt-out-in-turn", expect="is not on that rank")((kv_by_modulo, ANSWERS.attention))
 mistake("parallel-attention", "one-enter-each", expect="backward called 3 all_reduce")(
-    (local_heads, enters_three_times)
+    (ANSWERS.local_heads, enters_three_times)
 )
-mistake("parallel-attention", "v-without-enter", expect="gradient of x is wrong")((local_heads, values_outside))
-mistake("parallel-attention", "leaves-twice", expect="the output is wrong")((local_heads, leaves_twice))
+mistake("parallel-attention", "v-without-enter", expect="gradient of x is wrong")((ANSWERS.local_heads, values_outside))
+mistake("parallel-attention", "leaves-twice", expect="the output is wrong")((ANSWERS.local_heads, leaves_twice))
 
 
 def fused(x, shards, attend, group):
     """q, k and v as one product."""
     q, k, v, o = shards
-    parts = (Enter.apply(x, group) @ torch.cat((q, k, v)).T).split([len(q), len(k), len(v)], dim=1)
-    return Leave.apply(attend(*parts) @ o.T, group)
+    parts = (ANSWERS.Enter.apply(x, group) @ torch.cat((q, k, v)).T).split([len(q), len(k), len(v)], dim=1)
+    return ANSWERS.Leave.apply(attend(*parts) @ o.T, group)
 
 
-alternative("parallel-attention", "qkv-in-one")((local_heads, fused))
+alternative("parallel-attention", "qkv-in-one")((ANSWERS.local_heads, fused))
 
 # The overlapped input gradient
 
@@ -113,32 +114,32 @@ def _two_halves(ctx, gradient, x, weight):
 
 
 @mistake("overlapped-input-gradient", "blocks", expect="async_op=True returns a handle at once")
-class Blocks(ColumnLinear):
+class Blocks(ANSWERS.ColumnLinear):
     backward = _backward(_blocking)
 
 
 @mistake("overlapped-input-gradient", "weight-first", expect="nothing left to compute beside it")
-class WeightFirst(ColumnLinear):
+class WeightFirst(ANSWERS.ColumnLinear):
     backward = _backward(_weight_first)
 
 
 @mistake("overlapped-input-gradient", "waits-at-once", expect="compute dW before the wait")
-class WaitsAtOnce(ColumnLinear):
+class WaitsAtOnce(ANSWERS.ColumnLinear):
     backward = _backward(_waits_at_once)
 
 
 @mistake("overlapped-input-gradient", "reduces-the-weight", expect="it stays on this rank, unreduced")
-class ReducesTheWeight(ColumnLinear):
+class ReducesTheWeight(ANSWERS.ColumnLinear):
     backward = _backward(_reduces_the_weight)
 
 
 @mistake("overlapped-input-gradient", "no-reduction", expect="this rank's share alone")
-class KeepsDX(ColumnLinear):
+class KeepsDX(ANSWERS.ColumnLinear):
     backward = _backward(_keeps_dx)
 
 
 @mistake("overlapped-input-gradient", "gathers-the-output", expect="which stay here")
-class GathersTheOutput(ColumnLinear):
+class GathersTheOutput(ANSWERS.ColumnLinear):
     @staticmethod
     def forward(ctx, x, weight, group):
         ctx.save_for_backward(x, weight)
@@ -148,5 +149,5 @@ class GathersTheOutput(ColumnLinear):
 
 
 @alternative("overlapped-input-gradient", "dx-in-two-halves")
-class TwoHalves(ColumnLinear):
+class TwoHalves(ANSWERS.ColumnLinear):
     backward = _backward(_two_halves)

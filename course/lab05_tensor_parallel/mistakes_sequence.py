@@ -2,8 +2,11 @@
 
 import torch
 
-from course.lab05_tensor_parallel.checks_sequence import GatherIn, ScatterOut, sum_norm_gradients
+from minillm.labkit import answers_of
 from minillm.labkit.exercises import alternative, mistake
+
+ANSWERS = answers_of("05_tensor_parallel")
+GatherIn, ScatterOut, sum_norm_gradients = ANSWERS.GatherIn, ANSWERS.ScatterOut, ANSWERS.sum_norm_gradients
 
 
 class KeepsItsRows(GatherIn):

@@ -1,19 +1,19 @@
 # %% [markdown]
 # # 05 · Tensor parallelism
 #
-# **A column layer and then a row layer need one all-reduce.** Here you cut a transformer along its matrices, and see
-# that this is all it sends.
+# **A column layer followed by a row layer needs one all-reduce.** You cut a transformer along its matrices and see that
+# this is nearly all it sends.
 #
-# About 115 minutes with the exercises; running it top to bottom takes under a minute. At the end you can answer:
+# About 4 hours: 115 minutes for the exercises, the rest for the measurements and the questions. Parts marked
+# *optional* take another half hour. Run All takes about a minute. At the end you can answer:
 #
 # 1. Why does a layer need exactly 2 all-reduces forward and 2 backward, and what do they grow with?
 # 2. What does sequence parallelism divide that tensor parallelism does not, and why does it send nothing more?
-# 3. Which gradients are only shares once a model is cut this way, and what happens if nobody adds them up?
+# 3. Which gradients are only partial sums once a model is cut this way, and what happens if nobody adds them up?
 #
-# Data parallelism and ZeRO give each rank other *tokens* and, when it computes, the whole model. Tensor parallelism
-# (Shoeybi et al. 2019, Megatron-LM) gives every rank the same tokens and a part of every *weight*. ("To distribute the
-# model across GPUs" is this lab's idea. It is sometimes said of data parallelism, which distributes the data.) No rank
-# ever has a whole matrix, not even for a moment.
+# Data parallelism and ZeRO give each rank different *tokens* and, while it computes, the whole model. Tensor
+# parallelism ([Shoeybi et al. 2019](https://arxiv.org/abs/1909.08053), Megatron-LM) gives every rank the same tokens
+# and a part of every *weight*. No rank ever holds a whole matrix.
 #
 # The calls of `group`, and what each returns: [docs/group.md](../docs/group.md).
 
@@ -23,30 +23,27 @@ import inspect
 import torch
 import torch.nn.functional as F
 
-from course.lab05_tensor_parallel import experiments
+from course.lab05_tensor_parallel import experiments, receipts
 from course.lab05_tensor_parallel import experiments_breaks as breaks
 from course.lab05_tensor_parallel import experiments_links as links
 from course.lab05_tensor_parallel import experiments_torch as peers
 from course.lab05_tensor_parallel import figures as pictures
 from course.lab05_tensor_parallel.experiments import FORMS, MODEL, SEQ, Setup
-from course.lab05_tensor_parallel.splitting_order import normalise
 from minillm.comm import launch
-from minillm.labkit import check, receipt, row, show, sliders
-from minillm.labkit.receipts import format_value
-from minillm.model import Transformer
+from minillm.labkit import check, finish, receipt, show, sliders
 from minillm.predict import comms
 from minillm.predict import tensor as predict
 
 # %% [markdown]
-# ## What is there to cut?
+# ## What can be cut?
 #
-# A linear layer is $Y = XW$. Cut $W$ by *columns*, and rank $r$ can make its columns of $Y$ from the whole $X$, asking
-# nobody. Cut it by *rows*, and a rank that has the matching columns of $X$ makes a $Y$ of full size that is only one
-# share of a sum. (torch stores $W^\top$: columns of $W$ are the first dimension of `weight`, rows the second.)
+# A linear layer is $Y = XW$. Cut $W$ by *columns*: rank $r$ computes its columns of $Y$ from the whole $X$, without
+# communication. Cut $W$ by *rows*: a rank that has the matching columns of $X$ computes a $Y$ of full size that is one
+# term of a sum. (torch stores $W^\top$: columns of $W$ are the first dimension of `weight`, rows the second.)
 #
-# Alone, each is expensive: after a column layer the ranks would have to gather $Y$, after a row layer to all-reduce it,
-# which sends twice as much as a gather. The trick is the *pair*. A column layer leaves its output cut exactly the way
-# the row layer behind it wants its input. Nothing is gathered in between.
+# Alone, each is expensive: after a column layer the ranks would gather $Y$, after a row layer they all-reduce it, which
+# sends twice as much as a gather. In a *pair* the column layer leaves its output cut exactly as the row layer after it
+# wants its input, and nothing is gathered in between.
 
 # %%
 show(pictures.who_holds_what)
@@ -55,43 +52,42 @@ show(pictures.who_holds_what)
 sliders(pictures.who_holds_what, ranks=(1, 6), sequence=False)
 
 # %% [markdown]
-# What is cut are the weights, and with them the activations *inside* the pairs. (That TP "splits the activations" is
-# only half true: what lies between the pairs is whole on every rank. Later in this lab you cut that, too.)
-#
 # ## Predict
 #
 # **GPT-3 has 96 layers and a hidden size of 12,288. It trains on 32 sequences of 2,048 tokens in 16 bits, with tensor
-# parallelism over 8 GPUs. How many GB does each GPU send per step?** Write down your guess. (The one below says: as
-# much as it has weights.)
+# parallelism over 8 GPUs. How many GB does each GPU send per step?** Write down your guess. (The default is the size of
+# its weights.)
 
 # %%
 guess_gb = 175 * 2  # your guess
 
 # %%
-per_layer = predict.layer_bytes(32, 2048, 12288, 2, 8)
-receipt(
-    "GPT-3, tensor parallelism over 8 GPUs",
-    [
-        row("your guess: sent per GPU and step", None, guess_gb, "GB"),
-        row("one activation [32, 2048, 12288] in 16 bits", None, 32 * 2048 * 12288 * 2 / 1e9, "GB"),
-        row("4 all-reduces of it in each of 96 layers: 4·L·2(t-1)/t·BSH·b", None, 96 * per_layer / 1e9, "GB"),
-        row("the same for 64 sequences", None, 96 * predict.layer_bytes(64, 2048, 12288, 2, 8) / 1e9, "GB"),
-        row("data parallelism over 8 GPUs would send, whatever the batch", None, 2 * 7 / 8 * 350, "GB"),
-    ],
-)
+receipt("GPT-3, tensor parallelism over 8 GPUs: formulas", receipts.gpt3_traffic(guess_gb))
 
 # %% [markdown]
-# The traffic grows with the batch and not with the weights: that TP were "good for large batches" is the wrong way
-# round. (These are bytes *sent*; as many are received. Tables that add both up, or that put a total over all devices
-# beside numbers per device, mislead by a factor.)
+# The traffic grows with the tokens and not with the weights. These are bytes *sent*; as many are received.
+#
+# ### Common claims
+#
+# | Claim | What is true |
+# |---|---|
+# | "Tensor parallelism splits the activations." | Inside the pairs. Between them every rank holds all of them, until sequence parallelism cuts those as well. |
+# | "It suits large batches." | Its traffic is proportional to the tokens; at small batches it lowers latency. |
+# | "A row layer's backward mirrors its forward with an all-reduce." | It communicates nothing. The backward all-reduce belongs to the column layer. |
+# | "Layer norm needs communication under sequence parallelism." | Not for activations. Its weight gradients are summed once per step. |
+# | "An activation costs $sbh(34 + 5as/h)$ per layer." [Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198), §4 | Right for stored attention scores. With [FlashAttention, Dao et al. 2022](https://arxiv.org/abs/2205.14135), the term $5as/h$ disappears. |
+# | "Communication in the forward pass cannot be hidden." | It can, by cutting the product into pieces: [torch's async TP](https://discuss.pytorch.org/t/209487), Megatron's `--tp-comm-overlap`. |
+# | "Tensor parallelism cannot leave the node." | It depends on link and width; in racks that are one NVLink domain of 72 GPUs, larger groups work. |
 #
 # ## Build it
 #
 # ### 1. Into the region and out of it
 #
-# A pair begins where the column layer reads $X$, which all ranks have, and ends where the row layer's shares are added
-# up. Megatron calls the two ends $f$ and $g$. Each is the identity in one direction and an all-reduce in the other.
-# Which?
+# A pair begins where the column layer reads $X$, which all ranks have, and ends where the row layer's partial results
+# are added up. Megatron calls the two ends $f$ and $g$. Each is the identity in one direction and an all-reduce in the
+# other. Which is which?
+#
+# `group.all_reduce(x)` sums *in place* and returns `x`; clone what must not change.
 
 
 # %%
@@ -115,7 +111,7 @@ class Enter(torch.autograd.Function):
 
 
 class Leave(torch.autograd.Function):
-    """g: shares of a sum leave the parallel region."""
+    """g: partial sums leave the parallel region."""
 
     @staticmethod
     def forward(ctx, share, group):
@@ -135,14 +131,14 @@ class Leave(torch.autograd.Function):
 Enter, Leave = check("conjugate-operators", (Enter, Leave))
 
 # %% [markdown]
-# So a row layer's backward pass communicates *nothing*: $dX_r = dY\,W_r^\top$, and every rank has $dY$. It does not
-# "mirror" the forward pass. The all-reduce of the backward pass belongs to the column layer: each rank's $dX$ went
-# through its own columns only. $dW$ is local in both.
+# A row layer's backward communicates *nothing*: $dX_r = dY\,W_r^\top$, and every rank has $dY$. The all-reduce of the
+# backward pass belongs to the column layer, because each rank's $dX$ went through its own columns only. $dW$ is local
+# in both.
 #
 # ### 2. The MLP
 #
 # $\text{down}\big(\text{silu}(\text{gate}\,x)\cdot\text{up}\,x\big)$. How do you cut three matrices so that there is
-# one all-reduce forward and one backward?
+# one all-reduce forward and one backward? (`W.chunk(n, dim)[r]` is the $r$-th of $n$ equal pieces.)
 
 
 # %%
@@ -165,14 +161,13 @@ def mlp(x, shards, group):
 cut_mlp, mlp = check("parallel-mlp", (cut_mlp, mlp))
 
 # %% [markdown]
-# It works because silu looks at single numbers. Cut gate and up by rows first, and silu of a *share* would be wrong:
-# it would have to wait for an all-reduce.
+# This works because silu is elementwise. If gate and up were cut by rows, silu would need the whole sum, so an
+# all-reduce would have to come before it.
 #
 # ### 3. Attention
 #
-# Heads are to attention what inner numbers are to the MLP. One thing is new: with grouped-query attention there are
-# fewer kv heads than query heads, and perhaps fewer than ranks. Query head $j$ reads kv head
-# $\lfloor j\,H_{kv}/H \rfloor$.
+# Attention is cut by heads. With grouped-query attention there are fewer kv heads than query heads, and perhaps fewer
+# than ranks. Query head $j$ reads kv head $\lfloor j\,H_{kv}/H \rfloor$.
 
 
 # %%
@@ -199,12 +194,12 @@ def attention(x, shards, attend, group):
 local_heads, attention = check("parallel-attention", (local_heads, attention))
 
 # %% [markdown]
-# A kv head that two ranks hold answers only half of its queries on each, so its gradient there is a *share*: somebody
-# has to add the two up. (The check did it for you. You will meet such shares again.)
+# A kv head that two ranks hold serves only half of its queries on each, so its gradient there is a *partial sum*, and
+# the two have to be added. (The check did that for you. You will meet partial gradients again.)
 #
 # ### 4. The embedding
 #
-# The vocabulary is cut by rows. A token's row lies on one rank; the others must not guess.
+# The vocabulary is cut by rows. A token's row lies on one rank; the others must contribute zeros.
 
 
 # %%
@@ -224,7 +219,7 @@ embed = check("vocabulary-embedding", embed)
 # ### 5. The loss
 #
 # The head is a column layer: each rank has the logits of its part of the vocabulary. Gathering them would send $V$
-# numbers per token, the largest tensor of all. How few are enough?
+# numbers per token, the largest tensor of all. How few are enough? (`group.all_reduce(x, op="max")` takes the maximum.)
 
 
 # %%
@@ -249,10 +244,14 @@ vocabulary_cross_entropy = check("vocabulary-cross-entropy", vocabulary_cross_en
 # %% [markdown]
 # ### 6. Sequence parallelism
 #
-# Between the pairs every rank still holds, and computes, the same norms and the same residual stream. An all-reduce is
-# a reduce-scatter and then an all-gather (lab 01). Put the first half where a region ends and the second where the next
-# one begins, and what lies between is cut along the *sequence* (Korthikanti et al. 2022). A norm looks at one token at
-# a time: it needs no communication. One thing of it does: what?
+# Between the pairs every rank still holds and computes the same norms and the same residual stream. An all-reduce is
+# a reduce-scatter followed by an all-gather (lab 01). Put the first half where a region ends and the second where the
+# next one begins, and what lies between is cut along the *sequence*
+# ([Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198)). A norm works on one token at a time, so its activations
+# need no communication. Something else of it does: what?
+#
+# `group.all_gather(x)` returns the ranks' `x` joined along dimension 0; `group.reduce_scatter(x)` returns this rank's
+# part, along dimension 0, of the sum.
 
 
 # %%
@@ -295,7 +294,8 @@ class ScatterOut(torch.autograd.Function):
 
 
 def sum_norm_gradients(parameters, group):
-    """parameters: of norms; each .grad comes from this rank's tokens. Afterwards, from all. In place."""
+    """parameters: of norms; each .grad comes from this rank's tokens. Afterwards, from all. In place, with one
+    all-reduce for all of them."""
     # BEGIN SOLUTION
     flat = group.all_reduce(torch.cat([p.grad.flatten() for p in parameters]))
     for p, total in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
@@ -306,13 +306,14 @@ def sum_norm_gradients(parameters, group):
 GatherIn, ScatterOut, sum_norm_gradients = check("sequence-parallel", (GatherIn, ScatterOut, sum_norm_gradients))
 
 # %% [markdown]
-# That "layer normalization requires communication across sequence shards" is wrong for its activations, forward and
-# backward, and right for its weight gradients. And Megatron's sequence parallelism uses an all-gather *and* a
-# reduce-scatter; context parallelism (lab 07), which cuts attention as well, uses others.
+# Context parallelism (lab 07), which cuts attention as well, uses other collectives.
 #
-# ### 7. Hide it
+# ### 7. Overlap
 #
-# A column layer's backward has two products, $dX$ and $dW$. Only one of them travels.
+# A column layer's backward has two products, $dX$ and $dW$. Only $dX$ has to be all-reduced, so the other can be
+# computed meanwhile. `group.all_reduce(x, async_op=True)` returns a handle at once; `handle.wait()` returns when the sum
+# is in `x`. (With NCCL, `wait()` makes the current *stream* wait and does not block the host. The all-reduce runs on a
+# stream of its own and takes some SMs away from the product beside it.)
 
 
 # %%
@@ -344,216 +345,94 @@ class ColumnLinear(torch.autograd.Function):
 ColumnLinear = check("overlapped-input-gradient", ColumnLinear)
 
 # %% [markdown]
-# ## Yours under a transformer
+# ## Your code under a transformer
 #
 # Your pieces, put together: a small transformer cut over 4 ranks, trained beside minillm's in one process. Every weight
-# of it is cut except the norms. The losses must be the same.
-
+# of it is cut except the norms.
 
 # %%
-def train_with_mine(group, steps, lr):
-    c, n, rank = MODEL, group.world_size, group.rank
-    whole = {name: p.detach() for name, p in Transformer(c, seed=0).named_parameters()}
-    queries, keys = local_heads(c.num_heads, c.num_kv_heads, rank, n)
-    q, kv = (slice(r.start * c.head_dim, r.stop * c.head_dim) for r in (queries, keys))
-
-    def own(part):
-        return part.clone().requires_grad_()
-
-    ends = [own(whole[name].chunk(n)[rank]) for name in ("embedding.weight", "head.weight")]
-    last, layers = own(whole["norm.weight"]), []
-    for i in range(c.num_layers):
-        w = {name.split(".", 2)[2]: part for name, part in whole.items() if name.startswith(f"blocks.{i}.")}
-        heads = [w["attention.q_proj.weight"][q], w["attention.k_proj.weight"][kv], w["attention.v_proj.weight"][kv]]
-        heads.append(w["attention.o_proj.weight"][:, q])
-        inner = cut_mlp(*(w[f"mlp.{name}_proj.weight"] for name in ("gate", "up", "down")), rank, n)
-        norms = w["attention_norm.weight"], w["mlp_norm.weight"]
-        layers.append(([own(part) for part in heads], [own(part) for part in inner], [own(part) for part in norms]))
-    optimizer = torch.optim.AdamW([*ends, last, *(part for layer in layers for kind in layer for part in kind)], lr=lr)
-    losses = []
-    for step in range(steps):
-        batch = experiments.tokens(4, step)
-        x = embed(batch[:, :-1].flatten(), ends[0], group)
-        for heads, inner, norms in layers:
-            x = x + attention(normalise(x, norms[0]), heads, experiments.attend, group)
-            x = x + mlp(normalise(x, norms[1]), inner, group)
-        logits = Enter.apply(normalise(x, last), group) @ ends[1].T
-        loss = vocabulary_cross_entropy(logits, batch[:, 1:].flatten(), group).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-alone = experiments.train_alone(3, 3e-3)
-mine = launch(train_with_mine, 4, 3, 3e-3, device="cpu")[0]
-receipt(
-    "loss with your pieces on 4 ranks, beside minillm's model in one process",
-    [row(f"step {step}", *both, tolerance=1e-4) for step, both in enumerate(zip(alone, mine, strict=True))],
-)
+losses = experiments.four_ranks_and_one(Enter, cut_mlp, mlp, local_heads, attention, embed, vocabulary_cross_entropy)
+receipt("your pieces on 4 ranks; predicted: one process", receipts.trained(*losses))
 
 # %% [markdown]
 # ## Measure: what a layer sends and keeps
 #
-# From here on, minillm's own (`minillm/parallel/tensor_parallel/layers.py`; `regions.py`, `vocab.py` and `sequence.py`
-# beside it are your exercises): `tensor_parallel` cuts a `Transformer` in place, in three forms. *Tensor* is what you
-# have built; *sequence* cuts what lies between; *regather* does too, and keeps of a region's input only 1/t, so that
-# backward has to gather it once more for $dW$ (Megatron does that). This is the rank program:
+# From here on you use minillm's own `tensor_parallel` (`minillm/parallel/tensor_parallel/layers.py`; `regions.py`,
+# `vocab.py` and `sequence.py` beside it are your exercises). It cuts a `Transformer` in place, in three forms. *Tensor*
+# is what you built; *sequence* cuts what lies between the pairs; *regather* does so as well and keeps only 1/t of each
+# region's input, so backward has to gather it once more for $dW$, as Megatron does. This is the rank program:
 
 # %%
 print(inspect.getsource(experiments.step))
 
 # %% [markdown]
-# One layer's part of it is a model of four layers minus a model of three.
+# One layer's part is the difference between a model of four layers and one of three.
 
 # %%
-setups = [Setup(n, form) for n in (2, 4) for form in FORMS]
-lines = experiments.per_layer(setups)
-expected = {
-    "tensor": ("2 all_reduce", "2 all_reduce"),
-    "sequence": ("2 all_gather, 2 reduce_scatter", "2 all_gather, 2 reduce_scatter"),
-    "regather": ("2 all_gather, 2 reduce_scatter", "4 all_gather, 2 reduce_scatter"),
-}
-rows = []
-for setup, line in lines.items():
-    name = f"{FORMS[setup.form]}, t={setup.world_size}"
-    forward, backward = expected[setup.form]
-    rows.append(row(f"{name}: forward", forward, experiments.listed(line["forward"])))
-    rows.append(row("    backward", backward, experiments.listed(line["backward"])))
-    rows.append(row("    bytes sent per rank", experiments.layer_bytes(setup), line["sent"], "B"))
-    rows.append(row("    bytes kept for backward", experiments.layer_activation_bytes(setup), line["activation"], "B"))
-receipt(f"one layer, {4 * SEQ} tokens", rows)
-
+lines = experiments.per_layer([Setup(n, form) for n in (2, 4) for form in FORMS])
+receipt(f"one layer, {4 * SEQ} tokens, 4 ranks: forward + backward", receipts.layers(lines))
 
 # %%
-def one_layer():
-    """What one layer sends and keeps per rank in three forms, on 2 and 4 ranks: predicted and measured."""
-    return pictures.draw_layer(lines, experiments.layer_activation_bytes(Setup(1)))
-
-
-show(one_layer)
+show(pictures.draw_layer, lines=lines, alone=experiments.layer_activation_bytes(Setup(1)))
 
 # %% [markdown]
-# Exact, to the byte. 4 collectives per layer; $4\cdot 2\frac{t-1}{t}\,BSH\,b$ bytes, with sequence parallelism too.
-# From 4 to 8 ranks they grow from 1.5 to 1.75, "unchanged" only in the sense of a limit, while compute halves.
+# 4 collectives per layer and $4\cdot 2\frac{t-1}{t}\,BSH\,b$ bytes, with sequence parallelism too. From 4 to 8 ranks
+# the bytes rise by 17 % (from 1.5 to 1.75 activations per all-reduce) while compute per rank halves.
 #
-# Tensor parallelism does *not* divide activations by $t$: norms, residuals and the regions' inputs stay whole. For a
-# layer of GPT-3 in 16 bits, by the paper's formulas:
+# Tensor parallelism alone does *not* divide activations by $t$: norms, residuals and the regions' inputs stay whole. One
+# layer of GPT-3 in 16 bits, one sequence, by the formulas of
+# [Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198), with stored attention scores and without:
 
 # %%
-gpt3 = {"batch": 1, "seq": 2048, "hidden": 12288, "heads": 96}
-rows = [
-    row("one GPU: sbh(34 + 5as/h)", None, predict.activation_bytes(**gpt3) / 1e9, "GB"),
-    row("TP over 8: sbh(10 + 24/t + 5as/(ht))", None, predict.activation_bytes(**gpt3, world_size=8) / 1e9, "GB"),
-    row("    an eighth would be", None, predict.activation_bytes(**gpt3) / 8e9, "GB"),
-    row("with sequence parallelism", None, predict.activation_bytes(**gpt3, world_size=8, sequence=True) / 1e9, "GB"),
-]
-receipt("activations of one layer of GPT-3, one sequence", rows)
+receipt("activations of one layer of GPT-3: formulas", receipts.gpt3_activations())
 
 # %% [markdown]
+# At $s = 2048$ the scores $5as/h$ are 70 % of what one GPU keeps. FlashAttention recomputes them in backward from the
+# row sums, so what is left grows linearly with the sequence.
+#
 # ## Measure: the whole step
 
 # %%
 wider = Setup(4, config=experiments.replace(MODEL, intermediate_size=320))
-others = {"4 ranks": Setup(4), "twice the batch": Setup(4, rows=8), "twice the MLP": wider}
-exact = [Setup(n, form, exact=True) for n in (1, 2, 4) for form in FORMS if n > 1 or form == "tensor"]
-found = experiments.compare([*others.values(), *exact])
-rows = []
-for name, setup in others.items():
-    ranks = found[setup]
-    rows.append(row(f"{name}: sent per rank and step", experiments.step_bytes(setup), ranks[0].sent, "B"))
-    rows.append(row("    weights per rank", experiments.parameter_bytes(setup), ranks[0].parameter, "B"))
-first = found[Setup(4)][0]
-activation = (Setup(4).rows, SEQ, MODEL.hidden_size)
-rows += [
-    row(
-        "all-reduces of [batch, seq, hidden] forward: 2L and the embedding's",
-        7,
-        first.forward.shapes["all_reduce", activation],
-    ),
-    row("    backward: 2L and the head's", 7, first.backward.shapes["all_reduce", activation]),
-]
-receipt(f"a step of {MODEL.num_layers} layers", rows)
+setups = {"4 ranks": Setup(4), "twice the batch": Setup(4, rows=8), "twice the MLP": wider}
+found = experiments.compare([*setups.values(), *receipts.EXACT])
+receipt(f"a step of {MODEL.num_layers} layers", receipts.step(setups, found))
 
 # %% [markdown]
-# Twice the batch, twice the bytes; twice the weights in the MLP, not one byte more.
-#
-# The loss has two small collectives of its own. Per token:
+# Twice the batch sends twice the bytes; an MLP twice as wide sends not one byte more. The loss has two small collectives
+# of its own:
 
 # %%
-small = [shape for _, shape in first.forward.shapes if shape != activation]
-numbers = sum(torch.Size(shape).numel() for shape in small) / Setup(4).tokens
-gathered = predict.gathered_logits_bytes_per_token(MODEL.vocab_size, 4)
-receipt(
-    "the loss, per token",
-    [
-        row("numbers in its all-reduces: maximum, sum, target's logit", 3, numbers),
-        row(
-            "bytes sent per rank",
-            predict.loss_bytes_per_token(4),
-            experiments.step_bytes(Setup(4), "loss") / Setup(4).tokens,
-            "B",
-        ),
-        row("    gathering the logits would send, at V = 256", None, gathered, "B"),
-        row("    at V = 128,000", None, predict.gathered_logits_bytes_per_token(128_000, 4), "B"),
-    ],
-)
+receipt("the loss", receipts.loss(found[Setup(4)][0]))
 
 # %% [markdown]
-# And is it the same function? In float64, gradients put together from the ranks' parts, beside one process:
+# In float64, gradients assembled from the ranks' parts equal those of one process:
 
 # %%
-one = found[exact[0]][0]
-rows = []
-for setup in exact[1:]:
-    ranks, name = found[setup], f"{FORMS[setup.form]}, t={setup.world_size}"
-    error = experiments.gradient_error(setup, ranks, one)
-    rows.append(row(f"{name}: loss", one.loss, ranks[0].loss, "", 1e-12))
-    rows.append(row("    largest relative error of a gradient below 1e-10", True, error < 1e-10))
-    rows.append(row("    collectives for norm gradients", int(setup.sequence), ranks[0].sums.calls.total()))
-receipt("float64", rows)
-
-# %% [markdown]
-# ## Measure: layers alone
-
-# %%
-single = launch(experiments.single_layers, 4, device="cpu")[0]
-rows = []
-for name, (forward, backward) in {
-    "column layer": ("none", "1 all_reduce"),
-    "row layer": ("1 all_reduce", "none"),
-    "norm on 1/t of the tokens": ("none", "none"),
-}.items():
-    rows.append(row(f"{name}: forward", forward, single[name][0]))
-    rows.append(row("    backward", backward, single[name][1]))
-receipt("collectives", rows)
+receipt("gradients in float64", receipts.float64(found))
 
 # %% [markdown]
 # ## Measure: the overlap on a clock
 #
-# Exercise 7, four column layers deep. Both products take 20 ms and the all-reduce 18 ms on an *emulated* link.
+# Backward is exercise 7, four column layers deep: both products take 20 ms and the all-reduce 18 ms on an *emulated*
+# link.
 
 # %%
 clocks = links.overlap_on_a_clock()
-
-
-def backward_with_and_without_overlap():
-    """Timeline of rank 0's backward pass: all-reduces waited for at once, and under way while dW is computed."""
-    return pictures.draw_overlap(clocks)
-
-
-show(backward_with_and_without_overlap)
-
-# %%
-receipt(
-    "backward of four column layers, emulated",
-    [row(name, n["predicted_s"], n["measured_s"], "s", tolerance=0.3) for name, n in clocks.items()],
-)
+show(pictures.draw_overlap, found=clocks)
 
 # %% [markdown]
-# Forward has no such luck: the next layer needs the sum. So at least half of what a layer sends is waited for. Put
-# together for a GPU that reaches 400 TFLOP/s, with one sequence of 4,096 tokens:
+# Forward, the next layer needs the sum, so a row layer as a whole has nothing to overlap with. But its *tokens* can be
+# cut into pieces: while the sum of one piece travels, the next is computed. Megatron (`--tp-comm-overlap`) and
+# [torch's async TP](https://discuss.pytorch.org/t/209487) do this. Below, the product takes 100 ms and the all-reduce
+# 82 ms in all.
+
+# %%
+receipt("emulated products and link", receipts.overlap(clocks, links.forward_on_a_clock()))
+
+# %% [markdown]
+# Each piece costs its own latency and a smaller, slower product. Without this, at least half of what a layer sends is
+# exposed. A layer on a GPU that reaches 400 TFLOP/s, 4,096 tokens, backward overlapped and forward not:
 
 # %%
 show(pictures.time_per_layer)
@@ -562,363 +441,237 @@ show(pictures.time_per_layer)
 sliders(pictures.time_per_layer, tp=[2, 4, 8, 16, 32, 64], hidden=(1024, 16384, 1024), gb_per_s=(10, 900, 10))
 
 # %% [markdown]
-# Move the bandwidth to 50 GB/s, a good network between nodes. Then hidden to 2,048. Both ruin it.
+# Move the bandwidth to 50 GB/s, a good network between nodes, and then hidden to 2,048: communication dominates.
 #
 # ## Break it
 #
-# Three accidents. None raises an error. One launch commits them all.
+# Three accidents and a bug to find. None raises an error.
+#
+# ### Norm gradients not summed
+#
+# Under sequence parallelism each rank's norm weights saw other tokens. Real code bases left the sum out
+# ([gpt-neox#1257](https://github.com/EleutherAI/gpt-neox/issues/1257),
+# [Megatron-LM#1446](https://github.com/NVIDIA/Megatron-LM/issues/1446)). Does the loss show it?
 
 # %%
 accidents = launch(breaks.all_accidents, 4, device="cpu")
-
-# %% [markdown]
-# ### Norm gradients not summed
-#
-# Under sequence parallelism each rank's norm weights saw other tokens. Leave the sum out, as several real code bases
-# did (gpt-neox#1257, PaddleNLP#7610, Megatron-LM#1446). Predict: does the loss show it?
-
-# %%
 norms = [rank["norms"] for rank in accidents]
-losses = {name: norms[0][name]["losses"] for name in ("summed", "forgotten")}
-receipt(
-    f"{breaks.STEPS} steps with sequence parallelism on 4 ranks",
-    [
-        row("norm weights, summed: furthest from rank 0's", 0.0, max(rank["summed"]["apart"] for rank in norms)),
-        row("norm weights, forgotten: furthest from rank 0's", 0.0, max(rank["forgotten"]["apart"] for rank in norms)),
-        row("last loss, summed", None, losses["summed"][-1]),
-        row("last loss, forgotten", None, losses["forgotten"][-1]),
-        row("a rank's own gradient of the last norm: cosine with the sum", None, norms[1]["forgotten"]["cosine"]),
-    ],
-)
+receipt(f"{breaks.STEPS} steps with sequence parallelism on 4 ranks", receipts.norm_gradients(norms))
 
 # %% [markdown]
-# The loss differs in the third decimal place. What are called replicas are now four different vectors; whichever rank
-# writes the checkpoint wins. (One verdict is off; that is the point.) The same holds for kv heads with copies, for the
-# biases of row layers if added before the sum, and for norms on heads.
+# The loss differs in the third decimal place. The supposed replicas are now four different vectors, and the checkpoint
+# stores whichever rank writes last. The same holds for kv heads held twice and for norms on heads. (A row layer's bias
+# added before the sum is a related bug: it counts $t$ times.)
 #
 # ### Rows not masked
 #
-# An embedding that clamps foreign ids into its own rows, instead of putting zeros:
+# An embedding that clamps foreign ids into its own rows instead of returning zeros for them adds four rows per token
+# instead of one:
 
 # %%
-rows_added = accidents[0]["embedding"]
-masked, unmasked = rows_added["masked"], rows_added["unmasked"]
-receipt(
-    "the vocabulary's rows on 4 ranks",
-    [
-        row("rows added up per token", 1, rows_added["rows added per token"]),
-        row("relative error of the embeddings", None, rows_added["relative error"]),
-        row("first loss, beside the right one", masked[0], unmasked[0], "", 1e-5),
-        row(f"loss after {breaks.STEPS} steps", masked[-1], unmasked[-1], "", 1e-5),
-    ],
-)
+receipt("the vocabulary's rows on 4 ranks", receipts.unmasked(accidents[0]["embedding"]))
 
 # %% [markdown]
-# Three foreign rows on top of the right one, and it still learns: which foreign rows they are depends only on the rank
-# that holds the token, so they act like a bias. A fresh model hides this bug behind a loss that falls. A *loaded* one
+# It still learns, since the foreign rows act like a bias that depends on the rank holding the token. A *loaded* model
 # gets embeddings whose error is larger than they are.
 #
 # ### Counted once per rank
 #
-# The norm of the whole gradient, for clipping: add all ranks' squares up, as in lab 04? Here some parameters are cut
-# and some are on every rank.
+# Clipping needs the norm of the whole gradient. Some parameters are cut and some are on every rank.
 
 # %%
-ways = [rank["norm"] for rank in accidents]
-whole, copies = ways[0]["whole"], ways[0]["replicated"]
-receipt(
-    "gradient norm on 4 ranks",
-    [
-        row("one process", (one_norm := sum(g.square().sum() for g in one.gradients.values()) ** 0.5), whole, "", 1e-9),
-        row("by every rank's own parts", (whole,) * 4, tuple(way["local"] for way in ways)),
-        row("all squares added up", whole, ways[0]["naive"], "", 1e-9),
-        row(
-            "    replicated parameters counted t times: √(norm² + (t-1)·replicated²)",
-            (whole**2 + 3 * copies**2) ** 0.5,
-            ways[0]["naive"],
-            "",
-            1e-9,
-        ),
-    ],
-)
+receipt("gradient norm on 4 ranks", receipts.grad_norm([rank["norm"] for rank in accidents]))
 
 # %% [markdown]
-# The first mistake lets every rank clip by another factor, so replicas drift. The second is off by a hair here, where
-# only the norms are replicated, and by more the more is (a whole embedding, kv copies): NeMo-RL#3788, Megatron-LM#5916.
-# Count each part once (minillm's `grad_norm` divides a square by the number of ranks that hold the same part).
+# With local norms every rank clips by another factor, and replicas drift. With all squares added, replicated parameters
+# count $t$ times: a small error here, where only the norms are replicated, and a large one with a replicated embedding
+# ([Megatron-LM#5916](https://github.com/NVIDIA/Megatron-LM/issues/5916)). Count each part once: minillm's
+# `grad_norm` divides a square by the number of ranks that hold the same part.
 #
+# ### Find the bug
+#
+# A colleague's MLP trains, but worse with more ranks. `copy_to` and `reduce_from` are your `Enter` and
+# `Leave`. Beside one process:
+
+# %%
+print(inspect.getsource(breaks.suspect_mlp))
+receipt("this MLP on 4 ranks", receipts.hunt(breaks.hunt(cut_mlp, breaks.suspect_mlp)))
+
+# %% [markdown]
+# Output and weight gradients are exact, and something is wrong. Name the line, and say which gradients of a whole
+# transformer would be wrong. Then compare your own.
+#
+# <details><summary>Answer</summary>
+#
+# `x @ up.T` reads `x` without `copy_to`, so the part of $dX$ that comes through `up` is never summed. Each
+# rank hands a different $dX$ to the layers before it: everything *before* the last MLP gets wrong gradients, and
+# replicated parameters drift apart, while the last layer's own weights look perfect. Enter once and use the result for
+# both products.
+# </details>
+
+# %%
+receipt("yours", receipts.hunt(breaks.hunt(cut_mlp, mlp)))
+
+# %% [markdown]
 # ## Where it loses
 #
-# ### A pair that is none
+# ### Layers that are not paired
 #
-# Layers used alone: the column layer gathers its output, the row layer cuts it again. Same values.
+# Used alone, the column layer gathers its output and the row layer cuts it again. The values are the same; the bytes for
+# 32 tokens, $h = 16$ and $f = 64$:
 
 # %%
-pairs = launch(links.pairs, 4, device="cpu")[0]
-reduce = comms.ring_all_reduce(32 * 16, 4, 4).sent_per_rank[0]
-extra = int(predict.unpaired_bytes(1, 32, 64, 4, 4))
-receipt(
-    "column, GELU, row; 32 tokens, h = 16, f = 64",
-    [
-        row("paired: forward", reduce, pairs["paired"][0], "B"),
-        row("    backward", reduce, pairs["paired"][1], "B"),
-        row("gathered in between: forward, one all-gather of [BS, f] more", reduce + extra, pairs["gathered"][0], "B"),
-        row("    backward", reduce + extra, pairs["gathered"][1], "B"),
-        row("    times as much", None, sum(pairs["gathered"]) / sum(pairs["paired"])),
-    ],
-)
+receipt("column, GELU, row on 4 ranks", receipts.unpaired(launch(links.pairs, 4, device="cpu")[0]))
 
 # %% [markdown]
-# A row layer alone does not "avoid an all-gather": it needs an all-reduce, twice as many bytes. The saving is in the
-# pairing.
-#
 # ### A slow link
 #
-# The same batch on 2 ranks, once divided by weights and once by rows, over an *emulated* link of 6 MB/s.
+# The same batch on 2 ranks, divided by weights or by rows, over an *emulated* link of 6 MB/s:
 
 # %%
 slow = links.over_a_slow_link()
-
-
-def steps_over_a_slow_link():
-    """Step time over a slow emulated link by tokens in the batch: tensor parallel grows, data parallel does not."""
-    return pictures.draw_slow_link(slow)
-
-
-show(steps_over_a_slow_link)
+show(pictures.draw_slow_link, numbers=slow)
 
 # %%
-rows = []
-for line in slow["rows"]:
-    both = tuple(format_value(line[key], "s") for key in ("predicted_s", "measured_s"))
-    rows.append(row(f"{line['kind']}, {line['tokens']} tokens: communication by the formula; whole step", None, both))
-first, *_, last = (line for line in slow["rows"] if line["kind"] == "tensor")
-slopes = [(last[key] - first[key]) / (last["tokens"] - first["tokens"]) for key in ("predicted_s", "measured_s")]
-rows.append(row("tensor: what each further token adds", *slopes, "s", tolerance=0.4))
-rows.append(row("tokens at which both would send the same", None, links.equal_tokens(MODEL)))
-receipt("emulated slow link, 2 ranks: weights divided (tensor), rows divided (data)", rows)
+receipt("slow link, 2 ranks", receipts.slow_link(slow))
 
 # %% [markdown]
-# (The formula is communication alone; compute comes on top.) Data parallelism's line is flat: one all-reduce of the
-# gradients. Tensor parallelism's is a rising one, and little of it can be hidden. In layers of $12h^2$ weights the
-# bytes cross at $T = 3h$ tokens, and against FSDP's $3 \cdot 12h^2$ at $4.5h$.
+# Data parallelism sends the gradients once, whatever the batch. Tensor parallelism's traffic grows with the tokens, and
+# little of it can be hidden. In layers of $12h^2$ weights the bytes are equal at $T = 3h$ tokens, and equal to FSDP's
+# $3 \cdot 12h^2$ at $4.5h$.
 #
-# ### Small layers
-#
-# FLOPs per byte sent grow with $h$ (and fall with more ranks); the number of tokens cancels. One block, 256 tokens, on
-# the real wires of this machine:
-
-# %%
-widths = (64, 512)
-seconds = launch(links.small_blocks, 2, widths, device="cpu")[0]
-rows = []
-for width in widths:
-    one_rank, two_ranks = seconds[width]
-    rows.append(row(f"h = {width}: FLOPs per byte sent, t=2", 3 * width, links.Small(width).flops_per_byte(2)))
-    rows.append(row("    forward and backward on 1 rank", None, one_rank, "s"))
-    rows.append(row("    on 2 ranks", None, two_ranks, "s"))
-    rows.append(row("    speedup, at best 2", None, one_rank / two_ranks))
-receipt("one block, two ranks", rows)
-
-# %% [markdown]
 # ## The same in production
 #
-# torch's DTensor: weights become tensors that know how they are cut, and `parallelize_module` takes a plan of
-# `ColwiseParallel` and `RowwiseParallel`. The same model and tokens on 2 ranks. DTensor knows nothing of minillm's
-# ledger, so the bytes come from the loopback counter.
+# torch's [DTensor](https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html): weights become tensors that
+# know how they are cut, and `parallelize_module` takes a plan of `ColwiseParallel` and `RowwiseParallel`. The same model
+# and tokens on 2 ranks. DTensor knows nothing of minillm's ledger, so the bytes come from the loopback counter.
 
 # %%
 print(inspect.getsource(peers.separate))
-
-# %%
-found_by = peers.peers()
-ours = found_by.pop(peers.OURS)
-expected = experiments.step_bytes(Setup(2, rows=peers.ROWS))
-rows = [
-    row("minillm: by the ledger", expected, ours["ledger"], "B"),
-    row("    on the wire", expected, ours["wire"], "B", tolerance=0.1),
-]
-for name, peer in found_by.items():
-    calls = ", ".join(f"{count} {op}" for op, count in sorted(peer["calls"].items()))
-    rows.append(row(f"DTensor, {name}: on the wire", peers.predicted_bytes(name, 2), peer["wire"], "B", tolerance=0.1))
-    rows.append(row("    beside minillm's", None, peer["wire"] / ours["wire"]))
-    rows.append(row("    collectives", None, calls))
-    rows.append(row("    loss", ours["loss"], peer["loss"], "", 1e-5))
-receipt(f"sent per rank and step, {peers.ROWS * SEQ} tokens, 2 ranks", rows)
+receipt(f"sent per rank and step, {peers.ROWS * SEQ} tokens, 2 ranks", receipts.peers(peers.peers()))
 
 # %% [markdown]
 # - **Each layer for itself**, as tutorials write the plan: q, k and v each all-reduce their own $dX$, and so do gate
 #   and up. 7 all-reduces per layer instead of 4. Your `Enter` is shared; so is `PrepareModuleInput` in the second plan.
 # - **Sequence parallel**: gloo carries out a reduce-scatter as an all-reduce, so it sends half as much again here. With
-#   NCCL, and with minillm's rings, it sends what the second plan does.
-# - Right losses everywhere. Only the bytes tell the plans apart.
+#   NCCL and with minillm's rings it sends what the second plan does.
 #
 # | torch / Megatron / vLLM | here |
 # |---|---|
 # | `ColwiseParallel`, `RowwiseParallel`; `--tensor-model-parallel-size`; `--tensor-parallel-size` | `tensor_parallel` |
 # | `SequenceParallel()`, Megatron `--sequence-parallel` | `tensor_parallel(sequence=True)` |
 # | `loss_parallel()`, Megatron `vocab_parallel_cross_entropy` | `vocab_parallel_cross_entropy` |
-# | `PrepareModuleInput`, Megatron's fused `linear_qkv` | one `Enter` for q, k, v |
-# | Megatron's asynchronous all-reduce of the input gradient (on by default) | `ColumnLinear` of exercise 7 |
 # | Megatron `_allreduce_non_tensor_model_parallel_grads` (once `_allreduce_layernorm_grads`) | `sum_partial` |
 #
 # ## On a cluster
 #
-# `labs/torchrun/05_tensor_parallel.py` holds the MLP, the embedding, the loss and sequence parallelism for any number
-# of processes:
+# `labs/torchrun/05_tensor_parallel.py` runs the MLP, the embedding, the loss and sequence parallelism on any number of
+# processes. After solving it:
 #
 # ```bash
-# python course/lab05_tensor_parallel/torchrun.py                                   # 4 ranks here
-# torchrun --nproc-per-node 4 course/lab05_tensor_parallel/torchrun.py              # the same, under torchrun
-# torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d \
-#          --rdzv-endpoint $HEAD_NODE:29500 course/lab05_tensor_parallel/torchrun.py   # on each of two nodes
+# torchrun --nproc-per-node 8 labs/torchrun/05_tensor_parallel.py
 # ```
+#
+# ## Design questions
+#
+# Work each one out on paper, then run the cell below it.
+#
+# **A. You train 70B parameters (80 layers, hidden 8,192) on sequences of 4,096. Within a node of 8 GPUs the links give
+# 400 GB/s, between nodes 50 GB/s; a GPU reaches 400 TFLOP/s. Tensor parallelism over 4, 8 or 16?**
+
+# %%
+for t, bandwidth in ((4, 400), (8, 400), (16, 50)):
+    parts = pictures.layer_seconds(t, 8192, bandwidth)
+    exposed, compute = parts["all-reduce, waited for"], parts["compute"]
+    sent = predict.layer_bytes(1, 4096, 8192, 2, t)
+    print(f"TP {t:>2} at {bandwidth} GB/s: {sent / 1e6:.0f} MB per layer,", end=" ")
+    print(f"{1e3 * (compute + exposed):.2f} ms, {exposed / (compute + exposed):.0%} of it exposed communication")
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# Not 16: the ring crosses the slow link, three quarters of the layer is exposed, and it takes longer than with 4. From 4
+# to 8 the layer is nearly twice as fast while the exposed share grows from 4 to 11 %, so 8 is good if latency, the
+# activations or the 1,120 GB of states ask for it (with lab 06's stages or lab 04's ZeRO beside it). Otherwise 4 wastes
+# less of each GPU.
+# </details>
+#
+# **B. Serve the same model in bf16 (140 GB of weights, 64 heads, 8 kv heads of 128) on GPUs of 80 GB and 3.35 TB/s, at a
+# p99 of 50 ms per output token, for 128 sequences of 4,096 tokens at once. TP 4 or TP 8?** An all-reduce of a decoding
+# step takes about 10 µs plus its bytes at 400 GB/s.
+
+# %%
+for t in (4, 8, 16):
+    kv = 2 * 80 * max(8 // t, 1) * 128 * 2  # bytes per token and rank: never less than one kv head
+    room = 0.9 * 80e9 - 140e9 / t
+    reduce = 160 * (10e-6 + comms.ring_all_reduce(128 * 8192, 2, t).sent_per_rank[0] / 400e9)
+    step = (140e9 / t + 128 * 4096 * kv) / 3.35e12 + reduce
+    print(f"TP {t:>2}: room for {room / kv / 4096:.0f} sequences, {1e3 * step:.1f} ms per token")
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# TP 4 has room for 110 of the 128 sequences, so it fails on memory, not on time. TP 8 has room for 325 and takes 15 ms per
+# token. TP 16 is only 17 % faster on twice the GPUs: 8 kv heads cannot be divided further, so each is held twice. The
+# slack between 15 and 50 ms is what prefills of new requests may use.
+# </details>
+#
+# ## Capstone (*open*)
+#
+# Take a model and a cluster you know (hidden size, layers, tokens per microbatch, GPUs per node, both bandwidths).
+# Choose tensor, sequence and pipeline degrees, defend them with `predict.layer_bytes`, `predict.activation_bytes` and
+# `pictures.layer_seconds`, and name the measurement that would prove you wrong first.
 #
 # ## Interview corner
 #
-# The numbers first, by the formulas you have just checked:
-
-
-# %%
-def number(name, value, unit=""):
-    print(f"{name:<72}{format_value(value, unit):>14}")
-
-
-GB = 1e9
-for t in (2, 4, 8):
-    number(f"1. all-reduces as multiples of the activation, t = {t}: 2(t-1)/t", 2 * (t - 1) / t)
-number(
-    "   GPT-3, 32 x 2048 tokens, TP over 8: sent per GPU and step",
-    96 * predict.layer_bytes(32, 2048, 12288, 2, 8) / GB,
-    "GB",
-)
-number(
-    "2. 70B, 80 layers, h = 8192, one sequence of 4096, TP 8: per layer",
-    predict.layer_bytes(1, 4096, 8192, 2, 8) / GB,
-    "GB",
-)
-for bandwidth in (400, 50):
-    parts = pictures.layer_seconds(8, 8192, bandwidth)
-    waited, compute = parts["all-reduce, waited for"], parts["compute"]
-    number(f"   at {bandwidth} GB/s: waited for, of the layer's time", waited / (waited + compute))
-number("3. tokens at which FSDP sends less than TP, h = 8192: 4.5 h", 4.5 * 8192)
-number("4. logits of 4096 tokens, V = 128,256, bf16", 4096 * 128_256 * 2 / GB, "GB")
-number("   numbers per token that have to travel", 3)
-one_gpu = predict.activation_bytes(**gpt3)
-number("5. activations of a GPT-3 layer: TP 8 / one GPU", predict.activation_bytes(**gpt3, world_size=8) / one_gpu)
-number(
-    "   with sequence parallelism",
-    predict.activation_bytes(**gpt3, world_size=8, sequence=True) / one_gpu,
-)
-copies = sum(len(local_heads(64, 8, rank, 16)[1]) for rank in range(16))
-number("6. Llama-3-70B has 8 kv heads. On 16 ranks, kv heads held in all", copies)
-number("7. 70B in bf16, decode, batch 1, 3.35 TB/s: weights read per token", 140 / 3350 * 1e3, "ms")
-number("   with TP 8: an eighth, and 160 all-reduces of 16 kB, 10 us each", 140 / 3350 / 8 * 1e3 + 1.6, "ms")
-
-# %% [markdown]
 # Say your answer aloud before you open one.
 #
 # **1. Where exactly does tensor parallelism communicate?**
 # <details><summary>Answer</summary>
 #
-# Forward: behind o_proj and behind down_proj. Backward: behind q, k, v together and behind gate and up together, where
-# $dX$ leaves. 4 all-reduces of [B, S, H] per layer and microbatch, each 2(t-1)/t of it per rank. One more forward for
-# the embedding, one more backward for the head, three numbers per token for the loss.
-#
-# *Follow-up: and a row layer's backward?* Nothing. $dY$ is on every rank, $dX_r = dY W_r^\top$ and $dW_r = X_r^\top dY$
-# are local.
+# Forward: after o_proj and after down_proj. Backward: before q, k, v together and before gate and up together, where
+# $dX$ leaves. That is 4 all-reduces of [B, S, H] per layer and microbatch, each sending 2(t-1)/t of it per rank. One more
+# forward for the embedding, one more backward for the head, three numbers per token for the loss.
 # </details>
 #
-# **2. Why not cut the first matrix by rows and the second by columns?**
+# **2. TP or FSDP within a node?**
 # <details><summary>Answer</summary>
 #
-# The first product would be a share of a sum, and silu of a share is not a share of silu: an all-reduce (of f numbers
-# per token) before the activation function, and the output cut by columns behind it, to be gathered.
+# Per layer FSDP moves $3 \cdot 12h^2$ elements whatever the tokens, TP $4 \cdot 2 \cdot T h$: equal at $T = 4.5h$ tokens
+# per group, 36,864 at h = 8192. Above that FSDP sends less, and it hides better, since gathers do not depend on what is
+# computed. TP wins with few tokens, and it also divides activations and the gathered layer.
 # </details>
 #
-# **3. TP or FSDP within a node?**
+# **3. Why is TP usually kept inside the node?**
 # <details><summary>Answer</summary>
 #
-# Per layer FSDP moves $3 \cdot 12h^2$ elements whatever the tokens, TP $4 \cdot 2 \cdot T h$: equal at $T = 4.5h$
-# tokens per group, 36,864 at h = 8192. Above that FSDP sends less, and it hides better, since gathers do not depend on
-# what is computed. TP wins with few tokens, and it divides activations and the gathered layer, too.
+# Its all-reduces are in the critical path, twice forward in every layer. Backward they hide behind $dW$; forward only if
+# the products are cut into pieces. At 400 GB/s and h = 8192 about a tenth of a layer is exposed on 8 GPUs, at 50 GB/s more
+# than half. Wide models and fast domains of more than 8 GPUs move that limit.
 # </details>
 #
-# **4. Why does everybody say "TP inside the node"?**
+# **4. Your run trains fine, but the checkpoint evaluates to a slightly different loss than training reported. Ideas?**
 # <details><summary>Answer</summary>
 #
-# Its all-reduces sit in the critical path, twice forward in every layer; only the backward ones hide. At 400 GB/s and
-# h = 8192 about a tenth of a layer is waiting on 8 GPUs; at 50 GB/s more than half is. So "its cost often outweighs
-# its benefits" depends on link and width; and "TP cannot leave the node" is too strong: with large h, or racks that are
-# one NVLink domain of 72 GPUs, larger groups work.
-#
-# *Follow-up: TP 4 to TP 8, what changes?* Compute halves, bytes grow from 1.5 to 1.75 per activation, so the share of
-# waiting more than doubles.
+# Replicas that drifted: norm or kv-head gradients not summed, dropout with different seeds where masks must be equal (or
+# equal seeds inside the regions, where they must differ), clipping by local norms. Compare replicated parameters across
+# ranks bit by bit.
 # </details>
 #
-# **5. What does sequence parallelism change?**
+# **5. The vocabulary is 50,257 and t = 8. What now?**
 # <details><summary>Answer</summary>
 #
-# Each all-reduce becomes a reduce-scatter at a region's end and an all-gather at the next one's beginning: the same
-# bytes. Norms, residuals and dropout are computed and kept 1/t. Activations go from sbh(10 + 24/t + ...) to all of it
-# over t. Price: norm gradients are shares, to be summed (one small all-reduce a step); and, if the region's input is
-# kept cut as well, one more gather per region.
-# </details>
-#
-# **6. Does LayerNorm need communication then?**
-# <details><summary>Answer</summary>
-#
-# Not for activations: it looks at one token at a time. Its weight's gradient is summed over the group.
-# </details>
-#
-# **7. Your TP run trains fine, but evaluating the checkpoint gives a slightly other loss than training said. Ideas?**
-# <details><summary>Answer</summary>
-#
-# Replicas that drifted: norm gradients not summed, kv copies not summed, dropout with different seeds where it must be
-# equal (or equal where it must differ, inside the regions), clipping by local norms. Compare replicated parameters
-# across ranks bit by bit: a one-line receipt.
-# </details>
-#
-# **8. How do you compute cross-entropy with a vocabulary cut over 8 ranks?**
-# <details><summary>Answer</summary>
-#
-# All-reduce the maximum, then the sum of exponentials and the target's logit (zero on ranks without it): three numbers
-# per token instead of V/t logits to each. Backward is softmax minus one-hot on the own part, no communication. The
-# logits of 4,096 tokens at V = 128,256 would be 1.05 GB in bf16.
-# </details>
-#
-# **9. 8 kv heads on 16 ranks?**
-# <details><summary>Answer</summary>
-#
-# Two ranks hold copies of each kv head. Their gradients are shares: each saw only its query heads; sum them within
-# the pair. In serving the KV cache no longer shrinks beyond t = 8.
-# </details>
-#
-# **10. Does TP raise throughput or lower latency?**
-# <details><summary>Answer</summary>
-#
-# In decoding it lowers latency on fast links: each rank reads 1/t of the weights (42 ms to about 7 ms for 70B at batch
-# 1). Throughput per GPU falls, because of the all-reduces. Pipelines do not lower latency at all.
-# </details>
-#
-# **11. The vocabulary is 50,257 and t = 8. What now?**
-# <details><summary>Answer</summary>
-#
-# Pad the table to a multiple of t (Megatron: of 128·t). Padded logits must be -inf, or they take a share of the
-# softmax; padded rows must get no gradient and be cut off in the checkpoint.
-# </details>
-#
-# **12. Dropout in a tensor-parallel model: same or different random numbers on the ranks?**
-# <details><summary>Answer</summary>
-#
-# Both. Outside the regions all ranks compute the same thing, so the same mask; inside, each rank has other columns, so
-# different masks (one generator per rank). With sequence parallelism the outside differs, too: other tokens.
+# Pad the table to a multiple of t (Megatron: of 128·t). Padded logits must be -inf, or they take part in the softmax;
+# padded rows must get no gradient and be cut off in the checkpoint.
 # </details>
 #
 # ## Can you answer them now?
 #
 # 1. Why does a layer need exactly 2 all-reduces forward and 2 backward, and what do they grow with?
 # 2. What does sequence parallelism divide that tensor parallelism does not, and why does it send nothing more?
-# 3. Which gradients are only shares once a model is cut this way, and what happens if nobody adds them up?
+# 3. Which gradients are only partial sums once a model is cut this way, and what happens if nobody adds them up?
 #
-# Next: lab 06 cuts the model across its layers, where almost nothing is sent and somebody always waits.
+# Next: lab 06 cuts the model between its layers, where little is sent and some stage always waits.
+
+# %%
+finish("05_tensor_parallel")

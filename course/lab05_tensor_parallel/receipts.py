@@ -1,41 +1,54 @@
-"""Stop 05: a transformer cut over 4 ranks: collectives, bytes, gradients of one process; what goes wrong silently."""
+"""Lab 05's claims, each once: the notebook prints them, the tour runs `rows`.
 
-from collections.abc import Iterator
+Every function yields the rows of one receipt.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from course.lab05_tensor_parallel import experiments as steps
 from course.lab05_tensor_parallel import experiments_breaks as breaks
 from course.lab05_tensor_parallel import experiments_links as links
-from course.lab05_tensor_parallel.experiments import FORMS, MODEL, SEQ, Setup
+from course.lab05_tensor_parallel import experiments_torch as torch_peers
+from course.lab05_tensor_parallel.experiments import FORMS, MODEL, SEQ, Found, Setup
 from minillm.comm import Group, launch
-from minillm.labkit.receipts import Row, row
+from minillm.labkit.receipts import Row, formula, row
+from minillm.predict import comms
 from minillm.predict import tensor as predict
 
 WORLD = 4
 DEEPER = replace(MODEL, num_layers=MODEL.num_layers + 1)
-COLLECTIVES = {  # of one layer: forward, backward
-    "tensor": ("2 all_reduce", "2 all_reduce"),
-    "sequence": ("2 all_gather, 2 reduce_scatter", "2 all_gather, 2 reduce_scatter"),
-    "regather": ("2 all_gather, 2 reduce_scatter", "4 all_gather, 2 reduce_scatter"),
+GPT3 = {"batch": 1, "seq": 2048, "hidden": 12288, "heads": 96}
+COLLECTIVES = {  # of one layer, forward + backward
+    "tensor": "2 all_reduce + 2 all_reduce",
+    "sequence": "2 all_gather, 2 reduce_scatter + 2 all_gather, 2 reduce_scatter",
+    "regather": "2 all_gather, 2 reduce_scatter + 4 all_gather, 2 reduce_scatter",
 }
-LAYERS = {  # alone: forward, backward
-    "column layer": ("none", "1 all_reduce"),
-    "row layer": ("1 all_reduce", "none"),
-    "norm on 1/t of the tokens": ("none", "none"),
+LAYERS = {  # alone: forward + backward
+    "column layer": "none + 1 all_reduce",
+    "row layer": "1 all_reduce + none",
+    "norm on 1/t of the tokens": "none + none",
 }
+EXACT = [Setup(n, form, exact=True) for n, form in ((1, "tensor"), (2, "tensor"), *((WORLD, form) for form in FORMS))]
 
 
 def rows() -> Iterator[Row]:
-    """Everything of this stop is counted, nothing timed."""
-    setups = [Setup(WORLD, form, config=config) for form in FORMS for config in (MODEL, DEEPER)]
-    setups += [Setup(WORLD, form, exact=True) for form in ("tensor", "sequence")] + [Setup(1, exact=True)]
+    """The tour's stop. Everything here is counted, nothing timed."""
+    setups = [Setup(WORLD, form, config=config) for form in FORMS for config in (MODEL, DEEPER)] + EXACT
     ranks = launch(_everything, WORLD, setups, device="cpu")
     found = {s: [rank["steps"][i] for rank in ranks[: s.world_size]] for i, s in enumerate(setups)}
-    yield from _layers(found)
-    yield from _step(found)
-    yield from _alone(ranks[0])
-    yield from _accidents(ranks)
+    pairs = [(Setup(WORLD, form), Setup(WORLD, form, config=DEEPER)) for form in FORMS]
+    yield from layers({one: steps.one_more(found[one][0], found[more][0]) for one, more in pairs})
+    yield from step({"4 ranks": Setup(WORLD)}, found)
+    yield from loss(found[Setup(WORLD)][0])
+    yield from float64(found)
+    yield from single_layers(ranks[0]["single"])
+    yield from unpaired(ranks[0]["pairs"])
+    yield from norm_gradients([rank["accidents"]["norms"] for rank in ranks])
+    yield from unmasked(ranks[0]["accidents"]["embedding"])
+    yield from grad_norm([rank["accidents"]["norm"] for rank in ranks])
 
 
 def _everything(group: Group, setups: list[Setup]) -> dict[str, Any]:
@@ -47,55 +60,137 @@ def _everything(group: Group, setups: list[Setup]) -> dict[str, Any]:
     }
 
 
-def _layers(found: dict[Setup, list[steps.Found]]) -> Iterator[Row]:
-    for form, name in FORMS.items():
-        setup = Setup(WORLD, form)
-        one, more = found[setup][0], found[Setup(WORLD, form, config=DEEPER)][0]
-        forward, backward = COLLECTIVES[form]
-        yield row(f"{name}, one layer: forward", forward, steps.listed(more.forward.calls - one.forward.calls))
-        yield row("    backward", backward, steps.listed(more.backward.calls - one.backward.calls))
-        yield row("    sent per rank", steps.layer_bytes(setup), more.sent - one.sent, "B")
-        yield row("    kept for backward", steps.layer_activation_bytes(setup), more.activation - one.activation, "B")
+def gpt3_traffic(guess_gb: float) -> Iterator[Row]:
+    per_step = [96 * predict.layer_bytes(batch, 2048, 12288, 2, 8) / 1e9 for batch in (32, 64)]
+    yield formula("sent per GPU and step: 4·L·2(t-1)/t·BSH·b", per_step[0], "GB", guess=guess_gb)
+    yield formula("    one activation [32, 2048, 12288] in 16 bits", 32 * 2048 * 12288 * 2 / 1e9, "GB")
+    yield formula("    for 64 sequences", per_step[1], "GB")
+    yield formula("data parallelism over 8 GPUs, whatever the batch", 2 * 7 / 8 * 350, "GB")
 
 
-def _step(found: dict[Setup, list[steps.Found]]) -> Iterator[Row]:
+def trained(ours: Sequence[float], alone: Sequence[float]) -> Iterator[Row]:
+    yield row(f"loss of step {len(ours)}", alone[-1], ours[-1], tolerance=1e-4)
+
+
+def layers(lines: dict[Setup, dict[str, Any]]) -> Iterator[Row]:
+    """What one layer does on 4 ranks, in three forms."""
+    for setup, line in lines.items():
+        if setup.world_size != WORLD:
+            continue
+        calls = f"{steps.listed(line['forward'])} + {steps.listed(line['backward'])}"
+        yield row(f"{FORMS[setup.form]}: collectives", COLLECTIVES[setup.form], calls)
+        yield row("    sent per rank", steps.layer_bytes(setup), line["sent"], "B")
+        yield row("    kept for backward", steps.layer_activation_bytes(setup), line["activation"], "B")
+
+
+def gpt3_activations() -> Iterator[Row]:
+    one, flash = predict.activation_bytes(**GPT3) / 1e9, GPT3 | {"heads": 0}  # 0: no scores are kept
+    yield formula("one GPU: sbh(34 + 5as/h)", one, "GB")
+    yield formula("    with FlashAttention: 34·sbh", predict.activation_bytes(**flash) / 1e9, "GB")
+    yield formula("TP over 8: sbh(10 + 24/t + 5as/(ht))", predict.activation_bytes(**GPT3, world_size=8) / 1e9, "GB")
+    eight = [predict.activation_bytes(**flash, world_size=8, sequence=sequence) / 1e9 for sequence in (False, True)]
+    yield formula("    with FlashAttention: sbh(10 + 24/t)", eight[0], "GB")
+    yield formula("        and sequence parallelism: sbh·34/t", eight[1], "GB")
+
+
+def step(setups: dict[str, Setup], found: dict[Setup, list[Found]]) -> Iterator[Row]:
+    for name, setup in setups.items():
+        yield row(f"{name}: sent per rank and step", steps.step_bytes(setup), found[setup][0].sent, "B")
+        yield row("    weights per rank", steps.parameter_bytes(setup), found[setup][0].parameter, "B")
+    first, activation = found[Setup(WORLD)][0], (Setup(WORLD).rows, SEQ, MODEL.hidden_size)
+    due = 2 * MODEL.num_layers + 1
+    calls = tuple(way.shapes["all_reduce", activation] for way in (first.forward, first.backward))
+    yield row("all-reduces forward: 2L and the embedding's; backward: 2L and the head's", (due, due), calls)
+
+
+def loss(found: Found) -> Iterator[Row]:
+    """The collectives of the loss, per token."""
     setup = Setup(WORLD)
-    yield row("weights per rank", steps.parameter_bytes(setup), found[setup][0].parameter, "B")
-    yield row("sent per rank and step", steps.step_bytes(setup), found[setup][0].sent, "B")
-    (alone,) = found[Setup(1, exact=True)]
-    for form in ("tensor", "sequence"):
-        setup = Setup(WORLD, form, exact=True)
-        yield row(f"{FORMS[form]}, float64: loss of one process", alone.loss, found[setup][0].loss, "", 1e-12)
-        error = steps.gradient_error(setup, found[setup], alone)
-        yield row("    gradients of one process (below 1e-10)", True, error < 1e-10)
-        yield row("    all-reduces of norm gradients", int(setup.sequence), found[setup][0].sums.calls.total())
-    small = sum(event[1] for event in found[Setup(WORLD)][0].forward.shapes.items() if event[0][1][-1] == 1)
-    yield row("all-reduces of the loss", 2, small)
-    tokens = Setup(WORLD).tokens
-    sent = steps.step_bytes(Setup(WORLD), "loss") / tokens
-    yield row(f"    bytes per token, {tokens // SEQ} rows", predict.loss_bytes_per_token(WORLD), sent, "B")
+    activation = (setup.rows, SEQ, MODEL.hidden_size)
+    small = sum(math.prod(shape) * n for (_, shape), n in found.forward.shapes.items() if shape != activation)
+    yield row("numbers per token: maximum, sum, target's logit", 3, small / setup.tokens)
+    sent = steps.step_bytes(setup, "loss") / setup.tokens
+    yield row("bytes sent per token and rank", predict.loss_bytes_per_token(WORLD), sent, "B")
+    gathered = tuple(predict.gathered_logits_bytes_per_token(vocab, WORLD) for vocab in (MODEL.vocab_size, 128_000))
+    yield formula("    gathering the logits would send, V = 256 and 128,000", gathered, "B")
 
 
-def _alone(rank: dict[str, Any]) -> Iterator[Row]:
-    for name, (forward, backward) in LAYERS.items():
-        yield row(f"{name}: forward", forward, rank["single"][name][0])
-        yield row("    backward", backward, rank["single"][name][1])
-    (paired, _), (gathered, _) = rank["pairs"]["paired"], rank["pairs"]["gathered"]
+def float64(found: dict[Setup, list[Found]]) -> Iterator[Row]:
+    alone = found[EXACT[0]][0]
+    for setup in EXACT[1:]:
+        ranks, name = found[setup], f"{FORMS[setup.form]}, t={setup.world_size}"
+        error = steps.gradient_error(setup, ranks, alone)
+        yield row(f"{name}: every gradient of one process (1e-10)", True, error < 1e-10)
+    yield row("collectives for norm gradients, last form", 1, found[EXACT[-1]][0].sums.calls.total())
+
+
+def single_layers(found: dict[str, tuple[str, str]]) -> Iterator[Row]:
+    for name, due in LAYERS.items():
+        yield row(f"{name}: forward + backward", due, " + ".join(found[name]))
+
+
+def overlap(backward: dict[str, dict[str, Any]], forward: dict[int, tuple[float, float]]) -> Iterator[Row]:
+    for name, n in backward.items():
+        yield row(
+            f"backward of 4 column layers: {name}", n["predicted_s"], n["measured_s"], "s", tolerance=0.3, noisy=True
+        )
+    for pieces, (predicted, measured) in forward.items():
+        name = f"forward of a row layer in {pieces} piece{'s' * (pieces > 1)}"
+        yield row(name, predicted, measured, "s", tolerance=0.3, noisy=True)
+
+
+def norm_gradients(found: Sequence[dict[str, Any]]) -> Iterator[Row]:
+    for name in ("summed", "forgotten"):
+        apart = max(rank[name]["apart"] for rank in found)
+        yield row(f"{name}: norm weights furthest from rank 0's", 0.0 if name == "summed" else None, apart)
+    last = tuple(found[0][name]["losses"][-1] for name in ("summed", "forgotten"))
+    yield row("last loss: summed, forgotten", None, last)
+    yield row("a rank's own gradient of the last norm: cosine with the sum", None, found[1]["forgotten"]["cosine"])
+
+
+def unmasked(found: dict[str, Any]) -> Iterator[Row]:
+    masked, wrong = found["masked"], found["unmasked"]
+    yield row("relative error of the embeddings", None, found["relative error"])
+    yield row("first loss: masked, not masked", None, (masked[0], wrong[0]))
+    yield row(f"loss after {len(masked)} steps: masked, not masked", None, (masked[-1], wrong[-1]))
+
+
+def grad_norm(ways: Sequence[dict[str, float]]) -> Iterator[Row]:
+    whole, copies = ways[0]["whole"], ways[0]["replicated"]
+    yield row("by every rank's own parts", None, tuple(way["local"] for way in ways))
+    one_process = sum(way["local"] ** 2 - way["replicated"] ** 2 for way in ways) + copies**2
+    yield row("every parameter once", one_process**0.5, whole, "", 1e-9)
+    naive = (whole**2 + (WORLD - 1) * copies**2) ** 0.5
+    yield row("all squares added: √(norm² + (t-1)·replicated²)", naive, ways[0]["naive"], "", 1e-9)
+
+
+def hunt(found: dict[str, list[float]]) -> Iterator[Row]:
+    for name, errors in found.items():
+        yield row(f"{name}: relative error, by rank", None, tuple(errors))
+
+
+def unpaired(found: dict[str, tuple[int, int]]) -> Iterator[Row]:
+    reduce = comms.ring_all_reduce(32 * 16, 4, WORLD).sent_per_rank[0]
     extra = int(predict.unpaired_bytes(1, 32, 64, 4, WORLD))
-    yield row("column, row with a gather between: bytes more, forward", extra, gathered - paired, "B")
+    yield row("paired: forward, backward", (reduce, reduce), found["paired"], "B")
+    yield row("gathered in between: one all-gather of [BS, f] more", (reduce + extra,) * 2, found["gathered"], "B")
 
 
-def _accidents(ranks: list[dict[str, Any]]) -> Iterator[Row]:
-    norms = [rank["accidents"]["norms"] for rank in ranks]
-    yield row("norm replicas apart, gradients summed", 0.0, max(rank["summed"]["apart"] for rank in norms))
-    yield row("    forgotten: they drift", True, max(rank["forgotten"]["apart"] for rank in norms) > 1e-3)
-    rows_added = ranks[0]["accidents"]["embedding"]
-    yield row(
-        "embedding not masked: another loss", True, abs(rows_added["masked"][0] - rows_added["unmasked"][0]) > 1e-4
-    )
-    ways = ranks[0]["accidents"]["norm"]
-    naive = (ways["whole"] ** 2 + (WORLD - 1) * ways["replicated"] ** 2) ** 0.5
-    yield row("gradient norm, replicated parameters counted t times", naive, ways["naive"], "", 1e-9)
+def slow_link(found: dict[str, Any]) -> Iterator[Row]:
+    first, *_, last = (line for line in found["rows"] if line["kind"] == "tensor")
+    slopes = [(last[key] - first[key]) / (last["tokens"] - first["tokens"]) for key in ("predicted_s", "measured_s")]
+    yield row("tensor parallel: what each further token adds to a step", *slopes, "s", tolerance=0.4, noisy=True)
+    yield formula("tokens at which both would send the same", links.equal_tokens(MODEL))
+
+
+def peers(found: dict[str, dict[str, Any]]) -> Iterator[Row]:
+    ours = found[torch_peers.OURS]
+    yield row("minillm: by the ledger", steps.step_bytes(Setup(2, rows=torch_peers.ROWS)), ours["ledger"], "B")
+    for name, peer in found.items():
+        due = torch_peers.predicted_bytes(name, 2)
+        yield row(f"{name}: on the wire", due, peer["wire"], "B", tolerance=0.1, noisy=True)
+    same = max(abs(peer["loss"] / ours["loss"] - 1) for peer in found.values()) < 1e-5
+    yield row("every plan has minillm's loss", True, same)
 
 
 CLAIMS = (rows,)

@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from minillm.labkit import answers_of
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
 from minillm.parallel.pipeline_parallel.actions import straight
@@ -27,42 +28,10 @@ from minillm.parallel.pipeline_parallel.schedules import (
 )
 from minillm.predict import pipeline as predict
 
+ANSWERS = answers_of("06_pipeline_parallel")
+
 F, B = 1, 2  # how long the checks let a forward and a backward take
 CASES = ((4, 8), (4, 2), (3, 5), (1, 3))  # stages, microbatches
-
-
-# The course's own answers.
-
-
-def gpipe_order(stage: int, stages: int, microbatches: int) -> list[str]:
-    """All forwards, then all backwards."""
-    return [f"F{m}" for m in range(microbatches)] + [f"B{m}" for m in range(microbatches)]
-
-
-def one_f_one_b_order(stage: int, stages: int, microbatches: int) -> list[str]:
-    """Forwards until the first gradient can be back, then one forward, one backward, in turn; then what is left."""
-    to_fill = min(stages - 1 - stage, microbatches)
-    order = [f"F{m}" for m in range(to_fill)]
-    for m in range(microbatches - to_fill):
-        order += [f"F{to_fill + m}", f"B{m}"]
-    return order + [f"B{m}" for m in range(microbatches - to_fill, microbatches)]
-
-
-def balance(costs: Sequence[float], parts: int) -> list[range]:
-    """Neighbouring layers for each of `parts` stages, so that the slowest stage is as fast as it can be."""
-    least = {0: (0.0, ())}  # layers dealt out so far -> (slowest stage, where each stage ended)
-    for part in range(parts):
-        ends = range(part + 1, len(costs) - (parts - part) + 2)
-        least = {
-            end: min(
-                (max(slowest, sum(costs[done:end])), (*cuts, end))
-                for done, (slowest, cuts) in least.items()
-                if done < end
-            )
-            for end in ends
-        }
-    cuts = (0, *least[len(costs)][1])
-    return [range(*pair) for pair in itertools.pairwise(cuts)]
 
 
 # What they are held to.
@@ -195,13 +164,13 @@ def check_balance(learner: Callable) -> Receipt:
     rows = []
     for costs, parts in [_draw_costs(12, 4), _draw_costs(9, 3), _draw_costs(5, 5), ([3.0, 1.0, 2.0], 1)]:
         found = _read_ranges(learner(list(costs), parts), costs, parts)
-        best = _slowest(costs, balance(costs, parts))
+        best = _slowest(costs, ANSWERS.balance(costs, parts))
         took = _slowest(costs, found)
         where = f"{len(costs)} layers on {parts} stage{'s' * (parts > 1)}"
         if took > best:
             raise CheckFailed(
                 f"{where}, costs {[f'{cost:g}' for cost in costs]}: your slowest stage takes {took:g}, "
-                f"but {best:g} is possible: {_ranges(balance(costs, parts))}".replace("'", "")
+                f"but {best:g} is possible: {_ranges(ANSWERS.balance(costs, parts))}".replace("'", "")
             )
         rows.append(row(f"{where}: the slowest stage", best, took))
         if parts > 1:
@@ -217,7 +186,7 @@ def _draw_costs(layers: int, parts: int) -> tuple[list[float], int]:
     while True:
         blocks = (random.choice((2.0, 2.0, 3.0, 5.0)) for _ in range(layers - 2))
         costs = [1.0, *blocks, random.choice((6.0, 7.0))]
-        best = _slowest(costs, balance(costs, parts))
+        best = _slowest(costs, ANSWERS.balance(costs, parts))
         planless = (_as_many_each(layers, parts), _up_to_the_mean(costs, parts))
         if layers == parts or all(_slowest(costs, ranges) > best for ranges in planless):
             return costs, parts

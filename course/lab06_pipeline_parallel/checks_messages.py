@@ -8,53 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from course.lab06_pipeline_parallel import staging
-from course.lab06_pipeline_parallel.checks import as_action, gpipe_order, one_f_one_b_order
+from course.lab06_pipeline_parallel.checks import as_action
 from course.shared.measuring import count_flops
 from course.shared.trials import run
+from minillm.labkit import answers_of
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
 from minillm.parallel.pipeline_parallel.actions import straight
 from minillm.parallel.pipeline_parallel.schedules import Action, Edge, Schedule, ScheduleError, Task, check
 from minillm.predict import pipeline as predict
 
+ANSWERS = answers_of("06_pipeline_parallel")
+
 Message = tuple[str, str]  # (send or recv, the action whose result travels)
-
-
-# The course's own answers.
-
-
-def place_messages(order: Sequence[str], stage: int, stages: int) -> list[str | list[str]]:
-    """The order with its messages; a list of messages is posted at once."""
-    steps: list[str | list[str]] = [[]]
-    for action in order:
-        forward = action[0] == "F"
-        before, after = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
-        if 0 <= before < stages:
-            steps[-1].append(f"recv {action}")
-        steps += [action, [f"send {action}"] if 0 <= after < stages else []]
-    return [step for step in steps if step]
-
-
-class SplitLinear(torch.autograd.Function):
-    """x @ weight.T whose backward gives the input's gradient at once and puts the weight's off."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, later: list[Callable[[], None]]) -> Tensor:
-        """x: [tokens, inputs], weight: [outputs, inputs] -> [tokens, outputs]."""
-        ctx.save_for_backward(x, weight)
-        ctx.later = later
-        return x @ weight.T
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        x, weight = ctx.saved_tensors
-
-        def weight_gradient() -> None:
-            found = gradient.T @ x
-            weight.grad = found if weight.grad is None else weight.grad + found
-
-        ctx.later.append(weight_gradient)
-        return gradient @ weight, None, None
 
 
 # What they are held to.
@@ -76,10 +42,10 @@ class SplitLinear(torch.autograd.Function):
 def check_messages(learner: Callable) -> Receipt:
     programs, names = [], []
     for make, name, stages, microbatches in (
-        (gpipe_order, "GPipe", 3, 3),
-        (one_f_one_b_order, "1F1B", 4, 8),
-        (one_f_one_b_order, "1F1B", 2, random.randint(3, 5)),
-        (one_f_one_b_order, "1F1B", 1, 2),
+        (ANSWERS.gpipe_order, "GPipe", 3, 3),
+        (ANSWERS.one_f_one_b_order, "1F1B", 4, 8),
+        (ANSWERS.one_f_one_b_order, "1F1B", 2, random.randint(3, 5)),
+        (ANSWERS.one_f_one_b_order, "1F1B", 1, 2),
     ):
         where = f"{name}, {stages} stage{'s' * (stages > 1)}, {microbatches} microbatches"
         orders = [make(stage, stages, microbatches) for stage in range(stages)]

@@ -2,70 +2,20 @@
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from course.lab06_pipeline_parallel import staging
-from course.lab06_pipeline_parallel.checks import gpipe_order, one_f_one_b_order
 from course.lab06_pipeline_parallel.staging import Run, Staged, Tied
 from course.shared import sharding
 from course.shared.trials import run
-from minillm.comm import Group
+from minillm.labkit import answers_of
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
 from minillm.predict import pipeline as predict
 
-# The course's own answers.
-
-
-class Stage:
-    """One stage of a pipeline. Forward: receive, compute, send. Backward: receive the gradient, backward, send."""
-
-    def __init__(
-        self, module: nn.Module, group: Group, like: Tensor, loss: Callable[[Tensor, int], Tensor], microbatches: int
-    ):
-        self.module, self.group, self.like, self.loss, self.microbatches = module, group, like, loss, microbatches
-        self.first, self.last = group.rank == 0, group.rank == group.world_size - 1
-        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
-        self.sent: list[Any] = []
-
-    def forward(self, m: int, x: Tensor | None = None) -> None:
-        """Microbatch m through this stage. x: [rows, width] on the first stage, None elsewhere."""
-        if not self.first:
-            x = torch.empty_like(self.like)
-            self.group.recv(x, self.group.rank - 1)
-            x.requires_grad_()
-        y = self.module(x)
-        if self.last:
-            y = self.loss(y, m) / self.microbatches
-        else:
-            self.sent.append(self.group.send(y, self.group.rank + 1, async_op=True))
-        self.kept[m] = x, y
-
-    def backward(self, m: int) -> None:
-        """Adds the gradient of microbatch m to this stage's parameters."""
-        x, y = self.kept.pop(m)
-        if self.last:
-            y.backward()
-        else:
-            gradient = torch.empty_like(y)
-            self.group.recv(gradient, self.group.rank + 1)
-            y.backward(gradient)
-        if not self.first:
-            self.sent.append(self.group.send(x.grad, self.group.rank - 1, async_op=True))
-
-
-def sum_tied(weight: nn.Parameter | None, group: Group) -> None:
-    """The gradient of an embedding that the first and the last stage hold: the sum of both, on both."""
-    ends = (0, group.world_size - 1)
-    if group.world_size == 1 or group.rank not in ends:
-        return
-    other = ends[group.rank == 0]
-    theirs = torch.empty_like(weight.grad)
-    group.exchange(send=(weight.grad, other), recv=(theirs, other))
-    weight.grad += theirs
+ANSWERS = answers_of("06_pipeline_parallel")
 
 
 # What they are held to.
@@ -90,8 +40,12 @@ def sum_tied(weight: nn.Parameter | None, group: Group) -> None:
     ),
 )
 def check_stage(learner: Callable) -> Receipt:
-    filled = [(4, 4, _in_turn, "one at a time"), (3, 4, gpipe_order, "GPipe"), (1, 3, gpipe_order, "GPipe")]
-    turns = (4, 6, one_f_one_b_order, "1F1B")
+    filled = [
+        (4, 4, _in_turn, "one at a time"),
+        (3, 4, ANSWERS.gpipe_order, "GPipe"),
+        (1, 3, ANSWERS.gpipe_order, "GPipe"),
+    ]
+    turns = (4, 6, ANSWERS.one_f_one_b_order, "1F1B")
     cases = [_draw_run(*case) for case in (*filled, turns)]
     try:
         trials = run(staging.run_stage, 4, learner, cases)

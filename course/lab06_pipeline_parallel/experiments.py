@@ -28,16 +28,15 @@ from minillm.predict import pipeline as predict
 MODEL = ModelConfig(
     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=8, num_heads=2, num_kv_heads=1, max_seq_len=32
 )
-WIDE = replace(MODEL, hidden_size=128, intermediate_size=320, num_heads=4, num_kv_heads=2)  # computes for a while
 SEQ, ROWS = 8, 1  # tokens and rows of a microbatch
 DISTURBED = 1.15  # times the planned duration
 FORWARD_S = 0.04  # of an emulated stage; a whole backward takes twice that, half of it for the weights
-HANDBOOK = """
+PRINTED_CHART = """
 Stage 0: F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7
 Stage 1:    F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 B6 B7
 Stage 2:       F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 F6 B5 F7 B6 B7
 Stage 3:          F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7
-"""  # 1F1B as a handbook prints it
+"""  # 1F1B as it is often printed
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Lab 06's accidents: losses scaled by microbatches, copies that drift, sends that wait, a norm without the others.
+"""Lab 06's accidents: losses scaled by microbatches, copies that drift, sends that wait, a norm that misses a stage;
+and a stage with a bug to find.
 
 All of them are real bugs: gradients too large by the number of microbatches (pytorch#144352, torchtitan#800), tied
 embeddings that drift apart (Megatron-LM#299), gradient norms that miss a pipeline stage (torchtitan#596).
@@ -10,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from course.lab06_pipeline_parallel import staging
 from course.lab06_pipeline_parallel.experiments import MODEL, relative
 from minillm.comm import Group, HangError, launch
 from minillm.model import Transformer
 from minillm.parallel.pipeline_parallel.runtime import Pipeline
-from minillm.parallel.pipeline_parallel.schedules import Action, Schedule, messages_as_used, one_f_one_b
-from minillm.parallel.pipeline_parallel.stages import ModelPart, build_parts
+from minillm.parallel.pipeline_parallel.schedules import Action, Schedule, gpipe, messages_as_used, one_f_one_b
+from minillm.parallel.pipeline_parallel.stages import ModelPart, build_parts, layer_costs
 
 TIED = replace(MODEL, num_layers=4, tie_embeddings=True)
 MICROBATCHES, ROWS, SEQ, STEPS = 4, 2, 8, 6
@@ -64,6 +66,47 @@ class Trained:
 
     def gradient(self) -> dict[str, Tensor]:
         return {name: p.grad for part in self.parts for name, p in part.named_parameters()}
+
+
+def train_with(group: Group, balance, order, stage_class, sum_tied, steps: int = 3) -> list[float]:
+    """Mean loss of each step with a learner's balance, order, stage and sum, one stage per rank of the group."""
+    n, rank = group.world_size, group.rank
+    part = ModelPart(TIED, balance(layer_costs(TIED), n)[rank], first=rank == 0, last=rank == n - 1, seed=0)
+    optimizer = torch.optim.SGD(part.parameters(), lr=0.3)
+    losses = []
+    for step in range(steps):
+        tokens, seen = batch(step), []
+
+        def loss(y: Tensor, m: int, tokens=tokens, seen=seen) -> Tensor:
+            total, count = part.loss(y, tokens[m, :, 1:])
+            seen.append((total / count).item())
+            return total / count
+
+        stage = stage_class(part, group, torch.empty(ROWS, SEQ, TIED.hidden_size), loss, MICROBATCHES)
+        for action in order(rank, n, MICROBATCHES):
+            m = int(action[1:])
+            if action[0] == "F":
+                stage.forward(m, tokens[m, :, :-1] if rank == 0 else None)
+            else:
+                stage.backward(m)
+        for handle in stage.sent:
+            handle.wait()
+        sum_tied(part.embedding.weight if rank in (0, n - 1) else None, group)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(seen) / MICROBATCHES)
+    return losses
+
+
+def four_stages_and_one(*pieces) -> tuple[list[float], list[float]]:
+    """Losses with a learner's pieces on 4 stages, and on one."""
+
+    def both(group: Group) -> tuple:
+        alone = group.subgroup([0], "alone")
+        return train_with(group, *pieces), train_with(alone, *pieces) if alone.rank == 0 else None
+
+    ranks = launch(both, 4, device="cpu")
+    return ranks[-1][0], ranks[0][1]
 
 
 def one_process(step: int) -> dict[str, Tensor]:
@@ -118,6 +161,61 @@ def _norms(group: Group) -> dict[str, float]:
     found = {"one process": whole, "this stage": own.sqrt().item()}
     found["all stages hold"] = group.all_reduce(own.clone()).sqrt().item()
     return found | {"each parameter once": group.all_reduce(once).sqrt().item()}
+
+
+# A bug to find.
+
+
+class Suspect:
+    """A stage of a pipeline. It saves allocations by receiving into two buffers in turn."""
+
+    def __init__(self, module, group, like, loss, microbatches):
+        self.module, self.group, self.loss, self.microbatches = module, group, loss, microbatches
+        self.first, self.last = group.rank == 0, group.rank == group.world_size - 1
+        self.inputs, self.gradients = ([torch.empty_like(like) for _ in range(2)] for _ in range(2))
+        self.kept, self.sent = {}, []
+
+    def forward(self, m, x=None):
+        if not self.first:
+            self.group.recv(self.inputs[m % 2], self.group.rank - 1)
+            x = self.inputs[m % 2].data.requires_grad_()
+        y = self.module(x)
+        if self.last:
+            y = self.loss(y, m) / self.microbatches
+        else:
+            self.sent.append(self.group.send(y.detach(), self.group.rank + 1, async_op=True))
+        self.kept[m] = x, y
+
+    def backward(self, m):
+        x, y = self.kept.pop(m)
+        if self.last:
+            y.backward()
+        else:
+            self.group.recv(self.gradients[m % 2], self.group.rank + 1)
+            y.backward(self.gradients[m % 2])
+        if not self.first:
+            self.sent.append(self.group.send(x.grad, self.group.rank - 1, async_op=True))
+
+
+def hunt(stage_class: type, stages: int = 4, microbatches: int = 6) -> dict[str, list[float]]:
+    """By order of work: the relative error of every stage's gradient, beside one process."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(count: int, *shape: int) -> list[Tensor]:
+        return list(torch.randn(count, *shape, generator=generator, dtype=torch.float64))
+
+    in_turn = [[f"{kind}{m}" for m in range(microbatches) for kind in "FB"]] * stages
+    orders = {"one microbatch at a time": in_turn}
+    for name, schedule in (("1F1B", one_f_one_b(stages, microbatches)), ("GPipe", gpipe(stages, microbatches))):
+        orders[name] = [[str(action) for action in order] for order in schedule.orders]
+    weights = draw(stages, staging.WIDTH, staging.WIDTH)
+    inputs, targets = (draw(microbatches, staging.ROWS, staging.WIDTH) for _ in range(2))
+    cases = [staging.Run(weights, inputs, targets, order, name) for name, order in orders.items()]
+    ranks, right = launch(staging.run_stage, stages, stage_class, cases), staging.in_one_process(cases[0])
+    return {
+        case.name: [relative(ranks[stage][i].gradient, right[stage]) for stage in range(stages)]
+        for i, case in enumerate(cases)
+    }
 
 
 # Sends that wait.

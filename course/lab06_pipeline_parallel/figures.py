@@ -68,16 +68,13 @@ def _zero_bubble(stages: int, microbatches: int) -> float:
 
 
 def draw_bars(job: Job, ranks: list[Found]) -> Figure:
-    """Every action of a step: planned above, hollow; measured below, solid."""
+    """Every action of a step, rank by rank: planned bars (hollow) above measured ones (solid)."""
     line = experiments.measured(job, ranks)
-    if job.speed is None:
-        plan, how = experiments.planned(job, line), "planned with their mean durations"
-    else:
-        plan, how = experiments.planned(job), "devices emulated"
+    plan = experiments.planned(job)
     title = (
         f"{job.schedule}, {job.stages} stages, {job.microbatches} microbatches: planned {plan.makespan * 1e3:.0f} ms"
     )
-    title += f", measured {line.makespan * 1e3:.0f} ms ({how})"
+    title += f", measured {line.makespan * 1e3:.0f} ms (devices emulated)"
     return pipeline_picture.draw(plan, line, title, unit="s")
 
 

@@ -2,9 +2,11 @@
 
 import itertools
 
-from course.lab06_pipeline_parallel import checks as right
+from minillm.labkit import answers_of
 from minillm.labkit.exercises import alternative, mistake
 from minillm.parallel.pipeline_parallel.schedules import one_f_one_b
+
+ANSWERS = answers_of("06_pipeline_parallel")
 
 
 def _order(kinds, microbatches):
@@ -23,23 +25,23 @@ def one_at_a_time(stage, stages, microbatches):
 
 @mistake("gpipe-order", "last-backward-forgotten", expect=r"B\d is missing")
 def forgets_one(stage, stages, microbatches):
-    return right.gpipe_order(stage, stages, microbatches)[:-1]
+    return ANSWERS.gpipe_order(stage, stages, microbatches)[:-1]
 
 
 @mistake("gpipe-order", "backward-first", expect="does B0 before F0, which it needs")
 def backward_first(stage, stages, microbatches):
-    order = right.gpipe_order(stage, stages, microbatches)
+    order = ANSWERS.gpipe_order(stage, stages, microbatches)
     return order[microbatches:] + order[:microbatches]
 
 
 @mistake("gpipe-order", "first-stage-in-turns", expect="the ranks wait for each other")
 def first_stage_in_turns(stage, stages, microbatches):
-    return (right.one_f_one_b_order if stage == 0 else right.gpipe_order)(stage, stages, microbatches)
+    return (ANSWERS.one_f_one_b_order if stage == 0 else ANSWERS.gpipe_order)(stage, stages, microbatches)
 
 
 @mistake("gpipe-order", "one-f-one-b", expect="GPipe does all forwards first")
 def turns(stage, stages, microbatches):
-    return right.one_f_one_b_order(stage, stages, microbatches)
+    return ANSWERS.one_f_one_b_order(stage, stages, microbatches)
 
 
 @alternative("gpipe-order", "backwards-from-the-last-microbatch")
@@ -52,12 +54,12 @@ def last_in_first_out(stage, stages, microbatches):
 
 @mistake("one-f-one-b-order", "gpipe", expect="that is GPipe")
 def gpipe(stage, stages, microbatches):
-    return right.gpipe_order(stage, stages, microbatches)
+    return ANSWERS.gpipe_order(stage, stages, microbatches)
 
 
 @mistake("one-f-one-b-order", "fills-one-too-many", expect="holds 5 microbatches at once where 4")
 def one_too_many(stage, stages, microbatches):
-    return right.one_f_one_b_order(stage - 1, stages, microbatches)
+    return ANSWERS.one_f_one_b_order(stage - 1, stages, microbatches)
 
 
 @mistake("one-f-one-b-order", "never-fills", expect="takes .* are enough")
@@ -67,7 +69,7 @@ def never_fills(stage, stages, microbatches):
 
 @mistake("one-f-one-b-order", "same-on-all-stages", expect=r"stage 1 holds 4 microbatches at once where 3")
 def same_everywhere(stage, stages, microbatches):
-    return right.one_f_one_b_order(0, stages, microbatches)
+    return ANSWERS.one_f_one_b_order(0, stages, microbatches)
 
 
 @mistake("one-f-one-b-order", "no-cooldown", expect=r"B5 is missing from the order of rank 0")
@@ -131,13 +133,13 @@ def greedy(costs, parts):
 
 @mistake("balance-stages", "last-layer-left-out", expect="is not every layer once|gets no layer")
 def drops_the_head(costs, parts):
-    stages = right.balance(costs, parts)
+    stages = ANSWERS.balance(costs, parts)
     return [*stages[:-1], range(stages[-1].start, stages[-1].stop - 1)]
 
 
 @mistake("balance-stages", "numbers-instead-of-ranges", expect="asked for is a list of ranges")
 def counts_only(costs, parts):
-    return [len(stage) for stage in right.balance(costs, parts)]
+    return [len(stage) for stage in ANSWERS.balance(costs, parts)]
 
 
 @alternative("balance-stages", "all-cuts-tried")

@@ -2,8 +2,10 @@
 
 import torch
 
-from course.lab06_pipeline_parallel import checks_messages as right
+from minillm.labkit import answers_of
 from minillm.labkit.exercises import alternative, mistake
+
+ANSWERS = answers_of("06_pipeline_parallel")
 
 # Messages
 
@@ -11,7 +13,7 @@ from minillm.labkit.exercises import alternative, mistake
 def _one_by_one(order, stage, stages):
     return [
         part
-        for step in right.place_messages(order, stage, stages)
+        for step in ANSWERS.place_messages(order, stage, stages)
         for part in ([step] if isinstance(step, str) else [[text] for text in step])
     ]
 
@@ -30,7 +32,7 @@ def sends_everywhere(order, stage, stages):
 def never_receives(order, stage, stages):
     steps = [
         step if isinstance(step, str) else [text for text in step if text.startswith("send")]
-        for step in right.place_messages(order, stage, stages)
+        for step in ANSWERS.place_messages(order, stage, stages)
     ]
     return [step for step in steps if step]
 
@@ -55,20 +57,20 @@ def sends_early(order, stage, stages):
 
 @mistake("rendezvous-messages", "loose-messages", expect="put messages into lists")
 def loose(order, stage, stages):
-    steps = right.place_messages(order, stage, stages)
+    steps = ANSWERS.place_messages(order, stage, stages)
     return [text for step in steps for text in ([step] if isinstance(step, str) else step)]
 
 
 @mistake("rendezvous-messages", "reordered", expect="keep the order")
 def reordered(order, stage, stages):
-    return right.place_messages(sorted(order, reverse=True), stage, stages)
+    return ANSWERS.place_messages(sorted(order, reverse=True), stage, stages)
 
 
 @alternative("rendezvous-messages", "forwards-before-backwards")
 def forwards_first(order, stage, stages):
     """One message at a time: where a gradient leaves and an activation comes in, the activation goes first."""
     steps = []
-    for step in right.place_messages(order, stage, stages):
+    for step in ANSWERS.place_messages(order, stage, stages):
         loose = (
             [step] if isinstance(step, str) else sorted(([text] for text in step), key=lambda text: text[0][5] == "B")
         )
@@ -78,14 +80,14 @@ def forwards_first(order, stage, stages):
 
 @alternative("rendezvous-messages", "receives-first-in-the-list")
 def receives_first(order, stage, stages):
-    return [step if isinstance(step, str) else sorted(step) for step in right.place_messages(order, stage, stages)]
+    return [step if isinstance(step, str) else sorted(step) for step in ANSWERS.place_messages(order, stage, stages)]
 
 
 # A backward in two halves
 
 
 @mistake("split-backward", "nothing-put-off", expect="nothing was put off")
-class NothingPutOff(right.SplitLinear):
+class NothingPutOff(ANSWERS.SplitLinear):
     @staticmethod
     def backward(ctx, gradient):
         x, weight = ctx.saved_tensors
@@ -93,7 +95,7 @@ class NothingPutOff(right.SplitLinear):
 
 
 @mistake("split-backward", "computed-at-once-added-later", expect="only its addition")
-class AddedLater(right.SplitLinear):
+class AddedLater(ANSWERS.SplitLinear):
     @staticmethod
     def backward(ctx, gradient):
         x, weight = ctx.saved_tensors
@@ -107,7 +109,7 @@ class AddedLater(right.SplitLinear):
 
 
 @mistake("split-backward", "computed-again-later", expect="what is put off takes 3 products")
-class ComputedAgain(right.SplitLinear):
+class ComputedAgain(ANSWERS.SplitLinear):
     @staticmethod
     def backward(ctx, gradient):
         x, weight = ctx.saved_tensors
@@ -123,7 +125,7 @@ class ComputedAgain(right.SplitLinear):
 
 
 @mistake("split-backward", "overwrites", expect="not the sum over 3 microbatches")
-class Overwrites(right.SplitLinear):
+class Overwrites(ANSWERS.SplitLinear):
     @staticmethod
     def backward(ctx, gradient):
         x, weight = ctx.saved_tensors
@@ -136,7 +138,7 @@ class Overwrites(right.SplitLinear):
 
 
 @mistake("split-backward", "forgets-the-weights", expect="0 functions in later")
-class ForgetsWeights(right.SplitLinear):
+class ForgetsWeights(ANSWERS.SplitLinear):
     @staticmethod
     def backward(ctx, gradient):
         _, weight = ctx.saved_tensors
@@ -144,15 +146,15 @@ class ForgetsWeights(right.SplitLinear):
 
 
 @mistake("split-backward", "input-put-off-too", expect="the input's gradient is not right after backward")
-class InputPutOff(right.SplitLinear):
+class InputPutOff(ANSWERS.SplitLinear):
     @staticmethod
     def backward(ctx, gradient):
-        right.SplitLinear.backward(ctx, gradient)
+        ANSWERS.SplitLinear.backward(ctx, gradient)
         return torch.zeros_like(ctx.saved_tensors[0]), None, None
 
 
 @alternative("split-backward", "accumulates-through-autograd")
-class ThroughAutograd(right.SplitLinear):
+class ThroughAutograd(ANSWERS.SplitLinear):
     @staticmethod
     def backward(ctx, gradient):
         x, weight = ctx.saved_tensors

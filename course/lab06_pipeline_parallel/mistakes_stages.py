@@ -2,33 +2,35 @@
 
 import torch
 
-from course.lab06_pipeline_parallel import checks_stages as right
+from minillm.labkit import answers_of
 from minillm.labkit.exercises import alternative, mistake
+
+ANSWERS = answers_of("06_pipeline_parallel")
 
 # A stage
 
 
 @mistake("stage-step", "not-divided", expect="4 times too large")
-class NotDivided(right.Stage):
+class NotDivided(ANSWERS.Stage):
     def __init__(self, module, group, like, loss, microbatches):
         super().__init__(module, group, like, loss, 1)
 
 
 @mistake("stage-step", "divided-twice", expect="4 times too small")
-class DividedTwice(right.Stage):
+class DividedTwice(ANSWERS.Stage):
     def __init__(self, module, group, like, loss, microbatches):
         super().__init__(module, group, like, lambda y, m: loss(y, m) / microbatches, microbatches)
 
 
 @mistake("stage-step", "clears-gradients", expect="of the last microbatch alone")
-class ClearsGradients(right.Stage):
+class ClearsGradients(ANSWERS.Stage):
     def backward(self, m):
         self.module.zero_grad()
         super().backward(m)
 
 
 @mistake("stage-step", "gradient-of-ones", expect="what travels back")
-class GradientOfOnes(right.Stage):
+class GradientOfOnes(ANSWERS.Stage):
     def backward(self, m):
         x, y = self.kept.pop(m)
         if not self.last:
@@ -39,7 +41,7 @@ class GradientOfOnes(right.Stage):
 
 
 @mistake("stage-step", "keeps-everything", expect="let go of what is kept")
-class KeepsEverything(right.Stage):
+class KeepsEverything(ANSWERS.Stage):
     def backward(self, m):
         kept = self.kept[m]
         super().backward(m)
@@ -47,7 +49,7 @@ class KeepsEverything(right.Stage):
 
 
 @mistake("stage-step", "blocking-sends", expect="right under GPipe, but under 1F1B")
-class BlockingSends(right.Stage):
+class BlockingSends(ANSWERS.Stage):
     def forward(self, m, x=None):
         super().forward(m, x)
         self._wait()
@@ -62,14 +64,14 @@ class BlockingSends(right.Stage):
 
 
 @mistake("stage-step", "only-the-newest-kept", expect="second time|KeyError|another gradient")
-class OnlyTheNewest(right.Stage):
+class OnlyTheNewest(ANSWERS.Stage):
     def backward(self, m):
         self.kept[m] = self.kept[max(self.kept)]
         super().backward(m)
 
 
 @mistake("stage-step", "input-without-gradient", expect="NoneType|x.grad|no gradient")
-class InputWithoutGradient(right.Stage):
+class InputWithoutGradient(ANSWERS.Stage):
     def forward(self, m, x=None):
         if not self.first:
             x = torch.empty_like(self.like)
@@ -83,7 +85,7 @@ class InputWithoutGradient(right.Stage):
 
 
 @alternative("stage-step", "gradients-by-autograd-grad")
-class ByAutogradGrad(right.Stage):
+class ByAutogradGrad(ANSWERS.Stage):
     def backward(self, m):
         x, y = self.kept.pop(m)
         gradient = None
@@ -99,7 +101,7 @@ class ByAutogradGrad(right.Stage):
 
 
 @alternative("stage-step", "loss-in-backward")
-class LossInBackward(right.Stage):
+class LossInBackward(ANSWERS.Stage):
     def forward(self, m, x=None):
         if not self.first:
             x = torch.empty_like(self.like)
@@ -138,7 +140,7 @@ def only_the_first(weight, group):
 
 @mistake("tied-embedding", "averages", expect="the mean; two uses of one weight add up")
 def averages(weight, group):
-    right.sum_tied(weight, group)
+    ANSWERS.sum_tied(weight, group)
     if weight is not None and group.world_size > 1:
         weight.grad /= 2
 
@@ -147,7 +149,7 @@ def averages(weight, group):
 def swaps(weight, group):
     if weight is not None and group.world_size > 1:
         mine = weight.grad.clone()
-        right.sum_tied(weight, group)
+        ANSWERS.sum_tied(weight, group)
         weight.grad -= mine
 
 

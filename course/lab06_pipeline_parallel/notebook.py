@@ -1,19 +1,20 @@
 # %% [markdown]
 # # 06 · Pipeline parallelism
 #
-# **Stages idle for $(n-1)/(M+n-1)$ of a step; 1F1B changes the memory, not the bubble.** Here you build both
-# schedules, run them on real ranks and hold them to that.
+# **Stages idle for $(n-1)/(M+n-1)$ of a step; 1F1B changes the memory, not the bubble.** You build both schedules,
+# run them on real ranks and compare them with these formulas.
 #
-# About 130 minutes with the exercises; running it top to bottom takes under a minute. At the end you can answer:
+# About 4 hours: 105 minutes for the exercises, the rest for the measurements and the questions. Parts marked
+# *optional* take another half hour. Run All takes about a minute. At the end you can answer:
 #
 # 1. For which share of a step do stages idle, and what does, and does not, change it?
 # 2. What does each stage hold at most under GPipe, 1F1B, interleaving, zero bubble and DualPipe, and what do they send?
 # 3. Which mistakes at the cut between two stages leave the loss looking right?
 #
-# ZeRO gathers a layer's weights where they are needed. A pipeline does the opposite: weights stay, *activations*
-# travel. $n$ ranks, the *stages*, hold neighbouring layers; a batch is cut into $M$ microbatches, which move through
-# the stages forward (F) and back (B): a batch of 10 in 5 microbatches makes 2 *samples* each. How many ranks a
-# pipeline has *is* how many stages it has: "PP = 2" cuts a model into two stages, not four.
+# ZeRO gathers a layer's weights where they are needed. In a pipeline the weights stay where they are and the
+# *activations* travel. Each of $n$ ranks is a *stage* and holds neighbouring layers. A batch is cut into $M$
+# *microbatches*, which pass through the stages forward (F) and back (B). A batch of 10 samples in 5 microbatches makes
+# 2 *samples* each. The pipeline-parallel size is the number of stages: "PP = 2" means two stages, not four.
 #
 # The calls of `group`, and what each returns: [docs/group.md](../docs/group.md).
 
@@ -23,59 +24,57 @@ import itertools
 
 import torch
 
-from course.lab06_pipeline_parallel import experiments
+from course.lab06_pipeline_parallel import experiments, receipts
 from course.lab06_pipeline_parallel import experiments_breaks as breaks
-from course.lab06_pipeline_parallel import experiments_stale as stale
 from course.lab06_pipeline_parallel import experiments_torch as peers
 from course.lab06_pipeline_parallel import figures as pictures
-from course.lab06_pipeline_parallel.experiments import FORWARD_S, HANDBOOK, Job
+from course.lab06_pipeline_parallel.experiments import PRINTED_CHART, Job
 from minillm.comm import launch
-from minillm.labkit import check, receipt, row, show, sliders
+from minillm.labkit import check, finish, receipt, show, sliders
 from minillm.labkit.receipts import format_value
 from minillm.parallel.pipeline_parallel import schedules
 from minillm.parallel.pipeline_parallel.schedules import Durations, ScheduleError, simulate
-from minillm.parallel.pipeline_parallel.stages import ModelPart, layer_costs
 from minillm.predict import pipeline as predict
+from minillm.predict import tensor as predict_tensor
 
 # %% [markdown]
 # ## Predict
 #
 # **4 stages, 8 microbatches, every stage equally fast. For which share of the step does a stage compute nothing?**
-# Write down your guess. (The one below is what one often reads: $(n-1)/M$.)
+# Write down your guess before you run the next cell.
 
 # %%
-guess_idle = 3 / 8  # your guess
+guess_idle = 0.5  # your guess
 
 # %%
-n, m = 4, 8
-receipt(
-    "4 stages, 8 microbatches: idle share of the step",
-    [
-        row("your guess", None, guess_idle),
-        row("one handbook: (n-1)/M", None, predict.overhead(n, m)),
-        row("another: (1-M)/(M+n-1)", None, (1 - m) / (m + n - 1)),
-        row("a third, both: (n-1)/M and (n-1)/(M+n-1)", None, (predict.overhead(n, m), predict.idle_share(n, m))),
-        row("(n-1)/(M+n-1)", None, predict.idle_share(n, m)),
-        row("the clock below says", predict.idle_share(n, m), simulate(schedules.gpipe(n, m)).idle_share, "", 1e-9),
-        row(
-            "4 stages, 4 microbatches: (n-1)/M, and the truth", None, (predict.overhead(4, 4), predict.idle_share(4, 4))
-        ),
-    ],
-)
+receipt("4 stages, 8 microbatches: idle share of the step", receipts.idle_share(guess_idle))
 
 # %% [markdown]
-# $(n-1)/M$ is idle time over *useful* time; it passes 1 when $M < n - 1$, as no share of a step can. The second
-# formula is negative. Every stage works $M(F+B)$ and idles $(n-1)(F+B)$: while the first microbatch comes down, and
-# while the last gradient goes back up.
+# Every stage works for $M(F+B)$ and idles for $(n-1)(F+B)$: at the start until the first microbatch reaches it, and at
+# the end while the last gradient travels to the first stage. The share of the step is therefore $(n-1)/(M+n-1)$.
+# $(n-1)/M$ is another quantity, idle time over *useful* time, which can exceed 1.
+#
+# ### Common claims
+#
+# - *The bubble is $(n-1)/M$.* [Narayanan et al. 2021](https://arxiv.org/abs/2104.04473), §2.2, define it so, as idle
+#   over *ideal* time. As a share of the step it is $(n-1)/(M+n-1)$: 43 %, not 75 %, for $n = M = 4$.
+# - *1F1B shrinks the bubble.* It idles exactly as long as GPipe. It holds fewer activations, so you can afford more
+#   microbatches, and those shrink the bubble.
+# - *The bubble is negligible if $M \ge 4n$* ([Huang et al. 2019](https://arxiv.org/abs/1811.06965), §2.3). At $M = 4n$
+#   up to 20 % of the step is idle. For at most 25 %, $M = 3(n-1)$ is enough.
+# - *Pipelines train with stale gradients and several weight versions.* That is true of asynchronous ones such as
+#   [PipeDream, Narayanan et al. 2019](https://doi.org/10.1145/3341301.3359646). With a flush per step they are exact.
+# - *Interleaving is memory-efficient.* Compared with GPipe. It holds *more* activations than plain 1F1B.
+# - *An MFU below 50 % is a sign of bubbles.* Well-tuned large runs reach 35 to 50 %. A bubble is a gap on a timeline.
 #
 # ## Build it
 #
 # ### 1. GPipe
 #
-# A schedule is *data*: for each stage the order of what it does. Waiting is not written down. A stage does the next
-# thing as soon as what it needs is there, so the times follow from the orders. From its F to its B a microbatch is *in
-# flight* on a stage, which keeps its activations for so long. GPipe (Huang et al. 2019): all forwards, then all
-# backwards.
+# A schedule is *data*: for each stage, the order of its actions. Waiting is not written down. A stage starts its next
+# action as soon as the inputs are there, so the times follow from the orders. Between its F and its B a microbatch is
+# *in flight* on a stage, which keeps its activations that long. GPipe
+# ([Huang et al. 2019](https://arxiv.org/abs/1811.06965)) runs all forwards, then all backwards.
 
 
 # %%
@@ -88,19 +87,16 @@ def gpipe_order(stage, stages, microbatches):
 
 gpipe_order = check("gpipe-order", gpipe_order)
 
-# %%
-print(simulate(schedules.gpipe(4, 8), Durations(F=1, B=1, W=0)))
-
 # %% [markdown]
-# Every stage holds the activations of *all* microbatches when the first backward begins. That, not the idle time, is
-# what is wrong with GPipe.
+# When the first backward begins, every stage holds the activations of *all* microbatches. That is GPipe's real cost;
+# its idle time is no longer than 1F1B's.
 #
 # ### 2. 1F1B
 #
-# The last stage can turn each microbatch round at once: F0 B0 F1 B1 ... The stage before it needs one more forward
-# until B0 comes back to it, the one before that two more (Narayanan et al. 2021). So stages *differ*: each fills up
-# with as few microbatches as keep it busy, then does one forward and one backward in turn, then drains. ("After its
-# first forward comes its first backward" is true of the last stage only.)
+# The last stage can start each microbatch's backward right after its forward: F0 B0 F1 B1 ... The stage before it needs
+# one more forward until B0 comes back, the one before that two more
+# ([Narayanan et al. 2021](https://arxiv.org/abs/2104.04473)). So the stages *differ*. Each begins with just enough
+# forwards to stay busy, then alternates one forward and one backward, then finishes the backwards that are left.
 
 
 # %%
@@ -131,60 +127,38 @@ sliders(
 )
 
 # %% [markdown]
-# Switch between `gpipe` and `1f1b`: the time of a step stays what it is, to the last slot. What changes is the second
-# half of the title: in flight 8, 8, 8, 8 or 4, 3, 2, 1. So 1F1B is no *bubble* mitigation, as tables list it. It
-# makes *more microbatches* affordable, and those shrink the bubble.
+# Switch between `gpipe` and `1f1b`. The step takes exactly as long; the number of microbatches in flight falls from
+# 8, 8, 8, 8 to 4, 3, 2, 1. How the idle share falls with $M$:
 
 # %%
 show(pictures.idle_by_microbatches)
 
+# %% [markdown]
+# At a fixed global batch, more microbatches are smaller ones, which make slower kernels.
+#
+# ### A chart that is impossible
+#
+# 1F1B is often printed like this. Before you run the cell: which dependency does column 4 violate?
+
 # %%
-sliders(pictures.idle_by_microbatches, stages=(2, 16), most_idle=(0.05, 0.5, 0.05))
+print(PRINTED_CHART)
+print(simulate(schedules.one_f_one_b(4, 8), Durations(F=1, B=1, W=0)))
+receipt("the printed chart beside the simulator's", receipts.printed_chart())
 
 # %% [markdown]
-# "To keep the bubble under 25 % you need $M \ge 4n$" is too careful: $3(n-1)$ are enough. And at a given global batch
-# it is the *number* of microbatches that counts; "tune the microbatch *size*" hides that smaller microbatches also
-# make slower kernels.
-#
-# ### A chart that cannot be
-#
-# A handbook prints 1F1B like this. The checker reads it.
-
-# %%
-chart = schedules.parse_chart(HANDBOOK)
-broken = schedules.violations(chart)
-print(HANDBOOK)
-right_chart = simulate(schedules.one_f_one_b(4, 8), Durations(F=1, B=1, W=0))
-receipt(
-    "the printed chart",
-    [
-        row("its orders are 1F1B's", True, chart.schedule.orders == schedules.one_f_one_b(4, 8).orders),
-        row("gradients that come from another stage", None, sum(e.is_gradient for e in chart.schedule.messages)),
-        row("    used before they are made", 24, len(broken)),
-        row("    the first of them", None, str(broken[0])),
-        row("its length in slots; the right chart's", None, (chart.makespan, right_chart.makespan)),
-        row("the idle share it shows; the right one", None, (chart.idle_share, right_chart.idle_share)),
-    ],
-)
-
-# %%
-print(right_chart)
-
-# %% [markdown]
-# The orders are right, the times are impossible: B0 runs on all four stages in the same slot, though stage 0 needs
-# stage 1's gradient first. Drawn like that a pipeline has no bubble to speak of. (On a profile you recognise a
-# bubble by these gaps. "MFU below 50 %" is no symptom of one: well-tuned large runs have 35 to 50 %.)
+# The orders are right and the times are impossible. B0 runs on all four stages in the same slot, although stage 0 needs
+# the gradient that stage 1's B0 computes. Drawn like this, a pipeline seems to have hardly any bubble.
 #
 # ### 3. Which layers go where
 #
-# The slowest stage sets the pace, and layers are not alike: the first stage has the embedding, the last one norm and
-# head.
+# The slowest stage sets the pace, so stages should cost the same, and layers do not: the first stage also has the
+# embedding, the last one the final norm and the head.
 
 
 # %%
 def balance(costs, parts):
-    """costs: of each layer -> a list of ranges, one per stage: neighbouring layers, all of them, at least one each, so
-    that the most expensive stage is as cheap as can be."""
+    """costs: of each layer -> a list of ranges, one per stage: neighbouring layers, every layer once, at least one
+    each, so that the most expensive stage is as cheap as possible."""
 
     # BEGIN SOLUTION
     def slowest(cuts):
@@ -200,14 +174,18 @@ balance = check("balance-stages", balance)
 # %% [markdown]
 # ### 4. A stage at work
 #
-# Now for real. Between two stages the graph is cut: autograd does not know that `x` came from another rank. So receive,
-# *then* let it require a gradient; on the way back, receive the gradient of `y`, run backward from there, and send on
-# what arrived in `x.grad`. The loss: the whole batch's mean is asked for.
+# Now on real ranks. Between two stages the autograd graph is cut: autograd does not know that `x` came from another
+# rank. So receive first and let `x` require a gradient *afterwards*. On the way back, receive the gradient of `y`, run
+# backward from there, and send `x.grad` on. The gradient asked for is that of the whole batch's *mean* loss.
+#
+# What you need of `Group`: `group.recv(x, src)` fills `x` in place and returns when it has arrived.
+# `group.send(x, dst, async_op=True)` returns a handle at once; keep it in `self.sent`, the caller waits for it at the
+# end of the step.
 
 
 # %%
 class Stage:
-    """One stage of a pipeline, told from outside what to do next."""
+    """One stage of a pipeline. The caller says what to do next."""
 
     def __init__(self, module, group, like, loss, microbatches):
         """module: this stage's layers; like: a tensor of the shape and dtype that travels between stages;
@@ -250,27 +228,26 @@ class Stage:
 Stage = check("stage-step", Stage)
 
 # %% [markdown]
-# The gradients are those of one process, to the last bits of float64. Two sentences you may read are therefore wrong
-# for every schedule that ends with a flush, as all of them here do: that a pipeline works with *stale* gradients, and
-# that 1F1B needs *several versions of the weights*. Both are true of asynchronous PipeDream only, which you will meet
-# below.
+# The gradients are those of one process, up to rounding in float64. That holds for every schedule that ends with a
+# flush, as all schedules in this lab do except PipeDream.
 #
 # ### 5. Messages that cannot deadlock
 #
-# Your sends did not wait. But NCCL carries out the messages of a group in the order in which they were posted, and each
-# only when its partner has come to it: a *rendezvous*. Then order alone can deadlock:
+# Your sends did not wait. On GPUs, NCCL carries out the unbatched messages of a communicator in the order in which they
+# were posted, and each only once its partner has posted the other half: a *rendezvous*. (`wait()` on an NCCL handle
+# makes the current *stream* wait; the host goes on.) With rendezvous, a wrong order alone can deadlock:
 #
-#     stage 0   F1   send F1 to 1    recv B0 from 1   B0       stage 0 offers F1; stage 1 would first
-#     stage 1   B0   send B0 to 0    recv F1 from 0   F1       get rid of B0, which stage 0 does not take yet
+#     stage 0   F1   send F1 to 1    recv B0 from 1   B0       stage 0 offers F1, while stage 1 first wants
+#     stage 1   B0   send B0 to 0    recv F1 from 0   F1       to deliver B0, which stage 0 does not take yet
 
 
 # %%
 def place_messages(order, stage, stages):
     """order: ["F0", "F1", "B0", ...] of this stage -> the same with its messages: lists such as ["send F0", "recv B0"].
 
-    "recv F0": its activation comes from stage - 1; "send F0": what F0 made goes to stage + 1; "recv B0": the gradient
-    that B0 needs comes from stage + 1; "send B0": what B0 made goes to stage - 1. Messages in one list are posted at
-    once; the stage goes on when all of them have been delivered.
+    "recv F0": its activation comes from stage - 1; "send F0": the output of F0 goes to stage + 1; "recv B0": the
+    gradient that B0 needs comes from stage + 1; "send B0": the gradient that B0 made goes to stage - 1. Messages in one
+    list are posted at once; the stage goes on when all of them have been delivered.
     """
     # BEGIN SOLUTION
     steps = [[]]
@@ -288,9 +265,10 @@ place_messages = check("rendezvous-messages", place_messages)
 # %% [markdown]
 # ### 6. A backward in two halves
 #
-# The stage before you waits for the gradient of your *input*; for the gradient of your *weights* nobody waits. Zero
-# bubble (Qi et al. 2023) splits B: I at once, W whenever the stage would idle. (The paper goes on calling the first
-# half B; torch says I and W, as here.)
+# The stage before you waits for the gradient of your *input*. Nobody waits for the gradient of your *weights*. Zero
+# bubble ([Qi et al. 2023](https://arxiv.org/abs/2401.10241)) therefore splits B into I, the input gradient, computed at
+# once, and W, the weight gradient, computed when the stage would otherwise idle. (The paper calls the first half B;
+# torch says I and W, as this lab does.)
 
 
 # %%
@@ -324,28 +302,26 @@ class SplitLinear(torch.autograd.Function):
 SplitLinear = check("split-backward", SplitLinear)
 
 # %% [markdown]
-# I and W take as many FLOPs as F each, which is why "backward takes twice as long". And what fills the idle slots:
+# For a linear layer I and W take as many FLOPs as F each, so the whole backward takes twice as long as the forward.
+# Moving W into idle slots:
 
 # %%
 print(simulate(schedules.zero_bubble(4, 8)))
-rows = []
-for n in (4, 8):
-    idle = {name: simulate(schedules.SCHEDULES[name](n, 2 * n)).idle[0] for name in ("1f1b", "zero_bubble")}
-    rows.append(row(f"{n} stages, F = I = W = 1: idle slots of a stage under 1F1B", 3 * (n - 1), idle["1f1b"]))
-    rows.append(row("    under zero bubble: a third", predict.zero_bubble_idle(n, 1, 2, 1), idle["zero_bubble"]))
-receipt("what splitting buys", rows)
+receipt("what the split gains", receipts.splitting())
 
 # %% [markdown]
 # ### 7. One embedding on two stages
 #
-# With tied embeddings the *same* matrix embeds on the first stage and is the head on the last. Each stage has a copy,
-# and each copy's gradient is a part of the whole.
+# With tied embeddings the *same* matrix embeds tokens on the first stage and is the head on the last. Each of the two
+# stages has a copy, and each copy's gradient is one part of the whole.
+#
+# `group.exchange(send=(x, peer), recv=(y, peer))` posts a send and a receive together and fills `y` in place.
 
 
 # %%
 def sum_tied(weight, group):
     """weight: the embedding (a parameter with .grad) on the first and the last stage, None on those between. Afterwards
-    both have the gradient that the one embedding would have."""
+    both have the gradient that the one embedding would have. Stages between the ends send nothing."""
     # BEGIN SOLUTION
     if weight is None or group.world_size == 1:
         return
@@ -358,517 +334,314 @@ def sum_tied(weight, group):
 sum_tied = check("tied-embedding", sum_tied)
 
 # %% [markdown]
-# ## Yours under a transformer
+# ## Your code under a transformer
 #
 # Your balance, order, stage and sum train a small transformer with tied embeddings on 4 stages, and on one.
 
-
 # %%
-def train_with_mine(group, steps=3):
-    n, rank, count = group.world_size, group.rank, breaks.MICROBATCHES
-    layers = balance(layer_costs(breaks.TIED), n)[rank]
-    part = ModelPart(breaks.TIED, layers, first=rank == 0, last=rank == n - 1, seed=0)
-    optimizer = torch.optim.SGD(part.parameters(), lr=0.3)
-    like = torch.empty(breaks.ROWS, breaks.SEQ, breaks.TIED.hidden_size)
-    losses = []
-    for step in range(steps):
-        batch, seen = breaks.batch(step), []
-
-        def loss(y, m, batch=batch, seen=seen):
-            total, tokens = part.loss(y, batch[m, :, 1:])
-            seen.append((total / tokens).item())
-            return total / tokens
-
-        stage = Stage(part, group, like, loss, count)
-        for action in one_f_one_b_order(rank, n, count):
-            m = int(action[1:])
-            if action[0] == "F":
-                stage.forward(m, batch[m, :, :-1] if rank == 0 else None)
-            else:
-                stage.backward(m)
-        for handle in stage.sent:
-            handle.wait()
-        sum_tied(part.embedding.weight if rank in (0, n - 1) else None, group)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(sum(seen) / count)
-    return losses
-
-
-def both(group):
-    alone = group.subgroup([0], "alone")
-    return train_with_mine(group), train_with_mine(alone) if alone.rank == 0 else None
-
-
-ranks = launch(both, 4, device="cpu")
-four, one = ranks[-1][0], ranks[0][1]
-receipt(
-    "loss with your pipeline: 4 stages beside 1",
-    [
-        row(f"step {step}", alone, ours, tolerance=1e-4)
-        for step, (ours, alone) in enumerate(zip(four, one, strict=True))
-    ],
-)
+losses = breaks.four_stages_and_one(balance, one_f_one_b_order, Stage, sum_tied)
+receipt("your pipeline: one stage and 4", receipts.trained(*losses))
 
 # %% [markdown]
 # ## Measure: every schedule on a clock
 #
-# From here on, minillm's own `Pipeline` (`minillm/parallel/pipeline_parallel/runtime.py`): one interpreter that runs
-# any schedule of `schedules.py`. To see *times* on two cores, devices are **emulated**: each action lasts as long as it
-# would on a device of known speed (a stage's forward 40 ms, I and W as long), the computing is real, and what remains
-# of the time is slept. So four ranks overlap like four devices. (Where something else on this machine got in the way,
-# the quicker of two steps counts.) This is the rank program:
+# From here on you use minillm's own `Pipeline` (`minillm/parallel/pipeline_parallel/runtime.py`), one interpreter for
+# every schedule in `schedules.py`. To see *times* on two cores, devices are **emulated**: the computation is real, and
+# each action then sleeps until it has lasted as long as on a device of known speed (a stage's forward takes 40 ms, I
+# and W as long each). So four ranks overlap like four devices, which two cores cannot. The quicker of two steps counts
+# if something else disturbed this machine. This is the rank program:
 
 # %%
 print(inspect.getsource(experiments.step))
 
 # %%
 EVERY = [Job(name) for name in pictures.EVERY]
-SWEEP = [Job("1f1b", microbatches=m) for m in (1, 2, 4)]
 SAME_BATCH = Job("1f1b", microbatches=4, speed=None, rows=2)  # half as many microbatches, twice as large
 UNEVEN = {cut: Job("gpipe", speed=speed) for cut, speed in experiments.uneven_stages().items()}
-found = experiments.run([*EVERY, *SWEEP, SAME_BATCH, *UNEVEN.values()])
-
-
-def planned_and_measured():
-    """1F1B on 4 emulated devices: planned bars (hollow) above measured ones (solid), rank by rank."""
-    return pictures.draw_bars(Job("1f1b"), found[Job("1f1b")])
-
-
-show(planned_and_measured)
+found = experiments.run([*EVERY, SAME_BATCH, *UNEVEN.values()])
+show(pictures.draw_bars, job=Job("1f1b"), ranks=found[Job("1f1b")])
 
 # %%
-rows = []
-for job in [*EVERY, *SWEEP]:
-    line, plan, formula = experiments.measured(job, found[job]), experiments.planned(job), experiments.idle_formula(job)
-    name = f"{job.schedule}, {job.microbatches} microbatch{'es' * (job.microbatches > 1)}"
-    rows.append(row(f"{name}: one step, emulated", plan.makespan, line.makespan, "s", tolerance=0.3))
-    rows.append(row("    share of it computed", 1 - (formula or plan.idle_share), 1 - line.idle_share, "", 0.3))
-    rows.append(row("    idle share: predicted, measured", None, (formula or plan.idle_share, line.idle_share)))
-receipt("4 stages on emulated devices", rows)
-
+every = {job: found[job] for job in EVERY}
+show(pictures.draw_idle, rows=experiments.rows_of(every), stages=4, microbatches=8)
 
 # %%
-def idle_of_every_schedule():
-    """Idle share and time of a step of six schedules on 4 emulated devices, predicted and measured."""
-    return pictures.draw_idle(experiments.rows_of({job: found[job] for job in EVERY}), 4, 8)
-
-
-show(idle_of_every_schedule)
+receipt("4 stages on emulated devices: time of a step", receipts.step_times(every))
 
 # %% [markdown]
-# - **GPipe and 1F1B idle alike.** What is measured above the prediction is this machine: messages and Python, and on a
-#   busy one whatever else runs.
-# - **Interleaved** (Megatron): $v = 2$ *chunks* per rank, so that filling takes half as long: $(n-1)/(vM+n-1)$.
-#   "Virtual pipeline stages", which tables list beside it, is the same thing under its other name.
-# - **Zero bubble**: $(n-1)(F+I-W)$ of idle time against $(n-1)(F+I+W)$, a third if they are equal.
-# - **Zero bubble V**: two chunks per rank, on a way there and back, so that the first rank has the loss and starts the
-#   backward itself. **DualPipe** (DeepSeek-V3, 2024): microbatches enter at both ends, and every rank holds two stages,
-#   its own and its mirror image's.
-# - "Async" in front of *communication* (sends that do not wait, as yours) has nothing to do with *asynchronous
-#   pipelines*.
+# - **GPipe and 1F1B idle alike.** What is measured above the prediction is the cost of messages and Python on this
+#   machine, and of whatever else runs on it.
+# - **Interleaved** ([Narayanan et al. 2021](https://arxiv.org/abs/2104.04473)), also called *virtual pipeline stages*:
+#   $v = 2$ *chunks* per rank, so filling takes half as long: $(n-1)/(vM+n-1)$.
+# - **Zero bubble**: idle for $(n-1)(F+I-W)$ instead of $(n-1)(F+I+W)$, a third if the three are equal.
+# - **Zero bubble V**: two chunks per rank, on a path down the ranks and back up, so the first rank has the loss.
+# - **DualPipe** ([DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437)): microbatches enter at both ends, and every rank
+#   holds two stages, its own and its mirror image's.
 #
-# ## Measure: what they hold, what they send, what comes out
-
-# %%
-rows = []
-for job in EVERY:
-    ranks, where = found[job], f"{job.schedule}"
-    n, m = job.stages, job.microbatches
-    due = {
-        "gpipe": [predict.in_flight_gpipe(m)] * n,
-        "1f1b": [predict.in_flight_1f1b(n, s, m) for s in range(n)],
-        "interleaved": [predict.in_flight_interleaved(n, 2, m, s) for s in range(n)],
-        "zero_bubble": [predict.in_flight_zero_bubble(n, m)] * n,
-        "zero_bubble_v": [predict.in_flight_zero_bubble(n, m)] * n,
-        "dualpipe": [predict.in_flight_dualpipe(n)] * n,
-    }[job.schedule]
-    sends = {"interleaved": predict.sends(n, m, 2), "zero_bubble_v": 4 * m * (n - 1)}
-    held = tuple(rank.peak_in_flight for rank in ranks)
-    rows.append(row(f"{where}: microbatches in flight, by stage", tuple(map(float, due)), held))
-    rows.append(row("    messages", sends.get(where, predict.sends(n, m)), sum(rank.messages for rank in ranks)))
-    worst = max(rank.error for rank in ranks)
-    rows.append(row("    gradients of one process (within 1e-12)", True, worst < 1e-12))
-receipt("4 stages, 8 microbatches", rows)
-
-# %% [markdown]
-# Counted in microbatches. In bytes, by a census of every tensor that autograd saves:
-
-# %%
-ONE = Job("gpipe", microbatches=1, speed=None, census=True)
-HELD = [Job(name, speed=None, census=True) for name in ("gpipe", "1f1b", "interleaved")]
-REAL = [Job("1f1b", n, 8, None, experiments.WIDE, 32, 2) for n in (2, 4)]  # for later
-census = experiments.run([ONE, *HELD, *REAL])
-base = [rank.activation for rank in census[ONE]]
-rows = [row("one microbatch: activations held by stages 0 to 3", None, tuple(base), "B")]
-for job in HELD:
-    for stage in (0, 3):
-        due = int(schedules.peak_in_flight(job.built)[stage] * base[stage])
-        name = f"{job.schedule}: stage {stage} at its fullest moment"
-        expected = None if (job.schedule, stage) == ("interleaved", 3) else due  # of its chunks only one has the loss
-        rows.append(row(name, expected, census[job][stage].activation, "B", tolerance=0.1))
-receipt("bytes of activations, 4 stages, 8 microbatches", rows)
-
-# %% [markdown]
-# Read the rows of *interleaved* twice. It is called memory-efficient; it holds 5.5 stages' worth on the first stage
-# where plain 1F1B holds 4, $1 + (n-1)/(nv)$ times as much, and it sends $2M(nv-1)$ messages, 112 instead of 48. It is
-# lean beside GPipe only. And *no* schedule cuts the first stage's activations by $n$: 1F1B's first stage holds $n$
-# microbatches of $1/n$ of the layers, as much as one process that accumulates.
+# *Asynchronous communication* (sends that do not wait, like yours) has nothing to do with *asynchronous pipelines*.
 #
-# What the messages weigh:
+# ## Measure: what they hold and what they send
 
 # %%
-width, seq = experiments.MODEL.hidden_size, experiments.SEQ
-job = Job("1f1b")
-total = sum(rank.bytes for rank in found[job])
-whole = sum(rank.parameters for rank in found[job])
-receipt(
-    "bytes and parameters",
-    [
-        row("8 microbatches of 1 row: 2(n-1)·B·S·H·b", predict.sent_bytes(4, 8, seq, width, 8), total, "B"),
-        row("4 microbatches of 2 rows: the same", total, sum(rank.bytes for rank in found[SAME_BATCH]), "B"),
-        row("    sent by stages 0 to 3", None, tuple(rank.bytes for rank in found[job])),
-        row("messages: 2M(n-1)", predict.sends(4, 4), sum(rank.messages for rank in found[SAME_BATCH])),
-        row(
-            "DualPipe: parameters on all ranks / the model's",
-            2,
-            sum(r.parameters for r in found[Job("dualpipe")]) / whole,
-        ),
-        row("microbatches for at most 25 % idle, n = 4: 3(n-1)", 9, predict.microbatches_needed(4, 0.25)),
-    ],
-)
+receipt("4 stages, 8 microbatches", receipts.held(every))
 
 # %% [markdown]
-# Neither layers nor the number of microbatches are in it: a pipeline sends its borders' activations, once each way. A
-# *middle* stage sends 2·B·S·H·b whatever $n$ is; the factor $n-1$ belongs to the total, which some tables print beside
-# per-device numbers. That is why pipelines, of all the ways to divide a model, cross nodes best.
+# Interleaving holds 5.5 stages' worth on the first stage where plain 1F1B holds 4, a factor $1 + (n-1)/(nv)$, and it
+# sends $2M(nv-1)$ messages, 112 instead of 48. *No* schedule divides the first stage's activations by $n$: under 1F1B
+# it holds $n$ microbatches of $1/n$ of the layers, as much as one process that accumulates gradients.
 #
-# ## Measure: this machine, nothing emulated
+# The same in bytes, from every tensor that autograd saves (*optional*), and the bytes of the messages:
 
 # %%
-real = {job: census[job] for job in REAL}
-
-
-def two_stages_as_they_are():
-    """1F1B on 2 real ranks without any sleeping, planned with the mean durations that were measured."""
-    return pictures.draw_bars(REAL[0], real[REAL[0]])
-
-
-show(two_stages_as_they_are)
+receipt("activations of stage 0 at most; predicted: in flight x one microbatch", receipts.activation_bytes())
 
 # %%
-rows = []
-for job, ranks in real.items():
-    line = experiments.measured(job, ranks)
-    plan = experiments.planned(job, line)
-    where = f"{job.stages} ranks on {torch.get_num_threads()} threads of this machine"
-    rows.append(row(f"{where}: idle share by the formula", None, predict.idle_share(job.stages, 8)))
-    rows.append(row("    planned with the durations that were measured", None, plan.idle_share))
-    rows.append(row("    measured", None, line.idle_share))
-    rows.append(
-        row("    step: planned, measured", None, tuple(format_value(t, "s") for t in (plan.makespan, line.makespan)))
-    )
-receipt("not emulated", rows)
+receipt("messages, bytes, parameters", receipts.sent(found, Job("1f1b"), Job("dualpipe"), SAME_BATCH))
 
 # %% [markdown]
-# With more ranks than cores a "device" gets slower whenever another one works, so idle time and slowness trade places.
-# That is why the clock above was emulated, and why the rule of thumb holds on one GPU per stage and not here.
+# Neither the number of layers nor that of microbatches appears in the bytes: a pipeline sends the activations at its
+# borders once in each direction. A *middle* stage sends $2BSHb$ bytes whatever $n$ is; the factor $n-1$ belongs to the
+# total over all stages. Of all the ways to divide a model, this one tolerates slow links between nodes best.
 #
 # ## Asynchronous pipelines
 #
-# PipeDream (Narayanan et al. 2019) never flushes: weights move after *every* backward. Then there is no bubble, and the
-# two things above become true. Played in one process, in the order in which 4 stages would work:
+# PipeDream ([Narayanan et al. 2019](https://doi.org/10.1145/3341301.3359646)) never flushes: a stage updates its
+# weights after *every* backward. There is no bubble, but gradients are late and each stage keeps several versions of
+# its weights. Simulated in one process, in the order in which 4 stages would work:
 
 # %%
-late = stale.play(4, 16)
-receipt(
-    "PipeDream, 4 stages",
-    [
-        row(
-            "weight versions kept, by stage: n - s",
-            tuple(predict.weight_versions(4, s) for s in range(4)),
-            tuple(late.versions),
-        ),
-        row(
-            "updates a gradient is late: n - 1 - s", tuple(predict.staleness(4, s) for s in range(4)), tuple(late.late)
-        ),
-        row("gradients off from those of one process, by stage", None, tuple(late.off)),
-        row(
-            "1F1B: versions",
-            (1, 1, 1, 1),
-            tuple(v.held for v in schedules.weight_versions(schedules.one_f_one_b(4, 16))),
-        ),
-    ],
-)
+receipt("PipeDream, 4 stages", receipts.asynchronous())
 
 # %% [markdown]
 # ## Break it
 #
-# Four accidents at the cut. Only one of them says anything.
+# Four accidents at the cut; only the last one raises an error. And one bug to find.
+#
+# ### The loss is divided by $M$ twice, or not at all
+#
+# Losses of microbatches *add up*. If you pass mean losses, divide by $M$; if the runtime divides as well,
+# the gradient is divided twice. Real cases: [pytorch#144352](https://github.com/pytorch/pytorch/issues/144352),
+# [torchtitan#800](https://github.com/pytorch/torchtitan/issues/800),
+# [DeepSpeed#8154](https://github.com/deepspeedai/DeepSpeed/issues/8154).
 
 # %%
 accidents = launch(breaks.all_accidents, 2, device="cpu")
+receipt("one model, three scales", receipts.scaled(accidents[0]["scale"]))
 
 # %% [markdown]
-# ### Scaled by microbatches, again and not at all
+# AdamW divides by the gradient's own size, so its losses agree to several digits and the bug goes unnoticed. SGD shows
+# it, and so do clipping and every logged gradient norm. Test *gradients*, not losses, beside one process.
 #
-# Losses of microbatches *add up*. Who passes mean losses has to divide by $M$; who uses a runtime that divides as well
-# divides twice. (pytorch#144352, torchtitan#800, DeepSpeed#8154 were of this kind.)
+# ### The tied embedding is not summed
 
 # %%
-scaled = accidents[0]["scale"]
-rows = []
-for name, ratio in (("divided", 1), ("not divided", breaks.MICROBATCHES), ("divided twice", 1 / breaks.MICROBATCHES)):
-    line = scaled[name]
-    rows.append(row(f"loss {name}: gradient / that of one process", ratio, line["ratio"], "", 1e-6))
-    rows.append(row("    loss after 6 steps of AdamW", None, line["AdamW"][-1]))
-    rows.append(row("    of SGD", None, line["SGD"][-1]))
-receipt("one model, three scales", rows)
+receipt("two copies of one matrix, relative distance", receipts.tied(accidents[0]["tied"]))
 
 # %% [markdown]
-# AdamW divides by the gradient's own size, so its losses agree to several digits: the bug ships. SGD shows it, and so
-# do clipping and every logged gradient norm. Compare *gradients*, with SGD, with one process.
+# After one step the "one" embedding is two different matrices
+# ([Megatron-LM#299](https://github.com/NVIDIA/Megatron-LM/issues/299)). The loss falls all the same, and the checkpoint
+# stores whichever copy is written last.
 #
-# ### The tied embedding, not summed
+# ### A norm that misses the other stages
+#
+# Clipping needs the norm of the whole gradient. Each stage has a part of it, and the tied embedding is in two parts.
 
 # %%
-tied = accidents[0]["tied"]
-receipt(
-    "distance of the two copies of one matrix, relative",
-    [
-        row(f"{name}, after {after} step{'s' * (after > 1)}", 0, apart[after - 1])
-        for name, apart in tied.items()
-        for after in (1, 6)
-    ],
-)
+receipt("norm of one gradient on 2 stages", receipts.norms([rank["norm"] for rank in accidents]))
 
 # %% [markdown]
-# The two off verdicts are the point: after one step the "one" embedding is two (Megatron-LM#299). The loss goes down
-# all the same, and the checkpoint stores whichever copy is written last.
-#
-# ### A norm that misses the others
-#
-# Clipping needs the norm of the whole gradient. A stage has a part of it, and the tied embedding is in two parts.
-
-# %%
-norms = [rank["norm"] for rank in accidents]
-receipt(
-    "norm of one gradient",
-    [
-        row("stage 0's own", None, norms[0]["this stage"]),
-        row("stage 1's own", None, norms[1]["this stage"]),
-        row("root of the sum of both squares", norms[0]["one process"], norms[0]["all stages hold"], "", 1e-6),
-        row("    every parameter once", norms[0]["one process"], norms[0]["each parameter once"], "", 1e-6),
-    ],
-)
-
-# %% [markdown]
-# Two wrong ways: every stage clips by its own norm, or everything is added up and the copy is counted twice.
-# (NeMo-RL#3788, torchtitan#596 and Megatron-LM#5916 are of this family.)
+# There are two ways to get it wrong: every stage clips by its own norm, or all squares are added up and the tied matrix
+# counts twice ([torchtitan#596](https://github.com/pytorch/torchtitan/issues/596)).
 #
 # ### Sends that wait
 #
-# The naive program: receive, compute, send, each waited for. First the checker, then two real ranks, for two seconds.
+# The naive program receives, computes and sends, and waits for each. First the checker's verdict, then two real ranks,
+# stopped after two seconds.
 
 # %%
-naive = schedules.messages_as_used(schedules.one_f_one_b(2, 4))
 try:
-    schedules.check(naive, batched=False)
+    schedules.check(schedules.messages_as_used(schedules.one_f_one_b(2, 4)), batched=False)
 except ScheduleError as error:
     print("the checker:", error)
 print("\nthe ranks:")
 print(breaks.deadlock())
 
 # %% [markdown]
-# ## Where it loses
+# ### Find the bug
 #
-# **Few microbatches.** With $M = 1$ a pipeline of 4 is one device at a time; you measured it above. **Uneven stages**:
-# a head that costs as much as two layers, and as many layers on each stage.
+# A colleague's stage saves allocations. Its gradients, measured beside one process:
 
 # %%
-rows = []
-for cut, job in UNEVEN.items():
-    line, plan = experiments.measured(job, found[job]), experiments.planned(job)
-    closed = predict.uneven_makespan(job.speed, [2 * f for f in job.speed], 8)
-    rows.append(row(f"{cut}: one step, emulated", closed, line.makespan, "s", tolerance=0.3))
-    rows.append(row("    share of it computed", 1 - plan.idle_share, 1 - line.idle_share, "", tolerance=0.3))
-alike = predict.makespan(4, 8, FORWARD_S, 2 * FORWARD_S)
-rows.append(row("if all stages could be alike", None, alike, "s"))
-rows.append(row("4 stages, 1 microbatch: idle share", 0.75, predict.idle_share(4, 1)))
-receipt("GPipe on uneven stages, 8 microbatches", rows)
+print(inspect.getsource(breaks.Suspect))
+receipt("gradients of this stage", receipts.hunt(breaks.hunt(breaks.Suspect)))
 
 # %% [markdown]
-# Not even the best cut is even, because layers are not divisible. A GPipe step takes the sum of the stage times
-# and $M-1$ times the slowest: *more microbatches do not help against a slow stage*. Other losses: a global batch
-# that cannot be cut into $M \gg n$ pieces (and smaller pieces make slower kernels: microbatching as such does not
-# raise utilization, it only fills a pipeline); activations of the first stage, which do not shrink with $n$.
+# Which line is wrong? Why is only stage 1 wrong under 1F1B, and why is stage 0 right even under GPipe? Then check your
+# own stage the same way.
+#
+# <details><summary>Answer</summary>
+#
+# `self.inputs[m % 2]`: two buffers hold two microbatches. Autograd saves the received activation for the weight
+# gradient, and a third receive overwrites it before its backward has run. Under 1F1B stage $s$ of 4 has $4-s$
+# microbatches in flight, so stage 1 (three) is wrong and stages 2 and 3 (two and one) are right. Stage 0 receives no
+# activations. `.data` hides the write from autograd, which would have raised an error. Mend it with as many buffers as
+# microbatches in flight, or a new tensor for each.
+# </details>
+
+# %%
+receipt("gradients of your stage", receipts.hunt(breaks.hunt(Stage)))
+
+# %% [markdown]
+# ## Where it loses
+#
+# **Few microbatches**: with $M = 1$ a pipeline of 4 idles for 75 % of the step. **Uneven stages**: here the head costs
+# as much as two layers. Once with as many layers on each stage, once balanced:
+
+# %%
+receipt("GPipe on uneven stages, 8 microbatches", receipts.uneven(found, UNEVEN))
+
+# %% [markdown]
+# Even the best cut is uneven, because layers are not divisible. A GPipe step takes the sum of the stage times plus
+# $M-1$ times the slowest, so *more microbatches do not help against a slow stage*. A pipeline also loses when the
+# global batch cannot be cut into $M \gg n$ pieces, and when the first stage's activations do not fit.
 #
 # ## The same in production
 #
-# torch's own pipeline, the same parts of the same model, the same tokens, on 2 ranks:
+# torch's own pipeline with the same parts of the same model and the same tokens, on 2 ranks:
 
 # %%
-theirs = peers.peers()
-rows = []
-ours = theirs[-1]["minillm"]
-for name, last in theirs[-1].items():
-    scale = 4 if "False" in name else 1
-    rows.append(row(f"{name}: loss", ours["loss"], last["loss"], "", 1e-9))
-    rows.append(row("    gradient / that of one process", scale, max(rank[name]["ratio"] for rank in theirs), "", 1e-6))
-receipt("torch.distributed.pipelining, 4 microbatches", rows)
+receipt("torch.distributed.pipelining, 4 microbatches", receipts.peers(peers.peers()))
 
 # %% [markdown]
-# The last torch row is the first accident as an argument: `scale_grads=False` is right for a loss that is a *sum*,
-# and 4 times too large for a mean.
+# `scale_grads=False` is right for a loss that is a *sum* over the batch; for a mean it is 4 times too large, which is
+# the first accident again.
 #
 # | torch, Megatron-LM, DeepSpeed | here |
 # |---|---|
-# | `PipelineStage(module, index, num_stages, device)` | `ModelPart`, `build_parts` |
+# | [`PipelineStage`](https://docs.pytorch.org/docs/stable/distributed.pipelining.html) | `ModelPart`, `build_parts` |
 # | `ScheduleGPipe`, `Schedule1F1B`, `ScheduleInterleaved1F1B` | `gpipe`, `one_f_one_b`, `interleaved` |
 # | `ScheduleInterleavedZeroBubble` (the split, with several chunks) | `zero_bubble` (with one) |
-# | `ScheduleZBVZeroBubble` | `zero_bubble_v` |
-# | `ScheduleDualPipeV` (one copy of the parameters) | `dualpipe` (two) |
+# | `ScheduleZBVZeroBubble`, `ScheduleDualPipeV` (one copy of the parameters) | `zero_bubble_v`, `dualpipe` (two) |
 # | `scale_grads=True` (the default) | divide each loss yourself |
-# | Megatron `--pipeline-model-parallel-size 4` | 4 stages |
 # | Megatron `--num-layers-per-virtual-pipeline-stage 2` | `interleaved(4, M, chunks)`: 2 layers per chunk |
-# | Megatron `send_forward_recv_backward` | your lists of messages posted at once |
-# | DeepSpeed `PipelineModule(layers, num_stages, partition_method="parameters")` | `balance(layer_costs(config), n)` |
+# | DeepSpeed `PipelineModule(..., partition_method="parameters")` | `balance(layer_costs(config), n)` |
 #
 # ## On a cluster
 #
-# `labs/torchrun/06_pipeline_parallel.py` holds the 1F1B order, the stage and the sum of the tied embedding for any
-# number of processes:
+# `labs/torchrun/06_pipeline_parallel.py` runs the 1F1B order, the stage and the tied embedding on any number of
+# processes. After solving it:
 #
 # ```bash
-# python course/lab06_pipeline_parallel/torchrun.py                                   # 4 stages here
-# torchrun --nproc-per-node 4 course/lab06_pipeline_parallel/torchrun.py              # the same, under torchrun
-# torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d \
-#          --rdzv-endpoint $HEAD_NODE:29500 course/lab06_pipeline_parallel/torchrun.py   # on each of two nodes
+# torchrun --nproc-per-node 8 labs/torchrun/06_pipeline_parallel.py
 # ```
 #
-# ## Interview corner
+# ## Design questions
 #
-# The numbers first, all by the formulas you have just checked:
+# Work each one out on paper, then run the cell below it.
+#
+# **A. 70B parameters (80 layers, hidden 8,192, 64 heads) train on 64 GPUs of 80 GB, 8 per node, with tensor parallelism
+# and sequence parallelism over 8. The global batch is 1,024 sequences of 4,096 tokens, one per microbatch. Which
+# pipeline depth: 2, 4 or 8?** 16 bytes of state per parameter; attention scores are not stored (FlashAttention).
 
 
 # %%
-def number(name, value, unit=""):
-    print(f"{name:<70}{format_value(value, unit):>14}")
+def depth(n, tp=8, gpus=64, parameters=70e9, sequences=1024):
+    dp = gpus // tp // n
+    one_layer = predict_tensor.activation_bytes(1, 4096, 8192, 0, tp, sequence=True)  # heads=0: without the scores
+    held = predict.in_flight_1f1b(n, 0, sequences // dp) * (80 // n) * one_layer
+    states = 16 * parameters / tp / n, (4 + 12 / dp) * parameters / tp / n
+    idle = predict.idle_share(n, sequences // dp)
+    print(f"{n} stages x {dp} replicas: idle {idle:.1%}, states {states[0] / 1e9:.1f} GB", end="")
+    print(f" ({states[1] / 1e9:.1f} GB with ZeRO-1), activations of stage 0 {held / 1e9:.1f} GB")
 
 
-number("1. idle share, 8 stages, 32 microbatches", predict.idle_share(8, 32))
-number("   the same by (n-1)/M", predict.overhead(8, 32))
-number("2. microbatches for at most 10 % idle, 8 stages", predict.microbatches_needed(8, 0.10))
-number("3. in flight on stage 0 of 8, 32 microbatches: GPipe", predict.in_flight_gpipe(32))
-number("   1F1B", predict.in_flight_1f1b(8, 0, 32))
-number("   1F1B on stage 7", predict.in_flight_1f1b(8, 7, 32))
-number("4. interleaved, 4 chunks: idle share", predict.idle_share(8, 32, 4))
-number("   in flight on stage 0, in stages' worth", predict.in_flight_interleaved(8, 4, 32))
-number("   messages, against 1F1B's", predict.sends(8, 32, 4) / predict.sends(8, 32))
-number("5. zero bubble, 8 stages: idle slots (F = I = W = 1)", predict.zero_bubble_idle(8, 1, 2, 1))
-number("   1F1B", 7 * 3)
-number(
-    "6. 256 sequences of 4,096 x 8,192 in bf16, 8 stages: bytes sent",
-    predict.sent_bytes(8, 256, 4096, 8192, 2) / 1e9,
-    "GB",
-)
-number("   by one middle stage", predict.sent_bytes(2, 256, 4096, 8192, 2) / 1e9, "GB")
-slow = predict.uneven_makespan([1, 1, 1, 1.5], [2, 2, 2, 3], 32) / predict.makespan(4, 32, 1, 2)
-number("7. one of 4 stages half as slow again, 32 microbatches: step / even step", slow)
-number("8. DualPipe: copies of the parameters", predict.parameter_copies("dualpipe"))
+for n in (2, 4, 8):
+    depth(n)
 
 # %% [markdown]
+# <details><summary>Answer</summary>
+#
+# The idle share decides nothing here: $M$ is large in all three cases. Memory does. Activations of stage 0 do not
+# depend on the depth. Without ZeRO-1, depth 2 needs 81 GB and does not fit, depth 4 needs 46 GB. With ZeRO-1 depth 2
+# needs 42 GB, has the fewest stages to balance and the fewest messages: take it. The price is a gradient reduction of
+# 4.4 billion parameters per rank over 4 replicas.
+# </details>
+#
+# **B. 16 stages and 64 microbatches idle too much, and the global batch is fixed. Interleave with 2 or 4 chunks, or
+# split the backward?** One activation at a border is 4,096 x 8,192 in bf16; the network gives 50 GB/s per rank.
+
+# %%
+print(f"1F1B: idle {predict.idle_share(16, 64):.1%}, in flight on stage 0: {predict.in_flight_1f1b(16, 0, 64)}")
+for v in (2, 4):
+    idle, more = predict.idle_share(16, 64, v), predict.sends(16, 64, v) / predict.sends(16, 64)
+    print(f"{v} chunks: idle {idle:.1%}, in flight {predict.in_flight_interleaved(16, v, 64)}, messages x {more:.2f}")
+idle = predict.zero_bubble_idle(16, 1, 2, 1)
+print(f"zero bubble: idle {idle / (3 * 64 + idle):.1%}, in flight {predict.in_flight_zero_bubble(16, 64)}")
+print(f"one message: {format_value(4096 * 8192 * 2 / 50e9, 's')}")
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# Four chunks bring 19.0 % down to 5.5 %, at 19.75 instead of 16 stages' worth of activations and 4.2 times the messages
+# of 1.34 ms each, which have to hide behind chunks that are four times shorter. Two chunks hold *more* (23.5) and gain
+# less. Zero bubble reaches 7.2 % with 16 in flight and no additional message, but keeps inputs and output gradients of
+# every layer until W. If memory is tight, split the backward; if it is not and the network is fast, interleave.
+# </details>
+#
+# ## Capstone (*open*)
+#
+# Design a schedule of your own for 6 stages and 12 microbatches with F = I = W = 1 and messages that take a quarter. A
+# schedule is one order per stage, of F, I, W or B; `schedules.check` proves that it can run, `simulate` draws it. Idle
+# less than zero bubble while no stage holds more than 8 microbatches, and defend the trade. The starting point:
+
+# %%
+clock = Durations(F=1, B=2, W=1, message=0.25)
+for make in (schedules.one_f_one_b, schedules.zero_bubble):
+    line = simulate(make(6, 12), clock)
+    print(f"{line.schedule.name}: idle {line.idle_share:.1%}, in flight {line.peak_in_flight}")
+print("stage 0 of zero bubble:", *schedules.zero_bubble(6, 12).actions(0))
+
+# %% [markdown]
+# ## Interview corner
+#
 # Say your answer aloud before you open one.
 #
-# **1. How large is a pipeline's bubble?**
+# **1. What does 1F1B gain over GPipe, and interleaving over 1F1B?**
 # <details><summary>Answer</summary>
 #
-# $(n-1)/(M+n-1)$ of the step, for GPipe and 1F1B alike: 8 stages and 32 microbatches idle 17.9 %. $(n-1)/M$, here
-# 21.9 %, is idle over *useful* time. The two agree only when $M \gg n$; at $n = M = 4$ they say 75 % and 43 %.
+# 1F1B saves memory, not time: stage $s$ holds $\min(n-s, M)$ microbatches instead of $M$. Interleaving saves time and
+# costs memory and messages: with 8 stages, 32 microbatches and 4 chunks 5.2 % idle instead of 17.9 %, 9.75 stages'
+# worth in flight instead of 8, 4.4 times the messages.
 # </details>
 #
-# **2. How many microbatches do you need?**
+# **2. Where do zero-bubble schedules find their time?**
 # <details><summary>Answer</summary>
 #
-# $M = (n-1)(1-x)/x$ for an idle share $x$: 63 for 10 % and 8 stages; $3(n-1)$ for a quarter. What limits it: global
-# batch / (data parallel ranks · microbatch size).
-#
-# *Follow-up: the global batch is fixed. Smaller microbatches?* They raise $M$, until kernels get slow.
+# In the weight gradients, which nobody waits for: 7 idle slots instead of 21 at $n = 8$. The price: inputs and output
+# gradients of every layer are kept until W. Where no gap is left (zero bubble V), ranks reach the optimizer at
+# different times, so a step cannot wait for the global gradient norm; the paper steps at once and may roll back.
+# DualPipe costs twice the parameters and $n + 1$ microbatches in flight; in return one direction's all-to-alls hide
+# behind the other's compute.
 # </details>
 #
-# **3. What does 1F1B buy over GPipe?**
+# **3. Pipeline or tensor parallelism across nodes?**
 # <details><summary>Answer</summary>
 #
-# Memory: stage $s$ holds $\min(n-s, M)$ microbatches instead of $M$, 8 instead of 32. Not time. That the memory no
-# longer depends on $M$ is what makes a large $M$ possible.
+# Pipeline. A border carries $BSH$ numbers in each direction per step, whatever the number of layers; tensor parallelism
+# all-reduces as many four times per *layer*. And a pipeline's messages can travel while the stage computes.
 # </details>
 #
-# **4. And interleaving over 1F1B?**
+# **4. Gradients of your pipeline are 8 times those of one process. Why did nobody notice?**
 # <details><summary>Answer</summary>
 #
-# Time, for memory and messages: with 4 chunks 5.2 % idle instead of 17.9 %, but 9.75 stages' worth of activations in
-# flight instead of 8, and 4.4 times the messages. $M$ should be a multiple of $n$: what is left over must be at least
-# $n$ in today's Megatron-Core, and had to be nothing before.
+# Mean losses of 8 microbatches were added up without a division, and AdamW is invariant to the scale. The symptoms are
+# gradient norms 8 times too large and clipping at every step.
 # </details>
 #
-# **5. Where do zero-bubble schedules find their time?**
+# **5. Pipeline and ZeRO together?**
 # <details><summary>Answer</summary>
 #
-# In the weight gradients, which nobody waits for. I goes back at once, W fills slots that were idle: 7 instead of 21
-# at $n = 8$. Price: inputs and output gradients of every layer are kept until W. And where no gap is left at all (zero
-# bubble V), ranks come to the optimizer at different times, so a step cannot wait for the norm of the whole gradient:
-# the paper steps at once, and takes it back if the norm says so.
-# </details>
-#
-# **6. Pipeline or tensor parallelism across nodes?**
-# <details><summary>Answer</summary>
-#
-# Pipeline. A border carries $B \cdot S \cdot H$ each way per step, whatever the number of layers: 34.4 GB for the
-# numbers above by a middle stage, forward and backward; tensor parallelism all-reduces that four times per *layer*.
-# And its messages can travel while the stage computes.
-# </details>
-#
-# **7. One stage is 50 % slower. What does that cost?**
-# <details><summary>Answer</summary>
-#
-# Nearly 50 %: the step takes the sum of the stages and $M-1$ times the slowest. More microbatches do not help. Move
-# layers; give the last stage fewer, because of the head.
-# </details>
-#
-# **8. What does DualPipe cost?**
-# <details><summary>Answer</summary>
-#
-# Twice the parameters on every rank (each holds two mirrored stages), $n + 1$ microbatches in flight, one more sum of
-# gradients. For that, communication of one direction hides behind the other's compute, which matters with expert
-# parallelism's all-to-alls.
-# </details>
-#
-# **9. Gradients of your pipeline are 8 times those of one process. Why did nobody notice?**
-# <details><summary>Answer</summary>
-#
-# Mean losses of 8 microbatches were added up without a division, and AdamW is invariant to the scale. Symptoms:
-# gradient norms 8 times too large, clipping at every step. Test with SGD, on gradients.
-# </details>
-#
-# **10. Two ranks hang in send. What happened?**
-# <details><summary>Answer</summary>
-#
-# Under rendezvous a send returns when the other side receives. In 1F1B's steady state two neighbours send to each
-# other at the same moment. Post send and receive together (`batch_isend_irecv`), or let the activation go first.
-# </details>
-#
-# **11. Does pipelining make gradients stale?**
-# <details><summary>Answer</summary>
-#
-# Not with a flush per step: you compared in float64, to 1e-12. PipeDream without flushes: $n-1-s$ updates late on stage
-# $s$, $n-s$ versions of the weights kept so that a microbatch goes back through what it came through.
-# </details>
-#
-# **12. Pipeline and ZeRO together?**
-# <details><summary>Answer</summary>
-#
-# Stage 1. Stages 2 and 3 reduce or gather per *microbatch* (lab 04: $(K+1)P$ and $3KP$), and pipelines have many. And
-# gradients are reduced in the last backward of each part only.
+# Stage 1. Stages 2 and 3 reduce or gather per *microbatch* (lab 04), and a pipeline has many of them.
 # </details>
 #
 # ## Can you answer them now?
@@ -878,3 +651,6 @@ number("8. DualPipe: copies of the parameters", predict.parameter_copies("dualpi
 # 3. Which mistakes at the cut between two stages leave the loss looking right?
 #
 # Next: lab 07 cuts the one dimension that is still whole, the sequence.
+
+# %%
+finish("06_pipeline_parallel")

@@ -1,47 +1,171 @@
-"""Stop 06: pipeline schedules on emulated devices: one process's gradients, planned times, messages, what is held."""
+"""Lab 06's claims, each once: the notebook prints them, the tour runs `rows`.
 
-from collections.abc import Iterator
+Every function yields the rows of one receipt. Times are those of devices emulated by sleeping.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 from course.lab06_pipeline_parallel import experiments
+from course.lab06_pipeline_parallel import experiments_breaks as breaks
 from course.lab06_pipeline_parallel import experiments_stale as stale
-from course.lab06_pipeline_parallel.experiments import HANDBOOK, ROWS, SEQ, Job
-from minillm.labkit.receipts import Row, row
+from course.lab06_pipeline_parallel.experiments import FORWARD_S, PRINTED_CHART, ROWS, SEQ, Found, Job
+from minillm.labkit.receipts import Row, formula, row
 from minillm.parallel.pipeline_parallel import schedules
+from minillm.parallel.pipeline_parallel.schedules import Durations, simulate
 from minillm.predict import pipeline as predict
 
-STAGES, MICROBATCHES, FORWARD_S = 4, 8, 0.01
+Findings = dict[Job, list[Found]]
+EXACT = 1e-12  # relative error of gradients in float64
 
 
 def rows() -> Iterator[Row]:
-    """GPipe, 1F1B, interleaved, zero bubble and DualPipe on 4 ranks; a chart that cannot be; an asynchronous pipeline.
+    """The tour's stop: five schedules on 4 ranks, the impossible chart, the asynchronous pipeline.
 
-    Times are those of devices emulated by sleeping; a busy machine is slower, so 60 % more is let pass.
+    A busy machine is slower than its plan, so 60 % more time is let pass.
     """
     names = ("gpipe", "1f1b", "interleaved", "zero_bubble", "dualpipe")
-    jobs = {name: Job(name, STAGES, MICROBATCHES, (FORWARD_S,) * STAGES) for name in names}
-    found = experiments.run(list(jobs.values()))
+    jobs = [Job(name, 4, 8, (0.01,) * 4) for name in names]
+    found = experiments.run(jobs)
+    yield from step_times(found, tolerance=0.6)
+    yield from held(found)
+    yield from sent(found, jobs[1], jobs[-1])
+    yield from printed_chart()
+    yield from asynchronous()
+
+
+def idle_share(guess: float | None = None, n: int = 4, m: int = 8) -> Iterator[Row]:
+    due, found = predict.idle_share(n, m), simulate(schedules.gpipe(n, m)).idle_share
+    yield row(f"{n} stages, {m} microbatches: (n-1)/(M+n-1)", due, found, "", 1e-9, guess=guess, kind="simulated")
+    yield formula("    idle time over useful time, (n-1)/M", predict.overhead(n, m))
+    yield formula("4 stages, 4 microbatches: (n-1)/(M+n-1)", predict.idle_share(4, 4))
+    yield formula("    idle time over useful time, (n-1)/M", predict.overhead(4, 4))
+
+
+def printed_chart() -> Iterator[Row]:
+    chart = schedules.parse_chart(PRINTED_CHART)
+    right = simulate(schedules.one_f_one_b(4, 8), Durations(F=1, B=1, W=0))
+    yield row("printed chart: its orders are 1F1B's", True, chart.schedule.orders == right.schedule.orders)
+    yield row("    gradients used before they are made, of 24", 24, len(schedules.violations(chart)), kind="simulated")
+    yield row("    idle share: as printed, of a chart that is possible", None, (chart.idle_share, right.idle_share))
+
+
+def splitting(n: int = 4) -> Iterator[Row]:
+    idle = {name: simulate(schedules.SCHEDULES[name](n, 2 * n)).idle[0] for name in ("1f1b", "zero_bubble")}
+    yield row(f"{n} stages, F = I = W = 1: idle slots of a stage, 1F1B", 3 * (n - 1), idle["1f1b"], kind="simulated")
+    third = predict.zero_bubble_idle(n, 1, 2, 1)
+    yield row("    zero bubble: a third of them", third, idle["zero_bubble"], kind="simulated")
+
+
+def step_times(found: Findings, tolerance: float = 0.3) -> Iterator[Row]:
+    """Of one step on emulated devices."""
     for job, ranks in found.items():
-        line, plan = experiments.measured(job, ranks), experiments.planned(job)
-        yield row(f"{job.schedule}: step on emulated devices", plan.makespan, line.makespan, "s", tolerance=0.6)
-        if (formula := experiments.idle_formula(job)) is not None:
-            yield row("    idle share by the formula", formula, plan.idle_share, "", tolerance=1e-9)
-        yield row("    idle share measured", None, line.idle_share)
-        yield row("    gradients of one process (within 1e-12)", True, max(rank.error for rank in ranks) < 1e-12)
-        yield row("    messages", len(job.built.messages), sum(rank.messages for rank in ranks))
-        in_flight = tuple(rank.peak_in_flight for rank in ranks)
-        yield row("    microbatches in flight", tuple(schedules.peak_in_flight(job.built)), in_flight)
-    sent = sum(rank.bytes for rank in found[jobs["1f1b"]])
-    width = experiments.MODEL.hidden_size
-    yield row("1f1b: bytes sent", predict.sent_bytes(STAGES, MICROBATCHES * ROWS, SEQ, width, 8), sent, "B")
-    whole = sum(rank.parameters for rank in found[jobs["1f1b"]])
-    twice = sum(rank.parameters for rank in found[jobs["dualpipe"]])
-    yield row("dualpipe: parameters, of the model's", 2, twice / whole)
+        took, plan = experiments.measured(job, ranks).makespan, experiments.planned(job).makespan
+        yield row(f"{job.schedule}, {job.microbatches} microbatches", plan, took, "s", tolerance, noisy=True)
+
+
+def held(found: Findings) -> Iterator[Row]:
+    """Microbatches in flight by stage, and gradients beside one process."""
+    for job, ranks in found.items():
+        n, m, name = job.stages, job.microbatches, job.schedule
+        due = {
+            "gpipe": [predict.in_flight_gpipe(m)] * n,
+            "1f1b": [predict.in_flight_1f1b(n, s, m) for s in range(n)],
+            "interleaved": [predict.in_flight_interleaved(n, 2, m, s) for s in range(n)],
+            "zero_bubble": [predict.in_flight_zero_bubble(n, m)] * n,
+            "zero_bubble_v": [predict.in_flight_zero_bubble(n, m)] * n,
+            "dualpipe": [predict.in_flight_dualpipe(n)] * n,
+        }[name]
+        peaks = tuple(rank.peak_in_flight for rank in ranks)
+        yield row(f"{name}: microbatches in flight, by stage", tuple(map(float, due)), peaks)
+    worst = max(rank.error for ranks in found.values() for rank in ranks)
+    yield row("every schedule: gradients of one process (within 1e-12)", True, worst < EXACT)
+
+
+def activation_bytes() -> Iterator[Row]:
+    """Of stage 0 at its fullest moment, from one microbatch's bytes and the number in flight."""
+    one = Job("gpipe", microbatches=1, speed=None, census=True)
+    jobs = [replace(one, schedule=name, microbatches=8) for name in ("gpipe", "1f1b", "interleaved")]
+    census = experiments.run([one, *jobs])
+    for job in jobs:
+        due = int(schedules.peak_in_flight(job.built)[0] * census[one][0].activation)
+        yield row(job.schedule, due, census[job][0].activation, "B", tolerance=0.1)
+
+
+def sent(found: Findings, plain: Job, dual: Job, same_batch: Job | None = None) -> Iterator[Row]:
+    """Messages of 1F1B and of interleaving, bytes, and DualPipe's second copy of the parameters."""
+    for job, chunks in ((plain, 1), (replace(plain, schedule="interleaved"), 2)):
+        due, width = predict.sends(job.stages, job.microbatches, chunks), experiments.MODEL.hidden_size
+        yield row(f"{job.schedule}: messages, 2M(nv-1)", due, sum(rank.messages for rank in found[job]))
+    whole = sum(rank.bytes for rank in found[plain])
+    due = predict.sent_bytes(plain.stages, plain.microbatches * ROWS, SEQ, width, 8)
+    yield row(f"{plain.schedule}: bytes, 2(n-1)·B·S·H·b", due, whole, "B")
+    if same_batch is not None:
+        half = sum(rank.bytes for rank in found[same_batch])
+        yield row("    with half as many microbatches, twice as large", whole, half, "B")
+    once, twice = (sum(rank.parameters for rank in found[job]) for job in (plain, dual))
+    yield row("DualPipe: parameters on all ranks / the model's", 2, twice / once)
+
+
+def asynchronous() -> Iterator[Row]:
+    late = stale.play(4, 16)
+    versions, updates = (tuple(f(4, s) for s in range(4)) for f in (predict.weight_versions, predict.staleness))
+    yield row("PipeDream: weight versions kept, by stage: n - s", versions, tuple(late.versions))
+    yield row("    updates a gradient is late: n - 1 - s", updates, tuple(late.late))
+    yield row("    gradients off from those of one process, by stage", None, tuple(late.off))
+
+
+def scaled(found: dict[str, Any]) -> Iterator[Row]:
+    ratios = {"divided": 1, "not divided": breaks.MICROBATCHES, "divided twice": 1 / breaks.MICROBATCHES}
+    for name, ratio in ratios.items():
+        yield row(f"loss {name}: gradient / that of one process", ratio, found[name]["ratio"], "", 1e-6)
+    for optimizer in ("AdamW", "SGD"):
+        last = tuple(found[name][optimizer][-1] for name in ratios)
+        yield row(f"    the three losses after 6 steps of {optimizer}", None, last)
+
+
+def tied(found: dict[str, list[float]]) -> Iterator[Row]:
+    for name, apart in found.items():
+        yield row(f"{name}: distance of the two copies after 1 and 6 steps", None, (apart[0], apart[-1]))
+
+
+def norms(found: Sequence[dict[str, float]]) -> Iterator[Row]:
+    whole = found[0]["one process"]
     yield row(
-        "a printed 1F1B chart: dependencies broken", 24, len(schedules.violations(schedules.parse_chart(HANDBOOK)))
+        "the whole gradient's norm; stage 0's own, stage 1's own", None, (whole, *(f["this stage"] for f in found))
     )
-    late = stale.play(STAGES)
-    yield row("pipedream: weight versions by stage", (4, 3, 2, 1), tuple(late.versions))
-    yield row("    updates a gradient is late", (3, 2, 1, 0), tuple(late.late))
+    yield row("root of the sum of both squares", None, found[0]["all stages hold"])
+    yield row("    every parameter once", whole, found[0]["each parameter once"], "", 1e-6)
+
+
+def hunt(found: dict[str, list[float]]) -> Iterator[Row]:
+    for name, errors in found.items():
+        yield row(f"{name}: relative error of the gradient, by stage", None, tuple(errors))
+
+
+def uneven(found: Findings, cuts: dict[str, Job]) -> Iterator[Row]:
+    for cut, job in cuts.items():
+        closed = predict.uneven_makespan(job.speed, [2 * f for f in job.speed], 8)
+        line = experiments.measured(job, found[job])
+        yield row(f"{cut}: one step, emulated", closed, line.makespan, "s", tolerance=0.3, noisy=True)
+    yield formula("if all stages could cost the same", predict.makespan(4, 8, FORWARD_S, 2 * FORWARD_S), "s")
+
+
+def peers(theirs: Sequence[dict[str, Any]]) -> Iterator[Row]:
+    for name in theirs[-1]:
+        scale, ratio = (4 if "False" in name else 1), max(rank[name]["ratio"] for rank in theirs)
+        yield row(f"{name}: gradient / that of one process", scale, ratio, "", 1e-6)
+    yield row("every loss is minillm's", True, max(map(_off(theirs), theirs[-1])) < 1e-9)
+
+
+def _off(theirs: Sequence[dict[str, Any]]) -> Callable[[str], float]:
+    ours = theirs[-1]["minillm"]["loss"]
+    return lambda name: abs(theirs[-1][name]["loss"] / ours - 1)
+
+
+def trained(ours: Sequence[float], alone: Sequence[float]) -> Iterator[Row]:
+    yield row(f"loss of step {len(ours)}", alone[-1], ours[-1], tolerance=1e-4)
 
 
 CLAIMS = (rows,)

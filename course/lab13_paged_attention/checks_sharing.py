@@ -131,12 +131,12 @@ def _judge_chain_order(learner: Callable) -> str:
     chains = {name: [pool.allocate() for _ in range(3)] for name in ("old", "new")}
     for name, blocks in chains.items():
         for index, block in enumerate(blocks):
-            pool.publish(block, (name, index))
+            pool.cache_block(block, (name, index))
     for name in ("old", "new"):
         pool.release(list(chains[name]))
     if any(pool.references) or len(pool.idle) != 6:
         raise CheckFailed(
-            f"two sequences with 6 published blocks have left, and idle holds {len(pool.idle)} of them: keep what can "
+            f"two sequences with 6 cached blocks have left, and idle holds {len(pool.idle)} of them: keep what can "
             "still be found"
         )
     for block in chains["old"]:  # a hit: it is the recently used one now
@@ -168,7 +168,7 @@ def _judge_random_cache(learner: Callable) -> int:
     """Random sequences against a model; returns evictions."""
     total = random.randint(4, 7)
     pool, paper, tables, cached, evicted = learner(total), Counter(), [], OrderedDict(), 0
-    published: dict[int, int] = {}  # block -> key of all that can be found
+    found_by: dict[int, int] = {}  # block -> key of all that can be found
     for turn in range(60):
         if random.random() < 0.5 and total - len(+paper) >= 1:
             block = pool.allocate()
@@ -181,14 +181,14 @@ def _judge_random_cache(learner: Callable) -> int:
                     raise CheckFailed(f"cached block {block} was evicted although {unused} blocks are free")
                 if block != oldest:
                     raise CheckFailed(f"block {block} was evicted, but {oldest} was unused for longest")
-                del cached[block], published[block]
+                del cached[block], found_by[block]
                 evicted += 1
             paper[block] += 1
             tables.append([block])
-            _judge_keys(pool, published, f"after block {block} was given out")
+            _judge_keys(pool, found_by, f"after block {block} was given out")
             if random.random() < 0.7:
-                pool.publish(block, turn)
-                published[block] = turn
+                pool.cache_block(block, turn)
+                found_by[block] = turn
         elif random.random() < 0.4 and pool.block_of:
             key, block = random.choice(list(pool.block_of.items()))
             if block not in cached and not paper[block]:
@@ -202,9 +202,9 @@ def _judge_random_cache(learner: Callable) -> int:
             pool.release(list(blocks))
             for block in reversed(blocks):
                 paper[block] -= 1
-                if not paper[block] and block in published:
+                if not paper[block] and block in found_by:
                     cached[block] = None
-        _judge_keys(pool, published, "after a hit or a release")
+        _judge_keys(pool, found_by, "after a hit or a release")
         if list(pool.references) != [paper[b] for b in range(total)]:
             raise CheckFailed(f"references is {list(pool.references)}, not {[paper[b] for b in range(total)]}")
         if list(pool.idle) != list(cached):
@@ -217,13 +217,13 @@ def _judge_random_cache(learner: Callable) -> int:
     return evicted
 
 
-def _judge_keys(pool, published: dict[int, int], when: str) -> None:
+def _judge_keys(pool, found_by: dict[int, int], when: str) -> None:
     """CheckFailed unless both dictionaries name exactly the blocks that can be found."""
-    if stale := set(pool.key_of) - set(published):
+    if stale := set(pool.key_of) - set(found_by):
         block = stale.pop()
         raise CheckFailed(
-            f"{when} key_of still holds the key of block {block}, which was evicted. Its next holder did not publish "
+            f"{when} key_of still holds the key of block {block}, which was evicted. Its next holder did not cache "
             "it, but on release it would count as cached, and evicting it would forget another block's key"
         )
-    if dict(pool.key_of) != published or dict(pool.block_of) != {key: block for block, key in published.items()}:
-        raise CheckFailed(f"{when} key_of is {dict(pool.key_of)} and block_of {dict(pool.block_of)}, not {published}")
+    if dict(pool.key_of) != found_by or dict(pool.block_of) != {key: block for block, key in found_by.items()}:
+        raise CheckFailed(f"{when} key_of is {dict(pool.key_of)} and block_of {dict(pool.block_of)}, not {found_by}")

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from course.lab13_paged_attention.experiments import cut, engine, naive, target
 from course.shared.measuring import one_thread
+from minillm.model.draw import sample_seed
 from minillm.model.generate import KVCache
 from minillm.serve import SamplingParams
 
@@ -58,7 +59,7 @@ def forks(prompt: int = 22, samples: int = 3, answer: int = 14, block_size: int 
     params = SamplingParams(answer, temperature=1.0, seed=7, n=samples, ignore_eos=True)
     [output] = llm.generate([cut(prompt, 3)], params)
     alone = [
-        engine(block_size, 48).generate([cut(prompt, 3)], dataclasses.replace(params, n=1, seed=7 + i))[0]
+        engine(block_size, 48).generate([cut(prompt, 3)], dataclasses.replace(params, n=1, seed=sample_seed(7, i)))[0]
         for i in range(samples)
     ]
     return {

@@ -288,15 +288,15 @@ prepare_write = check("copy-on-write", prepare_write)
 
 # %%
 class CachingPool:
-    """A pool in which a published block stays findable after its last holder has left."""
+    """A pool in which a cached block stays findable after its last holder has left."""
 
     def __init__(self, num_blocks):
         self.references = [0] * num_blocks
         self.free = list(range(num_blocks))
-        self.idle = OrderedDict()  # published blocks that nobody holds, the longest unused first
+        self.idle = OrderedDict()  # cached blocks without a holder, the longest unused first
         self.block_of, self.key_of = {}, {}  # by key; by block
 
-    def publish(self, block, key):
+    def cache_block(self, block, key):
         self.block_of[key], self.key_of[block] = block, key
 
     def allocate(self):
@@ -687,7 +687,7 @@ receipts.interview_numbers()
 #
 # At receipts before code: hits against the closed form (wrong keys), tables against reference counts (a shared block
 # freed), tokens against a plain loop with the cache off. Then: hash of truncated tokens, no comparison, a missing copy
-# on write, a block published before it was computed and never withdrawn after a failure.
+# on write, a block cached before it was computed and never invalidated after a failure.
 # </details>
 #
 # **9. Two tenants notice that some prompts answer faster. Is that a bug?**

@@ -21,11 +21,11 @@ from minillm.serve import Sequence as Seq
 # The course's own answers.
 
 
-def continuous_batches(lengths: Sequence[int], seats: int) -> list[list[int]]:
+def continuous_batches(lengths: Sequence[int], max_num_seqs: int) -> list[list[int]]:
     """Each step: who sits takes a token; who has all of his leaves; who is next in line sits down."""
     left, waiting, running, steps = list(lengths), list(range(len(lengths))), [], []
     while waiting or running:
-        while waiting and len(running) < seats:
+        while waiting and len(running) < max_num_seqs:
             running.append(waiting.pop(0))
         steps.append(list(running))
         for request in running:
@@ -35,13 +35,13 @@ def continuous_batches(lengths: Sequence[int], seats: int) -> list[list[int]]:
 
 
 def plan_step(
-    running: Sequence[Seq], waiting: Sequence[Seq], budget: int, chunk: int, seats: int
+    running: Sequence[Seq], waiting: Sequence[Seq], budget: int, chunk: int, max_num_seqs: int
 ) -> list[tuple[Seq, int]]:
     """One token for everybody who lacks one, then prompts that have begun, then those who wait, in order."""
     decoding = [s for s in running if s.num_tokens - s.num_computed == 1]
     prompts = [s for s in running if s.num_tokens - s.num_computed > 1]
     plan = []
-    for sequence in [*decoding, *prompts, *waiting[: max(0, seats - len(running))]]:
+    for sequence in [*decoding, *prompts, *waiting[: max(0, max_num_seqs - len(running))]]:
         tokens = min(sequence.num_tokens - sequence.num_computed, chunk, budget)
         if tokens:
             plan.append((sequence, tokens))
@@ -61,24 +61,24 @@ def plan_step(
         "token, and who decides that: the request or the batch?",
         "Keep how many tokens each request still lacks. Each step: fill free seats from the front of the queue, note "
         "who sits, take one from each, and keep those who lack more.",
-        "while waiting or running: while waiting and len(running) < seats: running.append(waiting.pop(0)); "
+        "while waiting or running: while waiting and len(running) < max_num_seqs: running.append(waiting.pop(0)); "
         "steps.append(list(running)); subtract 1 from each; running = those with something left.",
     ),
 )
 def check_join(learner: Callable) -> Receipt:
     rows = []
     skewed = [1 + min(60, int(random.expovariate(1 / 12))) for _ in range(40)]
-    for name, lengths, seats in (
+    for name, lengths, max_num_seqs in (
         ("40 skewed answers, 8 seats", skewed, 8),
         ("one seat", [random.randint(1, 6) for _ in range(5)], 1),
         ("more seats than requests", [random.randint(1, 9) for _ in range(4)], 6),
         ("32 alike, 8 seats", [12] * 32, 8),
     ):
-        steps = _read_steps(learner(list(lengths), seats), name)
-        _hold_steps(steps, lengths, seats, name)
-        rows.append(row(f"{name}: decode steps", predict.continuous_steps(lengths, seats), len(steps)))
-        rows.append(row("    of static batches", None, predict.static_steps(lengths, seats)))
-        rows.append(row("    of any schedule, at least", None, predict.least_steps(lengths, seats)))
+        steps = _read_steps(learner(list(lengths), max_num_seqs), name)
+        _hold_steps(steps, lengths, max_num_seqs, name)
+        rows.append(row(f"{name}: decode steps", predict.continuous_steps(lengths, max_num_seqs), len(steps)))
+        rows.append(row("    of static batches", None, predict.static_steps(lengths, max_num_seqs)))
+        rows.append(row("    of any schedule, at least", None, predict.least_steps(lengths, max_num_seqs)))
     return Receipt("decode steps, counted", tuple(rows))
 
 
@@ -88,11 +88,11 @@ def _read_steps(found: Any, where: str) -> list[list[int]]:
     return [list(step) for step in found]
 
 
-def _hold_steps(steps: list[list[int]], lengths: Sequence[int], seats: int, where: str) -> None:
+def _hold_steps(steps: list[list[int]], lengths: Sequence[int], max_num_seqs: int, where: str) -> None:
     inside: dict[int, list[int]] = {request: [] for request in range(len(lengths))}
     for number, step in enumerate(steps):
-        if len(step) > seats:
-            raise CheckFailed(f"{where}: step {number} has {len(step)} requests in {seats} seats")
+        if len(step) > max_num_seqs:
+            raise CheckFailed(f"{where}: step {number} has {len(step)} requests in {max_num_seqs} seats")
         if len(set(step)) < len(step) or not set(step) <= set(inside):
             raise CheckFailed(f"{where}: step {number} is {step}: each request once, numbers 0 to {len(lengths) - 1}")
         for request in step:
@@ -106,7 +106,7 @@ def _hold_steps(steps: list[list[int]], lengths: Sequence[int], seats: int, wher
             raise CheckFailed(f"{where}: request {request} leaves its seat and comes back; nobody took it from it here")
     starts = [when[0] for when in inside.values()]
     for request, start in enumerate(starts):
-        if start and len(steps[start - 1]) < seats:
+        if start and len(steps[start - 1]) < max_num_seqs:
             raise CheckFailed(
                 f"{where}: a seat is free in step {start - 1} while request {request} waits: it joins in step {start} "
                 "only. A free seat is taken at once, not when the batch is done"
@@ -124,8 +124,9 @@ def _hold_steps(steps: list[list[int]], lengths: Sequence[int], seats: int, wher
         "decoding one lacks 1.",
         "Three passes over one budget: running ones that lack 1; running ones that lack more; waiting ones from the "
         "front, while seats last. Each gets min(what it lacks, chunk, budget left).",
-        "order = [s for s in running if lacking(s) == 1] + [s for s in running if lacking(s) > 1] + "
-        "waiting[: seats - len(running)]; one loop: tokens = min(lacking(s), chunk, budget); budget -= tokens.",
+        "order = [s for s in running if num_uncomputed(s) == 1] + [s for s in running if num_uncomputed(s) > 1] + "
+        "waiting[: max_num_seqs - len(running)]; one loop: tokens = min(num_uncomputed(s), chunk, budget); "
+        "budget -= tokens.",
     ),
 )
 def check_plan(learner: Callable) -> Receipt:
@@ -135,8 +136,8 @@ def check_plan(learner: Callable) -> Receipt:
     rows = []
     for chunk in (8, 64):
         lengths = [(random.randint(1, 40), random.randint(1, 12)) for _ in range(16)]
-        numbers = _play(learner, lengths, budget=64, chunk=chunk, seats=6)
-        due = _play(plan_step, lengths, budget=64, chunk=chunk, seats=6)
+        numbers = _play(learner, lengths, budget=64, chunk=chunk, max_num_seqs=6)
+        due = _play(plan_step, lengths, budget=64, chunk=chunk, max_num_seqs=6)
         rows.append(row(f"16 requests, chunk {chunk}: steps", due["steps"], numbers["steps"]))
         rows.append(row("    tokens computed", sum(p + n - 1 for p, n in lengths), numbers["tokens"]))
         rows.append(row("    steps in which a decoding sequence stood still", 0, numbers["stalled"]))
@@ -145,14 +146,14 @@ def check_plan(learner: Callable) -> Receipt:
 
 
 def _draw_state() -> tuple[list[Seq], list[Seq], tuple[int, int, int]]:
-    """(running, waiting, (budget, chunk, seats)) as a scheduler may meet them."""
-    seats = random.randint(2, 8)
-    budget, chunk = random.randint(seats, 48), random.choice((3, 8, 64))
-    running = [_sequence(f"r{i}", random.random() < 0.6) for i in range(random.randint(0, seats))]
+    """(running, waiting, (budget, chunk, max_num_seqs)) as a scheduler may meet them."""
+    max_num_seqs = random.randint(2, 8)
+    budget, chunk = random.randint(max_num_seqs, 48), random.choice((3, 8, 64))
+    running = [_sequence(f"r{i}", random.random() < 0.6) for i in range(random.randint(0, max_num_seqs))]
     waiting = [_sequence(f"w{i}", False) for i in range(random.randint(0, 5))]
     if waiting and random.random() < 0.3:  # one that comes back from the host, or hit the prefix cache
         waiting[0].num_computed = random.randint(0, waiting[0].num_tokens - 1)
-    return running, waiting, (budget, chunk, seats)
+    return running, waiting, (budget, chunk, max_num_seqs)
 
 
 def _sequence(name: str, decoding: bool) -> Seq:
@@ -172,10 +173,10 @@ def _ask(learner: Callable, running: list[Seq], waiting: list[Seq], *settings: i
     return [tuple(each) for each in found]
 
 
-def _hold_plan(plan: list, running: list[Seq], waiting: list[Seq], budget: int, chunk: int, seats: int) -> None:
+def _hold_plan(plan: list, running: list[Seq], waiting: list[Seq], budget: int, chunk: int, max_num_seqs: int) -> None:
     lacks = {s.name: s.num_tokens - s.num_computed for s in (*running, *waiting)}
     state = "lacking " + ", ".join(f"{name} {n}" for name, n in lacks.items())
-    where = f"budget {budget}, chunk {chunk}, {seats} seats; {state}"
+    where = f"budget {budget}, chunk {chunk}, {max_num_seqs} seats; {state}"
     given = {s.name: n for s, n in plan}
     if len(given) < len(plan):
         raise CheckFailed(f"{where}: a sequence is in the plan twice")
@@ -190,7 +191,7 @@ def _hold_plan(plan: list, running: list[Seq], waiting: list[Seq], budget: int, 
     if sum(given.values()) > budget:
         raise CheckFailed(f"{where}: the plan has {sum(given.values())} tokens, more than the budget")
     taken = [s.name in given for s in waiting]
-    if len(running) + sum(taken) > seats:
+    if len(running) + sum(taken) > max_num_seqs:
         raise CheckFailed(f"{where}: {sum(taken)} are let in beside {len(running)} running")
     if taken != sorted(taken, reverse=True):
         skipped = waiting[taken.index(False)].name
@@ -203,21 +204,23 @@ def _hold_plan(plan: list, running: list[Seq], waiting: list[Seq], budget: int, 
             + (f"{left} tokens are left over" if left else "one that waited is let in")
         )
     halves = [s for s in waiting if 0 < given.get(s.name, 0) < min(lacks[s.name], chunk)]
-    if left and (halves or (not all(taken) and len(running) + sum(taken) < seats)):
+    if left and (halves or (not all(taken) and len(running) + sum(taken) < max_num_seqs)):
         raise CheckFailed(f"{where}: {left} tokens of the budget are left over while a prompt could use them")
 
 
-def _play(plan: Callable, lengths: Sequence[tuple[int, int]], budget: int, chunk: int, seats: int) -> dict[str, int]:
+def _play(
+    plan: Callable, lengths: Sequence[tuple[int, int]], budget: int, chunk: int, max_num_seqs: int
+) -> dict[str, int]:
     """Plays (prompt, answer) requests to the end; counts. Blocks are not short here."""
     waiting = [Seq([0] * prompt, prompt + answer, name=f"q{i}") for i, (prompt, answer) in enumerate(lengths)]
     running: list[Seq] = []
     counts = {"steps": 0, "tokens": 0, "stalled": 0, "mixed": 0}
     while waiting or running:
-        step = _ask(plan, running, waiting, budget, chunk, seats)
+        step = _ask(plan, running, waiting, budget, chunk, max_num_seqs)
         if not step or counts["steps"] > 2000:
             raise CheckFailed(f"{len(waiting)} wait and {len(running)} run, and your plan is empty: they wait for ever")
         chosen = {s.name for s, _ in step}
-        decoding = {s.name for s in running if s.lacking == 1}
+        decoding = {s.name for s in running if s.num_uncomputed == 1}
         counts["steps"] += 1
         counts["tokens"] += sum(tokens for _, tokens in step)
         counts["stalled"] += bool(decoding - chosen)
@@ -228,7 +231,7 @@ def _play(plan: Callable, lengths: Sequence[tuple[int, int]], budget: int, chunk
         )
         for sequence, tokens in step:
             sequence.num_computed += tokens
-            if not sequence.lacking:
+            if not sequence.num_uncomputed:
                 sequence.tokens.append(0)
         running = [s for s in running if s.num_tokens < s.limit]
     return counts

@@ -21,7 +21,7 @@ class Preemption:
     def preempt(self, sequence: Seq, pool: BlockPool, swap: bool) -> None:
         held = pool.blocks_for(sequence.num_computed)
         if swap and held <= pool.free_host:
-            sequence.slots = pool.swap_out(sequence.blocks[:held])
+            sequence.host_blocks = pool.swap_out(sequence.blocks[:held])
             pool.release(sequence.blocks[held:])
         else:
             sequence.num_computed = 0
@@ -33,8 +33,8 @@ class Preemption:
         if fresh + pool.idle(hits) > pool.available:
             return False
         sequence.blocks = pool.share(hits) + pool.allocate(fresh)
-        pool.swap_in(sequence.slots, sequence.blocks, skip=len(hits))
-        sequence.slots = []
+        pool.swap_in(sequence.host_blocks, sequence.blocks, skip=len(hits))
+        sequence.host_blocks = []
         sequence.num_computed = max(sequence.num_computed, len(hits) * pool.block_size)
         return True
 
@@ -107,7 +107,7 @@ def _one_round(learner: type, swap: bool, host: int, shared: int) -> tuple[int, 
             f"{where}: resume gives blocks {sequence.blocks}; {pool.blocks_for(len(tokens))} are needed, the hits "
             f"{hits} first"
         )
-    if sequence.slots or pool.free_host != host:
+    if sequence.host_blocks or pool.free_host != host:
         raise CheckFailed(f"{where}: after resume {host - pool.free_host} slots on the host are still taken: they leak")
     back = max(0, held - len(hits)) if fits else 0
     if shelf.back != back:
@@ -165,7 +165,7 @@ def _in_an_engine(learner: type, model: Transformer, swap: bool) -> list:
         def _admit(self, sequence: Seq) -> bool:
             if not sequence.preemptions:
                 return super()._admit(sequence)
-            if self.seats + sequence.seats > self.max_num_seqs:
+            if self.num_seqs + sequence.num_seqs > self.max_num_seqs:
                 return False
             hits = self.pool.lookup(self._prefixes(sequence))
             if not self.mine.resume(sequence, self.pool, hits):
@@ -174,7 +174,7 @@ def _in_an_engine(learner: type, model: Transformer, swap: bool) -> list:
 
         def _seat(self, sequence: Seq) -> bool:
             heappop(self._heap)
-            self.num_waiting, self.seats = self.num_waiting - 1, self.seats + sequence.seats
+            self.num_waiting, self.num_seqs = self.num_waiting - 1, self.num_seqs + sequence.num_seqs
             sequence.state = type(sequence.state).RUNNING
             self.running.append(sequence)
             self.running.sort(key=lambda s: s.rank)

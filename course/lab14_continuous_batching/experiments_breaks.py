@@ -20,7 +20,7 @@ class PromptsFirst(Scheduler):
     def schedule(self) -> Plan:
         self.step += 1
         plan, budget = Plan(), self.token_budget
-        for sequence in [s for s in self.running if s.lacking > 1]:
+        for sequence in [s for s in self.running if s.num_uncomputed > 1]:
             budget -= self._give(sequence, budget, plan)
         while budget and (sequence := self._first_waiting()) and self._admit(sequence):
             plan.admitted.append(sequence)
@@ -60,11 +60,11 @@ class CountsTooEarly(Scheduler):
     """Says how many tokens a returning sequence lacks before it looks which of its blocks are still cached."""
 
     def _admit(self, sequence: Seq) -> bool:
-        self._lacking = sequence.lacking if sequence.preemptions else None
+        self._num_uncomputed = sequence.num_uncomputed if sequence.preemptions else None
         return super()._admit(sequence)
 
     def _give(self, sequence: Seq, budget: int, plan: Plan) -> int:
-        counted, self._lacking = getattr(self, "_lacking", None), None
+        counted, self._num_uncomputed = getattr(self, "_num_uncomputed", None), None
         if counted is None:
             return super()._give(sequence, budget, plan)
         tokens = min(counted, budget, self.chunk)

@@ -15,10 +15,9 @@ from course.lab14_continuous_batching import formulas as predict
 from course.lab14_continuous_batching.experiments import Flight, Player, draft, one_thread, play, requests, text
 from course.lab14_continuous_batching.experiments_breaks import PromptsFirst
 from course.lab14_continuous_batching.formulas import H100_8B
+from course.shared.baselines import StaticBatches, TimerBatches
 from minillm.model import Transformer
 from minillm.serve import LLM, POLICIES, BlockPool, SamplingParams, Scheduler
-from minillm.serve.adaptive import AdaptiveBatches
-from minillm.serve.static import StaticBatches
 from minillm.serve.trace import Arrival, VirtualClock, arrivals, replay, skewed, summary, uniform
 
 COUNT, SEATS, PROMPT = 32, 8, 12
@@ -28,7 +27,7 @@ TRACES = {
 }
 ENGINES = {
     "static": lambda model, clock: StaticBatches(model, SEATS, clock=clock),
-    "timer": lambda model, clock: AdaptiveBatches(model, SEATS, 0.05, clock=clock),
+    "timer": lambda model, clock: TimerBatches(model, SEATS, 0.05, clock=clock),
     "continuous": lambda model, clock: LLM(
         model, clock=clock, max_num_seqs=SEATS, token_budget=SEATS * PROMPT + SEATS, num_blocks=256
     ),
@@ -78,7 +77,7 @@ def timers(model: Transformer, waits: Sequence[float], rate: float = 10.0, token
         clock = VirtualClock(pace)
         each = uniform(32, max_tokens=tokens, prompt_tokens=8, rate=rate, vocab_size=61, seed=5)
         with clock.of(model):
-            llm = AdaptiveBatches(model, SEATS, wait_s, clock=clock)
+            llm = TimerBatches(model, SEATS, wait_s, clock=clock)
             outputs = replay(llm, each)
         batch_s = tokens * pace(SEATS * 8)  # and a step: who comes is looked at between steps
         rows.append(

@@ -14,7 +14,9 @@ from minillm.serve.trace import Arrival
 
 
 @one_thread()
-def peer(coming: Sequence[Arrival], *, seats: int, token_budget: int, num_blocks: int = 256) -> dict[str, Any] | None:
+def peer(
+    coming: Sequence[Arrival], *, max_num_seqs: int, token_budget: int, num_blocks: int = 256
+) -> dict[str, Any] | None:
     """Answers, forward passes and seconds of transformers' manager on the draft checkpoint; None without transformers.
 
     It works in a thread of its own, which `torch.inference_mode` does not reach: call it outside of one.
@@ -29,7 +31,7 @@ def peer(coming: Sequence[Arrival], *, seats: int, token_budget: int, num_blocks
     model = AutoModelForCausalLM.from_pretrained(folder_of("draft"), dtype=torch.float32, attn_implementation="sdpa")
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, bos_token_id=None)
     limits = {"page_size": 16, "num_blocks": num_blocks, "max_batch_tokens": token_budget}
-    config = ContinuousBatchingConfig(max_requests_per_batch=seats, **limits)
+    config = ContinuousBatchingConfig(max_requests_per_batch=max_num_seqs, **limits)
     manager = model.eval().init_continuous_batching(continuous_batching_config=config)
     manager.warmup()
     passes: list[int] = []

@@ -21,12 +21,12 @@ PALE = (PALETTE["orange"], PALETTE["sky"], PALETTE["purple"], PALETTE["yellow"])
 # Pure functions of parameters, for sliders.
 
 
-def seats_over_time(requests: int = 24, seats: int = 6, sigma: float = 1.0, longest: int = 48) -> Figure:
+def seats_over_time(requests: int = 24, max_num_seqs: int = 6, sigma: float = 1.0, longest: int = 48) -> Figure:
     """Who sits where: static batches above, continuous batching below; sigma 0 makes all answers equally long."""
     lengths = _lengths(requests, sigma, longest)
     figure, panels = subplots(2, 1, width=10, height=4.2, sharex=True)
-    static, continuous = predict.static_steps(lengths, seats), predict.continuous_steps(lengths, seats)
-    places = {"static": _static(lengths, seats), "continuous": _continuous(lengths, seats)}
+    static, continuous = predict.static_steps(lengths, max_num_seqs), predict.continuous_steps(lengths, max_num_seqs)
+    places = {"static": _static(lengths, max_num_seqs), "continuous": _continuous(lengths, max_num_seqs)}
     with style():
         for axes, (name, bars) in zip(panels, places.items(), strict=True):
             for request, (seat, start) in enumerate(bars):
@@ -38,9 +38,11 @@ def seats_over_time(requests: int = 24, seats: int = 6, sigma: float = 1.0, long
                     axes.text(middle, seat, str(request), ha="center", va="center", fontsize=7, color=ink)
             steps = static if name == "static" else continuous
             axes.axvline(steps, color=PALETTE["black"], linewidth=1, linestyle=":")
-            idle = 1 - sum(lengths) / (seats * steps)
+            idle = 1 - sum(lengths) / (max_num_seqs * steps)
             axes.set_title(f"{name}: {steps} decode steps, {idle:.0%} of the seats empty (numbers: requests)")
-            axes.set(ylabel="seat", xlim=(0, static * 1.02), yticks=range(seats), ylim=(seats - 0.5, -0.5))
+            axes.set(
+                ylabel="seat", xlim=(0, static * 1.02), yticks=range(max_num_seqs), ylim=(max_num_seqs - 0.5, -0.5)
+            )
             axes.grid(False, axis="y")
         panels[-1].set_xlabel("step")
     return figure
@@ -80,21 +82,21 @@ def _lengths(requests: int, sigma: float, longest: int) -> list[int]:
     return engines.answers(skewed(requests, sigma=sigma, **make) if sigma else uniform(requests, **make))
 
 
-def _static(lengths: list[int], seats: int) -> list[tuple[int, int]]:
+def _static(lengths: list[int], max_num_seqs: int) -> list[tuple[int, int]]:
     start, bars = 0, []
-    for first in range(0, len(lengths), seats):
-        batch = lengths[first : first + seats]
+    for first in range(0, len(lengths), max_num_seqs):
+        batch = lengths[first : first + max_num_seqs]
         bars += [(seat, start) for seat in range(len(batch))]
         start += max(batch)
     return bars
 
 
-def _continuous(lengths: list[int], seats: int) -> list[tuple[int, int]]:
-    free_at, bars = [0] * seats, {}
-    for step, batch in enumerate(continuous_batches(lengths, seats)):
+def _continuous(lengths: list[int], max_num_seqs: int) -> list[tuple[int, int]]:
+    free_at, bars = [0] * max_num_seqs, {}
+    for step, batch in enumerate(continuous_batches(lengths, max_num_seqs)):
         for request in batch:
             if request not in bars:
-                seat = min(range(seats), key=lambda s: (free_at[s] > step, s))
+                seat = min(range(max_num_seqs), key=lambda s: (free_at[s] > step, s))
                 bars[request], free_at[seat] = (seat, step), step + lengths[request]
     return [bars[request] for request in range(len(lengths))]
 

@@ -21,45 +21,45 @@ from dataclasses import dataclass
 # Steps.
 
 
-def static_steps(lengths: Sequence[int], seats: int) -> int:
+def static_steps(lengths: Sequence[int], max_num_seqs: int) -> int:
     """Decode steps if B requests start together and the next B wait for the longest of them: the sum of the maxima."""
-    _check(seats=seats, **{"shortest length": min(lengths, default=1)})
-    return sum(max(lengths[first : first + seats]) for first in range(0, len(lengths), seats))
+    _check(max_num_seqs=max_num_seqs, **{"shortest length": min(lengths, default=1)})
+    return sum(max(lengths[first : first + max_num_seqs]) for first in range(0, len(lengths), max_num_seqs))
 
 
-def continuous_steps(lengths: Sequence[int], seats: int) -> int:
+def continuous_steps(lengths: Sequence[int], max_num_seqs: int) -> int:
     """Decode steps if the next request takes a seat in the step after it became free. All have arrived at the start."""
-    _check(seats=seats, **{"shortest length": min(lengths, default=1)})
-    free_at = [0] * seats
+    _check(max_num_seqs=max_num_seqs, **{"shortest length": min(lengths, default=1)})
+    free_at = [0] * max_num_seqs
     for length in lengths:
         heapq.heapreplace(free_at, free_at[0] + length)
     return max(free_at)
 
 
-def least_steps(lengths: Sequence[int], seats: int) -> int:
+def least_steps(lengths: Sequence[int], max_num_seqs: int) -> int:
     """No schedule needs fewer: max(longest, ⌈Σ n_i / B⌉). Continuous batching needs fewer than Σ/B + longest."""
-    _check(seats=seats)
-    return max(max(lengths, default=0), -(-sum(lengths) // seats))
+    _check(max_num_seqs=max_num_seqs)
+    return max(max(lengths, default=0), -(-sum(lengths) // max_num_seqs))
 
 
-def mean_longest(shares: Sequence[float], seats: int) -> float:
+def mean_longest(shares: Sequence[float], max_num_seqs: int) -> float:
     """E[max of B] of lengths 1, 2, ... with these shares (they sum to 1): Σ over k of 1 - P(n <= k)^B, k = 0, 1, ..."""
-    _check(seats=seats)
+    _check(max_num_seqs=max_num_seqs)
     if not math.isclose(sum(shares), 1, rel_tol=1e-6):
         raise ValueError(f"the shares sum to {sum(shares):g}; they are probabilities and sum to 1")
     below, total = 0.0, 0.0
     for share in shares:
-        total += 1 - below**seats
+        total += 1 - below**max_num_seqs
         below += share
     return total
 
 
-def static_over_continuous(shares: Sequence[float], seats: int) -> float:
+def static_over_continuous(shares: Sequence[float], max_num_seqs: int) -> float:
     """How many times the steps of continuous batching static batching takes in the long run: E[max of B] / E[n].
 
     Lengths 1 .. N alike often: about 2B/(B+1), at most 2. Exponential: 1 + 1/2 + ... + 1/B. All equal: 1.
     """
-    return mean_longest(shares, seats) / mean_longest(shares, 1)
+    return mean_longest(shares, max_num_seqs) / mean_longest(shares, 1)
 
 
 # Waits.
@@ -73,16 +73,16 @@ def adaptive_latency(wait_s: float, batch_s: float, busy_s: float = 0.0) -> floa
     return max(wait_s, busy_s) + batch_s
 
 
-def adaptive_batch(per_s: float, wait_s: float, seats: int) -> float:
+def adaptive_batch(per_s: float, wait_s: float, max_num_seqs: int) -> float:
     """Mean batch of an idle server under Poisson arrivals: the first, and those within wait_s of it, at most B."""
-    _check(seats=seats)
+    _check(max_num_seqs=max_num_seqs)
     mean, chance, total = per_s * wait_s, math.exp(-per_s * wait_s), 0.0
     left = 1.0
-    for others in range(seats - 1):
+    for others in range(max_num_seqs - 1):
         total += chance * (1 + others)
         left -= chance
         chance *= mean / (others + 1)
-    return total + left * seats
+    return total + left * max_num_seqs
 
 
 def overtakers(patience: int, priority_gap: int) -> int:

@@ -97,7 +97,7 @@ class KeepsTable(right.Preemption):
 class SwapsAll(right.Preemption):
     def preempt(self, sequence, pool, swap):
         if swap and len(sequence.blocks) <= pool.free_host:
-            sequence.slots = pool.swap_out(sequence.blocks)
+            sequence.host_blocks = pool.swap_out(sequence.blocks)
         else:
             sequence.num_computed = 0
             pool.release(sequence.blocks)
@@ -110,7 +110,7 @@ class AlwaysSwaps(right.Preemption):
         if not swap:
             return super().preempt(sequence, pool, swap)
         held = pool.blocks_for(sequence.num_computed)
-        sequence.slots = pool.swap_out(sequence.blocks[:held])
+        sequence.host_blocks = pool.swap_out(sequence.blocks[:held])
         pool.release(sequence.blocks[held:])
         sequence.blocks = []
 
@@ -131,8 +131,8 @@ class OverwritesHits(right.Preemption):
         if fresh + pool.idle(hits) > pool.available:
             return False
         sequence.blocks = pool.share(hits) + pool.allocate(fresh)
-        pool.swap_in(sequence.slots, sequence.blocks)
-        sequence.slots = []
+        pool.swap_in(sequence.host_blocks, sequence.blocks)
+        sequence.host_blocks = []
         sequence.num_computed = max(sequence.num_computed, len(hits) * pool.block_size)
         return True
 
@@ -140,7 +140,7 @@ class OverwritesHits(right.Preemption):
 @mistake("preempt-and-return", "slots-stay-taken", expect="they leak")
 class LeaksSlots(right.Preemption):
     def resume(self, sequence, pool, hits):
-        sequence.slots = []
+        sequence.host_blocks = []
         return super().resume(sequence, pool, hits)
 
 
@@ -151,8 +151,8 @@ class CountsIdleTwice(right.Preemption):
         if fresh > pool.available:
             return False
         sequence.blocks = pool.share(hits) + pool.allocate(fresh)
-        pool.swap_in(sequence.slots, sequence.blocks, skip=len(hits))
-        sequence.slots = []
+        pool.swap_in(sequence.host_blocks, sequence.blocks, skip=len(hits))
+        sequence.host_blocks = []
         sequence.num_computed = max(sequence.num_computed, len(hits) * pool.block_size)
         return True
 
@@ -164,7 +164,7 @@ class Slowly:
         while held * size < sequence.num_computed:
             held += 1
         if swap and held <= pool.free_host:
-            sequence.slots = pool.swap_out(sequence.blocks[:held])
+            sequence.host_blocks = pool.swap_out(sequence.blocks[:held])
             sequence.blocks = sequence.blocks[held:]
         else:
             sequence.num_computed = 0
@@ -180,9 +180,9 @@ class Slowly:
             sequence.blocks += pool.share([block])
         for _ in range(fresh):
             sequence.blocks += pool.allocate(1)
-        if sequence.slots:
-            pool.swap_in(sequence.slots, sequence.blocks, skip=len(hits))
-        sequence.slots = []
+        if sequence.host_blocks:
+            pool.swap_in(sequence.host_blocks, sequence.blocks, skip=len(hits))
+        sequence.host_blocks = []
         if sequence.num_computed < len(hits) * pool.block_size:
             sequence.num_computed = len(hits) * pool.block_size
         return True

@@ -73,13 +73,13 @@ receipt(
 
 
 # %%
-def continuous_batches(lengths, seats):
+def continuous_batches(lengths, max_num_seqs):
     """lengths: tokens that each request needs, in order of arrival -> one list per step: the requests (0, 1, ...) in
     its batch. First come, first served; a free seat is never left empty while somebody waits."""
     # BEGIN SOLUTION
     left, waiting, running, steps = list(lengths), list(range(len(lengths))), [], []
     while waiting or running:
-        while waiting and len(running) < seats:
+        while waiting and len(running) < max_num_seqs:
             running.append(waiting.pop(0))
         steps.append(list(running))
         for request in running:
@@ -95,7 +95,7 @@ continuous_batches = check("join-and-leave", continuous_batches)
 show(pictures.seats_over_time)
 
 # %%
-sliders(pictures.seats_over_time, requests=(4, 64), seats=(1, 12), sigma=(0.0, 2.0, 0.25), longest=(8, 96))
+sliders(pictures.seats_over_time, requests=(4, 64), max_num_seqs=(1, 12), sigma=(0.0, 2.0, 0.25), longest=(8, 96))
 
 # %% [markdown]
 # Pull `sigma` to 0: all answers become equally long, and the two pictures are the same, to the last step. In the long
@@ -131,14 +131,14 @@ receipt("E[max of 8] / mean", rows)
 
 
 # %%
-def plan_step(running, waiting, budget, chunk, seats):
+def plan_step(running, waiting, budget, chunk, max_num_seqs):
     """-> a list of (sequence, tokens). running, waiting: sequences in order, each with num_tokens and num_computed.
     The budget is at least the number of seats. Changes nothing: a plan says what the step will compute."""
     # BEGIN SOLUTION
     decoding = [s for s in running if s.num_tokens - s.num_computed == 1]
     prompts = [s for s in running if s.num_tokens - s.num_computed > 1]
     plan = []
-    for sequence in [*decoding, *prompts, *waiting[: max(0, seats - len(running))]]:
+    for sequence in [*decoding, *prompts, *waiting[: max(0, max_num_seqs - len(running))]]:
         tokens = min(sequence.num_tokens - sequence.num_computed, chunk, budget)
         if tokens:
             plan.append((sequence, tokens))
@@ -217,12 +217,12 @@ victim = check("preemption-victim", victim)
 # %%
 class Preemption:
     """Gives blocks up and wins them back. A sequence has tokens, num_computed, blocks (on the device, one per
-    pool.block_size tokens) and slots (on the host, empty while it runs).
+    pool.block_size tokens) and host_blocks (copies on the host, empty while it runs).
 
     The pool: blocks_for(tokens), available, free_host, allocate(count) -> blocks, share(blocks) -> blocks,
     release(blocks), idle(blocks) -> how many of them nobody holds (they count as available),
-    swap_out(blocks) -> slots (copies, then releases), swap_in(slots, blocks, skip=n) (copies all but the first n back,
-    frees the slots)."""
+    swap_out(blocks) -> host_blocks (copies, then releases), swap_in(host_blocks, blocks, skip=n) (copies all but the
+    first n back, frees the host blocks)."""
 
     def preempt(self, sequence, pool, swap):
         """Takes all blocks from the sequence. swap: copies those with something in them to the host, if all of them
@@ -230,7 +230,7 @@ class Preemption:
         # BEGIN SOLUTION
         held = pool.blocks_for(sequence.num_computed)
         if swap and held <= pool.free_host:
-            sequence.slots = pool.swap_out(sequence.blocks[:held])
+            sequence.host_blocks = pool.swap_out(sequence.blocks[:held])
             pool.release(sequence.blocks[held:])
         else:
             sequence.num_computed = 0
@@ -246,8 +246,8 @@ class Preemption:
         if fresh + pool.idle(hits) > pool.available:
             return False
         sequence.blocks = pool.share(hits) + pool.allocate(fresh)
-        pool.swap_in(sequence.slots, sequence.blocks, skip=len(hits))
-        sequence.slots = []
+        pool.swap_in(sequence.host_blocks, sequence.blocks, skip=len(hits))
+        sequence.host_blocks = []
         sequence.num_computed = max(sequence.num_computed, len(hits) * pool.block_size)
         return True
         # END SOLUTION
@@ -672,7 +672,7 @@ receipt("on this machine, for information", rows)  # fmt: skip
 # installed:
 
 # %%
-theirs = peer(engines.coming("skewed"), seats=8, token_budget=8 * engines.PROMPT + 8)
+theirs = peer(engines.coming("skewed"), max_num_seqs=8, token_budget=8 * engines.PROMPT + 8)
 ours = at_once["skewed", "continuous"]
 rows = [row("transformers is installed", None, theirs is not None)]
 if theirs is not None:

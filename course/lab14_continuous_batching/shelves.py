@@ -39,7 +39,7 @@ def draw_pool(
 ) -> tuple[BlockPool, Shelf, Seq, Seq]:
     """(pool, its shelf, a running sequence, another that shares its first blocks): some tokens computed, not all.
 
-    shared: full first blocks that both hold, published. release_other: the other one has ended since.
+    shared: full first blocks that both hold, cached. release_other: the other one has ended since.
     """
     size, blocks = 4, random.randint(5, 8)
     tokens = [random.randrange(1000) for _ in range(blocks * size - random.randrange(size))]
@@ -56,7 +56,7 @@ def draw_pool(
     prefix = root()
     for place in range(shared):
         prefix = Prefix(prefix, tuple(tokens[place * size : (place + 1) * size]))
-        pool.publish(sequence.blocks[place], prefix)
+        pool.cache_block(sequence.blocks[place], prefix)
     other = Seq([*tokens[: shared * size], 0], 40, name="other", num_computed=shared * size)
     other.blocks = pool.share(sequence.blocks[:shared]) + pool.allocate(1)
     shelf.shared = frozenset(sequence.blocks[:shared])

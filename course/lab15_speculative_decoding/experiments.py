@@ -195,7 +195,7 @@ def generate(
         mean(record.sampled for record in full),
         mean(seconds for _, _, seconds in calls),
         mean(longest for _, longest, _ in calls),
-        llm.speculation.counts,
+        llm.speculation.counts if llm.speculation else Counts(),
         whole,
     )
 

@@ -20,6 +20,7 @@ BENCHES = {  # name -> module with run(repeats, ...) -> rows, and what is compar
     "attention": ("minillm.bench.attention", "backends of paged attention against a padded gather and torch's SDPA"),
     "step": ("minillm.bench.step", "the training step against transformers in a plain loop and under accelerate"),
     "serve": ("minillm.bench.serve", "continuous batching and prefix cache against transformers' generate and manager"),
+    "engine-overhead": ("minillm.bench.engine_overhead", "host work of an engine step, without a model"),
     "speculate": ("minillm.bench.speculate", "speculative decoding against none and transformers' assisted generation"),
 }
 BYTES = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}

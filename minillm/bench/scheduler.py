@@ -65,7 +65,7 @@ class Steady:
         plan = scheduler.schedule()
         for sequence in scheduler.advance(plan):
             sequence.tokens.append(7)
-            scheduler.keep(sequence)
+            scheduler.commit_accepted(sequence)
             if sequence.num_tokens == sequence.limit:
                 scheduler.finish(sequence)
                 self._add(ANSWER)
@@ -80,7 +80,7 @@ class Steady:
         """So many blocks that nobody holds any more and a hit could revive."""
         blocks = self.pool.allocate(cached)
         for number, block in enumerate(blocks):
-            self.pool.publish(block, Prefix(root(salt="old"), (number,) * BLOCK_SIZE))
+            self.pool.cache_block(block, Prefix(root(salt="old"), (number,) * BLOCK_SIZE))
         self.pool.release(blocks)
 
 

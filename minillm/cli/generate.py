@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -80,9 +80,7 @@ def stream(
     model: Transformer, tokenizer: Tokenizer, prompt: str, max_new_tokens: int, temperature: float, seed: int
 ) -> None:
     """One text, a token at a time, by the plainest decoder."""
-    ids, first = heal(tokenizer, tokenizer.encode(prompt) or [tokenizer.eos_id])
-    if tokenizer.bos_id is not None:
-        ids = [tokenizer.bos_id, *ids]
+    ids, first = healed(tokenizer, prompt)
     push = tokenizer.stream()
     typer.echo(push(*ids), nl=False)
     stop = None if tokenizer.eos is None else tokenizer.eos_id
@@ -93,15 +91,22 @@ def stream(
 
 def stream_speculating(llm: LLM, prompt: str, params: SamplingParams) -> None:
     """One text, several tokens at a time, and what the guesses brought."""
-    typer.echo(prompt, nl=False)
-    text, tokens, push = prompt or [llm.tokenizer.eos_id], 0, llm.tokenizer.stream()
-    for _, token in llm.stream(text, params):
-        typer.echo(push(token.id), nl=False)
-        tokens += 1
-    typer.echo(push(final=True))
+    ids, first = healed(llm.tokenizer, prompt)
+    typer.echo(llm.tokenizer.decode(ids, skip_special=True), nl=False)
+    tokens = 0
+    for delta in llm.stream(ids, replace(params, first_tokens=first or ())):
+        typer.echo(delta.text, nl=False)
+        tokens += len(delta.tokens)
+    typer.echo()
     counts, passes = llm.speculation.counts, sum(record.sampled > 0 for record in llm.records)
     guesses = f"{sum(counts.kept):.0f} guesses right, {counts.accepted:.0%} of those looked at"
     typer.echo(f"{tokens} tokens in {passes} passes; {guesses}", err=True)
+
+
+def healed(tokenizer: Tokenizer, prompt: str) -> tuple[list[int], list[int] | None]:
+    """The prompt's ids, with what begins a text of this tokenizer's, after `heal`."""
+    ids, first = heal(tokenizer, tokenizer.encode(prompt) or [tokenizer.eos_id])
+    return ids if tokenizer.bos_id is None else [tokenizer.bos_id, *ids], first
 
 
 def _guesses(k: str) -> int | str:
@@ -185,7 +190,7 @@ def as_json(outputs: list[tuple[int, Output]]) -> dict[str, Any]:
             if any(token.logprob is not None for token in answer.tokens):
                 found["logprobs"] = [{"logprob": token.logprob, "top": token.top} for token in answer.tokens]
         counts = {name: getattr(output, name) for name in ("computed", "hit", "preemptions", "error")}
-        row = {"line": number, "prompt": output.prompt, "answers": answers, **times}
+        row = {"line": number, "prompt": output.prompt, "seed": output.seed, "answers": answers, **times}
         rows.append({**row, "end_to_end_s": timing.end_to_end, **counts})
     if all(output.error is not None for _, output in outputs):
         return {"rows": rows}

@@ -1,4 +1,11 @@
-"""Ranks and what they say to each other: launch, groups, meshes, collectives, emulated links."""
+"""Ranks and what they say to each other: launch, groups, meshes, collectives, emulated links.
+
+To read a ring all-reduce: `group.py` (the call), `operation.py` (on record), `backends/cpu.py` (in which thread, by
+which messages), `collectives.py` (the algorithm), `backends/sockets.py` (the bytes). On NCCL: `group.py`,
+`operation.py`, `backends/native.py`. What these three share is named in `protocol.py`.
+To read `launch`: `launch/launcher.py` (the caller), `launch/worker.py` (a rank), `diagnostics/flight_recorder.py` (what
+each rank does), `diagnostics/hang_report.py` (who waits for whom), `launch/torchrun.py` (ranks already there).
+"""
 
 from minillm.comm.collectives import (
     hierarchical_all_reduce,

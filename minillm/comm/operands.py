@@ -51,9 +51,7 @@ def check_splits(
         if sizes is None:
             part_shape(x, world_size, "all_to_all")
         elif len(sizes) != world_size or min(sizes) < 0:
-            raise ValueError(
-                f"{what} {list(sizes)} must be a number of rows, 0 or more, for each of {world_size} ranks"
-            )
+            raise ValueError(f"{what} {list(sizes)} must be the rows, 0 or more, of each of {world_size} ranks")
     if input_splits is not None and sum(input_splits) != len(x):
         raise ValueError(f"input_splits {list(input_splits)} make {sum(input_splits)} rows, but x has {len(x)}")
 

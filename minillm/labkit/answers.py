@@ -11,6 +11,7 @@ be imported, so cloudpickle sends it to ranks by value, as it does with what a n
 
 import ast
 import symtable
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -56,7 +57,7 @@ class Answers:
                 wanted = wanted | reads
         for index, names in reversed(needed):
             if index not in self._done:
-                code = ast.Module([_only(self._statements[index], names)], type_ignores=[])
+                code = ast.Module([deepcopy(_only(self._statements[index], names))], type_ignores=[])
                 exec(compile(_Unchecked().visit(code), str(self._master), "exec"), self._module.__dict__)
                 if not isinstance(self._statements[index], (ast.Import, ast.ImportFrom)):
                     self._done.add(index)

@@ -13,6 +13,7 @@ from torch import Tensor
 from minillm.data import Tokenizer
 from minillm.model.attention import sdpa
 from minillm.model.config import ModelConfig
+from minillm.model.draw import Draw
 from minillm.model.transformer import Transformer
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
@@ -64,7 +65,7 @@ def generate(
         raise ValueError(f"a prompt of {len(prompt)} tokens does not fit: use 1 to {model.config.max_seq_len - 1}.")
     if not 0 <= temperature < float("inf") or max_new_tokens < 1:
         raise ValueError(f"temperature {temperature} must be at least 0, max_new_tokens {max_new_tokens} at least 1.")
-    weight, draw = model.embedding.weight, torch.Generator().manual_seed(seed)
+    weight, draw = model.embedding.weight, Draw(seed)
     length = len(prompt) + min(max_new_tokens, room)
     cache = KVCache(model.config, length, device=weight.device, dtype=weight.dtype)
     tokens, start = torch.tensor([prompt], device=weight.device), 0
@@ -127,8 +128,8 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-def _choose(logits: Tensor, temperature: float, draw: torch.Generator) -> int:
+def _choose(logits: Tensor, temperature: float, draw: Draw) -> int:
     if temperature == 0:
         return int(logits.argmax())
     scaled = (logits - logits.max()) / min(max(temperature, COLDEST), HOTTEST)
-    return int(torch.multinomial(torch.softmax(scaled, dim=-1), 1, generator=draw))
+    return draw.choose(torch.softmax(scaled, dim=-1))

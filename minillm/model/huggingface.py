@@ -5,7 +5,7 @@ tensor that is silently skipped gives a model that only seems to work.
 """
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
@@ -32,8 +32,9 @@ def load_hf(
     missing or truncated; a tensor missing, unexpected or of another shape.
     """
     folder = Path(folder)
-    config = read_config(folder)
-    stored = weights.read(folder)
+    config, stored = read_config(folder), weights.read(folder)
+    if config.tie_embeddings and _has_other_head(stored):
+        config = replace(config, tie_embeddings=False)
     shapes = {hf_name(name): list(p.shape) for name, p in Transformer(config, device="meta").named_parameters()}
     if missing := sorted(shapes.keys() - stored.keys()):
         raise ValueError(f"{folder} lacks tensor {missing[0]}{_more(missing)}: its checkpoint is not complete.")
@@ -187,7 +188,8 @@ def _rope_from_hf(raw: dict) -> tuple[float, RopeScaling | None]:
     keys = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
     if missing := [key for key in keys if key not in rope]:
         raise ValueError(f"rope key {missing[0]!r} is missing, which rope type {kind!r} needs.")
-    original = rope.get("original_max_position_embeddings", raw["max_position_embeddings"])
+    outside = raw.get("original_max_position_embeddings", raw["max_position_embeddings"])
+    original = rope.get("original_max_position_embeddings", outside)
     values = [rope[key] for key in keys]
     return theta, RopeScaling(kind, *values, **({"original_max_seq_len": original} if kind == "llama3" else {}))
 
@@ -219,6 +221,14 @@ def _window_from_hf(raw: dict) -> int | None:
     if len(set(types)) > 1:
         raise ValueError("a sliding window in some layers only is not supported: set it for all or for none.")
     return raw.get("sliding_window", 4096) if types[0] == "sliding_attention" else None
+
+
+def _has_other_head(stored: dict) -> bool:
+    """Is a head stored that is not the embedding? It then counts, as in transformers, whatever the config says."""
+    head, embedding = hf_name("head.weight"), hf_name("embedding.weight")
+    if head not in stored or embedding not in stored:
+        return False
+    return not torch.equal(stored[head].get_tensor(head), stored[embedding].get_tensor(embedding))
 
 
 def _derived(name: str, config: ModelConfig) -> bool:

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from itertools import accumulate
 from typing import Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -239,32 +240,51 @@ class PagedCache:
     def from_host(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
         self.pool[:, :, list(blocks)] = self.host[:, :, list(slots)].to(self.pool.device)
 
+    def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+        """Arrays of whole numbers as tensors on the device, in one copy that the host does not wait for."""
+        flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
+        if self.pool.is_cuda:
+            flat = flat.pin_memory().to(self.pool.device, non_blocking=True)
+        parts = flat.split([array.size for array in arrays])
+        return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
     def batch(
         self, tables: Sequence[Sequence[int]], starts: Sequence[int], query_lens: Sequence[int], backend=gathered
     ) -> "PagedBatch":
         """The attention function of one forward pass: sequence s brings the query_lens[s] tokens from starts[s] on."""
-        return PagedBatch(self, tables, starts, query_lens, backend)
+        table = np.zeros((len(tables), max(map(len, tables))), np.int64)
+        for row, blocks in zip(table, tables, strict=True):
+            row[: len(blocks)] = blocks
+        return PagedBatch(self, table, starts, query_lens, backend)
 
 
 class PagedBatch:
     """An `AttentionFunction` for a flat batch: writes its keys and values into their blocks, then attends.
 
     All of a layer's keys are written before any is read, so a sequence may share a block that another sequence of the
-    same pass fills. positions: [tokens], to hand to the model.
+    same pass fills. table: [sequences, blocks], a row for each, padded at will. positions: [tokens], to hand to the
+    model. more: arrays of whole numbers that go to the device in the same copy, and then what they are there.
     """
 
-    def __init__(self, cache: PagedCache, tables, starts, query_lens, backend):
-        device, size = cache.pool.device, cache.block_size
+    def __init__(
+        self,
+        cache: PagedCache,
+        table: np.ndarray,
+        starts: Sequence[int],
+        query_lens: Sequence[int],
+        backend: Backend,
+        more: Sequence[np.ndarray] = (),
+    ):
+        size = cache.block_size
         self.cache, self.backend, self.query_lens = cache, backend, list(query_lens)
         self._attend: dict[int | None, Attend] = {}  # by window
         self.context_lens = [start + length for start, length in zip(starts, query_lens, strict=True)]
-        spans = [range(end - length, end) for end, length in zip(self.context_lens, query_lens, strict=True)]
-        slots = [table[p // size] * size + p % size for table, span in zip(tables, spans, strict=True) for p in span]
-        widest = max(map(len, tables))
-        self.block_table = torch.tensor([[*table, *[0] * (widest - len(table))] for table in tables], device=device)
-        self.slot_mapping = torch.tensor(slots, device=device)
-        self.positions = torch.tensor([p for span in spans for p in span], device=device)
-        self.last_rows = torch.tensor(list(accumulate(query_lens)), device=device) - 1
+        lengths, ends = np.array(self.query_lens), np.array(self.context_lens)
+        stops = lengths.cumsum()
+        positions = np.arange(stops[-1]) + np.repeat(ends - stops, lengths)
+        slots = table[np.repeat(np.arange(len(lengths)), lengths), positions // size] * size + positions % size
+        on_device = cache.upload((table, slots, positions, stops - 1, *more))
+        self.block_table, self.slot_mapping, self.positions, self.last_rows, *self.more = on_device
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, positions: Tensor | None, window: int | None

@@ -3,7 +3,7 @@
 A decoding sequence brings one query. A kernel with one program per (sequence, kv head) leaves most of a GPU idle when
 few sequences run, however long they are. So the keys of each are divided as well, and the parts are joined afterwards:
 
-keys        0 ········ │ ········ │ ········ │ ···· n     one program per (tile of queries, kv head, split)
+keys        0 ········ │ ········ │ ········ │ ···· n     one program per (tile of queries, split) and kv head
             y₀, ln Σ₀    y₁, ln Σ₁   y₂, ln Σ₂   y₃, ln Σ₃  each: its own softmax, and the logarithm of its sum
                   ╰──────────┴── combine ──┴──────────╯     y = Σ wᵢ yᵢ / Σ wᵢ, wᵢ = exp(ln Σᵢ)
 
@@ -31,14 +31,15 @@ except ImportError:  # comes with torch for CUDA on Linux; the CPU's torch is wi
 TILE_BYTES = 16 << 10  # of queries, of keys and of values: what a program keeps close to its compute unit
 MIN_KEYS = 256  # of a split: fewer are not worth a partial result that is written and read again
 UNLIMITED = (1 << 31) - 1
-VARYING = ("window", "all_rows", "table_width", "splits")
+VARYING = ("window", "table_width")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class TritonSplitKV:
-    """A backend of `paged_attention`, shapes as there; sums in float32. splits: of the keys; None = as many as fill the
-    GPU twice. Raises ValueError without triton, off the GPU without its interpreter, and for other dtypes than DTYPES.
+    """A backend of `paged_attention`, shapes as there; sums in float32. splits: of each sequence's keys; None = what
+    fills the GPU twice, see `_splits`. Raises ValueError without triton, off the GPU without its interpreter, and for
+    other dtypes than DTYPES.
     """
 
     splits: int | None = None
@@ -57,27 +58,30 @@ class TritonSplitKV:
         columns = min(64, max(16, TILE_BYTES // (dims * q.element_size())))
         rows = min(columns, triton.next_power_of_2(max(query_lens) * group))
         rows = max(16, rows, triton.next_power_of_2(group))
-        tiles = torch.tensor(list(_tiles(query_lens, context_lens, rows // group)), dtype=torch.int32).to(q.device)
-        longest = min(max(context_lens), (window or UNLIMITED) + rows // group)
-        splits = self.splits or _splits(len(tiles) * kv_heads, longest, q.device)
+        tiles = list(_tiles(query_lens, context_lens, rows // group))
+        reach = UNLIMITED if window is None else window
+        keys = [min(position + count, reach + count - 1) for _, _, count, position in tiles]
+        splits = [self.splits] * len(tiles) if self.splits else _splits(keys, kv_heads, q.device)
+        work, places = (torch.tensor(table, dtype=torch.int32).to(q.device) for table in _work(tiles, splits))
+        most, partial_tokens = max(splits), sum(n * count for n, (_, _, count, _) in zip(splits, tiles, strict=True))
         block_table = block_table.contiguous()
         constants = (group, head_dim, block_size, rows, columns, dims, _factors(q.dtype))
 
         def launch(q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
             _check_layer(q, k_pool, v_pool)
             q = q.contiguous()
-            parts = torch.empty((splits, *q.shape), device=q.device, dtype=q.dtype if splits == 1 else torch.float32)
-            log_sums = torch.empty((splits, tokens, heads), device=q.device, dtype=torch.float32)
-            attend[len(tiles), kv_heads, splits](
-                *(q, k_pool, v_pool, block_table, tiles, parts, log_sums),
-                *(head_dim**-0.5, UNLIMITED if window is None else window),
-                *(tokens * heads, block_table.shape[1], *k_pool.stride()[:3], *constants),
+            kind = q.dtype if most == 1 else torch.float32
+            parts = torch.empty((partial_tokens, heads, head_dim), device=q.device, dtype=kind)
+            log_sums = torch.empty((partial_tokens, heads), device=q.device, dtype=torch.float32)
+            attend[len(work), kv_heads](
+                *(q, k_pool, v_pool, block_table, work, parts, log_sums, head_dim**-0.5, reach),
+                *(block_table.shape[1], *k_pool.stride()[:3], *constants),
                 num_stages=2,
             )
-            if splits == 1:
-                return parts[0]
-            y, sizes = torch.empty_like(q), (splits, tokens * heads, head_dim, dims, triton.next_power_of_2(splits))
-            combine[(tokens * heads,)](parts, log_sums, y, *sizes)
+            if most == 1:
+                return parts
+            y, sizes = torch.empty_like(q), (head_dim, dims, triton.next_power_of_2(most))
+            combine[tokens, heads](parts, log_sums, places, y, *sizes)
             return y
 
         return launch
@@ -97,12 +101,11 @@ def attend(
     k_pool,  # [num_blocks, block_size, kv_heads, head_dim]
     v_pool,
     block_table,  # [sequences, table_width]
-    tiles,  # [tiles, 4], int32: see `_tiles`
-    parts,  # [splits, tokens, heads, head_dim]: softmax over this split's keys, times values
-    log_sums,  # [splits, tokens, heads]: ln Σ exp(score) over this split's keys
+    work,  # [programs, 7], int32: see `_work`
+    parts,  # [partial tokens, heads, head_dim]: softmax over one split's keys, times values
+    log_sums,  # [partial tokens, heads]: ln Σ exp(score) over one split's keys
     scale,
     window,
-    all_rows,
     table_width,
     block_stride,
     slot_stride,
@@ -115,9 +118,9 @@ def attend(
     DIMS: tl.constexpr,
     FACTORS: tl.constexpr,
 ):
-    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    sequence, token = tl.load(tiles + 4 * tile), tl.load(tiles + 4 * tile + 1)
-    count, position = tl.load(tiles + 4 * tile + 2), tl.load(tiles + 4 * tile + 3)
+    item, kv_head = work + 7 * tl.program_id(0), tl.program_id(1)
+    sequence, token, count, position = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+    split, splits, partial_token = tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
 
     row, dim = tl.arange(0, ROWS), tl.arange(0, DIMS)
     inside, wide = row < count * GROUP, dim < HEAD_DIM
@@ -127,7 +130,7 @@ def attend(
     queries = tl.load(q + q_row[:, None] * HEAD_DIM + dim[None, :], mask=q_mask, other=0.0).to(FACTORS)
 
     first, end = tl.maximum(position - window + 1, 0), position + count  # what any of these queries sees
-    span = tl.cdiv(tl.cdiv(end - first, tl.num_programs(2)), COLUMNS) * COLUMNS
+    span = tl.cdiv(tl.cdiv(end - first, splits), COLUMNS) * COLUMNS
     start = first + split * span
     end = tl.minimum(end, start + span)
 
@@ -155,18 +158,20 @@ def attend(
         largest = higher
 
     total = tl.where(total == 0.0, 1.0, total)  # a row that sees none of this split's keys: 0, and ln Σ = -inf
-    out = split.to(tl.int64) * all_rows + q_row
+    out = q_row + (partial_token - token).to(tl.int64) * tl.num_programs(1) * GROUP
     tl.store(parts + out[:, None] * HEAD_DIM + dim[None, :], weighted / total[:, None], mask=q_mask)
     tl.store(log_sums + out, largest + tl.log(total), mask=inside)
 
 
 @kernel
-def combine(parts, log_sums, y, splits, all_rows, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, SPLITS: tl.constexpr):
-    """One program per query and head: the mean of its parts, each weighted by its sum."""
-    row = tl.program_id(0)
+def combine(parts, log_sums, places, y, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, SPLITS: tl.constexpr):
+    """One program per query and head: the mean of its parts, each weighted by its sum. places: [tokens, 3], `_work`."""
+    token, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    first, step, splits = tl.load(places + 3 * token), tl.load(places + 3 * token + 1), tl.load(places + 3 * token + 2)
     split, dim = tl.arange(0, SPLITS), tl.arange(0, DIMS)
     there, wide = split < splits, dim < HEAD_DIM
-    at = split.to(tl.int64) * all_rows + row
+    at = (first + split.to(tl.int64) * step) * heads + head
+    row = token * heads + head
     log_sum = tl.load(log_sums + at, mask=there, other=float("-inf"))
     weights = tl.exp(log_sum - tl.max(log_sum, 0))
     mask = there[:, None] & wide[None, :]
@@ -187,11 +192,28 @@ def _tiles(query_lens: Sequence[int], context_lens: Sequence[int], size: int) ->
         start += length
 
 
-def _splits(programs: int, longest: int, device: torch.device) -> int:
-    """A power of two: what fills every compute unit twice, as long as each split has MIN_KEYS keys."""
+def _splits(keys: Sequence[int], kv_heads: int, device: torch.device) -> list[int]:
+    """Splits of each tile that has so many keys: parts of like size, together what fills every compute unit twice, as
+    long as each has MIN_KEYS keys. A long sequence is cut however short the ones beside it are."""
     units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    wanted = max(1, min(2 * units // programs, longest // MIN_KEYS))
-    return 1 << (wanted.bit_length() - 1)
+    size = max(MIN_KEYS, -(-sum(keys) * kv_heads // (2 * units)))
+    return [max(1, count // size) for count in keys]
+
+
+def _work(tiles: Sequence[tuple[int, int, int, int]], splits: Sequence[int]) -> tuple[list[tuple], list[tuple]]:
+    """(a row for each program, a row for each token).
+
+    A program's: its tile, which split of how many, and where the partial results of the tile's tokens begin. A token's:
+    where its first partial result lies, how far apart they are, and how many there are. With one split each, a partial
+    result is the result and lies where it belongs.
+    """
+    programs, tokens, start = [], [], 0
+    for tile, count in zip(tiles, splits, strict=True):
+        length = tile[2]
+        programs += [(*tile, split, count, start + split * length) for split in range(count)]
+        tokens += [(start + place, length, count) for place in range(length)]
+        start += count * length
+    return programs, tokens
 
 
 def _factors(dtype: torch.dtype):

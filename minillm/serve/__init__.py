@@ -3,29 +3,32 @@
 llm = LLM(model, tokenizer=tokenizer)
 for output in llm.generate(["def ", "class "], SamplingParams(max_tokens=32, n=2, temperature=0.8)): ...
 
-What it is compared with has its face: `Naive`, `StaticBatches`, `AdaptiveBatches`; `replay` sends a trace through any.
+Reading order:
+1. `tiny.py`        the whole engine on one page: block tables, token budget, continuous batching, preemption
+2. `blocks.py`      which sequence holds which block; prefix cache, eviction, copy on write, swapping
+3. `scheduler.py`   which tokens the next forward pass computes, and which sequence is preempted when blocks run out
+4. `engine.py`      add, step, cancel, stream; with `model_runner.py` (one forward pass) and `sampling.py` (one token)
+5. `minillm/model/paged.py`   attention over blocks anywhere in memory; `paged_triton.py` is its GPU kernel
+Beside the path: `speculate/` (draft tokens), `trace.py` (`replay` sends the same requests through any engine).
 """
 
-from minillm.serve.adaptive import AdaptiveBatches
 from minillm.serve.blocks import BlockPool, Prefix
 from minillm.serve.engine import LLM
-from minillm.serve.naive import Naive
 from minillm.serve.recorder import StepRecord
-from minillm.serve.request import Answer, Output, Timing
+from minillm.serve.request import Answer, Delta, Output, Timing
 from minillm.serve.sampling import SamplingParams, Token
 from minillm.serve.scheduler import POLICIES, Scheduler
 from minillm.serve.sequence import Plan, Sequence, State
-from minillm.serve.static import StaticBatches
+from minillm.serve.tiny import TinyLLM
 from minillm.serve.trace import Arrival, VirtualClock, replay, skewed, summary, uniform
 
 __all__ = [
     "LLM",
     "POLICIES",
-    "AdaptiveBatches",
     "Answer",
     "Arrival",
     "BlockPool",
-    "Naive",
+    "Delta",
     "Output",
     "Plan",
     "Prefix",
@@ -33,9 +36,9 @@ __all__ = [
     "Scheduler",
     "Sequence",
     "State",
-    "StaticBatches",
     "StepRecord",
     "Timing",
+    "TinyLLM",
     "Token",
     "VirtualClock",
     "replay",

@@ -1,6 +1,6 @@
 """Who holds which block of keys and values: reference counts, a cache of prefixes, eviction, copies on write, swapping.
 
-    free ──allocate──▶ used (1 or more holders) ──release──▶ free, or cached if its tokens were published
+    free ──allocate──▶ used (1 or more holders) ──release──▶ free, or cached if its prefix is cached
       ▲                  ▲                                     │
       └─── evicted ──────┴──────── share, on a hit ────────────┘      free + cached + used = total, always
 
@@ -50,8 +50,8 @@ class Storage(Protocol):
     """What moves the contents of blocks; done when it returns, before the next forward pass reads."""
 
     def copy(self, source: int, target: int) -> None: ...
-    def to_host(self, blocks: Sequence[int], slots: Sequence[int]) -> None: ...
-    def from_host(self, slots: Sequence[int], blocks: Sequence[int]) -> None: ...
+    def to_host(self, blocks: Sequence[int], host_blocks: Sequence[int]) -> None: ...
+    def from_host(self, host_blocks: Sequence[int], blocks: Sequence[int]) -> None: ...
 
 
 class BlockPool:
@@ -139,8 +139,8 @@ class BlockPool:
                 else:
                     self._idle[block] = None
 
-    def own(self, blocks: list[int], index: int) -> None:
-        """Copy on write: after this blocks[index] has one holder, who may write into it."""
+    def copy_on_write(self, blocks: list[int], index: int) -> None:
+        """After this blocks[index] has one holder, which may write into it; a shared block is copied first."""
         shared = blocks[index]
         if self.references[shared] == 1:
             return
@@ -164,7 +164,7 @@ class BlockPool:
         """How many of the blocks nobody holds: sharing them takes them out of `available`."""
         return sum(self.references[block] == 0 for block in blocks)
 
-    def publish(self, block: int, prefix: Prefix) -> None:
+    def cache_block(self, block: int, prefix: Prefix) -> None:
         """The held block contains (or will, when this step is computed) the last block of `prefix`: others may share.
 
         Does nothing if the prefix is cached in another block already.
@@ -172,8 +172,8 @@ class BlockPool:
         if self.prefix_cache and self._prefix[block] is None and prefix not in self._cache:
             self._cache[prefix], self._prefix[block] = block, prefix
 
-    def forget(self, blocks: Iterable[int]) -> None:
-        """Nobody may find these blocks any more: what they contain turned out to be wrong."""
+    def invalidate(self, blocks: Iterable[int]) -> None:
+        """A lookup no longer finds these blocks: what they contain turned out to be wrong."""
         for block in blocks:
             if (prefix := self._prefix[block]) is not None:
                 del self._cache[prefix]
@@ -183,27 +183,27 @@ class BlockPool:
                 self._free.append(block)
 
     def swap_out(self, blocks: Sequence[int]) -> list[int]:
-        """Copies the blocks to the host and releases them; returns their slots there. Needs as many in `free_host`."""
+        """Copies the blocks to the host and releases them; returns the host blocks. Needs as many in `free_host`."""
         if len(blocks) > len(self._free_host):
             raise RuntimeError(f"{len(blocks)} blocks do not fit the host's {len(self._free_host)} free ones.")
-        slots = [self._free_host.pop() for _ in blocks]
-        if self.storage is not None and slots:
-            self.storage.to_host(blocks, slots)
+        host_blocks = [self._free_host.pop() for _ in blocks]
+        if self.storage is not None and host_blocks:
+            self.storage.to_host(blocks, host_blocks)
         self.release(blocks)
-        return slots
+        return host_blocks
 
-    def swap_in(self, slots: Sequence[int], blocks: Sequence[int], *, skip: int = 0) -> None:
-        """Copies slots[i] back into blocks[i], but for the first `skip` (cache hits); frees the slots."""
-        if self.storage is not None and len(slots) > skip:
-            self.storage.from_host(slots[skip:], blocks[skip : len(slots)])
-        self.drop(slots)
+    def swap_in(self, host_blocks: Sequence[int], blocks: Sequence[int], *, skip: int = 0) -> None:
+        """Copies host_blocks[i] back into blocks[i], but for the first `skip` (cache hits); frees the host_blocks."""
+        if self.storage is not None and len(host_blocks) > skip:
+            self.storage.from_host(host_blocks[skip:], blocks[skip : len(host_blocks)])
+        self.drop(host_blocks)
 
-    def drop(self, slots: Sequence[int]) -> None:
-        """Gives slots on the host back unread."""
-        self._free_host.extend(slots)
+    def drop(self, host_blocks: Sequence[int]) -> None:
+        """Gives host_blocks on the host back unread."""
+        self._free_host.extend(host_blocks)
 
     def _evict(self) -> int:
         block, _ = self._idle.popitem(last=False)
-        self.forget([block])
+        self.invalidate([block])
         self.evicted += 1
         return block

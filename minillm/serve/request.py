@@ -1,13 +1,14 @@
 """A request from prompt to output: its samples, what ends them, its times."""
 
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
-
-import torch
+from typing import NamedTuple
 
 from minillm.data import Tokenizer
 from minillm.model import ModelConfig
-from minillm.serve.sampling import SamplingParams, Token
+from minillm.model.draw import Draw, sample_seed
+from minillm.serve.sampling import SamplingParams, Token, whole_numbers
 from minillm.serve.sequence import Sequence
 
 
@@ -61,9 +62,10 @@ class Answer:
 
 @dataclass
 class Output:
-    """A request that ended. error: why it failed. computed, hit: prompt and answer tokens put through the model, and
-    taken from the prefix cache; preemptions: how often it lost its blocks; passes: forward passes that it took part in
-    after its first token; drafted, accepted: guesses checked in them, and how many were right (all samples together).
+    """A request that ended. error: why it failed. seed: of its draws, the one it asked for or a fresh one. computed,
+    hit: prompt and answer tokens put through the model, and taken from the prefix cache; preemptions: how often it lost
+    its blocks; passes: forward passes that it took part in after its first token; drafted, accepted: draft
+    tokens checked in them, and how many were right (all samples together).
     """
 
     request_id: str
@@ -77,6 +79,16 @@ class Output:
     passes: int = 0
     drafted: int = 0
     accepted: int = 0
+    seed: int = 0
+
+
+class Delta(NamedTuple):
+    """What a stream hands over: new tokens of one sample, and the text that is certain since. The text may lag behind
+    its tokens: half a character and what may become a stop text are held back."""
+
+    sample: int
+    tokens: list[Token]
+    text: str
 
 
 @dataclass(eq=False)
@@ -87,6 +99,7 @@ class Request:
     params: SamplingParams
     stop_tokens: frozenset[int]
     samples: list["Sample"] = field(default_factory=list)
+    awaited: bool = False  # by the `generate` or `stream` that added it: `step` does not return it
 
     @classmethod
     def arrived(
@@ -96,12 +109,13 @@ class Request:
         stops = set(params.stop_tokens)
         if tokenizer is not None and tokenizer.eos is not None and not params.ignore_eos:
             stops.add(tokenizer.eos_id)
-        return cls(Output(request_id, prompt, [], Timing(now)), params, frozenset(stops))
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        return cls(Output(request_id, prompt, [], Timing(now), seed=seed), params, frozenset(stops))
 
     def attach(self, sequence: Sequence, tokenizer: Tokenizer | None) -> "Sample":
         index, answer = len(self.samples), Answer()
         sequence.name = f"{self.output.request_id}/{index}"
-        draw = torch.Generator().manual_seed(self.params.seed + index)
+        draw = Draw(sample_seed(self.output.seed, index))
         self.samples.append(Sample(self, index, sequence, answer, draw, tokenizer and tokenizer.stream()))
         self.output.answers.append(answer)
         return self.samples[-1]
@@ -115,7 +129,7 @@ class Sample:
     index: int
     sequence: Sequence
     answer: Answer
-    draw: torch.Generator
+    draw: Draw
     push: Callable[..., str] | None
 
     def accept(self, token: Token) -> str | None:
@@ -133,6 +147,18 @@ class Sample:
                 answer.text, self.push = answer.text[: min(cuts)], None
                 return "stop"
         return "length" if self.sequence.num_tokens == self.sequence.limit else None
+
+    @property
+    def safe_text(self) -> str:
+        """The answer's text but for an end that may become a stop text, which would be cut off."""
+        text = self.answer.text
+        if self.answer.reason is not None:
+            return text
+        held = 0
+        for stop in self.request.params.stop:
+            sizes = range(min(len(stop) - 1, len(text)), held, -1)
+            held = next((size for size in sizes if text.endswith(stop[:size])), held)
+        return text[: len(text) - held]
 
     def close(self, reason: str) -> None:
         self.answer.reason = reason
@@ -162,12 +188,12 @@ def prompt_ids(
     if isinstance(prompt, str):
         tokens = ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(prompt)
     else:
-        tokens = getattr(prompt, "tolist", lambda: prompt)()  # a tensor, an array
-        if not isinstance(tokens, list | tuple) or not all(type(token) is int for token in tokens):
+        tokens = None if isinstance(prompt, set | frozenset) else whole_numbers(prompt)
+        if tokens is None:
             raise ValueError(f"the prompt {prompt!r} must be a text or a list of token ids.")
     if not 0 < len(tokens) < config.max_seq_len:
         raise ValueError(f"a prompt of {len(tokens)} tokens does not fit: use 1 to {config.max_seq_len - 1}.")
-    for token in (*tokens, *params.stop_tokens):
+    for token in (*tokens, *params.stop_tokens, *params.first_tokens):
         if not 0 <= token < config.vocab_size:
             raise ValueError(f"token id {token} is outside 0 .. {config.vocab_size - 1} (the vocabulary).")
     return list(tokens)

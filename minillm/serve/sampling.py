@@ -2,17 +2,23 @@
 
 logits ─ repetition penalty ─ / temperature ─ top-k ─ top-p ─ min-p ─ softmax ─ draw      (temperature 0: the largest)
 
-Every sequence draws from its own generator, seeded by its request, so its tokens are the same alone and in a crowd.
+Every sequence has its own `Draw`, seeded by its request, so its tokens are the same alone and in a crowd. This is the
+reference, one sequence at a time; `sampler.py` does the same for a batch.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
 
+from minillm.model.draw import Draw
+
 RULED_OUT = float("-inf")  # as a logit: exp of it is 0
 MOST_SEEDS = 2**63
+Random = Draw | torch.Generator
 COLDEST = 1e-6  # below it float32 overflows; the likeliest token is drawn with certainty long before
 
 
@@ -21,10 +27,12 @@ class SamplingParams:
     """What a request wants. The defaults are greedy; every wrong value is refused with one sentence (ValueError).
 
     temperature: 0 = always the likeliest token; else draws from softmax(logits / temperature).
-    top_k: only the k likeliest. top_p: the fewest likeliest tokens that sum to top_p (Holtzman et al. 2020).
+    top_k: only the k likeliest, of equals the lowest ids.
+    top_p: the fewest likeliest tokens that sum to top_p (Holtzman et al. 2020).
     min_p: only tokens at least min_p times as likely as the likeliest (Nguyen et al. 2024).
     repetition_penalty: logits of tokens seen in prompt or answer, / penalty if positive, else · (Keskar et al. 2019).
-    seed: of the draws; sample i of n draws with seed + i.
+    seed: of the draws; sample i of n draws with `sample_seed(seed, i)`. None = a fresh one, told in `Output.seed`.
+    first_tokens: ids that the first token is taken from (token healing); none = all.
     stop: text that ends the answer, cut off from it. stop_tokens: ids that end it, not part of it.
     logprobs: with each token its log-probability under the model's own distribution (before any of the above) and
     those of so many likeliest tokens; None = none.
@@ -36,22 +44,24 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    seed: int = 0
+    seed: int | None = None
     n: int = 1
     stop: str | Sequence[str] = ()
     stop_tokens: Sequence[int] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    first_tokens: Sequence[int] = ()
 
     def __post_init__(self):
         for name, least in (("max_tokens", 1), ("n", 1), ("top_k", 1), ("logprobs", 0), ("seed", 0)):
             value = getattr(self, name)
-            if value is None and name in ("top_k", "logprobs"):
+            if value is None and name in ("top_k", "logprobs", "seed"):
                 continue
-            if not _whole(value) or value < least:
+            if (number := whole(value)) is None or number < least:
                 raise ValueError(f"{name} {value!r} must be a whole number of at least {least}.")
-        if self.seed >= MOST_SEEDS:
-            raise ValueError(f"seed {self.seed} must be below 2**63, what a generator of torch takes.")
+            object.__setattr__(self, name, number)
+        if self.seed is not None and self.seed >= MOST_SEEDS:
+            raise ValueError(f"seed {self.seed} must be below 2**63.")
         for name, fits, rule in (
             ("temperature", lambda x: 0 <= x < float("inf"), "at least 0 (0 takes the likeliest token)"),
             ("top_p", lambda x: 0 < x <= 1, "above 0 and at most 1 (1 keeps every token)"),
@@ -59,12 +69,16 @@ class SamplingParams:
             ("repetition_penalty", lambda x: 0 < x < float("inf"), "above 0 (1 changes nothing)"),
         ):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not fits(value):
+            if isinstance(value, bool) or not isinstance(value, Real) or not fits(value):
                 raise ValueError(f"{name} {value!r} must be {rule}.")
-        object.__setattr__(self, "stop", _tuple_of("stop", self.stop, str, "a text or a list of texts"))
+            object.__setattr__(self, name, float(value))
+        object.__setattr__(self, "stop", _texts(self.stop))
         if "" in self.stop:
             raise ValueError("stop contains the empty text, which ends every answer at once: leave it out.")
-        object.__setattr__(self, "stop_tokens", _tuple_of("stop_tokens", self.stop_tokens, int, "a list of token ids"))
+        for name in ("stop_tokens", "first_tokens"):
+            if (ids := whole_numbers(getattr(self, name))) is None:
+                raise ValueError(f"{name} {getattr(self, name)!r} must be a list of token ids.")
+            object.__setattr__(self, name, tuple(ids))
 
 
 @dataclass(frozen=True)
@@ -76,14 +90,18 @@ class Token:
     top: tuple[tuple[int, float], ...] = ()
 
 
-def sample(logits: Tensor, params: SamplingParams, seen: Sequence[int], draw: torch.Generator) -> Token:
+def sample(logits: Tensor, params: SamplingParams, seen: Sequence[int], draw: Random) -> Token:
     """logits: [vocab_size], float32, on the CPU. seen: prompt and answer so far (for the penalty only)."""
     scores = filtered(logits, params, seen)
-    if params.temperature == 0:
-        token = int(scores.argmax())
-    else:
-        token = int(torch.multinomial(torch.softmax(scores, dim=-1), 1, generator=draw))
+    token = int(scores.argmax()) if params.temperature == 0 else choose(torch.softmax(scores, dim=-1), draw)
     return described(token, logits, params)
+
+
+def choose(probabilities: Tensor, draw: Random) -> int:
+    """A token drawn from probabilities: [vocab_size]. draw: a `Draw`, what has its methods, or a generator of torch."""
+    if isinstance(draw, torch.Generator):
+        return int(torch.multinomial(probabilities, 1, generator=draw))
+    return draw.choose(probabilities)
 
 
 def described(token: int, logits: Tensor, params: SamplingParams) -> Token:
@@ -97,16 +115,15 @@ def described(token: int, logits: Tensor, params: SamplingParams) -> Token:
 
 def filtered(logits: Tensor, params: SamplingParams, seen: Sequence[int]) -> Tensor:
     """The logits to draw from: [vocab_size], ruled-out tokens at -inf; softmax of them is the distribution."""
-    if params.repetition_penalty != 1:
-        ids = torch.tensor(sorted(set(seen)))
-        values = logits[ids]
-        penalised = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-        logits = logits.index_copy(0, ids, penalised)
+    logits = penalised(logits, params, seen)
     if params.temperature == 0:
         return logits
     logits = (logits - logits.max()) / max(params.temperature, COLDEST)
     if params.top_k is not None and params.top_k < len(logits):
-        logits = logits.masked_fill(logits < logits.topk(params.top_k).values[-1], RULED_OUT)
+        least = logits.topk(params.top_k).values[-1]
+        more = params.top_k - int((logits > least).sum())  # so many of those equal to the k-th
+        equal = logits == least
+        logits = logits.masked_fill((logits < least) | (equal & (equal.cumsum(0) > more)), RULED_OUT)
     if params.top_p < 1:
         ordered, order = logits.sort(descending=True, stable=True)
         shares = ordered.softmax(-1)
@@ -118,14 +135,40 @@ def filtered(logits: Tensor, params: SamplingParams, seen: Sequence[int]) -> Ten
     return logits
 
 
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def penalised(logits: Tensor, params: SamplingParams, seen: Sequence[int]) -> Tensor:
+    """logits: [vocab_size] after the repetition penalty on the tokens seen."""
+    if params.repetition_penalty == 1:
+        return logits
+    ids = torch.tensor(sorted(set(seen)), device=logits.device)
+    values = logits[ids]
+    changed = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    return logits.index_copy(0, ids, changed)
 
 
-def _tuple_of(name: str, value: object, kind: type, words: str) -> tuple:
+def whole(value: object) -> int | None:
+    """A whole number of Python's or numpy's as an int; None if it is none."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def whole_numbers(values: object) -> list[int] | None:
+    """A list, an array or a tensor of whole numbers as ints; None if it is none."""
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if not isinstance(values, list | tuple | set | frozenset):
+        return None
+    if all(type(value) is int for value in values):
+        return list(values)
+    numbers = [whole(value) for value in values]
+    return None if None in numbers else numbers
+
+
+def _texts(value: object) -> tuple[str, ...]:
     items = (value,) if isinstance(value, str) else value
-    if not isinstance(items, list | tuple | set | frozenset) or not all(
-        isinstance(item, kind) and not isinstance(item, bool) for item in items
-    ):
-        raise ValueError(f"{name} {value!r} must be {words}.")
+    if not isinstance(items, list | tuple | set | frozenset) or not all(isinstance(item, str) for item in items):
+        raise ValueError(f"stop {value!r} must be a text or a list of texts.")
     return tuple(items)

@@ -5,8 +5,8 @@ There is no prefill phase and no decode phase: a sequence has `num_computed` tok
 the prefix cache or a return from the host starts with a larger num_computed: one line of arithmetic for all of them.
 
     1. sequences that lack one token get it, so that no prompt stalls them   (blocks short: preempt a later one)
-    2. those amid their prompt share what is left of the budget in pieces of at most `chunk`
-    3. whoever waits is let in, strictly in order, while seats and blocks last
+    2. those within their prompt share what is left of the budget in pieces of at most `chunk`
+    3. waiting sequences are admitted, strictly in order, while max_num_seqs and blocks allow
     4. what is left of budget and blocks goes to guesses of what comes next (`minillm.serve.speculate`)
 
 Order is a number given at arrival, `arrival + patience · priority`: at most patience · Δpriority later ones overtake
@@ -55,13 +55,13 @@ class Scheduler:
         )
         self.swaps, self._victim_key = preemption == "swap", POLICIES[policy]
         self.running: list[Sequence] = []  # in order of rank
-        self.num_waiting = self.seats = self.step = 0
+        self.num_waiting = self.num_seqs = self.step = 0
         self._heap: list[tuple[tuple, Sequence]] = []  # cancelled ones stay until they come up
         self._arrivals, self._forks = count(), count(1)
 
     def add(self, sequence: Sequence) -> None:
         """Queues it. ValueError if it could never run, RuntimeError if the queue is full."""
-        self.check(sequence.limit, sequence.seats)
+        self.check(sequence.limit, sequence.num_seqs)
         if self.max_waiting is not None and self.num_waiting >= self.max_waiting:
             raise RuntimeError(
                 f"the queue is full ({self.num_waiting} wait, max_waiting {self.max_waiting}): try later."
@@ -70,24 +70,26 @@ class Scheduler:
         sequence.rank = (arrival + self.patience * sequence.priority, arrival, 0)
         self._wait(sequence)
 
-    def check(self, limit: int, seats: int) -> None:
+    def check(self, limit: int, num_seqs: int) -> None:
         needed = self.pool.blocks_for(limit - 1)  # the last token is never computed
         if needed > self.pool.total:
             raise ValueError(
                 f"{limit} tokens need {needed} blocks of {self.pool.block_size} and the pool has {self.pool.total}: "
                 "shorten the prompt, lower max_tokens or enlarge the pool."
             )
-        if seats > self.max_num_seqs:
-            raise ValueError(f"n {seats} is more than max_num_seqs {self.max_num_seqs}: lower one or raise the other.")
+        if num_seqs > self.max_num_seqs:
+            raise ValueError(
+                f"n {num_seqs} is more than max_num_seqs {self.max_num_seqs}: lower one or raise the other."
+            )
 
     def schedule(self) -> Plan:
         """The next step. Empty only when nothing waits or runs."""
         self.step += 1
         plan, budget = Plan(), self.token_budget
-        for sequence in [s for s in self.running if s.lacking == 1]:
+        for sequence in [s for s in self.running if s.num_uncomputed == 1]:
             if sequence.state is State.RUNNING and self._grow(sequence, plan):
                 budget -= self._give(sequence, budget, plan)
-        for sequence in [s for s in self.running if s.lacking > 1]:
+        for sequence in [s for s in self.running if s.num_uncomputed > 1]:
             budget -= self._give(sequence, budget, plan)
         while budget and not plan.preempted and (sequence := self._first_waiting()) and self._admit(sequence):
             plan.admitted.append(sequence)
@@ -99,23 +101,25 @@ class Scheduler:
         """The plan is computed. Returns those whose last token was: their next one can be sampled."""
         for sequence, tokens in plan.batch:
             sequence.num_computed = min(sequence.num_computed + tokens, sequence.num_tokens)
-        return [sequence for sequence, _ in plan.batch if not sequence.lacking]
+        return [sequence for sequence, _ in plan.batch if not sequence.num_uncomputed]
 
-    def keep(self, sequence: Sequence) -> None:
+    def commit_accepted(self, sequence: Sequence) -> None:
         """Its new tokens are verified: the blocks they filled are shared, those of rejected guesses go back."""
         size, before = self.pool.block_size, sequence.num_computed
         sequence.num_computed = sequence.num_tokens - 1
-        self._publish(sequence, before // size, sequence.num_computed // size)
+        if sequence.num_computed == before and len(sequence.blocks) == self.pool.blocks_for(before):
+            return
+        self._cache_blocks(sequence, before // size, sequence.num_computed // size)
         held = self.pool.blocks_for(sequence.num_computed)
         self.pool.release(sequence.blocks[held:])
         del sequence.blocks[held:]
 
     def fork(self, sequence: Sequence) -> list[Sequence]:
-        """Ends the prompt of a sequence of n seats: n - 1 more that share its blocks; the first to write copies."""
-        forks, sequence.seats = sequence.seats - 1, 1
+        """Ends the prompt of a sequence of num_seqs n: n - 1 more that share its blocks; the first to write copies."""
+        forks, sequence.num_seqs = sequence.num_seqs - 1, 1
         children = []
         for _ in range(forks):
-            copies = {name: list(getattr(sequence, name)) for name in ("tokens", "chain", "slots")}
+            copies = {name: list(getattr(sequence, name)) for name in ("tokens", "block_hashes", "host_blocks")}
             rank = (*sequence.rank[:2], next(self._forks))
             copies["blocks"] = self.pool.share(sequence.blocks)
             child = replace(sequence, **copies, rank=rank, hit_tokens=0, preemptions=0)
@@ -126,41 +130,50 @@ class Scheduler:
     def finish(self, sequence: Sequence, *, wrong: bool = False) -> None:
         """Done, failed or cancelled, wherever it is: all it holds goes back. wrong: nobody may hit its blocks."""
         if sequence.state is State.RUNNING:
-            self._unseat(sequence)
+            self._stop_running(sequence)
             if wrong:
-                self.pool.forget(sequence.blocks)
+                self.pool.invalidate(sequence.blocks)
         elif sequence.state is State.WAITING:
             self.num_waiting -= 1
         sequence.state = State.FINISHED
         self.pool.release(sequence.blocks)
-        self.pool.drop(sequence.slots)
-        sequence.blocks, sequence.slots = [], []
+        self.pool.drop(sequence.host_blocks)
+        sequence.blocks, sequence.host_blocks = [], []
 
     def _give(self, sequence: Sequence, budget: int, plan: Plan) -> int:
         """Plans the next tokens of a sequence that has blocks for all; returns how many."""
         size, computed = self.pool.block_size, sequence.num_computed
-        if budget and sequence.lacking > 1 and computed % size == 0:  # what others computed meanwhile is taken over
+        if budget and sequence.num_uncomputed == 1 and (computed + 1) % size:  # decoding, within a block
+            plan.batch.append((sequence, 1))
+            sequence.last_step = self.step
+            return 1
+        if (
+            budget and sequence.num_uncomputed > 1 and computed % size == 0
+        ):  # what others computed meanwhile is taken over
             found = self.pool.lookup(self._prefixes(sequence)[computed // size :])
             own = slice(computed // size, computed // size + len(found))
             self.pool.share(found)
             self.pool.release(sequence.blocks[own])
             sequence.blocks[own] = found
             sequence.skip(size * len(found))
-        tokens = min(sequence.lacking, budget, self.chunk)
-        if self.pool.prefix_cache and (over := (sequence.num_computed + tokens) % size) < tokens < sequence.lacking:
+        tokens = min(sequence.num_uncomputed, budget, self.chunk)
+        if (
+            self.pool.prefix_cache
+            and (over := (sequence.num_computed + tokens) % size) < tokens < sequence.num_uncomputed
+        ):
             tokens -= over  # pieces end where blocks end, so that others can take over whole blocks
         if tokens:
             plan.batch.append((sequence, tokens))
             sequence.last_step = self.step
-            self._publish(sequence, computed // size, (sequence.num_computed + tokens) // size)
+            self._cache_blocks(sequence, computed // size, (sequence.num_computed + tokens) // size)
         return tokens
 
     def _add_guesses(self, plan: Plan, budget: int) -> None:
         """Guesses preempt nobody, delay no prompt and are not published: nobody but their own sequence sees them."""
         for place, (sequence, tokens) in enumerate(plan.batch):
-            if sequence.wanted and tokens == sequence.lacking:
+            if sequence.num_draft_tokens and tokens == sequence.num_uncomputed:
                 room = (len(sequence.blocks) + self.pool.available) * self.pool.block_size - sequence.num_tokens
-                guesses = min(sequence.wanted, budget, room)
+                guesses = min(sequence.num_draft_tokens, budget, room)
                 missing = self.pool.blocks_for(sequence.num_tokens + guesses) - len(sequence.blocks)
                 sequence.blocks += self.pool.allocate(max(0, missing))
                 plan.batch[place] = sequence, tokens + guesses
@@ -172,6 +185,8 @@ class Scheduler:
         while True:
             missing = self.pool.blocks_for(sequence.num_tokens) - len(sequence.blocks)
             shared = not missing and self.pool.references[sequence.blocks[index]] > 1
+            if not missing and not shared:  # nearly always: the last block has room
+                return True
             if missing + shared <= self.pool.available:
                 break
             later = self.running[self.running.index(sequence) + 1 :]
@@ -182,35 +197,35 @@ class Scheduler:
             plan.preempted.append(victim)
         sequence.blocks += self.pool.allocate(missing)
         if shared:
-            self.pool.own(sequence.blocks, index)
+            self.pool.copy_on_write(sequence.blocks, index)
         return True
 
     def _admit(self, sequence: Sequence) -> bool:
         """Blocks for all tokens it has so far, cached ones first; counted before anything is taken."""
-        if self.seats + sequence.seats > self.max_num_seqs:
+        if self.num_seqs + sequence.num_seqs > self.max_num_seqs:
             return False
         hits = self.pool.lookup(self._prefixes(sequence))
         fresh = self.pool.blocks_for(sequence.num_tokens) - len(hits)
         if fresh + self.pool.idle(hits) > self.pool.available - self.reserve * len(self.running):
             return False
         sequence.blocks = self.pool.share(hits) + self.pool.allocate(fresh)
-        self.pool.swap_in(sequence.slots, sequence.blocks, skip=len(hits))
+        self.pool.swap_in(sequence.host_blocks, sequence.blocks, skip=len(hits))
         sequence.skip(max(0, len(hits) * self.pool.block_size - sequence.num_computed))
-        sequence.slots = []
-        self._publish(sequence, len(hits), sequence.num_computed // self.pool.block_size)
+        sequence.host_blocks = []
+        self._cache_blocks(sequence, len(hits), sequence.num_computed // self.pool.block_size)
         heappop(self._heap)
-        self.num_waiting, self.seats = self.num_waiting - 1, self.seats + sequence.seats
+        self.num_waiting, self.num_seqs = self.num_waiting - 1, self.num_seqs + sequence.num_seqs
         sequence.state = State.RUNNING
         insort(self.running, sequence, key=lambda s: s.rank)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to its place in the queue; its tokens stay, its blocks go, to the host if they are worth it."""
-        self._unseat(sequence)
+        self._stop_running(sequence)
         sequence.preemptions += 1
         held = self.pool.blocks_for(sequence.num_computed)
         if self.swaps and 0 < held <= self.pool.free_host:
-            sequence.slots = self.pool.swap_out(sequence.blocks[:held])
+            sequence.host_blocks = self.pool.swap_out(sequence.blocks[:held])
             sequence.blocks = sequence.blocks[held:]
         else:
             sequence.num_computed = 0
@@ -218,17 +233,17 @@ class Scheduler:
         sequence.blocks = []
         self._wait(sequence)
 
-    def _publish(self, sequence: Sequence, start: int, end: int) -> None:
+    def _cache_blocks(self, sequence: Sequence, start: int, end: int) -> None:
         """Others of this very step may hit a block too: a layer writes all its keys before it reads any."""
         if self.pool.prefix_cache and start < end:
             for block, prefix in zip(
                 sequence.blocks[start:end], sequence.prefixes(end, self.pool.block_size)[start:], strict=True
             ):
-                self.pool.publish(block, prefix)
+                self.pool.cache_block(block, prefix)
 
-    def _unseat(self, sequence: Sequence) -> None:
+    def _stop_running(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self.seats -= sequence.seats
+        self.num_seqs -= sequence.num_seqs
 
     def _wait(self, sequence: Sequence) -> None:
         sequence.state = State.WAITING

@@ -1,7 +1,7 @@
 """A day of requests in miniature: when each arrives, with which prompt, for how many tokens; and what became of them.
 
 arrivals = skewed(64, prompt_tokens=48, max_tokens=96, rate=20, vocab_size=4096)
-for engine in (LLM(model), StaticBatches(model, 16)): print(summary(replay(engine, arrivals)))
+for engine in (LLM(model), other_engine): print(summary(replay(engine, arrivals)))
 
 The same arrivals go through any engine. With a `VirtualClock` seconds are computed instead of measured, so a comparison
 of schedules comes out the same on every machine.

@@ -9,7 +9,8 @@ from minillm.parallel.pipeline_parallel.schedules import SCHEDULES
 from minillm.parallel.pipeline_parallel.stages import balance, layer_costs
 from minillm.parallel.tensor_parallel.plan import check_heads
 
-MAX_RANKS = 64
+MAX_RANKS = 1 << 16  # of a cluster; `launch` itself starts fewer
+MAX_SPLIT = 512  # tensor-parallel ranks and pipeline stages
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         counts = {"dp": range(1, MAX_RANKS + 1), "zero": range(4), "accumulate": range(1, 1025)}
-        counts |= {"tp": counts["dp"], "pp": counts["dp"]}
+        counts |= dict.fromkeys(("tp", "pp"), range(1, MAX_SPLIT + 1))
         for name, allowed in counts.items():
             value = getattr(self, name)
             if value not in allowed:

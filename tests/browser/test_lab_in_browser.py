@@ -105,13 +105,23 @@ def test_unsolved_lab_runs_to_its_end_and_every_slider_redraws(page, course, lab
     for number, index in enumerate(cells):
         cell = page.locator(f'.jp-Cell[data-windowed-list-index="{index}"]')
         scroll_to(page, cell)
-        figure = cell.locator("img.widget-image")
+        figure = picture_of(page, notebook, index)
         figure.scroll_into_view_if_needed()
         before = figure.get_attribute("src")
         shoot(page, lab, f"slider-{number}-before")
+        scroll_to(page, cell)
         change(page, cell)
         figure.and_(page.locator(f'img:not([src="{before}"])')).wait_for()
         shoot(page, lab, f"slider-{number}-after")
+
+
+def picture_of(page, notebook, index):
+    """The picture that the sliders of cell `index` redraw: the still one of the same view above them, or their own."""
+    view = re.search(r"^sliders\(\s*([\w.]+)", notebook.cells[index].source, re.MULTILINE)[1]
+    shown = re.compile(rf"^show\({re.escape(view)}\b", re.MULTILINE)
+    still = [at for at, cell in enumerate(notebook.cells[:index]) if shown.search(cell.source)]
+    cell = page.locator(f'.jp-Cell[data-windowed-list-index="{still[-1] if still else index}"]')
+    return cell.locator(".jp-OutputArea img" if still else "img.widget-image").last
 
 
 def change(page, cell):

@@ -7,7 +7,7 @@ from course.lab06_pipeline_parallel import experiments
 from course.lab06_pipeline_parallel import experiments_breaks as breaks
 from course.lab06_pipeline_parallel import experiments_stale as stale
 from course.lab06_pipeline_parallel import figures as pictures
-from course.lab06_pipeline_parallel.experiments import FORWARD_S, HANDBOOK, MODEL, ROWS, SEQ, Job
+from course.lab06_pipeline_parallel.experiments import FORWARD_S, MODEL, PRINTED_CHART, ROWS, SEQ, Job
 from minillm.parallel.pipeline_parallel import schedules
 from minillm.parallel.pipeline_parallel.schedules import Action
 from minillm.predict import pipeline as predict
@@ -43,7 +43,7 @@ def test_uneven_stages_keep_the_sum_and_balancing_helps():
 
 
 def test_the_printed_chart_breaks_every_gradient_that_travels():
-    chart = schedules.parse_chart(HANDBOOK)
+    chart = schedules.parse_chart(PRINTED_CHART)
     assert chart.schedule.orders == schedules.one_f_one_b(4, 8).orders
     assert len(schedules.violations(chart)) == sum(edge.is_gradient for edge in chart.schedule.messages) == 24
 

@@ -64,7 +64,7 @@ def test_forks_of_a_real_pool(prompt, answer, samples):
         for table in tables:
             if at // 4 == len(table):
                 table += pool.allocate(1)
-            pool.own(table, at // 4)
+            pool.copy_on_write(table, at // 4)
     assert pool.copied == paging.fork_copies(prompt, samples, 4)
     assert pool.used == paging.fork_blocks(prompt, answer, samples, 4)
 

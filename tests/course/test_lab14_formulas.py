@@ -11,11 +11,11 @@ from course.lab14_continuous_batching.formulas import H100_8B
 from minillm.serve import BlockPool, Scheduler, Sequence
 
 
-def walked(lengths, seats):
+def walked(lengths, max_num_seqs):
     """Continuous batching, one step after the other."""
     left, waiting, running, steps = list(lengths), list(range(len(lengths))), [], 0
     while waiting or running:
-        while waiting and len(running) < seats:
+        while waiting and len(running) < max_num_seqs:
             running.append(waiting.pop(0))
         for request in running:
             left[request] -= 1
@@ -33,29 +33,33 @@ def test_steps_of_the_docstring():
 @pytest.mark.parametrize("seed", range(20))
 def test_continuous_steps_are_those_of_a_walk_and_within_grahams_bound(seed):
     rng = random.Random(seed)
-    lengths, seats = [rng.randint(1, 30) for _ in range(rng.randint(1, 40))], rng.randint(1, 9)
-    steps, least = predict.continuous_steps(lengths, seats), predict.least_steps(lengths, seats)
-    assert steps == walked(lengths, seats)
-    assert least <= steps < sum(lengths) / seats + max(lengths)
-    assert steps <= predict.static_steps(lengths, seats)
+    lengths, max_num_seqs = [rng.randint(1, 30) for _ in range(rng.randint(1, 40))], rng.randint(1, 9)
+    steps, least = predict.continuous_steps(lengths, max_num_seqs), predict.least_steps(lengths, max_num_seqs)
+    assert steps == walked(lengths, max_num_seqs)
+    assert least <= steps < sum(lengths) / max_num_seqs + max(lengths)
+    assert steps <= predict.static_steps(lengths, max_num_seqs)
 
 
 def test_equal_lengths_that_fill_their_batches_need_as_many_steps_either_way():
-    for seats, batches in itertools.product((1, 3, 8), (1, 2, 5)):
-        lengths = [7] * seats * batches
-        assert predict.static_steps(lengths, seats) == predict.continuous_steps(lengths, seats) == 7 * batches
+    for max_num_seqs, batches in itertools.product((1, 3, 8), (1, 2, 5)):
+        lengths = [7] * max_num_seqs * batches
+        assert (
+            predict.static_steps(lengths, max_num_seqs)
+            == predict.continuous_steps(lengths, max_num_seqs)
+            == 7 * batches
+        )
 
 
 def test_mean_longest_is_the_enumerated_mean():
     shares = [0.1, 0.4, 0.3, 0.2]
-    for seats in (1, 2, 4):
+    for max_num_seqs in (1, 2, 4):
         mean = 0.0
-        for each in itertools.product(range(1, 5), repeat=seats):
+        for each in itertools.product(range(1, 5), repeat=max_num_seqs):
             chance = 1.0
             for length in each:
                 chance *= shares[length - 1]
             mean += chance * max(each)
-        assert predict.mean_longest(shares, seats) == pytest.approx(mean)
+        assert predict.mean_longest(shares, max_num_seqs) == pytest.approx(mean)
     assert predict.static_over_continuous([0.0, 0.0, 1.0], 8) == 1
     assert predict.static_over_continuous([1e-3] * 1000, 8) == pytest.approx(2 * 8 / 9, rel=0.01)
 

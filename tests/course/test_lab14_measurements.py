@@ -9,11 +9,10 @@ from course.lab14_continuous_batching import figures as pictures
 from course.lab14_continuous_batching import figures_flight as lab_14_flight
 from course.lab14_continuous_batching import formulas as predict
 from course.lab14_continuous_batching.checks_flight import diagnose, latencies
+from course.shared.baselines import StaticBatches, TimerBatches
 from minillm.labkit.interact import render
 from minillm.model import Transformer
 from minillm.serve import POLICIES
-from minillm.serve.adaptive import AdaptiveBatches
-from minillm.serve.static import StaticBatches
 
 TIGHT = {"num_blocks": 16, "block_size": 4, "token_budget": 16, "max_num_seqs": 5, "reserve": 0}
 
@@ -69,7 +68,7 @@ def test_baselines_take_the_steps_of_the_formula():
     model, lengths = Transformer(experiments.TINY, seed=1), [5, 2, 9, 1, 3, 3, 8]
     coming = experiments.requests([(4, n) for n in lengths])
     each = [a.prompt for a in coming], [a.params for a in coming]
-    for llm in (StaticBatches(model, 3), AdaptiveBatches(model, 3, 0.0)):
+    for llm in (StaticBatches(model, 3), TimerBatches(model, 3, 0.0)):
         llm.generate(*each)
         assert len(llm.records) == predict.static_steps(lengths, 3)
 

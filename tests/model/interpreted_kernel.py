@@ -52,6 +52,14 @@ def test_several_tiles_of_queries_and_of_keys(block_size, window, splits):
     compare(1, [(1, 150), (40, 100)], 4, 1, block_size, 24, window, splits)
 
 
+@pytest.mark.parametrize("window", [None, 90])
+def test_each_sequence_has_its_own_number_of_splits(window, monkeypatch):
+    """A long decode is cut in many parts beside a short prompt piece that is not cut at all."""
+    monkeypatch.setattr("minillm.model.paged_triton.MIN_KEYS", 16)
+    monkeypatch.setattr("minillm.model.paged_triton._splits", lambda keys, *_: [max(1, n // 16) for n in keys])
+    compare(7, [(1, 150), (9, 9), (1, 40)], 4, 2, 4, 24, window, None)
+
+
 def test_more_splits_than_keys():
     compare(2, [(1, 1), (2, 3)], 2, 1, 4, 32, None, 8)
 

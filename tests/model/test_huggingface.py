@@ -35,6 +35,36 @@ def transformers(monkeypatch):
     return pytest.importorskip("transformers")
 
 
+@torch.no_grad()
+def test_a_head_stored_beside_a_tied_flag_counts(transformers, tmp_path):
+    """transformers unties such a model; with the embedding as its head the logits would be silently wrong."""
+    config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=True, initializer_range=0.3)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for head, tied in ((tensors["model.embed_tokens.weight"].clone(), True), (torch.randn(67, 32), False)):
+        save_file(tensors | {"lm_head.weight": head}, file, metadata={"format": "pt"})
+        ours, theirs = load_hf(tmp_path), transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert ours.config.tie_embeddings is tied
+        assert (ours(TOKENS) - theirs(TOKENS).logits).abs().max() <= 1e-4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_llama3_scaling_with_the_original_context_outside_of_it(key, transformers, tmp_path):
+    config = transformers.LlamaConfig(**SIZES, initializer_range=0.3)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    del raw["rope_parameters"]
+    rope = {name: value for name, value in LLAMA3.items() if not name.startswith("original")}
+    raw |= {key: rope, "rope_theta": 5e5, "original_max_position_embeddings": 16}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    ours, theirs = load_hf(tmp_path), transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert ours.config.rope_scaling.original_max_seq_len == 16
+    assert torch.equal(ours.rope.frequencies, theirs.model.rotary_emb.inv_freq)
+    assert (ours(TOKENS) - theirs(TOKENS).logits).abs().max() <= 1e-4
+
+
 def shake(model):
     """Norm weights of 1 and biases of 0 would hide that they are missing."""
     with torch.no_grad():
@@ -176,7 +206,8 @@ def test_damaged_shards_are_named(tmp_path):
 def test_derived_tensors_of_old_checkpoints_are_left_out(tmp_path):
     model = Transformer(ModelConfig(67, 32, 48, 2, 4, 2, tie_embeddings=True))
     save_hf(model, tmp_path)
-    derived = {"lm_head.weight": torch.ones(67, 32), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    head = model.embedding.weight.detach().clone()
+    derived = {"lm_head.weight": head, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     edit_tensors(tmp_path, **derived)
     assert torch.equal(load_hf(tmp_path)(TOKENS), model(TOKENS))
 

@@ -53,7 +53,7 @@ def test_compiles_without_a_gpu(dtype, tensor_cores, tmp_path, monkeypatch):
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     tensors = dict.fromkeys(("q", "k_pool", "v_pool"), f"*{dtype}")
-    tensors |= {"block_table": "*i64", "tiles": "*i32", "parts": "*fp32", "log_sums": "*fp32", "scale": "fp32"}
+    tensors |= {"block_table": "*i64", "work": "*i32", "parts": "*fp32", "log_sums": "*fp32", "scale": "fp32"}
     constants = {"GROUP": 3, "HEAD_DIM": 24, "BLOCK_SIZE": 4, "ROWS": 16, "COLUMNS": 64, "DIMS": 32}
     constants["FACTORS"] = {"bf16": tl.bfloat16, "fp32": tl.float32}[dtype]
     names = paged_triton.attend.arg_names
@@ -75,7 +75,18 @@ def test_splits_are_few_on_many_programs_and_short_contexts(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Card)
     splits = partial(paged_triton._splits, device=torch.device("cuda"))
-    assert [splits(8, 100_000), splits(8, 1000), splits(8, 100), splits(1000, 100_000)] == [32, 2, 1, 1]
+    assert splits([100_000], 8) == [32] and splits([1000], 8) == [3] and splits([100], 8) == [1]
+    assert splits([100_000] * 1000, 8) == [1] * 1000
+    pieces = [64] * 8  # a prompt piece of 511 tokens in 8 tiles, beside it one token that reads 100,000
+    assert splits([*pieces, 100_000], 8) == [1] * 8 + [32]
+
+
+def test_the_work_of_programs_and_where_partial_results_lie():
+    tiles = [(0, 0, 1, 8), (1, 1, 3, 0)]
+    programs, tokens = paged_triton._work(tiles, [3, 2])
+    second = [(*tiles[1], split, 2, 3 + 3 * split) for split in range(2)]
+    assert programs == [(*tiles[0], split, 3, split) for split in range(3)] + second
+    assert tokens == [(0, 1, 3), (3, 3, 2), (4, 3, 2), (5, 3, 2)]
 
 
 def test_the_default_backend(monkeypatch):

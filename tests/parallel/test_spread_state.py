@@ -72,7 +72,7 @@ class Going:
             case.model, seed=0, dtype=torch.bfloat16 if case.master else torch.float64, attention=dense
         )
         for name, parameter in self.model.named_parameters():
-            parameter.requires_grad_(not any(fnmatchcase(form.whole_name(name), each) for each in case.frozen))
+            parameter.requires_grad_(not any(fnmatchcase(name, each) for each in case.frozen))
         self.module = form.wrap(self.model, case.master)
         self.updater = form.updater(self.module, case.make, case.master)
 

@@ -3,12 +3,10 @@
 import pytest
 import torch
 
+from course.shared.baselines import Naive, StaticBatches, TimerBatches
 from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import generate
 from minillm.serve import LLM, SamplingParams
-from minillm.serve.adaptive import AdaptiveBatches
-from minillm.serve.naive import Naive
-from minillm.serve.static import StaticBatches
 
 CONFIG = ModelConfig(50, 32, 64, 2, 4, 2, max_seq_len=48, init_std=0.2)
 MODEL = Transformer(CONFIG, seed=3)
@@ -21,7 +19,7 @@ ENGINES = {
     ),
     "naive": Naive,
     "static": lambda model: StaticBatches(model, 2),
-    "adaptive": lambda model: AdaptiveBatches(model, 2, 0.01),
+    "adaptive": lambda model: TimerBatches(model, 2, 0.01),
 }
 engines = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 

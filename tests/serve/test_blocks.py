@@ -34,7 +34,7 @@ class Contents:
 
 class Reader:
     def __init__(self, tokens, tenant):
-        self.tokens, self.tenant, self.blocks, self.slots = list(tokens), tenant, [], []
+        self.tokens, self.tenant, self.blocks, self.host_blocks = list(tokens), tenant, [], []
 
     @property
     def chain(self):
@@ -58,7 +58,7 @@ class Pool(RuleBasedStateMachine):
             cells = self.contents.device[reader.blocks[place // SIZE]]
             cells[place % SIZE :] = [reader.tokens[place]]
         for block, prefix in zip(reader.blocks, reader.chain, strict=False):
-            self.pool.publish(block, prefix)
+            self.pool.cache_block(block, prefix)
 
     @rule(
         target=readers, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12), tenant=st.sampled_from([None, "a"])
@@ -76,17 +76,17 @@ class Pool(RuleBasedStateMachine):
     @rule(reader=readers, token=st.integers(0, 1))
     def append(self, reader, token):
         index, here = len(reader.tokens) // SIZE, self.pool.available > 0
-        if reader in self.alive and not reader.slots and here:
+        if reader in self.alive and not reader.host_blocks and here:
             if index == len(reader.blocks):
                 reader.blocks += self.pool.allocate(1)
-            self.pool.own(reader.blocks, index)
+            self.pool.copy_on_write(reader.blocks, index)
             reader.tokens.append(token)
             self.write(reader, len(reader.tokens) - 1)
 
     @rule(target=readers, reader=readers)
     def fork(self, reader):
         child = Reader(reader.tokens, reader.tenant)
-        if reader in self.alive and not reader.slots:
+        if reader in self.alive and not reader.host_blocks:
             child.blocks = self.pool.share(reader.blocks)
             self.alive.append(child)
         return child
@@ -96,26 +96,26 @@ class Pool(RuleBasedStateMachine):
         if reader in self.alive:
             self.alive.remove(reader)
             self.pool.release(reader.blocks)
-            self.pool.drop(reader.slots)
+            self.pool.drop(reader.host_blocks)
 
     @rule(reader=readers)
     def swap_out(self, reader):
         if reader in self.alive and reader.blocks and len(reader.blocks) <= self.pool.free_host:
-            reader.slots, reader.blocks = self.pool.swap_out(reader.blocks), []
+            reader.host_blocks, reader.blocks = self.pool.swap_out(reader.blocks), []
 
     @rule(reader=readers)
     def swap_in(self, reader):
         hits = self.pool.lookup(reader.chain)
-        fresh = len(reader.slots) - len(hits)
-        if reader in self.alive and reader.slots and fresh + self.pool.idle(hits) <= self.pool.available:
+        fresh = len(reader.host_blocks) - len(hits)
+        if reader in self.alive and reader.host_blocks and fresh + self.pool.idle(hits) <= self.pool.available:
             reader.blocks = self.pool.share(hits) + self.pool.allocate(fresh)
-            self.pool.swap_in(reader.slots, reader.blocks, skip=len(hits))
-            reader.slots = []
+            self.pool.swap_in(reader.host_blocks, reader.blocks, skip=len(hits))
+            reader.host_blocks = []
 
     @precondition(lambda self: self.pool._cache)
     @rule(data=st.data())
     def forget(self, data):
-        self.pool.forget([data.draw(st.sampled_from(sorted(self.pool._cache.values())))])
+        self.pool.invalidate([data.draw(st.sampled_from(sorted(self.pool._cache.values())))])
 
     @invariant()
     def counts_agree(self):
@@ -123,7 +123,7 @@ class Pool(RuleBasedStateMachine):
         holders = Counter(block for reader in self.alive for block in reader.blocks)
         assert [holders[block] for block in range(TOTAL)] == pool.references
         assert pool.free + pool.cached + pool.used == TOTAL and pool.used == len(holders)
-        assert pool.free_host + sum(len(reader.slots) for reader in self.alive) == HOST
+        assert pool.free_host + sum(len(reader.host_blocks) for reader in self.alive) == HOST
         assert set(pool._free).isdisjoint(pool._idle) and len(set(pool._free)) == pool.free
         assert {block: prefix for prefix, block in pool._cache.items()} == {
             block: prefix for block, prefix in enumerate(pool._prefix) if prefix is not None
@@ -132,7 +132,7 @@ class Pool(RuleBasedStateMachine):
     @invariant()
     def everyone_reads_his_own_tokens(self):
         for reader in self.alive:
-            if not reader.slots:
+            if not reader.host_blocks:
                 read = [token for block in reader.blocks for token in self.contents.device[block]]
                 assert read[: len(reader.tokens)] == reader.tokens
 
@@ -172,7 +172,7 @@ def test_a_hit_needs_the_same_tokens_before_it_and_the_same_owner(collide, monke
     pool = BlockPool(8, 2)
     blocks = pool.allocate(2)
     for block, prefix in zip(blocks, chain_of([1, 2, 3, 4], adapter="poet", salt="x"), strict=True):
-        pool.publish(block, prefix)
+        pool.cache_block(block, prefix)
     assert pool.lookup(chain_of([1, 2, 3, 4, 5, 6], adapter="poet", salt="x")) == blocks
     assert pool.lookup(chain_of([1, 2, 9, 9, 3, 4], adapter="poet", salt="x")) == blocks[:1]
     assert pool.lookup(chain_of([3, 4], adapter="poet", salt="x")) == []  # same tokens, another position
@@ -187,7 +187,7 @@ def test_the_least_recently_used_goes_first_and_from_its_end():
     chains = chain_of([1, 1, 1, 1]), chain_of([2, 2, 2, 2])
     for blocks, chain in zip((old, new), chains, strict=True):
         for block, prefix in zip(blocks, chain, strict=True):
-            pool.publish(block, prefix)
+            pool.cache_block(block, prefix)
     pool.release(old)
     pool.release(new)
     assert (pool.free, pool.cached, pool.used) == (0, 4, 0)
@@ -205,7 +205,7 @@ def test_copy_on_write_copies_one_block_per_fork():
     contents.device[tables[0][1]] = [5]
     tables += [pool.share(tables[0]) for _ in range(2)]
     for table in tables:
-        pool.own(table, 1)
+        pool.copy_on_write(table, 1)
     assert pool.copied == 2 and len({table[1] for table in tables}) == 3 and pool.used == 4
     assert all(contents.device[table[1]] == [5] for table in tables)
 
@@ -217,7 +217,7 @@ def test_what_is_still_cached_is_not_copied_back():
     pool = BlockPool(4, 2, num_host_blocks=4, storage=contents)
     blocks, chain = pool.allocate(3), chain_of([1, 2, 3, 4, 5, 6])
     for block, prefix in zip(blocks[:2], chain, strict=False):
-        pool.publish(block, prefix)
+        pool.cache_block(block, prefix)
     slots = pool.swap_out(blocks)
     back = pool.share(pool.lookup(chain)) + pool.allocate(1)
     pool.swap_in(slots, back, skip=2)

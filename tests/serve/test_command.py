@@ -33,6 +33,17 @@ def test_command_streams(folder, capsys, monkeypatch):
     assert run(["generate", "--max-new-tokens", "3", "--temperature", "1", "--model", str(folder)]) == 0
 
 
+@pytest.mark.parametrize("prompt", ["def ", "class  ", "import os", ""])
+@pytest.mark.parametrize("heat", ["0", "0.9"])
+def test_the_text_is_the_same_with_and_without_speculation(folder, capsys, prompt, heat):
+    """A prompt that ends in spaces is mended on both paths; n-grams change no draw."""
+    options = [prompt, "--max-new-tokens", "20", "--model", str(folder), "--temperature", heat, "--seed", "3"]
+    assert run(["generate", *options]) == 0
+    plain = capsys.readouterr().out
+    assert run(["generate", *options, "--speculate", "ngram"]) == 0
+    assert capsys.readouterr().out == plain and plain.startswith(prompt.rstrip(" "))
+
+
 def batch(folder, tmp_path, text, *options, name="prompts.txt"):
     file = tmp_path / name
     file.write_bytes(text if isinstance(text, bytes) else text.encode())

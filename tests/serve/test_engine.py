@@ -10,6 +10,7 @@ import torch
 
 from minillm.data import Tokenizer
 from minillm.model import ModelConfig, Transformer
+from minillm.model.draw import sample_seed
 from minillm.model.generate import generate
 from minillm.serve import LLM, SamplingParams
 
@@ -276,7 +277,9 @@ def test_times_and_records():
 def test_forks_share_their_prompt_in_the_records():
     llm = LLM(MODEL, block_size=4, num_blocks=40, record_blocks=True)
     [output] = llm.generate([[*range(10)]], SamplingParams(max_tokens=6, n=4, temperature=1.5, seed=1))
-    expected = [list(generate(MODEL, [*range(10)], 6, temperature=1.5, seed=1 + index)) for index in range(4)]
+    expected = [
+        list(generate(MODEL, [*range(10)], 6, temperature=1.5, seed=sample_seed(1, index))) for index in range(4)
+    ]
     assert [answer.ids for answer in output.answers] == expected and len({tuple(ids) for ids in expected}) == 4
     assert llm.records[0].references.count(4) == 3 and llm.records[0].used == 3
     assert llm.records[1].references.count(4) == 2 and llm.records[1].used == 2 + 4 and llm.pool.copied == 3
@@ -296,7 +299,7 @@ def test_stream_gives_tokens_as_they_come_and_leaves_others_alone():
     llm = LLM(MODEL, block_size=4)
     other = llm.add(PROMPTS[1], SamplingParams(max_tokens=3))
     stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=8))
-    assert [token.id for _, token in stream] == naive(PROMPTS[0], 8)
+    assert [token.id for delta in stream for token in delta.tokens] == naive(PROMPTS[0], 8)
     assert [output.request_id for output in llm.step()] == [other]
     stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=8, n=2))
     assert [next(stream)[0] for _ in range(3)] == [0, 1, 0]
@@ -364,7 +367,7 @@ def test_bad_engines_are_refused(options, message):
 @pytest.mark.parametrize("n", [1, 2])
 def test_streams_that_take_turns_lose_no_token(n):
     """Each `next` steps for all, so a stream finds several tokens, or its end, when its turn comes."""
-    llm, params = LLM(MODEL, block_size=4, num_blocks=40), SamplingParams(max_tokens=8, n=n, temperature=0.9)
+    llm, params = LLM(MODEL, block_size=4, num_blocks=40), SamplingParams(max_tokens=8, n=n, temperature=0.9, seed=3)
     expected = [output.answers for output in llm.generate(PROMPTS[:2], params)]
     streams, taken = [llm.stream(prompt, params) for prompt in PROMPTS[:2]], [[], []]
     for turn in (0, 1, 1, 0, 1, 0):
@@ -373,5 +376,6 @@ def test_streams_that_take_turns_lose_no_token(n):
     for mine, stream in zip(taken, streams, strict=True):
         mine += stream
     for mine, answers in zip(taken, expected, strict=True):
-        assert [[token for index, token in mine if index == i] for i in range(n)] == [a.tokens for a in answers]
+        found = [[token for delta in mine if delta.sample == i for token in delta.tokens] for i in range(n)]
+        assert found == [answer.tokens for answer in answers]
     assert len(other.answers[0].tokens) == 8 and llm.unfinished == 0

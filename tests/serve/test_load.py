@@ -20,8 +20,8 @@ def nothing_left(llm):
     pool = llm.pool
     assert pool.free + pool.cached + pool.used == pool.total and pool.used == 0
     assert pool.references == [0] * pool.total and pool.free_host == pool.num_host_blocks
-    assert llm.unfinished == llm.scheduler.num_waiting == llm.scheduler.seats == 0
-    assert not llm._samples and not llm.scheduler.running and not llm.speculation._states
+    assert llm.unfinished == llm.scheduler.num_waiting == llm.scheduler.num_seqs == 0
+    assert not llm._samples and not llm.scheduler.running
 
 
 def test_a_thousand_in_order_and_nobody_waits_longer_than_those_before_take():

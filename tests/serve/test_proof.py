@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from minillm.model import ModelConfig, Transformer
+from minillm.model.draw import sample_seed
 from minillm.model.generate import generate
 from minillm.serve import LLM, POLICIES, SamplingParams
 
@@ -57,7 +58,11 @@ def proof():
         for index in range(params.n):
             ids = []
             for token in generate(
-                model, prompt, params.max_tokens, temperature=params.temperature, seed=params.seed + index
+                model,
+                prompt,
+                params.max_tokens,
+                temperature=params.temperature,
+                seed=sample_seed(params.seed or 0, index),
             ):
                 if token in params.stop_tokens:
                     break
@@ -72,7 +77,7 @@ def nothing_left(llm):
     pool = llm.pool
     assert pool.free + pool.cached + pool.used == pool.total and pool.used == 0
     assert pool.references == [0] * pool.total and pool.free_host == pool.num_host_blocks
-    assert llm.unfinished == llm.scheduler.num_waiting == llm.scheduler.seats == 0
+    assert llm.unfinished == llm.scheduler.num_waiting == llm.scheduler.num_seqs == 0
     assert not llm._samples and not llm.scheduler.running
 
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minillm.model.draw import Draw
 from minillm.serve import SamplingParams
 from minillm.serve.sampling import filtered, sample
 
@@ -64,6 +65,15 @@ def test_rules_one_by_one():
     assert kept(min_p=0.3) == [0, 1, 2] and kept(min_p=0.31) == [0, 1] and kept(min_p=1) == [0]
     penalised = filtered(torch.tensor([2.0, -2.0, 1.0]), SamplingParams(repetition_penalty=2.0), [0, 1, 0])
     assert penalised.tolist() == [1.0, -4.0, 1.0]
+
+
+def test_top_k_keeps_k_of_equals_and_top_k_1_is_greedy():
+    logits = torch.tensor([0.0, 2.0, 1.0, 2.0, 2.0])
+    for top_k, left in ((1, [1]), (2, [1, 3]), (3, [1, 3, 4]), (4, [1, 2, 3, 4])):
+        scores = filtered(logits, SamplingParams(temperature=1.0, top_k=top_k), [])
+        assert scores.isfinite().nonzero().flatten().tolist() == left
+    for seed in range(50):
+        assert sample(logits, SamplingParams(temperature=1.0, top_k=1), [], Draw(seed)).id == 1
 
 
 def test_draws_follow_the_distribution_and_the_seed():

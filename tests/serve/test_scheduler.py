@@ -29,7 +29,7 @@ class Run:
         assert sum(tokens for _, tokens in plan.batch) <= scheduler.token_budget
         assert all(0 < tokens <= max(1, scheduler.chunk) for _, tokens in plan.batch)
         assert len({id(sequence) for sequence, _ in plan.batch}) == len(plan.batch)
-        assert scheduler.seats == sum(s.seats for s in scheduler.running) <= scheduler.max_num_seqs
+        assert scheduler.num_seqs == sum(s.num_seqs for s in scheduler.running) <= scheduler.max_num_seqs
         assert scheduler.running == sorted(scheduler.running, key=lambda s: s.rank)
         assert top not in plan.preempted
         if top in scheduler.running:
@@ -60,7 +60,7 @@ class Run:
             assert steps <= most
         assert self.pool.references == [0] * self.pool.total and self.pool.used == 0
         assert self.pool.free_host == self.pool.num_host_blocks
-        assert self.scheduler.num_waiting == self.scheduler.seats == len(self.scheduler.running) == 0
+        assert self.scheduler.num_waiting == self.scheduler.num_seqs == len(self.scheduler.running) == 0
         return steps
 
 
@@ -100,13 +100,13 @@ def test_every_request_ends_in_bounded_time_and_nothing_is_left(
     options = {"policy": policy, "preemption": preemption, "chunk": chunk, "reserve": reserve, "patience": patience}
     run = Run(blocks, size, host, prefix_cache, **options)
     bound, time = 0, 0
-    for prompt, new, priority, seats, after, cancelled, prefix in requests:
+    for prompt, new, priority, num_seqs, after, cancelled, prefix in requests:
         for _ in range(after):
             run.step()
             time += 1
         tokens = [1000 * prefix + place for place in range(prompt)]
-        victim = run.add(tokens, prompt + new, priority=priority, seats=seats)
-        bound += seats * (prompt + new) + seats
+        victim = run.add(tokens, prompt + new, priority=priority, num_seqs=num_seqs)
+        bound += num_seqs * (prompt + new) + num_seqs
         if cancelled and run.family[0].state is not State.FINISHED:
             run.scheduler.finish(run.family[0])
         if cancelled and len(requests) % 2:
@@ -211,7 +211,7 @@ def test_cancelled_while_on_the_host():
     while not (plan := run.step()).preempted:
         pass
     [away] = plan.preempted
-    assert away.slots and run.pool.free_host == 6 - len(away.slots)
+    assert away.host_blocks and run.pool.free_host == 6 - len(away.host_blocks)
     run.scheduler.finish(away)
     assert run.pool.free_host == 6
     run.finish()
@@ -269,9 +269,9 @@ def test_waste_is_less_than_a_block_per_sequence():
 
 def test_forks_share_the_prompt_and_copy_one_block_each():
     run = Run(blocks=32, size=4, max_num_seqs=4)
-    run.add(10, 20, seats=4)
+    run.add(10, 20, num_seqs=4)
     run.step()
-    assert run.pool.used == 3 and run.scheduler.seats == 4
+    assert run.pool.used == 3 and run.scheduler.num_seqs == 4
     run.step()
     assert run.pool.copied == 3 and run.pool.used == 2 + 4
     run.finish()
@@ -282,7 +282,7 @@ def test_what_can_never_run_is_refused_at_once():
     with pytest.raises(ValueError, match="18 tokens need 5 blocks of 4 and the pool has 4"):
         run.add(10, 18)
     with pytest.raises(ValueError, match="n 3 is more than max_num_seqs 2"):
-        run.add(1, 2, seats=3)
+        run.add(1, 2, num_seqs=3)
     run.add(10, 17)
     run.add(1, 2)
     with pytest.raises(RuntimeError, match="the queue is full \\(2 wait, max_waiting 2\\)"):

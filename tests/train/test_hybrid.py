@@ -118,7 +118,7 @@ def test_whole_run_by_the_command(tmp_path, home):
         ("--dp 3 --zero 2 --dp-replicate 2", "dp_replicate 2 does not divide dp 3"),
         ("--tp 2 --zero 1 --offload cpu", "offload cpu is for ZeRO alone"),
         ("--tp 2 --compile", "--compile does not look through"),
-        ("--dp 8 --tp 8 --pp 2", "more than 64 ranks"),
+        ("--dp 65 --batch-size 65", "nproc=65 must be a whole number from 1 to 64"),
     ],
 )
 def test_bad_input_is_one_sentence_before_any_rank_starts(options, said, home, capsys):

@@ -1,4 +1,4 @@
-"""Ranks from a notebook cell, a script or torchrun."""
+"""Ranks from a notebook cell, a script or torchrun: `launcher.py`, then `worker.py`."""
 
 from minillm.comm.launch.launcher import launch
 

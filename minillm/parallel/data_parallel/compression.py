@@ -10,9 +10,9 @@
 What the lossy ones leave out is not lost but owed: *error feedback* adds it to the next gradient, so that in the long
 run everything is sent, only later. Without it the same small components are dropped forever (Karimireddy et al. 2019).
 
-A hook is `hook(bucket, flat, group)` and runs as one collective in the group's thread, so it is written as plain
-blocking code. Every rank ends up with the same bits. Debts live in `bucket.state`; packing anew after the first step
-forgives those of that step. `predict/data_parallel.py` has the exact bytes.
+A hook is `hook(bucket, flat, group)` and runs as one collective of the group, written as plain blocking code. Every
+rank ends up with the same bits. Debts live in `bucket.state`; packing anew after the first step forgives those of that
+step. `predict/data_parallel.py` has the exact bytes.
 """
 
 import math

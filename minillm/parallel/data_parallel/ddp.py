@@ -146,7 +146,7 @@ class BucketedDDP(_Replicated):
 
     first_bucket_mb: cap of the first bucket, small so that communication starts early; at most `bucket_cap_mb` counts.
     find_unused: parameters may get no gradient on some or all ranks; costs one byte per parameter and step.
-    hook: compression, see `compress.py`.
+    hook: compression, see `compression.py`.
     """
 
     def __init__(

@@ -267,11 +267,7 @@ class Reducer:
     def _report(self, told: list[tuple[int, list[str]]]) -> None:
         for rank, names in told:
             if names and not self.find_unused:
-                raise ValueError(
-                    f"no gradient on rank {rank} of group {self.group.name!r} for {', '.join(names[:5])}"
-                    f"{f' and {len(names) - 5} more' if len(names) > 5 else ''}: use find_unused=True, or freeze "
-                    "what never takes part before wrapping"
-                )
+                raise ValueError(no_gradient(names, rank, self.group))
 
     def _reset(self) -> None:
         self._expected, self._works, self._task = False, [], -1
@@ -288,3 +284,11 @@ def take_over(names: Mapping[nn.Parameter, str]) -> None:
                 f"{others[0]} is reduced by an earlier wrapper, which would end: wrap all of its parameters again."
             )
         earlier.close()
+
+
+def no_gradient(names: Sequence[str], rank: int, group: Group) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return (
+        f"no gradient on rank {rank} of group {group.name!r} for {', '.join(names[:5])}{more}: use find_unused=True, "
+        "or freeze what never takes part before wrapping"
+    )

@@ -28,18 +28,9 @@ from torch.utils._pytree import tree_leaves
 
 from minillm.comm import Group
 from minillm.parallel.data_parallel.ddp import BufferSync, check_plain, check_same
-from minillm.parallel.data_parallel.reducer import take_over
+from minillm.parallel.data_parallel.reducer import no_gradient, take_over
 from minillm.parallel.fsdp.flat_param import FlatParam, How, Initialize, ParamInfo, ShardedParam
-from minillm.parallel.fsdp.param_group import (
-    REST,
-    ParamGroup,
-    PrefetchOrder,
-    UnshardStats,
-    choose,
-    divide,
-    materialise_buffers,
-    reads_weights,
-)  # fmt: skip
+from minillm.parallel.fsdp.param_group import ParamGroup, PrefetchOrder, UnshardStats, build_groups, reads_weights
 from minillm.parallel.fsdp.state import FullyShardOptimizer, full_state, load_state, sharded_state
 from minillm.parallel.offload import Offload
 from minillm.parallel.optimizer_state import MakeOptimizer, plain
@@ -93,7 +84,7 @@ class FullyShard(nn.Module):
     ) -> None:
         super().__init__()
         if prefetch < 0:
-            raise ValueError(f"prefetch {prefetch} must be at least 0: that many units are gathered ahead of use.")
+            raise ValueError(f"prefetch {prefetch} must be at least 0: that many groups are unsharded ahead of use.")
         self.module, self.group, self.prefetch, self.find_unused = module, group, prefetch, find_unused
         self.norm_group = norm_group or group
         self.home, self.unshard_stats = Offload(offload, group.device), UnshardStats()
@@ -103,20 +94,9 @@ class FullyShard(nn.Module):
         take_over({info.parameter: info.names[0] for info in everything})
         for each in (replicate_group, group) if replicate_group else (group,):
             check_same([(", ".join(info.names), info.parameter) for info in everything], each)
-        chosen = choose(module, blocks)
-        *inside, outside = divide(chosen, everything, group.device)
-        owners = {owner for info in outside for owner, _ in info.owners} - {module}
-        how = How(
-            group, replicate_group, self.norm_group, self.home, master, reduce_dtype, initialize, placements or {}
-        )
-        with torch.no_grad():
-            pairs = zip(chosen, inside, strict=True)
-            self.block_groups = [ParamGroup(name, members, self.unshard_stats, how) for name, members in pairs]
-            self.rest = [ParamGroup(REST, outside, self.unshard_stats, how)] if outside else []
-            materialise_buffers(module, group.device, initialize)
-            for buffer in module.buffers():
-                for each in (replicate_group, group) if replicate_group else (group,):
-                    each.broadcast(buffer)
+        settings = (self.home, master, reduce_dtype, initialize, placements or {})
+        how = How(group, replicate_group, self.norm_group, *settings)
+        chosen, self.block_groups, self.rest = build_groups(module, blocks, everything, self.unshard_stats, how)
         BufferSync(module, group)
         self.groups = [*self.block_groups, *self.rest]
         found = {param.name: param for flat in self.flats for param in flat.params}
@@ -128,7 +108,8 @@ class FullyShard(nn.Module):
         self._reducing: ParamGroup | None = None
         self._missing: list[str] = []  # names of parameters without gradient in this backward pass,
         self._fresh: list[str] = []  # and of those that had none from an earlier one
-        self._watch(list(chosen.values()), owners)
+        outside = (owner for group in self.rest for owner in group.owners if owner is not module)
+        self._watch(chosen, dict.fromkeys(outside))
 
     # Forward: unshard, compute, reshard.
 
@@ -224,7 +205,7 @@ class FullyShard(nn.Module):
             self._reduce(group)
 
     def _reduce(self, group: ParamGroup) -> None:
-        """Starts averaging the unit's gradients, once those of the unit before are in the shards."""
+        """Starts averaging the group's gradients, once those of the group before are in the shards."""
         self._settle()
         for flat in group.trained:
             self._missing += flat.start_reduce()
@@ -247,15 +228,11 @@ class FullyShard(nn.Module):
         late = [name for name, param in self.params.items() if param.full.grad is not None]
         missing, fresh, self._missing, self._fresh = self._missing, self._fresh, [], []
         if late:
-            raise ValueError(f"{late[0]} got a gradient after its unit was reduced: it is used outside of its block.")
+            raise ValueError(f"{late[0]} got a gradient after its group was reduced: it is used outside of its block.")
         if self.find_unused:
             self._drop_unused(missing, fresh)
         elif missing:
-            names = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-            raise ValueError(
-                f"no gradient on rank {self.group.rank} of group {self.group.name!r} for {names}: "
-                "use find_unused=True, or freeze what never takes part before sharding."
-            )
+            raise ValueError(no_gradient(missing, self.group.rank, self.group))
 
     def _drop_unused(self, missing: Sequence[str], fresh: Sequence[str]) -> None:
         """Parameters that no rank used have no gradient, as in one process, rather than zeros."""

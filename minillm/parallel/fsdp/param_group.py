@@ -37,6 +37,8 @@ class ParamGroup:
 
     def __init__(self, name: str, members: Iterable[ParamInfo], stats: UnshardStats, how: How) -> None:
         self.name, self.stats, self.is_unsharded = name, stats, False
+        members = list(members)
+        self.owners = [owner for info in members for owner, _ in info.owners]
         kinds: dict[tuple, list[ParamInfo]] = {}
         for info in members:
             kinds.setdefault((info.parameter.dtype, info.parameter.requires_grad), []).append(info)
@@ -103,8 +105,8 @@ class PrefetchOrder:
     def _why_not(self, group: ParamGroup) -> str:
         if group in self.used:
             return f"{group.name} runs twice in one pass: name one block that holds all that repeats."
-        last = [each for each in self.order if each.name != REST][-1]
-        if self.group.name == REST and last not in self.used:
+        blocks = [each for each in self.order if each.name != REST]
+        if not self.used or (self.group.name == REST and blocks[-1] not in self.used):
             return (
                 f"parameters outside of the blocks are used between two of them, before {group.name}: name the modules "
                 "that have them among the blocks, in the order they run."
@@ -119,6 +121,27 @@ class PrefetchOrder:
     def _prefetch(self) -> None:
         for group in self.order[self.position : self.position + self.prefetch + 1]:
             group.unshard()
+
+
+@torch.no_grad()
+def build_groups(
+    module: nn.Module,
+    blocks: Sequence[str | nn.Module] | None,
+    everything: Sequence[ParamInfo],
+    stats: UnshardStats,
+    how: How,
+) -> tuple[list[nn.Module], list[ParamGroup], list[ParamGroup]]:
+    """The blocks, a group for each, and the group of the rest, if there is any. Buffers become rank 0's."""
+    chosen = choose(module, blocks)
+    *inside, outside = divide(chosen, everything, how.group.device)
+    groups = [ParamGroup(name, members, stats, how) for name, members in zip(chosen, inside, strict=True)]
+    rest = [ParamGroup(REST, outside, stats, how)] if outside else []
+    materialise_buffers(module, how.group.device, how.initialize)
+    for buffer in module.buffers():
+        for group in (how.replicate_group, how.group):
+            if group:
+                group.broadcast(buffer)
+    return list(chosen.values()), groups, rest
 
 
 def choose(module: nn.Module, blocks: Sequence[str | nn.Module] | None) -> dict[str, nn.Module]:

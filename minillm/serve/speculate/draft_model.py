@@ -17,6 +17,7 @@ from torch import Tensor
 from minillm.model import Transformer
 from minillm.model.paged import PagedCache, gathered
 from minillm.serve.blocks import BlockPool
+from minillm.serve.memory import blocks_of_full_length, draft_num_blocks
 from minillm.serve.speculate.proposal import Asked, Draft
 from minillm.serve.speculate.verify import choose, distribution
 
@@ -41,7 +42,7 @@ class _Kept:
 class DraftModel:
     """`LLM(target, proposer=DraftModel(draft), k=4)`.
 
-    num_blocks: of its own cache; None = room for 16 sequences of full length. If it is full, who was not asked for
+    num_blocks: of its own cache; None = `memory.draft_num_blocks`. If it is full, who was not asked for
     longest is dropped and computed again when asked: that costs time and changes no guess. passes: so far.
     """
 
@@ -57,8 +58,8 @@ class DraftModel:
         cost: float = 0.1,
     ):
         config, weight = model.config, model.embedding.weight
-        full = -(-config.max_seq_len // max(block_size, 1))
-        num_blocks = 16 * full if num_blocks is None else num_blocks
+        full = blocks_of_full_length(config, block_size)
+        num_blocks = draft_num_blocks(model, block_size) if num_blocks is None else num_blocks
         if num_blocks < full:
             raise ValueError(
                 f"num_blocks {num_blocks} is too few: one sequence of the draft's full context needs {full}."

@@ -6,6 +6,7 @@ import torch
 
 from minillm.data import Tokens
 from minillm.model import Transformer
+from minillm.model.draw import Draw
 from minillm.model.generate import KVCache
 from minillm.serve.sampling import SamplingParams
 from minillm.serve.speculate.eagle import Eagle
@@ -53,7 +54,7 @@ def rounds(
     target: Transformer, proposer: Proposer, prompt: list[int], params: SamplingParams, *, k: int, key=0, seed: int = 0
 ) -> Iterator[tuple[int, int]]:
     """Drafts and verifies one sequence to its end; yields (drafted, accepted) of each of the target's passes."""
-    draw, tokens, start = torch.Generator().manual_seed(seed), list(prompt), 0
+    draw, tokens, start = Draw(seed), list(prompt), 0
     end = min(len(prompt) + params.max_tokens, target.config.max_seq_len)
     weight = target.embedding.weight
     cache = KVCache(target.config, end + k, device=weight.device, dtype=weight.dtype)
@@ -66,7 +67,7 @@ def rounds(
         hidden = hidden_states(target, row, where, cache)[-1]
         logits = target.logits(hidden[:, -len(guessed) - 1 :])[0].float().cpu()
         p = [distribution(x, params, [*tokens, *guessed[:i]]) for i, x in enumerate(logits)]
-        new = verify(torch.stack(p), draft, draw) if draft else [int(torch.multinomial(p[0], 1, generator=draw))]
+        new = verify(torch.stack(p), draft, draw) if draft else [draw.choose(p[0])]
         if answered := getattr(proposer, "answered", None):
             answered(key, tokens, guessed, logits.argmax(-1).tolist())
         verified = len(tokens) - start + len(new) - 1

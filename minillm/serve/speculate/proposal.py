@@ -9,10 +9,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from minillm.serve.sampling import SamplingParams
+from minillm.serve.sampling import Random, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -20,14 +19,14 @@ class Asked:
     """What a proposer may know of one sequence.
 
     key: the sequence's identity, the same at every step. tokens: all verified ones, prompt and answer so far (not to be
-    changed). k: draft at most so many. draw: the request's own generator, for drafts that are drawn.
+    changed). k: draft at most so many. draw: the request's own random numbers, for drafts that are drawn.
     """
 
     key: Hashable
     tokens: list[int]
     params: SamplingParams
     k: int
-    draw: torch.Generator
+    draw: Random
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Proposer(Protocol):
 
     def observe(self, key: Hashable, start: int, hidden: Tensor) -> None:
         """hidden: [m, hidden_size], the target's state after its last block, before the final norm, at the verified
-        positions start .. start + m - 1. Hits in the prefix cache leave gaps."""
+        positions start .. start + m - 1. Hits in the prefix cache leave gaps; no position comes twice."""
 
     def forget(self, key: Hashable) -> None:
-        """The sequence ended or was preempted: what is kept of it can go."""
+        """The sequence ended: what is kept of it can go."""

@@ -3,8 +3,9 @@
     schedule ──▶ ask ──▶ guess (the proposer) ──▶ one pass of the target over last token + guesses ──▶ check ──▶ want
                   a sequence's guesses are no tokens of it until they are checked: preemption has nothing to take back
 
-A draft is drawn at its full length whatever the step has room for, and what a pass cannot check the next one does, so
-a request's draws and its answer do not depend on what else runs. (Greedy answers never do, so no more is drafted than
+A draft is drawn at its full length whatever the step has room for, and what a pass cannot check the next one does; a
+preempted sequence keeps its draft and its proposer's state. So a request's draws and its answer do not depend on what
+else runs. (Greedy answers never do, so no more is drafted than
 can be checked.)
 """
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from minillm.model import ModelConfig
 from minillm.serve.model_runner import ForwardPass
 from minillm.serve.request import Sample
-from minillm.serve.sampling import Token, described, filtered, sample
+from minillm.serve.sampling import Token, described, filtered
 from minillm.serve.sequence import Plan, Sequence
 from minillm.serve.speculate.adaptive import AdaptiveK, Counts
 from minillm.serve.speculate.proposal import Asked, Draft, Proposer
@@ -27,24 +28,25 @@ from minillm.serve.speculate.verify import distribution, verify, verify_greedy
 
 @dataclass(eq=False)
 class State:
-    """Of one sequence. draft: guesses not checked yet; place: guesses before them that were. The rest: AdaptiveK's."""
+    """Of one sequence. draft: guesses not checked yet; place: guesses before them that were. checked, accepted: of this
+    draft so far, if several passes check it. The rest: AdaptiveK's."""
 
     draft: Draft | None = None
     place: int = 0
     tried: float = 0.0
     kept: float = 0.0
-    passes: int = 0
+    drafts: int = 0
+    checked: int = 0
+    accepted: int = 0
 
 
 class Speculation:
-    """proposer: None = no guesses, one token a pass. k: how many guesses: a number, "adaptive" or an AdaptiveK.
+    """proposer: of the guesses. k: how many guesses: a number, "adaptive" or an AdaptiveK.
 
     counts: of all guesses checked so far. drafting_s: seconds spent in the proposer.
     """
 
-    def __init__(
-        self, proposer: Proposer | None, k: int | str | AdaptiveK, config: ModelConfig, clock: Callable[[], float]
-    ):
+    def __init__(self, proposer: Proposer, k: int | str | AdaptiveK, config: ModelConfig, clock: Callable[[], float]):
         if k == "adaptive":
             k = AdaptiveK(cost=getattr(proposer, "cost", 0.1), most=min(8, max(1, config.max_seq_len - 2)))
         most = k.most if isinstance(k, AdaptiveK) else k
@@ -61,30 +63,31 @@ class Speculation:
                 "are token ids of the target, so take a draft with the same tokenizer."
             )
         self.proposer, self.k, self.vocab_size, self.clock = proposer, k, config.vocab_size, clock
-        self.wants_hidden = proposer is not None and proposer.wants_hidden
+        self.wants_hidden = proposer.wants_hidden
         self.answered = getattr(proposer, "answered", None)
         self.counts, self.drafting_s = Counts(), 0.0
         self._states: dict[Sequence, State] = {}
+        self._observed: dict[str, int] = {}  # by sequence: positions whose hidden states the proposer has
         self._busy = Lock()  # the proposer does one thing at a time: cancelling waits for its guesses
 
     def ask(self, plan: Plan, samples: dict[Sequence, Sample]) -> list[tuple[int, Asked]]:
         """What the proposer is asked: (place in the plan, Asked), of sequences whose last token this step computes."""
-        for sequence in plan.preempted:
-            self._forget(sequence)  # its guesses stay: they are still what comes next
         asked: list[tuple[int, Asked]] = []
         for place, (sequence, tokens) in enumerate(plan.batch):
-            if not sequence.wanted or tokens < sequence.lacking or self._states[sequence].draft is not None:
+            if (
+                not sequence.num_draft_tokens
+                or tokens < sequence.num_uncomputed
+                or self._states[sequence].draft is not None
+            ):
                 continue
-            request, granted = samples[sequence].request, tokens - sequence.lacking
-            if k := granted if request.params.temperature == 0 else sequence.wanted:
+            request, granted = samples[sequence].request, tokens - sequence.num_uncomputed
+            if k := granted if request.params.temperature == 0 else sequence.num_draft_tokens:
                 draw = samples[sequence].draw
                 asked.append((place, Asked(sequence.name, sequence.tokens, request.params, k, draw)))
         return asked
 
     def guess(self, asked: list[tuple[int, Asked]], plan: Plan, run: ForwardPass) -> None:
         """Asks the proposer and gives each sequence of the pass as many guesses as it has room for."""
-        if self.proposer is None:
-            return
         if asked:
             with self._busy:
                 started = self.clock()
@@ -97,17 +100,13 @@ class Speculation:
                 if (state := self._states.get(plan.batch[place][0])) is not None:  # not cancelled meanwhile
                     state.draft, state.place = draft, 0
         for place, (sequence, tokens) in enumerate(plan.batch):
-            if tokens >= (lacking := sequence.lacking) and (state := self._states.get(sequence)) is not None:
+            if tokens >= (lacking := sequence.num_uncomputed) and (state := self._states.get(sequence)) is not None:
                 run.guesses[place] = [] if state.draft is None else state.draft.tokens[: tokens - lacking]
                 plan.batch[place] = sequence, lacking + len(run.guesses[place])
 
     def check(self, taken: Sample, logits: Tensor, likeliest: list[int]) -> list[Token]:
         """The next tokens, from logits [guesses + 1, vocab_size]. likeliest: their largest."""
         params = taken.request.params
-        if self.proposer is None:
-            plain = params.temperature == 0 and params.repetition_penalty == 1 and params.logprobs is None
-            tokens = taken.sequence.tokens
-            return [Token(likeliest[0]) if plain else sample(logits[0], params, tokens, taken.draw)]
         state = self._states.get(taken.sequence)
         if state is None:
             weight, prior = getattr(self.k, "weight", 0.0), getattr(self.k, "prior", 0.0)
@@ -133,48 +132,50 @@ class Speculation:
             state.draft, state.place = Draft(draft.tokens[accepted:], rest), state.place + accepted
             if params.temperature == 0 and not state.draft.tokens:
                 state.draft = None
+        if state.draft is None:
+            if isinstance(self.k, AdaptiveK):
+                state.tried, state.kept = self.k.fade(state.tried, state.kept, state.checked, state.accepted)
+            state.drafts, state.checked, state.accepted = state.drafts + 1, 0, 0
         return [described(token, row, params) for token, row in zip(ids, logits, strict=False)]
 
     def want(self, sequence: Sequence) -> None:
         """Says how many guesses the sequence would like checked in its next step."""
-        if self.proposer is None:
-            return
         state = self._states[sequence]
         if state.draft is not None:
-            sequence.wanted = max(1, len(state.draft.tokens))
+            sequence.num_draft_tokens = max(1, len(state.draft.tokens))
             return
-        k = self.k.k(state.tried, state.kept, state.passes) if isinstance(self.k, AdaptiveK) else self.k
-        sequence.wanted = max(0, min(k, sequence.limit - sequence.num_tokens - 1))
+        k = self.k.k(state.tried, state.kept, state.drafts) if isinstance(self.k, AdaptiveK) else self.k
+        sequence.num_draft_tokens = max(0, min(k, sequence.limit - sequence.num_tokens - 1))
 
     def drop(self, sequence: Sequence) -> None:
         """Its guesses are no good: the next step is without any."""
-        self._states[sequence].draft, sequence.wanted = None, 0
+        self._states[sequence].draft, sequence.num_draft_tokens = None, 0
 
     def observe(self, plan: Plan, run: ForwardPass, samples: dict[Sequence, Sample]) -> None:
-        """Hands the hidden states of what this step verified to a proposer that wants them."""
+        """Hands the hidden states of what this step verified to a proposer that wants them, each position once."""
         for sequence in [sequence for sequence, _ in plan.batch if sequence not in samples]:
             self._forget(sequence)  # again, if it was cancelled while its guesses were made
         if run.hidden is None:
             return
         for (sequence, tokens), start, hidden in zip(plan.batch, run.starts, run.hidden.split(run.counts), strict=True):
-            if sequence in samples:
-                self.proposer.observe(sequence.name, start, hidden[: min(tokens, sequence.num_computed - start)])
+            seen, end = self._observed.get(sequence.name, 0), min(start + tokens, sequence.num_computed)
+            if sequence in samples and end > seen:
+                self._observed[sequence.name], skip = end, max(0, seen - start)
+                self.proposer.observe(sequence.name, start + skip, hidden[skip : end - start])
 
     def end(self, sequence: Sequence) -> None:
         self._states.pop(sequence, None)
         self._forget(sequence)
 
     def _forget(self, sequence: Sequence) -> None:
-        if self.proposer is not None:
-            with self._busy:
-                self.proposer.forget(sequence.name)
+        with self._busy:
+            self._observed.pop(sequence.name, None)
+            self.proposer.forget(sequence.name)
 
     def _count(self, taken: Sample, state: State, checked: int, accepted: int) -> None:
         output = taken.request.output
         output.drafted, output.accepted = output.drafted + checked, output.accepted + accepted
-        state.passes += 1
-        if isinstance(self.k, AdaptiveK):
-            state.tried, state.kept = self.k.fade(state.tried, state.kept, checked, accepted)
+        state.checked, state.accepted = state.checked + checked, state.accepted + accepted
         self.counts.add(checked, accepted, state.place)
 
     def _sound(self, draft: Draft, asked: Asked) -> None:

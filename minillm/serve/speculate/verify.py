@@ -5,9 +5,12 @@
     all accepted: the last row of the target's pass gives one more token for nothing, the bonus
 
 p is the target's distribution, q the draft's: the names of Leviathan et al. 2023 (§2.3, Algorithm 1); Chen et al. 2023
-(Algorithm 2) call them q and p. A guess that was not drawn has q = 1 at its token and 0 elsewhere, and the same rule
-reads: accept with probability p(x), else draw from p without x. Why it is exact: a token y comes out accepted with
-min(p(y), q(y)) and from the residual with max(p(y) - q(y), 0); the sum is p(y).
+(Algorithm 2) call them q and p. Why it is exact: a token y comes out accepted with min(p(y), q(y)) and from the
+residual with max(p(y) - q(y), 0); the sum is p(y).
+
+A guess that was not drawn has q = 1 at its token and 0 elsewhere: accept with probability p(x), else draw from p
+without x. That is the same as drawing from p and asking whether it is x, which is what happens here: the tokens are
+then those that the request draws without any speculation, one random number for each.
 """
 
 from collections.abc import Sequence
@@ -15,11 +18,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minillm.serve.sampling import SamplingParams, filtered
+from minillm.serve.sampling import Random, SamplingParams, choose, filtered
 from minillm.serve.speculate.proposal import Draft
 
 
-def verify(target: Tensor, draft: Draft, draw: torch.Generator) -> list[int]:
+def verify(target: Tensor, draft: Draft, draw: Random) -> list[int]:
     """The accepted guesses and one token more.
 
     target: [k + 1, vocab_size], probabilities after the last verified token and after each of the draft's k tokens.
@@ -28,7 +31,12 @@ def verify(target: Tensor, draft: Draft, draw: torch.Generator) -> list[int]:
     """
     accepted: list[int] = []
     for place, (p, token) in enumerate(zip(target, draft.tokens, strict=False)):
-        q = None if draft.probabilities is None else draft.probabilities[place]
+        if draft.probabilities is None:
+            accepted.append(choose(p, draw))
+            if accepted[-1] != token:
+                return accepted
+            continue
+        q = draft.probabilities[place]
         if not uniform(draw) < acceptance(p, q, token):
             return [*accepted, choose(residual(p, q, token), draw)]
         accepted.append(token)
@@ -70,15 +78,8 @@ def distribution(logits: Tensor, params: SamplingParams, seen: Sequence[int]) ->
     return torch.softmax(scores, dim=-1)
 
 
-def uniform(draw: torch.Generator) -> float:
+def uniform(draw: Random) -> float:
     """A number from [0, 1). draw: a generator, or whatever says itself what it draws (`exact.Script`)."""
     if isinstance(draw, torch.Generator):
         return float(torch.rand((), dtype=torch.float64, generator=draw))
     return draw.uniform()
-
-
-def choose(probabilities: Tensor, draw: torch.Generator) -> int:
-    """A token drawn from probabilities: [vocab_size]."""
-    if isinstance(draw, torch.Generator):
-        return int(torch.multinomial(probabilities, 1, generator=draw))
-    return draw.choose(probabilities)

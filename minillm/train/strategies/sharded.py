@@ -1,12 +1,12 @@
-"""The parallel forms of the training loop: replicas, sharded optimizer state and gradients, sharded everything.
+"""The strategies of the training loop: replicas, sharded optimizer state and gradients, sharded everything.
 
-    form                  module that runs      who steps what                          files
-    DataParallel          BucketedDDP           every rank everything                   ddp.py
-    ShardedStates         the model itself      every rank 1/N, then all-gather         zero.py (stages 1 and 2)
-    ShardedModel          FullyShard            every rank its 1/N                      fully_shard.py (stage 3)
-    Hybrid                a split model         every rank its slice                    hybrid.py (tensor, pipeline)
+    strategy              module that runs      what a rank steps           mechanism
+    DataParallel          BucketedDDP           everything                  parallel/data_parallel
+    ShardedStates         the model itself      1/N, then all-gather        parallel/zero (stages 1 and 2)
+    ShardedModel          FullyShard            its 1/N                     parallel/fsdp (stage 3)
+    Hybrid                a split model         its parts, or 1/N of them   hybrid.py (tp, pp, HSDP, any stage)
 
-Each has the methods of `parallel.SingleDevice`, which says what they mean.
+Each has the methods of `SingleDevice`, which says what they mean.
 """
 
 import contextlib
@@ -103,7 +103,7 @@ class ShardedModel(Sharded):
 
 
 def make_strategy(group: Group, layout: ParallelConfig, offload: str | None = None) -> SingleDevice:
-    """The form of a layout. offload: where ZeRO's shards live, "cpu" or a folder."""
+    """The strategy of a layout. offload: where ZeRO's shards live, "cpu" or a folder."""
     home = offload if offload in (None, "cpu") else Path(offload)
     if layout.is_hybrid or layout.dp_replicate > 1:
         if offload:

@@ -1,8 +1,8 @@
-"""The seam between the training loop and its parallel forms: everything that changes when there is more than one rank.
+"""The seam between the training loop and its strategies: all that changes when there is more than one rank.
 
     build, wrap, updater, then for every step: forward_backward, prepare_gradients, grad_norm, step
 
-`SingleDevice` is one process, where each of these is trivial; `forms.py` has those for a group of ranks.
+`SingleDevice` is one process, where each of these is trivial; beside it are those for a group of ranks.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ def unscaled(loss: Tensor) -> Tensor:
 
 
 class SingleDevice:
-    """One process. Every method says what a parallel form has to do in its place.
+    """One process. Every method says what a parallel strategy has to do in its place.
 
     rank, world_size: of the ranks that share the batch, each with rows of its own.
     """
@@ -45,12 +45,9 @@ class SingleDevice:
         return self.rank == 0
 
     def build(self, config: ModelConfig, **how: Any) -> Transformer:
-        """The bare model, before `wrap`. how: seed, device, dtype, attention."""
+        """The bare model, before `wrap`, or this rank's parts of it, with the whole model's parameter names.
+        how: seed, device, dtype, attention."""
         return Transformer(config, **how)
-
-    def whole_name(self, name: str) -> str:
-        """What a parameter of `build`'s model is called in the whole model."""
-        return name
 
     def wrap(self, model: nn.Module, master: bool = False) -> nn.Module:
         """The module that forward is called on: the model, or a wrapper that reduces or gathers.
@@ -64,7 +61,7 @@ class SingleDevice:
 
     def loss_divisor(self, weight: Tensor) -> Tensor:
         """By what this rank divides its sum of losses; `weight`: its tokens of the whole step, all microbatches.
-        A form that averages gradients answers Σ weight / world_size, so that the average is over tokens, not ranks."""
+        A strategy that averages gradients answers Σ weight / world_size: the average is over tokens, not ranks."""
         return weight
 
     def forward_backward(

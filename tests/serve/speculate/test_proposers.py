@@ -5,10 +5,10 @@ from itertools import product
 import pytest
 import torch
 
+from course.shared.enumeration import outcomes
 from minillm.serve.speculate import verify
 from minillm.serve.speculate.eagle import Eagle
 from minillm.serve.speculate.early_exit import EarlyExit, exiting
-from minillm.serve.speculate.exact import outcomes
 from minillm.serve.speculate.lookahead import Lookahead
 from minillm.serve.speculate.medusa import Medusa, MedusaHeads
 from minillm.serve.speculate.verify import distribution

@@ -8,6 +8,7 @@ from minillm.serve.speculate.eagle import Eagle
 from minillm.serve.speculate.early_exit import EarlyExit
 from minillm.serve.speculate.lookahead import Lookahead
 from minillm.serve.speculate.medusa import Medusa
+from minillm.serve.speculate.ngram import NGram
 
 MAKE = {
     "medusa": lambda target, trained: Medusa(target, trained["medusa"]),
@@ -41,6 +42,37 @@ def test_a_requests_draws_are_its_seeds_alone_and_in_a_crowd(kind, target, train
     for prompt, wanted, tokens in list(zip(PROMPTS, params, crowd, strict=True))[:3]:
         llm = LLM(target, proposer=MAKE[kind](target, trained), k=2, block_size=4, prefix_cache=False)
         assert llm.generate([prompt], wanted)[0].answers[0].tokens == tokens
+
+
+CROWDED = {
+    "recompute": {"num_blocks": 22, "max_num_seqs": 8},
+    "swap": {"num_blocks": 22, "max_num_seqs": 8, "preemption": "swap"},
+    "small budget": {"token_budget": 8, "max_num_seqs": 8, "chunk": 3},
+    "both": {"num_blocks": 22, "max_num_seqs": 8, "token_budget": 9},
+}
+
+
+@pytest.mark.parametrize(("k", "crowd"), [(3, "recompute"), (3, "swap"), ("adaptive", "both"), (3, "small budget")])
+@pytest.mark.parametrize("kind", MAKE)
+def test_draws_survive_preemption_and_budgets_that_cut_drafts(kind, k, crowd, target, trained):
+    params = [SamplingParams(max_tokens=24, temperature=0.9, seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
+    common = {"k": k, "block_size": 4, "prefix_cache": False}
+    llm = LLM(target, proposer=MAKE[kind](target, trained), **common, **CROWDED[crowd])
+    outputs = llm.generate(PROMPTS, params)
+    for prompt, wanted, output in zip(PROMPTS, params, outputs, strict=True):
+        alone = LLM(target, proposer=MAKE[kind](target, trained), **common)
+        assert ids(alone.generate([prompt], wanted)[0]) == ids(output)
+    assert sum(output.preemptions for output in outputs) > 0 or crowd == "small budget"
+
+
+def test_guesses_that_are_not_drawn_leave_the_draws_as_they_are(target):
+    """Of n-grams and lookahead: the very tokens of an engine without speculation."""
+    params = [SamplingParams(max_tokens=24, temperature=0.9, seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
+    plain = [ids(output) for output in LLM(target).generate(PROMPTS, params)]
+    for proposer in (NGram(shortest=1), Lookahead(3)):
+        outputs = LLM(target, proposer=proposer, k=3).generate(PROMPTS, params)
+        assert [ids(output) for output in outputs] == plain
+        assert sum(output.accepted for output in outputs) > 0
 
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])

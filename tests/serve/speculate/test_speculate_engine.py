@@ -212,7 +212,7 @@ def test_preempted_and_cancelled_sequences_are_forgotten():
 
 def test_a_small_cache_of_the_draft_changes_no_guess():
     few, many = (DraftModel(DRAFT, block_size=4, num_blocks=blocks) for blocks in (16, 400))
-    params = SamplingParams(max_tokens=12, temperature=0.9)
+    params = SamplingParams(max_tokens=12, temperature=0.9, seed=0)
     answers = [
         [output.answers[0].ids for output in LLM(MODEL, proposer=proposer).generate(PROMPTS, params)]
         for proposer in (few, many)

@@ -6,9 +6,9 @@ from itertools import product
 import pytest
 import torch
 
+from course.shared.enumeration import Script, outcomes
 from minillm.serve import SamplingParams
 from minillm.serve.speculate import Asked, Draft, DraftModel, verify
-from minillm.serve.speculate.exact import Script, outcomes
 from minillm.serve.speculate.verify import acceptance, choose, distribution, residual, uniform, verify_greedy
 
 VOCAB = 4

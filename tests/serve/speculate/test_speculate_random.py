@@ -58,7 +58,7 @@ class Moody:
         return Draft(tokens[: rng.choice([each.k, each.k, 1, 0])])
 
     def observe(self, key, start, hidden):
-        """Each position once, in order: rejected ones never; again only after a preemption."""
+        """Each position once, in order: rejected ones never."""
         assert len(hidden) > 0 and hidden.shape[1] == CONFIG.hidden_size
         assert start >= self.observed.get(key, 0)
         self.observed[key] = start + len(hidden)

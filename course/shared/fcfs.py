@@ -65,12 +65,13 @@ class FirstCome:
         """Queues a request and returns its id. priority is not looked at: first come, first served."""
         params = params or SamplingParams()
         tokens = prompt_ids(prompt, params, self.tokenizer, self.model.config)
-        request_id = f"request-{self._count}" if request_id is None else request_id
+        while request_id is None:
+            name, self._count = f"request-{self._count}", self._count + 1
+            request_id = None if name in self._requests else name
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is taken by a request that has not ended: choose another.")
         request = Request.arrived(request_id, tokens, params, self.tokenizer, self.clock())
         self._requests[request_id] = request
-        self._count += 1
         limit = min(len(tokens) + params.max_tokens, self.model.config.max_seq_len)
         for _ in range(params.n):
             self.waiting.append(request.attach(Sequence(list(tokens), limit), self.tokenizer))

@@ -1,25 +1,52 @@
-"""Contiguous static batching: a batch starts together, is padded to its longest, and runs until its longest is done.
+"""How requests were batched before continuous batching: one by one, in static batches, in batches that a timer starts.
 
-row 0   p p p p p p 1 2 3 4 5 6 7 8        p prompt   · padding   1 2 … answer   x row that has ended but still computes
-row 1   p p · · · · 1 2 x x x x x x        Who arrives meanwhile waits; · and x are computed and thrown away (`waste`).
-row 2   p p p p · · 1 2 3 4 x x x x
-
-Prompts are padded on the right: a token's slot in the cache is its position, so causality alone hides the padding (it
-lies to the right of every token that is read) and an answer overwrites it before any query may see it. Exact, without a
-second mask. What engines did before Orca (Yu et al. 2022, §3, challenge C1).
+Each is used as `minillm.serve.LLM` is (`add`, `step`, `generate`), so that one trace goes through all of them.
 """
+
+from itertools import islice
 
 import torch
 from torch import Tensor
 
+from course.shared.fcfs import FirstCome, going
 from minillm.model import ModelConfig, Transformer
 from minillm.model.attention import sdpa
-from minillm.serve.fcfs import FirstCome, going
 from minillm.serve.request import Sample
+from minillm.serve.trace import EARLY_S
+
+
+class Naive(FirstCome):
+    """No cache, no batch: every token puts the whole sequence through the model again, one request after the other.
+
+    pass 1   p p p p p                 A prompt of p tokens and an answer of n cost
+    pass 2   p p p p p 1               p + (p + 1) + … + (p + n - 1) = n·p + n·(n - 1)/2 tokens,
+    pass 3   p p p p p 1 2             instead of p + n - 1 with a cache of keys and values.
+    """
+
+    def compute(self) -> None:
+        while self.waiting and not going(self.waiting[0]):
+            self.waiting.popleft()
+        if not self.waiting:
+            return
+        taken = self.waiting[0]
+        tokens = taken.sequence.tokens
+        last = torch.tensor([len(tokens) - 1], device=self.model.embedding.weight.device)
+        logits = self.logits([taken], [tokens], [len(tokens)], rows=last)
+        self.accept(taken, logits[0, 0])
 
 
 class StaticBatches(FirstCome):
-    """`StaticBatches(model, batch_size=16)`. A batch takes whoever waits when the last one is done, at most batch_size.
+    """Static batching: a batch starts together, is padded to its longest, and runs until its longest is done.
+
+    row 0   p p p p p p 1 2 3 4 5 6 7 8        p prompt   · padding   1 2 … answer   x ended but still computed
+    row 1   p p · · · · 1 2 x x x x x x        Later arrivals wait; · and x are thrown away (`waste`).
+    row 2   p p p p · · 1 2 3 4 x x x x
+
+    Prompts are padded on the right: a token's slot in the cache is its position, so causality alone hides the padding
+    (it lies to the right of every token that is read) and an answer overwrites it before any query may see it. Exact,
+    without a second mask. What engines did before Orca (Yu et al. 2022, §3, challenge C1).
+
+    `StaticBatches(model, batch_size=16)`. A batch takes whoever waits when the last one is done, at most batch_size.
 
     options: see `FirstCome`, whose `waste` counts padding and the tokens of rows that had ended.
     """
@@ -85,3 +112,36 @@ class PaddedCache:
         where = torch.arange(end, device=q.device)
         options = {"layer": layer, "positions": positions, "window": window, "key_positions": where}
         return sdpa(q, keys[:, :, :end], values[:, :, :end], **options)
+
+
+class TimerBatches(StaticBatches):
+    """Timer-based batching: a static batch starts when it is full, or when its oldest request has waited long enough.
+
+    arrivals   a   b       c                      d  e f g
+                 ├─ wait_s ─┤                     ├────┤ full (batch_size 4)
+    batches                  [a b c]                    [d e f g]
+
+    With a free engine a request is done after at most wait_s plus the time of its batch; one that finds the engine busy
+    also waits for the rest of the running batch. A longer timer fills batches (more tokens per pass) and delays the
+    first token. Serving systems for classifiers do this (Crankshaw et al. 2017, Clipper, §4.3); answers of unequal
+    length make it lose.
+
+    `TimerBatches(model, batch_size=16, wait_s=0.05)`. options: see `FirstCome`.
+    """
+
+    def __init__(self, model: Transformer, batch_size: int, wait_s: float, **options):
+        super().__init__(model, batch_size, **options)
+        if not wait_s >= 0:
+            raise ValueError(f"wait_s {wait_s} must be at least 0 seconds.")
+        self.wait_s = wait_s
+
+    @property
+    def starts_at(self) -> float | None:
+        waiting = list(islice(filter(going, self.waiting), self.batch_size))
+        if any(map(going, self.batch)) or not waiting or len(waiting) == self.batch_size:
+            return None
+        due = waiting[0].request.output.timing.arrived + self.wait_s
+        return due if due - self.clock() > EARLY_S else None
+
+    def next_batch(self) -> list[Sample]:
+        return super().next_batch() if self.starts_at is None else []

@@ -3,7 +3,7 @@
     outcomes(lambda draw: tuple(verify(target, draft, draw)))  ->  {(5, 2): 0.3, (5, 1): 0.2, (4,): 0.5}
 
 The program runs once for each way. It draws by `verify.uniform` and `verify.choose`; a uniform number is an interval
-that shrinks with each comparison, so a program that compares one number twice (bug 26) gets what it deserves.
+that shrinks with each comparison, so a program that compares one number twice gets a wrong answer.
 """
 
 from collections import defaultdict

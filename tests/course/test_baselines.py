@@ -6,13 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from course.shared.baselines import Naive, StaticBatches, TimerBatches
 from minillm.data import Tokenizer
 from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import generate
 from minillm.serve import LLM, SamplingParams
-from minillm.serve.adaptive import AdaptiveBatches
-from minillm.serve.naive import Naive
-from minillm.serve.static import StaticBatches
 from minillm.serve.trace import VirtualClock, arrivals, replay, skewed, uniform
 
 CONFIG = ModelConfig(61, 32, 64, 2, 4, 2, max_seq_len=64, init_std=0.2)
@@ -20,7 +18,7 @@ MODEL = Transformer(CONFIG, seed=2)
 ENGINES = {
     "naive": Naive,
     "static": lambda model, **options: StaticBatches(model, 4, **options),
-    "adaptive": lambda model, **options: AdaptiveBatches(model, 4, 0.02, **options),
+    "adaptive": lambda model, **options: TimerBatches(model, 4, 0.02, **options),
 }
 engines = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 
@@ -129,7 +127,7 @@ def test_a_timed_batch_starts_when_full_or_when_its_oldest_has_waited():
     trace = arrivals([1] * 7, prompt_tokens=3, vocab_size=61)
     trace = [replace(each, at=at) for each, at in zip(trace, (0.0, 0.03, 0.04, 0.05, 1.0, 1.02, 1.2), strict=True)]
     clock = passes()
-    engine = AdaptiveBatches(MODEL, 4, 0.1, clock=clock)
+    engine = TimerBatches(MODEL, 4, 0.1, clock=clock)
     with clock.of(MODEL):
         outputs = replay(engine, trace)
     assert [len(record.batch) for record in engine.records] == [4, 2, 1]
@@ -142,7 +140,7 @@ def test_with_a_free_engine_nobody_waits_longer_than_the_timer():
     found = []
     for wait_s in (0.0, 0.05, 0.4):
         clock = passes()
-        engine = AdaptiveBatches(MODEL, 64, wait_s, clock=clock)
+        engine = TimerBatches(MODEL, 64, wait_s, clock=clock)
         with clock.of(MODEL):
             outputs = replay(engine, uniform(40, prompt_tokens=4, max_tokens=1, rate=30, vocab_size=61))
         assert max(output.timing.end_to_end for output in outputs) <= wait_s + 2 * 0.01 + 1e-9
@@ -152,7 +150,7 @@ def test_with_a_free_engine_nobody_waits_longer_than_the_timer():
 
 def test_generate_waits_for_the_timer():
     clock = passes()
-    [output] = AdaptiveBatches(MODEL, 4, 0.3, clock=clock).generate([[1]])
+    [output] = TimerBatches(MODEL, 4, 0.3, clock=clock).generate([[1]])
     assert output.timing.queue == 0.3
 
 
@@ -209,4 +207,4 @@ def test_bad_engines_are_refused():
     with pytest.raises(ValueError, match="batch_size 0 must be a whole number of at least 1"):
         StaticBatches(MODEL, 0)
     with pytest.raises(ValueError, match="wait_s -1 must be at least 0 seconds"):
-        AdaptiveBatches(MODEL, 4, -1)
+        TimerBatches(MODEL, 4, -1)

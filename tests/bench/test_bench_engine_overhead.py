@@ -1,0 +1,16 @@
+"""The engine without a model: the rows are there, and the ready model's tokens come out."""
+
+from minillm.bench import bench
+from minillm.bench.ready_model import ReadyModel
+from minillm.serve import LLM, SamplingParams
+
+
+def test_the_ready_model_says_the_token_that_it_has_ready():
+    [output] = LLM(ReadyModel(), num_blocks=8).generate([[3, 4]], SamplingParams(max_tokens=5))
+    assert output.answers[0].ids == [1] * 5
+
+
+def test_a_row_for_each_number_of_sequences():
+    report = bench("engine-overhead", sizes=(1, 2))
+    assert [row.name for row in report.rows] == [f"engine overhead, {n} sequences" for n in (1, 2)]
+    assert report.ok and all(row.ours > 0 for row in report.rows)

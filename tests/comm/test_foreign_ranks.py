@@ -1,0 +1,58 @@
+"""A Group over ranks that somebody else has started: `mp.spawn`, plain torchrun, `accelerate launch`."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.multiprocessing as mp
+
+from minillm.comm import Group
+from tests.comm.foreign_ranks import spawned
+
+HERE = Path(__file__).parent
+COMMANDS = {
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    "accelerate": ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"],
+}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def spawn(folder: Path, how: str) -> list[str]:
+    mp.spawn(spawned, (2, free_port(), str(folder), how), nprocs=2)
+    return [(folder / str(rank)).read_text() for rank in range(2)]
+
+
+def test_spawned(tmp_path) -> None:
+    assert spawn(tmp_path, "check") == ["rank 0 of 2: equal gradients", "rank 1 of 2: equal gradients"]
+
+
+def test_a_hang_is_reported_without_a_launcher(tmp_path) -> None:
+    table, late = spawn(tmp_path, "hang")
+    assert late == "late"
+    first, second = table.splitlines()[2:]
+    assert "all_reduce" in first and first.endswith("rank 1") and "in no operation" in second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", COMMANDS)
+def test_command(by: str, tmp_path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    extra = ["--main_process_port", str(free_port())] if by == "accelerate" else []
+    command = [sys.executable, "-m", *COMMANDS[by], *extra, str(HERE / "foreign_ranks.py"), by]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        assert f"rank {rank} of 2: equal gradients" in done.stdout
+    assert not list(tmp_path.glob("minillm-*"))  # no recorder is left behind
+
+
+def test_without_a_process_group() -> None:
+    with pytest.raises(ValueError, match=r"no process group yet: call torch.distributed.init_process_group\(\)"):
+        Group.from_process_group()

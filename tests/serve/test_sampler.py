@@ -1,0 +1,119 @@
+"""The batched sampler against the one-by-one reference: by enumeration, draw by draw, and by chi-square."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from minillm.model.draw import Draw, sample_seed
+from minillm.serve import SamplingParams, sampler
+from minillm.serve.sampler import sample_batch
+from minillm.serve.sampling import filtered, sample
+
+KINDS = [
+    {},
+    {"temperature": 1.0},
+    {"temperature": 0.4, "top_k": 1},
+    {"temperature": 1.3, "top_k": 3},
+    {"temperature": 0.8, "top_p": 0.6},
+    {"temperature": 2.0, "top_p": 1e-9},
+    {"temperature": 1.0, "min_p": 0.2},
+    {"temperature": 1.0, "top_k": 4, "top_p": 0.8, "min_p": 0.1, "repetition_penalty": 1.5},
+    {"repetition_penalty": 3.0},
+    {"temperature": 1e-30},
+    {"temperature": 1.0, "logprobs": 2},
+]
+
+
+class Fixed:
+    """Draws the number it is given."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def uniform(self):
+        return self.number
+
+
+@pytest.mark.parametrize("options", KINDS)
+@pytest.mark.parametrize("candidates", [1, 3, 1024])
+def test_every_token_has_its_probability(options, candidates, monkeypatch):
+    """By enumeration: as the random number runs through [0, 1), each token comes up for as long as it is likely."""
+    monkeypatch.setattr(sampler, "CANDIDATES", candidates)
+    steps, params = 500, SamplingParams(**options)
+    for seed, vocab_size in enumerate((1, 2, 5, 7, 12)):
+        logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(seed)) * 2
+        if vocab_size == 7:
+            logits[[1, 4, 5]] = logits.max()  # equals
+        seen = [0, vocab_size - 1]
+        rows = [(params, seen, Fixed((i + 0.5) / steps)) for i in range(steps)]
+        ids = torch.tensor([token.id for token in sample_batch(logits.expand(steps, -1), rows)])
+        found = torch.bincount(ids, minlength=vocab_size) / steps
+        scores = filtered(logits, params, seen)
+        if params.temperature == 0:
+            expected = torch.nn.functional.one_hot(scores.argmax(), vocab_size).float()
+        else:
+            expected = scores.softmax(-1)
+        assert ((found - expected).abs() <= 1.01 / steps).all() and (found[expected == 0] == 0).all()
+
+
+@pytest.mark.parametrize("vocab_size", [61, 5000])
+def test_tokens_are_the_references_draw_by_draw(vocab_size):
+    rng, logits = random.Random(vocab_size), torch.randn(96, vocab_size, generator=torch.Generator().manual_seed(1)) * 3
+    rows = []
+    for number in range(96):
+        options = {
+            "temperature": rng.choice([0.0, 0.5, 1.0, 2.0]),
+            "top_k": rng.choice([None, None, 1, 7, 50, vocab_size + 1]),
+            "top_p": rng.choice([1.0, 1.0, 0.3, 0.9, 0.999]),
+            "min_p": rng.choice([0.0, 0.0, 0.01]),
+            "repetition_penalty": rng.choice([1.0, 1.0, 1.3]),
+            "logprobs": rng.choice([None, 2]),
+        }
+        rows.append((SamplingParams(**options), [rng.randrange(vocab_size) for _ in range(9)], number))
+    batch = sample_batch(logits, [(params, seen, Draw(seed)) for params, seen, seed in rows])
+    alone = [sample_batch(logits[i : i + 1], [(p, s, Draw(seed))])[0] for i, (p, s, seed) in enumerate(rows)]
+    reference = [sample(logits[i], p, s, Draw(seed)) for i, (p, s, seed) in enumerate(rows)]
+    assert batch == alone == reference
+
+
+def test_a_large_vocabulary_by_chi_square():
+    """4,000 draws over 32,000 tokens, in 64 groups of like probability; 63 degrees of freedom, p = 0.0001 at 117."""
+    logits = torch.randn(32_000, generator=torch.Generator().manual_seed(4)) * 4
+    for options in ({"temperature": 1.0}, {"temperature": 1.5, "top_p": 0.9, "top_k": 2000}):
+        params = SamplingParams(**options)
+        expected = filtered(logits, params, []).softmax(-1).double()
+        counts = torch.zeros_like(expected)
+        for start in range(0, 4_000, 400):
+            rows = [(params, [], Draw(sample_seed(7, start + i))) for i in range(400)]
+            ids = [token.id for token in sample_batch(logits.expand(400, -1), rows)]
+            counts += torch.bincount(torch.tensor(ids), minlength=32_000)
+        order = torch.randperm(32_000, generator=torch.Generator().manual_seed(5))
+        group = (expected[order].cumsum(0) * 64).long().clamp(max=63)
+        share = torch.zeros(64, dtype=torch.float64).index_add(0, group, expected[order])
+        found = torch.zeros(64, dtype=torch.float64).index_add(0, group, counts[order])
+        busy = share > 1e-3
+        assert ((found - 4_000 * share).square() / (4_000 * share))[busy].sum() < 117
+        assert counts[expected == 0].sum() == 0
+
+
+def test_numbers_by_counter():
+    """Uniform, not correlated between neighbouring seeds or counts, the same whatever was drawn elsewhere."""
+    table = torch.tensor([[draw.uniform() for _ in range(100)] for draw in map(Draw, range(400))], dtype=torch.float64)
+    assert table.min() >= 0 and table.max() < 1 and len(table.unique()) == 40_000
+    assert abs(table.mean() - 0.5) < 0.01 and abs(table.var() - 1 / 12) < 0.002
+    for neighbour in (table[:, 1:] - table[:, :-1], table[1:] - table[:-1]):
+        assert abs(neighbour.var() - 1 / 6) < 0.004
+    seeds = [sample_seed(seed, index) for seed in range(100) for index in range(8)]
+    assert len(set(seeds)) == 800 and all(0 <= seed < 2**63 for seed in seeds) and sample_seed(5, 0) == 5
+
+
+def test_nothing_is_changed_in_place():
+    logits = torch.randn(3, 20)
+    before = logits.clone()
+    params = SamplingParams(temperature=1.0, top_p=0.5, repetition_penalty=2.0)
+    sample_batch(
+        logits, [(params, [1], Draw(0)), (replace(params, top_k=2), [1], Draw(1)), (SamplingParams(), [], Draw(2))]
+    )
+    assert torch.equal(logits, before)
