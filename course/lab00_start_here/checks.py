@@ -1,8 +1,8 @@
 """Lab 00, start here: the roofline, which bounds every program on one machine.
 
-    lab_00.py         FLOPs and bytes of a matmul, the rate attainable with them
-    lab_00_ranks.py   the first ranks, and the ledger that says what a program really did
-    lab_00_wire.py    a link's latency and bandwidth
+    checks.py         FLOPs and bytes of a matmul, the rate attainable with them
+    checks_ranks.py   the first ranks, and the ledger that says what a program really did
+    checks_wire.py    a link's latency and bandwidth
 
 The formulas are checked on numbers drawn anew each time; what communicates is checked on real ranks, by its values and
 by its ledger.
@@ -17,19 +17,6 @@ from course.shared.diagnose import expect_number
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Row, format_value, row
 from minillm.predict import roofline
-
-# The course's own answers.
-
-
-def matmul_cost(m: int, k: int, n: int, itemsize: int) -> tuple[int, int]:
-    """(FLOPs, bytes of memory traffic at least) of [m, k] @ [k, n]."""
-    return 2 * m * k * n, (m * k + k * n + m * n) * itemsize
-
-
-def attainable(intensity: float, peak_flops: float, bandwidth: float) -> float:
-    """FLOP/s at most for work that does `intensity` FLOP per byte it moves."""
-    return min(peak_flops, intensity * bandwidth)
-
 
 # What they are held to.
 

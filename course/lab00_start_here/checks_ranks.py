@@ -20,26 +20,6 @@ VERDICTS = ("fine", "silent", "chatty", "wasteful")
 ENTER_ALL = "Every rank of a group must enter every collective of it, in the same order."
 
 
-# The course's own answers.
-
-
-def average(group: Group, x: torch.Tensor) -> torch.Tensor:
-    """x: [n], another one on each rank -> [n]: their mean, on every rank. x is left alone."""
-    mean = x.clone()
-    group.all_reduce(mean)
-    return mean / group.world_size
-
-
-def read_receipt(led: Ledger, num_bytes: int, world_size: int) -> str:
-    """What a program that should all-reduce one tensor of `num_bytes` really did, from one rank's ledger."""
-    predicted = 2 * num_bytes * (world_size - 1) / world_size
-    if not led.calls:
-        return "silent"
-    if led.bytes() > predicted:
-        return "wasteful"
-    return "chatty" if led.calls.total() > 1 else "fine"
-
-
 # What they are held to.
 
 

@@ -1,24 +1,13 @@
 """Lab 00, a wire: latency and bandwidth, the two numbers that say how long a message takes."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from course.lab00_start_here.checks import explain, two_numbers
 from minillm.labkit.exercises import exercise
 from minillm.labkit.receipts import Row, row
 
 TOLERANCE = 1e-4  # the smallest message takes at least 7e-4 longer than the latency, so its time is not taken for it
-
-
-# The course's own answer.
-
-
-def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """(latency in s, bandwidth in bytes/s) of the line through messages of `sizes` bytes that took `seconds`."""
-    n, mean_size, mean_time = len(sizes), sum(sizes) / len(sizes), sum(seconds) / len(seconds)
-    slope = sum(x * t for x, t in zip(sizes, seconds, strict=True)) - n * mean_size * mean_time
-    slope /= sum(x * x for x in sizes) - n * mean_size**2
-    return mean_time - slope * mean_size, 1 / slope
 
 
 # What it is held to.

@@ -46,7 +46,7 @@ from course.lab00_start_here import experiments
 from course.lab00_start_here import figures as pictures
 from minillm import measure
 from minillm.comm import HangError, Link, RankError, launch
-from minillm.labkit import check, receipt, row, show, sliders
+from minillm.labkit import check, finish, receipt, row, show, sliders
 from minillm.predict import comms, roofline
 
 # %% [markdown]
@@ -661,3 +661,6 @@ print(f"   one call at 450 GB/s: {one_call.time(10e-6, 450e9):.2f} s")
 #    nobody.
 #
 # Next: **01 · collectives**, where you write the ring all-reduce from messages alone.
+
+# %%
+finish("00_start_here")

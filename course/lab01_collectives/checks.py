@@ -1,6 +1,6 @@
 """Lab 01, collectives: ring, tree, two levels and all-to-all, from messages between two ranks.
 
-Every verifier tries the learner's function on groups of 1 to 5 real ranks with fresh inputs and asks three questions:
+Every check tries the learner's function on groups of 1 to 5 (the tree: 7) real ranks with fresh inputs and asks:
 are the values right, did the messages do it, and did they carry as many bytes as the formula says?
 """
 
@@ -46,6 +46,7 @@ def check_reduce_scatter(learner: Callable) -> Receipt:
     refuse_ready_made(trials)
     advice = "in each round send one chunk, not the whole tensor"
     rows = judge.byte_rows(cases, trials, comms.ring_reduce_scatter, advice)
+    judge.neighbours_only(cases, trials)
     return receipt("ring reduce-scatter: P(N-1)/N bytes per rank", [*rows, *judge.message_rows(cases, trials)])
 
 
@@ -75,6 +76,7 @@ def check_all_gather(learner: Callable) -> Receipt:
     refuse_ready_made(trials)
     advice = "pass on only the chunk that came last, not everything you have"
     rows = judge.byte_rows(cases, trials, _gathered(comms.ring_all_gather), advice)
+    judge.neighbours_only(cases, trials)
     return receipt("ring all-gather: P(N-1)/N bytes per rank", [*rows, *judge.message_rows(cases, trials)])
 
 
@@ -107,6 +109,7 @@ def check_all_reduce(learner: Callable) -> Receipt:
     refuse_ready_made(trials)
     sums = trials[: len(cases)]
     rows = judge.byte_rows(cases, sums, comms.ring_all_reduce, "reduce-scatter first, then gather only finished chunks")
+    judge.neighbours_only(cases, sums)
     return receipt("ring all-reduce: 2P(N-1)/N bytes per rank", [*rows, *judge.message_rows(cases, sums, laps=2)])
 
 
@@ -123,7 +126,7 @@ def check_all_reduce(learner: Callable) -> Receipt:
     ),
 )
 def check_broadcast(learner: Callable) -> Receipt:
-    cases = judge.draw_cases((0,), divisible=False)
+    cases = judge.draw_cases((0,), worlds=(*judge.WORLDS, 7), divisible=False)
     for world in (4, 5):
         cases += judge.draw_cases((random.randrange(1, world),), worlds=(world,), divisible=False)
     trials = try_on_ranks(learner, cases)

@@ -100,7 +100,11 @@ def judge_tree(case: Case, ranks: Sequence[Trial]) -> list[Row]:
             rows,
         )
     if needed > cost.rounds:
-        shape = "a star: the root sends every message itself" if sent[root] == n - 1 else "not the tree yet"
+        shape = "not the tree yet"
+        if sent[root] == n - 1:
+            shape = "a star: the root sends every message itself"
+        elif n > 5 and max(sent) == 2:
+            shape = "a tree of two children each, whose root stops sending after its second message"
         raise CheckFailed(
             f"right values, but {needed} rounds for {n} ranks where {cost.rounds} are enough; this is {shape}. "
             "In every round, let all ranks that have x send it on",
@@ -172,6 +176,20 @@ def byte_rows(
     return rows
 
 
+def neighbours_only(cases: Sequence[Case], trials: Sequence[Sequence[Trial]]) -> None:
+    """CheckFailed if a rank sends to another rank than the one before or after it on the ring."""
+    for case, ranks in zip(cases, trials, strict=True):
+        for rank, trial in enumerate(ranks):
+            near = {(rank - 1) % case.world_size, (rank + 1) % case.world_size}
+            far = [to for sends, _ in trial.steps for to, _ in sends if to not in near]
+            if far:
+                raise CheckFailed(
+                    f"right values, but {who(rank, case)} sent to rank {far[0]}, which is not its neighbour. This is a "
+                    "direct exchange: as many bytes, but every pair of ranks needs a connection, and messages of "
+                    "different pairs share links. In a ring, each rank sends to rank r+1 only (or all to r-1)"
+                )
+
+
 def message_rows(cases: Sequence[Case], trials: Sequence[Sequence[Trial]], laps: int = 1) -> list[Row]:
     """Messages and rounds of the largest world; rounds are told, not judged: taking turns is slower, but correct."""
     case, ranks = max(zip(cases, trials, strict=True), key=lambda pair: pair[0].world_size)
@@ -183,16 +201,16 @@ def message_rows(cases: Sequence[Case], trials: Sequence[Sequence[Trial]], laps:
 
 
 def say_culprit(name: str, table: dict[int, list[int]], found: Any, answer: int | None) -> str:
-    """Why `found` is not who holds up the others."""
+    """Why `found` is not the rank that holds up the others."""
     if answer is None:
-        return f"in {name}, {table}, everybody waits for somebody: nobody is to blame alone, return None, not {found}"
+        return f"in {name}, {table}, everybody waits for somebody: no single rank is to blame, return None, not {found}"
     if found is None:
         return f"in {name}, {table}, rank {answer} is waited for and waits for nobody: that is the one, not None"
     if isinstance(found, bool) or not isinstance(found, int) or found not in table:
         return f"in {name}, you returned {found!r}, which is none of the ranks {list(table)}"
     if table[found]:
         return f"in {name}, {table}, rank {found} waits itself, for {table[found]}: follow the arrow further"
-    return f"in {name}, {table}, nobody waits for rank {found}: that it waits for nobody is no crime"
+    return f"in {name}, {table}, rank {found} has finished and nobody waits for it. Pick a rank that others wait for"
 
 
 def _on_nodes(group: Group, learner: Callable, layouts: Sequence[Layout], cases: Sequence[Case]) -> list[Trial]:

@@ -79,6 +79,17 @@ def everybody_sends_first(x, group):
     return chunks[r]
 
 
+@mistake("ring-reduce-scatter", "straight-to-the-owner", expect="which is not its neighbour")
+def sends_each_chunk_to_its_owner(x, group):
+    n, r = group.world_size, group.rank
+    chunks = x.chunk(n)
+    mine, arriving = chunks[r].clone(), torch.empty_like(chunks[r])
+    for s in range(1, n):
+        group.exchange(send=(chunks[(r + s) % n], (r + s) % n), recv=(arriving, (r - s) % n))
+        mine += arriving
+    return mine
+
+
 @mistake("ring-reduce-scatter", "ready-made", expect="you called reduce_scatter")
 def calls_the_group(x, group):
     return group.reduce_scatter(x)
@@ -166,6 +177,16 @@ def passes_everything_on(x, group):
     return out
 
 
+@mistake("ring-all-gather", "straight-to-everybody", expect="which is not its neighbour")
+def tells_every_rank(x, group):
+    n, r = group.world_size, group.rank
+    parts = [torch.empty_like(x) for _ in range(n)]
+    parts[r] = x.clone()
+    for s in range(1, n):
+        group.exchange(send=(x, (r + s) % n), recv=(parts[(r - s) % n], (r - s) % n))
+    return torch.cat(parts)
+
+
 @alternative("ring-all-gather", "taking-turns-leftwards")
 def odd_ranks_receive_first(x, group):
     n, r = group.world_size, group.rank
@@ -210,6 +231,12 @@ def keeps_its_own_chunk_only(x, group, op="sum"):
     mine = right.reduce_scatter(x, group)
     x.chunk(group.world_size)[group.rank].copy_(mine / group.world_size if op == "avg" else mine)
     return x
+
+
+@mistake("ring-all-reduce", "owners-instead-of-a-ring", expect="which is not its neighbour")
+def one_owner_per_chunk(x, group, op="sum"):
+    mine = sends_each_chunk_to_its_owner(x, group)
+    return x.copy_(tells_every_rank(mine / group.world_size if op == "avg" else mine, group))
 
 
 @alternative("ring-all-reduce", "one-loop")

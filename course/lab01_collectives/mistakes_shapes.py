@@ -33,6 +33,17 @@ def from_hand_to_hand(x, group, root=0):
     return x
 
 
+@mistake("tree-broadcast", "heap", expect="4 rounds for 7 ranks where 3.*two children each")
+def two_children_each(x, group, root=0):
+    n, place = group.world_size, (group.rank - root) % group.world_size
+    if place:
+        group.recv(x, ((place - 1) // 2 + root) % n)
+    for child in (2 * place + 1, 2 * place + 2):
+        if child < n:
+            group.send(x, (child + root) % n)
+    return x
+
+
 @mistake(
     "tree-broadcast", "root-ignored", expect=r"with root=\d ended with .*holds what rank 0 had|root is 0|from the root"
 )
@@ -185,7 +196,7 @@ def blames_the_popular_one(waits_for):
     return max(set(waited), key=waited.count)
 
 
-@mistake("find-the-culprit", "first-idle-rank", expect="nobody waits for rank .*no crime|not none|everybody waits")
+@mistake("find-the-culprit", "first-idle-rank", expect="has finished and nobody waits for it|not none|everybody waits")
 def blames_the_first_idle(waits_for):
     return next((rank for rank, others in waits_for.items() if not others), -1)
 

@@ -1,11 +1,12 @@
 # %% [markdown]
 # # 01 · Collectives
 #
-# **A ring all-reduce costs $2P(N-1)/N$ bytes per rank, whoever writes it.** Here you write it.
+# **A ring all-reduce sends $2P(N-1)/N$ bytes per rank, whoever writes it.** Here you write it.
 #
-# About 100 minutes with the exercises; running it top to bottom takes under a minute. At the end you can answer:
+# Two to three hours if you solve every exercise and read the measurements; the exercises alone take about 80 minutes, and
+# running it top to bottom takes under a minute. At the end you can answer:
 #
-# 1. How many bytes does each rank send when $N$ ranks all-reduce $P$ bytes, and why can nobody send fewer?
+# 1. How many bytes does each rank send when $N$ ranks all-reduce $P$ bytes, and when can it be fewer?
 # 2. When does the ring lose, and to what? Where do the lines cross on your link?
 # 3. A job hangs. Which rank is to blame, and how do you see it?
 #
@@ -75,14 +76,14 @@ guess_mb = 8.0 * 3  # your guess: to each of the other three ranks, the whole te
 # group.exchange(send=(x, dst), recv=(buffer, src))   # both at once
 # ```
 #
-# `group.rank` is who you are, `group.world_size` how many you are. Every check runs your function on groups of 1, 2, 3,
-# 4 and 5 real ranks and looks at three things: the values, the messages that carried them, and their bytes.
+# `group.rank` is this rank's number, `group.world_size` the number of ranks. Every check runs your function on groups of 1,
+# 2, 3, 4 and 5 real ranks (the tree also on 7) and looks at the values, at the messages that carried them and at their bytes.
 #
 # ### 1. Ring reduce-scatter (15 minutes)
 #
-# The ranks stand in a circle and everybody talks to the right-hand neighbour only. The tensor is cut into $N$ chunks.
-# In each of $N-1$ rounds every rank passes on one chunk and adds the chunk that arrives to its own. Here is the circle
-# at work: a cell says whose contributions that chunk on that rank holds.
+# The ranks form a ring, and each sends to its right-hand neighbour only, $(r + 1) \bmod N$ (or all to the left-hand one).
+# The tensor is cut into $N$ chunks. In each of $N-1$ rounds every rank sends one chunk and adds the chunk that arrives to
+# its own copy. In the picture a cell shows which ranks' contributions that chunk on that rank holds.
 
 # %%
 show(pictures.ring_rounds, ranks=4, rounds_done=2)
@@ -110,7 +111,7 @@ reduce_scatter = check("ring-reduce-scatter", reduce_scatter)
 # %% [markdown]
 # ### 2. Ring all-gather (10 minutes)
 #
-# The second half of the journey: each rank has one chunk and wants all of them. Pass on what came last.
+# Each rank now has one chunk and needs all of them. In every round it passes on the chunk that it received last.
 
 
 # %%
@@ -132,7 +133,7 @@ all_gather = check("ring-all-gather", all_gather)
 # %% [markdown]
 # ### 3. Ring all-reduce (5 minutes)
 #
-# Two functions you have, one line between them: data-parallel training wants the *mean* of the gradients.
+# Join your two functions. Data-parallel training needs the *mean* of the gradients, so `op="avg"` divides, once.
 
 
 # %%
@@ -151,8 +152,9 @@ all_reduce = check("ring-all-reduce", all_reduce)
 # %% [markdown]
 # ### 4. Tree broadcast (15 minutes)
 #
-# The root could send $x$ to everybody itself: $N-1$ messages, one after the other. But after the first of them, two
-# ranks have $x$. The tree needs as many messages, and only $\lceil \log_2 N \rceil$ rounds.
+# The root could send $x$ to every rank itself: $N-1$ messages, one after the other. But after the first message two
+# ranks have $x$, and both can send. In a *binomial tree* every rank that has $x$ sends it on in every round, so the same
+# $N-1$ messages take only $\lceil \log_2 N \rceil$ rounds. (A rank with just two children falls behind from 7 ranks on.)
 
 
 # %%
@@ -177,9 +179,9 @@ broadcast = check("tree-broadcast", broadcast)
 # %% [markdown]
 # ### 5. All-reduce over two levels (10 minutes)
 #
-# Ranks of one node share fast wires; between nodes it is slow. You get three groups: `group` (everybody), `node` (the
-# ranks of this node) and `across` (the ranks with the same place on every node). The ranks of a node can share the
-# work of crossing. Use what you have written: your functions take any group.
+# Links inside a node are fast, links between nodes are slow. You get three groups: `group` (all ranks), `node` (the ranks
+# of this node) and `across` (the ranks with the same place on every node). The ranks of a node can share the traffic
+# between nodes. Your functions take any group, so use them.
 
 
 # %%
@@ -197,8 +199,8 @@ hierarchical_all_reduce = check("hierarchical-all-reduce", hierarchical_all_redu
 # %% [markdown]
 # ### 6. All-to-all (10 minutes)
 #
-# Each rank has a different part for each other rank: a transposition, not a sum, and no ring helps. Expert parallelism
-# sends every token this way, twice per layer and direction.
+# Each rank has a different part for each other rank. This is a transposition, not a sum, so passing parts along a ring
+# would only add traffic. Expert parallelism sends tokens this way, twice per layer in the forward and in the backward pass.
 
 
 # %%
@@ -222,8 +224,8 @@ all_to_all = check("all-to-all", all_to_all)
 # ## Measure: bytes
 #
 # Now 8 MB on 4 ranks, seen by two witnesses. The *ledger* counts what your code hands to the group. The *wire* is the
-# operating system's own counter of the loopback interface: it sees everything, your messages, the headers around them
-# and anybody else's traffic. This is the rank program that asks both:
+# operating system's own counter of the loopback interface, which sees your messages, their headers and all other traffic
+# of this machine. This is the rank program that reads both:
 
 # %%
 print(inspect.getsource(experiments.bytes_moved))
@@ -250,13 +252,12 @@ def bytes_by_witness():
 show(bytes_by_witness)
 
 # %% [markdown]
-# Two things to take from the picture. An all-reduce is a reduce-scatter and an all-gather: $6P = 3P + 3P$ for all
-# ranks, $1.5P$ for each. And the parameter server sends *just as many bytes in all* as the ring; it loses because half
-# of them leave through one rank, and the other half enter through it.
+# The picture shows two things. An all-reduce is a reduce-scatter and an all-gather: $6P = 3P + 3P$ for all ranks, $1.5P$
+# for each. And the parameter server sends *as many bytes in all* as the ring; it loses because half of them leave through
+# one rank, and the other half enter through it.
 #
-# Is the sum the same, too? Not to the last bit: a ring adds the ranks in another order for every chunk, and
-# floating-point addition cares about the order. What must hold is that all ranks end with *the same* bits, or replicas
-# drift apart.
+# Is the sum the same as on one process? Not to the last bit: a ring adds the ranks in another order for every chunk, and
+# floating-point addition depends on the order. But all ranks must end with *the same* bits, or replicas drift apart.
 
 # %%
 receipts.same_bits(*launch(experiments.bits_of_ring, 4, all_reduce)[0])
@@ -264,9 +265,9 @@ receipts.same_bits(*launch(experiments.bits_of_ring, 4, all_reduce)[0])
 # %% [markdown]
 # ## Measure: rounds
 #
-# Bytes are half of the bill. The other half is *rounds*: each costs a latency, however little it carries. Here is your
-# ring all-reduce of 400 kB on the ranks' common clock. The link is *emulated*, 10 ms and 10 MB/s, slow enough to see.
-# Every bar is one `exchange`: count $2(N-1) = 6$ of them on each rank, all ranks sending at the same time.
+# Bytes are half of the cost. The other half is *rounds*: each costs a latency, however little it carries. Below is your
+# ring all-reduce of 400 kB on a clock common to all ranks. The link is *emulated* with 10 ms and 10 MB/s, so that single
+# messages are visible. Every bar is one `exchange`: there are $2(N-1) = 6$ on each rank, and all ranks send at once.
 
 
 # %%
@@ -301,8 +302,18 @@ receipts.messages(ledgers)
 # | tree (reduce, then broadcast) | $2\lceil\log_2 N\rceil$ | $2P\lceil\log_2 N\rceil$ |
 # | recursive doubling | $\log_2 N$ | $P\log_2 N$ |
 #
-# The ring has the fewest bytes and the most rounds: it must lose where tensors are small. Move the sliders before you
-# go on: what happens to the crossover with more ranks? With a faster link?
+# The tree here sends each tensor in one piece. Two ways of production change the table:
+#
+# - *Pipelined double binary tree* ([Sanders, Speck and Träff 2009](https://doi.org/10.1016/j.parco.2009.09.001); in NCCL
+#   [since 2.4](https://developer.nvidia.com/blog/massively-scale-deep-learning-training-nccl-2-4/)): the tensor travels in
+#   small pieces through two trees, and a rank that is a leaf in one is an inner node in the other. Each rank sends $2P$ in
+#   all, nearly the ring's bytes, with about $2\log_2 N$ latencies. It beats the ring up to much larger tensors than the
+#   tree of this lab: **a crossover you compute or measure here is not NCCL's.**
+# - *In-network reduction* ([Graham et al. 2016](https://doi.org/10.1109/COMHPC.2016.006), SHARP; NVLS inside NVLink
+#   switches): the switch adds. Each rank sends $P$ and receives $P$, half of the ring's bytes, in two latencies.
+#
+# The ring sends the fewest bytes of those that only send between ranks, in the most rounds, so it loses where tensors are
+# small. Move the sliders: what happens to the crossover with more ranks? With a faster link?
 
 # %%
 show(pictures.times_by_size)
@@ -320,7 +331,7 @@ sliders(
 #
 # All three on this machine. α and β are fitted to the rounds of the *ring* alone, so the dashed lines of the other two
 # are real predictions. On the right the same over an *emulated* link with α = 10 ms and β = 10 MB/s, slow enough that
-# nothing else matters: there the model should be right.
+# scheduling and copies hardly matter: there the model should be right.
 
 # %%
 print(inspect.getsource(experiments.best_seconds))
@@ -343,11 +354,10 @@ receipts.crossovers(loopback, emulated)
 # %% [markdown]
 # On the emulated link the prediction holds. On loopback, read the error of the fit before you believe the crossover:
 # four ranks share few cores, so they wait for the scheduler as much as for bytes, and all their bytes pass through the
-# same memory. The model knows neither. Nor does it know that not all messages are alike here: where every rank sends
-# and receives at once, as in the ring and in recursive doubling, ranks drive their own sockets; the tree's go one way,
-# by gloo, whose rounds take longer. The *shape* is what carries over to a cluster: few rounds win for small tensors,
-# few bytes for large ones. That is why gradients travel in buckets of megabytes, and why NCCL has both rings and trees
-# and picks by size.
+# same memory. The model contains neither. It also treats all messages alike, and here they are not: the ring and
+# recursive doubling send and receive at once, on sockets of their own; the tree's messages go one way, through gloo, with
+# a longer latency. What carries over to a cluster is the *shape*: few rounds win for small tensors, few bytes for large
+# ones. That is why gradients travel in buckets of megabytes, and why NCCL chooses among several algorithms by size.
 #
 # ## Where two levels win
 #
@@ -382,22 +392,23 @@ show(flat_against_two_levels)
 receipts.two_nodes(levels)
 
 # %% [markdown]
-# Why it wins is often told wrongly. At 8 nodes of 8 ranks:
+# Why do two levels win? The numbers for 8 nodes of 8 ranks:
 
 # %%
 receipts.leaving_a_node(nodes=8, per_node=8)
 
 # %% [markdown]
 # The bytes that leave a node hardly change (1.97 P to 1.75 P). What changes is that they leave through *all* cards of
-# the node at once, and that fewer rounds pay for the long way. A scheme in which one leader per node does the crossing
-# has the fewer rounds, but all its bytes leave through one card. (NCCL's rings use all cards as well: it lays several
-# rings, each leaving through another card.)
+# the node at once, and that fewer rounds pay the slow link's latency. A scheme with one leader per node also has few
+# rounds, but all its bytes leave through one card. (NCCL's rings use all cards as well: it builds several rings, and each
+# leaves the node through another card.)
 #
 # ## Break it
 #
 # ### A chunk index off by one
 #
-# A common slip in the reduce-scatter: everybody ends with the finished sum of the *neighbour's* chunk.
+# A common bug in the reduce-scatter: every rank ends with the finished sum of its *neighbour's* chunk. Before you run the
+# cell: which of the three rows will show it?
 
 
 # %%
@@ -424,8 +435,8 @@ print("wrong", wrong.long().tolist())
 receipts.logged(good, wrong, ranks)
 
 # %% [markdown]
-# Every number has been added correctly, only in the wrong place. The gradient norm, the thing everybody watches, is
-# exactly right. Compare *values* against a reference, place by place, or you will not see this one.
+# Every number is added correctly and lands in the wrong place. The gradient norm, which training dashboards show, is
+# exactly right. Only a comparison of *values* with a reference, place by place, finds this bug.
 #
 # ### Sends that wait for each other
 #
@@ -446,18 +457,19 @@ except HangError as hang:
 print(circle)
 
 # %% [markdown]
-# A circle: each rank waits for the next. Nobody is to blame alone, the *order* is wrong. Post both at once
-# (`exchange`; `batch_isend_irecv` in torch), or let even ranks send first and odd ranks receive first.
+# A circle: each rank waits for the next. No single rank is to blame; the *order* is wrong. Post both at once (`exchange`;
+# `batch_isend_irecv` in torch), or let even ranks send first and odd ranks receive first.
 #
-# ### Who hangs? (5 minutes)
+# ### Which rank holds up the others? (5 minutes)
 #
-# Another hang, from real life (NVIDIA/nccl#1324 is one of many): *one rank takes another branch*. Read the table like a
-# detective: follow "waits for" until you come to a rank that waits for nobody. Write that down as a function.
+# Another frequent hang (for example [nccl issue 1324](https://github.com/NVIDIA/nccl/issues/1324)): *one rank takes another
+# branch*. Follow "waits for" until you come to a rank that waits for nobody. Write that down as a function; then a rank
+# chosen at random gets the bug, and your function has to find it.
 
 
 # %%
 def culprit(waits_for):
-    """waits_for: rank -> the ranks it waits for. The rank that holds up the others; None if they wait in a circle."""
+    """waits_for: rank -> list of ranks it waits for. -> the rank that holds up others; None if they wait in a circle."""
     # BEGIN SOLUTION
     awaited = {rank for others in waits_for.values() for rank in others}
     for rank, others in waits_for.items():
@@ -503,14 +515,15 @@ def read(table):
 receipts.diagnosis(bad_rank, culprit(read(table)), culprit(read(circle)))
 
 # %% [markdown]
-# The table even says in which line it sits. On a GPU cluster you get the same facts from NCCL's flight recorder
-# (`TORCH_FR_BUFFER_SIZE`, before `TORCH_NCCL_TRACE_BUFFER_SIZE`; and `TORCH_NCCL_DUMP_ON_TIMEOUT`) and a stack dump of
-# the rank that has entered one collective fewer than the others. The repair here: all ranks decide *together* whether
-# to skip, by reducing the flag.
+# The table even names the line each rank is in. On a GPU cluster torch's
+# [flight recorder](https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html) gives the same facts
+# (`TORCH_FR_BUFFER_SIZE`, formerly `TORCH_NCCL_TRACE_BUFFER_SIZE`, and `TORCH_NCCL_DUMP_ON_TIMEOUT`): look for the rank
+# that has entered one collective fewer than the others, then dump its stack. The fix here: all ranks decide *together*
+# whether to skip the step, by reducing the flag.
 #
 # ### Ranks that disagree
 #
-# NCCL does not check that ranks agree on shapes; a mismatch hangs or gives garbage. minillm compares before it waits:
+# NCCL does not check that ranks agree on shapes: a mismatch hangs or corrupts data. minillm compares first:
 
 
 # %%
@@ -533,9 +546,9 @@ print(inspect.getsource(experiments.torch_wire))
 receipts.torch_on_the_wire(launch(experiments.torch_wire, 4, device="cpu")[0])
 
 # %% [markdown]
-# One row is off, and it is no mistake of yours: gloo carries out `reduce_scatter_tensor` as a whole all-reduce and
-# throws most of it away, twice the bytes. NCCL does not. That is why sharded training measured on CPU must use its own
-# ring, as minillm's groups do, or its receipts would be wrong.
+# One row is off, and the formula is not to blame: gloo implements `reduce_scatter_tensor` as an all-reduce and discards
+# most of the result, so it sends twice the bytes. NCCL does not. Sharded training measured on CPU therefore needs a ring of
+# its own, as minillm's groups have.
 #
 # minillm's own version of your ring (`minillm/comm/collectives.py`) is a few lines longer: chunks may differ in size,
 # and the input is neither copied nor changed, because a partial sum only ever lives in a buffer.
@@ -544,39 +557,45 @@ receipts.torch_on_the_wire(launch(experiments.torch_wire, 4, device="cpu")[0])
 print(inspect.getsource(comm.collectives._reduce_ring))
 
 # %% [markdown]
-# With NCCL you choose nothing by hand; it picks ring or tree by size and topology. Worth knowing:
-# `NCCL_DEBUG=INFO` prints the rings it built, `NCCL_ALGO=Ring` or `Tree` forces one for a comparison, and
-# [nccl-tests](https://github.com/NVIDIA/nccl-tests) reports *bus bandwidth*: time turned into bytes per second with the
-# factor $2(N-1)/N$ you measured above, so that it can be compared with the link's speed for any $N$.
+# NCCL chooses ring, tree or in-network reduction by size and topology. `NCCL_DEBUG=INFO` prints the rings it built,
+# [`NCCL_ALGO=Ring`](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-algo), `Tree` or `NVLS` forces
+# one, and [nccl-tests](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md) reports *bus bandwidth*:
+# bytes per second times $2(N-1)/N$, so that for a ring it can be compared with the link's speed for any $N$.
+#
+# ## Common claims
+#
+# | as claimed | what is true | where to read it |
+# |---|---|---|
+# | No all-reduce sends less than $2P(N-1)/N$ per rank. | True if ranks exchange messages and do all the adding. A switch that adds halves it. | [Patarasuk and Yuan 2009](https://doi.org/10.1016/j.jpdc.2008.09.002), [Graham et al. 2016](https://doi.org/10.1109/COMHPC.2016.006) |
+# | Communication of data parallelism grows linearly with the GPUs (or: does not depend on them). | Bytes per rank saturate at $2P$; the ring's rounds grow linearly. | your first receipt; the numbers for question 1 |
+# | A parameter server moves more bytes than a ring. | It moves as many, half of them through one rank. | the bars above; [Li et al. 2014](https://www.usenix.org/conference/osdi14/technical-sessions/presentation/li_mu) |
+# | A hierarchical all-reduce sends far fewer bytes between nodes. | 1.75 P instead of 1.97 P leave a node at 8 × 8; it saves rounds and uses all cards. | the table for 8 nodes above |
+# | Trees are for small messages only. | Of unpipelined trees. NCCL's double binary trees have full bandwidth. | [Sanders, Speck and Träff 2009](https://doi.org/10.1016/j.parco.2009.09.001) |
 #
 # ## On a cluster
 #
-# `labs/torchrun/01_collectives.py` holds the same exercises for any number of processes. One file, three worlds:
+# The same exercises as a script, for any number of processes. After solving them there:
 #
 # ```bash
-# python course/lab01_collectives/torchrun.py                                   # 4 ranks here
-# torchrun --nproc-per-node 4 course/lab01_collectives/torchrun.py              # the same, under torchrun
-# torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d \
-#          --rdzv-endpoint $HEAD_NODE:29500 course/lab01_collectives/torchrun.py   # on each of two nodes
+# torchrun --nproc-per-node 8 labs/torchrun/01_collectives.py
+# torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint $HEAD_NODE:29500 \
+#          labs/torchrun/01_collectives.py                                      # on each of two nodes
 # ```
 #
 # ## Interview corner
 #
-# The numbers first, all by the formulas you have just checked:
+# The numbers first, all by the formulas you have just checked. Say your answer aloud before you open one.
 
 # %%
 receipts.interview_numbers()
 
 # %% [markdown]
-# Say your answer aloud before you open one.
-#
 # **1. Does the cost of data parallelism grow linearly with the number of GPUs?**
 # <details><summary>Answer</summary>
 #
 # The bytes per rank do not: 1.0 P at 2 ranks, 1.5 P at 4, 1.75 P at 8, 1.97 P at 64, 1.998 P at 1024; they saturate at
 # 2P. Linear are the *rounds*, 2(N-1), and the traffic of all ranks together. At 5 µs per round the latency is 0.07 ms
-# at 8 ranks and 10.2 ms at 1024, for each all-reduce. So both common claims are wrong: that it grows linearly, and that
-# it does not matter whether you use 8 or 1024.
+# at 8 ranks and 10.2 ms at 1024, for each all-reduce. So the cost neither grows linearly nor is the same for 8 and 1024.
 #
 # *Follow-up: then why does anybody bucket gradients?* Because every all-reduce pays the rounds again.
 # </details>
@@ -608,18 +627,21 @@ receipts.interview_numbers()
 # *Follow-up: is that the step time?* No. It is a lower bound on the communication, which is a part of the step.
 # </details>
 #
-# **5. Why can no all-reduce send less than 2P(N-1)/N per rank?**
+# **5. Why can no all-reduce by messages between ranks send less than 2P(N-1)/N per rank? What can?**
 # <details><summary>Answer</summary>
 #
 # Somewhere each of the P numbers must be added up from N contributions: N-1 of them, at least, have to travel, already
 # added or not. Then the result must reach N-1 other ranks. That is 2P(N-1) over all ranks; shared evenly, 2P(N-1)/N
-# each. The ring reaches it, so it is optimal in bytes. It is not optimal in rounds.
+# each. The ring reaches it, so it is optimal in bytes, not in rounds ([Patarasuk and Yuan 2009](https://doi.org/10.1016/j.jpdc.2008.09.002)).
+#
+# *Follow-up: and if the switch adds?* Then each rank sends its P once and receives the result once: P instead of nearly
+# 2P (SHARP on InfiniBand, NVLS on NVLink). The proof above assumed that ranks do the adding.
 # </details>
 #
 # **6. All-reduce and parameter server move the same bytes in all. So what is wrong with the server?**
 # <details><summary>Answer</summary>
 #
-# You saw it in the right-hand picture: at 4 ranks the server sends 3 P and receives 3 P, a ring rank 1.5 P each way.
+# The bars above show it: at 4 ranks the server sends 3 P and receives 3 P, a ring rank 1.5 P each way.
 # The server's 2(N-1)P grow with N; the ring's stay below 2P.
 #
 # *Follow-up: how does one rescue the server?* Shard it: N servers with 1/N of the parameters each. That *is*
@@ -629,11 +651,11 @@ receipts.interview_numbers()
 # **7. When is a tree faster than a ring?**
 # <details><summary>Answer</summary>
 #
-# When α·rounds outweighs bytes/β. With 5 µs and 50 GB/s the ring passes the tree at 0.47 MB on 8 ranks, at 2.8 MB on 64
-# and at 28 MB on 1024. NCCL switches by size and topology.
+# When α·rounds outweighs bytes/β. With 5 µs and 50 GB/s the ring passes an *unpipelined* tree at 0.47 MB on 8 ranks, at
+# 2.8 MB on 64 and at 28 MB on 1024. NCCL's tree is pipelined and double: 2P bytes in about 2 log2 N latencies, so by the
+# same model the ring passes it at 8 MB on 8 ranks and only at 0.9 GB on 64.
 #
-# *Follow-up: why did this machine show another crossover?* Another α: here a round costs a wake-up by the scheduler,
-# and the tree's rounds cost more than the ring's.
+# *Follow-up: why did this machine show another crossover?* Another α: a round costs a wake-up by the scheduler.
 # </details>
 #
 # **8. What does expert parallelism send, and how often?**
@@ -647,8 +669,8 @@ receipts.interview_numbers()
 # **9. nccl-tests says "busbw 370 GB/s, algbw 211 GB/s". What are they?**
 # <details><summary>Answer</summary>
 #
-# algbw is P / time. busbw multiplies it by 2(N-1)/N, 1.75 for 8 ranks: what a link really carried. Compare busbw with
-# the data sheet; it stays the same when N changes, if nothing is wrong.
+# algbw is P / time. busbw multiplies it by 2(N-1)/N, 1.75 for 8 ranks: what a link carried if the algorithm was a ring.
+# Compare it with the data sheet for any N. With in-network reduction a link carries P only, so busbw may exceed its speed.
 # </details>
 #
 # **10. Hierarchical all-reduce: what exactly does it save?**
@@ -671,12 +693,47 @@ receipts.interview_numbers()
 # <details><summary>Answer</summary>
 #
 # No. The call returns a handle and the transfer runs while earlier layers are still in their backward pass; the step
-# waits for it. The result is the same to the bit. Asynchronous SGD steps with stale gradients.
+# waits for it, and the result is the same to the bit. Asynchronous SGD steps with stale gradients. (On a GPU the handle's
+# `wait()` makes the current *stream* wait; it does not block the Python program.)
 # </details>
+#
+# ## Design questions
+#
+# Decide, compute, then open the answer. The numbers are computed in the next cell.
+#
+# **A.** 8B parameters, plain data parallelism, 64 GPUs in nodes of 8, one 400 Gb/s card per GPU. The backward pass takes
+# 1.2 s. Can an fp32 all-reduce of the gradients hide behind it? And if a node has only four 100 Gb/s cards in all?
+#
+# **B.** 70B served with tensor parallelism over 8 GPUs of one node (450 GB/s each way, 2 µs a round), hidden 8,192, 80
+# layers, 2 all-reduces per layer, 32 sequences decoding in bf16. Which all-reduce do you choose, and what does it cost
+# per token?
+
+# %%
+receipts.design_numbers()
+
+# %% [markdown]
+# <details><summary>Answer A</summary>
+#
+# 32 GB of gradients, 63 GB sent per GPU: 1.26 s at 50 GB/s. It does not hide in 1.2 s; in bf16 it takes 0.63 s and does.
+# With 50 GB/s per *node*, every byte that leaves the node counts: 1.97 P or 63 GB in a flat ring spread over all cards,
+# 1.75 P or 56 GB over two levels, so at least 1.1 s plus 0.12 s inside the node in fp32, and about 0.62 s in bf16. A flat
+# ring through one 100 Gb/s card takes 5 s. Choose bf16 on the wire, or ZeRO so that the second half is gathered later.
+# </details>
+#
+# <details><summary>Answer B</summary>
+#
+# One all-reduce carries 0.52 MB and there are 160 per token. The ring spends 28 µs on latency and 2 µs on bytes: 4.8 ms per
+# token. A one-shot exchange (each rank sends everything to all and adds locally) sends 7 P, but in one round: 10 µs, 1.6 ms
+# per token. In-network reduction needs two rounds and P bytes: about 5 µs, 0.8 ms per token. At this size count rounds.
+# </details>
+#
+# **Capstone (open).** 70B parameters, 256 GPUs in 32 nodes of 8, 450 GB/s inside a node, 50 GB/s per GPU between nodes, 5 µs
+# a round. Choose which collectives run where and in which precision, so that communication that cannot hide stays under
+# 10 % of a 6 s step. Defend it with `minillm.predict.comms`: bytes per rank, per card and rounds for two alternatives.
 #
 # ## Can you answer them now?
 #
-# 1. How many bytes does each rank send when $N$ ranks all-reduce $P$ bytes, and why can nobody send fewer?
+# 1. How many bytes does each rank send when $N$ ranks all-reduce $P$ bytes, and when can it be fewer?
 # 2. When does the ring lose, and to what? Where do the lines cross on your link?
 # 3. A job hangs. Which rank is to blame, and how do you see it?
 #

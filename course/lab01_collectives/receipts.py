@@ -4,6 +4,7 @@ Each function takes what a cell measured with the reader's collectives; those in
 without.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -168,12 +169,48 @@ def interview_numbers() -> Receipt:
     ]
     for n in (8, 64, 1024):
         size = comms.crossover_bytes(comms.ring_all_reduce, comms.tree_all_reduce, n, latency, 50 * gb)
-        rows.append(formula(f"7. ring passes tree, {n} ranks, 50 GB/s", size / 1e6, "MB"))
+        rows.append(formula(f"7. ring passes an unpipelined tree, {n} ranks, 50 GB/s", size / 1e6, "MB"))
+        rows.append(
+            formula("    a pipelined double binary tree", _double_tree_crossover(n, latency, 50 * gb) / 1e6, "MB")
+        )
     routed = comms.pairwise_all_to_all(4096 * 2 * 4096, 2, 8)
     sent = routed.sent_per_rank[0] / 1e6
     rows.append(formula("8. all-to-all of 4,096 tokens, top-2, hidden 4,096, bf16, 8 ranks", sent, "MB"))
     rows.append(formula("9. bus bandwidth / (P / time), 8 ranks", comms.ring_all_reduce(8, 1, 8).sent_per_rank[0] / 8))
     return receipt("numbers for the answers", rows)
+
+
+def _double_tree_crossover(n: int, latency: float, bandwidth: float) -> float:
+    """Bytes from which a ring beats two pipelined trees of 2·log2(n) latencies and 2P bytes (Sanders et al. 2009)."""
+    more_rounds, fewer_bytes = 2 * (n - 1) - 2 * math.log2(n), 2 / n
+    return more_rounds * latency * bandwidth / fewer_bytes
+
+
+def design_numbers() -> Receipt:
+    """The numbers behind the design questions: gradients of 8B on 64 GPUs, decode of 70B over 8."""
+    params, card, nvlink = 8 * 10**9, 50e9, 450e9
+    flat, two = comms.ring_all_reduce(params, 4, 64), comms.hierarchical_all_reduce(params, 4, 64, 8)
+    leaves_flat = comms.flat_ring_crossing_bytes(params, 4, 64, 8)[0]
+    payload, latency, calls = 32 * 8192 * 2, 2e-6, 160
+    ring = comms.ring_all_reduce(32 * 8192, 2, 8).time(latency, nvlink)
+    return receipt(
+        "numbers for the design questions",
+        [
+            formula("A. fp32 gradients: sent per GPU, 64 GPUs", flat.sent_per_rank[0] / 1e9, "GB"),
+            formula("    at 50 GB/s per GPU", flat.sent_per_rank[0] / card, "s"),
+            formula("    50 GB/s per node: flat ring over all cards", leaves_flat / card, "s"),
+            formula("    two levels, between nodes", two.crossing_bytes_per_node[0] / card, "s"),
+            formula("    and inside a node, at 450 GB/s", max(two.intra.sent_per_rank) / nvlink, "s"),
+            formula("B. ring: one all-reduce, and per token", _once_and_per_token(ring, calls), "µs, ms"),
+            formula("    one-shot exchange", _once_and_per_token(latency + 7 * payload / nvlink, calls), "µs, ms"),
+            formula("    in-network", _once_and_per_token(2 * latency + payload / nvlink, calls), "µs, ms"),
+        ],
+    )
+
+
+def _once_and_per_token(seconds: float, calls: int) -> tuple[float, float]:
+    """Microseconds of one call, milliseconds of all calls of a token."""
+    return seconds * 1e6, calls * seconds * 1e3
 
 
 CLAIMS = (bytes_moved, right_values, same_bits, messages, two_nodes)

@@ -169,6 +169,41 @@ def step_split(
     return split | {"step": middle.time.total, "tokens_per_s": middle.tokens_per_s, "mfu": middle.mfu or 0.0}
 
 
+KINDS_OF_OPERATION = ("matmul", "attention", "optimizer", "all else")
+
+
+@cache
+@one_thread()
+def profiled(batch: int = 4, seq: int = 128) -> list[dict[str, Any]]:
+    """Operations of one step of the target model in order, from torch's profiler: name, kind, start and seconds of its
+    own. (`torch.profiler.profile` adds GPU streams and writes the same as a Chrome trace.)"""
+    config = TrainConfig(preset("target", text_tokens().vocab_size, seq), seq_len=seq, batch_size=batch)
+    with Trainer(config, text_tokens(), workers=0) as trainer:
+        trainer.step()
+        with torch.autograd.profiler.profile(use_kineto=False) as profile:
+            trainer.step()
+    timed = (each for each in profile.function_events if each.name.startswith("aten::"))
+    events = [each for each in timed if each.self_cpu_time_total > 0]
+    first = min(each.time_range.start for each in events)
+    return [
+        {
+            "name": each.name,
+            "kind": _kind(each.name),
+            "start": (each.time_range.start - first) * 1e-6,
+            "seconds": each.self_cpu_time_total * 1e-6,
+        }
+        for each in sorted(events, key=lambda each: each.time_range.start)
+    ]
+
+
+def _kind(name: str) -> str:
+    if "adam" in name:
+        return "optimizer"
+    if "attention" in name:
+        return "attention"
+    return "matmul" if name in ("aten::mm", "aten::bmm", "aten::addmm") else "all else"
+
+
 # Fewer bits.
 
 
@@ -245,6 +280,12 @@ def tune(precision: str = "fp32", zero_grad: bool = True, lr: float = 2e-5, step
     return Tuning(losses, norms, changed / sum(weight.numel() for weight in before))
 
 
+@cache
+def tunings() -> dict[str, Tuning]:
+    """Three fine-tunings from the same weights: A without masters, B never clears its gradients, C healthy."""
+    return {"A": tune("bf16-pure"), "B": tune(zero_grad=False), "C": tune("bf16-master")}
+
+
 # The same in production.
 
 
@@ -257,6 +298,24 @@ def unequal_batches(config: ModelConfig, lengths: Sequence[int] = (60, 9, 30)) -
         targets[:, length:] = -100
         batches.append((inputs, targets))
     return batches
+
+
+def big_batch_gradient(batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """The gradient of the mean over all counted tokens of all batches, at once."""
+    model = Transformer(CONFIG, dtype=torch.float64)
+    inputs, targets = (torch.cat(part) for part in zip(*batches, strict=True))
+    nll, count = model(inputs, targets=targets)
+    (nll / count).backward()
+    return gradient(model)
+
+
+def mean_of_means_gradient(batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """The gradient of the mean over batches of each batch's mean: wrong where they count unequal numbers of tokens."""
+    model = Transformer(CONFIG, dtype=torch.float64)
+    for inputs, targets in batches:
+        nll, count = model(inputs, targets=targets)
+        (nll / count / len(batches)).backward()
+    return gradient(model)
 
 
 def gradient(model: nn.Module) -> Tensor:

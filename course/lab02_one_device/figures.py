@@ -38,23 +38,20 @@ MODELS = {
 
 
 def draw_memory(measured: Mapping[str, Bytes], predicted: Mapping[str, Bytes]) -> Figure:
-    """Bytes of a training step by kind in three precisions, predicted beside measured, and the peak of the whole."""
+    """The most bytes of each kind in a training step in three precisions, measured and by formula, and the peak."""
     figure, axes = subplots(width=8.6, height=3.8)
     with style():
         for place, name in enumerate(measured):
-            for shift, held in ((-0.2, predicted[name]), (0.2, measured[name])):
-                _stack(axes, place + shift, held, 2**20, filled=shift > 0)
-                word = "measured" if shift > 0 else "predicted"
-                axes.text(place + shift, 0, word, ha="center", va="top", fontsize=8, color="#555555")
+            _kinds(axes, place, measured[name], 2**20, predicted[name])
         axes.set_xticks(range(len(measured)), list(measured))
-        axes.tick_params(axis="x", pad=16, length=0)
-        axes.set(ylabel="memory (MiB)", title="The most that each kind holds in a step")
-        _memory_legend(figure)
+        axes.tick_params(axis="x", length=0)
+        axes.set(ylabel="memory (MiB)", title="The most that each kind holds, and the peak of all together")
+        _memory_legend(figure, ticks=True)
     return figure
 
 
 def memory_plan(model: str = "Llama 3 8B", batch: int = 1, seq: int = 4096) -> Figure:
-    """What one training step of a model takes, by kind and precision (predicted), beside a GPU of 80 GB."""
+    """What one training step of a model takes, by kind and precision (formula), beside a GPU of 80 GB."""
     config = MODELS[model]
     recipes = {
         "fp32": ("fp32", False),
@@ -69,7 +66,7 @@ def memory_plan(model: str = "Llama 3 8B", batch: int = 1, seq: int = 4096) -> F
     figure, axes = subplots(width=8.6, height=3.8)
     with style():
         for place, step in enumerate(steps):
-            _stack(axes, place, step, size, filled=True, width=0.55)
+            _kinds(axes, place, step, size)
         if steps[0].total > 20e9:
             axes.axhline(80e9 / size, color="#555555", linestyle=":", linewidth=1.5)
             axes.text(-0.62, 80e9 / size, "80 GB", va="bottom", fontsize=8, color="#555555")
@@ -78,25 +75,34 @@ def memory_plan(model: str = "Llama 3 8B", batch: int = 1, seq: int = 4096) -> F
         count = parameters(config).total
         named = f"{count / 1e9:.1f} billion" if count > 1e9 else f"{count / 1e6:.1f} million"
         axes.set(ylabel=f"memory ({unit})", xlim=(-0.65, len(recipes) - 0.4))
-        axes.set_title(f"{model}, {named} parameters, {batch} × {seq:,} tokens: predicted")
-        _memory_legend(figure)
+        axes.set_title(f"{model}, {named} parameters, {batch} × {seq:,} tokens: formula")
+        _memory_legend(figure, ticks=False)
     return figure
 
 
-def _stack(axes: Axes, place: float, held: Bytes, size: int, *, filled: bool, width: float = 0.36) -> None:
-    bottom = 0.0
+def _kinds(axes: Axes, place: float, held: Bytes, size: int, predicted: Bytes | None = None) -> None:
+    """A bar per kind, side by side (they peak at different moments, so their sum is no moment's), and the peak of all.
+
+    predicted: drawn as a black tick on each bar.
+    """
     for index, (kind, colour) in enumerate(COLOURS.items()):
-        drawn = {"color": PALETTE[colour]} if filled else {"facecolor": "white", "edgecolor": PALETTE[colour]}
-        axes.bar(place, held[kind] / size, width, bottom, hatch=None if filled else look(index + 1).hatch, **drawn)
-        bottom += held[kind] / size
-    axes.hlines(held.total / size, place - width / 2 - 0.02, place + width / 2 + 0.02, color="black", linewidth=2)
+        at = place + (index - 1.5) * 0.19
+        axes.bar(at, held[kind] / size, 0.17, color=PALETTE[colour], hatch=look(index).hatch, edgecolor="white")
+        if predicted is not None:
+            axes.hlines(predicted[kind] / size, at - 0.11, at + 0.11, color="black", linewidth=1.5)
+    axes.hlines(held.total / size, place - 0.42, place + 0.42, color=PALETTE["purple"], linewidth=2, linestyle="--")
     axes.grid(False, axis="x")
 
 
-def _memory_legend(figure: Figure) -> None:
-    handles = [Patch(color=PALETTE[colour], label=NAMES[kind]) for kind, colour in COLOURS.items()][::-1]
-    line = figure.axes[0].plot([], [], color="black", linewidth=2, marker="", label="peak of all, with temporaries")
-    figure.legend(handles=[*line, *handles], loc="outside right center", fontsize=8)
+def _memory_legend(figure: Figure, ticks: bool) -> None:
+    axes = figure.axes[0]
+    handles = [
+        Patch(facecolor=PALETTE[colour], hatch=look(index).hatch, edgecolor="white", label=NAMES[kind])
+        for index, (kind, colour) in enumerate(COLOURS.items())
+    ]
+    line = axes.plot([], [], color=PALETTE["purple"], linewidth=2, linestyle="--", marker="", label="peak of the step")
+    tick = axes.plot([], [], color="black", linewidth=1.5, marker="", label="formula") if ticks else []
+    figure.legend(handles=[*line, *handles, *tick], loc="outside right center", fontsize=8)
 
 
 # Recomputation.
@@ -104,13 +110,13 @@ def _memory_legend(figure: Figure) -> None:
 _SHORT = {
     "none": "nothing",
     "every 2nd block": "every 2nd block",
-    "selective": "all but matmuls",
+    "selective": "all but matmuls,\nattention",
     "full": "every block",
 }
 
 
 def draw_recompute(found: Mapping[str, Mapping[str, float]]) -> Figure:
-    """Activations against FLOPs, and against time, for four ways to recompute: measured, FLOPs predicted too."""
+    """Activations against FLOPs, and against time, for four ways to recompute: measured, FLOPs by formula too."""
     figure, (left, right) = subplots(1, 2, width=9.6, height=3.5, sharey=True)
     plain = found["none"]
     with style():
@@ -120,7 +126,7 @@ def draw_recompute(found: Mapping[str, Mapping[str, float]]) -> Figure:
             left.plot([numbers["flops"] / plain["flops"]], [kept], label=_SHORT[mode], **marks)
             predicted = numbers["predicted_flops"] / plain["predicted_flops"]
             ring = {"marker": "o", "markersize": 16, "fillstyle": "none", "linestyle": "", "color": "#777777"}
-            left.plot([predicted], [kept], label="predicted" if index == 3 else None, **ring)
+            left.plot([predicted], [kept], label="formula" if index == 3 else None, **ring)
             right.plot([numbers["seconds"] / plain["seconds"]], [kept], **marks)
         left.set(xlabel="FLOPs, as a multiple", ylabel="activations at their peak (MiB)", xlim=(0.95, 1.38))
         right.set_xlabel("time of forward and backward, as a multiple")
@@ -132,7 +138,7 @@ def draw_recompute(found: Mapping[str, Mapping[str, float]]) -> Figure:
 
 
 def recompute_plan(seq: int = 4096, batch: int = 1, layers: int = 32) -> Figure:
-    """Activations and FLOPs as more blocks of an 8B-shaped model are recomputed (predicted, bf16)."""
+    """Activations and FLOPs as more blocks of an 8B-shaped model are recomputed (formula, bf16)."""
     config = ModelConfig(128256, 4096, 14336, layers, 32, 8)
     block = block_activation_bytes(config, batch, seq, 2)
     stream = batch * seq * config.hidden_size * 2
@@ -185,6 +191,21 @@ def draw_split(splits: Mapping[str, Mapping[str, float]]) -> Figure:
     return figure
 
 
+def a_trace() -> Figure:
+    """One training step as torch's profiler saw it: operations by kind along time."""
+    found, kinds = experiments.profiled(), experiments.KINDS_OF_OPERATION
+    figure, axes = subplots(width=9.4, height=2.6)
+    with style():
+        for index, kind in enumerate(kinds):
+            spans = [(1e3 * each["start"], 1e3 * each["seconds"]) for each in found if each["kind"] == kind]
+            axes.broken_barh(spans, (index - 0.4, 0.8), color=look(index).color)
+        axes.set_yticks(range(len(kinds)), kinds)
+        axes.set(xlabel="time in the step (ms)", ylim=(len(kinds) - 0.5, -0.5))
+        axes.set_title("One step of the target model on one core")
+        axes.grid(False, axis="y")
+    return figure
+
+
 # Sixteen bits.
 
 
@@ -227,6 +248,11 @@ def draw_runs(runs: Mapping[str, Any]) -> Figure:
         right.set(xlabel="step", ylabel="norm of the gradient", yscale="log")
         left.legend(fontsize=8)
     return figure
+
+
+def three_losses() -> Figure:
+    """Loss and gradient norm of three fine-tunings, two of which are broken."""
+    return draw_runs(experiments.tunings())
 
 
 # The committed ones: measured anew by `python -m minillm figures`.

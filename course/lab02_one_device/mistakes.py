@@ -1,7 +1,9 @@
 """Spoilers of lab 02: bytes and FLOPs as people miscount them, and right counts that look different."""
 
-from course.lab02_one_device import checks as right
+from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import alternative, mistake
+
+right = answers_of("02_one_device")
 
 
 def ledger(**changed):
@@ -15,24 +17,58 @@ def ledger(**changed):
 
 # Memory by kind.
 
-mistake("memory-ledger", "Adam with one moment", expect="Adam keeps two moments")(
-    ledger(optimizer=lambda h, f, n, t, mixed: 4 * 2 * n * h * f)
-)
-mistake("memory-ledger", "mixed precision without its master copy", expect="master copy is missing")(
-    ledger(optimizer=lambda h, f, n, t, mixed: 8 * 2 * n * h * f)
-)
-mistake("memory-ledger", "ReLU's input counted as well", expect="the same tensor, counted once")(
-    ledger(activation=lambda h, f, n, t, mixed: (2 if mixed else 4) * t * n * (h + 2 * f))
-)
-mistake("memory-ledger", "only what the second matmul reads", expect="up keeps its input")(
-    ledger(activation=lambda h, f, n, t, mixed: (2 if mixed else 4) * t * n * f)
-)
-mistake("memory-ledger", "one block's activations", expect="until backward comes back")(
-    ledger(activation=lambda h, f, n, t, mixed: (2 if mixed else 4) * t * (h + f))
-)
-mistake("memory-ledger", "float32 gradients in mixed precision", expect="16-bit gradients")(
-    ledger(gradient=lambda h, f, n, t, mixed: 4 * 2 * n * h * f)
-)
+LEDGERS = {
+    "Adam with one moment": (
+        {"optimizer": lambda h, f, n, t, mixed: 4 * 2 * n * h * f},
+        "Adam keeps two moments of every weight, both in float32.",
+    ),
+    "mixed precision without its master copy": (
+        {"optimizer": lambda h, f, n, t, mixed: 8 * 2 * n * h * f},
+        "With 16-bit weights the optimizer also owns a float32 copy of them, the masters.",
+    ),
+    "masters and moments in 16 bits": (
+        {"optimizer": lambda h, f, n, t, mixed: (6 if mixed else 8) * 2 * n * h * f},
+        "Masters and moments all stay in float32: 12 bytes per weight.",
+    ),
+    "one matrix per block": (
+        {"parameter": lambda h, f, n, t, mixed: (2 if mixed else 4) * n * h * f},
+        "Each block has two matrices, up and down.",
+    ),
+    "float32 weights in mixed precision": (
+        {"parameter": lambda h, f, n, t, mixed: 4 * 2 * n * h * f},
+        "The model's own weights are stored in 16 bits here; the float32 copy belongs to the optimizer.",
+    ),
+    "float32 gradients in mixed precision": (
+        {"gradient": lambda h, f, n, t, mixed: 4 * 2 * n * h * f},
+        "A weight in 16 bits gets a gradient in 16 bits.",
+    ),
+    "ReLU's input counted as well": (
+        {"activation": lambda h, f, n, t, mixed: (2 if mixed else 4) * t * n * (h + 2 * f)},
+        "ReLU keeps its output, which is the input of down: one tensor, counted once.",
+    ),
+    "only what the second matmul reads": (
+        {"activation": lambda h, f, n, t, mixed: (2 if mixed else 4) * t * n * f},
+        "up keeps its input as well: its weight's gradient needs it.",
+    ),
+    "the addition's input counted": (
+        {"activation": lambda h, f, n, t, mixed: (2 if mixed else 4) * t * n * (2 * h + f)},
+        "An addition keeps nothing: its gradients do not depend on its inputs.",
+    ),
+    "one block's activations": (
+        {"activation": lambda h, f, n, t, mixed: (2 if mixed else 4) * t * (h + f)},
+        "Every block's activations stay until the backward pass reaches that block.",
+    ),
+    "float32 activations in mixed precision": (
+        {"activation": lambda h, f, n, t, mixed: 4 * t * n * (h + f)},
+        "16-bit weights and inputs make 16-bit activations.",
+    ),
+    "tokens forgotten": (
+        {"activation": lambda h, f, n, t, mixed: (2 if mixed else 4) * n * (h + f)},
+        "Activations exist for every token: multiply by `tokens`.",
+    ),
+}
+for label, (changed, says) in LEDGERS.items():
+    mistake("memory-ledger", label, says=says)(ledger(**changed))
 
 
 @alternative("memory-ledger", "from the total of 16 bytes per weight")
@@ -57,24 +93,55 @@ def mfu_of(flops):
     return mfu
 
 
-mistake("mfu", "forward only", expect="forward alone")(
-    mfu_of(lambda weights, attention, seq: 2 * weights + attention / 3)
-)
-mistake("mfu", "6 N and nothing else", expect="scores and values are missing")(
-    mfu_of(lambda weights, attention, seq: 6 * weights)
-)
-mistake("mfu", "attention as if it were not causal", expect="counted twice")(
-    mfu_of(lambda weights, attention, seq: 6 * weights + attention * 2 * seq / (seq + 1))
-)
-mistake("mfu", "recomputation counted as work", expect="HFU")(
-    mfu_of(lambda weights, attention, seq: 8 * weights + attention * 4 / 3)
-)
-mistake("mfu", "a multiply-add counted as one", expect="two FLOPs")(
-    mfu_of(lambda weights, attention, seq: 3 * weights + attention / 2)
-)
+MFUS = {
+    "forward only": (
+        lambda weights, attention, seq: 2 * weights + attention / 3,
+        "That is the forward pass alone: backward costs twice as much again.",
+    ),
+    "6 N and nothing else": (
+        lambda weights, attention, seq: 6 * weights,
+        "The scores and values of attention are missing.",
+    ),
+    "attention of the forward pass only": (
+        lambda weights, attention, seq: 6 * weights + attention / 3,
+        "The weights are counted forward and backward, attention forward only.",
+    ),
+    "attention as if it were not causal": (
+        lambda weights, attention, seq: 6 * weights + attention * 2 * seq / (seq + 1),
+        "A causal query meets (seq + 1) / 2 keys on average, not seq.",
+    ),
+    "half of seq keys": (
+        lambda weights, attention, seq: 6 * weights + attention * seq / (seq + 1),
+        "On average that is (seq + 1) / 2 keys, since a query also meets its own: not seq / 2.",
+    ),
+    "scores without values": (
+        lambda weights, attention, seq: 6 * weights + attention / 2,
+        "Scores and values are two products: 2 FLOPs per number and key each.",
+    ),
+    "recomputation counted as work": (
+        lambda weights, attention, seq: 8 * weights + attention * 4 / 3,
+        "Recomputed FLOPs are no useful work; with them the ratio is called HFU.",
+    ),
+    "a multiply-add counted as one": (
+        lambda weights, attention, seq: 3 * weights + attention / 2,
+        "A multiplication and an addition are two FLOPs.",
+    ),
+}
+for label, (flops, says) in MFUS.items():
+    mistake("mfu", label, says=says)(mfu_of(flops))
 
 
 @alternative("mfu", "as the ratio of two times")
 def ratio_of_times(weights, layers, width, seq, tokens_per_s, peak_flops):
     ideal = (6 * weights + 6 * layers * width * (seq + 1)) / peak_flops
     return ideal / (1 / tokens_per_s)
+
+
+@mistake("mfu", "in percent", says="That is a percentage: return the share, 0.4 for 40 %.")
+def in_percent(*arguments):
+    return 100 * right.mfu(*arguments)
+
+
+@mistake("mfu", "one layer's attention", says="That is the attention of one layer; there are `layers` of them.")
+def one_layer(weights, layers, width, seq, tokens_per_s, peak_flops):
+    return right.mfu(weights, 1, width, seq, tokens_per_s, peak_flops)

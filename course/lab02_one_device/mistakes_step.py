@@ -4,8 +4,10 @@ that look different."""
 import torch
 import torch.nn.functional as F
 
-from course.lab02_one_device import checks_step as right
+from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import alternative, mistake
+
+right = answers_of("02_one_device")
 
 # Accumulation.
 
@@ -14,7 +16,12 @@ def count(targets):
     return int((targets != -100).sum())
 
 
-@mistake("accumulate", "mean of means", expect="mean of the microbatches' means")
+@mistake(
+    "accumulate",
+    "mean of means",
+    says="It is the mean of the microbatches' means, in which a token of a short one weighs more. Divide each sum by "
+    "the tokens of all microbatches.",
+)
 def of_means(model, microbatches):
     loss = 0.0
     for inputs, targets in microbatches:
@@ -24,7 +31,11 @@ def of_means(model, microbatches):
     return loss
 
 
-@mistake("accumulate", "divides by nothing", expect="nothing was divided")
+@mistake(
+    "accumulate",
+    "divides by nothing",
+    says="It is the gradient of the sum over tokens: divide by how many of them count.",
+)
 def undivided(model, microbatches):
     loss = 0.0
     for inputs, targets in microbatches:
@@ -34,7 +45,11 @@ def undivided(model, microbatches):
     return loss / sum(count(targets) for _, targets in microbatches)
 
 
-@mistake("accumulate", "zeroes inside the loop", expect="last microbatch alone")
+@mistake(
+    "accumulate",
+    "zeroes inside the loop",
+    says="It is that of the last microbatch alone: gradients add up in .grad as long as nothing clears them.",
+)
 def zeroes_inside(model, microbatches):
     tokens, loss = sum(count(targets) for _, targets in microbatches), 0.0
     for inputs, targets in microbatches:
@@ -43,6 +58,40 @@ def zeroes_inside(model, microbatches):
         (nll / tokens).backward()
         loss += nll.item() / tokens
     return loss
+
+
+@mistake(
+    "accumulate",
+    "counts padding as tokens",
+    says="Targets of -100 do not count: the denominator is larger than the number of tokens in the sum.",
+)
+def counts_all(model, microbatches):
+    tokens, loss = sum(targets.numel() for _, targets in microbatches), 0.0
+    for inputs, targets in microbatches:
+        nll, _ = model(inputs, targets=targets)
+        (nll / tokens).backward()
+        loss += nll.item() / tokens
+    return loss
+
+
+@mistake(
+    "accumulate",
+    "divides by the number of microbatches, too",
+    says="It was divided twice: by the tokens of all microbatches and by their number.",
+)
+def divides_twice(model, microbatches):
+    tokens, loss = sum(count(targets) for _, targets in microbatches), 0.0
+    for inputs, targets in microbatches:
+        nll, _ = model(inputs, targets=targets)
+        (nll / tokens / len(microbatches)).backward()
+        loss += nll.item() / tokens
+    return loss
+
+
+@mistake("accumulate", "returns the sum", expect="the mean loss is")
+def returns_the_sum(model, microbatches):
+    right.accumulate(model, microbatches)
+    return sum(model(inputs, targets=targets)[0].item() for inputs, targets in microbatches)
 
 
 @mistake("accumulate", "one backward at the end", expect="call backward\\(\\) inside the loop")
@@ -131,6 +180,22 @@ def never_halves(loss, optimizer, scale, good_steps, interval):
     return (scale * 2, 0) if good_steps + 1 == interval else (scale, good_steps + 1)
 
 
+@mistake("loss-scaling", "a quarter after an overflow", expect="is halved, no more")
+def quarters(loss, optimizer, scale, good_steps, interval):
+    found = right.scaled_step(loss, optimizer, scale, good_steps, interval)
+    return (scale / 4, 0) if found[0] < scale else found
+
+
+@mistake("loss-scaling", "looks for NaN only", expect="overflowed, yet the optimizer stepped")
+def nan_only(loss, optimizer, scale, good_steps, interval):
+    scaled(loss, optimizer, scale)
+    (weight,) = optimizer.param_groups[0]["params"]
+    if weight.grad.isnan().any():
+        return scale / 2, 0
+    optimizer.step()
+    return (scale * 2, 0) if good_steps + 1 == interval else (scale, good_steps + 1)
+
+
 @mistake("loss-scaling", "never grows again", expect="it doubles, to stay")
 def never_grows(loss, optimizer, scale, good_steps, interval):
     if not scaled(loss, optimizer, scale):
@@ -145,6 +210,13 @@ def keeps_counting(loss, optimizer, scale, good_steps, interval):
         return scale / 2, good_steps
     optimizer.step()
     return (scale * 2, 0) if good_steps + 1 == interval else (scale, good_steps + 1)
+
+
+@alternative("loss-scaling", "clears the gradients itself when it is done")
+def clears_after(loss, optimizer, scale, good_steps, interval):
+    found = right.scaled_step(loss, optimizer, scale, good_steps, interval)
+    optimizer.zero_grad()
+    return found
 
 
 @alternative("loss-scaling", "looks before it unscales, takes gradients from autograd.grad")
@@ -177,7 +249,7 @@ class KeepsTheGraph(torch.autograd.Function):
         return None, *torch.autograd.grad(ctx.y, (ctx.x, *ctx.block.parameters()), gradient)
 
 
-@mistake("recompute-block", "gradient of x only", expect="the parameters got no gradient")
+@mistake("recompute-block", "gradient of x only", expect="no gradient of the parameters")
 class OnlyX(right.Recompute):
     @staticmethod
     def backward(ctx, gradient):
@@ -185,7 +257,7 @@ class OnlyX(right.Recompute):
         return None, found[1], *([None] * (len(found) - 2))
 
 
-@mistake("recompute-block", "backward inside, and its gradients returned", expect="twice what it should be")
+@mistake("recompute-block", "backward inside, and its gradients returned", expect="also wrote into .grad")
 class Twice(torch.autograd.Function):
     forward = staticmethod(right.Recompute.forward)
 
@@ -217,7 +289,7 @@ class WithoutGrad(torch.autograd.Function):
         return None, *torch.autograd.grad(y, (x, *ctx.block.parameters()), gradient)
 
 
-@alternative("recompute-block", "as torch's reentrant form: parameters get theirs inside")
+@mistake("recompute-block", "parameters get theirs inside, none is returned", expect="no gradient of the parameters")
 class Reentrant(torch.autograd.Function):
     @staticmethod
     def forward(ctx, block, x, *parameters):
@@ -231,6 +303,46 @@ class Reentrant(torch.autograd.Function):
         with torch.enable_grad():
             torch.autograd.backward(ctx.block(x), gradient)
         return (None, x.grad) + (None,) * ctx.count
+
+
+@alternative("recompute-block", "keeps x as an attribute")
+class AsAttribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, block, x, *parameters):
+        ctx.block, ctx.x = block, x
+        return block(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.block(x)
+        return None, *torch.autograd.grad(y, (x, *ctx.block.parameters()), gradient)
+
+
+@mistake("recompute-block", "runs the block twice in backward", expect="2 are enough")
+class RunsTwice(right.Recompute):
+    @staticmethod
+    def backward(ctx, gradient):
+        right.Recompute.backward(ctx, gradient)
+        return right.Recompute.backward(ctx, gradient)
+
+
+@alternative("recompute-block", "backward into a copy of the leaves")
+class OnLeaves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, block, x, *parameters):
+        ctx.block, ctx.names = block, [name for name, _ in block.named_parameters()]
+        ctx.save_for_backward(x, *parameters)
+        return block(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        leaves = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+        with torch.enable_grad():
+            y = torch.func.functional_call(ctx.block, dict(zip(ctx.names, leaves[1:], strict=True)), (leaves[0],))
+        y.backward(gradient)
+        return None, *[leaf.grad for leaf in leaves]
 
 
 # Clipping.

@@ -9,35 +9,41 @@
 # %% [markdown]
 # # 02 · One device
 #
-# **16 bytes per parameter, 6 FLOPs per parameter and token.** Two numbers, and a training step holds no surprise.
+# **A training step holds 16 bytes per parameter beside its activations, and takes 6 FLOPs per parameter and token.**
+# With these two numbers you can size any training run.
 #
-# About 90 minutes with the exercises; running it top to bottom takes under a minute. At the end you can answer:
+# The six exercises take about an hour and a half; with the measurements and the questions at the end plan three to four
+# hours. Running the notebook from top to bottom takes about a minute. Sections 6 and 9 are optional. At the end you can
+# answer:
 #
 # 1. What fills the memory of a step, and which part do mixed precision, accumulation and recomputation shrink?
 # 2. How many FLOPs does a step need, and what share of the machine does it really use?
-# 3. Which silent mistakes of a training loop leave the loss falling, and which receipt shows each?
+# 3. Which silent mistakes of a training loop leave the loss falling, and which measurement shows each?
 #
 # Every later lab divides what you count here: data parallelism divides tokens, ZeRO the 16 bytes, tensor and pipeline
-# parallelism the FLOPs. First, one device.
+# parallelism the FLOPs.
+#
+# > **Common claims**
+# >
+# > - *"Mixed precision halves memory."* It saves nothing of what is held between steps: 4 + 4 + 8 = 16 bytes per
+# >   parameter in float32 and 2 + 2 + 4 + 8 = 16 with masters ([Rajbhandari et al.
+# >   2020](https://arxiv.org/abs/1910.02054), §3.1). Activations shrink.
+# > - *"Adam needs 8 bytes per parameter."* That is its two moments. With 16-bit weights a float32 copy of the weights
+# >   comes on top: 12.
+# > - *"Activation checkpointing costs 20 to 40 % of the time."* In FLOPs it costs exactly one forward of what is
+# >   recomputed ([Chen et al. 2016](https://arxiv.org/abs/1604.06174)); the time depends on what bounds the step.
+# > - *"Selective checkpointing keeps the matmuls."* The term is used for two things. In
+# >   [Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198) it recomputes the core of attention; in
+# >   [torch](https://pytorch.org/blog/activation-checkpointing-techniques/) it is any choice by operation (section 5).
+# > - *"Accumulating the mean losses of microbatches gives the big batch's gradient."* Only if all microbatches count
+# >   equally many tokens ([transformers#34191](https://github.com/huggingface/transformers/pull/34191)).
 
 # %%
-import math
-import warnings
-from functools import partial
-
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from course.lab02_one_device import experiments
+from course.lab02_one_device import experiments, receipts
 from course.lab02_one_device import figures as pictures
-from course.lab02_one_device.experiments import flushed_share, repeated_update
-from minillm import measure
-from minillm.labkit import check, receipt, row, show, sliders
-from minillm.model import Transformer, dense
-from minillm.predict import memory as predict_memory
-from minillm.predict import model as predict
-from minillm.train import LossScaler, activation_checkpoint
+from minillm.labkit import check, finish, show, sliders
 
 # %% [markdown]
 # ## Predict
@@ -50,11 +56,12 @@ guess_saved = 0.5  # share of the peak memory of a step that autocast to bf16 sa
 guess_again = 1.1  # FLOPs of a step in which every block is recomputed, as a multiple
 
 # %% [markdown]
-# ## 1 · Memory, by kind, before you see it
+# ## 1 · Memory by kind
 #
 # A step holds four kinds of bytes: **parameters**, their **gradients**, the **optimizer's** state, and **activations**,
-# which are whatever backward will need again. The first three follow from the number of parameters. The fourth follows
-# from what each operation keeps: a matmul its input (for the weight's gradient), ReLU its output, an addition nothing.
+# which are the tensors that the backward pass will need again. The first three follow from the number of parameters.
+# The fourth follows from what each operation keeps: a matmul keeps its input (for the weight's gradient), ReLU its
+# output, an addition nothing.
 #
 # ### Exercise 1 · the ledger of a step (15 minutes)
 #
@@ -81,27 +88,15 @@ def memory_ledger(hidden, intermediate, layers, tokens, mixed):
 memory_ledger = check("memory-ledger", memory_ledger)
 
 # %%
-hidden, intermediate, layers = 1024, 4096, 24
-per_weight = {
-    mixed: sum(memory_ledger(hidden, intermediate, layers, 0, mixed).values()) / (2 * hidden * intermediate * layers)
-    for mixed in (False, True)
-}
-receipt(
-    "bytes per parameter when backward is done",
-    [
-        row("your guess, 16-bit weights", None, guess_bytes),
-        row("float32: 4 + 4 + 8", 16, per_weight[False]),
-        row("16 bits with masters: 2 + 2 + 4 + 8", 16, per_weight[True]),
-    ],
-)
+receipts.bytes_per_parameter(memory_ledger, guess_bytes)
 
 # %% [markdown]
-# **Sixteen, twice.** "Mixed precision reduces memory usage", say handbooks. Of what is held between steps it saves
-# nothing: the two bytes gained on weights and on gradients are the four bytes of the master copy. And when the masters
-# are stepped with float32 gradients, it is 18 for a moment. What shrinks are activations (and traffic, and time).
+# **Sixteen in both.** The two bytes saved on weights and the two saved on gradients are the four bytes of the master
+# copy. When the masters are stepped with float32 gradients, it is 18 for a moment. What shrinks are activations, memory
+# traffic and time.
 #
-# Now the whole transformer of this course (`minillm/model/transformer.py`; Llama's shape: RMSNorm, rotary positions,
-# and SwiGLU, an MLP with a gate), from embedding to loss: `predict.memory` does the same arithmetic for it,
+# Now the whole transformer of this course (`minillm/model/transformer.py`; Llama's shape: RMSNorm, rotary positions and
+# SwiGLU, an MLP with a gate), from embedding to loss. `predict.memory` does the same arithmetic for it,
 # `measure.memory` watches every tensor of a real step. Three ways to train it:
 #
 # | | weights | matmuls in | optimizer holds |
@@ -115,44 +110,25 @@ measured, predicted = pictures.memories()
 
 
 def memory_by_kind():
-    """Bytes by kind of one training step of the target model, predicted and measured, in three precisions."""
+    """Bytes by kind of one training step of the target model in three precisions, formula and measured."""
     return pictures.draw_memory(measured, predicted)
 
 
 show(memory_by_kind)
 
 # %%
-rows, psi = [], predict.parameters(experiments.TARGET).total
-for name, found in measured.items():
-    state = (found.parameter + found.gradient + found.optimizer) / psi
-    rows.append(row(f"{name}: bytes per parameter while it steps", 18 if "masters" in name else 16, state, "", 1e-3))
-    rows.append(row("    activations", predicted[name].activation, found.activation, "B", 0.02))
-    rows.append(row("    peak of the step", predicted[name].total, found.total, "B", 0.02))
-receipt(f"{psi:,} parameters, 2 × 256 tokens", rows)
+receipts.memory_by_kind((measured, predicted))
 
 # %%
-saved = {name: 1 - found.total / measured["fp32"].total for name, found in measured.items()}
-kept = {name: found.activation / measured["fp32"].activation for name, found in measured.items()}
-fullest = predict_memory.training_step(experiments.TARGET, 2, 256).fullest
-receipt(
-    "what 16 bits save",
-    [
-        row("your guess: peak saved by autocast", None, f"{guess_saved:.0%}"),
-        row("autocast: peak saved", None, f"{saved['autocast bf16']:.0%}"),
-        row("bf16 + masters: peak saved", None, f"{saved['bf16 + masters']:.0%}"),
-        row("autocast: activations left", None, f"{kept['autocast bf16']:.0%}"),
-        row("bf16 + masters: activations left", None, f"{kept['bf16 + masters']:.0%}"),
-        row("fp32: when the peak comes", "loss", fullest),
-    ],
-)
+receipts.saved_by_16_bits(measured, guess_saved)
 
 # %% [markdown]
-# Autocast does not even halve the activations. Norms stay in float32, and so does the residual stream; the output of a
-# norm is cast once for each matmul that reads it, and every weight is cast and kept until backward. The black line is
-# the peak of everything together. It lies below the sum of the bars, as the kinds peak at different moments:
-# activations at the loss, gradients at the end of backward, and temporaries (the logits!) come on top.
+# Autocast does not even halve the activations. Norms and the residual stream stay in float32; the output of a norm is
+# cast once for each matmul that reads it, and the casts are kept until backward. The dashed line is the peak of
+# everything together. It is not the sum of the bars, because the kinds peak at different moments: activations at the
+# loss, gradients at the end of backward, and temporaries such as the logits come on top.
 #
-# What is your model's? Everything below is predicted, with the formulas that were just measured.
+# What does your model need? This figure is all formula, the one that was just measured:
 
 # %%
 show(pictures.memory_plan)
@@ -163,44 +139,23 @@ sliders(pictures.memory_plan, model=list(pictures.MODELS), batch=(1, 8), seq=[25
 # %% [markdown]
 # ## 2 · Six FLOPs per parameter and token
 #
-# Forward, a weight is multiplied and added once per token: 2 FLOPs. Backward needs two products of the same size, for
-# the gradient of the input and for that of the weight: 4. Torch counts the multiplications that really happen:
+# In the forward pass a weight is multiplied and added once per token: 2 FLOPs. The backward pass needs two products of
+# the same size, one for the gradient of the input and one for that of the weight: 4. Torch counts those that really
+# happen:
 
 # %%
-config = experiments.SMALL
-tokens = torch.randint(0, config.vocab_size, (2, 65), generator=torch.Generator().manual_seed(0))
-fused, scores = (
-    experiments.count_flops(partial(experiments.train_once, Transformer(config, attention=attention), tokens))
-    for attention in (Transformer(config).attention, dense)
-)
-weights = predict.matmul_parameters(config)
-receipt(
-    f"one step on 128 tokens, {weights:,} weights in matmuls",
-    [
-        row("FLOPs per weight and token", 6, fused / (128 * weights)),
-        row(
-            "with attention's scores and values, all keys",
-            128 * predict.training_flops(config, 64).total,
-            scores,
-            "FLOP",
-        ),
-        row("share of attention at 64 tokens", None, f"{1 - fused / scores:.1%}"),
-        row(
-            "    at 256 tokens",
-            None,
-            f"{predict.training_flops(config, 256).attention / predict.training_flops(config, 256).total:.1%}",
-        ),
-    ],
-)
+receipts.six_flops()
 
 # %% [markdown]
-# (The fused kernel computes the scores too, but torch counts none for it on a CPU; `dense` writes them as matmuls.)
+# (Torch counts no FLOPs for the fused attention kernel on a CPU; the second row uses `dense` attention, which writes
+# its scores as matmuls.)
 #
 # ### Exercise 2 · MFU (8 minutes)
 #
-# *Model FLOPs utilization* is useful FLOP/s over what the machine could do. Useful: 6 per weight and token, and what
-# *causal* attention must compute: a query of `width` = heads · head dimension numbers meets (seq + 1) / 2 keys on
-# average, in each layer; scores and values cost 2 FLOPs per number and key each, and backward twice as much again.
+# *Model FLOPs utilization* ([Chowdhery et al. 2022](https://arxiv.org/abs/2204.02311), appendix B) is the useful FLOP/s
+# over what the machine could do. Useful are 6 per weight and token, and what *causal* attention must compute: a query
+# of `width` = heads · head dimension numbers meets (seq + 1) / 2 keys on average, in each layer; scores and values cost
+# 2 FLOPs per number and key each, and backward twice as much again.
 
 
 # %%
@@ -216,10 +171,9 @@ mfu = check("mfu", mfu)
 
 # %% [markdown]
 # Where does the time of a step go? The device of this lab is one core, and the peak is what that core *reached* on a
-# large matmul (lab 00), not a data sheet's.
+# large matmul (lab 00), not the number of a data sheet.
 
 # %%
-card = measure.machine()
 splits = pictures.splits()
 
 
@@ -231,36 +185,52 @@ def step_split():
 show(step_split)
 
 # %%
-plain, target = splits["nothing recomputed"], experiments.TARGET
-width = target.num_heads * target.head_dim
-utilization = mfu(
-    predict.matmul_parameters(target), target.num_layers, width, 128, plain["tokens_per_s"], card.peak_flops_one_thread
-)
-receipt(
-    "one step of 4 × 128 tokens",
-    [
-        row("your MFU, and the trainer's", utilization, plain["mfu"], "", 1e-6),
-        row("tokens per second", None, plain["tokens_per_s"], "token/s"),
-        row("peak of one core, measured", None, card.peak_flops_one_thread, "FLOP/s"),
-        row("backward / forward (the head's backward runs with the loss)", None, plain["backward"] / plain["forward"]),
-        row("optimizer, share of the step", None, f"{plain['optimizer'] / plain['step']:.1%}"),
-        row("input, share of the step", None, f"{plain['input'] / plain['step']:.1%}"),
-    ],
-)
+receipts.step(splits, mfu)
 
 # %% [markdown]
-# Backward has twice the FLOPs of forward, and you may have expected twice the time. But the head's part of it is worked
-# out with the loss, a few hundred tokens at a time, so that the logits of all tokens never lie side by side
-# (`minillm/model/loss.py`); the clock books it under forward.
+# Backward has twice the FLOPs of forward, but it does not take twice the time here. The head's part of backward is
+# computed with the loss, a few hundred tokens at a time, so that the logits of all tokens never exist together
+# (`minillm/model/loss.py`); the clock counts that as forward.
 #
-# The optimizer reads and writes 28 bytes per parameter and computes almost nothing: it is bound by memory, and its
-# share falls as the batch grows. Norms, SwiGLU's products and the softmax are bound by memory as well; that, and
-# matrices too small to fill the cores, is where the rest of the peak goes.
+# ### Read a trace
+#
+# The same step as torch's profiler saw it. **Which row would shrink in bfloat16, which by fusing kernels, and which as
+# the batch grows?**
+
+# %%
+show(pictures.a_trace)
+
+# %%
+receipts.trace()
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# *Matmul* shrinks with faster arithmetic. *All else* (norms, SwiGLU's products, casts, the softmax of the loss) is
+# thousands of small operations that read and write memory and compute little: fusing them saves reads and launches.
+# *Optimizer* reads and writes 28 bytes per parameter once per step, whatever the batch, so its *share* falls as the
+# batch grows.
+# </details>
+#
+# On a GPU a trace has more rows, and they mean something else. The CPU row only *launches* kernels and runs ahead;
+# kernels execute in order within a **stream**, and different streams overlap. When you read one:
+#
+# - Gaps in the compute stream while the CPU row is busy mean that launching is the bottleneck (small kernels: larger
+#   batch, `torch.compile`, CUDA graphs). Gaps while the CPU row waits in `cudaStreamSynchronize` or `aten::item` mean
+#   that the program asked for a value: a host read stops the launching, not just the logging.
+# - Input copies (`Memcpy HtoD`) overlap only if they come from pinned memory on another stream, with
+#   `non_blocking=True`.
+# - NCCL kernels have a stream of their own. `work.wait()` makes the *compute stream* wait for it, not the host;
+#   communication that overlaps a matmul also takes some of its SMs, so both get slower than alone (labs 03 and 05).
+# - Never time a GPU with the host's clock around an enqueue. Use `torch.cuda.Event`, or synchronize first.
+#
+# `torch.profiler.profile(...).export_chrome_trace("trace.json")` writes such a file for
+# [Perfetto](https://ui.perfetto.dev).
 #
 # ## 3 · Accumulation: a big batch in small pieces
 #
-# Gradients add up in `.grad`. So a batch can come in pieces, each freed before the next: the activations of one
-# piece, the gradient of all. If the denominator is right.
+# Gradients add up in `.grad`. So a batch can be processed in microbatches, each freed before the next: the activations
+# of one microbatch, the gradient of all. It is right if the denominator is.
 #
 # ### Exercise 3 · accumulate (10 minutes)
 #
@@ -286,61 +256,26 @@ def accumulate(model, microbatches):
 accumulate = check("accumulate", accumulate)
 
 # %%
-batches = experiments.unequal_batches(experiments.CONFIG)
-whole, pieces, means = (Transformer(experiments.CONFIG, dtype=torch.float64) for _ in range(3))
-inputs, targets = (torch.cat(part) for part in zip(*batches, strict=True))
-nll, count = whole(inputs, targets=targets)
-(nll / count).backward()
-accumulate(pieces, batches)
-for inputs, targets in batches:
-    nll, count = means(inputs, targets=targets)
-    (nll / count / len(batches)).backward()
-big = experiments.gradient(whole)
-off = {name: ((experiments.gradient(m) - big).norm() / big.norm()).item() for name, m in (("a", pieces), ("b", means))}
-one, four = (experiments.step_memory(experiments.SMALL, batch=1, accumulate=k) for k in (1, 4))
-at_once = experiments.step_memory(experiments.SMALL, batch=4)
-receipt(
-    "60, 9 and 30 tokens in three pieces; memory of 4 × 256 tokens",
-    [
-        row("relative error of the gradient, yours: below 1e-12", True, off["a"] < 1e-12),
-        row("    mean of means", None, f"{off['b']:.0%}"),
-        row("activations of 4 pieces: those of one", one.activation, four.activation, "B", 0.02),
-        row("    of 4 rows at once", None, at_once.activation, "B"),
-        row("gradients of 4 pieces: those of one", one.gradient, four.gradient, "B"),
-    ],
-)
+receipts.accumulation(accumulate)
 
 # %% [markdown]
 # The mean of means looks harmless, and its error is nearly as large as the gradient. Hugging Face's Trainer had this
-# bug until October 2024 (transformers, pull request 34191): with equal microbatches both agree, so nothing showed.
+# bug until October 2024 ([transformers#34191](https://github.com/huggingface/transformers/pull/34191)): with
+# microbatches of equal lengths the two agree, so nothing showed.
 #
 # ## 4 · Fewer bits
 #
-# bfloat16 has float32's range and 8 bits of mantissa. float16 has 11, and a range that ends at 65,504 above and at
-# 6e-8 below. Both lose something, in different places.
+# bfloat16 has the range of float32 and 8 bits of precision. float16 has 11 bits, and a range that ends at 65,504 above
+# and 6e-8 below. Both lose something, in different places.
 
 # %%
-values = experiments.spread_values()
-rows = [
-    row("bf16: 1 + 1,000 · 0.001", 1.0, repeated_update(torch.bfloat16)),
-    row("fp32: 1 + 1,000 · 0.001", 2.0, repeated_update(torch.float32), "", 1e-4),
-    row(
-        "fp16: log-uniform 1e-12 .. 1e-2, share that becomes zero",
-        math.log10(2**-25 / 1e-12) / 10,
-        flushed_share(values, torch.float16),
-        "",
-        0.02,
-    ),
-    row("    multiplied by 2^16 before", 0, flushed_share(values, torch.float16, 2.0**16)),
-    row("bf16: the same values", 0, flushed_share(values, torch.bfloat16)),
-]
-receipt("what is lost", rows)
+receipts.sixteen_bits()
 
 # %% [markdown]
-# Next to 1.0, bfloat16's steps are 2⁻⁷: adding a thousandth rounds back to 1, a thousand times. That is why masters
-# exist. float16 rounds small *gradients* to zero. How small are real ones? These are the gradients that backward
-# carries between the blocks of the target model on text, as small as a batch of 4 M tokens makes them (they were
-# measured on 512 tokens; the mean over more divides them by more):
+# Above 1.0 the next bfloat16 is 2⁻⁷ away: adding a thousandth rounds back to 1, a thousand times. That is why masters
+# exist. float16 rounds small *gradients* to zero. How small are real ones? These are the gradients that the backward
+# pass carries between the blocks of the target model on text, scaled to a batch of 4 M tokens (they were measured on
+# 512 tokens, and the mean over more divides them by more):
 
 # %%
 gradients = experiments.text_gradients()
@@ -357,13 +292,14 @@ show(underflow)
 sliders(underflow, scale_log2=(0, 40))
 
 # %% [markdown]
-# Multiply the loss, and every gradient is multiplied: the histogram moves to the right. Too far, and it overflows. So
-# the scale is found by trying.
+# Multiply the loss, and every gradient is multiplied: the histogram moves to the right. Multiply too much, and
+# gradients overflow. So the scale is found by trying.
 #
 # ### Exercise 4 · dynamic loss scaling (15 minutes)
 #
-# One step. Backward on the scaled loss; the optimizer must see unscaled gradients. If one is not finite: no step, half
-# the scale, start counting good steps anew. After `interval` good steps in a row: double it, and start anew.
+# One step. Run backward on the scaled loss; the optimizer must see unscaled gradients. If one of them is not finite: no
+# step, half the scale, and count good steps from 0 again. After `interval` good steps in a row: double the scale, and
+# count from 0 again. The loop has cleared the gradients before it calls you.
 
 
 # %%
@@ -373,7 +309,6 @@ def scaled_step(loss, optimizer, scale, good_steps, interval):
     The weights are in optimizer.param_groups[i]["params"].
     """
     # BEGIN SOLUTION
-    optimizer.zero_grad()
     (loss * scale).backward()
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     for weight in weights:
@@ -388,19 +323,21 @@ def scaled_step(loss, optimizer, scale, good_steps, interval):
 scaled_step = check("loss-scaling", scaled_step)
 
 # %% [markdown]
-# Skipped steps are part of the design: one in a few thousand, at the moment the scale was doubled too far. bfloat16
-# needs none of this, which is why it won.
+# Skipped steps are part of the design: one in a few thousand, when the scale was doubled too far. bfloat16 needs none
+# of this, and that is the main reason for its success.
 #
 # ## 5 · Recompute
 #
-# Activations grow with depth, batch and length. Instead of keeping a block's, keep its input and run the block again
-# when backward arrives (Chen et al. 2016): one forward more, so 4 units of FLOPs instead of 3.
+# Activations grow with depth, batch and length. Instead of keeping those of a block, keep its input and run the block
+# again in the backward pass ([Chen et al. 2016](https://arxiv.org/abs/1604.06174)): one more forward, so 4 units of
+# FLOPs instead of 3.
 #
-# ### Exercise 5 · a block that remembers only its input (20 minutes)
+# ### Exercise 5 · a block that keeps only its input (20 minutes)
 #
 # An autograd function. `forward` runs without autograd, so nothing is kept but what you keep. `backward` is given the
-# gradient of the output and returns one value per argument of `forward`: None for the block, then those of x and of
-# each parameter.
+# gradient of the output and returns one value per argument of `forward`: None for the block, then the gradients of x
+# and of each parameter. They must be *returned*: a parameter whose gradient is only written into `.grad` is lost to
+# `torch.autograd.grad` and to the hooks that lab 03 hangs on parameters.
 
 
 # %%
@@ -430,54 +367,39 @@ Recompute = check("recompute-block", Recompute)
 
 # %% [markdown]
 # (With dropout inside, the random numbers must be the same the second time; `minillm.train.activation_checkpoint` and
-# torch's `checkpoint` save the generator's state, and autocast's, for that.)
+# torch's `checkpoint` save the state of the generator, and of autocast, for that.)
 #
-# Which blocks, and all of each? *Selective* recomputation keeps the results of matmuls and of attention and computes
-# the rest again, norms, rotations, SwiGLU's products (after Korthikanti et al. 2022):
+# Which blocks, and all of each block? Torch lets you choose by operation what is kept. minillm's `"selective"` keeps
+# the results of matmuls and attention and recomputes the rest (norms, rotations, SwiGLU's products), so no large FLOPs
+# are spent twice:
 
 # %%
 ways = experiments.recompute_tradeoff()
 
 
 def recompute_tradeoff():
-    """Activations over FLOPs and over time: nothing, every 2nd block, all but matmuls, every block recomputed."""
+    """Activations over FLOPs and over time: nothing, every 2nd block, all but matmuls and attention, every block."""
     return pictures.draw_recompute(ways)
 
 
 show(recompute_tradeoff)
 
 # %%
-head = 3 * 2 * 256 * 2 * experiments.SMALL.vocab_size * experiments.SMALL.hidden_size
-blocks = {mode: numbers["flops"] - head for mode, numbers in ways.items()}
-small = experiments.SMALL
-receipt(
-    "4 blocks, 2 × 256 tokens",
-    [
-        row("your guess: FLOPs, every block recomputed", None, guess_again),
-        row("FLOPs of the blocks, every one recomputed", 4 / 3, blocks["full"] / blocks["none"], "", 1e-9),
-        row("    all but matmuls", 1, blocks["selective"] / blocks["none"]),
-        row("FLOPs of the step, the head's included", None, ways["full"]["flops"] / ways["none"]["flops"]),
-        row(
-            "activations, nothing recomputed",
-            experiments.predicted_memory(small, 2, 256).activation,
-            ways["none"]["activation"],
-            "B",
-            0.02,
-        ),
-        row(
-            "    every block: their inputs, and one block",
-            experiments.predicted_memory(small, 2, 256, recompute=True).activation,
-            ways["full"]["activation"],
-            "B",
-            0.02,
-        ),
-        row("time, every block recomputed", None, ways["full"]["seconds"] / ways["none"]["seconds"]),
-    ],
-)
+receipts.recomputation(ways, guess_again)
 
 # %% [markdown]
-# "20 to 40 percent overhead" is a time somebody measured. In FLOPs it is exactly one forward of the recomputed blocks,
-# a third of what they cost; with the head and the optimizer, which repeat nothing, a little less of the step.
+# What [Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198) call *selective activation recomputation* is the
+# opposite choice: keep the large matmuls' inputs and recompute the **core of attention** (scores, softmax, product with
+# the values), which has many bytes and few FLOPs. A layer keeps s·b·h·(34 + 5·a·s/h) bytes, for a heads and sequences
+# of s tokens:
+
+# %%
+receipts.core_attention()
+
+# %% [markdown]
+# FlashAttention ([Dao et al. 2022](https://arxiv.org/abs/2205.14135)) does this inside its kernel: it never stores the
+# scores and recomputes them in its backward pass. With it, as here, the term 5·a·s/h is gone from the start, and only
+# the 34 (for Llama's shape another number) is left to argue about.
 
 # %%
 show(pictures.recompute_plan)
@@ -486,10 +408,10 @@ show(pictures.recompute_plan)
 sliders(pictures.recompute_plan, seq=[1024, 4096, 16384], batch=(1, 8), layers=(8, 80, 8))
 
 # %% [markdown]
-# ## 6 · Clip by the global norm
+# ## 6 · Clip by the global norm (optional)
 #
 # Clipping keeps the direction of the gradient: *all* of it is multiplied by one factor. When gradients lie in shards
-# (lab 04), each rank sees only its own. Its local norm is about 1/√N of the global one.
+# (lab 04), each rank sees only its own, and its local norm is about 1/√N of the global one.
 #
 # ### Exercise 6 · clip across shards (8 minutes)
 
@@ -513,158 +435,68 @@ def clip(shards, max_norm):
 clip = check("clip-global-norm", clip)
 
 # %%
-draw = torch.Generator().manual_seed(0)
-shards = [[torch.randn(20_000, generator=draw)] for _ in range(16)]
-local = [shard[0].norm().item() for shard in shards]
-norm = clip(shards, 1.0)
-wrong = math.sqrt(sum(min(1.0, value) ** 2 for value in local))
-receipt(
-    "a gradient in 16 shards, clipped to a norm of 1",
-    [
-        row("norm of one shard: global / √16", norm / 4, sum(local) / 16, "", 0.02),
-        row("norm after your clipping", 1.0, torch.cat([shard[0] for shard in shards]).norm(), "", 1e-5),
-        row("norm if each shard clips by its own: √16", 4.0, wrong, "", 0.01),
-    ],
-)
+receipts.clipping(clip)
 
 # %% [markdown]
-# ## 7 · Break it: three fine-tunings, two are broken
+# ## 7 · Find the bugs: three fine-tunings, two are broken
 #
 # The same weights, the same four windows of text, Adam with a learning rate of 2e-5. One run stores its weights in
-# bfloat16 and has no masters. One never calls `zero_grad`. One is healthy.
+# bfloat16 and has no masters. One never clears its gradients. One is healthy. **Which is which?**
 
 # %%
-runs = {
-    "A": experiments.tune("bf16-pure"),
-    "B": experiments.tune(zero_grad=False),
-    "C": experiments.tune("bf16-master"),
-}
-
-
-def three_losses():
-    """Loss and gradient norm of three fine-tunings, two of which are broken."""
-    return pictures.draw_runs(runs)
-
-
-show(three_losses)
+show(pictures.three_losses)
 
 # %%
 stands_still, never_zeroes = "A", "C"  # your diagnosis; change it before you run the next cell
 
 # %%
-right = (stands_still, never_zeroes) == ("A", "B")
-print("You said", stands_still, "and", never_zeroes, "which is", "right." if right else "not it:")
-print("A has no masters. B never zeroes: its loss falls fastest, and its gradient is the sum of all so far.")
-fast = {zero: experiments.tune(zero_grad=zero, lr=1e-3) for zero in (True, False)}
-fall = {name: run.loss[0] - run.loss[-1] for name, run in runs.items()}
-rows = [row(f"{name}: share of the weights that ever changed", None, f"{run.moved:.0%}") for name, run in runs.items()]
-rows.append(row("A: its loss falls less than a third as far as C's", True, fall["A"] < fall["C"] / 3))
-rows += [
-    row(f"{name}: gradient norm, last over first", None, run.grad_norm[-1] / run.grad_norm[0])
-    for name, run in runs.items()
-]
-rows += [
-    row("lr 1e-3 instead: loss after the last step, healthy", None, fast[True].loss[-1], "nats"),
-    row("    never zeroed", None, fast[False].loss[-1], "nats"),
-    row("    the healthy one is lower", True, fast[True].loss[-1] < fast[False].loss[-1]),
-]
-receipt(f"the witnesses, after {len(runs['B'].grad_norm)} steps", rows)
+receipts.witnesses(stands_still, never_zeroes)
 
 # %% [markdown]
-# **A** rounds most of its updates away: a weight of 0.02 has neighbours 1.2e-4 apart, and an update of 2e-5 is less
-# than half of that. At the large learning rates of pretraining it would have looked fine, until the rate decays.
-# Witness: *the share of weights that change.*
+# **A** rounds most of its updates away: the neighbours of a weight of 0.02 are 1.2e-4 apart, and an update of 2e-5 is
+# less than half of that. At the large learning rates of pretraining it would have looked fine until the rate decays.
+# What shows it is *the share of weights that change.*
 #
-# **B** is worse, since it looks better. Adam divides by the size of the gradient, so a sum of all gradients so far is
-# just a very long momentum; clipping would hide even its norm. On the same four windows that does no harm while steps
-# are small; at a higher rate it trails. Witness: *the gradient norm grows with the number of steps.*
-#
+# **B** is worse, because it looks better. Adam divides by the size of the gradient, so a sum of all gradients so far
+# acts as a very long momentum; clipping would hide even its norm. What shows it: *the gradient norm grows with the
+# number of steps.* While steps are small it does little harm on four windows. At a higher rate it falls behind:
+
+# %%
+receipts.higher_rate()
+
+# %% [markdown]
 # ## 8 · Where it loses
 #
-# **Recomputation where compute is the limit.** If the activations fit, it buys nothing: the time above is lost. It pays
-# when the freed memory allows a larger batch that fills the cores better, or spares a collective. **Selective**
-# recomputation repeats no matmul, but its book-keeping is Python, called at each operation: of the third that it spares
-# something goes there. **Accumulation** costs no FLOP, but small pieces fill the cores less well, and gradients are
-# read and written once per piece. **bf16** gains time only where the cores have units for it.
+# **Recomputation** buys nothing if the activations fit: the time is lost. It pays when the freed memory allows a larger
+# batch that fills the device better, or saves a collective. **Selective** recomputation repeats no matmul, but Python
+# overhead at each operation eats part of the saved time. **Accumulation** costs no FLOPs, but small microbatches use
+# the device less well, and gradients are read and written once per microbatch. **bf16** gains time only where the
+# device has units for it.
 
 # %%
-fixed = {k: experiments.step_split(None, batch=8 // k, seq=64, accumulate=k, steps=2)["step"] for k in (1, 8)}
-receipt(
-    "the price, on this machine",
-    [
-        row("every block recomputed: time, as a multiple", None, ways["full"]["seconds"] / ways["none"]["seconds"]),
-        row("all but matmuls recomputed", None, ways["selective"]["seconds"] / ways["none"]["seconds"]),
-        row("MFU without recomputation", None, f"{splits['nothing recomputed']['mfu']:.1%}"),
-        row("    with: the repeated FLOPs are not useful", None, f"{splits['every block recomputed']['mfu']:.1%}"),
-        row("8 rows in 8 pieces: time of the step, as a multiple", None, fixed[8] / fixed[1]),
-        row("bf16 matmul rate of this machine over fp32's", None, card.peak_flops_bf16 / card.peak_flops),
-    ],
-)
+receipts.price(ways, splits)
 
 # %% [markdown]
-# ## 9 · The same in production
+# ## 9 · The same in production (optional)
 #
-# **torch.utils.checkpoint.** By default its newer form stops as soon as backward has what it needs: the last matmul's
-# *output* is not needed again, so a block of two matmuls costs 7/6 and not 4/3. The old "reentrant" form fails if no
-# input of the first block requires a gradient, as happens with embeddings that are frozen:
+# **torch.utils.checkpoint** stops recomputing as soon as backward has what it needs. The *output* of a block's last
+# matmul is not needed again, so a block of two matmuls costs 7/6 and not 4/3. The old "reentrant" form fails if no
+# input of the first block requires a gradient, as with frozen embeddings:
 
 # %%
-torchs = experiments.early_stop()
-layer, x, outcome = nn.Linear(4, 4), torch.randn(2, 4), {}
-for reentrant in (True, False):
-    with warnings.catch_warnings(action="ignore"):
-        try:
-            checkpoint(layer, x, use_reentrant=reentrant).sum().backward()
-            outcome[reentrant] = "trains"
-        except RuntimeError as error:
-            outcome[reentrant] = f"RuntimeError: {str(error)[:43]}"
-activation_checkpoint(layer, x, parameters=tuple(layer.parameters())).sum().backward()
-receipt(
-    "torch.utils.checkpoint",
-    [
-        row("block of two matmuls, as it comes: FLOPs", 7 / 6, torchs["early stop"], "", 1e-9),
-        row("    early_stop=False", 4 / 3, torchs["to the end"], "", 1e-9),
-        row("input without gradient, use_reentrant=False", "trains", outcome[False]),
-        row("    use_reentrant=True", None, outcome[True]),
-    ],
-)
+receipts.torch_checkpoint()
 
 # %% [markdown]
-# **torch.amp.GradScaler** against minillm's `LossScaler` (`minillm/train/precision.py`): 40 steps with random
-# overflows, the same scales. (With bf16, leave it out.) **accelerate**: the loop of its documentation, on the three
-# unequal pieces of section 3:
+# **torch.amp.GradScaler** beside minillm's `LossScaler` (`minillm/train/precision.py`), with random overflows, and the
+# loop of accelerate's documentation on the three unequal microbatches of section 3:
 
 # %%
-theirs, ours = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=5), LossScaler(interval=5)
-weight, same = nn.Parameter(torch.ones(3)), []
-optimizer = torch.optim.SGD([weight], lr=0.0)
-for overflow in (torch.rand(40, generator=draw) < 0.2).tolist():
-    optimizer.zero_grad()
-    theirs.scale((weight * (math.inf if overflow else 1.0)).sum()).backward()
-    theirs.step(optimizer)
-    theirs.update()
-    ours.update(not overflow)
-    same.append(ours.value == theirs.get_scale())
-rows = [row("GradScaler: steps with the same scale, of 40", 40, sum(same))]
-try:
-    library = experiments.accelerate_gradient(experiments.CONFIG, batches)
-except ImportError:
-    rows.append(row("accelerate is not installed: pip install accelerate to compare", None, "—"))
-else:
-    mean = experiments.gradient(means)
-    rows.append(
-        row(
-            "accelerate: the mean of means, relative difference below 1e-12",
-            True,
-            ((library - mean).norm() / mean.norm()).item() < 1e-12,
-        )
-    )
-    rows.append(row("    from the big batch", None, f"{((library - big).norm() / big.norm()).item():.0%}"))
-receipt("torch and accelerate", rows)
+receipts.torch_and_accelerate()
 
 # %% [markdown]
-# `accelerator.backward` divides by the number of pieces, so a loss that is already a mean becomes the mean of means.
-# Its documentation shows the repair: count the items of all pieces first, as your `accumulate` does.
+# `accelerator.backward` divides by the number of microbatches, so a loss that is already a mean becomes the mean of
+# means. Its [documentation](https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation) shows the
+# repair: count the items of all microbatches first, as your `accumulate` does.
 #
 # | here | torch | accelerate, Hugging Face Trainer |
 # |---|---|---|
@@ -676,49 +508,22 @@ receipt("torch and accelerate", rows)
 # | `max_grad_norm` | `scaler.unscale_`, then `clip_grad_norm_` | `accelerator.clip_grad_norm_`, `--max_grad_norm` |
 # | `measure.memory` | `torch.cuda.memory._record_memory_history`, `max_memory_allocated` | — |
 #
-# ## 10 · On a cluster
+# ## 10 · On a GPU
 #
-# This lab has one device, and the same command line everywhere; on a GPU the loop's spans wait for the device:
+# This lab has no ranks, so there is nothing to start with `torchrun`. The same command line runs on a GPU, where the
+# loop takes its times from device events:
 #
 # ```bash
-# python -m minillm train --precision bf16 --activation-checkpointing full --memory   # bytes by kind, of the first step
+# python -m minillm train --precision bf16 --activation-checkpointing full --accumulate 4 --memory   # bytes by kind
 # python -m minillm plot RUN                                                          # loss, and the step's parts
 # ```
 #
-# With N ranks the ledger of section 1 is where each scheme cuts: data parallelism divides the tokens of an activation,
-# ZeRO-1, 2 and 3 divide 12, then 14, then all 16 bytes; tensor and pipeline parallelism divide parameters *and* FLOPs.
-
-# %% [markdown]
 # ## 11 · Interview corner
 #
-# The numbers first (nothing is compared here, so nothing has a verdict). An H100's 80 GB and 989 TFLOP/s in bf16 are
-# from NVIDIA's data sheet.
+# The numbers behind the answers:
 
 # %%
-llama8, llama70 = 8.03e9, 70.6e9
-eight = pictures.MODELS["Llama 3 8B"]
-context = predict.causal_context(4096)
-flops8 = predict.training_flops(eight, context)
-block16 = predict_memory.block_activation_bytes(eight, 1, 4096, 2)
-receipt(
-    "numbers for the answers",
-    [
-        row("1. 7B with Adam, without activations", None, 16 * 7e9, "B"),
-        row("   70B", None, 16 * llama70, "B"),
-        row("2. target model, autocast: peak saved", None, f"{saved['autocast bf16']:.0%}"),
-        row("3. 8B on 1 T tokens, 6·N·T", None, 6 * llama8 * 1e12, "FLOP"),
-        row("   days on 64 H100 at 40 % of 989 TFLOP/s", None, 6 * llama8 * 1e12 / (64 * 0.4 * 989e12) / 86400),
-        row("   share of attention at 4,096 tokens", None, f"{flops8.attention / flops8.total:.1%}"),
-        row("4. one block of it, 4,096 tokens in bf16", None, block16, "B"),
-        row("   its input", None, 4096 * eight.hidden_size * 2, "B"),
-        row("5. recompute everything: FLOPs of the blocks", None, blocks["full"] / blocks["none"]),
-        row("6. fp16: log-uniform gradients that become zero", None, f"{flushed_share(values, torch.float16):.0%}"),
-        row("7. bf16 without masters: weights that moved", None, f"{runs['A'].moved:.0%}"),
-        row("8. mean of means: error of the gradient", None, f"{off['b']:.0%}"),
-        row("9. local norm of 1 of 64 shards over the global", None, 1 / math.sqrt(64)),
-        row("10. seconds to step 7B at 3.35 TB/s, 28 B each", None, 28 * 7e9 / 3.35e12, "s"),
-    ],
-)
+receipts.interview()
 
 # %% [markdown]
 # Say your answer aloud before you open one.
@@ -726,108 +531,99 @@ receipt(
 # **1. Does a 7B model train on one 80 GB GPU with Adam?**
 # <details><summary>Answer</summary>
 #
-# No: 16 bytes per parameter are 112 GB before the first activation. (70B: 1.1 TB.) LoRA, an 8-bit optimizer, offload,
-# or ZeRO over several GPUs; not "mixed precision", which is 16 bytes as well.
+# No: 16 bytes per parameter are 112 GB before the first activation. LoRA, an 8-bit optimizer, offload, or ZeRO over
+# several GPUs; not "mixed precision", which is 16 bytes as well.
 #
 # *Follow-up: which part is largest?* The optimizer: 8 of 16 in float32, 12 of 16 in mixed precision. So ZeRO-1, which
 # divides only that, already saves most.
 # </details>
 #
-# **2. "Mixed precision halves memory." True?**
-# <details><summary>Answer</summary>
-#
-# Not of the state: 4+4+8 = 16, and 2+2+4+8 = 16 (18 while float32 gradients are stepped). Activations shrink, by less
-# than half under autocast: norms and residual stay float32, and casts are kept. Above, the peak fell by 7 %. What it
-# buys is speed and half the traffic.
-#
-# *Follow-up: and pure bf16?* 8 bytes, and it stands still when updates are small (question 7), unless one rounds
-# stochastically or keeps a compensation term.
-# </details>
-#
-# **3. How long does an 8B model take for 1 T tokens on 64 H100s?**
+# **2. How long does an 8B model take for 1 T tokens on 64 H100s?**
 # <details><summary>Answer</summary>
 #
 # 6·N·T = 4.8e22 FLOPs. At 40 % of 989 TFLOP/s on 64 GPUs: 22 days.
 #
-# *Follow-up: why 6?* 2 forward, 4 backward: a product for the input's gradient, one for the weight's. *What is left
-# out?* Attention's scores, 12·L·H·d·keys per token: under a tenth here at 4,096 tokens, and growing with length.
-# *Is the embedding in N?* The look-up multiplies nothing; the head does, also if it is tied.
+# *Follow-up: why 6?* 2 forward, 4 backward: one product for the gradient of the input, one for that of the weight.
+# *What is left out?* The scores of attention: 7 % here at 4,096 tokens, and growing with length.
 # </details>
 #
-# **4. Out of memory at step one. What do you do, in which order?**
+# **3. Out of memory at step one. What do you do, in which order?**
 # <details><summary>Answer</summary>
 #
-# Ask which kind it is. *Activations*: smaller microbatch and accumulation (free in FLOPs), then recomputation,
-# selective before full. *Logits*: a fused or chunked loss. *State*: no microbatch helps; shard it, offload it, or train
-# fewer parameters. Failing at the first *optimizer* step means the moments, which are made only then.
+# Ask which kind it is. *Activations*: smaller microbatch and accumulation (no more FLOPs), then recomputation.
+# *Logits*: a fused or chunked loss. *State*: no microbatch helps; shard it, offload it, or train fewer parameters.
+# Failing at the first *optimizer* step means the moments, which are made only then.
 # </details>
 #
-# **5. What does activation checkpointing cost?**
+# **4. Why does fp16 need loss scaling and bf16 not? What if the scaled gradients overflow?**
 # <details><summary>Answer</summary>
 #
-# One forward of what is recomputed: 4/3 of those blocks' FLOPs, exactly. Torch's early stop makes it 7/6 for blocks of
-# two matmuls. Time follows FLOPs only if the step was bound by compute. Memory falls to the blocks' inputs and one
-# block: for one block of the 8B at 4,096 tokens, 0.9 GB become 34 MB.
-#
-# *Follow-up: does MFU fall?* Yes, by the repeated work; hardware FLOPs utilization (HFU) counts it.
+# Range: below 6e-8 fp16 is zero, bf16 reaches as far down as float32. On overflow the step is skipped and the scale
+# halved; that is normal now and then. Unscale *before* clipping, and agree over all ranks whether to skip.
 # </details>
 #
-# **6. Why does fp16 need loss scaling and bf16 not? What if the scaled gradients overflow?**
-# <details><summary>Answer</summary>
-#
-# Range: below 6e-8 fp16 is zero (45 % of values spread evenly over 1e-12 .. 1e-2), bf16 reaches as far down as
-# float32. On overflow the step is skipped and the scale halved; that is normal now and then. Unscale *before* clipping,
-# and agree over all ranks whether to skip.
-# </details>
-#
-# **7. A fine-tuning in pure bf16 does not learn, with the learning rate that works in float32. Why?**
+# **5. A fine-tuning in pure bf16 does not learn, with the learning rate that works in float32. Why?**
 # <details><summary>Answer</summary>
 #
 # An update below half a step of the weight's last bit rounds away: relative 2⁻⁹. Adam's update is about the learning
-# rate, so weights above some 2⁹ · lr stand still. Above, few weights moved at all. Keep float32 masters; the forward
-# pass may use the rounded copy.
-#
-# *Follow-up: why did it look fine in pretraining?* Rates of 1e-3 move weights of 0.02 by several steps. Look again when
-# the rate has decayed.
+# rate, so weights above some 2⁹ · lr stand still. Keep float32 masters, or round stochastically.
 # </details>
 #
-# **8. Loss with accumulation is slightly different from the big batch. Bug?**
+# **6. The loss with accumulation differs slightly from the big batch's. Is that a bug?**
 # <details><summary>Answer</summary>
 #
-# Rounding gives 1e-7, not percents. Check the denominator: the mean of means weighs short pieces too much. Then the
-# scheduler (one step per update, not per piece), clipping and zero_grad (once per update), dropout, batch statistics.
+# Rounding gives 1e-7, not percents. Check the denominator. Then the scheduler (one step per update, not per
+# microbatch), clipping and `zero_grad` (once per update), dropout, batch statistics.
 # </details>
 #
-# **9. Clipping in sharded training: what goes wrong?**
-# <details><summary>Answer</summary>
-#
-# Each rank clips by its own norm, 1/√N of the global one: clipping happens too late, with different factors, and turns
-# the gradient. Add up the squares (one number per rank), then one root and one factor. Replicated parameters must count
-# once.
-# </details>
-#
-# **10. What bounds the optimizer step, and how do you speed it up?**
-# <details><summary>Answer</summary>
-#
-# Memory: per parameter it reads weight, gradient and two moments and writes three of them, 28 bytes in float32 for a
-# dozen FLOPs. 7B on an H100 is 59 ms at best. One fused kernel over all tensors; fewer bytes (8-bit moments); a larger
-# batch, so that it happens less often; shards (ZeRO-1 divides the time too).
-# </details>
-#
-# **11. MFU is 55 % in one report and 42 % in another, same job. How?**
+# **7. MFU is 55 % in one report and 42 % in another, for the same job. How?**
 # <details><summary>Answer</summary>
 #
 # Different numerators (attention counted fully though it is causal, recomputation counted, embedding counted) or
-# denominators (a data sheet's peak with sparsity, the boost clock, the measured peak). Ask for tokens per second and
-# the formula.
+# denominators (a peak with sparsity, the boost clock, a measured peak). Ask for tokens per second and the formula.
 # </details>
 #
-# ## You can now answer
+# ### Design questions
 #
-# 1. **What fills memory?** 16 bytes per parameter, whatever the precision; activations by tokens and depth, which
-#    microbatches, recomputation and 16 bits shrink.
-# 2. **How many FLOPs, and how well used?** 6 per weight and token plus causal attention; over the *measured* peak.
-# 3. **Which mistakes stay silent?** Mean of means, no masters, no zero_grad, local norms: seen by a big-batch gradient,
-#    the share of moving weights, and the gradient norm.
+# **D1. You have one H200 (141 GB). Up to which sequence length can you train Llama 3 8B with Adam, and what helps?**
+
+# %%
+receipts.design_memory()
+
+# %% [markdown]
+# **D2. Pretrain 3B parameters on 400 B tokens with 32 H100s. How long does it take, and what does recomputing every
+# block cost in GPU-hours?**
+
+# %%
+receipts.design_time()
+
+# %% [markdown]
+# <details><summary>D1 and D2: a worked answer</summary>
+#
+# D1: at no length. State and gradients alone are 18 · 8.03e9 = 145 GB when the masters are stepped, and recomputation
+# cannot change that: its column starts at 146 GB. What helps has to cut the *state*: an 8-bit optimizer (moments of 2
+# instead of 8 bytes: 6 · 8.03 = 48 GB less), or a second GPU with ZeRO-1 (half of 12 bytes: 48 GB less on each). *Then*
+# recomputation matters: with 48 GB less, 16,384 tokens need 189 GB plain and 98 GB recomputed.
+#
+# D2: 6·N·T = 7.2e21 FLOPs. At 40 % that is 6.6 days and 5,100 GPU-hours. Recomputing every block keeps the device as
+# busy, but one quarter of its work is not useful: MFU falls to 30 %, and the run costs 1,700 GPU-hours more. Before
+# paying that, try smaller microbatches with accumulation, selective recomputation, and ZeRO.
+# </details>
+#
+# ### Capstone (open)
+#
+# Choose a GPU you have or want and find the largest Llama-shaped model that trains on it at 8,192 tokens with at least
+# 35 % MFU. Use `predict.memory.training_step` for every choice of precision, microbatch, accumulation and
+# recomputation; then shrink the plan to your machine and check the peak with `measure.memory`. Defend the order in
+# which you used the means, and name the one that you would give up first if the GPU had 20 % more memory.
+#
+# ## Can you answer them now?
+#
+# 1. What fills the memory of a step, and which part do mixed precision, accumulation and recomputation shrink?
+# 2. How many FLOPs does a step need, and what share of the machine does it really use?
+# 3. Which silent mistakes of a training loop leave the loss falling, and which measurement shows each?
 #
 # Next: **03 · data parallel**, where N devices take a share of the tokens each and average while backward still runs.
+
+# %%
+finish("02_one_device")

@@ -66,30 +66,6 @@ def stack_memory(hidden: int, intermediate: int, layers: int, tokens: int, mixed
     return state | {"activation": census.peak.activation}
 
 
-def say_bytes(kind: str, found: float, shape: tuple[int, int, int, int], mixed: bool) -> str:
-    """The mistake behind a wrong number of bytes of `kind`. shape: hidden, intermediate, layers, tokens."""
-    hidden, intermediate, layers, tokens = shape
-    weights, width = layers * 2 * hidden * intermediate, 2 if mixed else 4
-    known = {
-        "parameter": {4 * weights: "mixed precision stores them in 16 bits", width * weights / 2: "two per block"},
-        "gradient": {4 * weights: "16-bit weights get 16-bit gradients"},
-        "optimizer": {
-            4 * weights: "Adam keeps two moments, both in float32",
-            8 * weights: "the float32 master copy is missing",
-            6 * weights: "of the three float32 numbers, two are given 16 bits",
-        },
-        "activation": {
-            width * tokens * layers * intermediate: "up keeps its input as well: backward needs it for up's gradient",
-            width * tokens * layers * (hidden + 2 * intermediate): "ReLU keeps its output, which is also down's "
-            "input: the same tensor, counted once",
-            width * tokens * layers * (2 * hidden + intermediate): "an addition keeps nothing",
-            width * tokens * (hidden + intermediate): "each block keeps its own until backward comes back to it",
-            4 * tokens * layers * (hidden + intermediate): "16-bit weights make 16-bit activations",
-        },
-    }
-    return known[kind].get(found, "count the tensors that backward needs" if kind == "activation" else "see hint 2")
-
-
 # Accumulation.
 
 Microbatch = tuple[Tensor, Tensor]
@@ -125,35 +101,3 @@ def accumulated(accumulate: Callable, batches: Sequence[Microbatch]) -> Accumula
         loss = accumulate(model, list(batches))
     gradients = [parameter.grad for parameter in model.parameters()]
     return Accumulated(loss, gradients, model.calls, census.peak.activation)
-
-
-def mean_of_means(batches: Sequence[Microbatch]) -> list[Tensor]:
-    """The gradients of the usual mistake."""
-    model = Transformer(ACCUMULATION, dtype=torch.float64)
-    for inputs, targets in batches:
-        nll, count = model(inputs, targets=targets)
-        (nll / count / len(batches)).backward()
-    return [parameter.grad for parameter in model.parameters()]
-
-
-def say_gradient(found: Sequence[Tensor], right: Sequence[Tensor], batches: Sequence[Microbatch], alone) -> str:
-    """Which mistake makes `found` of `right`; alone(batches) gives the right gradients of a part."""
-    mine, due = (torch.cat([gradient.flatten() for gradient in part]) for part in (found, right))
-    if torch.allclose(mine, torch.cat([g.flatten() for g in mean_of_means(batches)]), rtol=1e-6):
-        return (
-            "it is the mean of the microbatches' means: a token of a short microbatch then weighs more than one of a "
-            "long one. Divide each sum by the tokens of ALL microbatches"
-        )
-    last = torch.cat([gradient.flatten() for gradient in alone(batches[-1:])])
-    if torch.allclose(mine, (mine @ last / (last @ last)) * last, rtol=1e-6, atol=1e-12):
-        return "it is that of the last microbatch alone: gradients add up in .grad as long as nothing zeroes them"
-    ratio = float(mine @ due / (due @ due))
-    if torch.allclose(mine, ratio * due, rtol=1e-6, atol=1e-12):
-        tokens = sum(int((targets != -100).sum()) for _, targets in batches)
-        what = {
-            tokens: "nothing was divided: there are as many counted tokens",
-            1 / len(batches): "divided twice: by the tokens and by the number of microbatches",
-        }
-        said = next((text for factor, text in what.items() if abs(ratio / factor - 1) < 1e-6), "a wrong denominator")
-        return f"it is {ratio:.4g} times too large: {said}"
-    return "its direction differs from the big batch's"

@@ -6,6 +6,7 @@ mechanism? Overlap and accumulation are in `lab_03_overlap.py`, what is sent at 
 """
 
 from collections.abc import Callable
+from copy import deepcopy
 
 import torch
 from torch import nn
@@ -94,6 +95,7 @@ def check_buckets(learner: Callable) -> Receipt:
         found = [bucket.parameters for bucket in _look_at(learner, case.model(), cap)]
         wanted = [[names[p] for p in bucket.parameters] for bucket in ANSWERS.make_buckets(model.parameters(), cap)]
         rows.append(row(f"buckets, {word} cap of {cap:,} B", len(wanted), len(found)))
+    _look_at(learner, Alternating(case.size), 2 * size)  # two matrices of a dtype fill a bucket
     ranks = run(_bucketed, case.world_size, learner, case, caps["middle"])
     if not any(trained.calls for trained in ranks):
         raise CheckFailed("there is no bucket to reduce")
@@ -103,10 +105,11 @@ def check_buckets(learner: Callable) -> Receipt:
     return receipt("gradients packed into flat buckets", rows)
 
 
-def _look_at(learner: Callable, model: Net, cap: int) -> list[Bucket]:
+def _look_at(learner: Callable, model: nn.Module, cap: int) -> list[Bucket]:
     """The learner's buckets for one cap; CheckFailed if they are not what was asked for."""
     named = {parameter: name for name, parameter in model.named_parameters()}
-    found, wanted = learner(model.parameters(), cap), ANSWERS.make_buckets(_twin(model).parameters(), cap)
+    wanted = ANSWERS.make_buckets(deepcopy(model).parameters(), cap)
+    found = learner(model.parameters(), cap)
     if not isinstance(found, list) or not all(isinstance(bucket, Bucket) for bucket in found):
         raise CheckFailed("asked for is a list of Bucket(flat, parameters)")
     packed = [named[p] for bucket in found for p in bucket.parameters]
@@ -136,13 +139,19 @@ def _look_at(learner: Callable, model: Net, cap: int) -> list[Bucket]:
         if mine != theirs:
             raise CheckFailed(
                 f"bucket {index} holds {mine:,} B where {theirs:,} B are expected for a cap of {cap:,} B: close a "
-                "bucket with the tensor that fills it to the cap, not before and not after"
+                "bucket with the tensor that fills it to the cap, not before and not after (a change of dtype does not "
+                "close it: keep one open for each)"
             )
     return found
 
 
-def _twin(model: Net) -> Net:
-    return Case(mixed=True, unused=False, size=model.scale.numel()).model()
+class Alternating(nn.Module):
+    """Matrices of two dtypes in turn, as when norms stay in float32."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        dtypes = (torch.float64, torch.float32) * 4
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(size, size, dtype=dtype)) for dtype in dtypes)
 
 
 def _views_of(bucket: Bucket, who: str, named: dict[nn.Parameter, str]) -> None:

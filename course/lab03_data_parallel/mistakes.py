@@ -197,3 +197,22 @@ def sorted_by_dtype(parameters, cap_bytes):
                 buckets, members = [*buckets, members], []
         buckets += [members] if members else []
     return _give(sorted(buckets, key=lambda members: sum(q.nbytes for q in members) < cap_bytes))
+
+
+@mistake("gradient-buckets", "closes-at-each-change-of-dtype", expect="a change of dtype does not close it")
+def closes_at_changes(parameters, cap_bytes):
+    groups = []
+    for parameter in reversed([p for p in parameters if p.requires_grad]):
+        last = groups[-1] if groups else []
+        full = sum(p.nbytes for p in last) >= cap_bytes
+        if not last or full or last[-1].dtype != parameter.dtype:
+            groups.append([])
+        groups[-1].append(parameter)
+    return [_bucket(members) for members in groups]
+
+
+def _bucket(members):
+    flat = torch.zeros(sum(p.numel() for p in members), dtype=members[0].dtype)
+    for parameter, part in zip(members, flat.split([p.numel() for p in members]), strict=True):
+        parameter.grad = part.view_as(parameter)
+    return Bucket(flat, members)

@@ -638,13 +638,6 @@ for gpus in (16, 32, 64, 128):
 # take part.
 # </details>
 #
-# **7. One of 512 GPUs is 10 % slow. What does the job lose?**
-# <details><summary>Answer</summary>
-#
-# 10 %: every step waits for the slowest rank. All ranks report the same step time, so compare compute times; the rank that
-# waits least is the slow one.
-# </details>
-#
 # ## Can you answer them now?
 #
 # 1. Which bytes does a data-parallel step send, and what do they *not* depend on?

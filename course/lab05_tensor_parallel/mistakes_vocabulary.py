@@ -51,6 +51,11 @@ def gathers_the_table(tokens, rows, group):
     return F.embedding(tokens, Gather.apply(rows))
 
 
+@mistake("vocabulary-embedding", "gathers-the-table-outside-autograd", expect="a collective has no backward of its own")
+def looks_up_in_a_gathered_copy(tokens, rows, group):
+    return F.embedding(tokens, group.all_gather(rows.detach()))
+
+
 @mistake("vocabulary-embedding", "mask-as-a-number", expect="gradient of its rows is wrong")
 def masks_the_value_only(tokens, rows, group):
     """The zeros are written into .data, which autograd does not see."""

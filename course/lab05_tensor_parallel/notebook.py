@@ -357,8 +357,8 @@ receipt("your pieces on 4 ranks; predicted: one process", receipts.trained(*loss
 # %% [markdown]
 # ## Measure: what a layer sends and keeps
 #
-# From here on you use minillm's own `tensor_parallel` (`minillm/parallel/tensor_parallel/layers.py`; `regions.py`,
-# `vocab.py` and `sequence.py` beside it are your exercises). It cuts a `Transformer` in place, in three forms. *Tensor*
+# From here on you use minillm's own `tensor_parallel` (in `minillm/parallel/tensor_parallel/`, where `regions.py`,
+# `layers.py` and `vocab.py` are your exercises). It cuts a `Transformer` in place, in three forms. *Tensor*
 # is what you built; *sequence* cuts what lies between the pairs; *regather* does so as well and keeps only 1/t of each
 # region's input, so backward has to gather it once more for $dW$, as Megatron does. This is the rank program:
 
@@ -656,13 +656,6 @@ for t in (4, 8, 16):
 # Replicas that drifted: norm or kv-head gradients not summed, dropout with different seeds where masks must be equal (or
 # equal seeds inside the regions, where they must differ), clipping by local norms. Compare replicated parameters across
 # ranks bit by bit.
-# </details>
-#
-# **5. The vocabulary is 50,257 and t = 8. What now?**
-# <details><summary>Answer</summary>
-#
-# Pad the table to a multiple of t (Megatron: of 128·t). Padded logits must be -inf, or they take part in the softmax;
-# padded rows must get no gradient and be cut off in the checkpoint.
 # </details>
 #
 # ## Can you answer them now?

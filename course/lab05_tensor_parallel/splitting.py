@@ -74,7 +74,10 @@ def there_and_back(
     if output.shape != output_gradient.shape:
         raise CheckFailed(f"it returned {list(output.shape)}, but asked for is {list(output_gradient.shape)}")
     if not output.requires_grad:
-        raise CheckFailed("autograd cannot pass through it: what went in no longer leads to what came out")
+        raise CheckFailed(
+            "autograd cannot pass through it: a collective has no backward of its own, so what it returns is a new "
+            "leaf. Put it into an autograd Function, as Enter and Leave are"
+        )
     with measure.ledger() as backward:
         output.backward(output_gradient)
     results = {name: output.detach().clone()} | {f"d{key}": leaf.grad for key, leaf in leaves.items()}

@@ -102,6 +102,12 @@ def read(learner: Callable, stages: int, microbatches: int) -> tuple[Schedule, s
         tuple(as_action(step, stage) for step in _listed(learner(stage, stages, microbatches), stage))
         for stage in range(stages)
     )
+    strange = [(stage, a) for stage, order in enumerate(orders) for a in order if a.microbatch >= microbatches]
+    if strange:
+        stage, action = strange[0]
+        raise CheckFailed(
+            f"{where}: stage {stage}'s order contains {action}, but microbatches are numbered 0 to {microbatches - 1}"
+        )
     schedule = Schedule("yours", orders, (straight(stages),) * microbatches)
     try:
         check(schedule)

@@ -168,3 +168,8 @@ def by_cap(costs, parts):
         if len(ranges) == parts and max(sum(costs[layer] for layer in stage) for stage in ranges) <= cap:
             return ranges
     raise ValueError("more stages than layers")
+
+
+@mistake("gpipe-order", "counts-from-1", expect="but microbatches are numbered 0 to")
+def from_one(stage, stages, microbatches):
+    return [f"{kind}{m}" for kind in "FB" for m in range(1, microbatches + 1)]

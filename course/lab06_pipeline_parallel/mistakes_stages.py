@@ -63,7 +63,7 @@ class BlockingSends(ANSWERS.Stage):
             self.sent.pop().wait()
 
 
-@mistake("stage-step", "only-the-newest-kept", expect="second time|KeyError|another gradient")
+@mistake("stage-step", "only-the-newest-kept", expect="second time|KeyError|the gradient is wrong")
 class OnlyTheNewest(ANSWERS.Stage):
     def backward(self, m):
         self.kept[m] = self.kept[max(self.kept)]
@@ -117,6 +117,40 @@ class LossInBackward(ANSWERS.Stage):
             x, y = self.kept[m]
             self.kept[m] = x, self.loss(y, m) / self.microbatches
         super().backward(m)
+
+
+@alternative("stage-step", "recomputes-in-backward")
+class Recomputes(ANSWERS.Stage):
+    def forward(self, m, x=None):
+        if not self.first:
+            x = torch.empty_like(self.like)
+            self.group.recv(x, self.group.rank - 1)
+        with torch.no_grad():
+            y = self.module(x)
+        if not self.last:
+            self.sent.append(self.group.send(y, self.group.rank + 1, async_op=True))
+        self.kept[m] = x, None
+
+    def backward(self, m):
+        x, _ = self.kept.pop(m)
+        y = self.module(x if self.first else x.requires_grad_())
+        self.kept[m] = x, self.loss(y, m) / self.microbatches if self.last else y
+        super().backward(m)
+
+
+@mistake("stage-step", "two-buffers-in-turn", expect="did a later receive overwrite a saved activation")
+class TwoBuffers(ANSWERS.Stage):
+    def forward(self, m, x=None):
+        if not self.first:
+            self.inputs = getattr(self, "inputs", [torch.empty_like(self.like) for _ in range(2)])
+            self.group.recv(self.inputs[m % 2], self.group.rank - 1)
+            x = self.inputs[m % 2].data.requires_grad_()
+        y = self.module(x)
+        if self.last:
+            y = self.loss(y, m) / self.microbatches
+        else:
+            self.sent.append(self.group.send(y.detach(), self.group.rank + 1, async_op=True))
+        self.kept[m] = x, y
 
 
 # The tied embedding
@@ -194,3 +228,9 @@ def there_and_back(weight, group):
         group.recv(theirs, last)
         weight.grad += theirs
         group.send(weight.grad, last)
+
+
+@mistake("tied-embedding", "all-reduce-at-the-ends-only", expect="which the stages between never join")
+def reduces_at_the_ends(weight, group):
+    if weight is not None and group.world_size > 1:
+        group.all_reduce(weight.grad)

@@ -638,12 +638,6 @@ print("stage 0 of zero bubble:", *schedules.zero_bubble(6, 12).actions(0))
 # gradient norms 8 times too large and clipping at every step.
 # </details>
 #
-# **5. Pipeline and ZeRO together?**
-# <details><summary>Answer</summary>
-#
-# Stage 1. Stages 2 and 3 reduce or gather per *microbatch* (lab 04), and a pipeline has many of them.
-# </details>
-#
 # ## Can you answer them now?
 #
 # 1. For which share of a step do stages idle, and what does, and does not, change it?

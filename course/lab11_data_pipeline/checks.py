@@ -1,7 +1,7 @@
 """Lab 11, the data pipeline: text into tokens, by merging byte pairs, and what a token is worth in bits.
 
-    lab_11.py           byte pairs merged, text encoded, bits per byte
-    lab_11_batches.py   windows packed, samples dealt to ranks, batches made ahead
+    checks.py           byte pairs merged, text encoded, bits per byte
+    checks_batches.py   windows packed, samples dealt to ranks, batches made ahead
 
 Tokens are compared with the `tokenizers` library, on text drawn anew each time.
 """
@@ -16,6 +16,7 @@ import numpy as np
 
 from course.lab11_data_pipeline import bpe, experiments
 from course.shared.diagnose import expect_number
+from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, Row, receipt, row
 
@@ -23,14 +24,7 @@ Word = tuple[bytes, ...]
 Pair = tuple[bytes, bytes]
 
 
-# The course's own answers.
-
-
-def merge_step(words: dict[Word, int], ids: dict[bytes, int]) -> tuple[Pair, dict[Word, int]]:
-    """(the most frequent adjacent pair, the words with every occurrence of it glued); ties: smallest pair of ids."""
-    counts = count_pairs(words)
-    best = min(counts, key=lambda pair: (-counts[pair], ids[pair[0]], ids[pair[1]]))
-    return best, {glue(word, best): times for word, times in words.items()}
+ANSWERS = answers_of("11_data_pipeline")
 
 
 def count_pairs(words: dict[Word, int]) -> Counter[Pair]:
@@ -40,28 +34,6 @@ def count_pairs(words: dict[Word, int]) -> Counter[Pair]:
         for pair in pairwise(word):
             counts[pair] += times
     return counts
-
-
-def encode(piece: bytes, ranks: dict[Pair, int]) -> list[bytes]:
-    """Tokens of a piece: of the adjacent pairs that were learnt, the one learnt first is glued, until none is left."""
-    word: Word = tuple(bytes([byte]) for byte in piece)
-    while known := [pair for pair in pairwise(word) if pair in ranks]:
-        word = glue(word, min(known, key=ranks.__getitem__))
-    return list(word)
-
-
-def glue(word: Word, pair: Pair) -> Word:
-    glued, at = [], 0
-    while at < len(word):
-        found = word[at : at + 2] == pair
-        glued.append(b"".join(pair) if found else word[at])
-        at += 2 if found else 1
-    return tuple(glued)
-
-
-def bits_per_byte(nats_per_token: float, tokens: int, text_bytes: int) -> float:
-    """Loss in bits per byte of text."""
-    return nats_per_token / math.log(2) * tokens / text_bytes
 
 
 # What they are held to.
@@ -117,7 +89,7 @@ def _small_words() -> Iterator[tuple[dict[Word, int], dict[bytes, int], str]]:
 
 
 def _judge_merge(learner: Callable, words: dict[Word, int], ids: dict[bytes, int], lesson: str):
-    right, after = merge_step(words, ids)
+    right, after = ANSWERS.merge_step(words, ids)
     given = dict(words), dict(ids)
     result = learner(*given)
     if given != (words, ids):
@@ -201,7 +173,7 @@ def check_encode(learner: Callable) -> Receipt:
 
 
 def _judge_encode(learner: Callable, piece: bytes, ranks: dict[Pair, int]) -> list[bytes]:
-    found, right = learner(piece, dict(ranks)), encode(piece, ranks)
+    found, right = learner(piece, dict(ranks)), ANSWERS.encode(piece, ranks)
     if not isinstance(found, (list, tuple)):
         raise CheckFailed(f"you returned {type(found).__name__}; asked for is a list of tokens, each a bytes object")
     found = list(found)

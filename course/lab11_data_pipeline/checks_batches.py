@@ -1,14 +1,12 @@
 """Lab 11, batches: windows packed, samples dealt to ranks, batches made ahead.
 
 Windows are compared with closed forms. Dealing runs on real ranks, so that nothing hides in one process. Prefetching is
-judged by events (what was begun before what was asked for), never by a stopwatch: `labkit/feeding.py`.
+judged by events (what was begun before what was asked for), never by a stopwatch: `feeding.py`.
 """
 
-import queue
 import random
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,41 +21,6 @@ from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, receipt, row
 
 Order = Callable[[int], np.ndarray]
-
-
-# The course's own answers.
-
-
-def windows(tokens: torch.Tensor, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """tokens: [count] -> (inputs, targets), each [n, seq_len]: every token but the first is a target once."""
-    n = (len(tokens) - 1) // seq_len
-    return tokens[: n * seq_len].view(n, seq_len), tokens[1 : n * seq_len + 1].view(n, seq_len)
-
-
-def deal(position: int, order: Order, num_samples: int, batch_size: int, rank: int, world_size: int) -> list[int]:
-    """This rank's samples of the step that begins at `position` of the endless stream of all epochs."""
-    places = (position + rank + world_size * i for i in range(batch_size))
-    return [int(order(place // num_samples)[place % num_samples]) for place in places]
-
-
-def prefetch(make: Callable[[int], Any], total: int, depth: int) -> Iterator[Any]:
-    """make(0), ..., make(total - 1) in order, made by a thread that runs about `depth` ahead and no further."""
-    ready: queue.Queue = queue.Queue(maxsize=depth)
-
-    def produce() -> None:
-        for k in range(total):
-            try:
-                ready.put((make(k), None))
-            except Exception as error:
-                ready.put((None, error))
-                return
-
-    threading.Thread(target=produce, daemon=True).start()
-    for _ in range(total):
-        item, error = ready.get()
-        if error is not None:
-            raise error
-        yield item
 
 
 # Windows.

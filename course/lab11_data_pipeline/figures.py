@@ -9,11 +9,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from course.lab11_data_pipeline import checks_batches as answers
 from course.lab11_data_pipeline import experiments
 from course.lab11_data_pipeline import formulas as predict
 from course.lab11_data_pipeline.padding import length_batches
 from minillm.data import Tokenizer, corpus, tokenize
+from minillm.labkit.answers import answers_of
 from minillm.labkit.palette import PALETTE, SPANS, look
 from minillm.labkit.plots import lines, style, subplots
 from minillm.measure import Ledger, timeline
@@ -182,7 +182,7 @@ def _padding() -> tuple[Figure, dict[str, Any]]:
 def _starvation() -> tuple[Figure, dict[str, Any]]:
     tokenizer = Tokenizer.load()
     trainer = experiments.Trainer(tokenize(corpus(), tokenizer, "validation"), tokenizer.vocab_size)
-    found = experiments.starve(trainer, answers.prefetch)
+    found = experiments.starve(trainer, answers_of("11_data_pipeline").prefetch)
     numbers = {name: {key: value for key, value in one.items() if key != "ledger"} for name, one in found.items()}
     return draw_starvation(found), numbers | {"load": "an emulated remote read"}
 

@@ -6,12 +6,26 @@ from itertools import pairwise
 
 import numpy as np
 
-from course.lab11_data_pipeline import checks as right
+from course.lab11_data_pipeline.checks import count_pairs
+from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import alternative, mistake
+
+right = answers_of("11_data_pipeline")
+
+
+def glue(word, pair):
+    """The word with each occurrence of the pair glued, from the left."""
+    out = []
+    for token in word:
+        if out and out[-1] == [pair[0]] and token == pair[1]:
+            out[-1] = [pair[0], pair[1]]
+        else:
+            out.append([token])
+    return tuple(b"".join(tokens) for tokens in out)
 
 
 def glue_all(words, pair):
-    return {right.glue(word, pair): times for word, times in words.items()}
+    return {glue(word, pair): times for word, times in words.items()}
 
 
 # BPE: one merge.
@@ -19,7 +33,7 @@ def glue_all(words, pair):
 
 @mistake("bpe-merge-step", "counts each different word once", expect="in 3 different words, which occur")
 def counts_words_once(words, ids):
-    counts = right.count_pairs(dict.fromkeys(words, 1))
+    counts = count_pairs(dict.fromkeys(words, 1))
     best = min(counts, key=lambda pair: (-counts[pair], ids[pair[0]], ids[pair[1]]))
     return best, glue_all(words, best)
 
@@ -32,7 +46,7 @@ def first_pair(words, ids):
 
 @mistake("bpe-merge-step", "leaves ties to the order of the text", expect="equally frequent")
 def any_of_the_ties(words, ids):
-    counts = right.count_pairs(words)
+    counts = count_pairs(words)
     best = max(counts, key=lambda pair: (counts[pair], ids[pair[0]], ids[pair[1]]))
     return best, glue_all(words, best)
 
@@ -41,26 +55,26 @@ def any_of_the_ties(words, ids):
 def overlapping(words, ids):
     best, _ = right.merge_step(words, ids)
 
-    def glue(word):
+    def glued_word(word):
         if best not in pairwise(word):
             return word
         glued = [b"".join(pair) if pair == best else pair[0] for pair in pairwise(word)]
         return tuple(glued) if word[-2:] == best else (*glued, word[-1])
 
-    return best, {glue(word): times for word, times in words.items()}
+    return best, {glued_word(word): times for word, times in words.items()}
 
 
 @mistake("bpe-merge-step", "glues the first occurrence in a word only", expect="every occurrence")
 def first_occurrence(words, ids):
     best, _ = right.merge_step(words, ids)
 
-    def glue(word):
+    def glued_word(word):
         for at, pair in enumerate(pairwise(word)):
             if pair == best:
                 return (*word[:at], b"".join(best), *word[at + 2 :])
         return word
 
-    return best, {glue(word): times for word, times in words.items()}
+    return best, {glued_word(word): times for word, times in words.items()}
 
 
 @mistake("bpe-merge-step", "replaces text, so the end of a longer token counts", expect="look like it")
@@ -83,7 +97,7 @@ def in_place(words, ids):
 
 @alternative("bpe-merge-step", "sorts the pairs, glues with a stack")
 def with_a_stack(words, ids):
-    counts = right.count_pairs(words)
+    counts = count_pairs(words)
     best = sorted(counts, key=lambda pair: (-counts[pair], ids[pair[0]], ids[pair[1]]))[0]
     merged = {}
     for word, times in words.items():
@@ -105,7 +119,7 @@ def with_a_stack(words, ids):
 def text_order(piece, ranks):
     word = tuple(bytes([byte]) for byte in piece)
     while known := [pair for pair in pairwise(word) if pair in ranks]:
-        word = right.glue(word, known[0])
+        word = glue(word, known[0])
     return list(word)
 
 
@@ -113,7 +127,7 @@ def text_order(piece, ranks):
 def highest_rank(piece, ranks):
     word = tuple(bytes([byte]) for byte in piece)
     while known := [pair for pair in pairwise(word) if pair in ranks]:
-        word = right.glue(word, max(known, key=ranks.__getitem__))
+        word = glue(word, max(known, key=ranks.__getitem__))
     return list(word)
 
 
@@ -131,7 +145,7 @@ def longest_first(piece, ranks):
 def one_merge(piece, ranks):
     word = tuple(bytes([byte]) for byte in piece)
     if known := [pair for pair in pairwise(word) if pair in ranks]:
-        word = right.glue(word, min(known, key=ranks.__getitem__))
+        word = glue(word, min(known, key=ranks.__getitem__))
     return list(word)
 
 

@@ -44,7 +44,7 @@ from course.lab11_data_pipeline.padding import length_batches
 from minillm import data
 from minillm.comm import launch
 from minillm.data.sampler import permutation
-from minillm.labkit import check, receipt, row, show, sliders
+from minillm.labkit import check, finish, receipt, row, show, sliders
 
 # %% [markdown]
 # ## The text
@@ -680,7 +680,7 @@ compared
 #
 # ## 10 · On a cluster
 #
-# `labs/torchrun/11_data_pipeline.py` deals and counts on any number of processes:
+# `labs/torchrun/11_data_pipeline.py` deals and counts on any number of processes (after solving it there):
 #
 # ```bash
 # python labs/torchrun/11_data_pipeline.py                                    # starts 4 ranks itself
@@ -873,3 +873,6 @@ print(f"B. padding takes {waste:.0%} of the positions; packing gives {1 / (1 - w
 #    compute.
 #
 # Next: **12 · decoding**, where the batch grows by one token at a time.
+
+# %%
+finish("11_data_pipeline")

@@ -9,16 +9,17 @@ import numpy as np
 import torch
 
 from course.lab11_data_pipeline import bpe, experiments, feeding
-from course.lab11_data_pipeline import checks_batches as answers
 from course.lab11_data_pipeline import formulas as predict
 from course.lab11_data_pipeline.baselines import word_tokenizer
 from course.lab11_data_pipeline.ngram import KneserNey
 from course.lab11_data_pipeline.padding import length_batches
 from minillm.comm import launch
 from minillm.data import Prefetcher, Tokenizer, corpus, tokenize
+from minillm.labkit.answers import answers_of
 from minillm.labkit.receipts import Row, row
 
 WORLD, SAMPLES = 4, 10
+answers = answers_of("11_data_pipeline")
 
 
 def rows() -> Iterator[Row]:

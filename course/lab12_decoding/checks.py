@@ -10,7 +10,7 @@ asked for fails by the bytes it reads.
 """
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,34 +20,12 @@ from course.lab12_decoding import formulas as predict
 from course.lab12_decoding.decoders import GARBAGE, Cache, Watched, recompute
 from course.lab12_decoding.traffic import Traffic
 from course.shared.measuring import one_thread
+from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, Row, receipt, row
 from minillm.model import ModelConfig, Transformer, dense
 
-# The course's own answers.
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, start: int) -> Tensor:
-    """q: [heads, n, d], k, v: [kv_heads, n, d] of n new tokens -> [heads, n, d]; keys, values: [kv_heads, room, d]."""
-    end = start + k.shape[1]
-    keys[:, start:end], values[:, start:end] = k, v
-    group = q.shape[0] // k.shape[0]
-    seen_k, seen_v = (kept[:, :end].repeat_interleave(group, dim=0) for kept in (keys, values))
-    scores = q @ seen_k.mT * q.shape[-1] ** -0.5
-    visible = torch.arange(end) <= torch.arange(start, end)[:, None]
-    return torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1) @ seen_v
-
-
-def generate(model: Callable, prompt: list[int], count: int, cache: Cache) -> list[int]:
-    """The `count` likeliest tokens after the prompt: one pass over the prompt, then one per further token."""
-    answer, tokens, start = [], prompt, 0
-    while True:
-        positions = torch.arange(start, start + len(tokens))
-        logits = model(torch.tensor([tokens]), positions, attention=cache)
-        answer.append(int(logits[0, -1].argmax()))
-        if len(answer) == count:
-            return answer
-        start, tokens = start + len(tokens), answer[-1:]
+ANSWERS = answers_of("12_decoding")
 
 
 # Attention that keeps keys and values.
@@ -137,7 +115,11 @@ def _judge_output(who: str, found: Any, wanted: Tensor, case: tuple, start: int,
             raise CheckFailed(f"{who}: {said}")
     if not torch.isfinite(found).all():
         raise CheckFailed(f"{who}: the output is not finite: does some query see no key at all?")
-    raise CheckFailed(f"{who}: the output is not causal attention over the {start} kept and the new tokens")
+    off = float((found.double() - wanted).abs().max())
+    raise CheckFailed(
+        f"{who}: the output is off by up to {off:.1e} from causal attention over the {start} kept and the new tokens "
+        "(in float64: keep the dtype of the inputs)"
+    )
 
 
 def _wrong_ways(case: tuple[Tensor, Tensor, Tensor], start: int, before: tuple) -> Iterator[tuple[str, Tensor]]:
@@ -194,7 +176,7 @@ def check_generate(learner: Any) -> Receipt:
         config = ModelConfig(61, 32, 48, 2, 4, 2, max_seq_len=64, init_std=0.3)
         model = Transformer(config, seed=random.getrandbits(30), dtype=torch.float64)
         prompt, count = [random.randrange(61) for _ in range(random.randint(4, 9))], random.randint(5, 9)
-        cache, watched = Cache(config, 40, attend, torch.float64), Watched(model)
+        cache, watched = Cache(config, 40, ANSWERS.attend, torch.float64), Watched(model)
         with torch.no_grad():
             found = learner(watched, list(prompt), count, cache)
         answer = list(found) if isinstance(found, list | tuple) or hasattr(found, "__next__") else found

@@ -13,29 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Row, row
 
-# The course's own answers.
-
-
-def nucleus(probabilities: Tensor, top_p: float) -> Tensor:
-    """[vocab] -> [vocab] of bool: the fewest likeliest tokens whose probabilities sum to top_p or more."""
-    ordered, order = probabilities.sort(descending=True, stable=True)
-    likelier = ordered.cumsum(-1) - ordered  # what those before it sum to; 0 for the first, so it always stays
-    return torch.zeros_like(probabilities, dtype=torch.bool).index_fill(0, order[likelier < top_p], True)
-
-
-def distribution(logits: Tensor, temperature: float, top_k: int | None, top_p: float) -> Tensor:
-    """[vocab] -> the probabilities that the next token is drawn with: [vocab]."""
-    if temperature == 0:
-        return torch.zeros_like(logits).index_fill(0, logits.argmax(), 1.0)
-    logits = logits / temperature
-    if top_k is not None:
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
-    probabilities = logits.softmax(-1)
-    kept = probabilities.masked_fill(~nucleus(probabilities, top_p), 0.0)
-    return kept / kept.sum()
+ANSWERS = answers_of("12_decoding")
 
 
 # The nucleus.
@@ -59,6 +41,7 @@ def check_nucleus(learner: Any) -> list[Row]:
     exact = [0.5, 0.25, 0.125, 0.0625, 0.0625]
     random.shuffle(exact)
     cases = [("on the edge", exact, 0.75), ("within", exact, 0.8), ("a tiny top_p", exact, 0.01), ("all", exact, 1.0)]
+    cases.append(("equals at the border", [0.4, 0.2, 0.2, 0.2], 0.5))
     for size in (5, 8):
         cases.append((f"{size} random tokens", _random_shares(size), random.uniform(0.3, 0.9)))
     for name, shares, top_p in cases:
@@ -68,7 +51,7 @@ def check_nucleus(learner: Any) -> list[Row]:
             raise CheckFailed("asked for is a tensor of bool, one for each token of the vocabulary")
         right, kept = fewest(shares, top_p), set(found.nonzero().flatten().tolist())
         rows.append(row(f"{name}, top_p {top_p:.3g}: tokens kept", len(right), len(kept)))
-        if kept != right:
+        if sorted(shares[i] for i in kept) != sorted(shares[i] for i in right):  # of equals any may stay
             raise CheckFailed(f"{name}, top_p {top_p:.3g}: {_say_nucleus(shares, top_p, kept, right)}", rows)
         rows.append(
             row("    their probabilities sum to", sum(shares[i] for i in right), float(given[found].sum()), "", 1e-9)
@@ -100,7 +83,7 @@ def _say_nucleus(shares: Sequence[float], top_p: float, kept: set[int], right: s
         return "nothing is kept; the likeliest token always stays, or there is nothing to draw from"
     if kept < right:
         return f"you keep a sum of {total:.4g}, below top_p: the token with which the sum reaches top_p belongs to it"
-    if kept > right:
+    if len(kept) > len(right):
         return f"you keep {len(kept)} tokens, but {len(right)} sum to {sum(shares[i] for i in right):.4g} already"
     places = sorted(range(len(shares)), key=lambda i: (-shares[i], i))
     if {places.index(i) for i in right} == kept:
@@ -127,8 +110,9 @@ def check_distribution(learner: Callable) -> list[Row]:
     rows: list[Row] = []
     cases = [(1.0, None, 1.0), (0.6, None, 1.0), (1.7, None, 1.0), (1.0, 3, 1.0), (1.0, None, 0.7)]
     cases += [(2.0, None, 0.7), (0.5, 5, 0.8), (1.3, 4, 0.6), (0.0, None, 1.0), (0.0, 2, 0.5)]
-    for temperature, top_k, top_p in cases:
-        logits = _wide_logits(temperature, top_k, top_p)
+    drawn = [(case, _wide_logits(*case)) for case in cases]
+    drawn.append(((1.0, 3, 0.7), [math.log(share) for share in (0.3, 0.25, 0.2, 0.15, 0.1)]))  # .55, .45 and no third
+    for (temperature, top_k, top_p), logits in drawn:
         right = by_hand(logits, temperature, top_k, top_p)
         found = learner(torch.tensor(logits, dtype=torch.float64), temperature, top_k, top_p)
         who = f"temperature {temperature}, top_k {top_k}, top_p {top_p}"
@@ -192,7 +176,10 @@ _WAYS = (
     ("the nucleus is cut from the distribution before the temperature: temperature comes first", _nucleus_first),
     ("logits are divided by the temperature, not multiplied", lambda x, t, k, p: by_hand(x, 1 / t if t else 0, k, p)),
     ("the temperature has no effect", lambda x, t, k, p: by_hand(x, 1.0, k, p)),
-    ("top_k has no effect", lambda x, t, k, p: by_hand(x, t, None, p)),
+    (
+        "top_k has no effect, or only after the nucleus: cut to the k likeliest first, then take the nucleus of these",
+        lambda x, t, k, p: by_hand(x, t, None, p),
+    ),
     ("one token too many: top_k keeps k", lambda x, t, k, p: by_hand(x, t, k + 1 if k else k, p)),
     ("top_p has no effect", lambda x, t, k, p: by_hand(x, t, k, 1.0)),
 )

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from course.lab12_decoding.checks import attend, generate
 from course.lab12_decoding.decoders import Cache
 from course.lab12_decoding.traffic import Traffic
 from course.shared.measuring import count_flops, one_thread
+from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, Row, receipt, row
 from minillm.model import ModelConfig, Transformer
@@ -23,35 +23,10 @@ from minillm.model.generate import KVCache
 from minillm.predict.model import kv_bytes_per_token, matmul_parameters
 from minillm.serve import LLM, SamplingParams
 
+ANSWERS = answers_of("12_decoding")
+
+
 Log = list[tuple[float, str, str]]
-
-
-# The course's own answers.
-
-
-def kv_bytes(config: ModelConfig, prompt: int, answer: int, itemsize: int) -> int:
-    """Bytes in the cache when the last token of the answer has been drawn."""
-    entries = prompt + answer - 1
-    return entries * 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
-
-
-def decode_step(
-    weights: int, kv_bytes: int, batch: int, context: int, itemsize: int, peak_flops: float, bandwidth: float
-) -> tuple[float, float, float]:
-    """(bytes read, FLOPs, tokens per second at most) of a step in which every sequence gets one token."""
-    read = weights * itemsize + batch * context * kv_bytes
-    flops = 2 * weights * batch
-    return read, flops, batch / max(read / bandwidth, flops / peak_flops)
-
-
-def latencies(log: Log) -> dict[str, tuple[float, float | None]]:
-    """[(seconds, request, "arrived" or "token")] -> {request: (TTFT, TPOT)}; TPOT None for a single token."""
-    arrived = {request: at for at, request, event in log if event == "arrived"}
-    times = {request: [at for at, who, event in log if who == request and event == "token"] for request in arrived}
-    return {
-        request: (at[0] - arrived[request], (at[-1] - at[0]) / (len(at) - 1) if len(at) > 1 else None)
-        for request, at in times.items()
-    }
 
 
 # What the cache weighs.
@@ -75,9 +50,9 @@ def check_kv_bytes(learner: Any) -> list[Row]:
         layers, d = random.choice((3, 5)), 2 * random.randint(2, 6)
         config = ModelConfig(61, 32, 48, layers, 8, kv_heads, d, max_seq_len=64)
         prompt, answer = random.randint(3, 12), random.randint(3, 8)
-        cache, model = Cache(config, 40, attend, dtype), Transformer(config, dtype=dtype)
+        cache, model = Cache(config, 40, ANSWERS.attend, dtype), Transformer(config, dtype=dtype)
         with torch.no_grad():
-            generate(model, list(range(prompt)), answer, cache)
+            ANSWERS.generate(model, list(range(prompt)), answer, cache)
         found = learner(config, prompt, answer, dtype.itemsize)
         if not _number(found):
             raise CheckFailed(f"you returned {found!r}; asked for is a number of bytes")
@@ -131,7 +106,7 @@ def check_decode_step(learner: Callable) -> Receipt:
         if not isinstance(found, tuple | list) or len(found) != 3 or not all(map(_number, found)):
             raise CheckFailed("asked for are three numbers: (bytes read, FLOPs, tokens per second)")
         read, flops = one_step(config, batch, context)
-        right = decode_step(weights, kv, batch, context, 4, peak, bandwidth)
+        right = ANSWERS.decode_step(weights, kv, batch, context, 4, peak, bandwidth)
         who = f"batch {batch}, context {context}"
         rows += [
             row(f"{who}: bytes read", found[0], read, "B", tolerance=0.02),

@@ -14,16 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from course.lab12_decoding import checks as answers
 from course.lab12_decoding import formulas as predict
 from course.lab12_decoding.decoders import Cache
 from course.lab12_decoding.formulas import Work
 from course.lab12_decoding.traffic import Traffic
 from course.shared.measuring import count_flops, one_thread, text_tokens
 from minillm.data import Tokenizer
+from minillm.labkit.answers import answers_of
 from minillm.model import ModelConfig, Transformer, dense, load_hf
 from minillm.model.generate import KVCache, folder_of
 from minillm.predict.model import forward_flops
+
+ANSWERS = answers_of("12_decoding")
+
 
 WIDE = ModelConfig(4096, 1536, 4096, 2, 12, 2, max_seq_len=8192, tie_embeddings=True)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -176,7 +179,8 @@ def windows(count: int, length: int) -> Tensor:
     return torch.from_numpy(text_tokens().array[: count * length].astype("int64")).view(count, length)
 
 
-def one_more_token(lengths: Sequence[int] = (31, 127, 383)) -> dict[int, dict[str, dict[str, float]]]:
+@cache
+def one_more_token(lengths: tuple[int, ...] = (31, 127, 383)) -> dict[int, dict[str, dict[str, float]]]:
     """{tokens so far: {"cached" or "recomputed": FLOPs counted and predicted, best seconds}} of the next token.
 
     Attention is `dense`, whose score matrix is whole, so that torch's counter sees all of it.
@@ -185,7 +189,7 @@ def one_more_token(lengths: Sequence[int] = (31, 127, 383)) -> dict[int, dict[st
     found: dict[int, dict[str, dict[str, float]]] = {}
     for kept in lengths:
         size, config = kept + 1, model.config
-        cache = Cache(config, size, answers.attend)
+        cache = Cache(config, size, ANSWERS.attend)
         with torch.no_grad():
             model(ids[:, :kept], torch.arange(kept), attention=cache)
 

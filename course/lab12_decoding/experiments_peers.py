@@ -5,11 +5,13 @@ from typing import Any
 
 import torch
 
-from course.lab12_decoding.checks import attend, generate
 from course.lab12_decoding.decoders import Cache, Watched
 from course.lab12_decoding.experiments import target, windows
 from course.shared.measuring import one_thread
+from minillm.labkit.answers import answers_of
 from minillm.model.generate import folder_of
+
+ANSWERS = answers_of("12_decoding")
 
 
 @one_thread()
@@ -38,9 +40,9 @@ def beside_transformers(prompt: int = 48, answer: int = 32) -> dict[str, dict[st
         pad_token_id=0,
     )
     took = time.perf_counter() - start
-    cache, watched = Cache(model.config, prompt + answer, attend), Watched(model)
+    cache, watched = Cache(model.config, prompt + answer, ANSWERS.attend), Watched(model)
     start = time.perf_counter()
-    tokens = generate(watched, ids[0].tolist(), answer, cache)
+    tokens = ANSWERS.generate(watched, ids[0].tolist(), answer, cache)
     own = time.perf_counter() - start
     return {
         "transformers, DynamicCache": {

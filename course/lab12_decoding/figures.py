@@ -32,7 +32,7 @@ def a_sequence(prompt: int = 5, answer: int = 4) -> Figure:
                 face = PALETTE["orange"] if new else PALETTE["blue"] if old else "#FFFFFF"
                 hatch = "//" if new else ""
                 axes.barh(-step, 0.9, 0.8, place, color=face, hatch=hatch, edgecolor="#777777", linewidth=0.6)
-            text = f"{end - start} in, 1 drawn, {end} kept"
+            text = f"{end - start} in, 1 out, {end} kept"
             axes.text(prompt + answer + 0.2, -step, text, va="center", fontsize=9)
         names = [f"prompt\n{i}" if i == 0 else str(i) for i in range(prompt)] + [str(i + prompt) for i in range(answer)]
         axes.set_xticks([i + 0.45 for i in range(prompt + answer)], names, fontsize=8)
@@ -46,7 +46,7 @@ def a_sequence(prompt: int = 5, answer: int = 4) -> Figure:
 def on_a_roof(
     gpu: str = "H100 SXM", model: str = "Llama 3 8B", batch: int = 16, prompt: int = 2048, context: int = 2048
 ) -> Figure:
-    """Predicted: where prefill of one prompt and a decode step of a batch lie under a GPU's roof."""
+    """Formula: where prefill of one prompt and a decode step of a batch lie under a GPU's roof."""
     card, shape = GPUS[gpu], MODELS[model]
     passes = [
         (f"prefill of {prompt} tokens", predict.work(shape, 1, prompt, 0), look(1)),
@@ -61,7 +61,7 @@ def on_a_roof(
             share = speed / card.peak_flops
             label = f"{name}: {cost.intensity:,.{0 if cost.intensity >= 100 else 2}f} FLOP/byte, {share:.1%} of peak"
             axes.plot(cost.intensity, speed, marker=drawn.marker, color=drawn.color, linestyle="", ms=9, label=label)
-        axes.set_title(f"{model} in bf16 on {gpu}, context {context:,} (predicted)")
+        axes.set_title(f"{model} in bf16 on {gpu}, context {context:,} (formula)")
         axes.legend(fontsize=8, loc="lower right")
     return figure
 
@@ -69,7 +69,7 @@ def on_a_roof(
 def decode_by_batch(
     gpu: str = "H100 SXM", model: str = "Llama 3 8B", context: int = 2048, kv_heads: int = 8, weight_bits: int = 16
 ) -> Figure:
-    """Predicted: decode throughput by batch on a GPU, its three limits, and the batch whose caches no longer fit."""
+    """Formula: decode throughput by batch on a GPU, its three limits, and the batch whose caches no longer fit."""
     card = GPUS[gpu]
     shape = replace(MODELS[model], num_kv_heads=kv_heads)
     batches = np.unique(np.logspace(0, 3.3, 60).astype(int))
@@ -93,9 +93,7 @@ def decode_by_batch(
         axes.set(
             xscale="log", yscale="log", xlim=(1, batches[-1]), xlabel="batch (sequences)", ylabel="tokens per second"
         )
-        axes.set_title(
-            f"{model}, {kv_heads} kv heads, {weight_bits}-bit weights, context {context:,}, {gpu} (predicted)"
-        )
+        axes.set_title(f"{model}, {kv_heads} kv heads, {weight_bits}-bit weights, context {context:,}, {gpu} (formula)")
         axes.legend(fontsize=8)
     return figure
 
@@ -135,6 +133,29 @@ def caches(context: int = 4096, batch: int = 16) -> Figure:
         axes.grid(False, axis="x")
         axes.legend(fontsize=8, ncols=2)
     return figure
+
+
+# Of measurements, for the notebook.
+
+
+def passes_under_a_roof() -> Figure:
+    """Decode steps by batch and prefills by prompt under one core's measured roof."""
+    return draw_roofline(experiments.sweep(), experiments.roof())
+
+
+def one_against_many() -> Figure:
+    """Decoding by batch on one core: tokens per second of all sequences, and the time that each waits for a token."""
+    return draw_batch(experiments.sweep(), experiments.roof())
+
+
+def next_token() -> Figure:
+    """FLOPs and time of the next token, with a cache and recomputing everything, by the tokens there are."""
+    return draw_one_more(experiments.one_more_token())
+
+
+def three_decoders() -> Figure:
+    """KL of three broken decoders from the right one by position, for two sizes of the cache."""
+    return draw_patients(breaks.patients())
 
 
 # Drawn from measurements.
@@ -207,7 +228,7 @@ def draw_one_more(found: Mapping[int, Mapping[str, Mapping[str, float]]]) -> Fig
             drawn = {"color": look(index).color, "marker": look(index).marker}
             left.plot(sizes, [found[n][way]["flops"] for n in sizes], **drawn, label=f"{way}, counted")
             expected = [found[n][way]["predicted"] for n in sizes]
-            left.plot(sizes, expected, "--", color=look(index).color, marker="", label=f"{way}, predicted")
+            left.plot(sizes, expected, "--", color=look(index).color, marker="", label=f"{way}, formula")
             right.plot(sizes, [found[n][way]["seconds"] * 1e3 for n in sizes], **drawn, label=way)
         left.set(yscale="log", ylabel="computing the next token", xlabel="tokens so far", title="FLOPs")
         left.yaxis.set_major_formatter(EngFormatter(unit="FLOP", sep=" "))
@@ -229,7 +250,7 @@ def draw_patients(found: Mapping[str, Mapping[int, breaks.Symptoms]]) -> Figure:
                 line = "-" if index == 0 else "--"
                 axes.plot(places, smooth + 1e-7, color=drawn.color, linestyle=line, marker="", label=f"{room} places")
             axes.axvline(breaks.PROMPT + 0.5, color="#999999", linestyle=":")
-            axes.set(yscale="log", xlabel="position (dotted: prompt ends)", title=f"patient {name}", ylim=(1e-5, 1))
+            axes.set(yscale="log", xlabel="position (dotted: prompt ends)", title=f"decoder {name}", ylim=(1e-5, 1))
         panels[0].set_ylabel("KL from the right decoder (nats)")
         panels[0].legend(fontsize=8, title="room in the cache")
     return figure

@@ -3,8 +3,10 @@
 import torch
 import torch.nn.functional as F
 
-from course.lab12_decoding import checks as right
+from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import alternative, mistake
+
+ANSWERS = answers_of("12_decoding")
 
 
 def attention(q, k, v, visible=None, scale=None):
@@ -162,7 +164,7 @@ def token_by_token(model, prompt, count, cache):
 
 @mistake("decode-loop", "the prompt and the answer", expect="leave the prompt out")
 def with_the_prompt(model, prompt, count, cache):
-    return prompt + right.generate(model, prompt, count, cache)
+    return prompt + ANSWERS.generate(model, prompt, count, cache)
 
 
 @alternative("decode-loop", "yields, and asks for the last row of logits only")

@@ -2,8 +2,10 @@
 
 import torch
 
-from course.lab12_decoding import checks_sampling as right
+from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import alternative, mistake
+
+ANSWERS = answers_of("12_decoding")
 
 
 def ordered(probabilities):
@@ -38,6 +40,13 @@ def not_sorted(probabilities, top_p):
     return probabilities.cumsum(-1) - probabilities < top_p
 
 
+@mistake("nucleus", "every token as likely as the last one", expect="sum to .* already")
+def as_likely(probabilities, top_p):
+    values, _ = ordered(probabilities)
+    last = int((values.cumsum(-1) - values < top_p).sum()) - 1
+    return probabilities >= values[last]
+
+
 @mistake("nucleus", "places in the sorted order", expect="back to the vocabulary's order")
 def sorted_places(probabilities, top_p):
     values, _ = ordered(probabilities)
@@ -59,13 +68,13 @@ def steps(scale=lambda logits, t: logits / t, k=lambda k: k, early=False, normal
 
     def distribution(logits, temperature, top_k, p):
         if temperature == 0:
-            return right.distribution(logits, 0, top_k, p)
+            return ANSWERS.distribution(logits, 0, top_k, p)
         cold = scale(logits, temperature)
         if top_k is not None:
             cold = cold.masked_fill(cold < cold.topk(k(top_k)).values[-1], float("-inf"))
         shares = cold.softmax(-1)
         seen = logits.masked_fill(cold.isinf(), float("-inf")).softmax(-1) if early else shares
-        kept = shares.masked_fill(~right.nucleus(seen, top_p(p)), 0.0)
+        kept = shares.masked_fill(~ANSWERS.nucleus(seen, top_p(p)), 0.0)
         return kept / kept.sum() if normalise else kept
 
     return distribution
@@ -89,7 +98,7 @@ def divides_by_zero(logits, temperature, top_k, top_p):
     if top_k is not None:
         scores = scores.masked_fill(scores < scores.topk(top_k).values[-1], float("-inf"))
     shares = scores.softmax(-1)
-    kept = shares.masked_fill(~right.nucleus(shares, top_p), 0.0)
+    kept = shares.masked_fill(~ANSWERS.nucleus(shares, top_p), 0.0)
     return kept / kept.sum()
 
 
@@ -101,4 +110,18 @@ def by_logits(logits, temperature, top_k, top_p):
     out = torch.full_like(logits, float("-inf"))
     best = logits.topk(top_k or len(logits)).indices
     out[best] = logits[best]
-    return out.masked_fill(~right.nucleus(out.softmax(-1), top_p), float("-inf")).softmax(-1)
+    return out.masked_fill(~ANSWERS.nucleus(out.softmax(-1), top_p), float("-inf")).softmax(-1)
+
+
+@mistake(
+    "sampling-distribution",
+    "the nucleus of all tokens, then the k likeliest",
+    expect="cut to the k likeliest first",
+)
+def nucleus_of_all(logits, temperature, top_k, top_p):
+    if temperature == 0 or top_k is None:
+        return ANSWERS.distribution(logits, temperature, top_k, top_p)
+    probabilities = (logits / temperature).softmax(-1)
+    kept = ANSWERS.nucleus(probabilities, top_p) & (logits >= logits.topk(top_k).values[-1])
+    kept = kept.double() * probabilities
+    return kept / kept.sum()

@@ -2,10 +2,11 @@
 
 import torch
 
-from course.lab12_decoding import checks_speed as right
-from course.lab12_decoding.checks import attend
 from course.lab12_decoding.decoders import Cache
+from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import alternative, mistake
+
+ANSWERS = answers_of("12_decoding")
 
 
 def counted(change):
@@ -16,7 +17,7 @@ def counted(change):
 
 
 mistake("kv-bytes", "prompt and answer", expect="one entry too many")(
-    lambda config, prompt, answer, itemsize: right.kv_bytes(config, prompt, answer + 1, itemsize)
+    lambda config, prompt, answer, itemsize: ANSWERS.kv_bytes(config, prompt, answer + 1, itemsize)
 )
 mistake("kv-bytes", "query heads", expect="only kv heads are kept")(
     counted(lambda c, entries, itemsize: entries * 2 * c.num_layers * c.num_heads * c.head_dim * itemsize)
@@ -38,7 +39,7 @@ mistake("kv-bytes", "numbers instead of bytes", expect="numbers, not bytes")(
 @alternative("kv-bytes", "makes a cache and asks it")
 def asks_a_cache(config, prompt, answer, itemsize):
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[itemsize]
-    cache = Cache(config, prompt + answer - 1, attend, dtype)
+    cache = Cache(config, prompt + answer - 1, ANSWERS.attend, dtype)
     return cache.keys.nbytes + cache.values.nbytes
 
 
@@ -78,7 +79,7 @@ mistake("decode-step", "the faster of the two", expect="longer here, so|the slow
 
 @alternative("decode-step", "by arithmetic intensity")
 def by_intensity(weights, kv_bytes, batch, context, itemsize, peak_flops, bandwidth):
-    read, flops, _ = right.decode_step(weights, kv_bytes, batch, context, itemsize, peak_flops, bandwidth)
+    read, flops, _ = ANSWERS.decode_step(weights, kv_bytes, batch, context, itemsize, peak_flops, bandwidth)
     return read, flops, batch * min(peak_flops, bandwidth * flops / read) / flops
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from course.lab13_paged_attention import formulas as predict
-from course.lab13_paged_attention.paging import steps_of
+from course.lab13_paged_attention.paging import cpu_seconds, steps_of
 from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, receipt, row
@@ -107,6 +107,13 @@ def check_pool(learner: Callable) -> Receipt:
             f"right, but it searches: 20 allocations and releases take {steps[64]:,} steps in a pool of 64 blocks, "
             f"nearly all of them held, and {steps[4096]:,} in one of 4,096. Keep the free ones in a list of their own"
         )
+    small, large = (_seconds(learner, size) for size in (1 << 8, 1 << 18))
+    if large > 20 * small:
+        raise CheckFailed(
+            f"right, but it searches: an allocation and a release take {large / small:.0f} times as long with 262,144 "
+            "free blocks as with 256. `in` on a list, pop(0), slices and copies walk over the whole list, too: take "
+            "from the end of a list of free blocks and put back at its end"
+        )
     return receipt(
         "your pool",
         [
@@ -115,6 +122,7 @@ def check_pool(learner: Callable) -> Receipt:
             row("blocks that were lost or given out twice", 0, lost),
             row("steps of 20 allocations and releases, 64 blocks", None, steps[64]),
             row("    4,096 blocks: no more", True, steps[4096] <= 2 * steps[64]),
+            row("CPU time with 262,144 free blocks: less than 20 times that with 256", True, large <= 20 * small),
         ],
     )
 
@@ -124,8 +132,8 @@ def _judge_refusals(learner: Callable) -> None:
     blocks = [pool.allocate() for _ in range(3)]
     if sorted(blocks) != [0, 1, 2]:
         raise CheckFailed(f"three allocations from 3 blocks gave {blocks}: each of 0, 1, 2 once, please")
-    if list(pool.references) != [1, 1, 1]:
-        raise CheckFailed(f"after three allocations references is {list(pool.references)}: each has one holder")
+    if (counts := _counts(pool, 3)) != [1, 1, 1]:
+        raise CheckFailed(f"after three allocations references[b] is {counts} for b = 0, 1, 2: each has one holder")
     _expect(RuntimeError, pool.allocate, "allocate from a pool with no free block")
     pool.release(blocks[0])
     _expect(ValueError, lambda: pool.release(blocks[0]), "release a block twice: two tables would get it")
@@ -168,12 +176,35 @@ def _play(learner: Callable, num_blocks: int, turns: int) -> tuple[int, int, int
         operations += 1
         paper = Counter(held)
         expected = [paper[b] for b in range(num_blocks)]
-        if list(pool.references) != expected:
-            raise CheckFailed(f"after {move} of block {block} references is {list(pool.references)}, not {expected}")
+        if (counts := _counts(pool, num_blocks)) != expected:
+            raise CheckFailed(f"after {move} of block {block} references[b] is {counts} by block, not {expected}")
         most = max(most, *expected)
     for _ in range(num_blocks - len(set(held))):
         held.append(pool.allocate())
     return most, operations, num_blocks - len(set(held))
+
+
+def _counts(pool, num_blocks: int) -> list[int]:
+    """references[b] of every block: a list, a Counter, an array or a tensor will do."""
+    try:
+        return [int(pool.references[block]) for block in range(num_blocks)]
+    except (KeyError, IndexError) as error:
+        raise CheckFailed(
+            f"references[{error}] does not exist: it must say 0 for a block that nobody holds"
+            if isinstance(error, KeyError)
+            else f"references must have a count for each of the {num_blocks} blocks"
+        ) from None
+
+
+def _seconds(learner: Callable, size: int) -> float:
+    """CPU time of 20 allocations and releases in a pool of which nothing is held."""
+    pool = learner(size)
+
+    def turn() -> None:
+        for block in [pool.allocate() for _ in range(20)]:
+            pool.release(block)
+
+    return cpu_seconds(turn)
 
 
 def _steps(learner: Callable, size: int) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from course.lab13_paged_attention import formulas as predict
-from course.lab13_paged_attention.paging import LargestTensor
+from course.lab13_paged_attention.paging import NewTensors
 from course.shared.measuring import one_thread
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, receipt, row
@@ -35,26 +35,34 @@ HEADS, KV_HEADS, DIM, SIZE = 8, 4, 8, 4
 )
 @one_thread()
 def check_paged_attention(learner: Callable) -> Receipt:
-    worst, most, limit = 0.0, 0, 2 * SIZE * HEADS * DIM
+    worst, most, alive, limit = 0.0, 0, {}, 2 * SIZE * HEADS * DIM
     contexts = (1, SIZE, SIZE + 1, 6 * SIZE - 1, 40 * SIZE)
     for context in contexts:
         for spread in (1.0, 400.0):
             case = _case(context, spread)
-            with LargestTensor(*case[:3]) as made:
+            with NewTensors(*case[:3]) as made:
                 found = learner(*case)
             error = _judge(found, case, spread)
-            if made.numel > limit:
+            if made.largest > limit:
                 raise CheckFailed(
-                    f"right, but {context} keys made a tensor of {made.numel:,} numbers, and a longer sequence makes a "
-                    f"larger one: one block at a time needs no more than {limit:,}. Do not put the blocks together"
+                    f"right, but {context} keys made a tensor of {made.largest:,} numbers, and a longer sequence makes "
+                    f"a larger one: one block at a time needs no more than {limit:,}. Do not put the blocks together"
                 )
-            worst, most = max(worst, error), max(most, made.numel)
+            worst, most, alive[context] = max(worst, error), max(most, made.largest), made.most_alive
+    few, many = contexts[-2], contexts[-1]
+    if alive[many] > 1.5 * alive[few]:
+        raise CheckFailed(
+            f"right, but the tensors alive at once hold {alive[few]:,} numbers at {few} keys and {alive[many]:,} at "
+            f"{many}: the scores or values of all blocks are kept for a second pass. Add each block to the running "
+            "sums and forget it"
+        )
     return receipt(
         f"{HEADS} query heads on {KV_HEADS} kv heads, contexts of {', '.join(map(str, contexts))} keys",
         [
             row("largest difference from softmax over all keys (below 1e-9)", True, worst < 1e-9),
             row(f"largest tensor at {contexts[-1]} keys: at most {limit:,} numbers", True, most <= limit),
             row("    its numbers", None, most),
+            row(f"numbers alive at once, {few} and {many} keys: no more", True, alive[many] <= 1.5 * alive[few]),
         ],
     )
 

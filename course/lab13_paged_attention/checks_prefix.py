@@ -13,6 +13,9 @@ from minillm.labkit.receipts import Receipt, receipt, row
 ANSWERS = answers_of("13_paged_attention")
 
 
+SEPARATORS = ("|", ":", ",", "/", "-", "_", ";", " ", "#", ".", "+", "\0", "\n")  # often put between two names
+
+
 class Entry(NamedTuple):
     """What a cache keeps with a key: the block, the tokens in it, the block before it (None: it is a first one)."""
 
@@ -50,7 +53,13 @@ def check_block_keys(learner: Callable) -> Receipt:
             raise CheckFailed(f"block {at} of {_say(a)} and of {_say(b)} {_wrong(same[at])}: {why}")
         pairs += 1
     tokens = Read([random.randrange(32_000) for _ in range(64 * size)])
-    learner(tokens, size)
+    bits = _bits(learner(tokens, size))
+    if bits < 60:
+        chance = predict.collision_chance(100_000, bits)
+        raise CheckFailed(
+            f"right here, but these keys have {bits} bits: among 100,000 blocks two have the same key with a chance of "
+            f"{chance:.0%}. Use a hash of 64 bits at least; 256, as of sha256, cannot be attacked either"
+        )
     if tokens.reads > 2 * len(tokens):
         raise CheckFailed(
             f"right, but for {len(tokens)} tokens it reads {tokens.reads:,}: all before again for every block. "
@@ -97,6 +106,25 @@ def _pairs(size: int):
         ("an adapter called x is not a salt x: keep the two apart in the hash"),
     )
     yield (a + b, {"adapter": "x", "salt": "s"}), (a + b, {"adapter": "x", "salt": "s"}), 2, "both equal: share"
+    apart = "where the adapter ends and the salt begins is lost when the two are joined as text: hash the pair"
+    yield (a, {"adapter": "xy", "salt": "z"}), (a, {"adapter": "x", "salt": "yz"}), 0, apart
+    for sign in SEPARATORS:
+        inside, behind = {"adapter": f"x{sign}y", "salt": "z"}, {"adapter": "x", "salt": f"y{sign}z"}
+        yield (a, inside), (a, behind), 0, apart
+    for name in ("adapter", "salt"):
+        why = (
+            f"{name}='None' is a name that a customer may choose, and must not be the same as no {name}: hash its repr"
+        )
+        yield (a, {name: "None"}), (a, {}), 0, why
+
+
+def _bits(keys: Any) -> int:
+    """Bits in which the keys differ at most; 64 where that cannot be seen."""
+    if all(isinstance(key, int) for key in keys):
+        return max(key.bit_length() for key in keys)
+    if all(isinstance(key, (bytes, str)) for key in keys):
+        return max(len(key) * (8 if isinstance(key, bytes) else 4) for key in keys)  # text: hexadecimal digits
+    return 64
 
 
 def _judge_count(found: Any, count: int, size: int) -> None:

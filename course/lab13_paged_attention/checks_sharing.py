@@ -32,18 +32,26 @@ def check_copy_on_write(learner: Callable) -> list[Row]:
     size = random.choice((3, 4))
     for prompt, samples, answer in ((2 * size + 1, 3, 4), (2 * size, 3, 4), (size - 1, 2, 1), (3 * size + 2, 1, 3)):
         rows += _fork_and_write(learner, prompt, samples, answer, size)
+    rows += _fork_and_write(learner, 2 * size, 3, 2, size, reserved=True)
     return rows
 
 
-def _fork_and_write(learner: Callable, prompt: int, samples: int, answer: int, size: int) -> list[Row]:
-    """n samples of one prompt write on in turn; each must read what it wrote."""
-    case = f"{samples} samples of {prompt} tokens, blocks of {size}"
+def _fork_and_write(
+    learner: Callable, prompt: int, samples: int, answer: int, size: int, reserved: bool = False
+) -> list[Row]:
+    """n samples of one prompt write on in turn; each must read what it wrote.
+
+    reserved: the prompt's table already had its next block, still empty, when it was forked.
+    """
+    case = f"{samples} samples of {prompt} tokens, blocks of {size}{', the next one reserved' if reserved else ''}"
     pool, contents = ANSWERS.Pool(40), Contents(40, size)
     first: list[int] = []
     for position in range(prompt):
         if position % size == 0:
             first.append(pool.allocate())
         contents.write(first, position, ("prompt", position))
+    if reserved:
+        first.append(pool.allocate())
     tables = [first]
     for _ in range(samples - 1):
         for block in first:
@@ -74,7 +82,8 @@ def _fork_and_write(learner: Callable, prompt: int, samples: int, answer: int, s
                 f"{case}: at position {at} sample {sample} reads {found[at]} instead of {right[at]}: a new block is "
                 "empty, copy what the old one holds"
             )
-    copies, held = predict.fork_copies(prompt, samples, size), predict.fork_blocks(prompt, answer, samples, size)
+    copies = samples - 1 if reserved else predict.fork_copies(prompt, samples, size)
+    held = predict.fork_blocks(prompt, answer, samples, size)
     used = sum(count > 0 for count in pool.references)
     rows = [
         row(f"{case}: copies", copies, len(contents.copies)),
@@ -159,6 +168,7 @@ def _judge_random_cache(learner: Callable) -> int:
     """Random sequences against a model; returns evictions."""
     total = random.randint(4, 7)
     pool, paper, tables, cached, evicted = learner(total), Counter(), [], OrderedDict(), 0
+    found_by: dict[int, int] = {}  # block -> key of all that can be found
     for turn in range(60):
         if random.random() < 0.5 and total - len(+paper) >= 1:
             block = pool.allocate()
@@ -171,12 +181,14 @@ def _judge_random_cache(learner: Callable) -> int:
                     raise CheckFailed(f"cached block {block} was evicted although {unused} blocks are free")
                 if block != oldest:
                     raise CheckFailed(f"block {block} was evicted, but {oldest} was unused for longest")
-                del cached[block]
+                del cached[block], found_by[block]
                 evicted += 1
             paper[block] += 1
             tables.append([block])
+            _judge_keys(pool, found_by, f"after block {block} was given out")
             if random.random() < 0.7:
                 pool.cache_block(block, turn)
+                found_by[block] = turn
         elif random.random() < 0.4 and pool.block_of:
             key, block = random.choice(list(pool.block_of.items()))
             if block not in cached and not paper[block]:
@@ -190,8 +202,9 @@ def _judge_random_cache(learner: Callable) -> int:
             pool.release(list(blocks))
             for block in reversed(blocks):
                 paper[block] -= 1
-                if not paper[block] and block in pool.key_of:
+                if not paper[block] and block in found_by:
                     cached[block] = None
+        _judge_keys(pool, found_by, "after a hit or a release")
         if list(pool.references) != [paper[b] for b in range(total)]:
             raise CheckFailed(f"references is {list(pool.references)}, not {[paper[b] for b in range(total)]}")
         if list(pool.idle) != list(cached):
@@ -202,3 +215,15 @@ def _judge_random_cache(learner: Callable) -> int:
                 "counted twice, or lost"
             )
     return evicted
+
+
+def _judge_keys(pool, found_by: dict[int, int], when: str) -> None:
+    """CheckFailed unless both dictionaries name exactly the blocks that can be found."""
+    if stale := set(pool.key_of) - set(found_by):
+        block = stale.pop()
+        raise CheckFailed(
+            f"{when} key_of still holds the key of block {block}, which was evicted. Its next holder did not cache "
+            "it, but on release it would count as cached, and evicting it would forget another block's key"
+        )
+    if dict(pool.key_of) != found_by or dict(pool.block_of) != {key: block for block, key in found_by.items()}:
+        raise CheckFailed(f"{when} key_of is {dict(pool.key_of)} and block_of {dict(pool.block_of)}, not {found_by}")

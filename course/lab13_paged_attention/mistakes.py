@@ -1,8 +1,9 @@
 """Spoilers of lab 13, slots, pools and attention: wrong answers that people write, and right ones that look
 different."""
 
+import functools
 import math
-from collections import deque
+from collections import Counter, deque
 
 import torch
 
@@ -110,6 +111,74 @@ class SearchesInC(Searches):
 class ReturnsNone(right.Pool):
     def allocate(self):
         return super().allocate() if self.free else None
+
+
+@mistake("block-pool", "looks for a released block in the list of free ones", expect="it searches.*`in` on a list")
+class LooksItUp(right.Pool):
+    def release(self, block):
+        if block in self.free:
+            raise ValueError("free")
+        super().release(block)
+
+
+@mistake("block-pool", "takes from the front of a list", expect="it searches.*pop.0.")
+class TakesFromTheFront(right.Pool):
+    def allocate(self):
+        if not self.free:
+            raise RuntimeError("full")
+        block = self.free.pop(0)
+        self.references[block] = 1
+        return block
+
+
+@mistake("block-pool", "subtracts the held blocks from all", expect="it searches")
+class SubtractsSets(Searches):
+    def allocate(self):
+        held = {block for block, count in enumerate(self.references) if count}
+        free = set(range(len(self.references))) - held
+        if not free:
+            raise RuntimeError("full")
+        block = free.pop()
+        self.references[block] = 1
+        return block
+
+
+@mistake("block-pool", "searches with torch", expect="it searches")
+class SearchesInTorch(right.Pool):
+    def __init__(self, num_blocks):
+        self.references = torch.zeros(num_blocks, dtype=torch.int)
+
+    def allocate(self):
+        free = (self.references == 0).nonzero()
+        if not len(free):
+            raise RuntimeError("full")
+        self.references[free[0]] = 1
+        return int(free[0])
+
+    def release(self, block):
+        if not self.references[block]:
+            raise ValueError("free")
+        self.references[block] -= 1
+
+
+@alternative("block-pool", "counts holders in a Counter")
+class Counts(right.Pool):
+    def __init__(self, num_blocks):
+        self.references, self.free, self.size = Counter(), set(range(num_blocks)), num_blocks
+
+    def allocate(self):
+        if not self.free:
+            raise RuntimeError("full")
+        block = self.free.pop()
+        self.references[block] += 1
+        return block
+
+    def release(self, block):
+        if self.references[block] < 1:
+            raise ValueError("free")
+        self.references[block] -= 1
+        if not self.references[block]:
+            self.free.add(block)
 
 
 @alternative("block-pool", "a queue, first freed first used")
@@ -249,6 +318,38 @@ def gathers_all(q, k_pool, v_pool, table, context):
     return torch.einsum("hk,khd->hd", weights, values)
 
 
+@mistake("paged-attention", "keeps all scores and values for a second pass", expect="kept for a second pass")
+def keeps_everything(q, k_pool, v_pool, table, context):
+    heads, head_dim = q.shape
+    _, size, kv_heads, _ = k_pool.shape
+    rows, scores, values = q.view(kv_heads, -1, head_dim) / math.sqrt(head_dim), [], []
+    for index in range(-(-context // size)):
+        filled = min(size, context - index * size)
+        scores.append(torch.einsum("hgd,khd->hgk", rows, k_pool[table[index], :filled]))
+        values.append(v_pool[table[index], :filled].clone())
+    largest = torch.stack([part.amax(-1) for part in scores]).amax(0)[..., None]
+    weights = [(part - largest).exp() for part in scores]
+    total = sum(part.sum(-1, keepdim=True) for part in weights)
+    weighted = sum(torch.einsum("hgk,khd->hgd", part, value) for part, value in zip(weights, values, strict=True))
+    return (weighted / total).reshape(heads, head_dim)
+
+
+@mistake("paged-attention", "keeps all scores, block by block", expect="kept for a second pass")
+def keeps_scores(q, k_pool, v_pool, table, context):
+    heads, head_dim = q.shape
+    _, size, kv_heads, _ = k_pool.shape
+    rows = q.view(kv_heads, -1, head_dim) / math.sqrt(head_dim)
+    ends = [(block, min(size, context - index * size)) for index, block in enumerate(table)]
+    scores = [torch.einsum("hgd,khd->hgk", rows, k_pool[block, :filled]) for block, filled in ends]
+    largest = functools.reduce(torch.maximum, (part.amax(-1, keepdim=True) for part in scores))
+    total, weighted = 0, 0
+    for part, (block, filled) in zip(scores, ends, strict=True):
+        weights = (part - largest).exp()
+        total = total + weights.sum(-1, keepdim=True)
+        weighted = weighted + torch.einsum("hgk,khd->hgd", weights, v_pool[block, :filled])
+    return (weighted / total).reshape(heads, head_dim)
+
+
 @alternative("paged-attention", "joins blocks by their log-sum-exp, from the last to the first")
 def by_logsumexp(q, k_pool, v_pool, table, context):
     heads, head_dim = q.shape
@@ -277,7 +378,9 @@ def two_passes(q, k_pool, v_pool, table, context):
             for i in range(-(-context // size))
         ]
         largest = max(float((k @ q[head]).max()) for k, _ in pieces) / math.sqrt(head_dim)
-        weights = [(k @ q[head] / math.sqrt(head_dim) - largest).exp() for k, _ in pieces]
-        total = sum(float(w.sum()) for w in weights)
-        out.append(sum(w @ v for w, (_, v) in zip(weights, pieces, strict=True)) / total)
+        total, weighted = 0.0, 0.0
+        for keys, values in pieces:  # scores again: twice the work, but nothing is kept
+            weights = (keys @ q[head] / math.sqrt(head_dim) - largest).exp()
+            total, weighted = total + float(weights.sum()), weighted + weights @ values
+        out.append(weighted / total)
     return torch.stack(out)

@@ -2,6 +2,7 @@
 different."""
 
 import hashlib
+import zlib
 from array import array
 
 from minillm.labkit.answers import answers_of
@@ -75,6 +76,35 @@ def no_salt(tokens, block_size, adapter=None, salt=None):
 def run_together(tokens, block_size, adapter=None, salt=None):
     extra = [value for value in (adapter, salt) if value]
     return chained(tokens, block_size, repr(extra).encode(), plain)
+
+
+@mistake("block-keys", "adapter and salt joined as text", expect="where the adapter ends|keep the two apart")
+def joined(tokens, block_size, adapter=None, salt=None):
+    return chained(tokens, block_size, f"{adapter}{salt}".encode(), plain)
+
+
+@mistake("block-keys", "adapter and salt with a sign between them", expect="where the adapter ends")
+def joined_by_a_sign(tokens, block_size, adapter=None, salt=None):
+    return chained(tokens, block_size, f"{adapter}|{salt}".encode(), plain)
+
+
+@mistake("block-keys", "no adapter is the adapter called None", expect="must not be the same as no adapter")
+def none_as_text(tokens, block_size, adapter=None, salt=None):
+    return chained(tokens, block_size, f"{len(str(adapter))}:{adapter}{salt}".encode(), plain)
+
+
+@mistake("block-keys", "a checksum of 32 bits", expect="these keys have 32 bits")
+def checksums(tokens, block_size, adapter=None, salt=None):
+    parent, keys = zlib.crc32(beginning(adapter, salt)), []
+    for at in range(0, len(tokens) - block_size + 1, block_size):
+        parent = zlib.crc32(plain(tokens[at : at + block_size]), parent)
+        keys.append(parent)
+    return keys
+
+
+@mistake("block-keys", "the first digits of a good hash", expect="these keys have 32 bits")
+def cut_short(tokens, block_size, adapter=None, salt=None):
+    return [key.hex()[:8] for key in right.block_keys(tokens, block_size, adapter, salt)]
 
 
 @mistake("block-keys", "token ids as digits in a row", expect="digits run together")
@@ -177,6 +207,14 @@ def no_copy(table, position, pool, copy, block_size):
         table.append(pool.allocate())
 
 
+@mistake("copy-on-write", "a block's first place is taken to be unshared", expect="the others would find its token")
+def trusts_first_places(table, position, pool, copy, block_size):
+    if position // block_size == len(table):
+        table.append(pool.allocate())
+    elif position % block_size:
+        right.prepare_write(table, position, pool, copy, block_size)
+
+
 @mistake("copy-on-write", "copies before every write", expect="written in place")
 def always_copies(table, position, pool, copy, block_size):
     index = position // block_size
@@ -253,6 +291,17 @@ class StaleKey(right.CachingPool):
         if self.free or not self.idle:
             return super().allocate()
         block, _ = self.idle.popitem(last=False)
+        self.references[block] = 1
+        return block
+
+
+@mistake("lru-eviction", "key_of is never forgotten", expect="key_of still holds the key of block")
+class StaleKeyOf(right.CachingPool):
+    def allocate(self):
+        if self.free or not self.idle:
+            return super().allocate()
+        block, _ = self.idle.popitem(last=False)
+        self.block_of.pop(self.key_of[block], None)
         self.references[block] = 1
         return block
 

@@ -4,7 +4,8 @@
 # **Waste is under one block per sequence, and a prefix is stored once.** Both follow from one table per sequence, and
 # both are counted below, on real requests.
 #
-# About 130 minutes with the exercises; running it top to bottom takes under a minute. At the end you can answer:
+# Three to four hours if you solve every exercise and read the measurements (the exercises alone take about 100 minutes);
+# running it top to bottom takes under a minute. At the end you can answer:
 #
 # 1. How much of the memory for keys and values is wasted by reservations, and how much by blocks, of which size?
 # 2. When may two sequences share a block, how is that recognised, and what may happen to a shared block?
@@ -32,9 +33,9 @@ from minillm.serve import blocks
 # %% [markdown]
 # ## Why reserving does not work
 #
-# A sequence grows by one key and one value per layer with every token, and nobody knows where it will end. A cache that
-# lies in one piece must be as long as the longest answer allowed. Contexts here are at most 512 tokens; requests of
-# code bring 8 to 160 tokens and want 4 to 48 more.
+# A sequence grows by one key and one value per layer with every token, and its final length is unknown. A cache in one
+# contiguous piece must therefore be as long as the longest answer allowed. Contexts here are at most 512 tokens; the
+# requests (Python code) bring prompts of 8 to 160 tokens and generate 4 to 48 more.
 #
 # ## Predict
 #
@@ -49,10 +50,9 @@ guess_blocks = 0.2  # unused share with blocks of 16
 # ## The idea
 #
 # Memory is cut into *blocks* of a few tokens each, all alike ([Kwon et al. 2023](https://arxiv.org/abs/2309.06180)). A sequence holds some of them, from
-# anywhere, in a *block table*: its logical block 0, 1, 2, ... Attention looks every key up through the table. It is
-# what an operating system does with pages, and with the same result: nothing needs to lie side by side, so there are no
-# gaps to close. (A handbook's table of problems lists "blocks available, but not contiguous: defragmentation". With
-# paging that cannot happen: *any* free block will do.)
+# anywhere, in a *block table*: its logical block 0, 1, 2, ... Attention looks every key up through the table. An
+# operating system does the same with pages, and with the same result: nothing needs to be contiguous, *any* free block
+# will do, and there is nothing to defragment.
 #
 # Numbers in the cells are positions; crossed cells are held and unused.
 
@@ -63,8 +63,8 @@ show(pictures.tables_and_memory)
 sliders(pictures.tables_and_memory, a=(1, 16), b=(1, 16), c=(1, 16), block_size=[1, 2, 4, 8])
 
 # %% [markdown]
-# Fill some tables by hand. Blocks of 4 tokens; free are blocks 6, 2, 0, 7, 5, 3, 1, 4, to be taken in this order. Three
-# sequences come, one after the other: A with 6 tokens, B with 3, C with 9. Then A writes 4 more tokens.
+# Fill some tables by hand. Blocks hold 4 tokens; blocks 6, 2, 0, 7, 5, 3, 1, 4 are free and are taken in this order. Three
+# sequences arrive one after the other: A with 6 tokens, B with 3, C with 9. Then A writes 4 more tokens.
 
 # %%
 my_tables = {"A": [0, 1, 2], "B": [3], "C": [4, 5, 6]}  # as if memory were given out in order: put yours in
@@ -95,15 +95,9 @@ slot_mapping = check("slot-mapping", slot_mapping)
 # %% [markdown]
 # ### 2. A pool that counts
 #
-# Who may use a block is a number: how many tables hold it. A handbook sketches a pool like this:
-#
-# ```python
-# if self.free_blocks.empty(): ...          # a queue's method
-# block = self.free_blocks.pop()            # a list's method
-# ```
-#
-# One object cannot be both; and nothing in it ever comes back: no release, no count, no word about releasing twice.
-# Yours has all three, and costs the same however large the pool is (hundreds of thousands of blocks on a real GPU).
+# A block may be in several tables, so the pool keeps a *reference count*: how many tables hold it. A block is free when
+# the count is 0. Releasing a free block is a bug of the caller and must raise, or two tables would get the same block.
+# Each operation must cost the same however large the pool is (a real GPU has hundreds of thousands of blocks): no search.
 
 
 # %%
@@ -153,8 +147,9 @@ Pool = check("block-pool", Pool)
 # Keys lie in blocks all over the pool, and copying them together would need a second cache. But softmax does not need
 # all scores at once. Keep the largest score so far $m$, the sum $\sum e^{s-m}$ and the weighted values
 # $\sum e^{s-m} v$. When a block raises $m$ to $m'$, multiply both sums by $e^{m-m'}$ ([Milakov and Gimelshein 2018](https://arxiv.org/abs/1805.02867); the
-# same idea carries lab 07's long contexts). Query heads `0 .. group-1` share kv head 0, and so on. The check fills
-# everything that is not the sequence's with NaN, unused slots too.
+# same idea carries lab 07's long contexts). Query heads `0 .. group-1` share kv head 0, and so on. Memory must
+# not grow with the context, so keep neither all scores nor all values, not even in a list. The check fills every slot that
+# does not belong to the sequence with NaN.
 
 
 # %%
@@ -185,15 +180,10 @@ paged_attention = check("paged-attention", paged_attention)
 # %% [markdown]
 # ## Who may share a block?
 #
-# Two requests begin with the same system prompt: compute it once, hold it once. A handbook draws it so:
-#
-# ```
-# Seq 1: [5, 2, 8, 11]        Seq 2: [3, 7, 5, ...]        block 5 is shared
-# ```
-#
-# Block 5 is logical block 0 of the one and logical block 2 of the other. Suppose that the tokens in it are equal. Are
-# the keys and values? The model is asked: 32 tokens of code after two different beginnings of equal length, and after a
-# longer beginning.
+# Two requests begin with the same system prompt: compute it once, hold it once. Which blocks may they share? Suppose two
+# tables want to share a block that is logical block 0 in one sequence and logical block 2 in the other, with equal tokens
+# in it. Are the keys and values equal, too? Ask the model: 32 tokens of code after two different beginnings of equal
+# length, and after a longer beginning.
 
 # %%
 elsewhere = sharing.same_tokens_elsewhere()
@@ -206,15 +196,16 @@ for kind in ("keys, there", "values, there", "keys, later", "values, later"):
 receipts.same_tokens_elsewhere(elsewhere)
 
 # %% [markdown]
-# In layer 0 a key knows its own token and position only. From layer 1 on it has seen everything before. So a block can
-# be shared by sequences that agree in *all* tokens up to its end, and then it has the same logical index in both. The
-# picture above is wrong on either count, and nothing would raise an error.
+# In layer 0 a key depends on its own token and position only. From layer 1 on it depends on everything before it. So a
+# block can be shared only by sequences that agree in *all* tokens up to its end, and then it has the same logical index in
+# both. Sharing any other block raises no error; the answers are just wrong.
 #
 # ### 4. A key for every full block
 #
 # Chain it: the key of a block is a hash of the key before it and of the block's tokens. The chain begins with what else
-# changes keys and values (an adapter: weights of its own for some requests, lab 17) and with what must keep tenants
-# apart (a salt).
+# changes keys and values (an adapter: different weights for some requests, lab 17) and with what must keep tenants apart
+# (a salt). Both are names that anybody may choose: `"x"`, `"x|y"`, `"None"`. No two different pairs may give the same
+# start, and a key has 64 bits at least.
 
 
 # %%
@@ -234,8 +225,8 @@ block_keys = check("block-keys", block_keys)
 # %% [markdown]
 # ### 5. A hit is compared
 #
-# Hashes collide, by chance or because somebody tries. A hit on the wrong block is silent. So an entry of the cache
-# also holds the block's `tokens` and its `parent` (the block before it, None for a first one).
+# Hashes collide, by chance or because somebody constructs a collision, and a hit on the wrong block raises no error. So an
+# entry of the cache also holds the block's `tokens` and its `parent` (the block before it, None for a first one).
 
 
 # %%
@@ -260,9 +251,10 @@ find_prefix = check("find-prefix", find_prefix)
 # %% [markdown]
 # ### 6. Copy on write
 #
-# Several answers to one prompt (n samples, the beams of a beam search) hold all its blocks together. The prompt's last
-# block usually has room, and each sample's first token belongs there. Whoever writes into a block that others hold
-# copies it first.
+# Several answers to one prompt (n samples, the beams of a beam search) share all its blocks. The prompt's last block
+# usually has room, and each sample's first token belongs there. A sequence must copy a block before it writes into it if
+# other tables hold it. That may be a block's first place, too: a table may have been forked just after its next block was
+# reserved.
 
 
 # %%
@@ -284,13 +276,14 @@ def prepare_write(table, position, pool, copy, block_size):
 prepare_write = check("copy-on-write", prepare_write)
 
 # %% [markdown]
-# ### 7. What nobody holds may go
+# ### 7. Evict what no table holds
 #
-# A system prompt is needed again in a second, so its blocks stay findable after the last holder has left. Only when
-# room is needed they go, those unused for longest first (LRU). A block with holders is never touched.
+# A system prompt may be needed again in a second, so its blocks stay findable after their last holder has left. They are
+# evicted only when room is needed, the least recently used first (LRU), and their keys are forgotten in both dictionaries.
+# A block with holders is never touched.
 #
-# That is all LRU is for here. (A handbook lists "LRU: preempt the least recently used" as a way to choose a *victim
-# among running sequences*. Those are all used in every step. Lab 14 has policies that work.)
+# LRU chooses among blocks that *no* running sequence holds. It cannot choose a running sequence to preempt: all of those
+# are used in every step (lab 14 has policies for that).
 
 
 # %%
@@ -344,8 +337,8 @@ CachingPool = check("lru-eviction", CachingPool)
 # ## Yours under a transformer
 #
 # `SmallEngine` (in `course/lab13_paged_attention/experiments_engine.py`) puts your parts under the course's target model: your
-# slots, your pool, your attention in every layer, your keys and hits, your copies. Its memory is NaN until somebody
-# writes. Three requests: a prompt, another with the same beginning, and a fork of the first one.
+# slots, your pool, your attention in every layer, your keys and hits, your copies. Its memory is NaN until a slot is
+# written. Three requests: a prompt, another with the same beginning, and a fork of the first one.
 
 # %%
 parts = small.Parts(slot_mapping, Pool, paged_attention, block_keys, find_prefix, prepare_write)
@@ -388,8 +381,8 @@ show(waste_view)
 receipts.waste(wasted, guess_reserved, guess_blocks)
 
 # %% [markdown]
-# That is the whole gain of paging without sharing: more sequences in the same memory, so a larger batch, and lab 12
-# showed what a batch is worth in decode. The size of the block decides how much is left on the table:
+# Without sharing, this is all that paging gains: more sequences in the same memory, so a larger batch (lab 12 shows what
+# that is worth in decode). The block size decides how much is still wasted:
 
 # %%
 show(pictures.waste_by_block_size)
@@ -400,16 +393,13 @@ sliders(
 )
 
 # %% [markdown]
-# Numbers you may read about this, computed again:
+# Numbers that are often quoted about this, computed again:
 
 # %%
 receipts.claims_about_memory()
 
 # %% [markdown]
-# "Under 5 %" is no property of paging: under *one block per sequence* is. And "the KV cache takes 60–80 % of GPU
-# memory" mixes two things up: [Kwon et al. 2023](https://arxiv.org/abs/2309.06180), figure 2, found 20–38 % of the *cache's own* memory to hold tokens in
-# systems with reservations, so 62–80 % of it wasted; on their 40 GB GPU a 13B model's weights took 65 %, the cache
-# about 30 %.
+# Less than 5 % waste is no property of paging; less than *one block per sequence* is.
 #
 # ## Measure: a prefix, once
 #
@@ -421,7 +411,7 @@ without = sharing.share(receipts.PREFIX, receipts.OWN, receipts.REQUESTS, cache=
 receipts.shared_prefix(with_cache, without)
 
 # %% [markdown]
-# What does it save, in general? "10–30 % for chats" is a number without its premises. Move them:
+# How much sharing saves depends on the lengths of prefix and rest and on the number of requests. Move them:
 
 # %%
 show(pictures.sharing)
@@ -450,8 +440,8 @@ receipts.forks(pictures.forks())
 # %% [markdown]
 # ## Watch: eviction
 #
-# Three users take turns; each turn sends everything said so far, and a little more. Move the time. Pale blocks belong
-# to nobody now, but can still be found, until another user's turn needs them. Then give the pool 40 blocks.
+# Three users take turns; each turn sends everything said so far, and a little more. Move the time. No table holds the pale
+# blocks now, but they can still be found, until another user's turn needs the room. Then give the pool 40 blocks.
 
 # %%
 show(pictures.evictions_over_time)
@@ -463,15 +453,14 @@ sliders(pictures.evictions_over_time, num_blocks=[20, 24, 32, 40], step=(1, 108)
 receipts.chats(pictures.chats(40), pictures.chats(20))
 
 # %% [markdown]
-# With 20 blocks the conversations do not fit together, and LRU does what it does worst: users in a circle, one too many
-# for the room, and every block is evicted just before it is needed. A cache that is a little too small may be worth
-# nothing at all.
+# With 20 blocks, users take turns and their contexts do not all fit, so LRU evicts each block just before it is needed. A
+# cache that is a little too small may be worth nothing at all.
 #
 # ## Break it
 #
 # Four engines, each with a bug that a real engine had, serve the same seven requests: some share a beginning of 40
-# tokens; two prompts are equal; one has other tokens that end in the same byte; one comes from another tenant; two
-# large ones come late and need room. The first line is the sound engine.
+# tokens; two prompts are equal; one has other tokens whose last bytes are the same; one comes from another tenant; two
+# large ones come late and need room. The first line is the engine without a bug. Find the bug of each of the others.
 
 # %%
 engines = {"A": breaks.BUGS[1], "B": breaks.BUGS[3], "C": breaks.BUGS[0], "D": breaks.BUGS[2]}
@@ -483,8 +472,8 @@ for name, found in findings.items():
 
 # %% [markdown]
 # `wrong`: requests whose tokens are not the plain loop's. `hit`: tokens from the cache, beside what is right by hand.
-# `uncounted`: blocks in more tables than are counted, at worst. `empty_steps`: steps that computed nothing though
-# somebody ran. Which engine has which bug? Choose from: frees shared blocks · one byte per token · whole prompt from
+# `uncounted`: most blocks that were in more tables than their count says. `empty_steps`: steps that computed nothing
+# although sequences were running. Which engine has which bug? Choose from: frees shared blocks · one byte per token · whole prompt from
 # the cache · no salt in the key.
 
 # %%
@@ -494,29 +483,30 @@ diagnosis = {"A": "no salt in the key", "B": "one byte per token", "C": "?", "D"
 receipts.traces_of_bugs(findings, diagnosis, engines)
 
 # %% [markdown]
-# - **A, one byte per token** (vllm-mlx, pull request 444): `bytes(t & 0xFF for t in tokens)` went into the hash. Token
-#   65 is token 321. One request of seven answers from keys of somebody else's text. *Hits above the closed form* show
-#   it; a comparison of whole tokens on a hit, as yours does, prevents it.
-# - **B, no salt** (of this kind: vLLM issue 44701, where an adapter's name and a salt were one and the same string in
-#   the hash): every answer is right. One tenant's hit tells that another has asked the same: a leak that shows in the
-#   time to first token, and in the count of hits.
-# - **C, frees shared blocks** (mini-sglang, pull request 142): a sequence ends, its blocks go back, and another table
-#   still points at them. Wrong only under pressure, when the block is given away. *Tables against counts*, checked
-#   after every step, show it at once.
-# - **D, whole prompt from the cache** (nano-vllm, pull request 199): nothing is left to compute, the query has length
-#   0, and there are no logits to draw from. Others crash; this one runs in circles.
+# - **A, one byte per token** ([vllm-mlx pull request 444](https://github.com/waybarrios/vllm-mlx/pull/444)): `bytes(t & 0xFF for t in tokens)` went into the hash, so token
+#   65 equals token 321. One request of seven is answered from another text's keys. *More hits than the closed form* show
+#   it; comparing whole tokens on a hit, as yours does, prevents it.
+# - **B, no salt** (similar: [vLLM issue 44701](https://github.com/vllm-project/vllm/issues/44701), where an adapter's name
+#   and a salt gave the same hash): every answer is right. But a hit tells one tenant that another has sent the same prompt.
+#   The leak shows in the time to first token, and in the count of hits.
+# - **C, frees shared blocks** ([mini-sglang pull request 142](https://github.com/sgl-project/mini-sglang/pull/142)): a
+#   sequence ends, its blocks are freed, and another table still points at them. Answers become wrong only when memory is
+#   short and the block is given away. *Tables against counts*, compared after every step, show it at once.
+# - **D, whole prompt from the cache** ([nano-vllm pull request 199](https://github.com/GeeeekExplorer/nano-vllm/pull/199)):
+#   nothing is left to compute, the query has length 0, and there are no logits to sample from. Others crash; this one
+#   schedules the sequence forever.
 #
 # ## Where it loses
 #
-# Too large a block wastes, and shares less: of a prefix only *full* blocks are found. Too small a one costs: more
-# entries in tables, more keys, more places to gather from. Five sizes, measured:
+# A large block wastes more and shares less, since only *full* blocks of a prefix are found. A small block means more table
+# entries, more keys to hash, and more work for attention that goes block by block. Five sizes, measured:
 
 # %%
 swept = sizes.sweep()
 
 
 def sweep_view():
-    """Unused share grows with the block size; time of attention falls."""
+    """Unused share by block size, and attention's CPU time: block by block it falls, copied together it hardly changes."""
     return pictures.draw_sweep(swept)
 
 
@@ -526,19 +516,20 @@ show(sweep_view)
 receipts.block_sizes(swept)
 
 # %% [markdown]
-# The memory of the tables is *not* the reason for larger blocks: an entry is nothing beside a token. Work per block is.
-# Python feels it most (block by block); a kernel wants at least a tile of keys in one piece. vLLM's default is 16,
-# Hugging Face's 256, and the last two rows say for whom that is too much.
+# The right panel has two answers. Block by block, with Python work for each block, small blocks are expensive. Copied
+# together first, the block size hardly matters: the same number of keys is gathered, whatever the blocks. A GPU kernel lies
+# between the two: it wants a tile of keys in one piece, and beyond that gains little. The memory of the tables is *not* a
+# reason for large blocks: an entry is tiny beside a token's keys and values. vLLM's default is 16, that of transformers 256;
+# the last two rows show what 256 wastes on sequences of 100 tokens.
 #
-# Paging also loses where there is nothing to gain: one sequence of known length needs no table, and keys in one piece
-# are read several times more quickly than keys that are first copied together (compare the rows; a kernel that follows
-# the table itself copies nothing). And a prefix cache gains nothing on prompts that never repeat; it then costs the
-# hashing.
+# Paging also loses where there is nothing to gain: one sequence of known length needs no table, and contiguous keys are
+# read several times faster than keys that are first copied together (compare the rows; a kernel that follows the table
+# itself copies nothing). A prefix cache gains nothing on prompts that never repeat, and still costs the hashing.
 #
 # ## The same thing in production
 #
-# `minillm.serve.blocks` is these exercises in one file. Its keys are objects that compare whole chains, so that no
-# collision can pass; a hash of them is only the way into the dictionary.
+# `minillm.serve.blocks` holds these exercises in one file. Its keys are objects that compare whole chains, so a collision
+# cannot cause a wrong hit; their hash only finds the entry in the dictionary.
 
 # %%
 print(inspect.getsource(blocks.Prefix))
@@ -548,14 +539,15 @@ print(inspect.getsource(blocks.Prefix))
 # quicker ones for the CPU, which copy a sequence's blocks together and call torch's fused kernel. On a GPU a kernel
 # does what you did: it looks up slots through the table, keeps a maximum and two sums on chip, and never writes scores
 # to memory. With one query per sequence there is too little work to fill a GPU, so the *keys* are split, too, and the
-# parts are joined by their sums (Flash-Decoding). `minillm/model/paged_triton.py` is such a kernel; this is its last
-# step:
+# parts are joined by their sums ([Flash-Decoding, Dao et al. 2023](https://crfm.stanford.edu/2023/10/12/flashdecoding.html)). `minillm/model/paged_triton.py` is such a kernel; this
+# is its last step. *Optional, where Triton is installed:* write the kernel for one split yourself, run it on the CPU with
+# `TRITON_INTERPRET=1` set before Python starts, and hold it to the check of exercise 3.
 
 # %%
 print(inspect.getsource(getattr(paged_triton.combine, "fn", paged_triton.combine)))
 
 # %% [markdown]
-# Hugging Face `transformers` (5) has a paged cache, too. Live, if installed: four requests with 70 shared tokens.
+# Hugging Face `transformers` (version 5) has a paged cache, too. Four requests with 70 shared tokens, if it is installed:
 
 # %%
 try:
@@ -567,7 +559,7 @@ else:
 compared
 
 # %% [markdown]
-# It finds blocks by a chained 64-bit hash, without comparing tokens; how likely is it that two blocks have one key?
+# It finds blocks by a chained 64-bit hash, without comparing tokens. How likely is it that two blocks share a key?
 
 # %%
 receipts.collisions()
@@ -577,16 +569,27 @@ receipts.collisions()
 # |---|---|
 # | `block_size` | `--block-size` (default 16) |
 # | `num_blocks` | `--gpu-memory-utilization` (default 0.92): what weights and activations leave becomes blocks |
-# | | or, said outright: `--kv-cache-memory-bytes`, `--num-gpu-blocks-override` |
+# | | or explicitly: `--kv-cache-memory-bytes`, `--num-gpu-blocks-override` |
 # | `prefix_cache` | on by default; `--no-enable-prefix-caching` |
-# | `Prefix` | `--prefix-caching-hash-algo` (default `sha256`; `xxhash` is quicker and can be attacked) |
+# | `Prefix` | `--prefix-caching-hash-algo` (default `sha256`; `xxhash` is faster, but collisions can be constructed) |
 # | `salt=` of a request | `cache_salt` in the request |
 # | copy on write | none: n samples are n requests that hit the prompt's full blocks |
 # | swap to the host | `--kv-offloading-size` (GiB). `--swap-space`, which many texts name, is gone since 0.18 |
 #
+# ## Common claims
+#
+# | as claimed | what is true | where to read it |
+# |---|---|---|
+# | "Blocks are free but not contiguous, so the cache needs defragmentation." | Any free block will do; only the unused end of a last block is wasted. | [Kwon et al. 2023](https://arxiv.org/abs/2309.06180), section 4 |
+# | "Paging wastes under 5 %." | Under one block per sequence: little for long sequences, 13 % for 56 tokens in blocks of 16. | the receipt on quoted numbers |
+# | "The KV cache takes 60–80 % of GPU memory." | 62–80 % of the *cache's own* memory was wasted by reservations. Of a 40 GB GPU, a 13B model's weights took 65 %, the cache about 30 %. | [Kwon et al. 2023](https://arxiv.org/abs/2309.06180), figures 1 and 2 |
+# | "Equal tokens mean equal keys, so the block can be shared." | Only after equal beginnings, at the same positions. | the table of differences by layer |
+# | "LRU picks the running sequence to preempt." | All running sequences are used in every step; LRU picks among blocks that no table holds. | [vLLM, prefix caching](https://docs.vllm.ai/en/latest/design/prefix_caching/) |
+# | "Prefix caching saves 10–30 % in chats." | (R − 1) · P of R · (P + U) tokens: 10 % to 81 % in the receipt of saved shares. | the formula and your sliders |
+#
 # ## On a cluster
 #
-# Under tensor parallelism every rank holds `kv_heads / t` heads of *every* block, so block tables are equal on all
+# Nothing of this lab needs several ranks, so it has no script for torchrun. Under tensor parallelism every rank holds `kv_heads / t` heads of *every* block, so block tables are equal on all
 # ranks and one scheduler decides for all; under pipeline parallelism a rank holds its layers of every block. A prefix
 # cache is per replica: a router has to send requests with one prefix to one replica (lab 19). The same engine on a GPU,
 # where it takes the Triton kernel by itself:
@@ -606,8 +609,7 @@ receipts.collisions()
 # %% [markdown]
 # ## Interview corner
 #
-# Numbers first; nothing is compared here. The GPU has 80 GB, the model 8 billion parameters in 16 bits, 32 layers, 8 kv
-# heads of 128.
+# Numbers first: 80 GB of GPU memory, a model of 8 billion parameters in 16 bits, 32 layers, 8 kv heads of 128.
 
 
 # %%
@@ -703,6 +705,38 @@ receipts.interview_numbers()
 #    chained key, compared on a hit. It is counted, copied before it is written, and evicted only when nobody holds it.
 # 3. **Which bugs leave answers looking right?** A missing salt always, a truncated hash and a freed shared block nearly
 #    always. Hits against the closed form, and tables against counts, show all three.
+#
+# ## Design questions
+#
+# Decide and compute first; the next cell has the numbers.
+#
+# **A.** The model above on one 80 GB GPU. Requests have 1,500 tokens of system prompt in common, 300 of their own and
+# answers of 200. How many run at once, in blocks of 16, without a prefix cache and with one?
+#
+# **B.** The same GPU serves chats of 600 tokens. Transfers to the host are efficient from 16 MB on, so a colleague proposes
+# blocks of 128. What does that cost in sequences, and what would you do instead?
+
+# %%
+receipts.design_numbers()
+
+# %% [markdown]
+# <details><summary>Answer A</summary>
+#
+# 427,000 tokens fit. Each request needs 2,000 tokens, 125 blocks: 213 at once. With the prefix held once (93 full blocks,
+# since 1,500 is no multiple of 16), each further request needs 32 blocks: 831 at once, 3.9 times as many. Prompt compute
+# falls from 1,800 to 312 tokens per request. Check next that decode at that batch still meets the latency target.
+# </details>
+#
+# <details><summary>Answer B</summary>
+#
+# Blocks of 16 hold 702 sequences of 600 tokens, blocks of 128 hold 667 (5 blocks of 128 for 600 tokens): 5 % fewer, and
+# prefix hits are rounded down to 128 tokens. A block of 128 is 16.8 MB. Instead, keep blocks of 16 and transfer several
+# blocks per call, or store the layers of one block next to each other.
+# </details>
+#
+# **Capstone (open).** 70B in bf16 over 8 GPUs of 80 GB, agents with 6,000 shared tokens and contexts that grow to 30,000. Choose
+# the block size, the room for idle blocks and the salt policy, and defend them with numbers from
+# `course/lab13_paged_attention/formulas.py` and `minillm.predict`.
 #
 # Next: **14 · continuous batching**, where sequences join and leave at every step.
 

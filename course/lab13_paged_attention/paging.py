@@ -5,6 +5,8 @@ copies everything together: all of them return what they should.
 """
 
 import sys
+import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -49,6 +51,16 @@ def steps_of(call: Callable[[], Any], size: int) -> int:
     return steps
 
 
+def cpu_seconds(call: Callable[[], Any], repeats: int = 7) -> float:
+    """CPU time of this thread in the quickest of a few calls: other programs can only make it longer, never shorter."""
+    seconds = []
+    for _ in range(repeats):
+        began = time.thread_time()
+        call()
+        seconds.append(time.thread_time() - began)
+    return max(min(seconds), 1e-7)
+
+
 class Read(Sequence):
     """Tokens that count how many of them were handed out, in `.reads`."""
 
@@ -69,13 +81,14 @@ class Read(Sequence):
         return len(self._tokens)
 
 
-class LargestTensor(Watch):
-    """Numbers in the largest tensor that torch made anew inside the block, in `.numel` (views are not new)."""
+class NewTensors(Watch):
+    """What torch made anew inside the block, in numbers: the largest tensor, and the most alive at once (no views)."""
 
     def __init__(self, *known: Tensor):
         super().__init__()
-        self.numel = 0
+        self.largest = self.most_alive = 0
         self._known = {x.untyped_storage().data_ptr() for x in known}
+        self._alive: dict[int, int] = {}  # numbers by the storage's address
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -85,8 +98,16 @@ class LargestTensor(Watch):
         found = function(*args, **(kwargs or {}))
         for x in found if isinstance(found, (list, tuple)) else (found,):
             if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in self._known:
-                self.numel = max(self.numel, x.numel())
+                self.largest = max(self.largest, x.numel())
+                self._keep(x.untyped_storage())
         return found
+
+    def _keep(self, storage) -> None:
+        address = storage.data_ptr()
+        if address not in self._alive:
+            self._alive[address] = storage.nbytes() // 8
+            weakref.finalize(storage, self._alive.pop, address, None)
+            self.most_alive = max(self.most_alive, sum(self._alive.values()))
 
 
 class Contents:

@@ -94,7 +94,7 @@ def claims_about_memory() -> Receipt:
 
     mha, gqa, even = kv_bytes_per_token(Llama70BWithoutGroups), kv_bytes_per_token(Llama70B), range(1, 2049)
     return receipt(
-        "common claims, and what they come to",
+        "numbers that are often quoted, and what they come to",
         [
             formula("'21 GB for a 70B request of 4K': with 64 kv heads", mha * 4096, "B"),
             formula("    the real model, 8 kv heads", gqa * 4096, "B"),
@@ -263,6 +263,30 @@ def interview_numbers() -> Receipt:
             formula("3. 8 samples of 1,000 tokens: blocks copied", predict.fork_copies(1000, 8, 16)),
             formula("    of 1,008 tokens", predict.fork_copies(1008, 8, 16)),
             formula("4. a block of 16, this model", 16 * per_token, "B"),
+        ],
+    )
+
+
+def design_numbers() -> Receipt:
+    """The numbers behind the design questions: 80 GB, 8 billion parameters, blocks of 16 and of 128."""
+
+    class Model8B:
+        num_layers, num_kv_heads, head_dim = 32, 8, 128
+
+    per_token = kv_bytes_per_token(Model8B)
+    room = int((0.9 * 80e9 - 16e9) / per_token)
+    blocks, each = room // 16, predict.blocks_for(2000, 16)
+    shared = predict.cacheable_tokens(1500, 1800, 16) // 16
+    return receipt(
+        "numbers for the design questions",
+        [
+            formula("A. tokens that fit", room),
+            formula("    requests at once, nothing shared", blocks // each),
+            formula("    the prefix once", (blocks - shared) // (each - shared)),
+            formula("    prompt tokens computed per request, then", 1800 - 16 * shared),
+            formula("B. chats of 600 tokens, blocks of 16", predict.requests_in_pool(room, 600, 16)),
+            formula("    blocks of 128", predict.requests_in_pool(room, 600, 128)),
+            formula("    a block of 128", 128 * per_token, "B"),
         ],
     )
 

@@ -14,42 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from course.lab14_continuous_batching import formulas as predict
+from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
 from minillm.serve import Sequence as Seq
 
-# The course's own answers.
-
-
-def continuous_batches(lengths: Sequence[int], max_num_seqs: int) -> list[list[int]]:
-    """Each step: who sits takes a token; who has all of his leaves; who is next in line sits down."""
-    left, waiting, running, steps = list(lengths), list(range(len(lengths))), [], []
-    while waiting or running:
-        while waiting and len(running) < max_num_seqs:
-            running.append(waiting.pop(0))
-        steps.append(list(running))
-        for request in running:
-            left[request] -= 1
-        running = [request for request in running if left[request]]
-    return steps
-
-
-def plan_step(
-    running: Sequence[Seq], waiting: Sequence[Seq], budget: int, chunk: int, max_num_seqs: int
-) -> list[tuple[Seq, int]]:
-    """One token for everybody who lacks one, then prompts that have begun, then those who wait, in order."""
-    decoding = [s for s in running if s.num_tokens - s.num_computed == 1]
-    prompts = [s for s in running if s.num_tokens - s.num_computed > 1]
-    plan = []
-    for sequence in [*decoding, *prompts, *waiting[: max(0, max_num_seqs - len(running))]]:
-        tokens = min(sequence.num_tokens - sequence.num_computed, chunk, budget)
-        if tokens:
-            plan.append((sequence, tokens))
-            budget -= tokens
-    return plan
-
-
-# What they are held to.
+ANSWERS = answers_of("14_continuous_batching")
 
 
 @exercise(
@@ -137,7 +107,7 @@ def check_plan(learner: Callable) -> Receipt:
     for chunk in (8, 64):
         lengths = [(random.randint(1, 40), random.randint(1, 12)) for _ in range(16)]
         numbers = _play(learner, lengths, budget=64, chunk=chunk, max_num_seqs=6)
-        due = _play(plan_step, lengths, budget=64, chunk=chunk, max_num_seqs=6)
+        due = _play(ANSWERS.plan_step, lengths, budget=64, chunk=chunk, max_num_seqs=6)
         rows.append(row(f"16 requests, chunk {chunk}: steps", due["steps"], numbers["steps"]))
         rows.append(row("    tokens computed", sum(p + n - 1 for p, n in lengths), numbers["tokens"]))
         rows.append(row("    steps in which a decoding sequence stood still", 0, numbers["stalled"]))

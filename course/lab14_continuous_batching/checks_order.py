@@ -2,45 +2,16 @@
 
 import random
 from collections.abc import Callable, Sequence
-from heapq import heappop, heappush
 from itertools import count
 
 from course.lab14_continuous_batching import formulas as predict
+from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
 from minillm.serve import POLICIES
 from minillm.serve import Sequence as Seq
 
-# The course's own answers.
-
-
-def victim(running: Sequence[Seq], needy: Seq, policy: str) -> Seq | None:
-    """The largest by the policy among those behind; the latest of equals."""
-    measures = {
-        "latest": lambda s: s.rank[1],
-        "longest": lambda s: s.num_tokens,
-        "lowest priority": lambda s: s.priority,
-        "least recently used": lambda s: -s.last_step,
-    }
-    behind = [s for s in running if s.rank > needy.rank]
-    return max(behind, key=lambda s: (measures[policy](s), s.rank), default=None)
-
-
-class PatientQueue:
-    """A heap ordered by arrival + patience · priority."""
-
-    def __init__(self, patience: int):
-        self.patience, self.heap, self.arrivals = patience, [], count()
-
-    def push(self, name: str, priority: int) -> None:
-        arrival = next(self.arrivals)
-        heappush(self.heap, (arrival + self.patience * priority, arrival, name))
-
-    def pop(self) -> str:
-        return heappop(self.heap)[-1]
-
-
-# What they are held to.
+ANSWERS = answers_of("14_continuous_batching")
 
 
 @exercise(
@@ -64,7 +35,7 @@ def check_victim(learner: Callable) -> Receipt:
             running = _draw_running()
             needy = random.choice(running)
             found = learner(list(running), needy, policy)
-            due = victim(running, needy, policy)
+            due = ANSWERS.victim(running, needy, policy)
             if found is not due:
                 raise CheckFailed(_wrong_victim(running, needy, policy, found, due))
             right += 1

@@ -5,41 +5,15 @@ from heapq import heappop
 
 from course.lab14_continuous_batching.experiments import TINY, one_thread, play, requests
 from course.lab14_continuous_batching.shelves import contents, draw_pool
+from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
 from minillm.model import Transformer
 from minillm.model.generate import generate
-from minillm.serve import LLM, BlockPool, Scheduler
+from minillm.serve import LLM, Scheduler
 from minillm.serve import Sequence as Seq
 
-# The course's own answers.
-
-
-class Preemption:
-    """Gives blocks up and wins them back; the tokens of the sequence stay."""
-
-    def preempt(self, sequence: Seq, pool: BlockPool, swap: bool) -> None:
-        held = pool.blocks_for(sequence.num_computed)
-        if swap and held <= pool.free_host:
-            sequence.host_blocks = pool.swap_out(sequence.blocks[:held])
-            pool.release(sequence.blocks[held:])
-        else:
-            sequence.num_computed = 0
-            pool.release(sequence.blocks)
-        sequence.blocks = []
-
-    def resume(self, sequence: Seq, pool: BlockPool, hits: list[int]) -> bool:
-        fresh = pool.blocks_for(sequence.num_tokens) - len(hits)
-        if fresh + pool.idle(hits) > pool.available:
-            return False
-        sequence.blocks = pool.share(hits) + pool.allocate(fresh)
-        pool.swap_in(sequence.host_blocks, sequence.blocks, skip=len(hits))
-        sequence.host_blocks = []
-        sequence.num_computed = max(sequence.num_computed, len(hits) * pool.block_size)
-        return True
-
-
-# What they are held to.
+ANSWERS = answers_of("14_continuous_batching")
 
 
 @exercise(
@@ -59,11 +33,12 @@ class Preemption:
 def check_preemption(learner: type) -> Receipt:
     moved, due = 0, 0
     for swap, host, shared in (
-        (False, 0, 0), (False, 0, 2), (True, 16, 0), (True, 16, 2), (True, 1, 0), (True, 16, 3),
+        (False, 0, 0), (False, 0, 2), (True, 16, 0), (True, 16, 2), (True, 1, 0), (True, 16, 3), (True, None, 0),
     ) * 3:  # fmt: skip
         one, two = _one_round(learner, swap, host, shared)
         moved, due = moved + one, due + two
     _refuses_what_does_not_fit(learner)
+    _takes_what_just_fits(learner)
     rows = [row("blocks moved to the host and back", due, moved)]
     model = Transformer(TINY, seed=2)
     for swap in (False, True):
@@ -71,10 +46,10 @@ def check_preemption(learner: type) -> Receipt:
     return Receipt("preempted and brought back", tuple(rows))
 
 
-def _one_round(learner: type, swap: bool, host: int, shared: int) -> tuple[int, int]:
+def _one_round(learner: type, swap: bool, host: int | None, shared: int) -> tuple[int, int]:
     """One sequence out and in, some of its first blocks also held by another one; (blocks moved, blocks due)."""
     pool, shelf, sequence, other = draw_pool(host, shared)
-    computed, tokens = sequence.num_computed, list(sequence.tokens)
+    computed, tokens, host = sequence.num_computed, list(sequence.tokens), pool.free_host
     held, size = pool.blocks_for(computed), pool.block_size
     fits = swap and held <= host
     hits = list(sequence.blocks[:shared])
@@ -149,6 +124,22 @@ def _refuses_what_does_not_fit(learner: type) -> None:
     pool.release(taken)
 
 
+def _takes_what_just_fits(learner: type) -> None:
+    """A hit that another sequence holds needs no block of those available."""
+    pool, _, sequence, _ = draw_pool(0, 2, spare=0)
+    hits = list(sequence.blocks[:2])
+    mine = learner()
+    mine.preempt(sequence, pool, False)
+    fresh = pool.blocks_for(sequence.num_tokens) - len(hits)
+    pool.allocate(pool.available - fresh)
+    if mine.resume(sequence, pool, hits) is not True:
+        raise CheckFailed(
+            f"{fresh + 2} blocks are needed; 2 of them are hits that another sequence holds, and {fresh} are "
+            f"available: "
+            "that is enough, yet resume does not return True. A hit that is held takes no available block"
+        )
+
+
 @one_thread()
 def _in_an_engine(learner: type, model: Transformer, swap: bool) -> list:
     """Greedy tokens of an engine that preempts and resumes as the learner does, against the naive loop's."""
@@ -157,7 +148,7 @@ def _in_an_engine(learner: type, model: Transformer, swap: bool) -> list:
         mine = learner()
 
         def _preempt(self, sequence: Seq) -> None:
-            self._unseat(sequence)
+            self._stop_running(sequence)
             sequence.preemptions += 1
             self.mine.preempt(sequence, self.pool, self.swaps)
             self._wait(sequence)

@@ -1,4 +1,4 @@
-"""Lab 14's measurements: traces played through a scheduler without a model, on a clock that is computed.
+"""Lab 14's measurements: traces played through a scheduler without a model, on a simulated clock.
 
     arrivals ──▶ Scheduler + BlockPool ──▶ plan ──▶ StepCost: seconds ──▶ Flight: records, times, what moved
 
@@ -7,8 +7,7 @@ moment and comes out the same on every machine. That the engine does the same, s
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -16,7 +15,8 @@ from typing import Any
 
 import torch
 
-from course.lab14_continuous_batching.formulas import H100_8B, StepCost
+from course.shared.measuring import one_thread
+from course.shared.step_cost import H100_8B, StepCost
 from minillm.data import corpus
 from minillm.data.tokenizer import Tokenizer
 from minillm.model import ModelConfig, Transformer, load_hf
@@ -27,17 +27,6 @@ from minillm.serve.recorder import record
 from minillm.serve.trace import Arrival, Spread, spread
 
 TINY = ModelConfig(61, 32, 64, 2, 4, 2, max_seq_len=256, init_std=0.2)
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """The models here are so small that a second thread costs more than it brings."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @dataclass
@@ -219,7 +208,14 @@ def text() -> tuple[int, ...]:
 
 @cache
 def draft() -> Transformer:
+    """The committed draft model, float32."""
     return load_hf(folder_of("draft"), dtype=torch.float32)
+
+
+@cache
+def target() -> Transformer:
+    """The committed target model, float32."""
+    return load_hf(folder_of("target"), dtype=torch.float32)
 
 
 def requests(

@@ -1,6 +1,6 @@
 """Lab 14's comparisons: static, timer and continuous batching; chunk sizes; policies; recompute and swap.
 
-Engines run a real model on a clock that is computed (one H100 and an 8B model at their peaks), so that counts and
+Engines run a real model on a simulated clock (one H100 and an 8B model at their peaks), so that counts and
 times are the same on every machine; what only a schedule decides is played without a model.
 """
 
@@ -12,10 +12,11 @@ from itertools import pairwise
 from typing import Any
 
 from course.lab14_continuous_batching import formulas as predict
-from course.lab14_continuous_batching.experiments import Flight, Player, draft, one_thread, play, requests, text
+from course.lab14_continuous_batching.experiments import Flight, Player, draft, play, requests, target, text
 from course.lab14_continuous_batching.experiments_breaks import PromptsFirst
-from course.lab14_continuous_batching.formulas import H100_8B
 from course.shared.baselines import StaticBatches, TimerBatches
+from course.shared.measuring import one_thread
+from course.shared.step_cost import H100_8B
 from minillm.model import Transformer
 from minillm.serve import LLM, POLICIES, BlockPool, SamplingParams, Scheduler
 from minillm.serve.trace import Arrival, VirtualClock, arrivals, replay, skewed, summary, uniform
@@ -96,8 +97,10 @@ def timers(model: Transformer, waits: Sequence[float], rate: float = 10.0, token
 # A long prompt among those who decode.
 
 LONG, DECODING, HELD = 8192, 16, 512
+CHUNKS = (128, 256, 512, 1024, 2048, 4096, None)
 
 
+@cache
 def stall(chunk: int | None, make: type[Scheduler] = Scheduler) -> dict[str, float]:
     """16 sequences decode when a prompt of 8,192 tokens comes: their worst gap, and its time to first token."""
     each = requests([(HELD, 160)] * DECODING + [(LONG, 4)], vocab_size=1000)
@@ -187,20 +190,30 @@ def step_seconds(model: Transformer, widths: Sequence[int] = (1, 4, 16), tokens:
 
 
 @one_thread()
-def preempted_here(model: Transformer, tokens: int = 256, repeats: int = 5) -> dict[str, float]:
-    """Median seconds on this machine to compute a sequence of so many tokens again, and to swap it out and in."""
-    found: dict[str, list[float]] = {"recompute": [], "swap": []}
-    prompt = list(text()[:tokens])
+def stall_here(chunk: int | None, prompt: int = 440, decoding: int = 4, repeats: int = 3) -> dict[str, float]:
+    """Seconds by the wall clock on this machine, the target model: 4 sequences decode when a prompt of 440 tokens
+    arrives. Longest pause of the four before and after, and the prompt's time to first token; the best of `repeats`."""
+    ids, found = list(text()), []
     for _ in range(repeats):
-        llm = LLM(model, num_host_blocks=64, prefix_cache=False, token_budget=tokens)
-        llm.generate([prompt], SamplingParams(max_tokens=1))
-        found["recompute"].append(llm.records[-1].seconds)
-        held = list(range(llm.pool.blocks_for(tokens)))
-        started = time.perf_counter()
-        llm.cache.to_host(held, held)
-        llm.cache.from_host(held, held)
-        found["swap"].append(time.perf_counter() - started)
-    return {name: sorted(seconds)[repeats // 2] for name, seconds in found.items()}
+        budget = (chunk or prompt) + decoding
+        llm = LLM(target(), prefix_cache=False, chunk=chunk, token_budget=budget, max_num_seqs=2 * decoding)
+        params = SamplingParams(max_tokens=40, ignore_eos=True)
+        for place in range(decoding):
+            llm.add(ids[1000 * place :][:16], params)
+        for _ in range(10):
+            llm.step()
+        arrived = time.perf_counter()
+        name = llm.add(ids[8000 : 8000 + prompt], SamplingParams(max_tokens=2, ignore_eos=True))
+        while llm.unfinished:
+            llm.step()
+        ends = [each.started + each.seconds for each in llm.records]
+        first = next(
+            place for place, each in enumerate(llm.records)
+            for who, start, tokens in each.batch if who.startswith(name) and start + tokens == prompt
+        )  # fmt: skip
+        gaps = [b - a for a, b in pairwise(ends)]
+        found.append({"before": sorted(gaps[2:8])[3], "gap": max(gaps[8 : first + 1]), "ttft": ends[first] - arrived})
+    return {key: min(each[key] for each in found) for key in found[0]}
 
 
 def bookkeeping(widths: Sequence[int] = (16, 128), steps: int = 30) -> dict[int, float]:

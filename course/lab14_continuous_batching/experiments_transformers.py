@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from course.lab14_continuous_batching.experiments import one_thread
+from course.shared.measuring import one_thread
 from minillm.model.generate import folder_of
 from minillm.serve.trace import Arrival
 

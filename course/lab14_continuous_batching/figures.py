@@ -8,13 +8,16 @@ from matplotlib.figure import Figure
 from course.lab14_continuous_batching import experiments_engines as engines
 from course.lab14_continuous_batching import figures_flight as lab_14_flight
 from course.lab14_continuous_batching import formulas as predict
-from course.lab14_continuous_batching.checks import continuous_batches
 from course.lab14_continuous_batching.experiments import Flight
-from course.lab14_continuous_batching.formulas import H100_8B
+from course.shared.step_cost import H100_8B
+from minillm.labkit.answers import answers_of
 from minillm.labkit.palette import PALETTE, look
 from minillm.labkit.plots import style, subplots
 from minillm.serve import POLICIES
 from minillm.serve.trace import skewed, uniform
+
+ANSWERS = answers_of("14_continuous_batching")
+
 
 PALE = (PALETTE["orange"], PALETTE["sky"], PALETTE["purple"], PALETTE["yellow"])  # numbers on these are black
 
@@ -22,7 +25,7 @@ PALE = (PALETTE["orange"], PALETTE["sky"], PALETTE["purple"], PALETTE["yellow"])
 
 
 def seats_over_time(requests: int = 24, max_num_seqs: int = 6, sigma: float = 1.0, longest: int = 48) -> Figure:
-    """Who sits where: static batches above, continuous batching below; sigma 0 makes all answers equally long."""
+    """Requests by seat and step: static batches above, continuous below; sigma 0 makes all answers equally long."""
     lengths = _lengths(requests, sigma, longest)
     figure, panels = subplots(2, 1, width=10, height=4.2, sharex=True)
     static, continuous = predict.static_steps(lengths, max_num_seqs), predict.continuous_steps(lengths, max_num_seqs)
@@ -51,7 +54,7 @@ def seats_over_time(requests: int = 24, max_num_seqs: int = 6, sigma: float = 1.
 def recompute_or_swap(
     link_gb_per_s: float = 16.0, kv_heads: int = 8, block_size: int = 16, copy_us: float = 0.0
 ) -> Figure:
-    """What a preemption adds, by the tokens that the victim had: an 8B model on one H100 at its peaks (predicted).
+    """What a preemption adds, by the tokens the sequence had: an 8B model on one H100 at its peaks (formula).
 
     copy_us: what starting the copy of one block costs.
     """
@@ -69,10 +72,8 @@ def recompute_or_swap(
             note = f"{where:,.0f} tokens"
             axes.annotate(note, (where, 0), xytext=(6, 6), textcoords="offset points", fontsize=9)
         said = "swap always" if where == 0 else f"swap from {where:,.0f} tokens on" if where < 1e6 else "recompute"
-        axes.set(
-            xlabel="tokens the victim had computed", ylabel="added time (ms)", xlim=(0, tokens[-1]), ylim=(0, None)
-        )
-        axes.set_title(f"link of {link_gb_per_s:g} GB/s, {kv_heads} kv heads: {said} (predicted)")
+        axes.set(xlabel="tokens that had been computed", ylabel="added time (ms)", xlim=(0, tokens[-1]), ylim=(0, None))
+        axes.set_title(f"link of {link_gb_per_s:g} GB/s, {kv_heads} kv heads: {said} (formula)")
         axes.legend()
     return figure
 
@@ -93,7 +94,7 @@ def _static(lengths: list[int], max_num_seqs: int) -> list[tuple[int, int]]:
 
 def _continuous(lengths: list[int], max_num_seqs: int) -> list[tuple[int, int]]:
     free_at, bars = [0] * max_num_seqs, {}
-    for step, batch in enumerate(continuous_batches(lengths, max_num_seqs)):
+    for step, batch in enumerate(ANSWERS.continuous_batches(lengths, max_num_seqs)):
         for request in batch:
             if request not in bars:
                 seat = min(range(max_num_seqs), key=lambda s: (free_at[s] > step, s))
@@ -101,22 +102,30 @@ def _continuous(lengths: list[int], max_num_seqs: int) -> list[tuple[int, int]]:
     return [bars[request] for request in range(len(lengths))]
 
 
-# Drawn from flights.
+def chunk_sizes() -> Figure:
+    """The worst gap of 16 decoding sequences and the long prompt's TTFT by chunk size: formula and simulated."""
+    return _chunks()[0]
+
+
+def worst_gaps() -> Figure:
+    """Worst gap of 120 requests under four policies, recomputed and swapped: share that had no longer one."""
+    return draw_gaps(engines.crowds())
+
+
+# Drawn from recorded runs.
 
 
 def draw_stalls(rows: list[dict[str, Any]], unmixed: dict[str, float] | None = None) -> Figure:
-    """Chunk size against the worst gap of those who decode, and the long prompt's own time to first token."""
+    """Chunk size against the worst gap of decoding sequences, and the long prompt's time to first token."""
     figure, panels = subplots(1, 2, width=10, height=3.3)
     chunks = [numbers["chunk"] for numbers in rows]
     with style():
         for axes, key, predicted, name in (
-            (panels[0], "gap", "predicted", "worst gap of 16 decoding (ms)"),
-            (panels[1], "ttft", "predicted_ttft", "its time to first token (ms)"),
+            (panels[0], "gap", "predicted", "worst gap of 16 decoding sequences (ms)"),
+            (panels[1], "ttft", "predicted_ttft", "the prompt's TTFT (ms)"),
         ):
-            axes.plot(
-                chunks, [1e3 * r[predicted] for r in rows], "--", marker="", color=look(1).color, label="predicted"
-            )
-            axes.plot(chunks, [1e3 * r[key] for r in rows], "o", color=look(0).color, label="played")
+            axes.plot(chunks, [1e3 * r[predicted] for r in rows], "--", marker="", color=look(1).color, label="formula")
+            axes.plot(chunks, [1e3 * r[key] for r in rows], "o", color=look(0).color, label="simulated")
             axes.set_xscale("log", base=2)
             axes.set_xticks(chunks, [f"{chunk:,}" for chunk in chunks], fontsize=8)
             axes.minorticks_off()
@@ -125,33 +134,25 @@ def draw_stalls(rows: list[dict[str, Any]], unmixed: dict[str, float] | None = N
             panels[0].set_ylim(0, 1.15e3 * unmixed["gap"])
             style_of = {"color": PALETTE["vermillion"], "marker": "X", "linestyle": "", "markersize": 8}
             panels[0].plot(512, 1e3 * unmixed["gap"], label="chunk 512, phases never mixed", **style_of)
-        panels[0].set_title("a prompt of 8,192 tokens comes in")
+        panels[0].set_title("a prompt of 8,192 tokens arrives")
         panels[0].legend(fontsize=8)
         panels[1].legend(fontsize=8)
     return figure
 
 
-def draw_latencies(flights: dict[tuple[str, str], Flight]) -> Figure:
-    """Share of requests that had to wait no longer: TTFT, TPOT and worst gap under four policies, both ways."""
-    figure, panels = subplots(1, 3, width=11.5, height=3.6, sharey=True)
-    names = {"ttft": "TTFT", "tpot": "TPOT", "worst_gap": "worst gap"}
+def draw_gaps(flights: dict[tuple[str, str], Flight]) -> Figure:
+    """Worst gap of each request under four policies, recomputed and swapped: share that had no longer one."""
+    figure, axes = subplots(width=9, height=3.8)
     with style():
-        for axes, what in zip(panels, names, strict=True):
-            for (policy, how), flight in flights.items():
-                values = [getattr(told, what) for told in flight.told.values()]
-                values = sorted(1e3 * value for value in values if value is not None)
-                share = [(place + 1) / len(values) for place in range(len(values))]
-                colour = look(list(POLICIES).index(policy)).color
-                label = f"{policy}, {how}"
-                axes.step(
-                    values, share, color=colour, linestyle="-" if how == "recompute" else "--", label=label, marker=""
-                )
-            axes.set_xlabel(f"{names[what]} (ms)")
-        panels[2].set_xscale("log")
-        panels[0].set_ylabel("share of requests")
-        panels[0].set_title("one trace, 120 requests, on the computed clock")
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+        for (policy, how), flight in flights.items():
+            values = sorted(1e3 * told.worst_gap for told in flight.told.values())
+            share = [(place + 1) / len(values) for place in range(len(values))]
+            drawn = look(list(POLICIES).index(policy))
+            line = "-" if how == "recompute" else "--"
+            axes.step(values, share, color=drawn.color, linestyle=line, label=f"{policy}, {how}", marker="")
+        axes.set(xlabel="worst gap of a request (ms)", ylabel="share of requests", xscale="log", ylim=(0, 1.02))
+        axes.set_title("120 requests, one trace, simulated clock: what a preemption costs its victim")
+        axes.legend(fontsize=8, loc="lower right")
     return figure
 
 
@@ -171,7 +172,7 @@ def _seats() -> tuple[Figure, dict[str, Any]]:
 
 
 def _chunks() -> tuple[Figure, dict[str, Any]]:
-    rows, unmixed = engines.stalls((128, 256, 512, 1024, 2048, 4096, None)), engines.unmixed(512)
+    rows, unmixed = engines.stalls(engines.CHUNKS), engines.unmixed(512)
     return draw_stalls(rows, unmixed), {"rows": rows, "unmixed": unmixed}
 
 
@@ -187,7 +188,7 @@ def _policies() -> tuple[Figure, dict[str, Any]]:
         }
         for (policy, how), flight in flights.items()
     }
-    return draw_latencies(flights), numbers
+    return draw_gaps(flights), numbers
 
 
 FIGURES = {"flight": _flight, "seats": _seats, "chunks": _chunks, "policies": _policies}

@@ -47,7 +47,7 @@ def flight(policy: str = "latest", preemption: str = "recompute", chunk: int = 1
 
 
 def view(step: int = 14, policy: str = "latest", preemption: str = "recompute", chunk: int = 12) -> Figure:
-    """Who holds which block after a step, and what each step computed (the arrow is this one).
+    """Which sequence holds which block after a step, and what each step computed (the shown one is shaded).
 
     A block shows its sequence; ×2: two hold it. Hatched tokens are prompt, or computed again after a preemption.
     """
@@ -64,7 +64,7 @@ def draw(flown: Flight, step: int, title: str) -> Figure:
         _draw_blocks(above, now)
         away = sorted(_away(records[:step]), key=int)
         above.set_title(
-            f"{title}: step {step} of {len(records)}: {now.running} run, {now.waiting} wait"
+            f"{title}: step {step} of {len(records)}: {now.running} running, {now.waiting} waiting"
             + (f" (preempted: {', '.join(away)})" if away else "")
             + f"; {now.used} of {now.used + now.free + now.cached} blocks used, {now.cached} cached"
         )

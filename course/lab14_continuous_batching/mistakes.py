@@ -2,8 +2,11 @@
 
 import heapq
 
-from course.lab14_continuous_batching import checks as right
+from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import alternative, mistake
+
+ANSWERS = answers_of("14_continuous_batching")
+
 
 # Join and leave
 
@@ -45,19 +48,19 @@ def one_step_late(lengths, max_num_seqs):
 
 @mistake("join-and-leave", "leaves-one-step-late", expect=r"is in \d+ batches and needs \d+ tokens")
 def one_token_too_many(lengths, max_num_seqs):
-    return right.continuous_batches([length + 1 for length in lengths], max_num_seqs)
+    return ANSWERS.continuous_batches([length + 1 for length in lengths], max_num_seqs)
 
 
 @mistake("join-and-leave", "shortest-first", expect="first come, first served")
 def shortest_first(lengths, max_num_seqs):
     order = sorted(range(len(lengths)), key=lambda r: lengths[r])
-    steps = right.continuous_batches([lengths[r] for r in order], max_num_seqs)
+    steps = ANSWERS.continuous_batches([lengths[r] for r in order], max_num_seqs)
     return [[order[r] for r in step] for step in steps]
 
 
 @mistake("join-and-leave", "seats-not-counted", expect=r"has \d+ requests in \d+ seats")
 def everybody_at_once(lengths, max_num_seqs):
-    return right.continuous_batches(lengths, len(lengths))
+    return ANSWERS.continuous_batches(lengths, len(lengths))
 
 
 @alternative("join-and-leave", "when-each-seat-is-free")
@@ -143,7 +146,7 @@ def no_seats(running, waiting, budget, chunk, max_num_seqs):
 
 @mistake("token-budget-step", "computes-while-planning", expect="a plan only says what the step will compute")
 def advances(running, waiting, budget, chunk, max_num_seqs):
-    plan = right.plan_step(running, waiting, budget, chunk, max_num_seqs)
+    plan = ANSWERS.plan_step(running, waiting, budget, chunk, max_num_seqs)
     for sequence, tokens in plan:
         sequence.num_computed += tokens
     return plan

@@ -2,8 +2,11 @@
 
 from itertools import pairwise
 
-from course.lab14_continuous_batching import checks_flight as right
+from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import alternative, mistake
+
+ANSWERS = answers_of("14_continuous_batching")
+
 
 # Latencies
 
@@ -46,14 +49,14 @@ def from_admission(records, prompts, arrived):
 @mistake("latencies-from-a-flight", "divided-by-all-tokens", expect="TPOT")
 def by_all_tokens(records, prompts, arrived):
     counts = {name: len(at) for name, at in _times(records, prompts, _last).items()}
-    found = right.latencies(records, prompts, arrived)
+    found = ANSWERS.latencies(records, prompts, arrived)
     return {name: (a, b * (counts[name] - 1) / counts[name], c) for name, (a, b, c) in found.items()}
 
 
 @mistake("latencies-from-a-flight", "end-to-end-per-token", expect="TPOT")
 def with_the_prompt(records, prompts, arrived):
     times = _times(records, prompts, _last)
-    found = right.latencies(records, prompts, arrived)
+    found = ANSWERS.latencies(records, prompts, arrived)
     return {name: (a, (times[name][-1] - arrived[name]) / len(times[name]), c) for name, (a, _, c) in found.items()}
 
 
@@ -94,13 +97,13 @@ def all_is_well(records, prompts):
 
 @mistake("diagnose-a-flight", "preemption-is-a-fault", expect="you say 'place in the queue lost', it is 'healthy'")
 def preemption_is_wrong(records, prompts):
-    found = right.diagnose(records, prompts)
+    found = ANSWERS.diagnose(records, prompts)
     return "place in the queue lost" if found == "healthy" and any(each.preempted for each in records) else found
 
 
 @mistake("diagnose-a-flight", "many-preemptions-are-a-livelock", expect="it is 'livelock'|you say 'livelock'")
 def many_preemptions(records, prompts):
-    found = right.diagnose(records, prompts)
+    found = ANSWERS.diagnose(records, prompts)
     if sum(len(each.preempted) for each in records) >= 3 and found in ("healthy", "place in the queue lost"):
         return "livelock"
     return found
@@ -114,12 +117,12 @@ def one_missing(records, prompts):
         if running - batch - set(each.preempted):
             return "phases never mixed"
         running = (running | batch) - set(each.ended) - set(each.preempted)
-    return right.diagnose(records, prompts)
+    return ANSWERS.diagnose(records, prompts)
 
 
 @mistake("diagnose-a-flight", "never-follows-the-tokens", expect="it is 'tokens that do not exist'")
 def without_tokens(records, prompts):
-    found = right.diagnose(records, prompts)
+    found = ANSWERS.diagnose(records, prompts)
     return "healthy" if found == "tokens that do not exist" else found
 
 
@@ -151,3 +154,9 @@ def questions(records, prompts):
             return "phases never mixed"
         ready = (ready | tokens[record.step]) - set(record.ended)
     return "healthy"
+
+
+@mistake("diagnose-a-flight", "whatever-has-not-ended-is-a-livelock", expect="is no fault")
+def not_ended(records, prompts):
+    found = ANSWERS.diagnose(records, prompts)
+    return "livelock" if sum(len(each.ended) for each in records) < len(prompts) else found

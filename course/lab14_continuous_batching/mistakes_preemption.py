@@ -4,9 +4,11 @@ import heapq
 from collections import deque
 from itertools import count
 
-from course.lab14_continuous_batching import checks_order as order
-from course.lab14_continuous_batching import checks_preemption as right
+from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import alternative, mistake
+
+ANSWERS = answers_of("14_continuous_batching")
+
 
 # Whom to preempt
 
@@ -66,7 +68,7 @@ def sorted_victim(running, needy, policy):
 
 
 @mistake("preempt-and-return", "keeps-num-computed", expect="the keys and values of 0 tokens are kept")
-class KeepsCount(right.Preemption):
+class KeepsCount(ANSWERS.Preemption):
     def preempt(self, sequence, pool, swap):
         computed = sequence.num_computed
         super().preempt(sequence, pool, swap)
@@ -74,27 +76,27 @@ class KeepsCount(right.Preemption):
 
 
 @mistake("preempt-and-return", "starts-the-answer-again", expect="what was sampled has been sent to its reader")
-class ForgetsAnswer(right.Preemption):
+class ForgetsAnswer(ANSWERS.Preemption):
     def preempt(self, sequence, pool, swap):
         super().preempt(sequence, pool, swap)
         del sequence.tokens[-1:]
 
 
 @mistake("preempt-and-return", "blocks-not-released", expect="Each block is released once")
-class Leaks(right.Preemption):
+class Leaks(ANSWERS.Preemption):
     def preempt(self, sequence, pool, swap):
         sequence.blocks, sequence.num_computed = [], 0
 
 
 @mistake("preempt-and-return", "still-names-its-blocks", expect="the sequence still names blocks")
-class KeepsTable(right.Preemption):
+class KeepsTable(ANSWERS.Preemption):
     def preempt(self, sequence, pool, swap):
         pool.release(sequence.blocks)
         sequence.num_computed = 0
 
 
 @mistake("preempt-and-return", "swaps-empty-blocks", expect="those with something in them")
-class SwapsAll(right.Preemption):
+class SwapsAll(ANSWERS.Preemption):
     def preempt(self, sequence, pool, swap):
         if swap and len(sequence.blocks) <= pool.free_host:
             sequence.host_blocks = pool.swap_out(sequence.blocks)
@@ -105,7 +107,7 @@ class SwapsAll(right.Preemption):
 
 
 @mistake("preempt-and-return", "host-may-be-full", expect="do not fit the host")
-class AlwaysSwaps(right.Preemption):
+class AlwaysSwaps(ANSWERS.Preemption):
     def preempt(self, sequence, pool, swap):
         if not swap:
             return super().preempt(sequence, pool, swap)
@@ -116,7 +118,7 @@ class AlwaysSwaps(right.Preemption):
 
 
 @mistake("preempt-and-return", "hits-added-to-what-is-computed", expect=r"after resume num_computed is")
-class CountsTwice(right.Preemption):
+class CountsTwice(ANSWERS.Preemption):
     def resume(self, sequence, pool, hits):
         computed = sequence.num_computed
         if done := super().resume(sequence, pool, hits):
@@ -125,7 +127,7 @@ class CountsTwice(right.Preemption):
 
 
 @mistake("preempt-and-return", "copies-over-the-hits", expect="a hit is there already, and others are reading it")
-class OverwritesHits(right.Preemption):
+class OverwritesHits(ANSWERS.Preemption):
     def resume(self, sequence, pool, hits):
         fresh = pool.blocks_for(sequence.num_tokens) - len(hits)
         if fresh + pool.idle(hits) > pool.available:
@@ -138,14 +140,14 @@ class OverwritesHits(right.Preemption):
 
 
 @mistake("preempt-and-return", "slots-stay-taken", expect="they leak")
-class LeaksSlots(right.Preemption):
+class LeaksSlots(ANSWERS.Preemption):
     def resume(self, sequence, pool, hits):
         sequence.host_blocks = []
         return super().resume(sequence, pool, hits)
 
 
 @mistake("preempt-and-return", "hits-counted-as-free", expect="count before you take")
-class CountsIdleTwice(right.Preemption):
+class CountsIdleTwice(ANSWERS.Preemption):
     def resume(self, sequence, pool, hits):
         fresh = pool.blocks_for(sequence.num_tokens) - len(hits)
         if fresh > pool.available:
@@ -155,6 +157,20 @@ class CountsIdleTwice(right.Preemption):
         sequence.host_blocks = []
         sequence.num_computed = max(sequence.num_computed, len(hits) * pool.block_size)
         return True
+
+
+@mistake("preempt-and-return", "asks-room-for-empty-blocks", expect="preempt moves 0 blocks")
+class RoomForEmpty(ANSWERS.Preemption):
+    def preempt(self, sequence, pool, swap):
+        super().preempt(sequence, pool, swap and len(sequence.blocks) <= pool.free_host)
+
+
+@mistake("preempt-and-return", "held-hits-counted-twice", expect="A hit that is held takes no available block")
+class CountsHeldHits(ANSWERS.Preemption):
+    def resume(self, sequence, pool, hits):
+        if pool.blocks_for(sequence.num_tokens) > pool.available:
+            return False
+        return super().resume(sequence, pool, hits)
 
 
 @alternative("preempt-and-return", "allocate-after-a-look-at-every-block")
@@ -217,20 +233,20 @@ class FirstCome:
 
 
 @mistake("patient-queue", "higher-number-is-sooner", expect="0 later requests|lower priority numbers are sooner")
-class Reversed(order.PatientQueue):
+class Reversed(ANSWERS.PatientQueue):
     def push(self, name, priority):
         super().push(name, -priority)
 
 
 @mistake("patient-queue", "latest-of-equals", expect="overtake one of priority 2|lower priority numbers are sooner")
-class LatestOfEquals(order.PatientQueue):
+class LatestOfEquals(ANSWERS.PatientQueue):
     def push(self, name, priority):
         arrival = next(self.arrivals)
         heapq.heappush(self.heap, (arrival + self.patience * priority, -arrival, name))
 
 
 @mistake("patient-queue", "patience-added-once", expect="overtake one of priority 2")
-class Once(order.PatientQueue):
+class Once(ANSWERS.PatientQueue):
     def push(self, name, priority):
         super().push(name, min(1, priority))
 

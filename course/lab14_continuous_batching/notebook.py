@@ -1,81 +1,87 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+# ---
+
 # %% [markdown]
 # # 14 · Continuous batching
 #
-# **Sequences join and leave at every step.** That one change takes a server from waiting for its longest answer to
-# a full batch in every forward pass; the price is a scheduler, and everything a scheduler can get wrong.
+# **Sequences join and leave the batch at every step.** That one change takes a server from waiting for its longest
+# answer to a full batch in every forward pass. The price is a scheduler, and everything that can go wrong in one.
 #
-# About 130 minutes with the exercises; running it top to bottom takes under a minute. At the end you can answer:
+# The seven exercises take about two and a half hours; with the measurements and the questions at the end plan four.
+# Running the notebook from top to bottom takes under a minute. *Patience* and *Where it loses* are optional. At the end
+# you can answer:
 #
-# 1. How many forward passes do static, timer and continuous batching need for the same answers, and when do they need
-#    equally many?
-# 2. What happens to those who decode while a long prompt comes in, and what when the blocks run out?
+# 1. How many forward passes do static and continuous batching need for the same answers, and when equally many?
+# 2. What happens to decoding sequences while a long prompt is computed, and what when the blocks run out?
 # 3. How do you read from an engine's own records what is wrong with its scheduler?
 #
-# Lab 13 put keys and values into blocks, so that a sequence may lie anywhere and lose its memory at any time. Here you
-# decide, step by step, who computes. A *seat* is a place in the batch; a *step* is one forward pass, which gives every
-# sequence in it that has all its earlier tokens computed one token more. TTFT is the time to the first token, counted
-# from arrival; TPOT the time per output token after it.
+# Lab 13 put keys and values into blocks, so that a sequence may lie anywhere and may lose its memory at any time. Here
+# you decide, step by step, which sequences compute. A *seat* is a place in the batch (`max_num_seqs` of them); a *step*
+# is one forward pass. TTFT is the time from arrival to the first token, TPOT the time per output token after it. A
+# table column called *simulated* comes from a clock on which each pass takes what a roofline says (8B model, one H100);
+# *measured* is this machine.
+#
+# > **Common claims**
+# >
+# > - *"Prefill benefits from large batches."* A single prompt of a few hundred tokens already saturates the arithmetic.
+# >   Decoding is what needs a batch ([Pope et al. 2022](https://arxiv.org/abs/2211.05102), §2).
+# > - *"Chunked prefill removes stalls."* Only if chunks and decodes share a step
+# >   ([Agrawal et al. 2024](https://arxiv.org/abs/2403.02310), Sarathi-Serve; *A long prompt arrives*).
+# > - *"Preempt the least recently used sequence."* Nearly every running sequence ran in the step before. The rule is
+# >   right for cached blocks that no sequence holds (*Four policies*).
+# > - *"Fragmentation is handled by defragmentation."* With block tables any free block is as good as any other
+# >   ([Kwon et al. 2023](https://arxiv.org/abs/2309.06180), §4).
 
 # %%
 import heapq
 import inspect
 import itertools
 
-from course.lab14_continuous_batching import experiments
-from course.lab14_continuous_batching import experiments_breaks as breaks
 from course.lab14_continuous_batching import experiments_engines as engines
 from course.lab14_continuous_batching import figures as pictures
 from course.lab14_continuous_batching import figures_flight as flight_pictures
-from course.lab14_continuous_batching import formulas as predict
-from course.lab14_continuous_batching.experiments_transformers import peer
-from course.lab14_continuous_batching.formulas import H100_8B
-from minillm.labkit import check, receipt, row, show, sliders
-from minillm.labkit.receipts import format_value
-from minillm.model import Transformer
+from course.lab14_continuous_batching import receipts
+from minillm.labkit import check, finish, show, sliders
 from minillm.serve import POLICIES, Scheduler
 
 # %% [markdown]
 # ## Predict
 #
-# 32 requests wait, 8 seats are free. The answers are skewed, as real ones are: the longest has 64 tokens, the mean is
-# below 12. **How many forward passes do static batches of 8 need, and how many does continuous batching?** And: 16
-# sequences decode, one token every 5 ms, when a prompt of 8,192 tokens arrives, which alone takes 150 ms. **How long
-# is the longest pause that a reader notices?** Write down your guesses.
+# 32 requests wait for 8 seats. The longest answer has 64 tokens, the mean is about 12. **How many forward passes do
+# static batches of 8 need, and how many does continuous batching?** And: 16 sequences decode, one token every 5 ms,
+# when a prompt of 8,192 tokens arrives. Alone it would take 142 ms; the scheduler computes it in chunks of 512 tokens,
+# one per step, together with the decodes. **How long is the longest pause that a reader of the 16 notices?**
 
 # %%
 guess_static = 4 * 64  # your guess: forward passes
 guess_continuous = 4 * 12  # your guess
-guess_gap_ms = 5  # your guess: ms, with the prompt in pieces of 512 tokens
+guess_gap_ms = 5  # your guess: ms
 
 # %%
-lengths = engines.answers(engines.coming("skewed"))
-receipt(
-    "32 skewed answers, 8 seats: forward passes",
-    [
-        row("static: your guess", None, guess_static),
-        row("    the sum of each batch's longest", None, predict.static_steps(lengths, 8)),
-        row("continuous: your guess", None, guess_continuous),
-        row("    a seat is taken as soon as it is free", None, predict.continuous_steps(lengths, 8)),
-        row("    no schedule can do with fewer than max(longest, sum / 8)", None, predict.least_steps(lengths, 8)),
-    ],
-)
+receipts.passes(guess_static, guess_continuous)
 
 # %% [markdown]
-# Both are closed forms so far (and the longest answer alone needs 64 passes: more seats would not help any more). You
-# build it, then count it on a model.
+# These are formulas so far. The longest answer alone needs 64 passes, so more seats would not help. You build it now,
+# then count it on a model.
 #
 # ## Build it
 #
-# ### 1. Join and leave
+# ### Exercise 1 · join and leave (15 minutes)
 #
-# A static batch is a bus: it leaves with whoever is there and drives to the last stop of its last passenger.
-# Iteration-level scheduling (Yu et al. 2022, Orca) asks again after *every* step who is in.
+# A static batch runs until its longest answer is done. Iteration-level scheduling
+# ([Yu et al. 2022](https://www.usenix.org/conference/osdi22/presentation/yu), Orca) decides after *every* step which
+# requests are in the batch.
 
 
 # %%
 def continuous_batches(lengths, max_num_seqs):
     """lengths: tokens that each request needs, in order of arrival -> one list per step: the requests (0, 1, ...) in
-    its batch. First come, first served; a free seat is never left empty while somebody waits."""
+    its batch. First come, first served; a free seat is never left empty while a request waits."""
     # BEGIN SOLUTION
     left, waiting, running, steps = list(lengths), list(range(len(lengths))), [], []
     while waiting or running:
@@ -98,36 +104,24 @@ show(pictures.seats_over_time)
 sliders(pictures.seats_over_time, requests=(4, 64), max_num_seqs=(1, 12), sigma=(0.0, 2.0, 0.25), longest=(8, 96))
 
 # %% [markdown]
-# Pull `sigma` to 0: all answers become equally long, and the two pictures are the same, to the last step. In the long
-# run static batching takes $E[\max \text{ of } B] / E[n]$ times as many steps, which depends on how lengths are
-# distributed, and on nothing else. Counted with your function, 4,000 requests:
+# Set `sigma` to 0: all answers become equally long, and the two pictures are the same. In the long run static batching
+# of B takes $E[\max \text{ of } B] / E[n]$ times as many steps, where n is the length of an answer. Counted with your
+# function:
 
 # %%
-shares = {
-    "uniform, 1 to 64": [1 / 64] * 64,
-    "geometric, mean 20": [0.05 * 0.95**k for k in range(600)],
-    "all 32": [0.0] * 31 + [1.0],
-}
-rows = []
-for name, each in shares.items():
-    draws = experiments.draw(each, 4000)
-    counted = predict.static_steps(draws, 8) / len(continuous_batches(draws, 8))
-    total = sum(each)
-    due = predict.static_over_continuous([share / total for share in each], 8)
-    rows.append(row(f"{name}: static / continuous, 8 seats", due, counted, "", tolerance=0.05))
-receipt("E[max of 8] / mean", rows)
+receipts.gain(continuous_batches)
 
 # %% [markdown]
-# ### 2. A step under a token budget
+# ### Exercise 2 · a step under a token budget (20 minutes)
 #
-# A new request brings a prompt, and a prompt is many tokens at once. Engines used to have two phases, *prefill* and
-# *decode*, and had to choose. There is no need to: every sequence has `num_tokens` tokens, of which `num_computed` are
-# computed. Who decodes lacks one, who has just come lacks its prompt, who comes back from preemption lacks all it ever
-# had, who hit the prefix cache lacks less. A step has a *budget* of tokens and hands it out:
+# A new request brings a prompt, which is many tokens at once. Engines used to have two phases, *prefill* and *decode*,
+# and had to alternate. There is no need to. Every sequence has `num_tokens` tokens, of which `num_computed` are
+# computed. A decoding sequence lacks one token, a new one its prompt, a preempted one everything; a prefix hit reduces
+# that. A step has a *budget* of tokens and hands it out:
 #
-# 1. one to each that lacks one,
-# 2. then to those that have begun their prompt, at most a `chunk` each,
-# 3. then to those that wait, strictly in order, while seats last.
+# 1. one token to each running sequence that lacks one,
+# 2. then to running sequences that lack more (their prompt is under way), at most a `chunk` each,
+# 3. then to waiting sequences, strictly in order, at most a `chunk` each, while seats last.
 
 
 # %%
@@ -150,42 +144,37 @@ def plan_step(running, waiting, budget, chunk, max_num_seqs):
 plan_step = check("token-budget-step", plan_step)
 
 # %% [markdown]
-# Blocks apart, this is the course's own scheduler (`minillm/serve/scheduler.py`):
+# Apart from blocks this is minillm's own scheduler (`minillm/serve/scheduler.py`):
 
 # %%
 print(inspect.getsource(Scheduler.schedule))
 
 # %% [markdown]
-# "Prefill benefits from large batches", you may read. What does a pass cost? On a roofline: reading all weights, or
-# multiplying with them, whichever takes longer. For an 8B model on one H100 at the peaks of its data sheet:
+# What does a pass cost? It has to read all weights and the cached keys and values, and to multiply; on a roofline it
+# takes the larger of the two times. The 8B model, one H100, data-sheet peaks (the same model as in lab 12):
 
 # %%
-rows = []
-for tokens in (1, 8, 64, 256, 2048, 8192):
-    seconds = H100_8B.step([(0, tokens)])
-    rows.append(row(f"{tokens:,} tokens in one pass: time", None, seconds, "s"))
-    rows.append(row("    tokens per second", None, tokens / seconds))
-receipt("a pass, by its tokens (roofline)", rows)
+receipts.pass_cost()
 
 # %% [markdown]
-# One prompt of a few hundred tokens already saturates the compute; a second one in the same pass only makes both wait
-# longer for their first token. It is *decode* that needs a batch: a token costs the same pass whether 1 or 200 others
-# are in it. So "tokens per second stop rising with batch size beyond a point" is a statement about that point, not
-# about decoding below it. And a chunk need not be larger than a few hundred tokens to be efficient.
+# A prompt of 512 tokens already saturates the arithmetic; a second one in the same pass makes both wait longer for
+# their first token. Decoding needs the batch: 64 sequences take 2.1 times the time of one, because the weights are read
+# once for all of them while each reads its own keys and values. At 200 sequences of 2,000 tokens those reads dominate,
+# and tokens per second rise ever more slowly. And a chunk of a few hundred tokens is large enough to be efficient.
 #
-# ### 3. Whom to preempt
+# ### Exercise 3 · which sequence to preempt (15 minutes)
 #
-# An answer's length is not known when it begins, so a full pool is normal, not an accident: every sequence that decodes
-# will want another block. When there is none, somebody gives up his. A handbook lists four policies: most recently
-# started, longest, lowest priority, least recently used. Each is a number per sequence; the largest goes. But whom
-# may a sequence take a block from at all? Look at it from the other side: what does the victim do next?
+# The length of an answer is not known when it begins, so a full pool is normal: every decoding sequence will want
+# another block. When none is left, some sequence has to give up its blocks. Four policies are common: most recently
+# arrived, longest, lowest priority, least recently used. Each is a number per sequence, and the largest gives way. But
+# from which sequences may one take a block at all? Think of what the preempted sequence does next.
 
 
 # %%
 def victim(running, needy, policy):
-    """-> the sequence of running that gives up its blocks for needy; None if needy has to wait.
+    """-> the sequence of running that gives up its blocks for needy; None if needy has to wait for a block.
 
-    rank: a tuple, smaller is earlier (who is to be served first). policy: "latest" (largest arrival: rank[1]),
+    rank: a tuple, smaller is earlier (served first). policy: "latest" (largest arrival: rank[1]),
     "longest" (num_tokens), "lowest priority" (largest priority: lower is sooner) or "least recently used" (smallest
     last_step). Among equals the one of the largest rank."""
     # BEGIN SOLUTION
@@ -203,30 +192,29 @@ def victim(running, needy, policy):
 victim = check("preemption-victim", victim)
 
 # %% [markdown]
-# *Only later ones give way to earlier ones.* That is all it takes against a livelock: whoever is first is never
-# preempted, so it ends, and makes the next one first. The policy is then a matter of taste. You will measure what it
-# is worth.
+# *Only later sequences give way to earlier ones.* That alone excludes livelock: the first in rank is never preempted,
+# so it ends and makes the next one first. Which of the allowed sequences to choose is then a question of cost, which
+# you will measure.
 #
-# ### 4. Preempt, and come back
+# ### Exercise 4 · preempt and resume (30 minutes)
 #
-# Two ways to give blocks up. *Recompute*: drop them; the tokens are known, so one prompt-like pass brings the keys and
-# values back. *Swap*: copy them to the host, and back later. Tables of policies tend to leave this half out, and it is
-# the half where the bookkeeping goes wrong:
+# There are two ways to give blocks up. *Recompute*: drop them; the tokens are known, so a prompt-like pass brings the
+# keys and values back. *Swap*: copy them to the host, and back later. Here the bookkeeping is where bugs are.
 
 
 # %%
 class Preemption:
-    """Gives blocks up and wins them back. A sequence has tokens, num_computed, blocks (on the device, one per
+    """Gives the blocks of a sequence up and gets them back. A sequence has tokens, num_computed, blocks (on the device, one per
     pool.block_size tokens) and host_blocks (copies on the host, empty while it runs).
 
     The pool: blocks_for(tokens), available, free_host, allocate(count) -> blocks, share(blocks) -> blocks,
-    release(blocks), idle(blocks) -> how many of them nobody holds (they count as available),
+    release(blocks), idle(blocks) -> how many of them no sequence holds (they count in available),
     swap_out(blocks) -> host_blocks (copies, then releases), swap_in(host_blocks, blocks, skip=n) (copies all but the
     first n back, frees the host blocks)."""
 
     def preempt(self, sequence, pool, swap):
-        """Takes all blocks from the sequence. swap: copies those with something in them to the host, if all of them
-        fit there; otherwise what was computed is lost. What was sampled stays."""
+        """Takes all blocks from the sequence. swap: copies those that hold computed tokens to the host, if all of
+        these fit there (free_host blocks); otherwise what was computed is lost. Sampled tokens stay."""
         # BEGIN SOLUTION
         held = pool.blocks_for(sequence.num_computed)
         if swap and held <= pool.free_host:
@@ -256,42 +244,27 @@ class Preemption:
 Preemption = check("preempt-and-return", Preemption)
 
 # %% [markdown]
-# The last rows are an engine with a model that preempts and resumes with your class: its answers are those of the naive
-# loop that never heard of blocks. Which one is cheaper? Recomputing costs FLOPs, $2P$ per token and a share that grows
-# with length; swapping costs bytes, twice over the link:
+# The last rows are an engine that preempts and resumes with your class; its answers equal those of a loop without
+# blocks. Which way is cheaper? Recomputing costs FLOPs, $2P$ per token and a share that grows with length. Swapping
+# costs bytes, twice over the link:
 
 # %%
 show(pictures.recompute_or_swap)
 
 # %%
-sliders(
-    pictures.recompute_or_swap,
-    link_gb_per_s=(4.0, 64.0, 4.0),
-    kv_heads=[8, 32],
-    block_size=[1, 4, 16, 64],
-    copy_us=(0.0, 40.0, 5.0),
-)
-
-# %%
-here = engines.preempted_here(experiments.draft())
-receipt(
-    "256 tokens of the draft model, on this machine, for information",
-    [row(name, None, seconds, "s") for name, seconds in here.items()],
-)
+sliders(pictures.recompute_or_swap, link_gb_per_s=(4.0, 64.0, 4.0), kv_heads=[8, 32], block_size=[1, 4, 16, 64])
 
 # %% [markdown]
-# Both lines are nearly straight, so it is rarely the length that decides, but the link, the number of kv heads and,
-# with small blocks, what it costs to *start* a copy (Kwon et al. 2023, §7.3, found the same). And the picture is not
-# fair to recomputation: beside decoding sequences, which leave the arithmetic units idle, part of it is free. (On this
-# machine "host" and "device" are the same memory, so a swap is just a copy.)
+# Both lines are nearly straight, so the length rarely decides. The link does, the number of kv heads and, with small
+# blocks, what it costs to *start* a copy ([Kwon et al. 2023](https://arxiv.org/abs/2309.06180), §7.3). The picture is
+# harsh on recomputation: beside decoding sequences, which leave arithmetic units idle, part of it costs nothing. (On
+# this machine host and device are the same memory, so nothing of this can be measured here.)
+
+# %% [markdown]
+# ### Exercise 5 · patience (15 minutes, optional)
 #
-# "Fragmentation: blocks available but not contiguous; handle by defragmentation", says the same handbook's table of
-# failures. With block tables there is nothing to defragment: any free block is as good as any other.
-#
-# ### 5. Patience
-#
-# Some requests are more important. With strict priorities an endless stream of important ones starves the rest. Let a
-# level of priority be worth a *bounded* head start instead: `patience` places in the queue.
+# Some requests are more important. With strict priorities an endless stream of important requests starves the others.
+# Let a level of priority be worth a *bounded* head start instead: `patience` places in the queue.
 
 
 # %%
@@ -320,64 +293,45 @@ class PatientQueue:
 PatientQueue = check("patient-queue", PatientQueue)
 
 # %% [markdown]
-# The number is given once, at arrival. That is why a preempted request does not lose its place: it goes back into the
-# same heap under the same number.
+# The number is given once, at arrival. A preempted request therefore keeps its place: it goes back into the same heap
+# under the same number.
 #
 # ## The flight recorder
 #
-# The engine keeps a record of every step: who was in the batch with which tokens, who was let in or preempted, how many
-# blocks were free. Below, 12 requests in a pool of 48 blocks, of 4 tokens each. Above: who holds which block *after*
-# the step (×2: two sequences share it, stored once). Below: what each step computed.
+# The engine records every step: which sequences were in the batch with which tokens, which were admitted or preempted,
+# how many blocks were free. Below, 12 requests share a pool of 48 blocks of 4 tokens. The upper panel shows which
+# sequence holds which block *after* the step (×2: two sequences share it). The lower panel shows what each step
+# computed.
 
 # %%
 show(flight_pictures.view)
 
 # %%
-sliders(
-    flight_pictures.view,
-    step=(1, 80),
-    policy=list(POLICIES),
-    preemption=["recompute", "swap"],
-    chunk=[4, 12, 24],
-)
+sliders(flight_pictures.view, step=(1, 80), policy=list(POLICIES), preemption=["recompute", "swap"])
 
 # %% [markdown]
-# Move `step`. Prompts come in as hatched towers, on top of those who decode: one plain token each, in every step. Every
-# second request begins with the same 16 tokens, in blocks that two of them hold. In step 14, the one shown, there was
-# no free block left, and 5 gave way (grey: what it left behind, cached until somebody needs it). Two steps later it is
-# back, and finds 20 of its 32 tokens still in the prefix cache: a hatched piece of 12, then it goes on. Choose `swap`,
-# and it comes back with a single plain token.
+# Move `step`. Prompt tokens are hatched; each decoding sequence adds one plain token per step. Every second request
+# begins with the same 16 tokens, in blocks that two sequences hold. In step 14, the one shown, no free block was left
+# and sequence 5 was preempted; its blocks stay cached (grey) until they are needed. Two steps later it is back and
+# finds 20 of its 32 tokens still in the prefix cache: a hatched piece of 12, then it decodes. With `swap` it comes back
+# with a single plain token.
 #
-# This flight was *played*: a schedule depends on how long things are, not on what they say, so no model is needed. Is
-# that so? The same trace through the engine, with a model:
+# This run was *played* without a model, because a schedule depends on lengths and not on what the tokens say. The same
+# trace through the engine, with a model:
 
 # %%
-llm, outputs = experiments.fly(flight_pictures.trace(), experiments.draft(), **flight_pictures.POOL)
-played = flight_pictures.flight()
-receipt(
-    "one trace, played and flown",
-    [
-        row("steps", len(played.records), len(llm.records)),
-        row(
-            "every batch, admission and preemption the same", True, experiments.same_flight(played.records, llm.records)
-        ),
-        row("preemptions", played.preemptions, sum(output.preemptions for output in outputs)),
-        row("tokens computed", played.computed, sum(each.tokens for each in llm.records)),
-        row("    of them again, after a preemption", None, played.computed - played.needed),
-        row("blocks used afterwards", 0, llm.pool.used),
-    ],
-)
+receipts.two_recordings()
 
 # %% [markdown]
-# ### 6. When did each token come?
+# ### Exercise 6 · when did each token come? (20 minutes)
 #
-# What readers feel is in the records, too. Beware: being in a batch is not getting a token.
+# What users feel is in the records, too. Beware: a sequence that is in a batch does not always get a token.
 
 
 # %%
 def latencies(records, prompts, arrived):
     """-> {name: (ttft, tpot, worst gap)} in seconds. records: one per step, each with batch: (name, first position,
-    tokens), started and seconds. prompts: {name: tokens of its prompt}; arrived: {name: when it came}.
+    tokens), started and seconds. prompts: {name: tokens of its prompt}; arrived: {name: seconds}.
     A step's tokens are there when the step is over. Every request here gets two tokens or more."""
     # BEGIN SOLUTION
     held, times = dict(prompts), {name: [] for name in prompts}
@@ -397,198 +351,108 @@ def latencies(records, prompts, arrived):
 latencies = check("latencies-from-a-flight", latencies)
 
 # %% [markdown]
-# TTFT contains the wait in the queue; an engine that reports it from admission on looks splendid under overload. A mean
-# TPOT hides pauses, so look at the worst gap as well, and at percentiles over *requests*: p99 of 32 requests is the
-# worst one.
+# TTFT includes the wait in the queue. An engine that counts it from admission looks good under overload. A mean TPOT
+# hides pauses, so look at the worst gap as well, and at percentiles over *requests*: p99 of 32 requests is the worst
+# one.
 #
 # ## Measure: three engines, one model
 #
-# The same 32 requests, the same model, all of them there at the start. Passes are counted. Times are those of a
-# *computed* clock, on which a pass takes what the 8B roofline above says, so they are the same on every machine; the
-# last line is what it took here.
+# The same 32 requests and the same model. *Timer* batching collects requests for up to 50 ms, then runs them as a
+# static batch. Passes and padding rows (rows computed for answers that had already ended) are counted; tokens per
+# second are useful tokens on the simulated clock.
 
 # %%
 at_once = engines.compare()
-rows = []
-for trace in engines.TRACES:
-    wanted = engines.answers(engines.coming(trace))
-    due = {"static": predict.static_steps(wanted, 8), "timer": None, "continuous": predict.continuous_steps(wanted, 8)}
-    for engine, steps in due.items():
-        found = at_once[trace, engine]
-        rows.append(row(f"{trace}, {engine}: forward passes", steps, found["passes"]))
-        rows.append(row("    rows computed for nobody", None, found["wasted"]))
-        rows.append(row("    useful tokens per second, computed clock", None, found["summary"].tokens_per_s))
-    same = all(at_once[trace, engine]["ids"] == at_once[trace, "static"]["ids"] for engine in due)
-    rows.append(row("    the same tokens from all three", True, same))
-rows.append(
-    row("seconds here, static / continuous, skewed", None,
-        at_once["skewed", "static"]["wall_s"] / at_once["skewed", "continuous"]["wall_s"])
-)  # fmt: skip
-receipt("32 requests at once, 8 seats", rows)
+receipts.three_engines(at_once)
 
 # %% [markdown]
-# Now they arrive one after the other, 60 a second, as requests do:
+# Now the requests arrive one after the other, 60 per second:
 
 # %%
-trickling = engines.compare(rate=60)
-rows = []
-for (trace, engine), found in trickling.items():
-    summary = found["summary"]
-    rows.append(
-        row(
-            f"{trace}, {engine}: TTFT p50, p99",
-            None,
-            (format_value(summary.ttft.p50, "s"), format_value(summary.ttft.p99, "s")),
-        )
-    )
-    rows.append(
-        row(
-            "    end to end p50, p99",
-            None,
-            (format_value(summary.end_to_end.p50, "s"), format_value(summary.end_to_end.p99, "s")),
-        )
-    )
-    rows.append(row("    forward passes", None, found["passes"]))
-receipt("60 requests per second, computed clock", rows)
+receipts.trickling()
 
 # %% [markdown]
-# With arrivals in between, continuous batching wins on *uniform* lengths as well, not in passes, but in TTFT: nobody
-# waits for somebody else's batch.
+# With arrivals spread over time continuous batching wins on *uniform* lengths as well: not in passes, but in TTFT,
+# since no request waits for the end of another batch.
 #
-# ### The timer in between
-#
-# Serving systems for classifiers pool requests until a batch is full or a timer runs out ("adaptive batching"; the
-# advice that batches be powers of two is about aligned matrix dimensions, not about batches). Latency is at most timer
-# plus batch time, if the server is free; a longer timer makes larger batches:
+# ### A long prompt arrives
 
 # %%
-rows = []
-for numbers in engines.timers(Transformer(experiments.TINY, seed=0), (0.0, 0.02, 0.08, 0.2, 0.4)):
-    fits = numbers["longest_s"] <= numbers["bound_s"] + 1e-9
-    rows.append(row(f"timer {1e3 * numbers['wait_s']:.0f} ms: within max(timer, batch) + batch + one pass", True, fits))
-    rows.append(row("    longest latency", None, numbers["longest_s"], "s"))
-    rows.append(row("    mean batch; of an idle server", None, (numbers["batch"], numbers["predicted_batch"])))
-receipt("10 requests per second, 8 tokens each, batches of at most 8 (computed clock)", rows)
+show(pictures.chunk_sizes)
+
+# %%
+receipts.chunks(guess_gap_ms)
 
 # %% [markdown]
-# For answers of one length that is a fair trade. For text it is the bus again, with a timetable: BentoML's and Triton's
-# dynamic batching decide per *request*, an LLM engine per *token*.
+# The gap is the time of *one chunk* with the decodes in it ([Agrawal et al. 2024](https://arxiv.org/abs/2403.02310)).
+# From 256 tokens up the prompt itself loses little; below, its passes are memory-bound. The last row computes the same
+# chunks one after the other *without* the decodes in between, and the 16 sequences wait as long as for the whole
+# prompt.
 #
-# ### A long prompt comes in
+# That clock is simulated. Is the stall real? By this machine's wall clock, with the target model:
 
 # %%
-chunks = engines.stalls((128, 256, 512, 1024, 2048, 4096, None))
-unmixed = engines.unmixed(512)
-
-
-def chunk_sizes():
-    """The worst gap of 16 decoding sequences, and the long prompt's TTFT, by chunk size: predicted and played."""
-    return pictures.draw_stalls(chunks, unmixed)
-
-
-show(chunk_sizes)
-
-# %%
-rows = [row("your guess, chunk 512", None, guess_gap_ms / 1e3, "s")]
-for numbers in chunks:
-    rows.append(
-        row(f"chunk {numbers['chunk']:,}: worst gap", numbers["predicted"], numbers["gap"], "s", tolerance=0.01)
-    )
-    rows.append(row("    its TTFT", numbers["predicted_ttft"], numbers["ttft"], "s", tolerance=0.05))
-rows.append(row("chunk 512, but prompts and decodes never in one step", None, unmixed["gap"], "s"))
-receipt("8,192 tokens arrive while 16 decode (computed clock)", rows)
+receipts.stall_here()
 
 # %% [markdown]
-# The gap is the time of *one chunk*, not of the prompt (Agrawal et al. 2024, Sarathi-Serve). From 512 tokens up, the
-# prompt itself loses next to nothing; below, its passes are memory-bound and the chunk too small to be worth one. And
-# the last row: a prompt cut into chunks which are then computed one after the other *without* the decodes in between
-# stalls everybody as long as the whole. Chunks alone do nothing. Mixing does.
+# Computed whole, the prompt stops the four sequences for about ten of their steps. In chunks the pause is a few
+# steps, and the prompt's own first token comes later: on this CPU a small pass is much less efficient than a large one.
 #
 # ### Four policies, two ways back
 #
-# 120 requests, 60 a second, every fourth one less important, in a pool that is too small for them:
+# 120 requests, 60 per second, every fourth less important, in a pool that is too small for them:
 
 # %%
-crowds = engines.crowds()
-
-
-def latency_distributions():
-    """TTFT, TPOT and worst gap of 120 requests under four policies, recomputed and swapped: share that waited less."""
-    return pictures.draw_latencies(crowds)
-
-
-show(latency_distributions)
+show(pictures.worst_gaps)
 
 # %%
-rows = []
-for (policy, how), found in crowds.items():
-    rows.append(row(f"{policy}, {how}: preemptions", None, found.preemptions))
-    lost = engines.given_up(found)
-    again = sum(lost) if how == "recompute" else 0
-    rows.append(row("    tokens computed twice = what victims had", again, found.computed - found.needed))
-    blocks = 2 * sum(-(-had // 16) for had in lost) if how == "swap" else 0
-    rows.append(row("    blocks moved, out and in", blocks, found.swapped))
-    gap, tpot = found.spread("worst_gap"), found.spread("tpot")
-    rows.append(row("    worst gap p50, p99", None, (format_value(gap.p50, "s"), format_value(gap.p99, "s"))))
-    rows.append(
-        row("    TPOT p99; all done after", None, (format_value(tpot.p99, "s"), format_value(found.seconds, "s")))
-    )
-receipt("one trace, 400 blocks of 16 (computed clock)", rows)
+receipts.policies()
 
 # %% [markdown]
-# Policies differ by how *often* they preempt and by how much each victim loses: the longest frees most, so it happens
-# least often, and throws away the most. Median TPOT is nearly the same; it is pauses that tell them apart. Swapping
-# computes nothing twice and is a little faster here, with a link at its peak. Now look at "least recently used". It
-# sounds sensible, and it is, for *cached blocks that nobody holds*. Among running sequences it says nothing:
+# The policies differ in how *often* they preempt and in how much each preemption loses. On this trace the longest
+# sequence frees most, so there are fewest preemptions, and throws most away; the tails of the gaps are close together.
+# One trace does not rank policies: change `crowded()` in `experiments_engines.py` and look again. What does not depend
+# on the trace: of the sequences chosen as *least recently used*, 94 % had computed tokens in the step before, because
+# continuous batching uses nearly every running sequence in every step. The rule has nothing to go by.
+#
+# The best way to avoid preemption is to admit less: let the next sequence in only if those that run have room to grow.
 
 # %%
-recent = crowds["least recently used", "recompute"]
-pair = crowds["latest", "recompute"], engines.crowd(reserve=1)
-rows = [
-    row("victims of 'least recently used' that ran in the step before", None, engines.just_used(recent)),
-    row("no block kept free, one per running sequence: preemptions", None, tuple(flown.preemptions for flown in pair)),
-    row("    tokens computed twice", None, tuple(sum(engines.given_up(flown)) for flown in pair)),
-]
-for label, what in (("    worst gap p99", "worst_gap"), ("    TTFT p50", "ttft")):
-    spreads = [flown.spread(what) for flown in pair]
-    seconds = [spread.p99 if what == "worst_gap" else spread.p50 for spread in spreads]
-    rows.append(row(label, None, tuple(format_value(value, "s") for value in seconds)))
-rows.append(row("    all done after", None, tuple(format_value(flown.seconds, "s") for flown in pair)))
-receipt("used when? and what to do about preemption", rows)
+receipts.reserve()
 
 # %% [markdown]
-# Nearly all of them had just been used, because every running sequence is used in nearly every step; that is what
-# continuous batching *is*. (The others had waited for a block.) And the best preemption is one that no admission
-# provoked: let the next one in only if those who run have room to grow. Under a third of the preemptions are left, and
-# the pauses shrink. The whole takes as long as before, which shows how much of recomputation hides beside memory-bound
-# decodes: it is felt as a *pause*, hardly as throughput.
+# A quarter of the preemptions are left, and p99 of the worst gap falls to a third. The whole takes as long as before:
+# much of the recomputation hides beside memory-bound decodes, so preemption is felt as a *pause*, hardly as lost
+# throughput.
 #
 # ## Break it
 #
-# Four schedulers, each wrong in one place, and each from a real engine's issue tracker. None of them raises. Here they
-# are, each on a trace where it shows:
+# Four schedulers, each wrong in one place, each after a bug from a real engine. None of them raises an exception. Each
+# on a trace where the fault shows, beside a sound scheduler:
 
 # %%
-for fault, kind in breaks.FAULTS.items():
-    if fault != breaks.HEALTHY:
-        print(f"{fault}: {inspect.getdoc(kind)}\n")
-
-# %%
-rows = []
-for fault in breaks.FAULTS:
-    found = breaks.case(fault, seed=5)
-    sound = breaks.case(fault, seed=5, make=Scheduler)
-    rows.append(row(f"{fault}: steps (sound scheduler)", None, (len(found.records), len(sound.records))))
-    rows.append(row("    ended, of 8", None, sum(len(step.ended) for step in found.records)))
-    gaps = [format_value(flown.spread("worst_gap").most, "s") for flown in (found, sound)]
-    rows.append(row("    longest gap; with a sound scheduler", None, ("no end" if found.stuck else gaps[0], gaps[1])))
-receipt("five flights", rows)
+receipts.faults()
 
 # %% [markdown]
-# ### 7. What is wrong with it?
+# ### Exercise 7 · find the fault (30 minutes)
 #
-# An engine you do not know hands you its flight recorder. Write the doctor. It sees records and prompt lengths, nothing
-# else, and must be right about sound schedulers, too: preemption is not a fault.
+# An engine you do not know hands you its records. Find out what is wrong with its scheduler. Your function sees records
+# and prompt lengths only, and must be right about sound schedulers, too: preemption is not a fault. First think what
+# each fault must leave in the records; the fold names the mechanisms.
+#
+# <details><summary>What each of the four does</summary>
+#
+# - **Phases never mixed**: while any prompt has tokens left, no sequence decodes. The log says "chunked prefill
+#   enabled".
+# - **Place in the queue lost** ([vLLM#41951](https://github.com/vllm-project/vllm/issues/41951)): a preempted request
+#   gets a new arrival number. All requests that came since go first, and it is the first candidate for the next
+#   preemption.
+# - **Livelock** ([nano-vllm#274](https://github.com/GeeeekExplorer/nano-vllm/issues/274)): a request that does not fit
+#   preempts a running one, and does not fit in the next step either. Utilization is 100 %.
+# - **Tokens that do not exist** ([nano-vllm#211](https://github.com/GeeeekExplorer/nano-vllm/pull/211)): after a
+#   preemption some blocks are still in the prefix cache, but the number of tokens to compute was taken *before* the
+#   hits were counted. The pass is asked for positions that hold no token yet.
+# </details>
 
 
 # %%
@@ -597,7 +461,8 @@ def diagnose(records, prompts):
 
     records: one per step, each with batch: (name, first position, tokens), admitted, preempted, ended: names, and
     sampled: how many tokens came out. prompts: {name: tokens of its prompt}. Names are "0", "1", ... in order of
-    arrival, priorities equal. In a step preemptions come first, then admissions, then the batch."""
+    arrival, priorities equal. In a step preemptions come first, then admissions, then the batch. The recording may stop
+    before all requests have ended."""
     # BEGIN SOLUTION
     held, away, decoding = dict(prompts), set(), set()
     if len(records) > 100 and not any(each.sampled for each in records[-100:]):
@@ -625,69 +490,45 @@ def diagnose(records, prompts):
 diagnose = check("diagnose-a-flight", diagnose)
 
 # %% [markdown]
-# What each of them had got wrong:
+# ## Where it loses (optional)
 #
-# - **Phases never mixed.** While any prompt is left, nobody decodes. The log says "chunked prefill enabled".
-# - **Place in the queue lost** (vLLM#41951). The preempted request gets a new arrival number. It *was* among the first;
-#   now everybody who came since goes first, and the next time blocks are short it is the latest again.
-# - **Livelock** (nano-vllm#274). Whoever does not fit throws out who runs. That one does not fit either, in the next
-#   step. Utilization is 100 %.
-# - **Tokens that do not exist** (nano-vllm PR#211). Preempted, back again, some of its blocks are still in the prefix
-#   cache; the number of tokens to compute was taken *before* the hits were. The pass is asked for positions that hold
-#   no token yet: at best it fails, at worst it samples from the wrong row.
-#
-# ## Where it loses
-#
-# **Uniform lengths, all there at once**: you counted 64 passes for each of the three engines. What continuous
-# batching adds is a scheduler. Its cost on this machine, per scheduled sequence, and the pass that it is to be
-# compared with:
+# **Uniform lengths, all there at once**: you counted 64 passes for each engine. Continuous batching then adds only its
+# scheduler. What that costs on this machine, beside the pass it belongs to:
 
 # %%
-passes = engines.step_seconds(experiments.draft())
-rows = [
-    row(f"schedule + advance, {width} running: per sequence", None, seconds, "s")
-    for width, seconds in engines.bookkeeping().items()
-]
-for width, seconds in passes.items():
-    rows.append(row(f"a decode step of the draft model with {width} in it", None, seconds, "s"))
-    rows.append(row("    tokens per second", None, width / seconds))
-rows.append(
-    row(
-        "uniform: passes of continuous over static",
-        1.0,
-        at_once["uniform", "continuous"]["passes"] / at_once["uniform", "static"]["passes"],
-    )
-)
-receipt("on this machine, for information", rows)  # fmt: skip
+receipts.overhead()
 
 # %% [markdown]
 # Other losses: a batch whose shape changes in every step is hard to capture in CUDA graphs or to compile (engines pad
-# to a few sizes for that); with very short answers TTFT is all there is, and a plain queue is as good; and an engine
-# that lives on preemption computes much of its work twice. Throughput is bought with TPOT: each sequence in the batch
-# makes every other one's step a little longer.
+# to a few sizes for that). With very short answers a plain queue is as good. An engine that preempts all the time
+# computes much of its work twice. And throughput is bought with TPOT: each sequence in the batch makes the step of all
+# others longer.
 #
 # ## The same in production
 #
-# transformers has continuous batching built in. The same weights, the same requests, seats and budget, live if it is
-# installed:
+# transformers has continuous batching built in. The same weights, requests, seats and budget:
 
 # %%
-theirs = peer(engines.coming("skewed"), max_num_seqs=8, token_budget=8 * engines.PROMPT + 8)
-ours = at_once["skewed", "continuous"]
-rows = [row("transformers is installed", None, theirs is not None)]
-if theirs is not None:
-    equal = sum(mine == other for mine, other in zip(ours["ids"], theirs["ids"], strict=True))
-    times = tuple(format_value(seconds, "s") for seconds in (ours["wall_s"], theirs["seconds"]))
-    rows.append(row("answers equal to ours, of 32", None, equal))
-    rows.append(row("forward passes: ours, theirs", None, (ours["passes"], theirs["passes"])))
-    rows.append(row("seconds: ours, theirs", None, times))
-receipt("transformers' continuous batching, skewed answers", rows)
+receipts.transformers(at_once["skewed", "continuous"])
 
 # %% [markdown]
-# (Its worker is a thread of its own. Call it inside `torch.inference_mode()` and the thread is outside: tensors made on
-# one side are refused on the other.) vLLM, the names of the same things:
+# ### One page: the serving path here and in vLLM
 #
-# | vLLM | here |
+# | step | minillm (one process, one thread steps) | vLLM V1: process | vLLM V1: files below `vllm/v1/` |
+# |---|---|---|---|
+# | accept a request, tokenize | `serve/engine.py`, `request.py` | API server | `engine/async_llm.py`, `input_processor.py` |
+# | loop over steps | `serve/engine.py`: `step` | engine core (ZeroMQ to the API) | `engine/core.py`, `core_client.py` |
+# | schedule | `serve/scheduler.py`, `policies.py` | engine core | `core/sched/scheduler.py` |
+# | blocks, prefix cache | `serve/blocks.py` | engine core | `core/kv_cache_manager.py`, `block_pool.py` |
+# | forward pass | `serve/model_runner.py`, `model/paged.py` | one worker per GPU | `worker/gpu_model_runner.py`, `attention/backends/` |
+# | sample | `serve/sampling.py` | worker | `sample/sampler.py` |
+# | stop strings, text, stream | `serve/request.py` | API server | `engine/output_processor.py`, `detokenizer.py` |
+#
+# Both schedulers do the same arithmetic on `num_computed_tokens`. vLLM separates processes so that tokenizing, HTTP and
+# detokenizing never hold up the next forward pass; its engine process only schedules and talks to workers. (vLLM's
+# [architecture overview](https://docs.vllm.ai/en/latest/design/arch_overview.html); file names of 2026, below `vllm/`.)
+#
+# | vLLM option | here |
 # |---|---|
 # | `--max-num-seqs` | `max_num_seqs`: seats |
 # | `--max-num-batched-tokens` | `token_budget`; smaller: shorter gaps, larger: shorter TTFT |
@@ -697,17 +538,14 @@ receipt("transformers' continuous batching, skewed answers", rows)
 # | preemption by recomputation (V1's default; V0 could also swap) | `preemption="recompute"` or `"swap"` |
 # | `--kv-offloading-size` (keys and values to the host, as a cache) | `num_host_blocks` |
 # | the last of the running, or of the lowest priority | `policy="latest"`, `"lowest priority"` |
-# | `--gpu-memory-utilization`, `--num-gpu-blocks-override` | `num_blocks` |
-# | metrics `vllm:num_requests_running`, `..._waiting`, `vllm:num_preemptions_total` | `llm.records` |
-# | `--async-scheduling` | the schedule of step n + 1 while n computes: not here |
 #
-# (vLLM's configuration reference and "Optimization and Tuning" guide.) Its advice against frequent preemption is what
-# you measured: more blocks, or fewer seats.
+# Source: vLLM's [optimization and tuning](https://docs.vllm.ai/en/latest/configuration/optimization.html). Its advice
+# against frequent preemption is what you measured: more blocks, or fewer seats.
 #
-# ## On a cluster
+# ## On a GPU
 #
-# A scheduler is one process per replica; more GPUs mean more of them behind a router, or a model cut by tensor
-# parallelism (lab 05) under one. There is nothing to launch with torchrun here:
+# This lab has no ranks, so there is nothing to start with `torchrun`. A scheduler is one process per replica; more GPUs
+# mean more replicas behind a router, or a model cut by tensor parallelism (lab 05) under one scheduler:
 #
 # ```bash
 # python -m minillm generate --batch prompts.txt                      # this engine, from the command line
@@ -716,35 +554,9 @@ receipt("transformers' continuous batching, skewed answers", rows)
 # ```
 #
 # ## Interview corner
-#
-# The numbers first, all by the formulas you have just checked:
-
 
 # %%
-def number(name, value, unit=""):
-    print(f"{name:<72}{format_value(value, unit):>14}")
-
-
-number(
-    "1. lengths 1 to 1,000 alike often, 32 seats: static / continuous",
-    predict.static_over_continuous([1e-3] * 1000, 32),
-)
-number(
-    "   geometric (mean 200)",
-    predict.static_over_continuous([0.005 * 0.995**k / (1 - 0.995**4000) for k in range(4000)], 32),
-)
-number("2. 8B on an H100: decode pass of 1 with 2,000 tokens", H100_8B.step([(1999, 1)]), "s")
-number("   of 64 with 2,000 tokens each", H100_8B.step([(1999, 1)] * 64), "s")
-number("   tokens per second: 1", 1 / H100_8B.step([(1999, 1)]))
-number("   64", 64 / H100_8B.step([(1999, 1)] * 64))
-number("3. prompt of 32,768 while 32 decode: gap, whole", predict.worst_gap(H100_8B, 32768, None, [2000] * 32), "s")
-number("   in chunks of 1,024", predict.worst_gap(H100_8B, 32768, 1024, [2000] * 32), "s")
-number("   its TTFT, whole", predict.chunked_prefill(H100_8B, 32768, None, [2000] * 32), "s")
-number("   in chunks", predict.chunked_prefill(H100_8B, 32768, 1024, [2000] * 32), "s")
-number("4. preempting a sequence of 4,000 tokens: recompute", H100_8B.recompute(4000), "s")
-number("   swap, 64 GB/s each way", 2 * H100_8B.swap(250, 16), "s")
-number("5. patience 64, one level of priority: overtaken by at most", predict.overtakers(64, 1))
-number("6. timer 50 ms, batch 200 ms, busy server: latency at most", predict.adaptive_latency(0.05, 0.2, 0.2), "s")
+receipts.interview()
 
 # %% [markdown]
 # Say your answer aloud before you open one.
@@ -753,102 +565,86 @@ number("6. timer 50 ms, batch 200 ms, busy server: latency at most", predict.ada
 # <details><summary>Answer</summary>
 #
 # Answers differ in length. A static batch runs as long as its longest, so it takes $E[\max \text{ of } B]/E[n]$ times
-# the steps: 1.94 for lengths that are uniform and 32 seats, 4.05 for geometric ones. And who arrives waits for a whole
-# batch; with continuous batching, for a step.
-#
-# *Follow-up: when is there no gain?* Equal lengths, all there at once.
+# the steps: 1.94 for uniform lengths and 32 seats, 4.05 for geometric ones. And a new request waits for a whole batch;
+# with continuous batching, for a step.
 # </details>
 #
-# **2. What is a token budget for?**
+# **2. Chunked prefill: what does it improve, what does it cost?**
 # <details><summary>Answer</summary>
 #
-# It bounds the time of a step, hence the gap between two tokens of everybody. Decodes first, one each; what is left
-# goes to prompts, in chunks. At least as large as the number of seats.
+# It shortens the worst gap of decoding sequences to one chunk instead of one prompt. It costs the long prompt's TTFT a
+# little, a lot if chunks are so small that passes become memory-bound. Keys of earlier chunks are read again for each
+# chunk. It does nothing unless chunks and decodes share a step.
 # </details>
 #
-# **3. Chunked prefill: what does it improve, what does it cost?**
+# **3. The pool is full. What now?**
 # <details><summary>Answer</summary>
 #
-# The worst gap of those who decode: one chunk instead of one prompt. It costs the long prompt's TTFT a little, a lot if
-# chunks are so small that passes become memory-bound. Keys of earlier chunks are read again for each chunk. It does
-# nothing unless chunks and decodes share a step.
+# First evict cached blocks that no sequence holds, least recently used first. Then preempt a *later* sequence: drop or
+# swap its blocks, keep its tokens, put it back at its own place. If there is no later one, wait a step. A request that
+# can never fit is refused on arrival.
 # </details>
 #
-# **4. Does prefill benefit from batching?**
-# <details><summary>Answer</summary>
-#
-# Hardly: a few hundred tokens saturate the arithmetic, and one prompt has them. Batching prompts mostly adds to TTFT.
-# Decode benefits: its cost is reading weights, once per pass, however many sequences are in it, until the keys and
-# values read or the arithmetic take over.
-# </details>
-#
-# **5. The pool is full. What now?**
-# <details><summary>Answer</summary>
-#
-# First evict cached blocks that nobody holds, least recently used first. Then preempt a *later* sequence: drop or swap
-# its blocks, keep its tokens, put it back at its own place. If nobody is later, wait a step. A request that can never
-# fit is refused on arrival, not preempted for ever.
-# </details>
-#
-# **6. Recompute or swap?**
+# **4. Recompute or swap?**
 # <details><summary>Answer</summary>
 #
 # Recompute: $2P$ FLOPs per token, compute-bound, partly hidden beside decodes, needs no host memory, and hits the
-# prefix cache if its blocks were not evicted yet. Swap: $2 \cdot$ KV bytes over the link, in many small copies unless
-# blocks are large. For the 8B model above, at peak rates, 69 ms against 16 ms for 4,000 tokens; at a quarter of the
-# link they are about equal. vLLM V1 recomputes.
+# prefix cache if its blocks were not evicted yet. Swap: twice the KV bytes over the link, in many small copies unless
+# blocks are large. For the 8B model, at peak rates, 65 ms against 16 ms for 4,000 tokens; at a quarter of the link they
+# are about equal. vLLM V1 recomputes.
 # </details>
 #
-# **7. Least recently used as a preemption policy?**
+# **5. How do you exclude starvation and livelock?**
 # <details><summary>Answer</summary>
 #
-# Every running sequence is used in every step, so there is nothing to order. It is the right policy one level down, for
-# cached blocks without a holder.
+# One fixed rank per request, given at arrival, with priority as a bounded head start. Admission strictly in rank order;
+# preemption only of later ranks. Then the first in rank always makes progress.
 # </details>
 #
-# **8. How do you exclude starvation and livelock?**
-# <details><summary>Answer</summary>
+# ### Design questions
 #
-# One fixed rank per request, given at arrival, with priority as a bounded head start. Admission strictly in rank order
-# (no skipping of those that do not fit); preemption only of later ranks. Then the first in rank always makes progress.
+# **D1. Serve a 70B model at a p99 TPOT of 50 ms and 200 requests per second, 1,000 prompt tokens and 200 answer tokens
+# each. A replica is four H100s. How many replicas, and with how many sequences decoding in each?**
+
+# %%
+receipts.design_fleet()
+
+# %% [markdown]
+# **D2. The 8B model on one H100 decodes 32 sequences of 2,000 tokens. Documents of 32,768 tokens arrive. No gap may
+# exceed 20 ms. Which chunk, and what does the document wait for its first token?**
+
+# %%
+receipts.design_chunk()
+
+# %% [markdown]
+# <details><summary>D1 and D2: a worked answer</summary>
 #
-# *Follow-up: what does strict admission cost?* A large request at the head leaves blocks idle until it fits.
+# D1: in the steady state each answer token brings 5 prompt tokens with it. From about 64 sequences on the step is bound
+# by arithmetic: TPOT grows in proportion and throughput stays at 4,700 answer tokens per second, so 64 to 96 sequences
+# are enough and memory (378) is not the limit. 200 · 200 tokens per second / 4,700 = 9 replicas at *peak* rates. Plan
+# with half of the peak (step 27 ms at 64 sequences, 17 replicas) and, so that queues stay short at p99, a utilization
+# of 70 %: about 25 replicas, 100 GPUs. TPOT then has room for chunks of twice the mean size before a step takes 50 ms.
+#
+# D2: 512: 17 ms per gap and 0.82 s to the first token, only 4 % later than computed whole. 1,024 breaks the limit. With
+# real kernels at half of the peak the same chunk takes 34 ms, so the limit forces 256, which at peak is close to
+# memory-bound.
 # </details>
 #
-# **9. p50 TPOT is fine, users complain about stutter. Where do you look?**
-# <details><summary>Answer</summary>
+# ### Capstone (open)
 #
-# At the worst gap per request, against two things in the records: steps with large prompt pieces (lower the budget or
-# chunk), and preemptions (more blocks, fewer seats, a reserve).
-# </details>
-#
-# **10. Throughput doubled after an upgrade, TTFT as reported fell, users say it got slower. What happened?**
-# <details><summary>Answer</summary>
-#
-# Ask from when TTFT is counted. From admission, an engine with more queue and fewer seats looks better. Count from
-# arrival. Then compare p99, not means.
-# </details>
-#
-# **11. Your engine shows 100 % utilization and no tokens. Name two reasons.**
-# <details><summary>Answer</summary>
-#
-# A livelock of mutual preemption: each prompt is thrown out before it is done. Or one huge prompt with phases that do
-# not mix. In the records: the same (sequence, first position) again and again, or the position advances.
-# </details>
-#
-# **12. Which limits does admission need?**
-# <details><summary>Answer</summary>
-#
-# Seats, blocks for the prompt *now* (after prefix hits, counted before anything is taken) and some reserve for growth,
-# a bound on the queue (else waits grow without limit once arrivals exceed service), a deadline. Refuse early, with a
-# reason.
-# </details>
+# Two tenants share the fleet of D1: a chat with short prompts and a p99 gap limit of 50 ms, and a document service with
+# prompts of 30,000 tokens that may wait 5 s for the first token. Choose budget, chunk, priorities, patience, reserve
+# and the preemption mode. Play your choice with `experiments.play` on a trace of your own, compare it with two
+# alternatives, and defend it in half a page with numbers: worst gap and TTFT per tenant, and what breaks first at 1.5
+# times the load.
 #
 # ## Can you answer them now?
 #
-# 1. How many forward passes do static, timer and continuous batching need for the same answers, and when do they need
-#    equally many?
-# 2. What happens to those who decode while a long prompt comes in, and what when the blocks run out?
+# 1. How many forward passes do static and continuous batching need for the same answers, and when equally many?
+# 2. What happens to decoding sequences while a long prompt is computed, and what when the blocks run out?
 # 3. How do you read from an engine's own records what is wrong with its scheduler?
 #
-# Next: lab 15 lets a small model guess several tokens, and the large one check them in a single pass.
+# Next: lab 15 lets a small model draft several tokens, and the large one check them in a single pass.
+
+# %%
+finish("14_continuous_batching")

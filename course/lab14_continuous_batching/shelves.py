@@ -35,16 +35,18 @@ class Shelf:
 
 
 def draw_pool(
-    host: int, shared: int, *, spare: int = 6, release_other: bool = False
+    host: int | None, shared: int, *, spare: int = 6, release_other: bool = False
 ) -> tuple[BlockPool, Shelf, Seq, Seq]:
     """(pool, its shelf, a running sequence, another that shares its first blocks): some tokens computed, not all.
 
+    host: blocks of the host; None = exactly as many as hold something of the sequence.
     shared: full first blocks that both hold, cached. release_other: the other one has ended since.
     """
     size, blocks = 4, random.randint(5, 8)
     tokens = [random.randrange(1000) for _ in range(blocks * size - random.randrange(size))]
     computed = random.randint(max(1, shared) * size + 1, len(tokens) - 1)
     computed = min(computed, (blocks - 1) * size)  # the last block is still empty
+    host = -(-computed // size) if host is None else host
     pool, shelf = BlockPool(blocks + 2 + spare, size, num_host_blocks=host), Shelf()
     pool.storage = shelf
     pool.release(drawn := pool.allocate(pool.total))

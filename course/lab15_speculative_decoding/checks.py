@@ -1,47 +1,30 @@
-"""Lab 15, speculative decoding: several guesses checked in one pass, the target's distribution unchanged.
+"""Lab 15, speculative decoding: several draft tokens checked in one pass, the target's distribution unchanged.
 
-    lab_15.py             what to draw after a rejection; the verifier
-    lab_15_loop.py        the loop around it
-    lab_15_proposers.py   a draft that says what it drew from; prompt lookup
-    lab_15_gain.py        how many guesses pay; which programs are exact
+    checks.py             what to sample after a rejection; the verifier
+    checks_loop.py        the loop around it
+    checks_proposers.py   a draft that says what it drew from; prompt lookup
+    checks_gain.py        how many draft tokens pay; which programs are exact
 
-Distributions are enumerated on tiny vocabularies (`labkit/guessing.py`), passes are counted: no check waits for luck.
+Distributions are enumerated on tiny vocabularies (`tiny_models.py`), passes are counted: no check waits for luck.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from course.lab15_speculative_decoding import guessing
-from course.lab15_speculative_decoding.guessing import NOTHING, Tiny
+from course.lab15_speculative_decoding import tiny_models
+from course.lab15_speculative_decoding.tiny_models import NOTHING, Tiny
+from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
-from minillm.serve.speculate.verify import choose, uniform
+from minillm.serve.speculate.verify import choose
 
 PROMPT = [0, 1]
 
 
-# The course's own answers.
-
-
-def residual(p: Tensor, q: Tensor) -> Tensor:
-    """[vocab], what to draw from after a rejection: max(p - q, 0), normalised; p itself where p = q."""
-    left = (p - q).clamp(min=0)
-    total = left.sum()
-    return left / total if total > 0 else p
-
-
-def verify_guesses(target: Tensor, guesses: Sequence[int], q: Tensor, draw: Any) -> list[int]:
-    """The accepted guesses and one token more: from the residual after a rejection, else from the target's last row."""
-    for place, guess in enumerate(guesses):
-        if not uniform(draw) < target[place, guess] / q[place, guess]:
-            return [*guesses[:place], choose(residual(target[place], q[place]), draw)]
-    return [*guesses, choose(target[len(guesses)], draw)]
-
-
-# What they are held to.
+ANSWERS = answers_of("15_speculative_decoding")
 
 
 @exercise(
@@ -50,19 +33,26 @@ def verify_guesses(target: Tensor, guesses: Sequence[int], q: Tensor, draw: Any)
     difficulty=2,
     hints=(
         "Accepting gives every token min(p, q) of probability. How much of p is still missing, token by token?",
-        "max(p - q, 0) is missing. It sums to 1 - Σ min(p, q), which is how often a guess is rejected, so it has to be "
+        "max(p - q, 0) is missing. It sums to 1 - Σ min(p, q), which is how often a draft token is rejected, so it "
+        "has to be "
         "divided by its own sum. And if p equals q, nothing is missing at all.",
         "left = (p - q).clamp(min=0); total = left.sum(); return left / total if total > 0 else p.",
     ),
 )
 def check_residual(learner: Callable) -> Receipt:
-    generator, rows = guessing.seeded(), []
+    generator, rows = tiny_models.seeded(), []
     for vocab in (3, 5, 50):
-        p, q = (guessing.random_row(generator, vocab) for _ in range(2))
+        p, q = (tiny_models.random_row(generator, vocab) for _ in range(2))
         found = _probabilities(learner(p.clone(), q.clone()), vocab)
         overlap = torch.minimum(p, q)
-        if not torch.allclose(found, residual(p, q), atol=NOTHING, rtol=0):
-            raise CheckFailed(_say_residual(found, p, q))
+        left = (p - q).clamp(min=0)
+        off = float((found - left / left.sum()).abs().max())
+        if not off <= NOTHING:  # NaN, too
+            raise CheckFailed(
+                f"p = {_show(p)}, q = {_show(q)}: you returned {_show(found)}; due is {_show(left / left.sum())}. They "
+                f"differ by up to {off:.1e}, and {NOTHING:g} is allowed.",
+                evidence=found,
+            )
         together = overlap + (1 - overlap.sum()) * found
         rows.append(row(f"{vocab} tokens: Σ min(p, q) accepted", None, overlap.sum()))
         rows.append(
@@ -70,7 +60,7 @@ def check_residual(learner: Callable) -> Receipt:
                 "    min(p, q) + (1 - Σ min) · residual - p, at most", True, float((together - p).abs().max()) < NOTHING
             )
         )
-    p = guessing.random_row(generator)
+    p = tiny_models.random_row(generator)
     same = _probabilities(learner(p.clone(), p.clone()), 5)
     if not torch.isfinite(same).all() or abs(float(same.sum()) - 1) > NOTHING:
         raise CheckFailed(f"p = q gives {same.tolist()}: nothing is left over, and 0/0 is no distribution. Return p")
@@ -83,20 +73,9 @@ def _probabilities(found: Any, vocab: int) -> Tensor:
     return found.double()
 
 
-def _say_residual(found: Tensor, p: Tensor, q: Tensor) -> str:
-    more, less = (p - q).clamp(min=0), (q - p).clamp(min=0)
-    said = guessing.nearest(
-        found,
-        {
-            "that is p: tokens the draft likes already came through by being accepted, and now come twice": p,
-            "that is q: the draft's favourites get what was just taken from them": q,
-            f"it sums to {float(more.sum()):.3f}, the share of rejections: divide by its sum": more,
-            "that is max(q - p, 0): what the draft says too often, not what it says too rarely": less / less.sum(),
-            "that is |p - q|: where the draft says a token too often, nothing is missing": (p - q).abs()
-            / (p - q).abs().sum(),
-        },
-    )
-    return said or f"accepted and residual together give {(torch.minimum(p, q) + more.sum() * found).tolist()}, not p"
+def _show(row_of: Tensor) -> str:
+    shown = ", ".join(f"{x:.3f}" for x in row_of[:5].tolist())
+    return f"({shown}{', ...' if len(row_of) > 5 else ''})"
 
 
 @exercise(
@@ -104,23 +83,24 @@ def _say_residual(found: Tensor, p: Tensor, q: Tensor) -> str:
     minutes=20,
     difficulty=3,
     hints=(
-        "Go through the guesses in order. Guess i was drawn from q[i]; what the target would have drawn from is "
-        "target[i]. What happens to the guesses after a rejected one?",
-        "Accept with probability min(1, p/q), so if uniform(draw) < target[i, guess] / q[i, guess], with a fresh "
+        "Go through the draft tokens in order. Draft token i was sampled from q[i]; what the target would have "
+        "sampled from is "
+        "target[i]. What happens to the draft tokens after a rejected one?",
+        "Accept with probability min(1, p/q), so if uniform(draw) < target[i, token] / q[i, token], with a fresh "
         "number each. At the first rejection: the accepted ones, one token from the residual, stop. None rejected: "
-        "the target has one row more than there are guesses.",
-        "for i, guess in enumerate(guesses): if not uniform(draw) < target[i, guess] / q[i, guess]: return "
-        "[*guesses[:i], choose(residual(target[i], q[i]), draw)]. Behind the loop: "
-        "[*guesses, choose(target[-1], draw)].",
+        "the target has one row more than there are draft tokens.",
+        "for i, token in enumerate(drafted): if not uniform(draw) < target[i, token] / q[i, token]: return "
+        "[*drafted[:i], choose(residual(target[i], q[i]), draw)]. Behind the loop: "
+        "[*drafted, choose(target[-1], draw)].",
     ),
 )
 def check_verifier(learner: Callable) -> Receipt:
-    generator, rows = guessing.seeded(), []
+    generator, rows = tiny_models.seeded(), []
     for k, vocab in ((1, 5), (2, 3), (3, 2)):
         target, draft = _differing(generator, vocab)
         rows += hold_verifier(learner, target, draft, k)
     same = Tiny(generator, 2)
-    found = guessing.enumerated(lambda draw: len(_verified(learner, same, same, 3, draw)[0]))
+    found = tiny_models.enumerated(lambda draw: len(_verified(learner, same, same, 3, draw)[0]))
     rows.append(row("draft = target, K = 3: tokens of every pass", (4,), tuple(found)))
     return Receipt("every outcome of the verifier, enumerated", tuple(rows))
 
@@ -135,17 +115,20 @@ def _differing(generator: torch.Generator, vocab: int) -> tuple[Tiny, Tiny]:
 
 
 def _verified(learner: Callable, target: Tiny, draft: Callable, k: int, draw: Any) -> tuple[list[int], list[int]]:
-    """(what the learner returned, the guesses)."""
-    guesses, q = guessing.drawn_draft(draft, choose, PROMPT, k, draw)
+    """(what the learner returned, the draft tokens)."""
+    guesses, q = tiny_models.drawn_draft(draft, choose, PROMPT, k, draw)
     found = learner(target.rows(PROMPT, guesses), list(guesses), q, draw)
-    if not guessing.is_tokens(found, target.vocab) or not found:
+    if not tiny_models.is_tokens(found, target.vocab) or not found:
         raise CheckFailed(f"K = {k}: you returned {found!r:.60}; asked for is a list of at least one token")
     if len(found) > k + 1:
-        raise CheckFailed(f"K = {k}: you returned {len(found)} tokens: {k} guesses and one more are all there can be")
+        raise CheckFailed(
+            f"K = {k}: you returned {len(found)} tokens: {k} draft tokens and one more are all there can be"
+        )
     if list(found[:-1]) != guesses[: len(found) - 1]:
         raise CheckFailed(
-            f"guesses {guesses}, you returned {list(found)}: only the last token may be new. After a rejected guess, "
-            "the others were guessed for a text that does not exist: stop there"
+            f"draft tokens {guesses}, you returned {list(found)}: only the last token may be new. After a rejected "
+            f"draft token, "
+            "the others were drafted for a text that does not exist: stop there"
         )
     return list(found), guesses
 
@@ -160,19 +143,22 @@ def hold_verifier(learner: Callable, target: Tiny, draft: Tiny, k: int) -> list:
             whole.append(choose(target([*PROMPT, *whole]), draw))
         return tuple(whole), len(found), found[: len(guesses)] == guesses and len(found) == k
 
-    everything = guessing.enumerated(run)
-    tokens, expected = {}, 1 + guessing.accepted(target, draft, PROMPT, k)
+    everything = tiny_models.enumerated(run)
+    tokens, expected = {}, 1 + tiny_models.accepted(target, draft, PROMPT, k)
     for (whole, _, _), chance in everything.items():
         tokens[whole] = tokens.get(whole, 0.0) + chance
     length = sum(size * chance for (_, size, _), chance in everything.items())
     short = sum(chance for (_, _, stopped), chance in everything.items() if stopped)
-    off = [guessing.distance(guessing.first(tokens, n), guessing.written(target, PROMPT, n)) for n in range(1, k + 2)]
+    off = [
+        tiny_models.distance(tiny_models.first(tokens, n), tiny_models.written(target, PROMPT, n))
+        for n in range(1, k + 2)
+    ]
     rows = [
         row(f"K = {k}, {target.vocab} tokens: distance from the target's distribution is 0", True, max(off) < NOTHING),
         row("    tokens per pass, expected", expected, length, "", NOTHING),
     ]
     if max(off) >= NOTHING:
-        raise CheckFailed(_say_verifier(tokens, off, target, draft, k, short > NOTHING), rows)
+        raise CheckFailed(_say_verifier(off, k), rows, evidence={t: c for t, c in tokens.items() if c > 1e-12})
     if abs(length - expected) > NOTHING:
         raise CheckFailed(_say_length(length, expected, short > NOTHING), rows)
     return rows
@@ -181,35 +167,26 @@ def hold_verifier(learner: Callable, target: Tiny, draft: Tiny, k: int) -> list:
 def _say_length(length: float, expected: float, no_bonus: bool) -> str:
     head = f"the right distribution, but {length:.3f} tokens per pass where {expected:.3f} are possible: "
     if no_bonus:
-        return head + "when all guesses are accepted, the target's last row gives one token more for nothing: the bonus"
+        return (
+            head
+            + "when all draft tokens are accepted, the target's last row gives one token more for nothing: the bonus"
+        )
     return head + "exact, yet too strict. Accept with min(1, p/q), not less"
 
 
-def _say_verifier(tokens: dict, off: list[float], target: Tiny, draft: Tiny, k: int, no_bonus: bool) -> str:
-    p, q = target(PROMPT), draft(PROMPT)
-    if off[0] >= NOTHING:
-        found, kept = guessing.as_row(guessing.first(tokens, 1), len(p)), torch.minimum(p, q)
-        upside = q * (q / p).clamp(max=1)
-        best = torch.zeros_like(p)
-        best[p.argmax()] = 1
-        known = {
-            "its distribution is the draft's: the first guess is never verified": q,
-            "after a rejection you draw from p: draw from the residual": kept + (1 - kept.sum()) * p,
-            "after a rejection you draw from q: draw from the residual": kept + (1 - kept.sum()) * q,
-            "after a rejection you take the likeliest token: draw from the residual": kept + (1 - kept.sum()) * best,
-            "you accept with q/p: the target's probability belongs on top": upside
-            + (1 - upside.sum()) * residual(p, q),
-        }
-        said = guessing.nearest(found, known) or "is p divided by q, each at the guessed token?"
-        return f"the first token is off by {off[0]:.3f} (total variation): {said}"
+def _say_verifier(off: list[float], k: int) -> str:
     place = next(i for i, each in enumerate(off) if each >= NOTHING)
+    if place == 0:
+        return f"K = {k}: the first token's distribution is off by {off[0]:.3f} (total variation)."
     if place == k and k == 1:
         return (
-            f"the first token is right, the bonus token is off by {off[place]:.3f}: it is drawn from the target's row "
-            "after the last guess, the row that no guess needs"
+            f"the first token is right, the bonus token is off by {off[place]:.3f}: it is sampled from the target's "
+            f"row "
+            "after the last draft token, the row that no draft token needs"
         )
     return (
-        f"the first token is right, but the first {place + 1} together are off by {off[place]:.3f}: guess {place + 1} "
-        "is accepted or not by what happened to the one before. Each guess needs a number of its own, fresh, and its "
-        "own rows of target and q"
+        f"the first token is right, but the first {place + 1} together are off by {off[place]:.3f}: draft token "
+        f"{place + 1} is accepted or not by what happened to the one before. Each draft token needs a number of its "
+        f"own, "
+        "fresh, and its own rows of target and q"
     )

@@ -1,4 +1,4 @@
-"""Lab 15, the loop of speculation: guess, one pass, verify, append; its distribution and its passes."""
+"""Lab 15, the loop of speculation: draft, one pass, verify, append; its distribution and its passes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,30 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from course.lab15_speculative_decoding import guessing
-from course.lab15_speculative_decoding.checks import PROMPT, verify_guesses
-from course.lab15_speculative_decoding.guessing import NOTHING, Tiny
+from course.lab15_speculative_decoding import tiny_models
+from course.lab15_speculative_decoding.checks import PROMPT
+from course.lab15_speculative_decoding.tiny_models import NOTHING, Tiny
+from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
-from minillm.serve.speculate.verify import choose
 
-# The course's own answer.
-
-
-def speculate(target: Any, draft: Callable, prompt: Sequence[int], count: int, k: int, draw: Any) -> list[int]:
-    """`count` tokens distributed as the target's, one pass of it for each draft of up to k."""
-    tokens = list(prompt)
-    while (left := len(prompt) + count - len(tokens)) > 0:
-        guesses, rows = [], []
-        for _ in range(min(k, left - 1)):
-            rows.append(draft([*tokens, *guesses]))
-            guesses.append(choose(rows[-1], draw))
-        q = torch.stack(rows) if rows else None
-        tokens += verify_guesses(target.rows(tokens, guesses), guesses, q, draw)
-    return tokens[len(prompt) :]
-
-
-# What it is held to.
+ANSWERS = answers_of("15_speculative_decoding")
 
 
 @exercise(
@@ -37,26 +21,27 @@ def speculate(target: Any, draft: Callable, prompt: Sequence[int], count: int, k
     minutes=20,
     difficulty=3,
     hints=(
-        "One round: guess up to k tokens with the draft, each after those before it; one call of target.rows; verify; "
-        "append what came out. How many guesses make sense when only two tokens are still to be written?",
-        "A round writes at most one token more than it guesses, so guess min(k, left - 1). draft(tokens) gives the row "
-        "that you draw guess i from, and the verifier needs all these rows.",
-        "while left > 0: guesses, rows = [], []; for each: rows.append(draft([*tokens, *guesses])); "
-        "guesses.append(choose(rows[-1], draw)). Then tokens += verify_guesses(target.rows(tokens, guesses), guesses, "
-        "torch.stack(rows), draw); with no guesses, q may be None.",
+        "One round: draft up to k tokens with the draft, each after those before it; one call of target.rows; verify; "
+        "append what came out. How many draft tokens make sense when only two tokens are still to be written?",
+        "A round writes at most one token more than it drafts, so draft min(k, left - 1). draft(tokens) gives the row "
+        "that draft token i is sampled from, and the verifier needs all these rows.",
+        "while left > 0: drafted, rows = [], []; for each: rows.append(draft([*tokens, *drafted])); "
+        "drafted.append(choose(rows[-1], draw)). Then tokens += verify_draft(target.rows(tokens, drafted), drafted, "
+        "torch.stack(rows), draw); with no draft tokens, q may be None.",
     ),
 )
 def check_loop(learner: Callable) -> Receipt:
-    generator, rows = guessing.seeded(), []
+    generator, rows = tiny_models.seeded(), []
     for k in (1, 2):
         target, draft = Tiny(generator, 2), Tiny(generator, 2)
-        found = guessing.enumerated(lambda draw, t=target, d=draft, k=k: _wrote(learner, t, d, PROMPT, 3, k, draw))
-        off = guessing.distance(found, guessing.written(target, PROMPT, 3))
+        found = tiny_models.enumerated(lambda draw, t=target, d=draft, k=k: _wrote(learner, t, d, PROMPT, 3, k, draw))
+        off = tiny_models.distance(found, tiny_models.written(target, PROMPT, 3))
         rows.append(row(f"3 tokens, K = {k}: distance from the target's distribution is 0", True, off < NOTHING))
         if off >= NOTHING:
             raise CheckFailed(
                 f"K = {k}: the answer's distribution is off by {off:.3f} from the target's: is every token that is "
-                "appended one that the verifier returned, and each guess drawn from the row that it is verified with?",
+                "appended one that the verifier returned, and each draft token sampled from the row that it is "
+                "verified with?",
                 rows,
             )
     for name, draft, passes in (
@@ -69,7 +54,9 @@ def check_loop(learner: Callable) -> Receipt:
         expected = passes or _passes(draft, 12, 3)
         rows.append(row(f"{name}: passes for 12 tokens, K = 3", expected, target.passes))
         if list(answer) != [(2 + i) % 5 for i in range(12)]:
-            raise CheckFailed(f"with {name} the answer is {list(answer)}: rejected guesses must not stay in it", rows)
+            raise CheckFailed(
+                f"with {name} the answer is {list(answer)}: rejected draft tokens must not stay in it", rows
+            )
         if target.passes != expected:
             raise CheckFailed(_say_passes(name, target.passes, expected), rows)
     return Receipt("the loop: distribution and passes", tuple(rows))
@@ -77,7 +64,7 @@ def check_loop(learner: Callable) -> Receipt:
 
 def _wrote(learner: Callable, target: Any, draft: Callable, prompt: list[int], count: int, k: int, draw: Any) -> tuple:
     found = learner(target, draft, list(prompt), count, k, draw)
-    if not guessing.is_tokens(found, target.vocab):
+    if not tiny_models.is_tokens(found, target.vocab):
         raise CheckFailed(f"you returned {found!r:.60}; asked for is a list of tokens")
     if len(found) != count:
         raise CheckFailed(f"you returned {len(found)} tokens where {count} were asked for, without the prompt")
@@ -86,14 +73,14 @@ def _wrote(learner: Callable, target: Any, draft: Callable, prompt: list[int], c
 
 def _passes(draft: "_Chain", count: int, k: int) -> int:
     target = _Chain(1)
-    speculate(target, draft, [0, 1], count, k, torch.Generator().manual_seed(0))
+    ANSWERS.speculate(target, draft, [0, 1], count, k, torch.Generator().manual_seed(0))
     return target.passes
 
 
 def _say_passes(name: str, found: int, expected: int) -> str:
     if found > expected and name.endswith("always right"):
-        why = {4: "the bonus token of each pass is lost", 12: "each guess has a pass of its own"}.get(
-            found, "guess after the guesses before, not always after the verified tokens"
+        why = {4: "the bonus token of each pass is lost", 12: "each draft token has a pass of its own"}.get(
+            found, "draft each token after those drafted before it, not always after the verified tokens"
         )
         return f"with {name}, {found} passes for 12 tokens where {expected} are enough: {why}"
     return f"with {name}, {found} passes where {expected} are due: one pass of the target per round, no more, no less"

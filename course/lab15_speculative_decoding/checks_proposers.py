@@ -1,54 +1,26 @@
-"""Lab 15, where guesses come from: a draft that says what it drew from, and what followed the last time."""
+"""Lab 15, where draft tokens come from: a draft that says what it drew from, and what followed the last time."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from course.lab15_speculative_decoding import experiments, guessing
+from course.lab15_speculative_decoding import experiments, tiny_models
 from course.lab15_speculative_decoding import experiments_runs as runs
 from course.lab15_speculative_decoding.checks import PROMPT
-from course.lab15_speculative_decoding.guessing import NOTHING, Tiny
+from course.lab15_speculative_decoding.tiny_models import NOTHING, Tiny
+from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
 from minillm.serve import SamplingParams
-from minillm.serve.speculate.verify import choose, distribution
+from minillm.serve.speculate.verify import distribution
 
 VOCAB, DRAFTED = 3, 2
 
 
-# The course's own answers.
-
-
-def honest_draft(
-    scores: Callable, tokens: Sequence[int], k: int, temperature: float, top_k: int, draw: Any
-) -> tuple[list[int], Tensor | None]:
-    """(k guesses, [k, vocab] the distribution each was drawn from); at temperature 0 (the likeliest, None)."""
-    guesses, rows = [], []
-    for _ in range(k):
-        logits = scores([*tokens, *guesses])
-        if temperature == 0:
-            guesses.append(int(logits.argmax()))
-            continue
-        lowest = logits.topk(top_k).values[-1]
-        rows.append(torch.softmax((logits / temperature).masked_fill(logits < lowest, float("-inf")), dim=-1))
-        guesses.append(choose(rows[-1], draw))
-    return guesses, torch.stack(rows) if rows else None
-
-
-def look_up(tokens: Sequence[int], k: int, longest: int = 3) -> list[int]:
-    """Up to k tokens that followed the most recent earlier occurrence of the longest possible ending."""
-    tokens = list(tokens)
-    for size in range(min(longest, len(tokens) - 1), 0, -1):
-        for start in range(len(tokens) - size - 1, -1, -1):
-            if tokens[start : start + size] == tokens[-size:]:
-                return tokens[start + size : start + size + k]
-    return []
-
-
-# What they are held to.
+ANSWERS = answers_of("15_speculative_decoding")
 
 
 @exercise(
@@ -56,39 +28,40 @@ def look_up(tokens: Sequence[int], k: int, longest: int = 3) -> list[int]:
     minutes=15,
     difficulty=3,
     hints=(
-        "The verifier divides by the probability with which a guess was really drawn. So the row that you return and "
-        "the row that you draw from are one object.",
+        "The verifier divides by the probability with which a draft token was really sampled. So the row that you "
+        "return and "
+        "the row that you sample from are one object.",
         "Divide by the temperature, rule out all but the top_k largest logits (-inf), softmax, draw, keep the row. A "
-        "guess of temperature 0 was not drawn from anything: there is no row to return.",
+        "draft token of temperature 0 was not sampled from anything: there is no row to return.",
         "lowest = logits.topk(top_k).values[-1]; row = softmax((logits / temperature).masked_fill(logits < lowest, "
-        "-inf)); guesses.append(choose(row, draw)); rows.append(row). scores gets the guesses so far, too.",
+        "-inf)); drafted.append(choose(row, draw)); rows.append(row). scores gets the draft tokens so far, too.",
     ),
 )
 def check_draft(learner: Callable) -> Receipt:
-    generator, rows = guessing.seeded(), []
+    generator, rows = tiny_models.seeded(), []
     for temperature, top_k in ((1.0, VOCAB), (0.6, VOCAB), (1.4, 2), (1.0, 2)):
         draft, target = Tiny(generator, VOCAB), Tiny(generator, VOCAB)
         rows += _hold_draft(learner, draft, target, temperature, top_k)
     draft = Tiny(generator, VOCAB)
-    found = guessing.enumerated(lambda draw: _drafted(learner, draft, DRAFTED, 0.0, VOCAB, draw)[0])
-    if found != {tuple(honest_draft(draft.scores, PROMPT, DRAFTED, 0.0, VOCAB, None)[0]): 1.0}:
+    found = tiny_models.enumerated(lambda draw: _drafted(learner, draft, DRAFTED, 0.0, VOCAB, draw)[0])
+    if found != {tuple(ANSWERS.honest_draft(draft.scores, PROMPT, DRAFTED, 0.0, VOCAB, None)[0]): 1.0}:
         raise CheckFailed(f"temperature 0 drafts {found}: it is always the likeliest token after those before it", rows)
-    if learner(draft.scores, list(PROMPT), DRAFTED, 0.0, VOCAB, guessing.seeded())[1] is not None:
+    if learner(draft.scores, list(PROMPT), DRAFTED, 0.0, VOCAB, tiny_models.seeded())[1] is not None:
         raise CheckFailed(
-            "temperature 0 returns probabilities, but the likeliest token was not drawn from them: verified as if it "
+            "temperature 0 returns probabilities, but the likeliest token was not sampled from them: verified as if it "
             "had been, it would be accepted with p/q, too often. Return None",
             rows,
         )
-    rows.append(row("temperature 0: nothing drawn, nothing declared", True, True))
-    return Receipt("drafts: what was drawn, and what is said about it", tuple(rows))
+    rows.append(row("temperature 0: nothing sampled, nothing declared", True, True))
+    return Receipt("drafts: what was sampled, and what is said about it", tuple(rows))
 
 
 def _drafted(learner: Callable, draft: Tiny, k: int, temperature: float, top_k: int, draw: Any) -> tuple[tuple, Any]:
     found = learner(draft.scores, list(PROMPT), k, temperature, top_k, draw)
-    if not isinstance(found, tuple) or len(found) != 2 or not guessing.is_tokens(found[0], draft.vocab):
-        raise CheckFailed(f"you returned {found!r:.60}; asked for are two things: (guesses, rows)")
+    if not isinstance(found, tuple) or len(found) != 2 or not tiny_models.is_tokens(found[0], draft.vocab):
+        raise CheckFailed(f"you returned {found!r:.60}; asked for are two things: (draft tokens, rows)")
     if len(found[0]) != k:
-        raise CheckFailed(f"{len(found[0])} guesses where k = {k} were asked for")
+        raise CheckFailed(f"{len(found[0])} draft tokens where k = {k} were asked for")
     return tuple(found[0]), found[1]
 
 
@@ -109,42 +82,44 @@ def _hold_draft(learner: Callable, draft: Tiny, target: Tiny, temperature: float
             said[guesses[:place]] = q[place].double()
         return guesses
 
-    drawn = guessing.enumerated(run)
+    drawn = tiny_models.enumerated(run)
     p, own, off = warped(target), warped(draft), 0.0
     for place in range(DRAFTED):
-        total = guessing.first(drawn, place)
+        total = tiny_models.first(drawn, place)
         for before, chance in total.items():
-            shares = torch.tensor([guessing.first(drawn, place + 1).get((*before, x), 0.0) for x in range(draft.vocab)])
+            shares = torch.tensor(
+                [tiny_models.first(drawn, place + 1).get((*before, x), 0.0) for x in range(draft.vocab)]
+            )
             shares = shares.double() / chance
             if float((shares - said[before]).abs().sum()) / 2 > 1e-6:
                 raise CheckFailed(_say_dishonest(shares, said[before], draft, name, place, before))
             off = max(off, float((own([*PROMPT, *before]) - said[before]).abs().max()))
     kept = sum(
         float(torch.minimum(p([*PROMPT, *before]), said[before]).sum()) * chance
-        for before, chance in guessing.first(drawn, 0).items()
+        for before, chance in tiny_models.first(drawn, 0).items()
     )
     best = float(torch.minimum(p(PROMPT), own(PROMPT)).sum())
     rows = [
-        row(f"{name}: drawn as declared", True, True),
-        row("    first guess accepted: Σ min(p, q), both warped", best, kept, "", 1e-6),
+        row(f"{name}: sampled as declared", True, True),
+        row("    first draft token accepted: Σ min(p, q), both warped", best, kept, "", 1e-6),
     ]
     if off > 1e-6:
         raise CheckFailed(
             f"{name}: honest, so the answer stays exact, but not the request's own distribution: rows differ by "
             f"{off:.3f} from softmax(logits / temperature) over the top-k after all tokens so far. The target is "
-            f"warped, and a guess is accepted {kept:.3f} of the time where {best:.3f} is possible",
+            f"warped, and a draft token is accepted {kept:.3f} of the time where {best:.3f} is possible",
             rows,
         )
     return rows
 
 
 def _say_dishonest(drawn: Tensor, said: Tensor, draft: Tiny, name: str, place: int, before: tuple) -> str:
-    head = f"{name}: guess {place + 1} is drawn from {_show(drawn)}, but its row says {_show(said)}: "
+    head = f"{name}: draft token {place + 1} is sampled from {_show(drawn)}, but its row says {_show(said)}: "
     raw = torch.softmax(draft.scores([*PROMPT, *before]), dim=-1)
     if float(drawn.max()) > 1 - NOTHING:
-        return head + "the likeliest token, declared as if it had been drawn. The verifier would accept it too often"
+        return head + "the likeliest token, declared as if it had been sampled. The verifier would accept it too often"
     if int((said > 0).sum()) > int((drawn > 0).sum()):
-        return head + "the row is from before top-k, so q is too small where guesses are, and they pass too often"
+        return head + "the row is from before top-k, so q is too small where draft tokens are, and they pass too often"
     if torch.allclose(said, raw, atol=1e-6):
         return head + "the row is from before the temperature"
     return head + "keep the very row that you drew from"
@@ -161,7 +136,7 @@ def _show(row_of: Tensor) -> str:
     hints=(
         "The ending itself is an occurrence of the ending, with nothing behind it. Where else does it occur?",
         "For size = longest down to 1: compare tokens[-size:] with every earlier place, from the back. The first hit "
-        "has the longest ending and is the most recent. What followed it is the guess.",
+        "has the longest ending and is the most recent. What followed it is the answer.",
         "for size in range(min(longest, len(tokens) - 1), 0, -1): for start in range(len(tokens) - size - 1, -1, -1): "
         "if tokens[start:start + size] == tokens[-size:]: return tokens[start + size:start + size + k].",
     ),
@@ -169,6 +144,7 @@ def _show(row_of: Tensor) -> str:
 def check_look_up(learner: Callable) -> Receipt:
     small = [
         ([1, 2, 3, 9, 1, 2, 3], 2, "an ending that occurred once"),
+        ([1, 2, 3, 9, 1, 2, 3], 1, "more follows than k"),
         ([4, 7, 5, 4, 8, 6, 4], 2, "an ending that occurred twice: the most recent counts"),
         ([1, 2, 5, 0, 2, 6, 3, 1, 2], 2, "a long ending long ago, a short one just now: the longest counts"),
         ([3, 3, 3], 3, "an occurrence that overlaps the ending"),
@@ -176,35 +152,26 @@ def check_look_up(learner: Callable) -> Receipt:
         ([5], 4, "one token"),
         ([8, 1, 8], 4, "little behind it"),
     ]
-    drawn = random.Random()
+    drawn = random.Random(random.random())
     small += [
         ([drawn.randrange(4) for _ in range(drawn.randint(1, 14))], drawn.randint(1, 4), "at random")
         for _ in range(300)
     ]
     for tokens, k, lesson in small:
         _hold_look_up(learner, tokens, k, lesson)
-    rows = [row("small texts with the right guess", len(small), len(small))]
+    rows = [row("small texts answered right", len(small), len(small))]
     for kind in experiments.KINDS:
         ids = experiments.texts(kind)[0]
-        expected, found = (runs.replay(ids, one, 6) for one in (look_up, learner))
+        expected, found = (runs.replay(ids, one, 6) for one in (ANSWERS.look_up, learner))
         rows.append(row(f"passes to write {len(ids)} tokens of {kind}, K = 6", expected, found))
     return Receipt("prompt lookup", tuple(rows))
 
 
 def _hold_look_up(learner: Callable, tokens: list[int], k: int, lesson: str) -> None:
-    found, right = learner(list(tokens), k, 3), look_up(tokens, k)
-    if not guessing.is_tokens(found, 1 << 30):
+    found, right = learner(list(tokens), k, 3), ANSWERS.look_up(tokens, k)
+    if not tiny_models.is_tokens(found, 1 << 30):
         raise CheckFailed(f"you returned {found!r:.60}; asked for is a list of tokens, empty if nothing is found")
     found = list(found)
     if found == right:
         return
-    head = f"{lesson}: after {tokens}, k = {k}, you guess {found}; due is {right}"
-    if not found:
-        raise CheckFailed(head + ": does it find the ending itself, with nothing behind it?")
-    if len(found) > k:
-        raise CheckFailed(head + ": at most k")
-    if right and found[1:] == right[: len(found) - 1]:
-        raise CheckFailed(head + ": off by one, the guess begins behind the occurrence")
-    if not right:
-        raise CheckFailed(head + ": without an earlier occurrence there is no guess")
-    raise CheckFailed(head + ": the longest ending first, and of its occurrences the most recent")
+    raise CheckFailed(f"{lesson}: after {tokens}, k = {k}, you return {found}; due is {right}.", evidence=found)

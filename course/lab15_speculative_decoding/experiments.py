@@ -8,13 +8,13 @@ import ast
 import random
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from course.shared.measuring import one_thread
 from minillm.data import Tokenizer, corpus
 from minillm.model import Transformer
 from minillm.model.generate import folder_of
@@ -66,17 +66,6 @@ def _docstrings(code: str) -> Iterator[str]:
             yield text
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """torch on one thread, so that CPU seconds are those of one core."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 # Probabilities: what the two models say after the same tokens, no sampling.
 
 
@@ -103,14 +92,14 @@ def overlap(p: Tensor, q: Tensor) -> Tensor:
 
 
 def alpha_by_temperature(temperatures: Sequence[float], kinds: Sequence[str] = KINDS) -> dict[str, list[float]]:
-    """{kind of text: share accepted at each temperature}: of a guess that is drawn, Σ min(p, q); of the draft's
+    """{kind of text: share accepted at each temperature}: of a sampled draft token, Σ min(p, q); of the draft's
     likeliest token, p of it."""
     found = {}
     for kind in kinds:
         logits = logits_of(kind)
         likeliest = logits[1].argmax(-1, keepdim=True)
         both = [distributions(logits, t) for t in temperatures]
-        found[f"{kind}, drawn"] = [float(overlap(p, q).mean()) for p, q in both]
+        found[f"{kind}, sampled"] = [float(overlap(p, q).mean()) for p, q in both]
         found[f"{kind}, likeliest"] = [float(p.gather(-1, likeliest).mean()) for p, q in both]
     return found
 
@@ -121,7 +110,8 @@ def alpha_by_temperature(temperatures: Sequence[float], kinds: Sequence[str] = K
 @dataclass(frozen=True)
 class Run:
     """passes: of each sequence, added up. step_s, sampled: CPU seconds and new tokens of a decoding step with a full
-    batch, the proposer's part (draft_s, for `places` guesses of each sequence) included; means. whole_s: of it all."""
+    batch, the proposer's part (draft_s, for `places` draft tokens of each sequence) included; means. whole_s: of it
+    all."""
 
     answers: list[list[int]]
     passes: int
@@ -138,7 +128,7 @@ class Run:
 
 
 class Watched:
-    """A proposer whose calls are timed: (sequences, guesses of the longest draft, CPU seconds) of each."""
+    """A proposer whose calls are timed: (sequences, draft tokens of the longest draft, CPU seconds) of each."""
 
     def __init__(self, proposer: Proposer):
         self.proposer, self.calls = proposer, []
@@ -202,7 +192,8 @@ def generate(
 
 @dataclass(frozen=True)
 class Compared:
-    """A proposer beside none, on the same prompts. c: seconds of a guess / of a plain pass; verify: of a verifying pass
+    """A proposer beside none, on the same prompts. c: seconds of a draft token / of a plain pass; verify: of a
+    verifying pass
     / of a plain one; predicted: the formula fed with them and the acceptance at each place; same: equal tokens."""
 
     run: Run
@@ -231,6 +222,6 @@ def compare(proposer: Proposer, k: int | AdaptiveK, plain: Run, asked: Sequence[
 
 
 def formula(run: Run) -> float:
-    """Tokens per pass from the acceptance at each place; a pass without a guess yields one token."""
+    """Tokens per pass from the acceptance at each place; a pass without a draft token yields one token."""
     asked = run.counts.tried[0] / run.passes if run.counts.tried else 0.0
     return 1 + asked * (predict.tokens_per_pass(run.counts.alpha) - 1)

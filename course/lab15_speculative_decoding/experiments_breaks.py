@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from course.lab15_speculative_decoding import guessing
-from course.lab15_speculative_decoding.guessing import Tiny
+from course.lab15_speculative_decoding import tiny_models
+from course.lab15_speculative_decoding.tiny_models import Tiny
 from minillm.serve.speculate import Draft, verify
 from minillm.serve.speculate.verify import acceptance, choose, residual, uniform
 
@@ -25,52 +25,53 @@ def cut(p: Tensor) -> Tensor:
 
 
 def _drawn(draft: Tiny, draw: Any) -> tuple[list[int], Tensor]:
-    return guessing.drawn_draft(lambda tokens: cut(draft(tokens)), choose, PROMPT, K, draw)
+    return tiny_models.drawn_draft(lambda tokens: cut(draft(tokens)), choose, PROMPT, K, draw)
 
 
 def sound(target: Callable[[list[int]], Tensor], draft: Tiny, draw: Any) -> list[int]:
-    """As it should be. target: guesses -> [K + 1, vocab], after top-k."""
-    guesses, q = _drawn(draft, draw)
-    return verify(target(guesses), Draft(guesses, q), draw)
+    """As it should be. target: drafted -> [K + 1, vocab], after top-k."""
+    drafted, q = _drawn(draft, draw)
+    return verify(target(drafted), Draft(drafted, q), draw)
 
 
 def likeliest_as_drawn(target: Callable, draft: Tiny, draw: Any) -> list[int]:
-    """The draft takes the likeliest token; the verifier divides by q as if it had drawn it (transformers#32867)."""
-    guesses, rows = [], []
+    """The draft takes the likeliest token; the verifier divides by q as if it had sampled it (transformers#32867)."""
+    drafted, rows = [], []
     for _ in range(K):
-        rows.append(cut(draft([*PROMPT, *guesses])))
-        guesses.append(int(rows[-1].argmax()))
-    return verify(target(guesses), Draft(guesses, torch.stack(rows)), draw)
+        rows.append(cut(draft([*PROMPT, *drafted])))
+        drafted.append(int(rows[-1].argmax()))
+    return verify(target(drafted), Draft(drafted, torch.stack(rows)), draw)
 
 
 def before_top_k(target: Callable, draft: Tiny, draw: Any) -> list[int]:
-    """q from before top-k, the guesses drawn after it (transformers#47932)."""
-    guesses, _ = _drawn(draft, draw)
-    q = torch.stack([draft([*PROMPT, *guesses[:i]]) for i in range(K)])
-    return verify(target(guesses), Draft(guesses, q), draw)
+    """q from before top-k, the draft tokens sampled after it (transformers#47932)."""
+    drafted, _ = _drawn(draft, draw)
+    q = torch.stack([draft([*PROMPT, *drafted[:i]]) for i in range(K)])
+    return verify(target(drafted), Draft(drafted, q), draw)
 
 
 def first_unverified(target: Callable, draft: Tiny, draw: Any) -> list[int]:
-    """Verification begins with the second guess (lattice#243)."""
-    guesses, q = _drawn(draft, draw)
-    return [guesses[0], *verify(target(guesses)[1:], Draft(guesses[1:], q[1:]), draw)]
+    """Verification begins with the second draft token (lattice#243)."""
+    drafted, q = _drawn(draft, draw)
+    return [drafted[0], *verify(target(drafted)[1:], Draft(drafted[1:], q[1:]), draw)]
 
 
 def reseeded(target: Callable, draft: Tiny, draw: Any) -> list[int]:
-    """The accept loop seeds its generator anew for each guess, so all get the same number (LLMSpeculativeSampling)."""
-    guesses, q = _drawn(draft, draw)
-    rows = target(guesses)
-    for place, guess in enumerate(guesses):
+    """The accept loop seeds its generator anew for each draft token, so all get the same number
+    (LLMSpeculativeSampling)."""
+    drafted, q = _drawn(draft, draw)
+    rows = target(drafted)
+    for place, token in enumerate(drafted):
         draw.manual_seed(0)
-        if not uniform(draw) < acceptance(rows[place], q[place], guess):
-            return [*guesses[:place], choose(residual(rows[place], q[place], guess), draw)]
-    return [*guesses, choose(rows[-1], draw)]
+        if not uniform(draw) < acceptance(rows[place], q[place], token):
+            return [*drafted[:place], choose(residual(rows[place], q[place], token), draw)]
+    return [*drafted, choose(rows[-1], draw)]
 
 
 def as_if_certain(target: Callable, draft: Tiny, draw: Any) -> list[int]:
-    """A drawn guess, verified with q = 1: accepted with p, else drawn from p without it (EAGLE#329)."""
-    guesses, _ = _drawn(draft, draw)
-    return verify(target(guesses), Draft(guesses), draw)
+    """A sampled draft token, verified with q = 1: accepted with p, else sampled from p without it (EAGLE#329)."""
+    drafted, _ = _drawn(draft, draw)
+    return verify(target(drafted), Draft(drafted), draw)
 
 
 PROGRAMS = {
@@ -84,24 +85,24 @@ PROGRAMS = {
 
 
 def evidence(program: Callable, target: Tiny, draft: Tiny) -> tuple[dict, dict, float, float]:
-    """(distribution of K + 1 tokens, the target's, guesses accepted in a pass, the most that can be)."""
+    """(distribution of K + 1 tokens, the target's, draft tokens accepted in a pass, the most that can be)."""
 
     def p(tokens):
         return cut(target(tokens))
 
     def run(draw):
-        found = program(lambda guesses: cut(target.rows(PROMPT, guesses)), draft, draw)
+        found = program(lambda drafted: cut(target.rows(PROMPT, drafted)), draft, draw)
         whole = list(found)
         while len(whole) < K + 1:
             whole.append(choose(p([*PROMPT, *whole]), draw))
         return tuple(whole), len(found) - 1
 
-    everything, tokens = guessing.enumerated(run), {}
+    everything, tokens = tiny_models.enumerated(run), {}
     for (whole, _), chance in everything.items():
         tokens[whole] = tokens.get(whole, 0.0) + chance
     kept = sum(count * chance for (_, count), chance in everything.items())
-    most = guessing.accepted(p, lambda context: cut(draft(context)), PROMPT, K)
-    return tokens, guessing.written(p, PROMPT, K + 1), kept, most
+    most = tiny_models.accepted(p, lambda context: cut(draft(context)), PROMPT, K)
+    return tokens, tiny_models.written(p, PROMPT, K + 1), kept, most
 
 
 def all_evidence(seed: int = 0) -> dict[str, tuple]:
@@ -111,11 +112,11 @@ def all_evidence(seed: int = 0) -> dict[str, tuple]:
     return {name: evidence(program, target, draft) for name, program in PROGRAMS.items()}
 
 
-# One guess on real distributions, in closed form: p, q of [positions, vocab].
+# One draft token on real distributions, in closed form: p, q of [positions, vocab].
 
 
 def one_guess(p: Tensor, q: Tensor) -> dict[str, Tensor]:
-    """{rule: [positions, vocab] what one guess and its verification give}, right and wrong."""
+    """{rule: [positions, vocab] what one draft token and its verification give}, right and wrong."""
     kept = torch.minimum(p, q)
     rejected = 1 - kept.sum(-1, keepdim=True)
     left = (p - q).clamp(min=0)
@@ -135,8 +136,9 @@ def total_variation(a: Tensor, b: Tensor) -> Tensor:
 
 
 def typical(p: Tensor, q: Tensor, epsilon: float, delta: float | None = None) -> tuple[float, float]:
-    """(share of guesses accepted, mean total variation) of typical acceptance (Cai et al. 2024, §2.3.1): a guess passes
-    if p(x) > min(epsilon, delta · exp(-entropy of p)), however it was drawn; else a token is drawn from p.
+    """(share of draft tokens accepted, mean total variation) of typical acceptance (Cai et al. 2024, §2.3.1): a
+    draft token passes
+    if p(x) > min(epsilon, delta · exp(-entropy of p)), however it was sampled; else a token is sampled from p.
     delta: None = √epsilon, as there."""
     entropy = -(p * p.clamp(min=1e-300).log()).sum(-1, keepdim=True)
     bound = (delta or epsilon**0.5) * torch.exp(-entropy)

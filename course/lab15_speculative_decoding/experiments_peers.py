@@ -5,7 +5,8 @@ from importlib.util import find_spec
 
 import torch
 
-from course.lab15_speculative_decoding.experiments import NEW, one_thread
+from course.lab15_speculative_decoding.experiments import NEW
+from course.shared.measuring import one_thread
 from minillm.model.generate import folder_of
 
 PLAIN, DRAFT, LOOKUP = "greedy", "assistant_model", "prompt_lookup_num_tokens"

@@ -1,4 +1,5 @@
-"""What lab 15 measures in the engine: how many guesses pay, every proposer, where it loses, preemption meanwhile."""
+"""What lab 15 measures in the engine: how many draft tokens pay, every proposer, where it loses, preemption
+meanwhile."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -14,10 +15,10 @@ from course.lab15_speculative_decoding.experiments import (
     compare,
     distributions,
     generate,
-    one_thread,
     pair,
     prompts,
 )
+from course.shared.measuring import one_thread
 from minillm.model import Transformer
 from minillm.predict import speculation as predict
 from minillm.serve import LLM, SamplingParams
@@ -60,7 +61,7 @@ def sweep(ks: Sequence[int], kind: str = "code", count: int = 2) -> Sweep:
 
 
 def adaptive(found: Sweep, kind: str = "code", count: int = 2) -> Compared:
-    """The draft model with a K that follows the acceptance, told what a guess costs."""
+    """The draft model with a K that follows the acceptance, told what a draft token costs."""
     asked = prompts(kind, count)
     plain = next(iter(found.runs.values())).plain
     return compare(draft_model(), AdaptiveK(cost=found.c, most=6), plain, asked)
@@ -105,27 +106,6 @@ def by_batch(batches: Sequence[int], k: int = 6) -> dict[int, Compared]:
     return found
 
 
-def by_temperature(temperatures: Sequence[float], k: int = 3, count: int = 1) -> dict[float, dict[str, Compared]]:
-    """Drafts that are drawn (the draft model) and drafts that are not (prompt lookup), sampled at each temperature."""
-    asked, found = prompts("code", count), {}
-    for t in temperatures:
-        plain = generate(None, 1, asked, temperature=t)
-        found[t] = {
-            "draft model": compare(draft_model(), k, plain, asked, temperature=t),
-            "prompt lookup": compare(NGram(), k, plain, asked, temperature=t),
-        }
-    return found
-
-
-def short_answers(lengths: Sequence[int], count: int = 2) -> dict[int, tuple[float, float, float]]:
-    """{tokens of the answer: (passes after the prompt, without and with guesses; whole time without / with)}."""
-    asked, found = prompts("code", count), {}
-    for new in lengths:
-        plain, guessed = (generate(one, 3, asked, new=new) for one in (None, draft_model()))
-        found[new] = plain.passes / count, guessed.passes / count, plain.whole_s / guessed.whole_s
-    return found
-
-
 @torch.no_grad()
 def pass_seconds(rows: Sequence[int], repeats: int = 7) -> list[float]:
     """CPU seconds of a pass of the target over so many tokens: least of some repeats."""
@@ -142,11 +122,11 @@ def pass_seconds(rows: Sequence[int], repeats: int = 7) -> list[float]:
 
 
 def replay(tokens: Sequence[int], propose, k: int, start: int = 16) -> int:
-    """Passes that write a known text behind its first `start` tokens: each keeps the guesses that are right."""
+    """Passes that write a known text behind its first `start` tokens: each keeps the draft tokens that are right."""
     place, passes = start, 0
     while place < len(tokens):
-        guesses = list(propose(list(tokens[:place]), k, 3))[:k]
-        right = next((i for i, each in enumerate(guesses) if tokens[place + i : place + i + 1] != [each]), len(guesses))
+        drafted = list(propose(list(tokens[:place]), k, 3))[:k]
+        right = next((i for i, each in enumerate(drafted) if tokens[place + i : place + i + 1] != [each]), len(drafted))
         place, passes = place + right + 1, passes + 1
     return passes
 
@@ -161,10 +141,10 @@ class Uncached:
         """[vocab], the distribution after tokens."""
         return self._rows(list(tokens), 1)[0]
 
-    def rows(self, tokens: Sequence[int], guesses: Sequence[int] = ()) -> Tensor:
-        """[len(guesses) + 1, vocab], in one pass."""
+    def rows(self, tokens: Sequence[int], drafted: Sequence[int] = ()) -> Tensor:
+        """[len(drafted) + 1, vocab], in one pass."""
         self.passes += 1
-        return self._rows([*tokens, *guesses], len(guesses) + 1)
+        return self._rows([*tokens, *drafted], len(drafted) + 1)
 
     @torch.no_grad()
     def _rows(self, tokens: list[int], count: int) -> Tensor:
@@ -173,7 +153,8 @@ class Uncached:
 
 
 def preempted(num_blocks: int = 20, k: int = 3) -> dict[str, object]:
-    """Four sequences of 8 blocks each in a pool that holds fewer: who loses its blocks also loses the guesses' keys."""
+    """Four sequences of 8 blocks each in a pool that holds fewer: a sequence that loses its blocks also loses the
+    keys of its draft tokens."""
     asked, params = prompts("code", 4), SamplingParams(max_tokens=NEW, ignore_eos=True)
     with one_thread():
         llm = LLM(pair().target, num_blocks=num_blocks, prefix_cache=False, proposer=draft_model(), k=k)

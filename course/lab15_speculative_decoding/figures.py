@@ -1,4 +1,4 @@
-"""Lab 15's figures: what is accepted, how many guesses pay, what each proposer brings and costs."""
+"""Lab 15's figures: what is accepted, how many draft tokens pay, what each proposer brings and costs."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def overlap(agreement: float = 0.6, temperature: float = 1.0, seed: int = 3) -> 
             facecolor="white",
             edgecolor=PALETTE["vermillion"],
             hatch="xx",
-            label="q - p: guessed, rejected",
+            label="q - p: drafted, rejected",
         )
         axes.set_xticks(places, [f"token {i}" for i in places], fontsize=8)
         axes.set(ylabel="probability", ylim=(0, max(p.max(), q.max()) * 1.15))
@@ -50,7 +50,7 @@ def overlap(agreement: float = 0.6, temperature: float = 1.0, seed: int = 3) -> 
 
 
 def speedup_by_k(alpha: float = 0.8, c: float = 0.1, verify: float = 1.0) -> Figure:
-    """Speedup by number of guesses, its optimum, and the printed rule K · acceptance · (1 - overhead)."""
+    """Speedup by number of draft tokens, its optimum, and the common claim K · acceptance · (1 - overhead)."""
     ks = list(range(0, 17))
     values = [predict.speedup(alpha, c, k, verify=verify if k else 1.0) for k in ks]
     best = int(np.argmax(values))
@@ -66,17 +66,22 @@ def speedup_by_k(alpha: float = 0.8, c: float = 0.1, verify: float = 1.0) -> Fig
             textcoords="offset points",
             fontsize=9,
         )
-        axes.set(xlabel="guesses per pass, K", ylabel="speedup", ylim=(0, max(4.0, 1.3 * max(values))))
-        axes.set_title(f"α = {alpha:g}; in plain passes: a guess costs {c:g}, checking {verify:g}")
+        axes.set(xlabel="draft tokens per pass, K", ylabel="speedup", ylim=(0, max(4.0, 1.3 * max(values))))
+        axes.set_title(f"α = {alpha:g}; in plain passes: a draft token costs {c:g}, checking {verify:g}")
         axes.legend(fontsize=8, loc="upper right")
     return figure
+
+
+def typical_acceptance() -> Figure:
+    """Typical acceptance by its threshold: draft tokens accepted, and the distance from the target's distribution."""
+    return _typical()[0]
 
 
 # Drawn from measurements.
 
 
 def draw_alpha(shares: dict[str, list[float]], temperatures=TEMPERATURES) -> Figure:
-    """Share of the draft's guesses that is accepted, by temperature: drawn ones, and the likeliest token."""
+    """Share of draft tokens accepted by temperature: sampled ones, and the likeliest token."""
     figure = lines(
         temperatures,
         shares,
@@ -97,23 +102,23 @@ def draw_sweep(found: Sweep) -> Figure:
         ks,
         {"tokens per pass": [found.runs[k].run.tokens_per_pass for k in ks]},
         {"tokens per pass": [predict.tokens_per_pass(found.alpha[:k]) for k in ks]},
-        x_axis=("guesses per pass, K", ""),
+        x_axis=("draft tokens per pass, K", ""),
         y_axis=("tokens per pass", ""),
-        title="Every accepted guess saves a pass",
+        title="Every accepted draft token saves a pass",
         ax=left,
     )
     lines(
         ks,
         {"speedup": [found.runs[k].speedup for k in ks]},
         {"speedup": [found.predicted(k) for k in ks]},
-        x_axis=("guesses per pass, K", ""),
+        x_axis=("draft tokens per pass, K", ""),
         y_axis=("speedup", ""),
-        title="and costs a pass of the draft",
+        title="Speedup: each draft token costs a pass of the draft",
         ax=right,
     )
     with style():
         textbook = [found.predicted(k, textbook=True) for k in ks]
-        right.plot(ks, textbook, color=look(1).color, linestyle=":", label="if checking K + 1 cost as one")
+        right.plot(ks, textbook, color=look(1).color, linestyle=":", label="if K + 1 tokens cost as one")
         right.axhline(1, color=PALETTE["black"], linewidth=0.8)
         right.set_ylim(0, 1.1 * max([*textbook, *(each.speedup for each in found.runs.values())]))
         left.set_ylim(0.9, None)
@@ -140,16 +145,16 @@ def draw_table(found: dict[str, Compared | None]) -> Figure:
             axes.axhline(1, color=PALETTE["black"], linewidth=0.8)
             axes.tick_params(axis="x", labelsize=8)
     with style():
-        left.set_title("One pass of the target writes")
-        right.set_title("What is left of it in time")
+        left.set_title("Tokens per pass of the target")
+        right.set_title("Speedup")
     return figure
 
 
 def draw_typical(rows: list[tuple[float, float, float]], exact: float) -> Figure:
-    """Typical acceptance: guesses accepted and distance from the target's distribution, by its threshold."""
+    """Typical acceptance: draft tokens accepted and distance from the target's distribution, by its threshold."""
     figure, axes = subplots(width=8, height=3.4)
     with style():
-        for index, (name, place) in enumerate((("guesses accepted", 1), ("total variation of a token", 2))):
+        for index, (name, place) in enumerate((("draft tokens accepted", 1), ("total variation of a token", 2))):
             drawn = look(index)
             values = [row[place] for row in rows]
             axes.plot([row[0] for row in rows], values, color=drawn.color, marker=drawn.marker, label=name)

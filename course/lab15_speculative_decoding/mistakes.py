@@ -2,35 +2,49 @@
 
 import torch
 
-from course.lab15_speculative_decoding import checks as right
+from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import alternative, mistake
 from minillm.serve.speculate.verify import choose, uniform
+
+right = answers_of("15_speculative_decoding")
 
 # The residual.
 
 
-@mistake("residual", "draws from p again", expect="that is p")
+@mistake(
+    "residual",
+    "samples from p again",
+    says="This is p: tokens that the draft likes were already accepted and now come twice.",
+)
 def from_p(p, q):
     return p
 
 
-@mistake("residual", "draws from q", expect="that is q")
+@mistake("residual", "samples from q", says="This is q: the draft's favourites get what was just taken from them.")
 def from_q(p, q):
     return q
 
 
-@mistake("residual", "not normalised", expect="divide by its sum")
+@mistake("residual", "not normalised", says="It sums to the share of rejections: divide by its sum.")
 def not_normalised(p, q):
     return (p - q).clamp(min=0)
 
 
-@mistake("residual", "the wrong way round", expect="too often, not what it says too rarely")
+@mistake(
+    "residual",
+    "the wrong way round",
+    says="This is max(q - p, 0): what the draft says too often, not what it says too rarely.",
+)
 def wrong_way(p, q):
     left = (q - p).clamp(min=0)
     return left / left.sum() if left.sum() > 0 else p
 
 
-@mistake("residual", "absolute difference", expect=r"\|p - q\|")
+@mistake(
+    "residual",
+    "absolute difference",
+    says="This is |p - q|: where the draft says a token too often, nothing is missing.",
+)
 def absolute(p, q):
     left = (p - q).abs()
     return left / left.sum() if left.sum() > 0 else p
@@ -40,6 +54,35 @@ def absolute(p, q):
 def no_corner(p, q):
     left = (p - q).clamp(min=0)
     return left / left.sum()
+
+
+@mistake(
+    "residual",
+    "a small number against 0 / 0",
+    says="A small number in the denominator makes every residual sum to less than 1, and where p = q to 0. Test for a "
+    "sum of 0 instead.",
+)
+def epsilon(p, q):
+    left = (p - q).clamp(min=0)
+    return left / (left.sum() + 1e-8)
+
+
+@mistake(
+    "residual", "softmax of the difference", says="A softmax gives every token some probability. Divide by the sum."
+)
+def softmaxed(p, q):
+    return torch.softmax((p - q).clamp(min=0), dim=-1)
+
+
+@mistake("residual", "divides by the overlap", says="Divide by what is left, 1 - Σ min(p, q), not by Σ min(p, q).")
+def by_overlap(p, q):
+    return (p - q).clamp(min=0) / torch.minimum(p, q).sum()
+
+
+@mistake("residual", "uniform where p = q", expect="nothing is left over")
+def uniform_corner(p, q):
+    left = (p - q).clamp(min=0)
+    return left / left.sum() if left.sum() > 0 else torch.full_like(p, float("nan"))
 
 
 @alternative("residual", "p minus the overlap")
@@ -61,13 +104,35 @@ def verifier(accept=lambda p, q: p / q, after=right.residual, bonus=-1):
     return verify
 
 
-mistake("verifier", "q on top", expect="you accept with q/p")(verifier(lambda p, q: q / p))
-mistake("verifier", "draws from p after a rejection", expect="you draw from p")(verifier(after=lambda p, q: p))
-mistake("verifier", "draws from q after a rejection", expect="you draw from q")(verifier(after=lambda p, q: q))
-mistake("verifier", "bonus from the row of the last guess", expect="bonus token is off")(verifier(bonus=-2))
+VERIFIERS = {
+    "q on top": (verifier(lambda p, q: q / p), "You accept with q/p: the target's probability belongs on top."),
+    "samples from p after a rejection": (
+        verifier(after=lambda p, q: p),
+        "After a rejection you sample from p: sample from the residual.",
+    ),
+    "samples from q after a rejection": (
+        verifier(after=lambda p, q: q),
+        "After a rejection you sample from q: sample from the residual.",
+    ),
+    "accepts with p": (
+        verifier(lambda p, q: p),
+        "You accept with p alone: divide by q, from which the token was sampled.",
+    ),
+    "accepts if p is at least q": (
+        verifier(lambda p, q: float(p >= q)),
+        "You accept exactly if p >= q. Below that accept with probability p/q.",
+    ),
+}
+for label, (function, says) in VERIFIERS.items():
+    mistake("verifier", label, says=says)(function)
+mistake("verifier", "bonus from the row of the last draft token", expect="bonus token is off")(verifier(bonus=-2))
 
 
-@mistake("verifier", "likeliest token after a rejection", expect="you take the likeliest token")
+@mistake(
+    "verifier",
+    "likeliest token after a rejection",
+    says="After a rejection you take the likeliest token: sample from the residual.",
+)
 def likeliest_after(target, guesses, q, draw):
     best = lambda p, q: torch.zeros_like(p).index_fill_(0, p.argmax(), 1.0)  # noqa: E731
     return verifier(after=best)(target, guesses, q, draw)
@@ -75,15 +140,20 @@ def likeliest_after(target, guesses, q, draw):
 
 @mistake("verifier", "bonus forgotten", expect="one token more for nothing")
 def no_bonus(target, guesses, q, draw):
-    return right.verify_guesses(target, guesses, q, draw)[: len(guesses)]
+    return right.verify_draft(target, guesses, q, draw)[: len(guesses)]
 
 
-@mistake("verifier", "first guess never verified", expect="first guess is never verified")
+@mistake(
+    "verifier",
+    "first draft token never verified",
+    says="Its distribution is the draft's: either the first draft token is never verified, or the residual is taken "
+    "the wrong way round.",
+)
 def first_for_free(target, guesses, q, draw):
-    return [guesses[0], *right.verify_guesses(target[1:], guesses[1:], q[1:], draw)]
+    return [guesses[0], *right.verify_draft(target[1:], guesses[1:], q[1:], draw)]
 
 
-@mistake("verifier", "one number for all guesses", expect="a number of its own")
+@mistake("verifier", "one number for all draft tokens", expect="a number of its own")
 def one_number(target, guesses, q, draw):
     number = uniform(draw)
     for i, guess in enumerate(guesses):
@@ -92,7 +162,7 @@ def one_number(target, guesses, q, draw):
     return [*guesses, choose(target[-1], draw)]
 
 
-@mistake("verifier", "seeds the generator for each guess", expect="a number of its own")
+@mistake("verifier", "seeds the generator for each draft token", expect="a number of its own")
 def seeds_again(target, guesses, q, draw):
     for i, guess in enumerate(guesses):
         draw.manual_seed(0)
@@ -110,7 +180,7 @@ def goes_on(target, guesses, q, draw):
     return [*tokens, choose(target[-1], draw)]
 
 
-@mistake("verifier", "drawn guesses verified as if they were certain", expect="exact, yet too strict")
+@mistake("verifier", "sampled draft tokens verified as if they were certain", expect="exact, yet too strict")
 def as_if_certain(target, guesses, q, draw):
     for i, guess in enumerate(guesses):
         if not uniform(draw) < target[i, guess]:
@@ -150,7 +220,7 @@ def by_rejection(target, guesses, q, draw):
 # The loop.
 
 
-def loop(target, draft, prompt, count, k, draw, *, context=None, pick=choose, checked=right.verify_guesses, spare=True):
+def loop(target, draft, prompt, count, k, draw, *, context=None, pick=choose, checked=right.verify_draft, spare=True):
     tokens = list(prompt)
     while (left := len(prompt) + count - len(tokens)) > 0:
         guesses, rows = [], []
@@ -162,12 +232,12 @@ def loop(target, draft, prompt, count, k, draw, *, context=None, pick=choose, ch
     return tokens[len(prompt) :] if spare else tokens[len(prompt) : len(prompt) + count]
 
 
-@mistake("speculative-loop", "keeps every guess", expect="distribution is off")
+@mistake("speculative-loop", "keeps every draft token", expect="distribution is off")
 def keeps_all(target, draft, prompt, count, k, draw):
     return loop(target, draft, prompt, count, k, draw, checked=lambda p, g, q, d: [*g, choose(p[-1], d)])
 
 
-@mistake("speculative-loop", "guesses the likeliest, declares it as drawn", expect="distribution is off")
+@mistake("speculative-loop", "draft tokens the likeliest, declares it as sampled", expect="distribution is off")
 def likeliest_declared(target, draft, prompt, count, k, draw):
     return loop(target, draft, prompt, count, k, draw, pick=lambda row, draw: int(row.argmax()))
 
@@ -175,7 +245,7 @@ def likeliest_declared(target, draft, prompt, count, k, draw):
 @mistake("speculative-loop", "drops the bonus", expect="bonus token of each pass is lost")
 def drops_bonus(target, draft, prompt, count, k, draw):
     def without(p, guesses, q, draw):
-        found = right.verify_guesses(p, guesses, q, draw)
+        found = right.verify_draft(p, guesses, q, draw)
         return found[: max(1, len(guesses))]
 
     tokens = list(prompt)
@@ -188,7 +258,7 @@ def drops_bonus(target, draft, prompt, count, k, draw):
     return tokens[len(prompt) :]
 
 
-@mistake("speculative-loop", "a pass for each guess", expect="each guess has a pass of its own")
+@mistake("speculative-loop", "a pass for each draft token", expect="each draft token has a pass of its own")
 def pass_per_guess(target, draft, prompt, count, k, draw):
     tokens = list(prompt)
     while (left := len(prompt) + count - len(tokens)) > 0:
@@ -197,11 +267,15 @@ def pass_per_guess(target, draft, prompt, count, k, draw):
             q.append(draft([*tokens, *guesses]))
             guesses.append(choose(q[-1], draw))
         rows = torch.cat([target.rows([*tokens, *guesses[:i]]) for i in range(len(guesses) + 1)])
-        tokens += right.verify_guesses(rows, guesses, torch.stack(q) if q else None, draw)
+        tokens += right.verify_draft(rows, guesses, torch.stack(q) if q else None, draw)
     return tokens[len(prompt) :]
 
 
-@mistake("speculative-loop", "guesses all from the verified tokens", expect="guess after the guesses before")
+@mistake(
+    "speculative-loop",
+    "draft tokens all from the verified tokens",
+    expect="draft each token after those drafted before it",
+)
 def stale(target, draft, prompt, count, k, draw):
     return loop(target, draft, prompt, count, k, draw, context=lambda tokens, guesses: tokens)
 
@@ -214,7 +288,7 @@ def too_many(target, draft, prompt, count, k, draw):
     return tokens[len(prompt) :]
 
 
-@alternative("speculative-loop", "guesses k to the end and cuts the answer")
+@alternative("speculative-loop", "draft tokens k to the end and cuts the answer")
 def cuts(target, draft, prompt, count, k, draw):
     return loop(target, draft, prompt, count, k, draw, spare=False)
 

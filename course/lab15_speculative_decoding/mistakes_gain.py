@@ -1,38 +1,75 @@
 """Spoilers of lab 15: speedups that grow without end, K rules that never give up, verdicts that look at half of it."""
 
-from course.lab15_speculative_decoding import checks_gain as right
-from course.lab15_speculative_decoding.guessing import NOTHING, distance, first
+from course.lab15_speculative_decoding.tiny_models import NOTHING, distance, first
+from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import alternative, mistake
+
+right = answers_of("15_speculative_decoding")
 
 # Speedup and best K.
 
 
-def rule(gain, best=right.best_k):
-    return gain, best
+def rule(gain, best=None):
+    return gain, best or right.best_k
 
 
-mistake("best-k", "K times acceptance, less overhead", expect="grows with K without end")(
-    rule(lambda alpha, c, k: k * alpha * (1 - c))
-)
-mistake("best-k", "each i counted i times", expect="counts the i-th guess i times")(
-    rule(lambda alpha, c, k: sum(i * alpha**i for i in range(k + 1)) / (1 + c * k))
-)
-mistake("best-k", "without the target's own token", expect="the token that the target adds itself is missing")(
-    rule(lambda alpha, c, k: sum(alpha**i for i in range(1, k + 1)) / (1 + c * k))
-)
-mistake("best-k", "one c for all guesses", expect="each of the k guesses costs c")(
-    rule(lambda alpha, c, k: right.speedup(alpha, c, k) * (1 + c * k) / (1 + c))
-)
-mistake("best-k", "guessing is free", expect="the time of guessing is missing")(
-    rule(lambda alpha, c, k: right.speedup(alpha, c, k) * (1 + c * k))
-)
+def tokens(alpha, k):
+    return sum(alpha**i for i in range(k + 1))
+
+
+SPEEDUPS = {
+    "K times acceptance, less overhead": (
+        lambda alpha, c, k: k * alpha * (1 - c),
+        "That grows with K without end: a draft token counts only if all before it were accepted.",
+    ),
+    "each i counted i times": (
+        lambda alpha, c, k: sum(i * alpha**i for i in range(k + 1)) / (1 + c * k),
+        "Σ i·αⁱ counts the i-th draft token i times: each accepted one is one token.",
+    ),
+    "without the target's own token": (
+        lambda alpha, c, k: (tokens(alpha, k) - 1) / (1 + c * k),
+        "The token that the target adds itself is missing: the sum begins with α⁰ = 1.",
+    ),
+    "one c for all draft tokens": (
+        lambda alpha, c, k: tokens(alpha, k) / (1 + c),
+        "Each of the k draft tokens costs c, not all of them together.",
+    ),
+    "drafting is free": (
+        lambda alpha, c, k: tokens(alpha, k),
+        "That is tokens per pass: the time of drafting is missing.",
+    ),
+    "the verifying pass is free": (
+        lambda alpha, c, k: tokens(alpha, k) / max(c * k, 1e-9),
+        "The pass that checks the draft tokens takes time, too: 1 + c·k.",
+    ),
+    "one power too many": (
+        lambda alpha, c, k: tokens(alpha, k + 1) / (1 + c * k),
+        "The sum goes one power too far: k draft tokens and one of the target are k + 1 tokens at most.",
+    ),
+    "a pass per draft token": (
+        lambda alpha, c, k: tokens(alpha, k) / ((1 + c) * k + 1),
+        "One pass checks all draft tokens at once: 1 + c·k, not (1 + c)·k + 1.",
+    ),
+    "the inverse": (
+        lambda alpha, c, k: (1 + c * k) / tokens(alpha, k),
+        "That is the inverse: seconds with a draft over seconds without.",
+    ),
+}
+for label, (function, says) in SPEEDUPS.items():
+    mistake("best-k", label, says=says)(rule(function))
 mistake("best-k", "closed form without its corner", expect="ZeroDivisionError")(
     rule(lambda alpha, c, k: (1 - alpha ** (k + 1)) / ((1 - alpha) * (c * k + 1)))
 )
-mistake("best-k", "always guesses", expect="0 guesses is a choice")(
+mistake("best-k", "always draft tokens", expect="0 draft tokens is a choice")(
     rule(right.speedup, lambda alpha, c, most: max(range(1, most + 1), key=lambda k: right.speedup(alpha, c, k)))
 )
-mistake("best-k", "the most guesses", expect="best_k is")(rule(right.speedup, lambda alpha, c, most: most))
+mistake("best-k", "not a number where α = 1", expect="your speedup is nan")(
+    rule(lambda alpha, c, k: float("nan") if alpha == 1 else right.speedup(alpha, c, k))
+)
+mistake("best-k", "the largest of equals", expect="best_k is 0")(
+    rule(right.speedup, lambda alpha, c, most: max(range(most + 1), key=lambda k: (right.speedup(alpha, c, k), k)))
+)
+mistake("best-k", "the most draft tokens", expect="best_k is")(rule(right.speedup, lambda alpha, c, most: most))
 mistake("best-k", "most left out", expect="best_k is")(
     rule(right.speedup, lambda alpha, c, most: max(range(most), key=lambda k: right.speedup(alpha, c, k)))
 )
@@ -78,6 +115,15 @@ def all_together(found, true, accepted, possible):
     if distance(found, true) > NOTHING:
         return "later tokens off"
     return "exact" if accepted > possible - NOTHING else "exact, accepts less"
+
+
+@mistake("which-is-exact", "a tolerance of a thousandth", expect="a program that moves")
+def thousandth(found, true, accepted, possible):
+    if distance(first(found, 1), first(true, 1)) > 1e-3:
+        return "first token off"
+    if distance(found, true) > 1e-3:
+        return "later tokens off"
+    return "exact" if accepted > possible - 1e-3 else "exact, accepts less"
 
 
 @mistake("which-is-exact", "calls a small distance none", expect="program")

@@ -2,9 +2,11 @@
 
 import torch
 
-from course.lab15_speculative_decoding import checks_proposers as right
+from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import alternative, mistake
 from minillm.serve.speculate.verify import choose
+
+right = answers_of("15_speculative_decoding")
 
 # The draft.
 
@@ -29,7 +31,7 @@ def drafting(*, pick=choose, said=None, drawn=warped, context=lambda tokens, gue
     return draft
 
 
-mistake("honest-draft", "takes the likeliest, declares probabilities", expect="as if it had been drawn")(
+mistake("honest-draft", "takes the likeliest, declares probabilities", expect="as if it had been sampled")(
     drafting(pick=lambda row, draw: int(row.argmax()))
 )
 mistake("honest-draft", "rows from before top-k", expect="before top-k")(
@@ -41,12 +43,12 @@ mistake("honest-draft", "rows from before the temperature", expect="before the t
 mistake("honest-draft", "ignores the request: honest, but rarely accepted", expect="honest, so the answer stays exact")(
     drafting(drawn=lambda logits, temperature, top_k: torch.softmax(logits, dim=-1))
 )
-mistake("honest-draft", "every guess after the verified tokens", expect="after all tokens so far")(
+mistake("honest-draft", "every draft token after the verified tokens", expect="after all tokens so far")(
     drafting(context=lambda tokens, guesses: tokens)
 )
 
 
-@mistake("honest-draft", "temperature 0 with probabilities", expect="was not drawn from them")
+@mistake("honest-draft", "temperature 0 with probabilities", expect="was not sampled from them")
 def greedy_with_rows(scores, tokens, k, temperature, top_k, draw):
     guesses, rows = right.honest_draft(scores, tokens, k, temperature, top_k, draw)
     if rows is None:
@@ -55,7 +57,7 @@ def greedy_with_rows(scores, tokens, k, temperature, top_k, draw):
     return guesses, rows
 
 
-@alternative("honest-draft", "top-k by sorting, one recursive guess")
+@alternative("honest-draft", "top-k by sorting, one recursive draft token")
 def by_sorting(scores, tokens, k, temperature, top_k, draw):
     if k == 0:
         return [], None
@@ -74,7 +76,7 @@ def by_sorting(scores, tokens, k, temperature, top_k, draw):
 # Prompt lookup.
 
 
-@mistake("prompt-lookup", "finds the ending itself", expect="does it find the ending itself")
+@mistake("prompt-lookup", "finds the ending itself", says="It finds the ending itself, with nothing behind it.")
 def finds_itself(tokens, k, longest=3):
     for size in range(min(longest, len(tokens)), 0, -1):
         for start in range(len(tokens) - size, -1, -1):
@@ -83,7 +85,7 @@ def finds_itself(tokens, k, longest=3):
     return []
 
 
-@mistake("prompt-lookup", "oldest occurrence", expect="the most recent")
+@mistake("prompt-lookup", "oldest occurrence", says="Of several occurrences the most recent one counts.")
 def oldest(tokens, k, longest=3):
     for size in range(min(longest, len(tokens) - 1), 0, -1):
         for start in range(len(tokens) - size):
@@ -92,7 +94,7 @@ def oldest(tokens, k, longest=3):
     return []
 
 
-@mistake("prompt-lookup", "shortest ending first", expect="the longest ending first")
+@mistake("prompt-lookup", "shortest ending first", says="Try the longest ending first.")
 def shortest_first(tokens, k, longest=3):
     for size in range(1, min(longest, len(tokens) - 1) + 1):
         for start in range(len(tokens) - size - 1, -1, -1):
@@ -101,20 +103,54 @@ def shortest_first(tokens, k, longest=3):
     return []
 
 
-@mistake("prompt-lookup", "guess begins with the last token", expect="off by one")
+@mistake("prompt-lookup", "begins with the last token", says="Off by one: the answer begins behind the occurrence.")
 def one_early(tokens, k, longest=3):
     found = right.look_up(tokens, k, longest)
     return [tokens[-1], *found][:k] if found else []
 
 
-@mistake("prompt-lookup", "all that followed", expect="at most k")
+@mistake("prompt-lookup", "all that followed", says="At most k tokens are asked for.")
 def all_of_it(tokens, k, longest=3):
     return right.look_up(tokens, len(tokens), longest)
 
 
-@mistake("prompt-lookup", "repeats the ending where nothing is found", expect="there is no guess")
+@mistake("prompt-lookup", "repeats the ending where nothing is found", says="Without an earlier occurrence return [].")
 def always_something(tokens, k, longest=3):
     return right.look_up(tokens, k, longest) or tokens[-1:]
+
+
+@mistake(
+    "prompt-lookup",
+    "skips occurrences that overlap the ending",
+    says="An earlier occurrence may overlap the ending: in 3 3 3 the ending 3 3 occurred one place before.",
+)
+def no_overlap(tokens, k, longest=3):
+    for size in range(min(longest, len(tokens) - 1), 0, -1):
+        for start in range(len(tokens) - 2 * size, -1, -1):
+            if tokens[start : start + size] == tokens[-size:]:
+                return tokens[start + size : start + size + k]
+    return []
+
+
+@mistake(
+    "prompt-lookup",
+    "fills up to k by repetition",
+    says="It is filled up to k tokens. If fewer follow the occurrence, return fewer.",
+)
+def padded(tokens, k, longest=3):
+    found = right.look_up(tokens, k, longest)
+    return (found * k)[:k]
+
+
+@mistake(
+    "prompt-lookup", "the longest ending only", says="If the longest ending did not occur before, try shorter ones."
+)
+def longest_only(tokens, k, longest=3):
+    size = min(longest, len(tokens) - 1)
+    for start in range(len(tokens) - size - 1, -1, -1):
+        if size and tokens[start : start + size] == tokens[-size:]:
+            return tokens[start + size : start + size + k]
+    return []
 
 
 @alternative("prompt-lookup", "an index from endings to what follows")

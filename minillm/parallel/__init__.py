@@ -5,6 +5,7 @@ zero/               replicas that share optimizer state, and gradients
 fsdp/               ranks that share everything and gather weights when they are needed
 tensor_parallel/    ranks that share every layer, and the sequence between layers
 pipeline_parallel/  ranks that hold layers one after the other
+context_parallel/   ranks that hold parts of the sequence, in attention too
 """
 
 from minillm.parallel.data_parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP

@@ -33,6 +33,16 @@ LAYOUTS = {
         ParallelConfig(dp=2, zero=1, pp=2, accumulate=4),
         ParallelConfig(pp=4, accumulate=4),
     ],
+    "sharded combinations, 4 ranks": [
+        ParallelConfig(dp=4, zero=1, dp_replicate=2),
+        ParallelConfig(dp=4, zero=2, dp_replicate=2),
+        ParallelConfig(dp=4, zero=3, dp_replicate=2, accumulate=2),
+        ParallelConfig(dp=2, zero=2, tp=2),
+        ParallelConfig(dp=2, zero=3, tp=2, sequence=True),
+        ParallelConfig(dp=2, zero=2, pp=2, accumulate=4),
+        ParallelConfig(dp=2, zero=3, pp=2, accumulate=4),
+        ParallelConfig(dp=2, zero=3, pp=2, accumulate=4, schedule="zero_bubble"),
+    ],
 }
 
 
@@ -41,8 +51,8 @@ def _group(group):
     return nccl_like_group(group)
 
 
-def _form(group, layout):
-    """The layout's form on the backend; what an earlier layout did not wait for is an error now."""
+def _strategy(group, layout):
+    """The layout's strategy on the backend; what an earlier layout did not wait for is an error now."""
     assert not unwaited(), unwaited()
     return make_strategy(_group(group), layout)
 
@@ -50,7 +60,7 @@ def _form(group, layout):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_oracle(name: str) -> None:
-    rows = compare(LAYOUTS[name], steps=2, form=_form)
+    rows = compare(LAYOUTS[name], steps=2, strategy=_strategy)
     assert [row for row in rows if not row.ok] == []
     assert max(row.worst_gradient for row in rows) <= 1e-10
 
@@ -175,7 +185,7 @@ def forgetful(group, layout):
 
 
 def test_a_reducer_that_does_not_wait() -> None:
-    (row,) = compare(ParallelConfig(dp=2), {"plain": CASES["plain"]}, steps=1, form=forgetful)
+    (row,) = compare(ParallelConfig(dp=2), {"plain": CASES["plain"]}, steps=1, strategy=forgetful)
     assert not row.ok and row.worst_gradient == math.inf
 
 

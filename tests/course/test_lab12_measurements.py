@@ -7,7 +7,6 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from course.lab12_decoding import checks as answers
 from course.lab12_decoding import checks_sampling as sampling
 from course.lab12_decoding import experiments
 from course.lab12_decoding import experiments_breaks as breaks
@@ -17,9 +16,13 @@ from course.lab12_decoding import formulas as predict
 from course.lab12_decoding.decoders import Cache, Watched, recompute
 from course.lab12_decoding.experiments import GPUS, MODELS, Point, Roof
 from course.lab12_decoding.traffic import Traffic
+from minillm.labkit.answers import answers_of
 from minillm.model import ModelConfig, Transformer
 from minillm.serve import SamplingParams
 from minillm.serve.sampling import filtered
+
+ANSWERS = answers_of("12_decoding")
+
 
 TINY = ModelConfig(61, 32, 48, 2, 4, 2, max_seq_len=64, init_std=0.3)
 
@@ -34,9 +37,9 @@ def one_thread():
 
 def test_the_courses_decoder_is_the_loop_that_keeps_nothing():
     model = Transformer(TINY, dtype=torch.float64)
-    cache, watched = Cache(TINY, 20, answers.attend, torch.float64), Watched(model)
+    cache, watched = Cache(TINY, 20, ANSWERS.attend, torch.float64), Watched(model)
     with torch.no_grad():
-        found = answers.generate(watched, [1, 2, 3, 4], 7, cache)
+        found = ANSWERS.generate(watched, [1, 2, 3, 4], 7, cache)
     assert found == recompute(model, [1, 2, 3, 4], 7)
     assert (watched.computed, len(watched.passes), cache.entries) == (10, 7, 10)
     assert cache.bytes == predict.kv_bytes(TINY, 10, 8)
@@ -63,7 +66,7 @@ def test_sampling_is_that_of_the_engine_and_of_transformers():
     draw = torch.Generator().manual_seed(0)
     for temperature, top_k, top_p in itertools.product((0.6, 1.0, 1.7), (None, 4), (0.5, 0.9, 1.0)):
         logits = torch.randn(12, generator=draw, dtype=torch.float64) * 2
-        found = sampling.distribution(logits, temperature, top_k, top_p)
+        found = ANSWERS.distribution(logits, temperature, top_k, top_p)
         params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
         assert torch.allclose(found, filtered(logits, params, []).softmax(-1))
         warpers = [transformers.TemperatureLogitsWarper(temperature), transformers.TopPLogitsWarper(top_p)]
@@ -80,7 +83,7 @@ def test_nucleus_is_the_smallest_set():
     for _ in range(20):
         shares = sampling._random_shares(random.randint(2, 7))
         top_p = random.uniform(0.05, 0.95)
-        kept = set(sampling.nucleus(torch.tensor(shares, dtype=torch.float64), top_p).nonzero().flatten().tolist())
+        kept = set(ANSWERS.nucleus(torch.tensor(shares, dtype=torch.float64), top_p).nonzero().flatten().tolist())
         assert kept == sampling.fewest(shares, top_p)
         assert sum(shares[i] for i in kept) >= top_p > sum(shares[i] for i in kept) - min(shares[i] for i in kept)
 

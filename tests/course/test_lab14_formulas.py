@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from course.lab14_continuous_batching import formulas as predict
-from course.lab14_continuous_batching.formulas import H100_8B
+from course.shared.step_cost import H100_8B
 from minillm.serve import BlockPool, Scheduler, Sequence
 
 

@@ -8,11 +8,14 @@ from course.lab14_continuous_batching import experiments_engines as engines
 from course.lab14_continuous_batching import figures as pictures
 from course.lab14_continuous_batching import figures_flight as lab_14_flight
 from course.lab14_continuous_batching import formulas as predict
-from course.lab14_continuous_batching.checks_flight import diagnose, latencies
 from course.shared.baselines import StaticBatches, TimerBatches
+from minillm.labkit.answers import answers_of
 from minillm.labkit.interact import render
 from minillm.model import Transformer
 from minillm.serve import POLICIES
+
+ANSWERS = answers_of("14_continuous_batching")
+
 
 TIGHT = {"num_blocks": 16, "block_size": 4, "token_budget": 16, "max_num_seqs": 5, "reserve": 0}
 
@@ -44,7 +47,9 @@ def test_what_is_recomputed_or_moved_is_what_victims_had(policy):
 
 def test_latencies_read_from_records_are_those_that_happened():
     flight = engines.crowd("longest", "recompute")
-    found = latencies(flight.records, prompts(flight), {name: told.arrived for name, told in flight.told.items()})
+    found = ANSWERS.latencies(
+        flight.records, prompts(flight), {name: told.arrived for name, told in flight.told.items()}
+    )
     for name, told in flight.told.items():
         assert found[name] == pytest.approx((told.ttft, told.tpot, told.worst_gap))
 
@@ -53,7 +58,7 @@ def test_latencies_read_from_records_are_those_that_happened():
 def test_every_fault_shows_and_is_told_apart(fault):
     for seed in range(12):
         flight = breaks.case(fault, seed)
-        assert diagnose(flight.records, prompts(flight)) == fault
+        assert ANSWERS.diagnose(flight.records, prompts(flight)) == fault
         assert flight.stuck == (fault == "livelock")
 
 

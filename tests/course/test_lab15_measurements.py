@@ -3,18 +3,19 @@
 import pytest
 import torch
 
-from course.lab15_speculative_decoding import checks as answers
 from course.lab15_speculative_decoding import checks_gain as gain
-from course.lab15_speculative_decoding import checks_loop as loop
-from course.lab15_speculative_decoding import experiments, guessing
+from course.lab15_speculative_decoding import experiments, tiny_models
 from course.lab15_speculative_decoding import experiments_breaks as breaks
 from course.lab15_speculative_decoding import experiments_runs as runs
 from course.lab15_speculative_decoding import figures as pictures
 from course.lab15_speculative_decoding import receipts as stop
-from course.lab15_speculative_decoding.guessing import Tiny
+from course.lab15_speculative_decoding.tiny_models import Tiny
+from minillm.labkit.answers import answers_of
 from minillm.predict import speculation as predict
 from minillm.serve.speculate import NGram
 from minillm.serve.speculate.verify import choose
+
+ANSWERS = answers_of("15_speculative_decoding")
 
 
 def generator(seed=0):
@@ -25,18 +26,18 @@ def test_the_most_that_can_be_accepted_is_what_the_verifier_accepts():
     target, draft = Tiny(generator(1)), Tiny(generator(2))
 
     def run(draw):
-        guesses, q = guessing.drawn_draft(draft, choose, [0, 1], 2, draw)
-        return len(answers.verify_guesses(target.rows([0, 1], guesses), guesses, q, draw)) - 1
+        guesses, q = tiny_models.drawn_draft(draft, choose, [0, 1], 2, draw)
+        return len(ANSWERS.verify_draft(target.rows([0, 1], guesses), guesses, q, draw)) - 1
 
-    found = guessing.enumerated(run)
+    found = tiny_models.enumerated(run)
     mean = sum(count * chance for count, chance in found.items())
-    assert mean == pytest.approx(guessing.accepted(target, draft, [0, 1], 2))
+    assert mean == pytest.approx(tiny_models.accepted(target, draft, [0, 1], 2))
 
 
 def test_written_is_a_distribution():
-    found = guessing.written(Tiny(generator()), [1, 0], 3)
+    found = tiny_models.written(Tiny(generator()), [1, 0], 3)
     assert len(found) == 27 and sum(found.values()) == pytest.approx(1)
-    assert sum(guessing.first(found, 2).values()) == pytest.approx(1) and len(guessing.first(found, 2)) == 9
+    assert sum(tiny_models.first(found, 2).values()) == pytest.approx(1) and len(tiny_models.first(found, 2)) == 9
 
 
 def test_one_guess_in_closed_form_is_what_enumeration_says():
@@ -48,9 +49,9 @@ def test_one_guess_in_closed_form_is_what_enumeration_says():
         guess = choose(q, draw)
         return (guess,) if draw.uniform() < p[guess] / q[guess] else (choose(after, draw),)
 
-    for after, closed in ((answers.residual(p, q), exact), (q, from_q), (p, from_p)):
-        found = guessing.enumerated(lambda draw, after=after: run(draw, after))
-        torch.testing.assert_close(guessing.as_row(found, 4), closed[0])
+    for after, closed in ((ANSWERS.residual(p, q), exact), (q, from_q), (p, from_p)):
+        found = tiny_models.enumerated(lambda draw, after=after: run(draw, after))
+        torch.testing.assert_close(tiny_models.as_row(found, 4), closed[0])
     assert float(breaks.total_variation(exact, p)) < 1e-12 < float(breaks.total_variation(inverted, p))
 
 
@@ -64,7 +65,7 @@ def test_typical_acceptance_by_hand():
 
 
 def test_verdicts_of_the_lab_are_the_usual_ones():
-    found = {name: gain.verdict(*each) for name, each in breaks.all_evidence().items()}
+    found = {name: ANSWERS.verdict(*each) for name, each in breaks.all_evidence().items()}
     assert found == gain.USUAL
 
 
@@ -96,7 +97,7 @@ def test_a_loop_without_cache_writes_what_the_engine_writes():
     pair = experiments.pair()
     target, draft = runs.Uncached(pair.target), runs.Uncached(pair.draft)
     [prompt] = experiments.prompts("code", 1)
-    found = loop.speculate(target, draft, prompt, 12, 3, generator())
+    found = ANSWERS.speculate(target, draft, prompt, 12, 3, generator())
     assert found == experiments.generate(None, 1, [prompt], new=12).answers[0] and target.passes < 12
 
 
@@ -108,7 +109,7 @@ def test_preempted_sequences_write_the_same():
 
 def test_a_drawn_guess_gains_by_heat_what_a_certain_one_loses():
     shares = experiments.alpha_by_temperature((0.5, 2.0), ("code",))
-    assert shares["code, drawn"][1] > shares["code, drawn"][0] and shares["code, likeliest"][1] < 0.1
+    assert shares["code, sampled"][1] > shares["code, sampled"][0] and shares["code, likeliest"][1] < 0.1
 
 
 def test_memory_counts_nothing_that_belongs_to_the_target():

@@ -10,7 +10,18 @@ import pytest
 from minillm.labkit import course, masters
 
 ROOT = Path(__file__).parents[2]
-CONVERTED = ("01_collectives", "13_paged_attention")  # labs move from the second line to the first, never back
+CONVERTED = (  # labs move from TO_CONVERT up here, never back
+    "01_collectives",
+    "02_one_device",
+    "03_data_parallel",
+    "04_zero",
+    "05_tensor_parallel",
+    "06_pipeline_parallel",
+    "12_decoding",
+    "13_paged_attention",
+    "14_continuous_batching",
+    "15_speculative_decoding",
+)
 TO_CONVERT = tuple(lab for lab in course.folders(ROOT) if lab not in CONVERTED)
 MONTHS = "January February March April May June July August September October November December In Since"
 WORDS = 6  # as many words in a row are a sentence written twice

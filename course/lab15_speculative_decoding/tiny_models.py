@@ -37,18 +37,16 @@ class Tiny:
         """[vocab], the probabilities after tokens."""
         return torch.softmax(self.scores(tokens), dim=-1)
 
-    def rows(self, tokens: Sequence[int], guesses: Sequence[int] = ()) -> Tensor:
-        """[len(guesses) + 1, vocab], the probabilities after tokens and after each guess: one pass."""
+    def rows(self, tokens: Sequence[int], drafted: Sequence[int] = ()) -> Tensor:
+        """[len(drafted) + 1, vocab], the probabilities after tokens and after each draft token: one pass."""
         self.passes += 1
-        known = [*tokens, *guesses]
-        return torch.stack([self(known[: len(tokens) + i]) for i in range(len(guesses) + 1)])
+        known = [*tokens, *drafted]
+        return torch.stack([self(known[: len(tokens) + i]) for i in range(len(drafted) + 1)])
 
 
 def seeded() -> torch.Generator:
-    """A generator that starts somewhere else each time."""
-    generator = torch.Generator()
-    generator.seed()
-    return generator
+    """A generator seeded from torch's own, so that a check can be run again on the same inputs."""
+    return torch.Generator().manual_seed(int(torch.randint(2**31, ())))
 
 
 def random_row(generator: torch.Generator, vocab: int = 5, scale: float = 1.5) -> Tensor:
@@ -104,8 +102,8 @@ def first(found: Distribution, length: int) -> Distribution:
 
 
 def accepted(target: Callable, draft: Callable, prompt: Sequence[int], k: int) -> float:
-    """Guesses accepted in a pass, expected: Σ_i Σ over the first i guesses of Π min(p, q). At most k; no verifier
-    accepts more and stays exact."""
+    """Draft tokens accepted in a pass, expected: Σ_i Σ over the first i draft tokens of Π min(p, q). At most k; no
+    verifier accepts more and stays exact."""
     total = 0.0
     for length in range(1, k + 1):
         for tokens in product(range(len(target(prompt))), repeat=length):
@@ -120,20 +118,12 @@ def accepted(target: Callable, draft: Callable, prompt: Sequence[int], k: int) -
 def drawn_draft(
     draft: Callable, choose: Callable, prompt: Sequence[int], k: int, draw: Any
 ) -> tuple[list[int], Tensor]:
-    """(guesses, [k, vocab] what each was drawn from)."""
-    guesses, rows = [], []
+    """(draft tokens, [k, vocab] what each was sampled from)."""
+    drafted, rows = [], []
     for _ in range(k):
-        rows.append(draft([*prompt, *guesses]))
-        guesses.append(choose(rows[-1], draw))
-    return guesses, torch.stack(rows)
-
-
-def nearest(found: Tensor, known: dict[str, Tensor]) -> str | None:
-    """The name of what `found` equals, if it is one of the known."""
-    for name, tensor in known.items():
-        if found.shape == tensor.shape and torch.allclose(found, tensor, atol=1e-9, rtol=0):
-            return name
-    return None
+        rows.append(draft([*prompt, *drafted]))
+        drafted.append(choose(rows[-1], draw))
+    return drafted, torch.stack(rows)
 
 
 def as_row(found: Distribution, vocab: int) -> Tensor:

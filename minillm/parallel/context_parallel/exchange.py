@@ -1,0 +1,161 @@
+"""Attention over a cut sequence by one exchange before and one after it.
+
+    Ulysses    [heads, seq / N] ── all-to-all ──▶ [heads / N, seq], ordinary attention, and back: bytes fall with N
+    gather     all keys and values on every rank by one all-gather, queries stay: more bytes, but for any mask
+    hybrid     Ulysses in a node, a ring across nodes: UlyssesAttention(node, inside=RingAttention(across))
+
+Jacobs et al. 2023 (DeepSpeed Ulysses); Llama Team 2024, §3.3.2 (all-gather); Fang and Zhao 2024 (hybrid).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from minillm.comm import Group
+from minillm.model.tiled import TILE, tiled, tiled_with_lse
+from minillm.parallel.context_parallel.order import local_positions
+
+
+class UlyssesAttention:
+    """An attention function for this rank's positions, cut in `order`; between the exchanges `inside` sees the whole
+    sequence of the group, in order, with heads / world_size heads. kv heads that do not suffice are repeated.
+
+    inside: attention over what the group holds: `tiled` by default, or a `RingAttention` over other groups.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        order: str = "contiguous",
+        *,
+        inside: Callable[..., Tensor] | None = None,
+        tile: int = TILE,
+        segments: Tensor | None = None,
+    ) -> None:
+        self.group, self.order, self.inside, self.tile, self.segments = group, order, inside, tile, segments
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        layer: int = 0,
+        positions: Tensor | None = None,
+        window: int | None = None,
+    ) -> Tensor:
+        """q, k, v: [batch, heads or kv_heads, seq / world_size, head_dim]."""
+        n, heads, kv_heads = self.group.world_size, q.shape[1], k.shape[1]
+        if heads % n:
+            raise ValueError(
+                f"{heads} heads do not divide over {n} ranks of Ulysses attention: use a number of ranks that divides "
+                "them, or ring attention."
+            )
+        if kv_heads % n:
+            if n % kv_heads:
+                raise ValueError(f"{kv_heads} kv heads neither divide over {n} ranks nor the ranks over them.")
+            k, v = (x.repeat_interleave(n // kv_heads, dim=1) for x in (k, v))
+        places = self._places(n * q.shape[2], q.device)
+        q, k, v = (_HeadsForSequence.apply(x, self.group, places) for x in (q, k, v))
+        if self.inside is None:
+            out = tiled(q, k, v, window=window, segments=self.segments, tile=self.tile)
+        else:
+            out = self.inside(q, k, v, layer=layer, window=window)
+        return _SequenceForHeads.apply(out, self.group, places)
+
+    def _places(self, seq: int, device: torch.device) -> Tensor:
+        """Where the ranks' parts, one after the other, lie in the group's sequence."""
+        n = self.group.world_size
+        return torch.cat([local_positions(seq, rank, n, self.order) for rank in range(n)]).to(device)
+
+
+class GatherAttention:
+    """An attention function for this rank's positions: K and V of all ranks are gathered, their gradients reduced."""
+
+    def __init__(
+        self, group: Group, order: str = "zigzag", *, tile: int = TILE, segments: Tensor | None = None
+    ) -> None:
+        self.group, self.order, self.tile, self.segments = group, order, tile, segments
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        layer: int = 0,
+        positions: Tensor | None = None,
+        window: int | None = None,
+    ) -> Tensor:
+        """q, k, v: [batch, heads or kv_heads, seq / world_size, head_dim]."""
+        n, seq = self.group.world_size, self.group.world_size * q.shape[2]
+        each = [local_positions(seq, rank, n, self.order).to(q.device) for rank in range(n)]
+        keys, values = _GatherSequence.apply(torch.stack((k, v)), self.group, torch.cat(each))
+        mine = each[self.group.rank]
+        segments = None if self.segments is None else self.segments[..., mine]
+        return tiled_with_lse(
+            q,
+            keys,
+            values,
+            positions=mine,
+            key_positions=torch.arange(seq, device=q.device),
+            window=window,
+            segments=segments,
+            key_segments=self.segments,
+            tile=self.tile,
+        )[0]
+
+
+def _to_heads(x: Tensor, group: Group, places: Tensor) -> Tensor:
+    """[batch, heads, seq / n, d] -> [batch, heads / n, seq, d], positions in their places."""
+    parts = x.unflatten(1, (group.world_size, -1)).movedim(1, 0).contiguous()  # [n, batch, heads / n, seq / n, d]
+    received = group.all_to_all(parts)
+    return received.movedim(0, 2).flatten(2, 3).index_select(2, places.argsort())
+
+
+def _to_sequence(x: Tensor, group: Group, places: Tensor) -> Tensor:
+    """[batch, heads / n, seq, d] -> [batch, heads, seq / n, d]."""
+    parts = x.index_select(2, places).unflatten(2, (group.world_size, -1)).movedim(2, 0).contiguous()
+    return group.all_to_all(parts).movedim(0, 1).flatten(1, 2)
+
+
+class _HeadsForSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, places):
+        ctx.group, ctx.places = group, places
+        return _to_heads(x, group, places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return _to_sequence(dy, ctx.group, ctx.places), None, None
+
+
+class _SequenceForHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, places):
+        ctx.group, ctx.places = group, places
+        return _to_sequence(x, group, places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return _to_heads(dy, ctx.group, ctx.places), None, None
+
+
+class _GatherSequence(torch.autograd.Function):
+    """x: [2, batch, kv_heads, seq / n, d] -> [2, batch, kv_heads, seq, d]; backward sums over the ranks."""
+
+    @staticmethod
+    def forward(ctx, x, group, places):
+        ctx.group, ctx.places = group, places
+        rows = group.all_gather(x[None].contiguous())  # [n, 2, batch, kv_heads, seq / n, d]
+        return rows.movedim(0, 3).flatten(3, 4).index_select(3, places.argsort())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        rows = dy.index_select(3, ctx.places).unflatten(3, (ctx.group.world_size, -1)).movedim(3, 0).contiguous()
+        return ctx.group.reduce_scatter(rows)[0], None, None

@@ -1,0 +1,120 @@
+"""Ring attention: every rank keeps its queries while keys and values go round (Liu, Zaharia and Abbeel 2023).
+
+    step 0   q0·k0  q1·k1  q2·k2  q3·k3      each rank attends to the block it holds, meanwhile sends it
+    step 1   q0·k3  q1·k0  q2·k1  q3·k2      to the right and receives the next one from the left; partial
+    step 2   q0·k2  q1·k3  q2·k0  q3·k1      outputs are merged by their log-sum-exps (`model.tiled.merge`)
+    step 3   q0·k1  q1·k2  q2·k3  q3·k0
+
+Forward sends K and V N - 1 times. Backward goes round once more: the gradient of a block travels with it, one step
+behind, gathers every rank's share and arrives at its owner after N steps. A received block goes into memory of its own:
+a buffer that is used again while the backward of a step still needs it gives right outputs and wrong gradients.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from minillm.comm import Group
+from minillm.model.tiled import TILE, Sight, backward_tiles, forward_tiles, merge, row_products
+from minillm.parallel.context_parallel.order import local_positions
+
+
+class RingAttention:
+    """An attention function for this rank's positions. q, k, v: [batch, heads or kv_heads, seq / world_size, head_dim].
+
+    order: how the sequence is cut, see `order.local_positions`. tile: see `model.tiled`. overlap: send while computing.
+    segments: [batch, seq], the whole sequence's documents, the same on every rank; None: one document.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        order: str = "zigzag",
+        *,
+        tile: int = TILE,
+        overlap: bool = True,
+        segments: Tensor | None = None,
+    ) -> None:
+        self.group, self.order, self.tile, self.overlap, self.segments = group, order, tile, overlap, segments
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        layer: int = 0,
+        positions: Tensor | None = None,
+        window: int | None = None,
+    ) -> Tensor:
+        """positions: ignored beyond a check of their number: which rank holds what follows from `order`."""
+        if positions is not None and positions.shape[-1] != q.shape[2]:
+            raise ValueError(f"{q.shape[2]} queries but {positions.shape[-1]} positions: pass this rank's positions.")
+        return _Ring.apply(q, k, v, self, window)
+
+    def sight(self, q: Tensor, k: Tensor, window: int | None, source: int) -> Sight:
+        """What this rank's queries see of the block that rank `source` owns."""
+        n = self.group.world_size
+        mine, theirs = (
+            local_positions(n * q.shape[2], rank, n, self.order).to(q.device) for rank in (self.group.rank, source)
+        )
+        of_mine, of_theirs = (None if self.segments is None else self.segments[..., at] for at in (mine, theirs))
+        return Sight(q, k, mine, theirs, window, of_mine, of_theirs, self.tile)
+
+    def pass_on(self, block: Tensor):
+        """Begins to send a block to the right and to receive one from the left: (the new block, its Work)."""
+        group, arriving = self.group, torch.empty_like(block)
+        right, left = (group.rank + 1) % group.world_size, (group.rank - 1) % group.world_size
+        work = group.exchange(send=(block, right), recv=(arriving, left), async_op=True)
+        if not self.overlap:
+            work.wait()
+        return arriving, work
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, ring, window):
+        n, rank = ring.group.world_size, ring.group.rank
+        block = torch.stack((k, v))  # travels as one message
+        out = lse = None
+        for step in range(n):
+            arriving, work = ring.pass_on(block) if step < n - 1 else (None, None)
+            sight = ring.sight(q, block[0], window, (rank - step) % n)
+            if out is None:
+                out, lse = forward_tiles(q, *block, sight)
+            elif sight.seen():
+                out, lse = merge(out, lse, *forward_tiles(q, *block, sight))
+            if work:
+                work.wait()
+                block = arriving
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.ring, ctx.window = ring, window
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_out):
+        q, k, v, out, lse = ctx.saved_tensors
+        ring, n, rank = ctx.ring, ctx.ring.group.world_size, ctx.ring.group.rank
+        exact = torch.promote_types(k.dtype, torch.float32)
+        delta, dq = row_products(d_out, out), torch.zeros_like(q, dtype=exact)
+        block, block_gradient, gradient_work = torch.stack((k, v)), None, None
+        for step in range(n):
+            arriving, work = ring.pass_on(block) if step < n - 1 else (None, None)
+            sight = ring.sight(q, block[0], ctx.window, (rank - step) % n)
+            share = torch.zeros_like(block, dtype=exact)
+            if sight.seen():
+                to_q, to_k, to_v = backward_tiles(q, *block, lse, d_out, delta, sight)
+                dq += to_q
+                share[0], share[1] = to_k, to_v
+            if gradient_work:  # what the ranks before this one have added to this block's gradient
+                gradient_work.wait()
+                share += block_gradient
+            block_gradient, gradient_work = ring.pass_on(share) if n > 1 else (share, None)
+            if work:
+                work.wait()
+                block = arriving
+        if gradient_work:
+            gradient_work.wait()
+        dk, dv = block_gradient.to(k.dtype)
+        return dq.to(q.dtype), dk, dv, None, None
