@@ -134,30 +134,32 @@ def _largest(weights: Tensor, masses: Tensor, limit: Tensor) -> Tensor:
     """weights, but 0 for all except the largest: as many as it takes for their masses to reach limit [rows, 1].
 
     Of equal weights the lowest ids stay. The bits of a float from 0 to 1, read as a whole number, are in the floats'
-    order, so the least weight that stays is found by its upper 15 bits first, then by its lower 15.
+    order, so the least weight that stays is found ten bits at a time.
     """
     bits = weights.view(torch.int32)
-    upper = bits >> 15
-    high, above = _last_bucket(upper, masses, limit)
-    low, above_too = _last_bucket(bits & 0x7FFF, masses * (upper == high), limit - above)
-    least = ((high << 15) | low).int().view(torch.float32)
+    found, above = _last_bucket(bits >> 20, masses, limit)
+    for shift in (10, 0):
+        inside = masses * (bits >> (shift + 10) == found)
+        key, more = _last_bucket((bits >> shift) & 1023, inside, limit - above)
+        found, above = (found << 10) | key, above + more
+    least = found.int().view(torch.float32)
     equal = weights == least
     each = (masses * equal).amax(-1, keepdim=True)
-    wanted = ((limit - above - above_too) / each).ceil()
+    wanted = ((limit - above) / each).ceil()
     if (wanted < equal.sum(-1, keepdim=True)).any():
         equal &= equal.cumsum(-1) <= wanted
     return weights * ((weights > least) | equal)
 
 
 def _last_bucket(keys: Tensor, masses: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
-    """([rows, 1] the key below 2^15 at which the masses, summed from the largest key down, reach limit; the sum before
+    """([rows, 1] the key below 1024 at which the masses, summed from the largest key down, reach limit; the sum before
     it). keys, masses: [rows, n]."""
-    sums = torch.zeros((len(keys), 1 << 15), dtype=torch.float64, device=keys.device)
-    sums.scatter_add_(1, keys.bitwise_xor(0x7FFF).long(), masses.double())  # the largest key first
+    sums = torch.zeros((len(keys), 1024), dtype=torch.float64, device=keys.device)
+    sums.scatter_add_(1, keys.bitwise_xor(1023).long(), masses.double())  # the largest key first
     before = sums.cumsum(1) - sums
     possible = (before < limit) & (sums > 0)
-    last = (possible * torch.arange(1 << 15, device=keys.device)).amax(-1, keepdim=True)
-    return last ^ 0x7FFF, before.gather(1, last)
+    last = (possible * torch.arange(1024, device=keys.device)).amax(-1, keepdim=True)
+    return last ^ 1023, before.gather(1, last)
 
 
 def _inverse_transform(weights: Tensor, uniforms: Tensor) -> Tensor:
