@@ -1,7 +1,7 @@
 """The mean over all ranks, and its receipt, on as many processes as you like.
 
-    python solutions/torchrun/00_start_here.py                               # starts 4 ranks itself
-    torchrun --nproc-per-node 4 solutions/torchrun/00_start_here.py          # torchrun starts them
+    python course/lab00_start_here/torchrun.py                               # starts 4 ranks itself
+    torchrun --nproc-per-node 4 course/lab00_start_here/torchrun.py          # torchrun starts them
 
 The same file on a cluster: run the second line on every node, with --nnodes, --node-rank and --rdzv-endpoint.
 """

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from minillm.comm import Group, is_root, launch
 from minillm.labkit import receipt, row
 from minillm.measure import ledger
+from minillm.parallel.pipeline_parallel.actions import straight
+from minillm.parallel.pipeline_parallel.schedules import Action, Schedule, check
 from minillm.predict import pipeline as predict
-from minillm.train.actions import straight
-from minillm.train.schedules import Action, Schedule, check
 
 MICROBATCHES, ROWS, WIDTH, VOCAB = 8, 4, 16, 24
 

@@ -1,7 +1,7 @@
 """Deal the samples of several epochs to any number of processes, and count that nobody got one twice.
 
-    python solutions/torchrun/11_data_pipeline.py                               # starts 4 ranks itself
-    torchrun --nproc-per-node 4 solutions/torchrun/11_data_pipeline.py          # torchrun starts them
+    python course/lab11_data_pipeline/torchrun.py                               # starts 4 ranks itself
+    torchrun --nproc-per-node 4 course/lab11_data_pipeline/torchrun.py          # torchrun starts them
 
 The same file on a cluster: run the second line on every node, with --nnodes, --node-rank and --rdzv-endpoint.
 """

@@ -1,0 +1,46 @@
+"""The mean over all ranks, and its receipt, on as many processes as you like.
+
+    python course/lab00_start_here/torchrun.py                               # starts 4 ranks itself
+    torchrun --nproc-per-node 4 course/lab00_start_here/torchrun.py          # torchrun starts them
+
+The same file on a cluster: run the second line on every node, with --nnodes, --node-rank and --rdzv-endpoint.
+"""
+
+import torch
+
+from minillm import measure
+from minillm.comm import Group, is_root, launch
+from minillm.labkit import receipt, row
+from minillm.predict import comms
+
+NUM_ELEMENTS = 1 << 20
+
+
+def average(group: Group, x: torch.Tensor) -> torch.Tensor:
+    """x: [n], another one on each rank -> [n]: their mean, on every rank. x is left alone."""
+    mean = x.clone()
+    group.all_reduce(mean)
+    return mean / group.world_size
+
+
+def program(group: Group) -> tuple[float, int] | None:
+    """What one rank does: (the mean that it got, bytes that it sent); None while `average` is not written yet."""
+    x = torch.full((NUM_ELEMENTS,), float(group.rank), device=group.device)
+    try:
+        with measure.ledger() as led:
+            mean = average(group, x)
+    except NotImplementedError:
+        return None
+    return mean[0].item(), led.bytes("all_reduce")
+
+
+if __name__ == "__main__":
+    results = launch(program, 4)
+    world_size = len(results)
+    predicted = comms.ring_all_reduce(NUM_ELEMENTS, 4, world_size).sent_per_rank
+    if is_root() and None in results:
+        print("average: not written yet")
+    elif is_root():
+        rows = [row(f"mean on rank {rank}", (world_size - 1) / 2, mean) for rank, (mean, _) in enumerate(results)]
+        rows += [row(f"bytes sent by rank {r}", predicted[r], sent, "B") for r, (_, sent) in enumerate(results)]
+        print(receipt(f"{world_size} ranks", rows))

@@ -1,0 +1,149 @@
+"""Lab 01 on any number of processes: the same collectives, the same receipt, wherever they run.
+
+python 01_collectives.py                                   4 ranks on this machine
+torchrun --nproc-per-node 4 01_collectives.py              the same under torchrun
+torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 01_collectives.py
+                                                           on each of two nodes
+
+With a GPU for each rank the tensors live on the GPUs and NCCL carries the messages.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from minillm.comm import Group, Mesh, is_root, launch
+from minillm.labkit import receipt, row
+from minillm.measure import ledger
+from minillm.predict import comms
+
+
+def reduce_scatter(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """x: [N * n] on each rank -> [n]: chunk number group.rank of the sum over the ranks. x is left alone."""
+    n, r = group.world_size, group.rank
+    chunks = list(x.clone().chunk(n))
+    arriving = torch.empty_like(chunks[0])
+    for s in range(n - 1):
+        group.exchange(send=(chunks[(r - s - 1) % n], (r + 1) % n), recv=(arriving, (r - 1) % n))
+        chunks[(r - s - 2) % n] += arriving
+    return chunks[r]
+
+
+def all_gather(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """x: [n] on each rank -> [N * n] on every rank: the ranks' tensors in rank order. x is left alone."""
+    n, r = group.world_size, group.rank
+    out = x.new_empty(n * x.numel())
+    chunks = out.chunk(n)
+    chunks[r].copy_(x)
+    for s in range(n - 1):
+        group.exchange(send=(chunks[(r - s) % n], (r + 1) % n), recv=(chunks[(r - s - 1) % n], (r - 1) % n))
+    return out
+
+
+def all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """x: [N * n], replaced in place by its sum over the ranks; returns x."""
+    return x.copy_(all_gather(reduce_scatter(x, group), group))
+
+
+def broadcast(x: torch.Tensor, group: Group, root: int = 0) -> torch.Tensor:
+    """x: [n], replaced in place by root's x on every rank, by a tree; returns x."""
+    n = group.world_size
+    place = (group.rank - root) % n
+    distance = 1
+    while distance < n:
+        if place < distance and place + distance < n:
+            group.send(x, (group.rank + distance) % n)
+        elif distance <= place < 2 * distance:
+            group.recv(x, (group.rank - distance) % n)
+        distance *= 2
+    return x
+
+
+def hierarchical_all_reduce(x: torch.Tensor, node: Group, across: Group) -> torch.Tensor:
+    """x, replaced in place by its sum over all ranks, as little as possible of it across nodes; returns x."""
+    mine = reduce_scatter(x, node)
+    all_reduce(mine, across)
+    return x.copy_(all_gather(mine, node))
+
+
+def all_to_all(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """x: [N * n], part j is for rank j -> [N * n], part j is from rank j. x is left alone."""
+    n, r = group.world_size, group.rank
+    out = torch.empty_like(x)
+    outgoing, incoming = x.chunk(n), out.chunk(n)
+    incoming[r].copy_(outgoing[r])
+    for s in range(1, n):
+        to, source = (r + s) % n, (r - s) % n
+        group.exchange(send=(outgoing[to], to), recv=(incoming[source], source))
+    return out
+
+
+# What follows runs and judges them.
+
+
+def rank_program(group: Group) -> dict[str, Any]:
+    """Each collective once: the bytes this rank sent, and whether its values are right."""
+    n, r, per_node = group.world_size, group.rank, ranks_per_node(group.world_size)
+    size = 10_000 * n
+    inputs = [torch.randint(0, 999, (size,), generator=torch.Generator().manual_seed(i)).float() for i in range(n)]
+    x, total = inputs[r].to(group.device), torch.stack(inputs).sum(0)
+    mesh = Mesh(group, across=n // per_node, node=per_node)
+    trials = {
+        "reduce-scatter": (lambda: reduce_scatter(x, group), total.chunk(n)[r]),
+        "all-gather": (lambda: all_gather(x.chunk(n)[0], group), torch.cat([i.chunk(n)[0] for i in inputs])),
+        "all-reduce": (lambda: all_reduce(x.clone(), group), total),
+        "broadcast": (lambda: broadcast(x.clone(), group, root=n - 1), inputs[-1]),
+        "two levels": (lambda: hierarchical_all_reduce(x.clone(), mesh.node, mesh.across), total),
+        "all-to-all": (lambda: all_to_all(x, group), torch.cat([i.chunk(n)[r] for i in inputs])),
+    }
+    return {name: attempt(call, wanted) for name, (call, wanted) in trials.items()}
+
+
+def attempt(call: Callable[[], torch.Tensor], wanted: torch.Tensor) -> tuple[int, bool] | None:
+    """(bytes, right values) of one call; None if it is not written yet."""
+    try:
+        with ledger() as led:
+            result = call()
+    except NotImplementedError:
+        return None
+    return led.bytes(), torch.equal(result.cpu(), wanted)
+
+
+def ranks_per_node(world_size: int) -> int:
+    """Really several nodes: their size. One node: two halves stand for two nodes, if there are two halves."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if local < world_size and world_size % local == 0:
+        return local
+    return world_size // 2 if world_size % 2 == 0 else world_size
+
+
+def costs(n: int) -> dict[str, comms.Cost]:
+    size = 10_000 * n
+    return {
+        "reduce-scatter": comms.ring_reduce_scatter(size, 4, n),
+        "all-gather": comms.ring_all_gather(size, 4, n),
+        "all-reduce": comms.ring_all_reduce(size, 4, n),
+        "broadcast": comms.tree_broadcast(size, 4, n, root=n - 1),
+        "two levels": comms.hierarchical_all_reduce(size, 4, n, ranks_per_node(n)).total,
+        "all-to-all": comms.pairwise_all_to_all(size, 4, n),
+    }
+
+
+if __name__ == "__main__":
+    ranks = launch(rank_program, nproc=4)
+    if is_root():
+        rows = []
+        for name, cost in costs(len(ranks)).items():
+            found = [rank[name] for rank in ranks]
+            if None in found:
+                rows.append(row(f"{name}: not written yet", None, None))
+                continue
+            sent, right = zip(*found, strict=True)
+            rows.append(row(f"{name}: bytes sent by all ranks", cost.total_bytes, sum(sent), "B"))
+            rows.append(row(f"{name}: bytes sent by the busiest rank", max(cost.sent_per_rank), max(sent), "B"))
+            rows.append(row(f"{name}: right values on every rank", True, all(right)))
+        result = receipt(f"lab 01 on {len(ranks)} ranks", rows)
+        print(result)
+        raise SystemExit(0 if result.ok else 1)

@@ -1,0 +1,193 @@
+"""Lab 03 on any number of processes: replicas trained with your averaging, buckets and overlap, wherever they run.
+
+python 03_data_parallel.py                                   4 ranks on this machine
+torchrun --nproc-per-node 4 03_data_parallel.py              the same under torchrun
+torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 03_data_parallel.py
+                                                             on each of two nodes
+
+With a GPU for each rank the replicas live on the GPUs and NCCL carries the gradients.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from course.lab03_data_parallel.replicas import CLOSE, Bucket, Case, loss_of
+from minillm.comm import Group, is_root, launch
+from minillm.labkit import receipt, row
+from minillm.measure import ledger
+from minillm.predict import data_parallel as predict
+
+STEPS, CAP_BYTES, LR = 3, 12 * 12 * 8, 0.1
+
+
+def average_gradients(model: nn.Module, group: Group) -> None:
+    """After backward: every gradient becomes its mean over the ranks. Parameters without one are left alone."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            group.all_reduce(parameter.grad)
+            parameter.grad /= group.world_size
+
+
+def make_buckets(parameters: Iterable[nn.Parameter], cap_bytes: int) -> list[Bucket]:
+    """Pack the trainable parameters, last one first; each .grad becomes a view of its bucket's flat tensor."""
+    closed, filling = [], {}
+    for parameter in reversed([p for p in parameters if p.requires_grad]):
+        filling.setdefault(parameter.dtype, []).append(parameter)
+        if sum(p.nbytes for p in filling[parameter.dtype]) >= cap_bytes:
+            closed.append(filling.pop(parameter.dtype))
+    buckets = []
+    for members in [*closed, *filling.values()]:
+        flat = members[0].new_zeros(sum(p.numel() for p in members))
+        for parameter, part in zip(members, flat.split([p.numel() for p in members]), strict=True):
+            parameter.grad = part.view_as(parameter)
+        buckets.append(Bucket(flat, members))
+    return buckets
+
+
+def overlap(buckets: list[Bucket], group: Group) -> Callable[[], None]:
+    """Start each bucket's all-reduce during backward, in the order of the list; returns finish(), which waits."""
+    missing = [len(bucket.parameters) for bucket in buckets]
+    handles = []
+
+    def arrived(index: int) -> None:
+        missing[index] -= 1
+        while len(handles) < len(buckets) and missing[len(handles)] == 0:
+            handles.append(group.all_reduce(buckets[len(handles)].flat, op="avg", async_op=True))
+
+    for index, bucket in enumerate(buckets):
+        for parameter in bucket.parameters:
+            parameter.register_post_accumulate_grad_hook(lambda _, index=index: arrived(index))
+
+    def finish() -> None:
+        for handle in handles:
+            handle.wait()
+        handles.clear()
+        missing[:] = [len(bucket.parameters) for bucket in buckets]
+
+    return finish
+
+
+def weighted_loss(nll: Tensor, counts: Tensor, group: Group) -> Tensor:
+    """What each rank calls backward on, so that averaged gradients are those of the mean over all tokens."""
+    total = group.all_reduce(counts.sum())
+    return (nll * counts).sum() * group.world_size / total
+
+
+# What follows trains replicas with them, and judges.
+
+
+def rank_program(group: Group) -> dict[str, Any]:
+    """Train with each form; None for what is not written yet."""
+    case = Case(world_size=group.world_size, steps=STEPS, unused=False, seed=3)
+    programs = {"naive": naive, "overlapped": overlapped, "weighted": weighted}
+    return {name: attempt(program, group, case) for name, program in programs.items()}
+
+
+def attempt(program: Callable[[Group, Case], dict[str, Any]], group: Group, case: Case) -> dict[str, Any] | None:
+    try:
+        return program(group, case)
+    except NotImplementedError:
+        return None
+
+
+def naive(group: Group, case: Case) -> dict[str, Any]:
+    model = case.model().to(group.device)
+
+    def backward(step: int) -> None:
+        model.zero_grad()
+        loss_of(model, *(part.to(group.device) for part in case.data(step, group.rank))).backward()
+        average_gradients(model, group)
+
+    return trained(model, backward, group, case)
+
+
+def overlapped(group: Group, case: Case) -> dict[str, Any]:
+    model = case.model(flip=group.rank % 2 == 1).to(group.device)  # gradients become ready in another order there
+    buckets = make_buckets(model.parameters(), CAP_BYTES)
+    finish, early = overlap(buckets, group), []
+
+    def backward(step: int) -> None:
+        for bucket in buckets:
+            bucket.flat.zero_()
+        with ledger() as led:
+            loss_of(model, *(part.to(group.device) for part in case.data(step, group.rank))).backward()
+            early.append(led.calls["all_reduce"])  # of those started, before anybody waits
+        finish()
+
+    return trained(model, backward, group, case) | {"early": early[-1], "buckets": len(buckets)}
+
+
+def weighted(group: Group, case: Case) -> dict[str, Any]:
+    """One step; rank r has 1 + r samples that count."""
+    counted = [torch.arange(case.batch) < 1 + rank % case.batch for rank in range(group.world_size)]
+    x, y = case.data(0)
+    alone = case.model()
+    samples = (alone(x) - y).square().mean(1)[torch.cat(counted)]
+    right = torch.autograd.grad(samples.mean(), alone.last.weight)[0]
+
+    model = case.model().to(group.device)
+    x, y = (part.to(group.device) for part in case.data(0, group.rank))
+    nll, counts = (model(x) - y).square().mean(1), counted[group.rank].to(group.device, torch.float64)
+    (gradient,) = torch.autograd.grad(weighted_loss(nll, counts, group), model.last.weight)
+    averaged = group.all_reduce(gradient, op="avg").cpu()
+    return {"right": bool((averaged - right).norm() <= CLOSE * right.norm())}
+
+
+def trained(model: nn.Module, backward: Callable[[int], None], group: Group, case: Case) -> dict[str, Any]:
+    """STEPS steps of SGD: whether gradients are one process's and replicas the same bits, and what was sent."""
+    expected, _ = case.alone()
+    right, sent, calls = True, 0, 0
+    for step, wanted in enumerate(expected):
+        with ledger() as led:
+            backward(step)
+        sent, calls = sent + led.bytes("all_reduce"), calls + led.calls["all_reduce"]
+        for name, parameter in model.named_parameters():
+            if wanted[name] is None:
+                continue
+            right &= bool((parameter.grad.cpu() - wanted[name]).norm() <= CLOSE * wanted[name].norm())
+            with torch.no_grad():
+                parameter -= LR * parameter.grad
+    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    everyone = group.all_gather(weights[None])
+    payload = sum(gradient.nbytes for gradient in expected[0].values() if gradient is not None)
+    return {
+        "right": right,
+        "same": bool((everyone == everyone[0]).all()),
+        "bytes": sent / STEPS,
+        "predicted": predict.gradient_bytes(payload, group.world_size),
+        "all_reduces": calls / STEPS,
+        "tensors": sum(gradient is not None for gradient in expected[0].values()),
+    }
+
+
+def rows_of(name: str, ranks: list[dict[str, Any]]) -> list:
+    """Rows on one form, for all ranks together."""
+    rows = [row(f"{name}: gradients of one process on every rank", True, all(found["right"] for found in ranks))]
+    if name == "weighted":
+        return rows
+    sent, predicted = (sum(found[key] for found in ranks) for key in ("bytes", "predicted"))
+    calls = ranks[0].get("buckets", ranks[0]["tensors"])
+    rows += [
+        row(f"{name}: replicas are the same bits", True, all(found["same"] for found in ranks)),
+        row(f"{name}: bytes of all ranks per step, 2P(N-1)", round(predicted), round(sent), "B"),
+        row(f"{name}: all-reduces per step", calls, ranks[0]["all_reduces"]),
+    ]
+    if "early" in ranks[0]:
+        early = min(found["early"] for found in ranks)
+        rows.append(row(f"{name}: of these, started during backward", calls, early))
+    return rows
+
+
+if __name__ == "__main__":
+    ranks = launch(rank_program, nproc=4)
+    if is_root():
+        rows = []
+        for name in ranks[0]:
+            found = [rank[name] for rank in ranks]
+            rows += [row(f"{name}: not written yet", None, None)] if None in found else rows_of(name, found)
+        result = receipt(f"lab 03 on {len(ranks)} ranks", rows)
+        print(result)
+        raise SystemExit(0 if result.ok else 1)

@@ -1,0 +1,173 @@
+"""Lab 04 on any number of processes: stage 1, clipping and a gathered block, the same receipt wherever they run.
+
+python 04_zero.py                                   4 ranks on this machine
+torchrun --nproc-per-node 4 04_zero.py              the same under torchrun
+torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 04_zero.py
+                                                    on each of two nodes
+
+With a GPU for each rank the tensors live on the GPUs and NCCL carries the messages.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minillm.comm import Group, is_root, launch
+from minillm.labkit import receipt, row
+from minillm.measure import ledger, memory
+from minillm.predict import comms
+
+STEPS, LR = 3, 0.1
+
+
+class ZeroOne:
+    """An optimizer over this rank's part of `weights`: [P], flat, the same size on every rank, divisible by N."""
+
+    def __init__(self, weights: Tensor, group: Group, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]):
+        """make([parameter, ...]) gives a torch optimizer; keep it as self.optimizer. Rank 0's weights count."""
+        self.weights, self.group = group.broadcast(weights), group
+        self.shard = nn.Parameter(weights.chunk(group.world_size)[group.rank].clone())
+        self.optimizer = make([self.shard])
+
+    def step(self, gradient: Tensor) -> None:
+        """gradient: [P], of this rank's batch. Afterwards `weights` are the updated ones, on every rank."""
+        self.shard.grad = self.group.reduce_scatter(gradient, op="avg")
+        self.optimizer.step()
+        self.group.all_gather(self.shard.data, out=self.weights)
+
+
+def clip(gradient: Tensor, numel: int, max_norm: float, group: Group) -> Tensor:
+    """gradient: [n], this rank's shard of a flat gradient of numel elements, padding behind them. Scales it in place so
+    that the whole gradient has a norm of at most max_norm; returns the norm before that."""
+    mine = gradient[: max(0, numel - group.rank * len(gradient))]
+    norm = group.all_reduce(mine.square().sum()).sqrt()
+    gradient *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return norm
+
+
+class GatheredBlock(torch.autograd.Function):
+    """compute(x, weights) of one block whose weights are spread over the group: gather, compute, free."""
+
+    @staticmethod
+    def forward(ctx, x, shard, compute, group):
+        """x: this rank's activations; shard: [P/N] -> compute(x, weights), weights: [P] from all ranks."""
+        ctx.save_for_backward(x, shard)
+        ctx.compute, ctx.group = compute, group
+        return compute(x, group.all_gather(shard))
+
+    @staticmethod
+    def backward(ctx, output_gradient):
+        """Gradients of x and of the shard (averaged over the ranks); None for the two others."""
+        x, shard = ctx.saved_tensors
+        with torch.enable_grad():
+            x, weights = x.detach().requires_grad_(), ctx.group.all_gather(shard).requires_grad_()
+            output = ctx.compute(x, weights)
+        x_gradient, gradient = torch.autograd.grad(output, (x, weights), output_gradient)
+        return x_gradient, ctx.group.reduce_scatter(gradient, op="avg"), None, None
+
+
+# What follows runs and judges them.
+
+
+def sizes(n: int) -> tuple[int, int]:
+    """Elements of the flat weights of stage 1, and of one block: multiples of the number of ranks."""
+    return 10_000 * n, 64 * n
+
+
+def draw(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rank_program(group: Group) -> dict[str, Any]:
+    """Each part once: (bytes this rank sent, whether its values are right, what it held); None if not written yet."""
+    return {name: attempt(part, group) for name, part in PARTS.items()}
+
+
+def attempt(part: Callable[[Group], Any], group: Group) -> Any:
+    try:
+        return part(group)
+    except NotImplementedError:
+        return None
+
+
+def try_stage_one(group: Group) -> tuple[int, bool, int]:
+    """A few steps of SGD with momentum; held: the optimizer's bytes."""
+    n, size = group.world_size, sizes(group.world_size)[0]
+    weights = draw(group.rank, size).to(group.device)
+    zero = ZeroOne(weights, group, lambda shards: torch.optim.SGD(shards, LR, momentum=0.9))
+    alone = nn.Parameter(draw(0, size))
+    sgd = torch.optim.SGD([alone], LR, momentum=0.9)
+    for step in range(STEPS):
+        gradients = [draw(1000 * step + rank + n, size) for rank in range(n)]
+        with ledger() as led:
+            zero.step(gradients[group.rank].to(group.device))
+        alone.grad = torch.stack(gradients).mean(0)
+        sgd.step()
+    right = torch.allclose(weights.cpu(), alone.detach(), rtol=1e-4, atol=1e-5)
+    return led.bytes(), right, memory(optimizer=zero.optimizer).live.optimizer
+
+
+def try_clip(group: Group) -> tuple[int, bool, int]:
+    """A gradient that does not divide, behind it what happened to be in memory; held: collectives."""
+    n, numel = group.world_size, 1000 * group.world_size - 1
+    flat = torch.cat([draw(7, numel), torch.full((1,), 1e6)])
+    shard = flat.chunk(n)[group.rank].clone().to(group.device)
+    with ledger() as led:
+        norm = clip(shard, numel, 1.0, group)
+    whole = group.all_gather(shard)[:numel].cpu()
+    right = torch.isclose(norm.cpu(), flat[:numel].norm(), rtol=1e-4) and torch.isclose(
+        whole.norm(), torch.tensor(1.0), rtol=1e-3
+    )
+    return led.bytes(), bool(right), sum(led.calls.values())
+
+
+def try_block(group: Group) -> tuple[int, bool, int]:
+    """One block forward and backward; held: collectives."""
+    n, size = group.world_size, sizes(group.world_size)[1]
+
+    def compute(x: Tensor, weights: Tensor) -> Tensor:
+        into, out = weights.view(2, 4, -1)
+        return x + torch.tanh(x @ into) @ out.T
+
+    flat = draw(3, size) / 4
+    shard = nn.Parameter(flat.chunk(n)[group.rank].clone().to(group.device))
+    inputs = [draw(50 + rank, 6, 4) for rank in range(n)]
+    x = inputs[group.rank].to(group.device).requires_grad_()
+    with ledger() as led:
+        GatheredBlock.apply(x, shard, compute, group).square().mean().backward()
+    whole = flat.clone().requires_grad_()
+    torch.stack([compute(given, whole).square().mean() for given in inputs]).mean().backward()
+    right = torch.allclose(shard.grad.cpu(), whole.grad.chunk(n)[group.rank], rtol=1e-3, atol=1e-6)
+    return led.bytes(), right, sum(led.calls.values())
+
+
+PARTS = {"stage 1": try_stage_one, "clip": try_clip, "gathered block": try_block}
+
+
+def predictions(n: int) -> dict[str, tuple[int, str, int]]:
+    """(bytes sent by all ranks, what is held, how much of it) of each part."""
+    size, block = sizes(n)
+    return {
+        "stage 1": (comms.ring_all_reduce(size, 4, n).total_bytes, "optimizer bytes per rank", 4 * size // n),
+        "clip": (comms.ring_all_reduce(1, 4, n).total_bytes, "collectives", 1),
+        "gathered block": (3 * comms.ring_all_gather(block, 4, n).total_bytes, "collectives", 3),
+    }
+
+
+if __name__ == "__main__":
+    ranks = launch(rank_program, nproc=4)
+    if is_root():
+        rows = []
+        for name, (sent, what, held) in predictions(len(ranks)).items():
+            found = [rank[name] for rank in ranks]
+            if None in found:
+                rows.append(row(f"{name}: not written yet", None, None))
+                continue
+            rows.append(row(f"{name}: bytes sent by all ranks", sent, sum(f[0] for f in found), "B"))
+            rows.append(row(f"{name}: right values on every rank", True, all(f[1] for f in found)))
+            rows.append(row(f"{name}: {what}", held, max(f[2] for f in found)))
+        result = receipt(f"lab 04 on {len(ranks)} ranks", rows)
+        print(result)
+        raise SystemExit(0 if result.ok else 1)
