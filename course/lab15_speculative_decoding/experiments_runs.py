@@ -60,10 +60,10 @@ def sweep(ks: Sequence[int], kind: str = "code", count: int = 2) -> Sweep:
     return Sweep(runs, longest.c, verify, alpha + [0.0] * (max(ks) - len(alpha)))
 
 
-def adaptive(found: Sweep, kind: str = "code", count: int = 2) -> Compared:
-    """The draft model with a K that follows the acceptance, told what a draft token costs."""
-    asked = prompts(kind, count)
+def adaptive(found: Sweep, kind: str = "code") -> Compared:
+    """The draft model with a K that follows the acceptance, told what a draft token costs, on the sweep's prompts."""
     plain = next(iter(found.runs.values())).plain
+    asked = prompts(kind, len(plain.answers))
     return compare(draft_model(), AdaptiveK(cost=found.c, most=6), plain, asked)
 
 
