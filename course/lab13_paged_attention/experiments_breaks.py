@@ -9,7 +9,7 @@ from unittest import mock
 from course.lab13_paged_attention import formulas as predict
 from course.lab13_paged_attention.experiments import naive, target
 from course.shared.measuring import one_thread
-from minillm.serve import LLM, BlockPool, Prefix, SamplingParams, Sequence, engine
+from minillm.serve import LLM, BlockPool, Prefix, SamplingParams, Sequence, unfinished
 from minillm.serve.blocks import root
 
 SIZE, STEPS = 16, 80
@@ -51,7 +51,7 @@ def _bug(name: str) -> AbstractContextManager:
         "frees shared blocks": lambda: mock.patch.object(engine, "BlockPool", FreesShared),
         "one byte per token": lambda: mock.patch.object(Prefix, "__init__", _one_byte),
         "whole prompt from the cache": lambda: mock.patch.object(Sequence, "prefixes", _whole_prompt),
-        "no salt in the key": lambda: mock.patch.object(engine, "root", _without_salt),
+        "no salt in the key": lambda: mock.patch.object(unfinished, "root", _without_salt),
     }[name]()
 
 

@@ -104,9 +104,9 @@ def test_what_checks_look_at():
     tokens = paging.Read(range(10))
     assert (list(tokens), tokens[2:5], tokens[0], tokens.reads) == (list(range(10)), [2, 3, 4], 0, 14)
     x = torch.zeros(100)
-    with paging.LargestTensor(x) as made:
+    with paging.NewTensors(x) as made:
         (x[:50].view(5, 10) + 1).sum()
-    assert made.numel == 50
+    assert made.largest == 50
 
 
 def test_figures_of_formulas():
