@@ -9,7 +9,7 @@ from unittest import mock
 from course.lab13_paged_attention import formulas as predict
 from course.lab13_paged_attention.experiments import naive, target
 from course.shared.measuring import one_thread
-from minillm.serve import LLM, BlockPool, Prefix, SamplingParams, Sequence, unfinished
+from minillm.serve import LLM, BlockPool, Prefix, SamplingParams, Sequence, engine, unfinished
 from minillm.serve.blocks import root
 
 SIZE, STEPS = 16, 80
