@@ -178,8 +178,7 @@ def _in_an_engine(learner: type, model: Transformer, swap: bool) -> list:
         arrivals = requests([(random.randint(6, 18), random.randint(6, 10)) for _ in range(6)])
         if play(arrivals, **options, **scheduling).preemptions > 1:
             break
-    llm = LLM(model, **options, **scheduling)
-    llm.scheduler = Yours(llm.pool, **scheduling)
+    llm = LLM(model, scheduler=Yours, **options, **scheduling)
     prompts = [each.prompt for each in arrivals]
     found = llm.generate(prompts, [each.params for each in arrivals])
     same = sum(

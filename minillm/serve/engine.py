@@ -41,9 +41,10 @@ class LLM:
 
     tokenizer: for prompts and stops that are text. num_blocks: None = what `gpu_memory_utilization` allows, see
     `memory.default_num_blocks`. num_host_blocks: to swap to; None = num_blocks if preemption="swap", else 0.
-    scheduling: see `Scheduler`. backend: of `paged_attention`; None = `default_backend`: the Triton kernel on a CUDA
-    GPU, gathered elsewhere. records: the last `keep_records` steps; record_blocks adds every block table (costs time
-    and memory). proposer: guesses tokens that the model only checks, k in a pass; the tokens' distribution is the same.
+    scheduling: see `Scheduler`, or the subclass of it given as `scheduler`. backend: of `paged_attention`; None =
+    `default_backend`: the Triton kernel on a CUDA GPU, gathered elsewhere. records: the last `keep_records` steps;
+    record_blocks adds every block table (costs time and memory). proposer: guesses tokens that the model only checks,
+    k in a pass; the tokens' distribution is the same.
     Any thread may add, cancel, generate and stream, also during a forward pass; steps happen one at a time.
     """
 
@@ -63,6 +64,7 @@ class LLM:
         record_blocks: bool = False,
         proposer: "Proposer | None" = None,
         k: "int | str | AdaptiveK" = 4,
+        scheduler: type[Scheduler] = Scheduler,
         **scheduling,
     ):
         self.model, self.tokenizer, self.clock = model, tokenizer, clock
@@ -75,7 +77,7 @@ class LLM:
             swaps = scheduling.get("preemption") == "swap"
             num_host_blocks = default_num_host_blocks(model, block_size, num_blocks) if swaps else 0
         self.pool = BlockPool(num_blocks, block_size, num_host_blocks=num_host_blocks, prefix_cache=prefix_cache)
-        self.scheduler = Scheduler(self.pool, **scheduling)
+        self.scheduler = scheduler(self.pool, **scheduling)
         where = {"num_host_blocks": num_host_blocks, "device": weight.device, "dtype": weight.dtype}
         self.cache = self.pool.storage = PagedCache(model.config, num_blocks, block_size, **where)
         self.buffers = InputBuffers(self.cache, self.backend)
