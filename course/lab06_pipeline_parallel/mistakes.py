@@ -78,7 +78,11 @@ def no_cooldown(stage, stages, microbatches):
     return _order("F" * to_fill + "FB" * (microbatches - to_fill), microbatches)
 
 
-@mistake("one-f-one-b-order", "more-fill-than-microbatches", expect="4 stages, 2 microbatches: .*not on the route")
+@mistake(
+    "one-f-one-b-order",
+    "more-fill-than-microbatches",
+    expect="4 stages, 2 microbatches: .*contains F2, but microbatches are numbered 0 to 1",
+)
 def fills_beyond_the_end(stage, stages, microbatches):
     to_fill = stages - 1 - stage
     turns = max(microbatches - to_fill, 0)
