@@ -1,4 +1,4 @@
-"""Every claim of every lab's receipts holds on this machine: what the tour prints is asserted here."""
+"""Every claim of every lab's receipts holds on this machine: what the tour prints, but for what depends on time."""
 
 import pytest
 
