@@ -55,7 +55,9 @@ cuda: $(VENV)/.ready
 		$(BIN)/python -m minillm machine --refresh --json $(OUT)/cuda_machine.json && \
 		$(BIN)/python -m minillm bench comm --json $(OUT)/cuda_bench_comm.json && \
 		$(BIN)/python -m minillm bench step --json $(OUT)/cuda_bench_step.json && \
-		$(BIN)/python -m minillm bench attention --json $(OUT)/cuda_bench_attention.json
+		$(BIN)/python -m minillm bench attention --json $(OUT)/cuda_bench_attention.json && \
+		$(BIN)/python -m minillm bench serve --json $(OUT)/cuda_bench_serve.json && \
+		$(BIN)/python -m minillm bench speculate --json $(OUT)/cuda_bench_speculate.json
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis test-artifacts

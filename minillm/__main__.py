@@ -16,6 +16,7 @@ COMMANDS = {
     "generate": ("minillm.cli.generate", "write on from a prompt, or from a file of prompts"),
     "plot": ("minillm.cli.plot", "draw a run's loss and step times"),
     "tour": ("minillm.cli.tour", "run every mechanism once: predicted beside measured"),
+    "plan": ("minillm.cli.plan", "layouts that train or serve a model on a cluster, ranked"),
     "oracle": ("minillm.cli.oracle", "any layout against one process, every gradient compared"),
     "doctor": ("minillm.cli.doctor", "can this machine run the course, and what to repair"),
     "bench": ("minillm.bench", "side by side with a peer"),
@@ -23,6 +24,7 @@ COMMANDS = {
     "lab": ("minillm.cli.lab", "open a lab in JupyterLab"),
     "notebooks": ("minillm.cli.notebooks", "build the labs and execute their solutions"),
     "figures": ("minillm.cli.figures", "measure and draw the committed figures"),
+    "interview": ("minillm.cli.interview", "a mock interview that asks, times and checks"),
     "progress": ("minillm.cli.progress", "show or reset your progress"),
 }
 

@@ -28,21 +28,23 @@ from minillm.parallel.optimizer_state import Named
 from minillm.parallel.placement import clip_, gradients_of
 from minillm.train.parallel_config import ParallelConfig
 from minillm.train.strategies.sharded import make_strategy
-from minillm.train.strategies.single_device import SingleDevice
+from minillm.train.strategies.single_device import Microbatch, SingleDevice
 
 TOLERANCE = 1e-10  # relative, in float64
 
 
 @dataclass(frozen=True)
 class Batch:
-    """tokens, targets: [batch, seq] of ids, a target of -100 does not count; weights: [batch, seq], None = all 1."""
+    """tokens, targets: [batch, seq] of ids, a target of -100 does not count; weights: [batch, seq], None = all 1;
+    documents: [batch, seq], which packed document a token belongs to, None = one."""
 
     tokens: Tensor
     targets: Tensor
     weights: Tensor | None = None
+    documents: Tensor | None = None
 
     def __post_init__(self):
-        for name in ("targets", "weights"):
+        for name in ("targets", "weights", "documents"):
             other = getattr(self, name)
             if other is not None and other.shape != self.tokens.shape:
                 shapes = f"{list(other.shape)}, tokens {list(self.tokens.shape)}"
@@ -88,7 +90,8 @@ def reference(
     if not trainable:
         raise ValueError(f"frozen {frozen} leaves no parameter to train: freeze less.")
 
-    loss = cross_entropy(model(batch.tokens), batch.targets, batch.weights)
+    logits = model(batch.tokens, attention=partial(dense, segments=batch.documents))
+    loss = cross_entropy(logits, batch.targets, batch.weights)
     gradients = dict(zip(trainable, torch.autograd.grad(loss, list(trainable.values())), strict=True))
     grad_norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt().item()
     clip = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (grad_norm + 1e-6))  # as torch clips
@@ -178,6 +181,39 @@ def _split_cases() -> dict[str, Case]:
 
 SPLIT_CASES = _split_cases()  # the corners where models that are split over ranks go wrong
 
+
+def _context_cases() -> dict[str, Case]:
+    # Eight heads for four Ulysses ranks and two of tensor parallelism, two kv heads for fewer than either; 16 positions
+    # divide for every variant, 13 for none.
+    config = ModelConfig(37, 16, 11, 4, 8, 2, head_dim=2, max_seq_len=16, init_std=0.3)
+    batch, draw = Batch.random(config, 5, 16, seed=4), torch.Generator().manual_seed(5)
+    odd = Batch.random(config, 5, 13, seed=6)
+    documents = torch.randint(4, (5, 16), generator=draw).sort(dim=1).values
+    uneven = batch.targets.clone()
+    uneven[:3, :12] = IGNORE  # the first parts of the first rows have no tokens, later ones some
+    tied = replace(config, tie_embeddings=True, qk_norm=True, qkv_bias=True)
+    windowed = replace(config, sliding_window=5)
+    return {
+        "plain": Case(config, batch),
+        "tied": Case(tied, batch),
+        "frozen tied": Case(tied, batch, frozen=("embedding.weight", "blocks.1.mlp.*")),
+        "documents": Case(tied, replace(batch, documents=documents)),
+        "windowed documents": Case(windowed, replace(batch, documents=documents)),
+        "unequal": Case(tied, replace(batch, targets=uneven)),
+        "padded": Case(tied, odd),
+        "padded documents": Case(windowed, replace(odd, documents=documents[:, :13])),
+        "clipped": Case(config, batch, max_grad_norm=0.05),
+    }
+
+
+CONTEXT_CASES = _context_cases()  # the corners where sequences that are cut go wrong; their layouts allow padding
+
+
+def cases_of(layout: ParallelConfig) -> dict[str, Case]:
+    """The corners that a layout is put to."""
+    return CONTEXT_CASES if layout.cp > 1 else SPLIT_CASES if layout.is_hybrid else CASES
+
+
 MakeStrategy = Callable[[Group, ParallelConfig], SingleDevice]
 
 
@@ -193,14 +229,12 @@ def compare(
 ) -> list[Comparison]:
     """Runs each layout on each case on real ranks (one launch per number of ranks); a row for each of both.
 
-    cases: by default CASES, and SPLIT_CASES for layouts with tp or pp.
+    cases: by default CASES, SPLIT_CASES for layouts with tp or pp, and CONTEXT_CASES for those with cp.
     steps: SGD steps in all; the first is compared with `reference`, the ranks' weights with each other after the last.
     strategy: (group, layout) -> the strategy that is put to the test.
     """
     layouts = [layouts] if isinstance(layouts, ParallelConfig) else list(layouts)
-    jobs = {
-        layout: dict(cases if cases is not None else SPLIT_CASES if layout.is_hybrid else CASES) for layout in layouts
-    }
+    jobs = {layout: dict(cases_of(layout) if cases is None else cases) for layout in layouts}
     for layout, chosen in jobs.items():
         for case in chosen.values():
             layout.check(case.config, case.batch.tokens.shape[1])
@@ -260,13 +294,24 @@ def _step(
 
 
 def _backward(strategy: SingleDevice, module: torch.nn.Module, batch: Batch, accumulate: int) -> None:
-    """This rank's rows of the batch, in `accumulate` microbatches."""
-    parts = [
-        part.tensor_split(strategy.world_size)[strategy.rank] for part in (batch.tokens, batch.targets, batch.weights)
-    ]
-    micro = list(zip(*(part.tensor_split(accumulate) for part in parts), strict=True))
-    loss_divisor = strategy.loss_divisor(sum(((targets != IGNORE) * weights).sum() for _, targets, weights in micro))
+    """This rank's rows of the batch, and its positions of them, in `accumulate` microbatches."""
+    parts = [batch.tokens, batch.targets, batch.weights, batch.documents]
+    if (positions := strategy.positions(batch.tokens.shape[1])) is not None:
+        parts[:3] = _positions_of(batch, positions)
+    rows = [None if x is None else x.tensor_split(strategy.world_size)[strategy.rank] for x in parts]
+    micro = [[None] * accumulate if x is None else x.tensor_split(accumulate) for x in rows]
+    micro = [Microbatch(*each) for each in zip(*micro, strict=True)]
+    loss_divisor = strategy.loss_divisor(sum(((each.targets != IGNORE) * each.weights).sum() for each in micro))
     strategy.forward_backward(module, micro, loss_divisor)
+
+
+def _positions_of(batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, targets and weights at those positions; what lies beyond the end counts for nothing."""
+    length = batch.tokens.shape[1]
+    tokens, targets, weights = (
+        x[:, positions.clamp(max=length - 1)] for x in (batch.tokens, batch.targets, batch.weights)
+    )
+    return tokens, targets.masked_fill(positions >= length, IGNORE), weights
 
 
 def _sgd(named: Named, lr: float) -> torch.optim.SGD:

@@ -61,6 +61,16 @@ def time_all_reduce(group: Group, num_bytes: int, repeats: int = 30) -> list[flo
     return seconds[2:]
 
 
+def one_message(group: Group, num_bytes: int) -> tuple[float, bool]:
+    """(seconds of a message from rank 0 to rank 1, whether the ledger calls it emulated)."""
+    x = torch.ones(num_bytes // 4)
+    group.barrier()
+    with measure.ledger() as led:
+        group.send(x, dst=1) if group.rank == 0 else group.recv(x, src=0)
+    event = led.events[0]
+    return event.end - event.start, event.emulated
+
+
 def crowd(group: Group, layouts: Sequence[tuple[int, int]], edge: int = 384, turn_s: float = 0.1) -> list[list[float]]:
     """FLOP/s of this rank's matmuls in each of five turns of each (ranks, threads per rank): [turn][layout].
 

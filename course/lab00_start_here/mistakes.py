@@ -3,29 +3,60 @@
 import numpy as np
 import torch
 
+from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import alternative, mistake
+
+right = answers_of("00_start_here")
 
 # The cost of a matmul
 
 
-@mistake("matmul-cost", "no-additions", expect="multiplications only")
-def counts_multiplications(m, k, n, itemsize):
-    return m * k * n, (m * k + k * n + m * n) * itemsize
+def cost(says, label, flops=lambda m, k, n: 2 * m * k * n, moved=lambda m, k, n, size: (m * k + k * n + m * n) * size):
+    """One wrong pair of numbers."""
+    mistake("matmul-cost", label, says=says)(lambda m, k, n, size: (flops(m, k, n), moved(m, k, n, size)))
 
 
-@mistake("matmul-cost", "result-never-written", expect="the result is missing")
-def forgets_the_result(m, k, n, itemsize):
-    return 2 * m * k * n, (m * k + k * n) * itemsize
+cost(
+    "You counted multiplications only: every one comes with an addition.",
+    "no-additions",
+    flops=lambda m, k, n: m * k * n,
+)
+cost(
+    "You counted k − 1 additions per dot product. By convention, and in hardware that multiplies and adds in one "
+    "instruction, it is k of each.",
+    "first-addition-saved",
+    flops=lambda m, k, n: m * n * (2 * k - 1),
+)
+cost(
+    "The result is missing from the bytes: two matrices are read, one is written.",
+    "result-never-written",
+    moved=lambda m, k, n, size: (m * k + k * n) * size,
+)
+cost(
+    "These are the bytes of the second matrix alone; the first is read as well, and the result is written.",
+    "weights-only",
+    moved=lambda m, k, n, size: k * n * size,
+)
+cost(
+    "This is the number of elements, and each takes itemsize bytes.",
+    "elements-not-bytes",
+    moved=lambda m, k, n, size: m * k + k * n + m * n,
+)
+cost(
+    "This counts a load for every FLOP, but a value that has been read once is used many times.",
+    "load-per-flop",
+    moved=lambda m, k, n, size: 2 * m * k * n * size,
+)
+cost(
+    "The result is counted as read and written. A result that is not added to anything is only written.",
+    "result-twice",
+    moved=lambda m, k, n, size: (m * k + k * n + 2 * m * n) * size,
+)
 
 
-@mistake("matmul-cost", "elements-not-bytes", expect="number of elements")
-def forgets_itemsize(m, k, n, itemsize):
-    return 2 * m * k * n, m * k + k * n + m * n
-
-
-@mistake("matmul-cost", "load-per-flop", expect="used many times")
-def reads_for_every_flop(m, k, n, itemsize):
-    return 2 * m * k * n, 2 * m * k * n * itemsize
+@mistake("matmul-cost", "swapped", says="These are the two right numbers in the other order: FLOPs come first.")
+def bytes_first(m, k, n, itemsize):
+    return right.matmul_cost(m, k, n, itemsize)[::-1]
 
 
 @mistake("matmul-cost", "flops-only", expect="asked for are two numbers")
@@ -40,32 +71,56 @@ def asks_tensors(m, k, n, itemsize):
     return (a @ b).numel() * 2 * k, sum(x.nbytes for x in (a, b, a @ b))
 
 
+@alternative("matmul-cost", "array")
+def an_array(m, k, n, itemsize):
+    return np.array(right.matmul_cost(m, k, n, itemsize))
+
+
 # The roofline
 
 
-@mistake("roofline", "max", expect="the larger of the two limits")
+def roof(says, label):
+    return mistake("roofline", label, says=says)
+
+
+@roof("You took the larger of the two limits; no program is faster than the smaller one.", "max")
 def takes_the_larger(intensity, peak_flops, bandwidth):
     return max(peak_flops, intensity * bandwidth)
 
 
-@mistake("roofline", "always-peak", expect="memory cannot feed the cores")
+@roof("You found the peak everywhere; with few FLOP per byte, memory cannot feed the cores that fast.", "always-peak")
 def believes_the_data_sheet(intensity, peak_flops, bandwidth):
     return peak_flops
 
 
-@mistake("roofline", "never-flat", expect="the roof is flat")
+@roof("You found a slope without end; right of the ridge the cores are the limit, and the roof is flat.", "never-flat")
 def forgets_the_peak(intensity, peak_flops, bandwidth):
     return intensity * bandwidth
 
 
-@mistake("roofline", "divides", expect="divided where it should be multiplied")
+@roof("You divided where it should be multiplied: bytes/s times FLOP/byte is FLOP/s.", "divides")
 def divides(intensity, peak_flops, bandwidth):
     return min(peak_flops, bandwidth / intensity)
 
 
-@mistake("roofline", "adds-times", expect="you added the two times")
+@roof("You added the two times; memory and cores work at once, so only the slower one counts.", "adds-times")
 def adds_times(intensity, peak_flops, bandwidth):
     return 1 / (1 / peak_flops + 1 / (intensity * bandwidth))
+
+
+@roof("You compared FLOP/s with bytes/s; multiply the bandwidth by the intensity first.", "intensity-unused")
+def compares_unlike_units(intensity, peak_flops, bandwidth):
+    return min(peak_flops, bandwidth)
+
+
+@roof("This is a share of the peak; asked for are FLOP/s.", "share-of-peak")
+def a_share(intensity, peak_flops, bandwidth):
+    return min(1.0, intensity * bandwidth / peak_flops)
+
+
+@roof("Left of the ridge you return bytes/s; each byte is good for `intensity` FLOP.", "bandwidth-as-flops")
+def bandwidth_left_of_the_ridge(intensity, peak_flops, bandwidth):
+    return peak_flops if intensity > peak_flops / bandwidth else bandwidth
 
 
 @alternative("roofline", "by-time")
@@ -78,27 +133,65 @@ def asks_the_ridge(intensity, peak_flops, bandwidth):
     return peak_flops if intensity > peak_flops / bandwidth else intensity * bandwidth
 
 
+@alternative("roofline", "by-tensor")
+def asks_torch(intensity, peak_flops, bandwidth):
+    return torch.tensor([peak_flops, intensity * bandwidth], dtype=torch.float64).min()
+
+
 # The first rank program
 
 
-@mistake("first-rank-program", "sum-not-mean", expect="the sum, 4 times the mean")
+@mistake("first-rank-program", "sum-not-mean", says="This is the sum over the ranks: divide it by group.world_size.")
 def forgets_to_divide(group, x):
     return group.all_reduce(x.clone())
 
 
-@mistake("first-rank-program", "own-x", expect="nothing came from the other ranks")
+@mistake("first-rank-program", "own-x", says="This is the rank's own x: nothing came from the other ranks.")
 def never_communicates(group, x):
     return x.clone()
 
 
-@mistake("first-rank-program", "divides-own-x", expect="the other ranks' x are missing")
+@mistake(
+    "first-rank-program",
+    "divides-own-x",
+    says="This is the rank's own x divided by the number of ranks: the other ranks' x are missing.",
+)
 def divides_without_sum(group, x):
     return x / group.world_size
 
 
-@mistake("first-rank-program", "divides-twice", expect="divide only once")
+@mistake("first-rank-program", "divides-twice", says="The mean was divided by the number of ranks once more.")
 def divides_twice(group, x):
     return group.all_reduce(x / group.world_size, op="avg")
+
+
+@mistake(
+    "first-rank-program",
+    "divides-by-4",
+    says="You divided by 4 on every group; group.world_size is the number of ranks, and the check runs 3 as well.",
+)
+def assumes_four_ranks(group, x):
+    return group.all_reduce(x.clone()) / 4
+
+
+@mistake(
+    "first-rank-program",
+    "mean-over-elements",
+    expect=r"\[\] float32, but asked for is the mean, as many",
+)
+def reduces_the_elements_too(group, x):
+    return group.all_reduce(x.mean(), op="avg")
+
+
+@mistake("first-rank-program", "returns-nothing", expect=r"nothing \(None\): is there a return")
+def leaves_it_in_a_copy(group, x):
+    mean = group.all_reduce(x.clone(), op="avg")
+    mean /= 1
+
+
+@mistake("first-rank-program", "never-waits", expect="returned a HandleWithoutWait; asked for is the mean")
+def returns_the_handle(group, x):
+    return group.all_reduce(x / group.world_size, async_op=True)
 
 
 @mistake("first-rank-program", "destroys-input", expect=r"changed its input x.*clone")
@@ -107,7 +200,13 @@ def works_in_place(group, x):
     return x / group.world_size
 
 
-@mistake("first-rank-program", "only-rank-0", expect=r"wait for each other for ever(.|\n)*every rank of a group must")
+@mistake("first-rank-program", "destroys-input-and-returns-it", expect=r"changed its input x.*clone")
+def divides_in_place(group, x):
+    x /= group.world_size
+    return group.all_reduce(x)
+
+
+@mistake("first-rank-program", "only-rank-0", expect="wait for each other for ever")
 def only_rank_0_calls(group, x):
     mean = x.clone()
     if group.rank == 0:
@@ -147,29 +246,29 @@ def trusts_values(led, num_bytes, world_size):
     return "fine"
 
 
-@mistake("read-a-receipt", "expects-one-copy", expect="you call it 'wasteful', but it is '(fine|chatty)'")
-def expects_one_copy(led, num_bytes, world_size):
-    if not led.calls:
-        return "silent"
-    if led.bytes() > num_bytes:
-        return "wasteful"
-    return "chatty" if led.calls.total() > 1 else "fine"
+def reader(limit=lambda p, n: 2 * p * (n - 1) / n, calls=lambda led: led.calls.total()):
+    """Reads as the solution does, but for the most bytes of an all-reduce, or for what counts as a call."""
+
+    def read(led, num_bytes, world_size):
+        if not led.calls:
+            return "silent"
+        if led.bytes() > limit(num_bytes, world_size):
+            return "wasteful"
+        return "chatty" if calls(led) > 1 else "fine"
+
+    return read
 
 
-@mistake("read-a-receipt", "counts-messages", expect=r"you call it 'chatty', but it is 'fine'(.*)in \d messages")
-def counts_messages(led, num_bytes, world_size):
-    if not led.calls:
-        return "silent"
-    if led.bytes() > 2 * num_bytes * (world_size - 1) / world_size:
-        return "wasteful"
-    return "chatty" if led.messages > 1 else "fine"
-
-
-@mistake("read-a-receipt", "bytes-only", expect="you call it 'fine', but it is 'chatty'")
-def looks_at_bytes_only(led, num_bytes, world_size):
-    if not led.bytes():
-        return "silent"
-    return "wasteful" if led.bytes() > 2 * num_bytes * (world_size - 1) / world_size else "fine"
+READERS = {
+    "expects-one-copy": (reader(lambda p, n: p), "you call it 'wasteful', but it is '(fine|chatty)'"),
+    "four-ranks-always": (reader(lambda p, n: 1.5 * p), "you call it 'wasteful', but it is '(fine|chatty)': 5 ranks"),
+    "all-ranks-together": (reader(lambda p, n: 2 * p * (n - 1)), "you call it '(fine|chatty)', but it is 'wasteful'"),
+    "counts-messages": (reader(calls=lambda led: led.messages), r"'chatty', but it is 'fine'(.*)in \d messages"),
+    "counts-names": (reader(calls=lambda led: len(led.calls)), "you call it 'fine', but it is 'chatty'"),
+    "bytes-only": (reader(calls=lambda led: 1), "you call it 'fine', but it is 'chatty'"),
+}
+for label, (read, expect) in READERS.items():
+    mistake("read-a-receipt", label, expect=expect)(read)
 
 
 @mistake("read-a-receipt", "own-words", expect="the answer is one of fine, silent")
@@ -186,33 +285,57 @@ def asks_for_names(led, num_bytes, world_size):
 # Alpha and beta
 
 
-@mistake("alpha-beta", "slope-not-inverted", expect="seconds per byte: the bandwidth is one over it")
-def returns_the_slope(sizes, seconds):
+def line(sizes, seconds):
     slope, latency = np.polyfit(sizes, seconds, 1)
     return float(latency), float(slope)
 
 
-@mistake("alpha-beta", "no-latency", expect="take the latency off")
+def link(says, label):
+    return mistake("alpha-beta", label, says=says)
+
+
+@link("This is the slope, seconds per byte: the bandwidth is one over it.", "slope-not-inverted")
+def returns_the_slope(sizes, seconds):
+    return line(sizes, seconds)
+
+
+@link("Bytes by seconds of one message: take the latency off its time first.", "no-latency")
 def forgets_latency(sizes, seconds):
     return min(seconds), max(sizes) / max(seconds)
 
 
-@mistake("alpha-beta", "through-zero", expect="that line runs through zero")
+@link("Your line runs through zero, but a message of no bytes still takes the latency.", "through-zero")
 def fits_through_zero(sizes, seconds):
     sizes, seconds = np.array(sizes, float), np.array(seconds)
     return 0.0, float((sizes * sizes).sum() / (sizes * seconds).sum())
 
 
-@mistake("alpha-beta", "smallest-message-is-latency", expect="the time of the smallest message")
+@link("You took the mean of bytes / seconds, in which the latency is hidden.", "mean-rate")
+def averages_rates(sizes, seconds):
+    return min(seconds), float(np.mean(np.array(sizes) / np.array(seconds)))
+
+
+@link("This is the time of the smallest message: take its bytes × slope off.", "smallest-message-is-latency")
 def takes_the_smallest_for_latency(sizes, seconds):
-    slope, _ = np.polyfit(sizes, seconds, 1)
-    return min(seconds), 1 / float(slope)
+    return min(seconds), 1 / line(sizes, seconds)[1]
 
 
-@mistake("alpha-beta", "swapped", expect="in this order")
+@link("Both numbers are right, in the other order: latency first.", "swapped")
 def swaps(sizes, seconds):
-    slope, latency = np.polyfit(sizes, seconds, 1)
-    return 1 / float(slope), float(latency)
+    latency, slope = line(sizes, seconds)
+    return 1 / slope, latency
+
+
+@link("np.polyfit returns the slope first and the height at zero last.", "polyfit-order")
+def takes_polyfit_the_wrong_way(sizes, seconds):
+    latency, slope = line(sizes, seconds)
+    return slope, 1 / latency
+
+
+@link("The bandwidth is eight times too large: asked for are bytes per second, not bits.", "bits")
+def in_bits(sizes, seconds):
+    latency, slope = line(sizes, seconds)
+    return latency, 8 / slope
 
 
 @alternative("alpha-beta", "two-points")
@@ -223,5 +346,19 @@ def draws_through_two_points(sizes, seconds):
 
 @alternative("alpha-beta", "polyfit")
 def polyfit(sizes, seconds):
-    slope, latency = np.polyfit(sizes, seconds, 1)
-    return float(latency), 1 / float(slope)
+    latency, slope = line(sizes, seconds)
+    return latency, 1 / slope
+
+
+@alternative("alpha-beta", "lstsq")
+def solves_the_normal_equations(sizes, seconds):
+    columns = np.stack([np.ones(len(sizes)), np.array(sizes, float)], axis=1)
+    latency, slope = np.linalg.lstsq(columns, np.array(seconds), rcond=None)[0]
+    return latency, 1 / slope
+
+
+@mistake("first-rank-program", "torch-distributed", expect="recorded no operation of `group`")
+def goes_round_the_group(group, x):
+    mean = x.clone()
+    torch.distributed.all_reduce(mean, group=group.process_group)
+    return mean / group.world_size

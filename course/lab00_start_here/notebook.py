@@ -27,12 +27,13 @@
 # - **Run a cell** with Shift-Enter. Every lab also runs from top to bottom as it is: *Run → Run All Cells*.
 # - **Exercises** are functions whose body is `raise NotImplementedError`. Replace that line and run the cell: the
 #   `check(...)` under the function uses it for real, on ranks where the topic is ranks.
-# - **A check shows a receipt**: predicted, measured, verdict. It compares values, and it compares what your code
+# - **A check shows a receipt**: formula, measured, verdict. It compares values, and it compares what your code
 #   *did*: calls, bytes, messages.
 # - **Not passed yet?** The check says what is wrong. `hint("matmul-cost")` opens a hint, and the next one when you call
 #   it again; the third is nearly the answer. Until yours passes, the course's own version stands in, so every later
 #   cell still runs.
-# - **Guesses** such as `guess = 10` come before the number appears. You learn most from the gap, so guess first.
+# - **Guesses** such as `guess = 10` come before the number appears. You learn most from the gap, so guess first. The
+#   guess comes back in a receipt, and nothing judges it.
 # - **Stuck cell?** The stop button (■) ends it, and all ranks with it. *Kernel → Restart Kernel* starts afresh.
 # - **Solutions** lie next door: `solutions/00_start_here.ipynb`. **Your progress**: `python -m minillm progress` in a
 #   terminal; `--help` says how to reset it.
@@ -40,14 +41,17 @@
 # The calls of `group`, and what each returns: [docs/group.md](../docs/group.md).
 
 # %%
+import inspect
+import statistics
+import time
+
 import torch
 
-from course.lab00_start_here import experiments
+from course.lab00_start_here import experiments, receipts
 from course.lab00_start_here import figures as pictures
 from minillm import measure
-from minillm.comm import HangError, Link, RankError, launch
-from minillm.labkit import check, finish, receipt, row, show, sliders
-from minillm.predict import comms, roofline
+from minillm.comm import HangError, RankError, launch
+from minillm.labkit import check, finish, show, sliders
 
 # %% [markdown]
 # ## 1 · What this machine can do
@@ -71,21 +75,19 @@ card
 guess = 10  # times; change it before you run the next cell
 
 # %%
-link = card.link(2)
-times = card.memory_bandwidth_bytes_per_s / link.bandwidth_bytes_per_s
-close = "close" if 0.5 < guess / times < 2 else "not within a factor of two, and now you know"
-print(f"memory {card.memory_bandwidth_bytes_per_s / 1e9:.1f} GB/s, link {link.bandwidth_bytes_per_s / 1e9:.2f} GB/s")
-print(f"{times:.1f} times slower. You said {guess}: {close}.")
+receipts.memory_against_link(card, guess)
 
 # %% [markdown]
-# In a data centre the gap is wider. An H100 reads its memory at 3,350 GB/s (NVIDIA's data sheet); a 400 Gb/s network
-# port carries 50 GB/s: 67 times less. Every scheme of parallelism in this course is a way to live with that ratio.
+# In a data centre the gap is wider. An H100 reads its memory at 3,350 GB/s
+# ([NVIDIA's data sheet](https://www.nvidia.com/en-us/data-center/h100/)); a 400 Gb/s network port carries 50 GB/s: 67
+# times less. Every scheme of parallelism in this course is a way to live with that ratio.
 
 # %% [markdown]
 # ## 2 · The roofline
 #
 # A matmul `[m, k] @ [k, n]` does some number of floating-point operations (FLOP) and moves some number of bytes
-# between memory and cores. At least: both inputs are read once, the result is written once.
+# between memory and cores: at least, both inputs are read once and the result is written once. By convention each term
+# of a dot product counts as one multiplication and one addition.
 #
 # ### Exercise 1 · the cost of a matmul (3 minutes)
 
@@ -104,10 +106,7 @@ matmul_cost = check("matmul-cost", matmul_cost)
 # FLOPs per byte is the *arithmetic intensity*. Think of `m` as the tokens that go through a weight matrix together:
 
 # %%
-print("tokens    FLOP per byte")
-for tokens in (1, 8, 64, 512):
-    flops, moved = matmul_cost(tokens, 4096, 4096, 4)
-    print(f"{tokens:6} {flops / moved:16.1f}")
+receipts.intensities(matmul_cost)
 
 # %% [markdown]
 # With one token, every weight is read for one multiplication and one addition. With 512, they share each read.
@@ -152,17 +151,11 @@ sliders(roofline_view, edge=list(experiments.EDGES))
 # of the next table says how much.
 
 # %%
-ridge = card.peak_flops / card.memory_bandwidth_bytes_per_s
-print("tokens   FLOP/byte   limit     roof, GFLOP/s   measured   share of the roof")
-for tokens, rate in rates[4096]:
-    intensity = roofline.matmul_intensity(tokens, 4096, 4096, 4)
-    limit = "memory" if intensity < ridge else "cores"
-    roof = attainable(intensity, card.peak_flops, card.memory_bandwidth_bytes_per_s)
-    print(f"{tokens:6} {intensity:11.1f}   {limit:6} {roof / 1e9:16.0f} {rate / 1e9:10.0f} {rate / roof:19.0%}")
+receipts.under_the_roof(card, rates[4096], attainable)
 
 # %% [markdown]
-# This is why a language model that writes one token at a time leaves the cores idle, and why serving systems batch:
-# lab 12 and lab 14.
+# This is why a language model that writes one token at a time leaves the cores idle, and why serving systems batch
+# (labs 12 and 14).
 #
 # ## 3 · Four ranks from one cell
 #
@@ -180,12 +173,13 @@ launch(hello, 4)
 
 # %% [markdown]
 # The printed lines may come in any order. The results do not: place r of the list holds what rank r returned. The ranks
-# share no memory, and their processes have ended.
+# share no memory, and their processes end with the call.
 #
 # ### Exercise 3 · the first rank program (5 minutes)
 #
-# Each rank has its own tensor `x`. All of them need the mean, element by element: this is what data parallel training
-# does with gradients (lab 03). `group.all_reduce(t)` replaces `t` by its sum over the ranks, in place, on every rank.
+# Each rank has its own tensor `x`. All of them need the mean over the ranks, element by element, as data-parallel
+# training does with gradients (lab 03). `group.all_reduce(t)` replaces `t` by its sum over the ranks, in place, on every
+# rank, and `group.world_size` is the number of ranks.
 
 
 # %%
@@ -208,16 +202,8 @@ average = check("first-rank-program", average)
 # witness, too: the operating system's own counter of the loopback interface.
 
 # %%
-P = 8 << 20  # 8 MiB
-witnesses = launch(experiments.two_witnesses, 4, average, P)
-predicted = comms.ring_all_reduce(P // 4, 4, 4)
-receipt(
-    "the mean of 8 MiB over 4 ranks",
-    [
-        *(row(f"rank {r} sent, by its ledger", predicted.sent_per_rank[r], witnesses[r][0], "B") for r in range(4)),
-        row("all ranks, on the wire", predicted.total_bytes, witnesses[0][1], "B", tolerance=0.03),
-    ],
-)
+print(inspect.getsource(experiments.two_witnesses))
+receipts.witnesses(average)
 
 # %% [markdown]
 # The ledger is exact. The wire also carries packet headers and the traffic of other programs on this machine, so its
@@ -226,9 +212,10 @@ receipt(
 # ### Exercise 4 · four programs, one honest (5 minutes)
 #
 # Four programs leave the right sum in every rank's tensor of P bytes. One is `"fine"`: a single all-reduce. One is
-# `"silent"`: it never communicates (it happened to know the others' numbers). One is `"chatty"`: it reduces in many
-# small pieces. One is `"wasteful"`: it sends more bytes than an all-reduce would. Values cannot tell them apart; tell
-# them apart by the ledger: `led.calls` counts operations by name, `led.bytes()` is what the rank sent.
+# `"silent"`: it never communicates, because it happens to know the others' numbers. One is `"chatty"`: it reduces in
+# many small pieces. One is `"wasteful"`: it sends more bytes than an all-reduce would. Values cannot tell them apart,
+# and the ledger can: `led.calls` counts operations by name (a `collections.Counter`), and `led.bytes()` is what the rank
+# sent. Your function is called with ledgers of 5 and of 3 ranks.
 
 
 # %%
@@ -275,16 +262,11 @@ fit_link = check("alpha-beta", fit_link)
 # its neighbour at the same time.
 
 # %%
-print("ranks    α, card     α, yours     β, card       β, yours")
-for world_size, fit in card.links.items():
-    alpha, beta = fit_link(*map(list, zip(*fit.samples, strict=True)))
-    print(f"{world_size:5} {fit.latency_s * 1e6:7.0f} µs {alpha * 1e6:9.0f} µs", end="")
-    print(f"{fit.bandwidth_bytes_per_s / 1e9:9.2f} GB/s {beta / 1e9:9.2f} GB/s")
+receipts.links(card, fit_link)
 
 # %% [markdown]
-# The two need not agree on α. Least squares minimises errors in *seconds*, so the largest messages decide; the card's
-# fit weighs every sample by its own time, so that small messages count as well. The data are the same, the question is
-# not.
+# The two need not agree on α, although both use the same samples. Least squares minimises errors in *seconds*, so the
+# largest messages decide; the card's fit weighs every sample by its own time, so that small messages count as well.
 
 
 # %%
@@ -309,31 +291,13 @@ sliders(link_view, world_size=(min(card.links), max(card.links)))
 guess_ms = 1.0  # change it before you run the next cell
 
 # %%
-size = 1 << 20
-cost = comms.ring_all_reduce(size // 4, 4, 4)
-line = card.link(4)
-expected = cost.time(line.latency_s, line.bandwidth_bytes_per_s)
-runs = [max(seconds) for seconds in zip(*launch(experiments.time_all_reduce, 4, size), strict=True)]
-runs.sort()
-best, median = runs[0], runs[len(runs) // 2]
-receipt(
-    f"all-reduce of 1 MiB on 4 ranks: {cost.rounds} rounds",
-    [
-        row("rounds", 6, cost.rounds),
-        row("α and β: 6·α + bytes/β, off by less than a factor of 4", True, 1 / 4 < median / expected < 4),
-        row("    the formula", None, expected, "s"),
-        row("    median run", None, median, "s"),
-        row("    best run", None, best, "s"),
-        row("    worst run", None, runs[-1], "s"),
-    ],
-)
-print(f"Your guess was {guess_ms:.2f} ms; the median run took {median * 1e3:.2f} ms.")
+receipts.all_reduce_time(guess_ms)
 
 # %% [markdown]
-# Bytes are predicted exactly; seconds only to a factor, here up to four. With more ranks than cores, α is mostly the
-# time until the scheduler wakes a rank, and that was different when the card was made. The distance between the best
-# and the worst run says how far a single timing can be trusted. In these labs bytes, calls and blocks are proof;
-# seconds are evidence and are measured several times.
+# Bytes are predicted exactly, seconds only to a factor: the verdict above allows a factor of four. With more ranks than
+# cores, α is mostly the time until the scheduler wakes a rank, and that was different when the card was made. The
+# distance between the best and the worst run says how far a single timing can be trusted. In these labs bytes, calls
+# and blocks are proof; seconds are evidence and are measured several times.
 #
 # ## 5 · Break it: one rank raises
 #
@@ -356,12 +320,12 @@ except RankError as error:
     print(error)
 
 # %% [markdown]
-# One rank, its own traceback, the line of the cell. The other three only saw a neighbour disappear; such echoes are
-# not shown as the cause, and no process is left.
+# You see one rank, its own traceback and the line of the cell. The other three only saw a neighbour disappear; such
+# echoes are not shown as the cause, and no process is left.
 #
 # ## 6 · Break it: one rank never enters
 #
-# The worst kind of bug raises nothing. Each rank gets some batches, sums their losses and meets the others in an
+# The worst kind of bug raises no error. Each rank gets some batches, sums their losses and meets the others in an
 # all-reduce. One rank never arrives. Read the code, find the injected bug, and name the rank before you run it.
 
 
@@ -390,14 +354,16 @@ except HangError as hang:
 # Follow the arrows to the rank that waits for nobody.
 
 # %%
-answer = 2
-print(f"You blamed rank {culprit}: {'right' if culprit == answer else f'it is rank {answer}'}.")
-print("Its list of batches is empty, so it returned before the all-reduce that the other three are in.")
+empty = [rank for rank, batches in enumerate(batches_of_rank) if not batches]
+print(
+    f"You blamed rank {culprit}. To blame is rank {empty[0]}: its list of batches is empty, so it returned before the"
+)
+print("all-reduce that the other three are in.")
 
 # %% [markdown]
 # The fix: a rank with nothing to add still takes part, and adds zero. **Every rank of a group enters every collective
-# of it, in the same order.** Most hangs of real training jobs break this rule: a rank that skips an empty batch, a
-# `if rank == 0:` around a save that communicates, an exception swallowed on one rank.
+# of it, in the same order.** Many hangs of real training jobs break this rule: a rank skips an empty batch, an
+# `if rank == 0:` stands around a save that communicates, or one rank swallows an exception.
 
 
 # %%
@@ -413,32 +379,14 @@ launch(sum_losses_fixed, 4, batches_of_rank, timeout=10)
 # %% [markdown]
 # ## 7 · A network you do not have
 #
-# Inside a node of H100s NVLink carries 450 GB/s each way (900 GB/s in NVIDIA's data sheet counts both); between nodes
-# a 400 Gb/s port carries 50 GB/s, and latency is higher, too. To feel that on a laptop, a `Link` paces every message:
-# it is not delivered before latency + bytes/bandwidth have passed. Times measured this way are always labelled
-# *emulated*; they show the shape of a problem, not the speed of any network.
-
+# Inside a node of H100s NVLink carries 450 GB/s each way; between nodes a 400 Gb/s port carries 50 GB/s, and latency is
+# higher, too. To feel that on a laptop, a `Link` paces every message: it is not delivered before latency +
+# bytes/bandwidth have passed. Times measured this way are always labelled *emulated*; they show the shape of a problem,
+# not the speed of any network.
 
 # %%
-def one_message(group, num_bytes):
-    x = torch.ones(num_bytes // 4)
-    group.barrier()
-    with measure.ledger() as led:
-        group.send(x, dst=1) if group.rank == 0 else group.recv(x, src=0)
-    event = led.events[0]
-    return event.end - event.start, event.emulated
-
-
-slow = Link(latency_s=0.020, bandwidth_bytes_per_s=50e6)
-real, emulated = launch(one_message, 2, size)[0], launch(one_message, 2, size, link=slow)[0]
-receipt(
-    "one message of 1 MiB from rank 0 to rank 1",
-    [
-        row("this machine's loopback", None, real[0], "s"),
-        row("emulated: 20 ms + bytes / 50 MB/s", slow.seconds(size), emulated[0], "s", tolerance=0.25),
-        row("the ledger says it is emulated", (False, True), (real[1], emulated[1])),
-    ],
-)
+print(inspect.getsource(experiments.one_message))
+receipts.emulated_link()
 
 # %% [markdown]
 # ## 8 · Where the numbers mislead
@@ -447,9 +395,6 @@ receipt(
 # groups is not a result.
 
 # %%
-import statistics
-import time
-
 x = torch.randn(384, 384)
 groups = []
 for _ in range(10):
@@ -490,17 +435,10 @@ for (ranks, threads), speed, hoped in zip(layouts, together, naive, strict=True)
 #
 # ## 9 · The same in production
 #
-# The counts you did by hand are counted for you by PyTorch:
+# PyTorch counts FLOPs for you (`torch.utils.flop_counter.FlopCounterMode`):
 
 # %%
-from torch.utils.flop_counter import FlopCounterMode
-
-with FlopCounterMode(display=False) as counter:
-    torch.randn(64, 512) @ torch.randn(512, 256)
-receipt(
-    "[64, 512] @ [512, 256]",
-    [row("FLOPs, yours and torch's", matmul_cost(64, 512, 256, 4)[0], counter.get_total_flops())],
-)
+receipts.counted_by_torch(matmul_cost)
 
 # %% [markdown]
 # | here | on a GPU cluster |
@@ -541,55 +479,39 @@ receipt(
 # %% [markdown]
 # ## 12 · Interview corner
 #
-# The numbers for the answers, from your own machine (nothing is compared here, so nothing has a verdict):
+# The numbers for the answers, by formula from your own machine's card:
 
 # %%
-decode, prefill = (roofline.matmul_intensity(tokens, 4096, 4096, 2) for tokens in (1, 2048))
-receipt(
-    "this machine",
-    [
-        row("ridge, fp32", None, ridge, "FLOP/B"),
-        row("intensity of 1 token, bf16 weights [4096, 4096]", None, decode, "FLOP/B"),
-        row("intensity of 2048 tokens, the same weights", None, prefill, "FLOP/B"),
-        row("α of a ring round, 4 ranks", None, line.latency_s, "s"),
-        row("α·β: the message that is half latency", None, round(line.latency_s * line.bandwidth_bytes_per_s), "B"),
-        row("all-reduce of 1 MiB, predicted", None, expected, "s"),
-        row("the same in 64 messages of 16 KiB", None, 64 * comms.ring_all_reduce(4096, 4, 4).time(
-            line.latency_s, line.bandwidth_bytes_per_s), "s"),
-        row("the same on 64 ranks, this α and β", None, comms.ring_all_reduce(size // 4, 4, 64).time(
-            line.latency_s, line.bandwidth_bytes_per_s), "s"),
-        row("memory over link bandwidth", None, times),
-    ],
-)  # fmt: skip
+receipts.interview()
 
 # %% [markdown]
 # <details><summary><b>1. A matmul reaches 10 % of peak. Is the code bad?</b></summary>
 #
-# Ask for its intensity first. Left of the ridge (first row), 10 % of peak may be all that memory can feed. Compare with
+# Ask for its intensity first. Left of the ridge (row 1), 10 % of peak may be all that memory can feed. Compare with
 # the roof at that intensity, not with the peak.
 # </details>
 #
 # <details><summary><b>2. Why is generating one token at a time slow on a device with enormous FLOP/s?</b></summary>
 #
-# One token does about 1 FLOP per byte of bf16 weights (second row); the ridge of this machine is in the first row, an
-# H100's is near 295 (989 TFLOP/s over 3.35 TB/s). The cores wait for memory. More tokens per pass share each weight
+# One token does about 1 FLOP per byte of bf16 weights (row 2), and the ridge of an H100 is near 295. This
+# machine's ridge is lower, and still above 1. The cores wait for memory. More tokens per pass share each weight
 # read: batching, or speculative decoding.
 # </details>
 #
 # <details><summary><b>3. Your gradients are 64 tensors of 16 KiB. What do you change, and why?</b></summary>
 #
-# Send them as one. The bytes stay the same, but 64 times the rounds means 64 times the latency: compare the two rows of
-# the table. This is why DDP has buckets (lab 03).
+# Send them as one. The bytes stay the same, but 64 times the rounds means 64 times the latency: compare the two rows
+# under 3. This is why DDP has buckets (lab 03).
 # </details>
 #
 # <details><summary><b>4. When is a message "small"?</b></summary>
 #
-# When α exceeds bytes/β, that is below α·β bytes (fifth row). Below it, save messages; above it, save bytes.
+# When α exceeds bytes/β, that is below α·β bytes (row 4). Below it, save messages; above it, save bytes.
 # </details>
 #
 # <details><summary><b>5. A ring all-reduce sends 2P(N−1)/N per rank. So is its time independent of N?</b></summary>
 #
-# Its bandwidth term nearly is (it tends to 2P/β). Its latency term is 2(N−1)·α and grows with N: the row with 64 ranks.
+# Its bandwidth term nearly is (it tends to 2P/β). Its latency term is 2(N−1)·α and grows with N: row 5.
 # On this machine β also falls as ranks share the cores.
 # </details>
 #
@@ -615,8 +537,7 @@ receipt(
 # %% [markdown]
 # ## 13 · Design questions
 #
-# Work these out on paper first, then run the cell and compare. Cards are described by their data sheets; `predict` does
-# the arithmetic.
+# Work these out on paper first, then run the cell and compare.
 #
 # **A.** A server decodes with bf16 weights on an H100 (989 TFLOP/s, 3.35 TB/s). How many sequences must share each pass
 # before the cores, and not memory, limit a 4096 × 4096 layer?
@@ -625,15 +546,7 @@ receipt(
 # if everything goes in one call, and if it goes in 4,000 calls of equal size? What would 450 GB/s change?
 
 # %%
-H100 = {"peak_flops": 989e12, "bandwidth": 3.35e12}
-bound = next(m for m in range(1, 4096) if roofline.matmul_intensity(m, 4096, 4096, 2) > roofline.ridge_point(**H100))
-gradients = 7_000_000_000
-one_call = comms.ring_all_reduce(gradients, 2, 64)
-piece = comms.ring_all_reduce(gradients // 4000, 2, 64)
-print(f"A. {bound} sequences per pass")
-print(f"B. one call at 50 GB/s: {one_call.time(10e-6, 50e9):.2f} s, of which latency {126 * 10e-6 * 1e3:.1f} ms")
-print(f"   4,000 calls at 50 GB/s: {4000 * piece.time(10e-6, 50e9):.2f} s")
-print(f"   one call at 450 GB/s: {one_call.time(10e-6, 450e9):.2f} s")
+receipts.design()
 
 # %% [markdown]
 # <details><summary><b>What a strong answer says</b></summary>

@@ -207,13 +207,15 @@ def check_all_to_all(learner: Callable) -> Receipt:
     ),
 )
 def check_culprit(learner: Callable) -> list[Row]:
-    a, b, c, d, e = random.sample(range(8), 5)
-    everyone = {rank: [a] for rank in (b, c, d, e)}
+    low, *middle, high = sorted(random.sample(range(9), 6))
+    a, b, c, d = random.sample(middle, 4)
     tables = {
-        "a collective that one rank never enters": (everyone | {a: []}, a),
-        "a chain of receives": ({b: [c], c: [d], d: [a], a: []}, a),
-        "most wait for one who waits itself": ({b: [e], c: [e], d: [e], e: [a], a: []}, a),
-        "one rank has finished, unconcerned": ({e: [], b: [a], c: [a], a: []}, a),
+        "a collective that one rank never enters": ({b: [a], c: [a], d: [a], high: [a], a: []}, a),
+        "a chain of receives": ({b: [low], low: [d], d: [a], a: []}, a),
+        "most wait for one who waits itself": ({b: [high], c: [high], d: [high], high: [a], a: []}, a),
+        "a rank waits for two, one of which waits for it": ({b: [c], c: [b, a], d: [b], a: []}, a),
+        "the lowest rank has finished": ({low: [], b: [a], c: [a], a: []}, a),
+        "the highest rank has finished": ({high: [], b: [a], c: [a], a: []}, a),
         "a circle of sends": ({a: [b], b: [c], c: [d], d: [a]}, None),
     }
     rows = []

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from minillm import comm, measure
-from minillm.comm import Group, Link, Topology, launch
+from minillm.comm import Group, Link, Mesh, Topology, launch
 from minillm.measure.rates import LinkFit, fit_link
 from minillm.predict import comms
 
@@ -136,11 +136,22 @@ def crossover(sizes: Sequence[int], frugal: Sequence[float], quick: Sequence[flo
 NODE_SIZES = (32 * KB, 256 * KB, 2 * MB)
 
 
-def flat_against_two_level() -> dict[str, Any]:
-    """4 ranks on 2 emulated nodes: seconds of a flat ring and of the two-level all-reduce, measured and predicted."""
-    programs = {"flat ring": comm.ring_all_reduce, "two levels": two_level}
+def flat_against_two_level(flat: Program = comm.ring_all_reduce, levels: Callable | None = None) -> dict[str, Any]:
+    """4 ranks on 2 emulated nodes: seconds of a flat ring and of the two-level all-reduce, measured and predicted.
+
+    levels: a learner's function of (x, group, node, across); minillm's own if None.
+    """
     topology = Topology(ranks_per_node=2, inter=BETWEEN_NODES)
-    return beside_prediction(launch(best_seconds, 4, programs, NODE_SIZES, 2, 1, link=topology)[0])
+    return beside_prediction(launch(_on_two_nodes, 4, flat, levels, link=topology)[0])
+
+
+def _on_two_nodes(group: Group, flat: Program, levels: Callable | None) -> dict[str, list[float]]:
+    mesh = Mesh(group, across=2, node=2)  # the last axis is the node: neighbouring ranks
+
+    def over_levels(x: torch.Tensor, group: Group) -> torch.Tensor:
+        return levels(x, group, mesh.node, mesh.across) if levels else two_level(x, group)
+
+    return best_seconds(group, {"flat ring": flat, "two levels": over_levels}, NODE_SIZES, repeats=2, batch=1)
 
 
 def beside_prediction(measured: dict[str, list[float]]) -> dict[str, Any]:
@@ -205,22 +216,6 @@ def bytes_of(programs: Mapping[str, Program], nproc: int = 4, num_elements: int 
     return beside_costs(ranks, costs(nproc, tuple(programs), num_elements), 4 * num_elements)
 
 
-def values_of_collectives(group: Group) -> dict[str, bool]:
-    """Whether each of minillm's collectives gives this rank the right values, on small whole numbers (exact sums)."""
-    n, r = group.world_size, group.rank
-    inputs = [torch.randint(-64, 64, (4096 * n,), generator=torch.Generator().manual_seed(i)).float() for i in range(n)]
-    total = torch.stack(inputs).sum(0)
-    special = {
-        "reduce-scatter": total.chunk(n)[r],
-        "all-gather": torch.cat([x.chunk(n)[i] for i, x in enumerate(inputs)]),
-        "broadcast": inputs[0],
-        "tree reduce": total if r == 0 else inputs[r],
-        "all-to-all": torch.cat([x.chunk(n)[r] for x in inputs]),
-    }
-    results = {name: program(inputs[r].clone(), group) for name, (program, _) in COLLECTIVES.items()}
-    return {name: torch.equal(result, special.get(name, total)) for name, result in results.items()}
-
-
 def bits_of_ring(group: Group, all_reduce: Program = comm.ring_all_reduce) -> tuple[bool, float]:
     """(all ranks end with the same bits, largest difference to the sum in fp64) of random numbers."""
     x = torch.randn(4 << 10, generator=torch.Generator().manual_seed(group.rank))
@@ -230,11 +225,31 @@ def bits_of_ring(group: Group, all_reduce: Program = comm.ring_all_reduce) -> tu
     return bool((everyone == everyone[0]).all()), (mine - inputs.double().sum(0)).abs().max().item()
 
 
-def messages_of_ring(group: Group) -> int:
-    """Messages this rank sends in one ring all-reduce."""
+def one_all_reduce(group: Group, all_reduce: Program = comm.ring_all_reduce) -> measure.Ledger:
+    """What one all-reduce of 400 kB sends, and when; the one before it connects the ranks."""
+    x = torch.ones(100_000)
+    all_reduce(x, group)
+    group.barrier()
     with measure.ledger() as led:
-        comm.ring_all_reduce(torch.ones(100_000), group)
-    return led.messages
+        all_reduce(x, group)
+    return led
+
+
+def off_by_one(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """A reduce-scatter with a bug."""
+    n, r = group.world_size, group.rank
+    chunks = list(x.clone().chunk(n))
+    arriving = torch.empty_like(chunks[0])
+    for s in range(n - 1):
+        group.exchange(send=(chunks[(r - s) % n], (r + 1) % n), recv=(arriving, (r - 1) % n))
+        chunks[(r - s - 1) % n] += arriving
+    return chunks[(r + 1) % n]
+
+
+def one_place_off(group: Group, all_gather: Program) -> tuple[torch.Tensor, torch.Tensor]:
+    """(an all-reduce built on `off_by_one`, the right sum)."""
+    x = torch.arange(8.0) * 10**group.rank
+    return all_gather(off_by_one(x, group), group), comm.ring_all_reduce(x.clone(), group)
 
 
 def torch_wire(group: Group, num_elements: int = ELEMENTS) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Lab 01's figures: drawn from numbers that `experiments/lab_01.py` measured, or pure functions of parameters."""
+"""Lab 01's figures: drawn from numbers that `experiments.py` measured, or pure functions of parameters."""
 
 from typing import Any
 

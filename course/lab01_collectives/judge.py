@@ -168,6 +168,9 @@ def byte_rows(
     rows = [rows[n] for n in sorted(rows) if n > 1]
     for found in reversed(rows):
         if found.measured > found.predicted:
+            n = int(found.name[-1])
+            if found.measured * (n - 1) == found.predicted * n:  # P instead of P(N-1)/N
+                advice = f"is that one round too many? {n - 1} rounds are enough to pass every chunk on"
             raise CheckFailed(
                 f"right values, but a rank sent {found.measured:,} bytes (N={found.name[-1]}) where "
                 f"{found.predicted:,} are enough, {found.measured / found.predicted:.2g} times as many: {advice}",

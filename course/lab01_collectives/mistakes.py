@@ -8,39 +8,50 @@ from minillm.labkit.exercises import alternative, mistake
 
 right = answers_of("01_collectives")
 
+
+def all_but_one(n):
+    return range(n - 1)
+
+
 # Ring reduce-scatter
 
 
-@mistake("ring-reduce-scatter", "chunk-off-by-one", expect=r"chunk \d \(its own is chunk \d\): off by one")
-def ends_one_chunk_early(x, group):
+def sums(send=1, add=2, rounds=all_but_one, mine=0, copy=torch.clone, share=lambda n: 1):
+    """A ring that sends chunk r-s-send, adds to chunk r-s-add and returns chunk r+mine."""
+
+    def reduce_scatter(x, group):
+        n, r = group.world_size, group.rank
+        chunks = list(copy(x).chunk(n))
+        arriving = torch.empty_like(chunks[0])
+        for s in rounds(n):
+            group.exchange(send=(chunks[(r - s - send) % n], (r + 1) % n), recv=(arriving, (r - 1) % n))
+            chunks[(r - s - add) % n] += arriving
+        return chunks[(r + mine) % n] / share(n)
+
+    return reduce_scatter
+
+
+RINGS = {
+    "chunk-off-by-one": (sums(0, 1, mine=1), r"chunk \d \(its own is chunk \d\): off by one"),
+    "only-n-minus-2-rounds": (sums(rounds=lambda n: range(1, n - 1)), "without rank"),
+    "a-round-too-many": (sums(rounds=lambda n: range(n if n > 1 else 0)), "one round too many"),
+    "adds-to-the-sent-chunk": (sums(add=1), "returned a wrong chunk"),
+    "same-chunk-every-round": (sums(rounds=lambda n: [0] * (n - 1)), "returned a wrong chunk"),
+    "divides": (sums(share=lambda n: n), "divided by the 4 ranks"),
+    "destroys-input": (sums(copy=lambda x: x), "changed its input x: work on a copy"),
+}
+for label, (ring, expect) in RINGS.items():
+    mistake("ring-reduce-scatter", label, expect=expect)(ring)
+
+
+@mistake("ring-reduce-scatter", "one-buffer-for-both", expect="returned a wrong chunk")
+def receives_over_what_it_sends(x, group):
     n, r = group.world_size, group.rank
     chunks = list(x.clone().chunk(n))
-    arriving = torch.empty_like(chunks[0])
     for s in range(n - 1):
-        group.exchange(send=(chunks[(r - s) % n], (r + 1) % n), recv=(arriving, (r - 1) % n))
-        chunks[(r - s - 1) % n] += arriving
-    return chunks[(r + 1) % n]
-
-
-@mistake("ring-reduce-scatter", "only-n-minus-2-rounds", expect="without rank")
-def stops_one_round_early(x, group):
-    n, r = group.world_size, group.rank
-    chunks = list(x.clone().chunk(n))
-    arriving = torch.empty_like(chunks[0])
-    for s in range(1, n - 1):
-        group.exchange(send=(chunks[(r - s - 1) % n], (r + 1) % n), recv=(arriving, (r - 1) % n))
-        chunks[(r - s - 2) % n] += arriving
-    return chunks[r]
-
-
-@mistake("ring-reduce-scatter", "reduces-into-sent-chunk", expect="returned a wrong chunk")
-def adds_to_what_it_sent(x, group):
-    n, r = group.world_size, group.rank
-    chunks = list(x.clone().chunk(n))
-    arriving = torch.empty_like(chunks[0])
-    for s in range(n - 1):
-        group.exchange(send=(chunks[(r - s - 1) % n], (r + 1) % n), recv=(arriving, (r - 1) % n))
-        chunks[(r - s - 1) % n] += arriving
+        travelling = chunks[(r - s - 1) % n]
+        group.exchange(send=(travelling, (r + 1) % n), recv=(travelling, (r - 1) % n))
+        chunks[(r - s - 2) % n] += travelling
     return chunks[r]
 
 
@@ -56,27 +67,18 @@ def sends_everything(x, group):
     return total.chunk(n)[r]
 
 
-@mistake("ring-reduce-scatter", "destroys-input", expect="changed its input x: work on a copy")
-def works_in_place(x, group):
-    n, r = group.world_size, group.rank
-    chunks = x.chunk(n)
-    arriving = torch.empty_like(chunks[0])
-    for s in range(n - 1):
-        group.exchange(send=(chunks[(r - s - 1) % n], (r + 1) % n), recv=(arriving, (r - 1) % n))
-        chunks[(r - s - 2) % n].add_(arriving)
-    return chunks[r].clone()
+@mistake("ring-reduce-scatter", "returns-the-whole-tensor", expect="its own chunk of the sum")
+def forgets_to_cut(x, group):
+    return right.all_reduce(x.clone(), group)
 
 
 @mistake("ring-reduce-scatter", "blocking-sends", expect=r"(?s)waits for.*Deadlock: these ranks are all in send")
 def everybody_sends_first(x, group):
     n, r = group.world_size, group.rank
-    chunks = list(x.clone().chunk(n))
-    arriving = torch.empty_like(chunks[0])
-    for s in range(n - 1):
-        group.send(chunks[(r - s - 1) % n], (r + 1) % n)
-        group.recv(arriving, (r - 1) % n)
-        chunks[(r - s - 2) % n] += arriving
-    return chunks[r]
+    arriving = torch.empty_like(x.chunk(n)[0])
+    group.send(x.chunk(n)[(r - 1) % n], (r + 1) % n)
+    group.recv(arriving, (r - 1) % n)
+    return arriving
 
 
 @mistake("ring-reduce-scatter", "straight-to-the-owner", expect="which is not its neighbour")
@@ -116,31 +118,60 @@ def to_the_left(x, group):
 @alternative("ring-reduce-scatter", "taking-turns")
 def even_ranks_send_first(x, group):
     n, r = group.world_size, group.rank
-    chunks = list(x.clone().chunk(n))
-    arriving = torch.empty_like(chunks[0])
+    partial, arriving = x.chunk(n)[(r - 1) % n].clone(), torch.empty_like(x.chunk(n)[0])
     for s in range(n - 1):
         if r % 2 == 0:
-            group.send(chunks[(r - s - 1) % n], (r + 1) % n)
-            group.recv(arriving, (r - 1) % n)
-        else:
-            group.recv(arriving, (r - 1) % n)
-            group.send(chunks[(r - s - 1) % n], (r + 1) % n)
-        chunks[(r - s - 2) % n] += arriving
-    return chunks[r]
+            group.send(partial, (r + 1) % n)
+        group.recv(arriving, (r - 1) % n)
+        if r % 2:
+            group.send(partial, (r + 1) % n)
+        partial = arriving + x.chunk(n)[(r - s - 2) % n]
+    return partial
+
+
+@alternative("ring-reduce-scatter", "asynchronous, as [1, n]")
+def posts_and_waits(x, group):
+    n, r = group.world_size, group.rank
+    rows = x.view(n, -1).clone()
+    for s in range(n - 1):
+        arriving = torch.empty_like(rows[0])
+        send = (rows[(r - s - 1) % n], (r + 1) % n)
+        group.exchange(send=send, recv=(arriving, (r - 1) % n), async_op=True).wait()
+        rows[(r - s - 2) % n] += arriving
+    return rows[r : r + 1]
 
 
 # Ring all-gather
 
 
-@mistake("ring-all-gather", "chunk-off-by-one", expect="gathered wrongly: place")
-def receives_one_place_off(x, group):
-    n, r = group.world_size, group.rank
-    out = x.new_zeros(n * x.numel())
-    chunks = out.chunk(n)
-    chunks[r].copy_(x)
-    for s in range(n - 1):
-        group.exchange(send=(chunks[(r - s) % n], (r + 1) % n), recv=(chunks[(r - s - 2) % n], (r - 1) % n))
-    return out
+def gathers(send=lambda r, s: r - s, into=lambda r, s: r - s - 1, rounds=all_but_one, own=True):
+    """A ring that sends place `send(r, s)` and receives into place `into(r, s)`."""
+
+    def all_gather(x, group):
+        n, r = group.world_size, group.rank
+        out = x.new_full((n * x.numel(),), -1.0)
+        chunks = out.chunk(n)
+        if own:
+            chunks[r].copy_(x)
+        for s in rounds(n):
+            arriving = torch.empty_like(x)
+            group.exchange(send=(chunks[send(r, s) % n], (r + 1) % n), recv=(arriving, (r - 1) % n))
+            chunks[into(r, s) % n].copy_(arriving)
+        return out
+
+    return all_gather
+
+
+GATHERS = {
+    "chunk-off-by-one": (gathers(into=lambda r, s: r - s - 2), "gathered wrongly: place"),
+    "only-n-minus-2-rounds": (gathers(rounds=lambda n: range(n - 2)), "something that no rank ever had"),
+    "a-round-too-many": (gathers(rounds=lambda n: range(n if n > 1 else 0)), "one round too many"),
+    "own-tensor-every-round": (gathers(send=lambda r, s: r), r"place \d of it holds rank \d's tensor, not rank"),
+    "own-place-empty": (gathers(own=False), "something that no rank ever had"),
+    "counts-up": (gathers(lambda r, s: r + s, lambda r, s: r + s + 1), r"place \d of it holds rank \d's tensor"),
+}
+for label, (ring, expect) in GATHERS.items():
+    mistake("ring-all-gather", label, expect=expect)(ring)
 
 
 @mistake("ring-all-gather", "arrival-order", expect=r"place \d of it holds rank \d's tensor, not rank")
@@ -152,17 +183,6 @@ def as_they_come(x, group):
         group.exchange(send=(parts[-1], (r + 1) % n), recv=(arriving, (r - 1) % n))
         parts.append(arriving)
     return torch.cat(parts)
-
-
-@mistake("ring-all-gather", "only-n-minus-2-rounds", expect="something that no rank ever had")
-def one_chunk_missing(x, group):
-    n, r = group.world_size, group.rank
-    out = torch.full((n * x.numel(),), -1.0)
-    chunks = out.chunk(n)
-    chunks[r].copy_(x)
-    for s in range(n - 2):
-        group.exchange(send=(chunks[(r - s) % n], (r + 1) % n), recv=(chunks[(r - s - 1) % n], (r - 1) % n))
-    return out
 
 
 @mistake("ring-all-gather", "whole-buffer-every-round", expect="times as many: pass on only the chunk")
@@ -187,6 +207,11 @@ def tells_every_rank(x, group):
     return torch.cat(parts)
 
 
+@mistake("ring-all-gather", "list", expect="returned a list; asked for is all ranks' tensors")
+def returns_the_parts(x, group):
+    return list(right.all_gather(x, group).chunk(group.world_size))
+
+
 @alternative("ring-all-gather", "taking-turns-leftwards")
 def odd_ranks_receive_first(x, group):
     n, r = group.world_size, group.rank
@@ -208,16 +233,32 @@ def forgets_the_mean(x, group, op="sum"):
     return x.copy_(right.all_gather(right.reduce_scatter(x, group), group))
 
 
+@mistake("ring-all-reduce", "always-divides", expect="it is the mean, but op is 'sum'")
+def ignores_op(x, group, op="sum"):
+    return right.all_reduce(x, group, "avg")
+
+
 @mistake("ring-all-reduce", "divides-twice", expect="divided by 4 once more")
 def divides_before_and_after(x, group, op="sum"):
     right.all_reduce(x, group, op)
     return x.div_(group.world_size) if op == "avg" else x
 
 
+@mistake("ring-all-reduce", "divides-by-4", expect=r"rank \d of 3 with op=\"avg\" ended with wrong values")
+def assumes_four_ranks(x, group, op="sum"):
+    right.all_reduce(x, group)
+    return x.div_(4) if op == "avg" else x
+
+
 @mistake("ring-all-reduce", "not-in-place", expect="did not write them into x")
 def leaves_x_as_it_was(x, group, op="sum"):
     mine = right.reduce_scatter(x, group)
     return right.all_gather(mine / group.world_size if op == "avg" else mine, group)
+
+
+@mistake("ring-all-reduce", "returns-nothing", expect=r"returned nothing \(None\): return x as well")
+def forgets_to_return(x, group, op="sum"):
+    right.all_reduce(x, group, op)
 
 
 @mistake("ring-all-reduce", "gathers-everything", expect="times as many: reduce-scatter first")
@@ -250,3 +291,8 @@ def both_laps_in_one_loop(x, group, op="sum"):
         group.exchange(send=(chunks[(r - s - 1) % n], (r + 1) % n), recv=(arriving, (r - 1) % n))
         target.copy_(target + arriving if s < n - 1 else arriving)
     return x
+
+
+@alternative("ring-all-reduce", "divides-first")
+def divides_before_adding(x, group, op="sum"):
+    return right.all_reduce(x.div_(group.world_size) if op == "avg" else x, group)

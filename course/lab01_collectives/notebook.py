@@ -16,7 +16,6 @@
 
 # %%
 import inspect
-import re
 import time
 
 import torch
@@ -24,7 +23,7 @@ import torch
 from course.lab01_collectives import experiments, receipts
 from course.lab01_collectives import figures as pictures
 from minillm import comm, measure
-from minillm.comm import HangError, Mesh, RankError, Topology, launch
+from minillm.comm import HangError, launch
 from minillm.labkit import check, finish, show, sliders
 
 # %% [markdown]
@@ -60,7 +59,7 @@ for operation in ranks[0]:
 # ## Predict
 #
 # Before you run anything: **4 ranks all-reduce 8 MB. How many MB does each rank send?** Write down your guess; it comes
-# back in the receipt. (The one below is what most people say first.)
+# back in the receipt. (The one below is a common first guess.)
 
 # %%
 guess_mb = 8.0 * 3  # your guess: to each of the other three ranks, the whole tensor?
@@ -77,7 +76,8 @@ guess_mb = 8.0 * 3  # your guess: to each of the other three ranks, the whole te
 # ```
 #
 # `group.rank` is this rank's number, `group.world_size` the number of ranks. Every check runs your function on groups of 1,
-# 2, 3, 4 and 5 real ranks (the tree also on 7) and looks at the values, at the messages that carried them and at their bytes.
+# 2, 3, 4 and 5 real ranks (the tree also on 7, the two levels on 6) and looks at the values, at the messages that carried
+# them and at their bytes.
 #
 # ### 1. Ring reduce-scatter (15 minutes)
 #
@@ -269,18 +269,8 @@ receipts.same_bits(*launch(experiments.bits_of_ring, 4, all_reduce)[0])
 # ring all-reduce of 400 kB on a clock common to all ranks. The link is *emulated* with 10 ms and 10 MB/s, so that single
 # messages are visible. Every bar is one `exchange`: there are $2(N-1) = 6$ on each rank, and all ranks send at once.
 
-
 # %%
-def record(group):
-    x = torch.ones(100_000)
-    all_reduce(x, group)  # the first time connects the ranks
-    group.barrier()
-    with measure.ledger() as led:
-        all_reduce(x, group)
-    return led
-
-
-ledgers = launch(record, 4, link=experiments.SLOW)
+ledgers = launch(experiments.one_all_reduce, 4, all_reduce, link=experiments.SLOW)
 
 
 def ring_on_a_clock():
@@ -312,8 +302,8 @@ receipts.messages(ledgers)
 # - *In-network reduction* ([Graham et al. 2016](https://doi.org/10.1109/COMHPC.2016.006), SHARP; NVLS inside NVLink
 #   switches): the switch adds. Each rank sends $P$ and receives $P$, half of the ring's bytes, in two latencies.
 #
-# The ring sends the fewest bytes of those that only send between ranks, in the most rounds, so it loses where tensors are
-# small. Move the sliders: what happens to the crossover with more ranks? With a faster link?
+# Among algorithms whose ranks do all the adding, the ring sends the fewest bytes in the most rounds, so it loses where
+# tensors are small. Move the sliders: what happens to the crossover with more ranks? With a faster link?
 
 # %%
 show(pictures.times_by_size)
@@ -332,9 +322,6 @@ sliders(
 # All three on this machine. α and β are fitted to the rounds of the *ring* alone, so the dashed lines of the other two
 # are real predictions. On the right the same over an *emulated* link with α = 10 ms and β = 10 MB/s, slow enough that
 # scheduling and copies hardly matter: there the model should be right.
-
-# %%
-print(inspect.getsource(experiments.best_seconds))
 
 # %%
 loopback = experiments.ring_against_tree()
@@ -366,19 +353,8 @@ receipts.crossovers(loopback, emulated)
 # cross at the same time with $1/g$ of the tensor each. The prediction charges the slow link alone; the rounds inside
 # the nodes come on top, which shows most where the tensor is smallest. Your functions, both ways:
 
-
 # %%
-def on_two_nodes(group):
-    mesh = Mesh(group, across=2, node=2)  # the last axis is the node: neighbouring ranks
-    programs = {
-        "flat ring": all_reduce,
-        "two levels": lambda x, group: hierarchical_all_reduce(x, group, mesh.node, mesh.across),
-    }
-    return experiments.best_seconds(group, programs, experiments.NODE_SIZES, repeats=2, batch=1)
-
-
-topology = Topology(ranks_per_node=2, inter=experiments.BETWEEN_NODES)
-levels = experiments.beside_prediction(launch(on_two_nodes, 4, link=topology)[0])
+levels = experiments.flat_against_two_level(all_reduce, hierarchical_all_reduce)
 
 
 def flat_against_two_levels():
@@ -407,32 +383,12 @@ receipts.leaving_a_node(nodes=8, per_node=8)
 #
 # ### A chunk index off by one
 #
-# A common bug in the reduce-scatter: every rank ends with the finished sum of its *neighbour's* chunk. Before you run the
-# cell: which of the three rows will show it?
-
+# A common bug in the reduce-scatter: every rank ends with the finished sum of its *neighbour's* chunk. The cell gathers
+# these chunks as an all-reduce would. Before you run it: which of the last three rows will show the bug?
 
 # %%
-def off_by_one(x, group):
-    n, r = group.world_size, group.rank
-    chunks = list(x.clone().chunk(n))
-    arriving = torch.empty_like(chunks[0])
-    for s in range(n - 1):
-        group.exchange(send=(chunks[(r - s) % n], (r + 1) % n), recv=(arriving, (r - 1) % n))
-        chunks[(r - s - 1) % n] += arriving
-    return chunks[(r + 1) % n]
-
-
-def with_the_slip(group):
-    x = torch.arange(8.0) * 10**group.rank
-    wrong, good = all_gather(off_by_one(x, group), group), all_reduce(x.clone(), group)
-    return wrong, good
-
-
-ranks = launch(with_the_slip, 4)
-wrong, good = ranks[0]
-print("good ", good.long().tolist())
-print("wrong", wrong.long().tolist())
-receipts.logged(good, wrong, ranks)
+print(inspect.getsource(experiments.off_by_one))
+receipts.logged(all_gather)
 
 # %% [markdown]
 # Every number is added correctly and lands in the wrong place. The gradient norm, which training dashboards show, is
@@ -463,8 +419,9 @@ print(circle)
 # ### Which rank holds up the others? (5 minutes)
 #
 # Another frequent hang (for example [nccl issue 1324](https://github.com/NVIDIA/nccl/issues/1324)): *one rank takes another
-# branch*. Follow "waits for" until you come to a rank that waits for nobody. Write that down as a function; then a rank
-# chosen at random gets the bug, and your function has to find it.
+# branch*. Follow "waits for" until you come to a rank that waits for nobody. (A rank that has finished waits for nobody
+# either, but perhaps nobody waits for it.) Write that down as a function; then a rank chosen at random gets the bug, and
+# your function has to find it.
 
 
 # %%
@@ -504,15 +461,8 @@ except HangError as hang:
     table = hang.table
 print(table)
 
-
 # %%
-def read(table):
-    """The table's "waits for" column: rank -> list of ranks."""
-    lines = table.splitlines()[2:]
-    return {int(line.split()[0]): [int(r) for r in re.findall(r"rank (\d+)", line)] for line in lines}
-
-
-receipts.diagnosis(bad_rank, culprit(read(table)), culprit(read(circle)))
+receipts.diagnosis(bad_rank, culprit, table, circle)
 
 # %% [markdown]
 # The table even names the line each rank is in. On a GPU cluster torch's
@@ -521,20 +471,8 @@ receipts.diagnosis(bad_rank, culprit(read(table)), culprit(read(circle)))
 # that has entered one collective fewer than the others, then dump its stack. The fix here: all ranks decide *together*
 # whether to skip the step, by reducing the flag.
 #
-# ### Ranks that disagree
-#
-# NCCL does not check that ranks agree on shapes: a mismatch hangs or corrupts data. minillm compares first:
-
-
-# %%
-def one_row_more_on_rank_2(group):
-    group.all_reduce(torch.ones(1000 + (group.rank == 2)))
-
-
-try:
-    launch(one_row_more_on_rank_2, 4)
-except RankError as error:
-    print(str(error).splitlines()[0])
+# Another way to disagree is in *shape*: NCCL does not check, so a mismatch hangs or corrupts data. minillm compares shapes
+# first and raises a `MismatchError`.
 
 # %% [markdown]
 # ## The same in production
@@ -552,11 +490,7 @@ receipts.torch_on_the_wire(launch(experiments.torch_wire, 4, device="cpu")[0])
 #
 # minillm's own version of your ring (`minillm/comm/collectives.py`) is a few lines longer: chunks may differ in size,
 # and the input is neither copied nor changed, because a partial sum only ever lives in a buffer.
-
-# %%
-print(inspect.getsource(comm.collectives._reduce_ring))
-
-# %% [markdown]
+#
 # NCCL chooses ring, tree or in-network reduction by size and topology. `NCCL_DEBUG=INFO` prints the rings it built,
 # [`NCCL_ALGO=Ring`](https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-algo), `Tree` or `NVLS` forces
 # one, and [nccl-tests](https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md) reports *bus bandwidth*:
@@ -574,7 +508,8 @@ print(inspect.getsource(comm.collectives._reduce_ring))
 #
 # ## On a cluster
 #
-# The same exercises as a script, for any number of processes. After solving them there:
+# The same exercises as a script, for any number of processes and with a GPU for each where there are some. Put your
+# functions into it, then:
 #
 # ```bash
 # torchrun --nproc-per-node 8 labs/torchrun/01_collectives.py
@@ -600,24 +535,7 @@ receipts.interview_numbers()
 # *Follow-up: then why does anybody bucket gradients?* Because every all-reduce pays the rounds again.
 # </details>
 #
-# **2. "2P(N-1)/N per device": sent, or sent and received?**
-# <details><summary>Answer</summary>
-#
-# Sent. As much is received at the same time, which a full-duplex link does for free. At 4 ranks: 1.5 P out, 1.5 P in,
-# per rank; 6 P on the wire in all, as the loopback counter showed.
-#
-# *Follow-up: when do you care about the total?* When links are shared: an oversubscribed switch, or this machine's
-# loopback.
-# </details>
-#
-# **3. A colleague computes 3.5 s for 700 GB over "200 GB/s InfiniBand". What do you say?**
-# <details><summary>Answer</summary>
-#
-# Bits, not bytes: HDR InfiniBand carries 200 Gb/s = 25 GB/s per port, NDR 400 Gb/s = 50 GB/s. So 28 s or 14 s. Always
-# ask: per port or per node, one direction or both?
-# </details>
-#
-# **4. 70B parameters, bf16 gradients, 64 GPUs, 400 Gb/s each: how long is the all-reduce?**
+# **2. 70B parameters, bf16 gradients, 64 GPUs, 400 Gb/s each: how long is the all-reduce?**
 # <details><summary>Answer</summary>
 #
 # 140 GB · 2 · 63/64 = 275.6 GB sent per rank; at 50 GB/s 5.5 s. Then doubt the question: pure data parallelism cannot
@@ -627,7 +545,7 @@ receipts.interview_numbers()
 # *Follow-up: is that the step time?* No. It is a lower bound on the communication, which is a part of the step.
 # </details>
 #
-# **5. Why can no all-reduce by messages between ranks send less than 2P(N-1)/N per rank? What can?**
+# **3. Why can no all-reduce by messages between ranks send less than 2P(N-1)/N per rank? What can?**
 # <details><summary>Answer</summary>
 #
 # Somewhere each of the P numbers must be added up from N contributions: N-1 of them, at least, have to travel, already
@@ -638,7 +556,7 @@ receipts.interview_numbers()
 # 2P (SHARP on InfiniBand, NVLS on NVLink). The proof above assumed that ranks do the adding.
 # </details>
 #
-# **6. All-reduce and parameter server move the same bytes in all. So what is wrong with the server?**
+# **4. All-reduce and parameter server move the same bytes in all. So what is wrong with the server?**
 # <details><summary>Answer</summary>
 #
 # The bars above show it: at 4 ranks the server sends 3 P and receives 3 P, a ring rank 1.5 P each way.
@@ -648,7 +566,7 @@ receipts.interview_numbers()
 # reduce-scatter and all-gather.
 # </details>
 #
-# **7. When is a tree faster than a ring?**
+# **5. When is a tree faster than a ring?**
 # <details><summary>Answer</summary>
 #
 # When α·rounds outweighs bytes/β. With 5 µs and 50 GB/s the ring passes an *unpipelined* tree at 0.47 MB on 8 ranks, at
@@ -658,7 +576,7 @@ receipts.interview_numbers()
 # *Follow-up: why did this machine show another crossover?* Another α: a round costs a wake-up by the scheduler.
 # </details>
 #
-# **8. What does expert parallelism send, and how often?**
+# **6. What does expert parallelism send, and how often?**
 # <details><summary>Answer</summary>
 #
 # An all-to-all of tokens · k · hidden · bytes · (N-1)/N per rank: 58.7 MB here for 4,096 tokens, top-2, hidden 4,096,
@@ -666,35 +584,19 @@ receipts.interview_numbers()
 # no all-reduce in disguise: each pair of ranks exchanges something different, so no ring saves anything.
 # </details>
 #
-# **9. nccl-tests says "busbw 370 GB/s, algbw 211 GB/s". What are they?**
+# **7. nccl-tests says "busbw 370 GB/s, algbw 211 GB/s". What are they?**
 # <details><summary>Answer</summary>
 #
 # algbw is P / time. busbw multiplies it by 2(N-1)/N, 1.75 for 8 ranks: what a link carried if the algorithm was a ring.
 # Compare it with the data sheet for any N. With in-network reduction a link carries P only, so busbw may exceed its speed.
 # </details>
 #
-# **10. Hierarchical all-reduce: what exactly does it save?**
-# <details><summary>Answer</summary>
-#
-# Not much volume: 1.97 P to 1.75 P leave each node at 8 × 8. It saves rounds (126 to 28, of which 14 cross) and uses
-# all 8 network cards: 0.22 P through each instead of 1.97 P through one. With one leader per node the rounds are saved
-# and the cards are not: 1.75 P through one.
-# </details>
-#
-# **11. A 512-GPU job stands still. What do you do in the first five minutes?**
+# **8. A 512-GPU job stands still. What do you do in the first five minutes?**
 # <details><summary>Answer</summary>
 #
 # Find the rank that has entered fewer collectives than the others (flight recorder; here the table of who waits for
 # whom), then its stack. All waiting for one: that rank took another branch, crashed or loads data. A circle: the order
 # of sends. All in the same collective, nobody missing: shapes differ, or the network.
-# </details>
-#
-# **12. Is "asynchronous all-reduce" the same as asynchronous SGD?**
-# <details><summary>Answer</summary>
-#
-# No. The call returns a handle and the transfer runs while earlier layers are still in their backward pass; the step
-# waits for it, and the result is the same to the bit. Asynchronous SGD steps with stale gradients. (On a GPU the handle's
-# `wait()` makes the current *stream* wait; it does not block the Python program.)
 # </details>
 #
 # ## Design questions

@@ -4,6 +4,7 @@ Accumulation is compared with the mean over all tokens, loss scaling with torch'
 autograd, clipping with clip_grad_norm_. `watching.py` and `stepping.py` say what was held, computed, repeated.
 """
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -91,10 +92,12 @@ def check_loss_scaling(learner: Callable) -> Receipt:
     ours, peers = torch.optim.SGD([mine], lr=1.0), torch.optim.SGD([theirs], lr=1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=interval)
     scale, good, skipped = 2.0**14, 0, 0
+    seen: list[Tensor] = []
+    ours.register_step_pre_hook(lambda *_: seen.append(mine.grad.clone()))
     for step in range(steps):
         factors = 10 ** (torch.rand(400) * 4 - 8.5)  # gradients of 3e-9 to 3e-5: half of them too small for fp16
-        if step % 6 == 4:
-            factors[random.randrange(400)] = 60.0  # times the scale, this overflows
+        if step % 6 == 4:  # 60 times the scale overflows
+            factors[random.randrange(400)] = 60.0 if step < 6 else math.nan
         peers.zero_grad()
         scaler.scale(stepping.half_loss(theirs, factors)).backward()
         ours.zero_grad()
@@ -102,11 +105,16 @@ def check_loss_scaling(learner: Callable) -> Receipt:
         scaler.step(peers)
         scaler.update()
         result = learner(stepping.half_loss(mine, factors), ours, scale, good, interval)
-        if not isinstance(result, tuple) or len(result) != 2:
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
             raise CheckFailed(f"you returned {result!r}; asked for is (scale, good_steps) for the next step")
         overflow = scaler.get_scale() < scale
         skipped += overflow
         stepping.judge_scaling(step, mine, before, theirs, scale, overflow)
+        if not overflow and not torch.allclose(seen[-1], theirs.grad, rtol=1e-3, atol=0):
+            raise CheckFailed(
+                f"step {step}: the update is right, but the optimizer saw gradients still scaled, which Adam's "
+                "moments and clipping would take as they are: divide .grad by the scale before the step"
+            )
         due = (scaler.get_scale(), scaler._growth_tracker.item())
         stepping.judge_scale(step, tuple(map(float, result)), due, scale, good, interval, overflow)
         scale, good = due

@@ -62,6 +62,18 @@ LEDGERS = {
         {"activation": lambda h, f, n, t, mixed: 4 * t * n * (h + f)},
         "16-bit weights and inputs make 16-bit activations.",
     ),
+    "the last output counted": (
+        {"activation": lambda h, f, n, t, mixed: (2 if mixed else 4) * t * (n * (h + f) + h)},
+        "The output of the last block is no input of a matmul: nothing in this model needs it for backward.",
+    ),
+    "sixteen bytes in the optimizer alone": (
+        {"optimizer": lambda h, f, n, t, mixed: (16 if mixed else 8) * 2 * n * h * f},
+        "16 is the sum of weights, gradients and optimizer; masters and moments are 12 of it.",
+    ),
+    "elements": (
+        {"parameter": lambda h, f, n, t, mixed: 2 * n * h * f},
+        "That is a number of weights; each takes 4 bytes, or 2 in 16 bits.",
+    ),
     "tokens forgotten": (
         {"activation": lambda h, f, n, t, mixed: (2 if mixed else 4) * n * (h + f)},
         "Activations exist for every token: multiply by `tokens`.",
@@ -121,6 +133,18 @@ MFUS = {
     "recomputation counted as work": (
         lambda weights, attention, seq: 8 * weights + attention * 4 / 3,
         "Recomputed FLOPs are no useful work; with them the ratio is called HFU.",
+    ),
+    "attention backward counted once": (
+        lambda weights, attention, seq: 6 * weights + attention * 2 / 3,
+        "Backward costs twice the forward pass in attention, too: three units, not two.",
+    ),
+    "a whole sequence": (
+        lambda weights, attention, seq: (6 * weights + attention) * seq,
+        "That is the work of a sequence; tokens per second need the work of a token.",
+    ),
+    "a query does not meet itself": (
+        lambda weights, attention, seq: 6 * weights + attention * (seq - 1) / (seq + 1),
+        "A query also meets its own key, so the mean is (seq + 1) / 2, not (seq - 1) / 2.",
     ),
     "a multiply-add counted as one": (
         lambda weights, attention, seq: 3 * weights + attention / 2,

@@ -155,7 +155,7 @@ def never_unscales(loss, optimizer, scale, good_steps, interval):
     return (scale * 2, 0) if good_steps + 1 == interval else (scale, good_steps + 1)
 
 
-@mistake("loss-scaling", "steps in spite of an overflow", expect="overflowed, yet the optimizer stepped")
+@mistake("loss-scaling", "steps in spite of an overflow", expect="inf or nan, yet the optimizer stepped")
 def steps_anyway(loss, optimizer, scale, good_steps, interval):
     finite = scaled(loss, optimizer, scale)
     optimizer.step()
@@ -186,7 +186,7 @@ def quarters(loss, optimizer, scale, good_steps, interval):
     return (scale / 4, 0) if found[0] < scale else found
 
 
-@mistake("loss-scaling", "looks for NaN only", expect="overflowed, yet the optimizer stepped")
+@mistake("loss-scaling", "looks for NaN only", expect="inf or nan, yet the optimizer stepped")
 def nan_only(loss, optimizer, scale, good_steps, interval):
     scaled(loss, optimizer, scale)
     (weight,) = optimizer.param_groups[0]["params"]
@@ -210,6 +210,39 @@ def keeps_counting(loss, optimizer, scale, good_steps, interval):
         return scale / 2, good_steps
     optimizer.step()
     return (scale * 2, 0) if good_steps + 1 == interval else (scale, good_steps + 1)
+
+
+@mistake("loss-scaling", "looks for inf only", expect="inf or nan, yet the optimizer stepped")
+def inf_only(loss, optimizer, scale, good_steps, interval):
+    scaled(loss, optimizer, scale)
+    (weight,) = optimizer.param_groups[0]["params"]
+    if weight.grad.isinf().any():
+        return scale / 2, 0
+    optimizer.step()
+    return (scale * 2, 0) if good_steps + 1 == interval else (scale, good_steps + 1)
+
+
+@mistake("loss-scaling", "scales the learning rate down instead", expect="the optimizer saw gradients still scaled")
+def by_learning_rate(loss, optimizer, scale, good_steps, interval):
+    if not scaled(loss, optimizer, scale, unscale=False):
+        return scale / 2, 0
+    optimizer.param_groups[0]["lr"] /= scale
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] *= scale
+    return (scale * 2, 0) if good_steps + 1 == interval else (scale, good_steps + 1)
+
+
+@mistake("loss-scaling", "counts one step too many", expect="it doubles, to stay")
+def doubles_late(loss, optimizer, scale, good_steps, interval):
+    if not scaled(loss, optimizer, scale):
+        return scale / 2, 0
+    optimizer.step()
+    return (scale * 2, 0) if good_steps == interval else (scale, good_steps + 1)
+
+
+@alternative("loss-scaling", "a list")
+def returns_a_list(loss, optimizer, scale, good_steps, interval):
+    return list(right.scaled_step(loss, optimizer, scale, good_steps, interval))
 
 
 @alternative("loss-scaling", "clears the gradients itself when it is done")

@@ -225,7 +225,7 @@ receipts.trace()
 # - Never time a GPU with the host's clock around an enqueue. Use `torch.cuda.Event`, or synchronize first.
 #
 # `torch.profiler.profile(...).export_chrome_trace("trace.json")` writes such a file for
-# [Perfetto](https://ui.perfetto.dev).
+# [Perfetto](https://ui.perfetto.dev); lab 03 reads one in which all-reduces overlap with backward.
 #
 # ## 3 · Accumulation: a big batch in small pieces
 #

@@ -23,7 +23,7 @@ def judge_scaling(step: int, mine: Tensor, before: Tensor, theirs: Tensor, scale
     """CheckFailed unless right. The update: none after an overflow, else that of the unscaled gradient."""
     if overflow and not torch.equal(mine, before):
         state = "" if mine.isfinite().all() else ", and weights are no longer finite"
-        raise CheckFailed(f"step {step}: a gradient overflowed, yet the optimizer stepped{state}")
+        raise CheckFailed(f"step {step}: a gradient was inf or nan, yet the optimizer stepped{state}")
     if torch.allclose(mine, theirs, rtol=1e-5, atol=0):
         return
     moved, due = mine - before, theirs - before

@@ -100,4 +100,5 @@ def accumulated(accumulate: Callable, batches: Sequence[Microbatch]) -> Accumula
     with memory(model) as census:
         loss = accumulate(model, list(batches))
     gradients = [parameter.grad for parameter in model.parameters()]
+    loss = loss.detach() if isinstance(loss, Tensor) else loss
     return Accumulated(loss, gradients, model.calls, census.peak.activation)

@@ -1,8 +1,8 @@
 """Lab 03, data parallel: gradients averaged, packed into buckets, and sent while backward still runs.
 
-Every check trains replicas on real ranks for a few steps (`labkit/replicas.py`) and asks: does each gradient equal that
+Every check trains replicas on real ranks for a few steps (`replicas.py`) and asks: does each gradient equal that
 of one process on the whole batch, do replicas stay equal to the bit, and do the ledger and the order of events show the
-mechanism? Overlap and accumulation are in `lab_03_overlap.py`, what is sent at all in `lab_03_weights.py`.
+mechanism? Overlap and accumulation are in `checks_overlap.py`, what is sent at all in `checks_weights.py`.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,8 @@ def check_average(learner: Callable) -> Receipt:
     rows = replicas.right_gradients(case, ranks)
     replicas.all_communicate(ranks)
     tensors = sum(gradient is not None for gradient in case.alone()[0][0].values())
-    rows.append(row("all-reduces per step: one per tensor", tensors, ranks[0].calls["all_reduce"] / case.steps))
+    calls = ranks[0].calls["all_reduce"] / case.steps
+    rows.append(row("all-reduces per step: one per tensor, or one for all", 1 if calls == 1 else tensors, calls))
     rows.append(replicas.byte_row(case, ranks, "each gradient needs to travel once"))
     return receipt("naive data parallel on 3 ranks", rows)
 

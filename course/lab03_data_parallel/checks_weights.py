@@ -40,6 +40,13 @@ def check_weighted(learner: Callable) -> Receipt:
         if found["value"] != found["value"]:
             what = "which has no token that counts" if not case.counts[rank] else "whose tokens are fine"
             raise CheckFailed(f"rank {rank}, {what}, returned nan: divide by the tokens of all ranks, never by its own")
+        if not found["linked"]:
+            raise CheckFailed(
+                f"rank {rank} returned a loss whose backward does not reach the model: keep nll in it, also on a rank "
+                "without tokens. Hooks that never run there would leave the other ranks waiting in their all-reduces"
+            )
+        if found["changed"]:
+            raise CheckFailed(f"rank {rank} changed its counts: all_reduce works in place, so give it counts.sum()")
     averaged = ranks[0]["gradient"]
     if not any(found["calls"] for found in ranks):
         raise CheckFailed(
@@ -102,16 +109,19 @@ class _Tokens:
 def _weighted(group: Group, learner: Callable, case: _Tokens) -> dict:
     model = case.model()
     nll, counts = case.tokens(model, group.rank)
+    before = counts.clone()
     with measure.ledger() as led:
         loss = learner(nll, counts, group)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         return {"value": f"{loss!r}"[:60], "gradient": None, "calls": led.calls, "largest": 0}
     if loss.requires_grad:
         loss.backward()
-    gradient = model.weight.grad if model.weight.grad is not None else torch.zeros_like(model.weight)
+    linked = model.weight.grad is not None
+    gradient = model.weight.grad if linked else torch.zeros_like(model.weight)
     group.all_reduce(gradient, op="avg")
     largest = max((torch.Size(event.shape).numel() for event in led.events), default=0)
-    return {"value": loss.item(), "gradient": gradient, "calls": led.calls, "largest": largest}
+    found = {"value": loss.item(), "gradient": gradient, "calls": led.calls, "largest": largest}
+    return found | {"linked": linked, "changed": not torch.equal(counts, before)}
 
 
 def _say_weighted(found: Tensor, right: Tensor, case: _Tokens) -> str:

@@ -1,6 +1,6 @@
 """Lab 03's measurements on a real transformer: bytes and counts, equality with one process, memory, compression.
 
-The clock is in `lab_03_overlap.py`, torch's DDP in `lab_03_production.py`. Nothing here depends on time.
+The clock is in `experiments_overlap.py`, torch's DDP in `experiments_production.py`. Nothing here depends on time.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from minillm.comm import Group, launch
 from minillm.data.sampler import ShardedSampler
 from minillm.model import ModelConfig, Transformer, cross_entropy
 from minillm.parallel.data_parallel import compression as compress
-from minillm.parallel.data_parallel.reducer import assign
+from minillm.parallel.data_parallel.packing import assign
 from minillm.train import BucketedDDP
 
 CONFIG = ModelConfig(vocab_size=256, hidden_size=64, intermediate_size=192, num_layers=2, num_heads=4)
@@ -189,7 +189,7 @@ def compressors(share: float = 0.01) -> dict[str, Reduce]:
         def reduce(flat: Tensor, group: Group) -> None:
             if not buckets:
                 buckets.extend(assign([("flat", nn.Parameter(flat))], math.inf, multiple_of=group.world_size))
-            padded = buckets[0].zeros()
+            padded = buckets[0].empty()
             padded[: flat.numel()] = flat
             hook(buckets[0], padded, group)
             flat.copy_(padded[: flat.numel()])
@@ -245,7 +245,7 @@ def division(group: Group, steps: int = 30) -> dict[str, dict[str, Any]]:
                 net.zero_grad()
                 loss = (net(x) - y).square().mean()
                 loss.backward()
-                flat = buckets[0].zeros()
+                flat = buckets[0].empty()
                 for view, p in zip(buckets[0].views(flat), buckets[0].parameters, strict=True):
                     view.copy_(p.grad)
                     p.grad = view

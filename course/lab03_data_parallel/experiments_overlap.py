@@ -14,11 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from course.lab03_data_parallel import formulas
-from course.lab03_data_parallel.experiments import CAP_MB, gradient_bytes, model, tokens
 from minillm import measure
 from minillm.comm import Group, Link, launch
 from minillm.measure import Ledger
-from minillm.model import cross_entropy
 from minillm.predict import comms
 from minillm.train import BucketedDDP, FlatDDP, NaiveDDP
 
@@ -130,11 +128,6 @@ def seconds(led: Ledger) -> float:
     return next(span.seconds for span in led.spans if span.name == "step")
 
 
-def without_frame(led: Ledger) -> Ledger:
-    """For a picture: backward and communication, without the span around both."""
-    return Ledger(led.events, [span for span in led.spans if span.name != "step"])
-
-
 def account(led: Ledger) -> dict[str, Any]:
     """One rank's step in seconds: step, backward (first block to last), comm, and the share of comm that was hidden."""
     start = next(span.start for span in led.spans if span.name == "step")
@@ -222,43 +215,3 @@ def _far_away(group: Group) -> list[dict[str, Ledger]]:
     found = [steps(group, forms, dict.fromkeys(forms, SWEPT))]
     found.append(steps(group, {name: bucketed(1, shape) for name, shape in LOSING.items()}, LOSING))
     return found + [steps(group, {"all": bucketed(1, EVEN)}, {"all": EVEN}, late_s=late) for late in (0.0, LATE_S)]
-
-
-# A real model, whose backward takes what this machine takes.
-
-
-def real() -> dict[str, float]:
-    """A transformer's own backward, over a link as slow as it: the shares that the naive and the bucketed form hide.
-
-    Only the link is emulated here. Compute and messages share the cores, so the numbers are this machine's.
-    """
-    alone = launch(_real, WORLD, {"bucketed": REAL["bucketed"]})[0]["bucketed"]
-    link = Link(0.2e-3, gradient_bytes() / alone["step_s"])
-    found = launch(_real, WORLD, REAL, link=link)[0]
-    return {
-        "backward_s": alone["step_s"],
-        **{
-            name: formulas.hidden_share(form["step_s"], alone["step_s"], form["comm_s"]) for name, form in found.items()
-        },
-    }
-
-
-REAL = {"naive": NaiveDDP, "bucketed": lambda module, group: BucketedDDP(module, group, CAP_MB, CAP_MB)}
-
-
-def _real(group: Group, forms: Mapping[str, Callable], batch: int = 64) -> dict[str, dict[str, float]]:
-    """Median step and communication of backward on a transformer."""
-    x, y = tokens(group.rank, batch)
-    found = {}
-    for name, wrap in forms.items():
-        ddp, tries = wrap(model(), group), []
-        for _ in range(4):
-            ddp.zero_grad()
-            loss = cross_entropy(ddp(x), y)
-            group.barrier()
-            with measure.ledger() as led, measure.span("step", "idle"):
-                loss.backward()
-            tries.append((seconds(led), sum(event.end - event.start for event in led.select("all_reduce"))))
-        step_s, comm_s = sorted(tries[1:])[1]
-        found[name] = {"step_s": step_s, "comm_s": comm_s}
-    return found

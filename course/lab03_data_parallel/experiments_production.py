@@ -1,7 +1,12 @@
 """Lab 03, the same in production: torch's DDP, its communication hooks and accelerate beside ours, on one wire."""
 
+import contextlib
+import json
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +50,72 @@ def _noting(seen: list[list[int]]) -> Callable:
         return default_hooks.allreduce_hook(process_group, bucket)
 
     return hook
+
+
+# A trace.
+
+LAYERS, WIDTH, ROWS = 8, 1024, 128  # two matmuls of a layer take about as long as 4 MiB on the loopback
+
+
+def traced_step(group: Group) -> list[dict[str, Any]]:
+    """Events of one step of torch's DDP on this rank, from the trace that torch.profiler writes for Perfetto.
+
+    8 layers of 1024 x 1024 and buckets of one layer; the steps before it connect the ranks and pack the buckets. An
+    event has its name, thread (`tid`), `start` and `end` in seconds since the first one.
+    """
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    ddp = DistributedDataParallel(layers, bucket_cap_mb=4, process_group=group.process_group)
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(group.rank))
+    for _ in range(3):
+        ddp(x).square().mean().backward()
+    dist.barrier(group.process_group)
+    with _quiet(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        ddp(x).square().mean().backward()
+    with tempfile.TemporaryDirectory() as folder:
+        profile.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event.get("ph") == "X" and event["name"] in TRACED]
+    first = min(event["ts"] for event in spans)
+    return [
+        {
+            "name": event["name"],
+            "tid": event["tid"],
+            "start": (event["ts"] - first) * 1e-6,
+            "end": (event["ts"] + event["dur"] - first) * 1e-6,
+        }
+        for event in sorted(spans, key=lambda event: event["ts"])
+    ]
+
+
+TRACED = ("DistributedDataParallel.forward", "aten::mm", "c10d::allreduce_", "gloo:all_reduce")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The profiler's own notices go to file descriptor 2, whatever its log level; not here."""
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def trace_times(events: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds in all-reduces, and how many of them lie beside a matmul or behind the last one, by the trace's spans."""
+    reductions = [(e["start"], e["end"]) for e in events if e["name"] == "gloo:all_reduce"]
+    matmuls = [(e["start"], e["end"]) for e in events if e["name"] == "aten::mm"]
+    edges = sorted({edge for span in reductions + matmuls for edge in span})
+    found = {"all-reduce": 0.0, "beside a matmul": 0.0, "after the last matmul": 0.0}
+    for start, end in pairwise(edges):
+        if any(a <= start and end <= b for a, b in reductions):
+            found["all-reduce"] += end - start
+            found["beside a matmul"] += (end - start) * any(a <= start and end <= b for a, b in matmuls)
+            found["after the last matmul"] += (end - start) * (start >= matmuls[-1][1])
+    return found
 
 
 def side_by_side(group: Group, batch: int = 4) -> dict[str, dict[str, Any]]:

@@ -90,6 +90,46 @@ def _finish(figure: Figure, axes: Axes, names: Sequence[str], title: str) -> Non
     figure.legend(handles=patches, loc="outside lower center", ncols=3, fontsize=8.5)
 
 
+def draw_trace(events: Sequence[dict[str, Any]]) -> Figure:
+    """One step of torch's DDP on one rank from the events of its profiler trace, a row per thread."""
+    forward = next(event for event in events if event["name"] == "DistributedDataParallel.forward")
+    main = forward["tid"]
+    threads = [main, *sorted({event["tid"] for event in events} - {main})]
+    kinds = {"forward": "input", "backward": "compute", "all-reduce": "comm"}
+    figure, axes = subplots(width=9.5, height=1.5 + 0.5 * len(threads))
+    with style():
+        for event in events:
+            if event["name"] == "c10d::allreduce_":
+                axes.plot([1e3 * event["start"]] * 2, [-0.45, 0.45], color=TEXT, linewidth=1.2, marker="")
+            elif event["name"] in ("aten::mm", "gloo:all_reduce"):
+                early = event["end"] <= forward["end"]
+                kind = "all-reduce" if event["tid"] != main else "forward" if early else "backward"
+                color, hatch = SPANS[kinds[kind]]
+                box = [(1e3 * event["start"], 1e3 * (event["end"] - event["start"]))]
+                axes.broken_barh(
+                    box,
+                    (threads.index(event["tid"]) - 0.36, 0.72),
+                    facecolor=color,
+                    hatch=hatch,
+                    edgecolor="white",
+                    linewidth=0.3,
+                )
+        names = ["main thread", *(f"gloo thread {index}" for index in range(1, len(threads)))]
+        axes.set_yticks(range(len(threads)), names)
+        axes.set(ylim=(len(threads) - 0.5, -0.5), xlabel="time in the trace (ms)")
+        axes.set_title("One step of torch's DDP on rank 0 of 2, from torch.profiler's trace")
+        axes.grid(False, axis="y")
+        patches = [
+            Patch(facecolor=SPANS[kinds[kind]][0], hatch=SPANS[kinds[kind]][1], edgecolor="white", label=label)
+            for kind, label in (
+                ("forward", "matmul, forward"), ("backward", "matmul, backward"), ("all-reduce", "gloo:all_reduce")
+            )
+        ]  # fmt: skip
+        patches += axes.plot([], [], color=TEXT, linewidth=1.2, marker="", label="an all-reduce is issued")
+        figure.legend(handles=patches, loc="outside lower center", ncols=4, fontsize=8.5)
+    return figure
+
+
 def draw_bucket_sweep(numbers: dict[str, Any]) -> Figure:
     """Step time by bucket size, measured and predicted, above the length of backward alone."""
     figure, axes = subplots(width=7.0, height=3.4)

@@ -98,6 +98,22 @@ def all_at_once(model, group):
         handle.wait()
 
 
+@alternative("naive-ddp", "one for all")
+def joins_them(model, group):
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = group.all_reduce(torch.cat([gradient.flatten() for gradient in gradients]), op="avg")
+    for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+@mistake("naive-ddp", "divides-by-4", expect="is 0.75 times the mean over the ranks")
+def assumes_four_ranks(model, group):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            group.all_reduce(parameter.grad)
+            parameter.grad /= 4
+
+
 # Buckets
 
 

@@ -27,7 +27,7 @@ def every_token(nll, counts, group):
     return nll.sum() * group.world_size / group.all_reduce(counts.sum())
 
 
-@mistake("token-weighted-loss", "reduces-the-loss", expect="hangs on no graph")
+@mistake("token-weighted-loss", "reduces-the-loss", expect="backward does not reach the model")
 def right_value_no_gradient(nll, counts, group):
     total = group.all_reduce((nll * counts).sum().detach())
     return total / group.all_reduce(counts.sum())
@@ -49,6 +49,20 @@ def average_count(nll, counts, group):
 def own_mean_times_share(nll, counts, group):
     everyone = group.all_gather(counts.sum().reshape(1))
     return (nll * counts / everyone.mean()).sum()
+
+
+@mistake("token-weighted-loss", "no-graph-without-tokens", expect="backward does not reach the model")
+def returns_a_constant(nll, counts, group):
+    total = group.all_reduce(counts.sum())
+    if counts.sum() == 0:
+        return torch.zeros((), requires_grad=True)
+    return (nll * counts).sum() * group.world_size / total
+
+
+@mistake("token-weighted-loss", "counts-reduced-in-place", expect="changed its counts")
+def reduces_the_mask(nll, counts, group):
+    total = group.all_reduce(counts).sum()
+    return (nll * counts).sum() * group.world_size / total
 
 
 # Compression
@@ -167,3 +181,21 @@ def by_sorting(gradient, residual, k, group):
     sent[indices] = owed[indices]
     residual.copy_(owed - sent)
     _send(gradient, owed, indices, group)
+
+
+def _sends(gradient, residual, group, choose):
+    owed = gradient + residual
+    indices = choose(owed)
+    residual.copy_(owed)
+    residual[indices] = 0
+    _send(gradient, owed, indices, group)
+
+
+@mistake("top-k-error-feedback", "smallest", says="These are the k smallest entries; the largest carry the gradient.")
+def sends_the_smallest(gradient, residual, k, group):
+    _sends(gradient, residual, group, lambda owed: owed.abs().topk(k, largest=False).indices)
+
+
+@mistake("top-k-error-feedback", "first-k", says="The first k entries travel, whatever they hold: choose with topk.")
+def sends_the_first(gradient, residual, k, group):
+    _sends(gradient, residual, group, lambda owed: torch.arange(k))

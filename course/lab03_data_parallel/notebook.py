@@ -13,7 +13,7 @@
 # 3. Training runs, the loss falls, and the gradients are still wrong. Which three numbers tell you?
 #
 # Every rank below is a real process. Times that are *emulated* say so: backward sleeps for a known time and the link is
-# paced, because two cores cannot show computation and communication side by side.
+# paced, because ranks that share a few cores overlap only roughly. One section reads a real trace instead.
 #
 # The calls of `group`, and what each returns: [docs/group.md](../docs/group.md).
 
@@ -32,8 +32,6 @@ from course.lab03_data_parallel import figures as pictures
 from course.lab03_data_parallel.replicas import Bucket
 from minillm.comm import launch
 from minillm.labkit import check, finish, receipt, show, sliders
-from minillm.measure import timeline
-from minillm.predict import comms
 
 # %% [markdown]
 # ## Why it works
@@ -139,7 +137,7 @@ def make_buckets(parameters, cap_bytes):
             closed.append(filling.pop(parameter.dtype))
     buckets = []
     for members in [*closed, *filling.values()]:
-        flat = torch.zeros(sum(p.numel() for p in members), dtype=members[0].dtype)
+        flat = members[0].new_zeros(sum(p.numel() for p in members))
         for parameter, part in zip(members, flat.split([p.numel() for p in members]), strict=True):
             parameter.grad = part.view_as(parameter)
         buckets.append(Bucket(flat, members))
@@ -173,6 +171,7 @@ sliders(
     ranks=(2, 16),
 )
 
+
 # %% [markdown]
 # The result is the same to the bit. (*Asynchronous SGD*, which steps with stale gradients, is something else.)
 #
@@ -181,10 +180,6 @@ sliders(
 # in `flat`. All ranks must start the same buckets in the same order, but gradients may become ready in different orders
 # on different ranks; the check swaps two branches on odd ranks.
 #
-# On a GPU `handle.wait()` does not block the host: it makes the current *stream* wait for NCCL's stream. The all-reduce
-# is a kernel, too, and takes a few SMs away from the backward pass it runs beside, so overlap is never quite free there.
-
-
 # %%
 def overlap(buckets, group):
     """Start each bucket's all-reduce during backward, in the order of the list.
@@ -247,7 +242,8 @@ accumulate = check("accumulate-no-sync", accumulate)
 #
 # So far all shards were equal. Texts differ in length and padding does not count, so ranks have unequal numbers of
 # tokens, and a mean of the ranks' means weighs the tokens of a short rank more. What you want is *one* mean over all
-# tokens, from a loop that averages gradients over ranks. A rank may have no token at all.
+# tokens, from a loop that averages gradients over ranks. A rank may have no token at all; its loss is 0 then, but backward
+# must still reach the model, or its hooks never run and the other ranks wait.
 
 
 # %%
@@ -300,11 +296,7 @@ top_k_all_reduce = check("top-k-error-feedback", top_k_all_reduce)
 # ## Measure: bytes
 #
 # A small transformer now, 0.14 M parameters, on 4 ranks. The batch grows, the buckets grow, microbatches come: which
-# of these changes what a rank sends? The rank program:
-
-# %%
-print(inspect.getsource(experiments.bytes_by_setting))
-
+# of these changes what a rank sends? (`bytes_by_setting` in `course/lab03_data_parallel/experiments.py` counts them.)
 
 # %%
 N = 4
@@ -345,16 +337,6 @@ def yours_overlapped(model, group):
 forms = {"naive": yours_naive, "overlapped": yours_overlapped, "BucketedDDP": clock.OURS["bucketed"]}
 recorded = launch(clock.steps, clock.WORLD, forms, dict.fromkeys(forms, clock.Slow()), link=clock.LINK)
 steps = clock.beside_prediction(recorded[0], clock.Slow(), clock.LINK)
-
-
-def overlapped_on_a_clock():
-    """Timeline of your overlapped step on two ranks: all-reduces run below backward, only the last one sticks out."""
-    return timeline([clock.without_frame(rank["overlapped"]) for rank in recorded])
-
-
-show(overlapped_on_a_clock)
-
-# %%
 show(pictures.draw_steps, numbers=steps)
 
 # %%
@@ -393,6 +375,32 @@ receipt("steps on an emulated link", receipts.straggler(far["straggler"]))
 # From rank 0's own clock you cannot tell which rank is late: *its* step became slower, and it spent the time waiting.
 # Compare the compute spans of all ranks, not the step times (lab 10 turns this into a straggler test).
 #
+# ### Read a real trace
+#
+# No clock is emulated here: `torch.profiler` recorded one step of torch's `DistributedDataParallel`, with 8 layers and one
+# bucket for each, on two CPU ranks with gloo. `profile.export_chrome_trace("trace.json")` writes what
+# [Perfetto](https://ui.perfetto.dev) shows; the picture is drawn from the same events. **Which all-reduce cannot
+# overlap? Why is every all-reduce issued right after a matmul?**
+
+# %%
+events = launch(production.traced_step, 2, device="cpu")[0]
+show(pictures.draw_trace, events=events)
+
+# %%
+receipt("one step in the trace", receipts.trace(events))
+
+# %% [markdown]
+# A layer's backward is two matmuls: the gradient of its weight and that of its input. Then its bucket is full: the main
+# thread *issues* the all-reduce (black line) and goes on with the next layer, while a thread of gloo executes it. The
+# first layer's bucket is issued last, with nothing left to hide behind. All threads of both ranks share this machine's
+# cores, so matmuls beside an all-reduce take longer.
+#
+# On a GPU the picture has other rows. The CPU's row only *launches* kernels and runs ahead. Matmuls are kernels on the
+# compute stream, all-reduces are NCCL kernels on a stream of their own, which waits for an *event* that the compute stream
+# records when the bucket is full; `wait()` makes the compute stream wait, not the host. NCCL's kernels occupy a few SMs and
+# memory bandwidth, so overlapped matmuls slow down there, too. Exposed communication is a gap in the compute stream
+# before the optimizer's kernels, not a long `ncclAllReduce` row: that row includes the time until the slowest rank arrives.
+#
 # ## Measure: compression (*optional*)
 #
 # minillm's hooks (`BucketedDDP(model, group, hook=...)`) on a small network, and your top-k beside them with 1 % of the
@@ -415,7 +423,7 @@ receipt("bytes per step on 2 ranks, and the loss in the end", receipts.compressi
 # Reducing in bf16 halves the bytes. The sum of many ranks' gradients then loses low bits at every hop, so large runs often
 # reduce in **fp32** although they compute in bf16: Megatron's `--accumulate-allreduce-grads-in-fp32` and FSDP2's
 # [`MixedPrecisionPolicy(reduce_dtype=torch.float32)`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
-# What a ring in each precision does to a mean of 64 ranks' gradients:
+# What adding up the gradients of 64 ranks in each precision, in ring order, does to their mean:
 
 # %%
 receipt("relative error of the mean of 64 gradients, ring order", receipts.reduce_precision())
@@ -533,9 +541,22 @@ receipt("torch's DistributedSampler, 10 samples on 4 ranks", receipts.sampler())
 # 0's order, contributes zeros for parameters that got no gradient, attaches gradients to their buckets again after
 # `set_to_none`, and names what is wrong.
 #
+# ### Between replicas and shards
+#
+# *Hybrid sharding* ([Zhao et al. 2023](https://arxiv.org/abs/2304.11277), §3.2.2) divides weights, gradients and optimizer
+# state over the GPUs of a node, as lab 04 will build it, and is plain data parallelism between nodes: each GPU all-reduces
+# only its shard of the gradients across. In torch it is `fully_shard` on a mesh of two dimensions, (replicate, shard).
+
+# %%
+receipt("7B parameters in bf16, 8 nodes of 8 GPUs, a ring per collective", receipts.hybrid())
+
+# %% [markdown]
+# Full sharding holds least, but its weights cross the slow network for every forward and backward pass. Hybrid sharding
+# gathers them inside a node: it holds more, and only gradients cross, in few rounds.
+#
 # ## On a cluster
 #
-# `labs/torchrun/03_data_parallel.py` runs the exercises on any number of processes. After solving it:
+# `labs/torchrun/03_data_parallel.py` runs the exercises on any number of processes. Put your functions into it, then:
 #
 # ```bash
 # torchrun --nproc-per-node 8 labs/torchrun/03_data_parallel.py
@@ -549,31 +570,22 @@ receipt("torch's DistributedSampler, 10 samples on 4 ranks", receipts.sampler())
 # GB/s. How many tokens per GPU and step make the all-reduce hide behind backward? And if gradients are reduced in fp32?**
 
 # %%
-backward_flops = 4 * 7e9  # per token
-for name, itemsize in (("bf16", 2), ("fp32", 4)):
-    seconds = comms.ring_all_reduce(7 * 10**9, itemsize, 64).time(5e-6, 50e9)
-    print(
-        f"{name}: all-reduce {seconds:.2f} s, tokens per GPU so that backward takes as long: {seconds * 400e12 / backward_flops:,.0f}"
-    )
+receipt("A. tokens that hide the all-reduce", receipts.design_tokens())
 
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
 # 0.55 s in bf16, so about 7,900 tokens per GPU: two sequences of 4,096. In fp32 it is twice that. The number of parameters
 # cancels, so the answer is the same for 70B. With fewer tokens per GPU, accumulate under `no_sync`, or reduce hierarchically
-# (lab 01). 112 GB of optimizer state per GPU, however, rule out plain data parallelism: ZeRO-1 (lab 04) sends the same.
+# (lab 01). 112 GB of weights, gradients and optimizer state per GPU, however, rule out plain data parallelism; ZeRO-1
+# (lab 04) sends the same bytes.
 # </details>
 #
 # **B. A job runs on 16 GPUs with 4 samples per GPU and 8 accumulation steps. You get 64 GPUs. Keep the global batch of
 # 512: what happens to the steps per second if a microbatch takes 0.5 s and the (unhidden part of the) reduction 0.2 s?**
 
 # %%
-for gpus in (16, 32, 64, 128):
-    microbatches = 512 // (4 * gpus)
-    step = 0.5 * microbatches + 0.2
-    print(
-        f"{gpus} GPUs: {microbatches} microbatches, {step:.1f} s per step, {16 * 4.2 / (gpus * step):.0%} of the efficiency of 16"
-    )
+receipt("B. seconds per step, and efficiency against 16 GPUs", receipts.design_scaling())
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -591,30 +603,16 @@ for gpus in (16, 32, 64, 128):
 #
 # ## Interview corner
 #
-# Say your answer aloud before you open one.
+# Say your answer aloud before you open one. (Lab 01 asks how bytes and rounds grow with the number of GPUs.)
 #
-# **1. Does the communication of data parallelism grow linearly with the number of GPUs?**
-# <details><summary>Answer</summary>
-#
-# Per rank it saturates: 1.0 P at 2, 1.5 P at 4, 1.75 P at 8, 2.0 P at 1,024. The rounds grow linearly, and so does a ring's
-# latency: 0.07 ms at 8 ranks, 10 ms at 1,024, at 5 µs each. It does not grow with the batch.
-# </details>
-#
-# **2. 70B parameters, bf16, 64 GPUs with 400 Gb/s each. How long is the gradient all-reduce?**
-# <details><summary>Answer</summary>
-#
-# 140 GB · 2 · 63/64 = 275.6 GB per rank, 5.5 s at 50 GB/s. But 64 *replicas* of 70B fit nowhere. Split 16 ways, 4 replicas
-# remain and each rank reduces 8.75 GB over 4: 0.26 s, most of it hidden.
-# </details>
-#
-# **3. How much of the all-reduce can hide behind backward?**
+# **1. How much of the all-reduce can hide behind backward?**
 # <details><summary>Answer</summary>
 #
 # All but the last bucket, if communication is no longer than backward: step = max(backward, communication) + last bucket.
 # If it is longer, the rest is exposed, and only fewer bytes or more compute per step help.
 # </details>
 #
-# **4. Is averaging over ranks always right?**
+# **2. Is averaging over ranks always right?**
 # <details><summary>Answer</summary>
 #
 # Only if every rank has the same number of samples or tokens. Divide each rank's *sum* by the global count and multiply by
@@ -622,7 +620,7 @@ for gpus in (16, 32, 64, 128):
 # the all-reduces.
 # </details>
 #
-# **5. Would you compress gradients?**
+# **3. Would you compress gradients?**
 # <details><summary>Answer</summary>
 #
 # It depends on what limits the run. bf16 halves the bytes and often does no harm; large runs nevertheless reduce in fp32 on
@@ -630,7 +628,7 @@ for gpus in (16, 32, 64, 128):
 # Top-k and PowerSGD are for slow links and few ranks.
 # </details>
 #
-# **6. A DDP job hangs in the first step after a model change. Where do you look?**
+# **4. A DDP job hangs in the first step after a model change. Where do you look?**
 # <details><summary>Answer</summary>
 #
 # A parameter without a gradient on some rank (a skipped layer, a frozen head): its bucket never fills, so that rank starts

@@ -11,11 +11,13 @@ import torch
 from course.lab03_data_parallel import experiments
 from course.lab03_data_parallel import experiments_breaks as breaks
 from course.lab03_data_parallel import experiments_overlap as clock
+from course.lab03_data_parallel import experiments_production as production
 from minillm import measure
 from minillm.comm import Group, launch
 from minillm.labkit.receipts import Row, formula, row
 from minillm.model import cross_entropy
 from minillm.parallel.data_parallel import compression as compress
+from minillm.predict import comms
 from minillm.predict import data_parallel as predict
 from minillm.train import BucketedDDP, FlatDDP, NaiveDDP
 
@@ -199,11 +201,61 @@ def torch_buckets(packed: dict[str, Any]) -> Iterator[Row]:
         yield row("    buckets in iteration 2, MiB", due, tuple(size // 2**20 for size in second))
 
 
+def trace(events: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
+    """What the profiler's trace of a DDP step shows: one all-reduce per bucket, all but one issued during backward."""
+    events = events or launch(production.traced_step, WORLD, device="cpu")[0]
+    matmuls = [event["end"] for event in events if event["name"] == "aten::mm"]
+    issued = [event["start"] for event in events if event["name"] == "c10d::allreduce_"]
+    done = sum(event["name"] == "gloo:all_reduce" for event in events)
+    layers, found = production.LAYERS, production.trace_times(events)
+    yield row("matmuls: 1 per layer forward, 2 backward, no gradient of x", 3 * layers - 1, len(matmuls))
+    yield row("all-reduces, issued and executed: one per bucket", (layers, layers), (len(issued), done))
+    yield row("    issued before backward's last matmul ended", layers - 1, sum(t < matmuls[-1] for t in issued))
+    yield row("time in all-reduces", None, found["all-reduce"], "s")
+    for name in ("beside a matmul", "after the last matmul"):
+        yield row(f"    share {name}", None, found[name] / found["all-reduce"])
+
+
 def libraries(libs: dict[str, dict[str, float]]) -> Iterator[Row]:
     dense, half = (2 * predict.gradient_bytes(experiments.gradient_bytes(itemsize), 2) for itemsize in (4, 2))
     for name, found in libs.items():
         wire = None if "ower" in name else half if "fp16" in name else dense
         yield row(f"{name}; error {found['error']:.0e}", wire, found["wire"], "B", tolerance=0.03, noisy=True)
+
+
+def hybrid(params: int = 7 * 10**9, nodes: int = 8, per_node: int = 8) -> Iterator[Row]:
+    """State and traffic between nodes: replicas, shards over all GPUs, shards in a node with replicas across.
+
+    16 bytes of state per parameter; with shards, weights are gathered twice and gradients scattered once. A ring over
+    all GPUs leaves each node over one link, so its bytes are a node's; in hybrid sharding each GPU has a ring across.
+    """
+    ranks = nodes * per_node
+    plain, gather = (cost(params, 2, ranks) for cost in (comms.ring_all_reduce, comms.ring_all_gather))
+    across = comms.ring_all_reduce(params // per_node, 2, nodes)
+    forms = {
+        "replicas everywhere (DDP)": (1, plain.sent_per_rank[0], plain.rounds),
+        "shards over all GPUs": (ranks, 3 * gather.sent_per_rank[0], 3 * gather.rounds),
+        "shards in a node, replicas across (hybrid)": (per_node, per_node * across.sent_per_rank[0], across.rounds),
+    }
+    for name, (shards, leaving, rounds) in forms.items():
+        yield formula(f"{name}: state per GPU", 16 * params / shards / 1e9, "GB")
+        yield formula("    GB that leave a node per step, rounds across", (round(leaving / 1e9, 1), rounds))
+
+
+def design_tokens(flops: float = 400e12, bandwidth: float = 50e9) -> Iterator[Row]:
+    """A: 7B parameters over 64 GPUs; backward takes 4 FLOPs per parameter and token."""
+    for name, itemsize in (("bf16", 2), ("fp32", 4)):
+        seconds = comms.ring_all_reduce(7 * 10**9, itemsize, 64).time(5e-6, bandwidth)
+        yield formula(f"{name}: all-reduce", seconds, "s")
+        yield formula("    tokens per GPU whose backward takes as long", round(seconds * flops / (4 * 7e9)))
+
+
+def design_scaling(batch: int = 512, per_gpu: int = 4) -> Iterator[Row]:
+    """B: a fixed global batch on more and more GPUs, 0.5 s per microbatch and 0.2 s of exposed reduction."""
+    seconds = {gpus: 0.5 * batch / (per_gpu * gpus) + 0.2 for gpus in (16, 32, 64, 128)}
+    for gpus, step in seconds.items():
+        yield formula(f"{gpus} GPUs, {batch // (per_gpu * gpus)} microbatches: step", step, "s")
+        yield formula("    efficiency", f"{16 * seconds[16] / (gpus * step):.0%}")
 
 
 def sampler() -> Iterator[Row]:
@@ -213,4 +265,4 @@ def sampler() -> Iterator[Row]:
     yield row("    with set_epoch(1)", False, found["same_with_set_epoch"])
 
 
-CLAIMS = (rows,)
+CLAIMS = (rows, trace)

@@ -16,71 +16,39 @@ from torch import Tensor, nn
 
 from course.lab03_data_parallel.replicas import CLOSE, Bucket, Case, loss_of
 from minillm.comm import Group, is_root, launch
-from minillm.labkit import receipt, row
+from minillm.labkit import answers_of, receipt, row
 from minillm.measure import ledger
 from minillm.predict import data_parallel as predict
 
+LAB = "03_data_parallel"
 STEPS, CAP_BYTES, LR = 3, 12 * 12 * 8, 0.1
 
 
 def average_gradients(model: nn.Module, group: Group) -> None:
     """After backward: every gradient becomes its mean over the ranks. Parameters without one are left alone."""
     # BEGIN SOLUTION
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            group.all_reduce(parameter.grad)
-            parameter.grad /= group.world_size
+    return answers_of(LAB).average_gradients(model, group)
     # END SOLUTION
 
 
 def make_buckets(parameters: Iterable[nn.Parameter], cap_bytes: int) -> list[Bucket]:
     """Pack the trainable parameters, last one first; each .grad becomes a view of its bucket's flat tensor."""
     # BEGIN SOLUTION
-    closed, filling = [], {}
-    for parameter in reversed([p for p in parameters if p.requires_grad]):
-        filling.setdefault(parameter.dtype, []).append(parameter)
-        if sum(p.nbytes for p in filling[parameter.dtype]) >= cap_bytes:
-            closed.append(filling.pop(parameter.dtype))
-    buckets = []
-    for members in [*closed, *filling.values()]:
-        flat = members[0].new_zeros(sum(p.numel() for p in members))
-        for parameter, part in zip(members, flat.split([p.numel() for p in members]), strict=True):
-            parameter.grad = part.view_as(parameter)
-        buckets.append(Bucket(flat, members))
-    return buckets
+    return answers_of(LAB).make_buckets(parameters, cap_bytes)
     # END SOLUTION
 
 
 def overlap(buckets: list[Bucket], group: Group) -> Callable[[], None]:
     """Start each bucket's all-reduce during backward, in the order of the list; returns finish(), which waits."""
     # BEGIN SOLUTION
-    missing = [len(bucket.parameters) for bucket in buckets]
-    handles = []
-
-    def arrived(index: int) -> None:
-        missing[index] -= 1
-        while len(handles) < len(buckets) and missing[len(handles)] == 0:
-            handles.append(group.all_reduce(buckets[len(handles)].flat, op="avg", async_op=True))
-
-    for index, bucket in enumerate(buckets):
-        for parameter in bucket.parameters:
-            parameter.register_post_accumulate_grad_hook(lambda _, index=index: arrived(index))
-
-    def finish() -> None:
-        for handle in handles:
-            handle.wait()
-        handles.clear()
-        missing[:] = [len(bucket.parameters) for bucket in buckets]
-
-    return finish
+    return answers_of(LAB).overlap(buckets, group)
     # END SOLUTION
 
 
 def weighted_loss(nll: Tensor, counts: Tensor, group: Group) -> Tensor:
     """What each rank calls backward on, so that averaged gradients are those of the mean over all tokens."""
     # BEGIN SOLUTION
-    total = group.all_reduce(counts.sum())
-    return (nll * counts).sum() * group.world_size / total
+    return answers_of(LAB).weighted_loss(nll, counts, group)
     # END SOLUTION
 
 

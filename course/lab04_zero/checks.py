@@ -78,6 +78,8 @@ def _judge_partition(learner: Callable, case: Sizes) -> None:
             found, slices = learner(sizes, n, rank)
         except (TypeError, ValueError) as error:
             raise CheckFailed(f"asked for are (length, slices): {error}") from error
+        if odd := [piece for piece in slices if not isinstance(piece, slice)]:
+            raise CheckFailed(f"{line}: {odd[0]!r} is no slice; give slice(first, end), slice(0, 0) for nothing")
         if found * n < total:
             raise CheckFailed(
                 f"{line}: {n} shards of {found} hold only {found * n}; the last {total - found * n} are "
@@ -92,10 +94,10 @@ def _judge_partition(learner: Callable, case: Sizes) -> None:
             raise CheckFailed(f"{line}: {len(slices)} slices for {len(sizes)} parameters; an empty one is slice(0, 0)")
         mine, start = [], 0
         for index, (size, piece) in enumerate(zip(sizes, slices, strict=True)):
-            if piece.start < 0 or (piece.stop > size and piece.stop > piece.start):
+            if piece.start < 0 or piece.stop < 0 or (piece.stop > size and piece.stop > piece.start):
                 raise CheckFailed(
                     f"{line}: rank {rank} holds {piece} of parameter {index}, which has {size} elements: "
-                    "count from the parameter's own start"
+                    "count from the parameter's own start, and give slice(0, 0) where the rank holds nothing of it"
                 )
             mine += range(start + piece.start, start + piece.stop)
             start += size
@@ -179,9 +181,10 @@ def _judge_weights(case: Steps, ranks: Sequence[Did]) -> None:
     means = [torch.stack(gradients).mean(0) for gradients in case.gradients]
     wanted = sharding.adam_in_one_process(start, means)
     for rank, did in enumerate(ranks):
-        if not did.held["optimizers"]:
+        if did.held["optimizers"] != 1:
             raise CheckFailed(
-                "make was never called: the moments belong into the optimizer that make(parameters) gives"
+                f"make was called {did.held['optimizers']} times: call it once, at the beginning. The moments "
+                "live in the optimizer that it gives"
             )
         for step, (found, right) in enumerate(zip(did.results, wanted, strict=True)):
             if torch.allclose(found, right, rtol=1e-4, atol=1e-5):
@@ -215,4 +218,6 @@ def _say_weights(case: Steps, rank: int, step: int, found: Tensor, wanted: list[
         if torch.allclose(found, weights, rtol=1e-4, atol=1e-5):
             return said
     right = [place for place in range(n) if torch.allclose(found.chunk(n)[place], wanted[step].chunk(n)[place], 1e-4)]
+    if not right:
+        return "every part is wrong: does the optimizer see the mean over the ranks, of this step alone?"
     return f"right are the parts of ranks {right} only: whose gradient, and whose weights, does each part use?"

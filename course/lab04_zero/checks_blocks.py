@@ -91,6 +91,11 @@ def _say_shard(found: Tensor, case: Net, step: int, bucket: int, rank: int, want
     if torch.allclose(found, own[rank], rtol=1e-4, atol=1e-6):
         return "it is this rank's own gradient: nothing was reduced"
     if step:
+        earlier = [sharding.gradients_in_one_process(case, past) for past in range(step)]
+        means = [torch.stack([own[bucket] for own in alone]).mean(0) for alone in earlier]
+        older = sum(F.pad(mean, (0, -len(mean) % n)).chunk(n)[rank] for mean in means)
+        if torch.allclose(found, wanted + older, rtol=1e-4, atol=1e-6):
+            return "the gradients of earlier passes are still in it: each backward gives a shard of its own"
         return "the first pass was right; was the bucket armed again for the second, and were gradients freed?"
     return "is it reduced before the last gradient of the bucket is there, or are elements in another order?"
 

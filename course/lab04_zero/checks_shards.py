@@ -18,6 +18,12 @@ from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
 from minillm.predict import comms
 
+CHUNKS = "is every chunk treated once, the last and shorter one too, with its own gradient?"
+FORMULA = (
+    "compare each line with Adam's: m = b1·m + (1 - b1)·g, v = b2·v + (1 - b2)·g², both stored; then "
+    "weights -= lr · m/(1 - b1^step) / (√(v/(1 - b2^step)) + eps)"
+)
+
 # What they are held to.
 
 
@@ -36,6 +42,7 @@ from minillm.predict import comms
 )
 def check_clip(learner: Callable) -> Receipt:
     cases = [_draw_flat(4, share=0.5), _draw_flat(3, share=0.5), _draw_flat(4, share=2.0), _draw_flat(4, numel=5)]
+    cases.append(_draw_flat(4, numel=17, garbage=math.nan))
     broken = _draw_flat(4, share=0.5)
     broken.padded[random.randrange(broken.numel)] = math.inf
     trials = sharding.by_case(run(shards.run_clip, 4, learner, [*cases, broken]), [*cases, broken])
@@ -66,11 +73,11 @@ def check_clip(learner: Callable) -> Receipt:
     return Receipt("one norm, N shards", tuple(rows))
 
 
-def _draw_flat(world: int, share: float = 1.0, numel: int = 0) -> Flat:
-    """A flat gradient with garbage for padding, and max_norm = share of its norm."""
+def _draw_flat(world: int, share: float = 1.0, numel: int = 0, garbage: float = 100.0) -> Flat:
+    """A flat gradient with `garbage` for padding, and max_norm = share of its norm."""
     numel = numel or world * random.randint(10, 20) + random.randint(1, world - 1)
     padded = torch.randn(numel + -numel % world)
-    padded[numel:] = 100.0
+    padded[numel:] = garbage
     return Flat(padded, numel, world, share * padded[:numel].norm().item())
 
 
@@ -90,10 +97,12 @@ def _judge_clip(case: Flat, ranks: Sequence[Did]) -> None:
         if not isinstance(found, Tensor | float):
             raise CheckFailed(f"{name} returned {found!r}; asked for is the norm of the whole gradient")
         found = float(found)
-        if abs(found - norm) > 1e-4 * norm:
+        if not abs(found - norm) <= 1e-4 * norm:  # NaN too
             said = [text for text, value in slips.items() if abs(found - value) <= 1e-4 * value]
             if abs(found - locals_[rank]) <= 1e-4 * locals_[rank]:
                 said = ["that is its own shard's norm; the ranks have to add up their squares"]
+            if math.isnan(found):
+                said = ["the padding holds NaN here, and NaN times 0 is NaN: cut the padding off"]
             raise CheckFailed(
                 f"{name} finds the norm {found:.4f}, but the whole gradient of {case.numel} elements has {norm:.4f}"
                 + (f": {said[0]}" if said else "")
@@ -157,7 +166,8 @@ def _resume(case: Flat, state: Any, name: str) -> bool:
                 f"{what} has {found.numel()} elements where the model has {case.numel}: "
                 + (f"1/{case.world_size} of it, this rank's shard only" if short else "cut off the padding")
             )
-        expect_like(what, found, wanted, "a number" if key == "step" else "the moment of all elements")
+        asked = "the tensor of one number that came in" if key == "step" else "the moment of all elements"
+        expect_like(what, found, wanted, asked)
         if found.shape != wanted.shape or not torch.allclose(found, wanted, rtol=1e-5):
             raise CheckFailed(f"{what} is not that of one process: are the shards in rank order?")
     return True
@@ -224,10 +234,12 @@ def _judge_stream(case: Stream, rank: int, did: Did) -> None:
         if torch.allclose(found, right, rtol=1e-4, atol=1e-5):
             continue
         said = [text for text, run in slips.items() if torch.allclose(found, run[step], rtol=1e-4, atol=1e-5)]
+        if torch.equal(found, case.weights[rank]):
+            said = ["nothing moved: change the weights in place"]
         first = next(i for i in range(len(found)) if not torch.isclose(found[i], right[i], rtol=1e-4, atol=1e-5))
         raise CheckFailed(
             f"rank {rank}: wrong weights after step {step + 1}, from element {first} on: "
-            + (said[0] if said else "is every chunk treated once, the last and shorter one too, with its own gradient?")
+            + (said[0] if said else CHUNKS if first else FORMULA)
         )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from minillm import measure
 from minillm.comm import Group, launch
 from minillm.model import ModelConfig, Transformer, cross_entropy
-from minillm.parallel.data_parallel.reducer import assign
+from minillm.parallel.data_parallel.packing import assign
 from minillm.predict import comms, fully_shard, zero
 from minillm.predict.model import ADAM_FP32, ADAM_MIXED, parameters
 from minillm.train import BucketedDDP, FullyShard, TrainConfig, ZeroOptimizer, adamw
@@ -160,6 +160,26 @@ def compare(setups: Sequence[Setup], link: Any = None) -> dict[Setup, list[Found
     """Each setup's findings by rank, in one launch."""
     ranks = launch(train_all, max(setup.world_size for setup in setups), list(setups), link=link, device="cpu")
     return {setup: [rank[i] for rank in ranks[: setup.world_size]] for i, setup in enumerate(setups)}
+
+
+def reduced_in(group: Group) -> dict[str, float]:
+    """Stage 3 in bf16, gradients reduced in bf16 and in fp32: bytes per step, and the error of the mean of all ranks.
+
+    The error is that of a reduce-scatter of this rank's own bf16 gradient, relative to the mean in float64.
+    """
+    batch, found = tokens(0, 0, group.rank, group.world_size, 1), {}
+    plain = Transformer(MODEL, seed=0, dtype=torch.bfloat16)
+    cross_entropy(plain(batch[:, :-1]), batch[:, 1:]).backward()
+    own = torch.cat([p.grad.flatten() for p in plain.parameters()])
+    own = torch.nn.functional.pad(own, (0, -len(own) % group.world_size))
+    exact = group.all_reduce(own.double(), "avg").chunk(group.world_size)[group.rank]
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        model = FullyShard(Transformer(MODEL, seed=0, dtype=torch.bfloat16), group, master=True, reduce_dtype=dtype)
+        with measure.ledger() as led:
+            cross_entropy(model(batch[:, :-1]), batch[:, 1:]).backward()
+        mean = group.reduce_scatter(own.to(dtype), op="avg").double()
+        found |= {f"{name} bytes": led.bytes(), f"{name} error": ((mean - exact).norm() / exact.norm()).item()}
+    return found
 
 
 # Predictions.

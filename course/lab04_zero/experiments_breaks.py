@@ -19,9 +19,9 @@ def clip_with(group: Group, max_norm: float = 0.1) -> dict[str, Any]:
     optimizer = ZeroOptimizer(model, group, 2, make=make)
     batch = tokens(0, 0, group.rank, group.world_size, 1)
     cross_entropy(model(batch[:, :-1]), batch[:, 1:]).backward()
-    shard = torch.cat([part.gradient for part in optimizer.shards])
+    shard = torch.cat([gradient.flatten() for gradient in optimizer.gradients_by_name().values()])
     local, true = shard.norm(), optimizer.clip_grad_norm_(max_norm)
-    right, wrong = (group.all_gather(shard * max_norm / norm) for norm in (true, local))
+    right, wrong = (torch.cat(group.gather_objects(shard * max_norm / norm)) for norm in (true, local))
     cosine = torch.dot(right.double(), wrong.double()) / (right.double().norm() * wrong.double().norm())
     return {
         "local": local.item(),

@@ -46,6 +46,22 @@ def last_element_twice(sizes, world_size, rank):
     return length, _cut(sizes, first, first + length)
 
 
+@mistake("shard-partition", "ends-before-it-begins", expect=r"slice\(0, 0\) where the rank holds nothing")
+def negative_ends(sizes, world_size, rank):
+    length = -(-sum(sizes) // world_size)
+    slices, start = [], 0
+    for size in sizes:
+        slices.append(slice(max(rank * length - start, 0), min((rank + 1) * length - start, size)))
+        start += size
+    return length, slices
+
+
+@mistake("shard-partition", "pairs-of-numbers", expect="is no slice")
+def pairs(sizes, world_size, rank):
+    length, slices = ANSWERS.partition(sizes, world_size, rank)
+    return length, [(piece.start, piece.stop) for piece in slices]
+
+
 @alternative("shard-partition", "by-element-numbers")
 def by_counting(sizes, world_size, rank):
     length = -(-sum(sizes) // world_size)
@@ -116,6 +132,26 @@ class SumsGradients(ANSWERS.ZeroOne):
 class OwnGradient(ANSWERS.ZeroOne):
     def step(self, gradient):
         self.shard.grad = gradient.chunk(self.group.world_size)[self.group.rank].clone()
+        self.optimizer.step()
+        self.group.all_gather(self.shard.data, out=self.weights)
+
+
+@mistake("zero-one-step", "an-optimizer-per-step", expect="call it once")
+class ForgetsMoments(ANSWERS.ZeroOne):
+    def __init__(self, weights, group, make):
+        super().__init__(weights, group, make)
+        self.make = make
+
+    def step(self, gradient):
+        self.optimizer = self.make([self.shard])
+        super().step(gradient)
+
+
+@mistake("zero-one-step", "adds-to-the-last-gradient", expect="of this step alone")
+class NeverClears(ANSWERS.ZeroOne):
+    def step(self, gradient):
+        mine = self.group.reduce_scatter(gradient, op="avg")
+        self.shard.grad = mine if self.shard.grad is None else self.shard.grad + mine
         self.optimizer.step()
         self.group.all_gather(self.shard.data, out=self.weights)
 

@@ -115,6 +115,32 @@ def last_loop_variable(buckets, group):
     return shards
 
 
+@mistake("reduce-scatter-hooks", "hooks-one-parameter", expect="'NoneType' object has no attribute 'flatten'")
+def hooks_the_first(buckets, group):
+    shards = [None] * len(buckets)
+    for index, bucket in enumerate(buckets):
+
+        def ready(parameter, index=index, bucket=bucket):
+            flat = torch.cat([p.grad.flatten() for p in bucket])
+            for p in bucket:
+                p.grad = None
+            shards[index] = group.reduce_scatter(F.pad(flat, (0, -len(flat) % group.world_size)), op="avg")
+
+        bucket[0].register_post_accumulate_grad_hook(ready)
+    return shards
+
+
+@mistake("reduce-scatter-hooks", "adds-to-the-last-shard", expect="gradients of earlier passes are still in it")
+def accumulates(buckets, group):
+    kept = {}
+
+    def reduce(flat):
+        kept[len(flat)] = kept.get(len(flat), 0) + group.reduce_scatter(flat, op="avg")
+        return kept[len(flat)]
+
+    return _hooks(buckets, group, reduce)
+
+
 @alternative("reduce-scatter-hooks", "counts-and-a-flat-buffer")
 def with_a_buffer(buckets, group):
     n, shards = group.world_size, [None] * len(buckets)
@@ -226,6 +252,17 @@ class EmptiesTheStorage(torch.autograd.Function):
         del output
         ctx.weights.untyped_storage().resize_(0)
         return dx, ctx.group.reduce_scatter(dw) / ctx.group.world_size, None, None
+
+
+@alternative("gather-compute-free", "backward-instead-of-grad")
+class CallsBackward(ANSWERS.GatheredBlock):
+    @staticmethod
+    def backward(ctx, output_gradient):
+        x, shard = ctx.saved_tensors
+        with torch.enable_grad():
+            x, weights = x.detach().requires_grad_(), ctx.group.all_gather(shard).requires_grad_()
+            ctx.compute(x, weights).backward(output_gradient)
+        return x.grad, ctx.group.reduce_scatter(weights.grad, op="avg"), None, None
 
 
 @alternative("gather-compute-free", "torch-checkpoint-of-a-gather")

@@ -59,6 +59,14 @@ def always_scales(gradient, numel, max_norm, group):
     return norm
 
 
+@mistake("clip-across-shards", "multiplies-garbage-by-zero", expect="NaN times 0 is NaN")
+def masks(gradient, numel, max_norm, group):
+    real = torch.arange(len(gradient)) + group.rank * len(gradient) < numel
+    norm = group.all_reduce((gradient * real).square().sum()).sqrt()
+    gradient *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return norm
+
+
 @alternative("clip-across-shards", "gathers-one-number-each")
 def gathers_scalars(gradient, numel, max_norm, group):
     return _clip(gradient, numel, max_norm, group, lambda mine: group.all_gather(mine.norm().view(1)).norm())
@@ -152,6 +160,22 @@ class _Memory:
 
     def write(self, name, part, values):
         self.kept[name][part] = values
+
+
+@mistake("offload-adam", "stores-corrected-moments", expect="both stored; then")
+def stores_corrected(weights, gradient, store, step, chunk, lr, betas, eps):
+    for start in range(0, len(weights), chunk):
+        part = slice(start, start + chunk)
+        m = (betas[0] * store.read("m", part) + (1 - betas[0]) * gradient[part]) / (1 - betas[0] ** step)
+        v = (betas[1] * store.read("v", part) + (1 - betas[1]) * gradient[part] ** 2) / (1 - betas[1] ** step)
+        store.write("m", part, m)
+        store.write("v", part, v)
+        weights[part] -= lr * m / (v.sqrt() + eps)
+
+
+@mistake("offload-adam", "moves-a-copy", expect="change the weights in place")
+def moves_a_copy(weights, gradient, store, step, chunk, lr, betas, eps):
+    ANSWERS.stream_adam(weights.clone(), gradient, store, step, chunk, lr, betas, eps)
 
 
 @alternative("offload-adam", "reads-one-chunk-ahead")

@@ -31,8 +31,6 @@ from course.lab04_zero import figures as pictures
 from course.lab04_zero.experiments import PSI, Setup
 from minillm.comm import launch
 from minillm.labkit import check, finish, receipt, show, sliders
-from minillm.labkit.receipts import format_value
-from minillm.predict import comms
 from minillm.predict.model import ADAM_FP32, ADAM_MIXED
 
 # %% [markdown]
@@ -277,8 +275,8 @@ whole_state = check("whole-state", whole_state)
 # ### 7. Offload (15 minutes, *optional*)
 #
 # Adam treats every element alone, so if the state is still too large, its moments can lie in slow memory (the host's, or
-# a file on an NVMe disk) and be streamed through fast memory chunk by chunk. `store.read(name, part)` gives a copy of a slice, `store.write(name, part, tensor)` puts
-# one back.
+# a file on an NVMe disk) and be streamed through fast memory chunk by chunk. `store.read(name, part)` gives a copy of a
+# slice, `store.write(name, part, tensor)` puts one back.
 
 
 # %%
@@ -342,6 +340,15 @@ receipt(f"sent per rank and step, N = 4, P = {4 * PSI:,} B", receipts.sent(found
 # gradients up locally and reduce once (`no_sync`). Stage 2 has no full gradient to add to, so it reduces every time:
 # $(K+1)P$. Stage 3 gathers twice and reduces once per *microbatch*: $3KP$, six times DDP's bytes at $K = 4$.
 #
+# And in which precision do gradients travel? Large runs compute in bf16 and reduce in fp32, because a sum over many ranks
+# loses digits in bf16 (FSDP2:
+# [`MixedPrecisionPolicy(reduce_dtype=torch.float32)`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html);
+# here `reduce_dtype`). Weights still travel in bf16, so stage 3 sends a third more, and stage 2 half as much again:
+
+# %%
+receipt("stage 3 in bf16 on 4 ranks, one step", receipts.reduction())
+
+# %% [markdown]
 # Since all of this is the same algorithm, the losses are the same, whatever the stage, the number of ranks or of
 # microbatches:
 
@@ -523,10 +530,7 @@ receipt("fp32, N = 4: who shards what", receipts.held_by_peers(found[Setup(3, 4)
 # ## On a cluster
 #
 # `labs/torchrun/04_zero.py` runs stage 1, clipping and the gathered block on any number of processes. After solving it:
-#
-# ```bash
-# torchrun --nproc-per-node 8 labs/torchrun/04_zero.py
-# ```
+# `torchrun --nproc-per-node 8 labs/torchrun/04_zero.py`.
 #
 # ## Design questions
 #
@@ -536,17 +540,7 @@ receipt("fp32, N = 4: who shards what", receipts.held_by_peers(found[Setup(3, 4)
 # GB. Inside a node a GPU sends 400 GB/s, across nodes 50 GB/s. Which stage, or hybrid?**
 
 # %%
-p = 2 * 13e9
-for name, n, stage, times in (
-    ("ZeRO-1 over 64", 64, 1, 2),
-    ("ZeRO-2 over 64", 64, 2, 9),
-    ("ZeRO-3 over 64", 64, 3, 24),
-    ("ZeRO-3 over 8", 8, 3, 24),
-):
-    held = ADAM_MIXED.per_rank(13 * 10**9, n, stage) / 1e9
-    seconds = times * p * (n - 1) / n / (400e9 if n == 8 else 50e9)
-    seconds += 2 * p / 8 * 7 / 8 / 50e9 if n == 8 else 0  # hybrid: shards across 8 nodes, once per step
-    print(f"{name}: {held:.1f} GB of state, communication {seconds:.1f} s")
+receipts.design_sharding()
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -561,13 +555,7 @@ for name, n, stage, times in (
 # and reduce-scatters at 50 and at 400 GB/s?**
 
 # %%
-for tokens in (4096, 8192, 16384):
-    compute = 6 * 218e6 * tokens / 400e12
-    for bandwidth in (50e9, 400e9):
-        link = 3 * comms.ring_all_gather(218 * 10**6, 2, 8).time(1e-5, bandwidth)
-        print(
-            f"{tokens} tokens: compute {format_value(compute, 's')}, {bandwidth / 1e9:.0f} GB/s: {format_value(link, 's')}"
-        )
+receipts.design_hiding()
 
 # %% [markdown]
 # <details><summary>Answer</summary>

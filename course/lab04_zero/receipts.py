@@ -1,9 +1,10 @@
-"""Lab 04's claims, each once: the notebook prints them, the tour runs `rows`.
+"""Lab 04's claims, each once: the notebook prints them, the tour and the tests run `CLAIMS`.
 
-Every function yields the rows of one receipt.
+Every function yields the rows of one receipt; without arguments it measures for itself.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 from course.lab04_zero import experiments as stages
@@ -11,8 +12,10 @@ from course.lab04_zero import experiments_breaks as breaks
 from course.lab04_zero import experiments_links as links
 from course.lab04_zero import experiments_torch as torch_peers
 from course.lab04_zero.experiments import PSI, Setup
+from course.shared.table import Table, seconds, table
 from minillm.comm import launch
 from minillm.labkit.receipts import Row, formula, row
+from minillm.predict import comms
 from minillm.predict.model import ADAM_MIXED
 
 WORLD, BAD_RANK = 4, 2
@@ -25,16 +28,16 @@ STATE = {
 }
 
 
-def rows() -> Iterator[Row]:
-    """The tour's stop: DDP and the three stages on 4 ranks, stage 3 on an emulated link, the accidents."""
+@cache
+def _compared() -> Findings:
+    """DDP and the three stages on 4 ranks, in bf16 and fp32, and two stages with accumulation: one launch."""
     setups = [Setup(stage, WORLD, mixed=mixed) for mixed in (True, False) for stage in stages.STAGES]
-    setups += [Setup(stage, WORLD, accumulate=2) for stage in (2, 3)]
-    found = stages.compare(setups)
-    yield from state(found)
-    yield from sent(found)
-    yield from same_losses(found)
-    yield from prefetch(links.stage3_on_a_clock((0, 1)))
-    yield from accidents(launch(breaks.all_accidents, WORLD, BAD_RANK, device="cpu"))
+    return stages.compare([*setups, *(Setup(stage, WORLD, accumulate=2) for stage in (2, 3))])
+
+
+@cache
+def _accidents() -> list[dict[str, Any]]:
+    return launch(breaks.all_accidents, WORLD, BAD_RANK, device="cpu")
 
 
 def memory_7b(guess_gb: float | None = None) -> Iterator[Row]:
@@ -47,7 +50,8 @@ def trained(four: Sequence[float], one: Sequence[float]) -> Iterator[Row]:
     yield row(f"loss of step {len(four)}", one[-1], four[-1], tolerance=1e-4)
 
 
-def state(found: Findings, world_size: int = WORLD) -> Iterator[Row]:
+def state(found: Findings | None = None, world_size: int = WORLD) -> Iterator[Row]:
+    found = found or _compared()
     for setup, ranks in found.items():
         if setup.accumulate == 1 and setup.world_size == world_size:
             held = max(sum(rank.memory.values()) for rank in ranks)
@@ -55,7 +59,8 @@ def state(found: Findings, world_size: int = WORLD) -> Iterator[Row]:
             yield row(name, stages.predicted_state(setup), held, "B", tolerance=0.02)
 
 
-def sent(found: Findings, world_size: int = WORLD) -> Iterator[Row]:
+def sent(found: Findings | None = None, world_size: int = WORLD) -> Iterator[Row]:
+    found = found or _compared()
     unit = 4 * PSI * (world_size - 1) / world_size
     for setup, ranks in found.items():
         if setup.world_size == world_size and not setup.mixed:
@@ -65,14 +70,16 @@ def sent(found: Findings, world_size: int = WORLD) -> Iterator[Row]:
             yield row(name, stages.predicted_bytes(setup), most, "B")
 
 
-def same_losses(found: Findings) -> Iterator[Row]:
+def same_losses(found: Findings | None = None) -> Iterator[Row]:
+    found = found or _compared()
     exact = {setup: ranks for setup, ranks in found.items() if not setup.mixed}
     baseline = exact[Setup(0, WORLD)][0].losses[-1]
     off = max(abs(ranks[0].losses[-1] / baseline - 1) for ranks in exact.values())
     yield row("last loss of every stage, N and K: DDP's on 4 ranks, to 1e-5", True, off < 1e-5)
 
 
-def prefetch(clocks: dict[int, dict[str, Any]]) -> Iterator[Row]:
+def prefetch(clocks: dict[int, dict[str, Any]] | None = None) -> Iterator[Row]:
+    clocks = clocks or links.stage3_on_a_clock((0, 1))
     for ahead, numbers in clocks.items():
         seconds = numbers["predicted_s"], numbers["measured_s"]
         yield row(f"prefetch {ahead}: one step, emulated link", *seconds, "s", tolerance=0.3, noisy=True)
@@ -86,14 +93,8 @@ def offload(lines: Sequence[tuple[str, float, float, int, bool]]) -> Iterator[Ro
         yield row("    the same losses as without", True, same)
 
 
-def accidents(ranks: Sequence[dict[str, Any]]) -> Iterator[Row]:
-    yield from clipping([rank["clip"] for rank in ranks])
-    yield from seeds(ranks[0]["seeds"])
-    yield from saving(ranks[0]["save"])
-    yield from scaler([rank["scaler"] for rank in ranks])
-
-
-def clipping(found: Sequence[dict[str, Any]]) -> Iterator[Row]:
+def clipping(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
+    found = found or [rank["clip"] for rank in _accidents()]
     local, true, n = [each["local"] for each in found], found[0]["global"], len(found)
     yield row("global norm: root of the sum of squares", true, sum(norm**2 for norm in local) ** 0.5, "", 1e-4)
     mean = (sum(norm**2 for norm in local) / n) ** 0.5
@@ -102,21 +103,34 @@ def clipping(found: Sequence[dict[str, Any]]) -> Iterator[Row]:
     yield row("    and turned by (degrees)", None, found[0]["degrees"])
 
 
-def seeds(found: dict[str, list[int]]) -> Iterator[Row]:
+def seeds(found: dict[str, list[int]] | None = None) -> Iterator[Row]:
+    found = found or _accidents()[0]["seeds"]
     whole, n = found["elements"][0], len(found["FullyShard"])
     yield row("fully_shard, seeded by rank: weights from each rank", (whole // n,) * n, tuple(found["fully_shard"]))
     yield row("FullyShard, seeded by rank: all from rank 0", (whole, *[0] * (n - 1)), tuple(found["FullyShard"]))
 
 
-def saving(found: dict[str, int]) -> Iterator[Row]:
+def saving(found: dict[str, int] | None = None) -> Iterator[Row]:
+    found = found or _accidents()[0]["save"]
     yield row("rank 0 saves its optimizer.state_dict(): elements", PSI // WORLD, found["inner"])
     yield row("every rank calls state_dict(): elements", found["model"], found["whole"])
 
 
-def scaler(found: Sequence[dict[str, Any]]) -> Iterator[Row]:
+def scaler(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
+    found = found or [rank["scaler"] for rank in _accidents()]
     stepped = sum(each["stepped"] for each in found)
     yield row("one shard overflows, plain GradScaler: ranks that step", len(found) - 1, stepped)
     yield row("    loss scales afterwards", None, tuple(each["scale"] for each in found))
+
+
+def reduction(found: dict[str, float] | None = None) -> Iterator[Row]:
+    """P is rounded up to whole shards, hence the tolerance."""
+    found = found or launch(stages.reduced_in, WORLD, device="cpu")[0]
+    for name, size in (("bf16", 2), ("fp32", 4)):
+        due = (2 + 2 + size) * PSI * (WORLD - 1) / WORLD
+        sent = found[f"{name} bytes"]
+        yield row(f"gradients in {name}: sent, (2 + 2 + {size})·Ψ·3/4", due, sent, "B", tolerance=0.05)
+        yield row(f"    error of the mean in {name}", None, found[f"{name} error"])
 
 
 def hybrid(found: dict[str, int]) -> Iterator[Row]:
@@ -163,4 +177,29 @@ def held_by_peers(ours: dict[str, int], theirs: dict[str, Any]) -> Iterator[Row]
         yield row(f"{name}: bytes of state per rank / Ψ", None, sum(memory.values()) / PSI)
 
 
-CLAIMS = (rows,)
+def design_sharding() -> Table:
+    """13B on 64 GPUs in nodes of 8, 8 microbatches: state per GPU, seconds of communication per step."""
+    p, inside, across, rows = 2 * 13e9, 400e9, 50e9, []
+    for name, n, stage, times in (
+        ("ZeRO-1 over 64", 64, 1, 2),
+        ("ZeRO-2 over 64", 64, 2, 9),
+        ("ZeRO-3 over 64", 64, 3, 24),
+        ("ZeRO-3 over 8, replicated over 8 nodes", 8, 3, 24),
+    ):
+        held = ADAM_MIXED.per_rank(13 * 10**9, n, stage) / 1e9
+        took = times * p * (n - 1) / n / (inside if n == 8 else across)
+        took += 2 * p / 8 * 7 / 8 / across if n == 8 else 0  # shards of gradients across nodes, once per step
+        rows.append((name, f"{held:.1f} GB", f"{took:.1f} s"))
+    return table("13B, 64 GPUs, 8 microbatches", ("", "state per GPU", "communication"), rows)
+
+
+def design_hiding() -> Table:
+    """One block of 218M parameters over 8 GPUs: its compute beside its two gathers and its reduce-scatter."""
+    rows = []
+    for tokens in (4096, 8192, 16384):
+        links = [3 * comms.ring_all_gather(218 * 10**6, 2, 8).time(1e-5, speed) for speed in (50e9, 400e9)]
+        rows.append((f"{tokens:,}", seconds(6 * 218e6 * tokens / 400e12), *map(seconds, links)))
+    return table("one block", ("tokens per GPU", "compute", "link of 50 GB/s", "link of 400 GB/s"), rows)
+
+
+CLAIMS = (state, sent, same_losses, reduction, prefetch, clipping, seeds, saving, scaler)

@@ -151,6 +151,8 @@ def _judge_order(log: list[str], who: str) -> None:
         raise CheckFailed(
             f"{who}: {order}. No product of the weight's shape was seen in backward: where is dW computed?"
         )
+    if log.count("dW") > 1:
+        raise CheckFailed(f"{who}: {order}. The product is computed {log.count('dW')} times; keep what was computed")
     if log.index("start") > log.index("dW"):
         raise CheckFailed(f"{who}: {order}. When the all-reduce starts there is nothing left to compute beside it")
     if log.index("wait") < log.index("dW"):

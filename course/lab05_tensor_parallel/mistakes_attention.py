@@ -148,6 +148,18 @@ class GathersTheOutput(ANSWERS.ColumnLinear):
         return x @ weight.T
 
 
+@mistake("overlapped-input-gradient", "computes-dw-again", expect="is computed 2 times")
+class ComputesTwice(ANSWERS.ColumnLinear):
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        x_gradient = gradient @ weight
+        handle = ctx.group.all_reduce(x_gradient, async_op=True)
+        gradient.T @ x  # hides the all-reduce and is thrown away
+        handle.wait()
+        return x_gradient, gradient.T @ x, None
+
+
 @alternative("overlapped-input-gradient", "dx-in-two-halves")
 class TwoHalves(ANSWERS.ColumnLinear):
     backward = _backward(_two_halves)

@@ -66,6 +66,14 @@ def masks_the_value_only(tokens, rows, group):
     return Leave.apply(found, group)
 
 
+@mistake("vocabulary-embedding", "changes-the-tokens", expect="changed the ids that it was given")
+def changes_tokens(tokens, rows, group):
+    tokens -= group.rank * len(rows)
+    outside = (tokens < 0) | (tokens >= len(rows))
+    tokens[outside] = 0
+    return ANSWERS.Leave.apply(F.embedding(tokens, rows).masked_fill(outside[:, None], 0.0), group)
+
+
 @alternative("vocabulary-embedding", "one-hot-product")
 def by_one_hot(tokens, rows, group):
     mine = torch.arange(len(rows)) + group.rank * len(rows)
@@ -141,6 +149,18 @@ class _SumsBothWays(torch.autograd.Function):
 @mistake("vocabulary-cross-entropy", "sums-gradients-again", expect="4 times too large")
 def sums_gradients_again(logits, targets, group):
     return _loss(logits, targets, group, _highest(logits, group), _SumsBothWays.apply)
+
+
+@mistake("vocabulary-cross-entropy", "mean-of-the-maxima", expect="Subtract the largest logit of all ranks first")
+def averages_the_maxima(logits, targets, group):
+    return _loss(logits, targets, group, group.all_reduce(logits.detach().amax(dim=1), op="avg"))
+
+
+@mistake("vocabulary-cross-entropy", "changes-the-logits", expect="changed the weights or logits that it was given")
+def changes_logits(logits, targets, group):
+    with torch.no_grad():
+        logits -= group.all_reduce(logits.amax(dim=1), op="max")[:, None]
+    return _loss(logits, targets, group, torch.zeros(len(logits)))
 
 
 @alternative("vocabulary-cross-entropy", "three-all-reduces")

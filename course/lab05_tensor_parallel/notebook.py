@@ -4,8 +4,8 @@
 # **A column layer followed by a row layer needs one all-reduce.** You cut a transformer along its matrices and see that
 # this is nearly all it sends.
 #
-# About 4 hours: 115 minutes for the exercises, the rest for the measurements and the questions. Parts marked
-# *optional* take another half hour. Run All takes about a minute. At the end you can answer:
+# About 4 hours: 115 minutes for the exercises, the rest for the measurements and the questions. Run All takes about a
+# minute. At the end you can answer:
 #
 # 1. Why does a layer need exactly 2 all-reduces forward and 2 backward, and what do they grow with?
 # 2. What does sequence parallelism divide that tensor parallelism does not, and why does it send nothing more?
@@ -14,7 +14,6 @@
 # Data parallelism and ZeRO give each rank different *tokens* and, while it computes, the whole model. Tensor
 # parallelism ([Shoeybi et al. 2019](https://arxiv.org/abs/1909.08053), Megatron-LM) gives every rank the same tokens
 # and a part of every *weight*. No rank ever holds a whole matrix.
-#
 # The calls of `group`, and what each returns: [docs/group.md](../docs/group.md).
 
 # %%
@@ -31,8 +30,6 @@ from course.lab05_tensor_parallel import figures as pictures
 from course.lab05_tensor_parallel.experiments import FORMS, MODEL, SEQ, Setup
 from minillm.comm import launch
 from minillm.labkit import check, finish, receipt, show, sliders
-from minillm.predict import comms
-from minillm.predict import tensor as predict
 
 # %% [markdown]
 # ## What can be cut?
@@ -161,8 +158,7 @@ def mlp(x, shards, group):
 cut_mlp, mlp = check("parallel-mlp", (cut_mlp, mlp))
 
 # %% [markdown]
-# This works because silu is elementwise. If gate and up were cut by rows, silu would need the whole sum, so an
-# all-reduce would have to come before it.
+# This works because silu is elementwise. If gate and up were cut by rows, silu would need the whole sum first.
 #
 # ### 3. Attention
 #
@@ -172,7 +168,7 @@ cut_mlp, mlp = check("parallel-mlp", (cut_mlp, mlp))
 
 # %%
 def local_heads(num_heads, num_kv_heads, rank, world_size):
-    """-> (query heads, kv heads) of this rank, as ranges. Ranks take query heads in order, each as many, and the kv
+    """-> (query heads, kv heads) of this rank, as ranges. Ranks take query heads in order, equally many each, and the kv
     heads that these read, no others. Fewer kv heads than ranks: several ranks hold the same one."""
     # BEGIN SOLUTION
     queries = range(rank * num_heads // world_size, (rank + 1) * num_heads // world_size)
@@ -199,7 +195,7 @@ local_heads, attention = check("parallel-attention", (local_heads, attention))
 #
 # ### 4. The embedding
 #
-# The vocabulary is cut by rows. A token's row lies on one rank; the others must contribute zeros.
+# The vocabulary is cut by rows. A token's row lies on one rank; the others must contribute zeros. Leave `tokens` as it is.
 
 
 # %%
@@ -226,7 +222,7 @@ embed = check("vocabulary-embedding", embed)
 def vocabulary_cross_entropy(logits, targets, group):
     """logits: [n, V/t], this rank's part of the vocabulary; targets: [n] of ids -> -log p(target): [n].
 
-    Logits may be large. The gradient of `logits` must come out right, without communication.
+    Logits may be large; leave them unchanged. The gradient of `logits` must come out right, without communication.
     """
     # BEGIN SOLUTION
     highest = group.all_reduce(logits.detach().amax(dim=1), op="max")
@@ -306,8 +302,6 @@ def sum_norm_gradients(parameters, group):
 GatherIn, ScatterOut, sum_norm_gradients = check("sequence-parallel", (GatherIn, ScatterOut, sum_norm_gradients))
 
 # %% [markdown]
-# Context parallelism (lab 07), which cuts attention as well, uses other collectives.
-#
 # ### 7. Overlap
 #
 # A column layer's backward has two products, $dX$ and $dW$. Only $dX$ has to be all-reduced, so the other can be
@@ -566,11 +560,7 @@ receipt(f"sent per rank and step, {peers.ROWS * SEQ} tokens, 2 ranks", receipts.
 # ## On a cluster
 #
 # `labs/torchrun/05_tensor_parallel.py` runs the MLP, the embedding, the loss and sequence parallelism on any number of
-# processes. After solving it:
-#
-# ```bash
-# torchrun --nproc-per-node 8 labs/torchrun/05_tensor_parallel.py
-# ```
+# processes. After solving it: `torchrun --nproc-per-node 8 labs/torchrun/05_tensor_parallel.py`.
 #
 # ## Design questions
 #
@@ -580,12 +570,7 @@ receipt(f"sent per rank and step, {peers.ROWS * SEQ} tokens, 2 ranks", receipts.
 # 400 GB/s, between nodes 50 GB/s; a GPU reaches 400 TFLOP/s. Tensor parallelism over 4, 8 or 16?**
 
 # %%
-for t, bandwidth in ((4, 400), (8, 400), (16, 50)):
-    parts = pictures.layer_seconds(t, 8192, bandwidth)
-    exposed, compute = parts["all-reduce, waited for"], parts["compute"]
-    sent = predict.layer_bytes(1, 4096, 8192, 2, t)
-    print(f"TP {t:>2} at {bandwidth} GB/s: {sent / 1e6:.0f} MB per layer,", end=" ")
-    print(f"{1e3 * (compute + exposed):.2f} ms, {exposed / (compute + exposed):.0%} of it exposed communication")
+receipts.design_degree()
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -601,12 +586,7 @@ for t, bandwidth in ((4, 400), (8, 400), (16, 50)):
 # step takes about 10 µs plus its bytes at 400 GB/s.
 
 # %%
-for t in (4, 8, 16):
-    kv = 2 * 80 * max(8 // t, 1) * 128 * 2  # bytes per token and rank: never less than one kv head
-    room = 0.9 * 80e9 - 140e9 / t
-    reduce = 160 * (10e-6 + comms.ring_all_reduce(128 * 8192, 2, t).sent_per_rank[0] / 400e9)
-    step = (140e9 / t + 128 * 4096 * kv) / 3.35e12 + reduce
-    print(f"TP {t:>2}: room for {room / kv / 4096:.0f} sequences, {1e3 * step:.1f} ms per token")
+receipts.design_serving()
 
 # %% [markdown]
 # <details><summary>Answer</summary>

@@ -1,11 +1,12 @@
-"""Lab 05's claims, each once: the notebook prints them, the tour runs `rows`.
+"""Lab 05's claims, each once: the notebook prints them, the tour and the tests run `CLAIMS`.
 
-Every function yields the rows of one receipt.
+Every function yields the rows of one receipt; without arguments it measures for itself.
 """
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from course.lab05_tensor_parallel import experiments as steps
@@ -13,6 +14,8 @@ from course.lab05_tensor_parallel import experiments_breaks as breaks
 from course.lab05_tensor_parallel import experiments_links as links
 from course.lab05_tensor_parallel import experiments_torch as torch_peers
 from course.lab05_tensor_parallel.experiments import FORMS, MODEL, SEQ, Found, Setup
+from course.lab05_tensor_parallel.figures import layer_seconds
+from course.shared.table import Table, seconds, table
 from minillm.comm import Group, launch
 from minillm.labkit.receipts import Row, formula, row
 from minillm.predict import comms
@@ -34,21 +37,14 @@ LAYERS = {  # alone: forward + backward
 EXACT = [Setup(n, form, exact=True) for n, form in ((1, "tensor"), (2, "tensor"), *((WORLD, form) for form in FORMS))]
 
 
-def rows() -> Iterator[Row]:
-    """The tour's stop. Everything here is counted, nothing timed."""
-    setups = [Setup(WORLD, form, config=config) for form in FORMS for config in (MODEL, DEEPER)] + EXACT
-    ranks = launch(_everything, WORLD, setups, device="cpu")
-    found = {s: [rank["steps"][i] for rank in ranks[: s.world_size]] for i, s in enumerate(setups)}
-    pairs = [(Setup(WORLD, form), Setup(WORLD, form, config=DEEPER)) for form in FORMS]
-    yield from layers({one: steps.one_more(found[one][0], found[more][0]) for one, more in pairs})
-    yield from step({"4 ranks": Setup(WORLD)}, found)
-    yield from loss(found[Setup(WORLD)][0])
-    yield from float64(found)
-    yield from single_layers(ranks[0]["single"])
-    yield from unpaired(ranks[0]["pairs"])
-    yield from norm_gradients([rank["accidents"]["norms"] for rank in ranks])
-    yield from unmasked(ranks[0]["accidents"]["embedding"])
-    yield from grad_norm([rank["accidents"]["norm"] for rank in ranks])
+@cache
+def _measured() -> list[dict[str, Any]]:
+    """What 4 ranks count, all of it in one launch. Nothing is timed."""
+    return launch(_everything, WORLD, _setups(), device="cpu")
+
+
+def _setups() -> list[Setup]:
+    return [Setup(WORLD, form, config=config) for form in FORMS for config in (MODEL, DEEPER)] + EXACT
 
 
 def _everything(group: Group, setups: list[Setup]) -> dict[str, Any]:
@@ -58,6 +54,21 @@ def _everything(group: Group, setups: list[Setup]) -> dict[str, Any]:
         "pairs": links.pairs(group),
         "accidents": breaks.all_accidents(group, steps=2),
     }
+
+
+def _steps() -> dict[Setup, list[Found]]:
+    ranks = _measured()
+    return {s: [rank["steps"][i] for rank in ranks[: s.world_size]] for i, s in enumerate(_setups())}
+
+
+def _accidents(name: str) -> list[Any]:
+    return [rank["accidents"][name] for rank in _measured()]
+
+
+def _lines() -> dict[Setup, dict[str, Any]]:
+    found = _steps()
+    pairs = [(Setup(WORLD, form), Setup(WORLD, form, config=DEEPER)) for form in FORMS]
+    return {one: steps.one_more(found[one][0], found[more][0]) for one, more in pairs}
 
 
 def gpt3_traffic(guess_gb: float) -> Iterator[Row]:
@@ -72,8 +83,9 @@ def trained(ours: Sequence[float], alone: Sequence[float]) -> Iterator[Row]:
     yield row(f"loss of step {len(ours)}", alone[-1], ours[-1], tolerance=1e-4)
 
 
-def layers(lines: dict[Setup, dict[str, Any]]) -> Iterator[Row]:
+def layers(lines: dict[Setup, dict[str, Any]] | None = None) -> Iterator[Row]:
     """What one layer does on 4 ranks, in three forms."""
+    lines = lines or _lines()
     for setup, line in lines.items():
         if setup.world_size != WORLD:
             continue
@@ -93,7 +105,8 @@ def gpt3_activations() -> Iterator[Row]:
     yield formula("        and sequence parallelism: sbh·34/t", eight[1], "GB")
 
 
-def step(setups: dict[str, Setup], found: dict[Setup, list[Found]]) -> Iterator[Row]:
+def step(setups: dict[str, Setup] | None = None, found: dict[Setup, list[Found]] | None = None) -> Iterator[Row]:
+    setups, found = setups or {"4 ranks": Setup(WORLD)}, found or _steps()
     for name, setup in setups.items():
         yield row(f"{name}: sent per rank and step", steps.step_bytes(setup), found[setup][0].sent, "B")
         yield row("    weights per rank", steps.parameter_bytes(setup), found[setup][0].parameter, "B")
@@ -103,8 +116,9 @@ def step(setups: dict[str, Setup], found: dict[Setup, list[Found]]) -> Iterator[
     yield row("all-reduces forward: 2L and the embedding's; backward: 2L and the head's", (due, due), calls)
 
 
-def loss(found: Found) -> Iterator[Row]:
+def loss(found: Found | None = None) -> Iterator[Row]:
     """The collectives of the loss, per token."""
+    found = found or _steps()[Setup(WORLD)][0]
     setup = Setup(WORLD)
     activation = (setup.rows, SEQ, MODEL.hidden_size)
     small = sum(math.prod(shape) * n for (_, shape), n in found.forward.shapes.items() if shape != activation)
@@ -115,7 +129,8 @@ def loss(found: Found) -> Iterator[Row]:
     yield formula("    gathering the logits would send, V = 256 and 128,000", gathered, "B")
 
 
-def float64(found: dict[Setup, list[Found]]) -> Iterator[Row]:
+def float64(found: dict[Setup, list[Found]] | None = None) -> Iterator[Row]:
+    found = found or _steps()
     alone = found[EXACT[0]][0]
     for setup in EXACT[1:]:
         ranks, name = found[setup], f"{FORMS[setup.form]}, t={setup.world_size}"
@@ -124,7 +139,8 @@ def float64(found: dict[Setup, list[Found]]) -> Iterator[Row]:
     yield row("collectives for norm gradients, last form", 1, found[EXACT[-1]][0].sums.calls.total())
 
 
-def single_layers(found: dict[str, tuple[str, str]]) -> Iterator[Row]:
+def single_layers(found: dict[str, tuple[str, str]] | None = None) -> Iterator[Row]:
+    found = found or _measured()[0]["single"]
     for name, due in LAYERS.items():
         yield row(f"{name}: forward + backward", due, " + ".join(found[name]))
 
@@ -139,7 +155,8 @@ def overlap(backward: dict[str, dict[str, Any]], forward: dict[int, tuple[float,
         yield row(name, predicted, measured, "s", tolerance=0.3, noisy=True)
 
 
-def norm_gradients(found: Sequence[dict[str, Any]]) -> Iterator[Row]:
+def norm_gradients(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
+    found = found or _accidents("norms")
     for name in ("summed", "forgotten"):
         apart = max(rank[name]["apart"] for rank in found)
         yield row(f"{name}: norm weights furthest from rank 0's", 0.0 if name == "summed" else None, apart)
@@ -148,14 +165,16 @@ def norm_gradients(found: Sequence[dict[str, Any]]) -> Iterator[Row]:
     yield row("a rank's own gradient of the last norm: cosine with the sum", None, found[1]["forgotten"]["cosine"])
 
 
-def unmasked(found: dict[str, Any]) -> Iterator[Row]:
+def unmasked(found: dict[str, Any] | None = None) -> Iterator[Row]:
+    found = found or _accidents("embedding")[0]
     masked, wrong = found["masked"], found["unmasked"]
     yield row("relative error of the embeddings", None, found["relative error"])
     yield row("first loss: masked, not masked", None, (masked[0], wrong[0]))
     yield row(f"loss after {len(masked)} steps: masked, not masked", None, (masked[-1], wrong[-1]))
 
 
-def grad_norm(ways: Sequence[dict[str, float]]) -> Iterator[Row]:
+def grad_norm(ways: Sequence[dict[str, float]] | None = None) -> Iterator[Row]:
+    ways = ways or _accidents("norm")
     whole, copies = ways[0]["whole"], ways[0]["replicated"]
     yield row("by every rank's own parts", None, tuple(way["local"] for way in ways))
     one_process = sum(way["local"] ** 2 - way["replicated"] ** 2 for way in ways) + copies**2
@@ -169,7 +188,8 @@ def hunt(found: dict[str, list[float]]) -> Iterator[Row]:
         yield row(f"{name}: relative error, by rank", None, tuple(errors))
 
 
-def unpaired(found: dict[str, tuple[int, int]]) -> Iterator[Row]:
+def unpaired(found: dict[str, tuple[int, int]] | None = None) -> Iterator[Row]:
+    found = found or _measured()[0]["pairs"]
     reduce = comms.ring_all_reduce(32 * 16, 4, WORLD).sent_per_rank[0]
     extra = int(predict.unpaired_bytes(1, 32, 64, 4, WORLD))
     yield row("paired: forward, backward", (reduce, reduce), found["paired"], "B")
@@ -193,4 +213,28 @@ def peers(found: dict[str, dict[str, Any]]) -> Iterator[Row]:
     yield row("every plan has minillm's loss", True, same)
 
 
-CLAIMS = (rows,)
+def design_degree() -> Table:
+    """A layer of hidden 8,192 on 4,096 tokens at 400 TFLOP/s, backward overlapped: TP 4 and 8 in a node, 16 across."""
+    rows = []
+    for t, bandwidth in ((4, 400), (8, 400), (16, 50)):
+        parts = layer_seconds(t, 8192, bandwidth)
+        exposed = parts["all-reduce, waited for"]
+        took = parts["compute"] + exposed
+        sent = f"{predict.layer_bytes(1, 4096, 8192, 2, t) / 1e6:.0f} MB"
+        rows.append((f"TP {t} at {bandwidth} GB/s", sent, seconds(took), f"{exposed / took:.0%}"))
+    return table("one layer", ("", "sent", "takes", "of it exposed"), rows)
+
+
+def design_serving() -> Table:
+    """70B in bf16, 8 kv heads, 128 sequences of 4,096 tokens: room for sequences, seconds per output token."""
+    rows = []
+    for t in (4, 8, 16):
+        kv = 2 * 80 * max(8 // t, 1) * 128 * 2  # bytes per token and rank: never less than one kv head
+        room = (0.9 * 80e9 - 140e9 / t) / kv / 4096
+        reduce = 160 * (10e-6 + comms.ring_all_reduce(128 * 8192, 2, t).sent_per_rank[0] / 400e9)
+        took = (140e9 / t + 128 * 4096 * kv) / 3.35e12 + reduce
+        rows.append((f"TP {t}", f"{room:.0f}", seconds(took)))
+    return table("70B, 128 sequences", ("", "room for sequences", "per token"), rows)
+
+
+CLAIMS = (layers, step, loss, float64, single_layers, unpaired, norm_gradients, unmasked, grad_norm)

@@ -249,8 +249,13 @@ def run_vocabulary(group: Group, learner: Callable, cases: Sequence[Vocabulary])
     """An embedding, learner(ids, rows, group), or a loss, learner(logits, ids, group)."""
 
     def run(case: Vocabulary, part: Group) -> Passed:
-        mine = leaf(case.part(part.rank))
-        arguments = (mine, case.ids.clone()) if case.columns else (case.ids.clone(), mine)
-        return there_and_back(lambda: learner(*arguments, part), case.output_gradient, {"0": mine})
+        mine, ids = leaf(case.part(part.rank)), case.ids.clone()
+        arguments = (mine, ids) if case.columns else (ids, mine)
+        passed = there_and_back(lambda: learner(*arguments, part), case.output_gradient, {"0": mine})
+        same = torch.equal(ids, case.ids), torch.equal(mine, case.part(part.rank))
+        passed.results["changed"] = [
+            name for name, kept in zip(("ids", "weights or logits"), same, strict=True) if not kept
+        ]
+        return passed
 
     return on_groups(group, cases, run)

@@ -157,8 +157,8 @@ def _waiting(batch: Sequence[Message], stage: int, met: Sequence[set[Message]]) 
         "backward returns gradient @ weight for x, None for the rest, and appends a function to `later` which, when "
         "called, adds gradient.T @ x to weight.grad (which is None at first).",
         "ctx.save_for_backward(x, weight); ctx.later = later; return x @ weight.T. backward: x, weight = "
-        "ctx.saved_tensors; def weight_gradient(): g = gradient.T @ x; weight.grad = g if weight.grad is None else "
-        "weight.grad + g; ctx.later.append(weight_gradient); return gradient @ weight, None, None.",
+        "ctx.saved_tensors; def weight_gradient(): g = gradient.T @ x.detach(); weight.grad = g if weight.grad is None "
+        "else weight.grad + g; ctx.later.append(weight_gradient); return gradient @ weight, None, None.",
     ),
 )
 def check_split(learner: Any) -> Receipt:
@@ -203,6 +203,12 @@ def check_split(learner: Any) -> Receipt:
         raise CheckFailed(
             f"right gradients, but what is put off takes {flops['later'] / product / microbatches:g} products per "
             "layer: one is enough, gradient.T @ x",
+            rows,
+        )
+    if any(weight.grad.requires_grad for weight in weights):
+        raise CheckFailed(
+            "right gradients, but weight.grad carries a graph, which keeps the activations alive: what is called later "
+            "is recorded by autograd. Use x.detach(), or torch.no_grad()",
             rows,
         )
     return Receipt("B = I + W", tuple(rows))

@@ -96,6 +96,28 @@ def one_b_one_f(stage, stages, microbatches):
     return _order("F" * to_fill + "BF" * turns + "B" * to_fill, microbatches)
 
 
+@mistake("one-f-one-b-order", "backward-of-the-newest", expect="the oldest microbatch comes first")
+def newest_first(stage, stages, microbatches):
+    to_fill = min(stages - 1 - stage, microbatches)
+    order = [f"F{m}" for m in range(to_fill)]
+    for m in range(to_fill, microbatches):
+        order += [f"F{m}", f"B{m}"]
+    return order + [f"B{m}" for m in range(to_fill)]
+
+
+@alternative("one-f-one-b-order", "whatever-is-allowed-next")
+def by_limit(stage, stages, microbatches):
+    forwards, backwards, order = 0, 0, []
+    while backwards < microbatches:
+        if forwards < microbatches and forwards - backwards < stages - stage:
+            order.append(f"F{forwards}")
+            forwards += 1
+        else:
+            order.append(f"B{backwards}")
+            backwards += 1
+    return order
+
+
 @alternative("one-f-one-b-order", "as-actions")
 def as_actions(stage, stages, microbatches):
     return one_f_one_b(stages, microbatches).actions(stage)
@@ -144,6 +166,24 @@ def drops_the_head(costs, parts):
 @mistake("balance-stages", "numbers-instead-of-ranges", expect="asked for is a list of ranges")
 def counts_only(costs, parts):
     return [len(stage) for stage in ANSWERS.balance(costs, parts)]
+
+
+def _by(score):
+    def balance(costs, parts):
+        def times(cuts):
+            return [sum(costs[a:b]) for a, b in itertools.pairwise((0, *cuts, len(costs)))]
+
+        cuts = min(itertools.combinations(range(1, len(costs)), parts - 1), key=lambda cuts: score(times(cuts)))
+        return [range(a, b) for a, b in itertools.pairwise((0, *cuts, len(costs)))]
+
+    return balance
+
+
+for label, score in {
+    "least-sum-of-squares": lambda times: sum(time**2 for time in times),
+    "least-spread": lambda times: max(times) - min(times),
+}.items():
+    mistake("balance-stages", label, expect="your slowest stage takes")(_by(score))
 
 
 @alternative("balance-stages", "all-cuts-tried")

@@ -153,6 +153,20 @@ class InputPutOff(ANSWERS.SplitLinear):
         return torch.zeros_like(ctx.saved_tensors[0]), None, None
 
 
+@mistake("split-backward", "keeps-a-graph", expect="weight.grad carries a graph")
+class KeepsAGraph(ANSWERS.SplitLinear):
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+
+        def add():
+            found = gradient.T @ x
+            weight.grad = found if weight.grad is None else weight.grad + found
+
+        ctx.later.append(add)
+        return gradient @ weight, None, None
+
+
 @alternative("split-backward", "accumulates-through-autograd")
 class ThroughAutograd(ANSWERS.SplitLinear):
     @staticmethod

@@ -31,11 +31,8 @@ from course.lab06_pipeline_parallel import figures as pictures
 from course.lab06_pipeline_parallel.experiments import PRINTED_CHART, Job
 from minillm.comm import launch
 from minillm.labkit import check, finish, receipt, show, sliders
-from minillm.labkit.receipts import format_value
 from minillm.parallel.pipeline_parallel import schedules
 from minillm.parallel.pipeline_parallel.schedules import Durations, ScheduleError, simulate
-from minillm.predict import pipeline as predict
-from minillm.predict import tensor as predict_tensor
 
 # %% [markdown]
 # ## Predict
@@ -268,7 +265,8 @@ place_messages = check("rendezvous-messages", place_messages)
 # The stage before you waits for the gradient of your *input*. Nobody waits for the gradient of your *weights*. Zero
 # bubble ([Qi et al. 2023](https://arxiv.org/abs/2401.10241)) therefore splits B into I, the input gradient, computed at
 # once, and W, the weight gradient, computed when the stage would otherwise idle. (The paper calls the first half B;
-# torch says I and W, as this lab does.)
+# torch says I and W, as this lab does.) Autograd records nothing during a backward, but it does record what you put off:
+# `weight.grad` must not carry a graph, which would keep the activations alive.
 
 
 # %%
@@ -291,7 +289,7 @@ class SplitLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
 
         def weight_gradient():
-            found = gradient.T @ x
+            found = gradient.T @ x.detach()
             weight.grad = found if weight.grad is None else weight.grad + found
 
         ctx.later.append(weight_gradient)
@@ -530,10 +528,7 @@ receipt("torch.distributed.pipelining, 4 microbatches", receipts.peers(peers.pee
 #
 # `labs/torchrun/06_pipeline_parallel.py` runs the 1F1B order, the stage and the tied embedding on any number of
 # processes. After solving it:
-#
-# ```bash
-# torchrun --nproc-per-node 8 labs/torchrun/06_pipeline_parallel.py
-# ```
+# `torchrun --nproc-per-node 8 labs/torchrun/06_pipeline_parallel.py`.
 #
 # ## Design questions
 #
@@ -543,20 +538,8 @@ receipt("torch.distributed.pipelining, 4 microbatches", receipts.peers(peers.pee
 # and sequence parallelism over 8. The global batch is 1,024 sequences of 4,096 tokens, one per microbatch. Which
 # pipeline depth: 2, 4 or 8?** 16 bytes of state per parameter; attention scores are not stored (FlashAttention).
 
-
 # %%
-def depth(n, tp=8, gpus=64, parameters=70e9, sequences=1024):
-    dp = gpus // tp // n
-    one_layer = predict_tensor.activation_bytes(1, 4096, 8192, 0, tp, sequence=True)  # heads=0: without the scores
-    held = predict.in_flight_1f1b(n, 0, sequences // dp) * (80 // n) * one_layer
-    states = 16 * parameters / tp / n, (4 + 12 / dp) * parameters / tp / n
-    idle = predict.idle_share(n, sequences // dp)
-    print(f"{n} stages x {dp} replicas: idle {idle:.1%}, states {states[0] / 1e9:.1f} GB", end="")
-    print(f" ({states[1] / 1e9:.1f} GB with ZeRO-1), activations of stage 0 {held / 1e9:.1f} GB")
-
-
-for n in (2, 4, 8):
-    depth(n)
+receipts.design_depth()
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -571,13 +554,7 @@ for n in (2, 4, 8):
 # split the backward?** One activation at a border is 4,096 x 8,192 in bf16; the network gives 50 GB/s per rank.
 
 # %%
-print(f"1F1B: idle {predict.idle_share(16, 64):.1%}, in flight on stage 0: {predict.in_flight_1f1b(16, 0, 64)}")
-for v in (2, 4):
-    idle, more = predict.idle_share(16, 64, v), predict.sends(16, 64, v) / predict.sends(16, 64)
-    print(f"{v} chunks: idle {idle:.1%}, in flight {predict.in_flight_interleaved(16, v, 64)}, messages x {more:.2f}")
-idle = predict.zero_bubble_idle(16, 1, 2, 1)
-print(f"zero bubble: idle {idle / (3 * 64 + idle):.1%}, in flight {predict.in_flight_zero_bubble(16, 64)}")
-print(f"one message: {format_value(4096 * 8192 * 2 / 50e9, 's')}")
+receipts.design_bubble()
 
 # %% [markdown]
 # <details><summary>Answer</summary>

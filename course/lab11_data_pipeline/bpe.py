@@ -1,31 +1,34 @@
-"""Byte-level byte-pair encoding from scratch: the mechanism behind tokenizer.json, in plain Python.
+"""What byte-pair encoding needs around the two functions that the learner writes: one merge, and encoding one piece.
 
-    train:   start from the 256 bytes; again and again glue the most frequent adjacent pair into a new token
-    encode:  glue the pair that was learnt earliest, until no learnt pair is left
+    train:   start from the 256 bytes; merge step by step
+    encode:  cut the text into pieces (`split`) and encode each; no token crosses a cut
 
-Text is first cut into pieces (`split`) and no token crosses a cut. Everything is bytes, so nothing is ever unknown.
+Everything is bytes, so nothing is ever unknown.
 
 Tie rule, the one of the `tokenizers` library: of equally frequent pairs the one with the smallest (left id, right id)
 is merged first. Ids 0..255 are the bytes in the order of their printable stand-ins (`BYTE_TO_CHAR`); a merge takes the
-next free id, except that a string which already is a token keeps its id. Slow (every merge recounts the pieces that
-hold the pair), clear, and equal to the library merge for merge.
+next free id, except that a string which already is a token keeps its id. Slow, clear, and equal to the library merge
+for merge.
 
-Sources: Sennrich, Haddow, Birch 2016, section 3.2 (merges); Radford et al. 2019, section 2.2 (bytes).
+Sources: Sennrich, Haddow and Birch 2016, section 3.2 (merges), https://arxiv.org/abs/1508.07909; Radford et al. 2019,
+section 2.2 (bytes), https://openai.com/index/better-language-models
 """
 
 import re
 from collections import Counter
-from itertools import pairwise
+from collections.abc import Callable
 
 from minillm.data.tokenizer import BYTE_TO_CHAR, CHAR_TO_BYTE
+from minillm.labkit.answers import answers_of
 
-__all__ = ["BYTE_TO_CHAR", "CHAR_TO_BYTE", "encode", "initial_vocabulary", "split", "train"]
+__all__ = ["BYTE_TO_CHAR", "CHAR_TO_BYTE", "encode", "initial_vocabulary", "split", "train", "words_of"]
 
 # GPT-2's cut, with `re`'s character classes: the same for ASCII text. Words, numbers and punctuation take one space
 # before them; the indentation of a line stays together but for its last space.
 _PIECES = re.compile(r"'(?:s|t|re|ve|m|ll|d)| ?[^\W\d_]+| ?\d+| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
 
 Merge = tuple[bytes, bytes]
+Word = tuple[bytes, ...]
 
 
 def split(text: str) -> list[str]:
@@ -38,56 +41,28 @@ def initial_vocabulary() -> dict[bytes, int]:
     return {bytes([CHAR_TO_BYTE[char]]): token_id for token_id, char in enumerate(sorted(CHAR_TO_BYTE))}
 
 
-def train(text: str, vocab_size: int) -> list[Merge]:
-    """Learns merges until the vocabulary holds `vocab_size` tokens or every piece is one token."""
-    vocabulary = initial_vocabulary()
+def words_of(text: str) -> dict[Word, int]:
+    """The pieces of text as tuples of single bytes, each with how often it occurs."""
+    return {tuple(bytes([byte]) for byte in piece.encode()): times for piece, times in Counter(split(text)).items()}
+
+
+def train(text: str, vocab_size: int, merge_step: Callable | None = None) -> list[Merge]:
+    """Merges learnt with `merge_step` (else the course's), until there are `vocab_size` tokens or no pair is left."""
+    merge_step = merge_step or answers_of("11_data_pipeline").merge_step
+    vocabulary, words, merges = initial_vocabulary(), words_of(text), []
     if vocab_size < len(vocabulary):
         raise ValueError(f"vocab_size {vocab_size} is too small: the 256 bytes alone need 256 tokens")
-    pieces = Counter(split(text))
-    words = {piece: [bytes([byte]) for byte in piece.encode()] for piece in pieces}
-    pairs: Counter[Merge] = Counter()
-    holders: dict[Merge, set[str]] = {}  # a pair -> the pieces it was seen in
-    for piece, word in words.items():
-        _count(pairs, holders, piece, word, pieces[piece])
-
-    merges: list[Merge] = []
-    while len(vocabulary) < vocab_size and pairs:
-        best = min(pairs, key=lambda pair: (-pairs[pair], vocabulary[pair[0]], vocabulary[pair[1]]))
-        for piece in list(holders[best]):
-            _count(pairs, holders, piece, words[piece], -pieces[piece])
-            words[piece] = _merge(words[piece], best)
-            _count(pairs, holders, piece, words[piece], pieces[piece])
-        pairs.pop(best, None)
-        merges.append(best)
-        vocabulary.setdefault(best[0] + best[1], len(vocabulary))
+    while len(vocabulary) < vocab_size and any(len(word) > 1 for word in words):
+        (left, right), words = merge_step(words, vocabulary)
+        merges.append((left, right))
+        vocabulary.setdefault(left + right, len(vocabulary))
     return merges
 
 
-def encode(text: str, merges: list[Merge]) -> list[bytes]:
-    """The tokens of `text`, as byte strings: their concatenation is the text in UTF-8."""
+def encode(text: str, merges: list[Merge], encode_piece: Callable | None = None) -> list[bytes]:
+    """The tokens of `text`, as byte strings, piece by piece: their concatenation is the text in UTF-8."""
+    encode_piece = encode_piece or answers_of("11_data_pipeline").encode
     ranks = {pair: rank for rank, pair in enumerate(merges)}
-    tokens: list[bytes] = []
-    for piece in split(text):
-        word = [bytes([byte]) for byte in piece.encode()]
-        while known := [pair for pair in pairwise(word) if pair in ranks]:
-            word = _merge(word, min(known, key=ranks.__getitem__))
-        tokens += word
-    return tokens
-
-
-def _merge(word: list[bytes], pair: Merge) -> list[bytes]:
-    """Replaces each occurrence of `pair`, from the left, by its concatenation."""
-    merged, at = [], 0
-    while at < len(word):
-        found = tuple(word[at : at + 2]) == pair
-        merged.append(pair[0] + pair[1] if found else word[at])
-        at += 2 if found else 1
-    return merged
-
-
-def _count(pairs: Counter[Merge], holders: dict[Merge, set[str]], piece: str, word: list[bytes], times: int) -> None:
-    for pair in pairwise(word):
-        pairs[pair] += times
-        holders.setdefault(pair, set()).add(piece)
-        if not pairs[pair]:
-            del pairs[pair]
+    pieces = split(text)
+    known = {piece: encode_piece(piece.encode(), ranks) for piece in dict.fromkeys(pieces)}
+    return [token for piece in pieces for token in known[piece]]

@@ -1,6 +1,5 @@
 """Lab 11's measurements: merges of the library, vocabularies, padding, samplers on ranks, a loader that is too slow."""
 
-import contextlib
 import json
 import tempfile
 import time
@@ -19,6 +18,7 @@ from course.lab11_data_pipeline import bpe
 from course.lab11_data_pipeline import formulas as predict
 from course.lab11_data_pipeline.ngram import KneserNey
 from course.lab11_data_pipeline.padding import IGNORE, length_batches, pad
+from course.shared.measuring import one_thread
 from minillm import measure
 from minillm.comm import Group
 from minillm.data import (
@@ -26,7 +26,9 @@ from minillm.data import (
     Prefetcher,
     TokenDataset,
     Tokenizer,
+    Tokens,
     corpus,
+    tokenize,
     train_tokenizer,
 )
 from minillm.data.sampler import permutation
@@ -35,6 +37,7 @@ from minillm.model import ModelConfig, Transformer
 from minillm.model.loss import cross_entropy
 
 VOCABULARIES = (257, 512, 1024, 2048, 4096, 8192)  # 256 bytes, the separator, and the merges
+SHARE = 8  # every eighth training file is enough to learn from here
 Pair = tuple[bytes, bytes]
 
 
@@ -85,18 +88,19 @@ def _chars(token: bytes) -> str:
 # Vocabularies.
 
 
-def vocabularies(sizes: Sequence[int] = VOCABULARIES, share: int = 8) -> dict[int, Tokenizer]:
-    """Tokenizers by vocabulary size, learnt from every `share`-th training file.
+@cache
+def vocabularies() -> dict[int, Tokenizer]:
+    """Tokenizers by vocabulary size, learnt from every eighth training file.
 
     Merges are learnt one after the other, so a smaller vocabulary is the beginning of a larger one: one training does.
     """
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "tokenizer.json"
-        train_tokenizer(documents("train")[::share], max(sizes)).save(file)
+        train_tokenizer(documents("train")[::SHARE], max(VOCABULARIES)).save(file)
         largest = json.loads(file.read_text("utf-8"))
         ids, merges = largest["model"]["vocab"], largest["model"]["merges"]
-        for size in sizes:
+        for size in VOCABULARIES:
             smaller = {token: token_id for token, token_id in ids.items() if token_id < size}
             kept = [pair for pair in merges if "".join(pair) in smaller]
             file.write_text(
@@ -106,9 +110,10 @@ def vocabularies(sizes: Sequence[int] = VOCABULARIES, share: int = 8) -> dict[in
     return found
 
 
-def tokens_by_vocabulary(found: dict[int, Tokenizer]) -> dict[str, Any]:
+@cache
+def tokens_by_vocabulary() -> dict[str, Any]:
     """How long the held-out text is in each vocabulary, and whether its bytes came back."""
-    text = held_out_text()
+    text, found = held_out_text(), vocabularies()
     numbers: dict[str, Any] = {"characters": len(text), "bytes": len(text.encode()), "vocab_size": list(found)}
     encoded = [tokenizer.encode(text) for tokenizer in found.values()]
     numbers["tokens"] = [len(ids) for ids in encoded]
@@ -117,16 +122,45 @@ def tokens_by_vocabulary(found: dict[int, Tokenizer]) -> dict[str, Any]:
     return numbers
 
 
-def ngram_loss(tokenizer: Tokenizer, order: int, share: int = 8) -> tuple[float, int]:
-    """(nats per token, tokens) of an n-gram learnt on every `share`-th training file, on the held-out files."""
+@cache
+def ngram_loss(vocab_size: int, order: int = 2) -> tuple[float, int]:
+    """(nats per token, tokens) of an n-gram learnt on every eighth training file, on the held-out files."""
+    tokenizer = vocabularies()[vocab_size]
     learnt, used = (
         np.concatenate(tokenizer.encode_batch(texts))
-        for texts in (documents("train")[::share], documents("validation"))
+        for texts in (documents("train")[::SHARE], documents("validation"))
     )
     return KneserNey(learnt, tokenizer.vocab_size, order).nats_per_token(used), len(used)
 
 
+@cache
+def tokens_of(split: str) -> Tokens:
+    """A split of the standard library in the committed vocabulary."""
+    return tokenize(corpus(), Tokenizer.load(), split)
+
+
+def chances(order: int) -> np.ndarray:
+    """What an n-gram learnt on the training files gives to each token of the held-out ones."""
+    train = tokens_of("train")
+    return KneserNey(np.asarray(train.array), train.vocab_size, order).probabilities(
+        np.asarray(tokens_of("validation").array)
+    )
+
+
 # Padding.
+
+
+@cache
+def files() -> tuple[np.ndarray, ...]:
+    """Token ids of each training file that has two or more, in the committed vocabulary."""
+    train = tokens_of("train")
+    parts = np.split(train.array.astype(np.int64), np.flatnonzero(train.array == train.separator))
+    return tuple(part for part in parts if len(part) > 2)  # all but the first begin with the separator
+
+
+def lengths() -> list[int]:
+    """How many tokens of each file are targets."""
+    return [len(part) - 1 for part in files()]
 
 
 def padding(
@@ -194,15 +228,50 @@ def train_step(group: Group, samples: Callable[[Group], Sequence[int]]) -> dict[
     return {"samples": mine, "loss": loss.item(), "bytes": led.bytes(), "calls": led.calls, "change": change.item()}
 
 
+def lost_on_resume(deal: Callable, taken: int, resume_at: int, batch: int, num_samples: int) -> int:
+    """Samples of epoch 0 that a run never trains on which took `taken` batches and goes on with batch `resume_at`."""
+    order, last = partial(permutation, num_samples, 0), num_samples // batch
+    shown = {
+        sample
+        for k in (*range(taken), *range(resume_at, last))
+        for sample in deal(k * batch, order, num_samples, batch, 0, 1)
+    }
+    return num_samples - len(shown)
+
+
+def made_ahead(taken: int, depth: int) -> int:
+    """Batches that a prefetcher has made when `taken` were taken from it and it has had time."""
+    made: list[int] = []
+    with Prefetcher(lambda k: made.append(k) or k, workers=1, depth=depth) as batches:
+        for _ in range(taken):
+            next(batches)
+        while len(made) < taken + depth:  # its thread fills the queue while the last batch is computed
+            time.sleep(0.001)
+    return len(made)
+
+
+def resumed_batch(steps: int, batch_size: int) -> tuple[dict, list[int], list[int]]:
+    """(state after `steps`, the next batch without a break, the next batch of a loader resumed from that state)."""
+    dataset = TokenDataset(tokens_of("train"), 256)
+    with Loader(dataset, batch_size, workers=2, depth=4) as loader:
+        for _ in range(steps):
+            next(loader)
+        state = loader.state_dict()
+        due = next(loader).indices.tolist()
+    with Loader(dataset, batch_size, workers=0) as resumed:
+        resumed.load_state_dict(state)
+        return state, due, next(resumed).indices.tolist()
+
+
 # A loader that is too slow.
 
 
 class Trainer:
     """Steps of a small model on windows of `tokens`; `load` makes a batch after an emulated remote read."""
 
-    def __init__(self, tokens: Any, vocab_size: int, batch_size: int = 4, seq_len: int = 64):
+    def __init__(self, tokens: Tokens, batch_size: int = 4, seq_len: int = 64):
         self._loader = Loader(TokenDataset(tokens, seq_len), batch_size, workers=0)
-        self._model = Transformer(ModelConfig(vocab_size, 64, intermediate_size=128, num_layers=2, num_heads=2))
+        self._model = Transformer(ModelConfig(tokens.vocab_size, 64, intermediate_size=128, num_layers=2, num_heads=2))
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-3)
         self.load_s = 0.0
 
@@ -226,7 +295,7 @@ class Trainer:
     def run(self, batches: Iterator[Any]) -> tuple[Ledger, list[float], list[float]]:
         """(ledger, seconds waited for each batch, seconds of each whole step) of training on all `batches`."""
         waited, steps = [], []
-        with measure.ledger() as led, _one_thread():
+        with measure.ledger() as led, one_thread():
             while True:
                 began = time.monotonic()
                 batch = next(batches, None)
@@ -237,17 +306,6 @@ class Trainer:
                 steps.append(time.monotonic() - began)
 
 
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """A model this small gains nothing from a second thread, and loses much where cores are shared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def split(led: Ledger) -> dict[str, float]:
     """Mean seconds per step of each part: input (wherever it ran), forward, backward, optimizer."""
     parts: dict[str, list[float]] = {}
@@ -256,9 +314,9 @@ def split(led: Ledger) -> dict[str, float]:
     return {name: sum(seconds) / len(seconds) for name, seconds in parts.items()}
 
 
-def starve(trainer: Trainer, prefetch: Callable, total: int = 12, depth: int = 2) -> dict[str, Any]:
+def starve(prefetch: Callable, total: int = 12, depth: int = 2) -> dict[str, Any]:
     """The same training on demand and prefetched, with a loader that takes 1.6 times as long as a step computes."""
-    trainer.load_s = 0.0
+    trainer = Trainer(tokens_of("validation"))
     trainer.run(trainer.load(k) for k in range(4))  # warm up
     led, _, _ = trainer.run(trainer.load(k) for k in range(6))
     compute = sum(seconds for name, seconds in split(led).items() if name != "input")

@@ -109,9 +109,8 @@ class _Source:
         return k
 
 
-def judge_overlap(prefetch: Callable) -> list[Row]:
-    """Takes 12 batches: in order, `depth` made ahead during each step, never more than depth + 1."""
-    total, depth = 12, 3
+def judge_overlap(prefetch: Callable, depth: int = 3, total: int = 12) -> list[Row]:
+    """Takes `total` batches: in order, `depth` made ahead during each step, never more than depth + 1."""
     source = _Source(total, depth + 1)
     batches = iter(prefetch(source.make, total, depth))
     least_ready = depth

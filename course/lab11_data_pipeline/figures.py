@@ -12,7 +12,6 @@ from matplotlib.ticker import PercentFormatter
 from course.lab11_data_pipeline import experiments
 from course.lab11_data_pipeline import formulas as predict
 from course.lab11_data_pipeline.padding import length_batches
-from minillm.data import Tokenizer, corpus, tokenize
 from minillm.labkit.answers import answers_of
 from minillm.labkit.palette import PALETTE, SPANS, look
 from minillm.labkit.plots import lines, style, subplots
@@ -163,26 +162,18 @@ def ride_out(depth: int = 2, slow_ms: float = 100.0, every: int = 10) -> Figure:
 # The committed ones: measured anew by `python -m minillm figures`.
 
 
-def corpus_lengths() -> list[int]:
-    """Tokens of the corpus' training documents (those with two or more), in the committed vocabulary."""
-    found = tokenize(corpus(), Tokenizer.load(), "train").document_lengths()
-    return found[found >= 2].tolist()
-
-
 def _tokens() -> tuple[Figure, dict[str, Any]]:
-    numbers = experiments.tokens_by_vocabulary(experiments.vocabularies())
+    numbers = experiments.tokens_by_vocabulary()
     return draw_tokens(numbers), numbers
 
 
 def _padding() -> tuple[Figure, dict[str, Any]]:
-    lengths = corpus_lengths()
+    lengths = experiments.lengths()
     return draw_padding(lengths), experiments.padding(lengths) | {"documents": len(lengths)}
 
 
 def _starvation() -> tuple[Figure, dict[str, Any]]:
-    tokenizer = Tokenizer.load()
-    trainer = experiments.Trainer(tokenize(corpus(), tokenizer, "validation"), tokenizer.vocab_size)
-    found = experiments.starve(trainer, answers_of("11_data_pipeline").prefetch)
+    found = experiments.starve(answers_of("11_data_pipeline").prefetch)
     numbers = {name: {key: value for key, value in one.items() if key != "ledger"} for name, one in found.items()}
     return draw_starvation(found), numbers | {"load": "an emulated remote read"}
 

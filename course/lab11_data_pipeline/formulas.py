@@ -11,7 +11,6 @@ from minillm.predict.data import bits_per_byte, entropy
 __all__ = [
     "bits_per_byte",
     "entropy",
-    "nats_per_token",
     "packing_waste",
     "padding_waste",
     "perplexity",
@@ -20,11 +19,6 @@ __all__ = [
     "uniform_padding_waste",
     "waits",
 ]
-
-
-def nats_per_token(bits_per_byte: float, tokens: int, text_bytes: int) -> float:
-    """The inverse of `bits_per_byte`."""
-    return bits_per_byte * math.log(2) * text_bytes / tokens
 
 
 def perplexity(nats_per_token: float) -> float:

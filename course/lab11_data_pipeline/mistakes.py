@@ -2,15 +2,24 @@
 different."""
 
 import math
+from collections import Counter
 from itertools import pairwise
 
 import numpy as np
 
-from course.lab11_data_pipeline.checks import count_pairs
 from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import alternative, mistake
 
 right = answers_of("11_data_pipeline")
+
+
+def count_pairs(words):
+    """How often each adjacent pair occurs in words that occur so many times."""
+    counts = Counter()
+    for word, times in words.items():
+        for pair in pairwise(word):
+            counts[pair] += times
+    return counts
 
 
 def glue(word, pair):
@@ -31,27 +40,114 @@ def glue_all(words, pair):
 # BPE: one merge.
 
 
-@mistake("bpe-merge-step", "counts each different word once", expect="in 3 different words, which occur")
+@mistake(
+    "bpe-merge-step",
+    "counts each different word once",
+    says="You count each different word once: multiply by how often the word occurs.",
+)
 def counts_words_once(words, ids):
     counts = count_pairs(dict.fromkeys(words, 1))
     best = min(counts, key=lambda pair: (-counts[pair], ids[pair[0]], ids[pair[1]]))
     return best, glue_all(words, best)
 
 
-@mistake("bpe-merge-step", "merges the first pair instead of the most frequent", expect="first pair is not the most")
+@mistake(
+    "bpe-merge-step",
+    "merges the first pair instead of the most frequent",
+    says="That is the first pair of the text, whatever its count.",
+)
 def first_pair(words, ids):
     best = next(pair for word in words for pair in pairwise(word))
     return best, glue_all(words, best)
 
 
-@mistake("bpe-merge-step", "leaves ties to the order of the text", expect="equally frequent")
-def any_of_the_ties(words, ids):
-    counts = count_pairs(words)
-    best = max(counts, key=lambda pair: (counts[pair], ids[pair[0]], ids[pair[1]]))
+def with_ties_by(key):
+    """merge_step, with the tie rule `key(pair, ids)`: the smallest goes first."""
+
+    def merge_step(words, ids):
+        counts = count_pairs(words)
+        best = min(counts, key=lambda pair: (-counts[pair], key(pair, ids)))
+        return best, glue_all(words, best)
+
+    return merge_step
+
+
+TIES = {
+    "leaves ties to the order of the text": (
+        lambda pair, ids: 0,
+        "Of equally frequent pairs you take the one that the text has first: the smallest ids go first.",
+    ),
+    "the largest ids of a tie": (
+        lambda pair, ids: (-ids[pair[0]], -ids[pair[1]]),
+        "Of equally frequent pairs you take the one with the largest ids: max does that, where the rule asks for min.",
+    ),
+    "ties by the left id alone": (
+        lambda pair, ids: ids[pair[0]],
+        "Pairs with the same left token tie again: compare the id of the right token next.",
+    ),
+    "ties by the right id first": (
+        lambda pair, ids: (ids[pair[1]], ids[pair[0]]),
+        "Compare the id of the left token first, that of the right one second.",
+    ),
+    "ties by the bytes": (
+        lambda pair, ids: pair,
+        "You compare tokens as bytes. Among equals the smallest ids decide, and a long token has a large id.",
+    ),
+}
+for label, (key, says) in TIES.items():
+    mistake("bpe-merge-step", label, says=says)(with_ties_by(key))
+
+
+@mistake(
+    "bpe-merge-step",
+    "a pair counts once per word",
+    says="A pair that stands twice in a word counts twice: do not make a set of a word's pairs.",
+)
+def once_per_word(words, ids):
+    counts = Counter()
+    for word, times in words.items():
+        counts.update(dict.fromkeys(pairwise(word), times))
+    best = min(counts, key=lambda pair: (-counts[pair], ids[pair[0]], ids[pair[1]]))
     return best, glue_all(words, best)
 
 
-@mistake("bpe-merge-step", "glues overlapping occurrences", expect="bytes were lost or doubled")
+@mistake(
+    "bpe-merge-step",
+    "counts pairs that overlap once",
+    says="`b b b` holds the pair b, b twice: all neighbours count, although only one of the two can be merged.",
+)
+def without_overlaps(words, ids):
+    counts = Counter()
+    for word, times in words.items():
+        at = 0
+        while at < len(word) - 1:
+            counts[word[at : at + 2]] += times
+            at += 2 if word[at : at + 2] == word[at + 1 : at + 3] else 1
+    best = min(counts, key=lambda pair: (-counts[pair], ids[pair[0]], ids[pair[1]]))
+    return best, glue_all(words, best)
+
+
+@mistake(
+    "bpe-merge-step",
+    "merges from the right",
+    says="You merge from the right: of three equal tokens the first two belong together.",
+)
+def from_the_right(words, ids):
+    best, _ = right.merge_step(words, ids)
+
+    def backwards(word):
+        return tuple(
+            token[::-1] for token in glue([token[::-1] for token in word[::-1]], [t[::-1] for t in best[::-1]])
+        )[::-1]
+
+    return best, {backwards(word): times for word, times in words.items()}
+
+
+@mistake(
+    "bpe-merge-step",
+    "glues overlapping occurrences",
+    says="A token that was merged is used up: you merged it with its next neighbour as well.",
+)
 def overlapping(words, ids):
     best, _ = right.merge_step(words, ids)
 
@@ -64,7 +160,11 @@ def overlapping(words, ids):
     return best, {glued_word(word): times for word, times in words.items()}
 
 
-@mistake("bpe-merge-step", "glues the first occurrence in a word only", expect="every occurrence")
+@mistake(
+    "bpe-merge-step",
+    "glues the first occurrence in a word only",
+    says="Go on after the first merge: a word may hold the pair again.",
+)
 def first_occurrence(words, ids):
     best, _ = right.merge_step(words, ids)
 
@@ -77,7 +177,11 @@ def first_occurrence(words, ids):
     return best, {glued_word(word): times for word, times in words.items()}
 
 
-@mistake("bpe-merge-step", "replaces text, so the end of a longer token counts", expect="look like it")
+@mistake(
+    "bpe-merge-step",
+    "replaces text, so the end of a longer token counts",
+    says="You compare bytes, not tokens: a longer token that ends in the same bytes is not part of the pair.",
+)
 def replaces_text(words, ids):
     best, _ = right.merge_step(words, ids)
     merged = {}
@@ -115,7 +219,11 @@ def with_a_stack(words, ids):
 # BPE: encoding.
 
 
-@mistake("bpe-encode", "merges in the order of the text", expect="lowest rank")
+@mistake(
+    "bpe-encode",
+    "merges in the order of the text",
+    says="You merge the leftmost known pair first: the pair that was learnt first goes first, wherever it stands.",
+)
 def text_order(piece, ranks):
     word = tuple(bytes([byte]) for byte in piece)
     while known := [pair for pair in pairwise(word) if pair in ranks]:
@@ -123,7 +231,11 @@ def text_order(piece, ranks):
     return list(word)
 
 
-@mistake("bpe-encode", "takes the pair learnt last", expect="lowest rank")
+@mistake(
+    "bpe-encode",
+    "takes the pair learnt last",
+    says="You merge the pair that was learnt last: the lowest rank goes first.",
+)
 def highest_rank(piece, ranks):
     word = tuple(bytes([byte]) for byte in piece)
     while known := [pair for pair in pairwise(word) if pair in ranks]:
@@ -131,7 +243,11 @@ def highest_rank(piece, ranks):
     return list(word)
 
 
-@mistake("bpe-encode", "longest token first, as WordPiece does", expect="lowest rank")
+@mistake(
+    "bpe-encode",
+    "longest token first, as WordPiece does",
+    says="You take the longest known token from the left, as WordPiece does; byte pairs are merged by rank.",
+)
 def longest_first(piece, ranks):
     vocabulary, tokens, at = {b"".join(pair) for pair in ranks}, [], 0
     while at < len(piece):
@@ -141,7 +257,11 @@ def longest_first(piece, ranks):
     return tokens
 
 
-@mistake("bpe-encode", "stops after the first merge", expect="go on until none is left")
+@mistake(
+    "bpe-encode",
+    "stops after the first merge",
+    says="You stop after one merge: look for known pairs again, until none is left.",
+)
 def one_merge(piece, ranks):
     word = tuple(bytes([byte]) for byte in piece)
     if known := [pair for pair in pairwise(word) if pair in ranks]:
@@ -149,38 +269,102 @@ def one_merge(piece, ranks):
     return list(word)
 
 
-@alternative("bpe-encode", "one occurrence at a time")
-def one_at_a_time(piece, ranks):
+@mistake(
+    "bpe-encode",
+    "merges from the right",
+    says="Of three equal tokens the first two are merged, not the last two.",
+)
+def encode_from_the_right(piece, ranks):
     word = [piece[i : i + 1] for i in range(len(piece))]
-    while True:
-        candidates = [(ranks[pair], at) for at, pair in enumerate(pairwise(word)) if pair in ranks]
-        if not candidates:
-            return word
-        at = min(candidates)[1]
+    while known := [(ranks[pair], -at) for at, pair in enumerate(pairwise(word)) if pair in ranks]:
+        at = -min(known)[1]
         word[at : at + 2] = [word[at] + word[at + 1]]
+    return word
+
+
+@mistake(
+    "bpe-encode",
+    "uses only the pairs of the bytes",
+    says="You merge only pairs of single bytes: a merged token can be part of a further pair.",
+)
+def bytes_only(piece, ranks):
+    singles = [bytes([byte]) for byte in piece]
+    word = tuple(singles)
+    for pair in sorted(set(pairwise(singles)) & set(ranks), key=ranks.__getitem__):
+        word = glue(word, pair)
+    return list(word)
+
+
+@mistake("bpe-encode", "gives ranks instead of tokens", expect="each a bytes object")
+def as_numbers(piece, ranks):
+    return [ranks.get((token[:-1], token[-1:]), token[0]) for token in right.encode(piece, ranks)]
+
+
+@alternative("bpe-encode", "all occurrences of the lowest pair at a time")
+def all_at_once(piece, ranks):
+    word = tuple(bytes([byte]) for byte in piece)
+    while known := [pair for pair in pairwise(word) if pair in ranks]:
+        word = glue(word, min(known, key=ranks.__getitem__))
+    return word
+
+
+@alternative("bpe-encode", "one sweep per merge, in the order of the ranks")
+def one_sweep_each(piece, ranks):
+    word = tuple(bytes([byte]) for byte in piece)
+    for pair in sorted(ranks, key=ranks.get):
+        word = glue(word, pair)
+    return list(word)
 
 
 # Bits per byte.
 
 
-@mistake("bits-per-byte", "leaves nats as they are", expect="a bit is ln 2 nats")
+@mistake("bits-per-byte", "leaves nats as they are", says="These are nats per byte: divide by ln 2 to have bits.")
 def in_nats(nats_per_token, tokens, text_bytes):
     return nats_per_token * tokens / text_bytes
 
 
-@mistake("bits-per-byte", "bits per token", expect="bits per token")
+@mistake("bits-per-byte", "bits per token", says="These are bits per token; a token is several bytes.")
 def per_token(nats_per_token, tokens, text_bytes):
     return nats_per_token / math.log(2)
 
 
-@mistake("bits-per-byte", "bytes per token upside down", expect="upside down")
+@mistake(
+    "bits-per-byte",
+    "bytes per token upside down",
+    says="Tokens and bytes are swapped: the more bytes a token has, the fewer bits each of them costs.",
+)
 def upside_down(nats_per_token, tokens, text_bytes):
     return nats_per_token / math.log(2) * text_bytes / tokens
 
 
-@mistake("bits-per-byte", "multiplies by ln 2", expect="so divide")
+@mistake("bits-per-byte", "multiplies by ln 2", says="You multiplied by ln 2: a nat is 1.44 bits, so divide.")
 def times_ln2(nats_per_token, tokens, text_bytes):
     return nats_per_token * math.log(2) * tokens / text_bytes
+
+
+@mistake("bits-per-byte", "the perplexity", says="That is the perplexity, exp(nats per token).")
+def as_perplexity(nats_per_token, tokens, text_bytes):
+    return math.exp(nats_per_token)
+
+
+@mistake("bits-per-byte", "log10", says="You divided by ln 10, which gives decimal digits and not bits.")
+def in_digits(nats_per_token, tokens, text_bytes):
+    return nats_per_token / math.log(10) * tokens / text_bytes
+
+
+@mistake(
+    "bits-per-byte",
+    "divided by 8 as well",
+    says="Divided by 8: the bytes are those of the text, and are not converted to bits.",
+)
+def per_bit(nats_per_token, tokens, text_bytes):
+    return nats_per_token / math.log(2) * tokens / (8 * text_bytes)
+
+
+@mistake("bits-per-byte", "of the whole text", says="These are the bits of the whole text: divide by its bytes.")
+def in_total(nats_per_token, tokens, text_bytes):
+    return nats_per_token / math.log(2) * tokens
 
 
 @alternative("bits-per-byte", "through the perplexity")

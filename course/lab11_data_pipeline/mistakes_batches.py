@@ -5,6 +5,7 @@ import queue
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, count, islice
 
 import numpy as np
 import torch
@@ -17,37 +18,91 @@ right = answers_of("11_data_pipeline")
 # Packing.
 
 
-@mistake("pack-windows", "a window at every token", expect="overlap by one token only")
+@mistake(
+    "pack-windows",
+    "a window at every token",
+    says="You begin a window at every token, so most tokens are a target many times. Begin one every seq_len tokens.",
+)
 def stride_one(tokens, seq_len):
     cut = tokens.unfold(0, seq_len + 1, 1)
     return cut[:, :-1], cut[:, 1:]
 
 
-@mistake("pack-windows", "targets not shifted", expect="targets equal inputs")
+@mistake(
+    "pack-windows",
+    "targets not shifted",
+    says="Targets equal inputs: a target is the token after its input.",
+)
 def not_shifted(tokens, seq_len):
     n = (len(tokens) - 1) // seq_len
     inputs = tokens[: n * seq_len].view(n, seq_len)
     return inputs, inputs.clone()
 
 
-@mistake("pack-windows", "windows without overlap: the first token of each is no target", expect="is never a target")
+@mistake(
+    "pack-windows",
+    "windows without overlap: the first token of each is no target",
+    says="You cut the text into pieces of seq_len + 1 tokens, so the first token of each piece is never a target.",
+)
 def no_overlap(tokens, seq_len):
     n = len(tokens) // (seq_len + 1)
     cut = tokens[: n * (seq_len + 1)].view(n, seq_len + 1)
     return cut[:, :-1], cut[:, 1:]
 
 
-@mistake("pack-windows", "the last window lost", expect="last window is missing")
+@mistake("pack-windows", "the last window lost", says="The last window is missing, although its tokens are all there.")
 def last_lost(tokens, seq_len):
     n = (len(tokens) - 1) // seq_len - 1
     return tokens[: n * seq_len].view(n, seq_len), tokens[1 : n * seq_len + 1].view(n, seq_len)
 
 
-@mistake("pack-windows", "pads the tail", expect="packing needs no padding")
+@mistake(
+    "pack-windows",
+    "pads the tail",
+    says="You padded the tail to another window: leave it out, packing needs no padding.",
+)
 def padded_tail(tokens, seq_len):
     n = -(-(len(tokens) - 1) // seq_len)
     padded = torch.cat([tokens, tokens.new_zeros(n * seq_len + 1 - len(tokens))])
     return padded[:-1].view(n, seq_len), padded[1:].view(n, seq_len)
+
+
+@mistake(
+    "pack-windows",
+    "targets rolled round the end",
+    says="Your targets wrap around: torch.roll brings the first token back as the last target, and counts T // seq_len "
+    "windows where (T - 1) // seq_len have all their targets.",
+)
+def rolled(tokens, seq_len):
+    n = len(tokens) // seq_len
+    return tokens[: n * seq_len].view(n, seq_len), torch.roll(tokens, -1)[: n * seq_len].view(n, seq_len)
+
+
+@mistake(
+    "pack-windows",
+    "targets shifted inside each window",
+    says="You shifted inside each window: its last target is the next window's first token, not its own first one.",
+)
+def shifted_inside(tokens, seq_len):
+    n = (len(tokens) - 1) // seq_len
+    inputs = tokens[: n * seq_len].view(n, seq_len)
+    return inputs, torch.roll(inputs, -1, 1)
+
+
+@mistake(
+    "pack-windows",
+    "targets are the tokens before",
+    says="Inputs and targets are swapped: the target is the later of the two tokens.",
+)
+def swapped(tokens, seq_len):
+    return right.windows(tokens, seq_len)[::-1]
+
+
+@alternative("pack-windows", "a list of slices, stacked")
+def stacked(tokens, seq_len):
+    starts = range(0, len(tokens) - seq_len, seq_len)
+    inputs, targets = zip(*((tokens[s : s + seq_len], tokens[s + 1 : s + seq_len + 1]) for s in starts), strict=True)
+    return torch.stack(inputs), torch.stack(targets)
 
 
 @alternative("pack-windows", "unfold with one token of overlap")
@@ -94,6 +149,29 @@ def pads_the_epoch(position, order, num_samples, batch_size, rank, world_size):
 def short_batch(position, order, num_samples, batch_size, rank, world_size):
     epoch, offset = divmod(position, num_samples)
     return [int(sample) for sample in order(epoch)[offset + rank :: world_size][:batch_size]]
+
+
+@mistake("deal-samples", "the epoch of the first place for all", expect="ask order.epoch. for each")
+def epoch_of_the_start(position, order, num_samples, batch_size, rank, world_size):
+    mine = order(position // num_samples)
+    return [int(mine[(position + rank + world_size * i) % num_samples]) for i in range(batch_size)]
+
+
+@mistake("deal-samples", "no shuffle at all", expect="is not due")
+def unshuffled(position, order, num_samples, batch_size, rank, world_size):
+    return [(position + rank + world_size * i) % num_samples for i in range(batch_size)]
+
+
+@mistake("deal-samples", "takes the position for this rank's own", expect="is not due")
+def position_per_rank(position, order, num_samples, batch_size, rank, world_size):
+    places = [rank + world_size * (position + i) for i in range(batch_size)]
+    return [int(order(place // num_samples)[place % num_samples]) for place in places]
+
+
+@alternative("deal-samples", "a generator over the whole stream")
+def from_the_stream(position, order, num_samples, batch_size, rank, world_size):
+    stream = chain.from_iterable(order(epoch) for epoch in count())
+    return np.array(list(islice(stream, position + rank, position + world_size * batch_size, world_size)))
 
 
 @alternative("deal-samples", "each rank a block of neighbours")
@@ -173,6 +251,55 @@ def error_is_the_end(make, total, depth):
 def falsy_end(make, total, depth):
     batches = right.prefetch(make, total, depth)
     while item := next(batches, None):
+        yield item
+
+
+@mistake("prefetch", "makes everything first", expect="without a bound a fast loader fills the memory")
+def everything_first(make, total, depth):
+    yield from [make(k) for k in range(total)]
+
+
+@mistake("prefetch", "one batch too few in the queue, which at depth 1 is no bound", expect="without a bound")
+def one_less(make, total, depth):
+    return right.prefetch(make, total, depth - 1)
+
+
+@mistake("prefetch", "one batch ahead, whatever the depth", expect="does not overlap|were made while")
+def one_ahead(make, total, depth):
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(make, 0)
+        for k in range(total):
+            item = future.result()
+            if k + 1 < total:
+                future = pool.submit(make, k + 1)
+            yield item
+
+
+@alternative("prefetch", "a list and a condition instead of a queue")
+def with_condition(make, total, depth):
+    ready, changed = deque(), threading.Condition()
+
+    def produce():
+        for k in range(total):
+            try:
+                item = (make(k), None)
+            except Exception as error:
+                item = (None, error)
+            with changed:
+                changed.wait_for(lambda: len(ready) < depth)
+                ready.append(item)
+                changed.notify_all()
+            if item[1]:
+                return
+
+    threading.Thread(target=produce, daemon=True).start()
+    for _ in range(total):
+        with changed:
+            changed.wait_for(lambda: ready)
+            item, error = ready.popleft()
+            changed.notify_all()
+        if error:
+            raise RuntimeError("a batch could not be made") from error
         yield item
 
 

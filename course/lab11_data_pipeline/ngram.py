@@ -15,9 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minillm.data import Tokens
-from minillm.predict.data import bits_per_byte
-
 
 class _Order(NamedTuple):
     """Sorted n-grams with their counts, and sorted contexts with the sum and the number of these counts."""
@@ -70,14 +67,6 @@ class KneserNey:
     def _table(self, grams: np.ndarray, counts: np.ndarray) -> _Order:
         contexts, starts, kinds = np.unique(grams // self.vocab_size, return_index=True, return_counts=True)
         return _Order(grams, counts, contexts, np.add.reduceat(counts, starts), kinds)
-
-
-def ngram_bits_per_byte(train: Tokens, validation: Tokens, order: int) -> float:
-    """Bits per byte of the validation text under an n-gram learnt on `train` (separators are predicted, not counted
-    as text). The number a trained model of the same tokenizer has to beat."""
-    model = KneserNey(np.asarray(train.array), train.vocab_size, order)
-    nats = model.nats_per_token(np.asarray(validation.array))
-    return bits_per_byte(nats, len(validation), validation.text_bytes)
 
 
 def _grams(tokens: np.ndarray, vocab_size: int, order: int) -> np.ndarray:

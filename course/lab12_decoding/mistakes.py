@@ -24,7 +24,11 @@ def causal(start, end):
 # Attention with a cache.
 
 
-@mistake("cached-attention", "appends after attention", expect="before the scores are computed, not after")
+@mistake(
+    "cached-attention",
+    "appends after attention",
+    says="The new tokens do not see themselves: write them into the cache first, then attend.",
+)
 def appends_after(q, k, v, keys, values, start):
     end = start + k.shape[1]
     y = attention(q, keys[:, :start], values[:, :start])
@@ -32,7 +36,7 @@ def appends_after(q, k, v, keys, values, start):
     return y
 
 
-@mistake("cached-attention", "reads the new places before they are written", expect="before the scores are computed")
+@mistake("cached-attention", "reads the new places before they are written", expect="write k and v before you compute")
 def reads_before_writing(q, k, v, keys, values, start):
     end = start + k.shape[1]
     y = attention(q, keys[:, :end], values[:, :end], causal(start, end))
@@ -46,19 +50,27 @@ def written(q, k, v, keys, values, start):
     return keys[:, :end], values[:, :end], end
 
 
-@mistake("cached-attention", "mask without position offset", expect="the mask has no offset")
+@mistake(
+    "cached-attention",
+    "mask without position offset",
+    says="The mask has no offset: query i stands behind the `start` kept tokens and must see those, too.",
+)
 def no_offset(q, k, v, keys, values, start):
     seen_k, seen_v, end = written(q, k, v, keys, values, start)
     return attention(q, seen_k, seen_v, torch.arange(end) <= torch.arange(q.shape[1])[:, None])
 
 
-@mistake("cached-attention", "torch's is_causal, aligned to the first key", expect="the mask has no offset")
+@mistake("cached-attention", "torch's is_causal, aligned to the first key", expect="off by up to")
 def is_causal(q, k, v, keys, values, start):
     seen = written(q, k, v, keys, values, start)[:2]
     return F.scaled_dot_product_attention(q[None], *(x[None] for x in seen), is_causal=True, enable_gqa=True)[0]
 
 
-@mistake("cached-attention", "no mask: works for one token at a time", expect="see those after them")
+@mistake(
+    "cached-attention",
+    "no mask: works for one token at a time",
+    says="New tokens see those after them: several may come at once, so a mask is needed.",
+)
 def no_mask(q, k, v, keys, values, start):
     return attention(q, *written(q, k, v, keys, values, start)[:2])
 
@@ -77,24 +89,71 @@ def grows_a_copy(q, k, v, keys, values, start):
     return attention(q, keys, values, causal(start, keys.shape[1]))
 
 
-@mistake("cached-attention", "wrong kv heads", expect="repeat_interleave and not repeat")
+@mistake(
+    "cached-attention",
+    "wrong kv heads",
+    says="Query heads read the wrong kv heads: neighbours share one (head j reads j // group), which is "
+    "repeat_interleave and not repeat.",
+)
 def wrong_heads(q, k, v, keys, values, start):
     seen_k, seen_v, end = written(q, k, v, keys, values, start)
     group = q.shape[0] // k.shape[0]
     return attention(q, seen_k.repeat(group, 1, 1), seen_v.repeat(group, 1, 1), causal(start, end))
 
 
-@mistake("cached-attention", "not scaled", expect="not divided by")
+@mistake("cached-attention", "not scaled", says="The scores are not divided by √d.")
 def not_scaled(q, k, v, keys, values, start):
     seen_k, seen_v, end = written(q, k, v, keys, values, start)
     return attention(q, seen_k, seen_v, causal(start, end), scale=1.0)
 
 
-@mistake("cached-attention", "all places, masked", expect="slice the cache to what is filled")
+@mistake("cached-attention", "all places, masked", expect="slice the cache to the filled places")
 def whole_room(q, k, v, keys, values, start):
     end = written(q, k, v, keys, values, start)[2]
     visible = torch.arange(keys.shape[1]) <= torch.arange(start, end)[:, None]
     return attention(q, keys, values, visible)
+
+
+@mistake(
+    "cached-attention",
+    "masked scores are zero",
+    says="A score of 0 still gets weight, because exp(0) = 1. Masked scores must be -inf before the softmax.",
+)
+def zero_scores(q, k, v, keys, values, start):
+    seen_k, seen_v, end = written(q, k, v, keys, values, start)
+    group = q.shape[0] // k.shape[0]
+    scores = q @ seen_k.repeat_interleave(group, 0).mT * q.shape[-1] ** -0.5
+    return (scores * causal(start, end)).softmax(-1) @ seen_v.repeat_interleave(group, 0)
+
+
+@mistake("cached-attention", "all keys masked, values sliced", expect="slice both keys and values")
+def all_keys(q, k, v, keys, values, start):
+    _, seen_v, end = written(q, k, v, keys, values, start)
+    group = q.shape[0] // k.shape[0]
+    scores = q @ keys.repeat_interleave(group, 0).mT * q.shape[-1] ** -0.5
+    visible = torch.arange(keys.shape[1]) <= torch.arange(start, end)[:, None]
+    shares = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    return shares[:, :, :end] @ seen_v.repeat_interleave(group, 0)
+
+
+@alternative("cached-attention", "joins kept and new, writes by indices afterwards")
+def joins(q, k, v, keys, values, start):
+    seen = (torch.cat([old[:, :start], new], dim=1) for old, new in ((keys, k), (values, v)))
+    end = start + k.shape[1]
+    y = attention(q, *seen, causal(start, end))
+    keys[:, torch.arange(start, end)] = k
+    values.index_copy_(1, torch.arange(start, end), v)
+    return y
+
+
+@alternative("cached-attention", "one query head after the other")
+def head_by_head(q, k, v, keys, values, start):
+    seen_k, seen_v, end = written(q, k, v, keys, values, start)
+    group, heads = q.shape[0] // k.shape[0], []
+    for head in range(q.shape[0]):
+        scores = q[head] @ seen_k[head // group].T / q.shape[-1] ** 0.5
+        heads.append(scores.masked_fill(~causal(start, end), float("-inf")).softmax(-1) @ seen_v[head // group])
+    return torch.stack(heads)
 
 
 @alternative("cached-attention", "torch's fused kernel with the right mask")
@@ -133,14 +192,14 @@ def loop(positions=lambda start, n: torch.arange(start, start + n), again=0, ext
     return generate
 
 
-mistake("decode-loop", "the new token one place too far", expect="stands at position")(
+mistake("decode-loop", "the new token one place too far", expect="at position")(
     loop(lambda start, n: torch.arange(start, start + n) + (start > 0))
 )
-mistake("decode-loop", "every new token at position 0", expect="at position 0; counted from 0 it")(
+mistake("decode-loop", "every new token at position 0", expect="at position 0 that stands")(
     loop(lambda start, n: torch.arange(n))
 )
 mistake("decode-loop", "the prompt's last token twice", expect="not put in again|put through the model")(loop(again=1))
-mistake("decode-loop", "one pass for the token nobody asks for", expect="one pass too many")(loop(extra=1))
+mistake("decode-loop", "one pass more than asked for", expect="one pass too many")(loop(extra=1))
 mistake("decode-loop", "forgets to hand the cache on", expect="without attention=cache")(loop(cached=False))
 
 
@@ -165,6 +224,26 @@ def token_by_token(model, prompt, count, cache):
 @mistake("decode-loop", "the prompt and the answer", expect="leave the prompt out")
 def with_the_prompt(model, prompt, count, cache):
     return prompt + ANSWERS.generate(model, prompt, count, cache)
+
+
+@mistake("decode-loop", "the logits of the prompt's first token", expect="of the last token in the pass")
+def first_logits(model, prompt, count, cache):
+    logits = model(torch.tensor([prompt]), torch.arange(len(prompt)), attention=cache)
+    answer = [int(logits[0, 0].argmax())]
+    while len(answer) < count:
+        place = torch.tensor([len(prompt) + len(answer) - 1])
+        answer.append(int(model(torch.tensor([answer[-1:]]), place, attention=cache)[0, 0].argmax()))
+    return answer
+
+
+@mistake("decode-loop", "samples", expect="Take the likeliest token")
+def samples(model, prompt, count, cache):
+    answer, tokens, start = [], prompt, 0
+    for _ in range(count):
+        logits = model(torch.tensor([tokens]), torch.arange(start, start + len(tokens)), attention=cache)
+        answer.append(int(torch.multinomial(logits[0, -1].softmax(-1), 1)))
+        start, tokens = start + len(tokens), answer[-1:]
+    return answer
 
 
 @alternative("decode-loop", "yields, and asks for the last row of logits only")

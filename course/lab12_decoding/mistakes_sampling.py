@@ -17,40 +17,71 @@ def back(probabilities, order, kept):
 
 
 @mistake(
-    "nucleus", "without the token that reaches top_p", expect="the token with which the sum reaches|nothing is kept"
+    "nucleus",
+    "without the token that reaches top_p",
+    says="You stop one token early: the one that lifts the sum to top_p stays, so the likeliest always does.",
 )
 def without_the_last(probabilities, top_p):
     values, order = ordered(probabilities)
     return back(probabilities, order, values.cumsum(-1) < top_p)
 
 
-@mistake("nucleus", "and one more", expect="sum to .* already")
+@mistake(
+    "nucleus",
+    "and one more",
+    says="One token too many where the sum is exactly top_p: compare the sum before a token with <, not with <=.",
+)
 def and_one_more(probabilities, top_p):
     values, order = ordered(probabilities)
     return back(probabilities, order, values.cumsum(-1) - values <= top_p)
 
 
-@mistake("nucleus", "tokens more likely than 1 - top_p", expect="nothing is kept|already|reaches top_p")
+@mistake(
+    "nucleus",
+    "tokens more likely than 1 - top_p",
+    says="A threshold on single probabilities is another rule. Add up, from the likeliest token on.",
+)
 def threshold(probabilities, top_p):
     return probabilities > 1 - top_p
 
 
-@mistake("nucleus", "not sorted", expect="sorted|already|reaches top_p")
+@mistake("nucleus", "not sorted", says="You add up in the order of the vocabulary: sort first.")
 def not_sorted(probabilities, top_p):
     return probabilities.cumsum(-1) - probabilities < top_p
 
 
-@mistake("nucleus", "every token as likely as the last one", expect="sum to .* already")
+@mistake(
+    "nucleus",
+    "every token as likely as the last one",
+    says="Comparing with the last probability keeps all its equals: of equally likely tokens only as many stay as are "
+    "needed.",
+)
 def as_likely(probabilities, top_p):
     values, _ = ordered(probabilities)
     last = int((values.cumsum(-1) - values < top_p).sum()) - 1
     return probabilities >= values[last]
 
 
-@mistake("nucleus", "places in the sorted order", expect="back to the vocabulary's order")
+@mistake(
+    "nucleus",
+    "places in the sorted order",
+    says="The number is right, but these are places in the sorted order: bring them back to the vocabulary's order.",
+)
 def sorted_places(probabilities, top_p):
     values, _ = ordered(probabilities)
     return values.cumsum(-1) - values < top_p
+
+
+@mistake("nucleus", "ascending order", says="You add up from the unlikeliest token on: sort in descending order.")
+def ascending(probabilities, top_p):
+    values, order = probabilities.sort()
+    return back(probabilities, order, values.cumsum(-1) - values < top_p)
+
+
+@mistake("nucleus", "a share of the tokens", says="top_p is a sum of probabilities, not a share of the vocabulary.")
+def share_of_tokens(probabilities, top_p):
+    count = max(1, round(top_p * len(probabilities)))
+    return back(probabilities, ordered(probabilities)[1], torch.arange(len(probabilities)) < count)
 
 
 @alternative("nucleus", "takes one after the other")
@@ -80,19 +111,33 @@ def steps(scale=lambda logits, t: logits / t, k=lambda k: k, early=False, normal
     return distribution
 
 
-mistake("sampling-distribution", "multiplies by the temperature", expect="divided by the temperature, not multiplied")(
-    steps(scale=lambda logits, t: logits * t)
+mistake(
+    "sampling-distribution", "multiplies by the temperature", says="Divide the logits by the temperature; you multiply."
+)(steps(scale=lambda logits, t: logits * t))
+mistake(
+    "sampling-distribution",
+    "temperature forgotten",
+    says="The temperature has no effect: divide the logits by it, before the softmax.",
+)(steps(scale=lambda logits, t: logits))
+mistake(
+    "sampling-distribution",
+    "nucleus before temperature",
+    says="The nucleus is cut from the distribution at temperature 1: the temperature comes first.",
+)(steps(early=True))
+mistake("sampling-distribution", "not divided by its sum", says="What stays has to be divided by its sum.")(
+    steps(normalise=False)
 )
-mistake("sampling-distribution", "temperature forgotten", expect="the temperature has no effect")(
-    steps(scale=lambda logits, t: logits)
+mistake("sampling-distribution", "k + 1 tokens", says="One token too many: top_k keeps k.")(steps(k=lambda k: k + 1))
+mistake("sampling-distribution", "top_p forgotten", says="top_p has no effect in your function.")(
+    steps(top_p=lambda p: 1.0)
 )
-mistake("sampling-distribution", "nucleus before temperature", expect="temperature comes first")(steps(early=True))
-mistake("sampling-distribution", "not divided by its sum", expect="divided by its sum")(steps(normalise=False))
-mistake("sampling-distribution", "k + 1 tokens", expect="one token too many")(steps(k=lambda k: k + 1))
-mistake("sampling-distribution", "top_p forgotten", expect="top_p has no effect")(steps(top_p=lambda p: 1.0))
 
 
-@mistake("sampling-distribution", "divides by a temperature of zero", expect="Temperature 0 is no division")
+@mistake(
+    "sampling-distribution",
+    "divides by a temperature of zero",
+    says="Temperature 0 cannot divide: give the likeliest token a probability of 1.",
+)
 def divides_by_zero(logits, temperature, top_k, top_p):
     scores = logits / temperature
     if top_k is not None:
@@ -116,7 +161,7 @@ def by_logits(logits, temperature, top_k, top_p):
 @mistake(
     "sampling-distribution",
     "the nucleus of all tokens, then the k likeliest",
-    expect="cut to the k likeliest first",
+    says="Keep the k likeliest first and renormalize; the nucleus is one of what these leave.",
 )
 def nucleus_of_all(logits, temperature, top_k, top_p):
     if temperature == 0 or top_k is None:
@@ -125,3 +170,20 @@ def nucleus_of_all(logits, temperature, top_k, top_p):
     kept = ANSWERS.nucleus(probabilities, top_p) & (logits >= logits.topk(top_k).values[-1])
     kept = kept.double() * probabilities
     return kept / kept.sum()
+
+
+@mistake(
+    "sampling-distribution",
+    "excluded logits are zero",
+    says="A logit of 0 still has a probability. Excluded logits must be -inf before the softmax.",
+)
+def zero_logits(logits, temperature, top_k, top_p):
+    if temperature == 0 or top_k is None:
+        return ANSWERS.distribution(logits, temperature, top_k, top_p)
+    logits = logits / temperature
+    return ANSWERS.distribution(logits.masked_fill(logits < logits.topk(top_k).values[-1], 0.0), 1.0, None, top_p)
+
+
+@alternative("sampling-distribution", "in float32")
+def in_float32(logits, temperature, top_k, top_p):
+    return ANSWERS.distribution(logits.float(), temperature, top_k, top_p)

@@ -338,9 +338,9 @@ show(pictures.passes_under_a_roof)
 
 # %% [markdown]
 # The roof is an upper bound, and this core stays below it: with few rows torch's products use less than half of the
-# bandwidth. The claim of this lab is about *ratios*, and those can be judged: a decode step takes about as long for 4
-# sequences as for one, because both read the same weights, while a prompt four times as long takes several times as
-# long.
+# bandwidth. The claim of this lab is about *ratios*, and those can be judged: a decode step for 4 sequences
+# takes clearly less than four steps for one, because it reads the weights once, while a prompt four times as long takes
+# several times as long. On a GPU, whose arithmetic is far ahead of its memory, the 4 take hardly longer than one.
 
 # %%
 receipts.thesis(points)
@@ -362,9 +362,9 @@ receipts.by_batch(points)
 show(pictures.one_against_many)
 
 # %% [markdown]
-# Up to a batch of about 16 the weights are read once for everybody, and a step takes hardly longer. Beyond the ridge
-# each further sequence costs its share of arithmetic. The measured bend is softer than the roof's, because products of
-# few rows reach neither of its lines.
+# Up to a batch of about 16 the weights are read once for all sequences, and a step takes hardly longer. Beyond the
+# ridge each further sequence costs its share of arithmetic. The measured bend is softer than the roof's, because
+# products of few rows reach neither of its lines.
 #
 # Does prefill gain from batching, too? Predict, then look:
 
@@ -372,8 +372,8 @@ show(pictures.one_against_many)
 receipts.prefill_together()
 
 # %% [markdown]
-# One prompt nearly saturates the core. Four together get few more tokens per second, and each waits three to four times
-# as long for its first token. It is decode that benefits from large batches.
+# One prompt already comes close to what the core can do. Four together get somewhat more tokens per second, but each
+# waits about three times as long for its first token. It is decode that benefits from large batches.
 #
 # ### And the caches
 #
@@ -464,7 +464,7 @@ receipts.diagnosis(diagnosis)
 # pieces of 7 tokens, as if they shared a token budget with other requests:
 
 # %%
-receipts.other_passes()
+receipts.other_passes(8)
 
 # %% [markdown]
 # Products of another shape add in another order, and each precision rounds on its own scale. In bfloat16, logits

@@ -5,8 +5,9 @@
     traffic.read["weights"], traffic.read["cache"], traffic.written["cache"]      # bytes
 
 A view moves nothing. An operation that takes a watched tensor, or a view of one, reads the view's distinct elements
-once; one that writes into it in place writes as many. An embedding reads the rows it looks up. Nothing is timed: these
-are the bytes that have to come from memory when the tensors do not fit a cache.
+once; one that writes into it in place writes as many. A look-up by indices reads, and a write by indices writes, only
+the rows that it names. Nothing is timed: these are the bytes that have to come from memory when the tensors do not fit
+a cache.
 """
 
 import math
@@ -19,7 +20,9 @@ from torch import Tensor
 
 from minillm.measure.watch import Watch
 
-_LOOKUPS = (torch.ops.aten.embedding.default, torch.ops.aten.index_select.default)
+_ATEN = torch.ops.aten
+_LOOKUPS = (_ATEN.embedding.default, _ATEN.index_select.default, _ATEN.index.Tensor)  # read as much as they give
+_PLACED = {_ATEN.index_put_.default: 2, _ATEN.index_copy_.default: 3}  # write as much as this argument holds
 
 
 class Traffic(Watch):
@@ -37,6 +40,9 @@ class Traffic(Watch):
         if not any(a.alias_info and not a.alias_info.is_write for a in given):  # not a view
             if func in _LOOKUPS and (name := self._name(args[0])):
                 self.read[name] += result.numel() * result.element_size()
+                return result
+            if func in _PLACED and (name := self._name(args[0])):
+                self.written[name] += args[_PLACED[func]].numel() * args[0].element_size()
                 return result
             named = {a.name: value for a, value in zip(given, args, strict=False)} | kwargs
             for argument in given:

@@ -1,4 +1,4 @@
-"""Pictures of blocks: who holds which, and where the tokens of a sequence lie in memory."""
+"""Pictures of blocks: which sequence holds which, and where the tokens of a sequence lie in memory."""
 
 from collections.abc import Mapping, Sequence
 
@@ -21,9 +21,9 @@ def draw_blocks(
     names: Sequence[str],
     before: Mapping[int, str] | None = None,
 ) -> None:
-    """A pool: each block in the colour of the one who holds it, with its logical place; yellow and how many if several.
+    """A pool: each block in the colour of its holder, with its logical place; yellow and how many if there are several.
 
-    names: the holders, in the order of their colours. before: block -> who held it last, drawn pale if nobody does now.
+    names: the holders, in the order of their colours. before: block -> its last holder, drawn pale if it has none now.
     """
     for block in range(blocks):
         row, column = divmod(block, columns)
@@ -44,7 +44,7 @@ def draw_blocks(
     axes.axis("off")
 
 
-def key(figure: Figure, names: Sequence[str], free: str = "held by nobody") -> None:
+def key(figure: Figure, names: Sequence[str], free: str = "held by none") -> None:
     """The legend under a figure of `draw_blocks`."""
     patches = [
         Rectangle((0, 0), 1, 1, facecolor=look(i).color, hatch=look(i).hatch, edgecolor=CARD, label=name)

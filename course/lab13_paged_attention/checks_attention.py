@@ -97,7 +97,10 @@ def _judge(found, case, spread: float) -> float:
 def _say_not_finite(context: int, spread: float, table: list[int]) -> str:
     where = f"{context} keys in blocks {table[:6]}{' ...' if len(table) > 6 else ''}: the result is not finite. "
     if spread > 1:
-        return where + "exp of a large score overflows: subtract the largest score first"
+        return where + (
+            "exp of a large score overflows: subtract the largest score so far. Each query head needs a maximum of its "
+            "own, or under another head's all of its weights vanish"
+        )
     if context % SIZE:
         return where + (
             f"The last block holds {context % SIZE} keys; the slots behind them, and all other blocks, are NaN here: "

@@ -91,6 +91,8 @@ def _pairs(size: int):
     yield (a + a, {}), (a + b, {}), 1, "only the first blocks are equal"
     other = [t ^ 0x100 for t in a]
     yield (a, {}), (other, {}), 0, f"token {a[0]} is not token {other[0]}, though their last byte is: hash whole ids"
+    ordered = sorted(set(a)) if len(set(a)) == size else list(range(size))
+    yield (ordered, {}), (ordered[::-1], {}), 0, "the order of the tokens in a block counts"
     other = [t + (1 << 16) for t in a]
     yield (a, {}), (other, {}), 0, f"token {a[0]} is not token {other[0]}: hash whole ids, not their last two bytes"
     digits = [1, 23, 4, 56], [12, 3, 45, 6]
@@ -98,7 +100,7 @@ def _pairs(size: int):
     yield (a + b, {"adapter": "x"}), (a + b, {}), 0, "an adapter changes the weights, so the keys and values"
     yield (a + b, {"adapter": "x"}), (a + b, {"adapter": "y"}), 0, "another adapter, other keys and values"
     yield (a + b, {"salt": "x"}), (a + b, {"salt": "y"}), 0, "tenants with different salts must not share"
-    yield (a + b, {"salt": "x"}), (a + b, {}), 0, "a tenant with a salt shares with nobody who has none"
+    yield (a + b, {"salt": "x"}), (a + b, {}), 0, "a tenant with a salt shares with none that has no salt"
     yield (
         (a + b, {"adapter": "x"}),
         (a + b, {"salt": "x"}),
@@ -116,6 +118,7 @@ def _pairs(size: int):
             f"{name}='None' is a name that a customer may choose, and must not be the same as no {name}: hash its repr"
         )
         yield (a, {name: "None"}), (a, {}), 0, why
+        yield (a, {name: ""}), (a, {}), 0, f"{name}='' is a name, too, and another one than no {name}"
 
 
 def _bits(keys: Any) -> int:
@@ -166,7 +169,7 @@ def check_find_prefix(learner: Callable) -> Receipt:
     size = random.choice((3, 4))
     draw = lambda: tuple(random.randrange(32_000) for _ in range(size))  # noqa: E731
     a, b, c, x = (draw() for _ in range(4))
-    ids = random.sample(range(50), 8)
+    ids = [0, *random.sample(range(1, 50), 7)]  # block 0 is a block like any other
     chain = {"a": Entry(ids[0], a, None), "ab": Entry(ids[1], b, ids[0]), "abc": Entry(ids[2], c, ids[1])}
     tail, cases = [1, 2], 0
     for tokens, keys, cache, right, why in (
@@ -193,6 +196,13 @@ def check_find_prefix(learner: Callable) -> Receipt:
             {"x": Entry(ids[3], x, None), "ab": chain["ab"]},
             [ids[3]],
             "the second entry holds your tokens after another beginning: compare its parent with the block before",
+        ),
+        (
+            [*b, *tail],
+            ["ab"],  # the entry's tokens are those of your first block, but it comes second in its own sequence
+            chain,
+            [],
+            "the entry is no first block: its parent is a block, and yours has none",
         ),
         ([*a, *b], ["a", "ab"], chain, ids[:1], "the whole prompt is cached, but its last token's logits are wanted"),
         ([*a], ["a"], chain, [], "the whole prompt is cached, but its last token's logits are wanted"),

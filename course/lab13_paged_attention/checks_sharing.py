@@ -20,7 +20,7 @@ ANSWERS = answers_of("13_paged_attention")
     minutes=10,
     difficulty=3,
     hints=(
-        "Who else would see it if you wrote into this block? Where does the table say where to write?",
+        "Which tables would see it if you wrote into this block? Where does the table say where to write?",
         "If the table ends before the position's block: allocate and append. If the block has other holders: allocate "
         "one, copy the contents, give back your share of the old one, put the new one into your table. Else nothing.",
         "index = position // block_size; if index == len(table): append(allocate()); elif references of table[index] "
@@ -61,7 +61,11 @@ def _fork_and_write(
         for sample, table in enumerate(tables):
             learner(table, position, pool, contents.copy, size)
             if len(table) != position // size + 1:
-                raise CheckFailed(f"{case}: for position {position} the table is {table}: it needs a block there")
+                raise CheckFailed(
+                    f"{case}: for position {position} the table is {table}, {len(table)} blocks where "
+                    f"{position // size + 1} are needed: change the list that you were given, and look whether the "
+                    "block is there already"
+                )
             if pool.references != [sum(b in other for other in tables) for b in range(40)]:
                 raise CheckFailed(
                     f"{case}: after position {position} of sample {sample} the counts of holders and the tables "
@@ -80,7 +84,7 @@ def _fork_and_write(
             at = next(i for i, pair in enumerate(zip(found, right, strict=True)) if pair[0] != pair[1])
             raise CheckFailed(
                 f"{case}: at position {at} sample {sample} reads {found[at]} instead of {right[at]}: a new block is "
-                "empty, copy what the old one holds"
+                "empty, copy what the old one holds: copy(old, new)"
             )
     copies = samples - 1 if reserved else predict.fork_copies(prompt, samples, size)
     held = predict.fork_blocks(prompt, answer, samples, size)
@@ -109,7 +113,7 @@ def _fork_and_write(
     minutes=15,
     difficulty=3,
     hints=(
-        "Three kinds of blocks: held, idle (nobody holds it, its key is still known), free. Which moves are there?",
+        "Three kinds of blocks: held, idle (no table holds it, its key is still known), free. Which moves are there?",
         "release: at 0 holders a block with a key joins `idle`, one without goes to `free`. share takes it out of "
         "`idle`. allocate prefers `free`; else the oldest of `idle`, whose key must be forgotten in both dictionaries.",
         "A prefix is found from its first block on, so its last one must go first: release in reversed order. "

@@ -1,7 +1,7 @@
 """Lab 13's measurements, on the committed target model in this process: what reservations and what blocks waste.
 
-The learner's parts at work: `lab_13_engine.py`. Prefixes, forks, evictions: `lab_13_sharing.py`. Block sizes:
-`lab_13_sizes.py`. Blocks, tokens and copies are counted; times are only shown.
+The learner's parts at work: `experiments_engine.py`. Prefixes, forks, evictions: `experiments_sharing.py`. Block sizes:
+`experiments_sizes.py`. Blocks, tokens and copies are counted; times are only shown.
 """
 
 import dataclasses

@@ -9,14 +9,14 @@ from unittest import mock
 from course.lab13_paged_attention import formulas as predict
 from course.lab13_paged_attention.experiments import naive, target
 from course.shared.measuring import one_thread
-from minillm.serve import LLM, BlockPool, Prefix, SamplingParams, Sequence, engine, unfinished
+from minillm.serve import LLM, BlockPool, Prefix, SamplingParams, Sequence, engine, request
 from minillm.serve.blocks import root
 
 SIZE, STEPS = 16, 80
 
 
 class FreesShared(BlockPool):
-    """A released block is nobody's, whoever else holds it (mini-sglang, pull request 142)."""
+    """A released block is free, even if other tables hold it (mini-sglang, pull request 142)."""
 
     def release(self, blocks) -> None:
         for block in reversed(blocks):
@@ -51,18 +51,23 @@ def _bug(name: str) -> AbstractContextManager:
         "frees shared blocks": lambda: mock.patch.object(engine, "BlockPool", FreesShared),
         "one byte per token": lambda: mock.patch.object(Prefix, "__init__", _one_byte),
         "whole prompt from the cache": lambda: mock.patch.object(Sequence, "prefixes", _whole_prompt),
-        "no salt in the key": lambda: mock.patch.object(unfinished, "root", _without_salt),
+        "no salt in the key": lambda: mock.patch.object(request, "root", _without_salt),
     }[name]()
 
 
-BUGS = ("frees shared blocks", "one byte per token", "whole prompt from the cache", "no salt in the key")
+ENGINES = {
+    "A": "one byte per token",
+    "B": "no salt in the key",
+    "C": "frees shared blocks",
+    "D": "whole prompt from the cache",
+}
 
 
 @dataclass(frozen=True)
 class Findings:
     """wrong: requests whose tokens are not the plain loop's. hit: tokens taken from the cache, hit_expected: by hand.
     uncounted: blocks that more tables hold than are counted, at worst. empty_steps: nothing was computed though
-    somebody ran. unfinished: requests after all steps."""
+    sequences were running. unfinished: requests after all steps."""
 
     wrong: int
     hit: int
@@ -118,3 +123,8 @@ def run(bug: str = "none") -> Findings:
 def _uncounted(record) -> int:
     holders = Counter(block for table in record.tables.values() for block in table)
     return sum(record.references[block] < count for block, count in holders.items())
+
+
+def findings() -> dict[str, Findings]:
+    """A sound engine, then each of ENGINES."""
+    return {"sound": run(), **{name: run(bug) for name, bug in ENGINES.items()}}

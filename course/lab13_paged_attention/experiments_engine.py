@@ -9,7 +9,7 @@ from torch import Tensor
 
 from course.lab13_paged_attention import formulas as predict
 from course.lab13_paged_attention.checks_prefix import Entry
-from course.lab13_paged_attention.experiments import target
+from course.lab13_paged_attention.experiments import cut, naive, target
 from course.shared.measuring import one_thread
 
 
@@ -34,7 +34,7 @@ class SmallEngine:
     def __init__(self, parts: Parts, num_blocks: int, block_size: int):
         self.parts, self.block_size, config = parts, block_size, target().config
         shape = (2, config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        self.memory = torch.full(shape, float("nan"))  # nobody may read what nobody wrote
+        self.memory = torch.full(shape, float("nan"))  # what was not written must not be read
         self.pool, self.cache, self.passes, self.copies = parts.pool(num_blocks), {}, [], []
 
     def prefill(self, prompt: list[int]) -> tuple[list[int], Tensor]:
@@ -93,3 +93,25 @@ class SmallEngine:
     def _copy(self, source: int, copied: int) -> None:
         self.copies.append((source, copied))
         self.memory[:, :, copied] = self.memory[:, :, source]
+
+
+def three_requests(parts: Parts) -> tuple[SmallEngine, list[int], list[int], int, dict, dict]:
+    """A prompt, another with the same beginning, a fork of the first: (engine, both prompts, the prompt's first block,
+    tokens of each, tokens of the plain loop)."""
+    engine = SmallEngine(parts, num_blocks=24, block_size=8)
+    prompt = cut(27, 1)
+    sibling = prompt[:18] + cut(6, 5)
+    table, logits = engine.prefill(prompt)
+    first, second = logits.topk(2).indices.tolist()
+    fork = engine.fork(table)
+    found = {
+        "prompt": engine.answer(prompt, 4, first, table),
+        "fork": engine.answer(prompt, 4, second, fork),
+        "sibling": engine.answer(sibling, 4),
+    }
+    expected = {
+        "prompt": naive(prompt, 4),
+        "fork": [second, *naive([*prompt, second], 3)],
+        "sibling": naive(sibling, 4),
+    }
+    return engine, prompt, sibling, table[0], found, expected

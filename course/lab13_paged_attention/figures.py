@@ -1,4 +1,4 @@
-"""Lab 13's figures: who holds which block, step by step; what is wasted, what sharing saves, which block size."""
+"""Lab 13's figures: blocks and their holders, step by step; what is wasted, what sharing saves, which block size."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -149,29 +149,14 @@ def draw_waste(numbers: dict[str, Any], reserved: int) -> Figure:
     return figure
 
 
-def waste_by_block_size(mean_length: int = 100, block_size: int = 16, reserved: int = 512) -> Figure:
-    """Predicted waste by block size, for sequences of some mean length, beside one reservation for each."""
-    sizes = [2**k for k in range(10)]
-    figure, axes = subplots(width=7.2, height=3.2)
-    shares = [predict.mean_unused_slots(b) / (mean_length + predict.mean_unused_slots(b)) for b in sizes]
-    lines(
-        sizes,
-        {
-            "blocks: (b-1)/2 of every sequence": shares,
-            f"{reserved} reserved": [1 - mean_length / reserved] * len(sizes),
-        },
-        x_axis=("block size", ""),
-        y_axis=("unused share", ""),
-        log="x",
-        ax=axes,
-    )
-    here = predict.mean_unused_slots(block_size) / (mean_length + predict.mean_unused_slots(block_size))
-    with style():
-        axes.axvline(block_size, color="#999999", linestyle=":", linewidth=1)
-        axes.set_ylim(0, 1)
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.set_title(f"sequences of {mean_length} tokens, blocks of {block_size}: {here:.1%} unused")
-    return figure
+def waste_of(numbers: dict[str, Any]) -> Callable[[], Figure]:
+    """`draw_waste` of these numbers, to show."""
+
+    def waste() -> Figure:
+        """A sequence never leaves a whole block unused; reservations leave most of what they hold unused."""
+        return draw_waste(numbers, experiments.target().config.max_seq_len)
+
+    return waste
 
 
 # Sharing.
@@ -205,6 +190,11 @@ def sharing(prefix: int = 1000, own: int = 200, requests: int = 8, block_size: i
 
 
 # Block sizes.
+
+
+def by_block_size() -> Figure:
+    """Unused share and attention's CPU time by block size: block by block it falls, copied together hardly."""
+    return draw_sweep(sizes_measured.sweep())
 
 
 def draw_sweep(rows: Sequence[dict[str, Any]]) -> Figure:

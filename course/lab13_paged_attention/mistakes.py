@@ -49,6 +49,25 @@ def not_multiplied(table, start, count, block_size):
     return [table[p // block_size] + p % block_size for p in range(start, start + count)]
 
 
+@mistake(
+    "slot-mapping",
+    "count taken for the end",
+    says="The piece ends before position start + count; you stop at position `count`.",
+)
+def count_is_end(table, start, count, block_size):
+    return [table[p // block_size] * block_size + p % block_size for p in range(start, count)]
+
+
+@mistake(
+    "slot-mapping",
+    "the place in the block counted from the piece's beginning",
+    says="The place in a block is that of the position in the whole sequence, p % block_size, not of the place in the "
+    "piece.",
+)
+def place_in_piece(table, start, count, block_size):
+    return [table[(start + i) // block_size] * block_size + i % block_size for i in range(count)]
+
+
 @alternative("slot-mapping", "all slots of the table, then a slice")
 def sliced(table, start, count, block_size):
     slots = torch.tensor(table)[:, None] * block_size + torch.arange(block_size)
@@ -58,7 +77,7 @@ def sliced(table, start, count, block_size):
 # The pool.
 
 
-@mistake("block-pool", "a released block is free, whoever else holds it", expect="tables still hold")
+@mistake("block-pool", "a released block is free, even if others hold it", expect="tables still hold")
 class FreesShared(right.Pool):
     def release(self, block):
         if self.references[block] == 0:
@@ -113,7 +132,7 @@ class ReturnsNone(right.Pool):
         return super().allocate() if self.free else None
 
 
-@mistake("block-pool", "looks for a released block in the list of free ones", expect="it searches.*`in` on a list")
+@mistake("block-pool", "looks for a released block in the list of free ones", expect="it searches.*all free")
 class LooksItUp(right.Pool):
     def release(self, block):
         if block in self.free:
@@ -121,7 +140,7 @@ class LooksItUp(right.Pool):
         super().release(block)
 
 
-@mistake("block-pool", "takes from the front of a list", expect="it searches.*pop.0.")
+@mistake("block-pool", "takes from the front of a list", expect="it searches.*all free")
 class TakesFromTheFront(right.Pool):
     def allocate(self):
         if not self.free:
@@ -129,6 +148,14 @@ class TakesFromTheFront(right.Pool):
         block = self.free.pop(0)
         self.references[block] = 1
         return block
+
+
+@mistake("block-pool", "puts back at the front", expect="it searches.*all free")
+class PutsBackInFront(right.Pool):
+    def release(self, block):
+        super().release(block)
+        if self.references[block] == 0:
+            self.free.insert(0, self.free.pop())
 
 
 @mistake("block-pool", "subtracts the held blocks from all", expect="it searches")
@@ -223,8 +250,22 @@ class Linked:
 # Attention over blocks.
 
 
-def online(q, k_pool, v_pool, table, context, *, shrinks=True, filled_only=True, scale=None, by_table=True):
-    """The reference with one thing to leave out."""
+def online(
+    q,
+    k_pool,
+    v_pool,
+    table,
+    context,
+    *,
+    shrinks="both",
+    filled_only=True,
+    scale=None,
+    by_table=True,
+    over=-1,
+    divides=True,
+):
+    """The reference with one thing to leave out. shrinks: "both" sums, "sum", "values" or "none"; over: None takes one
+    maximum for all heads."""
     heads, head_dim = q.shape
     _, size, kv_heads, _ = k_pool.shape
     rows = q.view(kv_heads, heads // kv_heads, head_dim) * (scale or 1 / math.sqrt(head_dim))
@@ -234,21 +275,22 @@ def online(q, k_pool, v_pool, table, context, *, shrinks=True, filled_only=True,
         filled = min(size, context - index * size) if filled_only else size
         block = table[index] if by_table else index
         scores = torch.einsum("hgd,khd->hgk", rows, k_pool[block, :filled])
-        higher = torch.maximum(largest, scores.amax(-1, keepdim=True))
-        weights, shrink = (scores - higher).exp(), (largest - higher).exp() if shrinks else 1
-        total = total * shrink + weights.sum(-1, keepdim=True)
-        weighted = weighted * shrink + torch.einsum("hgk,khd->hgd", weights, v_pool[block, :filled])
+        higher = torch.maximum(largest, scores.max() if over is None else scores.amax(over, keepdim=True))
+        weights, shrink = (scores - higher).exp(), (largest - higher).exp()
+        total = total * (shrink if shrinks in ("both", "sum") else 1) + weights.sum(-1, keepdim=True)
+        mine = torch.einsum("hgk,khd->hgd", weights, v_pool[block, :filled])
+        weighted = weighted * (shrink if shrinks in ("both", "values") else 1) + mine
         largest = higher
-    return (weighted / total).reshape(heads, head_dim)
+    return (weighted / total if divides else weighted).reshape(heads, head_dim)
 
 
 @mistake(
     "paged-attention",
     "keeps sums under an old maximum as they are",
-    says="When a block raises the maximum, both sums still stand under the old one: multiply them by exp(old - new).",
+    says="When a block raises the maximum, multiply both sums by exp(old - new) before you add to them.",
 )
 def no_shrink(q, k_pool, v_pool, table, context):
-    return online(q, k_pool, v_pool, table, context, shrinks=False)
+    return online(q, k_pool, v_pool, table, context, shrinks="none")
 
 
 @mistake(
@@ -261,6 +303,36 @@ def average_of_blocks(q, k_pool, v_pool, table, context):
     filled = [min(size, context - index * size) for index in range(-(-context // size))]
     parts = [online(q, k_pool, v_pool, table[i : i + 1], n) for i, n in enumerate(filled)]
     return torch.stack(parts).mean(0)
+
+
+@mistake("paged-attention", "one maximum for all heads", expect="a maximum of its own")
+def one_maximum(q, k_pool, v_pool, table, context):
+    return online(q, k_pool, v_pool, table, context, over=None)
+
+
+@mistake(
+    "paged-attention",
+    "only the sum shrinks",
+    says="Both sums stand under the old maximum: shrink the weighted values, too, not the sum of weights alone.",
+)
+def only_the_sum(q, k_pool, v_pool, table, context):
+    return online(q, k_pool, v_pool, table, context, shrinks="sum")
+
+
+@mistake(
+    "paged-attention",
+    "only the values shrink",
+    says="Both sums stand under the old maximum: shrink the sum of weights, too, not the weighted values alone.",
+)
+def only_the_values(q, k_pool, v_pool, table, context):
+    return online(q, k_pool, v_pool, table, context, shrinks="values")
+
+
+@mistake(
+    "paged-attention", "never divides", says="These are weighted values: divide by the sum of the weights at the end."
+)
+def never_divides(q, k_pool, v_pool, table, context):
+    return online(q, k_pool, v_pool, table, context, divides=False)
 
 
 @mistake("paged-attention", "reads the unused slots of the last block", expect="read filled slots only")

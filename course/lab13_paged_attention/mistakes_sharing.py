@@ -118,6 +118,34 @@ def quadratic(tokens, block_size, adapter=None, salt=None):
     return [hashlib.sha256(repr((adapter, salt, list(tokens[:end]))).encode()).digest() for end in ends]
 
 
+@mistake("block-keys", "an empty name for none", expect="and another one than no")
+def empty_for_none(tokens, block_size, adapter=None, salt=None):
+    return chained(tokens, block_size, beginning(adapter or "", salt or ""), plain)
+
+
+@mistake("block-keys", "a block as a set of tokens", expect="the order of the tokens in a block")
+def set_of_tokens(tokens, block_size, adapter=None, salt=None):
+    return chained(tokens, block_size, beginning(adapter, salt), lambda block: plain(sorted(set(block))))
+
+
+@mistake("block-keys", "a sum over the blocks before", expect="the order of the blocks before counts")
+def summed(tokens, block_size, adapter=None, salt=None):
+    total, keys = hash(("root", adapter, salt)), []
+    for at in range(0, len(tokens) - block_size + 1, block_size):
+        total += hash(tuple(tokens[at : at + block_size]))
+        keys.append(total)
+    return keys
+
+
+@alternative("block-keys", "nested tuples")
+def nested(tokens, block_size, adapter=None, salt=None):
+    parent, keys = (adapter, salt), []
+    for at in range(0, len(tokens) - block_size + 1, block_size):
+        parent = (parent, tuple(tokens[at : at + block_size]))
+        keys.append(parent)
+    return keys
+
+
 @alternative("block-keys", "Python's own hash of (parent, tokens)")
 def own_hash(tokens, block_size, adapter=None, salt=None):
     parent, keys = hash((("adapter", adapter), ("salt", salt))), []
@@ -161,6 +189,29 @@ def own_tokens_only(tokens, keys, cache, block_size):
             break
         blocks.append(entry.block)
     return blocks
+
+
+def with_parents(differs):
+    def find(tokens, keys, cache, block_size):
+        blocks = []
+        for index in range((len(tokens) - 1) // block_size):
+            entry = cache.get(keys[index])
+            if entry is None or entry.tokens != tuple(tokens[index * block_size : (index + 1) * block_size]):
+                break
+            if differs(entry.parent, blocks):
+                break
+            blocks.append(entry.block)
+        return blocks
+
+    return find
+
+
+mistake("find-prefix", "takes block 0 for no parent", expect="compare its parent")(
+    with_parents(lambda parent, blocks: parent and parent != (blocks[-1] if blocks else None))
+)
+mistake("find-prefix", "does not look at the first block's parent", expect="no first block")(
+    with_parents(lambda parent, blocks: blocks and parent != blocks[-1])
+)
 
 
 @mistake("find-prefix", "goes on after a hole", expect="what comes after a hole")
@@ -213,6 +264,19 @@ def trusts_first_places(table, position, pool, copy, block_size):
         table.append(pool.allocate())
     elif position % block_size:
         right.prepare_write(table, position, pool, copy, block_size)
+
+
+@mistake("copy-on-write", "allocates at every first place", expect="look whether the block is there already")
+def at_first_places(table, position, pool, copy, block_size):
+    if position % block_size == 0:
+        table.append(pool.allocate())
+    else:
+        right.prepare_write(table, position, pool, copy, block_size)
+
+
+@mistake("copy-on-write", "copies the wrong way", expect="a new block is empty")
+def wrong_way(table, position, pool, copy, block_size):
+    right.prepare_write(table, position, pool, lambda source, target: copy(target, source), block_size)
 
 
 @mistake("copy-on-write", "copies before every write", expect="written in place")
@@ -312,7 +376,7 @@ class StillQueued(right.CachingPool):
         self.references[block] += 1
 
 
-@mistake("lru-eviction", "keeps nothing that nobody holds", expect="keep what can still be found")
+@mistake("lru-eviction", "keeps nothing without a holder", expect="keep what can still be found")
 class KeepsNothing(right.CachingPool):
     def release(self, blocks):
         for block in blocks:

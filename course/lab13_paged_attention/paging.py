@@ -5,8 +5,8 @@ copies everything together: all of them return what they should.
 """
 
 import sys
-import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,50 +15,71 @@ from torch import Tensor
 
 from minillm.measure.watch import Watch
 
-WALKS = {"index", "remove", "count", "insert", "copy", "sort", "reverse"}  # methods of lists that walk over them
-FUNCTIONS = {"min", "max", "sum", "sorted", "any", "all"}
+WALKS = {  # methods that walk over the whole container; `in` and remove are quick in sets and dictionaries
+    list: "__contains__ __add__ __reversed__ index remove count insert copy sort reverse",
+    deque: "__contains__ __reversed__ index remove count insert copy reverse",
+    set: "__sub__ __rsub__ __and__ __or__ copy difference intersection union",
+    dict: "copy",
+}
 
 
-def steps_of(call: Callable[[], Any], size: int) -> int:
-    """Lines of Python that call() runs, and for each built-in that walks over a list, the entries of that list.
+def steps_of(owner: Any, call: Callable[[], Any]) -> int:
+    """Steps of call(): lines of Python, and entries of owner's lists, deques, sets and dictionaries walked over.
 
-    size: what a built-in function whose argument cannot be seen is taken to walk over.
+    A container is put in place of each of them that counts. Tensors made meanwhile count with the size of the largest.
     """
     steps = 0
 
-    def trace(frame, event, arg):
+    def walked(entries: int) -> None:
         nonlocal steps
-        steps += event == "line"
+        steps += entries
+
+    def trace(frame, event, arg):
+        if frame.f_code.co_filename == __file__ or "torch" in frame.f_code.co_filename:
+            return None
+        walked(event == "line")
         return trace
 
-    def profile(frame, event, arg):
-        nonlocal steps
-        if event == "c_call":
-            owner = getattr(arg, "__self__", None)
-            if isinstance(owner, list) and arg.__name__ in WALKS:
-                steps += len(owner)
-            elif arg.__name__ in FUNCTIONS:
-                steps += size
-
-    before = sys.gettrace(), sys.getprofile()
+    for name, value in list(vars(owner).items()):
+        if type(value) in WALKS:
+            setattr(owner, name, _counting(type(value), walked)(value))
+    before = sys.gettrace()
     sys.settrace(trace)
-    sys.setprofile(profile)
     try:
-        call()
+        with NewTensors() as made:
+            call()
     finally:
-        sys.settrace(before[0])
-        sys.setprofile(before[1])
-    return steps
+        sys.settrace(before)
+    return steps + made.largest
 
 
-def cpu_seconds(call: Callable[[], Any], repeats: int = 7) -> float:
-    """CPU time of this thread in the quickest of a few calls: other programs can only make it longer, never shorter."""
-    seconds = []
-    for _ in range(repeats):
-        began = time.thread_time()
-        call()
-        seconds.append(time.thread_time() - began)
-    return max(min(seconds), 1e-7)
+def _counting(kind: type, walked: Callable[[int], None]) -> type:
+    """A list, deque, set or dictionary that reports how many entries each of its operations walks over."""
+
+    def whole(name: str) -> Callable:
+        def walk(self, *args, **options):
+            walked(len(self))
+            return getattr(kind, name)(self, *args, **options)
+
+        return walk
+
+    def steps(self) -> Iterator:
+        for entry in kind.__iter__(self):
+            walked(1)
+            yield entry
+
+    def from_place(name: str) -> Callable:
+        def take(self, place=-1, *args):
+            moved = len(self) if isinstance(place, slice) else len(self) - (place % max(1, len(self)))
+            walked(moved if name != "__getitem__" or isinstance(place, slice) else 1)
+            return getattr(kind, name)(self, place, *args)
+
+        return take
+
+    methods = {name: whole(name) for name in WALKS[kind].split()}
+    if kind is list:
+        methods |= {name: from_place(name) for name in ("pop", "__delitem__", "__getitem__")}
+    return type(f"Counting{kind.__name__}", (kind,), methods | {"__iter__": steps})
 
 
 class Read(Sequence):
@@ -89,10 +110,6 @@ class NewTensors(Watch):
         self.largest = self.most_alive = 0
         self._known = {x.untyped_storage().data_ptr() for x in known}
         self._alive: dict[int, int] = {}  # numbers by the storage's address
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler first, which takes seconds
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         found = function(*args, **(kwargs or {}))

@@ -8,28 +8,11 @@ from course.lab13_paged_attention import experiments_breaks as breaks
 from course.lab13_paged_attention import experiments_sharing as sharing
 from course.lab13_paged_attention import figures as pictures
 from course.lab13_paged_attention import formulas as predict
-from minillm.labkit.receipts import Receipt, Row, formula, receipt, row
+from course.shared.table import Table, seconds, table
+from minillm.labkit.receipts import Receipt, formula, receipt, row
 from minillm.predict.model import kv_bytes_per_token
 
 PREFIX, OWN, REQUESTS, SIZE = 100, 20, 6, 16
-
-
-def tables_by_hand(my_tables=None, my_place=None) -> Receipt:
-    """Blocks of 4 given out in the order 6, 2, 0, 7, 5, 3, 1, 4 to A, B, C and again A, beside the reader's tables."""
-    my_tables = my_tables or {}
-    free, tables = [6, 2, 0, 7, 5, 3, 1, 4], {}
-    for name, tokens in (("A", 6), ("B", 3), ("C", 9), ("A", 10)):
-        table = tables.setdefault(name, [])
-        while len(table) < predict.blocks_for(tokens, 4):
-            table.append(free.pop(0))
-    lengths = {"A": 10, "B": 3, "C": 9}
-    unused = tuple(predict.unused_slots(length, 4) for length in lengths.values())
-    rows = [
-        formula(f"table of {name}, {n} tokens", tables[name], guess=my_tables.get(name)) for name, n in lengths.items()
-    ]
-    rows.append(formula("C's position 5: block, place in it", (tables["C"][5 // 4], 5 % 4), guess=my_place))
-    rows.append(formula("unused slots of A, B, C: fewer than 4 each", unused))
-    return receipt("tables by hand", rows)
 
 
 def same_tokens_elsewhere(elsewhere=None) -> Receipt:
@@ -46,8 +29,22 @@ def same_tokens_elsewhere(elsewhere=None) -> Receipt:
     )
 
 
-def your_engine(engine, prompt, sibling, table, found: dict, expected: dict) -> Receipt:
+def by_layer(elsewhere=None) -> Table:
+    """How far keys and values of the same tokens are apart, layer by layer."""
+    elsewhere = elsewhere or sharing.same_tokens_elsewhere()
+    where = {"there": "other beginning", "later": "later position"}
+    kinds = [f"{what}, {place}" for place in where for what in ("keys", "values")]
+    names = [f"{kind.split(', ')[0]}, {where[kind.split(', ')[1]]}" for kind in kinds]
+    lines = [(name, *(f"{each:.3f}" for each in elsewhere[kind])) for name, kind in zip(names, kinds, strict=True)]
+    layers = (f"layer {layer}" for layer in range(len(elsewhere[kinds[0]])))
+    return table("the same 32 tokens: relative difference, measured", ("", *layers), lines)
+
+
+def your_engine(parts) -> Receipt:
     """A small engine of the reader's parts, beside the plain loop with its cache in one piece."""
+    from course.lab13_paged_attention.experiments_engine import three_requests
+
+    engine, prompt, sibling, first_block, found, expected = three_requests(parts)
     hit = predict.cacheable_tokens(18, len(sibling), 8)
     return receipt(
         "your engine, beside the plain loop",
@@ -55,7 +52,7 @@ def your_engine(engine, prompt, sibling, table, found: dict, expected: dict) -> 
             *(row(f"{name}: the plain loop's tokens", True, found[name] == expected[name]) for name in found),
             row("tokens computed for the sibling's prompt", len(sibling) - hit, engine.passes[-4]),
             row("blocks copied for the fork", predict.fork_copies(len(prompt), 2, 8), len(engine.copies)),
-            row("holders of the first block: three tables", 3, engine.pool.references[table[0]]),
+            row("holders of the first block: three tables", 3, engine.pool.references[first_block]),
         ],
     )
 
@@ -79,31 +76,6 @@ def waste(wasted=None, guess_reserved=None, guess_blocks=None) -> Receipt:
             row("unused share of blocks, all steps", None, 1 - wasted["filled"] / wasted["held"], guess=guess_blocks),
             row("sequences at once in blocks: more than reserved", True, wasted["running"] > at_once),
             row("    how many, beside reservations", None, (wasted["running"], at_once)),
-        ],
-    )
-
-
-def claims_about_memory() -> Receipt:
-    """Common claims about a cache's memory, computed again."""
-
-    class Llama70B:
-        num_layers, num_heads, num_kv_heads, head_dim = 80, 64, 8, 128
-
-    class Llama70BWithoutGroups(Llama70B):
-        num_kv_heads = 64
-
-    mha, gqa, even = kv_bytes_per_token(Llama70BWithoutGroups), kv_bytes_per_token(Llama70B), range(1, 2049)
-    return receipt(
-        "numbers that are often quoted, and what they come to",
-        [
-            formula("'21 GB for a 70B request of 4K': with 64 kv heads", mha * 4096, "B"),
-            formula("    the real model, 8 kv heads", gqa * 4096, "B"),
-            formula("'5 GB left: 1,907 tokens per request': of all requests together", int(5e9 / mha)),
-            formula("    with 8 kv heads", int(5e9 / gqa)),
-            formula("'under 5 % waste': a sequence of 2,048", predict.paged_waste([2048], SIZE)),
-            formula("    of 56", predict.paged_waste([56], SIZE)),
-            formula("    lengths even from 1 to 2,048", predict.paged_waste(even, SIZE)),
-            formula("'20-30 % waste' of reservations of 4,096: the same lengths", predict.reserved_waste(even, 4096)),
         ],
     )
 
@@ -175,12 +147,21 @@ def chats(roomy=None, tight=None) -> Receipt:
     return receipt("three users, four turns, blocks of 8", rows)
 
 
-def traces_of_bugs(findings=None, diagnosis=None, engines=None) -> Receipt:
-    """What a sound engine and four broken ones leave, in the order one byte, no salt, frees shared, whole prompt."""
-    order = (breaks.BUGS[1], breaks.BUGS[3], breaks.BUGS[0], breaks.BUGS[2])
-    findings = findings or {"sound": breaks.run(), **{bug: breaks.run(bug) for bug in order}}
+def broken_engines(findings: dict) -> Table:
+    """What each engine has left behind, for the reader to diagnose."""
+    names = ("wrong", "hit", "hit_expected", "uncounted", "empty_steps", "unfinished")
+    lines = [(engine, *(getattr(found, name) for name in names)) for engine, found in findings.items()]
+    return table(
+        "seven requests through each engine, counted", ("engine", *(n.replace("_", " ") for n in names)), lines
+    )
+
+
+def traces_of_bugs(findings=None, diagnosis=None) -> Receipt:
+    """What a sound engine and four broken ones leave."""
+    findings = findings or breaks.findings()
     rows = [
-        row(f"engine {name} has the bug", None, bug, guess=diagnosis[name]) for name, bug in (engines or {}).items()
+        row(f"engine {name} has the bug", None, breaks.ENGINES[name], guess=bug)
+        for name, bug in (diagnosis or {}).items()
     ]
     sound, byte, salt, shared, whole = findings.values()
     clean = (sound.wrong, sound.uncounted, sound.empty_steps, sound.unfinished)
@@ -197,28 +178,30 @@ def traces_of_bugs(findings=None, diagnosis=None, engines=None) -> Receipt:
     return receipt("what the receipts say", rows)
 
 
-def block_sizes(swept=None) -> Receipt:
+def block_sizes(swept=None) -> Table:
     """Five block sizes: what a hit covers, what is wasted, what attention costs."""
-    swept = swept or experiments_sizes.sweep()
-    rows: list[Row] = []
-    for found in swept:
-        size, seconds = found["block_size"], found["attention_s"]
-        rows.append(row(f"blocks of {size}: tokens of a 200-token prefix found", found["hit_predicted"], found["hit"]))
-        rows.append(row("    unused slots per sequence", None, found["unused"]))
-        rows.append(row("    blocks to look up and count, 8 requests", None, found["blocks"]))
-        rows.append(row("    a query over 480 keys, copied together", None, seconds["copied together"], "s"))
-        rows.append(row("    block by block", None, seconds["block by block"], "s"))
-    rows.append(row("keys in one piece, no table", None, experiments_sizes.one_piece_seconds(), "s"))
-    entry = (8, kv_bytes_per_token(experiments.target().config, 4))
-    rows.append(formula("bytes of a table's entry, of a token's keys and values", entry, "B"))
-    for size in (16, 256):
-        mean = predict.mean_unused_slots(size)
-        rows.append(formula(f"sequences of 100 tokens in blocks of {size}: mean waste", mean / (100 + mean)))
-    return receipt("block sizes", rows)
+    lines = [
+        (f"blocks of {found['block_size']}", found["hit_predicted"], found["hit"], found["unused"], found["blocks"],
+         seconds(found["attention_s"]["copied together"]), seconds(found["attention_s"]["block by block"]))
+        for found in swept or experiments_sizes.sweep()
+    ]  # fmt: skip
+    lines.append(("keys in one piece, no table", *[None] * 4, seconds(experiments_sizes.one_piece_seconds()), None))
+    return table(
+        "a prefix of 200 tokens, 8 requests, a query over 480 keys (CPU time)",
+        ("", "found of the prefix, formula", "measured", "unused slots per sequence", "blocks held",
+         "attention, copied together", "block by block"),
+        lines,
+    )  # fmt: skip
 
 
-def transformers_pages(theirs: dict) -> Receipt:
-    """Hugging Face's paged cache on four requests with 70 shared tokens."""
+def transformers_pages() -> Receipt:
+    """Hugging Face's paged cache on four requests with 70 shared tokens, where it is installed."""
+    from course.lab13_paged_attention import experiments_peer as peer
+
+    try:
+        theirs = peer.transformers_pages()
+    except ImportError:
+        return receipt("transformers is not installed here: pip install 'transformers>=5,<6'", [])
     default = theirs["default_page"]
     return receipt(
         "transformers' paged cache, pages of 16",
@@ -230,15 +213,6 @@ def transformers_pages(theirs: dict) -> Receipt:
             row("    unused slots of these requests with it", None, theirs["unused"][default]),
             row("    with pages of 16", None, theirs["unused"][16]),
         ],
-    )
-
-
-def collisions() -> Receipt:
-    """How likely two blocks have one hash."""
-    cases = ((32, 100_000), (64, 100_000), (64, 10**9), (256, 10**9))
-    return receipt(
-        "chance that any two of n blocks collide: 1 - exp(-n(n-1) / 2^(bits+1))",
-        [formula(f"{bits} bits, {n:,} blocks", predict.collision_chance(n, bits)) for bits, n in cases],
     )
 
 
@@ -257,12 +231,9 @@ def interview_numbers() -> Receipt:
             formula("    tokens in 90 % of 80 GB less the weights", room),
             formula("    requests of 8,192 reserved", predict.requests_in_pool(room, 600, 8192)),
             formula("    of 600 tokens in blocks of 16", predict.requests_in_pool(room, 600, 16)),
-            formula("2. 100 requests, 2,000 shared, 100 own: blocks", predict.shared_blocks(2000, 100, 100, 16)),
-            formula("    without sharing", 100 * predict.blocks_for(2100, 16)),
-            formula("    prompt tokens computed", predict.computed_tokens(2000, 100, 100, 16)),
-            formula("3. 8 samples of 1,000 tokens: blocks copied", predict.fork_copies(1000, 8, 16)),
-            formula("    of 1,008 tokens", predict.fork_copies(1008, 8, 16)),
-            formula("4. a block of 16, this model", 16 * per_token, "B"),
+            formula("2. a block of 16, this model", 16 * per_token, "B"),
+            formula("    64-bit keys, a billion blocks: two alike", predict.collision_chance(10**9, 64)),
+            formula("    32-bit keys, 100,000 blocks", predict.collision_chance(100_000, 32)),
         ],
     )
 

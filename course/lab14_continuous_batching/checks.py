@@ -1,9 +1,9 @@
-"""Lab 14, continuous batching: who is in the next forward pass, and with how many tokens.
+"""Lab 14, continuous batching: which sequences are in the next forward pass, and with how many tokens.
 
-    lab_14.py              sequences that join and leave at every step; a step under a token budget
-    lab_14_order.py        whom to preempt; a queue that starves nobody
-    lab_14_preemption.py   blocks given up and won back
-    lab_14_flight.py       TTFT, TPOT and gaps from a flight recorder; what is wrong with a scheduler
+    checks.py              sequences that join and leave at every step; a step under a token budget
+    checks_order.py        which sequence to preempt; a queue without starvation
+    checks_preemption.py   blocks given up and won back
+    checks_flight.py       TTFT, TPOT and gaps from a flight recorder; what is wrong with a scheduler
 
 A plan is judged by what must hold of it and by what follows when a whole trace is played with it; another plan that
 keeps the rules passes.
@@ -24,13 +24,13 @@ ANSWERS = answers_of("14_continuous_batching")
 
 @exercise(
     "join-and-leave",
-    minutes=10,
+    minutes=15,
     difficulty=1,
     hints=(
-        "A batch is a list of seats. What happens to a seat at the end of the step in which its request got its last "
-        "token, and who decides that: the request or the batch?",
-        "Keep how many tokens each request still lacks. Each step: fill free seats from the front of the queue, note "
-        "who sits, take one from each, and keep those who lack more.",
+        "A batch has max_num_seqs places. What happens to a place at the end of the step in which its request got its "
+        "last token, and what decides that: the request or the batch?",
+        "Keep how many tokens each request still lacks. Each step: fill free places from the front of the queue, note "
+        "the batch, subtract one from each, and keep those that lack more.",
         "while waiting or running: while waiting and len(running) < max_num_seqs: running.append(waiting.pop(0)); "
         "steps.append(list(running)); subtract 1 from each; running = those with something left.",
     ),
@@ -39,10 +39,10 @@ def check_join(learner: Callable) -> Receipt:
     rows = []
     skewed = [1 + min(60, int(random.expovariate(1 / 12))) for _ in range(40)]
     for name, lengths, max_num_seqs in (
-        ("40 skewed answers, 8 seats", skewed, 8),
-        ("one seat", [random.randint(1, 6) for _ in range(5)], 1),
-        ("more seats than requests", [random.randint(1, 9) for _ in range(4)], 6),
-        ("32 alike, 8 seats", [12] * 32, 8),
+        ("40 skewed answers, at most 8 at once", skewed, 8),
+        ("one at a time", [random.randint(1, 6) for _ in range(5)], 1),
+        ("fewer requests than places", [random.randint(1, 9) for _ in range(4)], 6),
+        ("32 alike, at most 8 at once", [12] * 32, 8),
     ):
         steps = _read_steps(learner(list(lengths), max_num_seqs), name)
         _hold_steps(steps, lengths, max_num_seqs, name)
@@ -62,7 +62,7 @@ def _hold_steps(steps: list[list[int]], lengths: Sequence[int], max_num_seqs: in
     inside: dict[int, list[int]] = {request: [] for request in range(len(lengths))}
     for number, step in enumerate(steps):
         if len(step) > max_num_seqs:
-            raise CheckFailed(f"{where}: step {number} has {len(step)} requests in {max_num_seqs} seats")
+            raise CheckFailed(f"{where}: step {number} has {len(step)} requests, and max_num_seqs is {max_num_seqs}")
         if len(set(step)) < len(step) or not set(step) <= set(inside):
             raise CheckFailed(f"{where}: step {number} is {step}: each request once, numbers 0 to {len(lengths) - 1}")
         for request in step:
@@ -73,13 +73,13 @@ def _hold_steps(steps: list[list[int]], lengths: Sequence[int], max_num_seqs: in
                 f"{where}: request {request} is in {len(when)} batches and needs {lengths[request]} tokens"
             )
         if when[-1] - when[0] + 1 != len(when):
-            raise CheckFailed(f"{where}: request {request} leaves its seat and comes back; nobody took it from it here")
+            raise CheckFailed(f"{where}: request {request} leaves the batch and comes back; nothing preempted it here")
     starts = [when[0] for when in inside.values()]
     for request, start in enumerate(starts):
         if start and len(steps[start - 1]) < max_num_seqs:
             raise CheckFailed(
-                f"{where}: a seat is free in step {start - 1} while request {request} waits: it joins in step {start} "
-                "only. A free seat is taken at once, not when the batch is done"
+                f"{where}: a place is free in step {start - 1} while request {request} waits: it joins in step {start} "
+                "only. A free place is taken at once, not when the batch is done"
             )
         if any(later < start for later in starts[request + 1 :]):
             raise CheckFailed(f"{where}: a later request joins before request {request}: first come, first served")
@@ -87,13 +87,13 @@ def _hold_steps(steps: list[list[int]], lengths: Sequence[int], max_num_seqs: in
 
 @exercise(
     "token-budget-step",
-    minutes=15,
+    minutes=20,
     difficulty=2,
     hints=(
         "Whether a sequence prefills or decodes is not stored anywhere: it lacks num_tokens - num_computed tokens. A "
         "decoding one lacks 1.",
         "Three passes over one budget: running ones that lack 1; running ones that lack more; waiting ones from the "
-        "front, while seats last. Each gets min(what it lacks, chunk, budget left).",
+        "front, until max_num_seqs run. Each gets min(what it lacks, chunk, budget left).",
         "order = [s for s in running if num_uncomputed(s) == 1] + [s for s in running if num_uncomputed(s) > 1] + "
         "waiting[: max_num_seqs - len(running)]; one loop: tokens = min(num_uncomputed(s), chunk, budget); "
         "budget -= tokens.",
@@ -112,7 +112,7 @@ def check_plan(learner: Callable) -> Receipt:
         rows.append(row("    tokens computed", sum(p + n - 1 for p, n in lengths), numbers["tokens"]))
         rows.append(row("    steps in which a decoding sequence stood still", 0, numbers["stalled"]))
         rows.append(row("    steps with prompt and decode tokens mixed", None, numbers["mixed"]))
-    return Receipt("steps under a budget of 64 tokens, 6 seats", tuple(rows))
+    return Receipt("steps under a budget of 64 tokens, at most 6 sequences", tuple(rows))
 
 
 def _draw_state() -> tuple[list[Seq], list[Seq], tuple[int, int, int]]:
@@ -146,7 +146,7 @@ def _ask(learner: Callable, running: list[Seq], waiting: list[Seq], *settings: i
 def _hold_plan(plan: list, running: list[Seq], waiting: list[Seq], budget: int, chunk: int, max_num_seqs: int) -> None:
     lacks = {s.name: s.num_tokens - s.num_computed for s in (*running, *waiting)}
     state = "lacking " + ", ".join(f"{name} {n}" for name, n in lacks.items())
-    where = f"budget {budget}, chunk {chunk}, {max_num_seqs} seats; {state}"
+    where = f"budget {budget}, chunk {chunk}, at most {max_num_seqs} sequences; {state}"
     given = {s.name: n for s, n in plan}
     if len(given) < len(plan):
         raise CheckFailed(f"{where}: a sequence is in the plan twice")
@@ -165,7 +165,7 @@ def _hold_plan(plan: list, running: list[Seq], waiting: list[Seq], budget: int, 
         raise CheckFailed(f"{where}: {sum(taken)} are let in beside {len(running)} running")
     if taken != sorted(taken, reverse=True):
         skipped = waiting[taken.index(False)].name
-        raise CheckFailed(f"{where}: {skipped} waits while a later one is let in; whoever is long would wait for ever")
+        raise CheckFailed(f"{where}: {skipped} waits while a later one is let in; a long request would wait for ever")
     left = budget - sum(given.values())
     short = [s for s in running if given.get(s.name, 0) < min(lacks[s.name], chunk)]
     if short and (left or any(taken)):

@@ -1,4 +1,4 @@
-"""Lab 14, who goes first: whom to preempt when blocks are short, and a queue in which nobody starves."""
+"""Lab 14, the order: which sequence to preempt when blocks are short, and a queue without starvation."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ ANSWERS = answers_of("14_continuous_batching")
 
 @exercise(
     "preemption-victim",
-    minutes=10,
+    minutes=15,
     difficulty=2,
     hints=(
         "Before any policy: may the sequence that needs a block take it from one that was there before it? What would "
@@ -28,19 +28,20 @@ ANSWERS = answers_of("14_continuous_batching")
     ),
 )
 def check_victim(learner: Callable) -> Receipt:
+    cases = {policy: [_draw_running() for _ in range(60)] for policy in POLICIES}
+    needy = {policy: [random.choice(running) for running in drawn] for policy, drawn in cases.items()}
+    found = {
+        policy: [learner(list(running), each, policy) for running, each in zip(drawn, needy[policy], strict=True)]
+        for policy, drawn in cases.items()
+    }
+    evidence = {policy: [getattr(each, "name", repr(each)) for each in chosen] for policy, chosen in found.items()}
     rows = []
-    for policy in POLICIES:
-        right = 0
-        for _ in range(60):
-            running = _draw_running()
-            needy = random.choice(running)
-            found = learner(list(running), needy, policy)
-            due = ANSWERS.victim(running, needy, policy)
-            if found is not due:
-                raise CheckFailed(_wrong_victim(running, needy, policy, found, due))
-            right += 1
-        rows.append(row(f"{policy}: the right one of those behind, of 60 draws", 60, right))
-    return Receipt("whom to preempt", tuple(rows))
+    for policy, drawn in cases.items():
+        for running, each, mine in zip(drawn, needy[policy], found[policy], strict=True):
+            if (due := ANSWERS.victim(running, each, policy)) is not mine:
+                raise CheckFailed(_wrong_victim(running, each, policy, mine, due), rows, evidence=evidence)
+        rows.append(row(f"{policy}: the right one of those behind, of 60 draws", 60, len(drawn)))
+    return Receipt("which sequence to preempt", tuple(rows))
 
 
 def _draw_running() -> list[Seq]:
@@ -58,24 +59,15 @@ def _wrong_victim(running: Sequence[Seq], needy: Seq, policy: str, found: object
         f"{s.name} rank {s.rank[:2]}, {s.num_tokens} tokens, priority {s.priority}, last step {s.last_step}"
         for s in running
     )
-    where = f"{policy}, {needy.name} needs a block, running: {facts}"
-    if found is None:
-        return f"{where}: you preempt nobody, but {due.name} is behind it"
-    if not isinstance(found, Seq):
+    if found is not None and not isinstance(found, Seq):
         return f"you returned {found!r:.40}; asked for is one of the sequences in running, or None"
-    if found is needy:
-        return f"{where}: you preempt the very sequence that needs the block"
-    if found.rank < needy.rank:
-        return (
-            f"{where}: you preempt {found.name}, which is before {needy.name}. In the next step {found.name} would do "
-            "the same to it: they could throw each other out for ever"
-        )
-    return f"{where}: you preempt {found.name}, the policy says {due.name}"
+    mine, right = ("no sequence" if each is None else each.name for each in (found, due))
+    return f"{policy}, {needy.name} needs a block, running: {facts}: you preempt {mine}, due is {right}."
 
 
 @exercise(
     "patient-queue",
-    minutes=10,
+    minutes=15,
     difficulty=2,
     hints=(
         "With strict priorities an endless stream of important requests starves an unimportant one. Let priority be "
@@ -103,7 +95,7 @@ def check_queue(learner: type) -> Receipt:
         rows.append(row(f"patience {patience}: overtaken by, 2 levels of priority apart", most, passed))
     pops = _in_order(learner, 8)
     rows.append(row("300 pushes and pops, mixed: pops in order", pops, pops))
-    return Receipt("a queue that starves nobody", tuple(rows))
+    return Receipt("a queue that starves no request", tuple(rows))
 
 
 def _overtakers(learner: type, patience: int) -> int | None:

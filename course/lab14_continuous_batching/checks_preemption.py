@@ -18,13 +18,13 @@ ANSWERS = answers_of("14_continuous_batching")
 
 @exercise(
     "preempt-and-return",
-    minutes=25,
+    minutes=30,
     difficulty=4,
     hints=(
-        "Write down who holds what before and after. Recompute: nothing of the sequence remains in the pool, so how "
+        "Write down what each holds before and after. Recompute: nothing of the sequence remains in the pool, so how "
         "many of its tokens are computed? Swap: which of its blocks have anything in them?",
         "preempt: swap_out the blocks_for(num_computed) first blocks if so many fit free_host, release the others; "
-        "else num_computed = 0 and release all. resume: first count (fresh blocks, plus hits that nobody holds, "
+        "else num_computed = 0 and release all. resume: first count (fresh blocks, plus hits without a holder, "
         "against available), then take: share the hits, allocate the rest, swap_in with skip=len(hits).",
         "After resume: blocks = share(hits) + allocate(fresh); swap_in(slots, blocks, skip=len(hits)); slots = []; "
         "num_computed = max(num_computed, len(hits) * block_size): counted after the hits are known.",
@@ -105,7 +105,7 @@ def _one_round(learner: type, swap: bool, host: int | None, shared: int) -> tupl
 
 
 def _refuses_what_does_not_fit(learner: type) -> None:
-    """A hit that nobody holds is one of the available blocks: counted once, and counted first."""
+    """A hit without a holder is one of the available blocks: counted once, and counted first."""
     pool, _, sequence, _ = draw_pool(0, 2, spare=0, release_other=True)
     hits = list(sequence.blocks[:2])
     mine = learner()
@@ -185,6 +185,11 @@ def _in_an_engine(learner: type, model: Transformer, swap: bool) -> list:
         output.answers[0].ids == list(generate(model, output.prompt, each.params.max_tokens))
         for output, each in zip(found, arrivals, strict=True)
     )
+    if same < len(found):
+        raise CheckFailed(
+            f"{how}: in an engine with your class {len(found) - same} of {len(found)} answers differ from the naive "
+            "loop's. Share the hits before you allocate: allocating may give away a cached block that no sequence holds"
+        )
     left = (llm.pool.used, llm.pool.num_host_blocks - llm.pool.free_host)
     return [
         row(f"{how}: answers equal to the naive loop's, of 6", 6, same),

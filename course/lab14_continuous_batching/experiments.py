@@ -151,7 +151,7 @@ class Player:
 
     def _token(self, sequence: Seq) -> bool:
         told = self.flight.told[sequence.name]
-        sequence.tokens.append(-1 - len(told.tokens) - 4096 * int(sequence.name))  # like nobody else's
+        sequence.tokens.append(-1 - len(told.tokens) - 4096 * int(sequence.name))  # unlike any other's
         told.tokens.append(self.clock)
         if sequence.num_tokens < sequence.limit:
             return False
@@ -161,7 +161,7 @@ class Player:
         return True
 
     def play(self, most: int = 20_000) -> Flight:
-        """All of it, or `most` steps; a flight that cannot go on, or gives nobody a token for 200 steps, is stuck."""
+        """All of it, or `most` steps; a flight that cannot go on, or samples no token for 200 steps, is stuck."""
         idle = 0
         while not self.over and len(self.flight.records) < most:
             found = self.step()

@@ -1,4 +1,4 @@
-"""Lab 14's accidents: four schedulers that are nearly right, and flights of each to be told apart.
+"""Lab 14's broken schedulers: four that are nearly right, and recorded runs of each to be told apart.
 
 All of them are real bugs: phases that are never mixed, a preempted request that loses its place (vLLM#41951), a retry
 without end (nano-vllm#274), tokens counted before the prefix hits were known (nano-vllm PR#211).
@@ -15,7 +15,7 @@ HEALTHY = "healthy"
 
 
 class PromptsFirst(Scheduler):
-    """A step computes prompts or decodes, never both: while any prompt is left, nobody decodes. Chunks do not help."""
+    """A step computes prompts or decodes, never both: while any prompt is left, no sequence decodes, chunks or not."""
 
     def schedule(self) -> Plan:
         self.step += 1
@@ -32,7 +32,7 @@ class PromptsFirst(Scheduler):
 
 
 class BackOfTheQueue(Scheduler):
-    """Whoever is preempted queues up again as if it had just come."""
+    """A preempted request queues up again as if it had just arrived."""
 
     def _preempt(self, sequence: Seq) -> None:
         arrival = next(self._arrivals)
@@ -41,7 +41,7 @@ class BackOfTheQueue(Scheduler):
 
 
 class ThrowsAnyoneOut(Scheduler):
-    """Whoever does not fit throws out who runs, whoever that is, and tries again."""
+    """A request that does not fit preempts a running one, earlier or later, and tries again."""
 
     def schedule(self) -> Plan:
         thrown = []
@@ -57,7 +57,7 @@ class ThrowsAnyoneOut(Scheduler):
 
 
 class CountsTooEarly(Scheduler):
-    """Says how many tokens a returning sequence lacks before it looks which of its blocks are still cached."""
+    """Counts what a returning sequence lacks before it looks up which of its blocks are still cached."""
 
     def _admit(self, sequence: Seq) -> bool:
         self._num_uncomputed = sequence.num_uncomputed if sequence.preemptions else None

@@ -21,16 +21,16 @@ from minillm.model import Transformer
 from minillm.serve import LLM, POLICIES, BlockPool, SamplingParams, Scheduler
 from minillm.serve.trace import Arrival, VirtualClock, arrivals, replay, skewed, summary, uniform
 
-COUNT, SEATS, PROMPT = 32, 8, 12
+COUNT, MAX_NUM_SEQS, PROMPT = 32, 8, 12
 TRACES = {
     "uniform": lambda **o: uniform(COUNT, max_tokens=16, prompt_tokens=PROMPT, **o),
     "skewed": lambda **o: skewed(COUNT, max_tokens=64, prompt_tokens=PROMPT, **o),
 }
 ENGINES = {
-    "static": lambda model, clock: StaticBatches(model, SEATS, clock=clock),
-    "timer": lambda model, clock: TimerBatches(model, SEATS, 0.05, clock=clock),
+    "static": lambda model, clock: StaticBatches(model, MAX_NUM_SEQS, clock=clock),
+    "timer": lambda model, clock: TimerBatches(model, MAX_NUM_SEQS, 0.05, clock=clock),
     "continuous": lambda model, clock: LLM(
-        model, clock=clock, max_num_seqs=SEATS, token_budget=SEATS * PROMPT + SEATS, num_blocks=256
+        model, clock=clock, max_num_seqs=MAX_NUM_SEQS, token_budget=MAX_NUM_SEQS * PROMPT + MAX_NUM_SEQS, num_blocks=256
     ),
 }
 
@@ -70,31 +70,7 @@ def compare(rate: float | None = None) -> dict[tuple[str, str], dict[str, Any]]:
     return found
 
 
-@one_thread()
-def timers(model: Transformer, waits: Sequence[float], rate: float = 10.0, tokens: int = 8) -> list[dict[str, Any]]:
-    """Timer batching of 32 requests for each window: longest latency, its bound, mean batch, passes per request."""
-    rows = []
-    for wait_s in waits:
-        clock = VirtualClock(pace)
-        each = uniform(32, max_tokens=tokens, prompt_tokens=8, rate=rate, vocab_size=61, seed=5)
-        with clock.of(model):
-            llm = TimerBatches(model, SEATS, wait_s, clock=clock)
-            outputs = replay(llm, each)
-        batch_s = tokens * pace(SEATS * 8)  # and a step: who comes is looked at between steps
-        rows.append(
-            {
-                "wait_s": wait_s,
-                "longest_s": max(output.timing.end_to_end for output in outputs),
-                "bound_s": predict.adaptive_latency(wait_s, batch_s, batch_s) + pace(SEATS),
-                "batch": 32 / (len(llm.records) / tokens),
-                "predicted_batch": predict.adaptive_batch(rate, wait_s, SEATS),
-                "passes": len(llm.records),
-            }
-        )
-    return rows
-
-
-# A long prompt among those who decode.
+# A long prompt among decoding sequences.
 
 LONG, DECODING, HELD = 8192, 16, 512
 CHUNKS = (128, 256, 512, 1024, 2048, 4096, None)

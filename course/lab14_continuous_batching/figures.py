@@ -1,4 +1,4 @@
-"""Lab 14's figures: seats over time, chunks against gaps, latencies under each policy, recompute against swap."""
+"""Lab 14's figures: batches over time, chunks against gaps, latencies under each policy, recompute against swap."""
 
 from dataclasses import replace
 from typing import Any
@@ -24,27 +24,30 @@ PALE = (PALETTE["orange"], PALETTE["sky"], PALETTE["purple"], PALETTE["yellow"])
 # Pure functions of parameters, for sliders.
 
 
-def seats_over_time(requests: int = 24, max_num_seqs: int = 6, sigma: float = 1.0, longest: int = 48) -> Figure:
-    """Requests by seat and step: static batches above, continuous below; sigma 0 makes all answers equally long."""
+def batches_over_time(requests: int = 24, max_num_seqs: int = 6, sigma: float = 1.0, longest: int = 48) -> Figure:
+    """Requests by place and step: static batches above, continuous below; sigma 0 makes all answers equally long."""
     lengths = _lengths(requests, sigma, longest)
     figure, panels = subplots(2, 1, width=10, height=4.2, sharex=True)
     static, continuous = predict.static_steps(lengths, max_num_seqs), predict.continuous_steps(lengths, max_num_seqs)
     places = {"static": _static(lengths, max_num_seqs), "continuous": _continuous(lengths, max_num_seqs)}
     with style():
         for axes, (name, bars) in zip(panels, places.items(), strict=True):
-            for request, (seat, start) in enumerate(bars):
+            for request, (place, start) in enumerate(bars):
                 drawn = look(request)
-                axes.barh(seat, lengths[request], 0.86, start, color=drawn.color, edgecolor="white", linewidth=0.8)
+                axes.barh(place, lengths[request], 0.86, start, color=drawn.color, edgecolor="white", linewidth=0.8)
                 if lengths[request] > static / 50:  # else there is no room for its number
                     ink = "black" if drawn.color in PALE else "white"
                     middle = start + lengths[request] / 2
-                    axes.text(middle, seat, str(request), ha="center", va="center", fontsize=7, color=ink)
+                    axes.text(middle, place, str(request), ha="center", va="center", fontsize=7, color=ink)
             steps = static if name == "static" else continuous
             axes.axvline(steps, color=PALETTE["black"], linewidth=1, linestyle=":")
             idle = 1 - sum(lengths) / (max_num_seqs * steps)
-            axes.set_title(f"{name}: {steps} decode steps, {idle:.0%} of the seats empty (numbers: requests)")
+            axes.set_title(f"{name}: {steps} decode steps, {idle:.0%} of the places empty (numbers: requests)")
             axes.set(
-                ylabel="seat", xlim=(0, static * 1.02), yticks=range(max_num_seqs), ylim=(max_num_seqs - 0.5, -0.5)
+                ylabel="place in the batch",
+                xlim=(0, static * 1.02),
+                yticks=range(max_num_seqs),
+                ylim=(max_num_seqs - 0.5, -0.5),
             )
             axes.grid(False, axis="y")
         panels[-1].set_xlabel("step")
@@ -87,7 +90,7 @@ def _static(lengths: list[int], max_num_seqs: int) -> list[tuple[int, int]]:
     start, bars = 0, []
     for first in range(0, len(lengths), max_num_seqs):
         batch = lengths[first : first + max_num_seqs]
-        bars += [(seat, start) for seat in range(len(batch))]
+        bars += [(place, start) for place in range(len(batch))]
         start += max(batch)
     return bars
 
@@ -97,8 +100,8 @@ def _continuous(lengths: list[int], max_num_seqs: int) -> list[tuple[int, int]]:
     for step, batch in enumerate(ANSWERS.continuous_batches(lengths, max_num_seqs)):
         for request in batch:
             if request not in bars:
-                seat = min(range(max_num_seqs), key=lambda s: (free_at[s] > step, s))
-                bars[request], free_at[seat] = (seat, step), step + lengths[request]
+                place = min(range(max_num_seqs), key=lambda s: (free_at[s] > step, s))
+                bars[request], free_at[place] = (place, step), step + lengths[request]
     return [bars[request] for request in range(len(lengths))]
 
 
@@ -165,10 +168,10 @@ def _flight() -> tuple[Figure, dict[str, Any]]:
     return lab_14_flight.view(), numbers
 
 
-def _seats() -> tuple[Figure, dict[str, Any]]:
+def _batches() -> tuple[Figure, dict[str, Any]]:
     lengths = _lengths(24, 1.0, 48)
     steps = {"static": predict.static_steps(lengths, 6), "continuous": predict.continuous_steps(lengths, 6)}
-    return seats_over_time(), {"lengths": lengths, "seats": 6, **steps}
+    return batches_over_time(), {"lengths": lengths, "max_num_seqs": 6, **steps}
 
 
 def _chunks() -> tuple[Figure, dict[str, Any]]:
@@ -191,4 +194,4 @@ def _policies() -> tuple[Figure, dict[str, Any]]:
     return draw_gaps(flights), numbers
 
 
-FIGURES = {"flight": _flight, "seats": _seats, "chunks": _chunks, "policies": _policies}
+FIGURES = {"flight": _flight, "seats": _batches, "chunks": _chunks, "policies": _policies}

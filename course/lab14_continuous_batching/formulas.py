@@ -1,11 +1,11 @@
-"""What batching costs, before anyone runs it: decode steps, waits, gaps between tokens, and what preemption adds.
+"""What batching costs, by formula: decode steps, waits, gaps between tokens, and what preemption adds.
 
-Symbols: B = seats (sequences in one pass), n_i = tokens that request i decodes, in order of arrival. A *step* is one
-forward pass that gives every sequence in it one token.
+Symbols: B = max_num_seqs (sequences in one pass), n_i = tokens that request i decodes, in order of arrival. A *step* is
+one forward pass that gives every sequence in it one token.
 
-    lengths 2 4 1 3, B = 2      static: a batch runs until its longest is done     continuous: a seat is taken at once
-    seat 0                      0 0 . . 2 . .                                      0 0 2 3 3 3
-    seat 1                      1 1 1 1 3 3 3   max(2,4) + max(1,3) = 7            1 1 1 1         6
+    lengths 2 4 1 3, B = 2      static: a batch runs until its longest is done     continuous: a place is taken at once
+    place 0                     0 0 . . 2 . .                                      0 0 2 3 3 3
+    place 1                     1 1 1 1 3 3 3   max(2,4) + max(1,3) = 7            1 1 1 1         6
 
 Sources: Yu et al., "Orca" (2022); Kwon et al., "PagedAttention" (2023), §4.5 and §7.3; Agrawal et al., "Sarathi-Serve"
 (2024); Graham, "Bounds on multiprocessing timing anomalies" (1969).
@@ -29,7 +29,7 @@ def static_steps(lengths: Sequence[int], max_num_seqs: int) -> int:
 
 
 def continuous_steps(lengths: Sequence[int], max_num_seqs: int) -> int:
-    """Decode steps if the next request takes a seat in the step after it became free. All have arrived at the start."""
+    """Decode steps if the next request takes a place in the step after it was freed. All have arrived at the start."""
     _check(max_num_seqs=max_num_seqs, **{"shortest length": min(lengths, default=1)})
     free_at = [0] * max_num_seqs
     for length in lengths:
@@ -66,31 +66,11 @@ def static_over_continuous(shares: Sequence[float], max_num_seqs: int) -> float:
 # Waits.
 
 
-def adaptive_latency(wait_s: float, batch_s: float, busy_s: float = 0.0) -> float:
-    """Longest latency of a request in a batch that starts when it is full or its oldest has waited wait_s.
-
-    busy_s: what the batch before it still takes at its arrival; requests queued for more than one batch wait longer.
-    """
-    return max(wait_s, busy_s) + batch_s
-
-
-def adaptive_batch(per_s: float, wait_s: float, max_num_seqs: int) -> float:
-    """Mean batch of an idle server under Poisson arrivals: the first, and those within wait_s of it, at most B."""
-    _check(max_num_seqs=max_num_seqs)
-    mean, chance, total = per_s * wait_s, math.exp(-per_s * wait_s), 0.0
-    left = 1.0
-    for others in range(max_num_seqs - 1):
-        total += chance * (1 + others)
-        left -= chance
-        chance *= mean / (others + 1)
-    return total + left * max_num_seqs
-
-
 def overtakers(patience: int, priority_gap: int) -> int:
     """Later arrivals that may go first under the order `arrival + patience · priority`: patience · gap - 1 at most.
 
     The later one's number has to be smaller; of equals the earlier goes. Strict priorities are patience = infinity: no
-    bound, so whoever is unimportant may starve.
+    bound, so an unimportant request may starve.
     """
     return max(0, patience * priority_gap - 1)
 
@@ -99,7 +79,7 @@ def overtakers(patience: int, priority_gap: int) -> int:
 
 
 def worst_gap(cost: StepCost, prompt: int, chunk: int | None, decoding: Sequence[int]) -> float:
-    """Longest time between two tokens of those who decode while a prompt comes in, in pieces of `chunk` tokens.
+    """Longest time between two tokens of decoding sequences while a prompt comes in, in pieces of `chunk` tokens.
 
     decoding: tokens that each of them has. None, or a chunk as long as the prompt: the whole prompt is one step.
     """

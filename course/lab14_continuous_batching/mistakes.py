@@ -11,7 +11,7 @@ ANSWERS = answers_of("14_continuous_batching")
 # Join and leave
 
 
-@mistake("join-and-leave", "static-batches", expect="A free seat is taken at once, not when the batch is done")
+@mistake("join-and-leave", "static-batches", expect="A free place is taken at once, not when the batch is done")
 def static_batches(lengths, max_num_seqs):
     steps = []
     for first in range(0, len(lengths), max_num_seqs):
@@ -30,7 +30,7 @@ def padded(lengths, max_num_seqs):
     return steps
 
 
-@mistake("join-and-leave", "seat-free-one-step-late", expect="a seat is free in step")
+@mistake("join-and-leave", "place-free-one-step-late", expect="a place is free in step")
 def one_step_late(lengths, max_num_seqs):
     left, waiting, running, steps = list(lengths), list(range(len(lengths))), [], []
     while waiting or running:
@@ -58,12 +58,12 @@ def shortest_first(lengths, max_num_seqs):
     return [[order[r] for r in step] for step in steps]
 
 
-@mistake("join-and-leave", "seats-not-counted", expect=r"has \d+ requests in \d+ seats")
+@mistake("join-and-leave", "no-limit", expect=r"requests, and max_num_seqs is")
 def everybody_at_once(lengths, max_num_seqs):
     return ANSWERS.continuous_batches(lengths, len(lengths))
 
 
-@alternative("join-and-leave", "when-each-seat-is-free")
+@alternative("join-and-leave", "when-each-place-is-free")
 def intervals(lengths, max_num_seqs):
     free_at, when = [0] * max_num_seqs, []
     for length in lengths:
@@ -139,8 +139,8 @@ def short_first(running, waiting, budget, chunk, max_num_seqs):
     return _deal([*sorted(running, key=lambda s: _num_uncomputed(s) > 1), *queue], budget, chunk)
 
 
-@mistake("token-budget-step", "seats-forgotten", expect="are let in beside")
-def no_seats(running, waiting, budget, chunk, max_num_seqs):
+@mistake("token-budget-step", "no-limit", expect="are let in beside")
+def no_limit(running, waiting, budget, chunk, max_num_seqs):
     return _deal([*sorted(running, key=lambda s: _num_uncomputed(s) > 1), *waiting], budget, chunk)
 
 

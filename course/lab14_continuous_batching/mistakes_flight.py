@@ -1,5 +1,6 @@
 """Spoilers of lab 14's flight recorder: tokens that are none, waits left out, symptoms taken for faults."""
 
+from collections import Counter
 from itertools import pairwise
 
 from minillm.labkit.answers import answers_of
@@ -32,12 +33,20 @@ def _last(name, first, tokens, held):
     return first + tokens == held[name]
 
 
-@mistake("latencies-from-a-flight", "every-batch-is-a-token", expect="TTFT")
+@mistake(
+    "latencies-from-a-flight",
+    "every-batch-is-a-token",
+    says="A piece of a prompt gives no token: only a step that computes a sequence's last token gives it one more.",
+)
 def every_batch(records, prompts, arrived):
     return _sum_up(_times(records, prompts, lambda *_: True), arrived)
 
 
-@mistake("latencies-from-a-flight", "wait-left-out", expect="TTFT")
+@mistake(
+    "latencies-from-a-flight",
+    "wait-left-out",
+    says="You count from the first step that a request is in. The wait in the queue before it belongs to TTFT.",
+)
 def from_admission(records, prompts, arrived):
     scheduled = {}
     for each in records:
@@ -46,21 +55,25 @@ def from_admission(records, prompts, arrived):
     return _sum_up(_times(records, prompts, _last), scheduled)
 
 
-@mistake("latencies-from-a-flight", "divided-by-all-tokens", expect="TPOT")
+@mistake("latencies-from-a-flight", "divided-by-all-tokens", says="n tokens have n - 1 gaps between them.")
 def by_all_tokens(records, prompts, arrived):
     counts = {name: len(at) for name, at in _times(records, prompts, _last).items()}
     found = ANSWERS.latencies(records, prompts, arrived)
     return {name: (a, b * (counts[name] - 1) / counts[name], c) for name, (a, b, c) in found.items()}
 
 
-@mistake("latencies-from-a-flight", "end-to-end-per-token", expect="TPOT")
+@mistake("latencies-from-a-flight", "end-to-end-per-token", says="Your TPOT contains the time to the first token.")
 def with_the_prompt(records, prompts, arrived):
     times = _times(records, prompts, _last)
     found = ANSWERS.latencies(records, prompts, arrived)
     return {name: (a, (times[name][-1] - arrived[name]) / len(times[name]), c) for name, (a, _, c) in found.items()}
 
 
-@mistake("latencies-from-a-flight", "token-when-the-step-starts", expect="TTFT")
+@mistake(
+    "latencies-from-a-flight",
+    "token-when-the-step-starts",
+    says="You time a token when its step starts; it is there when the step is over.",
+)
 def at_the_start(records, prompts, arrived):
     held, times = dict(prompts), {name: [] for name in prompts}
     for each in records:
@@ -71,9 +84,29 @@ def at_the_start(records, prompts, arrived):
     return _sum_up(times, arrived)
 
 
-@mistake("latencies-from-a-flight", "computed-again-counts-again", expect="the worst gap|TPOT")
+@mistake(
+    "latencies-from-a-flight",
+    "computed-again-counts-again",
+    says="Tokens that are computed again after a preemption are not new: compare with what the sequence has by then.",
+)
 def counts_again(records, prompts, arrived):
     return _sum_up(_times(records, prompts, lambda name, first, tokens, held: first + tokens >= prompts[name]), arrived)
+
+
+@mistake(
+    "latencies-from-a-flight",
+    "every-batch-behind-the-prompt",
+    says="After a preemption the answer so far is computed again in pieces; only the last gives a new token.",
+)
+def behind_the_prompt(records, prompts, arrived):
+    gives = lambda name, first, tokens, held: first >= prompts[name] - 1 or first + tokens == prompts[name]  # noqa: E731
+    return _sum_up(_times(records, prompts, gives), arrived)
+
+
+@mistake("latencies-from-a-flight", "in-milliseconds", says="Seconds are asked for, not milliseconds.")
+def in_milliseconds(records, prompts, arrived):
+    found = ANSWERS.latencies(records, prompts, arrived)
+    return {name: tuple(1e3 * each for each in one) for name, one in found.items()}
 
 
 @alternative("latencies-from-a-flight", "by-the-position-computed")
@@ -99,6 +132,15 @@ def all_is_well(records, prompts):
 def preemption_is_wrong(records, prompts):
     found = ANSWERS.diagnose(records, prompts)
     return "place in the queue lost" if found == "healthy" and any(each.preempted for each in records) else found
+
+
+@mistake("diagnose-a-flight", "preempted-twice-is-a-place-lost", expect="place in the queue lost")
+def preempted_twice(records, prompts):
+    found = ANSWERS.diagnose(records, prompts)
+    times = Counter(name for each in records for name in each.preempted)
+    if found in ("healthy", "place in the queue lost"):
+        return "place in the queue lost" if max(times.values(), default=0) > 1 else "healthy"
+    return found
 
 
 @mistake("diagnose-a-flight", "many-preemptions-are-a-livelock", expect="it is 'livelock'|you say 'livelock'")

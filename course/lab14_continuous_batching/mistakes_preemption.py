@@ -1,4 +1,4 @@
-"""Spoilers of lab 14's preemption: victims ahead of the needy, blocks lost or used twice, queues that starve."""
+"""Spoilers of lab 14's preemption: wrong victims, blocks lost or used twice, queues that starve a request."""
 
 import heapq
 from collections import deque
@@ -10,7 +10,7 @@ from minillm.labkit.exercises import alternative, mistake
 ANSWERS = answers_of("14_continuous_batching")
 
 
-# Whom to preempt
+# Which sequence to preempt
 
 
 def _number(sequence, policy):
@@ -26,36 +26,77 @@ def _pick(candidates, policy, number=_number):
     return max(candidates, key=lambda s: (number(s, policy), s.rank), default=None)
 
 
-@mistake("preemption-victim", "anybody-but-me", expect="they could throw each other out for ever")
+@mistake(
+    "preemption-victim",
+    "anybody-but-me",
+    says="Blocks may be taken from later sequences only: an earlier one would take them back in its next "
+    "step, and so on without end.",
+)
 def anybody(running, needy, policy):
     return _pick([s for s in running if s is not needy], policy)
 
 
-@mistake("preemption-victim", "also-me", expect="preempt the very sequence that needs the block|throw each other out")
+@mistake(
+    "preemption-victim",
+    "also-me",
+    says="The sequence that needs the block can be its own victim here. If no later one runs, it waits: None.",
+)
 def also_me(running, needy, policy):
     return _pick(running, policy)
 
 
-@mistake("preemption-victim", "most-recently-used", expect="least recently used.*the policy says")
+@mistake("preemption-victim", "most-recently-used", says="The least recently used sequence has the smallest last_step.")
 def most_recently(running, needy, policy):
     flipped = lambda s, p: s.last_step if p == "least recently used" else _number(s, p)  # noqa: E731
     return _pick([s for s in running if s.rank > needy.rank], policy, flipped)
 
 
-@mistake("preemption-victim", "highest-priority", expect="lowest priority.*the policy says")
+@mistake(
+    "preemption-victim", "highest-priority", says="The lowest priority is the largest number: lower numbers are sooner."
+)
 def highest_priority(running, needy, policy):
     flipped = lambda s, p: -s.priority if p == "lowest priority" else _number(s, p)  # noqa: E731
     return _pick([s for s in running if s.rank > needy.rank], policy, flipped)
 
 
-@mistake("preemption-victim", "earliest-of-equals", expect="the policy says")
+@mistake("preemption-victim", "earliest-of-equals", says="Among equals the one of the largest rank gives way.")
 def earliest_of_equals(running, needy, policy):
     return max((s for s in running if s.rank > needy.rank), key=lambda s: _number(s, policy), default=None)
 
 
-@mistake("preemption-victim", "always-the-last", expect="the policy says")
+@mistake("preemption-victim", "always-the-last", says="The policy has no effect: you take the largest rank of all.")
 def always_last(running, needy, policy):
     return max((s for s in running if s.rank > needy.rank), key=lambda s: s.rank, default=None)
+
+
+@mistake(
+    "preemption-victim",
+    "by-arrival-instead-of-rank",
+    says="Whether a sequence is behind the needy one is a question of rank, not of arrival alone.",
+)
+def by_arrival(running, needy, policy):
+    return _pick([s for s in running if s.rank[1] > needy.rank[1]], policy)
+
+
+@mistake(
+    "preemption-victim",
+    "latest-by-rank",
+    says='"latest" goes by arrival, rank[1], and not by the whole rank, which includes the priority.',
+)
+def latest_by_rank(running, needy, policy):
+    return _pick(
+        [s for s in running if s.rank > needy.rank], policy, lambda s, p: s.rank if p == "latest" else _number(s, p)
+    )
+
+
+@mistake(
+    "preemption-victim",
+    "longest-by-computed-tokens",
+    says="The longest sequence has the most tokens, num_tokens, whether they are computed or not.",
+)
+def longest_computed(running, needy, policy):
+    flipped = lambda s, p: s.num_computed if p == "longest" else _number(s, p)  # noqa: E731
+    return _pick([s for s in running if s.rank > needy.rank], policy, flipped)
 
 
 @alternative("preemption-victim", "sort-and-take-the-last")
@@ -173,6 +214,27 @@ class CountsHeldHits(ANSWERS.Preemption):
         return super().resume(sequence, pool, hits)
 
 
+@mistake("preempt-and-return", "allocates-before-it-shares", expect="Share the hits before you allocate")
+class AllocatesFirst(ANSWERS.Preemption):
+    def resume(self, sequence, pool, hits):
+        fresh = pool.blocks_for(sequence.num_tokens) - len(hits)
+        if fresh + pool.idle(hits) > pool.available:
+            return False
+        taken = pool.allocate(fresh)
+        sequence.blocks = pool.share(hits) + taken
+        pool.swap_in(sequence.host_blocks, sequence.blocks, skip=len(hits))
+        sequence.host_blocks = []
+        sequence.num_computed = max(sequence.num_computed, len(hits) * pool.block_size)
+        return True
+
+
+@mistake("preempt-and-return", "forgets-what-was-swapped", expect="the keys and values of")
+class ForgetsSwapped(ANSWERS.Preemption):
+    def preempt(self, sequence, pool, swap):
+        super().preempt(sequence, pool, swap)
+        sequence.num_computed = 0
+
+
 @alternative("preempt-and-return", "allocate-after-a-look-at-every-block")
 class Slowly:
     def preempt(self, sequence, pool, swap):
@@ -204,7 +266,7 @@ class Slowly:
         return True
 
 
-# A queue that starves nobody
+# A queue without starvation
 
 
 @mistake("patient-queue", "strict-priority", expect="it starves")
@@ -249,6 +311,19 @@ class LatestOfEquals(ANSWERS.PatientQueue):
 class Once(ANSWERS.PatientQueue):
     def push(self, name, priority):
         super().push(name, min(1, priority))
+
+
+@mistake("patient-queue", "arrival-is-the-length-of-the-queue", expect="it starves")
+class LengthForArrival(ANSWERS.PatientQueue):
+    def push(self, name, priority):
+        arrival = len(self.heap)
+        heapq.heappush(self.heap, (arrival + self.patience * priority, arrival, name))
+
+
+@mistake("patient-queue", "equals-by-name", expect="lower priority numbers are sooner|overtake one of priority 2")
+class EqualsByName(ANSWERS.PatientQueue):
+    def push(self, name, priority):
+        heapq.heappush(self.heap, (next(self.arrivals) + self.patience * priority, name))
 
 
 @alternative("patient-queue", "a-list-searched-at-each-pop")

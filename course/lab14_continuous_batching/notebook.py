@@ -20,11 +20,11 @@
 # 2. What happens to decoding sequences while a long prompt is computed, and what when the blocks run out?
 # 3. How do you read from an engine's own records what is wrong with its scheduler?
 #
-# Lab 13 put keys and values into blocks, so that a sequence may lie anywhere and may lose its memory at any time. Here
-# you decide, step by step, which sequences compute. A *seat* is a place in the batch (`max_num_seqs` of them); a *step*
-# is one forward pass. TTFT is the time from arrival to the first token, TPOT the time per output token after it. A
-# table column called *simulated* comes from a clock on which each pass takes what a roofline says (8B model, one H100);
-# *measured* is this machine.
+# Lab 13 put keys and values into blocks, so that a sequence may lie anywhere and may lose its memory at any time.
+# Here you decide, step by step, which sequences compute. A *step* is one forward pass; its batch holds at most
+# `max_num_seqs` sequences. TTFT is the time from arrival to the first token, TPOT the time per output token after it.
+# A table column called *simulated* comes from a clock on which each pass takes what a roofline says (8B model, one
+# H100); *measured* is this machine.
 #
 # > **Common claims**
 # >
@@ -47,15 +47,28 @@ from course.lab14_continuous_batching import figures as pictures
 from course.lab14_continuous_batching import figures_flight as flight_pictures
 from course.lab14_continuous_batching import receipts
 from minillm.labkit import check, finish, show, sliders
-from minillm.serve import POLICIES, Scheduler
+from minillm.serve import POLICIES
+from minillm.serve.tiny import TinyLLM
 
 # %% [markdown]
+# ## One page first
+#
+# `minillm/serve/tiny.py` is a whole serving engine in about 230 lines. Read it once before you build anything. Lab 13
+# was about where it keeps keys and values; this lab is about its `schedule` and `allocate`:
+
+# %%
+print(*map(inspect.getsource, (TinyLLM.schedule, TinyLLM.allocate)), sep="\n")
+
+# %% [markdown]
+# One loop for decodes, prompts that have begun and new requests, and preemption in one loop. You build both with what
+# it leaves out: chunks, other policies, swapping, priorities (`minillm/serve/scheduler.py`).
+#
 # ## Predict
 #
-# 32 requests wait for 8 seats. The longest answer has 64 tokens, the mean is about 12. **How many forward passes do
-# static batches of 8 need, and how many does continuous batching?** And: 16 sequences decode, one token every 5 ms,
-# when a prompt of 8,192 tokens arrives. Alone it would take 142 ms; the scheduler computes it in chunks of 512 tokens,
-# one per step, together with the decodes. **How long is the longest pause that a reader of the 16 notices?**
+# 32 requests wait; at most 8 run at once. The longest answer has 64 tokens, the mean is about 12. **How many forward
+# passes do static batches of 8 need, and how many does continuous batching?** And: 16 sequences decode, one token
+# every 5 ms, when a prompt of 8,192 tokens arrives. Alone it would take 142 ms; the scheduler computes it in chunks
+# of 512 tokens, one per step, together with the decodes. **How long is the longest pause of one of the 16?**
 
 # %%
 guess_static = 4 * 64  # your guess: forward passes
@@ -66,8 +79,8 @@ guess_gap_ms = 5  # your guess: ms
 receipts.passes(guess_static, guess_continuous)
 
 # %% [markdown]
-# These are formulas so far. The longest answer alone needs 64 passes, so more seats would not help. You build it now,
-# then count it on a model.
+# These are formulas so far. The longest answer alone needs 64 passes, so a larger batch would not help. You build it
+# now, then count it on a model.
 #
 # ## Build it
 #
@@ -81,7 +94,7 @@ receipts.passes(guess_static, guess_continuous)
 # %%
 def continuous_batches(lengths, max_num_seqs):
     """lengths: tokens that each request needs, in order of arrival -> one list per step: the requests (0, 1, ...) in
-    its batch. First come, first served; a free seat is never left empty while a request waits."""
+    its batch. First come, first served; no place in the batch stays free while a request waits."""
     # BEGIN SOLUTION
     left, waiting, running, steps = list(lengths), list(range(len(lengths))), [], []
     while waiting or running:
@@ -98,10 +111,10 @@ def continuous_batches(lengths, max_num_seqs):
 continuous_batches = check("join-and-leave", continuous_batches)
 
 # %%
-show(pictures.seats_over_time)
+show(pictures.batches_over_time)
 
 # %%
-sliders(pictures.seats_over_time, requests=(4, 64), max_num_seqs=(1, 12), sigma=(0.0, 2.0, 0.25), longest=(8, 96))
+sliders(pictures.batches_over_time, requests=(4, 64), max_num_seqs=(1, 12), sigma=(0.0, 2.0, 0.25), longest=(8, 96))
 
 # %% [markdown]
 # Set `sigma` to 0: all answers become equally long, and the two pictures are the same. In the long run static batching
@@ -121,13 +134,13 @@ receipts.gain(continuous_batches)
 #
 # 1. one token to each running sequence that lacks one,
 # 2. then to running sequences that lack more (their prompt is under way), at most a `chunk` each,
-# 3. then to waiting sequences, strictly in order, at most a `chunk` each, while seats last.
+# 3. then to waiting sequences, strictly in order, at most a `chunk` each, until `max_num_seqs` sequences run.
 
 
 # %%
 def plan_step(running, waiting, budget, chunk, max_num_seqs):
     """-> a list of (sequence, tokens). running, waiting: sequences in order, each with num_tokens and num_computed.
-    The budget is at least the number of seats. Changes nothing: a plan says what the step will compute."""
+    The budget is at least max_num_seqs. Changes nothing: a plan says what the step will compute."""
     # BEGIN SOLUTION
     decoding = [s for s in running if s.num_tokens - s.num_computed == 1]
     prompts = [s for s in running if s.num_tokens - s.num_computed > 1]
@@ -142,12 +155,6 @@ def plan_step(running, waiting, budget, chunk, max_num_seqs):
 
 
 plan_step = check("token-budget-step", plan_step)
-
-# %% [markdown]
-# Apart from blocks this is minillm's own scheduler (`minillm/serve/scheduler.py`):
-
-# %%
-print(inspect.getsource(Scheduler.schedule))
 
 # %% [markdown]
 # What does a pass cost? It has to read all weights and the cached keys and values, and to multiply; on a roofline it
@@ -410,10 +417,11 @@ receipts.policies()
 
 # %% [markdown]
 # The policies differ in how *often* they preempt and in how much each preemption loses. On this trace the longest
-# sequence frees most, so there are fewest preemptions, and throws most away; the tails of the gaps are close together.
-# One trace does not rank policies: change `crowded()` in `experiments_engines.py` and look again. What does not depend
-# on the trace: of the sequences chosen as *least recently used*, 94 % had computed tokens in the step before, because
-# continuous batching uses nearly every running sequence in every step. The rule has nothing to go by.
+# sequence frees most, so there are fewest preemptions, and throws most away; the tails of the gaps are close
+# together. One trace does not rank policies: change `crowded()` in `experiments_engines.py` and look again. What does
+# not depend on the trace is the column *used in the step before*: even of the sequences chosen as *least recently
+# used*, nearly all had computed tokens in that step, because continuous batching uses nearly every running sequence
+# in every step.
 #
 # The best way to avoid preemption is to admit less: let the next sequence in only if those that run have room to grow.
 
@@ -506,7 +514,7 @@ receipts.overhead()
 #
 # ## The same in production
 #
-# transformers has continuous batching built in. The same weights, requests, seats and budget:
+# transformers has continuous batching built in. The same weights, requests, `max_num_seqs` and budget:
 
 # %%
 receipts.transformers(at_once["skewed", "continuous"])
@@ -530,7 +538,7 @@ receipts.transformers(at_once["skewed", "continuous"])
 #
 # | vLLM option | here |
 # |---|---|
-# | `--max-num-seqs` | `max_num_seqs`: seats |
+# | `--max-num-seqs` | `max_num_seqs`: sequences in the batch |
 # | `--max-num-batched-tokens` | `token_budget`; smaller: shorter gaps, larger: shorter TTFT |
 # | `--enable-chunked-prefill` (on by default in V1) | always on; decodes first, prompts share what is left |
 # | `--long-prefill-token-threshold` | `chunk` |
@@ -540,7 +548,7 @@ receipts.transformers(at_once["skewed", "continuous"])
 # | the last of the running, or of the lowest priority | `policy="latest"`, `"lowest priority"` |
 #
 # Source: vLLM's [optimization and tuning](https://docs.vllm.ai/en/latest/configuration/optimization.html). Its advice
-# against frequent preemption is what you measured: more blocks, or fewer seats.
+# against frequent preemption is what you measured: more blocks, or a smaller `max_num_seqs`.
 #
 # ## On a GPU
 #
@@ -561,15 +569,7 @@ receipts.interview()
 # %% [markdown]
 # Say your answer aloud before you open one.
 #
-# **1. Why continuous batching?**
-# <details><summary>Answer</summary>
-#
-# Answers differ in length. A static batch runs as long as its longest, so it takes $E[\max \text{ of } B]/E[n]$ times
-# the steps: 1.94 for uniform lengths and 32 seats, 4.05 for geometric ones. And a new request waits for a whole batch;
-# with continuous batching, for a step.
-# </details>
-#
-# **2. Chunked prefill: what does it improve, what does it cost?**
+# **1. Chunked prefill: what does it improve, what does it cost?**
 # <details><summary>Answer</summary>
 #
 # It shortens the worst gap of decoding sequences to one chunk instead of one prompt. It costs the long prompt's TTFT a
@@ -577,7 +577,7 @@ receipts.interview()
 # chunk. It does nothing unless chunks and decodes share a step.
 # </details>
 #
-# **3. The pool is full. What now?**
+# **2. The pool is full. What now?**
 # <details><summary>Answer</summary>
 #
 # First evict cached blocks that no sequence holds, least recently used first. Then preempt a *later* sequence: drop or
@@ -585,7 +585,7 @@ receipts.interview()
 # can never fit is refused on arrival.
 # </details>
 #
-# **4. Recompute or swap?**
+# **3. Recompute or swap?**
 # <details><summary>Answer</summary>
 #
 # Recompute: $2P$ FLOPs per token, compute-bound, partly hidden beside decodes, needs no host memory, and hits the
@@ -594,7 +594,7 @@ receipts.interview()
 # are about equal. vLLM V1 recomputes.
 # </details>
 #
-# **5. How do you exclude starvation and livelock?**
+# **4. How do you exclude starvation and livelock?**
 # <details><summary>Answer</summary>
 #
 # One fixed rank per request, given at arrival, with priority as a bounded head start. Admission strictly in rank order;

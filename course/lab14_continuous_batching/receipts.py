@@ -1,9 +1,9 @@
-"""Lab 14's claims: each a function that the notebook calls in one line; `rows` runs those of the tour's stop.
+"""Lab 14's claims and tables, each a function that the notebook calls in one line; CLAIMS need no learner.
 
 Counted, or on a simulated clock: except where a column says "measured", nothing depends on how busy the machine is.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from course.lab14_continuous_batching import experiments
@@ -15,45 +15,24 @@ from course.lab14_continuous_batching.experiments_transformers import peer
 from course.shared.step_cost import FOUR_H100_70B, H100_8B
 from course.shared.table import Table, seconds, table
 from minillm.labkit.answers import answers_of
-from minillm.labkit.receipts import Receipt, Row, receipt, row
+from minillm.labkit.receipts import Receipt, receipt, row
 from minillm.serve import Scheduler
 
 ANSWERS = answers_of("14_continuous_batching")
 
-
-SEATS = engines.SEATS
-
-
-def rows() -> Iterator[Row]:
-    """Decode steps, one trace twice, chunks and gaps, what preemption costs, four faults."""
-    yield from _steps()
-    yield from _twice()
-    for chunk in (512, 2048, None):
-        numbers = engines.stall(chunk)
-        yield row(
-            f"prompt of 8,192, chunk {chunk}: worst gap (simulated)", numbers["predicted"], numbers["gap"], "s", 0.01
-        )
-    yield row("    chunk 512, phases never mixed", None, engines.unmixed(512)["gap"], "s")
-    yield from _preempted()
-    for fault in breaks.FAULTS:
-        flight = breaks.case(fault, 14)
-        prompts = {name: told.prompt for name, told in flight.told.items()}
-        yield row("diagnosis of a recorded run", fault, ANSWERS.diagnose(flight.records, prompts))
-
-
-# Cells of the notebook, in order.
+MOST = engines.MAX_NUM_SEQS  # sequences in a batch
 
 
 def passes(guess_static: int, guess_continuous: int) -> Table:
-    """32 skewed answers in 8 seats: the reader's guesses beside the closed forms."""
+    """32 skewed answers, at most 8 at once: the reader's guesses beside the closed forms."""
     lengths = engines.answers(engines.coming("skewed"))
     return table(
-        f"32 skewed answers (longest {max(lengths)}, sum {sum(lengths)}), {SEATS} seats: forward passes",
+        f"32 skewed answers (longest {max(lengths)}, sum {sum(lengths)}), at most {MOST} at once: forward passes",
         ("", "your guess", "formula"),
         [
-            ("static batches: sum of each batch's longest", guess_static, predict.static_steps(lengths, SEATS)),
-            ("continuous batching", guess_continuous, predict.continuous_steps(lengths, SEATS)),
-            ("no schedule needs fewer: max(longest, sum / seats)", None, predict.least_steps(lengths, SEATS)),
+            ("static batches: sum of each batch's longest", guess_static, predict.static_steps(lengths, MOST)),
+            ("continuous batching", guess_continuous, predict.continuous_steps(lengths, MOST)),
+            ("no schedule needs fewer: max(longest, sum / batch)", None, predict.least_steps(lengths, MOST)),
         ],
     )
 
@@ -68,9 +47,9 @@ def gain(continuous_batches: Callable) -> Table:
     found = []
     for name, each in shares.items():
         draws = experiments.draw(each, 4000)
-        counted = predict.static_steps(draws, SEATS) / len(continuous_batches(draws, SEATS))
-        found.append((name, predict.static_over_continuous([share / sum(each) for share in each], SEATS), counted))
-    return table("static / continuous, 8 seats, 4,000 requests", ("lengths", "E[max of 8] / mean", "counted"), found)
+        counted = predict.static_steps(draws, MOST) / len(continuous_batches(draws, MOST))
+        found.append((name, predict.static_over_continuous([share / sum(each) for share in each], MOST), counted))
+    return table("static / continuous, 8 at once, 4,000 requests", ("lengths", "E[max of 8] / mean", "counted"), found)
 
 
 def pass_cost() -> Table:
@@ -107,14 +86,14 @@ def three_engines(found: dict[tuple[str, str], dict[str, Any]]) -> Table:
     lines = []
     for trace in engines.TRACES:
         wanted = engines.answers(engines.coming(trace))
-        due = {"static": predict.static_steps(wanted, SEATS), "continuous": predict.continuous_steps(wanted, SEATS)}
+        due = {"static": predict.static_steps(wanted, MOST), "continuous": predict.continuous_steps(wanted, MOST)}
         for engine in engines.ENGINES:
             each = found[trace, engine]
             same = each["ids"] == found[trace, "static"]["ids"]
             rate = f"{each['summary'].tokens_per_s:,.0f}"
             lines.append((f"{trace}, {engine}", due.get(engine), each["passes"], each["wasted"], same, rate))
     return table(
-        "32 requests at once, 8 seats",
+        "32 requests at once, batches of at most 8",
         ("", "passes, formula", "counted", "padding rows", "same tokens", "tokens/s, simulated"),
         lines,
     )
@@ -157,19 +136,19 @@ def policies() -> Table:
     """Four policies, two ways back, one trace on the simulated clock."""
     lines = []
     for (policy, how), flight in engines.crowds().items():
-        gap, tpot = flight.spread("worst_gap"), flight.spread("tpot")
+        gap = flight.spread("worst_gap")
         lines.append(
             (f"{policy}, {how}", flight.preemptions, flight.computed - flight.needed, flight.swapped,
-             *(seconds(each) for each in (gap.p50, gap.p99, tpot.p99, flight.seconds)))
+             f"{engines.just_used(flight):.0%}", *(seconds(each) for each in (gap.p50, gap.p99, flight.seconds)))
         )  # fmt: skip
     columns = (
         "",
         "preemptions",
         "tokens computed twice",
         "blocks moved",
+        "used in the step before",
         "worst gap p50",
         "p99",
-        "TPOT p99",
         "all done",
     )
     return table("120 requests, 400 blocks of 16, simulated", columns, lines)
@@ -217,7 +196,7 @@ def overhead() -> Table:
 
 def transformers(ours: dict[str, Any]) -> Receipt:
     """transformers' continuous batching on the same requests, where it is installed."""
-    theirs = peer(engines.coming("skewed"), max_num_seqs=SEATS, token_budget=SEATS * engines.PROMPT + SEATS)
+    theirs = peer(engines.coming("skewed"), max_num_seqs=MOST, token_budget=MOST * engines.PROMPT + MOST)
     if theirs is None:
         return receipt("transformers is not installed here: pip install transformers", [])
     equal = sum(mine == other for mine, other in zip(ours["ids"], theirs["ids"], strict=True))
@@ -233,16 +212,12 @@ def transformers(ours: dict[str, Any]) -> Receipt:
 
 def interview() -> Table:
     """Numbers that the questions rest on."""
-    geometric = [0.005 * 0.995**k / (1 - 0.995**4000) for k in range(4000)]
     held = [2000] * 32
     one, many = H100_8B.step([(1999, 1)]), H100_8B.step([(1999, 1)] * 64)
     return table(
         "by formula; 8B on one H100",
         ("quantity", "formula"),
         [
-            ("lengths uniform from 1 to 1,000, 32 seats: static / continuous",
-             predict.static_over_continuous([1e-3] * 1000, 32)),
-            ("    geometric lengths of mean 200", predict.static_over_continuous(geometric, 32)),
             ("decode pass of 1 sequence with 2,000 tokens; of 64", (seconds(one), seconds(many))),
             ("    tokens per second", (round(1 / one), round(64 / many))),
             ("a prompt of 32,768 while 32 decode: worst gap whole; in chunks of 1,024",
@@ -280,38 +255,57 @@ def design_chunk(prompt: int = 32768, decoding: int = 32) -> Table:
     return table("D2: 8B on one H100, formula", ("chunk", "worst gap of 32", "TTFT of the prompt"), lines)
 
 
-# What only the tour runs.
+# Claims that need no learner, beside `two_recordings`.
 
 
-def _steps() -> Iterator[Row]:
-    found = engines.compare()
+def passes_counted() -> Receipt:
+    """Forward passes of static and of continuous batching for the same requests, and the tokens of every engine."""
+    found, rows = engines.compare(), []
     for trace in engines.TRACES:
         lengths = engines.answers(engines.coming(trace))
-        due = {"static": predict.static_steps(lengths, SEATS), "continuous": predict.continuous_steps(lengths, SEATS)}
+        due = {"static": predict.static_steps(lengths, MOST), "continuous": predict.continuous_steps(lengths, MOST)}
         for engine, steps in due.items():
-            yield row(f"{trace} answers, {engine}: forward passes", steps, found[trace, engine]["passes"])
+            rows.append(row(f"{trace} answers, {engine}: forward passes", steps, found[trace, engine]["passes"]))
         alike = all(found[trace, engine]["ids"] == found[trace, "static"]["ids"] for engine in engines.ENGINES)
-        yield row("    the same tokens from every engine", True, alike)
+        rows.append(row("    the same tokens from every engine", True, alike))
+    return receipt("static and continuous batches", rows)
 
 
-def _twice() -> Iterator[Row]:
-    coming = experiments.requests([(20 + 7 * i % 40, 5 + 13 * i % 30) for i in range(12)], vocab_size=4096)
-    options = {"num_blocks": 24, "block_size": 8, "token_budget": 32, "max_num_seqs": 6, "reserve": 0}
-    llm, _ = experiments.fly(coming, experiments.draft(), **options)
-    played = experiments.play(coming, **options)
-    same = experiments.same_flight(played.records, list(llm.records))
-    yield row("a crowded trace: played without a model = run with one", True, same)
-    yield row("    steps", len(played.records), len(llm.records))
-    yield row("    preemptions", None, played.preemptions)
+def gaps() -> Receipt:
+    """The worst gap of sequences that decode while a long prompt comes in, by chunk size."""
+    rows = []
+    for chunk in (512, 2048, None):
+        numbers = engines.stall(chunk)
+        name = f"chunk {chunk}" if chunk else "the whole prompt"
+        rows.append(row(f"{name}: worst gap", numbers["predicted"], numbers["gap"], "s", 0.01, kind="simulated"))
+    rows.append(row("    chunk 512, phases never mixed", None, engines.unmixed(512)["gap"], "s", kind="simulated"))
+    return receipt("a prompt of 8,192 tokens arrives while 16 decode", rows)
 
 
-def _preempted() -> Iterator[Row]:
+def preempted() -> Receipt:
+    """What a crowded trace computes again, or moves, is what its victims had."""
     recomputed, swapped = engines.crowd("latest", "recompute"), engines.crowd("latest", "swap")
-    again = recomputed.computed - recomputed.needed
-    yield row("preempted and recomputed: tokens computed twice", sum(engines.given_up(recomputed)), again)
     blocks = 2 * sum(-(-tokens // 16) for tokens in engines.given_up(swapped))
-    yield row("preempted and swapped: blocks moved", blocks, swapped.swapped)
-    yield row("    tokens computed twice", 0, swapped.computed - swapped.needed)
+    again = recomputed.computed - recomputed.needed
+    return receipt(
+        "120 requests in a pool that is too small",
+        [
+            row("preempted and recomputed: tokens computed twice", sum(engines.given_up(recomputed)), again),
+            row("preempted and swapped: blocks moved", blocks, swapped.swapped),
+            row("    tokens computed twice", 0, swapped.computed - swapped.needed),
+        ],
+    )
 
 
-CLAIMS = (rows,)
+def diagnoses() -> Receipt:
+    """Five schedulers, told by their records."""
+    rows = []
+    for fault in breaks.FAULTS:
+        flight = breaks.case(fault, 14)
+        prompts = {name: told.prompt for name, told in flight.told.items()}
+        rows.append(row(f"a scheduler that is {fault!r}" if fault == breaks.HEALTHY else f"fault: {fault}", fault,
+                        ANSWERS.diagnose(flight.records, prompts)))  # fmt: skip
+    return receipt("diagnosis of recorded runs", rows)
+
+
+CLAIMS = (passes_counted, two_recordings, gaps, preempted, diagnoses)

@@ -100,20 +100,25 @@ def check_verdict(learner: Callable) -> Receipt:
 
 
 def _hold_small_faults(learner: Callable, true: dict, rows: list) -> None:
-    """A fault of 1e-5 is one, too, and rounding of 1e-13 is none."""
+    """A fault of 1e-5 is one, too, even if each place alone is right, and rounding of 1e-13 is none."""
     likely = max(true, key=true.get)
-    later = (*likely[:-1], (likely[-1] + 1) % breaks.VOCAB)
-    other = ((likely[0] + 1) % breaks.VOCAB, *likely[1:])
-    for amount, to, right in ((1e-5, other, VERDICTS[2]), (1e-5, later, VERDICTS[3]), (1e-13, other, VERDICTS[0])):
+    first_, second, third = ((token + 1) % breaks.VOCAB for token in likely)
+    away, later = (first_, *likely[1:]), (*likely[:-1], third)
+    joint = ((likely, -1), ((first_, second, likely[2]), -1), (away, 1), ((likely[0], second, likely[2]), 1))
+    for amount, moves, right in (
+        (1e-5, ((likely, -1), (away, 1)), VERDICTS[2]),
+        (1e-5, ((likely, -1), (later, 1)), VERDICTS[3]),
+        (1e-5, joint, VERDICTS[3]),
+        (1e-13, ((likely, -1), (away, 1)), VERDICTS[0]),
+    ):
         found = dict(true)
-        found[likely] -= amount
-        found[to] = found.get(to, 0.0) + amount
-        said = learner(found, true, 1.0, 1.0)
+        for tokens, sign in moves:
+            found[tokens] = found.get(tokens, 0.0) + sign * amount
+        said = learner(found, true, 1.0 - 1e-13, 1.0)
         if said != right:
+            moved = ", ".join(f"{tokens} by {sign * amount:+g}" for tokens, sign in moves)
             raise CheckFailed(
-                f"a program that moves a probability of {amount:g} from {likely} to {to}: you say {said!r}, it is "
-                f"{right!r}",
-                rows,
+                f"a program that moves the probability of {moved}: you say {said!r}, it is {right!r}", rows
             )
     rows.append(row("faults of 1e-5 found, rounding of 1e-13 not", True, True))
 

@@ -29,8 +29,7 @@ ANSWERS = answers_of("15_speculative_decoding")
     difficulty=3,
     hints=(
         "The verifier divides by the probability with which a draft token was really sampled. So the row that you "
-        "return and "
-        "the row that you sample from are one object.",
+        "return and the row that you sample from are one object.",
         "Divide by the temperature, rule out all but the top_k largest logits (-inf), softmax, draw, keep the row. A "
         "draft token of temperature 0 was not sampled from anything: there is no row to return.",
         "lowest = logits.topk(top_k).values[-1]; row = softmax((logits / temperature).masked_fill(logits < lowest, "
@@ -146,7 +145,9 @@ def check_look_up(learner: Callable) -> Receipt:
         ([1, 2, 3, 9, 1, 2, 3], 2, "an ending that occurred once"),
         ([1, 2, 3, 9, 1, 2, 3], 1, "more follows than k"),
         ([4, 7, 5, 4, 8, 6, 4], 2, "an ending that occurred twice: the most recent counts"),
+        ([7, 8, 7], 2, "an occurrence at the very beginning"),
         ([1, 2, 5, 0, 2, 6, 3, 1, 2], 2, "a long ending long ago, a short one just now: the longest counts"),
+        ([1, 2, 3, 4, 9, 0, 2, 3, 4, 8, 1, 2, 3, 4], 2, "at most `longest` tokens of the ending count"),
         ([3, 3, 3], 3, "an occurrence that overlaps the ending"),
         ([5, 6, 7], 4, "nothing repeated"),
         ([5], 4, "one token"),

@@ -79,10 +79,19 @@ def by_overlap(p, q):
     return (p - q).clamp(min=0) / torch.minimum(p, q).sum()
 
 
-@mistake("residual", "uniform where p = q", expect="nothing is left over")
+@mistake("residual", "uniform where p = q", expect="Return p itself")
 def uniform_corner(p, q):
     left = (p - q).clamp(min=0)
-    return left / left.sum() if left.sum() > 0 else torch.full_like(p, float("nan"))
+    return left / left.sum() if left.sum() > 0 else torch.full_like(p, 1 / len(p))
+
+
+@mistake(
+    "residual",
+    "the token that lacks most",
+    says="The token that lacks most is not the only one: sample from all that is missing.",
+)
+def lacks_most(p, q):
+    return torch.zeros_like(p).index_fill_(0, (p - q).argmax(), 1.0)
 
 
 @alternative("residual", "p minus the overlap")
@@ -136,6 +145,24 @@ mistake("verifier", "bonus from the row of the last draft token", expect="bonus 
 def likeliest_after(target, guesses, q, draw):
     best = lambda p, q: torch.zeros_like(p).index_fill_(0, p.argmax(), 1.0)  # noqa: E731
     return verifier(after=best)(target, guesses, q, draw)
+
+
+@mistake(
+    "verifier",
+    "the target's rows off by one",
+    says="The rows are off by one: target[i] judges draft token i, target[i + 1] the next one.",
+)
+def next_rows(target, guesses, q, draw):
+    for i, guess in enumerate(guesses):
+        if not uniform(draw) < target[i + 1, guess] / q[i, guess]:
+            return [*guesses[:i], choose(right.residual(target[i + 1], q[i]), draw)]
+    return [*guesses, choose(target[-1], draw)]
+
+
+@mistake("verifier", "accepted tokens only", expect="at least one token")
+def accepted_only(target, guesses, q, draw):
+    found = right.verify_draft(target, guesses, q, draw)
+    return found if found[: len(guesses)] == guesses else found[:-1]
 
 
 @mistake("verifier", "bonus forgotten", expect="one token more for nothing")
@@ -204,6 +231,14 @@ def numbers_first(target, guesses, q, draw):
         length += 1
     last = target[length] if length == len(guesses) else right.residual(target[length], q[length])
     return [*guesses[:length], choose(last, draw)]
+
+
+@alternative("verifier", "multiplies by q instead of dividing")
+def multiplies(target, guesses, q, draw):
+    for i, guess in enumerate(guesses):
+        if uniform(draw) * q[i, guess] >= target[i, guess]:
+            return [*guesses[:i], choose(right.residual(target[i], q[i]), draw)]
+    return [*guesses, choose(target[-1], draw)]
 
 
 @alternative("verifier", "rejects where the number is at least the ratio")

@@ -50,6 +50,14 @@ SPEEDUPS = {
         lambda alpha, c, k: tokens(alpha, k) / ((1 + c) * k + 1),
         "One pass checks all draft tokens at once: 1 + c·k, not (1 + c)·k + 1.",
     ),
+    "each draft token counts alone": (
+        lambda alpha, c, k: (1 + k * alpha) / (1 + c * k),
+        "Draft token i counts with αⁱ and not with α: all those before it must have been accepted.",
+    ),
+    "a draft's cost for the bonus, too": (
+        lambda alpha, c, k: tokens(alpha, k) / (1 + c * (k + 1)),
+        "k draft tokens cost c·k: the target's own token needs no draft.",
+    ),
     "the inverse": (
         lambda alpha, c, k: (1 + c * k) / tokens(alpha, k),
         "That is the inverse: seconds with a draft over seconds without.",
@@ -124,6 +132,24 @@ def thousandth(found, true, accepted, possible):
     if distance(found, true) > 1e-3:
         return "later tokens off"
     return "exact" if accepted > possible - 1e-3 else "exact, accepts less"
+
+
+@mistake("which-is-exact", "looks at each place alone", expect="a program that moves")
+def each_place(found, true, accepted, possible):
+    for place in range(3):
+        alone = [{}, {}]
+        for shares, each in zip(alone, (found, true), strict=True):
+            for tokens, chance in each.items():
+                shares[(tokens[place],)] = shares.get((tokens[place],), 0.0) + chance
+        if distance(*alone) > NOTHING:
+            return "later tokens off" if place else "first token off"
+    return "exact" if accepted > possible - NOTHING else "exact, accepts less"
+
+
+@mistake("which-is-exact", "compares floats with ==", expect="it is 'exact'")
+def strictly_equal(found, true, accepted, possible):
+    said = right.verdict(found, true, possible, possible)
+    return said if said != "exact" else "exact" if accepted == possible else "exact, accepts less"
 
 
 @mistake("which-is-exact", "calls a small distance none", expect="program")

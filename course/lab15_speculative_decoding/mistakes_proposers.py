@@ -103,6 +103,26 @@ def shortest_first(tokens, k, longest=3):
     return []
 
 
+@mistake(
+    "prompt-lookup", "no limit to the ending", says="The ending is `longest` tokens at most; you match longer ones."
+)
+def no_limit(tokens, k, longest=3):
+    return right.look_up(tokens, k, len(tokens))
+
+
+@mistake(
+    "prompt-lookup",
+    "never looks at the first place",
+    says="Place 0 counts, too: your range of places stops before it.",
+)
+def not_the_first(tokens, k, longest=3):
+    for size in range(min(longest, len(tokens) - 1), 0, -1):
+        for start in range(len(tokens) - size - 1, 0, -1):
+            if tokens[start : start + size] == tokens[-size:]:
+                return tokens[start + size : start + size + k]
+    return []
+
+
 @mistake("prompt-lookup", "begins with the last token", says="Off by one: the answer begins behind the occurrence.")
 def one_early(tokens, k, longest=3):
     found = right.look_up(tokens, k, longest)

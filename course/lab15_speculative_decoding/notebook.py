@@ -399,7 +399,7 @@ receipts.proposers(table)
 # Six programs, A to F. Each drafts and verifies with top-k; five contain a bug or an oddity from a real project. You
 # get what each writes, as an exact distribution over the next three tokens, beside the target's. Write the judge.
 # `first(d, n)` gives the distribution of the first n tokens and `distance(a, b)` the total variation. These are exact
-# enumerations in float64: count any distance above 1e-9 as a difference.
+# enumerations in float64: count any difference above 1e-9 as one; what is smaller is rounding.
 
 
 # %%

@@ -1,6 +1,6 @@
-"""Lab 15's claims: each a function that the notebook calls in one line; `rows` runs those of the tour's stop."""
+"""Lab 15's claims and tables, each a function that the notebook calls in one line; CLAIMS need no learner."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,22 +14,12 @@ from course.lab15_speculative_decoding.tiny_models import NOTHING, Tiny, distanc
 from course.shared.step_cost import FOUR_H100_70B, H100_8B
 from course.shared.table import Table, seconds, table
 from minillm.labkit.answers import answers_of
-from minillm.labkit.receipts import Receipt, Row, receipt, row
+from minillm.labkit.receipts import Receipt, receipt, row
 from minillm.predict import speculation as predict
 from minillm.serve.speculate import Draft, verify
 
 ANSWERS = answers_of("15_speculative_decoding")
 H100 = 989e12, 3.35e12  # FLOP/s in bf16 without sparsity, bytes/s (NVIDIA H100 SXM datasheet)
-
-
-def rows() -> Iterator[Row]:
-    """Enumeration on tiny models, acceptance and exactness on the committed pair, every proposer in the engine."""
-    yield from _exact()
-    yield from one_draft_token().rows
-    yield from _engine()
-
-
-# Cells of the notebook, in order.
 
 
 def pass_cost(counts: Sequence[int] = (1, 2, 4, 8, 16, 64)) -> Table:
@@ -270,38 +260,44 @@ def design_draft(batches: Sequence[int] = (8, 128), context: int = 500) -> Table
     return table("D2: by formula", ("draft", "best K", "speedup"), found)
 
 
-# What only the tour runs.
+# Claims that need no learner, beside `one_draft_token` and `preempted`.
 
 
-def _exact() -> Iterator[Row]:
+def exact_by_enumeration() -> Receipt:
+    """minillm's verifier on tiny models, and the verdict on six programs."""
     generator = torch.Generator().manual_seed(0)
     target, draft = Tiny(generator), Tiny(generator)
 
     def course(p, drafted, q, draw):
         return verify(p, Draft(drafted, q), draw)
 
-    yield from answers.hold_verifier(course, target, draft, 2)
+    rows = answers.hold_verifier(course, target, draft, 2)
     verdicts = {name: ANSWERS.verdict(*found) for name, found in breaks.all_evidence().items()}
-    yield row(
-        "six programs, one of them exact, one exact but strict", tuple(gain.USUAL.values()), tuple(verdicts.values())
-    )
+    usual, said = (tuple(each.values()) for each in (gain.USUAL, verdicts))
+    rows.append(row("six programs, one of them exact, one exact but strict", usual, said))
+    return receipt("every outcome, enumerated", rows)
 
 
-def _engine() -> Iterator[Row]:
+def proposers_in_the_engine() -> Receipt:
+    """Every proposer in the engine: the same tokens, and as many per pass as the acceptance says."""
+    rows = []
     asked = experiments.prompts("code", 1)
     plain = experiments.generate(None, 1, asked, new=24)
     for name, proposer in runs.available():
         if proposer is None:
             continue
         found = experiments.compare(proposer, runs.K[name], plain, asked, new=24)
-        yield row(f"{name}, greedy: tokens equal to plain decoding's", True, found.same)
-        yield row("    tokens per pass", experiments.formula(found.run), found.run.tokens_per_pass, "", 0.15)
-        yield row("    CPU time, times faster", None, found.speedup)
-    yield row(
-        "α = 0.8, c = 0.1: best K and its speedup",
-        (6, round(predict.speedup(0.8, 0.1, 6), 2)),
-        (predict.best_k(0.8, 0.1), 2.47),
+        rows.append(row(f"{name}, greedy: tokens equal to plain decoding's", True, found.same))
+        rows.append(row("    tokens per pass", experiments.formula(found.run), found.run.tokens_per_pass, "", 0.15))
+        rows.append(row("    CPU time, times faster", None, found.speedup))
+    rows.append(
+        row(
+            "α = 0.8, c = 0.1: best K and its speedup",
+            (6, round(predict.speedup(0.8, 0.1, 6), 2)),
+            (predict.best_k(0.8, 0.1), 2.47),
+        )
     )
+    return receipt("proposers on code, greedy", rows)
 
 
-CLAIMS = (rows,)
+CLAIMS = (exact_by_enumeration, one_draft_token, proposers_in_the_engine, preempted)

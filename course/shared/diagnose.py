@@ -32,10 +32,14 @@ def expect_like(who: str, result: Any, expected: torch.Tensor, returns: str) -> 
 
 
 def expect_number(value: Any, returns: str) -> float:
-    """The number; CheckFailed unless `value` is one, and finite. `returns` says what is asked for."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+    """The number, out of a one-element tensor too; CheckFailed unless `value` is one, and finite.
+
+    returns: what is asked for.
+    """
+    number = value.item() if getattr(value, "shape", None) in ((), (1,)) else value
+    if isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number):
         raise CheckFailed(f"you returned {value!r}; asked for is {returns}")
-    return value.item() if hasattr(value, "item") else value
+    return number
 
 
 def say_sum(result: torch.Tensor, inputs: Sequence[torch.Tensor], chunk: int, parts: int) -> str:

@@ -67,6 +67,28 @@ class Number:
 
     __gt__ = __ge__
 
+    def __mul__(self, factor: float) -> "Scaled":
+        return Scaled(self, float(factor))
+
+    __rmul__ = __mul__
+
+
+class Scaled:
+    """A number times a positive factor: u · q < p says the same as u < p / q."""
+
+    def __init__(self, number: Number, factor: float):
+        self.number, self.factor = number, factor
+
+    def __lt__(self, bound: float) -> bool:
+        return self.number < float(bound) / self.factor
+
+    __le__ = __lt__
+
+    def __ge__(self, bound: float) -> bool:
+        return not self < bound
+
+    __gt__ = __ge__
+
 
 def outcomes(run: Callable[[Script], Hashable]) -> dict[Hashable, float]:
     """{what run(draw) can return: with which probability}, for a run that ends after finitely many choices."""

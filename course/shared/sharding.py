@@ -158,8 +158,12 @@ class Net:
         return torch.randn(6, self.widths[0], generator=torch.Generator().manual_seed(self.seed + 97 * step + rank))
 
     def buckets(self, model: nn.Module) -> list[list[nn.Parameter]]:
-        """One bucket per layer, the last layer first: in the order in which backward fills them."""
-        return [list(layer.parameters()) for layer in reversed(model) if isinstance(layer, nn.Linear)]
+        """One bucket per layer, the last layer first: in the order in which backward fills them.
+
+        Every second one lists the bias first: which of a bucket's gradients comes last cannot be seen from its list.
+        """
+        layers = [list(layer.parameters()) for layer in reversed(model) if isinstance(layer, nn.Linear)]
+        return [bucket[::-1] if place % 2 else bucket for place, bucket in enumerate(layers)]
 
 
 def run_hooks(group: Group, learner: Callable, cases: Sequence[Net]) -> list[Did | None]:

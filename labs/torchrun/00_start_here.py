@@ -1,7 +1,7 @@
 """The mean over all ranks, and its receipt, on as many processes as you like.
 
-    python course/lab00_start_here/torchrun.py                               # starts 4 ranks itself
-    torchrun --nproc-per-node 4 course/lab00_start_here/torchrun.py          # torchrun starts them
+    python labs/torchrun/00_start_here.py                               # starts 4 ranks itself
+    torchrun --nproc-per-node 4 labs/torchrun/00_start_here.py          # torchrun starts them
 
 The same file on a cluster: run the second line on every node, with --nnodes, --node-rank and --rdzv-endpoint.
 """
@@ -10,7 +10,7 @@ import torch
 
 from minillm import measure
 from minillm.comm import Group, is_root, launch
-from minillm.labkit import receipt, row
+from minillm.labkit import answers_of, receipt, row
 from minillm.predict import comms
 
 NUM_ELEMENTS = 1 << 20

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 
 from minillm.comm import Group, Mesh, is_root, launch
-from minillm.labkit import receipt, row
+from minillm.labkit import answers_of, receipt, row
 from minillm.measure import ledger
 from minillm.predict import comms
+
+LAB = "01_collectives"
 
 
 def reduce_scatter(x: torch.Tensor, group: Group) -> torch.Tensor:

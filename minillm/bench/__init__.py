@@ -17,6 +17,8 @@ BENCHES = {  # name -> module with run(repeats, ...) -> rows, and what is compar
     "data-parallel": ("minillm.bench.data_parallel", "data parallel and ZeRO against torch's DDP, ZeRO-1 and FSDP2"),
     "tensor": ("minillm.bench.tensor", "tensor and sequence parallelism against torch DTensor"),
     "pipeline": ("minillm.bench.pipeline", "pipeline schedules against torch.distributed.pipelining's"),
+    "context": ("minillm.bench.context", "rings and Ulysses over a cut sequence against gathering all keys"),
+    "tiles": ("minillm.bench.tiles", "attention in tiles against torch's SDPA and whole score matrices, by length"),
     "attention": ("minillm.bench.attention", "backends of paged attention against a padded gather and torch's SDPA"),
     "step": ("minillm.bench.step", "the training step against transformers in a plain loop and under accelerate"),
     "serve": ("minillm.bench.serve", "continuous batching and prefix cache against transformers' generate and manager"),

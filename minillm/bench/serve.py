@@ -6,8 +6,9 @@
 
 Before anything is timed every answer has to be the same on both sides, token by token. Tokens per second count useful
 tokens only: those that were asked for. Each side runs each trace on the number of threads that suits it best. Further
-rows: the first token after a shared prefix with and without the prefix cache, decoding alone against what reading the
-weights costs at the measured memory bandwidth, a queue of 1,000 requests, and the scheduler without a model.
+rows: tokens per second of each of 1 to 64 streams, the first token after a shared prefix with and without the prefix
+cache, decoding alone against what reading the weights costs at the measured memory bandwidth, a queue of 1,000
+requests, and the scheduler without a model.
 """
 
 import statistics
@@ -26,6 +27,7 @@ from minillm.model.generate import folder_of
 from minillm.serve.trace import Arrival, skewed, uniform
 
 CONTEXT, PREFIX = 1024, 512
+STREAMS, EACH_STREAM = (1, 2, 4, 8, 16, 32, 64), "streams at once: tokens/s of each"
 TIE = 1e-3  # logits that differ by less may come in either order: float32 sums in another order
 METRICS: dict[str, tuple[str, float, Callable[[Served], float]]] = {  # what -> unit, scale, value
     "useful tokens": ("tokens/s", 1.0, lambda served: served.tokens_per_s),
@@ -39,7 +41,8 @@ METRICS: dict[str, tuple[str, float, Callable[[Served], float]]] = {  # what -> 
 def run(requests: int = 80, queued: int = 1000, repeats: int = 5, device: str | None = None) -> list[BenchRow]:
     """All rows for the committed target model in float32. requests: of a trace, 2 in 5 of them with a prefix."""
     check_repeats(repeats)
-    model = load_hf(folder_of("target"), device=device or "cpu", dtype=torch.float32)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_hf(folder_of("target"), device=device, dtype=torch.float32)
     model.config = replace(model.config, max_seq_len=CONTEXT)
     peer, limits, text = twin(model), Limits(), tokenize(corpus(), Tokenizer.load()).array
 
@@ -62,6 +65,7 @@ def run(requests: int = 80, queued: int = 1000, repeats: int = 5, device: str | 
     rows.append(prefix_row(model, limits, trace(uniform, 9, 1, PREFIX), repeats))
     ours.threads = best_threads(ours, trace(uniform, 1, 64))
     rows.append(roofline_row(ours, trace(uniform, 1, 128), repeats))
+    rows += frontier_rows(ours, continuous, lambda streams: trace(uniform, streams, 64), repeats)
     for side in (ours, continuous):
         side.threads = best_threads(side, trace(skewed, max(1, queued // 20), 64))
     rows.append(queue_row(ours, continuous, trace(skewed, queued, 64)))
@@ -138,6 +142,28 @@ def roofline_row(ours: Ours, arrivals: Sequence[Arrival], repeats: int) -> Bench
     found = Comparison(True, tuple((1 / each.tpot.p50, bound) for each in served))
     peer = f"roofline: all weights and keys read at {rate / 1e9:.1f} GB/s (measured)"
     return bench_row("one request alone: decoding", peer, found, "tokens/s", higher_is_better=True)
+
+
+def frontier_rows(
+    ours: Ours, other, make: Callable[[int], list[Arrival]], repeats: int, streams: Sequence[int] = STREAMS
+) -> list[BenchRow]:
+    """What each stream gets while so many run at once: 1 / TPOT, the median. Times the streams it is the throughput.
+
+    `serve_frontier.py` draws them.
+    """
+    rows = []
+    for number in streams:
+        arrivals = make(number)
+        found = side_by_side(
+            lambda each=arrivals: same_answers(ours.model, each, timed(ours, each), timed(other, each)),
+            lambda each=arrivals: 1 / timed(ours, each).tpot.p50,
+            lambda each=arrivals: 1 / timed(other, each).tpot.p50,
+            repeats,
+            warmup=0,
+        )
+        name = f"{number} {EACH_STREAM}"
+        rows.append(bench_row(name, other.title, found, "tokens/s", higher_is_better=True))
+    return rows
 
 
 def queue_row(ours: Ours, other: Continuous, arrivals: Sequence[Arrival]) -> BenchRow:

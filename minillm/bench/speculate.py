@@ -36,23 +36,27 @@ PLAIN = "minillm without guesses"
 
 @dataclass
 class Pair:
-    """The committed models, in float32 on the CPU, and their tokenizer."""
+    """The committed target, in float32, and its tokenizer."""
 
     target: Transformer
     tokenizer: Tokenizer
 
 
-def run(repeats: int = 5, proposers: Sequence[str] = tuple(PROPOSERS), peers: bool = True) -> list[BenchRow]:
+def run(
+    repeats: int = 5, proposers: Sequence[str] = tuple(PROPOSERS), peers: bool = True, device: str | None = None
+) -> list[BenchRow]:
     """For each text and batch: a row per proposer, transformers' two, and the formulas' for the draft model.
 
-    peers: False leaves transformers out.
+    peers: False leaves transformers out. device: None = a GPU if there is one; the peers run on the CPU only.
     """
     check_repeats(repeats)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    peers = peers and device == "cpu"
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         folder = folder_of("target")
-        pair = Pair(load_hf(folder, dtype=torch.float32), Tokenizer.load(folder))
+        pair = Pair(load_hf(folder, device=device, dtype=torch.float32), Tokenizer.load(folder))
         return [row for kind in KINDS for row in _rows(pair, kind, repeats, proposers, peers)]
     finally:
         torch.set_num_threads(threads)

@@ -32,6 +32,7 @@ from minillm.train import preset
 VOCAB, SEQ_LEN, BATCH = 4096, 64, 2
 SHAPES = ("draft", "target")
 WORLD_SIZES = (2, 4)
+CALLS = 4  # steps in a sample: one alone is no longer than what a scheduler takes away from a rank
 TOLERANCE = 1e-4  # of a gradient's norm, in float32
 PEER = {False: "torch DTensor", True: "torch DTensor + SequenceParallel"}
 OURS = {False: "tensor parallel", True: "with sequence parallel"}
@@ -95,7 +96,7 @@ def measure(group: Group, shape: str, repeats: int) -> list[tuple[Comparison, Co
 def _compare(group: Group, config: ModelConfig, sequence: bool, layers: bool, repeats: int) -> tuple[Comparison, ...]:
     mine, other = _ours(group, config, sequence, layers), _dtensor(group, config, sequence, layers)
     settle = torch.cuda.synchronize if group.device.type == "cuda" else lambda: None
-    samples = (seconds_per_call(each.step, before=group.barrier, after=settle) for each in (mine, other))
+    samples = (seconds_per_call(each.step, CALLS, before=group.barrier, after=settle) for each in (mine, other))
     times = side_by_side(lambda: _same_gradients(mine, other, group), *samples, repeats=repeats)
     if not times.correct:
         return times, times, times

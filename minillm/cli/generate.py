@@ -1,8 +1,9 @@
 """`python -m minillm generate PROMPT` streams one text; `--batch FILE` runs a file of prompts through `LLM` together.
 
 FILE has one prompt per line, or JSON lines such as {"prompt": "def ", "max_tokens": 20, "temperature": 0.8, "n": 2}:
-what `SamplingParams` takes, and where a line says nothing, what the command line says. A prompt of a file is taken as
-it is (alone, one that ends in a space is mended by `heal`).
+what `SamplingParams` takes, and where a line says nothing, what the command line says, and where that says nothing, the
+checkpoint's generation_config.json. A prompt of a file is taken as it is (alone, one that ends in a space is mended by
+`heal`). With --chat a prompt is what the user says, and the checkpoint's chat template makes the text.
 """
 
 import difflib
@@ -22,12 +23,14 @@ from minillm.data import Tokenizer
 from minillm.measure.provenance import JsonFile, provenance, write_json
 from minillm.model import Transformer, load_hf
 from minillm.model.generate import device_of, folder_of, generate, heal
+from minillm.model.generation_config import read_generation_config
 from minillm.serve.engine import LLM
 from minillm.serve.request import Output, prompt_ids
 from minillm.serve.sampling import SamplingParams
 from minillm.serve.speculate.registry import PROPOSERS, proposer_named
 from minillm.serve.trace import Summary, summary
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": None}
 BLOCK_SIZE, FULL_LENGTHS = 16, 16  # the pool holds the file's requests, at most so many of the model's full length
 FIELDS = ("prompt", *(field.name for field in fields(SamplingParams)))
 
@@ -35,12 +38,24 @@ FIELDS = ("prompt", *(field.name for field in fields(SamplingParams)))
 def command(
     prompt: Annotated[str, Argument(help="Text to go on from.")] = "",
     max_new_tokens: Annotated[int, Option(help="Tokens to write at most.", min=1)] = 200,
-    temperature: Annotated[float, Option(help="0: always the likeliest token.", min=0.0)] = 0.0,
+    temperature: Annotated[
+        float | None,
+        Option(help="0: always the likeliest token.", min=0.0, show_default="generation_config.json's, else 0"),
+    ] = None,
     seed: Annotated[int, Option(help="Of the draws, if temperature is above 0.")] = 0,
     model: Annotated[
-        str, Option(metavar="NAME|PATH", help="target, draft, or a Hugging Face folder (Llama, Mistral, Qwen2, Qwen3).")
+        str,
+        Option(metavar="NAME|PATH", help="target, draft, or a Hugging Face folder (families: docs/models.md)."),
     ] = "target",
     device: Annotated[str, Option(help="cpu, cuda, ...")] = "cpu",
+    dtype: Annotated[
+        str | None, Option(help=f"{', '.join(DTYPES)}.", show_default="float32 on the CPU, else auto, the checkpoint's")
+    ] = None,
+    max_seq_len: Annotated[
+        int | None, Option(help="Context to load the model for.", show_default="the checkpoint's", min=1)
+    ] = None,
+    chat: Annotated[bool, Option("--chat", help="Prompts are messages of a user; apply the chat template.")] = False,
+    system: Annotated[str | None, Option(metavar="TEXT", help="With --chat: the message before the user's.")] = None,
     speculate: Annotated[
         str | None, Option(metavar="NAME", help=f"Guess tokens and check several in a pass: {', '.join(PROPOSERS)}.")
     ] = None,
@@ -52,24 +67,37 @@ def command(
     ] = None,
     json_file: JsonFile = None,
 ) -> int:
-    """Write on from a prompt, streaming, or from all prompts of a file together; in float32."""
+    """Write on from a prompt, streaming, or from all prompts of a file together."""
     if batch is None and json_file is not None:
         raise ValueError("--json writes the answers and times of a file of prompts: give one with --batch FILE")
     if batch is not None and prompt:
         raise ValueError("there is a prompt and --batch: put the prompt into the file, or leave --batch out")
     if k is not None and speculate is None:
         raise ValueError(f"--k {k} is a number of guesses: say with --speculate NAME who guesses")
-    defaults = {"max_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    requests = None if batch is None else list(read_requests(batch, defaults))
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"--dtype {dtype} is unknown: use one of {', '.join(DTYPES)}")
+    if system is not None and not chat:
+        raise ValueError("--system is a message of a chat: add --chat")
     folder = folder_of(model)
-    tokenizer, network = Tokenizer.load(folder), load_hf(folder, device=device_of(device), dtype=torch.float32)
+    defaults = sampling_of(folder) | {"max_tokens": max_new_tokens, "seed": seed}
+    defaults |= {} if temperature is None else {"temperature": temperature}
+    requests = None if batch is None else list(read_requests(batch, defaults))
+    where, tokenizer = device_of(device), Tokenizer.load(folder)
+    if chat and requests is not None:
+        requests = [(number, chat_ids(tokenizer, each, system), params) for number, each, params in requests]
+    wanted = DTYPES[dtype or ("float32" if where.type == "cpu" else "auto")]
+    network = load_hf(folder, device=where, dtype=wanted, max_seq_len=max_seq_len)
     speculating = {} if speculate is None else {"proposer": proposer_named(speculate, network), "k": _guesses(k or "4")}
-    wanted = SamplingParams(**defaults)
-    if requests is None and speculating:
-        stream_speculating(LLM(network, tokenizer=tokenizer, **speculating), prompt, wanted)
-        return 0
+    params = SamplingParams(**defaults)
     if requests is None:
-        stream(network, tokenizer, prompt, max_new_tokens, temperature, seed)
+        ids, first = (chat_ids(tokenizer, prompt, system), None) if chat else healed(tokenizer, prompt)
+        shown = f"{prompt}\n" if chat else tokenizer.decode(ids, skip_special=True)
+        plain = SamplingParams(max_new_tokens, params.temperature, seed=seed, stop_tokens=params.stop_tokens)
+        if speculating or params != plain:
+            llm = LLM(network, tokenizer=tokenizer, **speculating)
+            stream_by_engine(llm, ids, replace(params, first_tokens=first or ()), shown)
+        else:
+            stream(network, tokenizer, ids, params, first, shown)
         return 0
     outputs = run_batch(network, tokenizer, batch, requests, speculating)
     write_json(json_file, {"provenance": provenance(), **as_json(outputs)})
@@ -77,30 +105,52 @@ def command(
 
 
 def stream(
-    model: Transformer, tokenizer: Tokenizer, prompt: str, max_new_tokens: int, temperature: float, seed: int
+    model: Transformer,
+    tokenizer: Tokenizer,
+    ids: list[int],
+    params: SamplingParams,
+    first: list[int] | None,
+    shown: str,
 ) -> None:
     """One text, a token at a time, by the plainest decoder."""
-    ids, first = healed(tokenizer, prompt)
     push = tokenizer.stream()
-    typer.echo(push(*ids), nl=False)
-    stop = None if tokenizer.eos is None else tokenizer.eos_id
-    for token in generate(model, ids, max_new_tokens, temperature=temperature, seed=seed, stop=stop, first=first):
+    push(*ids)
+    typer.echo(shown, nl=False)
+    stops = {*params.stop_tokens, *([] if tokenizer.eos is None else [tokenizer.eos_id])}
+    options = {"temperature": params.temperature, "seed": params.seed, "stop": stops, "first": first}
+    for token in generate(model, ids, params.max_tokens, **options):
         typer.echo(push(token), nl=False)
     typer.echo(push(final=True))
 
 
-def stream_speculating(llm: LLM, prompt: str, params: SamplingParams) -> None:
-    """One text, several tokens at a time, and what the guesses brought."""
-    ids, first = healed(llm.tokenizer, prompt)
-    typer.echo(llm.tokenizer.decode(ids, skip_special=True), nl=False)
+def stream_by_engine(llm: LLM, ids: list[int], params: SamplingParams, shown: str) -> None:
+    """One text by what the plain decoder has not: speculation, several tokens at a time, or top-k and its like."""
+    typer.echo(shown, nl=False)
     tokens = 0
-    for delta in llm.stream(ids, replace(params, first_tokens=first or ())):
+    for delta in llm.stream(ids, params):
         typer.echo(delta.text, nl=False)
         tokens += len(delta.tokens)
     typer.echo()
-    counts, passes = llm.speculation.counts, sum(record.sampled > 0 for record in llm.records)
-    guesses = f"{sum(counts.kept):.0f} guesses right, {counts.accepted:.0%} of those looked at"
-    typer.echo(f"{tokens} tokens in {passes} passes; {guesses}", err=True)
+    if llm.speculation is not None:
+        counts, passes = llm.speculation.counts, sum(record.sampled > 0 for record in llm.records)
+        guesses = f"{sum(counts.kept):.0f} guesses right, {counts.accepted:.0%} of those looked at"
+        typer.echo(f"{tokens} tokens in {passes} passes; {guesses}", err=True)
+
+
+def sampling_of(folder: Path) -> dict[str, Any]:
+    """What the checkpoint says about sampling, as fields of `SamplingParams`. Says on stderr what is left out."""
+    found = read_generation_config(folder)
+    if found.unused:
+        typer.echo(f"generation_config.json: {', '.join(found.unused)} not supported, left out", err=True)
+    return found.sampling | {"stop_tokens": found.eos_ids}
+
+
+def chat_ids(tokenizer: Tokenizer, prompt: str | list[int], system: str | None) -> list[int]:
+    """The ids of a conversation in which the user has said `prompt`; ids stay as they are."""
+    if not isinstance(prompt, str):
+        return prompt
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return tokenizer.chat([*before, {"role": "user", "content": prompt}])
 
 
 def healed(tokenizer: Tokenizer, prompt: str) -> tuple[list[int], list[int] | None]:

@@ -7,9 +7,13 @@ from typing import Annotated
 
 from typer import Option
 
-from minillm.equivalence import CASES, SPLIT_CASES, TOLERANCE, Case, ParallelConfig, compare
+from minillm.equivalence import CASES, CONTEXT_CASES, SPLIT_CASES, TOLERANCE, ParallelConfig, cases_of, compare
 from minillm.measure.provenance import JsonFile, provenance, summary, write_json
+from minillm.parallel.context_parallel import CONTEXTS
 from minillm.parallel.pipeline_parallel.schedules import SCHEDULES
+
+DEFAULT = ParallelConfig()
+OPTIONS = {"sequence": "--sp"}  # options that are not called what the field is
 
 
 def command(
@@ -23,23 +27,31 @@ def command(
     sp: Annotated[str, Option(help="Sequence parallelism among those: 0 for off, 1 for on.")] = "0",
     pp: Annotated[str, Option(help="Numbers of pipeline stages.")] = "1",
     schedule: Annotated[str, Option(help=f"Pipeline schedules: {', '.join(SCHEDULES)}.")] = "1f1b",
+    cp: Annotated[str, Option(help="Numbers of context-parallel ranks.")] = "1",
+    context: Annotated[str, Option(help=f"Their attention: {', '.join(CONTEXTS)}.")] = ",".join(CONTEXTS),
     cases: Annotated[
-        str, Option(help=f"Only these corners: {', '.join(CASES)}; with --tp or --pp {', '.join(SPLIT_CASES)}.")
+        str,
+        Option(
+            help=f"Only these corners: {', '.join(CASES)}; with --tp or --pp {', '.join(SPLIT_CASES)}; with --cp "
+            f"{', '.join(CONTEXT_CASES)}."
+        ),
     ] = "",
     json_file: JsonFile = None,
 ) -> int:
     """Compare every layout, on every corner, with one process in float64. Exit status 1 if an entry is off."""
     origin = provenance()
-    numbers = {"--dp": dp, "--zero": zero, "--accumulate": accumulate, "--tp": tp, "--sp": sp, "--pp": pp}
-    numbers["--dp-replicate"] = dp_replicate
-    axes = [_numbers(option, text) for option, text in numbers.items()]
-    *axes, replicates = axes
-    layouts, left_out = _layouts(*axes, [name.strip() for name in schedule.split(",")], replicates)
-    chosen = [name.strip() for name in cases.split(",") if name.strip()]
-    split = [layout for layout in layouts if layout.is_hybrid]
+    numbers = {"dp": dp, "zero": zero, "accumulate": accumulate, "tp": tp, "sequence": sp, "pp": pp, "cp": cp}
+    numbers["dp_replicate"] = dp_replicate
+    axes = {name: _numbers(OPTIONS.get(name, f"--{name.replace('_', '-')}"), text) for name, text in numbers.items()}
+    axes |= {"schedule": _names(schedule), "context": _names(context)}
+    layouts, left_out = _layouts(axes)
+    chosen = _names(cases)
+    _check_cases(chosen)
     print(summary(origin), end="\n\n")
-    rows = compare([layout for layout in layouts if not layout.is_hybrid], _cases(chosen, CASES))
-    rows += compare(split, _cases(chosen, SPLIT_CASES))
+    rows = []
+    for known in (CASES, SPLIT_CASES, CONTEXT_CASES):
+        some = [layout for layout in layouts if cases_of(layout) is known]
+        rows += compare(some, {name: case for name, case in known.items() if not chosen or name in chosen})
     width = max(44, *(len(row.layout) for row in rows))
     print(f"{'layout':<{width}}  {'gradient':>8}  {'weight':>8}  {'norm':>8}  identical  worst parameter")
     for row in rows:
@@ -54,18 +66,27 @@ def command(
     return 1 if off else 0
 
 
-def _layouts(*axes: list) -> tuple[list[ParallelConfig], list[str]]:
+def _layouts(axes: Mapping[str, list]) -> tuple[list[ParallelConfig], list[str]]:
     """All combinations that there are, and why the others are not. ValueError if none is left.
 
-    axes: what dp, zero, accumulate, tp, sequence, pp, schedule and dp_replicate may be.
+    axes: what each field of a layout may be.
     """
     layouts: dict[ParallelConfig, None] = {}
     left_out: list[str] = []
-    for *counts, tensor, sequence, stages, schedule, replicate in product(*axes):
-        sequence, schedule = bool(sequence) and tensor > 1, schedule if stages > 1 else "1f1b"
+    seen: set[tuple] = set()
+    for values in product(*axes.values()):
+        fields = dict(zip(axes, values, strict=True))
+        fields["sequence"] = bool(fields["sequence"]) and fields["tp"] > 1
+        if fields["pp"] == 1:
+            fields["schedule"] = DEFAULT.schedule
+        if fields["cp"] == 1:
+            fields["context"] = DEFAULT.context
+        if tuple(fields.values()) in seen:
+            continue
+        seen.add(tuple(fields.values()))
         try:
-            layout = ParallelConfig(*counts, tensor, sequence, stages, schedule, replicate)
-            for case in SPLIT_CASES.values() if layout.is_hybrid else ():
+            layout = ParallelConfig(**fields, pad=fields["cp"] > 1)
+            for case in cases_of(layout).values() if layout.is_hybrid else ():
                 layout.check(case.config, case.batch.tokens.shape[1])
         except ValueError as error:
             left_out.append(str(error))
@@ -76,11 +97,14 @@ def _layouts(*axes: list) -> tuple[list[ParallelConfig], list[str]]:
     return list(layouts), left_out
 
 
-def _cases(names: list[str], known: Mapping[str, Case]) -> dict[str, Case]:
+def _check_cases(names: list[str]) -> None:
     for name in names:
-        if name not in CASES | SPLIT_CASES:
-            raise ValueError(f"--cases {name}: choose from {', '.join(CASES | SPLIT_CASES)}")
-    return {name: case for name, case in known.items() if not names or name in names}
+        if name not in CASES | SPLIT_CASES | CONTEXT_CASES:
+            raise ValueError(f"--cases {name}: choose from {', '.join(CASES | SPLIT_CASES | CONTEXT_CASES)}")
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _numbers(option: str, text: str) -> list[int]:

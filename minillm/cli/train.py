@@ -1,5 +1,6 @@
 """`python -m minillm train`: from the corpus to a run, and from a run to a model folder."""
 
+import math
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +12,7 @@ from minillm.comm import is_root, launch
 from minillm.data import TokenDataset
 from minillm.measure.provenance import JsonFile, provenance, write_json
 from minillm.model.huggingface import check_folder
+from minillm.parallel.context_parallel import CONTEXTS
 from minillm.parallel.pipeline_parallel.schedules import SCHEDULES
 from minillm.predict.model import parameters
 from minillm.train.activation_checkpointing import MODES
@@ -31,7 +33,7 @@ def _of_run(name: str, **options: Any) -> Any:
 
 
 def command(
-    context: typer.Context,
+    invocation: typer.Context,
     steps: Annotated[int | None, _of_run("steps", help="Updates to make in all.")] = None,
     model_size: Annotated[str | None, _of_run("model_size", metavar="SIZE", help=f"One of {', '.join(SIZES)}.")] = None,
     data: Annotated[
@@ -82,20 +84,26 @@ def command(
         int | None,
         Option(help="Into how many the pipeline cuts a step's windows; by default up to 4 per stage.", min=1),
     ] = None,
+    cp: Annotated[int, Option(help="Context-parallel ranks, which share every sequence.", min=1)] = 1,
+    context: Annotated[str, Option(help=f"Their attention: {', '.join(CONTEXTS)}.")] = "zigzag",
+    node: Annotated[int, Option(help="Of a hybrid: ranks that exchange heads, with rings across.", min=1)] = 2,
+    pad: Annotated[bool, Option("--pad", help="Lengthen windows that do not divide over those ranks.")] = False,
     runs: Annotated[Path, Option(metavar="FOLDER", help="Where runs are kept.")] = Path("runs"),
     json_file: JsonFile = None,
 ) -> int:
     """Train a model on the standard library's source, or on your text. Ctrl-C saves; --resume goes on."""
-    given = {name: context.params[name] for name in DEFAULTS if context.params.get(name) is not None}
+    given = {name: invocation.params[name] for name in DEFAULTS if invocation.params.get(name) is not None}
     folder = runs / run if run else _latest(runs) if resume else _unused(runs, given.get("model_size", "target"))
     settings = saved_settings(folder, given) if resume else DEFAULTS | given
     if offload and not zero:
         raise ValueError(f"--offload {offload} needs shards to move: add --zero 1, 2 or 3")
     rows = settings["batch_size"] * settings["accumulate"]
+    spread = {"zero": zero, "dp_replicate": dp_replicate, "tp": tp, "sequence": sp, "pp": pp, "schedule": schedule}
+    spread |= {"cp": cp, "context": context, "node": node, "pad": pad}
     job = TrainingJob(
         folder,
         settings,
-        _parallel_config(dp, zero, dp_replicate, tp, sp, pp, schedule, microbatches, rows),
+        _parallel_config(dp, microbatches, rows, **spread),
         resume=resume,
         offload=offload,
         device=device,
@@ -120,10 +128,10 @@ def _check(job: TrainingJob) -> None:
     job.parallel.check(config.model, config.seq_len)
     if job.parallel.is_hybrid:
         if job.offload:
-            raise ValueError(f"--offload {job.offload} is for ZeRO alone: leave it out with --tp and --pp")
+            raise ValueError(f"--offload {job.offload} is for ZeRO alone: leave it out with --tp, --pp and --cp")
         if config.compile:
             raise ValueError(
-                "--compile does not look through the messages inside a model: leave it out with --tp and --pp"
+                "--compile does not look through the messages inside a model: leave it out with --tp, --pp and --cp"
             )
     job.torch_device()
     if job.export_to:
@@ -153,27 +161,18 @@ def _announce(job: TrainingJob) -> None:
         job.save_settings()
 
 
-def _parallel_config(
-    dp: int | None,
-    zero: int,
-    dp_replicate: int,
-    tp: int,
-    sp: bool,
-    pp: int,
-    schedule: str,
-    microbatches: int | None,
-    rows: int,
-) -> ParallelConfig:
-    """rows: windows of a step on each data-parallel rank. ValueError for what cannot be."""
-    processes = int(os.environ.get("WORLD_SIZE", (dp or 1) * tp * pp))
-    if processes != (dp or max(1, processes // (tp * pp))) * tp * pp:
-        given = f"--dp {dp} " if dp else ""
-        raise ValueError(
-            f"{given}--tp {tp} --pp {pp} does not fit torchrun's {processes} processes: change one of them"
-        )
-    spread = {"dp": processes // (tp * pp), "zero": zero, "tp": tp, "sequence": sp, "pp": pp, "schedule": schedule}
-    spread["dp_replicate"] = dp_replicate
-    if pp == 1:
+def _parallel_config(dp: int | None, microbatches: int | None, rows: int, **spread: Any) -> ParallelConfig:
+    """rows: windows of a step on each data-parallel rank; spread: the other fields. ValueError for what cannot be."""
+    cut = {axis: spread[axis] for axis in ("tp", "pp", "cp")}
+    each = math.prod(cut.values())
+    processes = int(os.environ.get("WORLD_SIZE", (dp or 1) * each))
+    if processes != (dp or max(1, processes // each)) * each:
+        given = " ".join(f"--{axis} {size}" for axis, size in (("dp", dp), *cut.items()) if size)
+        raise ValueError(f"{given} does not fit torchrun's {processes} processes: change one of them")
+    spread["dp"] = processes // each
+    if spread["pad"] and spread["cp"] == 1:
+        raise ValueError("--pad lengthens windows for --cp ranks to share: add --cp, or leave it out")
+    if spread["pp"] == 1:
         if microbatches:
             raise ValueError(f"--microbatches {microbatches} is for a pipeline: add --pp, or use --accumulate")
         return ParallelConfig(**spread)
@@ -183,7 +182,7 @@ def _parallel_config(
             "(--batch-size times --accumulate): change one of them"
         )
     problem = None
-    for count in [microbatches] if microbatches else [m for m in range(4 * pp, 0, -1) if rows % m == 0]:
+    for count in [microbatches] if microbatches else [m for m in range(4 * spread["pp"], 0, -1) if rows % m == 0]:
         try:
             return ParallelConfig(accumulate=count, **spread)
         except ValueError as error:

@@ -19,13 +19,12 @@ from minillm.comm.backends.cpu import CpuBackend
 from minillm.comm.backends.native import NativeBackend
 from minillm.comm.diagnostics.flight_recorder import describe
 from minillm.comm.diagnostics.mismatch import MismatchCheck
-from minillm.comm.emulation import Link
-from minillm.comm.operands import check_splits, dtype_name, part_shape
+from minillm.comm.operands import check_messages, check_splits, dtype_name, part_shape
 from minillm.comm.operation import Inside, Operation
 from minillm.comm.protocol import Backend, Message
 from minillm.comm.scratch import Scratch
 from minillm.comm.work import Work
-from minillm.comm.world import World, joined_world
+from minillm.comm.world import World, backend_name, backends, joined_world
 from minillm.measure.ledger import Event, open_ledgers
 
 KNOWN_TEXTS = 1024  # descriptions of operations that are kept: a training step repeats its own
@@ -39,7 +38,7 @@ class Group:
         self.world, self.name, self.ranks, self.device = world, name, list(ranks), world.device
         self.process_group, self.world_size = process_group, len(self.ranks)
         self.rank = self.ranks.index(world.rank) if world.rank in self.ranks else -1
-        self.backend = _backend_name(process_group, self.device) if self.rank >= 0 else "none"
+        self.backend = backend_name(process_group, self.device) if self.rank >= 0 else "none"
         self.scratch = Scratch()
         self._ordinal, self._sequence, self._p2p_sequence = world.next_ordinal(), 0, 0
         self._check = MismatchCheck(world.recorder, world.rank, self.ranks, name, self._ordinal)
@@ -70,7 +69,7 @@ class Group:
         if not dist.is_initialized():
             raise ValueError("no process group yet: call torch.distributed.init_process_group() or Accelerator() first")
         process_group = process_group or dist.group.WORLD
-        gpus = torch.cuda.is_available() and "cuda" in _backends(process_group)
+        gpus = torch.cuda.is_available() and "cuda" in backends(process_group)
         device = torch.device(device if device is not None else "cuda" if gpus else "cpu")
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -185,7 +184,8 @@ class Group:
         no room for holds its sender up until it has.
         """
         sends, recvs = _as_list(send), _as_list(recv)
-        self._check_messages(sends, recvs)
+        self._check_member("send or recv")
+        check_messages(self, sends, recvs)
         num_bytes, messages = sum(x.nbytes for x, _ in sends), sum(x.numel() > 0 for x, _ in sends)
         if inside := self._inside.operation:
             inside.bytes += num_bytes
@@ -274,11 +274,6 @@ class Group:
         operation = self._inside.operation
         operation.bytes, operation.counted = operation.bytes + num_bytes, False
 
-    def link_between(self, src: int, dst: int) -> Link | None:
-        """The emulated link from group rank src to group rank dst, if any."""
-        egress = self.world.egress
-        return egress.links.between(self.ranks[src], self.ranks[dst]) if egress else None
-
     # Bad input, in one sentence.
 
     def check_rank(self, what: str, rank: int) -> None:
@@ -291,37 +286,8 @@ class Group:
                 f"rank {self.world.rank} called {op} on group {self.name!r}, which it is not in (members: {self.ranks})"
             )
 
-    def _check_messages(self, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
-        self._check_member("send or recv")
-        for what, messages in (("dst", sends), ("src", recvs)):
-            for x, peer in messages:
-                self.check_rank(what, peer)
-                if peer == self.rank:
-                    raise ValueError(
-                        f"{what}={peer} is this rank itself in group {self.name!r}: copy the tensor instead"
-                    )
-                if x.device.type != self.device.type:
-                    raise ValueError(
-                        f"tensor on {x.device} in group {self.name!r} on {self.device}: move it with .to()"
-                    )
-        for x, src in recvs:
-            if not x.is_contiguous():
-                raise ValueError(f"cannot receive from rank {src} into a non-contiguous {list(x.shape)} tensor")
-
 
 _NOTHING = torch.empty(0)
-
-
-def _backends(process_group: dist.ProcessGroup) -> dict[str, str]:
-    """Device type -> backend, for example {"cpu": "gloo", "cuda": "nccl"}."""
-    return dict(pair.split(":") for pair in dist.get_backend_config(process_group).split(","))
-
-
-def _backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str:
-    names = _backends(process_group)
-    if device.type not in names:
-        raise ValueError(f"the process group serves {', '.join(names)}, not {device}: pass device= or another backend")
-    return names[device.type]
 
 
 def _as_list(messages: Message | Sequence[Message]) -> list[Message]:

@@ -6,14 +6,15 @@
     dp  0       0 1 2 3         mesh.dp on rank 5 is the group of ranks 1 5
     |   1       4 5 6 7
 
-Neighbouring ranks share a node, so the axis that talks most goes last. Built on torch's DeviceMesh, which stays
-available as `mesh.device_mesh` for DTensor and FSDP2.
+Neighbouring ranks share a node, so the axis that talks most goes last. `mesh.joined("dp", "cp")` is one group over two
+axes: the ranks that differ from this one in those alone. Built on torch's DeviceMesh, which stays available as
+`mesh.device_mesh` for DTensor and FSDP2.
 """
 
 import math
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from minillm.comm.group import Group
 
@@ -34,18 +35,32 @@ class Mesh:
         self.axes = dict(axes)
         how = {} if group.backend == dist.get_backend() else {"backend_override": dict.fromkeys(axes, group.backend)}
         self.device_mesh = init_device_mesh(group.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes), **how)
-        self._groups = {name: self._line(group, name) for name in axes}
+        self._base, self._override = group, group.backend if how else None
+        self._groups = {name: self._line(self.device_mesh, name) for name in axes}
+        self._joined: dict[tuple[str, ...], Group] = {}
         group.world.kept.append(self)
 
     def close(self) -> None:
         """No more of torch's: the world has ended."""
         self.device_mesh = None
 
-    def _line(self, group: Group, axis: str) -> Group:
-        process_group = self.device_mesh.get_group(axis)
-        if group.backend in ("gloo", "nccl"):
-            dist.distributed_c10d._set_pg_timeout(group.world.timeout, process_group)
-        return Group(group.world, process_group, dist.get_process_group_ranks(process_group), axis)
+    def joined(self, *axes: str) -> Group:
+        """The group over several axes at once, called "dp_cp", ranks in the order of the mesh; every rank of the mesh
+        calls it. Where only one of the axes has more than one rank, or none, it is that axis's own group, if that is
+        the first: a gradient's sum over dp keeps its name where there is no cp."""
+        if all(self[axis].world_size == 1 for axis in axes[1:]):
+            return self[axes[0]]
+        if axes not in self._joined:
+            name = "_".join(axes)
+            flat = self.device_mesh[axes]._flatten(name, self._override)
+            self._joined[axes] = self._line(flat, name)
+        return self._joined[axes]
+
+    def _line(self, device_mesh: DeviceMesh, axis: str) -> Group:
+        process_group, world, backend = device_mesh.get_group(axis), self._base.world, self._base.backend
+        if backend in ("gloo", "nccl"):
+            dist.distributed_c10d._set_pg_timeout(world.timeout, process_group)
+        return Group(world, process_group, dist.get_process_group_ranks(process_group), axis)
 
     def __getitem__(self, axis: str) -> Group:
         if axis not in self._groups:

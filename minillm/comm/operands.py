@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from minillm.comm.protocol import Communicator
+from minillm.comm.protocol import Communicator, Message
 
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
@@ -54,6 +54,20 @@ def check_splits(
             raise ValueError(f"{what} {list(sizes)} must be the rows, 0 or more, of each of {world_size} ranks")
     if input_splits is not None and sum(input_splits) != len(x):
         raise ValueError(f"input_splits {list(input_splits)} make {sum(input_splits)} rows, but x has {len(x)}")
+
+
+def check_messages(group: Communicator, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
+    """ValueError unless `group` can send and receive these."""
+    for what, messages in (("dst", sends), ("src", recvs)):
+        for x, peer in messages:
+            group.check_rank(what, peer)
+            if peer == group.rank:
+                raise ValueError(f"{what}={peer} is this rank itself in group {group.name!r}: copy the tensor instead")
+            if x.device.type != group.device.type:
+                raise ValueError(f"tensor on {x.device} in group {group.name!r} on {group.device}: move it with .to()")
+    for x, src in recvs:
+        if not x.is_contiguous():
+            raise ValueError(f"cannot receive from rank {src} into a non-contiguous {list(x.shape)} tensor")
 
 
 def gather_output(x: torch.Tensor, world_size: int, out: torch.Tensor | None) -> torch.Tensor:

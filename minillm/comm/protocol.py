@@ -27,6 +27,7 @@ class Communicator(Ranks, Protocol):
     """What a collective and a backend need of a `Group`."""
 
     name: str
+    device: torch.device
 
     def run(
         self, op: str, x: torch.Tensor, body: Callable[[], Any], async_op: bool = ..., same: bool = ..., how: str = ...

@@ -78,6 +78,19 @@ def joined_world(
     return World(rank, device, recorder, local_ranks, wait_s, egress)
 
 
+def backends(process_group: dist.ProcessGroup) -> dict[str, str]:
+    """Device type -> backend, for example {"cpu": "gloo", "cuda": "nccl"}."""
+    return dict(pair.split(":") for pair in dist.get_backend_config(process_group).split(","))
+
+
+def backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str:
+    """Of the backend that moves tensors on `device`."""
+    names = backends(process_group)
+    if device.type not in names:
+        raise ValueError(f"the process group serves {', '.join(names)}, not {device}: pass device= or another backend")
+    return names[device.type]
+
+
 def _told(value: Any, process_group: dist.ProcessGroup) -> list[Any]:
     values: list[Any] = [None] * process_group.size()
     dist.all_gather_object(values, value, process_group)

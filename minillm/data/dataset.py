@@ -15,14 +15,23 @@ import torch
 
 from minillm.data.tokens import Tokens
 
+IGNORE = -100  # a target that does not count, as in torch's cross_entropy
+
 
 class TokenDataset:
     """Map-style dataset of (inputs, targets), each int64 [seq_len]; torch's DataLoader takes it as it is.
 
     `tokens`: a `Tokens` or any one-dimensional array or tensor of ids. Raises ValueError if it has not one window.
+    `positions`: the places of a window to read, where several ranks share each (context parallelism): nothing else is
+    read, and inputs and targets are [len(positions)]. Those from seq_len on are padding, whose target is `IGNORE`.
     """
 
-    def __init__(self, tokens: Tokens | np.ndarray | torch.Tensor | Sequence[int], seq_len: int):
+    def __init__(
+        self,
+        tokens: Tokens | np.ndarray | torch.Tensor | Sequence[int],
+        seq_len: int,
+        positions: np.ndarray | torch.Tensor | None = None,
+    ):
         array = tokens.array if isinstance(tokens, Tokens) else np.asarray(tokens)
         if seq_len < 1:
             raise ValueError(f"seq_len {seq_len} is too small: a window needs at least 1 input token")
@@ -31,6 +40,7 @@ class TokenDataset:
                 f"{len(array)} tokens are too few for seq_len {seq_len}: give more text or a shorter seq_len"
             )
         self.tokens, self.seq_len = tokens, seq_len
+        self.positions = None if positions is None else np.asarray(positions, dtype=np.int64)
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.seq_len
@@ -40,13 +50,22 @@ class TokenDataset:
         return inputs[0], targets[0]
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """(inputs, targets), each int64 [len(indices), seq_len]."""
+        """(inputs, targets), each int64 [len(indices), seq_len], or [len(indices), len(positions)]."""
         wanted = np.asarray(indices, dtype=np.int64).reshape(-1)
         if (outside := wanted[(wanted < 0) | (wanted >= len(self))]).size:
             raise IndexError(f"window {outside[0]} is outside 0..{len(self) - 1}")
         array = self.tokens.array if isinstance(self.tokens, Tokens) else np.asarray(self.tokens)
+        if self.positions is not None:
+            return self._parts(array, wanted[:, None] * self.seq_len)
         windows = array[wanted[:, None] * self.seq_len + np.arange(self.seq_len + 1)].astype(np.int64)
         return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
+
+    def _parts(self, array: np.ndarray, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """starts: [windows, 1], where they begin in `array`."""
+        places = starts + np.minimum(self.positions, self.seq_len - 1)
+        inputs, targets = (array[each].astype(np.int64) for each in (places, places + 1))
+        targets[:, self.positions >= self.seq_len] = IGNORE
+        return torch.from_numpy(inputs), torch.from_numpy(targets)
 
     @property
     def waste(self) -> float:

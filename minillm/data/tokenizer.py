@@ -1,7 +1,8 @@
 """Text to token ids and back, losslessly for any text and any bytes.
 
 The work is done by the `tokenizers` library on a Hugging Face `tokenizer.json`, so `transformers` reads the same file
-and minillm reads the byte-level tokenizers of Llama 3, Qwen and GPT-2. Lab 11 builds the mechanism itself.
+and minillm reads every kind of it: byte-level BPE (Llama 3, Qwen, GPT-2), SentencePiece's BPE and unigrams (Llama 2,
+Gemma), WordPiece and whole words. Only byte-level ones are lossless. Lab 11 builds the mechanism itself.
 
 The committed tokenizer.json (4096 tokens) was made by `python -m minillm.data tokenizer` from the training files of
 the corpus; tokenizer.source.json beside it says from which text.
@@ -11,18 +12,22 @@ import codecs
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from minillm.data.chat import one_of, read_template, render, unused
+
 SEPARATOR = "<|endoftext|>"
 COMMITTED = Path(__file__).with_name("tokenizer.json")
 # What other byte-level tokenizers call their end of text, when no tokenizer_config.json says so.
-_KNOWN_EOS = (SEPARATOR, "<|end_of_text|>", "<|im_end|>", "</s>")
+_KNOWN_EOS = (SEPARATOR, "<|end_of_text|>", "<|im_end|>", "</s>", "<eos>")
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's, of a byte that is in no other token
 
 # A printable stand-in for each byte (GPT-2's): itself where it prints, else the next code point from 256 up.
 _PRINTS = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -54,16 +59,26 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4096) -> "Tokenizer"
 class Tokenizer:
     """`Tokenizer.load()` is the committed one, `Tokenizer.load(path)` that of a file or a checkpoint folder."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, eos: str | None, bos: str | None = None):
-        vocabulary = backend.get_vocab(with_added_tokens=False)
-        if not vocabulary.keys() >= CHAR_TO_BYTE.keys():
-            raise ValueError(
-                "this tokenizer is not byte-level BPE: minillm reads those of Llama 3, Qwen, GPT-2 and its own"
-            )
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        eos: str | None,
+        bos: str | None = None,
+        *,
+        adds_bos: bool = True,
+        chat_template: str | None = None,
+    ):
+        """adds_bos: whether a prompt begins with `bos`. chat_template: a Jinja program, see `chat`."""
         backend.no_padding()
         backend.no_truncation()
         self._backend = backend
-        self.eos, self.bos = eos, bos
+        self.eos, self.bos, self.adds_bos, self.chat_template = eos, bos, adds_bos, chat_template
+        decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {}
+        steps = {step["type"]: step for step in decoder.get("decoders", [decoder]) if step}
+        self.byte_level = "ByteLevel" in steps
+        self._merges = isinstance(backend.model, models.BPE)
+        self._renamed: dict[str, tuple] = {}  # what `_with_names` returned, by its sign
+        self._spaces = "▁" in str([steps.get("Replace"), steps.get("Metaspace")])  # SentencePiece's way to write one
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.specials = {t.content: i for i, t in sorted(backend.get_added_tokens_decoder().items()) if t.special}
         self._special_ids = frozenset(self.specials.values())
@@ -72,7 +87,8 @@ class Tokenizer:
     def load(cls, path: str | Path = COMMITTED) -> "Tokenizer":
         """Reads a tokenizer.json, or the one in a folder (tokenizer_config.json beside it names the special tokens).
 
-        Raises ValueError if there is none, if it cannot be parsed or if it is not byte-level.
+        Raises ValueError if there is none or if it cannot be parsed. A chat template is read from there, too, or from
+        chat_template.jinja.
         """
         path = Path(path)
         file = path / "tokenizer.json" if path.is_dir() else path
@@ -90,7 +106,9 @@ class Tokenizer:
         names = {key: config.get(key) for key in ("eos_token", "bos_token")}
         eos, bos = (name["content"] if isinstance(name, dict) else name for name in names.values())
         eos = eos or next((name for name in _KNOWN_EOS if name in known), None)
-        return cls(backend, eos, bos)
+        return cls(
+            backend, eos, bos, adds_bos=_adds_bos(backend, config), chat_template=read_template(file.parent, config)
+        )
 
     def save(self, path: str | Path) -> None:
         """Writes `path` if it ends in .json, else tokenizer.json and tokenizer_config.json into that folder."""
@@ -102,22 +120,36 @@ class Tokenizer:
         self.save(path / "tokenizer.json")
         names = {"eos_token": self.eos, "bos_token": self.bos}
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        names |= {"chat_template": self.chat_template, "add_bos_token": None if self.adds_bos else False}
         config |= {key: name for key, name in names.items() if name is not None}
         (path / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
     def encode(self, text: str, special: bool = False) -> list[int]:
         """Token ids of `text`. What looks like a special token is plain text unless `special` is set:
         text from a corpus or a user must not be able to end a document."""
-        if not special or not self.specials:
-            return self.encode_batch([text])[0].tolist()
-        parts = re.split("(" + "|".join(map(re.escape, self.specials)) + ")", text)
-        ids = ([self.specials[part]] if part in self.specials else self.encode(part) for part in parts)
-        return [token for part in ids for token in part]
+        if special and self.specials:
+            return self._encode_apart(text)
+        return self.encode_batch([text])[0].tolist()
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], *, reply: bool = True, **variables: Any) -> list[int]:
+        """Token ids of a conversation, `[{"role": "user", "content": "..."}, ...]`, by the tokenizer's chat template.
+
+        reply: ends with what begins the model's turn. variables: more that the template knows (`enable_thinking`).
+        Special tokens count only where the template writes them. ValueError if there is no template, or if it refuses.
+        """
+        if self.chat_template is None:
+            raise ValueError("this tokenizer has no chat template: give the text itself, or a model made for chats")
+        names = {"bos_token": self.bos or "", "eos_token": self.eos or "", "add_generation_prompt": reply}
+        mark = unused(json.dumps(messages, ensure_ascii=False, default=str))
+        text = render(self.chat_template, messages, self.specials, mark, **names | variables)
+        return self._encode_apart(text, mark)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Token ids of each text, as int64 arrays; uses all cores. Raises ValueError for half a surrogate pair."""
         self._backend.encode_special_tokens = True  # that is: as the plain text they are
         try:
+            if not self._merges:
+                return [np.array(self._encode_apart(text, special=False), dtype=np.int64) for text in texts]
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except TypeError:
             raise ValueError(
@@ -133,29 +165,32 @@ class Tokenizer:
                 return ids + self.encode(data.decode("utf-8"))
             except UnicodeDecodeError as error:
                 ids += self.encode(data[: error.start].decode("utf-8")) if error.start else []
-                ids += [self._backend.token_to_id(BYTE_TO_CHAR[byte]) for byte in data[error.start : error.end]]
+                ids += [self._byte_id(byte) for byte in data[error.start : error.end]]
                 data = data[error.end :]
         return ids
 
     def decode_bytes(self, ids: Iterable[int], skip_special: bool = False) -> bytes:
-        """The bytes of each token, joined. Raises ValueError for an id outside the vocabulary."""
+        """The bytes of each token, joined; with SentencePiece a text begins with a space that `decode` leaves out.
+
+        Raises ValueError for an id outside the vocabulary.
+        """
         table, skipped = self._token_bytes, self._special_ids if skip_special else ()
-        ids = [int(token) for token in ids]
-        if wrong := [token for token in ids if token not in table]:
-            raise ValueError(
-                f"token id {wrong[0]} is not in this vocabulary of {self.vocab_size}: use the tokenizer it came from"
-            )
+        ids = self._checked(ids)
         return b"".join(table[token] for token in ids if token not in skipped)
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         """The text of the tokens; bytes that are not UTF-8 become U+FFFD. Raises as `decode_bytes`."""
-        return self.decode_bytes(ids, skip_special).decode("utf-8", errors="replace")
+        if self.byte_level:
+            return self.decode_bytes(ids, skip_special).decode("utf-8", errors="replace")
+        return self._backend.decode(self._checked(ids), skip_special_tokens=skip_special)
 
     def stream(self, skip_special: bool = True) -> Callable[..., str]:
         """A function to call with each new id: it returns the text that is now complete.
 
         A character spread over several tokens appears with its last one; `final=True` flushes what is left.
         """
+        if not self.byte_level:
+            return self._stream_by_context(skip_special)
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
         def push(*ids: int, final: bool = False) -> str:
@@ -175,8 +210,8 @@ class Tokenizer:
 
     @property
     def bos_id(self) -> int | None:
-        """Id of the token a prompt begins with, if the tokenizer has one."""
-        return None if self.bos is None else self._backend.token_to_id(self.bos)
+        """Id of the token a prompt begins with, if the tokenizer has one and adds it."""
+        return None if self.bos is None or not self.adds_bos else self._backend.token_to_id(self.bos)
 
     @property
     def fingerprint(self) -> str:
@@ -185,9 +220,91 @@ class Tokenizer:
 
     @cached_property
     def _token_bytes(self) -> dict[int, bytes]:
-        plain = self._backend.get_vocab(with_added_tokens=False)
-        table = {
-            i: bytes(map(CHAR_TO_BYTE.get, token)) for token, i in plain.items() if CHAR_TO_BYTE.keys() >= set(token)
-        }
-        added = self._backend.get_added_tokens_decoder()
-        return table | {token_id: token.content.encode() for token_id, token in added.items()}
+        added = {token_id: token.content for token_id, token in self._backend.get_added_tokens_decoder().items()}
+        plain = {i: token for token, i in self._backend.get_vocab(with_added_tokens=False).items() if i not in added}
+        if self.byte_level:
+            known = CHAR_TO_BYTE.keys()
+            table = {i: bytes(map(CHAR_TO_BYTE.get, token)) for i, token in plain.items() if known >= set(token)}
+        elif self._spaces:
+            table = {i: _sentencepiece_bytes(token) for i, token in plain.items()}
+        else:  # what a token adds depends on its neighbours: this is what it is alone
+            table = {i: self._backend.decode([i]).encode() for i in plain}
+        return table | {i: content.encode() for i, content in added.items()}
+
+    @cached_property
+    def _ids(self) -> frozenset[int]:
+        return frozenset(self._token_bytes if self.byte_level else self._backend.get_vocab().values())
+
+    def _checked(self, ids: Iterable[int]) -> list[int]:
+        ids = [int(token) for token in ids]
+        if wrong := [token for token in ids if token not in self._ids]:
+            raise ValueError(
+                f"token id {wrong[0]} is not in this vocabulary of {self.vocab_size}: use the tokenizer it came from"
+            )
+        return ids
+
+    def _byte_id(self, byte: int) -> int:
+        name = BYTE_TO_CHAR[byte] if self.byte_level else f"<0x{byte:02X}>"
+        if (token := self._backend.token_to_id(name)) is None:
+            raise ValueError(f"this tokenizer has no token for byte {byte}: give it text that is UTF-8")
+        return token
+
+    def _stream_by_context(self, skip_special: bool) -> Callable[..., str]:
+        """`stream` for tokens whose text depends on the one before: it is decoded along, then cut off."""
+        ids: list[int] = []
+        start = end = 0  # ids[start:end] have been shown and are the context
+
+        def push(*new: int, final: bool = False) -> str:
+            nonlocal start, end
+            ids.extend(new)
+            shown, text = (self.decode(each, skip_special) for each in (ids[start:end], ids[start:]))
+            if len(text) <= len(shown) or (text.endswith("\ufffd") and not final):
+                return ""
+            start, end = end, len(ids)
+            return text[len(shown) :]
+
+        return push
+
+    def _encode_apart(self, text: str, mark: str = "", special: bool = True) -> list[int]:
+        """Ids of a text in which special tokens count (`special`), but for those whose characters follow `mark`."""
+        sign, pattern = unused(text + mark), one_of(self.specials, unless_after=mark)
+        backend, names, ids = self._renamed.get(sign) or self._renamed.setdefault(sign, self._with_names(sign))
+        if special and pattern is not None:
+            text = pattern.sub(lambda hit: names[hit[0]], text)
+        text = text.replace(mark, "") if mark else text
+        return [ids.get(token, token) for token in backend.encode(text, add_special_tokens=False).ids]
+
+    def _with_names(self, sign: str) -> tuple[tokenizers.Tokenizer, dict[str, str], dict[int, int]]:
+        """(this tokenizer with other names for its special tokens, name -> that name, id there -> id here).
+
+        No text without `sign` contains these names, and a special token's own name is plain text. So the library cuts
+        a text in which both occur as it should.
+        """
+        definition = json.loads(self._backend.to_str())
+        names = {name: f"{sign}{number}{sign}" for number, name in enumerate(self.specials)}
+        contents = [added["content"] for added in definition["added_tokens"]]
+        for added in definition["added_tokens"]:
+            added["content"] = names.get(added["content"], added["content"])
+        model = definition["model"]
+        if not self._merges:  # these look up whole words, special tokens among them
+            model["unk_token"] = names.get(model.get("unk_token"), model.get("unk_token"))
+            if isinstance(model["vocab"], dict):
+                model["vocab"] = {names.get(token, token): i for token, i in model["vocab"].items()}
+            else:
+                model["vocab"] = [[names.get(token, token), score] for token, score in model["vocab"]]
+        definition["post_processor"] = None
+        backend = tokenizers.Tokenizer.from_str(json.dumps(definition))
+        ours, theirs = self._backend.token_to_id, backend.token_to_id
+        return backend, names, {theirs(names.get(each, each)): ours(each) for each in contents}
+
+
+def _sentencepiece_bytes(token: str) -> bytes:
+    found = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(found[1], 16)]) if found else token.replace("▁", " ").encode()
+
+
+def _adds_bos(backend: tokenizers.Tokenizer, config: dict) -> bool:
+    """What the configuration says; else what the tokenizer does by itself, if it adds tokens at all."""
+    if config.get("add_bos_token") is not None:
+        return bool(config["add_bos_token"])
+    return backend.post_processor is None or bool(backend.encode("", add_special_tokens=True).ids)

@@ -2,6 +2,9 @@
 
     $MINILLM_PROGRESS, or $XDG_DATA_HOME/minillm/progress.json, or ~/.local/share/minillm/progress.json
 
+It has a section per purpose: "exercises", read and written by `load` and `record`, and what others keep with `section`
+and `keep`, such as the cards of the mock interview.
+
 Nothing here may stop a lab: an unwritable folder costs one warning (progress then lasts as long as the process), a file
 that is no longer JSON is put aside as progress.json.bak.
 """
@@ -13,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 Status = Literal["passed", "failed", "not attempted"]
 
@@ -29,7 +32,7 @@ class Entry:
     hints: int = 0
 
 
-_unsaved: dict[Path, dict[str, Entry]] = {}
+_unsaved: dict[Path, dict[str, Any]] = {}
 
 
 def path() -> Path:
@@ -42,19 +45,34 @@ def path() -> Path:
 
 def load() -> dict[str, Entry]:
     """Entries by exercise name; empty where nothing has been recorded."""
-    file = path()
-    if file in _unsaved:
-        return dict(_unsaved[file])
     try:
-        stored = json.loads(file.read_text(encoding="utf-8"))["exercises"]
-        return {name: Entry(**entry) for name, entry in stored.items()}
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        _warn_once(f"progress cannot be read from {file} ({error.strerror}); set MINILLM_PROGRESS to another file")
-    except (ValueError, TypeError, KeyError, AttributeError):
-        _put_aside(file)
+        return {name: Entry(**entry) for name, entry in section("exercises").items()}
+    except TypeError:
+        _put_aside(path())
     return {}
+
+
+def section(name: str) -> dict[str, Any]:
+    """What was kept under a name; empty where nothing was."""
+    found = _document().get(name, {})
+    if isinstance(found, dict):
+        return found
+    _put_aside(path())
+    return {}
+
+
+def keep(name: str, value: dict[str, Any]) -> None:
+    """Write one section; the others stay."""
+    file, document = path(), {"version": 1} | _document() | {name: value}
+    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(file)  # a reader sees the old file or the new one, never half of one
+        _unsaved.pop(file, None)
+    except OSError as error:
+        _unsaved[file] = document
+        _warn_once(f"progress cannot be saved in {file} ({error.strerror}); set MINILLM_PROGRESS to a writable file")
 
 
 def record(name: str, lab: str, status: Status) -> Entry:
@@ -113,18 +131,27 @@ def summary(exercises: Iterable) -> list[dict]:
 
 
 def _store(name: str, entry: Entry) -> Entry:
-    file, entries = path(), load() | {name: entry}
-    text = json.dumps({"version": 1, "exercises": {key: asdict(value) for key, value in entries.items()}}, indent=1)
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text + "\n", encoding="utf-8")
-        temporary.replace(file)  # a reader sees the old file or the new one, never half of one
-        _unsaved.pop(file, None)
-    except OSError as error:
-        _unsaved[file] = entries
-        _warn_once(f"progress cannot be saved in {file} ({error.strerror}); set MINILLM_PROGRESS to a writable file")
+    keep("exercises", {key: asdict(value) for key, value in (load() | {name: entry}).items()})
     return entry
+
+
+def _document() -> dict[str, Any]:
+    """The whole file; what could not be saved is remembered as long as the process lives."""
+    file = path()
+    if file in _unsaved:
+        return dict(_unsaved[file])
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+        _put_aside(file)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        _warn_once(f"progress cannot be read from {file} ({error.strerror}); set MINILLM_PROGRESS to another file")
+    except ValueError:
+        _put_aside(file)
+    return {}
 
 
 def _put_aside(file: Path) -> None:

@@ -5,10 +5,10 @@
     bytes sent by rank 0        8.0 MB   1,572,864 B   1,572,864 B   ok
     messages                        —             6             6   ok
 
-Four columns keep apart where a number comes from: the reader's guess, a formula (or what must hold), a simulation of a
-machine, and this machine. Only columns that a receipt uses are shown, and of a long one the first rows; the rest is
-folded. The same object is text for a terminal, HTML for a notebook (readable on light and dark pages, and without any
-CSS, as on GitHub) and rows of JSON.
+Columns keep apart where a number comes from: the reader's guess, a formula (or what must hold), arithmetic, a
+simulation of a machine, and this machine. Only columns that a receipt uses are shown, and of a long one the first
+rows; the rest is folded. The same object is text for a terminal, HTML for a notebook (readable on light and dark
+pages, and without any CSS, as on GitHub) and rows of JSON.
 """
 
 import math
@@ -19,20 +19,21 @@ from numbers import Number
 from typing import Any, Literal
 
 Verdict = Literal["ok", "off", "info"]
-Kind = Literal["measured", "simulated", "formula"]
+Kind = Literal["measured", "simulated", "computed", "formula"]
 OPEN_ROWS = 8
 _TINY = 1e-300
 _MARKS = {"ok": ("✓", "#009E73"), "off": ("✗", "#D55E00"), "info": ("·", "#888888")}
-_COLUMNS = ("your guess", "formula", "simulated", "measured")
+_COLUMNS = ("your guess", "formula", "computed", "simulated", "measured")
 
 
 @dataclass(frozen=True)
 class Row:
     """One quantity. predicted: what a formula gives or what must hold, None where nothing was predicted ("info").
 
-    measured: what was found; kind says whether on this machine or in a simulation. A row of kind "formula" has only
-    its `predicted`. guess: the reader's. noisy: it depends on what else this machine is doing (time, traffic on the
-    loopback interface), so the tour judges it and tests do not.
+    measured: what was found; kind says whether on this machine, in a simulation, or by arithmetic with the course's
+    formulas ("computed"), to decide what somebody claims. A row of kind "formula" has only its `predicted`. guess: the
+    reader's. noisy: it depends on what else this machine is doing (time, traffic on the loopback interface), so the
+    tour judges it and tests do not.
     """
 
     name: str
@@ -171,14 +172,15 @@ def row(
     """Compare a prediction with what was found.
 
     tolerance: relative to |predicted|; 0 asks for exact equality. predicted=None only reports ("info").
-    kind="simulated": `measured` comes from a model of a machine. guess: the reader's, shown and not judged. noisy: see
-    Row. Numbers may be Python's, numpy's or one-element tensors; anything else is compared by ==.
+    kind="simulated": `measured` comes from a model of a machine; "computed": from arithmetic. guess: the reader's,
+    shown and not judged. noisy: see Row. Numbers may be Python's, numpy's or one-element tensors; anything else is
+    compared by ==.
     """
     if not tolerance >= 0:
         raise ValueError(f"tolerance={tolerance} of row '{name}' must be 0 or more (a share of the predicted value)")
-    if kind not in ("measured", "simulated"):
+    if kind not in ("measured", "simulated", "computed"):
         raise ValueError(
-            f"kind='{kind}' of row '{name}' must be 'measured' or 'simulated'; a formula's row is formula()"
+            f"kind='{kind}' of row '{name}' must be 'measured', 'simulated' or 'computed'; a formula's row is formula()"
         )
     predicted, measured = _scalar(predicted), _scalar(measured)
     if predicted is None:

@@ -23,10 +23,12 @@ class AttentionFunction(Protocol):
     layer: index of the block that asks (a cache keeps keys per layer).
     positions: [seq] or [batch, seq], where the tokens stand; None = 0 .. seq - 1.
     window: see `ModelConfig.sliding_window`.
+    options: soft_cap, if the model has an `attention_soft_cap`; else nothing, so a function for other models can do
+    without.
     """
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, positions: Tensor | None, window: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, positions: Tensor | None, window: int | None, **options
     ) -> Tensor: ...
 
 
@@ -40,12 +42,17 @@ def sdpa(
     window: int | None = None,
     key_positions: Tensor | None = None,
     segments: Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Causal attention by torch's fused kernel: the score matrix is never stored. The default.
 
     key_positions: positions of k and v when they are not those of q. segments: [batch, seq], which packed document a
     token belongs to; tokens see their own document only (`functools.partial(sdpa, segments=...)`).
+    soft_cap: as in `dense`, which then does the work: the fused kernel has none.
     """
+    if soft_cap is not None:
+        place = {"positions": positions, "key_positions": key_positions, "segments": segments}
+        return dense(q, k, v, layer=layer, window=window, soft_cap=soft_cap, **place)
     grouped = q.shape[1] != k.shape[1]
     seq = q.shape[2]
     if positions is None and key_positions is None and segments is None and (window is None or window >= seq):
@@ -64,12 +71,18 @@ def dense(
     window: int | None = None,
     key_positions: Tensor | None = None,
     segments: Tensor | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
-    """The same by two matrix products, [batch, heads, seq, seq] scores in memory: the one to read and to count."""
+    """The same by two matrix products, [batch, heads, seq, seq] scores in memory: the one to read and to count.
+
+    soft_cap: scores become soft_cap · tanh(scores / soft_cap) (Gemma 2, https://arxiv.org/abs/2408.00118, §2).
+    """
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     mask = visible(positions, key_positions, q, k, window=window, segments=segments)
     scores = (q @ k.mT) * q.shape[-1] ** -0.5
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
     return torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1) @ v
 
 

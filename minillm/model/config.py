@@ -7,14 +7,24 @@ No torch is needed to make one.
 
 from dataclasses import dataclass, fields
 
+ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
+ACTIVATIONS = ("silu", "gelu_tanh")
+NORM_PLACEMENTS = ("pre", "post", "both")
+
 
 @dataclass(frozen=True)
 class RopeScaling:
     """How RoPE's frequencies are stretched to reach beyond the context a model was first trained on.
 
-    kind "linear": every frequency is divided by `factor` (Chen et al. 2023, position interpolation).
+    kind "linear": every frequency is divided by `factor` (Chen et al. 2023, https://arxiv.org/abs/2306.15595).
     kind "llama3": only those of long wavelengths, above original_max_seq_len / low_freq_factor, are; wavelengths below
     original_max_seq_len / high_freq_factor stay, and between them the two are blended (Llama 3.1).
+    kind "yarn": the same idea, blended between planes that turn beta_fast and beta_slow times over the original
+    context, to whole planes if `truncate` (Peng et al. 2023, https://arxiv.org/abs/2309.00071).
+    kind "longrope": plane i is divided by short_factors[i], or by long_factors[i] if max_seq_len is above
+    original_max_seq_len (Ding et al. 2024, https://arxiv.org/abs/2402.13753).
+    kind "dynamic": rope_theta grows with max_seq_len / original_max_seq_len, and stays as it is up to 1.
+    attention_factor: cosines and sines are multiplied by it (yarn and longrope).
     """
 
     kind: str
@@ -22,10 +32,18 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_seq_len: int = 8192
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
     def __post_init__(self):
-        if self.kind not in ("linear", "llama3"):
-            raise ValueError(f"RoPE scaling {self.kind!r} is not supported: use 'linear' or 'llama3'.")
+        for name in ("short_factors", "long_factors"):  # lists, when it was read from JSON
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.kind not in ROPE_KINDS:
+            raise ValueError(f"RoPE scaling {self.kind!r} is not supported: use one of {', '.join(ROPE_KINDS)}.")
         if self.factor < 1:
             raise ValueError(f"RoPE scaling factor {self.factor} would shrink the context: use a factor of at least 1.")
         if self.kind == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
@@ -33,19 +51,38 @@ class RopeScaling:
                 f"RoPE low_freq_factor {self.low_freq_factor} must be above 0 and below "
                 f"high_freq_factor {self.high_freq_factor}."
             )
+        if self.kind == "yarn" and not 0 < self.beta_slow < self.beta_fast:
+            raise ValueError(f"RoPE beta_slow {self.beta_slow} must be above 0 and below beta_fast {self.beta_fast}.")
         if self.original_max_seq_len < 1:
             raise ValueError(f"RoPE original_max_seq_len {self.original_max_seq_len} must be at least 1.")
+        if not self.attention_factor > 0 or not all(f > 0 for f in (*self.short_factors, *self.long_factors)):
+            raise ValueError("RoPE attention_factor, short_factors and long_factors must be above 0.")
+
+    @property
+    def follows_max_seq_len(self) -> bool:
+        """Do the frequencies depend on the model's max_seq_len? Keys that were rotated for one do not fit another."""
+        return self.kind in ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and options of a Llama-shaped model; Llama 2/3, Mistral, Qwen2.5 and Qwen3 are settings of it.
+    """Sizes and options of a decoder-only transformer. The defaults are Llama's; docs/models.md has the other families.
 
     num_kv_heads: heads of keys and values; None = num_heads (multi-head attention), 1 = multi-query, between = grouped.
-    head_dim: None = hidden_size / num_heads; Qwen3 sets it apart from that.
+    head_dim: None = hidden_size / num_heads; Qwen3 and Gemma set it apart from that.
     max_seq_len: the context; positions run from 0 to max_seq_len - 1.
     sliding_window: a query sees its own position and the sliding_window - 1 before it; None = all before it.
     init_std: standard deviation of initial weights; init_std / √(2 layers) for those that write into the residual.
+
+    qk_norm: queries and keys are normalised, each head alone; with qk_norm_over_heads all heads of a token together.
+    full_attention_layers: layers without the sliding window.
+    sliding_rope_theta: rope_theta, without scaling, of all other layers; None = as in full_attention_layers.
+    rotary_dim: dimensions of a head that are rotated, the first ones; None = all.
+    attention_scale: what scores are multiplied by; None = 1 / √head_dim.
+    attention_soft_cap, logit_soft_cap: scores and logits become cap · tanh(x / cap); None = they stay.
+    embedding_scale: what embeddings are multiplied by. activation: of the gate in the MLP, "silu" or "gelu_tanh".
+    norm_placement: "pre", a norm before each branch; "post", one after it, before the sum; "both".
+    norm_offset: added to the weight of every norm (Gemma stores weights around 0 and has 1 here).
     """
 
     vocab_size: int
@@ -64,6 +101,19 @@ class ModelConfig:
     qkv_bias: bool = False
     sliding_window: int | None = None
     init_std: float = 0.02
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm_over_heads: bool = False
+    full_attention_layers: tuple[int, ...] = ()
+    sliding_rope_theta: float | None = None
+    rotary_dim: int | None = None
+    attention_scale: float | None = None
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
+    embedding_scale: float = 1.0
+    activation: str = "silu"
+    norm_placement: str = "pre"
+    norm_offset: float = 0.0
 
     def __post_init__(self):
         if self.num_kv_heads is None:
@@ -85,13 +135,55 @@ class ModelConfig:
                 f"num_heads {self.num_heads} is not divisible by num_kv_heads {self.num_kv_heads}: "
                 "every kv head serves equally many query heads."
             )
-        for name in ("rope_theta", "norm_eps", "init_std"):
+        for name in ("rope_theta", "norm_eps", "init_std", "embedding_scale"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} {getattr(self, name)} must be above 0.")
+        for name in ("sliding_rope_theta", "attention_scale", "attention_soft_cap", "logit_soft_cap"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise ValueError(f"{name} {getattr(self, name)} must be above 0, or None.")
+        for name, known in (("activation", ACTIVATIONS), ("norm_placement", NORM_PLACEMENTS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} {getattr(self, name)!r} is not supported: use one of {', '.join(known)}.")
+        self._check_rotation()
+        if not all(isinstance(layer, int) and layer >= 0 for layer in self.full_attention_layers):
+            raise ValueError(f"full_attention_layers {self.full_attention_layers} must be numbers of layers, from 0.")
+        layers = tuple(sorted({layer for layer in self.full_attention_layers if layer < self.num_layers}))
+        object.__setattr__(self, "full_attention_layers", layers)  # so that a model of the first layers can be made
+
+    def _check_rotation(self) -> None:
+        if self.rotary_dim == self.head_dim:
+            object.__setattr__(self, "rotary_dim", None)  # one way to say it, so that equal models are equal
+        if self.rotary_dim is not None and (self.rotary_dim % 2 or self.rotary_dim > self.head_dim):
+            raise ValueError(f"rotary_dim {self.rotary_dim} must be even and at most head_dim {self.head_dim}.")
+        scaling = self.rope_scaling
+        if scaling is None:
+            return
+        if self.sliding_rope_theta is not None and scaling.kind in ("yarn", "longrope"):
+            raise ValueError(f"RoPE scaling {scaling.kind!r} together with sliding_rope_theta is not supported.")
+        planes = (self.rotary_dim or self.head_dim) // 2
+        if scaling.kind == "dynamic" and planes < 2:
+            raise ValueError("RoPE scaling 'dynamic' needs at least 4 rotated dimensions: use another kind.")
+        if scaling.kind == "longrope" and {len(scaling.short_factors), len(scaling.long_factors)} != {planes}:
+            raise ValueError(
+                f"RoPE scaling has {len(scaling.short_factors)} short and {len(scaling.long_factors)} long factors: "
+                f"give one of each for the {planes} pairs of dimensions that are rotated."
+            )
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of a layer; None = it sees all."""
+        return None if layer in self.full_attention_layers else self.sliding_window
+
+
+def refuse_beyond(config: ModelConfig, what: str, names: tuple[str, ...]) -> None:
+    """ValueError if the configuration uses one of these options, which `what` does not cover."""
+    defaults = {field.name: field.default for field in fields(ModelConfig)}
+    for name in names:
+        if (value := getattr(config, name)) != defaults[name]:
+            raise ValueError(f"{what} does not cover {name} {value!r}: run this model without it.")
 
 
 def _check_size(name: str, value: int | None) -> None:
-    optional = name in ("head_dim", "sliding_window")
+    optional = name in ("head_dim", "sliding_window", "rotary_dim")
     if value is None and optional:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:

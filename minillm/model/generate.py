@@ -4,7 +4,7 @@ prompt      t0 t1 t2 t3 | t4 t5 ...         the prompt goes through the model in
 keys kept   ─────────────▶ ─▶ ─▶            alone, which attends to the keys and values kept of all before it
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -34,14 +34,15 @@ class KVCache:
         self.keys, self.values = (torch.empty(shape, device=device, dtype=dtype) for _ in range(2))
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, positions: Tensor | None, window: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, positions: Tensor | None, window: int | None, **options
     ) -> Tensor:
         start = int(positions[0])
         end = start + k.shape[2]
         self.keys[layer, :, :, start:end], self.values[layer, :, :, start:end] = k, v
         keys, values = self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
         where = torch.arange(end, device=q.device)
-        return sdpa(q, keys, values, layer=layer, positions=positions, window=window, key_positions=where)
+        place = {"positions": positions, "key_positions": where}
+        return sdpa(q, keys, values, layer=layer, window=window, **place, **options)
 
 
 @torch.no_grad()
@@ -52,10 +53,10 @@ def generate(
     *,
     temperature: float = 0.0,
     seed: int = 0,
-    stop: int | None = None,
+    stop: int | Collection[int] | None = None,
     first: list[int] | None = None,
 ) -> Iterator[int]:
-    """Yields new token ids until `stop`, max_new_tokens or the end of the context.
+    """Yields new token ids until `stop` (one token or several), max_new_tokens or the end of the context.
 
     temperature: 0 takes the likeliest token; otherwise tokens are drawn from softmax(logits / temperature).
     first: the ids that the first new token is taken from. ValueError for an empty prompt or one that fills the context.
@@ -65,6 +66,7 @@ def generate(
         raise ValueError(f"a prompt of {len(prompt)} tokens does not fit: use 1 to {model.config.max_seq_len - 1}.")
     if not 0 <= temperature < float("inf") or max_new_tokens < 1:
         raise ValueError(f"temperature {temperature} must be at least 0, max_new_tokens {max_new_tokens} at least 1.")
+    stops = stop if isinstance(stop, Collection) else (stop,)
     weight, draw = model.embedding.weight, Draw(seed)
     length = len(prompt) + min(max_new_tokens, room)
     cache = KVCache(model.config, length, device=weight.device, dtype=weight.dtype)
@@ -77,7 +79,7 @@ def generate(
             allowed[first] = 0
             logits, first = logits + allowed, None
         token = _choose(logits, temperature, draw)
-        if token == stop:
+        if token in stops:
             return
         yield token
         start += tokens.shape[1]

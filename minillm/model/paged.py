@@ -31,6 +31,7 @@ class Backend(Protocol):
 
     What is the same in all layers can be done once a pass: a backend with a method
     `prepare(q, k_pool, block_table, query_lens, context_lens, *, window) -> Attend` is asked for that instead.
+    soft_cap (see `dense`) is only handed over if the model has one.
     """
 
     def __call__(
@@ -43,6 +44,7 @@ class Backend(Protocol):
         context_lens: Sequence[int],
         *,
         window: int | None,
+        soft_cap: float | None = None,
     ) -> Tensor: ...
 
 
@@ -54,10 +56,12 @@ class Gathered:
     key, its first is read and masked.
     """
 
-    def __call__(self, q, k_pool, v_pool, block_table, query_lens, context_lens, *, window: int | None) -> Tensor:
-        return self.prepare(q, k_pool, block_table, query_lens, context_lens, window=window)(q, k_pool, v_pool)
+    def __call__(self, q, k_pool, v_pool, block_table, query_lens, context_lens, **options) -> Tensor:
+        return self.prepare(q, k_pool, block_table, query_lens, context_lens, **options)(q, k_pool, v_pool)
 
-    def prepare(self, q, k_pool, block_table, query_lens, context_lens, *, window: int | None) -> Attend:
+    def prepare(
+        self, q, k_pool, block_table, query_lens, context_lens, *, window: int | None, soft_cap: float | None = None
+    ) -> Attend:
         device, block_size = k_pool.device, k_pool.shape[1]
         slot_bytes = 2 * k_pool[0, 0].numel() * k_pool.element_size()
         room = (GROUP_BYTES if device.type == "cpu" else GPU_GROUP_BYTES) // slot_bytes
@@ -84,7 +88,7 @@ class Gathered:
                     visible = _visible(keys - queries, queries, 0, keys, window, device)
                     mask = absent[start:end, None, None, -keys:].masked_fill(~visible, float("-inf"))
                     mask = mask.repeat(1, 1, q.shape[1] // k_pool.shape[2], 1)
-                groups.append(_Group(end - start, queries, slots[start:end, -keys:].flatten(), mask))
+                groups.append(_Group(end - start, queries, slots[start:end, -keys:].flatten(), mask, soft_cap))
                 start = end
 
         def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
@@ -109,6 +113,7 @@ class _Group:
     queries: int
     slots: Tensor
     mask: Tensor | None
+    soft_cap: float | None = None
 
     def __call__(self, q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
         _, _, kv_heads, head_dim = k_pool.shape
@@ -120,24 +125,32 @@ class _Group:
             for pool in (k_pool, v_pool)
         )
         rows = q.view(self.sequences, self.queries, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
-        y = F.scaled_dot_product_attention(rows.flatten(2, 3), keys, values, attn_mask=self.mask)
+        if self.soft_cap is None:
+            y = F.scaled_dot_product_attention(rows.flatten(2, 3), keys, values, attn_mask=self.mask)
+        else:  # which the fused kernel does not know
+            scores = (rows.flatten(2, 3) @ keys.mT).to(_wide(q)) / math.sqrt(head_dim)
+            scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
+            scores = scores if self.mask is None else scores + self.mask
+            y = torch.softmax(scores, dim=-1).to(q.dtype) @ values
         return y.view(rows.shape).permute(0, 3, 1, 2, 4).reshape(q.shape)
 
 
 gathered = Gathered()
 
 
-def block_by_block(q, k_pool, v_pool, block_table, query_lens, context_lens, *, window: int | None) -> Tensor:
+def block_by_block(
+    q, k_pool, v_pool, block_table, query_lens, context_lens, *, window: int | None, soft_cap: float | None = None
+) -> Tensor:
     """One block after the other with a running maximum and sum: what a kernel does, to read and to test.
 
     Softmax over blocks (Milakov & Gimelshein 2018): when a block raises the maximum from m to m', what was summed so
     far is multiplied by exp(m - m').
     """
     parts = zip(q.split(list(query_lens)), block_table, context_lens, strict=True)
-    return torch.cat([_block_by_block(x, k_pool, v_pool, table, context, window) for x, table, context in parts])
+    return torch.cat([_block_by_block(x, k_pool, v_pool, *sizes, window, soft_cap) for x, *sizes in parts])
 
 
-def _block_by_block(q, k_pool: Tensor, v_pool: Tensor, table: Tensor, context: int, window: int | None) -> Tensor:
+def _block_by_block(q, k_pool, v_pool, table: Tensor, context: int, window: int | None, soft_cap: float | None):
     queries, heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_pool.shape
     group = heads // kv_heads
@@ -148,7 +161,9 @@ def _block_by_block(q, k_pool: Tensor, v_pool: Tensor, table: Tensor, context: i
         start, end = index * block_size, min((index + 1) * block_size, context)
         mask = _visible(context - queries, queries, start, end, window, q.device)
         keys, values = (pool[table[index], : end - start].to(rows.dtype) for pool in (k_pool, v_pool))
-        scores = torch.einsum("hgqd,khd->hgqk", rows, keys).masked_fill(~mask, float("-inf"))
+        scores = torch.einsum("hgqd,khd->hgqk", rows, keys)
+        scores = scores if soft_cap is None else soft_cap * torch.tanh(scores / soft_cap)
+        scores = scores.masked_fill(~mask, float("-inf"))
         higher = torch.maximum(largest, scores.amax(-1, keepdim=True))
         pivot = higher.masked_fill(higher.isinf(), 0)  # nothing seen yet: exp(-inf - 0) = 0, not nan
         weights, shrink = (scores - pivot).exp(), (largest - pivot).exp()
@@ -178,19 +193,20 @@ def paged_attention(
     *,
     window: int | None = None,
     backend: Backend = gathered,
+    **options,
 ) -> Tensor:
     """Causal attention of several sequences, each over its own blocks.
 
     q: [tokens, heads, head_dim], the sequences' queries one after the other, query_lens[s] of them.
     k_pool, v_pool: [num_blocks, block_size, kv_heads, head_dim]. block_table: [sequences, blocks], rows padded at will.
     context_lens: keys of each sequence, those of its queries among them: the queries are its last tokens.
-    window: see `ModelConfig.sliding_window`. Returns [tokens, heads, head_dim].
+    window: see `ModelConfig.sliding_window`. options: soft_cap, see `dense`. Returns [tokens, heads, head_dim].
     """
     sizes = (block_table, query_lens, context_lens)
-    return _prepared(backend, q, k_pool, *sizes, window=window)(q, k_pool, v_pool)
+    return _prepared(backend, q, k_pool, *sizes, window=window, **options)(q, k_pool, v_pool)
 
 
-def _prepared(backend, q, k_pool, block_table, query_lens, context_lens, *, window: int | None) -> Attend:
+def _prepared(backend, q, k_pool, block_table, query_lens, context_lens, **options) -> Attend:
     """What the backend does in each layer of a pass. ValueError for lengths that do not fit."""
     if sum(query_lens) != q.shape[0] or not len(query_lens) == len(context_lens) == len(block_table):
         raise ValueError(
@@ -205,8 +221,8 @@ def _prepared(backend, q, k_pool, block_table, query_lens, context_lens, *, wind
                 "the keys, and the keys fit the block table."
             )
     if hasattr(backend, "prepare"):
-        return backend.prepare(q, k_pool, block_table, query_lens, context_lens, window=window)
-    return lambda q, k, v: backend(q, k, v, block_table, query_lens, context_lens, window=window)
+        return backend.prepare(q, k_pool, block_table, query_lens, context_lens, **options)
+    return lambda q, k, v: backend(q, k, v, block_table, query_lens, context_lens, **options)
 
 
 class PagedCache:
@@ -229,16 +245,20 @@ class PagedCache:
         self.block_size = block_size
         self.pool = torch.zeros(shape, device=device, dtype=dtype)
         pinned = self.pool.is_cuda
-        self.host = torch.zeros((*shape[:2], num_host_blocks, *shape[3:]), dtype=dtype, device="cpu", pin_memory=pinned)
+        host_shape = (num_host_blocks, *shape[:2], *shape[3:])  # a block in one piece, for one copy
+        self.host = torch.zeros(host_shape, dtype=dtype, device="cpu", pin_memory=pinned)
 
     def copy(self, source: int, target: int) -> None:
         self.pool[:, :, target] = self.pool[:, :, source]
 
     def to_host(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
-        self.host[:, :, list(slots)] = self.pool[:, :, list(blocks)].to("cpu")
+        """The host does not wait: whatever reads `host` or writes these blocks later is queued behind on the device."""
+        for block, slot in zip(blocks, slots, strict=True):
+            self.host[slot].copy_(self.pool[:, :, block], non_blocking=True)
 
     def from_host(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
-        self.pool[:, :, list(blocks)] = self.host[:, :, list(slots)].to(self.pool.device)
+        for slot, block in zip(slots, blocks, strict=True):
+            self.pool[:, :, block].copy_(self.host[slot], non_blocking=True)
 
     def upload(self, arrays: Sequence[np.ndarray]) -> list[Tensor]:
         """Arrays of whole numbers as tensors on the device, in one copy that the host does not wait for."""
@@ -278,7 +298,7 @@ class PagedBatch:
     ):
         size = cache.block_size
         self.cache, self.backend, self.query_lens = cache, backend, list(query_lens)
-        self._attend: dict[int | None, Attend] = {}  # by window
+        self._attend: dict[tuple, Attend] = {}  # by window and soft cap
         self.context_lens = [start + length for start, length in zip(starts, query_lens, strict=True)]
         lengths, ends = np.array(self.query_lens), np.array(self.context_lens)
         stops = lengths.cumsum()
@@ -289,16 +309,17 @@ class PagedBatch:
         self.block_table, self.slot_mapping, self.positions, self.last_rows, *self.more = on_device
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, positions: Tensor | None, window: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, positions: Tensor | None, window: int | None, **options
     ) -> Tensor:
         k_pool, v_pool = self.cache.pool[:, layer]
         k_pool.flatten(0, 1)[self.slot_mapping] = k[0].transpose(0, 1)
         v_pool.flatten(0, 1)[self.slot_mapping] = v[0].transpose(0, 1)
         flat = q[0].transpose(0, 1).contiguous()
-        if window not in self._attend:
+        key = (window, *options.values())
+        if key not in self._attend:
             sizes = (self.block_table, self.query_lens, self.context_lens)
-            self._attend[window] = _prepared(self.backend, flat, k_pool, *sizes, window=window)
-        return self._attend[window](flat, k_pool, v_pool).transpose(0, 1)[None]
+            self._attend[key] = _prepared(self.backend, flat, k_pool, *sizes, window=window, **options)
+        return self._attend[key](flat, k_pool, v_pool).transpose(0, 1)[None]
 
 
 def _visible(first: int, queries: int, start: int, end: int, window: int | None, device) -> Tensor:

@@ -33,19 +33,26 @@ class Flex:
 
     compiled: bool | None = None
 
-    def __call__(self, q, k_pool, v_pool, block_table, query_lens, context_lens, *, window: int | None) -> Tensor:
-        return self.prepare(q, k_pool, block_table, query_lens, context_lens, window=window)(q, k_pool, v_pool)
+    def __call__(self, q, k_pool, v_pool, block_table, query_lens, context_lens, **options) -> Tensor:
+        return self.prepare(q, k_pool, block_table, query_lens, context_lens, **options)(q, k_pool, v_pool)
 
-    def prepare(self, q, k_pool, block_table, query_lens, context_lens, *, window: int | None) -> Attend:
+    def prepare(
+        self, q, k_pool, block_table, query_lens, context_lens, *, window: int | None, soft_cap: float | None = None
+    ) -> Attend:
         mask = block_mask(q, k_pool, block_table, query_lens, context_lens, window)
         compiled = q.is_cuda if self.compiled is None else self.compiled
         attention, grouped = _compiled() if compiled else flex_attention, q.shape[1] != k_pool.shape[2]
+
+        def capped(score, batch, head, query, slot):
+            return soft_cap * torch.tanh(score / soft_cap)
+
+        change = None if soft_cap is None else capped
 
         def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
             row = (x.transpose(0, 1)[None] for x in (q, k_pool.flatten(0, 1), v_pool.flatten(0, 1)))
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
-                return attention(*row, block_mask=mask, enable_gqa=grouped)[0].transpose(0, 1)
+                return attention(*row, score_mod=change, block_mask=mask, enable_gqa=grouped)[0].transpose(0, 1)
 
         return attend
 

@@ -48,10 +48,12 @@ class TritonSplitKV:
         if self.splits is not None and self.splits < 1:
             raise ValueError(f"splits {self.splits} must be at least 1, or None to let the GPU's size decide.")
 
-    def __call__(self, q, k_pool, v_pool, block_table, query_lens, context_lens, *, window: int | None) -> Tensor:
-        return self.prepare(q, k_pool, block_table, query_lens, context_lens, window=window)(q, k_pool, v_pool)
+    def __call__(self, q, k_pool, v_pool, block_table, query_lens, context_lens, **options) -> Tensor:
+        return self.prepare(q, k_pool, block_table, query_lens, context_lens, **options)(q, k_pool, v_pool)
 
-    def prepare(self, q, k_pool, block_table, query_lens, context_lens, *, window: int | None) -> Attend:
+    def prepare(
+        self, q, k_pool, block_table, query_lens, context_lens, *, window: int | None, soft_cap: float | None = None
+    ) -> Attend:
         _check(q, k_pool)
         (tokens, heads, head_dim), (_, block_size, kv_heads, _) = q.shape, k_pool.shape
         group, dims = heads // kv_heads, max(16, triton.next_power_of_2(head_dim))  # tl.dot takes 16 or more
@@ -65,7 +67,7 @@ class TritonSplitKV:
         work, places = (torch.tensor(table, dtype=torch.int32).to(q.device) for table in _work(tiles, splits))
         most, partial_tokens = max(splits), sum(n * count for n, (_, _, count, _) in zip(splits, tiles, strict=True))
         block_table = block_table.contiguous()
-        constants = (group, head_dim, block_size, rows, columns, dims, _factors(q.dtype))
+        constants = (group, head_dim, block_size, rows, columns, dims, _factors(q.dtype), soft_cap or 0.0)
 
         def launch(q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
             _check_layer(q, k_pool, v_pool)
@@ -117,6 +119,7 @@ def attend(
     COLUMNS: tl.constexpr,
     DIMS: tl.constexpr,
     FACTORS: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
 ):
     item, kv_head = work + 7 * tl.program_id(0), tl.program_id(1)
     sequence, token, count, position = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
@@ -147,6 +150,8 @@ def attend(
         values = tl.load(v_pool + slot[:, None] + dim[None, :], mask=k_mask, other=0.0).to(FACTORS)
 
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        if SOFT_CAP > 0:  # cap · tanh(score / cap), by a function that the interpreter has, too
+            scores = SOFT_CAP * (2 * tl.sigmoid(scores * (2 / SOFT_CAP)) - 1)
         distance = q_position[:, None] - k_position[None, :]
         scores = tl.where((distance >= 0) & (distance < window) & there[None, :], scores, float("-inf"))
         higher = tl.maximum(largest, tl.max(scores, 1))

@@ -5,12 +5,15 @@
                           └────────── one Block ─────────────┘
 
 Llama's shape (Touvron et al. 2023): RMSNorm before each branch, rotary positions, grouped-query attention (Ainslie et
-al. 2023), SwiGLU (Shazeer 2020). The blocks are uniform, so a pipeline can cut between any two; the number of heads is
-read from the projections' outputs, so a tensor-parallel slice runs the same code.
+al. 2023), SwiGLU (Shazeer 2020). Other families (Qwen, Gemma, Phi, OLMo) are options of `ModelConfig`, a line each.
+The blocks are uniform, so a pipeline can cut between any two; the number of heads is read from the projections'
+outputs, so a tensor-parallel slice runs the same code.
 """
 
 import hashlib
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +22,10 @@ from torch.overrides import TorchFunctionMode
 
 from minillm.model.attention import AttentionFunction, sdpa
 from minillm.model.config import ModelConfig
-from minillm.model.loss import linear_cross_entropy_sums
-from minillm.model.rope import Rope, rotate
+from minillm.model.loss import cross_entropy_sums, linear_cross_entropy_sums
+from minillm.model.rope import Rope, rotate, rotation_of
+
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 
 class _WithoutInitialisation(TorchFunctionMode):
@@ -43,7 +48,8 @@ class Transformer(nn.Module):
     device: "meta" (or `with torch.device("meta"):`) builds shapes without memory; then `to_empty` and `initialize`.
     attention: the attention function of forward passes that bring none.
     What a model split over ranks does in its own way is an attribute: what the head makes of [batch, seq, hidden]
-    (`head_logits`, `head_loss`), how a parameter is drawn (`draw`), layers that share an input (`linears`).
+    (`head_logits`, `head_loss`), how a parameter is drawn (`draw`), layers that share an input (`linears`), where the
+    tokens of a sequence stand that is cut over ranks (`positions_of`: their number -> [seq], None = 0 .. seq - 1).
     """
 
     def __init__(
@@ -59,12 +65,13 @@ class Transformer(nn.Module):
         self.config = config
         self.attention = attention
         self.head_logits, self.head_loss, self.draw = F.linear, linear_cross_entropy_sums, initial
+        self.positions_of: Callable[[int], Tensor] | None = None
         device = torch.device(device or torch.get_default_device())
         with torch.device("meta"), _WithoutInitialisation():
-            self.embedding = nn.Embedding(config.vocab_size, config.hidden_size, dtype=dtype)
+            self.embedding = embedding(config, dtype)
             self.rope = Rope(config)
             self.blocks = nn.ModuleList(Block(config, layer, dtype) for layer in range(config.num_layers))
-            self.norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
+            self.norm = norm(config, config.hidden_size, dtype)
             self.head = None if config.tie_embeddings else _linear(config.hidden_size, config.vocab_size, dtype)
         self.to_empty(device=device)
         if seed is not None and device.type != "meta":
@@ -87,6 +94,8 @@ class Transformer(nn.Module):
         targets: [batch, seq]; with them the result is (Σ weight · nll, Σ weight), see `loss`. weights: None = all 1.
         ValueError for an id outside the vocabulary or a position outside the context (see `check_tokens`).
         """
+        if positions is None and self.positions_of:
+            positions = self.positions_of(tokens.shape[1]).to(tokens.device)
         check_tokens(tokens, self.config, positions)
         x = self.embedding(tokens)
         rotation = self.rope(
@@ -100,10 +109,13 @@ class Transformer(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """x: [batch, seq, hidden] after the last block -> [batch, seq, vocab_size]. Tied: the embedding is the head."""
-        return self.head_logits(self.norm(x), self._head)
+        logits, cap = self.head_logits(self.norm(x), self._head), self.config.logit_soft_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def loss(self, x: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """x: [batch, seq, hidden] after the last block -> (Σ weight · nll, Σ weight): `linear_cross_entropy_sums`."""
+        if self.config.logit_soft_cap is not None:
+            return cross_entropy_sums(self.logits(x), targets, weights)
         return self.head_loss(self.norm(x), self._head, targets, weights=weights)
 
     @property
@@ -119,14 +131,20 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)). x: [batch, seq, hidden] in and out."""
+    """x + attention(norm(x)), then x + mlp(norm(x)). x: [batch, seq, hidden] in and out.
+
+    norm_placement "post" has norm(attention(x)) and norm(mlp(x)) instead, "both" has norms on either side.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype | None = None):
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
+        before, after = (config.norm_placement in (place, "both") for place in ("pre", "post"))
+        self.attention_norm = norm(config, config.hidden_size, dtype, before)
         self.attention = Attention(config, layer, dtype)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, dtype)
+        self.attention_post_norm = norm(config, config.hidden_size, dtype, after)
+        self.mlp_norm = norm(config, config.hidden_size, dtype, before)
         self.mlp = MLP(config, dtype)
+        self.mlp_post_norm = norm(config, config.hidden_size, dtype, after)
 
     def forward(
         self,
@@ -135,8 +153,8 @@ class Block(nn.Module):
         attention: AttentionFunction = sdpa,
         positions: Tensor | None = None,
     ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotation, attention, positions)
-        return x + self.mlp(self.mlp_norm(x))
+        x = x + self.attention_post_norm(self.attention(self.attention_norm(x), rotation, attention, positions))
+        return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
 
 
 class Attention(nn.Module):
@@ -144,15 +162,18 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int, dtype: torch.dtype | None = None):
         super().__init__()
-        self.layer, self.head_dim, self.window = layer, config.head_dim, config.sliding_window
+        self.layer, self.head_dim, self.window = layer, config.head_dim, config.window(layer)
+        self.rotation, self.over_heads = rotation_of(config, layer), config.qk_norm_over_heads
+        self.query_factor = 1.0 if config.attention_scale is None else config.attention_scale * config.head_dim**0.5
+        self.options = {} if config.attention_soft_cap is None else {"soft_cap": config.attention_soft_cap}
         self.linears = apply_linears
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = _linear(config.hidden_size, q_size, dtype, bias=config.qkv_bias)
         self.k_proj = _linear(config.hidden_size, kv_size, dtype, bias=config.qkv_bias)
         self.v_proj = _linear(config.hidden_size, kv_size, dtype, bias=config.qkv_bias)
-        self.o_proj = _linear(q_size, config.hidden_size, dtype)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps, dtype) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps, dtype) if config.qk_norm else nn.Identity()
+        self.o_proj = _linear(q_size, config.hidden_size, dtype, bias=config.output_bias)
+        self.q_norm = norm(config, q_size if self.over_heads else config.head_dim, dtype, config.qk_norm)
+        self.k_norm = norm(config, kv_size if self.over_heads else config.head_dim, dtype, config.qk_norm)
 
     def forward(
         self, x: Tensor, rotation: tuple[Tensor, Tensor], attention: AttentionFunction, positions: Tensor | None
@@ -160,25 +181,32 @@ class Attention(nn.Module):
         def heads(y: Tensor) -> Tensor:  # [batch, seq, heads * head_dim] -> [batch, heads, seq, head_dim]
             return y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-        q, k, v = map(heads, self.linears(x, self.q_proj, self.k_proj, self.v_proj))
-        q, k = rotate(self.q_norm(q), *rotation), rotate(self.k_norm(k), *rotation)
-        y = attention(q, k, v, layer=self.layer, positions=positions, window=self.window)
+        q, k, v = self.linears(x, self.q_proj, self.k_proj, self.v_proj)
+        if self.over_heads:
+            q, k, v = heads(self.q_norm(q)), heads(self.k_norm(k)), heads(v)
+        else:
+            q, k, v = self.q_norm(heads(q)), self.k_norm(heads(k)), heads(v)
+        cos, sin = rotation if self.rotation is None else (each[self.rotation] for each in rotation)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if self.query_factor != 1:  # attention functions divide by √head_dim
+            q = q * self.query_factor
+        y = attention(q, k, v, layer=self.layer, positions=positions, window=self.window, **self.options)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) · up(x))."""
+    """SwiGLU: down(silu(gate(x)) · up(x)); with activation "gelu_tanh" GeGLU."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype | None = None):
         super().__init__()
-        self.linears = apply_linears
-        self.gate_proj = _linear(config.hidden_size, config.intermediate_size, dtype)
-        self.up_proj = _linear(config.hidden_size, config.intermediate_size, dtype)
-        self.down_proj = _linear(config.intermediate_size, config.hidden_size, dtype)
+        self.linears, self.activation, bias = apply_linears, ACTIVATIONS[config.activation], config.mlp_bias
+        self.gate_proj = _linear(config.hidden_size, config.intermediate_size, dtype, bias)
+        self.up_proj = _linear(config.hidden_size, config.intermediate_size, dtype, bias)
+        self.down_proj = _linear(config.intermediate_size, config.hidden_size, dtype, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.linears(x, self.gate_proj, self.up_proj)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(self.activation(gate) * up)
 
 
 def apply_linears(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
@@ -187,19 +215,32 @@ def apply_linears(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
 
 
 class RMSNorm(nn.Module):
-    """weight · x / √(mean(x²) + eps) over the last dimension; no mean is subtracted (Zhang & Sennrich 2019)."""
+    """(weight + offset) · x / √(mean(x²) + eps) over the last dimension, no mean subtracted (Zhang & Sennrich 2019)."""
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype | None = None):
+    def __init__(self, size: int, eps: float, dtype: torch.dtype | None = None, offset: float = 0.0):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
-        self.eps = eps
+        self.eps, self.offset = eps, offset
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.is_cuda:  # one fused kernel there; on the CPU torch has none and the formula is faster
+        if x.is_cuda and not self.offset:  # one fused kernel there; on the CPU torch has none and the formula is faster
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         normalised = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (normalised * self.weight).to(x.dtype)
+        weight = self.weight.to(wide.dtype) + self.offset if self.offset else self.weight
+        return (normalised * weight).to(x.dtype)
+
+
+class ScaledEmbedding(nn.Embedding):
+    """An embedding whose rows are multiplied by a constant, in the model's dtype."""
+
+    def __init__(self, *sizes: int, scale: float, dtype: torch.dtype | None = None):
+        super().__init__(*sizes, dtype=dtype)
+        self.scale = scale
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = super().forward(tokens)
+        return x * torch.full((), self.scale, dtype=x.dtype, device=x.device)
 
 
 def initial(config: ModelConfig, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
@@ -209,7 +250,7 @@ def initial(config: ModelConfig, name: str, shape: tuple[int, ...], seed: int) -
     pipeline stage asks for its blocks by their names in the whole model. Both equal the model of a single process.
     """
     if name.endswith("norm.weight"):
-        return torch.ones(shape, device="cpu")
+        return torch.full(shape, 1 - config.norm_offset, device="cpu")
     if name.endswith(".bias"):
         return torch.zeros(shape, device="cpu")
     into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))  # 2 per block add up (GPT-2, §2.3)
@@ -243,6 +284,18 @@ def check_tokens(tokens: Tensor, config: ModelConfig, positions: Tensor | None =
             if low < 0 or high >= limit:
                 name = "vocab_size" if values is tokens else "max_seq_len"
                 raise ValueError(f"{what} {low if low < 0 else high} is outside 0 .. {limit - 1} ({name} {limit}).")
+
+
+def embedding(config: ModelConfig, dtype: torch.dtype | None = None) -> nn.Embedding:
+    sizes = config.vocab_size, config.hidden_size
+    if config.embedding_scale == 1:
+        return nn.Embedding(*sizes, dtype=dtype)
+    return ScaledEmbedding(*sizes, scale=config.embedding_scale, dtype=dtype)
+
+
+def norm(config: ModelConfig, size: int, dtype: torch.dtype | None = None, present: bool = True) -> nn.Module:
+    """A norm over `size` numbers, or nothing where the model has none."""
+    return RMSNorm(size, config.norm_eps, dtype, config.norm_offset) if present else nn.Identity()
 
 
 def _linear(inputs: int, outputs: int, dtype: torch.dtype | None, bias: bool = False) -> nn.Linear:

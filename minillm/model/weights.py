@@ -14,17 +14,20 @@ left lying about is removed by the next save.
 import json
 import os
 import secrets
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+Stored = dict[str, safe_open]  # tensor name -> the open file that holds it
 OURS = ("model-*-of-*.safetensors", f"{INDEX}*", ".minillm-*.tmp")  # what a save may leave behind and the next removes
 
 
-def read(folder: Path) -> dict[str, safe_open]:
+def read(folder: Path) -> Stored:
     """tensor name -> the open file that holds it: `read(folder)[name].get_tensor(name)`.
 
     ValueError if there are no weights, a shard is missing, a file is truncated or the index names a tensor it lacks.
@@ -46,14 +49,36 @@ def read(folder: Path) -> dict[str, safe_open]:
     return {name: files[shard] for name, shard in where.items()}
 
 
-def write(tensors: dict[str, Tensor], folder: Path, *, max_shard_bytes: int | None, beside: dict[str, dict]) -> None:
+def one_by_one(stored: Stored) -> Iterator[tuple[safe_open, list[str]]]:
+    """Each open file with the names of its tensors. Empties `stored` on the way: a file is closed, and its pages are
+    given back, when the next is asked for."""
+    while stored:
+        file = next(iter(stored.values()))
+        names = [name for name, each in stored.items() if each is file]
+        for name in names:
+            del stored[name]
+        yield file, names
+        del file
+
+
+def write(
+    tensors: dict[str, Tensor | Sequence[Tensor]],
+    folder: Path,
+    *,
+    max_shard_bytes: int | None,
+    beside: dict[str, dict],
+) -> None:
     """Makes `tensors` the checkpoint in `folder`, with the JSON files `beside` (name -> content) that describe it.
+
+    Several tensors under one name are joined along their first axis.
 
     OSError if the disk refuses; the previous checkpoint then still loads.
     """
     if max_shard_bytes is not None and max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes {max_shard_bytes} must be at least 1, or None for a single file.")
-    shards = plan_shards({name: tensor.nbytes for name, tensor in tensors.items()}, max_shard_bytes)
+    parts = {name: [value] if isinstance(value, Tensor) else list(value) for name, value in tensors.items()}
+    sizes = {name: sum(tensor.nbytes for tensor in each) for name, each in parts.items()}
+    shards = plan_shards(sizes, max_shard_bytes)
     token = secrets.token_hex(4)  # names of this save, so that the old index never points at a new file
     unused: list[Path] = []  # new files that nothing refers to yet
     try:
@@ -64,9 +89,9 @@ def write(tensors: dict[str, Tensor], folder: Path, *, max_shard_bytes: int | No
             shard = f"model-{number:05}-of-{len(shards):05}-{token}.safetensors"
             where |= dict.fromkeys(names, shard)
             unused.append(folder / shard)
-            save_file({name: tensors[name].cpu().contiguous() for name in names}, folder / shard, {"format": "pt"})
+            save_file({name: _joined(parts[name]) for name in names}, folder / shard, {"format": "pt"})
             _flush(folder / shard)
-        total = sum(tensor.nbytes for tensor in tensors.values())
+        total = sum(sizes.values())
         renames = [(_write_json(content, folder, unused), folder / name) for name, content in beside.items()]
         if len(shards) == 1:
             renames.append((unused[0], folder / SINGLE))
@@ -100,6 +125,10 @@ def plan_shards(sizes: dict[str, int], max_bytes: int | None) -> list[list[str]]
         shards[-1].append(name)
         filled += size
     return shards
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).cpu().contiguous()
 
 
 def _open(path: Path) -> safe_open:

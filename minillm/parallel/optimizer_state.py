@@ -11,7 +11,7 @@ parts. Rank 0's own state is 1/N of it: saving that alone, as if it were all, is
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from minillm.comm import Group
+from minillm.parallel.data_parallel.packing import Named
 from minillm.parallel.offload import Offload
-from minillm.parallel.placement import Placement, gather
+from minillm.parallel.placement import Placement, clip_grad_norm_, gather
+from minillm.parallel.sharded_gradient import plain
 
-Named = Iterable[tuple[str, nn.Parameter]]
 MakeOptimizer = Callable[[Named], torch.optim.Optimizer]
 Entries = dict[str, dict[str, Any]]  # by parameter name, by key ("exp_avg"): a tensor, or a number of the parameter
 Groups = list[list[str]]  # names by the optimizer's parameter groups: the order in which torch numbers parameters
@@ -34,7 +35,7 @@ WHOLE_MATRICES = {"Adafactor", "Muon", "LBFGS", "LAMB", "Lamb", "FusedLAMB", "LA
 class SlicedOptimizer(torch.optim.Optimizer):
     """What ZeroOptimizer and FullyShard's optimizer share: `inner`, a torch optimizer over this rank's slices.
 
-    slices: by name, in the order of the parameters, each 1-D and possibly empty, with `.whole_shape`.
+    slices: by name, in the order of the parameters, each 1-D and possibly empty (see `slices.slice_of`).
     placements: of the slices; group: all ranks that hold parts. home: where the inner optimizer keeps its state.
     ValueError: `make` builds an optimizer that looks at whole matrices, of which it would see slices.
     """
@@ -60,7 +61,37 @@ class SlicedOptimizer(torch.optim.Optimizer):
 
     def gradients_by_name(self) -> dict[str, Tensor]:
         """What the slices have in .grad."""
-        return {name: part.grad for name, part in self.slices.items() if part.grad is not None}
+        return {name: plain(part.grad) for name, part in self.slices.items() if part.grad is not None}
+
+    def prepare_gradients(self) -> None:
+        """For loops that see or change gradients before `step`: the slices have theirs, where they are stepped."""
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float | None, loss_scale: float = 1.0, norm_type: float = 2.0) -> Tensor:
+        """Norm of the whole model's gradient / loss_scale, a float64 scalar, then scaled down to at most max_norm.
+
+        One all-reduce of 8 bytes, so the norm, and whether it is finite, is the same on every rank. With masters it is
+        done in float32, so that float16 gradients do not underflow.
+        """
+        self.prepare_gradients()
+        gradients = self.gradients_by_name()
+        return clip_grad_norm_(gradients, self.placements, self.norm_group, max_norm, loss_scale, norm_type)
+
+    def step_inner(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # a ShardedGradient looks at each of its operations
+            self.inner.step()
+
+    def step_slices(self, chosen: Iterable[nn.Parameter]) -> None:
+        """One step of these slices: the others are kept from the optimizer meanwhile."""
+        stepped = {id(part) for part in chosen}
+        everything = [group["params"] for group in self.inner.param_groups]
+        for group, members in zip(self.inner.param_groups, everything, strict=True):
+            group["params"] = [part for part in members if id(part) in stepped]
+        try:
+            self.step_inner()
+        finally:
+            for group, members in zip(self.inner.param_groups, everything, strict=True):
+                group["params"] = members
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._is_built:
@@ -72,15 +103,22 @@ class SlicedOptimizer(torch.optim.Optimizer):
             f"a {type(self).__name__} belongs to this process's group: copy its full_state_dict() instead."
         )
 
-    # State. Subclasses say what the masters are and how shards are cut.
+    # What is saved and compared.
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """name -> the averaged gradient, whole, on the CPU of every rank, after `prepare_gradients`. Every rank calls
+        it."""
+        whole = self._state_layout().gather(self.gradients_by_name())
+        return {name: whole[name] for name in self.slices if name in whole}
 
     def masters(self) -> dict[str, Tensor]:
         """Slices of float32 weights whose model has 16-bit ones."""
-        raise NotImplementedError
+        return {name: part.detach() for name, part in self.slices.items() if part.is_master}
 
     def layout(self) -> dict[str, Any]:
-        """Which shard this rank has, and how it is cut: "rank", "world_size" and what else has to fit."""
-        raise NotImplementedError
+        """Which shard this rank has: elements `start` to `stop` of its part of each parameter."""
+        ranges = {name: (placed.parts[-1].start, placed.parts[-1].stop) for name, placed in self.placements.items()}
+        return {"rank": self.norm_group.rank, "world_size": self.norm_group.world_size, "slices": ranges}
 
     def full_state_dict(self) -> dict[str, Any]:
         """The state in torch's layout, as `make(module.named_parameters())` on one process would have it, on the CPU of
@@ -201,48 +239,6 @@ class StateLayout:
                 "this optimizer state is of another model."
             )
         return placement.cut(whole)
-
-
-class ShardedGradient(Tensor):
-    """A slice of a gradient, on which the tools of torch that look at *all* gradients do not go wrong silently.
-
-    torch.amp.GradScaler learns of an overflow on any rank of `group`, so that all ranks skip the step and lower their
-    scale together. torch.nn.utils.clip_grad_norm_ is refused: it would clip by the norm of this rank's slices.
-    """
-
-    group: Group
-
-    @staticmethod
-    def of(gradient: Tensor, group: Group) -> "ShardedGradient":
-        part = gradient.as_subclass(ShardedGradient)
-        part.group = group
-        return part
-
-    @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        if func in (torch.linalg.vector_norm, torch._foreach_norm):
-            raise ValueError(
-                "torch.nn.utils.clip_grad_norm_ sees only this rank's slices of the gradients: use clip_grad_norm_ of "
-                "the ZeroOptimizer or FullyShard."
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs or {})
-            if func is torch._amp_foreach_non_finite_check_and_unscale_:
-                group, found = args[0][0].group, args[1]
-                found.copy_(group.all_reduce(found.to(group.device, copy=True), "max"))
-        return result
-
-
-def plain(gradient: Tensor) -> Tensor:
-    """A ShardedGradient as an ordinary tensor, which shares its memory."""
-    return gradient.as_subclass(Tensor)
-
-
-def slice_of(parameter: nn.Parameter, part: Tensor) -> nn.Parameter:
-    """part: [n] of the parameter's elements, as a parameter that remembers what it is a part of."""
-    slice_ = nn.Parameter(part, requires_grad=parameter.requires_grad)
-    slice_.whole_shape = parameter.shape
-    return slice_
 
 
 def names_by_group(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]) -> Groups:

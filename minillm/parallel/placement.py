@@ -276,6 +276,23 @@ def clip_(gradients: Iterable[Tensor], norm: Tensor, max_norm: float | None) -> 
         scale_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
 
 
+@torch.no_grad()
+def clip_grad_norm_(
+    gradients: Mapping[Any, Tensor],
+    placements: Mapping[Any, Placement],
+    group: Group,
+    max_norm: float | None,
+    loss_scale: float,
+    norm_type: float,
+) -> Tensor:
+    """The whole model's `global_norm` / loss_scale; all gradients are divided by loss_scale and clipped to max_norm."""
+    norm = global_norm(gradients, placements, group, norm_type) / loss_scale
+    clip = torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if max_norm is not None or loss_scale != 1.0:
+        scale_(gradients.values(), clip / loss_scale)
+    return norm
+
+
 def scale_(gradients: Iterable[Tensor], factor: Tensor | float) -> None:
     """Multiplies all gradients by a scalar, in one call for each device and dtype."""
     for (device, dtype), alike in _by_kind(gradients).items():

@@ -27,6 +27,10 @@ class Shape(Protocol):
     qk_norm: bool
     qkv_bias: bool
     sliding_window: int | None
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm_over_heads: bool
+    norm_placement: str
 
 
 @dataclass(frozen=True)
@@ -91,12 +95,15 @@ def parameters(shape: Shape) -> Parameters:
     """Parameters by part; `.total` is the sum of `numel` over the model's parameters."""
     h, layers = shape.hidden_size, shape.num_layers
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    block_norms = 4 if shape.norm_placement == "both" else 2
+    head_norms = (q + kv if shape.qk_norm_over_heads else 2 * shape.head_dim) if shape.qk_norm else 0
+    biases = shape.qkv_bias * (q + 2 * kv) + shape.output_bias * h + shape.mlp_bias * (2 * shape.intermediate_size + h)
     return Parameters(
         embedding=shape.vocab_size * h,
         attention=layers * (2 * h * q + 2 * h * kv),
-        biases=layers * (q + 2 * kv) if shape.qkv_bias else 0,
+        biases=layers * biases,
         mlp=layers * 3 * h * shape.intermediate_size,
-        norms=(2 * layers + 1) * h + (2 * layers * shape.head_dim if shape.qk_norm else 0),
+        norms=(block_norms * layers + 1) * h + layers * head_norms,
         head=0 if shape.tie_embeddings else shape.vocab_size * h,
     )
 

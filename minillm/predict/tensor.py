@@ -85,10 +85,10 @@ def microbatch(
     return calls
 
 
-def loss_chunk(shape: Shape, tokens: int, world_size: int) -> int:
-    """Tokens whose logits the loss holds at once: on a rank no more numbers than the hidden states of all `tokens`, but
-    those of at least 512 tokens. So about V / (t·H) chunks, however many tokens there are."""
-    return max(CHUNK, tokens * shape.hidden_size // -(-shape.vocab_size // world_size))
+def loss_chunk(tokens: int, hidden_size: int, words: int) -> int:
+    """Tokens whose logits, `words` of a rank for each, the loss holds at once: no more numbers than the hidden states
+    of all `tokens`, but those of at least 512 tokens. So about words / H chunks, however many tokens there are."""
+    return max(CHUNK, tokens * hidden_size // words)
 
 
 def _calls(table: int, itemsize: int, regions: int) -> Iterator[Call]:

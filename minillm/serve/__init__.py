@@ -10,9 +10,11 @@ Reading order:
 4. `engine.py`      add, step, cancel, stream; its parts are `unfinished.py` (how a request arrives and ends),
                    `model_runner.py` (one forward pass), `next_tokens.py` (from logits to answers), `sampling.py`
 5. `minillm/model/paged.py`   attention over blocks anywhere in memory; `paged_triton.py` is its GPU kernel
-Beside the path: `speculate/` (draft tokens), `trace.py` (`replay` sends the same requests through any engine).
+Beside the path: `async_engine.py` (`async for` over answers), `speculate/` (draft tokens), `trace.py` (`replay` sends
+the same requests through any engine).
 """
 
+from minillm.serve.async_engine import AsyncLLM
 from minillm.serve.blocks import BlockPool, Prefix
 from minillm.serve.engine import LLM
 from minillm.serve.recorder import StepRecord
@@ -28,6 +30,7 @@ __all__ = [
     "POLICIES",
     "Answer",
     "Arrival",
+    "AsyncLLM",
     "BlockPool",
     "Delta",
     "Output",

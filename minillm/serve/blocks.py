@@ -75,13 +75,17 @@ class BlockPool:
                 raise ValueError(f"{name} {value!r} must be a whole number of at least {least}.")
         self.total, self.block_size, self.prefix_cache, self.storage = num_blocks, block_size, prefix_cache, storage
         self.num_host_blocks = num_host_blocks
-        self.references = [0] * num_blocks
         self.evicted = self.copied = 0
-        self._free = list(reversed(range(num_blocks)))
-        self._free_host = list(reversed(range(num_host_blocks)))
+        self.reset()
+
+    def reset(self) -> None:
+        """All blocks are free and nothing is cached, whatever was before."""
+        self.references = [0] * self.total
+        self._free = list(reversed(range(self.total)))
+        self._free_host = list(reversed(range(self.num_host_blocks)))
         self._idle: OrderedDict[int, None] = OrderedDict()  # cached without a holder, the least recently used first
         self._cache: dict[Prefix, int] = {}
-        self._prefix: list[Prefix | None] = [None] * num_blocks
+        self._prefix: list[Prefix | None] = [None] * self.total
 
     @property
     def free(self) -> int:

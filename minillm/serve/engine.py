@@ -10,22 +10,23 @@ Greedy tokens are those of `minillm.model.generate`, whatever is switched on and
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from threading import RLock
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from minillm.data import Tokenizer
 from minillm.model import Transformer
 from minillm.model.paged import Backend, PagedCache, default_backend
 from minillm.serve.blocks import BlockPool
-from minillm.serve.memory import default_num_blocks, default_num_host_blocks
+from minillm.serve.fused import fuse
+from minillm.serve.memory import check_fits, default_num_blocks, default_num_host_blocks
 from minillm.serve.model_runner import ForwardPass, InputBuffers
 from minillm.serve.next_tokens import NextTokens
+from minillm.serve.options import check_engine
+from minillm.serve.progress import progress_bar
 from minillm.serve.recorder import StepRecord, record
-from minillm.serve.request import Delta, Output, Request, pairs
+from minillm.serve.request import Delta, News, Output, Request, pairs
 from minillm.serve.sampling import SamplingParams
 from minillm.serve.scheduler import Scheduler
 from minillm.serve.sequence import Plan
@@ -43,9 +44,11 @@ class LLM:
     `memory.default_num_blocks`. num_host_blocks: to swap to; None = num_blocks if preemption="swap", else 0.
     scheduling: see `Scheduler`, or the subclass of it given as `scheduler`. backend: of `paged_attention`; None =
     `default_backend`: the Triton kernel on a CUDA GPU, gathered elsewhere. records: the last `keep_records` steps;
-    record_blocks adds every block table (costs time and memory). proposer: guesses tokens that the model only checks,
-    k in a pass; the tokens' distribution is the same.
-    Any thread may add, cancel, generate and stream, also during a forward pass; steps happen one at a time.
+    record_blocks adds every block table (costs time and memory). proposer: drafts tokens that the model only checks,
+    k in a pass; the tokens' distribution is the same. fused: see `fused.fuse`, which changes how the model computes;
+    None = on a CUDA GPU.
+    Any thread may add, cancel, generate and stream, also during a forward pass; steps happen one at a time. A step that
+    Ctrl-C ends fails the requests that had begun, once the next step finds it so; those that wait stay queued.
     """
 
     def __init__(
@@ -64,11 +67,16 @@ class LLM:
         record_blocks: bool = False,
         proposer: "Proposer | None" = None,
         k: "int | str | AdaptiveK" = 4,
+        fused: bool | None = None,
         scheduler: type[Scheduler] = Scheduler,
         **scheduling,
     ):
+        numbers = {"block_size": (block_size, 1), "keep_records": (keep_records, 0)}
+        check_engine(model, tokenizer, clock, backend, proposer, scheduler, scheduling, numbers)
         self.model, self.tokenizer, self.clock = model, tokenizer, clock
         weight = model.embedding.weight
+        if weight.is_cuda if fused is None else fused:
+            fuse(model)
         self.backend = backend or default_backend(weight.device, weight.dtype)
         if num_blocks is None:
             limits = {name: scheduling[name] for name in ("max_num_seqs", "token_budget") if name in scheduling}
@@ -76,6 +84,7 @@ class LLM:
         if num_host_blocks is None:
             swaps = scheduling.get("preemption") == "swap"
             num_host_blocks = default_num_host_blocks(model, block_size, num_blocks) if swaps else 0
+        check_fits(model, block_size, num_blocks, num_host_blocks)
         self.pool = BlockPool(num_blocks, block_size, num_host_blocks=num_host_blocks, prefix_cache=prefix_cache)
         self.scheduler = scheduler(self.pool, **scheduling)
         where = {"num_host_blocks": num_host_blocks, "device": weight.device, "dtype": weight.dtype}
@@ -88,21 +97,32 @@ class LLM:
             from minillm.serve.speculate.speculation import Speculation
 
             self.speculation = Speculation(proposer, k, model.config, clock)
-        self._lock, self._stepping = RLock(), RLock()  # of the bookkeeping; of a whole step
         self._unfinished = Unfinished(self.scheduler, self.speculation, model.config, tokenizer, clock)
         self._samples = self._unfinished.samples
         self._next_tokens = NextTokens(self._unfinished)
+        self._stepping = Lock()  # a step at a time; nothing else needs one, see `unfinished.py`
+        self._interrupted = ""  # what ended a step amid its bookkeeping; "" = nothing
 
     def generate(
-        self, prompts: list[str | list[int]], params: SamplingParams | list[SamplingParams] | None = None
+        self,
+        prompts: list[str | list[int]],
+        params: SamplingParams | list[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
     ) -> list[Output]:
-        """One output per prompt, in order. params: for all, or one for each. Refuses all if one cannot run."""
-        mine: list[Request] = []
-        with self._cancelling(mine):
-            for prompt, wanted in pairs(prompts, params):
-                mine.append(self._add(prompt, wanted, awaited=True))
-            while any(request.output.timing.ended is None for request in mine):
-                self._step()
+        """One output per prompt, in order. params: for all, or one for each. Refuses all if one cannot run.
+
+        progress: a bar on standard error; None = if that is a terminal and there are many prompts.
+        """
+        mine = [self._unfinished.request(prompt, wanted, awaited=True) for prompt, wanted in pairs(prompts, params)]
+        try:
+            for request in mine:
+                self._unfinished.submit(request)
+            for request in progress_bar(mine, progress):
+                while request.output.timing.ended is None:
+                    self._step()
+        finally:  # marks what has not ended; a signal cannot come between
+            self._unfinished.cancelled.extend(mine)
         return [request.output for request in mine]
 
     def stream(self, prompt, params: SamplingParams | None = None, **options) -> Iterator[Delta]:
@@ -110,9 +130,8 @@ class LLM:
 
         options: see `add`, whose errors are raised here. RuntimeError, after the last token, if the request failed.
         """
-        request = self._add(prompt, params, awaited=True, **options)
-        deltas = self._deltas(request)
-        next(deltas)  # into its `with`: an iterator that is closed before its first value cancels the request, too
+        deltas = self._deltas(*self._request(prompt, params, awaited=True, **options))
+        next(deltas)  # into its `try`: an iterator that is closed before its first value cancels the request, too
         return deltas
 
     def add(
@@ -130,12 +149,13 @@ class LLM:
         ValueError for what can never run, RuntimeError while the queue is full (`max_waiting`).
         """
         options = {"request_id": request_id, "priority": priority, "salt": salt, "timeout_s": timeout_s}
-        return self._add(prompt, params, **options).output.request_id
+        request, request_id = self._request(prompt, params, **options)
+        self._unfinished.submit(request, request_id)
+        return request.output.request_id
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request now; what it has so far comes out of the next `step`."""
-        with self._lock:
-            self._unfinished.cancel(request_id)
+        """Ends a request: it gets no token more, and what it has so far comes out of the next `step`."""
+        self._unfinished.cancel(request_id)
 
     @property
     def unfinished(self) -> int:
@@ -148,100 +168,75 @@ class LLM:
         What a `generate` or a `stream` added is theirs and not among it.
         """
         self._step()
-        with self._lock:
-            ended, self._unfinished.ended = self._unfinished.ended, []
-            return ended
+        with self._stepping:
+            return [self._unfinished.ended.popleft() for _ in range(len(self._unfinished.ended))]
 
-    def _add(self, prompt: str | list[int], params: SamplingParams | None, **options) -> Request:
-        with self._lock:
-            return self._unfinished.add(prompt, params, **options)
+    def _request(self, prompt, params, *, request_id: str | None = None, **options) -> tuple[Request, str | None]:
+        return self._unfinished.request(prompt, params, **options), request_id
 
-    def _deltas(self, request: Request) -> Iterator[Delta]:
-        """First nothing, so that the caller can enter the `with`; then what is new, sample by sample."""
-        output, tokens, characters = request.output, [], []
-        with self._cancelling([request]):
-            yield None
-            ended = False
-            while not ended:
-                if output.timing.ended is None:
-                    self._step()
-                with self._lock:
-                    ended = output.timing.ended is not None  # asked before the tokens: others may step at every yield
-                    grown = [(list(each.answer.tokens), each.safe_text) for each in request.samples]
-                for index, (now, text) in enumerate(grown):
-                    if index == len(tokens):
-                        tokens.append(0)
-                        characters.append(0)
-                    new, more = now[tokens[index] :], text[characters[index] :]
-                    tokens[index], characters[index] = len(now), len(text)
-                    if new or more:
-                        yield Delta(index, new, more)
-        if output.error is not None:
-            raise RuntimeError(f"request {output.request_id!r} failed: {output.error}")
-
-    @contextmanager
-    def _cancelling(self, mine: list[Request]) -> Iterator[None]:
-        """Ends those of `mine` that have not ended when the block is left, however that happens."""
+    def _deltas(self, request: Request, request_id: str | None) -> Iterator[Delta]:
+        """First nothing, so that the caller can enter the `try`; then what is new, sample by sample."""
+        news, ended = News(request), False
         try:
-            yield
-        finally:
-            with self._lock:
-                for request in mine:
-                    self._unfinished.end(request, "cancelled")
+            self._unfinished.submit(request, request_id)
+            yield None
+            while not ended:
+                if request.output.timing.ended is None:
+                    self._step()
+                deltas, ended = news.take()
+                yield from deltas
+        finally:  # only a mark, which the next step carries out: the garbage collector may close this at any moment
+            self._unfinished.cancelled.append(request)
+        if (failure := news.failure()) is not None:
+            raise failure
+
+    def _step(self) -> None:
+        with self._stepping:
+            if self._interrupted:
+                self.buffers = InputBuffers(self.cache, self.backend)
+                self._unfinished.recover(self._interrupted)
+            self._interrupted = "the step was interrupted"
+            try:
+                self._compute()
+            except BaseException as failure:
+                self._interrupted = f"the step was interrupted by {type(failure).__name__}: {failure}"
+                raise
+            self._interrupted = ""
 
     @torch.inference_mode()
-    def _step(self) -> None:
-        """Schedule, compute (without the lock: what is cancelled meanwhile is skipped after it), sample."""
-        with self._stepping:
-            with self._lock:
-                started = self.clock()
-                self._unfinished.ended_ids.clear()
-                self._unfinished.expire(started)
-                plan = self.scheduler.schedule()
-                if not plan.batch:
-                    return
-                run = ForwardPass(plan, self.buffers)
-                asked = self.speculation and self.speculation.ask(plan, self._samples)
-                outputs = [self._samples[sequence].request.output for sequence, _ in plan.batch]
-                for output in outputs:
-                    if output.timing.scheduled is None:
-                        output.timing.scheduled = started
-            logits, failure = self._forward(plan, run, asked)
-            raised_in = "the forward pass"
-            with self._lock:
-                for output, (_, tokens) in zip(outputs, plan.batch, strict=True):
-                    output.computed += tokens
-                sampled = 0
-                try:
-                    if failure is None:
-                        sampled = self._next_tokens.after(plan, run, logits)
-                except BaseException as raised:
-                    failure, raised_in = raised, "sampling"
-                if failure is not None:
-                    self._failed(plan, run, f"{raised_in} raised {type(failure).__name__}: {failure}")
-                if self.speculation is not None:
-                    self.speculation.observe(plan, run, self._samples)
-                error = None if failure is None else f"{type(failure).__name__}: {failure}"
-                facts = {"ended": tuple(self._unfinished.ended_ids), "sampled": sampled, "error": error}
-                times = (started, self.clock() - started)
-                self.records.append(
-                    record(self.scheduler, plan, run.starts, blocks=self.record_blocks, times=times, **facts)
-                )
-            if failure is not None and not isinstance(failure, Exception):
-                raise failure
-
-    def _forward(self, plan: Plan, run: ForwardPass, asked: list) -> tuple[Tensor | None, BaseException | None]:
-        """(logits, None), or (None, whatever was raised)."""
+    def _compute(self) -> None:
+        """Schedule, compute, sample. What is cancelled during the forward pass is skipped after it."""
+        started = self.clock()
+        self._unfinished.tidy(started)
+        plan = self.scheduler.schedule()
+        if not plan.batch:
+            return
+        for sequence in plan.admitted:
+            timing = self._samples[sequence].request.output.timing
+            timing.scheduled = started if timing.scheduled is None else timing.scheduled
+        run = ForwardPass(plan, self.buffers)
+        sampled, error, raised_in = 0, None, "the forward pass"
         try:
             if self.speculation is not None:
-                self.speculation.guess(asked, plan, run)
-            hidden = self.speculation is not None and self.speculation.wants_hidden
-            return run.logits(self.model, hidden=hidden), None
-        except BaseException as failure:
-            return None, failure
+                self.speculation.draft(plan, run, self._samples)
+            logits = run.logits(self.model, hidden=self.speculation is not None and self.speculation.wants_hidden)
+            self._unfinished.end_cancelled()
+            raised_in = "sampling"
+            sampled = self._next_tokens.after(plan, run, logits)
+        except Exception as failure:
+            error = f"{type(failure).__name__}: {failure}"
+            self._unfinished.end_cancelled()
+            self._failed(plan, run, f"{raised_in} raised {error}")
+        if self.speculation is not None:
+            self.speculation.observe(plan, run, self._samples)
+            error = error or self.speculation.take_error()
+        facts = {"ended": tuple(self._unfinished.ended_ids), "sampled": sampled, "error": error}
+        times = (started, self.clock() - started)
+        self.records.append(record(self.scheduler, plan, run.starts, blocks=self.record_blocks, times=times, **facts))
 
     def _failed(self, plan: Plan, run: ForwardPass, error: str) -> None:
         """The step raised: its requests end and nothing it wrote is ever hit; the others and the pool stay whole."""
         self.pool.invalidate(block for table in run.tables for block in table)
-        for taken in [self._samples[sequence] for sequence, _ in plan.batch if sequence in self._samples]:
-            self._unfinished.end(taken.request, "failed", error)
+        for sequence, _ in plan.batch:
+            if (taken := self._samples.get(sequence)) is not None:
+                self._unfinished.end(taken.request, "failed", error)

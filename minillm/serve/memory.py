@@ -5,10 +5,13 @@ pass over `token_budget` tokens takes on top. On the CPU a share of the RAM that
 left. In both cases never more than max_num_seqs sequences of full length could fill.
 """
 
+from numbers import Real
+
 import psutil
 import torch
 
 from minillm.model import ModelConfig, Transformer
+from minillm.serve.options import check_whole
 
 GPU_SHARE, CPU_SHARE, DRAFT_SHARE = 0.9, 0.3, 0.1
 
@@ -22,11 +25,13 @@ def default_num_blocks(
     token_budget: int = 512,
 ) -> int:
     """Blocks for an engine. ValueError if there is no room for a single one."""
+    check_whole("max_num_seqs", max_num_seqs, 1)
+    check_whole("token_budget", token_budget, 1)
     weight = model.embedding.weight
     on_gpu = weight.device.type == "cuda"
     share = (GPU_SHARE if on_gpu else CPU_SHARE) if utilization is None else utilization
-    if not 0 < share <= 1:
-        raise ValueError(f"gpu_memory_utilization {utilization} must be above 0 and at most 1, or None.")
+    if not isinstance(share, Real) or not 0 < share <= 1:
+        raise ValueError(f"gpu_memory_utilization {utilization!r} must be above 0 and at most 1, or None.")
     room = _gpu_room(model, share, token_budget) if on_gpu else share * psutil.virtual_memory().available
     fits = int(room // block_bytes(model.config, block_size, weight.dtype))
     if fits < 1:
@@ -41,6 +46,20 @@ def default_num_host_blocks(model: Transformer, block_size: int, num_blocks: int
     """Blocks on the host to swap to: as many as on the device, if a share of the free RAM holds them."""
     room = CPU_SHARE * psutil.virtual_memory().available
     return min(num_blocks, int(room // block_bytes(model.config, block_size, model.embedding.weight.dtype)))
+
+
+def check_fits(model: Transformer, block_size: int, num_blocks: int, num_host_blocks: int) -> None:
+    """ValueError for more blocks than the whole memory of the device, or of the host, holds."""
+    weight, ram = model.embedding.weight, psutil.virtual_memory().total
+    device = torch.cuda.mem_get_info(weight.device)[1] if weight.is_cuda else ram
+    for name, number, memory in (("num_blocks", num_blocks, device), ("num_host_blocks", num_host_blocks, ram)):
+        check_whole(name, number, int(name == "num_blocks"))
+        size = number * block_bytes(model.config, block_size, weight.dtype)
+        if size > memory:
+            raise ValueError(
+                f"{name} {number} blocks are {size / 1e9:,.1f} GB of keys and values, and the memory is "
+                f"{memory / 1e9:,.1f} GB in all: ask for fewer, or leave it out to take what fits."
+            )
 
 
 def draft_num_blocks(model: Transformer, block_size: int) -> int:

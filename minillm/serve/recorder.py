@@ -55,7 +55,7 @@ def record(
         step=scheduler.step,
         started=times[0],
         seconds=times[1],
-        batch=tuple((s.name, start, tokens) for (s, tokens), start in zip(plan.batch, starts, strict=True)),
+        batch=tuple([(s.name, start, tokens) for (s, tokens), start in zip(plan.batch, starts, strict=True)]),
         admitted=tuple(sequence.name for sequence in plan.admitted),
         preempted=tuple(sequence.name for sequence in plan.preempted),
         running=len(running),

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from minillm.data import Tokenizer
 from minillm.model import ModelConfig
 from minillm.model.draw import Draw, sample_seed
+from minillm.serve.blocks import root
 from minillm.serve.sampling import SamplingParams, Token, whole_numbers
 from minillm.serve.sequence import Sequence
 
@@ -99,6 +100,10 @@ class Request:
     params: SamplingParams
     stop_tokens: frozenset[int]
     samples: list["Sample"] = field(default_factory=list)
+    limit: int = 0  # tokens of a sample at most, prompt included
+    priority: int = 0
+    salt: str | None = None
+    timeout_s: float | None = None
     awaited: bool = False  # by the `generate` or `stream` that added it: `step` does not return it
 
     @classmethod
@@ -112,6 +117,11 @@ class Request:
         seed = secrets.randbits(63) if params.seed is None else params.seed
         return cls(Output(request_id, prompt, [], Timing(now), seed=seed), params, frozenset(stops))
 
+    def sequence(self) -> Sequence:
+        """Of its prompt, for the scheduler."""
+        origin = root(None, self.salt)
+        return Sequence(list(self.output.prompt), self.limit, self.params.n, self.priority, origin)
+
     def attach(self, sequence: Sequence, tokenizer: Tokenizer | None) -> "Sample":
         index, answer = len(self.samples), Answer()
         sequence.name = f"{self.output.request_id}/{index}"
@@ -123,7 +133,8 @@ class Request:
 
 @dataclass(eq=False)
 class Sample:
-    """One sequence and the answer it becomes. push: the tokenizer's stream, token ids in, finished text out."""
+    """One sequence and the answer it becomes. push: the tokenizer's stream, token ids in, finished text out. passes:
+    forward passes that gave it tokens."""
 
     request: Request
     index: int
@@ -131,22 +142,24 @@ class Sample:
     answer: Answer
     draw: Draw
     push: Callable[..., str] | None
+    passes: int = 0
 
     def accept(self, token: Token) -> str | None:
         """Adds the token to the answer. Returns why the answer ends with it, None if it goes on."""
-        if token.id in self.request.stop_tokens:
+        request, answer, tokens = self.request, self.answer, self.sequence.tokens
+        if token.id in request.stop_tokens:
             return "stop"
-        answer = self.answer
         answer.tokens.append(token)
-        self.sequence.tokens.append(token.id)
+        tokens.append(token.id)
         if self.push is not None:
-            known, answer.text = len(answer.text), answer.text + self.push(token.id)
-            stops = self.request.params.stop  # a stop text may have begun in tokens before this one
-            found = [answer.text.find(stop, max(0, known - len(stop) + 1)) for stop in stops]
+            known, text = len(answer.text), answer.text + self.push(token.id)
+            stops = request.params.stop  # a stop text may have begun in tokens before this one
+            found = [text.find(stop, max(0, known - len(stop) + 1)) for stop in stops]
             if cuts := [place for place in found if place >= 0]:
-                answer.text, self.push = answer.text[: min(cuts)], None
+                answer.text, self.push = text[: min(cuts)], None  # never shown uncut, whoever reads it meanwhile
                 return "stop"
-        return "length" if self.sequence.num_tokens == self.sequence.limit else None
+            answer.text = text
+        return "length" if len(tokens) == self.sequence.limit else None
 
     @property
     def safe_text(self) -> str:
@@ -164,6 +177,41 @@ class Sample:
         self.answer.reason = reason
         if self.push is not None:  # half a character at the end
             self.answer.text += self.push(final=True)
+
+    def count(self) -> None:
+        """What its sequence counted goes into the output of its request."""
+        output, sequence = self.request.output, self.sequence
+        output.hit += sequence.hit_tokens
+        output.preemptions += sequence.preemptions
+        output.computed += sequence.forwarded
+        output.passes += max(0, self.passes - 1)
+
+
+class News:
+    """What is new of a request's samples since it was last asked for. Steps may go on in other threads meanwhile."""
+
+    def __init__(self, request: Request):
+        self.request = request
+        self._shown: list[tuple[int, int]] = []  # tokens and characters of each sample
+
+    def take(self) -> tuple[list[Delta], bool]:
+        """(the deltas, whether these were the last)."""
+        ended = self.request.output.timing.ended is not None  # asked before the tokens
+        deltas = []
+        for index, each in enumerate(list(self.request.samples)):
+            tokens, text = list(each.answer.tokens), each.safe_text
+            if index == len(self._shown):
+                self._shown.append((0, 0))
+            known, characters = self._shown[index]
+            self._shown[index] = len(tokens), len(text)
+            if len(tokens) > known or len(text) > characters:
+                deltas.append(Delta(index, tokens[known:], text[characters:]))
+        return deltas, ended
+
+    def failure(self) -> RuntimeError | None:
+        """Why the request failed, if it did."""
+        output = self.request.output
+        return output.error and RuntimeError(f"request {output.request_id!r} failed: {output.error}")
 
 
 def pairs(prompts: list[str | list[int]], params: SamplingParams | list[SamplingParams] | None) -> list[tuple]:

@@ -25,8 +25,8 @@ Row = tuple[SamplingParams, Sequence[int], Draw]  # what a row's request wants; 
 
 def sample_batch(logits: Tensor, rows: Sequence[Row], likeliest: Tensor | None = None) -> list[Token]:
     """One token for each row. logits: [rows, vocab_size], float32, not changed. likeliest: [rows], if known already."""
-    if likeliest is not None and all(_plain(params) for params, _, _ in rows):
-        return [_plain_token(token) for token in likeliest.tolist()]
+    if likeliest is not None and all([params.plain for params, _, _ in rows]):
+        return [plain_token(token) for token in likeliest.tolist()]
     scores = _penalised(logits, rows)
     ids = scores.argmax(-1) if likeliest is None or scores is not logits else likeliest
     drawn = [index for index, (params, _, _) in enumerate(rows) if params.temperature > 0]
@@ -38,20 +38,15 @@ def sample_batch(logits: Tensor, rows: Sequence[Row], likeliest: Tensor | None =
     tokens = ids.tolist()
     wants = [params.logprobs is not None for params, _, _ in rows]
     return [
-        described(token, logits[index].cpu(), rows[index][0]) if wants[index] else _plain_token(token)
+        described(token, logits[index].cpu(), rows[index][0]) if wants[index] else plain_token(token)
         for index, token in enumerate(tokens)
     ]
 
 
 @lru_cache(maxsize=1 << 16)
-def _plain_token(token: int) -> Token:
+def plain_token(token: int) -> Token:
     """One object for all the times that a token is sampled: it never changes."""
     return Token(token)
-
-
-def _plain(params: SamplingParams) -> bool:
-    """Is it the likeliest token, and nothing more?"""
-    return params.temperature == 0 and params.repetition_penalty == 1 and params.logprobs is None
 
 
 def _penalised(logits: Tensor, rows: Sequence[Row]) -> Tensor:

@@ -8,7 +8,7 @@ reference, one sequence at a time; `sampler.py` does the same for a batch.
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 
 import torch
@@ -51,6 +51,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     first_tokens: Sequence[int] = ()
+    plain: bool = field(init=False, repr=False, compare=False, default=True)  # the likeliest token, and nothing more?
 
     def __post_init__(self):
         for name, least in (("max_tokens", 1), ("n", 1), ("top_k", 1), ("logprobs", 0), ("seed", 0)):
@@ -79,6 +80,8 @@ class SamplingParams:
             if (ids := whole_numbers(getattr(self, name))) is None:
                 raise ValueError(f"{name} {getattr(self, name)!r} must be a list of token ids.")
             object.__setattr__(self, name, tuple(ids))
+        plain = self.temperature == 0 and self.repetition_penalty == 1 and self.logprobs is None
+        object.__setattr__(self, "plain", plain)
 
 
 @dataclass(frozen=True)

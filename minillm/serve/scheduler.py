@@ -7,7 +7,7 @@ the prefix cache or a return from the host starts with a larger num_computed: on
     1. sequences that lack one token get it, so that no prompt stalls them   (blocks short: preempt a later one)
     2. those within their prompt share what is left of the budget in pieces of at most `chunk`
     3. waiting sequences are admitted, strictly in order, while max_num_seqs and blocks allow
-    4. what is left of budget and blocks goes to guesses of what comes next (`minillm.serve.speculate`)
+    4. what is left of budget and blocks goes to draft tokens (`minillm.serve.speculate`)
 
 Order is a number given at arrival, `arrival + patience · priority`: at most patience · Δpriority later ones overtake
 anyone. Only later-ranked sequences are preempted for earlier ones, and every request fits the pool alone: the first in
@@ -20,8 +20,11 @@ from heapq import heappop, heappush
 from itertools import count
 
 from minillm.serve.blocks import BlockPool, Prefix
-from minillm.serve.policies import POLICIES, check_options
+from minillm.serve.options import check_options
+from minillm.serve.policies import POLICIES
 from minillm.serve.sequence import Plan, Sequence, State
+
+RUNNING = State.RUNNING  # looked up once: an enumeration's member costs as much as all else of a decoding sequence
 
 
 class Scheduler:
@@ -47,30 +50,40 @@ class Scheduler:
     ):
         check_options(token_budget, max_num_seqs, chunk, policy, preemption, patience, reserve, max_waiting)
         self.pool, self.token_budget, self.max_num_seqs = pool, token_budget, max_num_seqs
-        self.chunk, self.patience, self.reserve, self.max_waiting = (
-            chunk or token_budget,
-            patience,
-            reserve,
-            max_waiting,
-        )
+        self.chunk, self.patience = chunk or token_budget, patience
+        self.reserve, self.max_waiting = reserve, max_waiting
         self.swaps, self._victim_key = preemption == "swap", POLICIES[policy]
-        self.running: list[Sequence] = []  # in order of rank
-        self.num_waiting = self.num_seqs = self.step = 0
-        self._heap: list[tuple[tuple, Sequence]] = []  # cancelled ones stay until they come up
+        self.step = 0
         self._arrivals, self._forks = count(), count(1)
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing waits, nothing runs and the pool is empty, whatever was before."""
+        self.pool.reset()
+        self.running: list[Sequence] = []  # in order of rank
+        self.num_waiting = self.num_seqs = 0
+        self._heap: list[tuple[tuple, Sequence]] = []  # cancelled ones stay until they come up
 
     def add(self, sequence: Sequence) -> None:
         """Queues it. ValueError if it could never run, RuntimeError if the queue is full."""
         self.check(sequence.limit, sequence.num_seqs)
-        if self.max_waiting is not None and self.num_waiting >= self.max_waiting:
-            raise RuntimeError(
-                f"the queue is full ({self.num_waiting} wait, max_waiting {self.max_waiting}): try later."
-            )
+        self.check_queue()
+        self.enqueue(sequence)
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Queues what was checked before."""
         arrival = next(self._arrivals)
         sequence.rank = (arrival + self.patience * sequence.priority, arrival, 0)
         self._wait(sequence)
 
+    def check_queue(self, arriving: int = 0) -> None:
+        """RuntimeError if the queue has no room for one more. arriving: sequences that are about to be queued."""
+        waiting = self.num_waiting + arriving
+        if self.max_waiting is not None and waiting >= self.max_waiting:
+            raise RuntimeError(f"the queue is full ({waiting} wait, max_waiting {self.max_waiting}): try later.")
+
     def check(self, limit: int, num_seqs: int) -> None:
+        """ValueError if a sequence of so many tokens could never run."""
         needed = self.pool.blocks_for(limit - 1)  # the last token is never computed
         if needed > self.pool.total:
             raise ValueError(
@@ -85,33 +98,49 @@ class Scheduler:
     def schedule(self) -> Plan:
         """The next step. Empty only when nothing waits or runs."""
         self.step += 1
-        plan, budget = Plan(), self.token_budget
-        for sequence in [s for s in self.running if s.num_uncomputed == 1]:
-            if sequence.state is State.RUNNING and self._grow(sequence, plan):
+        plan, prompts, drafts = Plan(), [], 0
+        batch, size, references = plan.batch, self.pool.block_size, self.pool.references
+        for sequence in self.running.copy():
+            computed = sequence.num_computed
+            drafts += sequence.num_draft_tokens
+            if len(sequence.tokens) - computed != 1:
+                prompts.append(sequence)
+            elif sequence.state is not RUNNING:  # preempted just now, for an earlier one
+                continue
+            elif 0 < computed % size < size - 1 and references[sequence.blocks[-1]] == 1:
+                batch.append((sequence, 1))  # within a block of its own: nothing to do, as in nearly all steps
+                sequence.last_step = self.step
+            elif self._grow(sequence, plan):
+                self._give(sequence, self.token_budget, plan)
+        budget = self.token_budget - len(batch)
+        for sequence in prompts:
+            if sequence.state is RUNNING:
                 budget -= self._give(sequence, budget, plan)
-        for sequence in [s for s in self.running if s.num_uncomputed > 1]:
-            budget -= self._give(sequence, budget, plan)
         while budget and not plan.preempted and (sequence := self._first_waiting()) and self._admit(sequence):
             plan.admitted.append(sequence)
+            drafts += sequence.num_draft_tokens
             budget -= self._give(sequence, budget, plan)
-        self._add_guesses(plan, budget)
+        if drafts:
+            self._add_drafts(plan, budget)
         return plan
 
     def advance(self, plan: Plan) -> list[Sequence]:
         """The plan is computed. Returns those whose last token was: their next one can be sampled."""
         complete = []
         for sequence, tokens in plan.batch:
-            num_tokens = sequence.num_tokens
-            sequence.num_computed = min(sequence.num_computed + tokens, num_tokens)
-            if sequence.num_computed == num_tokens:
+            num_tokens, computed = len(sequence.tokens), sequence.num_computed + tokens
+            if computed < num_tokens:
+                sequence.num_computed = computed
+            else:
+                sequence.num_computed = num_tokens
                 complete.append(sequence)
         return complete
 
     def commit_accepted(self, sequence: Sequence) -> None:
-        """Its new tokens are verified: the blocks they filled are shared, those of rejected guesses go back."""
+        """Its new tokens are verified: the blocks they filled are shared, those of rejected draft tokens go back."""
         size, before = self.pool.block_size, sequence.num_computed
-        sequence.num_computed = sequence.num_tokens - 1
-        if sequence.num_computed == before and len(sequence.blocks) == self.pool.blocks_for(before):
+        sequence.num_computed = after = len(sequence.tokens) - 1
+        if after == before and (len(sequence.blocks) - 1) * size < after <= len(sequence.blocks) * size:
             return
         self._cache_blocks(sequence, before // size, sequence.num_computed // size)
         held = self.pool.blocks_for(sequence.num_computed)
@@ -126,14 +155,14 @@ class Scheduler:
             copies = {name: list(getattr(sequence, name)) for name in ("tokens", "block_hashes", "host_blocks")}
             rank = (*sequence.rank[:2], next(self._forks))
             copies["blocks"] = self.pool.share(sequence.blocks)
-            child = replace(sequence, **copies, rank=rank, hit_tokens=0, preemptions=0)
+            child = replace(sequence, **copies, rank=rank, hit_tokens=0, preemptions=0, forwarded=0)
             insort(self.running, child, key=lambda s: s.rank)
             children.append(child)
         return children
 
     def finish(self, sequence: Sequence, *, wrong: bool = False) -> None:
         """Done, failed or cancelled, wherever it is: all it holds goes back. wrong: nobody may hit its blocks."""
-        if sequence.state is State.RUNNING:
+        if sequence.state is RUNNING:
             self._stop_running(sequence)
             if wrong:
                 self.pool.invalidate(sequence.blocks)
@@ -172,16 +201,16 @@ class Scheduler:
             self._cache_blocks(sequence, computed // size, (sequence.num_computed + tokens) // size)
         return tokens
 
-    def _add_guesses(self, plan: Plan, budget: int) -> None:
-        """Guesses preempt nobody, delay no prompt and are not published: nobody but their own sequence sees them."""
+    def _add_drafts(self, plan: Plan, budget: int) -> None:
+        """Draft tokens preempt nobody, delay no prompt and are not published: only their own sequence sees them."""
         for place, (sequence, tokens) in enumerate(plan.batch):
             if sequence.num_draft_tokens and tokens == sequence.num_uncomputed:
                 room = (len(sequence.blocks) + self.pool.available) * self.pool.block_size - sequence.num_tokens
-                guesses = min(sequence.num_draft_tokens, budget, room)
-                missing = self.pool.blocks_for(sequence.num_tokens + guesses) - len(sequence.blocks)
+                drafts = min(sequence.num_draft_tokens, budget, room)
+                missing = self.pool.blocks_for(sequence.num_tokens + drafts) - len(sequence.blocks)
                 sequence.blocks += self.pool.allocate(max(0, missing))
-                plan.batch[place] = sequence, tokens + guesses
-                budget -= guesses
+                plan.batch[place] = sequence, tokens + drafts
+                budget -= drafts
 
     def _grow(self, sequence: Sequence, plan: Plan) -> bool:
         """Blocks for the sequence's tokens, and the one it writes into its own. False: earlier ones hold the rest."""
@@ -219,7 +248,7 @@ class Scheduler:
         self._cache_blocks(sequence, len(hits), sequence.num_computed // self.pool.block_size)
         heappop(self._heap)
         self.num_waiting, self.num_seqs = self.num_waiting - 1, self.num_seqs + sequence.num_seqs
-        sequence.state = State.RUNNING
+        sequence.state = RUNNING
         insort(self.running, sequence, key=lambda s: s.rank)
         return True
 

@@ -31,6 +31,7 @@ class Sequence:
     last_step: int = 0
     preemptions: int = 0
     hit_tokens: int = 0  # found in the cache instead of computed
+    forwarded: int = 0  # put through the model
     num_draft_tokens: int = 0  # draft tokens to check in its next step; they are no tokens of it yet
 
     @property

@@ -207,14 +207,14 @@ class TinyLLM:
         tokens, positions, written = (torch.tensor(each, device=device) for each in (tokens, positions, slot_mapping))
         last = torch.tensor([count for count, _ in pieces], device=device).cumsum(0) - 1
 
-        def attention(q: Tensor, k: Tensor, v: Tensor, *, layer: int, positions: Tensor, window: int | None) -> Tensor:
+        def attention(q, k, v, *, layer: int, positions: Tensor, **options) -> Tensor:
             keys, values = self.kv_pool[:, layer]  # [slots, kv_heads, head_dim]; q, k, v: [1, heads, tokens, head_dim]
             keys[written], values[written] = k[0].transpose(0, 1), v[0].transpose(0, 1)
             outputs, start = [], 0
             for count, slots in pieces:
                 own = slice(start, start + count)
                 key_positions = torch.arange(len(slots), device=device)
-                place = {"positions": positions[own], "key_positions": key_positions, "window": window}
+                place = {"positions": positions[own], "key_positions": key_positions, **options}
                 mine, theirs = keys[slots].transpose(0, 1)[None], values[slots].transpose(0, 1)[None]
                 outputs.append(sdpa(q[:, :, own], mine, theirs, **place))
                 start += count

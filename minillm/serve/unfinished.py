@@ -1,18 +1,22 @@
 """The requests that have not ended: how one arrives, and the one place where it ends, whatever the reason.
 
-    add ──▶ unfinished ──▶ finish, sample by sample ──▶ close ──▶ ended: for `step` to return, or for who awaits it
-              end: cancelled, timed out, failed ──────────▲
+    submit ──▶ arrived ──tidy──▶ queued ──▶ finish, sample by sample ──▶ close ──▶ ended: for `step` to return,
+    cancelled ───────────tidy──────────────▶ end (also: timeout, failed) ──▲       or for the caller that awaits it
 
-Not locked: the engine takes its lock around every call.
+Only the step that is under way changes anything here. Everybody else leaves a mark for it: an entry in `arrived` or in
+`cancelled`, put there by one operation of the interpreter, at any moment, in any thread, also by the garbage collector.
 """
 
+from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
+from itertools import count
+from numbers import Real
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from minillm.data import Tokenizer
 from minillm.model import ModelConfig
-from minillm.serve.blocks import root
 from minillm.serve.request import Output, Request, Sample, prompt_ids
 from minillm.serve.sampling import SamplingParams, whole
 from minillm.serve.scheduler import Scheduler
@@ -24,7 +28,7 @@ if TYPE_CHECKING:
 
 class Unfinished:
     """samples: the sample of each sequence the scheduler has. ended: outputs that `step` has not returned yet.
-    ended_ids: requests that ended since it was last cleared."""
+    ended_ids: requests that ended since it was last cleared. cancelled: requests that the next `tidy` ends."""
 
     def __init__(
         self,
@@ -37,68 +41,97 @@ class Unfinished:
         self.scheduler, self.speculation, self.config = scheduler, speculation, config
         self.tokenizer, self.clock = tokenizer, clock
         self.samples: dict[Sequence, Sample] = {}
-        self.ended: list[Output] = []
+        self.ended: deque[Output] = deque()
         self.ended_ids: list[str] = []
+        self.cancelled: deque[Request] = deque()
+        self._arrived: dict[str, Request] = {}
         self._requests: dict[str, Request] = {}
         self._deadlines: list[tuple[float, int, Request]] = []
-        self._count = 0
+        self._names, self._submitting = count(), Lock()
 
     def __len__(self) -> int:
-        return len(self._requests)
+        """Requests that have not ended and are not about to."""
+        return len(self._arrived) + len(self._requests) - sum(map(self._knows, set(self.cancelled.copy())))
 
-    def add(
+    def request(
         self,
         prompt: str | list[int],
         params: SamplingParams | None,
         *,
-        request_id: str | None = None,
         priority: int = 0,
         salt: str | None = None,
         timeout_s: float | None = None,
         awaited: bool = False,
     ) -> Request:
-        """Queues a request; see `LLM.add`. awaited: by a `generate` or `stream`, so `step` does not return it."""
+        """One that can run, not submitted yet; see `LLM.add`. awaited: `step` does not return it."""
         params = params or SamplingParams()
         tokens = prompt_ids(prompt, params, self.tokenizer, self.config)
-        limit = min(len(tokens) + params.max_tokens, self.config.max_seq_len)
         if whole(priority) is None:
             raise ValueError(f"priority {priority!r} must be a whole number; lower is sooner.")
-        if timeout_s is not None and not timeout_s > 0:
-            raise ValueError(f"timeout_s {timeout_s} must be above 0, or None.")
-        taken = self._requests.keys() | {output.request_id for output in self.ended}
-        while request_id is None:
-            name, self._count = f"request-{self._count}", self._count + 1
-            request_id = None if name in taken else name
-        if request_id in self._requests:
-            raise ValueError(f"request id {request_id!r} is taken by a request that has not ended: choose another.")
-        sequence = Sequence(list(tokens), limit, params.n, whole(priority), root(None, salt))
-        self.scheduler.add(sequence)
-        request = Request.arrived(request_id, tokens, params, self.tokenizer, self.clock())
-        request.awaited = awaited
-        self._requests[request_id] = request
-        self.attach(request, sequence)
-        if timeout_s is not None:
-            heappush(self._deadlines, (request.output.timing.arrived + timeout_s, sequence.rank[1], request))
+        if timeout_s is not None and not (isinstance(timeout_s, Real) and timeout_s > 0):
+            raise ValueError(f"timeout_s {timeout_s!r} must be above 0, or None.")
+        if not isinstance(salt, str | None):
+            raise ValueError(f"salt {salt!r} must be a text, or None.")
+        limit = min(len(tokens) + params.max_tokens, self.config.max_seq_len)
+        self.scheduler.check(limit, params.n)
+        request = Request.arrived("", tokens, params, self.tokenizer, self.clock())
+        request.limit, request.priority, request.salt = limit, whole(priority), salt
+        request.timeout_s, request.awaited = timeout_s, awaited
         return request
+
+    def submit(self, request: Request, request_id: str | None = None) -> None:
+        """Names it and leaves it for the next step. ValueError: the name is taken. RuntimeError: the queue is full."""
+        with self._submitting:
+            self.scheduler.check_queue(len(self._arrived))
+            if request_id is None:
+                waiting = {output.request_id for output in self.ended.copy()}
+                names = (f"request-{number}" for number in self._names)
+                request_id = next(name for name in names if self._find(name) is None and name not in waiting)
+            elif self._find(request_id) is not None:
+                raise ValueError(f"request id {request_id!r} is taken by a request that has not ended: choose another.")
+            request.output.request_id = request_id
+            self._arrived[request_id] = request
+
+    def cancel(self, request_id: str) -> None:
+        request = self._find(request_id)
+        if request is None or request.output.timing.ended is not None or request in self.cancelled.copy():
+            raise ValueError(f"request {request_id!r} cannot be cancelled: it is unknown or has ended.")
+        self.cancelled.append(request)
+
+    def tidy(self, now: float) -> None:
+        """Before a step: what arrived is queued; what was cancelled, or whose time is over, ends."""
+        self.ended_ids.clear()
+        for name in list(self._arrived):
+            request = self._requests[name] = self._arrived[name]
+            sequence = request.sequence()
+            self.scheduler.enqueue(sequence)
+            self.attach(request, sequence)
+            if request.timeout_s is not None:
+                due = request.output.timing.arrived + request.timeout_s
+                heappush(self._deadlines, (due, sequence.rank[1], request))
+            del self._arrived[name]
+        self.end_cancelled()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            self.end(self._deadlines[0][-1], "timeout")
+            heappop(self._deadlines)
+
+    def end_cancelled(self) -> None:
+        """Ends what was cancelled, but for requests that are not queued yet: those wait for the next `tidy`."""
+        while self.cancelled:
+            request = self.cancelled[0]
+            if self._arrived.get(request.output.request_id) is request:
+                return
+            self.end(request, "cancelled")
+            self.cancelled.popleft()
 
     def attach(self, request: Request, sequence: Sequence) -> Sample:
         """One more sample of the request."""
         taken = self.samples[sequence] = request.attach(sequence, self.tokenizer)
         return taken
 
-    def cancel(self, request_id: str) -> None:
-        if request_id not in self._requests:
-            raise ValueError(f"request {request_id!r} cannot be cancelled: it is unknown or has ended.")
-        self.end(self._requests[request_id], "cancelled")
-
-    def expire(self, now: float) -> None:
-        """Ends the requests whose time is over."""
-        while self._deadlines and self._deadlines[0][0] <= now:
-            self.end(heappop(self._deadlines)[-1], "timeout")
-
     def end(self, request: Request, reason: str, error: str | None = None) -> None:
         """Ends all samples of a request that have not ended."""
-        if request.output.timing.ended is not None:
+        if request.output.timing.ended is not None or self._requests.get(request.output.request_id) is not request:
             return
         request.output.error = error
         for taken in request.samples:
@@ -113,17 +146,57 @@ class Unfinished:
         del self.samples[taken.sequence]
         if self.speculation is not None:
             self.speculation.end(taken.sequence)
-        output = taken.request.output
-        output.hit += taken.sequence.hit_tokens
-        output.preemptions += taken.sequence.preemptions
+        taken.count()
 
     def close_if_done(self, request: Request) -> None:
         if request.output.timing.ended is None and all(taken.answer.reason for taken in request.samples):
             self._close(request)
 
-    def _close(self, request: Request) -> None:
-        request.output.timing.ended = self.clock()
-        del self._requests[request.output.request_id]
-        self.ended_ids.append(request.output.request_id)
-        if not request.awaited:
-            self.ended.append(request.output)
+    def recover(self, error: str) -> None:
+        """After a step that ended amid its bookkeeping, which may have left anything: blocks and queue start anew.
+
+        Requests that had begun have failed; those that had not are queued again. It can itself be interrupted, and is
+        then done again.
+        """
+        self.scheduler.reset()
+        if self.speculation is not None:
+            self.speculation.reset()
+        self.samples.clear()
+        self._deadlines.clear()
+        queued = {}
+        for name, request in list(self._requests.items()):
+            timing = request.output.timing
+            if timing.ended is None and timing.scheduled is None:
+                request.samples.clear()
+                request.output.answers.clear()
+                queued[name] = request
+            elif timing.ended is None:
+                request.output.error = error
+                for taken in request.samples:
+                    if taken.answer.reason is None:
+                        taken.close("failed")
+                        taken.count()
+                self._close(request)
+            else:  # it was interrupted in `_close`
+                listed = request.awaited or any(output is request.output for output in self.ended)
+                self._close(request, listed=listed)
+        with self._submitting:
+            self._arrived = queued | self._arrived
+        for name in queued:
+            self._requests.pop(name, None)
+
+    def _close(self, request: Request, *, listed: bool = False) -> None:
+        output = request.output
+        if output.timing.ended is None:
+            output.timing.ended = self.clock()
+        self.ended_ids.append(output.request_id)
+        if not request.awaited and not listed:
+            self.ended.append(output)
+        del self._requests[output.request_id]
+
+    def _find(self, request_id: str) -> Request | None:
+        """In this order: `tidy` queues a request before it takes it out of `arrived`."""
+        return self._arrived.get(request_id) or self._requests.get(request_id)
+
+    def _knows(self, request: Request) -> bool:
+        return request.output.timing.ended is None and self._find(request.output.request_id) is request

@@ -3,9 +3,13 @@
     forward    x ─ block ─ y        kept: x (and, selectively, the results of matmuls)
     backward   x ─ block ─ y'       the same numbers once more, with autograd watching; then gradients through it
 
-Costs a forward, so 4 instead of 3 units of FLOPs in the blocks (Chen et al. 2016), and keeps one block's activations at
-a time. "selective" keeps what is expensive to compute (matmuls, attention) and recomputes the rest, norms, rotations
-and SwiGLU's products, so that no FLOP that counts is spent twice (after Korthikanti et al. 2022, §5).
+Costs a forward, so 4 instead of 3 units of FLOPs in the blocks (Chen et al. 2016, https://arxiv.org/abs/1604.06174),
+and keeps one block's activations at a time. "selective" chooses by operation, as torch's
+`create_selective_checkpoint_contexts` does (PyTorch 2024, https://docs.pytorch.org/docs/stable/checkpoint.html): it
+keeps what is expensive to compute (matmuls, attention) and recomputes norms, rotations and SwiGLU's products. What
+Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198, §5) call selective recomputation is another choice: it
+recomputes the core of attention, cheap for the memory of its scores, and keeps the rest; a fused attention does that by
+itself.
 
 Written as an autograd function that hands back the parameters' gradients like any other operation: hooks on parameters
 fire as usual, and a block whose input needs no gradient still trains (torch's reentrant form raises there).

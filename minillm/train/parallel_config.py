@@ -1,9 +1,11 @@
 """A layout: how one training step is spread over ranks. Data, checked before any rank has to wait for another."""
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
 from minillm.model import ModelConfig
+from minillm.parallel.context_parallel.variants import check_context, check_context_heads, sequence_multiple
 from minillm.parallel.pipeline_parallel.actions import Schedule
 from minillm.parallel.pipeline_parallel.schedules import SCHEDULES
 from minillm.parallel.pipeline_parallel.stages import balance, layer_costs
@@ -15,13 +17,15 @@ MAX_SPLIT = 512  # tensor-parallel ranks and pipeline stages
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """dp * pp * tp ranks; neighbours share a tensor-parallel group, since that is the axis that talks most.
+    """dp * pp * cp * tp ranks; neighbours share a tensor-parallel group, since that is the axis that talks most.
 
-    dp: ranks that share the batch; zero: ZeRO stage over them; accumulate: microbatches of each of them.
+    dp: ranks that share the batch; zero: ZeRO stage over them, and those of cp; accumulate: microbatches of each.
     dp_replicate: ZeRO's shards lie within dp / dp_replicate ranks each, and so many such groups hold the same (hybrid
         sharding, HSDP).
     tp: ranks that share every layer; sequence: what lies between their layers is split along the sequence.
     pp: stages of layers, through which the microbatches move by `schedule`, one of `SCHEDULES`.
+    cp: ranks that share every sequence, by the attention `context`, one of `CONTEXTS`; `node`: of those, the ranks that
+        exchange heads in a hybrid; pad: lengthen sequences that do not divide.
 
     ValueError for what fits no model; `check` looks at a model.
     """
@@ -34,16 +38,21 @@ class ParallelConfig:
     pp: int = 1
     schedule: str = "1f1b"
     dp_replicate: int = 1
+    cp: int = 1
+    context: str = "zigzag"
+    node: int = 2
+    pad: bool = False
 
     def __post_init__(self) -> None:
         counts = {"dp": range(1, MAX_RANKS + 1), "zero": range(4), "accumulate": range(1, 1025)}
-        counts |= dict.fromkeys(("tp", "pp"), range(1, MAX_SPLIT + 1))
+        counts |= dict.fromkeys(("tp", "pp", "cp", "node"), range(1, MAX_SPLIT + 1))
         for name, allowed in counts.items():
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"{name} {value} is not in {allowed.start} .. {allowed.stop - 1}.")
         if self.world_size > MAX_RANKS:
-            raise ValueError(f"dp {self.dp} * pp {self.pp} * tp {self.tp} is more than {MAX_RANKS} ranks: use fewer.")
+            product = " * ".join(f"{name} {size}" for name, size in self.axes.items())
+            raise ValueError(f"{product} is more than {MAX_RANKS} ranks: use fewer.")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule {self.schedule!r} is none of {', '.join(SCHEDULES)}.")
         if not isinstance(self.dp_replicate, int) or self.dp_replicate < 1 or self.dp % self.dp_replicate:
@@ -56,16 +65,27 @@ class ParallelConfig:
             )
         if self.sequence and self.tp == 1:
             raise ValueError("sequence parallelism splits what tensor-parallel ranks share: use tp 2 or more with it.")
+        check_context(self.context)
+        if self.cp > 1 and self.context == "hybrid" and self.cp % self.node:
+            raise ValueError(
+                f"node {self.node} does not divide cp {self.cp}: a hybrid exchanges heads among `node` ranks, so use a "
+                "divisor of cp."
+            )
         _ = self.order
 
     @property
+    def axes(self) -> dict[str, int]:
+        """The mesh: its axes, outermost first."""
+        return {"dp": self.dp, "pp": self.pp, "cp": self.cp, "tp": self.tp}
+
+    @property
     def world_size(self) -> int:
-        return self.dp * self.pp * self.tp
+        return math.prod(self.axes.values())
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether the model itself is cut into layers or slices of them, and not only its states."""
-        return self.tp > 1 or self.pp > 1
+        """Whether the model or its sequences are cut: any axis beside dp has more than one rank."""
+        return self.world_size > self.dp
 
     @cached_property
     def order(self) -> Schedule | None:
@@ -77,14 +97,35 @@ class ParallelConfig:
         check_heads(config, self.tp)
         if self.order:
             balance(layer_costs(config), self.order.num_parts)
-        if self.sequence and seq_len is not None and seq_len % self.tp:
+        if self.cp > 1:
+            heads, kv_heads = config.num_heads // self.tp, max(1, config.num_kv_heads // self.tp)
+            check_context_heads(self.context, heads, kv_heads, self.cp, self.node)
+        if seq_len is not None:
+            self._check_length(seq_len)
+
+    def _check_length(self, seq_len: int) -> None:
+        if self.cp == 1 and self.sequence and seq_len % self.tp:
             raise ValueError(
                 f"a sequence of {seq_len} tokens does not divide over {self.tp} sequence-parallel ranks: use a "
                 "multiple of them, or leave sequence parallelism off."
             )
+        if self.cp > 1 and self.padded(seq_len) != seq_len and not self.pad:
+            raise ValueError(
+                f"a sequence of {seq_len} tokens does not divide into equal parts for cp {self.cp} {self.context}: use "
+                f"{self.padded(seq_len)} tokens, or allow padding up to that (pad)."
+            )
+
+    def padded(self, seq_len: int) -> int:
+        """The length of a sequence that every rank of cp has an equal part of, and every rank of tp of that."""
+        if self.cp == 1:
+            return seq_len
+        shards = self.cp * (self.tp if self.sequence else 1)
+        multiple = math.lcm(sequence_multiple(self.context, self.cp, self.node), shards)
+        return -(-seq_len // multiple) * multiple
 
     def __str__(self) -> str:
         text = f"dp {self.dp}, zero {self.zero}, accumulate {self.accumulate}"
         text += f", dp_replicate {self.dp_replicate}" if self.dp_replicate > 1 else ""
         text += f", tp {self.tp}{' sequence' if self.sequence else ''}" if self.tp > 1 else ""
-        return text + (f", pp {self.pp} {self.schedule}" if self.pp > 1 else "")
+        text += f", pp {self.pp} {self.schedule}" if self.pp > 1 else ""
+        return text + (f", cp {self.cp} {self.context}" if self.cp > 1 else "")

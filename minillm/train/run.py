@@ -26,10 +26,12 @@ from tqdm.auto import tqdm
 from minillm.measure.memory_tracker import Bytes, memory
 from minillm.train.checkpoint import storage as checkpoint
 from minillm.train.metrics import Metrics
+from minillm.train.strategies.single_device import SingleDevice
 from minillm.train.trainer import Step, Trainer
 from minillm.train.validation import Validation
 
 STOP = "stop"
+VOTE_EVERY_S, VOTE_AT_LEAST_EVERY = 0.5, 20  # seconds, steps: how often ranks ask each other whether to stop
 
 
 @dataclass
@@ -82,9 +84,7 @@ def fit(
             if metrics:
                 metrics.log(row)
 
-        def asked_to_stop() -> bool:
-            asked = interrupt.is_set() or (first and (folder / STOP).exists())
-            return not trainer.parallel.all_ranks_true(not asked)
+        vote = _Vote(trainer.parallel, lambda: interrupt.is_set() or (first and (folder / STOP).exists()))
 
         def validate(max_tokens: int | None) -> None:
             run.validation = trainer.validate(max_tokens)
@@ -93,7 +93,7 @@ def fit(
                 bar.write(f"step {trainer.steps_done}: validation loss {run.validation.loss:.3f}")
 
         recent: deque[Step] = deque(maxlen=10)
-        stop = asked_to_stop()
+        stop = vote.to_stop()
         while trainer.steps_done < steps and not stop:
             if track_memory and run.peak is None:
                 with memory(trainer.module, trainer.optimizer) as seen:
@@ -111,7 +111,7 @@ def fit(
             bar.update(trainer.steps_done - bar.n)
             if on_step:
                 on_step(trainer, step)
-            done, stop = trainer.steps_done, asked_to_stop()
+            done, stop = trainer.steps_done, vote.to_stop(step.time.total)
             if step.applied and done < steps:
                 if trainer.held_out is not None and done % validate_every == 0:
                     validate(validation_tokens)  # also if it stops here: the resumed run begins after this step
@@ -125,6 +125,27 @@ def fit(
         if trainer.held_out is not None and not run.interrupted:
             validate(None)
     return run
+
+
+class _Vote:
+    """Whether any rank was asked to stop, which all of them have to know at the same step.
+
+    An answer costs an all-reduce that every rank's host waits for. So short steps pass without one: the ranks agree on
+    how many, as part of the vote before, by what the slowest of them takes for `VOTE_EVERY_S`.
+    """
+
+    def __init__(self, parallel: SingleDevice, asked: Callable[[], bool]) -> None:
+        self.parallel, self.asked, self.left = parallel, asked, 0
+
+    def to_stop(self, step_s: float = VOTE_EVERY_S) -> bool:
+        """After a step of step_s seconds: True if it was the last one."""
+        if self.left:
+            self.left -= 1
+            return False
+        steps = min(VOTE_AT_LEAST_EVERY, max(1, int(VOTE_EVERY_S / max(step_s, 1e-6))))
+        go_on, steps = self.parallel.least([not self.asked(), steps])
+        self.left = steps - 1 if self.parallel.group else 0
+        return not go_on
 
 
 class _Lines(plain_tqdm):

@@ -37,7 +37,7 @@ from minillm.train.fault_tolerance.loss_spike import LossSpikeGuard
 from minillm.train.optimizer import adamw, learning_rate
 from minillm.train.precision import PRECISIONS, LossScaler
 from minillm.train.steptime import StepTime
-from minillm.train.strategies.single_device import SingleDevice
+from minillm.train.strategies.single_device import Microbatch, SingleDevice
 from minillm.train.validation import Validation, validate
 
 
@@ -93,7 +93,8 @@ class Trainer:
             raise ValueError(
                 f"tokens of a vocabulary of {tokens.vocab_size} do not fit the model's {config.model.vocab_size}."
             )
-        dataset = TokenDataset(tokens, config.seq_len)
+        self.positions = self.parallel.positions(config.seq_len)
+        dataset = TokenDataset(tokens, config.seq_len, self.positions)
         rank, world_size = self.parallel.rank, self.parallel.world_size
         self.loader = Loader(dataset, config.batch_size, rank, world_size, config.seed, workers=workers)
         self.held_out = validation
@@ -139,11 +140,11 @@ class Trainer:
             batches = [self._to_device(next(self.loader)) for _ in range(self.config.accumulate)]
             weight = torch.stack([(targets != IGNORE).sum() for _, targets in batches]).sum().float()
         loss_divisor = self.parallel.loss_divisor(weight)
-        microbatches = [(inputs, targets, None) for inputs, targets in batches]
+        microbatches = [Microbatch(inputs, targets) for inputs, targets in batches]
         total = self.parallel.forward_backward(
             self.module, microbatches, loss_divisor, self._computing, self.scaler.scale
         )
-        weight = (loss_divisor * self.parallel.world_size).double()
+        weight = (loss_divisor * self.parallel.averaged_over).double()
         return self.parallel.sum(total).double() / weight, weight
 
     def finish_gradients(self) -> Tensor:
@@ -171,7 +172,7 @@ class Trainer:
         """Loss on the held-out tokens: on all of them, or on evenly spread windows of about max_tokens in all."""
         if self.held_out is None:
             raise ValueError("there is nothing to validate on: give Trainer(..., validation=tokens).")
-        dataset = TokenDataset(self.held_out, self.config.seq_len)
+        dataset = TokenDataset(self.held_out, self.config.seq_len, self.positions)
         with self.precision.context(self.device):
             return validate(self.module, dataset, self.config.batch_size, max_tokens, self.device, self.parallel)
 

@@ -1,5 +1,7 @@
 """The engine without a model: the rows are there, and the ready model's tokens come out."""
 
+import pytest
+
 from minillm.bench import bench
 from minillm.bench.ready_model import ReadyModel
 from minillm.serve import LLM, SamplingParams
@@ -10,6 +12,7 @@ def test_the_ready_model_says_the_token_that_it_has_ready():
     assert output.answers[0].ids == [1] * 5
 
 
+@pytest.mark.slow
 def test_a_row_for_each_number_of_sequences():
     report = bench("engine-overhead", sizes=(1, 2))
     assert [row.name for row in report.rows] == [f"engine overhead, {n} sequences" for n in (1, 2)]

@@ -101,7 +101,9 @@ def test_unsolved_lab_runs_to_its_end_and_every_slider_redraws(page, course, lab
     assert not errors, f"the unsolved lab shows an error: {errors[0].ename}: {errors[0].evalue}"
 
     cells = [index for index, cell in enumerate(notebook.cells) if re.search(r"^sliders\(", cell.source, re.MULTILINE)]
-    assert cells, f"{lab} has no slider"
+    if not cells:  # a lab of questions and answers has none
+        shoot(page, lab, "executed")
+        return
     for number, index in enumerate(cells):
         cell = page.locator(f'.jp-Cell[data-windowed-list-index="{index}"]')
         scroll_to(page, cell)

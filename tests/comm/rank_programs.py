@@ -125,11 +125,34 @@ def hang(group, how):
             group.all_reduce(x, async_op=True).wait()
         else:
             group.recv(x, 0)
+    elif how == "stopped":  # while the other gives signs of life
+        if r == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        talk_slowly(group, 60)
+    elif how == "stopped inside":
+        if r == 1:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+            group.recv(x, 0)
+            group.all_reduce(x)
+        else:
+            group.send(x, 1)
+            time.sleep(60)
+    elif how == "lock":
+        if r == 1:
+            ctypes.PyDLL(None).sleep(60)
+        group.all_reduce(x)
     elif how == "other order":
         group.barrier() if r else group.gather_objects(1)
     elif how == "spin":
         while True:
             pass
+
+
+def interrupt_oneself(group):
+    """As a Ctrl-C that reaches one rank: the launcher decides what becomes of it."""
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGINT)
+    return group.all_reduce(torch.tensor([1.0 + group.rank])).item()
 
 
 def slow_but_alive(group, seconds):

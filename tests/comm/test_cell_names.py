@@ -1,7 +1,7 @@
 import sys
 from types import SimpleNamespace
 
-from minillm.comm.launch.launcher import _name_cells
+from minillm.comm.launch.outcome import _name_cells
 
 
 def test_cells_are_named_by_their_number(monkeypatch):

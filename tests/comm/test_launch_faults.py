@@ -198,6 +198,26 @@ def test_hang_of_all_ranks_spinning() -> None:
     assert all("in no operation, hang" in line for line in table.values())
 
 
+def test_a_stopped_rank_is_named_also_while_another_talks() -> None:
+    table = table_of("stopped", nproc=2)
+    assert "stopped by a signal" in table[1] and "stopped" not in table[0]
+
+
+def test_a_rank_stopped_inside_an_operation_is_named() -> None:
+    table = table_of("stopped inside", nproc=2)
+    assert "all_reduce, stopped by a signal" in table[1]
+
+
+def test_a_rank_that_holds_the_interpreters_lock_is_found() -> None:
+    table = table_of("lock", nproc=2)
+    assert "all_reduce" in table[0] and table[0].endswith("rank 1")
+    assert "hang, line" in table[1] and "PyDLL" in table[1]
+
+
+def test_an_interrupt_of_a_single_rank_stops_nothing() -> None:
+    assert launch(programs.interrupt_oneself, 2) == [3.0, 3.0]
+
+
 def test_different_operations_are_a_mismatch_not_a_hang() -> None:
     with pytest.raises(RankError, match=r"gather_objects.*barrier|barrier.*gather_objects") as caught:
         launch(programs.hang, 3, "other order", timeout=5)
@@ -360,6 +380,34 @@ if len(sys.argv) > 1:
 launch(f, 3)
 """
 
+INTERRUPTED_ANYWHERE = """
+import signal, sys, time
+from minillm.comm import launch
+from minillm.comm.launch import launcher
+
+name = sys.argv[1]
+original = getattr(launcher.Run, name)
+
+def interrupted(*args):
+    signal.raise_signal(signal.SIGINT)
+    return original(*args)
+
+setattr(launcher.Run, name, interrupted)
+launch(lambda group: time.sleep(1000), 2)
+"""
+
+IN_A_THREAD = """
+import threading, time
+from minillm.comm import launch
+
+def f(group):
+    print("pid", flush=True)
+    time.sleep(1000)
+
+threading.Thread(target=launch, args=(f, 2), daemon=True).start()
+input()
+"""
+
 
 def start_endless(folder: Path, *args: str) -> subprocess.Popen:
     path = folder / "endless.py"
@@ -396,6 +444,58 @@ def test_interrupted_while_ranks_start(tmp_path) -> None:
     left = [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get("TMPDIR") == str(tmp_path)]
     assert not psutil.wait_procs(left, timeout=20)[1]
     assert not list(tmp_path.glob("minillm-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["results", "_watch", "_end_ranks", "_forget_ranks", "_show_output"])
+def test_interrupted_in_any_step(method, tmp_path) -> None:
+    """Also where it begins to clean up: ranks left running would keep their launcher for ever."""
+    (tmp_path / "script.py").write_text(INTERRUPTED_ANYWHERE)
+    launcher = start_python(tmp_path, "script.py", method)
+    if method in ("_end_ranks", "_forget_ranks"):
+        time.sleep(1)
+        launcher.send_signal(signal.SIGINT)
+    assert "KeyboardInterrupt" in launcher.communicate(timeout=90)[1]
+    assert not list(tmp_path.glob("minillm-*"))
+
+
+@pytest.mark.slow
+def test_a_launch_in_a_daemon_thread_does_not_keep_the_process(tmp_path) -> None:
+    (tmp_path / "script.py").write_text(IN_A_THREAD)
+    launcher = start_python(tmp_path, "script.py")
+    assert launcher.stdout.readline().endswith("pid\n")
+    launcher.communicate("\n", timeout=90)
+    left = [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get("TMPDIR") == str(tmp_path)]
+    assert not psutil.wait_procs(left, timeout=20)[1]
+
+
+@pytest.fixture
+def short_folder():
+    """Not tmp_path, which pytest-xdist makes longer than a socket's address may be: the server then uses /tmp."""
+    with tempfile.TemporaryDirectory(prefix="s", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.mark.slow
+def test_the_servers_socket_goes_however_the_launcher_ends(short_folder) -> None:
+    """Killed while ranks run: they remove its folder. Killed later: the next launch does."""
+    killed = start_endless(short_folder)
+    killed.stdout.readline()
+    killed.kill()
+    killed.communicate()
+    give_up_at = time.monotonic() + 90
+    while (left := temporary(short_folder)) and time.monotonic() < give_up_at:
+        time.sleep(0.2)
+    assert not left
+    program = "import os, signal; from minillm.comm import launch; launch(lambda g: 0, 1); "
+    start_python(short_folder, "-c", program + "os.kill(os.getpid(), signal.SIGKILL)").communicate(timeout=180)
+    assert len(list(short_folder.glob("minillm.server-*"))) == 1
+    start_python(short_folder, "-c", program).communicate(timeout=180)
+    assert not temporary(short_folder)
+
+
+def temporary(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.name.startswith(("minillm", "pymp-"))]
 
 
 # Nothing is left.

@@ -81,3 +81,21 @@ def test_axes_that_cannot_be() -> None:
     assert all("must be names with a size of 1 or more" in said[i] for i in (0, 2, 3, 4))
     assert all("has the name of something else" in said[i] for i in (5, 6))
     assert "not over group 'pair'" in said[7]
+
+
+def joined(group):
+    mesh = Mesh(group, dp=2, pp=2, cp=2)
+    both = mesh.joined("dp", "cp")
+    with ledger() as led:
+        total = both.all_reduce(torch.tensor([group.rank])).item()
+    alone = Mesh(group, dp=1, cp=4, tp=2)
+    assert mesh.joined("dp", "cp") is both and mesh.joined("pp") is mesh.pp
+    assert alone.joined("tp", "dp") is alone.tp and alone.joined("dp", "cp").ranks == alone.cp.ranks
+    return both.ranks, both.rank, both.name, total, len(led.select(group="dp_cp"))
+
+
+def test_two_axes_joined_are_one_group():
+    for rank, found in enumerate(launch(joined, 8)):
+        pp = rank // 2 % 2
+        ranks = [4 * dp + 2 * pp + cp for dp in range(2) for cp in range(2)]
+        assert found == (ranks, ranks.index(rank), "dp_cp", sum(ranks), 1)

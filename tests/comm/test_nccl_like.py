@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from minillm.comm import RankError, Work, launch
-from minillm.equivalence import CASES, SPLIT_CASES, compare
+from minillm.equivalence import CASES, cases_of, compare
+from minillm.parallel.context_parallel import CONTEXTS
 from minillm.parallel.pipeline_parallel.schedules import SCHEDULES
 from minillm.train.parallel_config import ParallelConfig
 from minillm.train.strategies.sharded import make_strategy
@@ -43,6 +44,14 @@ LAYOUTS = {
         ParallelConfig(dp=2, zero=3, pp=2, accumulate=4),
         ParallelConfig(dp=2, zero=3, pp=2, accumulate=4, schedule="zero_bubble"),
     ],
+    "context parallel, 2 ranks": [ParallelConfig(cp=2, pad=True, context=context) for context in CONTEXTS],
+    "context parallel, 4 ranks": [
+        *(ParallelConfig(cp=4, pad=True, context=context) for context in CONTEXTS),
+        ParallelConfig(cp=2, pad=True, dp=2, zero=2),
+        ParallelConfig(cp=2, pad=True, dp=2, zero=3, context="ulysses"),
+        ParallelConfig(cp=2, pad=True, tp=2, sequence=True),
+        ParallelConfig(cp=2, pad=True, pp=2, accumulate=4, context="gather"),
+    ],
 }
 
 
@@ -66,7 +75,7 @@ def test_oracle(name: str) -> None:
 
 
 def test_there_are_sixty_of_them() -> None:
-    cases = [len(SPLIT_CASES if layout.is_hybrid else CASES) for layouts in LAYOUTS.values() for layout in layouts]
+    cases = [len(cases_of(layout)) for layouts in LAYOUTS.values() for layout in layouts]
     assert sum(cases) >= 60
 
 

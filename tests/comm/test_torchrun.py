@@ -17,10 +17,21 @@ HERE = Path(__file__).parent
 SCRIPT = str(HERE / "torchrun_program.py")
 
 
-def start(folder: Path, *command: str) -> subprocess.Popen:
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+def start(folder: Path, *command: str, **environ: str) -> subprocess.Popen:
+    environ |= {"PYTHONPATH": str(HERE.parents[1]), "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *command]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env={**os.environ, **environ}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.fixture(autouse=True)
+def ends(tmp_path):
+    """Ranks of a torchrun that was killed go on for ever: none may outlive a test that failed."""
+    yield
+    for process in psutil.process_iter(["environ"]):
+        if (process.info["environ"] or {}).get("TMPDIR", "").startswith(str(tmp_path)):
+            process.kill()
 
 
 def torchrun(*args: str) -> list[str]:
@@ -69,13 +80,13 @@ def test_hangs_end_with_the_table(tmp_path) -> None:
     begin = time.monotonic()
     started = {how: start(tmp_path, *torchrun("--standalone", "--nproc-per-node", "2"), how) for how in rows}
     for how, process in started.items():
-        _, err = process.communicate(timeout=90)
+        _, err = process.communicate(timeout=110)
         assert process.returncode != 0 and "HangError: rank 0 waited too long" in err, err[-3000:]
         assert "Who waits for whom" in err
         assert [line for line in err.splitlines() if line.rstrip().endswith("rank 1") and rows[how] in line], err[
             -3000:
         ]
-    assert time.monotonic() - begin < 90
+    assert time.monotonic() - begin < 115  # rank 1 sleeps for 120 s
     nothing_left(tmp_path)
 
 
@@ -95,3 +106,62 @@ def test_no_thread_of_gloo_outlives_the_launch(tmp_path) -> None:
     assert process.returncode == 0, err
     seen = re.findall(r"THREADS (\[.*?\])", out)  # two ranks share the pipe: their lines may run together
     assert len(seen) == 2 and "gloo" not in "".join(seen)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", [True, False])
+def test_the_survivors_of_a_lost_node_name_its_ranks(host, tmp_path) -> None:
+    """One of two nodes is killed: the ranks of the other end at once with a sentence, and without a traceback of ours.
+    host: the node that goes holds the store."""
+    port = free_port()
+    rendezvous = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "lost"]
+    rendezvous += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
+    folders = [tmp_path / name for name in ("first", "second")]
+    nodes = []
+    for folder in folders:
+        folder.mkdir()
+        nodes.append(start(folder, *torchrun(*rendezvous), "talk"))
+    ranks = [sorted(talking(node) for _ in range(2)) for node in nodes]
+    listening = [listens_on(int(port), node) for node in nodes]
+    assert sum(listening) == 1
+    lost = listening.index(host)
+    for process in [*psutil.Process(nodes[lost].pid).children(recursive=True), nodes[lost]]:
+        process.kill()
+    begin = time.monotonic()
+    nodes[lost].communicate(timeout=30)
+    _, err = nodes[1 - lost].communicate(timeout=60)
+    assert time.monotonic() - begin < 40 and nodes[1 - lost].returncode != 0
+    names = ", ".join(map(str, ranks[lost]))
+    sentences = [line for line in err.splitlines() if f"lost ranks {names}: they ended or their machine did" in line]
+    assert sentences, err[-3000:]
+    if host:  # else a rank may ask a store that is just going, and torch prints a page about it first
+        before = err[: err.index(sentences[0])]  # torchrun may have said that its own store has gone
+        assert not [line for line in before.splitlines() if "[rank" in line or SCRIPT in line], before
+    assert f'File "{SCRIPT}", line' not in err  # no traceback of a rank
+    nothing_left(folders[1 - lost])
+
+
+def talking(node: subprocess.Popen) -> int:
+    """The next of the node's ranks that says that it has begun."""
+    line = node.stdout.readline()
+    assert line.startswith("TALKS"), line or node.stderr.read()[-3000:]
+    return int(line.split()[1])
+
+
+def listens_on(port: int, node: subprocess.Popen) -> bool:
+    connections = psutil.Process(node.pid).net_connections()
+    return any(c.status == psutil.CONN_LISTEN and c.laddr.port == port for c in connections)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [("127.0.0.1", None), ("no-such-machine.invalid", "29500"), ("127.0.0.1", "x")])
+def test_a_store_that_nobody_holds_is_one_sentence_in_seconds(place, tmp_path) -> None:
+    host, port = place
+    names = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": host}
+    names |= {"MASTER_PORT": port or free_port(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    begin = time.monotonic()
+    process = start(tmp_path, SCRIPT, "talk", **names)
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 1 and time.monotonic() - begin < 60
+    assert err.startswith("PeerLostError: rank 1 could not reach the store") and err.count("\n") == 1, err
+    nothing_left(tmp_path)

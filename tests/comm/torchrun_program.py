@@ -60,6 +60,14 @@ def threads():
     return sorted(open(path).read().strip() for path in glob.glob("/proc/self/task/*/comm"))
 
 
+def talk(group):
+    """Until somebody is lost."""
+    print("TALKS", group.rank, flush=True)
+    while True:
+        group.all_reduce(torch.ones(1000))
+        time.sleep(0.01)
+
+
 def nested(group):
     return launch(receipts, 4, 1)
 
@@ -72,6 +80,8 @@ if __name__ == "__main__":
     elif sys.argv[1] == "threads":
         launch(clinging, 2)
         sys.stdout.write("THREADS " + json.dumps(threads()) + "\n")
+    elif sys.argv[1] == "talk":
+        launch(talk, 4, timeout=20.0)
     elif sys.argv[1] == "nested":
         launch(nested, 4)
     else:

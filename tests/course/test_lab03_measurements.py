@@ -4,8 +4,9 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from course.lab03_data_parallel import experiments, formulas, replicas
+from course.lab03_data_parallel import experiments, formulas, receipts, replicas
 from course.lab03_data_parallel import experiments_overlap as clock
+from course.lab03_data_parallel import experiments_production as production
 from course.lab03_data_parallel import figures as pictures
 from minillm.comm import Link, launch
 from minillm.labkit.interact import render
@@ -78,3 +79,19 @@ def test_activations_peak_at_one_microbatch():
 
 def test_views_are_figures():
     assert render(pictures.step_on_a_clock, blocks=3, blocks_per_bucket=2, ranks=4).startswith(b"\x89PNG")
+
+
+def test_times_of_a_trace_are_those_of_its_spans():
+    spans = [("DistributedDataParallel.forward", 1, 0, 2), ("aten::mm", 1, 0, 2), ("aten::mm", 1, 2, 5),
+             ("c10d::allreduce_", 1, 4, 4.1), ("gloo:all_reduce", 2, 4, 7), ("gloo:all_reduce", 3, 6, 8),
+             ("aten::mm", 1, 6.5, 7)]  # fmt: skip
+    events = [{"name": name, "tid": tid, "start": start, "end": end} for name, tid, start, end in spans]
+    found = production.trace_times(events)
+    assert found == pytest.approx({"all-reduce": 4, "beside a matmul": 1.5, "after the last matmul": 1})
+    drawn = pictures.draw_trace(events)
+    assert drawn.axes[0].get_yticklabels()[0].get_text() == "main thread"
+
+
+def test_a_real_trace_holds_every_matmul_and_every_bucket():
+    rows = list(receipts.trace())
+    assert [row.verdict for row in rows if row.predicted is not None] == ["ok"] * 3

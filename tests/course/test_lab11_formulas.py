@@ -5,11 +5,10 @@ import pytest
 from course.lab11_data_pipeline import formulas as data
 
 
-def test_bits_per_byte_perplexity_and_nats():
+def test_bits_per_byte_and_perplexity():
     # errata: 3.0 nats per token at 4 characters per token
     assert data.perplexity(3.0) == pytest.approx(20.09, abs=0.01)
     assert data.bits_per_byte(3.0, tokens=100, text_bytes=400) == pytest.approx(1.08, abs=0.01)
-    assert data.nats_per_token(data.bits_per_byte(3.0, 100, 400), 100, 400) == pytest.approx(3.0)
 
 
 def test_guessing_bytes_blindly_costs_eight_bits():

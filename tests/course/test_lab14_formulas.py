@@ -64,19 +64,6 @@ def test_mean_longest_is_the_enumerated_mean():
     assert predict.static_over_continuous([1e-3] * 1000, 8) == pytest.approx(2 * 8 / 9, rel=0.01)
 
 
-def test_adaptive_batch_is_the_mean_of_poisson_arrivals():
-    rng, mean = random.Random(3), 0.0
-    for _ in range(20_000):
-        at, others = rng.expovariate(10.0), 0
-        while at <= 0.2 and others < 3:
-            at, others = at + rng.expovariate(10.0), others + 1
-        mean += (1 + others) / 20_000
-    assert predict.adaptive_batch(10.0, 0.2, 4) == pytest.approx(mean, rel=0.02)
-    assert predict.adaptive_batch(10.0, 0.0, 4) == 1
-    assert predict.adaptive_batch(1e4, 1.0, 4) == pytest.approx(4)
-    assert predict.adaptive_latency(0.05, 0.2) == 0.25 and predict.adaptive_latency(0.05, 0.2, 0.2) == 0.4
-
-
 @pytest.mark.parametrize(("patience", "gap"), [(0, 3), (1, 1), (4, 2), (16, 1)])
 def test_overtakers_are_the_schedulers(patience, gap):
     scheduler = Scheduler(BlockPool(4, 4), max_num_seqs=1, patience=patience)

@@ -8,7 +8,6 @@ from course.lab15_speculative_decoding import experiments, tiny_models
 from course.lab15_speculative_decoding import experiments_breaks as breaks
 from course.lab15_speculative_decoding import experiments_runs as runs
 from course.lab15_speculative_decoding import figures as pictures
-from course.lab15_speculative_decoding import receipts as stop
 from course.lab15_speculative_decoding.tiny_models import Tiny
 from minillm.labkit.answers import answers_of
 from minillm.predict import speculation as predict
@@ -137,8 +136,3 @@ def test_pictures_of_parameters():
         assert figure.axes[0].get_title(loc="left")
     shown = pictures.speedup_by_k(0.8, 0.1).axes[0].texts[0].get_text()
     assert shown == f"best: K = 6, {predict.speedup(0.8, 0.1, 6):.2f} times"
-
-
-def test_the_stop_agrees():
-    off = [each for each in stop.rows() if each.verdict == "off"]
-    assert not off, off

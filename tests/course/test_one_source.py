@@ -11,16 +11,22 @@ from minillm.labkit import course, masters
 
 ROOT = Path(__file__).parents[2]
 CONVERTED = (  # labs move from TO_CONVERT up here, never back
+    "00_start_here",
     "01_collectives",
     "02_one_device",
     "03_data_parallel",
     "04_zero",
     "05_tensor_parallel",
     "06_pipeline_parallel",
+    "11_data_pipeline",
     "12_decoding",
     "13_paged_attention",
     "14_continuous_batching",
     "15_speculative_decoding",
+    "20_design_training",
+    "21_design_serving",
+    "23_claims",
+    "24_interview",
 )
 TO_CONVERT = tuple(lab for lab in course.folders(ROOT) if lab not in CONVERTED)
 MONTHS = "January February March April May June July August September October November December In Since"

@@ -48,10 +48,10 @@ def test_merges_and_tokens_equal_the_library_on_texts_full_of_ties(seed):
 
 
 def test_merges_and_tokens_equal_the_library_on_code():
-    text = "".join(document.text for document in corpus().documents("validation"))[:60_000]
+    text = "".join(document.text for document in corpus().documents("validation"))[:20_000]
     text = text.encode("ascii", "ignore").decode()
-    merges, encode = library(text, 500)
-    assert bpe.train(text, 500) == merges
+    merges, encode = library(text, 400)
+    assert bpe.train(text, 400) == merges
     assert bpe.encode(text, merges) == encode(text)
 
 
@@ -69,7 +69,8 @@ def test_nothing_is_lost_whatever_the_text(text):
 
 def test_more_merges_give_fewer_tokens():
     text = next(corpus().documents()).text[:20_000]
-    sizes = [len(bpe.encode(text, bpe.train(text, vocab_size))) for vocab_size in (256, 300, 400, 600)]
+    merges = bpe.train(text, 600)  # a smaller vocabulary is the beginning of a larger one
+    sizes = [len(bpe.encode(text, merges[: vocab_size - 256])) for vocab_size in (256, 300, 400, 600)]
     assert sizes[0] == len(text.encode())
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) == 4

@@ -110,14 +110,16 @@ def test_guesses_formulas_simulations_and_measurements_have_columns_of_their_own
             formula("ring, 8 ranks", 1.75, "P", guess=7),
             row("simulated step", 10, 11, "ms", 0.2, kind="simulated"),
             row("measured step", 10, 12, "ms", 0.5),
+            row("twice five", 10, 2 * 5, kind="computed"),
         ],
     )
-    assert " ".join(str(made).splitlines()[0].split()) == "name your guess formula simulated measured verdict"
+    heads = "name your guess formula computed simulated measured verdict"
+    assert " ".join(str(made).splitlines()[0].split()) == heads
     assert made.rows[0].columns == {"your guess": 7, "formula": 1.75} and made.rows[0].verdict == "info"
     assert "simulated" in made.rows[1].columns and "measured" not in made.rows[1].columns
-    assert [line.get("kind") for line in made.to_json()] == ["formula", "simulated", None]
+    assert [line.get("kind") for line in made.to_json()] == ["formula", "simulated", None, "computed"]
     assert "verdict" not in str(receipt("", made.rows[:1]))
-    with pytest.raises(ValueError, match="kind='guess' of row 'x' must be 'measured' or 'simulated'"):
+    with pytest.raises(ValueError, match="kind='guess' of row 'x' must be 'measured', 'simulated' or 'computed'"):
         row("x", 1, 1, kind="guess")
 
 

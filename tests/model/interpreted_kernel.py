@@ -16,17 +16,20 @@ from minillm.model.paged_triton import TritonSplitKV, triton_split_kv
 from minillm.serve import LLM, SamplingParams
 
 
-def compare(seed, lengths, heads, kv_heads, block_size, head_dim, window, splits, dtype=torch.float32, tolerance=2e-6):
+def compare(
+    seed, lengths, heads, kv_heads, block_size, head_dim, window, splits, dtype=torch.float32, tolerance=2e-6, **options
+):
     """Slots that hold no key of a sequence are nan: none may be read."""
     parts, pools, tables = scattered(seed, lengths, heads, kv_heads, block_size, head_dim)
     q, pools = torch.cat([part[0] for part in parts]).to(dtype), [pool.to(dtype) for pool in pools]
     where = (tables, *zip(*lengths, strict=True))
-    exact = paged_attention(q.double(), *(p.double() for p in pools), *where, window=window, backend=block_by_block)
-    y = paged_attention(q, *pools, *where, window=window, backend=TritonSplitKV(splits))
+    options |= {"window": window}
+    exact = paged_attention(q.double(), *(p.double() for p in pools), *where, **options, backend=block_by_block)
+    y = paged_attention(q, *pools, *where, **options, backend=TritonSplitKV(splits))
     assert y.dtype is dtype and y.shape == q.shape
     torch.testing.assert_close(y.double(), exact, rtol=tolerance, atol=tolerance)
     if dtype is torch.float32:
-        torch.testing.assert_close(y, paged_attention(q, *pools, *where, window=window, backend=gathered))
+        torch.testing.assert_close(y, paged_attention(q, *pools, *where, **options, backend=gathered))
 
 
 @settings(max_examples=8, deadline=None)
@@ -58,6 +61,11 @@ def test_each_sequence_has_its_own_number_of_splits(window, monkeypatch):
     monkeypatch.setattr("minillm.model.paged_triton.MIN_KEYS", 16)
     monkeypatch.setattr("minillm.model.paged_triton._splits", lambda keys, *_: [max(1, n // 16) for n in keys])
     compare(7, [(1, 150), (9, 9), (1, 40)], 4, 2, 4, 24, window, None)
+
+
+@pytest.mark.parametrize("soft_cap", [0.5, 50.0])
+def test_soft_caps(soft_cap):
+    compare(8, [(1, 150), (9, 20)], 4, 2, 4, 24, 90, 3, tolerance=1e-5, soft_cap=soft_cap)
 
 
 def test_more_splits_than_keys():

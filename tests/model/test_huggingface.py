@@ -155,8 +155,29 @@ DAMAGE = {
     "key missing": (lambda f: edit_config(f, hidden_size=...), "key 'hidden_size' is missing"),
     "does not divide": (lambda f: edit_config(f, num_key_value_heads=3), "config.json: num_heads 4 is not divisible"),
     "activation": (lambda f: edit_config(f, hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
-    "bias": (lambda f: edit_config(f, attention_bias=True), "attention_bias is not supported"),
-    "yarn": (lambda f: edit_config(f, rope_scaling=dict(rope_type="yarn", factor=2.0)), "'yarn' is not supported"),
+    "bias": (lambda f: edit_config(f, attention_bias=True), "lacks tensor model.layers.0.self_attn.k_proj.bias"),
+    "rope kind": (lambda f: edit_config(f, rope_scaling=dict(rope_type="ntk", factor=2.0)), "'ntk' is not supported"),
+    "rope key": (
+        lambda f: edit_config(f, rope_scaling=dict(rope_type="linear", factor=2.0, mrope_section=[1])),
+        "rope key 'mrope_section' is not known for rope type 'linear'",
+    ),
+    "two original contexts": (
+        lambda f: edit_config(
+            f,
+            rope_scaling=dict(rope_type="yarn", factor=2.0, original_max_position_embeddings=32),
+            original_max_position_embeddings=16,
+        ),
+        "original_max_position_embeddings is 16, but 32 in the RoPE scaling",
+    ),
+    "unknown key": (lambda f: edit_config(f, clip_qkv=8.0), r"key 'clip_qkv' \(8.0\) is not known for llama"),
+    "key of another family": (
+        lambda f: edit_config(f, final_logit_softcapping=30.0),
+        "key 'final_logit_softcapping' .* is not known for llama",
+    ),
+    "quantised by config": (
+        lambda f: edit_config(f, quantization_config=dict(quant_method="awq")),
+        "quantised checkpoints are not supported",
+    ),
     "rope factor": (lambda f: edit_config(f, rope_scaling=dict(rope_type="llama3")), "rope key 'factor' is missing"),
     "partial rotary": (
         lambda f: edit_config(f, rope_scaling=dict(rope_type="default", partial_rotary_factor=0.5)),
@@ -212,19 +233,23 @@ def test_derived_tensors_of_old_checkpoints_are_left_out(tmp_path):
     assert torch.equal(load_hf(tmp_path)(TOKENS), model(TOKENS))
 
 
-def test_mixed_sliding_layers_are_refused():
+def test_which_layers_slide():
     raw = config_to_hf(ModelConfig(67, 32, 48, 2, 4, qk_norm=True, sliding_window=8), torch.float32)
-    with pytest.raises(ValueError, match="in some layers only"):
-        config_from_hf(raw | {"layer_types": ["full_attention", "sliding_attention"]})
+    for types in (["full_attention"], ["full_attention", "chunked_attention"]):
+        with pytest.raises(ValueError, match=r"layer_types .* must be full_attention or sliding_attention, for 2"):
+            config_from_hf(raw | {"layer_types": types})
+    mixed = config_from_hf(raw | {"layer_types": ["full_attention", "sliding_attention"]})
+    assert (mixed.sliding_window, mixed.full_attention_layers) == (8, (0,))
+    assert (mixed.window(0), mixed.window(1)) == (None, 8)
     del raw["layer_types"]
-    with pytest.raises(ValueError, match="in some layers only"):
-        config_from_hf(raw | {"max_window_layers": 1})
+    assert config_from_hf(raw | {"max_window_layers": 0}).full_attention_layers == ()
+    assert config_from_hf(raw | {"max_window_layers": 1}) == mixed
     assert config_from_hf(raw | {"max_window_layers": 2}).sliding_window is None
     assert config_from_hf(raw | {"use_sliding_window": False}).sliding_window is None
 
 
 def test_what_cannot_be_saved_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="qk_norm together with qkv_bias"):
+    with pytest.raises(ValueError, match=r"qkv_bias True together with the rest .* no Hugging Face"):
         save_hf(Transformer(ModelConfig(67, 32, 48, 2, 4, qk_norm=True, qkv_bias=True)), tmp_path)
     with pytest.raises(ValueError, match="max_shard_bytes 0 must be at least 1"):
         save_hf(Transformer(SMALL), tmp_path, max_shard_bytes=0)

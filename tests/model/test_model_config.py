@@ -32,6 +32,15 @@ def test_defaults_are_filled_in_and_the_config_is_a_frozen_value():
         (dict(rope_theta=0.0), "rope_theta 0.0 must be above 0"),
         (dict(norm_eps=-1.0), "norm_eps -1.0 must be above 0"),
         (dict(init_std=float("nan")), "init_std nan must be above 0"),
+        (dict(rotary_dim=3), "rotary_dim 3 must be even and at most head_dim 8"),
+        (dict(rotary_dim=10), "rotary_dim 10 must be even and at most head_dim 8"),
+        (dict(attention_soft_cap=0.0), "attention_soft_cap 0.0 must be above 0, or None"),
+        (dict(activation="relu"), "activation 'relu' is not supported: use one of silu, gelu_tanh"),
+        (dict(norm_placement="after"), "norm_placement 'after' is not supported"),
+        (dict(full_attention_layers=(-1,)), "must be numbers of layers"),
+        (dict(rope_scaling=RopeScaling("longrope", 2.0, short_factors=(1.0,) * 4)), "4 short and 0 long factors"),
+        (dict(rope_scaling=RopeScaling("yarn", 2.0), sliding_rope_theta=1e4), "'yarn' together with sliding_rope_th"),
+        (dict(rope_scaling=RopeScaling("dynamic", 2.0), rotary_dim=2), "needs at least 4 rotated dimensions"),
     ],
 )
 def test_a_bad_value_is_named(change, message):
@@ -42,7 +51,9 @@ def test_a_bad_value_is_named(change, message):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (dict(kind="yarn", factor=2.0), "'yarn' is not supported"),
+        (dict(kind="ntk", factor=2.0), "'ntk' is not supported"),
+        (dict(kind="yarn", factor=2.0, beta_fast=0.5), "beta_slow 1.0 must be above 0 and below beta_fast 0.5"),
+        (dict(kind="yarn", factor=2.0, attention_factor=0.0), "must be above 0"),
         (dict(kind="linear", factor=0.5), "factor 0.5"),
         (dict(kind="llama3", factor=8.0, low_freq_factor=4.0), "low_freq_factor 4.0"),
         (dict(kind="llama3", factor=8.0, original_max_seq_len=0), "original_max_seq_len 0"),

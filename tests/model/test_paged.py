@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from minillm.model import ModelConfig, Transformer, paged, sdpa
 from minillm.model.paged import Gathered, PagedCache, block_by_block, gathered, paged_attention
+from minillm.model.paged_flex import Flex
 
 BACKENDS = [gathered, block_by_block]
 
@@ -149,3 +150,22 @@ def test_groups_hold_like_sequences_and_no_more_keys_than_fit(monkeypatch):
     monkeypatch.setattr(paged._Group, "__call__", lambda group, *x: sizes.append(group.sequences) or call(group, *x))
     torch.testing.assert_close(paged_attention(q, *pools, tables, *lengths), expected, rtol=1e-10, atol=1e-10)
     assert sizes == [2, 2, 1, 1]  # keys: 1 and 2, 4 and 4, 9, 12
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_soft_caps_of_scores(window):
+    lengths = [(1, 12), (4, 9), (1, 3), (7, 7)]
+    parts, pools, tables = scattered(3, lengths, 4, 2, 3)
+    q, where = torch.cat([part[0] for part in parts]), (tables, *zip(*lengths, strict=True))
+    expected = []
+    for (queries, context), (mine, k, v) in zip(lengths, parts, strict=True):
+        positions = torch.arange(context)
+        place = {"positions": positions[context - queries :], "key_positions": positions, "window": window}
+        y = sdpa(*(x.transpose(0, 1)[None] for x in (mine, k, v)), soft_cap=0.5, **place)
+        expected.append(y[0].transpose(0, 1))
+    plain = paged_attention(q, *pools, *where, window=window)
+    for backend in (gathered, block_by_block, Flex()):
+        finite = [pool.nan_to_num() for pool in pools] if isinstance(backend, Flex) else pools
+        y = paged_attention(q, *finite, *where, window=window, soft_cap=0.5, backend=backend)
+        torch.testing.assert_close(y, torch.cat(expected))
+        assert (y - plain).abs().max() > 0.01

@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import threading
 import warnings
 
 import torch
@@ -101,6 +102,79 @@ def hybrid(group: Group) -> dict:
         sent = {name: led.bytes(group=each.name) for name, each in (("inside", inside), ("across", across))}
         shard = sum(part.nbytes for part in optimizer.slices.values())
         found[kind] = far(model.state_dict(), wanted), sent, dict(led.calls), shard
+    return found
+
+
+class Gate(nn.Module):
+    """Backward goes on only when `opens` is set, or 60 s have passed; passed: what it found."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opens, self.passed = threading.Event(), []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        x.register_hook(lambda _: self.passed.append(self.opens.wait(60)))
+        return x
+
+
+def hybrid_overlap(group: Group) -> dict:
+    """{kind: whether an average over replicas comes to its end while backward still stands before earlier layers}."""
+    inside = [group.subgroup([0, 1], "shard c"), group.subgroup([2, 3], "shard d")][group.rank // 2]
+    across = [group.subgroup([0, 2], "replicas c"), group.subgroup([1, 3], "replicas d")][group.rank % 2]
+    found, all_reduce = {}, across.all_reduce
+    for kind in KINDS:
+        gate = Gate()
+        gated = nn.Sequential(gate, nn.Linear(16, 16)), nn.Linear(16, 16)
+        # FullyShard reduces a block when backward reaches the one before it, the others at the block's last gradient.
+        layers = [nn.Linear(16, 16), *(gated if kind == "fsdp" else gated[:1])]
+        how = {"blocks": [str(index) for index in range(len(layers))]} if kind == "fsdp" else {}
+        model, optimizer = sharded(kind, nn.Sequential(*layers), inside, replicate_group=across, **how)
+
+        def announced(*args, opens=gate.opens, **how):
+            result = all_reduce(*args, **how)
+            opens.set()
+            return result
+
+        across.all_reduce = announced
+        model(torch.ones(1, 16)).sum().backward()
+        across.all_reduce = all_reduce
+        found[kind] = gate.passed
+        optimizer.step()
+    return found
+
+
+class Choosy(nn.Module):
+    """Two branches, of which a call uses the first or both, and one that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(3, 3).double() for _ in range(3))
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        y = self.layers[0](x)
+        return (y + self.layers[1](x) if both else y).square().mean()
+
+
+def hybrid_unused(group: Group) -> dict:
+    """{kind: distance to one process} where only one replica uses the second branch."""
+    inside = [group.subgroup([0, 1], "shard e"), group.subgroup([2, 3], "shard f")][group.rank // 2]
+    across = [group.subgroup([0, 2], "replicas e"), group.subgroup([1, 3], "replicas f")][group.rank % 2]
+    one, found = Choosy(), {}
+    optimizer = make(one.named_parameters())
+    for step in range(STEPS):
+        sum(one(rows(step, rank, 4), rank < 2) / 4 for rank in range(4)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for kind in KINDS:
+        how = {"blocks": []} if kind == "fsdp" else {}
+        model, optimizer = sharded(kind, Choosy(), inside, replicate_group=across, find_unused=True, **how)
+        for step in range(STEPS):
+            model(rows(step, group.rank, 4), group.rank < 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found[kind] = far(model.state_dict(), one.state_dict())
     return found
 
 
@@ -360,4 +434,4 @@ def two_ranks(group: Group) -> dict:
 
 
 def four_ranks(group: Group) -> dict:
-    return {program.__name__: program(group) for program in (hybrid, nested)}
+    return {program.__name__: program(group) for program in (hybrid, hybrid_overlap, hybrid_unused, nested)}

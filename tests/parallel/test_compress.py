@@ -9,7 +9,7 @@ from torch import nn
 from minillm.comm import launch
 from minillm.measure import ledger
 from minillm.parallel.data_parallel.compression import bf16, fp16, int8_error_feedback, power_sgd, top_k
-from minillm.parallel.data_parallel.reducer import assign
+from minillm.parallel.data_parallel.packing import assign
 from minillm.predict import data_parallel as predict
 from minillm.train import BucketedDDP
 
@@ -115,7 +115,7 @@ def one_step(group):
         (bucket,) = assign(named, math.inf, multiple_of=n)
         total = torch.zeros(36)
         for _ in range(times):
-            flat = bucket.zeros()
+            flat = bucket.empty()
             flat[:36] = gradient
             hook(bucket, flat, group)
             assert not bucket.numel < bucket.padded or flat[36:].abs().max() == 0
@@ -152,7 +152,7 @@ def one_step(group):
     for hook in (bf16, fp16, int8_error_feedback, top_k(0.1), power_sgd(1)):
         (bucket,) = assign(named, math.inf, multiple_of=n)
         for gradient, finite in ((bad, False), (mine, True), (mine, True)):
-            flat = bucket.zeros()
+            flat = bucket.empty()
             flat[:36] = gradient
             hook(bucket, flat, group)
             assert bool(flat.isfinite().all()) == finite, (hook.__name__, finite)

@@ -102,12 +102,13 @@ def hybrid(group):
     across = [group.subgroup([0, 2], "across0"), group.subgroup([1, 3], "across1")][group.rank % 2]
     q, k, v, d_out, _ = draw(2, 4, 2)
     attention = UlyssesAttention(node, inside=RingAttention(across, "zigzag", tile=3))
+    positions = attention.positions(SEQ)
     own = []
     for x in (q, k, v, d_out):
         of_node = cut_sequence(x, across.rank, 2, "zigzag", dim=2)
         own.append(cut_sequence(of_node, node.rank, 2, "contiguous", dim=2))
     inputs = [x.clone().requires_grad_() for x in own[:3]]
-    out = attention(*inputs)
+    out = attention(*inputs, positions=positions)
     return [out.detach(), *torch.autograd.grad(out, inputs, own[3])]
 
 

@@ -32,6 +32,16 @@ def test_hybrid_sharding_is_one_process_and_sends_a_shard_across(four, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_the_average_over_replicas_hides_behind_backward(four, kind):
+    assert [rank["hybrid_overlap"][kind] for rank in four] == [[True]] * 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_one_replica_alone_uses_is_stepped_on_all(four, kind):
+    assert max(rank["hybrid_unused"][kind] for rank in four) < 1e-12
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_norm_and_state_of_parts_within_parts_are_those_of_the_whole(four, kind):
     for rank in four:
         found, (norm, moments) = rank["nested"]

@@ -22,7 +22,7 @@ from minillm.parallel.tensor_parallel.module_plans import gather_words
 from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
 from minillm.parallel.tensor_parallel.plan import part_of, placements
 from minillm.parallel.tensor_parallel.regions import Region, copy_to, reduce_from
-from minillm.parallel.tensor_parallel.vocab import VocabParallelEmbedding, loss_chunk, vocab_parallel_cross_entropy
+from minillm.parallel.tensor_parallel.vocab import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from minillm.predict import tensor as predict
 from minillm.train.activation_checkpointing import EXPENSIVE, checkpoint_blocks
 
@@ -231,13 +231,13 @@ def big_loss(group):
 def test_the_loss_holds_few_logits_and_talks_as_often_for_any_number_of_tokens():
     for found in launch(big_loss, 2):
         for tokens, (shapes, reduced) in zip((2000, 4000), found, strict=True):
-            chunk = loss_chunk(tokens, 32, 104)
-            assert chunk == max(512, tokens * 32 // 104) == predict.loss_chunk(WIDE, tokens, 2)
+            chunk = predict.loss_chunk(tokens, 32, 104)
+            assert chunk == max(512, tokens * 32 // 104)
             assert not any(208 in shape for shape in shapes)  # no vocabulary anywhere
             logits = {shape for shape in shapes if len(shape) == 2 and shape[1] == 104 and shape[0] > 32}
             assert max(rows for rows, _ in logits) == chunk and chunk * 104 <= tokens * 32
             assert len(reduced) == 2 * -(-tokens // chunk) == 8  # 104 words / 32 hidden, rounded up, twice
-    assert -(-32768 // loss_chunk(32768, 4096, 128256 // 8)) == 4  # Llama 3 8B on 8 ranks: 8 all-reduces, once 128
+    assert -(-32768 // predict.loss_chunk(32768, 4096, 128256 // 8)) == 4  # Llama 3 8B on 8 ranks
 
 
 def copies_made(group):

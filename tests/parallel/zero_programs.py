@@ -105,7 +105,7 @@ def sharded(group, case: Case) -> dict:
         result.setdefault("bytes", {op: led.bytes(op) for op in led.calls})
     result |= {"held": held, "left": sum(map(Tensor.numel, optimizer.gradients))}
     result |= {"weights": _weights(model), "norms": norms, "state": optimizer.state_dict()}
-    result |= {"buckets": [shard.bucket.numel for shard in optimizer.shards], "tied": model.head is None}
+    result |= {"buckets": [bucket.numel for bucket in optimizer.reducer.buckets], "tied": model.head is None}
     result["host"] = _host(optimizer)
     return result
 
@@ -226,7 +226,8 @@ def odd(group, stage: int, world_size: int) -> dict:
 
 
 def _sizes(optimizer: ZeroOptimizer) -> list[tuple[int, int]]:
-    return [(shard.bucket.numel, sum(part.numel() for part in shard.slices.values())) for shard in optimizer.shards]
+    pairs = zip(optimizer.reducer.buckets, optimizer.shards, strict=True)
+    return [(bucket.numel, sum(part.numel() for part in shard.slices.values())) for bucket, shard in pairs]
 
 
 def decisions(group) -> dict:
@@ -285,7 +286,7 @@ def peaks(group, model: ModelConfig, stage: int, master: bool, offload: object =
             resting = getattr(tracker, "live", None)
             optimizer.step()
     peak = {kind: getattr(tracker.peak, kind) for kind in ("parameter", "gradient", "optimizer")}
-    buckets = [shard.bucket.padded for shard in optimizer.shards]
+    buckets = [bucket.padded for bucket in optimizer.reducer.buckets]
     return {"peak": peak, "resting": resting, "buckets": buckets, "host": _host(optimizer)}
 
 

@@ -14,9 +14,13 @@ import minillm
 from minillm.model import ModelConfig, Transformer, cross_entropy, dense, sdpa
 from minillm.predict import model as predict
 
+GEMMA = dict(norm_placement="both", norm_offset=1.0, embedding_scale=3.0, activation="gelu_tanh", attention_scale=0.3)
+GEMMA |= dict(logit_soft_cap=5.0, full_attention_layers=(1,))
+OLMO = dict(norm_placement="post", qk_norm_over_heads=True)
+
 
 @st.composite
-def configs(draw):
+def configs(draw, others=({}, GEMMA, OLMO, {"output_bias": True, "mlp_bias": True})):
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     return ModelConfig(
         vocab_size=draw(st.integers(2, 70)),
@@ -30,6 +34,7 @@ def configs(draw):
         qk_norm=draw(st.booleans()),
         qkv_bias=draw(st.booleans()),
         sliding_window=draw(st.none() | st.integers(1, 12)),
+        **draw(st.sampled_from(others)),
     )
 
 

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from course.lab15_speculative_decoding.formulas import acceptance, large_batch_speedup
+from course.lab15_speculative_decoding.formulas import acceptance
 from minillm.bench.speculate_formulas import batch_passes, batch_seconds, going
 from minillm.predict.speculation import best_k, speedup, tokens_per_pass
 
@@ -101,16 +101,6 @@ def test_a_batch_lasts_as_long_as_its_last_sequence():
     assert alike == pytest.approx(8)  # where a pass costs only what is in it, nobody waits
 
 
-def test_large_batches_lose():
-    """While reading weights takes the time it is the plain formula; then K + 1 tokens cost K + 1."""
-    assert large_batch_speedup(0.8, 0.1, 4, 1, 100) == speedup(0.8, 0.1, 4)
-    far = large_batch_speedup(0.8, 0.1, 4, 10_000, 100)
-    assert far == pytest.approx(tokens_per_pass(0.8, 4) / (0.1 * 4 + 5)) and far < 1
-    found = [large_batch_speedup(0.8, 0.1, 4, batch, 100) for batch in (1, 8, 20, 50, 100, 400)]
-    assert found == sorted(found, reverse=True)
-    assert large_batch_speedup(0.8, 0.1, 4, 400, 100, draft_critical=1e9) > found[-1]
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -121,7 +111,6 @@ def test_large_batches_lose():
         (lambda: tokens_per_pass(0.5, -1), "k -1 be at least 0"),
         (lambda: speedup(0.5, -0.1, 2), "c -0.1 must be at least 0"),
         (lambda: best_k(0.5, 0.1, -1), "most -1 must be"),
-        (lambda: large_batch_speedup(0.5, 0.1, 2, 0, 10), "batch 0 must be"),
         (lambda: going(0.5, 2, 0), "tokens 0 must be at least 1"),
     ],
 )

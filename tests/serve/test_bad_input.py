@@ -205,6 +205,7 @@ def test_whatever_else_raises_after_the_pass_ends_its_requests(kind, monkeypatch
         patch.setattr(llm._next_tokens, "_ready", broken)
         outputs = llm.step()
     outputs = outputs if kind is RuntimeError else llm.step()
-    assert [output.error for output in outputs] == [f"sampling raised {kind.__name__}: no more"] * len(OTHERS)
+    what = "sampling raised" if kind is RuntimeError else "the step was interrupted by"
+    assert [output.error for output in outputs] == [f"{what} {kind.__name__}: no more"] * len(OTHERS)
     whole(llm)
     assert llm.generate([OTHERS[0]], SamplingParams(max_tokens=5))[0].answers[0].ids == RIGHT[0]

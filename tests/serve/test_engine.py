@@ -338,6 +338,8 @@ def test_logprobs_are_those_of_the_model():
         (lambda llm: llm.generate([7]), "the prompt 7 must be a text or a list of token ids"),
         (lambda llm: llm.add([1], priority="high"), "priority 'high' must be a whole number"),
         (lambda llm: llm.add([1], timeout_s=0), "timeout_s 0 must be above 0"),
+        (lambda llm: llm.add([1], timeout_s="5"), "timeout_s '5' must be above 0"),
+        (lambda llm: llm.add([1], salt=["mine"]), "salt \\['mine'\\] must be a text, or None"),
         (lambda llm: (llm.add([1], request_id="x"), llm.add([1], request_id="x")), "request id 'x' is taken"),
     ],
 )
@@ -357,11 +359,36 @@ def test_bad_requests_are_refused_in_one_sentence(call, message):
         ({"block_size": 0}, "block_size 0 must be a whole number of at least 1"),
         ({"num_blocks": 0}, "num_blocks 0 must be"),
         ({"policy": "x"}, "policy 'x' is unknown"),
+        ({"policy": ["x"]}, "policy \\['x'\\] is unknown"),
+        ({"block_size": "4"}, "block_size '4' must be a whole number of at least 1"),
+        ({"patience": None}, "patience None must be a whole number of at least 0"),
+        ({"max_num_seqs": 1.5}, "max_num_seqs 1.5 must be a whole number of at least 1"),
+        ({"max_num_seqs": 1.5, "num_blocks": 9}, "max_num_seqs 1.5 must be a whole number of at least 1"),
+        ({"token_budget": "many"}, "token_budget 'many' must be a whole number"),
+        ({"reserve": True}, "reserve True must be a whole number"),
+        ({"chunk": 0.5}, "chunk 0.5 must be a whole number of at least 1, or None"),
+        ({"keep_records": -1}, "keep_records -1 must be a whole number of at least 0"),
+        ({"clock": 5}, "clock 5 must be a function that returns seconds"),
+        ({"backend": "x"}, "backend 'x' must be an attention function"),
+        ({"proposer": 5}, "proposer 5 has no propose: it must be a Proposer"),
+        ({"tokenizer": "gpt2"}, "tokenizer 'gpt2' must be a Tokenizer"),
+        ({"max_num_seq": 5}, "LLM has no option 'max_num_seq': did you mean max_num_seqs?"),
+        ({"speed": 5}, "LLM has no option 'speed': a scheduler takes token_budget, max_num_seqs"),
+        ({"num_blocks": 10**12}, "num_blocks 1000000000000 blocks are .* GB of keys and values, and the memory is"),
+        ({"num_host_blocks": 10**12}, "num_host_blocks 1000000000000 blocks are"),
+        ({"num_blocks": "all"}, "num_blocks 'all' must be a whole number"),
+        ({"gpu_memory_utilization": "0.5"}, "gpu_memory_utilization '0.5' must be above 0"),
     ],
 )
 def test_bad_engines_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as error:
         LLM(MODEL, **options)
+    assert "\n" not in str(error.value) and str(error.value).endswith((".", "?"))
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(ValueError, match="model 'llama' must be a Transformer"):
+        LLM("llama")
 
 
 @pytest.mark.parametrize("n", [1, 2])

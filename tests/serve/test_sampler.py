@@ -78,6 +78,7 @@ def test_tokens_are_the_references_draw_by_draw(vocab_size):
     assert batch == alone == reference
 
 
+@pytest.mark.slow
 def test_a_large_vocabulary_by_chi_square():
     """4,000 draws over 32,000 tokens, in 64 groups of like probability; 63 degrees of freedom, p = 0.0001 at 117."""
     logits = torch.randn(32_000, generator=torch.Generator().manual_seed(4)) * 4

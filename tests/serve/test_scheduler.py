@@ -296,10 +296,10 @@ def test_what_can_never_run_is_refused_at_once():
         ({"policy": "newest"}, "policy 'newest' is unknown: use one of 'latest'"),
         ({"preemption": "drop"}, "preemption 'drop' is unknown"),
         ({"token_budget": 3}, "token_budget 3 must be at least max_num_seqs 4"),
-        ({"max_num_seqs": 0}, "max_num_seqs 0, and that at least 1"),
-        ({"chunk": 0}, "chunk 0 must be at least 1, or None"),
-        ({"max_waiting": 0}, "max_waiting 0 must be at least 1, or None"),
-        ({"patience": -1}, "patience -1 and reserve 1 must be at least 0"),
+        ({"max_num_seqs": 0}, "max_num_seqs 0 must be a whole number of at least 1"),
+        ({"chunk": 0}, "chunk 0 must be a whole number of at least 1, or None"),
+        ({"max_waiting": 0}, "max_waiting 0 must be a whole number of at least 1, or None"),
+        ({"patience": -1}, "patience -1 must be a whole number of at least 0"),
     ],
 )
 def test_wrong_options_are_told(options, message):

@@ -79,9 +79,9 @@ def loops(group):
 
     parallel = DataParallel(group)
     assert (
-        not parallel.all_ranks_true(group.rank > 0)
-        and parallel.all_ranks_true(True)
-        and not parallel.all_ranks_true(False)
+        parallel.least([group.rank > 0, 3 + group.rank]) == [0, 3]
+        and parallel.least([True, 5]) == [1, 5]
+        and parallel.least([False, 1]) == [0, 1]
     )
 
     # One rank's gradient overflows: nobody steps, everybody halves the scale, and the next step is taken by all.

@@ -12,6 +12,7 @@ A key is written last and cleared first, and a reader looks at it before and aft
 and half a new text for one. Headers are copied in one piece: `struct.pack_into` would blank them first, in full sight.
 """
 
+import copy
 import json
 import mmap
 import os
@@ -70,6 +71,12 @@ class FlightRecorder:
 
     def close(self) -> None:
         self._map.close()
+
+    def copy(self) -> "FlightRecorder":
+        """What it shows now, whatever is written later; to be read only."""
+        copied = copy.copy(self)
+        copied._map = self._map[:]
+        return copied
 
     def has(self, rank: int) -> bool:
         return rank in self._place

@@ -5,17 +5,23 @@ rank that waits for nobody finds the culprit.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from minillm.comm.diagnostics.flight_recorder import FINISHED, RAISED, STARTING, FlightRecorder, RecordedOperation
 
 COLUMNS = ("rank", "where", "shape", "group", "since", "waits for")
 
 
-def hang_report(recorder: FlightRecorder, places: Mapping[int, str] | None = None) -> str:
-    """One line per rank. places: for a rank outside any operation, what it is doing (a source line), if known."""
+def hang_report(
+    recorder: FlightRecorder, places: Mapping[int, str] | None = None, stopped: Collection[int] = ()
+) -> str:
+    """One line per rank. places: for a rank outside any operation, what it is doing (a source line), if known.
+    stopped: ranks whose processes a signal holds."""
     now = time.monotonic()
-    rows = [_row(recorder, rank, now, (places or {}).get(rank, "")) for rank in recorder.ranks]
+    rows = []
+    for rank in recorder.ranks:
+        number, where, *rest = _row(recorder, rank, now, (places or {}).get(rank, ""))
+        rows.append((number, f"{where}, stopped by a signal" if rank in stopped else where, *rest))
     widths = [max(len(str(row[i])) for row in [COLUMNS, *rows]) for i in range(len(COLUMNS))]
     lines = ["  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
              for row in [COLUMNS, tuple("-" * width for width in widths), *rows]]  # fmt: skip
@@ -27,8 +33,9 @@ def _row(recorder: FlightRecorder, rank: int, now: float, place: str) -> tuple[s
     waiting = sorted((posted for posted in recorder.posted(rank) if posted.waiting), key=lambda p: p.launched)
     if waiting and state not in (FINISHED, RAISED):
         posted = waiting[0]
-        missing = waits_for(recorder, rank, posted)
-        whom = ", ".join(f"rank {r}" for r in missing) or "nobody: all have entered it"
+        missing = ", ".join(f"rank {r}" for r in waits_for(recorder, rank, posted))
+        elsewhere = ", ".join(f"rank {r}" for r in posted.ranks if not recorder.has(r))
+        whom = missing or (f"another machine: {elsewhere}" if elsewhere else "nobody: all have entered it")
         shape = f"{posted.shape} {posted.dtype}" if posted.shape != [0] else ""
         op = f"{posted.op} (launched)" if posted.launched else posted.op
         return (str(rank), op, shape, posted.name, f"{now - posted.since:.1f} s", whom)

@@ -1,14 +1,25 @@
 """The process that ranks are forked from: it has loaded torch once, but not minillm, so that edits are seen."""
 
+import contextlib
+import fcntl
 import functools
 import multiprocessing
+import os
+import shutil
 import signal
-from multiprocessing import resource_tracker
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing import process, resource_tracker, util
 from multiprocessing.context import BaseContext
 from multiprocessing.forkserver import ensure_running
+from pathlib import Path
 
 # torch._dynamo, because making any torch.optim optimizer loads it: seconds, once per rank.
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "numpy", "cloudpickle", "psutil"]
+SOCKETS = "minillm.server-"  # beginning of the name of the folder with the server's socket
+LONGEST_FOLDER = 65  # bytes of its parent's path: an address of a socket has 107 in all
 
 
 @functools.cache
@@ -17,6 +28,7 @@ def start_context() -> BaseContext:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     multiprocessing.set_forkserver_preload(PRELOAD)
+    _make_socket_folder()  # processes that are made from now on know it
     return multiprocessing.get_context("forkserver")
 
 
@@ -33,3 +45,72 @@ def start_server() -> None:
         ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def socket_folder() -> str | None:
+    """The folder with the server's socket, if `_make_socket_folder` made it."""
+    folder = process.current_process()._config.get("tempdir")
+    return folder if folder and Path(folder).name.startswith(SOCKETS) else None
+
+
+def _make_socket_folder() -> None:
+    """multiprocessing's own folder for the server's socket stays behind when this process is killed. This one is
+    removed by the ranks then or, if there were none, by the next launch on this machine: its lock is free."""
+    config = process.current_process()._config
+    if config.get("tempdir") is not None:
+        return
+    where = tempfile.gettempdir()
+    if len(os.fsencode(where)) > LONGEST_FOLDER and os.access("/tmp", os.W_OK):
+        where = "/tmp"
+    for old in Path(where).glob(f"{SOCKETS}*"):
+        with contextlib.suppress(OSError), open(old / "lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(old, ignore_errors=True)
+    while True:
+        folder = tempfile.mkdtemp(prefix=SOCKETS, dir=where)
+        lock = os.open(Path(folder, "lock"), os.O_RDWR | os.O_CREAT, 0o600)  # held as long as this process lives
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if Path(folder, "lock").exists():  # else another launch took it for an old one before it was locked
+            break
+        os.close(lock)
+    util.Finalize(None, shutil.rmtree, args=(folder,), kwargs={"ignore_errors": True}, exitpriority=-100)
+    config["tempdir"] = folder
+
+
+_main_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def without_main() -> Iterator[None]:
+    """Ranks get their function by value, so they need not run the caller's script again."""
+    main = sys.modules["__main__"]
+    with _main_lock:
+        kept = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
+        main.__spec__ = None
+        try:
+            yield
+        finally:
+            main.__dict__.pop("__spec__", None)
+            main.__dict__.update(kept)
+
+
+@contextlib.contextmanager
+def interrupts_held() -> Iterator[Callable[[], None]]:
+    """Ctrl-C waits: anywhere else in the block it would leave ranks behind. Yields what lets it through."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield lambda: None
+        return
+    held = []
+
+    def let_through() -> None:
+        if held:
+            held.clear()
+            before(signal.SIGINT, sys._getframe())
+
+    signal.signal(signal.SIGINT, lambda *_: held.append(True))
+    try:
+        yield let_through
+    finally:
+        signal.signal(signal.SIGINT, before)
+        let_through()

@@ -1,24 +1,76 @@
-"""`launch` under torchrun: this process already is a rank, in a world that torchrun made."""
+"""`launch` under torchrun: this process already is a rank, in a world that torchrun made.
+
+A rank that loses others says which in one sentence, and its traceback, which only shows where it happened to wait, is
+not printed: what ended the others stands in their own output.
+"""
 
 import os
+import signal
+import sys
+import threading
+import time
+from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
 
+from minillm.comm.errors import HangError, PeerLostError
+from minillm.comm.group import Group
 from minillm.comm.launch import worker
+
+SETTLE_S = 0.2  # until the end of a machine, and of the store if that was there, is complete
+LAST_WORDS_S = 0.8  # for other ranks that have lost somebody, too, to say so
 
 
 def in_place(job: worker.Job) -> list[Any]:
-    """Under torchrun: this process already is a rank."""
+    """Run the job's function as this rank; the results of all. PeerLostError: ranks were lost, by name."""
     if "MINILLM_RANK" in os.environ or dist.is_initialized():
         raise ValueError("launch was called inside a rank: call it once, outside, and use group.subgroup inside")
     rank, local_world = int(os.environ["RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     world = int(os.environ["WORLD_SIZE"])
     job = worker.Job(**{**vars(job), "nproc": world, "threads": max(1, (os.cpu_count() or 1) // local_world)})
-    with worker.world_group(job, None, rank, wait_s=job.timeout_s) as group:
-        return group.gather_objects(job.function(group, *job.args))
+    sys.excepthook = _say_it_in_one_sentence
+    group = None
+    try:
+        with worker.world_group(job, None, rank, wait_s=job.timeout_s) as group:
+            return group.gather_objects(job.function(group, *job.args))
+    except Exception as error:
+        if group is None or isinstance(error, HangError) or not worker.is_echo(error):
+            raise  # a hang is a report of its own, whatever error it was found by
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of torchrun, which ends all ranks of its machine now
+        lost = ", ".join(map(str, _silent(group))) or "that have since answered"
+        raise PeerLostError(f"rank {rank} of {world} lost ranks {lost}: they ended or their machine did") from None
 
 
 def is_root() -> bool:
     """True in the process that should print: outside torchrun, or torchrun's rank 0."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def _silent(group: Group) -> list[int]:
+    """The ranks that do not say, as this one does now, that they have lost others. Those that still compute are among
+    them; a store that has gone answers for none of another machine."""
+    others = {rank for rank in group.ranks if rank != group.world.rank}
+    try:
+        for pause_s in (SETTLE_S, LAST_WORDS_S):
+            time.sleep(pause_s)
+            worker.reach_store(group.world.rank, worker.POLL_S)  # torch would print a page about one that has gone
+            store = worker.meeting_place()
+            store.set(_word(group.world.rank), "")
+        others = {rank for rank in others if not store.check([_word(rank)])}
+    except RuntimeError:
+        others -= group.world.local_ranks
+    return sorted(others)
+
+
+def _word(rank: int) -> str:
+    """The key in the store by which a rank says that it has lost others."""
+    return f"lost others {rank}"
+
+
+def _say_it_in_one_sentence(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if isinstance(error, (PeerLostError, HangError)):
+        print(f"{kind.__name__}: {error}", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -31,10 +32,14 @@ from minillm.comm.diagnostics.flight_recorder import FINISHED, RAISED, RUNNING, 
 from minillm.comm.emulation import Egress, Link, Topology
 from minillm.comm.errors import HangError, PeerLostError
 from minillm.comm.group import Group
+from minillm.comm.launch.forkserver import socket_folder
 from minillm.comm.world import World, joined_world
 from minillm.measure.wire import loopback
 
 WORLD_NAME = "world"
+LOOK_S = 1.0  # between two looks at whether the launch goes on
+STORE_S = 10.0  # for how long a store that should be there may not answer
+POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -127,7 +132,8 @@ def world_group(job: Job, recorder: FlightRecorder | None, rank: int, wait_s: fl
     timeout = datetime.timedelta(seconds=wait_s)
     options = {"device_id": device} if backend == "nccl" else {}
     options |= {"rank": rank, "world_size": int(os.environ["WORLD_SIZE"])}
-    store = dist.PrefixStore(f"world{next(_worlds)}", _meeting_place())
+    reach_store(rank, wait_s)
+    store = dist.PrefixStore(f"world{next(_worlds)}", meeting_place())
     store.set_timeout(timeout)
     dist.init_process_group(backend, store=store, timeout=timeout, **options)
     egress = Egress(job.link) if job.link else None
@@ -145,9 +151,32 @@ _worlds = itertools.count()  # a script under torchrun may launch again: the nex
 
 
 @functools.cache
-def _meeting_place() -> dist.Store:
+def meeting_place() -> dist.Store:
     """The store at MASTER_ADDR and MASTER_PORT, where ranks tell each other their addresses."""
     return next(rendezvous("env://"))[0]
+
+
+def reach_store(rank: int, wait_s: float) -> None:
+    """PeerLostError if nobody listens there, in one sentence: torch would try for minutes and say so again and again.
+
+    Whoever starts the ranks holds the store, or rank 0 does, which may come later."""
+    is_there = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if rank == 0 and not is_there:
+        return  # it makes it
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    limit_s = min(wait_s, STORE_S) if is_there else wait_s
+    give_up_at = time.monotonic() + limit_s
+    while True:
+        try:
+            socket.create_connection((host, int(port)), max(0.1, give_up_at - time.monotonic())).close()
+            return
+        except (OSError, ValueError) as error:
+            if time.monotonic() + POLL_S > give_up_at or isinstance(error, ValueError):
+                raise PeerLostError(
+                    f"rank {rank} could not reach the store of all ranks at {host}:{port} for {limit_s:g} s ({error}): "
+                    "its process has gone, or MASTER_ADDR and MASTER_PORT name another place"
+                ) from None
+        time.sleep(POLL_S)
 
 
 def pick_device(device: str | None, nproc: int) -> torch.device:
@@ -172,15 +201,15 @@ def failure(error: BaseException) -> Report:
     except Exception:
         exception = None
     text = "".join(kept.format()).rstrip()
-    return Report(None, f"{type(error).__name__}: {_said(error)}", text, exception, _is_echo(error), time.monotonic())
+    return Report(None, f"{type(error).__name__}: {_said(error)}", text, exception, is_echo(error), time.monotonic())
 
 
-def _is_echo(error: BaseException | None) -> bool:
+def is_echo(error: BaseException | None) -> bool:
     """Whether the error, or the one that it was raised from, only says that another rank has gone."""
     if error is None:
         return False
     lost = isinstance(error, (PeerLostError, dist.DistNetworkError, ConnectionError)) or _is_torchs(error)
-    return lost or _is_echo(error.__cause__ or error.__context__)
+    return lost or is_echo(error.__cause__ or error.__context__)
 
 
 def _is_torchs(error: BaseException) -> bool:
@@ -230,8 +259,13 @@ def _settle(folder: Path, rank: int) -> None:
 
 
 def _die_with_launcher(folder: Path) -> None:
-    """The fork server outlives a killed launcher as long as it has children, so each rank has to notice itself."""
-    multiprocessing.parent_process().join()
+    """The fork server outlives a killed launcher as long as it has children, so each rank has to notice itself. So has
+    one whose launch was over before it had begun: its folder has gone."""
+    launcher = multiprocessing.parent_process()
+    while launcher.is_alive() and folder.exists():
+        launcher.join(LOOK_S)
+    if not launcher.is_alive() and (sockets := socket_folder()):
+        shutil.rmtree(sockets, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGKILL)
 

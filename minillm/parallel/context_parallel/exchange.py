@@ -15,10 +15,10 @@ from torch.autograd.function import once_differentiable
 
 from minillm.comm import Group
 from minillm.model.tiled import TILE, tiled, tiled_with_lse
-from minillm.parallel.context_parallel.order import local_positions
+from minillm.parallel.context_parallel.order import ContextAttention, local_positions
 
 
-class UlyssesAttention:
+class UlyssesAttention(ContextAttention):
     """An attention function for this rank's positions, cut in `order`; between the exchanges `inside` sees the whole
     sequence of the group, in order, with heads / world_size heads. kv heads that do not suffice are repeated.
 
@@ -45,25 +45,38 @@ class UlyssesAttention:
         layer: int = 0,
         positions: Tensor | None = None,
         window: int | None = None,
+        segments: Tensor | None = None,
     ) -> Tensor:
         """q, k, v: [batch, heads or kv_heads, seq / world_size, head_dim]."""
         n, heads, kv_heads = self.group.world_size, q.shape[1], k.shape[1]
-        if heads % n:
-            raise ValueError(
-                f"{heads} heads do not divide over {n} ranks of Ulysses attention: use a number of ranks that divides "
-                "them, or ring attention."
-            )
+        check_ulysses(heads, kv_heads, n)
+        self.check_positions(q, positions)
         if kv_heads % n:
-            if n % kv_heads:
-                raise ValueError(f"{kv_heads} kv heads neither divide over {n} ranks nor the ranks over them.")
             k, v = (x.repeat_interleave(n // kv_heads, dim=1) for x in (k, v))
         places = self._places(n * q.shape[2], q.device)
         q, k, v = (_HeadsForSequence.apply(x, self.group, places) for x in (q, k, v))
+        how = {"window": window, "segments": self.documents(segments, q.shape[2] * self._outside)}
         if self.inside is None:
-            out = tiled(q, k, v, window=window, segments=self.segments, tile=self.tile)
+            out = tiled(q, k, v, **how, tile=self.tile)
+        elif isinstance(self.inside, ContextAttention):
+            of_group = self.inside.positions(q.shape[2] * self._outside)
+            out = self.inside(q, k, v, layer=layer, positions=of_group, **how)
         else:
-            out = self.inside(q, k, v, layer=layer, window=window)
+            out = self.inside(q, k, v, layer=layer, positions=None, **how)
         return _SequenceForHeads.apply(out, self.group, places)
+
+    @property
+    def _outside(self) -> int:
+        """Groups such as this one among which `inside` has cut the sequence."""
+        return self.inside.world_size if isinstance(self.inside, ContextAttention) else 1
+
+    @property
+    def world_size(self) -> int:
+        return self.group.world_size * self._outside
+
+    def positions(self, seq: int) -> Tensor:
+        of_group = self.inside.positions(seq) if isinstance(self.inside, ContextAttention) else torch.arange(seq)
+        return of_group[local_positions(len(of_group), self.group.rank, self.group.world_size, self.order)]
 
     def _places(self, seq: int, device: torch.device) -> Tensor:
         """Where the ranks' parts, one after the other, lie in the group's sequence."""
@@ -71,7 +84,7 @@ class UlyssesAttention:
         return torch.cat([local_positions(seq, rank, n, self.order) for rank in range(n)]).to(device)
 
 
-class GatherAttention:
+class GatherAttention(ContextAttention):
     """An attention function for this rank's positions: K and V of all ranks are gathered, their gradients reduced."""
 
     def __init__(
@@ -88,13 +101,14 @@ class GatherAttention:
         layer: int = 0,
         positions: Tensor | None = None,
         window: int | None = None,
+        segments: Tensor | None = None,
     ) -> Tensor:
         """q, k, v: [batch, heads or kv_heads, seq / world_size, head_dim]."""
+        self.check_positions(q, positions)
         n, seq = self.group.world_size, self.group.world_size * q.shape[2]
         each = [local_positions(seq, rank, n, self.order).to(q.device) for rank in range(n)]
         keys, values = _GatherSequence.apply(torch.stack((k, v)), self.group, torch.cat(each))
-        mine = each[self.group.rank]
-        segments = None if self.segments is None else self.segments[..., mine]
+        mine, whole = each[self.group.rank], self.documents(segments, seq)
         return tiled_with_lse(
             q,
             keys,
@@ -102,10 +116,24 @@ class GatherAttention:
             positions=mine,
             key_positions=torch.arange(seq, device=q.device),
             window=window,
-            segments=segments,
-            key_segments=self.segments,
+            segments=None if whole is None else whole[..., mine],
+            key_segments=whole,
             tile=self.tile,
         )[0]
+
+
+def check_ulysses(heads: int, kv_heads: int, world_size: int) -> None:
+    """ValueError unless so many ranks can exchange heads for sequence."""
+    if heads % world_size:
+        raise ValueError(
+            f"{heads} heads do not divide over {world_size} ranks of Ulysses attention: use a number of ranks that "
+            "divides them, or ring attention."
+        )
+    if kv_heads % world_size and world_size % kv_heads:
+        raise ValueError(
+            f"{kv_heads} kv heads neither divide over {world_size} ranks of Ulysses attention nor the ranks over them: "
+            "use a number of ranks that divides them or is a multiple of them, or ring attention."
+        )
 
 
 def _to_heads(x: Tensor, group: Group, places: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from minillm.comm import Group
+
 ORDERS = ("contiguous", "zigzag")
 
 
@@ -42,3 +44,46 @@ def join_sequence(parts: Sequence[Tensor], order: str = "zigzag", dim: int = 1) 
     seq = sum(part.shape[dim] for part in parts)
     places = torch.cat([local_positions(seq, rank, len(parts), order) for rank in range(len(parts))])
     return torch.cat(list(parts), dim).index_select(dim, places.argsort().to(parts[0].device))
+
+
+class ContextAttention:
+    """What the attention functions of a cut sequence share: which positions this rank holds, and checks of them.
+
+    group: the ranks that the sequence is cut over, in `order`. segments: [batch, seq], the whole sequence's documents,
+    the same on every rank; None: one document. They can also be given with a call, as for `attention.dense`.
+    """
+
+    group: Group
+    order: str
+    segments: Tensor | None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that hold a part of a sequence."""
+        return self.group.world_size
+
+    def positions(self, seq: int) -> Tensor:
+        """[seq / world_size] positions of a sequence of `seq` that this rank holds, in the order in which it does."""
+        return local_positions(seq, self.group.rank, self.group.world_size, self.order)
+
+    def check_positions(self, q: Tensor, positions: Tensor | None) -> None:
+        """ValueError unless there is a position for every query: RoPE has turned the keys by them."""
+        if positions is None and self.world_size > 1:
+            raise ValueError(
+                f"positions None would turn this rank's {q.shape[2]} queries as if they began the sequence: pass the "
+                "positions that this rank holds (attention.positions(seq)) to the model and to its attention."
+            )
+        if positions is not None and positions.shape[-1] != q.shape[2]:
+            raise ValueError(f"{q.shape[2]} queries but {positions.shape[-1]} positions: pass this rank's positions.")
+
+    def documents(self, segments: Tensor | None, seq: int) -> Tensor | None:
+        """[batch, seq] documents of the whole sequence, of which padding at its end belongs to the last."""
+        segments = self.segments if segments is None else segments
+        if segments is None or segments.shape[-1] == seq:
+            return segments
+        if not seq < segments.shape[-1] * self.world_size <= seq * self.world_size:
+            raise ValueError(
+                f"segments of {segments.shape[-1]} positions for a sequence of {seq}: pass those of the whole sequence "
+                "to every rank, not of its own part."
+            )
+        return segments[..., torch.arange(seq, device=segments.device).clamp(max=segments.shape[-1] - 1)]

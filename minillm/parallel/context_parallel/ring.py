@@ -10,20 +10,26 @@ behind, gathers every rank's share and arrives at its owner after N steps. A rec
 a buffer that is used again while the backward of a step still needs it gives right outputs and wrong gradients.
 """
 
+import contextlib
+import time
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from minillm.comm import Group
+from minillm.measure import span
 from minillm.model.tiled import TILE, Sight, backward_tiles, forward_tiles, merge, row_products
-from minillm.parallel.context_parallel.order import local_positions
+from minillm.parallel.context_parallel.order import ContextAttention, local_positions
 
 
-class RingAttention:
+class RingAttention(ContextAttention):
     """An attention function for this rank's positions. q, k, v: [batch, heads or kv_heads, seq / world_size, head_dim].
 
-    order: how the sequence is cut, see `order.local_positions`. tile: see `model.tiled`. overlap: send while computing.
-    segments: [batch, seq], the whole sequence's documents, the same on every rank; None: one document.
+    order, segments: see `ContextAttention`. tile: see `model.tiled`. overlap: send while computing.
+    pace: seconds that the work on a block should last at least; what is left after computing is slept. It *emulates*
+        devices that compute at that speed, as in `Pipeline`. A ledger gets a span for each block ("block 3").
     """
 
     def __init__(
@@ -34,8 +40,10 @@ class RingAttention:
         tile: int = TILE,
         overlap: bool = True,
         segments: Tensor | None = None,
+        pace: float = 0.0,
     ) -> None:
         self.group, self.order, self.tile, self.overlap, self.segments = group, order, tile, overlap, segments
+        self.pace = pace
 
     def __call__(
         self,
@@ -46,20 +54,30 @@ class RingAttention:
         layer: int = 0,
         positions: Tensor | None = None,
         window: int | None = None,
+        segments: Tensor | None = None,
     ) -> Tensor:
-        """positions: ignored beyond a check of their number: which rank holds what follows from `order`."""
-        if positions is not None and positions.shape[-1] != q.shape[2]:
-            raise ValueError(f"{q.shape[2]} queries but {positions.shape[-1]} positions: pass this rank's positions.")
-        return _Ring.apply(q, k, v, self, window)
+        """positions: checked for their number only: which rank holds what follows from `order`."""
+        self.check_positions(q, positions)
+        segments = self.documents(segments, self.world_size * q.shape[2])
+        return _Ring.apply(q, k, v, self, window, segments)
 
-    def sight(self, q: Tensor, k: Tensor, window: int | None, source: int) -> Sight:
-        """What this rank's queries see of the block that rank `source` owns."""
+    def sight(self, q: Tensor, k: Tensor, window: int | None, segments: Tensor | None, source: int) -> Sight:
+        """What this rank's queries see of the block that rank `source` owns. segments: of the whole sequence."""
         n = self.group.world_size
         mine, theirs = (
             local_positions(n * q.shape[2], rank, n, self.order).to(q.device) for rank in (self.group.rank, source)
         )
-        of_mine, of_theirs = (None if self.segments is None else self.segments[..., at] for at in (mine, theirs))
+        of_mine, of_theirs = (None if segments is None else segments[..., at] for at in (mine, theirs))
         return Sight(q, k, mine, theirs, window, of_mine, of_theirs, self.tile)
+
+    @contextlib.contextmanager
+    def working(self, source: int) -> Iterator[None]:
+        """Around the work on the block of rank `source`."""
+        with span(f"block {source}"):
+            start = time.monotonic()
+            yield
+            if self.pace:
+                time.sleep(max(0.0, start + self.pace - time.monotonic()))
 
     def pass_on(self, block: Tensor):
         """Begins to send a block to the right and to receive one from the left: (the new block, its Work)."""
@@ -73,22 +91,24 @@ class RingAttention:
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, ring, window):
+    def forward(ctx, q, k, v, ring, window, segments):
         n, rank = ring.group.world_size, ring.group.rank
         block = torch.stack((k, v))  # travels as one message
         out = lse = None
         for step in range(n):
             arriving, work = ring.pass_on(block) if step < n - 1 else (None, None)
-            sight = ring.sight(q, block[0], window, (rank - step) % n)
-            if out is None:
-                out, lse = forward_tiles(q, *block, sight)
-            elif sight.seen():
-                out, lse = merge(out, lse, *forward_tiles(q, *block, sight))
+            source = (rank - step) % n
+            with ring.working(source):
+                sight = ring.sight(q, block[0], window, segments, source)
+                if out is None:
+                    out, lse = forward_tiles(q, *block, sight)
+                elif sight.seen():
+                    out, lse = merge(out, lse, *forward_tiles(q, *block, sight))
             if work:
                 work.wait()
                 block = arriving
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.ring, ctx.window = ring, window
+        ctx.ring, ctx.window, ctx.segments = ring, window, segments
         return out
 
     @staticmethod
@@ -101,12 +121,13 @@ class _Ring(torch.autograd.Function):
         block, block_gradient, gradient_work = torch.stack((k, v)), None, None
         for step in range(n):
             arriving, work = ring.pass_on(block) if step < n - 1 else (None, None)
-            sight = ring.sight(q, block[0], ctx.window, (rank - step) % n)
-            share = torch.zeros_like(block, dtype=exact)
-            if sight.seen():
-                to_q, to_k, to_v = backward_tiles(q, *block, lse, d_out, delta, sight)
-                dq += to_q
-                share[0], share[1] = to_k, to_v
+            source, share = (rank - step) % n, torch.zeros_like(block, dtype=exact)
+            with ring.working(source):
+                sight = ring.sight(q, block[0], ctx.window, ctx.segments, source)
+                if sight.seen():
+                    to_q, to_k, to_v = backward_tiles(q, *block, lse, d_out, delta, sight)
+                    dq += to_q
+                    share[0], share[1] = to_k, to_v
             if gradient_work:  # what the ranks before this one have added to this block's gradient
                 gradient_work.wait()
                 share += block_gradient
@@ -117,4 +138,4 @@ class _Ring(torch.autograd.Function):
         if gradient_work:
             gradient_work.wait()
         dk, dv = block_gradient.to(k.dtype)
-        return dq.to(q.dtype), dk, dv, None, None
+        return dq.to(q.dtype), dk, dv, None, None, None

@@ -11,8 +11,8 @@ What the lossy ones leave out is not lost but owed: *error feedback* adds it to 
 run everything is sent, only later. Without it the same small components are dropped forever (Karimireddy et al. 2019).
 
 A hook is `hook(bucket, flat, group)` and runs as one collective of the group, written as plain blocking code. Every
-rank ends up with the same bits. Debts live in `bucket.state`; packing anew after the first step forgives those of that
-step. `predict/data_parallel.py` has the exact bytes.
+rank ends up with the same bits. Debts live in `bucket.hook_state`; packing anew after the first step forgives those of
+that step. `predict/data_parallel.py` has the exact bytes.
 """
 
 import math
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from minillm.comm import Group
 from minillm.parallel.data_parallel.ddp import Hook
-from minillm.parallel.data_parallel.reducer import Bucket
+from minillm.parallel.data_parallel.packing import Bucket
 
 
 def bf16(bucket: Bucket, flat: Tensor, group: Group) -> None:
@@ -108,7 +108,7 @@ def power_sgd(rank: int = 2, error_feedback: bool = True) -> Hook:
         whole = [gradient for gradient, _ in pairs if not _shrinks(gradient, rank)]
 
         matrices = [gradient.flatten(1).to(work) for gradient, _ in thin]
-        last_q = bucket.state.get("q") or [_start(m, rank) for m in matrices]
+        last_q = bucket.hook_state.get("q") or [_start(m, rank) for m in matrices]
         products = [m @ q for m, q in zip(matrices, last_q, strict=True)]
         means = _average([*products, *(gradient.to(work) for gradient in whole)], group)
         p = [torch.linalg.qr(x).Q for x in means[: len(thin)]]
@@ -120,7 +120,7 @@ def power_sgd(rank: int = 2, error_feedback: bool = True) -> Hook:
             gradient.copy_((x @ mean.T).view(gradient.shape))
         for gradient, mean in zip(whole, means[len(thin) :], strict=True):
             gradient.copy_(mean)
-        bucket.state["q"] = [q.nan_to_num(0, 0, 0) for q in mean_q]
+        bucket.hook_state["q"] = [q.nan_to_num(0, 0, 0) for q in mean_q]
         if error_feedback:
             _owe(bucket, "own", owed)
 
@@ -149,9 +149,9 @@ def _average(tensors: list[Tensor], group: Group) -> list[Tensor]:
 
 def _with_debt(bucket: Bucket, name: str, x: Tensor) -> Tensor:
     """x and what is still owed of earlier steps, in a new tensor."""
-    return x + bucket.state[name] if name in bucket.state else x.clone()
+    return x + bucket.hook_state[name] if name in bucket.hook_state else x.clone()
 
 
 def _owe(bucket: Bucket, name: str, debt: Tensor) -> None:
     """Remember what was not sent. A step that overflowed is skipped, so its debt is forgiven."""
-    bucket.state[name] = debt.nan_to_num_(0, 0, 0)
+    bucket.hook_state[name] = debt.nan_to_num_(0, 0, 0)

@@ -10,33 +10,17 @@ A *slice* is what a shard holds of one weight, in one dimension and possibly emp
 is resharded its module holds a placeholder on "meta", so that using it is an error and not a read of freed memory.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from minillm.comm import Group
 from minillm.comm.work import Work
-from minillm.parallel.offload import Offload
-from minillm.parallel.optimizer_state import ShardedGradient, plain, slice_of
-from minillm.parallel.placement import FlatShard, Placement
+from minillm.parallel.placement import Placement
+from minillm.parallel.slices import OwnShard, Sharding
 
 Initialize = Callable[[str, tuple[int, ...]], Tensor]  # (name, shape) -> the initial value of that parameter
-
-
-@dataclass(frozen=True)
-class How:
-    """What all flat parameters of a FullyShard share; see there."""
-
-    group: Group
-    replicate_group: Group | None
-    norm_group: Group
-    offload: Offload
-    master: bool
-    reduce_dtype: torch.dtype | None
-    initialize: Initialize | None
-    placements: Mapping[str, Placement]
 
 
 @dataclass(eq=False)
@@ -62,16 +46,14 @@ class ParamInfo:
 
 @dataclass(eq=False)
 class ShardedParam:
-    """One weight in a flat parameter: elements `start` to `stop` of it, and the slice of it in this rank's shard."""
+    """One weight in a flat parameter."""
 
     names: list[str]
     owners: list[tuple[nn.Module, str]]
-    start: int
-    stop: int
     placement: Placement  # of the slice
+    slice: nn.Parameter  # what this rank's shard holds of it
     full: nn.Parameter  # a view of the flat parameter's memory
     placeholder: nn.Parameter  # what the module holds while that memory is freed
-    slice: nn.Parameter  # a view of the shard
 
     @property
     def name(self) -> str:
@@ -84,29 +66,32 @@ class ShardedParam:
 
 
 class FlatParam:
-    """See the top. name: unique on this rank. With `master`, the shard is float32, whatever is unsharded."""
+    """See the top. key: unique on this rank. With masters, the shard is float32, whatever is unsharded.
 
-    def __init__(self, name: str, infos: Sequence[ParamInfo], how: How) -> None:
+    reduce_dtype: what gradients travel in, None for the weights' own; initialize: for parameters on "meta".
+    """
+
+    def __init__(
+        self,
+        key: str,
+        infos: Sequence[ParamInfo],
+        sharding: Sharding,
+        reduce_dtype: torch.dtype | None = None,
+        initialize: Initialize | None = None,
+    ) -> None:
         first, sizes = infos[0].parameter, [info.parameter.numel() for info in infos]
-        self.how, self.group, self.offload, self.is_trained = how, how.group, how.offload, first.requires_grad
-        self.reduce_dtype = how.reduce_dtype or first.dtype
-        self.numel = sum(sizes)
-        self.part = -(-self.numel // self.group.world_size)  # elements per rank
-        self.start = self.group.rank * self.part
-        self.full = torch.zeros(self.part * self.group.world_size, dtype=first.dtype, device=self.group.device)
-        for info, view in zip(infos, self.full[: self.numel].split(sizes), strict=True):
-            view.copy_(_initial_value(info, how.initialize).reshape(-1))
-        for group in (how.replicate_group, how.group):  # parts of differently initialised models would be a patchwork
-            if group:
-                group.broadcast(self.full)
-        wide = torch.promote_types(first.dtype, torch.float32) if how.master else first.dtype
-        self.shard = how.offload.place(name, self._own_part(), wide)
-        stops = torch.tensor(sizes).cumsum(0).tolist()
-        ranges = [(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
-        own = [FlatShard.of_range(*each, self.start, self.start + self.part) for each in ranges]
-        self.slice_sizes = [placed.stop - placed.start for placed in own]
-        columns = zip(infos, ranges, own, self.split(self.shard), strict=True)
-        self.params = [self._sharded(*column) for column in columns]
+        self.sharding, self.group, self.is_trained = sharding, sharding.group, first.requires_grad
+        self.reduce_dtype, self.numel = reduce_dtype or first.dtype, sum(sizes)
+        padded = -(-self.numel // self.group.world_size) * self.group.world_size
+        self.full = torch.zeros(padded, dtype=first.dtype, device=self.group.device)
+        views = self.full[: self.numel].split(sizes)
+        for info, view in zip(infos, views, strict=True):
+            view.copy_(_initial_value(info, initialize).reshape(-1))
+        for group in sharding.groups:  # parts of differently initialised models would be a patchwork
+            group.broadcast(self.full)
+        named = [(info.names[0], info.parameter) for info in infos]
+        self.shard = OwnShard(key, self.full, named, sharding, is_lasting=False)
+        self.params = [self._sharded(info, view) for info, view in zip(infos, views, strict=True)]
         self._unsharding: Work | None = None
         self._reducing: Work | None = None
         self.reshard()
@@ -120,15 +105,10 @@ class FlatParam:
         """Of the whole flat parameter, padding included, as it is gathered."""
         return self.full.numel() * self.full.itemsize
 
-    def split(self, part: Tensor) -> list[Tensor]:
-        """part: [elements per rank] -> what is of each weight; padding comes last."""
-        return list(part[: sum(self.slice_sizes)].split(self.slice_sizes))
-
     def start_unshard(self) -> None:
         self.full.untyped_storage().resize_(self.nbytes)
-        own = self._own_part()
-        self.offload.up(self.shard, own)
-        self._unsharding = self.group.all_gather(own, out=self.full, async_op=True)
+        self.shard.write_weights()
+        self._unsharding = self.group.all_gather(self.shard.own, out=self.full, async_op=True)
 
     def finish_unshard(self) -> None:
         if self._unsharding is not None:
@@ -144,51 +124,34 @@ class FlatParam:
 
     def start_reduce(self) -> list[str]:
         """Takes the weights' gradients away. Returns the names of those that have none: they count as zero."""
-        gradient = torch.empty_like(self.full, dtype=self.reduce_dtype)
-        gradient[self.numel :] = 0
-        missing = []
+        flat = torch.empty_like(self.full, dtype=self.reduce_dtype)
+        flat[self.numel :] = 0
+        missing, start = [], 0
         for param in self.params:
+            into, start = flat[start : start + param.full.numel()], start + param.full.numel()
             if param.full.grad is None:
                 missing.append(param.name)
-                gradient[param.start : param.stop] = 0
+                into.zero_()
             else:
-                gradient[param.start : param.stop] = param.full.grad.reshape(-1)
+                into.copy_(param.full.grad.reshape(-1))
                 param.full.grad = None
-        self._reducing = self.group.reduce_scatter(gradient, op="avg", async_op=True)
+        self._reducing = self.sharding.reduce_scatter(flat)
         return missing
 
-    def finish_reduce(self) -> list[str]:
-        """Adds the averages to the slices' gradients. Returns the names of the slices that had none before."""
-        average = self._reducing.wait()
+    def finish_reduce(self) -> None:
+        """Adds the averages to the slices' gradients."""
+        self.shard.add_gradient(self._reducing.wait())
         self._reducing = None
-        if self.how.replicate_group:
-            self.how.replicate_group.all_reduce(average, "avg")
-        parts = self.split(self.offload.down(average).to(self.shard.dtype))
-        pairs = list(zip(self.params, parts, strict=True))
-        fresh = [param.name for param in self.params if param.slice.grad is None]
-        earlier = [(param.slice.grad, part) for param, part in pairs if param.slice.grad is not None]
-        for param, part in pairs:
-            if param.slice.grad is None:
-                param.slice.grad = ShardedGradient.of(part, self.how.norm_group)
-        if earlier:
-            torch._foreach_add_([plain(gradient) for gradient, _ in earlier], [part for _, part in earlier])
-        return fresh
 
-    def _own_part(self) -> Tensor:
-        return self.full[self.start : self.start + self.part]
-
-    def _sharded(self, info: ParamInfo, place: tuple[int, int], own: FlatShard, part: Tensor) -> ShardedParam:
-        parameter = info.parameter
-        start, stop = place
+    def _sharded(self, info: ParamInfo, view: Tensor) -> ShardedParam:
+        parameter, name = info.parameter, info.names[0]
         # .data: a view with a version of its own, or autograd would take each unshard for a change of saved weights
-        full = nn.Parameter(self.full[start:stop].view(parameter.shape).data, requires_grad=self.is_trained)
+        full = nn.Parameter(view.view(parameter.shape).data, requires_grad=self.is_trained)
         full.__dict__.update(parameter.__dict__)
         placeholder = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=self.is_trained)
         info.parameter = placeholder  # the memory of the module's own parameter can go now
-        outer = self.how.placements.get(info.names[0], Placement(parameter.shape))
-        return ShardedParam(
-            info.names, info.owners, start, stop, outer.within(own), full, placeholder, slice_of(full, part)
-        )
+        own = self.shard.placements[name], self.shard.slices[name]
+        return ShardedParam(info.names, info.owners, *own, full, placeholder)
 
 
 def _initial_value(info: ParamInfo, initialize: Initialize | None) -> Tensor:

@@ -16,9 +16,8 @@ Torch's own forms: FullyShardedDataParallel (Zhao et al., VLDB 2023) and `fully_
 copies of all gathered weights until backward: build the module in 16 bits and use `master=True` instead.
 """
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +26,17 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from minillm.comm import Group
-from minillm.parallel.data_parallel.ddp import BufferSync, check_plain, check_same
-from minillm.parallel.data_parallel.reducer import no_gradient, take_over
-from minillm.parallel.fsdp.flat_param import FlatParam, How, Initialize, ParamInfo, ShardedParam
-from minillm.parallel.fsdp.param_group import ParamGroup, PrefetchOrder, UnshardStats, build_groups, reads_weights
-from minillm.parallel.fsdp.state import FullyShardOptimizer, full_state, load_state, sharded_state
+from minillm.parallel.data_parallel.replicas import BufferSync, check_plain, check_same, no_gradient, take_over
+from minillm.parallel.fsdp.build import build_groups
+from minillm.parallel.fsdp.flat_param import Initialize, ParamInfo, ShardedParam
+from minillm.parallel.fsdp.param_group import ParamGroup, PrefetchOrder, UnshardStats, reads_weights
+from minillm.parallel.fsdp.state import ShardedModule
 from minillm.parallel.offload import Offload
-from minillm.parallel.optimizer_state import MakeOptimizer, plain
-from minillm.parallel.placement import Placement, gather, global_norm, scale_
+from minillm.parallel.placement import Placement
+from minillm.parallel.slices import Sharding
 
 
-class FullyShard(nn.Module):
+class FullyShard(ShardedModule):
     """A module of which every rank keeps 1/N; forward passes through, gradients are averaged over the group.
 
         model = FullyShard(Transformer(config, seed=0), group)
@@ -86,18 +85,20 @@ class FullyShard(nn.Module):
         if prefetch < 0:
             raise ValueError(f"prefetch {prefetch} must be at least 0: that many groups are unsharded ahead of use.")
         self.module, self.group, self.prefetch, self.find_unused = module, group, prefetch, find_unused
-        self.norm_group = norm_group or group
         self.home, self.unshard_stats = Offload(offload, group.device), UnshardStats()
+        sharding = Sharding(group, replicate_group, norm_group or group, placements or {}, master, self.home)
+        self.norm_group, self.sharding = sharding.norm_group, sharding
         if not (everything := ParamInfo.all_of(module)):
             raise ValueError(f"the {type(module).__name__} has no parameters: there is nothing to shard.")
         check_plain(module)
         take_over({info.parameter: info.names[0] for info in everything})
-        for each in (replicate_group, group) if replicate_group else (group,):
+        for each in sharding.groups:
             check_same([(", ".join(info.names), info.parameter) for info in everything], each)
-        settings = (self.home, master, reduce_dtype, initialize, placements or {})
-        how = How(group, replicate_group, self.norm_group, *settings)
-        chosen, self.block_groups, self.rest = build_groups(module, blocks, everything, self.unshard_stats, how)
-        BufferSync(module, group)
+        how = {"reduce_dtype": reduce_dtype, "initialize": initialize}
+        built = build_groups(module, blocks, everything, self.unshard_stats, sharding, **how)
+        chosen, self.block_groups, self.rest = built
+        for each in sharding.groups:
+            BufferSync(module, each)
         self.groups = [*self.block_groups, *self.rest]
         found = {param.name: param for flat in self.flats for param in flat.params}
         self.params: dict[str, ShardedParam] = {info.names[0]: found[info.names[0]] for info in everything}
@@ -106,8 +107,7 @@ class FullyShard(nn.Module):
         self._order: PrefetchOrder | None = None
         self._pass, self._stem_trains, self._stem_reads = 0, True, False
         self._reducing: ParamGroup | None = None
-        self._missing: list[str] = []  # names of parameters without gradient in this backward pass,
-        self._fresh: list[str] = []  # and of those that had none from an earlier one
+        self._missing: list[str] = []  # names of parameters without gradient in this backward pass
         outside = (owner for group in self.rest for owner in group.owners if owner is not module)
         self._watch(chosen, dict.fromkeys(outside))
 
@@ -136,7 +136,7 @@ class FullyShard(nn.Module):
             group.reshard()
         for param in self.params.values():
             param.full.grad = None
-        self._missing, self._fresh = [], []
+        self._missing = []
 
     def _watch(self, blocks: Sequence[nn.Module], owners: Iterable[nn.Module]) -> None:
         """Hooks in the module: before and after each block, and before what owns parameters of the rest."""
@@ -213,7 +213,7 @@ class FullyShard(nn.Module):
 
     def _settle(self) -> None:
         for flat in self._reducing.trained if self._reducing else ():
-            self._fresh += flat.finish_reduce()
+            flat.finish_reduce()
         self._reducing = None
 
     @torch.no_grad()
@@ -226,92 +226,24 @@ class FullyShard(nn.Module):
         self._settle()
         self._order = None
         late = [name for name, param in self.params.items() if param.full.grad is not None]
-        missing, fresh, self._missing, self._fresh = self._missing, self._fresh, [], []
+        missing, self._missing = self._missing, []
         if late:
             raise ValueError(f"{late[0]} got a gradient after its group was reduced: it is used outside of its block.")
         if self.find_unused:
-            self._drop_unused(missing, fresh)
+            self._leave_alone_unused(set(missing))
         elif missing:
             raise ValueError(no_gradient(missing, self.group.rank, self.group))
 
-    def _drop_unused(self, missing: Sequence[str], fresh: Sequence[str]) -> None:
-        """Parameters that no rank used have no gradient, as in one process, rather than zeros."""
+    def _leave_alone_unused(self, missing: set[str]) -> None:
+        """Parameters that no rank has used have no gradient, as in one process, rather than zeros."""
         names = [name for name, param in self.params.items() if param.slice.requires_grad]
-        used = torch.tensor([name not in set(missing) for name in names], dtype=torch.uint8, device=self.group.device)
-        for name, anywhere in zip(names, self.group.all_reduce(used, "max").tolist(), strict=True):
-            if not anywhere and name in set(fresh):
-                self.params[name].slice.grad = None
-
-    # What torch habits expect.
-
-    @property
-    def flats(self) -> list[FlatParam]:
-        return [flat for group in self.groups for flat in group.flats]
-
-    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator:
-        """(name, this rank's slice), by the names and in the order of the module's own parameters."""
-        return ((prefix + ("." if prefix else "") + name, param.slice) for name, param in self.params.items())
-
-    def no_sync(self) -> contextlib.AbstractContextManager:
-        """For loops written for DDP, and without effect: every microbatch is reduced into the shard, because the full
-        gradients that could wait are what stage 3 does not hold. Results are the same, the traffic is K-fold."""
-        return contextlib.nullcontext()
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float | None, loss_scale: float = 1.0, norm_type: float = 2.0) -> Tensor:
-        """Norm of the whole model's gradient / loss_scale, which is then scaled down to at most max_norm.
-
-        One scalar all-reduce, so the norm, and whether it is finite, is the same on every rank.
-        """
-        gradients = self._gradients()
-        norm = global_norm(gradients, self.placements, self.norm_group, norm_type) / loss_scale
-        clip = torch.ones_like(norm) if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        if max_norm is not None or loss_scale != 1.0:
-            scale_(gradients.values(), clip / loss_scale)
-        return norm
-
-    def optimizer(self, make: MakeOptimizer) -> FullyShardOptimizer:
-        """make(named) builds any optimizer of torch's that works element by element; named: this rank's trained slices
-        under the names of the whole parameters."""
-        return FullyShardOptimizer(self, make)
-
-    def _gradients(self) -> dict[str, Tensor]:
-        return {name: plain(param.slice.grad) for name, param in self.params.items() if param.slice.grad is not None}
-
-    @property
-    def placements(self) -> dict[str, Placement]:
-        """Of the slices, by name."""
-        return {name: param.placement for name, param in self.params.items()}
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """The module's own state_dict, on the CPU of every rank, gathered group by group; every rank calls it."""
-        return full_state(self)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """`full_state_dict`, as torch habits expect; every rank calls it."""
-        return self.full_state_dict()
-
-    def sharded_state_dict(self) -> dict[str, Any]:
-        """What this rank holds, masters included, for `load_state_dict` on the same rank of as many."""
-        return sharded_state(self)
-
-    def full_gradients(self) -> dict[str, Tensor]:
-        """name -> the averaged gradient of that parameter, whole, on the CPU of every rank; every rank calls it."""
-        gradients, found = self._gradients(), {}
+        used = torch.tensor([name not in missing for name in names], dtype=torch.uint8, device=self.group.device)
+        for group in self.sharding.groups:
+            group.all_reduce(used, "max")
+        unused = {name for name, anywhere in zip(names, used.tolist(), strict=True) if not anywhere}
         for flat in self.flats:
-            own = {param.name: gradients[param.name] for param in flat.params if param.name in gradients}
-            found |= gather(own, self.placements, self.norm_group)
-        return {name: found[name] for name in self.params if name in found}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Either form of state, or a plain module's; no communication."""
-        load_state(self, state)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise ValueError("a FullyShard belongs to this process's group: copy or save its full_state_dict() instead.")
-
-    def _apply(self, fn: Callable, recurse: bool = True) -> "FullyShard":
-        raise ValueError("a sharded module stays where and what it is: move or cast it before sharding.")
+            if flat.is_trained:
+                flat.shard.leave_alone(unused)
 
 
 def _trains(x: Any) -> bool:

@@ -52,7 +52,7 @@ class PipelinedFullyShard(FullyShard):
         for group in self.groups:
             self._reduce(group)
         self._settle()
-        self._missing, self._fresh = [], []
+        self._missing = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise ValueError("a pipeline's parts run by `Pipeline`: call its step, not the FullyShard around them.")

@@ -6,32 +6,137 @@
 How the optimizer's state becomes whole is in `parallel/optimizer_state.py`.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minillm.comm import Group
 from minillm.parallel.fsdp.flat_param import FlatParam, ShardedParam
+from minillm.parallel.fsdp.param_group import ParamGroup
 from minillm.parallel.offload import Offload
 from minillm.parallel.optimizer_state import MakeOptimizer, SlicedOptimizer
-from minillm.parallel.placement import Placement, gather
+from minillm.parallel.placement import Placement, clip_grad_norm_, gather
+from minillm.parallel.sharded_gradient import plain
 
 
-class Sharded(Protocol):
-    """What is read of a `FullyShard`."""
+class ShardedModule(nn.Module):
+    """What torch habits expect of a module of which this rank holds slices, besides forward and backward.
+
+    module: with the names of whole parameters; groups: what is unsharded together; params: by name; home: of slices.
+    norm_group: all ranks that hold parts of the model.
+    """
 
     module: nn.Module
     group: Group
     norm_group: Group
     home: Offload
-    flats: list[FlatParam]
+    groups: list[ParamGroup]
     params: dict[str, ShardedParam]
-    placements: dict[str, Placement]
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
-    def clip_grad_norm_(self, max_norm: float | None, loss_scale: float, norm_type: float) -> Tensor: ...
+    @property
+    def flats(self) -> list[FlatParam]:
+        return [flat for group in self.groups for flat in group.flats]
+
+    @property
+    def placements(self) -> dict[str, Placement]:
+        """Of the slices, by name."""
+        return {name: param.placement for name, param in self.params.items()}
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True) -> Iterator:
+        """(name, this rank's slice), by the names and in the order of the module's own parameters."""
+        return ((prefix + ("." if prefix else "") + name, param.slice) for name, param in self.params.items())
+
+    def no_sync(self) -> contextlib.AbstractContextManager:
+        """For loops written for DDP, and without effect: every microbatch is reduced into the shard, because the full
+        gradients that could wait are what stage 3 does not hold. Results are the same, the traffic is K-fold."""
+        return contextlib.nullcontext()
+
+    def optimizer(self, make: MakeOptimizer) -> "FullyShardOptimizer":
+        """make(named) builds any optimizer of torch's that works element by element; named: this rank's trained slices
+        under the names of the whole parameters."""
+        return FullyShardOptimizer(self, make)
+
+    def clip_grad_norm_(self, max_norm: float | None, loss_scale: float = 1.0, norm_type: float = 2.0) -> Tensor:
+        """Norm of the whole model's gradient / loss_scale, which is then scaled down to at most max_norm.
+
+        One scalar all-reduce, so the norm, and whether it is finite, is the same on every rank.
+        """
+        how = (self.placements, self.norm_group, max_norm, loss_scale, norm_type)
+        return clip_grad_norm_(self._gradients(), *how)
+
+    def _gradients(self) -> dict[str, Tensor]:
+        return {name: plain(part.grad) for name, part in self.named_parameters() if part.grad is not None}
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """name -> the averaged gradient of that parameter, whole, on the CPU of every rank; every rank calls it."""
+        gradients, found = self._gradients(), {}
+        for flat in self.flats:
+            own = {param.name: gradients[param.name] for param in flat.params if param.name in gradients}
+            found |= gather(own, self.placements, self.norm_group)
+        return {name: found[name] for name in self.params if name in found}
+
+    @torch.no_grad()
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The module's own state_dict, on the CPU of every rank, gathered group by group; every rank calls it."""
+        state = {name: tensor.cpu() for name, tensor in self._buffers_saved().items()}
+        for flat in self.flats:
+            whole = gather({p.name: p.slice for p in flat.params}, self.placements, self.norm_group)
+            state |= {name: whole[param.name].to(flat.dtype) for param in flat.params for name in param.names}
+        return {name: state[name] for name in self.module.state_dict()}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """`full_state_dict`, as torch habits expect; every rank calls it."""
+        return self.full_state_dict()
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """What this rank holds, masters included, for `load_state_dict` on the same rank of as many."""
+        held = {"slices": {name: part.detach() for name, part in self.named_parameters()}}
+        return {"world_size": self.group.world_size, "rank": self.group.rank, **held, "buffers": self._buffers_saved()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Either form of state, or a plain module's; no communication."""
+        here = self.group.world_size, self.group.rank
+        if "world_size" in state:
+            if (state["world_size"], state["rank"]) != here:
+                raise ValueError(
+                    f"this is the shard of rank {state['rank']} of {state['world_size']}, but here is rank {here[1]} "
+                    f"of {here[0]}: save full_state_dict(), which fits any number of ranks."
+                )
+            slices, saved = state["slices"], state["buffers"]
+        else:
+            self._check_names(state)
+            slices = {name: param.placement.cut(state[name]) for name, param in self.params.items()}
+            saved = state
+        for name, part in self.named_parameters():
+            part.copy_(slices[name])
+        for name, buffer in self._buffers_saved().items():
+            buffer.copy_(saved[name])
+
+    def _check_names(self, state: dict[str, Tensor]) -> None:
+        shapes = {name: tensor.shape for name, tensor in self.module.state_dict().items()}
+        shapes |= {name: param.placement.shape for param in self.params.values() for name in param.names}
+        for name in [*shapes, *state]:
+            if name not in state or name not in shapes:
+                raise ValueError(
+                    f"{name} is {'missing in' if name in shapes else 'no part of the module but in'} the state."
+                )
+            if state[name].shape != shapes[name]:
+                raise ValueError(f"{name} is {list(state[name].shape)} in the state, {list(shapes[name])} here.")
+
+    def _buffers_saved(self) -> dict[str, Tensor]:
+        """Those that a state has; every rank has them whole."""
+        saved = self.module.state_dict()
+        return {name: buffer for name, buffer in self.module.named_buffers() if name in saved}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ValueError("a FullyShard belongs to this process's group: copy or save its full_state_dict() instead.")
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> "ShardedModule":
+        raise ValueError("a sharded module stays where and what it is: move or cast it before sharding.")
 
 
 class FullyShardOptimizer(SlicedOptimizer):
@@ -41,87 +146,13 @@ class FullyShardOptimizer(SlicedOptimizer):
     them of no elements, so its state can be put together into that of one process.
     """
 
-    def __init__(self, sharded: Sharded, make: MakeOptimizer) -> None:
-        self.sharded = sharded
+    def __init__(self, sharded: ShardedModule, make: MakeOptimizer) -> None:
         slices = {name: part for name, part in sharded.named_parameters() if part.requires_grad}
         super().__init__(make, slices, sharded.placements, sharded.norm_group, sharded.home)
 
-    def prepare_gradients(self) -> None:
-        """For loops that look at gradients before `step`: the slices have theirs since the end of backward."""
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = self.inner.step(closure)
+        with torch.enable_grad():
+            loss = closure() if closure else None
+        self.step_inner()
         self.home.keep(self.inner)
         return loss
-
-    def clip_grad_norm_(self, max_norm: float | None, loss_scale: float = 1.0, norm_type: float = 2.0) -> Tensor:
-        return self.sharded.clip_grad_norm_(max_norm, loss_scale, norm_type)
-
-    def masters(self) -> dict[str, Tensor]:
-        wide = (flat for flat in self.sharded.flats if flat.shard.dtype != flat.dtype)
-        return {param.name: param.slice.detach() for flat in wide for param in flat.params}
-
-    def layout(self) -> dict[str, Any]:
-        group = self.sharded.group
-        flats = [[param.name for param in flat.params] for flat in self.sharded.flats]
-        return {"rank": group.rank, "world_size": group.world_size, "flats": flats}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if "shard" in state:  # masters are the model's own shards, which it has loaded
-            state = state | {"masters": {}}
-        super().load_state_dict(state)
-
-
-@torch.no_grad()
-def full_state(sharded: Sharded) -> dict[str, Tensor]:
-    state = {name: tensor.cpu() for name, tensor in _buffers(sharded).items()}
-    for flat in sharded.flats:
-        whole = gather({p.name: p.slice for p in flat.params}, sharded.placements, sharded.norm_group)
-        state |= {name: whole[param.name].to(flat.dtype) for param in flat.params for name in param.names}
-    return {name: state[name] for name in sharded.module.state_dict()}
-
-
-@torch.no_grad()
-def sharded_state(sharded: Sharded) -> dict[str, Any]:
-    slices = {name: param.slice.detach() for name, param in sharded.params.items()}
-    buffers = _buffers(sharded)
-    return {"world_size": sharded.group.world_size, "rank": sharded.group.rank, "slices": slices, "buffers": buffers}
-
-
-@torch.no_grad()
-def load_state(sharded: Sharded, state: dict[str, Any]) -> None:
-    group, buffers = sharded.group, _buffers(sharded)
-    if "world_size" in state:
-        if (state["world_size"], state["rank"]) != (group.world_size, group.rank):
-            raise ValueError(
-                f"this is the shard of rank {state['rank']} of {state['world_size']}, but here is rank {group.rank} of "
-                f"{group.world_size}: save full_state_dict(), which fits any number of ranks."
-            )
-        slices, saved = state["slices"], state["buffers"]
-    else:
-        _check_names(sharded, state)
-        slices = {name: param.placement.cut(state[name]) for name, param in sharded.params.items()}
-        saved = state
-    for name, param in sharded.params.items():
-        param.slice.copy_(slices[name])
-    for name, buffer in buffers.items():
-        buffer.copy_(saved[name])
-
-
-def _check_names(sharded: Sharded, state: dict[str, Tensor]) -> None:
-    shapes = {name: tensor.shape for name, tensor in sharded.module.state_dict().items()}
-    shapes |= {name: param.placement.shape for param in sharded.params.values() for name in param.names}
-    for name in [*shapes, *state]:
-        if name not in state or name not in shapes:
-            raise ValueError(
-                f"{name} is {'missing in' if name in shapes else 'no part of the module but in'} the state."
-            )
-        if state[name].shape != shapes[name]:
-            raise ValueError(f"{name} is {list(state[name].shape)} in the state, {list(shapes[name])} here.")
-
-
-def _buffers(sharded: Sharded) -> dict[str, Tensor]:
-    """Those that are saved; every rank has them whole."""
-    saved = sharded.module.state_dict()
-    return {name: buffer for name, buffer in sharded.module.named_buffers() if name in saved}

@@ -11,7 +11,7 @@ sum of both gradients is its gradient (`Pipeline.finish`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minillm.model.attention import AttentionFunction, sdpa
-from minillm.model.config import ModelConfig
+from minillm.model.config import ModelConfig, refuse_beyond
 from minillm.model.loss import linear_cross_entropy_sums
 from minillm.model.rope import Rope
 from minillm.model.transformer import Block, RMSNorm, _linear, _WithoutInitialisation, check_tokens, initial
@@ -48,8 +48,10 @@ class ModelPart(nn.Module):
         super().__init__()
         if layers.step != 1 or not 0 <= layers.start <= layers.stop <= config.num_layers:
             raise ValueError(f"layers {layers} do not lie in the model's {config.num_layers}: give range(start, stop)")
+        refuse_beyond(config, "pipeline parallelism", ("embedding_scale", "logit_soft_cap", "norm_offset"))
         self.config, self.layers, self.first, self.last, self.attention = config, layers, first, last, attention
         self.head_logits, self.head_loss, self.draw = F.linear, linear_cross_entropy_sums, initial  # as in Transformer
+        self.positions_of: Callable[[int], Tensor] | None = None  # as in Transformer
         self.sequence_shards = 1  # ranks among which sequence parallelism splits each sequence outside of the layers
         device = torch.device(device or torch.get_default_device())
         tied, width = config.tie_embeddings, config.hidden_size
@@ -75,9 +77,11 @@ class ModelPart(nn.Module):
         hidden is [batch, seq / sequence_shards, hidden] between parts that are sequence-parallel.
         positions: [seq] or [batch, seq], where the tokens stand; None = 0 .. seq - 1.
         """
+        seq_len = x.shape[1] * (1 if self.first else self.sequence_shards)
+        if positions is None and self.positions_of:
+            positions = self.positions_of(seq_len).to(x.device)
         if self.first:
             check_tokens(x, self.config, positions)
-        seq_len = x.shape[1] * (1 if self.first else self.sequence_shards)
         x = self.embedding(x) if self.first else x
         rotation = self.rope(torch.arange(seq_len, device=x.device) if positions is None else positions, x.dtype)
         for block in self.blocks.values():

@@ -70,7 +70,8 @@ class RowParallelLinear(_ParallelLinear):
     dim = 1
 
     def forward(self, x: Tensor) -> Tensor:
-        return row_linear(x, self.weight, self.bias, self.region)
+        y = _RowLinear.apply(x, self.weight, self.region)
+        return y if self.bias is None else y + self.bias
 
 
 def cut_parameter(whole: nn.Parameter, part: Part) -> nn.Parameter:
@@ -92,12 +93,6 @@ def column_linears(
     Backward begins to sum x's gradient over the ranks and works out the weights' gradients meanwhile.
     """
     return _ColumnLinears.apply(x, region, len(weights), *weights, *biases)
-
-
-def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: Region) -> Tensor:
-    """Σ over ranks of x @ weightᵀ, + bias: the end of a region. weight: [outputs, this rank's inputs]."""
-    y = _RowLinear.apply(x, weight, region)
-    return y if bias is None else y + bias
 
 
 class _ColumnLinears(torch.autograd.Function):

@@ -19,16 +19,22 @@ import torch
 from torch import Tensor
 
 from minillm.model import ModelConfig, Transformer
+from minillm.model.config import refuse_beyond
 from minillm.parallel.placement import Part, Partial, Placement, Replicate, Shard
 
 ROWS = ("embedding.weight", "head.weight", *(f"{name}_proj.weight" for name in ("q", "gate", "up")), "q_proj.bias")
 KV_ROWS = tuple(f"{name}_proj.{kind}" for name in ("k", "v") for kind in ("weight", "bias"))
 COLUMNS = ("o_proj.weight", "down_proj.weight")
+BEYOND = ("embedding_scale", "logit_soft_cap", "norm_placement", "qk_norm_over_heads", "output_bias", "mlp_bias")
 HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
 
 
 def check_heads(config: ModelConfig, world_size: int) -> None:
-    """ValueError if attention heads cannot be dealt out to so many ranks. Other sizes are padded."""
+    """ValueError if attention heads cannot be dealt out to so many ranks, or for what the layers here lack.
+
+    Other sizes are padded.
+    """
+    refuse_beyond(config, "tensor parallelism", BEYOND)
     heads, kv_heads = config.num_heads, config.num_kv_heads
     if heads % world_size:
         divisors = [t for t in range(1, heads + 1) if heads % t == 0]

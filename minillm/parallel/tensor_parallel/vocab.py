@@ -6,7 +6,7 @@
 
 Shoeybi et al. 2019, §3. As in `model.loss`, the loss works its gradient out in forward, some tokens at a time, so no
 rank ever holds the logits of all its tokens. A chunk has as many logits as the tokens' hidden states have numbers
-(`loss_chunk`): 2 · ceil(V / t / hidden) all-reduces, however many tokens there are.
+(`predict.tensor.loss_chunk`): 2 · ceil(V / t / hidden) all-reduces, however many tokens there are.
 """
 
 from typing import Any
@@ -22,6 +22,7 @@ from minillm.parallel.pipeline_parallel.split_backward import weight_gradient
 from minillm.parallel.placement import Shard
 from minillm.parallel.tensor_parallel.layers import column_linears, cut_parameter
 from minillm.parallel.tensor_parallel.regions import Region, end
+from minillm.predict.tensor import loss_chunk
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -116,12 +117,6 @@ def _nll_(logits: Tensor, ids: Tensor, weights: Tensor | None, rows: slice, grou
     p /= summed
     p.scatter_add_(1, local, -mine.to(p.dtype))
     return ((summed.log() - target) * counted).sum(), p.mul_(counted)
-
-
-def loss_chunk(tokens: int, hidden_size: int, words: int) -> int:
-    """Tokens of a chunk whose logits, `words` of a rank for each, are no more numbers than the hidden states of all
-    `tokens`; but at least 512."""
-    return max(512, tokens * hidden_size // words)
 
 
 def linear_vocab_parallel_cross_entropy_sums(

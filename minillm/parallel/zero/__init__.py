@@ -1,7 +1,9 @@
-"""ZeRO stages 1 and 2: optimizer state, then gradients, 1/N per rank. Reading path, after `data_parallel/reducer.py`:
+"""ZeRO stages 1 and 2: optimizer state, then gradients, 1/N per rank. Reading path:
 
-1. `shard.py`: one bucket as one rank sees it
-2. `optimizer.py`: the reducer with a reduce-scatter, and a step of the own shards that is handed round
-3. `../placement.py`: `FlatShard`, the norm, and how slices become whole tensors (aside)
-4. `../optimizer_state.py`: saving and restoring, and torch's tools on slices (aside)
+1. `optimizer.py`: a step of the own shards, which is handed round
+2. `reducer.py`: the DDP reducer with a reduce-scatter
+3. `../data_parallel/reducer.py`: gradients in buckets, and the reduction that hides behind backward
+
+Aside: `../slices.py`, a shard by parameter, as optimizers see it, and hybrid sharding; `../placement.py`, `FlatShard`
+and the norm; `../optimizer_state.py`, saving and restoring; `../sharded_gradient.py`, torch's tools on slices.
 """

@@ -8,6 +8,7 @@ It keeps keys and values in blocks of its own. Those of rejected guesses are ove
 only as far as its tokens are what they were computed for.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
@@ -68,7 +69,7 @@ class DraftModel:
         self.pool = BlockPool(num_blocks, block_size, prefix_cache=False)
         self.cache = PagedCache(config, num_blocks, block_size, device=weight.device, dtype=weight.dtype)
         self.passes = 0
-        self._kept: dict[Hashable, _Kept] = {}  # who was asked last stands last
+        self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()  # the sequence asked for last stands last
 
     @torch.inference_mode()
     def propose(self, asked: list[Asked]) -> list[Draft]:
@@ -89,13 +90,16 @@ class DraftModel:
     def forget(self, key: Hashable) -> None:
         if (kept := self._kept.pop(key, None)) is not None:
             self.pool.release(kept.blocks)
+        if not self._kept:
+            self.pool.reset()  # of what an interrupt may have left half done, too
 
     def _seat(self, asked: list[Asked], places: list[int]) -> list[int]:
         """Blocks for as many as fit together, at least for the first."""
         group: list[int] = []
         for place in places:
             each = asked[place]
-            kept = self._kept[each.key] = self._kept.pop(each.key, None) or _Kept()
+            kept = self._kept.setdefault(each.key, _Kept())
+            self._kept.move_to_end(each.key)
             last = min(len(each.tokens) + each.k - 1, self.model.config.max_seq_len)
             missing = self.pool.blocks_for(last) - len(kept.blocks)
             seated = {asked[p].key for p in (*group, place)}

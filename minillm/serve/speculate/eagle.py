@@ -167,13 +167,11 @@ class PastAndNew:
         past = [memory.positions for memory in memories]
         self.positions = pad_sequence(past, batch_first=True, padding_value=NOWHERE)
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, positions: Tensor | None, window: int | None
-    ) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, positions: Tensor | None, **options) -> Tensor:
         self.keys, self.values = torch.cat((self.keys, k), dim=2), torch.cat((self.values, v), dim=2)
         self.positions = torch.cat((self.positions, positions), dim=1)
         where = {"positions": positions, "key_positions": self.positions}
-        return sdpa(q, self.keys, self.values, layer=layer, window=window, **where)
+        return sdpa(q, self.keys, self.values, layer=layer, **where, **options)
 
     def keep(self, features: Tensor, where: list[Tensor]) -> None:
         """What the last pass brought goes into the memories. features: [sequences, pairs, hidden], what it gave."""

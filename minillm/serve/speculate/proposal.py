@@ -1,8 +1,9 @@
-"""What a proposer is: it guesses the next tokens of sequences; the target checks all guesses in one pass.
+"""What a proposer is: it drafts the next tokens of sequences; the target checks all draft tokens in one pass.
 
     tokens so far ──▶ proposer ──▶ d1 d2 d3 ──▶ target: one pass over last, d1, d2, d3 ──▶ `verify` ──▶ 1 to 4 tokens
 
-Whatever a proposer says, the answer's distribution stays the target's: a bad guess costs time, never quality.
+Whatever a proposer says, the answer's distribution stays the target's: a bad draft costs time, never quality.
+One that raises costs its sequence that draft; the step's record says so in `error`.
 """
 
 from collections.abc import Hashable
@@ -31,7 +32,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Draft:
-    """0 to k guessed tokens. probabilities: [len(tokens), vocab_size], the distribution that each was drawn from, after
+    """0 to k draft tokens. probabilities: [len(tokens), vocab_size], the distribution that each was drawn from, after
     the request's own warping (temperature, top-k, top-p, min-p, penalty: `verify.distribution`); None = not drawn."""
 
     tokens: list[int]
@@ -41,8 +42,8 @@ class Draft:
 class Proposer(Protocol):
     """wants_hidden: whether `observe` is called.
 
-    A proposer may also have `answered(key, tokens, guesses, likeliest)`: told, after each pass, the target's likeliest
-    token after the last one and after each guess that was checked (`Lookahead` iterates on them).
+    A proposer may also have `answered(key, tokens, drafted, likeliest)`: told, after each pass, the target's likeliest
+    token after the last one and after each draft token that was checked (`Lookahead` iterates on them).
     """
 
     wants_hidden: bool

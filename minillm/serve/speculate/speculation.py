@@ -1,17 +1,16 @@
-"""The engine's side of speculation: who is asked for guesses, which guesses a pass checks, what comes of them.
+"""The engine's side of speculation: which sequences get drafts, which draft tokens a pass checks, what comes of them.
 
-    schedule ──▶ ask ──▶ guess (the proposer) ──▶ one pass of the target over last token + guesses ──▶ check ──▶ want
-                  a sequence's guesses are no tokens of it until they are checked: preemption has nothing to take back
+    schedule ──▶ draft (the proposer) ──▶ one pass of the target over last token + draft tokens ──▶ check ──▶ want
+                  draft tokens are no tokens of their sequence until they are checked: preemption has nothing to undo
 
 A draft is drawn at its full length whatever the step has room for, and what a pass cannot check the next one does; a
 preempted sequence keeps its draft and its proposer's state. So a request's draws and its answer do not depend on what
-else runs. (Greedy answers never do, so no more is drafted than
-can be checked.)
+else runs. (Greedy answers never do, so no more is drafted than can be checked.) A proposer that raises costs its
+sequence the draft, never the answer.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from threading import Lock
 
 import torch
 from torch import Tensor
@@ -28,7 +27,7 @@ from minillm.serve.speculate.verify import distribution, verify, verify_greedy
 
 @dataclass(eq=False)
 class State:
-    """Of one sequence. draft: guesses not checked yet; place: guesses before them that were. checked, accepted: of this
+    """Of one sequence. draft: tokens not checked yet; place: those before them that were. checked, accepted: of this
     draft so far, if several passes check it. The rest: AdaptiveK's."""
 
     draft: Draft | None = None
@@ -41,9 +40,9 @@ class State:
 
 
 class Speculation:
-    """proposer: of the guesses. k: how many guesses: a number, "adaptive" or an AdaptiveK.
+    """proposer: of the drafts. k: tokens of a draft: a number, "adaptive" or an AdaptiveK.
 
-    counts: of all guesses checked so far. drafting_s: seconds spent in the proposer.
+    counts: of all draft tokens checked so far. drafting_s: seconds spent in the proposer.
     """
 
     def __init__(self, proposer: Proposer, k: int | str | AdaptiveK, config: ModelConfig, clock: Callable[[], float]):
@@ -68,44 +67,25 @@ class Speculation:
         self.counts, self.drafting_s = Counts(), 0.0
         self._states: dict[Sequence, State] = {}
         self._observed: dict[str, int] = {}  # by sequence: positions whose hidden states the proposer has
-        self._busy = Lock()  # the proposer does one thing at a time: cancelling waits for its guesses
+        self._error: str | None = None
 
-    def ask(self, plan: Plan, samples: dict[Sequence, Sample]) -> list[tuple[int, Asked]]:
-        """What the proposer is asked: (place in the plan, Asked), of sequences whose last token this step computes."""
-        asked: list[tuple[int, Asked]] = []
-        for place, (sequence, tokens) in enumerate(plan.batch):
-            if (
-                not sequence.num_draft_tokens
-                or tokens < sequence.num_uncomputed
-                or self._states[sequence].draft is not None
-            ):
-                continue
-            request, granted = samples[sequence].request, tokens - sequence.num_uncomputed
-            if k := granted if request.params.temperature == 0 else sequence.num_draft_tokens:
-                draw = samples[sequence].draw
-                asked.append((place, Asked(sequence.name, sequence.tokens, request.params, k, draw)))
-        return asked
-
-    def guess(self, asked: list[tuple[int, Asked]], plan: Plan, run: ForwardPass) -> None:
-        """Asks the proposer and gives each sequence of the pass as many guesses as it has room for."""
+    def draft(self, plan: Plan, run: ForwardPass, samples: dict[Sequence, Sample]) -> None:
+        """Gives each sequence of the pass draft tokens to check: the rest of its draft, or of a new one."""
+        asked = self._ask(plan, samples)
         if asked:
-            with self._busy:
-                started = self.clock()
-                drafts = self.proposer.propose([each for _, each in asked])
-                self.drafting_s += self.clock() - started
-            if len(drafts) != len(asked):
-                raise ValueError(f"the proposer gave {len(drafts)} drafts for {len(asked)} sequences: give one each.")
-            for (place, each), draft in zip(asked, drafts, strict=True):
-                self._sound(draft, each)
-                if (state := self._states.get(plan.batch[place][0])) is not None:  # not cancelled meanwhile
-                    state.draft, state.place = draft, 0
+            started = self.clock()
+            drafts = self._propose([each for _, each in asked])
+            self.drafting_s += self.clock() - started
+            for (place, _), draft in zip(asked, drafts, strict=True):
+                state = self._states[plan.batch[place][0]]
+                state.draft, state.place = draft, 0
         for place, (sequence, tokens) in enumerate(plan.batch):
             if tokens >= (lacking := sequence.num_uncomputed) and (state := self._states.get(sequence)) is not None:
-                run.guesses[place] = [] if state.draft is None else state.draft.tokens[: tokens - lacking]
-                plan.batch[place] = sequence, lacking + len(run.guesses[place])
+                drafted = [] if state.draft is None else state.draft.tokens[: tokens - lacking]
+                run.drafts[place], plan.batch[place] = drafted, (sequence, lacking + len(drafted))
 
     def check(self, taken: Sample, logits: Tensor, likeliest: list[int]) -> list[Token]:
-        """The next tokens, from logits [guesses + 1, vocab_size]. likeliest: their largest."""
+        """The next tokens, from logits [draft tokens + 1, vocab_size]. likeliest: their largest."""
         params = taken.request.params
         state = self._states.get(taken.sequence)
         if state is None:
@@ -114,7 +94,11 @@ class Speculation:
         draft = state.draft or Draft([])
         checked = min(len(logits), len(draft.tokens))
         if self.answered is not None:
-            self.answered(taken.sequence.name, taken.sequence.tokens, draft.tokens[:checked], likeliest[: checked + 1])
+            try:
+                tokens, right = draft.tokens[:checked], likeliest[: checked + 1]
+                self.answered(taken.sequence.name, taken.sequence.tokens, tokens, right)
+            except Exception as failure:
+                self._failed(taken.sequence.name, "answered", failure)
         seen = [taken.sequence.tokens + draft.tokens[:place] for place in range(len(logits))]
         if params.temperature > 0:
             rows = [distribution(row, params, known) for row, known in zip(logits, seen, strict=True)]
@@ -139,7 +123,7 @@ class Speculation:
         return [described(token, row, params) for token, row in zip(ids, logits, strict=False)]
 
     def want(self, sequence: Sequence) -> None:
-        """Says how many guesses the sequence would like checked in its next step."""
+        """Says how many draft tokens the sequence would like checked in its next step."""
         state = self._states[sequence]
         if state.draft is not None:
             sequence.num_draft_tokens = max(1, len(state.draft.tokens))
@@ -148,29 +132,84 @@ class Speculation:
         sequence.num_draft_tokens = max(0, min(k, sequence.limit - sequence.num_tokens - 1))
 
     def drop(self, sequence: Sequence) -> None:
-        """Its guesses are no good: the next step is without any."""
+        """Its draft is no good: the next step is without one."""
         self._states[sequence].draft, sequence.num_draft_tokens = None, 0
 
     def observe(self, plan: Plan, run: ForwardPass, samples: dict[Sequence, Sample]) -> None:
         """Hands the hidden states of what this step verified to a proposer that wants them, each position once."""
-        for sequence in [sequence for sequence, _ in plan.batch if sequence not in samples]:
-            self._forget(sequence)  # again, if it was cancelled while its guesses were made
         if run.hidden is None:
             return
         for (sequence, tokens), start, hidden in zip(plan.batch, run.starts, run.hidden.split(run.counts), strict=True):
-            seen, end = self._observed.get(sequence.name, 0), min(start + tokens, sequence.num_computed)
-            if sequence in samples and end > seen:
-                self._observed[sequence.name], skip = end, max(0, seen - start)
-                self.proposer.observe(sequence.name, start + skip, hidden[skip : end - start])
+            if sequence not in samples:
+                continue
+            seen = max(start, self._observed.get(sequence.name, 0))
+            end = min(start + tokens, sequence.num_computed)  # not after start, if its draft spoilt its logits
+            if end > seen:
+                self._observed[sequence.name] = end
+                try:
+                    self.proposer.observe(sequence.name, seen, hidden[seen - start : end - start])
+                except Exception as failure:
+                    self._failed(sequence.name, "observe", failure)
 
     def end(self, sequence: Sequence) -> None:
+        self._forget(sequence.name)
         self._states.pop(sequence, None)
-        self._forget(sequence)
 
-    def _forget(self, sequence: Sequence) -> None:
-        with self._busy:
-            self._observed.pop(sequence.name, None)
-            self.proposer.forget(sequence.name)
+    def reset(self) -> None:
+        """Forgets everything, after a step that ended anywhere."""
+        for name in {sequence.name for sequence in self._states} | self._observed.keys():
+            self._forget(name)
+        self._states.clear()
+
+    def take_error(self) -> str | None:
+        """What the proposer raised since the last call, for the records; it cost some draft tokens and nothing else."""
+        error, self._error = self._error, None
+        return error
+
+    def _ask(self, plan: Plan, samples: dict[Sequence, Sample]) -> list[tuple[int, Asked]]:
+        """(place in the plan, Asked) of sequences that need a draft and whose last token this step computes."""
+        asked: list[tuple[int, Asked]] = []
+        for place, (sequence, tokens) in enumerate(plan.batch):
+            if not sequence.num_draft_tokens or tokens < sequence.num_uncomputed:
+                continue
+            if self._states[sequence].draft is not None:
+                continue
+            request, granted = samples[sequence].request, tokens - sequence.num_uncomputed
+            if k := granted if request.params.temperature == 0 else sequence.num_draft_tokens:
+                draw = samples[sequence].draw
+                asked.append((place, Asked(sequence.name, sequence.tokens, request.params, k, draw)))
+        return asked
+
+    def _propose(self, asked: list[Asked]) -> list[Draft]:
+        """A draft for each. If the proposer raises or errs, each is asked for alone, and only the culprits get none."""
+        counts = [each.draw.count for each in asked]
+        try:
+            drafts = self.proposer.propose(asked)
+            if len(drafts) != len(asked):
+                raise ValueError(f"the proposer gave {len(drafts)} drafts for {len(asked)} sequences: give one each.")
+            for draft, each in zip(drafts, asked, strict=True):
+                self._check_draft(draft, each)
+            return drafts
+        except Exception as failure:
+            for each, taken in zip(asked, counts, strict=True):
+                each.draw.count = taken
+            if len(asked) == 1:
+                self._failed(asked[0].key, "propose", failure)
+                return [Draft([])]
+        return [self._propose([each])[0] for each in asked]
+
+    def _failed(self, name: str, what: str, failure: Exception) -> None:
+        """The proposer's fault costs the sequence its draft; what is kept of it may be wrong, so it starts anew."""
+        self._error = f"the proposer's `{what}` raised {type(failure).__name__}: {failure}"
+        if what != "forget":
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        try:
+            self.proposer.forget(name)
+        except Exception as failure:
+            self._failed(name, "forget", failure)
+        self._observed.pop(name, None)
 
     def _count(self, taken: Sample, state: State, checked: int, accepted: int) -> None:
         output = taken.request.output
@@ -178,12 +217,12 @@ class Speculation:
         state.checked, state.accepted = state.checked + checked, state.accepted + accepted
         self.counts.add(checked, accepted, state.place)
 
-    def _sound(self, draft: Draft, asked: Asked) -> None:
+    def _check_draft(self, draft: Draft, asked: Asked) -> None:
         tokens = draft.tokens
         if len(tokens) > asked.k or any(not 0 <= token < self.vocab_size for token in tokens):
             raise ValueError(f"the proposer's draft {tokens} must be at most {asked.k} ids below {self.vocab_size}.")
         if draft.probabilities is not None and tuple(draft.probabilities.shape) != (len(tokens), self.vocab_size):
             raise ValueError(
                 f"the draft's probabilities have shape {list(draft.probabilities.shape)}: they must be "
-                f"[{len(tokens)}, {self.vocab_size}], a distribution for each guess."
+                f"[{len(tokens)}, {self.vocab_size}], a distribution for each token."
             )

@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
 from minillm.comm import Group
@@ -26,9 +25,6 @@ class DataParallel(SingleDevice):
     def updater(self, module: nn.Module, make: MakeOptimizer, master: bool = False) -> Updater:
         return super().updater(self.module.module, make, master)
 
-    def loss_divisor(self, weight: Tensor) -> Tensor:
-        return self.sum(weight) / self.world_size
-
     def accumulating(self, last: bool) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext() if last else self.module.no_sync()
 
@@ -37,6 +33,3 @@ class DataParallel(SingleDevice):
 
     def sum(self, value: Tensor) -> Tensor:
         return self.group.all_reduce(value.detach().clone())
-
-    def all_ranks_true(self, yes: bool) -> bool:
-        return bool(self.group.all_reduce(torch.tensor(float(yes), device=self.group.device), "min"))

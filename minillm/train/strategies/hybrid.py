@@ -1,15 +1,19 @@
-"""Models that are split over ranks: tensor and pipeline parallel, times data parallel with any ZeRO stage, or HSDP.
+"""Models and sequences that are split over ranks: tensor, pipeline and context parallel, times data parallel with any
+ZeRO stage, or HSDP.
 
-    Mesh(dp, pp, tp)      a rank holds      parts of the layers   (pp, parallel/pipeline_parallel)
-                                            of each layer a slice (tp, parallel/tensor_parallel)
-                          and shares with   dp ranks the rows of the batch, and ZeRO's shards
-    dp = replicate * shard                  HSDP: shards within `shard` ranks, their averages averaged over `replicate`
+    Mesh(dp, pp, cp, tp)  a rank holds      parts of the layers           (pp, parallel/pipeline_parallel)
+                                            of each layer a slice         (tp, parallel/tensor_parallel)
+                                            of each sequence a part       (cp, parallel/context_parallel)
+                          and shares with   dp ranks the rows of the batch,
+                                            dp * cp ranks its weights' gradients and ZeRO's shards   (`replicas`)
+    dp = replicate * shard                  HSDP: shards within `shard` * cp ranks, averages averaged over `replicate`
 
-A gradient is complete after three sums in any order: over dp (BucketedDDP, ZeroOptimizer or FullyShard), over pp for
-what several stages hold (`Pipeline.finish`), over tp for what is `Partial`. A pipeline adds up all of its microbatches'
-gradients in full before the sum over dp, whatever the ZeRO stage, as torch's does: stage 2 and 3 then save no gradient
-memory during the schedule. One placement for each parameter says what this rank holds of it; norms, checkpoints and
-gathered gradients follow from the placements.
+A gradient is complete after three sums in any order: over dp * cp, whose ranks have the same weights and other tokens
+(BucketedDDP, ZeroOptimizer or FullyShard), over pp for what several stages hold (`Pipeline.finish`), over tp for what
+is `Partial`. So an axis that splits tokens joins `replicas`, one that splits the model joins the placements. A pipeline
+adds up all of its microbatches' gradients in full before the sum over dp, whatever the ZeRO stage, as torch's does:
+stage 2 and 3 then save no gradient memory during the schedule. One placement for each parameter says what this rank
+holds of it; norms, checkpoints and gathered gradients follow from the placements.
 """
 
 import contextlib
@@ -22,6 +26,7 @@ from torch import Tensor, nn
 
 from minillm.comm import Group, Mesh
 from minillm.model import ModelConfig, Transformer
+from minillm.parallel.context_parallel import ContextAttention, context_attention, context_parallel
 from minillm.parallel.data_parallel.ddp import BucketedDDP
 from minillm.parallel.fsdp.fully_shard import FullyShard
 from minillm.parallel.fsdp.pipelined import PipelinedFullyShard
@@ -40,22 +45,39 @@ from minillm.train.strategies.single_device import Around, Microbatch, SingleDev
 
 
 class Hybrid(SingleDevice):
-    """The strategy of a layout with tp, pp or dp_replicate above 1.
+    """The strategy of a layout with tp, pp, cp or dp_replicate above 1.
 
-    group: all ranks; rank, world_size: of those along dp.
+    group: all ranks; rank, world_size: of those along dp; replicas: those that average gradients, along dp and cp.
     """
 
     def __init__(self, group: Group, layout: ParallelConfig) -> None:
         if group.world_size != layout.world_size:
             raise ValueError(f"{layout} is {layout.world_size} ranks, but group {group.name!r} has {group.world_size}.")
         self.group, self.layout = group, layout
-        self.mesh = _mesh(group, dp=layout.dp, pp=layout.pp, tp=layout.tp)
+        self.mesh = _mesh(group, **layout.axes)
         self.rank, self.world_size = self.mesh.dp.rank, layout.dp
-        self.shard_group, self.replicate_group = self.mesh.dp, None
+        self.replicas = self.mesh.joined("dp", "cp")
+        self.shard_group, self.replicate_group = self.replicas, None
         if layout.dp_replicate > 1:
-            shards = layout.dp // layout.dp_replicate
-            halves = _mesh(group, replicate=layout.dp_replicate, shard=shards, rest=layout.pp * layout.tp)
-            self.shard_group, self.replicate_group = halves.shard, halves.replicate
+            shards, rest = layout.dp // layout.dp_replicate, {**layout.axes}
+            del rest["dp"]
+            halves = _mesh(group, replicate=layout.dp_replicate, shard=shards, **rest)
+            self.shard_group, self.replicate_group = halves.joined("shard", "cp"), halves.replicate
+        self.context = self._context() if layout.cp > 1 else None
+        self._documents: Sequence[Tensor | None] = ()
+
+    def _context(self) -> ContextAttention:
+        """The attention of this rank's part of every sequence."""
+        layout = self.layout
+        if layout.context != "hybrid":
+            return context_attention(layout.context, self.mesh.cp)
+        axes = {"outer": layout.dp * layout.pp, "across": layout.cp // layout.node, "node": layout.node}
+        nodes = _mesh(self.group, **axes, tp=layout.tp)
+        return context_attention("hybrid", nodes.node, nodes.across)
+
+    @property
+    def averaged_over(self) -> int:
+        return self.replicas.world_size
 
     @property
     def is_root(self) -> bool:
@@ -70,6 +92,8 @@ class Hybrid(SingleDevice):
         for part in parts:
             if self.layout.tp > 1:
                 tensor_parallel(part, config, self.mesh.tp, sequence=self.layout.sequence)
+            if self.context:
+                context_parallel(part, self.context)
             if self.layout.zero < 3:
                 part.to_empty(device=device or self.group.device)
                 part.initialize(seed)
@@ -82,12 +106,12 @@ class Hybrid(SingleDevice):
         if self.layout.zero == 3:
             how = {"master": master, "initialize": self.initialize, **self._places()}
             self.module = (PipelinedFullyShard if self.layout.order else FullyShard)(model, self.shard_group, **how)
-        elif self.layout.zero == 0 and self.layout.dp > 1:
-            self.module = BucketedDDP(model, self.mesh.dp)
+        elif self.layout.zero == 0 and self.averaged_over > 1:
+            self.module = BucketedDDP(model, self.replicas)
         if self.layout.order:
             sharded = self.module if self.layout.zero == 3 else None
             with sharded.unsharded(sharded.groups) if sharded else contextlib.nullcontext():
-                around = functools.partial(self._around, sharded) if sharded else None
+                around = functools.partial(self._around, sharded)
                 model.pipeline = Pipeline(model.parts, self.layout.order, self.mesh.pp, around=around)
         return model if self.layout.order else self.module
 
@@ -95,7 +119,7 @@ class Hybrid(SingleDevice):
         """Of this rank's parameters, before ZeRO shards them. Of ranks with the same numbers, copy 0 counts them."""
         tp, sequence, shapes = self.mesh.tp, self.layout.sequence, whole_shapes(self.config)
         held = self.mesh.pp.gather_objects(list(named))
-        replicas = self.mesh.dp if self.layout.zero == 0 else self.replicate_group
+        replicas = self.replicas if self.layout.zero == 0 else self.replicate_group
         replica = Replicate(copy=replicas.rank if replicas else 0)
         found = {}
         for name in named:
@@ -113,11 +137,19 @@ class Hybrid(SingleDevice):
         }
 
     @contextlib.contextmanager
-    def _around(self, sharded: PipelinedFullyShard, action: Any) -> Iterator[None]:
-        """Around an action of the pipeline: its part's weights, but for weight gradients, which do not read them."""
+    def _around(self, sharded: PipelinedFullyShard | None, action: Any) -> Iterator[None]:
+        """Around an action of the pipeline: its part's weights, but for weight gradients, which do not read them, and
+        the documents of its microbatch."""
         part = self.model.parts[action.chunk]
-        with sharded.unsharded([] if action.kind == "W" else sharded.groups_of(part)):
-            yield
+        groups = sharded.groups_of(part) if sharded and action.kind != "W" else []
+        attention, documents = part.attention, self._documents[action.microbatch] if self._documents else None
+        if documents is not None:
+            part.attention = functools.partial(attention, segments=documents)
+        with sharded.unsharded(groups) if sharded else contextlib.nullcontext():
+            try:
+                yield
+            finally:
+                part.attention = attention
 
     def updater(self, module: nn.Module, make: MakeOptimizer, master: bool = False) -> SplitUpdater:
         if self.layout.zero == 0:
@@ -130,30 +162,32 @@ class Hybrid(SingleDevice):
         self.stepped = SplitUpdater(self, source)
         return self.stepped
 
-    def loss_divisor(self, weight: Tensor) -> Tensor:
-        return self.sum(weight) / self.world_size
+    def positions(self, seq_len: int) -> Tensor | None:
+        return self.context.positions(self.layout.padded(seq_len)) if self.context else None
 
     def forward_backward(
         self,
         module: nn.Module,
-        microbatches: Sequence[Microbatch],
+        microbatches: Sequence[Microbatch | tuple],
         loss_divisor: Tensor,
         around: Around = quietly,
         scale: Callable[[Tensor], Tensor] = unscaled,
     ) -> Tensor:
         if not self.layout.order:
             return super().forward_backward(module, microbatches, loss_divisor, around, scale)
-        tokens, targets, weights = zip(*microbatches, strict=True)
+        tokens, targets, weights, documents = zip(*(Microbatch(*each) for each in microbatches), strict=True)
+        self._documents = torch.cat(documents).tensor_split(self.layout.accumulate) if None not in documents else ()
         whole = torch.cat(tokens), torch.cat(targets), None if weights[0] is None else torch.cat(weights)
         step = functools.partial(self.model.pipeline.step, scale=scale)
         with self._holding_back(), around("pipeline"):
             total = self.model.run(step, whole, lambda nll: nll / loss_divisor)
+        self._documents = ()
         self.finish_backward()
         return total * loss_divisor
 
     @contextlib.contextmanager
     def _holding_back(self) -> Iterator[None]:
-        """While a pipeline runs, gradients add up on this rank and nothing is reduced over dp."""
+        """While a pipeline runs, gradients add up on this rank and nothing is reduced over replicas."""
         reducer = getattr(self.stepped.source if self.layout.zero in (1, 2) else self.module, "reducer", None)
         if reducer is None:
             yield
@@ -173,7 +207,7 @@ class Hybrid(SingleDevice):
         if self.layout.order:
             self.model.pipeline.finish()
         if self.layout.zero in (1, 2):
-            self.stepped.source.reducer.finish_late()
+            self.stepped.source.prepare_gradients()
         elif self.layout.order and self.layout.zero == 3:
             self.module.reduce_gradients()
         elif self.module is not self.model:
@@ -183,9 +217,9 @@ class Hybrid(SingleDevice):
         sum_partial(self._reduced(), self.stepped.placements, self.mesh.tp)
 
     def _reduced(self) -> dict[str, Tensor]:
-        """By name, what this rank has of the gradients after the sum over dp."""
+        """By name, what this rank has of the gradients after the sum over replicas."""
         if self.layout.zero in (1, 2):
-            return {name: part for shard in self.stepped.source.shards for name, part in shard.gradients().items()}
+            return self.stepped.source.gradients_by_name()
         named = self.module.named_parameters() if self.layout.zero == 3 else self.model.named_parameters()
         return {name: plain(p.grad) for name, p in named if p.grad is not None}
 
@@ -193,10 +227,7 @@ class Hybrid(SingleDevice):
         return global_norm(self.stepped.gradients(), self.stepped.placements, self.group)
 
     def sum(self, value: Tensor) -> Tensor:
-        return self.mesh.dp.all_reduce(value.detach().clone())
-
-    def all_ranks_true(self, yes: bool) -> bool:
-        return bool(self.group.all_reduce(torch.tensor(float(yes), device=self.group.device), "min"))
+        return self.replicas.all_reduce(value.detach().clone())
 
     def gradients(self) -> dict[str, Tensor]:
         return gather_all(self, self.stepped.gradients(), self.stepped.placements)
@@ -207,10 +238,10 @@ class Hybrid(SingleDevice):
 
     @property
     def weight_placements(self) -> Mapping[str, Placement]:
-        """Of the module's parameters: slices with stage 3, otherwise the same on all ranks along dp."""
+        """Of the module's parameters: slices with stage 3, otherwise the same on all replicas."""
         if self.layout.zero == 3:
             return self.module.placements
-        replica = Replicate(copy=self.mesh.dp.rank)
+        replica = Replicate(copy=self.replicas.rank)
         return {name: placement.within(replica) for name, placement in self.placements.items()}
 
     def full_state_dict(self) -> dict[str, Any]:

@@ -6,19 +6,32 @@
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from minillm.comm import Group
 from minillm.model import ModelConfig, Transformer
 from minillm.parallel.optimizer_state import MakeOptimizer
 from minillm.parallel.placement import global_norm, gradients_of
 from minillm.train.optimizer import Updater
 
-Microbatch = tuple[Tensor, Tensor, Tensor | None]  # tokens, targets, weights of the targets; [batch, seq] each
 Around = Callable[[str], contextlib.AbstractContextManager]
+
+
+class Microbatch(NamedTuple):
+    """[batch, seq] each, of this rank's positions. weights: of the targets, None = all 1.
+
+    documents: which of several packed documents each token belongs to, of whole sequences; None: one document.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    weights: Tensor | None = None
+    documents: Tensor | None = None
 
 
 def quietly(name: str) -> contextlib.AbstractContextManager:
@@ -34,10 +47,17 @@ class SingleDevice:
     """One process. Every method says what a parallel strategy has to do in its place.
 
     rank, world_size: of the ranks that share the batch, each with rows of its own.
+    averaged_over: ranks whose gradients are averaged: those, times the ranks that share every sequence.
+    group: all ranks of the run; None: there is one process.
     """
 
     rank = 0
     world_size = 1
+    group: Group | None = None
+
+    @property
+    def averaged_over(self) -> int:
+        return self.world_size
 
     @property
     def is_root(self) -> bool:
@@ -59,27 +79,34 @@ class SingleDevice:
         """What moves the parameters of `wrap`'s module, or the shards of them that this rank owns."""
         return Updater(module.named_parameters(), make, master)
 
+    def positions(self, seq_len: int) -> Tensor | None:
+        """Which positions of every sequence this rank has, beyond seq_len those of padding; None: all."""
+        return None
+
     def loss_divisor(self, weight: Tensor) -> Tensor:
         """By what this rank divides its sum of losses; `weight`: its tokens of the whole step, all microbatches.
-        A strategy that averages gradients answers Σ weight / world_size: the average is over tokens, not ranks."""
-        return weight
+        A strategy that averages gradients answers Σ weight / averaged_over: the average is over tokens, not ranks."""
+        return self.sum(weight) / self.averaged_over
 
     def forward_backward(
         self,
         module: nn.Module,
-        microbatches: Sequence[Microbatch],
+        microbatches: Sequence[Microbatch | tuple],
         loss_divisor: Tensor,
         around: Around = quietly,
         scale: Callable[[Tensor], Tensor] = unscaled,
     ) -> Tensor:
         """Adds the gradients of Σ weight · nll / loss_divisor to `.grad`, reduced; returns Σ weight · nll of this
         rank's rows. around: a context for "forward" and for "backward"; scale: of the loss, for half precision."""
-        total = torch.zeros((), device=microbatches[0][0].device)
-        for index, (tokens, targets, weights) in enumerate(microbatches):
+        microbatches = [Microbatch(*each) for each in microbatches]
+        total = torch.zeros((), device=microbatches[0].tokens.device)
+        for index, (tokens, targets, weights, documents) in enumerate(microbatches):
             with self.accumulating(last=index == len(microbatches) - 1):
                 with around("forward"):
-                    weighted = {} if weights is None else {"weights": weights}
-                    nll, _ = module(tokens, targets=targets, **weighted)
+                    more = {} if weights is None else {"weights": weights}
+                    if documents is not None:
+                        more["attention"] = functools.partial(self.model.attention, segments=documents)
+                    nll, _ = module(tokens, targets=targets, **more)
                     loss = nll / loss_divisor
                 with around("backward"):
                     scale(loss).backward()
@@ -102,9 +129,12 @@ class SingleDevice:
         """Sum over ranks, for losses and token counts that are reported."""
         return value
 
-    def all_ranks_true(self, yes: bool) -> bool:
-        """True if it is true on all ranks: whether gradients were finite, whether to go on."""
-        return yes
+    def least(self, values: Sequence[int]) -> list[int]:
+        """The least of each value over all ranks, whose hosts wait for it: whether to go on, and how far."""
+        if self.group is None:
+            return list(values)
+        mine = torch.tensor(values, dtype=torch.int64, device=self.group.device)
+        return self.group.all_reduce(mine, "min").tolist()
 
     # What the others save and compare. With several ranks, all of them call these.
 

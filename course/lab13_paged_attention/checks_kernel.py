@@ -1,0 +1,79 @@
+"""Lab 13's optional kernel: exercise 3 in Triton, run in Triton's interpreter. Without Triton there is no exercise."""
+
+import inspect
+import random
+from collections.abc import Callable
+
+import torch
+
+from course.lab13_paged_attention import formulas as predict
+from course.lab13_paged_attention.interpreted import INSTALLED, run
+from minillm.labkit.exercises import CheckFailed, exercise
+from minillm.labkit.receipts import Receipt, receipt, row
+
+ARGUMENTS = ["q", "k_pool", "v_pool", "table", "y", "context", "scale", "GROUP", "KV_HEADS", "SIZE", "DIM"]
+
+
+def check_kernel(learner: Callable) -> Receipt:
+    if (names := list(inspect.signature(learner).parameters)) != ARGUMENTS:
+        raise CheckFailed(f"the arguments are {names}; the check hands in {ARGUMENTS}")
+    source = inspect.getsource(learner)
+    if "raise NotImplementedError" in source:
+        raise NotImplementedError
+    shapes = ((1, 2, 1, 4, 4), (4, 4, 2, 4, 8), (13, 4, 2, 4, 8), (35, 6, 1, 8, 4))
+    cases = [_case(*shape) for shape in shapes]
+    try:
+        found = run(learner, cases)
+    except ValueError as error:
+        raise CheckFailed(f"the kernel stopped in the interpreter: {error}") from None
+    rows = []
+    for (context, heads, kv_heads, size, _), case, y in zip(shapes, cases, found, strict=True):
+        name = f"{context} keys in blocks of {size}, {heads} query heads on {kv_heads} kv heads"
+        if not torch.isfinite(y).all():
+            raise CheckFailed(
+                f"{name}: the result is not finite. All slots that are not the sequence's hold NaN: mask the loads "
+                "behind `context`, and give masked places a score of -inf",
+                rows,
+            )
+        off = float((y - _over_all(case)).abs().max())
+        if off > 1e-4:
+            raise CheckFailed(f"{name}: off by {off:.3g} at most", rows, evidence=[each.tolist() for each in found])
+        rows.append(row(f"{name}: as softmax over all keys", True, off <= 1e-4))
+    return receipt("your kernel in Triton's interpreter, one program per query head", rows)
+
+
+def _case(context: int, heads: int, kv_heads: int, size: int, dim: int) -> dict:
+    blocks = predict.blocks_for(context, size)
+    table = torch.tensor(random.sample(range(blocks + 3), blocks))
+    pools = torch.full((2, (blocks + 3) * size, kv_heads, dim), float("nan"))
+    slots = [int(table[p // size]) * size + p % size for p in range(context)]
+    pools[:, slots] = 3 * torch.randn(2, context, kv_heads, dim)
+    k_pool, v_pool = (pool.view(-1, size, kv_heads, dim).contiguous() for pool in pools)
+    case = {"q": 3 * torch.randn(heads, dim), "k_pool": k_pool, "v_pool": v_pool, "table": table}
+    sizes = {"GROUP": heads // kv_heads, "KV_HEADS": kv_heads, "SIZE": size, "DIM": dim}
+    return case | {"y": torch.full((heads, dim), float("nan")), "context": context, "scale": dim**-0.5, "sizes": sizes}
+
+
+def _over_all(case: dict) -> torch.Tensor:
+    """Attention over all keys at once: the independent reference."""
+    group = case["sizes"]["GROUP"]
+    pools = (case[name][case["table"]].flatten(0, 1)[: case["context"]] for name in ("k_pool", "v_pool"))
+    keys, values = (pool.repeat_interleave(group, 1) for pool in pools)
+    weights = torch.softmax(torch.einsum("hd,khd->hk", case["q"] * case["scale"], keys), -1)
+    return torch.einsum("hk,khd->hd", weights, values)
+
+
+if INSTALLED:
+    exercise(
+        "triton-kernel",
+        minutes=30,
+        difficulty=4,
+        hints=(
+            "It is exercise 3 for one query head. Which of its numbers are addresses now?",
+            "The key at place p of block b of kv head h begins at ((b * SIZE + p) * KV_HEADS + h) * DIM. Load a "
+            "block's keys as a tile [SIZE, DIM], masked behind `context`; masked scores are -inf.",
+            "rows = (tl.load(table + first // SIZE) * SIZE + places) * KV_HEADS + head // GROUP; at = rows[:, None] * "
+            "DIM + dims; keys = tl.load(k_pool + at, mask=filled[:, None], other=0.0); scores = tl.where(filled, "
+            'tl.sum(keys * query, 1), float("-inf")).',
+        ),
+    )(check_kernel)

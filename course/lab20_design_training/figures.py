@@ -1,0 +1,97 @@
+"""Lab 20's figures: where a step's time and a GPU's memory go, and what saving and failing cost."""
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from minillm.labkit.palette import look
+from minillm.labkit.plots import style, subplots
+from minillm.predict import faults
+from minillm.predict.planner import search
+from minillm.predict.planner.architectures import architecture
+from minillm.predict.planner.clusters import GIB, cluster
+
+
+def where_it_goes(
+    model: str = "llama-3-70b", device: str = "h100", nodes: int = 8, seq_k: int = 8, batch: int = 512
+) -> Figure:
+    """Formula: the best mesh for a model on so many nodes; seconds by cause and GiB by kind."""
+    machine = cluster(device, 8 * nodes)
+    figure, axes = subplots(2, 1, width=8.5, height=3.0)
+    try:
+        best = search.rank(architecture(model), machine, 1024 * seq_k, batch).best
+    except ValueError as error:
+        figure.suptitle(_wrapped(str(error)), fontsize=8, y=1.0)
+        return figure
+    with style():
+        _stack(axes[0], {name: value for name, value in asdict(best.step).items()}, "seconds of a step")
+        _stack(axes[1], {name: value / GIB for name, value in asdict(best.memory).items()}, "GiB per GPU")
+        axes[1].axvline(machine.usable / GIB, color="#555555", linestyle="--")
+        figure.suptitle(
+            f"{model} on {machine.gpus} x {machine.device.name}: {best.layout}\nMFU {best.mfu:.0%}", fontsize=9
+        )
+    return figure
+
+
+def waste(save_s: int = 30, restart_min: int = 10, gpus: int = 16384) -> Figure:
+    """Formula: share of the time lost against the interval between saves, and Young's interval."""
+    mtbf = faults.job_mtbf(54 * 86400 / 419 * 16384, gpus)
+    best = faults.young_interval(save_s, mtbf)
+    intervals = best * np.logspace(-1.3, 1.3, 80)
+    figure, axes = subplots(width=7.5, height=3.2)
+    with style():
+        parts = {
+            "all": [faults.wasted_share(t, save_s, 60 * restart_min, mtbf) for t in intervals],
+            "saves": [save_s / t for t in intervals],
+            "work done twice": [t / 2 / mtbf for t in intervals],
+        }
+        for place, (name, values) in enumerate(parts.items()):
+            drawn = look(place)
+            axes.plot(
+                intervals / 60,
+                values,
+                label=name,
+                color=drawn.color,
+                linestyle=drawn.linestyle,
+                marker=drawn.marker,
+                markevery=12,
+            )
+        axes.axvline(best / 60, color="#555555", linestyle="--")
+        axes.annotate(f"Young: {best / 60:.0f} min", (best / 60, 0.9 * max(parts["all"][40] * 3, 0.05)), fontsize=9)
+        axes.set(xscale="log", xlabel="minutes between saves", ylabel="share of the time lost")
+        axes.set_ylim(0, max(0.05, min(1.0, 3 * min(parts["all"]))))
+        axes.set_title(f"{gpus:,} GPUs, a failure every {mtbf / 3600:.1f} hours")
+        axes.legend()
+    return figure
+
+
+def _stack(axes, parts: dict[str, float], label: str) -> None:
+    """One horizontal bar of parts that are worth showing."""
+    start, total = 0.0, sum(parts.values())
+    for place, (name, value) in enumerate(parts.items()):
+        if value < 0.005 * total:
+            continue
+        drawn = look(place)
+        axes.barh(0, value, 0.5, start, color=drawn.color, hatch=drawn.hatch, edgecolor="#555555", label=name)
+        start += value
+    axes.set(yticks=[], xlabel=label, ylim=(-0.6, 1.1))
+    axes.legend(ncols=3, fontsize=7, loc="upper left", frameon=False)
+
+
+def _wrapped(text: str, width: int = 110) -> str:
+    words, lines = text.split(), [""]
+    for word in words:
+        if len(lines[-1]) + len(word) > width:
+            lines.append("")
+        lines[-1] += f"{word} "
+    return "\n".join(lines)
+
+
+def _figure_where() -> tuple[Figure, dict[str, Any]]:
+    best = search.rank(architecture("llama-3-70b"), cluster("h100", 64), 8192, 512).best
+    return where_it_goes(), {"layout": str(best.layout), "seconds": asdict(best.step), "bytes": asdict(best.memory)}
+
+
+FIGURES = {"where": _figure_where}

@@ -1,0 +1,86 @@
+"""Lab 21's figures: the frontier of throughput and latency, and the wall of a queue."""
+
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from minillm.labkit.palette import look
+from minillm.labkit.plots import style, subplots
+from minillm.predict import queueing
+from minillm.predict.planner.architectures import architecture
+from minillm.predict.planner.clusters import cluster
+from minillm.predict.planner.serving import rank_serving
+
+LIMITS = tuple(0.008 * 1.35**step for step in range(14))  # seconds per output token
+
+
+def frontier(
+    model: str = "llama-3-70b", device: str = "h100", gpus: int = 8, prompt: int = 1000, output: int = 300
+) -> Figure:
+    """Formula: tokens per second and GPU against the limit on the time per output token."""
+    points = _frontier(model, device, gpus, prompt, output)
+    figure, axes = subplots(width=7.5, height=3.4)
+    with style():
+        drawn = look(0)
+        axes.plot(
+            [1e3 * limit for limit, _, _ in points],
+            [speed for _, speed, _ in points],
+            color=drawn.color,
+            marker=drawn.marker,
+            label=f"{model}, {prompt} + {output} tokens",
+        )
+        last = ""
+        for limit, speed, name in points:
+            if name != last:
+                axes.annotate(name, (1e3 * limit, speed), textcoords="offset points", xytext=(4, -12), fontsize=8)
+            last = name
+        axes.set(xlabel="limit on the time per output token, ms", ylabel="tokens/s per GPU", xscale="log")
+        axes.set_title(f"{gpus} x {cluster(device, gpus).device.name}: latency buys throughput")
+        if not points:
+            axes.text(0.5, 0.5, "the weights fit on no layout of these GPUs", transform=axes.transAxes, ha="center")
+    return figure
+
+
+def wall(percentile: int = 99) -> Figure:
+    """Formula: mean and tail of the wait against the load."""
+    loads = [0.02 * step for step in range(5, 49)]
+    figure, axes = subplots(width=7.0, height=3.2)
+    with style():
+        series = {
+            "mean": [queueing.mean_wait(load, 1.0) for load in loads],
+            f"p{percentile}": [queueing.wait_quantile(load, 1.0, percentile / 100) for load in loads],
+        }
+        for place, (name, values) in enumerate(series.items()):
+            drawn = look(place)
+            axes.plot(
+                loads,
+                values,
+                label=name,
+                color=drawn.color,
+                linestyle=drawn.linestyle,
+                marker=drawn.marker,
+                markevery=6,
+            )
+        axes.set(xlabel="load", ylabel="wait, service times", ylim=(0, 60))
+        axes.set_title("a queue's wall: random arrivals, one server")
+        axes.legend()
+    return figure
+
+
+def _frontier(model: str, device: str, gpus: int, prompt: int, output: int) -> list[tuple[float, float, str]]:
+    points = []
+    for limit in LIMITS:
+        try:
+            best = rank_serving(architecture(model), cluster(device, gpus), prompt, output, tpot=limit)[0]
+        except ValueError:
+            continue
+        points.append((limit, best.tokens_per_s_per_gpu, f"tp {best.tp}, pp {best.pp}"))
+    return points
+
+
+def _figure_frontier() -> tuple[Figure, dict[str, Any]]:
+    points = _frontier("llama-3-70b", "h100", 8, 1000, 300)
+    return frontier(), {"points": [{"tpot_s": t, "tokens_per_s_per_gpu": s, "layout": n} for t, s, n in points]}
+
+
+FIGURES = {"frontier": _figure_frontier}

@@ -1,0 +1,337 @@
+"""Problems of lab 21 about traffic: queues, bursts, blocking, and what pays at which load."""
+
+import math
+from functools import cache
+
+from course.shared.cases import Case
+from course.shared.decisions import Decision, Problem, shown
+from minillm.predict import queueing, roofline, speculation
+from minillm.predict.planner.architectures import architecture
+from minillm.predict.planner.clusters import cluster
+from minillm.predict.planner.serving import rank_serving
+
+
+@cache
+def tail_at_85() -> Case:
+    """p99 at 85 % load."""
+    service = 1.0
+    half, high, higher = (queueing.wait_quantile(load, service, 0.99) for load in (0.5, 0.85, 0.95))
+    mean = queueing.mean_wait(0.85, service)
+    numbers = {
+        "half": f"{half:.1f}",
+        "high": f"{high:.0f}",
+        "higher": f"{higher:.0f}",
+        "mean": f"{mean:.1f}",
+    }
+    return Case(
+        {
+            "mean": Decision(
+                "mean wait at 85 % load, in service times (random arrivals, exponential services)",
+                mean,
+                "",
+                "ρ / (1 - ρ) = 0.85 / 0.15 service times.",
+                slips={
+                    1 / 0.85: "That includes the service itself; asked for is the wait.",
+                    0.85 / mean: "That is the load.",
+                },
+                tolerance=0.08,
+            ),
+            "tail": Decision(
+                "p99 of the wait at 85 % load, in service times",
+                high,
+                "",
+                "ln(0.85 / 0.01) / (1 - 0.85).",
+                slips={
+                    half / high: "That is the tail at half load.",
+                    mean / high: "That is the mean; the tail is five times it.",
+                },
+                tolerance=0.12,
+            ),
+        },
+        Problem(
+            "p99 explodes at 85 % load",
+            numbers,
+            (
+                "Nothing broke: a queue does that. With random arrivals the mean wait is ρ / (1 - ρ) service times, "
+                "{mean} at "
+                "85 %, and the 99th percentile {high}; at half load {half}, at 95 % {higher}.",
+                "So capacity is bought at the load where the tail is still acceptable, 60 to 75 % for most "
+                "services, and "
+                "the rest is for bursts.",
+                "A bounded queue turns a long tail into rejections: at most q waiting means at most q service "
+                "times. Decide "
+                "which the users prefer, and say so in the API.",
+            ),
+            {
+                "Arrivals are not random, they come in bursts. Better or worse?": "Worse: wait grows with the "
+                "variance of "
+                "arrivals. Regular arrivals halve it.",
+                "Does continuous batching change this?": "The server is faster while it is full, so the curve is "
+                "flatter, but it "
+                "still has a wall: the rate at which blocks and steps run out.",
+            },
+            "p99 is bad, so we need faster GPUs.",
+            "Perhaps; one more replica lowers the load from 85 % of two to 57 % of three, and the tail with it.",
+        ),
+    )
+
+
+@cache
+def bursts() -> Case:
+    """A burst, and replicas that take minutes to start."""
+    weights, disk = 2 * architecture("llama-3-70b").parameters, 2e9
+    load = weights / disk
+    start, arrivals, served = 60 + load, 40.0, 25.0
+    backlog = (arrivals - served) * start
+    numbers = {
+        "load": f"{load:.0f} s",
+        "start": f"{start:.0f} s",
+        "backlog": f"{backlog:,.0f}",
+        "drain": f"{backlog / (2 * served - arrivals):.0f} s",
+    }
+    return Case(
+        {
+            "load": Decision(
+                "seconds to read the weights of a 70B model in 16 bits at 2 GB/s",
+                load,
+                "s",
+                "141 GB / 2 GB/s.",
+                slips={0.5: "16 bits are 2 bytes per parameter."},
+                tolerance=0.1,
+            ),
+            "backlog": Decision(
+                "requests waiting when the second replica is ready: 40 per second arrive, one replica does 25, it "
+                "starts in "
+                "60 s plus the load",
+                backlog,
+                "",
+                f"(40 - 25) per second times {numbers['start']}.",
+                slips={40 / 15: "25 of the 40 are served meanwhile."},
+                tolerance=0.15,
+            ),
+        },
+        Problem(
+            "A burst and a cold start",
+            numbers,
+            (
+                "Reading the weights takes {load}, with scheduling and warm-up {start}. Meanwhile {backlog} "
+                "requests pile up, and "
+                "two replicas need another {drain} to drain them.",
+                "So scaling on GPU utilisation is too late. Scale on the queue's slope, keep one warm replica, and "
+                "stream weights "
+                "from a peer's memory rather than from storage.",
+                "Until then admission control decides: a bounded queue, short answers for low priority, and a clear "
+                "429 with a "
+                "time to come back, with jitter, or the retries make the next burst.",
+            ),
+            {
+                "What does a warm pool cost?": "One idle replica, always. Compare with the requests lost per burst "
+                "and their number per day."
+            },
+            "Autoscaling handles it.",
+            "It handles the next hour; the burst is over before the replica is up.",
+        ),
+    )
+
+
+@cache
+def blocked_by_a_prompt() -> Case:
+    """One long prompt between everybody's tokens."""
+    model, machine = architecture("llama-3-8b"), cluster("h100", 1)
+    whole = rank_serving(model, machine, 32000, 1)[0].ttft
+    chunk = rank_serving(model, machine, 2048, 1)[0].ttft
+    numbers = {
+        "whole": f"{whole:.1f} s",
+        "chunk": f"{chunk * 1e3:.0f} ms",
+        "chunks": str(math.ceil(32000 / 2048)),
+    }
+    return Case(
+        {
+            "stall": Decision(
+                "seconds that all other streams stand still while a 32,000-token prompt is computed whole (8B, one "
+                "H100)",
+                whole,
+                "s",
+                "2 FLOPs per parameter and token, and attention over 16,000 tokens in the mean.",
+                tolerance=0.4,
+            ),
+        },
+        Problem(
+            "Blocked by somebody else's prompt",
+            numbers,
+            (
+                "A step ends for all of its sequences together. A prompt of 32,000 tokens in one step stalls every "
+                "stream for "
+                "{whole}; in chunks of 2,048 tokens for {chunk} at a time, {chunks} times.",
+                "The prompt's own TTFT gets longer by the decode tokens that ride along. That trade is the token "
+                "budget of a step.",
+                "Show it in the metric that hurts: the longest gap between two tokens of a stream, not the mean TPOT.",
+            ),
+            {
+                "Or separate prefill and decode machines?": "Then decode never waits for a prompt; the price is "
+                "moving the cache, and "
+                "two pools to size."
+            },
+            "Give short requests priority.",
+            "Priority decides what enters a step; it does not interrupt one.",
+        ),
+    )
+
+
+@cache
+def does_speculation_pay() -> Case:
+    """Speculation: at one stream, and at a large batch."""
+    alpha, ratio, k = 0.7, 0.1, 4
+    alone = speculation.speedup(alpha, ratio, k)
+    device = cluster("h100", 1).device
+    ridge = roofline.ridge_point(device.flops * device.achievable, device.bandwidth)
+    full = speculation.speedup(alpha, ratio, k, verify=k + 1)
+    best = speculation.best_k(alpha, ratio)
+    numbers = {
+        "alone": f"{alone:.2f}",
+        "tokens": f"{speculation.tokens_per_pass(alpha, k):.2f}",
+        "ridge": f"{ridge:.0f}",
+        "full": f"{full:.2f}",
+        "best": str(best),
+        "batch": f"{ridge / (k + 1):.0f}",
+    }
+    return Case(
+        {
+            "alone": Decision(
+                "speedup of one stream: acceptance 0.7, K = 4, a draft token costs a tenth of a target pass",
+                alone,
+                "",
+                f"{numbers['tokens']} tokens per pass, which costs 1 + 4 · 0.1 passes.",
+                slips={
+                    1.4: "Drafting costs 0.4 of a pass: divide by 1.4.",
+                    3.8 / alone: "Tokens after a rejection are lost: the sum is geometric, not 1 + 4 · 0.7.",
+                },
+                tolerance=0.06,
+            ),
+            "ridge": Decision(
+                "sequences per step above which a 16-bit model is bound by arithmetic on an H100 (cache ignored)",
+                ridge,
+                "",
+                "FLOP/s over bytes/s: 2 FLOPs per weight and sequence against 2 bytes per weight.",
+                slips={1 / (ridge / 295): "That is with the peak; matrix products reach two thirds of it."},
+                tolerance=0.3,
+            ),
+        },
+        Problem(
+            "Does speculation pay?",
+            numbers,
+            (
+                "For one stream a pass gives {tokens} tokens and costs 1.4 passes: {alone} times faster. The best K "
+                "is {best}.",
+                "It works because checking five tokens costs as much as one while the pass is bound by reading "
+                "weights. That "
+                "ends near {ridge} tokens per step, {batch} sequences with five tokens each.",
+                "Beyond that every checked token costs its share: {full} of the plain speed, so a busy server gets "
+                "slower. Switch it "
+                "off by load, or shorten K.",
+            ),
+            {
+                "And temperature 1?": "Acceptance is 1 minus the distance of two distributions; it falls when the "
+                "target spreads out and "
+                "the draft does not spread in the same way."
+            },
+            "It makes decoding three times faster.",
+            "One stream, a good draft and predictable text; name the load before you name a factor.",
+        ),
+    )
+
+
+@cache
+def does_quantisation_pay() -> Case:
+    """4-bit weights at batch 1 and at batch 512."""
+    model, device = architecture("llama-3-8b"), cluster("h100", 1).device
+    weights, rate = 2 * model.parameters, device.matmul_rate(model.hidden_size)
+
+    def seconds(batch: int, size: float) -> float:
+        return max(weights * size / device.bandwidth, 2 * model.parameters * batch / rate)
+
+    one, many = (seconds(batch, 1.0) / seconds(batch, 4.5 / 16) for batch in (1, 512))
+    numbers = {"one": f"{one:.1f}", "many": f"{many:.1f}", "weights": shown(weights * 4.5 / 16, "B")}
+    return Case(
+        {
+            "one": Decision(
+                "speedup of decoding at batch 1 with 4.5-bit weights, cache ignored",
+                one,
+                "",
+                "Bytes per weight: 16 / 4.5 bits.",
+                slips={4.5 / 4: "The scales count: 4.5 bits per weight, not 4."},
+                tolerance=0.05,
+            ),
+        },
+        Problem(
+            "Does quantisation pay?",
+            numbers,
+            (
+                "At batch 1 a step reads the weights and little else: {one} times faster with 4.5 bits. At batch "
+                "512 arithmetic is the "
+                "limit and nothing is gained: {many}, before the cost of dequantising.",
+                "What stays at any batch is room: {weights} instead of 16 GB of weights, so more sequences fit, and "
+                "*that* is throughput.",
+                "For compute-bound work quantise activations too (8-bit matrix products), and measure the quality "
+                "on your task, not on "
+                "perplexity alone.",
+            ),
+            {
+                "Weights or cache first?": "Whichever takes more of the step: weights at small batches and short "
+                "contexts, the cache at large "
+                "ones."
+            },
+            "4 bits are 4 times faster.",
+            "At batch one, nearly; at the batch you serve, perhaps not at all.",
+        ),
+    )
+
+
+@cache
+def split_prefill_decode() -> Case:
+    """Prefill here, decode there."""
+    model, machine, prompt = architecture("llama-3-70b"), cluster("h100", 16), 2000
+    moved = prompt * model.kv_bytes()
+    per_card = machine.network * machine.link_efficiency
+    seconds = moved / (8 * per_card)
+    plan = next(p for p in rank_serving(model, cluster("h100", 8), prompt, 300) if p.tp == 8)
+    numbers = {
+        "moved": shown(moved, "B"),
+        "one": f"{moved / per_card * 1e3:.0f} ms",
+        "eight": f"{seconds * 1e3:.1f} ms",
+        "ttft": f"{plan.ttft * 1e3:.0f} ms",
+        "share": f"{seconds / plan.ttft:.0%}",
+    }
+    return Case(
+        {
+            "moved": Decision(
+                "bytes of cache that move per request: 2,000 tokens of a 70B model",
+                moved,
+                "B",
+                "2,000 · 0.33 MB.",
+                slips={8: "Only the 8 kv heads are kept, not all 64."},
+                tolerance=0.1,
+            ),
+        },
+        Problem(
+            "Split prefill and decode",
+            numbers,
+            (
+                "{moved} per request. Over one 50 GB/s card {one}, over the node's eight {eight}: {share} of a "
+                "prefill of {ttft}. So "
+                "the network is not the argument against it.",
+                "It pays where the two want different things: prefill large chunks and few of them, decode large "
+                "batches and a steady "
+                "TPOT. Then each pool is sized alone, by prompts and by answers.",
+                "It does not pay for short prompts, at small scale (a pool of one has no spare), or where prefixes "
+                "are mostly cached.",
+            ),
+            {
+                "How many of each?": "By work: prompts per second times prefill seconds, answers per second times "
+                "tokens times TPOT over the "
+                "batch. Then watch both queues and move machines."
+            },
+            "Always split, the big providers do.",
+            "They have pools of hundreds; with four machines a fixed split idles one of them.",
+        ),
+    )

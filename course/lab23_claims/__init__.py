@@ -1,0 +1,1 @@
+"""Lab 23: statements that are often heard, voted on and then run."""

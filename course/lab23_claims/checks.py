@@ -1,0 +1,52 @@
+"""Lab 23: refuting a claim takes one example, and the example has to be one."""
+
+from typing import Any
+
+from minillm.labkit.answers import answers_of
+from minillm.labkit.exercises import CheckFailed, exercise
+from minillm.labkit.receipts import Row, row
+
+ANSWERS = answers_of("23_claims")
+
+
+@exercise(
+    "counterexample",
+    minutes=10,
+    difficulty=2,
+    hints=(
+        "When is the mean of two means the mean of all? Break exactly that.",
+        "Give the ranks unequal numbers of tokens, and the losses so that the short shard differs.",
+        "tokens [12, 4] and losses [2.0, 4.0]: the whole mean is (24 + 16) / 16 = 2.5, the mean of means 3.0.",
+    ),
+)
+def check_counterexample(learner: Any) -> list[Row]:
+    found = learner()
+    if not (isinstance(found, tuple) and len(found) == 2 and all(isinstance(part, list) for part in found)):
+        raise CheckFailed(f"asked for are two lists, (tokens, losses); you returned {found!r:.80}.")
+    tokens, losses = found
+    if len(tokens) != len(losses) or len(tokens) < 2:
+        raise CheckFailed(
+            f"{len(tokens)} numbers of tokens and {len(losses)} losses: give as many of both, at least 2."
+        )
+    if any(not isinstance(count, int) or isinstance(count, bool) or count < 1 for count in tokens):
+        raise CheckFailed(f"{tokens} tokens: every rank has a whole number of at least 1.", evidence=tokens)
+    if any(not 0 < loss < 20 for loss in losses):
+        raise CheckFailed(f"losses {losses}: a mean loss in nats lies above 0 and below 20.", evidence=losses)
+    whole = sum(count * loss for count, loss in zip(tokens, losses, strict=True)) / sum(tokens)
+    means = sum(losses) / len(losses)
+    off = abs(means - whole) / whole
+    if len(set(tokens)) == 1:
+        raise CheckFailed("With equal shards the claim is right: no losses refute it.", evidence=found)
+    if len(set(losses)) == 1:
+        raise CheckFailed("With equal losses every mean is the same, whatever the shards.", evidence=found)
+    if off < 0.15:
+        raise CheckFailed(
+            f"here the mean of means is {means:.4g} and the whole mean {whole:.4g}: {off:.1%} apart, asked for are "
+            "15 %.",
+            evidence=[means, whole],
+        )
+    return [
+        row("loss of the whole batch", None, whole),
+        row("mean of the ranks' means", None, means),
+        row("at least 15 % apart", True, off >= 0.15),
+    ]

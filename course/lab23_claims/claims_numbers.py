@@ -1,0 +1,239 @@
+"""Statements about numbers that are often quoted for large models, and what decides them."""
+
+from course.lab23_claims.statement import claim, computed
+from minillm.labkit.receipts import Row, formula, row
+from minillm.parallel.pipeline_parallel.check import check
+from minillm.parallel.pipeline_parallel.schedules import SCHEDULES
+from minillm.parallel.pipeline_parallel.simulate import simulate
+from minillm.predict import comms, fully_shard, pipeline
+from minillm.predict.model import ADAM_MIXED
+from minillm.predict.planner.architectures import architecture
+from minillm.predict.planner.clusters import DEVICES
+
+ZERO = "Rajbhandari et al. 2020: https://arxiv.org/abs/1910.02054"
+MEGATRON = "Narayanan et al. 2021: https://arxiv.org/abs/2104.04473"
+FSDP = "Zhao et al. 2023: https://arxiv.org/abs/2304.11277"
+
+
+@claim(
+    "memory",
+    "With TP 8, PP 2 and ZeRO-3 over 4 replicas a 70B model holds 8.75 GB of weights per GPU.",
+    "false",
+    "140 / 8 / 2 = 8.75 GB is what ZeRO-1 and 2 hold; stage 3 divides by the replicas too.",
+    "stages 1 and 2",
+    ZERO,
+)
+def zero_three_keeps_eight_gigabytes() -> list[Row]:
+    own = 70e9 / 16
+    held = {stage: ADAM_MIXED.parameter * own / (4 if stage == 3 else 1) for stage in (1, 3)}
+    everything = {stage: ADAM_MIXED.per_rank(int(own), 4, stage) for stage in (1, 3)}
+    return [
+        computed("weights per GPU, stage 1", 8.75e9, held[1], "B"),
+        computed("weights per GPU, stage 3", 140e9 / 64, held[3], "B"),
+        formula("all states, stage 1", everything[1], "B"),
+        formula("    stage 3", everything[3], "B"),
+    ]
+
+
+@claim(
+    "data parallel",
+    "Data parallelism over 64 GPUs all-reduces 140 GB of gradients for a 70B model.",
+    "depends",
+    "Pure data parallelism would, but it cannot hold the model; with TP 8 and PP 2 a rank reduces a sixteenth.",
+    "replicas of the whole model",
+    MEGATRON,
+)
+def seventy_reduces_140() -> list[Row]:
+    whole, own = 140e9, 140e9 / 16
+    seconds = [2 * size * (n - 1) / n / 50e9 for size, n in ((whole, 64), (own, 4))]
+    return [
+        computed("bytes that a rank reduces in TP 8, PP 2, DP 4", 8.75e9, own, "B"),
+        computed("times less than pure data parallelism", 21.0, seconds[0] / seconds[1], tolerance=0.01),
+    ]
+
+
+@claim(
+    "decoding",
+    "A 70B model in 16 bits on an 80 GB card leaves 5 GB for the cache.",
+    "false",
+    "70 GB are its weights in 8 bits; in 16 bits they take 141 GB and do not fit.",
+    "8-bit weights, and then the 5 GB are for all requests together",
+    "Llama Team 2024: https://arxiv.org/abs/2407.21783",
+)
+def five_gigabytes_left() -> list[Row]:
+    model = architecture("llama-3-70b")
+    return [
+        computed("16-bit weights fit into 80 GB", False, 2 * model.parameters < 80e9),
+        computed("tokens in 5 GB, 8 kv heads", 15259, 5e9 // model.kv_bytes(), tolerance=1e-4),
+    ]
+
+
+@claim(
+    "decoding",
+    "One token of context takes about 1 MB.",
+    "depends",
+    "It is 2 · layers · kv heads · head_dim · bytes: from 0.13 MB (Llama 3 8B) to 0.82 (Llama 2 13B).",
+    "large models with multi-head attention",
+    "Touvron et al. 2023: https://arxiv.org/abs/2307.09288",
+)
+def one_megabyte_per_token() -> list[Row]:
+    expected = {"llama-3-8b": 131072, "llama-2-7b": 524288, "llama-2-13b": 819200, "llama-3-70b": 327680}
+    return [
+        computed(f"{name}: bytes per token", size, architecture(name).kv_bytes(), "B")
+        for name, size in expected.items()
+    ]
+
+
+@claim(
+    "pipeline",
+    "In 1F1B all stages can run their first backward in the same time slot.",
+    "false",
+    "Stage s needs the gradient that stage s + 1 has just computed: backwards start one after the other, from the "
+    "last.",
+    "never",
+    MEGATRON,
+)
+def backwards_start_together() -> list[Row]:
+    schedule = SCHEDULES["1f1b"](4, 8)
+    check(schedule)
+    found = simulate(schedule)
+    return [
+        row("slots of 4 stages and 8 microbatches, F = B = 1", 22.0, found.makespan / _slot(found), kind="simulated"),
+        formula("without any idle slot it would be", 16),
+    ]
+
+
+def _slot(found) -> float:
+    """Length of one forward, with forwards and backwards of one length."""
+    return found.makespan / (2 * (8 + 4 - 1))
+
+
+@claim(
+    "pipeline",
+    "Per device a pipeline sends O(N) bytes.",
+    "false",
+    "A stage in the middle sends one activation forward and one gradient back, however many stages there are.",
+    "the total over all stages does grow with N",
+    MEGATRON,
+)
+def pipeline_per_device_grows() -> list[Row]:
+    per_device = [pipeline.sent_bytes(n, 8, 16, 32, 2) / (n - 1) for n in (4, 16)]
+    return [computed("bytes per border with 16 stages / with 4", 1.0, per_device[1] / per_device[0])]
+
+
+@claim(
+    "pipeline",
+    "A pipeline of 8 stages over GPT-3's 32 sequences of 2,048 tokens moves 45 GB per step.",
+    "false",
+    "2 · 7 borders · 32 · 2,048 · 12,288 · 2 bytes are half of that; 45 is with 32-bit activations.",
+    "32-bit activations, or counting what is received too",
+    MEGATRON,
+)
+def pipeline_moves_45() -> list[Row]:
+    return [computed("bytes in 16 bits", 22.5e9, pipeline.sent_bytes(8, 32, 2048, 12288, 2), "B", tolerance=0.01)]
+
+
+@claim(
+    "ZeRO",
+    "FSDP needs about 100 collectives per step for a model of 96 layers.",
+    "false",
+    "Three per layer: two gathers and a reduce-scatter, and three for the rest.",
+    "without resharding after forward it is two per layer",
+    FSDP,
+)
+def hundred_collectives() -> list[Row]:
+    found = fully_shard.traffic([1000] * 96, 1000, 8)
+    return [computed("collectives per microbatch", 3 * 97, found.all_gathers + found.reduce_scatters)]
+
+
+@claim(
+    "ZeRO",
+    "In ZeRO-1 every rank contributes its shard of the gradient to an all-reduce.",
+    "false",
+    "It contributes the whole gradient to a reduce-scatter and keeps the sum of its own part.",
+    "never",
+    ZERO,
+)
+def shards_are_reduced() -> list[Row]:
+    whole, n = 8000, 8
+    sent = comms.ring_reduce_scatter(whole, 4, n).sent_per_rank[0]
+    shard = comms.ring_all_reduce(whole // n, 4, n).sent_per_rank[0]
+    return [
+        computed("bytes sent to reduce the gradient, in P", 7 / 8, sent / (4 * whole)),
+        computed("an all-reduce of shards would send as much", False, shard >= sent),
+    ]
+
+
+@claim(
+    "network",
+    "2P(N-1)/N is what a rank sends and receives together.",
+    "false",
+    "It is what a rank sends; as much is received.",
+    "never",
+    "Patarasuk and Yuan 2009: https://doi.org/10.1016/j.jpdc.2008.09.002",
+)
+def sent_and_received() -> list[Row]:
+    cost = comms.ring_all_reduce(4096, 4, 4)
+    return [computed("bytes on all links / ranks", 2 * 16384 * 3 / 4, cost.total_bytes / 4, "B")]
+
+
+@claim(
+    "network",
+    "350 GB of gradients cross InfiniBand in 3.5 seconds.",
+    "false",
+    "That takes 200 GB/s per GPU; a port carries 25 to 50.",
+    "eight ports that one rank can use alone",
+    "NVIDIA Quantum: https://www.nvidia.com/en-us/networking/quantum2/",
+)
+def gradients_in_three_seconds() -> list[Row]:
+    seconds = [2 * 350e9 / rate for rate in (25e9, 50e9)]
+    return [
+        computed("seconds at 50 GB/s", 14.0, seconds[1], "s"),
+        computed("3.5 s are possible at 50 GB/s", False, seconds[1] <= 3.5),
+        formula("seconds at 25 GB/s", seconds[0], "s"),
+    ]
+
+
+@claim(
+    "kernels",
+    "An A100 with 80 GB reads 1,555 GB/s.",
+    "false",
+    "1,555 GB/s is the 40 GB card; the 80 GB card reads 2,039.",
+    "the 40 GB card",
+    "NVIDIA's A100 data sheet: https://www.nvidia.com/en-us/data-center/a100/",
+)
+def a100_bandwidth() -> list[Row]:
+    return [
+        computed("80 GB card", 2.039e12, DEVICES["a100-80"].bandwidth, "B/s"),
+        computed("40 GB card", 1.555e12, DEVICES["a100-40"].bandwidth, "B/s"),
+    ]
+
+
+@claim(
+    "kernels",
+    "An A100 is 1.73 times a V100, which proves that LLMs are bound by bandwidth.",
+    "false",
+    "1.73 is the ratio of the two bandwidths itself; a conclusion needs a measured speedup.",
+    "if a measured speedup were 1.73 where arithmetic differs by 2.5",
+    "Williams et al. 2009: https://doi.org/10.1145/1498765.1498785",
+)
+def ratio_proves_bandwidth() -> list[Row]:
+    return [
+        computed("1,555 / 900 GB/s", 1.728, 1555 / 900, tolerance=1e-3),
+        computed("312 / 125 TFLOP/s", 2.5, 312 / 125, tolerance=0.01),
+    ]
+
+
+@claim(
+    "kernels",
+    "Fusing an addition and a ReLU is 1.67 times faster.",
+    "depends",
+    "5 tensors become 3 if both inputs are large; a bias that stays in cache makes it 4 to 2, twice as fast.",
+    "inputs of equal size",
+    "Williams et al. 2009: https://doi.org/10.1145/1498765.1498785",
+)
+def fusion_five_thirds() -> list[Row]:
+    n, small = 10**6, 10**3
+    both = (2 * n + n + n + n) / (2 * n + n)
+    bias = (n + small + n + n + n) / (n + small + n)
+    return [computed("equal sizes", 5 / 3, both), computed("with a bias in cache", 2.0, bias, tolerance=0.01)]

@@ -1,0 +1,161 @@
+"""Statements about code that is often copied, and what happens when it runs."""
+
+import functools
+import warnings
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from course.lab23_claims.statement import claim, computed
+from minillm.comm import launch
+from minillm.labkit.receipts import Row, row
+
+TORCH_FSDP = "torch.distributed.fsdp: https://docs.pytorch.org/docs/stable/fsdp.html"
+TORCH_CHECKPOINT = "torch.utils.checkpoint: https://docs.pytorch.org/docs/stable/checkpoint.html"
+TORCH_AMP = "torch.amp: https://docs.pytorch.org/docs/stable/amp.html"
+
+
+@claim(
+    "code",
+    "FSDP(model, auto_wrap_policy=transformer_auto_wrap_policy) wraps every block.",
+    "false",
+    "The policy needs the block's class: bind it with functools.partial, or call fully_shard on each block.",
+    "with functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})",
+    TORCH_FSDP,
+)
+def a_policy_without_a_class() -> list[Row]:
+    from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+    def works(policy) -> bool:
+        try:
+            return bool(policy(module=nn.Linear(2, 2), recurse=False, nonwrapped_numel=6))
+        except TypeError:
+            return False
+
+    bound = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Linear})
+    return [
+        row("without the class it runs", False, works(transformer_auto_wrap_policy)),
+        row("bound", True, works(bound)),
+    ]
+
+
+@claim(
+    "code",
+    "Ranks that build the model without a seed may shard it at once.",
+    "false",
+    "Each shard then comes from another random model: the whole is one that nobody initialised.",
+    "if weights are loaded, or broadcast from rank 0, afterwards",
+    TORCH_FSDP,
+)
+def shards_of_different_models() -> list[Row]:
+    found = launch(_shards, 2)
+    return [row("the second half equals rank 0's model", False, found[0]), row("after a broadcast", True, found[1])]
+
+
+def _shards(group) -> bool:
+    """Whether rank 1's shard is that of rank 0's model; what rank 1 says is after a broadcast."""
+    torch.manual_seed(group.rank)  # as without a seed: every rank another
+    own = torch.randn(8)
+    first = group.broadcast(own.clone(), root=0)
+    pieces = group.all_gather(own.chunk(2)[group.rank].clone())
+    broadcast = group.all_gather(first.chunk(2)[group.rank].clone())
+    return torch.equal(pieces.reshape(-1), first) if group.rank == 0 else torch.equal(broadcast.reshape(-1), first)
+
+
+@claim(
+    "code",
+    "checkpoint(block, x) works for any input.",
+    "false",
+    "The reentrant form gives no gradients if x needs none, as the first block's input does.",
+    "use_reentrant=False",
+    TORCH_CHECKPOINT,
+)
+def reentrant_checkpoint() -> list[Row]:
+    def has_gradient(reentrant: bool) -> bool:
+        torch.manual_seed(0)
+        layer = nn.Linear(4, 4)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            out = checkpoint(layer, torch.randn(2, 4), use_reentrant=reentrant)
+        try:
+            out.sum().backward()
+        except RuntimeError:
+            return False
+        return layer.weight.grad is not None
+
+    return [
+        row("reentrant: gradients", False, has_gradient(True)),
+        row("use_reentrant=False", True, has_gradient(False)),
+    ]
+
+
+@claim(
+    "code",
+    "torch's GradScaler works unchanged on sharded gradients.",
+    "false",
+    "Each rank looks at its own shard: one skips the step, another takes it, and the weights drift apart.",
+    "if the ranks agree on what was found, as a sharded scaler does",
+    TORCH_AMP,
+)
+def a_scaler_per_rank() -> list[Row]:
+    alone, agreed = zip(*launch(_overflow_on_rank_1, 2), strict=True)
+    return [
+        row("ranks that step after an overflow on one of 2", [True, False], list(alone)),
+        row("if they agree", [False, False], list(agreed)),
+    ]
+
+
+def _overflow_on_rank_1(group) -> tuple[bool, bool]:
+    shard = torch.tensor([1.0, float("inf") if group.rank == 1 else 2.0])
+    fine = bool(torch.isfinite(shard).all())
+    everywhere = group.all_reduce(torch.tensor([float(not fine)])).item() == 0
+    return fine, everywhere
+
+
+@claim(
+    "code",
+    "Loading a checkpoint with map_location='meta' on all ranks but 0 saves memory, and the rest follows.",
+    "false",
+    "Meta tensors have no data: copying from them fails, and rank 0 waits for the others.",
+    "if the weights are broadcast before anything reads them",
+    "torch.nn.Module.load_state_dict: https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html",
+)
+def loading_to_meta() -> list[Row]:
+    state = {name: tensor.to("meta") for name, tensor in nn.Linear(2, 2).state_dict().items()}
+    model = nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.load_state_dict(state)
+        loaded = not torch.equal(before, model.weight)
+    except (RuntimeError, NotImplementedError):
+        loaded = False
+    return [row("weights arrived from meta tensors", False, loaded)]
+
+
+@claim(
+    "tensor parallel",
+    "Megatron's sequence parallelism uses an all-gather or an all-reduce.",
+    "false",
+    "An all-gather before each region and a reduce-scatter after it; an all-reduce would be twice as much.",
+    "tensor parallelism without it uses all-reduces",
+    "Korthikanti et al. 2022: https://arxiv.org/abs/2205.05198",
+)
+def sequence_uses_all_reduce() -> list[Row]:
+    from minillm.model import ModelConfig
+    from minillm.predict import tensor
+
+    shape = ModelConfig(256, 64, 192, 4, 4)
+    calls = tensor.count(
+        [c for c in tensor.microbatch(shape, 2, 32, sequence=True, regather=False) if c.part == "layers"]
+    )
+    return [
+        computed("all-reduces in the layers", 0, calls["all_reduce"]),
+        computed(
+            "all-gathers and reduce-scatters, 4 layers, both passes",
+            [16, 16],
+            [calls["all_gather"], calls["reduce_scatter"]],
+        ),
+    ]

@@ -1,0 +1,89 @@
+"""Lab 23's claims: every statement's rows decide as the table says."""
+
+from collections.abc import Mapping
+from functools import cache
+
+from course.lab23_claims import claims_model_parallel, claims_numbers, claims_serving, claims_tools, claims_training
+from course.lab23_claims.statement import STATEMENTS, VERDICTS
+from minillm.labkit.receipts import Receipt, receipt
+
+REGISTERED = (
+    claims_training,
+    claims_model_parallel,
+    claims_serving,
+    claims_numbers,
+    claims_tools,
+)  # importing them fills STATEMENTS
+
+
+@cache
+def _ran(key: str) -> Receipt:
+    return receipt("", STATEMENTS[key].run())
+
+
+class Ballot:
+    """The statements of some topics with the reader's votes, each run and decided."""
+
+    def __init__(self, votes: Mapping[str, str]):
+        unknown = [f"{key}: {vote}" for key, vote in votes.items() if key not in STATEMENTS or vote not in VERDICTS]
+        if unknown:
+            raise ValueError(f"vote {', '.join(VERDICTS)} on the statements' names; not {'; '.join(unknown)}.")
+        self.votes = dict(votes)
+
+    @property
+    def right(self) -> int:
+        return sum(STATEMENTS[key].verdict == vote for key, vote in self.votes.items())
+
+    def __repr__(self) -> str:
+        lines = []
+        for key, vote in self.votes.items():
+            its = STATEMENTS[key]
+            lines += [
+                f"“{its.text}”",
+                f"    you: {vote}; it is {its.verdict}. {its.because} It flips: {its.flips}. {its.source}",
+                *(f"    {line}" for line in str(_ran(key)).splitlines()),
+                "",
+            ]
+        return "\n".join([*lines, f"{self.right} of {len(self.votes)} right"])
+
+    def _repr_markdown_(self) -> str:
+        parts = []
+        for key, vote in self.votes.items():
+            its = STATEMENTS[key]
+            mark = "✓" if vote == its.verdict else "✗"
+            name, _, link = its.source.rpartition(": ")
+            parts.append(
+                f"**“{its.text}”** {mark} You voted *{vote}*; it is **{its.verdict}**. {its.because} "
+                f"*When it flips:* {its.flips}. [{name}]({link})\n\n{_ran(key)._repr_html_()}"
+            )
+        return "\n\n".join([*parts, f"**{self.right} of {len(self.votes)} right.**"])
+
+
+def statements(*topics: str) -> "Listing":
+    return Listing([key for key, its in STATEMENTS.items() if its.topic in topics])
+
+
+class Listing:
+    """Statements with their names, to vote on."""
+
+    def __init__(self, keys: list[str]):
+        self.keys = keys
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{key}: {STATEMENTS[key].text}" for key in self.keys)
+
+    def _repr_markdown_(self) -> str:
+        return "\n".join(f"- `{key}`: *“{STATEMENTS[key].text}”*" for key in self.keys)
+
+
+def decide(votes: Mapping[str, str]) -> Ballot:
+    """Run and decide what was voted on."""
+    return Ballot(votes)
+
+
+def every_statement() -> Receipt:
+    """The rows of all statements."""
+    return receipt("common claims", [row for key in STATEMENTS for row in _ran(key).rows])
+
+
+CLAIMS = (every_statement,)

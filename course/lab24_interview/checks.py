@@ -1,0 +1,134 @@
+"""Lab 24's own whiteboard tasks; the others belong to the labs that teach them."""
+
+import random
+from typing import Any
+
+import torch
+
+from minillm.labkit.answers import answers_of
+from minillm.labkit.exercises import CheckFailed, exercise
+from minillm.labkit.receipts import Row, row
+
+ANSWERS = answers_of("24_interview")
+
+
+@exercise(
+    "token-bucket",
+    minutes=10,
+    difficulty=2,
+    hints=(
+        "What is in the bucket at a request's time, if it was that full at the last one?",
+        "Refill first: min(capacity, level + elapsed · rate). Then admit if the cost fits, and only then take it out.",
+        "level, last = capacity, first time; for each: level = min(capacity, level + (t - last) * rate); last = t; "
+        "ok = cost "
+        "<= level; level -= cost if ok.",
+    ),
+)
+def check_token_bucket(learner: Any) -> list[Row]:
+    rows = []
+    for _ in range(3):
+        rate, capacity = random.randint(2, 20), random.randint(20, 80)
+        times, now = [], 0.0
+        for _ in range(60):
+            now += random.choice((0.0, 0.25, 0.5, 4.0))
+            times.append(now)
+        costs = [random.randint(1, capacity + 5) if random.random() < 0.3 else random.randint(1, 12) for _ in times]
+        expected, spent = [], []  # what was admitted, as (time, cost): the level is rebuilt from it each time
+        for time, cost in zip(times, costs, strict=True):
+            level, last = float(capacity), times[0]
+            for at, taken in spent:
+                level, last = min(capacity, level + (at - last) * rate) - taken, at
+            expected.append(cost <= min(capacity, level + (time - last) * rate))
+            spent += [(time, cost)] if expected[-1] else []
+        found = learner(list(zip(times, costs, strict=True)), rate, capacity)
+        name = f"{rate} tokens/s, {capacity} at most, {len(times)} requests: admitted"
+        if not isinstance(found, list) or len(found) != len(times):
+            raise CheckFailed(
+                f"asked for is a list of {len(times)} answers, True or False; you returned {found!r:.60}."
+            )
+        off = next((i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if bool(a) != b), None)
+        if off is not None:
+            raise CheckFailed(
+                f"request {off} (at {times[off]:g} s, cost {costs[off]}): you say {bool(found[off])}, it must be "
+                f"{expected[off]}.",
+                rows,
+                evidence=[bool(each) for each in found],
+            )
+        rows.append(row(name, sum(expected), sum(map(bool, found))))
+    return rows
+
+
+@exercise(
+    "merge-softmax",
+    minutes=10,
+    difficulty=3,
+    hints=(
+        "Each part is normalised by its own sum of exponentials. What is that sum, if its logarithm is known?",
+        "The joint sum is exp(lse_a) + exp(lse_b). Each output counts with its own sum over the joint one; subtract "
+        "the "
+        "larger before you take exponentials.",
+        "lse = torch.logaddexp(lse_a, lse_b); out = out_a * (lse_a - lse).exp()[..., None] + out_b * (lse_b - "
+        "lse).exp()[..., None]",
+    ),
+)
+def check_merge(learner: Any) -> list[Row]:
+    rows = []
+    for scale in (1.0, 60.0, 400.0):
+        heads, queries, d = random.randint(1, 4), random.randint(1, 6), random.choice((2, 8))
+        q, k, v = (
+            torch.randn(heads, n, d, dtype=torch.float64) * (scale if n != queries else 1.0) for n in (queries, 9, 9)
+        )
+        v = v / scale
+        cut = random.randint(1, 8)
+        parts = []
+        for part in (slice(None, cut), slice(cut, None)):
+            scores = q @ k[:, part].mT
+            parts.append((torch.softmax(scores, -1) @ v[:, part], torch.logsumexp(scores, -1)))
+        scores = q @ k.mT
+        whole, lse = torch.softmax(scores, -1) @ v, torch.logsumexp(scores, -1)
+        found = learner(*parts[0], *parts[1])
+        if not (isinstance(found, tuple) and len(found) == 2):
+            raise CheckFailed(f"asked for are two tensors, (output, lse); you returned {type(found).__name__}.", rows)
+        for what, ours, theirs in (("output", whole, found[0]), ("lse", lse, found[1])):
+            if theirs.shape != ours.shape or not torch.allclose(theirs, ours, rtol=1e-9, atol=1e-9):
+                raise CheckFailed(
+                    f"with scores up to {scores.abs().max():.0f} your {what} is not that of one softmax over all keys.",
+                    rows,
+                    evidence=found[0] if what == "output" else found[1],
+                )
+        error = float((found[0] - whole).abs().max())
+        rows.append(row(f"scores up to {scores.abs().max():.0f}: equal to one softmax", True, error < 1e-9))
+    return rows
+
+
+@exercise(
+    "dispatch-order",
+    minutes=15,
+    difficulty=3,
+    hints=(
+        "An all-to-all sends contiguous parts. In which order must the copies of the tokens stand?",
+        "Flatten the (token, choice) pairs, sort them by expert without changing the order within one, and count "
+        "per rank.",
+        "flat = experts.reshape(-1); order = flat.argsort(stable=True); counts = bincount(flat // experts_per_rank, "
+        "minlength=ranks); return order, counts.tolist()",
+    ),
+)
+def check_dispatch(learner: Any) -> list[Row]:
+    rows = []
+    for ranks, each, tokens, k in ((2, 2, 5, 1), (4, 2, 12, 2), (3, 4, 1, 3), (4, 1, 0, 2)):
+        chosen = [random.sample(range(ranks * each), k) if k <= ranks * each else [] for _ in range(tokens)]
+        experts = torch.tensor(chosen, dtype=torch.int64).reshape(tokens, k)
+        pairs = sorted((expert, place) for place, expert in enumerate(experts.reshape(-1).tolist()))
+        expected = [place for _, place in pairs]
+        counts = [sum(expert // each == rank for expert, _ in pairs) for rank in range(ranks)]
+        found = learner(experts, ranks, each)
+        name = f"{tokens} tokens, top {k} of {ranks * each} experts on {ranks} ranks"
+        if not (isinstance(found, tuple) and len(found) == 2):
+            raise CheckFailed(f"asked for are (order, counts); you returned {type(found).__name__}.", rows)
+        order, sent = torch.as_tensor(found[0]).tolist(), [int(count) for count in found[1]]
+        if sent != counts:
+            raise CheckFailed(f"{name}: you send {sent} rows to the ranks; it must be {counts}.", rows, evidence=sent)
+        if order != expected:
+            raise CheckFailed(f"{name}: your order is {order}, it must be {expected}.", rows, evidence=order)
+        rows.append(row(f"{name}: rows sent", sum(counts), sum(sent)))
+    return rows

@@ -1,0 +1,87 @@
+"""The cards: questions as they are asked, short answers whose numbers are computed, and what is asked next.
+
+cards/TOPIC.toml holds them in one readable format. An answer is a template: what stands in {{ ... }} is computed from
+`numbers.py` when the card is shown, so that no card can drift from the course's formulas.
+"""
+
+import difflib
+import hashlib
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from jinja2 import StrictUndefined
+from jinja2.sandbox import SandboxedEnvironment
+
+from course.lab24_interview.numbers import NUMBERS
+
+FOLDER = Path(__file__).parent / "cards"
+LEVELS = ("junior", "senior", "staff")
+
+
+@dataclass(frozen=True)
+class Card:
+    """proof: the lab or the formula that proves the answer."""
+
+    topic: str
+    level: str
+    question: str
+    template: str
+    follow_ups: tuple[str, ...]
+    proof: str
+
+    @property
+    def key(self) -> str:
+        """Stays the same while the question does."""
+        return hashlib.sha256(self.question.encode()).hexdigest()[:12]
+
+    @property
+    def answer(self) -> str:
+        """With its numbers computed."""
+        return _environment().from_string(self.template).render()
+
+    def __str__(self) -> str:
+        follow = "\n".join(f"    asked next: {each}" for each in self.follow_ups)
+        return f"{self.answer}\n{follow}\n    proven by: {self.proof}"
+
+
+@cache
+def deck() -> tuple[Card, ...]:
+    """All cards, topic by topic. ValueError for a card that is not whole."""
+    found = []
+    for path in sorted(FOLDER.glob("*.toml")):
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        found += [_card(path.name, content["topic"], entry) for entry in content["card"]]
+    return tuple(found)
+
+
+def topics() -> list[str]:
+    return list(dict.fromkeys(card.topic for card in deck()))
+
+
+def of_topic(topic: str) -> list[Card]:
+    """Cards of a topic, named whole or in part; all of them for "". ValueError names what there is."""
+    if not topic:
+        return list(deck())
+    known = topics()
+    asked = topic.lower()
+    matching = [name for name in known if asked == name.lower()] or [name for name in known if asked in name.lower()]
+    if not matching:
+        near = difflib.get_close_matches(asked, known, n=3, cutoff=0.3) or known
+        raise ValueError(f"no topic {topic!r}: choose from {', '.join(near)}.")
+    return [card for card in deck() if card.topic in matching]
+
+
+def _card(file: str, topic: str, entry: dict) -> Card:
+    missing = {"q", "a", "level", "follow", "proof"} - set(entry)
+    if missing or entry["level"] not in LEVELS:
+        raise ValueError(f"a card of {file} lacks {', '.join(sorted(missing)) or 'a level that exists'}: {entry}")
+    return Card(topic, entry["level"], entry["q"], entry["a"], tuple(entry["follow"]), entry["proof"])
+
+
+@cache
+def _environment() -> SandboxedEnvironment:
+    environment = SandboxedEnvironment(undefined=StrictUndefined)
+    environment.globals.update(NUMBERS)
+    return environment

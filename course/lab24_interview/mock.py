@@ -1,0 +1,214 @@
+"""A mock interview: items drawn for a topic and a time, asked one by one, kept so that an interruption loses nothing.
+
+    whiteboard task    one, if there are 20 minutes or more: written into a file, run by the lab's hidden check
+    numeric drills     a number under the clock, judged with a tolerance, mistakes of units named
+    cards              a question, your answer aloud, then the model answer; you grade yourself
+
+Cards come back by the FSRS scheduler (Ye et al. 2022, https://doi.org/10.1145/3534678.3539081) through the `fsrs`
+library: those that are due first, then new ones. State lies in the progress file, in the section "interview".
+"""
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fsrs import Card as Memory
+from fsrs import Rating, Scheduler
+
+from course.lab24_interview import deck, drills, tasks
+from course.shared.decisions import judge
+from minillm.labkit import progress
+
+SECTION = "interview"
+MINUTES = {"drill": 2, "card": 2}
+GRADES = {"1": Rating.Again, "2": Rating.Hard, "3": Rating.Good, "4": Rating.Easy}
+GRADE_HELP = "1 did not know, 2 with gaps, 3 well, 4 at once"
+
+
+class Stop(Exception):
+    """The candidate ends the session; everything so far is kept."""
+
+
+@dataclass
+class Session:
+    """items: (kind, name) in the order asked; done: (kind, name, outcome) of those answered; used_s: seconds so far."""
+
+    seed: int
+    topic: str
+    minutes: int
+    items: list[list[str]]
+    done: list[list[str]] = field(default_factory=list)
+    used_s: float = 0.0
+
+    @property
+    def open(self) -> list[list[str]]:
+        return self.items[len(self.done) :]
+
+    def save(self) -> None:
+        progress.keep(SECTION, progress.section(SECTION) | {"session": self.__dict__})
+
+
+def start(topic: str = "", minutes: int = 45, seed: int | None = None) -> Session:
+    """A new session. ValueError for a topic that there is not, or too little time."""
+    if minutes < 4:
+        raise ValueError(f"--minutes {minutes}: a session needs at least 4.")
+    seed = random.SystemRandom().randrange(10**6) if seed is None else seed
+    draw, cards = random.Random(seed), deck.of_topic(topic)
+    its_topics = {card.topic for card in cards}
+    items: list[list[str]] = []
+    if minutes >= 20:
+        known = [name for each in its_topics for name in tasks.of_topic(each)] if topic else tasks.of_topic("")
+        chosen = draw.choice(sorted(set(known)))
+        items.append(["task", chosen])
+        minutes_left = minutes - tasks.task(chosen).minutes
+    else:
+        minutes_left = minutes
+    kinds = sorted({name for each in its_topics for name in drills.TOPICS.get(each, tuple(drills.DRILLS))})
+    waiting = by_due(cards, draw)
+    while minutes_left >= MINUTES["card"] and waiting:
+        kind = "drill" if len(items) % 3 == 1 else "card"
+        name = f"{draw.choice(kinds)}:{draw.randrange(10**6)}" if kind == "drill" else waiting.pop(0).key
+        items.append([kind, name])
+        minutes_left -= MINUTES[kind]
+    session = Session(seed, topic, minutes, items)
+    session.save()
+    return session
+
+
+def resume() -> Session | None:
+    """The session that was interrupted, if there is one with something open."""
+    stored = progress.section(SECTION).get("session")
+    try:
+        session = Session(**stored)
+        known = {card.key for card in deck.deck()}
+        whole = all(kind != "card" or name in known for kind, name in session.items)
+        return session if whole and session.open else None
+    except (TypeError, ValueError):
+        return None
+
+
+def by_due(cards: list[deck.Card], draw: random.Random) -> list[deck.Card]:
+    """Cards that are due, the longest first; then new ones in random order; then the rest by when they are due."""
+    now, kept = datetime.now(UTC), memories()
+    new = [card for card in cards if card.key not in kept]
+    draw.shuffle(new)
+    old = sorted((card for card in cards if card.key in kept), key=lambda card: kept[card.key].due)
+    return [c for c in old if kept[c.key].due <= now] + new + [c for c in old if kept[c.key].due > now]
+
+
+def memories() -> dict[str, Memory]:
+    """The scheduler's record of each card that was graded; a damaged record counts as none."""
+    found = {}
+    for key, record in (progress.section(SECTION).get("cards") or {}).items():
+        try:
+            found[key] = Memory.from_dict(record)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            continue
+    return found
+
+
+def grade(key: str, rating: Rating) -> datetime:
+    """Record how well a card went; returns when it comes back."""
+    memory = memories().get(key, Memory())
+    memory, _ = Scheduler(enable_fuzzing=False).review_card(memory, rating)
+    section = progress.section(SECTION)
+    progress.keep(SECTION, section | {"cards": (section.get("cards") or {}) | {key: memory.to_dict()}})
+    return memory.due
+
+
+def due(now: datetime | None = None) -> dict[str, tuple[int, int, float]]:
+    """By topic: cards seen, cards due, and the mean difficulty (1 to 10) that the scheduler gives them."""
+    now, kept, found = now or datetime.now(UTC), memories(), {}
+    for topic in deck.topics():
+        seen = [kept[card.key] for card in deck.of_topic(topic) if card.topic == topic and card.key in kept]
+        hard = [memory.difficulty or 0.0 for memory in seen]
+        late = sum(memory.due <= now for memory in seen)
+        found[topic] = (len(seen), late, sum(hard) / len(hard) if hard else 0.0)
+    return found
+
+
+def run(
+    session: Session, ask: Callable[[str], str], say: Callable[[str], None], folder: Path = Path("whiteboard")
+) -> Session:
+    """Ask what is open. `ask` returns a line, and raises EOFError or KeyboardInterrupt if the candidate leaves."""
+    total = len(session.items)
+    while session.open:
+        kind, name = session.open[0]
+        begun = time.monotonic()
+        left = session.minutes - session.used_s / 60
+        say(f"\n[{len(session.done) + 1} of {total}, {max(0, left):.0f} minutes left]")
+        try:
+            outcome = _ASKED[kind](name, ask, say, folder)
+        except (EOFError, KeyboardInterrupt, Stop):
+            session.used_s += time.monotonic() - begun
+            session.save()
+            say("\nStopped. Everything so far is kept; the same command goes on from here.")
+            return session
+        session.used_s += time.monotonic() - begun
+        session.done.append([kind, name, outcome])
+        session.save()
+    say(summary(session))
+    return session
+
+
+def summary(session: Session) -> str:
+    """What went well, by kind."""
+    lines = [f"\nDone in {session.used_s / 60:.0f} of {session.minutes} minutes."]
+    for kind in ("task", "drill", "card"):
+        outcomes = [outcome for its, _, outcome in session.done if its == kind]
+        if outcomes:
+            good = sum(outcome in ("right", "passed", "3", "4") for outcome in outcomes)
+            lines.append(f"  {kind}s: {good} of {len(outcomes)} well")
+    return "\n".join(lines)
+
+
+def _task(name: str, ask: Callable[[str], str], say: Callable[[str], None], folder: Path) -> str:
+    made = tasks.task(name)
+    path = tasks.write(folder, made)
+    say(f"Whiteboard, {made.minutes} minutes: {name}. Write your answer into {path}.")
+    while True:
+        reply = _line(ask, "Enter runs the check, s skips: ")
+        if reply == "s":
+            return "skipped"
+        try:
+            result = made.judge(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            say(f"{path} cannot be read ({error}): write it again, or s skips.")
+            continue
+        say(result.said if result.passed else f"Not yet: {result.said}")
+        if result.passed:
+            return "passed"
+
+
+def _drill(name: str, ask: Callable[[str], str], say: Callable[[str], None], folder: Path) -> str:
+    kind, seed = name.split(":")
+    decision = drills.DRILLS[kind](random.Random(int(seed)))
+    say(f"{decision.question} (unit: {decision.unit or 'none'})")
+    verdict = judge(decision, _line(ask, "Your number: "))
+    say(f"{verdict.sentence} {decision.because}")
+    return verdict.kind
+
+
+def _card(name: str, ask: Callable[[str], str], say: Callable[[str], None], folder: Path) -> str:
+    card = next(card for card in deck.deck() if card.key == name)
+    say(f"({card.topic}, {card.level}) {card.question}")
+    _line(ask, "Answer aloud, then press Enter: ")
+    say(str(card))
+    while (reply := _line(ask, f"Grade yourself ({GRADE_HELP}): ")) not in GRADES:
+        say(f"{reply!r} is no grade: {GRADE_HELP}; q leaves.")
+    say(f"It comes back on {grade(name, GRADES[reply]):%Y-%m-%d}.")
+    return reply
+
+
+def _line(ask: Callable[[str], str], prompt: str) -> str:
+    reply = ask(prompt).strip().lower()
+    if reply in ("q", "quit"):
+        raise Stop
+    return reply
+
+
+_ASKED: dict[str, Callable[..., Any]] = {"task": _task, "drill": _drill, "card": _card}

@@ -1,0 +1,99 @@
+"""The numbers of the cards: what {{ ... }} in an answer may call. Everything comes from `minillm.predict`."""
+
+import math
+from typing import Any
+
+from minillm.predict import comms, faults, pipeline, queueing, roofline, speculation
+from minillm.predict.model import ADAM_MIXED_FP32_GRADIENTS as STATE
+from minillm.predict.planner import published
+from minillm.predict.planner.architectures import architecture
+from minillm.predict.planner.clusters import DEVICES, Device
+
+
+def n(value: float, digits: int = 0) -> str:
+    """A number with that many significant digits; 0: rounded to a whole one if it is large."""
+    if digits:
+        value = float(f"{value:.{digits}g}")
+    return f"{value:,.0f}" if digits == 0 or value == int(value) else f"{value:,.6g}"
+
+
+def si(value: float) -> str:
+    """Three digits with a decimal prefix, for a unit that follows: 989 T, 3.35 T, 450 G."""
+    power = min(8, max(0, int(math.log10(abs(value)) // 3))) if value else 0
+    return f"{value / 1000**power:.3g} {'kMGTPEZY'[power - 1] if power else ''}"
+
+
+def data(value: float) -> str:
+    return f"{si(value)}B"
+
+
+def pct(share: float) -> str:
+    return f"{100 * share:.3g} %" if share < 0.1 else f"{100 * share:.0f} %"
+
+
+def dev(name: str) -> Device:
+    return DEVICES[name]
+
+
+def ridge(name: str) -> float:
+    return roofline.ridge_point(dev(name).flops, dev(name).bandwidth)
+
+
+def ring(num_bytes: float, ranks: int) -> float:
+    """Bytes each rank sends in a ring all-reduce."""
+    return comms.ring_all_reduce(int(num_bytes), 1, ranks).sent_per_rank[0]
+
+
+def crossover(ranks: int, latency: float, bandwidth: float) -> float:
+    return comms.crossover_bytes(comms.ring_all_reduce, comms.tree_all_reduce, ranks, latency, bandwidth)
+
+
+def equal_context(name: str) -> float:
+    """Sequence length at which causal attention takes as many FLOPs as the weights."""
+    model = architecture(name)
+    return 2 * 2 * model.active_layer / model.attention_flops(1)
+
+
+def harmonic(count: int) -> float:
+    """The expected maximum of so many exponential lengths, in means."""
+    return sum(1 / each for each in range(1, count + 1))
+
+
+def run_named(start: str) -> published.Comparison:
+    return published.compare(next(run for run in published.RUNS if run.name.startswith(start)))
+
+
+NUMBERS: dict[str, Any] = {
+    "abs": abs,
+    "n": n,
+    "si": si,
+    "data": data,
+    "pct": pct,
+    "dev": dev,
+    "ridge": ridge,
+    "ring": ring,
+    "crossover": crossover,
+    "equal_context": equal_context,
+    "harmonic": harmonic,
+    "published": run_named,
+    "STATE": STATE,
+    "P": lambda name: architecture(name).parameters,
+    "active": lambda name: architecture(name).active_parameters,
+    "kv": lambda name: architecture(name).kv_bytes(),
+    "zero": lambda parameters, ranks, stage: STATE.per_rank(int(parameters), ranks, stage),
+    "intensity": roofline.matmul_intensity,
+    "idle": pipeline.idle_share,
+    "microbatches": pipeline.microbatches_needed,
+    "inflight": lambda stages, chunks: (
+        pipeline.in_flight_interleaved(stages, chunks, 1000) if chunks > 1 else pipeline.in_flight_1f1b(stages, 0, 1000)
+    ),
+    "uneven": lambda times, m: pipeline.uneven_makespan([t / 3 for t in times], [2 * t / 3 for t in times], m),
+    "young": faults.young_interval,
+    "waste": lambda save, restart, mtbf: faults.wasted_share(faults.young_interval(save, mtbf), save, restart, mtbf),
+    "mean_wait": lambda load: queueing.mean_wait(load, 1.0),
+    "tail": lambda load, share: queueing.wait_quantile(load, 1.0, share),
+    "per_pass": speculation.tokens_per_pass,
+    "spec": speculation.speedup,
+    "spec_full": lambda alpha, c, k: speculation.speedup(alpha, c, k, verify=k + 1),
+    "best_k": speculation.best_k,
+}

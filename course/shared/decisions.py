@@ -1,0 +1,148 @@
+"""Decisions of a design interview: the reader commits to a number, and is told how it relates to the computed one.
+
+    decide(STATES, 700e9)
+
+A number within the tolerance passes. One that is off by a factor with a known cause is told the cause: bits for bytes,
+one GPU for all, one pass for three, thousands. Everything else is told which way it is off, and how it is computed.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from minillm.labkit.card import Card
+from minillm.labkit.receipts import Receipt, format_value, formula, receipt
+
+NEAR = 0.06  # a factor is recognised if the number is this close to it
+
+
+@dataclass(frozen=True)
+class Decision:
+    """question: what is asked, with its unit. value: computed, never typed. because: how, with the numbers in it.
+
+    tolerance: relative. slips: factors (guess / value) that a known mistake gives, with the sentence that says so.
+    gpus: how many share the quantity, if confusing one with all is possible.
+    """
+
+    question: str
+    value: float
+    unit: str
+    because: str
+    tolerance: float = 0.15
+    slips: Mapping[float, str] = field(default_factory=dict)
+    gpus: int = 1
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """kind: right, slip (a known mistake), far (no known cause) or no number."""
+
+    kind: str
+    sentence: str
+
+
+def judge(decision: Decision, guess: object) -> Verdict:
+    """What to say about the reader's number."""
+    try:
+        number = float(guess)
+    except (TypeError, ValueError):
+        return Verdict("no number", f"{guess!r} is no number: write it without its unit, such as 1.2e9.")
+    if not math.isfinite(number) or number <= 0:
+        return Verdict("no number", f"{number} cannot be the answer: it is a number above 0.")
+    ratio = number / decision.value
+    if abs(ratio - 1) <= decision.tolerance:
+        return Verdict("right", _right(decision, ratio))
+    for factor, sentence in [*decision.slips.items(), *_usual_slips(decision).items()]:
+        if abs(ratio / factor - 1) <= NEAR:
+            return Verdict("slip", sentence)
+    way = f"{ratio:.3g} times too large" if ratio > 1 else f"{1 / ratio:.3g} times too small"
+    return Verdict("far", f"Your number is {way}.")
+
+
+def decide(decision: Decision, guess: object) -> Card:
+    """The card under a decision: the reader's number, the computed one, what is wrong, how it is computed."""
+    verdict = judge(decision, guess)
+    shown = guess if verdict.kind != "no number" else None
+    rows: Receipt = receipt("", [formula(decision.question, decision.value, decision.unit, guess=shown)])
+    return Card("Your decision", "", rows, (verdict.sentence, decision.because), good=verdict.kind == "right")
+
+
+@dataclass(frozen=True, repr=False)
+class Problem:
+    """A whiteboard problem after the decisions: what a strong answer says, what is asked next, how weak ones sound.
+
+    Texts may hold {names}, which are filled from `numbers`: every number of an answer is computed.
+    """
+
+    title: str
+    numbers: Mapping[str, str]
+    answer: tuple[str, ...]
+    follow_ups: Mapping[str, str]
+    weak: str
+    why: str
+
+    def _parts(self) -> list[tuple[str, list[str]]]:
+        def fill(text: str) -> str:
+            return text.format(**self.numbers)
+
+        follow = [f"*{fill(question)}* {fill(reply)}" for question, reply in self.follow_ups.items()]
+        weak = [f"“{fill(self.weak)}” {fill(self.why)}"]
+        return [
+            ("A strong answer", list(map(fill, self.answer))),
+            ("What is asked next", follow),
+            ("A weak answer, and why", weak),
+        ]
+
+    def __repr__(self) -> str:
+        lines = [self.title]
+        for heading, texts in self._parts():
+            lines += [f"  {heading}", *(f"    - {text}" for text in texts)]
+        return "\n".join(lines)
+
+    def _repr_markdown_(self) -> str:
+        parts = (f"**{heading}**\n\n" + "\n".join(f"- {text}" for text in texts) for heading, texts in self._parts())
+        return f"<details open><summary>{self.title}</summary>\n\n" + "\n\n".join(parts) + "\n\n</details>"
+
+
+def shown(value: float, unit: str = "") -> str:
+    """A number as texts quote it: bytes with three digits and a decimal prefix, everything else as receipts do."""
+    if unit != "B":
+        return format_value(value, unit)
+    power = min(4, int(math.log10(max(value, 1)) // 3))
+    return f"{value / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+
+
+def _right(decision: Decision, ratio: float) -> str:
+    if decision.unit == "B" and abs(ratio * 1.0737 - 1) < 0.004:
+        return "Right, in GiB (2^30 bytes); in GB (10^9) the number is 7 % larger."
+    return "Right." if abs(ratio - 1) < 0.02 else f"Right within {abs(ratio - 1):.0%}, as good as a whiteboard needs."
+
+
+def _usual_slips(decision: Decision) -> dict[float, str]:
+    """Factors that any quantity of this unit invites."""
+    found = {}
+    if decision.gpus > 1:
+        found[decision.gpus] = f"That is the number of all {decision.gpus:,} GPUs together; asked for is one."
+        found[1 / decision.gpus] = f"That is the number of one of the {decision.gpus:,} GPUs; asked for are all."
+    if decision.unit in ("B", "B/s"):
+        found[8] = "That many bits; a byte has 8."
+        found[1 / 8] = "You divided by 8 once too often: the quantity is in bytes already."
+        found[2] = (
+            "Twice too large: did you count 32-bit numbers where 16-bit ones travel, or both directions of a link?"
+        )
+        found[0.5] = "Half of it: did you count one direction of two, or 16-bit numbers where there are 32-bit ones?"
+    if decision.unit in ("FLOP", "FLOP/s"):
+        found[0.5] = "Half of it: a multiplication and an addition are two operations."
+        found[1 / 3] = "A third of it: backward takes twice what forward takes."
+        found[3] = "Three times too large: that includes a backward pass."
+    if decision.unit in ("", "%"):
+        found[100] = "That is in percent; asked for is a share between 0 and 1."
+    if decision.unit == "s":
+        found[1e3] = "That many milliseconds; asked for are seconds."
+        found[1 / 60] = "That many minutes; asked for are seconds."
+        found[1 / 3600] = "That many hours; asked for are seconds."
+    found[1e3] = found.get(1e3, "A thousand times too large: check the prefix (mega, giga, tera).")
+    found[1e-3] = "A thousand times too small: check the prefix (mega, giga, tera)."
+    found[1e6] = "A million times too large: check the prefix (mega, giga, tera)."
+    found[1e-6] = "A million times too small: check the prefix (mega, giga, tera)."
+    return found

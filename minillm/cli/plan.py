@@ -1,0 +1,143 @@
+"""`python -m minillm plan`: the layouts that train or serve a model on a cluster, ranked by arithmetic.
+
+python -m minillm plan --model llama-3-70b --cluster h100 --gpus 64 --seq 8192 --batch 512
+python -m minillm plan --model llama-3-70b --cluster h100 --gpus 16 --serve --prompt 2000 --output 500 --tpot-ms 50
+"""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+from minillm.measure.provenance import JsonFile, provenance, write_json
+from minillm.predict.planner import architectures, clusters, published, search, serving
+from minillm.predict.planner.clusters import GIB
+from minillm.predict.planner.layout import show_mesh
+
+
+def command(
+    model: Annotated[
+        str, Option(help="A model of the planner's table, or a folder with a config.json.")
+    ] = "llama-3-8b",
+    cluster: Annotated[str, Option(help=f"Devices: {', '.join(clusters.DEVICES)}.")] = "h100",
+    gpus: Annotated[int, Option(help="Number of GPUs.")] = 8,
+    per_node: Annotated[int, Option(help="GPUs that share a node.")] = 8,
+    network: Annotated[float | None, Option(help="GB/s of one GPU to other nodes, one direction.")] = None,
+    memory: Annotated[float | None, Option(help="GiB of one GPU.")] = None,
+    seq: Annotated[int, Option(help="Tokens of a sequence.")] = 8192,
+    batch: Annotated[int, Option(help="Sequences of one step.")] = 128,
+    serve: Annotated[bool, Option("--serve", help="Plan serving instead of training.")] = False,
+    prompt: Annotated[int, Option(help="Tokens of a prompt, with --serve.")] = 1000,
+    output: Annotated[int, Option(help="Tokens of an answer, with --serve.")] = 300,
+    tpot_ms: Annotated[float | None, Option(help="Most milliseconds per output token, with --serve.")] = None,
+    ttft_ms: Annotated[float | None, Option(help="Most milliseconds to the first token, with --serve.")] = None,
+    mesh: Annotated[bool, Option("--show-mesh", help="Also say which ranks talk to which over which link.")] = False,
+    check: Annotated[bool, Option("--published", help="Compare the planner with published runs instead.")] = False,
+    top: Annotated[int, Option(help="Layouts to show.")] = 8,
+    json_file: JsonFile = None,
+) -> int:
+    """Rank all layouts of a model on a cluster: memory and time by cause, and why each runner-up is slower."""
+    if check:
+        return _published(json_file)
+    if top < 1:
+        raise ValueError(f"--top {top}: show at least 1 layout.")
+    shape, machine = _architecture(model), _cluster(cluster, gpus, per_node, network, memory)
+    print(f"{shape.name}: {shape.parameters / 1e9:.1f} billion parameters, {shape.active_parameters / 1e9:.1f} active")
+    print(f"{machine.gpus} x {machine.device.name} in {machine.nodes} node{'s' if machine.nodes > 1 else ''}\n")
+    if serve:
+        rows = _serving(shape, machine, prompt, output, tpot_ms, ttft_ms, top)
+    else:
+        rows = _training(shape, machine, seq, batch, top, mesh)
+    write_json(json_file, {"provenance": provenance(), "rows": rows})
+    return 0
+
+
+def _architecture(name: str) -> architectures.Architecture:
+    folder = Path(name)
+    if name not in architectures.ARCHITECTURES and folder.exists():
+        from minillm.model.huggingface import read_config  # needs torch, which the arithmetic does not
+
+        return architectures.from_shape(folder.name, read_config(folder if folder.is_dir() else folder.parent))
+    return architectures.architecture(name)
+
+
+def _cluster(name: str, gpus: int, per_node: int, network: float | None, memory: float | None) -> clusters.Cluster:
+    machine = clusters.cluster(name, gpus, per_node=per_node)
+    if network is not None:
+        machine = replace(machine, network=network * 1e9)
+    if memory is not None:
+        machine = replace(machine, device=replace(machine.device, memory=memory * GIB))
+    if machine.usable <= 0:
+        raise ValueError(f"--memory {memory} GiB is less than what the context and the libraries take: give more.")
+    return machine
+
+
+def _training(shape, machine: clusters.Cluster, seq: int, batch: int, top: int, mesh: bool) -> list[dict]:
+    ranking = search.rank(shape, machine, seq, batch, keep=top)
+    best = ranking.best
+    print(f"{ranking.tried} layouts of {batch} x {seq:,} tokens; the best that fit:\n")
+    width = max(len(str(plan.layout)) for plan in ranking.plans)
+    print(f"    {'layout':<{width}}  {'s/step':>8}  {'MFU':>5}  {'GiB':>5}  slower because")
+    for place, plan in enumerate(ranking.plans, 1):
+        why = "" if plan is best else search.explain(best, plan)
+        numbers = f"{plan.step.seconds:>8.3g}  {plan.mfu:>5.1%}  {plan.memory.total / GIB:>5.1f}"
+        print(f"{place:>2}  {plan.layout!s:<{width}}  {numbers}  {why}")
+    print(f"\nThe first: {best.tokens_per_s:,.0f} tokens/s")
+    print("  seconds  " + ", ".join(f"{name} {value:.3g}" for name, value in asdict(best.step).items() if value))
+    held = ", ".join(f"{name} {value / GIB:.1f}" for name, value in asdict(best.memory).items())
+    print(f"  GiB      {held}; {machine.usable / GIB:.1f} usable")
+    if mesh:
+        _show(show_mesh(machine, best.layout))
+    return [
+        {
+            "layout": str(plan.layout),
+            **asdict(plan.layout),
+            "seconds": plan.step.seconds,
+            "step": asdict(plan.step),
+            "memory": asdict(plan.memory),
+            "mfu": plan.mfu,
+            "tokens_per_s": plan.tokens_per_s,
+        }
+        for plan in ranking.plans
+    ]
+
+
+def _serving(shape, machine: clusters.Cluster, prompt: int, output: int, tpot_ms, ttft_ms, top: int) -> list[dict]:
+    for option, value in (("--tpot-ms", tpot_ms), ("--ttft-ms", ttft_ms)):
+        if value is not None and not value > 0:
+            raise ValueError(f"{option} {value} must be above 0.")
+    limits = {"tpot": tpot_ms and tpot_ms / 1e3, "ttft": ttft_ms and ttft_ms / 1e3}
+    plans = serving.rank_serving(shape, machine, prompt, output, **limits, keep=top)
+    print(f"prompts of {prompt:,}, answers of {output:,} tokens; most tokens/s first:\n")
+    print("tp  pp  replicas  sequences  weights GiB  cache GiB  TTFT ms  TPOT ms   tokens/s  per GPU")
+    for plan in plans:
+        print(
+            f"{plan.tp:>2}  {plan.pp:>2}  {plan.replicas:>8}  {plan.sequences:>9}  {plan.weights / GIB:>11.1f}  "
+            f"{plan.cache / GIB:>9.1f}  {plan.ttft * 1e3:>7.0f}  {plan.tpot * 1e3:>7.1f}  {plan.tokens_per_s:>9,.0f}  "
+            f"{plan.tokens_per_s_per_gpu:>7,.0f}"
+        )
+    return [asdict(plan) for plan in plans]
+
+
+def _show(rows: list[dict]) -> None:
+    print("\naxis  size  stride  groups  link             GB/s  first group")
+    for row in rows:
+        first = ", ".join(map(str, row["first_group"][:4])) + (", ..." if row["size"] > 4 else "")
+        rate = f"{row['bytes_per_s'] / 1e9:>6.0f}" if row["bytes_per_s"] else "     -"
+        sizes = f"{row['axis']:<4}  {row['size']:>4}  {row['stride']:>6}  {row['groups']:>6}"
+        print(f"{sizes}  {row['link']:<13}  {rate}  {first}")
+
+
+def _published(json_file: Path | None) -> int:
+    rows = [published.compare(run) for run in published.RUNS]
+    width = max(len(row.run) for row in rows)
+    print(f"{'run':<{width}}  reported  predicted     off    GiB  of")
+    for run, row in zip(published.RUNS, rows, strict=True):
+        held = f"{row.memory / GIB:>5.1f}  {row.usable / GIB:.1f}"
+        mark = " (fitted)" if run.fitted else ""
+        print(f"{row.run:<{width}}  {row.reported:>8.1%}  {row.predicted:>9.1%}  {row.off:>+6.1%}  {held}{mark}")
+        if row.note:
+            print(f"{'':<{width}}  {row.note}")
+    write_json(json_file, {"provenance": provenance(), "rows": [{**asdict(row), "off": row.off} for row in rows]})
+    return 0

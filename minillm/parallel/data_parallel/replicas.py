@@ -1,0 +1,105 @@
+"""What holds around a reduction: every rank has the same model, buffers stay the same, gradients have one owner.
+
+replicate     before training, every rank gets rank 0's values; models that differ in more are refused
+BufferSync    before a forward pass, every rank gets rank 0's statistics of BatchNorm
+take_over     of two wrappers around the same parameters, the later one reduces their gradients
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minillm.comm import Group
+
+
+def replicate(module: nn.Module, group: Group) -> None:
+    """Makes every rank's parameters and buffers equal to rank 0's. ValueError, on every rank, if models differ in more
+    than values, or are not on the group's device, or if another wrapper has them that cannot be taken off."""
+    check_plain(module)
+    _check_devices(module, group)
+    check_same(_tensors(module), group)
+    for _, tensor in _tensors(module):
+        group.broadcast(tensor.detach())
+
+
+def check_plain(module: nn.Module) -> None:
+    """ValueError if torch's DDP reduces the module's gradients, or its parameters are slices of a FullyShard."""
+    if any(isinstance(each, nn.parallel.DistributedDataParallel) for each in module.modules()):
+        raise ValueError("torch's DistributedDataParallel reduces these gradients already: wrap its .module instead.")
+    if any(hasattr(parameter, "whole_shape") for parameter in module.parameters()):
+        raise ValueError("these parameters are sharded already: wrap the plain module, once.")
+
+
+class BufferSync:
+    """Before a forward pass that follows one in training mode, every rank gets rank 0's saved buffers (statistics of
+    BatchNorm), as with torch's DDP. Tables that are not saved never change. is_on: False to send nothing."""
+
+    def __init__(self, module: nn.Module, group: Group, is_on: Callable[[], bool] = lambda: True) -> None:
+        saved = module.state_dict(keep_vars=True)
+        unique = {id(buffer): name for name, buffer in module.named_buffers() if name in saved}
+        self.module, self.group, self.is_on, self.names = module, group, is_on, list(unique.values())
+        self.may_differ = False
+        if self.names:
+            module.register_forward_pre_hook(self._before_forward)
+
+    @torch.no_grad()
+    def _before_forward(self, *_: Any) -> None:
+        if self.may_differ and self.is_on():
+            buffers = [self.module.get_buffer(name) for name in self.names]
+            for dtype in dict.fromkeys(buffer.dtype for buffer in buffers):
+                alike = [buffer for buffer in buffers if buffer.dtype == dtype]
+                flat = self.group.broadcast(torch.cat([buffer.reshape(-1) for buffer in alike]))
+                parts = flat.split([buffer.numel() for buffer in alike])
+                views = [part.view_as(buffer) for part, buffer in zip(parts, alike, strict=True)]
+                torch._foreach_copy_(alike, views)
+            self.may_differ = False
+        self.may_differ = self.may_differ or self.module.training
+
+    def __reduce__(self) -> Any:
+        return type(None), ()  # a copy of the module belongs to no group
+
+
+def take_over(names: Mapping[nn.Parameter, str]) -> None:
+    """Ends the Reducers that these parameters have: two owners would both reduce the same .grad."""
+    for earlier in {p._reducer for p in names if getattr(p, "_reducer", None)}:
+        if others := [name for p, name in earlier.names.items() if p not in names]:
+            raise ValueError(
+                f"{others[0]} is reduced by an earlier wrapper, which would end: wrap all of its parameters again."
+            )
+        earlier.close()
+
+
+def no_gradient(names: Sequence[str], rank: int, group: Group) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return (
+        f"no gradient on rank {rank} of group {group.name!r} for {', '.join(names[:5])}{more}: use find_unused=True, "
+        "or freeze what never takes part before wrapping"
+    )
+
+
+def _tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    return itertools.chain(module.named_parameters(), module.named_buffers())
+
+
+def _check_devices(module: nn.Module, group: Group) -> None:
+    first: dict[str, str] = {}
+    for name, tensor in _tensors(module):
+        first.setdefault(tensor.device.type, name)
+    if set(first) - {group.device.type}:
+        places = ", ".join(f"{name} on {device}" for device, name in first.items())
+        raise ValueError(f"group {group.name!r} is on {group.device}, but {places}: move the module there with .to()")
+
+
+def check_same(named: Iterable[tuple[str, Tensor]], group: Group) -> None:
+    """ValueError, on every rank, that names the first tensor in which a rank's model differs from rank 0's."""
+    own = [f"{name} {list(t.shape)} {t.dtype}{'' if t.requires_grad else ' frozen'}" for name, t in named]
+    first, *others = group.gather_objects(own)
+    for rank, theirs in enumerate(others, start=1):
+        for expected, found in itertools.zip_longest(first, theirs, fillvalue="nothing"):
+            if expected != found:
+                raise ValueError(
+                    f"the model of rank {rank} has {found} where rank 0 has {expected}: build the same on every rank"
+                )

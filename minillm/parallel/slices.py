@@ -1,0 +1,147 @@
+"""What one rank has of a flat tensor of whole parameters, and steps: the shard of ZeRO and of FSDP.
+
+flat      [ q_proj | k_proj | v_proj | …    | pad ]    whole parameters of one dtype, padded to N equal parts
+own                   [ part r      ]                  this rank's
+weights               [ part r      ]                  what the optimizer steps: `own`, or a copy of it that is
+slices                [ k  | v      ]                  wider (float32 masters) or elsewhere (offloaded)
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from minillm.comm import Group
+from minillm.comm.work import Work
+from minillm.parallel.offload import Offload
+from minillm.parallel.placement import FlatShard, Placement
+from minillm.parallel.sharded_gradient import ShardedGradient, plain
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Over whom a module is sharded. group: ranks that share its parameters; replicate_group: ranks that have the same
+    shard of other rows (hybrid sharding); norm_group: all ranks that hold parts; placements: of parameters that are
+    parts of larger ones themselves (tensor parallel); master, home: see `ZeroOptimizer`."""
+
+    group: Group
+    replicate_group: Group | None
+    norm_group: Group
+    placements: Mapping[str, Placement]
+    master: bool
+    home: Offload
+
+    @property
+    def groups(self) -> list[Group]:
+        """Those whose ranks have different rows: an average over each of them in turn is one over all rows."""
+        return [self.replicate_group, self.group] if self.replicate_group else [self.group]
+
+    def placement_of(self, name: str, parameter: Tensor) -> Placement:
+        """Of the whole parameter."""
+        return self.placements.get(name, Placement(parameter.shape))
+
+    def reduce_scatter(self, flat: Tensor, out: Tensor | None = None) -> Work:
+        """flat: [N * n] on each rank. Starts averaging it; the result is this rank's part, [n].
+
+        With replicas it is one operation of two: as both run in it, both hide behind backward, and every rank launches
+        them in the same order.
+        """
+        if self.replicate_group is None:
+            return self.group.reduce_scatter(flat, "avg", async_op=True, out=out)
+
+        def both() -> Tensor:
+            return self.replicate_group.all_reduce(self.group.reduce_scatter(flat, "avg", out=out), "avg")
+
+        return self.group.run("reduce_scatter", flat, both, async_op=True, how="op=avg, and over replicas")
+
+
+class OwnShard:
+    """flat: [N * n]; own, weights: [n]. slices: by name, 1-D, maybe empty, views of `weights`; placements: theirs.
+
+    named: the parameters in `flat`, one after the other. key: a name for the shard that no other has on this rank.
+    is_lasting: whether `flat` stays, as in ZeRO. Then `weights` is a copy only if it has to be; the gradient of a copy
+    stays on the device and in the flat tensor's dtype until `give_gradients`. Otherwise both happen at once.
+    """
+
+    def __init__(
+        self, key: str, flat: Tensor, named: Iterable[tuple[str, Tensor]], sharding: Sharding, is_lasting: bool
+    ) -> None:
+        self.flat, self.home, self.norm_group = flat, sharding.home, sharding.norm_group
+        size = flat.numel() // sharding.group.world_size
+        low = size * sharding.group.rank
+        self.own = flat[low : low + size]
+        dtype = torch.promote_types(flat.dtype, torch.float32) if sharding.master else flat.dtype
+        is_elsewhere = dtype != flat.dtype or self.home.active
+        self.is_copied, self.is_deferred = is_elsewhere or not is_lasting, is_elsewhere and is_lasting
+        self.weights = self.home.place(key, self.own, dtype) if self.is_copied else self.own
+        self.placements: dict[str, Placement] = {}
+        self._sizes, begin, named = [], 0, list(named)
+        for name, parameter in named:
+            end = begin + parameter.numel()
+            part = FlatShard.of_range(begin, end, low, low + size)
+            self.placements[name] = sharding.placement_of(name, parameter).within(part)
+            self._sizes.append(part.stop - part.start)
+            begin = end
+        views = zip(named, self.split(self.weights), strict=True)
+        self.slices = {name: slice_of(parameter, view) for (name, parameter), view in views}
+        self.waiting: Tensor | None = None  # a gradient that `give_gradients` will give
+        self._fresh: set[str] = set()  # without gradient before the last reduction
+
+    def split(self, part: Tensor) -> list[Tensor]:
+        """part: [n] -> what is of each parameter; padding comes last."""
+        return list(part[: sum(self._sizes)].split(self._sizes))
+
+    def add_gradient(self, average: Tensor) -> None:
+        """average: [n], what a reduction has brought, is added to what earlier ones have."""
+        if not self.is_deferred:
+            self._add(average)
+        elif self.waiting is None:
+            self.waiting, self._fresh = average, set(self.slices)
+        else:
+            self.waiting += average
+
+    def leave_alone(self, unused: set[str]) -> None:
+        """Parameters that no rank has used have no gradient, as in one process, rather than zeros. unused: in the last
+        reduction, for which `add_gradient` has been called."""
+        self._fresh &= unused
+        if self.waiting is None:
+            for name in self._fresh:
+                self.slices[name].grad = None
+
+    def give_gradients(self) -> None:
+        """Gives the slices what has been kept for them."""
+        if self.waiting is not None:
+            unused, average, self.waiting = self._fresh, self.waiting, None
+            self._add(average)
+            self.leave_alone(unused)
+
+    def _add(self, average: Tensor) -> None:
+        """Adds it to the slices' .grad, where the weights are and in their dtype."""
+        parts = self.split(self.home.down(average).to(self.weights.dtype))
+        earlier = []
+        self._fresh = {name for name, slice_ in self.slices.items() if slice_.grad is None}
+        for (name, slice_), part in zip(self.slices.items(), parts, strict=True):
+            if name in self._fresh:
+                slice_.grad = ShardedGradient.of(part, self.norm_group)
+            else:
+                earlier.append((plain(slice_.grad), part))
+        if earlier:
+            torch._foreach_add_([gradient for gradient, _ in earlier], [part for _, part in earlier])
+
+    def drop_gradients(self) -> None:
+        self.waiting = None
+        for slice_ in self.slices.values():
+            slice_.grad = None
+
+    def write_weights(self) -> None:
+        """What was stepped becomes this rank's part of `flat`."""
+        if self.is_copied:
+            self.home.up(self.weights, self.own)
+
+
+def slice_of(parameter: Tensor, part: Tensor) -> nn.Parameter:
+    """part: [n] of the parameter's elements, as a parameter that remembers what it is a part of."""
+    slice_ = nn.Parameter(part, requires_grad=parameter.requires_grad)
+    slice_.whole_shape, slice_.is_master = parameter.shape, part.dtype != parameter.dtype
+    return slice_

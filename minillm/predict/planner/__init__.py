@@ -1,0 +1,12 @@
+"""Which layout trains or serves a model on a cluster, by arithmetic: every layout's memory and step time, ranked.
+
+Reading path:
+1. `layout.py`   a layout: how many ranks each axis has, how they are placed, which link each axis uses
+2. `memory.py`   bytes on the fullest rank by kind, and whether they fit
+3. `step.py`     seconds of a step by cause: compute, each axis's communication, bubble, optimizer
+4. `search.py`   all layouts of a model on a cluster, ranked, and why each runner-up loses
+5. `serving.py`  the same for serving: weights, KV cache, batch, time to first token and per output token
+
+Inputs: `architectures.py` (models) and `clusters.py` (devices and links), both tables with sources. `published.py`
+holds runs whose layout and speed are public; the tests recompute them.
+"""

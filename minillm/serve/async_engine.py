@@ -1,0 +1,152 @@
+"""The engine for programs that run on asyncio: many requests at once, each an `async for` over what is new of it.
+
+    async with AsyncLLM(LLM(model, tokenizer=tokenizer)) as server:
+        async for delta in server.stream("def ", SamplingParams(max_tokens=32)): ...
+
+    consumers (event loop) ── stream ──▶ submitted ──▶ steps, in one thread ──▶ each consumer's own queue
+                    gone: only marked as cancelled ─────────▲
+
+Passes run in a thread, so the event loop never waits for one; torch lets go of the interpreter while it computes. A
+consumer that breaks off, is cancelled or is dropped cancels its request.
+"""
+
+import asyncio
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+
+from minillm.serve.engine import LLM
+from minillm.serve.request import Delta, News, Output, Request
+from minillm.serve.sampling import SamplingParams
+
+
+@dataclass(eq=False)
+class _Listener:
+    """Where the deltas of one request go. The thread holds it, and no stream: a stream that is dropped is collected."""
+
+    request: Request
+    news: News
+    loop: asyncio.AbstractEventLoop
+    queue: asyncio.Queue = field(default_factory=asyncio.Queue)
+
+    def tell(self, item: Delta | BaseException | None) -> None:
+        """From the engine's thread. None: there will be no more."""
+        self.loop.call_soon_threadsafe(self.queue.put_nowait, item)
+
+
+class AsyncLLM:
+    """llm: of which this takes the steps; other threads may use it, too. Close it with `async with` or `aclose`."""
+
+    def __init__(self, llm: LLM):
+        self.llm = llm
+        self._arrived: deque[_Listener] = deque()
+        self._wake, self._closed, self._failure = threading.Event(), False, None
+        self._thread = threading.Thread(target=self._run, name="minillm engine", daemon=True)
+        self._thread.start()
+
+    def stream(self, prompt: str | list[int], params: SamplingParams | None = None, **options) -> "Stream":
+        """`LLM.stream`, to be called where an event loop runs. Its errors are raised here, at the call."""
+        if self._closed or self._failure is not None:
+            raise RuntimeError(f"this AsyncLLM takes no requests any more: it {self._failure or 'is closed'}.")
+        loop = asyncio.get_running_loop()
+        request, request_id = self.llm._request(prompt, params, awaited=True, **options)
+        stream = Stream(_Listener(request, News(request), loop), self.llm)
+        self.llm._unfinished.submit(request, request_id)
+        self._arrived.append(stream._listener)
+        self._wake.set()
+        return stream
+
+    async def generate(self, prompt: str | list[int], params: SamplingParams | None = None, **options) -> Output:
+        """The whole answer. RuntimeError if the request failed."""
+        stream = self.stream(prompt, params, **options)
+        async for _ in stream:
+            pass
+        return stream.output
+
+    async def aclose(self) -> None:
+        """Cancels what has not ended, ends all streams and the thread. Again: nothing."""
+        self._closed = True
+        self._wake.set()
+        await asyncio.to_thread(self._thread.join)
+
+    async def __aenter__(self) -> "AsyncLLM":
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        await self.aclose()
+
+    def _run(self) -> None:
+        """The engine's thread: a step, then to each listener what is new of its request."""
+        live: list[_Listener] = []
+        try:
+            while not self._closed or live or self._arrived:
+                while self._arrived:
+                    live.append(self._arrived.popleft())
+                if not live:
+                    self._wake.wait()
+                    self._wake.clear()
+                    continue
+                if self._closed:
+                    self.llm._unfinished.cancelled.extend(listener.request for listener in live)
+                self.llm._step()
+                live = [listener for listener in live if self._goes_on(listener)]
+        except Exception as failure:
+            self._failure = f"stopped: {type(failure).__name__}: {failure}"
+            for listener in (*live, *self._arrived):
+                self.llm._unfinished.cancelled.append(listener.request)
+                self._tell(listener, RuntimeError(f"the engine {self._failure}"))
+
+    def _goes_on(self, listener: _Listener) -> bool:
+        """Tells a listener what is new; whether there may be more."""
+        deltas, ended = listener.news.take()
+        for delta in deltas:
+            self._tell(listener, delta)
+        if ended:
+            self._tell(listener, listener.news.failure())
+        return not ended
+
+    def _tell(self, listener: _Listener, item: Delta | BaseException | None) -> None:
+        try:
+            listener.tell(item)
+        except RuntimeError:  # its event loop has closed: nobody listens any more
+            self.llm._unfinished.cancelled.append(listener.request)
+
+
+class Stream:
+    """An asynchronous iterator over the deltas of one request. output: final when the iterator has ended."""
+
+    def __init__(self, listener: _Listener, llm: LLM):
+        self._listener, self._llm, self._ended = listener, llm, False
+
+    @property
+    def output(self) -> Output:
+        return self._listener.request.output
+
+    def __aiter__(self) -> "Stream":
+        return self
+
+    async def __anext__(self) -> Delta:
+        if self._ended:
+            raise StopAsyncIteration
+        try:
+            item = await self._listener.queue.get()
+        except BaseException:  # the consumer was cancelled
+            self.close()
+            raise
+        if isinstance(item, Delta):
+            return item
+        self._ended = True
+        if item is not None:
+            raise item
+        raise StopAsyncIteration
+
+    def close(self) -> None:
+        """Cancels the request, if it has not ended: only a mark, which the next step carries out."""
+        self._ended = True
+        self._llm._unfinished.cancelled.append(self._listener.request)
+
+    async def aclose(self) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()

@@ -1,0 +1,80 @@
+"""Ranks start in odd surroundings, or one sentence says why they cannot."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = """
+from minillm.comm import launch
+
+def total(group):
+    import torch
+    print("größer")
+    return group.all_reduce(torch.ones(1)).item()
+
+print(launch(total, 2))
+"""
+AS_SOMEBODY_ELSE = """
+import os
+from minillm.comm import launch
+
+os.setgid(65534), os.setuid(65534)
+try:
+    print(launch(lambda group: group.world_size, 2))
+except ValueError as error:
+    print(error)
+"""
+
+
+def python(folder: Path, *args: str, without: tuple[str, ...] = (), **environ: str) -> subprocess.CompletedProcess:
+    inherited = {name: value for name, value in os.environ.items() if name not in without}
+    environ = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **environ}
+    command, environment = [sys.executable, *args], {**inherited, **environ}
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, timeout=150)
+
+
+SURROUNDINGS = {
+    "optimized": {"args": ("-O",)},
+    "every warning an error": {"PYTHONWARNINGS": "error"},
+    "plain C": {"LANG": "C", "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+    "no home": {"without": ("HOME", "USER", "LOGNAME")},
+    "a home that cannot be written": {"HOME": "/proc/1/nowhere"},
+    "a narrow terminal": {"COLUMNS": "20", "LINES": "5"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SURROUNDINGS)
+def test_ranks_start(name: str, tmp_path: Path) -> None:
+    surroundings = dict(SURROUNDINGS[name])
+    check(python(tmp_path, *surroundings.pop("args", ()), "-c", PROGRAM, **surroundings))
+
+
+@pytest.mark.slow
+def test_ranks_start_in_a_folder_with_spaces_and_umlauts(tmp_path: Path) -> None:
+    folder = tmp_path / "mein Ordner \u00fc\u4e2d"
+    folder.mkdir()
+    (folder / "pro gramm \u00fc.py").write_text(PROGRAM, encoding="utf-8")
+    check(python(folder, "pro gramm \u00fc.py"))
+
+
+def check(done: subprocess.CompletedProcess) -> None:
+    assert done.returncode == 0 and done.stderr == b"", done.stderr.decode()[-3000:]
+    *said, result = done.stdout.decode("utf-8", "backslashreplace").splitlines()
+    assert result == "[2.0, 2.0]" and sorted(line[:11] for line in said) == ["[rank 0] gr", "[rank 1] gr"], said
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "setuid") or os.geteuid() != 0, reason="only root can become somebody else")
+def test_another_user_than_the_owner(tmp_path: Path) -> None:
+    """Who may not read Python itself hears that, and not that a module of Python's is missing."""
+    tmp_path.chmod(0o777)
+    readable = all(folder.stat().st_mode & stat.S_IXOTH for folder in Path(sys.executable).resolve().parents)
+    done = python(tmp_path, "-c", AS_SOMEBODY_ELSE, TMPDIR="/tmp", HOME="/tmp")
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    assert done.stdout.decode().startswith("[2, 2]" if readable else "this user may not run"), done.stdout

@@ -1,0 +1,89 @@
+"""The rubric of design decisions: right numbers pass, wrong ones are told their mistake."""
+
+import math
+
+import pytest
+
+from course.lab20_design_training import problems as training
+from course.lab20_design_training import problems_running as running
+from course.lab21_design_serving import problems as serving
+from course.lab21_design_serving import problems_running as traffic
+from course.shared.decisions import Decision, decide, judge, shown
+
+CASES = {
+    name: function
+    for module in (training, running, serving, traffic)
+    for name, function in vars(module).items()
+    if hasattr(function, "cache_info") and function.__module__ == module.__name__
+}
+BYTES = Decision("bytes", 1.27e12, "B", "because", gpus=64)
+FLOPS = Decision("FLOPs", 3.9e25, "FLOP", "because")
+SHARE = Decision("share", 0.17, "", "because", tolerance=0.05)
+SECONDS = Decision("seconds", 817.0, "s", "because")
+OWN = Decision("bytes", 18e9, "B", "because", slips={2 / 18: "the weights alone"})
+
+WRONG = [  # decision, number, what the sentence must say
+    (BYTES, 8 * 1.27e12, "bits"),
+    (BYTES, 1.27e12 / 8, "divided by 8"),
+    (BYTES, 64 * 1.27e12, "all 64 GPUs together"),
+    (BYTES, 1.27e12 / 64, "one of the 64 GPUs"),
+    (BYTES, 2 * 1.27e12, "Twice"),
+    (BYTES, 1.27e12 / 2, "Half"),
+    (BYTES, 1.27e15, "thousand times too large"),
+    (BYTES, 1.27e9, "thousand times too small"),
+    (BYTES, 1.27e18, "million times too large"),
+    (BYTES, 1.27e6, "million times too small"),
+    (BYTES, 3.1 * 1.27e12, "3.1 times too large"),
+    (BYTES, 1.27e12 / 5, "5 times too small"),
+    (BYTES, 0, "above 0"),
+    (BYTES, -1.27e12, "above 0"),
+    (BYTES, math.nan, "above 0"),
+    (BYTES, math.inf, "above 0"),
+    (BYTES, "1.27 TB", "without its unit"),
+    (BYTES, None, "no number"),
+    (BYTES, [1.27e12], "no number"),
+    (FLOPS, 3.9e25 / 2, "two operations"),
+    (FLOPS, 3.9e25 / 3, "backward takes twice"),
+    (FLOPS, 3.9e25 * 3, "includes a backward"),
+    (FLOPS, 3.9e22, "thousand times too small"),
+    (SHARE, 17, "percent"),
+    (SHARE, 0.2, "1.18 times too large"),
+    (SHARE, 0.00017, "thousand times too small"),
+    (SECONDS, 817e3, "milliseconds"),
+    (SECONDS, 817 / 60, "minutes"),
+    (SECONDS, 817 / 3600, "hours"),
+    (SECONDS, 400, "2.04 times too small"),
+    (OWN, 2e9, "the weights alone"),
+    (OWN, 2.05e9, "the weights alone"),
+    (OWN, 36e9, "Twice"),
+]
+
+
+@pytest.mark.parametrize(("decision", "number", "sentence"), WRONG, ids=str)
+def test_a_wrong_number_is_told_its_mistake(decision, number, sentence):
+    verdict = judge(decision, number)
+    assert verdict.kind != "right" and sentence in verdict.sentence
+    assert not decide(decision, number).good
+
+
+def test_right_numbers_pass_and_gib_are_noticed():
+    assert judge(BYTES, 1.27e12).sentence == "Right."
+    assert "within 10%" in judge(BYTES, 1.4e12).sentence
+    assert "GiB" in judge(BYTES, 1.27e12 / 1.0737).sentence
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_problem_is_whole_and_its_own_slips_are_wrong(name):
+    case = CASES[name]()
+    text = repr(case.problem) + case.problem._repr_markdown_()
+    assert "{" not in text, "a number of the answer was not filled in"
+    for decision in case.decisions.values():
+        assert math.isfinite(decision.value) and decision.value > 0
+        assert judge(decision, decision.value).kind == "right"
+        for factor, sentence in decision.slips.items():
+            assert judge(decision, factor * decision.value) != judge(decision, decision.value)
+            assert judge(decision, factor * decision.value).sentence == sentence
+
+
+def test_bytes_are_quoted_with_three_digits():
+    assert [shown(value, "B") for value in (0, 999, 1.234e9, 1.27e12)] == ["0 B", "999 B", "1.23 GB", "1.27 TB"]

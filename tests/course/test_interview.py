@@ -1,0 +1,307 @@
+"""The mock interview: every number of every card, every drill, tasks that are really run, sessions that lose "
+"nothing."""
+
+import json
+import os
+import pty
+import random
+import re
+import select
+import signal
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from fsrs import Rating
+
+from course.lab24_interview import deck, drills, in_notebook, mock, sheet, tasks
+from course.shared.decisions import judge
+from minillm.__main__ import run
+from minillm.labkit import course, exercises, masters, progress
+
+ROOT = Path(__file__).parents[2]
+ALLOWED = re.compile(  # digits that are names, not numbers
+    r"\b(?:19|20)\d\d\b|H100|A100|Llama [23]|DeepSeek-V3|Mixtral 8x7B|ZeRO-?\s?[123]|1F1B|GPT-3|NF4|int[48]|fp16|fp32|"
+    r"UTF-8|LoRA|FSDP2|2\^-?\d+|lab \d\d|\d+-bit|log2|TP \d+"
+)
+
+
+@pytest.fixture(autouse=True)
+def own_progress(tmp_path, monkeypatch):
+    monkeypatch.setenv("MINILLM_PROGRESS", str(tmp_path / "progress.json"))
+
+
+@pytest.mark.parametrize("card", deck.deck(), ids=lambda card: card.question[:40])
+def test_every_number_of_a_card_is_computed(card):
+    answer = card.answer
+    assert answer and "{" not in answer and card.follow_ups and card.proof
+    inputs = " ".join(re.findall(r"\{\{.*?\}\}", card.template))  # what the answer assumes is what it computes with
+    given = set(re.findall(r"\d[\d,.]*\d|\d", f"{card.question} {inputs}"))
+    given |= {f"{float(each):,.0f}" for each in re.findall(r"[\d.]+e\d+|\d+", inputs)}
+    typed = ALLOWED.sub("", re.sub(r"\{\{.*?\}\}", "", card.template))
+    for number in re.findall(r"\d[\d,.]*\d", typed):  # a single digit is a coefficient of a formula
+        whole = number.rstrip(".,")
+        assert whole in given or _is_formula(typed, number), f"{whole} in {card.template!r} is typed, not computed"
+
+
+def _is_formula(text: str, number: str) -> bool:
+    """Part of an expression or a quantity that the sentence assumes: next to an operator, or with its unit."""
+    return bool(
+        re.search(rf"(?:[·/+\-−=^(√%]\s?{re.escape(number)})|(?:{re.escape(number)}e?\d*\s?[·/+\-−^)%e])", text)
+        or re.search(
+            rf"{re.escape(number)}\s?(?:%|µs|ms|GB|MB|TB|b/s|Gb/s|bits?|bytes?|ranks|layers|places|parts|MB|W|of|to)",
+            text,
+        )
+    )
+
+
+def test_the_deck_is_large_and_its_questions_differ():
+    cards = deck.deck()
+    assert len(cards) >= 250 and len({card.key for card in cards}) == len(cards)
+    assert {card.level for card in cards} == set(deck.LEVELS)
+    assert set(drills.TOPICS) == set(deck.topics()) and set(tasks.TASKS.values()) <= set(deck.topics())
+
+
+@pytest.mark.parametrize("proof", sorted({card.proof for card in deck.deck()}))
+def test_every_proof_exists(proof):
+    if proof.startswith("lab "):
+        assert any((ROOT / "course").glob(f"lab{proof[4:]}_*"))
+    else:
+        assert (ROOT / "minillm" / proof).is_dir() or (ROOT / "minillm" / f"{proof}.py").exists()
+
+
+@pytest.mark.parametrize("kind", drills.DRILLS)
+def test_drills_accept_their_value_and_name_their_slips(kind):
+    for seed in range(20):
+        decision = drills.DRILLS[kind](random.Random(seed))
+        assert judge(decision, decision.value).kind == "right"
+        for factor, sentence in decision.slips.items():
+            if abs(factor - 1) > decision.tolerance:
+                assert judge(decision, factor * decision.value).sentence == sentence
+
+
+def test_there_are_twenty_tasks_each_with_mistakes_and_all_can_be_written_down():
+    names = tasks.of_topic("")
+    assert len(names) >= 20
+    for name in names:
+        made, known = tasks.task(name), exercises.answers(name)
+        compile(made.stub, name, "exec")
+        assert "check(" not in made.stub and "BEGIN SOLUTION" not in made.stub
+        assert sum(answer.wrong for answer in known) >= 3 and not all(answer.wrong for answer in known)
+        assert not made.judge(made.stub).passed
+
+
+def solved(name: str) -> str:
+    """The whole solved notebook's code up to the check, as a candidate's file."""
+    exercise = exercises.find(name)
+    cells = masters.solution(course.masters(ROOT)[exercise.lab]).cells
+    cell = next(cell.source for cell in cells if name in masters.checked(cell))
+    imports = tasks.task(name).stub.split("\n\n\n")[0]
+    return imports + "\n\n" + "\n".join(line for line in cell.split("\n") if "check(" not in line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in tasks.TASKS])
+def test_a_task_accepts_the_reference_written_down_and_rejects_what_stops(name):
+    made = tasks.task(name)
+    assert made.judge(solved(name)).passed
+    assert "stopped" in made.judge("raise RuntimeError('no')").said
+    assert "SyntaxError" in made.judge("def (").said
+    assert "SystemExit" in made.judge("exit()").said
+
+
+def answering(replies):
+    """A candidate who gives these replies and then leaves."""
+    script = iter(replies)
+
+    def ask(prompt):
+        try:
+            reply = next(script)
+        except StopIteration:
+            raise EOFError from None
+        if isinstance(reply, BaseException):
+            raise reply
+        return reply
+
+    return ask
+
+
+def test_an_interrupted_session_goes_on_where_it_stopped(tmp_path):
+    session = mock.start("pipeline", 10, seed=3)
+    assert [kind for kind, _ in session.items] == ["card", "drill", "card", "card", "drill"]
+    said = []
+    mock.run(session, answering(["", "9", "3", KeyboardInterrupt()]), said.append, tmp_path)
+    assert "is no grade" in " ".join(said) and "kept" in said[-1]
+    again = mock.resume()
+    assert again.done == session.done and len(again.done) == 1 and again.items == session.items
+    mock.run(again, answering(["abc", "", "3", "", "4", "0.3"]), said.append, tmp_path)
+    assert "no number" in " ".join(said) or "without its unit" in " ".join(said)
+    assert mock.resume() is None and "cards: 3 of 3 well" in said[-1]
+
+
+def test_the_same_session_in_a_notebook(capsys):
+    interview = in_notebook.Interview(45, "collectives", seed=7)
+    kinds = [kind for kind, _ in interview.session.items]
+    assert kinds[:3] == ["task", "drill", "card"] and len(kinds) > 10
+    with pytest.raises(ValueError, match="open is task"):
+        interview.answer("3")
+    interview.ask()
+    interview.run(lambda *_: None)
+    interview.run(exercises.find(interview.session.items[0][1]).reference)
+    interview.answer("nonsense")
+    interview.answer()
+    with pytest.raises(ValueError, match="no grade"):
+        interview.grade(7)
+    interview.grade(4)
+    out = capsys.readouterr().out
+    assert "Not yet" in out and "passed" in out and "without its unit" in out and "comes back" in out
+    again = in_notebook.Interview()
+    assert len(again.session.done) == 3 and again.session.items == interview.session.items
+    again.session.done = [[*item, "3"] for item in again.session.items]
+    again.ask()
+    assert "Done in" in capsys.readouterr().out
+
+
+def test_cards_come_back_when_they_are_due():
+    cards = deck.of_topic("collectives")
+    soon, late = cards[0], cards[1]
+    first = mock.grade(soon.key, Rating.Again)
+    mock.grade(late.key, Rating.Easy)
+    assert first < datetime.now(UTC) + timedelta(hours=1)
+    order = mock.by_due(cards, random.Random(1))
+    assert order[-1] == late, "what was easy comes after everything new"
+    seen, _, hard = mock.due()["collectives"]
+    assert seen == 2 and 1 <= hard <= 10
+
+
+def test_a_task_in_the_terminal_is_written_run_and_kept(tmp_path):
+    session = mock.Session(1, "", 30, [["task", "kv-bytes"]])
+    path = tmp_path / "kv-bytes.py"
+    said = []
+
+    def ask(prompt):
+        if not any("Not yet" in line for line in said):
+            assert path.exists()
+            return ""
+        path.write_text(solved("kv-bytes"))
+        return ""
+
+    mock.run(session, ask, said.append, tmp_path)
+    assert session.done == [["task", "kv-bytes", "passed"]]
+    path.write_text("mine")
+    assert tasks.write(tmp_path, tasks.task("kv-bytes")).read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{", '{"interview": 3}', '{"interview": {"cards": {"x": 1}, "session": [1]}}']
+)
+def test_a_damaged_progress_file_ends_nothing(text):
+    progress.path().write_text(text)
+    with pytest.warns() if text in ("", "[]", "{", '{"interview": 3}') else _nothing():
+        assert mock.resume() is None and mock.memories() == {}
+    progress._warn_once.cache_clear()
+    assert mock.start("data", 6, seed=1).items
+
+
+def test_a_full_disk_costs_a_warning_and_the_session_goes_on(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    session = mock.start("data", 6, seed=1)
+    monkeypatch.setattr(Path, "write_text", full)
+    progress._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="No space left"):
+        mock.run(session, answering(["", "3", "1", "", "3"] * 3), lambda _: None, tmp_path)
+    assert not session.open and len(mock.memories()) == sum(kind == "card" for kind, _ in session.items)
+    progress._warn_once.cache_clear()
+
+
+class _nothing:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return False
+
+
+def test_exercises_and_cards_share_the_file_without_loss():
+    progress.record("ring-all-gather", "01_collectives", "passed")
+    mock.grade(deck.deck()[0].key, Rating.Good)
+    progress.record("tree-broadcast", "01_collectives", "failed")
+    assert set(progress.load()) == {"ring-all-gather", "tree-broadcast"} and len(mock.memories()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--topic", "pipelin parallell"], "pipeline parallel"),
+        (["--minutes", "1"], "at least 4"),
+        (["--sheet", "/no/such/folder/page.html"], "cannot be written"),
+        (["--minutes", "x"], "--minutes"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, sentence, capsys):
+    assert run(["interview", *arguments]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and sentence in lines[0]
+
+
+def test_due_and_sheet(tmp_path, capsys):
+    assert run(["interview", "--due"]) == 0 and "pipeline parallel" in capsys.readouterr().out
+    page = tmp_path / "page.html"
+    assert run(["interview", "--topic", "pipeline", "--sheet", str(page)]) == 0
+    text = page.read_text()
+    assert text.count("<div>") == len(deck.of_topic("pipeline")) and text == sheet.page("pipeline")
+
+
+def test_a_session_in_a_terminal(tmp_path):
+    """45 minutes' worth of items in a pseudo-terminal: bad input, empty input, then Ctrl-C."""
+    controller, terminal = pty.openpty()
+    environment = os.environ | {"MINILLM_PROGRESS": str(tmp_path / "p.json"), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "minillm", "interview", "--seed", "4", "--folder", str(tmp_path / "board")]
+    process = subprocess.Popen(
+        command,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        cwd=ROOT,
+        env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
+    )
+    os.close(terminal)
+    seen = ""
+
+    def until(pattern):
+        nonlocal seen
+        while not re.search(pattern, seen):
+            assert select.select([controller], [], [], 120)[0], f"{pattern} never came: {seen[-400:]}"
+            seen += os.read(controller, 4096).decode(errors="replace")
+        seen = seen[re.search(pattern, seen).end() :]
+
+    try:
+        until("s skips: ")
+        os.write(controller, b"\n")
+        until("Not yet")
+        until("s skips: ")
+        os.write(controller, b"s\n")
+        until("Your number: ")
+        os.write(controller, b"\n")
+        until("without its unit")
+        until("press Enter: ")
+        os.write(controller, b"\n")
+        until("at once\\): ")
+        os.write(controller, b"7\n")
+        until("no grade")
+        until("at once\\): ")
+        os.write(controller, b"3\n")
+        until("press Enter: ")
+        process.send_signal(signal.SIGINT)
+        until("goes on from here")
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        os.close(controller)
+    stored = json.loads((tmp_path / "p.json").read_text())["interview"]
+    assert len(stored["session"]["done"]) == 3 and len(stored["cards"]) == 1

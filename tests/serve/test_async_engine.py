@@ -1,0 +1,171 @@
+"""The engine on asyncio: many consumers at once, those that leave, closing, progress over many prompts."""
+
+import asyncio
+import threading
+
+import pytest
+
+from minillm.data import Tokenizer
+from minillm.model import ModelConfig, Transformer
+from minillm.model.generate import generate
+from minillm.serve import LLM, AsyncLLM, SamplingParams
+
+CONFIG = ModelConfig(50, 32, 64, 2, 4, 2, max_seq_len=48, init_std=0.2)
+MODEL = Transformer(CONFIG, seed=3)
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9], [10], [11, 12, 13, 14]]
+
+
+def naive(prompt, count):
+    return list(generate(MODEL, prompt, count))
+
+
+def nothing_left(llm):
+    assert llm.step() == [] and llm.unfinished == 0 and not llm._samples
+    assert llm.pool.used == 0 and llm.pool.references == [0] * llm.pool.total
+    assert "minillm engine" not in [thread.name for thread in threading.enumerate()]
+
+
+def run(use, **options):
+    """use(server) to its end, within half a minute, on an engine that has to be empty afterwards."""
+    llm = LLM(MODEL, block_size=4, num_blocks=40, max_num_seqs=8, **options)
+
+    async def main():
+        async with AsyncLLM(llm) as server:
+            return await asyncio.wait_for(use(server), timeout=120)
+
+    found = asyncio.run(main())
+    nothing_left(llm)
+    return found
+
+
+async def tokens_of(stream):
+    return [token.id async for delta in stream for token in delta.tokens]
+
+
+def test_many_requests_at_once_get_their_own_tokens():
+    async def use(server):
+        wanted = [(PROMPTS[i % 4], 2 + i % 9) for i in range(40)]
+        streams = [tokens_of(server.stream(p, SamplingParams(max_tokens=n))) for p, n in wanted]
+        assert await asyncio.gather(*streams) == [naive(p, n) for p, n in wanted]
+        assert max(record.running for record in server.llm.records) == 8
+
+    run(use)
+
+
+def test_the_event_loop_goes_on_and_deltas_come_one_by_one():
+    async def use(server):
+        turns, done = 0, asyncio.Event()
+
+        async def others():
+            nonlocal turns
+            while not done.is_set():
+                turns += 1
+                await asyncio.sleep(0)
+
+        other, sizes = asyncio.create_task(others()), []
+        stream = server.stream(PROMPTS[0], SamplingParams(max_tokens=9))
+        async for delta in stream:
+            sizes.append(len(delta.tokens))
+        done.set()
+        await other
+        assert sizes == [1] * 9 and turns > 0
+        assert stream.output.answers[0].reason == "length"
+        assert [item async for item in stream] == []  # it has ended
+
+    run(use)
+
+
+@pytest.mark.parametrize("how", ["break", "cancel", "close", "never started"])
+def test_a_consumer_that_leaves_cancels_its_request(how):
+    async def use(server):
+        params, stays = SamplingParams(max_tokens=40), asyncio.create_task(server.generate(PROMPTS[1]))
+
+        async def leaves():
+            stream = server.stream(PROMPTS[0], params)
+            outputs.append(stream.output)
+            if how == "never started":
+                return
+            async for _ in stream:
+                if how == "break":
+                    return
+                if how == "close":
+                    await stream.aclose()
+                if how == "cancel":
+                    asyncio.current_task().cancel()
+
+        outputs = []
+        await asyncio.gather(leaves(), return_exceptions=True)
+        assert (await stays).answers[0].ids == naive(PROMPTS[1], 16)
+        while outputs[0].timing.ended is None:
+            await asyncio.sleep(0.01)
+        assert [answer.reason for answer in outputs[0].answers] == ["cancelled"]
+
+    run(use)
+
+
+def test_closing_ends_every_stream_and_refuses_more():
+    async def use(server):
+        stream = server.stream(PROMPTS[0], SamplingParams(max_tokens=40))
+        await anext(stream)
+        await server.aclose()
+        await server.aclose()
+        assert stream.output.timing.ended is not None and len(await tokens_of(stream)) < 40
+        with pytest.raises(RuntimeError, match="takes no requests any more: it is closed"):
+            server.stream(PROMPTS[0])
+
+    run(use)
+
+
+def test_errors_come_where_they_belong():
+    async def use(server):
+        with pytest.raises(ValueError, match="a prompt of 0 tokens does not fit"):
+            server.stream([])
+        right, calls = server.llm._next_tokens._ready, []
+
+        def broken(*arguments):
+            calls.append(1)
+            if len(calls) == 2:
+                raise RuntimeError("the device is gone")
+            return right(*arguments)
+
+        server.llm._next_tokens._ready = broken
+        with pytest.raises(RuntimeError, match="request 'mine' failed: sampling raised RuntimeError: the device is"):
+            await server.generate(PROMPTS[0], request_id="mine")
+        assert (await server.generate(PROMPTS[0])).answers[0].ids == naive(PROMPTS[0], 16)
+
+    run(use)
+
+
+def test_a_step_that_cannot_go_on_tells_everybody():
+    async def use(server):
+        streams = [server.stream(prompt, SamplingParams(max_tokens=30)) for prompt in PROMPTS[:2]]
+        await anext(streams[0])
+        right, server.llm.scheduler.schedule = server.llm.scheduler.schedule, lambda: 1 / 0
+        for stream in streams:
+            with pytest.raises(RuntimeError, match="stopped: ZeroDivisionError"):
+                await tokens_of(stream)
+        server.llm.scheduler.schedule = right
+        with pytest.raises(RuntimeError, match="takes no requests any more: it stopped: ZeroDivisionError"):
+            server.stream(PROMPTS[0])
+
+    run(use)
+
+
+def test_text_is_streamed_too():
+    tokenizer = Tokenizer.load()
+    config = ModelConfig(tokenizer.vocab_size, 32, 64, 2, 4, 2, max_seq_len=64, init_std=0.2)
+    llm = LLM(Transformer(config, seed=1), tokenizer=tokenizer)
+    [right] = llm.generate(["def hello"], SamplingParams(max_tokens=8))
+
+    async def main():
+        async with AsyncLLM(llm) as server:
+            return "".join([delta.text async for delta in server.stream("def hello", SamplingParams(max_tokens=8))])
+
+    assert asyncio.run(main()) == right.answers[0].text
+
+
+def test_progress_over_many_prompts(capsys):
+    llm = LLM(MODEL)
+    for progress, shown in ((True, True), (None, False), (False, False)):  # standard error is no terminal here
+        outputs = llm.generate([[1]] * 20, SamplingParams(max_tokens=2), progress=progress)
+        assert len(outputs) == 20 and ("20/20" in capsys.readouterr().err) == shown

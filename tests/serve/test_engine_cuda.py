@@ -1,0 +1,54 @@
+"""The engine on a GPU: the tokens of the CPU, whatever is switched on."""
+
+import pytest
+import torch
+
+from minillm.model import ModelConfig, Transformer
+from minillm.model.generate import generate
+from minillm.serve import LLM, SamplingParams
+from minillm.serve.speculate import DraftModel, NGram
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")]
+CONFIG = ModelConfig(61, 64, 128, 2, 4, 2, max_seq_len=64, init_std=0.2)
+PROMPTS = [[(7 * i + j * j) % 61 for j in range(2 + 5 * i % 37)] for i in range(10)]
+
+
+def left(llm):
+    return llm.pool.used, llm.unfinished, llm.pool.num_host_blocks - llm.pool.free_host
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("proposer", ["none", "ngram", "draft"])
+def test_greedy_tokens_are_those_of_the_cpu(proposer, preemption):
+    right = [list(generate(Transformer(CONFIG, seed=2), prompt, 20)) for prompt in PROMPTS]
+    model = Transformer(CONFIG, seed=2, device="cuda")
+    make = {
+        "none": lambda: None,
+        "ngram": NGram,
+        "draft": lambda: DraftModel(Transformer(CONFIG, seed=3, device="cuda")),
+    }
+    tight = {"block_size": 16, "num_blocks": 12, "token_budget": 64, "max_num_seqs": 8, "reserve": 0}
+    llm = LLM(model, proposer=make[proposer](), preemption=preemption, **tight)
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=20))
+    assert [output.answers[0].ids for output in outputs] == right
+    assert sum(output.preemptions for output in outputs) > 0 and left(llm) == (0, 0, 0)
+
+
+def test_seeded_draws_are_those_of_the_cpu():
+    params = [SamplingParams(max_tokens=20, temperature=0.8, top_p=0.9, top_k=20, seed=i) for i in range(len(PROMPTS))]
+    found = []
+    for device in ("cpu", "cuda"):
+        outputs = LLM(Transformer(CONFIG, seed=2, device=device)).generate(PROMPTS, params)
+        found.append([output.answers[0].ids for output in outputs])
+    assert found[0] == found[1]
+
+
+def test_swapped_blocks_come_back_as_they_went():
+    llm = LLM(Transformer(CONFIG, device="cuda"), num_blocks=8, num_host_blocks=8)
+    cache = llm.cache
+    assert cache.host.is_pinned()
+    cache.pool.normal_()
+    before = cache.pool.clone()
+    cache.to_host([3, 5], [7, 0])
+    cache.from_host([0, 7], [1, 2])
+    assert torch.equal(cache.pool[:, :, [1, 2]], before[:, :, [5, 3]])
