@@ -307,7 +307,7 @@ def _backward(strategy: SingleDevice, module: torch.nn.Module, batch: Batch, acc
 
 def _positions_of(batch: Batch, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, targets and weights at those positions; what lies beyond the end counts for nothing."""
-    length = batch.tokens.shape[1]
+    length, positions = batch.tokens.shape[1], positions.to(batch.tokens.device)
     tokens, targets, weights = (
         x[:, positions.clamp(max=length - 1)] for x in (batch.tokens, batch.targets, batch.weights)
     )
