@@ -52,7 +52,7 @@ class Rope(nn.Module):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x: [batch, heads, seq, head_dim], turned by the angles of its positions; dimensions beyond the planes stay."""
     planes = cos.shape[-1]
-    first, second, rest = x[..., :planes], x[..., planes : 2 * planes], x[..., 2 * planes :]
+    first, second, rest = x.split([planes, planes, x.shape[-1] - 2 * planes], dim=-1)  # its backward is one `cat`
     turned = first * cos - second * sin, second * cos + first * sin
     return torch.cat(turned if rest.shape[-1] == 0 else (*turned, rest), dim=-1)
 
