@@ -111,7 +111,7 @@ def one_more_token() -> Receipt:
         for way, numbers in ways.items():
             found.append(row(f"{size} tokens, {way}: FLOPs of the next", numbers["predicted"], numbers["flops"]))
         found.append(row("    both ways: logits within 0.001", True, ways["cached"]["apart"] < 1e-3))
-    return receipt("the small model, float32", found, open_rows=9)
+    return receipt("the small model, float32", found)
 
 
 def whole_answer(prompt: int = 1000, answer: int = 200) -> Table:

@@ -57,7 +57,7 @@ def capacity(model: str = "llama-3-70b", gpus: int = 8) -> Receipt:
         )
         rows.append(formula("    sequences per replica", best.sequences))
         rows.append(formula("    GiB of cache per GPU", round(best.cache / GIB, 1)))
-    return receipt(f"{model} on {gpus} H100, prompts of 1,000 and answers of 300 tokens", rows, open_rows=9)
+    return receipt(f"{model} on {gpus} H100, prompts of 1,000 and answers of 300 tokens", rows)
 
 
 CLAIMS = (queue_at_loads, bounded_queue)

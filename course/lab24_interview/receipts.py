@@ -24,7 +24,7 @@ def the_deck() -> Receipt:
         row("kinds of numeric drills", None, len(drills.DRILLS)),
         row("whiteboard tasks", True, len(tasks.of_topic("")) >= 20),
     ]
-    return receipt("the deck", rows, open_rows=9)
+    return receipt("the deck", rows, open_rows=5)
 
 
 def question(seed: int = 1, topic: str = "") -> str:
@@ -51,7 +51,7 @@ def answer(kind: str, seed: int, guess: object) -> Card:
 def due() -> Receipt:
     """Cards seen and due by topic, from your progress file."""
     rows = [row(f"{topic}: due of {seen} seen", None, late) for topic, (seen, late, _) in mock.due().items()]
-    return receipt("what is due", rows, open_rows=20)
+    return receipt("what is due", rows, open_rows=8)
 
 
 CLAIMS = (the_deck,)

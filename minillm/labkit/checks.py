@@ -23,7 +23,7 @@ from minillm.labkit.evidence import alike
 from minillm.labkit.exercises import CheckFailed, Exercise, all_exercises, answers, find
 from minillm.labkit.receipts import Receipt, Row, format_value, receipt
 
-PASSED_ROWS = 3  # of a passed exercise's receipt that are not folded
+PASSED_ROWS = 1  # of a passed exercise's receipt that are not folded
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 Verdict = Literal["ok", "off", "info"]
 Kind = Literal["measured", "simulated", "computed", "formula"]
-OPEN_ROWS = 8
+OPEN_ROWS = 3  # a lab shows some thirty receipts, so the summary of what is folded says how it went
 _TINY = 1e-300
 _MARKS = {"ok": ("✓", "#009E73"), "off": ("✗", "#D55E00"), "info": ("·", "#888888")}
 _COLUMNS = ("your guess", "formula", "computed", "simulated", "measured")
@@ -102,7 +102,7 @@ class Receipt:
         if self.shown == len(self.rows):
             return str(self)
         kept = str(self).splitlines()[: (1 if self.title else 0) + 1 + self.shown]
-        return "\n".join([*kept, f"... and {len(self.rows) - self.shown} more rows; print() shows them all"])
+        return "\n".join([*kept, f"... and {_summary(self.rows[self.shown :])}; print() shows them all"])
 
     def _repr_html_(self) -> str:
         title = f"<b>{escape(self.title)}</b>" if self.title else ""
@@ -110,7 +110,7 @@ class Receipt:
         more = ""
         if folded:
             opened = " open" if any(row.verdict == "off" for row in folded) else ""
-            more = f"<details{opened}><summary>{len(folded)} more rows</summary>{self._table(folded)}</details>"
+            more = f"<details{opened}><summary>{_summary(folded)}</summary>{self._table(folded)}</details>"
         return f'<div style="color:inherit">{title}{self._table(self.rows[: self.shown])}{more}</div>'
 
     def _columns(self) -> list[str]:
@@ -156,6 +156,16 @@ class Receipt:
                 f'</span> <span style="font-weight:{weight}">{verdict}</span></td>'
             )
         return f'<tr style="background:none;color:inherit">{"".join(cells)}</tr>'
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    """How many rows, and how many of those that compare agree."""
+    number = f"{len(rows)} more row{'s' * (len(rows) > 1)}"
+    judged = [row.verdict for row in rows if row.verdict != "info"]
+    off = judged.count("off")
+    if not judged:
+        return number
+    return f"{number}, {off} off" if off else f"{number}, {'all ' * (len(judged) == len(rows) > 1)}ok"
 
 
 def row(

@@ -123,18 +123,20 @@ def test_guesses_formulas_simulations_and_measurements_have_columns_of_their_own
         row("x", 1, 1, kind="guess")
 
 
-def test_rows_after_the_eighth_are_folded_with_their_parents():
-    rows = [row(name, 1, 1) for name in ("a", "b", "c", "d", "e", "f", "g", "h", "    of h", "i")]
+def test_what_is_folded_stays_with_its_parent_and_says_how_it_went():
+    rows = [row(name, 1, 1) for name in ("a", "b", "c", "    of c", "d")]
     long = receipt("long", rows)
-    assert long.shown == 7 and receipt("", rows[:8]).shown == 8 and receipt("", rows, open_rows=3).shown == 3
-    assert (
-        repr(long).splitlines()[-1] == "... and 3 more rows; print() shows them all"
-        and len(str(long).split("\n")) == 12
-    )
+    assert long.shown == 2 and receipt("", rows[:3]).shown == 3 and receipt("", rows, open_rows=4).shown == 4
+    assert repr(long).splitlines()[-1] == "... and 3 more rows, all ok; print() shows them all"
+    assert len(str(long).split("\n")) == 7
     html = long._repr_html_()
-    assert html.count("<details>") == 1 and "3 more rows" in html and html.index("<details>") > html.index(">g<")
-    assert "<details open>" in receipt("", [*rows, row("wrong", 1, 2)])._repr_html_()
-    assert receipt("", [rows[0], *[rows[8]] * 12]).shown == 8  # a block that is too long is cut after all
+    assert html.count("<details>") == 1 and "3 more rows, all ok" in html
+    assert html.index("<details>") > html.index(">b<")
+    wrong = receipt("", [*rows, row("wrong", 1, 2), formula("a formula", 3)])._repr_html_()
+    assert "<details open>" in wrong and "5 more rows, 1 off" in wrong
+    assert "1 more row, ok" in receipt("", rows[:3], open_rows=2)._repr_html_()
+    assert ">1 more row<" in receipt("", [*rows[:3], formula("a formula", 3)])._repr_html_()
+    assert receipt("", [rows[0], *[rows[3]] * 12]).shown == 3  # a block that is too long is cut after all
     with pytest.raises(ValueError, match="open_rows=0"):
         receipt("", rows, open_rows=0)
 
