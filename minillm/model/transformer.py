@@ -230,7 +230,7 @@ def mixture(config: ModelConfig, layer: int, dtype: torch.dtype | None = None) -
     """The experts of a layer; the shared ones are one MLP of their widths together, which computes the same."""
     width = config.moe.shared_experts * config.moe.intermediate_size
     shared = MLP(replace(config, intermediate_size=width), dtype) if width else None
-    return MoE(config, layer, ACTIVATIONS[config.activation], shared, dtype)
+    return MoE(config, layer, shared, dtype)
 
 
 def apply_linears(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:

@@ -33,7 +33,6 @@ class MoE(nn.Module):
         self,
         config: ModelConfig,
         layer: int,
-        activation: Callable[[Tensor], Tensor],
         shared: nn.Module | None = None,
         dtype: torch.dtype | None = None,
     ):
@@ -41,7 +40,7 @@ class MoE(nn.Module):
         self.config, self.layer = config.moe, layer
         self.router = Router(config.moe, config.hidden_size, dtype)
         sizes = config.moe.num_experts, config.hidden_size, config.moe.intermediate_size
-        self.experts = Experts(*sizes, activation, dtype)
+        self.experts = Experts(*sizes, config.activation, dtype)
         self.shared = shared
         self.dispatch: Dispatch = here
         self.load: Tensor | None = None
