@@ -1,0 +1,86 @@
+"""What ranks run in the tests of expert parallelism: dispatch of tokens against one process that has every expert."""
+
+import torch
+from torch import Tensor
+
+from minillm.comm import Group
+from minillm.measure import ledger
+from minillm.parallel.expert_parallel.dispatch import dispatch
+from minillm.parallel.expert_parallel.nodes import dispatch_over_nodes
+
+EXPERTS, TOP_K, HIDDEN = 8, 2, 6
+ROUTINGS = ("random", "one expert", "few experts", "dropped", "none on a rank", "equal")
+
+
+def draw(routing: str, ranks: int) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
+    """Of every rank: x: [tokens, hidden], chosen, weights: [tokens, k]; and the experts' weights [experts, h, h]."""
+    generator = torch.Generator().manual_seed(len(routing))
+    xs, chosen, weights = [], [], []
+    for rank in range(ranks):
+        tokens = EXPERTS if routing == "equal" else 0 if (routing, rank) == ("none on a rank", 1) else 5 + 3 * rank
+        xs.append(torch.randn(tokens, HIDDEN, generator=generator, dtype=torch.float64))
+        ids = torch.rand(tokens, EXPERTS, generator=generator).argsort(1)[:, :TOP_K]
+        if routing == "one expert":
+            ids = torch.full_like(ids, 5)
+            ids[:, 1] = -1
+        elif routing == "few experts":
+            ids = ids // 3
+        elif routing == "dropped":
+            ids[torch.rand(ids.shape, generator=generator) < 0.4] = -1
+        elif routing == "equal":
+            ids = (torch.arange(tokens)[:, None] + 3 * torch.arange(TOP_K)) % EXPERTS
+        chosen.append(ids)
+        weights.append(torch.rand(ids.shape, generator=generator, dtype=torch.float64))
+    return xs, chosen, weights, torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=generator, dtype=torch.float64)
+
+
+def through_experts(rows: Tensor, counts: Tensor, matrices: Tensor) -> Tensor:
+    parts = rows.split(counts.tolist())
+    return torch.cat([torch.tanh(part @ matrix) for part, matrix in zip(parts, matrices, strict=True)])
+
+
+def one_process(routing: str, ranks: int) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
+    """Outputs, gradients of x and of the weights by rank, and of the matrices: token by token, expert by expert."""
+    xs, chosen, weights, matrices = draw(routing, ranks)
+    for leaf in (*xs, *weights, matrices):
+        leaf.requires_grad_()
+    outs = []
+    for x, ids, weight in zip(xs, chosen, weights, strict=True):
+        rows = [
+            sum((w * torch.tanh(t @ matrices[e]) for e, w in zip(i, v, strict=True) if e >= 0), t * 0)
+            for t, i, v in zip(x, ids.tolist(), weight, strict=True)
+        ]
+        outs.append(torch.stack([*rows, x.new_zeros(HIDDEN)])[:-1] + x.square())  # beside: x²
+    sum((out * (1 + index)).sin().sum() for index, out in enumerate(outs)).backward()
+    weight_gradients = [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]  # a rank without tokens
+    return [out.detach() for out in outs], [x.grad for x in xs], weight_gradients, matrices.grad
+
+
+def dispatched(group: Group, nodes: int = 1) -> dict:
+    """By routing: this rank's output and gradients, the ledger's calls and bytes of forward and of both."""
+    found = {}
+    if nodes > 1:
+        size = group.world_size // nodes
+        node_ranks = [list(range(start, start + size)) for start in range(0, group.world_size, size)]
+        node = [group.subgroup(ranks, f"node{i}") for i, ranks in enumerate(node_ranks)][group.rank // size]
+        places = [list(range(place, group.world_size, size)) for place in range(size)]
+        across = [group.subgroup(ranks, f"across{i}") for i, ranks in enumerate(places)][group.rank % size]
+    for routing in ROUTINGS:
+        xs, chosen, weights, matrices = draw(routing, group.world_size)
+        each = EXPERTS // group.world_size
+        x, weight = xs[group.rank].requires_grad_(), weights[group.rank].requires_grad_()
+        own = matrices[each * group.rank :][:each].clone().requires_grad_()
+        experts = lambda rows, counts, own=own: through_experts(rows, counts, own)  # noqa: E731
+        how = x, chosen[group.rank], weight, experts, EXPERTS
+        with ledger() as led:
+            beside = lambda x=x: x.square()  # noqa: E731
+            out = dispatch_over_nodes(*how, node, across, beside) if nodes > 1 else dispatch(*how, group, beside)
+            calls, sent = dict(led.calls), led.bytes("all_to_all")
+            (out * (1 + group.rank)).sin().sum().backward()
+        receipt = calls, dict(led.calls), sent, led.bytes("all_to_all"), _crossing(led)
+        found[routing] = [out.detach(), x.grad, weight.grad], own.grad, receipt
+    return found
+
+
+def _crossing(led) -> int:
+    return sum(event.bytes for event in led.select("all_to_all") if event.group.startswith("across"))
