@@ -5,8 +5,7 @@ from torch import Tensor
 
 from minillm.comm import Group
 from minillm.measure import ledger
-from minillm.parallel.expert_parallel.dispatch import dispatch
-from minillm.parallel.expert_parallel.nodes import dispatch_over_nodes
+from minillm.parallel.expert_parallel.nodes import route, route_over_nodes
 
 EXPERTS, TOP_K, HIDDEN = 8, 2, 6
 ROUTINGS = ("random", "one expert", "few experts", "dropped", "none on a rank", "equal")
@@ -74,7 +73,7 @@ def dispatched(group: Group, nodes: int = 1) -> dict:
         how = x, chosen[group.rank], weight, experts, EXPERTS
         with ledger() as led:
             beside = lambda x=x: x.square()  # noqa: E731
-            out = dispatch_over_nodes(*how, node, across, beside) if nodes > 1 else dispatch(*how, group, beside)
+            out = route_over_nodes(*how, node, across, beside) if nodes > 1 else route(*how, group, beside)
             calls, sent = dict(led.calls), led.bytes("all_to_all")
             (out * (1 + group.rank)).sin().sum().backward()
         receipt = calls, dict(led.calls), sent, led.bytes("all_to_all"), _crossing(led)

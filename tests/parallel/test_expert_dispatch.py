@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minillm.comm import launch
-from minillm.parallel.expert_parallel.dispatch import inverse, permutation
+from minillm.model.moe import sort_by_expert
+from minillm.parallel.expert_parallel.dispatch import inverse
 from minillm.predict import moe
 from tests.comm.nccl_like import on_nccl_like
 from tests.parallel.expert_programs import EXPERTS, HIDDEN, ROUTINGS, TOP_K, dispatched, draw, one_process
@@ -65,12 +66,18 @@ def test_two_levels_send_fewer_rows_between_nodes():
             assert found[routing][-1][4] == other * (rows + home) + came * (rows + home) + ids
 
 
+@given(st.permutations(range(9)))
+def test_the_inverse_of_a_permutation_undoes_it(places):
+    order, rows = torch.tensor(places), torch.randn(9, 2)
+    assert torch.equal(rows[order][inverse(order)], rows) and torch.equal(inverse(inverse(order)), order)
+
+
 @given(st.lists(st.integers(-1, 6), max_size=40))
-def test_the_permutation_sorts_and_its_inverse_undoes_it(ids):
-    flat = torch.tensor(ids, dtype=torch.int64)
-    order = permutation(flat)
-    kept = [(expert, place) for place, expert in enumerate(ids) if expert >= 0]
-    assert order.tolist() == [place for _, place in sorted(kept)]
-    if len(order) == len(ids):
-        assert torch.equal(flat[order][inverse(order)], flat)
-        assert torch.equal(inverse(inverse(order)), order)
+def test_rows_go_to_their_experts_and_come_home(ids):
+    chosen = torch.tensor(ids, dtype=torch.int64)[:, None]
+    x = torch.randn(len(ids), 3)
+    routes = sort_by_expert(chosen, 7)
+    rows = routes.to_experts(x)
+    assert routes.counts.tolist() == [ids.count(expert) for expert in range(7)]
+    assert torch.equal(rows, x[torch.tensor([at for e in range(7) for at, own in enumerate(ids) if own == e]).long()])
+    assert torch.equal(routes.from_experts(rows, torch.ones(len(ids), 1)), x * (chosen >= 0))

@@ -5,8 +5,9 @@
                                                          ◀── their weighted sum goes back as one row
 
 The slow links between nodes carry fewer rows (`predict.moe.crossing_rows`) in fewer messages, the fast ones inside a
-node more. It is `dispatch` inside an exchange over nodes: the rank that a row reaches first acts for its token there.
-With a router that chooses experts of at most M nodes, at most M rows cross (DeepSeek-AI 2024, "DeepSeek-V3", §3.2.2).
+node more. It is `ExpertDispatch` inside an exchange over nodes: the rank that a row reaches first acts for its token
+there. With a router that chooses experts of at most M nodes, at most M rows cross (DeepSeek-AI 2024, "DeepSeek-V3",
+§3.2.2).
 """
 
 from collections.abc import Callable
@@ -15,12 +16,34 @@ import torch
 from torch import Tensor
 
 from minillm.comm import Group
+from minillm.model.moe import sort_by_expert
 from minillm.parallel.expert_parallel.balance import check_experts
-from minillm.parallel.expert_parallel.dispatch import Experts, dispatch
+from minillm.parallel.expert_parallel.dispatch import ExpertDispatch, Experts
 from minillm.parallel.expert_parallel.exchange import Exchange
 
 
-def dispatch_over_nodes(
+def route(
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    experts: Experts,
+    num_experts: int,
+    group: Group,
+    beside: Callable[[], Tensor] | None = None,
+) -> Tensor:
+    """x: [tokens, hidden]; chosen, weights: [tokens, k] -> Σ over k of weight · expert(x), [tokens, hidden].
+
+    chosen: numbers of experts, -1 where dropped; rank r of the group has the r-th part of them. experts: see `Experts`.
+    beside: what is computed while rows travel to their experts, [tokens, hidden], and added: the shared experts.
+    """
+    routes = sort_by_expert(chosen, num_experts)
+    answer = ExpertDispatch(group)(experts, routes.to_experts(x), routes.counts)
+    shared = beside() if beside else None
+    out = routes.from_experts(answer(), weights)
+    return out if shared is None else out + shared
+
+
+def route_over_nodes(
     x: Tensor,
     chosen: Tensor,
     weights: Tensor,
@@ -30,7 +53,7 @@ def dispatch_over_nodes(
     across: Group,
     beside: Callable[[], Tensor] | None = None,
 ) -> Tensor:
-    """`dispatch`, for experts that lie over `across.world_size` nodes of `node.world_size` ranks, node by node.
+    """`route`, for experts that lie over `across.world_size` nodes of `node.world_size` ranks, node by node.
 
     node: the ranks of this one's node; across: those with its place in the other nodes.
     """
@@ -45,13 +68,12 @@ def dispatch_over_nodes(
     table = across.all_gather(own[None])
     exchange = Exchange(across, table[across.rank].tolist(), table[:, across.rank].tolist())  # the host waits
 
-    rows = torch.cat([x[token], torch.where(mine, weights[token], 0).to(x.dtype)], dim=1)
-    ticket = exchange.leave(rows)
+    ticket = exchange.leave(torch.cat([x[token], torch.where(mine, weights[token], 0)], dim=1))
     shared = beside() if beside else None
     arrived = exchange.arrive(ticket)
     local = across.all_to_all(local, output_splits=exchange.come, input_splits=exchange.to)
     here, here_weights = arrived.split([x.shape[1], chosen.shape[1]], dim=1)
-    done = dispatch(here, local, here_weights, experts, each, node)
+    done = route(here, local, here_weights, experts, each, node)
     home = exchange.back()
     out = torch.zeros_like(x).index_add(0, token, home.arrive(home.leave(done)))
     return out if shared is None else out + shared
