@@ -1,7 +1,7 @@
 """The one transformer, its attention, its loss, and Hugging Face weights in and out."""
 
 from minillm.model.attention import AttentionFunction, dense, sdpa
-from minillm.model.config import ModelConfig, RopeScaling
+from minillm.model.config import ModelConfig, MoEConfig, RopeScaling
 from minillm.model.huggingface import load_hf, save_hf
 from minillm.model.loss import cross_entropy, cross_entropy_sums, linear_cross_entropy_sums
 from minillm.model.paged import PagedCache, paged_attention
@@ -10,6 +10,7 @@ from minillm.model.transformer import Block, Transformer, check_tokens, initial
 __all__ = [
     "AttentionFunction",
     "Block",
+    "MoEConfig",
     "ModelConfig",
     "PagedCache",
     "RopeScaling",

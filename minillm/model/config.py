@@ -5,11 +5,14 @@ A configuration is a frozen value: two equal configurations build equal models, 
 No torch is needed to make one.
 """
 
-from dataclasses import dataclass, fields
+import math
+from dataclasses import dataclass, fields, replace
 
 ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
 ACTIVATIONS = ("silu", "gelu_tanh")
 NORM_PLACEMENTS = ("pre", "post", "both")
+SCORES = ("softmax", "sigmoid")
+CHOICES = ("token", "expert")
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,73 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class MoEConfig:
+    """A mixture of experts in place of the MLP; `minillm.model.moe` computes it.
+
+    top_k: experts that a token goes to, of num_experts. intermediate_size: of one expert; None = the model's.
+    scores: "softmax" over all experts, or "sigmoid" of each alone (DeepSeek-V3). normalize: the scores of the chosen
+    experts are divided by their sum. weight_scale: what the weights are multiplied by then (DeepSeek-V3 has 2.5).
+    choice: "token", each token takes its top_k experts; "expert", each expert takes its best tokens of a sequence (Zhou
+    et al. 2022), which sees the future and so cannot generate.
+    capacity_factor: an expert takes at most ⌈capacity_factor · seq · top_k / num_experts⌉ tokens of a sequence in
+    training and drops the rest; None = dropless. Where experts choose, they take that many (None counts as 1).
+    shared_experts: experts that every token goes to, beside those it chooses.
+    balance_loss, z_loss: factors of the load-balancing loss (Fedus et al. 2021, §2.2) and of the router z-loss (Zoph et
+    al. 2022, §3.1), each a mean over tokens and a sum over layers.
+    bias_update_rate: step of the biases that balance without a loss (DeepSeek-V3, §2.1.2); None = there are none.
+    dense_layers: layers that keep their MLP.
+    """
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int | None = None
+    scores: str = "softmax"
+    normalize: bool = True
+    weight_scale: float = 1.0
+    choice: str = "token"
+    capacity_factor: float | None = None
+    shared_experts: int = 0
+    balance_loss: float = 0.0
+    z_loss: float = 0.0
+    bias_update_rate: float | None = None
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        object.__setattr__(self, "dense_layers", tuple(sorted(set(self.dense_layers))))
+        for name in ("num_experts", "top_k", "intermediate_size"):
+            if name != "intermediate_size" or self.intermediate_size is not None:
+                _check_size(name, getattr(self, name))
+        if self.top_k > self.num_experts:
+            raise ValueError(
+                f"top_k {self.top_k} is more than num_experts {self.num_experts}: lower one, raise the other."
+            )
+        if not isinstance(self.shared_experts, int) or self.shared_experts < 0:
+            raise ValueError(f"shared_experts {self.shared_experts!r} must be a whole number of at least 0.")
+        for name, known in (("scores", SCORES), ("choice", CHOICES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} {getattr(self, name)!r} is not supported: use one of {', '.join(known)}.")
+        for name in ("balance_loss", "z_loss"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} {getattr(self, name)} must be at least 0; 0 switches it off.")
+        for name in ("capacity_factor", "bias_update_rate", "weight_scale"):
+            value, optional = getattr(self, name), name != "weight_scale"
+            if not (optional and value is None) and not 0 < value < float("inf"):
+                raise ValueError(f"{name} {value} must be above 0{', or None to do without' if optional else ''}.")
+        if self.choice == "expert" and (self.balance_loss or self.bias_update_rate):
+            raise ValueError(
+                "experts that choose are balanced by construction: leave balance_loss and bias_update_rate."
+            )
+        if not all(isinstance(layer, int) and layer >= 0 for layer in self.dense_layers):
+            raise ValueError(f"dense_layers {self.dense_layers} must be numbers of layers, from 0.")
+
+    def capacity(self, seq: int) -> int | None:
+        """Tokens of a sequence of `seq` that an expert takes at most; None = all."""
+        if self.capacity_factor is None and self.choice == "token":
+            return None
+        return min(seq, math.ceil((self.capacity_factor or 1.0) * seq * self.top_k / self.num_experts))
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Sizes and options of a decoder-only transformer. The defaults are Llama's; docs/models.md has the other families.
 
@@ -83,6 +153,7 @@ class ModelConfig:
     embedding_scale: what embeddings are multiplied by. activation: of the gate in the MLP, "silu" or "gelu_tanh".
     norm_placement: "pre", a norm before each branch; "post", one after it, before the sum; "both".
     norm_offset: added to the weight of every norm (Gemma stores weights around 0 and has 1 here).
+    moe: experts in place of the MLP; None = dense.
     """
 
     vocab_size: int
@@ -114,6 +185,7 @@ class ModelConfig:
     activation: str = "silu"
     norm_placement: str = "pre"
     norm_offset: float = 0.0
+    moe: MoEConfig | None = None
 
     def __post_init__(self):
         if self.num_kv_heads is None:
@@ -145,10 +217,21 @@ class ModelConfig:
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} {getattr(self, name)!r} is not supported: use one of {', '.join(known)}.")
         self._check_rotation()
+        self._check_experts()
         if not all(isinstance(layer, int) and layer >= 0 for layer in self.full_attention_layers):
             raise ValueError(f"full_attention_layers {self.full_attention_layers} must be numbers of layers, from 0.")
         layers = tuple(sorted({layer for layer in self.full_attention_layers if layer < self.num_layers}))
         object.__setattr__(self, "full_attention_layers", layers)  # so that a model of the first layers can be made
+
+    def _check_experts(self) -> None:
+        """Fills in what follows from the model, so that equal models are equal."""
+        if self.moe is None:
+            return
+        if self.mlp_bias:
+            raise ValueError("mlp_bias together with moe is not supported: experts have no biases.")
+        dense = tuple(layer for layer in self.moe.dense_layers if layer < self.num_layers)
+        size = self.moe.intermediate_size or self.intermediate_size
+        object.__setattr__(self, "moe", replace(self.moe, intermediate_size=size, dense_layers=dense))
 
     def _check_rotation(self) -> None:
         if self.rotary_dim == self.head_dim:
@@ -168,6 +251,10 @@ class ModelConfig:
                 f"RoPE scaling has {len(scaling.short_factors)} short and {len(scaling.long_factors)} long factors: "
                 f"give one of each for the {planes} pairs of dimensions that are rotated."
             )
+
+    def has_experts(self, layer: int) -> bool:
+        """Has a layer experts in place of its MLP?"""
+        return self.moe is not None and layer not in self.moe.dense_layers
 
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer; None = it sees all."""

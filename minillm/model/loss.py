@@ -68,6 +68,12 @@ def sum_of_weights(targets: Tensor, weights: Tensor | None, dtype: torch.dtype) 
     return counted.sum().to(dtype) if weights is None else (weights.to(dtype) * counted).sum()
 
 
+def weights_of_sequences(targets: Tensor, weights: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """[batch]: Σ weight over the targets of each sequence that count, float32 or wider."""
+    counted = (targets != IGNORE).to(torch.promote_types(dtype, torch.float32))
+    return (counted if weights is None else counted * weights).sum(1)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, head, targets, chunk, weights):

@@ -5,14 +5,15 @@
                           └────────── one Block ─────────────┘
 
 Llama's shape (Touvron et al. 2023): RMSNorm before each branch, rotary positions, grouped-query attention (Ainslie et
-al. 2023), SwiGLU (Shazeer 2020). Other families (Qwen, Gemma, Phi, OLMo) are options of `ModelConfig`, a line each.
-The blocks are uniform, so a pipeline can cut between any two; the number of heads is read from the projections'
-outputs, so a tensor-parallel slice runs the same code.
+al. 2023), SwiGLU (Shazeer 2020) or a mixture of experts that are one each (`moe`). Other families (Qwen, Gemma, Phi,
+OLMo) are options of `ModelConfig`, a line each. The blocks are uniform, so a pipeline can cut between any two; the
+number of heads is read from the projections' outputs, so a tensor-parallel slice runs the same code.
 """
 
 import hashlib
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,7 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 from minillm.model.attention import AttentionFunction, sdpa
 from minillm.model.config import ModelConfig
-from minillm.model.loss import cross_entropy_sums, linear_cross_entropy_sums
+from minillm.model.loss import cross_entropy_sums, linear_cross_entropy_sums, weights_of_sequences
+from minillm.model.moe import MoE, RouterLosses
 from minillm.model.rope import Rope, rotate, rotation_of
 
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
@@ -50,6 +52,7 @@ class Transformer(nn.Module):
     What a model split over ranks does in its own way is an attribute: what the head makes of [batch, seq, hidden]
     (`head_logits`, `head_loss`), how a parameter is drawn (`draw`), layers that share an input (`linears`), where the
     tokens of a sequence stand that is cut over ranks (`positions_of`: their number -> [seq], None = 0 .. seq - 1).
+    router_losses: what the routers said in the last pass with targets and gradients; None = there are no experts.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class Transformer(nn.Module):
         self.attention = attention
         self.head_logits, self.head_loss, self.draw = F.linear, linear_cross_entropy_sums, initial
         self.positions_of: Callable[[int], Tensor] | None = None
+        self.router_losses: RouterLosses | None = None
         device = torch.device(device or torch.get_default_device())
         with torch.device("meta"), _WithoutInitialisation():
             self.embedding = embedding(config, dtype)
@@ -92,6 +96,7 @@ class Transformer(nn.Module):
         positions: [seq] or [batch, seq], where the tokens stand; None = 0 .. seq - 1.
         rows: [n], the places along seq whose logits are wanted, [batch, n, vocab_size]; None = all.
         targets: [batch, seq]; with them the result is (Σ weight · nll, Σ weight), see `loss`. weights: None = all 1.
+        The gradient of that sum includes the losses of routers (`moe.balance`), its value does not.
         ValueError for an id outside the vocabulary or a position outside the context (see `check_tokens`).
         """
         if positions is None and self.positions_of:
@@ -101,11 +106,18 @@ class Transformer(nn.Module):
         rotation = self.rope(
             torch.arange(tokens.shape[1], device=x.device) if positions is None else positions, x.dtype
         )
+        more = ()
+        if self.config.moe and targets is not None and torch.is_grad_enabled():
+            self.router_losses = RouterLosses(weights_of_sequences(targets, weights, x.dtype))
+            more = (self.router_losses,)
         for block in self.blocks:
-            x = block(x, rotation, attention or self.attention, positions)
+            x = block(x, rotation, attention or self.attention, positions, *more)
         if rows is not None:
             x = x[:, rows]
-        return self.logits(x) if targets is None else self.loss(x, targets, weights)
+        if targets is None:
+            return self.logits(x)
+        total, weight = self.loss(x, targets, weights)
+        return more[0].begin_at(total) if more else total, weight
 
     def logits(self, x: Tensor) -> Tensor:
         """x: [batch, seq, hidden] after the last block -> [batch, seq, vocab_size]. Tied: the embedding is the head."""
@@ -127,6 +139,9 @@ class Transformer(nn.Module):
         """Sets every parameter to `initial(config, name, shape, seed)`, wherever it lives and whatever its dtype."""
         for name, parameter in self.named_parameters():
             parameter.copy_(self.draw(self.config, name, tuple(parameter.shape), seed))
+        for name, buffer in self.named_buffers():
+            if name.endswith("balance_bias"):
+                buffer.zero_()
         return self
 
 
@@ -143,7 +158,7 @@ class Block(nn.Module):
         self.attention = Attention(config, layer, dtype)
         self.attention_post_norm = norm(config, config.hidden_size, dtype, after)
         self.mlp_norm = norm(config, config.hidden_size, dtype, before)
-        self.mlp = MLP(config, dtype)
+        self.mlp = mixture(config, layer, dtype) if config.has_experts(layer) else MLP(config, dtype)
         self.mlp_post_norm = norm(config, config.hidden_size, dtype, after)
 
     def forward(
@@ -152,9 +167,11 @@ class Block(nn.Module):
         rotation: tuple[Tensor, Tensor],
         attention: AttentionFunction = sdpa,
         positions: Tensor | None = None,
+        losses: RouterLosses | None = None,
     ) -> Tensor:
         x = x + self.attention_post_norm(self.attention(self.attention_norm(x), rotation, attention, positions))
-        return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x)))
+        more = (losses,) if losses is not None and isinstance(self.mlp, MoE) else ()
+        return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x), *more))
 
 
 class Attention(nn.Module):
@@ -209,6 +226,13 @@ class MLP(nn.Module):
         return self.down_proj(self.activation(gate) * up)
 
 
+def mixture(config: ModelConfig, layer: int, dtype: torch.dtype | None = None) -> MoE:
+    """The experts of a layer; the shared ones are one MLP of their widths together, which computes the same."""
+    width = config.moe.shared_experts * config.moe.intermediate_size
+    shared = MLP(replace(config, intermediate_size=width), dtype) if width else None
+    return MoE(config, layer, ACTIVATIONS[config.activation], shared, dtype)
+
+
 def apply_linears(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     """What several layers make of one input; layers that are split over ranks share the communication for it."""
     return tuple(layer(x) for layer in layers)
@@ -253,7 +277,9 @@ def initial(config: ModelConfig, name: str, shape: tuple[int, ...], seed: int) -
         return torch.full(shape, 1 - config.norm_offset, device="cpu")
     if name.endswith(".bias"):
         return torch.zeros(shape, device="cpu")
-    into_residual = name.endswith(("o_proj.weight", "down_proj.weight"))  # 2 per block add up (GPT-2, §2.3)
+    into_residual = name.endswith(
+        ("o_proj.weight", "down_proj.weight", "experts.down_proj")
+    )  # 2 per block add up (GPT-2, §2.3)
     std = config.init_std / math.sqrt(2 * config.num_layers) if into_residual else config.init_std
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -150,7 +150,7 @@ class _Record(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if func.overloadpacket in self.keep:
+        if _is_kept(func, kwargs, self.keep):
             leaves, structure = tree_flatten(result)
             self.tensors += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             self.layouts.append(([None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves], structure))
@@ -165,7 +165,12 @@ class _Replay(TorchDispatchMode):
         self.keep, self.layouts, self.tensors = keep, iter(layouts), iter(tensors)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket not in self.keep:
+        if not _is_kept(func, kwargs, self.keep):
             return func(*args, **(kwargs or {}))
         leaves, structure = next(self.layouts)
         return tree_unflatten([next(self.tensors).detach() if leaf is None else leaf[0] for leaf in leaves], structure)
+
+
+def _is_kept(func: Any, kwargs: dict | None, keep: frozenset) -> bool:
+    """Not what writes into memory that it was given, as experts' products do: that would stay unwritten."""
+    return func.overloadpacket in keep and "out" not in (kwargs or {})

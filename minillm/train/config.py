@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from minillm.model import ModelConfig, RopeScaling
+from minillm.model import ModelConfig, MoEConfig, RopeScaling
 from minillm.train.activation_checkpointing import MODES
 from minillm.train.precision import PRECISIONS
 
@@ -73,9 +73,9 @@ class TrainConfig:
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> "TrainConfig":
         """The inverse of `to_json`, also after a trip through JSON. Raises ValueError, TypeError or KeyError."""
-        scaling = raw["model"].get("rope_scaling")
-        model = ModelConfig(**raw["model"] | {"rope_scaling": RopeScaling(**scaling) if scaling else None})
-        return cls(**raw | {"model": model, "betas": tuple(raw["betas"])})
+        nested = {"rope_scaling": RopeScaling, "moe": MoEConfig}
+        parts = {name: kind(**raw["model"][name]) for name, kind in nested.items() if raw["model"].get(name)}
+        return cls(**raw | {"model": ModelConfig(**raw["model"] | parts), "betas": tuple(raw["betas"])})
 
     def difference(self, other: "TrainConfig") -> str | None:
         """ "lr 0.001, not 0.003": the first setting in which `other` differs, as a phrase; None if they are equal."""

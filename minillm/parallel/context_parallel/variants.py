@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from minillm.comm import Group
+from minillm.model.config import refuse_beyond
 from minillm.parallel.context_parallel.exchange import GatherAttention, UlyssesAttention, check_ulysses
 from minillm.parallel.context_parallel.order import ContextAttention
 from minillm.parallel.context_parallel.ring import RingAttention
@@ -53,8 +54,10 @@ def context_parallel(module: AnyModule, attention: ContextAttention) -> AnyModul
     """Makes a Transformer, or a pipeline's part of one, compute on this rank's positions of every sequence, in place.
 
     Its tokens are then [batch, seq / attention.world_size], those at `attention.positions(seq)`. Positions of padding
-    beyond the model's context count as its last.
+    beyond the model's context count as its last. ValueError for a mixture of experts, whose losses and drops are
+    those of whole sequences.
     """
+    refuse_beyond(module.config, "context parallelism", ("moe",))
     module.attention = attention
     module.positions_of = partial(_positions, attention, module.config.max_seq_len)
     return module

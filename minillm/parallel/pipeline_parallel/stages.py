@@ -48,7 +48,7 @@ class ModelPart(nn.Module):
         super().__init__()
         if layers.step != 1 or not 0 <= layers.start <= layers.stop <= config.num_layers:
             raise ValueError(f"layers {layers} do not lie in the model's {config.num_layers}: give range(start, stop)")
-        refuse_beyond(config, "pipeline parallelism", ("embedding_scale", "logit_soft_cap", "norm_offset"))
+        refuse_beyond(config, "pipeline parallelism", ("embedding_scale", "logit_soft_cap", "norm_offset", "moe"))
         self.config, self.layers, self.first, self.last, self.attention = config, layers, first, last, attention
         self.head_logits, self.head_loss, self.draw = F.linear, linear_cross_entropy_sums, initial  # as in Transformer
         self.positions_of: Callable[[int], Tensor] | None = None  # as in Transformer

@@ -25,7 +25,7 @@ from minillm.parallel.placement import Part, Partial, Placement, Replicate, Shar
 ROWS = ("embedding.weight", "head.weight", *(f"{name}_proj.weight" for name in ("q", "gate", "up")), "q_proj.bias")
 KV_ROWS = tuple(f"{name}_proj.{kind}" for name in ("k", "v") for kind in ("weight", "bias"))
 COLUMNS = ("o_proj.weight", "down_proj.weight")
-BEYOND = ("embedding_scale", "logit_soft_cap", "norm_placement", "qk_norm_over_heads", "output_bias", "mlp_bias")
+BEYOND = ("embedding_scale", "logit_soft_cap", "norm_placement", "qk_norm_over_heads", "output_bias", "mlp_bias", "moe")
 HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
 
 
