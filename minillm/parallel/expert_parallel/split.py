@@ -21,9 +21,7 @@ from minillm.model.moe import MoE
 from minillm.parallel.expert_parallel.balance import check_experts
 from minillm.parallel.expert_parallel.dispatch import ExpertDispatch
 from minillm.parallel.placement import Part, Replicate, Shard
-from minillm.parallel.tensor_parallel.plan import whole_shapes
-
-EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
+from minillm.parallel.tensor_parallel.plan import EXPERTS, whole_shapes
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
