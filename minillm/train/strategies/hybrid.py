@@ -1,5 +1,5 @@
-"""Models and sequences that are split over ranks: tensor, pipeline, context and expert parallel, times data parallel with
-any ZeRO stage, or HSDP.
+"""Models and sequences that are split over ranks: tensor, pipeline, context and expert parallel, times data parallel
+with any ZeRO stage, or HSDP.
 
     Mesh(dp, pp, cp, tp)  a rank holds      parts of the layers           (pp, parallel/pipeline_parallel)
                                             of each layer a slice         (tp, parallel/tensor_parallel)
