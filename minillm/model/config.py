@@ -76,8 +76,8 @@ class MoEConfig:
     experts are divided by their sum. weight_scale: what the weights are multiplied by then (DeepSeek-V3 has 2.5).
     choice: "token", each token takes its top_k experts; "expert", each expert takes its best tokens of a sequence (Zhou
     et al. 2022), which sees the future and so cannot generate.
-    capacity_factor: an expert takes at most ⌈capacity_factor · seq · top_k / num_experts⌉ tokens of a sequence in
-    training and drops the rest; None = dropless. Where experts choose, they take that many (None counts as 1).
+    capacity_factor: an expert takes at most ⌈capacity_factor · seq · top_k / num_experts⌉ tokens of a sequence while
+    the model is trained and drops the rest; None = dropless. Experts that choose take that many (None counts as 1).
     shared_experts: experts that every token goes to, beside those it chooses.
     balance_loss, z_loss: factors of the load-balancing loss (Fedus et al. 2021, §2.2) and of the router z-loss (Zoph et
     al. 2022, §3.1), each a mean over tokens and a sum over layers.
@@ -259,6 +259,15 @@ class ModelConfig:
     def window(self, layer: int) -> int | None:
         """The sliding window of a layer; None = it sees all."""
         return None if layer in self.full_attention_layers else self.sliding_window
+
+
+def check_generates(config: ModelConfig) -> None:
+    """ValueError for a model that has to see whole sequences."""
+    if config.moe is not None and config.moe.choice == "expert":
+        raise ValueError(
+            "experts that choose their tokens see whole sequences, so this model cannot generate token by token: "
+            'train it with choice="token".'
+        )
 
 
 def refuse_beyond(config: ModelConfig, what: str, names: tuple[str, ...]) -> None:

@@ -7,11 +7,13 @@ table of families and how each is tested.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from minillm.model.config import ModelConfig
+from minillm.model.families_moe import MIXTRAL, OLMOE, QWEN3_MOE, expert_tensors, kind_of, read_experts, write_experts
 from minillm.model.families_rope import read_rope, write_rope
 
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -66,7 +68,20 @@ FAMILIES = {  # by model_type
         {"attention_bias": False, "rms_norm_eps": 1e-5},
         {"norm_placement": "post", "qk_norm": True, "qk_norm_over_heads": True},
     ),
+    "mixtral": Family("MixtralForCausalLM", MIXTRAL),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", QWEN3_MOE, {"qk_norm": True}),
+    "olmoe": Family("OlmoeForCausalLM", OLMOE, {"qk_norm": True, "qk_norm_over_heads": True}),
 }
+
+
+class Piece(NamedTuple):
+    """A place in a parameter: all of it, or one expert's matrix."""
+
+    name: str
+    index: tuple[int, ...] = ()
+
+    def of(self, parameters: dict[str, Tensor]) -> Tensor:
+        return parameters[self.name][self.index]
 
 
 def config_from_hf(raw: dict, max_seq_len: int | None = None) -> ModelConfig:
@@ -117,6 +132,7 @@ def config_from_hf(raw: dict, max_seq_len: int | None = None) -> ModelConfig:
         activation=ACTIVATIONS[_activation(values, kind)],
         sliding_window=window,
         full_attention_layers=full_attention_layers,
+        moe=read_experts(values, kind),
         **options,
     )
 
@@ -144,6 +160,7 @@ def config_to_hf(config: ModelConfig, dtype: torch.dtype) -> dict:
         "initializer_range": config.init_std,
         "tie_word_embeddings": config.tie_embeddings,
         **write_rope(config, kind),
+        **write_experts(config, kind),
     }
     if "sliding_window" in family.keys:
         raw["sliding_window"] = config.sliding_window
@@ -168,7 +185,7 @@ def config_to_hf(config: ModelConfig, dtype: torch.dtype) -> dict:
             "attn_logit_softcapping": config.attention_soft_cap,
             "final_logit_softcapping": config.logit_soft_cap,
         }
-    again = with_context(config_from_hf(raw), config)
+    again = with_choices(config_from_hf(raw), config)
     for each in fields(config):
         if (found := getattr(again, each.name)) != (value := getattr(config, each.name)):
             raise ValueError(
@@ -178,14 +195,23 @@ def config_to_hf(config: ModelConfig, dtype: torch.dtype) -> dict:
     return raw
 
 
-def with_context(config: ModelConfig, other: ModelConfig) -> ModelConfig:
-    """`config` with the max_seq_len of `other`, if its RoPE leaves the choice of one to whoever loads the model."""
-    follows = config.rope_scaling is not None and config.rope_scaling.follows_max_seq_len
-    return replace(config, max_seq_len=other.max_seq_len) if follows else config
+def with_choices(config: ModelConfig, other: ModelConfig) -> ModelConfig:
+    """`config` with the choices of `other` that a checkpoint leaves to whoever loads it: the max_seq_len if RoPE
+    follows it, and what concerns experts in training alone (their losses and their capacity)."""
+    if config.rope_scaling is not None and config.rope_scaling.follows_max_seq_len:
+        config = replace(config, max_seq_len=other.max_seq_len)
+    if config.moe is None or other.moe is None:
+        return config
+    chosen = {name: getattr(other.moe, name) for name in ("balance_loss", "z_loss", "capacity_factor")}
+    if other.moe.choice != config.moe.choice:  # then the capacity says what is computed
+        return config
+    return replace(config, moe=replace(config.moe, **chosen))
 
 
 def family_of(config: ModelConfig) -> str:
     """The model_type to save a configuration as."""
+    if config.moe is not None:
+        return kind_of(config)
     if config.norm_placement == "post":
         return "olmo2"
     if config.norm_placement == "both":
@@ -217,16 +243,26 @@ def hf_name(name: str, *, norms_after: bool = False) -> str:
     return ".".join(("model.layers", layer, parts.get(part, part), *rest))
 
 
-def stored_tensors(config: ModelConfig, kind: str, names: Iterable[str]) -> dict[str, list[str]]:
-    """Stored tensor -> the parameters that it holds, one after the other along the first axis (several in Phi-3)."""
-    found: dict[str, list[str]] = {}
+def stored_tensors(config: ModelConfig, kind: str, names: Iterable[str]) -> dict[str, list[Piece]]:
+    """Stored tensor -> the pieces of parameters that it holds, one after the other along the first axis.
+
+    It is one whole parameter, but for several in Phi-3 and a single expert's part in a mixture of experts.
+    """
+    found: dict[str, list[Piece]] = {}
     for name in names:
         stored = hf_name(name, norms_after=config.norm_placement != "pre")
         if kind == "phi3":
             for fused, each in (("qkv_proj", "qkv"), ("gate_up_proj", ("gate", "up"))):
                 for part in each:
                     stored = stored.replace(f".{part}_proj.", f".{fused}.")
-        found.setdefault(stored, []).append(name)
+        stored = stored.replace(".mlp.router.", ".mlp.gate.")
+        before, experts, _ = stored.partition("experts.")
+        held = expert_tensors(config, kind, name) if experts else [("", ())]
+        for after, index in held:
+            each = before + after if experts else stored
+            if kind == "mixtral":
+                each = each.replace(".mlp.", ".block_sparse_moe.")
+            found.setdefault(each, []).append(Piece(name, index))
     return found
 
 
@@ -258,7 +294,9 @@ def _windows(values: dict, kind: str) -> tuple[int | None, tuple[int, ...]]:
     layers, types, window = values["num_hidden_layers"], values.get("layer_types"), values.get("sliding_window")
     if "use_sliding_window" in FAMILIES[kind].keys and not values["use_sliding_window"]:
         window = None
-    if kind in ("gemma2", "gemma3_text"):
+    if kind == "qwen3_moe":
+        full = ()  # transformers has the window in all layers
+    elif kind in ("gemma2", "gemma3_text"):
         every = values.get("_sliding_window_pattern", values.get("sliding_window_pattern", 2))
         full = [layer for layer in range(layers) if (layer + 1) % every == 0]
     else:

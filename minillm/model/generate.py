@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minillm.data import Tokenizer
 from minillm.model.attention import sdpa
-from minillm.model.config import ModelConfig
+from minillm.model.config import ModelConfig, check_generates
 from minillm.model.draw import Draw
 from minillm.model.transformer import Transformer
 
@@ -61,6 +61,7 @@ def generate(
     temperature: 0 takes the likeliest token; otherwise tokens are drawn from softmax(logits / temperature).
     first: the ids that the first new token is taken from. ValueError for an empty prompt or one that fills the context.
     """
+    check_generates(model.config)
     room = model.config.max_seq_len - len(prompt)
     if not prompt or room < 1:
         raise ValueError(f"a prompt of {len(prompt)} tokens does not fit: use 1 to {model.config.max_seq_len - 1}.")

@@ -13,7 +13,16 @@ from tqdm.auto import tqdm
 
 from minillm.model import weights
 from minillm.model.config import ModelConfig
-from minillm.model.families import COMMON, FAMILIES, config_from_hf, config_to_hf, hf_name, stored_tensors, with_context
+from minillm.model.families import (
+    COMMON,
+    FAMILIES,
+    Piece,
+    config_from_hf,
+    config_to_hf,
+    hf_name,
+    stored_tensors,
+    with_choices,
+)
 from minillm.model.transformer import Transformer
 
 CONFIG = "config.json"
@@ -42,7 +51,7 @@ def load_hf(
         config = replace(config, tie_embeddings=False)
     parameters = dict(Transformer(config, device="meta").named_parameters())
     held = stored_tensors(config, _raw(folder)["model_type"], parameters)
-    shapes = {each: _shape([parameters[name] for name in names]) for each, names in held.items()}
+    shapes = {each: _shape([piece.of(parameters) for piece in pieces]) for each, pieces in held.items()}
     if missing := sorted(shapes.keys() - stored.keys()):
         raise ValueError(f"{folder} lacks tensor {missing[0]}{_more(missing)}: its checkpoint is not complete.")
     if extra := sorted(name for name in stored.keys() - shapes.keys() if not _derived(name, config)):
@@ -76,7 +85,7 @@ def save_hf(model: Transformer, folder: str | Path, *, max_shard_bytes: int | No
         raw |= {key: value for key, value in kept.items() if raw.get(key) is None}
     named = dict(model.named_parameters())
     held = stored_tensors(model.config, raw["model_type"], named)
-    tensors = {each: [named[name].detach() for name in names] for each, names in held.items()}
+    tensors = {each: [piece.of(named).detach() for piece in pieces] for each, pieces in held.items()}
     weights.write(tensors, folder, max_shard_bytes=max_shard_bytes, beside={CONFIG: raw})
 
 
@@ -84,7 +93,7 @@ def check_folder(folder: Path, config: ModelConfig) -> None:
     """ValueError if `folder` holds a checkpoint of another configuration."""
     if not (folder / CONFIG).exists():
         return
-    previous = with_context(read_config(folder), config)
+    previous = with_choices(read_config(folder), config)
     if previous != config:
         name = next(f.name for f in fields(previous) if getattr(previous, f.name) != getattr(config, f.name))
         raise ValueError(
@@ -112,7 +121,7 @@ def _raw(folder: Path) -> dict:
     return json.loads((folder / CONFIG).read_text())
 
 
-def _fill(model: Transformer, held: dict[str, list[str]], stored: weights.Stored, progress: bool | None) -> None:
+def _fill(model: Transformer, held: dict[str, list[Piece]], stored: weights.Stored, progress: bool | None) -> None:
     """Copies the stored tensors into the model, file by file."""
     total = sum(parameter.nbytes for parameter in model.parameters())
     hidden = (None if total >= LARGE_BYTES else True) if progress is None else not progress  # None: off a terminal
@@ -122,11 +131,11 @@ def _fill(model: Transformer, held: dict[str, list[str]], stored: weights.Stored
         for file, tensors in weights.one_by_one(stored):
             for each in tensors:
                 start, cut = 0, file.get_slice(each)
-                for name in held.get(each, ()):
-                    parameter = named[name]
-                    parameter.copy_(cut[start : start + len(parameter)])
-                    start += len(parameter)
-                    bar.update(parameter.nbytes)
+                for piece in held.get(each, ()):
+                    part = piece.of(named)
+                    part.copy_(cut[start : start + len(part)])
+                    start += len(part)
+                    bar.update(part.nbytes)
 
 
 def _shape(parts: list[torch.Tensor]) -> list[int]:

@@ -1,12 +1,14 @@
 """What a transformer of a given shape weighs, computes and caches: closed forms, equal to a counted run.
 
     parameters   attention  L·(2·H·d + 2·H_kv·d)·h     mlp  L·3·h·f     embedding, head  V·h each (one if tied)
+                 a mixture of experts in place of an mlp    h·E + 3·h·f_e·(E + shared), of which a token meets
+                 h·E + 3·h·f_e·(k + shared): the active ones
     FLOPs        2 per matmul parameter and token forward, 4 backward; attention scores apart, they grow with context
     KV cache     2·L·H_kv·d·b bytes per token
     training     16 bytes per parameter with Adam, in float32 and in mixed precision alike
 
 L layers, h hidden size, f intermediate size, H heads, H_kv kv heads, d head dimension, V vocabulary, b bytes per
-element. A shape is any object with `ModelConfig`'s attributes.
+element, E experts of width f_e, k of them per token. A shape is any object with `ModelConfig`'s attributes.
 """
 
 from dataclasses import dataclass
@@ -31,11 +33,22 @@ class Shape(Protocol):
     mlp_bias: bool
     qk_norm_over_heads: bool
     norm_placement: str
+    moe: "ExpertShape | None"
+
+
+class ExpertShape(Protocol):
+    """The part of `minillm.model.MoEConfig` these formulas read."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    shared_experts: int
+    dense_layers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Numbers of parameters by part, over all layers. head: 0 when it is the embedding (tied)."""
+    """Numbers of parameters by part, over all layers. head: 0 when it is the embedding (tied). mlp: all experts."""
 
     embedding: int
     attention: int
@@ -102,16 +115,29 @@ def parameters(shape: Shape) -> Parameters:
         embedding=shape.vocab_size * h,
         attention=layers * (2 * h * q + 2 * h * kv),
         biases=layers * biases,
-        mlp=layers * 3 * h * shape.intermediate_size,
+        mlp=_mlp(shape, None if shape.moe is None else shape.moe.num_experts),
         norms=(block_norms * layers + 1) * h + layers * head_norms,
         head=0 if shape.tie_embeddings else shape.vocab_size * h,
     )
 
 
 def matmul_parameters(shape: Shape) -> int:
-    """Weights that multiply every token: the head counts also when it is tied, the embedding (a look-up) never."""
-    count = parameters(shape)
-    return count.attention + count.mlp + shape.vocab_size * shape.hidden_size
+    """Weights that multiply a token: the head counts also when it is tied, the embedding (a look-up) never.
+
+    Of experts the active ones alone: those the token chooses, dropless, and the shared ones.
+    """
+    active = _mlp(shape, None if shape.moe is None else shape.moe.top_k)
+    return parameters(shape).attention + active + shape.vocab_size * shape.hidden_size
+
+
+def _mlp(shape: Shape, experts: int | None) -> int:
+    """Weights of all layers' MLPs, counting `experts` of each mixture's and the router, which every token meets."""
+    h, moe = shape.hidden_size, shape.moe
+    if moe is None:
+        return shape.num_layers * 3 * h * shape.intermediate_size
+    mixture = h * moe.num_experts + 3 * h * moe.intermediate_size * (experts + moe.shared_experts)
+    dense = len(moe.dense_layers)
+    return dense * 3 * h * shape.intermediate_size + (shape.num_layers - dense) * mixture
 
 
 def forward_flops(shape: Shape, context: float) -> Flops:

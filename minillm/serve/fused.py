@@ -23,7 +23,8 @@ def fuse(model: Transformer) -> int:
     """
     count = 0
     for block in model.blocks:
-        for part, names in ((block.attention, ("q_proj", "k_proj", "v_proj")), (block.mlp, ("gate_proj", "up_proj"))):
+        mlp = getattr(block.mlp, "shared", block.mlp)  # experts hold gate and up as one matrix as it is
+        for part, names in ((block.attention, ("q_proj", "k_proj", "v_proj")), (mlp, ("gate_proj", "up_proj"))):
             layers = [getattr(part, name, None) for name in names]
             if getattr(part, "linears", None) is apply_linears and _alike(layers):
                 part.linears = Fused(layers)

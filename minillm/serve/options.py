@@ -4,6 +4,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from inspect import Parameter, signature
 
+from minillm.model.config import check_generates
 from minillm.serve.policies import POLICIES
 from minillm.serve.sampling import whole
 
@@ -21,6 +22,7 @@ def check_engine(
     """ValueError for what `LLM` cannot work with. numbers: (value, least) by name; scheduling: the scheduler's."""
     if not hasattr(model, "config") or not hasattr(model, "embedding"):
         raise ValueError(f"model {model!r} must be a Transformer, as `load_hf(folder)` returns one.")
+    check_generates(model.config)
     for name, (value, least) in numbers.items():
         check_whole(name, value, least)
     if tokenizer is not None and not hasattr(tokenizer, "stream"):

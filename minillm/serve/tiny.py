@@ -18,6 +18,7 @@ from torch import Tensor
 
 from minillm.model import Transformer
 from minillm.model.attention import sdpa
+from minillm.model.config import check_generates
 from minillm.model.draw import Draw
 
 
@@ -74,6 +75,7 @@ class TinyLLM:
                 f"num_blocks {num_blocks}, block_size {block_size} and max_num_seqs {max_num_seqs} must be at least 1, "
                 f"token_budget {token_budget} at least max_num_seqs: every running sequence needs a token a step."
             )
+        check_generates(model.config)
         self.model, self.block_size = model, block_size
         self.token_budget, self.max_num_seqs = token_budget, max_num_seqs
         config, weight = model.config, model.embedding.weight

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import minillm
-from minillm.model import ModelConfig, Transformer, cross_entropy, load_hf, save_hf
+from minillm.model import ModelConfig, MoEConfig, Transformer, cross_entropy, load_hf, save_hf
 from minillm.model.families import FAMILIES, config_from_hf, config_to_hf
 from minillm.model.generate import generate
 from minillm.serve import LLM, SamplingParams
@@ -33,6 +34,7 @@ PHI4 = rope("longrope", short_factor=[1.0, 1.1, 1.2], long_factor=[1.0, 2.0, 3.0
 GEMMA = dict(head_dim=16, query_pre_attn_scalar=24, sliding_window=9)
 GEMMA3_ROPE = dict(rope_parameters={FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}})
 GEMMA3_ROPE["rope_parameters"][SLIDING] = {"rope_type": "default", "rope_theta": 1e4}
+QWEN_EXPERTS = dict(num_experts=6, num_experts_per_tok=2, moe_intermediate_size=20)
 CASES = {
     "Llama 2": ("LlamaConfig", dict(num_key_value_heads=4)),
     "Llama 3.1": ("LlamaConfig", LLAMA3),
@@ -75,6 +77,25 @@ CASES = {
     ),
     "OLMo 2": ("Olmo2Config", rope(theta=5e5)),
     "OLMo 2, biases, 32B's grouped heads": ("Olmo2Config", dict(attention_bias=True, num_key_value_heads=1)),
+    "Mixtral": ("MixtralConfig", dict(num_local_experts=4)),
+    "Mixtral, one of 5 experts, window, tied": (
+        "MixtralConfig",
+        dict(num_local_experts=5, num_experts_per_tok=1, sliding_window=7, tie_word_embeddings=True, head_dim=12),
+    ),
+    "Qwen3 MoE": ("Qwen3MoeConfig", QWEN_EXPERTS | dict(norm_topk_prob=True, head_dim=16)),
+    "Qwen3 MoE, not normalised, a dense layer, biases": (
+        "Qwen3MoeConfig",
+        QWEN_EXPERTS | dict(mlp_only_layers=[1], attention_bias=True, num_experts_per_tok=3) | YARN,
+    ),
+    "Qwen3 MoE, every other layer, windows": (
+        "Qwen3MoeConfig",
+        QWEN_EXPERTS | dict(decoder_sparse_step=2, use_sliding_window=True, sliding_window=9),
+    ),
+    "OLMoE": ("OlmoeConfig", dict(num_experts=6, num_experts_per_tok=3, num_key_value_heads=4)),
+    "OLMoE, normalised, grouped heads, all experts": (
+        "OlmoeConfig",
+        dict(num_experts=4, num_experts_per_tok=4, norm_topk_prob=True, num_key_value_heads=1) | rope(theta=5e5),
+    ),
 }
 TOKENS = torch.randint(67, (2, 90), generator=torch.Generator().manual_seed(0))
 PROMPT = TOKENS[0, :21].tolist()
@@ -227,6 +248,63 @@ def test_what_no_family_has_is_not_saved(options, tmp_path):
     with pytest.raises(ValueError, match="is no Hugging Face architecture that minillm knows"):
         save_hf(Transformer(ModelConfig(67, 32, 48, 2, 4, **options)), tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+REFUSED_EXPERTS = {
+    "clip_qkv 8.0 is not supported": ("olmoe", dict(clip_qkv=8.0)),
+    "top_k 7 is more than num_experts 6": ("olmoe", dict(num_experts_per_tok=7)),
+    "num_experts 0 must be a whole number": ("qwen3_moe", dict(num_experts=0)),
+    "decoder_sparse_step 0 must be": ("qwen3_moe", dict(decoder_sparse_step=0)),
+    "mlp_only_layers 'all' must be numbers of layers": ("qwen3_moe", dict(mlp_only_layers="all")),
+    "key 'shared_expert_intermediate_size' .* is not known": ("qwen3_moe", dict(shared_expert_intermediate_size=8)),
+    "key 'scoring_func' .* is not known for mixtral": ("mixtral", dict(scoring_func="sigmoid")),
+    "hidden_act 'gelu' is not supported": ("mixtral", dict(hidden_act="gelu")),
+    "architecture 'qwen2_moe' is not supported": ("mixtral", dict(model_type="qwen2_moe")),
+    "architecture 'deepseek_v3' is not supported": ("mixtral", dict(model_type="deepseek_v3")),
+}
+NORMS = {"mixtral": {}, "qwen3_moe": dict(qk_norm=True), "olmoe": dict(qk_norm=True, qk_norm_over_heads=True)}
+
+
+@pytest.mark.parametrize("message", REFUSED_EXPERTS)
+def test_other_mixtures_are_refused(message):
+    kind, keys = REFUSED_EXPERTS[message]
+    config = ModelConfig(67, 32, 48, 3, 4, 2, moe=MoEConfig(6, 2), **NORMS[kind])
+    raw = config_to_hf(config, torch.float32)
+    assert raw["model_type"] == kind and config_from_hf(raw) == config
+    with pytest.raises(ValueError, match=message):
+        config_from_hf(raw | keys)
+
+
+def test_a_checkpoint_without_one_experts_tensor_is_refused(tmp_path):
+    model = Transformer(ModelConfig(67, 32, 48, 2, 4, moe=MoEConfig(3, 2)))
+    save_hf(model, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    held = tensors.pop(name)
+    for found, message in (({}, f"lacks tensor {name}"), ({name: held[:1]}, r"has shape \[1, 32\]")):
+        save_file(tensors | found, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            load_hf(tmp_path)
+
+
+def test_choices_of_training_do_not_keep_experts_from_being_saved(tmp_path):
+    """What a checkpoint does not hold is chosen anew by whoever loads it; what changes the logits must be in it."""
+    moe = MoEConfig(3, 2, balance_loss=0.01, z_loss=0.001, capacity_factor=1.25)
+    model = Transformer(ModelConfig(67, 32, 48, 2, 4, moe=moe))
+    for _ in range(2):  # into a new folder, and over what is there
+        save_hf(model, tmp_path)
+    assert load_hf(tmp_path).config.moe == MoEConfig(3, 2, 48)
+    others = (dict(scores="sigmoid"), dict(bias_update_rate=0.1), dict(shared_experts=1), dict(intermediate_size=8))
+    for other in (
+        *others,
+        dict(weight_scale=2.0),
+        dict(normalize=False),
+        dict(choice="expert"),
+        dict(dense_layers=[1]),
+    ):
+        model = Transformer(ModelConfig(67, 32, 48, 2, 4, moe=MoEConfig(3, 2, **other)))
+        with pytest.raises(ValueError, match="is no Hugging Face architecture that minillm knows"):
+            save_hf(model, tmp_path / "other")
 
 
 MEMORY = """

@@ -10,8 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minillm.model import ModelConfig, MoEConfig, Transformer
+from minillm.model.generate import generate
 from minillm.model.moe import MoE, RouterLosses, sort_by_expert, update_balance_biases
 from minillm.model.transformer import mixture
+from minillm.serve import LLM
+from minillm.serve.tiny import TinyLLM
 from minillm.train.activation_checkpointing import MODES, checkpoint_blocks
 
 TOKENS = torch.randint(67, (3, 12), generator=torch.Generator().manual_seed(0))
@@ -156,13 +159,19 @@ def test_biases_move_against_the_load():
     assert layer.to(torch.bfloat16).router.balance_bias.dtype == torch.float32
 
 
-@torch.no_grad()
-def test_nothing_is_dropped_in_eval_mode():
+def test_only_training_drops():
     full, tight = (Transformer(config_of(capacity_factor=factor)) for factor in (None, 0.5))
-    assert not torch.equal(full(TOKENS), tight(TOKENS))
-    assert torch.equal(full(TOKENS), tight.eval()(TOKENS))
-    with pytest.raises(ValueError, match="cannot generate token by token"):
-        Transformer(config_of(choice="expert")).eval()(TOKENS)
+    (trained, _), (loose, _) = tight(TOKENS, targets=TOKENS), full(TOKENS, targets=TOKENS)
+    with torch.no_grad():
+        assert torch.equal(full(TOKENS), tight(TOKENS))
+        assert tight(TOKENS, targets=TOKENS)[0] == loose != trained
+
+
+def test_experts_that_choose_are_not_served():
+    model = Transformer(config_of(choice="expert"))
+    for serve in (TinyLLM, LLM, lambda model: next(generate(model, [1, 2], 3))):
+        with pytest.raises(ValueError, match="cannot generate token by token"):
+            serve(model)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,16 +12,18 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import minillm
-from minillm.model import ModelConfig, Transformer, cross_entropy, dense, sdpa
+from minillm.model import ModelConfig, MoEConfig, Transformer, cross_entropy, dense, sdpa
 from minillm.predict import model as predict
 
 GEMMA = dict(norm_placement="both", norm_offset=1.0, embedding_scale=3.0, activation="gelu_tanh", attention_scale=0.3)
 GEMMA |= dict(logit_soft_cap=5.0, full_attention_layers=(1,))
 OLMO = dict(norm_placement="post", qk_norm_over_heads=True)
+MIXTURE = dict(moe=MoEConfig(5, 2))
+DEEPSEEK = dict(moe=MoEConfig(6, 3, 7, scores="sigmoid", bias_update_rate=0.1, shared_experts=2, dense_layers=(0,)))
 
 
 @st.composite
-def configs(draw, others=({}, GEMMA, OLMO, {"output_bias": True, "mlp_bias": True})):
+def configs(draw, others=({}, GEMMA, OLMO, {"output_bias": True, "mlp_bias": True}, MIXTURE, DEEPSEEK)):
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     return ModelConfig(
         vocab_size=draw(st.integers(2, 70)),
@@ -69,6 +72,21 @@ def test_flops_of_forward_and_training(config, batch, seq):
         forward = predict.forward_flops(config, context).total
         assert counter.get_total_flops() == batch * seq * (predict.training_flops(config, context).total - forward)
     assert predict.training_flops(config, seq).matmul == 6 * predict.matmul_parameters(config)
+
+
+@pytest.mark.parametrize("experts", [MIXTURE, DEEPSEEK])
+def test_flops_of_a_mixture_are_those_of_its_active_parameters(experts):
+    """The counter sees what the formula says, and twice the experts cost a router's row each, no more."""
+    config, tokens = ModelConfig(50, 16, 24, 3, 4, 2, **experts), torch.randint(50, (2, 6))
+    twice = replace(config, moe=replace(config.moe, num_experts=2 * config.moe.num_experts))
+    for each in (config, twice):
+        with FlopCounterMode(display=False) as counter:
+            Transformer(each)(tokens, targets=tokens)[0].backward()
+        assert counter.get_total_flops() == 12 * predict.training_flops(each, 0).total
+    layers = sum(config.has_experts(layer) for layer in range(3))
+    more = predict.matmul_parameters(twice) - predict.matmul_parameters(config)
+    assert more == layers * 16 * config.moe.num_experts
+    assert predict.parameters(twice).total > predict.parameters(config).total + more
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -47,17 +47,12 @@ class MoE(nn.Module):
         self.load: Tensor | None = None
 
     def forward(self, x: Tensor, losses: RouterLosses | None = None) -> Tensor:
-        """losses: of a pass with targets. In `eval` mode nothing is dropped, so that a sequence's answer depends on no
-        other one; ValueError for experts that choose, since they would look at tokens that do not exist yet."""
+        """losses: of a pass that trains. Without them nothing is dropped, so that in serving a sequence's answer does
+        not depend on others, nor on how many of its tokens are computed at once."""
         config = self.config
-        if not self.training and config.choice == "expert":
-            raise ValueError(
-                "experts that choose their tokens need whole sequences, so they cannot generate token by token: "
-                'train with choice="token".'
-            )
         decision = self.router(x)
         experts, weights = decision.experts, decision.weights
-        dropless = config.choice == "token" and (config.capacity_factor is None or not self.training)
+        dropless = config.choice == "token" and (config.capacity_factor is None or losses is None)
         if config.choice == "token" and not dropless:
             experts = drop_beyond(experts, config.num_experts, config.capacity(x.shape[1]))
         routes = sort_by_expert(experts.flatten(0, 1), config.num_experts, dropless)
