@@ -240,12 +240,13 @@ def _expert_cases() -> dict[str, Case]:
 
 
 EXPERT_CASES = _expert_cases()  # the corners where tokens that travel to experts go wrong
+DROPLESS_CASES = {name: EXPERT_CASES[name] for name in ("experts", "shared", "one expert", "clipped experts")}
 
 
 def cases_of(layout: ParallelConfig) -> dict[str, Case]:
     """The corners that a layout is put to."""
     if layout.ep > 1:
-        return EXPERT_CASES
+        return DROPLESS_CASES if layout.cp > 1 else EXPERT_CASES
     return CONTEXT_CASES if layout.cp > 1 else SPLIT_CASES if layout.is_hybrid else CASES
 
 
@@ -265,7 +266,7 @@ def compare(
     """Runs each layout on each case on real ranks (one launch per number of ranks); a row for each of both.
 
     cases: by default CASES, SPLIT_CASES for layouts with tp or pp, CONTEXT_CASES for those with cp and EXPERT_CASES for
-        those with ep.
+        those with ep, of which those with cp have DROPLESS_CASES.
     steps: SGD steps in all; the first is compared with `reference`, the ranks' weights with each other after the last.
     strategy: (group, layout) -> the strategy that is put to the test.
     """

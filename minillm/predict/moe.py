@@ -1,62 +1,18 @@
-"""Mixture of experts: what a layer weighs and computes, what its tokens send, and what the fullest rank costs.
+"""Mixture of experts: what its tokens send, what the fullest rank costs, what a capacity drops.
 
-    parameters     all experts:     E · m·h·f + router h·E + shared s · m·h·f
-    per token      its k experts:   k · m·h·f + router h·E + shared s · m·h·f; forward FLOPs are twice that
     all-to-all     T·k·h·b·(N-1)/N bytes per rank: 2 in forward (to the experts, and back) and 2 in backward
     time           every rank waits for the fullest one, so a layer lasts as long as max(load), not mean(load)
     capacity       C = min(S, ceil(c · S·k / E)) rows per expert of a sequence of S tokens; what is beyond it is dropped
 
-E experts, k of them per token, s shared, h hidden size, f an expert's intermediate size, m = 3 matrices with a gate
-(SwiGLU) and 2 without, T tokens per rank, b bytes per element, N ranks. Shazeer et al. 2017, "Outrageously Large Neural
-Networks"; Lepikhin et al. 2020, "GShard", §2.2 (capacity); Fedus et al. 2021, "Switch Transformers", §2.2.
+E experts, k of them per token, h hidden size, T tokens per rank, b bytes per element, N ranks. Parameters and FLOPs, of
+which a token uses the active part, are in `predict/model.py`. Lepikhin et al. 2020, "GShard", §2.2 (capacity); Fedus et
+al. 2021, "Switch Transformers", §2.2.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from minillm.predict.comms import Cost
-
-
-@dataclass(frozen=True)
-class ExpertLayer:
-    """Sizes of one layer. shared_intermediate: of all shared experts together, 0 for none. gated: SwiGLU."""
-
-    hidden_size: int
-    intermediate_size: int
-    experts: int
-    top_k: int
-    shared_intermediate: int = 0
-    gated: bool = True
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.top_k <= self.experts:
-            raise ValueError(f"top_k {self.top_k} is not in 1 .. {self.experts}, the number of experts.")
-
-    @property
-    def expert_parameters(self) -> int:
-        """Of one expert."""
-        return (3 if self.gated else 2) * self.hidden_size * self.intermediate_size
-
-    @property
-    def parameters(self) -> int:
-        return self.experts * self.expert_parameters + self._for_every_token
-
-    @property
-    def active_parameters(self) -> int:
-        """Those that one token is multiplied with."""
-        return self.top_k * self.expert_parameters + self._for_every_token
-
-    @property
-    def forward_flops(self) -> int:
-        """Per token. Backward has twice as many."""
-        return 2 * self.active_parameters
-
-    @property
-    def _for_every_token(self) -> int:
-        shared = (3 if self.gated else 2) * self.hidden_size * self.shared_intermediate
-        return self.hidden_size * self.experts + shared
-
 
 ALL_TO_ALLS = {"forward": 2, "backward": 2}  # per layer: rows go to their experts and come back
 

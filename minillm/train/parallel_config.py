@@ -5,7 +5,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from minillm.model import ModelConfig
-from minillm.parallel.context_parallel.variants import check_context, check_context_heads, sequence_multiple
+from minillm.parallel.context_parallel.variants import (
+    check_context,
+    check_context_heads,
+    check_routers,
+    sequence_multiple,
+)
 from minillm.parallel.expert_parallel.balance import check_experts
 from minillm.parallel.pipeline_parallel.actions import Schedule
 from minillm.parallel.pipeline_parallel.schedules import SCHEDULES
@@ -111,7 +116,7 @@ class ParallelConfig:
     def check(self, config: ModelConfig, seq_len: int | None = None) -> None:
         """ValueError if a model, or a sequence, cannot be split so."""
         check_heads(config, self.tp)
-        if self.ep > 1:
+        if self.ep > 1 or config.moe:
             self._check_experts(config)
         if self.order:
             balance(layer_costs(config), self.order.num_parts)
@@ -125,6 +130,12 @@ class ParallelConfig:
         if config.moe is None:
             raise ValueError(f"ep {self.ep} spreads experts, but this model has none: use ep 1, or give it experts.")
         check_experts(config.moe.num_experts, self.ep)
+        if self.sequence:
+            raise ValueError(
+                "sequence parallelism is not supported with experts, whose routers see whole rows: leave it off."
+            )
+        if self.cp > 1:
+            check_routers(config, "context parallelism")
 
     def _check_length(self, seq_len: int) -> None:
         if self.cp == 1 and self.sequence and seq_len % self.tp:

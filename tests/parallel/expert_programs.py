@@ -5,6 +5,8 @@ from torch import Tensor
 
 from minillm.comm import Group
 from minillm.measure import ledger
+from minillm.model import ModelConfig, MoEConfig, Transformer
+from minillm.parallel.expert_parallel import expert_parallel
 from minillm.parallel.expert_parallel.nodes import route, route_over_nodes
 
 EXPERTS, TOP_K, HIDDEN = 8, 2, 6
@@ -81,5 +83,47 @@ def dispatched(group: Group, nodes: int = 1) -> dict:
     return found
 
 
+def flat_and_over_nodes(group: Group) -> tuple[dict, dict]:
+    return dispatched(group), dispatched(group, nodes=2)
+
+
 def _crossing(led) -> int:
     return sum(event.bytes for event in led.select("all_to_all") if event.group.startswith("across"))
+
+
+MODEL = ModelConfig(37, 8, 12, 3, 2, max_seq_len=16, moe=MoEConfig(8, 2, 6, shared_experts=1, dense_layers=(1,)))
+
+
+def whole_model(group: Group) -> dict:
+    """A model's layers of experts: the all-to-alls of a step with their bytes, and those launched when the shared
+    experts of the last layer were computed, forward and backward."""
+    torch.manual_seed(0)
+    model = expert_parallel(Transformer(MODEL, seed=0, dtype=torch.float64), MODEL, group)
+    tokens = torch.randint(37, (3, 9), generator=torch.Generator().manual_seed(group.rank))
+    seen = []
+    with ledger() as led:
+
+        def look(*_) -> None:
+            seen.append(len(led.select("all_to_all")))
+
+        shared = model.blocks[2].mlp.shared
+        shared.register_forward_hook(look)
+        shared.down_proj.weight.register_hook(look)
+        total, _ = model(tokens, targets=tokens)
+        forward = [event.bytes for event in led.select("all_to_all", group.name)]
+        total.backward()
+        both = [event.bytes for event in led.select("all_to_all", group.name)]
+    counts = [model.router_losses.counts[layer].view(group.world_size, -1).sum(1).tolist() for layer in (0, 2)]
+    held = {name: list(parameter.shape) for name, parameter in model.named_parameters() if ".experts." in name}
+    again = Transformer(MODEL, seed=3, dtype=torch.float64)  # a part drawn is the part of the whole one drawn
+    name, each = "blocks.2.mlp.experts.down_proj", MODEL.moe.num_experts // group.world_size
+    model.initialize(3)
+    own = again.get_parameter(name)[each * group.rank :][:each]
+    return {
+        "forward": forward,
+        "both": both,
+        "rows": counts,
+        "seen": seen,
+        "held": held,
+        "same": torch.equal(own, model.get_parameter(name)),
+    }

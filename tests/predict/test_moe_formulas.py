@@ -1,33 +1,21 @@
-"""Experts: parameters, FLOPs, bytes, capacity, against counting."""
+"""Experts: bytes, loads, capacity, against counting and enumeration."""
 
 import itertools
 import random
 
 import pytest
-import torch
-from torch.utils.flop_counter import FlopCounterMode
 
+from minillm.model import ModelConfig, MoEConfig
 from minillm.predict import comms, moe
-
-
-def test_active_parameters_are_what_a_token_is_multiplied_with():
-    layer = moe.ExpertLayer(hidden_size=6, intermediate_size=5, experts=8, top_k=2, shared_intermediate=7)
-    x, each, shared = torch.randn(1, 6), [torch.randn(5, 6) for _ in "gu"], [torch.randn(7, 6) for _ in "gu"]
-    with FlopCounterMode(display=False) as counted:
-        x @ torch.randn(8, 6).T  # the router
-        for _ in range(2):
-            (x @ each[0].T * (x @ each[1].T)) @ torch.randn(6, 5).T
-        (x @ shared[0].T * (x @ shared[1].T)) @ torch.randn(6, 7).T
-    assert counted.get_total_flops() == layer.forward_flops == 2 * layer.active_parameters
-    assert layer.parameters - layer.active_parameters == (8 - 2) * 3 * 6 * 5
+from minillm.predict.model import matmul_parameters, parameters
 
 
 def test_mixtral_has_47_billion_parameters_and_uses_13():
     """https://arxiv.org/abs/2401.04088, §2: 47 B parameters, of which a token uses 13 B."""
-    layer = moe.ExpertLayer(4096, 14336, experts=8, top_k=2)
-    rest = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024) + 2 * 32000 * 4096
-    assert (32 * layer.parameters + rest) / 1e9 == pytest.approx(46.7, abs=0.05)
-    assert (32 * layer.active_parameters + rest) / 1e9 == pytest.approx(12.9, abs=0.05)
+    mixtral = ModelConfig(32000, 4096, 14336, 32, 32, 8, moe=MoEConfig(8, 2))
+    assert parameters(mixtral).total / 1e9 == pytest.approx(46.7, abs=0.05)
+    look_up = 32000 * 4096
+    assert (matmul_parameters(mixtral) + look_up) / 1e9 == pytest.approx(12.9, abs=0.05)
 
 
 def test_all_to_all_of_equal_parts_is_the_even_one():
@@ -74,7 +62,6 @@ def test_nodes_reached_by_enumeration():
 
 def test_bad_input_in_one_sentence():
     for call, message in (
-        (lambda: moe.ExpertLayer(4, 4, 2, 3), "top_k 3 is not in 1 .. 2"),
         (lambda: moe.capacity(4, 1, 2, 0), "capacity factor 0 must be above 0"),
         (lambda: moe.rank_loads([1, 2, 3], 2), "3 experts do not divide over 2 ranks"),
         (lambda: moe.nodes_reached(8, 2, 3), "8 experts do not divide over 3 nodes"),

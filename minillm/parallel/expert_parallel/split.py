@@ -55,6 +55,6 @@ def expert_parallel(module: AnyModule, config: ModelConfig, group: Group) -> Any
 
 
 def _draw_part(config: ModelConfig, name: str, shape: Any, seed: int, *, draw: Any, group: Group) -> Tensor:
-    """This rank's part of what `draw`, which is asked for the whole parameter, makes."""
-    whole = draw(config, name, tuple(whole_shapes(config)[name]), seed)
+    """This rank's part of what `draw`, which is asked for the whole parameter (or a buffer), makes."""
+    whole = draw(config, name, tuple(whole_shapes(config).get(name, shape)), seed)
     return expert_part_of(name, group.rank, group.world_size).cut(whole)

@@ -20,7 +20,7 @@ from minillm.model.transformer import initial
 from minillm.parallel.placement import Shard
 from minillm.parallel.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, fused_column_linears
 from minillm.parallel.tensor_parallel.module_plans import Plan, cut_by_plan
-from minillm.parallel.tensor_parallel.plan import check_heads, part_of, placement_of
+from minillm.parallel.tensor_parallel.plan import check_heads, part_of, placement_of, whole_shapes
 from minillm.parallel.tensor_parallel.regions import Region, copy_to, reduce_from
 from minillm.parallel.tensor_parallel.vocab import (
     VocabParallelEmbedding,
@@ -110,5 +110,7 @@ def _cut_experts(experts: Experts, region: Region) -> None:
 
 def initial_part(config: ModelConfig, name: str, shape: Sequence[int], seed: int, *, group: Group) -> Tensor:
     """This rank's part of `initial(config, name, ...)`, which is asked for the whole, whatever `shape` says."""
+    if name not in whole_shapes(config):  # a buffer, which is the same everywhere
+        return initial(config, name, tuple(shape), seed)
     placement = placement_of(config, name, group.rank, group.world_size)
     return placement.cut(initial(config, name, tuple(placement.shape), seed))

@@ -288,7 +288,15 @@ class Hybrid(SingleDevice):
         return {name: placement.within(copies[name]) for name, placement in self.placements.items()}
 
     def full_state_dict(self) -> dict[str, Any]:
-        return self.weights()
+        merged: dict[str, Any] = {}
+        for buffers in self.group.gather_objects({name: buffer.cpu() for name, buffer in self._buffers().items()}):
+            merged |= buffers
+        return self.weights() | merged
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """Those that a checkpoint has, the same on all ranks that have them: the biases of routers."""
+        saved = self.model.state_dict()
+        return {name: buffer for name, buffer in self.model.named_buffers() if name in saved}
 
     def sharded_state_dict(self) -> dict[str, Any]:
         return self.module.sharded_state_dict() if self.layout.zero == 3 else {"parts": self.model.state_dict()}
@@ -303,6 +311,8 @@ class Hybrid(SingleDevice):
             named = self.module.named_parameters() if self.layout.zero == 3 else self.model.named_parameters()
             for name, parameter in named:
                 parameter.copy_(self.weight_placements[name].cut(state[name]))
+            for name, buffer in self._buffers().items():
+                buffer.copy_(state[name])
 
 
 def _without_dp(layout: ParallelConfig) -> dict[str, int]:
