@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from minillm.comm import Group, launch
-from minillm.model import ModelConfig, Transformer, cross_entropy, dense
+from minillm.model import ModelConfig, MoEConfig, Transformer, cross_entropy, dense
 from minillm.model.loss import IGNORE
 from minillm.parallel.optimizer_state import Named
 from minillm.parallel.placement import clip_, gradients_of
@@ -90,8 +90,12 @@ def reference(
     if not trainable:
         raise ValueError(f"frozen {frozen} leaves no parameter to train: freeze less.")
 
-    logits = model(batch.tokens, attention=partial(dense, segments=batch.documents))
-    loss = cross_entropy(logits, batch.targets, batch.weights)
+    attention = partial(dense, segments=batch.documents)
+    if config.moe:  # the losses of routers belong to the gradients of this sum
+        total, weight = model(batch.tokens, attention=attention, targets=batch.targets, weights=batch.weights)
+        loss = total / weight
+    else:
+        loss = cross_entropy(model(batch.tokens, attention=attention), batch.targets, batch.weights)
     gradients = dict(zip(trainable, torch.autograd.grad(loss, list(trainable.values())), strict=True))
     grad_norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt().item()
     clip = 1.0 if max_grad_norm is None else min(1.0, max_grad_norm / (grad_norm + 1e-6))  # as torch clips
@@ -209,8 +213,40 @@ def _context_cases() -> dict[str, Case]:
 CONTEXT_CASES = _context_cases()  # the corners where sequences that are cut go wrong; their layouts allow padding
 
 
+def _expert_cases() -> dict[str, Case]:
+    # Eight experts for up to eight ranks; drops, losses of routers, a layer without experts, experts without tokens.
+    config = ModelConfig(37, 12, 17, 2, 4, 2, head_dim=4, max_seq_len=16, init_std=0.3, moe=MoEConfig(8, 2, 6))
+    batch = Batch.random(config, 13, 7, seed=7)
+    alike = replace(
+        batch, tokens=torch.full_like(batch.tokens, 3)
+    )  # all tokens alike, so all choose one expert, and queries and keys have no gradient
+    few = Batch(*(x[:3] for x in (batch.tokens, batch.targets, batch.weights)))  # with four ranks one has no tokens
+
+    def experts(**options: Any) -> ModelConfig:
+        return replace(config, moe=replace(config.moe, **options))
+
+    sigmoid = experts(scores="sigmoid", weight_scale=2.5, shared_experts=1, dense_layers=(0,))
+    capacity = experts(capacity_factor=0.75, balance_loss=0.1, z_loss=0.01)
+    return {
+        "experts": Case(config, batch),
+        "shared": Case(replace(sigmoid, tie_embeddings=True, qk_norm=True), batch),
+        "capacity": Case(capacity, batch),
+        "experts choose": Case(experts(choice="expert"), batch),
+        "one expert": Case(experts(top_k=1, normalize=False), alike, frozen=("*.q_proj.weight", "*.k_proj.weight")),
+        "few tokens": Case(experts(shared_experts=2, capacity_factor=1.0), few),
+        "frozen experts": Case(capacity, batch, frozen=("blocks.0.mlp.experts.*", "blocks.1.mlp.router.weight")),
+        "clipped experts": Case(config, batch, max_grad_norm=0.05),
+    }
+
+
+EXPERT_CASES = _expert_cases()  # the corners where tokens that travel to experts go wrong
+DROPLESS_CASES = {name: EXPERT_CASES[name] for name in ("experts", "shared", "one expert", "clipped experts")}
+
+
 def cases_of(layout: ParallelConfig) -> dict[str, Case]:
     """The corners that a layout is put to."""
+    if layout.ep > 1:
+        return DROPLESS_CASES if layout.cp > 1 else EXPERT_CASES
     return CONTEXT_CASES if layout.cp > 1 else SPLIT_CASES if layout.is_hybrid else CASES
 
 
@@ -229,7 +265,8 @@ def compare(
 ) -> list[Comparison]:
     """Runs each layout on each case on real ranks (one launch per number of ranks); a row for each of both.
 
-    cases: by default CASES, SPLIT_CASES for layouts with tp or pp, and CONTEXT_CASES for those with cp.
+    cases: by default CASES, SPLIT_CASES for layouts with tp or pp, CONTEXT_CASES for those with cp and EXPERT_CASES for
+        those with ep, of which those with cp have DROPLESS_CASES.
     steps: SGD steps in all; the first is compared with `reference`, the ranks' weights with each other after the last.
     strategy: (group, layout) -> the strategy that is put to the test.
     """

@@ -7,12 +7,23 @@ from typing import Annotated
 
 from typer import Option
 
-from minillm.equivalence import CASES, CONTEXT_CASES, SPLIT_CASES, TOLERANCE, ParallelConfig, cases_of, compare
+from minillm.equivalence import (
+    CASES,
+    CONTEXT_CASES,
+    DROPLESS_CASES,
+    EXPERT_CASES,
+    SPLIT_CASES,
+    TOLERANCE,
+    ParallelConfig,
+    cases_of,
+    compare,
+)
 from minillm.measure.provenance import JsonFile, provenance, summary, write_json
 from minillm.parallel.context_parallel import CONTEXTS
 from minillm.parallel.pipeline_parallel.schedules import SCHEDULES
 
 DEFAULT = ParallelConfig()
+KNOWN_CASES = (CASES, SPLIT_CASES, CONTEXT_CASES, EXPERT_CASES, DROPLESS_CASES)
 OPTIONS = {"sequence": "--sp"}  # options that are not called what the field is
 
 
@@ -29,11 +40,12 @@ def command(
     schedule: Annotated[str, Option(help=f"Pipeline schedules: {', '.join(SCHEDULES)}.")] = "1f1b",
     cp: Annotated[str, Option(help="Numbers of context-parallel ranks.")] = "1",
     context: Annotated[str, Option(help=f"Their attention: {', '.join(CONTEXTS)}.")] = ",".join(CONTEXTS),
+    ep: Annotated[str, Option(help="Numbers of those data-parallel ranks that share the experts of a layer.")] = "1",
     cases: Annotated[
         str,
         Option(
             help=f"Only these corners: {', '.join(CASES)}; with --tp or --pp {', '.join(SPLIT_CASES)}; with --cp "
-            f"{', '.join(CONTEXT_CASES)}."
+            f"{', '.join(CONTEXT_CASES)}; with --ep {', '.join(EXPERT_CASES)}."
         ),
     ] = "",
     json_file: JsonFile = None,
@@ -41,7 +53,7 @@ def command(
     """Compare every layout, on every corner, with one process in float64. Exit status 1 if an entry is off."""
     origin = provenance()
     numbers = {"dp": dp, "zero": zero, "accumulate": accumulate, "tp": tp, "sequence": sp, "pp": pp, "cp": cp}
-    numbers["dp_replicate"] = dp_replicate
+    numbers |= {"dp_replicate": dp_replicate, "ep": ep}
     axes = {name: _numbers(OPTIONS.get(name, f"--{name.replace('_', '-')}"), text) for name, text in numbers.items()}
     axes |= {"schedule": _names(schedule), "context": _names(context)}
     layouts, left_out = _layouts(axes)
@@ -49,7 +61,7 @@ def command(
     _check_cases(chosen)
     print(summary(origin), end="\n\n")
     rows = []
-    for known in (CASES, SPLIT_CASES, CONTEXT_CASES):
+    for known in KNOWN_CASES:
         some = [layout for layout in layouts if cases_of(layout) is known]
         rows += compare(some, {name: case for name, case in known.items() if not chosen or name in chosen})
     width = max(44, *(len(row.layout) for row in rows))
@@ -98,9 +110,10 @@ def _layouts(axes: Mapping[str, list]) -> tuple[list[ParallelConfig], list[str]]
 
 
 def _check_cases(names: list[str]) -> None:
+    known = dict.fromkeys(name for cases in KNOWN_CASES for name in cases)
     for name in names:
-        if name not in CASES | SPLIT_CASES | CONTEXT_CASES:
-            raise ValueError(f"--cases {name}: choose from {', '.join(CASES | SPLIT_CASES | CONTEXT_CASES)}")
+        if name not in known:
+            raise ValueError(f"--cases {name}: choose from {', '.join(known)}")
 
 
 def _names(text: str) -> list[str]:

@@ -36,6 +36,10 @@ def command(
     invocation: typer.Context,
     steps: Annotated[int | None, _of_run("steps", help="Updates to make in all.")] = None,
     model_size: Annotated[str | None, _of_run("model_size", metavar="SIZE", help=f"One of {', '.join(SIZES)}.")] = None,
+    experts: Annotated[
+        int | None, _of_run("experts", help="Experts in place of every MLP; the model then costs a token the same.")
+    ] = None,
+    top_k: Annotated[int | None, _of_run("top_k", help="Experts that a token goes to; 2 where there are some.")] = None,
     data: Annotated[
         str | None, Option(metavar="PATH", help="A folder of text, or a file; by default Python's standard library.")
     ] = None,
@@ -88,6 +92,7 @@ def command(
     context: Annotated[str, Option(help=f"Their attention: {', '.join(CONTEXTS)}.")] = "zigzag",
     node: Annotated[int, Option(help="Of a hybrid: ranks that exchange heads, with rings across.", min=1)] = 2,
     pad: Annotated[bool, Option("--pad", help="Lengthen windows that do not divide over those ranks.")] = False,
+    ep: Annotated[int, Option(help="Of the data-parallel ranks, those that share the experts of a layer.", min=1)] = 1,
     runs: Annotated[Path, Option(metavar="FOLDER", help="Where runs are kept.")] = Path("runs"),
     json_file: JsonFile = None,
 ) -> int:
@@ -99,7 +104,7 @@ def command(
         raise ValueError(f"--offload {offload} needs shards to move: add --zero 1, 2 or 3")
     rows = settings["batch_size"] * settings["accumulate"]
     spread = {"zero": zero, "dp_replicate": dp_replicate, "tp": tp, "sequence": sp, "pp": pp, "schedule": schedule}
-    spread |= {"cp": cp, "context": context, "node": node, "pad": pad}
+    spread |= {"cp": cp, "context": context, "node": node, "pad": pad, "ep": ep}
     job = TrainingJob(
         folder,
         settings,

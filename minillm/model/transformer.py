@@ -275,7 +275,7 @@ def initial(config: ModelConfig, name: str, shape: tuple[int, ...], seed: int) -
     """
     if name.endswith("norm.weight"):
         return torch.full(shape, 1 - config.norm_offset, device="cpu")
-    if name.endswith(".bias"):
+    if name.endswith((".bias", ".balance_bias")):
         return torch.zeros(shape, device="cpu")
     into_residual = name.endswith(
         ("o_proj.weight", "down_proj.weight", "experts.down_proj")

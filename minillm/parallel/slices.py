@@ -7,7 +7,7 @@ slices                [ k  | v      ]                  wider (float32 masters) o
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,8 @@ from minillm.parallel.sharded_gradient import ShardedGradient, plain
 class Sharding:
     """Over whom a module is sharded. group: ranks that share its parameters; replicate_group: ranks that have the same
     shard of other rows (hybrid sharding); norm_group: all ranks that hold parts; placements: of parameters that are
-    parts of larger ones themselves (tensor parallel); master, home: see `ZeroOptimizer`."""
+    parts of larger ones themselves (tensor parallel); master, home: see `ZeroOptimizer`. apart: see `BucketedDDP`;
+    share: what averages over `group` are multiplied by, see `of`."""
 
     group: Group
     replicate_group: Group | None
@@ -31,6 +32,22 @@ class Sharding:
     placements: Mapping[str, Placement]
     master: bool
     home: Offload
+    apart: Mapping[str, Group] = field(default_factory=dict)
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.apart and self.replicate_group:
+            raise ValueError(
+                "hybrid sharding has no groups of its own for experts: leave replicate_group or apart out."
+            )
+
+    def of(self, name: str) -> "Sharding":
+        """The sharding of one parameter: over the ranks that have it in common. Its gradient is averaged over all of
+        `group` even so, whose tokens they have seen."""
+        if name not in self.apart:
+            return self
+        own = self.apart[name]
+        return replace(self, group=own, apart={}, share=own.world_size / self.group.world_size)
 
     @property
     def groups(self) -> list[Group]:
@@ -47,6 +64,8 @@ class Sharding:
         With replicas it is one operation of two: as both run in it, both hide behind backward, and every rank launches
         them in the same order.
         """
+        if self.share != 1.0:
+            flat.mul_(self.share)
         if self.replicate_group is None:
             return self.group.reduce_scatter(flat, "avg", async_op=True, out=out)
 
@@ -67,7 +86,7 @@ class OwnShard:
     def __init__(
         self, key: str, flat: Tensor, named: Iterable[tuple[str, Tensor]], sharding: Sharding, is_lasting: bool
     ) -> None:
-        self.flat, self.home, self.norm_group = flat, sharding.home, sharding.norm_group
+        self.flat, self.home, self.norm_group, self.group = flat, sharding.home, sharding.norm_group, sharding.group
         size = flat.numel() // sharding.group.world_size
         low = size * sharding.group.rank
         self.own = flat[low : low + size]

@@ -29,7 +29,8 @@ from minillm.train.strategies.single_device import SingleDevice
 from minillm.train.trainer import Trainer
 
 SETTINGS_FILE = "run.json"
-DEFAULTS: dict[str, Any] = {"model_size": "target", "data": None}
+DEFAULTS: dict[str, Any] = {"model_size": "target", "experts": None, "top_k": None, "data": None}
+MODEL_SETTINGS = ("model_size", "experts", "top_k")
 DEFAULTS |= {field.name: field.default for field in fields(TrainConfig) if field.default is not MISSING}
 
 
@@ -54,9 +55,10 @@ class TrainingJob:
     @cached_property
     def config(self) -> TrainConfig:
         """ValueError names the setting that cannot be."""
-        settings = {name: value for name, value in self.settings.items() if name not in ("model_size", "data")}
-        vocab_size = Tokenizer.load().vocab_size
-        return TrainConfig(preset(self.settings["model_size"], vocab_size, settings["seq_len"]), **settings)
+        settings = {name: value for name, value in self.settings.items() if name not in (*MODEL_SETTINGS, "data")}
+        size, experts, top_k = (self.settings[name] for name in MODEL_SETTINGS)
+        model = preset(size, Tokenizer.load().vocab_size, settings["seq_len"], experts, top_k)
+        return TrainConfig(model, **settings)
 
     def texts(self) -> tuple[Tokens, Tokens]:
         """Tokens to train on and to validate on."""

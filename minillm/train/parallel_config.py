@@ -5,7 +5,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from minillm.model import ModelConfig
-from minillm.parallel.context_parallel.variants import check_context, check_context_heads, sequence_multiple
+from minillm.parallel.context_parallel.variants import (
+    check_context,
+    check_context_heads,
+    check_routers,
+    sequence_multiple,
+)
+from minillm.parallel.expert_parallel.balance import check_experts
 from minillm.parallel.pipeline_parallel.actions import Schedule
 from minillm.parallel.pipeline_parallel.schedules import SCHEDULES
 from minillm.parallel.pipeline_parallel.stages import balance, layer_costs
@@ -26,6 +32,7 @@ class ParallelConfig:
     pp: stages of layers, through which the microbatches move by `schedule`, one of `SCHEDULES`.
     cp: ranks that share every sequence, by the attention `context`, one of `CONTEXTS`; `node`: of those, the ranks that
         exchange heads in a hybrid; pad: lengthen sequences that do not divide.
+    ep: of the dp ranks, neighbours that share the experts of a layer.
 
     ValueError for what fits no model; `check` looks at a model.
     """
@@ -42,10 +49,11 @@ class ParallelConfig:
     context: str = "zigzag"
     node: int = 2
     pad: bool = False
+    ep: int = 1
 
     def __post_init__(self) -> None:
         counts = {"dp": range(1, MAX_RANKS + 1), "zero": range(4), "accumulate": range(1, 1025)}
-        counts |= dict.fromkeys(("tp", "pp", "cp", "node"), range(1, MAX_SPLIT + 1))
+        counts |= dict.fromkeys(("tp", "pp", "cp", "node", "ep"), range(1, MAX_SPLIT + 1))
         for name, allowed in counts.items():
             value = getattr(self, name)
             if value not in allowed:
@@ -63,6 +71,7 @@ class ParallelConfig:
             raise ValueError(
                 f"dp_replicate {self.dp_replicate} says where ZeRO's shards lie: use zero 1, 2 or 3 with it."
             )
+        self._check_expert_ranks()
         if self.sequence and self.tp == 1:
             raise ValueError("sequence parallelism splits what tensor-parallel ranks share: use tp 2 or more with it.")
         check_context(self.context)
@@ -72,6 +81,18 @@ class ParallelConfig:
                 "divisor of cp."
             )
         _ = self.order
+
+    def _check_expert_ranks(self) -> None:
+        if self.dp % self.ep:
+            raise ValueError(
+                f"ep {self.ep} does not divide dp {self.dp}: expert groups are cut out of the ranks that share the "
+                "batch, so use a divisor of it."
+            )
+        if self.ep > 1 and self.dp_replicate > 1:
+            raise ValueError(
+                f"ep {self.ep} together with dp_replicate {self.dp_replicate} is not supported: use plain ZeRO (zero) "
+                "over the ranks that have the same experts."
+            )
 
     @property
     def axes(self) -> dict[str, int]:
@@ -85,7 +106,7 @@ class ParallelConfig:
     @property
     def is_hybrid(self) -> bool:
         """Whether the model or its sequences are cut: any axis beside dp has more than one rank."""
-        return self.world_size > self.dp
+        return self.world_size > self.dp or self.ep > 1
 
     @cached_property
     def order(self) -> Schedule | None:
@@ -95,6 +116,8 @@ class ParallelConfig:
     def check(self, config: ModelConfig, seq_len: int | None = None) -> None:
         """ValueError if a model, or a sequence, cannot be split so."""
         check_heads(config, self.tp)
+        if self.ep > 1 or config.moe:
+            self._check_experts(config)
         if self.order:
             balance(layer_costs(config), self.order.num_parts)
         if self.cp > 1:
@@ -102,6 +125,17 @@ class ParallelConfig:
             check_context_heads(self.context, heads, kv_heads, self.cp, self.node)
         if seq_len is not None:
             self._check_length(seq_len)
+
+    def _check_experts(self, config: ModelConfig) -> None:
+        if config.moe is None:
+            raise ValueError(f"ep {self.ep} spreads experts, but this model has none: use ep 1, or give it experts.")
+        check_experts(config.moe.num_experts, self.ep)
+        if self.sequence:
+            raise ValueError(
+                "sequence parallelism is not supported with experts, whose routers see whole rows: leave it off."
+            )
+        if self.cp > 1:
+            check_routers(config, "context parallelism")
 
     def _check_length(self, seq_len: int) -> None:
         if self.cp == 1 and self.sequence and seq_len % self.tp:
@@ -126,6 +160,7 @@ class ParallelConfig:
     def __str__(self) -> str:
         text = f"dp {self.dp}, zero {self.zero}, accumulate {self.accumulate}"
         text += f", dp_replicate {self.dp_replicate}" if self.dp_replicate > 1 else ""
+        text += f", ep {self.ep}" if self.ep > 1 else ""
         text += f", tp {self.tp}{' sequence' if self.sequence else ''}" if self.tp > 1 else ""
         text += f", pp {self.pp} {self.schedule}" if self.pp > 1 else ""
         return text + (f", cp {self.cp} {self.context}" if self.cp > 1 else "")

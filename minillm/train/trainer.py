@@ -28,6 +28,7 @@ from minillm.data import Loader, TokenDataset, Tokens
 from minillm.measure import ledger, span
 from minillm.model import Transformer, check_tokens
 from minillm.model.loss import IGNORE
+from minillm.model.moe import update_balance_biases
 from minillm.parallel.placement import clip_, gradients_of
 from minillm.predict.model import causal_context, training_flops
 from minillm.train.activation_checkpointing import MODES, checkpoint_blocks
@@ -165,6 +166,8 @@ class Trainer:
                 for group in self.optimizer.param_groups:
                     group["lr"] = lr
                 self.updater.step()
+                if self.config.model.moe:
+                    update_balance_biases(self.model, self.parallel.sum)
             self.scaler.update(finite)
             self.updater.zero_grad()
 

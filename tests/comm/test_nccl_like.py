@@ -44,6 +44,13 @@ LAYOUTS = {
         ParallelConfig(dp=2, zero=3, pp=2, accumulate=4),
         ParallelConfig(dp=2, zero=3, pp=2, accumulate=4, schedule="zero_bubble"),
     ],
+    "expert parallel, 2 ranks": [ParallelConfig(dp=2, ep=2, zero=zero, accumulate=2) for zero in range(4)],
+    "expert parallel, 4 ranks": [
+        ParallelConfig(dp=4, ep=2, zero=1),
+        ParallelConfig(dp=4, ep=4),
+        ParallelConfig(dp=2, ep=2, tp=2),
+        ParallelConfig(dp=2, ep=2, pp=2, accumulate=2),
+    ],
     "context parallel, 2 ranks": [ParallelConfig(cp=2, pad=True, context=context) for context in CONTEXTS],
     "context parallel, 4 ranks": [
         *(ParallelConfig(cp=4, pad=True, context=context) for context in CONTEXTS),

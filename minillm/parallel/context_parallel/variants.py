@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from minillm.comm import Group
-from minillm.model.config import refuse_beyond
+from minillm.model.config import ModelConfig
 from minillm.parallel.context_parallel.exchange import GatherAttention, UlyssesAttention, check_ulysses
 from minillm.parallel.context_parallel.order import ContextAttention
 from minillm.parallel.context_parallel.ring import RingAttention
@@ -54,10 +54,9 @@ def context_parallel(module: AnyModule, attention: ContextAttention) -> AnyModul
     """Makes a Transformer, or a pipeline's part of one, compute on this rank's positions of every sequence, in place.
 
     Its tokens are then [batch, seq / attention.world_size], those at `attention.positions(seq)`. Positions of padding
-    beyond the model's context count as its last. ValueError for a mixture of experts, whose losses and drops are
-    those of whole sequences.
+    beyond the model's context count as its last. ValueError where routers have to see whole sequences.
     """
-    refuse_beyond(module.config, "context parallelism", ("moe",))
+    check_routers(module.config, "context parallelism")
     module.attention = attention
     module.positions_of = partial(_positions, attention, module.config.max_seq_len)
     return module
@@ -65,6 +64,16 @@ def context_parallel(module: AnyModule, attention: ContextAttention) -> AnyModul
 
 def _positions(attention: ContextAttention, max_seq_len: int, count: int) -> Tensor:
     return attention.positions(count * attention.world_size).clamp(max=max_seq_len - 1)
+
+
+def check_routers(config: ModelConfig, what: str) -> None:
+    """ValueError if routers have to see whole sequences, which `what` cuts."""
+    moe = config.moe
+    if moe and (moe.capacity_factor is not None or moe.choice == "expert" or moe.balance_loss or moe.z_loss):
+        raise ValueError(
+            f"{what} cuts sequences that routers have to see whole for capacity, losses and experts that choose: leave "
+            "it off, or use dropless experts without losses."
+        )
 
 
 def check_context(context: str) -> None:

@@ -1,7 +1,7 @@
 """Which parameters share a bucket."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,13 +44,18 @@ class Bucket:
 
 
 def assign(
-    named_parameters: Named, cap_bytes: float, first_cap_bytes: float | None = None, multiple_of: int = 1
+    named_parameters: Named,
+    cap_bytes: float,
+    first_cap_bytes: float | None = None,
+    multiple_of: int = 1,
+    apart: Mapping[str, Hashable] | None = None,
 ) -> list[Bucket]:
     """Pack whole parameters, the last one first, since its gradient is ready first. As torch does, a bucket is closed
     by the parameter that fills it: it holds at least its cap, except the last of each dtype.
 
     first_cap_bytes: cap of the first bucket of each dtype; multiple_of: pad each bucket to a multiple of this many
-    elements. Frozen parameters are left out, a tied one is packed once.
+    elements; apart: by name, what parameters of one bucket have in common besides their dtype (who reduces them).
+    Frozen parameters are left out, a tied one is packed once.
     """
     for name, cap in (("cap_bytes", cap_bytes), ("first_cap_bytes", first_cap_bytes)):
         if cap is not None and not cap > 0:
@@ -61,14 +66,15 @@ def assign(
         raise ValueError(f"parameters are on {' and '.join(sorted(devices))}: move the module to one device first")
 
     closed: list[list[nn.Parameter]] = []
-    filling: dict[torch.dtype, list[nn.Parameter]] = {}
-    room: dict[torch.dtype, float] = {}  # bytes until the bucket being filled is closed
-    for p in reversed(trainable):
-        filling.setdefault(p.dtype, []).append(p)
-        room[p.dtype] = room.get(p.dtype, first_cap_bytes or cap_bytes) - p.nbytes
-        if room[p.dtype] <= 0:
-            closed.append(filling.pop(p.dtype))
-            room[p.dtype] = cap_bytes
+    filling: dict[tuple, list[nn.Parameter]] = {}
+    room: dict[tuple, float] = {}  # bytes until the bucket being filled is closed
+    for p, name in reversed(trainable.items()):
+        kind = p.dtype, (apart or {}).get(name)
+        filling.setdefault(kind, []).append(p)
+        room[kind] = room.get(kind, first_cap_bytes or cap_bytes) - p.nbytes
+        if room[kind] <= 0:
+            closed.append(filling.pop(kind))
+            room[kind] = cap_bytes
     return [_bucket(trainable, members, multiple_of) for members in [*closed, *filling.values()]]
 
 

@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from minillm.comm import Group
 
 
-def replicate(module: nn.Module, group: Group) -> None:
+def replicate(module: nn.Module, group: Group, apart: Mapping[str, Group] | None = None) -> None:
     """Makes every rank's parameters and buffers equal to rank 0's. ValueError, on every rank, if models differ in more
-    than values, or are not on the group's device, or if another wrapper has them that cannot be taken off."""
+    than values, or are not on the group's device, or if another wrapper has them that cannot be taken off.
+    apart: those that other groups hold, by name: they become equal to the first rank's of these."""
     check_plain(module)
     _check_devices(module, group)
     check_same(_tensors(module), group)
-    for _, tensor in _tensors(module):
-        group.broadcast(tensor.detach())
+    for name, tensor in _tensors(module):
+        (apart or {}).get(name, group).broadcast(tensor.detach())
 
 
 def check_plain(module: nn.Module) -> None:

@@ -58,7 +58,7 @@ class FullyShard(ShardedModule):
     initialize: (name, shape) -> tensor, the first values of parameters on "meta"; one group at a time is ever whole.
     replicate_group: ranks that have the same shard of other rows: their gradients are averaged too (hybrid sharding).
     placements: of the module's parameters, where they are parts of larger ones themselves (tensor parallel), and
-    norm_group: all ranks that hold such parts; `group` by default.
+    norm_group: all ranks that hold such parts; `group` by default. apart: see `BucketedDDP`.
 
     `parameters()` are this rank's slices: 1-D, `whole_shape` the parameter's own. Every rank starts from rank 0's
     values. Freeze before sharding; recomputation inside blocks may be set up before or after.
@@ -80,13 +80,15 @@ class FullyShard(ShardedModule):
         replicate_group: Group | None = None,
         placements: Mapping[str, Placement] | None = None,
         norm_group: Group | None = None,
+        apart: Mapping[str, Group] | None = None,
     ) -> None:
         super().__init__()
         if prefetch < 0:
             raise ValueError(f"prefetch {prefetch} must be at least 0: that many groups are unsharded ahead of use.")
         self.module, self.group, self.prefetch, self.find_unused = module, group, prefetch, find_unused
         self.home, self.unshard_stats = Offload(offload, group.device), UnshardStats()
-        sharding = Sharding(group, replicate_group, norm_group or group, placements or {}, master, self.home)
+        how = (norm_group or group, placements or {}, master, self.home, apart or {})
+        sharding = Sharding(group, replicate_group, *how)
         self.norm_group, self.sharding = sharding.norm_group, sharding
         if not (everything := ParamInfo.all_of(module)):
             raise ValueError(f"the {type(module).__name__} has no parameters: there is nothing to shard.")

@@ -34,8 +34,8 @@ class UnshardStats:
 
 
 class ParamGroup:
-    """What is unsharded, resharded and reduced together: one flat parameter per dtype, frozen weights apart. how: see
-    `FlatParam`."""
+    """What is unsharded, resharded and reduced together: one flat parameter per dtype, frozen weights and what other
+    ranks share apart. how: see `FlatParam`."""
 
     def __init__(
         self, name: str, members: Iterable[ParamInfo], stats: UnshardStats, sharding: Sharding, **how: Any
@@ -45,9 +45,10 @@ class ParamGroup:
         self.owners = [owner for info in members for owner, _ in info.owners]
         kinds: dict[tuple, list[ParamInfo]] = {}
         for info in members:
-            kinds.setdefault((info.parameter.dtype, info.parameter.requires_grad), []).append(info)
-        alike = enumerate(kinds.values())
-        self.flats = [FlatParam(f"{name}.{index}", infos, sharding, **how) for index, infos in alike]
+            kind = info.parameter.dtype, info.parameter.requires_grad, sharding.apart.get(info.names[0])
+            kinds.setdefault(kind, []).append(info)
+        alike = [(f"{name}.{index}", infos) for index, infos in enumerate(kinds.values())]
+        self.flats = [FlatParam(key, infos, sharding.of(infos[0].names[0]), **how) for key, infos in alike]
         self.trained = [flat for flat in self.flats if flat.is_trained]
         self.nbytes = sum(flat.nbytes for flat in self.flats)
 

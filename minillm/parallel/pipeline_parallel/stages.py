@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from minillm.model.attention import AttentionFunction, sdpa
 from minillm.model.config import ModelConfig, refuse_beyond
 from minillm.model.loss import linear_cross_entropy_sums
+from minillm.model.moe import RouterLosses
 from minillm.model.rope import Rope
 from minillm.model.transformer import Block, RMSNorm, _linear, _WithoutInitialisation, check_tokens, initial
 from minillm.parallel.pipeline_parallel.actions import Schedule
@@ -48,10 +49,11 @@ class ModelPart(nn.Module):
         super().__init__()
         if layers.step != 1 or not 0 <= layers.start <= layers.stop <= config.num_layers:
             raise ValueError(f"layers {layers} do not lie in the model's {config.num_layers}: give range(start, stop)")
-        refuse_beyond(config, "pipeline parallelism", ("embedding_scale", "logit_soft_cap", "norm_offset", "moe"))
+        refuse_beyond(config, "pipeline parallelism", ("embedding_scale", "logit_soft_cap", "norm_offset"))
         self.config, self.layers, self.first, self.last, self.attention = config, layers, first, last, attention
         self.head_logits, self.head_loss, self.draw = F.linear, linear_cross_entropy_sums, initial  # as in Transformer
         self.positions_of: Callable[[int], Tensor] | None = None  # as in Transformer
+        self.router_losses: RouterLosses | None = None  # of the microbatch that it computes, with its factor
         self.sequence_shards = 1  # ranks among which sequence parallelism splits each sequence outside of the layers
         device = torch.device(device or torch.get_default_device())
         tied, width = config.tie_embeddings, config.hidden_size
@@ -84,8 +86,9 @@ class ModelPart(nn.Module):
             check_tokens(x, self.config, positions)
         x = self.embedding(x) if self.first else x
         rotation = self.rope(torch.arange(seq_len, device=x.device) if positions is None else positions, x.dtype)
+        more = (self.router_losses,) if self.router_losses and torch.is_grad_enabled() else ()
         for block in self.blocks.values():
-            x = block(x, rotation, self.attention, positions)
+            x = block(x, rotation, self.attention, positions, *more)
         return x
 
     def loss(self, x: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,8 @@
     q_proj, k_proj, v_proj  rows      a rank's heads; fewer kv heads than ranks: several ranks hold the same one
     gate_proj, up_proj      rows      a rank's columns of the hidden layer; padded likewise
     o_proj, down_proj       columns   what reads them
-    norms                   whole     on every rank
+    experts' matrices       columns   of every expert's hidden layer, as of an MLP's
+    norms, routers          whole     on every rank
 
 The rules give placements (`parallel/placement.py`), which do all cutting and joining. A zero row of gate or up gives
 silu(0) · 0 = 0, and the column of down that reads it is zero too, so padding changes no value, gets no gradient and
@@ -25,7 +26,11 @@ from minillm.parallel.placement import Part, Partial, Placement, Replicate, Shar
 ROWS = ("embedding.weight", "head.weight", *(f"{name}_proj.weight" for name in ("q", "gate", "up")), "q_proj.bias")
 KV_ROWS = tuple(f"{name}_proj.{kind}" for name in ("k", "v") for kind in ("weight", "bias"))
 COLUMNS = ("o_proj.weight", "down_proj.weight")
-BEYOND = ("embedding_scale", "logit_soft_cap", "norm_placement", "qk_norm_over_heads", "output_bias", "mlp_bias", "moe")
+BEYOND = ("embedding_scale", "logit_soft_cap", "norm_placement", "qk_norm_over_heads", "output_bias", "mlp_bias")
+EXPERTS = (
+    ".experts.gate_up_proj",
+    ".experts.down_proj",
+)  # stacked: [experts, 2, intermediate, hidden] and the way back
 HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
 
 
@@ -57,6 +62,10 @@ def part_of(config: ModelConfig, name: str, rank: int, world_size: int, sequence
     check_heads(config, world_size)
     if name.endswith(HEAD_NORMS):
         return _partial_if(world_size > 1, Replicate(copy=rank))
+    if name.endswith("router.weight"):
+        return Replicate(copy=rank)
+    if name.endswith(EXPERTS):
+        return Shard(2, rank, world_size)
     if name.endswith("norm.weight"):
         return _partial_if(sequence and world_size > 1, Replicate(copy=rank))
     if name.endswith(KV_ROWS):

@@ -49,7 +49,7 @@ class ZeroOptimizer(SlicedOptimizer):
         has (one more all-reduce per reduction, a byte per parameter). Without it that is an error which names it.
     replicate_group: ranks that have the same shard of other rows: their gradients are averaged too (hybrid sharding).
     placements: of the module's parameters, where they are parts of larger ones themselves (tensor parallel), and
-    norm_group: all ranks that hold such parts; `group` by default.
+    norm_group: all ranks that hold such parts; `group` by default. apart: see `BucketedDDP`.
     """
 
     def __init__(
@@ -66,15 +66,16 @@ class ZeroOptimizer(SlicedOptimizer):
         replicate_group: Group | None = None,
         placements: Mapping[str, Placement] | None = None,
         norm_group: Group | None = None,
+        apart: Mapping[str, Group] | None = None,
     ) -> None:
         if stage not in (1, 2):
             raise ValueError(f"stage={stage!r} must be 1 or 2; FullyShard is stage 3, which shards parameters too.")
         if not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb is {bucket_cap_mb}: a bucket needs a size above 0, for example 25.")
         home = Offload(offload, group.device)
-        sharding = Sharding(group, replicate_group, norm_group or group, placements or {}, master, home)
+        sharding = Sharding(group, replicate_group, norm_group or group, placements or {}, master, home, apart or {})
         for each in sharding.groups:
-            replicate(module, each)
+            replicate(module, each, apart)
         named = dict(module.named_parameters())
         self.group, self.stage = group, stage
         self.reducer = ScatterReducer(named, sharding, stage, bucket_cap_mb * 2**20, find_unused)
@@ -117,7 +118,7 @@ class ZeroOptimizer(SlicedOptimizer):
             shard.write_weights()
             self.reducer.drop(index)
             self.home.keep(self.inner)
-            gathers.append(self.group.all_gather(shard.own, out=shard.flat, async_op=True))
+            gathers.append(shard.group.all_gather(shard.own, out=shard.flat, async_op=True))
         for gather in gathers:
             gather.wait()
         self.zero_grad()

@@ -29,9 +29,9 @@ class ScatterReducer(Reducer):
         names = {p: name for name, p in named.items() if p.requires_grad}
         for p in names:
             p.data = p.detach().contiguous()  # slices are of elements in row-major order
-        buckets = assign(named.items(), cap_bytes, multiple_of=sharding.group.world_size)
+        buckets = assign(named.items(), cap_bytes, multiple_of=sharding.group.world_size, apart=sharding.apart)
         super().__init__(names, buckets, sharding.groups, self._scatter, find_unused=find_unused)
-        self.stage, self.sharding = stage, sharding
+        self.stage, self.shardings = stage, [sharding.of(bucket.names[0]) for bucket in buckets]
         self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in names]  # they live as long as held
         self._hooks += [node.register_prehook(self._before(p)) for node, p in zip(self._nodes, names, strict=True)]
         self.shards = [self._shard(index, bucket) for index, bucket in enumerate(buckets)]
@@ -44,7 +44,7 @@ class ScatterReducer(Reducer):
         for p, view in zip(bucket.parameters, bucket.views(flat), strict=True):
             p.data, p.grad = view.copy_(p.detach()), None
         named = zip(bucket.names, bucket.parameters, strict=True)
-        return OwnShard(f"bucket{index}", flat, named, self.sharding, is_lasting=True)
+        return OwnShard(f"bucket{index}", flat, named, self.shardings[index], is_lasting=True)
 
     def _before(self, p: nn.Parameter) -> Callable[[Any], None]:
         """Before autograd adds to p.grad: make that a view into its bucket. (A tensor's own hook would not do: it also
@@ -67,9 +67,10 @@ class ScatterReducer(Reducer):
 
     def _scatter(self, bucket: Bucket, flat: Tensor) -> Work:
         index = len(self._works)
-        own = flat.view(self.group.world_size, -1)[self.group.rank]
+        sharding = self.shardings[index]
+        own = flat.view(sharding.group.world_size, -1)[sharding.group.rank]
         self._arriving[index] = own if self.stage == 1 else torch.empty_like(own)
-        return self.sharding.reduce_scatter(flat, out=self._arriving[index])
+        return sharding.reduce_scatter(flat, out=self._arriving[index])
 
     def _settle(self, index: int) -> None:
         self._works[index].wait()

@@ -1,5 +1,5 @@
-"""Models and sequences that are split over ranks: tensor, pipeline and context parallel, times data parallel with any
-ZeRO stage, or HSDP.
+"""Models and sequences that are split over ranks: tensor, pipeline, context and expert parallel, times data parallel
+with any ZeRO stage, or HSDP.
 
     Mesh(dp, pp, cp, tp)  a rank holds      parts of the layers           (pp, parallel/pipeline_parallel)
                                             of each layer a slice         (tp, parallel/tensor_parallel)
@@ -7,6 +7,7 @@ ZeRO stage, or HSDP.
                           and shares with   dp ranks the rows of the batch,
                                             dp * cp ranks its weights' gradients and ZeRO's shards   (`replicas`)
     dp = replicate * shard                  HSDP: shards within `shard` * cp ranks, averages averaged over `replicate`
+    dp = copies * ep                        experts: a part of them on each of ep ranks, the same on `copies` * cp ranks
 
 A gradient is complete after three sums in any order: over dp * cp, whose ranks have the same weights and other tokens
 (BucketedDDP, ZeroOptimizer or FullyShard), over pp for what several stages hold (`Pipeline.finish`), over tp for what
@@ -26,15 +27,18 @@ from torch import Tensor, nn
 
 from minillm.comm import Group, Mesh
 from minillm.model import ModelConfig, Transformer
+from minillm.model.loss import weights_of_sequences
+from minillm.model.moe import RouterLosses
 from minillm.parallel.context_parallel import ContextAttention, context_attention, context_parallel
 from minillm.parallel.data_parallel.ddp import BucketedDDP
+from minillm.parallel.expert_parallel.split import expert_parallel, expert_part_of, is_expert
 from minillm.parallel.fsdp.fully_shard import FullyShard
 from minillm.parallel.fsdp.pipelined import PipelinedFullyShard
 from minillm.parallel.optimizer_state import MakeOptimizer, plain
 from minillm.parallel.pipeline_parallel.held_parts import HeldParts
 from minillm.parallel.pipeline_parallel.runtime import Pipeline
 from minillm.parallel.pipeline_parallel.stages import build_parts
-from minillm.parallel.placement import Placement, Replicate, global_norm, sum_partial
+from minillm.parallel.placement import Part, Placement, Replicate, global_norm, sum_partial
 from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
 from minillm.parallel.tensor_parallel.plan import part_of, whole_shapes
 from minillm.parallel.zero.optimizer import ZeroOptimizer
@@ -45,9 +49,10 @@ from minillm.train.strategies.single_device import Around, Microbatch, SingleDev
 
 
 class Hybrid(SingleDevice):
-    """The strategy of a layout with tp, pp, cp or dp_replicate above 1.
+    """The strategy of a layout with tp, pp, cp, ep or dp_replicate above 1.
 
-    group: all ranks; rank, world_size: of those along dp; replicas: those that average gradients, along dp and cp.
+    group: all ranks; rank, world_size: of those along dp; replicas: those that average gradients, along dp and cp;
+    expert_group, expert_replicas: of those the ranks with the other experts, and those with the same ones.
     """
 
     def __init__(self, group: Group, layout: ParallelConfig) -> None:
@@ -59,12 +64,16 @@ class Hybrid(SingleDevice):
         self.replicas = self.mesh.joined("dp", "cp")
         self.shard_group, self.replicate_group = self.replicas, None
         if layout.dp_replicate > 1:
-            shards, rest = layout.dp // layout.dp_replicate, {**layout.axes}
-            del rest["dp"]
-            halves = _mesh(group, replicate=layout.dp_replicate, shard=shards, **rest)
+            shards = layout.dp // layout.dp_replicate
+            halves = _mesh(group, replicate=layout.dp_replicate, shard=shards, **_without_dp(layout))
             self.shard_group, self.replicate_group = halves.joined("shard", "cp"), halves.replicate
+        self.expert_group, self.expert_replicas = None, self.replicas
+        if layout.ep > 1:
+            halves = _mesh(group, copies=layout.dp // layout.ep, ep=layout.ep, **_without_dp(layout))
+            self.expert_group, self.expert_replicas = halves.ep, halves.joined("copies", "cp")
         self.context = self._context() if layout.cp > 1 else None
         self._documents: Sequence[Tensor | None] = ()
+        self._router_losses: Sequence[RouterLosses] = ()
 
     def _context(self) -> ContextAttention:
         """The attention of this rank's part of every sequence."""
@@ -92,6 +101,8 @@ class Hybrid(SingleDevice):
         for part in parts:
             if self.layout.tp > 1:
                 tensor_parallel(part, config, self.mesh.tp, sequence=self.layout.sequence)
+            if self.expert_group:
+                expert_parallel(part, config, self.expert_group)
             if self.context:
                 context_parallel(part, self.context)
             if self.layout.zero < 3:
@@ -107,7 +118,7 @@ class Hybrid(SingleDevice):
             how = {"master": master, "initialize": self.initialize, **self._places()}
             self.module = (PipelinedFullyShard if self.layout.order else FullyShard)(model, self.shard_group, **how)
         elif self.layout.zero == 0 and self.averaged_over > 1:
-            self.module = BucketedDDP(model, self.replicas)
+            self.module = BucketedDDP(model, self.replicas, apart=self._apart)
         if self.layout.order:
             sharded = self.module if self.layout.zero == 3 else None
             with sharded.unsharded(sharded.groups) if sharded else contextlib.nullcontext():
@@ -119,14 +130,28 @@ class Hybrid(SingleDevice):
         """Of this rank's parameters, before ZeRO shards them. Of ranks with the same numbers, copy 0 counts them."""
         tp, sequence, shapes = self.mesh.tp, self.layout.sequence, whole_shapes(self.config)
         held = self.mesh.pp.gather_objects(list(named))
-        replicas = self.replicas if self.layout.zero == 0 else self.replicate_group
-        replica = Replicate(copy=replicas.rank if replicas else 0)
         found = {}
         for name in named:
             earlier = sum(name in theirs for theirs in held[: self.mesh.pp.rank])
             part = part_of(self.config, name, tp.rank, tp.world_size, sequence)
-            found[name] = Placement(shapes[name], (part, Replicate(copy=earlier), replica))
+            replicas = self._replicas_of(name) if self.layout.zero == 0 else self.replicate_group
+            replica = Replicate(copy=replicas.rank if replicas else 0)
+            found[name] = Placement(shapes[name], (*self._expert_part(name), part, Replicate(copy=earlier), replica))
         return found
+
+    def _expert_part(self, name: str) -> tuple[Part, ...]:
+        group = self.expert_group
+        return (expert_part_of(name, group.rank, group.world_size),) if group else ()
+
+    def _replicas_of(self, name: str) -> Group:
+        """The ranks that hold the same of a parameter, but for ZeRO."""
+        return self.expert_replicas if is_expert(name) else self.replicas
+
+    @property
+    def _apart(self) -> dict[str, Group]:
+        """Parameters whose replicas are fewer than all that average gradients: the experts."""
+        names = (name for name, _ in self.model.named_parameters() if self.expert_group and is_expert(name))
+        return dict.fromkeys(names, self.expert_replicas)
 
     def _places(self) -> dict[str, Any]:
         """What ZeroOptimizer and FullyShard want to know besides their own group."""
@@ -134,17 +159,19 @@ class Hybrid(SingleDevice):
             "replicate_group": self.replicate_group,
             "placements": self.placements,
             "norm_group": self.group,
+            "apart": self._apart,
         }
 
     @contextlib.contextmanager
     def _around(self, sharded: PipelinedFullyShard | None, action: Any) -> Iterator[None]:
         """Around an action of the pipeline: its part's weights, but for weight gradients, which do not read them, and
-        the documents of its microbatch."""
+        the documents and router losses of its microbatch."""
         part = self.model.parts[action.chunk]
         groups = sharded.groups_of(part) if sharded and action.kind != "W" else []
         attention, documents = part.attention, self._documents[action.microbatch] if self._documents else None
         if documents is not None:
             part.attention = functools.partial(attention, segments=documents)
+        part.router_losses = self._router_losses[action.microbatch] if self._router_losses else None
         with sharded.unsharded(groups) if sharded else contextlib.nullcontext():
             try:
                 yield
@@ -178,12 +205,28 @@ class Hybrid(SingleDevice):
         tokens, targets, weights, documents = zip(*(Microbatch(*each) for each in microbatches), strict=True)
         self._documents = torch.cat(documents).tensor_split(self.layout.accumulate) if None not in documents else ()
         whole = torch.cat(tokens), torch.cat(targets), None if weights[0] is None else torch.cat(weights)
+        self._router_losses = self._losses_of(whole[1], whole[2], lambda nll: scale(nll / loss_divisor))
         step = functools.partial(self.model.pipeline.step, scale=scale)
         with self._holding_back(), around("pipeline"):
             total = self.model.run(step, whole, lambda nll: nll / loss_divisor)
-        self._documents = ()
+        self._documents = self._router_losses = ()
         self.finish_backward()
         return total * loss_divisor
+
+    def _losses_of(
+        self, targets: Tensor, weights: Tensor | None, loss: Callable[[Tensor], Tensor]
+    ) -> Sequence[RouterLosses]:
+        """Of every microbatch, for the stages: their factor is what the last stage gives Σ weight · nll."""
+        if not self.config.moe:
+            return ()
+        dtype = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)  # of the loss
+        one = torch.ones((), dtype=dtype, device=targets.device, requires_grad=True)
+        (factor,) = torch.autograd.grad(loss(one), one)
+        sums = weights_of_sequences(targets, weights, dtype)
+        found = [RouterLosses(each) for each in sums.tensor_split(self.layout.accumulate)]
+        for losses in found:
+            losses.factor = factor
+        return found
 
     @contextlib.contextmanager
     def _holding_back(self) -> Iterator[None]:
@@ -241,11 +284,19 @@ class Hybrid(SingleDevice):
         """Of the module's parameters: slices with stage 3, otherwise the same on all replicas."""
         if self.layout.zero == 3:
             return self.module.placements
-        replica = Replicate(copy=self.replicas.rank)
-        return {name: placement.within(replica) for name, placement in self.placements.items()}
+        copies = {name: Replicate(copy=self._replicas_of(name).rank) for name in self.placements}
+        return {name: placement.within(copies[name]) for name, placement in self.placements.items()}
 
     def full_state_dict(self) -> dict[str, Any]:
-        return self.weights()
+        merged: dict[str, Any] = {}
+        for buffers in self.group.gather_objects({name: buffer.cpu() for name, buffer in self._buffers().items()}):
+            merged |= buffers
+        return self.weights() | merged
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """Those that a checkpoint has, the same on all ranks that have them: the biases of routers."""
+        saved = self.model.state_dict()
+        return {name: buffer for name, buffer in self.model.named_buffers() if name in saved}
 
     def sharded_state_dict(self) -> dict[str, Any]:
         return self.module.sharded_state_dict() if self.layout.zero == 3 else {"parts": self.model.state_dict()}
@@ -260,6 +311,12 @@ class Hybrid(SingleDevice):
             named = self.module.named_parameters() if self.layout.zero == 3 else self.model.named_parameters()
             for name, parameter in named:
                 parameter.copy_(self.weight_placements[name].cut(state[name]))
+            for name, buffer in self._buffers().items():
+                buffer.copy_(state[name])
+
+
+def _without_dp(layout: ParallelConfig) -> dict[str, int]:
+    return {name: size for name, size in layout.axes.items() if name != "dp"}
 
 
 @functools.lru_cache(16)

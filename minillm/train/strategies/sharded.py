@@ -4,7 +4,7 @@
     DataParallel          BucketedDDP           everything                  parallel/data_parallel
     ShardedStates         the model itself      1/N, then all-gather        parallel/zero (stages 1 and 2)
     ShardedModel          FullyShard            its 1/N                     parallel/fsdp (stage 3)
-    Hybrid                a split model         its parts, or 1/N of them   hybrid.py (tp, pp, cp, HSDP, any stage)
+    Hybrid                a split model         its parts, or 1/N of them   hybrid.py (tp, pp, cp, ep, HSDP, any stage)
 
 Each has the methods of `SingleDevice`, which says what they mean.
 """
@@ -108,7 +108,7 @@ def make_strategy(group: Group, layout: ParallelConfig, offload: str | None = No
     home = offload if offload in (None, "cpu") else Path(offload)
     if layout.is_hybrid or layout.dp_replicate > 1:
         if offload:
-            raise ValueError(f"offload {offload} is for ZeRO alone: leave it out with tp, pp, cp and dp_replicate.")
+            raise ValueError(f"offload {offload} is for ZeRO alone: leave it out with tp, pp, cp, ep and dp_replicate.")
         return Hybrid(group, layout)
     if layout.zero == 0:
         return DataParallel(group)

@@ -1,0 +1,99 @@
+"""Rows to the ranks that hold their experts, and what the experts make of them back: `MoE.dispatch` for several ranks.
+
+    rows by expert        a a b | c d d          of this rank's tokens; experts a b live here, c d on rank 1
+      ── all-to-all ──▶   a a b   a b b          this rank's part of both ranks' rows, by source
+    rows by own expert    a a a | b b b          sorted once more, so that an expert's rows lie together
+      experts             one product per expert
+      ◀── all-to-all ──   a a b | c d d          both permutations back
+
+Every rank learns first how many rows come, by an all-gather of 8 · E bytes per rank for which its host waits. The two
+all-to-alls then carry only rows that are there: T·k·h·b·(N-1)/N bytes each if experts are asked for equally. Dropped
+rows do not travel, and an expert without rows still has a gradient, of zeros. An expert's rows are those of one process
+that has all tokens, in the same order. Lepikhin et al. 2020, "GShard", §3; Rajbhandari et al. 2022, "DeepSpeed-MoE".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from minillm.comm import Group
+from minillm.parallel.expert_parallel.balance import check_experts
+from minillm.parallel.expert_parallel.exchange import Exchange
+
+Experts = Callable[[Tensor, Tensor], Tensor]
+"""(rows: [n, hidden] sorted by expert, counts: [experts of this rank]) -> [n, hidden]"""
+
+
+class ExpertDispatch:
+    """The dispatch of a layer whose experts lie over the ranks of a group: rank r has the r-th part of them.
+
+    What is computed between the two calls of `MoE.forward`, its shared experts, overlaps with the rows' way to their
+    experts, and in backward with their gradients' way back.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def __call__(self, experts: Experts, rows: Tensor, counts: Tensor) -> Callable[[], Tensor]:
+        """rows: [rows, hidden], sorted by expert; counts: [num_experts] -> a function that returns the experts' outputs
+        in the same order. Every rank of the group calls both, with as few as no rows."""
+        route = Route.of(counts, self.group)
+        ticket = route.exchange.leave(rows)
+
+        def answer() -> Tensor:
+            arrived = _Reorder.apply(route.exchange.arrive(ticket), route.regroup, route.undo)
+            done = _Reorder.apply(experts(arrived, route.counts), route.undo, route.regroup)
+            home = route.exchange.back()
+            return home.arrive(home.leave(done))
+
+        return answer
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """What a rank gets of all ranks' rows.
+
+    counts: [experts / N], rows of each expert of this rank. regroup: [rows received], the place among rows by source of
+    each row by own expert; undo: its inverse.
+    """
+
+    counts: Tensor
+    regroup: Tensor
+    undo: Tensor
+    exchange: Exchange
+
+    @staticmethod
+    def of(counts: Tensor, group: Group) -> Route:
+        """counts: [num_experts], this rank's rows for each. Every rank of the group calls it."""
+        check_experts(len(counts), group.world_size)
+        table = group.all_gather(counts[None]).view(group.world_size, group.world_size, -1)  # from, to, expert there
+        received = table[:, group.rank]
+        to, come = table[group.rank].sum(-1).tolist(), received.sum(-1).tolist()  # the host waits
+        expert = torch.arange(received.shape[1], device=counts.device).expand_as(received)
+        regroup = expert.flatten().repeat_interleave(received.flatten()).argsort(stable=True)
+        return Route(received.sum(0), regroup, inverse(regroup), Exchange(group, to, come))
+
+
+def inverse(order: Tensor) -> Tensor:
+    """Of a permutation of 0 .. n - 1."""
+    return torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device))
+
+
+class _Reorder(torch.autograd.Function):
+    """rows[order]; the gradient is a gather as well, so that nothing is added up in an order of chance."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, undo: Tensor) -> Tensor:
+        ctx.undo = undo
+        return rows.index_select(0, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient.index_select(0, ctx.undo), None, None

@@ -1,0 +1,129 @@
+"""What ranks run in the tests of expert parallelism: dispatch of tokens against one process that has every expert."""
+
+import torch
+from torch import Tensor
+
+from minillm.comm import Group
+from minillm.measure import ledger
+from minillm.model import ModelConfig, MoEConfig, Transformer
+from minillm.parallel.expert_parallel import expert_parallel
+from minillm.parallel.expert_parallel.nodes import route, route_over_nodes
+
+EXPERTS, TOP_K, HIDDEN = 8, 2, 6
+ROUTINGS = ("random", "one expert", "few experts", "dropped", "none on a rank", "equal")
+
+
+def draw(routing: str, ranks: int) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
+    """Of every rank: x: [tokens, hidden], chosen, weights: [tokens, k]; and the experts' weights [experts, h, h]."""
+    generator = torch.Generator().manual_seed(len(routing))
+    xs, chosen, weights = [], [], []
+    for rank in range(ranks):
+        tokens = EXPERTS if routing == "equal" else 0 if (routing, rank) == ("none on a rank", 1) else 5 + 3 * rank
+        xs.append(torch.randn(tokens, HIDDEN, generator=generator, dtype=torch.float64))
+        ids = torch.rand(tokens, EXPERTS, generator=generator).argsort(1)[:, :TOP_K]
+        if routing == "one expert":
+            ids = torch.full_like(ids, 5)
+            ids[:, 1] = -1
+        elif routing == "few experts":
+            ids = ids // 3
+        elif routing == "dropped":
+            ids[torch.rand(ids.shape, generator=generator) < 0.4] = -1
+        elif routing == "equal":
+            ids = (torch.arange(tokens)[:, None] + 3 * torch.arange(TOP_K)) % EXPERTS
+        chosen.append(ids)
+        weights.append(torch.rand(ids.shape, generator=generator, dtype=torch.float64))
+    return xs, chosen, weights, torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=generator, dtype=torch.float64)
+
+
+def through_experts(rows: Tensor, counts: Tensor, matrices: Tensor) -> Tensor:
+    parts = rows.split(counts.tolist())
+    return torch.cat([torch.tanh(part @ matrix) for part, matrix in zip(parts, matrices, strict=True)])
+
+
+def one_process(routing: str, ranks: int) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
+    """Outputs, gradients of x and of the weights by rank, and of the matrices: token by token, expert by expert."""
+    xs, chosen, weights, matrices = draw(routing, ranks)
+    for leaf in (*xs, *weights, matrices):
+        leaf.requires_grad_()
+    outs = []
+    for x, ids, weight in zip(xs, chosen, weights, strict=True):
+        rows = [
+            sum((w * torch.tanh(t @ matrices[e]) for e, w in zip(i, v, strict=True) if e >= 0), t * 0)
+            for t, i, v in zip(x, ids.tolist(), weight, strict=True)
+        ]
+        outs.append(torch.stack([*rows, x.new_zeros(HIDDEN)])[:-1] + x.square())  # beside: x²
+    sum((out * (1 + index)).sin().sum() for index, out in enumerate(outs)).backward()
+    weight_gradients = [torch.zeros_like(w) if w.grad is None else w.grad for w in weights]  # a rank without tokens
+    return [out.detach() for out in outs], [x.grad for x in xs], weight_gradients, matrices.grad
+
+
+def dispatched(group: Group, nodes: int = 1) -> dict:
+    """By routing: this rank's output and gradients, the ledger's calls and bytes of forward and of both."""
+    found = {}
+    if nodes > 1:
+        size = group.world_size // nodes
+        node_ranks = [list(range(start, start + size)) for start in range(0, group.world_size, size)]
+        node = [group.subgroup(ranks, f"node{i}") for i, ranks in enumerate(node_ranks)][group.rank // size]
+        places = [list(range(place, group.world_size, size)) for place in range(size)]
+        across = [group.subgroup(ranks, f"across{i}") for i, ranks in enumerate(places)][group.rank % size]
+    for routing in ROUTINGS:
+        xs, chosen, weights, matrices = draw(routing, group.world_size)
+        each = EXPERTS // group.world_size
+        x, weight = xs[group.rank].requires_grad_(), weights[group.rank].requires_grad_()
+        own = matrices[each * group.rank :][:each].clone().requires_grad_()
+        experts = lambda rows, counts, own=own: through_experts(rows, counts, own)  # noqa: E731
+        how = x, chosen[group.rank], weight, experts, EXPERTS
+        with ledger() as led:
+            beside = lambda x=x: x.square()  # noqa: E731
+            out = route_over_nodes(*how, node, across, beside) if nodes > 1 else route(*how, group, beside)
+            calls, sent = dict(led.calls), led.bytes("all_to_all")
+            (out * (1 + group.rank)).sin().sum().backward()
+        receipt = calls, dict(led.calls), sent, led.bytes("all_to_all"), _crossing(led)
+        found[routing] = [out.detach(), x.grad, weight.grad], own.grad, receipt
+    return found
+
+
+def flat_and_over_nodes(group: Group) -> tuple[dict, dict]:
+    return dispatched(group), dispatched(group, nodes=2)
+
+
+def _crossing(led) -> int:
+    return sum(event.bytes for event in led.select("all_to_all") if event.group.startswith("across"))
+
+
+MODEL = ModelConfig(37, 8, 12, 3, 2, max_seq_len=16, moe=MoEConfig(8, 2, 6, shared_experts=1, dense_layers=(1,)))
+
+
+def whole_model(group: Group) -> dict:
+    """A model's layers of experts: the all-to-alls of a step with their bytes, and those launched when the shared
+    experts of the last layer were computed, forward and backward."""
+    torch.manual_seed(0)
+    model = expert_parallel(Transformer(MODEL, seed=0, dtype=torch.float64), MODEL, group)
+    tokens = torch.randint(37, (3, 9), generator=torch.Generator().manual_seed(group.rank))
+    seen = []
+    with ledger() as led:
+
+        def look(*_) -> None:
+            seen.append(len(led.select("all_to_all")))
+
+        shared = model.blocks[2].mlp.shared
+        shared.register_forward_hook(look)
+        shared.down_proj.weight.register_hook(look)
+        total, _ = model(tokens, targets=tokens)
+        forward = [event.bytes for event in led.select("all_to_all", group.name)]
+        total.backward()
+        both = [event.bytes for event in led.select("all_to_all", group.name)]
+    counts = [model.router_losses.counts[layer].view(group.world_size, -1).sum(1).tolist() for layer in (0, 2)]
+    held = {name: list(parameter.shape) for name, parameter in model.named_parameters() if ".experts." in name}
+    again = Transformer(MODEL, seed=3, dtype=torch.float64)  # a part drawn is the part of the whole one drawn
+    name, each = "blocks.2.mlp.experts.down_proj", MODEL.moe.num_experts // group.world_size
+    model.initialize(3)
+    own = again.get_parameter(name)[each * group.rank :][:each]
+    return {
+        "forward": forward,
+        "both": both,
+        "rows": counts,
+        "seen": seen,
+        "held": held,
+        "same": torch.equal(own, model.get_parameter(name)),
+    }
