@@ -8,6 +8,7 @@ import pytest
 import torch
 from recorded import record
 from test_proof import CONFIG, mixed_requests, nothing_left
+from torch.overrides import TorchFunctionMode
 
 from minillm.model import ModelConfig, Transformer
 from minillm.model.block_tables import BlockTables
@@ -16,6 +17,7 @@ from minillm.model.generate import generate
 from minillm.model.paged import block_by_block
 from minillm.serve import LLM, SamplingParams
 from minillm.serve.decode_graphs import DecodeGraphs
+from minillm.serve.model_runner import ForwardPass
 from minillm.serve.speculate import NGram
 
 
@@ -120,6 +122,41 @@ def test_who_can_be_replayed():
         LLM(model, graphs=True, backend=block_by_block)
     with pytest.raises(ValueError, match="graphs 'yes' must be True, False or None"):
         LLM(model, graphs="yes")
+
+
+class Reads(TorchFunctionMode):
+    """Counts what makes a host wait for a GPU: values of tensors that Python asks for."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", "")
+        if name in ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"):
+            self.found.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("speculating", [False, True])
+def test_a_greedy_step_reads_back_once(speculating, recording, monkeypatch):
+    """Only the step's tokens, whatever its scheduling, inputs and bookkeeping do."""
+    model = Transformer(CONFIG, seed=2)
+    llm = LLM(model, graphs=True, block_size=4, max_num_seqs=4, proposer=NGram() if speculating else None)
+    if speculating:  # it brings several tokens each: not replayed, and gathered attention asks for lengths
+
+        def logits(run, *_, **__):  # the token itself again
+            tokens, wanted = run.tokens()
+            return torch.eye(61)[[tokens[place] for place in wanted]]
+
+        monkeypatch.setattr(ForwardPass, "logits", logits)
+    for prompt in ([1, 2, 3], [4] * 9, [5, 6]):
+        llm.add(prompt, SamplingParams(max_tokens=40))
+    llm.step()
+    for _ in range(6):
+        with Reads() as reads:
+            llm.step()
+        assert reads.found == ["tolist"]
 
 
 def test_only_changes_of_block_tables_go_to_the_device():
