@@ -74,9 +74,7 @@ class NextTokens:
                 self.unfinished.end(taken.request, "failed", reason)
         return [each for each in ready if each[0].answer.reason is None]
 
-    def _choose(
-        self, ready: list[Ready], logits: Tensor, likeliest: Tensor, best: list[int]
-    ) -> list[list[Token]]:
+    def _choose(self, ready: list[Ready], logits: Tensor, likeliest: Tensor, best: list[int]) -> list[list[Token]]:
         """The next tokens of each sample: one, or with speculation the accepted draft tokens and one more.
 
         best: likeliest, on the host. Nothing for a sample whose own sampling raised; its request ends.
