@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+NOTHING = np.zeros(0, np.int64)
+
 
 class BlockTables:
     """host: [rows, width], int64; on_device: the same, as far as `apply` has brought it there. Padded with 0."""
@@ -29,6 +31,8 @@ class BlockTables:
     def changes(self) -> tuple[np.ndarray, np.ndarray]:
         """(places in the flat array, blocks) written since the last call, each place once: to go up with other inputs
         and then into `apply`."""
+        if not self._changes:
+            return NOTHING, NOTHING
         written: dict[int, int] = {}
         for start, blocks in self._changes:
             written.update(enumerate(blocks, start))

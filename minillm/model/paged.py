@@ -156,14 +156,14 @@ class PagedBatch(PagedAttention):
         cache: PagedCache,
         tables: BlockTables,
         rows: np.ndarray,
-        starts: Sequence[int],
+        starts: Sequence[int] | np.ndarray,
         query_lens: Sequence[int],
         backend: Backend,
         more: Sequence[np.ndarray] = (),
     ):
         size = cache.block_size
         lengths = np.array(query_lens)
-        ends = np.array(starts) + lengths
+        ends = starts + lengths
         stops = lengths.cumsum()
         if len(lengths) == stops[-1]:  # one token each
             positions, row_of = ends - 1, rows

@@ -1,4 +1,4 @@
-"""Paged attention by FlashInfer (Ye et al. 2025), where `pip install flashinfer-python` has been: its kernels, our blocks.
+"""Paged attention by FlashInfer (Ye et al. 2025), if `flashinfer-python` is installed: its kernels, our blocks.
 
     LLM(model, backend=FlashInfer())
 

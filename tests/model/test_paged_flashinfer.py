@@ -1,4 +1,4 @@
-"""The FlashInfer backend against a stand-in that does, slowly, what FlashInfer's documentation says of its arguments."""
+"""The FlashInfer backend against a stand-in that does what FlashInfer's documentation says of its arguments."""
 
 import importlib.machinery
 import sys
