@@ -30,7 +30,7 @@ class ReadyModel:
 
 
 def microseconds_per_step(sequences: int, prompt: int = PROMPT, make=LLM) -> float:
-    """The median decode step of so many greedy sequences with such prompts. Time is the thread's own on the processor."""
+    """The median decode step of so many greedy sequences. Time is the thread's own on the processor."""
     longest = prompt + STEPS + 8
     llm = make(
         ReadyModel(longest),
