@@ -25,7 +25,7 @@ class Backend(Protocol):
     What is the same in all layers can be done once a pass: a backend with a method
     `prepare(q, k_pool, block_table, query_lens, context_lens, *, window) -> Attend` is asked for that instead.
     soft_cap (see `dense`) is only handed over if the model has one.
-    One that has a method `fixed(size, heads, kv_heads, device) -> FixedDecode` can be replayed as a CUDA graph.
+    One that has a method `fixed(size, kv_heads, device) -> FixedDecode` can be replayed as a CUDA graph.
     """
 
     def __call__(

@@ -67,7 +67,7 @@ class Gathered:
 
         return attend
 
-    def fixed(self, size: int, heads: int, kv_heads: int, device: torch.device) -> "GatheredDecode":
+    def fixed(self, size: int, kv_heads: int, device: torch.device) -> "GatheredDecode":
         return GatheredDecode(size)
 
 

@@ -69,7 +69,7 @@ class TritonSplitKV:
         most, partial_tokens = int(splits.max()), int(splits @ tiles[:, 2])
         return partial(kernel, block_table.contiguous(), work, places, partial_tokens, most)
 
-    def fixed(self, size: int, heads: int, kv_heads: int, device: torch.device) -> TritonDecode:
+    def fixed(self, size: int, kv_heads: int, device: torch.device) -> TritonDecode:
         return TritonDecode(size, kv_heads, _units(device), self.splits)
 
 

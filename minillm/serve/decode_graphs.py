@@ -77,8 +77,8 @@ class DecodeGraphs:
         return graph.replay()[: len(tokens)]
 
     def _make(self, size: int) -> Graph:
-        pool, config = self.buffers.cache.pool, self.model.config
-        attention = self.buffers.backend.fixed(size, config.num_heads, config.num_kv_heads, pool.device)
+        pool = self.buffers.cache.pool
+        attention = self.buffers.backend.fixed(size, pool.shape[-2], pool.device)
         inputs = torch.zeros(3 * size + attention.numbers, dtype=torch.int64, device=pool.device)
         graph = self.graphs[size] = Graph(size, attention, inputs)
         return graph
