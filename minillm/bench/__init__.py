@@ -53,12 +53,13 @@ def bench(name: str, **options: Any) -> BenchReport:
     """Run one benchmark. options: what its `run` takes; None stands for its default."""
     if name not in BENCHES:
         raise ValueError(f"no benchmark '{name}': choose one of {', '.join(BENCHES)}")
-    module, about = BENCHES[name]
-    run: Callable[..., list[BenchRow]] = import_module(module).run
+    module, about = import_module(BENCHES[name][0]), BENCHES[name][1]
+    run: Callable[..., list[BenchRow]] = module.run
     given = {key: value for key, value in options.items() if value is not None}
     if unknown := given.keys() - inspect.signature(run).parameters.keys():
         raise ValueError(f"benchmark '{name}' has no option {', '.join(sorted(unknown))}: leave it out")
-    return BenchReport(f"{name}: {about}", provenance(), tuple(run(**given)))
+    rows, notes = tuple(run(**given)), tuple(getattr(module, "notes", list)())
+    return BenchReport(f"{name}: {about}", provenance(), rows, notes)
 
 
 def _whole_numbers(option: str, text: str | None) -> tuple[int, ...] | None:

@@ -2,6 +2,7 @@
 
     gathered         like sequences gathered together       the default on the CPU
     triton_split_kv  no copy, the keys split, too           the default on a CUDA GPU (only there, and with triton)
+    flashinfer       FlashInfer's kernels                   on a CUDA GPU, where that package is installed
     flex             no copy, the block table as a mask
     block_by_block   a loop over blocks                     to read, not to use
 
@@ -21,6 +22,7 @@ from minillm.model import PagedCache
 from minillm.model.attention import Attend
 from minillm.model.config import ModelConfig
 from minillm.model.paged import Backend, block_by_block, gathered
+from minillm.model.paged_flashinfer import FlashInfer
 from minillm.model.paged_flex import flex
 from minillm.model.paged_triton import triton_split_kv
 
@@ -47,6 +49,7 @@ def run(batches: Sequence[str] = tuple(BATCHES), repeats: int = 7, device: str |
         backends = {"gathered": gathered, "flex, not compiled": flex, "block_by_block": block_by_block}
     else:
         kernel = {"triton_split_kv": triton_split_kv} if find_spec("triton") else {}
+        kernel |= {"flashinfer": FlashInfer()} if find_spec("flashinfer") else {}
         backends = {**kernel, "gathered": gathered, "flex, compiled": flex}
     return [compare(batch, name, backend, where, repeats) for batch in batches for name, backend in backends.items()]
 

@@ -56,11 +56,13 @@ class BenchRow:
 
 @dataclass(frozen=True)
 class BenchReport:
-    """A table with its origin: `str` for a terminal, `markdown` for a page, `to_json` for a file."""
+    """A table with its origin: `str` for a terminal, `markdown` for a page, `to_json` for a file. notes: sentences that
+    stand under it."""
 
     title: str
     provenance: dict[str, Any]
     rows: tuple[BenchRow, ...]
+    notes: tuple[str, ...] = ()
 
     HEAD = ("name", "peer", "ours", "theirs", "unit", "ratio", "spread", "runs", "correct")
 
@@ -73,15 +75,16 @@ class BenchReport:
         table = [self.HEAD, *(row.cells for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(_align(i, cell, widths[i]) for i, cell in enumerate(cells)).rstrip() for cells in table]
-        return "\n".join([self.title, summary(self.provenance), "", *lines])
+        return "\n".join([self.title, summary(self.provenance), "", *lines, *self.notes])
 
     def markdown(self) -> str:
         marks = [":--" if i in _LEFT else "--:" for i in range(len(self.HEAD))]
         lines = ["| " + " | ".join(cells) + " |" for cells in [self.HEAD, marks, *(row.cells for row in self.rows)]]
-        return "\n".join([*lines, "", f"({summary(self.provenance)})"])
+        return "\n".join([*lines, "", *self.notes, f"({summary(self.provenance)})"])
 
     def to_json(self) -> dict[str, Any]:
-        return {"provenance": self.provenance, "rows": [asdict(row) for row in self.rows]}
+        notes = {"notes": list(self.notes)} if self.notes else {}
+        return {"provenance": self.provenance, "rows": [asdict(row) for row in self.rows], **notes}
 
 
 def side_by_side(

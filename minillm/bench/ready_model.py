@@ -1,6 +1,6 @@
 """An engine whose model costs nothing: what is left is the host's own work. Also a script, for another checkout.
 
-PYTHONPATH=/another/checkout python minillm/bench/ready_model.py 64      prints microseconds per step
+PYTHONPATH=/another/checkout python minillm/bench/ready_model.py 64 2048      prints microseconds per step
 """
 
 import statistics
@@ -19,8 +19,8 @@ PROMPT, STEPS, VOCAB = 32, 60, 64
 class ReadyModel:
     """Returns logits that lie there already."""
 
-    def __init__(self):
-        self.config = ModelConfig(VOCAB, 8, 8, 1, 1, max_seq_len=256)
+    def __init__(self, max_seq_len: int = 256):
+        self.config = ModelConfig(VOCAB, 8, 8, 1, 1, max_seq_len=max_seq_len)
         self.embedding = SimpleNamespace(weight=torch.zeros(1))
         self.ready = torch.zeros(1, 4096, VOCAB)
         self.ready[..., 1] = 1.0
@@ -29,17 +29,18 @@ class ReadyModel:
         return self.ready[:, : len(rows)]
 
 
-def microseconds_per_step(sequences: int, make=LLM) -> float:
+def microseconds_per_step(sequences: int, prompt: int = PROMPT, make=LLM) -> float:
     """The median decode step of so many greedy sequences. Time is the thread's own on the processor."""
+    longest = prompt + STEPS + 8
     llm = make(
-        ReadyModel(),
-        num_blocks=sequences * 8,
+        ReadyModel(longest),
+        num_blocks=sequences * -(-longest // 16),
         block_size=16,
         max_num_seqs=sequences,
-        token_budget=sequences * (PROMPT + 1),
+        token_budget=sequences * (prompt + 1),
     )
     for number in range(sequences):
-        llm.add([number % VOCAB] * PROMPT, SamplingParams(max_tokens=STEPS + 8))
+        llm.add([number % VOCAB] * prompt, SamplingParams(max_tokens=STEPS + 8))
     for _ in range(4):
         llm.step()
     times = []
@@ -52,4 +53,4 @@ def microseconds_per_step(sequences: int, make=LLM) -> float:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(microseconds_per_step(int(sys.argv[1])))
+    print(microseconds_per_step(*map(int, sys.argv[1:])))

@@ -2,7 +2,8 @@
 
     uniform, skewed        all answers equally long; few long ones among many short ones; all requests come at once
     + shared prefix        every prompt begins with the same 512 tokens
-    against                `generate` in static batches of 1, 16 and 32, and the continuous-batching manager
+    against                `generate` in static batches of 1, 16 and 32, and the continuous-batching manager; vLLM where
+                           it is installed and there is a GPU (what was not compared stands under the table)
 
 Before anything is timed every answer has to be the same on both sides, token by token. Tokens per second count useful
 tokens only: those that were asked for. Each side runs each trace on the number of threads that suits it best. Further
@@ -19,6 +20,7 @@ import torch
 
 from minillm.bench import scheduler
 from minillm.bench.harness import BenchRow, Comparison, bench_row, check_repeats, side_by_side
+from minillm.bench.serve_installed import installed, missing
 from minillm.bench.serve_peers import Continuous, Limits, Ours, Served, Static, timed, twin
 from minillm.data import Tokenizer, corpus, tokenize
 from minillm.measure import machine
@@ -51,14 +53,14 @@ def run(requests: int = 80, queued: int = 1000, repeats: int = 5, device: str | 
         return kind(count, max_tokens=longest, **options)
 
     ours, alone, continuous = Ours(model, limits), Static(peer, 1), Continuous(peer, limits)
-    batches, rows = [Static(peer, 16), Static(peer, 32)], []
+    others, rows = [Static(peer, 16), Static(peer, 32), continuous, *installed(model, limits)], []
     for prefix, count, shorter in ((0, requests, 1), (PREFIX, requests * 2 // 5, 2)):
         for name, kind, longest in (("uniform", uniform, 32), ("skewed", skewed, 192)):
             label = name if not prefix else f"{name}, {prefix} tokens shared"
             each = trace(kind, count, longest // shorter, prefix)
-            for side in (ours, alone, continuous, *batches):
+            for side in (ours, alone, *others):
                 side.threads = best_threads(side, each[: len(each) // (8 if side is alone else 2)])
-            for other in (*batches, continuous):
+            for other in others:
                 rows += compare(label, ours, other, each, repeats)
             few = each[: len(each) // 8]
             rows += compare(f"{label}, {len(few)} requests", ours, alone, few, repeats)
@@ -70,6 +72,11 @@ def run(requests: int = 80, queued: int = 1000, repeats: int = 5, device: str | 
         side.threads = best_threads(side, trace(skewed, max(1, queued // 20), 64))
     rows.append(queue_row(ours, continuous, trace(skewed, queued, 64)))
     return rows + scheduler.rows(repeats)
+
+
+def notes() -> list[str]:
+    """What stands under the table: the engines that were not compared, and why."""
+    return missing()
 
 
 def compare(label: str, ours: Ours, other, arrivals: Sequence[Arrival], repeats: int = 5) -> list[BenchRow]:

@@ -14,13 +14,17 @@ On the CPU only in Triton's interpreter: set TRITON_INTERPRET=1 before Python st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from minillm.model.attention import Attend
+from minillm.model.block_tables import to_device
+from minillm.model.paged_split import count_splits, cut_tiles, share_work
 
 try:
     import triton
@@ -29,7 +33,6 @@ except ImportError:  # comes with torch for CUDA on Linux; the CPU's torch is wi
     triton = tl = None
 
 TILE_BYTES = 16 << 10  # of queries, of keys and of values: what a program keeps close to its compute unit
-MIN_KEYS = 256  # of a split: fewer are not worth a partial result that is written and read again
 UNLIMITED = (1 << 31) - 1
 VARYING = ("window", "table_width")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,8 +41,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @dataclass(frozen=True)
 class TritonSplitKV:
     """A backend of `paged_attention`, shapes as there; sums in float32. splits: of each sequence's keys; None = what
-    fills the GPU twice, see `_splits`. Raises ValueError without triton, off the GPU without its interpreter, and for
-    other dtypes than DTYPES.
+    fills the GPU twice, see `count_splits`. Raises ValueError without triton, off the GPU without its interpreter, and
+    for other dtypes than DTYPES.
     """
 
     splits: int | None = None
@@ -55,38 +58,109 @@ class TritonSplitKV:
         self, q, k_pool, block_table, query_lens, context_lens, *, window: int | None, soft_cap: float | None = None
     ) -> Attend:
         _check(q, k_pool)
-        (tokens, heads, head_dim), (_, block_size, kv_heads, _) = q.shape, k_pool.shape
+        heads, kv_heads = q.shape[1], k_pool.shape[2]
+        kernel = _Launch.of(q, k_pool, max(query_lens), window, soft_cap)
+        tiles = cut_tiles(query_lens, context_lens, kernel.rows // (heads // kv_heads))
+        keys = np.minimum(tiles[:, 3] + tiles[:, 2], kernel.reach + tiles[:, 2] - 1)
+        splits = (
+            count_splits(keys, kv_heads, _units(q.device)) if self.splits is None else np.full(len(tiles), self.splits)
+        )
+        work, places = (each.int() for each in to_device(share_work(tiles, splits), q.device))
+        most, partial_tokens = int(splits.max()), int(splits @ tiles[:, 2])
+        return partial(kernel, block_table.contiguous(), work, places, partial_tokens, most)
+
+    def fixed(self, size: int, kv_heads: int, device: torch.device) -> TritonDecode:
+        return TritonDecode(size, kv_heads, _units(device), self.splits)
+
+
+@dataclass(frozen=True)
+class TritonDecode:
+    """A `FixedDecode`: the same kernel with as many programs as the splits of `size` sequences can ever be, of which
+    those that are not needed find nothing to do. splits: see `TritonSplitKV`."""
+
+    size: int
+    kv_heads: int
+    units: int
+    splits: int | None = None
+
+    @property
+    def most(self) -> int:
+        """Splits of one sequence: it has all keys of the step, and each split as many as fill the GPU twice."""
+        return self.splits or max(1, 2 * self.units // self.kv_heads)
+
+    @property
+    def programs(self) -> int:
+        return self.size * self.splits if self.splits else self.size + self.most
+
+    @property
+    def numbers(self) -> int:
+        return 7 * self.programs + 3 * self.size
+
+    def plan(self, rows: np.ndarray, context_lens: np.ndarray) -> np.ndarray:
+        """The work of all programs and the places of all partial results, one after the other; see `share_work`."""
+        ones = np.ones_like(rows)
+        tiles = np.stack((rows, np.arange(self.size), ones, context_lens - 1), axis=1)
+        splits = self.splits * ones if self.splits else count_splits(context_lens, self.kv_heads, self.units)
+        work, places = share_work(tiles, splits)
+        idle = np.zeros((self.programs - len(work), 7), np.int64)
+        idle[:, 5] = 1  # of one split of no tokens
+        return np.concatenate((work, idle, places), axis=None)
+
+    def prepare(
+        self, q, k_pool, tables: Tensor, numbers: Tensor, *, window: int | None, soft_cap: float | None = None
+    ) -> Attend:
+        _check(q, k_pool)
+        work, places = numbers.int().split((7 * self.programs, 3 * self.size))
+        kernel = _Launch.of(q, k_pool, 1, window, soft_cap)
+        return partial(kernel, tables, work.view(-1, 7), places.view(-1, 3), self.programs, self.most)
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """What of a launch depends on the model and the longest piece alone. rows: of a tile; reach: keys of a query."""
+
+    head_dim: int
+    rows: int
+    reach: int
+    constants: tuple
+
+    @classmethod
+    def of(cls, q: Tensor, k_pool: Tensor, longest: int, window: int | None, soft_cap: float | None) -> _Launch:
+        heads, head_dim, block_size, kv_heads = *q.shape[1:], *k_pool.shape[1:3]
         group, dims = heads // kv_heads, max(16, triton.next_power_of_2(head_dim))  # tl.dot takes 16 or more
         columns = min(64, max(16, TILE_BYTES // (dims * q.element_size())))
-        rows = min(columns, triton.next_power_of_2(max(query_lens) * group))
+        rows = min(columns, triton.next_power_of_2(longest * group))
         rows = max(16, rows, triton.next_power_of_2(group))
-        tiles = list(_tiles(query_lens, context_lens, rows // group))
-        reach = UNLIMITED if window is None else window
-        keys = [min(position + count, reach + count - 1) for _, _, count, position in tiles]
-        splits = [self.splits] * len(tiles) if self.splits else _splits(keys, kv_heads, q.device)
-        work, places = (torch.tensor(table, dtype=torch.int32).to(q.device) for table in _work(tiles, splits))
-        most, partial_tokens = max(splits), sum(n * count for n, (_, _, count, _) in zip(splits, tiles, strict=True))
-        block_table = block_table.contiguous()
         constants = (group, head_dim, block_size, rows, columns, dims, _factors(q.dtype), soft_cap or 0.0)
+        return cls(head_dim, rows, UNLIMITED if window is None else window, constants)
 
-        def launch(q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
-            _check_layer(q, k_pool, v_pool)
-            q = q.contiguous()
-            kind = q.dtype if most == 1 else torch.float32
-            parts = torch.empty((partial_tokens, heads, head_dim), device=q.device, dtype=kind)
-            log_sums = torch.empty((partial_tokens, heads), device=q.device, dtype=torch.float32)
-            attend[len(work), kv_heads](
-                *(q, k_pool, v_pool, block_table, work, parts, log_sums, head_dim**-0.5, reach),
-                *(block_table.shape[1], *k_pool.stride()[:3], *constants),
-                num_stages=2,
-            )
-            if most == 1:
-                return parts
-            y, sizes = torch.empty_like(q), (head_dim, dims, triton.next_power_of_2(most))
-            combine[tokens, heads](parts, log_sums, places, y, *sizes)
-            return y
-
-        return launch
+    def __call__(
+        self,
+        block_table: Tensor,
+        work: Tensor,
+        places: Tensor,
+        partial_tokens: int,
+        most: int,
+        q: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+    ) -> Tensor:
+        """work: [programs, 7], places: [tokens, 3], int32, see `share_work`. most: splits of a tile."""
+        _check_layer(q, k_pool, v_pool)
+        q, (tokens, heads, head_dim) = q.contiguous(), q.shape
+        kind = q.dtype if most == 1 else torch.float32
+        parts = torch.empty((partial_tokens, heads, head_dim), device=q.device, dtype=kind)
+        log_sums = torch.empty((partial_tokens, heads), device=q.device, dtype=torch.float32)
+        attend[len(work), k_pool.shape[2]](
+            *(q, k_pool, v_pool, block_table, work, parts, log_sums, head_dim**-0.5, self.reach),
+            *(block_table.shape[1], *k_pool.stride()[:3], *self.constants),
+            num_stages=2,
+        )
+        if most == 1:
+            return parts[:tokens]
+        y, dims = torch.empty_like(q), max(16, triton.next_power_of_2(head_dim))
+        combine[tokens, heads](parts, log_sums, places, y, head_dim, dims, triton.next_power_of_2(most))
+        return y
 
 
 triton_split_kv = TritonSplitKV()
@@ -103,7 +177,7 @@ def attend(
     k_pool,  # [num_blocks, block_size, kv_heads, head_dim]
     v_pool,
     block_table,  # [sequences, table_width]
-    work,  # [programs, 7], int32: see `_work`
+    work,  # [programs, 7], int32: see `share_work`
     parts,  # [partial tokens, heads, head_dim]: softmax over one split's keys, times values
     log_sums,  # [partial tokens, heads]: ln Σ exp(score) over one split's keys
     scale,
@@ -170,7 +244,7 @@ def attend(
 
 @kernel
 def combine(parts, log_sums, places, y, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, SPLITS: tl.constexpr):
-    """One program per query and head: the mean of its parts, each weighted by its sum. places: [tokens, 3], `_work`."""
+    """One program per query and head: the mean of its parts, each weighted by its sum. places: see `share_work`."""
     token, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     first, step, splits = tl.load(places + 3 * token), tl.load(places + 3 * token + 1), tl.load(places + 3 * token + 2)
     split, dim = tl.arange(0, SPLITS), tl.arange(0, DIMS)
@@ -185,40 +259,8 @@ def combine(parts, log_sums, places, y, HEAD_DIM: tl.constexpr, DIMS: tl.constex
     tl.store(y + row.to(tl.int64) * HEAD_DIM + dim, mean, mask=wide)
 
 
-def _tiles(query_lens: Sequence[int], context_lens: Sequence[int], size: int) -> Iterator[tuple[int, int, int, int]]:
-    """(sequence, row of q that is its first, how many tokens (at most `size`), position of the first), tile by tile.
-
-    No keys are needed beyond a tile's last token: causality is in where it ends.
-    """
-    start = 0
-    for sequence, (length, context) in enumerate(zip(query_lens, context_lens, strict=True)):
-        for done in range(0, length, size):
-            yield sequence, start + done, min(size, length - done), context - length + done
-        start += length
-
-
-def _splits(keys: Sequence[int], kv_heads: int, device: torch.device) -> list[int]:
-    """Splits of each tile that has so many keys: parts of like size, together what fills every compute unit twice, as
-    long as each has MIN_KEYS keys. A long sequence is cut however short the ones beside it are."""
-    units = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    size = max(MIN_KEYS, -(-sum(keys) * kv_heads // (2 * units)))
-    return [max(1, count // size) for count in keys]
-
-
-def _work(tiles: Sequence[tuple[int, int, int, int]], splits: Sequence[int]) -> tuple[list[tuple], list[tuple]]:
-    """(a row for each program, a row for each token).
-
-    A program's: its tile, which split of how many, and where the partial results of the tile's tokens begin. A token's:
-    where its first partial result lies, how far apart they are, and how many there are. With one split each, a partial
-    result is the result and lies where it belongs.
-    """
-    programs, tokens, start = [], [], 0
-    for tile, count in zip(tiles, splits, strict=True):
-        length = tile[2]
-        programs += [(*tile, split, count, start + split * length) for split in range(count)]
-        tokens += [(start + place, length, count) for place in range(length)]
-        start += count * length
-    return programs, tokens
+def _units(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _factors(dtype: torch.dtype):

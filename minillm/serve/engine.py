@@ -19,8 +19,9 @@ from minillm.data import Tokenizer
 from minillm.model import Transformer
 from minillm.model.paged import Backend, PagedCache, default_backend
 from minillm.serve.blocks import BlockPool
+from minillm.serve.decode_graphs import DecodeGraphs, wants_graphs
 from minillm.serve.fused import fuse
-from minillm.serve.memory import check_fits, default_num_blocks, default_num_host_blocks
+from minillm.serve.memory import blocks_of_full_length, check_fits, default_num_blocks, default_num_host_blocks
 from minillm.serve.model_runner import ForwardPass, InputBuffers
 from minillm.serve.next_tokens import NextTokens
 from minillm.serve.options import check_engine
@@ -46,7 +47,8 @@ class LLM:
     `default_backend`: the Triton kernel on a CUDA GPU, gathered elsewhere. records: the last `keep_records` steps;
     record_blocks adds every block table (costs time and memory). proposer: drafts tokens that the model only checks,
     k in a pass; the tokens' distribution is the same. fused: see `fused.fuse`, which changes how the model computes;
-    None = on a CUDA GPU.
+    None = on a CUDA GPU. graphs: whether steps of single tokens are replayed, see `decode_graphs.py`; None = on a CUDA
+    GPU whose backend reads keys where they lie.
     Any thread may add, cancel, generate and stream, also during a forward pass; steps happen one at a time. A step that
     Ctrl-C ends fails the requests that had begun, once the next step finds it so; those that wait stay queued.
     """
@@ -68,6 +70,7 @@ class LLM:
         proposer: "Proposer | None" = None,
         k: "int | str | AdaptiveK" = 4,
         fused: bool | None = None,
+        graphs: bool | None = None,
         scheduler: type[Scheduler] = Scheduler,
         **scheduling,
     ):
@@ -89,7 +92,10 @@ class LLM:
         self.scheduler = scheduler(self.pool, **scheduling)
         where = {"num_host_blocks": num_host_blocks, "device": weight.device, "dtype": weight.dtype}
         self.cache = self.pool.storage = PagedCache(model.config, num_blocks, block_size, **where)
-        self.buffers = InputBuffers(self.cache, self.backend)
+        rows, width = 2 * self.scheduler.max_num_seqs, min(num_blocks, blocks_of_full_length(model.config, block_size))
+        self.buffers = InputBuffers(self.cache, self.backend, rows, width)
+        if wants_graphs(graphs, self.backend, weight.device):
+            self.buffers.graphs = DecodeGraphs(model, self.buffers, self.scheduler.max_num_seqs)
         self.records: deque[StepRecord] = deque(maxlen=keep_records)
         self.record_blocks = record_blocks
         self.speculation = None
@@ -193,7 +199,7 @@ class LLM:
     def _step(self) -> None:
         with self._stepping:
             if self._interrupted:
-                self.buffers = InputBuffers(self.cache, self.backend)
+                self.buffers.reset()
                 self._unfinished.recover(self._interrupted)
             self._interrupted = "the step was interrupted"
             try:
@@ -237,6 +243,7 @@ class LLM:
     def _failed(self, plan: Plan, run: ForwardPass, error: str) -> None:
         """The step raised: its requests end and nothing it wrote is ever hit; the others and the pool stay whole."""
         self.pool.invalidate(block for table in run.tables for block in table)
+        self.buffers.reset()
         for sequence, _ in plan.batch:
             if (taken := self._samples.get(sequence)) is not None:
                 self._unfinished.end(taken.request, "failed", error)

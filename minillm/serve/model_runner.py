@@ -1,52 +1,64 @@
 """What one step puts through the model: all its sequences' tokens in one flat row, read from and written to blocks."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
 from minillm.model import Transformer
-from minillm.model.paged import PagedBatch, PagedCache
+from minillm.model.block_tables import BlockTables
+from minillm.model.paged import Backend, PagedBatch, PagedCache
 from minillm.serve.sequence import Plan, Sequence
+
+if TYPE_CHECKING:
+    from minillm.serve.decode_graphs import DecodeGraphs
 
 
 class InputBuffers:
-    """Block tables of the running sequences as rows of one array that stays from step to step.
+    """Rows of block tables for the running sequences, which stay from step to step.
 
-    A decoding sequence's table changes once every block_size steps, so nearly all rows are only compared. What the
-    device needs goes up in one copy (`PagedBatch`).
+    A decoding sequence's table changes once every block_size steps, so nearly all rows are only compared.
+    graphs: what computes steps of single tokens; None = the model, as it does all others.
     """
 
-    def __init__(self, cache: PagedCache, backend: Callable):
+    def __init__(self, cache: PagedCache, backend: Backend, rows: int, width: int):
         self.cache, self.backend = cache, backend
-        self.tables = np.zeros((0, 0), np.int64)
+        self.tables = BlockTables(rows, width, cache.pool.device)
+        self.graphs: DecodeGraphs | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """No row is known: all are written anew, where they are."""
+        self.tables.changes()
         self._rows: dict[Sequence, int] = {}
-        self.known: list[list[int]] = []  # what row i holds, in lists that nothing changes later
+        self._unused = list(range(len(self.tables.host)))
+        self.known: list[list[int]] = [
+            [] for _ in self._unused
+        ]  # what row i holds, in lists that nothing changes later
 
     def update(self, sequences: list[Sequence]) -> list[int]:
-        """The rows of these sequences in `tables` and `known`, which have their blocks as they are now."""
-        if len(self._rows) + len(sequences) > len(self.tables):
-            self._make_room(sequences)
+        """The rows of these sequences, which have their blocks as they are now."""
         indexes, known, rows = self._rows, self.known, []
         for sequence in sequences:
             row, blocks = indexes.get(sequence), sequence.blocks
             if row is None:
-                row = indexes[sequence] = len(indexes)
-            if known[row] != blocks:
-                if len(blocks) > self.tables.shape[1]:
-                    self.tables = np.pad(self.tables, ((0, 0), (0, 2 * len(blocks) - self.tables.shape[1])))
-                self.tables[row, : len(blocks)] = blocks
+                row = self._new_row(sequence, sequences)
+            if (held := known[row]) != blocks:
+                start = len(held) if blocks[: len(held)] == held else 0
+                self.tables.write(row, start, blocks[start : self.tables.host.shape[1]])
                 known[row] = list(blocks)
             rows.append(row)
         return rows
 
-    def _make_room(self, sequences: list[Sequence]) -> None:
-        """Rows for these sequences alone; all are written anew."""
-        self._rows.clear()
-        size = max(len(self.tables), 4 * len(sequences))
-        self.tables = np.zeros((size, self.tables.shape[1]), np.int64)
-        self.known = [[] for _ in range(size)]
+    def _new_row(self, sequence: Sequence, present: list[Sequence]) -> int:
+        """A row that no sequence of this step has."""
+        if not self._unused:
+            kept = {each: self._rows[each] for each in present if each in self._rows}
+            self._unused = sorted(set(self._rows.values()) - set(kept.values()))
+            self._rows = kept
+        row = self._rows[sequence] = self._unused.pop()
+        return row
 
 
 class ForwardPass:
@@ -67,12 +79,18 @@ class ForwardPass:
 
     def logits(self, model: Transformer, *, hidden: bool = False) -> Tensor:
         """[rows, vocab_size], float32 on the model's device, of sequences whose last token this step computes."""
-        flat, wanted, paged = self.inputs()
+        flat, wanted = self.tokens()
+        buffers, rows, starts = self.buffers, np.array(self._rows), np.array(self.starts)
+        if len(flat) == len(wanted) == len(rows) and not hidden and buffers.graphs is not None:
+            found = buffers.graphs.logits(flat, rows, starts)
+            if found is not None:
+                return found
+        tokens, wanted, paged = self.inputs(flat, wanted, rows, starts)
         with model.blocks[-1].register_forward_hook(self._keep) if hidden else nullcontext():
-            return model(flat, paged.positions, attention=paged, rows=wanted)[0].float()
+            return model(tokens, paged.positions, attention=paged, rows=wanted)[0].float()
 
-    def inputs(self) -> tuple[Tensor, Tensor, PagedBatch]:
-        """Tokens [1, n], the rows whose logits are wanted, and the attention function of the pass."""
+    def tokens(self) -> tuple[list[int], list[int]]:
+        """The tokens of the pass in one row, and the places in it whose logits are wanted."""
         flat, wanted, self.rows, self.counts = [], [], [], [tokens for _, tokens in self.plan.batch]
         for place, ((sequence, tokens), start) in enumerate(zip(self.plan.batch, self.starts, strict=True)):
             sequence.forwarded += tokens
@@ -88,10 +106,14 @@ class ForwardPass:
             elif over > 0:
                 self.rows.append(1 + over)
                 wanted += range(len(flat) - 1 - over, len(flat))
-        buffers, widest = self.buffers, max([len(table) for table in self.tables])
-        more = (np.array(flat, np.int64), np.array(wanted, np.int64))
-        table = buffers.tables[self._rows, :widest]
-        paged = PagedBatch(buffers.cache, table, self.starts, self.counts, buffers.backend, more)
+        return flat, wanted
+
+    def inputs(
+        self, flat: list[int], wanted: list[int], rows: np.ndarray, starts: np.ndarray
+    ) -> tuple[Tensor, Tensor, PagedBatch]:
+        """Tokens [1, n] and the rows that are wanted on the device, and the attention function of the pass."""
+        buffers, more = self.buffers, (np.array(flat, np.int64), np.array(wanted, np.int64))
+        paged = PagedBatch(buffers.cache, buffers.tables, rows, starts, self.counts, buffers.backend, more)
         return paged.more[0][None], paged.more[1], paged
 
     @property

@@ -6,7 +6,6 @@ What goes wrong here for one request, logits that are not finite or sampling tha
 """
 
 from collections.abc import Callable
-from math import isfinite
 
 import torch
 from torch import Tensor
@@ -33,15 +32,17 @@ class NextTokens:
         if not complete:
             return 0
         most, likeliest = logits.max(-1)
-        ready = self._ready(complete, run, list(map(isfinite, most.tolist())))
+        best = torch.where(most.isfinite(), likeliest, -1).tolist()  # all that a greedy step reads back
+        ready = self._ready(complete, run, [token >= 0 for token in best])
         for taken, start, _ in ready:
             if taken.passes == 0 and taken.request.params.first_tokens:
                 allowed = torch.full_like(logits[start], RULED_OUT)
                 allowed[list(taken.request.params.first_tokens)] = 0
                 logits[start] += allowed
                 likeliest[start] = logits[start].argmax()
+                best[start] = int(likeliest[start])
         sampled, ended = 0, []
-        for (taken, _, _), tokens in zip(ready, self._choose(ready, logits, likeliest), strict=True):
+        for (taken, _, _), tokens in zip(ready, self._choose(ready, logits, likeliest, best), strict=True):
             if taken.answer.reason is None:  # else its request failed in sampling
                 sampled += self._accept(taken, tokens)
             if taken.answer.reason is not None:
@@ -73,19 +74,20 @@ class NextTokens:
                 self.unfinished.end(taken.request, "failed", reason)
         return [each for each in ready if each[0].answer.reason is None]
 
-    def _choose(self, ready: list[Ready], logits: Tensor, likeliest: Tensor) -> list[list[Token]]:
+    def _choose(self, ready: list[Ready], logits: Tensor, likeliest: Tensor, best: list[int]) -> list[list[Token]]:
         """The next tokens of each sample: one, or with speculation the accepted draft tokens and one more.
 
-        Nothing for a sample whose own sampling raised; its request ends.
+        best: likeliest, on the host. Nothing for a sample whose own sampling raised; its request ends.
         """
+        plain = all([taken.request.params.plain for taken, _, _ in ready])
         if self.speculation is not None:
-            logits, ids, check = logits.cpu(), likeliest.tolist(), self.speculation.check
-            return [self._alone(taken, check, taken, logits[i:end], ids[i:end]) for taken, i, end in ready]
+            logits, check = logits if plain else logits.cpu(), self.speculation.check
+            return [self._alone(taken, check, taken, logits[i:end], best[i:end]) for taken, i, end in ready]
+        if plain:
+            return [[plain_token(best[start])] for _, start, _ in ready]
         places = [start for _, start, _ in ready]
         if places != list(range(len(logits))):
             logits, likeliest = logits[places], likeliest[places]
-        if all([taken.request.params.plain for taken, _, _ in ready]):
-            return [[plain_token(token)] for token in likeliest.tolist()]
         rows = [(taken.request.params, taken.sequence.tokens, taken.draw) for taken, _, _ in ready]
         counts = [draw.count for _, _, draw in rows]
         try:

@@ -1,13 +1,16 @@
 """The comparison of serving engines: the same tokens from all, wrong ones are not timed."""
 
+import sys
 from dataclasses import asdict, replace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from minillm.bench import serve, serve_frontier
+from minillm.bench import serve, serve_frontier, serve_installed
 from minillm.bench.serve_peers import Continuous, Limits, Ours, Static, timed, twin
-from minillm.model import ModelConfig, Transformer
+from minillm.model import ModelConfig, Transformer, load_hf
+from minillm.model.generate import generate
 from minillm.serve.trace import skewed, uniform
 
 LIMITS = Limits(num_blocks=64, block_size=4, token_budget=64, max_num_seqs=8)
@@ -62,6 +65,43 @@ def test_rows_without_a_trace(model, peer, monkeypatch):
     assert prefix.correct and roofline.correct and queue.correct and queue.runs == 1
     read = 4 * (sum(p.numel() for p in model.parameters()) + 2 * 2 * 2 * 8 * (4 + 8 / 2))
     assert roofline.theirs == pytest.approx(1e9 / read)
+
+
+def test_what_is_not_installed_is_said(monkeypatch):
+    assert not serve.installed(None, LIMITS)  # without a GPU
+    assert [note.split()[0] for note in serve.notes()] == ["vLLM", "llama-cpp-python", "nano-vllm"]
+    assert all(note.endswith("not compared.") for note in serve.notes())
+    monkeypatch.setattr(serve_installed, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert [note.split()[0] for note in serve.notes()] == ["llama-cpp-python", "nano-vllm"]
+
+
+def test_vllm_is_asked_for_the_same_work(model, monkeypatch):
+    """A stand-in with the interface of vLLM 0.19 whose tokens are ours."""
+
+    class Engine:
+        def __init__(self, **options):
+            assert (options["max_model_len"], options["block_size"], options["max_num_seqs"]) == (64, 4, 8)
+            self.model = load_hf(options["model"])
+
+        def reset_prefix_cache(self):
+            pass
+
+        def generate(self, prompts, wanted, use_tqdm):
+            found = []
+            for prompt, each in zip(prompts, wanted, strict=True):
+                assert each.temperature == 0 and each.ignore_eos
+                ids = list(generate(self.model, prompt["prompt_token_ids"], each.max_tokens))
+                times = SimpleNamespace(first_token_ts=1.0, last_token_ts=1.5, first_token_latency=0.25)
+                found.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=tuple(ids))], metrics=times))
+            return found
+
+    module = ModuleType("vllm")
+    module.LLM, module.SamplingParams = Engine, SimpleNamespace
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    theirs = serve_installed.VLLM(model, LIMITS).serve(ARRIVALS)
+    assert serve.same_answers(model, ARRIVALS, Ours(model, LIMITS).serve(ARRIVALS), theirs)
+    assert theirs.ttft.p99 == 0.25 and theirs.tpot.p50 == 0.5 / (len(theirs.answers[0]) - 1)
 
 
 def test_a_run_leaves_torch_as_it_was(model):

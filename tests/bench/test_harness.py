@@ -88,6 +88,8 @@ def test_table_markdown_and_json_say_the_same():
         BenchRow("ring all-reduce", "gloo", 1.2345, 2.469, "ms", 2.0, 0.1, 7, True),
         BenchRow("x", "y", 10.0, 5.0, "ms", 0.5, 0.0, 7, True),
     )
+    noted = BenchReport("comm", ORIGIN, rows, ("z was not compared.",))
+    assert "z was" in str(noted) and "z was" in noted.markdown() and noted.to_json()["notes"] == ["z was not compared."]
     report = BenchReport("comm", ORIGIN, rows)
     text = str(report).splitlines()
     assert text[0] == "comm" and "abacus" in text[1] and report.ok

@@ -3,6 +3,7 @@ TRITON_INTERPRET for this process: it is read when a kernel is defined, and woul
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -58,8 +59,8 @@ def test_several_tiles_of_queries_and_of_keys(block_size, window, splits):
 @pytest.mark.parametrize("window", [None, 90])
 def test_each_sequence_has_its_own_number_of_splits(window, monkeypatch):
     """A long decode is cut in many parts beside a short prompt piece that is not cut at all."""
-    monkeypatch.setattr("minillm.model.paged_triton.MIN_KEYS", 16)
-    monkeypatch.setattr("minillm.model.paged_triton._splits", lambda keys, *_: [max(1, n // 16) for n in keys])
+    monkeypatch.setattr("minillm.model.paged_split.MIN_KEYS", 16)
+    monkeypatch.setattr("minillm.model.paged_triton.count_splits", lambda keys, *_: np.maximum(1, keys // 16))
     compare(7, [(1, 150), (9, 9), (1, 40)], 4, 2, 4, 24, window, None)
 
 
@@ -99,6 +100,17 @@ def test_greedy_tokens_of_the_engine(window):
     llm = LLM(model, block_size=2, chunk=3, backend=triton_split_kv)
     outputs = llm.generate(prompts, SamplingParams(max_tokens=3))
     assert [o.answers[0].ids for o in outputs] == [list(generate(model, prompt, 3)) for prompt in prompts]
+
+
+@pytest.mark.parametrize("window, splits", [(None, None), (None, 2), (5, 2)])
+def test_decoding_with_programs_that_are_the_same_for_all_lengths(window, splits):
+    config = ModelConfig(50, 48, 64, 2, 4, 2, head_dim=24, max_seq_len=32, init_std=0.2, sliding_window=window)
+    model = Transformer(config, seed=3)
+    prompts = [[1, 2, 3, 4, 5, 6, 7], [10], [1, 2, 3, 4, 9]]
+    llm = LLM(model, block_size=2, backend=TritonSplitKV(splits), graphs=True, max_num_seqs=5)
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=4))
+    assert [o.answers[0].ids for o in outputs] == [list(generate(model, prompt, 4)) for prompt in prompts]
+    assert list(llm.buffers.graphs.graphs) == [4]  # three sequences, filled up
 
 
 def test_what_the_kernel_cannot_take_is_refused():

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minillm.model import ModelConfig, Transformer, paged, sdpa
+from minillm.model import ModelConfig, Transformer, paged_gathered, sdpa
 from minillm.model.paged import Gathered, PagedCache, block_by_block, gathered, paged_attention
 from minillm.model.paged_flex import Flex
 
@@ -145,9 +145,11 @@ def test_groups_hold_like_sequences_and_no_more_keys_than_fit(monkeypatch):
     parts, pools, tables = scattered(1, [(1, keys) for keys in (9, 1, 12, 4, 4, 2)], 4, 2, 4)
     q, lengths = torch.cat([part[0] for part in parts]), ([1] * 6, [9, 1, 12, 4, 4, 2])
     expected, sizes = paged_attention(q, *pools, tables, *lengths), []
-    call = paged._Group.__call__
-    monkeypatch.setattr(paged, "GROUP_BYTES", 8 * 2 * 2 * 4 * 8)
-    monkeypatch.setattr(paged._Group, "__call__", lambda group, *x: sizes.append(group.sequences) or call(group, *x))
+    call = paged_gathered._Group.__call__
+    monkeypatch.setattr(paged_gathered, "GROUP_BYTES", 8 * 2 * 2 * 4 * 8)
+    monkeypatch.setattr(
+        paged_gathered._Group, "__call__", lambda group, *x: sizes.append(group.sequences) or call(group, *x)
+    )
     torch.testing.assert_close(paged_attention(q, *pools, tables, *lengths), expected, rtol=1e-10, atol=1e-10)
     assert sizes == [2, 2, 1, 1]  # keys: 1 and 2, 4 and 4, 9, 12
 

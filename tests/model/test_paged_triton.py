@@ -7,11 +7,14 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_paged import scattered
 
-from minillm.model import ModelConfig, Transformer, paged_triton
+from minillm.model import ModelConfig, Transformer, paged_split, paged_triton
 from minillm.model.generate import generate
 from minillm.model.paged import block_by_block, default_backend, gathered, paged_attention
 from minillm.model.paged_triton import TritonSplitKV, triton_split_kv
@@ -65,35 +68,55 @@ def test_compiles_without_a_gpu(dtype, tensor_cores, tmp_path, monkeypatch):
 
 
 def test_tiles_hold_each_query_once_with_its_position():
-    tiles = paged_triton._tiles((1, 7, 3), (9, 7, 20), 3)
-    assert list(tiles) == [(0, 0, 1, 8), (1, 1, 3, 0), (1, 4, 3, 3), (1, 7, 1, 6), (2, 8, 3, 17)]
+    tiles = paged_split.cut_tiles((1, 7, 3), (9, 7, 20), 3)
+    assert tiles.tolist() == [[0, 0, 1, 8], [1, 1, 3, 0], [1, 4, 3, 3], [1, 7, 1, 6], [2, 8, 3, 17]]
 
 
-def test_splits_are_few_on_many_programs_and_short_contexts(monkeypatch):
-    class Card:
-        multi_processor_count = 132
+def splits(keys, units=132):
+    return paged_split.count_splits(np.array(keys), 8, units).tolist()
 
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Card)
-    splits = partial(paged_triton._splits, device=torch.device("cuda"))
-    assert splits([100_000], 8) == [32] and splits([1000], 8) == [3] and splits([100], 8) == [1]
-    assert splits([100_000] * 1000, 8) == [1] * 1000
+
+def test_each_sequence_has_its_own_splits():
+    assert splits([100_000]) == [32] and splits([1000]) == [3] and splits([100]) == [1]
+    assert splits([100_000] * 1000) == [1] * 1000
     pieces = [64] * 8  # a prompt piece of 511 tokens in 8 tiles, beside it one token that reads 100,000
-    assert splits([*pieces, 100_000], 8) == [1] * 8 + [32]
+    assert splits([*pieces, 100_000]) == [1] * 8 + [32]
 
 
 def test_the_work_of_programs_and_where_partial_results_lie():
-    tiles = [(0, 0, 1, 8), (1, 1, 3, 0)]
-    programs, tokens = paged_triton._work(tiles, [3, 2])
-    second = [(*tiles[1], split, 2, 3 + 3 * split) for split in range(2)]
-    assert programs == [(*tiles[0], split, 3, split) for split in range(3)] + second
-    assert tokens == [(0, 1, 3), (3, 3, 2), (4, 3, 2), (5, 3, 2)]
+    tiles = np.array([(0, 0, 1, 8), (1, 1, 3, 0)])
+    programs, tokens = paged_split.share_work(tiles, np.array([3, 2]))
+    second = [[*tiles[1], split, 2, 3 + 3 * split] for split in range(2)]
+    assert programs.tolist() == [[*tiles[0], split, 3, split] for split in range(3)] + second
+    assert tokens.tolist() == [[0, 1, 3], [3, 3, 2], [4, 3, 2], [5, 3, 2]]
+
+
+@settings(deadline=None)
+@given(
+    keys=st.lists(st.integers(1, 200_000), min_size=1, max_size=20),
+    units=st.integers(1, 150),
+    kv_heads=st.integers(1, 16),
+    wanted=st.none() | st.integers(1, 9),
+)
+def test_a_graph_has_programs_for_every_step(keys, units, kv_heads, wanted):
+    """However the lengths of a step are, its splits are at most what the graph was recorded for."""
+    decode = paged_triton.TritonDecode(len(keys), kv_heads, units, wanted)
+    rows = np.arange(len(keys)) + 7
+    numbers = decode.plan(rows, np.array(keys))
+    work, places = np.split(numbers, [7 * decode.programs])
+    work, places = work.reshape(-1, 7), places.reshape(-1, 3)
+    assert numbers.shape == (decode.numbers,) and places[:, 2].max() <= decode.most
+    needed = work[work[:, 2] > 0]
+    assert sorted(set(needed[:, 0])) == rows.tolist() and len(needed) == places[:, 2].sum()
+    assert sorted(needed[:, 6]) == list(range(len(needed)))  # each partial result has one writer
+    assert not work[len(needed) :, :5].any() and (work[:, 5] > 0).all()
 
 
 def test_the_default_backend(monkeypatch):
     model = Transformer(ModelConfig(50, 32, 64, 1, 4, 2, max_seq_len=16))
     assert LLM(model).backend is default_backend("cpu") is gathered
     for spec, expected in ((None, gathered), ("found", triton_split_kv)):
-        monkeypatch.setattr("minillm.model.paged.find_spec", lambda name, spec=spec: spec)
+        monkeypatch.setattr("minillm.model.paged_backend.find_spec", lambda name, spec=spec: spec)
         assert default_backend(torch.device("cuda:0")) is expected
         assert default_backend("cuda", torch.float64) is gathered
 

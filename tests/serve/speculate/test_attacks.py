@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import minillm.serve
+from minillm.model import block_tables, paged
 from minillm.model.generate import generate
 from minillm.serve import LLM, SamplingParams
 from minillm.serve.speculate import DraftModel, NGram
@@ -328,7 +329,7 @@ class Interrupt:
 
     def __init__(self, wanted=None, most=2):
         self.wanted, self.most, self.counts, self.found = wanted, most, {}, []
-        self.folders = (str(Path(minillm.serve.__file__).parent), minillm.model.paged.__file__)
+        self.folders = (str(Path(minillm.serve.__file__).parent), *(each.__file__ for each in (paged, block_tables)))
 
     def __enter__(self):
         sys.settrace(self.enter)

@@ -65,6 +65,18 @@ def test_draws_survive_preemption_and_budgets_that_cut_drafts(kind, k, crowd, ta
     assert sum(output.preemptions for output in outputs) > 0 or crowd == "small budget"
 
 
+@pytest.mark.parametrize("kind", sorted(MAKE.keys() - {"eagle"}))
+def test_draws_survive_cached_prefixes_too(kind, target, trained):
+    """Of all but EAGLE, whose features of a cached prefix are missing."""
+    params = [SamplingParams(max_tokens=24, temperature=0.9, seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
+    llm = LLM(target, proposer=MAKE[kind](target, trained), k=3, block_size=4, **CROWDED["both"])
+    outputs = llm.generate(PROMPTS, params)
+    for prompt, wanted, output in zip(PROMPTS, params, outputs, strict=True):
+        alone = LLM(target, proposer=MAKE[kind](target, trained), k=3, block_size=4, prefix_cache=False)
+        assert ids(alone.generate([prompt], wanted)[0]) == ids(output)
+    assert sum(output.hit for output in outputs) > 0 and sum(output.preemptions for output in outputs) > 0
+
+
 def test_guesses_that_are_not_drawn_leave_the_draws_as_they_are(target):
     """Of n-grams and lookahead: the very tokens of an engine without speculation."""
     params = [SamplingParams(max_tokens=24, temperature=0.9, seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
