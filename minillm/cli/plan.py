@@ -2,6 +2,7 @@
 
 python -m minillm plan --model llama-3-70b --cluster h100 --gpus 64 --seq 8192 --batch 512
 python -m minillm plan --model llama-3-70b --cluster h100 --gpus 16 --serve --prompt 2000 --output 500 --tpot-ms 50
+python -m minillm plan --this-machine --json planner.json
 """
 
 from dataclasses import asdict, replace
@@ -10,10 +11,12 @@ from typing import Annotated
 
 from typer import Option
 
-from minillm.measure.provenance import JsonFile, provenance, write_json
+from minillm.measure.provenance import JsonFile, provenance, summary, write_json
 from minillm.predict.planner import architectures, clusters, published, search, serving
 from minillm.predict.planner.clusters import GIB
 from minillm.predict.planner.layout import show_mesh
+
+RANKS = (2, 4, 8)  # of the layouts that are checked on this machine
 
 
 def command(
@@ -34,12 +37,17 @@ def command(
     ttft_ms: Annotated[float | None, Option(help="Most milliseconds to the first token, with --serve.")] = None,
     mesh: Annotated[bool, Option("--show-mesh", help="Also say which ranks talk to which over which link.")] = False,
     check: Annotated[bool, Option("--published", help="Compare the planner with published runs instead.")] = False,
+    here: Annotated[
+        bool, Option("--this-machine", help="Predict layouts of 2, 4 and 8 CPU ranks on emulated links, and run them.")
+    ] = False,
     top: Annotated[int, Option(help="Layouts to show.")] = 8,
     json_file: JsonFile = None,
 ) -> int:
     """Rank all layouts of a model on a cluster: memory and time by cause, and why each runner-up is slower."""
     if check:
         return _published(json_file)
+    if here:
+        return _checked(json_file)
     if top < 1:
         raise ValueError(f"--top {top}: show at least 1 layout.")
     shape, machine = _architecture(model), _cluster(cluster, gpus, per_node, network, memory)
@@ -141,3 +149,28 @@ def _published(json_file: Path | None) -> int:
             print(f"{'':<{width}}  {row.note}")
     write_json(json_file, {"provenance": provenance(), "rows": [{**asdict(row), "off": row.off} for row in rows]})
     return 0
+
+
+def _checked(json_file: Path | None) -> int:
+    """Exit status 1 if bytes or memory are off, which no other work on the machine can excuse."""
+    from minillm.bench.planner import MEMORY, TIME, best_of, compare
+
+    origin = provenance()
+    print(summary(origin), "", "two emulated nodes of half the ranks", sep="\n")
+    print(f"{'':<62}  predicted s  measured s     off  bytes   peak MB     off")
+    rows = []
+    for ranks in RANKS:
+        found = compare(ranks, ranks // 2)
+        for row in found:
+            time = f"{row.seconds:>11.3f}  {row.measured_seconds:>10.3f}  {row.late:>+6.1%}"
+            exact = "exact" if row.exact else "OFF"
+            print(f"{row.layout:<62}  {time}  {exact:<5}  {row.measured_peak / 1e6:>7.2f}  {row.full:>+6.1%}")
+        print(f"{ranks} ranks: the layout predicted to be the fastest is number {best_of(found)} of {len(found)}\n")
+        rows += found
+    late = sum(abs(row.late) <= TIME for row in rows)
+    exact, full = sum(row.exact for row in rows), sum(abs(row.full) <= MEMORY for row in rows)
+    print(f"{len(rows)} layouts: time within {TIME:.0%} for {late}, bytes exact for {exact}, ", end="")
+    print(f"peak memory within {MEMORY:.0%} for {full}")
+    named = [{**asdict(row), "time_off": row.late, "exact": row.exact, "peak_off": row.full} for row in rows]
+    write_json(json_file, {"provenance": origin, "rows": named})
+    return 0 if exact == full == len(rows) else 1

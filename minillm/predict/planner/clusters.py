@@ -39,7 +39,9 @@ class Cluster:
 
     latency: seconds a message takes inside a node and across; link_efficiency: share of a link's rate that large
     collectives reach; reserved: bytes of a device that the context, the communicators and the libraries take;
-    fragmentation: share of what is left that the allocator loses.
+    fragmentation: share of what is left that the allocator loses. cards_per_ring: network cards of a node that one
+    collective uses at most; None: one for each of its ranks there, as NCCL does with a ring for every card.
+    two_level: whether all-reduces over several nodes first add up inside each of them.
     """
 
     device: Device
@@ -50,6 +52,8 @@ class Cluster:
     link_efficiency: float = 0.8
     reserved: float = 3 * GIB
     fragmentation: float = 0.05
+    cards_per_ring: int | None = None
+    two_level: bool = False
 
     def __post_init__(self) -> None:
         rates = {"gpus": self.gpus, "per_node": self.per_node, "network": self.network}
