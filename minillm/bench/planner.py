@@ -205,15 +205,19 @@ def compare(ranks: int, per_node: int, chosen: Sequence[ParallelConfig] | None =
     by_rank = launch(measure, ranks, chosen, steps, link=topology(per_node), timeout=120)
     rows = []
     for layout, found in zip(chosen, zip(*by_rank, strict=True), strict=True):
-        plan, sent = planned(layout), Counter()
-        for own, _, _ in found:
-            sent.update(own)
-        expected = traffic.bytes_by_axis(MODEL, plan, SEQ)
-        if not layout.is_hybrid:  # one group does both
-            expected = {"dp": sum(expected.values())}
-        seconds = trainer.step(MODEL, plan, cluster, SEQ, host).seconds
-        peak = trainer_memory.memory(MODEL, plan, SEQ).total
-        measured = {axis: size for axis, size in sent.items() if size}
-        fullest = max(held for _, held, _ in found)
-        rows.append(Row(str(layout), ranks, seconds, found[0][2], expected, measured, peak, fullest))
+        seconds = trainer.step(MODEL, planned(layout), cluster, SEQ, host).seconds
+        rows.append(row(layout, ranks, found, seconds))
     return rows
+
+
+def row(layout: ParallelConfig, ranks: int, found: Sequence[tuple], seconds: float) -> Row:
+    """found: what `measure` returned of this layout on each rank; seconds: predicted."""
+    plan, sent = planned(layout), Counter()
+    for own, _, _ in found:
+        sent.update(own)
+    expected = traffic.bytes_by_axis(MODEL, plan, SEQ)
+    if not layout.is_hybrid:  # one group does both
+        expected = {"dp": sum(expected.values())}
+    measured = {axis: size for axis, size in sent.items() if size}
+    peak, fullest = trainer_memory.memory(MODEL, plan, SEQ).total, max(held for _, held, _ in found)
+    return Row(str(layout), ranks, seconds, found[0][2], expected, measured, peak, fullest)

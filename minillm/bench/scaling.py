@@ -61,6 +61,8 @@ def layout_of(mode: str, ranks: int) -> ParallelConfig:
 
 def scaling(measured: Sequence[int] = MEASURED, extended: Sequence[int] = EXTENDED) -> list[Row]:
     """Weak, then strong: rows for `measured` ranks, which are run, and for `extended`, which are only predicted."""
+    if not measured:
+        raise ValueError("no number of ranks to run: give at least one.")
     for ranks in (*measured, *extended):
         if ranks < 1 or (ranks > PER_NODE and ranks % PER_NODE):
             raise ValueError(f"{ranks} ranks do not fill nodes of {PER_NODE}: use 1 to {PER_NODE}, or a multiple.")
@@ -109,7 +111,8 @@ def _efficiency(mode: str, ranks: int, alone: float, seconds: float) -> float:
 
 def cliff(rows: Sequence[Row]) -> str:
     """What happens between one full node and two, in bytes."""
-    inside, beyond = (next(row for row in rows if row.ranks == ranks) for ranks in (PER_NODE, 2 * PER_NODE))
+    full = {row.ranks: row for row in reversed(rows)}  # of weak scaling, which comes first
+    inside, beyond = full[PER_NODE], full[2 * PER_NODE]
     slower = INTRA.bandwidth_bytes_per_s / INTER.bandwidth_bytes_per_s
     return (
         f"From {inside.ranks} to {beyond.ranks} ranks a rank sends {beyond.bytes / inside.bytes:.2f} times as many "
@@ -129,9 +132,8 @@ def _shrink(ranks: int) -> float:
 
 def table(rows: Sequence[Row]) -> list[str]:
     """Lines for a terminal."""
-    lines = [
-        "        ranks  nodes  predicted s  measured s  two levels s  MB per rank  MB leave a node  efficiency  measured"
-    ]
+    lines = ["        ranks  nodes  predicted s  measured s  two levels s  MB per rank  MB leave a node  efficiency"]
+    lines[0] += "  measured"
     for row in rows:
         seconds = "-" if row.measured_seconds is None else f"{row.measured_seconds:.3f}"
         share = "-" if row.measured_efficiency is None else f"{row.measured_efficiency:.0%}"

@@ -14,7 +14,7 @@ from typer import Option
 from minillm.measure.provenance import JsonFile, provenance, summary, write_json
 from minillm.predict.planner import architectures, clusters, published, search, serving
 from minillm.predict.planner.clusters import GIB
-from minillm.predict.planner.layout import show_mesh
+from minillm.predict.planner.layout import show_flattened, show_mesh
 
 RANKS = (2, 4, 8)  # of the layouts that are checked on this machine
 
@@ -71,6 +71,9 @@ def _architecture(name: str) -> architectures.Architecture:
 
 
 def _cluster(name: str, gpus: int, per_node: int, network: float | None, memory: float | None) -> clusters.Cluster:
+    for option, value in (("--network", network), ("--memory", memory)):
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"{option} {value} must be above 0 and finite.")
     machine = clusters.cluster(name, gpus, per_node=per_node)
     if network is not None:
         machine = replace(machine, network=network * 1e9)
@@ -96,7 +99,7 @@ def _training(shape, machine: clusters.Cluster, seq: int, batch: int, top: int, 
     held = ", ".join(f"{name} {value / GIB:.1f}" for name, value in asdict(best.memory).items())
     print(f"  GiB      {held}; {machine.usable / GIB:.1f} usable")
     if mesh:
-        _show(show_mesh(machine, best.layout))
+        _show([*show_mesh(machine, best.layout), *show_flattened(machine, best.layout)])
     return [
         {
             "layout": str(plan.layout),
@@ -129,12 +132,14 @@ def _serving(shape, machine: clusters.Cluster, prompt: int, output: int, tpot_ms
 
 
 def _show(rows: list[dict]) -> None:
-    print("\naxis  size  stride  groups  link             GB/s  first group")
+    head = "group            size  stride  groups  link             GB/s"
+    print(f"\n{head}  {'what travels':<37}  first group")
     for row in rows:
         first = ", ".join(map(str, row["first_group"][:4])) + (", ..." if row["size"] > 4 else "")
         rate = f"{row['bytes_per_s'] / 1e9:>6.0f}" if row["bytes_per_s"] else "     -"
-        sizes = f"{row['axis']:<4}  {row['size']:>4}  {row['stride']:>6}  {row['groups']:>6}"
-        print(f"{sizes}  {row['link']:<13}  {rate}  {first}")
+        sizes = f"{row['axis']:<15}  {row['size']:>4}  {row['stride']:>6}  {row['groups']:>6}"
+        use = row["use"] if row["size"] > 1 else "-"
+        print(f"{sizes}  {row['link']:<13}  {rate}  {use:<37}  {first}")
 
 
 def _published(json_file: Path | None) -> int:

@@ -166,7 +166,7 @@ def _input_gradient(gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> T
     for dy, weight in zip(gradients, weights, strict=True):
         rows, weight = _rows(dy), weight.to(dy.dtype)
         dx = rows @ weight if dx is None else dx.addmm_(rows, weight)
-    return dx.view(*gradients[0].shape[:-1], -1)
+    return dx.view(*gradients[0].shape[:-1], dx.shape[-1])
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ the peak that a fused attention kernel reaches: Dao 2023, FlashAttention-2, §4 
 
 import difflib
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 GIB = 1 << 30
 HALF_WIDTH = 300  # elements at which a matrix product reaches half of its rate
@@ -104,5 +104,4 @@ def cluster(name: str, gpus: int, **changes) -> Cluster:
     if name not in DEVICES:
         near = difflib.get_close_matches(name.lower(), DEVICES, n=3, cutoff=0.3) or list(DEVICES)
         raise ValueError(f"no cluster {name!r}: use {', '.join(near)}.")
-    preset = Cluster(DEVICES[name], gpus, network=NETWORKS[name])
-    return replace(preset, **changes)
+    return Cluster(DEVICES[name], gpus, **{"network": NETWORKS[name], **changes})

@@ -152,27 +152,52 @@ def _links(cluster: Cluster, size: int, in_node: int) -> Path:
     return Path(size, in_node, rate * share, cluster.latency[1], levels)
 
 
+USES = {
+    "tp": "inputs and outputs of every layer",
+    "cp": "keys and values",
+    "dp": "rows of the batch",
+    "pp": "activations between stages",
+    "dp_cp": "gradients, ZeRO's shards and the loss",
+    "ep": "tokens on their way to experts",
+    "expert_replicas": "gradients of experts",
+}
+
+
 def show_mesh(cluster: Cluster, layout: Layout) -> list[dict]:
-    """One row per axis, innermost first: size, stride, link class, ranks that share a node, first and last group."""
+    """One row per axis, innermost first: size, stride, link class, what travels, and its first and last group."""
     if layout.world_size != cluster.gpus:
         raise ValueError(f"{layout} takes {layout.world_size} GPUs; the cluster has {cluster.gpus}.")
-    rows = []
-    for axis in layout.order:
-        size, stride = layout.size(axis), layout.stride(axis)
-        way = axis_path(cluster, layout, axis)
-        first = [stride * place for place in range(size)]
-        last = [layout.world_size - 1 - each for each in reversed(first)]
-        link = "none" if size == 1 else "between nodes" if way.crosses else "inside a node"
-        rows.append(
-            {
-                "axis": axis,
-                "size": size,
-                "stride": stride,
-                "groups": layout.world_size // size,
-                "link": link,
-                "bytes_per_s": way.bandwidth if size > 1 else None,
-                "first_group": first,
-                "last_group": last,
-            }
-        )
+    return [
+        _group_row(cluster, layout, axis, [layout.stride(axis) * place for place in range(layout.size(axis))])
+        for axis in layout.order
+    ]
+
+
+def show_flattened(cluster: Cluster, layout: Layout) -> list[dict]:
+    """The groups over several axes or over a part of one, by name: dp x cp, and expert parallelism's cut through it."""
+    members = [0]
+    for axis in sorted(("dp", "cp"), key=layout.stride):
+        members = [rank + layout.stride(axis) * place for place in range(layout.size(axis)) for rank in members]
+    rows = [_group_row(cluster, layout, "dp_cp", members)]
+    if layout.ep > 1:
+        rows.append(_group_row(cluster, layout, "ep", members[: layout.ep]))
+        rows.append(_group_row(cluster, layout, "expert_replicas", members[:: layout.ep]))
     return rows
+
+
+def _group_row(cluster: Cluster, layout: Layout, name: str, first: list[int]) -> dict:
+    """first: the members of the group that rank 0 is in. All others are the same, shifted."""
+    size = len(first)
+    way = _links(cluster, size, sum(rank < cluster.per_node for rank in first))
+    link = "none" if size == 1 else "between nodes" if way.crosses else "inside a node"
+    return {
+        "axis": name,
+        "size": size,
+        "stride": first[1] - first[0] if size > 1 else layout.stride(name) if name in AXES else 1,
+        "groups": layout.world_size // size,
+        "link": link,
+        "bytes_per_s": way.bandwidth if size > 1 else None,
+        "use": USES[name],
+        "first_group": first,
+        "last_group": [layout.world_size - 1 - each for each in reversed(first)],
+    }

@@ -56,7 +56,10 @@ def _stage(shape: Shape, layout: Layout, cluster: Cluster, seq: int, stage: int,
     sharded = spent["dp"]  # ZeRO 2 and 3: in every microbatch
     if layout.zero == 3 and layout.pp == 1:  # while a unit computes the next one is gathered
         blocks, _ = units(shape, layout, stage)
-        sharded -= min(inner, sharded) * len(blocks) / (len(blocks) + 1)
+        shared = _path(cluster, layout, "dp").crosses
+        elsewhere = [axis for axis in ("tp", "cp") if _path(cluster, layout, axis).crosses != shared]
+        beside = compute + sum(spent[axis] for axis in elsewhere)  # what does not use the same links
+        sharded -= min(beside, sharded) * len(blocks) / (len(blocks) + 1)
     microbatch = inner + sharded
     count, n = layout.microbatches, layout.pp
     crossed, late = _crossing(cluster, layout, message_bytes(shape, layout, seq))
