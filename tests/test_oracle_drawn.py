@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from minillm.equivalence import Case, ParallelConfig, cases_of, compare
 from minillm.parallel.context_parallel import CONTEXTS
 from minillm.parallel.pipeline_parallel.schedules import SCHEDULES
+from minillm.train.parallel_config import AXES as ORDER
 from minillm.train.strategies.sharded import make_strategy
 from tests.comm.nccl_like import nccl_like_group, unwaited
 
@@ -42,6 +43,7 @@ def settings_of(draw: st.DrawFn) -> dict[str, object]:
         "context": draw(st.sampled_from(CONTEXTS)) if sizes["cp"] > 1 else "zigzag",
         "sequence": draw(st.booleans()) and sizes["tp"] > 1,
         "pad": sizes["cp"] > 1,
+        "axis_order": tuple(draw(st.permutations(ORDER))),
     }
 
 
@@ -89,6 +91,7 @@ def test_every_pair_of_axes_and_every_choice_is_among_them():
     assert {each.schedule for each in chosen if each.pp > 1} == set(SCHEDULES)
     assert {each.context for each in chosen if each.cp > 1} == set(CONTEXTS)
     assert any(each.dp_replicate > 1 and each.is_hybrid for each in chosen)
+    assert len({each.axis_order for each in chosen}) >= 10
 
 
 @pytest.mark.slow

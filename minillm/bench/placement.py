@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations, product
 
-from minillm.bench.planner import MODEL, SEQ, measure, planned, this_machine, topology
+from minillm.bench.planner import MODEL, PATIENCE_S, SEQ, measure, planned, this_machine, topology
 from minillm.comm import launch
 from minillm.predict.planner import trainer
 from minillm.predict.planner.layout import AXES
@@ -83,6 +83,6 @@ def _on(ranks: int, per_node: int, layouts: Sequence[ParallelConfig]) -> list[Ro
         measured = {}
         for name, order in orders.items():
             links = topology(per_node, seats=seats(layout.axes, order), two_level=name == "two levels")
-            measured[name] = launch(measure, ranks, [layout], STEPS, link=links, timeout=120)[0][0][2]
+            measured[name] = launch(measure, ranks, [layout], STEPS, link=links, timeout=PATIENCE_S)[0][0][2]
         rows.append(Row(str(layout), ranks // per_node, orders, expected, measured))
     return rows

@@ -37,6 +37,7 @@ SEQ, MICRO_BATCH = 64, 2
 INTRA, INTER = Link(1e-3, 4e6, "inside a node"), Link(4e-3, 1e6, "between nodes")
 LARGER = 4  # times a microbatch, to tell what grows with it from what does not
 STEPS, PROBES = 3, 5  # timed of each
+PATIENCE_S = 300.0  # in one operation: a busy machine is slow, not stuck
 TIME, MEMORY = 0.15, 0.05  # errors that count as agreement
 
 
@@ -177,6 +178,7 @@ def _tokens() -> Tokens:
 
 def measure(group: Group, chosen: Sequence[ParallelConfig], steps: int = STEPS) -> list[tuple]:
     """For each layout: bytes that this rank sent by axis, its peak, seconds of the fastest step."""
+    torch.set_num_threads(1)
     found = []
     for layout in chosen:
         config = _config(MICRO_BATCH, layout.accumulate)
@@ -202,7 +204,7 @@ def compare(ranks: int, per_node: int, chosen: Sequence[ParallelConfig] | None =
     """Predicts and measures layouts of so many ranks on nodes of `per_node`."""
     chosen = layouts(ranks) if chosen is None else chosen
     cluster, host = this_machine(ranks, per_node)
-    by_rank = launch(measure, ranks, chosen, steps, link=topology(per_node), timeout=120)
+    by_rank = launch(measure, ranks, chosen, steps, link=topology(per_node), timeout=PATIENCE_S)
     rows = []
     for layout, found in zip(chosen, zip(*by_rank, strict=True), strict=True):
         seconds = trainer.step(MODEL, planned(layout), cluster, SEQ, host).seconds

@@ -10,7 +10,7 @@ on both sides of it; beyond it some of its links are between nodes, and every ro
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from minillm.bench.planner import INTER, INTRA, MODEL, SEQ, measure, planned, this_machine, topology
+from minillm.bench.planner import INTER, INTRA, MODEL, PATIENCE_S, SEQ, measure, planned, this_machine, topology
 from minillm.comm import launch
 from minillm.predict import comms
 from minillm.predict.planner import trainer
@@ -20,8 +20,8 @@ from minillm.predict.planner.trainer import Host
 from minillm.train.parallel_config import ParallelConfig
 
 PER_NODE = 4
-MEASURED, EXTENDED = (1, 2, 4, 8), (16, 32, 64)
-MICROBATCHES = {"weak": 1, "strong": 64}  # of each rank; of all of them
+MEASURED, EXTENDED = (1, 2, 4, 8), (16, 32)
+MICROBATCHES = {"weak": 1, "strong": 32}  # of each rank; of all of them
 MODES = tuple(MICROBATCHES)
 STEPS = 3  # timed of each
 
@@ -71,7 +71,8 @@ def scaling(measured: Sequence[int] = MEASURED, extended: Sequence[int] = EXTEND
     rows = [predicted(mode, ranks, cluster, host) for mode, ranks in plans]
     found = {}
     for ranks in measured:
-        by_rank = launch(measure, ranks, [plans[mode, ranks] for mode in MODES], STEPS, link=topology(PER_NODE))
+        chosen = [plans[mode, ranks] for mode in MODES]
+        by_rank = launch(measure, ranks, chosen, STEPS, link=topology(PER_NODE), timeout=PATIENCE_S)
         for index, mode in enumerate(MODES):
             sent = sum(sum(own[index][0].values()) for own in by_rank) / ranks
             found[mode, ranks] = by_rank[0][index][2], sent

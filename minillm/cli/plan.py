@@ -3,6 +3,7 @@
 python -m minillm plan --model llama-3-70b --cluster h100 --gpus 64 --seq 8192 --batch 512
 python -m minillm plan --model llama-3-70b --cluster h100 --gpus 16 --serve --prompt 2000 --output 500 --tpot-ms 50
 python -m minillm plan --this-machine --json planner.json
+python -m minillm plan --placement --json placement.json
 """
 
 from dataclasses import asdict, replace
@@ -40,6 +41,9 @@ def command(
     here: Annotated[
         bool, Option("--this-machine", help="Predict layouts of 2, 4 and 8 CPU ranks on emulated links, and run them.")
     ] = False,
+    placement: Annotated[
+        bool, Option("--placement", help="Run layouts with the best and the worst order of axes on 2 and 4 nodes.")
+    ] = False,
     top: Annotated[int, Option(help="Layouts to show.")] = 8,
     json_file: JsonFile = None,
 ) -> int:
@@ -48,6 +52,8 @@ def command(
         return _published(json_file)
     if here:
         return _checked(json_file)
+    if placement:
+        return _placed(json_file)
     if top < 1:
         raise ValueError(f"--top {top}: show at least 1 layout.")
     shape, machine = _architecture(model), _cluster(cluster, gpus, per_node, network, memory)
@@ -179,3 +185,20 @@ def _checked(json_file: Path | None) -> int:
     named = [{**asdict(row), "time_off": row.late, "exact": row.exact, "peak_off": row.full} for row in rows]
     write_json(json_file, {"provenance": origin, "rows": named})
     return 0 if exact == full == len(rows) else 1
+
+
+def _placed(json_file: Path | None) -> int:
+    from minillm.bench.placement import compare
+
+    origin, rows = provenance(), []
+    print(summary(origin), "", "orders of axes, innermost first; seconds of a step on emulated links", sep="\n")
+    for nodes in (2, 4):
+        for row in compare(RANKS[-1], (RANKS[-1] // nodes,)):
+            print(f"\n{row.layout}, {row.nodes} nodes")
+            for name, order in row.orders.items():
+                measured = row.measured_seconds[name]
+                print(f"  {name:<10}  {' '.join(order)}  predicted {row.seconds[name]:.3f}  measured {measured:.3f}")
+            print(f"  worst / best: predicted {row.ratio:.2f}, measured {row.measured_ratio:.2f}")
+            rows.append({**asdict(row), "ratio": row.ratio, "measured_ratio": row.measured_ratio})
+    write_json(json_file, {"provenance": origin, "rows": rows})
+    return 0

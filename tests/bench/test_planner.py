@@ -22,7 +22,7 @@ def machine(ranks: int, per_node: int, **how) -> Cluster:
 
 def check(ranks: int, chosen: list[ParallelConfig]) -> None:
     """Runs them once, without timing them."""
-    by_rank = launch(planner.measure, ranks, chosen, 0, timeout=120)
+    by_rank = launch(planner.measure, ranks, chosen, 0, timeout=planner.PATIENCE_S)
     for layout, found in zip(chosen, zip(*by_rank, strict=True), strict=True):
         row = planner.row(layout, ranks, found, 0.0)
         assert row.exact, f"{layout}: predicted {row.bytes}, sent {row.measured_bytes}"
@@ -127,7 +127,7 @@ def test_scaling_counts_what_leaves_a_node():
         (["--ranks", "6"], "do not fill nodes of 4"),
         (["--ranks", "0"], "0 ranks"),
         (["--ranks", ""], "at least one"),
-        (["--extend", "128"], "cannot share 64 microbatches"),
+        (["--extend", "128"], "cannot share 32 microbatches"),
         (["--figure", "/no/such/folder/x.png"], "no folder"),
     ],
 )

@@ -59,9 +59,8 @@ class Hybrid(SingleDevice):
         self.replicas = self.mesh.joined("dp", "cp")
         self.shard_group, self.replicate_group = self.replicas, None
         if layout.dp_replicate > 1:
-            shards, rest = layout.dp // layout.dp_replicate, {**layout.axes}
-            del rest["dp"]
-            halves = _mesh(group, replicate=layout.dp_replicate, shard=shards, **rest)
+            shards = layout.dp // layout.dp_replicate
+            halves = _mesh(group, **_split(layout, "dp", replicate=layout.dp_replicate, shard=shards))
             self.shard_group, self.replicate_group = halves.joined("shard", "cp"), halves.replicate
         self.context = self._context() if layout.cp > 1 else None
         self._documents: Sequence[Tensor | None] = ()
@@ -71,8 +70,7 @@ class Hybrid(SingleDevice):
         layout = self.layout
         if layout.context != "hybrid":
             return context_attention(layout.context, self.mesh.cp)
-        axes = {"outer": layout.dp * layout.pp, "across": layout.cp // layout.node, "node": layout.node}
-        nodes = _mesh(self.group, **axes, tp=layout.tp)
+        nodes = _mesh(self.group, **_split(layout, "cp", across=layout.cp // layout.node, node=layout.node))
         return context_attention("hybrid", nodes.node, nodes.across)
 
     @property
@@ -260,6 +258,14 @@ class Hybrid(SingleDevice):
             named = self.module.named_parameters() if self.layout.zero == 3 else self.model.named_parameters()
             for name, parameter in named:
                 parameter.copy_(self.weight_placements[name].cut(state[name]))
+
+
+def _split(layout: ParallelConfig, axis: str, **parts: int) -> dict[str, int]:
+    """The layout's axes with two in the place of one, the outer part first."""
+    axes: dict[str, int] = {}
+    for name, size in layout.axes.items():
+        axes |= parts if name == axis else {name: size}
+    return axes
 
 
 @functools.lru_cache(16)
