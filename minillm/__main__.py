@@ -17,6 +17,7 @@ COMMANDS = {
     "plot": ("minillm.cli.plot", "draw a run's loss and step times"),
     "tour": ("minillm.cli.tour", "run every mechanism once: predicted beside measured"),
     "plan": ("minillm.cli.plan", "layouts that train or serve a model on a cluster, ranked"),
+    "scaling": ("minillm.cli.scaling", "weak and strong scaling: measured on ranks, extended by arithmetic"),
     "oracle": ("minillm.cli.oracle", "any layout against one process, every gradient compared"),
     "doctor": ("minillm.cli.doctor", "can this machine run the course, and what to repair"),
     "bench": ("minillm.bench", "side by side with a peer"),

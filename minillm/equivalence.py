@@ -255,7 +255,7 @@ MakeStrategy = Callable[[Group, ParallelConfig], SingleDevice]
 
 def compare(
     layouts: ParallelConfig | Sequence[ParallelConfig],
-    cases: Mapping[str, Case] | None = None,
+    cases: Mapping[str, Case] | Callable[[ParallelConfig], Mapping[str, Case]] = cases_of,
     *,
     seed: int = 0,
     lr: float = 0.1,
@@ -265,13 +265,14 @@ def compare(
 ) -> list[Comparison]:
     """Runs each layout on each case on real ranks (one launch per number of ranks); a row for each of both.
 
-    cases: by default CASES, SPLIT_CASES for layouts with tp or pp, CONTEXT_CASES for those with cp and EXPERT_CASES for
-        those with ep, of which those with cp have DROPLESS_CASES.
+    cases: of all layouts, or a function that says which of each: by default CASES, SPLIT_CASES for layouts with tp or
+        pp, CONTEXT_CASES for those with cp and EXPERT_CASES for those with ep, of which those with cp have
+        DROPLESS_CASES.
     steps: SGD steps in all; the first is compared with `reference`, the ranks' weights with each other after the last.
     strategy: (group, layout) -> the strategy that is put to the test.
     """
     layouts = [layouts] if isinstance(layouts, ParallelConfig) else list(layouts)
-    jobs = {layout: dict(cases_of(layout) if cases is None else cases) for layout in layouts}
+    jobs = {layout: dict(cases(layout) if callable(cases) else cases) for layout in layouts}
     for layout, chosen in jobs.items():
         for case in chosen.values():
             layout.check(case.config, case.batch.tokens.shape[1])

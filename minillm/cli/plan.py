@@ -2,6 +2,8 @@
 
 python -m minillm plan --model llama-3-70b --cluster h100 --gpus 64 --seq 8192 --batch 512
 python -m minillm plan --model llama-3-70b --cluster h100 --gpus 16 --serve --prompt 2000 --output 500 --tpot-ms 50
+python -m minillm plan --this-machine --json planner.json
+python -m minillm plan --placement --json placement.json
 """
 
 from dataclasses import asdict, replace
@@ -10,10 +12,12 @@ from typing import Annotated
 
 from typer import Option
 
-from minillm.measure.provenance import JsonFile, provenance, write_json
+from minillm.measure.provenance import JsonFile, provenance, summary, write_json
 from minillm.predict.planner import architectures, clusters, published, search, serving
 from minillm.predict.planner.clusters import GIB
-from minillm.predict.planner.layout import show_mesh
+from minillm.predict.planner.layout import show_flattened, show_mesh
+
+RANKS = (2, 4, 8)  # of the layouts that are checked on this machine
 
 
 def command(
@@ -34,12 +38,22 @@ def command(
     ttft_ms: Annotated[float | None, Option(help="Most milliseconds to the first token, with --serve.")] = None,
     mesh: Annotated[bool, Option("--show-mesh", help="Also say which ranks talk to which over which link.")] = False,
     check: Annotated[bool, Option("--published", help="Compare the planner with published runs instead.")] = False,
+    here: Annotated[
+        bool, Option("--this-machine", help="Predict layouts of 2, 4 and 8 CPU ranks on emulated links, and run them.")
+    ] = False,
+    placement: Annotated[
+        bool, Option("--placement", help="Run layouts with the best and the worst order of axes on 2 and 4 nodes.")
+    ] = False,
     top: Annotated[int, Option(help="Layouts to show.")] = 8,
     json_file: JsonFile = None,
 ) -> int:
     """Rank all layouts of a model on a cluster: memory and time by cause, and why each runner-up is slower."""
     if check:
         return _published(json_file)
+    if here:
+        return _checked(json_file)
+    if placement:
+        return _placed(json_file)
     if top < 1:
         raise ValueError(f"--top {top}: show at least 1 layout.")
     shape, machine = _architecture(model), _cluster(cluster, gpus, per_node, network, memory)
@@ -63,6 +77,9 @@ def _architecture(name: str) -> architectures.Architecture:
 
 
 def _cluster(name: str, gpus: int, per_node: int, network: float | None, memory: float | None) -> clusters.Cluster:
+    for option, value in (("--network", network), ("--memory", memory)):
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"{option} {value} must be above 0 and finite.")
     machine = clusters.cluster(name, gpus, per_node=per_node)
     if network is not None:
         machine = replace(machine, network=network * 1e9)
@@ -88,7 +105,7 @@ def _training(shape, machine: clusters.Cluster, seq: int, batch: int, top: int, 
     held = ", ".join(f"{name} {value / GIB:.1f}" for name, value in asdict(best.memory).items())
     print(f"  GiB      {held}; {machine.usable / GIB:.1f} usable")
     if mesh:
-        _show(show_mesh(machine, best.layout))
+        _show([*show_mesh(machine, best.layout), *show_flattened(machine, best.layout)])
     return [
         {
             "layout": str(plan.layout),
@@ -121,12 +138,14 @@ def _serving(shape, machine: clusters.Cluster, prompt: int, output: int, tpot_ms
 
 
 def _show(rows: list[dict]) -> None:
-    print("\naxis  size  stride  groups  link             GB/s  first group")
+    head = "group            size  stride  groups  link             GB/s"
+    print(f"\n{head}  {'what travels':<37}  first group")
     for row in rows:
         first = ", ".join(map(str, row["first_group"][:4])) + (", ..." if row["size"] > 4 else "")
         rate = f"{row['bytes_per_s'] / 1e9:>6.0f}" if row["bytes_per_s"] else "     -"
-        sizes = f"{row['axis']:<4}  {row['size']:>4}  {row['stride']:>6}  {row['groups']:>6}"
-        print(f"{sizes}  {row['link']:<13}  {rate}  {first}")
+        sizes = f"{row['axis']:<15}  {row['size']:>4}  {row['stride']:>6}  {row['groups']:>6}"
+        use = row["use"] if row["size"] > 1 else "-"
+        print(f"{sizes}  {row['link']:<13}  {rate}  {use:<37}  {first}")
 
 
 def _published(json_file: Path | None) -> int:
@@ -140,4 +159,46 @@ def _published(json_file: Path | None) -> int:
         if row.note:
             print(f"{'':<{width}}  {row.note}")
     write_json(json_file, {"provenance": provenance(), "rows": [{**asdict(row), "off": row.off} for row in rows]})
+    return 0
+
+
+def _checked(json_file: Path | None) -> int:
+    """Exit status 1 if bytes or memory are off, which no other work on the machine can excuse."""
+    from minillm.bench.planner import MEMORY, TIME, best_of, compare
+
+    origin = provenance()
+    print(summary(origin), "", "two emulated nodes of half the ranks", sep="\n")
+    print(f"{'':<62}  predicted s  measured s     off  bytes   peak MB     off")
+    rows = []
+    for ranks in RANKS:
+        found = compare(ranks, ranks // 2)
+        for row in found:
+            time = f"{row.seconds:>11.3f}  {row.measured_seconds:>10.3f}  {row.late:>+6.1%}"
+            exact = "exact" if row.exact else "OFF"
+            print(f"{row.layout:<62}  {time}  {exact:<5}  {row.measured_peak / 1e6:>7.2f}  {row.full:>+6.1%}")
+        print(f"{ranks} ranks: the layout predicted to be the fastest is number {best_of(found)} of {len(found)}\n")
+        rows += found
+    late = sum(abs(row.late) <= TIME for row in rows)
+    exact, full = sum(row.exact for row in rows), sum(abs(row.full) <= MEMORY for row in rows)
+    print(f"{len(rows)} layouts: time within {TIME:.0%} for {late}, bytes exact for {exact}, ", end="")
+    print(f"peak memory within {MEMORY:.0%} for {full}")
+    named = [{**asdict(row), "time_off": row.late, "exact": row.exact, "peak_off": row.full} for row in rows]
+    write_json(json_file, {"provenance": origin, "rows": named})
+    return 0 if exact == full == len(rows) else 1
+
+
+def _placed(json_file: Path | None) -> int:
+    from minillm.bench.placement import compare
+
+    origin, rows = provenance(), []
+    print(summary(origin), "", "orders of axes, innermost first; seconds of a step on emulated links", sep="\n")
+    for nodes in (2, 4):
+        for row in compare(RANKS[-1], (RANKS[-1] // nodes,)):
+            print(f"\n{row.layout}, {row.nodes} nodes")
+            for name, order in row.orders.items():
+                measured = row.measured_seconds[name]
+                print(f"  {name:<10}  {' '.join(order)}  predicted {row.seconds[name]:.3f}  measured {measured:.3f}")
+            print(f"  worst / best: predicted {row.ratio:.2f}, measured {row.measured_ratio:.2f}")
+            rows.append({**asdict(row), "ratio": row.ratio, "measured_ratio": row.measured_ratio})
+    write_json(json_file, {"provenance": origin, "rows": rows})
     return 0

@@ -8,6 +8,7 @@ behind each other, as they do in a network card. Every number measured this way 
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -37,18 +38,33 @@ class Link:
 @dataclass(frozen=True)
 class Topology:
     """Nodes of `ranks_per_node` consecutive ranks: `intra` between ranks of one node (None: as fast as it really is),
-    `inter` between nodes. Each rank has its own network card, as in a node with a card per GPU."""
+    `inter` between nodes. Each rank has its own network card, as in a node with a card per GPU.
+
+    seats: where each rank sits, counted node by node; None: rank r on seat r. two_level: all-reduces over several nodes
+    run as `hierarchical_all_reduce`, where each node has equally many of the group's ranks, neighbours in it.
+    """
 
     ranks_per_node: int
     inter: Link
     intra: Link | None = None
+    seats: tuple[int, ...] | None = None
+    two_level: bool = False
 
     def __post_init__(self) -> None:
         if self.ranks_per_node < 1:
             raise ValueError(f"ranks_per_node={self.ranks_per_node} must be 1 or more")
+        if self.seats is not None and sorted(self.seats) != list(range(len(self.seats))):
+            raise ValueError(f"seats={self.seats} must name every seat from 0 to {len(self.seats) - 1} once")
 
     def node(self, rank: int) -> int:
-        return rank // self.ranks_per_node
+        return (rank if self.seats is None else self.seats[rank]) // self.ranks_per_node
+
+    def neighbours(self, ranks: Sequence[int]) -> int:
+        """How many ranks of a group each node has, if equally many and next to each other in the group; otherwise 1."""
+        nodes = [self.node(rank) for rank in ranks]
+        together = len(nodes) // len(set(nodes))
+        runs = [nodes[first : first + together] for first in range(0, len(nodes), together)]
+        return together if all(len(set(run)) == 1 for run in runs) and len(runs) == len(set(nodes)) else 1
 
     def between(self, src: int, dst: int) -> Link | None:
         return self.intra if self.node(src) == self.node(dst) else self.inter

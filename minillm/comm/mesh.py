@@ -52,7 +52,8 @@ class Mesh:
             return self[axes[0]]
         if axes not in self._joined:
             name = "_".join(axes)
-            flat = self.device_mesh[axes]._flatten(name, self._override)
+            ordered = tuple(axis for axis in self.axes if axis in axes)  # torch takes slices in the mesh's order only
+            flat = self.device_mesh[ordered]._flatten(name, self._override)
             self._joined[axes] = self._line(flat, name)
         return self._joined[axes]
 

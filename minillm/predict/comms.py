@@ -38,17 +38,29 @@ class Cost:
 
     def time(self, latency_s: float, bandwidth_bytes_per_s: float) -> float:
         """Seconds under the alpha-beta model (Hockney 1994): rounds * alpha + critical_bytes / beta."""
-        if latency_s < 0:
-            raise ValueError(f"latency_s is {latency_s}; a latency cannot be negative")
-        if bandwidth_bytes_per_s <= 0:
-            raise ValueError(f"bandwidth_bytes_per_s is {bandwidth_bytes_per_s}; give a bandwidth above zero")
-        return self.rounds * latency_s + self.critical_bytes / bandwidth_bytes_per_s
+        return seconds(self.rounds, self.critical_bytes, latency_s, bandwidth_bytes_per_s)
 
     def __add__(self, then: Cost) -> Cost:
         if len(self.sent_per_rank) != len(then.sent_per_rank):
             raise ValueError(f"cannot add costs of {len(self.sent_per_rank)} and {len(then.sent_per_rank)} ranks")
         sent = tuple(a + b for a, b in zip(self.sent_per_rank, then.sent_per_rank, strict=True))
         return Cost(self.rounds + then.rounds, self.critical_bytes + then.critical_bytes, sent)
+
+
+def seconds(rounds: float, critical_bytes: float, latency_s: float, bandwidth_bytes_per_s: float) -> float:
+    """The alpha-beta model (Hockney 1994): rounds * alpha + critical_bytes / beta."""
+    if latency_s < 0:
+        raise ValueError(f"latency_s is {latency_s}; a latency cannot be negative")
+    if bandwidth_bytes_per_s <= 0:
+        raise ValueError(f"bandwidth_bytes_per_s is {bandwidth_bytes_per_s}; give a bandwidth above zero")
+    return rounds * latency_s + critical_bytes / bandwidth_bytes_per_s
+
+
+def ring_seconds(num_bytes: float, world_size: int, latency_s: float, bandwidth_bytes_per_s: float) -> float:
+    """Of one turn of a ring, a reduce-scatter or an all-gather, of a tensor of num_bytes cut into equal chunks: what
+    `ring_all_gather(...).time(...)` is, without listing what each of thousands of ranks sends."""
+    rounds = world_size - 1
+    return seconds(rounds, rounds * num_bytes / world_size, latency_s, bandwidth_bytes_per_s)
 
 
 # Rings: N - 1 rounds, and in each of them every chunk is on the wire once.

@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from minillm.predict import comms
+
 VARIANTS = ("ring", "zigzag", "ulysses", "hybrid", "gather")
 FORWARD, BACKWARD = 4, 10  # FLOPs per pair of positions, head and element of a head: 2 and 5 products
 Span = tuple[int, int]
@@ -68,7 +70,7 @@ class Hardware:
     bandwidth: float
 
     def link(self, num_bytes: float) -> float:
-        return self.latency_s + num_bytes / self.bandwidth
+        return comms.seconds(1, num_bytes, self.latency_s, self.bandwidth)
 
 
 # Work.

@@ -19,6 +19,7 @@ from minillm.parallel.tensor_parallel.plan import check_heads
 
 MAX_RANKS = 1 << 16  # of a cluster; `launch` itself starts fewer
 MAX_SPLIT = 512  # tensor-parallel ranks and pipeline stages
+AXES = ("dp", "pp", "cp", "tp")  # of a mesh, outermost first
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class ParallelConfig:
     cp: ranks that share every sequence, by the attention `context`, one of `CONTEXTS`; `node`: of those, the ranks that
         exchange heads in a hybrid; pad: lengthen sequences that do not divide.
     ep: of the dp ranks, neighbours that share the experts of a layer.
+    axis_order: of the mesh, outermost first: which ranks are neighbours, and so share a node.
 
     ValueError for what fits no model; `check` looks at a model.
     """
@@ -50,6 +52,7 @@ class ParallelConfig:
     node: int = 2
     pad: bool = False
     ep: int = 1
+    axis_order: tuple[str, ...] = AXES
 
     def __post_init__(self) -> None:
         counts = {"dp": range(1, MAX_RANKS + 1), "zero": range(4), "accumulate": range(1, 1025)}
@@ -61,6 +64,8 @@ class ParallelConfig:
         if self.world_size > MAX_RANKS:
             product = " * ".join(f"{name} {size}" for name, size in self.axes.items())
             raise ValueError(f"{product} is more than {MAX_RANKS} ranks: use fewer.")
+        if sorted(self.axis_order) != sorted(AXES):
+            raise ValueError(f"axis_order {self.axis_order} must name each of {', '.join(AXES)} once, outermost first.")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule {self.schedule!r} is none of {', '.join(SCHEDULES)}.")
         if not isinstance(self.dp_replicate, int) or self.dp_replicate < 1 or self.dp % self.dp_replicate:
@@ -97,7 +102,7 @@ class ParallelConfig:
     @property
     def axes(self) -> dict[str, int]:
         """The mesh: its axes, outermost first."""
-        return {"dp": self.dp, "pp": self.pp, "cp": self.cp, "tp": self.tp}
+        return {axis: getattr(self, axis) for axis in self.axis_order}
 
     @property
     def world_size(self) -> int:
@@ -163,4 +168,5 @@ class ParallelConfig:
         text += f", ep {self.ep}" if self.ep > 1 else ""
         text += f", tp {self.tp}{' sequence' if self.sequence else ''}" if self.tp > 1 else ""
         text += f", pp {self.pp} {self.schedule}" if self.pp > 1 else ""
-        return text + (f", cp {self.cp} {self.context}" if self.cp > 1 else "")
+        text += f", cp {self.cp} {self.context}" if self.cp > 1 else ""
+        return text + (f", order {' '.join(self.axis_order)}" if self.axis_order != AXES else "")

@@ -13,7 +13,7 @@ from minillm.predict import model as formulas
 from minillm.predict.planner import published
 from minillm.predict.planner.architectures import ARCHITECTURES, architecture, from_shape
 from minillm.predict.planner.clusters import GIB, cluster
-from minillm.predict.planner.layout import AXES, Layout, axis_path, gradient_path, path, show_mesh
+from minillm.predict.planner.layout import AXES, Layout, axis_path, gradient_path, path, show_flattened, show_mesh
 from minillm.predict.planner.memory import layers_per_stage, memory, stage_parameters, token_bytes
 from minillm.predict.planner.search import TIE, explain, layouts, rank
 from minillm.predict.planner.serving import rank_serving
@@ -120,6 +120,20 @@ def test_groups_of_the_mesh_tile_the_ranks(order, tp, cp, dp, pp):
     assert places == set(range(layout.world_size))
 
 
+@given(st.permutations(AXES), *(st.sampled_from([1, 2, 4]) for _ in range(3)), st.sampled_from([1, 2, 4]))
+def test_flattened_groups_are_the_ranks_that_differ_in_dp_and_cp_alone(order, tp, cp, dp, ep):
+    ep = min(ep, dp * cp)
+    layout = Layout(dp=dp, tp=tp, cp=cp, pp=2, ep=ep, order=tuple(order))
+    machine = cluster("h100", layout.world_size, per_node=min(4, layout.world_size))
+    rows = {row["axis"]: row for row in show_flattened(machine, layout)}
+    both = {layout.stride("dp") * a + layout.stride("cp") * b for a in range(dp) for b in range(cp)}
+    assert set(rows["dp_cp"]["first_group"]) == both and rows["dp_cp"]["groups"] == 2 * tp
+    assert rows["dp_cp"]["link"] != "between nodes" or gradient_path(machine, layout).crosses
+    if ep > 1:
+        sums = {a + b for a in rows["ep"]["first_group"] for b in rows["expert_replicas"]["first_group"]}
+        assert sums == both and rows["ep"]["size"] == ep
+
+
 def test_step_grows_with_what_makes_it_slow():
     model, machine = architecture("llama-3-70b"), cluster("h100", 64)
     base = Layout(dp=1, tp=8, pp=8, microbatches=32)
@@ -189,7 +203,11 @@ def test_serving_batches_meet_the_limit_and_memory():
         (["--cluster", "h10"], "h100"),
         (["--gpus", "12"], "12 GPUs do not fill nodes of 8"),
         (["--gpus", "0"], "gpus 0"),
-        (["--network", "-1"], "above 0"),
+        (["--network", "-1"], "--network -1"),
+        (["--network", "0"], "above 0"),
+        (["--per-node", "0"], "per_node 0"),
+        (["--gpus", "27", "--per-node", "13"], "nodes of 13"),
+        (["--gpus", "1", "--seq", "100000000"], "too many"),
         (["--memory", "nan"], "above 0"),
         (["--memory", "2"], "less than what"),
         (["--model", "llama-3-405b"], "too many, most of them optimizer"),

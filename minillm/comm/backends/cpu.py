@@ -39,7 +39,6 @@ GLANCE_S = 0.002  # how long `done` looks before it says no
 class CpuBackend:
     """ranks: the members' global ranks; key: a name for their sockets that no other group has."""
 
-    all_reduce = staticmethod(collectives.ring_all_reduce.__wrapped__)
     broadcast = staticmethod(collectives.tree_broadcast.__wrapped__)
     all_gather = staticmethod(collectives.ring_all_gather.__wrapped__)
     all_to_all = staticmethod(collectives.all_to_all)
@@ -51,11 +50,21 @@ class CpuBackend:
         self.process_group, self.ranks, self.world, self.name = process_group, ranks, world, name
         self.rank = process_group.rank()
         self.cuts_messages = world.egress is None  # on an emulated link each piece would pay its latency
+        self.all_reduce = self._all_reduce()
         self.sockets = self._sockets(str(key))
         self.direct: sockets.Sockets | tuple[()] = ()
         self._key = key
         self._queue: ThreadPoolExecutor | None = None
         self._idle: threading.Event | None = None  # of the last asynchronous one; its handle would keep its tensor
+
+    def _all_reduce(self) -> Callable[..., torch.Tensor]:
+        """One ring; on an emulated topology that asks for it, two levels."""
+        links = self.world.egress and self.world.egress.links
+        together = links.neighbours(self.ranks) if getattr(links, "two_level", False) else 1
+        if not 1 < together < len(self.ranks):
+            return collectives.ring_all_reduce.__wrapped__
+        two_level = collectives.hierarchical_all_reduce.__wrapped__
+        return lambda x, group, op: two_level(x, group, together, op)
 
     def _sockets(self, key: str) -> sockets.Sockets | tuple[()]:
         if self.world.device.type != "cpu" or self.world.egress is not None:

@@ -7,6 +7,10 @@ Reading path:
 4. `search.py`   all layouts of a model on a cluster, ranked, and why each runner-up loses
 5. `serving.py`  the same for serving: weights, KV cache, batch, time to first token and per output token
 
+The same for the trainer in this repository, which can be held to what it does (`python -m minillm plan
+--this-machine`): `traffic.py` every operation of a step, to the byte; `trainer.py` its seconds on measured links;
+`trainer_memory.py` its peak.
+
 Inputs: `architectures.py` (models) and `clusters.py` (devices and links), both tables with sources. `published.py`
 holds runs whose layout and speed are public; the tests recompute them.
 """

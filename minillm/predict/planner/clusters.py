@@ -8,7 +8,7 @@ the peak that a fused attention kernel reaches: Dao 2023, FlashAttention-2, §4 
 
 import difflib
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 GIB = 1 << 30
 HALF_WIDTH = 300  # elements at which a matrix product reaches half of its rate
@@ -39,7 +39,9 @@ class Cluster:
 
     latency: seconds a message takes inside a node and across; link_efficiency: share of a link's rate that large
     collectives reach; reserved: bytes of a device that the context, the communicators and the libraries take;
-    fragmentation: share of what is left that the allocator loses.
+    fragmentation: share of what is left that the allocator loses. cards_per_ring: network cards of a node that one
+    collective uses at most; None: one for each of its ranks there, as NCCL does with a ring for every card.
+    two_level: whether all-reduces over several nodes first add up inside each of them.
     """
 
     device: Device
@@ -50,6 +52,8 @@ class Cluster:
     link_efficiency: float = 0.8
     reserved: float = 3 * GIB
     fragmentation: float = 0.05
+    cards_per_ring: int | None = None
+    two_level: bool = False
 
     def __post_init__(self) -> None:
         rates = {"gpus": self.gpus, "per_node": self.per_node, "network": self.network}
@@ -100,5 +104,4 @@ def cluster(name: str, gpus: int, **changes) -> Cluster:
     if name not in DEVICES:
         near = difflib.get_close_matches(name.lower(), DEVICES, n=3, cutoff=0.3) or list(DEVICES)
         raise ValueError(f"no cluster {name!r}: use {', '.join(near)}.")
-    preset = Cluster(DEVICES[name], gpus, network=NETWORKS[name])
-    return replace(preset, **changes)
+    return Cluster(DEVICES[name], gpus, **{"network": NETWORKS[name], **changes})

@@ -8,8 +8,10 @@ Expert groups (ep) are cut out of dp x cp: neighbours in it, tp apart. Gradients
 dp·cp / ep ranks that hold the same experts, all other gradients over dp x cp.
 """
 
+import math
 from dataclasses import dataclass
 
+from minillm.predict import comms
 from minillm.predict.planner.clusters import Cluster
 
 AXES = ("tp", "cp", "dp", "pp")
@@ -87,12 +89,13 @@ class Layout:
 @dataclass(frozen=True)
 class Path:
     """How the ranks of one group reach each other. in_node: ranks that share a node; bandwidth: bytes/s of one rank;
-    latency: seconds."""
+    latency: seconds. levels: paths inside a node and between the nodes, if all-reduces run in two levels."""
 
     size: int
     in_node: int
     bandwidth: float
     latency: float
+    levels: "tuple[Path, Path] | None" = None
 
     @property
     def crosses(self) -> bool:
@@ -100,54 +103,101 @@ class Path:
 
     def ring(self, num_bytes: float) -> float:
         """Seconds of a ring reduce-scatter or all-gather of num_bytes (whole tensor): n - 1 rounds of 1/n each."""
-        if self.size == 1:
-            return 0.0
-        return (self.size - 1) * (self.latency + num_bytes / self.size / self.bandwidth)
+        return comms.ring_seconds(num_bytes, self.size, self.latency, self.bandwidth)
+
+    def all_reduce(self, num_bytes: float) -> float:
+        """Of a ring; in two levels (`comms.hierarchical_all_reduce`) each rank sends only its node's share across."""
+        if self.levels is None:
+            return 2 * self.ring(num_bytes)
+        inside, across = self.levels
+        return 2 * inside.ring(num_bytes) + 2 * across.ring(num_bytes / inside.size)
 
     def message(self, num_bytes: float) -> float:
-        return self.latency + num_bytes / self.bandwidth
+        return comms.seconds(1, num_bytes, self.latency, self.bandwidth)
 
 
 def path(cluster: Cluster, stride: int, size: int) -> Path:
     """The links of a group of `size` ranks, `stride` apart."""
-    device, per_node = cluster.device, cluster.per_node
-    in_node = size if stride * size <= per_node else max(1, per_node // stride)
-    if in_node == size:
-        return Path(size, in_node, device.link * cluster.link_efficiency, cluster.latency[0])
-    rate = min(device.link, in_node * cluster.network)
-    return Path(size, in_node, rate * cluster.link_efficiency, cluster.latency[1])
+    return _links(cluster, size, _in_node(cluster, stride, size))
 
 
-def axis_path(cluster: Cluster, layout: Layout, axis: str) -> Path:
-    return path(cluster, layout.stride(axis), layout.size(axis))
+def axis_path(cluster: Cluster, layout: Layout, *axes: str) -> Path:
+    """Of the group along an axis, or of the flattened one over several."""
+    sizes = [layout.size(axis) for axis in axes]
+    shared = [_in_node(cluster, layout.stride(axis), layout.size(axis)) for axis in axes]
+    return _links(cluster, math.prod(sizes), math.prod(shared))
 
 
 def gradient_path(cluster: Cluster, layout: Layout) -> Path:
     """Of the flattened dp x cp group, over which gradients and the loss are reduced."""
-    return path(cluster, min(layout.stride("dp"), layout.stride("cp")), layout.dp * layout.cp)
+    return axis_path(cluster, layout, "dp", "cp")
+
+
+def _in_node(cluster: Cluster, stride: int, size: int) -> int:
+    """Ranks of a group that share a node."""
+    return size if stride * size <= cluster.per_node else max(1, cluster.per_node // stride)
+
+
+def _links(cluster: Cluster, size: int, in_node: int) -> Path:
+    device = cluster.device
+    if in_node == size:
+        return Path(size, in_node, device.link * cluster.link_efficiency, cluster.latency[0])
+    cards = min(in_node, cluster.cards_per_ring or in_node)
+    rate, share = min(device.link, cards * cluster.network), cluster.link_efficiency
+    levels = None
+    if cluster.two_level and in_node > 1:
+        inside = Path(in_node, in_node, device.link * share, cluster.latency[0])
+        across = Path(size // in_node, 1, min(device.link, cluster.network) * share, cluster.latency[1])
+        levels = inside, across
+    return Path(size, in_node, rate * share, cluster.latency[1], levels)
+
+
+USES = {
+    "tp": "inputs and outputs of every layer",
+    "cp": "keys and values",
+    "dp": "rows of the batch",
+    "pp": "activations between stages",
+    "dp_cp": "gradients, ZeRO's shards and the loss",
+    "ep": "tokens on their way to experts",
+    "expert_replicas": "gradients of experts",
+}
 
 
 def show_mesh(cluster: Cluster, layout: Layout) -> list[dict]:
-    """One row per axis, innermost first: size, stride, link class, ranks that share a node, first and last group."""
+    """One row per axis, innermost first: size, stride, link class, what travels, and its first and last group."""
     if layout.world_size != cluster.gpus:
         raise ValueError(f"{layout} takes {layout.world_size} GPUs; the cluster has {cluster.gpus}.")
-    rows = []
-    for axis in layout.order:
-        size, stride = layout.size(axis), layout.stride(axis)
-        way = axis_path(cluster, layout, axis)
-        first = [stride * place for place in range(size)]
-        last = [layout.world_size - 1 - each for each in reversed(first)]
-        link = "none" if size == 1 else "between nodes" if way.crosses else "inside a node"
-        rows.append(
-            {
-                "axis": axis,
-                "size": size,
-                "stride": stride,
-                "groups": layout.world_size // size,
-                "link": link,
-                "bytes_per_s": way.bandwidth if size > 1 else None,
-                "first_group": first,
-                "last_group": last,
-            }
-        )
+    return [
+        _group_row(cluster, layout, axis, [layout.stride(axis) * place for place in range(layout.size(axis))])
+        for axis in layout.order
+    ]
+
+
+def show_flattened(cluster: Cluster, layout: Layout) -> list[dict]:
+    """The groups over several axes or over a part of one, by name: dp x cp, and expert parallelism's cut through it."""
+    members = [0]
+    for axis in sorted(("dp", "cp"), key=layout.stride):
+        members = [rank + layout.stride(axis) * place for place in range(layout.size(axis)) for rank in members]
+    rows = [_group_row(cluster, layout, "dp_cp", members)]
+    if layout.ep > 1:
+        rows.append(_group_row(cluster, layout, "ep", members[: layout.ep]))
+        rows.append(_group_row(cluster, layout, "expert_replicas", members[:: layout.ep]))
     return rows
+
+
+def _group_row(cluster: Cluster, layout: Layout, name: str, first: list[int]) -> dict:
+    """first: the members of the group that rank 0 is in. All others are the same, shifted."""
+    size = len(first)
+    way = _links(cluster, size, sum(rank < cluster.per_node for rank in first))
+    link = "none" if size == 1 else "between nodes" if way.crosses else "inside a node"
+    return {
+        "axis": name,
+        "size": size,
+        "stride": first[1] - first[0] if size > 1 else layout.stride(name) if name in AXES else 1,
+        "groups": layout.world_size // size,
+        "link": link,
+        "bytes_per_s": way.bandwidth if size > 1 else None,
+        "use": USES[name],
+        "first_group": first,
+        "last_group": [layout.world_size - 1 - each for each in reversed(first)],
+    }

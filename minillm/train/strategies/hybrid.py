@@ -65,11 +65,11 @@ class Hybrid(SingleDevice):
         self.shard_group, self.replicate_group = self.replicas, None
         if layout.dp_replicate > 1:
             shards = layout.dp // layout.dp_replicate
-            halves = _mesh(group, replicate=layout.dp_replicate, shard=shards, **_without_dp(layout))
+            halves = _mesh(group, **_split(layout, "dp", replicate=layout.dp_replicate, shard=shards))
             self.shard_group, self.replicate_group = halves.joined("shard", "cp"), halves.replicate
         self.expert_group, self.expert_replicas = None, self.replicas
         if layout.ep > 1:
-            halves = _mesh(group, copies=layout.dp // layout.ep, ep=layout.ep, **_without_dp(layout))
+            halves = _mesh(group, **_split(layout, "dp", copies=layout.dp // layout.ep, ep=layout.ep))
             self.expert_group, self.expert_replicas = halves.ep, halves.joined("copies", "cp")
         self.context = self._context() if layout.cp > 1 else None
         self._documents: Sequence[Tensor | None] = ()
@@ -80,8 +80,7 @@ class Hybrid(SingleDevice):
         layout = self.layout
         if layout.context != "hybrid":
             return context_attention(layout.context, self.mesh.cp)
-        axes = {"outer": layout.dp * layout.pp, "across": layout.cp // layout.node, "node": layout.node}
-        nodes = _mesh(self.group, **axes, tp=layout.tp)
+        nodes = _mesh(self.group, **_split(layout, "cp", across=layout.cp // layout.node, node=layout.node))
         return context_attention("hybrid", nodes.node, nodes.across)
 
     @property
@@ -315,8 +314,12 @@ class Hybrid(SingleDevice):
                 buffer.copy_(state[name])
 
 
-def _without_dp(layout: ParallelConfig) -> dict[str, int]:
-    return {name: size for name, size in layout.axes.items() if name != "dp"}
+def _split(layout: ParallelConfig, axis: str, **parts: int) -> dict[str, int]:
+    """The layout's axes with two in the place of one, the outer part first."""
+    axes: dict[str, int] = {}
+    for name, size in layout.axes.items():
+        axes |= parts if name == axis else {name: size}
+    return axes
 
 
 @functools.lru_cache(16)
