@@ -19,8 +19,8 @@ from minillm.predict.context import AttentionShape, Hardware
 WORK_S, LINKS_S = 0.04, {"faster": 0.015, "slower": 0.08}
 SMALL = AttentionShape(1, 128, 2, 2, 16)
 SHORT, DEVICE_FLOPS = Link(latency_s=5e-3, bandwidth_bytes_per_s=20e6, name="slow"), 2.6e9
-LENGTHS = (256, 1024, 4096)
-REPEATS = 2
+LENGTHS = {256: 8, 1024: 4, 4096: 2}  # tokens: repetitions
+REPEATS = 3
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def _forward_time(group: Group, name: str, seq: int) -> float:
     at = attention.positions(seq)
     q, k, v = (torch.randn(1, shape.heads, len(at), shape.head_dim) for _ in range(3))
     times = []
-    for _ in range(REPEATS):
+    for _ in range(LENGTHS[seq]):
         group.barrier()
         start = time.monotonic()
         attention(q, k, v, positions=at)

@@ -45,7 +45,7 @@ def nobody_seen(out, lse, other, other_lse):
 @mistake(
     "softmax-merge",
     "adds the log-sum-exps",
-    says="Sums add up, their logarithms do not: the joint lse is log(e^lse + e^other_lse), torch.logaddexp.",
+    says="Sums add up, their logarithms do not. torch.logaddexp adds two numbers that are given as logarithms.",
 )
 def adds_lse(out, lse, other, other_lse):
     return right.merge(out, lse, other, other_lse)[0], lse + other_lse
@@ -268,7 +268,7 @@ def no_mask(q, k, v, out, lse, d_out, tile):
 @mistake(
     "tiled-backward",
     "the last tile of queries wins",
-    says="A tile of keys gets a share of dv from every tile of queries below it: add them up.",
+    says="dv[keys] was set anew by each tile of queries. Every one of them has a share in it: add the shares up.",
 )
 def last_wins(q, k, v, out, lse, d_out, tile):
     return _backward(q, k, v, out, lse, d_out, tile, v_of="last")

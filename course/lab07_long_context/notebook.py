@@ -30,8 +30,8 @@ from minillm.labkit import check, finish, receipt, show, sliders
 # %% [markdown]
 # ## Where the bytes are
 #
-# Attention of one head over $S$ positions of size $d$ makes $S^2$ scores, softmaxes each row and multiplies with $V$.
-# Causal: the query at position $p$ sees $p + 1$ keys.
+# Attention of one head over $S$ positions of size $d$ makes $S^2$ scores, takes the softmax of each row and multiplies by
+# $V$. With a causal mask the query at position $p$ sees $p + 1$ keys, so half of the scores are thrown away.
 #
 # ## Predict
 #
@@ -53,7 +53,7 @@ receipt("131,072 tokens, one head of 128, bf16", receipts.one_head(guess_gb))
 # | "FlashAttention approximates attention." | It is exact. Results differ in the last digits, as for any other order of additions. |
 # | "Sequence parallelism and context parallelism are the same." | Megatron's *sequence parallelism* cuts norms and dropout inside a tensor-parallel group ([Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198)), and each rank's attention still sees the whole sequence. Context parallelism cuts attention too. |
 # | "Each of $N$ ranks does 1/N of the attention." | Not with contiguous parts under a causal mask: rank $r$ does $(2r+1)/N^2$. |
-# | "Ring attention sends more than all-gather, so it is slower." | Forward sends the same bytes. The ring can send them behind its work, block by block. |
+# | "Ring attention sends more than all-gather, so it is slower." | Forward sends the same bytes, backward about twice as many, as gradients travel too. All of it can go behind the work, block by block. |
 #
 # ## Build it
 #
