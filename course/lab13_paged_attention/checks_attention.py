@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from course.lab13_paged_attention import formulas as predict
-from course.lab13_paged_attention.paging import NewTensors
 from course.shared.measuring import one_thread
+from course.shared.new_tensors import NewTensors
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, receipt, row
 

@@ -5,15 +5,12 @@ copies everything together: all of them return what they should.
 """
 
 import sys
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from minillm.measure.watch import Watch
+from course.shared import new_tensors
+from course.shared.new_tensors import NewTensors
 
 WALKS = {  # methods that walk over the whole container; `in` and remove are quick in sets and dictionaries
     list: "__contains__ __add__ __reversed__ index remove count insert copy sort reverse",
@@ -35,7 +32,7 @@ def steps_of(owner: Any, call: Callable[[], Any]) -> int:
         steps += entries
 
     def trace(frame, event, arg):
-        if frame.f_code.co_filename == __file__ or "torch" in frame.f_code.co_filename:
+        if frame.f_code.co_filename in (__file__, new_tensors.__file__) or "torch" in frame.f_code.co_filename:
             return None
         walked(event == "line")
         return trace
@@ -100,31 +97,6 @@ class Read(Sequence):
 
     def __len__(self) -> int:
         return len(self._tokens)
-
-
-class NewTensors(Watch):
-    """What torch made anew inside the block, in numbers: the largest tensor, and the most alive at once (no views)."""
-
-    def __init__(self, *known: Tensor):
-        super().__init__()
-        self.largest = self.most_alive = 0
-        self._known = {x.untyped_storage().data_ptr() for x in known}
-        self._alive: dict[int, int] = {}  # numbers by the storage's address
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
-        for x in found if isinstance(found, (list, tuple)) else (found,):
-            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in self._known:
-                self.largest = max(self.largest, x.numel())
-                self._keep(x.untyped_storage())
-        return found
-
-    def _keep(self, storage) -> None:
-        address = storage.data_ptr()
-        if address not in self._alive:
-            self._alive[address] = storage.nbytes() // 8
-            weakref.finalize(storage, self._alive.pop, address, None)
-            self.most_alive = max(self.most_alive, sum(self._alive.values()))
 
 
 class Contents:

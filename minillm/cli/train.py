@@ -54,6 +54,9 @@ def command(
         str | None, _of_run("activation_checkpointing", help=f"One of {', '.join(MODES)}.")
     ] = None,
     compile: Annotated[bool | None, _of_run("compile", help="Run the model through torch.compile.")] = None,
+    documents: Annotated[
+        bool | None, _of_run("documents", help="Tokens see their own document only, where a window holds several.")
+    ] = None,
     seed: Annotated[int | None, _of_run("seed", help="Of initial weights and the order of data.")] = None,
     run: Annotated[
         str | None, Option(metavar="NAME", help="Folder under --runs; by default SIZE-1, SIZE-2, ...")

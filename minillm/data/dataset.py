@@ -5,10 +5,12 @@
     window 1        d e <sep> f  inputs  d e <sep>  targets  e <sep> f
 
 Windows overlap by one token, so every token but the first is a target exactly once, and the waste is the tail that
-does not fill a window. A window may span documents; the separator tells the model where one ends.
+does not fill a window. A window may span documents; the separator tells the model where one ends, and `documents` its
+attention, if tokens are to see their own document only.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -59,6 +61,19 @@ class TokenDataset:
             return self._parts(array, wanted[:, None] * self.seq_len)
         windows = array[wanted[:, None] * self.seq_len + np.arange(self.seq_len + 1)].astype(np.int64)
         return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
+
+    def documents(self, indices: Sequence[int] | np.ndarray) -> torch.Tensor:
+        """int64 [len(indices), seq_len]: for each token of the windows, in full, the number of its
+        document in the text. A separator belongs to the document that it ends."""
+        starts = np.asarray(indices, dtype=np.int64).reshape(-1, 1) * self.seq_len
+        return torch.from_numpy(np.searchsorted(self._separators, starts + np.arange(self.seq_len)))
+
+    @cached_property
+    def _separators(self) -> np.ndarray:
+        """Where documents end. ValueError for tokens that do not know their separator."""
+        if not isinstance(self.tokens, Tokens):
+            raise ValueError(f"{type(self.tokens).__name__} does not say where documents end: give a Tokens.")
+        return np.flatnonzero(self.tokens.array == self.tokens.separator)
 
     def _parts(self, array: np.ndarray, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """starts: [windows, 1], where they begin in `array`."""

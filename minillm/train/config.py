@@ -14,6 +14,7 @@ class TrainConfig:
 
     lr: the highest learning rate, reached after `warmup_steps` and lowered along a cosine to min_lr_share of it.
     precision: see `precision.PRECISIONS`; activation_checkpointing: see `activation_checkpointing.MODES`.
+    documents: tokens see their own document only, where a window holds several.
     max_grad_norm: gradients are scaled down to this global norm; None = never.
     spike_nats: a loss this far above the recent ones is undone, and so is one that is not finite (see
         fault_tolerance/loss_spike.py); None = nothing is, and a loss that is not finite ends the run.
@@ -34,6 +35,7 @@ class TrainConfig:
     precision: str = "fp32"
     activation_checkpointing: str = "none"
     compile: bool = False
+    documents: bool = False
     seed: int = 0
     spike_nats: float | None = 2.0
 
@@ -59,6 +61,8 @@ class TrainConfig:
         for name, choices in (("precision", PRECISIONS), ("activation_checkpointing", MODES)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} {getattr(self, name)!r} is unknown: use one of {', '.join(choices)}.")
+        if self.compile and self.documents:
+            raise ValueError("compile would begin anew for the documents of every batch: use one of the two.")
         if self.compile and self.activation_checkpointing != "none":
             raise ValueError("compile does not see through activation checkpointing: use one of the two.")
 

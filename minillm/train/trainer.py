@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm.data import Loader, TokenDataset, Tokens
+from minillm.data import Batch, Loader, TokenDataset, Tokens
 from minillm.measure import ledger, span
 from minillm.model import Transformer, check_tokens
 from minillm.model.loss import IGNORE
@@ -139,12 +139,9 @@ class Trainer:
         scalars in float64 on the device."""
         with span("input", "input"):
             batches = [self._to_device(next(self.loader)) for _ in range(self.config.accumulate)]
-            weight = torch.stack([(targets != IGNORE).sum() for _, targets in batches]).sum().float()
+            weight = torch.stack([(batch.targets != IGNORE).sum() for batch in batches]).sum().float()
         loss_divisor = self.parallel.loss_divisor(weight)
-        microbatches = [Microbatch(inputs, targets) for inputs, targets in batches]
-        total = self.parallel.forward_backward(
-            self.module, microbatches, loss_divisor, self._computing, self.scaler.scale
-        )
+        total = self.parallel.forward_backward(self.module, batches, loss_divisor, self._computing, self.scaler.scale)
         weight = (loss_divisor * self.parallel.averaged_over).double()
         return self.parallel.sum(total).double() / weight, weight
 
@@ -177,7 +174,8 @@ class Trainer:
             raise ValueError("there is nothing to validate on: give Trainer(..., validation=tokens).")
         dataset = TokenDataset(self.held_out, self.config.seq_len, self.positions)
         with self.precision.context(self.device):
-            return validate(self.module, dataset, self.config.batch_size, max_tokens, self.device, self.parallel)
+            how = {"parallel": self.parallel, "documents": self.config.documents}
+            return validate(self.module, dataset, self.config.batch_size, max_tokens, self.device, **how)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the next step depends on; plain containers, tensors and numbers."""
@@ -223,10 +221,12 @@ class Trainer:
         self.updater.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
 
-    def _to_device(self, batch: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        check_tokens(batch[0], self.config.model)
-        inputs, targets, *_ = batch
-        return inputs.to(self.device), targets.to(self.device)
+    def _to_device(self, batch: Batch) -> Microbatch:
+        check_tokens(batch.inputs, self.config.model)
+        documents = None
+        if self.config.documents:
+            documents = self.loader.dataset.documents(batch.indices).to(self.device)
+        return Microbatch(batch.inputs.to(self.device), batch.targets.to(self.device), None, documents)
 
     @contextmanager
     def _computing(self, name: str) -> Iterator[None]:

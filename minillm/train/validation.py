@@ -30,19 +30,23 @@ def validate(
     max_tokens: int | None = None,
     device: torch.device | str = "cpu",
     parallel: SingleDevice | None = None,
+    documents: bool = False,
 ) -> Validation:
     """Every window once over all ranks; with max_tokens, about so many tokens in windows spread evenly.
 
-    dataset.tokens: a `Tokens`, whose bytes per token turn nats per token into bits per byte.
+    dataset.tokens: a `Tokens`, whose bytes per token turn nats per token into bits per byte. documents: tokens see
+    their own document only.
     """
     parallel, tokens = parallel or SingleDevice(), dataset.tokens
     windows = len(dataset) if max_tokens is None else min(len(dataset), max(1, max_tokens // dataset.seq_len))
     total, count = torch.zeros(2, device=device, dtype=torch.float64)
     for places in ShardedSampler(windows, batch_size, parallel.rank, parallel.world_size).one_pass():
         missing = not len(places)  # a rank without windows takes part in the others' communication all the same
-        inputs, targets = dataset.batch([0] if missing else places * len(dataset) // windows)
+        chosen = [0] if missing else places * len(dataset) // windows
+        inputs, targets = dataset.batch(chosen)
         targets = targets.fill_(IGNORE) if missing else targets
-        nll, weight = model(inputs.to(device), targets=targets.to(device))
+        with parallel.within(dataset.documents(chosen).to(device) if documents else None):
+            nll, weight = model(inputs.to(device), targets=targets.to(device))
         total, count = total + nll.double(), count + weight.double()
     total, count = parallel.sum(torch.stack([total, count])).tolist()
     loss = total / count

@@ -22,19 +22,20 @@ MODEL = ModelConfig(53, 16, 30, 4, 4, 2, max_seq_len=24, tie_embeddings=True, qk
 COMMON = ["train", "--model-size", "tiny", "--data", "text", "--seq-len", "32", "--lr", "0.01", "--steps", "4"]
 
 
-def trainer(batch_size, seq_len=16, parallel=None):
-    config = TrainConfig(MODEL, seq_len=seq_len, batch_size=batch_size, steps=6, lr=1e-2)
+def trainer(batch_size, seq_len=16, parallel=None, documents=False):
+    """Of text in documents of 53 tokens, so that some windows hold two."""
+    config = TrainConfig(MODEL, seq_len=seq_len, batch_size=batch_size, steps=6, lr=1e-2, documents=documents)
     tokens = Tokens((np.arange(3000) ** 2 % 53).astype(np.uint16), 53, 0, 1, 9000)
     return Trainer(config, tokens, tokens, workers=0, parallel=parallel)
 
 
-def relay(group, layouts, seq_len):
+def relay(group, layouts, seq_len, documents=False):
     """Each layout takes a step and hands its checkpoint on. Returns how far losses and norms are off, and bytes sent
     over dp × cp by each."""
     torch.set_num_threads(1)
-    alone, state, found, sent = trainer(8, seq_len), None, [], []
+    alone, state, found, sent = trainer(8, seq_len, documents=documents), None, [], []
     for layout in layouts:
-        with trainer(8 // layout.dp, seq_len, make_strategy(group, layout)) as ours:
+        with trainer(8 // layout.dp, seq_len, make_strategy(group, layout), documents) as ours:
             if state:
                 ours.load_state_dict(state)
             with ledger() as led:
@@ -73,6 +74,43 @@ def test_steps_are_those_of_one_process_and_checkpoints_fit_every_layout(dp, seq
         assert off < 2e-4
         reduced = [num_bytes > 0 for num_bytes in sent]
         assert reduced == [each.cp > 1 for each in layouts]  # the sum over cp is not left out where dp is 1
+
+
+@pytest.mark.slow
+def test_documents_keep_apart_on_every_axis():
+    layouts = [ParallelConfig(cp=4), *LAYOUTS[1][2:], ParallelConfig(cp=2, tp=2, context="ulysses", zero=3)]
+    for off, _ in launch(relay, 4, [replace(each, pad=each.cp > 1) for each in layouts], 13, True):
+        assert off < 2e-4
+
+
+def test_documents_are_trained_on_and_validated_as_if_each_were_alone():
+    """RoPE looks at distances only, so a document gives the same losses wherever it stands in a window."""
+    with trainer(8, documents=True) as ours:
+        dataset = ours.loader.dataset
+        indices = ours.loader.load(0).indices
+        inputs, targets = dataset.batch(indices)
+        documents = dataset.documents(indices)
+        total, pieces = 0.0, 0
+        for row, its_targets, its_documents in zip(inputs, targets, documents, strict=True):
+            for one in its_documents.unique():
+                mine = its_documents == one
+                total += ours.model(row[None, mine], targets=its_targets[None, mine])[0].item()
+                pieces += 1
+        assert pieces > len(inputs), "some window should hold two documents"
+        validated = ours.validate().loss
+        assert ours.step().loss == pytest.approx(total / inputs.numel(), rel=1e-5)
+    with trainer(8) as mixed:
+        assert abs(mixed.validate().loss - validated) > 1e-5
+
+
+def test_a_separator_ends_its_document():
+    tokens = Tokens(np.array([5, 6, 0, 7, 0, 0, 8, 9, 3], dtype=np.uint16), 53, 0, 3, 9)
+    dataset = TokenDataset(tokens, 4, torch.tensor([0, 3]))
+    assert dataset.documents([0, 1]).tolist() == [[0, 0, 0, 1], [1, 2, 3, 3]]
+    with pytest.raises(ValueError, match="Tensor does not say where documents end"):
+        TokenDataset(torch.arange(9), 4).documents([0])
+    with pytest.raises(ValueError, match="compile would begin anew"):
+        TrainConfig(MODEL, seq_len=16, compile=True, documents=True)
 
 
 class Watched:

@@ -228,6 +228,18 @@ class Hybrid(SingleDevice):
         return found
 
     @contextlib.contextmanager
+    def within(self, documents: Tensor | None) -> Iterator[None]:
+        if not self.layout.order or documents is None:
+            with super().within(documents):
+                yield
+            return
+        self._documents = documents.tensor_split(self.layout.accumulate)
+        try:
+            yield
+        finally:
+            self._documents = ()
+
+    @contextlib.contextmanager
     def _holding_back(self) -> Iterator[None]:
         """While a pipeline runs, gradients add up on this rank and nothing is reduced over replicas."""
         reducer = getattr(self.stepped.source if self.layout.zero in (1, 2) else self.module, "reducer", None)

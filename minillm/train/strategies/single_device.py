@@ -7,7 +7,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -113,6 +113,18 @@ class SingleDevice:
             total = total + nll.detach()
         self.finish_backward()
         return total
+
+    @contextlib.contextmanager
+    def within(self, documents: Tensor | None) -> Iterator[None]:
+        """Around a forward pass without gradients: tokens see their own document only. documents: as a microbatch's."""
+        attention = self.model.attention if documents is not None else None
+        if attention is not None:
+            self.model.attention = functools.partial(attention, segments=documents)
+        try:
+            yield
+        finally:
+            if attention is not None:
+                self.model.attention = attention
 
     def accumulating(self, last: bool) -> contextlib.AbstractContextManager:
         """Around one microbatch: communicate only in the last one (`no_sync` in the others)."""

@@ -1,0 +1,141 @@
+"""Lab 07 on any number of processes: a ring and Ulysses' exchange, the same receipt wherever they run.
+
+python 07_long_context.py                                   4 ranks on this machine
+torchrun --nproc-per-node 4 07_long_context.py              the same under torchrun
+torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 07_long_context.py
+                                                            on each of two nodes
+
+With a GPU for each rank the tensors live on the GPUs and NCCL carries the messages.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minillm.comm import Group, is_root, launch
+from minillm.labkit import receipt, row
+from minillm.measure import ledger
+from minillm.model.tiled import merge, tiled, tiled_with_lse
+from minillm.predict import context
+from minillm.predict.context import AttentionShape
+
+HEADS_PER_RANK, TOKENS_PER_RANK, HEAD_DIM = 2, 64, 16
+Attend = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: Group, attend: Attend) -> Tensor:
+    """q, k, v: [batch, heads, seq / N, head_dim] of this rank -> its output, over the keys of all ranks.
+
+    attend(q, k, v, source) -> (output, lse) over the block of rank `source`; `merge` joins two of them.
+    Begin with the own block; what a rank cannot see at all has output 0 and lse -inf.
+    """
+    # BEGIN SOLUTION
+    n, rank = group.world_size, group.rank
+    block, out, lse = torch.stack((k, v)), None, None
+    for step in range(n):
+        if step < n - 1:
+            arriving = torch.empty_like(block)
+            right, left = (rank + 1) % n, (rank - 1) % n
+            work = group.exchange(send=(block, right), recv=(arriving, left), async_op=True)
+        part, part_lse = attend(q, *block, (rank - step) % n)
+        out, lse = (part, part_lse) if step == 0 else merge(out, lse, part, part_lse)
+        if step < n - 1:
+            work.wait()
+            block = arriving
+    return out
+    # END SOLUTION
+
+
+def to_heads(x: Tensor, group: Group) -> Tensor:
+    """x: [heads, seq / N, head_dim], a part of the sequence -> [heads / N, seq, head_dim], a group of heads."""
+    # BEGIN SOLUTION
+    received = group.all_to_all(x.contiguous())
+    return received.unflatten(0, (group.world_size, -1)).transpose(0, 1).flatten(1, 2)
+    # END SOLUTION
+
+
+def to_sequence(x: Tensor, group: Group) -> Tensor:
+    """The way back: [heads / N, seq, head_dim] -> [heads, seq / N, head_dim]."""
+    # BEGIN SOLUTION
+    parts = x.unflatten(1, (group.world_size, -1)).transpose(0, 1).contiguous()
+    return group.all_to_all(parts).flatten(0, 1)
+    # END SOLUTION
+
+
+# What follows runs and judges them.
+
+
+def whole(n: int) -> list[Tensor]:
+    """q, k, v: [1, heads, seq, head_dim], the same on every rank."""
+    shape = (1, HEADS_PER_RANK * n, TOKENS_PER_RANK * n, HEAD_DIM)
+    return [torch.randn(shape, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+
+def positions(n: int, order: str) -> list[Tensor]:
+    seq = TOKENS_PER_RANK * n
+    return [torch.cat([torch.arange(*span) for span in context.spans(seq, rank, n, order)]) for rank in range(n)]
+
+
+def rank_program(group: Group) -> dict[str, Any]:
+    """Each part once: (bytes this rank sent, whether its values are right); None if not written yet."""
+    return {name: attempt(part, group) for name, part in PARTS.items()}
+
+
+def attempt(part: Callable[[Group], Any], group: Group) -> Any:
+    try:
+        return part(group)
+    except NotImplementedError:
+        return None
+
+
+def try_ring(group: Group) -> tuple[int, bool]:
+    """Zigzag parts of a causal sequence."""
+    held = [at.to(group.device) for at in positions(group.world_size, "zigzag")]
+    mine = held[group.rank]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, source: int) -> tuple[Tensor, Tensor]:
+        return tiled_with_lse(q, k, v, positions=mine, key_positions=held[source])
+
+    q, k, v = (x.to(group.device) for x in whole(group.world_size))
+    with ledger() as led:
+        out = ring_attention(q[:, :, mine], k[:, :, mine], v[:, :, mine], group, attend)
+    return led.bytes(), torch.allclose(out, tiled(q, k, v)[:, :, mine], rtol=1e-3, atol=1e-4)
+
+
+def try_exchange(group: Group) -> tuple[int, bool]:
+    """Contiguous parts: q, k and v to heads, ordinary attention, and the output back."""
+    mine = positions(group.world_size, "contiguous")[group.rank].to(group.device)
+    q, k, v = (x.to(group.device) for x in whole(group.world_size))
+    with ledger() as led:
+        own = [to_heads(x[0, :, mine], group)[None] for x in (q, k, v)]
+        out = to_sequence(tiled(*own)[0], group)
+    return led.bytes(), torch.allclose(out, tiled(q, k, v)[0, :, mine], rtol=1e-3, atol=1e-4)
+
+
+PARTS = {"ring": try_ring, "exchange": try_exchange}
+
+
+def predictions(n: int) -> dict[str, int]:
+    """Bytes sent by all ranks."""
+    heads = HEADS_PER_RANK * n
+    shape = AttentionShape(1, TOKENS_PER_RANK * n, heads, heads, HEAD_DIM)
+    variants = {"ring": "zigzag", "exchange": "ulysses"}
+    return {name: n * context.forward_traffic(variant, shape, n).bytes for name, variant in variants.items()}
+
+
+if __name__ == "__main__":
+    ranks = launch(rank_program, nproc=4)
+    if is_root():
+        rows = []
+        for name, sent in predictions(len(ranks)).items():
+            found = [rank[name] for rank in ranks]
+            if None in found:
+                rows.append(row(f"{name}: not written yet", None, None))
+                continue
+            rows.append(row(f"{name}: bytes sent by all ranks", sent, sum(f[0] for f in found), "B"))
+            rows.append(row(f"{name}: right values on every rank", True, all(f[1] for f in found)))
+        result = receipt(f"lab 07 on {len(ranks)} ranks", rows)
+        print(result)
+        raise SystemExit(0 if result.ok else 1)
