@@ -56,8 +56,8 @@ def wasted_share(interval_s: float, save_s: float, restart_s: float, mtbf_s: flo
 
 
 def lost_work(segment_s: float, mtbf_s: float) -> float:
-    """Seconds that a failure undoes on average: from the last save to the failure, which is known to fall into a segment
-    of `segment_s` (the interval and its save). Half of it, while that is short against the MTBF."""
+    """Seconds that a failure undoes on average, from the last save on, if it falls into a segment of `segment_s` (the
+    interval and its save). Half of it, while that is short against the MTBF."""
     _positive(segment_s=segment_s, mtbf_s=mtbf_s)
     return mtbf_s - segment_s / math.expm1(segment_s / mtbf_s)
 
