@@ -178,6 +178,8 @@ def _run(job: TrainingJob) -> dict[str, Any]:
             with interrupts(then=(job.folder / STOP).touch):  # Ctrl-C reaches the ranks by this file
                 return launch(train, world_size, job, timeout=TIMEOUT_S, device=kind)[0]
         return train(None, job)
+    except ConnectionError:  # other ranks have gone, and the disk is not to blame
+        raise
     except OSError as error:
         raise ValueError(f"{error} Free some space, then go on with --resume --run {job.folder.name}.") from error
 
