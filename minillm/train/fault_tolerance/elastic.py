@@ -11,8 +11,8 @@ the processes; each finds the run that its job has begun and goes on:
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 3:4 --nproc-per-node 8 --max-restarts 9 \\
         --rdzv-backend c10d --rdzv-id night --rdzv-endpoint HOST:29400 -m minillm train --run night
 
-The variable matters for nodes that join later: torch 2.11's agents otherwise publish the address of their shared store
-in the first round only, and a new agent waits for it until it gives up.
+The variable matters for nodes that join later: without it the agents of torch 2.13 publish the address of their shared
+store in the first round only, and a new agent waits for it until it gives up.
 """
 
 import os

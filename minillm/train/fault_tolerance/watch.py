@@ -67,7 +67,7 @@ class Watch:
         if self.group is None:
             return
         named, replicas = self.parallel.replicated_weights()
-        found = check_replicas(named, replicas) if replicas else None
+        found = check_replicas(named, replicas) if replicas and replicas.world_size > 1 else None
         problems = [each for each in self.group.gather_objects(found and str(found.of(replicas.ranks))) if each]
         if problems:
             raise ValueError(
