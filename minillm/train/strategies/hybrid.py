@@ -298,6 +298,11 @@ class Hybrid(SingleDevice):
         copies = {name: Replicate(copy=self._replicas_of(name).rank) for name in self.placements}
         return {name: placement.within(copies[name]) for name, placement in self.placements.items()}
 
+    def replicated_weights(self) -> tuple[Iterable[tuple[str, Tensor]], Group | None]:
+        if self.layout.zero == 3:
+            return self.module.named_parameters(), self.replicate_group
+        return self.model.named_parameters(), self.replicas
+
     def full_state_dict(self) -> dict[str, Any]:
         merged: dict[str, Any] = {}
         for buffers in self.group.gather_objects({name: buffer.cpu() for name, buffer in self._buffers().items()}):

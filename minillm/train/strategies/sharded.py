@@ -10,6 +10,7 @@ Each has the methods of `SingleDevice`, which says what they mean.
 """
 
 import contextlib
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,9 @@ class ShardedModel(Sharded):
     def weights(self) -> dict[str, Tensor]:
         whole = self.module.full_state_dict()
         return {name: whole[name] for name, _ in self.module.named_parameters()}
+
+    def replicated_weights(self) -> tuple[Iterable[tuple[str, Tensor]], Group | None]:
+        return (), None
 
     def full_state_dict(self) -> dict[str, Any]:
         return self.module.full_state_dict()
