@@ -16,7 +16,7 @@ from minillm.parallel.context_parallel import CONTEXTS
 from minillm.parallel.pipeline_parallel.schedules import SCHEDULES
 from minillm.predict.model import parameters
 from minillm.train.activation_checkpointing import MODES
-from minillm.train.checkpoint import storage as checkpoint
+from minillm.train.checkpoint.reader import has_checkpoint, saved_at
 from minillm.train.config import TrainConfig
 from minillm.train.job import DEFAULTS, TrainingJob, saved_settings, train
 from minillm.train.parallel_config import ParallelConfig
@@ -62,6 +62,10 @@ def command(
     ] = None,
     device: Annotated[str, Option(help="cpu, cuda, cuda:1, ...; by default a GPU if there is one.")] = "",
     save_every: Annotated[int, Option(help="Steps between checkpoints.", min=1)] = 200,
+    keep: Annotated[int, Option(help="How many checkpoints stay.", min=1)] = 2,
+    save_in_background: Annotated[
+        bool, Option("--save-in-background", help="Train on while a checkpoint is written.")
+    ] = False,
     validate_every: Annotated[int, Option(help="Steps between validations.", min=1)] = 100,
     memory: Annotated[
         bool, Option("--memory", help="Show what memory was for, at its fullest in the first step.")
@@ -108,6 +112,8 @@ def command(
         offload=offload,
         device=device,
         save_every=save_every,
+        keep=keep,
+        save_in_background=save_in_background,
         validate_every=validate_every,
         track_memory=memory,
         export_to=export_to,
@@ -157,7 +163,7 @@ def _announce(job: TrainingJob) -> None:
     world_size, count = job.parallel.world_size, parameters(job.config.model).total / 1e6
     ranks = f" on {world_size} ranks" if world_size > 1 else ""
     print(f"{job.settings['model_size']} of {count:.2f} M parameters{ranks}, kept in {job.folder}", flush=True)
-    if not (job.folder / checkpoint.FILE).exists():
+    if not has_checkpoint(job.folder):
         job.save_settings()
 
 
@@ -199,10 +205,10 @@ def _check_export(folder: Path, config: TrainConfig) -> None:
 
 
 def _latest(runs: Path) -> Path:
-    found = sorted(runs.glob(f"*/{checkpoint.FILE}"), key=lambda path: path.stat().st_mtime)
+    found = [folder for folder in runs.glob("*") if has_checkpoint(folder)]
     if not found:
         raise ValueError(f"--resume: no run under {runs} has a checkpoint: start one without --resume")
-    return found[-1].parent
+    return max(found, key=saved_at)
 
 
 def _unused(runs: Path, size: str) -> Path:

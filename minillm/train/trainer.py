@@ -31,7 +31,7 @@ from minillm.model.loss import IGNORE
 from minillm.parallel.placement import clip_, gradients_of
 from minillm.predict.model import causal_context, training_flops
 from minillm.train.activation_checkpointing import MODES, checkpoint_blocks
-from minillm.train.checkpoint.storage import generator_states, restore_generators
+from minillm.train.checkpoint.generators import generator_states, restore_generators
 from minillm.train.config import TrainConfig
 from minillm.train.fault_tolerance.loss_spike import LossSpikeGuard
 from minillm.train.optimizer import adamw, learning_rate
@@ -176,26 +176,39 @@ class Trainer:
         with self.precision.context(self.device):
             return validate(self.module, dataset, self.config.batch_size, max_tokens, self.device, self.parallel)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything the next step depends on; plain containers, tensors and numbers."""
+    def progress(self) -> dict[str, Any]:
+        """How far the run is, as JSON has it: all that the next step depends on but tensors and generators."""
         return {
             "config": self.config.to_json(),
             "step": self.steps_done,
             "loader": self.loader.state_dict(),
             "recent_losses": self.loss_spikes.state_dict(),
-            "generators": generator_states(),
-            **self._learnt(full=True),
+            "scaler": self.scaler.state_dict(),
         }
+
+    def check(self, progress: dict[str, Any]) -> None:
+        """ValueError if it is that of another configuration."""
+        if difference := TrainConfig.from_json(progress["config"]).difference(self.config):
+            raise ValueError(f"the checkpoint was trained with {difference}: use the same settings or another run.")
+
+    def resume_at(self, progress: dict[str, Any]) -> None:
+        """The inverse of `progress`. ValueError, and nothing has changed, for another configuration or other data."""
+        self.check(progress)
+        self.loader.load_state_dict(progress["loader"])
+        self.loss_spikes.load_state_dict(progress["recent_losses"])
+        self.scaler.load_state_dict(progress["scaler"])
+        self.steps_done = progress["step"]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next step depends on, whole, on every rank; plain containers, tensors and numbers."""
+        return {**self.progress(), "generators": generator_states(self.device), **self._learnt(full=True)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where `state` was taken. ValueError if that was with another configuration or other data."""
-        if difference := TrainConfig.from_json(state["config"]).difference(self.config):
-            raise ValueError(f"the checkpoint was trained with {difference}: use the same settings or another run.")
-        self.loader.load_state_dict(state["loader"])
+        self.resume_at(state)
         self._unlearn(state)
-        self.loss_spikes.load_state_dict(state["recent_losses"])
-        self.steps_done = state["step"]
-        restore_generators(state["generators"])
+        if "generators" in state:
+            restore_generators(state["generators"], self.device)
 
     def close(self) -> None:
         """Ends the loader's threads."""

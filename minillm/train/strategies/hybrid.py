@@ -232,9 +232,13 @@ class Hybrid(SingleDevice):
     def gradients(self) -> dict[str, Tensor]:
         return gather_all(self, self.stepped.gradients(), self.stepped.placements)
 
-    def weights(self) -> dict[str, Tensor]:
+    def held(self) -> dict[str, tuple[Tensor, Placement]]:
         named = self.module.named_parameters() if self.layout.zero == 3 else self.model.named_parameters()
-        return gather_all(self, {name: p.detach() for name, p in named}, self.weight_placements)
+        placements = self.weight_placements
+        return {name: (part.detach(), placements[name]) for name, part in named}
+
+    def weights(self) -> dict[str, Tensor]:
+        return gather_all(self, {name: part for name, (part, _) in self.held().items()}, self.weight_placements)
 
     @property
     def weight_placements(self) -> Mapping[str, Placement]:
@@ -257,9 +261,8 @@ class Hybrid(SingleDevice):
         elif "world_size" in state:
             self.module.load_state_dict(state)
         else:
-            named = self.module.named_parameters() if self.layout.zero == 3 else self.model.named_parameters()
-            for name, parameter in named:
-                parameter.copy_(self.weight_placements[name].cut(state[name]))
+            for name, (part, placement) in self.held().items():
+                part.copy_(placement.cut(state[name]))
 
 
 @functools.lru_cache(16)
