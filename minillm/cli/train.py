@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
-from minillm.comm import is_root, launch
+from minillm.comm import RankError, is_root, launch
 from minillm.data import TokenDataset
 from minillm.measure.provenance import JsonFile, provenance, write_json
 from minillm.model.huggingface import check_folder
@@ -155,8 +155,11 @@ def _run(job: TrainingJob) -> dict[str, Any]:
             with interrupts(then=(job.folder / STOP).touch):  # Ctrl-C reaches the ranks by this file
                 return launch(train, world_size, job, timeout=TIMEOUT_S, device=kind)[0]
         return train(None, job)
-    except OSError as error:
-        raise ValueError(f"{error} Free some space, then go on with --resume --run {job.folder.name}.") from error
+    except (OSError, RankError) as error:
+        problem = error.__cause__ if isinstance(error, RankError) else error
+        if not isinstance(problem, OSError):
+            raise
+        raise ValueError(f"{problem} Free some space, then go on with --resume --run {job.folder.name}.") from error
 
 
 def _announce(job: TrainingJob) -> None:

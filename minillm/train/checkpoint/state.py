@@ -10,6 +10,7 @@ function of the step, and the order of the data one of the seed and a position, 
 """
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,31 +27,32 @@ Held = dict[str, tuple[Tensor, Placement]]
 def held(trainer: Trainer) -> Held:
     """All tensors that this rank has, whole or in part; no communication. Weights in another dtype than the model's
     are copies."""
-    weights, stepped = trainer.parallel.held(), _stepped_placements(trainer)
-    found: Held = {
-        _key("model", name): (part.to(trainer.precision.weights), at) for name, (part, at) in weights.items()
-    }
+    weights, stepped, dtype = trainer.parallel.held(), _stepped_placements(trainer), trainer.precision.weights
+    found: Held = {_key("model", name): (part.to(dtype), placement) for name, (part, placement) in weights.items()}
     state = trainer.updater.sharded_state_dict()
-    entries = by_name(state, _names(trainer))
-    kept = per_element(entries)
-    for name, entry in entries.items():
-        for key in entry.keys() & kept:
-            found[_key("optimizer", key, name)] = (entry[key], stepped[name])
-    for name, master in state["masters"].items():
-        found[_key("master", name)] = (master, stepped[name])
-    return found
+    for name, entry, kept in _entries(trainer, state):
+        found |= {_key("optimizer", key, name): (entry[key], stepped[name]) for key in entry if key in kept}
+    return found | {_key("master", name): (master, stepped[name]) for name, master in state["masters"].items()}
 
 
 def optimizer_numbers(trainer: Trainer) -> dict[str, Any]:
-    """The optimizer's settings by parameter group, and what it counts for the parameters of which this rank has
+    """The optimizer's settings and parameters by group, and what it counts for the parameters of which this rank has
     elements, by name: [value, dtype]."""
-    state, counted = trainer.updater.sharded_state_dict(), {}
-    entries = by_name(state, _names(trainer))
-    kept = per_element(entries)
-    for name, entry in entries.items():
-        if not is_empty(entry):
-            counted[_plain(name)] = {key: _number(value) for key, value in entry.items() if key not in kept}
-    settings = [{key: value for key, value in group.items() if key != "params"} for group in state["param_groups"]]
+    state = trainer.updater.sharded_state_dict()
+    counted: dict[str, dict[str, list[Any]]] = {}
+    tensors: dict[torch.dtype, list[tuple[list[Any], Tensor]]] = {}
+    for name, entry, kept in _entries(trainer, state):
+        if is_empty(entry):
+            continue
+        numbers = counted[_plain(name)] = {key: [value, None] for key, value in entry.items() if key not in kept}
+        for number in numbers.values():
+            if isinstance(number[0], Tensor):
+                tensors.setdefault(number[0].dtype, []).append((number, number[0]))
+    for dtype, alike in tensors.items():  # all of a kind in one read from the device
+        for (number, _), value in zip(alike, torch.stack([tensor for _, tensor in alike]).tolist(), strict=True):
+            number[:] = [value, str(dtype).removeprefix("torch.")]
+    names = [[_plain(name) for name in group] for group in _names(trainer)]
+    settings = [group | {"params": own} for group, own in zip(state["param_groups"], names, strict=True)]
     return {"groups": settings, "counted": counted}
 
 
@@ -82,7 +84,7 @@ def put(trainer: Trainer, parts: dict[str, Tensor], manifest: Manifest) -> None:
     for name in itertools.chain(*names):
         tensors = {key: parts[at] for key in keys if (at := _key("optimizer", key, name)) in parts}
         counted = manifest.optimizer["counted"].get(_plain(name), {})
-        entries.append(tensors | {key: _value(*number) for key, number in counted.items()})
+        entries.append(tensors | {key: value_of(*number) for key, number in counted.items()})
     groups = [{key: _setting(value) for key, value in group.items()} for group in manifest.optimizer["groups"]]
     own = trainer.updater.sharded_state_dict()
     own["state"] = {place: entry for place, entry in enumerate(entries) if entry}
@@ -94,6 +96,13 @@ def put(trainer: Trainer, parts: dict[str, Tensor], manifest: Manifest) -> None:
 def _names(trainer: Trainer) -> list[list[str]]:
     """Of what this rank steps, by the optimizer's groups."""
     return names_by_group(trainer.updater.inner, trainer.updater.named().items())
+
+
+def _entries(trainer: Trainer, state: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], set[str]]]:
+    """Of each parameter that the optimizer knows: name, what it keeps, and which of that is per element."""
+    entries = by_name(state, _names(trainer))
+    kept = per_element(entries)
+    return ((name, entry, kept) for name, entry in entries.items())
 
 
 def _stepped_placements(trainer: Trainer) -> dict[str, Placement]:
@@ -112,13 +121,7 @@ def _plain(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-def _number(value: Any) -> list[Any]:
-    if isinstance(value, Tensor):
-        return [value.item(), str(value.dtype).removeprefix("torch.")]
-    return [value, None]
-
-
-def _value(value: Any, dtype: str | None) -> Any:
+def value_of(value: Any, dtype: str | None) -> Any:
     return value if dtype is None else torch.tensor(value, dtype=getattr(torch, dtype))
 
 

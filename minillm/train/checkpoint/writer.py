@@ -26,7 +26,7 @@ from torch import Tensor
 
 from minillm.comm import Group
 from minillm.parallel.placement import FlatShard, Partial, Placement, Replicate
-from minillm.parallel.runs import runs_of
+from minillm.parallel.runs import Runs, runs_of
 from minillm.train.checkpoint.generators import generator_states
 from minillm.train.checkpoint.manifest import (
     FILE,
@@ -42,7 +42,7 @@ from minillm.train.checkpoint.manifest import (
 from minillm.train.checkpoint.state import Held, held, optimizer_numbers
 from minillm.train.trainer import Trainer
 
-SPLIT_FROM_BYTES = 1 << 16  # parts below it are written by one of their holders, in turn
+SPLIT_FROM = 1 << 14  # elements; parts below it are written by one of their holders, in turn
 POLL_S = 0.002
 
 Owned = tuple[str, Placement]  # of a tensor's name: which part of it
@@ -55,6 +55,25 @@ class Piece:
     name: str
     placement: Placement
     content: Tensor
+
+
+@dataclass(frozen=True)
+class Share:
+    """What this rank writes of a tensor, whatever its numbers. cut: of the part that it holds, None for all of it;
+    runs: of `placement`, None where it has no padding to leave out."""
+
+    name: str
+    placement: Placement
+    cut: FlatShard | None
+    runs: Runs | None
+
+    def of(self, state: Held) -> Piece:
+        flat = state[self.name][0].reshape(-1)
+        flat = self.cut.cut(flat) if self.cut else flat
+        if self.runs:
+            at = zip(self.runs.part.tolist(), self.runs.length.tolist(), strict=True)
+            flat = torch.cat([flat[start : start + length] for start, length in at])
+        return Piece(self.name, self.placement, flat)
 
 
 @dataclass(frozen=True)
@@ -99,7 +118,7 @@ class Checkpointer:
         self._thread: threading.Thread | None = None
         self._error: str | None = None
         self._catalogue: list[tuple[Owned, bool]] = []
-        self._holders: dict[Owned, list[int]] = {}
+        self._plan: list[Share] = []
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def save(self, trainer: Trainer) -> None:
@@ -115,8 +134,9 @@ class Checkpointer:
             raise self._refusal(problem)
         draft = told[0][1]
         if any(is_new for is_new, *_ in told):
-            self._catalogue, self._holders = catalogue, _holders(self._everyone(catalogue))
-        pieces, copying = self._pieces(state), time.perf_counter()
+            self._catalogue = catalogue
+            self._plan = self._shares()
+        pieces, copying = [share.of(state) for share in self._plan], time.perf_counter()
         if self.background or trainer.device.type != "cpu":
             pieces = self._copied(pieces, trainer.device)
         copied = time.perf_counter()
@@ -160,27 +180,24 @@ class Checkpointer:
         except OSError as error:
             return None, str(error)
 
-    def _pieces(self, state: Held) -> list[Piece]:
-        """This rank's share of what it holds."""
+    def _shares(self) -> list[Share]:
+        """What of all that this rank holds is its to write."""
+        catalogues = self._everyone(self._catalogue)
         found, turn = [], 0
-        bare = dict(owned for owned, _ in self._catalogue)
-        for owned, ranks in self._holders.items():
-            name, placement = owned
-            tensor = state[name][0] if bare.get(name) == placement else None
-            numel = placement.part_shape.numel()
-            is_split = tensor is not None and len(ranks) > 1 and tensor.nbytes >= SPLIT_FROM_BYTES
+        for (name, placement), ranks in _holders(catalogues).items():
             turn += len(ranks) > 1
-            if tensor is None or not numel:
-                continue
-            if is_split:
-                index, count = ranks.index(self.rank), len(ranks)
-                part = FlatShard(numel * index // count, numel * (index + 1) // count)
-                placement, tensor = placement.within(part), part.cut(tensor)
+            cut, numel = None, placement.part_shape.numel()
+            if len(ranks) > 1 and numel >= SPLIT_FROM:
+                if self.rank in ranks:
+                    index = ranks.index(self.rank)
+                    cut = FlatShard(numel * index // len(ranks), numel * (index + 1) // len(ranks))
+                    placement = placement.within(cut)
             elif ranks[turn % len(ranks)] != self.rank:
                 continue
-            content = _without_padding(tensor.reshape(-1), placement)
-            if content.numel():
-                found.append(Piece(name, placement, content))
+            runs = runs_of(placement)
+            if self.rank in ranks and runs.numel:
+                is_padded = runs.numel < placement.part_shape.numel()
+                found.append(Share(name, placement, cut, runs if is_padded else None))
         return found
 
     def _copied(self, pieces: Sequence[Piece], device: torch.device) -> list[Piece]:
@@ -252,13 +269,17 @@ class Checkpointer:
                 tensor = SavedTensor.from_json(raw)
                 tensors[key] = tensors[key].joined(tensor) if key in tensors else tensor
         counted = {key: numbers for note in notes for key, numbers in note["optimizer"]["counted"].items()}
+        groups = notes[0]["optimizer"]["groups"]
+        for place, group in enumerate(groups):  # a pipeline's ranks step different parameters
+            names = (name for note in notes for name in note["optimizer"]["groups"][place]["params"])
+            group["params"] = list(dict.fromkeys(names))
         manifest = Manifest(
             number_of(Path(name)),
             notes[0]["progress"]["step"],
             self.tokenizer,
             tuple(file_of(draft, rank).stat().st_size for rank in range(self.world_size)),
             notes[0]["progress"],
-            {"groups": notes[0]["optimizer"]["groups"], "counted": counted},
+            {"groups": groups, "counted": counted},
             [note["generators"] for note in notes],
             tensors,
         )
@@ -297,15 +318,6 @@ def _bare(placement: Placement) -> Placement:
     """Equal for ranks that hold the same numbers: without copies."""
     parts = [part.of if isinstance(part, Partial) else part for part in placement.parts]
     return Placement(placement.shape, tuple(replace(p, copy=0) for p in parts if not isinstance(p, Replicate)))
-
-
-def _without_padding(flat: Tensor, placement: Placement) -> Tensor:
-    """flat: [elements of the part] -> its runs, one after the other: mostly all of it."""
-    runs = runs_of(placement)
-    if runs.numel == flat.numel():
-        return flat
-    pieces = [flat[at : at + n] for at, n in zip(runs.part.tolist(), runs.length.tolist(), strict=True)]
-    return torch.cat(pieces) if pieces else flat[:0]
 
 
 def _note(draft: Path, rank: int) -> Path:
