@@ -1,4 +1,4 @@
-"""`python -m minillm plot RUN`: the loss of a run, and where its steps' time went, as pictures."""
+"""`python -m minillm plot RUN`: the loss of a run, where its steps' time went, and its hours over all attempts."""
 
 from pathlib import Path
 from statistics import median
@@ -9,6 +9,7 @@ from typer import Argument, Option
 
 from minillm.labkit.palette import SPANS, look
 from minillm.labkit.plots import style, subplots
+from minillm.train.fault_tolerance.goodput import Goodput, read_goodput
 from minillm.train.metrics import read_metrics
 
 PARTS = {  # of a step, in the order they are stacked: a kind of the palette, and how strong its colour is
@@ -20,17 +21,22 @@ PARTS = {  # of a step, in the order they are stacked: a kind of the palette, an
     "idle": ("idle", 1.0),
 }
 
+HOURS = {"useful": "compute", "saving": "input", "lost": "wait", "restarting": "comm", "other": "idle"}  # their colours
+
 
 def command(
     run: Annotated[str, Argument(help="Name of a run, or its folder.")],
     runs: Annotated[Path, Option(metavar="FOLDER", help="Where runs are kept.")] = Path("runs"),
     out: Annotated[Path | None, Option(metavar="FOLDER", help="Where to write; by default into the run.")] = None,
 ) -> None:
-    """Draw loss.png and step_time.png from a run's metrics."""
+    """Draw loss.png, step_time.png and goodput.png from what a run has noted."""
     folder = runs / run if (runs / run).is_dir() else Path(run)
     rows, out = read_metrics(folder), out or folder
     out.mkdir(parents=True, exist_ok=True)
-    for name, figure in (("loss", loss_figure(rows, folder.name)), ("step_time", step_time_figure(rows, folder.name))):
+    figures = {"loss": loss_figure(rows, folder.name), "step_time": step_time_figure(rows, folder.name)}
+    if (spent := read_goodput(folder)) and spent.total:
+        figures["goodput"] = goodput_figure(spent, folder.name)
+    for name, figure in figures.items():
         path = out / f"{name}.png"
         figure.savefig(path)
         print(path)
@@ -76,9 +82,27 @@ def step_time_figure(rows: list[dict[str, Any]], name: str) -> Figure:
     return figure
 
 
+def goodput_figure(spent: Goodput, name: str) -> Figure:
+    """Seconds of the run over all of its attempts, by what they went to."""
+    figure, ax = subplots(height=2.2)
+    with style():
+        left = 0.0
+        for part in HOURS:
+            seconds = getattr(spent, part)
+            colour, hatch = SPANS[HOURS[part]]
+            label = f"{part} {seconds / spent.total:.1%}"
+            ax.barh([0], [seconds], left=left, color=colour, hatch=hatch, edgecolor="white", label=label)
+            left += seconds
+        attempts = f"{spent.attempts} attempt{'s' if spent.attempts > 1 else ''}"
+        ax.set(yticks=[], xlabel="time (s)", title=f"{name}: goodput {spent.share:.1%} in {attempts}")
+        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure
+
+
 def _steps(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The last record of each step: after a rollback a step is made again."""
-    steps = {row["step"]: row for row in rows if "loss" in row}
+    needed = {"loss", "seconds", *(f"{part}_s" for part in PARTS)}
+    steps = {row["step"]: row for row in rows if needed <= row.keys()}
     if not any(row["loss"] is not None for row in steps.values()):
         raise ValueError("this run has not made a step yet: nothing to draw")
     return [steps[step] for step in sorted(steps)]

@@ -1,7 +1,9 @@
 """`python -m minillm train`: from the corpus to a run, and from a run to a model folder."""
 
+import contextlib
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,13 +20,17 @@ from minillm.predict.model import parameters
 from minillm.train.activation_checkpointing import MODES
 from minillm.train.checkpoint.reader import has_checkpoint, saved_at
 from minillm.train.config import TrainConfig
-from minillm.train.job import DEFAULTS, TrainingJob, saved_settings, train
+from minillm.train.fault_tolerance.elastic import job_id, may_restart, possible_ranks, was_restarted
+from minillm.train.fault_tolerance.goodput import read_goodput
+from minillm.train.job import DEFAULTS, SETTINGS_FILE, TrainingJob, run_of_job, saved_settings, train
 from minillm.train.parallel_config import ParallelConfig
 from minillm.train.precision import PRECISIONS
 from minillm.train.presets import SIZES
 from minillm.train.run import STOP, interrupts
+from minillm.train.run_folder import claim_unused, locked
 
 TIMEOUT_S = 600.0  # a rank may wait this long for another one, such as for a validation
+RESTART_S = 60.0  # for which the ranks that torchrun starts again wait for the last of those before them to end
 
 
 def _of_run(name: str, **options: Any) -> Any:
@@ -97,15 +103,19 @@ def command(
 ) -> int:
     """Train a model on the standard library's source, or on your text. Ctrl-C saves; --resume goes on."""
     given = {name: invocation.params[name] for name in DEFAULTS if invocation.params.get(name) is not None}
-    folder = runs / run if run else _latest(runs) if resume else _unused(runs, given.get("model_size", "target"))
-    settings = saved_settings(folder, given) if resume else DEFAULTS | given
+    begun = None if resume else _begun(runs, run)
+    resume = resume or (begun is not None and has_checkpoint(begun))
+    folder = begun or (runs / run if run else _latest(runs) if resume else None)
+    dp = _data_parallel(dp, {"tp": tp, "pp": pp, "cp": cp})
+    is_new = not resume and not (begun and (begun / SETTINGS_FILE).exists())
+    settings = DEFAULTS | given if is_new else saved_settings(folder, given, dp)
     if offload and not zero:
         raise ValueError(f"--offload {offload} needs shards to move: add --zero 1, 2 or 3")
     rows = settings["batch_size"] * settings["accumulate"]
     spread = {"zero": zero, "dp_replicate": dp_replicate, "tp": tp, "sequence": sp, "pp": pp, "schedule": schedule}
     spread |= {"cp": cp, "context": context, "node": node, "pad": pad}
     job = TrainingJob(
-        folder,
+        folder or runs,
         settings,
         _parallel_config(dp, microbatches, rows, **spread),
         resume=resume,
@@ -119,13 +129,32 @@ def command(
         export_to=export_to,
     )
     _check(job)
+    with contextlib.ExitStack() as while_running:
+        if is_root():
+            folder = folder or claim_unused(runs, settings["model_size"])
+            while_running.enter_context(locked(folder, RESTART_S if begun else 0.0))
+            job = replace(job, folder=folder, is_locked=True)
+            _announce(job, is_new)
+        found = _run(job)
     if is_root():
-        _announce(job)
-    found = _run(job)
-    if is_root():
-        _report(found, folder)
+        if spent := read_goodput(job.folder):
+            found["goodput"] = spent.to_json()
+        _report(found, job.folder)
         write_json(json_file, {"provenance": provenance(), **found})
     return 130 if found["interrupted"] else 0
+
+
+def _begun(runs: Path, run: str | None) -> Path | None:
+    """The run that torchrun's job began before its ranks were started again; None for a first start."""
+    if run is None and may_restart() and job_id() is None:
+        raise ValueError(
+            "torchrun may restart this job, which then has to find its run: name the run with --run, or the job with "
+            "torchrun's --rdzv-id"
+        )
+    found = run_of_job(runs, job_id())
+    if run is None:
+        return found
+    return runs / run if was_restarted() or found == runs / run else None
 
 
 def _check(job: TrainingJob) -> None:
@@ -162,23 +191,31 @@ def _run(job: TrainingJob) -> dict[str, Any]:
         raise ValueError(f"{problem} Free some space, then go on with --resume --run {job.folder.name}.") from error
 
 
-def _announce(job: TrainingJob) -> None:
+def _announce(job: TrainingJob, is_new: bool) -> None:
     world_size, count = job.parallel.world_size, parameters(job.config.model).total / 1e6
     ranks = f" on {world_size} ranks" if world_size > 1 else ""
     print(f"{job.settings['model_size']} of {count:.2f} M parameters{ranks}, kept in {job.folder}", flush=True)
-    if not has_checkpoint(job.folder):
+    if may_restart():
+        config, dp = job.config, job.parallel.dp
+        others = possible_ranks(dp * config.batch_size * config.accumulate, config.batch_size)
+        print(f"its steps divide over {', '.join(map(str, others))} data-parallel ranks", flush=True)
+    if is_new and not has_checkpoint(job.folder):
         job.save_settings()
 
 
-def _parallel_config(dp: int | None, microbatches: int | None, rows: int, **spread: Any) -> ParallelConfig:
-    """rows: windows of a step on each data-parallel rank; spread: the other fields. ValueError for what cannot be."""
-    cut = {axis: spread[axis] for axis in ("tp", "pp", "cp")}
+def _data_parallel(dp: int | None, cut: dict[str, int]) -> int:
+    """Data-parallel ranks, given or what torchrun's processes leave for them; cut: the ranks of the other axes."""
     each = math.prod(cut.values())
     processes = int(os.environ.get("WORLD_SIZE", (dp or 1) * each))
     if processes != (dp or max(1, processes // each)) * each:
         given = " ".join(f"--{axis} {size}" for axis, size in (("dp", dp), *cut.items()) if size)
         raise ValueError(f"{given} does not fit torchrun's {processes} processes: change one of them")
-    spread["dp"] = processes // each
+    return processes // each
+
+
+def _parallel_config(dp: int, microbatches: int | None, rows: int, **spread: Any) -> ParallelConfig:
+    """rows: windows of a step on each data-parallel rank; spread: the other fields. ValueError for what cannot be."""
+    spread["dp"] = dp
     if spread["pad"] and spread["cp"] == 1:
         raise ValueError("--pad lengthens windows for --cp ranks to share: add --cp, or leave it out")
     if spread["pp"] == 1:
@@ -214,17 +251,15 @@ def _latest(runs: Path) -> Path:
     return max(found, key=saved_at)
 
 
-def _unused(runs: Path, size: str) -> Path:
-    number = 1
-    while (runs / f"{size}-{number}").exists():
-        number += 1
-    return runs / f"{size}-{number}"
-
-
 def _report(found: dict[str, Any], folder: Path) -> None:
     if peak := found.get("peak_bytes"):
         print("\nmemory of the first step, each kind at its fullest")
         print("\n".join(f"{kind:<10} {size / 2**20:>10.3f} MiB" for kind, size in peak.items()), end="\n\n")
+    if skipped := found.get("skipped_windows"):
+        ranges = ", ".join(f"{begin} to {end - 1}" for begin, end in skipped)
+        print(f"windows skipped after a bad loss: {ranges}")
+    if spent := found.get("goodput"):
+        print(f"goodput {spent['goodput']:.1%}: {read_goodput(folder)}")
     if found["interrupted"]:
         print(f"saved after step {found['steps_done']}: python -m minillm train --resume --run {folder.name}")
         return

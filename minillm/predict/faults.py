@@ -5,10 +5,20 @@
     wasted share    cost / interval + (interval / 2 + restart) / MTBF
 
 The wasted share is smallest at Young's interval, where the first two terms are equal; it holds while the interval is
-short against the MTBF (Daly 2006 has the next term, https://doi.org/10.1016/j.future.2004.11.016).
+short against the MTBF. `daly_interval` has the next terms, and `goodput` is exact for exponential failures that also
+strike while saving and restarting (Daly 2006, https://doi.org/10.1016/j.future.2004.11.016).
+`fault_simulation.py` plays the same job event by event.
 """
 
 import math
+from dataclasses import dataclass
+
+# Llama 3 405B: unexpected interruptions of one job in a snapshot of 54 days, on so many GPUs, and the share of that
+# time which trained (Grattafiori et al. 2024, §3.3.4, https://arxiv.org/abs/2407.21783).
+LLAMA3_INTERRUPTIONS, LLAMA3_DAYS, LLAMA3_GPUS, LLAMA3_GOODPUT = 419, 54, 16384, 0.90
+LLAMA3_GPU_MTBF_S = LLAMA3_DAYS * 86400 / LLAMA3_INTERRUPTIONS * LLAMA3_GPUS  # 5.8 years
+
+ADAM_BYTES = 14  # of a parameter in a checkpoint: bf16 weight, and in float32 its master and two moments
 
 
 def job_mtbf(device_mtbf_s: float, devices: int) -> float:
@@ -17,21 +27,127 @@ def job_mtbf(device_mtbf_s: float, devices: int) -> float:
     return device_mtbf_s / devices
 
 
+def expected_failures(seconds: float, mtbf_s: float) -> float:
+    """How many failures a job meets in so many seconds; their number is Poisson, so its deviation is the root."""
+    _positive(seconds=seconds, mtbf_s=mtbf_s)
+    return seconds / mtbf_s
+
+
 def young_interval(save_s: float, mtbf_s: float) -> float:
     """Seconds between two saves that waste least. save_s: what a save keeps training from."""
     _positive(save_s=save_s, mtbf_s=mtbf_s)
     return math.sqrt(2 * save_s * mtbf_s)
 
 
+def daly_interval(save_s: float, mtbf_s: float) -> float:
+    """Seconds of work between two saves, also where saves are not short against the MTBF (Daly 2006, eq. 37)."""
+    _positive(save_s=save_s, mtbf_s=mtbf_s)
+    if save_s >= 2 * mtbf_s:
+        return mtbf_s
+    ratio = save_s / (2 * mtbf_s)
+    return young_interval(save_s, mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_s
+
+
 def wasted_share(interval_s: float, save_s: float, restart_s: float, mtbf_s: float) -> float:
     """Share of the time that saving, work done twice, and restarting take."""
     _positive(interval_s=interval_s, mtbf_s=mtbf_s)
-    if save_s < 0 or restart_s < 0:
-        raise ValueError(f"save_s {save_s} and restart_s {restart_s} cannot be negative.")
+    _not_negative(save_s=save_s, restart_s=restart_s)
     return save_s / interval_s + (interval_s / 2 + restart_s) / mtbf_s
+
+
+def lost_work(segment_s: float, mtbf_s: float) -> float:
+    """Seconds that a failure undoes on average, from the last save on, if it falls into a segment of `segment_s` (the
+    interval and its save). Half of it, while that is short against the MTBF."""
+    _positive(segment_s=segment_s, mtbf_s=mtbf_s)
+    return mtbf_s - segment_s / math.expm1(segment_s / mtbf_s)
+
+
+def goodput(interval_s: float, save_s: float, restart_s: float, mtbf_s: float) -> float:
+    """Share of the time that is work which counts: interval_s of work, then a save, then again.
+
+    Exact for exponential failures that strike during saves and restarts too (Daly 2006, eq. 20): a segment of
+    interval + save takes  mtbf · e^(restart / mtbf) · (e^((interval + save) / mtbf) - 1)  seconds in expectation.
+    """
+    _positive(interval_s=interval_s, mtbf_s=mtbf_s)
+    _not_negative(save_s=save_s, restart_s=restart_s)
+    exponent = (interval_s + save_s) / mtbf_s
+    if exponent + restart_s / mtbf_s > 700:  # nothing is ever finished, and e^x has no float
+        return 0.0
+    return interval_s / (mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1(exponent))
+
+
+def best_goodput(save_s: float, restart_s: float, mtbf_s: float) -> float:
+    """The goodput at Daly's interval."""
+    return goodput(daly_interval(save_s, mtbf_s), save_s, restart_s, mtbf_s)
+
+
+@dataclass(frozen=True)
+class CheckpointCost:
+    """What saving costs a job. total_bytes: of one checkpoint; ranks: that write it together, each its own part.
+
+    storage_bytes_per_s: of the storage in all; link_bytes_per_s: of one rank's network to it; copy_bytes_per_s: of one
+    rank from its device to the host's memory.
+    """
+
+    total_bytes: float
+    ranks: int
+    storage_bytes_per_s: float
+    link_bytes_per_s: float
+    copy_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        _positive(**vars(self))
+
+    @property
+    def bytes_per_rank(self) -> float:
+        return self.total_bytes / self.ranks
+
+    @property
+    def write_s(self) -> float:
+        """Seconds until all ranks have written: the storage in all, or one rank's link, whichever is slower."""
+        return max(self.total_bytes / self.storage_bytes_per_s, self.bytes_per_rank / self.link_bytes_per_s)
+
+    @property
+    def copy_s(self) -> float:
+        """Seconds of a snapshot in the host's memory."""
+        return self.bytes_per_rank / self.copy_bytes_per_s
+
+    @property
+    def sync_stall_s(self) -> float:
+        """Training waits for the copy and for the write."""
+        return self.copy_s + self.write_s
+
+    def async_stall_s(self, interval_s: float) -> float:
+        """Training waits for the copy, and for the write before it if that takes longer than the interval."""
+        _positive(interval_s=interval_s)
+        return self.copy_s + max(0.0, self.write_s - interval_s)
+
+    def async_wasted_share(self, interval_s: float, restart_s: float, mtbf_s: float) -> float:
+        """As `wasted_share`, of asynchronous saves: each stalls less, but counts only when it has been written, so a
+        failure undoes half an interval and the time of a write."""
+        stall = self.async_stall_s(interval_s)
+        return wasted_share(interval_s, stall, restart_s, mtbf_s) + self.write_s / mtbf_s
+
+
+def checkpoint_bytes(parameters: float, bytes_per_parameter: float = ADAM_BYTES) -> float:
+    """Bytes of a checkpoint in which nothing is stored twice."""
+    _positive(parameters=parameters, bytes_per_parameter=bytes_per_parameter)
+    return parameters * bytes_per_parameter
+
+
+def checkpoint_bandwidth(total_bytes: float, mtbf_s: float, wasted: float) -> float:
+    """Bytes/s that storage must take for synchronous saves, at Young's interval, to cost no more than the share
+    `wasted` together with the work that failures undo. √(2 · save / mtbf) = wasted gives the longest save."""
+    _positive(total_bytes=total_bytes, mtbf_s=mtbf_s, wasted=wasted)
+    return total_bytes / (wasted**2 * mtbf_s / 2)
 
 
 def _positive(**values: float) -> None:
     for name, value in values.items():
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"{name} is {value}; give a number above 0.")
+
+
+def _not_negative(save_s: float, restart_s: float) -> None:
+    if save_s < 0 or restart_s < 0:
+        raise ValueError(f"save_s {save_s} and restart_s {restart_s} cannot be negative.")

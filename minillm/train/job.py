@@ -1,8 +1,10 @@
 """A run from its settings to its model folder, as every rank of it carries it out.
 
-runs/NAME/run.json    the settings it was started with, so that --resume needs no others
+runs/NAME/run.json    the settings it was started with, so that --resume needs no others; how many data-parallel ranks
+                      they are for ("dp") and torchrun's name for the job ("job"), so that its restarts find the run
 """
 
+import difflib
 import json
 import shlex
 from dataclasses import MISSING, dataclass, fields
@@ -20,10 +22,12 @@ from minillm.model.generate import device_of
 from minillm.predict.data import bits_per_byte, entropy
 from minillm.train.checkpoint.export import export
 from minillm.train.config import TrainConfig
+from minillm.train.fault_tolerance.elastic import accumulate_for, job_id
 from minillm.train.parallel_config import ParallelConfig
 from minillm.train.precision import PRECISIONS
 from minillm.train.presets import preset
 from minillm.train.run import fit
+from minillm.train.run_folder import write_whole
 from minillm.train.strategies.sharded import make_strategy
 from minillm.train.strategies.single_device import SingleDevice
 from minillm.train.trainer import Trainer
@@ -38,6 +42,7 @@ class TrainingJob:
     """What every rank of a run has to know. settings: of the names in `DEFAULTS`, what a resumed run keeps.
 
     offload: "cpu" or a folder for ZeRO's shards; device: "" for a GPU if there is one; export_to: a model folder.
+    is_locked: whether this process, or the one that starts the ranks, holds the folder's lock already.
     """
 
     folder: Path
@@ -52,6 +57,7 @@ class TrainingJob:
     validate_every: int = 100
     track_memory: bool = False
     export_to: Path | None = None
+    is_locked: bool = False
 
     @cached_property
     def config(self) -> TrainConfig:
@@ -73,7 +79,8 @@ class TrainingJob:
         """Makes the run's folder. ValueError if the disk refuses."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / SETTINGS_FILE).write_text(json.dumps(self.settings, indent=1) + "\n", encoding="utf-8")
+            about = self.settings | {"dp": self.parallel.dp, "job": job_id()}
+            write_whole(self.folder / SETTINGS_FILE, json.dumps(about, indent=1) + "\n")
         except OSError as error:
             raise ValueError(
                 f"{self.folder} cannot hold a run ({error.strerror}): name another --run or --runs"
@@ -88,19 +95,81 @@ class TrainingJob:
         return shlex.join([*words, "--export", str(self.export_to)])
 
 
-def saved_settings(folder: Path, given: dict[str, Any]) -> dict[str, Any]:
-    """The settings of the run in `folder`; ValueError if there is none or if `given` contradicts them."""
-    try:
-        saved = json.loads((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--resume: {folder} holds no run: name one with --run, or start without --resume") from error
+def saved_settings(folder: Path, given: dict[str, Any], dp: int = 1) -> dict[str, Any]:
+    """The settings of the run in `folder` for `dp` data-parallel ranks, which make the same steps as those before.
+
+    ValueError if there is none, if its file is damaged, if `given` contradicts it or if its steps do not divide."""
+    saved = _read_settings(folder)
     for name, value in given.items():
-        if saved.get(name) != value:
+        if saved[name] != value:
             option = name.replace("_", "-")
             raise ValueError(
-                f"--{option} {value}: {folder} was trained with {saved.get(name)}; leave it out or name another --run"
+                f"--{option} {value}: {folder} was trained with {saved[name]}; leave it out or name another --run"
             )
-    return DEFAULTS | saved | {"betas": tuple(saved["betas"])}  # JSON knows no tuples
+    windows = saved.pop("dp") * saved["batch_size"] * saved["accumulate"]
+    del saved["job"]
+    accumulate = accumulate_for(windows, saved["batch_size"], dp)
+    return saved | {"accumulate": accumulate, "betas": tuple(saved["betas"])}  # JSON knows no tuples
+
+
+def run_of_job(runs: Path, name: str | None) -> Path | None:
+    """The newest run that torchrun's job of this name has begun; None if there is none, or the job has no name."""
+    if name is None:
+        return None
+    found = [path for path in runs.glob(f"*/{SETTINGS_FILE}") if _job_in(path) == name]
+    return max(found, key=lambda path: path.stat().st_mtime).parent if found else None
+
+
+def _job_in(path: Path) -> str | None:
+    try:
+        return _read_settings(path.parent)["job"]
+    except ValueError:
+        return None
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    """What `save_settings` wrote. ValueError names what is wrong with it."""
+    path = folder / SETTINGS_FILE
+    if not path.is_file():
+        raise ValueError(f"--resume: {folder} holds no run: name one with --run, or start without --resume")
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _damaged(path, f"it cannot be read, {error}") from error
+    if not isinstance(saved, dict):
+        raise _damaged(path, f"it holds {saved!r:.40}, not settings by name")
+    for name in [*DEFAULTS, "dp", "job"]:
+        if name not in saved:
+            raise _damaged(path, f"it lacks {name!r}")
+    for name, value in saved.items():
+        if name not in DEFAULTS and name not in ("dp", "job"):
+            close = difflib.get_close_matches(name, DEFAULTS, n=1)
+            raise _damaged(path, f"{name!r} is no setting" + (f", perhaps {close[0]!r} is meant" if close else ""))
+        if not _fits(name, value):
+            raise _damaged(path, f"{name} cannot be {value!r:.40}")
+    return saved
+
+
+def _fits(name: str, value: Any) -> bool:
+    """Whether a value has the type of the setting; TrainConfig says whether it is a good one."""
+    if name in ("data", "job", "max_grad_norm", "spike_nats") and value is None:
+        return True
+    if name in ("data", "job"):
+        return isinstance(value, str)
+    if name in ("dp", "batch_size", "accumulate"):  # which the steps of other numbers of ranks are worked out from
+        return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    if name == "betas":
+        return isinstance(value, list) and len(value) == 2 and all(_is_number(each) for each in value)
+    default = DEFAULTS[name]
+    return isinstance(value, type(default)) if isinstance(default, str | bool) else _is_number(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _damaged(path: Path, what: str) -> ValueError:
+    return ValueError(f"{path} is damaged ({what}): restore it, or start another run")
 
 
 def train(group: Group | None, job: TrainingJob) -> dict[str, Any]:
@@ -114,11 +183,13 @@ def train(group: Group | None, job: TrainingJob) -> dict[str, Any]:
     if peak and device.type != "cpu":  # ranks on a CPU share it
         peak *= group.world_size if group else 1
     trainer = Trainer(config, tokens, held_out, device=device, peak_flops=peak, parallel=strategy)
-    intervals = {"save_every": job.save_every, "validate_every": job.validate_every}
+    how = {"save_every": job.save_every, "validate_every": job.validate_every, "lock": not job.is_locked}
     saves = {"keep": job.keep, "save_in_background": job.save_in_background, "tokenizer": Tokenizer.load().fingerprint}
-    done = fit(trainer, job.folder, resume=job.resume, track_memory=job.track_memory, **intervals, **saves)
+    done = fit(trainer, job.folder, resume=job.resume, track_memory=job.track_memory, **how, **saves)
     found = {"run": str(done.folder), "steps_done": done.steps_done, "interrupted": done.interrupted}
     found |= {"losses": done.losses}
+    if trainer.loss_spikes.skipped:
+        found["skipped_windows"] = [list(each) for each in trainer.loss_spikes.skipped]
     if done.peak is not None:
         found["peak_bytes"] = dict(done.peak.items())
     if done.interrupted:

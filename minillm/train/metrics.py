@@ -49,19 +49,32 @@ class Metrics:
 
 
 def read_metrics(folder: Path, missing_ok: bool = False) -> list[dict[str, Any]]:
-    """The rows of a run, in order; a line that a crash cut short is left out. ValueError if there is no run."""
+    """The rows of a run, in order; a line that a crash cut short is left out. ValueError if there is no run, or if the
+    file holds something else."""
     path = folder / FILE
-    if not path.is_file():
+    if not path.exists():
         if missing_ok:
             return []
         raise ValueError(f"{folder} holds no {FILE}: name a run that `python -m minillm train` has made.")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        what = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise _not_metrics(path, what) from error
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for number, line in enumerate(lines, start=1):
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
             continue
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise _not_metrics(path, f"line {number} has no step: {line:.40}")
+        rows.append(row)
     return rows
+
+
+def _not_metrics(path: Path, what: str) -> ValueError:
+    return ValueError(f"{path} does not hold the metrics of a run ({what}): move it away, or name another run.")
 
 
 def _known(row: dict[str, Any], steps_done: int) -> bool:

@@ -2,13 +2,16 @@
 
     runs/NAME/checkpoints/     the last saves; `resume` goes on from the latest with the same bits
     runs/NAME/metrics.jsonl    a line per step and per validation
-    runs/NAME/tensorboard/     the same, when TensorBoard is installed
+    runs/NAME/time.jsonl       where the time went, over all attempts (fault_tolerance/goodput.py)
+    runs/NAME/tensorboard/     the metrics again, when TensorBoard is installed
     runs/NAME/stop             made by anybody: the run saves and ends, as after Ctrl-C
+    runs/NAME/lock             held while the run goes on
 
-Ctrl-C (or a cluster's SIGTERM) lets the step finish, saves and returns; a second one stops at once. With several ranks
-all of them call `fit`: rank 0 writes and shows, and all stop at the same step.
+Ctrl-C (or a cluster's SIGTERM) lets the step finish, saves and returns; a second Ctrl-C stops at once. With several
+ranks all of them call `fit`: rank 0 writes and shows, and all stop at the same step.
 """
 
+import contextlib
 import functools
 import multiprocessing
 import signal
@@ -27,7 +30,11 @@ from tqdm.auto import tqdm
 from minillm.measure.memory_tracker import Bytes, memory
 from minillm.train.checkpoint.reader import has_checkpoint, restore
 from minillm.train.checkpoint.writer import Checkpointer
+from minillm.train.fault_tolerance.elastic import job_id
+from minillm.train.fault_tolerance.goodput import TimeLog
+from minillm.train.fault_tolerance.watch import Watch
 from minillm.train.metrics import Metrics
+from minillm.train.run_folder import locked
 from minillm.train.strategies.single_device import SingleDevice
 from minillm.train.trainer import Step, Trainer
 from minillm.train.validation import Validation
@@ -62,6 +69,7 @@ def fit(
     track_memory: bool = False,
     tensorboard: bool = True,
     progress: bool = True,
+    lock: bool = True,
     on_step: Callable[[Trainer, Step], None] | None = None,
 ) -> RunResult:
     """Trains to the configuration's last step, or to Ctrl-C, and saves.
@@ -69,33 +77,48 @@ def fit(
     resume: go on from the folder's latest checkpoint, of which `keep` stay; tokenizer: its fingerprint, if it is to be
     checked. save_in_background: train on while a checkpoint is written. validation_tokens: how many to validate on on
     the way (all, at the end). track_memory: follow memory by kind through the first step. on_step: called after each.
-    ValueError if the folder holds a run and resume is not set; OSError if the last save fails (one on the way that
-    fails costs a warning: the checkpoint before it still loads).
+    lock: False where the caller holds the folder's lock (`run_folder.locked`).
+    ValueError if the folder holds a run and resume is not set, if another process uses it, or if replicas differ when
+    they are to be saved; OSError if the last save fails (one on the way that fails costs a warning: the checkpoint
+    before it still loads).
     """
     folder = Path(folder)
-    if resume:
-        restore(trainer, folder, tokenizer=tokenizer)
-    elif has_checkpoint(folder):
-        raise ValueError(f"{folder} holds a run already: go on with --resume, or name another --run.")
-    how = {"keep": keep, "background": save_in_background, "tokenizer": tokenizer}
-    saver = Checkpointer(folder, trainer.parallel.group, **how)
-    steps = trainer.config.steps
-    run = RunResult(folder, trainer.steps_done)
-    first = trainer.parallel.is_root
-    bar = _progress_bar(folder, steps, run.steps_done, shown=progress and first)
-    writer = Metrics(folder, run.steps_done, tensorboard) if first else nullcontext()
-    if first:
-        (folder / STOP).unlink(missing_ok=True)
-    with bar, writer as metrics, interrupts() as interrupt, trainer:
+    with contextlib.ExitStack() as stack:
+        if lock:
+            _lock(trainer.parallel, folder, stack)
+        if resume:
+            restore(trainer, folder, tokenizer=tokenizer)
+        elif has_checkpoint(folder):
+            raise ValueError(f"{folder} holds a run already: go on with --resume, or name another --run.")
+        how = {"keep": keep, "background": save_in_background, "tokenizer": tokenizer}
+        saver = Checkpointer(folder, trainer.parallel.group, **how)
+        steps = trainer.config.steps
+        run = RunResult(folder, trainer.steps_done)
+        first = trainer.parallel.is_root
+        if first:
+            metrics = stack.enter_context(Metrics(folder, run.steps_done, tensorboard))
+            is_restart = resume and job_id() is not None
+            spent = stack.enter_context(TimeLog(folder, run.steps_done, is_restart))
+            (folder / STOP).unlink(missing_ok=True)
+        bar = stack.enter_context(_progress_bar(folder, steps, run.steps_done, shown=progress and first))
+        interrupt = stack.enter_context(interrupts())
+        stack.enter_context(trainer)
+        watch = stack.enter_context(Watch(trainer.parallel, folder))
+
+        @contextmanager
+        def timing(event: str) -> Iterator[None]:
+            with watch.long_work(), spent.timing(event, trainer.steps_done) if first else nullcontext():
+                yield
 
         def log(row: dict[str, Any]) -> None:
-            if metrics:
+            if first:
                 metrics.log(row)
 
         vote = _Vote(trainer.parallel, lambda: interrupt.is_set() or (first and (folder / STOP).exists()))
 
         def validate(max_tokens: int | None) -> None:
-            run.validation = trainer.validate(max_tokens)
+            with timing("validate"):
+                run.validation = trainer.validate(max_tokens)
             log({"step": trainer.steps_done, **run.validation.to_json()})
             if max_tokens is not None and first:
                 bar.write(f"step {trainer.steps_done}: validation loss {run.validation.loss:.3f}")
@@ -113,8 +136,10 @@ def fit(
             recent.append(step)
             run.losses.append(step.loss)
             log(step.to_json() | peak)
-            if step.rollback and first:
-                bar.write(f"step {step.step}: {step.rollback}")
+            if first:
+                spent.step(step.step, step.time.total, trainer.steps_done if step.rollback else None)
+            for problem in filter(None, [step.rollback, *watch.after_step(step.time)]):
+                bar.write(f"step {step.step}: {problem}") if first else None
             bar.set_postfix_str(_postfix(recent), refresh=False)
             bar.update(trainer.steps_done - bar.n)
             if on_step:
@@ -124,17 +149,37 @@ def fit(
                 if trainer.held_out is not None and done % validate_every == 0:
                     validate(validation_tokens)  # also if it stops here: the resumed run begins after this step
                 if done % save_every == 0 and not stop:
-                    _save_on_the_way(saver, trainer)
+                    with timing("save"):
+                        watch.check_replicas()
+                        _save_on_the_way(saver, trainer)
         run.steps_done, run.interrupted = trainer.steps_done, trainer.steps_done < steps
         if run.losses:
-            _warn_of_a_failed_save(saver.finish, first)
-            saver.save(trainer)
-            saver.finish()
+            with timing("save"):
+                watch.check_replicas()
+                _warn_of_a_failed_save(saver.finish, first)
+                saver.save(trainer)
+                saver.finish()
         if first:
             (folder / STOP).unlink(missing_ok=True)
         if trainer.held_out is not None and not run.interrupted:
             validate(None)
+        if first:
+            spent.ended_at = run.steps_done
     return run
+
+
+def _lock(parallel: SingleDevice, folder: Path, held: contextlib.ExitStack) -> None:
+    """Rank 0 takes the folder's lock; all ranks learn if it cannot."""
+    problem = None
+    if parallel.is_root:
+        try:
+            held.enter_context(locked(folder))
+        except ValueError as error:
+            problem = str(error)
+    if parallel.group:
+        problem = next(filter(None, parallel.group.gather_objects(problem)), None)
+    if problem:
+        raise ValueError(problem)
 
 
 class _Vote:
@@ -207,7 +252,7 @@ def interrupts(then: Callable[[], None] = lambda: None) -> Iterator[threading.Ev
         return
 
     def handle(number: int, frame: object) -> None:
-        if asked.is_set():
+        if asked.is_set() and number == signal.SIGINT:  # a cluster may send SIGTERM again while the run saves
             raise KeyboardInterrupt
         asked.set()
         then()

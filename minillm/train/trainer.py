@@ -40,6 +40,8 @@ from minillm.train.steptime import StepTime
 from minillm.train.strategies.single_device import Microbatch, SingleDevice
 from minillm.train.validation import Validation, validate
 
+PROGRESS = ("config", "windows_per_step", "step", "loader", "loss_spikes", "scaler")
+
 
 @dataclass(frozen=True)
 class Step:
@@ -47,6 +49,7 @@ class Step:
 
     applied: False if nothing was updated: an overflow that loss scaling expects, or a `rollback` (why, and to where).
     mfu: useful FLOP/s as a share of the measured peak; recomputation is not useful. None without a peak.
+    position: windows of the stream of data before this step; skipped: those that a rollback gives up, from and up to.
     """
 
     step: int
@@ -59,6 +62,8 @@ class Step:
     loss_scale: float
     applied: bool = True
     rollback: str | None = None
+    position: int = 0
+    skipped: tuple[int, int] | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -112,7 +117,7 @@ class Trainer:
     def step(self) -> Step:
         """One update from the next `accumulate` microbatches, or one rollback if they went wrong."""
         number, lr, scale = self.steps_done, learning_rate(self.steps_done, self.config), self.scaler.value
-        start = time.monotonic()
+        start, position, skipped = time.monotonic(), self.loader.position, None
         with ledger() as led:
             loss, tokens = self.backward()
             norm = self.finish_gradients()
@@ -121,17 +126,19 @@ class Trainer:
             overflow = self.scaler.enabled and not finite  # of half precision: expected now and then
             problem = self.loss_spikes.problem(loss, 0.0 if overflow else norm)
             if problem is None:
-                self.loss_spikes.before_update(number)
+                self.loss_spikes.before_update(number, position)
                 self.update(lr, finite)
                 self.steps_done += 1
             else:
                 self.updater.zero_grad()
-                self.steps_done = self.loss_spikes.roll_back(problem)
-                problem = f"{problem}; back to step {self.steps_done}"
+                self.steps_done = self.loss_spikes.roll_back(problem, self.loader.position)
+                skipped = self.loss_spikes.skipped[-1]
+                problem = f"{problem}; back to step {self.steps_done}, without windows {skipped[0]} to {skipped[1] - 1}"
             _ = led.spans  # on a GPU their times are known when it has done the work: the step's second wait
             spent = StepTime.of(led, time.monotonic() - start)
         mfu = self._mfu(tokens, spent.total)
-        return Step(number, loss, norm, lr, round(tokens), spent, mfu, scale, finite and not problem, problem)
+        happened = (finite and not problem, problem, position, skipped)
+        return Step(number, loss, norm, lr, round(tokens), spent, mfu, scale, *happened)
 
     def backward(self) -> tuple[Tensor, Tensor]:
         """Gradients of the mean loss over all tokens of the step; returns that loss and the number of tokens, both
@@ -180,22 +187,32 @@ class Trainer:
         """How far the run is, as JSON has it: all that the next step depends on but tensors and generators."""
         return {
             "config": self.config.to_json(),
+            "windows_per_step": self.windows_per_step,
             "step": self.steps_done,
             "loader": self.loader.state_dict(),
-            "recent_losses": self.loss_spikes.state_dict(),
+            "loss_spikes": self.loss_spikes.state_dict(),
             "scaler": self.scaler.state_dict(),
         }
 
     def check(self, progress: dict[str, Any]) -> None:
-        """ValueError if it is that of another configuration."""
-        if difference := TrainConfig.from_json(progress["config"]).difference(self.config):
+        """ValueError if it is that of another configuration, if steps differ, or if something is missing."""
+        if missing := [name for name in PROGRESS if name not in progress]:
+            raise ValueError(f"the checkpoint lacks {', '.join(missing)}: restore it, or start another run.")
+        config = progress["config"] | {"accumulate": self.config.accumulate}  # follows from the number of ranks
+        if difference := TrainConfig.from_json(config).difference(self.config):
             raise ValueError(f"the checkpoint was trained with {difference}: use the same settings or another run.")
+        if (windows := progress["windows_per_step"]) != self.windows_per_step:
+            raise ValueError(
+                f"the checkpoint's steps have {windows} windows, these {self.windows_per_step}: choose ranks, "
+                f"batch_size and accumulate that make {windows}."
+            )
 
     def resume_at(self, progress: dict[str, Any]) -> None:
-        """The inverse of `progress`. ValueError, and nothing has changed, for another configuration or other data."""
+        """The inverse of `progress`, on any number of ranks that share a step's windows as evenly. ValueError, and
+        nothing has changed, for another configuration or other data."""
         self.check(progress)
         self.loader.load_state_dict(progress["loader"])
-        self.loss_spikes.load_state_dict(progress["recent_losses"])
+        self.loss_spikes.load_state_dict(progress["loss_spikes"])
         self.scaler.load_state_dict(progress["scaler"])
         self.steps_done = progress["step"]
 
@@ -207,8 +224,12 @@ class Trainer:
         """Goes on where `state` was taken. ValueError if that was with another configuration or other data."""
         self.resume_at(state)
         self._unlearn(state)
-        if "generators" in state:
-            restore_generators(state["generators"], self.device)
+        restore_generators(state["generators"], self.device)
+
+    @property
+    def windows_per_step(self) -> int:
+        """Of all ranks: what a step is, however many compute it."""
+        return self.config.accumulate * self.config.batch_size * self.parallel.world_size
 
     def close(self) -> None:
         """Ends the loader's threads."""

@@ -21,6 +21,10 @@ def test_plot_writes_both_pictures(tmp_path, capsys):
     assert run(["plot", "first", "--runs", str(tmp_path / "runs")]) == 0
     assert capsys.readouterr().out.split() == [str(folder / "loss.png"), str(folder / "step_time.png")]
     assert all((folder / name).read_bytes()[:4] == PNG for name in ("loss.png", "step_time.png"))
+    begin = {"event": "begin", "step": 0, "at": 10.0, "seconds": 0.0}
+    (folder / "time.jsonl").write_text(f"{json.dumps(begin)}\n{json.dumps(begin | {'event': 'step', 'at': 12.0})}\n")
+    assert run(["plot", "first", "--runs", str(tmp_path / "runs")]) == 0
+    assert capsys.readouterr().out.split()[2] == str(folder / "goodput.png")
     axes = loss_figure(rows, "first").axes[0]
     assert list(axes.lines[0].get_ydata()) == [5.0, 2.5, 5 / 3, 0.5, 1.0, 5 / 6]  # step 3 as it was made last
     assert list(axes.lines[2].get_xdata()) == [4]

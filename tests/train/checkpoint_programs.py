@@ -12,7 +12,7 @@ import torch
 from minillm.data import Tokens
 from minillm.model import ModelConfig
 from minillm.train import SingleDevice, TrainConfig, Trainer
-from minillm.train.checkpoint import writer
+from minillm.train.checkpoint import shares
 from minillm.train.checkpoint.manifest import committed
 from minillm.train.checkpoint.reader import has_checkpoint, restore
 from minillm.train.checkpoint.state import held, optimizer_numbers
@@ -21,6 +21,7 @@ from minillm.train.parallel_config import ParallelConfig
 from minillm.train.strategies.sharded import make_strategy
 
 MODEL = ModelConfig(53, 16, 30, 4, 4, 2, max_seq_len=16, tie_embeddings=True, qk_norm=True)  # sizes do not divide
+WINDOWS = 12  # of a step, on any number of ranks up to 4
 LAYOUTS = [
     ParallelConfig(dp=2, tp=2, zero=3),
     ParallelConfig(dp=3, zero=1),
@@ -51,10 +52,10 @@ def trainer(parallel=None, precision="fp32", **options) -> Trainer:
 def through_all(group, folder: Path, layouts, precision):
     """From one process to each layout, and from each to all: (from, to, names that differ, read / held, file bytes)."""
     torch.set_num_threads(1)
-    writer.SPLIT_FROM = 16  # so that replicas share the writing of this model's tensors too
+    shares.SPLIT_FROM = 16  # so that replicas share the writing of this model's tensors too
     groups = {n: group.subgroup(list(range(n)), f"first {n}") for n in range(1, group.world_size)}
     groups[group.world_size] = group
-    alone = trainer(SingleDevice(), precision)
+    alone = trainer(SingleDevice(), precision, batch_size=1, accumulate=WINDOWS)
     for _ in range(2):
         alone.step()
     whole, numbers = {name: part.clone() for name, (part, _) in held(alone).items()}, optimizer_numbers(alone)
@@ -64,7 +65,8 @@ def through_all(group, folder: Path, layouts, precision):
     trainers = {}
     for index, layout in enumerate(layouts):
         if group.rank < layout.world_size:
-            trainers[index] = trainer(make_strategy(groups[layout.world_size], layout), precision)
+            strategy = make_strategy(groups[layout.world_size], layout)
+            trainers[index] = trainer(strategy, precision, batch_size=1, accumulate=WINDOWS // layout.dp)
             restore(trainers[index], folder / "start")
             saver = Checkpointer(folder / str(index), groups[layout.world_size], background=index % 2 == 0)
             saver.save(trainers[index])
@@ -79,7 +81,7 @@ def through_all(group, folder: Path, layouts, precision):
             mine = optimizer_numbers(ours)
             wrong += [name for name, counted in mine["counted"].items() if counted != numbers["counted"][name]]
             wrong += ["groups"] if _settings(mine) != _settings(numbers) else []
-            wrong += ["steps"] if (ours.steps_done, ours.loader.position) != (2, 8) else []
+            wrong += ["steps"] if (ours.steps_done, ours.loader.position) != (2, 2 * WINDOWS) else []
             found.append((source, target, wrong, done.bytes_read, done.bytes_held, len(held(ours))))
         group.barrier()
     return found
@@ -97,6 +99,13 @@ def _spoil(ours: Trainer) -> None:
 
 
 LONG = 4000  # steps, more than any attempt takes
+
+
+def losses(group, layout, steps: int) -> list[str]:
+    """Of a run that nobody kills, bit by bit."""
+    torch.set_num_threads(1)
+    ours = trainer(make_strategy(group, layout) if group else None, steps=LONG)
+    return [ours.step().loss.hex() for _ in range(steps)]
 
 
 def train_and_save(group, strategy, folder: Path, background: bool) -> None:

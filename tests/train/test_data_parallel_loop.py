@@ -28,6 +28,8 @@ def trainer(batches, accumulate, parallel=None, **options):
 
 
 class Given:
+    position = 0
+
     def __init__(self, batches):
         self.batches = iter(batches)
 

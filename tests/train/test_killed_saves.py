@@ -23,15 +23,8 @@ def losses(folder) -> list[tuple[int, str]]:
     return [(int(step), loss) for step, loss in (line.split() for line in lines)]
 
 
-def all_as_uninterrupted(found, **options) -> bool:
-    """Whether every loss of every attempt has the bits of a run that nobody killed."""
-    ours = programs.trainer(steps=programs.LONG, **options)
-    expected = [ours.step().loss.hex() for _ in range(max(step for step, _ in found) + 1)]
-    return all(loss == expected[step] for step, loss in found)
-
-
-def check_killed(folder, kills, attempt, **options):
-    """attempt(number): starts the run or goes on with it, and kills it."""
+def check_killed(folder, kills, attempt, uninterrupted):
+    """attempt(number): starts the run or goes on with it, and kills it; uninterrupted(steps): losses without kills."""
     before = -1
     for number in range(kills):
         attempt(number)
@@ -39,7 +32,9 @@ def check_killed(folder, kills, attempt, **options):
             read_whole(saved[-1])
             assert step_of(saved[-1]) >= before, "a kill has lost a checkpoint"
             before = step_of(saved[-1])
-    assert before > 0 and all_as_uninterrupted(losses(folder), **options)
+    found = losses(folder)
+    expected = uninterrupted(max(step for step, _ in found) + 1)
+    assert before > 0 and all(loss == expected[step] for step, loss in found)
 
 
 @pytest.mark.parametrize("kills", [6, pytest.param(40, marks=pytest.mark.slow)])
@@ -60,7 +55,7 @@ def test_one_process(kills, tmp_path):
         process.kill()
         process.join()
 
-    check_killed(tmp_path, kills, attempt)
+    check_killed(tmp_path, kills, attempt, lambda steps: programs.losses(None, None, steps))
     torch.set_num_threads(before)
 
 
@@ -75,4 +70,4 @@ def test_ranks_and_whole_jobs(layout, tmp_path):
         with pytest.raises(RankError):
             launch(programs.train_until_killed, 2, tmp_path, layout, number % 2 == 1, victims, after_s, timeout=60)
 
-    check_killed(tmp_path, 10, attempt)
+    check_killed(tmp_path, 10, attempt, lambda steps: launch(programs.losses, 2, layout, steps)[0])

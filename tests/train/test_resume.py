@@ -20,7 +20,7 @@ from minillm.__main__ import run as run_command
 from minillm.data import Tokens
 from minillm.model import ModelConfig
 from minillm.train import TrainConfig, Trainer, fit
-from minillm.train.checkpoint import single_file, writer
+from minillm.train.checkpoint import writer
 from minillm.train.checkpoint.manifest import committed, step_of
 from minillm.train.checkpoint.reader import restore
 from minillm.train.checkpoint.writer import Checkpointer
@@ -203,17 +203,6 @@ def test_killed_before_it_counts(instant, tmp_path, monkeypatch):
     assert sorted(path.name for path in saver.folder.iterdir()) == ["save-0001-step-0", "save-0002-step-1"]
 
 
-def test_one_file_of_an_earlier_version(tmp_path):
-    run, again = trainer(workers=0), trainer(workers=0)
-    run.step()
-    state = {key: value for key, value in run.state_dict().items() if key != "generators"}
-    torch.save({"format": single_file.FORMAT, "generators": {}, **state}, tmp_path / single_file.FILE)
-    assert restore(again, tmp_path).step == 1 and again.step().loss == run.step().loss
-    (tmp_path / single_file.FILE).write_bytes((tmp_path / single_file.FILE).read_bytes()[:5000])
-    with pytest.raises(ValueError, match=r"checkpoint\.pt is damaged or of another version: start another run\."):
-        fit(trainer(), tmp_path, resume=True)
-
-
 def test_wrong_folders_are_refused(tmp_path):
     with pytest.raises(ValueError, match="holds no checkpoint"):
         fit(trainer(), tmp_path, resume=True)
@@ -228,6 +217,12 @@ def test_wrong_folders_are_refused(tmp_path):
         fit(Trainer(other, text()), tmp_path, resume=True)
     with pytest.raises(ValueError, match="cannot resume: saved with samples"):
         fit(trainer(data=text(1000)), tmp_path, resume=True)
+    (tmp_path / "earlier").mkdir()
+    (tmp_path / "earlier/checkpoint.pt").touch()
+    with pytest.raises(ValueError, match=r"checkpoint\.pt is of an earlier version, which this one does not read"):
+        fit(trainer(), tmp_path / "earlier", resume=True)
+    with pytest.raises(ValueError, match="holds a run already"):
+        fit(trainer(), tmp_path / "earlier")
     saver = Checkpointer(tmp_path, tokenizer="one")
     saver.save(trainer())
     with pytest.raises(ValueError, match="was trained with another tokenizer: use the same or another run"):

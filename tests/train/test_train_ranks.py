@@ -39,8 +39,8 @@ def test_every_stage_loses_like_one_process_and_resumes_on_other_ranks(home, cap
 
 
 @pytest.mark.slow
-def test_a_run_is_asked_to_stop_and_goes_on_with_another_number_of_ranks(home):
-    long = [*COMMON[:-1], "4000", "--batch-size", "2", "--save-every", "5000"]
+def test_a_run_is_asked_to_stop_and_goes_on_with_another_number_of_ranks(home, capsys):
+    long = [*COMMON[:-1], "4000", "--batch-size", "1", "--accumulate", "3", "--save-every", "5000"]
     folder = home / "runs/stopped"
 
     def ask_after(step):
@@ -64,6 +64,13 @@ def test_a_run_is_asked_to_stop_and_goes_on_with_another_number_of_ranks(home):
     second = stopped(first + 1, "train", "--resume")  # one process takes over
     assert first + 1 < second < 4000
     assert stopped(second, "train", "--resume", "--dp", "3", "--zero", "2") > second
+    assert run(["train", "--resume", "--dp", "4", "--run", "stopped"]) == 2
+    refused = (
+        "the 6 windows of a step do not divide over 4 data-parallel ranks with --batch-size 1: go on with 1, 2, 3, 6"
+    )
+    assert refused in capsys.readouterr().err
+    rows = [row for row in read_metrics(folder) if "loss" in row]
+    assert [row["position"] for row in rows] == [6 * step for step in range(len(rows))]  # none twice, none skipped
 
 
 @pytest.mark.slow

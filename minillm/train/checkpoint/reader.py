@@ -22,13 +22,13 @@ from torch import Tensor
 
 from minillm.parallel.placement import Placement
 from minillm.parallel.runs import Runs, runs_of, shared
-from minillm.train.checkpoint import single_file
 from minillm.train.checkpoint.checksum import pieces_sum
 from minillm.train.checkpoint.generators import restore_generators
 from minillm.train.checkpoint.manifest import Damaged, Manifest, SavedPart, committed, file_of, step_of
 from minillm.train.checkpoint.state import put, wanted
 from minillm.train.trainer import Trainer
 
+EARLIER = "checkpoint.pt"  # a run's only checkpoint in earlier versions
 PartKey = tuple[str, int]  # a tensor's name, which of its saved parts
 Piece = tuple[int, int, int]  # of a saved part: bytes, bytes after it, CRC-32
 
@@ -51,10 +51,6 @@ def restore(trainer: Trainer, run: Path, *, tokenizer: str | None = None) -> Res
     complete), or it is of another model, other settings, data, or another tokenizer than this fingerprint.
     """
     group = trainer.parallel.group
-    if not committed(run) and (run / single_file.FILE).is_file():
-        trainer.load_state_dict(single_file.load(run))
-        nbytes = (run / single_file.FILE).stat().st_size
-        return Restored(run / single_file.FILE, trainer.steps_done, nbytes, nbytes)
     folder = _agreed(trainer, _latest(run))
     parts, files, problem = {}, Files(folder), None
     try:
@@ -96,12 +92,12 @@ def read_whole(folder: Path) -> tuple[Manifest, dict[str, Tensor]]:
 
 def has_checkpoint(run: Path) -> bool:
     """Whether there is a run to go on with in this folder."""
-    return bool(committed(run)) or (run / single_file.FILE).is_file()
+    return bool(committed(run)) or (run / EARLIER).is_file()
 
 
 def saved_at(run: Path) -> float:
     """When its latest checkpoint was written, in seconds since 1970."""
-    return (committed(run) or [run / single_file.FILE])[-1].stat().st_mtime
+    return (committed(run) or [run / EARLIER])[-1].stat().st_mtime
 
 
 class Files:
@@ -187,6 +183,8 @@ def _wrong(folder: Path, manifest: Manifest, told: list[Mapping[PartKey, tuple[i
 
 def _latest(run: Path) -> Path | ValueError:
     found = committed(run)
+    if not found and (run / EARLIER).is_file():
+        return ValueError(f"{run / EARLIER} is of an earlier version, which this one does not read: start another run.")
     if not found:
         return ValueError(f"{run} holds no checkpoint: name a run that was saved, or start it without --resume.")
     return found[-1]

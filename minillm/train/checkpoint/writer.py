@@ -1,12 +1,12 @@
-"""Who writes what, and the moment from which it counts.
+"""A save, and the moment from which it counts.
 
     every rank     copy its parts ── training goes on ──▶
     in a thread    └─ write rank-0001.bin, fsync, leave a note of offsets and checksums
     rank 0's thread   └─ all notes there? manifest, fsync, rename the folder ── now it is a checkpoint ── drop old ones
 
 Until the rename the folder has a name that no reader looks at, so a process killed at any instant leaves the checkpoint
-before it. A part that k ranks hold is written by each of them to 1/k. The threads speak by files alone: collectives
-belong to the thread that trains. In the foreground the same steps run at once and nothing is copied on a CPU.
+before it. The threads speak by files alone: collectives belong to the thread that trains. In the foreground the same
+steps run at once, and on a CPU nothing is copied.
 """
 
 import contextlib
@@ -22,11 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from minillm.comm import Group
-from minillm.parallel.placement import FlatShard, Partial, Placement, Replicate
-from minillm.parallel.runs import Runs, runs_of
 from minillm.train.checkpoint.generators import generator_states
 from minillm.train.checkpoint.manifest import (
     FILE,
@@ -39,53 +36,22 @@ from minillm.train.checkpoint.manifest import (
     name_of,
     number_of,
 )
-from minillm.train.checkpoint.state import Held, held, optimizer_numbers
+from minillm.train.checkpoint.shares import Catalogue, Piece, Share, catalogue_of, shares_of
+from minillm.train.checkpoint.state import held, optimizer_numbers
 from minillm.train.trainer import Trainer
 
-SPLIT_FROM = 1 << 14  # elements; parts below it are written by one of their holders, in turn
 POLL_S = 0.002
-
-Owned = tuple[str, Placement]  # of a tensor's name: which part of it
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What one rank writes of a tensor: content: [elements] on the CPU, the runs of `placement` one after the other."""
-
-    name: str
-    placement: Placement
-    content: Tensor
-
-
-@dataclass(frozen=True)
-class Share:
-    """What this rank writes of a tensor, whatever its numbers. cut: of the part that it holds, None for all of it;
-    runs: of `placement`, None where it has no padding to leave out."""
-
-    name: str
-    placement: Placement
-    cut: FlatShard | None
-    runs: Runs | None
-
-    def of(self, state: Held) -> Piece:
-        flat = state[self.name][0].reshape(-1)
-        flat = self.cut.cut(flat) if self.cut else flat
-        if self.runs:
-            at = zip(self.runs.part.tolist(), self.runs.length.tolist(), strict=True)
-            flat = torch.cat([flat[start : start + length] for start, length in at])
-        return Piece(self.name, self.placement, flat)
 
 
 @dataclass(frozen=True)
 class SaveStats:
     """Of this rank's last save. stall_s: for how long training waited, of which copy_s for copying to host memory and
-    wait_s for the save before; write_s: until everything of this rank was on the disk."""
+    wait_s for the save before."""
 
     nbytes: int
     stall_s: float
     copy_s: float
     wait_s: float
-    write_s: float = 0.0
 
 
 class Checkpointer:
@@ -117,7 +83,7 @@ class Checkpointer:
         self.stats = SaveStats(0, 0.0, 0.0, 0.0)
         self._thread: threading.Thread | None = None
         self._error: str | None = None
-        self._catalogue: list[tuple[Owned, bool]] = []
+        self._catalogue: Catalogue = []
         self._plan: list[Share] = []
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
@@ -128,14 +94,14 @@ class Checkpointer:
         self.finish()
         waited = time.perf_counter() - start
         state = held(trainer)
-        catalogue = [((name, _bare(at)), at.is_counted) for name, (_, at) in state.items()]
+        catalogue = catalogue_of(state)
         told = self._everyone((catalogue != self._catalogue, *self._open(trainer.steps_done)))
         if problem := next((problem for *_, problem in told if problem), None):
             raise self._refusal(problem)
         draft = told[0][1]
         if any(is_new for is_new, *_ in told):
             self._catalogue = catalogue
-            self._plan = self._shares()
+            self._plan = shares_of(self._everyone(catalogue), self.rank)
         pieces, copying = [share.of(state) for share in self._plan], time.perf_counter()
         if self.background or trainer.device.type != "cpu":
             pieces = self._copied(pieces, trainer.device)
@@ -150,8 +116,7 @@ class Checkpointer:
         self._thread.start()
         if not self.background:
             self.finish()
-        write_s = self.stats.write_s if not self.background else 0.0
-        self.stats = SaveStats(nbytes, time.perf_counter() - start, copied - copying, waited, write_s)
+        self.stats = SaveStats(nbytes, time.perf_counter() - start, copied - copying, waited)
 
     def finish(self) -> None:
         """Waits for the save that is under way, if there is one. Every rank calls it; OSError on all if it failed."""
@@ -171,7 +136,7 @@ class Checkpointer:
             return None, None
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for leftover in self.folder.glob(".*"):
+            for leftover in self.folder.glob(".save-*"):
                 shutil.rmtree(leftover)
             number = max(map(number_of, committed(self.run)), default=0) + 1
             draft = self.folder / f".{name_of(number, step)}"
@@ -179,26 +144,6 @@ class Checkpointer:
             return draft, None
         except OSError as error:
             return None, str(error)
-
-    def _shares(self) -> list[Share]:
-        """What of all that this rank holds is its to write."""
-        catalogues = self._everyone(self._catalogue)
-        found, turn = [], 0
-        for (name, placement), ranks in _holders(catalogues).items():
-            turn += len(ranks) > 1
-            cut, numel = None, placement.part_shape.numel()
-            if len(ranks) > 1 and numel >= SPLIT_FROM:
-                if self.rank in ranks:
-                    index = ranks.index(self.rank)
-                    cut = FlatShard(numel * index // len(ranks), numel * (index + 1) // len(ranks))
-                    placement = placement.within(cut)
-            elif ranks[turn % len(ranks)] != self.rank:
-                continue
-            runs = runs_of(placement)
-            if self.rank in ranks and runs.numel:
-                is_padded = runs.numel < placement.part_shape.numel()
-                found.append(Share(name, placement, cut, runs if is_padded else None))
-        return found
 
     def _copied(self, pieces: Sequence[Piece], device: torch.device) -> list[Piece]:
         """The same in host memory that stays for the next save, page-locked where a GPU copies into it."""
@@ -218,7 +163,6 @@ class Checkpointer:
     # In the thread: this rank's file and note, and on rank 0 all that makes a checkpoint of them.
 
     def _write(self, draft: Path, pieces: Sequence[Piece], about: dict[str, Any]) -> None:
-        start = time.perf_counter()
         try:
             note = {"parts": self._write_parts(draft, pieces), **about}
         except Exception as error:  # a thread has nobody to raise it to
@@ -232,7 +176,6 @@ class Checkpointer:
             except Exception as error:
                 self._error = str(error)
                 shutil.rmtree(draft, ignore_errors=True)
-        self.stats = replace(self.stats, write_s=time.perf_counter() - start)
 
     def _write_parts(self, draft: Path, pieces: Sequence[Piece]) -> list[list[Any]]:
         """Name, dtype and `SavedPart` of each, as a manifest has them."""
@@ -300,24 +243,6 @@ class Checkpointer:
 
     def _everyone(self, value: Any) -> list[Any]:
         return self.group.gather_objects(value) if self.group else [value]
-
-
-def _holders(catalogues: Sequence[Sequence[tuple[Owned, bool]]]) -> dict[Owned, list[int]]:
-    """By part, the ranks that have it. Where copies of a tensor are cut in different ways, only the parts of the copy
-    that counts: the ends of a pipeline shard a tied embedding each for itself."""
-    counted = {owned for theirs in catalogues for owned, is_counted in theirs if is_counted}
-    found: dict[Owned, list[int]] = {}
-    for rank, theirs in enumerate(catalogues):
-        for owned, _ in theirs:
-            if owned in counted:
-                found.setdefault(owned, []).append(rank)
-    return found
-
-
-def _bare(placement: Placement) -> Placement:
-    """Equal for ranks that hold the same numbers: without copies."""
-    parts = [part.of if isinstance(part, Partial) else part for part in placement.parts]
-    return Placement(placement.shape, tuple(replace(p, copy=0) for p in parts if not isinstance(p, Replicate)))
 
 
 def _note(draft: Path, rank: int) -> Path:

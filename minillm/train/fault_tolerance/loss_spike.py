@@ -28,6 +28,7 @@ class LossSpikeGuard:
 
     spike_nats: a loss so far above the median of the recent ones is bad; None: no snapshots, nothing is rolled back.
     every: steps between snapshots. patience: how many rollbacks in a row, without a snapshot between them, are tried.
+    skipped: the windows of the stream, from and up to, whose updates were undone; they are not trained on again.
     """
 
     def __init__(
@@ -43,7 +44,9 @@ class LossSpikeGuard:
         self.spike_nats, self.every, self.patience = spike_nats, every, patience
         self.recent: deque[float] = deque(maxlen=RECENT)
         self.failures = 0
+        self.skipped: list[tuple[int, int]] = []
         self._snapshot: tuple[int, Any, list[float]] | None = None
+        self._position = 0  # of the stream, where the snapshot's step began
 
     def problem(self, loss: float, grad_norm: float) -> str | None:
         """What is wrong with a step that has not been applied yet, or None; a good loss is remembered."""
@@ -58,16 +61,17 @@ class LossSpikeGuard:
         self.recent.append(loss)
         return None
 
-    def before_update(self, step: int) -> None:
-        """After a good loss, before its update: takes a snapshot if one is due."""
+    def before_update(self, step: int, position: int = 0) -> None:
+        """After a good loss, before its update: takes a snapshot if one is due. position: windows before this step."""
         if self.spike_nats is None:
             return
         if self._snapshot is None or step - self._snapshot[0] >= self.every:
             self._snapshot = (step, _host_copy(self.capture()), list(self.recent)[:-1])
-            self.failures = 0
+            self._position, self.failures = position, 0
 
-    def roll_back(self, reason: str) -> int:
-        """Restores the snapshot and returns its step. ValueError without one, or when that has been tried too often."""
+    def roll_back(self, reason: str, position: int = 0) -> int:
+        """Restores the snapshot and returns its step. ValueError without one, or when that has been tried too often.
+        position: windows up to the end of the bad step; those since the snapshot join `skipped`."""
         if self.spike_nats is None:
             raise ValueError(
                 f"{reason}, and rolling back is off (spike_nats None): lower --lr and go on from the last checkpoint."
@@ -83,13 +87,17 @@ class LossSpikeGuard:
             )
         self.restore(_host_copy(state))  # loading may keep the tensors it is given
         self.recent = deque(recent, maxlen=RECENT)
+        if self.skipped and self.skipped[-1][0] == self._position:
+            self.skipped.pop()  # of the rollback before, to the same snapshot
+        self.skipped.append((self._position, position))
         return step
 
-    def state_dict(self) -> list[float]:
-        return list(self.recent)
+    def state_dict(self) -> dict[str, Any]:
+        return {"recent": list(self.recent), "skipped": [list(each) for each in self.skipped]}
 
-    def load_state_dict(self, recent: list[float]) -> None:
-        self.recent = deque(recent, maxlen=RECENT)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.recent = deque(state["recent"], maxlen=RECENT)
+        self.skipped = [(begin, end) for begin, end in state["skipped"]]
 
 
 def _host_copy(state: Any) -> Any:

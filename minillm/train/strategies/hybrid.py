@@ -248,6 +248,11 @@ class Hybrid(SingleDevice):
         replica = Replicate(copy=self.replicas.rank)
         return {name: placement.within(replica) for name, placement in self.placements.items()}
 
+    def replicated_weights(self) -> tuple[Iterable[tuple[str, Tensor]], Group | None]:
+        if self.layout.zero == 3:
+            return self.module.named_parameters(), self.replicate_group
+        return self.model.named_parameters(), self.replicas
+
     def full_state_dict(self) -> dict[str, Any]:
         return self.weights()
 

@@ -151,6 +151,10 @@ class SingleDevice:
         here = Replicate(self.group.rank if self.group else 0)
         return {name: (p.detach(), Placement(p.shape, (here,))) for name, p in self.model.named_parameters()}
 
+    def replicated_weights(self) -> tuple[Iterable[tuple[str, Tensor]], Group | None]:
+        """This rank's weights by name, and the ranks that must hold the same bits of them; None: there are none."""
+        return self.model.named_parameters(), self.group
+
     def full_state_dict(self) -> dict[str, Any]:
         """Weights and buffers as one process would have them, on every rank; all ranks call it."""
         return self.model.state_dict()

@@ -1,0 +1,47 @@
+"""A run whose number of ranks changes: the same windows of text in the same steps, whoever computes them.
+
+    windows of a step = data-parallel ranks · batch_size · accumulate        constant, so accumulate changes
+
+    4 ranks · 2 · 3  ->  one is lost  ->  3 ranks · 2 · 4  ->  it comes back  ->  4 ranks · 2 · 3
+
+A step takes the next windows of one stream that knows nothing of ranks (data/sampler.py), so with their number constant
+no window is repeated or skipped, and learning rate and loss mean the same as before. torchrun's elastic agent restarts
+the processes (`--nnodes MIN:MAX --max-restarts N`); each finds the run that its job has begun and goes on.
+"""
+
+import os
+
+NO_ID = ("", "none")  # what torchrun says where a job was given no name
+
+
+def accumulate_for(windows: int, batch_size: int, dp: int) -> int:
+    """Microbatches of each of `dp` ranks for a step of `windows`. ValueError if that is no whole number."""
+    accumulate, rest = divmod(windows, dp * batch_size)
+    if rest or accumulate == 0:
+        possible = ", ".join(map(str, possible_ranks(windows, batch_size)))
+        raise ValueError(
+            f"the {windows} windows of a step do not divide over {dp} data-parallel ranks with --batch-size "
+            f"{batch_size}: go on with {possible} of them"
+        )
+    return accumulate
+
+
+def possible_ranks(windows: int, batch_size: int) -> list[int]:
+    """The numbers of data-parallel ranks that a run can go on with."""
+    most = windows // batch_size
+    return [dp for dp in range(1, most + 1) if windows % (dp * batch_size) == 0]
+
+
+def job_id() -> str | None:
+    """The name of torchrun's job (--rdzv-id), which outlives restarts; None outside or where it has none."""
+    found = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return None if found in NO_ID else found
+
+
+def was_restarted() -> bool:
+    """Whether torchrun has started these ranks again after a failure. A changed number of nodes is not counted."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
+
+
+def may_restart() -> bool:
+    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") not in ("", "0")

@@ -1,0 +1,149 @@
+"""Where the hours of a run went, over all of its attempts: useful, saving, lost, restarting, other.
+
+    attempt 1  step step step SAVE step step ✗            the two steps after the save are lost
+               └── useful ──┘      └─ lost ──┘ restarting
+    attempt 2                                 └─ begin … load … step step step SAVE end
+
+    runs/NAME/time.jsonl   a line per event; a resumed run adds to it and never takes a line away
+
+A step is useful if no later attempt or rollback made it again. Restarting runs from the last sign of life of an attempt
+to the first step of the next. The time between an end that somebody asked for and the next start is not counted.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+FILE = "time.jsonl"
+PARTS = ("useful", "saving", "lost", "restarting", "other")
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Seconds by what they went to, and attempts begun. other: validation, and the start of the first attempt."""
+
+    useful: float = 0.0
+    saving: float = 0.0
+    lost: float = 0.0
+    restarting: float = 0.0
+    other: float = 0.0
+    attempts: int = 0
+
+    @property
+    def total(self) -> float:
+        return sum(getattr(self, part) for part in PARTS)
+
+    @property
+    def share(self) -> float:
+        """The goodput: useful seconds of all; 0 before there are any."""
+        return self.useful / self.total if self.total else 0.0
+
+    def to_json(self) -> dict[str, float]:
+        return asdict(self) | {"goodput": self.share}
+
+    def __str__(self) -> str:
+        if not self.total:
+            return "no time spent yet"
+        parts = ", ".join(f"{part} {getattr(self, part) / self.total:.1%}" for part in PARTS if getattr(self, part))
+        return f"{self.total:.0f} s in {self.attempts} attempts: {parts}"
+
+
+class TimeLog:
+    """Notes what this attempt does, from `steps_done` on.
+
+    is_restart: torchrun started it again, so that the time since the attempt before was lost to it, however that ended.
+    clock: seconds since the epoch, comparable across attempts.
+    """
+
+    def __init__(
+        self, folder: Path, steps_done: int, is_restart: bool = False, clock: Callable[[], float] = time.time
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.ended_at: int | None = None  # the step at which the attempt was done, or ended because it was asked to
+        self._clock, self._file = clock, (folder / FILE).open("a", encoding="utf-8")
+        if self._file.tell():
+            self._file.write("\n")  # after a line that a crash has cut short
+        self._note("begin", steps_done, **({"restart": True} if is_restart else {}))
+
+    def step(self, step: int, seconds: float, back_to: int | None = None) -> None:
+        """A step that took `seconds`; back_to: where a rollback has gone."""
+        self._note("step", step, seconds, **({} if back_to is None else {"back_to": back_to}))
+
+    @contextmanager
+    def timing(self, event: str, step: int) -> Iterator[None]:
+        """Around a "save" or a "validate"."""
+        begin = self._clock()
+        yield
+        self._note(event, step, self._clock() - begin)
+
+    def __enter__(self) -> "TimeLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.ended_at is not None:
+            self._note("end", self.ended_at)
+        self._file.close()
+
+    def _note(self, event: str, step: int, seconds: float = 0.0, **more: Any) -> None:
+        row = {"event": event, "step": step, "at": round(self._clock(), 4), "seconds": round(seconds, 6)}
+        self._file.write(json.dumps(row | more) + "\n")
+        self._file.flush()
+
+
+def read_goodput(folder: Path) -> Goodput | None:
+    """Of the run in `folder`; None if it has noted nothing. ValueError if the file holds something else."""
+    path = folder / FILE
+    if not path.exists():
+        return None
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): move it away.") from error
+    return goodput(_rows(lines, path))
+
+
+def goodput(rows: Iterable[dict[str, Any]]) -> Goodput:
+    """Adds up the events of `TimeLog`, in order."""
+    kept: dict[int, float] = {}  # seconds of the steps that count so far
+    spent = dict.fromkeys(PARTS, 0.0)
+    attempts, last, was_ended, gap_is = 0, None, True, "other"
+    for row in rows:
+        event, step, at, seconds = row["event"], row["step"], row["at"], row["seconds"]
+        if event == "begin":
+            attempts += 1
+            _lose(kept, step, spent)
+            counts = last is not None and (not was_ended or "restart" in row)
+            gap_is, was_ended = ("restarting" if counts else "other"), False
+            last = last if counts else at
+            continue
+        spent[gap_is] += max(0.0, at - seconds - last)
+        gap_is, last, was_ended = "other", at, event == "end"
+        if event == "step":
+            kept[step] = seconds
+            _lose(kept, row.get("back_to", math.inf), spent)
+        else:
+            spent["saving" if event == "save" else "other"] += seconds
+    return Goodput(**spent | {"useful": sum(kept.values())}, attempts=attempts)
+
+
+def _lose(kept: dict[int, float], step: float, spent: dict[str, float]) -> None:
+    """The steps from `step` on will be made again."""
+    for number in [each for each in kept if each >= step]:
+        spent["lost"] += kept.pop(number)
+
+
+def _rows(lines: Iterable[str], path: Path) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # cut short by a crash
+        numbers = [row.get(name) for name in ("step", "at", "seconds")] if isinstance(row, dict) else [None]
+        if not all(isinstance(each, int | float) for each in numbers) or "event" not in row:
+            raise ValueError(f"{path} does not hold the times of a run (line {number}: {line:.40}): move it away.")
+        yield row

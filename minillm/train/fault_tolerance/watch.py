@@ -1,0 +1,94 @@
+"""What ranks tell each other about their health while a run goes on: one object for the loop to call.
+
+after every step     own work of the step is noted; every few steps all exchange it: who is slow?
+before every save    hashes of the weights: does a replica differ? A checkpoint never holds corrupted weights.
+all the time         heartbeats, in a thread
+"""
+
+import contextlib
+import faulthandler
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from minillm.train.fault_tolerance.elastic import may_restart
+from minillm.train.fault_tolerance.heartbeat import Heart, Limits
+from minillm.train.fault_tolerance.replica_check import check_replicas
+from minillm.train.fault_tolerance.straggler import Straggler, StragglerDetector, own_work
+from minillm.train.steptime import StepTime
+from minillm.train.strategies.single_device import SingleDevice
+
+EXCHANGE_EVERY = 10  # steps between two comparisons of ranks, so that a slow one is named within twice as many
+HUNG_STATUS = 75  # exit status of a rank that ends itself (EX_TEMPFAIL: try again)
+
+
+class Watch:
+    """All ranks of a run make one. With one process there is nobody to compare with, and nothing is done."""
+
+    def __init__(self, parallel: SingleDevice, folder: Path, limits: Limits | None = None) -> None:
+        self.parallel, self.group = parallel, parallel.group
+        self.slow: list[Straggler] = []
+        self._own: list[tuple[float, ...]] = []
+        self._heart: Heart | None = None
+        if self.group:
+            stride = self.group.world_size // parallel.world_size
+            self.detector = StragglerDetector(self.group.world_size, stride, EXCHANGE_EVERY)
+            how = {"is_waiting": self._is_waiting, "on_hung": _give_up}
+            self._heart = Heart(folder, self.group.rank, self.group.world_size, limits or Limits(), **how)
+
+    def __enter__(self) -> "Watch":
+        if self._heart:
+            self._heart.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._heart:
+            self._heart.__exit__(*error)
+
+    def after_step(self, time: StepTime) -> list[Straggler]:
+        """Ranks that have just become slow; the same on all ranks."""
+        if self.group is None:
+            return []
+        self._heart.tick()
+        self._own.append(own_work(time))
+        if len(self._own) < EXCHANGE_EVERY:
+            return []
+        for rank, steps in enumerate(self.group.gather_objects(self._own)):
+            for phases in steps:
+                self.detector.add(rank, phases)
+        self._own = []
+        known = {each.rank for each in self.slow}
+        self.slow = self.detector.stragglers()
+        return [each for each in self.slow if each.rank not in known]
+
+    def check_replicas(self) -> None:
+        """ValueError, on every rank, that names the rank whose weights are not those of its replicas."""
+        if self.group is None:
+            return
+        named, replicas = self.parallel.replicated_weights()
+        found = check_replicas(named, replicas) if replicas else None
+        problems = [each for each in self.group.gather_objects(found and str(found.of(replicas.ranks))) if each]
+        if problems:
+            raise ValueError(
+                f"{problems[0]}: go on with --resume from the last checkpoint, whose replicas agreed, without that "
+                "rank's machine"
+            )
+
+    @contextlib.contextmanager
+    def long_work(self) -> Iterator[None]:
+        """Around what may take long without a step: a save, a validation."""
+        with self._heart.long_work() if self._heart else contextlib.nullcontext():
+            yield
+
+    def _is_waiting(self) -> bool:
+        recorder = self.group.world.recorder
+        return recorder is not None and recorder.signs(self.group.world.rank)[1] is not None
+
+
+def _give_up() -> None:
+    """A hung rank says where it is, and ends if torchrun will start it again."""
+    print("minillm: this rank has made no progress for too long and waits for no other; it is here:", file=sys.stderr)
+    faulthandler.dump_traceback(all_threads=True)
+    if may_restart():
+        os._exit(HUNG_STATUS)

@@ -1,0 +1,93 @@
+"""Formulas of failures against a simulated job, against each other, and against a published run."""
+
+import math
+import random
+import statistics
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minillm.predict import faults
+from minillm.predict.fault_simulation import simulate
+
+HOUR = 3600.0
+
+
+def mean_goodput(count, *job, **more):
+    """Mean over seeds, and five times its standard error."""
+    found = [simulate(*job, seed=seed, **more).goodput for seed in range(count)]
+    return statistics.mean(found), 5 * statistics.stdev(found) / math.sqrt(count)
+
+
+@pytest.mark.parametrize("save, restart, mtbf", [(30, 300, 3.1 * HOUR), (120, 600, 1.0 * HOUR), (300, 900, 0.5 * HOUR)])
+def test_the_simulated_goodput_is_dalys_at_any_interval(save, restart, mtbf):
+    for factor in (0.3, 1.0, 3.0):
+        interval = factor * faults.young_interval(save, mtbf)
+        found, error = mean_goodput(60, 400 * interval, interval, save, restart, mtbf)
+        assert found == pytest.approx(faults.goodput(interval, save, restart, mtbf), abs=error + 1e-3)
+
+
+def test_a_failure_undoes_what_the_formula_says():
+    draw = random.Random(5)
+    segment, mtbf = 2000.0, 1500.0
+    struck = [t for t in (draw.expovariate(1 / mtbf) for _ in range(200_000)) if t < segment]
+    assert statistics.mean(struck) == pytest.approx(faults.lost_work(segment, mtbf), rel=0.01)
+    assert faults.lost_work(1.0, 1e6) == pytest.approx(0.5, rel=1e-3)
+
+
+@settings(max_examples=50)
+@given(st.floats(1, 600), st.floats(0.5, 50), st.floats(0.3, 3))
+def test_no_interval_beats_dalys(save, mtbf_hours, factor):
+    mtbf = mtbf_hours * HOUR
+    best = faults.daly_interval(save, mtbf)
+    assert faults.best_goodput(save, 60, mtbf) >= faults.goodput(factor * best, save, 60, mtbf) - 2e-3
+
+
+def test_for_rare_failures_the_exact_form_is_the_simple_one():
+    save, restart, mtbf = 10.0, 60.0, 1e6
+    interval = faults.young_interval(save, mtbf)
+    simple = 1 - faults.wasted_share(interval, save, restart, mtbf)
+    assert faults.goodput(interval, save, restart, mtbf) == pytest.approx(simple, abs=1e-4)
+    assert faults.daly_interval(save, mtbf) == pytest.approx(interval, rel=0.01)
+    assert faults.daly_interval(1e6, 1e3) == 1e3 and faults.goodput(1e6, 1e6, 0, 1e3) == 0
+
+
+def test_the_published_run_on_16384_gpus():
+    """419 unexpected interruptions in 54 days; above 90% of the time trained (Llama 3, §3.3.4)."""
+    mtbf = faults.job_mtbf(faults.LLAMA3_GPU_MTBF_S, 16384)
+    assert mtbf / HOUR == pytest.approx(3.1, abs=0.01)
+    assert faults.expected_failures(54 * 24 * HOUR, mtbf) == pytest.approx(419)
+    drawn = [simulate(54 * 24 * HOUR, HOUR, 0, 0, mtbf, seed=seed) for seed in range(40)]
+    rates = [each.failures / each.total_s * 54 * 24 * HOUR for each in drawn]
+    assert statistics.mean(rates) == pytest.approx(419, abs=5 * math.sqrt(419 / 40))
+    assert faults.best_goodput(10, 300, mtbf) > faults.LLAMA3_GOODPUT > faults.best_goodput(30, 600, mtbf)
+    at = [faults.best_goodput(10, 300, faults.job_mtbf(faults.LLAMA3_GPU_MTBF_S, n)) for n in (8, 512, 4096, 16384)]
+    assert at == sorted(at, reverse=True) and at[0] > 0.999
+
+
+def test_sync_and_async_saves():
+    cost = faults.CheckpointCost(faults.checkpoint_bytes(405e9), 16384, 2e12, 2e9, 2e10)
+    assert cost.total_bytes == 405e9 * 14 and cost.write_s == pytest.approx(2.835)
+    assert cost.sync_stall_s == cost.copy_s + cost.write_s and cost.async_stall_s(60) == cost.copy_s
+    assert cost.async_stall_s(2.0) == pytest.approx(cost.copy_s + 0.835)
+    slow = faults.CheckpointCost(1e12, 100, 5e9, 1e9, 1e10)  # 200 s to write, 1 s to copy
+    mtbf, interval = 4 * HOUR, 900.0
+    found, error = mean_goodput(60, 300 * HOUR, interval, slow.copy_s, 300, mtbf, write_s=slow.write_s)
+    assert 1 - found == pytest.approx(slow.async_wasted_share(interval, 300, mtbf), abs=error + 8e-3)
+    assert slow.async_wasted_share(interval, 300, mtbf) < faults.wasted_share(interval, slow.sync_stall_s, 300, mtbf)
+    wide = faults.checkpoint_bandwidth(1e12, mtbf, 0.05)
+    save = 1e12 / wide
+    assert faults.wasted_share(faults.young_interval(save, mtbf), save, 0, mtbf) == pytest.approx(0.05)
+
+
+def test_a_simulated_job_accounts_for_every_second():
+    found = simulate(1000, 100, 5, 30, 300, write_s=20, seed=2)
+    assert found == simulate(1000, 100, 5, 30, 300, write_s=20, seed=2) != simulate(1000, 100, 5, 30, 300, seed=3)
+    assert found.useful_s == 1000 and found.failures and found.lost_s > 0
+    quiet = simulate(1000, 100, 5, 30, 1e12, write_s=20)
+    assert (quiet.saves, quiet.failures, quiet.total_s) == (10, 0, 1000 + 10 * 5 + 20)
+    with pytest.raises(ValueError, match="save more often than every 1000 s"):
+        simulate(2000, 1000, 0, 0, 1.0)
+    with pytest.raises(ValueError, match="interval_s is 0"):
+        simulate(1000, 0, 0, 0, 1)
