@@ -186,8 +186,8 @@ def _run(job: TrainingJob) -> dict[str, Any]:
         return train(None, job)
     except (OSError, RankError) as error:
         problem = error.__cause__ if isinstance(error, RankError) else error
-        if not isinstance(problem, OSError):
-            raise
+        if not isinstance(problem, OSError) or isinstance(problem, ConnectionError):
+            raise  # other ranks have gone, and the disk is not to blame
         raise ValueError(f"{problem} Free some space, then go on with --resume --run {job.folder.name}.") from error
 
 

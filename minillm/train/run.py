@@ -92,7 +92,7 @@ def fit(
             raise ValueError(f"{folder} holds a run already: go on with --resume, or name another --run.")
         how = {"keep": keep, "background": save_in_background, "tokenizer": tokenizer}
         saver = Checkpointer(folder, trainer.parallel.group, **how)
-        steps = trainer.config.steps
+        steps, ranks = trainer.config.steps, trainer.parallel.group.world_size if trainer.parallel.group else 1
         run = RunResult(folder, trainer.steps_done)
         first = trainer.parallel.is_root
         if first:
@@ -135,7 +135,7 @@ def fit(
                 step, peak = trainer.step(), {}
             recent.append(step)
             run.losses.append(step.loss)
-            log(step.to_json() | peak)
+            log(step.to_json() | {"ranks": ranks} | peak)
             if first:
                 spent.step(step.step, step.time.total, trainer.steps_done if step.rollback else None)
             for problem in filter(None, [step.rollback, *watch.after_step(step.time)]):

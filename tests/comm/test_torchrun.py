@@ -6,12 +6,16 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 
+from minillm.comm.errors import PeerLostError
 from minillm.comm.launch.launcher import _store
+from minillm.comm.launch.meeting import agree_on_name
 
 HERE = Path(__file__).parent
 SCRIPT = str(HERE / "torchrun_program.py")
@@ -165,3 +169,21 @@ def test_a_store_that_nobody_holds_is_one_sentence_in_seconds(place, tmp_path) -
     assert process.returncode == 1 and time.monotonic() - begin < 60
     assert err.startswith("PeerLostError: rank 1 could not reach the store") and err.count("\n") == 1, err
     nothing_left(tmp_path)
+
+
+def test_ranks_meet_in_a_store_that_still_holds_the_answers_of_those_before() -> None:
+    """An elastic agent's store outlives its ranks: names, questions and answers of dead ranks mislead nobody."""
+    store = _store()
+    names = set()
+    for world_size in (3, 3, 2, 1, 4):
+        with ThreadPoolExecutor() as ranks:
+            clients = [dist.TCPStore("127.0.0.1", store.port, is_master=False) for _ in range(world_size)]
+            found = [ranks.submit(agree_on_name, client, rank, world_size) for rank, client in enumerate(clients)]
+            (name,) = {each.result(60) for each in found}
+        names.add(name)
+        store.set("question 2", "of a rank that was killed while it waited")
+    assert len(names) == 5
+    with pytest.raises(PeerLostError, match=r"rank 0 of 3 has waited 0\.1 s for ranks 1, 2"):
+        agree_on_name(dist.TCPStore("127.0.0.1", store.port, is_master=False), 0, 3, wait_s=0.1)
+    with pytest.raises(PeerLostError, match=r"rank 1 of 2 has not heard from rank 0"):
+        agree_on_name(dist.TCPStore("127.0.0.1", store.port, is_master=False), 1, 2, wait_s=0.1)

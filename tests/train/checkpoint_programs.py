@@ -1,9 +1,5 @@
 """What ranks run in the tests of checkpoints: one launch saves in many layouts and restores each in all others."""
 
-import os
-import signal
-import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +9,6 @@ from minillm.data import Tokens
 from minillm.model import ModelConfig
 from minillm.train import SingleDevice, TrainConfig, Trainer
 from minillm.train.checkpoint import shares
-from minillm.train.checkpoint.manifest import committed
 from minillm.train.checkpoint.reader import has_checkpoint, restore
 from minillm.train.checkpoint.state import held, optimizer_numbers
 from minillm.train.checkpoint.writer import Checkpointer
@@ -101,39 +96,22 @@ def _spoil(ours: Trainer) -> None:
 LONG = 4000  # steps, more than any attempt takes
 
 
-def losses(group, layout, steps: int) -> list[str]:
+def losses(steps: int) -> list[str]:
     """Of a run that nobody kills, bit by bit."""
-    torch.set_num_threads(1)
-    ours = trainer(make_strategy(group, layout) if group else None, steps=LONG)
+    ours = trainer(steps=LONG)
     return [ours.step().loss.hex() for _ in range(steps)]
 
 
-def train_and_save(group, strategy, folder: Path, background: bool) -> None:
-    """Goes on with the run, if there is one, and saves after every step, until it is killed. Rank 0 logs losses."""
+def train_and_save(folder: Path, background: bool) -> None:
+    """Goes on with the run, if there is one, and saves after every step, until it is killed. Logs losses."""
     torch.set_num_threads(1)
-    ours = trainer(strategy, steps=LONG)
+    ours = trainer(steps=LONG)
     if has_checkpoint(folder):
         restore(ours, folder)
-    saver = Checkpointer(folder, group, background=background)
+    saver = Checkpointer(folder, background=background)
     with (folder / "losses").open("a") as log:
         while ours.steps_done < LONG:
             step = ours.step()
-            if strategy.is_root:
-                log.write(f"{step.step} {step.loss.hex()}\n")
-                log.flush()
+            log.write(f"{step.step} {step.loss.hex()}\n")
+            log.flush()
             saver.save(ours)
-
-
-def train_until_killed(group, folder: Path, layout: ParallelConfig, background: bool, victims, after_s: float) -> None:
-    """The same, and the ranks in `victims` die some time after the first save."""
-    if group.rank in victims:
-        saved = len(committed(folder)) and committed(folder)[-1]
-
-        def die() -> None:
-            while (committed(folder) or [0])[-1] == saved:
-                time.sleep(0.002)
-            time.sleep(after_s)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        threading.Thread(target=die, daemon=True).start()
-    train_and_save(group, make_strategy(group, layout), folder, background)

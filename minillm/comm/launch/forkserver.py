@@ -1,9 +1,12 @@
 """The process that ranks are forked from: it has loaded torch once, but not minillm, so that edits are seen."""
 
 import contextlib
+import encodings.idna  # noqa: F401 (this and popen_fork are read when first needed, if they can still be read then)
 import fcntl
 import functools
 import multiprocessing
+import multiprocessing.popen_fork
+import multiprocessing.popen_forkserver
 import os
 import shutil
 import signal
@@ -14,6 +17,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing import process, resource_tracker, util
 from multiprocessing.context import BaseContext
 from multiprocessing.forkserver import ensure_running
+from multiprocessing.spawn import get_executable
 from pathlib import Path
 
 # torch._dynamo, because making any torch.optim optimizer loads it: seconds, once per rank.
@@ -24,12 +28,20 @@ LONGEST_FOLDER = 65  # bytes of its parent's path: an address of a socket has 10
 
 @functools.cache
 def start_context() -> BaseContext:
-    """How ranks are started: from a fork server, or by `spawn` where there is none."""
+    """How ranks are started: from a fork server, or by `spawn` where there is none. Where this user may not run Python,
+    which the owner of the installation may have started before giving up rights, ranks are forks of this process."""
+    if not _may_start_python():
+        return multiprocessing.get_context("fork")
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     multiprocessing.set_forkserver_preload(PRELOAD)
     _make_socket_folder()  # processes that are made from now on know it
     return multiprocessing.get_context("forkserver")
+
+
+def _may_start_python() -> bool:
+    effective = {"effective_ids": True} if os.access in os.supports_effective_ids else {}
+    return os.access(get_executable(), os.X_OK, **effective)
 
 
 def start_server() -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from minillm.comm.errors import HangError, PeerLostError
 from minillm.comm.group import Group
 from minillm.comm.launch import worker
+from minillm.comm.launch.meeting import meeting_place
 
 SETTLE_S = 0.2  # until the end of a machine, and of the store if that was there, is complete
 LAST_WORDS_S = 0.8  # for other ranks that have lost somebody, too, to say so
@@ -56,7 +57,7 @@ def _silent(group: Group) -> list[int]:
         for pause_s in (SETTLE_S, LAST_WORDS_S):
             time.sleep(pause_s)
             worker.reach_store(group.world.rank, worker.POLL_S)  # torch would print a page about one that has gone
-            store = worker.meeting_place()
+            store = meeting_place()
             store.set(_word(group.world.rank), "")
         others = {rank for rank in others if not store.check([_word(rank)])}
     except RuntimeError:

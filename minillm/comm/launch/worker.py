@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import datetime
 import faulthandler
-import functools
 import itertools
 import linecache
 import multiprocessing
@@ -26,13 +25,13 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # before there is a process group: its default arguments would hold on to one
-from torch.distributed.rendezvous import rendezvous
 
 from minillm.comm.diagnostics.flight_recorder import FINISHED, RAISED, RUNNING, STARTING, FlightRecorder, describe
 from minillm.comm.emulation import Egress, Link, Topology
 from minillm.comm.errors import HangError, PeerLostError
 from minillm.comm.group import Group
 from minillm.comm.launch.forkserver import socket_folder
+from minillm.comm.launch.meeting import meeting_place
 from minillm.comm.world import World, joined_world
 from minillm.measure.wire import loopback
 
@@ -148,12 +147,6 @@ def world_group(job: Job, recorder: FlightRecorder | None, rank: int, wait_s: fl
 
 
 _worlds = itertools.count()  # a script under torchrun may launch again: the next world needs names of its own
-
-
-@functools.cache
-def meeting_place() -> dist.Store:
-    """The store at MASTER_ADDR and MASTER_PORT, where ranks tell each other their addresses."""
-    return next(rendezvous("env://"))[0]
 
 
 def reach_store(rank: int, wait_s: float) -> None:

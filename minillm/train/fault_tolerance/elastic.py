@@ -6,7 +6,13 @@
 
 A step takes the next windows of one stream that knows nothing of ranks (data/sampler.py), so with their number constant
 no window is repeated or skipped, and learning rate and loss mean the same as before. torchrun's elastic agent restarts
-the processes (`--nnodes MIN:MAX --max-restarts N`); each finds the run that its job has begun and goes on.
+the processes; each finds the run that its job has begun and goes on:
+
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 3:4 --nproc-per-node 8 --max-restarts 9 \\
+        --rdzv-backend c10d --rdzv-id night --rdzv-endpoint HOST:29400 -m minillm train --run night
+
+The variable matters for nodes that join later: torch 2.11's agents otherwise publish the address of their shared store
+in the first round only, and a new agent waits for it until it gives up.
 """
 
 import os
