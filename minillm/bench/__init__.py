@@ -21,6 +21,7 @@ BENCHES = {  # name -> module with run(repeats, ...) -> rows, and what is compar
     "tiles": ("minillm.bench.tiles", "attention in tiles against torch's SDPA and whole score matrices, by length"),
     "attention": ("minillm.bench.attention", "backends of paged attention against a padded gather and torch's SDPA"),
     "moe": ("minillm.bench.moe", "a mixture of experts against transformers' Mixtral block and a dense loop"),
+    "checkpoint": ("minillm.bench.checkpoint", "sharded checkpoints against torch.distributed.checkpoint"),
     "step": ("minillm.bench.step", "the training step against transformers in a plain loop and under accelerate"),
     "serve": ("minillm.bench.serve", "continuous batching and prefix cache against transformers' generate and manager"),
     "engine-overhead": ("minillm.bench.engine_overhead", "host work of an engine step, without a model"),

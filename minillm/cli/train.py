@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
-from minillm.comm import is_root, launch
+from minillm.comm import RankError, is_root, launch
 from minillm.data import TokenDataset
 from minillm.measure.provenance import JsonFile, provenance, write_json
 from minillm.model.huggingface import check_folder
@@ -18,7 +18,7 @@ from minillm.parallel.context_parallel import CONTEXTS
 from minillm.parallel.pipeline_parallel.schedules import SCHEDULES
 from minillm.predict.model import parameters
 from minillm.train.activation_checkpointing import MODES
-from minillm.train.checkpoint import storage as checkpoint
+from minillm.train.checkpoint.reader import has_checkpoint, saved_at
 from minillm.train.config import TrainConfig
 from minillm.train.fault_tolerance.elastic import job_id, may_restart, possible_ranks, was_restarted
 from minillm.train.fault_tolerance.goodput import read_goodput
@@ -75,6 +75,10 @@ def command(
     ] = None,
     device: Annotated[str, Option(help="cpu, cuda, cuda:1, ...; by default a GPU if there is one.")] = "",
     save_every: Annotated[int, Option(help="Steps between checkpoints.", min=1)] = 200,
+    keep: Annotated[int, Option(help="How many checkpoints stay.", min=1)] = 2,
+    save_in_background: Annotated[
+        bool, Option("--save-in-background", help="Train on while a checkpoint is written.")
+    ] = False,
     validate_every: Annotated[int, Option(help="Steps between validations.", min=1)] = 100,
     memory: Annotated[
         bool, Option("--memory", help="Show what memory was for, at its fullest in the first step.")
@@ -108,7 +112,7 @@ def command(
     """Train a model on the standard library's source, or on your text. Ctrl-C saves; --resume goes on."""
     given = {name: invocation.params[name] for name in DEFAULTS if invocation.params.get(name) is not None}
     begun = None if resume else _begun(runs, run)
-    resume = resume or (begun is not None and (begun / checkpoint.FILE).exists())
+    resume = resume or (begun is not None and has_checkpoint(begun))
     folder = begun or (runs / run if run else _latest(runs) if resume else None)
     dp = _data_parallel(dp, {"tp": tp, "pp": pp, "cp": cp})
     is_new = not resume and not (begun and (begun / SETTINGS_FILE).exists())
@@ -126,6 +130,8 @@ def command(
         offload=offload,
         device=device,
         save_every=save_every,
+        keep=keep,
+        save_in_background=save_in_background,
         validate_every=validate_every,
         track_memory=memory,
         export_to=export_to,
@@ -186,10 +192,11 @@ def _run(job: TrainingJob) -> dict[str, Any]:
             with interrupts(then=(job.folder / STOP).touch):  # Ctrl-C reaches the ranks by this file
                 return launch(train, world_size, job, timeout=TIMEOUT_S, device=kind)[0]
         return train(None, job)
-    except ConnectionError:  # other ranks have gone, and the disk is not to blame
-        raise
-    except OSError as error:
-        raise ValueError(f"{error} Free some space, then go on with --resume --run {job.folder.name}.") from error
+    except (OSError, RankError) as error:
+        problem = error.__cause__ if isinstance(error, RankError) else error
+        if not isinstance(problem, OSError) or isinstance(problem, ConnectionError):
+            raise  # other ranks have gone, and the disk is not to blame
+        raise ValueError(f"{problem} Free some space, then go on with --resume --run {job.folder.name}.") from error
 
 
 def _announce(job: TrainingJob, is_new: bool) -> None:
@@ -200,7 +207,7 @@ def _announce(job: TrainingJob, is_new: bool) -> None:
         config, dp = job.config, job.parallel.dp
         others = possible_ranks(dp * config.batch_size * config.accumulate, config.batch_size)
         print(f"its steps divide over {', '.join(map(str, others))} data-parallel ranks", flush=True)
-    if is_new and not (job.folder / checkpoint.FILE).exists():
+    if is_new and not has_checkpoint(job.folder):
         job.save_settings()
 
 
@@ -246,10 +253,10 @@ def _check_export(folder: Path, config: TrainConfig) -> None:
 
 
 def _latest(runs: Path) -> Path:
-    found = sorted(runs.glob(f"*/{checkpoint.FILE}"), key=lambda path: path.stat().st_mtime)
+    found = [folder for folder in runs.glob("*") if has_checkpoint(folder)]
     if not found:
         raise ValueError(f"--resume: no run under {runs} has a checkpoint: start one without --resume")
-    return found[-1].parent
+    return max(found, key=saved_at)
 
 
 def _report(found: dict[str, Any], folder: Path) -> None:

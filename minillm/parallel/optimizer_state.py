@@ -59,6 +59,10 @@ class SlicedOptimizer(torch.optim.Optimizer):
         """The slices that this rank steps."""
         return [part for group in self.inner.param_groups for part in group["params"] if part.numel()]
 
+    def named(self) -> dict[str, nn.Parameter]:
+        """All slices by name, also those of frozen parameters."""
+        return self.slices
+
     def gradients_by_name(self) -> dict[str, Tensor]:
         """What the slices have in .grad."""
         return {name: plain(part.grad) for name, part in self.slices.items() if part.grad is not None}
@@ -171,8 +175,8 @@ class StateLayout:
 
     def full(self, state: dict[str, Any]) -> dict[str, Any]:
         """state: of this rank's optimizer, and its "masters" by name. Every rank calls it and gets all of all."""
-        mine = {name: entry for name, entry in _by_name(state, self.here).items() if not _is_empty(entry)}
-        told = self.group.gather_objects((_per_element(mine), bool(state["masters"])))
+        mine = {name: entry for name, entry in by_name(state, self.here).items() if not is_empty(entry)}
+        told = self.group.gather_objects((per_element(mine), bool(state["masters"])))
         spread = set().union(*(keys for keys, _ in told))
         numbers = {name: {k: _host(v) for k, v in e.items() if k not in spread} for name, e in mine.items()}
         entries: Entries = {}
@@ -185,7 +189,7 @@ class StateLayout:
         names = list(itertools.chain(*self.everywhere))
         return {
             "state": {place: entries[name] for place, name in enumerate(names) if name in entries},
-            "param_groups": _numbered(state["param_groups"], self.everywhere),
+            "param_groups": numbered(state["param_groups"], self.everywhere),
             "names": names,
             "masters": self.gather(state["masters"]) if any(has for _, has in told) else {},
         }
@@ -216,8 +220,8 @@ class StateLayout:
                 f"this optimizer state is of another model or another make(): its groups have {saved} parameters, "
                 f"{wanted} here."
             )
-        entries, places = _by_name(state, self.everywhere), list(itertools.chain(*self.here))
-        spread = _per_element(entries)
+        entries, places = by_name(state, self.everywhere), list(itertools.chain(*self.here))
+        spread = per_element(entries)
         cut = [
             {k: self._part(k, name, v) if k in spread else _copy(v) for k, v in entries.get(name, {}).items()}
             for name in places
@@ -225,7 +229,7 @@ class StateLayout:
         masters = state.get("masters", {})
         return {
             "state": {place: entry for place, entry in enumerate(cut) if entry},
-            "param_groups": _numbered(state["param_groups"], self.here),
+            "param_groups": numbered(state["param_groups"], self.here),
             "masters": {name: self._part("master", name, masters[name]) for name in masters if name in self.placements},
         }
 
@@ -261,25 +265,25 @@ def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _by_name(state: dict[str, Any], groups: Groups) -> Entries:
+def by_name(state: dict[str, Any], groups: Groups) -> Entries:
     names = enumerate(itertools.chain(*groups))
     return {name: state["state"][place] for place, name in names if state["state"].get(place)}
 
 
-def _numbered(param_groups: list[dict[str, Any]], groups: Groups) -> list[dict[str, Any]]:
+def numbered(param_groups: list[dict[str, Any]], groups: Groups) -> list[dict[str, Any]]:
     """The groups' settings, with the parameters numbered as torch does."""
     number = itertools.count()
     numbers = [[next(number) for _ in names] for names in groups]
     return [{**settings, "params": own} for settings, own in zip(param_groups, numbers, strict=True)]
 
 
-def _per_element(entries: Entries) -> set[str]:
+def per_element(entries: Entries) -> set[str]:
     """Keys of what an optimizer keeps per element (moments). A tensor without dimensions may be a scalar parameter's,
     or count steps: that the other parameters tell."""
     return {k for entry in entries.values() for k, v in entry.items() if isinstance(v, Tensor) and v.dim()}
 
 
-def _is_empty(entry: dict[str, Any]) -> bool:
+def is_empty(entry: dict[str, Any]) -> bool:
     """Whether it is of a part without elements: such a part may have missed steps, and others know them."""
     return any(isinstance(value, Tensor) and not value.numel() for value in entry.values())
 

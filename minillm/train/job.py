@@ -53,6 +53,8 @@ class TrainingJob:
     offload: str | None = None
     device: str = ""
     save_every: int = 200
+    keep: int = 2
+    save_in_background: bool = False
     validate_every: int = 100
     track_memory: bool = False
     export_to: Path | None = None
@@ -184,7 +186,8 @@ def train(group: Group | None, job: TrainingJob) -> dict[str, Any]:
         peak *= group.world_size if group else 1
     trainer = Trainer(config, tokens, held_out, device=device, peak_flops=peak, parallel=strategy)
     how = {"save_every": job.save_every, "validate_every": job.validate_every, "lock": not job.is_locked}
-    done = fit(trainer, job.folder, resume=job.resume, track_memory=job.track_memory, **how)
+    saves = {"keep": job.keep, "save_in_background": job.save_in_background, "tokenizer": Tokenizer.load().fingerprint}
+    done = fit(trainer, job.folder, resume=job.resume, track_memory=job.track_memory, **how, **saves)
     found = {"run": str(done.folder), "steps_done": done.steps_done, "interrupted": done.interrupted}
     found |= {"losses": done.losses}
     if trainer.loss_spikes.skipped:

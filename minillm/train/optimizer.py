@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from minillm.parallel.optimizer_state import MakeOptimizer, Named
+from minillm.parallel.placement import Placement
 from minillm.train.config import TrainConfig
 from minillm.train.precision import MasterWeights
 
@@ -56,10 +57,15 @@ class Updater:
 
     def __init__(self, named: Named, make: MakeOptimizer, master: bool = False):
         weights = dict(named)
+        self.placements: dict[str, Placement] = {}  # whole parameters lie where the weights do
         self.names = list(weights)
         self.masters = MasterWeights(weights.values()) if master else None
         self.parameters: list[nn.Parameter] = self.masters.masters if self.masters else list(weights.values())
         self.inner = make(zip(weights, self.parameters, strict=True))
+
+    def named(self) -> dict[str, nn.Parameter]:
+        """What is stepped, by name: parameters, or their masters."""
+        return dict(zip(self.names, self.parameters, strict=True))
 
     def prepare_gradients(self) -> None:
         if self.masters:

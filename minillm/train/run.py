@@ -1,6 +1,6 @@
 """A run: steps under a progress bar, metrics and checkpoints in a folder, and Ctrl-C that loses nothing.
 
-    runs/NAME/checkpoint.pt    the last save; `resume` goes on from it with the same bits
+    runs/NAME/checkpoints/     the last saves; `resume` goes on from the latest with the same bits
     runs/NAME/metrics.jsonl    a line per step and per validation
     runs/NAME/time.jsonl       where the time went, over all attempts (fault_tolerance/goodput.py)
     runs/NAME/tensorboard/     the metrics again, when TensorBoard is installed
@@ -12,6 +12,7 @@ ranks all of them call `fit`: rank 0 writes and shows, and all stop at the same 
 """
 
 import contextlib
+import functools
 import multiprocessing
 import signal
 import sys
@@ -27,7 +28,8 @@ from tqdm import tqdm as plain_tqdm
 from tqdm.auto import tqdm
 
 from minillm.measure.memory_tracker import Bytes, memory
-from minillm.train.checkpoint import storage as checkpoint
+from minillm.train.checkpoint.reader import has_checkpoint, restore
+from minillm.train.checkpoint.writer import Checkpointer
 from minillm.train.fault_tolerance.elastic import job_id
 from minillm.train.fault_tolerance.goodput import TimeLog
 from minillm.train.fault_tolerance.watch import Watch
@@ -59,6 +61,9 @@ def fit(
     *,
     resume: bool = False,
     save_every: int = 200,
+    keep: int = 2,
+    save_in_background: bool = False,
+    tokenizer: str | None = None,
     validate_every: int = 100,
     validation_tokens: int | None = 32768,
     track_memory: bool = False,
@@ -69,8 +74,9 @@ def fit(
 ) -> RunResult:
     """Trains to the configuration's last step, or to Ctrl-C, and saves.
 
-    resume: go on from the folder's checkpoint. validation_tokens: how many to validate on on the way (all, at the end).
-    track_memory: follow memory by kind through the first step. on_step: called after each step.
+    resume: go on from the folder's latest checkpoint, of which `keep` stay; tokenizer: its fingerprint, if it is to be
+    checked. save_in_background: train on while a checkpoint is written. validation_tokens: how many to validate on on
+    the way (all, at the end). track_memory: follow memory by kind through the first step. on_step: called after each.
     lock: False where the caller holds the folder's lock (`run_folder.locked`).
     ValueError if the folder holds a run and resume is not set, if another process uses it, or if replicas differ when
     they are to be saved; OSError if the last save fails (one on the way that fails costs a warning: the checkpoint
@@ -81,9 +87,11 @@ def fit(
         if lock:
             _lock(trainer.parallel, folder, stack)
         if resume:
-            trainer.load_state_dict(checkpoint.load(folder))
-        elif (folder / checkpoint.FILE).exists():
+            restore(trainer, folder, tokenizer=tokenizer)
+        elif has_checkpoint(folder):
             raise ValueError(f"{folder} holds a run already: go on with --resume, or name another --run.")
+        how = {"keep": keep, "background": save_in_background, "tokenizer": tokenizer}
+        saver = Checkpointer(folder, trainer.parallel.group, **how)
         steps, ranks = trainer.config.steps, trainer.parallel.group.world_size if trainer.parallel.group else 1
         run = RunResult(folder, trainer.steps_done)
         first = trainer.parallel.is_root
@@ -143,12 +151,14 @@ def fit(
                 if done % save_every == 0 and not stop:
                     with timing("save"):
                         watch.check_replicas()
-                        _save_on_the_way(trainer, folder)
+                        _save_on_the_way(saver, trainer)
         run.steps_done, run.interrupted = trainer.steps_done, trainer.steps_done < steps
         if run.losses:
             with timing("save"):
                 watch.check_replicas()
-                _save(trainer, folder)
+                _warn_of_a_failed_save(saver.finish, first)
+                saver.save(trainer)
+                saver.finish()
         if first:
             (folder / STOP).unlink(missing_ok=True)
         if trainer.held_out is not None and not run.interrupted:
@@ -210,17 +220,17 @@ def _progress_bar(folder: Path, steps: int, done: int, shown: bool) -> tqdm:
     return _Lines(**about, mininterval=5) if is_rank else tqdm(**about)
 
 
-def _save(trainer: Trainer, folder: Path) -> None:
-    state = trainer.state_dict()  # every rank has a part in it
-    if trainer.parallel.is_root:
-        checkpoint.save(state, folder)
+def _save_on_the_way(saver: Checkpointer, trainer: Trainer) -> None:
+    for action in (saver.finish, functools.partial(saver.save, trainer)):
+        _warn_of_a_failed_save(action, trainer.parallel.is_root)
 
 
-def _save_on_the_way(trainer: Trainer, folder: Path) -> None:
+def _warn_of_a_failed_save(action: Callable[[], None], is_root: bool) -> None:
     try:
-        _save(trainer, folder)
+        action()
     except OSError as error:
-        print(f"minillm: {error} Training goes on.", file=sys.stderr)
+        if is_root:
+            print(f"minillm: {error} Training goes on.", file=sys.stderr)
 
 
 def _postfix(recent: deque[Step]) -> str:

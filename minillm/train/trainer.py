@@ -32,7 +32,7 @@ from minillm.model.moe import update_balance_biases
 from minillm.parallel.placement import clip_, gradients_of
 from minillm.predict.model import causal_context, training_flops
 from minillm.train.activation_checkpointing import MODES, checkpoint_blocks
-from minillm.train.checkpoint.storage import generator_states, restore_generators
+from minillm.train.checkpoint.generators import generator_states, restore_generators
 from minillm.train.config import TrainConfig
 from minillm.train.fault_tolerance.loss_spike import LossSpikeGuard
 from minillm.train.optimizer import adamw, learning_rate
@@ -41,7 +41,7 @@ from minillm.train.steptime import StepTime
 from minillm.train.strategies.single_device import Microbatch, SingleDevice
 from minillm.train.validation import Validation, validate
 
-STATE = ("config", "windows_per_step", "step", "loader", "loss_spikes", "generators", "model", "optimizer", "scaler")
+PROGRESS = ("config", "windows_per_step", "step", "loader", "loss_spikes", "scaler")
 
 
 @dataclass(frozen=True)
@@ -184,37 +184,48 @@ class Trainer:
             how = {"parallel": self.parallel, "documents": self.config.documents}
             return validate(self.module, dataset, self.config.batch_size, max_tokens, self.device, **how)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything the next step depends on; plain containers, tensors and numbers."""
+    def progress(self) -> dict[str, Any]:
+        """How far the run is, as JSON has it: all that the next step depends on but tensors and generators."""
         return {
             "config": self.config.to_json(),
             "windows_per_step": self.windows_per_step,
             "step": self.steps_done,
             "loader": self.loader.state_dict(),
             "loss_spikes": self.loss_spikes.state_dict(),
-            "generators": generator_states(),
-            **self._learnt(full=True),
+            "scaler": self.scaler.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken, on any number of ranks that share a step's windows as evenly.
-
-        ValueError if that was with another configuration or other data, or if something is missing."""
-        if missing := [name for name in STATE if name not in state]:
+    def check(self, progress: dict[str, Any]) -> None:
+        """ValueError if it is that of another configuration, if steps differ, or if something is missing."""
+        if missing := [name for name in PROGRESS if name not in progress]:
             raise ValueError(f"the checkpoint lacks {', '.join(missing)}: restore it, or start another run.")
-        accumulate = self.config.accumulate  # follows from the number of ranks
-        if difference := TrainConfig.from_json(state["config"] | {"accumulate": accumulate}).difference(self.config):
+        config = progress["config"] | {"accumulate": self.config.accumulate}  # follows from the number of ranks
+        if difference := TrainConfig.from_json(config).difference(self.config):
             raise ValueError(f"the checkpoint was trained with {difference}: use the same settings or another run.")
-        if (windows := state["windows_per_step"]) != self.windows_per_step:
+        if (windows := progress["windows_per_step"]) != self.windows_per_step:
             raise ValueError(
                 f"the checkpoint's steps have {windows} windows, these {self.windows_per_step}: choose ranks, "
                 f"batch_size and accumulate that make {windows}."
             )
-        self.loader.load_state_dict(state["loader"])
+
+    def resume_at(self, progress: dict[str, Any]) -> None:
+        """The inverse of `progress`, on any number of ranks that share a step's windows as evenly. ValueError, and
+        nothing has changed, for another configuration or other data."""
+        self.check(progress)
+        self.loader.load_state_dict(progress["loader"])
+        self.loss_spikes.load_state_dict(progress["loss_spikes"])
+        self.scaler.load_state_dict(progress["scaler"])
+        self.steps_done = progress["step"]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the next step depends on, whole, on every rank; plain containers, tensors and numbers."""
+        return {**self.progress(), "generators": generator_states(self.device), **self._learnt(full=True)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where `state` was taken. ValueError if that was with another configuration or other data."""
+        self.resume_at(state)
         self._unlearn(state)
-        self.loss_spikes.load_state_dict(state["loss_spikes"])
-        self.steps_done = state["step"]
-        restore_generators(state["generators"])
+        restore_generators(state["generators"], self.device)
 
     @property
     def windows_per_step(self) -> int:

@@ -33,9 +33,9 @@ def one_axis(draw, shape, ranks):
 
 
 @st.composite
-def spreads(draw):
+def spreads(draw, of=shapes):
     """(shape, the placement of every rank): one or two axes, the inner one within each part of the outer."""
-    shape = torch.Size(draw(shapes))
+    shape = torch.Size(draw(of))
     outer = one_axis(draw, shape, draw(st.integers(1, 4)))
     found = []
     inner_ranks = draw(st.integers(0, 3))

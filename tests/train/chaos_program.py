@@ -21,7 +21,8 @@ from minillm.comm import RankError, launch
 from minillm.data import Tokens
 from minillm.model import ModelConfig
 from minillm.train import ParallelConfig, TrainConfig, Trainer, fit
-from minillm.train.checkpoint import storage as checkpoint
+from minillm.train.checkpoint.manifest import committed
+from minillm.train.checkpoint.reader import has_checkpoint, read_whole
 from minillm.train.metrics import read_metrics
 from minillm.train.strategies.sharded import make_strategy
 
@@ -42,11 +43,8 @@ def attempt(folder, group=None, zero=0):
     parallel = make_strategy(group, ParallelConfig(dp=group.world_size, zero=zero)) if group else None
     run = trainer(group.world_size if group else 1, parallel)
     how = {"save_every": SAVE_EVERY, "progress": False, "tensorboard": False}
-    return fit(run, folder, resume=holds_checkpoint(folder), **how).steps_done
-
-
-def holds_checkpoint(folder):
-    return (folder / checkpoint.FILE).exists()
+    how["save_in_background"] = group is None or zero > 0
+    return fit(run, folder, resume=has_checkpoint(folder), **how).steps_done
 
 
 def rank(group, folder, zero):
@@ -133,7 +131,7 @@ def holds_output(process):
 
 def what_is_left(folder):
     """The step of the checkpoint, which must load whatever happened; None before the first."""
-    return checkpoint.load(folder)["step"] if holds_checkpoint(folder) else None
+    return read_whole(committed(folder)[-1])[0].step if has_checkpoint(folder) else None
 
 
 def keep(folder, number):

@@ -13,7 +13,7 @@ from minillm.comm import launch
 from minillm.data import Tokens
 from minillm.model import ModelConfig
 from minillm.train import TrainConfig, Trainer
-from minillm.train.checkpoint import storage as checkpoint
+from minillm.train.checkpoint.manifest import Manifest, committed
 from minillm.train.parallel_config import ParallelConfig
 from minillm.train.strategies.sharded import make_strategy
 
@@ -99,8 +99,8 @@ def test_whole_run_by_the_command(tmp_path, home):
     split = found("--run", "split", "--tp", "2", "--sp", "--pp", "2", "--microbatches", "4")
     assert split["losses"] == pytest.approx(alone["losses"], rel=1e-4)
     assert split["validation_loss"] == pytest.approx(alone["validation_loss"], rel=1e-4)
-    one, other = (checkpoint.load(home / "runs" / name) for name in ("alone", "split"))
-    assert one["model"].keys() == other["model"].keys()
+    one, other = (Manifest.read(committed(home / "runs" / name)[-1]) for name in ("alone", "split"))
+    assert one.tensors.keys() == other.tensors.keys() and one.nbytes == other.nbytes
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import random
 import resource
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +20,10 @@ from minillm.__main__ import run as run_command
 from minillm.data import Tokens
 from minillm.model import ModelConfig
 from minillm.train import TrainConfig, Trainer, fit
-from minillm.train.checkpoint import storage as checkpoint
+from minillm.train.checkpoint import writer
+from minillm.train.checkpoint.manifest import committed, step_of
+from minillm.train.checkpoint.reader import restore
+from minillm.train.checkpoint.writer import Checkpointer
 from minillm.train.metrics import Metrics, read_metrics
 
 MODEL = ModelConfig(50, 32, 64, 2, 4, 2, max_seq_len=16, tie_embeddings=True)
@@ -37,20 +42,24 @@ def weights(run):
     return {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16-master"])
-@pytest.mark.parametrize("stop", [1, 6])
-def test_resumed_is_bit_equal(precision, stop, tmp_path):
+@pytest.mark.parametrize(
+    "precision, stop, background", [("fp32", 1, True), ("fp32", 6, False), ("fp16-master", 6, True)]
+)
+def test_resumed_is_bit_equal(precision, stop, background, tmp_path):
     options = {"precision": precision, "accumulate": 2, "activation_checkpointing": "full"}
     whole = trainer(**options)
     expected = [whole.step().loss for _ in range(14)]
     first = trainer(**options)
     found = [first.step().loss for _ in range(stop)]
     torch.manual_seed(123)
-    checkpoint.save(first.state_dict(), tmp_path)
-    drawn = torch.rand(3)
+    saver = Checkpointer(tmp_path, background=background)
+    saver.save(first)
+    drawn = torch.rand(3), np.random.rand(), random.random()
+    first.step()  # what is on its way to the disk stays as it was
+    saver.finish()
     second = trainer(workers=0, **options)
-    second.load_state_dict(checkpoint.load(tmp_path))
-    assert torch.equal(torch.rand(3), drawn)
+    restore(second, tmp_path)
+    assert torch.equal(torch.rand(3), drawn[0]) and (np.random.rand(), random.random()) == drawn[1:]
     found += [second.step().loss for _ in range(14 - stop)]
     assert found == expected
     assert all(torch.equal(a, b) for a, b in zip(weights(whole).values(), weights(second).values(), strict=True))
@@ -105,36 +114,75 @@ def full_disk():
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_loses_nothing(tmp_path, full_disk):
-    run = trainer(workers=0)
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_loses_nothing(background, tmp_path, full_disk):
+    run, saver = trainer(workers=0), Checkpointer(tmp_path, background=background)
     run.step()
-    checkpoint.save(run.state_dict(), tmp_path)
+    saver.save(run)
     run.step()
+    saver.finish()
     full_disk()
-    with pytest.raises(OSError, match="the checkpoint that was there still loads"):
-        checkpoint.save(run.state_dict(), tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [checkpoint.FILE]
-    assert checkpoint.load(tmp_path)["step"] == 1
+    with pytest.raises(
+        OSError, match=r"cannot save to .* \(.*File too large\); the checkpoint that was there still loads"
+    ):
+        saver.save(run)
+        saver.finish()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["save-0001-step-1"]
+    again = trainer(workers=0)
+    assert restore(again, tmp_path).step == again.steps_done == 1
+
+
+def test_a_folder_that_cannot_be_written_loses_nothing(tmp_path):
+    run, saver = trainer(workers=0), Checkpointer(tmp_path)
+    saver.save(run)
+    os.rename(saver.folder, tmp_path / "aside")
+    saver.folder.write_text("no folder")
+    with pytest.raises(OSError, match=r"cannot save to .* \(.*File exists"):
+        saver.save(run)
+    saver.folder.unlink()
+    os.rename(tmp_path / "aside", saver.folder)
+    assert restore(run, tmp_path).step == 0
 
 
 def test_a_save_on_the_way_that_fails_costs_a_warning(tmp_path, monkeypatch, capsys):
-    save, calls = checkpoint.save, []
+    write, calls = Checkpointer._write_parts, []
 
-    def flaky(state, folder):
-        calls.append(state["step"])
+    def flaky(self, draft, pieces):
+        calls.append(draft.name)
         if len(calls) == 2:
-            raise OSError("cannot save: no space left on device.")
-        return save(state, folder)
+            raise OSError("no space left on device")
+        return write(self, draft, pieces)
 
-    monkeypatch.setattr(checkpoint, "save", flaky)
-    done = fit(trainer(), tmp_path, save_every=5, progress=False, tensorboard=False)
-    assert calls == [5, 10, 14] and done.steps_done == 14
-    assert "no space left on device. Training goes on." in capsys.readouterr().err
+    monkeypatch.setattr(Checkpointer, "_write_parts", flaky)
+    how = {"save_every": 4, "progress": False, "tensorboard": False}
+    for background in (False, True):
+        calls.clear()
+        folder = tmp_path / str(background)
+        done = fit(trainer(), folder, save_in_background=background, **how)
+        assert [name.split("-")[-1] for name in calls] == ["4", "8", "12", "14"] and done.steps_done == 14
+        assert [step_of(path) for path in committed(folder)] == [12, 14]
+        assert (
+            capsys.readouterr().err.count("(no space left on device); the checkpoint that was there still loads. T")
+            == 1
+        )
 
 
-def test_killed_between_write_and_rename(tmp_path, monkeypatch):
-    run = trainer(workers=0)
-    checkpoint.save(run.state_dict(), tmp_path)
+def test_the_last_checkpoints_stay(tmp_path):
+    fit(trainer(), tmp_path, save_every=2, keep=3, progress=False, tensorboard=False)
+    assert [path.name for path in committed(tmp_path)] == [
+        "save-0005-step-10",
+        "save-0006-step-12",
+        "save-0007-step-14",
+    ]
+    with pytest.raises(ValueError, match="keep 0 must be at least 1"):
+        Checkpointer(tmp_path, keep=0)
+
+
+@pytest.mark.parametrize("instant", ["rename", "fsync"])
+def test_killed_before_it_counts(instant, tmp_path, monkeypatch):
+    """Whatever the last thing was that a save did, the one before it is what a reader finds."""
+    run, saver = trainer(workers=0), Checkpointer(tmp_path)
+    saver.save(run)
     run.step()
 
     class Killed(BaseException):
@@ -144,13 +192,15 @@ def test_killed_between_write_and_rename(tmp_path, monkeypatch):
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.os, "replace", kill)
-        patch.setattr(checkpoint.Path, "unlink", kill)
-        with pytest.raises(Killed):
-            checkpoint.save(run.state_dict(), tmp_path)
-    assert checkpoint.load(tmp_path)["step"] == 0 and len(list(tmp_path.iterdir())) == 2
-    checkpoint.save(run.state_dict(), tmp_path)
-    assert checkpoint.load(tmp_path)["step"] == 1 and len(list(tmp_path.iterdir())) == 1
+        patch.setattr(writer.os, instant, kill)
+        patch.setattr(writer.shutil, "rmtree", kill)
+        patch.setattr(writer.threading, "excepthook", lambda _: None)
+        saver.save(run)
+    assert [path.name for path in committed(tmp_path)] == ["save-0001-step-0"]
+    assert (saver.folder / ".save-0002-step-1").is_dir()
+    assert restore(trainer(workers=0), tmp_path).step == 0
+    Checkpointer(tmp_path).save(run)
+    assert sorted(path.name for path in saver.folder.iterdir()) == ["save-0001-step-0", "save-0002-step-1"]
 
 
 def test_wrong_folders_are_refused(tmp_path):
@@ -167,12 +217,16 @@ def test_wrong_folders_are_refused(tmp_path):
         fit(Trainer(other, text()), tmp_path, resume=True)
     with pytest.raises(ValueError, match="cannot resume: saved with samples"):
         fit(trainer(data=text(1000)), tmp_path, resume=True)
-    (tmp_path / checkpoint.FILE).write_bytes((tmp_path / checkpoint.FILE).read_bytes()[:5000])
-    with pytest.raises(ValueError, match="damaged"):
-        fit(trainer(), tmp_path, resume=True)
-    torch.save({"format": "something else"}, tmp_path / checkpoint.FILE)
-    with pytest.raises(ValueError, match="another version"):
-        fit(trainer(), tmp_path, resume=True)
+    (tmp_path / "earlier").mkdir()
+    (tmp_path / "earlier/checkpoint.pt").touch()
+    with pytest.raises(ValueError, match=r"checkpoint\.pt is of an earlier version, which this one does not read"):
+        fit(trainer(), tmp_path / "earlier", resume=True)
+    with pytest.raises(ValueError, match="holds a run already"):
+        fit(trainer(), tmp_path / "earlier")
+    saver = Checkpointer(tmp_path, tokenizer="one")
+    saver.save(trainer())
+    with pytest.raises(ValueError, match="was trained with another tokenizer: use the same or another run"):
+        restore(trainer(), tmp_path, tokenizer="another")
 
 
 def test_a_finished_run_resumes_to_nothing(tmp_path):

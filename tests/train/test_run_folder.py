@@ -17,7 +17,7 @@ from minillm.__main__ import run
 from minillm.data import Tokens
 from minillm.model import ModelConfig
 from minillm.train import TrainConfig, Trainer, fit
-from minillm.train.checkpoint import storage as checkpoint
+from minillm.train.checkpoint.manifest import committed, step_of
 from minillm.train.job import DEFAULTS, run_of_job, saved_settings
 from minillm.train.run_folder import claim_unused, locked, write_whole
 
@@ -162,7 +162,7 @@ def test_two_commands_at_once_and_a_resume_of_a_running_run(home, capsys):
         assert [process.returncode for process in both] == [130, 130], ends
         for folder in folders:
             rows = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
-            assert checkpoint.load(folder)["step"] == max(rows) + 1
+            assert step_of(committed(folder)[-1]) == max(rows) + 1
             assert f"saved after step {max(rows) + 1}" in "".join(out for out, _ in ends)
     finally:
         [process.kill() for process in both]

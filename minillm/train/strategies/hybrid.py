@@ -286,9 +286,13 @@ class Hybrid(SingleDevice):
     def gradients(self) -> dict[str, Tensor]:
         return gather_all(self, self.stepped.gradients(), self.stepped.placements)
 
-    def weights(self) -> dict[str, Tensor]:
+    def held(self) -> dict[str, tuple[Tensor, Placement]]:
         named = self.module.named_parameters() if self.layout.zero == 3 else self.model.named_parameters()
-        return gather_all(self, {name: p.detach() for name, p in named}, self.weight_placements)
+        placements = self.weight_placements
+        return {name: (part.detach(), placements[name]) for name, part in named}
+
+    def weights(self) -> dict[str, Tensor]:
+        return gather_all(self, {name: part for name, (part, _) in self.held().items()}, self.weight_placements)
 
     @property
     def weight_placements(self) -> Mapping[str, Placement]:
@@ -305,14 +309,9 @@ class Hybrid(SingleDevice):
 
     def full_state_dict(self) -> dict[str, Any]:
         merged: dict[str, Any] = {}
-        for buffers in self.group.gather_objects({name: buffer.cpu() for name, buffer in self._buffers().items()}):
+        for buffers in self.group.gather_objects({name: buffer.cpu() for name, buffer in self.saved_buffers().items()}):
             merged |= buffers
         return self.weights() | merged
-
-    def _buffers(self) -> dict[str, Tensor]:
-        """Those that a checkpoint has, the same on all ranks that have them: the biases of routers."""
-        saved = self.model.state_dict()
-        return {name: buffer for name, buffer in self.model.named_buffers() if name in saved}
 
     def sharded_state_dict(self) -> dict[str, Any]:
         return self.module.sharded_state_dict() if self.layout.zero == 3 else {"parts": self.model.state_dict()}
@@ -324,10 +323,9 @@ class Hybrid(SingleDevice):
         elif "world_size" in state:
             self.module.load_state_dict(state)
         else:
-            named = self.module.named_parameters() if self.layout.zero == 3 else self.model.named_parameters()
-            for name, parameter in named:
-                parameter.copy_(self.weight_placements[name].cut(state[name]))
-            for name, buffer in self._buffers().items():
+            for name, (part, placement) in self.held().items():
+                part.copy_(placement.cut(state[name]))
+            for name, buffer in self.saved_buffers().items():
                 buffer.copy_(state[name])
 
 

@@ -52,9 +52,7 @@ class SplitUpdater:
 
     def named(self) -> dict[str, Tensor]:
         """What is stepped, by name: parameters, their masters or ZeRO's slices of them."""
-        if isinstance(self.source, SlicedOptimizer):
-            return self.source.slices
-        return dict(zip(self.source.names, self.source.parameters, strict=True))
+        return self.source.named()
 
     def gradients(self) -> dict[str, Tensor]:
         """What these have in .grad, after `prepare_gradients`."""

@@ -24,7 +24,7 @@ from minillm.model.transformer import initial
 from minillm.parallel.fsdp.fully_shard import FullyShard
 from minillm.parallel.fsdp.state import FullyShardOptimizer
 from minillm.parallel.optimizer_state import MakeOptimizer
-from minillm.parallel.placement import global_norm, gradients_of
+from minillm.parallel.placement import Placement, global_norm, gradients_of
 from minillm.parallel.zero.optimizer import ZeroOptimizer
 from minillm.train.parallel_config import ParallelConfig
 from minillm.train.strategies.data_parallel import DataParallel
@@ -93,6 +93,9 @@ class ShardedModel(Sharded):
     def weights(self) -> dict[str, Tensor]:
         whole = self.module.full_state_dict()
         return {name: whole[name] for name, _ in self.module.named_parameters()}
+
+    def held(self) -> dict[str, tuple[Tensor, Placement]]:
+        return {name: (part.detach(), self.module.placements[name]) for name, part in self.module.named_parameters()}
 
     def replicated_weights(self) -> tuple[Iterable[tuple[str, Tensor]], Group | None]:
         return (), None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from minillm.comm import Group
 from minillm.model import ModelConfig, Transformer
 from minillm.parallel.optimizer_state import MakeOptimizer
-from minillm.parallel.placement import global_norm, gradients_of
+from minillm.parallel.placement import Placement, Replicate, global_norm, gradients_of
 from minillm.train.optimizer import Updater
 
 Around = Callable[[str], contextlib.AbstractContextManager]
@@ -157,6 +157,16 @@ class SingleDevice:
     def weights(self) -> dict[str, Tensor]:
         """Whole weights by name."""
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+
+    def held(self) -> dict[str, tuple[Tensor, Placement]]:
+        """By name, what this rank has of the weights and where that lies in the whole model; no communication."""
+        here = Replicate(self.group.rank if self.group else 0)
+        return {name: (p.detach(), Placement(p.shape, (here,))) for name, p in self.model.named_parameters()}
+
+    def saved_buffers(self) -> dict[str, Tensor]:
+        """Those that a checkpoint has, the same on all ranks that have them: the balance biases of routers."""
+        saved = self.model.state_dict()
+        return {name: buffer for name, buffer in self.model.named_buffers() if name in saved}
 
     def replicated_weights(self) -> tuple[Iterable[tuple[str, Tensor]], Group | None]:
         """This rank's weights by name, and the ranks that must hold the same bits of them; None: there are none."""

@@ -1,0 +1,39 @@
+"""The states of random number generators, as text: every rank has its own."""
+
+import base64
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def generator_states(device: torch.device) -> dict[str, Any]:
+    """Of Python's, numpy's and torch's generators on this rank, and of its device's if that is a GPU."""
+    version, internal, gauss = random.getstate()
+    kind, keys, *rest = np.random.get_state()
+    return {
+        "python": [version, _text(np.array(internal, dtype=np.uint64)), gauss],
+        "numpy": [kind, _text(keys), *rest],
+        "torch": _text(torch.get_rng_state().numpy()),
+        "cuda": _text(torch.cuda.get_rng_state(device).numpy()) if device.type == "cuda" else None,
+    }
+
+
+def restore_generators(state: dict[str, Any], device: torch.device) -> None:
+    """The inverse of `generator_states`. A GPU's generator is left alone if the state was taken without a GPU."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(_array(internal, np.uint64).tolist()), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, _array(keys, np.uint32), *rest))
+    torch.set_rng_state(torch.from_numpy(_array(state["torch"], np.uint8)))
+    if state["cuda"] is not None and device.type == "cuda":
+        torch.cuda.set_rng_state(torch.from_numpy(_array(state["cuda"], np.uint8)), device)
+
+
+def _text(array: np.ndarray) -> str:
+    return base64.b64encode(array.tobytes()).decode()
+
+
+def _array(text: str, dtype: type) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), dtype=dtype).copy()

@@ -1,0 +1,150 @@
+"""What a checkpoint is on disk: a folder with a file per rank, and a manifest that says what is where.
+
+A folder is a checkpoint once it has its name, `save-NUMBER-step-STEP`, which it gets after everything in it is on the
+disk. The manifest carries its own SHA-256, each part of a tensor its CRC-32, each file its length.
+"""
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minillm.parallel.placement import FlatShard, Part, Partial, Placement, Replicate, Shard
+
+FOLDER, FILE = "checkpoints", "manifest.json"
+FORMAT = "minillm-checkpoint-3"
+_NAME = re.compile(r"save-(\d+)-step-(\d+)")
+_UNSIGNED = "0" * 64
+
+
+class Damaged(ValueError):
+    """A checkpoint is not what was written."""
+
+
+@dataclass(frozen=True)
+class SavedPart:
+    """Of a tensor: nbytes from `offset` on in the file of `rank`: the runs of `placement`, one after the other."""
+
+    rank: int
+    offset: int
+    nbytes: int
+    crc32: int
+    placement: Placement
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A whole tensor; its parts lie side by side without overlap."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    parts: tuple[SavedPart, ...]
+
+    def joined(self, other: "SavedTensor") -> "SavedTensor":
+        return replace(self, parts=(*self.parts, *other.parts))
+
+    def to_json(self) -> dict[str, Any]:
+        parts = [[p.rank, p.offset, p.nbytes, p.crc32, *map(_part_text, p.placement.parts)] for p in self.parts]
+        return {"dtype": str(self.dtype).removeprefix("torch."), "shape": list(self.shape), "parts": parts}
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> "SavedTensor":
+        shape, parts = torch.Size(raw["shape"]), []
+        for rank, offset, nbytes, crc32, *cuts in raw["parts"]:
+            words = [cut.split() for cut in cuts]
+            placement = Placement(shape, tuple(_KINDS[kind](*map(int, numbers)) for kind, *numbers in words))
+            parts.append(SavedPart(rank, offset, nbytes, crc32, placement))
+        return cls(getattr(torch, raw["dtype"]), shape, tuple(parts))
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """number: of the save, in the order of saving; files: bytes by rank; tokenizer: its fingerprint, if known.
+
+    progress: the trainer's configuration, step, position in the data, loss scale; optimizer: its settings and what it
+    counts per parameter; generators: by rank.
+    """
+
+    number: int
+    step: int
+    tokenizer: str | None
+    files: tuple[int, ...]
+    progress: dict[str, Any]
+    optimizer: dict[str, Any]
+    generators: list[dict[str, Any]]
+    tensors: dict[str, SavedTensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(self.files)
+
+    def to_text(self) -> str:
+        tensors = {name: tensor.to_json() for name, tensor in self.tensors.items()}
+        text = json.dumps({"format": FORMAT, "sha256": _UNSIGNED, **vars(self), "tensors": tensors})
+        return text.replace(_UNSIGNED, hashlib.sha256(text.encode()).hexdigest(), 1)
+
+    @classmethod
+    def read(cls, folder: Path) -> "Manifest":
+        """Of the checkpoint in `folder`. Damaged if it is not what was written, with its name."""
+        path = folder / FILE
+        try:
+            text = path.read_text(encoding="utf-8")
+            raw = json.loads(text)
+            signature, kind = raw.pop("sha256"), raw.pop("format")
+            if kind != FORMAT:
+                raise ValueError(f"its format is {kind!r}, not {FORMAT!r}")
+            if hashlib.sha256(text.replace(signature, _UNSIGNED, 1).encode()).hexdigest() != signature:
+                raise ValueError("its checksum differs")
+            if name_of(raw["number"], raw["step"]) != folder.name:
+                raise ValueError(f"it belongs to {name_of(raw['number'], raw['step'])}")
+            tensors = {name: SavedTensor.from_json(tensor) for name, tensor in raw.pop("tensors").items()}
+            return cls(**raw | {"files": tuple(raw["files"]), "tensors": tensors})
+        except OSError as error:
+            raise Damaged(f"{path} cannot be read: {error.strerror}.") from error
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise Damaged(f"{path} is damaged: {error}.") from error
+
+    def check_files(self, folder: Path) -> None:
+        """Damaged names a file that is missing or of another length."""
+        for rank, nbytes in enumerate(self.files):
+            path = file_of(folder, rank)
+            if not path.is_file():
+                raise Damaged(f"{path} is missing.")
+            if path.stat().st_size != nbytes:
+                raise Damaged(f"{path} is damaged: it has {path.stat().st_size} bytes instead of {nbytes}.")
+
+
+def name_of(number: int, step: int) -> str:
+    return f"save-{number:04d}-step-{step}"
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:04d}.bin"
+
+
+def number_of(folder: Path) -> int:
+    return int(_NAME.fullmatch(folder.name)[1])
+
+
+def committed(run: Path) -> list[Path]:
+    """The checkpoints of the run in a folder, oldest first."""
+    found = [path for path in (run / FOLDER).glob("save-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=number_of)
+
+
+def step_of(folder: Path) -> int:
+    return int(_NAME.fullmatch(folder.name)[2])
+
+
+_KINDS = {kind.__name__: kind for kind in (Replicate, Shard, FlatShard, Partial)}
+
+
+def _part_text(part: Part) -> str:
+    """ "Shard 0 1 4": a part without its copy number, which says nothing about where it lies."""
+    part = part.of if isinstance(part, Partial) else part
+    return " ".join([type(part).__name__, *(str(value) for key, value in vars(part).items() if key != "copy")])

@@ -1,0 +1,269 @@
+"""A save, and the moment from which it counts.
+
+    every rank     copy its parts ── training goes on ──▶
+    in a thread    └─ write rank-0001.bin, fsync, leave a note of offsets and checksums
+    rank 0's thread   └─ all notes there? manifest, fsync, rename the folder ── now it is a checkpoint ── drop old ones
+
+Until the rename the folder has a name that no reader looks at, so a process killed at any instant leaves the checkpoint
+before it. The threads speak by files alone: collectives belong to the thread that trains. In the foreground the same
+steps run at once, and on a CPU nothing is copied.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minillm.comm import Group
+from minillm.train.checkpoint.generators import generator_states
+from minillm.train.checkpoint.manifest import (
+    FILE,
+    FOLDER,
+    Manifest,
+    SavedPart,
+    SavedTensor,
+    committed,
+    file_of,
+    name_of,
+    number_of,
+)
+from minillm.train.checkpoint.shares import Catalogue, Piece, Share, catalogue_of, shares_of
+from minillm.train.checkpoint.state import held, optimizer_numbers
+from minillm.train.trainer import Trainer
+
+POLL_S = 0.002
+
+
+@dataclass(frozen=True)
+class SaveStats:
+    """Of this rank's last save. stall_s: for how long training waited, of which copy_s for copying to host memory and
+    wait_s for the save before."""
+
+    nbytes: int
+    stall_s: float
+    copy_s: float
+    wait_s: float
+
+
+class Checkpointer:
+    """Saves a run's checkpoints; every rank has one and calls the same methods in the same order.
+
+        saver = Checkpointer(Path("runs/mine"), group, background=True)
+        saver.save(trainer)     # returns when the parts are copied; waits first if the last save is not done
+        saver.finish()          # returns when the last save is a checkpoint
+
+    group: all ranks of the run, None for one process. keep: how many checkpoints stay. tokenizer: its fingerprint.
+    background: write while training goes on. timeout_s: how long rank 0 waits for the others to have written.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        group: Group | None = None,
+        *,
+        keep: int = 2,
+        background: bool = False,
+        tokenizer: str | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep {keep} must be at least 1: the checkpoint just saved stays.")
+        self.run, self.folder, self.group, self.keep = run, run / FOLDER, group, keep
+        self.background, self.tokenizer, self.timeout_s = background, tokenizer, timeout_s
+        self.rank, self.world_size = (group.rank, group.world_size) if group else (0, 1)
+        self.stats = SaveStats(0, 0.0, 0.0, 0.0)
+        self._thread: threading.Thread | None = None
+        self._error: str | None = None
+        self._catalogue: Catalogue = []
+        self._plan: list[Share] = []
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def save(self, trainer: Trainer) -> None:
+        """Every rank calls it. OSError if the disk refuses, or had refused the save before this one: the checkpoints
+        that were there are untouched."""
+        start = time.perf_counter()
+        self.finish()
+        waited = time.perf_counter() - start
+        state = held(trainer)
+        catalogue = catalogue_of(state)
+        told = self._everyone((catalogue != self._catalogue, *self._open(trainer.steps_done)))
+        if problem := next((problem for *_, problem in told if problem), None):
+            raise self._refusal(problem)
+        draft = told[0][1]
+        if any(is_new for is_new, *_ in told):
+            self._catalogue = catalogue
+            self._plan = shares_of(self._everyone(catalogue), self.rank)
+        pieces, copying = [share.of(state) for share in self._plan], time.perf_counter()
+        if self.background or trainer.device.type != "cpu":
+            pieces = self._copied(pieces, trainer.device)
+        copied = time.perf_counter()
+        about = {
+            "optimizer": optimizer_numbers(trainer),
+            "generators": generator_states(trainer.device),
+            "progress": trainer.progress(),
+        }
+        self._thread = threading.Thread(target=self._write, args=(draft, pieces, about), daemon=True)
+        nbytes = sum(piece.content.nbytes for piece in pieces)
+        self._thread.start()
+        if not self.background:
+            self.finish()
+        self.stats = SaveStats(nbytes, time.perf_counter() - start, copied - copying, waited)
+
+    def finish(self) -> None:
+        """Waits for the save that is under way, if there is one. Every rank calls it; OSError on all if it failed."""
+        if self._thread is None:
+            return
+        self._thread.join()
+        self._thread = None
+        if problem := next((problem for problem in self._everyone(self._error) if problem), None):
+            self._error = None
+            raise self._refusal(problem)
+
+    # Before: a folder to write to, and what of it is this rank's.
+
+    def _open(self, step: int) -> tuple[Path | None, str | None]:
+        """On rank 0, a new folder that no reader looks at, or why there is none."""
+        if self.rank:
+            return None, None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for leftover in self.folder.glob(".save-*"):
+                shutil.rmtree(leftover)
+            number = max(map(number_of, committed(self.run)), default=0) + 1
+            draft = self.folder / f".{name_of(number, step)}"
+            draft.mkdir()
+            return draft, None
+        except OSError as error:
+            return None, str(error)
+
+    def _copied(self, pieces: Sequence[Piece], device: torch.device) -> list[Piece]:
+        """The same in host memory that stays for the next save, page-locked where a GPU copies into it."""
+        nbytes = sum(-(-piece.content.nbytes // 8) * 8 for piece in pieces)
+        if self._buffer.numel() != nbytes:
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        found, start = [], 0
+        for piece in pieces:
+            place = self._buffer[start : start + piece.content.nbytes].view(piece.content.dtype)
+            place.copy_(piece.content, non_blocking=True)
+            found.append(replace(piece, content=place))
+            start += -(-place.nbytes // 8) * 8
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        return found
+
+    # In the thread: this rank's file and note, and on rank 0 all that makes a checkpoint of them.
+
+    def _write(self, draft: Path, pieces: Sequence[Piece], about: dict[str, Any]) -> None:
+        try:
+            note = {"parts": self._write_parts(draft, pieces), **about}
+        except Exception as error:  # a thread has nobody to raise it to
+            self._error, note = str(error), {"error": str(error)}
+            file_of(draft, self.rank).unlink(missing_ok=True)  # on a full disk, room for the note
+        with contextlib.suppress(OSError):
+            _write_file(_note(draft, self.rank), json.dumps(note))
+        if self.rank == 0:
+            try:
+                self._commit(draft, self._notes(draft))
+            except Exception as error:
+                self._error = str(error)
+                shutil.rmtree(draft, ignore_errors=True)
+
+    def _write_parts(self, draft: Path, pieces: Sequence[Piece]) -> list[list[Any]]:
+        """Name, dtype and `SavedPart` of each, as a manifest has them."""
+        found, offset = [], 0
+        with file_of(draft, self.rank).open("wb") as file:
+            for piece in pieces:
+                data = memoryview(piece.content.view(torch.uint8).numpy())
+                saved = SavedPart(self.rank, offset, len(data), zlib.crc32(data), piece.placement)
+                file.write(data)
+                offset += len(data)
+                found.append([piece.name, SavedTensor(piece.content.dtype, piece.placement.shape, (saved,)).to_json()])
+            file.flush()
+            os.fsync(file.fileno())
+        return found
+
+    def _notes(self, draft: Path) -> list[dict[str, Any]]:
+        """Of all ranks, once they are there. OSError if one says that it could not write, or says nothing."""
+        deadline, notes = time.monotonic() + self.timeout_s, []
+        for rank in range(self.world_size):
+            while not _note(draft, rank).exists():
+                if self._error or time.monotonic() > deadline:
+                    raise OSError(self._error or f"rank {rank} has not written its part in {self.timeout_s:.0f} s")
+                time.sleep(POLL_S)
+            notes.append(json.loads(_note(draft, rank).read_text(encoding="utf-8")))
+            if "error" in notes[-1]:
+                raise OSError(notes[-1]["error"])
+        return notes
+
+    def _commit(self, draft: Path, notes: Sequence[dict[str, Any]]) -> None:
+        name = draft.name.removeprefix(".")
+        tensors: dict[str, SavedTensor] = {}
+        for note in notes:
+            for key, raw in note["parts"]:
+                tensor = SavedTensor.from_json(raw)
+                tensors[key] = tensors[key].joined(tensor) if key in tensors else tensor
+        counted = {key: numbers for note in notes for key, numbers in note["optimizer"]["counted"].items()}
+        groups = notes[0]["optimizer"]["groups"]
+        for place, group in enumerate(groups):  # a pipeline's ranks step different parameters
+            names = (name for note in notes for name in note["optimizer"]["groups"][place]["params"])
+            group["params"] = list(dict.fromkeys(names))
+        manifest = Manifest(
+            number_of(Path(name)),
+            notes[0]["progress"]["step"],
+            self.tokenizer,
+            tuple(file_of(draft, rank).stat().st_size for rank in range(self.world_size)),
+            notes[0]["progress"],
+            {"groups": groups, "counted": counted},
+            [note["generators"] for note in notes],
+            tensors,
+        )
+        for rank in range(self.world_size):
+            _note(draft, rank).unlink()
+        _write_file(draft / FILE, manifest.to_text(), on_disk=True)
+        _flush(draft)
+        os.rename(draft, self.folder / name)
+        _flush(self.folder)
+        with contextlib.suppress(OSError):  # what cannot be dropped costs space, not the checkpoint
+            for old in committed(self.run)[: -self.keep]:
+                dropped = old.with_name(f".{old.name}")
+                os.rename(old, dropped)
+                shutil.rmtree(dropped)
+
+    def _refusal(self, problem: str) -> OSError:
+        return OSError(f"cannot save to {self.run} ({problem}); the checkpoint that was there still loads.")
+
+    def _everyone(self, value: Any) -> list[Any]:
+        return self.group.gather_objects(value) if self.group else [value]
+
+
+def _note(draft: Path, rank: int) -> Path:
+    return draft / f"rank-{rank:04d}.json"
+
+
+def _write_file(path: Path, text: str, on_disk: bool = False) -> None:
+    """Whoever sees the file sees all of it."""
+    draft = path.with_suffix(".tmp")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(text)
+        if on_disk:
+            file.flush()
+            os.fsync(file.fileno())
+    os.rename(draft, path)
+
+
+def _flush(folder: Path) -> None:
+    """Names in the folder are on the disk when this returns."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

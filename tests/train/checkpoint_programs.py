@@ -1,0 +1,117 @@
+"""What ranks run in the tests of checkpoints: one launch saves in many layouts and restores each in all others."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from minillm.data import Tokens
+from minillm.model import ModelConfig
+from minillm.train import SingleDevice, TrainConfig, Trainer
+from minillm.train.checkpoint import shares
+from minillm.train.checkpoint.reader import has_checkpoint, restore
+from minillm.train.checkpoint.state import held, optimizer_numbers
+from minillm.train.checkpoint.writer import Checkpointer
+from minillm.train.parallel_config import ParallelConfig
+from minillm.train.strategies.sharded import make_strategy
+
+MODEL = ModelConfig(53, 16, 30, 4, 4, 2, max_seq_len=16, tie_embeddings=True, qk_norm=True)  # sizes do not divide
+WINDOWS = 12  # of a step, on any number of ranks up to 4
+LAYOUTS = [
+    ParallelConfig(dp=2, tp=2, zero=3),
+    ParallelConfig(dp=3, zero=1),
+    ParallelConfig(dp=2, pp=2, accumulate=2, schedule="zero_bubble_v"),  # a tied embedding twice on one rank
+    ParallelConfig(tp=4),  # two ranks for each of the kv heads
+    ParallelConfig(dp=4, zero=3, dp_replicate=2),
+    ParallelConfig(dp=1),
+    ParallelConfig(dp=4),
+    ParallelConfig(dp=2, zero=2),
+    ParallelConfig(dp=4, zero=3),
+    ParallelConfig(dp=2, cp=2, zero=1),
+    ParallelConfig(cp=4),
+    ParallelConfig(dp=2, tp=2, sequence=True),
+    ParallelConfig(dp=2, pp=2, accumulate=2, zero=3),
+    ParallelConfig(pp=2, tp=2, accumulate=2, schedule="dualpipe"),
+]
+
+
+def tokens() -> Tokens:
+    return Tokens((np.arange(3000) ** 2 % 53).astype(np.uint16), 53, 0, 1, 9000)
+
+
+def trainer(parallel=None, precision="fp32", **options) -> Trainer:
+    options = {"seq_len": 16, "batch_size": 4, "steps": 9, "lr": 1e-2} | options
+    return Trainer(TrainConfig(MODEL, precision=precision, **options), tokens(), workers=0, parallel=parallel)
+
+
+def through_all(group, folder: Path, layouts, precision):
+    """From one process to each layout, and from each to all: (from, to, names that differ, read / held, file bytes)."""
+    torch.set_num_threads(1)
+    shares.SPLIT_FROM = 16  # so that replicas share the writing of this model's tensors too
+    groups = {n: group.subgroup(list(range(n)), f"first {n}") for n in range(1, group.world_size)}
+    groups[group.world_size] = group
+    alone = trainer(SingleDevice(), precision, batch_size=1, accumulate=WINDOWS)
+    for _ in range(2):
+        alone.step()
+    whole, numbers = {name: part.clone() for name, (part, _) in held(alone).items()}, optimizer_numbers(alone)
+    if group.rank == 0:
+        Checkpointer(folder / "start").save(alone)
+    group.barrier()
+    trainers = {}
+    for index, layout in enumerate(layouts):
+        if group.rank < layout.world_size:
+            strategy = make_strategy(groups[layout.world_size], layout)
+            trainers[index] = trainer(strategy, precision, batch_size=1, accumulate=WINDOWS // layout.dp)
+            restore(trainers[index], folder / "start")
+            saver = Checkpointer(folder / str(index), groups[layout.world_size], background=index % 2 == 0)
+            saver.save(trainers[index])
+            saver.finish()
+        group.barrier()
+    found = []
+    for source in range(len(layouts)):
+        for target, ours in trainers.items():
+            _spoil(ours)
+            done = restore(ours, folder / str(source))
+            wrong = [name for name, (part, at) in held(ours).items() if not torch.equal(part, at.cut(whole[name]))]
+            mine = optimizer_numbers(ours)
+            wrong += [name for name, counted in mine["counted"].items() if counted != numbers["counted"][name]]
+            wrong += ["groups"] if _settings(mine) != _settings(numbers) else []
+            wrong += ["steps"] if (ours.steps_done, ours.loader.position) != (2, 2 * WINDOWS) else []
+            found.append((source, target, wrong, done.bytes_read, done.bytes_held, len(held(ours))))
+        group.barrier()
+    return found
+
+
+def _settings(numbers: dict) -> list[str]:
+    return [str({key: value for key, value in group.items() if key != "params"}) for group in numbers["groups"]]
+
+
+@torch.no_grad()
+def _spoil(ours: Trainer) -> None:
+    for part, _ in ours.parallel.held().values():
+        part.fill_(float("nan"))
+    ours.steps_done = 0
+
+
+LONG = 4000  # steps, more than any attempt takes
+
+
+def losses(steps: int) -> list[str]:
+    """Of a run that nobody kills, bit by bit."""
+    ours = trainer(steps=LONG)
+    return [ours.step().loss.hex() for _ in range(steps)]
+
+
+def train_and_save(folder: Path, background: bool) -> None:
+    """Goes on with the run, if there is one, and saves after every step, until it is killed. Logs losses."""
+    torch.set_num_threads(1)
+    ours = trainer(steps=LONG)
+    if has_checkpoint(folder):
+        restore(ours, folder)
+    saver = Checkpointer(folder, background=background)
+    with (folder / "losses").open("a") as log:
+        while ours.steps_done < LONG:
+            step = ours.step()
+            log.write(f"{step.step} {step.loss.hex()}\n")
+            log.flush()
+            saver.save(ours)
