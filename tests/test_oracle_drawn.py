@@ -117,3 +117,9 @@ def test_gradients_are_those_of_one_process_under_the_rules_of_nccl():
     rows = compare(list(drawn(COUNT)), case, steps=2, strategy=_strategy)
     assert [row for row in rows if not row.ok] == []
     assert len(rows) == COUNT and max(row.worst_gradient for row in rows) <= 1e-10
+
+
+def test_an_order_that_is_none():
+    with pytest.raises(ValueError, match="must name each of dp, pp, cp, tp once"):
+        ParallelConfig(dp=2, axis_order=("dp", "tp"))
+    assert str(ParallelConfig(dp=2, tp=2, axis_order=("tp", "cp", "pp", "dp"))).endswith("order tp cp pp dp")

@@ -30,11 +30,11 @@ def check(ranks: int, chosen: list[ParallelConfig]) -> None:
 
 
 def test_two_ranks_send_and_hold_what_is_predicted():
-    check(2, planner.layouts(2))
+    check(2, planner.layouts(2)[2::2])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_every_layout_sends_and_holds_what_is_predicted(ranks):
     check(ranks, planner.layouts(ranks))
 
