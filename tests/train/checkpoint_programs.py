@@ -1,5 +1,6 @@
 """What ranks run in the tests of checkpoints: one launch saves in many layouts and restores each in all others."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,6 +8,7 @@ import torch
 
 from minillm.data import Tokens
 from minillm.model import ModelConfig
+from minillm.model.config import MoEConfig
 from minillm.train import SingleDevice, TrainConfig, Trainer
 from minillm.train.checkpoint import shares
 from minillm.train.checkpoint.reader import has_checkpoint, restore
@@ -16,6 +18,7 @@ from minillm.train.parallel_config import ParallelConfig
 from minillm.train.strategies.sharded import make_strategy
 
 MODEL = ModelConfig(53, 16, 30, 4, 4, 2, max_seq_len=16, tie_embeddings=True, qk_norm=True)  # sizes do not divide
+EXPERTS = replace(MODEL, moe=MoEConfig(4, 2, 8, bias_update_rate=0.01))  # whose routers' biases are buffers
 WINDOWS = 12  # of a step, on any number of ranks up to 4
 LAYOUTS = [
     ParallelConfig(dp=2, tp=2, zero=3),
@@ -33,24 +36,30 @@ LAYOUTS = [
     ParallelConfig(dp=2, pp=2, accumulate=2, zero=3),
     ParallelConfig(pp=2, tp=2, accumulate=2, schedule="dualpipe"),
 ]
+EXPERT_LAYOUTS = [
+    ParallelConfig(dp=4, ep=2, zero=3),
+    ParallelConfig(dp=2, ep=2, tp=2, zero=1),
+    ParallelConfig(dp=2, pp=2, accumulate=2),
+    ParallelConfig(dp=1),
+]
 
 
 def tokens() -> Tokens:
     return Tokens((np.arange(3000) ** 2 % 53).astype(np.uint16), 53, 0, 1, 9000)
 
 
-def trainer(parallel=None, precision="fp32", **options) -> Trainer:
+def trainer(parallel=None, precision="fp32", model=MODEL, **options) -> Trainer:
     options = {"seq_len": 16, "batch_size": 4, "steps": 9, "lr": 1e-2} | options
-    return Trainer(TrainConfig(MODEL, precision=precision, **options), tokens(), workers=0, parallel=parallel)
+    return Trainer(TrainConfig(model, precision=precision, **options), tokens(), workers=0, parallel=parallel)
 
 
-def through_all(group, folder: Path, layouts, precision):
+def through_all(group, folder: Path, layouts, precision, model=MODEL):
     """From one process to each layout, and from each to all: (from, to, names that differ, read / held, file bytes)."""
     torch.set_num_threads(1)
     shares.SPLIT_FROM = 16  # so that replicas share the writing of this model's tensors too
     groups = {n: group.subgroup(list(range(n)), f"first {n}") for n in range(1, group.world_size)}
     groups[group.world_size] = group
-    alone = trainer(SingleDevice(), precision, batch_size=1, accumulate=WINDOWS)
+    alone = trainer(SingleDevice(), precision, model, batch_size=1, accumulate=WINDOWS)
     for _ in range(2):
         alone.step()
     whole, numbers = {name: part.clone() for name, (part, _) in held(alone).items()}, optimizer_numbers(alone)
@@ -61,7 +70,7 @@ def through_all(group, folder: Path, layouts, precision):
     for index, layout in enumerate(layouts):
         if group.rank < layout.world_size:
             strategy = make_strategy(groups[layout.world_size], layout)
-            trainers[index] = trainer(strategy, precision, batch_size=1, accumulate=WINDOWS // layout.dp)
+            trainers[index] = trainer(strategy, precision, model, batch_size=1, accumulate=WINDOWS // layout.dp)
             restore(trainers[index], folder / "start")
             saver = Checkpointer(folder / str(index), groups[layout.world_size], background=index % 2 == 0)
             saver.save(trainers[index])
@@ -90,6 +99,8 @@ def _settings(numbers: dict) -> list[str]:
 def _spoil(ours: Trainer) -> None:
     for part, _ in ours.parallel.held().values():
         part.fill_(float("nan"))
+    for buffer in ours.parallel.buffers().values():
+        buffer.fill_(float("nan"))
     ours.steps_done = 0
 
 

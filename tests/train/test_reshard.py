@@ -7,8 +7,8 @@ from minillm.comm import launch
 from minillm.train.checkpoint.manifest import Manifest, committed
 
 
-def check(folder, layouts, precision, timeout=300):
-    ranks = launch(programs.through_all, 4, folder, layouts, precision, timeout=timeout)
+def check(folder, layouts, precision, model=programs.MODEL, timeout=300):
+    ranks = launch(programs.through_all, 4, folder, layouts, precision, model, timeout=timeout)
     pairs = set()
     for rank in ranks:
         for source, target, wrong, bytes_read, bytes_held, tensors in rank:
@@ -26,6 +26,11 @@ def check(folder, layouts, precision, timeout=300):
 
 def test_some_layouts_restore_from_each_other(tmp_path):
     assert len(check(tmp_path, programs.LAYOUTS[:4], "bf16-master")) == 16
+
+
+@pytest.mark.slow
+def test_experts_and_the_biases_of_routers_too(tmp_path):
+    assert len(check(tmp_path, programs.EXPERT_LAYOUTS, "fp32", programs.EXPERTS)) == 16
 
 
 @pytest.mark.slow

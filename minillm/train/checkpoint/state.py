@@ -10,14 +10,14 @@ function of the step, and the order of the data one of the seed and a position, 
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from minillm.parallel.optimizer_state import by_name, is_empty, names_by_group, numbered, per_element
-from minillm.parallel.placement import Placement, Replicate
+from minillm.parallel.placement import Placement
 from minillm.train.checkpoint.manifest import Manifest
 from minillm.train.trainer import Trainer
 
@@ -29,7 +29,7 @@ def held(trainer: Trainer) -> Held:
     are copies."""
     weights, stepped, dtype = trainer.parallel.held(), _stepped_placements(trainer), trainer.precision.weights
     found: Held = {_key("model", name): (part.to(dtype), placement) for name, (part, placement) in weights.items()}
-    found |= {_key("model", name): (buffer, _everywhere(buffer)) for name, buffer in _buffers(trainer)}
+    found |= {_key("model", name): held for name, held in trainer.parallel.held_buffers().items()}
     state = trainer.updater.sharded_state_dict()
     for name, entry, kept in _entries(trainer, state):
         found |= {_key("optimizer", key, name): (entry[key], stepped[name]) for key in entry if key in kept}
@@ -60,7 +60,7 @@ def optimizer_numbers(trainer: Trainer) -> dict[str, Any]:
 def wanted(trainer: Trainer, manifest: Manifest) -> dict[str, Placement]:
     """Which part of which saved tensor this rank needs. ValueError if the checkpoint is of another model."""
     found = {_key("model", name): placement for name, (_, placement) in trainer.parallel.held().items()}
-    found |= {_key("model", name): _everywhere(buffer) for name, buffer in _buffers(trainer)}
+    found |= {_key("model", name): placement for name, (_, placement) in trainer.parallel.held_buffers().items()}
     stepped, masters = _stepped_placements(trainer), trainer.updater.sharded_state_dict()["masters"]
     keys = {name.split("/")[1] for name in manifest.tensors if name.startswith("optimizer/")}
     for name in itertools.chain(*_names(trainer)):
@@ -81,7 +81,7 @@ def put(trainer: Trainer, parts: dict[str, Tensor], manifest: Manifest) -> None:
     """Gives the trainer what `wanted` named, and the optimizer's numbers."""
     for name, (part, _) in trainer.parallel.held().items():
         part.copy_(parts[_key("model", name)])
-    for name, buffer in _buffers(trainer):
+    for name, buffer in trainer.parallel.buffers().items():
         buffer.copy_(parts[_key("model", name)])
     names, entries = _names(trainer), []
     keys = {name.split("/")[1] for name in parts if name.startswith("optimizer/")}
@@ -95,14 +95,6 @@ def put(trainer: Trainer, parts: dict[str, Tensor], manifest: Manifest) -> None:
     own["param_groups"] = numbered(groups, names)
     own["masters"] = {name: parts[_key("master", name)] for name in own["masters"]}
     trainer.updater.load_state_dict(own)
-
-
-def _buffers(trainer: Trainer) -> Iterable[tuple[str, Tensor]]:
-    return trainer.parallel.saved_buffers().items()
-
-
-def _everywhere(buffer: Tensor) -> Placement:
-    return Placement(buffer.shape, (Replicate(),))
 
 
 def _names(trainer: Trainer) -> list[list[str]]:

@@ -19,6 +19,7 @@ holds of it; norms, checkpoints and gathered gradients follow from the placement
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -112,6 +113,9 @@ class Hybrid(SingleDevice):
 
     def wrap(self, model: nn.Module, master: bool = False) -> nn.Module:
         self.model, self.module = model, model
+        names = [name for name, _ in itertools.chain(model.named_parameters(), model.named_buffers())]
+        stages = self.mesh.pp.gather_objects(names)[: self.mesh.pp.rank]
+        self._earlier = {name: sum(name in theirs for theirs in stages) for name in names}
         self.placements = self._place(dict(model.named_parameters()))
         if self.layout.zero == 3:
             how = {"master": master, "initialize": self.initialize, **self._places()}
@@ -128,10 +132,9 @@ class Hybrid(SingleDevice):
     def _place(self, named: Mapping[str, Tensor]) -> dict[str, Placement]:
         """Of this rank's parameters, before ZeRO shards them. Of ranks with the same numbers, copy 0 counts them."""
         tp, sequence, shapes = self.mesh.tp, self.layout.sequence, whole_shapes(self.config)
-        held = self.mesh.pp.gather_objects(list(named))
         found = {}
         for name in named:
-            earlier = sum(name in theirs for theirs in held[: self.mesh.pp.rank])
+            earlier = self._earlier[name]
             part = part_of(self.config, name, tp.rank, tp.world_size, sequence)
             replicas = self._replicas_of(name) if self.layout.zero == 0 else self.replicate_group
             replica = Replicate(copy=replicas.rank if replicas else 0)
@@ -291,6 +294,11 @@ class Hybrid(SingleDevice):
         placements = self.weight_placements
         return {name: (part.detach(), placements[name]) for name, part in named}
 
+    def held_buffers(self) -> dict[str, tuple[Tensor, Placement]]:
+        others = self.mesh.tp.rank + self.replicas.rank
+        places = {name: (Replicate(self._earlier[name] + others),) for name in self.buffers()}
+        return {name: (buffer, Placement(buffer.shape, places[name])) for name, buffer in self.buffers().items()}
+
     def weights(self) -> dict[str, Tensor]:
         return gather_all(self, {name: part for name, (part, _) in self.held().items()}, self.weight_placements)
 
@@ -309,7 +317,7 @@ class Hybrid(SingleDevice):
 
     def full_state_dict(self) -> dict[str, Any]:
         merged: dict[str, Any] = {}
-        for buffers in self.group.gather_objects({name: buffer.cpu() for name, buffer in self.saved_buffers().items()}):
+        for buffers in self.group.gather_objects({name: buffer.cpu() for name, buffer in self.buffers().items()}):
             merged |= buffers
         return self.weights() | merged
 
@@ -325,7 +333,7 @@ class Hybrid(SingleDevice):
         else:
             for name, (part, placement) in self.held().items():
                 part.copy_(placement.cut(state[name]))
-            for name, buffer in self.saved_buffers().items():
+            for name, buffer in self.buffers().items():
                 buffer.copy_(state[name])
 
 

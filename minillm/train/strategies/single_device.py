@@ -163,10 +163,15 @@ class SingleDevice:
         here = Replicate(self.group.rank if self.group else 0)
         return {name: (p.detach(), Placement(p.shape, (here,))) for name, p in self.model.named_parameters()}
 
-    def saved_buffers(self) -> dict[str, Tensor]:
+    def buffers(self) -> dict[str, Tensor]:
         """Those that a checkpoint has, the same on all ranks that have them: the balance biases of routers."""
         saved = self.model.state_dict()
         return {name: buffer for name, buffer in self.model.named_buffers() if name in saved}
+
+    def held_buffers(self) -> dict[str, tuple[Tensor, Placement]]:
+        """As `held`; one rank of all counts each."""
+        here = Replicate(self.group.rank if self.group else 0)
+        return {name: (buffer, Placement(buffer.shape, (here,))) for name, buffer in self.buffers().items()}
 
     def replicated_weights(self) -> tuple[Iterable[tuple[str, Tensor]], Group | None]:
         """This rank's weights by name, and the ranks that must hold the same bits of them; None: there are none."""
