@@ -33,6 +33,23 @@ def test_every_variant_with_every_axis(name):
     assert max(row.worst_gradient for row in rows) <= 1e-10
 
 
+EIGHT_RANKS = [
+    *(layout(cp=4, dp=2, zero=zero, accumulate=2, context=context) for zero, context in enumerate(CONTEXTS[:4])),
+    *(layout(cp=4, tp=2, sequence=True, context=context) for context in CONTEXTS),
+    layout(cp=4, pp=2, accumulate=4, zero=2, context="hybrid"),
+    layout(cp=4, pp=2, accumulate=4, zero=3),
+    layout(cp=2, pp=2, tp=2, sequence=True, accumulate=4, zero=1, context="gather"),
+]
+
+
+@pytest.mark.slow
+def test_four_parts_of_a_sequence_with_every_other_axis():
+    cases = {name: CONTEXT_CASES[name] for name in ("tied", "windowed documents", "unequal", "padded documents")}
+    rows = compare(EIGHT_RANKS, cases, steps=1)
+    assert len(rows) == 4 * len(EIGHT_RANKS) and [row for row in rows if not row.ok] == []
+    assert max(row.worst_gradient for row in rows) <= 1e-10
+
+
 def test_corners_on_two_ranks():
     cases = {name: CONTEXT_CASES[name] for name in ("tied", "padded documents", "unequal")}
     rows = compare([layout(context=context) for context in CONTEXTS], cases, steps=1)

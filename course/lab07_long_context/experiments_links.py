@@ -18,7 +18,7 @@ from minillm.predict.context import AttentionShape, Hardware
 
 WORK_S, LINKS_S = 0.04, {"faster": 0.015, "slower": 0.08}
 SMALL = AttentionShape(1, 128, 2, 2, 16)
-SHORT, DEVICE_FLOPS = Link(latency_s=5e-3, bandwidth_bytes_per_s=20e6, name="slow"), 2.6e9
+SHORT, DEVICE_FLOPS = Link(latency_s=10e-3, bandwidth_bytes_per_s=10e6, name="slow"), 1.3e9
 LENGTHS = {256: 8, 1024: 4, 4096: 2}  # tokens: repetitions
 REPEATS = 3
 

@@ -361,7 +361,7 @@ sliders(pictures.where_it_hides, heads=[8, 16, 32, 64], kv_heads=[1, 2, 4, 8], t
 # ## Where it loses
 #
 # Short sequences: dividing them costs messages, and there is little work to divide. Forward attention of one layer on 4
-# *emulated* devices, with a link of 20 MB/s and 5 ms per message, beside one device that has it all:
+# *emulated* devices, with a link of 10 MB/s and 10 ms per message, beside one device that has it all:
 
 # %%
 short = links.short_and_long()
@@ -374,7 +374,7 @@ receipt("forward attention: 4 devices / one", receipts.short(short))
 # - *Few heads*: 8 kv heads over 16 ranks of Ulysses travel twice. Rings do not care.
 # - *Slow links*: a ring across nodes at 5 GB/s needs tens of thousands of tokens per rank.
 # - *Uneven documents*: zigzag balances one causal triangle, not a batch packed with short documents. A rank may get
-#   documents of 500 tokens, another a part of one of 100,000.
+#   documents of 500 tokens, another a part of one of 100,000. (`train --documents` keeps documents apart in attention.)
 #
 # ## Break it
 #
@@ -473,12 +473,12 @@ receipts.design_million()
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# 16,384 tokens per GPU are far above what hides a ring even at 50 GB/s (table), so the zigzag ring over 64 works: its
-# links are idle most of the time. Ulysses alone is impossible (32 heads, 8 kv heads, 64 ranks). The hybrid sends fewer
-# and longer messages across nodes and its all-to-alls stay inside. It is the choice when sequences get shorter again. Gather holds
-# K and V of all 1M tokens of a layer on every GPU (4.3 GB twice over, while they are put in order) with nothing behind it.
-# And the FLOPs: attention is more than nine tenths of the step, so an MFU that counts only $6P$ is meaningless here.
-# Activations: 1M tokens · 32 layers need recomputation beside cp.
+# 16,384 tokens per GPU are far above the 4,000 that hide a ring at 50 GB/s, so the zigzag ring over 64 works: its links
+# are idle most of the time. Ulysses alone is impossible (32 heads over 64 ranks). The hybrid makes 7 steps of the same
+# size across nodes where the ring makes 63, and its all-to-alls stay inside the node; it becomes the choice when sequences
+# get shorter. Gather holds K and V of all 1M tokens of a layer on every GPU (4.3 GB, twice while they are put in order),
+# and nothing hides it. Attention takes more than nine tenths of the step's FLOPs, so an MFU that counts only $6P$ per token
+# means nothing here. Activations of 1M tokens in 32 layers need recomputation beside cp.
 # </details>
 #
 # **B. The same model on 128k tokens with 64 GPUs. One sequence over all 64, or 8 sequences over 8 each (dp 8, cp 8)?**
@@ -489,10 +489,10 @@ receipts.design_layout()
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Over 64 ranks each has 2,048 tokens, and the ring across nodes takes longer than the work. Over 8 inside a node each has
-# 16,384, and the link is hidden hundreds of times over. Use as little cp as memory allows, and inside the node first; the
-# rest is dp, whose gradients are reduced once per step. What limits you then is memory (16,384 tokens per GPU either way
-# at 1M, so it fits) and the batch: 8 sequences of 128k are 1M tokens per step.
+# Over 64 ranks each has 2,048 tokens, and a block's journey across nodes takes twice as long as the work on it. Over 8
+# inside a node each has 16,384, and the work takes 30 times as long as the journey. Use as little cp as memory allows, and
+# the fastest links for it; the rest is dp, whose gradients are reduced once per step. What it costs is memory (16,384
+# tokens per GPU, as many as in question A) and batch size: 8 sequences of 128k are 1M tokens per step.
 # </details>
 #
 # ## Capstone (*open*)
