@@ -103,6 +103,25 @@ def test_whole_run_by_the_command(tmp_path, home):
     assert one.tensors.keys() == other.tensors.keys() and one.nbytes == other.nbytes
 
 
+@pytest.mark.slow
+def test_experts_on_two_ranks_learn_what_one_process_learns(tmp_path, home):
+    common = ["train", "--model-size", "tiny", "--data", "text", "--seq-len", "32", "--lr", "0.01", "--steps", "3"]
+    common += ["--experts", "4", "--top-k", "2", "--json", "found.json"]
+
+    def found(*options):
+        assert run([*common, *options]) == 0
+        return json.loads((home / "found.json").read_text())
+
+    alone = found("--run", "alone", "--batch-size", "4")
+    spread = found("--run", "spread", "--batch-size", "2", "--dp", "2", "--ep", "2", "--zero", "1")
+    assert spread["losses"] == pytest.approx(alone["losses"], rel=1e-4)
+    assert spread["validation_loss"] == pytest.approx(alone["validation_loss"], rel=1e-4)
+    one, other = (checkpoint.load(home / "runs" / name) for name in ("alone", "spread"))
+    assert {name: tensor.shape for name, tensor in one["model"].items()} == {
+        name: tensor.shape for name, tensor in other["model"].items()
+    }
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -118,6 +137,14 @@ def test_whole_run_by_the_command(tmp_path, home):
         ("--dp 3 --zero 2 --dp-replicate 2", "dp_replicate 2 does not divide dp 3"),
         ("--tp 2 --zero 1 --offload cpu", "offload cpu is for ZeRO alone"),
         ("--tp 2 --compile", "--compile does not look through"),
+        ("--dp 2 --ep 2", "ep 2 spreads experts, but this model has none"),
+        ("--dp 4 --ep 3 --experts 6", "ep 3 does not divide dp 4"),
+        ("--dp 4 --ep 4 --experts 6", "6 experts do not divide over 4 expert-parallel ranks"),
+        ("--top-k 2", "top_k 2 chooses among experts"),
+        ("--experts 2 --top-k 3", "top_k 3 is more than num_experts 2"),
+        ("--experts 8 --top-k 5", "top_k 5 does not divide the 96 columns"),
+        ("--tp 2 --sp --experts 4", "sequence parallelism is not supported with experts"),
+        ("--cp 2 --experts 4", "context parallelism cuts sequences that routers have to see whole"),
         ("--dp 65 --batch-size 65", "nproc=65 must be a whole number from 1 to 64"),
     ],
 )
