@@ -149,7 +149,7 @@ def command(
             found["goodput"] = spent.to_json()
         _report(found, job.folder)
         write_json(json_file, {"provenance": provenance(), **found})
-    return 130 if found["interrupted"] else 0
+    return 130 if found["interrupted"] and not may_restart() else 0  # torchrun would take 130 for a failure
 
 
 def _begun(runs: Path, run: str | None) -> Path | None:

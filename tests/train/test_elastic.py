@@ -20,7 +20,7 @@ from minillm.train.metrics import read_metrics
 from minillm.train.parallel_config import ParallelConfig
 
 TINY = ["train", "--model-size", "tiny", "--data", "text", "--seq-len", "32", "--lr", "0.003", "--steps", "2000"]
-PATIENCE_S = 600  # of the test for a rank that has to load torch on a busy machine
+PATIENCE_S = 1800  # of the test for a rank that has to load torch on a busy machine
 
 
 class Nodes:
@@ -32,7 +32,7 @@ class Nodes:
         self.command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", f"{fewest}:{most}"]
         self.command += ["--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "night", "--max-restarts", "9"]
         self.command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
-        self.command += ["--rdzv-conf", "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"]
+        self.command += ["--rdzv-conf", "last_call_timeout=10"]
         self.command += ["-m", "minillm", *arguments]
 
     def start(self):
