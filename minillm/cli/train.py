@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
+from minillm.cli.folders import check_new_folder
 from minillm.comm import is_root, launch
 from minillm.data import TokenDataset
 from minillm.measure.provenance import JsonFile, provenance, write_json
@@ -92,6 +93,8 @@ def command(
     json_file: JsonFile = None,
 ) -> int:
     """Train a model on the standard library's source, or on your text. Ctrl-C saves; --resume goes on."""
+    if model_size not in (None, *SIZES):
+        raise ValueError(f"--model-size: no model size {model_size!r}: use one of {', '.join(SIZES)}")
     given = {name: invocation.params[name] for name in DEFAULTS if invocation.params.get(name) is not None}
     folder = runs / run if run else _latest(runs) if resume else _unused(runs, given.get("model_size", "target"))
     settings = saved_settings(folder, given) if resume else DEFAULTS | given
@@ -181,8 +184,8 @@ def _parallel_config(dp: int | None, microbatches: int | None, rows: int, **spre
             f"--microbatches {microbatches} does not divide the {rows} windows of a step on each data-parallel rank "
             "(--batch-size times --accumulate): change one of them"
         )
-    problem = None
-    for count in [microbatches] if microbatches else [m for m in range(4 * spread["pp"], 0, -1) if rows % m == 0]:
+    problem, most = None, max(1, min(rows, 4 * spread["pp"]))
+    for count in [microbatches] if microbatches else [m for m in range(most, 0, -1) if rows % m == 0]:
         try:
             return ParallelConfig(accumulate=count, **spread)
         except ValueError as error:
@@ -193,9 +196,7 @@ def _parallel_config(dp: int | None, microbatches: int | None, rows: int, **spre
 def _check_export(folder: Path, config: TrainConfig) -> None:
     """Before the hours that it takes: can the model be written there?"""
     check_folder(folder, config.model)
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not there.is_dir():
-        raise ValueError(f"--export {folder}: {there} is a file, name another folder")
+    check_new_folder("--export", folder)
 
 
 def _latest(runs: Path) -> Path:
