@@ -6,9 +6,14 @@ the traceback instead.
 """
 
 import difflib
+import functools
+import math
 import os
 import sys
+from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 COMMANDS = {
     "train": ("minillm.cli.train", "train a model on Python's source, or on your text"),
@@ -28,6 +33,9 @@ COMMANDS = {
     "interview": ("minillm.cli.interview", "a mock interview that asks, times and checks"),
     "progress": ("minillm.cli.progress", "show or reset your progress"),
 }
+
+
+LARGEST = 1 << 63  # what torch takes for a seed
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -54,6 +62,10 @@ def run(argv: list[str]) -> int:
         return 130
     except ValueError as error:
         return _refuse(error)
+    except OSError as error:
+        if not _is_about(error.filename, argv):
+            raise
+        return _refuse(f"{error.filename}: {error.strerror}; name another file or folder")
     except Exception as error:
         if hasattr(error, "format_message"):  # typer's own: an unknown option, a missing or malformed argument
             return _refuse(error.format_message())
@@ -62,12 +74,38 @@ def run(argv: list[str]) -> int:
         raise
 
 
-def _call(name: str, arguments: list[str]) -> int:
+def _is_about(path: str | None, argv: list[str]) -> bool:
+    """Whether an error's path is one that was given, or lies in one."""
+    given = (Path(part.partition("=")[2] or part).name for part in argv)
+    return isinstance(path, str) and bool(set(Path(path).parts) & set(given))
+
+
+def parser_of(name: str) -> Any:
+    """The command `name` as typer parses it; its `params` are the options and arguments."""
     import typer
 
     app = typer.Typer(add_completion=False)
-    app.command()(import_module(COMMANDS[name][0]).command)
-    return app(arguments, prog_name=f"minillm {name}", standalone_mode=False) or 0
+    app.command()(_with_usable_numbers(import_module(COMMANDS[name][0]).command))
+    return typer.main.get_command(app)
+
+
+def _call(name: str, arguments: list[str]) -> int:
+    return parser_of(name)(arguments, prog_name=f"minillm {name}", standalone_mode=False) or 0
+
+
+def _with_usable_numbers(command: Callable[..., int | None]) -> Callable[..., int | None]:
+    """The command, and ValueError for nan, inf and whole numbers of more than 64 bits, which no option means."""
+
+    @functools.wraps(command)  # typer reads the signature of the command itself
+    def checked(**options: Any) -> int | None:
+        for name, value in options.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"--{name.replace('_', '-')} {value} is not a finite number: give one")
+            if isinstance(value, int) and not -LARGEST <= value < LARGEST:
+                raise ValueError(f"--{name.replace('_', '-')} {value} must be below 2**63 and at least -(2**63)")
+        return command(**options)
+
+    return checked
 
 
 def _refuse(error: ValueError | str) -> int:

@@ -54,8 +54,7 @@ class Session:
 
 def start(topic: str = "", minutes: int = 45, seed: int | None = None) -> Session:
     """A new session. ValueError for a topic that there is not, or too little time."""
-    if minutes < 4:
-        raise ValueError(f"--minutes {minutes}: a session needs at least 4.")
+    check_minutes(minutes)
     seed = random.SystemRandom().randrange(10**6) if seed is None else seed
     draw, cards = random.Random(seed), deck.of_topic(topic)
     its_topics = {card.topic for card in cards}
@@ -77,6 +76,12 @@ def start(topic: str = "", minutes: int = 45, seed: int | None = None) -> Sessio
     session = Session(seed, topic, minutes, items)
     session.save()
     return session
+
+
+def check_minutes(minutes: int) -> None:
+    """ValueError for too little time."""
+    if minutes < 4:
+        raise ValueError(f"--minutes {minutes}: a session needs at least 4.")
 
 
 def resume() -> Session | None:

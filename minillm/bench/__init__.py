@@ -69,6 +69,9 @@ def _whole_numbers(option: str, text: str | None) -> tuple[int, ...] | None:
         return None
     try:
         parts = [part.strip().lower() for part in text.split(",")]
-        return tuple(int(part.rstrip("kmg")) * BYTES[part[len(part.rstrip("kmg")) :]] for part in parts)
+        found = tuple(int(part.rstrip("kmg")) * BYTES[part[len(part.rstrip("kmg")) :]] for part in parts)
     except (ValueError, KeyError):
         raise ValueError(f"{option} {text} is not a list of whole numbers: write it like 2,4 or 64k,1M") from None
+    if min(found) < 1:
+        raise ValueError(f"{option} {text} holds {min(found)}: numbers start at 1")
+    return found

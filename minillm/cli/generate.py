@@ -20,7 +20,7 @@ import typer
 from typer import Argument, Option
 
 from minillm.data import Tokenizer
-from minillm.measure.provenance import JsonFile, provenance, write_json
+from minillm.measure.provenance import JsonFile, opened, provenance, write_json
 from minillm.model import Transformer, load_hf
 from minillm.model.generate import device_of, folder_of, generate, heal
 from minillm.model.generation_config import read_generation_config
@@ -32,6 +32,7 @@ from minillm.serve.trace import Summary, summary
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": None}
 BLOCK_SIZE, FULL_LENGTHS = 16, 16  # the pool holds the file's requests, at most so many of the model's full length
+LARGEST_BATCH = 256 << 20  # bytes of a file of prompts
 FIELDS = ("prompt", *(field.name for field in fields(SamplingParams)))
 
 
@@ -72,6 +73,9 @@ def command(
         raise ValueError("--json writes the answers and times of a file of prompts: give one with --batch FILE")
     if batch is not None and prompt:
         raise ValueError("there is a prompt and --batch: put the prompt into the file, or leave --batch out")
+    prompt, system = _as_utf8("the prompt", prompt), None if system is None else _as_utf8("--system", system)
+    if speculate is not None and speculate not in PROPOSERS:
+        raise ValueError(f"--speculate: no proposer {speculate!r}: use one of {', '.join(PROPOSERS)}")
     if k is not None and speculate is None:
         raise ValueError(f"--k {k} is a number of guesses: say with --speculate NAME who guesses")
     if dtype is not None and dtype not in DTYPES:
@@ -159,6 +163,14 @@ def healed(tokenizer: Tokenizer, prompt: str) -> tuple[list[int], list[int] | No
     return ids if tokenizer.bos_id is None else [tokenizer.bos_id, *ids], first
 
 
+def _as_utf8(name: str, given: str) -> str:
+    """What was typed, also where the locale of the process is not the terminal's."""
+    try:
+        return given.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeError:
+        raise ValueError(f"{name} is not UTF-8 text: write it in UTF-8") from None
+
+
 def _guesses(k: str) -> int | str:
     try:
         return k if k == "adaptive" else int(k)
@@ -172,7 +184,11 @@ Request = tuple[int, str | list[int], SamplingParams]  # the line's number in th
 def read_requests(file: Path, defaults: dict[str, Any]) -> Iterator[Request]:
     """One request per line. ValueError names the first bad line and says what is wrong with it."""
     try:
-        lines = file.read_bytes().decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n").split("\n")
+        with opened(file, "rb") as source:
+            text = source.read(LARGEST_BATCH + 1)
+        if len(text) > LARGEST_BATCH:  # a device such as /dev/zero has no end
+            raise ValueError(f"--batch {file} is larger than {LARGEST_BATCH >> 20} MiB: cut it into several files")
+        lines = text.decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n").split("\n")
     except OSError as error:
         raise ValueError(f"--batch {file} cannot be read ({error.strerror}): name a file of prompts") from None
     except UnicodeDecodeError as error:

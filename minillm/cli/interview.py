@@ -8,6 +8,7 @@ from typing import Annotated
 from typer import Option
 
 from minillm.labkit import course
+from minillm.measure.provenance import opened
 
 LAB = "course.lab24_interview"
 
@@ -30,11 +31,13 @@ def command(
     if sheet is not None:
         page = import_module(f"{LAB}.sheet").page(topic)
         try:
-            sheet.write_text(page, encoding="utf-8")
+            with opened(sheet, "w") as file:
+                file.write(page)
         except OSError as error:
             raise ValueError(f"--sheet {sheet} cannot be written ({error.strerror}): name another file.") from error
         print(f"Written: {sheet}")
         return 0
+    mock.check_minutes(minutes)
     session = None if new or topic or seed is not None else mock.resume()
     if session:
         print(f"Going on with a session of {session.minutes} minutes; --new starts another.")

@@ -1,6 +1,6 @@
 """`python -m minillm oracle`: the matrix of layouts and corners, each compared with one process."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from itertools import product
 from typing import Annotated
@@ -55,15 +55,17 @@ def command(
     numbers = {"dp": dp, "zero": zero, "accumulate": accumulate, "tp": tp, "sequence": sp, "pp": pp, "cp": cp}
     numbers |= {"dp_replicate": dp_replicate, "ep": ep}
     axes = {name: _numbers(OPTIONS.get(name, f"--{name.replace('_', '-')}"), text) for name, text in numbers.items()}
-    axes |= {"schedule": _names(schedule), "context": _names(context)}
+    if not set(axes["sequence"]) <= {0, 1}:
+        raise ValueError(f"--sp {sp}: choose from 0, 1")
+    axes |= {"schedule": _names("--schedule", schedule, SCHEDULES), "context": _names("--context", context, CONTEXTS)}
     layouts, left_out = _layouts(axes)
-    chosen = _names(cases)
-    _check_cases(chosen)
+    known = {case: None for layout in layouts for case in cases_of(layout)}
+    chosen = _names("--cases", cases, known) if cases else list(known)
     print(summary(origin), end="\n\n")
     rows = []
     for known in KNOWN_CASES:
         some = [layout for layout in layouts if cases_of(layout) is known]
-        rows += compare(some, {name: case for name, case in known.items() if not chosen or name in chosen})
+        rows += compare(some, {name: case for name, case in known.items() if name in chosen})
     width = max(44, *(len(row.layout) for row in rows))
     print(f"{'layout':<{width}}  {'gradient':>8}  {'weight':>8}  {'norm':>8}  identical  worst parameter")
     for row in rows:
@@ -109,15 +111,12 @@ def _layouts(axes: Mapping[str, list]) -> tuple[list[ParallelConfig], list[str]]
     return list(layouts), left_out
 
 
-def _check_cases(names: list[str]) -> None:
-    known = dict.fromkeys(name for cases in KNOWN_CASES for name in cases)
+def _names(option: str, text: str, known: Iterable[str]) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in known:
-            raise ValueError(f"--cases {name}: choose from {', '.join(known)}")
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
+            raise ValueError(f"{option} {text}: choose from {', '.join(known)}")
+    return names
 
 
 def _numbers(option: str, text: str) -> list[int]:

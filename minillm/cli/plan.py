@@ -48,14 +48,21 @@ def command(
     json_file: JsonFile = None,
 ) -> int:
     """Rank all layouts of a model on a cluster: memory and time by cause, and why each runner-up is slower."""
+    counts = {"gpus": gpus, "per-node": per_node, "seq": seq, "batch": batch, "prompt": prompt, "output": output}
+    for option, count in counts.items():
+        if count < 1:
+            raise ValueError(f"--{option} {count} must be at least 1.")
+    if top < 1:
+        raise ValueError(f"--top {top}: show at least 1 layout.")
+    for option, most in {"network": network, "memory": memory, "tpot-ms": tpot_ms, "ttft-ms": ttft_ms}.items():
+        if most is not None and most <= 0:
+            raise ValueError(f"--{option} {most} must be above 0.")
     if check:
         return _published(json_file)
     if here:
         return _checked(json_file)
     if placement:
         return _placed(json_file)
-    if top < 1:
-        raise ValueError(f"--top {top}: show at least 1 layout.")
     shape, machine = _architecture(model), _cluster(cluster, gpus, per_node, network, memory)
     print(f"{shape.name}: {shape.parameters / 1e9:.1f} billion parameters, {shape.active_parameters / 1e9:.1f} active")
     print(f"{machine.gpus} x {machine.device.name} in {machine.nodes} node{'s' if machine.nodes > 1 else ''}\n")
@@ -121,9 +128,6 @@ def _training(shape, machine: clusters.Cluster, seq: int, batch: int, top: int, 
 
 
 def _serving(shape, machine: clusters.Cluster, prompt: int, output: int, tpot_ms, ttft_ms, top: int) -> list[dict]:
-    for option, value in (("--tpot-ms", tpot_ms), ("--ttft-ms", ttft_ms)):
-        if value is not None and not value > 0:
-            raise ValueError(f"{option} {value} must be above 0.")
     limits = {"tpot": tpot_ms and tpot_ms / 1e3, "ttft": ttft_ms and ttft_ms / 1e3}
     plans = serving.rank_serving(shape, machine, prompt, output, **limits, keep=top)
     print(f"prompts of {prompt:,}, answers of {output:,} tokens; most tokens/s first:\n")

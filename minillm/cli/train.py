@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
+from minillm.cli.folders import check_new_folder
 from minillm.comm import RankError, is_root, launch
 from minillm.data import TokenDataset
 from minillm.measure.provenance import JsonFile, provenance, write_json
@@ -110,6 +111,8 @@ def command(
     json_file: JsonFile = None,
 ) -> int:
     """Train a model on the standard library's source, or on your text. Ctrl-C saves; --resume goes on."""
+    if model_size not in (None, *SIZES):
+        raise ValueError(f"--model-size: no model size {model_size!r}: use one of {', '.join(SIZES)}")
     given = {name: invocation.params[name] for name in DEFAULTS if invocation.params.get(name) is not None}
     begun = None if resume else _begun(runs, run)
     resume = resume or (begun is not None and has_checkpoint(begun))
@@ -235,8 +238,8 @@ def _parallel_config(dp: int, microbatches: int | None, rows: int, **spread: Any
             f"--microbatches {microbatches} does not divide the {rows} windows of a step on each data-parallel rank "
             "(--batch-size times --accumulate): change one of them"
         )
-    problem = None
-    for count in [microbatches] if microbatches else [m for m in range(4 * spread["pp"], 0, -1) if rows % m == 0]:
+    problem, most = None, max(1, min(rows, 4 * spread["pp"]))
+    for count in [microbatches] if microbatches else [m for m in range(most, 0, -1) if rows % m == 0]:
         try:
             return ParallelConfig(accumulate=count, **spread)
         except ValueError as error:
@@ -247,9 +250,7 @@ def _parallel_config(dp: int, microbatches: int | None, rows: int, **spread: Any
 def _check_export(folder: Path, config: TrainConfig) -> None:
     """Before the hours that it takes: can the model be written there?"""
     check_folder(folder, config.model)
-    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not there.is_dir():
-        raise ValueError(f"--export {folder}: {there} is a file, name another folder")
+    check_new_folder("--export", folder)
 
 
 def _latest(runs: Path) -> Path:

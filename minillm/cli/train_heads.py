@@ -11,6 +11,7 @@ import torch
 import typer
 from typer import Option
 
+from minillm.cli.folders import check_new_folder
 from minillm.data import Loader, TokenDataset, Tokenizer, corpus, tokenize
 from minillm.measure.provenance import provenance
 from minillm.model import load_hf
@@ -29,7 +30,7 @@ def command(
     seq_len: Annotated[int, Option(help="Tokens a window.", min=16)] = 256,
     rows: Annotated[int, Option(help="Positions of a batch to compare.", min=1)] = 256,
     lr: Annotated[float, Option(help="Of AdamW, at its highest.", min=0.0)] = 2e-3,
-    heads: Annotated[int, Option(help="Of medusa: tokens it can draft.", min=1)] = 4,
+    heads: Annotated[int, Option(help="Of medusa: tokens it can draft.", min=1, max=64)] = 4,
     layers: Annotated[int, Option(help="Of early_exit: blocks of the target before the exit.", min=1)] = 2,
     seed: Annotated[int, Option(help="Of the initial weights, the order of windows and the rows.")] = 0,
     data: Annotated[str | None, Option(metavar="PATH", help="Text or folder; default: the standard library.")] = None,
@@ -42,8 +43,7 @@ def command(
     if kind not in MAKERS:
         raise ValueError(f"--kind {kind} is none of {', '.join(MAKERS)}.")
     folder, export = folder_of(model), export or CHECKPOINTS / kind
-    if export.exists() and not export.is_dir():
-        raise ValueError(f"--export {export} is a file: name a folder.")
+    check_new_folder("--export", export)
     target, tokenizer = load_hf(folder, device=device_of(device), dtype=torch.float32), Tokenizer.load(folder)
     options = {"medusa": {"heads": heads}, "early_exit": {"layers": layers}}.get(kind, {})
     head = MAKERS[kind](target.config, **options)

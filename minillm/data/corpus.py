@@ -10,6 +10,7 @@ files are held out for validation by a hash of that path: adding or removing a f
 
 import codecs
 import hashlib
+import os
 import sysconfig
 import warnings
 from collections.abc import Iterator
@@ -104,7 +105,7 @@ class Corpus:
         digest = hashlib.sha256()
         for name, text in self.documents(split):
             data = text.encode()
-            digest.update(f"{name}\0{len(data)}\0".encode())
+            digest.update(os.fsencode(name) + f"\0{len(data)}\0".encode())
             digest.update(data)
         return digest.hexdigest()
 
@@ -158,4 +159,4 @@ def _cut(text: str) -> tuple[str, str]:
 
 def _unit_hash(name: str) -> float:
     """A number in [0, 1) that depends on the name alone, on every machine and every run."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
+    return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8], "big") / 2**64

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import psutil
 import torch
@@ -46,8 +46,8 @@ def summary(origin: dict[str, Any]) -> str:
 def write_json(path: Path | None, results: Any) -> None:
     """Write the results of a command to the file of its --json option, if one was given."""
     if path is not None:
-        with _refusing(path):
-            path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        with _refusing(path), opened(path, "w") as file:
+            file.write(json.dumps(results, indent=1) + "\n")
 
 
 def writable(path: Path | None) -> Path | None:
@@ -55,10 +55,22 @@ def writable(path: Path | None) -> Path | None:
     if path is not None:
         new = not path.exists()
         with _refusing(path):
-            path.open("a").close()
+            opened(path, "a").close()
         if new:
             path.unlink(missing_ok=True)  # other ranks ask as well
     return path
+
+
+def opened(path: Path, mode: str) -> IO[Any]:
+    """The file that a user named, as UTF-8 unless `mode` is binary. A pipe without another end is an OSError, or empty;
+    `open` would wait for that end for ever."""
+    return open(path, mode, encoding=None if "b" in mode else "utf-8", opener=_at_once)
+
+
+def _at_once(path: str, flags: int) -> int:
+    file = os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
+    os.set_blocking(file, True)
+    return file
 
 
 @contextlib.contextmanager

@@ -43,6 +43,16 @@ def test_what_needs_the_course_says_how_to_get_it(target, tmp_path, command):
 
 
 @pytest.mark.slow
+def test_training_and_generating_need_no_course(target, tmp_path):
+    (tmp_path / "text").write_text("a text to learn\n" * 400)
+    small = ["--model-size", "tiny", "--steps", "2", "--seq-len", "16", "--batch-size", "2", "--data", "text"]
+    found = minillm(target, tmp_path, "train", *small, "--dp", "2", "--export", "model")
+    assert found.returncode == 0 and "exported" in found.stdout, found.stderr[-3000:]
+    found = minillm(target, tmp_path, "generate", "def ", "--max-new-tokens", "2", "--model", "model")
+    assert (found.returncode, found.stderr) == (0, ""), found.stderr[-3000:]
+
+
+@pytest.mark.slow
 def test_inside_a_clone_an_installed_package_finds_the_course(target):
     code = (
         "from minillm.labkit import course; print(course.home()); import course.shared.trials as t; print(t.__file__)"

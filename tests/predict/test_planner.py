@@ -205,10 +205,10 @@ def test_serving_batches_meet_the_limit_and_memory():
         (["--gpus", "0"], "gpus 0"),
         (["--network", "-1"], "--network -1"),
         (["--network", "0"], "above 0"),
-        (["--per-node", "0"], "per_node 0"),
+        (["--per-node", "0"], "--per-node 0"),
         (["--gpus", "27", "--per-node", "13"], "nodes of 13"),
         (["--gpus", "1", "--seq", "100000000"], "too many"),
-        (["--memory", "nan"], "above 0"),
+        (["--memory", "nan"], "finite"),
         (["--memory", "2"], "less than what"),
         (["--model", "llama-3-405b"], "too many, most of them optimizer"),
         (["--gpus", "296", "--batch", "7"], "no layout divides"),
@@ -216,7 +216,7 @@ def test_serving_batches_meet_the_limit_and_memory():
         (["--top", "0"], "at least 1 layout"),
         (["--serve", "--model", "llama-3-405b", "--gpus", "1"], "use more or larger"),
         (["--serve", "--tpot-ms", "0.01"], "no layout meets the limits"),
-        (["--serve", "--tpot-ms", "nan"], "above 0"),
+        (["--serve", "--tpot-ms", "nan"], "finite"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments, sentence, capsys):

@@ -146,7 +146,7 @@ def test_options_that_do_not_go_together(folder, tmp_path, capsys):
     [
         (["--device", "tpu"], "--device tpu cannot be used ("),
         (["--device", "meta"], "--device meta cannot be used ("),
-        (["--temperature", "inf"], "temperature inf must be at least 0"),
+        (["--temperature", "inf"], "--temperature inf is not a finite number"),
         (["--seed", "-1"], "seed -1 must be a whole number of at least 0"),
         (["--seed", str(2**63)], "seed 9223372036854775808 must be below 2**63"),
         (["--speculate", "ngram", "--seed", str(2**63)], "must be below 2**63"),

@@ -56,7 +56,7 @@ def test_runs_are_numbered_and_resumed(home, capsys):
         (["--device", "tpu9"], "--device tpu9 cannot be used"),
         (["--device", "meta", "--dp", "2"], "--device meta cannot be used"),
         (["--data", ""], "the path of the text is empty"),
-        (["--weight-decay", "inf"], "weight_decay inf must be a number of at least 0"),
+        (["--weight-decay", "inf"], "--weight-decay inf is not a finite number"),
         ([*TINY[1:], "--runs", "text/part1.py"], "text/part1.py/tiny-1 cannot hold a run (Not a directory)"),
         ([*TINY[1:], "--export", "text/part1.py"], "--export text/part1.py: text/part1.py is a file, name another"),
         ([*TINY[1:], "--export", "text/part1.py/b/c"], "text/part1.py is a file, name another folder"),

@@ -228,6 +228,7 @@ class Attack(RuleBasedStateMachine):
                 forgot(self.llm)
 
 
+@pytest.mark.slow
 def test_any_order_of_events(make_target, trained, naive):
     machine = type("Attacked", (Attack,), {"make": staticmethod(make_target), "trained": trained})
     machine.naive = staticmethod(naive)
@@ -243,6 +244,7 @@ def test_any_order_of_events(make_target, trained, naive):
 # Many threads.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("kind", MAKE)
 def test_many_threads_with_failures_and_abandoned_streams(kind, preemption, make_target, trained, naive):

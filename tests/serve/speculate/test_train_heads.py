@@ -102,7 +102,7 @@ def test_the_command_writes_weights_and_what_they_accept(make_target, tmp_path, 
         ({"seq_len": 1024}, "--seq-len 1024 does not fit"),
         ({"seq_len": 32, "rows": 49}, "--rows 49 is not in 1 .. 48"),
         ({"seq_len": 32, "lr": float("inf")}, "the loss is nan after . steps: lower --lr inf"),
-        ({"seq_len": 32, "export": source}, "transformer.py is a file: name a folder"),
+        ({"seq_len": 32, "export": source}, "transformer.py is a file, name another folder"),
         ({"seq_len": 32, "device": "tpu"}, "--device tpu cannot be used"),
     ):
         with pytest.raises(ValueError, match=message):
