@@ -116,9 +116,9 @@ def test_experts_on_two_ranks_learn_what_one_process_learns(tmp_path, home):
     spread = found("--run", "spread", "--batch-size", "2", "--dp", "2", "--ep", "2", "--zero", "1")
     assert spread["losses"] == pytest.approx(alone["losses"], rel=1e-4)
     assert spread["validation_loss"] == pytest.approx(alone["validation_loss"], rel=1e-4)
-    one, other = (checkpoint.load(home / "runs" / name) for name in ("alone", "spread"))
-    assert {name: tensor.shape for name, tensor in one["model"].items()} == {
-        name: tensor.shape for name, tensor in other["model"].items()
+    one, other = (Manifest.read(committed(home / "runs" / name)[-1]) for name in ("alone", "spread"))
+    assert {name: tensor.shape for name, tensor in one.tensors.items()} == {
+        name: tensor.shape for name, tensor in other.tensors.items()
     }
 
 
