@@ -120,6 +120,10 @@ class DecodeGraphs:
         recorded, self.memory = torch.cuda.CUDAGraph(), self.memory or torch.cuda.graph_pool_handle()
         with torch.cuda.graph(recorded, pool=self.memory):
             logits = compute()
+        recorded.replay()
+        expected = compute()
+        if (logits - expected).abs().max() > 1e-2 * expected.abs().max():  # once per size, so the host may wait
+            raise RuntimeError(f"a replay for {len(logits)} sequences gives other logits than the pass it repeats")
 
         def replay() -> Tensor:
             recorded.replay()
