@@ -158,6 +158,7 @@ def cut(place, monkeypatch):
         "machine": {"machine": lambda **_: types.SimpleNamespace(to_json=dict)},
         "notebooks": {"build": accept, "stale": lambda *_: []},
         "oracle": {"compare": accept},
+        "scaling": {"scaling": accept},
         "train": {"_run": accept},
         "train_heads": {"train": accept},
     }.items():

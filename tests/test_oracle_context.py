@@ -97,4 +97,4 @@ def test_command(capsys):
     out = capsys.readouterr().out
     assert "cp 2 zigzag, padded" in out and "cp 2 ulysses, padded" in out and "2 entries, none off" in out
     assert run([*arguments, "--context", "spiral"]) == 2
-    assert "context 'spiral' is unknown: use one of ring, zigzag" in capsys.readouterr().err
+    assert "--context spiral: choose from ring, zigzag" in capsys.readouterr().err

@@ -43,6 +43,7 @@ def test_unwritable_json_file_is_one_line(monkeypatch, capsys, tmp_path):
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lab", ["00", "01", "02", "11"])
 def test_every_lab_has_a_stop(lab):
     assert lab in [name for name, _ in tour.tour([lab])]

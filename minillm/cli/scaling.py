@@ -14,19 +14,19 @@ from typer import Option
 from minillm.bench.scaling import EXTENDED, MEASURED, MODES, PER_NODE, Row, cliff, scaling, table
 from minillm.labkit.palette import look
 from minillm.labkit.plots import style, subplots
-from minillm.measure.provenance import JsonFile, provenance, summary, write_json
+from minillm.measure.provenance import JsonFile, provenance, summary, writable, write_json
 
 
 def command(
     ranks: Annotated[str, Option(help="Numbers of ranks that are run.")] = ",".join(map(str, MEASURED)),
     extend: Annotated[str, Option(help="Numbers of ranks that are only predicted.")] = ",".join(map(str, EXTENDED)),
-    picture: Annotated[Path | None, Option("--figure", metavar="FILE", help="Where to draw the curves (png).")] = None,
+    picture: Annotated[
+        Path | None, Option("--figure", metavar="FILE", callback=writable, help="Where to draw the curves (png).")
+    ] = None,
     json_file: JsonFile = None,
 ) -> int:
     """How a step scales with data-parallel ranks, inside a node and beyond it, and why."""
     run, only = _numbers("--ranks", ranks), _numbers("--extend", extend)
-    if picture and not picture.parent.is_dir():
-        raise ValueError(f"--figure {picture}: there is no folder {picture.parent}; make it first.")
     origin = provenance()
     rows = scaling(run, only)
     print(summary(origin), "", *table(rows), sep="\n")

@@ -50,11 +50,11 @@ def write_json(path: Path | None, results: Any) -> None:
             file.write(json.dumps(results, indent=1) + "\n")
 
 
-def writable(path: Path | None) -> Path | None:
+def writable(param: typer.CallbackParam, path: Path | None) -> Path | None:
     """`path`, asked before the work whose results it is for: hours may be lost after it. Leaves no file behind."""
     if path is not None:
         new = not path.exists()
-        with _refusing(path):
+        with _refusing(path, param.opts[0]):
             opened(path, "a").close()
         if new:
             path.unlink(missing_ok=True)  # other ranks ask as well
@@ -74,11 +74,11 @@ def _at_once(path: str, flags: int) -> int:
 
 
 @contextlib.contextmanager
-def _refusing(path: Path) -> Iterator[None]:
+def _refusing(path: Path, option: str = "--json") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(f"--json {path} cannot be written ({error.strerror}): name another file") from error
+        raise ValueError(f"{option} {path} cannot be written ({error.strerror}): name another file") from error
 
 
 JsonFile = Annotated[

@@ -14,7 +14,6 @@ not finite, and no slot of another sequence, can come in. On the CPU a replay ca
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -25,9 +24,7 @@ from minillm.model.block_tables import to_device
 from minillm.model.paged import PagedAttention
 from minillm.model.paged_backend import Backend, FixedDecode
 from minillm.model.paged_gathered import Gathered
-
-if TYPE_CHECKING:
-    from minillm.serve.model_runner import InputBuffers
+from minillm.serve.model_runner import InputBuffers
 
 Replay = Callable[[], Tensor]
 
@@ -48,7 +45,7 @@ class DecodeGraphs:
     because the model reads something back in its middle, is told once in a warning, and all steps run as they come."""
 
     model: Transformer
-    buffers: "InputBuffers"
+    buffers: InputBuffers
     largest: int
     graphs: dict[int, Graph] = field(default_factory=dict)
     memory: object = None  # what the graphs of a GPU share: only one of them runs at a time

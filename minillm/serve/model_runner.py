@@ -1,7 +1,7 @@
 """What one step puts through the model: all its sequences' tokens in one flat row, read from and written to blocks."""
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
@@ -11,8 +11,11 @@ from minillm.model.block_tables import BlockTables
 from minillm.model.paged import Backend, PagedBatch, PagedCache
 from minillm.serve.sequence import Plan, Sequence
 
-if TYPE_CHECKING:
-    from minillm.serve.decode_graphs import DecodeGraphs
+
+class SingleTokenSteps(Protocol):
+    """What may compute a step in which every sequence brings one token: `decode_graphs.DecodeGraphs`."""
+
+    def logits(self, tokens: list[int], rows: np.ndarray, starts: np.ndarray) -> Tensor | None: ...
 
 
 class InputBuffers:
@@ -25,7 +28,7 @@ class InputBuffers:
     def __init__(self, cache: PagedCache, backend: Backend, rows: int, width: int):
         self.cache, self.backend = cache, backend
         self.tables = BlockTables(rows, width, cache.pool.device)
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: SingleTokenSteps | None = None
         self.reset()
 
     def reset(self) -> None:

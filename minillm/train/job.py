@@ -154,7 +154,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
 
 def _fits(name: str, value: Any) -> bool:
     """Whether a value has the type of the setting; TrainConfig says whether it is a good one."""
-    if name in ("data", "job", "max_grad_norm", "spike_nats") and value is None:
+    if name in ("data", "job", "experts", "top_k", "max_grad_norm", "spike_nats") and value is None:
         return True
     if name in ("data", "job"):
         return isinstance(value, str)

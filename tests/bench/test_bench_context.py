@@ -46,4 +46,4 @@ def test_bad_input_is_one_line(capsys):
     assert run(["bench", "context", "--sizes", "30", "--world-sizes", "4"]) == 2
     assert "must be a multiple of 8 tokens for 4 ranks" in capsys.readouterr().err
     assert run(["bench", "tiles", "--sizes", "0"]) == 2
-    assert "size 0 must be at least 1 token" in capsys.readouterr().err
+    assert "--sizes 0 holds 0: numbers start at 1" in capsys.readouterr().err

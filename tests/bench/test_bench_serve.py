@@ -28,6 +28,7 @@ def peer(model):
     return twin(model)
 
 
+@pytest.mark.slow
 def test_rows_of_a_comparison(model, peer):
     rows = serve.compare("skewed", Ours(model, LIMITS), Static(peer, 4), ARRIVALS[:3])
     assert [row.name for row in rows] == [f"skewed: {what}" for what in serve.METRICS]
@@ -110,6 +111,7 @@ def test_a_run_leaves_torch_as_it_was(model):
     assert torch.get_num_threads() == before
 
 
+@pytest.mark.slow
 def test_the_frontier_is_measured_and_drawn(model, peer):
     def make(streams):
         return uniform(streams, prompt_tokens=4, max_tokens=4, vocab_size=61)

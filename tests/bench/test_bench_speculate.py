@@ -5,6 +5,7 @@ import pytest
 from minillm.bench import bench, speculate
 
 
+@pytest.mark.slow
 def test_rows_and_formulas(monkeypatch):
     for name, value in (
         ("PROMPTS", 1),

@@ -82,6 +82,7 @@ def test_drills_accept_their_value_and_name_their_slips(kind):
                 assert judge(decision, factor * decision.value).sentence == sentence
 
 
+@pytest.mark.slow
 def test_there_are_twenty_tasks_each_with_mistakes_and_all_can_be_written_down():
     names = tasks.of_topic("")
     assert len(names) >= 20

@@ -136,6 +136,7 @@ def relay(group, chosen):
     return results
 
 
+@pytest.mark.slow
 def test_stopped_in_any_layout_and_gone_on_in_any_other():
     chosen = []
 

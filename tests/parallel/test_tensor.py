@@ -46,8 +46,8 @@ def test_rules_say_which_part_is_whose():
     assert isinstance(part_of(config, "norm.weight", 0, 4, True), Partial)
     for name, place in placements(config, 1, 4).items():
         assert place.is_counted == (not name.endswith(("norm.weight", "k_proj.weight", "v_proj.weight"))), name
-    with pytest.raises(ValueError, match=r"'router.weight' is none of a Transformer's"):
-        part_of(config, "router.weight", 0, 2)
+    with pytest.raises(ValueError, match=r"'gateway.weight' is none of a Transformer's"):
+        part_of(config, "gateway.weight", 0, 2)
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_scaling_counts_what_leaves_a_node():
         (["--ranks", "0"], "0 ranks"),
         (["--ranks", ""], "at least one"),
         (["--extend", "128"], "cannot share 32 microbatches"),
-        (["--figure", "/no/such/folder/x.png"], "no folder"),
+        (["--figure", "/no/such/folder/x.png"], "cannot be written"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments, sentence, capsys):
