@@ -141,6 +141,11 @@ class ParallelConfig:
             )
         if self.cp > 1:
             check_routers(config, "context parallelism")
+        if config.moe.bias_update_rate is not None and self.order and len(set(self.order.routes)) > 1:
+            raise ValueError(
+                f"{self.schedule} holds every layer twice, and each copy would balance its own half of the "
+                "microbatches: leave bias_update_rate out, or use another schedule."
+            )
 
     def _check_length(self, seq_len: int) -> None:
         if self.cp == 1 and self.sequence and seq_len % self.tp:
