@@ -11,6 +11,7 @@ number of heads is read from the projections' outputs, so a tensor-parallel slic
 """
 
 import hashlib
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -137,11 +138,7 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def initialize(self, seed: int = 0) -> "Transformer":
         """Sets every parameter to `initial(config, name, shape, seed)`, wherever it lives and whatever its dtype."""
-        for name, parameter in self.named_parameters():
-            parameter.copy_(self.draw(self.config, name, tuple(parameter.shape), seed))
-        for name, buffer in self.named_buffers():
-            if name.endswith("balance_bias"):
-                buffer.zero_()
+        draw_all(self, seed)
         return self
 
 
@@ -265,6 +262,13 @@ class ScaledEmbedding(nn.Embedding):
     def forward(self, tokens: Tensor) -> Tensor:
         x = super().forward(tokens)
         return x * torch.full((), self.scale, dtype=x.dtype, device=x.device)
+
+
+def draw_all(module: nn.Module, seed: int) -> None:
+    """Gives a model, or a part of one, the initial values of its parameters and of the biases that balance experts."""
+    biases = ((name, buffer) for name, buffer in module.named_buffers() if name.endswith(".balance_bias"))
+    for name, tensor in itertools.chain(module.named_parameters(), biases):
+        tensor.copy_(module.draw(module.config, name, tuple(tensor.shape), seed))
 
 
 def initial(config: ModelConfig, name: str, shape: tuple[int, ...], seed: int) -> Tensor:

@@ -23,7 +23,7 @@ from minillm.model.config import ModelConfig, refuse_beyond
 from minillm.model.loss import linear_cross_entropy_sums
 from minillm.model.moe import RouterLosses
 from minillm.model.rope import Rope
-from minillm.model.transformer import Block, RMSNorm, _linear, _WithoutInitialisation, check_tokens, initial
+from minillm.model.transformer import Block, RMSNorm, _linear, _WithoutInitialisation, check_tokens, draw_all, initial
 from minillm.parallel.pipeline_parallel.actions import Schedule
 
 
@@ -110,8 +110,7 @@ class ModelPart(nn.Module):
     @torch.no_grad()
     def initialize(self, seed: int = 0) -> ModelPart:
         """Sets every parameter to its value in the whole model."""
-        for name, parameter in self.named_parameters():
-            parameter.copy_(self.draw(self.config, name, tuple(parameter.shape), seed))
+        draw_all(self, seed)
         return self
 
 
