@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ class Nodes:
 
     def __init__(self, home, fewest, most, *arguments):
         self.home, self.running = home, []
-        port = _store().port  # closed again at once
+        self.port = port = _store().port  # closed again at once
         self.command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", f"{fewest}:{most}"]
         self.command += ["--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "night", "--max-restarts", "9"]
         self.command += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
@@ -42,9 +43,14 @@ class Nodes:
         node = subprocess.Popen(self.command, env=environ, stdout=log, stderr=log, cwd=self.home)
         self.running.append(node)
 
+    def has_a_host(self):
+        return socket.socket().connect_ex(("127.0.0.1", self.port)) == 0
+
     def kill(self, index):
         """Agent and rank at once, as when a machine loses power."""
         node = self.running.pop(index)
+        if node.poll() is not None:
+            return
         family = [psutil.Process(node.pid), *psutil.Process(node.pid).children(recursive=True)]
         [process.send_signal(signal.SIGSTOP) for process in family]
         [process.kill() for process in family]
@@ -85,7 +91,9 @@ def test_four_nodes_three_nodes_four_nodes(nodes, home):
     folder = home / "runs/tiny-1"  # it has no name: the restarted ranks find it by the job's
     often = ["--batch-size", "1", "--accumulate", "3", "--save-every", "4", "--validate-every", "100000"]
     job = nodes(3, 4, *TINY, *often)
-    [job.start() for _ in range(4)]
+    job.start()
+    job.wait_for(job.has_a_host)  # the first node holds the agents' store, and is not the one that is killed
+    [job.start() for _ in range(3)]
 
     def steps_on(ranks, more):
         begin = len(rows_of(folder))
