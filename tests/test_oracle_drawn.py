@@ -1,7 +1,8 @@
 """The oracle on layouts that hypothesis draws: 8 ranks, every axis with every other, one corner each.
 
-Six layouts share a launch: each has its own mesh, and groups with their threads live as long as their ranks.
-MINILLM_PROOF=all draws 500 layouts instead of 60.
+Six layouts share a launch: each has its own mesh, and groups with their threads live as long as their ranks. Of the 60
+layouts every second one runs on the CPU's backend, the others under the rules of NCCL. MINILLM_PROOF=all draws 500 for
+each.
 """
 
 import functools
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minillm.equivalence import Case, Comparison, ParallelConfig, cases_of, compare
+from minillm.equivalence import Case, ParallelConfig, cases_of, compare
 from minillm.parallel.context_parallel import CONTEXTS
 from minillm.parallel.pipeline_parallel.schedules import SCHEDULES
 from minillm.train.parallel_config import AXES as ORDER
@@ -95,17 +96,23 @@ def test_every_pair_of_axes_and_every_choice_is_among_them():
     assert len({each.axis_order for each in chosen}) >= 10
 
 
-def compared(**how) -> list[Comparison]:
-    layouts = list(drawn(COUNT))
-    parts = (layouts[start : start + 6] for start in range(0, COUNT, 6))
-    return [row for part in parts for row in compare(part, case, steps=2, **how)]
+def check(layouts: list[ParallelConfig], **how) -> None:
+    parts = (layouts[start : start + 6] for start in range(0, len(layouts), 6))
+    rows = [row for part in parts for row in compare(part, case, steps=2, **how)]
+    assert len(rows) == len(layouts)
+    assert max(max(row.worst_gradient, row.worst_weight, row.grad_norm) for row in rows) <= 1e-10
+    # The stages of a pipeline that share an embedding reduce it among other parameters, so in another order.
+    assert [row for row in rows if not row.identical and "pp 2" not in row.layout] == []
+
+
+def share(which: int) -> list[ParallelConfig]:
+    """Every second layout, or all of them where there is time."""
+    return list(drawn(COUNT)) if COUNT > 60 else list(drawn(COUNT))[which::2]
 
 
 @pytest.mark.slow
 def test_gradients_are_those_of_one_process():
-    rows = compared()
-    assert [row for row in rows if not row.ok] == []
-    assert len(rows) == COUNT and max(row.worst_gradient for row in rows) <= 1e-10
+    check(share(0))
 
 
 @functools.lru_cache(1)
@@ -121,12 +128,4 @@ def _strategy(group, layout):
 
 @pytest.mark.slow
 def test_gradients_are_those_of_one_process_under_the_rules_of_nccl():
-    rows = compared(strategy=_strategy)
-    assert [row for row in rows if not row.ok] == []
-    assert len(rows) == COUNT and max(row.worst_gradient for row in rows) <= 1e-10
-
-
-def test_an_order_that_is_none():
-    with pytest.raises(ValueError, match="must name each of dp, pp, cp, tp once"):
-        ParallelConfig(dp=2, axis_order=("dp", "tp"))
-    assert str(ParallelConfig(dp=2, tp=2, axis_order=("tp", "cp", "pp", "dp"))).endswith("order tp cp pp dp")
+    check(share(1), strategy=_strategy)

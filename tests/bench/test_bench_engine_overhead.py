@@ -13,7 +13,7 @@ def test_the_ready_model_says_the_token_that_it_has_ready():
 
 
 @pytest.mark.slow
-def test_a_row_for_each_number_of_sequences():
-    report = bench("engine-overhead", sizes=(1, 2))
-    assert [row.name for row in report.rows] == [f"engine overhead, {n} sequences" for n in (1, 2)]
+def test_a_row_for_a_number_of_sequences():
+    report = bench("engine-overhead", sizes=(2,))
+    assert [row.name for row in report.rows] == ["engine overhead, 2 sequences"]
     assert report.ok and all(row.ours > 0 for row in report.rows)

@@ -13,7 +13,7 @@ from minillm.comm import launch
 
 def total(group):
     import torch
-    print("größer")
+    print("gr\\xf6\\xdfer")
     return group.all_reduce(torch.ones(1)).item()
 
 print(launch(total, 2))

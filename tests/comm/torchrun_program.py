@@ -62,7 +62,7 @@ def threads():
 
 def talk(group):
     """Until somebody is lost."""
-    print("TALKS", group.rank, flush=True)
+    os.write(1, f"TALKS {group.rank}\n".encode())  # in one piece: ranks share the pipe
     while True:
         group.all_reduce(torch.ones(1000))
         time.sleep(0.01)

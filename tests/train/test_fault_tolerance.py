@@ -197,7 +197,7 @@ def one_of_three(group, folder, layout):
                 run.model.blocks[1].mlp.up_proj.weight.view(torch.int32)[3, 5] ^= 1 << 20
 
     run = trainer(make_strategy(group, layout))
-    named, replicas = run.parallel.replicated_weights()
+    [(named, replicas)] = run.parallel.replicated_weights()
     assert check_replicas(named, replicas) is None
     found["corrupted"] = refusal(lambda: fit(run, folder / "flipped", save_every=4, on_step=flip, **QUIET))
     return found

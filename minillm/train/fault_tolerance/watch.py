@@ -66,9 +66,11 @@ class Watch:
         """ValueError, on every rank, that names the rank whose weights are not those of its replicas."""
         if self.group is None:
             return
-        named, replicas = self.parallel.replicated_weights()
-        found = check_replicas(named, replicas) if replicas and replicas.world_size > 1 else None
-        problems = [each for each in self.group.gather_objects(found and str(found.of(replicas.ranks))) if each]
+        own = None
+        for named, replicas in self.parallel.replicated_weights():
+            found = check_replicas(named, replicas)
+            own = own or (found and str(found.of(replicas.ranks)))
+        problems = [each for each in self.group.gather_objects(own) if each]
         if problems:
             raise ValueError(
                 f"{problems[0]}: go on with --resume from the last checkpoint, whose replicas agreed, without that "

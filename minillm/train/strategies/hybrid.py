@@ -310,10 +310,13 @@ class Hybrid(SingleDevice):
         copies = {name: Replicate(copy=self._replicas_of(name).rank) for name in self.placements}
         return {name: placement.within(copies[name]) for name, placement in self.placements.items()}
 
-    def replicated_weights(self) -> tuple[Iterable[tuple[str, Tensor]], Group | None]:
+    def replicated_weights(self) -> list[tuple[Iterable[tuple[str, Tensor]], Group]]:
         if self.layout.zero == 3:
-            return self.module.named_parameters(), self.replicate_group
-        return self.model.named_parameters(), self.replicas
+            return [(self.module.named_parameters(), self.replicate_group)] if self.replicate_group else []
+        experts, others = [], []
+        for name, weight in self.model.named_parameters():
+            (experts if is_expert(name) else others).append((name, weight))
+        return [(others, self.replicas), (experts, self.expert_replicas)]
 
     def full_state_dict(self) -> dict[str, Any]:
         merged: dict[str, Any] = {}

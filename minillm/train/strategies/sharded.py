@@ -97,8 +97,8 @@ class ShardedModel(Sharded):
     def held(self) -> dict[str, tuple[Tensor, Placement]]:
         return {name: (part.detach(), self.module.placements[name]) for name, part in self.module.named_parameters()}
 
-    def replicated_weights(self) -> tuple[Iterable[tuple[str, Tensor]], Group | None]:
-        return (), None
+    def replicated_weights(self) -> list[tuple[Iterable[tuple[str, Tensor]], Group]]:
+        return []
 
     def full_state_dict(self) -> dict[str, Any]:
         return self.module.full_state_dict()
