@@ -27,15 +27,18 @@ NBVAL := -m pytest -q --nbval-lax --nbval-current-env --nbval-cell-timeout=180 -
 
 # nbval runs every notebook in a kernel; the strict harness judges what its checks recorded, and tries every exercise.
 test: quick
-	$(BIN)/python $(UNIT) --dist worksteal -m slow || $(BIN)/python $(AGAIN) -m slow --ignore=tests/notebooks --ignore=tests/browser
+	$(BIN)/python $(UNIT) --dist worksteal -m slow || \
+		$(BIN)/python $(AGAIN) -m slow --ignore=tests/notebooks --ignore=tests/browser
 	records=$$(mktemp -d) && trap 'rm -rf "$$records"' EXIT && \
 	MINILLM_PROGRESS=$$records/unsolved.json $(BIN)/python $(NBVAL) labs && \
 	MINILLM_PROGRESS=$$records/solved.json MINILLM_STRICT=1 $(BIN)/python $(NBVAL) solutions && \
 	export MINILLM_RECORDS=$$records && \
-	{ $(BIN)/python -m pytest -q tests/notebooks tests/browser || $(BIN)/python $(AGAIN) tests/notebooks tests/browser; }
+	{ $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/notebooks || $(BIN)/python $(AGAIN) tests/notebooks; } && \
+	{ $(BIN)/python -m pytest -q tests/browser || $(BIN)/python $(AGAIN) tests/browser; }
 
 quick: $(VENV)/.ready lint
-	$(BIN)/python $(UNIT) --dist loadscope -m "not slow" || $(BIN)/python $(AGAIN) -m "not slow" --ignore=tests/notebooks --ignore=tests/browser
+	$(BIN)/python $(UNIT) --dist loadscope -m "not slow" || \
+		$(BIN)/python $(AGAIN) -m "not slow" --ignore=tests/notebooks --ignore=tests/browser
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
