@@ -53,10 +53,14 @@ def claim_unused(runs: Path, name: str) -> Path:
             raise ValueError(f"{folder} cannot hold a run ({error.strerror}): name another --run or --runs") from error
 
 
-def write_whole(path: Path, text: str) -> None:
-    """A reader finds the text of before or all of this one, never a part."""
+def write_whole(path: Path, text: str, on_disk: bool = False) -> None:
+    """A reader finds the text of before or all of this one, never a part. on_disk: before this returns."""
     draft = path.with_name(f".{path.name}-{os.getpid()}.tmp")
-    draft.write_text(text, encoding="utf-8")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(text)
+        if on_disk:
+            file.flush()
+            os.fsync(file.fileno())
     os.replace(draft, path)
 
 

@@ -79,7 +79,7 @@ class Trainer:
     """`Trainer(config, tokens).step()`, as often as you like.
 
     validation: held-out tokens for `validate`. peak_flops: of all that the ranks run on, FLOP/s, for the MFU.
-    parallel: see parallel.py. `model` is the bare transformer, `module` what forward is called on.
+    parallel: see strategies/single_device.py. `model` is the bare transformer, `module` what forward is called on.
     """
 
     def __init__(

@@ -17,12 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from minillm import equivalence
 from minillm.comm import Group
 from minillm.comm.backends.native import NativeBackend
 from minillm.comm.diagnostics.flight_recorder import FlightRecorder
 from minillm.comm.world import World
+from minillm.equivalence import Batch, cases_of
+from minillm.equivalence.oracle import _backward, _sgd
 from minillm.model import dense
+from minillm.parallel.placement import clip_, gradients_of
 from minillm.parallel.sharded_gradient import ShardedGradient
 from minillm.train.parallel_config import ParallelConfig
 from minillm.train.strategies.sharded import make_strategy
@@ -58,20 +60,20 @@ def make_group(world_size: int) -> Group:
 
 def step(group: Group, layout: ParallelConfig) -> str:
     """The type of the device that the gradient's norm is on, when all is done."""
-    case = equivalence.cases_of(layout)["tied"]
+    case = cases_of(layout)["tied"]
     strategy = make_strategy(group, layout)
     with FakeTensorMode():
         model = strategy.build(case.config, seed=0, dtype=torch.float32, attention=dense, device=DEVICE)
         for p in model.parameters():  # a fake tensor's attributes go where the parameter's own go: not "meta"
             p.fake_device = DEVICE
         module = strategy.wrap(model)
-        updater = strategy.updater(module, partial(equivalence._sgd, lr=0.1))
+        updater = strategy.updater(module, partial(_sgd, lr=0.1))
         tokens = torch.zeros(case.batch.tokens.shape, dtype=torch.long, device=DEVICE)
         weights = torch.ones(tokens.shape, device=DEVICE)
-        equivalence._backward(strategy, module, equivalence.Batch(tokens, tokens, weights), layout.accumulate)
+        _backward(strategy, module, Batch(tokens, tokens, weights), layout.accumulate)
         updater.prepare_gradients()
         norm = strategy.grad_norm(updater.parameters)
-        equivalence.clip_(equivalence.gradients_of(updater.parameters), norm, 1.0)
+        clip_(gradients_of(updater.parameters), norm, 1.0)
         updater.step()
         updater.zero_grad()
     return norm.device.type

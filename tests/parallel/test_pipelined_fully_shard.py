@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from minillm.comm import launch
-from minillm.equivalence import SPLIT_CASES, _backward, _sgd
+from minillm.equivalence import SPLIT_CASES
+from minillm.equivalence.oracle import _backward, _sgd
 from minillm.measure import ledger
 from minillm.predict import fully_shard as predict
 from minillm.train.parallel_config import ParallelConfig

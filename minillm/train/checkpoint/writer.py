@@ -38,6 +38,7 @@ from minillm.train.checkpoint.manifest import (
 )
 from minillm.train.checkpoint.shares import Catalogue, Piece, Share, catalogue_of, shares_of
 from minillm.train.checkpoint.state import held, optimizer_numbers
+from minillm.train.run_folder import write_whole
 from minillm.train.trainer import Trainer
 
 POLL_S = 0.002
@@ -169,7 +170,7 @@ class Checkpointer:
             self._error, note = str(error), {"error": str(error)}
             file_of(draft, self.rank).unlink(missing_ok=True)  # on a full disk, room for the note
         with contextlib.suppress(OSError):
-            _write_file(_note(draft, self.rank), json.dumps(note))
+            write_whole(_note(draft, self.rank), json.dumps(note))
         if self.rank == 0:
             try:
                 self._commit(draft, self._notes(draft))
@@ -228,7 +229,7 @@ class Checkpointer:
         )
         for rank in range(self.world_size):
             _note(draft, rank).unlink()
-        _write_file(draft / FILE, manifest.to_text(), on_disk=True)
+        write_whole(draft / FILE, manifest.to_text(), on_disk=True)
         _flush(draft)
         os.rename(draft, self.folder / name)
         _flush(self.folder)
@@ -247,17 +248,6 @@ class Checkpointer:
 
 def _note(draft: Path, rank: int) -> Path:
     return draft / f"rank-{rank:04d}.json"
-
-
-def _write_file(path: Path, text: str, on_disk: bool = False) -> None:
-    """Whoever sees the file sees all of it."""
-    draft = path.with_suffix(".tmp")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
-        if on_disk:
-            file.flush()
-            os.fsync(file.fileno())
-    os.rename(draft, path)
 
 
 def _flush(folder: Path) -> None:
