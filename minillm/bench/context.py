@@ -26,8 +26,8 @@ from minillm.parallel.context_parallel import ContextAttention, context_attentio
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 8, 32
 LENGTHS = (1024, 4096)
-WORLD_SIZES = (2, 4)
-LINKS = {"loopback": None, "emulated 100 MB/s": Link(1e-4, 100e6), "emulated 10 MB/s": Link(1e-4, 10e6)}
+WORLD_SIZES = (4,)
+LINKS = {"loopback": None, "emulated 100 MB/s": Link(1e-4, 100e6), "emulated 30 MB/s": Link(1e-4, 30e6)}
 PEER, TOLERANCE = "gather", 1e-4
 
 
