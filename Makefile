@@ -33,8 +33,8 @@ test: quick
 	records=$$(mktemp -d) && trap 'rm -rf "$$records"' EXIT && \
 	solutions() { MINILLM_PROGRESS=$$records/solved.json MINILLM_STRICT=1 $(BIN)/python $(NBVAL) solutions; } && \
 	{ MINILLM_PROGRESS=$$records/unsolved.json $(BIN)/python $(NBVAL) labs > $$records/labs.txt 2>&1 & labs=$$!; } && \
-	{ solutions || { wait $$labs; solutions; }; } && \
-	{ wait $$labs; unsolved=$$?; cat $$records/labs.txt; test $$unsolved = 0; } && \
+	{ solutions; solved=$$?; wait $$labs; unsolved=$$?; cat $$records/labs.txt; } && \
+	{ test $$solved = 0 || solutions; } && test $$unsolved = 0 && \
 	export MINILLM_RECORDS=$$records && \
 	{ $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/notebooks || $(BIN)/python $(AGAIN) tests/notebooks; } && \
 	{ $(BIN)/python -m pytest -q tests/browser || $(BIN)/python $(AGAIN) tests/browser; }
