@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from course.lab11_data_pipeline import feeding
@@ -19,9 +18,6 @@ from minillm.comm import launch
 from minillm.data.sampler import permutation
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, receipt, row
-
-Order = Callable[[int], np.ndarray]
-
 
 # Windows.
 
