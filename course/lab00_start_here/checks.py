@@ -120,5 +120,5 @@ def two_numbers(value: Any, which: str) -> tuple[float, float]:
     asked = f"two numbers, {which}"
     numbers = tuple(value) if hasattr(value, "__len__") and not isinstance(value, (str, dict)) else ()
     if len(numbers) != 2:
-        raise CheckFailed(f"you returned {value!r}; asked for are {asked}")
+        raise CheckFailed(f"you returned {value!r}; the exercise asks for {asked}")
     return expect_number(numbers[0], asked), expect_number(numbers[1], asked)

@@ -59,7 +59,7 @@ def bytes_first(m, k, n, itemsize):
     return right.matmul_cost(m, k, n, itemsize)[::-1]
 
 
-@mistake("matmul-cost", "flops-only", expect="asked for are two numbers")
+@mistake("matmul-cost", "flops-only", expect="the exercise asks for two numbers")
 def forgets_bytes(m, k, n, itemsize):
     return 2 * m * k * n
 
@@ -113,7 +113,7 @@ def compares_unlike_units(intensity, peak_flops, bandwidth):
     return min(peak_flops, bandwidth)
 
 
-@roof("This is a share of the peak; asked for are FLOP/s.", "share-of-peak")
+@roof("This is a share of the peak; the exercise asks for FLOP/s.", "share-of-peak")
 def a_share(intensity, peak_flops, bandwidth):
     return min(1.0, intensity * bandwidth / peak_flops)
 
@@ -177,7 +177,7 @@ def assumes_four_ranks(group, x):
 @mistake(
     "first-rank-program",
     "mean-over-elements",
-    expect=r"\[\] float32, but asked for is the mean, as many",
+    expect=r"\[\] float32, but the exercise asks for the mean, as many",
 )
 def reduces_the_elements_too(group, x):
     return group.all_reduce(x.mean(), op="avg")
@@ -189,7 +189,7 @@ def leaves_it_in_a_copy(group, x):
     mean /= 1
 
 
-@mistake("first-rank-program", "never-waits", expect="returned a HandleWithoutWait; asked for is the mean")
+@mistake("first-rank-program", "never-waits", expect="returned a HandleWithoutWait; the exercise asks for the mean")
 def returns_the_handle(group, x):
     return group.all_reduce(x / group.world_size, async_op=True)
 
@@ -332,7 +332,7 @@ def takes_polyfit_the_wrong_way(sizes, seconds):
     return slope, 1 / latency
 
 
-@link("The bandwidth is eight times too large: asked for are bytes per second, not bits.", "bits")
+@link("The bandwidth is eight times too large: the exercise asks for bytes per second, not bits.", "bits")
 def in_bits(sizes, seconds):
     latency, slope = line(sizes, seconds)
     return latency, 8 / slope

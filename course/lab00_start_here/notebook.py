@@ -26,7 +26,7 @@
 #
 # - **Run a cell** with Shift-Enter. Every lab also runs from top to bottom as it is: *Run → Run All Cells*.
 # - **Exercises** are functions whose body is `raise NotImplementedError`. Replace that line and run the cell: the
-#   `check(...)` under the function uses it for real, on ranks where the topic is ranks.
+#   `check(...)` under the function runs it for real, on ranks where the topic is ranks.
 # - **A check shows a receipt**: formula, measured, verdict. It compares values, and it compares what your code
 #   *did*: calls, bytes, messages.
 # - **Not passed yet?** The check says what is wrong. `hint("matmul-cost")` opens a hint, and the next one when you call
@@ -64,8 +64,8 @@ card = measure.machine()
 card
 
 # %% [markdown]
-# *ridge* is the peak of the cores divided by the bandwidth of memory: how many operations each byte must be good for,
-# or the cores wait. *link* is one message between neighbouring ranks: a fixed part, and a part that grows with its
+# *ridge* is the peak of the cores divided by the bandwidth of memory: how many operations each byte from memory must
+# allow, or the cores wait. *link* is one message between neighbouring ranks: a fixed part, and a part that grows with its
 # bytes. Both get their own section.
 #
 # **Predict before you measure.** Reading a large array from memory is fast. Sending it to another process of the same

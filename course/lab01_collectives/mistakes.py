@@ -207,7 +207,7 @@ def tells_every_rank(x, group):
     return torch.cat(parts)
 
 
-@mistake("ring-all-gather", "list", expect="returned a list; asked for is all ranks' tensors")
+@mistake("ring-all-gather", "list", expect="returned a list; the exercise asks for all ranks' tensors")
 def returns_the_parts(x, group):
     return list(right.all_gather(x, group).chunk(group.world_size))
 

@@ -164,7 +164,7 @@ def reduces_over_everybody(x, group, node, across):
     return x.copy_(right.all_gather(padded, node))
 
 
-@mistake("hierarchical-all-reduce", "never-gathers", expect="asked for is x itself")
+@mistake("hierarchical-all-reduce", "never-gathers", expect="the exercise asks for x itself")
 def returns_its_part(x, group, node, across):
     return right.all_reduce(right.reduce_scatter(x, node), across)
 
@@ -235,7 +235,7 @@ def sends_before_receiving(x, group):
     return out
 
 
-@mistake("all-to-all", "list", expect="returned a list; asked for is one part from every rank")
+@mistake("all-to-all", "list", expect="returned a list; the exercise asks for one part from every rank")
 def returns_the_parts(x, group):
     return list(right.all_to_all(x, group).chunk(group.world_size))
 

@@ -3,7 +3,7 @@
 #
 # **A ring all-reduce sends $2P(N-1)/N$ bytes per rank, whoever writes it.** Here you write it.
 #
-# Two to three hours if you solve every exercise and read the measurements; the exercises alone take about 80 minutes, and
+# Two to three hours if you solve every exercise and read the measurements; the exercises alone take about 70 minutes, and
 # running it top to bottom takes under a minute. At the end you can answer:
 #
 # 1. How many bytes does each rank send when $N$ ranks all-reduce $P$ bytes, and when can it be fewer?
@@ -152,9 +152,10 @@ all_reduce = check("ring-all-reduce", all_reduce)
 # %% [markdown]
 # ### 4. Tree broadcast (15 minutes)
 #
-# The root could send $x$ to every rank itself: $N-1$ messages, one after the other. But after the first message two
-# ranks have $x$, and both can send. In a *binomial tree* every rank that has $x$ sends it on in every round, so the same
-# $N-1$ messages take only $\lceil \log_2 N \rceil$ rounds. (A rank with just two children falls behind from 7 ranks on.)
+# The root could send $x$ to every rank itself: $N-1$ messages, one after the other. But after the first message two ranks
+# have $x$, and both can send. In a *binomial tree* every rank that has $x$ sends it on in every round, so the same $N-1$
+# messages take only $\lceil \log_2 N \rceil$ rounds. (A tree in which every rank has only two children needs more rounds
+# from 7 ranks on.)
 
 
 # %%
@@ -529,8 +530,9 @@ receipts.interview_numbers()
 # <details><summary>Answer</summary>
 #
 # The bytes per rank do not: 1.0 P at 2 ranks, 1.5 P at 4, 1.75 P at 8, 1.97 P at 64, 1.998 P at 1024; they saturate at
-# 2P. Linear are the *rounds*, 2(N-1), and the traffic of all ranks together. At 5 µs per round the latency is 0.07 ms
-# at 8 ranks and 10.2 ms at 1024, for each all-reduce. So the cost neither grows linearly nor is the same for 8 and 1024.
+# 2P. What grows linearly is the *rounds*, 2(N-1), and the traffic of all ranks together. At 5 µs per round the latency is
+# 0.07 ms at 8 ranks and 10.2 ms at 1024, for each all-reduce. So the cost neither grows linearly nor is the same for 8
+# and 1024.
 #
 # *Follow-up: then why does anybody bucket gradients?* Because every all-reduce pays the rounds again.
 # </details>
@@ -581,7 +583,7 @@ receipts.interview_numbers()
 #
 # An all-to-all of tokens · k · hidden · bytes · (N-1)/N per rank: 58.7 MB here for 4,096 tokens, top-2, hidden 4,096,
 # bf16, 8 ranks. Two in the forward pass (dispatch and combine) and two in the backward pass, in every MoE layer. It is
-# no all-reduce in disguise: each pair of ranks exchanges something different, so no ring saves anything.
+# not an all-reduce in disguise: each pair of ranks exchanges something different, so no ring saves anything.
 # </details>
 #
 # **7. nccl-tests says "busbw 370 GB/s, algbw 211 GB/s". What are they?**

@@ -40,7 +40,7 @@ def check_memory_ledger(learner: Callable) -> Receipt:
         shape = (8 * random.randint(2, 5), 8 * random.randint(6, 12), random.randint(2, 4), random.randint(20, 90))
         found, counted = learner(*shape, mixed), watching.stack_memory(*shape, mixed)
         if not isinstance(found, dict) or set(found) != set(KINDS):
-            raise CheckFailed(f"you returned {found!r}; asked for is a dict with the keys {', '.join(KINDS)}")
+            raise CheckFailed(f"you returned {found!r}; the exercise asks for a dict with the keys {', '.join(KINDS)}")
         name = "bf16 with masters" if mixed else "float32"
         rows += [row(f"{name}: {kind}", found[kind], counted[kind], "B") for kind in KINDS]
         for kind in KINDS:

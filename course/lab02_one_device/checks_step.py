@@ -106,7 +106,7 @@ def check_loss_scaling(learner: Callable) -> Receipt:
         scaler.update()
         result = learner(stepping.half_loss(mine, factors), ours, scale, good, interval)
         if not isinstance(result, (tuple, list)) or len(result) != 2:
-            raise CheckFailed(f"you returned {result!r}; asked for is (scale, good_steps) for the next step")
+            raise CheckFailed(f"you returned {result!r}; the exercise asks for (scale, good_steps) for the next step")
         overflow = scaler.get_scale() < scale
         skipped += overflow
         stepping.judge_scaling(step, mine, before, theirs, scale, overflow)

@@ -12,7 +12,7 @@
 # **A training step holds 16 bytes per parameter beside its activations, and takes 6 FLOPs per parameter and token.**
 # With these two numbers you can size any training run.
 #
-# The six exercises take about an hour and a half; with the measurements and the questions at the end plan three to four
+# The six exercises take about an hour and a quarter; with the measurements and the questions at the end plan three to four
 # hours. Running the notebook from top to bottom takes about a minute. Sections 6 and 9 are optional. At the end you can
 # answer:
 #
@@ -128,7 +128,8 @@ receipts.saved_by_16_bits(measured, guess_saved)
 # everything together. It is not the sum of the bars, because the kinds peak at different moments: activations at the
 # loss, gradients at the end of backward, and temporaries such as the logits come on top.
 #
-# What does your model need? This figure is all formula, the one that was just measured:
+# What does your model need? Nothing is measured in this figure: it applies the formula that you have just seen beside
+# measurements.
 
 # %%
 show(pictures.memory_plan)
@@ -153,9 +154,9 @@ receipts.six_flops()
 # ### Exercise 2 · MFU (8 minutes)
 #
 # *Model FLOPs utilization* ([Chowdhery et al. 2022](https://arxiv.org/abs/2204.02311), appendix B) is the useful FLOP/s
-# over what the machine could do. Useful are 6 per weight and token, and what *causal* attention must compute: a query
-# of `width` = heads · head dimension numbers meets (seq + 1) / 2 keys on average, in each layer; scores and values cost
-# 2 FLOPs per number and key each, and backward twice as much again.
+# over what the machine could do. The useful FLOPs are 6 per weight and token, plus what *causal* attention must compute:
+# a query of `width` = heads · head dimension numbers meets (seq + 1) / 2 keys on average, in each layer; scores and
+# values cost 2 FLOPs per number and key each, and backward twice as much again.
 
 
 # %%
@@ -229,8 +230,8 @@ receipts.trace()
 #
 # ## 3 · Accumulation: a big batch in small pieces
 #
-# Gradients add up in `.grad`. So a batch can be processed in microbatches, each freed before the next: the activations
-# of one microbatch, the gradient of all. It is right if the denominator is.
+# Gradients add up in `.grad`. So a batch can be processed in microbatches, each freed before the next: the activations of
+# one microbatch, the gradient of all. The result is right only if you divide by the right number.
 #
 # ### Exercise 3 · accumulate (10 minutes)
 #
@@ -552,7 +553,7 @@ receipts.interview()
 #
 # Ask which kind it is. *Activations*: smaller microbatch and accumulation (no more FLOPs), then recomputation.
 # *Logits*: a fused or chunked loss. *State*: no microbatch helps; shard it, offload it, or train fewer parameters.
-# Failing at the first *optimizer* step means the moments, which are made only then.
+# A run that fails at its first *optimizer* step lacks room for the moments, which are made only then.
 # </details>
 #
 # **4. Why does fp16 need loss scaling and bf16 not? What if the scaled gradients overflow?**
@@ -615,7 +616,7 @@ receipts.design_time()
 # Choose a GPU you have or want and find the largest Llama-shaped model that trains on it at 8,192 tokens with at least
 # 35 % MFU. Use `predict.memory.training_step` for every choice of precision, microbatch, accumulation and
 # recomputation; then shrink the plan to your machine and check the peak with `measure.memory`. Defend the order in
-# which you used the means, and name the one that you would give up first if the GPU had 20 % more memory.
+# which you used them, and name the one that you would give up first if the GPU had 20 % more memory.
 #
 # ## Can you answer them now?
 #

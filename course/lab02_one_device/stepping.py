@@ -45,7 +45,7 @@ def judge_scale(
         return
     wanted = f"({due[0]:g}, {due[1]:g})"
     said = f"step {step} {'overflowed' if over else f'was good, number {good + 1} in a row'}: you returned "
-    said += f"({found[0]:g}, {found[1]:g}), due is {wanted}"
+    said += f"({found[0]:g}, {found[1]:g}), it should be {wanted}"
     if over and found[0] < due[0]:
         raise CheckFailed(f"{said}: after an overflow the scale is halved, no more")
     if over and found[0] >= scale:
@@ -130,4 +130,4 @@ def judge_clip(
     if factor > 1:
         raise CheckFailed(f"{name}: the norm was below the limit, yet the gradients were scaled by {ratios[0]:.3f}")
     said = "sum the squares of all shards first, then take one root" if len(given) > 1 else "see hint 2"
-    raise CheckFailed(f"{name}: scaled by {ratios[0]:.4f}, due is {factor:.4f}: {said}")
+    raise CheckFailed(f"{name}: scaled by {ratios[0]:.4f}, but it should be {factor:.4f}: {said}")

@@ -112,7 +112,7 @@ def _look_at(learner: Callable, model: nn.Module, cap: int) -> list[Bucket]:
     wanted = ANSWERS.make_buckets(deepcopy(model).parameters(), cap)
     found = learner(model.parameters(), cap)
     if not isinstance(found, list) or not all(isinstance(bucket, Bucket) for bucket in found):
-        raise CheckFailed("asked for is a list of Bucket(flat, parameters)")
+        raise CheckFailed("the exercise asks for a list of Bucket(flat, parameters)")
     packed = [named[p] for bucket in found for p in bucket.parameters]
     trainable = [name for p, name in named.items() if p.requires_grad]
     if extra := [name for name in packed if name not in trainable]:

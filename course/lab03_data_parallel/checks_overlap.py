@@ -17,7 +17,6 @@ from minillm.labkit.receipts import Receipt, receipt, row
 ANSWERS = answers_of("03_data_parallel")
 
 MICROBATCHES = 3
-Microbatch = tuple[Tensor, Tensor]
 
 
 # Overlap.

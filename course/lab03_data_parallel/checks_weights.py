@@ -36,7 +36,9 @@ def check_weighted(learner: Callable) -> Receipt:
     right, gradient = case.alone()
     for rank, found in enumerate(ranks):
         if not isinstance(found["value"], float):
-            raise CheckFailed(f"rank {rank} returned {found['value']}; asked for is a loss, one number in a tensor")
+            raise CheckFailed(
+                f"rank {rank} returned {found['value']}; the exercise asks for a loss, one number in a tensor"
+            )
         if found["value"] != found["value"]:
             what = "which has no token that counts" if not case.counts[rank] else "whose tokens are fine"
             raise CheckFailed(f"rank {rank}, {what}, returned nan: divide by the tokens of all ranks, never by its own")

@@ -4,7 +4,7 @@
 # **Gradients of shards, averaged while backward still runs, are the big batch's gradient.** You build that, from one
 # all-reduce per tensor to buckets that travel while earlier layers still compute.
 #
-# About 4 hours: 95 minutes for the exercises, the rest for the measurements and the questions. Parts marked *optional*
+# About 4 hours: 75 minutes for the exercises, the rest for the measurements and the questions. Parts marked *optional*
 # (gradient compression and its exercise) take another 40 minutes. Run All takes about a minute. At the end you can
 # answer:
 #
@@ -261,7 +261,7 @@ def weighted_loss(nll, counts, group):
 weighted_loss = check("token-weighted-loss", weighted_loss)
 
 # %% [markdown]
-# With accumulation the same holds for microbatches: `total` is then the tokens of the whole step, known before its
+# With accumulation the same holds for microbatches: divide by the tokens of the whole step, a number known before its
 # first backward.
 #
 # ### 6. Sending less (20 minutes, *optional*)
@@ -598,8 +598,9 @@ receipt("B. seconds per step, and efficiency against 16 GPUs", receipts.design_s
 # ## Capstone (*open*)
 #
 # 70B parameters, 256 GPUs, 8 per node: you may choose the degree of model splitting $m$ (labs 05 and 06) and so $256/m$
-# replicas. With `predict.gradient_bytes` and the bandwidth of a network you know, plot exposed communication per step over
-# $m$, bucket size and tokens per GPU. Choose, and say which measurement would change your mind.
+# replicas. With `predict.data_parallel.gradient_bytes` and the bandwidth of a network you know, plot exposed
+# communication per step over $m$, bucket size and tokens per GPU. Choose, and say which measurement would change your
+# mind.
 #
 # ## Interview corner
 #

@@ -77,7 +77,7 @@ def _judge_partition(learner: Callable, case: Sizes) -> None:
         try:
             found, slices = learner(sizes, n, rank)
         except (TypeError, ValueError) as error:
-            raise CheckFailed(f"asked for are (length, slices): {error}") from error
+            raise CheckFailed(f"the exercise asks for (length, slices): {error}") from error
         if odd := [piece for piece in slices if not isinstance(piece, slice)]:
             raise CheckFailed(f"{line}: {odd[0]!r} is no slice; give slice(first, end), slice(0, 0) for nothing")
         if found * n < total:

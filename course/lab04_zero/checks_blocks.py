@@ -163,7 +163,7 @@ def _judge_block_gradients(case: Stack, ranks: Sequence[Did]) -> None:
     for rank, did in enumerate(ranks):
         name = f"rank {rank} of {n}"
         if not torch.allclose(did.results["output"], alone[rank][2], rtol=1e-4, atol=1e-6):
-            raise CheckFailed(f"{name}: the output of the blocks is wrong: compute(x, all gathered weights) it is")
+            raise CheckFailed(f"{name}: the output of the blocks is wrong: it is compute(x, all gathered weights)")
         if did.results["input"] is None or not torch.allclose(did.results["input"], alone[rank][1], 1e-3, 1e-6):
             raise CheckFailed(f"{name}: the gradient of x is wrong: it is this rank's own, it takes no reduction")
         for index, found in enumerate(did.results["shards"]):

@@ -95,7 +95,7 @@ def _judge_clip(case: Flat, ranks: Sequence[Did]) -> None:
     for rank, did in enumerate(ranks):
         name, found = f"rank {rank} of {n}", did.results[0]
         if not isinstance(found, Tensor | float):
-            raise CheckFailed(f"{name} returned {found!r}; asked for is the norm of the whole gradient")
+            raise CheckFailed(f"{name} returned {found!r}; the exercise asks for the norm of the whole gradient")
         found = float(found)
         if not abs(found - norm) <= 1e-4 * norm:  # NaN too
             said = [text for text, value in slips.items() if abs(found - value) <= 1e-4 * value]
@@ -157,7 +157,7 @@ def _resume(case: Flat, state: Any, name: str) -> bool:
         adam.step()
     own = adam.state[weight]
     if not isinstance(state, dict) or set(state) != set(own):
-        raise CheckFailed(f"{name} returned {state!r:.60}; asked for is a dict with {', '.join(own)}")
+        raise CheckFailed(f"{name} returned {state!r:.60}; the exercise asks for a dict with {', '.join(own)}")
     for key, wanted in own.items():
         found, what = state[key], f"{name}: {key}"
         if key != "step" and isinstance(found, Tensor) and found.numel() != case.numel:

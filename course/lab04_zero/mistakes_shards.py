@@ -90,7 +90,7 @@ def with_padding(state, numel, group):
     return {name: group.all_gather(x) if x.dim() else x for name, x in state.items()}
 
 
-@mistake("whole-state", "one-moment", expect="asked for is a dict with step, exp_avg, exp_avg_sq")
+@mistake("whole-state", "one-moment", expect="the exercise asks for a dict with step, exp_avg, exp_avg_sq")
 def forgets_the_second_moment(state, numel, group):
     return {"step": state["step"], "exp_avg": group.all_gather(state["exp_avg"])[:numel]}
 

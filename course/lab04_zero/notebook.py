@@ -82,7 +82,8 @@ sliders(pictures.memory_by_stage, billions=(0.5, 70.0, 0.5), ranks=(1, 64), mixe
 # ### 1. Who holds what (10 minutes)
 #
 # All parameters are laid end to end in one flat buffer, which is cut into $N$ equal shards. A cut may go through a
-# matrix: Adam works element by element. (Optimizers that need whole matrices, such as Muon or Shampoo, cannot be cut so.)
+# matrix: Adam works element by element. (Optimizers that need whole matrices, such as Muon or Shampoo, cannot be cut like
+# this.)
 
 # %%
 show(pictures.who_holds_what)
@@ -327,8 +328,8 @@ receipt(f"state per rank, N = 4, Ψ = {PSI:,}", receipts.state(found))
 show(pictures.draw_memory, found={setup: ranks for setup, ranks in found.items() if setup.accumulate == 1})
 
 # %% [markdown]
-# In stage 3 with mixed precision the sum is the formula's and the kinds are not: `FullyShard` keeps its shard in float32,
-# which *is* the master copy, and gathers it as bf16, so it holds $4 + 4 + 8$ instead of $2 + 2 + 12$.
+# In stage 3 with mixed precision the sum agrees with the formula and its parts do not: `FullyShard` keeps its shard in
+# float32, which *is* the master copy, and gathers it as bf16, so it holds $4 + 4 + 8$ instead of $2 + 2 + 12$.
 #
 # ## Measure: what a rank sends
 

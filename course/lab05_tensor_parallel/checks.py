@@ -41,7 +41,7 @@ from minillm.predict import comms
 )
 def check_operators(learner: Any) -> Receipt:
     if not isinstance(learner, tuple) or len(learner) != 2:
-        raise CheckFailed("asked for are both classes: (Enter, Leave)")
+        raise CheckFailed("the exercise asks for both classes: (Enter, Leave)")
     cases = [_draw_operators(world) for world in (4, 3)]
     rows: list[Row] = []
     for case, found in zip(cases, splitting.try_cases(splitting.run_operators, learner, cases), strict=True):
@@ -72,7 +72,7 @@ def _judge_enter(case: Operators, rank: int, passed: Passed) -> None:
         raise CheckFailed(f"{who}: forward called {passed.forward}. Every rank has x already: it is handed on as it is")
     total, found = torch.stack(case.gradients).sum(0), passed.results["dx"]
     if not close(found, total):
-        said = "asked for is the sum of the ranks' gradients"
+        said = "the exercise asks for the sum of the ranks' gradients"
         if close(found, case.gradients[rank]):
             said = "it is what this rank computed through its own part of the weights; the other parts' shares are lost"
         elif close(found, total / n):
@@ -89,7 +89,7 @@ def _judge_leave(case: Operators, rank: int, passed: Passed) -> None:
     n, who = case.world_size, f"Leave, rank {rank} of {case.world_size}"
     total, found = torch.stack(case.partials).sum(0), passed.results["output"]
     if not close(found, total):
-        said = "asked for is the sum of the ranks' shares"
+        said = "the exercise asks for the sum of the ranks' shares"
         if close(found, total / n):
             said = "it is the average: these are parts of one sum, nothing is to be divided"
         elif close(found, case.partials[rank]):
@@ -124,7 +124,7 @@ def _judge_leave(case: Operators, rank: int, passed: Passed) -> None:
 )
 def check_mlp(learner: Any) -> Receipt:
     if not isinstance(learner, tuple) or len(learner) != 2:
-        raise CheckFailed("asked for are both functions: (cut_mlp, mlp)")
+        raise CheckFailed("the exercise asks for both functions: (cut_mlp, mlp)")
     cases = [splitting.draw_mlp(world) for world in (4, 3)]
     found = splitting.try_cases(splitting.run_mlp, learner, cases)
     rows: list[Row] = []

@@ -36,7 +36,7 @@ ANSWERS = answers_of("05_tensor_parallel")
 )
 def check_attention(learner: Any) -> Receipt:
     if not isinstance(learner, tuple) or len(learner) != 2:
-        raise CheckFailed("asked for are both functions: (local_heads, attention)")
+        raise CheckFailed("the exercise asks for both functions: (local_heads, attention)")
     shapes = [(8, 4, 2), (8, 2, 4), (4, 4, 4), (6, 3, 3)]
     for heads, kv_heads, world in [*shapes, (32, 8, 8), (16, 1, 4)]:
         _judge_heads(learner[0], heads, kv_heads, world)
@@ -61,7 +61,7 @@ def _judge_heads(learner: Callable, heads: int, kv_heads: int, n: int) -> None:
         try:
             queries, keys = (range(part.start, part.stop) for part in learner(heads, kv_heads, rank, n))
         except (TypeError, ValueError, AttributeError) as error:
-            raise CheckFailed(f"asked for are two ranges, (query heads, kv heads): {error}") from error
+            raise CheckFailed(f"the exercise asks for two ranges, (query heads, kv heads): {error}") from error
         needed = sorted({query // (heads // kv_heads) for query in queries})
         if len(queries) != heads // n:
             raise CheckFailed(f"{what}: rank {rank} has {len(queries)} query heads, a fair share is {heads // n}")
@@ -120,8 +120,8 @@ def check_column(learner: Any) -> Receipt:
             who = f"rank {rank} of {n}"
             if passed.forward.calls or not close(passed.results["output"], alone["output"].chunk(n, dim=1)[rank]):
                 raise CheckFailed(
-                    f"{who}: forward called {passed.forward}; asked for is x @ weight.T, this rank's columns of the "
-                    "output, which stay here"
+                    f"{who}: forward called {passed.forward}; the exercise asks for x @ weight.T, this rank's "
+                    "columns of the output, which stay here"
                 )
             if not close(passed.results["dw"], alone["d0"].chunk(n)[rank]):
                 said = say_gradient(passed.results["dw"], alone["d0"].chunk(n)[rank], n)
@@ -129,7 +129,7 @@ def check_column(learner: Any) -> Receipt:
             if not close(passed.results["dx"], alone["dx"]):
                 share = case.output_gradient.chunk(n, dim=1)[rank] @ weight.chunk(n)[rank]
                 said = "this rank's share alone" if close(passed.results["dx"], share) else "wrong"
-                raise CheckFailed(f"{who}: the gradient of x is {said}; asked for is the sum over the ranks")
+                raise CheckFailed(f"{who}: the gradient of x is {said}; the exercise asks for the sum over the ranks")
             _judge_order(passed.results["log"], who)
         cost = comms.ring_all_reduce(case.x.numel(), 8, n).sent_per_rank[0]
         rows += [

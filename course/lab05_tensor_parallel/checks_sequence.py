@@ -31,7 +31,7 @@ from minillm.predict import comms
 )
 def check_sequence(learner: Any) -> Receipt:
     if not isinstance(learner, tuple) or len(learner) != 3:
-        raise CheckFailed("asked for are three: (GatherIn, ScatterOut, sum_norm_gradients)")
+        raise CheckFailed("the exercise asks for three: (GatherIn, ScatterOut, sum_norm_gradients)")
     cases = [_draw_blocks(world) for world in (4, 3)]
     found = splitting.try_cases(splitting_order.run_sequence, learner, cases)
     rows: list[Row] = []
@@ -73,7 +73,7 @@ def _draw_blocks(world: int) -> Layer:
 def _judge_blocks(case: Layer, alone: dict[str, Tensor], rank: int, passed: Passed) -> None:
     n, who = case.world_size, f"rank {rank} of {case.world_size}"
     if not close(passed.results["output"], alone["output"].chunk(n)[rank]):
-        raise CheckFailed(f"{who}: the output is wrong: asked for are this rank's rows of the whole output")
+        raise CheckFailed(f"{who}: the output is wrong: the exercise asks for this rank's rows of the whole output")
     inner = {i: alone[f"d{i}"].chunk(n, dim=i % 2)[rank] for i in range(2, 6)}
     if not all(close(passed.results[f"d{i}"], inner[i]) for i in (4, 5)):  # the last layer: only ScatterOut behind it
         raise CheckFailed(
@@ -95,7 +95,7 @@ def _judge_norms(
         found, wanted = passed.results[f"d{i}"], alone[f"d{i}"]
         if close(found, wanted):
             continue
-        said = "asked for is the sum over the ranks, in place"
+        said = "the exercise asks for the sum over the ranks, in place"
         if close(found, own[rank][i]):
             said = "it is that of this rank's tokens alone: the replicas of this weight will drift apart"
         elif close(found, wanted / n):

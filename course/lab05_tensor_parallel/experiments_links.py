@@ -1,4 +1,4 @@
-"""Lab 05's clocks and counters: what overlap hides, what a slow link costs, small layers, a pair that gathers.
+"""Lab 05's clocks and counters: what overlap hides, what a slow link costs, a pair that gathers.
 
 All links here are emulated, and where compute has to overlap with them it is emulated too: a product that sleeps takes
 as long on a busy machine as on an idle one.
@@ -6,7 +6,6 @@ as long on a busy machine as on an idle one.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from minillm import measure
 from minillm.comm import Group, Link, launch
 from minillm.model import ModelConfig, Transformer, cross_entropy
 from minillm.parallel.placement import sum_partial
-from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
 from minillm.parallel.tensor_parallel.plan import named_gradients
 from minillm.parallel.tensor_parallel.regions import copy_to, reduce_from
 from minillm.predict import comms
@@ -179,64 +177,6 @@ def equal_tokens(config: ModelConfig) -> float:
     3 h for a deep model of 12 h² weights per layer.
     """
     return parameters(config).total / (4 * config.num_layers * config.hidden_size)
-
-
-# Small layers, on the real wires of this machine.
-
-
-@dataclass(frozen=True)
-class Small:
-    """A block of this width on `tokens` tokens."""
-
-    hidden: int
-    tokens: int = 256
-
-    @property
-    def config(self) -> ModelConfig:
-        sizes = {"hidden_size": self.hidden, "intermediate_size": 4 * self.hidden, "num_layers": 1}
-        return replace(MODEL, **sizes, num_heads=8, num_kv_heads=8, head_dim=None, max_seq_len=self.tokens)
-
-    def flops_per_byte(self, t: int) -> float:
-        """FLOPs of the matrices, forward and backward, per byte sent, on each of t ranks: grows with hidden."""
-        matrices = parameters(self.config)
-        flops = 6 * (matrices.attention + matrices.mlp) * self.tokens / t
-        return flops / predict.layer_bytes(1, self.tokens, self.hidden, 4, t)
-
-
-class _Blocks(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        whole = Transformer(config, seed=0)
-        self.rope, self.blocks = whole.rope, whole.blocks
-
-    def forward(self, x: Tensor) -> Tensor:
-        rotation = self.rope(torch.arange(x.shape[1]), x.dtype)
-        for block in self.blocks:
-            x = block(x, rotation)
-        return x
-
-
-def small_blocks(group: Group, hiddens: Sequence[int]) -> dict[int, tuple[float, float]]:
-    """By width: seconds of forward and backward on one rank (rank 0, the others idle), and on all of them."""
-    torch.set_num_threads(1)
-    alone = group.subgroup([0], "alone")
-    found = {}
-    for hidden in hiddens:
-        small, seconds = Small(hidden), []
-        for part in (alone, group):
-            if part.rank >= 0:
-                blocks = tensor_parallel(_Blocks(small.config), small.config, part)
-                x = torch.randn(1, small.tokens, hidden)
-                seconds.append(min(_once(blocks, x) for _ in range(4)))
-            group.barrier()
-        found[hidden] = (seconds[0], seconds[-1])
-    return found
-
-
-def _once(blocks: nn.Module, x: Tensor) -> float:
-    start = time.monotonic()
-    blocks(x.clone().requires_grad_()).sum().backward()
-    return time.monotonic() - start
 
 
 # A pair that is none: the column layer's output is gathered, then cut again for the row layer.

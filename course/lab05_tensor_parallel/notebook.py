@@ -4,8 +4,7 @@
 # **A column layer followed by a row layer needs one all-reduce.** You cut a transformer along its matrices and see that
 # this is nearly all it sends.
 #
-# About 4 hours: 115 minutes for the exercises, the rest for the measurements and the questions. Run All takes about a
-# minute. At the end you can answer:
+# About 4 hours, two of them for the exercises. Run All takes about a minute. At the end you can answer:
 #
 # 1. Why does a layer need exactly 2 all-reduces forward and 2 backward, and what do they grow with?
 # 2. What does sequence parallelism divide that tensor parallelism does not, and why does it send nothing more?
@@ -14,6 +13,7 @@
 # Data parallelism and ZeRO give each rank different *tokens* and, while it computes, the whole model. Tensor
 # parallelism ([Shoeybi et al. 2019](https://arxiv.org/abs/1909.08053), Megatron-LM) gives every rank the same tokens
 # and a part of every *weight*. No rank ever holds a whole matrix.
+#
 # The calls of `group`, and what each returns: [docs/group.md](../docs/group.md).
 
 # %%
@@ -78,7 +78,7 @@ receipt("GPT-3, tensor parallelism over 8 GPUs: formulas", receipts.gpt3_traffic
 #
 # ## Build it
 #
-# ### 1. Into the region and out of it
+# ### 1. Into the region and out of it (15 minutes)
 #
 # A pair begins where the column layer reads $X$, which all ranks have, and ends where the row layer's partial results
 # are added up. Megatron calls the two ends $f$ and $g$. Each is the identity in one direction and an all-reduce in the
@@ -132,7 +132,7 @@ Enter, Leave = check("conjugate-operators", (Enter, Leave))
 # backward pass belongs to the column layer, because each rank's $dX$ went through its own columns only. $dW$ is local
 # in both.
 #
-# ### 2. The MLP
+# ### 2. The MLP (15 minutes)
 #
 # $\text{down}\big(\text{silu}(\text{gate}\,x)\cdot\text{up}\,x\big)$. How do you cut three matrices so that there is
 # one all-reduce forward and one backward? (`W.chunk(n, dim)[r]` is the $r$-th of $n$ equal pieces.)
@@ -160,7 +160,7 @@ cut_mlp, mlp = check("parallel-mlp", (cut_mlp, mlp))
 # %% [markdown]
 # This works because silu is elementwise. If gate and up were cut by rows, silu would need the whole sum first.
 #
-# ### 3. Attention
+# ### 3. Attention (20 minutes)
 #
 # Attention is cut by heads. With grouped-query attention there are fewer kv heads than query heads, and perhaps fewer
 # than ranks. Query head $j$ reads kv head $\lfloor j\,H_{kv}/H \rfloor$.
@@ -178,8 +178,8 @@ def local_heads(num_heads, num_kv_heads, rank, world_size):
 
 
 def attention(x, shards, attend, group):
-    """x: [n, h] -> [n, h]. shards: this rank's q, k, v (rows of its heads) and o (columns of them);
-    attend(q, k, v) computes softmax(q kᵀ) v of the heads it is given."""
+    """x: [n, h] -> [n, h]. shards: this rank's q, k, v (rows of its heads) and o (columns of them). attend(q, k, v), each
+    [n, its heads · head_dim], computes softmax(q kᵀ) v of the heads it is given: [n, query heads · head_dim]."""
     # BEGIN SOLUTION
     q, k, v, o = shards
     x = Enter.apply(x, group)
@@ -193,7 +193,7 @@ local_heads, attention = check("parallel-attention", (local_heads, attention))
 # A kv head that two ranks hold serves only half of its queries on each, so its gradient there is a *partial sum*, and
 # the two have to be added. (The check did that for you. You will meet partial gradients again.)
 #
-# ### 4. The embedding
+# ### 4. The embedding (12 minutes)
 #
 # The vocabulary is cut by rows. A token's row lies on one rank; the others must contribute zeros. Leave `tokens` as it is.
 
@@ -212,7 +212,7 @@ def embed(tokens, rows, group):
 embed = check("vocabulary-embedding", embed)
 
 # %% [markdown]
-# ### 5. The loss
+# ### 5. The loss (20 minutes)
 #
 # The head is a column layer: each rank has the logits of its part of the vocabulary. Gathering them would send $V$
 # numbers per token, the largest tensor of all. How few are enough? (`group.all_reduce(x, op="max")` takes the maximum.)
@@ -238,13 +238,13 @@ def vocabulary_cross_entropy(logits, targets, group):
 vocabulary_cross_entropy = check("vocabulary-cross-entropy", vocabulary_cross_entropy)
 
 # %% [markdown]
-# ### 6. Sequence parallelism
+# ### 6. Sequence parallelism (20 minutes)
 #
 # Between the pairs every rank still holds and computes the same norms and the same residual stream. An all-reduce is
 # a reduce-scatter followed by an all-gather (lab 01). Put the first half where a region ends and the second where the
 # next one begins, and what lies between is cut along the *sequence*
 # ([Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198)). A norm works on one token at a time, so its activations
-# need no communication. Something else of it does: what?
+# need no communication. Something else in a norm does: what?
 #
 # `group.all_gather(x)` returns the ranks' `x` joined along dimension 0; `group.reduce_scatter(x)` returns this rank's
 # part, along dimension 0, of the sum.
@@ -302,7 +302,7 @@ def sum_norm_gradients(parameters, group):
 GatherIn, ScatterOut, sum_norm_gradients = check("sequence-parallel", (GatherIn, ScatterOut, sum_norm_gradients))
 
 # %% [markdown]
-# ### 7. Overlap
+# ### 7. Overlap (15 minutes)
 #
 # A column layer's backward has two products, $dX$ and $dW$. Only $dX$ has to be all-reduced, so the other can be
 # computed meanwhile. `group.all_reduce(x, async_op=True)` returns a handle at once; `handle.wait()` returns when the sum
@@ -416,10 +416,10 @@ clocks = links.overlap_on_a_clock()
 show(pictures.draw_overlap, found=clocks)
 
 # %% [markdown]
-# Forward, the next layer needs the sum, so a row layer as a whole has nothing to overlap with. But its *tokens* can be
-# cut into pieces: while the sum of one piece travels, the next is computed. Megatron (`--tp-comm-overlap`) and
-# [torch's async TP](https://discuss.pytorch.org/t/209487) do this. Below, the product takes 100 ms and the all-reduce
-# 82 ms in all.
+# In the forward pass the next layer needs the sum, so a row layer as a whole has nothing to overlap with. But its
+# *tokens* can be cut into pieces: while the sum of one piece travels, the next is computed. Megatron
+# (`--tp-comm-overlap`) and [torch's async TP](https://discuss.pytorch.org/t/209487) do this. Below, the product takes 100
+# ms and the all-reduce 82 ms in all.
 
 # %%
 receipt("emulated products and link", receipts.overlap(clocks, links.forward_on_a_clock()))
@@ -598,9 +598,9 @@ receipts.design_serving()
 #
 # ## Capstone (*open*)
 #
-# Take a model and a cluster you know (hidden size, layers, tokens per microbatch, GPUs per node, both bandwidths).
-# Choose tensor, sequence and pipeline degrees, defend them with `predict.layer_bytes`, `predict.activation_bytes` and
-# `pictures.layer_seconds`, and name the measurement that would prove you wrong first.
+# Take a model and a cluster you know (hidden size, layers, tokens per microbatch, GPUs per node, both bandwidths). Choose
+# tensor, sequence and pipeline degrees, defend them with `predict.tensor.layer_bytes`, `predict.tensor.activation_bytes`
+# and `pictures.layer_seconds`, and name the measurement that would prove you wrong first.
 #
 # ## Interview corner
 #

@@ -72,7 +72,7 @@ def there_and_back(
     if not isinstance(output, Tensor):
         raise CheckFailed(f"it returned {output!r} where a tensor is asked for: is there a return?")
     if output.shape != output_gradient.shape:
-        raise CheckFailed(f"it returned {list(output.shape)}, but asked for is {list(output_gradient.shape)}")
+        raise CheckFailed(f"it returned {list(output.shape)}, but the exercise asks for {list(output_gradient.shape)}")
     if not output.requires_grad:
         raise CheckFailed(
             "autograd cannot pass through it: a collective has no backward of its own, so what it returns is a new "
@@ -171,7 +171,9 @@ def run_mlp(group: Group, learner: Any, cases: Sequence[Layer]) -> list[Passed |
         cut, mlp = learner
         pieces = cut(*case.weights, part.rank, part.world_size)
         if not isinstance(pieces, (tuple, list)) or [type(piece) for piece in pieces] != [Tensor] * 3:
-            raise CheckFailed(f"cut_mlp returned {pieces!r}; asked for are three tensors: this rank's gate, up, down")
+            raise CheckFailed(
+                f"cut_mlp returned {pieces!r}; the exercise asks for three tensors: this rank's gate, up, down"
+            )
         found, inner = [list(piece.shape) for piece in pieces], len(case.weights[0]) // part.world_size
         if found != [[inner, case.x.shape[1]]] * 2 + [[case.x.shape[1], inner]]:
             whole = [list(weight.shape) for weight in case.weights]

@@ -142,7 +142,9 @@ def _in_time(schedule: Schedule, where: str) -> None:
 
 def _listed(order: Any, stage: int) -> list:
     if not isinstance(order, list | tuple):
-        raise CheckFailed(f'stage {stage}: you returned {order!r:.40}; asked for is a list such as ["F0", "B0"]')
+        raise CheckFailed(
+            f'stage {stage}: you returned {order!r:.40}; the exercise asks for a list such as ["F0", "B0"]'
+        )
     return list(order)
 
 
@@ -221,7 +223,7 @@ def _read_ranges(found: Any, costs: Sequence[float], parts: int) -> list[range]:
         ranges = [range(stage.start, stage.stop) for stage in found]
     except (AttributeError, TypeError):
         raise CheckFailed(
-            f"{where}: you returned {found!r:.60}; asked for is a list of ranges, one per stage"
+            f"{where}: you returned {found!r:.60}; the exercise asks for a list of ranges, one per stage"
         ) from None
     if len(ranges) != parts:
         raise CheckFailed(f"{where}: {len(ranges)} ranges for {parts} stages")

@@ -66,7 +66,9 @@ def check_messages(learner: Callable) -> Receipt:
 def _read(steps: Any, order: Sequence[str], stage: int, where: str) -> list[str | list[Message]]:
     """The learner's steps with messages taken apart; CheckFailed unless they hold the order's actions."""
     if not isinstance(steps, list | tuple):
-        raise CheckFailed(f'stage {stage}: you returned {steps!r:.40}; asked for is a list such as ["F0", ["send F0"]]')
+        raise CheckFailed(
+            f'stage {stage}: you returned {steps!r:.40}; the exercise asks for a list such as ["F0", ["send F0"]]'
+        )
     found = [step if isinstance(step, str) else [_message(text, stage) for text in step] for step in steps]
     loose = next((step for step in found if isinstance(step, str) and " " in step), None)
     if loose:

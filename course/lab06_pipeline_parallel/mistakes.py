@@ -163,7 +163,7 @@ def drops_the_head(costs, parts):
     return [*stages[:-1], range(stages[-1].start, stages[-1].stop - 1)]
 
 
-@mistake("balance-stages", "numbers-instead-of-ranges", expect="asked for is a list of ranges")
+@mistake("balance-stages", "numbers-instead-of-ranges", expect="the exercise asks for a list of ranges")
 def counts_only(costs, parts):
     return [len(stage) for stage in ANSWERS.balance(costs, parts)]
 

@@ -13,8 +13,8 @@
 #
 # ZeRO gathers a layer's weights where they are needed. In a pipeline the weights stay where they are and the
 # *activations* travel. Each of $n$ ranks is a *stage* and holds neighbouring layers. A batch is cut into $M$
-# *microbatches*, which pass through the stages forward (F) and back (B). A batch of 10 samples in 5 microbatches makes
-# 2 *samples* each. The pipeline-parallel size is the number of stages: "PP = 2" means two stages, not four.
+# *microbatches*, which pass through the stages forward (F) and back (B). A batch of 10 samples, cut into 5 microbatches,
+# has 2 *samples* in each. The pipeline-parallel size is the number of stages: "PP = 2" means two stages, not four.
 #
 # The calls of `group`, and what each returns: [docs/group.md](../docs/group.md).
 
@@ -66,7 +66,7 @@ receipt("4 stages, 8 microbatches: idle share of the step", receipts.idle_share(
 #
 # ## Build it
 #
-# ### 1. GPipe
+# ### 1. GPipe (5 minutes)
 #
 # A schedule is *data*: for each stage, the order of its actions. Waiting is not written down. A stage starts its next
 # action as soon as the inputs are there, so the times follow from the orders. Between its F and its B a microbatch is
@@ -88,7 +88,7 @@ gpipe_order = check("gpipe-order", gpipe_order)
 # When the first backward begins, every stage holds the activations of *all* microbatches. That is GPipe's real cost;
 # its idle time is no longer than 1F1B's.
 #
-# ### 2. 1F1B
+# ### 2. 1F1B (15 minutes)
 #
 # The last stage can start each microbatch's backward right after its forward: F0 B0 F1 B1 ... The stage before it needs
 # one more forward until B0 comes back, the one before that two more
@@ -146,7 +146,7 @@ receipt("the printed chart beside the simulator's", receipts.printed_chart())
 # The orders are right and the times are impossible. B0 runs on all four stages in the same slot, although stage 0 needs
 # the gradient that stage 1's B0 computes. Drawn like this, a pipeline seems to have hardly any bubble.
 #
-# ### 3. Which layers go where
+# ### 3. Which layers go where (15 minutes)
 #
 # The slowest stage sets the pace, so stages should cost the same, and layers do not: the first stage also has the
 # embedding, the last one the final norm and the head.
@@ -169,7 +169,7 @@ def balance(costs, parts):
 balance = check("balance-stages", balance)
 
 # %% [markdown]
-# ### 4. A stage at work
+# ### 4. A stage at work (25 minutes)
 #
 # Now on real ranks. Between two stages the autograd graph is cut: autograd does not know that `x` came from another
 # rank. So receive first and let `x` require a gradient *afterwards*. On the way back, receive the gradient of `y`, run
@@ -228,7 +228,7 @@ Stage = check("stage-step", Stage)
 # The gradients are those of one process, up to rounding in float64. That holds for every schedule that ends with a
 # flush, as all schedules in this lab do except PipeDream.
 #
-# ### 5. Messages that cannot deadlock
+# ### 5. Messages that cannot deadlock (20 minutes)
 #
 # Your sends did not wait. On GPUs, NCCL carries out the unbatched messages of a communicator in the order in which they
 # were posted, and each only once its partner has posted the other half: a *rendezvous*. (`wait()` on an NCCL handle
@@ -260,7 +260,7 @@ def place_messages(order, stage, stages):
 place_messages = check("rendezvous-messages", place_messages)
 
 # %% [markdown]
-# ### 6. A backward in two halves
+# ### 6. A backward in two halves (15 minutes)
 #
 # The stage before you waits for the gradient of your *input*. Nobody waits for the gradient of your *weights*. Zero
 # bubble ([Qi et al. 2023](https://arxiv.org/abs/2401.10241)) therefore splits B into I, the input gradient, computed at
@@ -308,7 +308,7 @@ print(simulate(schedules.zero_bubble(4, 8)))
 receipt("what the split gains", receipts.splitting())
 
 # %% [markdown]
-# ### 7. One embedding on two stages
+# ### 7. One embedding on two stages (10 minutes)
 #
 # With tied embeddings the *same* matrix embeds tokens on the first stage and is the head on the last. Each of the two
 # stages has a copy, and each copy's gradient is one part of the whole.

@@ -88,11 +88,13 @@ def _say_not_finite(name: str, spread: float, unseen: str) -> str:
 def expect_tensors(found: Any, right: Sequence[Tensor], names: Sequence[str]) -> None:
     """CheckFailed unless `found` is a tuple of tensors of the right shapes."""
     if not isinstance(found, (tuple, list)) or len(found) != len(right):
-        raise CheckFailed(f"you returned {type(found).__name__}; asked for are {len(right)}: {', '.join(names)}")
+        raise CheckFailed(
+            f"you returned {type(found).__name__}; the exercise asks for {len(right)}: {', '.join(names)}"
+        )
     for name, mine, wanted in zip(names, found, right, strict=True):
         if not isinstance(mine, Tensor) or mine.shape != wanted.shape:
             shape = list(mine.shape) if isinstance(mine, Tensor) else type(mine).__name__
-            raise CheckFailed(f"{name} is {shape}; asked for is a tensor {list(wanted.shape)}")
+            raise CheckFailed(f"{name} is {shape}; the exercise asks for a tensor {list(wanted.shape)}")
 
 
 def _off(mine: Tensor, wanted: Tensor) -> float:

@@ -50,7 +50,7 @@ def _positions(found: Any, seq: int, where: str) -> list[int]:
         positions = [int(p) for p in found]
     except (TypeError, ValueError) as error:
         raise CheckFailed(
-            f"{where}: you returned {found!r:.60}; asked for are positions, in a list or a tensor"
+            f"{where}: you returned {found!r:.60}; the exercise asks for positions, in a list or a tensor"
         ) from error
     if bad := [p for p in positions if not 0 <= p < seq]:
         raise CheckFailed(f"{where}: there is no position {bad[0]}", evidence=positions)
@@ -74,7 +74,8 @@ def _judge_order(held: Sequence[list[int]], work: Sequence[int], seq: int, n: in
         stretches = 1 + sum(b - a != 1 for a, b in pairwise(positions))
         if stretches > 2 or positions != sorted(positions):
             raise CheckFailed(
-                f"rank {rank} of {n} holds {positions}: equal work, but asked for are at most two stretches, ascending",
+                f"rank {rank} of {n} holds {positions}: equal work, but the exercise asks for at most two stretches, "
+                "ascending",
                 evidence=held,
             )
 
@@ -185,7 +186,9 @@ def _judge_exchange(case: Sequence[Tensor], found: Sequence[Sequence[Did]]) -> l
             expect_like(f"{name}, rank {rank} of {n}", did.result, wanted, f"a tensor {list(wanted.shape)}")
             if did.result.shape != wanted.shape:
                 shape = list(did.result.shape)
-                raise CheckFailed(f"{name}, rank {rank} of {n}: shape {shape}, asked for is {list(wanted.shape)}")
+                raise CheckFailed(
+                    f"{name}, rank {rank} of {n}: shape {shape}, the exercise asks for {list(wanted.shape)}"
+                )
             if not torch.equal(did.result, wanted):
                 raise CheckFailed(
                     f"{name}, rank {rank} of {n}: right numbers in wrong places, or others' numbers",

@@ -238,13 +238,15 @@ mistake(
 mistake(
     "ulysses-exchange",
     "every N-th head",
-    says="This rank got every N-th head. Asked for are heads / N that follow each other, so that query heads stay "
-    "with the kv heads they share.",
+    says="This rank got every N-th head. The exercise asks for heads / N that follow each other, so that query heads "
+    "stay with the kv heads they share.",
 )((_every_nth_head, right.to_sequence))
 
 mistake("ulysses-exchange", "gathers all and keeps its own", expect="are enough")((_gathered, right.to_sequence))
 
-mistake("ulysses-exchange", "nothing is exchanged", expect="asked for is a tensor")((_own_heads, right.to_sequence))
+mistake("ulysses-exchange", "nothing is exchanged", expect="the exercise asks for a tensor")(
+    (_own_heads, right.to_sequence)
+)
 
 
 def _list_of_parts(x, group):

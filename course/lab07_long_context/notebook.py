@@ -4,7 +4,7 @@
 # **Attention is exact in tiles, so its memory grows with the length and not with its square; and tiles may lie on
 # different ranks.** You cut it, first on one rank, then over several.
 #
-# About 4 hours: 95 minutes for the exercises, the rest for the measurements and the questions. Run All takes about a
+# About 4 hours: 105 minutes for the exercises, the rest for the measurements and the questions. Run All takes about a
 # minute. At the end you can answer:
 #
 # 1. What does attention have to remember so that neither forward nor backward ever holds the score matrix?
@@ -49,11 +49,11 @@ receipt("131,072 tokens, one head of 128, bf16", receipts.one_head(guess_gb))
 #
 # | Claim | What is true |
 # |---|---|
-# | "FlashAttention makes attention linear." | Its *memory* is. The FLOPs stay quadratic; backward even makes a quarter more ([Dao 2023](https://arxiv.org/abs/2307.08691), §2.3). |
+# | "FlashAttention makes attention linear." | Its *memory* is. The FLOPs stay quadratic, and its backward needs a quarter more than one that has stored the scores ([Dao 2023](https://arxiv.org/abs/2307.08691), §2.3). |
 # | "FlashAttention approximates attention." | It is exact. Results differ in the last digits, as for any other order of additions. |
 # | "Sequence parallelism and context parallelism are the same." | Megatron's *sequence parallelism* cuts norms and dropout inside a tensor-parallel group ([Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198)), and each rank's attention still sees the whole sequence. Context parallelism cuts attention too. |
 # | "Each of $N$ ranks does 1/N of the attention." | Not with contiguous parts under a causal mask: rank $r$ does $(2r+1)/N^2$. |
-# | "Ring attention sends more than all-gather, so it is slower." | Forward sends the same bytes, backward about twice as many, as gradients travel too. All of it can go behind the work, block by block. |
+# | "Ring attention sends more than all-gather, so it is slower." | Forward sends the same bytes, backward about twice as many, as gradients travel too. All of it can be hidden behind the computation, block by block. |
 #
 # ## Build it
 #
@@ -292,8 +292,8 @@ def to_sequence(x, group):
 to_heads, to_sequence = check("ulysses-exchange", (to_heads, to_sequence))
 
 # %% [markdown]
-# Each is the other's backward. Mind the fine print: heads must divide over the ranks, and kv heads that do not suffice
-# are repeated first.
+# Each is the other's backward. Two limits: the number of heads must be a multiple of the number of ranks, and kv heads
+# are repeated before the exchange where there are fewer of them than ranks.
 #
 # ## Measure: what each variant sends
 #
@@ -386,9 +386,9 @@ broken = breaks.accidents()
 # %% [markdown]
 # ### Gradients that never meet
 #
-# "There is no data parallelism (dp = 1), so skip the gradient reduction." With cp ranks the same weights have seen
-# different tokens
-# ([picotron](https://github.com/huggingface/picotron), [VeOmni #1115](https://github.com/ByteDance-Seed/VeOmni/issues/1115)).
+# "There is no data parallelism (dp = 1), so skip the gradient reduction." But the cp ranks hold the same weights and have
+# seen different tokens ([picotron](https://github.com/huggingface/picotron), [VeOmni
+# #1115](https://github.com/ByteDance-Seed/VeOmni/issues/1115)).
 
 # %%
 receipt("dp 1, cp 4: one step", receipts.never_meet(broken))
@@ -530,7 +530,8 @@ receipts.design_layout()
 # <details><summary>Answer</summary>
 #
 # Forward N-1 blocks of K and V, as all-gather. Backward N-1 blocks and N gradients of blocks, where all-gather has one
-# reduce-scatter of N-1: about twice as much with a ring that does not keep the keys. It needs room for two blocks instead of N.
+# reduce-scatter of N-1: about twice as much with a ring that does not keep the keys. The ring needs room for two blocks
+# instead of N.
 # </details>
 #
 # **5. When is a ring's link hidden?**
@@ -559,7 +560,7 @@ receipts.design_layout()
 # 2. Which rank waits for which under a causal mask, and what does the order of the positions change?
 # 3. Ring, all-gather or Ulysses: what does each send, what hides it, and when does none of them pay?
 #
-# Next: lab 11 feeds all these ranks, each with its own part of the text.
+# Next: lab 08 spreads experts over ranks; lab 11 feeds all these ranks, each with its own part of the text.
 
 # %%
 finish("07_long_context")

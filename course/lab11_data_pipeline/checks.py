@@ -80,7 +80,7 @@ def _judge_merge(learner: Callable, words: dict[Word, int], ids: dict[bytes, int
     if given != (words, ids):
         raise CheckFailed("your function changed its argument: the words of a step are also the input of other checks")
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
-        raise CheckFailed(f"you returned {type(result).__name__}; asked for are two things: (pair, words)")
+        raise CheckFailed(f"you returned {type(result).__name__}; the exercise asks for two things: (pair, words)")
     pair, found = tuple(result[0]), dict(result[1])
     if pair != right:
         raise CheckFailed(f"{lesson}: you merged {_show(pair)}, but {_show(right)} is due", evidence=pair)
@@ -141,7 +141,7 @@ def _judge_encode(learner: Callable, piece: bytes, ranks: dict[Pair, int]) -> li
     if given != ranks:
         raise CheckFailed("your function changed `ranks`, which later pieces need as it is")
     if not isinstance(found, (list, tuple)) or not all(isinstance(token, bytes) for token in found):
-        raise CheckFailed(f"you returned {found!r:.80}; asked for is a list of tokens, each a bytes object")
+        raise CheckFailed(f"you returned {found!r:.80}; the exercise asks for a list of tokens, each a bytes object")
     if list(found) == right:
         return right
     learnt = ", ".join(_show(pair) for pair in list(ranks)[:4]) + (", ..." if len(ranks) > 4 else "")

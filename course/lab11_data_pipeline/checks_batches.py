@@ -10,7 +10,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from course.lab11_data_pipeline import feeding
@@ -19,9 +18,6 @@ from minillm.comm import launch
 from minillm.data.sampler import permutation
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, receipt, row
-
-Order = Callable[[int], np.ndarray]
-
 
 # Windows.
 
@@ -57,7 +53,7 @@ def check_windows(learner: Callable) -> Receipt:
 def _judge_windows(found: Any, count: int, seq_len: int) -> None:
     who, n = f"{count} tokens with seq_len {seq_len}", (count - 1) // seq_len
     if not (isinstance(found, (tuple, list)) and len(found) == 2 and all(torch.is_tensor(x) for x in found)):
-        raise CheckFailed(f"{who}: asked for are two tensors, (inputs, targets)")
+        raise CheckFailed(f"{who}: the exercise asks for two tensors, (inputs, targets)")
     inputs, targets = found
     due = 1000 + torch.arange(n * seq_len).view(n, seq_len)
     if inputs.shape != due.shape or targets.shape != due.shape:

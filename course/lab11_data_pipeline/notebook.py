@@ -99,7 +99,7 @@ for word, times in words.items():
 
 # %%
 def merge_step(words, ids):
-    """words: {tuple of tokens: how often} -> (most frequent pair, the words with each occurrence of it glued)."""
+    """words: {tuple of tokens: how often} -> (most frequent pair, the words with each occurrence of it merged)."""
     # BEGIN SOLUTION
     counts = Counter()
     for word, times in words.items():

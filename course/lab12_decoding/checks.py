@@ -108,7 +108,7 @@ def _judge_cache(who: str, after: tuple, before: tuple, new: tuple, start: int, 
 def _judge_output(who: str, found: Any, wanted: Tensor, start: int) -> None:
     if not isinstance(found, Tensor) or found.shape != wanted.shape:
         got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise CheckFailed(f"{who}: you returned {got}; asked for is a tensor {list(wanted.shape)}, like q")
+        raise CheckFailed(f"{who}: you returned {got}; the exercise asks for a tensor {list(wanted.shape)}, like q")
     if not torch.isfinite(found).all():
         raise CheckFailed(
             f"{who}: the output is not finite. Places that nothing was written to hold NaN here: write k and v before "
@@ -151,7 +151,7 @@ def check_generate(learner: Any) -> Receipt:
         answer = list(found) if isinstance(found, list | tuple) or hasattr(found, "__next__") else found
         right = recompute(model, prompt, count)
         if not isinstance(answer, list) or not all(isinstance(token, int) for token in answer):
-            raise CheckFailed(f"you returned {answer!r}; asked for is the list of the {count} new token ids")
+            raise CheckFailed(f"you returned {answer!r}; the exercise asks for the list of the {count} new token ids")
         rows += _judge_passes(watched, cache, prompt, right)
         if answer != right:
             raise CheckFailed(_say_answer(answer, right, watched, prompt), rows)
@@ -176,7 +176,7 @@ def _say_answer(answer: list[int], right: list[int], watched: Watched, prompt: l
             return (
                 f"you returned {len(answer)} tokens: leave the prompt out, only the {len(right)} new ones are asked for"
             )
-        return f"you returned {len(answer)} tokens, asked for are {len(right)}"
+        return f"you returned {len(answer)} tokens, the exercise asks for {len(right)}"
     first = next(i for i, (mine, due) in enumerate(zip(answer, right, strict=True)) if mine != due)
     said = f"token {first + 1} of the answer is {answer[first]}, a loop that keeps nothing finds {right[first]}"
     sequence, place = prompt + answer, 0

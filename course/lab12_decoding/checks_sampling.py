@@ -44,7 +44,7 @@ def check_nucleus(learner: Any) -> list[Row]:
     found = [learner(torch.tensor(shares, dtype=torch.float64), top_p) for _, shares, top_p in cases]
     for (_, shares, _), kept in zip(cases, found, strict=True):
         if not isinstance(kept, Tensor) or kept.shape != (len(shares),) or kept.dtype != torch.bool:
-            raise CheckFailed("asked for is a tensor of bool, one for each token of the vocabulary")
+            raise CheckFailed("the exercise asks for a tensor of bool, one for each token of the vocabulary")
     evidence = [kept.tolist() for kept in found]
     for (name, shares, top_p), kept in zip(cases, evidence, strict=True):
         right, mine = ([shares[i] for i in each] for each in (fewest(shares, top_p), compress(range(len(kept)), kept)))
@@ -107,7 +107,9 @@ def check_distribution(learner: Callable) -> list[Row]:
     for case, logits in drawn:
         found = learner(torch.tensor(logits, dtype=torch.float64), *case)
         if not isinstance(found, Tensor) or found.shape != (len(logits),):
-            raise CheckFailed(f"{_name(case)}: asked for is a tensor of {len(logits)} probabilities, one per token")
+            raise CheckFailed(
+                f"{_name(case)}: the exercise asks for a tensor of {len(logits)} probabilities, one per token"
+            )
         evidence.append(found.double().tolist())
     for (case, logits), shares in zip(drawn, evidence, strict=True):
         right = by_hand(logits, *case)
@@ -116,8 +118,8 @@ def check_distribution(learner: Callable) -> list[Row]:
         if not apart < 1e-6:  # NaN, too
             raise CheckFailed(
                 f"{_name(case)}: {_possible(shares)} tokens are possible and their probabilities sum to "
-                f"{sum(shares):.4f}; due are {_possible(right)} that sum to 1, and {apart:.3g} of the probability lies "
-                "elsewhere.",
+                f"{sum(shares):.4f}. Right are {_possible(right)} that sum to 1, and {apart:.3g} of the probability "
+                "lies elsewhere.",
                 rows,
                 evidence=evidence,
             )

@@ -52,7 +52,7 @@ def check_kv_bytes(learner: Any) -> list[Row]:
             ANSWERS.generate(model, list(range(prompt)), answer, cache)
         found.append(learner(config, prompt, answer, dtype.itemsize))
         if not _number(found[-1]):
-            raise CheckFailed(f"you returned {found[-1]!r}; asked for is a number of bytes")
+            raise CheckFailed(f"you returned {found[-1]!r}; the exercise asks for a number of bytes")
         rows.append(row(f"8 heads, {kv_heads} kv heads, {dtype}: your prediction", found[-1], cache.bytes, "B"))
         if rows[-1].verdict == "off":
             wrong.append(f"the cache holds {cache.bytes:,} bytes, you predict {found[-1]:,}.")
@@ -89,7 +89,7 @@ def check_decode_step(learner: Callable) -> Receipt:
         weights, kv = matmul_parameters(config), kv_bytes_per_token(config, 4)
         found = learner(weights, kv, batch, context, 4, peak, bandwidth)
         if not isinstance(found, tuple | list) or len(found) != 3 or not all(map(_number, found)):
-            raise CheckFailed("asked for are three numbers: (bytes read, FLOPs, tokens per second)")
+            raise CheckFailed("the exercise asks for three numbers: (bytes read, FLOPs, tokens per second)")
         evidence.append(list(found))
         read, flops = one_step(config, batch, context)
         most = ANSWERS.decode_step(weights, kv, batch, context, 4, peak, bandwidth)[2]
@@ -102,7 +102,7 @@ def check_decode_step(learner: Callable) -> Receipt:
         if each.verdict == "off":
             case, what = rows[place - place % 3].name.partition(":")[0], each.name.strip().rpartition(": ")[2]
             right, mine = (each.measured, each.predicted) if place % 3 < 2 else (each.predicted, each.measured)
-            raise CheckFailed(f"{case}: {what}: you say {mine:,.7g}, due is {right:,.7g}.", rows, evidence=evidence)
+            raise CheckFailed(f"{case}: {what}: you say {mine:,.7g}, but it is {right:,.7g}.", rows, evidence=evidence)
     return receipt("a decode step, counted on a real one", rows)
 
 
@@ -139,12 +139,12 @@ def check_latencies(learner: Callable) -> Receipt:
     log, timings = served()
     found = learner(list(log))
     if not isinstance(found, dict) or set(found) != set(timings):
-        raise CheckFailed(f"asked for is a dict with a pair for each of {sorted(timings)}")
+        raise CheckFailed(f"the exercise asks for a dict with a pair for each of {sorted(timings)}")
     rows, wrong = [], []
     for request, (ttft, tpot) in timings.items():
         pair = found[request]
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise CheckFailed(f"{request}: you returned {pair!r}; asked for is (TTFT, TPOT)")
+            raise CheckFailed(f"{request}: you returned {pair!r}; the exercise asks for (TTFT, TPOT)")
         for what, mine, due in (("TTFT", pair[0], ttft), ("TPOT", pair[1], tpot)):
             mine, due = ("none" if each is None else each for each in (mine, due))
             rows.append(row(f"{request}: {what}, the engine's and yours", due, mine, "s", 1e-9))

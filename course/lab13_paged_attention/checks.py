@@ -75,7 +75,7 @@ def _judge_slots(slots: list, table: list[int], pieces: list[tuple[int, int]], b
     try:
         slots = [[int(slot) for slot in found] for found in slots]
     except TypeError:
-        raise CheckFailed(f"you returned {slots[0]!r}; asked for is a list of slots, one per token") from None
+        raise CheckFailed(f"you returned {slots[0]!r}; the exercise asks for a list of slots, one per token") from None
     for found, (start, count) in zip(slots, pieces, strict=True):
         expected = ANSWERS.slot_mapping(table, start, count, block_size)
         if found != expected:

@@ -84,7 +84,7 @@ def _judge(found, case, spread: float) -> float:
     q, _, _, table, context = case
     if not isinstance(found, Tensor) or found.shape != q.shape:
         got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
-        raise CheckFailed(f"you returned {got}; asked for is a tensor of shape {tuple(q.shape)}, as q")
+        raise CheckFailed(f"you returned {got}; the exercise asks for a tensor of shape {tuple(q.shape)}, as q")
     right = _over_all(case)
     if not torch.isfinite(found).all():
         raise CheckFailed(_say_not_finite(context, spread, table))

@@ -132,7 +132,9 @@ def _bits(keys: Any) -> int:
 
 def _judge_count(found: Any, count: int, size: int) -> None:
     if not isinstance(found, (list, tuple)):
-        raise CheckFailed(f"you returned {type(found).__name__}; asked for is a list of keys, one per full block")
+        raise CheckFailed(
+            f"you returned {type(found).__name__}; the exercise asks for a list of keys, one per full block"
+        )
     if len(found) != count // size:
         raise CheckFailed(
             f"{count} tokens in blocks of {size} have {count // size} full blocks, and you gave {len(found)} keys: a "
@@ -210,7 +212,7 @@ def check_find_prefix(learner: Callable) -> Receipt:
     ):
         found = learner(list(tokens), list(keys), dict(cache), size)
         if not isinstance(found, (list, tuple)):
-            raise CheckFailed(f"you returned {type(found).__name__}; asked for is a list of blocks")
+            raise CheckFailed(f"you returned {type(found).__name__}; the exercise asks for a list of blocks")
         if list(found) != list(right):
             left = len(tokens) - size * len(found)
             more = f" ({left} tokens would be left to compute: a query of length 0)" if left < 1 else ""

@@ -4,9 +4,9 @@
 # **Waste is under one block per sequence, and a prefix is stored once.** Both follow from one table per sequence, and
 # both are counted below, on real requests.
 #
-# Exercises 1 to 7 take about an hour and three quarters; with the measurements and the questions at the end plan three
-# to four hours. Running the notebook from top to bottom takes about a minute. Exercise 8, a kernel in Triton, is
-# optional. At the end you can answer:
+# Exercises 1 to 7 take about an hour and a half; with the measurements and the questions at the end plan three to four
+# hours. Running the notebook from top to bottom takes about a minute. Exercise 8, a kernel in Triton, is optional. At the
+# end you can answer:
 #
 # 1. How much of the memory for keys and values is wasted by reservations, and how much by blocks, of which size?
 # 2. When may two sequences share a block, how is that recognised, and what may happen to a shared block?
@@ -238,9 +238,8 @@ block_keys = check("block-keys", block_keys)
 # %% [markdown]
 # ### Exercise 5 · a hit is compared (10 minutes)
 #
-# Hashes collide, by chance or because somebody constructs a collision, and a hit on the wrong block raises no error.
-# So an entry of the cache also holds the block's `tokens` and its `parent` (the block before it, None for a first
-# one).
+# Hashes collide, by chance or because somebody constructs a collision, and a hit on the wrong block raises no error. So
+# an entry of the cache also holds the block's `tokens` and its `parent` (the block before it, None for a first one).
 
 
 # %%
@@ -292,9 +291,10 @@ prepare_write = check("copy-on-write", prepare_write)
 # %% [markdown]
 # ### Exercise 7 · evict what no table holds (15 minutes)
 #
-# A system prompt may be needed again in a second, so its blocks stay findable after their last holder has left. They
-# are evicted only when room is needed, the least recently used first (LRU), and their keys are forgotten in both
-# dictionaries. A block with holders is never touched.
+# A system prompt may be needed again in a second, so its blocks stay findable after their last holder has left. They are
+# evicted only when room is needed, the least recently used first (LRU), and their keys are forgotten in both
+# dictionaries. A block with holders is never touched. Of the blocks that a sequence leaves together, its last one goes
+# first: a prefix is found from its first block on.
 #
 # LRU chooses among blocks that *no* running sequence holds. It cannot choose a running sequence to preempt: all of
 # those are used in every step (lab 14 has policies for that).

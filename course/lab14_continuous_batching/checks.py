@@ -54,7 +54,7 @@ def check_join(learner: Callable) -> Receipt:
 
 def _read_steps(found: Any, where: str) -> list[list[int]]:
     if not isinstance(found, list | tuple) or not all(isinstance(step, list | tuple | set) for step in found):
-        raise CheckFailed(f"{where}: you returned {found!r:.60}; asked for is one list of requests per step")
+        raise CheckFailed(f"{where}: you returned {found!r:.60}; the exercise asks for one list of requests per step")
     return [list(step) for step in found]
 
 
@@ -137,7 +137,7 @@ def _ask(learner: Callable, running: list[Seq], waiting: list[Seq], *settings: i
     if not isinstance(found, list | tuple) or not all(
         isinstance(each, list | tuple) and len(each) == 2 for each in found
     ):
-        raise CheckFailed(f"you returned {found!r:.60}; asked for is a list of (sequence, tokens)")
+        raise CheckFailed(f"you returned {found!r:.60}; the exercise asks for a list of (sequence, tokens)")
     if any((s.num_computed, s.num_tokens) != (computed, tokens) for s, computed, tokens in before):
         raise CheckFailed("your plan changes num_computed or tokens; a plan only says what the step will compute")
     return [tuple(each) for each in found]

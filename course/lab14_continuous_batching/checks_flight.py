@@ -40,11 +40,15 @@ def check_latencies(learner: Callable) -> Receipt:
         arrived = {name: told.arrived for name, told in flight.told.items()}
         found = learner(list(flight.records), dict(prompts), dict(arrived))
         if not isinstance(found, dict) or set(found) != set(prompts):
-            raise CheckFailed(f"{how}: you returned {found!r:.60}; asked for is a dict with one entry per request")
+            raise CheckFailed(
+                f"{how}: you returned {found!r:.60}; the exercise asks for a dict with one entry per request"
+            )
         for name, told in flight.told.items():
             where = f"{how}: request {name}, a prompt of {told.prompt} and {len(told.tokens)} tokens"
             if not isinstance(found[name], list | tuple) or len(found[name]) != 3:
-                raise CheckFailed(f"{where}: you give {found[name]!r:.60}; asked for is (ttft, tpot, worst gap)")
+                raise CheckFailed(
+                    f"{where}: you give {found[name]!r:.60}; the exercise asks for (ttft, tpot, worst gap)"
+                )
             due = (told.ttft, told.tpot, told.worst_gap)
             for what, one, right in zip(("TTFT", "TPOT", "the worst gap"), found[name], due, strict=True):
                 if abs(one - right) > 1e-9 + 1e-6 * right:
@@ -79,7 +83,9 @@ def check_diagnose(learner: Callable) -> Receipt:
         for flight in _flights(fault, base):
             found = learner(list(flight.records), {name: told.prompt for name, told in flight.told.items()})
             if found not in breaks.FAULTS:
-                raise CheckFailed(f"you returned {found!r:.60}; asked for is one of {', '.join(breaks.FAULTS)}")
+                raise CheckFailed(
+                    f"you returned {found!r:.60}; the exercise asks for one of {', '.join(breaks.FAULTS)}"
+                )
             if found != fault:
                 raise CheckFailed(_misread(flight, fault, found))
             right += 1

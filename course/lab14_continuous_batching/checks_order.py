@@ -60,9 +60,9 @@ def _wrong_victim(running: Sequence[Seq], needy: Seq, policy: str, found: object
         for s in running
     )
     if found is not None and not isinstance(found, Seq):
-        return f"you returned {found!r:.40}; asked for is one of the sequences in running, or None"
+        return f"you returned {found!r:.40}; the exercise asks for one of the sequences in running, or None"
     mine, right = ("no sequence" if each is None else each.name for each in (found, due))
-    return f"{policy}, {needy.name} needs a block, running: {facts}: you preempt {mine}, due is {right}."
+    return f"{policy}, {needy.name} needs a block, running: {facts}: you preempt {mine}; it should be {right}."
 
 
 @exercise(
@@ -133,5 +133,5 @@ def _in_order(learner: type, patience: int) -> int:
 
 def _name(found: object) -> str:
     if not isinstance(found, str):
-        raise CheckFailed(f"pop returns {found!r:.40}; asked for is the name that was pushed")
+        raise CheckFailed(f"pop returns {found!r:.40}; the exercise asks for the name that was pushed")
     return found

@@ -429,8 +429,8 @@ receipts.policies()
 receipts.reserve()
 
 # %% [markdown]
-# A quarter of the preemptions are left, and p99 of the worst gap falls to a third. The whole takes as long as before:
-# much of the recomputation hides beside memory-bound decodes, so preemption is felt as a *pause*, hardly as lost
+# A quarter of the preemptions are left, and p99 of the worst gap falls to a third. The whole trace takes as long as
+# before: much of the recomputation hides beside memory-bound decodes, so preemption is felt as a *pause*, hardly as lost
 # throughput.
 #
 # ## Break it

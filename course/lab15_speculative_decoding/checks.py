@@ -49,8 +49,8 @@ def check_residual(learner: Callable) -> Receipt:
         off = float((found - left / left.sum()).abs().max())
         if not off <= NOTHING:  # NaN, too
             raise CheckFailed(
-                f"p = {_show(p)}, q = {_show(q)}: you returned {_show(found)}; due is {_show(left / left.sum())}. They "
-                f"differ by up to {off:.1e}, and {NOTHING:g} is allowed.",
+                f"p = {_show(p)}, q = {_show(q)}: you returned {_show(found)}, but it is {_show(left / left.sum())}. "
+                f"They differ by up to {off:.1e}, and {NOTHING:g} is allowed.",
                 evidence=found,
             )
         together = overlap + (1 - overlap.sum()) * found
@@ -71,7 +71,7 @@ def check_residual(learner: Callable) -> Receipt:
 
 def _probabilities(found: Any, vocab: int) -> Tensor:
     if not isinstance(found, Tensor) or found.shape != (vocab,):
-        raise CheckFailed(f"you returned {found!r:.60}; asked for is a tensor of {vocab} probabilities")
+        raise CheckFailed(f"you returned {found!r:.60}; the exercise asks for a tensor of {vocab} probabilities")
     return found.double()
 
 
@@ -121,7 +121,7 @@ def _verified(learner: Callable, target: Tiny, draft: Callable, k: int, draw: An
     guesses, q = tiny_models.drawn_draft(draft, choose, PROMPT, k, draw)
     found = learner(target.rows(PROMPT, guesses), list(guesses), q, draw)
     if not tiny_models.is_tokens(found, target.vocab) or not found:
-        raise CheckFailed(f"K = {k}: you returned {found!r:.60}; asked for is a list of at least one token")
+        raise CheckFailed(f"K = {k}: you returned {found!r:.60}; the exercise asks for a list of at least one token")
     if len(found) > k + 1:
         raise CheckFailed(
             f"K = {k}: you returned {len(found)} tokens: {k} draft tokens and one more are all there can be"

@@ -34,7 +34,7 @@ ANSWERS = answers_of("15_speculative_decoding")
 )
 def check_best_k(learner: Any) -> Receipt:
     if not (isinstance(learner, tuple) and len(learner) == 2 and all(map(callable, learner))):
-        raise CheckFailed("asked for are two functions: (speedup, best_k)")
+        raise CheckFailed("the exercise asks for two functions: (speedup, best_k)")
     gain, best = learner
     drawn, rows = random.Random(random.random()), []
     for alpha, c, k in [(0.8, 0.1, 4), (1.0, 0.0, 3), (0.0, 0.25, 2)] + [
@@ -44,7 +44,7 @@ def check_best_k(learner: Any) -> Receipt:
         due = predict.speedup(alpha, c, k)
         if not isinstance(found, int | float) or not abs(found - due) <= NOTHING:
             name = f"α = {alpha:.3f}, c = {c:.3f}, K = {k}"
-            raise CheckFailed(f"{name}: your speedup is {found:.4g}, due is {due:.4g}.", evidence=found)
+            raise CheckFailed(f"{name}: your speedup is {found:.4g}, but it is {due:.4g}.", evidence=found)
     for alpha, c, k in ((0.8, 0.1, 4), (0.8, 0.1, 8), (0.8, 0.02, 8)):
         rows.append(
             row(f"α = {alpha}, c = {c}, K = {k}: speedup", predict.speedup(alpha, c, k), gain(alpha, c, k), "", 1e-9)

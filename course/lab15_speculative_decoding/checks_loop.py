@@ -65,7 +65,7 @@ def check_loop(learner: Callable) -> Receipt:
 def _wrote(learner: Callable, target: Any, draft: Callable, prompt: list[int], count: int, k: int, draw: Any) -> tuple:
     found = learner(target, draft, list(prompt), count, k, draw)
     if not tiny_models.is_tokens(found, target.vocab):
-        raise CheckFailed(f"you returned {found!r:.60}; asked for is a list of tokens")
+        raise CheckFailed(f"you returned {found!r:.60}; the exercise asks for a list of tokens")
     if len(found) != count:
         raise CheckFailed(f"you returned {len(found)} tokens where {count} were asked for, without the prompt")
     return tuple(found)

@@ -58,7 +58,7 @@ def check_draft(learner: Callable) -> Receipt:
 def _drafted(learner: Callable, draft: Tiny, k: int, temperature: float, top_k: int, draw: Any) -> tuple[tuple, Any]:
     found = learner(draft.scores, list(PROMPT), k, temperature, top_k, draw)
     if not isinstance(found, tuple) or len(found) != 2 or not tiny_models.is_tokens(found[0], draft.vocab):
-        raise CheckFailed(f"you returned {found!r:.60}; asked for are two things: (draft tokens, rows)")
+        raise CheckFailed(f"you returned {found!r:.60}; the exercise asks for two things: (draft tokens, rows)")
     if len(found[0]) != k:
         raise CheckFailed(f"{len(found[0])} draft tokens where k = {k} were asked for")
     return tuple(found[0]), found[1]
@@ -75,7 +75,7 @@ def _hold_draft(learner: Callable, draft: Tiny, target: Tiny, temperature: float
         guesses, q = _drafted(learner, draft, DRAFTED, temperature, top_k, draw)
         if not isinstance(q, Tensor) or q.shape != (DRAFTED, draft.vocab):
             raise CheckFailed(
-                f"{name}: rows of shape {getattr(q, 'shape', q)}; asked for is [{DRAFTED}, {draft.vocab}]"
+                f"{name}: rows of shape {getattr(q, 'shape', q)}; the exercise asks for [{DRAFTED}, {draft.vocab}]"
             )
         for place in range(DRAFTED):
             said[guesses[:place]] = q[place].double()
@@ -171,8 +171,10 @@ def check_look_up(learner: Callable) -> Receipt:
 def _hold_look_up(learner: Callable, tokens: list[int], k: int, lesson: str) -> None:
     found, right = learner(list(tokens), k, 3), ANSWERS.look_up(tokens, k)
     if not tiny_models.is_tokens(found, 1 << 30):
-        raise CheckFailed(f"you returned {found!r:.60}; asked for is a list of tokens, empty if nothing is found")
+        raise CheckFailed(
+            f"you returned {found!r:.60}; the exercise asks for a list of tokens, empty if nothing is found"
+        )
     found = list(found)
     if found == right:
         return
-    raise CheckFailed(f"{lesson}: after {tokens}, k = {k}, you return {found}; due is {right}.", evidence=found)
+    raise CheckFailed(f"{lesson}: after {tokens}, k = {k}, you return {found}; it should be {right}.", evidence=found)

@@ -640,7 +640,7 @@ receipts.design_draft()
 # 2. How many draft tokens are worth it, by which formula, and why is there an optimum?
 # 3. When does speculation lose, and which of its bugs does a test of the text not reveal?
 #
-# Next: lab 16 makes the bytes fewer that each pass has to read.
+# Next: lab 21 sizes a serving system with these numbers. (Lab 16, on fewer bytes per pass, is still to come.)
 
 # %%
 finish("15_speculative_decoding")

@@ -26,9 +26,11 @@ def expect_like(who: str, result: Any, expected: torch.Tensor, returns: str) -> 
     """CheckFailed unless `result` is a tensor of the expected size and dtype; `returns` says what is asked for."""
     if not isinstance(result, torch.Tensor):
         got = "nothing (None): is there a return?" if result is None else f"a {type(result).__name__}"
-        raise CheckFailed(f"{who} returned {got}; asked for is {returns}")
+        raise CheckFailed(f"{who} returned {got}; the exercise asks for {returns}")
     if result.numel() != expected.numel() or result.dtype != expected.dtype:
-        raise CheckFailed(f"{who} returned {_kind(result)}, but asked for is {returns}, here {_kind(expected)}")
+        raise CheckFailed(
+            f"{who} returned {_kind(result)}, but the exercise asks for {returns}, here {_kind(expected)}"
+        )
 
 
 def expect_number(value: Any, returns: str) -> float:
@@ -38,7 +40,7 @@ def expect_number(value: Any, returns: str) -> float:
     """
     number = value.item() if getattr(value, "shape", None) in ((), (1,)) else value
     if isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number):
-        raise CheckFailed(f"you returned {value!r}; asked for is {returns}")
+        raise CheckFailed(f"you returned {value!r}; the exercise asks for {returns}")
     return number
 
 

@@ -58,11 +58,6 @@ def test_tokens_at_which_data_parallelism_sends_as_much():
     assert links.equal_tokens(steps.replace(gpt, head_dim=64)) == pytest.approx(3 * 768, rel=0.01)
 
 
-def test_flops_per_byte_grow_with_the_width_alone():
-    assert links.Small(512).flops_per_byte(2) == 8 * links.Small(64).flops_per_byte(2)
-    assert links.Small(64, tokens=512).flops_per_byte(2) == links.Small(64).flops_per_byte(2)
-
-
 def test_dtensor_that_shares_inputs_sends_what_minillm_does():
     setup = Setup(2, rows=peers.ROWS)
     assert peers.predicted_bytes("inputs shared", 2) == steps.step_bytes(setup)

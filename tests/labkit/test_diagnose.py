@@ -48,7 +48,7 @@ def test_a_wrong_part_is_named():
     [
         (None, "returned nothing"),
         ([1, 2], "returned a list"),
-        (torch.zeros(3), r"returned \[3\] float32, but asked for is a pair, here \[2\] float32"),
+        (torch.zeros(3), r"returned \[3\] float32, but the exercise asks for a pair, here \[2\] float32"),
         (torch.zeros(2, dtype=torch.float64), r"\[2\] float64"),
     ],
 )

@@ -1,0 +1,143 @@
+"""Commands, options, files and names of minillm that a text mentions are there; minutes are those of the checks."""
+
+import pkgutil
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from minillm.__main__ import COMMANDS, parser_of
+from minillm.bench import BENCHES
+from minillm.labkit import course, exercises, masters
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+MASTERS = list(course.masters(ROOT).values())
+FOLDERS = "minillm|course|labs|solutions|docs|figures|tests"
+PACKAGES = [path.parent.name for path in (ROOT / "minillm").glob("*/__init__.py")]
+FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+INDENTED = re.compile(r"^    \S.*$", re.MULTILINE)
+
+
+def texts(path: Path) -> list[str]:
+    """A page's text, or each text cell of a master."""
+    if path.suffix == ".md":
+        return [path.read_text(encoding="utf-8")]
+    return [cell.source for cell in masters.lab(path).cells if cell.cell_type == "markdown"]
+
+
+def snippets(text: str) -> list[str]:
+    """Inline code and lines of code, each on one line; lines that end in a backslash are joined."""
+    text = re.sub(r"\\\n\s*", " ", text)
+    blocks = "\n".join([*FENCE.findall(text), *INDENTED.findall(FENCE.sub("", text))])
+    inline = re.findall(r"`([^`]+)`", INDENTED.sub("", FENCE.sub("", text)))
+    return [" ".join(span.split()) for span in (*blocks.splitlines(), *inline)]
+
+
+@cache
+def options_of(command: str) -> frozenset[str]:
+    return frozenset(name for p in parser_of(command).params for name in (*p.opts, *p.secondary_opts)) | {"--help"}
+
+
+def wrong_commands(text: str) -> list[str]:
+    """Commands and options that `python -m minillm`, or a table's row about commands, names and minillm lacks."""
+    wrong, asked = [], []  # asked: (commands, the rest of the line)
+    for span in snippets(text):
+        called = re.search(r"(?:-m minillm|^minillm) ([a-z][\w-]*)(.*)", span)
+        bare = re.fullmatch(r"([a-z-]+)( --?\w.*)", span)
+        if called:
+            asked.append(([called[1]], called[2].split(" # ")[0]))
+        elif bare and bare[1] in COMMANDS:
+            asked.append(([bare[1]], bare[2]))
+    for row in re.findall(r"^\|(.*)\|$", text, re.MULTILINE):
+        named = re.findall(r"`([\w-]+)[^`]*`", row.split("|")[0])
+        if named and set(named) <= set(COMMANDS):
+            asked.append((named, row))
+    for commands, rest in asked:
+        if unknown := [name for name in commands if name not in COMMANDS]:
+            wrong.append(f"no command {unknown}")
+            continue
+        known = frozenset().union(*map(options_of, commands))
+        wrong += [f"{commands} has no {o}" for o in re.findall(r"(?<![\w-])--[a-z][a-z-]*", rest) if o not in known]
+        bench = re.match(r" ([a-z-]+)", rest) if commands == ["bench"] else None
+        wrong += [f"no bench {bench[1]}"] if bench and bench[1] not in BENCHES else []
+    return wrong
+
+
+def is_there(name: str) -> bool:
+    """Whether a file, a module without its suffix or a pattern of them is in the clone."""
+    return any(ROOT.glob(name)) or any(ROOT.glob(f"{name}.py"))
+
+
+def wrong_files(text: str, beside: Path) -> list[str]:
+    """Paths below the clone's folders, modules written as `serve/engine`, and links that lead nowhere."""
+    named = re.findall(rf"(?<![\w./-])(?:{FOLDERS})/[\w./*-]*[\w*]", text)
+    short = [span for span in snippets(text) if re.fullmatch(rf"(?:{'|'.join(PACKAGES)})(?:/[\w.]+)+", span)]
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
+    wrong = [path for path in named if "NN" not in path and not is_there(path)]
+    wrong += [path for path in short if not is_there(f"minillm/{path}") and not is_there(path)]
+    return wrong + [link for link in links if not (beside / link).exists()]
+
+
+def wrong_names(text: str) -> list[str]:
+    """Dotted names below minillm and course, and those of its packages in code, that cannot be resolved."""
+    names = set(re.findall(r"\b(?:minillm|course)(?:\.[A-Za-z_]\w*)+", text))
+    for span in snippets(text):
+        names |= {
+            f"minillm.{m}" for m in re.findall(r"(?<![\w./])(?:predict|measure|comm|serve)(?:\.[A-Za-z]\w*)+", span)
+        }
+    return [name for name in sorted(names) if not name.endswith(".py") and not resolves(name)]
+
+
+def resolves(name: str) -> bool:
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def wrong_in(text: str, beside: Path) -> list[str]:
+    return list(dict.fromkeys([*wrong_commands(text), *wrong_files(text, beside), *wrong_names(text)]))
+
+
+@pytest.mark.parametrize("path", [*PAGES, *MASTERS], ids=lambda p: p.parent.name if p.suffix == ".py" else p.name)
+def test_commands_files_and_names_of_a_text_are_there(path):
+    beside = path.parent if path.suffix == ".md" else ROOT / "labs"
+    wrong = [f"{what} (in: {text[:60]!r})" for text in texts(path) for what in wrong_in(text, beside)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "text, what",
+    [
+        ("run `python -m minillm trian`", "no command ['trian']"),
+        ("```\ntorchrun --nnodes 2 -m minillm train --zero 3 \\\n    --sharp\n```", "['train'] has no --sharp"),
+        ("    python -m minillm bench nothing --json out.json", "no bench nothing"),
+        ("with `generate\n--slowly`", "['generate'] has no --slowly"),
+        ("| `train`, `plot` | with `--dp` and `--pd` |", "['train', 'plot'] has no --pd"),
+        ("see minillm/comm/nowhere.py, and minillm/comm/group.py.", "minillm/comm/nowhere.py"),
+        ("| `serve/motor.py` | `serve/engine.py`, `engine/core.py` |", "serve/motor.py"),
+        ("[here](docs/group.md) and [there](docs/none.md)", "docs/none.md"),
+        ("`predict.memory.training_step` or minillm.predict.memory.of_a_dream", "minillm.predict.memory.of_a_dream"),
+    ],
+)
+def test_what_is_not_there_is_found(text, what):
+    assert wrong_in(text, ROOT) == [what]
+
+
+@pytest.mark.parametrize("path", MASTERS, ids=lambda p: p.parent.name)
+def test_minutes_in_a_lab_are_those_of_its_checks(path):
+    heading, required, cells = None, 0, masters.lab(path).cells
+    for cell in cells:
+        found = re.findall(r"^#+ .*\(([^()]*?)(\d+) minutes([^()]*)\)$", cell.source, re.MULTILINE)
+        heading = found[-1] if cell.cell_type == "markdown" and found else heading
+        for name in masters.checked(cell):
+            minutes = exercises.find(name).minutes
+            before, said, after = heading or ("", minutes, "")
+            assert int(said) == minutes, f"'{name}': the heading says {said} minutes, the check {minutes}"
+            required += 0 if "optional" in before + after else minutes
+            heading = None
+    promised = re.search(r"(\d+) minutes for the exercises", cells[0].source)
+    assert promised is None or int(promised[1]) == required
