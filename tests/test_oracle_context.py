@@ -47,9 +47,7 @@ def test_four_parts_of_a_sequence_with_every_other_axis():
     cases = {name: CONTEXT_CASES[name] for name in ("tied", "windowed documents", "unequal", "padded documents")}
     rows = compare(EIGHT_RANKS, cases, steps=1)
     assert len(rows) == 4 * len(EIGHT_RANKS)
-    assert max(max(row.worst_gradient, row.worst_weight, row.grad_norm) for row in rows) <= 1e-10
-    # Stage 3 flattens each pipeline stage for itself, so four ranks add up a tied embedding in another order on each.
-    assert [row for row in rows if not row.identical and "zero 3, accumulate 4, pp 2" not in row.layout] == []
+    assert [row for row in rows if not row.ok] == []
 
 
 def test_corners_on_two_ranks():

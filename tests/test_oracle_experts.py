@@ -1,11 +1,13 @@
 """The oracle over expert-parallel ranks: tokens that travel give one process's gradients, and mistakes are found."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from minillm.__main__ import run
 from minillm.equivalence import DROPLESS_CASES, EXPERT_CASES, ParallelConfig, compare
+from minillm.equivalence.cases import EVEN_EXPERT_CASES
 from minillm.model import ModelConfig
 from minillm.train.strategies.hybrid import Hybrid
 
@@ -27,11 +29,34 @@ def test_products_of_axes_equal_one_process():
     layouts += [ParallelConfig(dp=2, ep=2, pp=2, accumulate=2, schedule=name) for name in ("zero_bubble", "dualpipe")]
     layouts += [ParallelConfig(dp=2, ep=2, zero=zero, accumulate=3) for zero in range(4)]
     layouts += [ParallelConfig(dp=2, ep=2, tp=2, pp=2, accumulate=2)]
+    layouts += [ParallelConfig(dp=4, ep=2, dp_replicate=2, zero=zero, accumulate=2) for zero in (1, 3)]
     rows = compare(layouts, {name: EXPERT_CASES[name] for name in ("shared", "capacity", "few tokens")}, steps=2)
+    sequence = [ParallelConfig(dp=2, ep=2, tp=2, sequence=True, zero=zero, accumulate=2) for zero in (0, 3)]
+    rows += compare(sequence, steps=2)
     rows += compare(ParallelConfig(dp=4, ep=4), steps=1)
     rows += compare(ParallelConfig(dp=4, ep=2, pp=2, zero=1), {"capacity": EXPERT_CASES["capacity"]}, steps=1)
     rows += compare([ParallelConfig(dp=2, ep=2, cp=2, pad=True, zero=zero) for zero in (0, 1, 3)], steps=2)
-    assert len(rows) == 3 * len(layouts) + len(EXPERT_CASES) + 1 + 3 * len(DROPLESS_CASES) and not off(rows), off(rows)
+    count = 3 * len(layouts) + 3 * len(EXPERT_CASES) + 1 + 3 * len(DROPLESS_CASES)
+    assert len(rows) == count and not off(rows), off(rows)
+
+
+def without_drops():
+    """Losses of routers, over sequences that context parallelism cuts into equal parts."""
+    case = EVEN_EXPERT_CASES["capacity"]
+    return {"losses": replace(case, config=replace(case.config, moe=replace(case.config.moe, capacity_factor=None)))}
+
+
+def test_losses_of_routers_over_cut_sequences():
+    rows = compare([ParallelConfig(cp=2, context=context) for context in ("zigzag", "gather")], without_drops())
+    assert len(rows) == 2 and not off(rows), off(rows)
+
+
+@pytest.mark.slow
+def test_losses_of_routers_over_cut_sequences_and_every_other_axis():
+    layouts = [ParallelConfig(cp=4, context="hybrid"), ParallelConfig(cp=2, tp=2, sequence=True)]
+    layouts += [ParallelConfig(cp=2, pp=2, accumulate=2), ParallelConfig(dp=2, ep=2, cp=2, zero=3, accumulate=2)]
+    rows = compare(layouts, without_drops(), steps=2)
+    assert len(rows) == 4 and not off(rows), off(rows)
 
 
 class DoublesExperts(Hybrid):
@@ -68,7 +93,7 @@ def test_usual_mistakes_are_found(mistake, ep):
     ("fields", "said"),
     [
         ({"dp": 4, "ep": 3}, "ep 3 does not divide dp 4"),
-        ({"dp": 4, "ep": 2, "zero": 1, "dp_replicate": 2}, "ep 2 together with dp_replicate 2 is not supported"),
+        ({"dp": 4, "ep": 4, "zero": 1, "dp_replicate": 2}, "ep 4 does not divide the 2 ranks of dp 4"),
         ({"ep": 0}, "ep 0 is not in 1"),
     ],
 )
@@ -79,18 +104,15 @@ def test_layouts_that_cannot_be(fields, said):
 
 def test_models_that_cannot_be_spread_so():
     experts, dropping = EXPERT_CASES["experts"].config, EXPERT_CASES["capacity"].config
+    losses = without_drops()["losses"].config
     for layout, config, said in (
         (ParallelConfig(dp=2, ep=2), ModelConfig(37, 8, 8, 1, 2), "ep 2 spreads experts, but this model has none"),
         (ParallelConfig(dp=3, ep=3), experts, "8 experts do not divide over 3 expert-parallel ranks"),
-        (
-            ParallelConfig(dp=2, ep=2, tp=2, sequence=True),
-            experts,
-            "sequence parallelism is not supported with experts",
-        ),
         (ParallelConfig(cp=2), dropping, "context parallelism cuts sequences that routers have to see whole"),
+        (ParallelConfig(cp=2, pad=True), losses, "losses of routers would count the padding of 7 tokens to 8"),
     ):
         with pytest.raises(ValueError, match=said):
-            layout.check(config)
+            layout.check(config, 7)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from minillm.__main__ import run
-from minillm.equivalence import SPLIT_CASES, ParallelConfig, compare
+from minillm.equivalence import CONTEXT_CASES, SPLIT_CASES, ParallelConfig, compare
 from minillm.parallel.placement import global_norm
 from minillm.train.strategies.hybrid import Hybrid
 
@@ -45,6 +45,16 @@ def test_products_of_axes_equal_one_process():
     rows = compare(four, cases, steps=2)
     rows += compare(cube, {"tied": SPLIT_CASES["tied"]}, steps=2)
     assert len(rows) == 3 * len(four) + 2 and all(row.ok for row in rows), [row for row in rows if not row.ok]
+
+
+@pytest.mark.slow
+def test_what_several_stages_hold_keeps_the_same_bits_on_them():
+    """Three replicas: then a ring's sums depend on the order in which it adds, which differs along a bucket."""
+    common = {"dp": 3, "pp": 2, "accumulate": 2}
+    rows = compare(ParallelConfig(**common, zero=3), {"tied": CONTEXT_CASES["tied"]})
+    both_ways = [ParallelConfig(**common | {"accumulate": 4}, schedule="dualpipe", zero=zero) for zero in (0, 1)]
+    rows += compare(both_ways, {"tied": SPLIT_CASES["tied"]}, steps=2)
+    assert len(rows) == 3 and all(row.ok for row in rows), rows
 
 
 class CountsEverything(Hybrid):

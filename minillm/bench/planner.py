@@ -182,7 +182,7 @@ def measure(group: Group, chosen: Sequence[ParallelConfig], steps: int = STEPS) 
     found = []
     for layout in chosen:
         config = _config(MICRO_BATCH, layout.accumulate)
-        with Trainer(config, _tokens(), parallel=make_strategy(group, layout)) as trained:
+        with make_strategy(group, layout) as parallel, Trainer(config, _tokens(), parallel=parallel) as trained:
             trained.step()
             with ledger() as led, memory(trained.module, trained.optimizer) as held:
                 trained.step()

@@ -79,11 +79,17 @@ class Group:
     def __repr__(self) -> str:
         return f"Group({self.name!r}, rank {self.rank} of {self.world_size}, global ranks {self.ranks}, {self.device})"
 
-    def close(self) -> None:
-        """No more of torch's: the world has ended."""
+    def finish(self) -> None:
+        """Returns when this rank's asynchronous operations are over. No more may follow."""
+        if self._backend is not None:
+            self._backend.finish()
+
+    def release(self) -> None:
+        """Lets go of threads, connections and what is torch's, when no other rank needs them any more."""
         self.process_group = None
         if self._backend is not None:
             self._backend.close()
+            self._backend = None
 
     # Collectives: every rank of the group calls them in the same order.
 
@@ -239,7 +245,7 @@ class Group:
             result = body()
             work = result if isinstance(result, Work) else Work(lambda: result)
             return work if async_op else work.wait()
-        if self.rank < 0:
+        if self._backend is None:
             self._check_member(op)
         key = op, how, x.shape if same else None, x.dtype
         text = self._texts.get(key) or self._describe(key)
@@ -285,6 +291,8 @@ class Group:
             raise ValueError(
                 f"rank {self.world.rank} called {op} on group {self.name!r}, which it is not in (members: {self.ranks})"
             )
+        if self._backend is None:
+            raise ValueError(f"group {self.name!r} has ended with its mesh, so there is no {op}: close the mesh later.")
 
 
 _NOTHING = torch.empty(0)

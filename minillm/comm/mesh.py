@@ -8,7 +8,8 @@
 
 Neighbouring ranks share a node, so the axis that talks most goes last. `mesh.joined("dp", "cp")` is one group over two
 axes: the ranks that differ from this one in those alone. Built on torch's DeviceMesh, which stays available as
-`mesh.device_mesh` for DTensor and FSDP2.
+`mesh.device_mesh` for DTensor and FSDP2. Each group has threads and connections: a program that makes many meshes ends
+each of them, `with Mesh(group, dp=2, tp=4) as mesh:` or `mesh.close()`.
 """
 
 import math
@@ -41,8 +42,34 @@ class Mesh:
         group.world.kept.append(self)
 
     def close(self) -> None:
-        """No more of torch's: the world has ended."""
+        """Ends the groups, with their threads and connections, once all ranks are here: every rank calls it."""
+        if self.device_mesh is None:
+            return
+        groups = [*self._groups.values(), *self._joined.values()]
+        for group in groups:
+            group.finish()
+        self._base.barrier()  # until then, another rank may need what this one has sent
+        for group in groups:
+            process_group = group.process_group
+            group.release()
+            group.world.kept.remove(group)
+            if process_group is not dist.group.WORLD:  # which torch takes for an axis of all ranks
+                dist.destroy_process_group(process_group)
+        self.release()
+        self._base.world.kept.remove(self)
+
+    def release(self) -> None:
+        """Lets go of what is torch's. The registry would outlive the mesh, whose slices refer to it in a circle."""
+        getattr(self.device_mesh, "_pg_registry", {}).clear()
         self.device_mesh = None
+
+    def __enter__(self) -> "Mesh":
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        """After an error, the other ranks may never come: then the groups end with the world."""
+        if kind is None:
+            self.close()
 
     def joined(self, *axes: str) -> Group:
         """The group over several axes at once, called "dp_cp", ranks in the order of the mesh; every rank of the mesh
@@ -73,6 +100,11 @@ class Mesh:
         if axis not in groups:
             raise AttributeError(f"this mesh has no axis {axis!r}: it has {', '.join(groups)}")
         return groups[axis]
+
+    def stride(self, axis: str) -> int:
+        """Ranks from one to the next along an axis."""
+        names = list(self.axes)
+        return math.prod(self.axes[inner] for inner in names[names.index(axis) + 1 :])
 
     @property
     def place(self) -> dict[str, int]:

@@ -15,8 +15,8 @@ from minillm.comm.diagnostics.flight_recorder import RUNNING, FlightRecorder
 from minillm.comm.emulation import Egress
 
 
-class Closes(Protocol):
-    def close(self) -> None: ...
+class Releases(Protocol):
+    def release(self) -> None: ...
 
 
 class World:
@@ -37,7 +37,7 @@ class World:
         self.rank, self.device, self.recorder, self.egress = rank, device, recorder, egress
         self.local_ranks, self.timeout = frozenset(local_ranks), datetime.timedelta(seconds=wait_s)
         self.groups = 0
-        self.kept: list[Closes] = []  # their connections: others may still need what this rank has dropped
+        self.kept: list[Releases] = []  # their connections: others may still need what this rank has dropped
 
     def next_ordinal(self) -> int:
         """The next group's number. Ranks create groups in the same order, so it means the same group everywhere."""
@@ -48,7 +48,7 @@ class World:
         """Let go of torch's process groups, which ends their threads, whoever still holds a `Group`. A thread of gloo
         that frees a tensor while Python shuts down would end the process ("terminate called ...")."""
         for each in self.kept:
-            each.close()
+            each.release()
 
 
 def joined_world(

@@ -123,10 +123,10 @@ def _context_cases() -> dict[str, Case]:
 CONTEXT_CASES = _context_cases()  # the corners where sequences that are cut go wrong; their layouts allow padding
 
 
-def _expert_cases() -> dict[str, Case]:
+def _expert_cases(seq: int) -> dict[str, Case]:
     # Eight experts for up to eight ranks; drops, losses of routers, a layer without experts, experts without tokens.
     config = ModelConfig(37, 12, 17, 2, 4, 2, head_dim=4, max_seq_len=16, init_std=0.3, moe=MoEConfig(8, 2, 6))
-    batch = Batch.random(config, 13, 7, seed=7)
+    batch = Batch.random(config, 13, seq, seed=7)
     alike = replace(
         batch, tokens=torch.full_like(batch.tokens, 3)
     )  # all tokens alike, so all choose one expert, and queries and keys have no gradient
@@ -149,12 +149,14 @@ def _expert_cases() -> dict[str, Case]:
     }
 
 
-EXPERT_CASES = _expert_cases()  # the corners where tokens that travel to experts go wrong
+EXPERT_CASES = _expert_cases(7)  # the corners where tokens that travel to experts go wrong
+EVEN_EXPERT_CASES = _expert_cases(8)  # the same for sequence parallelism, over which 7 positions do not divide
 DROPLESS_CASES = {name: EXPERT_CASES[name] for name in ("experts", "shared", "one expert", "clipped experts")}
 
 
 def cases_of(layout: ParallelConfig) -> dict[str, Case]:
     """The corners that a layout is put to."""
     if layout.ep > 1:
-        return DROPLESS_CASES if layout.cp > 1 else EXPERT_CASES
+        even = EVEN_EXPERT_CASES if layout.sequence else EXPERT_CASES
+        return DROPLESS_CASES if layout.cp > 1 else even
     return CONTEXT_CASES if layout.cp > 1 else SPLIT_CASES if layout.is_hybrid else CASES

@@ -160,15 +160,23 @@ class _Outcome:
 
 
 def _run(group: Group, make: MakeStrategy, jobs: dict[ParallelConfig, dict[str, Case]], *how: Any) -> list[_Outcome]:
-    pairs = [(layout, name, case) for layout, cases in jobs.items() for name, case in cases.items()]
-    done = [_step(group, make, layout, name, case, *how) for layout, name, case in pairs]
+    done = []
+    for layout, cases in jobs.items():
+        with make(group, layout) as strategy:
+            done += [_step(group, strategy, layout, name, case, *how) for name, case in cases.items()]
     return done if group.rank == 0 else []
 
 
 def _step(
-    group: Group, make: MakeStrategy, layout: ParallelConfig, name: str, case: Case, seed: int, lr: float, steps: int
+    group: Group,
+    strategy: SingleDevice,
+    layout: ParallelConfig,
+    name: str,
+    case: Case,
+    seed: int,
+    lr: float,
+    steps: int,
 ) -> _Outcome:
-    strategy = make(group, layout)
     model = strategy.build(case.config, seed=seed, dtype=torch.float64, attention=dense)
     _freeze(model.named_parameters(), case.frozen)
     module = strategy.wrap(model)

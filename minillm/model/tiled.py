@@ -12,6 +12,9 @@ times the multiplications of an attention that stores its scores. `merge` joins 
 different keys by the same rule, which is what lets keys come from other ranks.
 """
 
+import copy
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -45,9 +48,9 @@ def tiled_with_lse(
     k: Tensor,
     v: Tensor,
     *,
-    positions: Tensor | None = None,
+    positions: Tensor | Sequence[int] | None = None,
     window: int | None = None,
-    key_positions: Tensor | None = None,
+    key_positions: Tensor | Sequence[int] | None = None,
     segments: Tensor | None = None,
     key_segments: Tensor | None = None,
     tile: int = TILE,
@@ -77,34 +80,42 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
 class Sight:
     """Which keys a tile of queries may see: its own and earlier positions, within the window, of the same document.
 
-    Positions and segments as in `attention.visible`. The first and last position of every tile is read once, so that
-    tiles which nobody sees are left out without looking at them again (on a GPU that read waits for the device).
+    Positions and segments as in `attention.visible`. The first and last position of every tile say which tiles nobody
+    sees. So positions that the caller knows are best given as ascending numbers, or None: a tensor's are read, for
+    which the host waits on a GPU.
     """
 
     def __init__(
         self,
         q: Tensor,
         k: Tensor,
-        positions: Tensor | None,
-        key_positions: Tensor | None,
+        positions: Tensor | Sequence[int] | None,
+        key_positions: Tensor | Sequence[int] | None,
         window: int | None,
         segments: Tensor | None,
         key_segments: Tensor | None,
         tile: int,
     ) -> None:
         if positions is None:
-            positions = torch.arange(q.shape[2], device=q.device)
+            positions = range(q.shape[2])
         if key_positions is None:
             key_positions = positions
-        if key_positions.shape[-1] != k.shape[2]:
-            raise ValueError(f"{k.shape[2]} keys but {key_positions.shape[-1]} key positions: pass key_positions.")
+        self.positions, self.key_positions = _tensor(positions, q.device), _tensor(key_positions, q.device)
+        if self.key_positions.shape[-1] != k.shape[2]:
+            said = self.key_positions.shape[-1]
+            raise ValueError(f"{k.shape[2]} keys but {said} key positions: pass key_positions.")
         self.window, self.segments = window, segments
         self.key_segments = segments if key_segments is None else key_segments
-        self.positions, self.key_positions = positions, key_positions
         self.rows = [slice(start, min(start + tile, q.shape[2])) for start in range(0, q.shape[2], tile)]
         self.columns = [slice(start, min(start + tile, k.shape[2])) for start in range(0, k.shape[2], tile)]
         self._row_spans = _spans(positions, self.rows)
         self._column_spans = _spans(key_positions, self.columns)
+
+    def within(self, segments: Tensor, key_segments: Tensor) -> "Sight":
+        """The same positions, of these documents."""
+        found = copy.copy(self)
+        found.segments, found.key_segments = segments, key_segments
+        return found
 
     def seen(self) -> list[tuple[int, int]]:
         """(row of tiles, column of tiles) in which some position is visible, row by row."""
@@ -130,8 +141,16 @@ class Sight:
         return mask[:, None, None] if mask.dim() == 3 else mask[None, None, None]
 
 
-def _spans(positions: Tensor, parts: list[slice]) -> list[tuple[int, int]]:
+def _tensor(positions: Tensor | Sequence[int], device: torch.device) -> Tensor:
+    if isinstance(positions, range):
+        return torch.arange(positions.start, positions.stop, positions.step, device=device)
+    return positions if isinstance(positions, Tensor) else torch.tensor(positions, dtype=torch.int64).to(device)
+
+
+def _spans(positions: Tensor | Sequence[int], parts: list[slice]) -> list[tuple[int, int]]:
     """Smallest and largest position of each part."""
+    if not isinstance(positions, Tensor):
+        return [(positions[part.start], positions[part.stop - 1]) for part in parts]
     if not parts or not positions.numel():
         return [(0, -1)] * len(parts)
     ends = [torch.stack((positions[..., part].min(), positions[..., part].max())) for part in parts]

@@ -52,7 +52,8 @@ class Transformer(nn.Module):
     attention: the attention function of forward passes that bring none.
     What a model split over ranks does in its own way is an attribute: what the head makes of [batch, seq, hidden]
     (`head_logits`, `head_loss`), how a parameter is drawn (`draw`), layers that share an input (`linears`), where the
-    tokens of a sequence stand that is cut over ranks (`positions_of`: their number -> [seq], None = 0 .. seq - 1).
+    tokens of a sequence stand that is cut over ranks (`positions_of`: their number -> [seq], None = 0 .. seq - 1), and
+    what routers need of its other parts (`router_losses_of`).
     router_losses: what the routers said in the last pass with targets and gradients; None = there are no experts.
     """
 
@@ -71,6 +72,7 @@ class Transformer(nn.Module):
         self.head_logits, self.head_loss, self.draw = F.linear, linear_cross_entropy_sums, initial
         self.positions_of: Callable[[int], Tensor] | None = None
         self.router_losses: RouterLosses | None = None
+        self.router_losses_of = RouterLosses
         device = torch.device(device or torch.get_default_device())
         with torch.device("meta"), _WithoutInitialisation():
             self.embedding = embedding(config, dtype)
@@ -109,7 +111,7 @@ class Transformer(nn.Module):
         )
         more = ()
         if self.config.moe and targets is not None and torch.is_grad_enabled():
-            self.router_losses = RouterLosses(weights_of_sequences(targets, weights, x.dtype))
+            self.router_losses = self.router_losses_of(weights_of_sequences(targets, weights, x.dtype))
             more = (self.router_losses,)
         for block in self.blocks:
             x = block(x, rotation, attention or self.attention, positions, *more)

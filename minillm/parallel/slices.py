@@ -35,15 +35,9 @@ class Sharding:
     apart: Mapping[str, Group] = field(default_factory=dict)
     share: float = 1.0
 
-    def __post_init__(self) -> None:
-        if self.apart and self.replicate_group:
-            raise ValueError(
-                "hybrid sharding has no groups of its own for experts: leave replicate_group or apart out."
-            )
-
     def of(self, name: str) -> "Sharding":
-        """The sharding of one parameter: over the ranks that have it in common. Its gradient is averaged over all of
-        `group` even so, whose tokens they have seen."""
+        """The sharding of one parameter: over the ranks of `group` that have it in common. Its gradient is averaged
+        over all of `group` even so, whose tokens they have seen, and over `replicate_group`."""
         if name not in self.apart:
             return self
         own = self.apart[name]
@@ -61,18 +55,20 @@ class Sharding:
     def reduce_scatter(self, flat: Tensor, out: Tensor | None = None) -> Work:
         """flat: [N * n] on each rank. Starts averaging it; the result is this rank's part, [n].
 
-        With replicas it is one operation of two: as both run in it, both hide behind backward, and every rank launches
-        them in the same order.
+        With replicas a second operation waits for the first: both hide behind backward, and those of each group come
+        in the order in which every rank launches them.
         """
         if self.share != 1.0:
             flat.mul_(self.share)
+        first = self.group.reduce_scatter(flat, "avg", async_op=True, out=out)
         if self.replicate_group is None:
-            return self.group.reduce_scatter(flat, "avg", async_op=True, out=out)
+            return first
 
-        def both() -> Tensor:
-            return self.replicate_group.all_reduce(self.group.reduce_scatter(flat, "avg", out=out), "avg")
+        def second() -> Tensor:
+            return self.replicate_group.all_reduce(first.wait(), "avg")
 
-        return self.group.run("reduce_scatter", flat, both, async_op=True, how="op=avg, and over replicas")
+        own = flat[: flat.numel() // self.group.world_size]
+        return self.replicate_group.run("all_reduce", own, second, async_op=True, how="op=avg")
 
 
 class OwnShard:

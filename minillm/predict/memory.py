@@ -90,6 +90,8 @@ def training_step(
     """
     if precision not in RECIPES:
         raise ValueError(f"no formula for precision {precision!r}: use one of {', '.join(RECIPES)}.")
+    if shape.moe:
+        raise ValueError("no formula for a whole step with experts: see moe.rank_state and block_activation_bytes.")
     recipe, psi = RECIPES[precision], parameters(shape).total
     step = _Pieces(shape, batch, seq, recipe, accumulate, recompute)
     moments = {
@@ -174,7 +176,9 @@ class _Pieces:
         return self.count.total * self.recipe.step_gradient + beside
 
 
-def block_activation_bytes(shape: Shape, batch: int, seq: int, weights: int = 4, compute: int | None = None) -> int:
+def block_activation_bytes(
+    shape: Shape, batch: int, seq: int, weights: int = 4, compute: int | None = None, *, experts: bool = False
+) -> int:
     """Bytes that one block keeps for its backward pass on the CPU. weights, compute: bytes per element (2, 4 or 8).
 
     Elements per token, float32 (or float64) if marked *, else in `compute` bytes:
@@ -182,6 +186,10 @@ def block_activation_bytes(shape: Shape, batch: int, seq: int, weights: int = 4,
         attention    3·H·d + 2·H_kv·d + H*    q, output, output as the projection reads it; k, v; log-sum-exp
         q/k norm     2·(H + H_kv)·d* + (H + H_kv)*    inputs, the same normalised, 1 / rms
         SwiGLU       4·f    gate, silu(gate), up, their product
+    experts: of a block that has some in place of the MLP, dropless, without their losses or autocast. Instead of 4·f:
+        2·k·h + 2·k·f_e + 4·shared·f_e + 2·k + 1 + E    rows in and out, gate and up; weights before and after they
+                                                        are normalised, their sum; scores
+    and k numbers of experts, 8 bytes each. (The order of rows, 16·k bytes per token, is held besides.)
     Autocast also keeps a cast of each weight. With a sliding window shorter than seq, the seq · seq mask is kept too.
     Scores never are: the kernel is fused (torch has none for a head_dim of 2).
     """
@@ -193,7 +201,15 @@ def block_activation_bytes(shape: Shape, batch: int, seq: int, weights: int = 4,
     copies = 3 if heads > 1 and seq > 1 else 2  # one head, or one token, is already laid out as the projection reads it
     qk_norm = 2 * (q + kv) + heads + kv_heads if shape.qk_norm else 0
     exact = 2 * (2 * h + 1) + heads + qk_norm
-    rounded = readers * h + copies * q + 2 * kv + 4 * shape.intermediate_size
+    rounded, moe = readers * h + copies * q + 2 * kv, shape.moe
+    if experts:
+        if autocast or moe is None or not weights == wide:
+            raise ValueError("a block of experts is worked out in float32 or float64, for a model that has experts.")
+        exact += moe.num_experts + (2 * moe.top_k + 1 if moe.normalize else moe.top_k)
+        ids = moe.top_k * ID * batch * seq
+        rounded += 2 * moe.top_k * (h + moe.intermediate_size) + 4 * moe.shared_experts * moe.intermediate_size
+    else:
+        ids, rounded = 0, rounded + 4 * shape.intermediate_size
     mask = seq * seq if shape.sliding_window is not None and shape.sliding_window < seq else 0
     casts = (matmul_parameters(shape) - shape.vocab_size * h) // shape.num_layers if autocast else 0
-    return batch * seq * (exact * wide + rounded * compute) + (mask + casts) * compute
+    return batch * seq * (exact * wide + rounded * compute) + (mask + casts) * compute + ids

@@ -4,6 +4,8 @@
     time           every rank waits for the fullest one, so a layer lasts as long as max(load), not mean(load)
     capacity       C = min(S, ceil(c · S·k / E)) rows per expert of a sequence of S tokens; what is beyond it is dropped
 
+    memory         experts lie on 1/ep of the ranks each, and ZeRO cuts them over the ranks that have the same
+
 E experts, k of them per token, h hidden size, T tokens per rank, b bytes per element, N ranks. Parameters and FLOPs, of
 which a token uses the active part, are in `predict/model.py`. Lepikhin et al. 2020, "GShard", §2.2 (capacity); Fedus et
 al. 2021, "Switch Transformers", §2.2.
@@ -11,8 +13,10 @@ al. 2021, "Switch Transformers", §2.2.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from minillm.predict.comms import Cost
+from minillm.predict.model import ADAM_FP32, StateBytes
 
 ALL_TO_ALLS = {"forward": 2, "backward": 2}  # per layer: rows go to their experts and come back
 
@@ -49,6 +53,29 @@ def imbalance(loads: Sequence[float]) -> float:
 def layer_seconds(loads: Sequence[float], seconds_per_row: float, all_to_all_s: float = 0.0) -> float:
     """loads: rows of each rank. One forward pass: to the experts, the fullest rank's rows, and back."""
     return 2 * all_to_all_s + max(loads) * seconds_per_row
+
+
+@dataclass(frozen=True)
+class RankState:
+    """Bytes on one rank between backward and step, whatever pads ZeRO's shards apart."""
+
+    parameter: float
+    gradient: float
+    optimizer: float
+
+
+def rank_state(
+    dense: float, experts: float, ranks: int, ep: int = 1, zero: int = 0, of: StateBytes = ADAM_FP32
+) -> RankState:
+    """dense, experts: numbers of a rank before ZeRO cuts them (`tensor.parameters`). ranks: dp · cp, which share
+    gradients, of which ranks / ep have the same experts. So ZeRO cuts everything down to 1 / ranks, experts too."""
+    if zero not in range(4) or ep < 1 or ranks % ep:
+        raise ValueError(f"zero {zero} and ep {ep} of {ranks} ranks: use stage 0 to 3 and a divisor of the ranks.")
+    whole, cut = dense + experts, dense / ranks + experts / (ranks // ep)
+    parameter, gradient = (cut if zero == 3 else whole), (cut if zero >= 2 else whole)
+    return RankState(
+        of.parameter * parameter, of.gradient * gradient, (of.master + of.moments) * (cut if zero else whole)
+    )
 
 
 # Capacity.

@@ -129,15 +129,29 @@ def gathered_logits_bytes_per_token(vocab_size: int, world_size: int, itemsize: 
     return (world_size - 1) / world_size * vocab_size * itemsize
 
 
-def parameters(shape: Shape, world_size: int) -> int:
+def expert_parameters(shape: Shape, world_size: int = 1, ep: int = 1) -> int:
+    """Numbers of routed experts that one rank holds, in all layers: of 1/ep of the experts, columns / t."""
+    if shape.moe is None:
+        return 0
+    each = 3 * shape.hidden_size * -(-shape.moe.intermediate_size // world_size)
+    return (shape.num_layers - len(shape.moe.dense_layers)) * shape.moe.num_experts // ep * each
+
+
+def parameters(shape: Shape, world_size: int, ep: int = 1) -> int:
     """Numbers that one rank holds, the same on every rank: matrices / t, padding and copies of kv heads included,
-    and the norms whole."""
+    norms and routers whole, and of routed experts its `expert_parameters`."""
     t, h = world_size, shape.hidden_size
     q, kv, f = _local(shape, t)
     attention = (h + shape.qkv_bias) * (q + 2 * kv) + q * h
     norms = 2 * h + (2 * shape.head_dim if shape.qk_norm else 0)
     words = -(-shape.vocab_size // t) * h * (1 if shape.tie_embeddings else 2)
-    return words + shape.num_layers * (attention + 3 * h * f + norms) + h
+    moe, mixtures = shape.moe, 0
+    if moe:
+        mixtures = shape.num_layers - len(moe.dense_layers)
+        shared = 3 * h * -(-moe.shared_experts * moe.intermediate_size // t)
+        words += mixtures * (h * moe.num_experts + shared) + expert_parameters(shape, t, ep)
+    dense = (shape.num_layers - mixtures) * 3 * h * f
+    return words + shape.num_layers * (attention + norms) + dense + h
 
 
 def block_activation_bytes(

@@ -178,9 +178,13 @@ def train(group: Group | None, job: TrainingJob) -> dict[str, Any]:
     """The whole run on one rank of `group`, or on one device without a group. Returns what --json writes."""
     if group:
         job = group.gather_objects(job)[0]  # under torchrun every process has made its own, and its own new folder
+    with make_strategy(group, job.parallel, job.offload) if group else SingleDevice() as strategy:
+        return _train(group, job, strategy)
+
+
+def _train(group: Group | None, job: TrainingJob, strategy: SingleDevice) -> dict[str, Any]:
     config, (tokens, held_out) = job.config, job.texts()
     device = group.device if group else job.torch_device()
-    strategy = make_strategy(group, job.parallel, job.offload) if group else SingleDevice()
     peak = peak_flops(machine(), device, PRECISIONS[config.precision].compute) if strategy.is_root else None
     if peak and device.type != "cpu":  # ranks on a CPU share it
         peak *= group.world_size if group else 1

@@ -93,10 +93,10 @@ class ParallelConfig:
                 f"ep {self.ep} does not divide dp {self.dp}: expert groups are cut out of the ranks that share the "
                 "batch, so use a divisor of it."
             )
-        if self.ep > 1 and self.dp_replicate > 1:
+        if self.dp // self.dp_replicate % self.ep:
             raise ValueError(
-                f"ep {self.ep} together with dp_replicate {self.dp_replicate} is not supported: use plain ZeRO (zero) "
-                "over the ranks that have the same experts."
+                f"ep {self.ep} does not divide the {self.dp // self.dp_replicate} ranks of dp {self.dp} that ZeRO's "
+                f"shards lie on with dp_replicate {self.dp_replicate}: each of these groups has all experts."
             )
 
     @property
@@ -130,15 +130,16 @@ class ParallelConfig:
             check_context_heads(self.context, heads, kv_heads, self.cp, self.node)
         if seq_len is not None:
             self._check_length(seq_len)
+            if config.moe and (config.moe.balance_loss or config.moe.z_loss) and self.padded(seq_len) != seq_len:
+                raise ValueError(
+                    f"losses of routers would count the padding of {seq_len} tokens to {self.padded(seq_len)} for cp "
+                    f"{self.cp}: use {self.padded(seq_len)} tokens."
+                )
 
     def _check_experts(self, config: ModelConfig) -> None:
         if config.moe is None:
             raise ValueError(f"ep {self.ep} spreads experts, but this model has none: use ep 1, or give it experts.")
         check_experts(config.moe.num_experts, self.ep)
-        if self.sequence:
-            raise ValueError(
-                "sequence parallelism is not supported with experts, whose routers see whole rows: leave it off."
-            )
         if self.cp > 1:
             check_routers(config, "context parallelism")
         if config.moe.bias_update_rate is not None and self.order and len(set(self.order.routes)) > 1:

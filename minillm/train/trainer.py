@@ -28,7 +28,7 @@ from minillm.data import Batch, Loader, TokenDataset, Tokens
 from minillm.measure import ledger, span
 from minillm.model import Transformer, check_tokens
 from minillm.model.loss import IGNORE
-from minillm.model.moe import update_balance_biases
+from minillm.model.moe import forget_load, update_balance_biases
 from minillm.parallel.placement import clip_, gradients_of
 from minillm.predict.model import causal_context, training_flops
 from minillm.train.activation_checkpointing import MODES, checkpoint_blocks
@@ -144,6 +144,7 @@ class Trainer:
     def backward(self) -> tuple[Tensor, Tensor]:
         """Gradients of the mean loss over all tokens of the step; returns that loss and the number of tokens, both
         scalars in float64 on the device."""
+        forget_load(self.model)
         with span("input", "input"):
             batches = [self._to_device(next(self.loader)) for _ in range(self.config.accumulate)]
             weight = torch.stack([(batch.targets != IGNORE).sum() for batch in batches]).sum().float()

@@ -101,16 +101,19 @@ class Stream:
     """Works off what it is given, in order, in a thread that stands for the device."""
 
     def __init__(self) -> None:
-        self._todo: queue.SimpleQueue[Work] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="device", daemon=True).start()
 
     def add(self, work: Work) -> Work:
         self._todo.put(work)
         return work
 
+    def end(self) -> None:
+        self._todo.put(None)
+
     def _work(self) -> None:
-        while True:
-            self._todo.get().work_off()
+        while (work := self._todo.get()) is not None:
+            work.work_off()
 
 
 class NcclLike(dist.ProcessGroup):
@@ -122,7 +125,7 @@ class NcclLike(dist.ProcessGroup):
         super().__init__(rank, size)
         self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, TIMEOUT)
         self._thread: threading.Thread | None = None
-        self._stream, self._pairs = Stream(), {}
+        self._stream, self._pairs, self._name = Stream(), {}, ""
         self.works: list[Work] = []
         NcclLike.made.append(self)
 
@@ -134,7 +137,13 @@ class NcclLike(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        return dist.distributed_c10d._world.pg_names[self]
+        self._name = dist.distributed_c10d._world.pg_names.get(self, self._name)  # torch asks when it has forgotten
+        return self._name
+
+    def shutdown(self) -> None:
+        for stream in (self._stream, *self._pairs.values()):
+            stream.end()
+        self._gloo = None
 
     def _get_backend(self, device: torch.device) -> "NcclLike":
         return self

@@ -1,6 +1,9 @@
 """Meshes: the same lines of ranks as an arange cut along the axes, as torch's DeviceMesh has them."""
 
 import math
+import os
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ def lines(group, layouts):
             assert axis.ranks == dist.get_process_group_ranks(mesh.device_mesh.get_group(name))
             assert axis.ranks[axis.rank] == group.rank
             assert mesh.device_mesh.get_local_rank(name) == axis.rank
+            assert {b - a for a, b in pairwise(axis.ranks)} <= {mesh.stride(name)}
             assert led.calls["all_reduce"] == len(axes) and len(led.select(group=name)) == 1
             axis.barrier()
             assert axis.gather_objects(group.rank) == axis.ranks
@@ -81,6 +85,35 @@ def test_axes_that_cannot_be() -> None:
     assert all("must be names with a size of 1 or more" in said[i] for i in (0, 2, 3, 4))
     assert all("has the name of something else" in said[i] for i in (5, 6))
     assert "not over group 'pair'" in said[7]
+
+
+def threads_and_sockets() -> tuple[int, int]:
+    links = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    return len(os.listdir("/proc/self/task")), sum(link.startswith("socket:") for link in links)
+
+
+def one_after_another(group, count):
+    """Threads and sockets: while the first mesh is used, after it, and after `count` more."""
+    found = []
+    for number in range(1 + count):
+        with Mesh(group, dp=2, tp=2) as mesh:
+            works = [mesh[axis].all_reduce(torch.ones(9), async_op=True) for axis in ("dp", "tp")]
+            both = mesh.joined("dp", "tp").all_reduce(torch.ones(1)).item()
+            assert (works[0].wait()[0].item(), both) == (2, 4)
+            if number == 0:
+                found.append(threads_and_sockets())
+        with pytest.raises(ValueError, match="group 'dp' has ended with its mesh, so there is no all_reduce"):
+            mesh.dp.all_reduce(torch.ones(1))
+        if number in (0, count):
+            found.append(threads_and_sockets())
+    mesh.close()  # once more does nothing
+    return found, group.all_reduce(torch.ones(1)).item()
+
+
+def test_meshes_end_their_groups():
+    for (during, first, last), total in launch(one_after_another, 4, 50):
+        assert during[0] > first[0] and during[1] > first[1]
+        assert last == first and total == 4
 
 
 def joined(group):

@@ -10,6 +10,7 @@ TWO = [
     *(f"dp=2, zero={zero}, accumulate={number}" for zero in (0, 1, 2, 3) for number in (1, 2)),
     "tp=2",
     "tp=2, sequence=True",
+    *(f"cp=2, pad=True, context='{name}'" for name in ("ring", "zigzag", "ulysses", "gather")),
     *(f"pp=2, accumulate=4, schedule='{name}'" for name in ("gpipe", "1f1b", "interleaved", "zero_bubble_v")),
 ]
 FOUR = [

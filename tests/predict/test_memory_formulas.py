@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from minillm.data import Tokens
 from minillm.measure import memory
-from minillm.model import ModelConfig, Transformer
+from minillm.model import ModelConfig, MoEConfig, Transformer
 from minillm.predict.memory import RECIPES, block_activation_bytes, training_step
 from minillm.train import PRECISIONS, TrainConfig, Trainer
 from tests.predict.test_model_formulas import configs
@@ -26,6 +26,11 @@ from tests.predict.test_model_formulas import configs
 def test_activation_bytes_of_a_block(config, batch, seq, stored):
     """Every storage autograd keeps while a block runs, but for the parameters and the rotation all blocks share."""
     dtype, autocast = stored[0] or torch.float32, stored[1]
+    found = kept_by_a_block(config, batch, seq, dtype, autocast)
+    assert found == block_activation_bytes(config, batch, seq, dtype.itemsize, 2 if autocast else None)
+
+
+def kept_by_a_block(config, batch, seq, dtype, autocast=False):
     model = Transformer(config, dtype=dtype)
     x = torch.randn(batch, seq, config.hidden_size, dtype=dtype, requires_grad=True)
     rotation = model.rope(torch.arange(seq), dtype)
@@ -42,7 +47,16 @@ def test_activation_bytes_of_a_block(config, batch, seq, stored):
         out = model.blocks[0](x, rotation)
     found = sum(size for address, size in kept.items() if address not in shared)
     assert out.requires_grad
-    assert found == block_activation_bytes(config, batch, seq, dtype.itemsize, 2 if autocast else None)
+    return found
+
+
+@pytest.mark.parametrize("moe", [MoEConfig(8, 3, 6, shared_experts=2), MoEConfig(4, 1, 6, normalize=False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_activation_bytes_of_a_block_of_experts(moe, dtype):
+    config = ModelConfig(37, 12, 17, 1, 4, 2, head_dim=4, moe=moe)
+    assert kept_by_a_block(config, 3, 7, dtype) == block_activation_bytes(config, 3, 7, dtype.itemsize, experts=True)
+    with pytest.raises(ValueError, match="no formula for a whole step with experts"):
+        training_step(config, 3, 7)
 
 
 SHAPES = {

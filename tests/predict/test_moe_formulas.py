@@ -3,11 +3,19 @@
 import itertools
 import random
 
+import numpy as np
 import pytest
+import torch
 
+from minillm.comm import launch
+from minillm.data import Tokens
+from minillm.measure import memory
 from minillm.model import ModelConfig, MoEConfig
-from minillm.predict import comms, moe
+from minillm.predict import comms, moe, tensor
 from minillm.predict.model import matmul_parameters, parameters
+from minillm.train import TrainConfig, Trainer
+from minillm.train.parallel_config import ParallelConfig
+from minillm.train.strategies.sharded import make_strategy
 
 
 def test_mixtral_has_47_billion_parameters_and_uses_13():
@@ -42,6 +50,44 @@ def test_expected_drops_are_those_of_all_routings(tokens, top_k, experts, factor
         loads = [sum(expert in chosen for chosen in routing) for expert in range(experts)]
         shares.append(moe.dropped_share(loads, limit))
     assert moe.expected_dropped_share(tokens, top_k, experts, factor) == pytest.approx(sum(shares) / len(shares))
+
+
+MODEL = ModelConfig(64, 16, 32, 2, 4, 2, max_seq_len=16, moe=MoEConfig(8, 2, 8, shared_experts=1, dense_layers=(0,)))
+LAYOUTS = [ParallelConfig(dp=2, ep=2, zero=zero) for zero in range(4)] + [ParallelConfig(tp=2)]
+
+
+def held_before_the_step(group, layouts):
+    """By the memory tracker: bytes of parameters, gradients and moments on this rank."""
+    torch.set_num_threads(1)
+    tokens, found = Tokens((np.arange(3000) ** 2 % 53).astype(np.uint16), 53, 0, 1, 9000), []
+    config = TrainConfig(MODEL, seq_len=16, batch_size=2, steps=4)
+    for layout in layouts:
+        with make_strategy(group, layout) as parallel, Trainer(config, tokens, workers=0, parallel=parallel) as run:
+            run.step()  # makes the moments
+            run.backward()
+            run.finish_gradients()
+            source = run.updater.source
+            live = memory(run.module, source if layout.zero in (1, 2) else run.optimizer).live
+            counters = sum(entry["step"].nbytes for entry in run.optimizer.state.values())
+            found.append((live.parameter, live.gradient, live.optimizer - counters))
+            run.updater.zero_grad()
+    return found
+
+
+def test_state_of_a_rank_is_what_the_memory_tracker_counts():
+    for rank in launch(held_before_the_step, 2, LAYOUTS):
+        for layout, found in zip(LAYOUTS, rank, strict=True):
+            experts = tensor.expert_parameters(MODEL, layout.tp, layout.ep)
+            dense = tensor.parameters(MODEL, layout.tp, layout.ep) - experts
+            state = moe.rank_state(dense, experts, layout.dp, layout.ep, layout.zero)
+            assert found == (state.parameter, state.gradient, state.optimizer), layout
+
+
+def test_parameters_of_a_rank():
+    assert tensor.parameters(MODEL, 1) == parameters(MODEL).total
+    assert parameters(MODEL).total - tensor.parameters(MODEL, 1, 4) == 3 * tensor.expert_parameters(MODEL, 1, 4)
+    with pytest.raises(ValueError, match="ep 3 of 4 ranks"):
+        moe.rank_state(1, 1, 4, ep=3)
 
 
 def test_capacity_bounds():

@@ -4,7 +4,9 @@ import checkpoint_programs as programs
 import pytest
 import torch
 
+import minillm.train.trainer as trainer_module
 from minillm.comm import launch
+from minillm.model.moe import MoE
 from minillm.train import SingleDevice
 from minillm.train.parallel_config import ParallelConfig
 from minillm.train.strategies.sharded import make_strategy
@@ -43,6 +45,25 @@ def test_biases_are_those_of_one_process():
         for layout, (of_losses, of_biases, number) in zip(LAYOUTS, rank, strict=True):
             assert of_losses < 1e-3 and of_biases < 1e-6, layout
             assert number == programs.EXPERTS.num_layers // layout.pp
+
+
+def test_what_a_step_counts_that_is_rolled_back_moves_no_bias(monkeypatch):
+    run, counted = programs.trainer(model=programs.EXPERTS), []
+    update = trainer_module.update_balance_biases
+
+    def counting(model, sum_over_ranks):
+        counted.append([int(layer.load.sum()) for layer in model.modules() if isinstance(layer, MoE)])
+        update(model, sum_over_ranks)
+
+    monkeypatch.setattr(trainer_module, "update_balance_biases", counting)
+    assert run.step().applied
+    sound = run.loss_spikes.problem
+    monkeypatch.setattr(run.loss_spikes, "problem", lambda *_: "it is planted")
+    assert "it is planted; back to step 0" in run.step().rollback
+    monkeypatch.setattr(run.loss_spikes, "problem", sound)
+    assert run.step().applied
+    of_a_step = 4 * 16 * programs.EXPERTS.moe.top_k  # 4 windows of 16 tokens
+    assert counted == 2 * [programs.EXPERTS.num_layers * [of_a_step]]
 
 
 def test_two_copies_of_a_layer_cannot_balance_it():

@@ -64,6 +64,15 @@ def test_stages_of_a_pipeline_are_not_compared_with_each_other():
     assert [each.rank for each in detector.stragglers()] == [3]
     with pytest.raises(ValueError, match="stride 3 does not divide the 4 ranks"):
         StragglerDetector(4, stride=3)
+    with pytest.raises(ValueError, match="lines of 3 ranks, 2 apart, do not divide the 8 ranks"):
+        StragglerDetector(8, stride=2, count=3)
+
+
+def test_peers_are_those_along_the_data_parallel_axis_wherever_that_lies():
+    inner = StragglerDetector(8, stride=2, count=2, window=1)  # pp 2 outside, dp 2, tp 2 inside
+    for rank, seconds in enumerate((1.0, 1.0, 1.0, 9.0, 9.0, 9.0, 9.0, 9.0)):  # the second stage takes longer
+        inner.add(rank, (0, seconds, 0, 0, 0))
+    assert [each.rank for each in inner.stragglers()] == [3]
 
 
 # Heartbeats.

@@ -77,8 +77,15 @@ class CpuBackend:
         if self.sockets and not self.direct:
             self.direct = self._sockets(f"{self._key}-direct")
 
+    def finish(self) -> None:
+        if self._queue is not None:
+            self._queue.shutdown()
+
     def close(self) -> None:
         self.process_group = None
+        for each in (self.sockets, self.direct):
+            if each:
+                each.close()
 
     def run(self, operation: Operation, body: Callable[[], Any], async_op: bool, own: bool = False) -> Any:
         """In this thread; behind what the group's own thread still does; or, asynchronously, in that thread."""

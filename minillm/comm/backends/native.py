@@ -102,6 +102,10 @@ class NativeBackend:
     def connect(self) -> None:
         """Messages need no connections but torch's."""
 
+    def finish(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize(self.device)
+
     def close(self) -> None:
         self.process_group = None
         self._launched.clear()

@@ -60,6 +60,10 @@ class Sockets:
     def __contains__(self, rank: int) -> bool:
         return rank in self._ways
 
+    def close(self) -> None:
+        for way, _ in self._ways.values():
+            way.connection.close()
+
     def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int) -> "Message":
         return Message(self, self._ways[dst][0], tensors[0], tag, sending=True)
 

@@ -13,6 +13,8 @@ scale) reaches the layers through `RouterLosses` during backward: the loss is wh
 known before any layer asks for it. No value changes: the loss that is reported stays the cross-entropy.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -20,16 +22,23 @@ from minillm.model.config import MoEConfig
 from minillm.model.moe.router import Decision
 
 
+def alone(x: Tensor) -> Tensor:
+    """The sum over the parts of sequences that are whole here."""
+    return x
+
+
 class RouterLosses:
     """What the routers of one forward pass have to say, passed from layer to layer.
 
-    weights: [batch], the sum of the weights of each sequence's tokens. factor: gradient of Σ weight · nll, set when
+    weights: [batch], the sum of the weights of each sequence's tokens. parts: equal ones that sequences are cut into,
+    of which one is here, and sum_over_parts: adds up what all of them know; losses are then this part's shares.
+    factor: gradient of Σ weight · nll, set when
     backward begins; a pipeline stage without the loss sets it itself.
     counts, losses: by layer, [num_experts] (token, choice) pairs and [batch] losses, without a gradient.
     """
 
-    def __init__(self, weights: Tensor):
-        self.weights = weights
+    def __init__(self, weights: Tensor, sum_over_parts: Callable[[Tensor], Tensor] = alone, parts: int = 1):
+        self.weights, self.sum_over_parts, self.parts = sum_over_parts(weights), sum_over_parts, parts
         self.factor: Tensor | None = None
         self.counts: dict[int, Tensor] = {}
         self.losses: dict[int, Tensor] = {}
@@ -50,23 +59,27 @@ class RouterLosses:
         return total / torch.where(self.weights.sum() == 0, 1, self.weights.sum())
 
 
-def sequence_losses(config: MoEConfig, decision: Decision) -> Tensor:
-    """[batch]: the balance loss and the z-loss of every sequence, each times its factor in the configuration."""
+def sequence_losses(config: MoEConfig, decision: Decision, of: RouterLosses) -> Tensor:
+    """[batch]: the balance loss and the z-loss of every sequence, each times its factor in the configuration; of a
+    part, its share of them."""
     losses = decision.logits.new_zeros(len(decision.logits))
     if config.balance_loss:
-        losses = losses + config.balance_loss * balance_loss(decision.probabilities, decision.experts)
+        losses = losses + config.balance_loss * balance_loss(decision.probabilities, decision.experts, of)
     if config.z_loss:
-        losses = losses + config.z_loss * z_loss(decision.logits)
+        losses = losses + config.z_loss * z_loss(decision.logits) / of.parts
     return losses
 
 
-def balance_loss(probabilities: Tensor, experts: Tensor) -> Tensor:
-    """probabilities: [batch, seq, num_experts]; experts: [batch, seq, k], as chosen, before any drops -> [batch]."""
+def balance_loss(probabilities: Tensor, experts: Tensor, of: RouterLosses | None = None) -> Tensor:
+    """probabilities: [batch, seq, num_experts]; experts: [batch, seq, k], as chosen, before any drops -> [batch].
+
+    of: where sequences are cut. Then shares are those of whole sequences, and P is this part's term of the mean."""
     num_experts, chosen = probabilities.shape[-1], experts.flatten(1)
     share = torch.zeros_like(probabilities[:, 0]).scatter_add_(
         1, chosen, torch.ones_like(chosen, dtype=probabilities.dtype)
     )
-    return num_experts * (share / chosen.shape[1] * probabilities.mean(1)).sum(-1)
+    parts, share = (of.parts, of.sum_over_parts(share)) if of else (1, share)
+    return num_experts * (share / (chosen.shape[1] * parts) * probabilities.mean(1) / parts).sum(-1)
 
 
 def z_loss(logits: Tensor) -> Tensor:

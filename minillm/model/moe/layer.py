@@ -26,7 +26,7 @@ class MoE(nn.Module):
     dispatch: the seam for expert parallelism. dispatch(experts, rows, counts) takes rows [rows, hidden] sorted by
     expert and counts [num_experts], and returns a function that returns the experts' outputs in the same order. What
     it starts at once (an all-to-all) overlaps with the shared experts, which are computed between the two calls.
-    load: [num_experts], (token, choice) pairs since `update_balance_biases`; None = none counted.
+    load: [num_experts], (token, choice) pairs since `forget_load` or `update_balance_biases`; None = none counted.
     """
 
     def __init__(
@@ -65,7 +65,14 @@ class MoE(nn.Module):
             return y
         if self.layer not in losses.counts:  # else the layer is computed again for backward
             self.load = routes.counts if self.load is None else self.load + routes.counts
-        return losses.attach(y, sequence_losses(config, decision), routes.counts, self.layer)
+        return losses.attach(y, sequence_losses(config, decision, losses), routes.counts, self.layer)
+
+
+def forget_load(model: nn.Module) -> None:
+    """Before a step: what an earlier one has counted that was not applied (an overflow, a rollback) is not of it."""
+    for layer in model.modules():
+        if isinstance(layer, MoE):
+            layer.load = None
 
 
 @torch.no_grad()

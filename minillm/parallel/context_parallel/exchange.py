@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from minillm.comm import Group
 from minillm.model.tiled import TILE, tiled, tiled_with_lse
-from minillm.parallel.context_parallel.order import ContextAttention, local_positions
+from minillm.parallel.context_parallel.order import ContextAttention, local_numbers, local_positions
 
 
 class UlyssesAttention(ContextAttention):
@@ -74,6 +74,10 @@ class UlyssesAttention(ContextAttention):
     def world_size(self) -> int:
         return self.group.world_size * self._outside
 
+    def sum(self, x: Tensor) -> Tensor:
+        x = super().sum(x)
+        return self.inside.sum(x) if isinstance(self.inside, ContextAttention) else x
+
     def positions(self, seq: int) -> Tensor:
         of_group = self.inside.positions(seq) if isinstance(self.inside, ContextAttention) else torch.arange(seq)
         return of_group[local_positions(len(of_group), self.group.rank, self.group.world_size, self.order)]
@@ -106,17 +110,18 @@ class GatherAttention(ContextAttention):
         """q, k, v: [batch, heads or kv_heads, seq / world_size, head_dim]."""
         self.check_positions(q, positions)
         n, seq = self.group.world_size, self.group.world_size * q.shape[2]
-        each = [local_positions(seq, rank, n, self.order).to(q.device) for rank in range(n)]
-        keys, values = _GatherSequence.apply(torch.stack((k, v)), self.group, torch.cat(each))
-        mine, whole = each[self.group.rank], self.documents(segments, seq)
+        order = torch.cat([local_positions(seq, rank, n, self.order) for rank in range(n)]).to(q.device)
+        keys, values = _GatherSequence.apply(torch.stack((k, v)), self.group, order)
+        whole = self.documents(segments, seq)
+        of_mine = None if whole is None else whole[..., order.view(n, -1)[self.group.rank]]
         return tiled_with_lse(
             q,
             keys,
             values,
-            positions=mine,
-            key_positions=torch.arange(seq, device=q.device),
+            positions=local_numbers(seq, self.group.rank, n, self.order),
+            key_positions=range(seq),
             window=window,
-            segments=None if whole is None else whole[..., mine],
+            segments=of_mine,
             key_segments=whole,
             tile=self.tile,
         )[0]

@@ -9,6 +9,7 @@ the last rank computes 2N - 1 times as much as the first, and everybody waits fo
 early and one late part of 2N parts, and all ranks the same number of pairs.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -21,6 +22,12 @@ ORDERS = ("contiguous", "zigzag")
 
 def local_positions(seq: int, rank: int, world_size: int, order: str = "zigzag") -> Tensor:
     """[seq / world_size] positions of a rank, ascending. ValueError: seq does not divide (zigzag: over 2 · ranks)."""
+    return torch.tensor(local_numbers(seq, rank, world_size, order), dtype=torch.int64)
+
+
+@functools.lru_cache(64)
+def local_numbers(seq: int, rank: int, world_size: int, order: str = "zigzag") -> tuple[int, ...]:
+    """`local_positions` as the host knows them, whatever device tensors are on."""
     if order not in ORDERS:
         raise ValueError(f"order={order!r} must be one of {', '.join(ORDERS)}.")
     parts = world_size if order == "contiguous" or world_size == 1 else 2 * world_size
@@ -29,9 +36,8 @@ def local_positions(seq: int, rank: int, world_size: int, order: str = "zigzag")
             f"a sequence of {seq} positions does not divide into {parts} parts for {world_size} ranks in {order} "
             f"order: pad it to {-(-seq // parts) * parts}."
         )
-    pieces = torch.arange(seq).view(parts, -1)
-    chosen = [rank] if parts == world_size else [rank, parts - 1 - rank]
-    return pieces[chosen].flatten()
+    size, chosen = seq // parts, [rank] if parts == world_size else [rank, parts - 1 - rank]
+    return tuple(place for piece in chosen for place in range(piece * size, (piece + 1) * size))
 
 
 def cut_sequence(x: Tensor, rank: int, world_size: int, order: str = "zigzag", dim: int = 1) -> Tensor:
@@ -61,6 +67,10 @@ class ContextAttention:
     def world_size(self) -> int:
         """Ranks that hold a part of a sequence."""
         return self.group.world_size
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Over the ranks that hold the other parts of the same sequences, in place."""
+        return self.group.all_reduce(x)
 
     def positions(self, seq: int) -> Tensor:
         """[seq / world_size] positions of a sequence of `seq` that this rank holds, in the order in which it does."""

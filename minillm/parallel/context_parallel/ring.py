@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from minillm.comm import Group
 from minillm.measure import span
 from minillm.model.tiled import TILE, Sight, backward_tiles, forward_tiles, merge, row_products
-from minillm.parallel.context_parallel.order import ContextAttention, local_positions
+from minillm.parallel.context_parallel.order import ContextAttention, local_numbers
 
 
 class RingAttention(ContextAttention):
@@ -44,6 +44,7 @@ class RingAttention(ContextAttention):
     ) -> None:
         self.group, self.order, self.tile, self.overlap, self.segments = group, order, tile, overlap, segments
         self.pace = pace
+        self._sights: dict[tuple, Sight] = {}  # of one document
 
     def __call__(
         self,
@@ -63,12 +64,15 @@ class RingAttention(ContextAttention):
 
     def sight(self, q: Tensor, k: Tensor, window: int | None, segments: Tensor | None, source: int) -> Sight:
         """What this rank's queries see of the block that rank `source` owns. segments: of the whole sequence."""
-        n = self.group.world_size
-        mine, theirs = (
-            local_positions(n * q.shape[2], rank, n, self.order).to(q.device) for rank in (self.group.rank, source)
-        )
-        of_mine, of_theirs = (None if segments is None else segments[..., at] for at in (mine, theirs))
-        return Sight(q, k, mine, theirs, window, of_mine, of_theirs, self.tile)
+        n, key = self.group.world_size, (source, q.shape[2], window, q.device)
+        if key not in self._sights:
+            ranks = self.group.rank, source
+            places = (local_numbers(n * q.shape[2], rank, n, self.order) for rank in ranks)
+            self._sights[key] = Sight(q, k, *places, window, None, None, self.tile)
+        sight = self._sights[key]
+        if segments is None:
+            return sight
+        return sight.within(segments[..., sight.positions], segments[..., sight.key_positions])
 
     @contextlib.contextmanager
     def working(self, source: int) -> Iterator[None]:

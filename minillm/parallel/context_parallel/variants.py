@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from minillm.comm import Group
 from minillm.model.config import ModelConfig
+from minillm.model.moe import RouterLosses
 from minillm.parallel.context_parallel.exchange import GatherAttention, UlyssesAttention, check_ulysses
 from minillm.parallel.context_parallel.order import ContextAttention
 from minillm.parallel.context_parallel.ring import RingAttention
@@ -59,6 +60,7 @@ def context_parallel(module: AnyModule, attention: ContextAttention) -> AnyModul
     check_routers(module.config, "context parallelism")
     module.attention = attention
     module.positions_of = partial(_positions, attention, module.config.max_seq_len)
+    module.router_losses_of = partial(RouterLosses, sum_over_parts=attention.sum, parts=attention.world_size)
     return module
 
 
@@ -69,10 +71,10 @@ def _positions(attention: ContextAttention, max_seq_len: int, count: int) -> Ten
 def check_routers(config: ModelConfig, what: str) -> None:
     """ValueError if routers have to see whole sequences, which `what` cuts."""
     moe = config.moe
-    if moe and (moe.capacity_factor is not None or moe.choice == "expert" or moe.balance_loss or moe.z_loss):
+    if moe and (moe.capacity_factor is not None or moe.choice == "expert"):
         raise ValueError(
-            f"{what} cuts sequences that routers have to see whole for capacity, losses and experts that choose: leave "
-            "it off, or use dropless experts without losses."
+            f"{what} cuts sequences that routers have to see whole for capacity and experts that choose: leave it off, "
+            "or use dropless experts."
         )
 
 

@@ -13,8 +13,9 @@ class HeldParts(nn.Module):
     """This rank's parts, one for each chunk. Called like the whole model, with targets: every rank of the pipeline
     calls it with the same microbatch and gets (Σ weight · nll, Σ weight).
 
-    Layers go by their numbers in the whole model, so parameters are called what they are called there. Where a rank
-    holds both ends of a model with tied embeddings, they are one parameter. `pipeline`: set when the model is wrapped.
+    Layers go by their numbers in the whole model, so parameters are called what they are called there, and come in its
+    order, whatever the chunks' (with DualPipe, two ranks hold the same parts in turned order). Where a rank holds both
+    ends of a model with tied embeddings, they are one parameter. `pipeline`: set when the model is wrapped.
     """
 
     def __init__(self, parts: Sequence[ModelPart]) -> None:
@@ -25,7 +26,8 @@ class HeldParts(nn.Module):
             part.rope = parts[0].rope
         self.rope = parts[0].rope
         self.embedding = self._shared("embedding")
-        self.blocks = nn.ModuleDict({name: block for part in parts for name, block in part.blocks.items()})
+        in_order = sorted(parts, key=lambda part: part.layers.start)
+        self.blocks = nn.ModuleDict({name: block for part in in_order for name, block in part.blocks.items()})
         self.norm, self.head = self._shared("norm"), self._shared("head")
 
     def _shared(self, name: str) -> nn.Module | None:

@@ -54,6 +54,7 @@ class ModelPart(nn.Module):
         self.head_logits, self.head_loss, self.draw = F.linear, linear_cross_entropy_sums, initial  # as in Transformer
         self.positions_of: Callable[[int], Tensor] | None = None  # as in Transformer
         self.router_losses: RouterLosses | None = None  # of the microbatch that it computes, with its factor
+        self.router_losses_of = RouterLosses  # as in Transformer
         self.sequence_shards = 1  # ranks among which sequence parallelism splits each sequence outside of the layers
         device = torch.device(device or torch.get_default_device())
         tied, width = config.tie_embeddings, config.hidden_size

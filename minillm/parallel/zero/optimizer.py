@@ -75,7 +75,7 @@ class ZeroOptimizer(SlicedOptimizer):
         home = Offload(offload, group.device)
         sharding = Sharding(group, replicate_group, norm_group or group, placements or {}, master, home, apart or {})
         for each in sharding.groups:
-            replicate(module, each, apart)
+            replicate(module, each, apart if each is group else None)
         named = dict(module.named_parameters())
         self.group, self.stage = group, stage
         self.reducer = ScatterReducer(named, sharding, stage, bucket_cap_mb * 2**20, find_unused)

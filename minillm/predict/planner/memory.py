@@ -19,6 +19,7 @@ from functools import lru_cache
 
 from minillm.predict import pipeline
 from minillm.predict.model import ADAM_MIXED_FP32_GRADIENTS
+from minillm.predict.moe import rank_state
 from minillm.predict.planner.architectures import Architecture
 from minillm.predict.planner.layout import Layout
 
@@ -103,11 +104,7 @@ def in_flight(layout: Layout, stage: int) -> float:
 def _stage(model: Architecture, layout: Layout, seq: int, stage: int) -> Memory:
     dense, experts = stage_parameters(model, layout, stage)
     group = layout.dp * layout.cp
-    weights = gradients = optimizer = 0.0
-    for count, ranks in ((dense, group), (experts, group // layout.ep)):
-        weights += STATE.parameter * count / (ranks if layout.zero == 3 else 1)
-        gradients += STATE.gradient * count / (ranks if layout.zero >= 2 else 1)
-        optimizer += (STATE.master + STATE.moments) * count / (ranks if layout.zero >= 1 else 1)
+    state = rank_state(dense, experts, group, layout.ep, layout.zero, STATE)
 
     tokens = layout.micro_batch * math.ceil(seq / layout.cp)
     layers, per_layer = layers_per_stage(model, layout, stage), tokens * token_bytes(model, layout)
@@ -121,4 +118,4 @@ def _stage(model: Architecture, layout: Layout, seq: int, stage: int) -> Memory:
         buffers += tokens * model.vocab_size / layout.tp * LOGIT
     if layout.zero == 3 and group > 1:
         buffers += 2 * (dense + experts) / layers * (STATE.parameter + STATE.gradient)
-    return Memory(weights, gradients, optimizer, activations, buffers)
+    return Memory(state.parameter, state.gradient, state.optimizer, activations, buffers)

@@ -32,14 +32,19 @@ class Straggler:
 
 
 class StragglerDetector:
-    """world_size ranks, of which those with the same remainder by `stride` are peers (all, if it is 1).
+    """world_size ranks in lines of `count` peers, `stride` apart: the data-parallel axis of a mesh (`Mesh.stride`).
 
-    stride: ranks of one replica; the data-parallel axis is the outermost of the mesh. ValueError for other sizes.
+    count: None if that axis is the outermost, so that a line goes on to the last rank. ValueError for other sizes.
     """
 
-    def __init__(self, world_size: int, stride: int = 1, window: int = 10, factor: float = 2.0) -> None:
+    def __init__(
+        self, world_size: int, stride: int = 1, window: int = 10, factor: float = 2.0, count: int | None = None
+    ) -> None:
         if world_size < 1 or stride < 1 or world_size % stride:
             raise ValueError(f"stride {stride} does not divide the {world_size} ranks: use the ranks of one replica.")
+        self.count = world_size // stride if count is None else count
+        if self.count < 1 or world_size % (stride * self.count):
+            raise ValueError(f"lines of {count} ranks, {stride} apart, do not divide the {world_size} ranks.")
         if window < 1 or factor <= 1:
             raise ValueError(f"window {window} and factor {factor}: use at least 1 step and a factor above 1.")
         self.world_size, self.stride, self.window, self.factor = world_size, stride, window, factor
@@ -56,7 +61,8 @@ class StragglerDetector:
         usual = [median(sum(step) for step in steps) for steps in self._steps]
         found = []
         for rank, own in enumerate(usual):
-            peers = [r for r in range(rank % self.stride, self.world_size, self.stride) if r != rank]
+            first = rank - rank // self.stride % self.count * self.stride
+            peers = [r for r in range(first, first + self.count * self.stride, self.stride) if r != rank]
             theirs = median(usual[r] for r in peers) if peers else 0.0
             if theirs > 0 and own > self.factor * theirs:
                 found.append(Straggler(rank, own / theirs, self._phase(rank, peers)))

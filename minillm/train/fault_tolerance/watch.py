@@ -32,8 +32,8 @@ class Watch:
         self._own: list[tuple[float, ...]] = []
         self._heart: Heart | None = None
         if self.group:
-            stride = self.group.world_size // parallel.world_size
-            self.detector = StragglerDetector(self.group.world_size, stride, EXCHANGE_EVERY)
+            line = {"stride": parallel.stride, "count": parallel.world_size}
+            self.detector = StragglerDetector(self.group.world_size, window=EXCHANGE_EVERY, **line)
             how = {"is_waiting": self._is_waiting, "on_hung": _give_up}
             self._heart = Heart(folder, self.group.rank, self.group.world_size, limits or Limits(), **how)
 

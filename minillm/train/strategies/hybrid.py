@@ -7,7 +7,7 @@ with any ZeRO stage, or HSDP.
                           and shares with   dp ranks the rows of the batch,
                                             dp * cp ranks its weights' gradients and ZeRO's shards   (`replicas`)
     dp = replicate * shard                  HSDP: shards within `shard` * cp ranks, averages averaged over `replicate`
-    dp = copies * ep                        experts: a part of them on each of ep ranks, the same on `copies` * cp ranks
+    dp = replicate * copies * ep            experts: a part of them on each of ep ranks, the same on `copies` * cp ranks
 
 A gradient is complete after three sums in any order: over dp * cp, whose ranks have the same weights and other tokens
 (BucketedDDP, ZeroOptimizer or FullyShard), over pp for what several stages hold (`Pipeline.finish`), over tp for what
@@ -53,25 +53,27 @@ class Hybrid(SingleDevice):
     """The strategy of a layout with tp, pp, cp, ep or dp_replicate above 1.
 
     group: all ranks; rank, world_size: of those along dp; replicas: those that average gradients, along dp and cp;
-    expert_group, expert_replicas: of those the ranks with the other experts, and those with the same ones.
+    expert_group, expert_replicas: of those the ranks with the other experts, and those with the same ones; with HSDP
+    within `shard_group`, and `replicate_group` has the same once more.
     """
 
     def __init__(self, group: Group, layout: ParallelConfig) -> None:
         if group.world_size != layout.world_size:
             raise ValueError(f"{layout} is {layout.world_size} ranks, but group {group.name!r} has {group.world_size}.")
         self.group, self.layout = group, layout
-        self.mesh = _mesh(group, **layout.axes)
-        self.rank, self.world_size = self.mesh.dp.rank, layout.dp
+        self._meshes: list[Mesh] = []
+        self.mesh = self._mesh(**layout.axes)
+        self.rank, self.world_size, self.stride = self.mesh.dp.rank, layout.dp, self.mesh.stride("dp")
         self.replicas = self.mesh.joined("dp", "cp")
         self.shard_group, self.replicate_group = self.replicas, None
-        if layout.dp_replicate > 1:
-            shards = layout.dp // layout.dp_replicate
-            halves = _mesh(group, **_split(layout, "dp", replicate=layout.dp_replicate, shard=shards))
-            self.shard_group, self.replicate_group = halves.joined("shard", "cp"), halves.replicate
         self.expert_group, self.expert_replicas = None, self.replicas
-        if layout.ep > 1:
-            halves = _mesh(group, **_split(layout, "dp", copies=layout.dp // layout.ep, ep=layout.ep))
-            self.expert_group, self.expert_replicas = halves.ep, halves.joined("copies", "cp")
+        if layout.dp_replicate > 1 or layout.ep > 1:
+            copies = layout.dp // layout.dp_replicate // layout.ep
+            parts = self._mesh(**_split(layout, "dp", replicate=layout.dp_replicate, copies=copies, ep=layout.ep))
+            if layout.dp_replicate > 1:
+                self.shard_group, self.replicate_group = parts.joined("copies", "ep", "cp"), parts.replicate
+            if layout.ep > 1:
+                self.expert_group, self.expert_replicas = parts.ep, parts.joined("copies", "cp")
         self.context = self._context() if layout.cp > 1 else None
         self._documents: Sequence[Tensor | None] = ()
         self._router_losses: Sequence[RouterLosses] = ()
@@ -81,8 +83,16 @@ class Hybrid(SingleDevice):
         layout = self.layout
         if layout.context != "hybrid":
             return context_attention(layout.context, self.mesh.cp)
-        nodes = _mesh(self.group, **_split(layout, "cp", across=layout.cp // layout.node, node=layout.node))
+        nodes = self._mesh(**_split(layout, "cp", across=layout.cp // layout.node, node=layout.node))
         return context_attention("hybrid", nodes.node, nodes.across)
+
+    def _mesh(self, **axes: int) -> Mesh:
+        self._meshes.append(Mesh(self.group, **axes))
+        return self._meshes[-1]
+
+    def close(self) -> None:
+        for mesh in self._meshes:
+            mesh.close()
 
     @property
     def averaged_over(self) -> int:
@@ -114,8 +124,9 @@ class Hybrid(SingleDevice):
     def wrap(self, model: nn.Module, master: bool = False) -> nn.Module:
         self.model, self.module = model, model
         names = [name for name, _ in itertools.chain(model.named_parameters(), model.named_buffers())]
-        stages = self.mesh.pp.gather_objects(names)[: self.mesh.pp.rank]
-        self._earlier = {name: sum(name in theirs for theirs in stages) for name in names}
+        stages = self.mesh.pp.gather_objects(names)
+        self._earlier = {name: sum(name in theirs for theirs in stages[: self.mesh.pp.rank]) for name in names}
+        self._shared = {name for name in names if sum(name in theirs for theirs in stages) > 1}
         self.placements = self._place(dict(model.named_parameters()))
         if self.layout.zero == 3:
             how = {"master": master, "initialize": self.initialize, **self._places()}
@@ -151,9 +162,12 @@ class Hybrid(SingleDevice):
 
     @property
     def _apart(self) -> dict[str, Group]:
-        """Parameters whose replicas are fewer than all that average gradients: the experts."""
-        names = (name for name, _ in self.model.named_parameters() if self.expert_group and is_expert(name))
-        return dict.fromkeys(names, self.expert_replicas)
+        """Parameters in buckets of their own, by the ranks that average them: experts, which fewer ranks hold than all
+        that average gradients; and what several stages hold. In which order a ring adds depends on where in its bucket
+        an element lies, so these buckets are the same on those stages, and their copies keep the same bits."""
+        names = [name for name, _ in self.model.named_parameters()]
+        found = {name: self.shard_group for name in names if name in self._shared}
+        return found | {name: self.expert_replicas for name in names if self.expert_group and is_expert(name)}
 
     def _places(self) -> dict[str, Any]:
         """What ZeroOptimizer and FullyShard want to know besides their own group."""
@@ -225,7 +239,7 @@ class Hybrid(SingleDevice):
         one = torch.ones((), dtype=dtype, device=targets.device, requires_grad=True)
         (factor,) = torch.autograd.grad(loss(one), one)
         sums = weights_of_sequences(targets, weights, dtype)
-        found = [RouterLosses(each) for each in sums.tensor_split(self.layout.accumulate)]
+        found = [self.model.parts[0].router_losses_of(each) for each in sums.tensor_split(self.layout.accumulate)]
         for losses in found:
             losses.factor = factor
         return found
@@ -316,7 +330,8 @@ class Hybrid(SingleDevice):
         experts, others = [], []
         for name, weight in self.model.named_parameters():
             (experts if is_expert(name) else others).append((name, weight))
-        return [(others, self.replicas), (experts, self.expert_replicas)]
+        pairs = [(others, self.replicas), (experts, self.expert_replicas)]
+        return pairs + ([(experts, self.replicate_group)] if self.expert_group and self.replicate_group else [])
 
     def full_state_dict(self) -> dict[str, Any]:
         merged: dict[str, Any] = {}
@@ -346,9 +361,3 @@ def _split(layout: ParallelConfig, axis: str, **parts: int) -> dict[str, int]:
     for name, size in layout.axes.items():
         axes |= parts if name == axis else {name: size}
     return axes
-
-
-@functools.lru_cache(16)
-def _mesh(group: Group, **axes: int) -> Mesh:
-    """One mesh per group and shape: each makes new groups, which live as long as the world."""
-    return Mesh(group, **axes)

@@ -47,12 +47,14 @@ class SingleDevice:
     """One process. Every method says what a parallel strategy has to do in its place.
 
     rank, world_size: of the ranks that share the batch, each with rows of its own.
+    stride: of those, how many ranks lie from one to the next.
     averaged_over: ranks whose gradients are averaged: those, times the ranks that share every sequence.
     group: all ranks of the run; None: there is one process.
     """
 
     rank = 0
     world_size = 1
+    stride = 1
     group: Group | None = None
 
     @property
@@ -187,3 +189,13 @@ class SingleDevice:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.model.load_state_dict(state)
+
+    def close(self) -> None:
+        """Ends the groups of ranks that the strategy made. All ranks call it, after everything else."""
+
+    def __enter__(self) -> "SingleDevice":
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if kind is None:
+            self.close()
