@@ -32,18 +32,19 @@ class NextTokens:
 
     def after(self, plan: Plan, run: ForwardPass, logits: Tensor) -> int:
         """The next tokens of the sequences whose last token was computed; returns how many were sampled."""
-        complete = self.scheduler.advance(plan)
-        if not complete:
-            return 0
-        ready = self._ready(complete, run)
-        self._restrict(ready, logits)
         if self.speculation is not None:
-            return self.give(ready, self._checked(ready, logits), run)
-        ready, drawn = self.draw(ready, run, logits)
-        return self.give(ready, [token and [token] for token in drawn.read()], run)
+            ready = self._ready(plan, run, logits)
+            return self.give(ready, self._checked(ready, logits) if ready else [], run)
+        ready, drawn = self.sample(plan, run, logits)
+        return 0 if drawn is None else self.give(ready, [token and [token] for token in drawn.read()], run)
 
-    def draw(self, ready: list[Ready], run: ForwardPass, logits: Tensor) -> tuple[list[Ready], Drawn]:
-        """A token for each, not read yet; without those whose own sampling raised: their requests have ended."""
+    def sample(self, plan: Plan, run: ForwardPass, logits: Tensor) -> tuple[list[Ready], Drawn | None]:
+        """Who gets a token, and the tokens, which nobody has read yet; None if no sequence was completed."""
+        ready = self._ready(plan, run, logits)
+        return self._draw(ready, run, logits) if ready else ([], None)
+
+    def _draw(self, ready: list[Ready], run: ForwardPass, logits: Tensor) -> tuple[list[Ready], Drawn]:
+        """A token for each; without those whose own sampling raised: their requests have ended."""
         places = [start for _, _, start, _ in ready]
         in_order = None if places == list(range(len(logits))) else places
         if all([taken is None or taken.request.params.plain for _, taken, _, _ in ready]):
@@ -64,7 +65,7 @@ class NextTokens:
             left = [each for each in ready if each[1] is None or each[1].answer.reason is None]
             if len(left) == len(ready):
                 raise
-        return self.draw(left, run, logits)
+        return self._draw(left, run, logits)
 
     def give(self, ready: list[Ready], tokens: list[list[Token] | None], run: ForwardPass) -> int:
         """Adds to each answer its tokens (None: its logits are not finite); returns how many were added."""
@@ -84,8 +85,9 @@ class NextTokens:
             self.unfinished.close_if_done(request)
         return sampled
 
-    def _ready(self, complete: list[Sequence], run: ForwardPass) -> list[Ready]:
+    def _ready(self, plan: Plan, run: ForwardPass, logits: Tensor) -> list[Ready]:
         """All that get a token, with the forks of those that have just completed their prompt."""
+        complete = self.scheduler.advance(plan)
         ready, samples, end = [], self.unfinished.samples, 0
         for sequence, count in zip(complete, run.rows, strict=True):
             start, end = end, end + count
@@ -94,17 +96,16 @@ class NextTokens:
             if sequence.num_seqs > 1 and taken is not None:
                 for fork in self.scheduler.fork(sequence):
                     ready.append((fork, self.unfinished.attach(taken.request, fork), start, end))
+            if taken is not None and taken.request.params.first_tokens:
+                self._restrict(taken, logits[start])
         return ready
 
-    def _restrict(self, ready: list[Ready], logits: Tensor) -> None:
-        """The first token of an answer is one of its request's `first_tokens`, if there are any."""
-        for sequence, taken, start, _ in ready:
-            if taken is None or not (first := taken.request.params.first_tokens):
-                continue
-            if len(sequence.tokens) == len(taken.request.output.prompt):
-                allowed = torch.full((logits.shape[1],), RULED_OUT)
-                allowed[list(first)] = 0
-                logits[start] += allowed.to(logits.device, non_blocking=True)
+    def _restrict(self, taken: Sample, logits: Tensor) -> None:
+        """The first token of an answer is one of its request's `first_tokens`."""
+        if len(taken.sequence.tokens) == len(taken.request.output.prompt):
+            allowed = torch.full(logits.shape, RULED_OUT)
+            allowed[list(taken.request.params.first_tokens)] = 0
+            logits += allowed.to(logits.device, non_blocking=True)
 
     def _checked(self, ready: list[Ready], logits: Tensor) -> list[list[Token] | None]:
         """With speculation: the accepted draft tokens of each and one more. Nothing where a draft is no good."""
