@@ -12,8 +12,8 @@ Reading order:
                    one sequence; `sampler.py` of a batch, on the device)
 5. `minillm/model/paged.py`   attention over blocks anywhere in memory; `paged_backend.py` lists who computes it
 Beside the path: `decode_graphs.py` (steps of single tokens as CUDA graphs), `async_scheduling.py` (the next step is
-prepared while the device computes), `async_engine.py` (`async for` over answers), `speculate/` (draft tokens),
-`trace.py` (`replay` sends the same requests through any engine).
+prepared while the device computes), `fused.py` and `compiled.py` (how the model computes), `async_engine.py` (`async
+for` over answers), `speculate/` (draft tokens), `trace.py` (`replay` sends the same requests through any engine).
 """
 
 from minillm.serve.async_engine import AsyncLLM

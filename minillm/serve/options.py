@@ -50,7 +50,7 @@ def check_async(async_scheduling: object, proposer: object) -> None:
     if async_scheduling not in (True, False):
         raise ValueError(f"async_scheduling {async_scheduling!r} must be True or False.")
     if async_scheduling and proposer is not None:
-        raise ValueError("async_scheduling with a proposer: drafts need tokens that are not read yet, so use one of the two.")
+        raise ValueError("async_scheduling with a proposer: drafts need tokens that are not read yet, leave one out.")
 
 
 def check_whole(name: str, value: object, least: int, *, optional: bool = False) -> None:
