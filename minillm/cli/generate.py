@@ -63,6 +63,7 @@ def command(
     k: Annotated[
         str | None, Option("--k", show_default="4", help="With --speculate: guesses per pass, a number or 'adaptive'.")
     ] = None,
+    compile: Annotated[bool, Option("--compile", help="Run the model's blocks through torch.compile.")] = False,
     batch: Annotated[
         Path | None, Option(metavar="FILE", help='Many prompts at once: one per line, or JSON lines {"prompt": ...}.')
     ] = None,
@@ -91,19 +92,20 @@ def command(
         requests = [(number, chat_ids(tokenizer, each, system), params) for number, each, params in requests]
     wanted = DTYPES[dtype or ("float32" if where.type == "cpu" else "auto")]
     network = load_hf(folder, device=where, dtype=wanted, max_seq_len=max_seq_len)
-    speculating = {} if speculate is None else {"proposer": proposer_named(speculate, network), "k": _guesses(k or "4")}
+    options = {} if speculate is None else {"proposer": proposer_named(speculate, network), "k": _guesses(k or "4")}
+    options |= {"compile": True} if compile else {}
     params = SamplingParams(**defaults)
     if requests is None:
         ids, first = (chat_ids(tokenizer, prompt, system), None) if chat else healed(tokenizer, prompt)
         shown = f"{prompt}\n" if chat else tokenizer.decode(ids, skip_special=True)
         plain = SamplingParams(max_new_tokens, params.temperature, seed=seed, stop_tokens=params.stop_tokens)
-        if speculating or params != plain:
-            llm = LLM(network, tokenizer=tokenizer, **speculating)
+        if options or params != plain:
+            llm = LLM(network, tokenizer=tokenizer, **options)
             stream_by_engine(llm, ids, replace(params, first_tokens=first or ()), shown)
         else:
             stream(network, tokenizer, ids, params, first, shown)
         return 0
-    outputs = run_batch(network, tokenizer, batch, requests, speculating)
+    outputs = run_batch(network, tokenizer, batch, requests, options)
     write_json(json_file, {"provenance": provenance(), **as_json(outputs)})
     return 0 if all(output.error is None for _, output in outputs) else 1
 
@@ -128,7 +130,7 @@ def stream(
 
 
 def stream_by_engine(llm: LLM, ids: list[int], params: SamplingParams, shown: str) -> None:
-    """One text by what the plain decoder has not: speculation, several tokens at a time, or top-k and its like."""
+    """One text by what the plain decoder has not: several tokens at a time, top-k and its like, compiled blocks."""
     typer.echo(shown, nl=False)
     tokens = 0
     for delta in llm.stream(ids, params):
@@ -206,14 +208,17 @@ def read_requests(file: Path, defaults: dict[str, Any]) -> Iterator[Request]:
 
 
 def run_batch(
-    model: Transformer, tokenizer: Tokenizer, file: Path, requests: list[Request], speculating: dict[str, Any]
+    model: Transformer, tokenizer: Tokenizer, file: Path, requests: list[Request], options: dict[str, Any]
 ) -> list[tuple[int, Output]]:
-    """All requests of the file; prints each answer as soon as it and those before it are there, then what it took."""
+    """All requests of the file; prints each answer as soon as it and those before it are there, then what it took.
+
+    options: of the `LLM`.
+    """
     tokens: dict[int, list[int]] = {}
     for number, prompt, params in requests:
         with _naming(file, number):
             tokens[number] = prompt_ids(prompt, params, tokenizer, model.config)
-    llm = engine(model, tokenizer, [(len(tokens[number]), params) for number, _, params in requests], **speculating)
+    llm = engine(model, tokenizer, [(len(tokens[number]), params) for number, _, params in requests], **options)
     for number, _, params in requests:
         with _naming(file, number):
             llm.add(tokens[number], params, request_id=str(number))
@@ -229,13 +234,13 @@ def run_batch(
     return outputs
 
 
-def engine(model: Transformer, tokenizer: Tokenizer, requests: list[tuple[int, SamplingParams]], **speculating) -> LLM:
+def engine(model: Transformer, tokenizer: Tokenizer, requests: list[tuple[int, SamplingParams]], **options) -> LLM:
     """An LLM with room for requests of (prompt tokens, params)."""
     longest = model.config.max_seq_len
     lengths = (min(tokens + params.max_tokens, longest) for tokens, params in requests for _ in range(params.n))
     needed = sum(1 + -(-length // BLOCK_SIZE) for length in lengths)
     num_blocks = min(needed, FULL_LENGTHS * -(-longest // BLOCK_SIZE))
-    return LLM(model, tokenizer=tokenizer, block_size=BLOCK_SIZE, num_blocks=num_blocks, **speculating)
+    return LLM(model, tokenizer=tokenizer, block_size=BLOCK_SIZE, num_blocks=num_blocks, **options)
 
 
 def show(number: int, output: Output, tokenizer: Tokenizer) -> None:

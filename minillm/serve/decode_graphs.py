@@ -24,7 +24,7 @@ from minillm.model.block_tables import to_device
 from minillm.model.paged import PagedAttention
 from minillm.model.paged_backend import Backend, FixedDecode
 from minillm.model.paged_gathered import Gathered
-from minillm.serve.model_runner import InputBuffers
+from minillm.serve.model_runner import InputBuffers, resolved
 
 Replay = Callable[[], Tensor]
 
@@ -91,6 +91,8 @@ class DecodeGraphs:
         numbers = np.concatenate((tokens, slots, starts, graph.attention.plan(rows, starts + 1)))
         inputs, places, blocks = to_device((numbers, *tables.changes()), graph.inputs.device)
         graph.inputs.copy_(inputs)
+        if self.buffers.drawn is not None:
+            graph.inputs[: graph.size] = resolved(graph.inputs[: graph.size], self.buffers.drawn)
         tables.apply(places, blocks)
 
     def _compute(self, graph: Graph) -> Tensor:

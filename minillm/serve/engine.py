@@ -24,7 +24,7 @@ from minillm.serve.fused import fuse
 from minillm.serve.memory import blocks_of_full_length, check_fits, default_num_blocks, default_num_host_blocks
 from minillm.serve.model_runner import ForwardPass, InputBuffers
 from minillm.serve.next_tokens import NextTokens
-from minillm.serve.options import check_engine
+from minillm.serve.options import check_async, check_engine
 from minillm.serve.progress import progress_bar
 from minillm.serve.recorder import StepRecord, record
 from minillm.serve.request import Delta, News, Output, Request, pairs
@@ -47,8 +47,10 @@ class LLM:
     `default_backend`: the Triton kernel on a CUDA GPU, gathered elsewhere. records: the last `keep_records` steps;
     record_blocks adds every block table (costs time and memory). proposer: drafts tokens that the model only checks,
     k in a pass; the tokens' distribution is the same. fused: see `fused.fuse`, which changes how the model computes;
-    None = on a CUDA GPU. graphs: whether steps of single tokens are replayed, see `decode_graphs.py`; None = on a CUDA
-    GPU whose backend reads keys where they lie.
+    None = on a CUDA GPU. compile: blocks through torch.compile, see `compiled.py`: True, or the name of one of its
+    backends. graphs: whether steps of single tokens are replayed, see `decode_graphs.py`; None = on a CUDA
+    GPU whose backend reads keys where they lie. async_scheduling: the host prepares a step while the device computes
+    the one before it, see `async_scheduling.py`.
     Any thread may add, cancel, generate and stream, also during a forward pass; steps happen one at a time. A step that
     Ctrl-C ends fails the requests that had begun, once the next step finds it so; those that wait stay queued.
     """
@@ -70,16 +72,23 @@ class LLM:
         proposer: "Proposer | None" = None,
         k: "int | str | AdaptiveK" = 4,
         fused: bool | None = None,
+        compile: bool | str = False,
         graphs: bool | None = None,
+        async_scheduling: bool = False,
         scheduler: type[Scheduler] = Scheduler,
         **scheduling,
     ):
         numbers = {"block_size": (block_size, 1), "keep_records": (keep_records, 0)}
         check_engine(model, tokenizer, clock, backend, proposer, scheduler, scheduling, numbers)
+        check_async(async_scheduling, proposer)
         self.model, self.tokenizer, self.clock = model, tokenizer, clock
         weight = model.embedding.weight
         if weight.is_cuda if fused is None else fused:
             fuse(model)
+        if compile is not False:
+            from minillm.serve.compiled import compile_blocks
+
+            compile_blocks(model, compile)
         self.backend = backend or default_backend(weight.device, weight.dtype)
         if num_blocks is None:
             limits = {name: scheduling[name] for name in ("max_num_seqs", "token_budget") if name in scheduling}
@@ -108,6 +117,11 @@ class LLM:
         self._next_tokens = NextTokens(self._unfinished)
         self._stepping = Lock()  # a step at a time; nothing else needs one, see `unfinished.py`
         self._interrupted = ""  # what ended a step amid its bookkeeping; "" = nothing
+        self._ahead = None
+        if async_scheduling:
+            from minillm.serve.async_scheduling import AsyncScheduling
+
+            self._ahead = AsyncScheduling(self)
 
     def generate(
         self,
@@ -203,7 +217,7 @@ class LLM:
                 self._unfinished.recover(self._interrupted)
             self._interrupted = "the step was interrupted"
             try:
-                self._compute()
+                self._compute() if self._ahead is None else self._ahead.compute()
             except BaseException as failure:
                 self._interrupted = f"the step was interrupted by {type(failure).__name__}: {failure}"
                 raise
@@ -213,13 +227,9 @@ class LLM:
     def _compute(self) -> None:
         """Schedule, compute, sample. What is cancelled during the forward pass is skipped after it."""
         started = self.clock()
-        self._unfinished.tidy(started)
-        plan = self.scheduler.schedule()
+        plan = self._plan(started)
         if not plan.batch:
             return
-        for sequence in plan.admitted:
-            timing = self._samples[sequence].request.output.timing
-            timing.scheduled = started if timing.scheduled is None else timing.scheduled
         run = ForwardPass(plan, self.buffers)
         sampled, error, raised_in = 0, None, "the forward pass"
         try:
@@ -236,9 +246,24 @@ class LLM:
         if self.speculation is not None:
             self.speculation.observe(plan, run, self._samples)
             error = error or self.speculation.take_error()
-        facts = {"ended": tuple(self._unfinished.ended_ids), "sampled": sampled, "error": error}
+        self._record(plan, run, started, sampled, error, self.scheduler.step)
+
+    def _plan(self, started: float) -> Plan:
+        """What the next step computes, after what arrived or was cancelled since the last one."""
+        self._unfinished.tidy(started)
+        plan = self.scheduler.schedule()
+        for sequence in plan.admitted:
+            timing = self._samples[sequence].request.output.timing
+            timing.scheduled = started if timing.scheduled is None else timing.scheduled
+        return plan
+
+    def _record(
+        self, plan: Plan, run: ForwardPass, started: float, sampled: int, error: str | None, number: int
+    ) -> None:
+        facts = {"ended": tuple(self._unfinished.ended_ids), "sampled": sampled, "error": error, "step": number}
         times = (started, self.clock() - started)
         self.records.append(record(self.scheduler, plan, run.starts, blocks=self.record_blocks, times=times, **facts))
+        self._unfinished.ended_ids.clear()
 
     def _failed(self, plan: Plan, run: ForwardPass, error: str) -> None:
         """The step raised: its requests end and nothing it wrote is ever hit; the others and the pool stay whole."""

@@ -4,6 +4,7 @@ from contextlib import nullcontext
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from minillm.model import Transformer
@@ -18,17 +19,24 @@ class SingleTokenSteps(Protocol):
     def logits(self, tokens: list[int], rows: np.ndarray, starts: np.ndarray) -> Tensor | None: ...
 
 
+def resolved(tokens: Tensor, drawn: Tensor | None) -> Tensor:
+    """Token ids, where ~i (below 0) stands for drawn[i]: what the step before sampled and the host has not read yet."""
+    return tokens if drawn is None else torch.where(tokens < 0, drawn[(~tokens).clamp(min=0)], tokens)
+
+
 class InputBuffers:
     """Rows of block tables for the running sequences, which stay from step to step.
 
     A decoding sequence's table changes once every block_size steps, so nearly all rows are only compared.
-    graphs: what computes steps of single tokens; None = the model, as it does all others.
+    graphs: what computes steps of single tokens; None = the model, as it does all others. drawn: what placeholders
+    among the tokens stand for (`resolved`); None = there are none.
     """
 
     def __init__(self, cache: PagedCache, backend: Backend, rows: int, width: int):
         self.cache, self.backend = cache, backend
         self.tables = BlockTables(rows, width, cache.pool.device)
         self.graphs: SingleTokenSteps | None = None
+        self.drawn: Tensor | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -36,9 +44,8 @@ class InputBuffers:
         self.tables.changes()
         self._rows: dict[Sequence, int] = {}
         self._unused = list(range(len(self.tables.host)))
-        self.known: list[list[int]] = [
-            [] for _ in self._unused
-        ]  # what row i holds, in lists that nothing changes later
+        # what row i holds, in lists that nothing changes later
+        self.known: list[list[int]] = [[] for _ in self._unused]
 
     def update(self, sequences: list[Sequence]) -> list[int]:
         """The rows of these sequences, which have their blocks as they are now."""
@@ -65,7 +72,8 @@ class InputBuffers:
 
 
 class ForwardPass:
-    """The inputs of a step as they were when it was scheduled. starts: tokens computed before, of each of the plan.
+    """The inputs of a step as they were when it was scheduled. starts: tokens computed before, of each of the plan;
+    tables: the blocks that each has in this pass, whatever becomes of it later.
 
     drafts: by place in the plan, draft tokens to compute after its sequence's own, to be set before `logits`. After it:
     counts, tokens of each sequence in the pass; rows, logits of each whose last token is computed (1 and its draft
@@ -77,6 +85,7 @@ class ForwardPass:
         sequences = [sequence for sequence, _ in plan.batch]
         self.starts = [sequence.num_computed for sequence in sequences]
         self._rows = buffers.update(sequences)
+        self.tables = [buffers.known[row] for row in self._rows]
         self.drafts: dict[int, list[int]] = {}
         self.hidden: Tensor | None = None
 
@@ -117,16 +126,12 @@ class ForwardPass:
         """Tokens [1, n] and the rows that are wanted on the device, and the attention function of the pass."""
         buffers, more = self.buffers, (np.array(flat, np.int64), np.array(wanted, np.int64))
         paged = PagedBatch(buffers.cache, buffers.tables, rows, starts, self.counts, buffers.backend, more)
-        return paged.more[0][None], paged.more[1], paged
-
-    @property
-    def tables(self) -> list[list[int]]:
-        """The blocks that each sequence of the plan had in this pass, whatever became of it since."""
-        return [self.buffers.known[row] for row in self._rows]
+        return resolved(paged.more[0], buffers.drawn)[None], paged.more[1], paged
 
     def table(self, sequence: Sequence) -> list[int]:
-        """The blocks of one."""
-        return next(table for (each, _), table in zip(self.plan.batch, self.tables, strict=True) if each is sequence)
+        """The blocks of one; none if the pass did not have it, as a fork that was made after it."""
+        tables = (table for (each, _), table in zip(self.plan.batch, self.tables, strict=True) if each is sequence)
+        return next(tables, [])
 
     def _keep(self, block, inputs, output: Tensor) -> None:
         self.hidden = output[0]

@@ -1,23 +1,27 @@
 """After the forward pass: from logits to answers that have grown.
 
-    logits ──▶ ready: which samples get a token ──▶ choose: sampled, or draft tokens checked ──▶ accept: does it end?
+    logits ──▶ draw: who gets a token, sampled on the device ──▶ read ──▶ give: accepted; does it end the answer?
+    with speculation: read ──▶ check: draft tokens against logits ───────▶ give
 
-What goes wrong here for one request, logits that are not finite or sampling that raises, ends that request alone.
+The host reads the device once in a step. What goes wrong here for one request, logits that are not finite or sampling
+that raises, ends that request alone.
 """
-
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from minillm.serve.drawn import NOT_FINITE, Drawn
 from minillm.serve.model_runner import ForwardPass
 from minillm.serve.request import Sample
-from minillm.serve.sampler import plain_token, sample_batch
-from minillm.serve.sampling import RULED_OUT, Token
+from minillm.serve.sampler import Row, draw_batch
+from minillm.serve.sampling import RULED_OUT, SamplingParams, Token
 from minillm.serve.sequence import Plan, Sequence
 from minillm.serve.unfinished import Unfinished
 
-Ready = tuple[Sample, int, int]  # a sample that gets its next tokens; the first of its rows of the logits, and the end
+# A sequence whose last token was computed; its sample, None if that was cancelled during the pass; the first of its
+# rows of the logits, and the end of them.
+Ready = tuple[Sequence, Sample | None, int, int]
+LIKELIEST: Row = (SamplingParams(), (), None)
 
 
 class NextTokens:
@@ -28,85 +32,110 @@ class NextTokens:
 
     def after(self, plan: Plan, run: ForwardPass, logits: Tensor) -> int:
         """The next tokens of the sequences whose last token was computed; returns how many were sampled."""
-        complete = self.scheduler.advance(plan)
-        if not complete:
-            return 0
-        most, likeliest = logits.max(-1)
-        best = torch.where(most.isfinite(), likeliest, -1).tolist()  # all that a greedy step reads back
-        ready = self._ready(complete, run, [token >= 0 for token in best])
-        for taken, start, _ in ready:
-            if taken.passes == 0 and taken.request.params.first_tokens:
-                allowed = torch.full_like(logits[start], RULED_OUT)
-                allowed[list(taken.request.params.first_tokens)] = 0
-                logits[start] += allowed
-                likeliest[start] = logits[start].argmax()
-                best[start] = int(likeliest[start])
+        if self.speculation is not None:
+            ready = self._ready(plan, run, logits)
+            return self.give(ready, self._checked(ready, logits) if ready else [], run)
+        ready, drawn = self.sample(plan, run, logits)
+        return 0 if drawn is None else self.give(ready, [token and [token] for token in drawn.read()], run)
+
+    def sample(self, plan: Plan, run: ForwardPass, logits: Tensor) -> tuple[list[Ready], Drawn | None]:
+        """Who gets a token, and the tokens, which nobody has read yet; None if no sequence was completed."""
+        ready = self._ready(plan, run, logits)
+        return self._draw(ready, run, logits) if ready else ([], None)
+
+    def _draw(self, ready: list[Ready], run: ForwardPass, logits: Tensor) -> tuple[list[Ready], Drawn]:
+        """A token for each; without those whose own sampling raised: their requests have ended."""
+        places = [start for _, _, start, _ in ready]
+        in_order = None if places == list(range(len(logits))) else places
+        if all([taken is None or taken.request.params.plain for _, taken, _, _ in ready]):
+            return ready, draw_batch(logits, [LIKELIEST] * len(ready), in_order, run.buffers.drawn)
+        rows = [
+            LIKELIEST if taken is None else (taken.request.params, sequence.tokens, taken.draw)
+            for sequence, taken, _, _ in ready
+        ]
+        counts = [taken and taken.draw.count for _, taken, _, _ in ready]
+        try:
+            return ready, draw_batch(logits, rows, in_order, run.buffers.drawn)
+        except Exception:  # of one row or of several: alone, and with the same draws, it shows of which
+            for (_, taken, start, _), row, count in zip(ready, rows, counts, strict=True):
+                if taken is not None:
+                    taken.draw.count = count
+                    self._alone(taken, draw_batch, logits, [row], [start], run.buffers.drawn)
+                    taken.draw.count = count
+            left = [each for each in ready if each[1] is None or each[1].answer.reason is None]
+            if len(left) == len(ready):
+                raise
+        return self._draw(left, run, logits)
+
+    def give(self, ready: list[Ready], tokens: list[list[Token] | None], run: ForwardPass) -> int:
+        """Adds to each answer its tokens (None: its logits are not finite); returns how many were added."""
+        for (sequence, taken, _, _), given in zip(ready, tokens, strict=True):
+            if given is None:
+                self.scheduler.pool.invalidate(run.table(sequence))
+                if taken is not None:
+                    reason = f"its logits are not finite after {sequence.num_tokens} tokens (NaN or infinite)"
+                    self.unfinished.end(taken.request, "failed", reason)
         sampled, ended = 0, []
-        for (taken, _, _), tokens in zip(ready, self._choose(ready, logits, likeliest, best), strict=True):
-            if taken.answer.reason is None:  # else its request failed in sampling
-                sampled += self._accept(taken, tokens)
-            if taken.answer.reason is not None:
-                ended.append(taken.request)
+        for (_, taken, _, _), given in zip(ready, tokens, strict=True):
+            if given and taken is not None and taken.answer.reason is None:
+                sampled += self._accept(taken, given)
+                if taken.answer.reason is not None:
+                    ended.append(taken.request)
         for request in ended:
             self.unfinished.close_if_done(request)
         return sampled
 
-    def _ready(self, complete: list[Sequence], run: ForwardPass, sound: list[bool]) -> list[Ready]:
-        """All that get a token: without those that were cancelled during the pass or whose logits are not finite, and
-        with the forks of those that have just completed their prompt."""
+    def _ready(self, plan: Plan, run: ForwardPass, logits: Tensor) -> list[Ready]:
+        """All that get a token, with the forks of those that have just completed their prompt."""
+        complete = self.scheduler.advance(plan)
         ready, samples, end = [], self.unfinished.samples, 0
         for sequence, count in zip(complete, run.rows, strict=True):
             start, end = end, end + count
             taken = samples.get(sequence)
-            if taken is None:  # cancelled meanwhile, or failed by another sample of its request
-                self.scheduler.pool.invalidate(() if sound[start] else run.table(sequence))
-            elif sound[start]:
-                usable = end if count == 1 else next((row for row in range(start, end) if not sound[row]), end)
-                ready.append((taken, start, usable))
-                if sequence.num_seqs > 1:
-                    for fork in self.scheduler.fork(sequence):
-                        ready.append((self.unfinished.attach(taken.request, fork), start, usable))
-            elif count > 1:  # a draft token may have spoilt it: 0 · nan is nan, also behind a mask
+            ready.append((sequence, taken, start, end))
+            if sequence.num_seqs > 1 and taken is not None:
+                for fork in self.scheduler.fork(sequence):
+                    ready.append((fork, self.unfinished.attach(taken.request, fork), start, end))
+            if taken is not None and taken.request.params.first_tokens:
+                self._restrict(taken, logits[start])
+        return ready
+
+    def _restrict(self, taken: Sample, logits: Tensor) -> None:
+        """The first token of an answer is one of its request's `first_tokens`."""
+        if len(taken.sequence.tokens) == len(taken.request.output.prompt):
+            allowed = torch.full(logits.shape, RULED_OUT)
+            allowed[list(taken.request.params.first_tokens)] = 0
+            logits += allowed.to(logits.device, non_blocking=True)
+
+    def _checked(self, ready: list[Ready], logits: Tensor) -> list[list[Token] | None]:
+        """With speculation: the accepted draft tokens of each and one more. Nothing where a draft is no good."""
+        if not all([taken is None or taken.request.params.plain for _, taken, _, _ in ready]):
+            logits = logits.cpu()  # drafts are checked there; for greedy ones the likeliest tokens say all
+        most, likeliest = logits.max(-1)
+        best = torch.where(most.isfinite(), likeliest, NOT_FINITE).tolist()
+        found = []
+        for sequence, taken, start, end in ready:
+            if best[start] < 0 and (taken is None or end - start == 1):
+                found.append(None)
+            elif taken is None or taken.answer.reason is not None:  # cancelled; failed just now by another sample
+                found.append([])
+            elif best[start] < 0:  # a draft token may have spoilt it: 0 · nan is nan, also behind a mask
                 self.speculation.drop(sequence)
                 self.scheduler.commit_accepted(sequence)
+                found.append([])
             else:
-                reason = f"its logits are not finite after {sequence.num_tokens} tokens (NaN or infinite)"
-                self.unfinished.end(taken.request, "failed", reason)
-        return [each for each in ready if each[0].answer.reason is None]
+                usable = next((row for row in range(start, end) if best[row] < 0), end)
+                rows = logits[start:usable], best[start:usable]
+                found.append(self._alone(taken, self.speculation.check, taken, *rows) or [])
+        return found
 
-    def _choose(self, ready: list[Ready], logits: Tensor, likeliest: Tensor, best: list[int]) -> list[list[Token]]:
-        """The next tokens of each sample: one, or with speculation the accepted draft tokens and one more.
-
-        best: likeliest, on the host. Nothing for a sample whose own sampling raised; its request ends.
-        """
-        plain = all([taken.request.params.plain for taken, _, _ in ready])
-        if self.speculation is not None:
-            logits, check = logits if plain else logits.cpu(), self.speculation.check
-            return [self._alone(taken, check, taken, logits[i:end], best[i:end]) for taken, i, end in ready]
-        if plain:
-            return [[plain_token(best[start])] for _, start, _ in ready]
-        places = [start for _, start, _ in ready]
-        if places != list(range(len(logits))):
-            logits, likeliest = logits[places], likeliest[places]
-        rows = [(taken.request.params, taken.sequence.tokens, taken.draw) for taken, _, _ in ready]
-        counts = [draw.count for _, _, draw in rows]
+    def _alone(self, taken: Sample, sampling, *arguments):
+        """sampling(*arguments); if it raises, the sample's request ends, and it alone."""
         try:
-            return [[token] for token in sample_batch(logits, rows, likeliest)]
-        except Exception:  # of one row or of several: one by one, and with the same draws, it shows of which
-            chosen = []
-            for index, (taken, _, _) in enumerate(ready):
-                taken.draw.count = counts[index]
-                chosen.append(self._alone(taken, sample_batch, logits[index : index + 1], rows[index : index + 1]))
-            return chosen
-
-    def _alone(self, taken: Sample, choose: Callable[..., list[Token]], *arguments) -> list[Token]:
-        """choose(*arguments); if it raises, the sample's request ends, and it alone."""
-        try:
-            return choose(*arguments)
+            return sampling(*arguments)
         except Exception as failure:
             reason = f"sampling its token {len(taken.answer.tokens) + 1} raised {type(failure).__name__}: {failure}"
             self.unfinished.end(taken.request, "failed", reason)
-            return []
 
     def _accept(self, taken: Sample, tokens: list[Token]) -> int:
         """Adds tokens to the answer until one ends it; returns how many."""

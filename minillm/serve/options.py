@@ -45,6 +45,14 @@ def check_engine(
             raise ValueError(f"LLM has no option {name!r}: {hint}")
 
 
+def check_async(async_scheduling: object, proposer: object) -> None:
+    """ValueError for steps that cannot overlap."""
+    if async_scheduling not in (True, False):
+        raise ValueError(f"async_scheduling {async_scheduling!r} must be True or False.")
+    if async_scheduling and proposer is not None:
+        raise ValueError("async_scheduling with a proposer: drafts need tokens that are not read yet, leave one out.")
+
+
 def check_whole(name: str, value: object, least: int, *, optional: bool = False) -> None:
     """ValueError unless it is a whole number of at least `least`. optional: None is as good."""
     if optional and value is None:

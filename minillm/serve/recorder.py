@@ -45,6 +45,7 @@ def record(
     plan: Plan,
     starts: list[int],
     *,
+    step: int,
     blocks: bool,
     times: tuple[float, float],
     **facts,
@@ -52,7 +53,7 @@ def record(
     """The record of a step that is over. starts: what was computed of each of the plan's sequences before it."""
     pool, running = scheduler.pool, scheduler.running
     return StepRecord(
-        step=scheduler.step,
+        step=step,
         started=times[0],
         seconds=times[1],
         batch=tuple([(s.name, start, tokens) for (s, tokens), start in zip(plan.batch, starts, strict=True)]),

@@ -4,97 +4,142 @@ The same tokens as `sampling.sample` one by one (which is shorter to read and sl
 row comes from its own `Draw` and is used in the same way: the token at which the running sum of the row's weights, in
 order of token id, passes it. Rounding aside, a row's token does not depend on the rows beside it or on the device.
 
+What the host knows (who wants what, the random numbers) goes to the device first, in a few copies that nobody waits
+for; then everything is computed there without a question back, and `Drawn.read` reads it.
+
 No vocabulary is sorted: top-k and top-p look at a row's CANDIDATES likeliest tokens, which nearly always hold all that
 they keep. For the rows where they do not, a flat distribution or a large top-k, histograms of the weights find the
 least one that is kept (radix selection, as in Alabi et al. 2012).
 """
 
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 from math import isqrt
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from minillm.model.block_tables import to_device
 from minillm.model.draw import Draw
-from minillm.serve.sampling import COLDEST, SamplingParams, Token, described, penalised
+from minillm.serve.drawn import NOT_FINITE, UNDECIDED, Drawn
+from minillm.serve.model_runner import resolved
+from minillm.serve.sampling import COLDEST, SamplingParams, Token
 
 CANDIDATES = 1024
 Row = tuple[SamplingParams, Sequence[int], Draw]  # what a row's request wants; its prompt and answer so far; its draws
 
 
-def sample_batch(logits: Tensor, rows: Sequence[Row], likeliest: Tensor | None = None) -> list[Token]:
-    """One token for each row. logits: [rows, vocab_size], float32, not changed. likeliest: [rows], if known already."""
-    if likeliest is not None and all([params.plain for params, _, _ in rows]):
-        return [plain_token(token) for token in likeliest.tolist()]
-    scores = _penalised(logits, rows)
-    ids = scores.argmax(-1) if likeliest is None or scores is not logits else likeliest
-    drawn = [index for index, (params, _, _) in enumerate(rows) if params.temperature > 0]
-    if drawn:
-        if len(drawn) < len(rows):
-            scores = scores[drawn]
-        ids = ids.clone()
-        ids[drawn] = _draw_all(scores, [rows[index] for index in drawn])
-    tokens = ids.tolist()
-    wants = [params.logprobs is not None for params, _, _ in rows]
-    return [
-        described(token, logits[index].cpu(), rows[index][0]) if wants[index] else plain_token(token)
-        for index, token in enumerate(tokens)
-    ]
+def sample_batch(logits: Tensor, rows: Sequence[Row]) -> list[Token | None]:
+    """A token for each row, None where its logits are not finite. logits: [rows, vocab_size], float32, not changed."""
+    return draw_batch(logits, rows).read()
 
 
-@lru_cache(maxsize=1 << 16)
-def plain_token(token: int) -> Token:
-    """One object for all the times that a token is sampled: it never changes."""
-    return Token(token)
+def draw_batch(
+    logits: Tensor, rows: Sequence[Row], places: Sequence[int] | None = None, drawn: Tensor | None = None
+) -> Drawn:
+    """What `sample_batch` gives, before the host reads it.
+
+    places: of each row in the logits; None = they are in this order. drawn: what placeholders in the rows' tokens stand
+    for, see `model_runner.resolved`.
+    """
+    most, likeliest = logits.max(-1)
+    finite, plain = most.isfinite(), all([params.plain for params, _, _ in rows])
+    if places is not None:
+        [index] = _upload([places], logits.device)
+        finite, likeliest = finite.index_select(0, index), likeliest.index_select(0, index)
+        logits = logits if plain else logits.index_select(0, index)
+    if plain:
+        return Drawn(likeliest, torch.where(finite, likeliest, NOT_FINITE))
+    scores = _penalised(logits, rows, drawn)
+    ids = flags = likeliest if scores is logits else scores.argmax(-1)
+    again = None
+    warm = [row for row, (params, _, _) in enumerate(rows) if params.temperature > 0]
+    wants = {row: params for row, (params, _, _) in enumerate(rows) if params.logprobs is not None}
+    index, wanted = _upload([warm, list(wants)], logits.device)
+    if warm:
+        found, decided, again = _draw_all(scores, rows, warm, index)
+        ids = ids.index_copy(0, index, found)
+        flags = ids.index_copy(0, index, torch.where(decided, found, UNDECIDED))
+    result = Drawn(ids, torch.where(finite, flags, NOT_FINITE), again)
+    if wants:
+        result.describe(wanted, wants, logits)
+    return result
 
 
-def _penalised(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """The logits after the repetition penalty; the very same tensor if no row has one."""
-    wanted = [index for index, (params, _, _) in enumerate(rows) if params.repetition_penalty != 1]
-    if wanted:
-        logits = logits.clone()
-        for index in wanted:
-            logits[index] = penalised(logits[index], rows[index][0], rows[index][1])
-    return logits
+def _upload(lists: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
+    return to_device([np.array(each, np.int64) for each in lists], device)
 
 
-def _draw_all(scores: Tensor, rows: Sequence[Row]) -> Tensor:
-    """[rows], each drawn from softmax(scores / temperature) after its own top-k, top-p and min-p."""
+def _penalised(logits: Tensor, rows: Sequence[Row], drawn: Tensor | None) -> Tensor:
+    """The logits after the repetition penalty (`sampling.penalised`); the very same tensor if no row has one."""
+    places, ids, penalties = [], [], []
+    for row, (params, tokens, _) in enumerate(rows):
+        if params.repetition_penalty != 1:
+            seen = set(tokens)
+            ids += seen
+            places += [row] * len(seen)
+            penalties += [params.repetition_penalty] * len(seen)
+    if not ids:
+        return logits
+    penalty = np.array(penalties).view(np.int64)
+    places, ids, penalty = to_device([np.array(places), np.array(ids), penalty], logits.device)
+    ids, penalty = resolved(ids, drawn), penalty.view(torch.float64).float()
+    values = logits[places, ids]
+    changed = torch.where(values > 0, values / penalty, values * penalty)
+    return logits.index_put((places, ids), changed)  # an id that is there twice gets the same value twice
 
-    def column(values: list, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(scores.device, non_blocking=True)[:, None]
 
-    heat = column([max(params.temperature, COLDEST) for params, _, _ in rows])
-    weights = (scores - scores.amax(-1, keepdim=True)).div_(heat).exp_()  # the likeliest token's is 1
-    uniforms = column([draw.uniform() for _, _, draw in rows], torch.float64)
-    vocab_size = scores.shape[1]
-    top_k = [min(params.top_k or vocab_size, vocab_size) for params, _, _ in rows]
-    top_p, min_p = [params.top_p for params, _, _ in rows], [params.min_p for params, _, _ in rows]
-    cut = [index for index in range(len(rows)) if top_k[index] < vocab_size or top_p[index] < 1]
-    free = [index for index in range(len(rows)) if index not in set(cut)]
-    ids = torch.empty(len(rows), dtype=torch.int64, device=scores.device)
-    if free:
-        part = weights if not cut else weights[free]
-        if any(min_p[index] for index in free):
-            part = part * (part >= column([min_p[index] for index in free]))
-        ids[free] = _inverse_transform(part, uniforms[free])
-    near = [index for index in cut if top_k[index] < CANDIDATES or top_k[index] == vocab_size]
-    far = [index for index in cut if CANDIDATES <= top_k[index] < vocab_size]
+def _draw_all(
+    scores: Tensor, rows: Sequence[Row], warm: list[int], index: Tensor
+) -> tuple[Tensor, Tensor, Callable[[list[int]], Tensor] | None]:
+    """(ids, whether the candidates were enough, how to draw anew where not), of the rows in `warm`, [len(warm)] each:
+    drawn from softmax(scores / temperature) after the row's own top-k, top-p and min-p. index: `warm`, on the device.
+    """
+    vocab_size, device = scores.shape[1], scores.device
+    params = [rows[row][0] for row in warm]
+    top_k = [min(each.top_k or vocab_size, vocab_size) for each in params]
+    cut = [k < vocab_size or each.top_p < 1 for k, each in zip(top_k, params, strict=True)]
+    free = [i for i, limited in enumerate(cut) if not limited]
+    near = [i for i, limited in enumerate(cut) if limited and (top_k[i] < CANDIDATES or top_k[i] == vocab_size)]
+    far = [i for i, limited in enumerate(cut) if limited and CANDIDATES <= top_k[i] < vocab_size]
+    heat = [max(each.temperature, COLDEST) for each in params]
+    uniforms = [rows[row][2].uniform() for row in warm]
+    numbers = np.array([heat, uniforms, top_k, [each.top_p for each in params], [each.min_p for each in params]])
+    heat, *limits = to_device([numbers.view(np.int64)], device)[0].view(torch.float64)[..., None]
+    of_free, of_near, of_far = _upload([free, near, far], device)
+    if len(warm) < len(scores):
+        scores = scores.index_select(0, index)
+    weights = (scores - scores.amax(-1, keepdim=True)).div_(heat.float()).exp_()  # the likeliest token's is 1
 
-    def limits(part: list[int]) -> tuple[Tensor, ...]:
+    def of(part: list[int], index: Tensor) -> tuple[Tensor, ...]:
         """Of these rows: weights, uniforms, top_k, top_p, min_p."""
-        kinds = ((top_k, torch.int64), (top_p, torch.float64), (min_p, torch.float32))
-        columns = [column([values[index] for index in part], kind) for values, kind in kinds]
-        return weights if len(part) == len(rows) else weights[part], uniforms[part], *columns
+        if len(part) == len(warm):
+            return weights, *limits
+        return tuple(each.index_select(0, index) for each in (weights, *limits))
 
+    def from_all(part: list[int], index: Tensor) -> Tensor:
+        some_k, some_p = any(top_k[i] < vocab_size for i in part), any(params[i].top_p < 1 for i in part)
+        return _from_all(*of(part, index), some_k=some_k, some_p=some_p)
+
+    ids = torch.zeros(len(warm), dtype=torch.int64, device=device)
+    decided = torch.ones(len(warm), dtype=torch.bool, device=device)
+    if free:
+        part, chosen, _, _, min_p = of(free, of_free)
+        if any(params[i].min_p for i in free):
+            part = part * (part >= min_p.float())
+        ids[of_free] = _inverse_transform(part, chosen)
     if near:
-        count = max(CANDIDATES if top_k[index] == vocab_size else top_k[index] + 1 for index in near)
-        ids[near], complete = _from_candidates(*limits(near), count=min(count, vocab_size))
-        far += [index for index, done in zip(near, complete.tolist(), strict=True) if not done]
+        count = max(CANDIDATES if top_k[i] == vocab_size else top_k[i] + 1 for i in near)
+        ids[of_near], decided[of_near] = _from_candidates(*of(near, of_near), count=min(count, vocab_size))
     if far:
-        ids[far] = _from_all(*limits(far))
-    return ids
+        ids[of_far] = from_all(far, of_far)
+    place = {row: i for i, row in enumerate(warm)}
+
+    def again(undecided: list[int]) -> Tensor:
+        part = [place[row] for row in undecided]
+        return from_all(part, _upload([part], device)[0])
+
+    return ids, decided, again if near else None
 
 
 def _from_candidates(
@@ -108,21 +153,23 @@ def _from_candidates(
     everything = torch.where(top_k < weights.shape[1], (values * keep).sum(-1, True), weights.sum(-1, True))
     shares = values.double() * keep / everything
     keep &= shares.cumsum(-1) - shares < top_p
-    least = values.gather(1, keep.sum(-1, keepdim=True) - 1)
+    least = values.gather(1, (keep.sum(-1, keepdim=True) - 1).clamp(min=0))  # 0 are kept of weights that are NaN
     complete = (values[:, -1:] < least)[:, 0] | (count == weights.shape[1])  # else an equal one may be left out
-    keep &= values >= min_p
+    keep &= values >= min_p.float()
     ids, order = ids.sort(dim=1)
     places = _inverse_transform((values * keep).gather(1, order), uniforms)
     return ids.gather(1, places[:, None])[:, 0], complete
 
 
-def _from_all(weights: Tensor, uniforms: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """[rows] token ids, however many tokens are kept."""
-    if (top_k < weights.shape[1]).any():
-        weights = _largest(weights, torch.ones_like(weights), top_k.double())
-    if (top_p < 1).any():
+def _from_all(
+    weights: Tensor, uniforms: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, some_k: bool, some_p: bool
+) -> Tensor:
+    """[rows] token ids, however many tokens are kept. some_k, some_p: whether any row has a top-k, a top-p."""
+    if some_k:
+        weights = _largest(weights, torch.ones_like(weights), top_k)
+    if some_p:
         weights = _largest(weights, weights, top_p * weights.sum(-1, keepdim=True, dtype=torch.float64))
-    return _inverse_transform(weights * (weights >= min_p), uniforms)
+    return _inverse_transform(weights * (weights >= min_p.float()), uniforms)
 
 
 def _largest(weights: Tensor, masses: Tensor, limit: Tensor) -> Tensor:
@@ -132,7 +179,7 @@ def _largest(weights: Tensor, masses: Tensor, limit: Tensor) -> Tensor:
     order, so the least weight that stays is found ten bits at a time.
     """
     bits = weights.view(torch.int32)
-    found, above = _last_bucket(bits >> 20, masses, limit)
+    found, above = _last_bucket((bits >> 20) & 1023, masses, limit)  # 1024 and above: of NaN
     for shift in (10, 0):
         inside = masses * (bits >> (shift + 10) == found)
         key, more = _last_bucket((bits >> shift) & 1023, inside, limit - above)
@@ -141,8 +188,7 @@ def _largest(weights: Tensor, masses: Tensor, limit: Tensor) -> Tensor:
     equal = weights == least
     each = (masses * equal).amax(-1, keepdim=True)
     wanted = ((limit - above) / each).ceil()
-    if (wanted < equal.sum(-1, keepdim=True)).any():
-        equal &= equal.cumsum(-1) <= wanted
+    equal &= equal.cumsum(-1) <= wanted
     return weights * ((weights > least) | equal)
 
 
@@ -168,14 +214,15 @@ def _inverse_transform(weights: Tensor, uniforms: Tensor) -> Tensor:
     pieces = weights[:, : n // size * size].unflatten(1, (-1, size)).sum(-1)
     sums = torch.cat((pieces, weights[:, n // size * size :].sum(-1, keepdim=True)), dim=1).double().cumsum(1)
     target = uniforms * sums[:, -1:]
-    piece = torch.minimum(
-        torch.searchsorted(sums, target, right=True), torch.searchsorted(sums, sums[:, -1:].contiguous())
-    )
+    piece = _passed(sums, target)
     before = torch.where(piece > 0, sums.gather(1, (piece - 1).clamp(min=0)), 0)
     places = piece * size + torch.arange(size, device=weights.device)
     inside = weights.gather(1, places.clamp(max=n - 1)).double() * (places < n)
     running = before + inside.cumsum(1)
-    place = torch.minimum(
-        torch.searchsorted(running, target, right=True), torch.searchsorted(running, running[:, -1:].contiguous())
-    )
-    return places.gather(1, place)[:, 0]
+    return places.gather(1, _passed(running, target))[:, 0].clamp(max=n - 1)  # behind it only for NaN
+
+
+def _passed(sums: Tensor, target: Tensor) -> Tensor:
+    """[rows, 1], where running sums [rows, n] pass the target, never behind the last that grows. Of NaN, any place."""
+    last = torch.searchsorted(sums, sums[:, -1:].contiguous())
+    return torch.searchsorted(sums, target, right=True).minimum(last).clamp(max=sums.shape[1] - 1)

@@ -147,6 +147,11 @@ class Scheduler:
         self.pool.release(sequence.blocks[held:])
         del sequence.blocks[held:]
 
+    def publish(self, sequence: Sequence, start: int) -> None:
+        """Its tokens from place `start` on are known now, not only computed: the blocks they filled are shared."""
+        if sequence.state is RUNNING:
+            self._cache_blocks(sequence, start // self.pool.block_size, sequence.num_computed // self.pool.block_size)
+
     def fork(self, sequence: Sequence) -> list[Sequence]:
         """Ends the prompt of a sequence of num_seqs n: n - 1 more that share its blocks; the first to write copies."""
         forks, sequence.num_seqs = sequence.num_seqs - 1, 1
@@ -268,6 +273,7 @@ class Scheduler:
 
     def _cache_blocks(self, sequence: Sequence, start: int, end: int) -> None:
         """Others of this very step may hit a block too: a layer writes all its keys before it reads any."""
+        end = min(end, (sequence.num_tokens - sequence.num_pending) // self.pool.block_size)
         if self.pool.prefix_cache and start < end:
             for block, prefix in zip(
                 sequence.blocks[start:end], sequence.prefixes(end, self.pool.block_size)[start:], strict=True

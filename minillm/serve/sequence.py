@@ -33,6 +33,7 @@ class Sequence:
     hit_tokens: int = 0  # found in the cache instead of computed
     forwarded: int = 0  # put through the model
     num_draft_tokens: int = 0  # draft tokens to check in its next step; they are no tokens of it yet
+    num_pending: int = 0  # of its tokens the last ones, if they are placeholders (`async_scheduling.py`)
 
     @property
     def num_tokens(self) -> int:

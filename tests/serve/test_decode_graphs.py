@@ -6,16 +6,17 @@ from itertools import islice
 import numpy as np
 import pytest
 import torch
-from recorded import record
+from recorded import READS_BACK, record
 from test_proof import CONFIG, mixed_requests, nothing_left
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm.model import ModelConfig, Transformer
 from minillm.model.block_tables import BlockTables
 from minillm.model.draw import sample_seed
 from minillm.model.generate import generate
 from minillm.model.paged import block_by_block
-from minillm.serve import LLM, SamplingParams
+from minillm.serve import LLM, SamplingParams, sampler
 from minillm.serve.decode_graphs import DecodeGraphs
 from minillm.serve.model_runner import ForwardPass
 from minillm.serve.speculate import NGram
@@ -125,7 +126,7 @@ def test_who_can_be_replayed():
 
 
 class Reads(TorchFunctionMode):
-    """Counts what makes a host wait for a GPU: values of tensors that Python asks for."""
+    """Counts what makes a host wait for a GPU: values of tensors that Python asks for, or that an operation needs."""
 
     def __init__(self):
         super().__init__()
@@ -136,6 +137,72 @@ class Reads(TorchFunctionMode):
         if name in ("tolist", "item", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"):
             self.found.append(name)
         return function(*args, **(kwargs or {}))
+
+    def __enter__(self):
+        self._operations = ReadsBack(self.found)
+        self._operations.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *failure):
+        super().__exit__(*failure)
+        self._operations.__exit__(*failure)
+
+
+class ReadsBack(TorchDispatchMode):
+    """The same of operations: indexing with a mask calls `nonzero`, which no function of Python's shows."""
+
+    def __init__(self, found):
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.name().split(".")[0]
+        masked = name in ("aten::index", "aten::index_put", "aten::index_put_") and any(
+            each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1]
+        )
+        if name in READS_BACK or masked:
+            self.found.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+WARM = {"temperature": 0.8}
+SAMPLED = {
+    "greedy": [{}],
+    "drawn": [WARM, WARM | {"min_p": 0.1}],
+    "top-k and top-p": [WARM | {"top_p": 0.9}, WARM | {"top_k": 5, "min_p": 0.01}, {}],
+    "penalty": [{"repetition_penalty": 1.3}, WARM | {"repetition_penalty": 1.3, "top_k": 7}, {}],
+    "logprobs": [{"logprobs": 3}, WARM | {"logprobs": 0}, WARM | {"logprobs": 2, "top_p": 0.9, "n": 2}, WARM],
+}
+
+
+@pytest.mark.parametrize("kind", SAMPLED)
+def test_a_step_reads_back_once(kind, recording):
+    """Tokens, log-probabilities and whether logits were finite in one transfer, whatever a step does besides."""
+    model, tokens = Transformer(CONFIG, seed=2), []
+    llm = LLM(model, graphs=True, block_size=4, max_num_seqs=6)
+    for number, options in enumerate(SAMPLED[kind]):
+        llm.add([1 + number, 2, 3], SamplingParams(max_tokens=40, seed=number, **options))
+    llm.step()
+    for _ in range(6):
+        with Reads() as reads:
+            llm.step()
+        assert reads.found == ["tolist"]
+        tokens.append(llm.records[-1].sampled)
+    assert set(tokens) == {sum(options.get("n", 1) for options in SAMPLED[kind])}
+
+
+def test_a_step_whose_candidates_are_not_enough_reads_back_twice(recording, monkeypatch):
+    monkeypatch.setattr(sampler, "CANDIDATES", 2)
+    params = [SamplingParams(max_tokens=20, temperature=2.0, top_p=0.99, logprobs=2, seed=seed) for seed in range(3)]
+    llm, found = LLM(Transformer(CONFIG, seed=2), graphs=True), []
+    for each in params:
+        llm.add([1, 2, 3], each)
+    llm.step()
+    for _ in range(6):
+        with Reads() as reads:
+            llm.step()
+        found.append(reads.found[:2])
+    assert ["tolist", "tolist"] in found
 
 
 @pytest.mark.parametrize("speculating", [False, True])

@@ -56,10 +56,11 @@ def test_replayed_steps_are_those_of_the_model(dtype):
         assert sum(a == b for a, b in zip(found, eager, strict=True)) >= 8
 
 
-def test_a_replayed_step_waits_for_the_gpu_once():
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2, "logprobs": 2}])
+def test_a_replayed_step_waits_for_the_gpu_once(options):
     llm = LLM(Transformer(CONFIG, seed=2, device="cuda"))
-    for prompt in PROMPTS:
-        llm.add(prompt, SamplingParams(max_tokens=20))
+    for seed, prompt in enumerate(PROMPTS):
+        llm.add(prompt, SamplingParams(max_tokens=20, seed=seed, **options))
     for _ in range(4):
         llm.step()
     torch.cuda.set_sync_debug_mode("warn")
@@ -80,6 +81,17 @@ def test_seeded_draws_are_those_of_the_cpu():
         outputs = LLM(Transformer(CONFIG, seed=2, device=device)).generate(PROMPTS, params)
         found.append([output.answers[0].ids for output in outputs])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_steps_that_overlap_give_the_same_tokens(preemption):
+    params = [SamplingParams(max_tokens=20, temperature=0.8 * (i % 2), top_p=0.9, seed=i) for i in range(len(PROMPTS))]
+    tight = {"num_blocks": 12, "token_budget": 64, "max_num_seqs": 8, "reserve": 0, "preemption": preemption}
+    right = LLM(Transformer(CONFIG, seed=2)).generate(PROMPTS, params)
+    llm = LLM(Transformer(CONFIG, seed=2, device="cuda"), async_scheduling=True, **tight)
+    outputs = llm.generate(PROMPTS, params)
+    assert [output.answers[0].ids for output in outputs] == [output.answers[0].ids for output in right]
+    assert sum(output.preemptions for output in outputs) > 0 and left(llm) == (0, 0, 0)
 
 
 def test_swapped_blocks_come_back_as_they_went():

@@ -1,7 +1,7 @@
 """The proof: whatever is switched on, and whatever else runs, tokens are those of the naive loop.
 
 All combinations of block size, prefix cache, chunk, preemption and policy on a pool that is too small: some by default,
-every one with MINILLM_PROOF=all.
+every one with MINILLM_PROOF=all; with asynchronous scheduling, too.
 """
 
 import os
@@ -25,7 +25,9 @@ AXES = {
     "policy": list(POLICIES),
 }
 EVERY = list(product(*AXES.values()))
-CHOSEN = EVERY if os.environ.get("MINILLM_PROOF") == "all" else EVERY[::7]
+WHOLE = os.environ.get("MINILLM_PROOF") == "all"
+CHOSEN = EVERY if WHOLE else EVERY[::7]
+RUNS = [*((each, False) for each in CHOSEN), *((each, True) for each in CHOSEN[:: 1 if WHOLE else 3])]
 
 
 def mixed_requests(count=40):
@@ -81,10 +83,12 @@ def nothing_left(llm):
     assert not llm._samples and not llm.scheduler.running
 
 
-@pytest.mark.parametrize("combination", CHOSEN, ids=lambda c: "-".join(map(str, c)))
-def test_tokens_equal_those_of_the_naive_loop(proof, combination):
+@pytest.mark.parametrize(
+    ("combination", "ahead"), RUNS, ids=["-".join(map(str, each)) + "-async" * ahead for each, ahead in RUNS]
+)
+def test_tokens_equal_those_of_the_naive_loop(proof, combination, ahead):
     model, requests, expected = proof
-    options = dict(zip(AXES, combination, strict=True))
+    options = dict(zip(AXES, combination, strict=True)) | {"async_scheduling": ahead}
     blocks = -(-63 // options["block_size"]) + 16 // options["block_size"]
     llm = LLM(model, num_blocks=blocks, token_budget=64, max_num_seqs=12, reserve=0, **options)
     arrivals, outputs, cancelled = iter(enumerate(requests)), {}, {}

@@ -6,7 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from minillm.data import Tokenizer
+from minillm.model import load_hf
 from minillm.model.draw import Draw, sample_seed
+from minillm.model.generate import folder_of
 from minillm.serve import SamplingParams, sampler
 from minillm.serve.sampler import sample_batch
 from minillm.serve.sampling import filtered, sample
@@ -78,25 +81,44 @@ def test_tokens_are_the_references_draw_by_draw(vocab_size):
     assert batch == alone == reference
 
 
-@pytest.mark.slow
-def test_a_large_vocabulary_by_chi_square():
-    """4,000 draws over 32,000 tokens, in 64 groups of like probability; 63 degrees of freedom, p = 0.0001 at 117."""
-    logits = torch.randn(32_000, generator=torch.Generator().manual_seed(4)) * 4
-    for options in ({"temperature": 1.0}, {"temperature": 1.5, "top_p": 0.9, "top_k": 2000}):
-        params = SamplingParams(**options)
-        expected = filtered(logits, params, []).softmax(-1).double()
-        counts = torch.zeros_like(expected)
-        for start in range(0, 4_000, 400):
-            rows = [(params, [], Draw(sample_seed(7, start + i))) for i in range(400)]
-            ids = [token.id for token in sample_batch(logits.expand(400, -1), rows)]
-            counts += torch.bincount(torch.tensor(ids), minlength=32_000)
-        order = torch.randperm(32_000, generator=torch.Generator().manual_seed(5))
-        group = (expected[order].cumsum(0) * 64).long().clamp(max=63)
-        share = torch.zeros(64, dtype=torch.float64).index_add(0, group, expected[order])
-        found = torch.zeros(64, dtype=torch.float64).index_add(0, group, counts[order])
-        busy = share > 1e-3
-        assert ((found - 4_000 * share).square() / (4_000 * share))[busy].sum() < 117
-        assert counts[expected == 0].sum() == 0
+def trained_logits():
+    """Of the committed model, after some code: its own vocabulary, and as peaked as a trained model's are."""
+    folder = folder_of("target")
+    tokens = Tokenizer.load(folder).encode("import os\n\n\ndef read(path):\n    with open(path) as")
+    with torch.no_grad():
+        return load_hf(folder, dtype=torch.float32)(torch.tensor([tokens]))[0, -1]
+
+
+def llamas_number_of_tokens():
+    return torch.randn(128_256, generator=torch.Generator().manual_seed(4)) * 4
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (trained_logits, {"temperature": 1.0}),
+        (trained_logits, {"temperature": 1.5, "top_p": 0.9}),
+        (trained_logits, {"temperature": 1.5, "top_p": 0.9, "top_k": 2000}),
+        pytest.param(llamas_number_of_tokens, {"temperature": 1.5, "top_p": 0.9}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_real_vocabulary_by_chi_square(make, options):
+    """4,000 draws in 64 groups of like probability; 63 degrees of freedom at most, p = 0.0001 at 117."""
+    logits = make()
+    size, params = len(logits), SamplingParams(**options)
+    expected = filtered(logits, params, []).softmax(-1).double()
+    counts = torch.zeros_like(expected)
+    for start in range(0, 4_000, 100):
+        rows = [(params, [], Draw(sample_seed(7, start + i))) for i in range(100)]
+        ids = [token.id for token in sample_batch(logits.expand(100, -1), rows)]
+        counts += torch.bincount(torch.tensor(ids), minlength=size)
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(5))
+    group = (expected[order].cumsum(0) * 64).long().clamp(max=63)
+    share = torch.zeros(64, dtype=torch.float64).index_add(0, group, expected[order])
+    found = torch.zeros(64, dtype=torch.float64).index_add(0, group, counts[order])
+    busy = share > 1e-3
+    assert ((found - 4_000 * share).square() / (4_000 * share))[busy].sum() < 117
+    assert counts[expected == 0].sum() == 0
 
 
 def test_numbers_by_counter():
