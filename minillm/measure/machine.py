@@ -23,6 +23,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from minillm.files import write_whole
 from minillm.measure import rates
 from minillm.measure.rates import LinkFit
 
@@ -142,11 +143,9 @@ class _Cache:
             return None
 
     def write(self, card: Machine) -> None:
-        fresh = self.path.with_suffix(f".{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            fresh.write_text(json.dumps(self._cards() | {self.key: card.to_json()}, indent=1))
-            fresh.replace(self.path)  # whoever reads sees the old file or the new one, never half of one
+            write_whole(self.path, json.dumps(self._cards() | {self.key: card.to_json()}, indent=1))
         except OSError as error:
             reason = error.strerror or error
             _warn(f"cannot keep the machine card in {self.path} ({reason}); set XDG_CACHE_HOME to a writable folder")
