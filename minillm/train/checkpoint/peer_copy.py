@@ -6,8 +6,8 @@
 Shared memory outlives the ranks that torchrun's agent starts again, and is lost with the machine. After lost ranks
 everything is where it was; after a lost node the next one sends the ranks what they need of its files. Where more is
 lost, or damaged, the disk has the same save. A save replaces the one before, so a node needs twice what its ranks
-write. A node is what one agent has started. The memory is freed when the run ends or, if its agent was killed, when
-another run begins. The idea is that of GEMINI (Wang et al. 2023, https://doi.org/10.1145/3600006.3613145).
+write. A node is what one agent has started; one alone keeps one copy. The memory is freed when the run ends or, if its
+agent was killed, when another begins. After GEMINI (Wang et al. 2023, https://doi.org/10.1145/3600006.3613145).
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class PeerCopy:
         self.group, self.run, self.place = group, run, node / f"{zlib.crc32(os.fsencode(run.resolve())):08x}"
         nodes = group.gather_objects((socket.gethostname(), str(node)))
         members = [[rank for rank, each in enumerate(nodes) if each == one] for one in dict.fromkeys(nodes)]
-        self.neighbours = next(ranks for ranks in members if group.rank in ranks)  # the ranks of this node
+        self._is_first = group.rank in [ranks[0] for ranks in members]  # of its node: it makes and drops folders
         self.peer_of = {}  # rank -> the rank of the next node that holds its file
         for ranks, others in zip(members, members[1:] + members[:1], strict=True):
             if ranks is not others:
@@ -50,25 +50,23 @@ class PeerCopy:
 
     def keep(self, name: str, pieces: Sequence[Piece], about: dict[str, Any], tokenizer: str | None) -> None:
         """Holds this save instead of the one before. What does not fit into memory costs a warning."""
-        group, draft = self.group, self.place / f".{name}"
-        held_for = [rank for rank, peer in self.peer_of.items() if peer == group.rank]
+        draft, me, ranks = self.place / f".{name}", self.group.rank, range(self.group.world_size)
+        own = file_of(draft, me)
         try:
-            self._all(lambda: self._begin(draft))
-            own = file_of(draft, group.rank)
-            notes = self._all(lambda: {"parts": write_parts(own, group.rank, pieces), **about})
+            self._forget()
+            self._all(lambda: self._is_first and draft.mkdir(0o700, parents=True))
+            notes = self._all(lambda: {"parts": write_parts(own, me, pieces), **about})
             manifest = Manifest.of(name, notes, tokenizer)
-            sizes = manifest.files
-            self._all(lambda: [_allocate(file_of(draft, rank), sizes[rank]) for rank in held_for])
-            empty, peer = np.empty(0, np.uint8), self.peer_of.get(group.rank)
-            ranks = range(group.world_size)
-            outgoing = [_mapped(own, sizes[group.rank]) if rank == peer else empty for rank in ranks]
-            incoming = [_mapped(file_of(draft, rank), sizes[rank]) if rank in held_for else empty for rank in ranks]
-            _exchange(group, outgoing, incoming, max(sizes) if self.peer_of else 0)
-            self._all(lambda: self._is_first and write_whole(draft / FILE, manifest.to_text()))
-            self._all(lambda: self._is_first and os.rename(draft, self.place / name))
+            sizes = [nbytes if self.peer_of else 0 for nbytes in manifest.files]  # of messages
+            theirs = {rank: sizes[rank] for rank in ranks if self.peer_of.get(rank) == me}
+            self._all(lambda: [_allocate(file_of(draft, rank), nbytes) for rank, nbytes in theirs.items()])
+            outgoing = [_mapped(own, sizes[me] if self.peer_of.get(me) == rank else 0) for rank in ranks]
+            incoming = [_mapped(file_of(draft, rank), theirs.get(rank, 0)) for rank in ranks]
+            _exchange(self.group, outgoing, incoming, max(sizes))
+            self._all(lambda: self._is_first and self._commit(draft, name, manifest))
         except NotKept as problem:
             self._forget()
-            if group.rank == 0:
+            if me == 0:
                 print(f"minillm: no copy of {name} is in memory ({problem}): it is on the disk alone.", file=sys.stderr)
 
     def files(self) -> "PeerFiles | None":
@@ -81,8 +79,8 @@ class PeerCopy:
         name = held[source][0]
         text = (self.place / name / FILE).read_text() if self.group.rank == source else None
         manifest = Manifest.from_text(self.group.gather_objects(text)[source], name)
-        files = range(len(manifest.files))
-        holders = [[rank for rank, found in enumerate(held) if found and file in found[2]] for file in files]
+        seen = [found[2] if found else () for found in held]
+        holders = [[rank for rank, files in enumerate(seen) if file in files] for file in range(len(manifest.files))]
         is_whole = all(holders) and manifest.number >= newest[0]
         return PeerFiles(self.group, self.place / name, manifest, holders) if is_whole else None
 
@@ -91,20 +89,15 @@ class PeerCopy:
         self.group.barrier()
         self._forget()
 
-    @property
-    def _is_first(self) -> bool:
-        return self.group.rank == self.neighbours[0]
-
-    def _begin(self, draft: Path) -> None:
-        if self._is_first:
-            shutil.rmtree(self.place, ignore_errors=True)
-            draft.mkdir(0o700, parents=True)
+    def _commit(self, draft: Path, name: str, manifest: Manifest) -> None:
+        write_whole(draft / FILE, manifest.to_text())
+        os.rename(draft, self.place / name)
 
     def _forget(self) -> None:
         if self._is_first:
             shutil.rmtree(self.place, ignore_errors=True)
-            if self.place.parent.is_dir() and not any(self.place.parent.iterdir()):
-                self.place.parent.rmdir()
+            with contextlib.suppress(OSError):
+                self.place.parent.rmdir()  # if it holds no other run's
 
     def _held(self) -> tuple[str, str, list[int]] | None:
         """Of this node: the save, a hash of its manifest, and whose files are there."""
@@ -172,7 +165,7 @@ class PeerFiles(Files):
 
 def folder_of_agent() -> Path:
     """In memory, for the ranks that this process's parent starts. Removes those whose makers have ended.
-    ValueError where there is no such memory."""
+    ValueError where there is none."""
     if not MEMORY.is_dir():
         raise ValueError(f"--peer-copy needs a folder in memory, {MEMORY}, which there is not here: leave it out")
     prefix = f"{PREFIX}{os.stat('/proc/self/ns/pid').st_ino}-"  # containers that share memory number processes anew
