@@ -22,6 +22,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from minillm.files import write_whole
 from minillm.measure import rates
@@ -129,7 +130,10 @@ def machine(refresh: bool = False) -> Machine:
 
 
 class _Cache:
-    """Cards by host, torch version and cores, in one JSON file."""
+    """Cards by host, torch version and cores, in one JSON file. One that cannot be kept there lasts as long as this
+    process."""
+
+    unkept: ClassVar[dict[tuple[Path, str], Machine]] = {}
 
     def __init__(self) -> None:
         home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -138,7 +142,7 @@ class _Cache:
 
     def read(self) -> Machine | None:
         try:
-            return Machine.from_json(self._cards()[self.key])
+            return self.unkept.get((self.path, self.key)) or Machine.from_json(self._cards()[self.key])
         except (KeyError, TypeError, ValueError, AttributeError):  # absent, cut short, or of another version
             return None
 
@@ -146,8 +150,9 @@ class _Cache:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.path, json.dumps(self._cards() | {self.key: card.to_json()}, indent=1))
+            self.unkept.pop((self.path, self.key), None)
         except OSError as error:
-            reason = error.strerror or error
+            reason, self.unkept[self.path, self.key] = error.strerror or error, card
             _warn(f"cannot keep the machine card in {self.path} ({reason}); set XDG_CACHE_HOME to a writable folder")
 
     def _cards(self) -> dict:
