@@ -159,7 +159,7 @@ class Checkpointer:
 
     def _write(self, draft: Path, pieces: Sequence[Piece], about: dict[str, Any]) -> None:
         try:
-            note = {"parts": write_parts(file_of(draft, self.rank), self.rank, pieces), **about}
+            note = {"parts": self._write_parts(draft, pieces), **about}
         except Exception as error:  # a thread has nobody to raise it to
             self._error, note = str(error), {"error": str(error)}
             file_of(draft, self.rank).unlink(missing_ok=True)  # on a full disk, room for the note
@@ -171,6 +171,9 @@ class Checkpointer:
             except Exception as error:
                 self._error = str(error)
                 shutil.rmtree(draft, ignore_errors=True)
+
+    def _write_parts(self, draft: Path, pieces: Sequence[Piece]) -> list[list[Any]]:
+        return write_parts(file_of(draft, self.rank), self.rank, pieces)
 
     def _notes(self, draft: Path) -> list[dict[str, Any]]:
         """Of all ranks, once they are there. OSError if one says that it could not write, or says nothing."""
