@@ -102,11 +102,15 @@ def main(folder: str, rank: int, nproc: int, port: int, environ: dict[str, str])
 
 
 def leave_together(group: Group) -> None:
-    """Wait for all ranks, however long they work: none takes a connection away that another still needs."""
+    """Wait for all ranks, however long they work: none takes a connection away that another still needs.
+    PeerLostError if one of them ends before it is done."""
     options = dist.BarrierOptions()
     options.timeout = datetime.timedelta(days=365)
     if group.world_size > 1:
-        group.process_group.barrier(options).wait(options.timeout)
+        try:
+            group.process_group.barrier(options).wait(options.timeout)
+        except RuntimeError as error:
+            raise PeerLostError(f"rank {group.rank} was done, and another rank ended before it was") from error
 
 
 def _packed(result: Any, rank: int) -> bytes:
