@@ -165,7 +165,7 @@ def cut(place, monkeypatch):
             monkeypatch.setattr(f"minillm.cli.{module}.{name}", instead)
     monkeypatch.setattr("minillm.bench.scaling.this_machine", accept)  # after it has refused what cannot be
     for module, _ in BENCHES.values():
-        for name in ("compare", "side_by_side", "load_hf", "tokenize"):
+        for name in ("compare", "contestants", "side_by_side", "load_hf", "tokenize"):
             if hasattr(import_module(module), name):
                 monkeypatch.setattr(f"{module}.{name}", accept)
     return place
