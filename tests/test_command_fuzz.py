@@ -158,14 +158,14 @@ def cut(place, monkeypatch):
         "machine": {"machine": lambda **_: types.SimpleNamespace(to_json=dict)},
         "notebooks": {"build": accept, "stale": lambda *_: []},
         "oracle": {"compare": accept},
-        "scaling": {"scaling": accept},
         "train": {"_run": accept},
         "train_heads": {"train": accept},
     }.items():
         for name, instead in names.items():
             monkeypatch.setattr(f"minillm.cli.{module}.{name}", instead)
+    monkeypatch.setattr("minillm.bench.scaling.this_machine", accept)  # after it has refused what cannot be
     for module, _ in BENCHES.values():
-        for name in ("compare", "side_by_side", "load_hf", "tokenize"):
+        for name in ("compare", "contestants", "side_by_side", "load_hf", "tokenize"):
             if hasattr(import_module(module), name):
                 monkeypatch.setattr(f"{module}.{name}", accept)
     return place

@@ -88,8 +88,8 @@ def test_a_tiny_shared_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_another_user_than_the_owner(tmp_path: Path) -> None:
-    """Of the clone and of Python: nothing is written beside the package."""
+def test_another_user_than_the_owner_in_a_home_that_cannot_be_written(tmp_path: Path) -> None:
+    """Of the clone and of Python: nothing is written beside the package, and warnings say what is not kept at home."""
     readable = all(
         folder.stat().st_mode & stat.S_IXOTH
         for path in (Path(sys.executable), Path(sys.executable).resolve(), ROOT)
@@ -102,6 +102,12 @@ def test_another_user_than_the_owner(tmp_path: Path) -> None:
     everyone.chmod(0o777)
     try:
         somebody = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "--")
-        check(everything(everyone, "pro gramm.py", prefix=somebody, HOME=str(everyone)))
+        (everyone / "home").mkdir(mode=0o555)
+        gone = ("XDG_CACHE_HOME", "XDG_DATA_HOME", "MINILLM_PROGRESS")
+        done = everything(everyone, "pro gramm.py", "lab", prefix=somebody, without=gone, HOME=str(everyone / "home"))
+        check(done)
+        said = done.stderr.decode("utf-8", "replace")
+        assert all(f"cannot {what}" in said for what in ("keep the machine card", "cache tokens")), said[-3000:]
+        assert not list((everyone / "home").iterdir())
     finally:
         shutil.rmtree(everyone)

@@ -11,7 +11,6 @@ either makes another file, never a stale one. Files appear complete or not at al
 import hashlib
 import json
 import os
-import tempfile
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ import numpy as np
 
 from minillm.data.corpus import Corpus, Split
 from minillm.data.tokenizer import Tokenizer
+from minillm.files import draft_of
 
 FORMAT = "minillm-tokens-1"
 HEADER_BYTES = 1024
@@ -95,17 +95,9 @@ def write_tokens(path: str | Path, tokens: Tokens) -> Tokens:
     names = ("vocab_size", "separator", "documents", "text_bytes")
     header = {"format": FORMAT, "dtype": array.dtype.name, "count": len(array)}
     header |= {name: int(getattr(tokens, name)) for name in names}
-    descriptor, draft = tempfile.mkstemp(prefix=".tokens-", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(json.dumps(header).encode().ljust(HEADER_BYTES - 1) + b"\n")
-            array.tofile(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    except BaseException:
-        os.unlink(draft)
-        raise
+    with draft_of(path, on_disk=True) as draft, draft.open("wb") as file:
+        file.write(json.dumps(header).encode().ljust(HEADER_BYTES - 1) + b"\n")
+        array.tofile(file)
     return read_tokens(path)
 
 

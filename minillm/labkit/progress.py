@@ -18,6 +18,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from minillm.files import write_whole
+
 Status = Literal["passed", "failed", "not attempted"]
 
 
@@ -64,11 +66,9 @@ def section(name: str) -> dict[str, Any]:
 def keep(name: str, value: dict[str, Any]) -> None:
     """Write one section; the others stay."""
     file, document = path(), {"version": 1} | _document() | {name: value}
-    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(file)  # a reader sees the old file or the new one, never half of one
+        write_whole(file, json.dumps(document, indent=1) + "\n")
         _unsaved.pop(file, None)
     except OSError as error:
         _unsaved[file] = document

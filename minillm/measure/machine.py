@@ -22,7 +22,9 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
+from minillm.files import write_whole
 from minillm.measure import rates
 from minillm.measure.rates import LinkFit
 
@@ -128,7 +130,10 @@ def machine(refresh: bool = False) -> Machine:
 
 
 class _Cache:
-    """Cards by host, torch version and cores, in one JSON file."""
+    """Cards by host, torch version and cores, in one JSON file. One that cannot be kept there lasts as long as this
+    process."""
+
+    unkept: ClassVar[dict[tuple[Path, str], Machine]] = {}
 
     def __init__(self) -> None:
         home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -137,18 +142,17 @@ class _Cache:
 
     def read(self) -> Machine | None:
         try:
-            return Machine.from_json(self._cards()[self.key])
+            return self.unkept.get((self.path, self.key)) or Machine.from_json(self._cards()[self.key])
         except (KeyError, TypeError, ValueError, AttributeError):  # absent, cut short, or of another version
             return None
 
     def write(self, card: Machine) -> None:
-        fresh = self.path.with_suffix(f".{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            fresh.write_text(json.dumps(self._cards() | {self.key: card.to_json()}, indent=1))
-            fresh.replace(self.path)  # whoever reads sees the old file or the new one, never half of one
+            write_whole(self.path, json.dumps(self._cards() | {self.key: card.to_json()}, indent=1))
+            self.unkept.pop((self.path, self.key), None)
         except OSError as error:
-            reason = error.strerror or error
+            reason, self.unkept[self.path, self.key] = error.strerror or error, card
             _warn(f"cannot keep the machine card in {self.path} ({reason}); set XDG_CACHE_HOME to a writable folder")
 
     def _cards(self) -> dict:

@@ -22,6 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from minillm.files import flush
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 Stored = dict[str, safe_open]  # tensor name -> the open file that holds it
 OURS = ("model-*-of-*.safetensors", f"{INDEX}*", ".minillm-*.tmp")  # what a save may leave behind and the next removes
@@ -90,7 +92,7 @@ def write(
             where |= dict.fromkeys(names, shard)
             unused.append(folder / shard)
             save_file({name: _joined(parts[name]) for name in names}, folder / shard, {"format": "pt"})
-            _flush(folder / shard)
+            flush(folder / shard)
         total = sum(sizes.values())
         renames = [(_write_json(content, folder, unused), folder / name) for name, content in beside.items()]
         if len(shards) == 1:
@@ -98,11 +100,11 @@ def write(
         else:
             index = {"metadata": {"total_size": total}, "weight_map": where}
             renames.append((_write_json(index, folder, unused), folder / INDEX))
-        _flush(folder)
+        flush(folder)
         unused.clear()  # from here on a new file may be in use
         for new, final in renames:
             os.replace(new, final)
-        _flush(folder)
+        flush(folder)
         if len(shards) > 1:
             outdated = {folder / SINGLE} | outdated - {folder / INDEX}
         for path in sorted(outdated, key=lambda path: path.name != SINGLE):
@@ -144,14 +146,5 @@ def _write_json(content: dict, folder: Path, unused: list[Path]) -> Path:
     path = folder / f".minillm-{secrets.token_hex(4)}.tmp"
     unused.append(path)
     path.write_text(json.dumps(content, indent=2) + "\n")
-    _flush(path)
+    flush(path)
     return path
-
-
-def _flush(path: Path) -> None:
-    """The file, or the folder's list of names, is on the disk when this returns."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -17,6 +17,7 @@ import torch
 
 from minillm.comm import Group
 from minillm.data import Tokenizer, Tokens, corpus, tokenize
+from minillm.files import write_whole
 from minillm.measure.machine import Machine, machine
 from minillm.model.generate import device_of
 from minillm.predict.data import bits_per_byte, entropy
@@ -27,7 +28,6 @@ from minillm.train.parallel_config import ParallelConfig
 from minillm.train.precision import PRECISIONS
 from minillm.train.presets import preset
 from minillm.train.run import fit
-from minillm.train.run_folder import write_whole
 from minillm.train.strategies.sharded import make_strategy
 from minillm.train.strategies.single_device import SingleDevice
 from minillm.train.trainer import Trainer
@@ -55,6 +55,7 @@ class TrainingJob:
     save_every: int = 200
     keep: int = 2
     save_in_background: bool = False
+    peer_copy: bool = False
     validate_every: int = 100
     track_memory: bool = False
     export_to: Path | None = None
@@ -190,7 +191,8 @@ def _train(group: Group | None, job: TrainingJob, strategy: SingleDevice) -> dic
         peak *= group.world_size if group else 1
     trainer = Trainer(config, tokens, held_out, device=device, peak_flops=peak, parallel=strategy)
     how = {"save_every": job.save_every, "validate_every": job.validate_every, "lock": not job.is_locked}
-    saves = {"keep": job.keep, "save_in_background": job.save_in_background, "tokenizer": Tokenizer.load().fingerprint}
+    saves = {"keep": job.keep, "save_in_background": job.save_in_background, "peer_copy": job.peer_copy}
+    saves["tokenizer"] = Tokenizer.load().fingerprint
     done = fit(trainer, job.folder, resume=job.resume, track_memory=job.track_memory, **how, **saves)
     found = {"run": str(done.folder), "steps_done": done.steps_done, "interrupted": done.interrupted}
     found |= {"losses": done.losses}

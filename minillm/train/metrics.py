@@ -6,10 +6,11 @@
 
 import json
 import math
-import os
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from minillm.files import write_whole
 
 FILE = "metrics.jsonl"
 
@@ -21,9 +22,7 @@ class Metrics:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE
         kept = [row for row in read_metrics(folder, missing_ok=True) if _known(row, steps_done)]
-        draft = self.path.with_suffix(".tmp")
-        draft.write_text("".join(map(_line, kept)), encoding="utf-8")
-        os.replace(draft, self.path)
+        write_whole(self.path, "".join(map(_line, kept)))
         self._file = self.path.open("a", encoding="utf-8")
         self._board = _board(folder, steps_done) if tensorboard else None
 

@@ -53,17 +53,6 @@ def claim_unused(runs: Path, name: str) -> Path:
             raise ValueError(f"{folder} cannot hold a run ({error.strerror}): name another --run or --runs") from error
 
 
-def write_whole(path: Path, text: str, on_disk: bool = False) -> None:
-    """A reader finds the text of before or all of this one, never a part. on_disk: before this returns."""
-    draft = path.with_name(f".{path.name}-{os.getpid()}.tmp")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
-        if on_disk:
-            file.flush()
-            os.fsync(file.fileno())
-    os.replace(draft, path)
-
-
 def _take(descriptor: int, folder: Path, give_up_at: float) -> None:
     while True:
         try:

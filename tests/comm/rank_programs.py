@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from minillm.comm import PeerLostError, launch
+from minillm.comm.diagnostics.flight_recorder import FINISHED
 
 
 def rank_and_sum(group):
@@ -69,6 +70,14 @@ def end(group, who, how):
         os.kill(os.getpid(), getattr(signal, how))
         time.sleep(60)
     group.barrier()
+
+
+def die_last(group):
+    """Rank 1 is killed when rank 0 is done and waits for it to leave together."""
+    while group.rank and group.world.recorder.state(0)[1] != FINISHED:
+        time.sleep(0.01)
+    if group.rank:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Stubborn(Exception):

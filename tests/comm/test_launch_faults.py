@@ -140,6 +140,12 @@ def test_cause_is_the_rank_that_died(how: str, message: str, code: int | None) -
     assert caught.value.rank == 1 and caught.value.exitcode == code
 
 
+def test_cause_is_the_rank_that_died_after_the_others_were_done() -> None:
+    with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL") as caught:
+        launch(programs.die_last, 2)
+    assert caught.value.rank == 1
+
+
 def test_a_single_rank_that_exits_silently() -> None:
     with pytest.raises(RankError, match="rank 0 of 1 ended its process with exit code 0"):
         launch(programs.end, 1, 0, "exit 0")

@@ -138,9 +138,8 @@ def test_the_survivors_of_a_lost_node_name_its_ranks(host, tmp_path) -> None:
     names = ", ".join(map(str, ranks[lost]))
     sentences = [line for line in err.splitlines() if f"lost ranks {names}: they ended or their machine did" in line]
     assert sentences, err[-3000:]
-    if host:  # else a rank may ask a store that is just going, and torch prints a page about it first
-        before = err[: err.index(sentences[0])]  # torchrun may have said that its own store has gone
-        assert not [line for line in before.splitlines() if "[rank" in line or SCRIPT in line], before
+    before = err[: err.index(sentences[0])]  # torchrun may have said that its own store has gone
+    assert not [line for line in before.splitlines() if "[rank" in line or SCRIPT in line], before
     assert f'File "{SCRIPT}", line' not in err  # no traceback of a rank
     nothing_left(folders[1 - lost])
 
@@ -169,6 +168,32 @@ def test_a_store_that_nobody_holds_is_one_sentence_in_seconds(place, tmp_path) -
     assert process.returncode == 1 and time.monotonic() - begin < 60
     assert err.startswith("PeerLostError: rank 1 could not reach the store") and err.count("\n") == 1, err
     nothing_left(tmp_path)
+
+
+GOING_STORE = """
+import os
+from minillm.comm import launch
+from minillm.comm.launch import torchrun
+
+class Store:
+    def set(self, *_):
+        os.write(2, b"[W TCPStore.cpp:106] [c10d] sendBytes failed, a page follows")
+        raise RuntimeError("Broken pipe")
+
+def lose(group):
+    torchrun.meeting_place = Store
+    raise ConnectionResetError("a peer has gone")
+
+launch(lose, 1)
+"""
+
+
+@pytest.mark.slow
+def test_what_torch_says_about_a_store_that_goes_comes_after_the_sentence(tmp_path) -> None:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    process = start(tmp_path, "-c", GOING_STORE, RANK="0", WORLD_SIZE="1", **place)
+    first, page = process.communicate(timeout=90)[1].splitlines()
+    assert "PeerLostError: rank 0 of 1 lost ranks" in first and page.endswith("a page follows")
 
 
 def test_ranks_meet_in_a_store_that_still_holds_the_answers_of_those_before() -> None:

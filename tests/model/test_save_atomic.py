@@ -102,7 +102,7 @@ except OSError as error:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_everything_is_on_the_disk_before_the_first_rename(layout, tmp_path, monkeypatch):
     done = []
-    monkeypatch.setattr(weights, "_flush", lambda path, flush=weights._flush: (flush(path), done.append(path)))
+    monkeypatch.setattr(weights, "flush", lambda path, flush=weights.flush: (flush(path), done.append(path)))
     monkeypatch.setattr(
         weights.os, "replace", lambda new, final, replace=os.replace: (replace(new, final), done.append(new))
     )

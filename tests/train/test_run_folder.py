@@ -15,11 +15,12 @@ import torch
 import minillm
 from minillm.__main__ import run
 from minillm.data import Tokens
+from minillm.files import write_whole
 from minillm.model import ModelConfig
 from minillm.train import TrainConfig, Trainer, fit
 from minillm.train.checkpoint.manifest import committed, step_of
 from minillm.train.job import DEFAULTS, run_of_job, saved_settings
-from minillm.train.run_folder import claim_unused, locked, write_whole
+from minillm.train.run_folder import claim_unused, locked
 
 TINY = ["train", "--model-size", "tiny", "--data", "text", "--seq-len", "32", "--batch-size", "4", "--steps", "30"]
 MODEL = ModelConfig(50, 16, 32, 1, 2, 1, max_seq_len=16)

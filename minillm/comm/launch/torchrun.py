@@ -1,14 +1,18 @@
 """`launch` under torchrun: this process already is a rank, in a world that torchrun made.
 
 A rank that loses others says which in one sentence, and its traceback, which only shows where it happened to wait, is
-not printed: what ended the others stands in their own output.
+not printed: what ended the others stands in their own output. What torch prints about a store that goes while it is
+asked comes after that sentence.
 """
 
+import contextlib
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -40,8 +44,11 @@ def in_place(job: worker.Job) -> list[Any]:
             raise  # a hang is a report of its own, whatever error it was found by
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of torchrun, which ends all ranks of its machine now
-        lost = ", ".join(map(str, _silent(group))) or "that have since answered"
-        raise PeerLostError(f"rank {rank} of {world} lost ranks {lost}: they ended or their machine did") from None
+        with _held_back() as said:
+            lost = ", ".join(map(str, _silent(group))) or "that have since answered"
+        lost_error = PeerLostError(f"rank {rank} of {world} lost ranks {lost}: they ended or their machine did")
+        lost_error.__notes__ = said
+        raise lost_error from None
 
 
 def is_root() -> bool:
@@ -65,6 +72,22 @@ def _silent(group: Group) -> list[int]:
     return sorted(others)
 
 
+@contextlib.contextmanager
+def _held_back() -> Iterator[list[str]]:
+    """What this process, C++ included, writes to standard error in the block is in the list afterwards."""
+    said: list[str] = []
+    with tempfile.TemporaryFile() as file:
+        stderr = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield said
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            file.seek(0)
+            said += file.read().decode(errors="replace").splitlines()
+
+
 def _word(rank: int) -> str:
     """The key in the store by which a rank says that it has lost others."""
     return f"lost others {rank}"
@@ -72,6 +95,6 @@ def _word(rank: int) -> str:
 
 def _say_it_in_one_sentence(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if isinstance(error, (PeerLostError, HangError)):
-        print(f"{kind.__name__}: {error}", file=sys.stderr)
+        print(f"{kind.__name__}: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
     else:
         sys.__excepthook__(kind, error, trace)

@@ -12,7 +12,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -33,6 +32,7 @@ from minillm.comm.group import Group
 from minillm.comm.launch.forkserver import socket_folder
 from minillm.comm.launch.meeting import meeting_place
 from minillm.comm.world import World, joined_world
+from minillm.files import write_whole
 from minillm.measure.wire import loopback
 
 WORLD_NAME = "world"
@@ -93,7 +93,7 @@ def main(folder: str, rank: int, nproc: int, port: int, environ: dict[str, str])
     except BaseException as error:
         recorder.set_state(rank, RAISED)
         report = failure(error)
-    _write(Path(folder, f"report{rank}"), cloudpickle.dumps(report))
+    write_whole(Path(folder, f"report{rank}"), cloudpickle.dumps(report))
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(ValueError, OSError):  # the function may have closed it
             stream.flush()
@@ -102,11 +102,15 @@ def main(folder: str, rank: int, nproc: int, port: int, environ: dict[str, str])
 
 
 def leave_together(group: Group) -> None:
-    """Wait for all ranks, however long they work: none takes a connection away that another still needs."""
+    """Wait for all ranks, however long they work: none takes a connection away that another still needs.
+    PeerLostError if one of them ends before it is done."""
     options = dist.BarrierOptions()
     options.timeout = datetime.timedelta(days=365)
     if group.world_size > 1:
-        group.process_group.barrier(options).wait(options.timeout)
+        try:
+            group.process_group.barrier(options).wait(options.timeout)
+        except RuntimeError as error:
+            raise PeerLostError(f"rank {group.rank} was done, and another rank ended before it was") from error
 
 
 def _packed(result: Any, rank: int) -> bytes:
@@ -261,10 +265,3 @@ def _die_with_launcher(folder: Path) -> None:
         shutil.rmtree(sockets, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Whole or not at all."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(data)
-    os.replace(file.name, path)

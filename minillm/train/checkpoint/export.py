@@ -6,13 +6,13 @@ PATH/training.json                     command, data, losses of these very weigh
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from minillm.data import TokenDataset, Tokenizer
+from minillm.files import write_whole
 from minillm.measure.provenance import provenance
 from minillm.model import Transformer, load_hf, save_hf
 from minillm.train.trainer import Trainer
@@ -44,9 +44,7 @@ def export(trainer: Trainer, tokenizer: Tokenizer, folder: str | Path, command: 
         **{key: origin[key] for key in ("date", "hardware", "cores", "versions")},
         "config": trainer.config.to_json(),
     }
-    draft = folder / "training.json.tmp"
-    draft.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
-    os.replace(draft, folder / "training.json")
+    write_whole(folder / "training.json", json.dumps(written, indent=1) + "\n")
     return written
 
 

@@ -7,6 +7,7 @@ disk. The manifest carries its own SHA-256, each part of a tensor its CRC-32, ea
 import hashlib
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -89,25 +90,56 @@ class Manifest:
         return text.replace(_UNSIGNED, hashlib.sha256(text.encode()).hexdigest(), 1)
 
     @classmethod
+    def of(cls, name: str, notes: Sequence[dict[str, Any]], tokenizer: str | None) -> "Manifest":
+        """For the folder of this name, of what each rank has noted: the parts in its file, the trainer's progress, the
+        optimizer's numbers, its generators."""
+        tensors: dict[str, SavedTensor] = {}
+        files = []
+        for note in notes:
+            saved = [(key, SavedTensor.from_json(raw)) for key, raw in note["parts"]]
+            files.append(sum(part.nbytes for _, tensor in saved for part in tensor.parts))
+            for key, tensor in saved:
+                tensors[key] = tensors[key].joined(tensor) if key in tensors else tensor
+        counted = {key: numbers for note in notes for key, numbers in note["optimizer"]["counted"].items()}
+        groups = []
+        for place, group in enumerate(notes[0]["optimizer"]["groups"]):  # a pipeline's ranks step different parameters
+            names = (name for note in notes for name in note["optimizer"]["groups"][place]["params"])
+            groups.append(group | {"params": list(dict.fromkeys(names))})
+        return cls(
+            number_of(Path(name)),
+            notes[0]["progress"]["step"],
+            tokenizer,
+            tuple(files),
+            notes[0]["progress"],
+            {"groups": groups, "counted": counted},
+            [note["generators"] for note in notes],
+            tensors,
+        )
+
+    @classmethod
     def read(cls, folder: Path) -> "Manifest":
         """Of the checkpoint in `folder`. Damaged if it is not what was written, with its name."""
         path = folder / FILE
         try:
-            text = path.read_text(encoding="utf-8")
-            raw = json.loads(text)
-            signature, kind = raw.pop("sha256"), raw.pop("format")
-            if kind != FORMAT:
-                raise ValueError(f"its format is {kind!r}, not {FORMAT!r}")
-            if hashlib.sha256(text.replace(signature, _UNSIGNED, 1).encode()).hexdigest() != signature:
-                raise ValueError("its checksum differs")
-            if name_of(raw["number"], raw["step"]) != folder.name:
-                raise ValueError(f"it belongs to {name_of(raw['number'], raw['step'])}")
-            tensors = {name: SavedTensor.from_json(tensor) for name, tensor in raw.pop("tensors").items()}
-            return cls(**raw | {"files": tuple(raw["files"]), "tensors": tensors})
+            return cls.from_text(path.read_text(encoding="utf-8"), folder.name)
         except OSError as error:
             raise Damaged(f"{path} cannot be read: {error.strerror}.") from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise Damaged(f"{path} is damaged: {error}.") from error
+
+    @classmethod
+    def from_text(cls, text: str, name: str) -> "Manifest":
+        """The inverse of `to_text`, of a folder of this name; all kinds of errors for another text."""
+        raw = json.loads(text)
+        signature, kind = raw.pop("sha256"), raw.pop("format")
+        if kind != FORMAT:
+            raise ValueError(f"its format is {kind!r}, not {FORMAT!r}")
+        if hashlib.sha256(text.replace(signature, _UNSIGNED, 1).encode()).hexdigest() != signature:
+            raise ValueError("its checksum differs")
+        if name_of(raw["number"], raw["step"]) != name:
+            raise ValueError(f"it belongs to {name_of(raw['number'], raw['step'])}")
+        tensors = {name: SavedTensor.from_json(tensor) for name, tensor in raw.pop("tensors").items()}
+        return cls(**raw | {"files": tuple(raw["files"]), "tensors": tensors})
 
     def check_files(self, folder: Path) -> None:
         """Damaged names a file that is missing or of another length."""
@@ -117,6 +149,11 @@ class Manifest:
                 raise Damaged(f"{path} is missing.")
             if path.stat().st_size != nbytes:
                 raise Damaged(f"{path} is damaged: it has {path.stat().st_size} bytes instead of {nbytes}.")
+
+    def has_file(self, folder: Path, rank: int) -> bool:
+        """Whether the file of one rank is there, by its length."""
+        path = file_of(folder, rank)
+        return path.is_file() and path.stat().st_size == self.files[rank]
 
 
 def name_of(number: int, step: int) -> str:

@@ -10,6 +10,7 @@ checkpoint leaves the trainer as it was, on every rank.
 
 import contextlib
 import os
+import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,12 +31,13 @@ from minillm.train.trainer import Trainer
 
 EARLIER = "checkpoint.pt"  # a run's only checkpoint in earlier versions
 PartKey = tuple[str, int]  # a tensor's name, which of its saved parts
-Piece = tuple[int, int, int]  # of a saved part: bytes, bytes after it, CRC-32
+Piece = tuple[memoryview, int]  # of a saved part: where it was read to, bytes of the part that follow it
 
 
 @dataclass(frozen=True)
 class Restored:
-    """From which checkpoint; bytes_read: of tensors, from files, by this rank; bytes_held: of what it now has."""
+    """From which checkpoint; bytes_read: of tensors, from files on the disk, by this rank; bytes_held: of what it now
+    has."""
 
     folder: Path
     step: int
@@ -43,19 +45,33 @@ class Restored:
     bytes_held: int
 
 
-def restore(trainer: Trainer, run: Path, *, tokenizer: str | None = None) -> Restored:
+def restore(trainer: Trainer, run: Path, *, tokenizer: str | None = None, in_memory: "Files | None" = None) -> Restored:
     """Goes on from the run's latest checkpoint, whatever layout has saved it. Every rank calls it.
 
+    in_memory: read this copy and not the disk, unless it turns out to be damaged.
     Of generators, rank r gets the state of rank r, modulo as many ranks as there were.
     ValueError, the same on all ranks: there is none, it is damaged (with the file's name, and which checkpoint is
     complete), or it is of another model, other settings, data, or another tokenizer than this fingerprint.
     """
-    group = trainer.parallel.group
+    if in_memory:
+        try:
+            return _restore(trainer, in_memory, tokenizer)
+        except Damaged as error:
+            if trainer.parallel.is_root:
+                print(f"minillm: {error} The checkpoint on the disk is read instead.", file=sys.stderr)
     folder = _agreed(trainer, _latest(run))
-    parts, files, problem = {}, Files(folder), None
     try:
-        manifest = Manifest.read(folder)
-        manifest.check_files(folder)
+        return _restore(trainer, Files(folder), tokenizer)
+    except (Damaged, OSError) as error:
+        raise ValueError(f"{error} {_offer(run, folder)}") from error
+
+
+def _restore(trainer: Trainer, files: "Files", tokenizer: str | None) -> Restored:
+    """From these files; ValueError, Damaged or OSError on all ranks, and nothing has changed."""
+    group, folder = trainer.parallel.group, files.folder
+    parts, problem, manifest = {}, None, None
+    try:
+        manifest = files.manifest()
         trainer.check(manifest.progress)
         if tokenizer and manifest.tokenizer and tokenizer != manifest.tokenizer:
             raise ValueError(f"{folder} was trained with another tokenizer: use the same or another run.")
@@ -64,26 +80,27 @@ def restore(trainer: Trainer, run: Path, *, tokenizer: str | None = None) -> Res
                 parts[name] = files.read(name, placement, manifest)
     except (ValueError, OSError) as error:
         problem = error
+    files.fetch()
     told = group.gather_objects((problem, files.sums())) if group else [(problem, files.sums())]
     problem = next((theirs for theirs, _ in told if theirs), None) or _wrong(
         folder, manifest, [sums for _, sums in told]
     )
     if isinstance(problem, Damaged | OSError):
-        raise ValueError(f"{problem} {_offer(run, folder)}")
+        raise problem
     if problem:
         raise ValueError(f"{folder}: {problem}" if str(problem).startswith("it ") else str(problem))
     trainer.resume_at(manifest.progress)
     put(trainer, parts, manifest)
     states, rank = manifest.generators, group.rank if group else 0
     restore_generators(states[rank % len(states)], trainer.device)
-    return Restored(folder, manifest.step, files.bytes_read, sum(part.nbytes for part in parts.values()))
+    bytes_read = files.bytes_read if files.on_disk else 0
+    return Restored(folder, manifest.step, bytes_read, sum(part.nbytes for part in parts.values()))
 
 
 def read_whole(folder: Path) -> tuple[Manifest, dict[str, Tensor]]:
     """A checkpoint's manifest and all of its tensors, whole, by one process. Damaged if it is not what was written."""
-    manifest = Manifest.read(folder)
-    manifest.check_files(folder)
     with Files(folder) as files:
+        manifest = files.manifest()
         tensors = {name: files.read(name, Placement(saved.shape), manifest) for name, saved in manifest.tensors.items()}
     if problem := _wrong(folder, manifest, [files.sums()]):
         raise problem
@@ -101,7 +118,9 @@ def saved_at(run: Path) -> float:
 
 
 class Files:
-    """Reads parts of tensors from a checkpoint's files, and keeps what its pieces add to the parts' checksums."""
+    """Reads parts of tensors from a checkpoint's files, and keeps the pieces for the parts' checksums."""
+
+    on_disk = True
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.bytes_read = folder, 0
@@ -116,6 +135,15 @@ class Files:
             os.close(descriptor)
         self._open = {}
 
+    def manifest(self) -> Manifest:
+        """Damaged if it, or a file, is not what was written, as far as can be told before reading."""
+        manifest = Manifest.read(self.folder)
+        manifest.check_files(self.folder)
+        return manifest
+
+    def fetch(self) -> None:
+        """After all reads, on all ranks: completes those that wait for other nodes. On a disk there are none."""
+
     def read(self, name: str, placement: Placement, manifest: Manifest) -> Tensor:
         """This rank's part of a tensor, padding zero. Damaged if the files end before it, or have not all of it."""
         saved, mine = manifest.tensors[name], runs_of(placement)
@@ -125,23 +153,21 @@ class Files:
         found = 0
         for index, source in enumerate(saved.parts):
             read = self._read_shared(source, mine, into, saved.dtype.itemsize)
-            found += sum(length for length, *_ in read)
+            found += sum(len(piece) for piece, _ in read)
             if placement.is_counted:
                 self._pieces += [((name, index), piece) for piece in read]
         if found != mine.numel * saved.dtype.itemsize:
             raise Damaged(f"{self.folder} is damaged: its manifest has not all of {name}.")
         return part
 
-    def _read_shared(
-        self, source: SavedPart, mine: Runs, into: np.ndarray, itemsize: int
-    ) -> list[tuple[int, int, int]]:
+    def _read_shared(self, source: SavedPart, mine: Runs, into: np.ndarray, itemsize: int) -> list[Piece]:
         """Copies what a saved part has of mine, run by run."""
         pieces, data = [], memoryview(into)
         starts, places, lengths = (each * itemsize for each in shared(mine, runs_of(source.placement)))
         for start, place, length in zip(starts.tolist(), places.tolist(), lengths.tolist(), strict=True):
             piece = data[place : place + length]
             self._fill(piece, source.rank, source.offset + start)
-            pieces.append((length, source.nbytes - start - length, zlib.crc32(piece)))
+            pieces.append((piece, source.nbytes - start - length))
         return pieces
 
     def _fill(self, piece: memoryview, rank: int, offset: int) -> None:
@@ -158,11 +184,11 @@ class Files:
     def sums(self) -> dict[PartKey, tuple[int, int]]:
         """Of each part that this rank counts: bytes read, and what they add to its checksum."""
         found: dict[PartKey, tuple[int, int]] = {}
-        after, checksums = (np.array([piece[at] for _, piece in self._pieces], dtype=np.uint64) for at in (1, 2))
-        added = pieces_sum(checksums.astype(np.uint32), after)
-        for (key, (length, *_)), more in zip(self._pieces, added.tolist(), strict=True):
+        after = np.array([after for _, (_, after) in self._pieces], dtype=np.uint64)
+        checksums = np.array([zlib.crc32(piece) for _, (piece, _) in self._pieces], dtype=np.uint32)
+        for (key, (piece, _)), more in zip(self._pieces, pieces_sum(checksums, after).tolist(), strict=True):
             nbytes, total = found.get(key, (0, 0))
-            found[key] = (nbytes + length, total ^ more)
+            found[key] = (nbytes + len(piece), total ^ more)
         return found
 
 

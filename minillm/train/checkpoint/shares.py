@@ -4,17 +4,22 @@
     a small one                  [ rank 2 ]                                one of them does, in turn
     a tensor-parallel slice      [ rank 1 ]                                who has it alone
 
-All ranks work it out from the same catalogues, so nobody has to be told.
+All ranks work it out from the same catalogues, so nobody has to be told. A rank's share is one file.
 """
 
+import os
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from minillm.parallel.placement import FlatShard, Partial, Placement, Replicate
 from minillm.parallel.runs import Runs, runs_of
+from minillm.train.checkpoint.manifest import SavedPart, SavedTensor
 from minillm.train.checkpoint.state import Held
 
 SPLIT_FROM = 1 << 14  # elements; parts below it are written by one of their holders, in turn
@@ -75,6 +80,22 @@ def shares_of(catalogues: Sequence[Catalogue], rank: int) -> list[Share]:
         if runs.numel:
             is_padded = runs.numel < placement.part_shape.numel()
             found.append(Share(name, placement, cut, runs if is_padded else None))
+    return found
+
+
+def write_parts(path: Path, rank: int, pieces: Sequence[Piece]) -> list[list[Any]]:
+    """The rank's file, on the disk when this returns; name, dtype and `SavedPart` of each piece, as a manifest has
+    them."""
+    found, offset = [], 0
+    with path.open("wb") as file:
+        for piece in pieces:
+            data = memoryview(piece.content.view(torch.uint8).numpy())
+            saved = SavedPart(rank, offset, len(data), zlib.crc32(data), piece.placement)
+            file.write(data)
+            offset += len(data)
+            found.append([piece.name, SavedTensor(piece.content.dtype, piece.placement.shape, (saved,)).to_json()])
+        file.flush()
+        os.fsync(file.fileno())
     return found
 
 

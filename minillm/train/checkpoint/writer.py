@@ -15,7 +15,6 @@ import os
 import shutil
 import threading
 import time
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,21 +23,12 @@ from typing import Any
 import torch
 
 from minillm.comm import Group
+from minillm.files import flush, write_whole
 from minillm.train.checkpoint.generators import generator_states
-from minillm.train.checkpoint.manifest import (
-    FILE,
-    FOLDER,
-    Manifest,
-    SavedPart,
-    SavedTensor,
-    committed,
-    file_of,
-    name_of,
-    number_of,
-)
-from minillm.train.checkpoint.shares import Catalogue, Piece, Share, catalogue_of, shares_of
+from minillm.train.checkpoint.manifest import FILE, FOLDER, Manifest, committed, file_of, name_of, number_of
+from minillm.train.checkpoint.peer_copy import PeerCopy
+from minillm.train.checkpoint.shares import Catalogue, Piece, Share, catalogue_of, shares_of, write_parts
 from minillm.train.checkpoint.state import held, optimizer_numbers
-from minillm.train.run_folder import write_whole
 from minillm.train.trainer import Trainer
 
 POLL_S = 0.002
@@ -64,6 +54,7 @@ class Checkpointer:
 
     group: all ranks of the run, None for one process. keep: how many checkpoints stay. tokenizer: its fingerprint.
     background: write while training goes on. timeout_s: how long rank 0 waits for the others to have written.
+    peers: where each save is held in memory, too.
     """
 
     def __init__(
@@ -75,11 +66,12 @@ class Checkpointer:
         background: bool = False,
         tokenizer: str | None = None,
         timeout_s: float = 600.0,
+        peers: PeerCopy | None = None,
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep {keep} must be at least 1: the checkpoint just saved stays.")
         self.run, self.folder, self.group, self.keep = run, run / FOLDER, group, keep
-        self.background, self.tokenizer, self.timeout_s = background, tokenizer, timeout_s
+        self.background, self.tokenizer, self.timeout_s, self.peers = background, tokenizer, timeout_s, peers
         self.rank, self.world_size = (group.rank, group.world_size) if group else (0, 1)
         self.stats = SaveStats(0, 0.0, 0.0, 0.0)
         self._thread: threading.Thread | None = None
@@ -115,6 +107,8 @@ class Checkpointer:
         self._thread = threading.Thread(target=self._write, args=(draft, pieces, about), daemon=True)
         nbytes = sum(piece.content.nbytes for piece in pieces)
         self._thread.start()
+        if self.peers:
+            self.peers.keep(draft.name.removeprefix("."), pieces, about, self.tokenizer)
         if not self.background:
             self.finish()
         self.stats = SaveStats(nbytes, time.perf_counter() - start, copied - copying, waited)
@@ -179,18 +173,7 @@ class Checkpointer:
                 shutil.rmtree(draft, ignore_errors=True)
 
     def _write_parts(self, draft: Path, pieces: Sequence[Piece]) -> list[list[Any]]:
-        """Name, dtype and `SavedPart` of each, as a manifest has them."""
-        found, offset = [], 0
-        with file_of(draft, self.rank).open("wb") as file:
-            for piece in pieces:
-                data = memoryview(piece.content.view(torch.uint8).numpy())
-                saved = SavedPart(self.rank, offset, len(data), zlib.crc32(data), piece.placement)
-                file.write(data)
-                offset += len(data)
-                found.append([piece.name, SavedTensor(piece.content.dtype, piece.placement.shape, (saved,)).to_json()])
-            file.flush()
-            os.fsync(file.fileno())
-        return found
+        return write_parts(file_of(draft, self.rank), self.rank, pieces)
 
     def _notes(self, draft: Path) -> list[dict[str, Any]]:
         """Of all ranks, once they are there. OSError if one says that it could not write, or says nothing."""
@@ -207,32 +190,14 @@ class Checkpointer:
 
     def _commit(self, draft: Path, notes: Sequence[dict[str, Any]]) -> None:
         name = draft.name.removeprefix(".")
-        tensors: dict[str, SavedTensor] = {}
-        for note in notes:
-            for key, raw in note["parts"]:
-                tensor = SavedTensor.from_json(raw)
-                tensors[key] = tensors[key].joined(tensor) if key in tensors else tensor
-        counted = {key: numbers for note in notes for key, numbers in note["optimizer"]["counted"].items()}
-        groups = notes[0]["optimizer"]["groups"]
-        for place, group in enumerate(groups):  # a pipeline's ranks step different parameters
-            names = (name for note in notes for name in note["optimizer"]["groups"][place]["params"])
-            group["params"] = list(dict.fromkeys(names))
-        manifest = Manifest(
-            number_of(Path(name)),
-            notes[0]["progress"]["step"],
-            self.tokenizer,
-            tuple(file_of(draft, rank).stat().st_size for rank in range(self.world_size)),
-            notes[0]["progress"],
-            {"groups": groups, "counted": counted},
-            [note["generators"] for note in notes],
-            tensors,
-        )
+        manifest = Manifest.of(name, notes, self.tokenizer)
+        manifest.check_files(draft)
         for rank in range(self.world_size):
             _note(draft, rank).unlink()
         write_whole(draft / FILE, manifest.to_text(), on_disk=True)
-        _flush(draft)
+        flush(draft)
         os.rename(draft, self.folder / name)
-        _flush(self.folder)
+        flush(self.folder)
         with contextlib.suppress(OSError):  # what cannot be dropped costs space, not the checkpoint
             for old in committed(self.run)[: -self.keep]:
                 dropped = old.with_name(f".{old.name}")
@@ -248,12 +213,3 @@ class Checkpointer:
 
 def _note(draft: Path, rank: int) -> Path:
     return draft / f"rank-{rank:04d}.json"
-
-
-def _flush(folder: Path) -> None:
-    """Names in the folder are on the disk when this returns."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import psutil
 
-from minillm.train.run_folder import write_whole
+from minillm.files import write_whole
 
 FOLDER = "heartbeats"
 
