@@ -60,7 +60,7 @@ def check_mesh(learner: Callable) -> Receipt:
 
 def _judge_rank(found: Any, rank: int, place: Sequence[int], axes: Mapping[str, int], mesh: np.ndarray) -> None:
     where = f"rank {rank} of {axes}"
-    if not isinstance(found, tuple) or len(found) != 2 or not all(isinstance(each, dict) for each in found):
+    if not isinstance(found, (tuple, list)) or len(found) != 2 or not all(isinstance(each, dict) for each in found):
         raise CheckFailed(f"{where}: you returned {found!r:.80}; asked for are two dicts, the place and the groups")
     where_it_is, groups = found
     for name, each in (("place", where_it_is), ("groups", groups)):
@@ -68,11 +68,11 @@ def _judge_rank(found: Any, rank: int, place: Sequence[int], axes: Mapping[str, 
             missing = sorted(set(axes) - set(each)) or sorted(set(each) - set(axes))
             raise CheckFailed(f"{where}: the {name} have the axes {sorted(each)}; look at {missing[0]}", evidence=found)
     right = dict(zip(axes, place, strict=True))
-    if {axis: int(index) for axis, index in where_it_is.items()} != right:
+    if dict(where_it_is) != right:
         raise CheckFailed(f"{where} lies at {right}, not at {where_it_is}", evidence=found)
     for dimension, axis in enumerate(axes):
         line = [int(each) for each in np.moveaxis(mesh, dimension, -1)[tuple(np.delete(place, dimension))]]
-        if [int(each) for each in groups[axis]] != line:
+        if list(groups[axis]) != line:
             raise CheckFailed(f"{where}: its {axis} group is {line}, not {list(groups[axis])}", evidence=found)
 
 
@@ -111,6 +111,8 @@ def check_axes(learner: Callable) -> Receipt:
 
 def _two_sets(found: Any, kind: str) -> tuple[set[str], set[str]]:
     try:
+        if any(isinstance(axes, str) for axes in found):
+            raise TypeError("names, where sets of names are asked for")
         summed, different = (set(axes) for axes in found)
     except (TypeError, ValueError) as error:
         raise CheckFailed(f"{kind}: you returned {found!r:.80}; asked for are two sets of axes") from error
@@ -218,7 +220,7 @@ def check_crossing(learner: Callable) -> Receipt:
     for axes, per_node in (*easy, *(_draw_nodes() for _ in range(3))):
         sent = {axis: random.randint(1, 500) * 1000 for axis in axes}
         found, right = learner(dict(axes), per_node, dict(sent)), crossing(axes, per_node, sent)
-        where = f"{axes}, {per_node} ranks to a node"
+        where = f"{' · '.join(f'{axis} {size}' for axis, size in axes.items())}, {per_node} ranks to a node"
         if not isinstance(found, dict) or set(found) != set(axes):
             raise CheckFailed(f"{where}: you returned {found!r:.80}; asked for is a dict with {', '.join(axes)}")
         if wrong := [axis for axis in axes if found[axis] != right[axis]]:

@@ -53,7 +53,7 @@ def without_ones(rank, axes):
 @mistake(
     "mesh-strides",
     "the stride counts the axis itself",
-    says="The stride is the product of the sizes behind the axis. Yours holds its own size too: one axis too far.",
+    says="Multiply by the size of an axis after you have used the stride for it, not before.",
 )
 def own_size(rank, axes):
     place, groups, stride = {}, {}, 1

@@ -27,6 +27,7 @@ def _estimate(
     idle=None,
     tokens=None,
     head=1,
+    kept=1.0,
 ):
     """The reference with numbers to change."""
     layers, t = model.num_layers / layout.pp, layout.tp
@@ -38,7 +39,7 @@ def _estimate(
     micro = flops * (layers * model.active_layer + head * model.table) * tokens / t / rate
     micro += layers * 4 * rounds * (t - 1) / t * tokens * model.hidden_size * 2 / link
     idle = layout.pp - 1 if idle is None else idle
-    return held + layers * tokens * token_bytes(model, layout) * flight, (layout.microbatches + idle) * micro
+    return held + layers * tokens * token_bytes(model, layout) * kept * flight, (layout.microbatches + idle) * micro
 
 
 @mistake(
@@ -120,6 +121,33 @@ def one_round(model, layout, seq, rate, link):
 )
 def whole_sequences(model, layout, seq, rate, link):
     return _estimate(model, layout, seq, rate, link, tokens=layout.micro_batch * seq)
+
+
+@mistake(
+    "layout-estimate",
+    "tp divides token_bytes again",
+    says="token_bytes knows the layout: it is what one tp rank keeps. Do not divide it by tp once more.",
+)
+def divided_twice(model, layout, seq, rate, link):
+    return _estimate(model, layout, seq, rate, link, kept=1 / layout.tp)
+
+
+@mistake(
+    "layout-estimate",
+    "the look-up multiplies",
+    says="Only the head multiplies every token by its table. An embedding is looked up, which costs no FLOPs.",
+)
+def both_tables_multiply(model, layout, seq, rate, link):
+    return _estimate(model, layout, seq, rate, link, head=2)
+
+
+@mistake(
+    "layout-estimate",
+    "the table is cut by pp",
+    says="A pipeline divides the layers. The embedding table lies on the first stage, whole but for tp.",
+)
+def table_over_stages(model, layout, seq, rate, link):
+    return _estimate(model, layout, seq, rate, link, tables=2 / layout.pp)
 
 
 @alternative("layout-estimate", "kind by kind")

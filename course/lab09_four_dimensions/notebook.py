@@ -202,10 +202,10 @@ print(inspect.getsource(experiments.run_layouts))
 
 # %%
 found = experiments.on_links()
-receipt("bytes between nodes in a step, all ranks", receipts.links(found, crossing_bytes))
+receipt("bytes between nodes in a step, all ranks", receipts.links(found, crossing_bytes), open_rows=7)
 
 # %%
-receipt("seconds of a step, emulated links", receipts.placement(found))
+receipt("seconds of a step, emulated links", receipts.placement(found), open_rows=9)
 
 # %%
 show(pictures.draw_placement, found=found)
@@ -254,10 +254,10 @@ receipts.what_there_is()
 
 # %% [markdown]
 # **Bytes** of a rank of the *first* stage. Its parameters are its layers and the embedding table; with a single stage
-# the head's table too. tp divides all of them. Each takes 2 bytes of weights, 4 of gradients and 12 of Adam's state, of
+# the head's table too. tp divides all of them. Each takes 2 bytes of weights, 4 of gradients and 12 of Adam (master weight, two moments), of
 # which ZeRO divides the state from stage 1 on, gradients from 2 on and weights with 3, over dp · cp ranks. A layer
-# keeps `token_bytes(model, layout)` for each token of a microbatch on this rank (cp divides the tokens, tp is in the
-# number already), and the first stage holds min(pp, microbatches) microbatches.
+# keeps `token_bytes(model, layout)` for each token of a microbatch; the number is that of one tp rank already, and cp
+# divides the tokens. The first stage holds min(pp, microbatches) microbatches.
 #
 # **Seconds**: a microbatch costs 6 FLOPs per token and parameter, of the stage's layers and of *one* table, at `rate`;
 # then each layer's four all-reduces of tokens · hidden_size elements of 2 bytes (2(t-1)/t times their size each) at
@@ -295,7 +295,7 @@ estimate = check("layout-estimate", estimate)
 # 512 sequences of 4,096 tokens per step):
 
 # %%
-receipt("70B on 64 GPUs of 40 GB", receipts.dropped(experiments_plan.estimates(estimate)))
+receipt("70B on 64 GPUs of 40 GB", receipts.dropped(experiments_plan.estimates(estimate)), open_rows=4)
 
 # %% [markdown]
 # One in twenty-five fits. There is more to combine: recomputation, and interleaved stages (*chunks*), which shrink the
@@ -325,7 +325,7 @@ def my_plan():
 my_plan = check("plan-for-64", my_plan)
 
 # %%
-receipt("70B on 64 GPUs of 40 GB: yours and others", receipts.plans_table(my_plan()))
+receipt("70B on 64 GPUs of 40 GB: yours and others", receipts.plans_table(my_plan()), open_rows=10)
 
 # %% [markdown]
 # tp 8, pp 8 is what many scripts begin with. It fits, and it is slower by a fifth: with tp 4 and cp 2 matrices are
@@ -344,8 +344,8 @@ receipts.published_table()
 # paper prints no layout for the GPT-3 run on 1,024 GPUs, so the row has the nearest one. DeepSeek-V3 was trained in 8
 # bits and is predicted in 16, which is why it seems not to fit.
 #
-# OPT-175B shows that the cluster decides. On 992 A100s it ran tensor parallelism inside the node and fully sharded
-# everything else, without a pipeline ([Zhang et al. 2022](https://arxiv.org/abs/2205.01068), §2.4).
+# There is more than one good answer: on 992 A100s, OPT-175B combined tensor parallelism with fully sharded data
+# parallelism and had no pipeline ([Zhang et al. 2022](https://arxiv.org/abs/2205.01068), §2.4).
 #
 # ## Break it
 #
@@ -408,7 +408,7 @@ receipt("minillm's own layouts of 4 ranks against one process", receipts.lattice
 
 # %%
 points = experiments.scaling()
-receipt("data parallelism, two ranks to a node", receipts.scaling(points))
+receipt("data parallelism, two ranks to a node", receipts.scaling(points), open_rows=5)
 
 # %%
 show(pictures.draw_scaling, points=points)
@@ -424,7 +424,7 @@ show(pictures.draw_scaling, points=points)
 # Each of these takes eight sequences per step on one fast node. What does cutting the model cost if the model fits?
 
 # %%
-receipt("one node of 4 ranks, eight sequences", receipts.simple_wins(found))
+receipt("one node of 4 ranks, eight sequences", receipts.simple_wins(found), open_rows=4)
 
 # %% [markdown]
 # The simplest layout reduces gradients once per step and multiplies whole matrices. Every further axis adds collectives
