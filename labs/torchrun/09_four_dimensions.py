@@ -20,7 +20,7 @@ from minillm.measure import ledger
 from minillm.model import ModelConfig, Transformer
 from minillm.parallel.context_parallel import context_attention, context_parallel
 from minillm.parallel.placement import Partial
-from minillm.parallel.tensor_parallel import tensor_parallel
+from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
 from minillm.parallel.tensor_parallel.plan import placements
 from minillm.predict import comms
 
@@ -47,7 +47,7 @@ def hybrid_step(model: nn.Module, microbatch: tuple[Tensor, Tensor], mesh: Mesh,
 
 def meshes(n: int) -> list[dict[str, int]]:
     """tp inside, and dp of one rank, over all of the ranks."""
-    tp = 2 if n % 2 == 0 else 1
+    tp = 2 if n % 4 == 0 else 1
     return [{"dp": n // tp, "cp": 1, "tp": tp}, {"dp": 1, "cp": n // tp, "tp": tp}]
 
 
