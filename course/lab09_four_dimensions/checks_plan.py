@@ -54,8 +54,8 @@ def check_estimate(learner: Callable) -> Receipt:
         turns = (layout.microbatches + layout.pp - 1) / layout.microbatches
         states, right = kinds.total - kinds.buffers, turns * (spent.compute + spent.tp)
         rows += [
-            row(f"{model.name}, {layout}: bytes", states, held, "B", 1e-9),
-            row("    seconds", right, seconds, "s", 1e-9),
+            row(f"{model.name}, {layout}: bytes", states, held, "B", 1e-6),
+            row("    seconds", right, seconds, "s", 1e-6),
         ]
         if not rows[-2].verdict == "ok" == rows[-1].verdict:
             wrong = "bytes" if rows[-2].verdict == "off" else "seconds"

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import permutations
 
 from minillm.predict import fully_shard, tensor
 from minillm.predict.planner import published, search
@@ -73,8 +74,6 @@ def estimates(estimate: Callable) -> list[tuple[Layout, float, float]]:
 
 def crossing_orders(model: Architecture, machine: Cluster, layout: Layout, seq: int) -> list[tuple[tuple, float]]:
     """Seconds of a step for each order of the axes that have more than one rank, fastest first."""
-    from itertools import permutations
-
     used = [axis for axis in layout.order if layout.size(axis) > 1]
     others = [axis for axis in layout.order if layout.size(axis) == 1]
     rows = []

@@ -205,6 +205,24 @@ def tied_counted_twice(kind, sequence):
     return _changed(kind, sequence, ("tied",), different=lambda axes: axes | {"pp"})
 
 
+@mistake(
+    "gradient-axes",
+    "slices added up",
+    says="The tp ranks hold different slices of a matrix. They are added up in the activations, never in gradients.",
+)
+def slices(kind, sequence):
+    return _changed(kind, sequence, ("matrix",), summed=lambda axes: axes | {"tp"})
+
+
+@mistake(
+    "gradient-axes",
+    "experts count once for all ep ranks",
+    says="Each ep rank holds experts that no other has: their squares all belong into the norm.",
+)
+def experts_once(kind, sequence):
+    return _changed(kind, sequence, ("expert",), different=lambda axes: axes - {"ep"})
+
+
 @alternative("gradient-axes", "tables of names, as lists")
 def by_table(kind, sequence):
     summed = {axis: axis in ("copies", "cp") or (axis == "ep" and kind != "expert") for axis in ("copies", "ep", "cp")}
@@ -293,6 +311,24 @@ def first_groups(axes, per_node, sent):
 )
 def seats_for_nodes(axes, per_node, sent):
     return _count(axes, per_node, sent, crosses=lambda here, there: here % per_node != there % per_node)
+
+
+@mistake(
+    "crossing-bytes",
+    "per_node as a number of nodes",
+    says="per_node is the number of ranks in a node; you used it as the number of nodes.",
+)
+def nodes_for_ranks(axes, per_node, sent):
+    return right.crossing_bytes(axes, math.prod(axes.values()) // per_node, sent)
+
+
+@mistake(
+    "crossing-bytes",
+    "both ends of a message",
+    says="A message crosses once. You counted it where it leaves and where it arrives.",
+)
+def both_ends(axes, per_node, sent):
+    return {axis: 2 * size for axis, size in right.crossing_bytes(axes, per_node, sent).items()}
 
 
 @alternative("crossing-bytes", "from strides, without lists")

@@ -196,6 +196,12 @@ def plans_table(mine: Layout) -> Iterator[Row]:
         yield formula("    times the planner's", round(each.seconds / best.step.seconds, 2))
 
 
+def orders(mine: Layout) -> Iterator[Row]:
+    """Seconds of the reader's plan in each order of its axes, fastest first."""
+    for order, seconds in plans.crossing_orders(plans.SEVENTY, plans.SIXTY_FOUR, mine, plans.SEQ):
+        yield formula(", ".join(order), seconds, "s")
+
+
 def runs() -> Iterator[Row]:
     """Published runs: utilisation by formula at most 15 % off."""
     for run in published.RUNS:
