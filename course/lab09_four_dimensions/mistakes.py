@@ -113,8 +113,8 @@ EVERY = ("matrix", "norm", "router", "expert", "tied", "loss")
 @mistake(
     "gradient-axes",
     "dp alone",
-    says="cp is missing. Its ranks hold the same weights and saw other positions of the same sequences, so their "
-    "gradients have to meet as those of dp do.",
+    says="cp is missing. Its ranks saw other positions of the same sequences with the same weights, so their gradients "
+    "have to meet as those of dp do.",
 )
 def without_cp(kind, sequence):
     return _changed(kind, sequence, EVERY, summed=lambda axes: axes - {"cp"})

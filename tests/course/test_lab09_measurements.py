@@ -73,8 +73,3 @@ def test_the_pictures_with_sliders_draw(axis):
     texts = [text.get_text() for text in figure.axes[0].texts]
     assert sum(text.startswith("rank") for text in texts) == 8 and "node 1" in texts
     assert "equal at" in pictures.fsdp_or_tensor(4096, 4).axes[0].get_legend_handles_labels()[1][-1]
-
-
-def test_scaling_sends_what_is_predicted():
-    for row in receipts.scaling(experiments.scaling(timed=0)):
-        assert row.verdict != "off", row.name
