@@ -53,7 +53,6 @@ receipt("one layer of 70B, tp 8, a microbatch of 4,096 tokens", receipts.wrong_l
 # | "FSDP communicates more than tensor parallelism." | More than plain data parallelism, by half. Against tensor parallelism it depends on the tokens: below about 4.5 · H of them per microbatch it sends more, above it less. You will compute this. |
 # | "Tensor parallelism cannot leave the node, so 8 is the limit." | The limit is the fast domain, and that is 72 GPUs in a rack of [GB200 NVL72](https://www.nvidia.com/en-us/data-center/gb200-nvl72/). Beyond it, it works and waits. |
 # | "Tensor parallelism is good for large batches." | Its bytes grow with the tokens. It is what you use when the batch cannot be divided any further. |
-# | "dp is 1, so there are no gradients to reduce." | With cp above 1 there are. The last exercise is about this. |
 # | "InfiniBand carries 200 to 400 GB/s." | Gb/s: 200 Gb/s are 25 GB/s per port. |
 #
 # ## Build it
@@ -254,10 +253,10 @@ receipts.what_there_is()
 
 # %% [markdown]
 # **Bytes** of a rank of the *first* stage. Its parameters are its layers and the embedding table; with a single stage
-# the head's table too. tp divides all of them. Each takes 2 bytes of weights, 4 of gradients and 12 of Adam (master weight, two moments), of
-# which ZeRO divides the state from stage 1 on, gradients from 2 on and weights with 3, over dp · cp ranks. A layer
-# keeps `token_bytes(model, layout)` for each token of a microbatch; the number is that of one tp rank already, and cp
-# divides the tokens. The first stage holds min(pp, microbatches) microbatches.
+# the head's table too. tp divides all of them. Each parameter takes 2 bytes of weight, 4 of gradient and 12 of Adam's
+# state (master weight and two moments). ZeRO divides the 12 from stage 1 on, the 4 from stage 2 on and the 2 in stage
+# 3, over dp · cp ranks. A layer keeps `token_bytes(model, layout)` for each token of a microbatch; the number is that
+# of one tp rank already, and cp divides the tokens. The first stage holds min(pp, microbatches) microbatches.
 #
 # **Seconds**: a microbatch costs 6 FLOPs per token and parameter, of the stage's layers and of *one* table, at `rate`;
 # then each layer's four all-reduces of tokens · hidden_size elements of 2 bytes (2(t-1)/t times their size each) at
@@ -460,8 +459,8 @@ receipt("one node of 4 ranks, eight sequences", receipts.simple_wins(found), ope
 # | [torch](https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.device_mesh.init_device_mesh) | `init_device_mesh("cuda", (2, 2, 4), mesh_dim_names=("dp", "pp", "tp"))`; `mesh["dp", "cp"]._flatten("dp_cp")` | the last dimension you name |
 # | [torchtitan](https://github.com/pytorch/torchtitan/blob/main/torchtitan/distributed/parallel_dims.py) | `data_parallel_replicate_degree`, `data_parallel_shard_degree`, `tensor_parallel_degree`, `pipeline_parallel_degree`, `context_parallel_degree` | tp, cp, dp_shard, dp_replicate, pp |
 # | [Megatron Core](https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/parallel_state.py) | `--tensor-model-parallel-size`, `--context-parallel-size`, `--pipeline-model-parallel-size` | tp, cp, ep, dp, pp (`order="tp-cp-ep-dp-pp"`); `--use-tp-pp-dp-mapping` puts dp outermost |
-# | [DeepSpeed](https://deepspeed.readthedocs.io/en/latest/pipeline.html) | `PipeModelDataParallelTopology(num_pp, num_mp, num_dp)` | model, data, pipe |
-# | [accelerate](https://huggingface.co/docs/accelerate/concept_guides/nd_parallelism) | `ParallelismConfig(dp_replicate_size=, dp_shard_size=, cp_size=, tp_size=)` | tp, cp, dp_shard, dp_replicate |
+# | [DeepSpeed](https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/pipe/topology.py) | `PipeModelDataParallelTopology(num_pp, num_mp, num_dp)` | model, data, pipe |
+# | [accelerate](https://huggingface.co/blog/accelerate-nd-parallel) | `ParallelismConfig(dp_replicate_size=, dp_shard_size=, cp_size=, tp_size=)` | tp, cp, dp_shard, dp_replicate |
 #
 # torch's mesh is what `Mesh` is made of, so the four meshes of exercise 1 were its own. This is how it prints one:
 
@@ -496,9 +495,10 @@ receipts.design_405b()
 # sequence whatever else happens: tp 8 fills the node. ZeRO 3 over the rest would then fit, but with one sequence per
 # step and group there is too little work to hide 3 · 405.9e9 / 8 parameters of traffic over the network. pp 16 divides
 # the parameters before they travel: dp sends 1/128 of the model's gradients per rank, and 16 microbatches with 8 chunks
-# keep the bubble near 12 % of the work. tp 16 would leave the node. The order is tp, (cp,) dp, pp or tp, cp, pp, dp:
-# every axis but tp crosses either way, and what matters is that tp does not. Llama 3 trained with tp 8, pp 16, dp 128
-# and reported an MFU of 41 % ([Llama Team 2024](https://arxiv.org/abs/2407.21783), table 4).
+# keep the bubble near 12 % of the work. tp 16 leaves the node. In the order, what matters is that tp comes first; with
+# dp innermost, tp lies across nodes and the step takes nearly twice as long. dp and pp cross in any order. Llama 3
+# trained with tp 8, pp 16, dp 128 and reported an MFU of 41 % ([Llama Team 2024](https://arxiv.org/abs/2407.21783),
+# table 4).
 # </details>
 #
 # **B. 13B parameters on 4 nodes of 8 A100s (80 GB), with 200 Gb/s per GPU, 256 sequences of 4,096 tokens.**
