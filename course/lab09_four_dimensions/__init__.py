@@ -1,0 +1,1 @@
+"""Lab 09 · Four dimensions."""

@@ -1,0 +1,181 @@
+"""Lab 09, a plan: the estimate of one layout against the planner's formulas, and the reader's own layout.
+
+The planner knows more terms than the exercise asks for. Its buffers are left out, and so are the seconds of all axes
+but tp; with attention and latencies for nothing, both must agree to the last digit.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+from course.lab09_four_dimensions import experiments_plan as plans
+from course.shared.diagnose import expect_number
+from minillm.equivalence import CONTEXT_CASES, compare
+from minillm.labkit.exercises import CheckFailed, exercise
+from minillm.labkit.receipts import Receipt, receipt, row
+from minillm.predict.planner.architectures import Architecture, architecture
+from minillm.predict.planner.clusters import GIB, Cluster, cluster
+from minillm.predict.planner.layout import Layout
+from minillm.predict.planner.memory import memory
+from minillm.predict.planner.step import step
+from minillm.train.parallel_config import ParallelConfig
+
+FREE = 1e30  # share of the peak that attention reaches
+
+
+@exercise(
+    "layout-estimate",
+    minutes=20,
+    difficulty=3,
+    hints=(
+        "Count the numbers of one rank of the first stage before anything is sharded. Which kind does each ZeRO stage "
+        "divide, and by how many ranks?",
+        "Bytes: 2, 4 and 12 per parameter; ZeRO divides the 12 from stage 1 on, the 4 from stage 2 on, the 2 in stage "
+        "3, by dp · cp. Activations: layers / pp · tokens · token_bytes, for min(pp, microbatches) microbatches. "
+        "Seconds: microbatches + pp - 1 times what one microbatch takes on a stage.",
+        "own = (layers * active_layer + tables * table) / tp with layers = num_layers / pp; tokens = micro_batch * seq "
+        "/ cp; compute = 6 * (layers * active_layer + table) * tokens / tp / rate; wait = layers * 8 * (tp - 1) / tp * "
+        "tokens * hidden_size * 2 / link; seconds = (microbatches + pp - 1) * (compute + wait).",
+    ),
+)
+def check_estimate(learner: Callable) -> Receipt:
+    rows = []
+    for model, layout, seq in (*_plain_cases(), *(_draw_case() for _ in range(4))):
+        machine = _bare(layout)
+        rate, link = machine.device.matmul_rate(model.hidden_size / layout.tp), machine.device.link
+        found = learner(model, layout, seq, rate, link)
+        if not isinstance(found, (tuple, list)) or len(found) != 2:
+            raise CheckFailed(f"you returned {found!r:.80}; asked for are two numbers, bytes and seconds")
+        held, seconds = (expect_number(each, "a number of bytes and one of seconds") for each in found)
+        kinds = memory(model, layout, seq)
+        spent = step(model, layout, machine, seq)
+        turns = (layout.microbatches + layout.pp - 1) / layout.microbatches
+        states, right = kinds.total - kinds.buffers, turns * (spent.compute + spent.tp)
+        rows += [
+            row(f"{model.name}, {layout}: bytes", states, held, "B", 1e-6),
+            row("    seconds", right, seconds, "s", 1e-6),
+        ]
+        if not rows[-2].verdict == "ok" == rows[-1].verdict:
+            wrong = "bytes" if rows[-2].verdict == "off" else "seconds"
+            say = (
+                f"{held / GIB:.2f} of {states / GIB:.2f} GiB" if wrong == "bytes" else f"{seconds:.4g} of {right:.4g} s"
+            )
+            raise CheckFailed(f"{model.name}, {layout}: wrong {wrong}, {say}", rows, evidence=[held, seconds])
+    return receipt("bytes of the first stage, seconds of a step", rows)
+
+
+def _plain_cases() -> list[tuple[Architecture, Layout, int]]:
+    """One rank, so that a forgotten table shows; and each axis alone."""
+    model = architecture("llama-2-7b")
+    return [(model, Layout(), 2048), (model, Layout(dp=4, zero=2), 2048), (model, Layout(tp=4, microbatches=2), 2048)]
+
+
+def _draw_case() -> tuple[Architecture, Layout, int]:
+    model = architecture(random.choice(("llama-2-7b", "llama-2-13b", "llama-2-70b")))
+    layout = Layout(
+        dp=random.choice((2, 4)),
+        zero=random.randint(0, 3),
+        tp=random.choice((1, 2, 4)),
+        cp=random.choice((1, 2)),
+        pp=random.choice((2, 4, 8)),
+        micro_batch=random.choice((1, 2)),
+        microbatches=random.choice((3, 6, 32)),
+    )
+    return model, layout, random.choice((2048, 4096))
+
+
+def _bare(layout: Layout) -> Cluster:
+    """A node for each tensor-parallel group, whose links deliver their rate at once; attention takes no time."""
+    bare = cluster("h100", layout.world_size, per_node=layout.tp, latency=(0.0, 0.0), link_efficiency=1.0)
+    return replace(bare, device=replace(bare.device, attention=FREE))
+
+
+# A plan.
+
+
+@exercise(
+    "plan-for-64",
+    minutes=20,
+    difficulty=3,
+    hints=(
+        "Start from what cannot be avoided: the states of 70B take 18 bytes a parameter. Over how many of the 64 ranks "
+        "must they be divided, and what is left of 35 GiB for activations?",
+        "Two families fit. Fully sharded over many ranks, with every layer computed again in backward; or the model "
+        "divided by tp and pp, with activations kept. In the second a long pipeline needs many microbatches or chunks.",
+        'Layout(dp=32, zero=3, cp=2, microbatches=16, recompute="full") is one of the first family. Try others in '
+        "experiments_plan.judge(layout), which says what it holds and how long it takes.",
+    ),
+)
+def check_plan(learner: Callable) -> Receipt:
+    layout = learner()
+    _judge_layout(layout)
+    found, best = plans.judge(layout), plans.best()
+    rows = [row("GiB held, at most those that are usable", True, found.fits)]
+    if not found.fits:
+        raise CheckFailed(
+            f"{layout} does not fit: {found.held / GIB:.1f} GiB of {plans.SIXTY_FOUR.usable / GIB:.1f}",
+            rows,
+            evidence=layout,
+        )
+    times = found.seconds / best.step.seconds
+    rows.append(row("times the seconds of the planner's best, at most 1.15", True, times <= plans.NEAR))
+    if times > plans.NEAR:
+        raise CheckFailed(
+            f"{layout} fits and takes {found.seconds:.1f} s, {times:.2f} times as long as the best, which takes "
+            f"{best.step.seconds:.1f} s",
+            rows,
+            evidence=layout,
+        )
+    copies = small_copies(layout)
+    outcomes = compare(copies, {"tied": CONTEXT_CASES["tied"]}, steps=1) if copies else []
+    for copy, outcome in zip(copies, outcomes, strict=True):
+        error = max(outcome.worst_gradient, outcome.worst_weight)
+        rows.append(row(f"its small copy on {copy.world_size} ranks equals one process: {copy}", True, outcome.ok))
+        if not outcome.ok:
+            raise CheckFailed(f"a small copy of {layout}, {copy}, is off by {error:.2g} from one process", rows)
+    return receipt(f"{layout}: {found.held / GIB:.1f} GiB, {found.seconds:.1f} s", rows)
+
+
+def _judge_layout(layout: Any) -> None:
+    if not isinstance(layout, Layout):
+        raise CheckFailed(f"you returned {layout!r:.80}; asked for is a Layout")
+    if layout.world_size != plans.SIXTY_FOUR.gpus:
+        raise CheckFailed(f"{layout} takes {layout.world_size} GPUs of 64", evidence=layout)
+    if layout.batch != plans.BATCH:
+        raise CheckFailed(
+            f"{layout} takes {layout.batch} sequences of {plans.BATCH}: dp · micro_batch · microbatches",
+            evidence=layout,
+        )
+    model = plans.SEVENTY
+    if model.num_heads % layout.tp or plans.SEQ % (2 * layout.cp * layout.tp):
+        raise CheckFailed(f"{layout}: {model.num_heads} heads do not divide over tp {layout.tp}", evidence=layout)
+    if model.num_layers % (layout.pp * layout.chunks):
+        raise CheckFailed(
+            f"{layout}: {model.num_layers} layers do not divide over {layout.pp} stages of {layout.chunks} chunks",
+            evidence=layout,
+        )
+    if layout.chunks > 1 and (layout.pp == 1 or layout.microbatches % layout.pp):
+        raise CheckFailed(
+            f"{layout}: chunks need a pipeline, and microbatches that are a multiple of its stages", evidence=layout
+        )
+    if layout.ep > 1 or layout.schedule != "1f1b":
+        raise CheckFailed(f"{layout}: ep and DualPipe are for models with experts, which this is not", evidence=layout)
+
+
+def small_copies(layout: Layout) -> list[ParallelConfig]:
+    """The layout with two ranks on each axis that has more than one; if these are more than four ranks, every pair."""
+    used = [axis for axis in ("dp", "tp", "cp", "pp") if layout.size(axis) > 1]
+    return [_small(layout, pair) for pair in (combinations(used, 2) if len(used) > 2 else [tuple(used)]) if pair]
+
+
+def _small(layout: Layout, axes: Sequence[str]) -> ParallelConfig:
+    sizes = dict.fromkeys(axes, 2)
+    return ParallelConfig(
+        **sizes,
+        zero=layout.zero if {"dp", "cp"} & set(axes) else 0,
+        accumulate=2,
+        sequence=layout.sequence and "tp" in axes,
+        schedule="interleaved" if layout.chunks > 1 else "1f1b",
+    )

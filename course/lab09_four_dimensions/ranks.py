@@ -1,0 +1,122 @@
+"""What lab 09's last exercise runs on four ranks: a hybrid step in several meshes, beside one process in float64."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minillm import measure
+from minillm.comm import Group, Mesh
+from minillm.model import ModelConfig, Transformer, dense
+from minillm.model.loss import IGNORE
+from minillm.parallel.context_parallel import context_attention, context_parallel
+from minillm.parallel.placement import Partial
+from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
+from minillm.parallel.tensor_parallel.plan import placements
+
+WORLD, ROWS, SEQ = 4, 4, 16
+CONFIG = ModelConfig(32, 16, 24, 2, 4, 2, max_seq_len=SEQ)
+MESHES = (
+    {"dp": 2, "cp": 1, "tp": 2},
+    {"dp": 2, "cp": 2, "tp": 1},
+    {"dp": 1, "cp": 4, "tp": 1},
+    {"dp": 1, "cp": 2, "tp": 2},
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """tokens, targets: [ROWS, SEQ]; about one target in four does not count, so ranks have different numbers."""
+
+    tokens: Tensor
+    targets: Tensor
+    seed: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A step on one rank. errors: relative error of every parameter's gradient; loss: of the loss that was returned.
+
+    sent: bytes of all-reduces over dp and cp; gradients: bytes of this rank's gradients.
+    """
+
+    mesh: str
+    errors: dict[str, float]
+    loss: float
+    sent: int
+    gradients: int
+
+    @property
+    def parameter(self) -> str:
+        """The one whose gradient is furthest off."""
+        return max(self.errors, key=self.errors.__getitem__)
+
+    @property
+    def worst(self) -> float:
+        return self.errors[self.parameter]
+
+
+def draw(seed: int) -> Case:
+    draw = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(CONFIG.vocab_size, (ROWS, SEQ + 1), generator=draw)
+    targets = tokens[:, 1:].clone()
+    targets[:, : SEQ // 2][torch.rand(ROWS, SEQ // 2, generator=draw) < 0.5] = IGNORE
+    return Case(tokens[:, :-1], targets, seed)
+
+
+def name_of(axes: dict[str, int]) -> str:
+    return ", ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1 or axis == "dp")
+
+
+def run_steps(group: Group, learner: Callable, case: Case) -> list[Outcome]:
+    """The learner's step in each mesh. Sequence parallelism where there is tp."""
+    torch.set_num_threads(1)
+    right = _alone(case)
+    return [_step(Mesh(group, **axes), name_of(axes), learner, case, right) for axes in MESHES]
+
+
+def _alone(case: Case) -> tuple[float, dict[str, Tensor]]:
+    model = Transformer(CONFIG, seed=case.seed % 1000, dtype=torch.float64, attention=dense)
+    loss, count = model(case.tokens, targets=case.targets)
+    (loss / count).backward()
+    return (loss / count).item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def _step(mesh: Mesh, name: str, learner: Callable, case: Case, right: tuple[float, dict[str, Tensor]]) -> Outcome:
+    tp, sequence = mesh.tp, mesh.tp.world_size > 1
+    model = Transformer(CONFIG, seed=case.seed % 1000, dtype=torch.float64, attention=dense)
+    if sequence:
+        model = tensor_parallel(model, CONFIG, tp, sequence=True)
+    rows = slice(*(place * ROWS // mesh.dp.world_size for place in (mesh.dp.rank, mesh.dp.rank + 1)))
+    mine = case.tokens[rows], case.targets[rows]
+    if mesh.cp.world_size > 1:
+        attention = context_attention("zigzag", mesh.cp)
+        model = context_parallel(model, attention)
+        mine = tuple(x[:, attention.positions(SEQ)] for x in mine)
+    places = placements(CONFIG, tp.rank, tp.world_size, sequence)
+    shares = {key for key, place in places.items() if any(isinstance(part, Partial) for part in place.parts)}
+    with measure.ledger() as led:
+        loss = learner(model, mine, mesh, shares)
+    found = {key: p.grad for key, p in model.named_parameters()}
+    errors = {key: _off(found[key], places[key].cut(whole)) for key, whole in right[1].items()}
+    sent = sum(led.bytes(op="all_reduce", group=each) for each in ("dp", "cp", "dp_cp"))
+    held = sum(p.numel() * p.element_size() for p in model.parameters())
+    off = abs(_number(loss) - right[0]) / right[0]
+    return Outcome(name, errors, off, sent, held)
+
+
+def _number(loss: Any) -> float:
+    return float(loss) if loss is not None else float("nan")
+
+
+def _off(found: Tensor | None, wanted: Tensor) -> float:
+    if found is None:
+        return float("inf")
+    return ((found - wanted).norm() / wanted.norm()).item()
+
+
+def worst(found: Sequence[Outcome]) -> Outcome:
+    """Of the ranks: the one whose gradients are furthest off."""
+    return max(found, key=lambda outcome: outcome.worst)

@@ -1,0 +1,155 @@
+"""Lab 09 on any number of processes: groups of a mesh, and a hybrid step, the same receipt wherever they run.
+
+python 09_four_dimensions.py                                   4 ranks on this machine
+torchrun --nproc-per-node 4 09_four_dimensions.py              the same under torchrun
+torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 09_four_dimensions.py
+                                                               on each of two nodes
+
+With a GPU for each rank the tensors live on the GPUs and NCCL carries the messages.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from minillm.comm import Group, Mesh, is_root, launch
+from minillm.labkit import receipt, row
+from minillm.measure import ledger
+from minillm.model import ModelConfig, Transformer
+from minillm.parallel.context_parallel import context_attention, context_parallel
+from minillm.parallel.placement import Partial
+from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
+from minillm.parallel.tensor_parallel.plan import placements
+from minillm.predict import comms
+
+CONFIG = ModelConfig(32, 16, 24, 2, 4, 2, max_seq_len=1024)
+TOKENS_PER_RANK = 8
+
+
+def mesh_groups(rank: int, axes: dict[str, int]) -> tuple[dict[str, int], dict[str, list[int]]]:
+    """Place of the rank along each axis, and its group along each; the last axis varies fastest."""
+    place, groups, stride = {}, {}, 1
+    for axis, size in reversed(axes.items()):
+        place[axis] = rank // stride % size
+        first = rank - place[axis] * stride
+        groups[axis] = [first + index * stride for index in range(size)]
+        stride *= size
+    return place, groups
+
+
+def hybrid_step(model: nn.Module, microbatch: tuple[Tensor, Tensor], mesh: Mesh, shares: set[str]) -> Tensor:
+    """Leaves in p.grad the gradient of the mean loss over all targets of all ranks; returns that loss.
+
+    model(tokens, targets=targets) -> (sum of this rank's losses, how many targets count). shares: names of norms that
+    saw a part of the sequence on each tp rank.
+    """
+    tokens, targets = microbatch
+    replicas = mesh.joined("dp", "cp")
+    loss, count = model(tokens, targets=targets)
+    everywhere = replicas.all_reduce(count.detach().clone())
+    (loss / everywhere).backward()
+    for name, parameter in model.named_parameters():
+        replicas.all_reduce(parameter.grad)
+        if name in shares:
+            mesh.tp.all_reduce(parameter.grad)
+    return replicas.all_reduce(loss.detach().clone()) / everywhere
+
+
+# What follows runs and judges them.
+
+
+def meshes(n: int) -> list[dict[str, int]]:
+    """tp inside, and dp of one rank, over all of the ranks."""
+    tp = 2 if n % 4 == 0 else 1
+    return [{"dp": n // tp, "cp": 1, "tp": tp}, {"dp": 1, "cp": n // tp, "tp": tp}]
+
+
+def rank_program(group: Group) -> dict[str, Any]:
+    """Each part once; None if not written yet."""
+    return {name: attempt(part, group) for name, part in PARTS.items()}
+
+
+def attempt(part: Callable[[Group], Any], group: Group) -> Any:
+    try:
+        return part(group)
+    except NotImplementedError:
+        return None
+
+
+def try_groups(group: Group) -> bool:
+    """Whether the groups are those of torch's DeviceMesh."""
+    right = True
+    for axes in meshes(group.world_size):
+        mesh = Mesh(group, **axes)
+        right &= mesh_groups(group.rank, axes) == (mesh.place, {axis: mesh[axis].ranks for axis in axes})
+    return right
+
+
+def try_step(group: Group) -> list[tuple[bool, int]]:
+    """In each mesh: whether every gradient is that of one process, and the bytes sent over dp x cp."""
+    return [one_step(Mesh(group, **axes), group) for axes in meshes(group.world_size)]
+
+
+def one_step(mesh: Mesh, group: Group) -> tuple[bool, int]:
+    dp, cp, tp = mesh.dp, mesh.cp, mesh.tp
+    seq = TOKENS_PER_RANK * group.world_size
+    draw = torch.Generator().manual_seed(0)
+    tokens, targets = torch.randint(CONFIG.vocab_size, (2, group.world_size, seq), generator=draw).to(group.device)
+    targets[:, : seq // 4] = -100  # do not count, so that ranks have different numbers
+    model = Transformer(CONFIG, seed=0, dtype=torch.float64, device=group.device)
+    loss, count = model(tokens, targets=targets)
+    right = torch.autograd.grad(loss / count, list(model.parameters()))
+    whole = dict(zip(dict(model.named_parameters()), right, strict=True))
+    if tp.world_size > 1:
+        model = tensor_parallel(model, CONFIG, tp, sequence=True)
+    rows = [x.chunk(dp.world_size)[dp.rank] for x in (tokens, targets)]
+    if cp.world_size > 1:
+        attention = context_attention("zigzag", cp)
+        model = context_parallel(model, attention)
+        rows = [x[:, attention.positions(seq).to(x.device)] for x in rows]
+    places = placements(CONFIG, tp.rank, tp.world_size, tp.world_size > 1)
+    shares = {name for name, place in places.items() if any(isinstance(part, Partial) for part in place.parts)}
+    with ledger() as led:
+        hybrid_step(model, tuple(rows), mesh, shares)
+    sent = sum(led.bytes(op="all_reduce", group=name) for name in ("dp", "cp", "dp_cp"))
+    close = [torch.allclose(p.grad, places[name].cut(whole[name])) for name, p in model.named_parameters()]
+    return all(close), sent
+
+
+PARTS = {"groups": try_groups, "step": try_step}
+
+
+def predictions(n: int) -> list[int]:
+    """Bytes that all ranks send over dp x cp: each rank's gradients and two scalars, once round."""
+    found = []
+    for axes in meshes(n):
+        replicas = axes["dp"] * axes["cp"]
+        places = [placements(CONFIG, rank, axes["tp"], axes["tp"] > 1) for rank in range(axes["tp"])]
+        sizes = [place.part_shape.numel() for each in places for place in each.values()]
+        tensors = [*sizes, *[1, 1] * axes["tp"]]
+        found.append(sum(comms.ring_all_reduce(size, 8, replicas).total_bytes for size in tensors))
+    return found
+
+
+if __name__ == "__main__":
+    ranks = launch(rank_program, nproc=4)
+    if is_root():
+        rows = []
+        groups, steps = ([rank[name] for rank in ranks] for name in PARTS)
+        rows.append(row("groups: as torch's DeviceMesh", *((None, None) if None in groups else (True, all(groups)))))
+        if None in groups:
+            rows[-1] = row("groups: not written yet", None, None)
+        if None in steps:
+            rows.append(row("hybrid step: not written yet", None, None))
+        else:
+            for axes, sent, found in zip(
+                meshes(len(ranks)), predictions(len(ranks)), zip(*steps, strict=True), strict=True
+            ):
+                name = ", ".join(f"{axis} {size}" for axis, size in axes.items())
+                rows.append(row(f"{name}: every gradient as on one process", True, all(right for right, _ in found)))
+                rows.append(row("    bytes sent over dp x cp", sent, sum(each for _, each in found), "B"))
+        result = receipt(f"lab 09 on {len(ranks)} ranks", rows)
+        print(result)
+        raise SystemExit(0 if result.ok else 1)
