@@ -79,6 +79,8 @@ def _routed(logits: Tensor, k: int, bias: Tensor | None) -> tuple[list[list[int]
 def _judge_router(what: str, found: Any, right: tuple) -> float:
     experts, weights, ranked = right
     chosen, shares = expect_pair(what, found, ("experts", "weights"), [len(experts), len(experts[0])])
+    if chosen.dtype.is_floating_point:
+        raise CheckFailed(f"{what}: the experts are {chosen.dtype}; first their numbers, then their weights")
     chosen, evidence = chosen.tolist(), [chosen.tolist(), shares.detach().tolist()]
     for token, (mine, wanted) in enumerate(zip(chosen, experts, strict=True)):
         if mine == wanted:

@@ -51,8 +51,8 @@ def weights_read(experts: int = 256, top_k: int = 8) -> Figure:
         axes.set_xticks(tokens, tokens)
         axes.set(xlabel="tokens in the step", ylabel="experts read", ylim=(0, 1.05))
         axes.yaxis.set_major_formatter(PercentFormatter(1))
-        half = next(count for count, share in zip(tokens, shares, strict=True) if share >= 0.5 or count == tokens[-1])
-        axes.set_title(f"top {top_k} of {experts}: {half} tokens read half of the layer or more (formula)")
+        half = next(count for count in range(1, 1 + experts) if 1 - (1 - top_k / experts) ** count >= 0.5)
+        axes.set_title(f"top {top_k} of {experts}: half of them are read by {half} tokens (formula)")
         axes.legend(fontsize=8)
     return figure
 

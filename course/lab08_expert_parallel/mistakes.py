@@ -73,6 +73,22 @@ def over_tokens(logits, k, bias=None):
     return _ranked(scores if bias is None else scores + bias, scores, k)
 
 
+@mistake(
+    "top-k-router",
+    "a sigmoid of each logit",
+    says="These are weights from sigmoids, each expert scored alone, as DeepSeek-V3 does. Here scores are a softmax "
+    "over all experts.",
+)
+def sigmoids(logits, k, bias=None):
+    scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
+    return _ranked(scores if bias is None else scores + bias, scores, k)
+
+
+@mistake("top-k-router", "weights first", expect="first their numbers")
+def swapped(logits, k, bias=None):
+    return right.choose(logits, k, bias)[::-1]
+
+
 @mistake("top-k-router", "ties to the last expert", expect="a tie with")
 def last_of_ties(logits, k, bias=None):
     scores = _scores(logits)

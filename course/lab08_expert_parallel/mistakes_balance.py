@@ -83,6 +83,11 @@ def in_place(experts, num_experts, capacity):
     return experts
 
 
+@mistake("capacity-drops", "a mask", expect="asked for are numbers")
+def mask(experts, num_experts, capacity):
+    return right.drop_beyond(experts, num_experts, capacity) >= 0
+
+
 @mistake("capacity-drops", "drops nothing", says="Nothing is dropped: no pair was compared with the capacity.")
 def nothing(experts, num_experts, capacity):
     return experts.clone()
@@ -197,6 +202,16 @@ def diagonal(probabilities, experts):
 def summed(probabilities, experts):
     loss, gradient = right.balance(probabilities, experts)
     return loss, gradient * len(probabilities)
+
+
+@mistake(
+    "balance-loss",
+    "a gradient that goes up",
+    says="The sign is wrong: this is the way in which the loss falls, the gradient's opposite.",
+)
+def opposite(probabilities, experts):
+    loss, gradient = right.balance(probabilities, experts)
+    return loss, -gradient
 
 
 @alternative("balance-loss", "by autograd, through log-probabilities")

@@ -65,7 +65,7 @@ receipt("top 2 of more and more experts", receipts.flops())
 # |---|---|
 # | "A mixture of experts is cheaper." | Its *FLOPs per token* are. All experts have to be held in memory, and at large batches all are read. |
 # | "8 experts of 7B are 56B." | 46.7B: attention and embeddings exist once ([Jiang et al. 2024](https://arxiv.org/abs/2401.04088)). A token meets 12.9B. |
-# | "Every decode step reads all the weights." | It reads those that a token of the batch chose. With 8 of 256 and 22 tokens or more that is half of them (slider below). |
+# | "Every decode step reads all the weights." | It reads those experts that a token of the batch chose: with 8 of 256 less than half of them up to 21 tokens, nearly all from 128 (slider below). |
 # | "One all-to-all per layer." | Two forward, to the experts and back, and two backward. |
 # | "4D parallelism multiplies GPUs: dp · tp · pp · ep." | Expert groups are usually cut out of the data-parallel ranks: dp 64 with ep 8 is 64 GPUs. (Elsewhere the fourth D is context parallelism.) |
 # | "Experts specialise in topics." | Mixtral's authors found no such pattern; routing follows syntax more than topic ([Jiang et al. 2024](https://arxiv.org/abs/2401.04088), §5). |
@@ -148,7 +148,7 @@ dispatch, combine = check("sort-by-expert", (dispatch, combine))
 # ### 3. Capacity (10 minutes)
 #
 # A kernel with fixed shapes gives every expert $C = \lceil c \cdot Tk / E \rceil$ places, $c$ being the *capacity factor*,
-# and drops what does not fit; the token then passes through the residual alone. Who is dropped? GShard
+# and drops what does not fit; a token that no expert takes passes through the residual alone. Which are dropped? GShard
 # ([Lepikhin et al. 2020](https://arxiv.org/abs/2006.16668)) serves all first choices before any second one. Megatron's
 # default keeps the highest probabilities. In both, a later token can take an earlier one's place, which a model that
 # generates must not allow. So here: in the order of the tokens, and within a token in the order of its choices.
@@ -226,10 +226,11 @@ show(pictures.draw_loads, found=trainings)
 receipt("8 experts, top 2, after 80 steps", receipts.collapse(trainings))
 
 # %% [markdown]
-# Four times the mean is the worst there is for top 2 of 8: two experts take every token, and six are dead weight. Both cures
-# bring them back. They differ in what they cost: the loss pulls on the router's weights and so competes with the task; the
-# bias pulls on nothing, but overshoots when its step is large. DeepSeek's step is 0.001 over 100,000s of steps, the one here
-# 0.01 over 80.
+# Four times the mean is the worst there is for top 2 of 8. Without balancing the router is there within a few steps: two
+# experts take nearly every token, and the others are dead weight. Both cures bring them back. They differ in what they cost:
+# the loss pulls on the router's weights and so competes with the task; the bias pulls on nothing, but overshoots when its
+# step is large (the flicker in the picture). DeepSeek's step is 0.001 over some hundred thousand steps, the one here 0.01
+# over 80.
 #
 # What the collapsed router would have dropped:
 
@@ -333,7 +334,7 @@ receipt("a layer's forward on 4 ranks, link and work emulated", receipts.shared_
 # %% [markdown]
 # ## The fullest rank sets the pace
 #
-# Nobody's rows come home before the last rank is done. 128 rows on 4 ranks, always as many in all, but dealt out more and
+# No rank has all its rows back before the last one is done. 128 rows on 4 ranks, always as many in all, but dealt out more and
 # more unevenly. The experts' work is *emulated*, 2 ms per row; the exchange is real.
 
 # %%
@@ -366,7 +367,7 @@ receipt("the shipped average on 4 ranks", receipts.doubled(broken), open_rows=6)
 
 # %% [markdown]
 # The loss falls as it should: Adam divides every gradient by its own size, so a factor disappears. Where would it show? In
-# SGD, in the norm that is logged, and in clipping: experts that look too large scale everybody else down, and ep 4 learns
+# SGD, in the norm that is logged, and in clipping: gradients of experts that are too large scale those of all other weights down, and ep 4 learns
 # otherwise than ep 1.
 #
 # Two questions. *Whose tokens* has an expert's gradient on this rank seen before anything is reduced? And by what must the
@@ -449,7 +450,8 @@ receipt("one layer forward, one core", receipts.few(), open_rows=6)
 # batches, and why ep helps them: it brings more tokens to each expert.
 #
 # - *Unbalanced tokens*: the layer takes max / mean times as long (measured above).
-# - *Slow links*: bytes do not fall with $N$; a rank sends $(N-1)/N$ of its rows however many ranks there are.
+# - *Slow links*: on the emulated link above rows travelled 160 ms for 20 ms of work. Bytes do not fall with $N$ either: a
+#   rank sends $(N-1)/N$ of its rows however many ranks there are.
 # - *Small messages*: a decode step's all-to-all is $N-1$ messages of some kilobytes per rank, twice per layer: latency, not
 #   bandwidth.
 #
