@@ -19,7 +19,7 @@ from minillm.predict import moe
 
 ROW_S, ROWS_PER_RANK, FULLEST = 2e-3, 32, (1.0, 1.5, 2.0, 3.0)  # an expert's seconds per row; fullest rank / mean
 JOURNEY_S, SHARED_S, WORK_S, TRAVELLERS = 0.08, 0.06, 0.02, 64
-REPEATS = 3
+REPEATS = 4
 
 
 # The fullest rank.
@@ -64,6 +64,7 @@ def time_by_load(group: Group) -> list[float]:
 def _best(group: Group, layer: Callable[[], Tensor]) -> float:
     times = []
     with torch.no_grad():
+        layer()  # connections are made, and not timed
         for _ in range(REPEATS):
             group.barrier()
             start = time.monotonic()
@@ -128,7 +129,7 @@ def overlap() -> dict[str, Overlap]:
 
 # Few tokens.
 
-FEW = {8: 12, 64: 6, 1024: 2}  # tokens: repetitions
+FEW = {8: 30, 64: 10, 1024: 3}  # tokens: repetitions
 WIDE = ModelConfig(8, 256, 1024, 1, 4, moe=MoEConfig(32, 2, 512))
 
 

@@ -207,11 +207,7 @@ def experts_alone(router, experts, data, replicas):
     return data.all_reduce(router) / data.world_size, experts
 
 
-@mistake(
-    "expert-gradients",
-    "sums without a mean",
-    says="These are sums of the ranks' means: as many times too large as there are ranks.",
-)
+@mistake("expert-gradients", "sums without a mean", expect="but 4 times as large")
 def sums(router, experts, data, replicas):
     return data.all_reduce(router), replicas.all_reduce(experts)
 
@@ -226,11 +222,7 @@ def router_over_replicas(router, experts, data, replicas):
     return replicas.all_reduce(router) / replicas.world_size, replicas.all_reduce(experts) / data.world_size
 
 
-@mistake(
-    "expert-gradients",
-    "divided twice",
-    says="The experts' gradients were divided by all ranks and once more by the size of the expert group: too small.",
-)
+@mistake("expert-gradients", "divided twice", expect="but 0.5 times as large")
 def divided_twice(router, experts, data, replicas):
     n, ep = data.world_size, data.world_size // replicas.world_size
     return data.all_reduce(router) / n, replicas.all_reduce(experts) / (n * ep)

@@ -11,8 +11,8 @@
 # 2. Which tokens does an expert see, and over which ranks is its gradient summed, divided by what?
 # 3. What happens when experts are not asked for equally: to the time, to the tokens, to the loss?
 #
-# Labs 03 to 07 divided the batch, the state, the matrices, the layers and the sequence. In all of them a token met every
-# weight. Here it meets a few, and which ones is decided while it runs.
+# Labs 03 to 07 divided the batch, the state, the matrices, the layers and the sequence. In all of them a token met
+# every weight. Here it meets a few, and which ones is decided while it runs.
 #
 # The calls of `group`, and what each returns: [docs/group.md](../docs/group.md).
 
@@ -40,8 +40,8 @@ from minillm.labkit import check, finish, receipt, show, sliders
 #
 # ## Predict
 #
-# **Mixtral 8x7B has 8 experts per layer and chooses 2 of them. How many billion parameters does it have?** Write down your
-# guess. (The default takes the name at its word.)
+# **Mixtral 8x7B has 8 experts per layer and chooses 2 of them. How many billion parameters does it have?** Write down
+# your guess. (The default takes the name at its word.)
 
 # %%
 guess_billion = 8 * 7  # your guess
@@ -50,8 +50,8 @@ guess_billion = 8 * 7  # your guess
 receipt("two published models", receipts.two_models(guess_billion))
 
 # %% [markdown]
-# Only MLPs are multiplied; attention, norms and embeddings are shared. And the FLOPs? A small model, counted by torch, with
-# more and more experts:
+# Only MLPs are multiplied; attention, norms and embeddings are shared. And the FLOPs? A small model, counted by torch,
+# with more and more experts:
 
 # %%
 receipt("top 2 of more and more experts", receipts.flops())
@@ -81,13 +81,13 @@ sliders(pictures.weights_read, experts=[8, 16, 64, 128, 256], top_k=[1, 2, 4, 8]
 #
 # ### 1. The router (10 minutes)
 #
-# A linear layer gives each token a *logit* per expert. Softmax makes scores of them, the $k$ highest win, and their scores,
-# divided by their sum, weigh the experts' answers. The choice itself has no gradient: the router learns through the weights
-# alone.
+# A linear layer gives each token a *logit* per expert. Softmax makes scores of them, the $k$ highest win, and their
+# scores, divided by their sum, weigh the experts' answers. The choice itself has no gradient: the router learns through
+# the weights alone.
 #
 # Two details. Scores may tie, since 16-bit logits take few values: every copy of the router, on another rank or in a
-# recomputed block, must then choose alike. And a *bias* may move the choice without moving the weights; what it is good for
-# comes later.
+# recomputed block, must then choose alike. And a *bias* may move the choice without moving the weights; what it is good
+# for comes later.
 
 
 # %%
@@ -112,7 +112,8 @@ choose = check("top-k-router", choose)
 # %% [markdown]
 # ### 2. Sort by expert, and back (15 minutes)
 #
-# Experts are matrices, and matrices want their rows together. Number the pairs: choice $j$ of token $t$ is pair $tk + j$.
+# Experts are matrices, and matrices want their rows together. Number the pairs: choice $j$ of token $t$ is pair $tk +
+# j$.
 #
 #     pairs (token, choice)    0a 0b  1a 1b  2a 2b
 #     their experts             2  0   0  2   1  0
@@ -124,8 +125,8 @@ choose = check("top-k-router", choose)
 def dispatch(x, experts, num_experts):
     """x: [tokens, hidden]; experts: [tokens, k] -> (rows, order, counts).
 
-    rows: [tokens * k, hidden], a copy of its token for every pair, by expert. order: [tokens * k], the pair in each row;
-    pairs of one expert in ascending order. counts: [num_experts], rows of each.
+    rows: [tokens * k, hidden], a copy of its token for every pair, by expert. order: [tokens * k], the pair in each
+    row; pairs of one expert in ascending order. counts: [num_experts], rows of each.
     """
     # BEGIN SOLUTION
     flat = experts.flatten()
@@ -147,11 +148,12 @@ dispatch, combine = check("sort-by-expert", (dispatch, combine))
 # %% [markdown]
 # ### 3. Capacity (10 minutes)
 #
-# A kernel with fixed shapes gives every expert $C = \lceil c \cdot Tk / E \rceil$ places, $c$ being the *capacity factor*,
-# and drops what does not fit; a token that no expert takes passes through the residual alone. Which are dropped? GShard
-# ([Lepikhin et al. 2020](https://arxiv.org/abs/2006.16668)) serves all first choices before any second one. Megatron's
-# default keeps the highest probabilities. In both, a later token can take an earlier one's place, which a model that
-# generates must not allow. So here: in the order of the tokens, and within a token in the order of its choices.
+# A kernel with fixed shapes gives every expert $C = \lceil c \cdot Tk / E \rceil$ places, $c$ being the *capacity
+# factor*, and drops what does not fit; a token that no expert takes passes through the residual alone. Which are
+# dropped? GShard ([Lepikhin et al. 2020](https://arxiv.org/abs/2006.16668)) serves all first choices before any second
+# one. Megatron's [default](https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/transformer/moe/README.md)
+# keeps the highest probabilities. In both, a later token can take an earlier one's place, which a model that generates
+# must not allow. So here: in the order of the tokens, and within a token in the order of its choices.
 
 
 # %%
@@ -168,8 +170,8 @@ def drop_beyond(experts, num_experts, capacity):
 drop_beyond = check("capacity-drops", drop_beyond)
 
 # %% [markdown]
-# How much is lost even if a router is fair? A router that chooses at random gives each expert the same load *on average*,
-# and a finite batch is not an average:
+# How much is lost even if a router is fair? A router that chooses at random gives each expert the same load *on
+# average*, and a finite batch is not an average:
 
 # %%
 show(pictures.drops_by_chance)
@@ -180,14 +182,14 @@ sliders(pictures.drops_by_chance, tokens=[16, 64, 256, 1024], experts=[8, 16, 64
 # %% [markdown]
 # ### 4. The balance loss (15 minutes)
 #
-# [Fedus et al. 2021](https://arxiv.org/abs/2101.03961) (§2.2) add a loss that is 1 for an even load and up to $E/k$ for the
-# worst:
+# [Fedus et al. 2021](https://arxiv.org/abs/2101.03961) (§2.2) add a loss that is 1 for an even load and up to $E/k$ for
+# the worst:
 #
 # $$\ell = E \sum_e f_e P_e$$
 #
-# $f_e$: share of all (token, choice) pairs that went to $e$. $P_e$: mean over tokens of the probability $p_{t,e}$. Counts have
-# no gradient, so $f$ is a constant, and the loss pushes down the probability of those that are full. Find its gradient with
-# respect to the *logits* by hand. The check compares with finite differences in float64.
+# $f_e$: share of all (token, choice) pairs that went to $e$. $P_e$: mean over tokens of the probability $p_{t,e}$.
+# Counts have no gradient, so $f$ is a constant, and the loss pushes down the probability of those that are full. Find
+# its gradient with respect to the *logits* by hand. The check compares with finite differences in float64.
 
 
 # %%
@@ -208,10 +210,10 @@ balance = check("balance-loss", balance)
 # %% [markdown]
 # ## A router collapses
 #
-# An expert that is chosen learns; one that learns is chosen. Nothing else is needed. A model of 2 layers with 8 experts each,
-# top 2, learns the bytes of Python's standard library for 80 steps, three times: with nothing, with the balance loss, and
-# with DeepSeek-V3's bias ([DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437), §2.1.2). The bias needs no loss: after a
-# step it rises a little for each expert that had fewer tokens than the mean and falls for the others.
+# An expert that is chosen learns; one that learns is chosen. Nothing else is needed. A model of 2 layers with 8 experts
+# each, top 2, learns the bytes of Python's standard library for 80 steps, three times: with nothing, with the balance
+# loss, and with DeepSeek-V3's bias ([DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437), §2.1.2). The bias needs no
+# loss: after a step it rises a little for each expert that had fewer tokens than the mean and falls for the others.
 #
 # The training loop:
 
@@ -226,11 +228,11 @@ show(pictures.draw_loads, found=trainings)
 receipt("8 experts, top 2, after 80 steps", receipts.collapse(trainings))
 
 # %% [markdown]
-# Four times the mean is the worst there is for top 2 of 8. Without balancing the router is there within a few steps: two
-# experts take nearly every token, and the others are dead weight. Both cures bring them back. They differ in what they cost:
-# the loss pulls on the router's weights and so competes with the task; the bias pulls on nothing, but overshoots when its
-# step is large (the flicker in the picture). DeepSeek's step is 0.001 over some hundred thousand steps, the one here 0.01
-# over 80.
+# Four times the mean is the worst there is for top 2 of 8. Without balancing the router is there within a few steps:
+# two experts take nearly every token, and the others are dead weight. Both cures bring them back. They differ in what
+# they cost: the loss pulls on the router's weights and so competes with the task; the bias pulls on nothing, but
+# overshoots when its step is large (the flicker in the picture). DeepSeek's step is 0.001 over some hundred thousand
+# steps, the one here 0.01 over 80.
 #
 # What the collapsed router would have dropped:
 
@@ -241,14 +243,14 @@ show(pictures.draw_drops, found=trainings)
 receipt("one batch, places of each sequence", receipts.drops(trainings))
 
 # %% [markdown]
-# *Balance over what?* A loss per sequence asks every sequence to use all experts evenly, code and prose alike. Counting $f$
-# over all ranks' tokens asks less, and models come out better
-# ([Qiu et al. 2025](https://arxiv.org/abs/2501.11873)). minillm's loss is per sequence, its bias over the whole batch.
+# *Balance over what?* A loss per sequence asks every sequence to use all experts evenly, code and prose alike. Counting
+# $f$ over all ranks' tokens asks less, and models come out better ([Qiu et al.
+# 2025](https://arxiv.org/abs/2501.11873)). minillm's loss is per sequence, its bias over the whole batch.
 #
 # ## Tokens to experts on other ranks
 #
-# Now $N$ ranks hold $E/N$ experts each, and all the rest of the model whole: data parallelism outside, experts spread inside.
-# Every rank has its own tokens, and their experts are elsewhere.
+# Now $N$ ranks hold $E/N$ experts each, and all the rest of the model whole: data parallelism outside, experts spread
+# inside. Every rank has its own tokens, and their experts are elsewhere.
 #
 #     rank 0's rows by expert     a a b | c d d       experts a b live on rank 0, c d on rank 1
 #       ── all-to-all ──▶         a a b   a b b       this rank's part of both ranks' rows, by source
@@ -258,10 +260,10 @@ receipt("one batch, places of each sequence", receipts.drops(trainings))
 #
 # ### 5. There and back (20 minutes)
 #
-# `group.all_to_all(x, output_splits=..., input_splits=...)` sends `input_splits[j]` rows of x to rank $j$, the first ones to
-# rank 0, and returns the rows from all ranks in rank order, `output_splits[i]` from rank $i$. Both are lists of whole
-# numbers, and the receiver has to know its own beforehand. Without splits all parts are equal. The check counts the bytes of
-# rows: only those travel that another rank's experts need.
+# `group.all_to_all(x, output_splits=..., input_splits=...)` sends `input_splits[j]` rows of x to rank $j$, the first
+# ones to rank 0, and returns the rows from all ranks in rank order, `output_splits[i]` from rank $i$. Both are lists of
+# whole numbers, and the receiver has to know its own beforehand. Without splits all parts are equal. The check counts
+# the bytes of rows: only those travel that another rank's experts need.
 
 
 # %%
@@ -295,20 +297,20 @@ to_experts, from_experts = check("tokens-to-experts", (to_experts, from_experts)
 # %% [markdown]
 # ## Measure: what a layer sends
 #
-# From here on minillm's own (`minillm/parallel/expert_parallel`). Each all-to-all is the other one's backward, so a step has
-# four per layer. 4 ranks, 64 tokens each, top 2, experts asked for equally:
+# From here on minillm's own (`minillm/parallel/expert_parallel`). Each all-to-all is the other one's backward, so a
+# step has four per layer. 4 ranks, 64 tokens each, top 2, experts asked for equally:
 
 # %%
 receipt("one layer of experts, 4 ranks", receipts.traffic())
 
 # %% [markdown]
-# $T \cdot k \cdot H \cdot b \cdot (N-1)/N$ bytes, four times. The experts' *weights* never move: ZeRO-3 brings weights to
-# tokens, expert parallelism brings tokens to weights.
+# $T \cdot k \cdot H \cdot b \cdot (N-1)/N$ bytes, four times. The experts' *weights* never move: ZeRO-3 brings weights
+# to tokens, expert parallelism brings tokens to weights.
 #
 # ### Two levels
 #
-# Between nodes links are slow, and a token with four experts on another node crosses four times. It need not: send it once
-# per *node*, and let a rank there pass it on. On two emulated nodes of two ranks, top 4 of 8:
+# Between nodes links are slow, and a token with four experts on another node crosses four times. It need not: send it
+# once per *node*, and let a rank there pass it on. On two emulated nodes of two ranks, top 4 of 8:
 
 # %%
 receipt("4 ranks on 2 nodes, bytes by where they go", receipts.two_levels())
@@ -325,8 +327,8 @@ sliders(pictures.rows_that_cross, experts=[64, 128, 256], top_k=[2, 4, 8, 16])
 #
 # ### Shared experts hide the journey
 #
-# Experts that every token meets need no exchange, so they can be computed while rows travel. On an *emulated* link (80 ms each
-# way), with emulated work of 60 ms for the shared experts and 20 ms for the routed ones:
+# Experts that every token meets need no exchange, so they can be computed while rows travel. On an *emulated* link (80
+# ms each way), with emulated work of 60 ms for the shared experts and 20 ms for the routed ones:
 
 # %%
 receipt("a layer's forward on 4 ranks, link and work emulated", receipts.shared_experts())
@@ -334,8 +336,8 @@ receipt("a layer's forward on 4 ranks, link and work emulated", receipts.shared_
 # %% [markdown]
 # ## The fullest rank sets the pace
 #
-# No rank has all its rows back before the last one is done. 128 rows on 4 ranks, always as many in all, but dealt out more and
-# more unevenly. The experts' work is *emulated*, 2 ms per row; the exchange is real.
+# No rank has all its rows back before the last one is done. 128 rows on 4 ranks, always as many in all, but dealt out
+# more and more unevenly. The experts' work is *emulated*, 2 ms per row; the exchange is real.
 
 # %%
 fullest = links.by_load()
@@ -345,33 +347,36 @@ show(pictures.draw_fullest, found=fullest)
 receipt("a layer's forward until all are done", receipts.fullest(fullest))
 
 # %% [markdown]
-# The mean load is the same in all four. So the number to watch is max / mean, per rank and per layer, and there are three
-# remedies: balance the router (above), pack experts to ranks by their load, or hold hot experts twice. The last two are what
-# servers do, since their routers are trained already: `minillm/parallel/expert_parallel/balance.py` follows
-# [DeepSeek's EPLB](https://github.com/deepseek-ai/EPLB).
+# The mean load is the same in all four. So the number to watch is max / mean, per rank and per layer, and there are
+# three remedies: balance the router (above), pack experts to ranks by their load, or hold hot experts twice. The last
+# two are what servers do, since their routers are trained already: `minillm/parallel/expert_parallel/balance.py`
+# follows [DeepSeek's EPLB](https://github.com/deepseek-ai/EPLB).
 #
-# ## 6. Find the bug: whose average? (15 minutes)
+# ## Break it: whose average?
 #
-# A colleague averages gradients like this. Each rank's loss is the mean over its own tokens, and all ranks have equally many.
+# A colleague averages gradients like this. Each rank's loss is the mean over its own tokens, and all ranks have equally
+# many.
 
 # %%
 print(inspect.getsource(experiments.average_over_replicas))
 
 # %% [markdown]
-# dp is 4. With ep 2, ranks 0 and 1 share one set of experts, ranks 2 and 3 another; `replicas` is then ranks 0 and 2, or 1
-# and 3. Measured beside one process that has all tokens:
+# dp is 4. With ep 2, ranks 0 and 1 share one set of experts, ranks 2 and 3 another; `replicas` is then ranks 0 and 2,
+# or 1 and 3. Measured beside one process that has all tokens:
 
 # %%
 broken = experiments.accidents()
 receipt("the shipped average on 4 ranks", receipts.doubled(broken), open_rows=6)
 
 # %% [markdown]
-# The loss falls as it should: Adam divides every gradient by its own size, so a factor disappears. Where would it show? In
-# SGD, in the norm that is logged, and in clipping: gradients of experts that are too large scale those of all other weights down, and ep 4 learns
-# otherwise than ep 1.
+# The loss falls as it should: Adam divides every gradient by its own size, so a factor disappears. Where would it show?
+# In SGD, in the norm that is logged, and in clipping: gradients of experts that are too large scale those of all other
+# weights down, and ep 4 learns otherwise than ep 1.
 #
-# Two questions. *Whose tokens* has an expert's gradient on this rank seen before anything is reduced? And by what must the
-# sum over `replicas` be divided, so that every token of the batch counts once? Then write it right.
+# ### 6. Find the bug (15 minutes)
+#
+# Two questions. *Whose tokens* has an expert's gradient on this rank seen before anything is reduced? And by what must
+# the sum over `replicas` be divided, so that every token of the batch counts once? Then write it right.
 
 
 # %%
@@ -393,9 +398,10 @@ average_gradients = check("expert-gradients", average_gradients)
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# An expert sees the tokens of its whole expert group, so its gradient is a *sum over ep ranks' means* before any reduction.
-# The sum over the replicas then holds all dp ranks' means, and has to be divided by dp. Dividing by dp / ep, the number of
-# replicas, is what every data-parallel wrapper does when it is handed the replicas' group: ep times too large.
+# An expert sees the tokens of its whole expert group, so its gradient is a *sum over ep ranks' means* before any
+# reduction. The sum over the replicas then holds all dp ranks' means, and has to be divided by dp. Dividing by dp / ep,
+# the number of replicas, is what every data-parallel wrapper does when it is handed the replicas' group: ep times too
+# large.
 #
 # It shipped in [torchtitan](https://github.com/pytorch/pytorch/issues/160285) (mended with FSDP2's
 # [`set_gradient_divide_factor`](https://github.com/pytorch/torchtitan/pull/1551)), in DeepSpeed
@@ -408,20 +414,21 @@ average_gradients = check("expert-gradients", average_gradients)
 #
 # ## Break it again: a neighbour in the batch
 #
-# Capacity is shared by whoever is counted together. If that is the whole batch, a sequence's experts depend on what somebody
-# else sent ([Puigcerver et al. 2023](https://arxiv.org/abs/2308.00951) name it among the faults of sparse routers). The same
-# sequence beside two different neighbours:
+# Capacity is shared by whoever is counted together. If that is the whole batch, a sequence's experts depend on what
+# somebody else sent ([Puigcerver et al. 2023](https://arxiv.org/abs/2308.00951) name it among the faults of sparse
+# routers). The same sequence beside two different neighbours:
 
 # %%
 receipt("32 tokens, top 2 of 8, capacity factor 1", receipts.neighbours())
 
 # %% [markdown]
-# In training that is noise. In serving it means that an answer depends on the batch, so servers drop nothing; minillm drops
-# only in training, and per sequence.
+# In training that is noise. In serving it means that an answer depends on the batch, so servers drop nothing; minillm
+# drops only in training, and per sequence.
 #
 # ## Experts beside a dense model
 #
-# Equal active FLOPs: an MLP of 96 columns, or 8 experts of 48 of which a token meets 2. Same data, same steps, 80 of them.
+# Equal active FLOPs: an MLP of 96 columns, or 8 experts of 48 of which a token meets 2. Same data, same steps, 80 of
+# them.
 
 # %%
 show(pictures.draw_losses, found=trainings)
@@ -430,30 +437,30 @@ show(pictures.draw_losses, found=trainings)
 receipt("80 steps of 1,024 bytes", receipts.beside_dense(trainings), open_rows=5)
 
 # %% [markdown]
-# Eighty steps of a toy are no verdict, and the gap may go either way on another seed: experts have seen a quarter of the
-# tokens each. What is robust is the clock. Per FLOP experts are level or ahead; per second on this core they are behind,
-# because eight small matrices are slower than one and sorting costs time. In runs of real length the first gap is large
-# ([Fedus et al. 2021](https://arxiv.org/abs/2101.03961) report up to 7 times faster training at equal FLOPs per token); the
-# second is what kernels and all-to-alls are tuned for.
+# Eighty steps of a toy are no verdict, and the gap may go either way on another seed: experts have seen a quarter of
+# the tokens each. What is robust is the clock. Per FLOP experts are level with the dense model, or a little ahead; per
+# second they are behind, because eight small matrices are slower than one and sorting costs time. In runs of real
+# length the first gap is large ([Fedus et al. 2021](https://arxiv.org/abs/2101.03961) report up to 7 times faster
+# training at equal FLOPs per token); the second is what kernels and all-to-alls are tuned for.
 #
 # ## Where it loses
 #
-# Few tokens per expert. A layer of 32 experts with top 2 beside a dense MLP of the same FLOPs per token, really computed on
-# one core of this machine:
+# Few tokens per expert. A layer of 32 experts with top 2 beside a dense MLP of the same FLOPs per token, really
+# computed on one core of this machine:
 
 # %%
 receipt("one layer forward, one core", receipts.few(), open_rows=6)
 
 # %% [markdown]
-# With 64 tokens all 32 experts are touched, each for 4 rows: 16 times the weights are read for the same FLOPs. With 1,024
-# tokens there are 64 rows for each, and the weights are read once for many. That is why servers of such models want large
-# batches, and why ep helps them: it brings more tokens to each expert.
+# With 64 tokens all 32 experts are touched, each for 4 rows: 16 times the weights are read for the same FLOPs. With
+# 1,024 tokens there are 64 rows for each, and the weights are read once for many. That is why servers of such models
+# want large batches, and why ep helps them: it brings more tokens to each expert.
 #
 # - *Unbalanced tokens*: the layer takes max / mean times as long (measured above).
-# - *Slow links*: on the emulated link above rows travelled 160 ms for 20 ms of work. Bytes do not fall with $N$ either: a
-#   rank sends $(N-1)/N$ of its rows however many ranks there are.
-# - *Small messages*: a decode step's all-to-all is $N-1$ messages of some kilobytes per rank, twice per layer: latency, not
-#   bandwidth.
+# - *Slow links*: on the emulated link above rows travelled 160 ms for 20 ms of work. Bytes do not fall with $N$ either:
+#   a rank sends $(N-1)/N$ of its rows however many ranks there are.
+# - *Small messages*: a decode step's all-to-all is $N-1$ messages of some kilobytes per rank, twice per layer: latency,
+#   not bandwidth.
 #
 # ## The same in production
 #
@@ -465,9 +472,10 @@ receipt("one layer forward, one core", receipts.few(), open_rows=6)
 # | [torchtitan](https://github.com/pytorch/torchtitan) | `--parallelism.expert_parallel_degree N` | a bias per expert, `load_balance_coeff` | | |
 # | [vLLM](https://docs.vllm.ai/en/latest/serving/expert_parallel_deployment/) | `--enable-expert-parallel`: over all tp · dp ranks | `--enable-eplb`: replicas of hot experts | never | `--all2all-backend` |
 #
-# NCCL has no all-to-all of unequal parts of its own: torch's `all_to_all_single` sends and receives in one group call. Its
-# splits are lists on the host, so the host waits for the counts in every layer. [DeepEP](https://github.com/deepseek-ai/DeepEP)
-# and its like read counts on the GPU, send in fp8, and do both levels in one kernel.
+# NCCL has no all-to-all of unequal parts of its own: torch's `all_to_all_single` sends and receives in one group call.
+# Its splits are lists on the host, so the host waits for the counts in every layer.
+# [DeepEP](https://github.com/deepseek-ai/DeepEP) and its like read counts on the GPU, send in fp8, and do both levels
+# in one kernel.
 #
 # ## On a cluster
 #
@@ -479,9 +487,9 @@ receipt("one layer forward, one core", receipts.few(), open_rows=6)
 #
 # Work each one out on paper, then run the cell below it.
 #
-# **A. Serve DeepSeek-V3 (671B, of which a token meets 37B: 58 expert layers, 256 experts and 1 shared, top 8, hidden 7,168,
-# fp8) on H100s of 80 GB in nodes of 8: 3.35 TB/s of memory, 450 GB/s inside a node, 50 GB/s across. 128 sequences decode on
-# each GPU, attention is data-parallel. Which ep? What moves per token?**
+# **A. Serve DeepSeek-V3 (671B, of which a token meets 37B: 58 expert layers, 256 experts and 1 shared, top 8, hidden
+# 7,168, fp8) on H100s of 80 GB in nodes of 8: 3.35 TB/s of memory, 450 GB/s inside a node, 50 GB/s across. 128
+# sequences decode on each GPU, attention is data-parallel. Which ep? What moves per token?**
 
 # %%
 receipts.design_serving()
@@ -489,17 +497,19 @@ receipts.design_serving()
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# Per token and layer 8 rows of 7,168 bytes go there (fp8) and 8 of 14,336 come back (bf16): 10 MB over 58 layers. ep 8 does
-# not fit: 82 GB of experts alone on GPUs of 80 GB (8 H200s of 141 GB hold them). ep 32 leaves room for the cache, gives each
-# expert 128 rows, and reads its 8 experts in 105 µs instead of 421; but now rows cross nodes, and 150 µs of links per layer
-# are worth hiding behind another half of the batch. Above that, experts are read ever less and rows cross ever more: ep pays
-# while the weights it saves reading take longer than the rows it sends. A router limited to 4 nodes keeps 7 rows at 4.
-# DeepSeek serves with ep 32 for prefill and ep 144 for decode, with redundant experts
-# ([DeepSeek 2025](https://github.com/deepseek-ai/open-infra-index/blob/main/202502OpenSourceWeek/day_6_one_more_thing_deepseekV3R1_inference_system_overview.md)).
+# Per token and layer 8 rows of 7,168 bytes go there (fp8) and 8 of 14,336 come back (bf16): 10 MB over 58 layers. ep 8
+# does not fit: 82 GB of experts alone on GPUs of 80 GB (8 H200s of 141 GB hold them). ep 32 leaves room for the cache,
+# gives each expert 128 rows, and reads its 8 experts in 105 µs instead of 421; but now rows cross nodes, and 150 µs of
+# links per layer are worth hiding behind another half of the batch. Above that, experts are read ever less and rows
+# cross ever more: ep pays while the weights it saves reading take longer than the rows it sends. A router limited to 4
+# nodes keeps 7 rows at 4. DeepSeek serves with ep 32 for prefill and ep 144 for decode, with redundant experts
+# ([DeepSeek
+# 2025](https://github.com/deepseek-ai/open-infra-index/blob/main/202502OpenSourceWeek/day_6_one_more_thing_deepseekV3R1_inference_system_overview.md)).
 # </details>
 #
-# **B. Train Mixtral 8x7B (hidden 4,096, 8 experts of 14,336, top 2, bf16) with 4,096 tokens per GPU: 400 TFLOP/s, 400 GB/s
-# inside a node of 8, 50 GB/s across. Cut every expert over tp 8, or spread experts over ep 8, inside a node or across?**
+# **B. Train Mixtral 8x7B (hidden 4,096, 8 experts of 14,336, top 2, bf16) with 4,096 tokens per GPU: 400 TFLOP/s, 400
+# GB/s inside a node of 8, 50 GB/s across. Cut every expert over tp 8, or spread experts over ep 8, inside a node or
+# across?**
 
 # %%
 receipts.design_training()
@@ -507,19 +517,20 @@ receipts.design_training()
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# ep 8 inside a node: a quarter of the bytes of tensor parallelism, whole matrices of 14,336 columns instead of slices of
-# 1,792, and 3 % of the work on the way. Across nodes it would still be a fifth, which overlap can hide. All of that is less
-# than what one expert with 1.5 times the mean costs: 11 ms per layer. So spend the effort on balance first. tp cuts every
-# expert alike and so never waits for a full one, which is its use in the first steps of a run, when routers are not yet even
-# ([Megatron Core](https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/transformer/moe/README.md) recommends it
-# against running out of memory there).
+# ep 8 inside a node: a quarter of the bytes of tensor parallelism, whole matrices of 14,336 columns instead of slices
+# of 1,792, and 3 % of the work on the way. Across nodes it would still be a fifth, which overlap can hide. All of that
+# is less than what one expert with 1.5 times the mean costs: 11 ms per layer. So spend the effort on balance first. tp
+# cuts every expert alike and so never waits for a full one, which is its use in the first steps of a run, when routers
+# are not yet even ([Megatron
+# Core](https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/transformer/moe/README.md) recommends it against
+# running out of memory there).
 # </details>
 #
 # ## Capstone (*open*)
 #
-# You have 256 H100s and three months. Choose a model: dense, or how many experts of which width, top how many, shared ones or
-# not; then ep, tp, pp and dp for it. Defend it with `minillm.predict.moe`, `python -m minillm plan` and one training of your
-# own with `--experts`, and name the load curve that would make you stop the run.
+# You have 256 H100s and three months. Choose a model: dense, or how many experts of which width, top how many, shared
+# ones or not; then ep, tp, pp and dp for it. Defend it with `minillm.predict.moe`, `python -m minillm plan` and one
+# training of your own with `--experts`, and name the load curve that would make you stop the run.
 #
 # ## Interview corner
 #
@@ -528,21 +539,22 @@ receipts.design_training()
 # **1. What does a mixture of experts save, and what not?**
 # <details><summary>Answer</summary>
 #
-# FLOPs per token: those of k experts and the shared ones. Not memory: all experts are held. Not reads at large batches: all
-# are touched.
+# FLOPs per token: those of k experts and the shared ones. Not memory: all experts are held. Not reads at large batches:
+# all are touched.
 # </details>
 #
 # **2. How many all-to-alls per layer, and of how many bytes?**
 # <details><summary>Answer</summary>
 #
-# Two forward, two backward, each T·k·H·b·(N-1)/N per rank if balanced. Before them a small exchange of counts, because the
-# receiver has to know its splits.
+# Two forward, two backward, each T·k·H·b·(N-1)/N per rank if balanced. Before them a small exchange of counts, because
+# the receiver has to know its splits.
 # </details>
 #
 # **3. Why is ep not another factor of the number of GPUs?**
 # <details><summary>Answer</summary>
 #
-# Attention is data-parallel over the same ranks. ep regroups dp ranks around the experts: dp / ep replicas of each expert.
+# Attention is data-parallel over the same ranks. ep regroups dp ranks around the experts: dp / ep replicas of each
+# expert.
 # </details>
 #
 # **4. Over which ranks are gradients of experts summed, and by what are they divided?**
@@ -555,8 +567,8 @@ receipts.design_training()
 # **5. Why does a router collapse, and what are the cures?**
 # <details><summary>Answer</summary>
 #
-# Chosen experts learn and are chosen more. A loss E·Σ f·P on the probabilities, or a bias on the choice that follows the load
-# without a gradient. Noise, and experts that choose their tokens (which sees the future), are older ones.
+# Chosen experts learn and are chosen more. A loss E·Σ f·P on the probabilities, or a bias on the choice that follows
+# the load without a gradient. Noise, and experts that choose their tokens (which sees the future), are older ones.
 # </details>
 #
 # **6. The mean load is perfect, and still the layer is slow. Why?**
@@ -568,7 +580,8 @@ receipts.design_training()
 # **7. What does a capacity factor of 1 drop with a perfectly fair router?**
 # <details><summary>Answer</summary>
 #
-# What chance puts above the mean: loads are binomial, so a tenth or so with 64 tokens on 8 experts, less with more tokens.
+# What chance puts above the mean: loads are binomial, so 9 % with 64 tokens and top 2 of 8, and 2 % with
+# 1,024 tokens.
 # </details>
 #
 # **8. Why are shared experts good for the network?**
@@ -583,7 +596,7 @@ receipts.design_training()
 # 2. Which tokens does an expert see, and over which ranks is its gradient summed, divided by what?
 # 3. What happens when experts are not asked for equally: to the time, to the tokens, to the loss?
 #
-# Next: lab 11 feeds all these ranks, each with its own part of the text.
+# Next: lab 09 puts all axes together, and asks which of them belongs on which link.
 
 # %%
 finish("08_expert_parallel")
