@@ -35,8 +35,11 @@ FACTORS = (0.5, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0)
 
 @dataclass(frozen=True)
 class Training:
-    """losses: nats per byte, by step; loads: [steps, experts] of the last layer, shares of all pairs; seconds: of all
-    steps; flops: of one step, by the formula; chosen: [batch, seq, k], the last batch's experts in that layer."""
+    """losses: nats per byte, by step; loads: [steps, experts] of the last layer, shares of all pairs.
+
+    seconds: CPU time of all steps; flops: of one step, by the formula; chosen: [batch, seq, k], the last batch's
+    experts in that layer.
+    """
 
     losses: list[float]
     loads: Tensor
@@ -74,7 +77,7 @@ def train(config: ModelConfig, steps: int = STEPS) -> Training:
     last = [each for each in model.modules() if isinstance(each, MoE)][-1:]
     for layer in last:
         layer.router.register_forward_hook(lambda module, inputs, decision: chosen.append(decision.experts))
-    start = time.perf_counter()
+    start = time.process_time()
     for step in range(steps):
         windows = text()[order[step * BATCH : (step + 1) * BATCH]]
         total, weight = model(windows[:, :-1], targets=windows[:, 1:])
@@ -86,7 +89,7 @@ def train(config: ModelConfig, steps: int = STEPS) -> Training:
         if last:
             counts = model.router_losses.counts[last[0].layer]
             loads.append(counts / counts.sum())
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     flops = BATCH * SEQ * training_flops(config, SEQ).total
     shares = torch.stack(loads) if loads else torch.zeros(steps, 0)
     return Training(losses, shares, seconds, flops, chosen[-1] if chosen else None)

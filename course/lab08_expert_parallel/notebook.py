@@ -428,7 +428,7 @@ receipt("32 tokens, top 2 of 8, capacity factor 1", receipts.neighbours())
 # ## Experts beside a dense model
 #
 # Equal active FLOPs: an MLP of 96 columns, or 8 experts of 48 of which a token meets 2. Same data, same steps, 80 of
-# them.
+# them. Seconds are the CPU time of one thread, which others on the machine change least.
 
 # %%
 show(pictures.draw_losses, found=trainings)
@@ -446,7 +446,7 @@ receipt("80 steps of 1,024 bytes", receipts.beside_dense(trainings), open_rows=5
 # ## Where it loses
 #
 # Few tokens per expert. A layer of 32 experts with top 2 beside a dense MLP of the same FLOPs per token, really
-# computed on one core of this machine:
+# computed on one core of this machine (CPU time):
 
 # %%
 receipt("one layer forward, one core", receipts.few(), open_rows=6)

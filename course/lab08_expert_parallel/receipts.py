@@ -117,9 +117,9 @@ def beside_dense(found: Trainings | None = None) -> Iterator[Row]:
     router = 6 * NUM_EXPERTS * training.DENSE.hidden_size * training.DENSE.num_layers * SEQ * training.BATCH
     yield row("FLOPs of a step: those of the dense model and the router's", dense.flops + router, experts.flops, "FLOP")
     yield row(f"loss after {STEPS} steps: dense, experts", None, (dense.final_loss, experts.final_loss), "nats")
-    yield row("    seconds of all steps: dense, experts", None, (dense.seconds, experts.seconds), "s", noisy=True)
+    yield row("    CPU seconds of all steps: dense, experts", None, (dense.seconds, experts.seconds), "s", noisy=True)
     worth = _loss_at(dense, experts.seconds), _loss_at(experts, dense.seconds)
-    yield row("    loss of each after the other's seconds, if it is earlier", None, worth, "nats", noisy=True)
+    yield row("    loss of each after the other's CPU seconds, if that is earlier", None, worth, "nats", noisy=True)
 
 
 def _loss_at(run: Training, at_s: float) -> float:
@@ -133,7 +133,9 @@ def few(found: dict[int, links.Few] | None = None) -> Iterator[Row]:
     for tokens, each in found.items():
         due = links.touched_formula(tokens)
         yield row(f"{tokens:,} tokens, top 2 of 32: experts touched", due, each.touched, "", tolerance=0.15)
-        yield row(f"    {tokens:,} tokens: seconds, experts / dense", None, each.experts_s / each.dense_s, noisy=True)
+        yield row(
+            f"    {tokens:,} tokens: CPU seconds, experts / dense", None, each.experts_s / each.dense_s, noisy=True
+        )
 
 
 def doubled(found: Sequence[dict[int, dict[str, float]]] | None = None) -> Iterator[Row]:
