@@ -1,0 +1,198 @@
+"""Lab 08, expert parallelism: routers, permutations, capacity and the balance loss.
+
+checks.py          on one rank: values against enumeration in float64, token by token and expert by expert
+checks_ranks.py    on several: tokens to experts and back, and which ranks average which gradient
+"""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minillm.labkit.exercises import CheckFailed, exercise
+from minillm.labkit.receipts import Receipt, receipt, row
+
+HIDDEN = 3
+
+
+@exercise(
+    "top-k-router",
+    minutes=10,
+    difficulty=2,
+    hints=(
+        "Two different numbers per expert: what ranks it, and what its answer is multiplied by. Only the first one "
+        "sees the bias.",
+        "Softmax over all experts in float32. Rank by score + bias, gather the scores of the chosen ones, divide by "
+        "their sum. torch.topk promises nothing about ties; a stable sort does.",
+        "scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1); ranked = scores if bias is "
+        "None else scores + bias; experts = ranked.sort(dim=-1, descending=True, stable=True).indices[:, :k]; weights "
+        "= scores.gather(1, experts); return experts, weights / weights.sum(1, keepdim=True).",
+    ),
+)
+def check_router(learner: Callable) -> Receipt:
+    worst = tokens = 0
+    for what, logits, k, bias in _routings():
+        found = learner(logits.clone(), k, None if bias is None else bias.clone())
+        worst = max(worst, _judge_router(what, found, _routed(logits, k, bias)))
+        tokens += len(logits)
+    return receipt(
+        "tokens and their experts",
+        [
+            row("largest difference of a weight from sorting by hand (below 1e-5)", True, worst < 1e-5),
+            row("    tokens, with ties, with a bias and from bfloat16 logits", None, tokens),
+        ],
+    )
+
+
+def _routings() -> list[tuple[str, Tensor, int, Tensor | None]]:
+    draw = lambda *shape: torch.randn(*shape, dtype=torch.float64)  # noqa: E731
+    even = torch.randint(0, 2, (6, 40)).double()  # so many ties that an unstable sort mixes them up
+    even[0] = 0
+    return [
+        ("top 2 of 5", 2 * draw(6, 5), 2, None),
+        ("top 1 of 3", draw(4, 3), 1, None),
+        ("top 2 of 6 with a bias", draw(40, 6), 2, 0.6 * draw(6)),
+        ("top 3 of 40, scores that tie", even, 3, None),
+        ("top 2 of 8, bfloat16 logits", (0.5 * draw(16, 8)).bfloat16(), 2, None),
+    ]
+
+
+def _routed(logits: Tensor, k: int, bias: Tensor | None) -> tuple[list[list[int]], list[list[float]], list[list]]:
+    """(experts, weights, what they were ranked by), token by token in Python's own numbers."""
+    shift = [0.0] * logits.shape[1] if bias is None else bias.tolist()
+    experts, weights, ranked_by = [], [], []
+    for token in logits.double().tolist():
+        exponentials = [math.exp(each) for each in token]
+        scores = [each / sum(exponentials) for each in exponentials]
+        ranked = [score + more for score, more in zip(scores, shift, strict=True)]
+        chosen = sorted(range(len(token)), key=lambda expert: (-ranked[expert], expert))[:k]
+        total = sum(scores[expert] for expert in chosen)
+        experts.append(chosen)
+        weights.append([scores[expert] / total for expert in chosen])
+        ranked_by.append(ranked)
+    return experts, weights, ranked_by
+
+
+def _judge_router(what: str, found: Any, right: tuple) -> float:
+    experts, weights, ranked = right
+    chosen, shares = expect_pair(what, found, ("experts", "weights"), [len(experts), len(experts[0])])
+    if chosen.dtype.is_floating_point:
+        raise CheckFailed(f"{what}: the experts are {chosen.dtype}; first their numbers, then their weights")
+    chosen, evidence = chosen.tolist(), [chosen.tolist(), shares.detach().tolist()]
+    for token, (mine, wanted) in enumerate(zip(chosen, experts, strict=True)):
+        if mine == wanted:
+            continue
+        by = [ranked[token][expert] if expert in range(len(ranked[token])) else None for expert in mine]
+        if by == [ranked[token][expert] for expert in wanted]:
+            raise CheckFailed(
+                f"{what}: token {token} goes to experts {mine}, a tie with {wanted}. Ties go to the smaller number, in "
+                "every copy of the router alike; torch.topk promises no order"
+            )
+        raise CheckFailed(f"{what}: token {token} goes to experts {mine} instead of {wanted}", evidence=evidence)
+    if shares.dtype not in (torch.float32, torch.float64):
+        raise CheckFailed(f"{what}: weights are {shares.dtype}; compute scores in float32 at least")
+    wanted = torch.tensor(weights, dtype=torch.float64)
+    off = (shares.detach().double() - wanted).abs().max().item()
+    if not off < 1e-5:
+        raise CheckFailed(f"{what}: the experts are right, and a weight is off by {off:.3g}", evidence=evidence)
+    return off
+
+
+def expect_pair(what: str, found: Any, names: Sequence[str], shape: list[int]) -> tuple[Tensor, Tensor]:
+    """CheckFailed unless `found` is two tensors of that shape."""
+    if not isinstance(found, (tuple, list)) or len(found) != 2:
+        raise CheckFailed(f"you returned {type(found).__name__}; asked for are two: {' and '.join(names)}")
+    for name, each in zip(names, found, strict=True):
+        if not isinstance(each, Tensor) or list(each.shape) != shape:
+            got = list(each.shape) if isinstance(each, Tensor) else type(each).__name__
+            raise CheckFailed(f"{what}: {name} is {got}; asked for is a tensor {shape}")
+    return found[0], found[1]
+
+
+# Permutations.
+
+
+@exercise(
+    "sort-by-expert",
+    minutes=15,
+    difficulty=3,
+    hints=(
+        "Number the pairs: choice j of token t is pair t·k + j. Sorting the pairs' experts, and keeping where each "
+        "came from, is the whole dispatch.",
+        "experts.flatten().argsort(stable=True) gives the pair in each row; its token is pair // k. On the way back a "
+        "row belongs to its pair: write it there, and the rows of a token lie side by side.",
+        "dispatch: flat = experts.flatten(); order = flat.argsort(stable=True); return x[order // k], order, "
+        "torch.bincount(flat, minlength=num_experts). combine: pairs = rows.new_zeros(rows.shape).index_copy(0, order, "
+        "rows); return (pairs.unflatten(0, weights.shape) * weights[..., None]).sum(1).",
+    ),
+)
+def check_sorting(learner: tuple[Callable, Callable]) -> Receipt:
+    dispatch, combine = learner
+    rows = []
+    for tokens, num_experts, k in ((7, 5, 2), (30, 40, 3), (9, 4, 1), (random.randint(5, 8), 6, 4)):
+        name = f"{tokens} tokens, top {k} of {num_experts}"
+        experts = torch.rand(tokens, num_experts).argsort(1)[:, :k]
+        computed = _judge_sorting(name, dispatch, combine, experts, num_experts)
+        rows.append(row(f"{name}: rows that experts compute, tokens · k", tokens * k, computed))
+    return receipt("to experts and back", rows)
+
+
+def _judge_sorting(name: str, dispatch: Callable, combine: Callable, experts: Tensor, num_experts: int) -> int:
+    tokens, k = experts.shape
+    x, matrices = torch.randn(tokens, HIDDEN).double(), torch.randn(num_experts, HIDDEN, HIDDEN).double()
+    weights = torch.rand(tokens, k, dtype=torch.float64)
+    leaves = [x.requires_grad_(), weights.requires_grad_()]
+    found = dispatch(x, experts.clone(), num_experts)
+    if not isinstance(found, (tuple, list)) or len(found) != 3:
+        raise CheckFailed(f"dispatch returned {type(found).__name__}; asked for are three: rows, order and counts")
+    rows, order, counts = found
+    _judge_dispatch(name, rows, order, counts, experts, x)
+    parts = rows.split([int(count) for count in counts])
+    answers = torch.cat([torch.tanh(part @ matrix) for part, matrix in zip(parts, matrices, strict=True)])
+    out = combine(answers, order, weights)
+    right = torch.stack(
+        [
+            sum(w * torch.tanh(x[token] @ matrices[e]) for w, e in zip(weights[token], own, strict=True))
+            for token, own in enumerate(experts.tolist())
+        ]
+    )
+    if not isinstance(out, Tensor) or out.shape != right.shape:
+        got = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        raise CheckFailed(f"{name}: combine returned {got}; asked for is a tensor {list(right.shape)}")
+    if not torch.allclose(out, right, rtol=1e-9, atol=1e-9):
+        raise CheckFailed(f"{name}: combine gives wrong sums", evidence=out.detach())
+    upstream = torch.randn_like(right)
+    if not out.requires_grad:
+        raise CheckFailed(f"{name}: the sums are right, but no gradient can flow back: autograd was left on the way")
+    mine_and_right = (torch.autograd.grad(y, leaves, upstream, allow_unused=True) for y in (out, right))
+    for label, mine, wanted in zip(("x", "the weights"), *mine_and_right, strict=True):
+        if mine is None or not torch.allclose(mine, wanted, rtol=1e-9, atol=1e-9):
+            raise CheckFailed(f"{name}: the sums are right, but the gradient of {label} is not: is a part detached?")
+    return len(rows)
+
+
+def _judge_dispatch(name: str, rows: Any, order: Any, counts: Any, experts: Tensor, x: Tensor) -> None:
+    flat, k = experts.flatten().tolist(), experts.shape[1]
+    places, loads = [int(each) for each in order], [int(each) for each in counts]
+    evidence = [places, loads, rows.detach() if isinstance(rows, Tensor) else rows]
+    num_experts = len(loads)
+    if sorted(places) != list(range(len(flat))):
+        raise CheckFailed(
+            f"{name}: order is {places}; asked for is the pair in each row, each of 0 to {len(flat) - 1} once",
+            evidence=evidence,
+        )
+    if places != sorted(range(len(flat)), key=lambda pair: (flat[pair], pair)):
+        by_expert = [flat[pair] for pair in places]
+        if by_expert == sorted(by_expert):
+            raise CheckFailed(f"{name}: rows of one expert are not in the order of their tokens: sort stably")
+        raise CheckFailed(f"{name}: by your order rows go to experts {by_expert}: not sorted", evidence=evidence)
+    if loads != [flat.count(expert) for expert in range(num_experts)]:
+        raise CheckFailed(f"{name}: counts are {loads}, one per expert, also for those without rows", evidence=evidence)
+    if not isinstance(rows, Tensor) or rows.shape != (len(flat), x.shape[1]):
+        got = list(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
+        raise CheckFailed(f"{name}: rows is {got}; asked for is [tokens · k, hidden], {[len(flat), x.shape[1]]}")
+    if not torch.equal(rows, x[torch.tensor(places) // k]):
+        raise CheckFailed(f"{name}: order is right, but the rows are not those of its tokens", evidence=evidence)

@@ -1,0 +1,205 @@
+"""Lab 08, on several ranks: rows that travel to their experts and back, and the average of their gradients.
+
+An exchange is held to its values and to its bytes: rows that nobody needs must not travel. Gradients are compared with
+one process that has all tokens and all experts, in float64, and with the groups over which they may be summed.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from course.lab08_expert_parallel.ranks import Averaged, Did, Layer, Rows, one_process, run_exchange, run_gradients
+from course.shared.diagnose import whole_numbers
+from course.shared.trials import run
+from minillm.labkit.exercises import CheckFailed, exercise
+from minillm.labkit.receipts import Receipt, receipt, row
+from minillm.predict import comms, moe
+
+HIDDEN, RANKS = 4, 4
+
+
+@exercise(
+    "tokens-to-experts",
+    minutes=20,
+    difficulty=4,
+    hints=(
+        "Before any row can be received, its rank has to know how many come, from whom and for which of its experts. "
+        "That is one small all-to-all of the counts.",
+        "received = group.all_to_all(counts) as a table [from, own expert]. Rows to each rank: sums over its experts; "
+        "rows from each rank: sums over a row of the table. What arrives is sorted by source, then by expert: sort it "
+        "by expert, stably, and keep that order to undo it.",
+        "n, each = group.world_size, len(counts) // group.world_size; received = group.all_to_all(counts).view(n, "
+        "each); sent, come = counts.view(n, each).sum(1).tolist(), received.sum(1).tolist(); arrived = "
+        "group.all_to_all(rows, input_splits=sent, output_splits=come); order = "
+        "torch.arange(each).repeat(n).repeat_interleave(received.flatten()).argsort(stable=True). Back: "
+        "torch.empty_like(rows).index_copy(0, order, rows), and the two splits exchanged.",
+    ),
+)
+def check_exchange(learner: tuple[Callable, Callable]) -> Receipt:
+    tokens = 8
+    cases = [
+        _case(4, 8, [random.randint(3, 9) for _ in range(4)], "random"),
+        _case(4, 8, [tokens] * 4, "each as often"),
+        _case(3, 6, [5, 0, 7], "random"),
+        _case(4, 4, [3, 5, 2, 4], "one expert"),
+        _case(1, 3, [4], "random"),
+    ]
+    ranks = run(run_exchange, RANKS, learner, cases)
+    rows = []
+    for index, case in enumerate(cases):
+        found = [ranks[rank][index] for rank in range(case.world_size)]
+        rows += _judge_exchange(case, found)
+    even = [ranks[rank][1] for rank in range(RANKS)]
+    due = moe.all_to_all_bytes(tokens, 1, HIDDEN, 4, RANKS)
+    rows.insert(0, row("experts asked for equally: sent each way, T·k·h·b·(N-1)/N", (due, due), even[0].payload, "B"))
+    return receipt("rows to their experts and back", rows)
+
+
+def _case(n: int, num_experts: int, sizes: Sequence[int], routing: str) -> Rows:
+    draw = torch.Generator().manual_seed(random.randrange(2**32))
+    chosen = []
+    for size in sizes:
+        every = range(num_experts)
+        ids = random.choices(every, k=size) if routing == "random" else [num_experts // 2] * size
+        chosen.append(sorted([place % num_experts for place in range(size)] if routing == "each as often" else ids))
+    return Rows(num_experts, chosen, [whole_numbers(draw, size, HIDDEN) for size in sizes])
+
+
+def _judge_exchange(case: Rows, found: Sequence[Did]) -> list:
+    n, each = case.world_size, case.num_experts // case.world_size
+    evidence = [[_plain(did.rows), _plain(did.counts), _plain(did.home)] for did in found]
+    for rank, did in enumerate(found):
+        name, own = f"rank {rank} of {n}", range(each * rank, each * (rank + 1))
+        picked = [
+            values[place]
+            for expert in own
+            for ids, values in zip(case.chosen, case.values, strict=True)
+            for place, chosen in enumerate(ids)
+            if chosen == expert
+        ]
+        right = torch.stack(picked) if picked else torch.zeros(0, HIDDEN)
+        loads = [sum(ids.count(expert) for ids in case.chosen) for expert in own]
+        _expect(f"{name}: to_experts", did.rows, right, evidence, "the rows of its experts, by expert, then by source")
+        if torch.as_tensor(did.counts).tolist() != loads:
+            raise CheckFailed(f"{name}: its experts have {loads} rows, your counts say otherwise", evidence=evidence)
+    for rank, did in enumerate(found):
+        ids = torch.tensor(case.chosen[rank], dtype=torch.float32)
+        right = case.values[rank] + 1e5 * ids[:, None]
+        _expect(
+            f"rank {rank} of {n}: from_experts", did.home, right, evidence, "its own rows, in the order it had them"
+        )
+    return _judge_bytes(case, found)
+
+
+def _expect(name: str, mine: Any, right: Tensor, evidence: list, asked: str) -> None:
+    if not isinstance(mine, Tensor):
+        raise CheckFailed(f"{name} gave a {type(mine).__name__}; asked for are {asked}")
+    if mine.shape != right.shape:
+        raise CheckFailed(f"{name} gave {list(mine.shape)}, where {list(right.shape)} belong", evidence=evidence)
+    if not torch.equal(mine, right):
+        held = sorted(mine.tolist()) == sorted(right.tolist())
+        what = "the right rows in a wrong order" if held else "rows that are not those"
+        raise CheckFailed(f"{name} gave {what}; asked for are {asked}", evidence=evidence)
+
+
+def _plain(found: Any) -> Any:
+    return found.tolist() if isinstance(found, Tensor) else found
+
+
+def _judge_bytes(case: Rows, found: Sequence[Did]) -> list:
+    n, each, row_bytes = case.world_size, case.num_experts // case.world_size, 4 * HIDDEN
+    table = [[sum(expert // each == to for expert in ids) for to in range(n)] for ids in case.chosen]
+    there = moe.all_to_all(table, row_bytes).sent_per_rank
+    back = moe.all_to_all(list(map(list, zip(*table, strict=True))), row_bytes).sent_per_rank
+    rows = []
+    for rank, did in enumerate(found):
+        due = (there[rank], back[rank])
+        name = f"{sum(map(sum, table))} rows on {n} ranks, rank {rank}"
+        rows.append(row(f"{name}: sent there and back", due, did.payload, "B"))
+        if sum(did.payload) > sum(due):
+            raise CheckFailed(
+                f"right, but rank {rank} of {n} sends {sum(did.payload):,} bytes of rows where {sum(due):,} are "
+                "enough: only rows that another rank's expert needs have to travel, without padding",
+                rows,
+            )
+        if did.beside > 8 * case.num_experts * (n - 1):
+            raise CheckFailed(
+                f"right, but rank {rank} of {n} sends {did.beside:,} bytes of whole numbers: its counts for every rank "
+                f"take {8 * case.num_experts * (n - 1):,} at most",
+                rows,
+            )
+    return rows
+
+
+# Gradients.
+
+
+@exercise(
+    "expert-gradients",
+    minutes=15,
+    difficulty=4,
+    hints=(
+        "Whose tokens has the gradient of an expert on this rank already seen, before anything is reduced?",
+        "The tokens of all ranks of its expert group: their rows came here, and so did the gradients of each rank's "
+        "own mean. What is missing are the other replicas' tokens. What is it to be divided by, so that every token "
+        "of the batch counts 1 / all tokens?",
+        "Each rank's loss is a mean over its own tokens, so a sum over all ranks is data.world_size times the mean: "
+        "return data.all_reduce(router) / data.world_size, replicas.all_reduce(experts) / data.world_size.",
+    ),
+)
+def check_gradients(learner: Callable) -> Receipt:
+    cases = [_layer(ep) for ep in (1, 2, 4)]
+    ranks = run(run_gradients, RANKS, learner, cases)
+    rows = []
+    for index, case in enumerate(cases):
+        rows += _judge_gradients(case, [rank[index] for rank in ranks])
+    return receipt("4 ranks against one process", rows)
+
+
+def _layer(ep: int, num_experts: int = 8, tokens: int = 5) -> Layer:
+    draw = lambda *shape: torch.randn(*shape, dtype=torch.float64)  # noqa: E731
+    router, experts = draw(num_experts, HIDDEN), draw(num_experts, HIDDEN, HIDDEN)
+    return Layer(
+        ep, router, experts, [draw(tokens, HIDDEN) for _ in range(RANKS)], [draw(tokens, HIDDEN) for _ in range(RANKS)]
+    )
+
+
+def _judge_gradients(case: Layer, found: Sequence[Averaged]) -> list:
+    of_router, of_experts = one_process(case)
+    each = len(of_experts) // case.ep
+    evidence = [[_plain(did.router), _plain(did.experts)] for did in found]
+    worst = 0.0
+    for rank, did in enumerate(found):
+        own = of_experts[each * (rank % case.ep) :][:each]
+        for name, mine, wanted in (("router", did.router, of_router), ("experts", did.experts, own)):
+            where = f"ep {case.ep}, rank {rank}: the gradient of the {name}"
+            if not isinstance(mine, Tensor) or mine.shape != wanted.shape:
+                got = list(mine.shape) if isinstance(mine, Tensor) else type(mine).__name__
+                raise CheckFailed(f"{where} is {got}; asked for is a tensor {list(wanted.shape)}")
+            if not torch.allclose(mine, wanted, rtol=1e-9, atol=1e-12):
+                raise CheckFailed(f"{where} is not that of one process{_times(mine, wanted)}", evidence=evidence)
+            worst = max(worst, (mine - wanted).abs().max().item())
+    due = comms.ring_all_reduce(of_router.numel(), 8, RANKS).sent_per_rank[0]
+    sent = found[0].sent
+    rows = [
+        row(f"ep {case.ep}: router and experts differ from one process by less than 1e-12", True, worst < 1e-12),
+        row("    sent over all ranks, over the replicas", None, (sent["data"], sent["replicas"]), "B"),
+    ]
+    if sent["data"] > due + of_experts.nbytes:  # room for another way to reduce the router
+        raise CheckFailed(
+            f"right, but ep {case.ep} sends {sent['data']:,} bytes over all ranks where the router takes {due:,}: "
+            "gradients of experts are of use to their replicas alone",
+            rows,
+        )
+    return rows
+
+
+def _times(mine: Tensor, wanted: Tensor) -> str:
+    """ ", but 2 times as large", if one factor explains it."""
+    factor = (mine * wanted).sum() / wanted.square().sum()
+    if torch.allclose(mine, factor * wanted, rtol=1e-9, atol=1e-12):
+        return f", but {factor:g} times as large"
+    return ""

@@ -1,0 +1,151 @@
+"""What lab 08's checks run on ranks: a learner's exchange of rows, and the gradients of a layer of experts."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minillm import measure
+from minillm.comm import Group
+from minillm.measure import Ledger
+from minillm.parallel.expert_parallel.nodes import route
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A case of the exchange. chosen[r]: the expert of each row of rank r, sorted; values[r]: [rows, hidden]."""
+
+    num_experts: int
+    chosen: Sequence[list[int]]
+    values: Sequence[Tensor]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.chosen)
+
+    def counts(self, rank: int) -> Tensor:
+        return torch.bincount(torch.tensor(self.chosen[rank], dtype=torch.int64), minlength=self.num_experts)
+
+
+@dataclass(frozen=True)
+class Did:
+    """What one rank got and sent. rows, counts: at its experts; home: what came back; payload: bytes of rows, there
+    and back; beside: of whole numbers, which say how many come."""
+
+    rows: Any
+    counts: Any
+    home: Any
+    payload: tuple[int, int]
+    beside: int
+    calls: Counter
+
+
+def run_exchange(group: Group, learner: tuple[Callable, Callable], cases: Sequence[Rows]) -> list[Did | None]:
+    """The learner's way there and back on each case; None where the case has fewer ranks."""
+    groups = {n: group.subgroup(range(n), f"{n} ranks") for n in sorted({case.world_size for case in cases})}
+    return [_exchange(groups[case.world_size], learner, case) for case in cases]
+
+
+def _exchange(group: Group, learner: tuple[Callable, Callable], case: Rows) -> Did | None:
+    if group.rank < 0:
+        return None
+    to_experts, from_experts = learner
+    rank, each = group.rank, case.num_experts // group.world_size
+    with measure.ledger() as there:
+        rows, counts, plan = to_experts(case.values[rank].clone(), case.counts(rank), group)
+    answers = rows
+    if isinstance(rows, Tensor):  # every row says which expert had it, if counts are right
+        own = torch.as_tensor(counts).tolist()
+        ids = torch.arange(each).repeat_interleave(torch.tensor(own)) if len(own) == each else torch.zeros(0)
+        answers = rows + 1e5 * (each * rank + ids[:, None]) if len(ids) == len(rows) else rows
+    with measure.ledger() as back:
+        home = from_experts(answers.clone(), plan, group)
+    sent = [_bytes(led, floats=True) for led in (there, back)]
+    beside = sum(_bytes(led, floats=False) for led in (there, back))
+    return Did(rows, counts, home, (sent[0], sent[1]), beside, there.calls + back.calls)
+
+
+def _bytes(led: Ledger, floats: bool) -> int:
+    return sum(event.bytes for event in led.events if event.dtype.startswith("float") == floats)
+
+
+# Gradients.
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A router and experts, and every rank's tokens. ep: neighbours that share the experts of one replica."""
+
+    ep: int
+    router: Tensor  # [experts, hidden]
+    experts: Tensor  # [experts, hidden, hidden]
+    tokens: Sequence[Tensor]  # by rank: [tokens, hidden]
+    targets: Sequence[Tensor]
+
+    top_k = 2
+
+    def choose(self, x: Tensor, router: Tensor) -> tuple[Tensor, Tensor]:
+        scores = (x @ router.T).softmax(1)
+        chosen = scores.topk(self.top_k, 1).indices
+        return chosen, scores.gather(1, chosen)
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """What one rank's learner made of its gradients; sent: bytes by group."""
+
+    router: Any
+    experts: Any
+    sent: dict[str, int]
+
+
+def run_gradients(group: Group, learner: Callable, cases: Sequence[Layer]) -> list[Averaged]:
+    """Forward and backward of each rank's own mean loss, then the learner's average over the ranks."""
+    return [_gradients(group, learner, case) for case in cases]
+
+
+def _gradients(group: Group, learner: Callable, case: Layer) -> Averaged:
+    world, rank = group.world_size, group.rank
+    starts = range(0, world, case.ep)
+    neighbours = [group.subgroup(range(at, at + case.ep), f"ep{case.ep} experts{at}") for at in starts][rank // case.ep]
+    alike = [group.subgroup(range(at, world, case.ep), f"ep{case.ep} replicas{at}") for at in range(case.ep)][
+        rank % case.ep
+    ]
+    router, experts = local_gradients(case, rank, neighbours)
+    with measure.ledger() as led:
+        found = learner(router, experts, group, alike)
+    given = found if isinstance(found, (tuple, list)) and len(found) == 2 else (found, None)
+    sent = {"data": led.bytes(group=group.name), "replicas": led.bytes(group=alike.name)}
+    return Averaged(*given, sent)
+
+
+def local_gradients(case: Layer, rank: int, neighbours: Group) -> tuple[Tensor, Tensor]:
+    """Gradients of the mean loss over this rank's own tokens: of the router and of the experts that it holds."""
+    each = len(case.experts) // case.ep
+    own = case.experts[each * neighbours.rank :][:each].clone().requires_grad_()
+    router, x = case.router.clone().requires_grad_(), case.tokens[rank]
+
+    def compute(rows: Tensor, counts: Tensor) -> Tensor:
+        parts = rows.split(counts.tolist())
+        return torch.cat([torch.tanh(part @ matrix) for part, matrix in zip(parts, own, strict=True)])
+
+    chosen, weights = case.choose(x, router)
+    out = route(x, chosen, weights, compute, len(case.experts), neighbours)
+    (out * case.targets[rank]).sum(1).mean().backward()
+    return router.grad, own.grad
+
+
+def one_process(case: Layer) -> tuple[Tensor, Tensor]:
+    """Gradients of the mean over all tokens of all ranks, token by token, in one process."""
+    router, experts = (x.clone().requires_grad_() for x in (case.router, case.experts))
+    x, targets = torch.cat(list(case.tokens)), torch.cat(list(case.targets))
+    chosen, weights = case.choose(x, router)
+    losses = [
+        sum(w * (torch.tanh(token @ experts[e]) * target).sum() for w, e in zip(shares, own, strict=True))
+        for token, target, own, shares in zip(x, targets, chosen.tolist(), weights, strict=True)
+    ]
+    torch.stack(losses).mean().backward()
+    return router.grad, experts.grad

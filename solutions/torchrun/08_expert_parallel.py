@@ -1,0 +1,119 @@
+"""Lab 08 on any number of processes: rows to their experts and back, and the average of gradients.
+
+python 08_expert_parallel.py                                4 ranks on this machine
+torchrun --nproc-per-node 4 08_expert_parallel.py           the same under torchrun
+torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 08_expert_parallel.py
+                                                            on each of two nodes
+
+With a GPU for each rank the tensors live on the GPUs and NCCL carries the messages.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minillm.comm import Group, is_root, launch
+from minillm.labkit import receipt, row
+from minillm.measure import ledger
+from minillm.predict import moe
+
+EXPERTS_PER_RANK, TOKENS_PER_EXPERT, HIDDEN = 2, 32, 16
+
+
+def to_experts(rows: Tensor, counts: Tensor, group: Group) -> tuple[Tensor, Tensor, Any]:
+    """rows: [n, hidden] of this rank's tokens, by expert; counts: [E], int64, rows for each expert of all ranks.
+
+    -> (rows for this rank's experts, by expert and then by source rank; counts: [E / N]; what from_experts needs).
+    """
+    n, each = group.world_size, len(counts) // group.world_size
+    received = group.all_to_all(counts).view(n, each)
+    sent, come = counts.view(n, each).sum(1).tolist(), received.sum(1).tolist()
+    arrived = group.all_to_all(rows, input_splits=sent, output_splits=come)
+    expert = torch.arange(each, device=rows.device).repeat(n)
+    order = expert.repeat_interleave(received.flatten()).argsort(stable=True)
+    return arrived[order], received.sum(0), (order, sent, come)
+
+
+def from_experts(rows: Tensor, plan: Any, group: Group) -> Tensor:
+    """The experts' answers, in the order that to_experts gave -> [n, hidden], in the order that it was given."""
+    order, sent, come = plan
+    by_source = torch.empty_like(rows).index_copy(0, order, rows)
+    return group.all_to_all(by_source, input_splits=come, output_splits=sent)
+
+
+def average_gradients(router: Tensor, experts: Tensor, data: Group, replicas: Group) -> tuple[Tensor, Tensor]:
+    """Gradients of the mean over all tokens of `data`, from those of each rank's mean over its own tokens.
+
+    data: all ranks that share the batch. replicas: those that hold the same experts; every rank has the whole router.
+    """
+    return data.all_reduce(router) / data.world_size, replicas.all_reduce(experts) / data.world_size
+
+
+# What follows runs and judges them.
+
+
+def rank_program(group: Group) -> dict[str, Any]:
+    """Each part once: (bytes this rank sent, whether its values are right); None if not written yet."""
+    return {name: attempt(part, group) for name, part in PARTS.items()}
+
+
+def attempt(part: Callable[[Group], Any], group: Group) -> Any:
+    try:
+        return part(group)
+    except NotImplementedError:
+        return None
+
+
+def try_exchange(group: Group) -> tuple[int, bool]:
+    """Every expert is asked for equally often, and multiplies its rows by its number."""
+    num_experts = EXPERTS_PER_RANK * group.world_size
+    draw = torch.Generator().manual_seed(group.rank)
+    pairs = TOKENS_PER_EXPERT * num_experts  # so that they divide
+    chosen = (torch.arange(pairs) % num_experts).sort().values.to(group.device)
+    rows = torch.randn(pairs, HIDDEN, generator=draw).to(group.device)
+    counts = torch.bincount(chosen, minlength=num_experts)
+    with ledger() as led:
+        arrived, own, plan = to_experts(rows, counts, group)
+        numbers = EXPERTS_PER_RANK * group.rank + torch.arange(EXPERTS_PER_RANK, device=rows.device)
+        home = from_experts(arrived * numbers.repeat_interleave(own)[:, None], plan, group)
+    sent = sum(event.bytes for event in led.events if event.dtype.startswith("float"))
+    return sent, len(arrived) == pairs and torch.equal(home, rows * chosen[:, None])
+
+
+def try_average(group: Group) -> tuple[int, bool]:
+    """As with ep = all ranks: one replica of each expert, whose gradient has every rank's mean in it."""
+    alone = [group.subgroup([rank], f"alone {rank}") for rank in range(group.world_size)][group.rank]
+    n = group.world_size
+    router = torch.full((8 * n,), float(group.rank), device=group.device)
+    experts = torch.full((8,), float(n * (1 + group.rank)), device=group.device)
+    with ledger() as led:
+        mean, own = average_gradients(router, experts.clone(), group, alone)
+    right = torch.full_like(router, (n - 1) / 2), experts / n
+    return led.bytes(), torch.allclose(mean, right[0]) and torch.allclose(own, right[1])
+
+
+PARTS = {"exchange": try_exchange, "average": try_average}
+
+
+def predictions(n: int) -> dict[str, int]:
+    """Bytes sent by all ranks: two all-to-alls of rows, and an all-reduce of the router's gradient alone."""
+    pairs = TOKENS_PER_EXPERT * EXPERTS_PER_RANK * n
+    return {"exchange": round(n * 2 * moe.all_to_all_bytes(pairs, 1, HIDDEN, 4, n)), "average": 2 * (n - 1) * 4 * 8 * n}
+
+
+if __name__ == "__main__":
+    ranks = launch(rank_program, nproc=4)
+    if is_root():
+        rows = []
+        for name, sent in predictions(len(ranks)).items():
+            found = [rank[name] for rank in ranks]
+            if None in found:
+                rows.append(row(f"{name}: not written yet", None, None))
+                continue
+            rows.append(row(f"{name}: bytes sent by all ranks", sent, sum(f[0] for f in found), "B"))
+            rows.append(row(f"{name}: right values on every rank", True, all(f[1] for f in found)))
+        result = receipt(f"lab 08 on {len(ranks)} ranks", rows)
+        print(result)
+        raise SystemExit(0 if result.ok else 1)
