@@ -19,6 +19,7 @@ CONVERTED = (  # labs move from TO_CONVERT up here, never back
     "05_tensor_parallel",
     "06_pipeline_parallel",
     "07_long_context",
+    "10_fault_tolerance",
     "11_data_pipeline",
     "12_decoding",
     "13_paged_attention",
