@@ -115,14 +115,15 @@ def _groups() -> list[tuple[str, list[list[float]], list[int]]]:
 
     one, other = random.sample(range(8), 2)
     held_up = work(4, {})
-    held_up[random.randrange(10)][one % 4] *= 60
+    held_up[0][one % 4] *= 60
+    held_up[-1][(one + 1) % 4] *= 60
     return [
         ("4 ranks, alike", work(4, {}), []),
         ("8 ranks, one of them slow", work(8, {one: 3.0}), [one]),
         ("8 ranks, two of them slow", work(8, {one: 3.0, other: 4.0}), sorted((one, other))),
         ("2 ranks, one of them slow", work(2, {one % 2: 3.0}), [one % 2]),
         ("4 ranks, one of them faster than the others", work(4, {one % 4: 0.3}), []),
-        ("4 ranks, one of them held up in one step", held_up, []),
+        ("4 ranks, two of them held up in one step each", held_up, []),
     ]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-CUTS = ("all of it", "its names, not its contents", "nothing of it")  # what a power cut leaves of what is not flushed
+CUTS = ("everything", "the names only", "nothing")  # what a power cut leaves of what is not flushed
 MOST_OPERATIONS = 400  # of one save: more is a loop that waits for a rank that is dead
 
 
@@ -117,6 +117,10 @@ class Played:
 
     returned: frozenset[int]
     operations: tuple[tuple[int, str], ...]
+
+    def by(self, rank: int) -> int:
+        """Operations of one rank."""
+        return sum(each == rank for each, _ in self.operations)
 
 
 class Stage:

@@ -25,7 +25,7 @@ def _save(step, shard, group, disk, *, flush=True, flush_folder=True, wait=True,
         disk.write(f"{draft}/manifest", str(group.world_size).encode())
         if flush:
             disk.flush(f"{draft}/manifest")
-        if drops and step > 1:
+        if drops and disk.exists(f"step-{step - 1}"):
             disk.remove(f"step-{step - 1}")
             disk.flush(".")
         disk.rename(draft, f"step-{step}")
@@ -163,6 +163,33 @@ mistake(
 )((_nobody_waits, right.load))
 
 
+def _largest_text(disk):
+    names = [name for name in disk.list() if name.startswith("step-")]
+    if not names:
+        return None
+    folder = max(names)
+    return int(folder[5:]), [disk.read(f"{folder}/{r}") for r in range(int(disk.read(f"{folder}/manifest")))]
+
+
+mistake(
+    "atomic-commit",
+    "the largest name",
+    says="Names are compared letter by letter, and step-9 comes after step-10. Compare numbers, or write them with zeros in "
+    "front.",
+)((right.save, _largest_text))
+
+
+def _leaves_the_barrier(step, shard, group, disk):
+    disk.write(f"draft-{step}/{group.rank}", shard)
+    if group.rank:
+        group.barrier()
+
+
+mistake("atomic-commit", "a barrier that rank 0 does not enter", expect="waiting for others for ever")(
+    (_leaves_the_barrier, right.load)
+)
+
+
 mistake("atomic-commit", "no return", expect="returns None|finds no checkpoint")((_save, lambda disk: None))
 
 
@@ -295,6 +322,20 @@ mistake("checkpoint-manifest", "Python's hash()", expect="another in every proce
 )
 
 mistake("checkpoint-manifest", "a copy of the files", expect="not the files")(_by(lambda path: path.read_bytes().hex()))
+
+
+def _among_those_there(folder, manifest):
+    known = json.loads(manifest.partition(" ")[2]) if right.damaged(folder, manifest) != ["manifest"] else None
+    if known is None:
+        return ["manifest"]
+    return [p.name for p in folder.iterdir() if known[p.name] != [p.stat().st_size, zlib.crc32(p.read_bytes())]]
+
+
+mistake(
+    "checkpoint-manifest",
+    "looks at the files that are there",
+    says="A file that is missing is not in the folder, so it was not looked at. Go through the names in the manifest.",
+)((right.describe, _among_those_there))
 
 
 def _one_for_all(folder):

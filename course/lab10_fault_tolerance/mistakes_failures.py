@@ -48,8 +48,8 @@ def _play(
 @mistake(
     "goodput",
     "half an interval per failure",
-    says="Half an interval is what a failure loses on average. This one came at its own time, and loses the work since "
-    "the last save.",
+    says="Half an interval is the average. Each failure comes at its own time and undoes what was done after the "
+    "newest save.",
 )
 def half_an_interval(*given):
     return _play(*given, half=True)
@@ -68,7 +68,7 @@ def cut_off_counts(*given):
 @mistake(
     "goodput",
     "unfinished saves cost nothing",
-    says="The part of a save that was made before the failure is missing from saving.",
+    says="Seconds of a save that a failure has cut short are missing from saving.",
 )
 def free_saves(*given):
     return _play(*given, unfinished=False)
@@ -138,7 +138,7 @@ def _slow(steps, factor, *, of=lambda total, waited: total - waited, usual=media
 @mistake(
     "straggler",
     "step times",
-    says="Every rank's step takes as long as the slowest rank's, as all wait for it. Subtract what each has waited.",
+    says="Step times are equal on all ranks, as all wait for the slowest. Subtract what each has waited.",
 )
 def step_times(steps, factor=2.0):
     return _slow(steps, factor, of=lambda total, waited: total)
@@ -191,6 +191,15 @@ def always_one(steps, factor=2.0):
     return [own.index(max(own))]
 
 
+@mistake(
+    "straggler",
+    "one step only",
+    says="One step was looked at, and in that step something held a rank up. Take what is usual over all steps.",
+)
+def one_step(steps, factor=2.0):
+    return _slow(steps[-1:], factor)
+
+
 @alternative("straggler", "with tensors")
 def with_tensors(steps, factor=2.0):
     own = torch.tensor(steps, dtype=torch.float64)
@@ -208,8 +217,8 @@ mistake("same-branch", "skips alone", expect="who waits for whom")(breaks.skip_b
 @mistake(
     "same-branch",
     "a gradient of zeros instead",
-    says="The others make a step with a gradient to which the bad rank gave zeros, divided by all ranks: smaller than "
-    "it should be, and nobody knows. Asked for is that all skip.",
+    says="The bad rank gave zeros, so the mean over all ranks is smaller than it should be, and nobody knows. Skip the "
+    "step on every rank.",
 )
 def zeros_instead(loss, gradient, group):
     gradient = gradient if torch.isfinite(loss) else torch.zeros_like(gradient)

@@ -204,6 +204,17 @@ mistake("resume-state", "keeps the objects", expect="not only tensors")(
 )
 
 
+def _new_optimizer(loop, state):
+    right.restore(loop, state)
+    loop.optimizer = torch.optim.AdamW(loop.model.parameters(), lr=0.02)
+    loop.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+
+
+mistake("resume-state", "an optimizer that the scheduler does not know", expect="another optimizer than the loop's")(
+    (right.capture, _new_optimizer)
+)
+
+
 def _as_lists(loop):
     state = {f"model/{name}": each.clone() for name, each in loop.model.state_dict().items()}
     moments = copy.deepcopy(loop.optimizer.state_dict())

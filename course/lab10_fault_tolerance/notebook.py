@@ -116,7 +116,7 @@ save, load = check("atomic-commit", (save, load))
 
 # %%
 print(inspect.getsource(breaks.metadata_first))
-receipt("killed after every operation, three kinds of power cut", receipts.torn())
+receipt("killed after every operation, three kinds of power cut", receipts.torn(), open_rows=4)
 
 # %% [markdown]
 # ### 2. Is it still what was written? (15 minutes)
@@ -244,7 +244,7 @@ capture, restore = check("resume-state", (capture, restore))
 
 # %%
 forgotten = experiments.forgotten()
-receipt("resumed without one part: largest difference of 20 losses", receipts.forgotten(forgotten))
+receipt("resumed without one part: largest difference of 20 losses", receipts.forgotten(forgotten), open_rows=8)
 
 # %% [markdown]
 # On a GPU add `torch.cuda.get_rng_state()`, with numpy `numpy.random.get_state()`, with data workers the state of each;
@@ -354,7 +354,7 @@ receipt("10 steps on 4 ranks", receipts.slow(steps, slow_ranks(steps)))
 
 # %%
 saves = experiments.saves()
-receipt("a checkpoint of 2 ranks", receipts.saves(saves))
+receipt("a checkpoint of 2 ranks", receipts.saves(saves), open_rows=4)
 
 # %% [markdown]
 # In the background training waits for the copy only, and the copy is as large as what the rank writes: with Adam 12 to 14
@@ -373,7 +373,7 @@ whole, killed = experiments.run(()), experiments.run()
 show(pictures.draw_run, found=killed, whole=whole)
 
 # %%
-receipt("killed twice, beside a run on one rank that nobody disturbed", receipts.killed(whole, killed))
+receipt("killed twice, beside a run on one rank that nobody disturbed", receipts.killed(whole, killed), open_rows=7)
 
 # %% [markdown]
 # The losses agree to the last digits of float32, because a step has the same 12 windows on any number of ranks (4 · 3,
@@ -444,7 +444,7 @@ receipt("400 steps of a cosine", receipts.schedules())
 # 2021](https://arxiv.org/abs/2102.11245)). In 3 replicas one bit of one weight of rank 1 is flipped:
 
 # %%
-receipt("one flipped bit", receipts.corruption())
+receipt("one flipped bit", receipts.corruption(), open_rows=5)
 
 # %% [markdown]
 # The loss would never have told. Replicas must be equal in every bit, so a hash of each weight does, and the majority says
@@ -475,7 +475,7 @@ receipt("share of the time that training stands still", receipts.too_often(often
 
 # %%
 theirs = production.distributed_checkpoint()
-receipt("torch.distributed.checkpoint", receipts.distributed_checkpoint(theirs))
+receipt("torch.distributed.checkpoint", receipts.distributed_checkpoint(theirs), open_rows=4)
 
 # %% [markdown]
 # The same idea as in exercises 1 and 3, without the one of exercise 2: there are no checksums of the contents. (minillm

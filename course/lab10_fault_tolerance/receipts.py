@@ -45,13 +45,11 @@ def reshard(found: Sequence[Sequence[tuple[str, int, int, int]]] | None = None) 
 
 
 def forgotten(found: dict[str, tuple[int | None, float]] | None = None) -> Iterator[Row]:
-    found = found or experiments.forgotten()
+    found = dict(found or experiments.forgotten())
+    yield row("nothing forgotten: the same bits", True, found.pop("nothing")[0] is None)
+    yield row("any part forgotten: other losses", True, all(apart > 0 for _, apart in found.values()))
     for part, (first, apart) in found.items():
-        if part == "nothing":
-            yield row("nothing forgotten: the same bits", True, first is None)
-            continue
-        yield row(f"without {part}: losses differ", True, apart > 0)
-        yield row("    first at step, by at most", None, (first, apart))
+        yield row(f"    {part}: first loss that differs, by at most", None, (first, apart))
 
 
 def intervals(played: dict[float, dict[str, float]] | None = None) -> Iterator[Row]:
@@ -161,15 +159,17 @@ def corruption(found: Sequence[dict[Any, Any]] | None = None) -> Iterator[Row]:
 
 
 def too_often(found: dict[tuple[int, bool], float]) -> Iterator[Row]:
-    for (every, background), share in found.items():
-        how = "in the background" if background else "in the foreground"
-        yield row(f"a save every {every} steps, {how}", None, share, noisy=True)
+    for every in dict.fromkeys(every for every, _ in found):
+        both = found[every, False], found[every, True]
+        yield row(f"steps between saves: {every}; in the foreground, in the background", None, both, noisy=True)
 
 
 def distributed_checkpoint(found: dict[str, Any] | None = None) -> Iterator[Row]:
     found = found or experiments_production.distributed_checkpoint()
     yield row("loaded on 3 ranks: the same bits", [True] * 3, found["same"])
-    yield row("a flipped bit: loads, with other numbers", (False, ""), found["flipped"])
+    same, complaint = found["flipped"]
+    told = complaint or ("the same numbers" if same else "other numbers, no complaint")
+    yield row("loaded after a bit was flipped", "other numbers, no complaint", told)
     yield row("without .metadata: refused", True, bool(found["torn"][1]))
     yield row("    files", None, ", ".join(found["files"]))
 
