@@ -174,8 +174,8 @@ def _largest_text(disk):
 mistake(
     "atomic-commit",
     "the largest name",
-    says="Names are compared letter by letter, and step-9 comes after step-10. Compare numbers, or write them with zeros in "
-    "front.",
+    says="Names are compared letter by letter, and step-9 comes after step-10. Compare numbers, or write them with "
+    "zeros in front.",
 )((right.save, _largest_text))
 
 
