@@ -120,7 +120,7 @@ def _groups() -> list[tuple[str, list[list[float]], list[int]]]:
     return [
         ("4 ranks, alike", work(4, {}), []),
         ("8 ranks, one of them slow", work(8, {one: 3.0}), [one]),
-        ("8 ranks, two of them slow", work(8, {one: 3.0, other: 4.0}), sorted((one, other))),
+        ("8 ranks, two of them slow", work(8, {one: 3.0, other: 9.0}), sorted((one, other))),
         ("2 ranks, one of them slow", work(2, {one % 2: 3.0}), [one % 2]),
         ("4 ranks, one of them faster than the others", work(4, {one % 4: 0.3}), []),
         ("4 ranks, two of them held up in one step each", held_up, []),

@@ -224,7 +224,7 @@ def _say_other(other: Sequence[str], step: int, when: str) -> str:
         )
     if not other:
         return (
-            f"all parts are as they were, and yet the loss of step {step} differs: does restore draw random numbers, or "
-            "is the scheduler's optimizer another optimizer than the loop's?"
+            f"all parts are as they were, and yet the loss of step {step} differs: does restore draw random numbers, "
+            "or is the scheduler's optimizer another optimizer than the loop's?"
         )
     return f"not as it was when it was saved: {', '.join(other)}. The first loss that differs is that of step {step}"

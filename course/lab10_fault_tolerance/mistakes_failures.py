@@ -193,6 +193,15 @@ def always_one(steps, factor=2.0):
 
 @mistake(
     "straggler",
+    "compares with the mean of the others",
+    says="A second slow rank makes the mean of the others large and hides the first. Their median stays usual.",
+)
+def mean_of_others(steps, factor=2.0):
+    return _slow(steps, factor, theirs=mean)
+
+
+@mistake(
+    "straggler",
     "one step only",
     says="One step was looked at, and in that step something held a rank up. Take what is usual over all steps.",
 )

@@ -4,8 +4,8 @@
 # **A checkpoint exists when it has been restored elsewhere; a job survives when it has been killed often.** You build the
 # files, the state and the accounting, and the checks do the killing.
 #
-# About 4 hours: 105 minutes for the exercises, the rest for the measurements and the questions. Run All takes about half
-# a minute. At the end you can answer:
+# About 4 hours: 105 minutes for the exercises, the rest for the measurements and the questions. Run All takes about a
+# minute. At the end you can answer:
 #
 # 1. In which order is a checkpoint written, so that a kill at any instant leaves the one before or the one after?
 # 2. What has to be in it for the next loss to be equal in every bit, and what if the number of ranks is another?
@@ -111,8 +111,8 @@ def load(disk):
 save, load = check("atomic-commit", (save, load))
 
 # %% [markdown]
-# The order that many texts give, beside yours. How many of all kills leave a folder that your `load` takes for whole and
-# that is not?
+# The order that many texts give, beside the one above. Its reader has every benefit of the doubt: it ignores folders
+# without metadata. How many of all kills leave a folder that it takes for whole and that is not?
 
 # %%
 print(inspect.getsource(breaks.metadata_first))
@@ -494,7 +494,7 @@ receipt("torchrun --max-restarts 1", receipts.elastic(agent))
 # | here | `supervise`; `minillm train` under torchrun | `--save-every`, `--save-in-background` | `--resume` in any layout | `launch(timeout=)`, heartbeats |
 # | torch | `torchrun --nnodes 3:4 --max-restarts` | `dcp.async_save` | `dcp.load` | `init_process_group(timeout=)`, `TORCH_NCCL_ASYNC_ERROR_HANDLING`, [flight recorder](https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html) |
 # | [torchft](https://github.com/meta-pytorch/torchft) | a replica group at a time, without a restart of all | live from a peer | | quorum per step |
-# | [Megatron Core](https://docs.nvidia.com/megatron-core/developer-guide/latest/api-guide/core/dist_checkpointing.html) | by the scheduler | `--async-save` | `dist_checkpointing` | [nvidia-resiliency-ext](https://github.com/NVIDIA/nvidia-resiliency-ext) |
+# | [Megatron Core](https://github.com/NVIDIA/Megatron-LM/tree/main/megatron/core/dist_checkpointing) | by the scheduler | `--async-save` | `dist_checkpointing` | [nvidia-resiliency-ext](https://github.com/NVIDIA/nvidia-resiliency-ext) |
 #
 # ## On a cluster
 #

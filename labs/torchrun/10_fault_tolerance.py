@@ -30,13 +30,13 @@ def bounds(rank: int, world_size: int) -> tuple[int, int]:
 
 
 def save(shard: Tensor, folder: Path, group: Group) -> None:
-    """shard: elements `bounds(rank, world_size)`. When `folder` is there, it holds files "0", "1", ... of all ranks
-    (shard.numpy().tobytes()) and "manifest.json", {"ranks": world_size}; until then it has another name."""
+    """shard: elements `bounds(rank, world_size)`. When `folder` is there, it holds files "0", "1", ... of all
+    ranks (shard.numpy().tobytes()) and "manifest.json", {"ranks": world_size}; until then it has another name."""
     raise NotImplementedError
 
 
 def load(folder: Path, rank: int, world_size: int, read) -> Tensor:
-    """What rank `rank` of `world_size` holds, whoever saved it: `read(path, offset, nbytes)` its bytes, and no others."""
+    """What `rank` of `world_size` holds, whoever saved it: `read(path, offset, nbytes)` its bytes, and no others."""
     raise NotImplementedError
 
 

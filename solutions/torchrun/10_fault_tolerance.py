@@ -30,8 +30,8 @@ def bounds(rank: int, world_size: int) -> tuple[int, int]:
 
 
 def save(shard: Tensor, folder: Path, group: Group) -> None:
-    """shard: elements `bounds(rank, world_size)`. When `folder` is there, it holds files "0", "1", ... of all ranks
-    (shard.numpy().tobytes()) and "manifest.json", {"ranks": world_size}; until then it has another name."""
+    """shard: elements `bounds(rank, world_size)`. When `folder` is there, it holds files "0", "1", ... of all
+    ranks (shard.numpy().tobytes()) and "manifest.json", {"ranks": world_size}; until then it has another name."""
     draft = folder.with_name(f".{folder.name}")
     draft.mkdir(exist_ok=True)
     write(draft / str(group.rank), shard.numpy().tobytes())
@@ -43,7 +43,7 @@ def save(shard: Tensor, folder: Path, group: Group) -> None:
 
 
 def load(folder: Path, rank: int, world_size: int, read) -> Tensor:
-    """What rank `rank` of `world_size` holds, whoever saved it: `read(path, offset, nbytes)` its bytes, and no others."""
+    """What `rank` of `world_size` holds, whoever saved it: `read(path, offset, nbytes)` its bytes, and no others."""
     ranks = json.loads((folder / "manifest.json").read_text())["ranks"]
     (first, last), found = bounds(rank, world_size), b""
     for saver in range(ranks):
