@@ -39,8 +39,8 @@ from minillm.train.strategies.sharded import make_strategy
 
 TINY = ModelConfig(53, 16, 32, 2, 4, 2, max_seq_len=16)
 WIDE = ModelConfig(512, 192, 512, 4, 4, 4, max_seq_len=16)  # 8 MB of float32 weights, 24 MB with Adam's moments
-WINDOWS, STEPS, SAVE_EVERY = 12, 24, 4
-KILLS = ((7, 4, 2), (14, 3, 1))  # after this step, of so many ranks, this one is killed
+WINDOWS, STEPS, SAVE_EVERY, RANKS = 12, 24, 4, 3
+KILLS = ((7, 3, 1), (14, 2, 1))  # after this step, of so many ranks, this one is killed
 LAYOUTS = {
     "dp 2 x tp 2": ParallelConfig(dp=2, tp=2),
     "dp 3, ZeRO 1": ParallelConfig(dp=3, zero=1),
@@ -177,9 +177,9 @@ def supervise(place: Path, ranks: int, kills: tuple[tuple[int, int, int], ...] =
 
 
 def run(kills: tuple[tuple[int, int, int], ...] = KILLS) -> Run:
-    """On 4 ranks at first; on one that nobody disturbs, if there are no kills."""
+    """On `RANKS` at first; on one that nobody disturbs, if there are no kills."""
     with folder() as place:
-        failures = supervise(place, 4 if kills else 1, kills)
+        failures = supervise(place, RANKS if kills else 1, kills)
         rows = [row for row in read_metrics(place) if "loss" in row]
         events = [json.loads(line) for line in (place / FILE).read_text().splitlines() if line]
         columns = ([row[name] for row in rows] for name in ("loss", "ranks", "position"))
@@ -263,7 +263,7 @@ def corruption() -> list[dict[str, Any]]:
 class SlowDisk(Checkpointer):
     """An emulated disk that takes `write_s` more for every file."""
 
-    write_s = 0.15
+    write_s = 0.08
 
     def _write_parts(self, *given: Any) -> Any:
         time.sleep(self.write_s)
@@ -271,7 +271,7 @@ class SlowDisk(Checkpointer):
 
 
 def too_often(
-    every: tuple[int, ...] = (1, 4, 16), steps: int = 16, step_s: float = 0.03
+    every: tuple[int, ...] = (1, 4, 16), steps: int = 16, step_s: float = 0.02
 ) -> dict[tuple[int, bool], float]:
     """Share of the time that training stands still, by steps between saves and whether they go on in the background."""
     found = {}

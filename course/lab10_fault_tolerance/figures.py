@@ -81,9 +81,7 @@ def draw_run(found: Run, whole: Run) -> Figure:
             steps = [step for step, count in enumerate(found.ranks) if count == ranks]
             drawn = look(place)
             values = [found.losses[step] for step in steps]
-            loss.plot(
-                steps, values, drawn.marker, color=PALETTE["black"], markersize=4, label=f"killed: on {ranks} ranks"
-            )
+            loss.plot(steps, values, drawn.marker, color=PALETTE["black"], markersize=4, label=f"killed: on {ranks}")
         for step, *_ in experiments.KILLS:
             loss.axvline(step - 0.5, color=PALETTE["vermillion"], linestyle="--", linewidth=1)
         loss.set(xlabel="step", ylabel="loss (nats per token)", title="a rank is killed at each dashed line")
@@ -120,7 +118,9 @@ def _attempts(axes: Axes, run: Run) -> None:
                 [(start, end - start)], (attempt - 0.35, 0.7), facecolor=color, hatch=hatch, edgecolor="white"
             )
     axes.set(xlabel="time (s)", ylim=(len(run.killed) + 0.6, -0.6))
-    axes.set_yticks(range(len(run.killed) + 1), [f"{4 - place} ranks" for place in range(len(run.killed) + 1)])
+    axes.set_yticks(
+        range(len(run.killed) + 1), [f"on {experiments.RANKS - place}" for place in range(len(run.killed) + 1)]
+    )
     axes.set_title(f"{run.spent}")
     axes.grid(False, axis="y")
     entries = [

@@ -31,7 +31,7 @@ from course.lab10_fault_tolerance import experiments, receipts
 from course.lab10_fault_tolerance import experiments_breaks as breaks
 from course.lab10_fault_tolerance import experiments_production as production
 from course.lab10_fault_tolerance import figures as pictures
-from course.lab10_fault_tolerance.loop import Loop
+from course.lab10_fault_tolerance.loop import Loop, Order
 from minillm.labkit import check, finish, receipt, show, sliders
 
 # %% [markdown]
@@ -200,7 +200,8 @@ receipt("saved by 4 ranks under ZeRO 3", receipts.reshard(layouts))
 # bug. Read this loop and find everything that the next step depends on.
 
 # %%
-print(inspect.getsource(Loop))
+for part in (Order, Loop.__init__, Loop.step):
+    print(inspect.getsource(part))
 
 # %% [markdown]
 # `loop.order` has the attributes `seed`, `epoch` and `position`. What you return is written to disk *later*, while
@@ -362,7 +363,7 @@ receipt("a checkpoint of 2 ranks", receipts.saves(saves), open_rows=4)
 #
 # ## A job that is killed
 #
-# 4 ranks train and save every 4 steps. After step 7 one of them gets a SIGKILL, after step 14 another. A supervisor of
+# 3 ranks train and save every 4 steps. After step 7 one of them gets a SIGKILL, after step 14 another. A supervisor of
 # eight lines starts the job again with the ranks that are left. Beside it: the same run on one rank, undisturbed.
 
 # %%
@@ -376,8 +377,8 @@ show(pictures.draw_run, found=killed, whole=whole)
 receipt("killed twice, beside a run on one rank that nobody disturbed", receipts.killed(whole, killed), open_rows=7)
 
 # %% [markdown]
-# The losses agree to the last digits of float32, because a step has the same 12 windows on any number of ranks (4 · 3,
-# 3 · 4, 2 · 6): microbatches make up for lost ranks (`minillm/train/fault_tolerance/elastic.py`), and the position in the
+# The losses agree to the last digits of float32, because a step has the same 12 windows on any number of ranks (3 · 4,
+# 2 · 6, 1 · 12): microbatches make up for lost ranks (`minillm/train/fault_tolerance/elastic.py`), and the position in the
 # data is saved. Only the order of additions changes. Resumed on as many ranks, the bits are the same.
 #
 # The bar is made from `time.jsonl`, to which every attempt adds. *Lost* are the steps that were made again.
@@ -452,7 +453,7 @@ receipt("one flipped bit", receipts.corruption(), open_rows=5)
 #
 # ## Where it loses
 #
-# Saves on an *emulated* disk that takes 150 ms for a file, while a step takes 30 ms:
+# Saves on an *emulated* disk that takes 80 ms for a file, while a step takes 20 ms:
 
 # %%
 often = experiments.too_often()

@@ -121,8 +121,8 @@ def killed(whole: Run | None = None, found: Run | None = None) -> Iterator[Row]:
     made = sum(event["event"] == "step" for event in found.events)
     lost = sum(step % experiments.SAVE_EVERY for step, *_ in experiments.KILLS)
     yield row("steps made, with those since the last save again", experiments.STEPS + lost, made)
-    yield row("    attempts, on 4, 3 and 2 ranks", 3, found.spent.attempts)
-    yield row("    ranks of the last step", 2, found.ranks[-1])
+    yield row("    attempts, on 3, 2 and 1 ranks", 3, found.spent.attempts)
+    yield row("    ranks of the last step", 1, found.ranks[-1])
     yield row("    useful share of the time, with starts of seconds", None, found.spent.share, noisy=True)
 
 
