@@ -81,7 +81,9 @@ def draw_run(found: Run, whole: Run) -> Figure:
             steps = [step for step, count in enumerate(found.ranks) if count == ranks]
             drawn = look(place)
             values = [found.losses[step] for step in steps]
-            loss.plot(steps, values, drawn.marker, color=PALETTE["black"], markersize=4, label=f"killed: on {ranks}")
+            loss.plot(
+                steps, values, drawn.marker, color=PALETTE["black"], markersize=4, label=f"killed: {_ranks(ranks)}"
+            )
         for step, *_ in experiments.KILLS:
             loss.axvline(step - 0.5, color=PALETTE["vermillion"], linestyle="--", linewidth=1)
         loss.set(xlabel="step", ylabel="loss (nats per token)", title="a rank is killed at each dashed line")
@@ -119,7 +121,7 @@ def _attempts(axes: Axes, run: Run) -> None:
             )
     axes.set(xlabel="time (s)", ylim=(len(run.killed) + 0.6, -0.6))
     axes.set_yticks(
-        range(len(run.killed) + 1), [f"on {experiments.RANKS - place}" for place in range(len(run.killed) + 1)]
+        range(len(run.killed) + 1), [_ranks(experiments.RANKS - place) for place in range(len(run.killed) + 1)]
     )
     axes.set_title(f"{run.spent}")
     axes.grid(False, axis="y")
@@ -127,6 +129,10 @@ def _attempts(axes: Axes, run: Run) -> None:
         Patch(facecolor=color, hatch=hatch, edgecolor="white", label=use) for use, (color, hatch) in USES.items()
     ]
     axes.legend(handles=entries, fontsize=8, loc="lower left")
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count > 1 else ''}"
 
 
 def draw_schedules() -> Figure:

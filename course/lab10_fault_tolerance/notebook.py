@@ -465,7 +465,7 @@ receipt("share of the time that training stands still", receipts.too_often(often
 #
 # - *Slow disks*: the interval grows with the root of the cost, and so does the waste. A tenth of the bandwidth costs three
 #   times as much.
-# - *Few GPUs*: on 8 of them a failure comes every few months, and an hour between saves is good enough.
+# - *Few GPUs*: on 8 of them a failure comes once in nine months, and an hour between saves is good enough.
 # - *Elastic*: fewer ranks keep the batch by more microbatches, so each step takes longer. A spare node is faster.
 #
 # ## The same in production
