@@ -21,6 +21,7 @@ CONVERTED = (  # labs move from TO_CONVERT up here, never back
     "07_long_context",
     "08_expert_parallel",
     "09_four_dimensions",
+    "10_fault_tolerance",
     "11_data_pipeline",
     "12_decoding",
     "13_paged_attention",

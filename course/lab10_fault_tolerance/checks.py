@@ -1,0 +1,278 @@
+"""Lab 10, files: a commit that is killed at every point in turn, and a manifest that finds every damage.
+
+checks.py            exercises 1 and 2, on a disk that forgets (disk.py) and on real files
+checks_state.py      exercises 3 and 4: any other layout, and the same bits after a resume
+checks_failures.py   exercises 5 to 7: a job under failures, slow ranks, and a branch that one rank takes alone
+"""
+
+import os
+import random
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from course.lab10_fault_tolerance.disk import CUTS, MOST_OPERATIONS, Disk, Handle, Member, Stage
+from minillm.labkit.exercises import CheckFailed, exercise
+from minillm.labkit.receipts import Receipt, receipt, row
+
+Saved = tuple[int, list[bytes]]  # a step, and the shard of each rank
+
+
+@exercise(
+    "atomic-commit",
+    minutes=20,
+    difficulty=3,
+    hints=(
+        "Which single operation makes the new checkpoint one that `load` looks at? Whatever is needed has to be on the "
+        "disk before it, on every rank.",
+        "Write to a folder that load ignores. Flush what you wrote, wait for all ranks, let rank 0 write what the load "
+        "needs to know, then rename the folder and flush the folder above it.",
+        "path = f'draft-{step}/{group.rank}'; write and flush it; group.barrier(); on rank 0 write and flush "
+        "f'draft-{step}/manifest' with the number of ranks, rename(f'draft-{step}', f'step-{step}'), flush('.'); "
+        "group.barrier(). load takes the step-… with the largest number and reads as many shards as its manifest says.",
+    ),
+)
+def check_commit(learner: tuple[Callable, Callable]) -> Receipt:
+    save, load = learner
+    if load(Disk()) is not None:
+        raise CheckFailed("load of an empty disk: asked for is None")
+    cuts = cuts_due = kills = kills_due = most = 0
+    for n, order in ((3, (0, 1, 2)), (3, (2, 1, 0)), (1, (0,))):
+        old, before = _written(save, load, Disk(), 9, n, order)
+        new = 10, new_shards(10, n)
+        done, played = play_save(save, old, *new, order)
+        for cut in CUTS:
+            where = f"save has returned on all {n} ranks, then the power fails; of what is not flushed the disk keeps"
+            judge_load(load, done.after_a_cut(cut), [new], f"{where} {cut}")
+        operations = len(played.operations)
+        most, cuts_due, kills_due = max(most, operations), cuts_due + 3 * (operations + 1), kills_due + operations
+        for stop in range(operations + 1):
+            disk, at = play_save(save, old, *new, order, stop_after=stop)
+            for cut in CUTS:
+                where = f"{_after(at.operations, n)}; of what is not flushed the disk keeps {cut}"
+                _judge_and_go_on(save, load, disk.after_a_cut(cut), [before, new], n, where)
+                cuts += 1
+        for victim, own in [(rank, own) for rank in range(n) for own in range(played.by(rank))]:
+            disk, _ = play_save(save, old, *new, order, victim=victim, victim_after=own)
+            where = f"rank {victim} of {n} is killed after {own} of its operations"
+            _judge_and_go_on(save, load, disk, [before, new], n, where)
+            kills += 1
+    return receipt(
+        "killed at every point",
+        [
+            row("power cuts, after which the checkpoint is whole", cuts_due, cuts),
+            row("kills of one rank, after which it is", kills_due, kills),
+            row("    operations of a save on 3 ranks", None, most),
+        ],
+    )
+
+
+def new_shards(step: int, n: int) -> list[bytes]:
+    return [bytes(f"step {step}, rank {rank} of {n}: ", "ascii") + random.randbytes(8) for rank in range(n)]
+
+
+def play_save(
+    save: Callable, disk: Disk, step: int, shards: Sequence[bytes], order: Sequence[int], **kill: Any
+) -> tuple:
+    """The disk afterwards, and what was done. The disk that is given stays as it is."""
+    disk = disk.copy()
+
+    def program(group: Member, own: Handle) -> None:
+        save(step, shards[group.rank], group, own)
+
+    played = Stage(disk, order, **kill).play(program)
+    if not kill and len(played.returned) < len(shards):
+        stuck = sorted(set(range(len(shards))) - played.returned)
+        why = "after 400 operations" if len(played.operations) >= MOST_OPERATIONS else "waiting for others for ever"
+        raise CheckFailed(f"nobody was killed, but save does not return on rank {stuck[0]} of {len(shards)}: {why}")
+    return disk, played
+
+
+def _written(save: Callable, load: Callable, disk: Disk, step: int, n: int, order: Sequence[int]) -> tuple[Disk, Saved]:
+    shards = new_shards(step, n)
+    disk, _ = play_save(save, disk, step, shards, order)
+    judge_load(load, disk, [(step, shards)], f"nobody was killed, and {n} ranks have saved step {step}")
+    return disk, (step, shards)
+
+
+def judge_load(load: Callable, disk: Disk, right: Sequence[Saved], where: str) -> Saved:
+    try:
+        found = load(disk.copy())
+    except (NotImplementedError, NameError, AttributeError, TypeError):
+        raise
+    except Exception as error:
+        steps = [step for step, _ in right]
+        raise CheckFailed(
+            f"{where}: load raises {type(error).__name__} ({error}): it has taken something torn for a checkpoint. "
+            f"Whole and on the disk was step {steps[0]}",
+            evidence=[where, type(error).__name__],
+        ) from error
+    for each in right:
+        if _same(found, each):
+            return each
+    raise CheckFailed(f"{where}: load {_tell(found, right)}", evidence=[where, found])
+
+
+def _judge_and_go_on(save: Callable, load: Callable, disk: Disk, right: Sequence[Saved], n: int, where: str) -> None:
+    """And after the restart one rank fewer saves the next step over what is left."""
+    step = judge_load(load, disk, right, where)[0] + 1
+    ranks = max(1, n - 1)
+    shards = new_shards(step, ranks)
+    try:
+        disk, _ = play_save(save, disk, step, shards, range(ranks))
+    except OSError as error:
+        raise CheckFailed(
+            f"{where}. After the restart {ranks} ranks save step {step}, and what the killed save left is in the way: "
+            f"{error}",
+            evidence=where,
+        ) from error
+    judge_load(load, disk, [(step, shards)], f"{where}. After the restart {ranks} ranks have saved step {step}")
+
+
+def _same(found: Any, right: Saved) -> bool:
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        return False
+    step, shards = found
+    return step == right[0] and list(shards) == list(right[1])
+
+
+def _tell(found: Any, right: Sequence[Saved]) -> str:
+    if found is None:
+        return f"finds no checkpoint; step {right[0][0]} was whole and on the disk"
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        return f"returns {found!r:.60}; asked for is (step, list of shards)"
+    step, shards = found[0], list(found[1])
+    wanted = dict(right).get(step)
+    if wanted is None:
+        return f"returns step {step}; whole and on the disk was step {right[0][0]}"
+    if len(shards) != len(wanted):
+        return f"returns step {step} with {len(shards)} shards of {len(wanted)}"
+    rank = next(rank for rank, (mine, theirs) in enumerate(zip(shards, wanted, strict=True)) if mine != theirs)
+    what = "cut short" if wanted[rank].startswith(shards[rank]) else "another's or an older one"
+    return f"returns step {step}, but the shard of rank {rank} is {what}"
+
+
+def _after(operations: Sequence[tuple[int, str]], n: int) -> str:
+    if not operations:
+        return f"the power fails before the first operation of {n} ranks"
+    rank, last = operations[-1]
+    return f"the power fails after operation {len(operations)} of {n} ranks (rank {rank}: {last})"
+
+
+# Damage.
+
+
+@exercise(
+    "checkpoint-manifest",
+    minutes=15,
+    difficulty=2,
+    hints=(
+        "For each file: what two numbers would change if any byte of it did, or if it ended early? And who checks the "
+        "manifest itself?",
+        "describe: name, length and checksum (zlib.crc32, or hashlib.sha256) of each file's bytes, as JSON, and a "
+        "checksum of that text in front. damaged: first the text, then each file that it names.",
+        "text = json.dumps({path.name: [path.stat().st_size, zlib.crc32(path.read_bytes())] for path in "
+        "sorted(folder.iterdir())}); return hashlib.sha256(text.encode()).hexdigest() + ' ' + text. damaged splits at "
+        "the first blank, and returns ['manifest'] if the digest is another.",
+    ),
+)
+def check_manifest(learner: tuple[Callable, Callable]) -> Receipt:
+    describe, damaged = learner
+    names = [f"rank-{rank:04d}.bin" for rank in range(4)]
+    with tempfile.TemporaryDirectory(prefix="minillm-lab10-") as place:
+        folder, size = Path(place), random.randint(3000, 5000)
+        whole = {name: random.randbytes(size) for name in names}
+        _lay(folder, whole)
+        manifest = describe(folder)
+        _judge_manifest(manifest, whole, folder, damaged)
+        damages, spoilt = list(_damages(whole)), list(_spoilt(manifest))
+        for what, files, wrong in damages:
+            _lay(folder, files)
+            _judge_damage(damaged(folder, manifest), wrong, what)
+        _lay(folder, whole)
+        for what, text in spoilt:
+            try:
+                found = damaged(folder, text)
+            except (ValueError, KeyError, IndexError, TypeError) as error:
+                raise CheckFailed(
+                    f"{what}: damaged raises {type(error).__name__}; asked for is ['manifest']", evidence=what
+                ) from error
+            _judge_damage(found, ["manifest"], what)
+    return receipt(
+        "damage found and named",
+        [
+            row("bytes of the manifest: below 1,000 per file", True, len(manifest) <= 1000 * len(whole)),
+            row("    of the manifest, of files", None, (len(manifest), 4 * size), "B"),
+            row("    kinds of damage tried, and all named", None, len(damages) + len(spoilt)),
+        ],
+    )
+
+
+def _lay(folder: Path, files: dict[str, bytes]) -> None:
+    """With other time stamps each time: they are not what was written."""
+    stamp = random.randrange(10**9)
+    for path in folder.iterdir():
+        path.unlink()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+        os.utime(folder / name, (stamp, stamp))
+
+
+def _judge_manifest(manifest: Any, whole: dict[str, bytes], folder: Path, damaged: Callable) -> None:
+    if not isinstance(manifest, str):
+        raise CheckFailed(f"describe returned {type(manifest).__name__}; asked for is a text")
+    if len(manifest) > 1000 * len(whole):
+        raise CheckFailed(
+            f"the manifest has {len(manifest):,} characters for files of {sum(map(len, whole.values())):,} bytes: keep "
+            "checksums of the files, not the files"
+        )
+    salted = [str(hash(data)) for data in whole.values()] + [str(hash(str(data))) for data in whole.values()]
+    if any(each in manifest for each in salted):
+        raise CheckFailed(
+            "the manifest holds Python's hash() of the files, which is another in every process: the run that is "
+            "restarted finds every file damaged. Use zlib.crc32 or hashlib"
+        )
+    _judge_damage(damaged(folder, manifest), [], "nothing was changed")
+    _lay(folder, whole)
+    _judge_damage(damaged(folder, manifest), [], "the files were copied, with new time stamps")
+
+
+def _damages(whole: dict[str, bytes]) -> Iterator[tuple[str, dict[str, bytes], list[str]]]:
+    """What happened, the files then, and which of them to name."""
+    one, two = sorted(random.sample(list(whole), 2))
+    data = whole[one]
+    for place, where in ((0, "first"), (len(data) - 1, "last"), (random.randrange(1, len(data) - 1), "middle")):
+        flipped = bytearray(data)
+        flipped[place] ^= 1 << random.randrange(8)
+        yield f"a bit of the {where} part of {one} is flipped", whole | {one: bytes(flipped)}, [one]
+    yield f"{one} has lost its last byte", whole | {one: data[:-1]}, [one]
+    yield f"{one} is cut in half", whole | {one: data[: len(data) // 2]}, [one]
+    yield f"{one} is empty", whole | {one: b""}, [one]
+    yield f"{one} has some zeros more at its end", whole | {one: data + bytes(8)}, [one]
+    yield f"{one} is missing", {name: each for name, each in whole.items() if name != one}, [one]
+    yield f"{one} and {two} are swapped", whole | {one: whole[two], two: data}, [one, two]
+    yield f"{one} is a copy of {two}", whole | {one: whole[two]}, [one]
+    yield f"two halves of {one} are swapped", whole | {one: data[1000:] + data[:1000]}, [one]
+    rest = {name: each for name, each in whole.items() if name not in (one, two)}
+    yield f"{two} has zeros only and {one} is missing", rest | {two: bytes(len(data))}, [one, two]
+
+
+def _spoilt(manifest: str) -> Iterator[tuple[str, str]]:
+    digits = [match.start() for match in re.finditer(r"\d", manifest)]
+    for place in (digits[0], digits[-1], random.choice(digits)):
+        other = str((int(manifest[place]) + random.randint(1, 9)) % 10)
+        yield "one digit of the manifest is another", manifest[:place] + other + manifest[place + 1 :]
+    yield "the second half of the manifest is missing", manifest[: len(manifest) // 2]
+    yield "the manifest is empty", ""
+
+
+def _judge_damage(found: Any, wrong: Sequence[str], what: str) -> None:
+    if not isinstance(found, list | tuple | set):
+        raise CheckFailed(f"{what}: damaged returned {found!r:.60}; asked for is a list of names")
+    if sorted(map(str, found)) != sorted(wrong):
+        raise CheckFailed(
+            f"{what}: damaged names {sorted(map(str, found)) or 'nothing'}, asked for is {list(wrong) or 'nothing'}",
+            evidence=[re.sub(r"rank-\d+", "rank", what), len(list(found))],
+        )

@@ -1,0 +1,230 @@
+"""Lab 10, state: bytes that another layout needs, and all that the next step depends on."""
+
+import io
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+
+from course.lab10_fault_tolerance.loop import PARTS, Loop
+from minillm.labkit.exercises import CheckFailed, exercise
+from minillm.labkit.receipts import Receipt, receipt, row
+
+BEFORE, AFTER = 7, 8  # steps before the save, and compared after it
+
+
+@dataclass(frozen=True)
+class SavedPart:
+    """Elements start to stop (not included) of the flattened tensor: in file `file`, from byte `offset` on."""
+
+    file: int
+    offset: int
+    start: int
+    stop: int
+
+
+class Shelf:
+    """A tensor in the files of n ranks, among other things, and how it is read."""
+
+    def __init__(self, numel: int, itemsize: int, n: int) -> None:
+        self.numel, self.itemsize = numel, itemsize
+        self.whole = random.randbytes(numel * itemsize)
+        cuts = [numel * rank // n for rank in range(n + 1)]
+        self.files, self.parts = [], []
+        for rank in range(n):
+            offset = random.randint(1, 40)
+            own = self.whole[cuts[rank] * itemsize : cuts[rank + 1] * itemsize]
+            self.files.append(random.randbytes(offset) + own + random.randbytes(random.randint(1, 40)))
+            self.parts.append(SavedPart(rank, offset, cuts[rank], cuts[rank + 1]))
+        random.shuffle(self.parts)
+        self.reads: list[tuple[int, int, int]] = []
+
+    def own(self, rank: int, n: int) -> bytes:
+        """What rank `rank` of n holds."""
+        first, last = (self.numel * each // n * self.itemsize for each in (rank, rank + 1))
+        return self.whole[first:last]
+
+    def read(self, file: int, offset: int, nbytes: int) -> bytes:
+        if not 0 <= file < len(self.files):
+            raise CheckFailed(f"read of file {file}: there are files 0 to {len(self.files) - 1}")
+        if offset < 0 or nbytes < 0 or offset + nbytes > len(self.files[file]):
+            raise CheckFailed(
+                f"read of {nbytes} bytes from byte {offset} on: file {file} has {len(self.files[file])}",
+                evidence=[file, offset, nbytes],
+            )
+        self.reads.append((file, offset, nbytes))
+        return self.files[file][offset : offset + nbytes]
+
+
+@exercise(
+    "reshard",
+    minutes=15,
+    difficulty=3,
+    hints=(
+        "Both the saved parts and yours are ranges of one flattened tensor. What do two ranges have in common?",
+        "For each part, in the order of the tensor: begin = max(first, part.start), end = min(last, part.stop). If "
+        "begin < end these elements are in its file, (begin - part.start) elements after its offset.",
+        "first, last = numel * rank // n, numel * (rank + 1) // n; for part in sorted(parts, key=lambda p: p.start): … "
+        "read(part.file, part.offset + (begin - part.start) * itemsize, (end - begin) * itemsize); join the bytes.",
+    ),
+)
+def check_reshard(learner: Callable) -> Receipt:
+    read = held = layouts = parts = 0
+    for n, target in product((1, 2, 3, 4, 8), repeat=2):
+        shelf = Shelf(random.choice((3, 64, random.randint(65, 300))), random.choice((2, 4, 8)), n)
+        for rank in range(target):
+            shelf.reads.clear()
+            found = learner(shelf.read, tuple(shelf.parts), shelf.numel, shelf.itemsize, rank, target)
+            read += sum(nbytes for *_, nbytes in shelf.reads)
+            held += _judge_part(shelf, found, rank, n, target)
+            parts += bytes(found) == shelf.own(rank, target)
+        layouts += n != target
+    return receipt(
+        "saved by N ranks, loaded by N'",
+        [
+            row(f"bytes read, {layouts} changes of layout: those that are held", held, read, "B"),
+            row("parts with the right bytes", 5 * (1 + 2 + 3 + 4 + 8), parts),
+        ],
+    )
+
+
+def _judge_part(shelf: Shelf, found: Any, rank: int, n: int, target: int) -> int:
+    where, wanted = f"saved by {n}, loaded by {target}, rank {rank}", shelf.own(rank, target)
+    if not isinstance(found, bytes | bytearray | memoryview):
+        raise CheckFailed(f"{where}: you returned {type(found).__name__}; asked for are bytes")
+    found = bytes(found)
+    if len(found) != len(wanted):
+        raise CheckFailed(
+            f"{where}: {len(found)} bytes, but it holds {len(wanted)}", evidence=[where, len(found), len(wanted)]
+        )
+    if found != wanted:
+        raise CheckFailed(f"{where}: as many bytes as it holds, but others", evidence=[where, list(found)])
+    read = sum(nbytes for *_, nbytes in shelf.reads)
+    if read > len(wanted):
+        raise CheckFailed(
+            f"{where}: right, but {read} bytes were read where it holds {len(wanted)}: read its bytes only"
+        )
+    first, last = shelf.numel * rank // target, shelf.numel * (rank + 1) // target
+    overlaps = sum(max(part.start, first) < min(part.stop, last) for part in shelf.parts)
+    if len(shelf.reads) > overlaps + len(shelf.parts):
+        raise CheckFailed(
+            f"{where}: right, but {len(shelf.reads)} reads where {overlaps} are enough: neighbouring elements are read "
+            "together, one range per part"
+        )
+    return len(wanted)
+
+
+# Resume.
+
+
+@exercise(
+    "resume-state",
+    minutes=15,
+    difficulty=3,
+    hints=(
+        "Read Loop.step line by line. What does each line read that an earlier step has changed?",
+        "model, optimizer and scheduler have state_dict(); the order has three numbers; torch.get_rng_state() and "
+        "random.getstate() are the generators. A state_dict refers to tensors that training goes on changing.",
+        "return copy.deepcopy({'model': loop.model.state_dict(), 'optimizer': …, 'scheduler': …, 'order': "
+        "vars(loop.order), 'torch': torch.get_rng_state(), 'python': random.getstate()}). restore: load_state_dict "
+        "with a deepcopy, vars(loop.order).update(…), torch.set_rng_state(…), random.setstate(…).",
+    ),
+)
+def check_resume(learner: tuple[Callable, Callable]) -> Receipt:
+    capture, restore = learner
+    python, generator = random.getstate(), torch.get_rng_state()
+    seed = random.randrange(1000)
+    try:
+        return _check_resume(capture, restore, seed)
+    finally:
+        random.setstate(python)
+        torch.set_rng_state(generator)
+
+
+def _check_resume(capture: Callable, restore: Callable, seed: int) -> Receipt:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    loop = Loop(seed, seed)
+    for _ in range(BEFORE):
+        loop.step()
+    expected_parts = loop.parts()
+    state = capture(loop)
+    if state is None:
+        raise CheckFailed("capture returned nothing (None): is there a return?")
+    at_once = _written(state)
+    if loop.parts() != expected_parts:
+        raise CheckFailed("capture changed the loop, whose next step is another now")
+    expected = [loop.step() for _ in range(AFTER)]
+    late = _written(state)
+    same = 0
+    for number, (blob, when) in enumerate(((at_once, "at once"), (late, "while training went on"), (late, "again"))):
+        torch.manual_seed(seed + 1 + number)
+        random.seed(seed + 1 + number)
+        resumed = Loop(seed + 1, seed)
+        if when == "again":
+            blob = _restored_twice(restore, blob, resumed)
+        restore(resumed, torch.load(io.BytesIO(blob), weights_only=True))
+        parts = resumed.parts()
+        other = [part for part in PARTS if not _equal(parts[part], expected_parts[part])]
+        found = [resumed.step() for _ in range(AFTER)]
+        if found != expected:
+            step = next(i for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)) if mine != theirs)
+            raise CheckFailed(_say_other(other, step, when), evidence=[other, when])
+        same += sum(mine == theirs for mine, theirs in zip(found, expected, strict=True))
+    return receipt(
+        "saved after 7 steps, resumed in a fresh loop",
+        [
+            row(f"losses of the next {AFTER} steps, resumed 3 times: the same bits", 3 * AFTER, same),
+            row("    bytes of the state", None, len(at_once), "B"),
+        ],
+    )
+
+
+def _restored_twice(restore: Callable, blob: bytes, loop: Loop) -> bytes:
+    """A state that is restored, trained from, and asked for again is still itself."""
+    state = torch.load(io.BytesIO(blob), weights_only=True)
+    restore(loop, state)
+    for _ in range(3):
+        loop.step()
+    return _written(state)
+
+
+def _written(state: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    try:
+        torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    except Exception as error:
+        raise CheckFailed(
+            "the state holds objects, not only tensors, numbers, texts, lists and dicts: a checkpoint that needs your "
+            f"classes to be unpickled cannot be read by a later version ({str(error).splitlines()[0]:.100})"
+        ) from error
+    return file.getvalue()
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Sequence) and isinstance(other, Sequence) and not isinstance(one, str):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return one == other
+
+
+def _say_other(other: Sequence[str], step: int, when: str) -> str:
+    if when == "while training went on":
+        return (
+            f"the state was right when it was taken, but it was written {when}, and by then it had changed "
+            f"({', '.join(other)}): a state_dict refers to the tensors that training changes. Take a copy"
+        )
+    if when == "again":
+        return (
+            "restored once, it is right; but training from it changed the state that was given to restore "
+            f"({', '.join(other)}): put copies into the loop"
+        )
+    if not other:
+        return (
+            f"all parts are as they were, and yet the loss of step {step} differs: does restore draw random numbers, "
+            "or is the scheduler's optimizer another optimizer than the loop's?"
+        )
+    return f"not as it was when it was saved: {', '.join(other)}. The first loss that differs is that of step {step}"
