@@ -560,7 +560,7 @@ receipts.design_layout()
 # 2. Which rank waits for which under a causal mask, and what does the order of the positions change?
 # 3. Ring, all-gather or Ulysses: what does each send, what hides it, and when does none of them pay?
 #
-# Next: lab 08 spreads experts over ranks; lab 11 feeds all these ranks, each with its own part of the text.
+# Next: lab 08 cuts the layers that are not attention, into experts on different ranks.
 
 # %%
 finish("07_long_context")

@@ -104,11 +104,11 @@ def _judge_router(what: str, found: Any, right: tuple) -> float:
 def expect_pair(what: str, found: Any, names: Sequence[str], shape: list[int]) -> tuple[Tensor, Tensor]:
     """CheckFailed unless `found` is two tensors of that shape."""
     if not isinstance(found, (tuple, list)) or len(found) != 2:
-        raise CheckFailed(f"you returned {type(found).__name__}; asked for are two: {' and '.join(names)}")
+        raise CheckFailed(f"you returned {type(found).__name__}; the exercise asks for two: {' and '.join(names)}")
     for name, each in zip(names, found, strict=True):
         if not isinstance(each, Tensor) or list(each.shape) != shape:
             got = list(each.shape) if isinstance(each, Tensor) else type(each).__name__
-            raise CheckFailed(f"{what}: {name} is {got}; asked for is a tensor {shape}")
+            raise CheckFailed(f"{what}: {name} is {got}; the exercise asks for a tensor {shape}")
     return found[0], found[1]
 
 
@@ -147,7 +147,9 @@ def _judge_sorting(name: str, dispatch: Callable, combine: Callable, experts: Te
     leaves = [x.requires_grad_(), weights.requires_grad_()]
     found = dispatch(x, experts.clone(), num_experts)
     if not isinstance(found, (tuple, list)) or len(found) != 3:
-        raise CheckFailed(f"dispatch returned {type(found).__name__}; asked for are three: rows, order and counts")
+        raise CheckFailed(
+            f"dispatch returned {type(found).__name__}; the exercise asks for three: rows, order and counts"
+        )
     rows, order, counts = found
     _judge_dispatch(name, rows, order, counts, experts, x)
     parts = rows.split([int(count) for count in counts])
@@ -161,7 +163,7 @@ def _judge_sorting(name: str, dispatch: Callable, combine: Callable, experts: Te
     )
     if not isinstance(out, Tensor) or out.shape != right.shape:
         got = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
-        raise CheckFailed(f"{name}: combine returned {got}; asked for is a tensor {list(right.shape)}")
+        raise CheckFailed(f"{name}: combine returned {got}; the exercise asks for a tensor {list(right.shape)}")
     if not torch.allclose(out, right, rtol=1e-9, atol=1e-9):
         raise CheckFailed(f"{name}: combine gives wrong sums", evidence=out.detach())
     upstream = torch.randn_like(right)
@@ -181,7 +183,7 @@ def _judge_dispatch(name: str, rows: Any, order: Any, counts: Any, experts: Tens
     num_experts = len(loads)
     if sorted(places) != list(range(len(flat))):
         raise CheckFailed(
-            f"{name}: order is {places}; asked for is the pair in each row, each of 0 to {len(flat) - 1} once",
+            f"{name}: order is {places}; the exercise asks for the pair in each row, each of 0 to {len(flat) - 1} once",
             evidence=evidence,
         )
     if places != sorted(range(len(flat)), key=lambda pair: (flat[pair], pair)):
@@ -193,6 +195,8 @@ def _judge_dispatch(name: str, rows: Any, order: Any, counts: Any, experts: Tens
         raise CheckFailed(f"{name}: counts are {loads}, one per expert, also for those without rows", evidence=evidence)
     if not isinstance(rows, Tensor) or rows.shape != (len(flat), x.shape[1]):
         got = list(rows.shape) if isinstance(rows, Tensor) else type(rows).__name__
-        raise CheckFailed(f"{name}: rows is {got}; asked for is [tokens · k, hidden], {[len(flat), x.shape[1]]}")
+        raise CheckFailed(
+            f"{name}: rows is {got}; the exercise asks for [tokens · k, hidden], {[len(flat), x.shape[1]]}"
+        )
     if not torch.equal(rows, x[torch.tensor(places) // k]):
         raise CheckFailed(f"{name}: order is right, but the rows are not those of its tokens", evidence=evidence)

@@ -38,9 +38,11 @@ def check_capacity(learner: Callable) -> Receipt:
             raise CheckFailed(f"{name}: you changed the tensor you were given; return a new one")
         if not isinstance(found, Tensor) or found.shape != experts.shape:
             got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            raise CheckFailed(f"{name}: you returned {got}; asked for is a tensor {list(experts.shape)}")
+            raise CheckFailed(f"{name}: you returned {got}; the exercise asks for a tensor {list(experts.shape)}")
         if found.dtype.is_floating_point or found.dtype == torch.bool:
-            raise CheckFailed(f"you returned {found.dtype}; asked for are numbers of experts, and -1 where one is full")
+            raise CheckFailed(
+                f"you returned {found.dtype}; the exercise asks for numbers of experts, and -1 where one is full"
+            )
         right = _dropped(experts.tolist(), num_experts, capacity)
         if found.tolist() != right:
             raise CheckFailed(_say_drops(name, experts, found.tolist(), right), evidence=found.tolist())
@@ -96,7 +98,7 @@ def check_balance(learner: Callable) -> Receipt:
         name = f"{tokens} tokens, top {k} of {num_experts}"
         found = learner(logits.softmax(1), experts.clone())
         if not isinstance(found, (tuple, list)) or len(found) != 2:
-            raise CheckFailed(f"you returned {type(found).__name__}; asked for are the loss and its gradient")
+            raise CheckFailed(f"you returned {type(found).__name__}; the exercise asks for the loss and its gradient")
         loss, gradient = expect_number(found[0], "the loss, one number"), found[1]
         right = _enumerated(logits.tolist(), experts.tolist())
         if abs(loss - right) > 1e-6:
@@ -104,7 +106,7 @@ def check_balance(learner: Callable) -> Receipt:
         wanted = _differences(logits, experts)
         if not isinstance(gradient, Tensor) or gradient.shape != logits.shape:
             got = list(gradient.shape) if isinstance(gradient, Tensor) else type(gradient).__name__
-            raise CheckFailed(f"{name}: the gradient is {got}; asked for is a tensor {list(logits.shape)}")
+            raise CheckFailed(f"{name}: the gradient is {got}; the exercise asks for a tensor {list(logits.shape)}")
         off = (gradient.detach() - wanted).abs().max().item()
         if not off < 1e-6:
             raise CheckFailed(

@@ -96,13 +96,13 @@ def _judge_exchange(case: Rows, found: Sequence[Did]) -> list:
 
 def _expect(name: str, mine: Any, right: Tensor, evidence: list, asked: str) -> None:
     if not isinstance(mine, Tensor):
-        raise CheckFailed(f"{name} gave a {type(mine).__name__}; asked for are {asked}")
+        raise CheckFailed(f"{name} gave a {type(mine).__name__}; the exercise asks for {asked}")
     if mine.shape != right.shape:
         raise CheckFailed(f"{name} gave {list(mine.shape)}, where {list(right.shape)} belong", evidence=evidence)
     if not torch.equal(mine, right):
         held = sorted(mine.tolist()) == sorted(right.tolist())
         what = "the right rows in a wrong order" if held else "rows that are not those"
-        raise CheckFailed(f"{name} gave {what}; asked for are {asked}", evidence=evidence)
+        raise CheckFailed(f"{name} gave {what}; the exercise asks for {asked}", evidence=evidence)
 
 
 def _plain(found: Any) -> Any:
@@ -178,7 +178,7 @@ def _judge_gradients(case: Layer, found: Sequence[Averaged]) -> list:
             where = f"ep {case.ep}, rank {rank}: the gradient of the {name}"
             if not isinstance(mine, Tensor) or mine.shape != wanted.shape:
                 got = list(mine.shape) if isinstance(mine, Tensor) else type(mine).__name__
-                raise CheckFailed(f"{where} is {got}; asked for is a tensor {list(wanted.shape)}")
+                raise CheckFailed(f"{where} is {got}; the exercise asks for a tensor {list(wanted.shape)}")
             if not torch.allclose(mine, wanted, rtol=1e-9, atol=1e-12):
                 raise CheckFailed(f"{where} is not that of one process{_times(mine, wanted)}", evidence=evidence)
             worst = max(worst, (mine - wanted).abs().max().item())

@@ -83,7 +83,7 @@ def in_place(experts, num_experts, capacity):
     return experts
 
 
-@mistake("capacity-drops", "a mask", expect="asked for are numbers")
+@mistake("capacity-drops", "a mask", expect="the exercise asks for numbers")
 def mask(experts, num_experts, capacity):
     return right.drop_beyond(experts, num_experts, capacity) >= 0
 

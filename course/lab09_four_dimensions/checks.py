@@ -61,7 +61,9 @@ def check_mesh(learner: Callable) -> Receipt:
 def _judge_rank(found: Any, rank: int, place: Sequence[int], axes: Mapping[str, int], mesh: np.ndarray) -> None:
     where = f"rank {rank} of {axes}"
     if not isinstance(found, (tuple, list)) or len(found) != 2 or not all(isinstance(each, dict) for each in found):
-        raise CheckFailed(f"{where}: you returned {found!r:.80}; asked for are two dicts, the place and the groups")
+        raise CheckFailed(
+            f"{where}: you returned {found!r:.80}; the exercise asks for two dicts, the place and the groups"
+        )
     where_it_is, groups = found
     for name, each in (("place", where_it_is), ("groups", groups)):
         if set(each) != set(axes):
@@ -115,7 +117,7 @@ def _two_sets(found: Any, kind: str) -> tuple[set[str], set[str]]:
             raise TypeError("names, where sets of names are asked for")
         summed, different = (set(axes) for axes in found)
     except (TypeError, ValueError) as error:
-        raise CheckFailed(f"{kind}: you returned {found!r:.80}; asked for are two sets of axes") from error
+        raise CheckFailed(f"{kind}: you returned {found!r:.80}; the exercise asks for two sets of axes") from error
     if unknown := (summed | different) - set(SIZES):
         raise CheckFailed(f"{kind}: there is no axis {min(map(str, unknown))!r}; there are {', '.join(SIZES)}")
     return summed, different
@@ -222,7 +224,9 @@ def check_crossing(learner: Callable) -> Receipt:
         found, right = learner(dict(axes), per_node, dict(sent)), crossing(axes, per_node, sent)
         where = f"{' · '.join(f'{axis} {size}' for axis, size in axes.items())}, {per_node} ranks to a node"
         if not isinstance(found, dict) or set(found) != set(axes):
-            raise CheckFailed(f"{where}: you returned {found!r:.80}; asked for is a dict with {', '.join(axes)}")
+            raise CheckFailed(
+                f"{where}: you returned {found!r:.80}; the exercise asks for a dict with {', '.join(axes)}"
+            )
         if wrong := [axis for axis in axes if found[axis] != right[axis]]:
             axis = wrong[0]
             raise CheckFailed(

@@ -47,7 +47,7 @@ def check_estimate(learner: Callable) -> Receipt:
         rate, link = machine.device.matmul_rate(model.hidden_size / layout.tp), machine.device.link
         found = learner(model, layout, seq, rate, link)
         if not isinstance(found, (tuple, list)) or len(found) != 2:
-            raise CheckFailed(f"you returned {found!r:.80}; asked for are two numbers, bytes and seconds")
+            raise CheckFailed(f"you returned {found!r:.80}; the exercise asks for two numbers, bytes and seconds")
         held, seconds = (expect_number(each, "a number of bytes and one of seconds") for each in found)
         kinds = memory(model, layout, seq)
         spent = step(model, layout, machine, seq)
@@ -140,7 +140,7 @@ def check_plan(learner: Callable) -> Receipt:
 
 def _judge_layout(layout: Any) -> None:
     if not isinstance(layout, Layout):
-        raise CheckFailed(f"you returned {layout!r:.80}; asked for is a Layout")
+        raise CheckFailed(f"you returned {layout!r:.80}; the exercise asks for a Layout")
     if layout.world_size != plans.SIXTY_FOUR.gpus:
         raise CheckFailed(f"{layout} takes {layout.world_size} GPUs of 64", evidence=layout)
     if layout.batch != plans.BATCH:

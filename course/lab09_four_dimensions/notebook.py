@@ -580,6 +580,8 @@ receipts.design_13b()
 # 1. Given a rank number, which ranks does it talk to along each axis, and over which link?
 # 2. Over which group is each gradient summed, and what goes wrong if an axis is left out or one too many is in it?
 # 3. How do you find a layout for a model, a cluster and a memory limit, and how do you know that it is a good one?
+#
+# Next: lab 10 loses some of these ranks, and the job goes on.
 
 # %%
 finish("09_four_dimensions")

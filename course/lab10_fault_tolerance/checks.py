@@ -37,7 +37,7 @@ Saved = tuple[int, list[bytes]]  # a step, and the shard of each rank
 def check_commit(learner: tuple[Callable, Callable]) -> Receipt:
     save, load = learner
     if load(Disk()) is not None:
-        raise CheckFailed("load of an empty disk: asked for is None")
+        raise CheckFailed("load of an empty disk: the exercise asks for None")
     cuts = cuts_due = kills = kills_due = most = 0
     for n, order in ((3, (0, 1, 2)), (3, (2, 1, 0)), (1, (0,))):
         old, before = _written(save, load, Disk(), 9, n, order)
@@ -142,7 +142,7 @@ def _tell(found: Any, right: Sequence[Saved]) -> str:
     if found is None:
         return f"finds no checkpoint; step {right[0][0]} was whole and on the disk"
     if not isinstance(found, tuple | list) or len(found) != 2:
-        return f"returns {found!r:.60}; asked for is (step, list of shards)"
+        return f"returns {found!r:.60}; the exercise asks for (step, list of shards)"
     step, shards = found[0], list(found[1])
     wanted = dict(right).get(step)
     if wanted is None:
@@ -197,7 +197,7 @@ def check_manifest(learner: tuple[Callable, Callable]) -> Receipt:
                 found = damaged(folder, text)
             except (ValueError, KeyError, IndexError, TypeError) as error:
                 raise CheckFailed(
-                    f"{what}: damaged raises {type(error).__name__}; asked for is ['manifest']", evidence=what
+                    f"{what}: damaged raises {type(error).__name__}; the exercise asks for ['manifest']", evidence=what
                 ) from error
             _judge_damage(found, ["manifest"], what)
     return receipt(
@@ -222,7 +222,7 @@ def _lay(folder: Path, files: dict[str, bytes]) -> None:
 
 def _judge_manifest(manifest: Any, whole: dict[str, bytes], folder: Path, damaged: Callable) -> None:
     if not isinstance(manifest, str):
-        raise CheckFailed(f"describe returned {type(manifest).__name__}; asked for is a text")
+        raise CheckFailed(f"describe returned {type(manifest).__name__}; the exercise asks for a text")
     if len(manifest) > 1000 * len(whole):
         raise CheckFailed(
             f"the manifest has {len(manifest):,} characters for files of {sum(map(len, whole.values())):,} bytes: keep "
@@ -270,9 +270,10 @@ def _spoilt(manifest: str) -> Iterator[tuple[str, str]]:
 
 def _judge_damage(found: Any, wrong: Sequence[str], what: str) -> None:
     if not isinstance(found, list | tuple | set):
-        raise CheckFailed(f"{what}: damaged returned {found!r:.60}; asked for is a list of names")
+        raise CheckFailed(f"{what}: damaged returned {found!r:.60}; the exercise asks for a list of names")
     if sorted(map(str, found)) != sorted(wrong):
         raise CheckFailed(
-            f"{what}: damaged names {sorted(map(str, found)) or 'nothing'}, asked for is {list(wrong) or 'nothing'}",
+            f"{what}: damaged names {sorted(map(str, found)) or 'nothing'}; "
+            f"the exercise asks for {list(wrong) or 'nothing'}",
             evidence=[re.sub(r"rank-\d+", "rank", what), len(list(found))],
         )

@@ -94,7 +94,7 @@ def check_reshard(learner: Callable) -> Receipt:
 def _judge_part(shelf: Shelf, found: Any, rank: int, n: int, target: int) -> int:
     where, wanted = f"saved by {n}, loaded by {target}, rank {rank}", shelf.own(rank, target)
     if not isinstance(found, bytes | bytearray | memoryview):
-        raise CheckFailed(f"{where}: you returned {type(found).__name__}; asked for are bytes")
+        raise CheckFailed(f"{where}: you returned {type(found).__name__}; the exercise asks for bytes")
     found = bytes(found)
     if len(found) != len(wanted):
         raise CheckFailed(

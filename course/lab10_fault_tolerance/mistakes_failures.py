@@ -98,7 +98,7 @@ def uncounted(*given):
     return _play(*given, cost=False)
 
 
-@mistake("goodput", "the share only", expect="asked for is a dict")
+@mistake("goodput", "the share only", expect="the exercise asks for a dict")
 def share_only(*given):
     spent = _play(*given)
     return spent["useful"] / sum(spent.values())

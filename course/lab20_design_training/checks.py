@@ -71,7 +71,9 @@ def check_save_interval(learner: Any) -> list[Row]:
         found = learner(save, restart, device, devices)
         name = f"{devices:,} devices, a save of {save:.0f} s, a restart of {restart:.0f} s"
         if not isinstance(found, tuple) or len(found) != 2:
-            raise CheckFailed(f"You returned {found!r}; asked for are two numbers, (interval, wasted share).", rows)
+            raise CheckFailed(
+                f"You returned {found!r}; the exercise asks for two numbers, (interval, wasted share).", rows
+            )
         for what, ours, theirs in (("interval", interval, found[0]), ("wasted share", waste, found[1])):
             if abs(theirs - ours) > 0.01 * ours:
                 raise CheckFailed(

@@ -81,7 +81,7 @@ def no_restart(save_s, restart_s, device_mtbf_s, devices):
     return ANSWERS.save_interval(save_s, 0.0, device_mtbf_s, devices)
 
 
-mistake("save-interval", "interval alone", expect="asked for are two numbers")(
+mistake("save-interval", "interval alone", expect="exercise asks for two numbers")(
     lambda save_s, restart_s, device_mtbf_s, devices: (2 * save_s * device_mtbf_s / devices) ** 0.5
 )
 

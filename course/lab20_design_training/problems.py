@@ -339,7 +339,7 @@ def fine_tune_on_a_node() -> Case:
                 states - room,
                 "B",
                 f"{numbers['states']} of states against {numbers['room']} usable.",
-                slips={states / (states - room): "That is all of them; asked for is what does not fit."},
+                slips={states / (states - room): "That is all of them; the question asks for what does not fit."},
                 tolerance=0.2,
             ),
             "adapters": Decision(

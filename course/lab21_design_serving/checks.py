@@ -72,7 +72,9 @@ def check_waits(learner: Any) -> list[Row]:
         found = learner(list(gaps), list(services))
         name = f"{count} requests at {load:.0%} load"
         if not isinstance(found, list) or len(found) != count:
-            raise CheckFailed(f"{name}: asked for is a list of {count} waits; you returned {_short(found)}.", rows)
+            raise CheckFailed(
+                f"{name}: the exercise asks for a list of {count} waits; you returned {_short(found)}.", rows
+            )
         off = next((i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if abs(a - b) > 1e-6), None)
         if off is not None:
             raise CheckFailed(

@@ -78,7 +78,7 @@ def only_the_last_service(gaps, services):
     return [0.0] + [max(0.0, service - gap) for gap, service in zip(gaps[1:], services, strict=False)]
 
 
-mistake("queue-waits", "mean instead of a list", expect="asked for is a list")(
+mistake("queue-waits", "mean instead of a list", expect="the exercise asks for a list")(
     lambda gaps, services: sum(ANSWERS.waits(gaps, services)) / len(gaps)
 )
 

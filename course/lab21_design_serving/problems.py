@@ -44,7 +44,8 @@ def chat_70b() -> Case:
                 "200 requests per second times 300 tokens each.",
                 slips={
                     1000 / 300: "Those are the prompts' tokens; they are computed in prefill.",
-                    1300 / 300: "Prompts are read in prefill, many tokens at a time; asked for is what is written.",
+                    1300
+                    / 300: "Prompts are read in prefill, many tokens at a time; the question asks for what is written.",
                 },
                 tolerance=0.05,
             ),

@@ -31,7 +31,7 @@ def tail_at_85() -> Case:
                 "",
                 "ρ / (1 - ρ) = 0.85 / 0.15 service times.",
                 slips={
-                    1 / 0.85: "That includes the service itself; asked for is the wait.",
+                    1 / 0.85: "That includes the service itself; the question asks for the wait.",
                     0.85 / mean: "That is the load.",
                 },
                 tolerance=0.08,

@@ -44,7 +44,7 @@ def check_token_bucket(learner: Any) -> list[Row]:
         name = f"{rate} tokens/s, {capacity} at most, {len(times)} requests: admitted"
         if not isinstance(found, list) or len(found) != len(times):
             raise CheckFailed(
-                f"asked for is a list of {len(times)} answers, True or False; you returned {found!r:.60}."
+                f"The exercise asks for a list of {len(times)} answers, True or False; you returned {found!r:.60}."
             )
         off = next((i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if bool(a) != b), None)
         if off is not None:
@@ -88,7 +88,9 @@ def check_merge(learner: Any) -> list[Row]:
         whole, lse = torch.softmax(scores, -1) @ v, torch.logsumexp(scores, -1)
         found = learner(*parts[0], *parts[1])
         if not (isinstance(found, tuple) and len(found) == 2):
-            raise CheckFailed(f"asked for are two tensors, (output, lse); you returned {type(found).__name__}.", rows)
+            raise CheckFailed(
+                f"The exercise asks for two tensors, (output, lse); you returned {type(found).__name__}.", rows
+            )
         for what, ours, theirs in (("output", whole, found[0]), ("lse", lse, found[1])):
             if theirs.shape != ours.shape or not torch.allclose(theirs, ours, rtol=1e-9, atol=1e-9):
                 raise CheckFailed(
@@ -124,7 +126,7 @@ def check_dispatch(learner: Any) -> list[Row]:
         found = learner(experts, ranks, each)
         name = f"{tokens} tokens, top {k} of {ranks * each} experts on {ranks} ranks"
         if not (isinstance(found, tuple) and len(found) == 2):
-            raise CheckFailed(f"asked for are (order, counts); you returned {type(found).__name__}.", rows)
+            raise CheckFailed(f"The exercise asks for (order, counts); you returned {type(found).__name__}.", rows)
         order, sent = torch.as_tensor(found[0]).tolist(), [int(count) for count in found[1]]
         if sent != counts:
             raise CheckFailed(f"{name}: you send {sent} rows to the ranks; it must be {counts}.", rows, evidence=sent)

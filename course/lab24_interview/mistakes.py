@@ -42,7 +42,7 @@ def refills_when_admitted(requests, rate, capacity):
     return found
 
 
-mistake("token-bucket", "a count", expect="asked for is a list")(
+mistake("token-bucket", "a count", expect="exercise asks for a list")(
     lambda requests, rate, capacity: sum(_bucket(requests, rate, capacity))
 )
 
@@ -72,7 +72,7 @@ mistake("merge-softmax", "weights swapped", says="Each output belongs to its own
 mistake("merge-softmax", "larger one kept", says="The log of a sum is not the larger of the logs.")(
     lambda out_a, lse_a, out_b, lse_b: (ANSWERS.merge(out_a, lse_a, out_b, lse_b)[0], torch.maximum(lse_a, lse_b))
 )
-mistake("merge-softmax", "output alone", expect="asked for are two tensors")(
+mistake("merge-softmax", "output alone", expect="exercise asks for two tensors")(
     lambda out_a, lse_a, out_b, lse_b: ANSWERS.merge(out_a, lse_a, out_b, lse_b)[0]
 )
 
@@ -111,7 +111,11 @@ mistake(
         torch.bincount(experts.reshape(-1) % ranks, minlength=ranks).tolist(),
     )
 )
-mistake("dispatch-order", "inverse order", says="That is where each copy goes; asked for is which copy stands where.")(
+mistake(
+    "dispatch-order",
+    "inverse order",
+    says="That is where each copy goes; the exercise asks for which copy stands where.",
+)(
     lambda experts, ranks, each: (
         ANSWERS.dispatch(experts, ranks, each)[0].argsort(),
         ANSWERS.dispatch(experts, ranks, each)[1],

@@ -122,8 +122,10 @@ def _usual_slips(decision: Decision) -> dict[float, str]:
     """Factors that any quantity of this unit invites."""
     found = {}
     if decision.gpus > 1:
-        found[decision.gpus] = f"That is the number of all {decision.gpus:,} GPUs together; asked for is one."
-        found[1 / decision.gpus] = f"That is the number of one of the {decision.gpus:,} GPUs; asked for are all."
+        found[decision.gpus] = f"That is the number of all {decision.gpus:,} GPUs together; the question asks for one."
+        found[1 / decision.gpus] = (
+            f"That is the number of one of the {decision.gpus:,} GPUs; the question asks for all."
+        )
     if decision.unit in ("B", "B/s"):
         found[8] = "That many bits; a byte has 8."
         found[1 / 8] = "You divided by 8 once too often: the quantity is in bytes already."
@@ -136,11 +138,11 @@ def _usual_slips(decision: Decision) -> dict[float, str]:
         found[1 / 3] = "A third of it: backward takes twice what forward takes."
         found[3] = "Three times too large: that includes a backward pass."
     if decision.unit in ("", "%"):
-        found[100] = "That is in percent; asked for is a share between 0 and 1."
+        found[100] = "That is in percent; the question asks for a share between 0 and 1."
     if decision.unit == "s":
-        found[1e3] = "That many milliseconds; asked for are seconds."
-        found[1 / 60] = "That many minutes; asked for are seconds."
-        found[1 / 3600] = "That many hours; asked for are seconds."
+        found[1e3] = "That many milliseconds; the question asks for seconds."
+        found[1 / 60] = "That many minutes; the question asks for seconds."
+        found[1 / 3600] = "That many hours; the question asks for seconds."
     found[1e3] = found.get(1e3, "A thousand times too large: check the prefix (mega, giga, tera).")
     found[1e-3] = "A thousand times too small: check the prefix (mega, giga, tera)."
     found[1e6] = "A million times too large: check the prefix (mega, giga, tera)."

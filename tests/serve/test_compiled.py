@@ -44,6 +44,7 @@ def test_tokens_are_the_naive_loops():
     assert list(generate(model, [1, 2, 3], 9)) == list(generate(Transformer(model.config, seed=3), [1, 2, 3], 9))
 
 
+@pytest.mark.slow
 def test_fused_products_graphs_and_a_second_engine(monkeypatch):
     monkeypatch.setattr(DecodeGraphs, "_record", lambda self, compute: record(compute))
     monkeypatch.setattr("minillm.model.transformer.check_tokens", lambda *_: None)
@@ -55,6 +56,7 @@ def test_fused_products_graphs_and_a_second_engine(monkeypatch):
     assert again.buffers.graphs.graphs and all(isinstance(block.forward, CompiledBlock) for block in model.blocks)
 
 
+@pytest.mark.slow
 def test_ahead_of_time():
     same_tokens({"num_layers": 1}, "aot_eager", count=2)
 
