@@ -228,7 +228,7 @@ def divided_twice(router, experts, data, replicas):
     return data.all_reduce(router) / n, replicas.all_reduce(experts) / (n * ep)
 
 
-@mistake("expert-gradients", "nothing is returned", expect="asked for")
+@mistake("expert-gradients", "nothing is returned", expect="asks for")
 def nothing_returned(router, experts, data, replicas):
     data.all_reduce(router).div_(data.world_size)
     replicas.all_reduce(experts).div_(data.world_size)
