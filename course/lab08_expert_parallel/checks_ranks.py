@@ -82,6 +82,10 @@ def _judge_exchange(case: Rows, found: Sequence[Did]) -> list:
         ]
         right = torch.stack(picked) if picked else torch.zeros(0, HIDDEN)
         loads = [sum(ids.count(expert) for ids in case.chosen) for expert in own]
+        if did.counts is None:
+            raise CheckFailed(
+                f"{name}: to_experts gave a {type(did.rows).__name__}; asked for are rows, counts and plan"
+            )
         _expect(f"{name}: to_experts", did.rows, right, evidence, "the rows of its experts, by expert, then by source")
         if torch.as_tensor(did.counts).tolist() != loads:
             raise CheckFailed(f"{name}: its experts have {loads} rows, your counts say otherwise", evidence=evidence)

@@ -117,6 +117,18 @@ def _gathered(rows, counts, group):
 mistake("tokens-to-experts", "gathers all rows", expect="are enough")((_gathered, _back))
 
 
+def _rows_alone(rows, counts, group):
+    return _to(rows, counts, group)[0]
+
+
+def _without_plan(rows, counts, group):
+    return _to(rows, counts, group)[:2]
+
+
+mistake("tokens-to-experts", "returns the rows alone", expect="gave a Tensor")((_rows_alone, _back))
+mistake("tokens-to-experts", "returns no plan", expect="gave a tuple")((_without_plan, _back))
+
+
 def _counts_of_sources(rows, counts, group):
     found, _, plan = _to(rows, counts, group)
     return found, torch.tensor(plan[2]), plan

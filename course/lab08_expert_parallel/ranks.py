@@ -55,7 +55,10 @@ def _exchange(group: Group, learner: tuple[Callable, Callable], case: Rows) -> D
     to_experts, from_experts = learner
     rank, each = group.rank, case.num_experts // group.world_size
     with measure.ledger() as there:
-        rows, counts, plan = to_experts(case.values[rank].clone(), case.counts(rank), group)
+        found = to_experts(case.values[rank].clone(), case.counts(rank), group)
+    if not isinstance(found, (tuple, list)) or len(found) != 3:
+        return Did(found, None, None, (0, 0), 0, there.calls)
+    rows, counts, plan = found
     answers = rows
     if isinstance(rows, Tensor):  # every row says which expert had it, if counts are right
         own = torch.as_tensor(counts).tolist()

@@ -208,4 +208,4 @@ def design_training() -> Table:
     return table("Mixtral 8x7B, 8 GPUs of 4,096 tokens", heads, rows)
 
 
-CLAIMS = (flops, traffic, two_levels, fullest, shared_experts, collapse, drops, beside_dense, few, doubled, neighbours)
+CLAIMS = (flops, traffic, two_levels, fullest, collapse, drops, beside_dense, few, doubled, neighbours)
