@@ -4,7 +4,7 @@
 # **Which axis goes on which link decides everything: the same layout, seated in another order, sends the same bytes and
 # takes twice as long.**
 #
-# About 4 hours: 100 minutes for the exercises, the rest for the measurements and the questions. Run All takes about a
+# About 4 hours: 105 minutes for the exercises, the rest for the measurements and the questions. Run All takes about a
 # minute. At the end you can answer:
 #
 # 1. Given a rank number, which ranks does it talk to along each axis, and over which link?

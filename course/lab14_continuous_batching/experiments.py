@@ -143,7 +143,7 @@ class Player:
         self.flight.swapped += moved
         sampled = self.scheduler.advance(plan)
         ended = tuple(sequence.name for sequence in sampled if self._token(sequence))
-        facts = {"ended": ended, "sampled": len(sampled), "times": (started, seconds)}
+        facts = {"step": self.scheduler.step, "ended": ended, "sampled": len(sampled), "times": (started, seconds)}
         found = record(self.scheduler, plan, starts, blocks=self.blocks, **facts)
         self.flight.records.append(found)
         self.flight.seconds = self.clock

@@ -18,18 +18,38 @@ engine, token by token. What is different:
 - The record of a step is written when its tokens are read; what it says of the pool is as of then.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
+from minillm.model import Transformer
 from minillm.serve.drawn import Drawn
-from minillm.serve.model_runner import ForwardPass
-from minillm.serve.next_tokens import Ready
+from minillm.serve.model_runner import ForwardPass, InputBuffers
+from minillm.serve.next_tokens import NextTokens, Ready
+from minillm.serve.scheduler import Scheduler
 from minillm.serve.sequence import Plan, Sequence, State
+from minillm.serve.unfinished import Unfinished
 
-if TYPE_CHECKING:
-    from minillm.serve.engine import LLM
+
+class Engine(Protocol):
+    """What of `engine.LLM` is used here."""
+
+    model: Transformer
+    clock: Callable[[], float]
+    scheduler: Scheduler
+    buffers: InputBuffers
+    _unfinished: Unfinished
+    _next_tokens: NextTokens
+
+    def _plan(self, started: float) -> Plan: ...
+
+    def _record(
+        self, plan: Plan, run: ForwardPass, started: float, sampled: int, error: str | None, number: int
+    ) -> None: ...
+
+    def _failed(self, plan: Plan, run: ForwardPass, error: str) -> None: ...
 
 
 @dataclass(eq=False)
@@ -50,7 +70,7 @@ class Launched:
 class AsyncScheduling:
     """The steps of an engine without speculation: drafts are made from tokens that the host knows."""
 
-    def __init__(self, llm: "LLM"):
+    def __init__(self, llm: Engine):
         self.llm = llm
         self._launched: Launched | None = None
 

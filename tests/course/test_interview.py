@@ -211,7 +211,7 @@ def test_a_full_disk_costs_a_warning_and_the_session_goes_on(tmp_path, monkeypat
         raise OSError(28, "No space left on device")
 
     session = mock.start("data", 6, seed=1)
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     progress._warn_once.cache_clear()
     with pytest.warns(UserWarning, match="No space left"):
         mock.run(session, answering(["", "3", "1", "", "3"] * 3), lambda _: None, tmp_path)

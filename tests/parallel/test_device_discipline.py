@@ -28,7 +28,8 @@ def run(fault: str, layouts: list[str]) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("layouts", [TWO, pytest.param(FOUR, marks=pytest.mark.slow)], ids=["2 ranks", "4 ranks"])
+@pytest.mark.slow
+@pytest.mark.parametrize("layouts", [TWO, FOUR], ids=["2 ranks", "4 ranks"])
 def test_a_step_stays_on_its_device_and_reads_nothing(layouts):
     done = run("none", layouts)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -12,6 +12,7 @@ from minillm.train.checkpoint import peer_copy
 from minillm.train.checkpoint.manifest import Manifest
 
 
+@pytest.mark.slow
 def test_a_restore_needs_no_disk_while_one_copy_of_each_file_is_left(tmp_path, capfd):
     nodes = [tmp_path / "node 0", tmp_path / "node 1"]
     ranks = launch(programs.with_copies_in_memory, 4, tmp_path, nodes)
