@@ -144,10 +144,11 @@ class Ours:
     def comes_back(self) -> bool:
         """Whether what was spoiled after a save is as it was, bit by bit."""
         self.save()
-        before = [part.clone() for part, _ in held(self.trainer).values()]
+        before = {name: part.clone() for name, (part, _) in held(self.trainer).items()}
         _spoil(part for part, _ in self.trainer.parallel.held().values())
         self.restore()
-        return all(torch.equal(a, b) for a, (b, _) in zip(before, held(self.trainer).values(), strict=True))
+        after = held(self.trainer)
+        return before.keys() == after.keys() and all(torch.equal(before[name], after[name][0]) for name in before)
 
     def nbytes(self) -> float:
         return float(max(Manifest.read(committed(self.folder)[-1]).files))

@@ -84,7 +84,7 @@ def put(trainer: Trainer, parts: dict[str, Tensor], manifest: Manifest) -> None:
     for name, buffer in trainer.parallel.buffers().items():
         buffer.copy_(parts[_key("model", name)])
     names, entries = _names(trainer), []
-    keys = {name.split("/")[1] for name in parts if name.startswith("optimizer/")}
+    keys = sorted({name.split("/")[1] for name in parts if name.startswith("optimizer/")})
     for name in itertools.chain(*names):
         tensors = {key: parts[at] for key in keys if (at := _key("optimizer", key, name)) in parts}
         counted = manifest.optimizer["counted"].get(_plain(name), {})
