@@ -25,16 +25,13 @@ UNIT := -m pytest -q -n 2 --ignore=tests/notebooks --ignore=tests/browser
 AGAIN := -m pytest -q --last-failed --last-failed-no-failures none
 NBVAL := -m pytest -q --nbval-lax --nbval-current-env --nbval-cell-timeout=180 -p no:cacheprovider
 
-# nbval runs every notebook in a kernel, labs beside solutions; the strict harness judges what their checks recorded, and
-# tries every exercise.
+# nbval runs every notebook in a kernel; the strict harness judges what its checks recorded, and tries every exercise.
 test: quick
 	$(BIN)/python $(UNIT) --dist worksteal -m slow || \
 		$(BIN)/python $(AGAIN) -m slow --ignore=tests/notebooks --ignore=tests/browser
 	records=$$(mktemp -d) && trap 'rm -rf "$$records"' EXIT && \
-	solutions() { MINILLM_PROGRESS=$$records/solved.json MINILLM_STRICT=1 $(BIN)/python $(NBVAL) solutions; } && \
-	{ MINILLM_PROGRESS=$$records/unsolved.json $(BIN)/python $(NBVAL) labs > $$records/labs.txt 2>&1 & labs=$$!; } && \
-	{ solutions; solved=$$?; wait $$labs; unsolved=$$?; cat $$records/labs.txt; } && \
-	{ test $$solved = 0 || solutions; } && test $$unsolved = 0 && \
+	MINILLM_PROGRESS=$$records/unsolved.json $(BIN)/python $(NBVAL) labs && \
+	MINILLM_PROGRESS=$$records/solved.json MINILLM_STRICT=1 $(BIN)/python $(NBVAL) solutions && \
 	export MINILLM_RECORDS=$$records && \
 	{ $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/notebooks || $(BIN)/python $(AGAIN) tests/notebooks; } && \
 	{ $(BIN)/python -m pytest -q tests/browser || $(BIN)/python $(AGAIN) tests/browser; }
