@@ -9,14 +9,12 @@ CUDA graph (`decode_graphs.py`) records compiled kernels like others; its first 
 the ones that compile.
 """
 
-import shutil
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
 from minillm.model import Transformer
 from minillm.model.attention import AttentionFunction, sdpa
+from minillm.model.compiler import check_compiler
 from minillm.model.transformer import Block
 
 
@@ -73,9 +71,5 @@ def _check(backend: object, device: torch.device) -> None:
     known = ["eager", "aot_eager", *torch.compiler.list_backends()]
     if backend not in known:
         raise ValueError(f"compile {backend!r} is unknown: use True for inductor, or one of {', '.join(known)}.")
-    if backend != "inductor":
-        return
-    if device.type == "cpu" and not (shutil.which("c++") or shutil.which("g++")):
-        raise ValueError("compile needs a C++ compiler on a CPU and there is none: install g++ or leave it out.")
-    if device.type == "cuda" and find_spec("triton") is None:
-        raise ValueError("compile needs triton on a CUDA GPU and it is not installed: install it or leave it out.")
+    if backend == "inductor":
+        check_compiler(device)

@@ -13,7 +13,6 @@ is saved and loaded goes on with the same bits. `run.fit` makes a run of it: bar
 """
 
 import math
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -27,6 +26,7 @@ from torch import Tensor
 from minillm.data import Batch, Loader, TokenDataset, Tokens
 from minillm.measure import ledger, span
 from minillm.model import Transformer, check_tokens
+from minillm.model.compiler import check_compiler
 from minillm.model.loss import IGNORE
 from minillm.model.moe import forget_load, update_balance_biases
 from minillm.parallel.placement import clip_, gradients_of
@@ -278,6 +278,5 @@ class Trainer:
 
 
 def _compiled(model: Transformer) -> torch.nn.Module:
-    if next(model.parameters()).device.type == "cpu" and not (shutil.which("c++") or shutil.which("g++")):
-        raise ValueError("compile needs a C++ compiler on a CPU and there is none: install g++ or leave it out.")
+    check_compiler(next(model.parameters()).device)
     return torch.compile(model)
