@@ -17,11 +17,11 @@ from minillm.comm import Group
 from minillm.model import ModelConfig
 from minillm.model.moe import MoE
 from minillm.model.transformer import initial
-from minillm.parallel.placement import Shard
+from minillm.parallel.tensor_parallel.experts import cut_experts
 from minillm.parallel.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, fused_column_linears
 from minillm.parallel.tensor_parallel.module_plans import Plan, cut_by_plan
 from minillm.parallel.tensor_parallel.plan import check_heads, part_of, placement_of, whole_shapes
-from minillm.parallel.tensor_parallel.regions import Region, copy_to, own_from, reduce_from, whole_from
+from minillm.parallel.tensor_parallel.regions import Region
 from minillm.parallel.tensor_parallel.vocab import (
     VocabParallelEmbedding,
     linear_vocab_parallel_cross_entropy_sums,
@@ -68,7 +68,7 @@ def _cut_transformer(module: nn.Module, config: ModelConfig, region: Region) -> 
     for block in blocks:
         mlp, of_mlp = block.mlp, region
         if isinstance(mlp, MoE):
-            _cut_experts(mlp, region)
+            cut_experts(mlp, region)
             mlp, of_mlp = mlp.shared, Region(group)
         for layer, columns, row_name, around in (
             (block.attention, ("q_proj", "k_proj", "v_proj"), "o_proj", region),
@@ -91,21 +91,6 @@ def _cut_transformer(module: nn.Module, config: ModelConfig, region: Region) -> 
     module.draw = partial(initial_part, group=group)
     module.sequence_shards = group.world_size if region.sequence else 1
     return module
-
-
-def _cut_experts(layer: MoE, region: Region) -> None:
-    """Of every expert's hidden layer a rank has 1/t, as of an MLP's. The region lies around the experts alone: routers
-    see whole rows and sums, so that they are the same on every rank, with the same gradients; what is reduced is a row
-    for each of a token's experts. With sequence parallelism the whole layer sees whole sequences on every rank."""
-    experts, group = layer.experts, region.group
-    if region.sequence:
-        layer.register_forward_pre_hook(lambda _, inputs: (whole_from(inputs[0], group), *inputs[1:]))
-        layer.register_forward_hook(lambda *args: own_from(args[-1], group))
-    for name, parameter in list(experts.named_parameters()):
-        part = Shard(2, group.rank, group.world_size).cut(parameter.detach()).clone()
-        setattr(experts, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
-    experts.register_forward_pre_hook(lambda _, inputs: (copy_to(inputs[0], group), *inputs[1:]))
-    experts.register_forward_hook(lambda *args: reduce_from(args[-1], group))
 
 
 def initial_part(config: ModelConfig, name: str, shape: Sequence[int], seed: int, *, group: Group) -> Tensor:

@@ -117,17 +117,6 @@ def scatter_to(y: Tensor, group: Group) -> Tensor:
     return end(y, Region(group, sequence=True))
 
 
-def whole_from(x: Tensor, group: Group) -> Tensor:
-    """x: [..., seq / t, hidden] -> [..., seq, hidden], for what every rank computes alike (a router, which has to see
-    whole sequences): so its gradient is whole on every rank, which keeps its positions of it."""
-    return _Whole.apply(x, Region(group, sequence=True))
-
-
-def own_from(y: Tensor, group: Group) -> Tensor:
-    """y: [..., seq, hidden], which every rank has computed -> its positions; their gradients are gathered."""
-    return _Own.apply(y, Region(group, sequence=True))
-
-
 def end(y: Tensor, region: Region) -> Tensor:
     """`reduce_from` or `scatter_to`, as the region says."""
     return _End.apply(y, region)
@@ -153,28 +142,6 @@ class _End(torch.autograd.Function):
         if ended is y:
             ctx.mark_dirty(y)
         return ended
-
-    @staticmethod
-    def backward(ctx, dy):
-        return ctx.region.end_backward(dy), None
-
-
-class _Whole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, region):
-        ctx.region = region
-        return region.begin(x)
-
-    @staticmethod
-    def backward(ctx, dx):
-        return ctx.region.own(dx), None
-
-
-class _Own(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, y, region):
-        ctx.region = region
-        return region.own(y)
 
     @staticmethod
     def backward(ctx, dy):
