@@ -67,7 +67,7 @@ def draw_bytes(numbers: dict[str, Any]) -> Figure:
         left.set_title(f"All {numbers['world_size']} ranks together, P = {_size(payload)}")
         right.set_title("The rank that sends most")
         left.set_ylabel("bytes sent / P")
-        left.legend(loc="upper left")
+        figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 
 
@@ -125,7 +125,7 @@ def times_by_size(world_size: int = 4, latency_us: float = 5.0, bandwidth_gb_per
             if sizes[0] < meets < sizes[-1]:
                 label = f"ring passes {name} at {EngFormatter('B')(float(f'{meets:.3g}'))}"
                 axes.axvline(meets, color=look(index).color, linestyle=":", linewidth=1.2, label=label)
-        axes.set(xscale="log", yscale="log", xlabel="tensor (B)", ylabel="time (s)")
+        axes.set(xscale="log", yscale="log", xlabel="tensor", ylabel="time")
         axes.xaxis.set_major_formatter(EngFormatter("B"))
         axes.yaxis.set_major_formatter(EngFormatter("s"))
         axes.set_title(f"{world_size} ranks, α = {latency_us:g} µs, β = {bandwidth_gb_per_s:g} GB/s (predicted)")

@@ -139,7 +139,7 @@ def draw_bucket_sweep(numbers: dict[str, Any]) -> Figure:
         axes.plot(sizes, numbers["measured_s"], color=drawn.color, marker=drawn.marker, label="measured")
         axes.plot(sizes, numbers["predicted_s"], color=drawn.color, linestyle="--", marker="", label="predicted")
         axes.axhline(numbers["backward_s"], color=look(1).color, linestyle=":", label="backward alone")
-        axes.set(xscale="log", ylim=(0, None), xlabel="bucket (B)", ylabel="time of a step (s)")
+        axes.set(xscale="log", ylim=(0, None), xlabel="bucket", ylabel="time of a step")
         axes.set_xticks(
             sizes,
             [

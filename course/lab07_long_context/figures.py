@@ -98,7 +98,7 @@ def where_it_hides(heads: int = 32, kv_heads: int = 8, tflops: int = 400, gb_s: 
         )
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.set(xlabel="tokens per rank", ylabel="seconds per block (s)")
+        axes.set(xlabel="tokens per rank", ylabel="time per block (s)")
         axes.set_title(f"{heads} heads on {kv_heads}, bf16, {tflops} TFLOP/s, {gb_s} GB/s (formula)")
         axes.legend(fontsize=8)
     return figure

@@ -145,7 +145,7 @@ def draw_losses(found: dict[str, Training]) -> Figure:
                 axes.plot(x, smooth, color=drawn.color, linestyle=drawn.linestyle, marker="", label=label)
         panels[0].set(xlabel="training FLOPs so far (GFLOP)", ylabel="loss (nats per byte)")
         panels[0].set_title("the same FLOPs")
-        panels[1].set(xlabel="CPU seconds so far (s)")
+        panels[1].set(xlabel="CPU time so far (s)")
         panels[1].set_title("the same seconds of one core")
         panels[0].legend(fontsize=8)
     return figure

@@ -137,7 +137,7 @@ def draw_placement(found: dict[str, list[Run]]) -> Figure:
                 axes.bar(left + 0.19, times[state], 0.18, color=drawn.color, align="edge", label=shown)
         names = [f"{name}\n(inner axis: {experiments.inner_axis(name)})" for name in PLACED]
         axes.set_xticks(range(len(PLACED)), names)
-        axes.set(ylabel="step (s)", title="the same ranks and bytes on other seats (hatched: predicted)")
+        axes.set(ylabel="step (s)", title="same ranks and bytes, placed in two ways (hatched: predicted)")
         axes.grid(False, axis="x")
         axes.legend(fontsize=8)
     return figure

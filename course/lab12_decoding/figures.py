@@ -189,7 +189,7 @@ def _roof(axes: Axes, peak: float, bandwidth: float, reach: tuple[float, float])
     roof = [attainable(each, peak, bandwidth) for each in x]
     axes.plot(x, roof, color=PALETTE["black"], marker="", label=f"roof, ridge at {peak / bandwidth:.3g} FLOP/byte")
     axes.axvline(peak / bandwidth, color="#999999", linestyle=":", linewidth=1)
-    axes.set(xscale="log", yscale="log", xlabel="arithmetic intensity (FLOP/byte)", ylabel="speed (FLOP/s)")
+    axes.set(xscale="log", yscale="log", xlabel="arithmetic intensity (FLOP/byte)", ylabel="speed")
     axes.yaxis.set_major_formatter(EngFormatter(unit="FLOP/s", sep=" "))
 
 

@@ -121,8 +121,9 @@ def lines(
 
 def _finish(ax: Axes, title: str, *, y: tuple[str, str], x: tuple[str, str] | None = None) -> None:
     for axis, (quantity, unit) in [(ax.yaxis, y)] + ([(ax.xaxis, x)] if x else []):
-        axis.set_label_text(f"{quantity} ({unit})" if unit else quantity)
-        if unit in ("B", "s", "B/s", "FLOP/s", "FLOP"):
+        at_ticks = unit in ("B", "s", "B/s", "FLOP/s", "FLOP")  # each with its own prefix: 30 ms, 2 MB
+        axis.set_label_text(f"{quantity} ({unit})" if unit and not at_ticks else quantity)
+        if at_ticks:
             axis.set_major_formatter(EngFormatter(unit=unit, sep=" "))
         elif axis.get_scale() == "log":
             axis.set_major_formatter(StrMethodFormatter("{x:g}"))
