@@ -21,6 +21,26 @@ def test_two_ranks_of_experts_equal_one_process():
     assert len(rows) == len(EXPERT_CASES) and not off(rows), off(rows)
 
 
+def test_two_nodes_of_experts_equal_one_process():
+    """One corner of each kind; all of them with `test_products_of_axes_over_nodes`."""
+    corners = {name: EXPERT_CASES[name] for name in ("shared", "capacity", "few tokens")}
+    rows = compare(ParallelConfig(dp=4, ep=4, ep_nodes=2), corners, steps=1)
+    assert len(rows) == len(corners) and not off(rows), off(rows)
+
+
+@pytest.mark.slow
+def test_products_of_axes_over_nodes_equal_one_process():
+    nodes = {"ep": 4, "ep_nodes": 2}
+    layouts = [ParallelConfig(dp=4, zero=zero, accumulate=2, **nodes) for zero in range(4)]
+    layouts += [ParallelConfig(dp=4, ep=4, ep_nodes=4), ParallelConfig(dp=4, ep=2, ep_nodes=2, dp_replicate=2, zero=3)]
+    layouts += [ParallelConfig(dp=2, ep=2, ep_nodes=2, tp=2, sequence=True)]
+    layouts += [
+        ParallelConfig(dp=2, ep=2, ep_nodes=2, pp=2, accumulate=2, schedule=name) for name in ("1f1b", "dualpipe")
+    ]
+    rows = compare(layouts, steps=2) + compare(ParallelConfig(dp=2, ep=2, ep_nodes=2, cp=2, pad=True, zero=1), steps=2)
+    assert len(rows) == len(layouts) * len(EXPERT_CASES) + len(DROPLESS_CASES) and not off(rows), off(rows)
+
+
 @pytest.mark.slow
 def test_products_of_axes_equal_one_process():
     layouts = [ParallelConfig(dp=4, ep=ep, zero=zero) for ep in (2, 4) for zero in range(4)]
@@ -95,6 +115,8 @@ def test_usual_mistakes_are_found(mistake, ep):
         ({"dp": 4, "ep": 3}, "ep 3 does not divide dp 4"),
         ({"dp": 4, "ep": 4, "zero": 1, "dp_replicate": 2}, "ep 4 does not divide the 2 ranks of dp 4"),
         ({"ep": 0}, "ep 0 is not in 1"),
+        ({"dp": 4, "ep": 4, "ep_nodes": 3}, "ep_nodes 3 does not divide ep 4"),
+        ({"dp": 4, "ep_nodes": 2}, "ep_nodes 2 does not divide ep 1"),
     ],
 )
 def test_layouts_that_cannot_be(fields, said):
@@ -122,5 +144,7 @@ def test_by_the_command(tmp_path, capsys):
     assert run(["oracle", *arguments, "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]
     assert [row["ok"] for row in rows] == [True] * 4 and "ep 2, capacity" in rows[0]["layout"]
+    assert run(["oracle", *arguments, "--zero", "0", "--ep-nodes", "2", "--json", str(file)]) == 0
+    assert "ep 2 on 2 nodes, capacity" in json.loads(file.read_text())["rows"][0]["layout"]
     assert run(["oracle", "--dp", "2", "--ep", "3"]) == 2
     assert "ep 3 does not divide dp 2" in capsys.readouterr().err

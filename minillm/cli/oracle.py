@@ -41,6 +41,7 @@ def command(
     cp: Annotated[str, Option(help="Numbers of context-parallel ranks.")] = "1",
     context: Annotated[str, Option(help=f"Their attention: {', '.join(CONTEXTS)}.")] = ",".join(CONTEXTS),
     ep: Annotated[str, Option(help="Numbers of those data-parallel ranks that share the experts of a layer.")] = "1",
+    ep_nodes: Annotated[str, Option(help="Numbers of nodes that these lie on; above 1, in two levels.")] = "1",
     cases: Annotated[
         str,
         Option(
@@ -53,7 +54,7 @@ def command(
     """Compare every layout, on every corner, with one process in float64. Exit status 1 if an entry is off."""
     origin = provenance()
     numbers = {"dp": dp, "zero": zero, "accumulate": accumulate, "tp": tp, "sequence": sp, "pp": pp, "cp": cp}
-    numbers |= {"dp_replicate": dp_replicate, "ep": ep}
+    numbers |= {"dp_replicate": dp_replicate, "ep": ep, "ep_nodes": ep_nodes}
     axes = {name: _numbers(OPTIONS.get(name, f"--{name.replace('_', '-')}"), text) for name, text in numbers.items()}
     if not set(axes["sequence"]) <= {0, 1}:
         raise ValueError(f"--sp {sp}: choose from 0, 1")

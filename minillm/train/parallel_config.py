@@ -33,7 +33,8 @@ class ParallelConfig:
     pp: stages of layers, through which the microbatches move by `schedule`, one of `SCHEDULES`.
     cp: ranks that share every sequence, by the attention `context`, one of `CONTEXTS`; `node`: of those, the ranks that
         exchange heads in a hybrid; pad: lengthen sequences that do not divide.
-    ep: of the dp ranks, neighbours that share the experts of a layer.
+    ep: of the dp ranks, neighbours that share the experts of a layer; ep_nodes: nodes that these lie on, between which
+        a token travels once and inside which it goes on, to every expert that it needs there.
     axis_order: of the mesh, outermost first: which ranks are neighbours, and so share a node.
 
     ValueError for what fits no model; `check` looks at a model.
@@ -52,11 +53,12 @@ class ParallelConfig:
     node: int = 2
     pad: bool = False
     ep: int = 1
+    ep_nodes: int = 1
     axis_order: tuple[str, ...] = AXES
 
     def __post_init__(self) -> None:
         counts = {"dp": range(1, MAX_RANKS + 1), "zero": range(4), "accumulate": range(1, 1025)}
-        counts |= dict.fromkeys(("tp", "pp", "cp", "node", "ep"), range(1, MAX_SPLIT + 1))
+        counts |= dict.fromkeys(("tp", "pp", "cp", "node", "ep", "ep_nodes"), range(1, MAX_SPLIT + 1))
         for name, allowed in counts.items():
             value = getattr(self, name)
             if value not in allowed:
@@ -97,6 +99,11 @@ class ParallelConfig:
             raise ValueError(
                 f"ep {self.ep} does not divide the {self.dp // self.dp_replicate} ranks of dp {self.dp} that ZeRO's "
                 f"shards lie on with dp_replicate {self.dp_replicate}: each of these groups has all experts."
+            )
+        if self.ep % self.ep_nodes:
+            raise ValueError(
+                f"ep_nodes {self.ep_nodes} does not divide ep {self.ep}: every node has equally many of the ranks that "
+                "share the experts, so use a divisor of it, 1 for one level."
             )
 
     @property
@@ -172,6 +179,7 @@ class ParallelConfig:
         text = f"dp {self.dp}, zero {self.zero}, accumulate {self.accumulate}"
         text += f", dp_replicate {self.dp_replicate}" if self.dp_replicate > 1 else ""
         text += f", ep {self.ep}" if self.ep > 1 else ""
+        text += f" on {self.ep_nodes} nodes" if self.ep_nodes > 1 else ""
         text += f", tp {self.tp}{' sequence' if self.sequence else ''}" if self.tp > 1 else ""
         text += f", pp {self.pp} {self.schedule}" if self.pp > 1 else ""
         text += f", cp {self.cp} {self.context}" if self.cp > 1 else ""
