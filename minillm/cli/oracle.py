@@ -10,7 +10,7 @@ from typer import Option
 from minillm.equivalence import (
     CASES,
     CONTEXT_CASES,
-    DROPLESS_CASES,
+    EVEN_EXPERT_CASES,
     EXPERT_CASES,
     SPLIT_CASES,
     TOLERANCE,
@@ -23,7 +23,7 @@ from minillm.parallel.context_parallel import CONTEXTS
 from minillm.parallel.pipeline_parallel.schedules import SCHEDULES
 
 DEFAULT = ParallelConfig()
-KNOWN_CASES = (CASES, SPLIT_CASES, CONTEXT_CASES, EXPERT_CASES, DROPLESS_CASES)
+KNOWN_CASES = (CASES, SPLIT_CASES, CONTEXT_CASES, EXPERT_CASES, EVEN_EXPERT_CASES)
 OPTIONS = {"sequence": "--sp"}  # options that are not called what the field is
 
 

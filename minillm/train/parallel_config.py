@@ -8,7 +8,6 @@ from minillm.model import ModelConfig
 from minillm.parallel.context_parallel.variants import (
     check_context,
     check_context_heads,
-    check_routers,
     sequence_multiple,
 )
 from minillm.parallel.expert_parallel.balance import check_experts
@@ -137,18 +136,16 @@ class ParallelConfig:
             check_context_heads(self.context, heads, kv_heads, self.cp, self.node)
         if seq_len is not None:
             self._check_length(seq_len)
-            if config.moe and (config.moe.balance_loss or config.moe.z_loss) and self.padded(seq_len) != seq_len:
+            if config.moe and config.moe.counts_tokens and self.padded(seq_len) != seq_len:
                 raise ValueError(
-                    f"losses of routers would count the padding of {seq_len} tokens to {self.padded(seq_len)} for cp "
-                    f"{self.cp}: use {self.padded(seq_len)} tokens."
+                    f"router losses and capacities would count the padding of {seq_len} tokens to "
+                    f"{self.padded(seq_len)} for cp {self.cp}: use {self.padded(seq_len)} tokens."
                 )
 
     def _check_experts(self, config: ModelConfig) -> None:
         if config.moe is None:
             raise ValueError(f"ep {self.ep} spreads experts, but this model has none: use ep 1, or give it experts.")
         check_experts(config.moe.num_experts, self.ep)
-        if self.cp > 1:
-            check_routers(config, "context parallelism")
         if config.moe.bias_update_rate is not None and self.order and len(set(self.order.routes)) > 1:
             raise ValueError(
                 f"{self.schedule} holds every layer twice, and each copy would balance its own half of the "

@@ -10,7 +10,7 @@ from minillm.model.config import ModelConfig
 from minillm.model.moe.balance import RouterLosses, sequence_losses
 from minillm.model.moe.experts import Experts
 from minillm.model.moe.permute import count_by_expert, sort_by_expert
-from minillm.model.moe.router import Router, drop_beyond
+from minillm.model.moe.router import Router
 
 Dispatch = Callable[[Experts, Tensor, Tensor, Tensor, bool], Callable[[], Tensor]]
 
@@ -63,7 +63,7 @@ class MoE(nn.Module):
         chosen = decision.experts
         dropless = config.choice == "token" and (config.capacity_factor is None or losses is None)
         if config.choice == "token" and not dropless:
-            chosen = drop_beyond(chosen, config.num_experts, config.capacity(x.shape[1]))
+            chosen = self.router.drop(chosen)
         tokens = (each.flatten(0, 1) for each in (x, chosen, decision.weights))
         answer = self.dispatch(self.experts, *tokens, dropless)
         y = None if self.shared is None else self.shared(x)
