@@ -10,7 +10,6 @@ from typer import Option
 from minillm.equivalence import (
     CASES,
     CONTEXT_CASES,
-    EVEN_EXPERT_CASES,
     EXPERT_CASES,
     SPLIT_CASES,
     TOLERANCE,
@@ -23,7 +22,6 @@ from minillm.parallel.context_parallel import CONTEXTS
 from minillm.parallel.pipeline_parallel.schedules import SCHEDULES
 
 DEFAULT = ParallelConfig()
-KNOWN_CASES = (CASES, SPLIT_CASES, CONTEXT_CASES, EXPERT_CASES, EVEN_EXPERT_CASES)
 OPTIONS = {"sequence": "--sp"}  # options that are not called what the field is
 
 
@@ -63,10 +61,7 @@ def command(
     known = {case: None for layout in layouts for case in cases_of(layout)}
     chosen = _names("--cases", cases, known) if cases else list(known)
     print(summary(origin), end="\n\n")
-    rows = []
-    for known in KNOWN_CASES:
-        some = [layout for layout in layouts if cases_of(layout) is known]
-        rows += compare(some, {name: case for name, case in known.items() if name in chosen})
+    rows = compare(layouts, lambda layout: {name: case for name, case in cases_of(layout).items() if name in chosen})
     width = max(44, *(len(row.layout) for row in rows))
     print(f"{'layout':<{width}}  {'gradient':>8}  {'weight':>8}  {'norm':>8}  identical  worst parameter")
     for row in rows:
