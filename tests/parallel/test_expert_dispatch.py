@@ -1,18 +1,23 @@
 """Tokens to experts on other ranks and back, against one process that computes token by token."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from minillm.comm import launch
+from minillm.model import Transformer
 from minillm.model.moe import sort_by_expert
+from minillm.parallel.expert_parallel import expert_parallel
 from minillm.parallel.expert_parallel.dispatch import inverse
 from minillm.predict import moe
 from tests.comm.nccl_like import on_nccl_like
 from tests.parallel.expert_programs import (
     EXPERTS,
     HIDDEN,
+    MODEL,
     PAIRS,
     ROUTINGS,
     TOP_K,
@@ -128,6 +133,22 @@ def test_a_model_has_two_all_to_alls_per_layer_of_experts_and_direction():
         assert found["both"][4:] == [to[1], come[1], to[0], come[0]]
         assert found["seen"] == [3, 6]  # after the first all-to-all of layer 2, and the second of its backward
         assert set(map(tuple, found["held"].values())) == {(4, 2, 6, 8), (4, 8, 6)} and found["same"]
+
+
+def test_groups_that_are_not_the_nodes_of_the_experts():
+    group, node = SimpleNamespace(name="ep", rank=1, world_size=4), SimpleNamespace(rank=1, world_size=2)
+    across = SimpleNamespace(rank=0, world_size=2)
+    model = Transformer(MODEL, device="meta")
+    for levels, said in (
+        ({"node": across, "across": node}, "group 'ep' of 4 ranks is not 2 nodes of 2 neighbours"),
+        ({"node": node, "across": group}, "group 'ep' of 4 ranks is not 4 nodes of 2 neighbours"),
+        ({"node": node}, "two levels need both groups"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            expert_parallel(model, MODEL, group, **levels)
+    three = SimpleNamespace(name="ep", rank=1, world_size=3)
+    with pytest.raises(ValueError, match="8 experts do not divide over 3 expert-parallel ranks"):
+        expert_parallel(model, MODEL, three)
 
 
 @given(st.permutations(range(9)))
