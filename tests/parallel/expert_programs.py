@@ -108,21 +108,26 @@ MODEL = ModelConfig(37, 8, 12, 3, 2, max_seq_len=16, moe=MoEConfig(8, 2, 6, shar
 
 
 def model_over_nodes(group: Group) -> dict:
-    """A step of a model on two nodes: by layer of experts what its router chose, and all-to-alls in order, by level."""
+    """A step of a model on two nodes: by layer of experts what its router chose; all-to-alls in order, by level, and
+    how many were launched when the shared experts of the last layer were computed, forward and backward."""
     model = expert_parallel(Transformer(MODEL, seed=0, dtype=torch.float64), MODEL, group, **levels_of(group, 2))
     tokens = torch.randint(37, (3, 9), generator=torch.Generator().manual_seed(group.rank))
-    chosen = []
+    chosen, seen = [], []
     for layer in (0, 2):
         model.blocks[layer].mlp.router.register_forward_hook(
             lambda *call: chosen.append(call[-1].experts.flatten(0, 1))
         )
     with ledger() as led:
+        shared = model.blocks[2].mlp.shared
+        for watch in (shared.register_forward_hook, shared.down_proj.weight.register_hook):
+            watch(lambda *_: seen.append(len(led.select("all_to_all"))))
         total, _ = model(tokens, targets=tokens)
         forward = len(led.select("all_to_all"))
         total.backward()
     sent = [(event.group.split()[0], event.bytes) for event in led.select("all_to_all")]
     gathers = Counter(event.group.split()[0] for event in led.select("all_gather"))
-    return {"chosen": chosen, "forward": sent[:forward], "backward": sent[forward:], "all_gathers": gathers}
+    ways = {"forward": sent[:forward], "backward": sent[forward:]}
+    return {"chosen": chosen, "seen": seen, "all_gathers": gathers, **ways}
 
 
 def whole_model(group: Group) -> dict:

@@ -120,6 +120,7 @@ def test_a_model_over_nodes():
             backward = of_layer + backward
         assert found["forward"] == forward and found["backward"] == backward
         assert found["all_gathers"] == {"across": 2, "node": 2}
+        assert found["seen"] == [7, 14]  # while rows are on their way to the nodes, and their gradients back
 
 
 def test_a_model_has_two_all_to_alls_per_layer_of_experts_and_direction():
