@@ -1,13 +1,11 @@
 """The oracle over expert-parallel ranks: tokens that travel give one process's gradients, and mistakes are found."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
 from minillm.__main__ import run
-from minillm.equivalence import DROPLESS_CASES, EXPERT_CASES, ParallelConfig, compare
-from minillm.equivalence.cases import EVEN_EXPERT_CASES
+from minillm.equivalence import EVEN_EXPERT_CASES, EXPERT_CASES, ParallelConfig, compare
 from minillm.model import ModelConfig
 from minillm.train.strategies.hybrid import Hybrid
 
@@ -19,6 +17,26 @@ def off(rows):
 def test_two_ranks_of_experts_equal_one_process():
     rows = compare(ParallelConfig(dp=2, ep=2), steps=1)
     assert len(rows) == len(EXPERT_CASES) and not off(rows), off(rows)
+
+
+def test_two_nodes_of_experts_equal_one_process():
+    """One corner of each kind; all of them with `test_products_of_axes_over_nodes`."""
+    corners = {name: EXPERT_CASES[name] for name in ("shared", "capacity", "few tokens")}
+    rows = compare(ParallelConfig(dp=4, ep=4, ep_nodes=2), corners, steps=1)
+    assert len(rows) == len(corners) and not off(rows), off(rows)
+
+
+@pytest.mark.slow
+def test_products_of_axes_over_nodes_equal_one_process():
+    nodes = {"ep": 4, "ep_nodes": 2}
+    layouts = [ParallelConfig(dp=4, zero=zero, accumulate=2, **nodes) for zero in range(4)]
+    layouts += [ParallelConfig(dp=4, ep=4, ep_nodes=4), ParallelConfig(dp=4, ep=2, ep_nodes=2, dp_replicate=2, zero=3)]
+    layouts += [ParallelConfig(dp=2, ep=2, ep_nodes=2, **axis) for axis in ({"tp": 2, "sequence": True}, {"cp": 2})]
+    layouts += [
+        ParallelConfig(dp=2, ep=2, ep_nodes=2, pp=2, accumulate=2, schedule=name) for name in ("1f1b", "dualpipe")
+    ]
+    rows = compare(layouts, steps=2)
+    assert len(rows) == len(layouts) * len(EXPERT_CASES) and not off(rows), off(rows)
 
 
 @pytest.mark.slow
@@ -35,28 +53,27 @@ def test_products_of_axes_equal_one_process():
     rows += compare(sequence, steps=2)
     rows += compare(ParallelConfig(dp=4, ep=4), steps=1)
     rows += compare(ParallelConfig(dp=4, ep=2, pp=2, zero=1), {"capacity": EXPERT_CASES["capacity"]}, steps=1)
-    rows += compare([ParallelConfig(dp=2, ep=2, cp=2, pad=True, zero=zero) for zero in (0, 1, 3)], steps=2)
-    count = 3 * len(layouts) + 3 * len(EXPERT_CASES) + 1 + 3 * len(DROPLESS_CASES)
+    rows += compare([ParallelConfig(dp=2, ep=2, cp=2, zero=zero) for zero in (0, 1, 3)], steps=2)
+    rows += compare(ParallelConfig(dp=2, ep=2, cp=2, pad=True), {"shared": EXPERT_CASES["shared"]}, steps=2)  # padding
+    count = 3 * len(layouts) + 6 * len(EXPERT_CASES) + 2
     assert len(rows) == count and not off(rows), off(rows)
 
 
-def without_drops():
-    """Losses of routers, over sequences that context parallelism cuts into equal parts."""
-    case = EVEN_EXPERT_CASES["capacity"]
-    return {"losses": replace(case, config=replace(case.config, moe=replace(case.config.moe, capacity_factor=None)))}
+# Routers that see whole sequences: losses and drops, experts that choose.
+WHOLE = {name: EVEN_EXPERT_CASES[name] for name in ("capacity", "experts choose")}
 
 
-def test_losses_of_routers_over_cut_sequences():
-    rows = compare([ParallelConfig(cp=2, context=context) for context in ("zigzag", "gather")], without_drops())
-    assert len(rows) == 2 and not off(rows), off(rows)
+def test_routers_over_cut_sequences():
+    rows = compare([ParallelConfig(cp=2, context=context) for context in ("zigzag", "gather")], WHOLE, steps=2)
+    assert len(rows) == 4 and not off(rows), off(rows)
 
 
 @pytest.mark.slow
-def test_losses_of_routers_over_cut_sequences_and_every_other_axis():
+def test_routers_over_cut_sequences_and_every_other_axis():
     layouts = [ParallelConfig(cp=4, context="hybrid"), ParallelConfig(cp=2, tp=2, sequence=True)]
     layouts += [ParallelConfig(cp=2, pp=2, accumulate=2), ParallelConfig(dp=2, ep=2, cp=2, zero=3, accumulate=2)]
-    rows = compare(layouts, without_drops(), steps=2)
-    assert len(rows) == 4 and not off(rows), off(rows)
+    rows = compare(layouts, WHOLE, steps=2)
+    assert len(rows) == 8 and not off(rows), off(rows)
 
 
 class DoublesExperts(Hybrid):
@@ -95,6 +112,8 @@ def test_usual_mistakes_are_found(mistake, ep):
         ({"dp": 4, "ep": 3}, "ep 3 does not divide dp 4"),
         ({"dp": 4, "ep": 4, "zero": 1, "dp_replicate": 2}, "ep 4 does not divide the 2 ranks of dp 4"),
         ({"ep": 0}, "ep 0 is not in 1"),
+        ({"dp": 4, "ep": 4, "ep_nodes": 3}, "ep_nodes 3 does not divide ep 4"),
+        ({"dp": 4, "ep_nodes": 2}, "ep_nodes 2 does not divide ep 1"),
     ],
 )
 def test_layouts_that_cannot_be(fields, said):
@@ -104,12 +123,10 @@ def test_layouts_that_cannot_be(fields, said):
 
 def test_models_that_cannot_be_spread_so():
     experts, dropping = EXPERT_CASES["experts"].config, EXPERT_CASES["capacity"].config
-    losses = without_drops()["losses"].config
     for layout, config, said in (
         (ParallelConfig(dp=2, ep=2), ModelConfig(37, 8, 8, 1, 2), "ep 2 spreads experts, but this model has none"),
         (ParallelConfig(dp=3, ep=3), experts, "8 experts do not divide over 3 expert-parallel ranks"),
-        (ParallelConfig(cp=2), dropping, "context parallelism cuts sequences that routers have to see whole"),
-        (ParallelConfig(cp=2, pad=True), losses, "losses of routers would count the padding of 7 tokens to 8"),
+        (ParallelConfig(cp=2, pad=True), dropping, "and capacities would count the padding of 7 tokens to 8"),
     ):
         with pytest.raises(ValueError, match=said):
             layout.check(config, 7)
@@ -122,5 +139,10 @@ def test_by_the_command(tmp_path, capsys):
     assert run(["oracle", *arguments, "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]
     assert [row["ok"] for row in rows] == [True] * 4 and "ep 2, capacity" in rows[0]["layout"]
+    assert run(["oracle", *arguments, "--zero", "0", "--ep-nodes", "2", "--json", str(file)]) == 0
+    assert "ep 2 on 2 nodes, capacity" in json.loads(file.read_text())["rows"][0]["layout"]
+    even = ["--dp", "2", "--ep", "2", "--cp", "2", "--context", "zigzag", "--zero", "0", "--cases", "capacity"]
+    assert run(["oracle", *even, "--accumulate", "1", "--json", str(file)]) == 0
+    assert len(json.loads(file.read_text())["rows"]) == 1
     assert run(["oracle", "--dp", "2", "--ep", "3"]) == 2
     assert "ep 3 does not divide dp 2" in capsys.readouterr().err

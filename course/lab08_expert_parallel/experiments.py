@@ -16,7 +16,7 @@ from minillm import measure
 from minillm.comm import Group, Link, Topology, launch
 from minillm.model import ModelConfig, MoEConfig, Transformer, dense
 from minillm.model.moe.router import drop_beyond
-from minillm.parallel.expert_parallel.nodes import route, route_over_nodes
+from minillm.parallel.expert_parallel import ExpertDispatch, NodeDispatch
 from minillm.predict import model as shapes
 from minillm.predict import moe
 
@@ -78,7 +78,7 @@ def count_traffic(group: Group) -> Traffic:
     x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
     weights = torch.full((TOKENS, TOP_K), 1 / TOP_K, requires_grad=True)
     with measure.ledger() as led:
-        out = route(x, evenly(TOKENS), weights, lambda rows, counts: rows.tanh(), EXPERTS, group)
+        out = ExpertDispatch(group, EXPERTS)(lambda rows, counts: rows.tanh(), x, evenly(TOKENS), weights)()
         forward, sent = led.calls, led.bytes("all_to_all")
         out.square().sum().backward()
     return Traffic(forward, led.calls, sent, led.bytes("all_to_all"))
@@ -119,10 +119,11 @@ def over_nodes(group: Group) -> dict[str, Journey]:
     def experts(rows: Tensor, counts: Tensor) -> Tensor:
         return rows * factors.repeat_interleave(counts)[:, None]
 
-    how = x, chosen, weights, experts, EXPERTS
+    flat, two_level = ExpertDispatch(group, EXPERTS), NodeDispatch(own_node, own_across, EXPERTS)
+    how = experts, x, chosen, weights
     return {
-        "flat": _watched(group, size, lambda: route(*how, group)),
-        "two levels": _watched(group, size, lambda: route_over_nodes(*how, own_node, own_across), own_node, own_across),
+        "flat": _watched(group, size, lambda: flat(*how)()),
+        "two levels": _watched(group, size, lambda: two_level(*how)(), own_node, own_across),
     }
 
 

@@ -14,7 +14,7 @@ from minillm.comm import Group, Link, launch
 from minillm.model import ModelConfig, MoEConfig
 from minillm.model.moe import MoE
 from minillm.model.transformer import MLP, mixture
-from minillm.parallel.expert_parallel.nodes import route
+from minillm.parallel.expert_parallel import ExpertDispatch
 from minillm.predict import moe
 
 ROW_S, ROWS_PER_RANK, FULLEST = 2e-3, 32, (1.0, 1.5, 2.0, 3.0)  # an expert's seconds per row; fullest rank / mean
@@ -55,10 +55,8 @@ def time_by_load(group: Group) -> list[float]:
     """Seconds of a layer until the last rank is done, by how full the fullest rank is: the best of some."""
     torch.set_num_threads(1)
     x, weights = torch.randn(ROWS_PER_RANK, HIDDEN), torch.ones(ROWS_PER_RANK, 1)
-    return [
-        _best(group, lambda at=at: route(x, skewed(at, group.rank), weights, lasting(ROW_S), EXPERTS, group))
-        for at in FULLEST
-    ]
+    dispatch, experts = ExpertDispatch(group, EXPERTS), lasting(ROW_S)
+    return [_best(group, lambda at=at: dispatch(experts, x, skewed(at, group.rank), weights)()) for at in FULLEST]
 
 
 def _best(group: Group, layer: Callable[[], Tensor]) -> float:
@@ -106,16 +104,22 @@ def time_shared(group: Group) -> dict[str, float]:
     """A layer without shared experts, with them behind the routed ones, and with them while rows travel."""
     torch.set_num_threads(1)
     x, weights = torch.randn(TRAVELLERS, HIDDEN), torch.full((TRAVELLERS, TOP_K), 1 / TOP_K)
-    how = x, evenly(TRAVELLERS), weights, lasting(WORK_S / (TRAVELLERS * TOP_K)), EXPERTS, group
+    dispatch = ExpertDispatch(group, EXPERTS)
+    how = lasting(WORK_S / (TRAVELLERS * TOP_K)), x, evenly(TRAVELLERS), weights
 
     def shared() -> Tensor:
         time.sleep(SHARED_S)
         return x
 
+    def beside() -> Tensor:
+        answer = dispatch(*how)
+        y = shared()
+        return answer() + y
+
     return {
-        "no shared experts": _best(group, lambda: route(*how)),
-        "shared experts afterwards": _best(group, lambda: route(*how) + shared()),
-        "shared experts while rows travel": _best(group, lambda: route(*how, beside=shared)),
+        "no shared experts": _best(group, lambda: dispatch(*how)()),
+        "shared experts afterwards": _best(group, lambda: dispatch(*how)() + shared()),
+        "shared experts while rows travel": _best(group, beside),
     }
 
 

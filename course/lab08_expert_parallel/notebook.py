@@ -322,8 +322,9 @@ show(pictures.rows_that_cross)
 sliders(pictures.rows_that_cross, experts=[64, 128, 256], top_k=[2, 4, 8, 16])
 
 # %% [markdown]
-# Fewer bytes cross, and more go inside. DeepSeek-V3's router goes further and chooses experts of at most four nodes
-# ([DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437), §2.1.2).
+# Fewer bytes cross, more go inside, and forward has five all-to-alls instead of two. A whole model trains so with
+# `train --experts 8 --dp 4 --ep 4 --ep-nodes 2`. DeepSeek-V3's router goes further and chooses experts of at most four
+# nodes ([DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437), §2.1.2).
 #
 # ### Shared experts hide the journey
 #
@@ -466,7 +467,7 @@ receipt("one layer forward, one core", receipts.few(), open_rows=6)
 #
 # | | spread experts | balance | drop | hide |
 # |---|---|---|---|---|
-# | here, `train --experts 8 --top-k 2` | `--ep N` | `balance_loss`, `bias_update_rate` | `capacity_factor` | shared experts |
+# | here, `train --experts 8 --top-k 2` | `--ep N`, over nodes `--ep-nodes M` | `balance_loss`, `bias_update_rate` | `capacity_factor` | shared experts |
 # | [Megatron Core](https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/transformer/moe/README.md) | `--expert-model-parallel-size N`, `--moe-token-dispatcher-type alltoall` | `--moe-router-load-balancing-type aux_loss`, `--moe-router-enable-expert-bias` | `--moe-expert-capacity-factor`, `--moe-token-drop-policy` | `--moe-shared-expert-overlap` |
 # | [DeepSpeed](https://www.deepspeed.ai/tutorials/mixture-of-experts/) `deepspeed.moe.layer.MoE` | `ep_size=N` | `l_aux`, the second output, which you add to the loss | `capacity_factor`, `drop_tokens` | |
 # | [torchtitan](https://github.com/pytorch/torchtitan) | `--parallelism.expert_parallel_degree N` | a bias per expert, `load_balance_coeff` | | |

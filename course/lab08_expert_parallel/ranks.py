@@ -11,7 +11,7 @@ from torch import Tensor
 from minillm import measure
 from minillm.comm import Group
 from minillm.measure import Ledger
-from minillm.parallel.expert_parallel.nodes import route
+from minillm.parallel.expert_parallel import ExpertDispatch
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def local_gradients(case: Layer, rank: int, neighbours: Group) -> tuple[Tensor, 
         return torch.cat([torch.tanh(part @ matrix) for part, matrix in zip(parts, own, strict=True)])
 
     chosen, weights = case.choose(x, router)
-    out = route(x, chosen, weights, compute, len(case.experts), neighbours)
+    out = ExpertDispatch(neighbours, len(case.experts))(compute, x, chosen, weights)()
     (out * case.targets[rank]).sum(1).mean().backward()
     return router.grad, own.grad
 

@@ -10,7 +10,6 @@ from typer import Option
 from minillm.equivalence import (
     CASES,
     CONTEXT_CASES,
-    DROPLESS_CASES,
     EXPERT_CASES,
     SPLIT_CASES,
     TOLERANCE,
@@ -23,7 +22,6 @@ from minillm.parallel.context_parallel import CONTEXTS
 from minillm.parallel.pipeline_parallel.schedules import SCHEDULES
 
 DEFAULT = ParallelConfig()
-KNOWN_CASES = (CASES, SPLIT_CASES, CONTEXT_CASES, EXPERT_CASES, DROPLESS_CASES)
 OPTIONS = {"sequence": "--sp"}  # options that are not called what the field is
 
 
@@ -41,6 +39,7 @@ def command(
     cp: Annotated[str, Option(help="Numbers of context-parallel ranks.")] = "1",
     context: Annotated[str, Option(help=f"Their attention: {', '.join(CONTEXTS)}.")] = ",".join(CONTEXTS),
     ep: Annotated[str, Option(help="Numbers of those data-parallel ranks that share the experts of a layer.")] = "1",
+    ep_nodes: Annotated[str, Option(help="Numbers of nodes that these lie on; above 1, in two levels.")] = "1",
     cases: Annotated[
         str,
         Option(
@@ -53,7 +52,7 @@ def command(
     """Compare every layout, on every corner, with one process in float64. Exit status 1 if an entry is off."""
     origin = provenance()
     numbers = {"dp": dp, "zero": zero, "accumulate": accumulate, "tp": tp, "sequence": sp, "pp": pp, "cp": cp}
-    numbers |= {"dp_replicate": dp_replicate, "ep": ep}
+    numbers |= {"dp_replicate": dp_replicate, "ep": ep, "ep_nodes": ep_nodes}
     axes = {name: _numbers(OPTIONS.get(name, f"--{name.replace('_', '-')}"), text) for name, text in numbers.items()}
     if not set(axes["sequence"]) <= {0, 1}:
         raise ValueError(f"--sp {sp}: choose from 0, 1")
@@ -62,10 +61,7 @@ def command(
     known = {case: None for layout in layouts for case in cases_of(layout)}
     chosen = _names("--cases", cases, known) if cases else list(known)
     print(summary(origin), end="\n\n")
-    rows = []
-    for known in KNOWN_CASES:
-        some = [layout for layout in layouts if cases_of(layout) is known]
-        rows += compare(some, {name: case for name, case in known.items() if name in chosen})
+    rows = compare(layouts, lambda layout: {name: case for name, case in cases_of(layout).items() if name in chosen})
     width = max(44, *(len(row.layout) for row in rows))
     print(f"{'layout':<{width}}  {'gradient':>8}  {'weight':>8}  {'norm':>8}  identical  worst parameter")
     for row in rows:

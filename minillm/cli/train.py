@@ -110,6 +110,9 @@ def command(
     node: Annotated[int, Option(help="Of a hybrid: ranks that exchange heads, with rings across.", min=1)] = 2,
     pad: Annotated[bool, Option("--pad", help="Lengthen windows that do not divide over those ranks.")] = False,
     ep: Annotated[int, Option(help="Of the data-parallel ranks, those that share the experts of a layer.", min=1)] = 1,
+    ep_nodes: Annotated[
+        int, Option(help="Nodes that these lie on; above 1, a token crosses to a node once and goes on inside.", min=1)
+    ] = 1,
     runs: Annotated[Path, Option(metavar="FOLDER", help="Where runs are kept.")] = Path("runs"),
     json_file: JsonFile = None,
 ) -> int:
@@ -129,7 +132,7 @@ def command(
         raise ValueError("--peer-copy is for ranks that torchrun starts again: give it --max-restarts, or leave it out")
     rows = settings["batch_size"] * settings["accumulate"]
     spread = {"zero": zero, "dp_replicate": dp_replicate, "tp": tp, "sequence": sp, "pp": pp, "schedule": schedule}
-    spread |= {"cp": cp, "context": context, "node": node, "pad": pad, "ep": ep}
+    spread |= {"cp": cp, "context": context, "node": node, "pad": pad, "ep": ep, "ep_nodes": ep_nodes}
     job = TrainingJob(
         folder or runs,
         settings,

@@ -6,7 +6,7 @@ Reading path: cases.py (what is trained, and in which corners), oracle.py (one p
 from minillm.equivalence.cases import (
     CASES,
     CONTEXT_CASES,
-    DROPLESS_CASES,
+    EVEN_EXPERT_CASES,
     EXPERT_CASES,
     SPLIT_CASES,
     Batch,
@@ -19,7 +19,7 @@ from minillm.train.parallel_config import ParallelConfig
 __all__ = [
     "CASES",
     "CONTEXT_CASES",
-    "DROPLESS_CASES",
+    "EVEN_EXPERT_CASES",
     "EXPERT_CASES",
     "SPLIT_CASES",
     "TOLERANCE",

@@ -150,13 +150,11 @@ def _expert_cases(seq: int) -> dict[str, Case]:
 
 
 EXPERT_CASES = _expert_cases(7)  # the corners where tokens that travel to experts go wrong
-EVEN_EXPERT_CASES = _expert_cases(8)  # the same for sequence parallelism, over which 7 positions do not divide
-DROPLESS_CASES = {name: EXPERT_CASES[name] for name in ("experts", "shared", "one expert", "clipped experts")}
+EVEN_EXPERT_CASES = _expert_cases(8)  # the same for sequences that are cut, over whose parts 7 positions do not divide
 
 
 def cases_of(layout: ParallelConfig) -> dict[str, Case]:
     """The corners that a layout is put to."""
     if layout.ep > 1:
-        even = EVEN_EXPERT_CASES if layout.sequence else EXPERT_CASES
-        return DROPLESS_CASES if layout.cp > 1 else even
+        return EVEN_EXPERT_CASES if layout.sequence or layout.cp > 1 else EXPERT_CASES
     return CONTEXT_CASES if layout.cp > 1 else SPLIT_CASES if layout.is_hybrid else CASES

@@ -124,8 +124,7 @@ def compare(
     """Runs each layout on each case on real ranks (one launch per number of ranks); a row for each of both.
 
     cases: of all layouts, or a function that says which of each: by default CASES, SPLIT_CASES for layouts with tp or
-        pp, CONTEXT_CASES for those with cp and EXPERT_CASES for those with ep, of which those with cp have
-        DROPLESS_CASES.
+        pp, CONTEXT_CASES for those with cp and EXPERT_CASES for those with ep.
     steps: SGD steps in all; the first is compared with `reference`, the ranks' weights with each other after the last.
     strategy: (group, layout) -> the strategy that is put to the test.
     """

@@ -133,6 +133,11 @@ class MoEConfig:
             return None
         return min(seq, math.ceil((self.capacity_factor or 1.0) * seq * self.top_k / self.num_experts))
 
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a sequence's length matters to its routers, in training: to losses, drops or experts that choose."""
+        return bool(self.balance_loss or self.z_loss or self.capacity_factor) or self.choice == "expert"
+
 
 @dataclass(frozen=True)
 class ModelConfig:

@@ -8,7 +8,6 @@ from minillm.model import ModelConfig
 from minillm.parallel.context_parallel.variants import (
     check_context,
     check_context_heads,
-    check_routers,
     sequence_multiple,
 )
 from minillm.parallel.expert_parallel.balance import check_experts
@@ -33,7 +32,8 @@ class ParallelConfig:
     pp: stages of layers, through which the microbatches move by `schedule`, one of `SCHEDULES`.
     cp: ranks that share every sequence, by the attention `context`, one of `CONTEXTS`; `node`: of those, the ranks that
         exchange heads in a hybrid; pad: lengthen sequences that do not divide.
-    ep: of the dp ranks, neighbours that share the experts of a layer.
+    ep: of the dp ranks, neighbours that share the experts of a layer; ep_nodes: nodes that these lie on, between which
+        a token travels once and inside which it goes on, to every expert that it needs there.
     axis_order: of the mesh, outermost first: which ranks are neighbours, and so share a node.
 
     ValueError for what fits no model; `check` looks at a model.
@@ -52,11 +52,12 @@ class ParallelConfig:
     node: int = 2
     pad: bool = False
     ep: int = 1
+    ep_nodes: int = 1
     axis_order: tuple[str, ...] = AXES
 
     def __post_init__(self) -> None:
         counts = {"dp": range(1, MAX_RANKS + 1), "zero": range(4), "accumulate": range(1, 1025)}
-        counts |= dict.fromkeys(("tp", "pp", "cp", "node", "ep"), range(1, MAX_SPLIT + 1))
+        counts |= dict.fromkeys(("tp", "pp", "cp", "node", "ep", "ep_nodes"), range(1, MAX_SPLIT + 1))
         for name, allowed in counts.items():
             value = getattr(self, name)
             if value not in allowed:
@@ -98,6 +99,11 @@ class ParallelConfig:
                 f"ep {self.ep} does not divide the {self.dp // self.dp_replicate} ranks of dp {self.dp} that ZeRO's "
                 f"shards lie on with dp_replicate {self.dp_replicate}: each of these groups has all experts."
             )
+        if self.ep % self.ep_nodes:
+            raise ValueError(
+                f"ep_nodes {self.ep_nodes} does not divide ep {self.ep}: every node has equally many of the ranks that "
+                "share the experts, so use a divisor of it, 1 for one level."
+            )
 
     @property
     def axes(self) -> dict[str, int]:
@@ -130,18 +136,16 @@ class ParallelConfig:
             check_context_heads(self.context, heads, kv_heads, self.cp, self.node)
         if seq_len is not None:
             self._check_length(seq_len)
-            if config.moe and (config.moe.balance_loss or config.moe.z_loss) and self.padded(seq_len) != seq_len:
+            if config.moe and config.moe.counts_tokens and self.padded(seq_len) != seq_len:
                 raise ValueError(
-                    f"losses of routers would count the padding of {seq_len} tokens to {self.padded(seq_len)} for cp "
-                    f"{self.cp}: use {self.padded(seq_len)} tokens."
+                    f"router losses and capacities would count the padding of {seq_len} tokens to "
+                    f"{self.padded(seq_len)} for cp {self.cp}: use {self.padded(seq_len)} tokens."
                 )
 
     def _check_experts(self, config: ModelConfig) -> None:
         if config.moe is None:
             raise ValueError(f"ep {self.ep} spreads experts, but this model has none: use ep 1, or give it experts.")
         check_experts(config.moe.num_experts, self.ep)
-        if self.cp > 1:
-            check_routers(config, "context parallelism")
         if config.moe.bias_update_rate is not None and self.order and len(set(self.order.routes)) > 1:
             raise ValueError(
                 f"{self.schedule} holds every layer twice, and each copy would balance its own half of the "
@@ -172,6 +176,7 @@ class ParallelConfig:
         text = f"dp {self.dp}, zero {self.zero}, accumulate {self.accumulate}"
         text += f", dp_replicate {self.dp_replicate}" if self.dp_replicate > 1 else ""
         text += f", ep {self.ep}" if self.ep > 1 else ""
+        text += f" on {self.ep_nodes} nodes" if self.ep_nodes > 1 else ""
         text += f", tp {self.tp}{' sequence' if self.sequence else ''}" if self.tp > 1 else ""
         text += f", pp {self.pp} {self.schedule}" if self.pp > 1 else ""
         text += f", cp {self.cp} {self.context}" if self.cp > 1 else ""

@@ -48,7 +48,9 @@ LAYOUTS = {
     "expert parallel, 4 ranks": [
         ParallelConfig(dp=4, ep=2, zero=1),
         ParallelConfig(dp=4, ep=4),
+        ParallelConfig(dp=4, ep=4, ep_nodes=2, accumulate=2),
         ParallelConfig(dp=2, ep=2, tp=2),
+        ParallelConfig(dp=2, ep=2, cp=2),
         ParallelConfig(dp=2, ep=2, pp=2, accumulate=2),
     ],
     "context parallel, 2 ranks": [ParallelConfig(cp=2, pad=True, context=context) for context in CONTEXTS],

@@ -1,16 +1,20 @@
 """What ranks run in the tests of expert parallelism: dispatch of tokens against one process that has every expert."""
 
+from collections import Counter
+from itertools import combinations
+
 import torch
 from torch import Tensor
 
 from minillm.comm import Group
 from minillm.measure import ledger
 from minillm.model import ModelConfig, MoEConfig, Transformer
-from minillm.parallel.expert_parallel import expert_parallel
-from minillm.parallel.expert_parallel.nodes import route, route_over_nodes
+from minillm.parallel.expert_parallel import ExpertDispatch, NodeDispatch, expert_parallel
 
 EXPERTS, TOP_K, HIDDEN = 8, 2, 6
-ROUTINGS = ("random", "one expert", "few experts", "dropped", "none on a rank", "equal")
+ROUTINGS = ("random", "one expert", "few experts", "dropped", "none on a rank", "equal", "every pair")
+PAIRS = list(combinations(range(EXPERTS), TOP_K))
+SIZES = {"equal": EXPERTS, "every pair": len(PAIRS)}  # tokens of every rank; of the others each has another number
 
 
 def draw(routing: str, ranks: int) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
@@ -18,7 +22,7 @@ def draw(routing: str, ranks: int) -> tuple[list[Tensor], list[Tensor], list[Ten
     generator = torch.Generator().manual_seed(len(routing))
     xs, chosen, weights = [], [], []
     for rank in range(ranks):
-        tokens = EXPERTS if routing == "equal" else 0 if (routing, rank) == ("none on a rank", 1) else 5 + 3 * rank
+        tokens = 0 if (routing, rank) == ("none on a rank", 1) else SIZES.get(routing, 5 + 3 * rank)
         xs.append(torch.randn(tokens, HIDDEN, generator=generator, dtype=torch.float64))
         ids = torch.rand(tokens, EXPERTS, generator=generator).argsort(1)[:, :TOP_K]
         if routing == "one expert":
@@ -30,6 +34,8 @@ def draw(routing: str, ranks: int) -> tuple[list[Tensor], list[Tensor], list[Ten
             ids[torch.rand(ids.shape, generator=generator) < 0.4] = -1
         elif routing == "equal":
             ids = (torch.arange(tokens)[:, None] + 3 * torch.arange(TOP_K)) % EXPERTS
+        elif routing == "every pair":
+            ids = torch.tensor(PAIRS)
         chosen.append(ids)
         weights.append(torch.rand(ids.shape, generator=generator, dtype=torch.float64))
     return xs, chosen, weights, torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=generator, dtype=torch.float64)
@@ -57,25 +63,32 @@ def one_process(routing: str, ranks: int) -> tuple[list[Tensor], list[Tensor], l
     return [out.detach() for out in outs], [x.grad for x in xs], weight_gradients, matrices.grad
 
 
+def levels_of(group: Group, nodes: int) -> dict[str, Group]:
+    """The ranks of this one's node, and those with its place in every node."""
+    size = group.world_size // nodes
+    node_ranks = [range(start, start + size) for start in range(0, group.world_size, size)]
+    node = [group.subgroup(ranks, f"node {i} of {nodes}") for i, ranks in enumerate(node_ranks)][group.rank // size]
+    places = [range(place, group.world_size, size) for place in range(size)]
+    across = [group.subgroup(ranks, f"across {i} of {nodes}") for i, ranks in enumerate(places)][group.rank % size]
+    return {"node": node, "across": across}
+
+
 def dispatched(group: Group, nodes: int = 1) -> dict:
     """By routing: this rank's output and gradients, the ledger's calls and bytes of forward and of both."""
     found = {}
-    if nodes > 1:
-        size = group.world_size // nodes
-        node_ranks = [list(range(start, start + size)) for start in range(0, group.world_size, size)]
-        node = [group.subgroup(ranks, f"node{i}") for i, ranks in enumerate(node_ranks)][group.rank // size]
-        places = [list(range(place, group.world_size, size)) for place in range(size)]
-        across = [group.subgroup(ranks, f"across{i}") for i, ranks in enumerate(places)][group.rank % size]
+    dispatch = (
+        ExpertDispatch(group, EXPERTS) if nodes == 1 else NodeDispatch(**levels_of(group, nodes), num_experts=EXPERTS)
+    )
     for routing in ROUTINGS:
         xs, chosen, weights, matrices = draw(routing, group.world_size)
         each = EXPERTS // group.world_size
         x, weight = xs[group.rank].requires_grad_(), weights[group.rank].requires_grad_()
         own = matrices[each * group.rank :][:each].clone().requires_grad_()
         experts = lambda rows, counts, own=own: through_experts(rows, counts, own)  # noqa: E731
-        how = x, chosen[group.rank], weight, experts, EXPERTS
         with ledger() as led:
-            beside = lambda x=x: x.square()  # noqa: E731
-            out = route_over_nodes(*how, node, across, beside) if nodes > 1 else route(*how, group, beside)
+            answer = dispatch(experts, x, chosen[group.rank], weight)
+            beside = x.square()
+            out = answer() + beside
             calls, sent = dict(led.calls), led.bytes("all_to_all")
             (out * (1 + group.rank)).sin().sum().backward()
         receipt = calls, dict(led.calls), sent, led.bytes("all_to_all"), _crossing(led)
@@ -83,8 +96,8 @@ def dispatched(group: Group, nodes: int = 1) -> dict:
     return found
 
 
-def flat_and_over_nodes(group: Group) -> tuple[dict, dict]:
-    return dispatched(group), dispatched(group, nodes=2)
+def flat_and_over_nodes(group: Group) -> tuple[dict, dict, dict]:
+    return dispatched(group), dispatched(group, nodes=2), dispatched(group, nodes=4)
 
 
 def _crossing(led) -> int:
@@ -92,6 +105,29 @@ def _crossing(led) -> int:
 
 
 MODEL = ModelConfig(37, 8, 12, 3, 2, max_seq_len=16, moe=MoEConfig(8, 2, 6, shared_experts=1, dense_layers=(1,)))
+
+
+def model_over_nodes(group: Group) -> dict:
+    """A step of a model on two nodes: by layer of experts what its router chose; all-to-alls in order, by level, and
+    how many were launched when the shared experts of the last layer were computed, forward and backward."""
+    model = expert_parallel(Transformer(MODEL, seed=0, dtype=torch.float64), MODEL, group, **levels_of(group, 2))
+    tokens = torch.randint(37, (3, 9), generator=torch.Generator().manual_seed(group.rank))
+    chosen, seen = [], []
+    for layer in (0, 2):
+        model.blocks[layer].mlp.router.register_forward_hook(
+            lambda *call: chosen.append(call[-1].experts.flatten(0, 1))
+        )
+    with ledger() as led:
+        shared = model.blocks[2].mlp.shared
+        for watch in (shared.register_forward_hook, shared.down_proj.weight.register_hook):
+            watch(lambda *_: seen.append(len(led.select("all_to_all"))))
+        total, _ = model(tokens, targets=tokens)
+        forward = len(led.select("all_to_all"))
+        total.backward()
+    sent = [(event.group.split()[0], event.bytes) for event in led.select("all_to_all")]
+    gathers = Counter(event.group.split()[0] for event in led.select("all_gather"))
+    ways = {"forward": sent[:forward], "backward": sent[forward:]}
+    return {"chosen": chosen, "seen": seen, "all_gathers": gathers, **ways}
 
 
 def whole_model(group: Group) -> dict:

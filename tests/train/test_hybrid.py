@@ -116,6 +116,8 @@ def test_experts_on_two_ranks_learn_what_one_process_learns(tmp_path, home):
     spread = found("--run", "spread", "--batch-size", "2", "--dp", "2", "--ep", "2", "--zero", "1")
     assert spread["losses"] == pytest.approx(alone["losses"], rel=1e-4)
     assert spread["validation_loss"] == pytest.approx(alone["validation_loss"], rel=1e-4)
+    nodes = found("--run", "nodes", "--batch-size", "2", "--dp", "2", "--ep", "2", "--ep-nodes", "2")
+    assert nodes["losses"] == pytest.approx(alone["losses"], rel=1e-4)
     one, other = (Manifest.read(committed(home / "runs" / name)[-1]) for name in ("alone", "spread"))
     assert {name: tensor.shape for name, tensor in one.tensors.items()} == {
         name: tensor.shape for name, tensor in other.tensors.items()
@@ -139,6 +141,7 @@ def test_experts_on_two_ranks_learn_what_one_process_learns(tmp_path, home):
         ("--tp 2 --compile", "--compile does not look through"),
         ("--dp 2 --ep 2", "ep 2 spreads experts, but this model has none"),
         ("--dp 4 --ep 3 --experts 6", "ep 3 does not divide dp 4"),
+        ("--dp 4 --ep 4 --ep-nodes 3 --experts 8", "ep_nodes 3 does not divide ep 4"),
         ("--dp 4 --ep 4 --experts 6", "6 experts do not divide over 4 expert-parallel ranks"),
         ("--top-k 2", "top_k 2 chooses among experts"),
         ("--experts 2 --top-k 3", "top_k 3 is more than num_experts 2"),

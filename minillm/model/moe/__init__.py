@@ -15,18 +15,18 @@ Parameters grow with the number of experts, FLOPs per token with top_k and the s
 
 from minillm.model.moe.balance import RouterLosses
 from minillm.model.moe.experts import Experts
-from minillm.model.moe.layer import MoE, forget_load, here, update_balance_biases
+from minillm.model.moe.layer import Dispatch, MoE, forget_load, update_balance_biases
 from minillm.model.moe.permute import Routes, sort_by_expert
 from minillm.model.moe.router import Router
 
 __all__ = [
+    "Dispatch",
     "Experts",
     "MoE",
     "Router",
     "RouterLosses",
     "Routes",
     "forget_load",
-    "here",
     "sort_by_expert",
     "update_balance_biases",
 ]

@@ -9,23 +9,33 @@ from torch import Tensor, nn
 from minillm.model.config import ModelConfig
 from minillm.model.moe.balance import RouterLosses, sequence_losses
 from minillm.model.moe.experts import Experts
-from minillm.model.moe.permute import sort_by_expert
-from minillm.model.moe.router import Router, drop_beyond
+from minillm.model.moe.permute import count_by_expert, sort_by_expert
+from minillm.model.moe.router import Router
 
-Dispatch = Callable[[Experts, Tensor, Tensor], Callable[[], Tensor]]
+Dispatch = Callable[[Experts, Tensor, Tensor, Tensor, bool], Callable[[], Tensor]]
 
 
-def here(experts: Experts, rows: Tensor, counts: Tensor) -> Callable[[], Tensor]:
+def here(
+    experts: Experts, x: Tensor, chosen: Tensor, weights: Tensor, dropless: bool, *, num_experts: int
+) -> Callable[[], Tensor]:
     """The dispatch of a process that has all experts: nothing travels."""
-    return partial(experts, rows, counts)
+    routes = sort_by_expert(chosen, num_experts, dropless)
+    rows = routes.to_experts(x)
+
+    def answer() -> Tensor:
+        done = experts(rows, routes.counts)
+        return routes.from_experts(done, weights.to(done.dtype))
+
+    return answer
 
 
 class MoE(nn.Module):
     """x: [batch, seq, hidden] -> the weighted sum of its experts' answers, and those of the shared experts.
 
-    dispatch: the seam for expert parallelism. dispatch(experts, rows, counts) takes rows [rows, hidden] sorted by
-    expert and counts [num_experts], and returns a function that returns the experts' outputs in the same order. What
-    it starts at once (an all-to-all) overlaps with the shared experts, which are computed between the two calls.
+    dispatch: the seam for expert parallelism. dispatch(experts, x, chosen, weights, dropless) takes x: [tokens, hidden]
+    and chosen, weights: [tokens, choices], numbers of experts, -1 where dropped (nowhere, if dropless). It returns a
+    function that returns Σ over a token's choices of weight · expert(x), [tokens, hidden]. What it starts at once (an
+    all-to-all) overlaps with the shared experts, which are computed between the two calls.
     load: [num_experts], (token, choice) pairs since `forget_load` or `update_balance_biases`; None = none counted.
     """
 
@@ -42,7 +52,7 @@ class MoE(nn.Module):
         sizes = config.moe.num_experts, config.hidden_size, config.moe.intermediate_size
         self.experts = Experts(*sizes, config.activation, dtype)
         self.shared = shared
-        self.dispatch: Dispatch = here
+        self.dispatch: Dispatch = partial(here, num_experts=config.moe.num_experts)
         self.load: Tensor | None = None
 
     def forward(self, x: Tensor, losses: RouterLosses | None = None) -> Tensor:
@@ -50,22 +60,21 @@ class MoE(nn.Module):
         not depend on others, nor on how many of its tokens are computed at once."""
         config = self.config
         decision = self.router(x)
-        experts, weights = decision.experts, decision.weights
+        chosen = decision.experts
         dropless = config.choice == "token" and (config.capacity_factor is None or losses is None)
         if config.choice == "token" and not dropless:
-            experts = drop_beyond(experts, config.num_experts, config.capacity(x.shape[1]))
-        routes = sort_by_expert(experts.flatten(0, 1), config.num_experts, dropless)
-        flat = x.flatten(0, 1)
-        answer = self.dispatch(self.experts, routes.to_experts(flat), routes.counts)
+            chosen = self.router.drop(chosen)
+        tokens = (each.flatten(0, 1) for each in (x, chosen, decision.weights))
+        answer = self.dispatch(self.experts, *tokens, dropless)
         y = None if self.shared is None else self.shared(x)
-        rows = answer()
-        routed = routes.from_experts(rows, weights.flatten(0, 1).to(rows.dtype)).view_as(x)
+        routed = answer().view_as(x)
         y = routed if y is None else routed + y
         if losses is None:
             return y
+        counts = count_by_expert(chosen, config.num_experts)
         if self.layer not in losses.counts:  # else the layer is computed again for backward
-            self.load = routes.counts if self.load is None else self.load + routes.counts
-        return losses.attach(y, sequence_losses(config, decision, losses), routes.counts, self.layer)
+            self.load = counts if self.load is None else self.load + counts
+        return losses.attach(y, sequence_losses(config, decision, losses), counts, self.layer)
 
 
 def forget_load(model: nn.Module) -> None:

@@ -34,7 +34,11 @@ class Routes:
 
     def to_experts(self, x: Tensor) -> Tensor:
         """x: [tokens, hidden] -> [rows, hidden], each token once for each of its experts."""
-        return _ToExperts.apply(x, self)
+        return _Linear.apply(x, self._copied, self._added)
+
+    def added(self, rows: Tensor) -> Tensor:
+        """rows: [rows, hidden] -> Σ over a token's choices of row. What `to_experts` does to a gradient."""
+        return _Linear.apply(rows, self._added, self._copied)
 
     def from_experts(self, rows: Tensor, weights: Tensor) -> Tensor:
         """rows: [rows, hidden]; weights: [tokens, choices] -> Σ over a token's choices of weight · row."""
@@ -49,38 +53,49 @@ class Routes:
             return rows.new_zeros(len(place), rows.shape[1])
         return rows.index_select(0, place.clamp(min=0)).masked_fill_((place < 0)[:, None], 0)
 
+    def _copied(self, x: Tensor) -> Tensor:
+        return x.index_select(0, self.order // self.choices)
+
+    def _added(self, rows: Tensor) -> Tensor:
+        total = self.rows_of(rows, 0)
+        for choice in range(1, self.choices):
+            total += self.rows_of(rows, choice)
+        return total
+
 
 def sort_by_expert(experts: Tensor, num_experts: int, dropless: bool = False) -> Routes:
     """experts: [tokens, choices] of 0 .. num_experts - 1, or -1 = dropped.
 
     dropless: the caller knows that there is no -1; otherwise the number of rows is read from the device.
     """
-    flat = experts.flatten()
-    if not dropless:
-        flat = torch.where(flat < 0, num_experts, flat)
-    order = flat.argsort(stable=True)
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=flat.device)
-    counts = counts.scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]
-    if not dropless:
-        order = order[: int(counts.sum())]
+    flat, counts = experts.flatten(), count_by_expert(experts, num_experts)
+    if dropless:
+        order = flat.argsort(stable=True)
+    else:
+        order = torch.where(flat < 0, num_experts, flat).argsort(stable=True)[: int(counts.sum())]
     place = torch.full_like(flat, -1)
     place[order] = torch.arange(len(order), device=flat.device)
     return Routes(order, place.view_as(experts), counts, len(order) == len(flat))
 
 
-class _ToExperts(torch.autograd.Function):
+def count_by_expert(experts: Tensor, num_experts: int) -> Tensor:
+    """experts: as in `sort_by_expert` -> [num_experts], the pairs that go to each; those dropped are not counted."""
+    after = experts.flatten() + 1  # -1, dropped, becomes the place before expert 0
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=experts.device)
+    return counts.scatter_add_(0, after, torch.ones_like(after))[1:]
+
+
+class _Linear(torch.autograd.Function):
+    """A linear map of rows and, for its gradient, the transposed one."""
+
     @staticmethod
-    def forward(ctx, x, routes):
-        ctx.routes = routes
-        return x.index_select(0, routes.order // routes.choices)
+    def forward(ctx, rows, linear, transposed):
+        ctx.transposed = transposed
+        return linear(rows)
 
     @staticmethod
     def backward(ctx, gradient):
-        routes = ctx.routes
-        total = routes.rows_of(gradient, 0)
-        for choice in range(1, routes.choices):
-            total += routes.rows_of(gradient, choice)
-        return total, None
+        return ctx.transposed(gradient), None, None
 
 
 class _FromExperts(torch.autograd.Function):
@@ -96,7 +111,7 @@ class _FromExperts(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         (rows, weights), routes = ctx.saved_tensors, ctx.routes
-        sorted_gradient = gradient.index_select(0, routes.order // routes.choices)
+        sorted_gradient = routes._copied(gradient)
         of_weights = (sorted_gradient * rows).sum(-1)
         of_rows = sorted_gradient * weights.flatten().index_select(0, routes.order)[:, None]
         found = torch.zeros_like(weights).flatten()

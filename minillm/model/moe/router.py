@@ -6,6 +6,7 @@ The choice itself has no gradient: the router learns through the weights of the 
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -31,8 +32,17 @@ class Decision(NamedTuple):
     weights: Tensor
 
 
+def alone(x: Tensor) -> Tensor:
+    """What all parts of sequences come to, where a sequence has one part."""
+    return x
+
+
 class Router(nn.Module):
-    """weight: [num_experts, hidden]. balance_bias: [num_experts], float32, moves the choice but not the weights."""
+    """weight: [num_experts, hidden]. balance_bias: [num_experts], float32, moves the choice but not the weights.
+
+    whole, own: where sequences are cut into parts, [batch, part, ...] -> [batch, seq, ...] and back to this part.
+    Drops, and experts that choose, need to see all tokens of a sequence, by numbers that have no gradient.
+    """
 
     def __init__(self, config: MoEConfig, hidden_size: int, dtype: torch.dtype | None = None):
         super().__init__()
@@ -40,6 +50,8 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size, dtype=dtype))
         bias = None if config.bias_update_rate is None else torch.zeros(config.num_experts, dtype=torch.float32)
         self.register_buffer("balance_bias", bias)
+        self.whole: Callable[[Tensor], Tensor] = alone
+        self.own: Callable[[Tensor], Tensor] = alone
 
     def forward(self, x: Tensor) -> Decision:
         """x: [batch, seq, hidden]. ValueError if a logit is not finite (values are read on the CPU only)."""
@@ -55,13 +67,21 @@ class Router(nn.Module):
         """scores: [batch, seq, num_experts] -> (experts, weights) as in `Decision`, before any drops."""
         config = self.config
         if config.choice == "expert":
-            return experts_choose(scores, config.capacity(scores.shape[1]), config.weight_scale)
+            whole = self.whole(scores.detach())
+            taken = self.own(take_tokens(whole, config.capacity(whole.shape[1])))
+            experts = torch.arange(config.num_experts, device=scores.device).expand_as(scores)
+            return torch.where(taken, experts, -1), torch.where(taken, scores * config.weight_scale, 0)
         ranked = scores if self.balance_bias is None else scores + self.balance_bias
         experts = ranked.topk(config.top_k, dim=-1).indices
         weights = scores.gather(-1, experts)
         if config.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + TINY)
         return experts, weights if config.weight_scale == 1 else weights * config.weight_scale
+
+    def drop(self, experts: Tensor) -> Tensor:
+        """experts: [batch, seq, k], as chosen -> the same with -1 beyond the capacity."""
+        whole = self.whole(experts)
+        return self.own(drop_beyond(whole, self.config.num_experts, self.config.capacity(whole.shape[1])))
 
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
@@ -70,15 +90,13 @@ class Router(nn.Module):
         return self
 
 
-def experts_choose(scores: Tensor, capacity: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+def take_tokens(scores: Tensor, capacity: int) -> Tensor:
     """Each expert takes the `capacity` tokens of every sequence that it scores highest (Zhou et al. 2022, §3.2).
 
-    scores: [batch, seq, num_experts] -> (experts, weights), both of that shape, -1 and 0 where it did not take a token.
+    scores: [batch, seq, num_experts] -> likewise, whether the expert takes the token.
     """
     taken = torch.zeros_like(scores, dtype=torch.bool)
-    taken.scatter_(1, scores.topk(capacity, dim=1).indices, True)
-    experts = torch.arange(scores.shape[-1], device=scores.device).expand_as(scores)
-    return torch.where(taken, experts, -1), torch.where(taken, scores * scale, 0)
+    return taken.scatter_(1, scores.topk(capacity, dim=1).indices, True)
 
 
 def drop_beyond(experts: Tensor, num_experts: int, capacity: int) -> Tensor:

@@ -72,6 +72,16 @@ class ContextAttention:
         """Over the ranks that hold the other parts of the same sequences, in place."""
         return self.group.all_reduce(x)
 
+    def whole(self, x: Tensor) -> Tensor:
+        """x: [batch, part, ...] of this rank -> [batch, seq, ...] of all ranks, without a gradient."""
+        seq = x.shape[1] * self.world_size
+        found = x.new_zeros(len(x), seq, *x.shape[2:])
+        return self.sum(found.index_copy_(1, self.positions(seq).to(x.device), x))
+
+    def own(self, x: Tensor) -> Tensor:
+        """x: [batch, seq, ...] -> [batch, part, ...], at the positions of this rank."""
+        return x.index_select(1, self.positions(x.shape[1]).to(x.device))
+
     def positions(self, seq: int) -> Tensor:
         """[seq / world_size] positions of a sequence of `seq` that this rank holds, in the order in which it does."""
         return local_positions(seq, self.group.rank, self.group.world_size, self.order)

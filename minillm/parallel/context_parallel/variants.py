@@ -12,8 +12,9 @@
     model = context_parallel(Transformer(config), attention)
     model(tokens[:, attention.positions(seq)], targets=...)     # this rank's part of every sequence
 
-Everything besides attention looks at one token at a time, so it needs no change; the loss is a sum over this rank's
-tokens, and gradients are added up over the ranks of `cp` as they are over those of `dp`.
+Everything besides attention looks at one token at a time, so it needs no change, but for routers that count a
+sequence's tokens: those ask the other ranks which experts theirs chose. The loss is a sum over this rank's tokens, and
+gradients are added up over the ranks of `cp` as they are over those of `dp`.
 """
 
 import math
@@ -23,8 +24,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from minillm.comm import Group
-from minillm.model.config import ModelConfig
-from minillm.model.moe import RouterLosses
+from minillm.model.moe import Router, RouterLosses
 from minillm.parallel.context_parallel.exchange import GatherAttention, UlyssesAttention, check_ulysses
 from minillm.parallel.context_parallel.order import ContextAttention
 from minillm.parallel.context_parallel.ring import RingAttention
@@ -55,27 +55,19 @@ def context_parallel(module: AnyModule, attention: ContextAttention) -> AnyModul
     """Makes a Transformer, or a pipeline's part of one, compute on this rank's positions of every sequence, in place.
 
     Its tokens are then [batch, seq / attention.world_size], those at `attention.positions(seq)`. Positions of padding
-    beyond the model's context count as its last. ValueError where routers have to see whole sequences.
+    beyond the model's context count as its last.
     """
-    check_routers(module.config, "context parallelism")
     module.attention = attention
     module.positions_of = partial(_positions, attention, module.config.max_seq_len)
     module.router_losses_of = partial(RouterLosses, sum_over_parts=attention.sum, parts=attention.world_size)
+    for router in module.modules():
+        if isinstance(router, Router):
+            router.whole, router.own = attention.whole, attention.own
     return module
 
 
 def _positions(attention: ContextAttention, max_seq_len: int, count: int) -> Tensor:
     return attention.positions(count * attention.world_size).clamp(max=max_seq_len - 1)
-
-
-def check_routers(config: ModelConfig, what: str) -> None:
-    """ValueError if routers have to see whole sequences, which `what` cuts."""
-    moe = config.moe
-    if moe and (moe.capacity_factor is not None or moe.choice == "expert"):
-        raise ValueError(
-            f"{what} cuts sequences that routers have to see whole for capacity and experts that choose: leave it off, "
-            "or use dropless experts."
-        )
 
 
 def check_context(context: str) -> None:

@@ -8,6 +8,7 @@
 """
 
 from minillm.parallel.expert_parallel.dispatch import ExpertDispatch
+from minillm.parallel.expert_parallel.nodes import NodeDispatch
 from minillm.parallel.expert_parallel.split import expert_parallel
 
-__all__ = ["ExpertDispatch", "expert_parallel"]
+__all__ = ["ExpertDispatch", "NodeDispatch", "expert_parallel"]

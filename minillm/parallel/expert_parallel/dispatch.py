@@ -1,4 +1,4 @@
-"""Rows to the ranks that hold their experts, and what the experts make of them back: `MoE.dispatch` for several ranks.
+"""Tokens to the ranks that hold their experts, and what these make of them back: `MoE.dispatch` for several ranks.
 
     rows by expert        a a b | c d d          of this rank's tokens; experts a b live here, c d on rank 1
       ── all-to-all ──▶   a a b   a b b          this rank's part of both ranks' rows, by source
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from minillm.comm import Group
+from minillm.model.moe import sort_by_expert
 from minillm.parallel.expert_parallel.balance import check_experts
 from minillm.parallel.expert_parallel.exchange import Exchange
 
@@ -34,23 +35,27 @@ class ExpertDispatch:
     """The dispatch of a layer whose experts lie over the ranks of a group: rank r has the r-th part of them.
 
     What is computed between the two calls of `MoE.forward`, its shared experts, overlaps with the rows' way to their
-    experts, and in backward with their gradients' way back.
+    experts, and in backward with their gradients' way back. ValueError for experts that do not divide over the ranks.
     """
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    def __init__(self, group: Group, num_experts: int) -> None:
+        check_experts(num_experts, group.world_size)
+        self.group, self.num_experts = group, num_experts
 
-    def __call__(self, experts: Experts, rows: Tensor, counts: Tensor) -> Callable[[], Tensor]:
-        """rows: [rows, hidden], sorted by expert; counts: [num_experts] -> a function that returns the experts' outputs
-        in the same order. Every rank of the group calls both, with as few as no rows."""
-        route = Route.of(counts, self.group)
-        ticket = route.exchange.leave(rows)
+    def __call__(
+        self, experts: Experts, x: Tensor, chosen: Tensor, weights: Tensor, dropless: bool = False
+    ) -> Callable[[], Tensor]:
+        """See `MoE.dispatch`. Every rank of the group makes both calls, with as few as no tokens."""
+        routes = sort_by_expert(chosen, self.num_experts, dropless)
+        route = Route.of(routes.counts, self.group)
+        ticket = route.exchange.leave(routes.to_experts(x))
 
         def answer() -> Tensor:
             arrived = _Reorder.apply(route.exchange.arrive(ticket), route.regroup, route.undo)
             done = _Reorder.apply(experts(arrived, route.counts), route.undo, route.regroup)
             home = route.exchange.back()
-            return home.arrive(home.leave(done))
+            rows = home.arrive(home.leave(done))
+            return routes.from_experts(rows, weights.to(rows.dtype))
 
         return answer
 
@@ -71,7 +76,6 @@ class Route:
     @staticmethod
     def of(counts: Tensor, group: Group) -> Route:
         """counts: [num_experts], this rank's rows for each. Every rank of the group calls it."""
-        check_experts(len(counts), group.world_size)
         table = group.all_gather(counts[None]).view(group.world_size, group.world_size, -1)  # from, to, expert there
         received = table[:, group.rank]
         to, come = table[group.rank].sum(-1).tolist(), received.sum(-1).tolist()  # the host waits

@@ -8,6 +8,12 @@ The slow links between nodes carry fewer rows (`predict.moe.crossing_rows`) in f
 node more. It is `ExpertDispatch` inside an exchange over nodes: the rank that a row reaches first acts for its token
 there. With a router that chooses experts of at most M nodes, at most M rows cross (DeepSeek-AI 2024, "DeepSeek-V3",
 §3.2.2).
+
+A layer's collectives (an all-gather tells how many rows come; numbers of experts have no gradient):
+
+                     forward                                                              backward
+    across nodes     all-gather, 3 all-to-alls: rows + weights, their experts, rows back  2 all-to-alls
+    inside a node    all-gather, 2 all-to-alls: rows, rows back                           2 all-to-alls
 """
 
 from collections.abc import Callable
@@ -22,58 +28,37 @@ from minillm.parallel.expert_parallel.dispatch import ExpertDispatch, Experts
 from minillm.parallel.expert_parallel.exchange import Exchange
 
 
-def route(
-    x: Tensor,
-    chosen: Tensor,
-    weights: Tensor,
-    experts: Experts,
-    num_experts: int,
-    group: Group,
-    beside: Callable[[], Tensor] | None = None,
-) -> Tensor:
-    """x: [tokens, hidden]; chosen, weights: [tokens, k] -> Σ over k of weight · expert(x), [tokens, hidden].
+class NodeDispatch:
+    """`ExpertDispatch`, for experts that lie over `across.world_size` nodes of `node.world_size` ranks, node by node.
 
-    chosen: numbers of experts, -1 where dropped; rank r of the group has the r-th part of them. experts: see `Experts`.
-    beside: what is computed while rows travel to their experts, [tokens, hidden], and added: the shared experts.
+    node: the ranks of this one's node; across: those with its place in the other nodes. Shared experts overlap with
+    the way to the nodes. ValueError for experts that do not divide over the ranks.
     """
-    routes = sort_by_expert(chosen, num_experts)
-    answer = ExpertDispatch(group)(experts, routes.to_experts(x), routes.counts)
-    shared = beside() if beside else None
-    out = routes.from_experts(answer(), weights)
-    return out if shared is None else out + shared
 
+    def __init__(self, node: Group, across: Group, num_experts: int) -> None:
+        check_experts(num_experts, node.world_size * across.world_size)
+        self.across, self.experts_per_node = across, num_experts // across.world_size
+        self.inside = ExpertDispatch(node, self.experts_per_node)
 
-def route_over_nodes(
-    x: Tensor,
-    chosen: Tensor,
-    weights: Tensor,
-    experts: Experts,
-    num_experts: int,
-    node: Group,
-    across: Group,
-    beside: Callable[[], Tensor] | None = None,
-) -> Tensor:
-    """`route`, for experts that lie over `across.world_size` nodes of `node.world_size` ranks, node by node.
+    def __call__(
+        self, experts: Experts, x: Tensor, chosen: Tensor, weights: Tensor, dropless: bool = False
+    ) -> Callable[[], Tensor]:
+        """See `MoE.dispatch`. Every rank of all nodes makes both calls, with as few as no tokens."""
+        across, each = self.across, self.experts_per_node
+        nodes = torch.arange(across.world_size, device=x.device)
+        there = chosen.div(each, rounding_mode="floor")[:, None] == nodes[:, None]  # [tokens, nodes, choices]
+        local = torch.where(there, chosen[:, None] - each * nodes[:, None], -1)
+        routes = sort_by_expert(torch.where(there.any(-1), nodes, -1), across.world_size)  # a node for an expert
+        table = across.all_gather(routes.counts[None])  # from, to
+        exchange = Exchange(across, table[across.rank].tolist(), table[:, across.rank].tolist())  # the host waits
+        ticket = exchange.leave(routes.to_experts(torch.cat([x, weights.to(x.dtype)], dim=1)))
+        splits = {"input_splits": exchange.to, "output_splits": exchange.come}
+        numbers = across.all_to_all(local.flatten(0, 1)[routes.order], async_op=True, **splits)
 
-    node: the ranks of this one's node; across: those with its place in the other nodes.
-    """
-    check_experts(num_experts, node.world_size * across.world_size)
-    each = num_experts // across.world_size  # experts of a node
-    homes = torch.arange(across.world_size, device=x.device)
-    there = (chosen.div(each, rounding_mode="floor") == homes[:, None, None]) & (chosen >= 0)  # [nodes, tokens, k]
-    to_node, token = there.any(-1).nonzero(as_tuple=True)  # by node, then by token
-    mine = there[to_node, token]
-    local = torch.where(mine, chosen[token] - each * to_node[:, None], -1)
-    own = torch.bincount(to_node, minlength=across.world_size)
-    table = across.all_gather(own[None])
-    exchange = Exchange(across, table[across.rank].tolist(), table[:, across.rank].tolist())  # the host waits
+        def answer() -> Tensor:
+            rows, row_weights = exchange.arrive(ticket).split([x.shape[1], weights.shape[1]], dim=1)
+            done = self.inside(experts, rows, numbers.wait(), row_weights)()
+            home = exchange.back()
+            return routes.added(home.arrive(home.leave(done)))
 
-    ticket = exchange.leave(torch.cat([x[token], torch.where(mine, weights[token], 0)], dim=1))
-    shared = beside() if beside else None
-    arrived = exchange.arrive(ticket)
-    local = across.all_to_all(local, output_splits=exchange.come, input_splits=exchange.to)
-    here, here_weights = arrived.split([x.shape[1], chosen.shape[1]], dim=1)
-    done = route(here, local, here_weights, experts, each, node)
-    home = exchange.back()
-    out = torch.zeros_like(x).index_add(0, token, home.arrive(home.leave(done)))
-    return out if shared is None else out + shared
+        return answer

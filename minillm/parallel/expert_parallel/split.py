@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from minillm.comm import Group
 from minillm.model import ModelConfig
-from minillm.model.moe import MoE
-from minillm.parallel.expert_parallel.balance import check_experts
+from minillm.model.moe import Dispatch, MoE
 from minillm.parallel.expert_parallel.dispatch import ExpertDispatch
+from minillm.parallel.expert_parallel.nodes import NodeDispatch
 from minillm.parallel.placement import Part, Replicate, Shard
 from minillm.parallel.tensor_parallel.plan import EXPERTS, whole_shapes
 
@@ -36,22 +36,40 @@ def expert_part_of(name: str, rank: int, world_size: int) -> Part:
     return Shard(0, rank, world_size) if is_expert(name) else Replicate()
 
 
-def expert_parallel(module: AnyModule, config: ModelConfig, group: Group) -> AnyModule:
+def expert_parallel(
+    module: AnyModule, config: ModelConfig, group: Group, *, node: Group | None = None, across: Group | None = None
+) -> AnyModule:
     """Cuts a Transformer, or a pipeline's part of one, in place; every rank has the whole one, or builds it on "meta".
 
-    Tensor-parallel slices of experts are cut once more. ValueError for experts that do not divide over the ranks.
+    node, across: if the group lies over several nodes, the ranks of this one's node, and those with its place in every
+    node: then rows travel in two levels (`NodeDispatch`). Tensor-parallel slices of experts are cut once more.
+    ValueError for experts that do not divide over the ranks, and for nodes that are not the group's.
     """
     if config.moe is None:
         raise ValueError(f"ep {group.world_size} spreads experts, but this model has none: use ep 1.")
-    check_experts(config.moe.num_experts, group.world_size)
+    dispatch = _dispatch(config.moe.num_experts, group, node, across)
     for layer in module.modules():
         if isinstance(layer, MoE):
-            layer.dispatch = ExpertDispatch(group)
+            layer.dispatch = dispatch
             for name, parameter in layer.experts.named_parameters():
                 part = expert_part_of(f".experts.{name}", group.rank, group.world_size).cut(parameter.detach())
                 setattr(layer.experts, name, nn.Parameter(part.clone(), requires_grad=parameter.requires_grad))
     module.draw = partial(_draw_part, draw=module.draw, group=group)
     return module
+
+
+def _dispatch(num_experts: int, group: Group, node: Group | None, across: Group | None) -> Dispatch:
+    if node is None and across is None:
+        return ExpertDispatch(group, num_experts)
+    if node is None or across is None:
+        raise ValueError("two levels need both groups: pass the ranks of this one's node and those across nodes.")
+    size = node.world_size
+    if group.world_size != size * across.world_size or (across.rank, node.rank) != divmod(group.rank, size):
+        raise ValueError(
+            f"group {group.name!r} of {group.world_size} ranks is not {across.world_size} nodes of {size} neighbours: "
+            "cut node and across out of it."
+        )
+    return NodeDispatch(node, across, num_experts)
 
 
 def _draw_part(config: ModelConfig, name: str, shape: Any, seed: int, *, draw: Any, group: Group) -> Tensor:

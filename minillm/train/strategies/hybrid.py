@@ -74,6 +74,7 @@ class Hybrid(SingleDevice):
                 self.shard_group, self.replicate_group = parts.joined("copies", "ep", "cp"), parts.replicate
             if layout.ep > 1:
                 self.expert_group, self.expert_replicas = parts.ep, parts.joined("copies", "cp")
+        self.expert_levels = self._expert_levels() if layout.ep_nodes > 1 else {}
         self.context = self._context() if layout.cp > 1 else None
         self._documents: Sequence[Tensor | None] = ()
         self._router_losses: Sequence[RouterLosses] = ()
@@ -85,6 +86,13 @@ class Hybrid(SingleDevice):
             return context_attention(layout.context, self.mesh.cp)
         nodes = self._mesh(**_split(layout, "cp", across=layout.cp // layout.node, node=layout.node))
         return context_attention("hybrid", nodes.node, nodes.across)
+
+    def _expert_levels(self) -> dict[str, Group]:
+        """Of the ranks with the other experts, those on this one's node, and those with its place in every node."""
+        layout = self.layout
+        levels = {"ep_across": layout.ep_nodes, "ep_node": layout.ep // layout.ep_nodes}
+        parts = self._mesh(**_split(layout, "dp", copies=layout.dp // layout.ep, **levels))
+        return {"node": parts.ep_node, "across": parts.ep_across}
 
     def _mesh(self, **axes: int) -> Mesh:
         self._meshes.append(Mesh(self.group, **axes))
@@ -112,7 +120,7 @@ class Hybrid(SingleDevice):
             if self.layout.tp > 1:
                 tensor_parallel(part, config, self.mesh.tp, sequence=self.layout.sequence)
             if self.expert_group:
-                expert_parallel(part, config, self.expert_group)
+                expert_parallel(part, config, self.expert_group, **self.expert_levels)
             if self.context:
                 context_parallel(part, self.context)
             if self.layout.zero < 3:
