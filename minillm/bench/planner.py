@@ -1,7 +1,7 @@
 """The planner against steps that were run: CPU ranks on emulated links, predicted and measured, layout by layout.
 
     machine   FLOP/s of one rank and what a layer costs besides, latency and bandwidth of both kinds of link: measured
-    layouts   all that the trainer has for 2, 4 and 8 ranks, up to three axes above 1; experts with ep
+    layouts   all that the trainer has for 2, 4 and 8 ranks, up to three axes above 1, and ep of experts
     rows      bytes of every axis by ledger, peak memory of the fullest rank, seconds of the fastest of a few steps
 
 Links are so slow that they, and not the cores which the ranks share, make up most of a step. Which rank a token's row

@@ -1,13 +1,15 @@
-"""Peak bytes of a rank of `minillm.train.Trainer` in a layout: the fullest of three moments, as in `predict.memory`.
+"""Peak bytes of a rank of `minillm.train.Trainer` in a layout: the fullest of a few moments, as in `predict.memory`.
 
                  gradients                  activations                        temporaries
     loss         of earlier microbatches    all of the microbatches in flight  logits, the head's input and its gradient
     block        bucket, shards, or both    without the loss's and one [T, f]  three [T, f] inside the last MLP
+    experts      with theirs or not yet     without what they answered         gradients of their weights, [rows, h], f
     optimizer    all                        -                                  -
 
 always there: weights and two moments, cut by ZeRO over dp x cp; the pieces in which each group's rings receive partial
 sums; in a pipeline the messages under way; with ZeRO 3 the blocks that are gathered. A bucket is made whole as soon as
-its first gradient is there. T = tokens of a microbatch on this rank, f = intermediate size / tp. Float32, 1F1B.
+its first gradient is there. T = tokens of a microbatch on this rank, f = intermediate size / tp. Float32, 1F1B. Where a
+layer has experts, their moments take the place of "block"; rows are the (token, expert) pairs that they compute.
 """
 
 from collections.abc import Sequence
@@ -124,7 +126,8 @@ class _Stage:
         return self.whole if bucketed or again else self.weight + (self.head if self.is_last else 0)
 
     def _scratch(self) -> int:
-        """Each group keeps up to two pieces of the largest chunk that its rings added."""
+        """Each group keeps up to two pieces of the largest chunk that its rings added. Those of `expert_replicas` are
+        touched by that group's thread alone, where a memory tracker does not see them: it counts that much less."""
         largest: dict[str, int] = {}
         for call in self.calls:
             if call.op in ("all_reduce", "reduce_scatter"):
