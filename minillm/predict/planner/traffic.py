@@ -128,7 +128,8 @@ def _check_experts(experts: ExpertShape | None, layout: Layout) -> None:
     if layout.cp > 1 or experts.dense_layers or drops or experts.bias_update_rate is not None:
         raise ValueError(
             f"{layout}: experts beside context parallelism or dense layers, that drop tokens or have balancing biases, "
-            "are not predicted for this machine."
+            "are not predicted for this machine: use cp 1, experts in every layer that tokens choose, and neither "
+            "capacity_factor nor bias_update_rate."
         )
 
 
