@@ -5,17 +5,20 @@
 
 A rank keeps its place in the mesh and only its seat changes (`Topology.seats`), so both runs send the same bytes of the
 same tensors, and what differs is the link that each message takes. The best and the worst of all orders are run, and
-the best once more with all-reduces in two levels where a group crosses nodes.
+the best once more with all-reduces in two levels where a group crosses nodes; the last two only if the prediction
+tells them from the best.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations, product
 
-from minillm.bench.planner import MODEL, PATIENCE_S, SEQ, measure, planned, this_machine, topology
+from minillm.bench.planner import MODEL, PATIENCE_S, SEQ, planned, this_machine, time_steps, topology
 from minillm.comm import launch
 from minillm.predict.planner import trainer
+from minillm.predict.planner.clusters import Cluster
 from minillm.predict.planner.layout import AXES
+from minillm.predict.planner.trainer import Host
 from minillm.train.parallel_config import ParallelConfig
 
 LAYOUTS = (
@@ -25,11 +28,13 @@ LAYOUTS = (
     ParallelConfig(dp=2, cp=4, accumulate=2),
 )
 STEPS = 3  # timed of each
+NEAR = 0.05  # predictions that differ by less are one
 
 
 @dataclass(frozen=True)
 class Row:
-    """seconds and measured_seconds of the best order, the worst, and the best with all-reduces in two levels."""
+    """seconds of the best order, the worst, and the best with all-reduces in two levels; measured_seconds of those that
+    were run."""
 
     layout: str
     nodes: int
@@ -43,8 +48,10 @@ class Row:
         return self.seconds["worst"] / self.seconds["best"]
 
     @property
-    def measured_ratio(self) -> float:
-        return self.measured_seconds["worst"] / self.measured_seconds["best"]
+    def measured_ratio(self) -> float | None:
+        """None where every order takes as long."""
+        worst = self.measured_seconds.get("worst")
+        return worst and worst / self.measured_seconds["best"]
 
 
 def seats(sizes: Mapping[str, int], order: Sequence[str]) -> tuple[int, ...]:
@@ -62,27 +69,45 @@ def seats(sizes: Mapping[str, int], order: Sequence[str]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def compare(ranks: int = 8, per_node: Sequence[int] = (4, 2), layouts: Sequence[ParallelConfig] = LAYOUTS) -> list[Row]:
-    """Every layout on nodes of so many ranks each."""
-    return [row for size in per_node for row in _on(ranks, size, layouts)]
+def compare(
+    ranks: int = 8,
+    per_node: Sequence[int] = (4, 2),
+    layouts: Sequence[ParallelConfig] = LAYOUTS,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Iterator[Row]:
+    """Every layout on nodes of so many ranks each, as soon as it has been run. tell: hears what is run next."""
+    for size in per_node:
+        tell(f"measuring links between {ranks // size} nodes")
+        cluster, host = this_machine(ranks, size)
+        for layout in layouts:
+            expected = predicted(layout, cluster, host)
+            yield _run(expected, layout, ranks, size, tell)
 
 
-def _on(ranks: int, per_node: int, layouts: Sequence[ParallelConfig]) -> list[Row]:
-    cluster, host = this_machine(ranks, per_node)
-    rows = []
-    for layout in layouts:
-        plan = planned(layout)
+def predicted(layout: ParallelConfig, cluster: Cluster, host: Host) -> Row:
+    """Nothing of it measured yet."""
+    plan = planned(layout)
 
-        def seconds(order: Sequence[str], two_level: bool = False, plan=plan) -> float:
-            here = replace(cluster, two_level=two_level)
-            return trainer.step(MODEL, replace(plan, order=tuple(order)), here, SEQ, host).seconds
+    def seconds(order: Sequence[str], two_level: bool = False) -> float:
+        here = replace(cluster, two_level=two_level)
+        return trainer.step(MODEL, replace(plan, order=tuple(order)), here, SEQ, host).seconds
 
-        by_time = sorted(permutations(AXES), key=seconds)
-        orders = {"best": by_time[0], "worst": by_time[-1], "two levels": by_time[0]}
-        expected = {name: seconds(order, name == "two levels") for name, order in orders.items()}
-        measured = {}
-        for name, order in orders.items():
-            links = topology(per_node, seats=seats(layout.axes, order), two_level=name == "two levels")
-            measured[name] = launch(measure, ranks, [layout], STEPS, link=links, timeout=PATIENCE_S)[0][0][2]
-        rows.append(Row(str(layout), ranks // per_node, orders, expected, measured))
-    return rows
+    by_time = sorted(permutations(AXES), key=seconds)
+    orders = {"best": by_time[0], "worst": by_time[-1], "two levels": by_time[0]}
+    expected = {name: seconds(order, name == "two levels") for name, order in orders.items()}
+    return Row(str(layout), cluster.nodes, orders, expected, {})
+
+
+def worth_running(row: Row) -> list[str]:
+    """The best order, and what is predicted to take another time."""
+    best = row.seconds["best"]
+    return [name for name, seconds in row.seconds.items() if name == "best" or abs(seconds / best - 1) > NEAR]
+
+
+def _run(row: Row, layout: ParallelConfig, ranks: int, per_node: int, tell: Callable[[str], None]) -> Row:
+    measured = {}
+    for name in worth_running(row):
+        tell(f"{row.layout}, {row.nodes} nodes, {name}: {STEPS + 1} steps of about {row.seconds[name]:.1f} s")
+        links = topology(per_node, seats=seats(layout.axes, row.orders[name]), two_level=name == "two levels")
+        measured[name] = launch(time_steps, ranks, layout, STEPS, link=links, timeout=PATIENCE_S)[0]
+    return replace(row, measured_seconds=measured)

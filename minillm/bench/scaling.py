@@ -74,8 +74,8 @@ def scaling(measured: Sequence[int] = MEASURED, extended: Sequence[int] = EXTEND
         chosen = [plans[mode, ranks] for mode in MODES]
         by_rank = launch(measure, ranks, chosen, STEPS, link=topology(PER_NODE), timeout=PATIENCE_S)
         for index, mode in enumerate(MODES):
-            sent = sum(sum(own[index][0].values()) for own in by_rank) / ranks
-            found[mode, ranks] = by_rank[0][index][2], sent
+            sent = sum(sum(own[index].sent.values()) for own in by_rank) / ranks
+            found[mode, ranks] = by_rank[0][index].seconds, sent
     return [_with(row, found) for row in rows]
 
 

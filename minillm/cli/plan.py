@@ -6,7 +6,9 @@ python -m minillm plan --this-machine --json planner.json
 python -m minillm plan --placement --json placement.json
 """
 
+import sys
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -168,19 +170,22 @@ def _published(json_file: Path | None) -> int:
 
 def _checked(json_file: Path | None) -> int:
     """Exit status 1 if bytes or memory are off, which no other work on the machine can excuse."""
-    from minillm.bench.planner import MEMORY, TIME, best_of, compare
+    from minillm.bench.planner import EXPERTS, MEMORY, MODEL, TIME, best_of, compare, expert_layouts, layouts
 
     origin = provenance()
     print(summary(origin), "", "two emulated nodes of half the ranks", sep="\n")
     print(f"{'':<62}  predicted s  measured s     off  bytes   peak MB     off")
     rows = []
-    for ranks in RANKS:
-        found = compare(ranks, ranks // 2)
+    for ranks, model in product(RANKS, (MODEL, EXPERTS)):
+        chosen, what = (expert_layouts(ranks), "experts on ") if model.moe else (layouts(ranks), "")
+        _tell(f"running {len(chosen)} layouts of {what}{ranks} ranks")
+        found = compare(ranks, ranks // 2, chosen, model=model)
         for row in found:
             time = f"{row.seconds:>11.3f}  {row.measured_seconds:>10.3f}  {row.late:>+6.1%}"
             exact = "exact" if row.exact else "OFF"
             print(f"{row.layout:<62}  {time}  {exact:<5}  {row.measured_peak / 1e6:>7.2f}  {row.full:>+6.1%}")
-        print(f"{ranks} ranks: the layout predicted to be the fastest is number {best_of(found)} of {len(found)}\n")
+        best = f"the layout predicted to be the fastest is number {best_of(found)} of {len(found)}"
+        print(f"{what}{ranks} ranks: {best}\n", flush=True)
         rows += found
     late = sum(abs(row.late) <= TIME for row in rows)
     exact, full = sum(row.exact for row in rows), sum(abs(row.full) <= MEMORY for row in rows)
@@ -196,13 +201,20 @@ def _placed(json_file: Path | None) -> int:
 
     origin, rows = provenance(), []
     print(summary(origin), "", "orders of axes, innermost first; seconds of a step on emulated links", sep="\n")
-    for nodes in (2, 4):
-        for row in compare(RANKS[-1], (RANKS[-1] // nodes,)):
-            print(f"\n{row.layout}, {row.nodes} nodes")
-            for name, order in row.orders.items():
-                measured = row.measured_seconds[name]
-                print(f"  {name:<10}  {' '.join(order)}  predicted {row.seconds[name]:.3f}  measured {measured:.3f}")
-            print(f"  worst / best: predicted {row.ratio:.2f}, measured {row.measured_ratio:.2f}")
-            rows.append({**asdict(row), "ratio": row.ratio, "measured_ratio": row.measured_ratio})
+    for row in compare(RANKS[-1], [RANKS[-1] // nodes for nodes in (2, 4)], tell=_tell):
+        print(f"\n{row.layout}, {row.nodes} nodes")
+        for name, order in row.orders.items():
+            measured = (
+                f"{row.measured_seconds[name]:.3f}" if name in row.measured_seconds else "not run: as long as the best"
+            )
+            print(f"  {name:<10}  {' '.join(order)}  predicted {row.seconds[name]:.3f}  measured {measured}")
+        measured = f", measured {row.measured_ratio:.2f}" if row.measured_ratio else ""
+        print(f"  worst / best: predicted {row.ratio:.2f}{measured}", flush=True)
+        rows.append({**asdict(row), "ratio": row.ratio, "measured_ratio": row.measured_ratio})
     write_json(json_file, {"provenance": origin, "rows": rows})
     return 0
+
+
+def _tell(line: str) -> None:
+    """What runs now, for whoever waits."""
+    print(line, file=sys.stderr, flush=True)

@@ -187,9 +187,7 @@ def block_activation_bytes(
         q/k norm     2·(H + H_kv)·d* + (H + H_kv)*    inputs, the same normalised, 1 / rms
         SwiGLU       4·f    gate, silu(gate), up, their product
     experts: of a block that has some in place of the MLP, dropless, without their losses or autocast. Instead of 4·f:
-        2·k·h + 2·k·f_e + 4·shared·f_e + 2·k + 1 + E    rows in and out, gate and up; weights before and after they
-                                                        are normalised, their sum; scores
-    and k numbers of experts, 8 bytes each. (The order of rows, 16·k bytes per token, is held besides.)
+        4·shared·f_e and `mixture_activation_bytes`. (The order of rows, 16·k bytes per token, is held besides.)
     Autocast also keeps a cast of each weight. With a sliding window shorter than seq, the seq · seq mask is kept too.
     Scores never are: the kernel is fused (torch has none for a head_dim of 2).
     """
@@ -205,11 +203,26 @@ def block_activation_bytes(
     if experts:
         if autocast or moe is None or not weights == wide:
             raise ValueError("a block of experts is worked out in float32 or float64, for a model that has experts.")
-        exact += moe.num_experts + (2 * moe.top_k + 1 if moe.normalize else moe.top_k)
-        ids = moe.top_k * ID * batch * seq
-        rounded += 2 * moe.top_k * (h + moe.intermediate_size) + 4 * moe.shared_experts * moe.intermediate_size
+        tokens = batch * seq
+        mixture = mixture_activation_bytes(shape, tokens, moe.top_k * tokens, weights)
+        rounded += 4 * moe.shared_experts * moe.intermediate_size
     else:
-        ids, rounded = 0, rounded + 4 * shape.intermediate_size
+        mixture, rounded = 0, rounded + 4 * shape.intermediate_size
     mask = seq * seq if shape.sliding_window is not None and shape.sliding_window < seq else 0
     casts = (matmul_parameters(shape) - shape.vocab_size * h) // shape.num_layers if autocast else 0
-    return batch * seq * (exact * wide + rounded * compute) + (mask + casts) * compute + ids
+    return batch * seq * (exact * wide + rounded * compute) + (mask + casts) * compute + mixture
+
+
+def mixture_activation_bytes(shape: Shape, tokens: int, rows: float, itemsize: int = 4, world_size: int = 1) -> float:
+    """Bytes that routed experts keep for backward, in float32 or float64. rows: (token, expert) pairs that the experts
+    of this rank compute, k per token if it has them all; world_size: ranks that share each expert's width.
+
+        per row      h + 2·f_e           row in; gate and up
+        per token    k·h + 2·k + 1 + E   rows out; weights before and after they are normalised, their sum; scores
+    and k numbers of experts per token, 8 bytes each.
+    """
+    moe, h = shape.moe, shape.hidden_size
+    weights = 2 * moe.top_k + 1 if moe.normalize else moe.top_k
+    of_rows = rows * (h + 2 * -(-moe.intermediate_size // world_size))
+    of_tokens = tokens * (moe.top_k * h + weights + moe.num_experts)
+    return (of_rows + of_tokens) * itemsize + tokens * moe.top_k * ID

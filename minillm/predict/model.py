@@ -44,6 +44,10 @@ class ExpertShape(Protocol):
     intermediate_size: int
     shared_experts: int
     dense_layers: tuple[int, ...]
+    normalize: bool
+    bias_update_rate: float | None
+
+    def capacity(self, seq: int) -> int | None: ...
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from minillm.predict import comms
 from minillm.predict.comms import Cost
-from minillm.predict.memory import CHUNK
+from minillm.predict.memory import CHUNK, mixture_activation_bytes
 from minillm.predict.model import Shape
 
 RINGS = {
@@ -74,10 +74,13 @@ def microbatch(
     """Every collective of one forward and backward pass of `tensor_parallel`'s Transformer with its loss.
 
     itemsize: of activations; the loss works in 4 bytes or more. chunk: see `loss_chunk`; None: all tokens at once.
-    regather: see `regions.Region`. Nothing is frozen.
+    regather: see `regions.Region`. Nothing is frozen. Experts drop nothing; with ep, their rows are the mean of ranks.
     """
-    table, regions = batch * seq * shape.hidden_size, 2 * shape.num_layers
+    table, mixtures = batch * seq * shape.hidden_size, _mixtures(shape)
+    regions = 2 * shape.num_layers - mixtures
     calls = list(_sequence_calls(table, itemsize, regions, regather) if sequence else _calls(table, itemsize, regions))
+    if mixtures:
+        calls += _mixture_calls(shape, table, itemsize, mixtures, sequence)
     chunk = chunk or batch * seq
     for start in range(0, batch * seq, chunk):
         tokens = min(chunk, batch * seq - start)
@@ -109,6 +112,22 @@ def _sequence_calls(table: int, itemsize: int, regions: int, regather: bool) -> 
     yield Call("embedding", True, "all_gather", table, itemsize)
 
 
+def _mixture_calls(shape: Shape, table: int, itemsize: int, mixtures: int, sequence: bool) -> Iterator[Call]:
+    """The region lies around the experts, so that a row for each of a token's experts is reduced; around the shared
+    ones lies another. Sequence parallelism gathers what all of them read, and the gradient of what they answer."""
+    for backward in (False, True):
+        yield Call("layers", backward, "all_reduce", shape.moe.top_k * table, itemsize, mixtures)
+        if shape.moe.shared_experts:
+            yield Call("layers", backward, "all_reduce", table, itemsize, mixtures)
+        if sequence:
+            yield Call("layers", backward, "all_gather", table, itemsize, mixtures)
+
+
+def _mixtures(shape: Shape) -> int:
+    """Layers that have experts."""
+    return shape.num_layers - len(shape.moe.dense_layers) if shape.moe else 0
+
+
 def count(calls: Iterable[Call]) -> Counter[str]:
     """How many collectives of each kind, as a ledger's `calls`."""
     return sum((Counter({call.op: call.count}) for call in calls), Counter())
@@ -134,7 +153,7 @@ def expert_parameters(shape: Shape, world_size: int = 1, ep: int = 1) -> int:
     if shape.moe is None:
         return 0
     each = 3 * shape.hidden_size * -(-shape.moe.intermediate_size // world_size)
-    return (shape.num_layers - len(shape.moe.dense_layers)) * shape.moe.num_experts // ep * each
+    return _mixtures(shape) * shape.moe.num_experts // ep * each
 
 
 def parameters(shape: Shape, world_size: int, ep: int = 1) -> int:
@@ -145,9 +164,8 @@ def parameters(shape: Shape, world_size: int, ep: int = 1) -> int:
     attention = (h + shape.qkv_bias) * (q + 2 * kv) + q * h
     norms = 2 * h + (2 * shape.head_dim if shape.qk_norm else 0)
     words = -(-shape.vocab_size // t) * h * (1 if shape.tie_embeddings else 2)
-    moe, mixtures = shape.moe, 0
+    moe, mixtures = shape.moe, _mixtures(shape)
     if moe:
-        mixtures = shape.num_layers - len(moe.dense_layers)
         shared = 3 * h * -(-moe.shared_experts * moe.intermediate_size // t)
         words += mixtures * (h * moe.num_experts + shared) + expert_parameters(shape, t, ep)
     dense = (shape.num_layers - mixtures) * 3 * h * f
@@ -155,26 +173,41 @@ def parameters(shape: Shape, world_size: int, ep: int = 1) -> int:
 
 
 def block_activation_bytes(
-    shape: Shape, batch: int, seq: int, world_size: int, itemsize: int = 4, *, sequence=False, regather=True
-) -> int:
+    shape: Shape,
+    batch: int,
+    seq: int,
+    world_size: int,
+    itemsize: int = 4,
+    *,
+    sequence: bool = False,
+    regather: bool = True,
+    rows: float | None = None,
+) -> float:
     """Bytes that one block of a rank keeps for backward on the CPU: `memory.block_activation_bytes`, what lies inside
     the regions / t; sequence parallelism divides what lies between them too. itemsize: 4 or 8, without autocast.
 
     Elements per token: each norm 2H + 1 (input, the same normalised, 1 / rms), the region's input H; inside, q, output
-    and output as the projection reads it, k, v, log-sum-exp, 4F/t of SwiGLU.
+    and output as the projection reads it, k, v, log-sum-exp, 4F/t of SwiGLU. A block of experts: F of the shared ones,
+    and `memory.mixture_activation_bytes` for the `rows` that this rank's experts compute; None: k per token. Routers
+    see whole sequences, so their input is kept whole.
     """
-    t, h = world_size, shape.hidden_size
+    t, h, moe = world_size, shape.hidden_size, shape.moe
     q, kv, f = _local(shape, t)
+    mixture = whole = 0
+    if moe:
+        f, whole = -(-moe.shared_experts * moe.intermediate_size // t), h
+        rows = moe.top_k * batch * seq if rows is None else rows
+        mixture = mixture_activation_bytes(shape, batch * seq, rows, itemsize, t)
     heads, kv_heads = q // shape.head_dim, kv // shape.head_dim
     copies = 3 if heads > 1 and seq > 1 else 2
     qk_norm = 2 * (q + kv) + heads + kv_heads if shape.qk_norm else 0
     inside = copies * q + 2 * kv + heads + qk_norm + 4 * f
-    norms, inputs = 2 * (2 * h + 1), 2 * h
+    norms, inputs = 2 * (2 * h + 1), 2 * h - whole
     tokens = batch * seq
     shards = t if sequence else 1
     mask = seq * seq if shape.sliding_window is not None and shape.sliding_window < seq else 0
-    kept = norms * (tokens // shards) + inputs * (tokens // (shards if regather else 1)) + inside * tokens
-    return (kept + mask) * itemsize
+    kept = norms * (tokens // shards) + inputs * (tokens // (shards if regather else 1)) + (inside + whole) * tokens
+    return (kept + mask) * itemsize + mixture
 
 
 def activation_bytes(

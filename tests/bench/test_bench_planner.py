@@ -1,6 +1,7 @@
 """The planner held to minillm's own trainer: bytes of every axis exactly, peak memory; time is the command's affair."""
 
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from minillm.__main__ import run
 from minillm.bench import placement, planner, scaling
 from minillm.comm import Link, Topology, launch
 from minillm.measure import ledger
+from minillm.model import ModelConfig, MoEConfig
 from minillm.predict import comms
 from minillm.predict.planner import traffic, trainer, trainer_memory
 from minillm.predict.planner.clusters import Cluster, Device
@@ -22,11 +24,11 @@ def machine(ranks: int, per_node: int, **how) -> Cluster:
     return Cluster(HERE, ranks, per_node, network=1e6, latency=(1e-3, 4e-3), link_efficiency=1.0, **how)
 
 
-def check(ranks: int, chosen: list[ParallelConfig]) -> None:
+def check(ranks: int, chosen: list[ParallelConfig], model: ModelConfig = planner.MODEL) -> None:
     """Runs them once, without timing them."""
-    by_rank = launch(planner.measure, ranks, chosen, 0, timeout=planner.PATIENCE_S)
+    by_rank = launch(planner.measure, ranks, chosen, 0, model, timeout=planner.PATIENCE_S)
     for layout, found in zip(chosen, zip(*by_rank, strict=True), strict=True):
-        row = planner.row(layout, ranks, found, 0.0)
+        row = planner.row(layout, ranks, found, 0.0, model)
         assert row.exact, f"{layout}: predicted {row.bytes}, sent {row.measured_bytes}"
         assert abs(row.full) <= planner.MEMORY, f"{layout}: {row.full:+.1%} of {row.measured_peak} bytes"
 
@@ -44,8 +46,55 @@ def test_every_layout_sends_and_holds_what_is_predicted(ranks):
     check(ranks, planner.layouts(ranks))
 
 
+def test_two_ranks_of_experts_send_and_hold_what_is_predicted():
+    check(2, planner.expert_layouts(2)[::3], planner.EXPERTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=long)])
+def test_every_layout_of_experts_sends_and_holds_what_is_predicted(ranks):
+    check(ranks, planner.expert_layouts(ranks), planner.EXPERTS)
+
+
+@pytest.mark.slow
+def test_experts_with_sequence_parallelism_and_without_ep():
+    layouts = [ParallelConfig(dp=2, ep=2, tp=2, sequence=True, zero=zero, accumulate=2) for zero in (0, 3)]
+    layouts += [ParallelConfig(dp=2, tp=2, zero=zero, accumulate=2) for zero in (0, 2)]
+    layouts += [ParallelConfig(dp=4, zero=zero, accumulate=2) for zero in (3, 1)]
+    check(4, layouts, planner.EXPERTS)
+
+
 def test_thirty_layouts_are_checked():
     assert sum(len(planner.layouts(ranks)) for ranks in (2, 4, 8)) >= 30
+    found = [layout for ranks in (2, 4, 8) for layout in planner.expert_layouts(ranks)]
+    kinds = {(layout.ep, layout.zero) for layout in found}
+    assert kinds == {(ep, zero) for ep in (2, 4) for zero in range(4)}
+    assert {(layout.ep, layout.tp, layout.pp) for layout in found} >= {(2, 2, 2), (4, 2, 1), (4, 1, 2)}
+
+
+def test_equal_loads_are_what_is_assumed_without_counts():
+    plan = Layout(dp=4, ep=2, tp=2, micro_batch=2, microbatches=3)
+    half = 2 * planner.SEQ * 2 // 2  # of a rank's rows in one layer: every token has 2
+    crossing = half * 4 * 8 * 3  # layers, ranks, microbatches
+    assumed = traffic.bytes_by_axis(planner.EXPERTS, plan, planner.SEQ)
+    assert traffic.bytes_by_axis(planner.EXPERTS, plan, planner.SEQ, crossing) == assumed
+    one_more = traffic.bytes_by_axis(planner.EXPERTS, plan, planner.SEQ, crossing + 1)
+    assert one_more["ep"] - assumed["ep"] == 4 * planner.EXPERTS.hidden_size * 4
+    assert trainer_memory.of_stage(planner.EXPERTS, plan, planner.SEQ, 0, [256.0] * 4) == trainer_memory.memory(
+        planner.EXPERTS, plan, planner.SEQ
+    )
+
+
+def test_seconds_of_the_all_to_alls():
+    """Four of a layer, in three rounds each, and an all-gather of counts; the gradients of experts on copies alone."""
+    plan = Layout(dp=4, ep=4, micro_batch=2, microbatches=2, order=("tp", "cp", "pp", "dp"))
+    found = trainer.step(planner.EXPERTS, plan, machine(4, 4), planner.SEQ, trainer.Host())
+    part, counts = 2 * 64 * 2 * 64 * 4 / 4, 8 * 8
+    assert found.ep == pytest.approx(2 * 4 * (4 * 3 * (1e-3 + part / 4e6) + 3 * (1e-3 + counts / 4e6)))
+    across = trainer.step(planner.EXPERTS, plan, machine(4, 2, cards_per_ring=1), planner.SEQ, trainer.Host())
+    assert across.ep > 3.9 * found.ep
+    copies = Layout(**{**vars(plan), "ep": 2})
+    assert trainer.step(planner.EXPERTS, copies, machine(4, 4), planner.SEQ, trainer.Host()).dp > found.dp
 
 
 def test_one_ring_model():
@@ -76,6 +125,24 @@ def test_what_the_formulas_do_not_cover_is_refused(change):
         trainer_memory.memory(planner.MODEL, Layout(**change), planner.SEQ)
 
 
+@pytest.mark.parametrize(
+    ("moe", "change", "said"),
+    [
+        (None, {"dp": 2, "ep": 2}, "this model has none: use ep 1"),
+        (MoEConfig(8, 2), {"dp": 3, "ep": 3}, "ep 3 does not divide 8 experts and dp 3"),
+        (MoEConfig(8, 2), {"dp": 2, "cp": 2, "ep": 4}, "ep 4 does not divide 8 experts and dp 2"),
+        (MoEConfig(8, 2), {"dp": 2, "cp": 2, "ep": 2}, "experts beside context parallelism"),
+        (MoEConfig(8, 2, capacity_factor=1.0), {"dp": 2}, "that drop tokens"),
+        (MoEConfig(8, 2, bias_update_rate=0.1), {"dp": 2}, "or have balancing biases"),
+        (MoEConfig(8, 2, dense_layers=(0,)), {"dp": 2}, "or dense layers"),
+    ],
+)
+def test_experts_that_the_formulas_do_not_cover_are_refused(moe, change, said):
+    model = replace(planner.MODEL, moe=moe)
+    with pytest.raises(ValueError, match=said):
+        traffic.bytes_by_axis(model, Layout(**change), planner.SEQ)
+
+
 def test_seats_follow_the_order_of_axes():
     sizes = ParallelConfig(dp=2, tp=2, pp=2).axes
     assert placement.seats(sizes, ("tp", "cp", "pp", "dp")) == tuple(range(8))  # as the trainer's mesh has them
@@ -93,6 +160,26 @@ def test_the_worst_order_has_the_busiest_axis_between_nodes():
         return trainer.step(planner.MODEL, plan, here, planner.SEQ, trainer.Host()).seconds
 
     assert seconds(*AXES) < seconds("dp", "cp", "pp", "tp")
+
+
+def test_only_orders_that_are_predicted_to_differ_are_run():
+    runs = {}
+    for layout in placement.LAYOUTS:
+        row = placement.predicted(layout, machine(8, 2, cards_per_ring=1), trainer.Host())
+        runs[layout] = placement.worth_running(row)
+        assert row.ratio >= 1 and row.nodes == 4 and row.measured_ratio is None
+    assert all(names[0] == "best" for names in runs.values())
+    assert runs[ParallelConfig(dp=2, cp=4, accumulate=2)] == ["best", "two levels"]  # its ring crosses in any order
+    assert runs[ParallelConfig(dp=2, tp=2, pp=2, accumulate=4)] == ["best", "worst"]
+
+
+def test_rows_of_a_placement_come_one_by_one(monkeypatch):
+    monkeypatch.setattr(placement, "this_machine", lambda ranks, per_node: (machine(ranks, per_node), trainer.Host()))
+    monkeypatch.setattr(placement, "launch", lambda program, ranks, *arguments, **how: [1.5] * ranks)
+    told = []
+    first = next(placement.compare(8, [4], tell=told.append))
+    assert set(first.measured_seconds.values()) == {1.5} and first.measured_ratio == 1
+    assert len(told) == 1 + len(first.measured_seconds) and "4 steps of about" in told[-1]
 
 
 def summed(group) -> tuple[list[float], int, int]:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from minillm.model import ModelConfig
+from minillm.model import ModelConfig, MoEConfig
 from minillm.predict import memory, model
 from minillm.predict import tensor as predict
 
@@ -60,3 +60,26 @@ def test_activations():
     # GPT-3 on 8 ranks (96 heads of 128, 2048 tokens): Korthikanti et al. 2022, equations 1, 2, 4
     found = [predict.activation_bytes(1, 2048, 12288, 96, *options) / 1e9 for options in ((), (8,), (8, True))]
     assert found == pytest.approx([2.87, 0.58, 0.36], abs=0.01)
+
+
+def test_experts_reduce_a_row_for_each_choice():
+    shape = replace(SHAPE, moe=MoEConfig(8, 2, 6, shared_experts=1, dense_layers=(1,)))
+    calls = [call for call in predict.microbatch(shape, 2, 8) if call.part == "layers"]
+    elements = Counter()
+    for call in calls:
+        assert call.op == "all_reduce"
+        elements[call.backward] += call.count * call.elements
+    table = 2 * 8 * 16
+    assert set(elements.values()) == {4 * table + 2 * (2 + 1) * table}  # attention and an MLP; rows and shared experts
+    sequence = predict.count(call for call in predict.microbatch(shape, 2, 8, sequence=True) if call.part == "layers")
+    assert sequence == Counter(all_reduce=2 * 2 * 2, reduce_scatter=2 * 4, all_gather=3 * 4 + 2 * 2)
+
+
+def test_activations_of_experts():
+    for moe in (MoEConfig(8, 3, 6, shared_experts=2), MoEConfig(4, 1, 6, normalize=False)):
+        shape = replace(SHAPE, moe=moe)
+        whole = memory.block_activation_bytes(shape, 2, 8, experts=True)
+        assert predict.block_activation_bytes(shape, 2, 8, 1) == whole
+        row = 4 * (shape.hidden_size + 2 * 6)
+        assert predict.block_activation_bytes(shape, 2, 8, 1, rows=16 * moe.top_k + 5) - whole == 5 * row
+        assert predict.block_activation_bytes(shape, 2, 8, 2) < whole

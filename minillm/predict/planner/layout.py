@@ -133,6 +133,12 @@ def gradient_path(cluster: Cluster, layout: Layout) -> Path:
     return axis_path(cluster, layout, "dp", "cp")
 
 
+def expert_path(cluster: Cluster, layout: Layout) -> Path:
+    """Of the ranks that share the experts of a layer: neighbours in dp x cp."""
+    inner = min((layout.stride(axis) for axis in ("dp", "cp") if layout.size(axis) > 1), default=1)
+    return path(cluster, inner, layout.ep)
+
+
 def _in_node(cluster: Cluster, stride: int, size: int) -> int:
     """Ranks of a group that share a node."""
     return size if stride * size <= cluster.per_node else max(1, cluster.per_node // stride)

@@ -19,7 +19,7 @@ from minillm.predict import pipeline
 from minillm.predict.model import causal_context
 from minillm.predict.planner.architectures import Architecture
 from minillm.predict.planner.clusters import Cluster
-from minillm.predict.planner.layout import Layout, Path, axis_path, gradient_path, path
+from minillm.predict.planner.layout import Layout, Path, axis_path, expert_path, gradient_path
 from minillm.predict.planner.memory import ELEMENT, STATE, layers_per_stage, stage_parameters
 
 EXPERT_LOAD = 1.1  # tokens of the fullest expert rank / the mean
@@ -70,7 +70,7 @@ def step(model: Architecture, layout: Layout, cluster: Cluster, seq: int) -> Ste
         tp=layout.microbatches * tp,
         cp=layout.microbatches * cp,
         ep=layout.microbatches * ep,
-        bubble=_bubble(layout, microbatch),
+        bubble=bubble(layout, microbatch),
         pp=_messages(layout, axis_path(cluster, layout, "pp"), message, microbatch),
         dp=_data(model, layout, cluster, microbatch),
         optimizer=_optimizer(model, layout, cluster),
@@ -88,7 +88,8 @@ def _narrowest(model: Architecture, layout: Layout) -> float:
     return min(model.hidden_size, model.expert_intermediate or model.hidden_size) / layout.tp
 
 
-def _bubble(layout: Layout, microbatch: float) -> float:
+def bubble(layout: Layout, microbatch: float) -> float:
+    """Seconds that a stage waits in a step. microbatch: seconds of one in a stage, forward and backward."""
     if layout.schedule == "dualpipe":  # forward, input and weight gradients a third each
         third = microbatch / 3
         return max(0.0, pipeline.dualpipe_idle(layout.pp, third, 2 * third, third))
@@ -124,7 +125,7 @@ def _experts(model: Architecture, layout: Layout, cluster: Cluster, tokens: int)
     """Four all-to-alls per layer: a token once to every node that has one of its experts, then on to each inside it."""
     if layout.ep == 1:
         return 0.0
-    way = path(cluster, min(layout.stride("dp"), layout.stride("cp")), layout.ep)
+    way = expert_path(cluster, layout)
     nodes = layout.ep // way.in_node
     row = tokens / layout.tp * model.hidden_size * ELEMENT * EXPERT_LOAD
     visited = nodes * (1 - (1 - 1 / nodes) ** model.top_k)  # of the nodes, in the mean

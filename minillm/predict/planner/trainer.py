@@ -4,7 +4,8 @@
 is the same arithmetic for the program in this repository: float32, every collective waited for, one ring per group.
 `traffic.py` lists its operations, `trainer_memory.py` its peak.
 
-    microbatch of a stage   compute + tensor- and context-parallel operations (+ gathered weights, ZeRO 3)
+    microbatch of a stage   compute + tensor-, context- and expert-parallel operations (+ gathered weights, ZeRO 3);
+                            experts are asked for equally
     pipeline                M microbatches and the bubble; the first crosses every border twice, alone; of the others n
                             at a time are under way, so each adds 1/n of that, or its time on the slowest border
     gradients               one bucket: nothing is reduced before the last gradient is there
@@ -15,8 +16,8 @@ from itertools import pairwise
 
 from minillm.predict.model import Shape, causal_context, training_flops
 from minillm.predict.planner.clusters import Cluster
-from minillm.predict.planner.layout import Layout, Path, axis_path, gradient_path, path
-from minillm.predict.planner.step import Step
+from minillm.predict.planner.layout import Layout, Path, axis_path, expert_path, gradient_path, path
+from minillm.predict.planner.step import Step, bubble
 from minillm.predict.planner.traffic import message_bytes, operations, units
 
 
@@ -44,7 +45,7 @@ def step(shape: Shape, layout: Layout, cluster: Cluster, seq: int, host: Host) -
 
 def _stage(shape: Shape, layout: Layout, cluster: Cluster, seq: int, stage: int, host: Host) -> Step:
     """The step as if all stages were like this one."""
-    spent = dict.fromkeys(("tp", "cp", "pp", "dp", "all"), 0.0)
+    spent = dict.fromkeys(("tp", "cp", "ep", "pp", "dp", "expert_replicas", "all"), 0.0)
     once = dict.fromkeys(spent, 0.0)
     for each in operations(shape, layout, seq, stage):
         if each.axis == "pp" and each.op == "message":
@@ -52,25 +53,25 @@ def _stage(shape: Shape, layout: Layout, cluster: Cluster, seq: int, stage: int,
         book = spent if each.each_microbatch else once
         book[each.axis] += each.seconds(_path(cluster, layout, each.axis))
     compute = _compute(shape, layout, cluster, seq, host)
-    inner = compute + spent["tp"] + spent["cp"]
-    sharded = spent["dp"]  # ZeRO 2 and 3: in every microbatch
+    inner = compute + spent["tp"] + spent["cp"] + spent["ep"]
+    sharded = spent["dp"] + spent["expert_replicas"]  # ZeRO 2 and 3: in every microbatch
     if layout.zero == 3 and layout.pp == 1:  # while a unit computes the next one is gathered
-        blocks, _ = units(shape, layout, stage)
+        blocks = units(shape, layout, stage).blocks
         shared = _path(cluster, layout, "dp").crosses
-        elsewhere = [axis for axis in ("tp", "cp") if _path(cluster, layout, axis).crosses != shared]
+        elsewhere = [axis for axis in ("tp", "cp", "ep") if _path(cluster, layout, axis).crosses != shared]
         beside = compute + sum(spent[axis] for axis in elsewhere)  # what does not use the same links
         sharded -= min(beside, sharded) * len(blocks) / (len(blocks) + 1)
     microbatch = inner + sharded
-    count, n = layout.microbatches, layout.pp
+    count = layout.microbatches
     crossed, late = _crossing(cluster, layout, message_bytes(shape, layout, seq))
     return Step(
         compute=count * compute,
         tp=count * spent["tp"] + once["tp"],
         cp=count * spent["cp"],
-        ep=0.0,
-        bubble=(n - 1) * microbatch,
+        ep=count * spent["ep"],
+        bubble=bubble(layout, microbatch),
         pp=crossed + (count - 1) * late + once["pp"],
-        dp=count * sharded + once["dp"],
+        dp=count * sharded + once["dp"] + once["expert_replicas"],
         optimizer=once["all"],
     )
 
@@ -97,6 +98,10 @@ def _borders(cluster: Cluster, layout: Layout) -> list[Path]:
 def _path(cluster: Cluster, layout: Layout, axis: str) -> Path:
     if axis == "dp":
         return gradient_path(cluster, layout)
+    if axis == "ep":
+        return expert_path(cluster, layout)
+    if axis == "expert_replicas":
+        return path(cluster, layout.stride("dp") * layout.ep, layout.dp // layout.ep)
     if axis == "all":
         return path(cluster, 1, layout.world_size)
     return axis_path(cluster, layout, axis)
