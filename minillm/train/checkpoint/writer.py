@@ -1,12 +1,15 @@
 """A save, and the moment from which it counts.
 
     every rank     copy its parts ── training goes on ──▶
-    in a thread    └─ write rank-0001.bin, fsync, leave a note of offsets and checksums
+    in a thread    └─ make the folder, write rank-0001.bin, fsync, leave a note of offsets and checksums
     rank 0's thread   └─ all notes there? manifest, fsync, rename the folder ── now it is a checkpoint ── drop old ones
 
 Until the rename the folder has a name that no reader looks at, so a process killed at any instant leaves the checkpoint
 before it. The threads speak by files alone: collectives belong to the thread that trains. In the foreground the same
 steps run at once, and on a CPU nothing is copied.
+
+Training waits for little but the copy: the first save works out who writes what, and the later ones keep to it. Before
+each, an all-reduce of 16 bytes tells all ranks whether any of them has other parts now, and the number of the save.
 """
 
 import contextlib
@@ -24,11 +27,12 @@ import torch
 
 from minillm.comm import Group
 from minillm.files import flush, write_whole
+from minillm.parallel.placement import Placement
 from minillm.train.checkpoint.generators import generator_states
 from minillm.train.checkpoint.manifest import FILE, FOLDER, Manifest, committed, file_of, name_of, number_of
 from minillm.train.checkpoint.peer_copy import PeerCopy
-from minillm.train.checkpoint.shares import Catalogue, Piece, Share, catalogue_of, shares_of, write_parts
-from minillm.train.checkpoint.state import held, optimizer_numbers
+from minillm.train.checkpoint.shares import Piece, Share, catalogue_of, shares_of, write_parts
+from minillm.train.checkpoint.state import Held, held, optimizer_numbers
 from minillm.train.trainer import Trainer
 
 POLL_S = 0.002
@@ -76,7 +80,7 @@ class Checkpointer:
         self.stats = SaveStats(0, 0.0, 0.0, 0.0)
         self._thread: threading.Thread | None = None
         self._error: str | None = None
-        self._catalogue: Catalogue = []
+        self._kinds: dict[str, tuple[Placement, torch.dtype]] | None = None  # what the plan is for
         self._plan: list[Share] = []
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
@@ -87,14 +91,7 @@ class Checkpointer:
         self.finish()
         waited = time.perf_counter() - start
         state = held(trainer)
-        catalogue = catalogue_of(state)
-        told = self._everyone((catalogue != self._catalogue, *self._open(trainer.steps_done)))
-        if problem := next((problem for *_, problem in told if problem), None):
-            raise self._refusal(problem)
-        draft = told[0][1]
-        if any(is_new for is_new, *_ in told):
-            self._catalogue = catalogue
-            self._plan = shares_of(self._everyone(catalogue), self.rank)
+        draft = self.folder / f".{name_of(self._agreed_number(state), trainer.steps_done)}"
         pieces, copying = [share.of(state) for share in self._plan], time.perf_counter()
         if self.background or trainer.device.type != "cpu":
             pieces = self._copied(pieces, trainer.device)
@@ -119,26 +116,34 @@ class Checkpointer:
             return
         self._thread.join()
         self._thread = None
-        if problem := next((problem for problem in self._everyone(self._error) if problem), None):
-            self._error = None
-            raise self._refusal(problem)
+        (failed,) = self._most(self._error is not None)
+        if failed:
+            problems, self._error, self._kinds = self._everyone(self._error), None, None
+            raise self._refusal(next(filter(None, problems)))
 
-    # Before: a folder to write to, and what of it is this rank's.
+    # Before: the name of the folder to write to, and what of it is this rank's.
 
-    def _open(self, step: int) -> tuple[Path | None, str | None]:
-        """On rank 0, a new folder that no reader looks at, or why there is none."""
-        if self.rank:
-            return None, None
+    def _agreed_number(self, state: Held) -> int:
+        """Of this save, in the order of saving. Plans anew, on all ranks, if parts of any are not those of the plan."""
+        kinds = {name: (placement, part.dtype) for name, (part, placement) in state.items()}
+        number = 0 if self.rank else max(map(number_of, committed(self.run)), default=0) + 1
+        is_new, number = self._most(kinds != self._kinds, number)
+        if is_new:
+            placements = {name: placement for name, (placement, _) in kinds.items()}
+            told = self._everyone((catalogue_of(placements), self._cleared()))
+            if problem := next((problem for _, problem in told if problem), None):
+                raise self._refusal(problem)
+            self._kinds, self._plan = kinds, shares_of([catalogue for catalogue, _ in told], self.rank)
+        return number
+
+    def _cleared(self) -> str | None:
+        """On rank 0, before the first save and after one that failed: removes what saves have left that were killed.
+        None, or why it cannot."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for leftover in self.folder.glob(".save-*"):
+            for leftover in self.folder.glob(".save-*") if self.rank == 0 else ():
                 shutil.rmtree(leftover)
-            number = max(map(number_of, committed(self.run)), default=0) + 1
-            draft = self.folder / f".{name_of(number, step)}"
-            draft.mkdir()
-            return draft, None
         except OSError as error:
-            return None, str(error)
+            return str(error)
 
     def _copied(self, pieces: Sequence[Piece], device: torch.device) -> list[Piece]:
         """The same in host memory that stays for the next save, page-locked where a GPU copies into it."""
@@ -159,11 +164,14 @@ class Checkpointer:
 
     def _write(self, draft: Path, pieces: Sequence[Piece], about: dict[str, Any]) -> None:
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            draft.mkdir(exist_ok=True)  # of all ranks, the first makes it
             note = {"parts": self._write_parts(draft, pieces), **about}
         except Exception as error:  # a thread has nobody to raise it to
             self._error, note = str(error), {"error": str(error)}
-            file_of(draft, self.rank).unlink(missing_ok=True)  # on a full disk, room for the note
         with contextlib.suppress(OSError):
+            if "error" in note:
+                file_of(draft, self.rank).unlink(missing_ok=True)  # on a full disk, room for the note
             write_whole(_note(draft, self.rank), json.dumps(note))
         if self.rank == 0:
             try:
@@ -209,6 +217,12 @@ class Checkpointer:
 
     def _everyone(self, value: Any) -> list[Any]:
         return self.group.gather_objects(value) if self.group else [value]
+
+    def _most(self, *values: int) -> list[int]:
+        """The largest of each value over all ranks."""
+        if self.group is None:
+            return list(values)
+        return self.group.all_reduce(torch.tensor(values, dtype=torch.int64, device=self.group.device), "max").tolist()
 
 
 def _note(draft: Path, rank: int) -> Path:
