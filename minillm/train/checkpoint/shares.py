@@ -49,7 +49,7 @@ class Share:
 
     def of(self, state: Held) -> Piece:
         flat = state[self.name][0].reshape(-1)
-        flat = self.cut.cut(flat) if self.cut else flat
+        flat = flat.narrow(0, self.cut.start, self.cut.stop - self.cut.start) if self.cut else flat
         if self.runs:
             at = zip(self.runs.part.tolist(), self.runs.length.tolist(), strict=True)
             flat = torch.cat([flat[start : start + length] for start, length in at])

@@ -13,17 +13,19 @@ each, an all-reduce of 16 bytes tells all ranks whether any of them has other pa
 """
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from minillm.comm import Group
 from minillm.files import flush, write_whole
@@ -82,7 +84,7 @@ class Checkpointer:
         self._error: str | None = None
         self._kinds: dict[str, tuple[Placement, torch.dtype]] | None = None  # what the plan is for
         self._plan: list[Share] = []
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._places: list[Tensor] = []  # where copies of the plan's shares go
 
     def save(self, trainer: Trainer) -> None:
         """Every rank calls it. OSError if the disk refuses, or had refused the save before this one: the checkpoints
@@ -133,7 +135,8 @@ class Checkpointer:
             told = self._everyone((catalogue_of(placements), self._cleared()))
             if problem := next((problem for _, problem in told if problem), None):
                 raise self._refusal(problem)
-            self._kinds, self._plan = kinds, shares_of([catalogue for catalogue, _ in told], self.rank)
+            self._kinds, self._places = kinds, []
+            self._plan = shares_of([catalogue for catalogue, _ in told], self.rank)
         return number
 
     def _cleared(self) -> str | None:
@@ -146,19 +149,13 @@ class Checkpointer:
             return str(error)
 
     def _copied(self, pieces: Sequence[Piece], device: torch.device) -> list[Piece]:
-        """The same in host memory that stays for the next save, page-locked where a GPU copies into it."""
-        nbytes = sum(-(-piece.content.nbytes // 8) * 8 for piece in pieces)
-        if self._buffer.numel() != nbytes:
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        found, start = [], 0
-        for piece in pieces:
-            place = self._buffer[start : start + piece.content.nbytes].view(piece.content.dtype)
+        """The same in host memory that stays for the next save."""
+        self._places = self._places or _host_memory([piece.content for piece in pieces], device)
+        for place, piece in zip(self._places, pieces, strict=True):
             place.copy_(piece.content, non_blocking=True)
-            found.append(replace(piece, content=place))
-            start += -(-place.nbytes // 8) * 8
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-        return found
+        return [Piece(piece.name, piece.placement, place) for place, piece in zip(self._places, pieces, strict=True)]
 
     # In the thread: this rank's file and note, and on rank 0 all that makes a checkpoint of them.
 
@@ -223,6 +220,13 @@ class Checkpointer:
         if self.group is None:
             return list(values)
         return self.group.all_reduce(torch.tensor(values, dtype=torch.int64, device=self.group.device), "max").tolist()
+
+
+def _host_memory(like: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Tensors like these, in one block, which is page-locked where a GPU copies into it."""
+    starts = list(itertools.accumulate((-(-each.nbytes // 8) * 8 for each in like), initial=0))
+    block = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return [block[start : start + each.nbytes].view(each.dtype) for start, each in zip(starts, like, strict=False)]
 
 
 def _note(draft: Path, rank: int) -> Path:
