@@ -1,19 +1,25 @@
 """What ranks run in the tests of checkpoints: one launch saves in many layouts and restores each in all others."""
 
+import copy
 import errno
 import os
 import shutil
+import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from minillm.data import Tokens
+from minillm.measure.ledger import ledger
 from minillm.model import ModelConfig
 from minillm.model.config import MoEConfig
 from minillm.train import SingleDevice, TrainConfig, Trainer
-from minillm.train.checkpoint import peer_copy, shares
+from minillm.train.checkpoint import peer_copy, reader, shares
 from minillm.train.checkpoint.manifest import committed
 from minillm.train.checkpoint.peer_copy import PeerCopy
 from minillm.train.checkpoint.reader import has_checkpoint, read_whole, restore
@@ -109,6 +115,83 @@ def _spoil(ours: Trainer) -> None:
     ours.steps_done = 0
 
 
+def saves_in_a_row(group, folder: Path) -> dict[str, object]:
+    """Background saves of replicas, of which one fails. Of each: the checkpoint, names that differ from what the
+    trainer held, and this rank's collectives while training waited."""
+    torch.set_num_threads(1)
+    shares.SPLIT_FROM, found = 16, {}
+    parallel = make_strategy(group, ParallelConfig(dp=group.world_size))
+    ours = trainer(parallel, batch_size=1, accumulate=WINDOWS // group.world_size, steps=40)
+    killed = folder / "checkpoints/.save-0001-step-1"  # of a job that was killed when all ranks had left their notes
+    if group.rank == 0:
+        killed.mkdir(parents=True)
+        [(killed / f"rank-{rank:04d}.json").write_text('{"error": "an old note"}') for rank in range(group.world_size)]
+    group.barrier()
+    saver = Checkpointer(folder, group, background=True)
+
+    def save(name: str, before: Callable[[], object] = lambda: None) -> None:
+        ours.step()
+        before()
+        with ledger() as led:
+            saver.save(ours)
+        state = {name: part.clone() for name, (part, _) in held(ours).items()}
+        ours.step()  # while the save is written
+        saver.finish()
+        whole = read_whole(committed(folder)[-1])[1]
+        wrong = [name for name, part in state.items() if not torch.equal(part, whole[name])]
+        found[name] = (committed(folder)[-1].name, wrong, [(event.op, event.shape) for event in led.events])
+        group.barrier()
+
+    def lose_a_state() -> None:
+        """As of an expert that has seen no token on this rank."""
+        if group.rank == 1:
+            del ours.optimizer.state[next(iter(ours.model.parameters()))]
+
+    save("first")
+    save("same parts")
+    save("other tensors", lambda: ours._unlearn(copy.deepcopy(ours._learnt())))  # as after a rollback
+    save("other parts", lose_a_state)
+    restore(ours, folder)  # the rank has again what the other one had
+    if group.rank == 1:
+        saver._write_parts = _no_room
+    try:
+        save("full disk")
+    except OSError as error:
+        found["refused"] = str(error)
+    vars(saver).pop("_write_parts", None)
+    group.barrier()
+    save("room again")
+    return found | {"left": sorted(path.name for path in saver.folder.iterdir())}
+
+
+def restored_together(group, folder: Path) -> tuple[int, list[str | None]]:
+    """Restores of replicas: of how many bytes this rank has computed the checksum; then what it says to a flipped bit,
+    and to the same bit flipped back, for some bits of each file."""
+    torch.set_num_threads(1)
+    shares.SPLIT_FROM, checked, said, draw = 16, [], [], Random(0)
+    ours = _spread(group, ParallelConfig(dp=group.world_size))
+    ours.step()
+    Checkpointer(folder, group).save(ours)
+    reader.zlib = SimpleNamespace(crc32=lambda data: checked.append(len(data)) or zlib.crc32(data))
+    restore(ours, folder)
+    first = sum(checked)
+    for path in sorted(committed(folder)[-1].glob("*.bin")) * 4:
+        at, bit = draw.randrange(path.stat().st_size), 1 << draw.randrange(8)
+        for _ in range(2):
+            group.barrier()
+            if group.rank == 0:
+                data = bytearray(path.read_bytes())
+                data[at] ^= bit
+                path.write_bytes(data)
+            group.barrier()
+            try:
+                restore(ours, folder)
+                said.append(None)
+            except ValueError as error:
+                said.append(str(error))
+    return first, said
+
+
 LONG = 4000  # steps, more than any attempt takes
 
 
@@ -150,9 +233,16 @@ def with_copies_in_memory(group, folder: Path, nodes: list[Path]) -> dict[str, o
     saver.finish()
     losses = [ours.step().loss for _ in range(2)]
     saved = committed(run)[-1]
+
+    def spoil_disk() -> None:
+        [path.write_bytes(bytes(path.stat().st_size)) for path in saved.iterdir()]
+
+    def mend_disk() -> None:
+        [shutil.copy(path, saved) for path in (aside / saved.name).iterdir()]
+
     if group.rank == 0:
         shutil.copytree(saved, aside / saved.name)
-        [path.write_bytes(bytes(path.stat().st_size)) for path in saved.iterdir()]
+        spoil_disk()
     group.barrier()
     found["held"] = {file.name: file.stat().st_size for file in (peers.place / saved.name).iterdir()}
     whole = read_whole(aside / saved.name)[1]
@@ -173,11 +263,15 @@ def with_copies_in_memory(group, folder: Path, nodes: list[Path]) -> dict[str, o
         group.barrier()
 
     back("ranks lost", LAYOUTS[4])
+    on_one(0, mend_disk)
+    on_one(2, _flip, peers.place / saved.name / "rank-0003.bin")
+    back("the other copy damaged", LAYOUTS[4])
+    on_one(0, spoil_disk)
     on_one(2, shutil.rmtree, nodes[1])
     back("node lost", LAYOUTS[4])
     back("node lost, tensor parallel", LAYOUTS[0])
     back("node lost, pipeline", LAYOUTS[2])
-    on_one(0, lambda: [shutil.copy(path, saved) for path in (aside / saved.name).iterdir()])
+    on_one(0, mend_disk)
     on_one(0, _flip, peers.place / saved.name / "rank-0003.bin")
     back("damaged", LAYOUTS[4])
     on_one(0, (peers.place / saved.name / "rank-0003.bin").unlink)

@@ -3,16 +3,16 @@
     this rank's part of a tensor   [      runs of the whole      ]
     parts in the files             [ rank-0000.bin ][ rank-0001.bin ]     overlap: where from, where to, how many
 
-All ranks call `restore`. Parts are read into memory of their own, every rank tells what its pieces add to the checksum
-of each part (checksum.py), and only when all of them are right does anything change in the trainer. So a refused
-checkpoint leaves the trainer as it was, on every rank.
+All ranks call `restore`. Parts are read into memory of their own; of what k ranks have read, each checks 1/k, and tells
+what that adds to the checksum of each part (checksum.py). Only when all of them are right does anything change in the
+trainer. So a refused checkpoint leaves the trainer as it was, on every rank.
 """
 
 import contextlib
 import os
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minillm.comm import Group
 from minillm.parallel.placement import Placement
 from minillm.parallel.runs import Runs, runs_of, shared
 from minillm.train.checkpoint.checksum import pieces_sum
 from minillm.train.checkpoint.generators import restore_generators
 from minillm.train.checkpoint.manifest import Damaged, Manifest, SavedPart, committed, file_of, step_of
+from minillm.train.checkpoint.shares import Owned, catalogue_of, holders
 from minillm.train.checkpoint.state import put, wanted
 from minillm.train.trainer import Trainer
 
 EARLIER = "checkpoint.pt"  # a run's only checkpoint in earlier versions
-PartKey = tuple[str, int]  # a tensor's name, which of its saved parts
-Piece = tuple[memoryview, int]  # of a saved part: where it was read to, bytes of the part that follow it
+Piece = tuple[int, memoryview, int]  # which saved part, where it was read to, bytes of the part that follow it
+Sums = dict[str, dict[int, tuple[int, int]]]  # by tensor and part: bytes checked, what they add to its checksum
 
 
 @dataclass(frozen=True)
@@ -69,29 +71,34 @@ def restore(trainer: Trainer, run: Path, *, tokenizer: str | None = None, in_mem
 def _restore(trainer: Trainer, files: "Files", tokenizer: str | None) -> Restored:
     """From these files; ValueError, Damaged or OSError on all ranks, and nothing has changed."""
     group, folder = trainer.parallel.group, files.folder
-    parts, problem, manifest = {}, None, None
+    rank = group.rank if group else 0
+    parts, needs, problem, manifest = {}, {}, None, None
     try:
         manifest = files.manifest()
         trainer.check(manifest.progress)
         if tokenizer and manifest.tokenizer and tokenizer != manifest.tokenizer:
             raise ValueError(f"{folder} was trained with another tokenizer: use the same or another run.")
+        needs = wanted(trainer, manifest)
         with files:
-            for name, placement in wanted(trainer, manifest).items():
+            for name, placement in needs.items():
                 parts[name] = files.read(name, placement, manifest)
     except (ValueError, OSError) as error:
         problem = error
-    files.fetch()
-    told = group.gather_objects((problem, files.sums())) if group else [(problem, files.sums())]
-    problem = next((theirs for theirs, _ in told if theirs), None) or _wrong(
-        folder, manifest, [sums for _, sums in told]
-    )
+    told = _everyone(group, (problem, catalogue_of(needs)))
+    problem = next((theirs for theirs, _ in told if theirs), None)
+    if problem is None:
+        files.fetch()
+        who = holders([catalogue for _, catalogue in told])
+        told = _everyone(group, files.sums(_to_check(who, rank, files.on_disk)))
+        differing = None if files.on_disk else _differing(folder, manifest, who, told)
+        problem = _wrong(folder, manifest, told) or differing
     if isinstance(problem, Damaged | OSError):
         raise problem
     if problem:
         raise ValueError(f"{folder}: {problem}" if str(problem).startswith("it ") else str(problem))
     trainer.resume_at(manifest.progress)
     put(trainer, parts, manifest)
-    states, rank = manifest.generators, group.rank if group else 0
+    states = manifest.generators
     restore_generators(states[rank % len(states)], trainer.device)
     bytes_read = files.bytes_read if files.on_disk else 0
     return Restored(folder, manifest.step, bytes_read, sum(part.nbytes for part in parts.values()))
@@ -102,7 +109,7 @@ def read_whole(folder: Path) -> tuple[Manifest, dict[str, Tensor]]:
     with Files(folder) as files:
         manifest = files.manifest()
         tensors = {name: files.read(name, Placement(saved.shape), manifest) for name, saved in manifest.tensors.items()}
-    if problem := _wrong(folder, manifest, [files.sums()]):
+    if problem := _wrong(folder, manifest, [files.sums(dict.fromkeys(tensors, (0, 1)))]):
         raise problem
     return manifest, tensors
 
@@ -125,7 +132,7 @@ class Files:
     def __init__(self, folder: Path) -> None:
         self.folder, self.bytes_read = folder, 0
         self._open: dict[int, int] = {}
-        self._pieces: list[tuple[PartKey, Piece]] = []
+        self._pieces: dict[str, list[Piece]] = {}  # by tensor
 
     def __enter__(self) -> "Files":
         return self
@@ -150,18 +157,18 @@ class Files:
         make = torch.empty if mine.numel == placement.part_shape.numel() else torch.zeros
         part = make(placement.part_shape, dtype=saved.dtype)
         into = part.reshape(-1).view(torch.uint8).numpy()
-        found = 0
+        pieces = self._pieces[name] = []
         for index, source in enumerate(saved.parts):
             read = self._read_shared(source, mine, into, saved.dtype.itemsize)
-            found += sum(len(piece) for piece, _ in read)
-            if placement.is_counted:
-                self._pieces += [((name, index), piece) for piece in read]
-        if found != mine.numel * saved.dtype.itemsize:
+            pieces += [(index, data, after) for data, after in read]
+        if sum(len(data) for _, data, _ in pieces) != mine.numel * saved.dtype.itemsize:
             raise Damaged(f"{self.folder} is damaged: its manifest has not all of {name}.")
         return part
 
-    def _read_shared(self, source: SavedPart, mine: Runs, into: np.ndarray, itemsize: int) -> list[Piece]:
-        """Copies what a saved part has of mine, run by run."""
+    def _read_shared(
+        self, source: SavedPart, mine: Runs, into: np.ndarray, itemsize: int
+    ) -> list[tuple[memoryview, int]]:
+        """Copies what a saved part has of mine, run by run: where to, and bytes of the part that follow."""
         pieces, data = [], memoryview(into)
         starts, places, lengths = (each * itemsize for each in shared(mine, runs_of(source.placement)))
         for start, place, length in zip(starts.tolist(), places.tolist(), lengths.tolist(), strict=True):
@@ -181,22 +188,57 @@ class Files:
             done += count
         self.bytes_read += done
 
-    def sums(self) -> dict[PartKey, tuple[int, int]]:
-        """Of each part that this rank counts: bytes read, and what they add to its checksum."""
-        found: dict[PartKey, tuple[int, int]] = {}
-        after = np.array([after for _, (_, after) in self._pieces], dtype=np.uint64)
-        checksums = np.array([zlib.crc32(piece) for _, (piece, _) in self._pieces], dtype=np.uint32)
-        for (key, (piece, _)), more in zip(self._pieces, pieces_sum(checksums, after).tolist(), strict=True):
-            nbytes, total = found.get(key, (0, 0))
-            found[key] = (nbytes + len(piece), total ^ more)
+    def sums(self, to_check: Mapping[str, tuple[int, int]]) -> Sums:
+        """to_check: by tensor, i and k: the i-th of k equal shares of what was read."""
+        pieces = [(name, piece) for name, share in to_check.items() for piece in _share(self._pieces[name], *share)]
+        after = np.array([after for _, (*_, after) in pieces], dtype=np.uint64)
+        checksums = np.array([zlib.crc32(data) for _, (_, data, _) in pieces], dtype=np.uint32)
+        found: Sums = {}
+        for (name, (index, data, _)), more in zip(pieces, pieces_sum(checksums, after).tolist(), strict=True):
+            of_parts = found.setdefault(name, {})
+            nbytes, total = of_parts.get(index, (0, 0))
+            of_parts[index] = (nbytes + len(data), total ^ more)
         return found
 
 
-def _wrong(folder: Path, manifest: Manifest, told: list[Mapping[PartKey, tuple[int, int]]]) -> ValueError | None:
+def _share(pieces: Sequence[Piece], turn: int, count: int) -> Iterator[Piece]:
+    """The turn-th of `count` equal shares of their bytes."""
+    nbytes = sum(len(data) for _, data, _ in pieces)
+    low, high = nbytes * turn // count, nbytes * (turn + 1) // count
+    for index, data, after in pieces:
+        start, stop = max(low, 0), min(high, len(data))
+        if start < stop:
+            yield index, data[start:stop], after + len(data) - stop
+        low, high = low - len(data), high - len(data)
+
+
+def _to_check(who: Mapping[Owned, list[int]], rank: int, is_shared: bool) -> dict[str, tuple[int, int]]:
+    """For `sums`, of each tensor that this rank has read. who: the ranks that have each part; is_shared: they have read
+    the same bytes, so each checks a share. The copies of nodes are not the same bytes: each rank checks all of its."""
+    same = {name: ranks for (name, _), ranks in who.items() if rank in ranks}
+    return {name: (ranks.index(rank), len(ranks)) if is_shared else (0, 1) for name, ranks in same.items()}
+
+
+def _differing(
+    folder: Path, manifest: Manifest, who: Mapping[Owned, list[int]], told: Sequence[Sums]
+) -> Damaged | None:
+    """A part of which a rank has read other bytes than the first rank that has it. What is left in `told` is what the
+    first ones say."""
+    found = None
+    for (name, _), (first, *others) in who.items():
+        for rank in others:
+            theirs = told[rank].pop(name, {})
+            for index in (index for index, sums in told[first].get(name, {}).items() if theirs.get(index) != sums):
+                path = file_of(folder, manifest.tensors[name].parts[index].rank)
+                found = Damaged(f"{path} is damaged where rank {rank} reads it: the checksum of {name} differs.")
+    return found
+
+
+def _wrong(folder: Path, manifest: Manifest, told: Sequence[Sums]) -> ValueError | None:
     """The first part whose checksum differs, or that is not all needed; None if everything is right."""
     for name, tensor in manifest.tensors.items():
         for index, part in enumerate(tensor.parts):
-            seen = [sums[name, index] for sums in told if (name, index) in sums]
+            seen = [sums[name][index] for sums in told if index in sums.get(name, ())]
             if sum(nbytes for nbytes, _ in seen) != part.nbytes:
                 return ValueError(f"it is of another model: nothing here needs its {name}")
             total = 0
@@ -218,11 +260,14 @@ def _latest(run: Path) -> Path | ValueError:
 
 def _agreed(trainer: Trainer, chosen: Any) -> Path:
     """What rank 0 has chosen. ValueError if that is a problem."""
-    group = trainer.parallel.group
-    chosen = group.gather_objects(chosen)[0] if group else chosen
+    chosen = _everyone(trainer.parallel.group, chosen)[0]
     if isinstance(chosen, ValueError):
         raise chosen
     return chosen
+
+
+def _everyone(group: Group | None, value: Any) -> list[Any]:
+    return group.gather_objects(value) if group else [value]
 
 
 def _offer(run: Path, refused: Path) -> str:

@@ -9,7 +9,7 @@ All ranks work it out from the same catalogues, so nobody has to be told. A rank
 
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -49,21 +49,21 @@ class Share:
 
     def of(self, state: Held) -> Piece:
         flat = state[self.name][0].reshape(-1)
-        flat = self.cut.cut(flat) if self.cut else flat
+        flat = flat.narrow(0, self.cut.start, self.cut.stop - self.cut.start) if self.cut else flat
         if self.runs:
             at = zip(self.runs.part.tolist(), self.runs.length.tolist(), strict=True)
             flat = torch.cat([flat[start : start + length] for start, length in at])
         return Piece(self.name, self.placement, flat)
 
 
-def catalogue_of(state: Held) -> Catalogue:
-    return [((name, _bare(placement)), placement.is_counted) for name, (_, placement) in state.items()]
+def catalogue_of(placements: Mapping[str, Placement]) -> Catalogue:
+    return [((name, _bare(placement)), placement.is_counted) for name, placement in placements.items()]
 
 
 def shares_of(catalogues: Sequence[Catalogue], rank: int) -> list[Share]:
     """catalogues: of all ranks. What of all that this rank has is its to write."""
     found, turn = [], 0
-    for (name, placement), ranks in _holders(catalogues).items():
+    for (name, placement), ranks in holders(catalogues).items():
         cut, numel = None, placement.part_shape.numel()
         if len(ranks) > 1 and numel >= SPLIT_FROM:
             writers = ranks
@@ -83,6 +83,18 @@ def shares_of(catalogues: Sequence[Catalogue], rank: int) -> list[Share]:
     return found
 
 
+def holders(catalogues: Sequence[Catalogue]) -> dict[Owned, list[int]]:
+    """By part, the ranks that have it. Where copies of a tensor are cut in different ways, only the parts of the copy
+    that counts: the ends of a pipeline shard a tied embedding each for itself."""
+    counted = {owned for theirs in catalogues for owned, is_counted in theirs if is_counted}
+    found: dict[Owned, list[int]] = {}
+    for rank, theirs in enumerate(catalogues):
+        for owned, _ in theirs:
+            if owned in counted:
+                found.setdefault(owned, []).append(rank)
+    return found
+
+
 def write_parts(path: Path, rank: int, pieces: Sequence[Piece]) -> list[list[Any]]:
     """The rank's file, on the disk when this returns; name, dtype and `SavedPart` of each piece, as a manifest has
     them."""
@@ -96,18 +108,6 @@ def write_parts(path: Path, rank: int, pieces: Sequence[Piece]) -> list[list[Any
             found.append([piece.name, SavedTensor(piece.content.dtype, piece.placement.shape, (saved,)).to_json()])
         file.flush()
         os.fsync(file.fileno())
-    return found
-
-
-def _holders(catalogues: Sequence[Catalogue]) -> dict[Owned, list[int]]:
-    """By part, the ranks that have it. Where copies of a tensor are cut in different ways, only the parts of the copy
-    that counts: the ends of a pipeline shard a tied embedding each for itself."""
-    counted = {owned for theirs in catalogues for owned, is_counted in theirs if is_counted}
-    found: dict[Owned, list[int]] = {}
-    for rank, theirs in enumerate(catalogues):
-        for owned, _ in theirs:
-            if owned in counted:
-                found.setdefault(owned, []).append(rank)
     return found
 
 

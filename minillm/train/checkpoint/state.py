@@ -27,7 +27,8 @@ Held = dict[str, tuple[Tensor, Placement]]
 def held(trainer: Trainer) -> Held:
     """All tensors that this rank has, whole or in part; no communication. Weights in another dtype than the model's
     are copies."""
-    weights, stepped, dtype = trainer.parallel.held(), _stepped_placements(trainer), trainer.precision.weights
+    weights, dtype = trainer.parallel.held(), trainer.precision.weights
+    stepped = _stepped_placements(trainer, weights)
     found: Held = {_key("model", name): (part.to(dtype), placement) for name, (part, placement) in weights.items()}
     found |= {_key("model", name): held for name, held in trainer.parallel.held_buffers().items()}
     state = trainer.updater.sharded_state_dict()
@@ -59,9 +60,9 @@ def optimizer_numbers(trainer: Trainer) -> dict[str, Any]:
 
 def wanted(trainer: Trainer, manifest: Manifest) -> dict[str, Placement]:
     """Which part of which saved tensor this rank needs. ValueError if the checkpoint is of another model."""
-    found = {_key("model", name): placement for name, (_, placement) in trainer.parallel.held().items()}
-    found |= {_key("model", name): placement for name, (_, placement) in trainer.parallel.held_buffers().items()}
-    stepped, masters = _stepped_placements(trainer), trainer.updater.sharded_state_dict()["masters"]
+    weights, buffers = trainer.parallel.held(), trainer.parallel.held_buffers()
+    found = {_key("model", name): placement for name, (_, placement) in (weights | buffers).items()}
+    stepped, masters = _stepped_placements(trainer, weights), trainer.updater.sharded_state_dict()["masters"]
     keys = {name.split("/")[1] for name in manifest.tensors if name.startswith("optimizer/")}
     for name in itertools.chain(*_names(trainer)):
         keyed = {_key("optimizer", key, name): stepped[name] for key in keys}
@@ -109,11 +110,9 @@ def _entries(trainer: Trainer, state: dict[str, Any]) -> Iterator[tuple[str, dic
     return ((name, entry, kept) for name, entry in entries.items())
 
 
-def _stepped_placements(trainer: Trainer) -> dict[str, Placement]:
+def _stepped_placements(trainer: Trainer, weights: Held) -> dict[str, Placement]:
     """Of what is stepped: where the weights are, but for shards of them."""
-    return {name: placement for name, (_, placement) in trainer.parallel.held().items()} | dict(
-        trainer.updater.placements
-    )
+    return {name: placement for name, (_, placement) in weights.items()} | dict(trainer.updater.placements)
 
 
 def _key(*words: str) -> str:

@@ -1,34 +1,40 @@
 """A save, and the moment from which it counts.
 
     every rank     copy its parts ── training goes on ──▶
-    in a thread    └─ write rank-0001.bin, fsync, leave a note of offsets and checksums
+    in a thread    └─ make the folder, write rank-0001.bin, fsync, leave a note of offsets and checksums
     rank 0's thread   └─ all notes there? manifest, fsync, rename the folder ── now it is a checkpoint ── drop old ones
 
 Until the rename the folder has a name that no reader looks at, so a process killed at any instant leaves the checkpoint
 before it. The threads speak by files alone: collectives belong to the thread that trains. In the foreground the same
 steps run at once, and on a CPU nothing is copied.
+
+Training waits for little but the copy: the first save works out who writes what, and the later ones keep to it. Before
+each, an all-reduce of 16 bytes tells all ranks whether any of them has other parts now, and the number of the save.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from minillm.comm import Group
 from minillm.files import flush, write_whole
+from minillm.parallel.placement import Placement
 from minillm.train.checkpoint.generators import generator_states
 from minillm.train.checkpoint.manifest import FILE, FOLDER, Manifest, committed, file_of, name_of, number_of
 from minillm.train.checkpoint.peer_copy import PeerCopy
-from minillm.train.checkpoint.shares import Catalogue, Piece, Share, catalogue_of, shares_of, write_parts
-from minillm.train.checkpoint.state import held, optimizer_numbers
+from minillm.train.checkpoint.shares import Piece, Share, catalogue_of, shares_of, write_parts
+from minillm.train.checkpoint.state import Held, held, optimizer_numbers
 from minillm.train.trainer import Trainer
 
 POLL_S = 0.002
@@ -76,9 +82,9 @@ class Checkpointer:
         self.stats = SaveStats(0, 0.0, 0.0, 0.0)
         self._thread: threading.Thread | None = None
         self._error: str | None = None
-        self._catalogue: Catalogue = []
+        self._kinds: dict[str, tuple[Placement, torch.dtype]] | None = None  # what the plan is for
         self._plan: list[Share] = []
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._places: list[Tensor] = []  # where copies of the plan's shares go
 
     def save(self, trainer: Trainer) -> None:
         """Every rank calls it. OSError if the disk refuses, or had refused the save before this one: the checkpoints
@@ -87,14 +93,7 @@ class Checkpointer:
         self.finish()
         waited = time.perf_counter() - start
         state = held(trainer)
-        catalogue = catalogue_of(state)
-        told = self._everyone((catalogue != self._catalogue, *self._open(trainer.steps_done)))
-        if problem := next((problem for *_, problem in told if problem), None):
-            raise self._refusal(problem)
-        draft = told[0][1]
-        if any(is_new for is_new, *_ in told):
-            self._catalogue = catalogue
-            self._plan = shares_of(self._everyone(catalogue), self.rank)
+        draft = self.folder / f".{name_of(self._agreed_number(state), trainer.steps_done)}"
         pieces, copying = [share.of(state) for share in self._plan], time.perf_counter()
         if self.background or trainer.device.type != "cpu":
             pieces = self._copied(pieces, trainer.device)
@@ -119,51 +118,57 @@ class Checkpointer:
             return
         self._thread.join()
         self._thread = None
-        if problem := next((problem for problem in self._everyone(self._error) if problem), None):
-            self._error = None
-            raise self._refusal(problem)
+        (failed,) = self._most(self._error is not None)
+        if failed:
+            problems, self._error, self._kinds = self._everyone(self._error), None, None
+            raise self._refusal(next(filter(None, problems)))
 
-    # Before: a folder to write to, and what of it is this rank's.
+    # Before: the name of the folder to write to, and what of it is this rank's.
 
-    def _open(self, step: int) -> tuple[Path | None, str | None]:
-        """On rank 0, a new folder that no reader looks at, or why there is none."""
-        if self.rank:
-            return None, None
+    def _agreed_number(self, state: Held) -> int:
+        """Of this save, in the order of saving. Plans anew, on all ranks, if parts of any are not those of the plan."""
+        kinds = {name: (placement, part.dtype) for name, (part, placement) in state.items()}
+        number = 0 if self.rank else max(map(number_of, committed(self.run)), default=0) + 1
+        is_new, number = self._most(kinds != self._kinds, number)
+        if is_new:
+            placements = {name: placement for name, (placement, _) in kinds.items()}
+            told = self._everyone((catalogue_of(placements), self._cleared()))
+            if problem := next((problem for _, problem in told if problem), None):
+                raise self._refusal(problem)
+            self._kinds, self._places = kinds, []
+            self._plan = shares_of([catalogue for catalogue, _ in told], self.rank)
+        return number
+
+    def _cleared(self) -> str | None:
+        """On rank 0, before the first save and after one that failed: removes what saves have left that were killed.
+        None, or why it cannot."""
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for leftover in self.folder.glob(".save-*"):
+            for leftover in self.folder.glob(".save-*") if self.rank == 0 else ():
                 shutil.rmtree(leftover)
-            number = max(map(number_of, committed(self.run)), default=0) + 1
-            draft = self.folder / f".{name_of(number, step)}"
-            draft.mkdir()
-            return draft, None
         except OSError as error:
-            return None, str(error)
+            return str(error)
 
     def _copied(self, pieces: Sequence[Piece], device: torch.device) -> list[Piece]:
-        """The same in host memory that stays for the next save, page-locked where a GPU copies into it."""
-        nbytes = sum(-(-piece.content.nbytes // 8) * 8 for piece in pieces)
-        if self._buffer.numel() != nbytes:
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        found, start = [], 0
-        for piece in pieces:
-            place = self._buffer[start : start + piece.content.nbytes].view(piece.content.dtype)
+        """The same in host memory that stays for the next save."""
+        self._places = self._places or _host_memory([piece.content for piece in pieces], device)
+        for place, piece in zip(self._places, pieces, strict=True):
             place.copy_(piece.content, non_blocking=True)
-            found.append(replace(piece, content=place))
-            start += -(-place.nbytes // 8) * 8
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
-        return found
+        return [Piece(piece.name, piece.placement, place) for place, piece in zip(self._places, pieces, strict=True)]
 
     # In the thread: this rank's file and note, and on rank 0 all that makes a checkpoint of them.
 
     def _write(self, draft: Path, pieces: Sequence[Piece], about: dict[str, Any]) -> None:
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            draft.mkdir(exist_ok=True)  # of all ranks, the first makes it
             note = {"parts": self._write_parts(draft, pieces), **about}
         except Exception as error:  # a thread has nobody to raise it to
             self._error, note = str(error), {"error": str(error)}
-            file_of(draft, self.rank).unlink(missing_ok=True)  # on a full disk, room for the note
         with contextlib.suppress(OSError):
+            if "error" in note:
+                file_of(draft, self.rank).unlink(missing_ok=True)  # on a full disk, room for the note
             write_whole(_note(draft, self.rank), json.dumps(note))
         if self.rank == 0:
             try:
@@ -209,6 +214,19 @@ class Checkpointer:
 
     def _everyone(self, value: Any) -> list[Any]:
         return self.group.gather_objects(value) if self.group else [value]
+
+    def _most(self, *values: int) -> list[int]:
+        """The largest of each value over all ranks."""
+        if self.group is None:
+            return list(values)
+        return self.group.all_reduce(torch.tensor(values, dtype=torch.int64, device=self.group.device), "max").tolist()
+
+
+def _host_memory(like: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Tensors like these, in one block, which is page-locked where a GPU copies into it."""
+    starts = list(itertools.accumulate((-(-each.nbytes // 8) * 8 for each in like), initial=0))
+    block = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return [block[start : start + each.nbytes].view(each.dtype) for start, each in zip(starts, like, strict=False)]
 
 
 def _note(draft: Path, rank: int) -> Path:

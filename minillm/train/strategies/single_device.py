@@ -167,8 +167,12 @@ class SingleDevice:
 
     def buffers(self) -> dict[str, Tensor]:
         """Those that a checkpoint has, the same on all ranks that have them: the balance biases of routers."""
+        return {name: self.model.get_buffer(name) for name in self._buffer_names}
+
+    @functools.cached_property
+    def _buffer_names(self) -> list[str]:
         saved = self.model.state_dict()
-        return {name: buffer for name, buffer in self.model.named_buffers() if name in saved}
+        return [name for name, _ in self.model.named_buffers() if name in saved]
 
     def held_buffers(self) -> dict[str, tuple[Tensor, Placement]]:
         """As `held`; one rank of all counts each."""
