@@ -9,6 +9,7 @@ import contextlib
 import io
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -163,6 +164,7 @@ def cut(place, monkeypatch):
     }.items():
         for name, instead in names.items():
             monkeypatch.setattr(f"minillm.cli.{module}.{name}", instead)
+    monkeypatch.setattr("minillm.serve.compiled.compile_blocks", accept)
     monkeypatch.setattr("minillm.bench.scaling.this_machine", accept)  # after it has refused what cannot be
     for module, _ in BENCHES.values():
         for name in ("compare", "contestants", "side_by_side", "load_hf", "tokenize"):
@@ -236,6 +238,15 @@ def values_of(each: Parameter) -> list[str]:
     every = NEVER[each.type] + SOME[each.type]
     draw = random.Random(f"{each.command} {each.name}")
     return every if WHOLE else [draw.choice(NEVER[each.type]), draw.choice(SOME[each.type])]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_of_the_help_page_is_attacked(command, capsys, monkeypatch):
+    """However it is declared, none is left out unseen."""
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run([command, "--help"]) == 0
+    shown = re.findall(r"^\W+(--[a-z][a-z0-9-]*)", capsys.readouterr().out, re.MULTILINE)
+    assert {*shown} - {"--help"} == {each.flag for each in parameters(command) if each.flag}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -11,7 +11,8 @@ engine, token by token. What is different:
 
 - A sequence that says its stop is found out one step late, and what the next step computed for it is dropped. One that
   reaches its length is not computed again: that is known without its token. Both keep their seat for that step.
-- So are logits that are not finite: a request that took over blocks of that prompt meanwhile fails with it.
+- So are logits that are not finite. A step is therefore planned without the blocks that the one before it writes: no
+  other request takes them over before it is known that they are good.
 - Blocks that an answer fills are shared with others once it is known which tokens they hold (`Scheduler.publish`).
 - A row that the sampler has to do again (`Drawn.redone`) has fed the next pass a wrong token: that place is computed
   again, too, with the same random number.
@@ -66,6 +67,11 @@ class Launched:
     error: str | None = None
     raised_in: str = "the forward pass"
 
+    def written(self, block_size: int) -> frozenset[int]:
+        """The blocks that its pass writes."""
+        starts = zip(self.run.tables, self.run.starts, strict=True)
+        return frozenset(block for table, start in starts for block in table[start // block_size :])
+
 
 class AsyncScheduling:
     """The steps of an engine without speculation: drafts are made from tokens that the host knows."""
@@ -78,8 +84,10 @@ class AsyncScheduling:
     def compute(self) -> None:
         """Launches a step, if there is anything to compute, and reads the one before it."""
         llm, before, self._launched = self.llm, self._launched, None  # a step that is interrupted forgets both
-        started = llm.clock()
+        started, pool = llm.clock(), llm.scheduler.pool
+        pool.withheld = frozenset() if before is None else before.written(pool.block_size)
         plan = llm._plan(started)
+        pool.withheld = frozenset()
         step = self._launch(plan, started) if plan.batch else None
         llm._unfinished.end_cancelled()
         if before is not None:

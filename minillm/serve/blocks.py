@@ -86,6 +86,7 @@ class BlockPool:
         self._idle: OrderedDict[int, None] = OrderedDict()  # cached without a holder, the least recently used first
         self._cache: dict[Prefix, int] = {}
         self._prefix: list[Prefix | None] = [None] * self.total
+        self.withheld: frozenset[int] = frozenset()  # cached, and no lookup finds them for now
 
     @property
     def free(self) -> int:
@@ -159,7 +160,7 @@ class BlockPool:
         hits: list[int] = []
         for prefix in chain:
             block = self._cache.get(prefix)
-            if block is None:
+            if block is None or block in self.withheld:
                 break
             hits.append(block)
         return hits

@@ -72,7 +72,7 @@ class NextTokens:
         for (sequence, taken, _, _), given in zip(ready, tokens, strict=True):
             if given is None:
                 self.scheduler.pool.invalidate(run.table(sequence))
-                if taken is not None:
+                if taken is not None and taken.answer.reason is None:
                     reason = f"its logits are not finite after {sequence.num_tokens} tokens (NaN or infinite)"
                     self.unfinished.end(taken.request, "failed", reason)
         sampled, ended = 0, []

@@ -1,6 +1,8 @@
 """Asynchronous scheduling: the answers of the plain engine (all combinations are in `test_proof.py`), in another order
 of launching and reading; what is found out one step late leaves nothing behind."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from recorded import record
@@ -155,6 +157,54 @@ def test_what_is_wrong_with_one_request_ends_it_alone(monkeypatch):
     assert found[names[4]].error == "its logits are not finite after 2 tokens (NaN or infinite)"
     assert found[names[5]].error == "sampling its token 2 raised RuntimeError: no such kernel"
     llm.step()
+    nothing_left(llm)
+
+
+def test_blocks_of_a_spoilt_step_are_not_taken_over():
+    """The keys and logits of one pass are not finite, and it is read after the next step is planned."""
+    model, prompt = Transformer(CONFIG, seed=2), list(range(1, 14))
+    llm = LLM(model, block_size=4, async_scheduling=True)
+    right, calls = model.forward, iter(range(100))
+
+    def forward(*args, **kwargs):
+        logits = right(*args, **kwargs)
+        if next(calls) == 0:
+            llm.cache.pool.fill_(float("nan"))
+            logits.fill_(float("nan"))
+        return logits
+
+    model.forward = forward
+    names = [llm.add(prompt, SamplingParams(max_tokens=8))]
+    found = {output.request_id: output for output in llm.step()}
+    names.append(llm.add(prompt, SamplingParams(max_tokens=8)))
+    while llm.unfinished:
+        found |= {output.request_id: output for output in llm.step()}
+    assert found[names[0]].error == "its logits are not finite after 13 tokens (NaN or infinite)"
+    assert found[names[1]].error is None and found[names[1]].answers[0].ids == naive(prompt, 8)
+    nothing_left(llm)
+
+
+def test_what_is_dropped_after_a_stop_fails_nobody():
+    """Sample 0 stops, and the step that was launched before that was known has logits of NaN for it."""
+    free = SamplingParams(max_tokens=12, n=2, temperature=1.3, seed=5)
+    [output] = LLM(MODEL).generate([PROMPTS[0]], free)
+    first, second = (answer.ids for answer in output.answers)
+    place = next(i for i in range(2, 12) if first[i] not in first[:i] + second)
+    model = Transformer(CONFIG, seed=2)
+    right, calls = model.forward, iter(range(100))
+
+    def forward(*args, **kwargs):
+        logits = right(*args, **kwargs)
+        if next(calls) == place + 1:
+            assert logits.shape[1] == 2
+            logits[:, 0] = float("nan")
+        return logits
+
+    model.forward = forward
+    llm = LLM(model, async_scheduling=True)
+    [output] = llm.generate([PROMPTS[0]], replace(free, stop_tokens=[first[place]]))
+    assert output.error is None and [answer.reason for answer in output.answers] == ["stop", "length"]
+    assert [answer.ids for answer in output.answers] == [first[:place], second]
     nothing_left(llm)
 
 

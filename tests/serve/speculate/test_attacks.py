@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from functools import lru_cache
+from itertools import count as counting_from
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import minillm.serve
 from minillm.model import block_tables, paged
+from minillm.model.draw import Draw, sample_seed
 from minillm.model.generate import generate
-from minillm.serve import LLM, SamplingParams
+from minillm.serve import LLM, SamplingParams, compiled, sampler
+from minillm.serve.sampling import sample
 from minillm.serve.speculate import DraftModel, NGram
 from minillm.serve.speculate.eagle import Eagle
 from minillm.serve.speculate.early_exit import EarlyExit
@@ -31,6 +34,7 @@ from minillm.serve.speculate.lookahead import Lookahead
 from minillm.serve.speculate.medusa import Medusa
 
 WHOLE = os.environ.get("MINILLM_PROOF") == "all"
+ORDER_S, THREADS_S = (300, 300) if WHOLE else (0, 0)  # in which rounds begin; there is always one
 MAKE = {
     "none": lambda target, make, trained: None,
     "draft": lambda target, make, trained: DraftModel(make(seed=1), block_size=4, num_blocks=40),
@@ -40,6 +44,12 @@ MAKE = {
     "early-exit": lambda target, make, trained: EarlyExit(target, trained["early_exit"]),
     "lookahead": lambda target, make, trained: Lookahead(3),
 }
+AHEAD = {  # asynchronous scheduling, which takes no proposer
+    "async": {"async_scheduling": True},
+    "async-graphs": {"async_scheduling": True, "graphs": True},
+}
+KINDS = [*MAKE, *AHEAD]
+WARM = {"temperature": 1.2, "top_p": 0.7}
 SHARED = [1, 2, 3, 4, 0, 0, 1, 2, 4]
 PROMPTS = [SHARED + tail for tail in ([1], [2, 2], [], [3, 1, 0])] + [[0], [3, 1]]
 
@@ -68,7 +78,7 @@ class Flaky:
 def attacked(make, trained, kind, rate, seed, **options):
     """An engine of its own model. rate: of failures, in the forward pass, its logits and all the proposer does."""
     target = make()
-    proposer = MAKE[kind](target, make, trained)
+    proposer = MAKE[kind](target, make, trained) if kind in MAKE else None
     flaky = Flaky(proposer, ("propose", "observe", "answered", "forget"), rate, seed)
     right, faults = target.forward, random.Random(seed + 1)
 
@@ -83,6 +93,7 @@ def attacked(make, trained, kind, rate, seed, **options):
 
     target.forward = forward
     options = {"block_size": 4, "num_blocks": 17, "chunk": 5, "token_budget": 16, "max_num_seqs": 6} | options
+    options |= AHEAD.get(kind, {})
     if proposer is not None:
         options |= {"proposer": proposer, "k": 3}
     return LLM(target, reserve=0, **options), flaky
@@ -97,6 +108,7 @@ def nothing_left(llm):
     assert pool.free + pool.cached == pool.total
     assert not llm._samples and not llm.scheduler.running and not llm._unfinished.ended
     assert not llm._unfinished.cancelled and not llm._stepping.locked()
+    assert not pool.withheld and (llm._ahead is None or llm._ahead._launched is None)
     assert not llm.model.blocks[-1]._forward_hooks
     if llm.speculation is not None:
         proposer = llm.speculation.proposer
@@ -113,16 +125,31 @@ def forgot(llm):
 
 @pytest.fixture(scope="module")
 def naive(make_target):
+    """The answer to a prompt by the naive loop; `WARM` and sample `index` of this seed, or greedy."""
     model = make_target()
-    return lru_cache(None)(lambda number, count: list(generate(model, PROMPTS[number], count)))
+
+    @lru_cache(None)
+    @torch.no_grad()
+    def answer(number, count, stop=None, seed=None, index=0):
+        if seed is None:
+            return list(generate(model, PROMPTS[number], count, stop=stop))
+        tokens, draw, start = list(PROMPTS[number]), Draw(sample_seed(seed, index)), len(PROMPTS[number])
+        while len(tokens) < start + count:
+            token = sample(model(torch.tensor([tokens]))[0, -1], SamplingParams(**WARM), tokens, draw).id
+            if token == stop:
+                break
+            tokens.append(token)
+        return tokens[start:]
+
+    return answer
 
 
 def right(output, expected):
-    """Is what was answered right, and has what was cut short a reason?"""
-    for answer in output.answers:
-        assert answer.ids == expected[: len(answer.ids)], "a wrong token"
-        assert answer.reason != "length" or len(answer.ids) == len(expected)
-        assert (answer.reason == "failed") == (output.error is not None) or answer.reason == "length"
+    """Is what was answered right, and has what was cut short a reason? expected: of sample i."""
+    for index, answer in enumerate(output.answers):
+        full, complete = expected(index), answer.reason in ("length", "stop")
+        assert answer.ids == full[: None if complete else len(answer.ids)], "a wrong token"
+        assert complete or (answer.reason == "failed") == (output.error is not None)
 
 
 # One thread, any order of events.
@@ -132,20 +159,33 @@ class Attack(RuleBasedStateMachine):
     make = trained = naive = None  # set by the test, from its fixtures
 
     @initialize(
-        kind=st.sampled_from(list(MAKE)),
+        kind=st.sampled_from(KINDS),
         preemption=st.sampled_from(["recompute", "swap"]),
         rate=st.sampled_from([0.0, 0.1, 0.3]),
         seed=st.integers(0, 1000),
     )
     def start(self, kind, preemption, rate, seed):
-        self.llm, self.flaky = attacked(self.make, self.trained, kind, rate, seed, preemption=preemption)
+        options = {"preemption": preemption, "clock": counting_from().__next__}
+        self.llm, self.flaky = attacked(self.make, self.trained, kind, rate, seed, **options)
         self.expected, self.outputs, self.streams, self.broken = {}, {}, [], False
 
-    @rule(number=st.integers(0, 5), count=st.integers(1, 20), n=st.sampled_from([1, 1, 3]), more=st.integers(-1, 1))
-    def add(self, number, count, n, more):
+    @rule(
+        number=st.integers(0, 5),
+        count=st.integers(1, 20),
+        n=st.sampled_from([1, 1, 3]),
+        stop=st.sampled_from([None, None, 3]),
+        seed=st.sampled_from([None, 1, 2]),
+        more=st.integers(-1, 1),
+        timeout_s=st.sampled_from([None, None, 30]),
+    )
+    def add(self, number, count, n, stop, seed, more, timeout_s):
+        """Draws have the tokens of the naive loop only without a proposer."""
         if len(self.expected) - len(self.outputs) < 8:
-            name = self.llm.add(PROMPTS[number], SamplingParams(max_tokens=count, n=n), priority=more)
-            self.expected[name] = self.naive(number, count)
+            seed = seed if self.llm.speculation is None else None
+            drawn = {} if seed is None else WARM | {"seed": seed}
+            params = SamplingParams(max_tokens=count, n=n, stop_tokens=[] if stop is None else [stop], **drawn)
+            name = self.llm.add(PROMPTS[number], params, priority=more, timeout_s=timeout_s)
+            self.expected[name] = lambda index: self.naive(number, count, stop, seed, index)
 
     @rule(times=st.integers(1, 6))
     def step(self, times):
@@ -191,19 +231,19 @@ class Attack(RuleBasedStateMachine):
             cycle.append(cycle)
         del stream
 
-    @rule()
-    def interrupt(self):
+    @rule(place=st.sampled_from(["sample", "give"]))
+    def interrupt(self, place):
         def broken(*args):
-            del self.llm._next_tokens.after
+            delattr(self.llm._next_tokens, place)
             raise KeyboardInterrupt
 
-        self.llm._next_tokens.after = broken
+        setattr(self.llm._next_tokens, place, broken)
         try:
             for output in self.llm.step():  # nothing to do, or the pass itself had failed before
                 self.outputs[output.request_id] = output
         except KeyboardInterrupt:
             pass
-        self.llm._next_tokens.__dict__.pop("after", None)
+        self.llm._next_tokens.__dict__.pop(place, None)
 
     @invariant()
     def books_balance(self):
@@ -229,16 +269,26 @@ class Attack(RuleBasedStateMachine):
 
 
 @pytest.mark.slow
-def test_any_order_of_events(make_target, trained, naive):
+def test_any_order_of_events(make_target, trained, naive, monkeypatch):
+    monkeypatch.setattr(sampler, "CANDIDATES", 2)  # so that rows are sampled again
     machine = type("Attacked", (Attack,), {"make": staticmethod(make_target), "trained": trained})
     machine.naive = staticmethod(naive)
     checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
-    few = settings(
-        max_examples=600 if WHOLE else 30, stateful_step_count=30, deadline=None, suppress_health_check=checks
-    )
     case = machine.TestCase
-    case.settings = few
-    case().runTest()
+    few = {"max_examples": 30, "stateful_step_count": 30, "deadline": None, "suppress_health_check": checks}
+    case.settings = settings(derandomize=False, **few)  # each round another
+    for _ in rounds(ORDER_S):
+        case().runTest()
+
+
+def rounds(seconds):
+    """0, 1, 2, ...: as many as begin within the seconds, and one at least. Tells how many there were."""
+    due = time.monotonic() + seconds
+    for number in counting_from():
+        yield number
+        if time.monotonic() >= due:
+            print(f"{number + 1} rounds in {seconds:.0f} s", file=sys.stderr)
+            return
 
 
 # Many threads.
@@ -246,9 +296,9 @@ def test_any_order_of_events(make_target, trained, naive):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("kind", KINDS)
 def test_many_threads_with_failures_and_abandoned_streams(kind, preemption, make_target, trained, naive):
-    for seed in range(20 if WHOLE else 1):
+    for seed in rounds(THREADS_S / len(KINDS) / 2):
         llm, flaky = attacked(make_target, trained, kind, 0.04, seed, preemption=preemption)
         wrong = []
 
@@ -287,7 +337,7 @@ def act(llm, rng, naive):
     kind = rng.choice(["generate", "generate", "stream", "abandon", "cancel", "timeout"])
     if kind == "generate":
         for output in llm.generate([PROMPTS[number]] * 2, params):
-            right(output, naive(number, count))
+            right(output, lambda _: naive(number, count))
     elif kind in ("stream", "abandon"):
         stream, found = llm.stream(PROMPTS[number], params), []
         try:
@@ -355,26 +405,40 @@ class Interrupt:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["none", "draft", "medusa", "lookahead"] if WHOLE else ["none"])
-def test_an_interrupt_at_any_line_leaves_the_engine_whole(kind, make_target, trained, naive):
-    """Each line of `generate`, `stream` and `step`, over requests that preempt and fork."""
+@pytest.mark.parametrize("kind", ["none", "async-graphs", *(["draft", "medusa", "lookahead", "compiled"] * WHOLE)])
+def test_an_interrupt_at_any_line_leaves_the_engine_whole(kind, make_target, trained, naive, monkeypatch):
+    """Each line of `generate`, `stream` and `step`, over requests that preempt and fork. Compiled: its own lines.
+    Asynchronous: by default its own, and every twentieth of those that are tried without it.
+    """
+    monkeypatch.setattr(sampler, "CANDIDATES", 2)  # so that rows are sampled again
 
-    def engine():
-        return attacked(make_target, trained, kind, 0.0, 0, preemption="swap", num_blocks=9, max_num_seqs=4)[0]
+    def engine(kind=kind):
+        options = {"compile": "eager"} if kind == "compiled" else {}
+        options |= {"preemption": "swap", "num_blocks": 9, "max_num_seqs": 4}
+        return attacked(make_target, trained, kind, 0.0, 0, **options)[0]
 
     def use(llm):
-        llm.add(PROMPTS[4], SamplingParams(max_tokens=3, temperature=0.7, seed=1), request_id="added")
+        llm.add(PROMPTS[4], SamplingParams(max_tokens=3, logprobs=1, seed=1, **WARM), request_id="added")
         llm.generate(PROMPTS[:3], SamplingParams(max_tokens=9))
         for _ in llm.stream(PROMPTS[3], SamplingParams(max_tokens=4, n=2), timeout_s=1e9):
             pass
         llm.step()
 
-    counting, llm = Interrupt(most=9 if WHOLE else 1), engine()
-    with counting:
-        use(llm)
-    assert len(counting.found) > 300
+    def lines(kind):
+        counting, llm = Interrupt(most=9 if WHOLE else 1), engine(kind)
+        with counting:
+            use(llm)
+        assert len(counting.found) > 300
+        return counting.found
+
+    found = lines(kind)
+    if kind == "compiled":
+        found = [each for each in found if each[0][0] == compiled.__file__]
+    elif kind == "async-graphs" and not WHOLE:
+        known = set(lines("none"))
+        found = [each for place, each in enumerate(found) if each not in known or place % 20 == 0]
     reached = 0
-    for wanted in counting.found:
+    for wanted in found:
         llm = engine()
         try:
             with Interrupt(wanted):
@@ -388,7 +452,7 @@ def test_an_interrupt_at_any_line_leaves_the_engine_whole(kind, make_target, tra
             llm.step()
         nothing_left(llm)
         forgot(llm)
-    assert reached > len(counting.found) - 5  # all but what is kept from one engine to the next
+    assert reached > len(found) - 5  # all but what is kept from one engine to the next
 
 
 # Each fault that was found, alone.
