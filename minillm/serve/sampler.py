@@ -57,12 +57,13 @@ def sample_on_device(
     chosen = [row for row, (params, _, _) in enumerate(rows) if params.temperature > 0]
     wants = {row: params for row, (params, _, _) in enumerate(rows) if params.logprobs is not None}
     index, wanted = _upload([chosen, list(wants)], logits.device)
+    most = scores.amax(-1, keepdim=True)
     ids = flags = None if len(chosen) == len(rows) else scores.argmax(-1)
     if chosen:
-        found, certain, again = _sample_rows(scores, rows, chosen, index)
+        found, certain, again = _sample_rows(scores, most, rows, chosen, index)
         marked = torch.where(certain, found, UNCERTAIN)
         ids, flags = (found, marked) if ids is None else (ids.index_copy(0, index, each) for each in (found, marked))
-    result = SampledTokens(ids, torch.where(logits.amax(-1).isfinite(), flags, NOT_FINITE), again)
+    result = SampledTokens(ids, torch.where(most[:, 0].isfinite(), flags, NOT_FINITE), again)
     if wants:
         result.describe(wanted, wants, logits)
     return result
@@ -92,10 +93,11 @@ def _penalised(logits: Tensor, rows: Sequence[Row], sampled: Tensor | None) -> T
 
 
 def _sample_rows(
-    scores: Tensor, rows: Sequence[Row], chosen: list[int], index: Tensor
+    scores: Tensor, most: Tensor, rows: Sequence[Row], chosen: list[int], index: Tensor
 ) -> tuple[Tensor, Tensor, Callable[[list[int]], Tensor]]:
     """(ids, whether they are certain, how to sample anew those that are not) of the rows in `chosen`, [len(chosen)]
-    each: from softmax(scores / temperature) after the row's own top-k, top-p and min-p. index: `chosen`, on the device.
+    each: from softmax(scores / temperature) after the row's own top-k, top-p and min-p. most: each row's largest score;
+    index: `chosen`, on the device.
     """
     vocab_size, device = scores.shape[1], scores.device
     params = [rows[row][0] for row in chosen]
@@ -107,27 +109,31 @@ def _sample_rows(
 
     def again(uncertain: list[int]) -> Tensor:
         of_rows, of_chosen = _upload([uncertain, [chosen.index(row) for row in uncertain]], device)
-        weights = _weights(scores.index_select(0, of_rows), limits[0].index_select(0, of_chosen))
+        some = (each.index_select(0, of_rows) for each in (scores, most))
+        weights = _weights(*some, limits[0].index_select(0, of_chosen))
         return _from_likeliest(weights.shape[1], weights, *limits[1:].index_select(1, of_chosen))[0]
 
-    mine = scores if len(chosen) == len(scores) else scores.index_select(0, index)
+    if len(chosen) == len(scores):
+        mine, largest = scores, most
+    else:
+        mine, largest = (each.index_select(0, index) for each in (scores, most))
     count = ROWS_AT_ONCE if device.type == "cpu" else len(chosen)
     parts = []
     for start in range(0, len(chosen), count):
         part = slice(start, start + count)
-        weights = _weights(mine[part], limits[0, part])
+        weights = _weights(mine[part], largest[part], limits[0, part])
         parts.append(_sample_part(weights, limits[1:, part], params[part], top_k[part]))
     ids, certain = map(torch.cat, zip(*parts, strict=True))
     return ids.clamp(max=vocab_size - 1), certain, again  # behind it only for NaN
 
 
-def _weights(scores: Tensor, temperature: Tensor) -> Tensor:
-    """exp((scores - the largest) / temperature), with zeros behind up to a multiple of PIECE."""
+def _weights(scores: Tensor, most: Tensor, temperature: Tensor) -> Tensor:
+    """exp((scores - most) / temperature), with zeros behind up to a multiple of PIECE."""
     width = scores.shape[1]
     weights = scores.new_empty(len(scores), -(-width // PIECE) * PIECE)
     weights[:, width:] = 0
     inside = weights[:, :width]
-    torch.sub(scores, scores.amax(-1, keepdim=True), out=inside)
+    torch.sub(scores, most, out=inside)
     inside.div_(temperature.float()).exp_()
     return weights
 
