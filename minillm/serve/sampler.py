@@ -48,11 +48,13 @@ def sample_on_device(
     places: of each row in the logits; None = they are in this order. sampled: what placeholders in the rows' tokens
     stand for, see `model_runner.resolved`.
     """
-    if places is not None:
-        logits = logits.index_select(0, *_upload([places], logits.device))
+    index = None if places is None else _upload([places], logits.device)[0]
     if all([params.plain for params, _, _ in rows]):
         most, likeliest = logits.max(-1)
-        return SampledTokens(likeliest, torch.where(most.isfinite(), likeliest, NOT_FINITE))
+        found = likeliest, torch.where(most.isfinite(), likeliest, NOT_FINITE)
+        return SampledTokens(*(each if index is None else each.index_select(0, index) for each in found))
+    if index is not None:
+        logits = logits.index_select(0, index)
     scores, again = _penalised(logits, rows, sampled), None
     chosen = [row for row, (params, _, _) in enumerate(rows) if params.temperature > 0]
     wants = {row: params for row, (params, _, _) in enumerate(rows) if params.logprobs is not None}
@@ -107,23 +109,21 @@ def _sample_rows(
     numbers = np.array([temperature, uniforms, top_k, [each.top_p for each in params], [each.min_p for each in params]])
     limits = to_device([numbers.view(np.int64)], device)[0].view(torch.float64)[..., None]
 
-    def again(uncertain: list[int]) -> Tensor:
-        of_rows, of_chosen = _upload([uncertain, [chosen.index(row) for row in uncertain]], device)
-        some = (each.index_select(0, of_rows) for each in (scores, most))
-        weights = _weights(*some, limits[0].index_select(0, of_chosen))
-        return _from_likeliest(weights.shape[1], weights, *limits[1:].index_select(1, of_chosen))[0]
-
-    if len(chosen) == len(scores):
-        mine, largest = scores, most
-    else:
-        mine, largest = (each.index_select(0, index) for each in (scores, most))
+    if len(chosen) < len(scores):
+        scores, most = (each.index_select(0, index) for each in (scores, most))
     count = ROWS_AT_ONCE if device.type == "cpu" else len(chosen)
-    parts = []
+    weights, found = [], []  # the weights stay: what they were made of may be overwritten by the pass that follows
     for start in range(0, len(chosen), count):
         part = slice(start, start + count)
-        weights = _weights(mine[part], largest[part], limits[0, part])
-        parts.append(_sample_part(weights, limits[1:, part], params[part], top_k[part]))
-    ids, certain = map(torch.cat, zip(*parts, strict=True))
+        weights.append(_weights(scores[part], most[part], limits[0, part]))
+        found.append(_sample_part(weights[-1], limits[1:, part], params[part], top_k[part]))
+    ids, certain = map(torch.cat, zip(*found, strict=True))
+
+    def again(uncertain: list[int]) -> Tensor:
+        places = [chosen.index(row) for row in uncertain]
+        whole = torch.stack([weights[place // count][place % count] for place in places])
+        return _from_likeliest(whole.shape[1], whole, *limits[1:].index_select(1, *_upload([places], device)))[0]
+
     return ids.clamp(max=vocab_size - 1), certain, again  # behind it only for NaN
 
 
