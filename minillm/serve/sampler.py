@@ -8,14 +8,12 @@ What the host knows (who wants what, the random numbers) goes to the device firs
 for; then everything is computed there without a question back, and `SampledTokens.read` reads it.
 
 No vocabulary is sorted. A small top-k takes a row's likeliest tokens. For top-p and a large top-k, all that is needed
-is the last token that is kept, which selection by sampling finds, however flat the distribution (`_last_kept`; Floyd
-and Rivest 1975, https://doi.org/10.1145/360680.360691). Where either leaves a doubt, such as many equals at the very
-place where a row is cut, the row is sorted, once the host has read that it must be.
+is the last token that is kept, which `selection.py` finds, however flat the distribution. Where either leaves a doubt,
+such as many equals at the very place where a row is cut, the row is sorted, once the host has read that it must be.
 """
 
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,15 +21,14 @@ from torch import Tensor
 
 from minillm.model.block_tables import to_device
 from minillm.model.draw import Draw
+from minillm.serve import selection
 from minillm.serve.model_runner import resolved
 from minillm.serve.sampled import NOT_FINITE, UNCERTAIN, SampledTokens
 from minillm.serve.sampling import COLDEST, SamplingParams, Token
+from minillm.serve.selection import LastKept, last_kept, row_sum, sum_above
 
-CANDIDATES = 2048  # so many weights are sorted, about
-MARGIN = 3  # how far from its estimate the last token kept may lie, in standard deviations and more
-PIECE = 256  # weights that are summed in float32
+CANDIDATES = 2048  # a top-k below it sorts what it keeps
 ROWS_AT_ONCE = 8  # on a CPU, whose caches hold no more
-SMALLEST = torch.finfo(torch.float32).tiny
 Row = tuple[SamplingParams, Sequence[int], Draw]  # what a row's request wants; its prompt and answer so far; its draws
 
 
@@ -130,7 +127,7 @@ def _sample_rows(
 def _weights(scores: Tensor, most: Tensor, temperature: Tensor) -> Tensor:
     """exp((scores - most) / temperature), with zeros behind up to a multiple of PIECE."""
     width = scores.shape[1]
-    weights = scores.new_empty(len(scores), -(-width // PIECE) * PIECE)
+    weights = scores.new_empty(len(scores), -(-width // selection.PIECE) * selection.PIECE)
     weights[:, width:] = 0
     inside = weights[:, :width]
     torch.sub(scores, most, out=inside)
@@ -181,18 +178,6 @@ def _from_likeliest(
     return ids.gather(1, _passed(sums, uniforms * sums[:, -1:]))[:, 0], certain
 
 
-class LastKept(NamedTuple):
-    """Where a row is cut: the least weight that is kept and the last place at which an equal one is kept, and whether
-    that is certain; [rows, 1] each."""
-
-    weight: Tensor
-    place: Tensor
-    certain: Tensor
-
-    def where(self, condition: Tensor, other: "LastKept") -> "LastKept":
-        return LastKept(*(torch.where(condition, mine, its) for mine, its in zip(self, other, strict=True)))
-
-
 def _from_all(
     cuts: tuple[bool, bool, bool], weights: Tensor, uniforms: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -203,90 +188,20 @@ def _from_all(
     if not any(cuts):
         return _inverse_transform(weights, uniforms), certain[:, 0]
     last = LastKept(min_p.float(), torch.full_like(min_p, width, dtype=torch.int64), certain)
-    whole = kept = _sum(weights)
+    whole = kept = row_sum(weights)
     if some_k:
-        number = _sum_above(weights, torch.zeros_like(last.weight), counted=True)
-        found, limited = _last_kept(weights, top_k, number, counted=True), top_k.isfinite()
-        equals = top_k - _sum_above(weights, found.weight, counted=True)
-        kept = torch.where(limited, _sum_above(weights, found.weight, counted=False) + equals * found.weight, whole)
+        number = sum_above(weights, torch.zeros_like(last.weight), counted=True)
+        found, limited = last_kept(weights, top_k, number, counted=True), top_k.isfinite()
+        equals = top_k - sum_above(weights, found.weight, counted=True)
+        kept = torch.where(limited, sum_above(weights, found.weight, counted=False) + equals * found.weight, whole)
         last = found.where(limited, last)
     if some_p:
-        found = _last_kept(weights, top_p * kept, whole, counted=False)
+        found = last_kept(weights, top_p * kept, whole, counted=False)
         last = found._replace(certain=found.certain & last.certain).where(top_p < 1, last)
     if some_min_p:
         least = min_p.float()
         last = LastKept(least, torch.full_like(last.place, width), last.certain).where(least > last.weight, last)
     return _inverse_transform(weights, uniforms, last), last.certain[:, 0]
-
-
-def _last_kept(weights: Tensor, limit: Tensor, whole: Tensor, *, counted: bool) -> LastKept:
-    """The last of the largest weights, if as many are kept as it takes for their sum (counted: their number) to reach
-    limit; of equals those at the lowest places. weights: [rows, width], multiples of PIECE; limit, and whole, what all
-    sum to: [rows, 1], float64.
-
-    As in Floyd and Rivest's selection: a sorted sample tells between which two weights it lies, and only what lies
-    there is gathered and sorted. It does lie there if those above do not reach the limit and with those between they
-    do. How far is it from the sample's estimate? Counted in the sample's weights, the standard deviation is at most
-    half the root of their number, because what is not kept is no larger than the last one kept; once the sum at the
-    estimate is known, it is the root of the distance that is left.
-    """
-    (rows, width), device = weights.shape, weights.device
-    step = max(1, width // CANDIDATES)
-    sample = weights[:, step // 2 :: step]
-    size = sample.shape[1]
-    most = 2 * MARGIN * (2 + (2 * size**0.5) ** 0.5)  # of the sample's weights between the two, see below
-    room = -(-int((2 + most) * step) // PIECE) * PIECE
-    if step == 1 or 2 * room > width:
-        return _last_of_sorted(weights, limit, counted)
-    sample, rest = sample.sort(dim=1, descending=True).values, whole - limit
-    left = _masses(sample, counted).flip(1).cumsum(1).flip(1) * (width / size)  # the sum from here on, by estimate
-    kept = (left > rest).sum(-1, keepdim=True)  # of the sample
-    pivot = sample.gather(1, (kept - 1).clamp(min=0))
-    left += whole - _sum_above(weights, pivot, counted) - left.gather(1, (sample > pivot).sum(-1, keepdim=True))
-    estimate, kept = kept, (left > rest).sum(-1, keepdim=True)
-    margin = (MARGIN * (2 + (kept - estimate).abs().sqrt())).long()
-    upper = sample.gather(1, (kept - 1 - margin).clamp(min=0)).masked_fill(kept <= margin, inf)
-    lower = sample.gather(1, (kept + margin).clamp(max=size - 1)).masked_fill(kept + margin >= size, 0)
-    above = _above(weights, upper)
-    between = torch.ge(weights, lower.clamp(min=SMALLEST), out=torch.empty_like(weights)).sub_(above).bool()
-    found = torch.nonzero_static(between.flatten(), size=rows * room, fill_value=rows * width)[:, 0]
-    ends = torch.searchsorted(found, width * torch.arange(rows + 1, device=device))[:, None]
-    number, count = torch.arange(room, device=device), ends.diff(dim=0)
-    places = found[(ends[:-1] + number).clamp(max=len(found) - 1)].clamp(max=rows * width - 1)
-    inner = weights.flatten()[places] * (number < count)
-    limit = limit - _sum(above if counted else above.mul_(weights))
-    last = _last_of_sorted(inner, limit, counted)
-    place = places.gather(1, last.place) - width * torch.arange(rows, device=device)[:, None]
-    certain = last.certain & (limit > 0) & (count <= room) & (ends[1:] < len(found))
-    return LastKept(last.weight, place, certain)
-
-
-def _last_of_sorted(weights: Tensor, limit: Tensor, counted: bool) -> LastKept:
-    """The same by sorting all; certain if the limit is reached."""
-    weights, places = weights.sort(dim=1, descending=True, stable=True)
-    sums = _masses(weights, counted).cumsum(1)
-    last = torch.searchsorted(sums, limit).clamp(max=weights.shape[1] - 1)
-    return LastKept(weights.gather(1, last), places.gather(1, last), sums[:, -1:] >= limit)
-
-
-def _masses(weights: Tensor, counted: bool) -> Tensor:
-    return (weights > 0).double() if counted else weights.double()
-
-
-def _above(weights: Tensor, bound: Tensor) -> Tensor:
-    """1.0 where a weight is larger than the bound, else 0.0: a CPU compares faster to numbers than to truth values."""
-    return torch.gt(weights, bound, out=torch.empty_like(weights))
-
-
-def _sum_above(weights: Tensor, bound: Tensor, counted: bool) -> Tensor:
-    """The sum (counted: the number) of the weights that are larger than the bound, [rows, 1], float64."""
-    above = _above(weights, bound)
-    return _sum(above if counted else above.mul_(weights))
-
-
-def _sum(weights: Tensor) -> Tensor:
-    """[rows, 1], float64, of weights [rows, multiple of PIECE]; in two levels, since float64 is slow."""
-    return weights.unflatten(1, (-1, PIECE)).sum(-1).double().sum(-1, keepdim=True)
 
 
 def _inverse_transform(weights: Tensor, uniforms: Tensor, last: LastKept | None = None) -> Tensor:
@@ -296,12 +211,12 @@ def _inverse_transform(weights: Tensor, uniforms: Tensor, last: LastKept | None 
     In two levels, because a running sum in float64 over a whole vocabulary is slow: first over the sums of pieces,
     then inside the piece that was found. A weight of 0 is never chosen.
     """
-    pieces = weights.unflatten(1, (-1, PIECE))
-    inside = torch.arange(PIECE, device=weights.device)
+    pieces = weights.unflatten(1, (-1, selection.PIECE))
+    inside = torch.arange(selection.PIECE, device=weights.device)
 
     def kept(piece: Tensor) -> Tensor:
         """The weights of one piece of each row, [rows, PIECE], 0 if not kept. piece: [rows, 1]."""
-        places = piece * PIECE + inside
+        places = piece * selection.PIECE + inside
         found = weights.gather(1, places)
         if last is None:
             return found
@@ -311,7 +226,7 @@ def _inverse_transform(weights: Tensor, uniforms: Tensor, last: LastKept | None 
         sums = pieces.sum(-1)
     else:  # of equals, those up to the last one's piece, and not all of this
         number = torch.arange(pieces.shape[1], device=weights.device)
-        piece = (last.place // PIECE).clamp(0, len(number) - 1)
+        piece = (last.place // selection.PIECE).clamp(0, len(number) - 1)
         least = torch.where(number <= piece, last.weight, last.weight.nextafter(torch.full_like(last.weight, inf)))
         sums = torch.ge(pieces, least[..., None], out=torch.empty_like(pieces)).mul_(pieces).sum(-1)
         sums = sums.scatter(1, piece, kept(piece).sum(-1, keepdim=True))
@@ -320,7 +235,7 @@ def _inverse_transform(weights: Tensor, uniforms: Tensor, last: LastKept | None 
     piece = _passed(sums, target)
     before = torch.where(piece > 0, sums.gather(1, (piece - 1).clamp(min=0)), 0)
     running = before + kept(piece).double().cumsum(1)
-    return piece[:, 0] * PIECE + _passed(running, target)[:, 0]
+    return piece[:, 0] * selection.PIECE + _passed(running, target)[:, 0]
 
 
 def _passed(sums: Tensor, target: Tensor) -> Tensor:

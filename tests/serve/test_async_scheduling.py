@@ -6,11 +6,12 @@ import torch
 from recorded import record
 from test_decode_graphs import alone, served
 from test_proof import CONFIG, mixed_requests, nothing_left
+from test_sampler import take_samples
 
 from minillm.data import Tokenizer
 from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import generate
-from minillm.serve import LLM, SamplingParams, next_tokens, sampler
+from minillm.serve import LLM, SamplingParams, next_tokens
 from minillm.serve.decode_graphs import DecodeGraphs
 from minillm.serve.sampled import SampledTokens
 from minillm.serve.speculate import NGram
@@ -50,8 +51,7 @@ def test_a_step_is_launched_before_the_one_before_it_is_read(monkeypatch):
 def test_every_kind_of_draw_is_the_same(doubtful, preemption, monkeypatch):
     """Where many rows are sampled again, it is after the next pass has read the wrong token."""
     if doubtful:
-        for name, value in (("CANDIDATES", 6), ("MARGIN", 0), ("PIECE", 1)):
-            monkeypatch.setattr(sampler, name, value)
+        take_samples(monkeypatch)
     prompts, params = everything()
     redone, read = [], SampledTokens.read
     monkeypatch.setattr(SampledTokens, "read", lambda tokens: (read(tokens), redone.extend(tokens.redone))[0])

@@ -8,6 +8,7 @@ import pytest
 import torch
 from recorded import READS_BACK, record
 from test_proof import CONFIG, mixed_requests, nothing_left
+from test_sampler import take_samples
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,7 +17,7 @@ from minillm.model.block_tables import BlockTables
 from minillm.model.draw import sample_seed
 from minillm.model.generate import generate
 from minillm.model.paged import block_by_block
-from minillm.serve import LLM, SamplingParams, sampler
+from minillm.serve import LLM, SamplingParams
 from minillm.serve.decode_graphs import DecodeGraphs
 from minillm.serve.model_runner import ForwardPass
 from minillm.serve.speculate import NGram
@@ -192,8 +193,7 @@ def test_a_step_reads_back_once(kind, recording):
 
 
 def test_a_step_with_a_row_to_be_sorted_reads_back_twice(recording, monkeypatch):
-    for name, value in (("CANDIDATES", 6), ("MARGIN", 0), ("PIECE", 1)):
-        monkeypatch.setattr(sampler, name, value)
+    take_samples(monkeypatch)
     params = [SamplingParams(max_tokens=20, temperature=2.0, top_p=0.99, logprobs=2, seed=seed) for seed in range(3)]
     llm, found = LLM(Transformer(CONFIG, seed=2), graphs=True), []
     for each in params:

@@ -14,7 +14,7 @@ from minillm.data import Tokenizer
 from minillm.model import load_hf
 from minillm.model.draw import Draw, sample_seed
 from minillm.model.generate import folder_of
-from minillm.serve import SamplingParams, sampler
+from minillm.serve import SamplingParams, sampler, selection
 from minillm.serve.sampler import sample_batch, sample_on_device
 from minillm.serve.sampling import filtered, sample
 
@@ -33,6 +33,13 @@ KINDS = [
 ]
 
 
+def take_samples(patch, size=6, margin=0, piece=1):
+    """Selection by sampling where vocabularies are small; by default it often has to say that it is not certain."""
+    patch.setattr(sampler, "CANDIDATES", size)
+    for name, value in (("SAMPLE", size), ("MARGIN", margin), ("PIECE", piece)):
+        patch.setattr(selection, name, value)
+
+
 class Fixed:
     """Draws the number it is given."""
 
@@ -47,10 +54,10 @@ class Fixed:
 @pytest.mark.parametrize("candidates", [1, 3, 6, 2048])
 def test_every_token_has_its_probability(options, candidates, monkeypatch):
     """By enumeration: as the random number runs through [0, 1), each token comes up for as long as it is likely."""
-    monkeypatch.setattr(sampler, "CANDIDATES", candidates)
     if candidates == 6:  # a sample brackets the last token kept, without any margin: rows that are sorted after all
-        monkeypatch.setattr(sampler, "MARGIN", 0)
-        monkeypatch.setattr(sampler, "PIECE", 1)
+        take_samples(monkeypatch)
+    else:
+        monkeypatch.setattr(sampler, "CANDIDATES", candidates)
     steps, params = 500, SamplingParams(**options)
     for seed, vocab_size in enumerate((1, 2, 5, 7, 12, 24)):
         logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(seed)) * 2
@@ -247,10 +254,9 @@ def test_whatever_the_logits_are(data):
         rows.append((params, seen, Fixed(number)))
         right.append(tokens_that_are_right(logits[-1], params, seen, number))
     logits = torch.from_numpy(np.stack(logits))
-    for candidates, margin, piece in ((2048, 2, 256), (256, 2, 256), (64, 1, 16), (64, 0, 16)):
+    for size, margin, piece in ((2048, 2, 256), (256, 2, 256), (64, 1, 16), (64, 0, 16)):
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in (("CANDIDATES", candidates), ("MARGIN", margin), ("PIECE", piece)):
-                patch.setattr(sampler, name, value)
+            take_samples(patch, size, margin, piece)
             found = sample_batch(logits, rows)
             alone = [sample_batch(logits[row : row + 1], rows[row : row + 1])[0] for row in range(len(rows))]
         assert found == alone
