@@ -1,10 +1,13 @@
 """What a step costs beside the model: scheduling, inputs, greedy sampling, bookkeeping, at 1 to 256 sequences.
 
-A last row has prompts of 2,048 tokens: what long block tables add.
+Two rows more: prompts of 2,048 tokens, for what long block tables add, and asynchronous scheduling beside plain, for
+what its bookkeeping costs the host (what it hides behind a GPU, a CPU cannot show). The model is replaced by one whose
+logits lie ready (`ready_model.py`), so that all that is timed is the host's work. The peer is the engine of another
+checkout, named by MINILLM_PEER=/path/to/it; without one, this engine again, and the ratio says how far two equal runs
+differ.
 
-The model is replaced by one whose logits lie ready (`ready_model.py`), so that all that is timed is the host's work.
-The peer is the engine of another checkout, named by MINILLM_PEER=/path/to/it; without one, this engine again, and the
-ratio says how far two equal runs differ.
+The last rows sample with top-p from logits over Llama 3's vocabulary: the batched sampler beside the one-by-one
+reference, the same tokens, whether the nucleus is two tokens or most of the vocabulary.
 """
 
 import os
@@ -13,34 +16,62 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 import minillm
 from minillm.bench import ready_model
-from minillm.bench.harness import BenchRow, bench_row, check_repeats, side_by_side
+from minillm.bench.harness import BenchRow, bench_row, check_repeats, seconds_per_call, side_by_side
+from minillm.model.draw import Draw
+from minillm.serve.sampler import sample_batch
+from minillm.serve.sampling import SamplingParams, filtered, sample
 
 SEQUENCES, LONG = (1, 16, 64, 256), (64, 2048)
+ROWS, VOCAB, TOP_P = 64, 128_256, 0.9
+SPREADS = {"flat": 0.5, "typical": 2.5, "peaked": 8.0}  # standard deviation of the logits
 
 
 def run(repeats: int = 5, sizes: Sequence[int] = SEQUENCES) -> list[BenchRow]:
-    """A row for each number of sequences, in microseconds per step."""
+    """A row for each number of sequences, in microseconds per step; by default the others, too."""
     check_repeats(repeats)
     here = str(Path(minillm.__file__).parents[1])
     peer = os.environ.get("MINILLM_PEER", here)
     name = "this engine" if peer == here else "another checkout's engine"
-    found = []
-    rows = {f"engine overhead, {number} sequences": (number,) for number in sizes}
+    rows = [_engine_row(f"engine overhead, {n} sequences", name, (here, n), (peer, n), repeats) for n in sizes]
     if tuple(sizes) == SEQUENCES:
-        rows["engine overhead, {} sequences of {:,} tokens".format(*LONG)] = LONG
-    for title, work in rows.items():
-        ours, theirs = (lambda work=work, folder=folder: _measure(folder, *work) for folder in (here, peer))
-        compared = side_by_side(lambda: True, ours, theirs, repeats)
-        found.append(bench_row(title, name, compared, "µs per step", scale=1e6))
-    return found
+        title = "engine overhead, {} sequences of {:,} tokens".format(*LONG)
+        rows.append(_engine_row(title, name, (here, *LONG), (peer, *LONG), repeats))
+        title, plain = f"asynchronous scheduling, {LONG[0]} sequences", (here, LONG[0], ready_model.PROMPT)
+        rows.append(_engine_row(title, "without it", (*plain, 1), plain, repeats))
+        rows += [_sampler_row(kind, spread, repeats) for kind, spread in SPREADS.items()]
+    return rows
+
+
+def _engine_row(title: str, peer: str, ours: tuple, theirs: tuple, repeats: int) -> BenchRow:
+    compared = side_by_side(lambda: True, lambda: _measure(*ours), lambda: _measure(*theirs), repeats)
+    return bench_row(title, peer, compared, "µs per step", scale=1e6)
 
 
 def _measure(folder: str, *work: int) -> float:
-    """Seconds per step, in a process of its own. work: sequences, tokens of a prompt."""
+    """Seconds per step, in a process of its own. work: what `ready_model.microseconds_per_step` takes."""
     command = [sys.executable, ready_model.__file__, *map(str, work)]
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": folder}, capture_output=True, text=True)
     if done.returncode:
         raise ValueError(f"the engine in {folder} cannot be measured: {done.stderr.strip().splitlines()[-1]}")
     return float(done.stdout) / 1e6
+
+
+def _sampler_row(kind: str, spread: float, repeats: int) -> BenchRow:
+    """Milliseconds for the next tokens of ROWS sequences."""
+    logits = torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(0)) * spread
+    params = SamplingParams(temperature=1.0, top_p=TOP_P)
+    kept = int(filtered(logits[0], params, []).isfinite().sum())
+
+    def ours() -> list:
+        return sample_batch(logits, [(params, [], Draw(seed)) for seed in range(ROWS)])
+
+    def theirs() -> list:
+        return [sample(logits[seed], params, [], Draw(seed)) for seed in range(ROWS)]
+
+    compared = side_by_side(lambda: ours() == theirs(), seconds_per_call(ours), seconds_per_call(theirs), repeats)
+    title = f"top-p {TOP_P} of {ROWS} x {VOCAB:,} logits, {kind} ({kept:,} kept)"
+    return bench_row(title, "one by one", compared, "ms", scale=1e3)

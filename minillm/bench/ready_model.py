@@ -1,6 +1,7 @@
 """An engine whose model costs nothing: what is left is the host's own work. Also a script, for another checkout.
 
 PYTHONPATH=/another/checkout python minillm/bench/ready_model.py 64 2048      prints microseconds per step
+                                                       ready_model.py 64 2048 1    ... with asynchronous scheduling
 """
 
 import statistics
@@ -29,15 +30,17 @@ class ReadyModel:
         return self.ready[:, : len(rows)]
 
 
-def microseconds_per_step(sequences: int, prompt: int = PROMPT, make=LLM) -> float:
+def microseconds_per_step(sequences: int, prompt: int = PROMPT, async_scheduling: bool = False, make=LLM) -> float:
     """The median decode step of so many greedy sequences. Time is the thread's own on the processor."""
     longest = prompt + STEPS + 8
+    options = {"async_scheduling": True} if async_scheduling else {}  # an older engine does not know it
     llm = make(
         ReadyModel(longest),
         num_blocks=sequences * -(-longest // 16),
         block_size=16,
         max_num_seqs=sequences,
         token_budget=sequences * (prompt + 1),
+        **options,
     )
     for number in range(sequences):
         llm.add([number % VOCAB] * prompt, SamplingParams(max_tokens=STEPS + 8))

@@ -14,8 +14,8 @@ engine, token by token. What is different:
 - So are logits that are not finite. A step is therefore planned without the blocks that the one before it writes: no
   other request takes them over before it is known that they are good.
 - Blocks that an answer fills are shared with others once it is known which tokens they hold (`Scheduler.publish`).
-- A row that the sampler has to do again (`Drawn.redone`) has fed the next pass a wrong token: that place is computed
-  again, too, with the same random number.
+- A row that the sampler has to do again (`SampledTokens.redone`) has fed the next pass a wrong token: that place is
+  computed again, too, with the same random number.
 - The record of a step is written when its tokens are read; what it says of the pool is as of then.
 """
 
@@ -26,9 +26,9 @@ from typing import Protocol
 import torch
 
 from minillm.model import Transformer
-from minillm.serve.drawn import Drawn
 from minillm.serve.model_runner import ForwardPass, InputBuffers
 from minillm.serve.next_tokens import NextTokens, Ready
+from minillm.serve.sampled import SampledTokens
 from minillm.serve.scheduler import Scheduler
 from minillm.serve.sequence import Plan, Sequence, State
 from minillm.serve.unfinished import Unfinished
@@ -62,7 +62,7 @@ class Launched:
     plan: Plan
     run: ForwardPass
     ready: list[Ready] = field(default_factory=list)
-    drawn: Drawn | None = None
+    tokens: SampledTokens | None = None
     places: list[int] = field(default_factory=list)
     error: str | None = None
     raised_in: str = "the forward pass"
@@ -104,15 +104,15 @@ class AsyncScheduling:
         try:
             logits = step.run.logits(llm.model)
             step.raised_in = "sampling"
-            ready, drawn = llm._next_tokens.sample(plan, step.run, logits)
+            ready, tokens = llm._next_tokens.sample(plan, step.run, logits)
         except Exception as failure:
-            step.error, llm.buffers.drawn = f"{type(failure).__name__}: {failure}", None
+            step.error, llm.buffers.sampled = f"{type(failure).__name__}: {failure}", None
             return step
-        llm.buffers.drawn = drawn.ids if ready else None
-        if drawn is None:
+        llm.buffers.sampled = tokens.ids if ready else None
+        if tokens is None:
             return step
-        drawn.send()
-        step.ready, step.drawn = ready, drawn
+        tokens.send()
+        step.ready, step.tokens = ready, tokens
         for row, (sequence, taken, _, _) in enumerate(ready):
             step.places.append(sequence.num_tokens)
             if taken is not None and sequence.num_tokens + 1 < sequence.limit:
@@ -123,15 +123,15 @@ class AsyncScheduling:
     def _read(self, step: Launched, following: Launched | None) -> None:
         """Each sequence of a step gets its token. following: what was launched with placeholders for them."""
         try:
-            sampled = 0 if step.drawn is None else self._give(step, following)
+            sampled = 0 if step.tokens is None else self._give(step, following)
         except Exception as failure:
             step.error, step.raised_in = f"{type(failure).__name__}: {failure}", "sampling"
             return self._fail(step)
         self.llm._record(step.plan, step.run, step.started, sampled, None, step.number)
 
     def _give(self, step: Launched, following: Launched | None) -> int:
-        tokens = step.drawn.read()
-        wrong = {step.ready[row][0] for row in step.drawn.redone}
+        tokens = step.tokens.read()
+        wrong = {step.ready[row][0] for row in step.tokens.redone}
         alive, ahead = [], []
         for (sequence, taken, _, _), place in zip(step.ready, step.places, strict=True):
             if taken is not None and taken.answer.reason is None:

@@ -91,8 +91,8 @@ class DecodeGraphs:
         numbers = np.concatenate((tokens, slots, starts, graph.attention.plan(rows, starts + 1)))
         inputs, places, blocks = to_device((numbers, *tables.changes()), graph.inputs.device)
         graph.inputs.copy_(inputs)
-        if self.buffers.drawn is not None:
-            graph.inputs[: graph.size] = resolved(graph.inputs[: graph.size], self.buffers.drawn)
+        if self.buffers.sampled is not None:
+            graph.inputs[: graph.size] = resolved(graph.inputs[: graph.size], self.buffers.sampled)
         tables.apply(places, blocks)
 
     def _compute(self, graph: Graph) -> Tensor:

@@ -19,16 +19,16 @@ class SingleTokenSteps(Protocol):
     def logits(self, tokens: list[int], rows: np.ndarray, starts: np.ndarray) -> Tensor | None: ...
 
 
-def resolved(tokens: Tensor, drawn: Tensor | None) -> Tensor:
-    """Token ids, where ~i (below 0) stands for drawn[i]: what the step before sampled and the host has not read yet."""
-    return tokens if drawn is None else torch.where(tokens < 0, drawn[(~tokens).clamp(min=0)], tokens)
+def resolved(tokens: Tensor, sampled: Tensor | None) -> Tensor:
+    """Token ids, where ~i (below 0) stands for sampled[i], which the step before sampled and the host has not read."""
+    return tokens if sampled is None else torch.where(tokens < 0, sampled[(~tokens).clamp(min=0)], tokens)
 
 
 class InputBuffers:
     """Rows of block tables for the running sequences, which stay from step to step.
 
     A decoding sequence's table changes once every block_size steps, so nearly all rows are only compared.
-    graphs: what computes steps of single tokens; None = the model, as it does all others. drawn: what placeholders
+    graphs: what computes steps of single tokens; None = the model, as it does all others. sampled: what placeholders
     among the tokens stand for (`resolved`); None = there are none.
     """
 
@@ -36,7 +36,7 @@ class InputBuffers:
         self.cache, self.backend = cache, backend
         self.tables = BlockTables(rows, width, cache.pool.device)
         self.graphs: SingleTokenSteps | None = None
-        self.drawn: Tensor | None = None
+        self.sampled: Tensor | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -126,7 +126,7 @@ class ForwardPass:
         """Tokens [1, n] and the rows that are wanted on the device, and the attention function of the pass."""
         buffers, more = self.buffers, (np.array(flat, np.int64), np.array(wanted, np.int64))
         paged = PagedBatch(buffers.cache, buffers.tables, rows, starts, self.counts, buffers.backend, more)
-        return resolved(paged.more[0], buffers.drawn)[None], paged.more[1], paged
+        return resolved(paged.more[0], buffers.sampled)[None], paged.more[1], paged
 
     def table(self, sequence: Sequence) -> list[int]:
         """The blocks of one; none if the pass did not have it, as a fork that was made after it."""

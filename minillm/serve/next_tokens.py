@@ -10,10 +10,10 @@ that raises, ends that request alone.
 import torch
 from torch import Tensor
 
-from minillm.serve.drawn import NOT_FINITE, Drawn
 from minillm.serve.model_runner import ForwardPass
 from minillm.serve.request import Sample
-from minillm.serve.sampler import Row, draw_batch
+from minillm.serve.sampled import NOT_FINITE, SampledTokens
+from minillm.serve.sampler import Row, sample_on_device
 from minillm.serve.sampling import RULED_OUT, SamplingParams, Token
 from minillm.serve.sequence import Plan, Sequence
 from minillm.serve.unfinished import Unfinished
@@ -35,32 +35,32 @@ class NextTokens:
         if self.speculation is not None:
             ready = self._ready(plan, run, logits)
             return self.give(ready, self._checked(ready, logits) if ready else [], run)
-        ready, drawn = self.sample(plan, run, logits)
-        return 0 if drawn is None else self.give(ready, [token and [token] for token in drawn.read()], run)
+        ready, sampled = self.sample(plan, run, logits)
+        return 0 if sampled is None else self.give(ready, [token and [token] for token in sampled.read()], run)
 
-    def sample(self, plan: Plan, run: ForwardPass, logits: Tensor) -> tuple[list[Ready], Drawn | None]:
+    def sample(self, plan: Plan, run: ForwardPass, logits: Tensor) -> tuple[list[Ready], SampledTokens | None]:
         """Who gets a token, and the tokens, which nobody has read yet; None if no sequence was completed."""
         ready = self._ready(plan, run, logits)
         return self._draw(ready, run, logits) if ready else ([], None)
 
-    def _draw(self, ready: list[Ready], run: ForwardPass, logits: Tensor) -> tuple[list[Ready], Drawn]:
+    def _draw(self, ready: list[Ready], run: ForwardPass, logits: Tensor) -> tuple[list[Ready], SampledTokens]:
         """A token for each; without those whose own sampling raised: their requests have ended."""
         places = [start for _, _, start, _ in ready]
         in_order = None if places == list(range(len(logits))) else places
         if all([taken is None or taken.request.params.plain for _, taken, _, _ in ready]):
-            return ready, draw_batch(logits, [LIKELIEST] * len(ready), in_order, run.buffers.drawn)
+            return ready, sample_on_device(logits, [LIKELIEST] * len(ready), in_order, run.buffers.sampled)
         rows = [
             LIKELIEST if taken is None else (taken.request.params, sequence.tokens, taken.draw)
             for sequence, taken, _, _ in ready
         ]
         counts = [taken and taken.draw.count for _, taken, _, _ in ready]
         try:
-            return ready, draw_batch(logits, rows, in_order, run.buffers.drawn)
+            return ready, sample_on_device(logits, rows, in_order, run.buffers.sampled)
         except Exception:  # of one row or of several: alone, and with the same draws, it shows of which
             for (_, taken, start, _), row, count in zip(ready, rows, counts, strict=True):
                 if taken is not None:
                     taken.draw.count = count
-                    self._alone(taken, draw_batch, logits, [row], [start], run.buffers.drawn)
+                    self._alone(taken, sample_on_device, logits, [row], [start], run.buffers.sampled)
                     taken.draw.count = count
             left = [each for each in ready if each[1] is None or each[1].answer.reason is None]
             if len(left) == len(ready):

@@ -5,15 +5,15 @@ row comes from its own `Draw` and is used in the same way: the token at which th
 order of token id, passes it. Rounding aside, a row's token does not depend on the rows beside it or on the device.
 
 What the host knows (who wants what, the random numbers) goes to the device first, in a few copies that nobody waits
-for; then everything is computed there without a question back, and `Drawn.read` reads it.
+for; then everything is computed there without a question back, and `SampledTokens.read` reads it.
 
-No vocabulary is sorted: top-k and top-p look at a row's CANDIDATES likeliest tokens, which nearly always hold all that
-they keep. For the rows where they do not, a flat distribution or a large top-k, histograms of the weights find the
-least one that is kept (radix selection, as in Alabi et al. 2012).
+No vocabulary is sorted. A small top-k takes a row's likeliest tokens. For top-p and a large top-k, all that is needed
+is the last token that is kept, which `selection.py` finds, however flat the distribution. Where either leaves a doubt,
+such as many equals at the very place where a row is cut, the row is sorted, once the host has read that it must be.
 """
 
 from collections.abc import Callable, Sequence
-from math import isqrt
+from math import inf
 
 import numpy as np
 import torch
@@ -21,46 +21,48 @@ from torch import Tensor
 
 from minillm.model.block_tables import to_device
 from minillm.model.draw import Draw
-from minillm.serve.drawn import NOT_FINITE, UNDECIDED, Drawn
+from minillm.serve import selection
 from minillm.serve.model_runner import resolved
+from minillm.serve.sampled import NOT_FINITE, UNCERTAIN, SampledTokens
 from minillm.serve.sampling import COLDEST, SamplingParams, Token
+from minillm.serve.selection import LastKept, last_kept, row_sum, sum_above
 
-CANDIDATES = 1024
+CANDIDATES = 2048  # a top-k below it sorts what it keeps
+ROWS_AT_ONCE = 8  # on a CPU, whose caches hold no more
 Row = tuple[SamplingParams, Sequence[int], Draw]  # what a row's request wants; its prompt and answer so far; its draws
 
 
 def sample_batch(logits: Tensor, rows: Sequence[Row]) -> list[Token | None]:
     """A token for each row, None where its logits are not finite. logits: [rows, vocab_size], float32, not changed."""
-    return draw_batch(logits, rows).read()
+    return sample_on_device(logits, rows).read()
 
 
-def draw_batch(
-    logits: Tensor, rows: Sequence[Row], places: Sequence[int] | None = None, drawn: Tensor | None = None
-) -> Drawn:
+def sample_on_device(
+    logits: Tensor, rows: Sequence[Row], places: Sequence[int] | None = None, sampled: Tensor | None = None
+) -> SampledTokens:
     """What `sample_batch` gives, before the host reads it.
 
-    places: of each row in the logits; None = they are in this order. drawn: what placeholders in the rows' tokens stand
-    for, see `model_runner.resolved`.
+    places: of each row in the logits; None = they are in this order. sampled: what placeholders in the rows' tokens
+    stand for, see `model_runner.resolved`.
     """
-    most, likeliest = logits.max(-1)
-    finite, plain = most.isfinite(), all([params.plain for params, _, _ in rows])
-    if places is not None:
-        [index] = _upload([places], logits.device)
-        finite, likeliest = finite.index_select(0, index), likeliest.index_select(0, index)
-        logits = logits if plain else logits.index_select(0, index)
-    if plain:
-        return Drawn(likeliest, torch.where(finite, likeliest, NOT_FINITE))
-    scores = _penalised(logits, rows, drawn)
-    ids = flags = likeliest if scores is logits else scores.argmax(-1)
-    again = None
-    warm = [row for row, (params, _, _) in enumerate(rows) if params.temperature > 0]
+    index = None if places is None else _upload([places], logits.device)[0]
+    if all([params.plain for params, _, _ in rows]):
+        most, likeliest = logits.max(-1)
+        found = likeliest, torch.where(most.isfinite(), likeliest, NOT_FINITE)
+        return SampledTokens(*(each if index is None else each.index_select(0, index) for each in found))
+    if index is not None:
+        logits = logits.index_select(0, index)
+    scores, again = _penalised(logits, rows, sampled), None
+    chosen = [row for row, (params, _, _) in enumerate(rows) if params.temperature > 0]
     wants = {row: params for row, (params, _, _) in enumerate(rows) if params.logprobs is not None}
-    index, wanted = _upload([warm, list(wants)], logits.device)
-    if warm:
-        found, decided, again = _draw_all(scores, rows, warm, index)
-        ids = ids.index_copy(0, index, found)
-        flags = ids.index_copy(0, index, torch.where(decided, found, UNDECIDED))
-    result = Drawn(ids, torch.where(finite, flags, NOT_FINITE), again)
+    index, wanted = _upload([chosen, list(wants)], logits.device)
+    most = scores.amax(-1, keepdim=True)
+    ids = flags = None if len(chosen) == len(rows) else scores.argmax(-1)
+    if chosen:
+        found, certain, again = _sample_rows(scores, most, rows, chosen, index)
+        marked = torch.where(certain, found, UNCERTAIN)
+        ids, flags = (found, marked) if ids is None else (ids.index_copy(0, index, each) for each in (found, marked))
+    result = SampledTokens(ids, torch.where(most[:, 0].isfinite(), flags, NOT_FINITE), again)
     if wants:
         result.describe(wanted, wants, logits)
     return result
@@ -70,7 +72,7 @@ def _upload(lists: Sequence[Sequence[int]], device: torch.device) -> list[Tensor
     return to_device([np.array(each, np.int64) for each in lists], device)
 
 
-def _penalised(logits: Tensor, rows: Sequence[Row], drawn: Tensor | None) -> Tensor:
+def _penalised(logits: Tensor, rows: Sequence[Row], sampled: Tensor | None) -> Tensor:
     """The logits after the repetition penalty (`sampling.penalised`); the very same tensor if no row has one."""
     places, ids, penalties = [], [], []
     for row, (params, tokens, _) in enumerate(rows):
@@ -83,143 +85,157 @@ def _penalised(logits: Tensor, rows: Sequence[Row], drawn: Tensor | None) -> Ten
         return logits
     penalty = np.array(penalties).view(np.int64)
     places, ids, penalty = to_device([np.array(places), np.array(ids), penalty], logits.device)
-    ids, penalty = resolved(ids, drawn), penalty.view(torch.float64).float()
+    ids, penalty = resolved(ids, sampled), penalty.view(torch.float64).float()
     values = logits[places, ids]
     changed = torch.where(values > 0, values / penalty, values * penalty)
     return logits.index_put((places, ids), changed)  # an id that is there twice gets the same value twice
 
 
-def _draw_all(
-    scores: Tensor, rows: Sequence[Row], warm: list[int], index: Tensor
-) -> tuple[Tensor, Tensor, Callable[[list[int]], Tensor] | None]:
-    """(ids, whether the candidates were enough, how to draw anew where not), of the rows in `warm`, [len(warm)] each:
-    drawn from softmax(scores / temperature) after the row's own top-k, top-p and min-p. index: `warm`, on the device.
+def _sample_rows(
+    scores: Tensor, most: Tensor, rows: Sequence[Row], chosen: list[int], index: Tensor
+) -> tuple[Tensor, Tensor, Callable[[list[int]], Tensor]]:
+    """(ids, whether they are certain, how to sample anew those that are not) of the rows in `chosen`, [len(chosen)]
+    each: from softmax(scores / temperature) after the row's own top-k, top-p and min-p. most: each row's largest score;
+    index: `chosen`, on the device.
     """
     vocab_size, device = scores.shape[1], scores.device
-    params = [rows[row][0] for row in warm]
-    top_k = [min(each.top_k or vocab_size, vocab_size) for each in params]
-    cut = [k < vocab_size or each.top_p < 1 for k, each in zip(top_k, params, strict=True)]
-    free = [i for i, limited in enumerate(cut) if not limited]
-    near = [i for i, limited in enumerate(cut) if limited and (top_k[i] < CANDIDATES or top_k[i] == vocab_size)]
-    far = [i for i, limited in enumerate(cut) if limited and CANDIDATES <= top_k[i] < vocab_size]
-    heat = [max(each.temperature, COLDEST) for each in params]
-    uniforms = [rows[row][2].uniform() for row in warm]
-    numbers = np.array([heat, uniforms, top_k, [each.top_p for each in params], [each.min_p for each in params]])
-    heat, *limits = to_device([numbers.view(np.int64)], device)[0].view(torch.float64)[..., None]
-    of_free, of_near, of_far = _upload([free, near, far], device)
-    if len(warm) < len(scores):
-        scores = scores.index_select(0, index)
-    weights = (scores - scores.amax(-1, keepdim=True)).div_(heat.float()).exp_()  # the likeliest token's is 1
+    params = [rows[row][0] for row in chosen]
+    top_k = [each.top_k if each.top_k is not None and each.top_k < vocab_size else inf for each in params]
+    temperature = [max(each.temperature, COLDEST) for each in params]
+    uniforms = [rows[row][2].uniform() for row in chosen]
+    numbers = np.array([temperature, uniforms, top_k, [each.top_p for each in params], [each.min_p for each in params]])
+    limits = to_device([numbers.view(np.int64)], device)[0].view(torch.float64)[..., None]
 
-    def of(part: list[int], index: Tensor) -> tuple[Tensor, ...]:
-        """Of these rows: weights, uniforms, top_k, top_p, min_p."""
-        if len(part) == len(warm):
-            return weights, *limits
-        return tuple(each.index_select(0, index) for each in (weights, *limits))
+    if len(chosen) < len(scores):
+        scores, most = (each.index_select(0, index) for each in (scores, most))
+    count = ROWS_AT_ONCE if device.type == "cpu" else len(chosen)
+    weights, found = [], []  # the weights stay: what they were made of may be overwritten by the pass that follows
+    for start in range(0, len(chosen), count):
+        part = slice(start, start + count)
+        weights.append(_weights(scores[part], most[part], limits[0, part]))
+        found.append(_sample_part(weights[-1], limits[1:, part], params[part], top_k[part]))
+    ids, certain = map(torch.cat, zip(*found, strict=True))
 
-    def from_all(part: list[int], index: Tensor) -> Tensor:
-        some_k, some_p = any(top_k[i] < vocab_size for i in part), any(params[i].top_p < 1 for i in part)
-        return _from_all(*of(part, index), some_k=some_k, some_p=some_p)
+    def again(uncertain: list[int]) -> Tensor:
+        places = [chosen.index(row) for row in uncertain]
+        whole = torch.stack([weights[place // count][place % count] for place in places])
+        return _from_likeliest(whole.shape[1], whole, *limits[1:].index_select(1, *_upload([places], device)))[0]
 
-    ids = torch.zeros(len(warm), dtype=torch.int64, device=device)
-    decided = torch.ones(len(warm), dtype=torch.bool, device=device)
-    if free:
-        part, chosen, _, _, min_p = of(free, of_free)
-        if any(params[i].min_p for i in free):
-            part = part * (part >= min_p.float())
-        ids[of_free] = _inverse_transform(part, chosen)
-    if near:
-        count = max(CANDIDATES if top_k[i] == vocab_size else top_k[i] + 1 for i in near)
-        ids[of_near], decided[of_near] = _from_candidates(*of(near, of_near), count=min(count, vocab_size))
-    if far:
-        ids[of_far] = from_all(far, of_far)
-    place = {row: i for i, row in enumerate(warm)}
-
-    def again(undecided: list[int]) -> Tensor:
-        part = [place[row] for row in undecided]
-        return from_all(part, _upload([part], device)[0])
-
-    return ids, decided, again if near else None
+    return ids.clamp(max=vocab_size - 1), certain, again  # behind it only for NaN
 
 
-def _from_candidates(
-    weights: Tensor, uniforms: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, count: int
+def _weights(scores: Tensor, most: Tensor, temperature: Tensor) -> Tensor:
+    """exp((scores - most) / temperature), with zeros behind up to a multiple of PIECE."""
+    width = scores.shape[1]
+    weights = scores.new_empty(len(scores), -(-width // selection.PIECE) * selection.PIECE)
+    weights[:, width:] = 0
+    inside = weights[:, :width]
+    torch.sub(scores, most, out=inside)
+    inside.div_(temperature.float()).exp_()
+    return weights
+
+
+def _sample_part(
+    weights: Tensor, limits: Tensor, params: Sequence[SamplingParams], top_k: Sequence[float]
 ) -> tuple[Tensor, Tensor]:
-    """([rows] token ids, [rows] whether the `count` likeliest tokens were enough to know them)."""
-    ids = weights.topk(count).indices.sort().values
+    """(ids, whether they are certain), [rows] each. limits: uniforms, top_k, top_p, min_p, [4, rows, 1]."""
+    near = [i for i, k in enumerate(top_k) if k < CANDIDATES]
+    far = [i for i, k in enumerate(top_k) if k >= CANDIDATES]
+    some_k, some_p = any(top_k[i] < inf for i in far), any(params[i].top_p < 1 for i in far)
+    cuts = some_k, some_p, any(params[i].min_p for i in far)
+    if not near:
+        return _from_all(cuts, weights, *limits)
+    count = 1 + int(max(top_k[i] for i in near))
+    if not far:
+        return _from_likeliest(count, weights, *limits)
+    of_near, of_far = _upload([near, far], weights.device)
+    some, others = ((weights.index_select(0, index), *limits.index_select(1, index)) for index in (of_near, of_far))
+    found = zip(_from_likeliest(count, *some), _from_all(cuts, *others), strict=True)
+    order = torch.cat((of_near, of_far))
+    ids, certain = (torch.empty_like(torch.cat(each)).index_copy_(0, order, torch.cat(each)) for each in found)
+    return ids, certain
+
+
+def _from_likeliest(
+    count: int, weights: Tensor, uniforms: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> tuple[Tensor, Tensor]:
+    """([rows] token ids, [rows] whether they are certain), from the `count` likeliest tokens of each row, sorted."""
+    if count < weights.shape[1]:
+        ids = weights.topk(count).indices.sort().values
+    else:
+        ids = torch.arange(count, device=weights.device).expand_as(weights)
     values, order = weights.gather(1, ids).sort(dim=1, descending=True, stable=True)  # of equals, the lowest id first
     ids = ids.gather(1, order)
     keep = torch.arange(count, device=weights.device) < top_k
-    everything = torch.where(top_k < weights.shape[1], (values * keep).sum(-1, True), weights.sum(-1, True))
-    shares = values.double() * keep / everything
+    shares = values.double() * keep
+    shares /= shares.sum(-1, keepdim=True)
     keep &= shares.cumsum(-1) - shares < top_p
     least = values.gather(1, (keep.sum(-1, keepdim=True) - 1).clamp(min=0))  # 0 are kept of weights that are NaN
-    complete = (values[:, -1:] < least)[:, 0] | (count == weights.shape[1])  # else an equal one may be left out
+    certain = (values[:, -1:] < least)[:, 0] | (count == weights.shape[1])  # else an equal one may be left out
     keep &= values >= min_p.float()
     ids, order = ids.sort(dim=1)
-    places = _inverse_transform((values * keep).gather(1, order), uniforms)
-    return ids.gather(1, places[:, None])[:, 0], complete
+    sums = (values * keep).gather(1, order).double().cumsum(1)
+    return ids.gather(1, _passed(sums, uniforms * sums[:, -1:]))[:, 0], certain
 
 
 def _from_all(
-    weights: Tensor, uniforms: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, *, some_k: bool, some_p: bool
-) -> Tensor:
-    """[rows] token ids, however many tokens are kept. some_k, some_p: whether any row has a top-k, a top-p."""
+    cuts: tuple[bool, bool, bool], weights: Tensor, uniforms: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> tuple[Tensor, Tensor]:
+    """([rows] token ids, [rows] whether they are certain), however many are kept. cuts: does any row have a top-k, a
+    top-p, a min-p?"""
+    some_k, some_p, some_min_p = cuts
+    width, certain = weights.shape[1], torch.ones_like(min_p, dtype=torch.bool)
+    if not any(cuts):
+        return _inverse_transform(weights, uniforms), certain[:, 0]
+    last = LastKept(min_p.float(), torch.full_like(min_p, width, dtype=torch.int64), certain)
+    whole = kept = row_sum(weights)
     if some_k:
-        weights = _largest(weights, torch.ones_like(weights), top_k)
+        number = sum_above(weights, torch.zeros_like(last.weight), counted=True)
+        found, limited = last_kept(weights, top_k, number, counted=True), top_k.isfinite()
+        equals = top_k - sum_above(weights, found.weight, counted=True)
+        kept = torch.where(limited, sum_above(weights, found.weight, counted=False) + equals * found.weight, whole)
+        last = found.where(limited, last)
     if some_p:
-        weights = _largest(weights, weights, top_p * weights.sum(-1, keepdim=True, dtype=torch.float64))
-    return _inverse_transform(weights * (weights >= min_p.float()), uniforms)
+        found = last_kept(weights, top_p * kept, whole, counted=False)
+        last = found._replace(certain=found.certain & last.certain).where(top_p < 1, last)
+    if some_min_p:
+        least = min_p.float()
+        last = LastKept(least, torch.full_like(last.place, width), last.certain).where(least > last.weight, last)
+    return _inverse_transform(weights, uniforms, last), last.certain[:, 0]
 
 
-def _largest(weights: Tensor, masses: Tensor, limit: Tensor) -> Tensor:
-    """weights, but 0 for all except the largest: as many as it takes for their masses to reach limit [rows, 1].
-
-    Of equal weights the lowest ids stay. The bits of a float from 0 to 1, read as a whole number, are in the floats'
-    order, so the least weight that stays is found ten bits at a time.
-    """
-    bits = weights.view(torch.int32)
-    found, above = _last_bucket((bits >> 20) & 1023, masses, limit)  # 1024 and above: of NaN
-    for shift in (10, 0):
-        inside = masses * (bits >> (shift + 10) == found)
-        key, more = _last_bucket((bits >> shift) & 1023, inside, limit - above)
-        found, above = (found << 10) | key, above + more
-    least = found.int().view(torch.float32)
-    equal = weights == least
-    each = (masses * equal).amax(-1, keepdim=True)
-    wanted = ((limit - above) / each).ceil()
-    equal &= equal.cumsum(-1) <= wanted
-    return weights * ((weights > least) | equal)
-
-
-def _last_bucket(keys: Tensor, masses: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
-    """([rows, 1] the key below 1024 at which the masses, summed from the largest key down, reach limit; the sum before
-    it). keys, masses: [rows, n]."""
-    sums = torch.zeros((len(keys), 1024), dtype=torch.float64, device=keys.device)
-    sums.scatter_add_(1, keys.bitwise_xor(1023).long(), masses.double())  # the largest key first
-    before = sums.cumsum(1) - sums
-    possible = (before < limit) & (sums > 0)
-    last = (possible * torch.arange(1024, device=keys.device)).amax(-1, keepdim=True)
-    return last ^ 1023, before.gather(1, last)
-
-
-def _inverse_transform(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """[rows]: where the running sum of weights [rows, n] passes uniforms [rows, 1] of the whole.
+def _inverse_transform(weights: Tensor, uniforms: Tensor, last: LastKept | None = None) -> Tensor:
+    """[rows]: where the running sum of the weights that are kept [rows, multiple of PIECE] passes uniforms [rows, 1]
+    of the whole; None = all are kept.
 
     In two levels, because a running sum in float64 over a whole vocabulary is slow: first over the sums of pieces,
     then inside the piece that was found. A weight of 0 is never chosen.
     """
-    n = weights.shape[1]
-    size = isqrt(n)
-    pieces = weights[:, : n // size * size].unflatten(1, (-1, size)).sum(-1)
-    sums = torch.cat((pieces, weights[:, n // size * size :].sum(-1, keepdim=True)), dim=1).double().cumsum(1)
+    pieces = weights.unflatten(1, (-1, selection.PIECE))
+    inside = torch.arange(selection.PIECE, device=weights.device)
+
+    def kept(piece: Tensor) -> Tensor:
+        """The weights of one piece of each row, [rows, PIECE], 0 if not kept. piece: [rows, 1]."""
+        places = piece * selection.PIECE + inside
+        found = weights.gather(1, places)
+        if last is None:
+            return found
+        return torch.where((found > last.weight) | ((found == last.weight) & (places <= last.place)), found, 0)
+
+    if last is None:
+        sums = pieces.sum(-1)
+    else:  # of equals, those up to the last one's piece, and not all of this
+        number = torch.arange(pieces.shape[1], device=weights.device)
+        piece = (last.place // selection.PIECE).clamp(0, len(number) - 1)
+        least = torch.where(number <= piece, last.weight, last.weight.nextafter(torch.full_like(last.weight, inf)))
+        sums = torch.ge(pieces, least[..., None], out=torch.empty_like(pieces)).mul_(pieces).sum(-1)
+        sums = sums.scatter(1, piece, kept(piece).sum(-1, keepdim=True))
+    sums = sums.double().cumsum(1)
     target = uniforms * sums[:, -1:]
     piece = _passed(sums, target)
     before = torch.where(piece > 0, sums.gather(1, (piece - 1).clamp(min=0)), 0)
-    places = piece * size + torch.arange(size, device=weights.device)
-    inside = weights.gather(1, places.clamp(max=n - 1)).double() * (places < n)
-    running = before + inside.cumsum(1)
-    return places.gather(1, _passed(running, target))[:, 0].clamp(max=n - 1)  # behind it only for NaN
+    running = before + kept(piece).double().cumsum(1)
+    return piece[:, 0] * selection.PIECE + _passed(running, target)[:, 0]
 
 
 def _passed(sums: Tensor, target: Tensor) -> Tensor:

@@ -8,13 +8,14 @@ import torch
 from recorded import record
 from test_decode_graphs import alone, served
 from test_proof import CONFIG, mixed_requests, nothing_left
+from test_sampler import take_samples
 
 from minillm.data import Tokenizer
 from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import generate
-from minillm.serve import LLM, SamplingParams, next_tokens, sampler
+from minillm.serve import LLM, SamplingParams, next_tokens
 from minillm.serve.decode_graphs import DecodeGraphs
-from minillm.serve.drawn import Drawn
+from minillm.serve.sampled import SampledTokens
 from minillm.serve.speculate import NGram
 
 MODEL = Transformer(CONFIG, seed=2)
@@ -39,22 +40,23 @@ def everything():
 def test_a_step_is_launched_before_the_one_before_it_is_read(monkeypatch):
     events, model = [], Transformer(CONFIG, seed=2)
     model.register_forward_hook(lambda *_: events.append("launch"))
-    read = Drawn.read
-    monkeypatch.setattr(Drawn, "read", lambda drawn: (events.append("read"), read(drawn))[1])
+    read = SampledTokens.read
+    monkeypatch.setattr(SampledTokens, "read", lambda tokens: (events.append("read"), read(tokens))[1])
     [output] = LLM(model, async_scheduling=True).generate([PROMPTS[0]], SamplingParams(max_tokens=4))
     assert output.answers[0].ids == naive(PROMPTS[0], 4)
     assert events == ["launch", *["launch", "read"] * 3, "read"]  # the last one, by its length, launches nothing
     assert output.computed == 3 + 3
 
 
-@pytest.mark.parametrize("candidates", [1024, 2])
+@pytest.mark.parametrize("doubtful", [False, True])
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
-def test_every_kind_of_draw_is_the_same(candidates, preemption, monkeypatch):
-    """With 2 candidates many rows are sampled again, after the next pass has read the wrong token."""
-    monkeypatch.setattr(sampler, "CANDIDATES", candidates)
+def test_every_kind_of_draw_is_the_same(doubtful, preemption, monkeypatch):
+    """Where many rows are sampled again, it is after the next pass has read the wrong token."""
+    if doubtful:
+        take_samples(monkeypatch)
     prompts, params = everything()
-    redone, read = [], Drawn.read
-    monkeypatch.setattr(Drawn, "read", lambda drawn: (read(drawn), redone.extend(drawn.redone))[0])
+    redone, read = [], SampledTokens.read
+    monkeypatch.setattr(SampledTokens, "read", lambda tokens: (read(tokens), redone.extend(tokens.redone))[0])
     found = []
     for ahead in (False, True):
         llm = LLM(MODEL, preemption=preemption, async_scheduling=ahead, **TIGHT)
@@ -66,7 +68,7 @@ def test_every_kind_of_draw_is_the_same(candidates, preemption, monkeypatch):
         nothing_left(llm)
         for prefix in llm.pool._cache:
             assert all(token >= 0 for token in prefix.tokens), "a placeholder was published"
-    assert found[0] == found[1] and bool(redone) == (candidates == 2)
+    assert found[0] == found[1] and bool(redone) == doubtful
 
 
 def test_replayed_steps_take_tokens_from_the_device(monkeypatch):
@@ -136,14 +138,14 @@ def test_what_is_wrong_with_one_request_ends_it_alone(monkeypatch):
         model.embedding.weight[60] = float("nan")
         model.head.weight[60] = 0  # never the likeliest
     llm = LLM(model, block_size=4, num_blocks=40, async_scheduling=True)
-    draw = next_tokens.draw_batch
+    draw = next_tokens.sample_on_device
 
     def spoilt(logits, rows, *more):
         if any(params.min_p == 0.123 and len(tokens) > 3 for params, tokens, _ in rows):
             raise RuntimeError("no such kernel")
         return draw(logits, rows, *more)
 
-    monkeypatch.setattr(next_tokens, "draw_batch", spoilt)
+    monkeypatch.setattr(next_tokens, "sample_on_device", spoilt)
     odd = SamplingParams(max_tokens=8, temperature=0.9, min_p=0.123, n=2, seed=1)
     names = [llm.add(prompt, SamplingParams(max_tokens=8)) for prompt in PROMPTS]
     names += [llm.add([60, 1], SamplingParams(max_tokens=8, n=2)), llm.add([3, 2], odd)]

@@ -177,8 +177,8 @@ def test_a_request_whose_sampling_raises_ends_alone(speculating, temperature, mo
 
         return call
 
-    batch = spoilt(next_tokens.draw_batch, lambda logits, rows, *_: [row[0] for row in rows])
-    monkeypatch.setattr(next_tokens, "draw_batch", batch)
+    batch = spoilt(next_tokens.sample_on_device, lambda logits, rows, *_: [row[0] for row in rows])
+    monkeypatch.setattr(next_tokens, "sample_on_device", batch)
     llm = LLM(MODEL, block_size=4, num_blocks=40, **options)
     if speculating:
         check = spoilt(llm.speculation.check, lambda taken, logits, likeliest: [taken.request.params])

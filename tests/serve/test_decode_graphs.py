@@ -8,6 +8,7 @@ import pytest
 import torch
 from recorded import READS_BACK, record
 from test_proof import CONFIG, mixed_requests, nothing_left
+from test_sampler import take_samples
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,7 +17,7 @@ from minillm.model.block_tables import BlockTables
 from minillm.model.draw import sample_seed
 from minillm.model.generate import generate
 from minillm.model.paged import block_by_block
-from minillm.serve import LLM, SamplingParams, sampler
+from minillm.serve import LLM, SamplingParams
 from minillm.serve.decode_graphs import DecodeGraphs
 from minillm.serve.model_runner import ForwardPass
 from minillm.serve.speculate import NGram
@@ -168,7 +169,7 @@ class ReadsBack(TorchDispatchMode):
 WARM = {"temperature": 0.8}
 SAMPLED = {
     "greedy": [{}],
-    "drawn": [WARM, WARM | {"min_p": 0.1}],
+    "temperature": [WARM, WARM | {"min_p": 0.1}],
     "top-k and top-p": [WARM | {"top_p": 0.9}, WARM | {"top_k": 5, "min_p": 0.01}, {}],
     "penalty": [{"repetition_penalty": 1.3}, WARM | {"repetition_penalty": 1.3, "top_k": 7}, {}],
     "logprobs": [{"logprobs": 3}, WARM | {"logprobs": 0}, WARM | {"logprobs": 2, "top_p": 0.9, "n": 2}, WARM],
@@ -191,8 +192,8 @@ def test_a_step_reads_back_once(kind, recording):
     assert set(tokens) == {sum(options.get("n", 1) for options in SAMPLED[kind])}
 
 
-def test_a_step_whose_candidates_are_not_enough_reads_back_twice(recording, monkeypatch):
-    monkeypatch.setattr(sampler, "CANDIDATES", 2)
+def test_a_step_with_a_row_to_be_sorted_reads_back_twice(recording, monkeypatch):
+    take_samples(monkeypatch)
     params = [SamplingParams(max_tokens=20, temperature=2.0, top_p=0.99, logprobs=2, seed=seed) for seed in range(3)]
     llm, found = LLM(Transformer(CONFIG, seed=2), graphs=True), []
     for each in params:

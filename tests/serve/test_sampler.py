@@ -4,15 +4,18 @@ import os
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from minillm.data import Tokenizer
 from minillm.model import load_hf
 from minillm.model.draw import Draw, sample_seed
 from minillm.model.generate import folder_of
-from minillm.serve import SamplingParams, sampler
-from minillm.serve.sampler import sample_batch
+from minillm.serve import SamplingParams, sampler, selection
+from minillm.serve.sampler import sample_batch, sample_on_device
 from minillm.serve.sampling import filtered, sample
 
 KINDS = [
@@ -30,6 +33,13 @@ KINDS = [
 ]
 
 
+def take_samples(patch, size=6, margin=0, piece=1):
+    """Selection by sampling where vocabularies are small; by default it often has to say that it is not certain."""
+    patch.setattr(sampler, "CANDIDATES", size)
+    for name, value in (("SAMPLE", size), ("MARGIN", margin), ("PIECE", piece)):
+        patch.setattr(selection, name, value)
+
+
 class Fixed:
     """Draws the number it is given."""
 
@@ -41,12 +51,15 @@ class Fixed:
 
 
 @pytest.mark.parametrize("options", KINDS)
-@pytest.mark.parametrize("candidates", [1, 3, 1024])
+@pytest.mark.parametrize("candidates", [1, 3, 6, 2048])
 def test_every_token_has_its_probability(options, candidates, monkeypatch):
     """By enumeration: as the random number runs through [0, 1), each token comes up for as long as it is likely."""
-    monkeypatch.setattr(sampler, "CANDIDATES", candidates)
+    if candidates == 6:  # a sample brackets the last token kept, without any margin: rows that are sorted after all
+        take_samples(monkeypatch)
+    else:
+        monkeypatch.setattr(sampler, "CANDIDATES", candidates)
     steps, params = 500, SamplingParams(**options)
-    for seed, vocab_size in enumerate((1, 2, 5, 7, 12)):
+    for seed, vocab_size in enumerate((1, 2, 5, 7, 12, 24)):
         logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(seed)) * 2
         if vocab_size == 7:
             logits[[1, 4, 5]] = logits.max()  # equals
@@ -148,17 +161,118 @@ def test_nothing_is_changed_in_place():
 
 @pytest.mark.parametrize("vocab_size", [3000, 20_000])
 def test_flat_distributions_and_equals_draw_by_draw(vocab_size):
-    """More tokens are kept than there are candidates, and many are equally likely (as logits in bfloat16 are)."""
+    """Most of the vocabulary is kept, and many tokens are equally likely (as logits in bfloat16 are)."""
     logits = torch.randn(40, vocab_size, generator=torch.Generator().manual_seed(2)) * 0.5
     logits[::2] = logits[::2].bfloat16().float()
     rng, rows = random.Random(1), []
     for number in range(40):
         options = {
             "temperature": rng.choice([0.7, 1.0, 3.0]),
-            "top_k": rng.choice([None, 40, 1023, 1024, 2500]),
+            "top_k": rng.choice([None, 40, 2047, 2048, 2500]),
             "top_p": rng.choice([1.0, 0.5, 0.9, 0.99]),
             "min_p": rng.choice([0.0, 0.05]),
         }
         rows.append((SamplingParams(**options), [], number))
     batch = sample_batch(logits, [(params, seen, Draw(seed)) for params, seen, seed in rows])
     assert batch == [sample(logits[i], p, s, Draw(seed)) for i, (p, s, seed) in enumerate(rows)]
+
+
+def flat(rng, size):
+    return rng.normal(size=size) * rng.choice([0.01, 0.5])
+
+
+def peaked(rng, size):
+    return rng.normal(size=size) * rng.choice([4.0, 20.0])
+
+
+def tied(rng, size):
+    return rng.integers(rng.choice([1, 2, 5, 300]), size=size) * rng.choice([0.1, 1.0])
+
+
+def holes(rng, size):
+    """Most tokens are ruled out."""
+    logits = rng.normal(size=size)
+    logits[rng.random(size) < 0.9] = -np.inf
+    logits[rng.integers(size)] = 0
+    return logits
+
+
+def beside_the_sample(rng, size):
+    """What is likely lies where a sample taken at even steps has it all, or nothing of it."""
+    step = max(1, size // rng.choice([64, 256]))
+    logits = rng.normal(size=size) * 0.1
+    logits[rng.integers(step) :: step] += rng.choice([-9.0, 9.0])
+    return logits
+
+
+def steps_of_bfloat16(rng, size):
+    return torch.from_numpy(rng.normal(size=size) * 2 - 9).bfloat16().double().numpy()
+
+
+def tokens_that_are_right(logits, params, seen, number, slack=1e-6):
+    """In float64, by a whole sort: more than one where top-p or the random number is within `slack` of a boundary."""
+    scores = torch.from_numpy(logits.astype(np.float32))
+    if params.repetition_penalty != 1:
+        for token in set(seen):
+            by = params.repetition_penalty
+            scores[token] = scores[token] / by if scores[token] > 0 else scores[token] * by
+    weights = ((scores - scores.max()) / params.temperature).exp().double().numpy()
+    order = np.argsort(-weights, kind="stable")[: params.top_k]
+    shares = weights[order] / weights[order].sum()
+    before, found = shares.cumsum() - shares, set()
+    for near in (-slack, 0, slack):
+        kept = np.zeros_like(weights)
+        some = order[before < params.top_p + near] if params.top_p < 1 else order
+        kept[some] = weights[some]
+        kept[kept < np.float32(params.min_p)] = 0
+        running = kept.cumsum()
+        for also in (-slack, 0, slack):
+            target = min(max(number + also, 0), 1) * running[-1]
+            place = np.searchsorted(running, target, side="right")
+            found.add(int(min(place, np.searchsorted(running, running[-1]))))
+    return found
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_whatever_the_logits_are(data):
+    """Batches of unlike rows, each row's token the same alone; with a small sample that often misses, too."""
+    seed = data.draw(st.integers(0, 2**32))
+    rng, size = np.random.default_rng(seed), data.draw(st.sampled_from([1, 2, 17, 300, 1500, 5120]))
+    kinds = st.sampled_from([flat, peaked, tied, holes, beside_the_sample, steps_of_bfloat16])
+    logits, rows, right = [], [], []
+    for _ in range(data.draw(st.integers(1, 5))):
+        params = SamplingParams(
+            temperature=data.draw(st.sampled_from([0.3, 1.0, 5.0])),
+            top_p=data.draw(st.sampled_from([1.0, 1e-9, 0.1, 0.5, 0.9, 0.99, 1 - 1e-7])),
+            top_k=data.draw(st.sampled_from([None, None, 1, 20, 700, 2000])),
+            min_p=data.draw(st.sampled_from([0.0, 0.0, 0.05, 1.0])),
+            repetition_penalty=data.draw(st.sampled_from([1.0, 1.0, 1.3])),
+        )
+        seen, number = [int(rng.integers(size)) for _ in range(5)], data.draw(st.floats(0, 1, exclude_max=True))
+        logits.append(data.draw(kinds)(rng, size).astype(np.float32))
+        rows.append((params, seen, Fixed(number)))
+        right.append(tokens_that_are_right(logits[-1], params, seen, number))
+    logits = torch.from_numpy(np.stack(logits))
+    for size, margin, piece in ((2048, 2, 256), (256, 2, 256), (64, 1, 16), (64, 0, 16)):
+        with pytest.MonkeyPatch.context() as patch:
+            take_samples(patch, size, margin, piece)
+            found = sample_batch(logits, rows)
+            alone = [sample_batch(logits[row : row + 1], rows[row : row + 1])[0] for row in range(len(rows))]
+        assert found == alone
+        assert all(token.id in each for token, each in zip(found, right, strict=True))
+
+
+@pytest.mark.parametrize("spread", [0.1, 0.5, 2.5, 8.0])
+@pytest.mark.parametrize("options", [{"top_p": 0.1}, {"top_p": 0.9}, {"top_p": 0.999}, {"top_k": 5000, "top_p": 0.9}])
+def test_no_row_of_a_real_vocabulary_is_sorted(spread, options):
+    """However flat it is: what a sample brackets is enough. In bfloat16, too, unless thousands of tokens are equals."""
+    logits = torch.randn(4, 128_256, generator=torch.Generator().manual_seed(7)) * spread
+    if spread > 1:
+        logits[2:] = (logits[2:] - 6).bfloat16().float()
+    params = SamplingParams(temperature=1.0, **options)
+    found = sample_on_device(logits, [(params, [], Draw(seed)) for seed in range(4)])
+    tokens = [token.id for token in found.read()]
+    assert found.redone == []
+    for row, token in enumerate(tokens):
+        assert token in tokens_that_are_right(logits[row].numpy(), params, [], Draw(row).uniform())

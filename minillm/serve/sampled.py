@@ -3,7 +3,7 @@
 ids ────▶ may feed the next pass as they are (`async_scheduling.py`)
 told ───▶ read: one copy to the host, with all that it wants to know of every row
 
-greedy or drawn          [rows]                  the id; NOT_FINITE; UNDECIDED
+greedy or sampled        [rows]                  the id; NOT_FINITE; UNCERTAIN
 with log-probabilities   [rows, 2 + 2 · most]    the same, that of the token, the likeliest ids, theirs (as float64)
 """
 
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from minillm.serve.sampling import SamplingParams, Token, described
 
-NOT_FINITE, UNDECIDED = -1, -2  # instead of an id: logits of NaN or infinity; more than the candidates may be kept
+NOT_FINITE, UNCERTAIN = -1, -2  # instead of an id: logits of NaN or infinity; the row has to be sorted
 
 
-class Drawn:
+class SampledTokens:
     """ids: [rows], int64, a valid id in each. flags: the same, or what is to be told instead of an id.
 
-    again: how to sample the rows told as UNDECIDED. redone: those for which `read` had to, so that their token is not
+    again: how to sample the rows told as UNCERTAIN. redone: those for which `read` had to, so that their token is not
     what `ids` says.
     """
 
@@ -51,13 +51,13 @@ class Drawn:
             self._sent.record()
 
     def read(self) -> list[Token | None]:
-        """The tokens, None where logits are not finite. The host waits once, and again only if rows are UNDECIDED."""
+        """The tokens, None where logits are not finite. The host waits once, and again only if rows are UNCERTAIN."""
         if self._sent is not None:
             self._sent.synchronize()
         told = self._told.tolist()
         ids = [int(row[0]) for row in told] if self._wants else told
-        if self._again is not None and UNDECIDED in ids:
-            self.redone = [row for row, token in enumerate(ids) if token == UNDECIDED]
+        if self._again is not None and UNCERTAIN in ids:
+            self.redone = [row for row, token in enumerate(ids) if token == UNCERTAIN]
             for row, token in zip(self.redone, self._again(self.redone).tolist(), strict=True):
                 ids[row] = token
         tokens = [plain_token(token) if token >= 0 else None for token in ids]
