@@ -218,12 +218,12 @@ receipts.answer("fine_tune_on_a_node")
 # ## Problem 6 · A step that got 40 % slower on two nodes
 #
 # *"We doubled the GPUs from one node to two. Each step takes 40 % longer instead of half. What happened?"* You ask, and
-# learn: tensor parallelism went from 8 to 16, the network has 100 Gb/s per GPU.
+# learn: an 8B model on A100, sequences of 4,096 tokens, tensor parallelism went from 8 to 16, 100 Gb/s per GPU.
 #
 # **How many times slower is a ring over both nodes than inside one?**
 
 # %%
-guess_ratio = 36  # your number
+guess_ratio = 24  # your number
 
 # %%
 receipts.decide("slower_on_two_nodes", "ratio", guess_ratio)

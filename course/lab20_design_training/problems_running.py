@@ -141,7 +141,7 @@ def starving_input() -> Case:
     stored = best.tokens_per_s * 4
     numbers = {
         "speed": shown(best.tokens_per_s, "tokens/s"),
-        "workers": f"{workers:.2g}",
+        "workers": f"{workers:.0%}",
         "text": shown(text, "B/s"),
         "stored": shown(stored, "B/s"),
     }

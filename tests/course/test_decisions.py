@@ -9,6 +9,7 @@ from course.lab20_design_training import receipts as training
 from course.lab21_design_serving import receipts as serving
 from course.shared.decisions import MOVES, Decision, decide, judge, shown
 from minillm.labkit import course
+from minillm.predict.planner import published
 
 LABS = {"20_design_training": training.CASES, "21_design_serving": serving.CASES}
 PROBLEMS = [(lab, name) for lab, cases in LABS.items() for name in cases]
@@ -103,6 +104,17 @@ def test_the_notebook_asks_for_every_decision_before_the_answer(lab, name):
     answered = text.index(f'receipts.answer("{name}")')
     for decision in LABS[lab].decisions(name):
         assert text.index(f'receipts.decide("{name}", "{decision}"') < answered
+
+
+def test_two_nodes_are_as_much_slower_as_the_problem_says():
+    numbers = training.CASES.answer("slower_on_two_nodes").numbers
+    assert 0.3 < float(numbers["grew"].rstrip("%")) / 100 < 0.5
+
+
+def test_what_lab_20_says_of_published_runs():
+    found = [published.compare(run) for run in published.RUNS]
+    assert all(abs(each.off) < 0.08 for each in found), "the notebook says 8 %, of at most 15 that are allowed"
+    assert [each.run for each in found if each.memory > each.usable] == ["DeepSeek-V3 671B, 2,048 GPUs"]
 
 
 def test_bytes_are_quoted_with_three_digits():
