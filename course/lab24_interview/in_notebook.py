@@ -68,7 +68,7 @@ class Interview:
         _, name = self._open("card")
         if str(how_well) not in mock.GRADES:
             raise ValueError(f"{how_well!r} is no grade: {mock.GRADE_HELP}.")
-        print(f"It comes back on {mock.grade(name, mock.GRADES[str(how_well)]):%Y-%m-%d}.")
+        print(f"It comes back {mock.when(mock.grade(name, mock.GRADES[str(how_well)]))}.")
         self._done(str(how_well))
 
     def run(self, candidate: Any) -> None:

@@ -88,8 +88,8 @@ def start(topic: str = "", minutes: int = 45, seed: int | None = None) -> Sessio
 
 def check_minutes(minutes: int) -> None:
     """ValueError for too little time."""
-    if minutes < 4:
-        raise ValueError(f"--minutes {minutes}: a session needs at least 4.")
+    if minutes < MINUTES["card"]:
+        raise ValueError(f"--minutes {minutes}: a session needs at least {MINUTES['card']}, which is one card.")
 
 
 def resume(topic: str = "", seed: int | None = None) -> Session | None:
@@ -141,6 +141,12 @@ def grade(key: str, rating: Rating) -> datetime:
     section = progress.section(SECTION)
     progress.keep(SECTION, section | {"cards": (section.get("cards") or {}) | {key: memory.to_dict()}})
     return memory.due
+
+
+def when(moment: datetime) -> str:
+    """In minutes if it is today, else the day."""
+    minutes = (moment - datetime.now(UTC)).total_seconds() / 60
+    return f"in {max(1, round(minutes))} minutes" if minutes < 12 * 60 else f"on {moment:%Y-%m-%d}"
 
 
 def due(now: datetime | None = None) -> dict[str, tuple[int, int, float]]:
@@ -247,7 +253,7 @@ def _card(name: str, ask: Callable[[str], str], say: Callable[[str], None], fold
     say(str(card))
     while (reply := _line(ask, f"Grade yourself ({GRADE_HELP}): ")) not in GRADES:
         say(f"{reply!r} is no grade: {GRADE_HELP}; q leaves.")
-    say(f"It comes back on {grade(name, GRADES[reply]):%Y-%m-%d}.")
+    say(f"It comes back {when(grade(name, GRADES[reply]))}.")
     return reply
 
 

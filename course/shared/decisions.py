@@ -59,7 +59,8 @@ def judge(decision: Decision, guess: object) -> Verdict:
     for factor, sentence in [*decision.slips.items(), *_usual_slips(decision).items()]:
         if abs(ratio / factor - 1) <= NEAR:
             return Verdict("slip", sentence)
-    way = f"{ratio:.3g} times too large" if ratio > 1 else f"{1 / ratio:.3g} times too small"
+    factor = f"{float(f'{max(ratio, 1 / ratio):.3g}'):,.12g}"
+    way = f"{factor} times too {'large' if ratio > 1 else 'small'}"
     return Verdict(
         "far", f"Your number is {way}{_range(decision)}. {decision.above if ratio > 1 else decision.below}".strip()
     )

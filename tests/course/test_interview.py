@@ -169,6 +169,12 @@ def test_a_seed_draws_the_same_task_and_drills_whatever_cards_are_due():
     assert drawn() == before
 
 
+def test_when_a_card_comes_back_is_said():
+    now = datetime.now(UTC)
+    assert mock.when(now + timedelta(minutes=10)) == "in 10 minutes"
+    assert mock.when(now + timedelta(days=3)) == f"on {now + timedelta(days=3):%Y-%m-%d}"
+
+
 def test_time_that_is_over_is_said():
     session = mock.Session(1, "", 10, [["drill", "waiting:1"]], used_s=300)
     assert mock.time_left(session) == "5 minutes left"
@@ -303,7 +309,7 @@ def test_exercises_and_cards_share_the_file_without_loss():
     ("arguments", "sentence"),
     [
         (["--topic", "pipelin parallell"], "pipeline parallel"),
-        (["--minutes", "1"], "at least 4"),
+        (["--minutes", "1"], "at least 2"),
         (["--sheet", "/no/such/folder/page.html"], "cannot be written"),
         (["--minutes", "x"], "--minutes"),
     ],
