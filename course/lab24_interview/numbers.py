@@ -74,6 +74,19 @@ def goodput(gpus: int) -> float:
     return faults.best_goodput(30, 600, faults.job_mtbf(faults.LLAMA3_GPU_MTBF_S, gpus))
 
 
+def lora(name: str, rank: int) -> float:
+    """Bytes of an adapter on all seven matrices of a layer, in 16 bits: rank · (inputs + outputs) numbers of each."""
+    model = architecture(name)
+    hidden, kv = model.hidden_size, model.num_kv_heads * model.head_dim
+    each = 2 * (hidden + hidden) + 2 * (hidden + kv) + 3 * (hidden + model.intermediate_size)
+    return 2 * model.num_layers * rank * each
+
+
+def reported() -> list[float]:
+    """Model FLOPs as a share of the peak, of the published runs that print it, ascending."""
+    return sorted(run.reported for run in published.RUNS if run.basis == "model")
+
+
 NUMBERS: dict[str, Any] = {
     "abs": abs,
     "n": n,
@@ -102,6 +115,8 @@ NUMBERS: dict[str, Any] = {
     "young": faults.young_interval,
     "waste": lambda save, restart, mtbf: faults.wasted_share(faults.young_interval(save, mtbf), save, restart, mtbf),
     "goodput": goodput,
+    "lora": lora,
+    "reported": reported,
     "save_rate": lambda parameters, mtbf, wasted: faults.checkpoint_bandwidth(
         faults.checkpoint_bytes(parameters), mtbf, wasted
     ),

@@ -24,8 +24,17 @@ from minillm.labkit import course, exercises, masters, progress
 ROOT = Path(__file__).parents[2]
 ALLOWED = re.compile(  # digits that are names, not numbers
     r"\b(?:19|20)\d\d\b|H100|A100|Llama [23]|DeepSeek-V3|Mixtral 8x7B|ZeRO-?\s?[123]|1F1B|GPT-3|NF4|int[48]|fp16|fp32|"
-    r"UTF-8|LoRA|FSDP2|2\^-?\d+|lab \d\d|\d+-bit|log2|TP \d+"
+    r"UTF-8|LoRA|FSDP2|2\^-?\d+|lab \d\d|\d+-bit|log2|TP \d+|(?:16|32|64) bits|p99|top-\d+"
 )
+
+
+ASSUMED = {  # what an answer supposes, or quotes with its source: nothing computes it
+    "25",  # MB of a bucket, torch's default
+    "126", "128",  # layers of Llama 3 405B on places of its pipeline
+    "80",  # GB on a data sheet, layers of a 70B model
+    "100", "1,000",  # lengths of the example of packing
+    "10", "0.4", "0.8",  # per cent of bubble that is asked for; two distributions of an example
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -43,18 +52,12 @@ def test_every_number_of_a_card_is_computed(card):
     typed = ALLOWED.sub("", re.sub(r"\{\{.*?\}\}", "", card.template))
     for number in re.findall(r"\d[\d,.]*\d", typed):  # a single digit is a coefficient of a formula
         whole = number.rstrip(".,")
-        assert whole in given or _is_formula(typed, number), f"{whole} in {card.template!r} is typed, not computed"
+        assert whole in given | ASSUMED or _is_formula(typed, number), f"{whole} in {card.template!r} is typed"
 
 
 def _is_formula(text: str, number: str) -> bool:
-    """Part of an expression or a quantity that the sentence assumes: next to an operator, or with its unit."""
-    return bool(
-        re.search(rf"(?:[·/+\-−=^(√%]\s?{re.escape(number)})|(?:{re.escape(number)}e?\d*\s?[·/+\-−^)%e])", text)
-        or re.search(
-            rf"{re.escape(number)}\s?(?:%|µs|ms|GB|MB|TB|b/s|Gb/s|bits?|bytes?|ranks|layers|places|parts|MB|W|of|to)",
-            text,
-        )
-    )
+    """Part of an expression that the sentence spells out: next to an operator."""
+    return bool(re.search(rf"[·/+\-−=^(√]\s?{re.escape(number)}|{re.escape(number)}e?\d*\s?[·/+\-−^)e]", text))
 
 
 def test_the_deck_is_large_and_its_questions_differ():
