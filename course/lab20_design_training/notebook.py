@@ -36,13 +36,14 @@ from minillm.labkit import check, finish, show, sliders
 # %% [markdown]
 # ## How to answer
 #
-# The same five moves fit every problem, and an interviewer listens for them:
+# The same six moves fit every problem, and an interviewer listens for them:
 #
 # 1. **Clarify**: what is fixed (hardware, batch, deadline), what may change, what counts as done.
 # 2. **Size**: bytes of states, FLOPs per step. Say the formula, then the number.
 # 3. **Choose**: the simplest layout that fits, and what would make you leave it.
 # 4. **Check**: the largest kind of memory, the slowest link, the bubble. Against limits, not against hope.
-# 5. **Name the risk** and say what you would measure first.
+# 5. **Risk**: what breaks the plan first, and what you would do then.
+# 6. **Measure first**: the one or two numbers that decide whether the plan holds.
 #
 # The calculator behind this lab is `python -m minillm plan`. Its formulas have two fitted constants; everything else is
 # arithmetic. Before you trust it, look at what it says about runs whose layout and speed are published:
@@ -77,8 +78,7 @@ state_bytes = check("state-bytes", state_bytes)
 # ## Problem 1 · 70B on 64 GPUs
 #
 # *"You have 64 H100 (8 per node, 50 GB/s of network per GPU) and are to pre-train a 70B model on sequences of 8,192
-# tokens, 512 of them per step. How do you lay it out?"* Clarify before you size: is the network shared, how often do
-# nodes fail, may the batch change, when must it be done?
+# tokens, 512 of them per step. How do you lay it out?"* Which three questions do you ask before you size?
 #
 # **How many bytes do all training states take together** (16-bit weights, 32-bit gradients, Adam with master weights)?
 
@@ -218,12 +218,12 @@ receipts.answer("fine_tune_on_a_node")
 # ## Problem 6 · A step that got 40 % slower on two nodes
 #
 # *"We doubled the GPUs from one node to two. Each step takes 40 % longer instead of half. What happened?"* You ask, and
-# learn: tensor parallelism went from 8 to 16, the network has 100 Gb/s per GPU.
+# learn: an 8B model on A100, sequences of 4,096 tokens, tensor parallelism went from 8 to 16, 100 Gb/s per GPU.
 #
 # **How many times slower is a ring over both nodes than inside one?**
 
 # %%
-guess_ratio = 36  # your number
+guess_ratio = 24  # your number
 
 # %%
 receipts.decide("slower_on_two_nodes", "ratio", guess_ratio)
@@ -429,7 +429,7 @@ receipts.answer("money_and_energy")
 # 2. Where does the time of a step go, and which change attacks the largest part?
 # 3. What fails at which rate, and what does each minute of recovery cost?
 #
-# **Capstone (open).** Take a model and a cluster you know. Write the design on one page in the five moves, with every number
+# **Capstone (open).** Take a model and a cluster you know. Write the design on one page in the six moves, with every number
 # computed; then find the run report of a similar model and explain each difference above 15 %.
 #
 # Next: lab 21 does the same for serving.

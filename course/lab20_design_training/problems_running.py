@@ -4,7 +4,7 @@ from functools import cache
 
 from course.lab20_design_training.problems import DAY
 from course.shared.cases import Case
-from course.shared.decisions import Decision, Problem, shown
+from course.shared.decisions import Decision, shown
 from minillm.predict import cost, faults
 from minillm.predict.model import causal_context
 from minillm.predict.planner import published, search
@@ -12,7 +12,7 @@ from minillm.predict.planner.architectures import architecture
 from minillm.predict.planner.clusters import cluster
 from minillm.predict.planner.step import step
 
-INTERRUPTIONS, DAYS, GPUS = 419, 54, 16384  # Llama Team 2024, §3.3.4, table 5
+INTERRUPTIONS, DAYS, GPUS = faults.LLAMA3_INTERRUPTIONS, faults.LLAMA3_DAYS, faults.LLAMA3_GPUS
 TOKENS = 15.6e12  # Llama Team 2024, §3.2
 WATTS = 700  # of an H100 SXM, NVIDIA's data sheet
 GPU_HOURS = 30.84e6  # of the 405B model, its model card
@@ -34,6 +34,7 @@ def checkpoint_interval() -> Case:
         "hourly": f"{hourly:.0%}",
         "least": f"{least:.0%}",
         "restart": f"{RESTART_S / mtbf:.0%}",
+        "exact": f"{1 - faults.goodput(best, SAVE_S, RESTART_S, mtbf):.1%}",
         "small": f"{small / DAY:.0f} days",
         "small_best": f"{faults.young_interval(SAVE_S, small) / 3600:.1f} hours",
     }
@@ -57,27 +58,7 @@ def checkpoint_interval() -> Case:
                 tolerance=0.1,
             ),
         },
-        Problem(
-            "How often to save",
-            numbers,
-            (
-                "Interruptions come every {mtbf} ([Llama Team 2024](https://arxiv.org/abs/2407.21783), §3.3.4), so "
-                "one GPU "
-                "fails once in {device}. Failure is a property of the job's size, not of a bad device.",
-                "Young's interval for a 30 s save is {best}. Then {least} of the time is lost, {restart} of it to "
-                "restarts of ten minutes, which no interval changes. With hourly saves it would be {hourly}.",
-                "So the next improvement is not the interval. It is a restart that takes less, and a save that only "
-                "stalls for the copy to host memory.",
-            ),
-            {
-                "And on 64 GPUs?": "A failure every {small}; save every {small_best}, and spend your time elsewhere.",
-                "What makes a save slow?": "One rank that writes everything, or a file system that gets all ranks' "
-                "files "
-                "at once. Every rank writes what it alone holds; replicas are written once.",
-            },
-            "Every 1,000 steps, that is the usual.",
-            "An interval without a failure rate and the cost of a save is a habit.",
-        ),
+        numbers,
     )
 
 
@@ -98,30 +79,7 @@ def a_hang() -> Case:
                 tolerance=0.1,
             ),
         },
-        Problem(
-            "The job hangs",
-            numbers,
-            (
-                "A collective that one rank never enters blocks all of them. Ten minutes until the timeout cost {lost} "
-                "GPU-hours; at one per interruption that is {share} of the run.",
-                "Find out who is missing before you kill anything: the flight recorder says for every rank which "
-                "operation "
-                "it entered last. The rank with the smallest sequence number is the one to look at; the others are "
-                "victims.",
-                "Then tell the cases apart: the rank is dead (process gone), silent (no heartbeat), slow "
-                "(progressing) or in "
-                "another collective (mismatch: another order or another size).",
-            ),
-            {
-                "Why not a timeout of ten seconds?": "A save, a compile or the first batch takes longer. Use short "
-                "ones "
-                "for the step and long ones for what is known to be long.",
-                "How do you reproduce it?": "From the recorder: which rank, which step, which batch. Run that batch on "
-                "two ranks with the mismatch check on.",
-            },
-            "Restart it; it is probably a network glitch.",
-            "Without knowing who was missing, the same hang comes back at the same place.",
-        ),
+        numbers,
     )
 
 
@@ -130,7 +88,7 @@ def a_straggler() -> Case:
     """One slow GPU among 1,024."""
     slow = 1.2
     lost = 1 - 1 / slow
-    numbers = {"lost": f"{lost:.0%}", "gpus": f"{1024 * lost:.0f}"}
+    numbers = {"lost": f"{lost:.0%}", "gpus": f"{1024 * lost:.0f}", "pays": f"{RESTART_S / lost / 60:.0f} minutes"}
     return Case(
         {
             "lost": Decision(
@@ -145,26 +103,7 @@ def a_straggler() -> Case:
                 tolerance=0.05,
             ),
         },
-        Problem(
-            "A straggler",
-            numbers,
-            (
-                "Every synchronous step waits for the slowest rank, so one GPU that is 20 % slower costs {lost} of the "
-                "whole job, as much as {gpus} of the 1,024 GPUs.",
-                "To find it, measure each rank's own work apart from its waiting: the straggler is the one that waits "
-                "*least* in collectives. Step times say nothing, they are alike on all ranks.",
-                "Check clock and temperature of that card, its network card's rate and its input worker; if it "
-                "stays slow, "
-                "replace the node and go on from the checkpoint.",
-            ),
-            {
-                "Could it be the data instead?": "Yes: a rank with longer documents has more attention to compute. "
-                "Then "
-                "the slow rank changes from step to step.",
-            },
-            "I look for the rank with the longest step.",
-            "All ranks have the same step time; that is what synchronous means.",
-        ),
+        numbers,
     )
 
 
@@ -187,27 +126,7 @@ def a_loss_spike() -> Case:
                 tolerance=0.15,
             ),
         },
-        Problem(
-            "The loss spikes",
-            numbers,
-            (
-                "First decide whether it is data, numbers or hardware. The gradient norm before the spike, the "
-                "batch of "
-                "that step, and whether the same step repeats the spike from the last checkpoint tell the three apart.",
-                "If it repeats, roll back about {back} steps and skip some {skipped} batches around it, as "
-                "[Chowdhery et al. 2022](https://arxiv.org/abs/2204.02311) did (§5.1): {lost} GPU-hours here.",
-                "If it does not repeat, suspect a bit flip: compare replicas' weights across the data-parallel "
-                "group. They "
-                "must be equal to the bit.",
-            ),
-            {
-                "Would clipping prevent it?": "It bounds one step. A slow drift of attention logits or of the "
-                "embedding's "
-                "norm passes through it; qk-norm or z-loss act on the cause.",
-            },
-            "Lower the learning rate and go on.",
-            "It hides the cause, and slows down all the steps that were fine.",
-        ),
+        numbers,
     )
 
 
@@ -222,7 +141,7 @@ def starving_input() -> Case:
     stored = best.tokens_per_s * 4
     numbers = {
         "speed": shown(best.tokens_per_s, "tokens/s"),
-        "workers": f"{workers:.2g}",
+        "workers": f"{workers:.0%}",
         "text": shown(text, "B/s"),
         "stored": shown(stored, "B/s"),
     }
@@ -237,28 +156,7 @@ def starving_input() -> Case:
                 tolerance=0.3,
             ),
         },
-        Problem(
-            "The input pipeline starves",
-            numbers,
-            (
-                "A language model reads almost nothing: {speed} are {stored} of ids. If input is the bottleneck, "
-                "bandwidth "
-                "is not; latency, a single process, or work per sample is.",
-                "Ask for the share of a step spent in `next(batch)`. With prefetching it is zero or the whole "
-                "difference: "
-                "the step is the longer of loading and computing, not their sum.",
-                "Tokenising on the fly needs {workers} processes here at a million tokens per second each, and "
-                "reads {text} "
-                "of text. Tokenise once, store ids, read them by memory map.",
-            ),
-            {
-                "GPUs idle for two seconds every few minutes. Why?": "A shard boundary, a shuffle buffer that "
-                "refills, or a "
-                "worker that restarts. The pattern's period says which.",
-            },
-            "Add more loader workers.",
-            "It helps only if a worker's CPU time is the limit; measure `next(batch)` first.",
-        ),
+        numbers,
     )
 
 
@@ -272,7 +170,16 @@ def scaling() -> Case:
 
     base = speed(8, 256)
     strong, weak = speed(1024, 256) / base, speed(1024, 256 * 128) / base
-    numbers = {"strong": f"{strong:.0%}", "weak": f"{weak:.0%}", "each": f"{256 / 1024:.2g}"}
+    before, after = (published.compare(run) for run in published.RUNS if run.name.endswith("GPUs, 8k tokens"))
+    numbers = {
+        "strong": f"{strong:.0%}",
+        "weak": f"{weak:.0%}",
+        "each": f"{256 / 1024:.2g}",
+        "worth": f"{1024 * strong:.0f}",
+        "idle": f"{1024 * (1 - strong):.0f}",
+        "before": f"{before.reported:.0%}",
+        "after": f"{after.reported:.0%}",
+    }
     return Case(
         {
             "strong": Decision(
@@ -283,26 +190,7 @@ def scaling() -> Case:
                 tolerance=0.3,
             ),
         },
-        Problem(
-            "Strong and weak scaling",
-            numbers,
-            (
-                "Say which one is meant. Weak: the batch grows with the GPUs; {weak} efficiency at 1,024, because each "
-                "rank's work stays and gradients hide behind it.",
-                "Strong: the batch stays. At 1,024 GPUs there is {each} of a sequence per GPU, so axes that split a "
-                "sequence "
-                "must come in, work per collective shrinks, and efficiency falls to {strong}.",
-                "A larger batch is not free either: beyond the critical batch size more sequences per step stop saving "
-                "steps ([McCandlish et al. 2018](https://arxiv.org/abs/1812.06162)).",
-            ),
-            {
-                "Where is the cliff?": "Where a group that used to fit into a node no longer does, and where a "
-                "rank's work "
-                "becomes shorter than the collective that should hide behind it.",
-            },
-            "Double the GPUs, halve the time.",
-            "Only while work per GPU stays large against what it has to exchange.",
-        ),
+        numbers,
     )
 
 
@@ -324,6 +212,8 @@ def money_and_energy() -> Case:
         "waste": f"{waste:.0%}",
         "published": f"{GPU_HOURS / 1e6:.1f} million",
         "off": f"{found.device_hours / GPU_HOURS - 1:+.0%}",
+        "peak": f"{ideal.days:.0f}",
+        "pue": f"{1.5 / 1.1 - 1:.0%}",
     }
     return Case(
         {
@@ -351,26 +241,5 @@ def money_and_energy() -> Case:
                 tolerance=0.08,
             ),
         },
-        Problem(
-            "What it costs",
-            numbers,
-            (
-                "{flops} FLOPs take {days} days, {hours} GPU-hours, {energy}. At two dollars per GPU-hour that is "
-                "{money} dollars.",
-                "So one percent of MFU, or of goodput, is worth about {percent} dollars. That is how much "
-                "engineering a "
-                "percent may cost.",
-                "Check against what is published: {published} GPU-hours "
-                "([model card](https://huggingface.co/meta-llama/Llama-3.1-405B)), {off} from ours.",
-            ),
-            {
-                "Cheaper: fewer GPUs for longer?": "GPU-hours hardly change; MFU rises a little with fewer GPUs (more "
-                "microbatches per rank) and failures become rarer. The calendar decides.",
-                "What else is in the bill?": "Experiments before it, evaluation, storage, people. The final run is "
-                "often "
-                "less than half of the compute.",
-            },
-            "16,384 GPUs at 989 TFLOP/s: about two weeks.",
-            "No run reaches the peak; at 41 % it takes {days} days.",
-        ),
+        numbers,
     )

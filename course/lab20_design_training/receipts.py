@@ -1,5 +1,7 @@
 """Lab 20's claims: published runs come out of the formulas, and Young's interval wastes least in a simulation."""
 
+from pathlib import Path
+
 from course.lab20_design_training import experiments, problems, problems_running
 from course.shared.cases import Cases
 from minillm.labkit.receipts import Receipt, formula, receipt, row
@@ -11,7 +13,7 @@ from minillm.predict.planner.clusters import GIB, cluster
 SAVE_S, RESTART_S, MTBF_S = 30.0, 600.0, 11135.0
 
 
-CASES = Cases(problems, problems_running)
+CASES = Cases(Path(__file__).with_name("answers.toml"), problems, problems_running)
 decide, answer = CASES.decide, CASES.answer
 
 

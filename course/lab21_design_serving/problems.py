@@ -4,7 +4,7 @@ import math
 from functools import cache
 
 from course.shared.cases import Case
-from course.shared.decisions import Decision, Problem, shown
+from course.shared.decisions import Decision, shown
 from minillm.predict.planner.architectures import architecture
 from minillm.predict.planner.clusters import GIB, cluster
 from minillm.predict.planner.serving import rank_serving
@@ -34,6 +34,7 @@ def chat_70b() -> Case:
         "ttft": f"{best.ttft * 1e3:.0f} ms",
         "tpot": f"{best.tpot * 1e3:.0f} ms",
         "kv": shown(model.kv_bytes(), "B"),
+        "single": f"{2 * machine.device.bandwidth / (2 * model.parameters):.0f}",
     }
     return Case(
         {
@@ -66,36 +67,7 @@ def chat_70b() -> Case:
                 tolerance=0.35,
             ),
         },
-        Problem(
-            "70B chat at 200 requests per second",
-            numbers,
-            (
-                "Clarify: lengths of prompts and answers (1,000 and 300 here), what p99 refers to (TPOT, 50 ms), "
-                "how bursty, "
-                "how many prompts share a prefix.",
-                "Size: {demand} output tokens per second. By Little's law {inside} requests are inside at any "
-                "moment; each "
-                "has {kv} of cache per token.",
-                "One node: {layout} holds {weights} of weights and up to {cache} of caches per GPU, {sequences} "
-                "sequences per "
-                "replica, TTFT {ttft}, TPOT {tpot}: {node} tokens per second. So about {gpus} GPUs.",
-                "Check the tail, not the mean: prompts are computed between decode steps, so chunked prefill bounds "
-                "what one "
-                "long prompt adds to everyone's TPOT.",
-                "Risk: the prefix hit rate and the length of answers decide the bill; measure both on real traffic "
-                "first.",
-            ),
-            {
-                "TP 8 or TP 4?": "TP 8 answers one request sooner, two replicas of TP 4 answer more of them: fewer "
-                "ranks wait "
-                "for each other. Take the smallest TP that meets the TPOT.",
-                "What if half of the prompt is a shared system prompt?": "Its blocks are cached once: half of the "
-                "prefill "
-                "work goes, and that room is freed for sequences.",
-            },
-            "70B is 140 GB, so two H100 per replica, and one replica does about 50 tokens per second.",
-            "That is one sequence alone; a step reads the weights once for the whole batch.",
-        ),
+        numbers,
     )
 
 
@@ -112,7 +84,8 @@ def eight_on_24gb() -> Case:
         "weights": shown(weights, "B"),
         "room": shown(room, "B"),
         "tokens": f"{tokens:,.0f}",
-        "sequences": f"{tokens / 4096:.0f}",
+        "sequences": f"{tokens // 4096:.0f}",
+        "long": f"{tokens / 8192:.0f}",
         "kv": shown(model.kv_bytes(), "B"),
         "four": f"{quarter / model.kv_bytes():,.0f}",
         "single": f"{single * 1e3:.0f} ms",
@@ -140,28 +113,7 @@ def eight_on_24gb() -> Case:
                 tolerance=0.1,
             ),
         },
-        Problem(
-            "8B on one card of 24 GB",
-            numbers,
-            (
-                "Weights in 16 bits take {weights}; {room} are left, {tokens} tokens of cache at {kv} each: "
-                "{sequences} "
-                "sequences of 4,096.",
-                "One sequence alone gets a token every {single}: the card reads its memory at 300 GB/s and must "
-                "read all "
-                "weights. 4-bit weights make that {single4} and leave {four} tokens of cache.",
-                "So on a small card quantisation is not a trick for speed alone: it is what makes room for a batch.",
-            ),
-            {
-                "What about an 8-bit cache?": "It doubles the tokens that fit and hardly changes a single "
-                "sequence's speed.",
-                "Would a second card with TP 2 help?": "Weights and cache per card halve, but the link between such "
-                "cards is "
-                "slow; two replicas with 4-bit weights serve more.",
-            },
-            "The weights are 16 GB and the card has 24, so it fits.",
-            "It leaves out that {room} is all that is left for every user's cache.",
-        ),
+        numbers,
     )
 
 
@@ -180,7 +132,7 @@ def rag_32k() -> Case:
         "ttft": f"{plan.ttft:.1f} s",
         "share": f"{share:.0%}",
         "sequences": str(plan.sequences),
-        "after": f"{plan.ttft * (1 - hit):.1f} s",
+        "after": f"{plan.ttft * ((1 - share) * (1 - hit) + share * (1 - hit**2)):.1f} s",
     }
     return Case(
         {
@@ -203,32 +155,7 @@ def rag_32k() -> Case:
                 tolerance=0.35,
             ),
         },
-        Problem(
-            "Long prompts from retrieval",
-            numbers,
-            (
-                "The work is in the prompt: {flops} before the first token, {ttft} on a node, attention {share} of "
-                "it. The "
-                "answer of 500 tokens is an afterthought.",
-                "Each such prompt holds {cached}, so a node carries {sequences} of them: memory, not arithmetic, "
-                "limits how "
-                "many are answered at a time.",
-                "The lever is reuse. If three quarters of the prompt are documents that other requests also use, "
-                "and they "
-                "come *first* in the prompt, the prefix cache cuts the TTFT to {after}.",
-                "Put what changes last: one early timestamp in a system prompt makes every prefix different.",
-            ),
-            {
-                "Why not split prefill and decode?": "It fits here: prefill is compute-bound for seconds. The cache "
-                "then "
-                "travels once, {cached} per request.",
-                "Documents in another order?": "Prefix caches hit from the start only. Sort documents by how often "
-                "they are "
-                "used, or cache per document and pay the lost cross-attention.",
-            },
-            "Use a model with a longer context.",
-            "It makes 32,000 tokens possible, not quick: the FLOPs and bytes stay.",
-        ),
+        numbers,
     )
 
 
@@ -248,6 +175,7 @@ def offline_batch() -> Case:
         "quick": f"{alone.tokens_per_s:,.0f}",
         "ratio": f"{plan.tokens_per_s / alone.tokens_per_s:.1f}",
         "tpot": f"{plan.tpot * 1e3:.0f} ms",
+        "nodes": str(math.ceil(hours / 10)),
     }
     return Case(
         {
@@ -259,27 +187,7 @@ def offline_batch() -> Case:
                 tolerance=0.4,
             ),
         },
-        Problem(
-            "A billion tokens over night",
-            numbers,
-            (
-                "Without a latency limit take the largest batch: {layout} writes {speed} tokens per second, a "
-                "billion in "
-                "{hours} hours, {price} dollars per million at two dollars per GPU-hour.",
-                "With a TPOT of 20 ms the same node writes {quick}: the limit costs a factor of {ratio}. That "
-                "factor is "
-                "why batch prices are lower.",
-                "Sort by length, keep the queue full, save progress by request: a node that fails must not lose the "
-                "night.",
-            ),
-            {
-                "What limits the batch?": "The cache. So grouped heads, an 8-bit cache and shared prefixes are "
-                "throughput "
-                "here, not only memory.",
-            },
-            "Run it through the chat endpoint.",
-            "It competes with users and pays for a latency that nobody needs.",
-        ),
+        numbers,
     )
 
 
@@ -296,6 +204,7 @@ def many_adapters() -> Case:
         "all": shown(tenants * adapter, "B"),
         "share": f"{adapter / (2 * model.parameters):.2%}",
         "load": f"{adapter / 25e9 * 1e3:.1f} ms",
+        "hot": f"{2 * model.parameters / adapter:.0f}",
     }
     return Case(
         {
@@ -311,28 +220,7 @@ def many_adapters() -> Case:
                 tolerance=0.15,
             ),
         },
-        Problem(
-            "A thousand customers with adapters",
-            numbers,
-            (
-                "As separate models {copies}; as adapters {adapter} each ({share} of the model), {all} together: "
-                "they fit "
-                "into host memory, and the hot ones into the card.",
-                "One base model serves all: in a batch every sequence adds its own low-rank product, grouped by "
-                "adapter. "
-                "Loading one takes {load} over PCIe, so a cold adapter costs less than a cold prefill.",
-                "Isolation is part of the design: the adapter's name belongs into the prefix hash, quotas and "
-                "metrics are "
-                "per tenant, and one tenant's burst must not evict everyone's caches.",
-            ),
-            {
-                "Merge the adapter into the weights?": "For one tenant with much traffic, yes: no extra products. "
-                "For many, no: "
-                "merging makes a copy.",
-            },
-            "One deployment per customer.",
-            "{copies} of weights, most of them idle.",
-        ),
+        numbers,
     )
 
 
@@ -342,7 +230,14 @@ def at_the_edge() -> Case:
     parameters, bandwidth, bits = 3e9, 60e9, 4.5
     size = parameters * bits / 8
     speed = bandwidth / size
-    numbers = {"size": shown(size, "B"), "speed": f"{speed:.0f}", "wide": f"{bandwidth / (2 * parameters):.0f}"}
+    operations = 30e12
+    numbers = {
+        "size": shown(size, "B"),
+        "speed": f"{speed:.0f}",
+        "wide": f"{bandwidth / (2 * parameters):.0f}",
+        "prefill": f"{1000 * 2 * parameters / operations:.1f} s",
+        "naive": f"{operations / (2 * parameters):,.0f}",
+    }
     return Case(
         {
             "speed": Decision(
@@ -358,25 +253,5 @@ def at_the_edge() -> Case:
                 tolerance=0.12,
             ),
         },
-        Problem(
-            "At the edge",
-            numbers,
-            (
-                "A single user has a batch of one, so memory bandwidth alone decides: {size} per token, {speed} "
-                "tokens per "
-                "second at most; with 16-bit weights {wide}.",
-                "4.5 bits are 4-bit weights with a 16-bit scale per 32 of them. Battery and heat follow the same "
-                "bytes.",
-                "Prefill is the other half: a long prompt is compute-bound, and a phone computes little. Keep "
-                "prompts short, "
-                "or keep their cache on disk.",
-            ),
-            {
-                "Does speculation help?": "Yes, more than in a data centre: the pass is memory-bound, so checking "
-                "four tokens costs about "
-                "as much as one, if the draft is small enough."
-            },
-            "The phone's chip has 30 TOPS, so 3B parameters run at 5,000 tokens per second.",
-            "Decoding is bound by bandwidth, not by operations.",
-        ),
+        numbers,
     )

@@ -3,8 +3,9 @@
 import math
 from functools import cache
 
+from course.lab21_design_serving import experiments
 from course.shared.cases import Case
-from course.shared.decisions import Decision, Problem, shown
+from course.shared.decisions import Decision, shown
 from minillm.predict import queueing, roofline, speculation
 from minillm.predict.planner.architectures import architecture
 from minillm.predict.planner.clusters import cluster
@@ -17,11 +18,16 @@ def tail_at_85() -> Case:
     service = 1.0
     half, high, higher = (queueing.wait_quantile(load, service, 0.99) for load in (0.5, 0.85, 0.95))
     mean = queueing.mean_wait(0.85, service)
+    regular = experiments.simulated_waits(0.85, regular=True)
     numbers = {
         "half": f"{half:.1f}",
         "high": f"{high:.0f}",
         "higher": f"{higher:.0f}",
         "mean": f"{mean:.1f}",
+        "sixty": f"{queueing.wait_quantile(0.6, service, 0.99):.1f}",
+        "seventy_five": f"{queueing.wait_quantile(0.75, service, 0.99):.0f}",
+        "three": f"{2 * 0.85 / 3:.0%}",
+        "regular": f"{sum(regular) / len(regular):.1f}",
     }
     return Case(
         {
@@ -48,31 +54,7 @@ def tail_at_85() -> Case:
                 tolerance=0.12,
             ),
         },
-        Problem(
-            "p99 explodes at 85 % load",
-            numbers,
-            (
-                "Nothing broke: a queue does that. With random arrivals the mean wait is ρ / (1 - ρ) service times, "
-                "{mean} at "
-                "85 %, and the 99th percentile {high}; at half load {half}, at 95 % {higher}.",
-                "So capacity is bought at the load where the tail is still acceptable, 60 to 75 % for most "
-                "services, and "
-                "the rest is for bursts.",
-                "A bounded queue turns a long tail into rejections: at most q waiting means at most q service "
-                "times. Decide "
-                "which the users prefer, and say so in the API.",
-            ),
-            {
-                "Arrivals are not random, they come in bursts. Better or worse?": "Worse: wait grows with the "
-                "variance of "
-                "arrivals. Regular arrivals halve it.",
-                "Does continuous batching change this?": "The server is faster while it is full, so the curve is "
-                "flatter, but it "
-                "still has a wall: the rate at which blocks and steps run out.",
-            },
-            "p99 is bad, so we need faster GPUs.",
-            "Perhaps; one more replica lowers the load from 85 % of two to 57 % of three, and the tail with it.",
-        ),
+        numbers,
     )
 
 
@@ -88,6 +70,8 @@ def bursts() -> Case:
         "start": f"{start:.0f} s",
         "backlog": f"{backlog:,.0f}",
         "drain": f"{backlog / (2 * served - arrivals):.0f} s",
+        "peer": f"{weights / 25e9:.0f} s",
+        "load80": f"{arrivals / (2 * served):.0%}",
     }
     return Case(
         {
@@ -110,27 +94,7 @@ def bursts() -> Case:
                 tolerance=0.15,
             ),
         },
-        Problem(
-            "A burst and a cold start",
-            numbers,
-            (
-                "Reading the weights takes {load}, with scheduling and warm-up {start}. Meanwhile {backlog} "
-                "requests pile up, and "
-                "two replicas need another {drain} to drain them.",
-                "So scaling on GPU utilisation is too late. Scale on the queue's slope, keep one warm replica, and "
-                "stream weights "
-                "from a peer's memory rather than from storage.",
-                "Until then admission control decides: a bounded queue, short answers for low priority, and a clear "
-                "429 with a "
-                "time to come back, with jitter, or the retries make the next burst.",
-            ),
-            {
-                "What does a warm pool cost?": "One idle replica, always. Compare with the requests lost per burst "
-                "and their number per day."
-            },
-            "Autoscaling handles it.",
-            "It handles the next hour; the burst is over before the replica is up.",
-        ),
+        numbers,
     )
 
 
@@ -144,6 +108,7 @@ def blocked_by_a_prompt() -> Case:
         "whole": f"{whole:.1f} s",
         "chunk": f"{chunk * 1e3:.0f} ms",
         "chunks": str(math.ceil(32000 / 2048)),
+        "fits": f"{0.05 / chunk * 2048:,.0f}",
     }
     return Case(
         {
@@ -156,25 +121,7 @@ def blocked_by_a_prompt() -> Case:
                 tolerance=0.4,
             ),
         },
-        Problem(
-            "Blocked by somebody else's prompt",
-            numbers,
-            (
-                "A step ends for all of its sequences together. A prompt of 32,000 tokens in one step stalls every "
-                "stream for "
-                "{whole}; in chunks of 2,048 tokens for {chunk} at a time, {chunks} times.",
-                "The prompt's own TTFT gets longer by the decode tokens that ride along. That trade is the token "
-                "budget of a step.",
-                "Show it in the metric that hurts: the longest gap between two tokens of a stream, not the mean TPOT.",
-            ),
-            {
-                "Or separate prefill and decode machines?": "Then decode never waits for a prompt; the price is "
-                "moving the cache, and "
-                "two pools to size."
-            },
-            "Give short requests priority.",
-            "Priority decides what enters a step; it does not interrupt one.",
-        ),
+        numbers,
     )
 
 
@@ -217,27 +164,7 @@ def does_speculation_pay() -> Case:
                 tolerance=0.3,
             ),
         },
-        Problem(
-            "Does speculation pay?",
-            numbers,
-            (
-                "For one stream a pass gives {tokens} tokens and costs 1.4 passes: {alone} times faster. The best K "
-                "is {best}.",
-                "It works because checking five tokens costs as much as one while the pass is bound by reading "
-                "weights. That "
-                "ends near {ridge} tokens per step, {batch} sequences with five tokens each.",
-                "Beyond that every checked token costs its share: {full} of the plain speed, so a busy server gets "
-                "slower. Switch it "
-                "off by load, or shorten K.",
-            ),
-            {
-                "And temperature 1?": "Acceptance is 1 minus the distance of two distributions; it falls when the "
-                "target spreads out and "
-                "the draft does not spread in the same way."
-            },
-            "It makes decoding three times faster.",
-            "One stream, a good draft and predictable text; name the load before you name a factor.",
-        ),
+        numbers,
     )
 
 
@@ -251,7 +178,14 @@ def does_quantisation_pay() -> Case:
         return max(weights * size / device.bandwidth, 2 * model.parameters * batch / rate)
 
     one, many = (seconds(batch, 1.0) / seconds(batch, 4.5 / 16) for batch in (1, 512))
-    numbers = {"one": f"{one:.1f}", "many": f"{many:.1f}", "weights": shown(weights * 4.5 / 16, "B")}
+    numbers = {
+        "one": f"{one:.1f}",
+        "many": f"{many:.1f}",
+        "weights": shown(weights * 4.5 / 16, "B"),
+        "wide": shown(weights, "B"),
+        "end": f"{weights / device.bandwidth * rate / (2 * model.parameters):.0f}",
+        "cross": f"{weights * 4.5 / 16 / device.bandwidth * rate / (2 * model.parameters):.0f}",
+    }
     return Case(
         {
             "one": Decision(
@@ -263,27 +197,7 @@ def does_quantisation_pay() -> Case:
                 tolerance=0.05,
             ),
         },
-        Problem(
-            "Does quantisation pay?",
-            numbers,
-            (
-                "At batch 1 a step reads the weights and little else: {one} times faster with 4.5 bits. At batch "
-                "512 arithmetic is the "
-                "limit and nothing is gained: {many}, before the cost of dequantising.",
-                "What stays at any batch is room: {weights} instead of 16 GB of weights, so more sequences fit, and "
-                "*that* is throughput.",
-                "For compute-bound work quantise activations too (8-bit matrix products), and measure the quality "
-                "on your task, not on "
-                "perplexity alone.",
-            ),
-            {
-                "Weights or cache first?": "Whichever takes more of the step: weights at small batches and short "
-                "contexts, the cache at large "
-                "ones."
-            },
-            "4 bits are 4 times faster.",
-            "At batch one, nearly; at the batch you serve, perhaps not at all.",
-        ),
+        numbers,
     )
 
 
@@ -313,25 +227,5 @@ def split_prefill_decode() -> Case:
                 tolerance=0.1,
             ),
         },
-        Problem(
-            "Split prefill and decode",
-            numbers,
-            (
-                "{moved} per request. Over one 50 GB/s card {one}, over the node's eight {eight}: {share} of a "
-                "prefill of {ttft}. So "
-                "the network is not the argument against it.",
-                "It pays where the two want different things: prefill large chunks and few of them, decode large "
-                "batches and a steady "
-                "TPOT. Then each pool is sized alone, by prompts and by answers.",
-                "It does not pay for short prompts, at small scale (a pool of one has no spare), or where prefixes "
-                "are mostly cached.",
-            ),
-            {
-                "How many of each?": "By work: prompts per second times prefill seconds, answers per second times "
-                "tokens times TPOT over the "
-                "batch. Then watch both queues and move machines."
-            },
-            "Always split, the big providers do.",
-            "They have pools of hundreds; with four machines a fixed split idles one of them.",
-        ),
+        numbers,
     )

@@ -1,5 +1,7 @@
 """Lab 21's claims: a queue's mean and tail by formula and in a simulation, and what a bound does to both."""
 
+from pathlib import Path
+
 from course.lab21_design_serving import experiments, problems, problems_running
 from course.shared.cases import Cases
 from minillm.labkit.receipts import Receipt, formula, receipt, row
@@ -8,7 +10,7 @@ from minillm.predict.planner.architectures import architecture
 from minillm.predict.planner.clusters import GIB, cluster
 from minillm.predict.planner.serving import rank_serving
 
-CASES = Cases(problems, problems_running)
+CASES = Cases(Path(__file__).with_name("answers.toml"), problems, problems_running)
 decide, answer = CASES.decide, CASES.answer
 
 

@@ -1,7 +1,13 @@
 """Statements about numbers that are often quoted for large models, and what decides them."""
 
+from dataclasses import replace
+
 from course.lab23_claims.statement import claim, computed
+from minillm.comm import launch
+from minillm.equivalence import SPLIT_CASES, ParallelConfig, compare
 from minillm.labkit.receipts import Row, formula, row
+from minillm.model import ModelConfig, Transformer
+from minillm.parallel import NaiveDDP
 from minillm.parallel.pipeline_parallel.check import check
 from minillm.parallel.pipeline_parallel.schedules import SCHEDULES
 from minillm.parallel.pipeline_parallel.simulate import simulate
@@ -9,6 +15,7 @@ from minillm.predict import comms, fully_shard, pipeline
 from minillm.predict.model import ADAM_MIXED
 from minillm.predict.planner.architectures import architecture
 from minillm.predict.planner.clusters import DEVICES
+from minillm.serve import LLM, SamplingParams
 
 ZERO = "Rajbhandari et al. 2020: https://arxiv.org/abs/1910.02054"
 MEGATRON = "Narayanan et al. 2021: https://arxiv.org/abs/2104.04473"
@@ -237,3 +244,125 @@ def fusion_five_thirds() -> list[Row]:
     both = (2 * n + n + n + n) / (2 * n + n)
     bias = (n + small + n + n + n) / (n + small + n)
     return [computed("equal sizes", 5 / 3, both), computed("with a bias in cache", 2.0, bias, tolerance=0.01)]
+
+
+@claim(
+    "decoding",
+    "A 70B model's cache of 4,096 tokens takes 21 GB.",
+    "false",
+    "That is 64 heads in 32 bits. In 16 bits it is half, and with the 8 kv heads that such models have 1.34 GB.",
+    "never in 16 bits",
+    "Ainslie et al. 2023: https://arxiv.org/abs/2305.13245",
+)
+def four_thousand_tokens_take_21() -> list[Row]:
+    grouped = architecture("llama-3-70b")
+    every = replace(grouped, num_kv_heads=grouped.num_heads)
+    return [
+        computed("8 kv heads, 16 bits", 1.34e9, 4096 * grouped.kv_bytes(), "B", tolerance=0.01),
+        computed("64 heads, 16 bits", 10.7e9, 4096 * every.kv_bytes(), "B", tolerance=0.01),
+        computed("64 heads, 32 bits", 21.5e9, 2 * 4096 * every.kv_bytes(), "B", tolerance=0.01),
+    ]
+
+
+@claim(
+    "decoding",
+    "2 · 80 layers · 64 heads · 128 · 2 bytes make 5.2 MB of cache per token.",
+    "false",
+    "The product is 2.6 MB: the 2 for keys and values is in it already.",
+    "32-bit caches",
+    "Ainslie et al. 2023: https://arxiv.org/abs/2305.13245",
+)
+def five_megabytes_per_token() -> list[Row]:
+    every = replace(architecture("llama-3-70b"), num_kv_heads=64)
+    return [
+        computed("bytes per token", 2_621_440, every.kv_bytes(), "B"),
+        computed("32,768 tokens", 85.9e9, 32768 * every.kv_bytes(), "B", tolerance=0.001),
+    ]
+
+
+@claim(
+    "paging",
+    "Ten sequences of up to 4,096 tokens need 40,960 blocks.",
+    "false",
+    "Those are token slots. A block holds 16 of them or so, and only what is written needs one.",
+    "blocks of one token",
+    "Kwon et al. 2023: https://arxiv.org/abs/2309.06180",
+)
+def slots_are_blocks() -> list[Row]:
+    model = Transformer(ModelConfig(64, 16, 32, 2, 2), seed=0).eval()
+    llm = LLM(model, block_size=4, num_blocks=12)
+    output = llm.generate([[7] * 40], SamplingParams(max_tokens=6, temperature=0))[0]
+    return [
+        row("tokens written after a prompt of 40, with 12 blocks of 4", 6, len(output.answers[0].tokens)),
+        computed("blocks for ten times 4,096 tokens, 16 each", 2560, 10 * 4096 / 16),
+    ]
+
+
+@claim(
+    "pipeline",
+    "A pipeline trains on stale gradients.",
+    "false",
+    "All microbatches of a step see the same weights, and the step waits for all of them.",
+    "asynchronous pipelines, such as PipeDream without a flush",
+    "Narayanan et al. 2019: https://arxiv.org/abs/1806.03377",
+)
+def pipelines_are_stale() -> list[Row]:
+    layout = ParallelConfig(pp=2, accumulate=4, schedule="1f1b")
+    (found,) = compare(layout, {"plain": SPLIT_CASES["plain"]}, steps=1)
+    return [
+        row("worst gradient on 2 real stages against one process, below 1e-10", True, found.worst_gradient < 1e-10),
+        formula("steps behind on the first of 4 stages, asynchronous PipeDream", pipeline.staleness(4, 0)),
+    ]
+
+
+@claim(
+    "pipeline",
+    "A pipeline has to keep the activations of all M microbatches.",
+    "depends",
+    "GPipe does; under 1F1B stage s keeps n - s of them, whatever M.",
+    "GPipe, or fewer microbatches than stages",
+    MEGATRON,
+)
+def all_microbatches_are_kept() -> list[Row]:
+    peaks = {
+        name: [simulate(SCHEDULES[name](4, count)).peak_in_flight[0] for count in (8, 32)] for name in ("gpipe", "1f1b")
+    }
+    return [
+        row("GPipe, in flight on stage 0 for 8 and 32 microbatches", [8, 32], peaks["gpipe"], kind="simulated"),
+        row("1F1B", [4, 4], peaks["1f1b"], kind="simulated"),
+    ]
+
+
+@claim(
+    "pipeline",
+    "The idle share of a pipeline of n stages is (1 - M)/(M + n - 1).",
+    "false",
+    "That is negative for two microbatches or more; the numerator is n - 1.",
+    "never",
+    "Huang et al. 2019: https://arxiv.org/abs/1811.06965",
+)
+def negative_bubble() -> list[Row]:
+    found = simulate(SCHEDULES["gpipe"](2, 4)).idle_share
+    return [
+        row("idle share of 2 stages and 4 microbatches", 1 / 5, found, tolerance=1e-6, kind="simulated"),
+        computed("claimed, below 0", True, (1 - 4) / (4 + 2 - 1) < 0),
+    ]
+
+
+@claim(
+    "data parallel",
+    "The idea of data parallelism is to distribute the model over the GPUs.",
+    "false",
+    "The data are distributed; every rank holds the whole model.",
+    "sharded data parallelism does distribute it, between its uses",
+    "Li et al. 2020: https://arxiv.org/abs/2006.15704",
+)
+def the_model_is_distributed() -> list[Row]:
+    config = ModelConfig(64, 16, 32, 2, 2)
+    whole = sum(parameter.numel() for parameter in Transformer(config, seed=0).parameters())
+    held = launch(_held_under_data_parallelism, 2, config)
+    return [row("parameters on each of 2 real ranks / of the model", [1.0, 1.0], [count / whole for count in held])]
+
+
+def _held_under_data_parallelism(group, config: ModelConfig) -> int:
+    return sum(parameter.numel() for parameter in NaiveDDP(Transformer(config, seed=0), group).parameters())

@@ -5,6 +5,7 @@ import random
 import torch
 
 from course.lab23_claims.statement import claim, computed
+from minillm.comm import RankError, launch
 from minillm.labkit.receipts import Row, formula, row
 from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import KVCache
@@ -340,12 +341,25 @@ def manifest_before_barrier() -> list[Row]:
     "torchrun: https://docs.pytorch.org/docs/stable/elastic/run.html",
 )
 def elastic_rebalances() -> list[Row]:
-    batch, micro = 64, 4
-    steps = {ranks: batch / (micro * ranks) for ranks in (4, 3)}
     return [
-        computed("microbatches per rank on 4 ranks", 4.0, steps[4]),
-        computed("the same batch divides over 3 ranks by itself", False, steps[3].is_integer()),
+        row("3 real ranks, one is lost: the others finish their step", False, _finish_without_one()),
+        computed("a batch of 64 in microbatches of 4 divides over 4 ranks", True, 64 % (4 * 4) == 0),
+        computed("    over the 3 that are left", False, 64 % (4 * 3) == 0),
     ]
+
+
+def _finish_without_one() -> bool:
+    try:
+        launch(_step_of_three, 3)
+    except RankError:
+        return False
+    return True
+
+
+def _step_of_three(group) -> float:
+    if group.rank == 1:
+        raise RuntimeError("this rank is lost")
+    return group.all_reduce(torch.ones(1)).item()
 
 
 @claim(

@@ -11,7 +11,7 @@
 #
 # **A claim is worth what decides it: vote first, then run it.**
 #
-# Eighty-one statements that are often heard, most of them in interviews too. You vote *true*, *false* or *depends*; the next
+# Ninety-nine statements that are often heard, most of them in interviews too. You vote *true*, *false* or *depends*; the next
 # cell runs what decides each one, on real ranks, in a simulation or by the course's formulas, and says under which condition
 # the verdict flips. About two hours with one exercise; running the notebook from top to bottom takes seconds. At
 # the end you can answer:
@@ -103,6 +103,7 @@ votes = {
     "barrier_moves_weights": "depends",
     "rank_zero_saves_all": "depends",
     "local_clipping": "depends",
+    "the_model_is_distributed": "depends",
 }
 
 # %%
@@ -128,6 +129,9 @@ votes = {
     "backwards_start_together": "depends",
     "pipeline_per_device_grows": "depends",
     "pipeline_moves_45": "depends",
+    "pipelines_are_stale": "depends",
+    "all_microbatches_are_kept": "depends",
+    "negative_bubble": "depends",
 }
 
 # %%
@@ -183,6 +187,29 @@ receipts.decide(votes)
 
 
 # %% [markdown]
+# ## Long context, experts, several axes
+
+# %%
+receipts.statements("long context", "experts", "several axes")
+
+
+# %%
+votes = {
+    "ring_is_approximate": "depends",
+    "equal_parts_equal_work": "depends",
+    "ulysses_sends_less": "depends",
+    "experts_decode_like_dense": "depends",
+    "capacity_one_drops_nothing": "depends",
+    "experts_need_their_own_ranks": "depends",
+    "order_does_not_matter": "depends",
+    "one_replica_reduces_nothing": "depends",
+}
+
+# %%
+receipts.decide(votes)
+
+
+# %% [markdown]
 # ## Decoding and the cache
 
 # %%
@@ -200,6 +227,9 @@ votes = {
     "paging_defragments": "depends",
     "blocks_shared_anywhere": "depends",
     "paging_wastes_five": "depends",
+    "four_thousand_tokens_take_21": "depends",
+    "five_megabytes_per_token": "depends",
+    "slots_are_blocks": "depends",
 }
 
 # %%
@@ -260,6 +290,9 @@ votes = {
     "save_every_thousand": "depends",
     "manifest_before_barrier": "depends",
     "elastic_rebalances": "depends",
+    "weights_are_enough": "depends",
+    "one_slow_gpu": "depends",
+    "goodput_scales": "depends",
     "utilisation_is_compute": "depends",
     "eight_times_seven": "depends",
     "six_per_parameter": "depends",

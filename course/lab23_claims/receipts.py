@@ -3,7 +3,14 @@
 from collections.abc import Mapping
 from functools import cache
 
-from course.lab23_claims import claims_model_parallel, claims_numbers, claims_serving, claims_tools, claims_training
+from course.lab23_claims import (
+    claims_model_parallel,
+    claims_numbers,
+    claims_scale,
+    claims_serving,
+    claims_tools,
+    claims_training,
+)
 from course.lab23_claims.statement import STATEMENTS, VERDICTS
 from minillm.labkit.receipts import Receipt, receipt
 
@@ -13,6 +20,7 @@ REGISTERED = (
     claims_serving,
     claims_numbers,
     claims_tools,
+    claims_scale,
 )  # importing them fills STATEMENTS
 
 

@@ -56,6 +56,10 @@ def deck() -> tuple[Card, ...]:
     return tuple(found)
 
 
+def card(key: str) -> Card:
+    return next(each for each in deck() if each.key == key)
+
+
 def topics() -> list[str]:
     return list(dict.fromkeys(card.topic for card in deck()))
 

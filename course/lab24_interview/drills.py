@@ -211,6 +211,14 @@ DRILLS: dict[str, Callable[[Random], Decision]] = {
         sequences,
     )
 }
+
+
+def drill(name: str) -> Decision:
+    """A drill as sessions name it: KIND:SEED."""
+    kind, seed = name.split(":")
+    return DRILLS[kind](Random(int(seed)))
+
+
 TOPICS = {  # of the cards: which drills go with them
     "hardware": ("transfer", "tokens_per_second"),
     "collectives": ("all_reduce", "transfer"),

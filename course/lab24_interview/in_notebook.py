@@ -7,7 +7,6 @@ interview.grade(3)              # after a card: how well it went
 interview.run(my_function)      # a whiteboard task: what you wrote, through the lab's hidden check
 """
 
-import random
 import time
 from typing import Any
 
@@ -18,10 +17,10 @@ from minillm.labkit.checks import verify
 
 
 class Interview:
-    """Goes on with the session that is open, or draws another. What is answered is kept as in the terminal."""
+    """Goes on with the latest open session (of that topic and seed), or draws one. Kept as in the terminal."""
 
     def __init__(self, minutes: int = 45, topic: str = "", seed: int | None = None, *, new: bool = False):
-        open_one = None if new or topic or seed is not None else mock.resume()
+        open_one = None if new else mock.resume(topic, seed)
         self.session = open_one or mock.start(topic, minutes, seed)
         self._since = time.monotonic()
 
@@ -31,8 +30,8 @@ class Interview:
             print(mock.summary(self.session))
             return
         kind, name = self.session.open[0]
-        left = max(0.0, self.session.minutes - (self.session.used_s + time.monotonic() - self._since) / 60)
-        print(f"[{len(self.session.done) + 1} of {len(self.session.items)}, {left:.0f} minutes left]")
+        left = mock.time_left(self.session, time.monotonic() - self._since)
+        print(f"[{len(self.session.done) + 1} of {len(self.session.items)}, {left}]")
         if kind == "task":
             made = tasks.task(name)
             print(
@@ -40,20 +39,27 @@ class Interview:
             )
             print(made.stub)
         elif kind == "drill":
-            decision = self._drill(name)
+            decision = drills.drill(name)
             print(f"{decision.question} (unit: {decision.unit or 'none'}) Then interview.answer(number).")
         else:
-            card = self._card(name)
+            card = deck.card(name)
             print(f"({card.topic}, {card.level}) {card.question} Say it aloud, then interview.answer().")
 
     def answer(self, reply: object = "") -> None:
-        """A drill's number is judged and counts; a card shows its answer and waits for `grade`."""
+        """A drill's number is judged and counts, None skips it; a card shows its answer and waits for `grade`."""
         kind, name = self._open("drill", "card")
         if kind == "card":
-            print(f"{self._card(name)}\nGrade yourself with interview.grade(n): {mock.GRADE_HELP}.")
+            print(f"{deck.card(name)}\nGrade yourself with interview.grade(n): {mock.GRADE_HELP}.")
             return
-        decision = self._drill(name)
+        decision = drills.drill(name)
+        if reply is None:
+            print(decision.because)
+            self._done("skipped")
+            return
         verdict = judge(decision, reply)
+        if verdict.kind == "no number":
+            print(verdict.sentence)
+            return
         print(f"{verdict.sentence} {decision.because}")
         self._done(verdict.kind)
 
@@ -62,7 +68,7 @@ class Interview:
         _, name = self._open("card")
         if str(how_well) not in mock.GRADES:
             raise ValueError(f"{how_well!r} is no grade: {mock.GRADE_HELP}.")
-        print(f"It comes back on {mock.grade(name, mock.GRADES[str(how_well)]):%Y-%m-%d}.")
+        print(f"It comes back {mock.when(mock.grade(name, mock.GRADES[str(how_well)]))}.")
         self._done(str(how_well))
 
     def run(self, candidate: Any) -> None:
@@ -88,12 +94,3 @@ class Interview:
         self._since = now
         self.session.done.append([*self.session.open[0], outcome])
         self.session.save()
-
-    @staticmethod
-    def _drill(name: str):
-        kind, seed = name.split(":")
-        return drills.DRILLS[kind](random.Random(int(seed)))
-
-    @staticmethod
-    def _card(key: str) -> deck.Card:
-        return next(card for card in deck.deck() if card.key == key)

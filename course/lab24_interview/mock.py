@@ -5,7 +5,8 @@
     cards              a question, your answer aloud, then the model answer; you grade yourself
 
 Cards come back by the FSRS scheduler (Ye et al. 2022, https://doi.org/10.1145/3534678.3539081) through the `fsrs`
-library: those that are due first, then new ones. State lies in the progress file, in the section "interview".
+library: those that are due first, then new ones. State lies in the progress file, in the section "interview": every
+card's memory, and every session that is still open, the latest last.
 """
 
 import random
@@ -21,7 +22,7 @@ from fsrs import Rating, Scheduler
 
 from course.lab24_interview import deck, drills, tasks
 from course.shared.decisions import judge
-from minillm.labkit import progress
+from minillm.labkit import exercises, progress
 
 SECTION = "interview"
 MINUTES = {"drill": 2, "card": 2}
@@ -48,12 +49,19 @@ class Session:
     def open(self) -> list[list[str]]:
         return self.items[len(self.done) :]
 
+    @property
+    def name(self) -> tuple[int, str, int]:
+        """What it was drawn from."""
+        return self.seed, self.topic, self.minutes
+
     def save(self) -> None:
-        progress.keep(SECTION, progress.section(SECTION) | {"session": self.__dict__})
+        """As the latest of the open sessions; one that is done is none of them any more."""
+        kept = [each for each in open_sessions() if each.name != self.name] + ([self] if self.open else [])
+        progress.keep(SECTION, progress.section(SECTION) | {"sessions": [each.__dict__ for each in kept]})
 
 
 def start(topic: str = "", minutes: int = 45, seed: int | None = None) -> Session:
-    """A new session. ValueError for a topic that there is not, or too little time."""
+    """A new session; others that are open stay so. ValueError for a topic that there is not, or too little time."""
     check_minutes(minutes)
     seed = random.SystemRandom().randrange(10**6) if seed is None else seed
     draw, cards = random.Random(seed), deck.of_topic(topic)
@@ -67,7 +75,7 @@ def start(topic: str = "", minutes: int = 45, seed: int | None = None) -> Sessio
     else:
         minutes_left = minutes
     kinds = sorted({name for each in its_topics for name in drills.TOPICS.get(each, tuple(drills.DRILLS))})
-    waiting = by_due(cards, draw)
+    waiting = by_due(cards, random.Random(seed))
     while minutes_left >= MINUTES["card"] and waiting:
         kind = "drill" if len(items) % 3 == 1 else "card"
         name = f"{draw.choice(kinds)}:{draw.randrange(10**6)}" if kind == "drill" else waiting.pop(0).key
@@ -80,20 +88,30 @@ def start(topic: str = "", minutes: int = 45, seed: int | None = None) -> Sessio
 
 def check_minutes(minutes: int) -> None:
     """ValueError for too little time."""
-    if minutes < 4:
-        raise ValueError(f"--minutes {minutes}: a session needs at least 4.")
+    if minutes < MINUTES["card"]:
+        raise ValueError(f"--minutes {minutes}: a session needs at least {MINUTES['card']}, which is one card.")
 
 
-def resume() -> Session | None:
-    """The session that was interrupted, if there is one with something open."""
-    stored = progress.section(SECTION).get("session")
-    try:
-        session = Session(**stored)
-        known = {card.key for card in deck.deck()}
-        whole = all(kind != "card" or name in known for kind, name in session.items)
-        return session if whole and session.open else None
-    except (TypeError, ValueError):
-        return None
+def resume(topic: str = "", seed: int | None = None) -> Session | None:
+    """The latest session that was interrupted, of this topic and seed if they are given."""
+    found = [each for each in open_sessions() if topic in ("", each.topic) and seed in (None, each.seed)]
+    return found[-1] if found else None
+
+
+def open_sessions() -> list[Session]:
+    """Those with something left to ask, the latest last; a damaged record counts as none."""
+    known, found = {card.key for card in deck.deck()}, []
+    records = progress.section(SECTION).get("sessions")
+    for record in records if isinstance(records, list) else []:
+        try:
+            session = Session(**record)
+            if session.open and all(
+                kind in _ASKED and (kind != "card" or name in known) for kind, name in session.items
+            ):
+                found.append(session)
+        except (TypeError, ValueError):
+            continue
+    return found
 
 
 def by_due(cards: list[deck.Card], draw: random.Random) -> list[deck.Card]:
@@ -125,6 +143,12 @@ def grade(key: str, rating: Rating) -> datetime:
     return memory.due
 
 
+def when(moment: datetime) -> str:
+    """In minutes if it is today, else the day."""
+    minutes = (moment - datetime.now(UTC)).total_seconds() / 60
+    return f"in {max(1, round(minutes))} minutes" if minutes < 12 * 60 else f"on {moment:%Y-%m-%d}"
+
+
 def due(now: datetime | None = None) -> dict[str, tuple[int, int, float]]:
     """By topic: cards seen, cards due, and the mean difficulty (1 to 10) that the scheduler gives them."""
     now, kept, found = now or datetime.now(UTC), memories(), {}
@@ -136,6 +160,11 @@ def due(now: datetime | None = None) -> dict[str, tuple[int, int, float]]:
     return found
 
 
+def weakest(found: dict[str, tuple[int, int, float]]) -> list[str]:
+    """The three topics of `due` that the scheduler finds hardest for you, of those that you have seen."""
+    return sorted((topic for topic in found if found[topic][0]), key=lambda topic: -found[topic][2])[:3]
+
+
 def run(
     session: Session, ask: Callable[[str], str], say: Callable[[str], None], folder: Path = Path("whiteboard")
 ) -> Session:
@@ -144,20 +173,32 @@ def run(
     while session.open:
         kind, name = session.open[0]
         begun = time.monotonic()
-        left = session.minutes - session.used_s / 60
-        say(f"\n[{len(session.done) + 1} of {total}, {max(0, left):.0f} minutes left]")
+        say(f"\n[{len(session.done) + 1} of {total}, {time_left(session)}]")
         try:
             outcome = _ASKED[kind](name, ask, say, folder)
         except (EOFError, KeyboardInterrupt, Stop):
             session.used_s += time.monotonic() - begun
             session.save()
-            say("\nStopped. Everything so far is kept; the same command goes on from here.")
+            say("\nStopped. Everything so far is kept; `python -m minillm interview` goes on from here.")
             return session
-        session.used_s += time.monotonic() - begun
+        took = time.monotonic() - begun
+        session.used_s += took
+        say(f"That took {int(took) // 60}:{int(took) % 60:02}; planned are {planned(kind, name)} minutes.")
         session.done.append([kind, name, outcome])
         session.save()
     say(summary(session))
     return session
+
+
+def time_left(session: Session, more_s: float = 0.0) -> str:
+    """more_s: seconds since the session's own count."""
+    left = session.minutes - (session.used_s + more_s) / 60
+    return f"{left:.0f} minutes left" if left > 0 else "time is up; q keeps the rest for later"
+
+
+def planned(kind: str, name: str) -> int:
+    """Minutes for an item."""
+    return exercises.find(name).minutes if kind == "task" else MINUTES[kind]
 
 
 def summary(session: Session) -> str:
@@ -173,7 +214,10 @@ def summary(session: Session) -> str:
 
 def _task(name: str, ask: Callable[[str], str], say: Callable[[str], None], folder: Path) -> str:
     made = tasks.task(name)
-    path = tasks.write(folder, made)
+    try:
+        path = tasks.write(folder, made)
+    except OSError as error:
+        raise ValueError(f"--folder {folder} cannot be written ({error.strerror}): name another folder.") from error
     say(f"Whiteboard, {made.minutes} minutes: {name}. Write your answer into {path}.")
     while True:
         reply = _line(ask, "Enter runs the check, s skips: ")
@@ -190,22 +234,26 @@ def _task(name: str, ask: Callable[[str], str], say: Callable[[str], None], fold
 
 
 def _drill(name: str, ask: Callable[[str], str], say: Callable[[str], None], folder: Path) -> str:
-    kind, seed = name.split(":")
-    decision = drills.DRILLS[kind](random.Random(int(seed)))
+    decision = drills.drill(name)
     say(f"{decision.question} (unit: {decision.unit or 'none'})")
-    verdict = judge(decision, _line(ask, "Your number: "))
-    say(f"{verdict.sentence} {decision.because}")
-    return verdict.kind
+    while (reply := _line(ask, "Your number (s skips): ")) != "s":
+        verdict = judge(decision, reply)
+        say(verdict.sentence)
+        if verdict.kind != "no number":
+            say(decision.because)
+            return verdict.kind
+    say(decision.because)
+    return "skipped"
 
 
 def _card(name: str, ask: Callable[[str], str], say: Callable[[str], None], folder: Path) -> str:
-    card = next(card for card in deck.deck() if card.key == name)
+    card = deck.card(name)
     say(f"({card.topic}, {card.level}) {card.question}")
     _line(ask, "Answer aloud, then press Enter: ")
     say(str(card))
     while (reply := _line(ask, f"Grade yourself ({GRADE_HELP}): ")) not in GRADES:
         say(f"{reply!r} is no grade: {GRADE_HELP}; q leaves.")
-    say(f"It comes back on {grade(name, GRADES[reply]):%Y-%m-%d}.")
+    say(f"It comes back {when(grade(name, GRADES[reply]))}.")
     return reply
 
 

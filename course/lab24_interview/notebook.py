@@ -138,11 +138,11 @@ dispatch = check("dispatch-order", dispatch)
 # ## A session
 #
 # The clock runs from the first question. `ask` shows what is open; a drill takes `answer(number)`, a card `answer()` and then
-# `grade(1 to 4)`, a whiteboard task `run(your_function)`, or `run(None)` to skip it. What you have answered is kept, here and
-# in the terminal alike: `Interview()` goes on where you stopped.
+# `grade(1 to 4)`, a whiteboard task `run(your_function)`. `answer(None)` and `run(None)` skip. What you have answered is
+# kept, here and in the terminal alike: `Interview()` goes on where you stopped, and sessions that you opened before stay.
 
 # %%
-interview = Interview(minutes=45, topic="collectives", seed=7)
+interview = Interview(minutes=45, topic="collectives", seed=7, new=True)  # without new it goes on with an open one
 interview.ask()
 
 # %%
@@ -167,8 +167,8 @@ interview.ask()
 receipts.due()
 
 # %% [markdown]
-# `python -m minillm interview --due` shows the same with your weakest topics, `--sheet page.html --topic pipeline` writes a page
-# to print. Preparing in a day, a week or a month: [docs/interview.md](../docs/interview.md).
+# `python -m minillm progress` and `interview --due` show the same with your weakest topics, and
+# `interview --sheet page.html --topic pipeline` writes a page to print. Preparing in a day, a week or a month: [docs/interview.md](../docs/interview.md).
 #
 # ## Can you answer them now?
 #

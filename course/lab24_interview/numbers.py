@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from minillm.predict import comms, faults, pipeline, queueing, roofline, speculation
+from minillm.predict import comms, context, faults, moe, pipeline, queueing, roofline, speculation
 from minillm.predict.model import ADAM_MIXED_FP32_GRADIENTS as STATE
 from minillm.predict.planner import published
 from minillm.predict.planner.architectures import architecture
@@ -63,6 +63,30 @@ def run_named(start: str) -> published.Comparison:
     return published.compare(next(run for run in published.RUNS if run.name.startswith(start)))
 
 
+def ulysses_over_ring(kv_heads: int) -> float:
+    """Bytes that a rank sends forward: 64 heads, 8 ranks; the length and the size of a head cancel."""
+    shape = context.AttentionShape(1, 8192, 64, kv_heads, 128, 2)
+    return context.forward_traffic("ulysses", shape, 8).bytes / context.forward_traffic("ring", shape, 8).bytes
+
+
+def goodput(gpus: int) -> float:
+    """Of saves of 30 s and restarts of ten minutes, at the failure rate of Llama 3's GPUs."""
+    return faults.best_goodput(30, 600, faults.job_mtbf(faults.LLAMA3_GPU_MTBF_S, gpus))
+
+
+def lora(name: str, rank: int) -> float:
+    """Bytes of an adapter on all seven matrices of a layer, in 16 bits: rank · (inputs + outputs) numbers of each."""
+    model = architecture(name)
+    hidden, kv = model.hidden_size, model.num_kv_heads * model.head_dim
+    each = 2 * (hidden + hidden) + 2 * (hidden + kv) + 3 * (hidden + model.intermediate_size)
+    return 2 * model.num_layers * rank * each
+
+
+def reported() -> list[float]:
+    """Model FLOPs as a share of the peak, of the published runs that print it, ascending."""
+    return sorted(run.reported for run in published.RUNS if run.basis == "model")
+
+
 NUMBERS: dict[str, Any] = {
     "abs": abs,
     "n": n,
@@ -90,6 +114,15 @@ NUMBERS: dict[str, Any] = {
     "uneven": lambda times, m: pipeline.uneven_makespan([t / 3 for t in times], [2 * t / 3 for t in times], m),
     "young": faults.young_interval,
     "waste": lambda save, restart, mtbf: faults.wasted_share(faults.young_interval(save, mtbf), save, restart, mtbf),
+    "goodput": goodput,
+    "lora": lora,
+    "reported": reported,
+    "save_rate": lambda parameters, mtbf, wasted: faults.checkpoint_bandwidth(
+        faults.checkpoint_bytes(parameters), mtbf, wasted
+    ),
+    "ulysses_over_ring": ulysses_over_ring,
+    "dropped": moe.expected_dropped_share,
+    "nodes": moe.nodes_reached,
     "mean_wait": lambda load: queueing.mean_wait(load, 1.0),
     "tail": lambda load, share: queueing.wait_quantile(load, 1.0, share),
     "per_pass": speculation.tokens_per_pass,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from minillm.files import write_whole
 from minillm.labkit import course, exercises, masters
 from minillm.labkit.checks import diagnose, verify
 
@@ -22,11 +23,15 @@ TASKS: dict[str, str] = {  # exercise: topic of the cards
     "top-k-error-feedback": "data parallel and ZeRO",
     "shard-partition": "data parallel and ZeRO",
     "clip-across-shards": "data parallel and ZeRO",
+    "parallel-mlp": "tensor and sequence parallel",
+    "vocabulary-cross-entropy": "tensor and sequence parallel",
     "one-f-one-b-order": "pipeline parallel",
     "balance-stages": "pipeline parallel",
     "loss-scaling": "memory and precision",
     "clip-global-norm": "memory and precision",
     "save-interval": "checkpoints and faults",
+    "atomic-commit": "checkpoints and faults",
+    "straggler": "checkpoints and faults",
     "pack-windows": "data",
     "bpe-encode": "data",
     "nucleus": "decoding and the cache",
@@ -38,10 +43,21 @@ TASKS: dict[str, str] = {  # exercise: topic of the cards
     "queue-waits": "batching and scheduling",
     "token-bucket": "serving systems",
     "residual": "speculative decoding",
+    "verifier": "speculative decoding",
     "sequences-that-fit": "serving systems",
     "merge-softmax": "long context and experts",
+    "tiled-forward": "long context and experts",
+    "zigzag-order": "long context and experts",
     "dispatch-order": "long context and experts",
+    "top-k-router": "long context and experts",
+    "capacity-drops": "long context and experts",
+    "tokens-to-experts": "long context and experts",
+    "mesh-strides": "planning",
+    "crossing-bytes": "planning",
 }
+
+
+GIVEN, YOURS = "# Given: what earlier exercises have built.", "# Yours to write:"
 
 
 @dataclass(frozen=True)
@@ -86,17 +102,40 @@ def task(name: str) -> Task:
     notebook, answers = masters.lab(master), masters.solution(master)
     cells = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
     source = next(cell.source for cell in notebook.cells if name in masters.checked(cell))
+    right = next(place for place, cell in enumerate(answers.cells) if name in masters.checked(cell))
+    before = [cell.source for cell in answers.cells[:right] if cell.cell_type == "code"]
+    given, used = _given(answers.cells[right].source, before)
     imports = [node for node in ast.parse(cells[0]).body if isinstance(node, ast.Import | ast.ImportFrom)]
     imports = [node for node in imports if getattr(node, "module", "") != "minillm.labkit"]
-    right = next(cell.source for cell in answers.cells if name in masters.checked(cell))  # says what one may need
-    used = {node.id for node in ast.walk(ast.parse(right)) if isinstance(node, ast.Name)}
     kept = [ast.unparse(node) for node in imports if used & {(a.asname or a.name).split(".")[0] for a in node.names}]
     statements = ast.parse(source).body
     check, first = next(
         (node, statement.lineno) for statement in statements for node in ast.walk(statement) if _is_check(node, name)
     )
     body = "\n".join(source.split("\n")[: first - 1])
-    return Task(name, exercise.minutes, "\n".join([*kept, "", "", body.strip(), ""]), ast.unparse(check.args[1]))
+    parts = ["\n".join(kept), *([GIVEN, *given] if given else []), f"{YOURS}\n{body.strip()}"]
+    return Task(name, exercise.minutes, "\n\n".join(filter(None, parts)) + "\n", ast.unparse(check.args[1]))
+
+
+def _given(answer: str, before: list[str]) -> tuple[list[str], set[str]]:
+    """What an answer may need of earlier exercises, solved, and all names that it and they use."""
+    known = {
+        node.name: node
+        for source in before
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
+    used, found = _names(ast.parse(answer)), []
+    own = {node.name for node in ast.parse(answer).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    for name, node in reversed(known.items()):  # an earlier one may be used by a later one that is given
+        if name in used - own:
+            found.insert(0, ast.unparse(node))
+            used |= _names(node)
+    return found, used
+
+
+def _names(tree: ast.AST) -> set[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
 def of_topic(topic: str) -> list[str]:
@@ -120,5 +159,5 @@ def write(folder: Path, made: Task) -> Path:
     path = folder / f"{made.name}.py"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(made.stub, encoding="utf-8")
+        write_whole(path, made.stub)
     return path

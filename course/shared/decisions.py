@@ -3,7 +3,8 @@
     decide(STATES, 700e9)
 
 A number within the tolerance passes. One that is off by a factor with a known cause is told the cause: bits for bytes,
-one GPU for all, one pass for three, thousands. Everything else is told which way it is off, and how it is computed.
+one GPU for all, one pass for three, thousands. Everything else is told which way it is off, the accepted range and the
+reason for the bound that it crosses.
 """
 
 import math
@@ -21,7 +22,8 @@ class Decision:
     """question: what is asked, with its unit. value: computed, never typed. because: how, with the numbers in it.
 
     tolerance: relative. slips: factors (guess / value) that a known mistake gives, with the sentence that says so.
-    gpus: how many share the quantity, if confusing one with all is possible.
+    gpus: how many share the quantity, if confusing one with all is possible. below, above: what a number under or over
+    the accepted range leaves out or counts too often.
     """
 
     question: str
@@ -31,6 +33,8 @@ class Decision:
     tolerance: float = 0.15
     slips: Mapping[float, str] = field(default_factory=dict)
     gpus: int = 1
+    below: str = ""
+    above: str = ""
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,11 @@ def judge(decision: Decision, guess: object) -> Verdict:
     for factor, sentence in [*decision.slips.items(), *_usual_slips(decision).items()]:
         if abs(ratio / factor - 1) <= NEAR:
             return Verdict("slip", sentence)
-    way = f"{ratio:.3g} times too large" if ratio > 1 else f"{1 / ratio:.3g} times too small"
-    return Verdict("far", f"Your number is {way}.")
+    factor = f"{float(f'{max(ratio, 1 / ratio):.3g}'):,.12g}"
+    way = f"{factor} times too {'large' if ratio > 1 else 'small'}"
+    return Verdict(
+        "far", f"Your number is {way}{_range(decision)}. {decision.above if ratio > 1 else decision.below}".strip()
+    )
 
 
 def decide(decision: Decision, guess: object) -> Card:
@@ -67,40 +74,59 @@ def decide(decision: Decision, guess: object) -> Card:
     return Card("Your decision", "", rows, (verdict.sentence, decision.because), good=verdict.kind == "right")
 
 
+MOVES = {
+    "clarify": "Clarify",
+    "size": "Size",
+    "choose": "Choose",
+    "check": "Check",
+    "risk": "Risk",
+    "measure": "Measure first",
+}
+
+
 @dataclass(frozen=True, repr=False)
 class Problem:
-    """A whiteboard problem after the decisions: what a strong answer says, what is asked next, how weak ones sound.
+    """A whiteboard problem after the decisions: a strong answer in six moves, what is asked next, a weak answer.
 
-    Texts may hold {names}, which are filled from `numbers`: every number of an answer is computed.
+    Texts may hold {names}, which are filled from `numbers`: every number of an answer is computed. follow: pairs of a
+    question and its reply, two or three of them.
     """
 
     title: str
-    numbers: Mapping[str, str]
-    answer: tuple[str, ...]
-    follow_ups: Mapping[str, str]
+    clarify: str
+    size: str
+    choose: str
+    check: str
+    risk: str
+    measure: str
+    follow: list[list[str]]
     weak: str
     why: str
+    numbers: Mapping[str, str]
 
-    def _parts(self) -> list[tuple[str, list[str]]]:
-        def fill(text: str) -> str:
-            return text.format(**self.numbers)
-
-        follow = [f"*{fill(question)}* {fill(reply)}" for question, reply in self.follow_ups.items()]
-        weak = [f"“{fill(self.weak)}” {fill(self.why)}"]
+    def _parts(self) -> list[tuple[str, list[tuple[str, str]]]]:
+        moves = [(f"{name}.", getattr(self, move)) for move, name in MOVES.items()]
+        parts = {
+            "A strong answer": moves,
+            "What is asked next": self.follow,
+            "A weak answer, and why": [(f"“{self.weak}”", self.why)],
+        }
         return [
-            ("A strong answer", list(map(fill, self.answer))),
-            ("What is asked next", follow),
-            ("A weak answer, and why", weak),
+            (head, [(name.format(**self.numbers), text.format(**self.numbers)) for name, text in rows])
+            for head, rows in parts.items()
         ]
 
     def __repr__(self) -> str:
         lines = [self.title]
-        for heading, texts in self._parts():
-            lines += [f"  {heading}", *(f"    - {text}" for text in texts)]
+        for heading, rows in self._parts():
+            lines += [f"  {heading}", *(f"    - {name} {text}" for name, text in rows)]
         return "\n".join(lines)
 
     def _repr_markdown_(self) -> str:
-        parts = (f"**{heading}**\n\n" + "\n".join(f"- {text}" for text in texts) for heading, texts in self._parts())
+        parts = (
+            f"**{heading}**\n\n" + "\n".join(f"- *{name}* {text}" for name, text in rows)
+            for heading, rows in self._parts()
+        )
         return f"<details open><summary>{self.title}</summary>\n\n" + "\n\n".join(parts) + "\n\n</details>"
 
 
@@ -110,6 +136,14 @@ def shown(value: float, unit: str = "") -> str:
         return format_value(value, unit)
     power = min(4, int(math.log10(max(value, 1)) // 3))
     return f"{value / 1000**power:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
+
+
+def _range(decision: Decision) -> str:
+    """What is accepted, unless only the value itself is."""
+    if decision.tolerance < 0.02:
+        return ""
+    low, high = (shown(decision.value * (1 + way * decision.tolerance), decision.unit) for way in (-1, 1))
+    return f"; accepted is {low} to {high}"
 
 
 def _right(decision: Decision, ratio: float) -> str:

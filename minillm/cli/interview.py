@@ -3,6 +3,7 @@
 import contextlib
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 from typer import Option
@@ -16,20 +17,21 @@ LAB = "course.lab24_interview"
 def command(
     topic: Annotated[str, Option(help="Only this topic, or a part of its name.")] = "",
     minutes: Annotated[int, Option(help="How long.")] = 45,
-    seed: Annotated[int | None, Option(help="Draw the same session again.")] = None,
-    new: Annotated[bool, Option("--new", help="Start afresh although a session is open.")] = False,
+    seed: Annotated[int | None, Option(help="Draw the same task and drills again; cards come as they are due.")] = None,
+    new: Annotated[bool, Option("--new", help="Draw a session although one is open, which stays open.")] = False,
     due: Annotated[bool, Option("--due", help="Show what is due and the weakest topics, and ask nothing.")] = False,
     sheet: Annotated[Path | None, Option(help="Write the topic's cards as a page to print (HTML).")] = None,
     folder: Annotated[Path, Option(help="Where whiteboard tasks are written.")] = Path("whiteboard"),
 ) -> int:
-    """Whiteboard task, numeric drills and cards under a clock; goes on where the last session stopped."""
-    course.home()
-    mock = import_module(f"{LAB}.mock")
+    """Whiteboard task, numeric drills and cards under a clock; goes on where the last session stopped.
+
+    With --topic or --seed it goes on with the last session of that topic or seed, or draws one.
+    """
     if due:
-        print(_due(mock.due()))
+        print(_due(cards()))
         return 0
     if sheet is not None:
-        page = import_module(f"{LAB}.sheet").page(topic)
+        page = _part("sheet").page(topic)
         try:
             with opened(sheet, "w") as file:
                 file.write(page)
@@ -37,22 +39,39 @@ def command(
             raise ValueError(f"--sheet {sheet} cannot be written ({error.strerror}): name another file.") from error
         print(f"Written: {sheet}")
         return 0
+    mock = _part("mock")
     mock.check_minutes(minutes)
-    session = None if new or topic or seed is not None else mock.resume()
+    session = None if new else mock.resume(topic, seed)
     if session:
-        print(f"Going on with a session of {session.minutes} minutes; --new starts another.")
+        about = session.topic or "all topics"
+        print(f"Going on with a session of {session.minutes} minutes on {about}; --new starts another.")
     session = session or mock.start(topic, minutes, seed)
-    print(f"Session {session.seed}: {len(session.items)} items. q leaves at any prompt.")
+    print(f"Session {session.seed}: {len(session.items)} items, {len(session.done)} done. q leaves at any prompt.")
+    if others := [f"--seed {each.seed}" for each in mock.open_sessions() if each.name != session.name]:
+        print(f"Also open: {', '.join(others)}.")
     with contextlib.suppress(KeyboardInterrupt):  # pressed while something was being saved, which is done by then
         mock.run(session, input, lambda text: print(text, flush=True), folder)
     return 0
+
+
+def cards() -> dict[str, tuple[int, int, float]]:
+    """By topic of the interview's cards: seen, due, and how hard they are for you, 1 to 10."""
+    return _part("mock").due()
+
+
+def weakest(found: dict[str, tuple[int, int, float]]) -> str:
+    """A line that names the weakest topics, or how to find them out."""
+    names = _part("mock").weakest(found)
+    return f"Weakest: {', '.join(names)}" if names else "No card has been asked yet: python -m minillm interview"
+
+
+def _part(name: str) -> ModuleType:
+    course.home()
+    return import_module(f"{LAB}.{name}")
 
 
 def _due(found: dict[str, tuple[int, int, float]]) -> str:
     lines = [f"{'topic':<30}  seen   due  difficulty"]
     for topic, (seen, late, hard) in found.items():
         lines.append(f"{topic:<30}  {seen:>4}  {late:>4}  {f'{hard:.1f}' if seen else '-':>10}")
-    weakest = sorted((name for name in found if found[name][0]), key=lambda name: -found[name][2])[:3]
-    if weakest:
-        lines.append(f"\nWeakest: {', '.join(weakest)}")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", weakest(found)])

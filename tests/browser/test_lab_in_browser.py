@@ -1,11 +1,12 @@
 """A learner's first minutes, for real: JupyterLab on loopback, headless Chromium, run all, move a slider.
 
 The unsolved lab is copied into a temporary course, so nothing in labs/ is written. Screenshots stay under
-test-artifacts/. It is lab 00; MINILLM_BROWSER_LAB=05_tensor_parallel,... names others. Skipped where Chromium or
-playwright is missing; nothing is installed here.
+test-artifacts/. It is lab 00; MINILLM_BROWSER_LAB=05_tensor_parallel,... names others. A mock interview is taken in lab
+24. Skipped where Chromium or playwright is missing; nothing is installed here.
 """
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -115,6 +116,41 @@ def test_unsolved_lab_runs_to_its_end_and_every_slider_redraws(page, course, lab
         change(page, cell)
         figure.and_(page.locator(f'img:not([src="{before}"])')).wait_for()
         shoot(page, lab, f"slider-{number}-after")
+
+
+@pytest.mark.parametrize("lab", ["24_interview"])
+def test_a_mock_interview_is_taken_to_its_end_in_the_browser(page, course, tmp_path, lab):
+    """The session that the lab begins, item by item in new cells; half-way the kernel forgets it and it is resumed."""
+    page.locator(".lm-MenuBar-itemLabel", has_text=re.compile("^Run$")).click()
+    page.locator(".lm-Menu-itemLabel", has_text=re.compile("^Run All Cells$")).click()
+    wait_until_executed(page, course / "labs" / f"{lab}.ipynb")
+    page.keyboard.press("Escape")
+    page.keyboard.press("b")
+    page.keyboard.press("Enter")
+
+    def kept():
+        return json.loads((tmp_path / "progress.json").read_text())["interview"]
+
+    session = kept()["sessions"][-1]
+    total, done = len(session["items"]), len(session["done"])
+    assert session["minutes"] == 45 and total > 10 and done == 3, "a task, a drill and a card were answered by the lab"
+    for place in range(done, total):
+        if place == total // 2:
+            run_in_new_cell(page, "interview = Interview(); interview.ask()", rf"\[{place + 1} of {total},")
+        reply = "1e9" if session["items"][place][0] == "drill" else ""
+        grade = "" if reply else " interview.grade(3);"
+        shown = rf"\[{place + 2} of {total}," if place + 1 < total else "Done in"
+        run_in_new_cell(page, f"interview.answer({reply!r});{grade} interview.ask()", shown)
+        assert len(kept()["sessions"]) == int(place + 1 < total)
+    shoot(page, lab, "done")
+    assert len(kept()["cards"]) == sum(kind == "card" for kind, _ in session["items"])
+
+
+def run_in_new_cell(page, code, shown):
+    """Write into the last, empty cell and run it, which opens another one below; wait for what it shows."""
+    page.keyboard.insert_text(code)
+    page.keyboard.press("Shift+Enter")
+    page.locator(".jp-OutputArea-output", has_text=re.compile(shown)).last.wait_for()
 
 
 def picture_of(page, notebook, index):

@@ -1,21 +1,18 @@
 """The rubric of design decisions: right numbers pass, wrong ones are told their mistake."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from course.lab20_design_training import problems as training
-from course.lab20_design_training import problems_running as running
-from course.lab21_design_serving import problems as serving
-from course.lab21_design_serving import problems_running as traffic
-from course.shared.decisions import Decision, decide, judge, shown
+from course.lab20_design_training import receipts as training
+from course.lab21_design_serving import receipts as serving
+from course.shared.decisions import MOVES, Decision, decide, judge, shown
+from minillm.labkit import course
+from minillm.predict.planner import published
 
-CASES = {
-    name: function
-    for module in (training, running, serving, traffic)
-    for name, function in vars(module).items()
-    if hasattr(function, "cache_info") and function.__module__ == module.__name__
-}
+LABS = {"20_design_training": training.CASES, "21_design_serving": serving.CASES}
+PROBLEMS = [(lab, name) for lab, cases in LABS.items() for name in cases]
 BYTES = Decision("bytes", 1.27e12, "B", "because", gpus=64)
 FLOPS = Decision("FLOPs", 3.9e25, "FLOP", "because")
 SHARE = Decision("share", 0.17, "", "because", tolerance=0.05)
@@ -72,17 +69,52 @@ def test_right_numbers_pass_and_gib_are_noticed():
     assert "GiB" in judge(BYTES, 1.27e12 / 1.0737).sentence
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_problem_is_whole_and_its_own_slips_are_wrong(name):
-    case = CASES[name]()
-    text = repr(case.problem) + case.problem._repr_markdown_()
+def test_a_number_out_of_range_is_told_the_range_and_the_reason_of_its_bound():
+    decision = replace(SECONDS, below="Too few saves.", above="Too many.")
+    assert judge(decision, 400).sentence.endswith("Too few saves.") and "accepted is" in judge(decision, 400).sentence
+    assert judge(decision, 2000).sentence.endswith("Too many.")
+
+
+@pytest.mark.parametrize(("lab", "name"), PROBLEMS)
+def test_a_problem_is_walked_through_in_all_moves(lab, name):
+    problem = LABS[lab].answer(name)
+    text = repr(problem) + problem._repr_markdown_()
     assert "{" not in text, "a number of the answer was not filled in"
-    for decision in case.decisions.values():
+    assert all(f"*{move}.*" in text for move in MOVES.values())
+    assert all(getattr(problem, move) for move in MOVES) and problem.weak and problem.why
+    assert 2 <= len(problem.follow) <= 3
+
+
+@pytest.mark.parametrize(("lab", "name"), PROBLEMS)
+def test_the_decisions_of_a_problem_name_their_slips_and_their_bounds(lab, name):
+    for decision in LABS[lab].decisions(name).values():
         assert math.isfinite(decision.value) and decision.value > 0
         assert judge(decision, decision.value).kind == "right"
         for factor, sentence in decision.slips.items():
             assert judge(decision, factor * decision.value) != judge(decision, decision.value)
             assert judge(decision, factor * decision.value).sentence == sentence
+        assert decision.below and decision.above
+        for factors, reason in (((0.043, 0.29, 0.0071), decision.below), ((23.0, 3.4, 141.0), decision.above)):
+            assert any(reason in judge(decision, factor * decision.value).sentence for factor in factors)
+
+
+@pytest.mark.parametrize(("lab", "name"), PROBLEMS)
+def test_the_notebook_asks_for_every_decision_before_the_answer(lab, name):
+    text = (course.home() / f"course/lab{lab}/notebook.py").read_text()
+    answered = text.index(f'receipts.answer("{name}")')
+    for decision in LABS[lab].decisions(name):
+        assert text.index(f'receipts.decide("{name}", "{decision}"') < answered
+
+
+def test_two_nodes_are_as_much_slower_as_the_problem_says():
+    numbers = training.CASES.answer("slower_on_two_nodes").numbers
+    assert 0.3 < float(numbers["grew"].rstrip("%")) / 100 < 0.5
+
+
+def test_what_lab_20_says_of_published_runs():
+    found = [published.compare(run) for run in published.RUNS]
+    assert all(abs(each.off) < 0.08 for each in found), "the notebook says 8 %, of at most 15 that are allowed"
+    assert [each.run for each in found if each.memory > each.usable] == ["DeepSeek-V3 671B, 2,048 GPUs"]
 
 
 def test_bytes_are_quoted_with_three_digits():

@@ -1,9 +1,12 @@
 """Lab 23: every statement is decided by rows that can fail, and a ballot says who was right."""
 
+import re
+
 import pytest
 
 from course.lab23_claims import receipts
 from course.lab23_claims.statement import STATEMENTS, VERDICTS
+from minillm.labkit import course
 
 
 @pytest.mark.parametrize("key", STATEMENTS)
@@ -30,3 +33,11 @@ def test_a_ballot_counts_and_refuses_what_is_no_vote():
         receipts.decide({key: "maybe"})
     with pytest.raises(ValueError, match="no_such"):
         receipts.decide({"no_such": "true"})
+
+
+def test_the_notebook_asks_for_a_vote_on_every_statement():
+    text = (course.home() / "course/lab23_claims/notebook.py").read_text()
+    assert "Ninety-nine statements" in text and len(STATEMENTS) == 99
+    assert sorted(re.findall(r'^    "(\w+)": "depends",$', text, re.MULTILINE)) == sorted(STATEMENTS)
+    listed = set(re.findall(r'"([\w ]+)"', " ".join(re.findall(r"receipts\.statements\((.*)\)", text))))
+    assert listed == {its.topic for its in STATEMENTS.values()}
