@@ -1,7 +1,7 @@
 """The oracle on a backend that keeps NCCL's rules, and what that backend says where a program breaks one.
 
-To add a layout: a line in `LAYOUTS`. Each runs on every case that `compare` has for it, where sequences are cut on every
-third: all of them on gloo (tests/test_oracle_context.py).
+To add a layout: a line in `LAYOUTS`. Each runs on every case that `compare` has for it, and where sequences are cut on
+every third, since gloo has them all (tests/test_oracle_context.py).
 """
 
 import copy
