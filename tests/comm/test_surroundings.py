@@ -34,7 +34,7 @@ def python(folder: Path, *args: str, without: tuple[str, ...] = (), **environ: s
     inherited = {name: value for name, value in os.environ.items() if name not in without}
     environ = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), **environ}
     command, environment = [sys.executable, *args], {**inherited, **environ}
-    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, timeout=150)
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, timeout=600)
 
 
 @pytest.mark.slow
