@@ -20,14 +20,14 @@ $(VENV)/.ready: requirements.txt pyproject.toml
 lab: $(VENV)/.ready
 	$(BIN)/python -m minillm lab
 
-UNIT := -m pytest -q -n 2 --ignore=tests/notebooks --ignore=tests/browser
+UNIT := -m pytest -q -n 2 --dist worksteal --ignore=tests/notebooks --ignore=tests/browser
 # What failed beside other tests gets one more try, alone: a machine that was busy is no fault of the code.
 AGAIN := -m pytest -q --last-failed --last-failed-no-failures none
 NBVAL := -m pytest -q --nbval-lax --nbval-current-env --nbval-cell-timeout=180 -p no:cacheprovider
 
 # nbval runs every notebook in a kernel; the strict harness judges what its checks recorded, and tries every exercise.
 test: quick
-	$(BIN)/python $(UNIT) --dist worksteal -m slow || \
+	$(BIN)/python $(UNIT) -m slow || \
 		$(BIN)/python $(AGAIN) -m slow --ignore=tests/notebooks --ignore=tests/browser
 	records=$$(mktemp -d) && trap 'rm -rf "$$records"' EXIT && \
 	MINILLM_PROGRESS=$$records/unsolved.json $(BIN)/python $(NBVAL) labs && \
@@ -37,7 +37,7 @@ test: quick
 	{ $(BIN)/python -m pytest -q tests/browser || $(BIN)/python $(AGAIN) tests/browser; }
 
 quick: $(VENV)/.ready lint
-	$(BIN)/python $(UNIT) --dist loadscope -m "not slow" || \
+	$(BIN)/python $(UNIT) -m "not slow" || \
 		$(BIN)/python $(AGAIN) -m "not slow" --ignore=tests/notebooks --ignore=tests/browser
 
 lint: $(VENV)/.ready

@@ -2,13 +2,9 @@
 
 import json
 
-import pytest
-
 from minillm.__main__ import run
 from minillm.cli import tour
 from minillm.labkit.receipts import receipt, row
-
-pytestmark = pytest.mark.wire
 
 
 def test_every_verdict_of_the_collectives_stop_is_ok(tmp_path, capsys):
@@ -41,9 +37,3 @@ def test_unwritable_json_file_is_one_line(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(tour, "tour", lambda labs: iter([("99", receipt("", [row("right", 1, 1)]))]))
     assert run(["tour", "--json", str(tmp_path / "missing" / "tour.json")]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lab", ["00", "01", "02", "11"])
-def test_every_lab_has_a_stop(lab):
-    assert lab in [name for name, _ in tour.tour([lab])]

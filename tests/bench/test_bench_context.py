@@ -5,8 +5,6 @@ from minillm.__main__ import run
 from minillm.bench import context, tiles
 from minillm.comm import launch
 
-pytestmark = pytest.mark.wire
-
 
 @pytest.mark.slow
 def test_smoke():

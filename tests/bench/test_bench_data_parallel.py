@@ -4,10 +4,9 @@ from minillm.__main__ import run
 from minillm.bench import data_parallel
 from minillm.comm import launch
 
-pytestmark = pytest.mark.wire
-
 
 @pytest.mark.slow
+@pytest.mark.wire
 def test_smoke():
     rows = {row.name: row for row in data_parallel.run(world_sizes=(2,), shapes=("tiny",), repeats=5)}
     assert len(rows) == 9 and all(row.correct and row.ratio > 0 for row in rows.values())

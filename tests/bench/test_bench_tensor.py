@@ -4,8 +4,6 @@ from minillm.__main__ import run
 from minillm.bench import tensor
 from minillm.comm import launch
 
-pytestmark = pytest.mark.wire
-
 
 @pytest.mark.slow
 def test_smoke():

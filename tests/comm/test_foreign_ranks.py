@@ -1,5 +1,6 @@
 """A Group over ranks that somebody else has started: `mp.spawn`, plain torchrun, `accelerate launch`."""
 
+import json
 import os
 import socket
 import subprocess
@@ -24,18 +25,10 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def spawn(folder: Path, how: str) -> list[str]:
-    mp.spawn(spawned, (2, free_port(), str(folder), how), nprocs=2)
-    return [(folder / str(rank)).read_text() for rank in range(2)]
-
-
-def test_spawned(tmp_path) -> None:
-    assert spawn(tmp_path, "check") == ["rank 0 of 2: equal gradients", "rank 1 of 2: equal gradients"]
-
-
-def test_a_hang_is_reported_without_a_launcher(tmp_path) -> None:
-    table, late = spawn(tmp_path, "hang")
-    assert late == "late"
+def test_spawned_ranks_agree_and_report_a_hang_without_a_launcher(tmp_path) -> None:
+    mp.spawn(spawned, (2, free_port(), str(tmp_path)), nprocs=2)
+    (first, table), (second, late) = (json.loads((tmp_path / str(rank)).read_text()) for rank in range(2))
+    assert [first, second] == ["rank 0 of 2: equal gradients", "rank 1 of 2: equal gradients"] and late == "late"
     first, second = table.splitlines()[2:]
     assert "all_reduce" in first and first.endswith("rank 1") and "in no operation" in second
 

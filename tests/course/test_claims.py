@@ -5,7 +5,7 @@ import pytest
 from minillm.cli.tour import tour
 from minillm.labkit import course
 
-pytestmark = [pytest.mark.slow, pytest.mark.wire]
+pytestmark = pytest.mark.slow
 CLAIMS = [(lab, claim) for lab in course.numbers("receipts") for claim in course.load("receipts", lab).CLAIMS]
 
 

@@ -1,6 +1,5 @@
 """Lab 00's measurements and figures: what they return, not how fast the machine is."""
 
-import pytest
 from matplotlib.figure import Figure
 
 from course.lab00_start_here import experiments
@@ -9,8 +8,6 @@ from minillm.comm import launch
 from minillm.labkit import answers_of
 from minillm.measure.rates import fit_link
 from minillm.predict import comms
-
-pytestmark = pytest.mark.wire
 
 
 def test_matmul_rates_cover_every_edge_and_number_of_tokens():

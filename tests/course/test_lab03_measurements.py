@@ -11,8 +11,6 @@ from course.lab03_data_parallel import figures as pictures
 from minillm.comm import Link, launch
 from minillm.labkit.interact import render
 
-pytestmark = pytest.mark.wire
-
 QUICK = clock.Slow(blocks=3, elements=400, seconds=0.002)
 
 

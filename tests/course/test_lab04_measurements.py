@@ -9,8 +9,6 @@ from course.lab04_zero import experiments_links as links
 from course.lab04_zero import experiments_torch as peers
 from course.lab04_zero.experiments import Setup
 
-pytestmark = pytest.mark.wire
-
 GATHER, FORWARD, REDUCE = 0.02, 0.03, 0.01
 
 

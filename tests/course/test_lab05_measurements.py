@@ -16,8 +16,6 @@ from minillm.model.attention import sdpa
 from minillm.model.rope import Rope, rotate
 from minillm.predict import tensor as predict
 
-pytestmark = pytest.mark.wire
-
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_layer_sends_four_all_reduces_and_regathering_two_gathers_more(ranks):

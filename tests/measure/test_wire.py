@@ -9,8 +9,6 @@ import pytest
 
 from minillm.measure import wire
 
-pytestmark = pytest.mark.wire
-
 MEBIBYTE = 2**20
 
 
@@ -33,6 +31,7 @@ def talk(payload):
     return sum(arrived)
 
 
+@pytest.mark.wire
 def test_sees_what_a_socket_sends_and_stands_still_afterwards():
     with wire() as w:
         assert talk(8 * MEBIBYTE) == 8 * MEBIBYTE

@@ -19,6 +19,7 @@ import sys
 import types
 from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import matplotlib
@@ -26,6 +27,7 @@ from nbformat import NotebookNode
 
 from minillm.labkit import checks, exercises, masters, progress
 from minillm.labkit.answers import names_of
+from minillm.labkit.checks import verify
 
 
 def check_unsolved(master: Path, scratch: Path) -> None:
@@ -92,11 +94,23 @@ def check_mistake(answer: exercises.Answer, seed: int = 1) -> None:
     who = f"mistake '{answer.label}' of '{answer.exercise}'"
     assert outcome.status == "failed", f"{who} is not rejected but {outcome.status}"
     if answer.says:
-        said = checks.diagnose(exercise, outcome, seed)
+        with mock.patch.object(checks, "verify", _verify_once):
+            said = checks.diagnose(exercise, outcome, seed)
         assert said == answer.says, f"{who} draws {said!r}, not its own sentence, after {outcome.message!r}"
     else:
         fits = re.search(answer.expect, outcome.message, re.IGNORECASE)
         assert fits, f"{who} is rejected with {outcome.message!r}, which lacks {answer.expect!r}"
+
+
+_known: dict[tuple, tuple[Any, checks.Outcome]] = {}
+
+
+def _verify_once(exercise: exercises.Exercise, candidate: Any, seed: int) -> checks.Outcome:
+    """`checks.verify` for the known answers that a learner's one is compared with: once each, not once a comparison."""
+    key = (exercise.name, id(candidate), seed)
+    if key not in _known:
+        _known[key] = candidate, verify(exercise, candidate, seed)  # the candidate is kept so that its id stays its own
+    return _known[key][1]
 
 
 def check_alternative(answer: exercises.Answer) -> None:
