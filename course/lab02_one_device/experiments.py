@@ -107,12 +107,13 @@ MODES = {"none": (None, 1), "every 2nd block": (frozenset(), 2), "selective": (E
 
 @one_thread()
 def recompute_tradeoff(
-    config: ModelConfig = SMALL, batch: int = 2, seq: int = 256, repeats: int = 3
+    config: ModelConfig = SMALL, batch: int = 2, seq: int = 256, repeats: int = 3, modes: Sequence[str] = tuple(MODES)
 ) -> dict[str, dict[str, float]]:
     """{mode: predicted and counted FLOPs and activation bytes, seconds of forward and backward (best of repeats)}."""
     tokens = torch.randint(0, config.vocab_size, (batch, seq + 1), generator=torch.Generator().manual_seed(0))
     found, models = {}, {}
-    for mode, (keep, every) in MODES.items():
+    for mode in modes:
+        keep, every = MODES[mode]
         counted = checkpoint_blocks(Transformer(config, attention=dense), keep, every)
         flops = count_flops(lambda counted=counted: train_once(counted, tokens))
         models[mode] = model = checkpoint_blocks(Transformer(config), keep, every)

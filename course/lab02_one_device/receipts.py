@@ -165,7 +165,7 @@ def sixteen_bits() -> Receipt:
 
 def recomputation(ways: Mapping[str, Mapping[str, float]] | None = None, guess: float | None = None) -> Receipt:
     """FLOPs and activations with blocks recomputed."""
-    ways = ways or experiments.recompute_tradeoff()
+    ways = ways or experiments.recompute_tradeoff(repeats=1, modes=("none", "selective", "full"))
     head = 3 * 2 * 256 * 2 * SMALL.vocab_size * SMALL.hidden_size
     blocks = {mode: numbers["flops"] - head for mode, numbers in ways.items()}
     kept = [experiments.predicted_memory(SMALL, 2, 256, recompute=again).activation for again in (False, True)]

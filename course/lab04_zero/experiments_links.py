@@ -6,6 +6,8 @@ Compute is emulated too where it has to overlap: a block that sleeps takes as lo
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 from course.lab04_zero import experiments as stages
 from course.lab04_zero.experiments import Setup
+from course.shared.measuring import timed
 from minillm import measure
 from minillm.comm import Group, Link, launch
 from minillm.predict import comms
@@ -72,19 +75,15 @@ def sleepy_steps(group: Group, prefetches: Sequence[int]) -> list[tuple[measure.
     found = []
     for prefetch in prefetches:
         model = FullyShard(SleepyModel(), group, prefetch=prefetch)
-        model(torch.ones(1)).backward()  # connects the ranks
-        steps = [_timed_step(group, model) for _ in range(2)]
-        seconds = [max(group.gather_objects(step_seconds)) for _, step_seconds in steps]
-        found.append((*steps[seconds.index(min(seconds))], model.unshard_stats.peak_groups))
+        step = partial(_step, model)
+        step()  # connects the ranks
+        seconds, led = min((timed(group, step) for _ in range(2)), key=itemgetter(0))
+        found.append((led, seconds, model.unshard_stats.peak_groups))
     return found
 
 
-def _timed_step(group: Group, model: nn.Module) -> tuple[measure.Ledger, float]:
-    group.barrier()
-    start = time.monotonic()
-    with measure.ledger() as led:
-        model(torch.ones(1)).backward()
-    return led, time.monotonic() - start
+def _step(model: nn.Module) -> None:
+    model(torch.ones(1)).backward()
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ runs as an all-reduce, so FSDP2 moves 4P(N-1)/N here, and 3P(N-1)/N with NCCL.
 import contextlib
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from course.lab04_zero.experiments import MODEL, PSI, tokens
+from course.shared.measuring import on_the_wire
 from minillm import measure
 from minillm.comm import Group, launch
 from minillm.model import Transformer, cross_entropy
@@ -71,17 +73,8 @@ def run_peers(group: Group, names: list[str]) -> dict[str, dict[str, Any]]:
 def _run(group: Group, build: Build, accumulates: tuple[int, ...]) -> dict[str, Any]:
     model, optimizer = build()
     losses = [_step(group, model, optimizer, step, 1) for step in range(2)]
-    wire = {}
-    for accumulate in accumulates:
-        counts = []
-        for _ in range(3 if accumulate == 1 else 2):  # the loopback belongs to everybody: the least counts
-            dist.barrier()
-            with measure.wire() as counter:
-                dist.barrier()
-                _step(group, model, optimizer, 2, accumulate)
-                dist.barrier()
-            counts.append(counter.sent)
-        wire[accumulate] = min(counts) // group.world_size
+    step = partial(_step, group, model, optimizer, 2)
+    wire = {k: on_the_wire(group, partial(step, k), repeats=3 if k == 1 else 2) for k in accumulates}
     calls, memory = _count(group, model, optimizer)
     return {"losses": losses, "wire": wire, "calls": calls, "memory": memory}
 

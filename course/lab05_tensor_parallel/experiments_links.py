@@ -6,6 +6,8 @@ as long on a busy machine as on an idle one.
 
 import time
 from collections.abc import Sequence
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course.lab05_tensor_parallel.experiments import MODEL, SEQ, Setup, build, calls, tokens
+from course.shared.measuring import timed
 from minillm import measure
 from minillm.comm import Group, Link, launch
 from minillm.model import ModelConfig, Transformer, cross_entropy
@@ -63,33 +66,27 @@ def _quicker(group: Group, overlap: bool) -> tuple[measure.Ledger, float]:
     """Of two passes the one whose slowest rank was quicker; one before them connects the ranks."""
     passes = []
     for _ in range(3):
-        x = y = torch.ones(NUMBERS, requires_grad=True)
+        y = torch.ones(NUMBERS, requires_grad=True)
         for layer in range(LAYERS):
             y = _SleepyColumn.apply(y, group, overlap, str(layer))
-        group.barrier()
-        start = time.monotonic()
-        with measure.ledger() as led:
-            y.backward(torch.ones_like(x))
-        passes.append((led, max(group.gather_objects(time.monotonic() - start))))
-    return min(passes[1:], key=lambda one: one[1])
+        passes.append(timed(group, partial(y.backward, torch.ones(NUMBERS))))
+    seconds, led = min(passes[1:], key=itemgetter(0))
+    return led, seconds
 
 
 def row_forward(group: Group, pieces: int) -> float:
     """Seconds of a row layer's forward whose tokens are cut into pieces: while the sum of one piece travels, the next
-    is computed. The quicker of two passes."""
-    seconds = []
-    for _ in range(3):
-        parts = torch.ones(ROW_NUMBERS).chunk(pieces)
-        group.barrier()
-        start = time.monotonic()
+    is computed. The quicker of two passes, after one that connects the ranks."""
+
+    def forward() -> None:
         works = []
-        for part in parts:
+        for part in torch.ones(ROW_NUMBERS).chunk(pieces):
             time.sleep(ROW_S / pieces)
             works.append(group.all_reduce(part.clone(), async_op=True))
         for work in works:
             work.wait()
-        seconds.append(max(group.gather_objects(time.monotonic() - start)))
-    return min(seconds[1:])
+
+    return min([timed(group, forward)[0] for _ in range(3)][1:])
 
 
 def forward_on_a_clock(counts: Sequence[int] = (1, 2, 4), nproc: int = 2) -> dict[int, tuple[float, float]]:
@@ -142,13 +139,7 @@ def timed_steps(group: Group, batches: Sequence[int]) -> dict[tuple[str, int], f
             ddp.zero_grad()
 
         for name, run in (("tensor", tensor), ("data", data)):
-            seconds = []
-            for _ in range(3):
-                group.barrier()
-                start = time.monotonic()
-                run()
-                seconds.append(max(group.gather_objects(time.monotonic() - start)))
-            found[name, rows] = min(seconds)
+            found[name, rows] = min(timed(group, run)[0] for _ in range(3))
     return found
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from course.lab05_tensor_parallel.experiments import MODEL, SEQ, Setup, build, step_bytes, tokens
+from course.shared.measuring import on_the_wire
 from minillm import measure
 from minillm.comm import Group, launch
 from minillm.model import Transformer
@@ -132,19 +133,6 @@ def run_peers(group: Group, names: list[str]) -> dict[str, dict[str, Any]]:
     with measure.ledger() as led:
         step()
     return found | {OURS: {"loss": loss, "wire": on_the_wire(group, step), "ledger": led.bytes(), "calls": led.calls}}
-
-
-def on_the_wire(group: Group, run: Callable[[], Any]) -> int:
-    """Bytes per rank that the loopback interface saw: it belongs to everybody, so the least of three runs counts."""
-    counts = []
-    for _ in range(3):
-        dist.barrier()
-        with measure.wire() as counter:
-            dist.barrier()
-            run()
-            dist.barrier()
-        counts.append(counter.sent)
-    return min(counts) // group.world_size
 
 
 def peers(names: tuple[str, ...] = tuple(PLANS), nproc: int = 2) -> dict[str, dict[str, Any]]:

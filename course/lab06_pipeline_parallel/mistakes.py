@@ -123,19 +123,6 @@ def as_actions(stage, stages, microbatches):
     return one_f_one_b(stages, microbatches).actions(stage)
 
 
-@alternative("one-f-one-b-order", "by-counting")
-def by_counting(stage, stages, microbatches):
-    order, forwards, backwards = [], 0, 0
-    while backwards < microbatches:
-        if forwards < microbatches and forwards - backwards < stages - stage:
-            order.append(f"F{forwards}")
-            forwards += 1
-        else:
-            order.append(f"B{backwards}")
-            backwards += 1
-    return order
-
-
 # Balance
 
 

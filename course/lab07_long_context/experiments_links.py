@@ -3,12 +3,15 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from course.lab07_long_context.experiments import WORLD
+from course.shared.measuring import timed
 from minillm import measure
 from minillm.comm import Group, Link, launch
 from minillm.model.tiled import tiled
@@ -40,14 +43,8 @@ def paced_rings(group: Group) -> dict[bool, tuple[float, measure.Ledger]]:
         attention = RingAttention(group, "zigzag", overlap=overlap, pace=WORK_S)
         at = attention.positions(SMALL.seq)
         q, k, v = (torch.randn(1, SMALL.heads, len(at), SMALL.head_dim) for _ in range(3))
-        tries = []
-        for _ in range(REPEATS):
-            group.barrier()
-            start = time.monotonic()
-            with measure.ledger() as led:
-                attention(q, k, v, positions=at)
-            tries.append((max(group.gather_objects(time.monotonic() - start)), led))
-        found[overlap] = min(tries, key=lambda each: each[0])
+        forward = partial(attention, q, k, v, positions=at)
+        found[overlap] = min((timed(group, forward) for _ in range(REPEATS)), key=itemgetter(0))
     return found
 
 
@@ -82,13 +79,7 @@ def _forward_time(group: Group, name: str, seq: int) -> float:
         attention = UlyssesAttention(group, inside=_lasting(work_s))
     at = attention.positions(seq)
     q, k, v = (torch.randn(1, shape.heads, len(at), shape.head_dim) for _ in range(3))
-    times = []
-    for _ in range(LENGTHS[seq]):
-        group.barrier()
-        start = time.monotonic()
-        attention(q, k, v, positions=at)
-        times.append(max(group.gather_objects(time.monotonic() - start)))
-    return min(times)
+    return min(timed(group, partial(attention, q, k, v, positions=at))[0] for _ in range(LENGTHS[seq]))
 
 
 def _lasting(seconds: float) -> Callable[..., Tensor]:

@@ -23,12 +23,6 @@ def mean_unused_slots(block_size: int) -> float:
     return (block_size - 1) / 2
 
 
-def paged_waste(lengths: Sequence[int], block_size: int) -> float:
-    """Share of the held slots without a token, each sequence in blocks of its own."""
-    held = sum(blocks_for(length, block_size) for length in lengths) * block_size
-    return 1 - sum(lengths) / held
-
-
 def reserved_waste(lengths: Sequence[int], reserved: int) -> float:
     """Share of the slots without a token if each sequence reserves `reserved` in one piece: 1 - mean / reserved."""
     return 1 - sum(lengths) / (len(lengths) * reserved)

@@ -126,11 +126,6 @@ def drawn_draft(
     return drafted, torch.stack(rows)
 
 
-def as_row(found: Distribution, vocab: int) -> Tensor:
-    """[vocab], the distribution of single tokens."""
-    return torch.tensor([found.get((token,), 0.0) for token in range(vocab)], dtype=torch.float64)
-
-
 def is_tokens(found: Any, vocab: int) -> bool:
     return isinstance(found, list | tuple) and all(
         isinstance(token, int) and not isinstance(token, bool) and 0 <= token < vocab for token in found

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from minillm.comm.launch.forkserver import load_ahead
 from minillm.labkit import course
 from minillm.labkit.receipts import Receipt, receipt
 from minillm.measure.provenance import JsonFile, provenance, summary, write_json
@@ -18,10 +19,12 @@ def command(
 ) -> int:
     """Run every mechanism once and print its receipt. Exit status 1 if a verdict is off."""
     course.home()  # before anything is printed
+    asked = [part.strip() for part in labs.split(",") if part.strip()]
     origin, start = provenance(), time.monotonic()
     print(summary(origin), end="\n\n")
+    load_ahead(module for lab in asked or [""] for module in course.modules("receipts", lab))  # once, not in every rank
     rows: list[dict[str, Any]] = []
-    for lab, found in tour([part.strip() for part in labs.split(",") if part.strip()]):
+    for lab, found in tour(asked):
         print(found, end="\n\n", flush=True)
         rows += [{"lab": lab, **row} for row in found.to_json()]
     off = [row for row in rows if row["verdict"] == "off"]
@@ -37,8 +40,9 @@ def tour(labs: Iterable[str] = ()) -> Iterator[tuple[str, Receipt]]:
     for lab in labs:
         if lab not in known:
             raise ValueError(f"--labs {lab}: the tour has no such stop, choose from {', '.join(known)}")
-    for lab in list(labs) or known:
-        for claim in course.load("receipts", lab).CLAIMS:
+    stops = [(lab, course.load("receipts", lab).CLAIMS) for lab in labs or known]  # while the ranks' server loads them
+    for lab, claims in stops:
+        for claim in claims:
             found = claim()
             made = found if isinstance(found, Receipt) else receipt("", found)
             yield lab, replace(made, title=f"lab {lab}: {made.title}".removesuffix(": "))

@@ -33,3 +33,32 @@ def test_an_interrupt_of_the_whole_group_shows_no_traceback_of_helpers(tmp_path,
         os.killpg(program.pid, signal.SIGINT)
         out, err = program.communicate(timeout=60)
     assert out == "stopped\n" and err == ""
+
+
+AHEAD = """
+import os
+
+from minillm.comm import launch
+from minillm.comm.launch.forkserver import load_ahead
+
+
+def where(group):
+    import loaded_once
+
+    return loaded_once.__file__, loaded_once.PID == os.getpid(), os.environ.get("PYTHONSAFEPATH")
+
+
+load_ahead(["loaded_once", "no_such_module"])
+print(launch(where, 2))
+"""
+
+
+def test_modules_are_loaded_by_the_server_and_from_this_programs_path(tmp_path):
+    """Not from the folder in which it happens to run, whose module of the same name is another."""
+    program, elsewhere = tmp_path / "program", tmp_path / "elsewhere"
+    for folder in (program, elsewhere):
+        folder.mkdir()
+        (folder / "loaded_once.py").write_text("import os\nPID = os.getpid()\n")
+    (program / "main.py").write_text(AHEAD)
+    done = subprocess.run([sys.executable, str(program / "main.py")], cwd=elsewhere, capture_output=True, text=True)
+    assert done.stdout.strip() == str([(str(program / "loaded_once.py"), False, None)] * 2), done.stderr

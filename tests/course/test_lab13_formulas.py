@@ -20,13 +20,10 @@ def test_waste_is_what_is_left_in_the_last_block(block_size):
 
 
 def test_the_published_numbers():
-    """Uniform 1 .. 2048: 7.5 tokens of a block of 16, 0.7 %; a reservation of 4096 wastes three quarters (E000-15)."""
+    """Uniform 1 .. 2048: 7.5 tokens of a block of 16; a reservation of 4096 wastes three quarters."""
     lengths = range(1, 2049)
     assert paging.mean_unused_slots(16) == 7.5
-    assert paging.paged_waste(lengths, 16) == pytest.approx(7.5 / (1024.5 + 7.5))
     assert paging.reserved_waste(lengths, 4096) == pytest.approx(0.75, abs=1e-3)
-    assert paging.paged_waste([56], 16) == 0.125
-    assert paging.paged_waste([2048] * 10, 16) == 0
     assert (10 * paging.blocks_for(4096, 16), 10 * paging.blocks_for(2048, 16)) == (2560, 1280)
 
 
