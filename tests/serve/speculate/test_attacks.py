@@ -252,6 +252,7 @@ class Attack(RuleBasedStateMachine):
             held = [block for sequence in running for block in sequence.blocks]
             assert pool.free + pool.cached + pool.used == pool.total
             assert sum(pool.references) == len(held) and len(set(held)) == pool.used
+            assert all(token >= 0 for prefix in pool._cache for token in prefix.tokens), "a placeholder was published"
 
     def teardown(self):
         if hasattr(self, "llm"):
