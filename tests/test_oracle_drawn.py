@@ -1,7 +1,7 @@
 """The oracle on layouts that hypothesis draws: 8 ranks, every axis with every other, one corner each.
 
-Six layouts share a launch, each with meshes of its own. Of the 60 layouts every fifth one runs under the rules of NCCL,
-where each operation takes many times as long, the others on the CPU's backend. MINILLM_PROOF=all draws 500 for each.
+Six layouts share a launch, each with meshes of its own. Of the 60 layouts every second one runs on the CPU's backend,
+the others under the rules of NCCL. MINILLM_PROOF=all draws 500 for each.
 """
 
 import functools
@@ -93,7 +93,6 @@ def test_every_pair_of_axes_and_every_choice_is_among_them():
     assert {each.context for each in chosen if each.cp > 1} == set(CONTEXTS)
     assert any(each.dp_replicate > 1 and each.is_hybrid for each in chosen)
     assert len({each.axis_order for each in chosen}) >= 10
-    assert {axis for each in share(under_nccl=True) for axis in above_one(each)} == {"dp", "pp", "cp", "tp"}
 
 
 def check(layouts: list[ParallelConfig], **how) -> None:
@@ -104,14 +103,14 @@ def check(layouts: list[ParallelConfig], **how) -> None:
     assert [row for row in rows if not row.identical] == []
 
 
-def share(under_nccl: bool) -> list[ParallelConfig]:
-    """Every fifth layout or the others, or all of them where there is time."""
-    return [each for index, each in enumerate(drawn(COUNT)) if COUNT > 60 or (index % 5 == 0) == under_nccl]
+def share(which: int) -> list[ParallelConfig]:
+    """Every second layout, or all of them where there is time."""
+    return list(drawn(COUNT)) if COUNT > 60 else list(drawn(COUNT))[which::2]
 
 
 @pytest.mark.slow
 def test_gradients_are_those_of_one_process():
-    check(share(under_nccl=False))
+    check(share(0))
 
 
 @functools.lru_cache(1)
@@ -127,4 +126,4 @@ def _strategy(group, layout):
 
 @pytest.mark.slow
 def test_gradients_are_those_of_one_process_under_the_rules_of_nccl():
-    check(share(under_nccl=True), strategy=_strategy)
+    check(share(1), strategy=_strategy)
