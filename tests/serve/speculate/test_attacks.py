@@ -25,13 +25,14 @@ import minillm.serve
 from minillm.model import block_tables, paged
 from minillm.model.draw import Draw, sample_seed
 from minillm.model.generate import generate
-from minillm.serve import LLM, SamplingParams, compiled, sampler
+from minillm.serve import LLM, SamplingParams, compiled
 from minillm.serve.sampling import sample
 from minillm.serve.speculate import DraftModel, NGram
 from minillm.serve.speculate.eagle import Eagle
 from minillm.serve.speculate.early_exit import EarlyExit
 from minillm.serve.speculate.lookahead import Lookahead
 from minillm.serve.speculate.medusa import Medusa
+from tests.serve.test_sampler import take_samples
 
 WHOLE = os.environ.get("MINILLM_PROOF") == "all"
 ORDER_S, THREADS_S = (300, 300) if WHOLE else (0, 0)  # in which rounds begin; there is always one
@@ -271,7 +272,7 @@ class Attack(RuleBasedStateMachine):
 
 @pytest.mark.slow
 def test_any_order_of_events(make_target, trained, naive, monkeypatch):
-    monkeypatch.setattr(sampler, "CANDIDATES", 2)  # so that rows are sampled again
+    take_samples(monkeypatch)  # so that rows are sampled again
     machine = type("Attacked", (Attack,), {"make": staticmethod(make_target), "trained": trained})
     machine.naive = staticmethod(naive)
     checks = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
@@ -411,7 +412,7 @@ def test_an_interrupt_at_any_line_leaves_the_engine_whole(kind, make_target, tra
     """Each line of `generate`, `stream` and `step`, over requests that preempt and fork. Compiled: its own lines.
     Asynchronous: by default its own, and every twentieth of those that are tried without it.
     """
-    monkeypatch.setattr(sampler, "CANDIDATES", 2)  # so that rows are sampled again
+    take_samples(monkeypatch)  # so that rows are sampled again
 
     def engine(kind=kind):
         options = {"compile": "eager"} if kind == "compiled" else {}
