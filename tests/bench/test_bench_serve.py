@@ -52,6 +52,7 @@ def test_every_peer_gives_the_same_tokens_and_only_useful_ones_count(model, peer
         assert 0 < served.ttft.p50 <= served.ttft.p99 <= served.seconds
 
 
+@pytest.mark.slow
 def test_rows_without_a_trace(model, peer, monkeypatch):
     class Card:
         memory_bandwidth_bytes_per_s = 1e9

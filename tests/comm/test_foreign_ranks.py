@@ -25,6 +25,7 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_spawned_ranks_agree_and_report_a_hang_without_a_launcher(tmp_path) -> None:
     mp.spawn(spawned, (2, free_port(), str(tmp_path)), nprocs=2)
     (first, table), (second, late) = (json.loads((tmp_path / str(rank)).read_text()) for rank in range(2))

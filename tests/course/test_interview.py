@@ -352,6 +352,7 @@ def test_a_sheet_is_a_page_to_print(tmp_path):
     assert text.count("<div>") == len(deck.of_topic("pipeline")) and text == sheet.page("pipeline")
 
 
+@pytest.mark.slow
 def test_a_session_in_a_terminal(tmp_path):
     """45 minutes' worth of items in a pseudo-terminal: bad input, empty input, then Ctrl-C."""
     controller, terminal = pty.openpty()

@@ -26,6 +26,7 @@ def check(folder, layouts, precision, model=programs.MODEL, timeout=300):
     return pairs
 
 
+@pytest.mark.slow
 def test_some_layouts_restore_from_each_other(tmp_path):
     assert len(check(tmp_path, programs.LAYOUTS[:4], "bf16-master")) == 16
 
