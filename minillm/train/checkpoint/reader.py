@@ -11,7 +11,6 @@ trainer. So a refused checkpoint leaves the trainer as it was, on every rank.
 import contextlib
 import os
 import sys
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from torch import Tensor
 from minillm.comm import Group
 from minillm.parallel.placement import Placement
 from minillm.parallel.runs import Runs, runs_of, shared
-from minillm.train.checkpoint.checksum import pieces_sum
+from minillm.train.checkpoint.checksum import crc32, pieces_sum
 from minillm.train.checkpoint.generators import restore_generators
 from minillm.train.checkpoint.manifest import Damaged, Manifest, SavedPart, committed, file_of, step_of
 from minillm.train.checkpoint.shares import Owned, catalogue_of, holders
@@ -192,7 +191,7 @@ class Files:
         """to_check: by tensor, i and k: the i-th of k equal shares of what was read."""
         pieces = [(name, piece) for name, share in to_check.items() for piece in _share(self._pieces[name], *share)]
         after = np.array([after for _, (*_, after) in pieces], dtype=np.uint64)
-        checksums = np.array([zlib.crc32(data) for _, (_, data, _) in pieces], dtype=np.uint32)
+        checksums = np.array([crc32(data) for _, (_, data, _) in pieces], dtype=np.uint32)
         found: Sums = {}
         for (name, (index, data, _)), more in zip(pieces, pieces_sum(checksums, after).tolist(), strict=True):
             of_parts = found.setdefault(name, {})

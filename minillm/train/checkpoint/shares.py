@@ -8,7 +8,6 @@ All ranks work it out from the same catalogues, so nobody has to be told. A rank
 """
 
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from minillm.parallel.placement import FlatShard, Partial, Placement, Replicate
 from minillm.parallel.runs import Runs, runs_of
+from minillm.train.checkpoint.checksum import crc32
 from minillm.train.checkpoint.manifest import SavedPart, SavedTensor
 from minillm.train.checkpoint.state import Held
 
@@ -102,7 +102,7 @@ def write_parts(path: Path, rank: int, pieces: Sequence[Piece]) -> list[list[Any
     with path.open("wb") as file:
         for piece in pieces:
             data = memoryview(piece.content.view(torch.uint8).numpy())
-            saved = SavedPart(rank, offset, len(data), zlib.crc32(data), piece.placement)
+            saved = SavedPart(rank, offset, len(data), crc32(data), piece.placement)
             file.write(data)
             offset += len(data)
             found.append([piece.name, SavedTensor(piece.content.dtype, piece.placement.shape, (saved,)).to_json()])
