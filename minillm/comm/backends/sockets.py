@@ -56,6 +56,7 @@ class Sockets:
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
                 connection.setblocking(False)
                 self._ways[rank] = _Way(connection, _give, select.POLLOUT), _Way(connection, _take, select.POLLIN)
+        store.delete_key(str(me))  # all have read it; a later group over the same process group sets its own
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._ways
