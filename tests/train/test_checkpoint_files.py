@@ -37,12 +37,12 @@ def run(two_saves, tmp_path):
 def refused(run, said):
     """The latest checkpoint is refused so, and nothing has changed; without it the earlier one loads."""
     ours = trainer()
-    before = {name: part.clone() for name, (part, _) in ours.parallel.held().items()}
+    before = {name: part.detach().clone() for name, part in ours.parallel.parts().items()}
     with pytest.raises(ValueError, match=said) as error:
         restore(ours, run)
     offer = "Remove save-0002-step-2 to go on from save-0001-step-1, the checkpoint of step 1."
     assert str(error.value).endswith(offer) and str(error.value).count("\n") == 0
-    assert all(torch.equal(part, before[name]) for name, (part, _) in ours.parallel.held().items())
+    assert all(torch.equal(part, before[name]) for name, part in ours.parallel.parts().items())
     assert ours.steps_done == ours.loader.position == 0
     shutil.rmtree(committed(run)[-1])
     assert restore(ours, run).step == 1
