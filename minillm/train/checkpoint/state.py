@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm.parallel.optimizer_state import by_name, is_empty, names_by_group, numbered, per_element
+from minillm.parallel.optimizer_state import names_by_group, numbered, per_element
 from minillm.parallel.placement import Placement
 from minillm.train.checkpoint.manifest import Manifest
 from minillm.train.trainer import Trainer
@@ -30,34 +30,36 @@ class Holding:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self.trainer, dtype = trainer, trainer.precision.weights
-        state = trainer.updater.sharded_state_dict()
-        self._names, self._groups = _names(trainer), state["param_groups"]
-        self._entries = by_name(state, self._names)
+        self.trainer, updater, dtype = trainer, trainer.updater, trainer.precision.weights
+        self._named, state = updater.named(), updater.inner.state
+        self._entries = {name: entry for name, part in self._named.items() if (entry := state.get(part))}
         self._kept = per_element(self._entries)
-        weights, buffers = trainer.parallel.parts(), trainer.parallel.buffers()
-        self.tensors = {_key("model", name): part.to(dtype) for name, part in weights.items()}
-        self.tensors |= {_key("model", name): buffer for name, buffer in buffers.items()}
-        self._stepped = [(_key("optimizer", key, name), name, tensor) for key, name, tensor in self._per_element()]
-        self._stepped += [(_key("master", name), name, master) for name, master in state["masters"].items()]
-        self.tensors |= {key: tensor for key, _, tensor in self._stepped}
+        self.tensors = {_key("model", name): part.to(dtype) for name, part in trainer.parallel.parts().items()}
+        self.tensors |= {_key("model", name): buffer for name, buffer in trainer.parallel.buffers().items()}
+        self._stepped = {_key("optimizer", key, name): (name, tensor) for key, name, tensor in self._per_element()}
+        if trainer.precision.master:
+            masters = updater.sharded_state_dict()["masters"]
+            self._stepped |= {_key("master", name): (name, master) for name, master in masters.items()}
+        self.tensors |= {key: tensor for key, (_, tensor) in self._stepped.items()}
 
     def placements(self) -> dict[str, Placement]:
         """Which parts of the whole tensors these are."""
         stepped = _stepped_placements(self.trainer)
-        return _model_placements(self.trainer) | {key: stepped[name] for key, name, _ in self._stepped}
+        return _model_placements(self.trainer) | {key: stepped[name] for key, (name, _) in self._stepped.items()}
 
     def optimizer_numbers(self) -> Callable[[], dict[str, Any]]:
         """The optimizer's settings and parameters by group, and what it counts for the parameters of which this rank
         has elements, by name: [value, dtype]. Read now, put into words when called."""
-        entries, kept = self._entries.items(), self._kept
-        numbers = [(name, key, value) for name, entry in entries for key, value in entry.items() if key not in kept]
-        empty = {name for name, entry in entries if is_empty(entry)}
+        numbers = [
+            (name, k, v) for name, entry in self._entries.items() for k, v in entry.items() if k not in self._kept
+        ]
         tensors: dict[torch.dtype, list[Tensor]] = {}
         for _, _, value in numbers:
             if isinstance(value, Tensor):
                 tensors.setdefault(value.dtype, []).append(value)
         read = {dtype: torch.stack(alike).cpu() for dtype, alike in tensors.items()}  # all of a kind in one read
+        groups, names = self.trainer.updater.inner.param_groups, _names(self.trainer)
+        settings = [group | {"params": own} for group, own in zip(groups, names, strict=True)]
 
         def in_words() -> dict[str, Any]:
             values = {dtype: iter(alike.tolist()) for dtype, alike in read.items()}
@@ -65,11 +67,10 @@ class Holding:
             for name, key, value in numbers:
                 dtype = value.dtype if isinstance(value, Tensor) else None
                 number = [next(values[dtype]), str(dtype).removeprefix("torch.")] if dtype else [value, None]
-                if name not in empty:
+                if self._named[name].numel():
                     counted.setdefault(_plain(name), {})[key] = number
-            names = [[_plain(name) for name in group] for group in self._names]
-            settings = [group | {"params": own} for group, own in zip(self._groups, names, strict=True)]
-            return {"groups": settings, "counted": counted}
+            groups = [group | {"params": list(map(_plain, group["params"]))} for group in settings]
+            return {"groups": groups, "counted": counted}
 
         return in_words
 
