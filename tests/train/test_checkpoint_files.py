@@ -1,8 +1,10 @@
 """What is done to a checkpoint's files is noticed, named, and answered with the checkpoint before it."""
 
+import gc
 import random
 import re
 import shutil
+import threading
 import zlib
 from itertools import pairwise
 
@@ -128,3 +130,15 @@ def test_checksums_of_pieces_add_up():
         added = pieces_sum(np.array([zlib.crc32(piece) for piece in pieces], dtype=np.uint32), after)
         assert np.bitwise_xor.reduce(added) == zlib.crc32(whole)
     assert pieces_sum(np.array([5], dtype=np.uint32), np.array([1 << 40])).shape == (1,)
+
+
+def test_a_forgotten_checkpointer_leaves_no_thread(tmp_path):
+    before = set(threading.enumerate())
+    saver = Checkpointer(tmp_path, background=True)
+    saver.save(trainer())
+    saver.finish()
+    (writer,) = set(threading.enumerate()) - before
+    del saver
+    gc.collect()
+    writer.join(60)
+    assert not writer.is_alive()

@@ -136,7 +136,7 @@ class Checkpointer:
         told = self._everyone((last, catalogue_of(holding.placements()), self._cleared()))
         if problem := next((problem for *_, problem in told if problem), None):
             raise self._refusal(problem)
-        self._number, self._names, self._is_stale, self._places = told[0][0], holding.tensors.keys(), False, []
+        self._number, self._names, self._is_stale, self._places = told[0][0], frozenset(holding.tensors), False, []
         self._plan = shares_of([catalogue for _, catalogue, _ in told], self.rank)
         self._planned_for = trainer, trainer.loads
 
