@@ -32,7 +32,7 @@ TINY = ModelConfig(16, 8, 16, 1, 1, 1, max_seq_len=8)
 
 
 def metadata_first(step, shard, group, disk):
-    """The order of many handouts: each rank saves, rank 0 saves the metadata, then all meet in a barrier."""
+    """The order of many handouts: shards, then the metadata by rank 0, then a barrier."""
     folder = f"step-{step}"
     disk.write(f"{folder}/{group.rank}", shard)
     disk.flush(f"{folder}/{group.rank}")
