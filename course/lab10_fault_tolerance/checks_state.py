@@ -28,8 +28,8 @@ class SavedPart:
 
 
 class Shelf:
-    """A tensor in the files of n ranks, among other things, and how it is read. even: cut in equal parts, in the
-    order of the files; otherwise anywhere, and the files have other numbers."""
+    """A tensor in the files of n ranks, among other things, and how it is read. even: rank r has the r-th of
+    n equal parts; otherwise it is cut anywhere, and any rank has any part."""
 
     def __init__(self, numel: int, itemsize: int, n: int, even: bool) -> None:
         self.numel, self.itemsize = numel, itemsize

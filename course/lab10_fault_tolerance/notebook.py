@@ -619,7 +619,8 @@ receipts.design_lever()
 # <details><summary>Answer</summary>
 #
 # A collective that spins. Find the rank that is *not* in it (flight recorder: sequence numbers, last entered operation);
-# it took another branch, died, or waits for data. Until the timeout nothing ends it.
+# it took another branch, died, or waits for data. Until the timeout nothing ends it, and after it the communicator is
+# dead: end the processes and start from the last checkpoint.
 # </details>
 #
 # **7. How often do you save?**
@@ -627,6 +628,15 @@ receipts.design_lever()
 #
 # √(2 · stall · MTBF of the job), MTBF = that of a GPU / GPUs; not shorter than a write takes. Then a failure loses half
 # an interval, plus one write if the save is in the background.
+# </details>
+#
+# **8. The loss jumps and stays up. What do you do?**
+# <details><summary>Answer</summary>
+#
+# First compare replicas and the ranks' gradient norms, since a device that computes wrongly looks the same. Otherwise go
+# back to a checkpoint before the jump and on past the batches that led to it: PaLM began about 100 steps earlier and
+# skipped 200 to 500 batches ([Chowdhery et al. 2022](https://arxiv.org/abs/2204.02311), §5.1; here
+# `minillm/train/fault_tolerance/loss_spike.py`).
 # </details>
 #
 # ## Can you answer them now?
