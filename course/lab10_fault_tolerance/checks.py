@@ -184,7 +184,7 @@ def check_manifest(learner: tuple[Callable, Callable]) -> Receipt:
     describe, damaged = learner
     names = [f"rank-{rank:04d}.bin" for rank in range(4)]
     with tempfile.TemporaryDirectory(prefix="minillm-lab10-") as place:
-        folder, other, size = Path(place, "here"), Path(place, "elsewhere"), random.randint(3000, 5000)
+        folder, other, size = Path(place, "here"), Path(place, "elsewhere"), 2 * random.randint(1500, 2500) + 1
         folder.mkdir()
         other.mkdir()
         whole = {name: random.randbytes(size) for name in names}
@@ -255,7 +255,8 @@ def _damages(whole: dict[str, bytes]) -> Iterator[tuple[str, dict[str, bytes], l
     one, two = sorted(random.sample(list(whole), 2))
     data = whole[one]
     places = [(0, "first"), (len(data) - 1, "last")]
-    places += [(place, "middle") for place in random.sample(range(1, len(data) - 1), 8)]
+    for start in random.sample(range(1, len(data) - 5), 3):  # neighbours: who looks at every second byte misses some
+        places += [(start + more, "middle") for more in range(4)]
     for place, where in places:
         flipped = bytearray(data)
         flipped[place] ^= 1 << random.randrange(8)

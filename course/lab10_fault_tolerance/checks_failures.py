@@ -120,8 +120,8 @@ def _groups() -> list[tuple[str, list[list[float]], list[int], float]]:
     once_fast = work(4, {one % 4: 3.0})
     once_fast[random.randrange(10)][one % 4] /= 9
     return [
-        ("4 ranks, alike", work(4, {}), [], 2.0),
         ("8 ranks, one of them slow", work(8, {one: 3.0}), [one], 2.0),
+        ("4 ranks, alike", work(4, {}), [], 2.0),
         ("8 ranks, two of them slow", work(8, {one: 3.0, other: 9.0}), sorted((one, other)), 2.0),
         ("2 ranks, one of them slow", work(2, {one % 2: 3.0}), [one % 2], 2.0),
         ("4 ranks, one of them faster than the others", work(4, {one % 4: 0.3}), [], 2.0),
