@@ -152,7 +152,7 @@ def _tell(found: Any, right: Sequence[Saved]) -> str:
     if len(shards) != len(wanted):
         return f"returns step {step} with {len(shards)} shards of {len(wanted)}"
     rank = next(rank for rank, (mine, theirs) in enumerate(zip(shards, wanted, strict=True)) if mine != theirs)
-    what = "cut short" if wanted[rank].startswith(shards[rank]) else "another's or an older one"
+    what = "cut short: it was not flushed" if wanted[rank].startswith(shards[rank]) else "another's or an older one"
     return f"returns step {step}, but the shard of rank {rank} is {what}"
 
 
