@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from course.lab10_fault_tolerance.disk import CUTS, MOST_OPERATIONS, Disk, Handle, Member, Stage
+from course.shared.trials import run
+from minillm.comm import Group
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, receipt, row
 
@@ -150,7 +152,7 @@ def _tell(found: Any, right: Sequence[Saved]) -> str:
     if len(shards) != len(wanted):
         return f"returns step {step} with {len(shards)} shards of {len(wanted)}"
     rank = next(rank for rank, (mine, theirs) in enumerate(zip(shards, wanted, strict=True)) if mine != theirs)
-    what = "cut short" if wanted[rank].startswith(shards[rank]) else "another's or an older one"
+    what = "cut short: it was not flushed" if wanted[rank].startswith(shards[rank]) else "another's or an older one"
     return f"returns step {step}, but the shard of rank {rank} is {what}"
 
 
@@ -182,11 +184,15 @@ def check_manifest(learner: tuple[Callable, Callable]) -> Receipt:
     describe, damaged = learner
     names = [f"rank-{rank:04d}.bin" for rank in range(4)]
     with tempfile.TemporaryDirectory(prefix="minillm-lab10-") as place:
-        folder, size = Path(place), random.randint(3000, 5000)
+        folder, other, size = Path(place, "here"), Path(place, "elsewhere"), 2 * random.randint(1500, 2500) + 1
+        folder.mkdir()
+        other.mkdir()
         whole = {name: random.randbytes(size) for name in names}
         _lay(folder, whole)
         manifest = describe(folder)
         _judge_manifest(manifest, whole, folder, damaged)
+        _lay(other, whole)
+        _judge_damage(damaged(other, manifest), [], "all files were copied to another folder")
         damages, spoilt = list(_damages(whole)), list(_spoilt(manifest))
         for what, files, wrong in damages:
             _lay(folder, files)
@@ -200,6 +206,13 @@ def check_manifest(learner: tuple[Callable, Callable]) -> Receipt:
                     f"{what}: damaged raises {type(error).__name__}; the exercise asks for ['manifest']", evidence=what
                 ) from error
             _judge_damage(found, ["manifest"], what)
+        found = run(_elsewhere, 1, damaged, other, manifest)[0]
+        if found:
+            raise CheckFailed(
+                f"read by another process, which finds every byte as it was: damaged names {sorted(map(str, found))}. "
+                "A run that is started again is another process: Python's hash() is another there, zlib.crc32 and "
+                "hashlib are not"
+            )
     return receipt(
         "damage found and named",
         [
@@ -208,6 +221,10 @@ def check_manifest(learner: tuple[Callable, Callable]) -> Receipt:
             row("    kinds of damage tried, and all named", None, len(damages) + len(spoilt)),
         ],
     )
+
+
+def _elsewhere(_: Group, damaged: Callable, folder: Path, manifest: str) -> Any:
+    return damaged(folder, manifest)
 
 
 def _lay(folder: Path, files: dict[str, bytes]) -> None:
@@ -228,12 +245,6 @@ def _judge_manifest(manifest: Any, whole: dict[str, bytes], folder: Path, damage
             f"the manifest has {len(manifest):,} characters for files of {sum(map(len, whole.values())):,} bytes: keep "
             "checksums of the files, not the files"
         )
-    salted = [str(hash(data)) for data in whole.values()] + [str(hash(str(data))) for data in whole.values()]
-    if any(each in manifest for each in salted):
-        raise CheckFailed(
-            "the manifest holds Python's hash() of the files, which is another in every process: the run that is "
-            "restarted finds every file damaged. Use zlib.crc32 or hashlib"
-        )
     _judge_damage(damaged(folder, manifest), [], "nothing was changed")
     _lay(folder, whole)
     _judge_damage(damaged(folder, manifest), [], "the files were copied, with new time stamps")
@@ -243,7 +254,10 @@ def _damages(whole: dict[str, bytes]) -> Iterator[tuple[str, dict[str, bytes], l
     """What happened, the files then, and which of them to name."""
     one, two = sorted(random.sample(list(whole), 2))
     data = whole[one]
-    for place, where in ((0, "first"), (len(data) - 1, "last"), (random.randrange(1, len(data) - 1), "middle")):
+    places = [(0, "first"), (len(data) - 1, "last")]
+    for start in random.sample(range(1, len(data) - 5), 3):  # neighbours: who looks at every second byte misses some
+        places += [(start + more, "middle") for more in range(4)]
+    for place, where in places:
         flipped = bytearray(data)
         flipped[place] ^= 1 << random.randrange(8)
         yield f"a bit of the {where} part of {one} is flipped", whole | {one: bytes(flipped)}, [one]

@@ -51,7 +51,7 @@ def check_goodput(learner: Callable) -> Receipt:
         seed = random.randrange(2**32)
         done = fault_simulation.simulate(work, interval, save, restart, mtbf, seed=seed)
         right = (done.useful_s, done.saving_s, done.lost_s, done.restarting_s)
-        found = learner(work, interval, save, restart, _failures(mtbf, seed, 4 * done.failures + 10))
+        found = learner(work, interval, save, restart, tuple(_failures(mtbf, seed, 4 * done.failures + 10)))
         what = f"{done.failures} failures, {mtbf:.0f} s apart on average"
         _judge_spent(found, right, what, exact=False)
         rows.append(row(f"goodput, {what}", done.goodput, found["useful"] / sum(found.values()), tolerance=1e-6))
@@ -93,9 +93,9 @@ def _judge_spent(found: Any, right: Sequence[float], what: str, exact: bool) -> 
 )
 def check_straggler(learner: Callable) -> Receipt:
     rows = []
-    for what, own, slow in _groups():
+    for what, own, slow, factor in _groups():
         steps = _steps(own)
-        found = learner(steps, 2.0)
+        found = learner(steps, factor)
         if not isinstance(found, list | tuple | set):
             raise CheckFailed(f"you returned {found!r:.60}; the exercise asks for a list of ranks")
         if sorted(found) != slow:
@@ -107,8 +107,8 @@ def check_straggler(learner: Callable) -> Receipt:
     return receipt("who is slow?", rows)
 
 
-def _groups() -> list[tuple[str, list[list[float]], list[int]]]:
-    """By case: seconds of own work, [steps][ranks], and the slow ranks."""
+def _groups() -> list[tuple[str, list[list[float]], list[int], float]]:
+    """By case: seconds of own work, [steps][ranks], the slow ranks, and the factor from which they are."""
 
     def work(n: int, factors: dict[int, float], count: int = 10) -> list[list[float]]:
         return [[random.uniform(0.9, 1.1) * factors.get(rank, 1.0) for rank in range(n)] for _ in range(count)]
@@ -117,13 +117,18 @@ def _groups() -> list[tuple[str, list[list[float]], list[int]]]:
     held_up = work(4, {})
     held_up[0][one % 4] *= 60
     held_up[-1][(one + 1) % 4] *= 60
+    once_fast = work(4, {one % 4: 3.0})
+    once_fast[random.randrange(10)][one % 4] /= 9
     return [
-        ("4 ranks, alike", work(4, {}), []),
-        ("8 ranks, one of them slow", work(8, {one: 3.0}), [one]),
-        ("8 ranks, two of them slow", work(8, {one: 3.0, other: 9.0}), sorted((one, other))),
-        ("2 ranks, one of them slow", work(2, {one % 2: 3.0}), [one % 2]),
-        ("4 ranks, one of them faster than the others", work(4, {one % 4: 0.3}), []),
-        ("4 ranks, two of them held up in one step each", held_up, []),
+        ("8 ranks, one of them slow", work(8, {one: 3.0}), [one], 2.0),
+        ("4 ranks, alike", work(4, {}), [], 2.0),
+        ("8 ranks, two of them slow", work(8, {one: 3.0, other: 9.0}), sorted((one, other)), 2.0),
+        ("2 ranks, one of them slow", work(2, {one % 2: 3.0}), [one % 2], 2.0),
+        ("4 ranks, one of them faster than the others", work(4, {one % 4: 0.3}), [], 2.0),
+        ("4 ranks, two of them held up in one step each", held_up, [], 2.0),
+        ("4 ranks, one of them slow but for one step", once_fast, [one % 4], 2.0),
+        ("4 ranks, one of them takes 3 times as long, and factor is 4", work(4, {one % 4: 3.0}), [], 4.0),
+        ("4 ranks, one of them takes 1.7 times as long, and factor is 1.3", work(4, {one % 4: 1.7}), [one % 4], 1.3),
     ]
 
 
@@ -199,7 +204,7 @@ def _judge_step(case: Batch, rank: int, mine: Any, found: Sequence[Any]) -> None
     if case.right is None and mine is not None:
         told = sum(each is None for each in found)
         raise CheckFailed(
-            f"{case.what}: rank {rank} makes the step, {told} of 3 ranks skip it. Asked for is that all skip it",
+            f"{case.what}: rank {rank} makes the step, {told} of 3 ranks skip it. All ranks must skip it",
             evidence=[case.what, list(found)],
         )
     if case.right is not None and mine is None:

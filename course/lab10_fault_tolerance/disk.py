@@ -4,7 +4,8 @@
     files      file ──▶ bytes            flush makes it last
 
 A power cut keeps what was flushed. Of the rest a real disk may keep anything, so three cases are tried: all of it, the
-names without the contents, and nothing. A file whose content was not flushed comes back cut in half.
+names without the contents, and nothing. A file whose new content was not flushed comes back cut in half, or as it was.
+A new name is an entry of the folder that it stands in: flushing what has been renamed does not make it last.
 """
 
 import threading
@@ -21,17 +22,25 @@ class File:
     content: bytes
     flushed: bytes | None = None
 
-    def after_a_cut(self) -> "File":
-        kept = self.content[: len(self.content) // 2] if self.flushed is None else self.flushed
-        return File(kept, kept)
+    def after_a_cut(self, kept: str) -> "File":
+        content = self.content
+        if kept == CUTS[2] and self.flushed is not None:
+            content = self.flushed
+        elif kept != CUTS[0] and self.flushed != self.content:
+            content = self.content[: len(self.content) // 2]
+        return File(content, content)
 
 
 @dataclass
 class Disk:
-    """Paths are texts such as "step-2/0"; folders come and go with the files in them. "." is the folder of all."""
+    """Paths are texts such as "step-2/0"; folders come and go with the files in them. "." is the folder of all.
+
+    renamed: by new name the one that a power cut brings back, until a folder above is flushed.
+    """
 
     names: dict[str, File] = field(default_factory=dict)
     flushed_names: dict[str, File] = field(default_factory=dict)
+    renamed: dict[str, str] = field(default_factory=dict)
 
     def write(self, path: str, data: bytes) -> None:
         """Makes a file, or replaces what is in it."""
@@ -45,13 +54,15 @@ class Disk:
         """Of a file: its content and name will survive. Of a folder: the names in it will, renamed ones too."""
         if path in self.names:
             file = self.names[path]
-            file.flushed, self.flushed_names[path] = file.content, file
+            file.flushed, self.flushed_names[self._lasting(path)] = file.content, file
             return
-        within = (lambda name: True) if path == "." else (lambda name: name.startswith(f"{path}/"))
-        if path != "." and not any(map(within, self.names)):
+        if path != "." and not any(_within(path, name) for name in self.names):
             raise FileNotFoundError(f"there is no {path} to flush")
-        kept = {name: file for name, file in self.flushed_names.items() if not within(name)}
-        self.flushed_names = kept | {name: file for name, file in self.names.items() if within(name)}
+        self.renamed = {new: old for new, old in self.renamed.items() if not _within(path, new)}
+        lasting = self._lasting(path)
+        kept = {name: file for name, file in self.flushed_names.items() if not _within(lasting, name)}
+        inside = {self._lasting(name): file for name, file in self.names.items() if _within(path, name)}
+        self.flushed_names = kept | inside
 
     def rename(self, old: str, new: str) -> None:
         """Of a file or a whole folder, at once. A file may replace a file; a folder that is there is in the way."""
@@ -62,6 +73,7 @@ class Disk:
             raise FileExistsError(f"there is a folder {new} already")
         for name, target in moved.items():
             self.names[target] = self.names.pop(name)
+        self.renamed[new] = self.renamed.pop(old, old)
 
     def remove(self, path: str) -> None:
         """A file, or a folder with all that is in it."""
@@ -70,6 +82,7 @@ class Disk:
             raise FileNotFoundError(f"there is no {path} to remove")
         for name in gone:
             del self.names[name]
+        self.renamed = {new: old for new, old in self.renamed.items() if new != path and not _within(path, new)}
 
     def read(self, path: str) -> bytes:
         if path not in self.names:
@@ -89,13 +102,25 @@ class Disk:
         twins = {
             id(file): File(file.content, file.flushed) for file in [*self.names.values(), *self.flushed_names.values()]
         }
-        return Disk(*({n: twins[id(f)] for n, f in names.items()} for names in (self.names, self.flushed_names)))
+        names, flushed = ({n: twins[id(f)] for n, f in each.items()} for each in (self.names, self.flushed_names))
+        return Disk(names, flushed, dict(self.renamed))
 
     def after_a_cut(self, kept: str) -> "Disk":
         """What is there when the power is back; kept: one of `CUTS`."""
         names = self.flushed_names if kept == CUTS[2] else self.names
-        files = {name: File(f.content, f.content) if kept == CUTS[0] else f.after_a_cut() for name, f in names.items()}
+        files = {name: file.after_a_cut(kept) for name, file in names.items()}
         return Disk(files, dict(files))
+
+    def _lasting(self, path: str) -> str:
+        """The name that a power cut leaves to what has this name now."""
+        for new, old in self.renamed.items():
+            if path == new or _within(new, path):
+                return old + path[len(new) :]
+        return path
+
+
+def _within(folder: str, path: str) -> bool:
+    return folder == "." or path.startswith(f"{folder}/")
 
 
 class Killed(BaseException):

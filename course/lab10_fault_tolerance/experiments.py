@@ -68,7 +68,8 @@ def make(group: Group | None, layout: ParallelConfig, model: ModelConfig = TINY,
 
 @dataclass(frozen=True)
 class Save:
-    """Of one rank: bytes it wrote, seconds that training stood still and that it copied, bytes of tensors at most."""
+    """Of one rank: bytes it wrote, seconds that training stood still and that it copied in the save that was disturbed
+    least, bytes of tensors at most."""
 
     nbytes: int
     stall_s: float
@@ -91,11 +92,14 @@ def save_both_ways(group: Group, place: Path) -> dict[str, Any]:
         with measure.memory() as seen:
             saver.save(trainer)
         saver.finish()
-        group.barrier()
-        saver.save(trainer)
-        stats = saver.stats
-        saver.finish()
-        found[name] = Save(stats.nbytes, stats.stall_s, stats.copy_s, seen.peak.total)
+        stats = []
+        for _ in range(5):
+            group.barrier()
+            saver.save(trainer)
+            stats.append(saver.stats)
+            saver.finish()
+        least = min(stats, key=lambda each: each.stall_s)
+        found[name] = Save(least.nbytes, least.stall_s, least.copy_s, seen.peak.total)
     total = Manifest.read(committed(place / "foreground")[-1]).nbytes
     trainer.close()
     return found | {"total": total}

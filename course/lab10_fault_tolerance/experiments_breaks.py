@@ -1,9 +1,14 @@
-"""Lab 10, broken on purpose: orders of commit that tear, a rank that goes its own way, state that nobody saved."""
+"""Lab 10, broken on purpose: orders of commit that tear, a rank that goes its own way, dead ones, state not saved."""
 
 import copy
 import math
+import os
 import random
 import re
+import signal
+import socket
+import subprocess
+from dataclasses import dataclass
 
 import torch
 
@@ -15,6 +20,7 @@ from minillm.labkit.answers import answers_of
 from minillm.model import ModelConfig
 from minillm.parallel.zero.optimizer import ZeroOptimizer
 from minillm.train import TrainConfig
+from minillm.train.fault_tolerance.heartbeat import Beat, Health, Limits, Watcher
 from minillm.train.optimizer import learning_rate
 
 ANSWERS = answers_of("10_fault_tolerance")
@@ -26,7 +32,7 @@ TINY = ModelConfig(16, 8, 16, 1, 1, 1, max_seq_len=8)
 
 
 def metadata_first(step, shard, group, disk):
-    """The order of many handouts: each rank saves, rank 0 saves the metadata, then all meet in a barrier."""
+    """The order of many handouts: shards, then the metadata by rank 0, then a barrier."""
     folder = f"step-{step}"
     disk.write(f"{folder}/{group.rank}", shard)
     disk.flush(f"{folder}/{group.rank}")
@@ -91,6 +97,57 @@ def hang(timeout_s: float = 1.5) -> tuple[str, float]:
 def waiting(table: str) -> int:
     """Ranks of the table that wait in the all-reduce."""
     return sum("all_reduce" in line for line in table.splitlines())
+
+
+# What a neighbour makes of a rank.
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What befalls a rank, and what its neighbour should say. sent: a signal to its process; is_slow: by the
+    straggler test."""
+
+    what: str
+    health: Health
+    sent: signal.Signals | None = None
+    host: str = socket.gethostname()
+    beats: bool = True
+    moves: bool = False
+    waits: bool = False
+    is_slow: bool = False
+
+
+FATES = (
+    Fate("its process is killed", Health.DEAD, sent=signal.SIGKILL, beats=False),
+    Fate("its process is stopped", Health.HUNG, sent=signal.SIGSTOP, beats=False),
+    Fate("it makes no steps, and waits for nobody", Health.HUNG),
+    Fate("it makes no steps, and waits for others", Health.WAITING, waits=True),
+    Fate("it makes steps, but its own work takes longer", Health.SLOW, moves=True, is_slow=True),
+    Fate("on another machine: it makes no sign", Health.SILENT, host="another machine", beats=False),
+    Fate("it makes steps", Health.HEALTHY, moves=True),
+)
+
+
+def health(seconds: int = 30) -> list[Health]:
+    """What a neighbour says of real processes after `FATES`, so many seconds later by a clock that is set forward."""
+    watcher = Watcher(Limits(every_s=1.0, silent_s=5.0, hung_s=20.0))
+    processes = [subprocess.Popen(["sleep", "60"]) for _ in FATES]
+    ranks = list(enumerate(zip(FATES, processes, strict=True)))
+    try:
+        for _, (fate, process) in ranks:
+            if fate.sent:
+                process.send_signal(fate.sent)
+                os.waitpid(process.pid, os.WUNTRACED)
+        for now in range(seconds):
+            for rank, (fate, process) in ranks:
+                if fate.beats or now == 0:
+                    watcher.see(Beat(rank, process.pid, fate.host, now, fate.moves * now, fate.waits), now)
+        slow = [rank for rank, (fate, _) in ranks if fate.is_slow]
+        return [watcher.judge(rank, seconds, slow) for rank, _ in ranks]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 # State that was not saved.

@@ -95,12 +95,20 @@ def _folder_unflushed(*given):
     _save(*given, flush_folder=False)
 
 
-mistake(
-    "atomic-commit",
-    "the rename is not flushed",
-    says="A rename is a change of the folder above, and that was not flushed: save has returned, and a power cut takes "
-    "the checkpoint away again.",
-)((_folder_unflushed, right.load))
+def _renamed_flushed(step, shard, group, disk):
+    """The folder that was renamed, not the one above it."""
+    _save(step, shard, group, disk, flush_folder=False)
+    if group.rank == 0:
+        disk.flush(f"step-{step}")
+
+
+for _name, _wrong in (("the rename is not flushed", _folder_unflushed), ("flushes what it renamed", _renamed_flushed)):
+    mistake(
+        "atomic-commit",
+        _name,
+        says="A rename is a change of the folder above, and that was not flushed: save has returned, and a power cut "
+        "takes the checkpoint away again.",
+    )((_wrong, right.load))
 
 
 def _drops_first(*given):
@@ -258,6 +266,24 @@ def _by_pointer(disk):
         return None
     step, ranks = map(int, disk.read("latest").split())
     return step, [disk.read(f"folder-{step}/{rank}") for rank in range(ranks)]
+
+
+def _pointer_in_place(step, shard, group, disk):
+    folder = f"folder-{step}"
+    disk.write(f"{folder}/{group.rank}", shard)
+    disk.flush(f"{folder}/{group.rank}")
+    group.barrier()
+    if group.rank == 0:
+        disk.write("latest", f"{step} {group.world_size}".encode())
+        disk.flush("latest")
+
+
+mistake(
+    "atomic-commit",
+    "a pointer that is overwritten",
+    says="The small file that says which checkpoint counts was overwritten in place: until it is flushed, neither the "
+    "old text nor the new one is safe. Write it under another name, flush, rename.",
+)((_pointer_in_place, _by_pointer))
 
 
 alternative("atomic-commit", "notes instead of a barrier")((_notes, _by_names))

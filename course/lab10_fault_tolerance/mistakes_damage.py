@@ -59,9 +59,13 @@ mistake("checkpoint-manifest", "the manifest is not signed", expect="manifest")(
     _by(lambda path: [path.stat().st_size, zlib.crc32(path.read_bytes())], sign=False)
 )
 
-mistake("checkpoint-manifest", "Python's hash()", expect="another in every process")(
-    _by(lambda path: hash(path.read_bytes()))
-)
+mistake("checkpoint-manifest", "Python's hash()", expect="is another there")(_by(lambda path: hash(path.read_bytes())))
+
+mistake(
+    "checkpoint-manifest",
+    "every second byte",
+    says="Only some of the bytes were looked at, and the damage is between them.",
+)(_by(lambda path: [path.stat().st_size, zlib.crc32(path.read_bytes()[::2])]))
 
 mistake("checkpoint-manifest", "a copy of the files", expect="not the files")(_by(lambda path: path.read_bytes().hex()))
 
@@ -78,6 +82,27 @@ mistake(
     "looks at the files that are there",
     says="A file that is missing is not in the folder, so it was not looked at. Go through the names in the manifest.",
 )((right.describe, _among_those_there))
+
+
+def _by_full_path(folder):
+    text = json.dumps({str(path): zlib.crc32(path.read_bytes()) for path in sorted(folder.iterdir())})
+    return f"{hashlib.sha256(text.encode()).hexdigest()} {text}"
+
+
+def _at_full_path(folder, manifest):
+    digest, _, text = manifest.partition(" ")
+    if hashlib.sha256(text.encode()).hexdigest() != digest:
+        return ["manifest"]
+    there = {str(path): zlib.crc32(path.read_bytes()) for path in folder.iterdir()}
+    return [name.split("/")[-1] for name, each in json.loads(text).items() if there.get(name) != each]
+
+
+mistake(
+    "checkpoint-manifest",
+    "full paths",
+    says="The manifest has the files' full paths, and a checkpoint that is copied or mounted elsewhere has others. "
+    "Write down the names within the folder.",
+)((_by_full_path, _at_full_path))
 
 
 def _one_for_all(folder):

@@ -209,6 +209,20 @@ def one_step(steps, factor=2.0):
     return _slow(steps[-1:], factor)
 
 
+@mistake(
+    "straggler",
+    "the fastest step",
+    says="The fastest step of a rank was looked at. A slow rank may have one: take what is usual over all steps.",
+)
+def fastest_step(steps, factor=2.0):
+    return _slow(steps, factor, usual=min)
+
+
+@mistake("straggler", "twice, whatever the factor", says="The limit is `factor` times what is usual, not twice.")
+def always_twice(steps, factor=2.0):
+    return _slow(steps, 2.0)
+
+
 @alternative("straggler", "with tensors")
 def with_tensors(steps, factor=2.0):
     own = torch.tensor(steps, dtype=torch.float64)
@@ -245,7 +259,18 @@ def drifts_apart(loss, gradient, group):
     return total if torch.isfinite(loss) else None
 
 
-@mistake("same-branch", "skips only if all are bad", expect="Asked for is that all skip it")
+@mistake(
+    "same-branch",
+    "looks at the gradient",
+    says="Nobody looked at the loss. Here the gradients are finite although a loss is not: decide by the loss of every "
+    "rank.",
+)
+def looks_at_the_gradient(loss, gradient, group):
+    total = group.all_reduce(gradient) / group.world_size
+    return total if torch.isfinite(total).all() else None
+
+
+@mistake("same-branch", "skips only if all are bad", expect="All ranks must skip it")
 def only_if_all(loss, gradient, group):
     good = group.all_reduce(torch.isfinite(loss).float().reshape(1))
     total = group.all_reduce(torch.where(torch.isfinite(loss), gradient, 0.0))

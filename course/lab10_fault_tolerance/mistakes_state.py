@@ -55,6 +55,17 @@ def unordered(*given):
 
 @mistake(
     "reshard",
+    "parts in the order of the files",
+    says="The parts were joined in the order of the files. A file may hold any part: its place in the tensor is "
+    "`start`.",
+)
+def by_file(read, parts, *given):
+    order = sorted(parts, key=lambda part: part.file)
+    return _load(read, order, *given, order=False)
+
+
+@mistake(
+    "reshard",
     "elements counted as bytes",
     says="Elements were skipped as if each had one byte: the distance in the file is (begin - part.start) · itemsize.",
 )

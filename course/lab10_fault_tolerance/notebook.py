@@ -11,7 +11,8 @@
 # 2. What has to be in it for the next loss to be equal in every bit, and what if the number of ranks is another?
 # 3. How often do you save, how do you find the rank that is to blame, and what share of the hours is left?
 #
-# Labs 01 to 07 assumed that all ranks are there. On thousands of GPUs the question is not whether one fails but when.
+# The labs before this one assumed that all ranks are there. On thousands of GPUs the question is not whether one fails
+# but when.
 #
 # The calls of `group`, and what each returns: [docs/group.md](../docs/group.md).
 
@@ -52,7 +53,9 @@ guess_hours = 24.0  # your guess
 receipt("419 interruptions in 54 days on 16,384 GPUs", receipts.interruptions(guess_hours))
 
 # %% [markdown]
-# Nothing in such a job is unreliable. There is only very much of it, and each part stops the whole.
+# Nothing in such a job is unreliable. There is only very much of it, and each part stops the whole. By the paper's
+# table 59 % of the interruptions came from GPUs and their memory, 13 % from software, 8 % from the network; 6 of the 419
+# were found to be silent data corruption. So "a GPU fails every 5.8 years" below means its share of all causes.
 #
 # ### Common claims
 #
@@ -69,14 +72,16 @@ receipt("419 interruptions in 54 days on 16,384 GPUs", receipts.interruptions(gu
 #
 # ### 1. When does it count? (20 minutes)
 #
-# Each rank writes its shard. Between two of these writes anything can happen: a rank is killed, or the power fails and the
-# disk has forgotten what was not flushed. Find an order in which `load` always finds a whole checkpoint.
+# Each rank writes its shard. Between two of these writes anything can happen: a rank is killed, or the power fails. Of
+# what was not flushed the disk then has everything, nothing, or names without their contents: a file that was being
+# written or replaced comes back cut in half. Find an order in which `load` always finds a whole checkpoint.
 #
 # The check plays your `save` on 3 ranks with a disk of its own, stops it after every single operation, kills every rank
 # at every point, and lets `load` look at what is left. Then a restarted job, with one rank fewer, saves over the remains.
 # `disk` has `write(path, bytes)`, `flush(path)`, `rename(old, new)`, `remove(path)`, `read(path)`, `exists(path)` and
-# `list(folder)`; `flush` of a folder makes its names last, and `"."` is the folder of all. `group` has `rank`,
-# `world_size` and `barrier()`.
+# `list(folder)`. `flush` of a file makes its contents last, and the name that it was written under. `rename` moves a file
+# or a whole folder at once; the new name is an entry of the folder above, which `flush` of that folder makes last. `"."` is
+# the folder of all. `group` has `rank`, `world_size` and `barrier()`.
 
 
 # %%
@@ -159,7 +164,7 @@ describe, damaged = check("checkpoint-manifest", (describe, damaged))
 # ### 3. Another number of ranks (15 minutes)
 #
 # Eight ranks saved, six are left. Nobody should have to read the whole tensor: each rank reads the bytes that it will
-# hold, and they may lie in several files. Rank $r$ of $N$ holds elements $\lfloor rS/N \rfloor$ to
+# hold, and they may lie in several files, however the tensor was cut. Rank $r$ of $N$ holds elements $\lfloor rS/N \rfloor$ to
 # $\lfloor (r+1)S/N \rfloor$ of the $S$ elements of the flattened tensor.
 #
 # `part.start` and `part.stop` say which elements a saved part has, `part.file` and `part.offset` where they are (offset
@@ -200,8 +205,9 @@ receipt("saved by 4 ranks under ZeRO 3", receipts.reshard(layouts))
 # bug. Read this loop and find everything that the next step depends on.
 
 # %%
-for part in (Order, Loop.__init__, Loop.step):
-    print(inspect.getsource(part))
+print(inspect.getsource(Order), "\n\nclass Loop:", sep="")
+for method in (Loop.__init__, Loop.step):
+    print(inspect.getsource(method))
 
 # %% [markdown]
 # `loop.order` has the attributes `seed`, `epoch` and `position`. What you return is written to disk *later*, while
@@ -262,7 +268,7 @@ receipt("resumed without one part: largest difference of 20 losses", receipts.fo
 
 # %%
 def play(work_s, interval_s, save_s, restart_s, failures):
-    """failures: instants in seconds since the start, ascending -> seconds by use, as a dict.
+    """failures: a tuple of instants in seconds since the start, ascending -> seconds by use, as a dict.
 
     "useful": work that counts, work_s in the end; "saving": saves, the unfinished part of one too; "lost": work that was
     undone; "restarting": restarts, unfinished ones too.
@@ -308,7 +314,7 @@ receipt("a save of 30 s, a restart of 5 minutes, a failure every 3 hours", recei
 
 # %% [markdown]
 # The minimum is flat: twice or half the interval costs little. What is worth work is the cost of a save, and of a restart.
-# The same for a model of 405 billion parameters, by the number of GPUs:
+# By the number of GPUs, with a save of 60 s (a model of 405 billion parameters needs 57 at 100 GB/s):
 
 # %%
 show(pictures.goodput_by_gpus)
@@ -358,8 +364,10 @@ saves = experiments.saves()
 receipt("a checkpoint of 2 ranks", receipts.saves(saves), open_rows=4)
 
 # %% [markdown]
-# In the background training waits for the copy only, and the copy is as large as what the rank writes: with Adam 12 to 14
-# bytes per parameter of its shard, in host memory. The checkpoint counts later, when it is written.
+# In the background training waits for the copy, and some milliseconds in every save: the ranks agree on it by a message of
+# 16 bytes, each collects its tensors and starts a thread. Here, where a rank writes 12 MB, those are most of the stall. The
+# copy grows with what the rank writes, with Adam 12 to 14 bytes per parameter of its shard in host memory. The checkpoint
+# counts later, when it is written.
 #
 # ## A job that is killed
 #
@@ -401,6 +409,17 @@ receipt("a timeout of 1.5 s", receipts.hang((table, seconds)))
 # %% [markdown]
 # Nobody fails, everybody waits, and the time until somebody knows is the timeout that you have set (NCCL's is 10 minutes
 # unless `init_process_group(timeout=...)` says otherwise).
+#
+# A timeout says that something is wrong; a heartbeat says what. A thread of each rank notes every few seconds that it
+# lives, how far it is and whether it waits for others (`minillm/train/fault_tolerance/heartbeat.py`). Here processes are
+# killed and stopped for real, and a neighbour is asked half a minute later, by a clock that is set forward:
+
+# %%
+receipt("what a neighbour says", receipts.health(), open_rows=7)
+
+# %% [markdown]
+# *Waiting* is never to blame. *Silent* is all that can be known of another machine: it may be dead, or cut off and still
+# training, so it must be shut out before others take its place.
 #
 # ### 7. Find the bug, and mend it (10 minutes)
 #
@@ -448,8 +467,10 @@ receipt("400 steps of a cosine", receipts.schedules())
 receipt("one flipped bit", receipts.corruption(), open_rows=5)
 
 # %% [markdown]
-# The loss would never have told. Replicas must be equal in every bit, so a hash of each weight does, and the majority says
-# who is wrong. minillm compares before every save: a checkpoint never holds corrupted weights.
+# The loss would never have told. Replicas must be equal in every bit, so a hash of each weight does, and among three or
+# more the majority says who is wrong. minillm compares before every save, so that replicas which differ are not saved.
+# A wrong *gradient* passes this test: the all-reduce hands it to all replicas alike. So does a weight that only one rank
+# holds, as under ZeRO 3. What such errors do to a training run: [Ma et al. 2025](https://arxiv.org/abs/2502.12340).
 #
 # ## Where it loses
 #
@@ -463,8 +484,8 @@ receipt("share of the time that training stands still", receipts.too_often(often
 # Saving after every step is ruin in the background too: the next save has to wait until the last one is written. A save
 # must not take longer than the interval between two.
 #
-# - *Slow disks*: the interval grows with the root of the cost, and so does the waste. A tenth of the bandwidth costs three
-#   times as much.
+# - *Slow disks*: the interval grows with the root of the cost, and so does the waste: a twentieth of the bandwidth costs
+#   4.5 times as much (the first two rows of design question B).
 # - *Few GPUs*: on 8 of them a failure comes once in nine months, and an hour between saves is good enough.
 # - *Elastic*: fewer ranks keep the batch by more microbatches, so each step takes longer. A spare node is faster.
 #
@@ -497,6 +518,14 @@ receipt("torchrun --max-restarts 1", receipts.elastic(agent))
 # | [torchft](https://github.com/meta-pytorch/torchft) | a replica group at a time, without a restart of all | live from a peer | | quorum per step |
 # | [Megatron Core](https://github.com/NVIDIA/Megatron-LM/tree/main/megatron/core/dist_checkpointing) | by the scheduler | `--async-save` | `dist_checkpointing` | [nvidia-resiliency-ext](https://github.com/NVIDIA/nvidia-resiliency-ext) |
 #
+# What large jobs do about the hours that are left:
+#
+# - *Lost work*: [GEMINI](https://doi.org/10.1145/3600006.3613145) copies checkpoints into a neighbour's memory, up to one
+#   per step (here `--peer-copy`). [MegaScale](https://arxiv.org/abs/2402.15627) copies to the host
+#   in seconds and writes later; after a failure one rank reads what a group shares and hands it on.
+# - *Restarts*: [Bamboo](https://arxiv.org/abs/2204.12013) lets each stage compute its neighbour's layers too, and
+#   [Oobleck](https://arxiv.org/abs/2309.08125) has pipelines of several lengths ready; the others go on.
+#
 # ## On a cluster
 #
 # `labs/torchrun/10_fault_tolerance.py` saves and reshards on any number of processes. After solving it:
@@ -519,9 +548,9 @@ receipts.design_interval()
 #
 # The checkpoint has 980 GB, 480 MB per GPU, so a write takes 9.8 s and a copy 24 ms. A job of 2,048 GPUs fails every 25
 # hours. In the foreground √(2 · 9.8 s · 25 h) is 22 minutes and wastes 2 %, of which half a percent are restarts. In the
-# background the stall is 24 ms, and Young's formula would save every minute; the write of 10 s is then the limit, and an
-# interval of some minutes loses nearly nothing but the restarts. So: in the background every 5 minutes, and then work on
-# the restart, which is most of what is left.
+# background the stall is 24 ms, and Young's formula would save every minute, which a write of 10 s allows; but then the
+# storage is busy a sixth of the time. Every 5 minutes costs 0.1 % more and needs a thirtieth. So: in the background
+# every 5 minutes, and then work on the restart, which is most of what is left.
 # </details>
 #
 # **B. The same job on 16,384 GPUs with a 405B model. Which of these three helps most: storage of 2 TB/s instead of 100
@@ -533,10 +562,11 @@ receipts.design_lever()
 # %% [markdown]
 # <details><summary>Answer</summary>
 #
-# 5.7 TB at 100 GB/s take 57 s, with a failure every 3.1 hours: 10 % for saves and lost work, 4 % for restarts. Faster
-# storage takes most of the 10 %, and so do saves in the background, which cost host memory (350 MB per GPU) and no
-# storage at all; then the restart is the largest part and the third lever the next. Meta reports more than 90 % of
-# effective training time, with storage of 2 TB/s.
+# Saves in the background. 5.7 TB at 100 GB/s take 57 s, with a failure every 3.1 hours: 10 % for saves and lost work,
+# 4 % for restarts. The background takes most of the 10 %, twenty times the bandwidth nearly as much. It costs host memory
+# (350 MB per GPU) and no new storage, but at this interval the storage writes all the time. Then the restart is the
+# largest part, and the third lever the next. Meta reports more than 90 % of effective training time, with storage of
+# 2 TB/s.
 # </details>
 #
 # ## Capstone (*open*)
@@ -589,7 +619,8 @@ receipts.design_lever()
 # <details><summary>Answer</summary>
 #
 # A collective that spins. Find the rank that is *not* in it (flight recorder: sequence numbers, last entered operation);
-# it took another branch, died, or waits for data. Until the timeout nothing ends it.
+# it took another branch, died, or waits for data. Until the timeout nothing ends it, and after it the communicator is
+# dead: end the processes and start from the last checkpoint.
 # </details>
 #
 # **7. How often do you save?**
@@ -597,6 +628,15 @@ receipts.design_lever()
 #
 # √(2 · stall · MTBF of the job), MTBF = that of a GPU / GPUs; not shorter than a write takes. Then a failure loses half
 # an interval, plus one write if the save is in the background.
+# </details>
+#
+# **8. The loss jumps and stays up. What do you do?**
+# <details><summary>Answer</summary>
+#
+# First compare replicas and the ranks' gradient norms, since a device that computes wrongly looks the same. Otherwise go
+# back to a checkpoint before the jump and on past the batches that led to it: PaLM began about 100 steps earlier and
+# skipped 200 to 500 batches ([Chowdhery et al. 2022](https://arxiv.org/abs/2204.02311), §5.1; here
+# `minillm/train/fault_tolerance/loss_spike.py`).
 # </details>
 #
 # ## Can you answer them now?

@@ -132,6 +132,11 @@ def hang(found: tuple[str, float] | None = None, timeout_s: float = 1.5) -> Iter
     yield row("seconds without progress until it is known", timeout_s, measured, "s", tolerance=0.3, noisy=True)
 
 
+def health() -> Iterator[Row]:
+    for fate, found in zip(breaks.FATES, breaks.health(), strict=True):
+        yield row(fate.what, fate.health.value, found.value)
+
+
 def rank_0() -> Iterator[Row]:
     found = breaks.rank_0_saves()
     yield row("elements that rank 0 writes: 1/4", found["model"] // 4, found["rank 0"])
@@ -246,4 +251,6 @@ def share_of(value: float) -> str:
     return f"{value:.1%}"
 
 
-CLAIMS = (torn, reshard, forgotten, intervals, slow, saves, killed, hang, rank_0, corruption, distributed_checkpoint)
+CLAIMS = (
+    torn, reshard, forgotten, intervals, slow, saves, killed, hang, health, rank_0, corruption, distributed_checkpoint,
+)  # fmt: skip

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from minillm.comm import Group, is_root, launch
+from minillm.files import flush
 from minillm.labkit import receipt, row
 
 NUMEL, ITEMSIZE = 1003, 4  # a number that divides over nothing
@@ -31,7 +32,8 @@ def bounds(rank: int, world_size: int) -> tuple[int, int]:
 
 def save(shard: Tensor, folder: Path, group: Group) -> None:
     """shard: elements `bounds(rank, world_size)`. When `folder` is there, it holds files "0", "1", ... of all
-    ranks (shard.numpy().tobytes()) and "manifest.json", {"ranks": world_size}; until then it has another name."""
+    ranks (shard.numpy().tobytes()) and "manifest.json", {"ranks": world_size}; until then it has another name.
+    `write(path, data)` makes a file last, `flush(folder)` the names in a folder."""
     # BEGIN SOLUTION
     draft = folder.with_name(f".{folder.name}")
     draft.mkdir(exist_ok=True)
@@ -39,7 +41,9 @@ def save(shard: Tensor, folder: Path, group: Group) -> None:
     group.barrier()
     if group.rank == 0:
         write(draft / "manifest.json", json.dumps({"ranks": group.world_size}).encode())
+        flush(draft)
         os.rename(draft, folder)
+        flush(folder.parent)
     group.barrier()
     # END SOLUTION
 

@@ -25,6 +25,29 @@ def test_a_power_cut_keeps_what_was_flushed():
         disk.rename("draft", "elsewhere")
 
 
+def test_a_new_name_lasts_once_the_folder_above_is_flushed():
+    disk = Disk()
+    disk.write("draft/0", b"abcdef")
+    disk.flush("draft/0")
+    disk.rename("draft", "step-1")
+    disk.flush("step-1")  # the names in it, which stand in a folder that the disk knows as draft
+    disk.flush("step-1/0")
+    assert disk.copy().after_a_cut(CUTS[2]).list() == ["draft"]
+    disk.flush(".")
+    assert disk.after_a_cut(CUTS[2]).list() == ["step-1"]
+    disk.rename("step-1/0", "step-1/1")
+    disk.flush("step-1")
+    assert disk.after_a_cut(CUTS[2]).list("step-1") == ["1"]
+
+
+def test_a_file_that_is_replaced_in_place_is_old_new_or_torn():
+    disk = Disk()
+    disk.write("latest", b"step 1")
+    disk.flush("latest")
+    disk.write("latest", b"step 2")
+    assert [disk.after_a_cut(cut).read("latest") for cut in CUTS] == [b"step 2", b"ste", b"step 1"]
+
+
 def test_a_rank_that_is_killed_stops_those_that_wait_for_it():
     def program(group, disk):
         disk.write(str(group.rank), b"x")
