@@ -30,7 +30,7 @@ from minillm.train.presets import SIZES
 from minillm.train.run import STOP, interrupts
 from minillm.train.run_folder import claim_unused, locked
 
-TIMEOUT_S = 600.0  # a rank may wait this long for another one, such as for a validation
+TIMEOUT_S = 900.0  # a rank may wait this long for another one; one that hangs is found before (heartbeat.Limits)
 RESTART_S = 60.0  # for which the ranks that torchrun starts again wait for the last of those before them to end
 
 
@@ -168,8 +168,8 @@ def _begun(runs: Path, run: str | None) -> Path | None:
     """The run that torchrun's job began before its ranks were started again; None for a first start."""
     if run is None and may_restart() and job_id() is None:
         raise ValueError(
-            "torchrun may restart this job, which then has to find its run: name the run with --run, or the job with "
-            "torchrun's --rdzv-id"
+            "torchrun may restart this job, which then has to find its run: name the job with torchrun's --rdzv-id, or "
+            "the run with --run (torchrun ... -m -- minillm train --run NAME: without -- it takes that for its own)"
         )
     found = run_of_job(runs, job_id())
     if run is None:

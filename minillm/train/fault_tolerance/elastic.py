@@ -9,13 +9,15 @@ no window is repeated or skipped, and learning rate and loss mean the same as be
 the processes; each finds the run that its job has begun and goes on:
 
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 3:4 --nproc-per-node 8 --max-restarts 9 \\
-        --rdzv-backend c10d --rdzv-id night --rdzv-endpoint HOST:29400 -m minillm train --run night
+        --rdzv-backend c10d --rdzv-id night --rdzv-endpoint HOST:29400 -m -- minillm train --run night
 
 The variable matters for nodes that join later: without it the agents of torch 2.13 publish the address of their shared
 store in the first round only, and a new agent waits for it until it gives up.
 """
 
 import os
+
+import psutil
 
 NO_ID = ("", "none")  # what torchrun says where a job was given no name
 
@@ -47,6 +49,11 @@ def job_id() -> str | None:
 def was_restarted() -> bool:
     """Whether torchrun has started these ranks again after a failure. A changed number of nodes is not counted."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
+
+
+def agent_began() -> float:
+    """Seconds since the epoch at which torchrun's agent, which has started this rank, was started itself."""
+    return psutil.Process(os.getppid()).create_time()
 
 
 def may_restart() -> bool:
