@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.distributed.run import get_args_parser
 
-from minillm.__main__ import parser_of
-from minillm.cli.train import TIMEOUT_S
+from minillm.__main__ import parser_of, run
+from minillm.cli.train import NODES_S, TIMEOUT_S
 from minillm.comm import launch
 from minillm.data import Tokens
 from minillm.model import ModelConfig, MoEConfig
@@ -69,15 +69,15 @@ def test_a_bit_flipped_in_what_ranks_share_is_named_along_any_axis(tmp_path, lay
 
 
 def test_a_loaded_state_forgets_the_snapshots_of_other_weights():
-    run, other = trainer(), trainer()
+    used, other = trainer(), trainer()
     other.step()
     for _ in range(8):
-        run.step()
-    run.load_state_dict(other.state_dict())
-    assert run.step().step == 1 and run.step().step == 2
+        used.step()
+    used.load_state_dict(other.state_dict())
+    assert used.step().step == 1 and used.step().step == 2
     with torch.no_grad():
-        run.model.norm.weight.fill_(float("nan"))
-    assert "back to step 1," in run.step().rollback and run.steps_done == 1
+        used.model.norm.weight.fill_(float("nan"))
+    assert "back to step 1," in used.step().rollback and used.steps_done == 1
 
 
 # Goodput.
@@ -129,6 +129,25 @@ def test_nobody_is_judged_by_the_beats_of_an_attempt_before(tmp_path):
 def test_a_rank_that_hangs_is_found_before_the_others_give_up():
     limits = Limits()
     assert limits.hung_s + 10 * limits.every_s <= TIMEOUT_S
+
+
+# A number of ranks that does not divide.
+
+
+def test_ranks_that_do_not_divide_wait_for_torchrun_to_change_their_number(home, capsys, monkeypatch):
+    tiny = ["train", "--model-size", "tiny", "--data", "text", "--seq-len", "32", "--batch-size", "1"]
+    assert run([*tiny, "--steps", "1", "--accumulate", "4", "--run", "four"]) == 0
+    again = ["train", "--resume", "--run", "four", "--dp", "3"]
+    sentence = (
+        "the 4 windows of a step do not divide over 3 data-parallel ranks with --batch-size 1: go on with 1, 2, 4"
+    )
+    waited = []
+    monkeypatch.setattr("minillm.cli.train.time.sleep", waited.append)
+    assert run(again) == 2 and waited == []
+    assert sentence in capsys.readouterr().err
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "9")
+    assert run(again) == 2 and waited == [NODES_S]  # its agent would have ended it if another node had come
+    assert f"{sentence} of them; waiting for nodes to come or go\n" in capsys.readouterr().err
 
 
 # Recipes.

@@ -6,7 +6,8 @@
 
 A step takes the next windows of one stream that knows nothing of ranks (data/sampler.py), so with their number constant
 no window is repeated or skipped, and learning rate and loss mean the same as before. torchrun's elastic agent restarts
-the processes; each finds the run that its job has begun and goes on:
+the processes; each finds the run that its job has begun and goes on. With a number that does not divide they wait for
+nodes to come or go, as failing would use up the agents' restarts within a minute:
 
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 3:4 --nproc-per-node 8 --max-restarts 9 \\
         --rdzv-backend c10d --rdzv-id night --rdzv-endpoint HOST:29400 -m -- minillm train --run night
@@ -22,12 +23,16 @@ import psutil
 NO_ID = ("", "none")  # what torchrun says where a job was given no name
 
 
+class DoesNotDivide(ValueError):
+    """A number of ranks over which the windows of a step do not divide."""
+
+
 def accumulate_for(windows: int, batch_size: int, dp: int) -> int:
-    """Microbatches of each of `dp` ranks for a step of `windows`. ValueError if that is no whole number."""
+    """Microbatches of each of `dp` ranks for a step of `windows`. DoesNotDivide if that is no whole number."""
     accumulate, rest = divmod(windows, dp * batch_size)
     if rest or accumulate == 0:
         possible = ", ".join(map(str, possible_ranks(windows, batch_size)))
-        raise ValueError(
+        raise DoesNotDivide(
             f"the {windows} windows of a step do not divide over {dp} data-parallel ranks with --batch-size "
             f"{batch_size}: go on with {possible} of them"
         )
