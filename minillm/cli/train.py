@@ -3,6 +3,8 @@
 import contextlib
 import math
 import os
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,7 +23,13 @@ from minillm.predict.model import parameters
 from minillm.train.activation_checkpointing import MODES
 from minillm.train.checkpoint.reader import has_checkpoint, saved_at
 from minillm.train.config import TrainConfig
-from minillm.train.fault_tolerance.elastic import job_id, may_restart, possible_ranks, was_restarted
+from minillm.train.fault_tolerance.elastic import (
+    DoesNotDivide,
+    job_id,
+    may_restart,
+    possible_ranks,
+    was_restarted,
+)
 from minillm.train.fault_tolerance.goodput import read_goodput
 from minillm.train.job import DEFAULTS, SETTINGS_FILE, TrainingJob, run_of_job, saved_settings, train
 from minillm.train.parallel_config import ParallelConfig
@@ -30,7 +38,8 @@ from minillm.train.presets import SIZES
 from minillm.train.run import STOP, interrupts
 from minillm.train.run_folder import claim_unused, locked
 
-TIMEOUT_S = 600.0  # a rank may wait this long for another one, such as for a validation
+TIMEOUT_S = 900.0  # a rank may wait this long for another one; one that hangs is found before (heartbeat.Limits)
+NODES_S = 900.0  # for which ranks of a number that does not divide wait for torchrun's nodes to come or go
 RESTART_S = 60.0  # for which the ranks that torchrun starts again wait for the last of those before them to end
 
 
@@ -125,7 +134,7 @@ def command(
     folder = begun or (runs / run if run else _latest(runs) if resume else None)
     dp = _data_parallel(dp, {"tp": tp, "pp": pp, "cp": cp})
     is_new = not resume and not (begun and (begun / SETTINGS_FILE).exists())
-    settings = DEFAULTS | given if is_new else saved_settings(folder, given, dp)
+    settings = DEFAULTS | given if is_new else _saved_settings(folder, given, dp)
     if offload and not zero:
         raise ValueError(f"--offload {offload} needs shards to move: add --zero 1, 2 or 3")
     if peer_copy and not may_restart():
@@ -168,13 +177,26 @@ def _begun(runs: Path, run: str | None) -> Path | None:
     """The run that torchrun's job began before its ranks were started again; None for a first start."""
     if run is None and may_restart() and job_id() is None:
         raise ValueError(
-            "torchrun may restart this job, which then has to find its run: name the run with --run, or the job with "
-            "torchrun's --rdzv-id"
+            "torchrun may restart this job, which then has to find its run: name the job with torchrun's --rdzv-id, or "
+            "the run with --run (torchrun ... -m -- minillm train --run NAME: without -- it takes that for its own)"
         )
     found = run_of_job(runs, job_id())
     if run is None:
         return found
     return runs / run if was_restarted() or found == runs / run else None
+
+
+def _saved_settings(folder: Path, given: dict[str, Any], dp: int) -> dict[str, Any]:
+    """Of the run in `folder`. Ranks that its steps do not divide over wait, where torchrun may change their number: it
+    ends them then."""
+    try:
+        return saved_settings(folder, given, dp)
+    except DoesNotDivide as problem:
+        if may_restart():
+            if is_root():
+                print(f"minillm: {problem}; waiting for nodes to come or go", file=sys.stderr, flush=True)
+            time.sleep(NODES_S)
+        raise
 
 
 def _check(job: TrainingJob) -> None:

@@ -19,6 +19,7 @@ from minillm.comm.launch.meeting import agree_on_name
 
 HERE = Path(__file__).parent
 SCRIPT = str(HERE / "torchrun_program.py")
+PATIENCE_S = 600  # of a test for what should take seconds, on a busy machine
 
 
 def start(folder: Path, *command: str, **environ: str) -> subprocess.Popen:
@@ -115,8 +116,8 @@ def test_no_thread_of_gloo_outlives_the_launch(tmp_path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("host", [True, False])
 def test_the_survivors_of_a_lost_node_name_its_ranks(host, tmp_path) -> None:
-    """One of two nodes is killed: the ranks of the other end at once with a sentence, and without a traceback of ours.
-    host: the node that goes holds the store."""
+    """One of two nodes is killed: the ranks of the other end with a sentence, and without a traceback of ours. They see
+    the loss itself: their timeout is an hour. host: the node that goes holds the store."""
     port = free_port()
     rendezvous = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "lost"]
     rendezvous += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
@@ -131,10 +132,9 @@ def test_the_survivors_of_a_lost_node_name_its_ranks(host, tmp_path) -> None:
     lost = listening.index(host)
     for process in [*psutil.Process(nodes[lost].pid).children(recursive=True), nodes[lost]]:
         process.kill()
-    begin = time.monotonic()
-    nodes[lost].communicate(timeout=30)
-    _, err = nodes[1 - lost].communicate(timeout=60)
-    assert time.monotonic() - begin < 40 and nodes[1 - lost].returncode != 0
+    nodes[lost].communicate(timeout=PATIENCE_S)
+    _, err = nodes[1 - lost].communicate(timeout=PATIENCE_S)
+    assert nodes[1 - lost].returncode != 0 and "HangError" not in err, err[-3000:]
     names = ", ".join(map(str, ranks[lost]))
     sentences = [line for line in err.splitlines() if f"lost ranks {names}: they ended or their machine did" in line]
     assert sentences, err[-3000:]

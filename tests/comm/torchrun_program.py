@@ -81,7 +81,7 @@ if __name__ == "__main__":
         launch(clinging, 2)
         sys.stdout.write("THREADS " + json.dumps(threads()) + "\n")
     elif sys.argv[1] == "talk":
-        launch(talk, 4, timeout=20.0)
+        launch(talk, 4, timeout=3600.0)
     elif sys.argv[1] == "nested":
         launch(nested, 4)
     else:

@@ -297,7 +297,7 @@ def test_every_second_is_counted_once(tmp_path):
         now[0] += 3
         log.step(5, 2.0)
     assert read_goodput(tmp_path) == replace(found, useful=12, other=10, attempts=3)
-    with TimeLog(tmp_path, 6, is_restart=True, clock=clock) as log:
+    with TimeLog(tmp_path, 6, is_restart=True, clock=clock, since=lambda: 1000.0) as log:
         now[0] += 3
         log.step(6, 2.0)
     assert read_goodput(tmp_path).restarting == 11

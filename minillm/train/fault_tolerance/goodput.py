@@ -7,7 +7,8 @@
     runs/NAME/time.jsonl   a line per event; a resumed run adds to it and never takes a line away
 
 A step is useful if no later attempt or rollback made it again. Restarting runs from the last sign of life of an attempt
-to the first step of the next. The time between an end that somebody asked for and the next start is not counted.
+to the first step of the next. The time between an end that somebody asked for and the next start is not counted. An
+agent that lets another node in ends its ranks in the same way; that time counts, as the agent was there before the end.
 """
 
 import json
@@ -18,6 +19,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from minillm.train.fault_tolerance.elastic import agent_began
 
 FILE = "time.jsonl"
 PARTS = ("useful", "saving", "lost", "restarting", "other")
@@ -56,19 +59,24 @@ class Goodput:
 class TimeLog:
     """Notes what this attempt does, from `steps_done` on.
 
-    is_restart: torchrun started it again, so that the time since the attempt before was lost to it, however that ended.
-    clock: seconds since the epoch, comparable across attempts.
+    is_restart: an agent of torchrun has started it, perhaps again. clock, since: seconds since the epoch, comparable
+    across attempts, now and when that agent began.
     """
 
     def __init__(
-        self, folder: Path, steps_done: int, is_restart: bool = False, clock: Callable[[], float] = time.time
+        self,
+        folder: Path,
+        steps_done: int,
+        is_restart: bool = False,
+        clock: Callable[[], float] = time.time,
+        since: Callable[[], float] = agent_began,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.ended_at: int | None = None  # the step at which the attempt was done, or ended because it was asked to
         self._clock, self._file = clock, (folder / FILE).open("a", encoding="utf-8")
         if self._file.tell():
             self._file.write("\n")  # after a line that a crash has cut short
-        self._note("begin", steps_done, **({"restart": True} if is_restart else {}))
+        self._note("begin", steps_done, **({"agent_began": since()} if is_restart else {}))
 
     def step(self, step: int, seconds: float, back_to: int | None = None) -> None:
         """A step that took `seconds`; back_to: where a rollback has gone."""
@@ -117,7 +125,7 @@ def goodput(rows: Iterable[dict[str, Any]]) -> Goodput:
         if event == "begin":
             attempts += 1
             _lose(kept, step, spent)
-            counts = last is not None and (not was_ended or "restart" in row)
+            counts = last is not None and (not was_ended or row.get("agent_began", math.inf) <= last)
             gap_is, was_ended = ("restarting" if counts else "other"), False
             last = last if counts else at
             continue

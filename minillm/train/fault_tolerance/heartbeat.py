@@ -124,6 +124,10 @@ class Watcher:
             return f"{who}: {where} has gone"
         if health is Health.SILENT:
             return f"{who}: no sign of {where} for {quiet_s:.0f} s"
+        if health is Health.HUNG and self._look(beat) is Process.STOPPED:
+            return f"{who}: a signal has stopped {where}"
+        if health is Health.HUNG and quiet_s > self.limits.silent_s:
+            return f"{who}: {where} runs, but has given no sign for {quiet_s:.0f} s"
         if health is Health.HUNG:
             still = now - self._moved_at[rank]
             return f"{who}: {where} has made no progress for {still:.0f} s and waits for no other rank"

@@ -4,13 +4,14 @@
     rank 1   w: 8f3a…  b: 11c2…  ├ the majority is right: rank 2 has other weights in w
     rank 2   w: 07d9…  b: 11c2…  ┘
 
-A device that computes wrongly now and then raises no error (Dixit et al. 2021, https://arxiv.org/abs/2102.11245). Data
-parallelism makes the check cheap: one pass over the weights and 8 bytes of traffic per parameter tensor and rank.
+A device that computes wrongly now and then raises no error (Dixit et al. 2021, https://arxiv.org/abs/2102.11245). Ranks
+that hold the same make the check cheap: one pass over the tensors, and a name and 8 bytes of traffic for each.
 """
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,15 +25,11 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Divergence:
-    """Ranks of the group whose parameter `name` differs from that of most; without a majority, all that differ."""
+    """Ranks of the group whose tensor `name` differs from that of most; without a majority, all that differ."""
 
     ranks: tuple[int, ...]
-    name: str
+    name: Hashable
     has_majority: bool
-
-    def of(self, global_ranks: Sequence[int]) -> "Divergence":
-        """The same with the numbers that these ranks of the group have in the world."""
-        return replace(self, ranks=tuple(global_ranks[rank] for rank in self.ranks))
 
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.ranks))
@@ -57,26 +54,27 @@ def hash_tensor(x: Tensor) -> Tensor:
     return total
 
 
-def hashes(named: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
+def hashes(named: Iterable[tuple[Hashable, Tensor]]) -> dict[Hashable, int]:
     """By name; the host waits for the device once."""
     found = {name: hash_tensor(tensor) for name, tensor in named}
     return dict(zip(found, torch.stack(list(found.values())).tolist(), strict=True)) if found else {}
 
 
-def divergence(by_rank: Iterable[Mapping[str, int]]) -> Divergence | None:
-    """The first parameter in which ranks differ, and the ranks; None if they agree."""
+def divergence(by_rank: Iterable[Mapping[Hashable, int]]) -> Divergence | None:
+    """The first tensor in which ranks differ, of those that have it, and these ranks; None if they agree."""
     by_rank = list(by_rank)
-    for name in by_rank[0]:
-        values = [found.get(name) for found in by_rank]
-        (most, count), *others = Counter(values).most_common()
+    for name in dict.fromkeys(itertools.chain(*by_rank)):
+        values = {rank: found[name] for rank, found in enumerate(by_rank) if name in found}
+        (most, count), *others = Counter(values.values()).most_common()
         if not others:
             continue
         has_majority = 2 * count > len(values)
-        ranks = [rank for rank, value in enumerate(values) if not has_majority or value != most]
+        ranks = [rank for rank, value in values.items() if not has_majority or value != most]
         return Divergence(tuple(ranks), name, has_majority)
     return None
 
 
-def check_replicas(named: Iterable[tuple[str, Tensor]], replicas: Group) -> Divergence | None:
-    """Compares this rank's tensors with those of all ranks of `replicas`, which all call it and get the same answer."""
-    return divergence(replicas.gather_objects(hashes(named)))
+def check_replicas(named: Iterable[tuple[Hashable, Tensor]], group: Group) -> Divergence | None:
+    """Compares this rank's tensors with those of the same names on all ranks of `group`, which all call it and get the
+    same answer."""
+    return divergence(group.gather_objects(hashes(named)))

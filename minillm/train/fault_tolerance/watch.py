@@ -8,12 +8,17 @@ all the time         heartbeats, in a thread
 import contextlib
 import faulthandler
 import os
+import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import torch
+
+from minillm.train.checkpoint.shares import catalogue_of
 from minillm.train.fault_tolerance.elastic import may_restart
-from minillm.train.fault_tolerance.heartbeat import Heart, Limits
+from minillm.train.fault_tolerance.heartbeat import FOLDER, Heart, Limits
 from minillm.train.fault_tolerance.replica_check import check_replicas
 from minillm.train.fault_tolerance.straggler import Straggler, StragglerDetector, own_work
 from minillm.train.steptime import StepTime
@@ -27,7 +32,7 @@ class Watch:
     """All ranks of a run make one. With one process there is nobody to compare with, and nothing is done."""
 
     def __init__(self, parallel: SingleDevice, folder: Path, limits: Limits | None = None) -> None:
-        self.parallel, self.group = parallel, parallel.group
+        self.parallel, self.group, self.folder = parallel, parallel.group, folder
         self.slow: list[Straggler] = []
         self._own: list[tuple[float, ...]] = []
         self._heart: Heart | None = None
@@ -39,6 +44,9 @@ class Watch:
 
     def __enter__(self) -> "Watch":
         if self._heart:
+            if self.group.rank == 0:
+                shutil.rmtree(self.folder / FOLDER, ignore_errors=True)  # the beats of ranks that were killed
+            self.group.barrier()
             self._heart.__enter__()
         return self
 
@@ -63,18 +71,18 @@ class Watch:
         return [each for each in self.slow if each.rank not in known]
 
     def check_replicas(self) -> None:
-        """ValueError, on every rank, that names the rank whose weights are not those of its replicas."""
+        """ValueError, on every rank, that names the rank whose weights are not those of its replicas: of the ranks that
+        hold the same part of the model along any axis."""
         if self.group is None:
             return
-        own = None
-        for named, replicas in self.parallel.replicated_weights():
-            found = check_replicas(named, replicas)
-            own = own or (found and str(found.of(replicas.ranks)))
-        problems = [each for each in self.group.gather_objects(own) if each]
-        if problems:
+        held = self.parallel.held() | self.parallel.held_buffers()
+        catalogue = catalogue_of({name: placement for name, (_, placement) in held.items()})
+        parts = [(owned, part) for (owned, _), (part, _) in zip(catalogue, held.values(), strict=True)]
+        if found := check_replicas(parts, self.group):
+            name, _ = found.name
             raise ValueError(
-                f"{problems[0]}: go on with --resume from the last checkpoint, whose replicas agreed, without that "
-                "rank's machine"
+                f"{replace(found, name=name)}: go on with --resume from the last checkpoint, whose replicas agreed, "
+                "without that rank's machine"
             )
 
     @contextlib.contextmanager
@@ -84,8 +92,11 @@ class Watch:
             yield
 
     def _is_waiting(self) -> bool:
-        recorder = self.group.world.recorder
-        return recorder is not None and recorder.signs(self.group.world.rank)[1] is not None
+        """In an operation or, on a GPU, where that is only launched, for what was queued there."""
+        recorder, device = self.group.world.recorder, self.group.device
+        if recorder is not None and recorder.signs(self.group.world.rank)[1] is not None:
+            return True
+        return device.type == "cuda" and not torch.cuda.default_stream(device).query()
 
 
 def _give_up() -> None:
