@@ -1,5 +1,5 @@
 """What all tests share: one thread, ranks that start fast, and a loopback interface that is quiet for those that count
-what crosses it."""
+what crosses it. No example of hypothesis is timed: a busy machine fails no test."""
 
 import contextlib
 import fcntl
@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from minillm.comm.launch import forkserver
 
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 torch.set_num_threads(1)  # on tiny tensors many times faster than several that contend for the cores
 
 

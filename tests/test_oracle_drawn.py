@@ -53,7 +53,7 @@ def drawn(count: int) -> dict[ParallelConfig, str]:
     """`count` layouts, each with the name of a corner it is put to. Those of one mesh stand together."""
     found: dict[tuple, dict[str, object]] = {}
 
-    @settings(max_examples=10 * count, derandomize=True, database=None, deadline=None)
+    @settings(max_examples=10 * count, derandomize=True, database=None)
     @given(settings_of())
     def collect(fields: dict[str, object]) -> None:
         found[tuple(fields.values())] = fields

@@ -46,10 +46,11 @@ def simulate(
     """A job of `work_s` seconds of work, which saves after every `interval_s` of it and once more in the end.
 
     stall_s: what a save keeps training from; write_s: how long after that it is complete (asynchronous saves); the next
-    save waits for it, and the end for the last one. ValueError for a job that hardly ever reaches a save.
+    save waits for it, and the end for the last one. ValueError for a job that hardly ever reaches a save, or takes more
+    than MOST_EVENTS saves and failures.
     """
     _positive(work_s=work_s, interval_s=interval_s, mtbf_s=mtbf_s)
-    _not_negative(stall_s, restart_s)
+    _not_negative(stall_s=stall_s, restart_s=restart_s, write_s=write_s)
     draw = random.Random(seed)
     now, next_failure = 0.0, draw.expovariate(1 / mtbf_s)
     newest = before = 0.0  # seconds of work in the newest save, and in the one before it
@@ -58,9 +59,10 @@ def simulate(
     failures = saves = 0
     while newest < work_s:
         if failures + saves > MOST_EVENTS:
+            more_or_less = "more" if failures > saves else "less"
             raise ValueError(
-                f"after {failures} failures {newest:.0f} of {work_s:.0f} s of work are saved: save more often than "
-                f"every {interval_s:g} s at an MTBF of {mtbf_s:g} s."
+                f"after {failures} failures and {saves} saves {newest:.0f} of {work_s:.0f} s of work are saved: save "
+                f"{more_or_less} often than every {interval_s:g} s at an MTBF of {mtbf_s:g} s, or simulate less work."
             )
         work, is_last = min(interval_s, work_s - newest), work_s - newest <= interval_s
         stall = stall_s + max(0.0, complete_at - now - work) + (write_s if is_last else 0.0)
@@ -77,6 +79,8 @@ def simulate(
         now = complete_at = next_failure
         next_failure, failures = now + draw.expovariate(1 / mtbf_s), failures + 1
         while next_failure < now + restart_s:  # it fails again before it has begun
+            if failures > MOST_EVENTS:
+                raise ValueError(f"a restart of {restart_s:g} s hardly ever ends at an MTBF of {mtbf_s:g} s.")
             restarting, now = restarting + next_failure - now, next_failure
             next_failure, failures = now + draw.expovariate(1 / mtbf_s), failures + 1
         restarting, now = restarting + restart_s, now + restart_s

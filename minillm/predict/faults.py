@@ -4,17 +4,18 @@
     interval        √(2 · cost of a save · MTBF)            Young 1974, https://doi.org/10.1145/361147.361115
     wasted share    cost / interval + (interval / 2 + restart) / MTBF
 
-The wasted share is smallest at Young's interval, where the first two terms are equal; it holds while the interval is
-short against the MTBF. `daly_interval` has the next terms, and `goodput` is exact for exponential failures that also
-strike while saving and restarting (Daly 2006, https://doi.org/10.1016/j.future.2004.11.016).
+The wasted share is smallest at Young's interval, where the first two terms are equal; it holds while a save is short
+against the interval, and interval and restart against the MTBF. `daly_interval` has the next terms, and `goodput` is
+exact for exponential failures that also strike while saving and restarting (Daly 2006,
+https://doi.org/10.1016/j.future.2004.11.016).
 `fault_simulation.py` plays the same job event by event.
 """
 
 import math
 from dataclasses import dataclass
 
-# Llama 3 405B: unexpected interruptions of one job in a snapshot of 54 days, on so many GPUs, and the share of that
-# time which trained (Grattafiori et al. 2024, §3.3.4, https://arxiv.org/abs/2407.21783).
+# Llama 3 405B: unexpected interruptions of one job in a snapshot of 54 days (47 planned ones are left out), on so many
+# GPUs; more than this share of that time trained (Grattafiori et al. 2024, §3.3.4, https://arxiv.org/abs/2407.21783).
 LLAMA3_INTERRUPTIONS, LLAMA3_DAYS, LLAMA3_GPUS, LLAMA3_GOODPUT = 419, 54, 16384, 0.90
 LLAMA3_GPU_MTBF_S = LLAMA3_DAYS * 86400 / LLAMA3_INTERRUPTIONS * LLAMA3_GPUS  # 5.8 years
 
@@ -23,7 +24,8 @@ ADAM_BYTES = 14  # of a parameter in a checkpoint: bf16 weight, and in float32 i
 
 def job_mtbf(device_mtbf_s: float, devices: int) -> float:
     """Seconds between failures of a job that any of its devices stops."""
-    _positive(device_mtbf_s=device_mtbf_s, devices=devices)
+    _positive(device_mtbf_s=device_mtbf_s)
+    _whole(devices=devices)
     return device_mtbf_s / devices
 
 
@@ -49,7 +51,7 @@ def daly_interval(save_s: float, mtbf_s: float) -> float:
 
 
 def wasted_share(interval_s: float, save_s: float, restart_s: float, mtbf_s: float) -> float:
-    """Share of the time that saving, work done twice, and restarting take."""
+    """Share of the time that saving, work done twice, and restarting take; for rare failures, see `goodput`."""
     _positive(interval_s=interval_s, mtbf_s=mtbf_s)
     _not_negative(save_s=save_s, restart_s=restart_s)
     return save_s / interval_s + (interval_s / 2 + restart_s) / mtbf_s
@@ -59,21 +61,27 @@ def lost_work(segment_s: float, mtbf_s: float) -> float:
     """Seconds that a failure undoes on average, from the last save on, if it falls into a segment of `segment_s` (the
     interval and its save). Half of it, while that is short against the MTBF."""
     _positive(segment_s=segment_s, mtbf_s=mtbf_s)
-    return mtbf_s - segment_s / math.expm1(segment_s / mtbf_s)
+    survives = math.exp(-segment_s / mtbf_s)
+    return mtbf_s + segment_s * survives / math.expm1(-segment_s / mtbf_s)
 
 
-def goodput(interval_s: float, save_s: float, restart_s: float, mtbf_s: float) -> float:
+def goodput(interval_s: float, save_s: float, restart_s: float, mtbf_s: float, write_s: float = 0.0) -> float:
     """Share of the time that is work which counts: interval_s of work, then a save, then again.
 
-    Exact for exponential failures that strike during saves and restarts too (Daly 2006, eq. 20): a segment of
-    interval + save takes  mtbf · e^(restart / mtbf) · (e^((interval + save) / mtbf) - 1)  seconds in expectation.
+    save_s: what a save keeps training from; write_s: how long after that it counts (asynchronous saves); the next save
+    waits for it. Exact for exponential failures that strike during saves and restarts too. From the end of a restart to
+    that of the next mtbf · e^(restart / mtbf) seconds pass on average. In these the first save counts after interval +
+    save + write, and then one more every cycle = save + max(interval, write), so that
+
+        interval · e^(-(interval + save + write) / mtbf) / (1 - e^(-cycle / mtbf))
+
+    seconds of work are kept. With write_s 0 the share is that of Daly 2006, eq. 20.
     """
     _positive(interval_s=interval_s, mtbf_s=mtbf_s)
-    _not_negative(save_s=save_s, restart_s=restart_s)
-    exponent = (interval_s + save_s) / mtbf_s
-    if exponent + restart_s / mtbf_s > 700:  # nothing is ever finished, and e^x has no float
-        return 0.0
-    return interval_s / (mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1(exponent))
+    _not_negative(save_s=save_s, restart_s=restart_s, write_s=write_s)
+    cycle_s = save_s + max(interval_s, write_s)
+    first_counts = math.exp(-(interval_s + save_s + write_s + restart_s) / mtbf_s)
+    return interval_s * first_counts / (mtbf_s * -math.expm1(-cycle_s / mtbf_s))
 
 
 def best_goodput(save_s: float, restart_s: float, mtbf_s: float) -> float:
@@ -97,6 +105,7 @@ class CheckpointCost:
 
     def __post_init__(self) -> None:
         _positive(**vars(self))
+        _whole(ranks=self.ranks)
 
     @property
     def bytes_per_rank(self) -> float:
@@ -124,9 +133,11 @@ class CheckpointCost:
 
     def async_wasted_share(self, interval_s: float, restart_s: float, mtbf_s: float) -> float:
         """As `wasted_share`, of asynchronous saves: each stalls less, but counts only when it has been written, so a
-        failure undoes half an interval and the time of a write."""
-        stall = self.async_stall_s(interval_s)
-        return wasted_share(interval_s, stall, restart_s, mtbf_s) + self.write_s / mtbf_s
+        failure undoes half an interval and the time of a write. ValueError if a write takes longer than the interval:
+        `goodput` knows the share then, too."""
+        if self.write_s > interval_s:
+            raise ValueError(f"interval_s is {interval_s:g}, but a write takes {self.write_s:g} s: save less often.")
+        return wasted_share(interval_s, self.copy_s, restart_s, mtbf_s) + self.write_s / mtbf_s
 
 
 def checkpoint_bytes(parameters: float, bytes_per_parameter: float = ADAM_BYTES) -> float:
@@ -139,15 +150,24 @@ def checkpoint_bandwidth(total_bytes: float, mtbf_s: float, wasted: float) -> fl
     """Bytes/s that storage must take for synchronous saves, at Young's interval, to cost no more than the share
     `wasted` together with the work that failures undo. √(2 · save / mtbf) = wasted gives the longest save."""
     _positive(total_bytes=total_bytes, mtbf_s=mtbf_s, wasted=wasted)
+    if wasted >= 1:
+        raise ValueError(f"wasted is {wasted}; give a share below 1.")
     return total_bytes / (wasted**2 * mtbf_s / 2)
 
 
 def _positive(**values: float) -> None:
     for name, value in values.items():
         if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{name} is {value}; give a number above 0.")
+            raise ValueError(f"{name} is {value}; give a finite number above 0.")
 
 
-def _not_negative(save_s: float, restart_s: float) -> None:
-    if save_s < 0 or restart_s < 0:
-        raise ValueError(f"save_s {save_s} and restart_s {restart_s} cannot be negative.")
+def _not_negative(**values: float) -> None:
+    for name, value in values.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{name} is {value}; give a finite number from 0 on.")
+
+
+def _whole(**values: float) -> None:
+    for name, value in values.items():
+        if not (value >= 1 and value % 1 == 0):
+            raise ValueError(f"{name} is {value}; give a whole number from 1 on.")

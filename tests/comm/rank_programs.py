@@ -225,8 +225,11 @@ def leave_handle(group):
     return group.rank
 
 
+LEFT_S = 1200
+
+
 def leave_thread(group):
-    threading.Thread(target=time.sleep, args=(60,)).start()
+    threading.Thread(target=time.sleep, args=(LEFT_S,)).start()
     return group.rank
 
 

@@ -43,7 +43,7 @@ def drawn(strategy: st.SearchStrategy, count: int) -> list[Case]:
     """`count` examples of a strategy: ranks start once and run them all."""
     found = []
 
-    @settings(max_examples=count, database=None, deadline=None, derandomize=True, suppress_health_check=HealthCheck)
+    @settings(max_examples=count, database=None, derandomize=True, suppress_health_check=HealthCheck)
     @given(strategy)
     def collect(example: Case) -> None:
         found.append(example)

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,10 +15,11 @@ import torch.distributed as dist
 from minillm.comm.errors import PeerLostError
 from minillm.comm.launch.launcher import _store
 from minillm.comm.launch.meeting import agree_on_name
+from minillm.comm.launch.worker import STORE_S
 
 HERE = Path(__file__).parent
 SCRIPT = str(HERE / "torchrun_program.py")
-PATIENCE_S = 600  # of a test for what should take seconds, on a busy machine
+PATIENCE_S = 600  # what does not end at all is told from what a busy machine slows down
 
 
 def start(folder: Path, *command: str, **environ: str) -> subprocess.Popen:
@@ -65,7 +65,7 @@ def test_receipts_are_equal_in_all_three_worlds(tmp_path) -> None:
     started = {name: [start(tmp_path, *args, "receipts") for args in commands[name]] for name in commands}
     receipts = {}
     for name, processes in started.items():
-        outputs = [process.communicate(timeout=90) for process in processes]
+        outputs = [process.communicate(timeout=PATIENCE_S) for process in processes]
         assert all(process.returncode == 0 for process in processes), outputs
         lines = [line for out, _ in outputs for line in out.splitlines() if line.startswith("RECEIPTS ")]
         assert len(lines) == 1, outputs
@@ -80,25 +80,23 @@ def test_receipts_are_equal_in_all_three_worlds(tmp_path) -> None:
 
 @pytest.mark.slow
 def test_hangs_end_with_the_table(tmp_path) -> None:
-    """Within the timeout of `launch`, in any group: not after half an hour, nor after rank 1's two minutes of sleep."""
+    """By the timeout of `launch`, in any group: not after half an hour, nor after rank 1's hour of sleep."""
     rows = {"mesh": "0     all_reduce", "barrier": "0     barrier", "subgroup": "0     make group"}
-    begin = time.monotonic()
     started = {how: start(tmp_path, *torchrun("--standalone", "--nproc-per-node", "2"), how) for how in rows}
     for how, process in started.items():
-        _, err = process.communicate(timeout=110)
+        _, err = process.communicate(timeout=PATIENCE_S)
         assert process.returncode != 0 and "HangError: rank 0 waited too long" in err, err[-3000:]
         assert "Who waits for whom" in err
         assert [line for line in err.splitlines() if line.rstrip().endswith("rank 1") and rows[how] in line], err[
             -3000:
         ]
-    assert time.monotonic() - begin < 115  # rank 1 sleeps for 120 s
     nothing_left(tmp_path)
 
 
 @pytest.mark.slow
 def test_nested_launch_is_refused_under_torchrun(tmp_path) -> None:
     process = start(tmp_path, *torchrun("--standalone", "--nproc-per-node", "1"), "nested")
-    _, err = process.communicate(timeout=90)
+    _, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode != 0 and "ValueError: launch was called inside a rank" in err
     nothing_left(tmp_path)
 
@@ -107,7 +105,7 @@ def test_nested_launch_is_refused_under_torchrun(tmp_path) -> None:
 def test_no_thread_of_gloo_outlives_the_launch(tmp_path) -> None:
     """One that frees a tensor while Python shuts down would abort the process."""
     process = start(tmp_path, *torchrun("--standalone", "--nproc-per-node", "2"), "threads")
-    out, err = process.communicate(timeout=90)
+    out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
     seen = re.findall(r"THREADS (\[.*?\])", out)  # two ranks share the pipe: their lines may run together
     assert len(seen) == 2 and "gloo" not in "".join(seen)
@@ -162,10 +160,9 @@ def test_a_store_that_nobody_holds_is_one_sentence_in_seconds(place, tmp_path) -
     host, port = place
     names = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": host}
     names |= {"MASTER_PORT": port or free_port(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    begin = time.monotonic()
     process = start(tmp_path, SCRIPT, "talk", **names)
-    _, err = process.communicate(timeout=90)
-    assert process.returncode == 1 and time.monotonic() - begin < 60
+    _, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1 and f" for {STORE_S:g} s (" in err
     assert err.startswith("PeerLostError: rank 1 could not reach the store") and err.count("\n") == 1, err
     nothing_left(tmp_path)
 
@@ -192,7 +189,7 @@ launch(lose, 1)
 def test_what_torch_says_about_a_store_that_goes_comes_after_the_sentence(tmp_path) -> None:
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     process = start(tmp_path, "-c", GOING_STORE, RANK="0", WORLD_SIZE="1", **place)
-    first, page = process.communicate(timeout=90)[1].splitlines()
+    first, page = process.communicate(timeout=PATIENCE_S)[1].splitlines()
     assert "PeerLostError: rank 0 of 1 lost ranks" in first and page.endswith("a page follows")
 
 

@@ -11,6 +11,7 @@ import torch
 
 from minillm import comm
 from minillm.comm import launch
+from minillm.comm.launch import torchrun
 from minillm.measure import ledger
 
 
@@ -38,7 +39,7 @@ def hang(group, how):
     """Rank 1 does not come along; nobody would notice for half an hour by torch's own defaults."""
     mesh = comm.Mesh(group, dp=1, tp=2)
     if group.rank == 1:
-        time.sleep(120)
+        time.sleep(3600)
     if how == "barrier":
         mesh.tp.barrier()
     elif how == "subgroup":
@@ -81,6 +82,7 @@ if __name__ == "__main__":
         launch(clinging, 2)
         sys.stdout.write("THREADS " + json.dumps(threads()) + "\n")
     elif sys.argv[1] == "talk":
+        torchrun.LAST_WORDS_S = 5.0  # on a busy machine a survivor that answers late would be named, too
         launch(talk, 4, timeout=3600.0)
     elif sys.argv[1] == "nested":
         launch(nested, 4)

@@ -1,11 +1,6 @@
 import pytest
-from hypothesis import settings
 
 from minillm.data import Tokenizer, corpus, tokenize
-
-# Random examples are bounded by number: a busy machine must not fail a test.
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

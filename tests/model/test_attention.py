@@ -31,7 +31,7 @@ def draw(seed, batch, heads, kv_heads, seq, head_dim, keys=None):
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     seed=st.integers(0, 99),
     batch=st.integers(1, 2),

@@ -113,7 +113,7 @@ def test_equals_a_loop_over_tokens(case):
         assert torch.allclose(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), num_experts=st.integers(1, 6), tokens=st.integers(0, 9), choices=st.integers(1, 3))
 def test_the_permutation_is_inverted(data, num_experts, tokens, choices):
     each = st.integers(-1, num_experts - 1)

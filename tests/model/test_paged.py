@@ -39,7 +39,7 @@ def scattered(seed, lengths, heads, kv_heads, block_size, head_dim=4):
     return parts, pools, tables
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 99),
     lengths=st.lists(

@@ -15,7 +15,7 @@ from minillm.model.paged_flex import block_mask, flex, logical_blocks
 from minillm.serve import LLM, SamplingParams
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     seed=st.integers(0, 99),
     lengths=st.lists(

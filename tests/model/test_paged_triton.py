@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_paged import scattered
 
@@ -91,7 +91,6 @@ def test_the_work_of_programs_and_where_partial_results_lie():
     assert tokens.tolist() == [[0, 1, 3], [3, 3, 2], [4, 3, 2], [5, 3, 2]]
 
 
-@settings(deadline=None)
 @given(
     keys=st.lists(st.integers(1, 200_000), min_size=1, max_size=20),
     units=st.integers(1, 150),

@@ -21,7 +21,7 @@ def gradients(out, inputs):
     return torch.autograd.grad((out * weights).sum(), inputs)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     seed=st.integers(0, 9999),
     batch=st.integers(1, 2),
@@ -51,7 +51,7 @@ def test_outputs_and_gradients_are_those_of_dense_attention(
         torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-10)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 999), cuts=st.integers(1, 20), queries=st.integers(1, 9), tile=st.integers(1, 8))
 def test_outputs_over_parts_of_the_keys_merge_into_the_whole(seed, cuts, queries, tile):
     """As in a ring, where keys arrive in parts; a query may see nothing of a part."""

@@ -121,7 +121,7 @@ def test_explicit_positions_and_dense_attention_change_nothing():
         torch.testing.assert_close(other, model(TOKENS), rtol=1e-10, atol=1e-10)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(shift=st.integers(0, 1000), theta=st.sampled_from([1e4, 1e6]), factor=st.sampled_from([None, 2.0]))
 def test_rope_sees_distances_only(shift, theta, factor):
     scaling = factor and RopeScaling("linear", factor)
@@ -146,7 +146,7 @@ def test_bad_tokens_are_named(tokens, positions, message):
         Transformer(CONFIG)(tokens, positions)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 999), cut=st.integers(0, 6))
 def test_loss_of_parts_adds_up_to_the_loss_of_the_whole(seed, cut):
     draw = torch.Generator().manual_seed(seed)

@@ -52,7 +52,7 @@ def spreads(draw, of=shapes):
     return shape, found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(spreads(), st.sampled_from([1.0, 2.0, 3.0, math.inf]))
 def test_what_is_cut_joins_again_and_is_counted_once(spread, norm_type):
     shape, places = spread

@@ -15,7 +15,7 @@ def numbers(places, shape):
     return [place.cut(whole).reshape(-1).numpy() for place in places]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(spreads())
 def test_runs_are_what_cutting_takes(spread):
     shape, places = spread
@@ -27,7 +27,7 @@ def test_runs_are_what_cutting_takes(spread):
         assert runs.packed.tolist() == [int((part[:at] > 0).sum()) for at in runs.part]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(spreads(), st.data())
 def test_any_layout_finds_its_part_in_any_other(spread, data):
     shape, saved = spread

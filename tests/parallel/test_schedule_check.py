@@ -51,7 +51,7 @@ def possible(schedule) -> bool:
     return not any(orders)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(cases(), st.data())
 def test_two_actions_swapped(schedule, data):
     """The checker says of every swap what an independent one says."""
@@ -72,7 +72,7 @@ def test_two_actions_swapped(schedule, data):
         assert "\n" not in str(error.value)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cases(), st.data())
 def test_an_action_left_out_or_done_twice(schedule, data):
     rank = data.draw(st.integers(0, schedule.ranks - 1))
@@ -142,7 +142,7 @@ def test_slow_is_not_wrong():
 # Messages.
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cases(), st.booleans(), st.booleans(), st.integers(1, 3), st.integers(1, 4), st.integers(0, 2))
 def test_messages_never_deadlock(schedule, early, batched, forward, wait, message):
     """Whatever durations the order of messages was made from, and whether they go in batches or one by one."""

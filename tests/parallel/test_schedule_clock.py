@@ -77,7 +77,7 @@ def timed(draw):
     return schedule, Durations(F=forward, B=total, W=weight, message=draw(st.integers(0, 3)), U=draw(st.integers(0, 1)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(timed())
 def test_simulator_against_one_that_ticks(case):
     schedule, durations = case
@@ -89,7 +89,7 @@ def test_simulator_against_one_that_ticks(case):
     assert violations(timeline) == []
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(timed())
 def test_nothing_waits_without_a_reason(case):
     """Every action starts the moment its rank is free or something it needs arrives: no schedule could be earlier."""
@@ -106,7 +106,7 @@ def test_nothing_waits_without_a_reason(case):
 times = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 20)), min_size=1, max_size=5)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(times, st.integers(1, 12))
 def test_uneven_stages(stages, microbatches):
     """P45: the slowest stage sets the pace; 1F1B loses less than GPipe if another stage is slowest on the way back."""
@@ -138,7 +138,7 @@ def test_the_right_chart():
     assert violations(parse_chart(RIGHT)) == [] and parse_chart(RIGHT).bars == timeline.bars
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(cases(["gpipe", "1f1b", "zero_bubble", "interleaved"]), st.integers(1, 3), st.integers(1, 3))
 def test_charts_read_back(schedule, forward, half):
     timeline = simulate(schedule, Durations(F=forward, B=2 * half, W=half))

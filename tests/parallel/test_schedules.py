@@ -41,7 +41,7 @@ def test_orders_by_hand():
     assert str(pipedream(2, 2)) == "rank 0: F0 F1 B0 U0 B1 U1\nrank 1: F0 B0 U0 F1 B1 U1"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cases())
 def test_every_schedule_can_be_run(schedule):
     report = check(schedule)
@@ -49,7 +49,7 @@ def test_every_schedule_can_be_run(schedule):
     assert all(1 <= peak <= max(schedule.microbatches, 1) for peak in report.peak_in_flight)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(stages=st.integers(1, 8), microbatches=st.integers(1, 16), forward=st.integers(1, 5), backward=st.integers(1, 9))
 def test_gpipe_and_1f1b_idle_alike(stages, microbatches, forward, backward):
     """P38, P40, P42: the same bubble, exactly; what differs is what is held."""
@@ -64,7 +64,7 @@ def test_gpipe_and_1f1b_idle_alike(stages, microbatches, forward, backward):
     assert peak_in_flight(turns) == [pipeline.in_flight_1f1b(stages, s, microbatches) for s in range(stages)]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(stages=st.integers(1, 6), rounds=st.integers(1, 4), chunks=st.integers(1, 4))
 def test_interleaved(stages, rounds, chunks):
     """P43: chunks divide the bubble; the price is more in flight, and chunks times the messages."""
@@ -86,7 +86,7 @@ def test_interleaved_costs_more_memory_than_1f1b():
     assert round(simulate(interleaved(4, 8, 2)).idle_share, 3) == 0.158
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     stages=st.integers(1, 6),
     more=st.integers(0, 8),
@@ -136,7 +136,7 @@ def test_dualpipe(stages):
     assert sum(map(len, held)) / stages == pipeline.parameter_copies("dualpipe") == 2
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(stages=st.integers(1, 7), microbatches=st.integers(1, 20))
 def test_pipedream_keeps_versions_and_is_late(stages, microbatches):
     """P47: n - s versions, n - 1 - s updates late; every synchronous schedule has one version and no delay."""
@@ -164,7 +164,7 @@ def test_peak_bytes():
     assert peak_bytes(schedule, 8) == [24, 24, 24]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cases())
 def test_surplus_microbatches_leave_no_trace(schedule):
     """No microbatch but 0 .. M-1, and they follow each other in ascending order."""

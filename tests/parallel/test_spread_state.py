@@ -140,7 +140,7 @@ def relay(group, chosen):
 def test_stopped_in_any_layout_and_gone_on_in_any_other():
     chosen = []
 
-    @settings(max_examples=8, database=None, deadline=None, derandomize=True, suppress_health_check=HealthCheck)
+    @settings(max_examples=8, database=None, derandomize=True, suppress_health_check=HealthCheck)
     @given(cases())
     def collect(case):
         chosen.append(case)

@@ -15,7 +15,7 @@ from minillm.predict import context
 from minillm.predict.context import VARIANTS, AttentionShape, Hardware
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     world_size=st.integers(1, 5),
     size=st.integers(1, 4),

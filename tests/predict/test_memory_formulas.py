@@ -16,7 +16,7 @@ from minillm.train import PRECISIONS, TrainConfig, Trainer
 from tests.predict.test_model_formulas import configs
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     config=configs(others=({},)),  # blocks of Llama's shape
     batch=st.integers(1, 3),

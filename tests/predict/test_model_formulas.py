@@ -41,8 +41,8 @@ def configs(draw, others=({}, GEMMA, OLMO, {"output_bias": True, "mlp_bias": Tru
     )
 
 
-counted = settings(max_examples=20, deadline=None)
-slowly_counted = settings(max_examples=8, deadline=None)
+counted = settings(max_examples=20)
+slowly_counted = settings(max_examples=8)
 
 
 @counted

@@ -1,6 +1,5 @@
 """The planner: sizes against published counts, memory and time against closed forms and published runs."""
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 from minillm.__main__ import run
 from minillm.model import ModelConfig
 from minillm.predict import model as formulas
-from minillm.predict.planner import published
+from minillm.predict.planner import published, search
 from minillm.predict.planner.architectures import ARCHITECTURES, architecture, from_shape
 from minillm.predict.planner.clusters import GIB, cluster
 from minillm.predict.planner.layout import AXES, Layout, axis_path, gradient_path, path, show_flattened, show_mesh
@@ -165,14 +164,18 @@ def test_published_runs_come_out(run):
     assert run.layout.world_size == run.cluster.gpus
 
 
-def test_all_layouts_of_405b_on_16384_gpus_are_ranked_within_five_seconds_of_cpu_time():
-    start = time.process_time()
+def test_all_layouts_of_405b_on_16384_gpus_are_looked_at_once(monkeypatch):
+    """Some thousand, and the best ten once more: a ranking takes a second."""
+    calls = []
+    monkeypatch.setattr(search, "memory", lambda *args: calls.append(memory) or memory(*args))
+    monkeypatch.setattr(search, "step", lambda *args: calls.append(step) or step(*args))
     ranking = rank(architecture("llama-3-405b"), cluster("h100", 16384), 8192, 2048)
-    assert ranking.tried > 1000 and time.process_time() - start < 5  # 0.6 s measured
+    assert 1000 < ranking.tried < 20_000 and calls.count(memory) == ranking.tried
+    assert calls.count(step) <= ranking.tried + 10
     assert ranking.best.step.seconds <= (1 + 2 * TIE) * min(plan.step.seconds for plan in ranking.plans)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.sampled_from(sorted(ARCHITECTURES)), st.sampled_from([8, 16, 24, 64]), st.sampled_from([8, 48, 128]))
 def test_every_layout_uses_all_gpus_and_the_whole_batch(name, gpus, batch):
     for layout in layouts(architecture(name), cluster("h200", gpus), 4096, batch):

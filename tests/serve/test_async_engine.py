@@ -12,6 +12,7 @@ from minillm.serve import LLM, AsyncLLM, SamplingParams
 
 CONFIG = ModelConfig(50, 32, 64, 2, 4, 2, max_seq_len=48, init_std=0.2)
 MODEL = Transformer(CONFIG, seed=3)
+PATIENCE_S = 600  # only what never ends takes as long
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9], [10], [11, 12, 13, 14]]
 
 
@@ -26,12 +27,12 @@ def nothing_left(llm):
 
 
 def run(use, **options):
-    """use(server) to its end, within half a minute, on an engine that has to be empty afterwards."""
+    """use(server) to its end, on an engine that has to be empty afterwards."""
     llm = LLM(MODEL, block_size=4, num_blocks=40, max_num_seqs=8, **options)
 
     async def main():
         async with AsyncLLM(llm) as server:
-            return await asyncio.wait_for(use(server), timeout=120)
+            return await asyncio.wait_for(use(server), PATIENCE_S)
 
     found = asyncio.run(main())
     nothing_left(llm)
@@ -105,9 +106,14 @@ def test_a_consumer_that_leaves_cancels_its_request(how):
 
 def test_closing_ends_every_stream_and_refuses_more():
     async def use(server):
+        step, closed = server.llm._step, threading.Event()
+        server.llm._step = lambda: (len(server.llm.records) < 3 or closed.wait(PATIENCE_S)) and step()
         stream = server.stream(PROMPTS[0], SamplingParams(max_tokens=40))
         await anext(stream)
-        await server.aclose()
+        closing = asyncio.create_task(server.aclose())
+        await asyncio.sleep(0)  # it has begun, and waits for the engine's thread
+        closed.set()
+        await closing
         await server.aclose()
         assert stream.output.timing.ended is not None and len(await tokens_of(stream)) < 40
         with pytest.raises(RuntimeError, match="takes no requests any more: it is closed"):

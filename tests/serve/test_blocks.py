@@ -144,13 +144,13 @@ class Pool(RuleBasedStateMachine):
 
 
 TestPool = Pool.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPool.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 class TestPoolWhereAllHashesCollide(Pool.TestCase):
     """One hash for every prefix: only the comparison of tokens keeps readers apart."""
 
-    settings = settings(max_examples=15, stateful_step_count=30, deadline=None)
+    settings = settings(max_examples=15, stateful_step_count=30)
 
     @pytest.fixture(autouse=True)
     def collide(self, monkeypatch):

@@ -34,7 +34,7 @@ def theirs(logits, params, seen):
     return scores[0].softmax(-1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 999),
     temperature=st.floats(0.1, 3),

@@ -79,7 +79,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     requests=REQUESTS,
     policy=st.sampled_from(sorted(POLICIES)),
@@ -114,7 +114,7 @@ def test_every_request_ends_in_bounded_time_and_nothing_is_left(
     run.finish(most=bound)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(priorities=st.lists(st.integers(-2, 2), min_size=2, max_size=40), patience=st.integers(0, 6))
 def test_overtaken_by_a_bounded_number_of_later_arrivals(priorities, patience):
     """Work arrives faster than it is done, most of it more urgent than the poorest."""
