@@ -46,7 +46,7 @@ def torchrun(*args: str) -> list[str]:
 def nothing_left(folder: Path) -> None:
     assert not list(folder.glob("minillm-*"))
     mine = [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get("TMPDIR") == str(folder)]
-    assert not psutil.wait_procs(mine, timeout=20)[1]
+    assert not psutil.wait_procs(mine, timeout=PATIENCE_S)[1]
 
 
 def free_port() -> str:
