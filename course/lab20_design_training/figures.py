@@ -37,7 +37,7 @@ def where_it_goes(
 
 def waste(save_s: int = 30, restart_min: int = 10, gpus: int = 16384) -> Figure:
     """Formula: share of the time lost against the interval between saves, and Young's interval."""
-    mtbf = faults.job_mtbf(54 * 86400 / 419 * 16384, gpus)
+    mtbf = faults.job_mtbf(faults.LLAMA3_GPU_MTBF_S, gpus)
     best = faults.young_interval(save_s, mtbf)
     intervals = best * np.logspace(-1.3, 1.3, 80)
     figure, axes = subplots(width=7.5, height=3.2)

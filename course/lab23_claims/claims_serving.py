@@ -291,7 +291,7 @@ def four_bits_four_times() -> list[Row]:
 def save_every_thousand() -> list[Row]:
     rows = []
     for gpus in (64, 16384):
-        mtbf = faults.job_mtbf(54 * 86400 / 419 * 16384, gpus)
+        mtbf = faults.job_mtbf(faults.LLAMA3_GPU_MTBF_S, gpus)
         best = faults.young_interval(30, mtbf)
         worse = min(faults.wasted_share(best * f, 30, 600, mtbf) for f in (0.5, 2.0))
         rows.append(
