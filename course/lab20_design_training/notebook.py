@@ -291,7 +291,7 @@ def save_interval(save_s, restart_s, device_mtbf_s, devices):
     """(seconds between saves that waste least, share of the time wasted then).
 
     save_s: what a save stops training for; restart_s: what each failure costs besides repeated work. Failures are
-    independent, device_mtbf_s apart on one device; a save and a restart are much shorter than the job's time between two.
+    independent, device_mtbf_s apart on one device; saves and restarts are much shorter than the job's time between two.
     """
     # BEGIN SOLUTION
     mtbf = device_mtbf_s / devices
