@@ -115,14 +115,31 @@ def test_no_thread_of_gloo_outlives_the_launch(tmp_path) -> None:
 @pytest.mark.parametrize("host", [True, False])
 def test_the_survivors_of_a_lost_node_name_its_ranks(host, tmp_path) -> None:
     """One of two nodes is killed: the ranks of the other end with a sentence, and without a traceback of ours. They see
-    the loss itself: their timeout is an hour. host: the node that goes holds the store."""
+    the loss itself: their timeout is an hour. host: the node that goes holds the store. Its loss ends the agent of the
+    other, too, and now and then that is the first to see it and has ended its ranks before they can say a word."""
+    for attempt in range(5):
+        ranks, err = lose_a_node(host, tmp_path / str(attempt))
+        assert f'File "{SCRIPT}", line' not in err and "HangError" not in err, err[-3000:]  # no traceback of a rank
+        names = ", ".join(map(str, ranks))
+        sentences = [
+            line for line in err.splitlines() if f"lost ranks {names}: they ended or their machine did" in line
+        ]
+        if sentences or not (host and "RendezvousConnectionError" in err):
+            break
+    assert sentences, err[-3000:]
+    before = err[: err.index(sentences[0])]  # torchrun may have said that its own store has gone
+    assert not [line for line in before.splitlines() if "[rank" in line or SCRIPT in line], before
+
+
+def lose_a_node(host: bool, place: Path) -> tuple[list[int], str]:
+    """Two nodes that talk, of which one is killed: its ranks, and what the other one has said."""
     port = free_port()
     rendezvous = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "lost"]
     rendezvous += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
-    folders = [tmp_path / name for name in ("first", "second")]
+    folders = [place / name for name in ("first", "second")]
     nodes = []
     for folder in folders:
-        folder.mkdir()
+        folder.mkdir(parents=True)
         nodes.append(start(folder, *torchrun(*rendezvous), "talk"))
     ranks = [sorted(talking(node) for _ in range(2)) for node in nodes]
     listening = [listens_on(int(port), node) for node in nodes]
@@ -132,14 +149,9 @@ def test_the_survivors_of_a_lost_node_name_its_ranks(host, tmp_path) -> None:
         process.kill()
     nodes[lost].communicate(timeout=PATIENCE_S)
     _, err = nodes[1 - lost].communicate(timeout=PATIENCE_S)
-    assert nodes[1 - lost].returncode != 0 and "HangError" not in err, err[-3000:]
-    names = ", ".join(map(str, ranks[lost]))
-    sentences = [line for line in err.splitlines() if f"lost ranks {names}: they ended or their machine did" in line]
-    assert sentences, err[-3000:]
-    before = err[: err.index(sentences[0])]  # torchrun may have said that its own store has gone
-    assert not [line for line in before.splitlines() if "[rank" in line or SCRIPT in line], before
-    assert f'File "{SCRIPT}", line' not in err  # no traceback of a rank
+    assert nodes[1 - lost].returncode != 0
     nothing_left(folders[1 - lost])
+    return ranks[lost], err
 
 
 def talking(node: subprocess.Popen) -> int:
