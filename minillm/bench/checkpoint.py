@@ -44,7 +44,7 @@ PEER = "torch.distributed.checkpoint"
 def run(
     world_sizes: Sequence[int] = WORLD_SIZES,
     shapes: Sequence[str] = SHAPES,
-    repeats: int = 7,
+    repeats: int = 11,
     timeout: float = 600.0,
 ) -> list[BenchRow]:
     """Five rows for each layout, shape and number of ranks."""
@@ -145,7 +145,7 @@ class Ours:
         """Whether what was spoiled after a save is as it was, bit by bit."""
         self.save()
         before = {name: part.clone() for name, (part, _) in held(self.trainer).items()}
-        _spoil(part for part, _ in self.trainer.parallel.held().values())
+        _spoil(self.trainer.parallel.parts().values())
         self.restore()
         after = held(self.trainer)
         return before.keys() == after.keys() and all(torch.equal(before[name], after[name][0]) for name in before)

@@ -94,6 +94,7 @@ class Trainer:
         workers: int = 1,
     ):
         self.config, self.device, self.peak_flops = config, torch.device(device), peak_flops
+        self._config = config.to_json()
         self.parallel, self.precision = parallel or SingleDevice(), PRECISIONS[config.precision]
         if tokens.vocab_size > config.model.vocab_size:
             raise ValueError(
@@ -114,6 +115,7 @@ class Trainer:
         self.scaler = LossScaler(self.precision.scaled)
         self.loss_spikes = LossSpikeGuard(self._learnt, self._unlearn, spike_nats=config.spike_nats)
         self.steps_done = 0
+        self.loads = 0  # how often a state was loaded, on all ranks: of what is kept about it, nothing holds then
 
     def step(self) -> Step:
         """One update from the next `accumulate` microbatches, or one rollback if they went wrong."""
@@ -188,7 +190,7 @@ class Trainer:
     def progress(self) -> dict[str, Any]:
         """How far the run is, as JSON has it: all that the next step depends on but tensors and generators."""
         return {
-            "config": self.config.to_json(),
+            "config": self._config,
             "windows_per_step": self.windows_per_step,
             "step": self.steps_done,
             "loader": self.loader.state_dict(),
@@ -217,10 +219,11 @@ class Trainer:
         self.loss_spikes.load_state_dict(progress["loss_spikes"])
         self.scaler.load_state_dict(progress["scaler"])
         self.steps_done = progress["step"]
+        self.loads += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the next step depends on, whole, on every rank; plain containers, tensors and numbers."""
-        return {**self.progress(), "generators": generator_states(self.device), **self._learnt(full=True)}
+        return {**self.progress(), "generators": generator_states(self.device)(), **self._learnt(full=True)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where `state` was taken. ValueError if that was with another configuration or other data."""
@@ -255,6 +258,7 @@ class Trainer:
         self.parallel.load_state_dict(state["model"])
         self.updater.load_state_dict(state["optimizer"])
         self.scaler.load_state_dict(state["scaler"])
+        self.loads += 1
 
     def _to_device(self, batch: Batch) -> Microbatch:
         check_tokens(batch.inputs, self.config.model)

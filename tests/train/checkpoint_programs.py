@@ -22,7 +22,7 @@ from minillm.train.checkpoint import peer_copy, reader, shares
 from minillm.train.checkpoint.manifest import committed
 from minillm.train.checkpoint.peer_copy import PeerCopy
 from minillm.train.checkpoint.reader import has_checkpoint, read_whole, restore
-from minillm.train.checkpoint.state import held, optimizer_numbers
+from minillm.train.checkpoint.state import Holding, held
 from minillm.train.checkpoint.writer import Checkpointer
 from minillm.train.parallel_config import ParallelConfig
 from minillm.train.strategies.sharded import make_strategy
@@ -72,7 +72,10 @@ def through_all(group, folder: Path, layouts, precision, model=MODEL):
     alone = trainer(SingleDevice(), precision, model, batch_size=1, accumulate=WINDOWS)
     for _ in range(2):
         alone.step()
-    whole, numbers = {name: part.clone() for name, (part, _) in held(alone).items()}, optimizer_numbers(alone)
+    whole, numbers = (
+        {name: part.clone() for name, (part, _) in held(alone).items()},
+        Holding(alone).optimizer_numbers()(),
+    )
     if group.rank == 0:
         Checkpointer(folder / "start").save(alone)
     group.barrier()
@@ -92,7 +95,7 @@ def through_all(group, folder: Path, layouts, precision, model=MODEL):
             _spoil(ours)
             done = restore(ours, folder / str(source))
             wrong = [name for name, (part, at) in held(ours).items() if not torch.equal(part, at.cut(whole[name]))]
-            mine = optimizer_numbers(ours)
+            mine = Holding(ours).optimizer_numbers()()
             wrong += [name for name, counted in mine["counted"].items() if counted != numbers["counted"][name]]
             wrong += ["groups"] if _settings(mine) != _settings(numbers) else []
             wrong += ["steps"] if (ours.steps_done, ours.loader.position) != (2, 2 * WINDOWS) else []
@@ -107,7 +110,7 @@ def _settings(numbers: dict) -> list[str]:
 
 @torch.no_grad()
 def _spoil(ours: Trainer) -> None:
-    for part, _ in ours.parallel.held().values():
+    for part in ours.parallel.parts().values():
         part.fill_(float("nan"))
     for buffer in ours.parallel.buffers().values():
         buffer.fill_(float("nan"))
@@ -126,7 +129,7 @@ def saves_in_a_row(group, folder: Path) -> dict[str, object]:
         killed.mkdir(parents=True)
         [(killed / f"rank-{rank:04d}.json").write_text('{"error": "an old note"}') for rank in range(group.world_size)]
     group.barrier()
-    saver = Checkpointer(folder, group, background=True)
+    saver, lost = Checkpointer(folder, group, background=True), {}
 
     def save(name: str, before: Callable[[], object] = lambda: None) -> None:
         ours.step()
@@ -134,6 +137,8 @@ def saves_in_a_row(group, folder: Path) -> dict[str, object]:
         with ledger() as led:
             saver.save(ours)
         state = {name: part.clone() for name, (part, _) in held(ours).items()}
+        ours.optimizer.state.update(lost)
+        lost.clear()
         ours.step()  # while the save is written
         saver.finish()
         whole = read_whole(committed(folder)[-1])[1]
@@ -141,24 +146,34 @@ def saves_in_a_row(group, folder: Path) -> dict[str, object]:
         found[name] = (committed(folder)[-1].name, wrong, [(event.op, event.shape) for event in led.events])
         group.barrier()
 
-    def lose_a_state() -> None:
-        """As of an expert that has seen no token on this rank."""
+    def forget(*ranks: int) -> None:
+        """Their moments of the first weight, as of an expert that has seen no token there."""
+        weight = next(iter(ours.model.parameters()))
+        if group.rank in ranks:
+            lost[weight] = ours.optimizer.state.pop(weight)
+
+    def roll_back(*ranks: int) -> None:
+        forget(*ranks)
+        ours._unlearn(copy.deepcopy(ours._learnt()))
+
+    def no_room() -> None:
         if group.rank == 1:
-            del ours.optimizer.state[next(iter(ours.model.parameters()))]
+            saver._write_parts = _no_room
 
     save("first")
     save("same parts")
-    save("other tensors", lambda: ours._unlearn(copy.deepcopy(ours._learnt())))  # as after a rollback
-    save("other parts", lose_a_state)
-    restore(ours, folder)  # the rank has again what the other one had
-    if group.rank == 1:
-        saver._write_parts = _no_room
-    try:
-        save("full disk")
-    except OSError as error:
-        found["refused"] = str(error)
-    vars(saver).pop("_write_parts", None)
-    group.barrier()
+    for lacking in ((1,), (0, 1)):
+        save(f"rolled back, {lacking} without moments", lambda: roll_back(*lacking))  # noqa: B023
+        save(f"they came to {lacking}")
+        save(f"after they came to {lacking}")
+    for name, spoil in {"parts gone": lambda: forget(1), "full disk": no_room}.items():
+        try:
+            save(name, spoil)
+        except OSError as error:
+            found[name] = str(error)
+        vars(saver).pop("_write_parts", None)
+        restore(ours, folder)  # the rank has again what the other one had
+        group.barrier()
     save("room again")
     return found | {"left": sorted(path.name for path in saver.folder.iterdir())}
 

@@ -1,8 +1,10 @@
 """What is done to a checkpoint's files is noticed, named, and answered with the checkpoint before it."""
 
+import gc
 import random
 import re
 import shutil
+import threading
 import zlib
 from itertools import pairwise
 
@@ -37,12 +39,12 @@ def run(two_saves, tmp_path):
 def refused(run, said):
     """The latest checkpoint is refused so, and nothing has changed; without it the earlier one loads."""
     ours = trainer()
-    before = {name: part.clone() for name, (part, _) in ours.parallel.held().items()}
+    before = {name: part.detach().clone() for name, part in ours.parallel.parts().items()}
     with pytest.raises(ValueError, match=said) as error:
         restore(ours, run)
     offer = "Remove save-0002-step-2 to go on from save-0001-step-1, the checkpoint of step 1."
     assert str(error.value).endswith(offer) and str(error.value).count("\n") == 0
-    assert all(torch.equal(part, before[name]) for name, (part, _) in ours.parallel.held().items())
+    assert all(torch.equal(part, before[name]) for name, part in ours.parallel.parts().items())
     assert ours.steps_done == ours.loader.position == 0
     shutil.rmtree(committed(run)[-1])
     assert restore(ours, run).step == 1
@@ -128,3 +130,15 @@ def test_checksums_of_pieces_add_up():
         added = pieces_sum(np.array([zlib.crc32(piece) for piece in pieces], dtype=np.uint32), after)
         assert np.bitwise_xor.reduce(added) == zlib.crc32(whole)
     assert pieces_sum(np.array([5], dtype=np.uint32), np.array([1 << 40])).shape == (1,)
+
+
+def test_a_forgotten_checkpointer_leaves_no_thread(tmp_path):
+    before = set(threading.enumerate())
+    saver = Checkpointer(tmp_path, background=True)
+    saver.save(trainer())
+    saver.finish()
+    (writer,) = set(threading.enumerate()) - before
+    del saver
+    gc.collect()
+    writer.join(60)
+    assert not writer.is_alive()

@@ -29,7 +29,7 @@ def test_nothing_that_was_saved_is_lost(kills, tmp_path):
         process = context.Process(target=programs.train_and_save, args=(tmp_path, number % 2 == 1))
         process.start()
         lines, deadline = len(losses(tmp_path)), time.monotonic() + 60
-        while len(losses(tmp_path)) == lines and time.monotonic() < deadline:
+        while (len(losses(tmp_path)) == lines or not committed(tmp_path)) and time.monotonic() < deadline:
             time.sleep(0.002)
         time.sleep(draw.uniform(0, 0.1))
         process.kill()

@@ -2,21 +2,24 @@
 
 import base64
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 
-def generator_states(device: torch.device) -> dict[str, Any]:
-    """Of Python's, numpy's and torch's generators on this rank, and of its device's if that is a GPU."""
-    version, internal, gauss = random.getstate()
-    kind, keys, *rest = np.random.get_state()
-    return {
+def generator_states(device: torch.device) -> Callable[[], dict[str, Any]]:
+    """Of Python's, numpy's and torch's generators on this rank, and of its device's if that is a GPU: taken now, made
+    text when called."""
+    (version, internal, gauss), (kind, keys, *rest) = random.getstate(), np.random.get_state()
+    host = torch.get_rng_state()
+    own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return lambda: {
         "python": [version, _text(np.array(internal, dtype=np.uint64)), gauss],
         "numpy": [kind, _text(keys), *rest],
-        "torch": _text(torch.get_rng_state().numpy()),
-        "cuda": _text(torch.cuda.get_rng_state(device).numpy()) if device.type == "cuda" else None,
+        "torch": _text(host.numpy()),
+        "cuda": None if own is None else _text(own.numpy()),
     }
 
 

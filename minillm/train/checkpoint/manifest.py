@@ -143,6 +143,13 @@ class Manifest:
         tensors = {name: SavedTensor.from_json(tensor) for name, tensor in raw.pop("tensors").items()}
         return cls(**raw | {"files": tuple(raw["files"]), "tensors": tensors})
 
+    def check_whole(self) -> None:
+        """Damaged names a tensor of which a part is missing, or saved twice."""
+        for name, tensor in self.tensors.items():
+            saved, nbytes = sum(part.nbytes for part in tensor.parts), tensor.shape.numel() * tensor.dtype.itemsize
+            if saved != nbytes:
+                raise Damaged(f"of {name} the ranks hold {saved} of {nbytes} bytes")
+
     def check_files(self, folder: Path) -> None:
         """Damaged names a file that is missing or of another length."""
         for rank, nbytes in enumerate(self.files):

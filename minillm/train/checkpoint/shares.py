@@ -1,7 +1,7 @@
 """Who writes what: everything once, and what k ranks hold by each of them to 1/k.
 
     a weight on 4 replicas       [ rank 0 | rank 1 | rank 2 | rank 3 ]     each writes a FlatShard of it
-    a small one                  [ rank 2 ]                                one of them does, in turn
+    a small one                  [ rank 2 ]                                the one with the least to write so far
     a tensor-parallel slice      [ rank 1 ]                                who has it alone
 
 All ranks work it out from the same catalogues, so nobody has to be told. A rank's share is one file.
@@ -20,9 +20,8 @@ from minillm.parallel.placement import FlatShard, Partial, Placement, Replicate
 from minillm.parallel.runs import Runs, runs_of
 from minillm.train.checkpoint.checksum import crc32
 from minillm.train.checkpoint.manifest import SavedPart, SavedTensor
-from minillm.train.checkpoint.state import Held
 
-SPLIT_FROM = 1 << 14  # elements; parts below it are written by one of their holders, in turn
+SPLIT_FROM = 1 << 20  # elements; parts below it are written by one of their holders
 
 Owned = tuple[str, Placement]  # of a tensor's name: which part of it
 Catalogue = list[tuple[Owned, bool]]  # all parts that a rank has, and whether it counts them
@@ -30,7 +29,8 @@ Catalogue = list[tuple[Owned, bool]]  # all parts that a rank has, and whether i
 
 @dataclass(frozen=True)
 class Piece:
-    """What one rank writes of a tensor: content: [elements] on the CPU, the runs of `placement` one after the other."""
+    """What one rank writes of a tensor: content: of any shape, its elements the runs of `placement` one after the
+    other."""
 
     name: str
     placement: Placement
@@ -47,13 +47,15 @@ class Share:
     cut: FlatShard | None
     runs: Runs | None
 
-    def of(self, state: Held) -> Piece:
-        flat = state[self.name][0].reshape(-1)
-        flat = flat.narrow(0, self.cut.start, self.cut.stop - self.cut.start) if self.cut else flat
+    def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """A view of this rank's part, but where padding is left out."""
+        part = tensors[self.name]
+        if self.cut:
+            part = part.reshape(-1).narrow(0, self.cut.start, self.cut.stop - self.cut.start)
         if self.runs:
-            at = zip(self.runs.part.tolist(), self.runs.length.tolist(), strict=True)
-            flat = torch.cat([flat[start : start + length] for start, length in at])
-        return Piece(self.name, self.placement, flat)
+            flat, at = part.reshape(-1), zip(self.runs.part.tolist(), self.runs.length.tolist(), strict=True)
+            part = torch.cat([flat[start : start + length] for start, length in at])
+        return part
 
 
 def catalogue_of(placements: Mapping[str, Placement]) -> Catalogue:
@@ -62,25 +64,27 @@ def catalogue_of(placements: Mapping[str, Placement]) -> Catalogue:
 
 def shares_of(catalogues: Sequence[Catalogue], rank: int) -> list[Share]:
     """catalogues: of all ranks. What of all that this rank has is its to write."""
-    found, turn = [], 0
-    for (name, placement), ranks in holders(catalogues).items():
-        cut, numel = None, placement.part_shape.numel()
-        if len(ranks) > 1 and numel >= SPLIT_FROM:
-            writers = ranks
-        else:
-            writers = [ranks[turn % len(ranks)]]
-            turn += len(ranks) > 1
-        if rank not in writers:
-            continue
-        if len(writers) > 1:
-            index = writers.index(rank)
+    found, written = [], [0] * len(catalogues)  # elements by rank
+    parts = [
+        (placement.part_shape.numel(), name, placement, ranks)
+        for (name, placement), ranks in holders(catalogues).items()
+    ]
+    for numel, name, placement, ranks in sorted(parts, key=lambda part: -part[0]):  # small ones even out the large
+        writers = ranks if numel >= SPLIT_FROM else [min(ranks, key=written.__getitem__)]
+        for index, writer in enumerate(writers):
             cut = FlatShard(numel * index // len(writers), numel * (index + 1) // len(writers))
-            placement = placement.within(cut)
-        runs = runs_of(placement)
-        if runs.numel:
-            is_padded = runs.numel < placement.part_shape.numel()
-            found.append(Share(name, placement, cut, runs if is_padded else None))
+            written[writer] += cut.stop - cut.start
+            if writer == rank:
+                found += _share(name, placement, cut if len(writers) > 1 else None)
     return found
+
+
+def _share(name: str, placement: Placement, cut: FlatShard | None) -> list[Share]:
+    """None if there is nothing but padding in it."""
+    placement = placement.within(cut) if cut else placement
+    runs = runs_of(placement)
+    is_padded = runs.numel < placement.part_shape.numel()
+    return [Share(name, placement, cut, runs if is_padded else None)] if runs.numel else []
 
 
 def holders(catalogues: Sequence[Catalogue]) -> dict[Owned, list[int]]:
@@ -101,7 +105,7 @@ def write_parts(path: Path, rank: int, pieces: Sequence[Piece]) -> list[list[Any
     found, offset = [], 0
     with path.open("wb") as file:
         for piece in pieces:
-            data = memoryview(piece.content.view(torch.uint8).numpy())
+            data = memoryview(piece.content.reshape(-1).view(torch.uint8).numpy())
             saved = SavedPart(rank, offset, len(data), crc32(data), piece.placement)
             file.write(data)
             offset += len(data)

@@ -9,60 +9,87 @@ trainer's progress, the optimizer's settings, what it counts per parameter (Adam
 function of the step, and the order of the data one of the seed and a position, so neither has state of its own.
 """
 
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from minillm.parallel.optimizer_state import by_name, is_empty, names_by_group, numbered, per_element
+from minillm.parallel.optimizer_state import names_by_group, numbered, per_element
 from minillm.parallel.placement import Placement
 from minillm.train.checkpoint.manifest import Manifest
 from minillm.train.trainer import Trainer
 
-Held = dict[str, tuple[Tensor, Placement]]
+
+class Holding:
+    """What this rank has of a trainer at this moment, whole or in part; no communication.
+
+    tensors: by their names in a checkpoint. Weights in another dtype than the model's are copies.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, updater, dtype = trainer, trainer.updater, trainer.precision.weights
+        self._named, state = updater.named(), updater.inner.state
+        self._entries = {name: entry for name, part in self._named.items() if (entry := state.get(part))}
+        self._kept = per_element(self._entries)
+        self.tensors = {_key("model", name): part.to(dtype) for name, part in trainer.parallel.parts().items()}
+        self.tensors |= {_key("model", name): buffer for name, buffer in trainer.parallel.buffers().items()}
+        self._stepped = {_key("optimizer", key, name): (name, tensor) for key, name, tensor in self._per_element()}
+        if trainer.precision.master:
+            masters = updater.sharded_state_dict()["masters"]
+            self._stepped |= {_key("master", name): (name, master) for name, master in masters.items()}
+        self.tensors |= {key: tensor for key, (_, tensor) in self._stepped.items()}
+
+    def placements(self) -> dict[str, Placement]:
+        """Which parts of the whole tensors these are."""
+        stepped = _stepped_placements(self.trainer)
+        return _model_placements(self.trainer) | {key: stepped[name] for key, (name, _) in self._stepped.items()}
+
+    def optimizer_numbers(self) -> Callable[[], dict[str, Any]]:
+        """The optimizer's settings and parameters by group, and what it counts for the parameters of which this rank
+        has elements, by name: [value, dtype]. Read now, put into words when called."""
+        numbers = [
+            (name, k, v) for name, entry in self._entries.items() for k, v in entry.items() if k not in self._kept
+        ]
+        tensors: dict[torch.dtype, list[Tensor]] = {}
+        for _, _, value in numbers:
+            if isinstance(value, Tensor):
+                tensors.setdefault(value.dtype, []).append(value)
+        read = {dtype: torch.stack(alike).cpu() for dtype, alike in tensors.items()}  # all of a kind in one read
+        groups, names = self.trainer.updater.inner.param_groups, _names(self.trainer)
+        settings = [group | {"params": own} for group, own in zip(groups, names, strict=True)]
+
+        def in_words() -> dict[str, Any]:
+            values = {dtype: iter(alike.tolist()) for dtype, alike in read.items()}
+            counted: dict[str, dict[str, list[Any]]] = {}
+            for name, key, value in numbers:
+                dtype = value.dtype if isinstance(value, Tensor) else None
+                number = [next(values[dtype]), str(dtype).removeprefix("torch.")] if dtype else [value, None]
+                if self._named[name].numel():
+                    counted.setdefault(_plain(name), {})[key] = number
+            groups = [group | {"params": list(map(_plain, group["params"]))} for group in settings]
+            return {"groups": groups, "counted": counted}
+
+        return in_words
+
+    def _per_element(self) -> Iterator[tuple[str, str, Tensor]]:
+        """What the optimizer keeps per element: key, the parameter's name, the tensor."""
+        return ((k, name, entry[k]) for name, entry in self._entries.items() for k in entry if k in self._kept)
 
 
-def held(trainer: Trainer) -> Held:
-    """All tensors that this rank has, whole or in part; no communication. Weights in another dtype than the model's
-    are copies."""
-    weights, dtype = trainer.parallel.held(), trainer.precision.weights
-    stepped = _stepped_placements(trainer, weights)
-    found: Held = {_key("model", name): (part.to(dtype), placement) for name, (part, placement) in weights.items()}
-    found |= {_key("model", name): held for name, held in trainer.parallel.held_buffers().items()}
-    state = trainer.updater.sharded_state_dict()
-    for name, entry, kept in _entries(trainer, state):
-        found |= {_key("optimizer", key, name): (entry[key], stepped[name]) for key in entry if key in kept}
-    return found | {_key("master", name): (master, stepped[name]) for name, master in state["masters"].items()}
-
-
-def optimizer_numbers(trainer: Trainer) -> dict[str, Any]:
-    """The optimizer's settings and parameters by group, and what it counts for the parameters of which this rank has
-    elements, by name: [value, dtype]."""
-    state = trainer.updater.sharded_state_dict()
-    counted: dict[str, dict[str, list[Any]]] = {}
-    tensors: dict[torch.dtype, list[tuple[list[Any], Tensor]]] = {}
-    for name, entry, kept in _entries(trainer, state):
-        if is_empty(entry):
-            continue
-        numbers = counted[_plain(name)] = {key: [value, None] for key, value in entry.items() if key not in kept}
-        for number in numbers.values():
-            if isinstance(number[0], Tensor):
-                tensors.setdefault(number[0].dtype, []).append((number, number[0]))
-    for dtype, alike in tensors.items():  # all of a kind in one read from the device
-        for (number, _), value in zip(alike, torch.stack([tensor for _, tensor in alike]).tolist(), strict=True):
-            number[:] = [value, str(dtype).removeprefix("torch.")]
-    names = [[_plain(name) for name in group] for group in _names(trainer)]
-    settings = [group | {"params": own} for group, own in zip(state["param_groups"], names, strict=True)]
-    return {"groups": settings, "counted": counted}
+def held(trainer: Trainer) -> dict[str, tuple[Tensor, Placement]]:
+    """A `Holding`'s tensors with their placements."""
+    holding = Holding(trainer)
+    placements = holding.placements()
+    return {name: (tensor.detach(), placements[name]) for name, tensor in holding.tensors.items()}
 
 
 def wanted(trainer: Trainer, manifest: Manifest) -> dict[str, Placement]:
     """Which part of which saved tensor this rank needs. ValueError if the checkpoint is of another model."""
-    weights, buffers = trainer.parallel.held(), trainer.parallel.held_buffers()
-    found = {_key("model", name): placement for name, (_, placement) in (weights | buffers).items()}
-    stepped, masters = _stepped_placements(trainer, weights), trainer.updater.sharded_state_dict()["masters"]
+    found = _model_placements(trainer)
+    stepped, masters = _stepped_placements(trainer), trainer.updater.sharded_state_dict()["masters"]
     keys = {name.split("/")[1] for name in manifest.tensors if name.startswith("optimizer/")}
     for name in itertools.chain(*_names(trainer)):
         keyed = {_key("optimizer", key, name): stepped[name] for key in keys}
@@ -80,7 +107,7 @@ def wanted(trainer: Trainer, manifest: Manifest) -> dict[str, Placement]:
 @torch.no_grad()
 def put(trainer: Trainer, parts: dict[str, Tensor], manifest: Manifest) -> None:
     """Gives the trainer what `wanted` named, and the optimizer's numbers."""
-    for name, (part, _) in trainer.parallel.held().items():
+    for name, part in trainer.parallel.parts().items():
         part.copy_(parts[_key("model", name)])
     for name, buffer in trainer.parallel.buffers().items():
         buffer.copy_(parts[_key("model", name)])
@@ -103,22 +130,24 @@ def _names(trainer: Trainer) -> list[list[str]]:
     return names_by_group(trainer.updater.inner, trainer.updater.named().items())
 
 
-def _entries(trainer: Trainer, state: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], set[str]]]:
-    """Of each parameter that the optimizer knows: name, what it keeps, and which of that is per element."""
-    entries = by_name(state, _names(trainer))
-    kept = per_element(entries)
-    return ((name, entry, kept) for name, entry in entries.items())
+def _model_placements(trainer: Trainer) -> dict[str, Placement]:
+    """Of weights and buffers, by their names in a checkpoint."""
+    parallel, placements = trainer.parallel, trainer.parallel.weight_placements
+    found = {_key("model", name): placements[name] for name in parallel.parts()}
+    return found | {_key("model", name): placement for name, placement in parallel.buffer_placements.items()}
 
 
-def _stepped_placements(trainer: Trainer, weights: Held) -> dict[str, Placement]:
+def _stepped_placements(trainer: Trainer) -> dict[str, Placement]:
     """Of what is stepped: where the weights are, but for shards of them."""
-    return {name: placement for name, (_, placement) in weights.items()} | dict(trainer.updater.placements)
+    return dict(trainer.parallel.weight_placements) | dict(trainer.updater.placements)
 
 
+@functools.cache
 def _key(*words: str) -> str:
     return "/".join([*words[:-1], _plain(words[-1])])
 
 
+@functools.cache
 def _plain(name: str) -> str:
     """A parameter's name in the model itself: torch.compile's wrapper adds a word."""
     return name.replace("_orig_mod.", "")

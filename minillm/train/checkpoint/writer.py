@@ -8,8 +8,8 @@ Until the rename the folder has a name that no reader looks at, so a process kil
 before it. The threads speak by files alone: collectives belong to the thread that trains. In the foreground the same
 steps run at once, and on a CPU nothing is copied.
 
-Training waits for little but the copy: the first save works out who writes what, and the later ones keep to it. Before
-each, an all-reduce of 16 bytes tells all ranks whether any of them has other parts now, and the number of the save.
+Training waits for little but the copy: the first save works out who writes what, and the later ones keep to it without
+a word. After each, an all-reduce of 16 bytes tells all ranks whether any of them failed, or has other tensors by now.
 """
 
 import contextlib
@@ -19,9 +19,12 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -29,12 +32,11 @@ from torch import Tensor
 
 from minillm.comm import Group
 from minillm.files import flush, write_whole
-from minillm.parallel.placement import Placement
 from minillm.train.checkpoint.generators import generator_states
 from minillm.train.checkpoint.manifest import FILE, FOLDER, Manifest, committed, file_of, name_of, number_of
 from minillm.train.checkpoint.peer_copy import PeerCopy
 from minillm.train.checkpoint.shares import Piece, Share, catalogue_of, shares_of, write_parts
-from minillm.train.checkpoint.state import Held, held, optimizer_numbers
+from minillm.train.checkpoint.state import Holding
 from minillm.train.trainer import Trainer
 
 POLL_S = 0.002
@@ -80,64 +82,87 @@ class Checkpointer:
         self.background, self.tokenizer, self.timeout_s, self.peers = background, tokenizer, timeout_s, peers
         self.rank, self.world_size = (group.rank, group.world_size) if group else (0, 1)
         self.stats = SaveStats(0, 0.0, 0.0, 0.0)
-        self._thread: threading.Thread | None = None
+        self._writer = _Writer()
+        self._written: threading.Event | None = None
         self._error: str | None = None
-        self._kinds: dict[str, tuple[Placement, torch.dtype]] | None = None  # what the plan is for
+        self._planned_for: tuple[Trainer, int] | None = None  # the trainer, as it was loaded
+        self._names: Set[str] = frozenset()  # of tensors that this rank had then
         self._plan: list[Share] = []
-        self._places: list[Tensor] = []  # where copies of the plan's shares go
+        self._is_stale = False  # the plan: this rank has other tensors now
+        self._places: list[Piece] = []  # where copies of the plan's shares go
+        self._number = 0  # of the last save
 
+    @torch.no_grad()
     def save(self, trainer: Trainer) -> None:
         """Every rank calls it. OSError if the disk refuses, or had refused the save before this one: the checkpoints
         that were there are untouched."""
         start = time.perf_counter()
         self.finish()
         waited = time.perf_counter() - start
-        state = held(trainer)
-        draft = self.folder / f".{name_of(self._agreed_number(state), trainer.steps_done)}"
-        pieces, copying = [share.of(state) for share in self._plan], time.perf_counter()
-        if self.background or trainer.device.type != "cpu":
-            pieces = self._copied(pieces, trainer.device)
+        holding = Holding(trainer)
+        if self._planned_for != (trainer, trainer.loads):
+            self._make_plan(trainer, holding)
+        copying = time.perf_counter()
+        pieces = self._pieces(holding, trainer.device)
         copied = time.perf_counter()
-        about = {
-            "optimizer": optimizer_numbers(trainer),
-            "generators": generator_states(trainer.device),
-            "progress": trainer.progress(),
-        }
-        self._thread = threading.Thread(target=self._write, args=(draft, pieces, about), daemon=True)
-        nbytes = sum(piece.content.nbytes for piece in pieces)
-        self._thread.start()
+        self._number += 1
+        draft, about = self.folder / f".{name_of(self._number, trainer.steps_done)}", _about(trainer, holding)
+        self._written = self._writer.begin(partial(self._write, draft, pieces, about))
         if self.peers:
-            self.peers.keep(draft.name.removeprefix("."), pieces, about, self.tokenizer)
+            self.peers.keep(draft.name.removeprefix("."), pieces, about(), self.tokenizer)
         if not self.background:
             self.finish()
+        nbytes = sum(piece.content.nbytes for piece in pieces)
         self.stats = SaveStats(nbytes, time.perf_counter() - start, copied - copying, waited)
 
     def finish(self) -> None:
         """Waits for the save that is under way, if there is one. Every rank calls it; OSError on all if it failed."""
-        if self._thread is None:
+        if self._written is None:
             return
-        self._thread.join()
-        self._thread = None
-        (failed,) = self._most(self._error is not None)
+        self._written.wait()
+        self._written = None
+        failed, is_stale = self._any(self._error is not None, self._is_stale)
+        if failed or is_stale:
+            self._planned_for = None
         if failed:
-            problems, self._error, self._kinds = self._everyone(self._error), None, None
+            problems, self._error = self._everyone(self._error), None
             raise self._refusal(next(filter(None, problems)))
 
-    # Before: the name of the folder to write to, and what of it is this rank's.
+    # Before: what of all that there is this rank writes.
 
-    def _agreed_number(self, state: Held) -> int:
-        """Of this save, in the order of saving. Plans anew, on all ranks, if parts of any are not those of the plan."""
-        kinds = {name: (placement, part.dtype) for name, (part, placement) in state.items()}
-        number = 0 if self.rank else max(map(number_of, committed(self.run)), default=0) + 1
-        is_new, number = self._most(kinds != self._kinds, number)
-        if is_new:
-            placements = {name: placement for name, (placement, _) in kinds.items()}
-            told = self._everyone((catalogue_of(placements), self._cleared()))
-            if problem := next((problem for _, problem in told if problem), None):
-                raise self._refusal(problem)
-            self._kinds, self._places = kinds, []
-            self._plan = shares_of([catalogue for catalogue, _ in told], self.rank)
-        return number
+    def _make_plan(self, trainer: Trainer, holding: Holding) -> None:
+        """On all ranks, for this save and those that follow it."""
+        last = max(map(number_of, committed(self.run)), default=0)
+        told = self._everyone((last, catalogue_of(holding.placements()), self._cleared()))
+        if problem := next((problem for *_, problem in told if problem), None):
+            raise self._refusal(problem)
+        self._number, self._names, self._is_stale, self._places = told[0][0], frozenset(holding.tensors), False, []
+        self._plan = shares_of([catalogue for _, catalogue, _ in told], self.rank)
+        self._planned_for = trainer, trainer.loads
+
+    def _shares(self, holding: Holding) -> list[Share]:
+        """By the plan. What only came with the steps since then, such as the moments of a weight that had no gradient,
+        is written by the first of the ranks that have it, and the next save has another plan."""
+        names = holding.tensors.keys()
+        if names == self._names:
+            return self._plan
+        self._is_stale, self._places, placements = True, [], holding.placements()
+        new = catalogue_of({name: placements[name] for name in names - self._names})
+        return [share for share in self._plan if share.name in names] + shares_of([new], 0)
+
+    def _pieces(self, holding: Holding, device: torch.device) -> Sequence[Piece]:
+        """What this rank writes. In the background, and of a GPU, a copy in host memory that stays for the next."""
+        shares = self._shares(holding)
+        parts = [share.of(holding.tensors) for share in shares]
+        if not self.background and device.type == "cpu":
+            return [Piece(each.name, each.placement, part.detach()) for each, part in zip(shares, parts, strict=True)]
+        if not self._places:
+            places = zip(shares, _host_memory(parts, device), strict=True)
+            self._places = [Piece(share.name, share.placement, place) for share, place in places]
+        torch._foreach_copy_([piece.content for piece in self._places], parts, non_blocking=True)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        return self._places
 
     def _cleared(self) -> str | None:
         """On rank 0, before the first save and after one that failed: removes what saves have left that were killed.
@@ -148,22 +173,13 @@ class Checkpointer:
         except OSError as error:
             return str(error)
 
-    def _copied(self, pieces: Sequence[Piece], device: torch.device) -> list[Piece]:
-        """The same in host memory that stays for the next save."""
-        self._places = self._places or _host_memory([piece.content for piece in pieces], device)
-        for place, piece in zip(self._places, pieces, strict=True):
-            place.copy_(piece.content, non_blocking=True)
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-        return [Piece(piece.name, piece.placement, place) for place, piece in zip(self._places, pieces, strict=True)]
-
     # In the thread: this rank's file and note, and on rank 0 all that makes a checkpoint of them.
 
-    def _write(self, draft: Path, pieces: Sequence[Piece], about: dict[str, Any]) -> None:
+    def _write(self, draft: Path, pieces: Sequence[Piece], about: Callable[[], dict[str, Any]]) -> None:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             draft.mkdir(exist_ok=True)  # of all ranks, the first makes it
-            note = {"parts": self._write_parts(draft, pieces), **about}
+            note = {"parts": self._write_parts(draft, pieces), **about()}
         except Exception as error:  # a thread has nobody to raise it to
             self._error, note = str(error), {"error": str(error)}
         with contextlib.suppress(OSError):
@@ -196,6 +212,7 @@ class Checkpointer:
     def _commit(self, draft: Path, notes: Sequence[dict[str, Any]]) -> None:
         name = draft.name.removeprefix(".")
         manifest = Manifest.of(name, notes, self.tokenizer)
+        manifest.check_whole()
         manifest.check_files(draft)
         for rank in range(self.world_size):
             _note(draft, rank).unlink()
@@ -215,18 +232,52 @@ class Checkpointer:
     def _everyone(self, value: Any) -> list[Any]:
         return self.group.gather_objects(value) if self.group else [value]
 
-    def _most(self, *values: int) -> list[int]:
-        """The largest of each value over all ranks."""
+    def _any(self, *values: bool) -> list[bool]:
+        """Of each, whether it is so on any rank."""
         if self.group is None:
             return list(values)
-        return self.group.all_reduce(torch.tensor(values, dtype=torch.int64, device=self.group.device), "max").tolist()
+        told = torch.tensor(values, dtype=torch.int64, device=self.group.device)
+        return [bool(value) for value in self.group.all_reduce(told, "max").tolist()]
+
+
+class _Writer:
+    """A thread that stays for the next save: to start one costs training a switch to it. It ends with its owner."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[Callable[[], None], threading.Event] | None] = SimpleQueue()
+        threading.Thread(target=_work_off, args=[self._queue], name="checkpoint", daemon=True).start()
+        weakref.finalize(self, self._queue.put, None)
+
+    def begin(self, write: Callable[[], None]) -> threading.Event:
+        """Set when `write` is over."""
+        done = threading.Event()
+        self._queue.put((write, done))
+        return done
+
+
+def _work_off(queue: SimpleQueue) -> None:
+    while job := queue.get():
+        write, done = job
+        try:
+            write()
+        finally:
+            done.set()
+        del job, write, done  # and with them the pieces
+
+
+def _about(trainer: Trainer, holding: Holding) -> Callable[[], dict[str, Any]]:
+    """What is no tensor: taken now, put into words when called."""
+    progress = trainer.progress()
+    optimizer, generators = holding.optimizer_numbers(), generator_states(trainer.device)
+    return lambda: {"optimizer": optimizer(), "generators": generators(), "progress": progress}
 
 
 def _host_memory(like: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Tensors like these, in one block, which is page-locked where a GPU copies into it."""
     starts = list(itertools.accumulate((-(-each.nbytes // 8) * 8 for each in like), initial=0))
     block = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
-    return [block[start : start + each.nbytes].view(each.dtype) for start, each in zip(starts, like, strict=False)]
+    flat = [block[start : start + each.nbytes].view(each.dtype) for start, each in zip(starts, like, strict=False)]
+    return [place.view(each.shape) for place, each in zip(flat, like, strict=True)]
 
 
 def _note(draft: Path, rank: int) -> Path:

@@ -299,8 +299,7 @@ class Hybrid(SingleDevice):
         """By name, what this rank has of the gradients after the sum over replicas."""
         if self.layout.zero in (1, 2):
             return self.stepped.source.gradients_by_name()
-        named = self.module.named_parameters() if self.layout.zero == 3 else self.model.named_parameters()
-        return {name: plain(p.grad) for name, p in named if p.grad is not None}
+        return {name: plain(p.grad) for name, p in self.parts().items() if p.grad is not None}
 
     def grad_norm(self, parameters: Iterable[Tensor]) -> Tensor:
         return global_norm(self.stepped.gradients(), self.stepped.placements, self.group)
@@ -311,18 +310,12 @@ class Hybrid(SingleDevice):
     def gradients(self) -> dict[str, Tensor]:
         return gather_all(self, self.stepped.gradients(), self.stepped.placements)
 
-    def held(self) -> dict[str, tuple[Tensor, Placement]]:
-        named = self.module.named_parameters() if self.layout.zero == 3 else self.model.named_parameters()
-        placements = self.weight_placements
-        return {name: (part.detach(), placements[name]) for name, part in named}
-
-    def held_buffers(self) -> dict[str, tuple[Tensor, Placement]]:
-        others = self.mesh.tp.rank + self.replicas.rank
-        places = {name: (Replicate(self._earlier[name] + others),) for name in self.buffers()}
-        return {name: (buffer, Placement(buffer.shape, places[name])) for name, buffer in self.buffers().items()}
+    def parts(self) -> dict[str, nn.Parameter]:
+        return dict(self.module.named_parameters()) if self.layout.zero == 3 else super().parts()
 
     def weights(self) -> dict[str, Tensor]:
-        return gather_all(self, {name: part for name, (part, _) in self.held().items()}, self.weight_placements)
+        parts = {name: part.detach() for name, part in self.parts().items()}
+        return gather_all(self, parts, self.weight_placements)
 
     @property
     def weight_placements(self) -> Mapping[str, Placement]:
@@ -331,6 +324,12 @@ class Hybrid(SingleDevice):
             return self.module.placements
         copies = {name: Replicate(copy=self._replicas_of(name).rank) for name in self.placements}
         return {name: placement.within(copies[name]) for name, placement in self.placements.items()}
+
+    @property
+    def buffer_placements(self) -> Mapping[str, Placement]:
+        others = self.mesh.tp.rank + self.replicas.rank
+        places = {name: Replicate(self._earlier[name] + others) for name in self.buffers()}
+        return {name: Placement(buffer.shape, (places[name],)) for name, buffer in self.buffers().items()}
 
     def replicated_weights(self) -> list[tuple[Iterable[tuple[str, Tensor]], Group]]:
         if self.layout.zero == 3:
@@ -357,8 +356,9 @@ class Hybrid(SingleDevice):
         elif "world_size" in state:
             self.module.load_state_dict(state)
         else:
-            for name, (part, placement) in self.held().items():
-                part.copy_(placement.cut(state[name]))
+            placements = self.weight_placements
+            for name, part in self.parts().items():
+                part.copy_(placements[name].cut(state[name]))
             for name, buffer in self.buffers().items():
                 buffer.copy_(state[name])
 

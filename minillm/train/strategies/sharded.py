@@ -10,7 +10,7 @@ Each has the methods of `SingleDevice`, which says what they mean.
 """
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,8 +94,12 @@ class ShardedModel(Sharded):
         whole = self.module.full_state_dict()
         return {name: whole[name] for name, _ in self.module.named_parameters()}
 
-    def held(self) -> dict[str, tuple[Tensor, Placement]]:
-        return {name: (part.detach(), self.module.placements[name]) for name, part in self.module.named_parameters()}
+    def parts(self) -> dict[str, nn.Parameter]:
+        return dict(self.module.named_parameters())
+
+    @property
+    def weight_placements(self) -> Mapping[str, Placement]:
+        return self.module.placements
 
     def replicated_weights(self) -> list[tuple[Iterable[tuple[str, Tensor]], Group]]:
         return []

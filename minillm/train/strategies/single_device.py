@@ -7,7 +7,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -160,10 +160,19 @@ class SingleDevice:
         """Whole weights by name."""
         return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
 
-    def held(self) -> dict[str, tuple[Tensor, Placement]]:
-        """By name, what this rank has of the weights and where that lies in the whole model; no communication."""
+    def parts(self) -> dict[str, nn.Parameter]:
+        """By name, what this rank has of the weights; no communication."""
+        return self._parameters
+
+    @functools.cached_property
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.model.named_parameters())
+
+    @property
+    def weight_placements(self) -> Mapping[str, Placement]:
+        """Where the parts lie in the whole model."""
         here = Replicate(self.group.rank if self.group else 0)
-        return {name: (p.detach(), Placement(p.shape, (here,))) for name, p in self.model.named_parameters()}
+        return {name: Placement(part.shape, (here,)) for name, part in self.parts().items()}
 
     def buffers(self) -> dict[str, Tensor]:
         """Those that a checkpoint has, the same on all ranks that have them: the balance biases of routers."""
@@ -174,10 +183,11 @@ class SingleDevice:
         saved = self.model.state_dict()
         return [name for name, _ in self.model.named_buffers() if name in saved]
 
-    def held_buffers(self) -> dict[str, tuple[Tensor, Placement]]:
-        """As `held`; one rank of all counts each."""
+    @property
+    def buffer_placements(self) -> Mapping[str, Placement]:
+        """One rank of all counts each."""
         here = Replicate(self.group.rank if self.group else 0)
-        return {name: (buffer, Placement(buffer.shape, (here,))) for name, buffer in self.buffers().items()}
+        return {name: Placement(buffer.shape, (here,)) for name, buffer in self.buffers().items()}
 
     def replicated_weights(self) -> list[tuple[Iterable[tuple[str, Tensor]], Group]]:
         """Weights of this rank by name, each time with the ranks that must hold the same bits of them."""
