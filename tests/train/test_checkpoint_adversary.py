@@ -23,7 +23,7 @@ from minillm.train.checkpoint import reader
 from minillm.train.checkpoint.manifest import Manifest, SavedTensor, committed, file_of, name_of
 from minillm.train.checkpoint.reader import Files, has_checkpoint, read_whole, restore
 from minillm.train.checkpoint.shares import Piece, write_parts
-from minillm.train.checkpoint.state import held, optimizer_numbers
+from minillm.train.checkpoint.state import Holding, held
 from minillm.train.checkpoint.torch_format import from_torch, to_torch
 from minillm.train.checkpoint.writer import Checkpointer
 from minillm.train.run_folder import locked
@@ -42,7 +42,7 @@ def two_saves(tmp_path):
 
 def state(ours):
     tensors = {name: part.clone() for name, (part, _) in held(ours).items()}
-    return tensors, repr((optimizer_numbers(ours), ours.progress()))
+    return tensors, repr((Holding(ours).optimizer_numbers()(), ours.progress()))
 
 
 def is_same(before, after):
