@@ -7,6 +7,7 @@ runs/NAME/run.json    the settings it was started with, so that --resume needs n
 import difflib
 import json
 import shlex
+import sys
 from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -137,7 +138,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
         raise ValueError(f"--resume: {folder} holds no run: name one with --run, or start without --resume")
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _damaged(path, f"it cannot be read, {error}") from error
     if not isinstance(saved, dict):
         raise _damaged(path, f"it holds {saved!r:.40}, not settings by name")
@@ -194,6 +195,10 @@ def _train(group: Group | None, job: TrainingJob, strategy: SingleDevice) -> dic
     saves = {"keep": job.keep, "save_in_background": job.save_in_background, "peer_copy": job.peer_copy}
     saves["tokenizer"] = Tokenizer.load().fingerprint
     done = fit(trainer, job.folder, resume=job.resume, track_memory=job.track_memory, **how, **saves)
+    if strategy.is_root and not (job.folder / SETTINGS_FILE).exists():
+        problem = f"{job.folder} was moved or removed while the run went on: what it has saved since is there again."
+        print(f"minillm: {problem}", file=sys.stderr)
+        job.save_settings()  # which --resume needs
     found = {"run": str(done.folder), "steps_done": done.steps_done, "interrupted": done.interrupted}
     found |= {"losses": done.losses}
     if trainer.loss_spikes.skipped:

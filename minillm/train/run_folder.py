@@ -68,13 +68,14 @@ def _take(descriptor: int, folder: Path, give_up_at: float) -> None:
             print(f"minillm: {folder} cannot be locked ({error.strerror}): start no second run in it.", file=sys.stderr)
             return
         time.sleep(POLL_S)
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+    with contextlib.suppress(OSError):  # a full disk: the lock holds all the same, and nobody learns whose it is
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
 
 
 def _holder(descriptor: int) -> str:
     try:
         found = json.loads(os.pread(descriptor, 1000, 0))
         return f"process {found['pid']} on {found['host']}"
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return "another process"

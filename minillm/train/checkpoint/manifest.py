@@ -6,6 +6,7 @@ disk. The manifest carries its own SHA-256, each part of a tensor its CRC-32, ea
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -118,13 +119,14 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
-        """Of the checkpoint in `folder`. Damaged if it is not what was written, with its name."""
+        """Of the checkpoint in `folder`. Damaged if it is not what was written, with its name; OSError if nobody can
+        tell."""
         path = folder / FILE
         try:
             return cls.from_text(path.read_text(encoding="utf-8"), folder.name)
-        except OSError as error:
+        except (FileNotFoundError, IsADirectoryError) as error:
             raise Damaged(f"{path} cannot be read: {error.strerror}.") from error
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise Damaged(f"{path} is damaged: {error}.") from error
 
     @classmethod
@@ -176,9 +178,13 @@ def number_of(folder: Path) -> int:
 
 
 def committed(run: Path) -> list[Path]:
-    """The checkpoints of the run in a folder, oldest first."""
-    found = [path for path in (run / FOLDER).glob("save-*") if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=number_of)
+    """The checkpoints of the run in a folder, oldest first. OSError if there may be some, but they cannot be listed."""
+    try:
+        names = os.listdir(run / FOLDER)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = [run / FOLDER / name for name in names if _NAME.fullmatch(name)]
+    return sorted((path for path in found if path.is_dir()), key=number_of)
 
 
 def step_of(folder: Path) -> int:

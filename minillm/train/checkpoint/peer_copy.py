@@ -102,7 +102,7 @@ class PeerCopy:
     def _held(self) -> tuple[str, str, list[int]] | None:
         """Of this node: the save, a hash of its manifest, and whose files are there."""
         for folder in self.place.glob("save-*"):
-            with contextlib.suppress(Damaged):
+            with contextlib.suppress(Damaged, OSError):
                 manifest = Manifest.read(folder)
                 files = [rank for rank in range(len(manifest.files)) if manifest.has_file(folder, rank)]
                 return folder.name, hashlib.sha256((folder / FILE).read_bytes()).hexdigest(), files

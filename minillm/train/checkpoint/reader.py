@@ -31,6 +31,7 @@ from minillm.train.checkpoint.state import put, wanted
 from minillm.train.trainer import Trainer
 
 EARLIER = "checkpoint.pt"  # a run's only checkpoint in earlier versions
+OPEN_AT_ONCE = 256  # files, of which a process may often have 1,024, and a checkpoint has one for every rank
 Piece = tuple[int, memoryview, int]  # which saved part, where it was read to, bytes of the part that follow it
 Sums = dict[str, dict[int, tuple[int, int]]]  # by tensor and part: bytes checked, what they add to its checksum
 
@@ -57,14 +58,17 @@ def restore(trainer: Trainer, run: Path, *, tokenizer: str | None = None, in_mem
     if in_memory:
         try:
             return _restore(trainer, in_memory, tokenizer)
-        except Damaged as error:
+        except (Damaged, OSError) as error:
             if trainer.parallel.is_root:
                 print(f"minillm: {error} The checkpoint on the disk is read instead.", file=sys.stderr)
     folder = _agreed(trainer, _latest(run))
     try:
         return _restore(trainer, Files(folder), tokenizer)
-    except (Damaged, OSError) as error:
+    except Damaged as error:
         raise ValueError(f"{error} {_offer(run, folder)}") from error
+    except OSError as error:  # nothing says that the checkpoint is not whole
+        problem = f"{error.filename} cannot be read ({error.strerror}): mend that, and --resume goes on from it."
+        raise ValueError(f"{problem} {_offer(run, folder, 'Or move {} away')}") from error
 
 
 def _restore(trainer: Trainer, files: "Files", tokenizer: str | None) -> Restored:
@@ -74,7 +78,7 @@ def _restore(trainer: Trainer, files: "Files", tokenizer: str | None) -> Restore
     parts, needs, problem, manifest = {}, {}, None, None
     try:
         manifest = files.manifest()
-        trainer.check(manifest.progress)
+        _check(trainer, manifest, folder)
         if tokenizer and manifest.tokenizer and tokenizer != manifest.tokenizer:
             raise ValueError(f"{folder} was trained with another tokenizer: use the same or another run.")
         needs = wanted(trainer, manifest)
@@ -114,8 +118,11 @@ def read_whole(folder: Path) -> tuple[Manifest, dict[str, Tensor]]:
 
 
 def has_checkpoint(run: Path) -> bool:
-    """Whether there is a run to go on with in this folder."""
-    return bool(committed(run)) or (run / EARLIER).is_file()
+    """Whether there is a run to go on with in this folder. ValueError if that cannot be told."""
+    try:
+        return bool(committed(run)) or (run / EARLIER).is_file()
+    except OSError as error:
+        raise _unreadable(error) from error
 
 
 def saved_at(run: Path) -> float:
@@ -177,14 +184,20 @@ class Files:
         return pieces
 
     def _fill(self, piece: memoryview, rank: int, offset: int) -> None:
-        if rank not in self._open:
-            self._open[rank] = os.open(file_of(self.folder, rank), os.O_RDONLY)
-        done = 0
-        while done < len(piece):
-            count = os.preadv(self._open[rank], [piece[done:]], offset + done)
-            if not count:
-                raise Damaged(f"{file_of(self.folder, rank)} is damaged: it ends too early.")
-            done += count
+        path = file_of(self.folder, rank)
+        try:
+            if rank not in self._open:
+                if len(self._open) == OPEN_AT_ONCE:
+                    os.close(self._open.pop(next(iter(self._open))))
+                self._open[rank] = os.open(path, os.O_RDONLY)
+            done = 0
+            while done < len(piece):
+                count = os.preadv(self._open[rank], [piece[done:]], offset + done)
+                if not count:
+                    raise Damaged(f"{path} is damaged: it ends too early.")
+                done += count
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error  # a read alone does not name it
         self.bytes_read += done
 
     def sums(self, to_check: Mapping[str, tuple[int, int]]) -> Sums:
@@ -248,8 +261,21 @@ def _wrong(folder: Path, manifest: Manifest, told: Sequence[Sums]) -> ValueError
     return None
 
 
+def _check(trainer: Trainer, manifest: Manifest, folder: Path) -> None:
+    """ValueError if the trainer is another one than that of the checkpoint."""
+    try:
+        trainer.check(manifest.progress)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{folder} has settings that this version does not know ({error}): start another run."
+        ) from error
+
+
 def _latest(run: Path) -> Path | ValueError:
-    found = committed(run)
+    try:
+        found = committed(run)
+    except OSError as error:
+        return _unreadable(error)
     if not found and (run / EARLIER).is_file():
         return ValueError(f"{run / EARLIER} is of an earlier version, which this one does not read: start another run.")
     if not found:
@@ -269,10 +295,15 @@ def _everyone(group: Group | None, value: Any) -> list[Any]:
     return group.gather_objects(value) if group else [value]
 
 
-def _offer(run: Path, refused: Path) -> str:
+def _unreadable(error: OSError) -> ValueError:
+    return ValueError(f"{error.filename} cannot be read ({error.strerror}): mend that, or name another run.")
+
+
+def _offer(run: Path, refused: Path, how: str = "Remove {}") -> str:
     """Which earlier checkpoint of the run is all there."""
     for folder in reversed(committed(run)[:-1]):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, OSError):
             Manifest.read(folder).check_files(folder)
-            return f"Remove {refused.name} to go on from {folder.name}, the checkpoint of step {step_of(folder)}."
+            again = how.format(refused.name)
+            return f"{again} to go on from {folder.name}, the checkpoint of step {step_of(folder)}."
     return "The run has no other checkpoint."
