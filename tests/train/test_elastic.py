@@ -17,6 +17,7 @@ from minillm.comm.launch.launcher import _store
 from minillm.data import Tokenizer, corpus, tokenize
 from minillm.train import Trainer
 from minillm.train.checkpoint import peer_copy
+from minillm.train.checkpoint.manifest import committed
 from minillm.train.fault_tolerance.goodput import read_goodput
 from minillm.train.job import TrainingJob, saved_settings
 from minillm.train.metrics import read_metrics
@@ -127,7 +128,7 @@ def test_four_nodes_three_nodes_four_nodes(nodes, home):
 def test_a_restart_reads_the_copy_in_memory(nodes, home):
     """After a killed rank its node's own, after a lost node that of the other one; at the end all of it is freed."""
     folder = home / "runs/tiny-1"
-    often = ["--batch-size", "1", "--accumulate", "2", "--save-every", "3", "--validate-every", "100000", "--peer-copy"]
+    often = ["--batch-size", "1", "--accumulate", "2", "--save-every", "20", "--validate-every", "9999", "--peer-copy"]
     job = nodes(2, 2, *TINY, *often)
     job.start()
     job.wait_for(job.has_a_host)
@@ -138,6 +139,12 @@ def test_a_restart_reads_the_copy_in_memory(nodes, home):
         job.wait_for(lambda: said(f"read from {peer_copy.MEMORY}") == times)
         begin = len(rows_of(folder))
         job.wait_for(lambda: len(rows_of(folder)) >= begin + 7)
+        job.wait_for(is_held)
+
+    def is_held():
+        """Both nodes hold what the disk has: a kill during a save would have the disk read, as it should."""
+        names = [path.name for node in memory() for path in node.glob("*/save-*")]
+        return len(names) == 2 and set(names) == {path.name for path in committed(folder)[-1:]}
 
     def said(text):
         return sum(path.read_text().count(text) for path in home.glob("node*.log"))
@@ -146,7 +153,7 @@ def test_a_restart_reads_the_copy_in_memory(nodes, home):
         agents = [str(node.pid) for node in job.running]
         return [path for path in peer_copy.MEMORY.glob("minillm-copy-*") if path.name.split("-")[3] in agents]
 
-    job.wait_for(lambda: len(rows_of(folder)) >= 7)
+    job.wait_for(is_held)
     psutil.Process(job.running[1].pid).children()[0].kill()
     restored(1)
     [lost] = [path for path in memory() if f"-{job.running[1].pid}-" in path.name]
