@@ -158,12 +158,12 @@ def fit(
                     validate(validation_tokens)  # also if it stops here: the resumed run begins after this step
                 if done % save_every == 0 and not stop:
                     with timing("save"):
-                        watch.check_replicas()
+                        watch.check_replicas(trainer)
                         _save_on_the_way(saver, trainer)
         run.steps_done, run.interrupted = trainer.steps_done, trainer.steps_done < steps
         if run.losses:
             with timing("save"):
-                watch.check_replicas()
+                watch.check_replicas(trainer)
                 _warn_of_a_failed_save(saver.finish, first)
                 saver.save(trainer)
                 saver.finish()

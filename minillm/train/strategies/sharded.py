@@ -10,7 +10,6 @@ Each has the methods of `SingleDevice`, which says what they mean.
 """
 
 import contextlib
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,9 +95,6 @@ class ShardedModel(Sharded):
 
     def held(self) -> dict[str, tuple[Tensor, Placement]]:
         return {name: (part.detach(), self.module.placements[name]) for name, part in self.module.named_parameters()}
-
-    def replicated_weights(self) -> list[tuple[Iterable[tuple[str, Tensor]], Group]]:
-        return []
 
     def full_state_dict(self) -> dict[str, Any]:
         return self.module.full_state_dict()
