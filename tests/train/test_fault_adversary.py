@@ -15,11 +15,13 @@ from minillm.__main__ import parser_of, run
 from minillm.cli.train import NODES_S, TIMEOUT_S
 from minillm.comm import launch
 from minillm.data import Tokens
+from minillm.measure.ledger import Event, Ledger, Span
 from minillm.model import ModelConfig, MoEConfig
-from minillm.train import ParallelConfig, TrainConfig, Trainer, fit
+from minillm.train import ParallelConfig, StepTime, TrainConfig, Trainer, fit
 from minillm.train.checkpoint.state import held
 from minillm.train.fault_tolerance.goodput import TimeLog, read_goodput
 from minillm.train.fault_tolerance.heartbeat import FOLDER, Beat, Health, Limits, Process, Watcher
+from minillm.train.fault_tolerance.straggler import own_work
 from minillm.train.fault_tolerance.watch import Watch
 from minillm.train.metrics import read_metrics
 from minillm.train.run import STOP
@@ -171,6 +173,17 @@ def test_a_gap_after_an_end_counts_if_the_agent_was_there_before_it(tmp_path, ag
             log.ended_at = step + 1
         now[0] += 50
     assert read_goodput(tmp_path).restarting == restarting
+
+
+# Slow ranks.
+
+
+def test_waiting_between_spans_is_no_work_of_the_rank_that_waits():
+    """For a slow loader all others wait at the step's first sum, that of the tokens, which no span surrounds."""
+    event = Event("all_reduce", "dp", 0, 0, (1,), "float32", 1.1, 3.9, waited=2.5)
+    spans = [Span("input", "input", 0, 1), Span("forward", "compute", 4, 5)]
+    found = StepTime.of(Ledger([event], spans), 5.5)
+    assert (found.communication, found.idle, sum(own_work(found))) == (2.5, 1.0, 3.0)
 
 
 # Heartbeats.
