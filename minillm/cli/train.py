@@ -162,6 +162,8 @@ def command(
         if is_root():
             folder = folder or claim_unused(runs, settings["model_size"])
             while_running.enter_context(locked(folder, RESTART_S if begun else 0.0))
+            if not begun:
+                (folder / STOP).unlink(missing_ok=True)  # of a run that was killed; what is asked from here on counts
             job = replace(job, folder=folder, is_locked=True)
             _announce(job, is_new)
         found = _run(job)

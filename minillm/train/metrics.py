@@ -16,12 +16,16 @@ FILE = "metrics.jsonl"
 
 
 class Metrics:
-    """Appends to the metrics of the run in `folder`; what a checkpoint at `steps_done` does not know is dropped."""
+    """Appends to the metrics of the run in `folder`; what a checkpoint at `steps_done` does not know is dropped.
 
-    def __init__(self, folder: Path, steps_done: int = 0, tensorboard: bool = True):
+    position: windows of data before the checkpoint, those included that a rollback has skipped. It tells steps apart
+    that have the same number, before and after a rollback: those it led back over stay, those of an attempt that went
+    on from it and was lost do not. None: by their numbers."""
+
+    def __init__(self, folder: Path, steps_done: int = 0, tensorboard: bool = True, position: int | None = None):
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / FILE
-        kept = [row for row in read_metrics(folder, missing_ok=True) if _known(row, steps_done)]
+        kept = [row for row in read_metrics(folder, missing_ok=True) if _known(row, steps_done, position)]
         write_whole(self.path, "".join(map(_line, kept)))
         self._file = self.path.open("a", encoding="utf-8")
         self._board = _board(folder, steps_done) if tensorboard else None
@@ -76,7 +80,9 @@ def _not_metrics(path: Path, what: str) -> ValueError:
     return ValueError(f"{path} does not hold the metrics of a run ({what}): move it away, or name another run.")
 
 
-def _known(row: dict[str, Any], steps_done: int) -> bool:
+def _known(row: dict[str, Any], steps_done: int, position: int | None) -> bool:
+    if position is not None and isinstance(row.get("position"), int):
+        return row["position"] < position
     return row["step"] < steps_done or (row["step"] == steps_done and "validation_loss" in row)
 
 

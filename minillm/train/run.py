@@ -80,7 +80,7 @@ def fit(
     checked. save_in_background: train on while a checkpoint is written. peer_copy: hold the last one in memory, too
     (checkpoint/peer_copy.py), for ranks that are started again. validation_tokens: how many to validate on on the way
     (all, at the end). track_memory: follow memory by kind through the first step. on_step: called after each.
-    lock: False where the caller holds the folder's lock (`run_folder.locked`).
+    lock: False where the caller holds the folder's lock (`run_folder.locked`) and has removed an old request to stop.
     ValueError if the folder holds a run and resume is not set, if another process uses it, or if replicas differ when
     they are to be saved; OSError if the last save fails (one on the way that fails costs a warning: the checkpoint
     before it still loads).
@@ -102,10 +102,12 @@ def fit(
         run = RunResult(folder, trainer.steps_done)
         first = trainer.parallel.is_root
         if first:
-            metrics = stack.enter_context(Metrics(folder, run.steps_done, tensorboard))
+            position = trainer.loader.position
+            metrics = stack.enter_context(Metrics(folder, run.steps_done, tensorboard, position))
             is_restart = resume and job_id() is not None
             spent = stack.enter_context(TimeLog(folder, run.steps_done, is_restart))
-            (folder / STOP).unlink(missing_ok=True)
+            if lock:
+                (folder / STOP).unlink(missing_ok=True)  # of a run that was killed
         bar = stack.enter_context(_progress_bar(folder, steps, run.steps_done, shown=progress and first))
         interrupt = stack.enter_context(interrupts())
         stack.enter_context(trainer)
@@ -156,12 +158,12 @@ def fit(
                     validate(validation_tokens)  # also if it stops here: the resumed run begins after this step
                 if done % save_every == 0 and not stop:
                     with timing("save"):
-                        watch.check_replicas()
+                        watch.check_replicas(trainer)
                         _save_on_the_way(saver, trainer)
         run.steps_done, run.interrupted = trainer.steps_done, trainer.steps_done < steps
         if run.losses:
             with timing("save"):
-                watch.check_replicas()
+                watch.check_replicas(trainer)
                 _warn_of_a_failed_save(saver.finish, first)
                 saver.save(trainer)
                 saver.finish()

@@ -34,11 +34,14 @@ class StepTime:
     def of(cls, ledger: Ledger, total: float) -> "StepTime":
         """From what one step recorded, which took `total` seconds."""
         seconds = dict.fromkeys(PARTS, 0.0)
-        for done in ledger.spans:
-            if part := _part(done.name, done.kind):
-                waited = sum(event.waited for event in ledger.events if done.start <= event.end <= done.end)
-                seconds[part] += done.seconds - (0.0 if part == "communication" else waited)
-                seconds["communication"] += 0.0 if part == "communication" else waited
+        known = [(done, part) for done in ledger.spans if (part := _part(done.name, done.kind))]
+        for done, part in known:
+            waited = sum(event.waited for event in ledger.events if done.start <= event.end <= done.end)
+            seconds[part] += done.seconds - (0.0 if part == "communication" else waited)
+            seconds["communication"] += 0.0 if part == "communication" else waited
+        for event in ledger.events:  # between spans: it is no work of this rank either
+            if not any(done.start <= event.end <= done.end for done, _ in known):
+                seconds["communication"] += event.waited
         return cls(total, **{part: seconds[part] for part in PARTS if part != "idle"})
 
     def to_json(self) -> dict[str, float]:

@@ -134,7 +134,7 @@ class Trainer:
                 self.steps_done += 1
             else:
                 self.updater.zero_grad()
-                self.steps_done = self.loss_spikes.roll_back(problem, self.loader.position)
+                self.steps_done = self.loss_spikes.roll_back(problem, number, position, self.loader.position)
                 skipped = self.loss_spikes.skipped[-1]
                 problem = f"{problem}; back to step {self.steps_done}, without windows {skipped[0]} to {skipped[1] - 1}"
             _ = led.spans  # on a GPU their times are known when it has done the work: the step's second wait

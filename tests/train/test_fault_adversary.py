@@ -15,11 +15,16 @@ from minillm.__main__ import parser_of, run
 from minillm.cli.train import NODES_S, TIMEOUT_S
 from minillm.comm import launch
 from minillm.data import Tokens
+from minillm.measure.ledger import Event, Ledger, Span
 from minillm.model import ModelConfig, MoEConfig
-from minillm.train import ParallelConfig, TrainConfig, Trainer, fit
+from minillm.train import ParallelConfig, StepTime, TrainConfig, Trainer, fit
+from minillm.train.checkpoint.state import held
 from minillm.train.fault_tolerance.goodput import TimeLog, read_goodput
 from minillm.train.fault_tolerance.heartbeat import FOLDER, Beat, Health, Limits, Process, Watcher
+from minillm.train.fault_tolerance.straggler import own_work
 from minillm.train.fault_tolerance.watch import Watch
+from minillm.train.metrics import read_metrics
+from minillm.train.run import STOP
 from minillm.train.strategies.data_parallel import DataParallel
 from minillm.train.strategies.sharded import make_strategy
 
@@ -38,13 +43,12 @@ def trainer(parallel=None, model=MODEL, **options):
 
 
 def refused(group, folder, layout, model, name):
-    """What a run says in which a bit of `name` on rank 1 has been flipped before a save."""
+    """What a run says in which the last bit of `name` on rank 1 has been flipped before a save."""
 
     def flip(run, step):
         if step.step == 7 and group.rank == 1:
-            tensors = run.model.state_dict(keep_vars=True)
-            flipped = next(tensor for each, tensor in tensors.items() if each.endswith(name)).detach().view(-1)
-            flipped.view(torch.int32)[flipped.abs().argmax()] ^= 1 << 20
+            flipped = next(tensor for each, (tensor, _) in held(run).items() if each.endswith(name)).view(-1)
+            flipped.view(torch.int32)[flipped.abs().argmax()] ^= 1
 
     try:
         fit(trainer(make_strategy(group, layout), model), folder, save_every=4, on_step=flip, **QUIET)
@@ -55,6 +59,7 @@ def refused(group, folder, layout, model, name):
 @pytest.mark.parametrize(
     "layout, model, name",
     [
+        (ParallelConfig(dp=2), MODEL, "exp_avg_sq/blocks.1.mlp.up_proj.weight"),  # too little to move the weight
         (ParallelConfig(dp=2), MOE, "balance_bias"),  # a buffer, which checkpoints hold as well
         (ParallelConfig(tp=2), MODEL, "blocks.0.attention_norm.weight"),  # both ranks have the whole of it
         (ParallelConfig(pp=2, accumulate=2), MODEL, "embedding.weight"),  # tied: both ends of the pipeline have it
@@ -80,6 +85,80 @@ def test_a_loaded_state_forgets_the_snapshots_of_other_weights():
     assert "back to step 1," in used.step().rollback and used.steps_done == 1
 
 
+def spoilt(run, positions):
+    """A batch at one of these positions of the data gives a loss that is not finite."""
+    backward = run.backward
+
+    def spoil():
+        is_bad = run.loader.position in positions
+        loss, tokens = backward()
+        return (loss * float("nan") if is_bad else loss), tokens
+
+    run.backward = spoil
+    return run
+
+
+class Killed(Exception):
+    pass
+
+
+def killed_after(steps):
+    def end(run, step):
+        nonlocal steps
+        steps -= 1
+        if steps == 0:
+            raise Killed
+
+    return end
+
+
+def test_a_bad_batch_right_after_the_checkpoint_is_skipped(tmp_path):
+    with pytest.raises(Killed):
+        fit(trainer(), tmp_path, save_every=4, on_step=killed_after(6), **QUIET)
+    run = spoilt(trainer(), {8, 10})
+    assert fit(run, tmp_path, resume=True, save_every=4, **QUIET).steps_done == 12
+    assert run.loss_spikes.skipped == [(8, 12)] and run.loader.position == 2 * (12 + 2)
+    with pytest.raises(ValueError, match="in the very first step"):
+        spoilt(trainer(), {0}).step()
+    run = spoilt(trainer(), range(1000))  # the checkpoint itself is bad
+    with pytest.raises(ValueError, match="also after going back to step 4 3 times"):
+        run.load_state_dict(good_state(4))
+        [run.step() for _ in range(4)]
+
+
+def good_state(steps):
+    run = trainer()
+    [run.step() for _ in range(steps)]
+    return run.state_dict()
+
+
+@pytest.mark.parametrize("lived, kept", [(11, [0, 1, 2, 3, 4, 5, 6, 7]), (14, [*range(10), 5, 6, 7])])
+def test_metrics_hold_what_the_checkpoint_knows_also_after_a_rollback(tmp_path, lived, kept):
+    """Step 9 goes back to 5. Killed before the next save: what came after the last one is lost; killed after it: the
+    steps that the rollback undid stay, and the windows that it skipped."""
+    run = spoilt(trainer(steps=20), {18})
+    run.loss_spikes.every = 5
+    with pytest.raises(Killed):
+        fit(run, tmp_path, save_every=4, on_step=killed_after(lived), **QUIET)
+    run = trainer(steps=20)
+    fit(run, tmp_path, resume=True, save_every=4, **QUIET)
+    rows = [row for row in read_metrics(tmp_path) if "loss" in row]
+    assert [row["step"] for row in rows][: len(kept)] == kept
+    assert [row["position"] for row in rows] == [2 * index for index in range(len(rows))]
+    assert run.loss_spikes.skipped == [tuple(row["skipped"]) for row in rows if row["skipped"]]
+
+
+# Stopping.
+
+
+def test_a_request_to_stop_that_comes_before_the_ranks_have_started_counts(tmp_path):
+    (tmp_path / STOP).touch()
+    done = fit(trainer(), tmp_path, lock=False, **QUIET)
+    assert done.interrupted and done.steps_done == 0 and not (tmp_path / STOP).exists()
+    (tmp_path / STOP).touch()  # of a run that was killed: whoever takes the lock removes it
+    assert not fit(trainer(), tmp_path, **QUIET).interrupted
+
+
 # Goodput.
 
 
@@ -94,6 +173,17 @@ def test_a_gap_after_an_end_counts_if_the_agent_was_there_before_it(tmp_path, ag
             log.ended_at = step + 1
         now[0] += 50
     assert read_goodput(tmp_path).restarting == restarting
+
+
+# Slow ranks.
+
+
+def test_waiting_between_spans_is_no_work_of_the_rank_that_waits():
+    """For a slow loader all others wait at the step's first sum, that of the tokens, which no span surrounds."""
+    event = Event("all_reduce", "dp", 0, 0, (1,), "float32", 1.1, 3.9, waited=2.5)
+    spans = [Span("input", "input", 0, 1), Span("forward", "compute", 4, 5)]
+    found = StepTime.of(Ledger([event], spans), 5.5)
+    assert (found.communication, found.idle, sum(own_work(found))) == (2.5, 1.0, 3.0)
 
 
 # Heartbeats.

@@ -19,12 +19,10 @@ import os
 import shutil
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -32,8 +30,10 @@ from torch import Tensor
 
 from minillm.comm import Group
 from minillm.files import flush, write_whole
+from minillm.train.checkpoint.background import Background
+from minillm.train.checkpoint.checksum import crc32
 from minillm.train.checkpoint.generators import generator_states
-from minillm.train.checkpoint.manifest import FILE, FOLDER, Manifest, committed, file_of, name_of, number_of
+from minillm.train.checkpoint.manifest import FILE, FOLDER, Damaged, Manifest, committed, file_of, name_of, number_of
 from minillm.train.checkpoint.peer_copy import PeerCopy
 from minillm.train.checkpoint.shares import Piece, Share, catalogue_of, shares_of, write_parts
 from minillm.train.checkpoint.state import Holding
@@ -82,8 +82,9 @@ class Checkpointer:
         self.background, self.tokenizer, self.timeout_s, self.peers = background, tokenizer, timeout_s, peers
         self.rank, self.world_size = (group.rank, group.world_size) if group else (0, 1)
         self.stats = SaveStats(0, 0.0, 0.0, 0.0)
-        self._writer = _Writer()
+        self._writer = Background()
         self._written: threading.Event | None = None
+        self._noted, self._is_over = threading.Event(), False  # this rank's note; whether another rank's never comes
         self._error: str | None = None
         self._planned_for: tuple[Trainer, int] | None = None  # the trainer, as it was loaded
         self._names: Set[str] = frozenset()  # of tensors that this rank had then
@@ -105,7 +106,8 @@ class Checkpointer:
         copying = time.perf_counter()
         pieces = self._pieces(holding, trainer.device)
         copied = time.perf_counter()
-        self._number += 1
+        self._number, self._is_over = self._number + 1, False
+        self._noted.clear()
         draft, about = self.folder / f".{name_of(self._number, trainer.steps_done)}", _about(trainer, holding)
         self._written = self._writer.begin(partial(self._write, draft, pieces, about))
         if self.peers:
@@ -119,12 +121,15 @@ class Checkpointer:
         """Waits for the save that is under way, if there is one. Every rank calls it; OSError on all if it failed."""
         if self._written is None:
             return
+        self._noted.wait()
+        self._is_over, is_stale = self._any(self._error is not None, self._is_stale)
         self._written.wait()
         self._written = None
-        failed, is_stale = self._any(self._error is not None, self._is_stale)
+        (failed,) = self._any(self._error is not None)
         if failed or is_stale:
             self._planned_for = None
         if failed:
+            self._cleared()  # no rank writes any more
             problems, self._error = self._everyone(self._error), None
             raise self._refusal(next(filter(None, problems)))
 
@@ -132,12 +137,11 @@ class Checkpointer:
 
     def _make_plan(self, trainer: Trainer, holding: Holding) -> None:
         """On all ranks, for this save and those that follow it."""
-        last = max(map(number_of, committed(self.run)), default=0)
-        told = self._everyone((last, catalogue_of(holding.placements()), self._cleared()))
+        told = self._everyone((catalogue_of(holding.placements()), *self._cleared()))
         if problem := next((problem for *_, problem in told if problem), None):
             raise self._refusal(problem)
-        self._number, self._names, self._is_stale, self._places = told[0][0], frozenset(holding.tensors), False, []
-        self._plan = shares_of([catalogue for _, catalogue, _ in told], self.rank)
+        self._number, self._names, self._is_stale, self._places = told[0][1], frozenset(holding.tensors), False, []
+        self._plan = shares_of([catalogue for catalogue, *_ in told], self.rank)
         self._planned_for = trainer, trainer.loads
 
     def _shares(self, holding: Holding) -> list[Share]:
@@ -164,34 +168,41 @@ class Checkpointer:
             torch.cuda.current_stream(device).synchronize()
         return self._places
 
-    def _cleared(self) -> str | None:
-        """On rank 0, before the first save and after one that failed: removes what saves have left that were killed.
-        None, or why it cannot."""
+    def _cleared(self) -> tuple[int, str | None]:
+        """On rank 0, before the first save and after one that failed: the number of the last checkpoint. Removes what
+        saves have left that failed or were killed; why it cannot, or cannot tell which checkpoints there are."""
         try:
-            for leftover in self.folder.glob(".save-*") if self.rank == 0 else ():
-                shutil.rmtree(leftover)
+            number = 0 if self.rank else max(map(number_of, committed(self.run)), default=0)
+            for leftover in () if self.rank else self.folder.glob(".save-*"):
+                _remove(leftover)
         except OSError as error:
-            return str(error)
+            return 0, str(error)
+        return number, None
 
     # In the thread: this rank's file and note, and on rank 0 all that makes a checkpoint of them.
 
     def _write(self, draft: Path, pieces: Sequence[Piece], about: Callable[[], dict[str, Any]]) -> None:
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            draft.mkdir(exist_ok=True)  # of all ranks, the first makes it
-            note = {"parts": self._write_parts(draft, pieces), **about()}
-        except Exception as error:  # a thread has nobody to raise it to
-            self._error, note = str(error), {"error": str(error)}
-        with contextlib.suppress(OSError):
-            if "error" in note:
-                file_of(draft, self.rank).unlink(missing_ok=True)  # on a full disk, room for the note
-            write_whole(_note(draft, self.rank), json.dumps(note))
+            self._write_own(draft, pieces, about)
+        finally:
+            self._noted.set()
         if self.rank == 0:
             try:
                 self._commit(draft, self._notes(draft))
             except Exception as error:
-                self._error = str(error)
+                self._error = self._error or (None if self._is_over else str(error))  # another rank says what it was
                 shutil.rmtree(draft, ignore_errors=True)
+
+    def _write_own(self, draft: Path, pieces: Sequence[Piece], about: Callable[[], dict[str, Any]]) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            draft.mkdir(exist_ok=True)  # of all ranks, the first makes it
+            _leave(_note(draft, self.rank), {"parts": self._write_parts(draft, pieces), **about()})
+        except Exception as error:  # a thread has nobody to raise it to
+            self._error = str(error)
+            with contextlib.suppress(OSError):
+                file_of(draft, self.rank).unlink(missing_ok=True)  # on a full disk, room for the note
+                _leave(_note(draft, self.rank), {"error": str(error)})
 
     def _write_parts(self, draft: Path, pieces: Sequence[Piece]) -> list[list[Any]]:
         return write_parts(file_of(draft, self.rank), self.rank, pieces)
@@ -201,10 +212,10 @@ class Checkpointer:
         deadline, notes = time.monotonic() + self.timeout_s, []
         for rank in range(self.world_size):
             while not _note(draft, rank).exists():
-                if self._error or time.monotonic() > deadline:
+                if self._error or self._is_over or time.monotonic() > deadline:
                     raise OSError(self._error or f"rank {rank} has not written its part in {self.timeout_s:.0f} s")
                 time.sleep(POLL_S)
-            notes.append(json.loads(_note(draft, rank).read_text(encoding="utf-8")))
+            notes.append(_left(_note(draft, rank)))
             if "error" in notes[-1]:
                 raise OSError(notes[-1]["error"])
         return notes
@@ -224,10 +235,14 @@ class Checkpointer:
             for old in committed(self.run)[: -self.keep]:
                 dropped = old.with_name(f".{old.name}")
                 os.rename(old, dropped)
-                shutil.rmtree(dropped)
+                _remove(dropped)
 
     def _refusal(self, problem: str) -> OSError:
-        return OSError(f"cannot save to {self.run} ({problem}); the checkpoint that was there still loads.")
+        with contextlib.suppress(OSError):
+            if committed(self.run):
+                problem = f"{problem}); the checkpoint that was there still loads."
+                return OSError(f"cannot save to {self.run} ({problem}")
+        return OSError(f"cannot save to {self.run} ({problem}).")
 
     def _everyone(self, value: Any) -> list[Any]:
         return self.group.gather_objects(value) if self.group else [value]
@@ -238,31 +253,6 @@ class Checkpointer:
             return list(values)
         told = torch.tensor(values, dtype=torch.int64, device=self.group.device)
         return [bool(value) for value in self.group.all_reduce(told, "max").tolist()]
-
-
-class _Writer:
-    """A thread that stays for the next save: to start one costs training a switch to it. It ends with its owner."""
-
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[Callable[[], None], threading.Event] | None] = SimpleQueue()
-        threading.Thread(target=_work_off, args=[self._queue], name="checkpoint", daemon=True).start()
-        weakref.finalize(self, self._queue.put, None)
-
-    def begin(self, write: Callable[[], None]) -> threading.Event:
-        """Set when `write` is over."""
-        done = threading.Event()
-        self._queue.put((write, done))
-        return done
-
-
-def _work_off(queue: SimpleQueue) -> None:
-    while job := queue.get():
-        write, done = job
-        try:
-            write()
-        finally:
-            done.set()
-        del job, write, done  # and with them the pieces
 
 
 def _about(trainer: Trainer, holding: Holding) -> Callable[[], dict[str, Any]]:
@@ -280,5 +270,22 @@ def _host_memory(like: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     return [place.view(each.shape) for place, each in zip(flat, like, strict=True)]
 
 
+def _remove(folder: Path) -> None:
+    """Of a link to a folder, the link."""
+    folder.unlink() if folder.is_symlink() else shutil.rmtree(folder)
+
+
 def _note(draft: Path, rank: int) -> Path:
     return draft / f"rank-{rank:04d}.json"
+
+
+def _leave(note: Path, said: dict[str, Any]) -> None:
+    text = json.dumps(said)
+    write_whole(note, f"{crc32(text.encode())} {text}")
+
+
+def _left(note: Path) -> dict[str, Any]:
+    checksum, _, text = note.read_text(encoding="utf-8").partition(" ")
+    if checksum != str(crc32(text.encode())):
+        raise Damaged(f"{note} is damaged: its checksum differs.")
+    return json.loads(text)

@@ -66,18 +66,24 @@ class LossSpikeGuard:
         if self.spike_nats is None:
             return
         if self._snapshot is None or step - self._snapshot[0] >= self.every:
-            self._snapshot = (step, _host_copy(self.capture()), list(self.recent)[:-1])
-            self._position, self.failures = position, 0
+            self._take(step, position, list(self.recent)[:-1])
 
-    def roll_back(self, reason: str, position: int = 0) -> int:
-        """Restores the snapshot and returns its step. ValueError without one, or when that has been tried too often.
-        position: windows up to the end of the bad step; those since the snapshot join `skipped`."""
+    def _take(self, step: int, position: int, recent: list[float]) -> None:
+        self._snapshot = (step, _host_copy(self.capture()), recent)
+        self._position, self.failures = position, 0
+
+    def roll_back(self, reason: str, step: int = 0, begin: int = 0, end: int = 0) -> int:
+        """Restores the snapshot and returns its step. In the first step after a resume that is the checkpoint's, which
+        has not been updated. ValueError in the first step of all, or when that has been tried too often.
+        begin, end: windows before and after the bad step; those since the snapshot join `skipped`."""
         if self.spike_nats is None:
             raise ValueError(
                 f"{reason}, and rolling back is off (spike_nats None): lower --lr and go on from the last checkpoint."
             )
         if self._snapshot is None:
-            raise ValueError(f"{reason} in the very first step: lower --lr, or check the data and the weights.")
+            if not self.recent:
+                raise ValueError(f"{reason} in the very first step: lower --lr, or check the data and the weights.")
+            self._take(step, begin, list(self.recent))
         step, state, recent = self._snapshot
         self.failures += 1
         if self.failures > self.patience:
@@ -89,7 +95,7 @@ class LossSpikeGuard:
         self.recent = deque(recent, maxlen=RECENT)
         if self.skipped and self.skipped[-1][0] == self._position:
             self.skipped.pop()  # of the rollback before, to the same snapshot
-        self.skipped.append((self._position, position))
+        self.skipped.append((self._position, end))
         return step
 
     def state_dict(self) -> dict[str, Any]:

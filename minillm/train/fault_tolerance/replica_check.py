@@ -34,7 +34,7 @@ class Divergence:
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.ranks))
         if self.has_majority:
-            return f"the weights of rank {ranks} differ from the other replicas' in {self.name}"
+            return f"rank {ranks} differs from the other replicas in {self.name}"
         return f"the replicas on ranks {ranks} differ in {self.name}, and none of them is a majority"
 
 

@@ -1,7 +1,7 @@
 """What ranks tell each other about their health while a run goes on: one object for the loop to call.
 
 after every step     own work of the step is noted; every few steps all exchange it: who is slow?
-before every save    hashes of the weights: does a replica differ? A checkpoint never holds corrupted weights.
+before every save    hashes of all that is saved: does a replica differ? A checkpoint never holds corrupted weights.
 all the time         heartbeats, in a thread
 """
 
@@ -17,12 +17,14 @@ from pathlib import Path
 import torch
 
 from minillm.train.checkpoint.shares import catalogue_of
+from minillm.train.checkpoint.state import held
 from minillm.train.fault_tolerance.elastic import may_restart
 from minillm.train.fault_tolerance.heartbeat import FOLDER, Heart, Limits
 from minillm.train.fault_tolerance.replica_check import check_replicas
 from minillm.train.fault_tolerance.straggler import Straggler, StragglerDetector, own_work
 from minillm.train.steptime import StepTime
 from minillm.train.strategies.single_device import SingleDevice
+from minillm.train.trainer import Trainer
 
 EXCHANGE_EVERY = 10  # steps between two comparisons of ranks, so that a slow one is named within twice as many
 HUNG_STATUS = 75  # exit status of a rank that ends itself (EX_TEMPFAIL: try again)
@@ -70,15 +72,15 @@ class Watch:
         self.slow = self.detector.stragglers()
         return [each for each in self.slow if each.rank not in known]
 
-    def check_replicas(self) -> None:
-        """ValueError, on every rank, that names the rank whose weights are not those of its replicas: of the ranks that
-        hold the same part of the model along any axis."""
+    def check_replicas(self, trainer: Trainer) -> None:
+        """ValueError, on every rank, that names the rank whose weights, or what its optimizer keeps of them, are not
+        those of its replicas: of the ranks that hold the same part along any axis."""
         if self.group is None:
             return
-        held = self.parallel.held() | self.parallel.held_buffers()
-        catalogue = catalogue_of({name: placement for name, (_, placement) in held.items()})
-        parts = [(owned, part) for (owned, _), (part, _) in zip(catalogue, held.values(), strict=True)]
-        if found := check_replicas(parts, self.group):
+        parts = held(trainer)
+        catalogue = catalogue_of({name: placement for name, (_, placement) in parts.items()})
+        owned = [(key, part) for (key, _), (part, _) in zip(catalogue, parts.values(), strict=True)]
+        if found := check_replicas(owned, self.group):
             name, _ = found.name
             raise ValueError(
                 f"{replace(found, name=name)}: go on with --resume from the last checkpoint, whose replicas agreed, "

@@ -331,15 +331,6 @@ class Hybrid(SingleDevice):
         places = {name: Replicate(self._earlier[name] + others) for name in self.buffers()}
         return {name: Placement(buffer.shape, (places[name],)) for name, buffer in self.buffers().items()}
 
-    def replicated_weights(self) -> list[tuple[Iterable[tuple[str, Tensor]], Group]]:
-        if self.layout.zero == 3:
-            return [(self.module.named_parameters(), self.replicate_group)] if self.replicate_group else []
-        experts, others = [], []
-        for name, weight in self.model.named_parameters():
-            (experts if is_expert(name) else others).append((name, weight))
-        pairs = [(others, self.replicas), (experts, self.expert_replicas)]
-        return pairs + ([(experts, self.replicate_group)] if self.expert_group and self.replicate_group else [])
-
     def full_state_dict(self) -> dict[str, Any]:
         merged: dict[str, Any] = {}
         for buffers in self.group.gather_objects({name: buffer.cpu() for name, buffer in self.buffers().items()}):

@@ -10,7 +10,7 @@ Each has the methods of `SingleDevice`, which says what they mean.
 """
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,9 +100,6 @@ class ShardedModel(Sharded):
     @property
     def weight_placements(self) -> Mapping[str, Placement]:
         return self.module.placements
-
-    def replicated_weights(self) -> list[tuple[Iterable[tuple[str, Tensor]], Group]]:
-        return []
 
     def full_state_dict(self) -> dict[str, Any]:
         return self.module.full_state_dict()

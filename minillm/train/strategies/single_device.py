@@ -189,10 +189,6 @@ class SingleDevice:
         here = Replicate(self.group.rank if self.group else 0)
         return {name: Placement(buffer.shape, (here,)) for name, buffer in self.buffers().items()}
 
-    def replicated_weights(self) -> list[tuple[Iterable[tuple[str, Tensor]], Group]]:
-        """Weights of this rank by name, each time with the ranks that must hold the same bits of them."""
-        return [(self.model.named_parameters(), self.group)] if self.group else []
-
     def full_state_dict(self) -> dict[str, Any]:
         """Weights and buffers as one process would have them, on every rank; all ranks call it."""
         return self.model.state_dict()
