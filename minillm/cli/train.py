@@ -1,8 +1,10 @@
 """`python -m minillm train`: from the corpus to a run, and from a run to a model folder."""
 
 import contextlib
+import errno
 import math
 import os
+import shlex
 import sys
 import time
 from dataclasses import replace
@@ -128,6 +130,8 @@ def command(
     """Train a model on the standard library's source, or on your text. Ctrl-C saves; --resume goes on."""
     if model_size not in (None, *SIZES):
         raise ValueError(f"--model-size: no model size {model_size!r}: use one of {', '.join(SIZES)}")
+    if run in (".", ".."):
+        raise ValueError(f"--run {run} is no name: give the run a folder of its own under {runs}")
     given = {name: invocation.params[name] for name in DEFAULTS if invocation.params.get(name) is not None}
     begun = None if resume else _begun(runs, run)
     resume = resume or (begun is not None and has_checkpoint(begun))
@@ -232,7 +236,11 @@ def _run(job: TrainingJob) -> dict[str, Any]:
         problem = error.__cause__ if isinstance(error, RankError) else error
         if not isinstance(problem, OSError) or isinstance(problem, ConnectionError):
             raise  # other ranks have gone, and the disk is not to blame
-        raise ValueError(f"{problem} Free some space, then go on with --resume --run {job.folder.name}.") from error
+        is_full = any(os.strerror(code) in str(problem) for code in (errno.ENOSPC, errno.EDQUOT))
+        advice = "Free some space" if is_full else "Mend that"
+        raise ValueError(
+            f"{problem} {advice}, then go on with --resume --run {shlex.quote(job.folder.name)}."
+        ) from error
 
 
 def _announce(job: TrainingJob, is_new: bool) -> None:
@@ -303,7 +311,9 @@ def _report(found: dict[str, Any], folder: Path) -> None:
     if spent := found.get("goodput"):
         print(f"goodput {spent['goodput']:.1%}: {read_goodput(folder)}")
     if found["interrupted"]:
-        print(f"saved after step {found['steps_done']}: python -m minillm train --resume --run {folder.name}")
+        print(
+            f"saved after step {found['steps_done']}: python -m minillm train --resume --run {shlex.quote(folder.name)}"
+        )
         return
     loss, bits = found["validation_loss"], found["bits_per_byte"]
     unigram, unigram_bits = found["unigram_entropy"], found["unigram_bits_per_byte"]

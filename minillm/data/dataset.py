@@ -9,6 +9,7 @@ does not fill a window. A window may span documents; the separator tells the mod
 attention, if tokens are to see their own document only.
 """
 
+import zlib
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -17,6 +18,7 @@ import torch
 
 from minillm.data.tokens import Tokens
 
+SAMPLES, SAMPLE = 64, 1024  # how many pieces, of how many tokens
 IGNORE = -100  # a target that does not count, as in torch's cross_entropy
 
 
@@ -47,6 +49,16 @@ class TokenDataset:
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.seq_len
 
+    @property
+    def _array(self) -> np.ndarray:
+        return self.tokens.array if isinstance(self.tokens, Tokens) else np.asarray(self.tokens)
+
+    @cached_property
+    def crc32(self) -> int:
+        """Of a sample of the tokens, spread over all: what tells texts of the same length apart."""
+        starts = np.linspace(0, max(0, len(self._array) - SAMPLE), SAMPLES).astype(np.int64)
+        return zlib.crc32(b"".join(self._array[at : at + SAMPLE].astype("<i8").tobytes() for at in starts))
+
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, targets = self.batch([index])
         return inputs[0], targets[0]
@@ -56,7 +68,7 @@ class TokenDataset:
         wanted = np.asarray(indices, dtype=np.int64).reshape(-1)
         if (outside := wanted[(wanted < 0) | (wanted >= len(self))]).size:
             raise IndexError(f"window {outside[0]} is outside 0..{len(self) - 1}")
-        array = self.tokens.array if isinstance(self.tokens, Tokens) else np.asarray(self.tokens)
+        array = self._array
         if self.positions is not None:
             return self._parts(array, wanted[:, None] * self.seq_len)
         windows = array[wanted[:, None] * self.seq_len + np.arange(self.seq_len + 1)].astype(np.int64)

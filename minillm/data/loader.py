@@ -112,5 +112,5 @@ class Loader:
 
     def _identity(self) -> dict[str, int]:
         sampler = self.sampler
-        names = {"samples": sampler.num_samples, "seq_len": self.dataset.seq_len}
+        names = {"samples": sampler.num_samples, "seq_len": self.dataset.seq_len, "crc32": self.dataset.crc32}
         return names | {"seed": sampler.seed, "shuffle": int(sampler.shuffle)}

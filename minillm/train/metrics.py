@@ -68,7 +68,7 @@ def read_metrics(folder: Path, missing_ok: bool = False) -> list[dict[str, Any]]
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
             raise _not_metrics(path, f"line {number} has no step: {line:.40}")

@@ -8,6 +8,7 @@ import shutil
 from dataclasses import replace
 
 import checkpoint_programs as programs
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from minillm.__main__ import run as run_command
 from minillm.comm import launch
 from minillm.model import Transformer
-from minillm.train import adamw
+from minillm.train import Trainer, adamw
 from minillm.train.checkpoint import manifest as manifests
 from minillm.train.checkpoint import reader
 from minillm.train.checkpoint.manifest import Manifest, SavedTensor, committed, file_of, name_of
@@ -26,6 +27,7 @@ from minillm.train.checkpoint.shares import Piece, write_parts
 from minillm.train.checkpoint.state import Holding, held
 from minillm.train.checkpoint.torch_format import from_torch, to_torch
 from minillm.train.checkpoint.writer import Checkpointer
+from minillm.train.fault_tolerance.goodput import goodput
 from minillm.train.run_folder import locked
 
 TINY = ["train", "--model-size", "tiny", "--data", "text", "--seq-len", "32", "--batch-size", "4", "--run", "a"]
@@ -290,3 +292,22 @@ def test_all_stages_refuse_what_one_of_them_lacks(foreign, tmp_path):
     first, last = launch(on_stages, 2, tmp_path, timeout=120)
     assert first == last and first[1:] == [True, None, False]
     assert first[0].endswith("it has no model/norm.weight")
+
+
+def test_another_text_of_the_same_length_is_refused(tmp_path):
+    ours = programs.trainer()
+    Checkpointer(tmp_path).save(ours)
+    other = programs.tokens()
+    array = np.array(other.array)
+    array[len(array) // 2] ^= 1
+    theirs = Trainer(ours.config, replace(other, array=array), workers=0)
+    with pytest.raises(ValueError, match="saved with crc32"):
+        restore(theirs, tmp_path)
+
+
+def test_times_that_begin_in_the_middle_are_added_up():
+    rows = [
+        {"event": "step", "step": 4, "at": 10.0, "seconds": 2.0},
+        {"event": "end", "step": 5, "at": 11, "seconds": 0},
+    ]
+    assert goodput(rows).useful == 2.0

@@ -129,7 +129,7 @@ def goodput(rows: Iterable[dict[str, Any]]) -> Goodput:
             gap_is, was_ended = ("restarting" if counts else "other"), False
             last = last if counts else at
             continue
-        spent[gap_is] += max(0.0, at - seconds - last)
+        spent[gap_is] += max(0.0, at - seconds - (at if last is None else last))
         gap_is, last, was_ended = "other", at, event == "end"
         if event == "step":
             kept[step] = seconds
@@ -149,7 +149,7 @@ def _rows(lines: Iterable[str], path: Path) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue  # cut short by a crash
         numbers = [row.get(name) for name in ("step", "at", "seconds")] if isinstance(row, dict) else [None]
         if not all(isinstance(each, int | float) for each in numbers) or "event" not in row:
