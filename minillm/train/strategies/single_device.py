@@ -66,6 +66,17 @@ class SingleDevice:
         """Whether this rank writes files and shows progress: one of all ranks does."""
         return self.rank == 0
 
+    @property
+    def model(self) -> nn.Module:
+        """The bare model, from `wrap` on. A strategy may have one after another."""
+        return self._model
+
+    @model.setter
+    def model(self, model: nn.Module) -> None:
+        self._model = model
+        for of_the_last in ("_parameters", "_buffer_names"):
+            self.__dict__.pop(of_the_last, None)
+
     def build(self, config: ModelConfig, **how: Any) -> Transformer:
         """The bare model, before `wrap`, or this rank's parts of it, with the whole model's parameter names.
         how: seed, device, dtype, attention."""
