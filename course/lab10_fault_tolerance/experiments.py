@@ -91,7 +91,7 @@ def save_both_ways(group: Group, place: Path) -> dict[str, Any]:
         group.barrier()
         with measure.memory() as seen:
             saver.save(trainer)
-        saver.finish()
+            saver.finish()
         stats = []
         for _ in range(5):
             group.barrier()
