@@ -109,7 +109,7 @@ def read_config(folder: str | Path, max_seq_len: int | None = None) -> ModelConf
         raise ValueError(f"{path} does not exist: {folder} is not a Hugging Face model folder.")
     try:
         raw = _raw(Path(folder))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON ({error}).") from error
     try:
         return config_from_hf(raw, max_seq_len)

@@ -41,7 +41,9 @@ def read(folder: Path) -> Stored:
         raise ValueError(f"{folder} holds neither {SINGLE} nor {INDEX}: there are no weights to load.")
     try:
         where = json.loads((folder / INDEX).read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+        if not (isinstance(where, dict) and all(isinstance(shard, str) for shard in where.values())):
+            raise TypeError("its weight_map does not name a file for each tensor")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{folder / INDEX} is not a safetensors index ({error!r}).") from error
     files = {shard: _open(folder / shard) for shard in sorted(set(where.values()))}
     held = {shard: set(file.keys()) for shard, file in files.items()}
@@ -138,7 +140,7 @@ def _open(path: Path) -> safe_open:
         return safe_open(path, framework="pt")
     except FileNotFoundError as error:
         raise ValueError(f"{path} does not exist, but {INDEX} names it: a shard is missing.") from error
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is truncated or no safetensors file ({error}).") from error
 
 

@@ -219,9 +219,13 @@ def test_damaged_shards_are_named(tmp_path):
     (tmp_path / where["lm_head.weight"]).unlink()
     with pytest.raises(ValueError, match="a shard is missing"):
         load_hf(tmp_path)
-    index.write_text("{}")
-    with pytest.raises(ValueError, match="is not a safetensors index"):
+    (tmp_path / where["lm_head.weight"]).mkdir()
+    with pytest.raises(ValueError, match="no safetensors file"):
         load_hf(tmp_path)
+    for damaged in ({}, {"weight_map": list(where)}, {"weight_map": dict.fromkeys(where, 1)}):
+        index.write_text(json.dumps(damaged))
+        with pytest.raises(ValueError, match="is not a safetensors index"):
+            load_hf(tmp_path)
 
 
 def test_derived_tensors_of_old_checkpoints_are_left_out(tmp_path):
