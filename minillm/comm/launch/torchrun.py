@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 
 from minillm.comm.errors import HangError, PeerLostError
@@ -57,8 +58,8 @@ def is_root() -> bool:
 
 
 def _silent(group: Group) -> list[int]:
-    """The ranks that do not say, as this one does now, that they have lost others. Those that still compute are among
-    them; a store that has gone answers for none of another machine."""
+    """The ranks that do not say, as this one does now, that they have lost others. On another machine those that still
+    compute are among them; a store that has gone answers for none there."""
     others = {rank for rank in group.ranks if rank != group.world.rank}
     try:
         for pause_s in (SETTLE_S, LAST_WORDS_S):
@@ -67,9 +68,21 @@ def _silent(group: Group) -> list[int]:
             store = meeting_place()
             store.set(_word(group.world.rank), "")
         others = {rank for rank in others if not store.check([_word(rank)])}
+        others = others - _alive_here() or others  # if all are, one of them is about to end
     except RuntimeError:
         others -= group.world.local_ranks
     return sorted(others)
+
+
+def _alive_here() -> set[int]:
+    """The ranks that the same agent has started, and that have not ended. One may wait for this rank without knowing
+    yet that others are lost."""
+    found = set()
+    for process in psutil.Process(os.getppid()).children():
+        with contextlib.suppress(psutil.Error, KeyError, ValueError):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.add(int(process.environ()["RANK"]))
+    return found
 
 
 @contextlib.contextmanager
