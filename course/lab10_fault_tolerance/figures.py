@@ -29,8 +29,9 @@ def goodput_by_gpus(save_s: int = 60, restart_min: int = 10) -> Figure:
     curves = {
         f"a save of {save_s} s at Daly's interval": [faults.best_goodput(save_s, restart, mtbf) for mtbf in mtbfs],
         f"a save of {save_s} s every hour": [faults.goodput(3600, save_s, restart, mtbf) for mtbf in mtbfs],
-        # a failure also undoes the write, as if the restart took so much longer
-        "a stall of 1 s (background) every 5 min": [faults.goodput(300, 1, restart + save_s, mtbf) for mtbf in mtbfs],
+        "a stall of 1 s (background) every 5 min": [
+            faults.goodput(300, 1, restart, mtbf, write_s=save_s) for mtbf in mtbfs
+        ],
     }
     figure, axes = subplots(width=8, height=3.6)
     with style():

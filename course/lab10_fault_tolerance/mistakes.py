@@ -248,17 +248,18 @@ def _newest_that_is_whole(disk):
     return None
 
 
-def _pointer(step, shard, group, disk):
+def _pointer(step, shard, group, disk, draft="latest.tmp"):
     """A small file that names the folder is replaced by a rename: DeepSpeed's `latest`, made safe."""
     folder = f"folder-{step}"
     disk.write(f"{folder}/{group.rank}", shard)
     disk.flush(f"{folder}/{group.rank}")
     group.barrier()
     if group.rank == 0:
-        disk.write("latest.tmp", f"{step} {group.world_size}".encode())
-        disk.flush("latest.tmp")
-        disk.rename("latest.tmp", "latest")
-        disk.flush()
+        disk.write(draft, f"{step} {group.world_size}".encode())
+        disk.flush(draft)
+        if draft != "latest":
+            disk.rename(draft, "latest")
+            disk.flush()
 
 
 def _by_pointer(disk):
@@ -268,14 +269,8 @@ def _by_pointer(disk):
     return step, [disk.read(f"folder-{step}/{rank}") for rank in range(ranks)]
 
 
-def _pointer_in_place(step, shard, group, disk):
-    folder = f"folder-{step}"
-    disk.write(f"{folder}/{group.rank}", shard)
-    disk.flush(f"{folder}/{group.rank}")
-    group.barrier()
-    if group.rank == 0:
-        disk.write("latest", f"{step} {group.world_size}".encode())
-        disk.flush("latest")
+def _pointer_in_place(*given):
+    _pointer(*given, draft="latest")
 
 
 mistake(

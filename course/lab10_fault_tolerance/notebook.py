@@ -364,9 +364,9 @@ saves = experiments.saves()
 receipt("a checkpoint of 2 ranks", receipts.saves(saves), open_rows=4)
 
 # %% [markdown]
-# In the background training waits for the copy, and for the Python that lists the tensors, the same in every save; it asks
-# no other rank. The copy grows with what the rank writes, with Adam 12 to 14 bytes per parameter of its shard in host
-# memory. The checkpoint counts later, when it is written.
+# In the background training waits for the copy and for the Python that lists the tensors. Ranks meet only before the next
+# save, to hear of this one. The copy grows with what the rank writes, with Adam 12 to 14 bytes per parameter of its shard
+# in host memory. The checkpoint counts later, when it is written.
 #
 # ## A job that is killed
 #

@@ -25,13 +25,7 @@ from minillm.predict.model import parameters
 from minillm.train.activation_checkpointing import MODES
 from minillm.train.checkpoint.reader import has_checkpoint, saved_at
 from minillm.train.config import TrainConfig
-from minillm.train.fault_tolerance.elastic import (
-    DoesNotDivide,
-    job_id,
-    may_restart,
-    possible_ranks,
-    was_restarted,
-)
+from minillm.train.fault_tolerance.elastic import DoesNotDivide, job_id, may_restart, possible_ranks, was_restarted
 from minillm.train.fault_tolerance.goodput import read_goodput
 from minillm.train.job import DEFAULTS, SETTINGS_FILE, TrainingJob, run_of_job, saved_settings, train
 from minillm.train.parallel_config import ParallelConfig

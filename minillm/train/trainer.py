@@ -115,7 +115,7 @@ class Trainer:
         self.scaler = LossScaler(self.precision.scaled)
         self.loss_spikes = LossSpikeGuard(self._learnt, self._unlearn, spike_nats=config.spike_nats)
         self.steps_done = 0
-        self.loads = 0  # how often a state was loaded, on all ranks: of what is kept about it, nothing holds then
+        self.loads = 0  # how often a state was loaded: what was worked out about the one before no longer holds
 
     def step(self) -> Step:
         """One update from the next `accumulate` microbatches, or one rollback if they went wrong."""

@@ -11,7 +11,7 @@ function of the step, and the order of the data one of the seed and a position, 
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,7 +36,8 @@ class Holding:
         self._kept = per_element(self._entries)
         self.tensors = {_key("model", name): part.to(dtype) for name, part in trainer.parallel.parts().items()}
         self.tensors |= {_key("model", name): buffer for name, buffer in trainer.parallel.buffers().items()}
-        self._stepped = {_key("optimizer", key, name): (name, tensor) for key, name, tensor in self._per_element()}
+        kept = ((k, name, v) for name, entry in self._entries.items() for k, v in entry.items() if k in self._kept)
+        self._stepped = {_key("optimizer", key, name): (name, tensor) for key, name, tensor in kept}
         if trainer.precision.master:
             masters = updater.sharded_state_dict()["masters"]
             self._stepped |= {_key("master", name): (name, master) for name, master in masters.items()}
@@ -73,10 +74,6 @@ class Holding:
             return {"groups": groups, "counted": counted}
 
         return in_words
-
-    def _per_element(self) -> Iterator[tuple[str, str, Tensor]]:
-        """What the optimizer keeps per element: key, the parameter's name, the tensor."""
-        return ((k, name, entry[k]) for name, entry in self._entries.items() for k in entry if k in self._kept)
 
 
 def held(trainer: Trainer) -> dict[str, tuple[Tensor, Placement]]:
@@ -147,7 +144,6 @@ def _key(*words: str) -> str:
     return "/".join([*words[:-1], _plain(words[-1])])
 
 
-@functools.cache
 def _plain(name: str) -> str:
     """A parameter's name in the model itself: torch.compile's wrapper adds a word."""
     return name.replace("_orig_mod.", "")

@@ -9,7 +9,8 @@ before it. The threads speak by files alone: collectives belong to the thread th
 steps run at once, and on a CPU nothing is copied.
 
 Training waits for little but the copy: the first save works out who writes what, and the later ones keep to it without
-a word. After each, an all-reduce of 16 bytes tells all ranks whether any of them failed, or has other tensors by now.
+a word. When a save is over, at the latest before the next, two all-reduces of 16 and 8 bytes tell all ranks whether any
+of them failed, or has other tensors by now.
 """
 
 import contextlib
@@ -238,11 +239,10 @@ class Checkpointer:
                 _remove(dropped)
 
     def _refusal(self, problem: str) -> OSError:
+        kept = ""
         with contextlib.suppress(OSError):
-            if committed(self.run):
-                problem = f"{problem}); the checkpoint that was there still loads."
-                return OSError(f"cannot save to {self.run} ({problem}")
-        return OSError(f"cannot save to {self.run} ({problem}).")
+            kept = "; the checkpoint that was there still loads" if committed(self.run) else ""
+        return OSError(f"cannot save to {self.run} ({problem}){kept}.")
 
     def _everyone(self, value: Any) -> list[Any]:
         return self.group.gather_objects(value) if self.group else [value]
