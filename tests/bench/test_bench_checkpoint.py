@@ -4,7 +4,7 @@ from minillm.__main__ import run
 from minillm.bench import checkpoint
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_smoke():
     rows = {row.name: row for row in checkpoint.run(world_sizes=(2,), shapes=("draft",), repeats=5)}
     assert len(rows) == 10 and all(row.correct and row.ratio > 0 for row in rows.values())

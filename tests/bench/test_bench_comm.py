@@ -9,6 +9,7 @@ from minillm.bench import bench, comm
 from minillm.bench.harness import Comparison
 
 
+@pytest.mark.full
 def test_smoke(tmp_path, capsys):
     path = tmp_path / "comm.json"
     argv = ["bench", "comm", "--world-sizes", "2", "--sizes", "4k", "--repeats", "5", "--json", str(path)]

@@ -6,7 +6,7 @@ from minillm.bench import context, tiles
 from minillm.comm import launch
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_smoke():
     rows = {row.name: row for row in context.run(world_sizes=(2,), sizes=(64,), links=("loopback",), repeats=5)}
     assert len(rows) == 9 and all(row.correct and row.ratio > 0 for row in rows.values())

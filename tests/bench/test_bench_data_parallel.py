@@ -5,7 +5,7 @@ from minillm.bench import data_parallel
 from minillm.comm import launch
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.wire
 def test_smoke():
     rows = {row.name: row for row in data_parallel.run(world_sizes=(2,), shapes=("tiny",), repeats=5)}

@@ -12,7 +12,7 @@ def test_the_ready_model_says_the_token_that_it_has_ready():
     assert output.answers[0].ids == [1] * 5
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_row_for_a_number_of_sequences():
     report = bench("engine-overhead", sizes=(2,))
     assert [row.name for row in report.rows] == ["engine overhead, 2 sequences"]

@@ -23,7 +23,7 @@ def test_contestants_agree_and_a_wrong_one_is_found(monkeypatch):
     assert not moe.agree(ours, peers["dense"], x)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_command():
     report = bench("moe", sizes=(64, 32, 16), repeats=5)
     assert report.ok and len(report.rows) == 2 * 2 * 3 + 1 + 3

@@ -5,7 +5,7 @@ from minillm.bench import pipeline
 from minillm.comm import launch
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_smoke():
     chosen = ("1f1b", "zero_bubble_v")
     rows = pipeline.run(world_sizes=(2,), shapes=("tiny",), schedules=chosen, repeats=5)

@@ -40,8 +40,8 @@ def test_two_ranks_send_and_hold_what_is_predicted():
     check(2, planner.layouts(2)[2::2])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=long)])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=long), 4, pytest.param(8, marks=long)])
 def test_every_layout_sends_and_holds_what_is_predicted(ranks):
     check(ranks, planner.layouts(ranks))
 
@@ -50,13 +50,13 @@ def test_two_ranks_of_experts_send_and_hold_what_is_predicted():
     check(2, planner.expert_layouts(2)[::3], planner.EXPERTS)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=long)])
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=long), 4, pytest.param(8, marks=long)])
 def test_every_layout_of_experts_sends_and_holds_what_is_predicted(ranks):
     check(ranks, planner.expert_layouts(ranks), planner.EXPERTS)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_experts_with_sequence_parallelism_and_without_ep():
     layouts = [ParallelConfig(dp=2, ep=2, tp=2, sequence=True, zero=zero, accumulate=2) for zero in (0, 3)]
     layouts += [ParallelConfig(dp=2, tp=2, zero=zero, accumulate=2) for zero in (0, 2)]

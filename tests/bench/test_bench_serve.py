@@ -28,7 +28,7 @@ def peer(model):
     return twin(model)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_rows_of_a_comparison(model, peer):
     rows = serve.compare("skewed", Ours(model, LIMITS), Static(peer, 4), ARRIVALS[:3])
     assert [row.name for row in rows] == [f"skewed: {what}" for what in serve.METRICS]
@@ -52,7 +52,7 @@ def test_every_peer_gives_the_same_tokens_and_only_useful_ones_count(model, peer
         assert 0 < served.ttft.p50 <= served.ttft.p99 <= served.seconds
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_rows_without_a_trace(model, peer, monkeypatch):
     class Card:
         memory_bandwidth_bytes_per_s = 1e9
@@ -112,7 +112,7 @@ def test_a_run_leaves_torch_as_it_was(model):
     assert torch.get_num_threads() == before
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_frontier_is_measured_and_drawn(model, peer):
     def make(streams):
         return uniform(streams, prompt_tokens=4, max_tokens=4, vocab_size=61)

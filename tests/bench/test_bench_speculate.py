@@ -1,11 +1,14 @@
 """bench speculate: its rows on little text; what is timed was right before."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from minillm.bench import bench, speculate
+from minillm.data import Tokenizer, corpus
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_rows_and_formulas(monkeypatch):
     for name, value in (
         ("PROMPTS", 1),
@@ -29,10 +32,9 @@ def test_rows_and_formulas(monkeypatch):
     assert len(bench("speculate", proposers=("draft",), peers=False).rows) == 4
 
 
-def test_prompts_are_the_same_every_time_and_of_one_length():
-    from minillm.data import Tokenizer
-
-    tokenizer = Tokenizer.load()
+def test_prompts_are_the_same_every_time_and_of_one_length(monkeypatch):
+    tokenizer, some = Tokenizer.load(), sorted(corpus().documents("validation"), key=lambda each: each.name)[:12]
+    monkeypatch.setattr(speculate, "corpus", lambda: SimpleNamespace(documents=lambda split: some))
     first = speculate.prompts("prose", tokenizer)
     assert first == speculate.prompts("prose", tokenizer) and len(first) == speculate.PROMPTS
     assert {len(ids) for ids in first} == {speculate.PROMPT_TOKENS}

@@ -5,7 +5,7 @@ from minillm.bench import tensor
 from minillm.comm import launch
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_smoke():
     rows = {row.name: row for row in tensor.run(world_sizes=(2,), shapes=("tiny",), repeats=5)}
     assert len(rows) == 12 and all(row.correct and row.ratio > 0 for row in rows.values())

@@ -10,29 +10,7 @@ import pytest
 from minillm.labkit import course, masters
 
 ROOT = Path(__file__).parents[2]
-CONVERTED = (  # labs move from TO_CONVERT up here, never back
-    "00_start_here",
-    "01_collectives",
-    "02_one_device",
-    "03_data_parallel",
-    "04_zero",
-    "05_tensor_parallel",
-    "06_pipeline_parallel",
-    "07_long_context",
-    "08_expert_parallel",
-    "09_four_dimensions",
-    "10_fault_tolerance",
-    "11_data_pipeline",
-    "12_decoding",
-    "13_paged_attention",
-    "14_continuous_batching",
-    "15_speculative_decoding",
-    "20_design_training",
-    "21_design_serving",
-    "23_claims",
-    "24_interview",
-)
-TO_CONVERT = tuple(lab for lab in course.folders(ROOT) if lab not in CONVERTED)
+LABS = tuple(course.folders(ROOT))
 MONTHS = "January February March April May June July August September October November December In Since"
 WORDS = 6  # as many words in a row are a sentence written twice
 
@@ -62,7 +40,7 @@ def bodies(text: str, solved_only: bool) -> Counter:
     return found
 
 
-@pytest.mark.parametrize("lab", CONVERTED)
+@pytest.mark.parametrize("lab", LABS)
 def test_no_reference_is_written_twice(lab):
     answers = bodies(master(lab), solved_only=True)
     assert answers
@@ -84,7 +62,7 @@ def runs(text: str) -> set[tuple[str, ...]]:
     return {tuple(words[i : i + WORDS]) for i in range(len(words) - WORDS + 1)}
 
 
-@pytest.mark.parametrize("lab", CONVERTED)
+@pytest.mark.parametrize("lab", LABS)
 def test_no_mistakes_sentence_is_written_twice(lab):
     said = [sentence for text in sources(lab, "mistakes").values() for sentence in sentences(text)]
     assert [sentence for sentence, count in Counter(said).items() if count > 1] == []
@@ -108,14 +86,14 @@ def claims(text: str) -> list[str]:
     return [name for name in found if not name.startswith(" ")]  # an indented row is a part of the one above it
 
 
-@pytest.mark.parametrize("lab", CONVERTED)
+@pytest.mark.parametrize("lab", LABS)
 def test_no_claim_is_written_twice(lab):
     assert claims(master(lab)) == [], "rows are built in receipts.py; the notebook calls it in one line"
     names = [name for text in sources(lab, "receipts").values() for name in claims(text)]
     assert [name for name, count in Counter(names).items() if count > 1] == []
 
 
-@pytest.mark.parametrize("lab", CONVERTED)
+@pytest.mark.parametrize("lab", LABS)
 def test_a_check_stands_in_the_cell_that_defines_its_answer(lab):
     for cell in masters.solution(course.masters(ROOT)[lab]).cells:
         for name in masters.checked(cell):
@@ -126,14 +104,10 @@ def test_a_check_stands_in_the_cell_that_defines_its_answer(lab):
             assert asked <= defined, f"{lab}: '{name}' is checked in another cell than the one that defines {asked}"
 
 
-@pytest.mark.parametrize("lab", CONVERTED)
+@pytest.mark.parametrize("lab", LABS)
 def test_every_citation_is_a_link(lab):
     prose = "\n".join(cell.source for cell in masters.lab(course.masters(ROOT)[lab]).cells if cell.cell_type != "code")
     cited = re.compile(r"(?P<name>[A-Z][\w'-]+(?: et al\.| and [A-Z]\w+|)),? \(?(?P<year>(?:19|20)\d\d)\b")
     linked = " ".join(re.findall(r"\[[^\]]*\]\(https?://[^)\s]+\)", prose))
     bare = [m[0] for m in cited.finditer(prose) if m["name"].split()[0] not in MONTHS.split() and m[0] not in linked]
     assert not bare, f"{lab}: write [{bare[0]}](https://...), and the same for {bare[1:]}"
-
-
-def test_the_labs_that_are_left_are_named():
-    assert set(CONVERTED) <= set(course.folders(ROOT)) and not set(CONVERTED) & set(TO_CONVERT)

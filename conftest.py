@@ -1,0 +1,123 @@
+"""What every test shares, and what a plain `pytest` runs.
+
+    pytest                     what `make test` runs: all but what is marked `full`
+    pytest -m full             what `make full` runs
+    pytest tests/engine        one room of the house; a file or a test that is named runs whole, in this process
+
+Notebooks are tests, too: nbval executes them in a kernel, cell by cell, one notebook on one worker. A solution is
+executed strictly, so that a check or a claim of it that does not hold fails its cell; a lab is executed as handed out.
+"""
+
+import contextlib
+import fcntl
+import json
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
+
+from minillm.comm.launch import forkserver
+
+ROOT = Path(__file__).parent
+# The notebooks of `make test`: three labs as handed out, a solution for every mechanism. `make full` has the rest.
+LABS = ("00", "05", "14")
+SOLUTIONS = ("00", "01", "03", "05", "06", "08", "10", "13", "14", "20")
+APART = ("tests/bench/", "tests/course/exercises/", "tests/engine/oracle/", "tests/browser/")
+
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")  # a busy machine fails no example
+torch.set_num_threads(1)  # on tiny tensors many times faster than several that contend for the cores
+
+
+def _start_loaded(start=forkserver.ensure_running):
+    """The server that ranks are forked from also loads what these tests have loaded, which nobody edits meanwhile."""
+    ours = [name for name in sys.modules if name.partition(".")[0] in ("minillm", "course")]
+    multiprocessing.set_forkserver_preload([*forkserver.PRELOAD, "pytest", "hypothesis", *ours])
+    with contextlib.chdir(ROOT):  # where it finds them
+        start()
+
+
+forkserver.ensure_running = _start_loaded
+
+
+def pytest_configure(config):
+    """No test touches the progress of whoever runs it, all workers draw alike, and `full` tests run when asked for."""
+    folder = tempfile.TemporaryDirectory(prefix="minillm-tests-")
+    config.add_cleanup(folder.cleanup)
+    os.environ["MINILLM_PROGRESS"] = str(Path(folder.name, "progress.json"))
+    os.environ.setdefault("MINILLM_SEED", str(random.SystemRandom().randrange(10**9)))
+    if not config.option.markexpr and not _names_a_file(config):
+        config.option.markexpr = "not full"
+
+
+def pytest_xdist_auto_num_workers(config):
+    """A test may start four processes of its own. What is named runs in this process, where a debugger can be used."""
+    return 0 if _names_a_file(config) else max(2, (os.cpu_count() or 1) // 4)
+
+
+def _names_a_file(config):
+    return any(Path(argument.partition("::")[0]).suffix for argument in config.args)
+
+
+def pytest_xdist_make_scheduler(config, log):
+    """A notebook or a file stays on one worker: it shares a kernel or fixtures. Long tests that share none go apart."""
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return nodeid if nodeid.startswith(APART) else nodeid.partition("::")[0]
+
+    return ByFile(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Most notebooks belong to `make full`."""
+    for item in items:
+        kept = LABS if item.path.parent.name == "labs" else SOLUTIONS
+        if item.path.suffix == ".ipynb" and item.path.name[:2] not in kept:
+            item.add_marker(pytest.mark.full)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    """The first cell starts the kernel, which takes its environment from here."""
+    if item.path.suffix != ".ipynb" or item.path.parent.name != "solutions":
+        return (yield)
+    with mock.patch.dict(os.environ, {"MINILLM_STRICT": "1"}):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionfinish(session):
+    """`--last-failed` tries a cell again with its whole notebook."""
+    result = yield
+    if hasattr(session.config, "cache") and not hasattr(session.config, "workerinput"):
+        failed = set(session.config.cache.get("cache/lastfailed", {}))
+        notebooks = {name.partition("::")[0] for name in failed if ".ipynb::" in name}
+        cells = {
+            f"{path}::Cell {n}"
+            for path in notebooks
+            for n in range(len(json.loads((ROOT / path).read_text())["cells"]))
+        }
+        session.config.cache.set("cache/lastfailed", dict.fromkeys(sorted(failed | cells), True))
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Where tests run side by side, one marked `wire` waits for the others and they wait for it."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return (yield)
+    folder = Path(item.config.rootpath, ".pytest_cache")
+    folder.mkdir(exist_ok=True)
+    with (folder / "loopback.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if item.get_closest_marker("wire") else fcntl.LOCK_SH)
+        return (yield)

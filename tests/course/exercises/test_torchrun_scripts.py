@@ -1,0 +1,47 @@
+"""The same solved script as plain Python, under torchrun, and as two agents: the same receipt."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minillm.labkit.execute import environment
+
+ROOT = Path(__file__).parents[3]
+SCRIPTS = sorted((ROOT / "solutions" / "torchrun").glob("[0-9][0-9]_*.py"))
+QUICK = "01_collectives"  # the others take the same path
+EACH = [pytest.param(path, id=path.stem, marks=[pytest.mark.full] * (path.stem != QUICK)) for path in SCRIPTS]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+def start(command):
+    return subprocess.Popen(
+        command, env=environment(strict=False), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finish(process):
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return out
+
+
+@pytest.mark.parametrize("script", EACH)
+def test_three_worlds_give_one_receipt(script):
+    alone = finish(start([sys.executable, str(script)]))
+    assert " off" not in alone and " ok" in alone
+    assert finish(start([*TORCHRUN, "--nproc-per-node", "4", str(script)])) == alone
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", script.stem]
+    agents = [start([*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", *rendezvous, str(script)]) for _ in range(2)]
+    assert sorted(map(finish, agents)) == ["", alone]
+
+
+@pytest.mark.parametrize("script", EACH)
+def test_unsolved_script_says_so(script):
+    unsolved = ROOT / "labs" / "torchrun" / script.name
+    assert "not written yet" in finish(start([sys.executable, str(unsolved)]))

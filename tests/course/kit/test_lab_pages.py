@@ -1,0 +1,33 @@
+"""What a learner reads in every lab: code that fits the page, and at the end a link to the next lab."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from minillm.labkit import course, masters
+
+ROOT = Path(__file__).parents[3]
+MASTERS = course.masters(ROOT)
+COLUMNS = 100  # of code; JupyterLab cuts what is longer in a window of 1280 pixels
+
+
+@pytest.mark.parametrize("lab", MASTERS)
+def test_code_fits_the_page(lab):
+    sources = [cell.source for cell in masters.solution(MASTERS[lab]).cells if cell.cell_type == "code"]
+    if lab in course.scripts(ROOT):
+        sources.append(course.scripts(ROOT)[lab].read_text(encoding="utf-8"))
+    long = [line for source in sources for line in source.splitlines() if len(line) > COLUMNS]
+    assert not long, f"{lab}: break these lines, at most {COLUMNS} columns fit:\n" + "\n".join(long)
+
+
+@pytest.mark.parametrize(("lab", "following"), itertools.pairwise([*MASTERS, None]))
+def test_a_lab_ends_with_a_link_to_the_next(lab, following):
+    text, last = masters.lab(MASTERS[lab]).cells[-2:]
+    assert last.source == f'finish("{lab}")'
+    link = "](../README.md)" if following is None else f"[{title(following)}]({following}.ipynb)"
+    assert link in text.source.split("\n\n")[-1], f"{lab}: the last paragraph should hold {link}"
+
+
+def title(lab: str) -> str:
+    return masters.lab(MASTERS[lab]).cells[0].source.splitlines()[0].removeprefix("# ")

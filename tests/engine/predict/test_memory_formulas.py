@@ -1,0 +1,113 @@
+"""Memory of a block and of a whole training step against what autograd keeps and the memory tracker counts."""
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minillm.data import Tokens
+from minillm.measure import memory
+from minillm.model import ModelConfig, MoEConfig, Transformer
+from minillm.predict.memory import RECIPES, block_activation_bytes, training_step
+from minillm.train import PRECISIONS, TrainConfig, Trainer
+from tests.engine.predict.test_model_formulas import configs
+
+
+@settings(max_examples=25)
+@given(
+    config=configs(others=({},)),  # blocks of Llama's shape
+    batch=st.integers(1, 3),
+    seq=st.integers(1, 8),
+    stored=st.sampled_from([(torch.float32, False), (torch.float64, False), (torch.bfloat16, False), (None, True)]),
+)
+def test_activation_bytes_of_a_block(config, batch, seq, stored):
+    """Every storage autograd keeps while a block runs, but for the parameters and the rotation all blocks share."""
+    dtype, autocast = stored[0] or torch.float32, stored[1]
+    found = kept_by_a_block(config, batch, seq, dtype, autocast)
+    assert found == block_activation_bytes(config, batch, seq, dtype.itemsize, 2 if autocast else None)
+
+
+def kept_by_a_block(config, batch, seq, dtype, autocast=False):
+    model = Transformer(config, dtype=dtype)
+    x = torch.randn(batch, seq, config.hidden_size, dtype=dtype, requires_grad=True)
+    rotation = model.rope(torch.arange(seq), dtype)
+    shared = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *rotation)}
+    kept, alive = {}, []
+
+    def pack(t):
+        alive.append(t)  # so that no address is used twice
+        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    where = torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), where:
+        out = model.blocks[0](x, rotation)
+    found = sum(size for address, size in kept.items() if address not in shared)
+    assert out.requires_grad
+    return found
+
+
+@pytest.mark.parametrize("moe", [MoEConfig(8, 3, 6, shared_experts=2), MoEConfig(4, 1, 6, normalize=False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_activation_bytes_of_a_block_of_experts(moe, dtype):
+    config = ModelConfig(37, 12, 17, 1, 4, 2, head_dim=4, moe=moe)
+    assert kept_by_a_block(config, 3, 7, dtype) == block_activation_bytes(config, 3, 7, dtype.itemsize, experts=True)
+    with pytest.raises(ValueError, match="no formula for a whole step with experts"):
+        training_step(config, 3, 7)
+
+
+SHAPES = {
+    "grouped, tied": ModelConfig(512, 64, 192, 3, 4, 2, tie_embeddings=True),
+    "untied": ModelConfig(300, 64, 160, 2, 4),
+    "q/k norm, one kv head": ModelConfig(256, 48, 160, 2, 6, 1, head_dim=16, qk_norm=True),
+    "biases, wide": ModelConfig(256, 128, 512, 2, 4, 2, tie_embeddings=True, qkv_bias=True),
+}
+
+
+def held_in_a_step(config, precision, batch, seq, **options):
+    """What one step of the trainer held at most, by kind."""
+    array = np.random.default_rng(0).integers(0, config.vocab_size, 8192).astype(np.uint16)
+    tokens = Tokens(array, config.vocab_size, 0, 1, len(array))
+    chosen = TrainConfig(config, seq_len=seq, batch_size=batch, precision=precision, **options)
+    with Trainer(chosen, tokens, workers=0) as trainer:
+        trainer.step()  # makes the moments
+        with memory(trainer.model, trainer.optimizer) as held:
+            trainer.step()
+    return held.peak
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-master", "bf16-pure"])
+@pytest.mark.parametrize("batch, seq", [(4, 64), (1, 16), (8, 96)])
+def test_a_whole_step_by_kind(name, precision, batch, seq):
+    """Within 2 %, whether activations (many tokens, also several chunks of the loss) or weights (few) decide."""
+    config = SHAPES[name]
+    found, step = held_in_a_step(config, precision, batch, seq), training_step(config, batch, seq, precision)
+    predicted = (step.parameter, step.gradient, step.master + step.optimizer, step.activation, step.buffer, step.peak)
+    counted = (found.parameter, found.gradient, found.optimizer, found.activation, found.buffer, found.total)
+    assert predicted == pytest.approx(counted, rel=0.02)
+    assert step.activation == pytest.approx(found.activation, abs=64)  # scalars, such as the number of tokens
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-master"])
+@pytest.mark.parametrize("options", [{"accumulate": 3}, {"activation_checkpointing": "full"}])
+def test_accumulation_and_recomputation(precision, options):
+    config = SHAPES["grouped, tied"]
+    found = held_in_a_step(config, precision, 4, 64, **options)
+    again = {"accumulate": options.get("accumulate", 1), "recompute": "activation_checkpointing" in options}
+    step = training_step(config, 4, 64, precision, **again)
+    assert (step.activation, step.peak) == pytest.approx((found.activation, found.total), rel=0.02)
+
+
+def test_moments_of_the_peak():
+    config = SHAPES["biases, wide"]
+    assert training_step(config, 8, 96, "bf16").fullest == "loss"
+    assert training_step(config, 1, 1, "fp32").fullest == "embedding"
+    assert training_step(config, 1, 1, "bf16-master").fullest == "optimizer"
+    assert training_step(config, 1, 1, "bf16-master").moments["optimizer"] > 18 * 4 * 128 * 512
+    assert set(RECIPES) == set(PRECISIONS)
+    with pytest.raises(ValueError, match="'int8'"):
+        training_step(config, 1, 1, "int8")
