@@ -2,8 +2,10 @@
 
 A command's module has a function `command` with typer's annotations that returns an exit status (or None). Bad input
 raises ValueError anywhere below and ends here as one line on standard error with exit status 2; MINILLM_DEBUG=1 shows
-the traceback instead.
+the traceback instead. This file stays readable to older Pythons, so that it can say that they are too old.
 """
+
+from __future__ import annotations
 
 import difflib
 import functools
@@ -15,25 +17,39 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-COMMANDS = {
-    "train": ("minillm.cli.train", "train a model on Python's source, or on your text"),
-    "train-heads": ("minillm.cli.train_heads", "train Medusa, EAGLE or early-exit heads on a model"),
-    "generate": ("minillm.cli.generate", "write on from a prompt, or from a file of prompts"),
-    "plot": ("minillm.cli.plot", "draw a run's loss and step times"),
-    "tour": ("minillm.cli.tour", "run every mechanism once: predicted beside measured"),
-    "plan": ("minillm.cli.plan", "layouts that train or serve a model on a cluster, ranked"),
-    "scaling": ("minillm.cli.scaling", "weak and strong scaling: measured on ranks, extended by arithmetic"),
-    "oracle": ("minillm.cli.oracle", "any layout against one process, every gradient compared"),
-    "doctor": ("minillm.cli.doctor", "can this machine run the course, and what to repair"),
-    "bench": ("minillm.bench", "side by side with a peer"),
-    "machine": ("minillm.cli.machine", "measure this machine: matmul, memory, links"),
-    "lab": ("minillm.cli.lab", "open a lab in JupyterLab"),
-    "notebooks": ("minillm.cli.notebooks", "build the labs and execute their solutions"),
-    "figures": ("minillm.cli.figures", "measure and draw the committed figures"),
-    "interview": ("minillm.cli.interview", "a mock interview that asks, times and checks"),
-    "progress": ("minillm.cli.progress", "show or reset your progress"),
+GROUPS = {  # in the order in which a newcomer meets them: name -> (module, what it does)
+    "Start": {
+        "lab": ("minillm.cli.lab", "open a lab in JupyterLab"),
+        "doctor": ("minillm.cli.doctor", "can this machine run the course, and what to repair"),
+        "progress": ("minillm.cli.progress", "show or reset your progress"),
+        "tour": ("minillm.cli.tour", "run every mechanism once: predicted beside measured"),
+    },
+    "Learn and measure": {
+        "machine": ("minillm.cli.machine", "measure this machine: matmul, memory, links"),
+        "oracle": ("minillm.cli.oracle", "any layout against one process, every gradient compared"),
+        "plan": ("minillm.cli.plan", "layouts that train or serve a model on a cluster, ranked"),
+        "scaling": ("minillm.cli.scaling", "weak and strong scaling: measured on ranks, extended by arithmetic"),
+        "bench": ("minillm.bench", "side by side with a peer"),
+        "interview": ("minillm.cli.interview", "a mock interview that asks, times and checks"),
+    },
+    "Use": {
+        "train": ("minillm.cli.train", "train a model on Python's source, or on your text"),
+        "plot": ("minillm.cli.plot", "draw a run's loss and step times"),
+        "train-heads": ("minillm.cli.train_heads", "train Medusa, EAGLE or early-exit heads on a model"),
+        "generate": ("minillm.cli.generate", "write on from a prompt, or from a file of prompts"),
+    },
+    "Maintain": {
+        "notebooks": ("minillm.cli.notebooks", "build the labs and execute their solutions"),
+        "figures": ("minillm.cli.figures", "measure and draw the committed figures"),
+    },
 }
+COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 
+OLDEST_PYTHON = (3, 11)
+DEPENDENCIES = {  # of pyproject.toml, by the names that are imported
+    "accelerate", "cloudpickle", "fsrs", "ipywidgets", "isal", "jinja2", "jupyterlab", "jupytext", "matplotlib",
+    "nbclient", "numpy", "psutil", "safetensors", "tokenizers", "torch", "tqdm", "typer",
+}  # fmt: skip
 
 LARGEST = 1 << 63  # what torch takes for a seed
 
@@ -47,6 +63,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(argv: list[str]) -> int:
     """Exit status of `argv`: 0 fine, 1 a verdict failed, 2 bad input."""
+    if sys.version_info < OLDEST_PYTHON:
+        return _refuse(f"Python {sys.version.split()[0]} ({sys.executable}) is too old: {_environment(argv)}")
     if not argv or argv[0] in ("--help", "-h", "help"):
         print(_overview())
         return 0
@@ -62,6 +80,11 @@ def run(argv: list[str]) -> int:
         return 130
     except ValueError as error:
         return _refuse(error)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in DEPENDENCIES or _wants_traceback():
+            raise
+        return _refuse(f"{sys.executable} lacks the package {missing}: {_environment(argv)}")
     except OSError as error:
         if not _is_about(error.filename, argv):
             raise
@@ -74,6 +97,20 @@ def run(argv: list[str]) -> int:
         raise
 
 
+def _environment(argv: list[str]) -> str:
+    """How to get a Python with all that the course needs: the clone's own, or one that is still to be made."""
+    clone = Path(__file__).resolve().parents[1]
+    own, command = clone / ".venv" / "bin" / "python", " ".join(["-m minillm", *argv[:1]])
+    if Path(sys.prefix).resolve() == (clone / ".venv").resolve():
+        return f"repair the environment with {own} -m pip install -r {clone / 'requirements.txt'}"
+    if own.is_file():
+        return f"use the environment of the course, {own} {command}"
+    return (
+        f"`make lab` in {clone} makes an environment that has all, and so does `pip install -r requirements.txt` with "
+        "Python 3.11 or 3.12"
+    )
+
+
 def _is_about(path: str | None, argv: list[str]) -> bool:
     """Whether an error's path is one that was given, or lies in one."""
     given = (Path(part.partition("=")[2] or part).name for part in argv)
@@ -84,13 +121,16 @@ def parser_of(name: str) -> Any:
     """The command `name` as typer parses it; its `params` are the options and arguments."""
     import typer
 
+    from minillm.cli.examples import examples_of
+
     app = typer.Typer(add_completion=False)
-    app.command()(_with_usable_numbers(import_module(COMMANDS[name][0]).command))
+    command = _with_usable_numbers(import_module(COMMANDS[name][0]).command)
+    app.command(epilog="\n\n".join(["Examples:", *examples_of(name)]))(command)
     return typer.main.get_command(app)
 
 
 def _call(name: str, arguments: list[str]) -> int:
-    return parser_of(name)(arguments, prog_name=f"minillm {name}", standalone_mode=False) or 0
+    return parser_of(name)(arguments, prog_name=f"python -m minillm {name}", standalone_mode=False) or 0
 
 
 def _with_usable_numbers(command: Callable[..., int | None]) -> Callable[..., int | None]:
@@ -108,17 +148,22 @@ def _with_usable_numbers(command: Callable[..., int | None]) -> Callable[..., in
     return checked
 
 
+def _wants_traceback() -> bool:
+    return os.environ.get("MINILLM_DEBUG") == "1"
+
+
 def _refuse(error: ValueError | str) -> int:
-    if os.environ.get("MINILLM_DEBUG") == "1" and isinstance(error, ValueError):
+    if isinstance(error, ValueError) and _wants_traceback():
         raise error
     print(f"minillm: {' '.join(str(error).split())}", file=sys.stderr)
     return 2
 
 
 def _overview() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {about}" for name, (_, about) in COMMANDS.items()]
-    return "\n".join(["usage: python -m minillm COMMAND [--help]", "", *lines])
+    width, lines = max(map(len, COMMANDS)), ["usage: python -m minillm COMMAND [--help]"]
+    for title, commands in GROUPS.items():
+        lines += ["", f"{title}:", *(f"  {name:<{width}}  {about}" for name, (_, about) in commands.items())]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
 
 def write_whole(path: Path, content: str | bytes, on_disk: bool = False) -> None:
@@ -37,3 +38,36 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def opened(path: Path, mode: str) -> IO[Any]:
+    """The file that a user named, as UTF-8 unless `mode` is binary. A pipe without another end is an OSError, or empty;
+    `open` would wait for that end for ever."""
+    return open(path, mode, encoding=None if "b" in mode else "utf-8", opener=_at_once)
+
+
+def check_writable(option: str, path: Path) -> None:
+    """ValueError, before the work, if the option's file cannot be written. Leaves no file behind."""
+    new = not path.exists()
+    with refusing(option, path):
+        opened(path, "a").close()
+    if new:
+        path.unlink(missing_ok=True)  # other ranks ask as well
+
+
+@contextlib.contextmanager
+def refusing(option: str, path: Path) -> Iterator[None]:
+    """An OSError about the file of an option becomes a ValueError. A folder that is missing is not made: its name may
+    be mistyped."""
+    try:
+        yield
+    except OSError as error:
+        is_lost = isinstance(error, FileNotFoundError) and not path.parent.is_dir()
+        why = f"there is no folder {path.parent}): make it, or" if is_lost else f"{error.strerror}):"
+        raise ValueError(f"{option} {path} cannot be written ({why} name another file") from error
+
+
+def _at_once(path: str, flags: int) -> int:
+    file = os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
+    os.set_blocking(file, True)
+    return file

@@ -23,6 +23,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from minillm.files import check_writable
+
 PYTHON, TORCH = ">=3.11,<3.13", ">=2.11,<2.14"  # as in pyproject.toml
 MEMORY_BYTES = 2 << 30  # a notebook and four ranks
 SHARED_BYTES = 32 << 20  # what data loaders and NCCL pass tensors through
@@ -50,6 +52,8 @@ def command(
     ] = None,
 ) -> int:
     """Check this machine, line by line. Exit status 1 if a line is off."""
+    if json_file:
+        check_writable("--json", json_file)
     lines = []
     for line in examine(CHECKS):
         print(line, flush=True)

@@ -17,7 +17,7 @@ import typer
 from matplotlib.figure import Figure
 
 from minillm.labkit import course
-from minillm.labkit.plots import style
+from minillm.labkit.plots import small, style
 from minillm.measure.provenance import provenance
 
 Drawing = Callable[[], tuple[Figure, dict[str, Any]]]
@@ -25,7 +25,9 @@ LARGEST_BYTES = 150_000
 
 
 def command(
-    labs: Annotated[list[str] | None, typer.Argument(help="Lab numbers, such as 01; none means all.")] = None,
+    labs: Annotated[
+        list[str] | None, typer.Argument(help="Labs, such as 01, or figures, such as 01_bytes; none means all.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder to write to.")] = Path("figures"),
 ) -> None:
     """Measure and draw the course's figures."""
@@ -36,7 +38,7 @@ def command(
             figure, numbers = draw()
             image = png(figure)
             (out / f"{name}.png").write_bytes(image)
-            record = {"provenance": provenance(f"python -m minillm figures {name[:2]}"), "numbers": numbers}
+            record = {"provenance": provenance(f"python -m minillm figures {name}"), "numbers": numbers}
             (out / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
             print(f"{out / name}.png  {len(image) / 1e3:.0f} kB", flush=True)
     except OSError as error:
@@ -44,21 +46,24 @@ def command(
 
 
 def registered(labs: list[str]) -> Iterator[tuple[str, Drawing]]:
-    """(NN_name, function) of every figure of the labs, or of all labs."""
+    """(NN_name, function) of every figure of the labs, or of all labs; of one figure if it is named."""
     known = course.numbers("figures")
     for lab in labs:
         if lab.split("_")[0] not in known:
             raise ValueError(f"lab '{lab}' has no committed figures; those with figures are {', '.join(known)}")
-    for lab in [lab.split("_")[0] for lab in labs] or known:
-        for name, draw in course.load("figures", lab).FIGURES.items():
-            yield f"{lab}_{name}", draw
+    for lab in labs or known:
+        number, _, one = lab.partition("_")
+        figures = course.load("figures", number).FIGURES
+        for name in [one] if one in figures else figures:
+            yield f"{number}_{name}", figures[name]
 
 
 def png(figure: Figure) -> bytes:
     """The figure as PNG. ValueError if it is larger than a repository should carry."""
     buffer = io.BytesIO()
     with style():
-        figure.savefig(buffer, format="png", dpi=110)
-    if buffer.tell() > LARGEST_BYTES:
-        raise ValueError(f"the figure takes {buffer.tell():,} bytes as PNG; keep it under {LARGEST_BYTES:,}")
-    return buffer.getvalue()
+        figure.savefig(buffer, format="png")
+    image = small(buffer.getvalue())
+    if len(image) > LARGEST_BYTES:
+        raise ValueError(f"the figure takes {len(image):,} bytes as PNG; keep it under {LARGEST_BYTES:,}")
+    return image

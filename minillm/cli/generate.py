@@ -2,8 +2,9 @@
 
 FILE has one prompt per line, or JSON lines such as {"prompt": "def ", "max_tokens": 20, "temperature": 0.8, "n": 2}:
 what `SamplingParams` takes, and where a line says nothing, what the command line says, and where that says nothing, the
-checkpoint's generation_config.json. A prompt of a file is taken as it is (alone, one that ends in a space is mended by
-`heal`). With --chat a prompt is what the user says, and the checkpoint's chat template makes the text.
+checkpoint's generation_config.json, and without one temperature 0.8. A prompt of a file is taken as it is (alone, one
+that ends in a space is mended by `heal`). With --chat a prompt is what the user says, and the checkpoint's chat
+template makes the text.
 """
 
 import difflib
@@ -12,6 +13,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,8 +21,10 @@ import torch
 import typer
 from typer import Argument, Option
 
+from minillm.cli.given import is_given
 from minillm.data import Tokenizer
-from minillm.measure.provenance import JsonFile, opened, provenance, write_json
+from minillm.files import opened
+from minillm.measure.provenance import JsonFile, provenance, write_json
 from minillm.model import Transformer, load_hf
 from minillm.model.generate import device_of, folder_of, generate, heal
 from minillm.model.generation_config import read_generation_config
@@ -31,42 +35,49 @@ from minillm.serve.speculate.registry import PROPOSERS, proposer_named
 from minillm.serve.trace import Summary, summary
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": None}
+TEMPERATURE = 0.8  # of a checkpoint that says nothing
 BLOCK_SIZE, FULL_LENGTHS = 16, 16  # the pool holds the file's requests, at most so many of the model's full length
 LARGEST_BATCH = 256 << 20  # bytes of a file of prompts
 FIELDS = ("prompt", *(field.name for field in fields(SamplingParams)))
 
 
+TEXT, SAMPLING, MODEL = (partial(Option, rich_help_panel=panel) for panel in ("Prompts", "Sampling", "Model"))
+
+
 def command(
+    invocation: typer.Context,
     prompt: Annotated[str, Argument(help="Text to go on from.")] = "",
-    max_new_tokens: Annotated[int, Option(help="Tokens to write at most.", min=1)] = 200,
+    batch: Annotated[
+        Path | None, TEXT(metavar="FILE", help='Many prompts at once: one per line, or JSON lines {"prompt": ...}.')
+    ] = None,
+    chat: Annotated[bool, TEXT("--chat", help="Prompts are messages of a user; apply the chat template.")] = False,
+    system: Annotated[str | None, TEXT(metavar="TEXT", help="With --chat: the message before the user's.")] = None,
+    max_new_tokens: Annotated[int, SAMPLING(help="Tokens to write at most.", min=1)] = 200,
     temperature: Annotated[
         float | None,
-        Option(help="0: always the likeliest token.", min=0.0, show_default="generation_config.json's, else 0"),
+        SAMPLING(
+            help="0 always takes the likeliest token, so a small model repeats itself; higher values vary more.",
+            min=0.0,
+            show_default=f"the checkpoint's generation_config.json's, else {TEMPERATURE}",
+        ),
     ] = None,
-    seed: Annotated[int, Option(help="Of the draws, if temperature is above 0.")] = 0,
+    seed: Annotated[int, SAMPLING(help="Of the draws: the same seed gives the same text again.")] = 0,
     model: Annotated[
         str,
-        Option(metavar="NAME|PATH", help="target, draft, or a Hugging Face folder (families: docs/models.md)."),
+        MODEL(metavar="NAME|PATH", help="target, draft, or a Hugging Face folder (families: docs/models.md)."),
     ] = "target",
-    device: Annotated[str, Option(help="cpu, cuda, ...")] = "cpu",
+    device: Annotated[str, MODEL(help="cpu, cuda, ...")] = "cpu",
     dtype: Annotated[
-        str | None, Option(help=f"{', '.join(DTYPES)}.", show_default="float32 on the CPU, else auto, the checkpoint's")
+        str | None, MODEL(help=f"{', '.join(DTYPES)}.", show_default="float32 on the CPU, else auto, the checkpoint's")
     ] = None,
     max_seq_len: Annotated[
-        int | None, Option(help="Context to load the model for.", show_default="the checkpoint's", min=1)
+        int | None, MODEL(help="Context to load the model for.", show_default="the checkpoint's", min=1)
     ] = None,
-    chat: Annotated[bool, Option("--chat", help="Prompts are messages of a user; apply the chat template.")] = False,
-    system: Annotated[str | None, Option(metavar="TEXT", help="With --chat: the message before the user's.")] = None,
     speculate: Annotated[
-        str | None, Option(metavar="NAME", help=f"Guess tokens and check several in a pass: {', '.join(PROPOSERS)}.")
+        str | None, MODEL(metavar="NAME", help=f"Draft tokens and check several in a pass: {', '.join(PROPOSERS)}.")
     ] = None,
-    k: Annotated[
-        str | None, Option("--k", show_default="4", help="With --speculate: guesses per pass, a number or 'adaptive'.")
-    ] = None,
-    compile: Annotated[bool, Option("--compile", help="Run the model's blocks through torch.compile.")] = False,
-    batch: Annotated[
-        Path | None, Option(metavar="FILE", help='Many prompts at once: one per line, or JSON lines {"prompt": ...}.')
-    ] = None,
+    k: Annotated[str, MODEL("--k", help="With --speculate: draft tokens per pass, a number or 'adaptive'.")] = "4",
+    compile: Annotated[bool, MODEL("--compile", help="Run the model's blocks through torch.compile.")] = False,
     json_file: JsonFile = None,
 ) -> int:
     """Write on from a prompt, streaming, or from all prompts of a file together."""
@@ -77,14 +88,14 @@ def command(
     prompt, system = _as_utf8("the prompt", prompt), None if system is None else _as_utf8("--system", system)
     if speculate is not None and speculate not in PROPOSERS:
         raise ValueError(f"--speculate: no proposer {speculate!r}: use one of {', '.join(PROPOSERS)}")
-    if k is not None and speculate is None:
+    if is_given(invocation, "k") and speculate is None:
         raise ValueError(f"--k {k} is a number of guesses: say with --speculate NAME who guesses")
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype {dtype} is unknown: use one of {', '.join(DTYPES)}")
     if system is not None and not chat:
         raise ValueError("--system is a message of a chat: add --chat")
     folder = folder_of(model)
-    defaults = sampling_of(folder) | {"max_tokens": max_new_tokens, "seed": seed}
+    defaults = {"temperature": TEMPERATURE} | sampling_of(folder) | {"max_tokens": max_new_tokens, "seed": seed}
     defaults |= {} if temperature is None else {"temperature": temperature}
     requests = None if batch is None else list(read_requests(batch, defaults))
     where, tokenizer = device_of(device), Tokenizer.load(folder)
@@ -92,7 +103,7 @@ def command(
         requests = [(number, chat_ids(tokenizer, each, system), params) for number, each, params in requests]
     wanted = DTYPES[dtype or ("float32" if where.type == "cpu" else "auto")]
     network = load_hf(folder, device=where, dtype=wanted, max_seq_len=max_seq_len)
-    options = {} if speculate is None else {"proposer": proposer_named(speculate, network), "k": _guesses(k or "4")}
+    options = {} if speculate is None else {"proposer": proposer_named(speculate, network), "k": _guesses(k)}
     options |= {"compile": True} if compile else {}
     params = SamplingParams(**defaults)
     if requests is None:
@@ -148,7 +159,8 @@ def sampling_of(folder: Path) -> dict[str, Any]:
     found = read_generation_config(folder)
     if found.unused:
         typer.echo(f"generation_config.json: {', '.join(found.unused)} not supported, left out", err=True)
-    return found.sampling | {"stop_tokens": found.eos_ids}
+    sampling = found.sampling if (folder / "generation_config.json").is_file() else {}
+    return sampling | {"stop_tokens": found.eos_ids}
 
 
 def chat_ids(tokenizer: Tokenizer, prompt: str | list[int], system: str | None) -> list[int]:

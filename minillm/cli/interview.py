@@ -8,15 +8,15 @@ from typing import Annotated
 
 from typer import Option
 
+from minillm.files import opened, refusing
 from minillm.labkit import course
-from minillm.measure.provenance import opened
 
 LAB = "course.lab24_interview"
 
 
 def command(
-    topic: Annotated[str, Option(help="Only this topic, or a part of its name.")] = "",
-    minutes: Annotated[int, Option(help="How long.")] = 45,
+    topic: Annotated[str, Option(help="Only this topic, or a part of its name.", show_default="all topics")] = "",
+    minutes: Annotated[int, Option(help="How long the session takes.")] = 45,
     seed: Annotated[int | None, Option(help="Draw the same task and drills again; cards come as they are due.")] = None,
     new: Annotated[bool, Option("--new", help="Draw a session although one is open, which stays open.")] = False,
     due: Annotated[bool, Option("--due", help="Show what is due and the weakest topics, and ask nothing.")] = False,
@@ -32,11 +32,8 @@ def command(
         return 0
     if sheet is not None:
         page = _part("sheet").page(topic)
-        try:
-            with opened(sheet, "w") as file:
-                file.write(page)
-        except OSError as error:
-            raise ValueError(f"--sheet {sheet} cannot be written ({error.strerror}): name another file.") from error
+        with refusing("--sheet", sheet), opened(sheet, "w") as file:
+            file.write(page)
         print(f"Written: {sheet}")
         return 0
     mock = _part("mock")

@@ -7,6 +7,7 @@ update check, no extension manager.
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ import typer
 from minillm.labkit import course
 from minillm.labkit.execute import environment
 
-_CONFIG = str(Path(course.__file__).parent / "jupyter")  # turns off the question whether to fetch JupyterLab's news
+_CONFIG = Path(course.__file__).parent / "jupyter"  # no question about news, Markdown as a page, whole file names
 _QUIET = (
     "--ServerApp.ip=127.0.0.1",
     "--ServerApp.port_retries=0",
@@ -54,15 +55,37 @@ def serve(home: Path, lab: str, port: int, *, open_browser: bool) -> int:
     token = secrets.token_hex(16)
     page = f"/lab/tree/labs/{lab}.ipynb"
     command = [sys.executable, "-m", "jupyterlab", *_QUIET, f"--ServerApp.port={port}", f"--ServerApp.root_dir={home}"]
+    command += [f"--ServerApp.terminado_settings={ {'shell_command': _shell()} }"]
     command += [f"--LabApp.default_url={page}", *([] if open_browser else ["--no-browser"])]
     variables = environment(strict=False) | {"JUPYTER_TOKEN": token}  # by environment: command lines are public
-    variables["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None, [_CONFIG, os.environ.get("JUPYTER_CONFIG_PATH")]))
+    variables["JUPYTER_CONFIG_PATH"] = os.pathsep.join(
+        filter(None, [str(_CONFIG), os.environ.get("JUPYTER_CONFIG_PATH")])
+    )
     server = subprocess.Popen(command, env=variables, cwd=home, stdin=subprocess.DEVNULL)
     with _forward_signals(server):
         if not _answers(server, port):
             return server.wait() or 1
         print(f"\n  {lab}:  http://127.0.0.1:{port}{page}?token={token}\n  Ctrl-C stops it.\n", flush=True)
         return 0 if server.wait() in (0, -signal.SIGINT, -signal.SIGTERM) else 1
+
+
+def _shell() -> list[str]:
+    """What JupyterLab's terminals run: the user's shell, in which `python` is this interpreter.
+
+    A login shell, JupyterLab's default, would set PATH anew. bash's and zsh's own start-up files may, too: ours read
+    them first.
+    """
+    shell = os.environ.get("SHELL") or shutil.which("bash") or "sh"
+    if Path(shell).name == "bash":
+        return [shell, "--rcfile", str(_CONFIG / "terminal" / "bashrc")]
+    if Path(shell).name == "zsh":
+        return [
+            "env",
+            f"MINILLM_ZDOTDIR={os.environ.get('ZDOTDIR', Path.home())}",
+            f"ZDOTDIR={_CONFIG / 'terminal'}",
+            shell,
+        ]
+    return [shell]
 
 
 def _choose_port(asked: int | None) -> int:

@@ -1,4 +1,8 @@
-"""`python -m minillm notebooks`: build every lab and execute every solution, or say which of them are out of date."""
+"""`python -m minillm notebooks`: build every lab, execute the solutions that are out of date, or say which those are.
+
+An executed solution carries a fingerprint of the code that made each cell's outputs. It is out of date when its master
+gives other cells, or when that code has changed since.
+"""
 
 import sys
 import time
@@ -8,20 +12,29 @@ from typing import Annotated
 import nbformat
 import typer
 
+import minillm
 from minillm.labkit import course, masters
 from minillm.labkit.api import group_page
 from minillm.labkit.execute import NotebookFailed, execute
+from minillm.labkit.fingerprint import KEY, changed, fingerprint
+from minillm.labkit.reach import Library
 
 
 def command(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Labs, such as 01 or 01_collectives; none means all.")
+        list[str] | None,
+        typer.Argument(help="Labs, such as 01 or 01_collectives, whose solutions are executed whatever their state."),
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="Change nothing; fail if anything is out of date.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Execute every solution, up to date or not.")] = False,
     labs_only: Annotated[bool, typer.Option("--labs-only", help="Build the labs, do not execute solutions.")] = False,
     root: Annotated[Path | None, typer.Option(help="The course, if not the one we are in.")] = None,
 ) -> int:
-    """Build labs/ and solutions/torchrun/ from their masters in course/ and execute solutions/*.ipynb."""
+    """Build labs/ and solutions/torchrun/ from their masters in course/ and execute solutions/*.ipynb.
+
+    Without names, only those solutions are executed that are missing, differ from their master, or were made by code
+    that has changed since: a cell's own, or what it reaches through imports in course/ and minillm/.
+    """
     home = course.root(root)
     chosen = course.pick(names or [], sorted({*course.masters(home), *course.scripts(home)}))
     if check:
@@ -33,28 +46,39 @@ def command(
         else:
             print(f"{len(chosen)} labs are up to date")
         return 1 if problems else 0
-    return build(home, chosen, run=not labs_only)
+    build(home, chosen)
+    if labs_only:
+        return 0
+    solutions, library = [name for name in chosen if name in course.masters(home)], _library(home)
+    fresh = [] if names or everything else [name for name in solutions if not _stale_solution(home, name, library)]
+    if fresh:
+        print(f"{len(fresh)} solutions are up to date; --all executes them, too")
+    solved = [solve(home, name, library) for name in solutions if name not in fresh]
+    return 0 if all(solved) else 1
 
 
-def build(home: Path, names: list[str], *, run: bool) -> int:
-    """Write the labs, scripts and (if `run`) executed solutions of `names`; 1 if a solution failed."""
+def build(home: Path, names: list[str]) -> None:
+    """Write the labs and scripts of `names`, and the generated pages."""
     for path, text in (_expected(home, names) | _pages(home)).items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    failed = False
-    for name in names if run else []:
-        if name not in course.masters(home):
-            continue
-        started, target = time.monotonic(), home / "solutions" / f"{name}.ipynb"
-        try:
-            executed = execute(masters.solution(course.masters(home)[name]), target.parent)
-        except NotebookFailed as error:
-            failed = True
-            print(f"{name}: {error}", file=sys.stderr)
-        else:
-            target.write_text(masters.write(executed), encoding="utf-8")
-            print(f"{name}: {time.monotonic() - started:.1f} s, {target.stat().st_size / 1e3:.0f} kB")
-    return int(failed)
+
+
+def solve(home: Path, name: str, library: Library) -> bool:
+    """Execute a solution and write it with its fingerprint; False, and nothing written, if a cell fails."""
+    started, target = time.monotonic(), home / "solutions" / f"{name}.ipynb"
+    notebook = masters.solution(course.masters(home)[name])
+    made_by = fingerprint(notebook, library)  # of the code as it is before the cells run
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        executed = execute(notebook, target.parent)
+    except NotebookFailed as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return False
+    executed.metadata[KEY] = made_by.to_json()
+    target.write_text(masters.write(executed), encoding="utf-8")
+    print(f"{name}: {time.monotonic() - started:.1f} s, {target.stat().st_size / 1e3:.0f} kB")
+    return True
 
 
 def stale(home: Path, names: list[str] | None = None) -> list[str]:
@@ -68,9 +92,10 @@ def stale(home: Path, names: list[str] | None = None) -> list[str]:
             problems.append(f"{path.relative_to(home)} is missing")
         elif path.read_text(encoding="utf-8") != text:
             problems.append(f"{path.relative_to(home)} differs from its master")
+    library = _library(home)
     for name in chosen:
         if name in course.masters(home):
-            problems += _stale_solution(home, name)
+            problems += _stale_solution(home, name, library)
     if names is None:
         made = {*expected, *(home / "solutions" / f"{name}.ipynb" for name in course.masters(home))}
         found = [*home.glob("labs/*.ipynb"), *home.glob("*/torchrun/*.py"), *home.glob("solutions/*.ipynb")]
@@ -93,7 +118,12 @@ def _pages(home: Path) -> dict[Path, str]:
     return {home / "docs" / "group.md": group_page()} if (home / "docs").is_dir() else {}
 
 
-def _stale_solution(home: Path, name: str) -> list[str]:
+def _library(home: Path) -> Library:
+    """The course's modules, and minillm's where the course does not hold them."""
+    return Library(home, Path(minillm.__file__).parents[1])
+
+
+def _stale_solution(home: Path, name: str, library: Library) -> list[str]:
     path = home / "solutions" / f"{name}.ipynb"
     if not path.exists():
         return [f"{path.relative_to(home)} is missing"]
@@ -105,14 +135,19 @@ def _stale_solution(home: Path, name: str) -> list[str]:
         problems.append("differs from its master")
     elif not outputs or any(cell.execution_count is None for cell in codes if cell.source.strip()):
         problems.append("has not been executed")
+    elif KEY not in committed.metadata:
+        problems.append("does not say which code made its outputs")
+    elif change := changed(committed, fingerprint(fresh, library)):
+        problems.append(change)
     if any(output.output_type == "error" for output in outputs):
         problems.append("shows an error")
     return [f"{path.relative_to(home)} {problem}" for problem in problems]
 
 
 def _bare(notebook: nbformat.NotebookNode) -> str:
-    """Everything but outputs and execution counts."""
+    """Everything but outputs, execution counts and the fingerprint."""
     copy = nbformat.from_dict(notebook)
+    copy.metadata.pop(KEY, None)
     for cell in copy.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None

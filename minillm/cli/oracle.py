@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from functools import partial
 from itertools import product
 from typing import Annotated
 
@@ -22,29 +23,39 @@ from minillm.parallel.context_parallel import CONTEXTS
 from minillm.parallel.pipeline_parallel.schedules import SCHEDULES
 
 DEFAULT = ParallelConfig()
+DATA_PARALLEL, MODEL_PARALLEL, CORNERS = (
+    partial(Option, rich_help_panel=panel)
+    for panel in ("Data, ZeRO and experts", "Tensor, pipeline and context", "Corners")
+)
 OPTIONS = {"sequence": "--sp"}  # options that are not called what the field is
 
 
 def command(
-    dp: Annotated[str, Option(help="Numbers of data-parallel ranks.")] = "1,2,4",
-    zero: Annotated[str, Option(help="ZeRO stages, 0 for replicas.")] = "0,1,2,3",
-    dp_replicate: Annotated[str, Option(help="Numbers of groups that hold the same ZeRO shards (HSDP).")] = "1",
+    dp: Annotated[str, DATA_PARALLEL(help="Numbers of data-parallel ranks.")] = "1,2,4",
+    zero: Annotated[str, DATA_PARALLEL(help="ZeRO stages, 0 for replicas.")] = "0,1,2,3",
+    dp_replicate: Annotated[str, DATA_PARALLEL(help="Numbers of groups that hold the same ZeRO shards (HSDP).")] = "1",
     accumulate: Annotated[
-        str, Option("--accumulate", "--microbatches", help="Numbers of microbatches per rank, or through the pipeline.")
+        str,
+        DATA_PARALLEL(
+            "--accumulate", "--microbatches", help="Numbers of microbatches per rank, or through the pipeline."
+        ),
     ] = "1,3",
-    tp: Annotated[str, Option(help="Numbers of tensor-parallel ranks.")] = "1",
-    sp: Annotated[str, Option(help="Sequence parallelism among those: 0 for off, 1 for on.")] = "0",
-    pp: Annotated[str, Option(help="Numbers of pipeline stages.")] = "1",
-    schedule: Annotated[str, Option(help=f"Pipeline schedules: {', '.join(SCHEDULES)}.")] = "1f1b",
-    cp: Annotated[str, Option(help="Numbers of context-parallel ranks.")] = "1",
-    context: Annotated[str, Option(help=f"Their attention: {', '.join(CONTEXTS)}.")] = ",".join(CONTEXTS),
-    ep: Annotated[str, Option(help="Numbers of those data-parallel ranks that share the experts of a layer.")] = "1",
-    ep_nodes: Annotated[str, Option(help="Numbers of nodes that these lie on; above 1, in two levels.")] = "1",
+    ep: Annotated[
+        str, DATA_PARALLEL(help="Numbers of those data-parallel ranks that share the experts of a layer.")
+    ] = "1",
+    ep_nodes: Annotated[str, DATA_PARALLEL(help="Numbers of nodes that these lie on; above 1, in two levels.")] = "1",
+    tp: Annotated[str, MODEL_PARALLEL(help="Numbers of tensor-parallel ranks.")] = "1",
+    sp: Annotated[str, MODEL_PARALLEL(help="Sequence parallelism among those: 0 for off, 1 for on.")] = "0",
+    pp: Annotated[str, MODEL_PARALLEL(help="Numbers of pipeline stages.")] = "1",
+    schedule: Annotated[str, MODEL_PARALLEL(help=f"Pipeline schedules: {', '.join(SCHEDULES)}.")] = "1f1b",
+    cp: Annotated[str, MODEL_PARALLEL(help="Numbers of context-parallel ranks.")] = "1",
+    context: Annotated[str, MODEL_PARALLEL(help=f"Their attention: {', '.join(CONTEXTS)}.")] = ",".join(CONTEXTS),
     cases: Annotated[
         str,
-        Option(
+        CORNERS(
             help=f"Only these corners: {', '.join(CASES)}; with --tp or --pp {', '.join(SPLIT_CASES)}; with --cp "
-            f"{', '.join(CONTEXT_CASES)}; with --ep {', '.join(EXPERT_CASES)}."
+            f"{', '.join(CONTEXT_CASES)}; with --ep {', '.join(EXPERT_CASES)}.",
+            show_default="all of a layout",
         ),
     ] = "",
     json_file: JsonFile = None,

@@ -8,6 +8,7 @@ python -m minillm plan --placement --json placement.json
 
 import sys
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -19,34 +20,44 @@ from minillm.predict.planner import architectures, clusters, published, search, 
 from minillm.predict.planner.clusters import GIB
 from minillm.predict.planner.layout import show_flattened, show_mesh
 
+MODEL, CLUSTER, TRAINING, SERVING, OUTPUT, INSTEAD = (
+    partial(Option, rich_help_panel=panel)
+    for panel in ("Model", "Cluster", "Training", "Serving", "Output", "Instead of a plan")
+)
 RANKS = (2, 4, 8)  # of the layouts that are checked on this machine
 
 
 def command(
     model: Annotated[
-        str, Option(help="A model of the planner's table, or a folder with a config.json.")
+        str, MODEL(help=f"{', '.join(architectures.ARCHITECTURES)}, or a folder with a config.json.")
     ] = "llama-3-8b",
-    cluster: Annotated[str, Option(help=f"Devices: {', '.join(clusters.DEVICES)}.")] = "h100",
-    gpus: Annotated[int, Option(help="Number of GPUs.")] = 8,
-    per_node: Annotated[int, Option(help="GPUs that share a node.")] = 8,
-    network: Annotated[float | None, Option(help="GB/s of one GPU to other nodes, one direction.")] = None,
-    memory: Annotated[float | None, Option(help="GiB of one GPU.")] = None,
-    seq: Annotated[int, Option(help="Tokens of a sequence.")] = 8192,
-    batch: Annotated[int, Option(help="Sequences of one step.")] = 128,
-    serve: Annotated[bool, Option("--serve", help="Plan serving instead of training.")] = False,
-    prompt: Annotated[int, Option(help="Tokens of a prompt, with --serve.")] = 1000,
-    output: Annotated[int, Option(help="Tokens of an answer, with --serve.")] = 300,
-    tpot_ms: Annotated[float | None, Option(help="Most milliseconds per output token, with --serve.")] = None,
-    ttft_ms: Annotated[float | None, Option(help="Most milliseconds to the first token, with --serve.")] = None,
-    mesh: Annotated[bool, Option("--show-mesh", help="Also say which ranks talk to which over which link.")] = False,
-    check: Annotated[bool, Option("--published", help="Compare the planner with published runs instead.")] = False,
+    cluster: Annotated[str, CLUSTER(help=f"Devices: {', '.join(clusters.DEVICES)}.")] = "h100",
+    gpus: Annotated[int, CLUSTER(help="Number of GPUs.")] = 8,
+    per_node: Annotated[int, CLUSTER(help="GPUs that share a node.")] = 8,
+    network: Annotated[
+        float | None, CLUSTER(help="GB/s of one GPU to other nodes, one direction.", show_default="the device's")
+    ] = None,
+    memory: Annotated[float | None, CLUSTER(help="GiB of one GPU.", show_default="the device's")] = None,
+    seq: Annotated[int, TRAINING(help="Tokens of a sequence.")] = 8192,
+    batch: Annotated[int, TRAINING(help="Sequences of one step.")] = 128,
+    serve: Annotated[bool, SERVING("--serve", help="Plan serving instead of training.")] = False,
+    prompt: Annotated[int, SERVING(help="Tokens of a prompt, with --serve.")] = 1000,
+    output: Annotated[int, SERVING(help="Tokens of an answer, with --serve.")] = 300,
+    tpot_ms: Annotated[
+        float | None, SERVING(help="Most milliseconds per output token, with --serve.", show_default="any")
+    ] = None,
+    ttft_ms: Annotated[
+        float | None, SERVING(help="Most milliseconds to the first token, with --serve.", show_default="any")
+    ] = None,
+    mesh: Annotated[bool, OUTPUT("--show-mesh", help="Also say which ranks talk to which over which link.")] = False,
+    check: Annotated[bool, INSTEAD("--published", help="Compare the planner with published runs instead.")] = False,
     here: Annotated[
-        bool, Option("--this-machine", help="Predict layouts of 2, 4 and 8 CPU ranks on emulated links, and run them.")
+        bool, INSTEAD("--this-machine", help="Predict layouts of 2, 4 and 8 CPU ranks on emulated links, and run them.")
     ] = False,
     placement: Annotated[
-        bool, Option("--placement", help="Run layouts with the best and the worst order of axes on 2 and 4 nodes.")
+        bool, INSTEAD("--placement", help="Run layouts with the best and the worst order of axes on 2 and 4 nodes.")
     ] = False,
-    top: Annotated[int, Option(help="Layouts to show.")] = 8,
+    top: Annotated[int, OUTPUT(help="Layouts to show.")] = 8,
     json_file: JsonFile = None,
 ) -> int:
     """Rank all layouts of a model on a cluster: memory and time by cause, and why each runner-up is slower."""

@@ -27,7 +27,7 @@ HOURS = {"useful": "compute", "saving": "input", "lost": "wait", "restarting": "
 def command(
     run: Annotated[str, Argument(help="Name of a run, or its folder.")],
     runs: Annotated[Path, Option(metavar="FOLDER", help="Where runs are kept.")] = Path("runs"),
-    out: Annotated[Path | None, Option(metavar="FOLDER", help="Where to write; by default into the run.")] = None,
+    out: Annotated[Path | None, Option(metavar="FOLDER", help="Where to write.", show_default="into the run")] = None,
 ) -> None:
     """Draw loss.png, step_time.png and goodput.png from what a run has noted."""
     folder = runs / run if (runs / run).is_dir() else Path(run)

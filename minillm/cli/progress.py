@@ -1,5 +1,7 @@
 """`python -m minillm progress`: how far the learner is, lab by lab, and which cards of the interview are due."""
 
+import shlex
+import sys
 from typing import Annotated
 
 import typer
@@ -10,14 +12,15 @@ from minillm.measure.provenance import JsonFile, write_json
 
 
 def command(
-    reset: Annotated[bool, typer.Option("--reset", help="Forget all progress.")] = False,
+    reset: Annotated[bool, typer.Option("--reset", help="Forget all progress; asks first, and keeps a copy.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="With --reset: do not ask.")] = False,
     json_file: JsonFile = None,
 ) -> int:
     """Show exercises passed, attempts, hints used and minutes per lab; cards that are due and the weakest topics."""
+    if yes and not reset:
+        raise ValueError("--yes answers the question of --reset: give both, or leave it out")
     if reset:
-        progress.reset()
-        print(f"Progress forgotten ({progress.path()}).")
-        return 0
+        return _reset(yes)
     rows = progress.summary(exercises.all_exercises())
     print(progress.table(rows) if rows else "No exercise is registered.")
     topics = interview.cards()
@@ -27,3 +30,27 @@ def command(
     cards = [{"topic": topic, "seen": each[0], "due": each[1], "difficulty": each[2]} for topic, each in topics.items()]
     write_json(json_file, {"rows": rows, "cards": cards})
     return 0
+
+
+def _reset(sure: bool) -> int:
+    """Exit status 1 if the learner would rather keep it."""
+    file = progress.path()
+    if not sure and not sys.stdin.isatty():
+        raise ValueError(f"--reset forgets all that {file} holds, and no terminal is there to ask you: add --yes")
+    if not sure and not _agreed(f"Forget all progress, kept in {file}? [y/N] "):
+        print("Nothing was changed.")
+        return 1
+    copy = progress.reset()
+    if copy is None:
+        print(f"There was no progress to forget ({file}).")
+    else:
+        print(f"Progress forgotten. To have it back: mv {shlex.quote(str(copy))} {shlex.quote(str(file))}")
+    return 0
+
+
+def _agreed(question: str) -> bool:
+    try:
+        return input(question).strip().lower() in ("y", "yes")
+    except EOFError:
+        print()
+        return False

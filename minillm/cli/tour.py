@@ -14,7 +14,7 @@ from minillm.measure.provenance import JsonFile, provenance, summary, write_json
 
 
 def command(
-    labs: Annotated[str, typer.Option(help="Only these stops, by lab number: 00,01.")] = "",
+    labs: Annotated[str, typer.Option(help="Only these stops, by lab number: 00,01.", show_default="all")] = "",
     json_file: JsonFile = None,
 ) -> int:
     """Run every mechanism once and print its receipt. Exit status 1 if a verdict is off."""

@@ -8,6 +8,7 @@ import shlex
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ import typer
 from typer import Option
 
 from minillm.cli.folders import check_new_folder
+from minillm.cli.given import is_given
 from minillm.comm import RankError, is_root, launch
 from minillm.data import TokenDataset
 from minillm.measure.provenance import JsonFile, provenance, write_json
@@ -39,94 +41,112 @@ NODES_S = 900.0  # for which ranks of a number that does not divide wait for tor
 RESTART_S = 60.0  # for which the ranks that torchrun starts again wait for the last of those before them to end
 
 
-def _of_run(name: str, **options: Any) -> Any:
-    """An option that a resumed run remembers."""
-    return Option(show_default=str(DEFAULTS[name]), **options)
+RUN, MODEL, DATA, OPTIMIZER, STEP, DATA_PARALLEL, PARALLEL, CHECKPOINTS, OUTPUT = (
+    partial(Option, rich_help_panel=panel)
+    for panel in (
+        "Run", "Model", "Data", "Optimizer", "How a step is computed", "Parallel layout: data, ZeRO and experts",
+        "Parallel layout: tensor, pipeline and context", "Checkpoints", "Output",
+    )
+)  # fmt: skip
 
 
 def command(
     invocation: typer.Context,
-    steps: Annotated[int | None, _of_run("steps", help="Updates to make in all.")] = None,
-    model_size: Annotated[str | None, _of_run("model_size", metavar="SIZE", help=f"One of {', '.join(SIZES)}.")] = None,
-    experts: Annotated[
-        int | None, _of_run("experts", help="Experts in place of every MLP; the model then costs a token the same.")
-    ] = None,
-    top_k: Annotated[int | None, _of_run("top_k", help="Experts that a token goes to; 2 where there are some.")] = None,
-    data: Annotated[
-        str | None, Option(metavar="PATH", help="A folder of text, or a file; by default Python's standard library.")
-    ] = None,
-    batch_size: Annotated[int | None, _of_run("batch_size", help="Windows of text at a time.")] = None,
-    accumulate: Annotated[int | None, _of_run("accumulate", help="Batches that one update adds up.")] = None,
-    seq_len: Annotated[int | None, _of_run("seq_len", help="Tokens per window; the model's context.")] = None,
-    lr: Annotated[float | None, _of_run("lr", help="Highest learning rate.")] = None,
-    warmup_steps: Annotated[int | None, _of_run("warmup_steps", help="Steps until it is reached.")] = None,
-    weight_decay: Annotated[float | None, _of_run("weight_decay", help="Of matrices.")] = None,
-    precision: Annotated[str | None, _of_run("precision", help=f"One of {', '.join(PRECISIONS)}.")] = None,
-    activation_checkpointing: Annotated[
-        str | None, _of_run("activation_checkpointing", help=f"One of {', '.join(MODES)}.")
-    ] = None,
-    compile: Annotated[bool | None, _of_run("compile", help="Run the model through torch.compile.")] = None,
-    documents: Annotated[
-        bool | None, _of_run("documents", help="Tokens see their own document only, where a window holds several.")
-    ] = None,
-    seed: Annotated[int | None, _of_run("seed", help="Of initial weights and the order of data.")] = None,
     run: Annotated[
-        str | None, Option(metavar="NAME", help="Folder under --runs; by default SIZE-1, SIZE-2, ...")
+        str | None, RUN(metavar="NAME", help="Folder under --runs.", show_default="SIZE-1, SIZE-2, ...")
     ] = None,
+    steps: Annotated[int, RUN(help="Updates to make in all.")] = DEFAULTS["steps"],
     resume: Annotated[
-        bool, Option("--resume", help="Go on with --run, by default the latest, to the same bits.")
+        bool, RUN("--resume", help="Go on with --run, or with the latest, to the same bits; its settings are kept.")
     ] = False,
-    export_to: Annotated[
-        Path | None, Option("--export", metavar="PATH", help="When done, write a model folder (bf16, Llama layout).")
-    ] = None,
-    device: Annotated[str, Option(help="cpu, cuda, cuda:1, ...; by default a GPU if there is one.")] = "",
-    save_every: Annotated[int, Option(help="Steps between checkpoints.", min=1)] = 200,
-    keep: Annotated[int, Option(help="How many checkpoints stay.", min=1)] = 2,
-    save_in_background: Annotated[
-        bool, Option("--save-in-background", help="Train on while a checkpoint is written.")
-    ] = False,
-    peer_copy: Annotated[
-        bool, Option("--peer-copy", help="Hold the last one in the memory of two nodes each, for torchrun's restarts.")
-    ] = False,
-    validate_every: Annotated[int, Option(help="Steps between validations.", min=1)] = 100,
-    memory: Annotated[
-        bool, Option("--memory", help="Show what memory was for, at its fullest in the first step.")
-    ] = False,
+    runs: Annotated[Path, RUN(metavar="FOLDER", help="Where runs are kept.")] = Path("runs"),
+    seed: Annotated[int, RUN(help="Of initial weights and the order of data.")] = DEFAULTS["seed"],
+    device: Annotated[str, RUN(help="cpu, cuda, cuda:1, ...", show_default="a GPU if there is one")] = "",
+    model_size: Annotated[str, MODEL(metavar="SIZE", help=f"One of {', '.join(SIZES)}.")] = DEFAULTS["model_size"],
+    experts: Annotated[
+        int | None, MODEL(help="Experts in place of every MLP; the model then costs a token the same.")
+    ] = DEFAULTS["experts"],
+    top_k: Annotated[int | None, MODEL(help="Experts that a token goes to; 2 where there are some.")] = DEFAULTS[
+        "top_k"
+    ],
+    data: Annotated[
+        str | None, DATA(metavar="PATH", help="A folder of text, or a file.", show_default="Python's standard library")
+    ] = DEFAULTS["data"],
+    batch_size: Annotated[int, DATA(help="Windows of text at a time.")] = DEFAULTS["batch_size"],
+    accumulate: Annotated[int, DATA(help="Batches that one update adds up.")] = DEFAULTS["accumulate"],
+    seq_len: Annotated[int, DATA(help="Tokens per window; the model's context.")] = DEFAULTS["seq_len"],
+    documents: Annotated[
+        bool,
+        DATA("--documents/--no-documents", help="Tokens see their own document only, where a window holds several."),
+    ] = DEFAULTS["documents"],
+    lr: Annotated[float, OPTIMIZER(help="Highest learning rate.")] = DEFAULTS["lr"],
+    warmup_steps: Annotated[int, OPTIMIZER(help="Steps until it is reached.")] = DEFAULTS["warmup_steps"],
+    weight_decay: Annotated[float, OPTIMIZER(help="Of matrices.")] = DEFAULTS["weight_decay"],
+    precision: Annotated[str, STEP(help=f"One of {', '.join(PRECISIONS)}.")] = DEFAULTS["precision"],
+    activation_checkpointing: Annotated[str, STEP(help=f"One of {', '.join(MODES)}.")] = DEFAULTS[
+        "activation_checkpointing"
+    ],
+    compile: Annotated[bool, STEP("--compile/--no-compile", help="Run the model through torch.compile.")] = DEFAULTS[
+        "compile"
+    ],
     dp: Annotated[
-        int | None, Option(help="Data-parallel ranks; under torchrun what its processes leave for it.", min=1)
+        int | None,
+        DATA_PARALLEL(help="Data-parallel ranks.", min=1, show_default="1, or what torchrun's processes leave for it"),
     ] = None,
-    zero: Annotated[int, Option(help="ZeRO stage over those ranks: 0 to 3.", min=0, max=3)] = 0,
+    zero: Annotated[int, DATA_PARALLEL(help="ZeRO stage over those ranks: 0 to 3.", min=0, max=3)] = 0,
     offload: Annotated[
-        str | None, Option(metavar="cpu|PATH", help="Keep ZeRO's shards in host memory, or in a file there.")
+        str | None, DATA_PARALLEL(metavar="cpu|PATH", help="Keep ZeRO's shards in host memory, or in a file there.")
     ] = None,
     dp_replicate: Annotated[
-        int, Option(help="Groups of data-parallel ranks that hold the same ZeRO shards (HSDP).", min=1)
+        int, DATA_PARALLEL(help="Groups of data-parallel ranks that hold the same ZeRO shards (HSDP).", min=1)
     ] = 1,
-    tp: Annotated[int, Option(help="Tensor-parallel ranks, which share every layer.", min=1)] = 1,
-    sp: Annotated[bool, Option("--sp", help="Sequence parallelism among those.")] = False,
-    pp: Annotated[int, Option(help="Pipeline stages.", min=1)] = 1,
-    schedule: Annotated[str, Option(help=f"Of the pipeline: {', '.join(SCHEDULES)}.")] = "1f1b",
+    ep: Annotated[
+        int, DATA_PARALLEL(help="Of the data-parallel ranks, those that share the experts of a layer.", min=1)
+    ] = 1,
+    ep_nodes: Annotated[
+        int,
+        DATA_PARALLEL(
+            help="Nodes that these lie on; above 1, a token crosses to a node once and goes on inside.", min=1
+        ),
+    ] = 1,
+    tp: Annotated[int, PARALLEL(help="Tensor-parallel ranks, which share every layer.", min=1)] = 1,
+    sp: Annotated[bool, PARALLEL("--sp", help="Sequence parallelism among those.")] = False,
+    pp: Annotated[int, PARALLEL(help="Pipeline stages.", min=1)] = 1,
+    schedule: Annotated[str, PARALLEL(help=f"Of the pipeline: {', '.join(SCHEDULES)}.")] = "1f1b",
     microbatches: Annotated[
         int | None,
-        Option(help="Into how many the pipeline cuts a step's windows; by default up to 4 per stage.", min=1),
+        PARALLEL(help="Into how many the pipeline cuts a step's windows.", min=1, show_default="up to 4 per stage"),
     ] = None,
-    cp: Annotated[int, Option(help="Context-parallel ranks, which share every sequence.", min=1)] = 1,
-    context: Annotated[str, Option(help=f"Their attention: {', '.join(CONTEXTS)}.")] = "zigzag",
-    node: Annotated[int, Option(help="Of a hybrid: ranks that exchange heads, with rings across.", min=1)] = 2,
-    pad: Annotated[bool, Option("--pad", help="Lengthen windows that do not divide over those ranks.")] = False,
-    ep: Annotated[int, Option(help="Of the data-parallel ranks, those that share the experts of a layer.", min=1)] = 1,
-    ep_nodes: Annotated[
-        int, Option(help="Nodes that these lie on; above 1, a token crosses to a node once and goes on inside.", min=1)
-    ] = 1,
-    runs: Annotated[Path, Option(metavar="FOLDER", help="Where runs are kept.")] = Path("runs"),
+    cp: Annotated[int, PARALLEL(help="Context-parallel ranks, which share every sequence.", min=1)] = 1,
+    context: Annotated[str, PARALLEL(help=f"Their attention: {', '.join(CONTEXTS)}.")] = "zigzag",
+    node: Annotated[int, PARALLEL(help="Of a hybrid: ranks that exchange heads, with rings across.", min=1)] = 2,
+    pad: Annotated[bool, PARALLEL("--pad", help="Lengthen windows that do not divide over those ranks.")] = False,
+    save_every: Annotated[int, CHECKPOINTS(help="Steps between checkpoints.", min=1)] = 200,
+    keep: Annotated[int, CHECKPOINTS(help="How many checkpoints stay.", min=1)] = 2,
+    save_in_background: Annotated[
+        bool, CHECKPOINTS("--save-in-background", help="Train on while a checkpoint is written.")
+    ] = False,
+    peer_copy: Annotated[
+        bool,
+        CHECKPOINTS("--peer-copy", help="Hold the last one in the memory of two nodes each, for torchrun's restarts."),
+    ] = False,
+    export_to: Annotated[
+        Path | None, OUTPUT("--export", metavar="PATH", help="When done, write a model folder (bf16, Llama layout).")
+    ] = None,
+    validate_every: Annotated[int, OUTPUT(help="Steps between validations.", min=1)] = 100,
+    memory: Annotated[
+        bool, OUTPUT("--memory", help="Show what memory was for, at its fullest in the first step.")
+    ] = False,
     json_file: JsonFile = None,
 ) -> int:
     """Train a model on the standard library's source, or on your text. Ctrl-C saves; --resume goes on."""
-    if model_size not in (None, *SIZES):
+    if model_size not in SIZES:
         raise ValueError(f"--model-size: no model size {model_size!r}: use one of {', '.join(SIZES)}")
     if run in (".", ".."):
         raise ValueError(f"--run {run} is no name: give the run a folder of its own under {runs}")
-    given = {name: invocation.params[name] for name in DEFAULTS if invocation.params.get(name) is not None}
+    given = {
+        name: value for name, value in invocation.params.items() if name in DEFAULTS and is_given(invocation, name)
+    }
     begun = None if resume else _begun(runs, run)
     resume = resume or (begun is not None and has_checkpoint(begun))
     folder = begun or (runs / run if run else _latest(runs) if resume else None)

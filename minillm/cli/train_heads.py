@@ -33,8 +33,10 @@ def command(
     heads: Annotated[int, Option(help="Of medusa: tokens it can draft.", min=1, max=64)] = 4,
     layers: Annotated[int, Option(help="Of early_exit: blocks of the target before the exit.", min=1)] = 2,
     seed: Annotated[int, Option(help="Of the initial weights, the order of windows and the rows.")] = 0,
-    data: Annotated[str | None, Option(metavar="PATH", help="Text or folder; default: the standard library.")] = None,
-    export: Annotated[Path | None, Option(metavar="PATH", help="Where to; default: the committed place.")] = None,
+    data: Annotated[
+        str | None, Option(metavar="PATH", help="Text or folder.", show_default="the standard library")
+    ] = None,
+    export: Annotated[Path | None, Option(metavar="PATH", help="Where to.", show_default="the committed place")] = None,
     prompts: Annotated[int, Option(help="Held-out prompts to measure on.", min=1)] = 16,
     device: Annotated[str, Option(help="cpu, cuda, ...")] = "cpu",
     bf16: Annotated[bool, Option(help="Multiply in bfloat16, the weights stay float32.")] = True,

@@ -78,10 +78,20 @@ def answer_to(exercise: str, lab: str) -> Any:
     return answers_of(lab).to(exercise)
 
 
-def names_of(tree: ast.AST) -> tuple[set[str], set[str]]:
-    """(names that the code reads from its module, names that it binds there or changes by index or attribute)."""
-    code = ast.unparse(tree)
-    table = symtable.symtable(code, "<statement>", "exec")
+@cache
+def checked_by(lab: str) -> tuple[str, ...]:
+    """Names of the exercises in the order in which the lab's notebook checks them; () for a lab without a master."""
+    master = course.masters(course.home()).get(lab)
+    statements = ast.parse(master.read_text(encoding="utf-8")).body if master else []
+    return tuple(filter(None, (_checks(node) for statement in statements for node in ast.walk(statement))))
+
+
+def names_of(tree: ast.AST, text: str = "") -> tuple[set[str], set[str]]:
+    """(names that the code reads from its module, names that it binds there or changes by index or attribute).
+
+    text: the code as it is written, where that is at hand.
+    """
+    table = symtable.symtable(text or ast.unparse(tree), "<statement>", "exec")
     reads = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced()} | _globals_below(table)
     binds = {s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported() or s.is_namespace()}
     return reads, binds | {name.id for name in _changed(tree)}

@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from minillm.labkit import progress
+from minillm.labkit import course, progress
+from minillm.labkit.answers import checked_by
 from minillm.labkit.blame import learner_line, not_attempted, summary
 from minillm.labkit.card import Card, show_card
 from minillm.labkit.evidence import alike
@@ -81,8 +82,8 @@ def hint(name: str, level: int | None = None) -> None:
 
 
 def finish(lab: str) -> None:
-    """The last cell of a lab (NN_topic): which exercises are passed, which were tried, which are open."""
-    exercises = all_exercises(lab)
+    """The last cell of a lab (NN_topic): which exercises are passed, tried or open, and what to do next."""
+    exercises = _in_order(lab)
     if not exercises:
         raise ValueError(f"lab '{lab}' has no exercise; name it as its folder does, such as 01_collectives")
     entries = progress.load()
@@ -92,12 +93,10 @@ def finish(lab: str) -> None:
         state = "passed" if entry.passed else "tried, not passed yet" if entry.attempts else "open"
         groups[state].append(exercise.name)
     lines = [f"{state}: {', '.join(names)}" for state, names in groups.items() if names]
-    done = len(groups["passed"])
-    minutes = sum(exercise.minutes for exercise in exercises if exercise.name not in groups["passed"])
-    lines += [f"About {minutes} minutes are left."] if minutes else []
-    show_card(
-        Card(f"Lab {lab[:2]}: {done} of {len(exercises)} exercises passed", "", None, tuple(lines), good=not minutes)
-    )
+    left = [exercise for exercise in exercises if exercise.name not in groups["passed"]]
+    lines.append(_what_next(lab, left))
+    title = f"Lab {lab[:2]}: {len(groups['passed'])} of {len(exercises)} exercises passed"
+    show_card(Card(title, "", None, tuple(lines), good=not left))
 
 
 def verify(exercise: Exercise, candidate: Any, seed: int | None = None) -> Outcome:
@@ -131,6 +130,23 @@ def diagnose(exercise: Exercise, outcome: Outcome, seed: int) -> str:
             if known.status == "failed" and alike(known, outcome):
                 return answer.says
     return ""
+
+
+def _in_order(lab: str) -> list[Exercise]:
+    """The exercises of a lab in the order of its notebook."""
+    order = checked_by(lab)
+    return sorted(all_exercises(lab), key=lambda each: order.index(each.name) if each.name in order else len(order))
+
+
+def _what_next(lab: str, left: list[Exercise]) -> str:
+    """The first exercise of this lab that is not passed, else the next lab."""
+    if left:
+        minutes = sum(exercise.minutes for exercise in left)
+        return f'Next: check("{left[0].name}", ...) in this notebook. About {minutes} minutes are left.'
+    later = [name for name in course.masters(course.home()) if name > lab]
+    return (
+        f"Next: {later[0]}.ipynb, in the same folder." if later else "Next: python -m minillm progress, in a terminal."
+    )
 
 
 def _is_ours(exercise: Exercise, candidate: Any) -> bool:

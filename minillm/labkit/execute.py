@@ -5,7 +5,6 @@ fails its own check stops the build; the learner's progress file is never touche
 """
 
 import base64
-import io
 import os
 import sys
 import tempfile
@@ -17,6 +16,8 @@ from jupyter_client.kernelspec import KernelSpec, KernelSpecManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
+
+from minillm.labkit.plots import small
 
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 _WIDGET_NOTE = "(Sliders appear here while the notebook runs.)\n"
@@ -67,26 +68,43 @@ def execute(notebook: NotebookNode, folder: Path, *, timeout_s: float = 180.0, s
             variables = environment(strict) | {"MINILLM_PROGRESS": f"{scratch}/progress.json"}
             client.execute(env=variables, cleanup_kc=True)
         except CellExecutionError as error:
+            _refuse_errors(notebook)
             raise NotebookFailed(f"cell '{_head(running)}' raised {error.ename}: {error.evalue}") from error
         except CellTimeoutError as error:
             raise NotebookFailed(f"cell '{_head(running)}' took longer than {timeout_s:g} s") from error
         except DeadKernelError as error:
             raise NotebookFailed(f"the kernel died in cell '{_head(running)}'") from error
+    _refuse_errors(notebook)
     _clean(notebook, folder)
     return notebook
 
 
 def environment(strict: bool) -> dict[str, str]:
-    """Variables of a lab's kernel: this copy of minillm first, checks strict or not."""
+    """Variables of a lab's kernel and terminals: this interpreter, this copy of minillm, checks strict or not."""
     package = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
     variables = {key: value for key, value in os.environ.items() if key != "MINILLM_STRICT"}
-    variables |= {"PYTHONPATH": path, "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+    variables |= {"PYTHONPATH": _before(package, "PYTHONPATH"), "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+    variables["PATH"] = _before(str(Path(sys.executable).parent), "PATH")
+    if sys.prefix != sys.base_prefix:
+        variables["VIRTUAL_ENV"] = sys.prefix
     return variables | ({"MINILLM_STRICT": "1"} if strict else {})
+
+
+def _before(first: str, variable: str) -> str:
+    """What a variable that lists folders is with `first` in front of them."""
+    return os.pathsep.join([first, *filter(None, [os.environ.get(variable)])])
 
 
 def _head(running: list[NotebookNode]) -> str:
     return (running[-1].source.strip().splitlines() or [""])[0] if running else "(none yet)"
+
+
+def _refuse_errors(notebook: NotebookNode) -> None:
+    """NotebookFailed for the first error shown, be it one of display(), after which the kernel counts a cell as run."""
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            if output.output_type == "error":
+                raise NotebookFailed(f"cell '{_head([cell])}' raised {output.ename}: {output.evalue}")
 
 
 def _clean(notebook: NotebookNode, folder: Path) -> None:
@@ -106,7 +124,7 @@ def _tidy(output: NotebookNode, folder: Path) -> NotebookNode:
         output.text = _anonymous(output.text, folder)
     for kind, content in output.get("data", {}).items():
         if kind == "image/png":
-            output.data[kind] = _small_png(content)
+            output.data[kind] = base64.b64encode(small(base64.b64decode(content))).decode()
         elif isinstance(content, str):
             output.data[kind] = _anonymous(content, folder)
     return output
@@ -116,16 +134,3 @@ def _anonymous(text: str, folder: Path) -> str:
     """Paths of this machine, as they stand in tracebacks, made relative to the course."""
     text = text.replace(f"{folder.resolve().parent}{os.sep}", "").replace(f"{sys.prefix}{os.sep}", "")
     return text.replace(f"{Path(__file__).resolve().parents[2]}{os.sep}", "")
-
-
-def _small_png(content: str) -> str:
-    """The picture with at most 128 colours where that is smaller; figures of flat colour lose nothing visible."""
-    from PIL import Image
-
-    picture = Image.open(io.BytesIO(base64.b64decode(content)))
-    if picture.mode == "RGBA" and picture.getextrema()[3] != (255, 255):
-        return content
-    buffer = io.BytesIO()
-    picture.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(buffer, "PNG", optimize=True)
-    small = base64.b64encode(buffer.getvalue()).decode()
-    return small if len(small) < len(content) else content

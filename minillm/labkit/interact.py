@@ -18,14 +18,14 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from minillm.labkit.card import in_notebook
-from minillm.labkit.plots import style
+from minillm.labkit.plots import FILE_DPI, SHOWN_DPI, style
 
 View = Callable[..., Figure]
 _shown: dict[str, tuple[Any, dict[str, Any]]] = {}  # by view: where its still picture is displayed, its parameters
 
 
 def show(view: View, **parameters: Any) -> None:
-    """Display `view(**parameters)` as a still picture; the view's first docstring line is its alternative text."""
+    """Display `view(**parameters)` as a still picture; the alternative text is its docstring's first paragraph."""
     image = render(view, **parameters)
     if in_notebook():
         from IPython.display import display
@@ -69,7 +69,7 @@ def sliders(view: View, **controls: Any) -> None:
             bundle, metadata = _bundle(view, image)
             handle.update(bundle, raw=True, metadata=metadata)
         else:
-            picture.value = image
+            picture.value, picture.width = image, str(_width(image))
 
     for widget in widgets.values():
         widget.observe(redraw, names="value")
@@ -95,7 +95,13 @@ def render(view: View, **parameters: Any) -> bytes:
 def _bundle(view: View, image: bytes) -> tuple[dict[str, str], dict[str, Any]]:
     """What a notebook displays of a picture, and its metadata."""
     title = _title(view)
-    return {"image/png": base64.b64encode(image).decode(), "text/plain": title}, {"image/png": {"alt": title}}
+    shown = {"alt": title, "width": _width(image)}
+    return {"image/png": base64.b64encode(image).decode(), "text/plain": title}, {"image/png": shown}
+
+
+def _width(image: bytes) -> int:
+    """The width at which a page shows a PNG, in pixels: its file has more of them, for fine screens."""
+    return round(int.from_bytes(image[16:20], "big") * SHOWN_DPI / FILE_DPI)
 
 
 def _widget(ipywidgets: Any, view: View, name: str, control: Any, start: dict[str, Any]) -> Any:
@@ -119,4 +125,5 @@ def _refuse_unknown(view: View, names: dict[str, Any]) -> None:
 
 
 def _title(view: View) -> str:
-    return (inspect.getdoc(view) or view.__name__.replace("_", " ")).splitlines()[0]
+    text = inspect.getdoc(view) or view.__name__.replace("_", " ")
+    return " ".join(text.split("\n\n")[0].split())

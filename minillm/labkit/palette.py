@@ -28,6 +28,7 @@ SPANS = {
 }
 
 TEXT = "#1A1A1A"
+MUTED = "#555555"
 CARD = "#FFFFFF"
 
 

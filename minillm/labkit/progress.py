@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -90,15 +91,18 @@ def record_hint(name: str, lab: str, level: int) -> Entry:
     return _store(name, replace(entry, hints=max(entry.hints, level)))
 
 
-def reset() -> None:
-    """Forget everything."""
-    _unsaved.pop(path(), None)
+def reset() -> Path | None:
+    """Forget everything; returns the copy that stays beside the file, None where nothing had been kept."""
+    file = path()
+    _unsaved.pop(file, None)
+    copies = (file.with_name(f"{file.stem}-{number}{file.suffix}") for number in count(1))
+    copy = next(each for each in copies if not os.path.lexists(each))
     try:
-        path().unlink(missing_ok=True)
+        return file.rename(copy)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     except OSError as error:
-        raise ValueError(
-            f"progress in {path()} cannot be removed ({error.strerror}); delete the file by hand"
-        ) from error
+        raise ValueError(f"progress in {file} cannot be moved ({error.strerror}); move the file by hand") from error
 
 
 def table(rows: Iterable[dict]) -> str:

@@ -8,10 +8,12 @@
 Columns keep apart where a number comes from: the reader's guess, a formula (or what must hold), arithmetic, a
 simulation of a machine, and this machine. Only columns that a receipt uses are shown, and of a long one the first
 rows; the rest is folded. The same object is text for a terminal, HTML for a notebook (readable on light and dark
-pages, and without any CSS, as on GitHub) and rows of JSON.
+pages, and without any CSS, as on GitHub) and rows of JSON. With MINILLM_STRICT=1, as when solutions are executed, a
+receipt that is off cannot be displayed, unless what is off depends on the machine (`Row.steady`).
 """
 
 import math
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -21,9 +23,14 @@ from typing import Any, Literal
 Verdict = Literal["ok", "off", "info"]
 Kind = Literal["measured", "simulated", "computed", "formula"]
 OPEN_ROWS = 3  # a lab shows some thirty receipts, so the summary of what is folded says how it went
+TIMES = ("s", "ms", "token/s", "B/s", "FLOP/s")  # units of what a busy machine changes when it is measured
 _TINY = 1e-300
 _MARKS = {"ok": ("✓", "#009E73"), "off": ("✗", "#D55E00"), "info": ("·", "#888888")}
 _COLUMNS = ("your guess", "formula", "computed", "simulated", "measured")
+
+
+class ReceiptOff(Exception):
+    """A receipt is displayed under MINILLM_STRICT=1, and a steady row of it is off."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +39,13 @@ class Row:
 
     measured: what was found; kind says whether on this machine, in a simulation, or by arithmetic with the course's
     formulas ("computed"), to decide what somebody claims. A row of kind "formula" has only its `predicted`. guess: the
-    reader's. noisy: it depends on what else this machine is doing (time, traffic on the loopback interface), so the
-    tour judges it and tests do not.
+    reader's. noisy: it depends on what else this machine is doing (time, traffic on the loopback interface).
     """
+
+    @property
+    def steady(self) -> bool:
+        """Whether tests may insist on the verdict: the tour judges noisy rows and measured times, and tests do not."""
+        return not self.noisy and not (self.kind == "measured" and self.unit in TIMES)
 
     name: str
     predicted: Any
@@ -87,6 +98,7 @@ class Receipt:
         return [row.to_json() for row in self.rows]
 
     def __str__(self) -> str:
+        self._refuse_off()
         table = [self._heads(), *map(self._cells, self.rows)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         sides = ["<", *[">"] * len(self._columns()), "<"]
@@ -105,6 +117,7 @@ class Receipt:
         return "\n".join([*kept, f"... and {_summary(self.rows[self.shown :])}; print() shows them all"])
 
     def _repr_html_(self) -> str:
+        self._refuse_off()
         title = f"<b>{escape(self.title)}</b>" if self.title else ""
         folded = self.rows[self.shown :]
         more = ""
@@ -112,6 +125,13 @@ class Receipt:
             opened = " open" if any(row.verdict == "off" for row in folded) else ""
             more = f"<details{opened}><summary>{_summary(folded)}</summary>{self._table(folded)}</details>"
         return f'<div style="color:inherit">{title}{self._table(self.rows[: self.shown])}{more}</div>'
+
+    def _refuse_off(self) -> None:
+        """ReceiptOff under MINILLM_STRICT=1 if a steady row is off."""
+        off = [row for row in self.rows if row.verdict == "off" and row.steady]
+        if off and os.environ.get("MINILLM_STRICT") == "1":
+            found = (f"{r.name}: {_plain(r.measured)} {r.unit}".rstrip() + f", not {_plain(r.predicted)}" for r in off)
+            raise ReceiptOff(f"receipt '{self.title}' is off: {'; '.join(found)}")
 
     def _columns(self) -> list[str]:
         """Those columns that a row has a value for; a comparison always has "formula", an empty receipt "measured"."""

@@ -1,20 +1,20 @@
 """Where a number comes from: hardware, versions, date and command. Every JSON file of results starts with it."""
 
-import contextlib
 import datetime
 import json
 import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import Annotated, Any
 
 import psutil
 import torch
 import typer
+
+from minillm.files import check_writable, opened, refusing
 
 PACKAGES = ("minillm", "torch", "numpy")
 
@@ -46,39 +46,15 @@ def summary(origin: dict[str, Any]) -> str:
 def write_json(path: Path | None, results: Any) -> None:
     """Write the results of a command to the file of its --json option, if one was given."""
     if path is not None:
-        with _refusing(path), opened(path, "w") as file:
+        with refusing("--json", path), opened(path, "w") as file:
             file.write(json.dumps(results, indent=1) + "\n")
 
 
 def writable(param: typer.CallbackParam, path: Path | None) -> Path | None:
     """`path`, asked before the work whose results it is for: hours may be lost after it. Leaves no file behind."""
     if path is not None:
-        new = not path.exists()
-        with _refusing(path, param.opts[0]):
-            opened(path, "a").close()
-        if new:
-            path.unlink(missing_ok=True)  # other ranks ask as well
+        check_writable(param.opts[0], path)
     return path
-
-
-def opened(path: Path, mode: str) -> IO[Any]:
-    """The file that a user named, as UTF-8 unless `mode` is binary. A pipe without another end is an OSError, or empty;
-    `open` would wait for that end for ever."""
-    return open(path, mode, encoding=None if "b" in mode else "utf-8", opener=_at_once)
-
-
-def _at_once(path: str, flags: int) -> int:
-    file = os.open(path, flags | getattr(os, "O_NONBLOCK", 0), 0o666)
-    os.set_blocking(file, True)
-    return file
-
-
-@contextlib.contextmanager
-def _refusing(path: Path, option: str = "--json") -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(f"{option} {path} cannot be written ({error.strerror}): name another file") from error
 
 
 JsonFile = Annotated[

@@ -58,7 +58,7 @@ def timeline(ledgers: Sequence) -> Figure:
 
     ranks = _bars(ledgers)
     span_ms = 1e3 * max(bar.end for bars in ranks for bar in bars)
-    figure = plt.figure(figsize=(10, 1.1 + 0.8 * len(ranks)), layout="constrained", facecolor="white")
+    figure = plt.figure(figsize=(9, 1.1 + 0.8 * len(ranks)), layout="constrained", facecolor="white")
     plt.close(figure)  # returned, not shown a second time by the notebook
     axes = figure.add_subplot(facecolor="white")
     for rank, bars in enumerate(ranks):
@@ -73,7 +73,7 @@ def timeline(ledgers: Sequence) -> Figure:
     axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in range(len(ranks))], fontweight="bold")
     axes.tick_params(axis="y", length=0, pad=58)
     middles = [rank + offset for rank in range(len(ranks)) for offset in (-0.22, 0.22)]
-    axes.set_yticks(middles, LANES * len(ranks), minor=True, fontsize=8, color="#555555")
+    axes.set_yticks(middles, LANES * len(ranks), minor=True, fontsize=9, color="#555555")
     axes.tick_params(axis="y", which="minor", length=0, pad=4)
     axes.grid(axis="x", color="white", linewidth=1)
     axes.set_axisbelow(True)
@@ -177,12 +177,12 @@ def _draw(axes: Axes, bar: _Bar, top: float, height: float, span_ms: float) -> N
         colour, hatch, _, _ = STYLES[kind]
         box = [(start * 1e3, (end - start) * 1e3)]
         axes.broken_barh(box, (top, height), facecolor=colour, hatch=hatch, **EDGE, zorder=2)
-    room = (bar.end - bar.start) * 1e3 / span_ms * 130 if span_ms else 0  # about 130 letters fit across
+    room = (bar.end - bar.start) * 1e3 / span_ms * 104 if span_ms else 0  # about 104 letters fit across
     label = next((text for text in _labels(bar) if len(text) + 1 <= room), None)
     if label and height > 0.12:
         halo = [withStroke(linewidth=3, foreground="white", alpha=0.85)] if hatch else None  # letters over hatches
         at = ((bar.start + bar.end) / 2 * 1e3, top + height / 2)
-        axes.text(*at, label, ha="center", va="center", fontsize=8, zorder=3, path_effects=halo, clip_on=True)
+        axes.text(*at, label, ha="center", va="center", fontsize=9, zorder=3, path_effects=halo, clip_on=True)
 
 
 def _parts(bar: _Bar) -> Iterator[tuple[str, float, float]]:

@@ -4,6 +4,7 @@ prompt      t0 t1 t2 t3 | t4 t5 ...         the prompt goes through the model in
 keys kept   ─────────────▶ ─▶ ─▶            alone, which attends to the keys and values kept of all before it
 """
 
+import shlex
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from minillm.model.transformer import Transformer
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 COMMITTED = ("target", "draft")
+RUNS, RUN_FILE = Path("runs"), "run.json"  # where `train` keeps its runs, and what each of them holds
 COLDEST, HOTTEST = 1e-6, 1e30  # beyond them float32 overflows; drawing has long been greedy, or even
 
 
@@ -113,6 +115,13 @@ def folder_of(model: str) -> Path:
             f"there is no {model} checkpoint yet: make it with "
             f"`python -m minillm train --model-size {model} --export {folder}`, or name a folder with --model"
         )
+    for run in (folder, RUNS / model):
+        if (run / RUN_FILE).is_file():
+            where = "" if run.parent == RUNS else f" --runs {shlex.quote(str(run.parent))}"
+            raise ValueError(
+                f"--model {model} is a training run: `python -m minillm train --resume --run {shlex.quote(run.name)}"
+                f"{where} --export FOLDER` makes the steps that it still lacks and writes a model folder"
+            )
     raise ValueError(
         f"--model {model} is no model folder (no config.json in it): name one, or {' or '.join(COMMITTED)}"
     )

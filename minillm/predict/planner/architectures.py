@@ -227,10 +227,12 @@ ARCHITECTURES = {
 
 
 def architecture(name: str) -> Architecture:
-    """A model of the table by name; ValueError names those that are near."""
+    """A model of the table by name; ValueError names those that are near, and where all are listed."""
     if name not in ARCHITECTURES:
-        near = difflib.get_close_matches(name.lower(), ARCHITECTURES, n=3, cutoff=0.3) or list(ARCHITECTURES)
+        near = difflib.get_close_matches(name.lower(), ARCHITECTURES, n=3, cutoff=0.3)
+        nearest = f" (the nearest: {', '.join(near)})" if near else ""
         raise ValueError(
-            f"no model {name!r} in the planner's table: use {', '.join(near)}, or a folder with a config.json."
+            f"no model {name!r} in the planner's table{nearest}: `python -m minillm plan --help` lists all, or name a "
+            "folder with a config.json."
         )
     return ARCHITECTURES[name]

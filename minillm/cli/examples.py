@@ -1,0 +1,41 @@
+"""Command lines that `python -m minillm COMMAND --help` ends with. A test parses each of them."""
+
+EXAMPLES = {
+    "lab": ("lab", "lab 03 --no-browser"),
+    "doctor": ("doctor",),
+    "progress": ("progress", "progress --reset"),
+    "tour": ("tour", "tour --labs 00,01"),
+    "machine": ("machine", "machine --refresh --json machine.json"),
+    "oracle": (
+        "oracle --dp 2 --zero 0,1,2,3 --cases tied",
+        "oracle --dp 2 --tp 2 --sp 0,1 --pp 2 --microbatches 2",
+    ),
+    "plan": (
+        "plan --model llama-3-70b --gpus 64 --batch 512",
+        "plan --model llama-3-70b --gpus 16 --serve --prompt 2000 --output 500 --tpot-ms 50",
+        "plan --published",
+    ),
+    "scaling": ("scaling --ranks 1,2,4 --figure scaling.png",),
+    "bench": ("bench comm --world-sizes 2,4 --sizes 64k,1M", "bench serve --json serve.json"),
+    "interview": ("interview --minutes 20 --topic data", "interview --due"),
+    "train": (
+        "train --model-size tiny --steps 300 --run first",
+        "train --resume --run first --export model",
+        "train --data notes.txt --dp 2 --zero 2",
+        "train --model-size draft --tp 2 --pp 2 --schedule zero_bubble",
+    ),
+    "plot": ("plot first", "plot first --out pictures"),
+    "train-heads": ("train-heads --kind medusa --export heads",),
+    "generate": (
+        'generate "def main"',
+        'generate "def main" --temperature 0 --max-new-tokens 50',
+        "generate --batch prompts.txt --json answers.json",
+    ),
+    "notebooks": ("notebooks 01", "notebooks --check"),
+    "figures": ("figures 01 --out pictures",),
+}
+
+
+def examples_of(command: str) -> list[str]:
+    """As they are typed; none for a command without examples."""
+    return [f"python -m minillm {line}" for line in EXAMPLES.get(command, ())]

@@ -1,0 +1,8 @@
+"""What a command line says itself, and what is only a default."""
+
+import typer
+
+
+def is_given(invocation: typer.Context, name: str) -> bool:
+    """Whether the command line names the option, rather than leaving it to its default."""
+    return invocation.get_parameter_source(name).name == "COMMANDLINE"
