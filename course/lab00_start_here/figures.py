@@ -9,7 +9,7 @@ from matplotlib.ticker import EngFormatter
 
 from course.lab00_start_here import experiments
 from minillm.labkit.palette import PALETTE, look
-from minillm.labkit.plots import bars, style, subplots
+from minillm.labkit.plots import bars, headline, style, subplots
 from minillm.measure import machine
 from minillm.measure.rates import LinkFit
 from minillm.predict import roofline
@@ -31,18 +31,20 @@ def draw_roofline(
         roof = [attainable(intensity, peak_flops, bandwidth) for intensity in reach]
         axes.plot(reach, roof, color=look(1).color, linestyle="--", marker="", label="predicted roof")
         axes.axvline(ridge, color="#999999", linewidth=0.8, linestyle=":")
-        axes.text(ridge * 1.06, 0.02, f"ridge {ridge:.1f}", transform=axes.get_xaxis_transform(), fontsize=8)
+        axes.text(ridge * 1.06, 0.02, f"ridge {ridge:.1f}", transform=axes.get_xaxis_transform(), fontsize=9)
         axes.plot(intensities, [rate for _, rate in rates[edge]], color=look(0).color, marker="o", label="measured")
         for (tokens, rate), intensity in zip(rates[edge], intensities, strict=True):
-            axes.annotate(f"{tokens}", (intensity, rate), xytext=(4, -11), textcoords="offset points", fontsize=8)
+            axes.annotate(f"{tokens}", (intensity, rate), xytext=(4, -11), textcoords="offset points", fontsize=9)
         axes.set_xscale("log")
         axes.set_yscale("log")
-        axes.set_ylim(min(min(rate for _, rate in rates[edge]), roof[0]) / 1.6, peak_flops * 1.6)
+        speeds = [rate for _, rate in rates[edge]]  # weights that stay in a cache climb over the roof
+        axes.set_ylim(min(*speeds, roof[0]) / 1.6, max(*speeds, peak_flops) * 1.6)
         axes.xaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_major_formatter(EngFormatter(unit="FLOP/s", sep=" "))
         axes.set(xlabel="arithmetic intensity (FLOP per byte)", ylabel="speed")
-        axes.set_title(f"[tokens, {edge}] @ [{edge}, {edge}] in fp32, weights of {edge * edge * 4 / 1e6:.0f} MB")
-        axes.legend(title="numbers at points: tokens", title_fontsize=8, loc="lower right")
+        matmul = f"[tokens, {edge}] @ [{edge}, {edge}] in fp32, weights of {edge * edge * 4 / 1e6:.0f} MB"
+        headline(axes, "Left of the ridge memory limits a matmul, right of it arithmetic", matmul)
+        axes.legend(title="numbers at points: tokens", loc="lower right")
     return figure
 
 
@@ -55,7 +57,12 @@ def draw_link(links: dict[int, LinkFit], world_size: int) -> Figure:
         reach = np.geomspace(sizes[0], sizes[-1], 100)
         axes.plot(sizes, [seconds for _, seconds in fit.samples], "o", color=look(0).color, label="measured, median")
         axes.plot(
-            reach, [fit.seconds(size) for size in reach], "--", color=look(1).color, marker="", label="α + bytes/β"
+            reach,
+            [fit.seconds(size) for size in reach],
+            "--",
+            color=look(1).color,
+            marker="",
+            label="fitted: α + bytes/β",
         )
         axes.axhline(fit.latency_s, color=PALETTE["green"], linewidth=0.9, linestyle=":", label="α alone")
         axes.plot(reach, reach / fit.bandwidth_bytes_per_s, color=PALETTE["purple"], linewidth=0.9, linestyle="-.",
@@ -68,7 +75,8 @@ def draw_link(links: dict[int, LinkFit], world_size: int) -> Figure:
         axes.set(xlabel="message", ylabel="time of one round")
         alpha = EngFormatter(unit="s", places=1)(fit.latency_s)
         beta = EngFormatter(unit="B/s", places=1)(fit.bandwidth_bytes_per_s)
-        axes.set_title(f"A ring round of {world_size} ranks: α = {alpha}, β = {beta}")
+        fitted = f"One round of a ring of {world_size} ranks: latency α = {alpha}, bandwidth β = {beta}"
+        headline(axes, "Small messages cost the latency, large ones bytes over bandwidth", fitted)
         axes.legend(loc="upper left")
     return figure
 
@@ -77,7 +85,7 @@ def draw_crowd(layouts: Sequence[tuple[int, int]], predicted: Sequence[float], m
     """FLOP/s of all ranks together for each (ranks, threads per rank): by counting cores, and measured."""
     figure, axes = subplots(width=7.2, height=3.4)
     labels = [f"{ranks} × {threads}" for ranks, threads in layouts]
-    title = "Matmuls of all ranks together"
+    title = "Together the ranks compute no faster than the cores allow"
     bars(labels, predicted, measured, quantity="speed", unit="FLOP/s", title=title, ax=axes)
     with style():
         axes.set_xlabel("ranks × threads per rank")

@@ -35,10 +35,13 @@
 # - **Guesses** such as `guess = 10` come before the number appears. You learn most from the gap, so guess first. The
 #   guess comes back in a receipt, and nothing judges it.
 # - **Stuck cell?** The stop button (■) ends it, and all ranks with it. *Kernel → Restart Kernel* starts afresh.
-# - **Solutions** lie next door: `solutions/00_start_here.ipynb`. **Your progress**: `python -m minillm progress` in a
-#   terminal; `--help` says how to reset it.
+# - **Solutions** lie next door: [solutions/00_start_here.ipynb](../solutions/00_start_here.ipynb). **Your progress**:
+#   `python -m minillm progress` in a terminal (*File → New → Terminal*); `--help` says how to reset it.
 #
 # The calls of `group`, and what each returns: [docs/group.md](../docs/group.md).
+#
+# The next cell imports what this lab uses: `minillm` is the package that the course is about, and
+# `course.lab00_start_here` holds this lab's measurements, figures and receipts, which you need not read.
 
 # %%
 import inspect
@@ -51,7 +54,7 @@ from course.lab00_start_here import experiments, receipts
 from course.lab00_start_here import figures as pictures
 from minillm import measure
 from minillm.comm import HangError, RankError, launch
-from minillm.labkit import check, finish, show, sliders
+from minillm.labkit import check, finish, hint, show, sliders
 
 # %% [markdown]
 # ## 1 · What this machine can do
@@ -136,7 +139,13 @@ rates = experiments.matmul_rates()
 
 def roofline_view(edge=4096):
     """Measured speed of matmuls over arithmetic intensity, under the predicted roof."""
-    return pictures.draw_roofline(rates, edge, card.peak_flops, card.memory_bandwidth_bytes_per_s, attainable)
+    return pictures.draw_roofline(
+        rates,
+        edge,
+        card.peak_flops,
+        card.memory_bandwidth_bytes_per_s,
+        attainable,
+    )
 
 
 show(roofline_view)
@@ -220,7 +229,8 @@ receipts.witnesses(average)
 
 # %%
 def read_receipt(led, num_bytes, world_size):
-    """ "fine", "silent", "chatty" or "wasteful", from one rank's ledger. num_bytes: of the tensor, P."""
+    """ "fine", "silent", "chatty" or "wasteful", from one rank's ledger.
+    num_bytes: of the tensor, P."""
     # BEGIN SOLUTION
     if not led.calls:
         return "silent"
@@ -249,7 +259,8 @@ def fit_link(sizes, seconds):
     """(latency in s, bandwidth in bytes/s) of the line seconds = latency + sizes / bandwidth."""
     # BEGIN SOLUTION
     n, mean_size, mean_time = len(sizes), sum(sizes) / len(sizes), sum(seconds) / len(seconds)
-    slope = sum(size * time for size, time in zip(sizes, seconds, strict=True)) - n * mean_size * mean_time
+    slope = sum(size * time for size, time in zip(sizes, seconds, strict=True))
+    slope -= n * mean_size * mean_time
     slope /= sum(size * size for size in sizes) - n * mean_size**2
     return mean_time - slope * mean_size, 1 / slope
     # END SOLUTION
@@ -350,15 +361,13 @@ except HangError as hang:
     print(hang)
 
 # %% [markdown]
-# *Who waits for whom* names the operation each rank is in, since when, and the ranks without which it cannot go on.
-# Follow the arrows to the rank that waits for nobody.
+# *Who waits for whom* names the operation each rank is in, since when, and the ranks without which it cannot go on. Start
+# at any row and go to a rank that it waits for, until you reach the rank that waits for nobody.
 
 # %%
 empty = [rank for rank, batches in enumerate(batches_of_rank) if not batches]
-print(
-    f"You blamed rank {culprit}. To blame is rank {empty[0]}: its list of batches is empty, so it returned before the"
-)
-print("all-reduce that the other three are in.")
+print(f"You blamed rank {culprit}. To blame is rank {empty[0]}: its list of batches is empty,")
+print("so it returned before the all-reduce that the other three are in.")
 
 # %% [markdown]
 # The fix: a rank with nothing to add still takes part, and adds zero. **Every rank of a group enters every collective
@@ -403,8 +412,8 @@ for _ in range(10):
         x @ x
     groups.append((time.perf_counter() - start) / 10)
 low, middle, high = min(groups), statistics.median(groups), max(groups)
-print(f"fastest group {low * 1e3:.2f} ms, median {middle * 1e3:.2f} ms, slowest {high * 1e3:.2f} ms")
-print(f"spread {(high - low) / middle:.0%} of the median")
+print(f"fastest group {low * 1e3:.2f} ms, slowest {high * 1e3:.2f} ms")
+print(f"median {middle * 1e3:.2f} ms, spread {(high - low) / middle:.0%} of the median")
 
 # %% [markdown]
 # **Count threads × ranks.** Ranks of one machine share its cores. `launch` gives each rank cores / ranks threads; with
@@ -427,7 +436,8 @@ show(crowd_view)
 
 # %%
 for (ranks, threads), speed, hoped in zip(layouts, together, naive, strict=True):
-    print(f"{ranks} × {threads} threads on {cores} cores: {speed / 1e9:6.1f} GFLOP/s together, {speed / hoped:.0%}")
+    print(f"{ranks} × {threads} threads on {cores} cores: ", end="")
+    print(f"{speed / 1e9:6.1f} GFLOP/s together, {speed / hoped:.0%}")
 
 # %% [markdown]
 # Four ranks on your machine are not four machines. What is true of *bytes, calls and memory* on four ranks is true on
@@ -460,10 +470,11 @@ receipts.counted_by_torch(matmul_cost)
 # ```bash
 # python labs/torchrun/00_start_here.py                             # starts 4 ranks itself
 # torchrun --nproc-per-node 4 labs/torchrun/00_start_here.py        # the same, as a cluster would
-# torchrun --nnodes 2 --node-rank 0 --rdzv-endpoint HOST:29500 --nproc-per-node 8 labs/torchrun/00_start_here.py
+# torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \
+#     labs/torchrun/00_start_here.py
 # ```
 #
-# The last line is for the first of two nodes (the second says `--node-rank 1`). With a GPU per rank the messages go
+# The last command is the same on both of two nodes, and HOST is one of them. With a GPU per rank the messages go
 # over NCCL, and the receipt is the same. The script is solved in `solutions/torchrun/00_start_here.py`.
 #
 # ## 11 · Common claims
@@ -573,7 +584,7 @@ receipts.design()
 # 3. **Did it do what it claims, and who is to blame?** Calls and bytes against the formula; the rank that waits for
 #    nobody.
 #
-# Next: **01 · collectives**, where you write the ring all-reduce from messages alone.
+# Next: [01 · Collectives](01_collectives.ipynb), where you write the ring all-reduce from messages alone.
 
 # %%
 finish("00_start_here")

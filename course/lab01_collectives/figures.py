@@ -10,13 +10,13 @@ from matplotlib.ticker import EngFormatter, NullFormatter
 
 from course.lab01_collectives import experiments
 from minillm.labkit.palette import PALETTE, TEXT, look
-from minillm.labkit.plots import bars, lines, style, subplots
+from minillm.labkit.plots import bars, headline, lines, style, subplots
 from minillm.predict import comms
 
 
 def draw_ring_against_tree(*found: dict[str, Any]) -> Figure:
     """Measured points and predicted lines, one panel per result of `ring_against_tree`; crossovers marked."""
-    figure, panels = subplots(1, len(found), width=5.2 * len(found), height=4.1, squeeze=False)
+    figure, panels = subplots(1, len(found), width=4.5 * len(found), height=4.1, squeeze=False)
     for axes, numbers in zip(panels[0], found, strict=True):
         sizes, place = numbers["sizes"], "an emulated link" if numbers["emulated"] else "this machine's loopback"
         lines(
@@ -25,7 +25,7 @@ def draw_ring_against_tree(*found: dict[str, Any]) -> Figure:
             numbers["predicted_s"],
             x_axis=("tensor", "B"),
             y_axis=("time of one all-reduce", "s"),
-            title=f"{numbers['world_size']} ranks on {place}",
+            title=f"{numbers['world_size']} ranks, {place}",
             log="xy",
             ax=axes,
         )
@@ -37,7 +37,8 @@ def draw_ring_against_tree(*found: dict[str, Any]) -> Figure:
     entries, names = panels[0][0].get_legend_handles_labels()
     entries.append(Line2D([], [], color=TEXT, linewidth=1.2, linestyle=":"))
     names.append("ring begins to win, predicted")
-    figure.legend(entries, names, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    figure.legend(entries, names, loc="outside lower center", ncols=4, frameon=False)
+    headline(figure, "The ring loses on small tensors, which cost rounds, and wins on large ones, which cost bytes")
     return figure
 
 
@@ -51,7 +52,8 @@ def draw_flat_against_two_level(numbers: dict[str, Any]) -> Figure:
         if index:
             axes.get_legend().remove()
             axes.set_ylabel("")
-    figure.suptitle("All-reduce over 2 nodes of 2 ranks, emulated slow link between the nodes", fontsize=11)
+    setting = "All-reduce over 2 nodes of 2 ranks; the link between the nodes is slow and emulated"
+    headline(figure, "Two levels send less over the slow link than one flat ring", setting)
     return figure
 
 
@@ -60,14 +62,15 @@ def draw_bytes(numbers: dict[str, Any]) -> Figure:
     rows, payload = numbers["rows"], numbers["payload_bytes"]
     predicted = {"fill": False, "edgecolor": look(1).color, "hatch": "//"}
     ledger, wire = {"color": look(0).color}, {"color": look(2).color, "hatch": "..", "edgecolor": "white"}
-    figure, (left, right) = subplots(1, 2, width=10, height=3.8, width_ratios=(3, 2))
+    figure, (left, right) = subplots(1, 2, width=9, height=3.8, width_ratios=(3, 2))
     with style():
         _grouped(left, rows, payload, {"predicted": predicted, "ledger": ledger, "wire": wire})
         _grouped(right, rows, payload, {"busiest_predicted": predicted, "busiest_ledger": ledger})
-        left.set_title(f"All {numbers['world_size']} ranks together, P = {_size(payload)}")
+        left.set_title(f"All {numbers['world_size']} ranks together; P is a tensor of {_size(payload)}")
         right.set_title("The rank that sends most")
         left.set_ylabel("bytes sent / P")
         figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        headline(figure, "A parameter server sends as much as a ring all-reduce, but half of it from one rank")
     return figure
 
 
@@ -77,9 +80,10 @@ def _grouped(axes: Axes, rows: list[dict[str, Any]], payload: int, kinds: dict[s
     for index, (kind, drawn) in enumerate(kinds.items()):
         places = [place + (index - (len(kinds) - 1) / 2) * width for place in range(len(rows))]
         last = axes.bar(places, [row[kind] / payload for row in rows], 0.9 * width, label=kind, **drawn)
-    axes.bar_label(last, fmt="%.2f", fontsize=7)
+    axes.bar_label(last, fmt="%.2f", fontsize=9)
+    axes.margins(y=0.1)
     names = [row["name"].replace("-", "-\n").replace(" ", "\n") for row in rows]
-    axes.set_xticks(range(len(rows)), names, fontsize=8)
+    axes.set_xticks(range(len(rows)), names, fontsize=9)
     axes.grid(False, axis="x")
 
 
@@ -107,7 +111,7 @@ def ring_rounds(ranks: int = 4, rounds_done: int = 2) -> Figure:
         axes.set_xticks(range(ranks), [f"chunk {chunk}" for chunk in range(ranks)])
         axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
         axes.grid(False)
-        axes.set_title(f"After round {done} of {ranks - 1}; outlined: just arrived and added")
+        headline(axes, f"After round {done} of {ranks - 1}", "Outlined: just arrived and added")
     return figure
 
 
@@ -128,8 +132,9 @@ def times_by_size(world_size: int = 4, latency_us: float = 5.0, bandwidth_gb_per
         axes.set(xscale="log", yscale="log", xlabel="tensor", ylabel="time")
         axes.xaxis.set_major_formatter(EngFormatter("B"))
         axes.yaxis.set_major_formatter(EngFormatter("s"))
-        axes.set_title(f"{world_size} ranks, α = {latency_us:g} µs, β = {bandwidth_gb_per_s:g} GB/s (predicted)")
-        axes.legend(fontsize=8, frameon=True, framealpha=1, edgecolor="none")  # the dotted lines pass behind it
+        setting = f"Predicted: {world_size} ranks, α = {latency_us:g} µs, β = {bandwidth_gb_per_s:g} GB/s"
+        headline(axes, "Which all-reduce is fastest depends on the size of the tensor", setting)
+        axes.legend(frameon=True, framealpha=1, edgecolor="none")  # the dotted lines pass behind it
     return figure
 
 

@@ -31,7 +31,6 @@ TREES = {
     "root-forgotten-in-peers": (grows(lambda place, root, n: place), "ended with|for ever|stopped with"),
     "powers-of-two-only": (grows(ends=lambda n: 1 << (n.bit_length() - 1)), "nothing arrived.*no power of two"),
     "sends-beyond-the-last": (grows(bound=lambda n: 2 * n), "for ever|ended with|stopped with"),
-    "one-round-too-few": (grows(ends=lambda n: n // 2), "nothing arrived"),
 }
 for label, (tree, expect) in TREES.items():
     mistake("tree-broadcast", label, expect=f"(?s){expect}")(tree)
@@ -137,13 +136,6 @@ def two_full_all_reduces(x, group, node, across):
     return right.all_reduce(x, across)
 
 
-@mistake("hierarchical-all-reduce", "levels-swapped", expect=r"take only your own 1/2 across")
-def scatters_across(x, group, node, across):
-    mine = right.reduce_scatter(x, across)
-    right.all_reduce(mine, node)
-    return x.copy_(right.all_gather(mine, across))
-
-
 @mistake("hierarchical-all-reduce", "leaders-only", expect=r"ranks \[1, 3, 5\] send nothing there")
 def one_rank_per_node_crosses(x, group, node, across):
     right.all_reduce(x, node)
@@ -174,12 +166,6 @@ def returns_a_new_tensor(x, group, node, across):
     return right.hierarchical_all_reduce(x.clone(), group, node, across)
 
 
-@mistake("hierarchical-all-reduce", "mean-in-the-node", expect="wrong values in x")
-def averages_in_the_node(x, group, node, across):
-    mine = right.reduce_scatter(x, node) / node.world_size
-    return x.copy_(right.all_gather(right.all_reduce(mine, across), node))
-
-
 @alternative("hierarchical-all-reduce", "four-steps")
 def spelled_out(x, group, node, across):
     mine = right.reduce_scatter(x, node)
@@ -190,8 +176,8 @@ def spelled_out(x, group, node, across):
 # All-to-all
 
 
-def swaps(send=lambda r, to: to, into=lambda r, source: source, own=True, out=torch.zeros_like):
-    """Parts straight to their ranks: which part is sent, and where what arrives is put."""
+def swaps(send=lambda r, to: to, own=True, out=torch.zeros_like):
+    """Parts straight to their ranks: which part is sent, and into what it arrives."""
 
     def all_to_all(x, group):
         n, r = group.world_size, group.rank
@@ -201,7 +187,7 @@ def swaps(send=lambda r, to: to, into=lambda r, source: source, own=True, out=to
             incoming[r].copy_(outgoing[r])
         for s in range(1, n):
             to, source = (r + s) % n, (r - s) % n
-            group.exchange(send=(outgoing[send(r, to)], to), recv=(incoming[into(r, source)], source))
+            group.exchange(send=(outgoing[send(r, to)], to), recv=(incoming[source], source))
         return received
 
     return all_to_all
@@ -210,8 +196,6 @@ def swaps(send=lambda r, to: to, into=lambda r, source: source, own=True, out=to
 SWAPS = {
     "own-part-forgotten": (swaps(own=False), "place 0 of it holds something that no rank ever had; place i is for"),
     "wrong-part": (swaps(send=lambda r, to: r), r"holds part \d of rank \d; place i is for part 0"),
-    "always-the-first-part": (swaps(send=lambda r, to: 0), r"holds part 0 of rank \d; place i is for part"),
-    "all-into-its-own-place": (swaps(into=lambda r, source: r), "holds the wrong parts"),
     "destroys-input": (swaps(out=lambda x: x), "changed its input x|holds the wrong parts"),
 }
 for label, (swap, expect) in SWAPS.items():
@@ -307,13 +291,6 @@ def follows_the_first_arrow(waits_for):
         seen.add(rank)
         rank = waits_for[rank][0]
     return None if waits_for[rank] else rank
-
-
-@mistake("find-the-culprit", "lowest-awaited", expect="waits itself.*follow the arrow further")
-def blames_the_lowest_number(waits_for):
-    if all(waits_for.values()):
-        return None
-    return min(rank for others in waits_for.values() for rank in others)
 
 
 @mistake("find-the-culprit", "a-list", expect="which is none of the ranks")

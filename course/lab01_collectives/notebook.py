@@ -24,7 +24,7 @@ from course.lab01_collectives import experiments, receipts
 from course.lab01_collectives import figures as pictures
 from minillm import comm, measure
 from minillm.comm import HangError, launch
-from minillm.labkit import check, finish, show, sliders
+from minillm.labkit import check, finish, hint, show, sliders
 
 # %% [markdown]
 # ## What a collective is
@@ -94,7 +94,8 @@ sliders(pictures.ring_rounds, ranks=(2, 8), rounds_done=(0, 7))
 
 # %%
 def reduce_scatter(x, group):
-    """x: [N * n] on each rank -> [n]: chunk number group.rank of the sum over the ranks. x is left alone."""
+    """x: [N * n] on each rank -> [n]: chunk number group.rank of the sum over the ranks.
+    x is left alone."""
     # BEGIN SOLUTION
     n, r = group.world_size, group.rank
     chunks = list(x.clone().chunk(n))
@@ -116,14 +117,18 @@ reduce_scatter = check("ring-reduce-scatter", reduce_scatter)
 
 # %%
 def all_gather(x, group):
-    """x: [n] on each rank -> [N * n] on every rank: the ranks' tensors in rank order. x is left alone."""
+    """x: [n] on each rank -> [N * n] on every rank: the ranks' tensors in rank order.
+    x is left alone."""
     # BEGIN SOLUTION
     n, r = group.world_size, group.rank
     out = x.new_empty(n * x.numel())
     chunks = out.chunk(n)
     chunks[r].copy_(x)
     for s in range(n - 1):
-        group.exchange(send=(chunks[(r - s) % n], (r + 1) % n), recv=(chunks[(r - s - 1) % n], (r - 1) % n))
+        group.exchange(
+            send=(chunks[(r - s) % n], (r + 1) % n),
+            recv=(chunks[(r - s - 1) % n], (r - 1) % n),
+        )
     return out
     # END SOLUTION
 
@@ -187,7 +192,8 @@ broadcast = check("tree-broadcast", broadcast)
 
 # %%
 def hierarchical_all_reduce(x, group, node, across):
-    """x, replaced in place by its sum over all ranks, as little as possible of it across nodes; returns x."""
+    """x, replaced in place by its sum over all ranks, as little as possible of it across nodes;
+    returns x."""
     # BEGIN SOLUTION
     mine = reduce_scatter(x, node)
     all_reduce(mine, across)
@@ -275,7 +281,8 @@ ledgers = launch(experiments.one_all_reduce, 4, all_reduce, link=experiments.SLO
 
 
 def ring_on_a_clock():
-    """Timeline of a ring all-reduce on 4 ranks over an emulated link: six exchanges on every rank."""
+    """Timeline of a ring all-reduce on 4 ranks over an emulated link:
+    six exchanges on every rank."""
     return measure.timeline(ledgers)
 
 
@@ -330,7 +337,8 @@ emulated = experiments.ring_against_tree(experiments.SLOW)
 
 
 def ring_against_tree():
-    """Time of ring, tree and recursive doubling by tensor size, measured and predicted, on loopback and emulated."""
+    """Time of ring, tree and recursive doubling by tensor size, measured and predicted,
+    on loopback and emulated."""
     return pictures.draw_ring_against_tree(loopback, emulated)
 
 
@@ -359,7 +367,8 @@ levels = experiments.flat_against_two_level(all_reduce, hierarchical_all_reduce)
 
 
 def flat_against_two_levels():
-    """Time of a flat ring and of two levels, predicted and measured, over an emulated slow link between two nodes."""
+    """Time of a flat ring and of two levels, predicted and measured,
+    over an emulated slow link between two nodes."""
     return pictures.draw_flat_against_two_level(levels)
 
 
@@ -427,7 +436,8 @@ print(circle)
 
 # %%
 def culprit(waits_for):
-    """waits_for: rank -> list of ranks it waits for. -> the rank that holds up others; None if they wait in a circle."""
+    """waits_for: rank -> list of ranks it waits for.
+    -> the rank that holds up others; None if they wait in a circle."""
     # BEGIN SOLUTION
     awaited = {rank for others in waits_for.values() for rank in others}
     for rank, others in waits_for.items():
@@ -641,7 +651,7 @@ receipts.design_numbers()
 # 2. When does the ring lose, and to what? Where do the lines cross on your link?
 # 3. A job hangs. Which rank is to blame, and how do you see it?
 #
-# Next: lab 02 looks at one device alone, lab 03 puts your all-reduce under a training step.
+# Next: [02 · One device](02_one_device.ipynb) looks at one device alone; lab 03 puts your all-reduce under a training step.
 
 # %%
 finish("01_collectives")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from course.lab02_one_device import experiments
 from minillm.labkit.palette import PALETTE, SPANS, look
-from minillm.labkit.plots import style, subplots
+from minillm.labkit.plots import headline, style, subplots
 from minillm.measure import machine
 from minillm.measure.memory_tracker import Bytes
 from minillm.model import ModelConfig
@@ -39,14 +39,15 @@ MODELS = {
 
 def draw_memory(measured: Mapping[str, Bytes], predicted: Mapping[str, Bytes]) -> Figure:
     """The most bytes of each kind in a training step in three precisions, measured and by formula, and the peak."""
-    figure, axes = subplots(width=8.6, height=3.8)
+    figure, panels = subplots(1, len(measured), width=9, height=2.9, sharex=True, sharey=True, squeeze=False)
     with style():
-        for place, name in enumerate(measured):
-            _kinds(axes, place, measured[name], 2**20, predicted[name])
-        axes.set_xticks(range(len(measured)), list(measured))
-        axes.tick_params(axis="x", length=0)
-        axes.set(ylabel="memory (MiB)", title="The most that each kind holds, and the peak of all together")
-        _memory_legend(figure, ticks=True)
+        for axes, name in zip(panels[0], measured, strict=True):
+            _kinds(axes, measured[name], 2**20, predicted[name])
+            axes.set(title=name, xlabel="memory (MiB)")
+        tick = panels[0, 0].plot([], [], "k|", markersize=12, markeredgewidth=1.8, label="formula")
+        bar = Patch(facecolor="#AAAAAA", label="measured on this machine")
+        figure.legend(handles=[bar, *tick], loc="outside lower center", ncols=2)
+        headline(figure, "The kinds peak at different moments, so the peak of the step is not their sum")
     return figure
 
 
@@ -57,52 +58,45 @@ def memory_plan(model: str = "Llama 3 8B", batch: int = 1, seq: int = 4096) -> F
         "fp32": ("fp32", False),
         "autocast bf16": ("bf16", False),
         "bf16 + masters": ("bf16-master", False),
-        "the same,\nrecomputed": ("bf16-master", True),
+        "the same, recomputed": ("bf16-master", True),
     }
     steps = [
         experiments.predicted_memory(config, batch, seq, name, recompute=again) for name, again in recipes.values()
     ]
     unit, size = ("GiB", 2**30) if steps[0].total > 2**31 else ("MiB", 2**20)
-    figure, axes = subplots(width=8.6, height=3.8)
+    figure, panels = subplots(1, len(recipes), width=9, height=2.7, sharex=True, sharey=True)
     with style():
-        for place, step in enumerate(steps):
-            _kinds(axes, place, step, size)
-        if steps[0].total > 20e9:
-            axes.axhline(80e9 / size, color="#555555", linestyle=":", linewidth=1.5)
-            axes.text(-0.62, 80e9 / size, "80 GB", va="bottom", fontsize=8, color="#555555")
-        axes.set_xticks(range(len(recipes)), list(recipes))
-        axes.tick_params(axis="x", length=0)
+        for axes, name, step in zip(panels, recipes, steps, strict=True):
+            _kinds(axes, step, size)
+            axes.set_title(name, fontsize=10)
+            axes.set_xlabel(f"memory ({unit})")
+            if steps[0].total > 20e9:
+                axes.axvline(80e9 / size, color="#555555", linestyle=":", linewidth=1.5)
+                axes.text(80e9 / size, 0, " 80 GB", va="center", fontsize=9, color="#555555")
         count = parameters(config).total
         named = f"{count / 1e9:.1f} billion" if count > 1e9 else f"{count / 1e6:.1f} million"
-        axes.set(ylabel=f"memory ({unit})", xlim=(-0.65, len(recipes) - 0.4))
-        axes.set_title(f"{model}, {named} parameters, {batch} × {seq:,} tokens: formula")
-        _memory_legend(figure, ticks=False)
+        headline(figure, f"Formula: one step of {model}, {named} parameters, on {batch} × {seq:,} tokens")
     return figure
 
 
-def _kinds(axes: Axes, place: float, held: Bytes, size: int, predicted: Bytes | None = None) -> None:
-    """A bar per kind, side by side (they peak at different moments, so their sum is no moment's), and the peak of all.
+def _kinds(axes: Axes, held: Bytes, size: int, predicted: Bytes | None = None) -> None:
+    """A bar per kind (they peak at different moments, so their sum is no moment's), and the peak of all.
 
     predicted: drawn as a black tick on each bar.
     """
-    for index, (kind, colour) in enumerate(COLOURS.items()):
-        at = place + (index - 1.5) * 0.19
-        axes.bar(at, held[kind] / size, 0.17, color=PALETTE[colour], hatch=look(index).hatch, edgecolor="white")
-        if predicted is not None:
-            axes.hlines(predicted[kind] / size, at - 0.11, at + 0.11, color="black", linewidth=1.5)
-    axes.hlines(held.total / size, place - 0.42, place + 0.42, color=PALETTE["purple"], linewidth=2, linestyle="--")
-    axes.grid(False, axis="x")
-
-
-def _memory_legend(figure: Figure, ticks: bool) -> None:
-    axes = figure.axes[0]
-    handles = [
-        Patch(facecolor=PALETTE[colour], hatch=look(index).hatch, edgecolor="white", label=NAMES[kind])
+    peak = (PALETTE["purple"], "++", held.total, predicted and predicted.total)
+    kinds = [
+        (PALETTE[colour], look(index).hatch, held[kind], predicted and predicted[kind])
         for index, (kind, colour) in enumerate(COLOURS.items())
     ]
-    line = axes.plot([], [], color=PALETTE["purple"], linewidth=2, linestyle="--", marker="", label="peak of the step")
-    tick = axes.plot([], [], color="black", linewidth=1.5, marker="", label="formula") if ticks else []
-    figure.legend(handles=[*line, *handles, *tick], loc="outside right center", fontsize=8)
+    for place, (colour, hatch, measured, formula) in enumerate([*kinds, peak]):
+        axes.barh(place, measured / size, 0.7, color=colour, hatch=hatch, edgecolor="white")
+        if formula:
+            axes.vlines(formula / size, place - 0.42, place + 0.42, color="black", linewidth=1.8)
+    axes.set_yticks(range(len(kinds) + 1), [*NAMES.values(), "peak of the step"])
+    axes.set_ylim(len(kinds) + 0.6, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(False, axis="y")
 
 
 # Recomputation.
@@ -117,7 +111,7 @@ _SHORT = {
 
 def draw_recompute(found: Mapping[str, Mapping[str, float]]) -> Figure:
     """Activations against FLOPs, and against time, for four ways to recompute: measured, FLOPs by formula too."""
-    figure, (left, right) = subplots(1, 2, width=9.6, height=3.5, sharey=True)
+    figure, (left, right) = subplots(1, 2, width=9, height=3.5, sharey=True)
     plain = found["none"]
     with style():
         for index, (mode, numbers) in enumerate(found.items()):
@@ -131,9 +125,10 @@ def draw_recompute(found: Mapping[str, Mapping[str, float]]) -> Figure:
         left.set(xlabel="FLOPs, as a multiple", ylabel="activations at their peak (MiB)", xlim=(0.95, 1.38))
         right.set_xlabel("time of forward and backward, as a multiple")
         left.set_ylim(0, plain["activation"] / 2**20 * 1.15)
-        left.set_title("What is run again")
-        right.set_title("and what it costs here")
-        figure.legend(loc="outside right center", fontsize=8, title="recomputed", title_fontsize=8)
+        left.set_title("FLOPs, counted and by formula")
+        right.set_title("Time, measured on this machine")
+        figure.legend(loc="outside right center", title="recomputed")
+        headline(figure, "Recomputing trades time for memory: fewer activations, slower steps")
     return figure
 
 
@@ -150,13 +145,14 @@ def recompute_plan(seq: int = 4096, batch: int = 1, layers: int = 32) -> Figure:
     with style():
         axes.plot(again, kept / 2**30, color=PALETTE["vermillion"], marker="", label="activations")
         axes.set(xlabel="blocks recomputed", ylabel="activations (GiB)", ylim=(0, kept.max() / 2**30 * 1.1))
-        axes.set_title(f"{layers} blocks, {batch} × {seq:,} tokens: {kept[0] / 2**30:.0f} → {kept[-1] / 2**30:.1f} GiB")
+        saved = f"{kept[0] / 2**30:.0f} → {kept[-1] / 2**30:.1f} GiB"
+        headline(axes, f"Every block recomputed: {saved}", f"Formula: {layers} blocks, {batch} × {seq:,} tokens")
         other = axes.twinx()
         other.plot(again, flops, color=PALETTE["blue"], marker="", linestyle="--", label="FLOPs")
         other.set(ylabel="FLOPs, as a multiple", ylim=(0.95, 1.4))
         other.grid(False)
         other.spines["right"].set_visible(True)
-        figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+        figure.legend(loc="outside lower center", ncols=2)
     return figure
 
 
@@ -187,21 +183,22 @@ def draw_split(splits: Mapping[str, Mapping[str, float]]) -> Figure:
         axes.set(xlabel="time of a step (ms)", ylim=(len(splits) - 0.5, -0.5))
         axes.set_xlim(0, axes.get_xlim()[1] * 1.12)
         axes.grid(False, axis="y")
-        figure.legend(loc="outside upper center", ncols=len(parts), fontsize=8)
+        figure.legend(loc="outside lower center", ncols=len(parts))
+        headline(axes, "Recomputing lengthens the backward pass and lowers the MFU")
     return figure
 
 
 def a_trace() -> Figure:
     """One training step as torch's profiler saw it: operations by kind along time."""
     found, kinds = experiments.profiled(), experiments.KINDS_OF_OPERATION
-    figure, axes = subplots(width=9.4, height=2.6)
+    figure, axes = subplots(width=9, height=2.6)
     with style():
         for index, kind in enumerate(kinds):
             spans = [(1e3 * each["start"], 1e3 * each["seconds"]) for each in found if each["kind"] == kind]
             axes.broken_barh(spans, (index - 0.4, 0.8), color=look(index).color)
         axes.set_yticks(range(len(kinds)), kinds)
         axes.set(xlabel="time in the step (ms)", ylim=(len(kinds) - 0.5, -0.5))
-        axes.set_title("One step of the target model on one core")
+        headline(axes, "One step of the target model on one core", "From the trace of torch.profiler")
         axes.grid(False, axis="y")
     return figure
 
@@ -226,8 +223,8 @@ def draw_underflow(gradients: Tensor, scale_log2: int = 0, tokens: int = 512, ba
         axes.axvspan(-25, -14, color=PALETTE["yellow"], alpha=0.25, label="loses digits")
         axes.axvspan(16, 24, color=PALETTE["purple"], alpha=0.25, label="becomes infinite")
         axes.set(xlim=(-60, 24), xlabel="log2 of the gradient times the scale", ylabel="share of the gradients")
-        axes.set_title(f"scale 2^{scale_log2}: {lost:.1%} become zero" + (f", {over:.1%} infinite" if over else ""))
-        axes.legend(fontsize=8, loc="upper right")
+        axes.set_title(f"Scale 2^{scale_log2}: {lost:.1%} become zero" + (f", {over:.1%} infinite" if over else ""))
+        axes.legend(loc="upper right")
     return figure
 
 
@@ -236,7 +233,7 @@ def draw_underflow(gradients: Tensor, scale_log2: int = 0, tokens: int = 512, ba
 
 def draw_runs(runs: Mapping[str, Any]) -> Figure:
     """Loss and gradient norm of fine-tunings from the same weights."""
-    figure, (left, right) = subplots(1, 2, width=9.4, height=3.2)
+    figure, (left, right) = subplots(1, 2, width=9, height=3.2)
     with style():
         for index, (name, run) in enumerate(runs.items()):
             drawn = look(index)
@@ -246,7 +243,7 @@ def draw_runs(runs: Mapping[str, Any]) -> Figure:
                 )
         left.set(xlabel="step", ylabel="loss (nats)")
         right.set(xlabel="step", ylabel="norm of the gradient", yscale="log")
-        left.legend(fontsize=8)
+        left.legend()
     return figure
 
 

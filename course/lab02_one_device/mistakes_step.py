@@ -155,15 +155,6 @@ def never_unscales(loss, optimizer, scale, good_steps, interval):
     return (scale * 2, 0) if good_steps + 1 == interval else (scale, good_steps + 1)
 
 
-@mistake("loss-scaling", "steps in spite of an overflow", expect="inf or nan, yet the optimizer stepped")
-def steps_anyway(loss, optimizer, scale, good_steps, interval):
-    finite = scaled(loss, optimizer, scale)
-    optimizer.step()
-    if not finite:
-        return scale / 2, 0
-    return (scale * 2, 0) if good_steps + 1 == interval else (scale, good_steps + 1)
-
-
 @mistake("loss-scaling", "scales nothing", expect="became zero in float16")
 def unscaled(loss, optimizer, scale, good_steps, interval):
     if not scaled(loss, optimizer, 1.0):
@@ -194,14 +185,6 @@ def nan_only(loss, optimizer, scale, good_steps, interval):
         return scale / 2, 0
     optimizer.step()
     return (scale * 2, 0) if good_steps + 1 == interval else (scale, good_steps + 1)
-
-
-@mistake("loss-scaling", "never grows again", expect="it doubles, to stay")
-def never_grows(loss, optimizer, scale, good_steps, interval):
-    if not scaled(loss, optimizer, scale):
-        return scale / 2, 0
-    optimizer.step()
-    return scale, good_steps + 1
 
 
 @mistake("loss-scaling", "an overflow does not end the row of good steps", expect="starts again at 0")
@@ -280,14 +263,6 @@ class KeepsTheGraph(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         return None, *torch.autograd.grad(ctx.y, (ctx.x, *ctx.block.parameters()), gradient)
-
-
-@mistake("recompute-block", "gradient of x only", expect="no gradient of the parameters")
-class OnlyX(right.Recompute):
-    @staticmethod
-    def backward(ctx, gradient):
-        found = right.Recompute.backward(ctx, gradient)
-        return None, found[1], *([None] * (len(found) - 2))
 
 
 @mistake("recompute-block", "backward inside, and its gradients returned", expect="also wrote into .grad")

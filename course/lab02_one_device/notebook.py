@@ -43,7 +43,7 @@ import torch
 
 from course.lab02_one_device import experiments, receipts
 from course.lab02_one_device import figures as pictures
-from minillm.labkit import check, finish, show, sliders
+from minillm.labkit import check, finish, hint, show, sliders
 
 # %% [markdown]
 # ## Predict
@@ -73,7 +73,8 @@ guess_again = 1.1  # FLOPs of a step in which every block is recomputed, as a mu
 
 # %%
 def memory_ledger(hidden, intermediate, layers, tokens, mixed):
-    """The most bytes of each kind until backward is done: {"parameter", "gradient", "optimizer", "activation"}."""
+    """The most bytes of each kind until backward is done:
+    {"parameter", "gradient", "optimizer", "activation"}."""
     # BEGIN SOLUTION
     weights, width = layers * 2 * hidden * intermediate, 2 if mixed else 4
     return {
@@ -110,7 +111,8 @@ measured, predicted = pictures.memories()
 
 
 def memory_by_kind():
-    """Bytes by kind of one training step of the target model in three precisions, formula and measured."""
+    """Bytes by kind of one training step of the target model in three precisions,
+    formula and measured."""
     return pictures.draw_memory(measured, predicted)
 
 
@@ -124,8 +126,8 @@ receipts.saved_by_16_bits(measured, guess_saved)
 
 # %% [markdown]
 # Autocast does not even halve the activations. Norms and the residual stream stay in float32; the output of a norm is
-# cast once for each matmul that reads it, and the casts are kept until backward. The dashed line is the peak of
-# everything together. It is not the sum of the bars, because the kinds peak at different moments: activations at the
+# cast once for each matmul that reads it, and the casts are kept until backward. The lowest bar is the peak of
+# everything together. It is not the sum of the others, because the kinds peak at different moments: activations at the
 # loss, gradients at the end of backward, and temporaries such as the logits come on top.
 #
 # What does your model need? Nothing is measured in this figure: it applies the formula that you have just seen beside
@@ -135,7 +137,12 @@ receipts.saved_by_16_bits(measured, guess_saved)
 show(pictures.memory_plan)
 
 # %%
-sliders(pictures.memory_plan, model=list(pictures.MODELS), batch=(1, 8), seq=[256, 1024, 4096, 16384])
+sliders(
+    pictures.memory_plan,
+    model=list(pictures.MODELS),
+    batch=(1, 8),
+    seq=[256, 1024, 4096, 16384],
+)
 
 # %% [markdown]
 # ## 2 · Six FLOPs per parameter and token
@@ -161,7 +168,8 @@ receipts.six_flops()
 
 # %%
 def mfu(weights, layers, width, seq, tokens_per_s, peak_flops):
-    """Share of the peak that goes into useful FLOPs. weights: parameters in matmuls; peak_flops: FLOP/s."""
+    """Share of the peak that goes into useful FLOPs.
+    weights: parameters in matmuls; peak_flops: FLOP/s."""
     # BEGIN SOLUTION
     forward = 2 * weights + 4 * layers * width * (seq + 1) / 2
     return 3 * forward * tokens_per_s / peak_flops
@@ -179,7 +187,8 @@ splits = pictures.splits()
 
 
 def step_split():
-    """Time of a step of the target model: input, forward, backward, optimizer; with and without recomputation."""
+    """Time of a step of the target model: input, forward, backward, optimizer;
+    with and without recomputation."""
     return pictures.draw_split(splits)
 
 
@@ -242,7 +251,8 @@ receipts.trace()
 
 # %%
 def accumulate(model, microbatches):
-    """microbatches: list of (inputs, targets). Leaves the gradients in .grad, returns the mean loss, a float."""
+    """microbatches: list of (inputs, targets).
+    Leaves the gradients in .grad, returns the mean loss, a float."""
     # BEGIN SOLUTION
     tokens = sum(int((targets != -100).sum()) for _, targets in microbatches)
     loss = 0.0
@@ -283,7 +293,8 @@ gradients = experiments.text_gradients()
 
 
 def underflow(scale_log2=0):
-    """Share of real gradients by magnitude, and where float16 ends below and above, at a given loss scale."""
+    """Share of real gradients by magnitude, and where float16 ends below and above,
+    at a given loss scale."""
     return pictures.draw_underflow(gradients, scale_log2)
 
 
@@ -379,7 +390,8 @@ ways = experiments.recompute_tradeoff()
 
 
 def recompute_tradeoff():
-    """Activations over FLOPs and over time: nothing, every 2nd block, all but matmuls and attention, every block."""
+    """Activations over FLOPs and over time:
+    nothing, every 2nd block, all but matmuls and attention, every block."""
     return pictures.draw_recompute(ways)
 
 
@@ -419,7 +431,8 @@ sliders(pictures.recompute_plan, seq=[1024, 4096, 16384], batch=(1, 8), layers=(
 
 # %%
 def clip(shards, max_norm):
-    """shards: [[gradient, ...], ...], together one gradient. Scales all in place to a norm of max_norm at most.
+    """shards: [[gradient, ...], ...], together one gradient.
+    Scales all in place to a norm of max_norm at most.
 
     Returns the norm before, a float.
     """
@@ -624,7 +637,7 @@ receipts.design_time()
 # 2. How many FLOPs does a step need, and what share of the machine does it really use?
 # 3. Which silent mistakes of a training loop leave the loss falling, and which measurement shows each?
 #
-# Next: **03 · data parallel**, where N devices take a share of the tokens each and average while backward still runs.
+# Next: [03 · Data parallel](03_data_parallel.ipynb), where N devices take a share of the tokens each and average while backward still runs.
 
 # %%
 finish("02_one_device")

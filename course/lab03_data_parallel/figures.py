@@ -13,20 +13,21 @@ from course.lab03_data_parallel import experiments_overlap as overlap
 from course.lab03_data_parallel.experiments_overlap import Slow
 from minillm.comm import Link
 from minillm.labkit.palette import SPANS, TEXT, look
-from minillm.labkit.plots import bars, style, subplots
+from minillm.labkit.plots import bars, headline, style, subplots
 
 Stretch = tuple[float, float]
 
 
 def draw_steps(numbers: dict[str, Any]) -> Figure:
     """One row per form: backward above, reductions below, and where the step was predicted to end."""
-    figure, axes = subplots(width=9.5, height=0.9 + 0.95 * len(numbers["forms"]))
+    figure, axes = subplots(width=9, height=0.9 + 0.95 * len(numbers["forms"]))
     with style():
         for row, form in enumerate(numbers["forms"].values()):
             _lane(axes, row, form["blocks"], form["reductions"], form["predicted_s"])
             text = f"  {form['step_s'] * 1e3:.0f} ms, {max(0.0, form['hidden']):.0%} hidden"
-            axes.text(form["step_s"] * 1e3, row, text, va="center", fontsize=8.5)
-        _finish(figure, axes, list(numbers["forms"]), f"One step on {numbers['world_size']} ranks, emulated times")
+            axes.text(form["step_s"] * 1e3, row, text, va="center", fontsize=9)
+        setting = f"One step on {numbers['world_size']} ranks; backward and link are emulated"
+        _finish(figure, axes, list(numbers["forms"]), "Buckets hide the all-reduces behind the backward pass", setting)
     return figure
 
 
@@ -47,16 +48,16 @@ def step_on_a_clock(
     after = formulas.reduction_times([shape.backward_s] * blocks, shape.comm_s(link, 1, ranks))
     ready = [min(first + held, blocks) * shape.seconds for first in range(0, blocks, held)]
     during = formulas.reduction_times(ready, shape.comm_s(link, held, ranks))
-    figure, axes = subplots(width=9.5, height=2.9)
+    figure, axes = subplots(width=9, height=2.9)
     with style():
         for row, reductions in enumerate((after, during)):
             _lane(axes, row, backward, reductions, None)
             end = reductions[-1][1]
             comm = sum(stop - start for start, stop in reductions)
             share = formulas.hidden_share(end, shape.backward_s, comm)
-            axes.text(end * 1e3, row, f"  {end * 1e3:.0f} ms, {max(0.0, share):.0%} hidden", va="center", fontsize=8.5)
-        title = f"Predicted: {ranks} ranks, {blocks} blocks, buckets of {held}"
-        _finish(figure, axes, ["naive", "bucketed"], title)
+            axes.text(end * 1e3, row, f"  {end * 1e3:.0f} ms, {max(0.0, share):.0%} hidden", va="center", fontsize=9)
+        setting = f"Predicted: {ranks} ranks, {blocks} blocks, buckets of {held}"
+        _finish(figure, axes, ["naive", "bucketed"], "What buckets hide behind the backward pass", setting)
     return figure
 
 
@@ -74,12 +75,12 @@ def _lane(
         )
 
 
-def _finish(figure: Figure, axes: Axes, names: Sequence[str], title: str) -> None:
+def _finish(figure: Figure, axes: Axes, names: Sequence[str], message: str, setting: str) -> None:
     axes.set_yticks(range(len(names)), names)
     axes.set(ylim=(len(names) - 0.5, -0.5), xlabel="time since backward began (ms)")
     axes.set_xlim(0, axes.get_xlim()[1] * 1.12)
     axes.grid(False, axis="y")
-    axes.set_title(title)
+    headline(axes, message, setting)
     patches = [
         Patch(facecolor=SPANS[kind][0], hatch=SPANS[kind][1], edgecolor="white", label=label)
         for kind, label in (("compute", "backward, block by block"), ("comm", "all-reduces"))
@@ -87,7 +88,7 @@ def _finish(figure: Figure, axes: Axes, names: Sequence[str], title: str) -> Non
     if any(line.get_linestyle() == "--" for line in axes.lines):
         patches.append(next(line for line in axes.lines if line.get_linestyle() == "--"))
         patches[-1].set_label("end of the step, predicted")
-    figure.legend(handles=patches, loc="outside lower center", ncols=3, fontsize=8.5)
+    figure.legend(handles=patches, loc="outside lower center", ncols=3)
 
 
 def draw_trace(events: Sequence[dict[str, Any]]) -> Figure:
@@ -96,7 +97,7 @@ def draw_trace(events: Sequence[dict[str, Any]]) -> Figure:
     main = forward["tid"]
     threads = [main, *sorted({event["tid"] for event in events} - {main})]
     kinds = {"forward": "input", "backward": "compute", "all-reduce": "comm"}
-    figure, axes = subplots(width=9.5, height=1.5 + 0.5 * len(threads))
+    figure, axes = subplots(width=9, height=1.5 + 0.5 * len(threads))
     with style():
         for event in events:
             if event["name"] == "c10d::allreduce_":
@@ -117,7 +118,7 @@ def draw_trace(events: Sequence[dict[str, Any]]) -> Figure:
         names = ["main thread", *(f"gloo thread {index}" for index in range(1, len(threads)))]
         axes.set_yticks(range(len(threads)), names)
         axes.set(ylim=(len(threads) - 0.5, -0.5), xlabel="time in the trace (ms)")
-        axes.set_title("One step of torch's DDP on rank 0 of 2, from torch.profiler's trace")
+        headline(axes, "One step of torch's DDP on rank 0 of 2", "From the trace of torch.profiler")
         axes.grid(False, axis="y")
         patches = [
             Patch(facecolor=SPANS[kinds[kind]][0], hatch=SPANS[kinds[kind]][1], edgecolor="white", label=label)
@@ -126,7 +127,7 @@ def draw_trace(events: Sequence[dict[str, Any]]) -> Figure:
             )
         ]  # fmt: skip
         patches += axes.plot([], [], color=TEXT, linewidth=1.2, marker="", label="an all-reduce is issued")
-        figure.legend(handles=patches, loc="outside lower center", ncols=4, fontsize=8.5)
+        figure.legend(handles=patches, loc="outside lower center", ncols=4)
     return figure
 
 
@@ -149,7 +150,7 @@ def draw_bucket_sweep(numbers: dict[str, Any]) -> Figure:
         )
         axes.minorticks_off()
         axes.yaxis.set_major_formatter(EngFormatter("s"))
-        axes.set_title("Too small pays latency, too large hides nothing (emulated)")
+        headline(axes, "Buckets too small pay latency, too large hide nothing", "Backward and link are emulated")
         axes.legend(loc="lower right")
     return figure
 
@@ -168,8 +169,9 @@ def draw_losses(numbers: dict[str, Any]) -> Figure:
         ticks = [tick for tick in (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5) if low <= tick <= high]
         axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
-        axes.set_title(f"{numbers['elements']:,} parameters on {numbers['world_size']} ranks")
-        axes.legend(fontsize=8.5)
+        setting = f"{numbers['elements']:,} parameters on {numbers['world_size']} ranks"
+        headline(axes, "Compressed gradients train well only if what is cut off is added later", setting)
+        axes.legend()
     return figure
 
 
@@ -199,7 +201,7 @@ def draw_losing(numbers: dict[str, Any]) -> Figure:
     predicted, measured = ([numbers[key][name] for name in names] for key in ("predicted", "measured"))
     bars(names, predicted, measured, quantity="throughput of 2 ranks / of 1", unit="", ax=axes)
     axes.axhline(1, color=TEXT, linewidth=1, linestyle=":")
-    axes.set_title("What a second machine is worth (emulated)")
+    headline(axes, "A second machine is worth less the slower its link", "Emulated links")
     return figure
 
 

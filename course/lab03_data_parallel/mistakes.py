@@ -23,20 +23,6 @@ def averages_the_weights(model, group):
             group.all_reduce(parameter, op="avg")
 
 
-@mistake("naive-ddp", "communicates-nothing", expect="no communication at all")
-def divides_only(model, group):
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad /= group.world_size
-
-
-@mistake("naive-ddp", "works-on-a-copy", expect="is this rank's own: nothing was averaged")
-def result_is_dropped(model, group):
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            group.all_reduce(parameter.grad.clone(), op="avg")
-
-
 @mistake("naive-ddp", "only-matrices", expect=r"gradient of gain is this rank's own")
 def forgets_biases(model, group):
     for parameter in model.parameters():
@@ -117,16 +103,15 @@ def assumes_four_ranks(model, group):
 # Buckets
 
 
-def _fill(parameters, cap_bytes, order=reversed, one_dtype=True, frozen=False, before=False, last=True):
+def _fill(parameters, cap_bytes, order=reversed, frozen=False, before=False, last=True):
     closed, filling = [], {}
     for p in order([p for p in parameters if p.requires_grad or frozen]):
-        kind = p.dtype if one_dtype else "any"
-        mine = filling.setdefault(kind, [])
+        mine = filling.setdefault(p.dtype, [])
         if before and mine and sum(q.nbytes for q in mine) + p.nbytes > cap_bytes:
-            closed.append(filling.pop(kind))
-        filling.setdefault(kind, []).append(p)
-        if not before and sum(q.nbytes for q in filling[kind]) >= cap_bytes:
-            closed.append(filling.pop(kind))
+            closed.append(filling.pop(p.dtype))
+        filling.setdefault(p.dtype, []).append(p)
+        if not before and sum(q.nbytes for q in filling[p.dtype]) >= cap_bytes:
+            closed.append(filling.pop(p.dtype))
     return [*closed, *(filling.values() if last else [])]
 
 
@@ -159,11 +144,6 @@ def flattens_once(parameters, cap_bytes):
 @mistake("gradient-buckets", "last-bucket-lost", expect="is in no bucket")
 def keeps_full_ones_only(parameters, cap_bytes):
     return _give(_fill(parameters, cap_bytes, last=False))
-
-
-@mistake("gradient-buckets", "ignores-the-cap", expect="close a bucket with the tensor that fills it")
-def one_bucket_per_dtype(parameters, cap_bytes):
-    return _give(_fill(parameters, float("inf")))
 
 
 @mistake("gradient-buckets", "closes-too-early", expect="not before and not after")

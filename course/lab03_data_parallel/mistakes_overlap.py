@@ -201,14 +201,6 @@ def syncs_first(ddp, microbatches, loss_of):
             (loss_of(ddp, x, y) / len(microbatches)).backward()
 
 
-@mistake("accumulate-no-sync", "last-microbatch-only", expect="is not the mean over the ranks")
-def zeroes_in_between(ddp, microbatches, loss_of):
-    for index, (x, y) in enumerate(microbatches):
-        ddp.zero_grad()
-        with contextlib.nullcontext() if index == len(microbatches) - 1 else ddp.no_sync():
-            loss_of(ddp, x, y).backward()
-
-
 @alternative("accumulate-no-sync", "last-one-apart")
 def all_but_the_last(ddp, microbatches, loss_of):
     k, (*others, last) = len(microbatches), microbatches
@@ -223,11 +215,6 @@ def adds_up_the_losses(ddp, microbatches, loss_of):
     with ddp.no_sync():
         (sum(loss_of(ddp, x, y) for x, y in microbatches[:-1]) / len(microbatches)).backward()
     (loss_of(ddp, *microbatches[-1]) / len(microbatches)).backward()
-
-
-@mistake("accumulate-no-sync", "one-backward", expect="the activations of 3 microbatches are held at once")
-def one_backward(ddp, microbatches, loss_of):
-    (sum(loss_of(ddp, x, y) for x, y in microbatches) / len(microbatches)).backward()
 
 
 @mistake("accumulate-no-sync", "joins-the-microbatches", expect="joined microbatches need the activations of the whole")

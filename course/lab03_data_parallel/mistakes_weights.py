@@ -27,12 +27,6 @@ def every_token(nll, counts, group):
     return nll.sum() * group.world_size / group.all_reduce(counts.sum())
 
 
-@mistake("token-weighted-loss", "reduces-the-loss", expect="backward does not reach the model")
-def right_value_no_gradient(nll, counts, group):
-    total = group.all_reduce((nll * counts).sum().detach())
-    return total / group.all_reduce(counts.sum())
-
-
 @mistake("token-weighted-loss", "mean-of-means-and-a-sum", expect="mean of the ranks' means")
 def asks_and_ignores(nll, counts, group):
     group.all_reduce(counts.sum())
@@ -140,16 +134,6 @@ def adds_only(gradient, residual, k, group):
     residual.copy_(owed)
     residual[indices] = 0
     _send(gradient, owed, indices, group, divide=False)
-
-
-@mistake("top-k-error-feedback", "dense-after-all", expect="212|bytes per step where 80 are enough")
-def sends_zeros_too(gradient, residual, k, group):
-    owed = gradient + residual
-    indices = owed.abs().topk(k).indices
-    residual.copy_(owed)
-    residual[indices] = 0
-    gradient.copy_(owed - residual)
-    group.all_reduce(gradient, op="avg")
 
 
 @mistake("top-k-error-feedback", "wide-indices", expect="k indices of 4 bytes")

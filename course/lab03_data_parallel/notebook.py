@@ -31,7 +31,7 @@ from course.lab03_data_parallel import experiments_production as production
 from course.lab03_data_parallel import figures as pictures
 from course.lab03_data_parallel.replicas import Bucket
 from minillm.comm import launch
-from minillm.labkit import check, finish, receipt, show, sliders
+from minillm.labkit import check, finish, hint, receipt, show, sliders
 
 # %% [markdown]
 # ## Why it works
@@ -52,7 +52,8 @@ def shards_and_batch(group):
 
 
 for rank, (own, averaged, error) in enumerate(launch(shards_and_batch, 4)):
-    print(f"rank {rank}: own {own:+.4f}, averaged {averaged:+.4f}, largest difference to the whole batch {error:.0e}")
+    print(f"rank {rank}: own {own:+.4f}, averaged {averaged:+.4f}, ", end="")
+    print(f"largest difference to the whole batch {error:.0e}")
 
 # %% [markdown]
 # Everything else follows. Replicas that start equal and take the same step with the same gradients stay equal, so no
@@ -97,7 +98,8 @@ guess_hidden = 1.0  # your guess: both take equally long, so all of it?
 
 # %%
 def average_gradients(model, group):
-    """After backward: every gradient becomes its mean over the ranks. Parameters without one are left alone."""
+    """After backward: every gradient becomes its mean over the ranks.
+    Parameters without one are left alone."""
     # BEGIN SOLUTION
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -125,7 +127,8 @@ print(inspect.getsource(Bucket))
 
 # %%
 def make_buckets(parameters, cap_bytes):
-    """Pack the trainable parameters, last one first, into a list of Bucket; each .grad becomes a view of its bucket.
+    """Pack the trainable parameters, last one first, into a list of Bucket;
+    each .grad becomes a view of its bucket.
 
     flat: [sum of numel], zeros, of the parameters' dtype. Buckets that never fill up come last.
     """
@@ -223,7 +226,8 @@ overlap = check("overlap-hooks", overlap)
 
 # %%
 def accumulate(ddp, microbatches, loss_of):
-    """Leave in .grad the mean over all ranks and microbatches. loss_of(ddp, x, y): the mean over one microbatch.
+    """Leave in .grad the mean over all ranks and microbatches.
+    loss_of(ddp, x, y): the mean over one microbatch.
 
     microbatches: list of (x, y), all of the same size.
     """
@@ -248,7 +252,8 @@ accumulate = check("accumulate-no-sync", accumulate)
 
 # %%
 def weighted_loss(nll, counts, group):
-    """What this rank calls backward on, so that gradients averaged over ranks are those of the mean over all tokens.
+    """What this rank calls backward on,
+    so that gradients averaged over ranks are those of the mean over all tokens.
 
     nll: [tokens], losses with a graph; counts: [tokens], 1 where a token counts and 0 where not.
     """
@@ -274,9 +279,11 @@ weighted_loss = check("token-weighted-loss", weighted_loss)
 
 # %%
 def top_k_all_reduce(gradient, residual, k, group):
-    """gradient: [n], becomes the mean over ranks of each rank's k largest entries of gradient + residual, in place.
+    """gradient: [n], becomes the mean over ranks of each rank's k largest entries of gradient +
+    residual, in place.
 
-    residual: [n], what this rank still owes; updated in place. Values travel as float32, indices as int32.
+    residual: [n], what this rank still owes; updated in place.
+    Values travel as float32, indices as int32.
     """
     # BEGIN SOLUTION
     owed = gradient + residual
@@ -302,7 +309,8 @@ top_k_all_reduce = check("top-k-error-feedback", top_k_all_reduce)
 N = 4
 ranks = launch(receipts.on_ranks, N)
 receipt(
-    f"a model of {experiments.gradient_bytes():,} bytes of gradients, {N} ranks", receipts.sent(ranks, guess_factor)
+    f"a model of {experiments.gradient_bytes():,} bytes of gradients, {N} ranks",
+    receipts.sent(ranks, guess_factor),
 )
 
 # %% [markdown]
@@ -334,8 +342,13 @@ def yours_overlapped(model, group):
     return overlap(make_buckets(model.parameters(), clock.Slow().block_bytes), group)
 
 
-forms = {"naive": yours_naive, "overlapped": yours_overlapped, "BucketedDDP": clock.OURS["bucketed"]}
-recorded = launch(clock.steps, clock.WORLD, forms, dict.fromkeys(forms, clock.Slow()), link=clock.LINK)
+forms = {
+    "naive": yours_naive,
+    "overlapped": yours_overlapped,
+    "BucketedDDP": clock.OURS["bucketed"],
+}
+computing = dict.fromkeys(forms, clock.Slow())
+recorded = launch(clock.steps, clock.WORLD, forms, computing, link=clock.LINK)
 steps = clock.beside_prediction(recorded[0], clock.Slow(), clock.LINK)
 show(pictures.draw_steps, numbers=steps)
 
@@ -458,7 +471,10 @@ receipt("what a training loop would log", receipts.division(undivided))
 
 # %%
 print(inspect.getsource(breaks.as_they_become_ready))
-receipt("gradients after one backward on 2 ranks", receipts.crossed(launch(breaks.as_they_become_ready, 2)))
+receipt(
+    "gradients after one backward on 2 ranks",
+    receipts.crossed(launch(breaks.as_they_become_ready, 2)),
+)
 
 # %% [markdown]
 # Which gradients were averaged with which? Why is there neither a hang nor an error, and what would change with branches
@@ -512,7 +528,10 @@ packed, libs = launch(production.libraries, 2, device="cpu")[0]
 receipt("torch DDP, 12 tensors of 1 MiB", receipts.torch_buckets(packed))
 
 # %%
-receipt("one step on 2 ranks: bytes of both ranks on the wire, error of the gradient", receipts.libraries(libs))
+receipt(
+    "one step on 2 ranks: bytes of both ranks on the wire, error of the gradient",
+    receipts.libraries(libs),
+)
 
 # %% [markdown]
 # In a real job:
@@ -643,7 +662,7 @@ receipt("B. seconds per step, and efficiency against 16 GPUs", receipts.design_s
 # 2. How much of the communication can hide behind backward, and what is left over in the best case?
 # 3. Training runs, the loss falls, and the gradients are still wrong. Which three numbers tell you?
 #
-# Next: every replica holds the same optimizer state. Lab 04 stops paying for that.
+# Next: every replica holds the same optimizer state, and [04 · ZeRO](04_zero.ipynb) stops paying for that.
 
 # %%
 finish("03_data_parallel")

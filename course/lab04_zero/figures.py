@@ -12,7 +12,7 @@ from course.lab04_zero import experiments_torch as peers
 from course.lab04_zero.experiments import NAMES, STAGES, Setup
 from minillm.labkit import answers_of
 from minillm.labkit.palette import PALETTE, TEXT, look
-from minillm.labkit.plots import style, subplots
+from minillm.labkit.plots import headline, style, subplots
 from minillm.measure.timeline import STYLES
 from minillm.predict.model import ADAM_FP32, ADAM_MIXED
 
@@ -46,7 +46,7 @@ def who_holds_what(ranks: int = 4, layers: int = 3) -> Figure:
                 axes.add_patch(Rectangle((start + piece.start, 0), piece.stop - piece.start, 1, linewidth=0, **box))
             axes.add_patch(Rectangle((start, 0), size, 1, fill=False, edgecolor=TEXT, linewidth=1.2))
             if size > 12:
-                axes.text(start + size / 2, 1.12, name, ha="center", fontsize=8, va="bottom")
+                axes.text(start + size / 2, 1.12, name, ha="center", fontsize=9, va="bottom")
             start += size
         padding = length * ranks - start
         if padding:
@@ -82,11 +82,11 @@ def memory_by_stage(billions: float = 7.0, ranks: int = 8, mixed: bool = True) -
             axes.text(place, total, f"{total:,.1f} GB", ha="center", va="bottom", fontsize=9)
         axes.axhline(80, color=PALETTE["vermillion"], linestyle="--", linewidth=1.2, label="80 GB")
         axes.set(ylabel="model state per rank (GB)", ylim=(0, 1.15 * max(*floor, 80)))
-        axes.set_title(
-            f"{billions:g}B parameters, {ranks} ranks, {'bf16 + fp32 masters' if mixed else 'fp32'} (predicted)"
-        )
+        kind = "bf16 with fp32 masters" if mixed else "fp32"
+        setting = f"Predicted: {billions:g}B parameters, {ranks} ranks, {kind}"
+        headline(axes, "Each stage of ZeRO divides one more kind of state by the ranks", setting)
         axes.grid(False, axis="x")
-        axes.legend(fontsize=8)
+        axes.legend()
     return figure
 
 
@@ -98,7 +98,7 @@ def stage3_timeline(blocks: int = 5, prefetch: int = 1, gather_ms: int = 21, for
         _lanes(axes, [(b.lane, b.name, b.start, b.end, 0.0) for b in bars])
         end = max(bar.end for bar in bars)
         busy = sum(bar.end - bar.start for bar in bars if bar.lane == "compute")
-        axes.set_title(f"prefetch {prefetch}: {end * 1e3:.0f} ms, computing {busy / end:.0%} of it (simulated)")
+        axes.set_title(f"Prefetch {prefetch}: {end * 1e3:.0f} ms, computing {busy / end:.0%} of it (simulated)")
         axes.set_xlabel("time (ms)")
     return figure
 
@@ -109,7 +109,7 @@ def stage3_timeline(blocks: int = 5, prefetch: int = 1, gather_ms: int = 21, for
 def draw_memory(found: dict[Setup, list[Any]]) -> Figure:
     """Bytes per rank by kind, predicted and measured, by stage; a row per precision, a column per number of ranks."""
     worlds, precisions = sorted({s.world_size for s in found}), sorted({s.mixed for s in found}, reverse=True)
-    figure, panels = subplots(len(precisions), len(worlds), width=10, height=5.6, squeeze=False, sharey=True)
+    figure, panels = subplots(len(precisions), len(worlds), width=9, height=5.6, squeeze=False, sharey=True)
     with style():
         for line, mixed in zip(panels, precisions, strict=True):
             for axes, world in zip(line, worlds, strict=True):
@@ -118,7 +118,7 @@ def draw_memory(found: dict[Setup, list[Any]]) -> Figure:
                     setup = Setup(stage, world, mixed=mixed)
                     _stack(axes, stage - 0.2, stages.predicted_kinds(setup), predicted=True)
                     total = _stack(axes, stage + 0.2, ranks[0].memory, predicted=False)
-                    axes.text(stage, total + 0.25, f"{total:.2f} Ψ", ha="center", va="bottom", fontsize=8)
+                    axes.text(stage, total + 0.25, f"{total:.2f} Ψ", ha="center", va="bottom", fontsize=9)
                 axes.set_xticks(range(len(NAMES)), NAMES)
                 axes.set_yticks(range(0, 17, 4))
                 axes.grid(False, axis="x")
@@ -126,11 +126,10 @@ def draw_memory(found: dict[Setup, list[Any]]) -> Figure:
             line[0].set_ylabel("bytes per rank / Ψ")
         entries = [Patch(facecolor=c, hatch=h, edgecolor="white", label=KINDS[kind]) for kind, (c, h) in LOOKS.items()]
         entries.append(
-            Patch(
-                fill=False, edgecolor=TEXT, hatch="", linestyle="--", label="left, hollow: predicted; right: measured"
-            )
+            Patch(fill=False, edgecolor=TEXT, hatch="", linestyle="--", label="left: predicted, right: measured")
         )
-        figure.legend(handles=entries, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+        figure.legend(handles=entries, loc="outside lower center", ncols=4, frameon=False)
+        headline(figure, "Each stage divides one more kind of state by the number of ranks, as predicted")
     return figure
 
 
@@ -152,38 +151,35 @@ def _stack(axes: Axes, place: float, kinds: dict[str, int], predicted: bool) -> 
 def draw_bytes(rows: list[dict[str, Any]], world_size: int) -> Figure:
     """Bytes sent per rank and step in units of P(N-1)/N, predicted and measured, with one and with K microbatches."""
     accumulates = sorted({row["accumulate"] for row in rows})
-    figure, panels = subplots(1, len(accumulates), width=11, height=3.8, squeeze=False)
+    figure, panels = subplots(1, len(accumulates), width=9, height=4.2, squeeze=False, sharey=True)
     unit = 4 * stages.PSI * (world_size - 1) / world_size
     with style():
         for axes, k in zip(panels[0], accumulates, strict=True):
             chosen = [row for row in rows if row["accumulate"] == k]
             for place, row in enumerate(chosen):
-                theirs = row["witness"] == "wire"
-                axes.bar(place - 0.2, row["predicted"] / unit, 0.38, fill=False, hatch="//", edgecolor=look(1).color)
-                drawn = (
-                    {"color": look(2).color, "hatch": "..", "edgecolor": "white"}
-                    if theirs
-                    else {"color": look(0).color}
-                )
-                bar = axes.bar(place + 0.2, row["sent"] / unit, 0.38, **drawn)
-                axes.bar_label(bar, fmt="%.2f", fontsize=8)
-            axes.set_xticks(
-                range(len(chosen)), [row["name"].replace("+ ZeroR", "+ Zero\nR") for row in chosen], fontsize=8
-            )
-            axes.set(ylabel="bytes sent per rank / (P(N-1)/N)", title=f"{k} microbatch{'es' if k > 1 else ''} per step")
-            axes.grid(False, axis="x")
+                axes.barh(place - 0.2, row["predicted"] / unit, 0.38, fill=False, hatch="//", edgecolor=look(1).color)
+                ours, theirs = {"color": look(0).color}, {"color": look(2).color, "hatch": "..", "edgecolor": "white"}
+                drawn = theirs if row["witness"] == "wire" else ours
+                bar = axes.barh(place + 0.2, row["sent"] / unit, 0.38, **drawn)
+                axes.bar_label(bar, fmt=" %.2f", fontsize=9)
+            axes.set_yticks(range(len(chosen)), [row["name"].replace("Redundancy", "\nRedundancy") for row in chosen])
+            axes.set_ylim(len(chosen) - 0.4, -0.6)
+            axes.margins(x=0.16)
+            axes.set(xlabel="bytes sent per rank / (P(N-1)/N)", title=f"{k} microbatch{'es' if k > 1 else ''} per step")
+            axes.grid(False, axis="y")
         entries = [
             Patch(fill=False, hatch="//", edgecolor=look(1).color, label="predicted"),
             Patch(color=look(0).color, label="measured, ledger"),
             Patch(facecolor=look(2).color, hatch="..", edgecolor="white", label="torch on gloo, measured on the wire"),
         ]
-        figure.legend(handles=entries, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+        figure.legend(handles=entries, loc="outside lower center", ncols=3, frameon=False)
+        headline(figure, "Stage 1 sends what DDP sends; stage 2 sends more once gradients accumulate, stage 3 always")
     return figure
 
 
 def draw_prefetch(found: dict[int, dict[str, Any]]) -> Figure:
     """Rank 0 of stage 3 on a clock, one panel per prefetch depth, on a common time axis."""
-    figure, panels = subplots(len(found), 1, width=10, height=1.0 + 1.35 * len(found), sharex=True, squeeze=False)
+    figure, panels = subplots(len(found), 1, width=9, height=1.0 + 1.35 * len(found), sharex=True, squeeze=False)
     with style():
         for axes, (prefetch, numbers) in zip(panels[:, 0], found.items(), strict=True):
             led = numbers["ledgers"][0]
@@ -194,7 +190,7 @@ def draw_prefetch(found: dict[int, dict[str, Any]]) -> Figure:
             predicted, measured = (numbers[key] * 1e3 for key in ("predicted_s", "measured_s"))
             units = f"{numbers['units_held']} block{'s' if numbers['units_held'] > 1 else ''} whole at once"
             axes.set_title(
-                f"prefetch {prefetch}: predicted {predicted:.0f} ms, measured {measured:.0f} ms; at most {units}"
+                f"Prefetch {prefetch}: predicted {predicted:.0f} ms, measured {measured:.0f} ms; at most {units}"
             )
         panels[-1, 0].set(xlabel="time (ms), link emulated; G gather, F forward, B backward, R reduce-scatter")
         panels[-1, 0].set_xlim(0, max(numbers["measured_s"] for numbers in found.values()) * 1.02e3)
@@ -202,7 +198,8 @@ def draw_prefetch(found: dict[int, dict[str, Any]]) -> Figure:
         entries = [
             Patch(facecolor=STYLES[k][0], hatch=STYLES[k][1], edgecolor="#444444", label=STYLES[k][3]) for k in kinds
         ]
-        figure.legend(handles=entries, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+        figure.legend(handles=entries, loc="outside lower center", ncols=3, frameon=False)
+        headline(figure, "Gathering one block ahead hides the link behind the compute and holds one block more")
     return figure
 
 
@@ -227,7 +224,7 @@ def _lanes(axes: Axes, bars: list[tuple[str, str, float, float, float]]) -> None
                 axes.broken_barh([(begin * 1e3, (finish - begin) * 1e3)], (low, 0.45), **face)
         label = _short(name)
         if (stop - start) / end > 0.008 * len(label):
-            axes.text((start + stop) / 2 * 1e3, low + 0.22, label, ha="center", va="center", fontsize=7)
+            axes.text((start + stop) / 2 * 1e3, low + 0.22, label, ha="center", va="center", fontsize=9)
     axes.set(xlim=(0, 1.01 * end * 1e3), ylim=(-0.1, 1.05))
     axes.set_yticks([0.22, 0.77], ["link", "compute"])
     axes.grid(False)
@@ -247,16 +244,20 @@ def draw_slow_link(numbers: dict[str, Any]) -> Figure:
             for place, row in enumerate(row for row in rows if row["accumulate"] == k):
                 axes.bar(place - 0.2, row["predicted_s"], 0.38, fill=False, hatch="//", edgecolor=look(1).color)
                 bar = axes.bar(place + 0.2, row["measured_s"], 0.38, color=look(0).color)
-                axes.bar_label(bar, [f"{row['measured_s'] * 1e3:.0f} ms"], fontsize=8)
+                axes.bar_label(bar, [f"{row['measured_s'] * 1e3:.0f} ms"], fontsize=9)
+            axes.margins(y=0.1)
             axes.set_xticks(range(len(NAMES)), NAMES)
             axes.set_title(f"{k} microbatch{'es' if k > 1 else ''} per step")
             axes.grid(False, axis="x")
         panels[0, 0].set_ylabel("time of one step (s)")
         entries = [
-            Patch(fill=False, hatch="//", edgecolor=look(1).color, label="bytes / bandwidth + rounds · latency"),
+            Patch(
+                fill=False, hatch="//", edgecolor=look(1).color, label="predicted: bytes / bandwidth + rounds · latency"
+            ),
             Patch(color=look(0).color, label="measured, link emulated"),
         ]
-        figure.legend(handles=entries, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+        figure.legend(handles=entries, loc="outside lower center", ncols=2, frameon=False)
+        headline(figure, "On a slow link stage 3 costs time, and more with every microbatch")
     return figure
 
 

@@ -2,7 +2,7 @@
 # # 04 · ZeRO
 #
 # **Optimizer state, gradients and parameters can each be divided by $N$, at $2P$, $2P$ and $3P$ bytes per rank and step,
-# times $(N-1)/N$.** You divide them.
+# times $(N-1)/N$.** You divide them. ($N$ ranks; the parameters take $P$ bytes.)
 #
 # About 4 hours: 80 minutes for the exercises, the rest for the measurements and the questions. Parts marked *optional*
 # (offload) take another half hour. Run All takes about a minute. At the end you can answer:
@@ -30,7 +30,7 @@ from course.lab04_zero import experiments_torch as peers
 from course.lab04_zero import figures as pictures
 from course.lab04_zero.experiments import PSI, Setup
 from minillm.comm import launch
-from minillm.labkit import check, finish, receipt, show, sliders
+from minillm.labkit import check, finish, hint, receipt, show, sliders
 from minillm.predict.model import ADAM_FP32, ADAM_MIXED
 
 # %% [markdown]
@@ -40,9 +40,10 @@ from minillm.predict.model import ADAM_FP32, ADAM_MIXED
 # keeps a float32 copy of the weights and two moments:
 
 # %%
-print(f"{'bytes per parameter':<24}{'weights':>9}{'gradients':>11}{'masters':>9}{'moments':>9}{'all':>6}")
+print("bytes per parameter       weights  gradients  masters  moments   all")
 for name, state in (("bf16 with masters", ADAM_MIXED), ("fp32", ADAM_FP32)):
-    print(f"{name:<24}{state.parameter:>9}{state.gradient:>11}{state.master:>9}{state.moments:>9}{state.total:>6}")
+    each = state.parameter, state.gradient, state.master, state.moments, state.total
+    print(f"{name:<24}" + "{:>9}{:>11}{:>9}{:>9}{:>6}".format(*each))
 
 # %% [markdown]
 # Mixed precision takes 16 bytes either way: it saves activations, traffic and time, and no state. And 12 of the 16 bytes
@@ -94,10 +95,11 @@ sliders(pictures.who_holds_what, ranks=(1, 6), layers=(1, 4))
 
 # %%
 def partition(sizes, world_size, rank):
-    """sizes: elements of each parameter -> (length of every shard, for each parameter the slice that rank holds).
+    """sizes: elements of each parameter
+    -> (length of every shard, for each parameter the slice that rank holds).
 
-    Slices count from the parameter's own first element; slice(0, 0) where rank holds nothing of it. The flat buffer is
-    padded at its end, by as little as makes the shards equal.
+    Slices count from the parameter's own first element; slice(0, 0) where rank holds nothing of it.
+    The flat buffer is padded at its end, by as little as makes the shards equal.
     """
     # BEGIN SOLUTION
     length = -(-sum(sizes) // world_size)
@@ -125,10 +127,12 @@ partition = check("shard-partition", partition)
 
 # %%
 class ZeroOne:
-    """An optimizer over this rank's part of `weights`: [P], flat, the same size on every rank, divisible by N."""
+    """An optimizer over this rank's part of `weights`:
+    [P], flat, the same size on every rank, divisible by N."""
 
     def __init__(self, weights, group, make):
-        """make([parameter, ...]) gives a torch optimizer. Ranks may come with different weights: rank 0's count."""
+        """make([parameter, ...]) gives a torch optimizer.
+        Ranks may come with different weights: rank 0's count."""
         # BEGIN SOLUTION
         self.weights, self.group = group.broadcast(weights), group
         self.shard = nn.Parameter(weights.chunk(group.world_size)[group.rank].clone())
@@ -136,7 +140,8 @@ class ZeroOne:
         # END SOLUTION
 
     def step(self, gradient):
-        """gradient: [P], of this rank's batch. Afterwards `weights` are the updated ones, on every rank."""
+        """gradient: [P], of this rank's batch.
+        Afterwards `weights` are the updated ones, on every rank."""
         # BEGIN SOLUTION
         self.shard.grad = self.group.reduce_scatter(gradient, op="avg")
         self.optimizer.step()
@@ -159,10 +164,12 @@ ZeroOne = check("zero-one-step", ZeroOne)
 
 # %%
 def shard_gradients(buckets, group):
-    """Hooks that reduce-scatter each bucket in backward as soon as all its gradients are there, and free those.
+    """Hooks that reduce-scatter each bucket in backward as soon as all its gradients are there,
+    and free those.
 
-    buckets: lists of parameters. Returns a list: after every backward it holds this rank's averaged shard of each
-    bucket (its gradients flattened, one after another, zeros at the end to make it divisible).
+    buckets: lists of parameters. Returns a list: after every backward it holds this rank's averaged
+    shard of each bucket (its gradients flattened, one after another, zeros at the end to make it
+    divisible).
     """
     # BEGIN SOLUTION
     shards = [None] * len(buckets)
@@ -206,7 +213,8 @@ class GatheredBlock(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, shard, compute, group):
-        """x: this rank's activations; shard: [P/N] -> compute(x, weights), weights: [P] from all ranks."""
+        """x: this rank's activations; shard: [P/N]
+        -> compute(x, weights), weights: [P] from all ranks."""
         # BEGIN SOLUTION
         ctx.save_for_backward(x, shard)
         ctx.compute, ctx.group = compute, group
@@ -239,9 +247,9 @@ GatheredBlock = check("gather-compute-free", GatheredBlock)
 
 # %%
 def clip(gradient, numel, max_norm, group):
-    """gradient: [n], this rank's shard of the flat gradient of numel elements; what lies behind them is padding and may
-    hold anything. Scales the shard in place so that the whole gradient's norm is max_norm at most; returns that norm
-    (before scaling)."""
+    """gradient: [n], this rank's shard of the flat gradient of numel elements; what lies behind
+    them is padding and may hold anything. Scales the shard in place so that the whole gradient's
+    norm is max_norm at most; returns that norm (before scaling)."""
     # BEGIN SOLUTION
     mine = gradient[: max(0, numel - group.rank * len(gradient))]
     norm = group.all_reduce(mine.square().sum()).sqrt()
@@ -263,8 +271,8 @@ clip = check("clip-across-shards", clip)
 
 # %%
 def whole_state(state, numel, group):
-    """state: {"step": number, "exp_avg": [n], "exp_avg_sq": [n]} of this rank's shard -> the same for all numel
-    elements, on every rank."""
+    """state: {"step": number, "exp_avg": [n], "exp_avg_sq": [n]} of this rank's shard
+    -> the same for all numel elements, on every rank."""
     # BEGIN SOLUTION
     return {name: group.all_gather(x)[:numel] if x.dim() else x for name, x in state.items()}
     # END SOLUTION
@@ -282,8 +290,9 @@ whole_state = check("whole-state", whole_state)
 
 # %%
 def stream_adam(weights, gradient, store, step, chunk, lr, betas, eps):
-    """One Adam step on weights: [n], in place. Both moments, "m" and "v", lie in store; only chunk elements of each fit
-    into memory. step counts from 1 (for the bias correction); there is no weight decay."""
+    """One Adam step on weights: [n], in place. Both moments, "m" and "v", lie in store; only chunk
+    elements of each fit into memory. step counts from 1 (for the bias correction); there is no
+    weight decay."""
     # BEGIN SOLUTION
     for start in range(0, len(weights), chunk):
         part = slice(start, start + chunk)
@@ -306,7 +315,10 @@ stream_adam = check("offload-adam", stream_adam)
 # global batch is the same, so the losses must be, too.
 
 # %%
-receipt("your ZeRO-1: 4 ranks beside one", receipts.trained(*experiments.four_ranks_and_one(partition, ZeroOne)))
+receipt(
+    "your ZeRO-1: 4 ranks beside one",
+    receipts.trained(*experiments.four_ranks_and_one(partition, ZeroOne)),
+)
 
 # %% [markdown]
 # ## Measure: what a rank holds
@@ -319,13 +331,17 @@ receipt("your ZeRO-1: 4 ranks beside one", receipts.trained(*experiments.four_ra
 print(inspect.getsource(experiments.train))
 
 # %%
-setups = [Setup(stage, n, mixed=mixed) for n in (2, 4) for mixed in (True, False) for stage in experiments.STAGES]
+kinds = [(n, mixed) for n in (2, 4) for mixed in (True, False)]
+setups = [Setup(stage, n, mixed=mixed) for n, mixed in kinds for stage in experiments.STAGES]
 setups += [Setup(stage, 4, accumulate=4) for stage in experiments.STAGES]
 found = experiments.compare(setups)
 receipt(f"state per rank, N = 4, Ψ = {PSI:,}", receipts.state(found))
 
 # %%
-show(pictures.draw_memory, found={setup: ranks for setup, ranks in found.items() if setup.accumulate == 1})
+show(
+    pictures.draw_memory,
+    found={setup: ranks for setup, ranks in found.items() if setup.accumulate == 1},
+)
 
 # %% [markdown]
 # In stage 3 with mixed precision the sum agrees with the formula and its parts do not: `FullyShard` keeps its shard in
@@ -379,7 +395,13 @@ receipt("what one block ahead gains and costs", receipts.prefetch(clocks))
 show(pictures.stage3_timeline)
 
 # %%
-sliders(pictures.stage3_timeline, blocks=(2, 8), prefetch=(0, 3), gather_ms=(1, 80), forward_ms=(1, 80))
+sliders(
+    pictures.stage3_timeline,
+    blocks=(2, 8),
+    prefetch=(0, 3),
+    gather_ms=(1, 80),
+    forward_ms=(1, 80),
+)
 
 # %% [markdown]
 # ## Measure: offload (*optional*)
@@ -389,7 +411,10 @@ sliders(pictures.stage3_timeline, blocks=(2, 8), prefetch=(0, 3), gather_ms=(1, 
 # $2Ψ + 2Ψ$ bytes per step over all ranks ([Ren et al. 2021](https://arxiv.org/abs/2101.06840)).
 
 # %%
-receipt("ZeRO-2 on 2 ranks, bf16 with masters, offloaded", receipts.offload(experiments.offloaded(found)))
+receipt(
+    "ZeRO-2 on 2 ranks, bf16 with masters, offloaded",
+    receipts.offload(experiments.offloaded(found)),
+)
 
 # %% [markdown]
 # (On a machine without an accelerator, host memory *is* the process's memory; the files are not.)
@@ -440,7 +465,10 @@ receipt("Adam's first moment in the checkpoint", receipts.saving(accidents[0]["s
 # With fp16 an overflow must skip the step. A `GradScaler` decides by the gradients it sees: those of one shard.
 
 # %%
-receipt(f"an overflow in the shard of rank {bad_rank}", receipts.scaler([rank["scaler"] for rank in accidents]))
+receipt(
+    f"an overflow in the shard of rank {bad_rank}",
+    receipts.scaler([rank["scaler"] for rank in accidents]),
+)
 
 # %% [markdown]
 # Three ranks step and one does not: the model is now partly old and partly new, and the next losses are scaled by two
@@ -486,7 +514,10 @@ slow = links.over_a_slow_link()
 show(pictures.draw_slow_link, numbers=slow)
 
 # %%
-receipt("emulated slow link: formula for communication, measured whole steps", receipts.slow_link(slow))
+receipt(
+    "emulated slow link: formula for communication, measured whole steps",
+    receipts.slow_link(slow),
+)
 
 # %% [markdown]
 # With accumulation stage 3 takes several times as long as DDP on such a link. So use stage 3 or hybrid sharding where
@@ -500,7 +531,8 @@ receipt("emulated slow link: formula for communication, measured whole steps", r
 # %%
 theirs = peers.peers()
 receipt(
-    f"torch on gloo, sent per rank and step, P = {4 * PSI:,} B", receipts.peers(theirs, found[Setup(0, 4)][0].losses[1])
+    f"torch on gloo, sent per rank and step, P = {4 * PSI:,} B",
+    receipts.peers(theirs, found[Setup(0, 4)][0].losses[1]),
 )
 
 # %% [markdown]
@@ -513,7 +545,10 @@ receipt(
 # - **accelerate** was asked for FSDP2 as well. What does the receipt of its memory say?
 
 # %%
-receipt("fp32, N = 4: who shards what", receipts.held_by_peers(found[Setup(3, 4)][0].memory, theirs[0]))
+receipt(
+    "fp32, N = 4: who shards what",
+    receipts.held_by_peers(found[Setup(3, 4)][0].memory, theirs[0]),
+)
 
 # %% [markdown]
 # On a CPU accelerate silently falls back to DDP: 16 Ψ, nothing sharded, right losses. On GPUs the same lines shard. A
@@ -624,7 +659,7 @@ receipts.design_hiding()
 # 2. Why do stages 1 and 2 send no more than plain data parallelism, and what makes stage 3 expensive?
 # 3. Which four things break *silently* once a rank has only a part of the state?
 #
-# Next: lab 05 divides the matrices themselves, so that a block's weights never have to be gathered at all.
+# Next: [05 · Tensor parallelism](05_tensor_parallel.ipynb) divides the matrices themselves, so that a block's weights never have to be gathered at all.
 
 # %%
 finish("04_zero")

@@ -10,7 +10,7 @@ from course.lab05_tensor_parallel import experiments as steps
 from course.lab05_tensor_parallel import experiments_links as links
 from course.lab05_tensor_parallel.experiments import FORMS, Setup
 from minillm.labkit.palette import PALETTE, TEXT, look
-from minillm.labkit.plots import style, subplots
+from minillm.labkit.plots import headline, style, subplots
 from minillm.measure.timeline import STYLES
 from minillm.predict import comms
 
@@ -30,7 +30,7 @@ def who_holds_what(ranks: int = 4, sequence: bool = False) -> Figure:
     parts = [("x, norm(x)", 0.9, 1.4, "tokens"), ("q, k, v", 1.3, 2.0, "columns"), ("o", 1.4, 1.1, "rows")]
     parts += [("x, norm(x)", 0.9, 1.4, "tokens"), ("gate, up", 1.9, 2.0, "columns"), ("down", 1.4, 1.9, "rows")]
     parts += [("embedding", 1.4, 2.4, "rows")]
-    figure, axes = subplots(width=10, height=3.0)
+    figure, axes = subplots(width=9, height=3.0)
     with style():
         left = 0.0
         for name, width, height, cut in parts:
@@ -48,13 +48,13 @@ def who_holds_what(ranks: int = 4, sequence: bool = False) -> Figure:
             axes.add_patch(Rectangle((left, -height / 2), width, height, edgecolor=TEXT, linewidth=1.2, **box))
             axes.text(left + width / 2, 1.35, name, ha="center", fontsize=9)
             said = "whole on\nevery rank" if whole else f"by {cut}"
-            axes.text(left + width / 2, -1.4, said, ha="center", va="top", fontsize=8)
+            axes.text(left + width / 2, -1.4, said, ha="center", va="top", fontsize=9)
             left += width + 0.45
         entries = [
             Patch(facecolor=look(r).color, hatch=look(r).hatch, alpha=0.75, edgecolor="white", label=f"rank {r}")
             for r in range(ranks)
         ]
-        figure.legend(handles=entries, loc="outside lower center", ncols=ranks, fontsize=8, frameon=False)
+        figure.legend(handles=entries, loc="outside lower center", ncols=ranks, frameon=False)
         axes.set(xlim=(-0.2, left), ylim=(-2.0, 1.7))
         axes.axis("off")
     return figure
@@ -79,24 +79,27 @@ def layer_seconds(tp: int, hidden: int, gb_per_s: float, tokens: int = SEQUENCE)
 def time_per_layer(tp: int = 16, hidden: int = 8192, gb_per_s: int = 400) -> Figure:
     """Predicted time of one layer by tensor-parallel degree: compute is divided, all-reduces are not."""
     degrees = [d for d in (1, 2, 4, 8, 16, 32, 64) if d <= tp]
-    figure, (left, right) = subplots(1, 2, width=10, height=3.6)
+    figure, (left, right) = subplots(1, 2, width=9, height=3.6)
     with style():
         alone = 1e3 * layer_seconds(1, hidden, gb_per_s)["compute"]
         for place, degree in enumerate(degrees):
             seconds = layer_seconds(degree, hidden, gb_per_s)
             time = _times(left, place, seconds, 1e3)
-            left.text(place, time, f"{time:.3g}", ha="center", va="bottom", fontsize=8)
+            left.text(place, time, f"{time:.3g}", ha="center", va="bottom", fontsize=9)
             spent = _times(right, place, seconds, 1e3 * degree)
-            right.text(place, spent, f"{alone / spent:.0%}", ha="center", va="bottom", fontsize=8)
+            right.text(place, spent, f"{alone / spent:.0%}", ha="center", va="bottom", fontsize=9)
         for axes, quantity in ((left, "time of one layer (ms)"), (right, "the same × ranks (GPU · ms)")):
             axes.set_xticks(range(len(degrees)), [str(degree) for degree in degrees])
             axes.set(xlabel="tensor-parallel ranks", ylabel=quantity)
             axes.set_ylim(0, 1.12 * max(bar.get_y() + bar.get_height() for bar in axes.patches))
             axes.grid(False, axis="x")
-        left.set_title(f"h = {hidden:,}, {gb_per_s:,} GB/s (predicted)")
-        right.set_title("share of it that computes")
+        left.set_title("One layer")
+        right.set_title("All ranks, and the share that computes")
+        headline(
+            figure, f"More ranks divide the compute, not the all-reduces (predicted: h = {hidden:,}, {gb_per_s:,} GB/s)"
+        )
         entries = [Patch(facecolor=c, hatch=h, edgecolor="white", label=name) for name, (c, h) in TIMES.items()]
-        figure.legend(handles=entries, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+        figure.legend(handles=entries, loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 
@@ -122,7 +125,7 @@ def draw_layer(lines: dict[Setup, dict[str, Any]], alone: int) -> Figure:
 
     alone: bytes that a layer keeps in one process.
     """
-    figure, panels = subplots(1, 2, width=10, height=3.8)
+    figure, panels = subplots(1, 2, width=9, height=3.8)
     worlds = sorted({setup.world_size for setup in lines})
     with style():
         for axes, key, predict in (
@@ -137,25 +140,26 @@ def draw_layer(lines: dict[Setup, dict[str, Any]], alone: int) -> Figure:
                     bar = axes.bar(
                         left + 0.065, lines[setup][key] / 1e3, 0.12, color=look(index).color, hatch=look(index).hatch
                     )
-                    axes.bar_label(bar, fmt="%.0f", fontsize=7)
+                    axes.bar_label(bar, fmt="%.0f", fontsize=9)
             axes.set_xticks(range(len(worlds)), [f"t = {world}" for world in worlds])
             axes.grid(False, axis="x")
-        panels[0].set(ylabel="sent per layer and step (kB)", title="sent")
+        panels[0].set(ylabel="sent per layer and step (kB)", title="Sent")
         panels[1].axhline(alone / 1e3, color=PALETTE["black"], linestyle="--", linewidth=1)
-        panels[1].text(0.5, alone / 1e3, "one process", ha="center", va="bottom", fontsize=8)
-        panels[1].set(ylabel="kept for backward per layer (kB)", title="activations", ylim=(0, 1.15 * alone / 1e3))
+        panels[1].text(0.5, alone / 1e3, "one process", ha="center", va="bottom", fontsize=9)
+        panels[1].set(ylabel="kept for backward per layer (kB)", title="Activations kept", ylim=(0, 1.15 * alone / 1e3))
         entries = [
             Patch(facecolor=look(i).color, hatch=look(i).hatch, edgecolor="white", label=name)
             for i, name in enumerate(FORMS.values())
         ]
         entries.append(Patch(fill=False, hatch="//", edgecolor=TEXT, label="predicted"))
-        figure.legend(handles=entries, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+        figure.legend(handles=entries, loc="outside lower center", ncols=4, frameon=False)
+        headline(figure, "Sequence parallelism keeps fewer activations for the same bytes; regathering sends more")
     return figure
 
 
 def draw_overlap(found: dict[str, dict[str, Any]]) -> Figure:
     """Rank 0's backward pass through column layers: waiting for each all-reduce at once, and after dW."""
-    figure, panels = subplots(len(found), 1, width=10, height=1.0 + 1.3 * len(found), sharex=True, squeeze=False)
+    figure, panels = subplots(len(found), 1, width=9, height=1.0 + 1.3 * len(found), sharex=True, squeeze=False)
     with style():
         for axes, (name, numbers) in zip(panels[:, 0], found.items(), strict=True):
             led = numbers["ledgers"][0]
@@ -167,7 +171,7 @@ def draw_overlap(found: dict[str, dict[str, Any]]) -> Figure:
                 _bar(axes, "comm", 0.0, begin, max(begin, end - event.waited), "")
                 _bar(axes, "wait", 0.0, max(begin, end - event.waited), end, "ΣdX")
             predicted, measured = (numbers[key] * 1e3 for key in ("predicted_s", "measured_s"))
-            axes.set_title(f"{name}: predicted {predicted:.0f} ms, measured {measured:.0f} ms")
+            axes.set_title(f"{name.capitalize()}: predicted {predicted:.0f} ms, measured {measured:.0f} ms")
             axes.set(ylim=(-0.1, 1.05))
             axes.set_yticks([0.22, 0.77], ["link", "compute"])
             axes.grid(False)
@@ -177,7 +181,8 @@ def draw_overlap(found: dict[str, dict[str, Any]]) -> Figure:
             Patch(facecolor=STYLES[k][0], hatch=STYLES[k][1], edgecolor="#444444", label=STYLES[k][3])
             for k in ("compute", "comm", "wait")
         ]
-        figure.legend(handles=entries, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+        figure.legend(handles=entries, loc="outside lower center", ncols=3, frameon=False)
+        headline(figure, "An all-reduce that travels while dW is computed costs almost nothing")
     return figure
 
 
@@ -186,7 +191,7 @@ def _bar(axes: Axes, kind: str, low: float, start: float, end: float, label: str
     face = {"facecolor": color, "hatch": hatch, "edgecolor": "#444444", "linewidth": 0.5}
     axes.broken_barh([(start * 1e3, (end - start) * 1e3)], (low, 0.45), **face)
     if label and end - start > 0.006:
-        axes.text((start + end) / 2 * 1e3, low + 0.22, label, ha="center", va="center", fontsize=7)
+        axes.text((start + end) / 2 * 1e3, low + 0.22, label, ha="center", va="center", fontsize=9)
 
 
 def draw_slow_link(numbers: dict[str, Any]) -> Figure:
@@ -209,11 +214,12 @@ def draw_slow_link(numbers: dict[str, Any]) -> Figure:
                 color=drawn.color,
                 marker="",
                 linestyle="--",
-                label=f"{name}, bytes / bandwidth + rounds · latency",
+                label=f"{name}, predicted",
             )
         axes.set(xlabel="tokens in the batch", ylabel="time of one step (s)", ylim=(0, None))
-        axes.set_title(f"{numbers['world_size']} ranks, link emulated")
-        axes.legend(fontsize=8)
+        setting = f"{numbers['world_size']} ranks, link emulated; predicted: bytes / bandwidth + rounds · latency"
+        headline(axes, "Tensor parallelism sends more with every token, data parallelism does not", setting)
+        axes.legend()
     return figure
 
 

@@ -118,10 +118,6 @@ def cut_by_columns(gate, up, down, rank, world_size):
     return gate.chunk(world_size, dim=1)[rank], up.chunk(world_size, dim=1)[rank], down.chunk(world_size)[rank]
 
 
-def cut_nothing(gate, up, down, rank, world_size):
-    return gate, up, down
-
-
 def without_enter(x, shards, group):
     gate, up, down = shards
     return Leave.apply((F.silu(x @ gate.T) * (x @ up.T)) @ down.T, group)
@@ -172,7 +168,6 @@ def gathers_between(x, shards, group):
 
 
 mistake("parallel-mlp", "cut-the-wrong-way", expect="inner numbers, whole")((cut_by_columns, mlp))
-mistake("parallel-mlp", "cuts-nothing", expect="nothing of the others")((cut_nothing, mlp))
 mistake("parallel-mlp", "forgets-enter", expect="is Enter in front of every use of x")((cut_mlp, without_enter))
 mistake("parallel-mlp", "one-enter-each", expect="backward called 2 all_reduce")((cut_mlp, enters_twice))
 mistake("parallel-mlp", "no-return", expect="is there a return")((cut_mlp, returns_nothing))

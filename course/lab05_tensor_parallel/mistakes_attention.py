@@ -20,14 +20,6 @@ def all_kv_heads(num_heads, num_kv_heads, rank, world_size):
     return ANSWERS.local_heads(num_heads, num_kv_heads, rank, world_size)[0], range(num_kv_heads)
 
 
-def kv_by_modulo(num_heads, num_kv_heads, rank, world_size):
-    """Copies are dealt out in turn, so that neighbours hold different ones; query heads are not."""
-    if num_kv_heads >= world_size:
-        return ANSWERS.local_heads(num_heads, num_kv_heads, rank, world_size)
-    key = rank % num_kv_heads
-    return ANSWERS.local_heads(num_heads, num_kv_heads, rank, world_size)[0], range(key, key + 1)
-
-
 def enters_three_times(x, shards, attend, group):
     q, k, v, o = shards
     return ANSWERS.Leave.apply(attend(*(ANSWERS.Enter.apply(x, group) @ w.T for w in (q, k, v))) @ o.T, group)
@@ -47,7 +39,6 @@ mistake("parallel-attention", "kv-cut-like-queries", expect=r"kv head \d is not 
     (kv_like_queries, ANSWERS.attention)
 )
 mistake("parallel-attention", "all-kv-heads-everywhere", expect="memory for nothing")((all_kv_heads, ANSWERS.attention))
-mistake("parallel-attention", "kv-dealt-out-in-turn", expect="is not on that rank")((kv_by_modulo, ANSWERS.attention))
 mistake("parallel-attention", "one-enter-each", expect="backward called 3 all_reduce")(
     (ANSWERS.local_heads, enters_three_times)
 )

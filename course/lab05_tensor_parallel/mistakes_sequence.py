@@ -23,12 +23,6 @@ class SumsAndCuts(GatherIn):
         return ctx.group.all_reduce(gradient.clone()).chunk(ctx.group.world_size)[ctx.group.rank].clone(), None
 
 
-class AveragesRows(GatherIn):
-    @staticmethod
-    def backward(ctx, gradient):
-        return ctx.group.reduce_scatter(gradient.contiguous(), op="avg"), None
-
-
 class ReducesAndCuts(ScatterOut):
     @staticmethod
     def forward(ctx, share, group):
@@ -73,9 +67,6 @@ mistake(NAME, "norm-gradients-averaged", expect="so the shares add")((GatherIn, 
 mistake(NAME, "one-all-reduce-per-norm", expect="latency is all they cost")((GatherIn, ScatterOut, one_each))
 mistake(NAME, "gather-backward-cuts", expect="has to sum the ranks' shares")(
     (KeepsItsRows, ScatterOut, sum_norm_gradients)
-)
-mistake(NAME, "gather-backward-averages", expect="has to sum the ranks' shares")(
-    (AveragesRows, ScatterOut, sum_norm_gradients)
 )
 mistake(NAME, "all-reduce-then-slice", expect="its own rows of the sum only")(
     (GatherIn, ReducesAndCuts, sum_norm_gradients)

@@ -102,11 +102,6 @@ def own_maximum(logits, targets, group):
     return _loss(logits, targets, group, logits.detach().amax(dim=1))
 
 
-@mistake("vocabulary-cross-entropy", "no-maximum", expect="exp ran over or under")
-def no_maximum(logits, targets, group):
-    return _loss(logits, targets, group, torch.zeros(len(logits), dtype=logits.dtype))
-
-
 @mistake("vocabulary-cross-entropy", "target-not-masked", expect="from the one rank that has it")
 def target_not_masked(logits, targets, group):
     logits = logits - _highest(logits, group)[:, None]

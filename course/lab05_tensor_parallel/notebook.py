@@ -29,7 +29,7 @@ from course.lab05_tensor_parallel import experiments_torch as peers
 from course.lab05_tensor_parallel import figures as pictures
 from course.lab05_tensor_parallel.experiments import FORMS, MODEL, SEQ, Setup
 from minillm.comm import launch
-from minillm.labkit import check, finish, receipt, show, sliders
+from minillm.labkit import check, finish, hint, receipt, show, sliders
 
 # %% [markdown]
 # ## What can be cut?
@@ -101,7 +101,8 @@ class Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        """gradient: of what this rank's column layers read -> the gradient of x, and None for the group."""
+        """gradient: of what this rank's column layers read
+        -> the gradient of x, and None for the group."""
         # BEGIN SOLUTION
         return ctx.group.all_reduce(gradient.clone()), None
         # END SOLUTION
@@ -119,7 +120,8 @@ class Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        """gradient: of the sum, the same on every rank -> the gradient of this rank's share, and None."""
+        """gradient: of the sum, the same on every rank
+        -> the gradient of this rank's share, and None."""
         # BEGIN SOLUTION
         return gradient, None
         # END SOLUTION
@@ -142,12 +144,17 @@ Enter, Leave = check("conjugate-operators", (Enter, Leave))
 def cut_mlp(gate, up, down, rank, world_size):
     """gate, up: [f, h], down: [h, f] -> this rank's part of each; f is divisible by world_size."""
     # BEGIN SOLUTION
-    return gate.chunk(world_size)[rank], up.chunk(world_size)[rank], down.chunk(world_size, dim=1)[rank]
+    return (
+        gate.chunk(world_size)[rank],
+        up.chunk(world_size)[rank],
+        down.chunk(world_size, dim=1)[rank],
+    )
     # END SOLUTION
 
 
 def mlp(x, shards, group):
-    """x: [n, h], the same on every rank -> [n, h], the same on every rank. shards: what cut_mlp gave this rank."""
+    """x: [n, h], the same on every rank -> [n, h], the same on every rank.
+    shards: what cut_mlp gave this rank."""
     # BEGIN SOLUTION
     gate, up, down = shards
     x = Enter.apply(x, group)
@@ -168,8 +175,9 @@ cut_mlp, mlp = check("parallel-mlp", (cut_mlp, mlp))
 
 # %%
 def local_heads(num_heads, num_kv_heads, rank, world_size):
-    """-> (query heads, kv heads) of this rank, as ranges. Ranks take query heads in order, equally many each, and the kv
-    heads that these read, no others. Fewer kv heads than ranks: several ranks hold the same one."""
+    """-> (query heads, kv heads) of this rank, as ranges. Ranks take query heads in order, equally
+    many each, and the kv heads that these read, no others. Fewer kv heads than ranks: several ranks
+    hold the same one."""
     # BEGIN SOLUTION
     queries = range(rank * num_heads // world_size, (rank + 1) * num_heads // world_size)
     served = num_heads // num_kv_heads
@@ -178,8 +186,9 @@ def local_heads(num_heads, num_kv_heads, rank, world_size):
 
 
 def attention(x, shards, attend, group):
-    """x: [n, h] -> [n, h]. shards: this rank's q, k, v (rows of its heads) and o (columns of them). attend(q, k, v), each
-    [n, its heads · head_dim], computes softmax(q kᵀ) v of the heads it is given: [n, query heads · head_dim]."""
+    """x: [n, h] -> [n, h]. shards: this rank's q, k, v (rows of its heads) and o (columns of them).
+    attend(q, k, v), each [n, its heads · head_dim], computes softmax(q kᵀ) v of the heads it is
+    given: [n, query heads · head_dim]."""
     # BEGIN SOLUTION
     q, k, v, o = shards
     x = Enter.apply(x, group)
@@ -200,7 +209,8 @@ local_heads, attention = check("parallel-attention", (local_heads, attention))
 
 # %%
 def embed(tokens, rows, group):
-    """tokens: [n] of ids; rows: [V/t, h], this rank's: ids from rank·V/t on -> [n, h], the same on every rank."""
+    """tokens: [n] of ids; rows: [V/t, h], this rank's: ids from rank·V/t on
+    -> [n, h], the same on every rank."""
     # BEGIN SOLUTION
     local = tokens - group.rank * len(rows)
     outside = (local < 0) | (local >= len(rows))
@@ -220,16 +230,19 @@ embed = check("vocabulary-embedding", embed)
 
 # %%
 def vocabulary_cross_entropy(logits, targets, group):
-    """logits: [n, V/t], this rank's part of the vocabulary; targets: [n] of ids -> -log p(target): [n].
+    """logits: [n, V/t], this rank's part of the vocabulary;
+    targets: [n] of ids -> -log p(target): [n].
 
-    Logits may be large; leave them unchanged. The gradient of `logits` must come out right, without communication.
+    Logits may be large; leave them unchanged.
+    The gradient of `logits` must come out right, without communication.
     """
     # BEGIN SOLUTION
     highest = group.all_reduce(logits.detach().amax(dim=1), op="max")
     logits = logits - highest[:, None]
     local = targets - group.rank * logits.shape[1]
     outside = (local < 0) | (local >= logits.shape[1])
-    picked = logits.gather(1, local.masked_fill(outside, 0)[:, None])[:, 0].masked_fill(outside, 0.0)
+    picked = logits.gather(1, local.masked_fill(outside, 0)[:, None])[:, 0]
+    picked = picked.masked_fill(outside, 0.0)
     total, target = Leave.apply(torch.stack([logits.exp().sum(dim=1), picked]), group)
     return total.log() - target
     # END SOLUTION
@@ -290,8 +303,8 @@ class ScatterOut(torch.autograd.Function):
 
 
 def sum_norm_gradients(parameters, group):
-    """parameters: of norms; each .grad comes from this rank's tokens. Afterwards, from all. In place, with one
-    all-reduce for all of them."""
+    """parameters: of norms; each .grad comes from this rank's tokens. Afterwards, from all. In
+    place, with one all-reduce for all of them."""
     # BEGIN SOLUTION
     flat = group.all_reduce(torch.cat([p.grad.flatten() for p in parameters]))
     for p, total in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
@@ -299,7 +312,10 @@ def sum_norm_gradients(parameters, group):
     # END SOLUTION
 
 
-GatherIn, ScatterOut, sum_norm_gradients = check("sequence-parallel", (GatherIn, ScatterOut, sum_norm_gradients))
+GatherIn, ScatterOut, sum_norm_gradients = check(
+    "sequence-parallel",
+    (GatherIn, ScatterOut, sum_norm_gradients),
+)
 
 # %% [markdown]
 # ### 7. Overlap (15 minutes)
@@ -316,7 +332,8 @@ class ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, group):
-        """x: [n, h], the same on every rank; weight: [f/t, h] -> this rank's columns of the output: [n, f/t]."""
+        """x: [n, h], the same on every rank;
+        weight: [f/t, h] -> this rank's columns of the output: [n, f/t]."""
         # BEGIN SOLUTION
         ctx.save_for_backward(x, weight)
         ctx.group = group
@@ -325,7 +342,8 @@ class ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        """-> gradients of x (summed over the ranks) and of weight, and None. The sum travels while dW is computed."""
+        """-> gradients of x (summed over the ranks) and of weight, and None.
+        The sum travels while dW is computed."""
         # BEGIN SOLUTION
         x, weight = ctx.saved_tensors
         x_gradient = gradient @ weight
@@ -345,7 +363,15 @@ ColumnLinear = check("overlapped-input-gradient", ColumnLinear)
 # of it is cut except the norms.
 
 # %%
-losses = experiments.four_ranks_and_one(Enter, cut_mlp, mlp, local_heads, attention, embed, vocabulary_cross_entropy)
+losses = experiments.four_ranks_and_one(
+    Enter,
+    cut_mlp,
+    mlp,
+    local_heads,
+    attention,
+    embed,
+    vocabulary_cross_entropy,
+)
 receipt("your pieces on 4 ranks; predicted: one process", receipts.trained(*losses))
 
 # %% [markdown]
@@ -432,7 +458,12 @@ receipt("emulated products and link", receipts.overlap(clocks, links.forward_on_
 show(pictures.time_per_layer)
 
 # %%
-sliders(pictures.time_per_layer, tp=[2, 4, 8, 16, 32, 64], hidden=(1024, 16384, 1024), gb_per_s=(10, 900, 10))
+sliders(
+    pictures.time_per_layer,
+    tp=[2, 4, 8, 16, 32, 64],
+    hidden=(1024, 16384, 1024),
+    gb_per_s=(10, 900, 10),
+)
 
 # %% [markdown]
 # Move the bandwidth to 50 GB/s, a good network between nodes, and then hidden to 2,048: communication dominates.
@@ -450,7 +481,8 @@ sliders(pictures.time_per_layer, tp=[2, 4, 8, 16, 32, 64], hidden=(1024, 16384, 
 # %%
 accidents = launch(breaks.all_accidents, 4, device="cpu")
 norms = [rank["norms"] for rank in accidents]
-receipt(f"{breaks.STEPS} steps with sequence parallelism on 4 ranks", receipts.norm_gradients(norms))
+title = f"{breaks.STEPS} steps with sequence parallelism on 4 ranks"
+receipt(title, receipts.norm_gradients(norms))
 
 # %% [markdown]
 # The loss differs in the third decimal place. The supposed replicas are now four different vectors, and the checkpoint
@@ -542,7 +574,10 @@ receipt("slow link, 2 ranks", receipts.slow_link(slow))
 
 # %%
 print(inspect.getsource(peers.separate))
-receipt(f"sent per rank and step, {peers.ROWS * SEQ} tokens, 2 ranks", receipts.peers(peers.peers()))
+receipt(
+    f"sent per rank and step, {peers.ROWS * SEQ} tokens, 2 ranks",
+    receipts.peers(peers.peers()),
+)
 
 # %% [markdown]
 # - **Each layer for itself**, as tutorials write the plan: q, k and v each all-reduce their own $dX$, and so do gate
@@ -644,7 +679,7 @@ receipts.design_serving()
 # 2. What does sequence parallelism divide that tensor parallelism does not, and why does it send nothing more?
 # 3. Which gradients are only partial sums once a model is cut this way, and what happens if nobody adds them up?
 #
-# Next: lab 06 cuts the model between its layers, where little is sent and some stage always waits.
+# Next: [06 · Pipeline parallelism](06_pipeline_parallel.ipynb) cuts the model between its layers, where little is sent and some stage always waits.
 
 # %%
 finish("05_tensor_parallel")

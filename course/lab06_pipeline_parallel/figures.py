@@ -3,12 +3,13 @@
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from course.lab06_pipeline_parallel import experiments, pipeline_picture
 from course.lab06_pipeline_parallel.experiments import FORWARD_S, Found, Job
-from minillm.labkit.palette import PALETTE, look
-from minillm.labkit.plots import style, subplots
+from minillm.labkit.palette import PALETTE, TEXT, look
+from minillm.labkit.plots import headline, style, subplots
 from minillm.parallel.pipeline_parallel.schedules import SCHEDULES, Durations, pipedream, simulate
 from minillm.predict import pipeline as predict
 
@@ -54,8 +55,8 @@ def idle_by_microbatches(stages: int = 4, most_idle: float = 0.25) -> Figure:
         axes.axvline(needed, color=PALETTE["vermillion"], linewidth=1, linestyle="--")
         axes.annotate(f"{needed} microbatches", (needed, 0), xytext=(4, 4), textcoords="offset points", fontsize=9)
         axes.set(xlabel="microbatches M", ylabel="idle share of a step", ylim=(0, 1.05), xlim=(0, 8 * stages))
-        axes.set_title(f"{stages} stages: at most {most_idle:.0%} idle from {needed} microbatches on (predicted)")
-        axes.legend(fontsize=8)
+        axes.set_title(f"{stages} stages idle at most {most_idle:.0%} from {needed} microbatches on (predicted)")
+        axes.legend()
     return figure
 
 
@@ -71,17 +72,18 @@ def draw_bars(job: Job, ranks: list[Found]) -> Figure:
     """Every action of a step, rank by rank: planned bars (hollow) above measured ones (solid)."""
     line = experiments.measured(job, ranks)
     plan = experiments.planned(job)
-    title = (
-        f"{job.schedule}, {job.stages} stages, {job.microbatches} microbatches: planned {plan.makespan * 1e3:.0f} ms"
-    )
-    title += f", measured {line.makespan * 1e3:.0f} ms (devices emulated)"
-    return pipeline_picture.draw(plan, line, title, unit="s")
+    shape = f"{job.schedule}, {job.stages} stages, {job.microbatches} microbatches, devices emulated"
+    figure = pipeline_picture.draw(plan, line, unit="s")
+    times = f"planned {plan.makespan * 1e3:.0f} ms, measured {line.makespan * 1e3:.0f} ms"
+    headline(figure.axes[0], "The ranks keep to the plan, bar by bar", f"{shape}: {times}")
+    return figure
 
 
 def draw_idle(rows: list[dict[str, Any]], stages: int, microbatches: int) -> Figure:
     """Idle share of every schedule and its time of a step, predicted beside measured, on emulated devices."""
     chosen = [r for r in rows if (r["stages"], r["microbatches"]) == (stages, microbatches)]
-    figure, panels = subplots(1, 2, width=11, height=3.5)
+    names = [numbers["schedule"].replace("_", " ").replace("bubble v", "bubble V") for numbers in chosen]
+    figure, panels = subplots(1, 2, width=9, height=3.9, sharey=True)
     with style():
         for axes, key, scale, name in (
             (panels[0], "idle", 100, "idle share of the step (%)"),
@@ -89,47 +91,46 @@ def draw_idle(rows: list[dict[str, Any]], stages: int, microbatches: int) -> Fig
         ):
             for place, numbers in enumerate(chosen):
                 planned, found = (scale * numbers[f"{when}_{key}"] for when in ("planned", "measured"))
-                axes.bar(place - 0.2, planned, 0.38, fill=False, hatch="//", edgecolor=look(1).color)
-                bar = axes.bar(place + 0.2, found, 0.38, color=look(0).color)
-                axes.bar_label(bar, fmt="%.0f", fontsize=8)
-            names = [numbers["schedule"].replace("_", " ").replace("bubble v", "bubble V") for numbers in chosen]
-            axes.set_xticks(range(len(chosen)), names, fontsize=8, rotation=15)
-            axes.set(ylabel=name)
-            axes.grid(False, axis="x")
+                axes.barh(place - 0.2, planned, 0.38, fill=False, hatch="//", edgecolor=look(1).color)
+                bar = axes.barh(place + 0.2, found, 0.38, color=look(0).color)
+                axes.bar_label(bar, fmt=" %.0f", fontsize=9)
+            axes.set_yticks(range(len(chosen)), names)
+            axes.set(xlabel=name, ylim=(len(chosen) - 0.4, -0.6))
+            axes.margins(x=0.12)
+            axes.grid(False, axis="y")
         panels[0].set_title(f"{stages} stages, {microbatches} microbatches, devices emulated")
         entries = [
             Patch(fill=False, hatch="//", edgecolor=look(1).color, label="predicted by the simulator"),
             Patch(color=look(0).color, label="measured on real ranks"),
         ]
-        figure.legend(handles=entries, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+        figure.legend(handles=entries, loc="outside lower center", ncols=2, frameon=False)
+        headline(figure, "Each newer schedule idles less, and its step is shorter")
     return figure
 
 
 def draw_sweep(rows: list[dict[str, Any]]) -> Figure:
     """Idle share by microbatches: (n-1)/(M+n-1) and what 1F1B measured, with the other formula for comparison."""
-    figure, axes = subplots(width=10, height=3.4)
+    figure, axes = subplots(width=9, height=3.6)
+    formula = {"color": TEXT, "linestyle": "--", "label": "formula: (n-1)/(M+n-1)"}
+    wrong = {"color": TEXT, "linestyle": ":", "label": "(n-1)/M: over useful time, not of the step"}
     with style():
-        for index, stages in enumerate(sorted({r["stages"] for r in rows})):
+        entries = []
+        for index, stages in enumerate(sorted({r["stages"] for r in rows}, reverse=True)):
             own = sorted((r for r in rows if r["stages"] == stages), key=lambda r: r["microbatches"])
             x, drawn = [r["microbatches"] for r in own], look(index)
-            share = [predict.idle_share(stages, m) for m in x]
-            axes.plot(x, share, color=drawn.color, linestyle="--", marker="", label=f"{stages} stages: (n-1)/(M+n-1)")
-            axes.plot(
-                x,
-                [r["measured_idle"] for r in own],
-                color=drawn.color,
-                marker=drawn.marker,
-                linestyle="",
-                label=f"{stages} stages, measured (devices emulated)",
-            )
-            wrong = {m: predict.overhead(stages, m) for m in x if predict.overhead(stages, m) <= 1}
-            label = f"{stages} stages: (n-1)/M, over useful time"
-            axes.plot(wrong.keys(), wrong.values(), color=drawn.color, linestyle=":", marker="", alpha=0.7, label=label)
-        axes.set(xlabel="microbatches M", ylabel="idle share of a step", ylim=(0, 1.08))
+            color = {"color": drawn.color, "marker": ""}
+            axes.plot(x, [predict.idle_share(stages, m) for m in x], **formula | color)
+            axes.plot(x, [predict.overhead(stages, m) for m in x], **wrong | color)
+            found, label = [r["measured_idle"] for r in own], f"n = {stages} stages, measured"
+            entries += axes.plot(x, found, color=drawn.color, marker=drawn.marker, linestyle="", label=label)
+        entries += [Line2D([], [], **formula), Line2D([], [], **wrong)]
+        axes.set(xlabel="microbatches M", ylabel="idle share", yscale="log")
+        axes.set_yticks([0.05, 0.1, 0.2, 0.5, 1, 2, 5], ["5%", "10%", "20%", "50%", "100%", "200%", "500%"])
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted({r["microbatches"] for r in rows}), sorted({r["microbatches"] for r in rows}))
-        axes.set_title("1F1B: more microbatches, less idle")
-        figure.legend(loc="outside right upper", fontsize=8, frameon=False)
+        axes.minorticks_off()
+        headline(axes, "More microbatches, less idle: 1F1B idles (n-1)/(M+n-1) of a step", "Devices emulated")
+        figure.legend(handles=entries, loc="outside right center")
     return figure
 
 

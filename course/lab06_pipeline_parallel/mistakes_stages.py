@@ -156,11 +156,6 @@ class TwoBuffers(ANSWERS.Stage):
 # The tied embedding
 
 
-@mistake("tied-embedding", "not-summed", expect="only its own gradient")
-def not_summed(weight, group):
-    pass
-
-
 @mistake("tied-embedding", "only-the-first", expect="only its own gradient")
 def only_the_first(weight, group):
     last = group.world_size - 1

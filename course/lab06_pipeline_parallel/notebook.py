@@ -30,7 +30,7 @@ from course.lab06_pipeline_parallel import experiments_torch as peers
 from course.lab06_pipeline_parallel import figures as pictures
 from course.lab06_pipeline_parallel.experiments import PRINTED_CHART, Job
 from minillm.comm import launch
-from minillm.labkit import check, finish, receipt, show, sliders
+from minillm.labkit import check, finish, hint, receipt, show, sliders
 from minillm.parallel.pipeline_parallel import schedules
 from minillm.parallel.pipeline_parallel.schedules import Durations, ScheduleError, simulate
 
@@ -76,7 +76,8 @@ receipt("4 stages, 8 microbatches: idle share of the step", receipts.idle_share(
 
 # %%
 def gpipe_order(stage, stages, microbatches):
-    """-> what this stage does, in order: a list such as ["F0", "F1", "B0", "B1"] (microbatches count from 0)."""
+    """-> what this stage does, in order:
+    a list such as ["F0", "F1", "B0", "B1"] (microbatches count from 0)."""
     # BEGIN SOLUTION
     return [f"F{m}" for m in range(microbatches)] + [f"B{m}" for m in range(microbatches)]
     # END SOLUTION
@@ -98,7 +99,8 @@ gpipe_order = check("gpipe-order", gpipe_order)
 
 # %%
 def one_f_one_b_order(stage, stages, microbatches):
-    """-> what this stage does, in order. It holds min(stages - stage, microbatches) microbatches at most."""
+    """-> what this stage does, in order.
+    It holds min(stages - stage, microbatches) microbatches at most."""
     # BEGIN SOLUTION
     to_fill = min(stages - 1 - stage, microbatches)
     order = [f"F{m}" for m in range(to_fill)]
@@ -116,7 +118,15 @@ show(pictures.schedule_on_a_clock)
 # %%
 sliders(
     pictures.schedule_on_a_clock,
-    schedule=["gpipe", "1f1b", "interleaved", "zero_bubble", "zero_bubble_v", "dualpipe", "pipedream"],
+    schedule=[
+        "gpipe",
+        "1f1b",
+        "interleaved",
+        "zero_bubble",
+        "zero_bubble_v",
+        "dualpipe",
+        "pipedream",
+    ],
     stages=(1, 8),
     microbatches=(1, 24),
     backward=(0.5, 4.0, 0.5),
@@ -154,8 +164,8 @@ receipt("the printed chart beside the simulator's", receipts.printed_chart())
 
 # %%
 def balance(costs, parts):
-    """costs: of each layer -> a list of ranges, one per stage: neighbouring layers, every layer once, at least one
-    each, so that the most expensive stage is as cheap as possible."""
+    """costs: of each layer -> a list of ranges, one per stage: neighbouring layers, every layer
+    once, at least one each, so that the most expensive stage is as cheap as possible."""
 
     # BEGIN SOLUTION
     def slowest(cuts):
@@ -185,15 +195,23 @@ class Stage:
     """One stage of a pipeline. The caller says what to do next."""
 
     def __init__(self, module, group, like, loss, microbatches):
-        """module: this stage's layers; like: a tensor of the shape and dtype that travels between stages;
-        loss(y, m): mean loss of microbatch m, to be called on the last stage with what its module returned."""
-        self.module, self.group, self.like, self.loss, self.microbatches = module, group, like, loss, microbatches
+        """module: this stage's layers; like: a tensor of the shape and dtype that travels between
+        stages; loss(y, m): mean loss of microbatch m, to be called on the last stage with what its
+        module returned."""
+        self.module, self.group, self.like, self.loss, self.microbatches = (
+            module,
+            group,
+            like,
+            loss,
+            microbatches,
+        )
         self.first, self.last = group.rank == 0, group.rank == group.world_size - 1
         self.kept = {}  # what backward needs, by microbatch
         self.sent = []  # handles of sends that nobody waits for yet
 
     def forward(self, m, x=None):
-        """Microbatch m through this stage. x: on the first stage only, else None. Sends with async_op=True."""
+        """Microbatch m through this stage. x: on the first stage only, else None.
+        Sends with async_op=True."""
         # BEGIN SOLUTION
         if not self.first:
             x = torch.empty_like(self.like)
@@ -208,7 +226,8 @@ class Stage:
         # END SOLUTION
 
     def backward(self, m):
-        """Adds microbatch m's gradient to the module's parameters, and lets go of what was kept for it."""
+        """Adds microbatch m's gradient to the module's parameters,
+        and lets go of what was kept for it."""
         # BEGIN SOLUTION
         x, y = self.kept.pop(m)
         if self.last:
@@ -240,11 +259,13 @@ Stage = check("stage-step", Stage)
 
 # %%
 def place_messages(order, stage, stages):
-    """order: ["F0", "F1", "B0", ...] of this stage -> the same with its messages: lists such as ["send F0", "recv B0"].
+    """order: ["F0", "F1", "B0", ...] of this stage
+    -> the same with its messages: lists such as ["send F0", "recv B0"].
 
-    "recv F0": its activation comes from stage - 1; "send F0": the output of F0 goes to stage + 1; "recv B0": the
-    gradient that B0 needs comes from stage + 1; "send B0": the gradient that B0 made goes to stage - 1. Messages in one
-    list are posted at once; the stage goes on when all of them have been delivered.
+    "recv F0": its activation comes from stage - 1; "send F0": the output of F0 goes to stage + 1;
+    "recv B0": the gradient that B0 needs comes from stage + 1; "send B0": the gradient that B0 made
+    goes to stage - 1. Messages in one list are posted at once; the stage goes on when all of them
+    have been delivered.
     """
     # BEGIN SOLUTION
     steps = [[]]
@@ -275,7 +296,8 @@ class SplitLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, later):
-        """x: [tokens, inputs], weight: [outputs, inputs], a leaf; later: a list -> [tokens, outputs]."""
+        """x: [tokens, inputs], weight: [outputs, inputs], a leaf;
+        later: a list -> [tokens, outputs]."""
         # BEGIN SOLUTION
         ctx.save_for_backward(x, weight)
         ctx.later = later
@@ -284,7 +306,8 @@ class SplitLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        """The gradient of x (None for the two others). Appends to later a function that adds weight's to its .grad."""
+        """The gradient of x (None for the two others).
+        Appends to later a function that adds weight's to its .grad."""
         # BEGIN SOLUTION
         x, weight = ctx.saved_tensors
 
@@ -318,8 +341,9 @@ receipt("what the split gains", receipts.splitting())
 
 # %%
 def sum_tied(weight, group):
-    """weight: the embedding (a parameter with .grad) on the first and the last stage, None on those between. Afterwards
-    both have the gradient that the one embedding would have. Stages between the ends send nothing."""
+    """weight: the embedding (a parameter with .grad) on the first and the last stage, None on those
+    between. Afterwards both have the gradient that the one embedding would have. Stages between the
+    ends send nothing."""
     # BEGIN SOLUTION
     if weight is None or group.world_size == 1:
         return
@@ -354,7 +378,8 @@ print(inspect.getsource(experiments.step))
 
 # %%
 EVERY = [Job(name) for name in pictures.EVERY]
-SAME_BATCH = Job("1f1b", microbatches=4, speed=None, rows=2)  # half as many microbatches, twice as large
+# half as many microbatches, twice as large
+SAME_BATCH = Job("1f1b", microbatches=4, speed=None, rows=2)
 UNEVEN = {cut: Job("gpipe", speed=speed) for cut, speed in experiments.uneven_stages().items()}
 found = experiments.run([*EVERY, SAME_BATCH, *UNEVEN.values()])
 show(pictures.draw_bars, job=Job("1f1b"), ranks=found[Job("1f1b")])
@@ -391,10 +416,16 @@ receipt("4 stages, 8 microbatches", receipts.held(every))
 # The same in bytes, from every tensor that autograd saves (*optional*), and the bytes of the messages:
 
 # %%
-receipt("activations of stage 0 at most; predicted: in flight x one microbatch", receipts.activation_bytes())
+receipt(
+    "activations of stage 0 at most; predicted: in flight x one microbatch",
+    receipts.activation_bytes(),
+)
 
 # %%
-receipt("messages, bytes, parameters", receipts.sent(found, Job("1f1b"), Job("dualpipe"), SAME_BATCH))
+receipt(
+    "messages, bytes, parameters",
+    receipts.sent(found, Job("1f1b"), Job("dualpipe"), SAME_BATCH),
+)
 
 # %% [markdown]
 # Neither the number of layers nor that of microbatches appears in the bytes: a pipeline sends the activations at its
@@ -621,7 +652,7 @@ print("stage 0 of zero bubble:", *schedules.zero_bubble(6, 12).actions(0))
 # 2. What does each stage hold at most under GPipe, 1F1B, interleaving, zero bubble and DualPipe, and what do they send?
 # 3. Which mistakes at the cut between two stages leave the loss looking right?
 #
-# Next: lab 07 cuts the one dimension that is still whole, the sequence.
+# Next: [07 · Long context](07_long_context.ipynb) cuts the one dimension that is still whole, the sequence.
 
 # %%
 finish("06_pipeline_parallel")

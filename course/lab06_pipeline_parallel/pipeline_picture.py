@@ -21,7 +21,7 @@ KINDS = {  # kind of action: colour, hatch, words of the legend
     "W": (PALETTE["green"], "..", "W weight gradient"),
     "U": (PALETTE["purple"], "xx", "U update"),
 }
-LETTERS = 140  # so many fit side by side
+LETTERS = 100  # so many fit side by side
 
 
 def draw(planned: Timeline, measured: Timeline | None = None, title: str = "", unit: str = "") -> Figure:
@@ -33,7 +33,7 @@ def draw(planned: Timeline, measured: Timeline | None = None, title: str = "", u
     rows, lanes = len(planned.bars), 1 if measured is None else 2
     if measured is not None and len(measured.bars) != rows:
         raise ValueError(f"planned for {rows} ranks, measured on {len(measured.bars)}: draw the same schedule")
-    figure, axes = subplots(width=10, height=1.3 + 0.36 * lanes * rows)
+    figure, axes = subplots(width=9, height=1.3 + 0.36 * lanes * rows)
     runs = [run for run in (planned, measured) if run is not None]
     width = max(run.makespan for run in runs)
     with style():
@@ -51,7 +51,7 @@ def draw(planned: Timeline, measured: Timeline | None = None, title: str = "", u
         axes.set_yticks(range(rows), [f"rank {rank}" for rank in range(rows)])
         axes.grid(False)
         patches = list(_legend(planned, measured))
-        figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), fontsize=8, frameon=False)
+        figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
     return figure
 
 
@@ -67,7 +67,7 @@ def _draw(axes: Axes, bar: Bar, left: float, box: tuple[float, float], span: flo
     if label:
         halo = [withStroke(linewidth=2.5, foreground="white", alpha=0.8)] if look["hatch"] else None
         middle = (left + length / 2, box[0] + box[1] / 2)
-        axes.text(*middle, label, ha="center", va="center", fontsize=7, clip_on=True, path_effects=halo)
+        axes.text(*middle, label, ha="center", va="center", fontsize=9, clip_on=True, path_effects=halo)
 
 
 def _legend(planned: Timeline, measured: Timeline | None) -> Iterator[Patch]:

@@ -9,7 +9,7 @@ from matplotlib.patches import Patch, Rectangle
 from course.lab07_long_context import experiments
 from course.lab07_long_context import experiments_links as links
 from minillm.labkit.palette import PALETTE, look
-from minillm.labkit.plots import lines, style, subplots
+from minillm.labkit.plots import headline, lines, style, subplots
 from minillm.measure.timeline import STYLES
 from minillm.predict import context
 from minillm.predict.context import AttentionShape, Hardware
@@ -24,6 +24,7 @@ def causal_work(ranks: int = 4) -> Figure:
         for (triangle, shares), order in zip(panels, ("contiguous", "zigzag"), strict=True):
             _triangle(triangle, ranks, order)
             _shares(shares, ranks, order)
+        headline(figure, "Contiguous parts give the last rank most of the causal work, zigzag parts share it evenly")
     return figure
 
 
@@ -34,7 +35,7 @@ def _triangle(axes: Axes, ranks: int, order: str) -> None:
         for start, stop in context.spans(parts, rank, ranks, order):
             for query in range(start, stop):
                 axes.add_patch(Rectangle((0, query), query + 0.5, 1, alpha=0.85, **box))
-    axes.set(xlim=(0, parts), ylim=(parts, 0), xlabel="keys (part)", ylabel="queries (part)", title=order)
+    axes.set(xlim=(0, parts), ylim=(parts, 0), xlabel="keys (part)", ylabel="queries (part)", title=order.capitalize())
     axes.set_aspect("equal")
     axes.grid(False)
 
@@ -43,10 +44,10 @@ def _shares(axes: Axes, ranks: int, order: str) -> None:
     shares = [context.work_share(rank, ranks, order) for rank in range(ranks)]
     for rank, share in enumerate(shares):
         axes.barh(rank, share, 0.7, color=look(rank).color, hatch=look(rank).hatch, edgecolor="white", alpha=0.85)
-        axes.text(share + 0.005, rank, f"{share:.1%}", va="center", fontsize=8)
+        axes.text(share + 0.005, rank, f"{share:.1%}", va="center", fontsize=9)
     axes.axvline(1 / ranks, color=PALETTE["black"], linestyle="--", linewidth=1)
     axes.set(xlim=(0, 1.15 * (2 * ranks - 1) / ranks**2), ylim=(ranks - 0.4, -0.6), xlabel="share of all work")
-    axes.set_title(f"all wait for {max(shares) * ranks:.2f} times an even share (formula)")
+    axes.set_title(f"All wait for {max(shares) * ranks:.2f} times an even share (formula)")
     axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
     axes.grid(False, axis="y")
 
@@ -67,8 +68,9 @@ def bytes_by_ranks(heads: int = 32, kv_heads: int = 8) -> Figure:
         axes.set_xscale("log", base=2)
         axes.set(xlabel="ranks", ylabel="sent per rank (MB)", ylim=(0, None))
         axes.set_xticks(counts, counts)
-        axes.set_title(f"128k tokens, {heads} heads on {kv_heads} kv heads, bf16, one layer forward (formula)")
-        axes.legend(fontsize=8)
+        setting = f"Formula: 128k tokens, {heads} heads on {kv_heads} kv heads, bf16, one layer forward"
+        headline(axes, "With more ranks a rank sends more in a ring and less with Ulysses", setting)
+        axes.legend()
     return figure
 
 
@@ -99,8 +101,9 @@ def where_it_hides(heads: int = 32, kv_heads: int = 8, tflops: int = 400, gb_s: 
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set(xlabel="tokens per rank", ylabel="time per block (s)")
-        axes.set_title(f"{heads} heads on {kv_heads}, bf16, {tflops} TFLOP/s, {gb_s} GB/s (formula)")
-        axes.legend(fontsize=8)
+        setting = f"Formula: {heads} heads on {kv_heads}, bf16, {tflops} TFLOP/s, {gb_s} GB/s"
+        headline(axes, "Work grows with the square of the block, its journey in proportion", setting)
+        axes.legend()
     return figure
 
 
@@ -114,15 +117,17 @@ def draw_memory(found: dict[str, list[int]]) -> Figure:
         name: [sizes[-1] * (seq / lengths[-1]) ** power for seq in lengths]
         for (name, sizes), power in zip(found.items(), (2, 1), strict=True)
     }
-    return lines(
+    figure = lines(
         lengths,
         found,
         ideal,
         x_axis=("length in tokens", ""),
         y_axis=("peak", "B"),
-        title="one layer of 2 heads, forward and backward",
         log="xy",
     )
+    setting = "One layer of 2 heads, forward and backward; dashed: exactly so"
+    headline(figure.axes[0], "Stored scores grow with the square of the length, tiles in proportion", setting)
+    return figure
 
 
 def draw_overlap(found: dict[tuple[str, bool], links.Clock]) -> Figure:
@@ -133,16 +138,16 @@ def draw_overlap(found: dict[tuple[str, bool], links.Clock]) -> Figure:
         for axes, ((name, overlap), clock) in zip(panels, found.items(), strict=True):
             _clock(axes, clock.ledgers[0], links.LINKS_S[name])
             how = "sent behind the work" if overlap else "sent, then worked"
-            axes.set_title(
-                f"{name} link, {how}: {clock.measured_s * 1e3:.0f} ms ({clock.predicted_s * 1e3:.0f} by formula)"
-            )
+            took, due = 1e3 * clock.measured_s, 1e3 * clock.predicted_s
+            axes.set_title(f"{name.capitalize()} link, {how}: {took:.0f} ms ({due:.0f} by formula)")
             axes.set_xlim(0, 1.02e3 * end)
         panels[-1].set_xlabel("time (ms), link and work emulated")
         entries = [
             Patch(facecolor=STYLES[kind][0], hatch=STYLES[kind][1], edgecolor="#444444", label=STYLES[kind][3])
             for kind in ("compute", "comm", "wait")
         ]
-        figure.legend(handles=entries, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+        figure.legend(handles=entries, loc="outside lower center", ncols=3, frameon=False)
+        headline(figure, "Sending behind the work hides a fast link wholly and a slow one in part")
     return figure
 
 
@@ -167,7 +172,7 @@ def _bar(axes: Axes, kind: str, low: float, start: float, end: float, name: str 
         color, hatch, *_ = STYLES[kind]
         face = {"facecolor": color, "hatch": hatch, "edgecolor": "#444444", "linewidth": 0.5}
         axes.broken_barh([(start * 1e3, (end - start) * 1e3)], (low, 0.45), **face)
-        axes.text((start + end) / 2 * 1e3, low + 0.22, name, ha="center", va="center", fontsize=7)
+        axes.text((start + end) / 2 * 1e3, low + 0.22, name, ha="center", va="center", fontsize=9)
 
 
 # Committed figures.

@@ -25,7 +25,7 @@ from course.lab07_long_context import experiments, receipts
 from course.lab07_long_context import experiments_breaks as breaks
 from course.lab07_long_context import experiments_links as links
 from course.lab07_long_context import figures as pictures
-from minillm.labkit import check, finish, receipt, show, sliders
+from minillm.labkit import check, finish, hint, receipt, show, sliders
 
 # %% [markdown]
 # ## Where the bytes are
@@ -67,8 +67,8 @@ receipt("131,072 tokens, one head of 128, bf16", receipts.one_head(guess_gb))
 def merge(out, lse, other, other_lse):
     """Two outputs of the same queries over different keys -> (output, lse) over all of these keys.
 
-    out, other: [queries, head_dim]; lse, other_lse: [queries], log Σ exp(score) over the keys of each. A query that saw
-    none of them has lse -inf and output 0.
+    out, other: [queries, head_dim]; lse, other_lse: [queries], log Σ exp(score) over the keys of
+    each. A query that saw none of them has lse -inf and output 0.
     """
     # BEGIN SOLUTION
     total = torch.logaddexp(lse, other_lse)
@@ -91,9 +91,11 @@ merge = check("softmax-merge", merge)
 
 # %%
 def tiled_forward(q, k, v, tile):
-    """q, k, v: [seq, head_dim] of one head, causal, scores scaled by head_dim ** -0.5 -> (output, lse: [seq]).
+    """q, k, v: [seq, head_dim] of one head, causal, scores scaled by head_dim ** -0.5
+    -> (output, lse: [seq]).
 
-    No tensor may be larger than q, none of scores larger than tile x tile; tiles that no query sees are not computed.
+    No tensor may be larger than q, none of scores larger than tile x tile;
+    tiles that no query sees are not computed.
     """
     # BEGIN SOLUTION
     out, lse = torch.zeros_like(q), q.new_full(q.shape[:1], float("-inf"))
@@ -127,7 +129,8 @@ tiled_forward = check("tiled-forward", tiled_forward)
 
 # %%
 def tiled_backward(q, k, v, out, lse, d_out, tile):
-    """Gradients (dq, dk, dv) of the attention of exercise 2. All [seq, head_dim], but lse: [seq]. Same limits."""
+    """Gradients (dq, dk, dv) of the attention of exercise 2. All [seq, head_dim], but lse: [seq].
+    Same limits."""
     # BEGIN SOLUTION
     scale, delta = q.shape[1] ** -0.5, (d_out * out).sum(1)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -191,10 +194,11 @@ sliders(pictures.causal_work, ranks=(2, 8))
 
 # %%
 def zigzag(seq, rank, world_size):
-    """The positions that a rank holds, ascending: seq / world_size of them, in at most two stretches without a gap.
+    """The positions that a rank holds, ascending:
+    seq / world_size of them, in at most two stretches without a gap.
 
-    Every position belongs to one rank, and every rank's queries see the same number of keys. seq is a multiple of
-    2 * world_size.
+    Every position belongs to one rank, and every rank's queries see the same number of keys.
+    seq is a multiple of 2 * world_size.
     """
     # BEGIN SOLUTION
     size = seq // (2 * world_size)
@@ -236,8 +240,9 @@ receipt("share of all causal work, 4 ranks", receipts.work(work))
 def ring_attention(q, k, v, group, attend):
     """q, k, v: [seq / N, head_dim] of this rank -> its output, over the keys of all ranks.
 
-    attend(q, k, v, source) -> (output, lse) of this rank's queries over the block of rank `source`; it knows which
-    positions both have. Merge with your `merge`. Own block first, then as they arrive.
+    attend(q, k, v, source) -> (output, lse) of this rank's queries over the block of rank `source`;
+    it knows which positions both have. Merge with your `merge`. Own block first, then as they
+    arrive.
     """
     # BEGIN SOLUTION
     n, rank = group.world_size, group.rank
@@ -272,10 +277,12 @@ ring_attention = check("ring-attention", ring_attention)
 
 # %%
 def to_heads(x, group):
-    """x: [heads, seq / N, head_dim], part `rank` of the sequence -> [heads / N, seq, head_dim], group `rank` of heads."""
+    """x: [heads, seq / N, head_dim], part `rank` of the sequence
+    -> [heads / N, seq, head_dim], group `rank` of heads."""
     # BEGIN SOLUTION
     n = group.world_size
-    received = group.all_to_all(x.contiguous())  # heads lie in front: part j is the heads of rank j already
+    # heads lie in front: part j is the heads of rank j already
+    received = group.all_to_all(x.contiguous())
     return received.unflatten(0, (n, -1)).transpose(0, 1).flatten(1, 2)
     # END SOLUTION
 
@@ -284,7 +291,8 @@ def to_sequence(x, group):
     """The way back: [heads / N, seq, head_dim] -> [heads, seq / N, head_dim]."""
     # BEGIN SOLUTION
     n = group.world_size
-    parts = x.unflatten(1, (n, -1)).transpose(0, 1).contiguous()  # [N, heads / N, seq / N, head_dim]
+    # [N, heads / N, seq / N, head_dim]
+    parts = x.unflatten(1, (n, -1)).transpose(0, 1).contiguous()
     return group.all_to_all(parts).flatten(0, 1)
     # END SOLUTION
 
@@ -355,7 +363,13 @@ receipt("a forward ring of 4 ranks, emulated link and work", receipts.overlap(cl
 show(pictures.where_it_hides)
 
 # %%
-sliders(pictures.where_it_hides, heads=[8, 16, 32, 64], kv_heads=[1, 2, 4, 8], tflops=(50, 1000), gb_s=(5, 900, 5))
+sliders(
+    pictures.where_it_hides,
+    heads=[8, 16, 32, 64],
+    kv_heads=[1, 2, 4, 8],
+    tflops=(50, 1000),
+    gb_s=(5, 900, 5),
+)
 
 # %% [markdown]
 # ## Where it loses
@@ -560,7 +574,7 @@ receipts.design_layout()
 # 2. Which rank waits for which under a causal mask, and what does the order of the positions change?
 # 3. Ring, all-gather or Ulysses: what does each send, what hides it, and when does none of them pay?
 #
-# Next: lab 08 cuts the layers that are not attention, into experts on different ranks.
+# Next: [08 · Expert parallelism](08_expert_parallel.ipynb) cuts the layers that are not attention, into experts on different ranks.
 
 # %%
 finish("07_long_context")

@@ -11,7 +11,7 @@ from course.lab08_expert_parallel import experiments_links as links
 from course.lab08_expert_parallel import experiments_training as training
 from course.lab08_expert_parallel.experiments_training import FACTORS, NUM_EXPERTS, SEQ, TOP_K, Training
 from minillm.labkit.palette import PALETTE, look
-from minillm.labkit.plots import style, subplots
+from minillm.labkit.plots import headline, style, subplots
 from minillm.predict import moe
 
 ROUTERS = ("no balancing", "balance loss", "bias")
@@ -31,8 +31,9 @@ def drops_by_chance(tokens: int = 64, experts: int = 8, top_k: int = 2) -> Figur
         axes.axvline(1, color=PALETTE["black"], linestyle=":", linewidth=1)
         axes.set(xlabel="capacity factor", ylabel="pairs dropped", ylim=(0, None))
         axes.yaxis.set_major_formatter(PercentFormatter(1))
-        axes.set_title(f"top {top_k} of {experts}, chosen at random: perfect balance on average still drops (formula)")
-        axes.legend(title="sharing the places", fontsize=8, title_fontsize=8)
+        setting = f"Formula: top {top_k} of {experts}, chosen at random"
+        headline(axes, "A router that is balanced on average still drops pairs", setting)
+        axes.legend(title="sharing the places")
     return figure
 
 
@@ -52,8 +53,9 @@ def weights_read(experts: int = 256, top_k: int = 8) -> Figure:
         axes.set(xlabel="tokens in the step", ylabel="experts read", ylim=(0, 1.05))
         axes.yaxis.set_major_formatter(PercentFormatter(1))
         half = next(count for count in range(1, 1 + experts) if 1 - (1 - top_k / experts) ** count >= 0.5)
-        axes.set_title(f"top {top_k} of {experts}: half of them are read by {half} tokens (formula)")
-        axes.legend(fontsize=8)
+        setting = f"Formula: top {top_k} of {experts}, chosen at random"
+        headline(axes, f"A step of {half} tokens already reads half of the experts", setting)
+        axes.legend()
     return figure
 
 
@@ -69,8 +71,9 @@ def rows_that_cross(experts: int = 256, top_k: int = 8) -> Figure:
         axes.set_xscale("log", base=2)
         axes.set_xticks(nodes, nodes)
         axes.set(xlabel="nodes over which the experts lie", ylabel="rows per token", ylim=(0, top_k * 1.05))
-        axes.set_title(f"top {top_k} of {experts}, chosen at random: rows that cross between nodes (formula)")
-        axes.legend(fontsize=8)
+        setting = f"Formula: rows that cross between nodes; top {top_k} of {experts}, chosen at random"
+        headline(axes, "Two levels send a token once to each node, not once to each expert", setting)
+        axes.legend()
     return figure
 
 
@@ -86,13 +89,16 @@ def draw_loads(found: dict[str, Training]) -> Figure:
             image = axes.imshow(shares, aspect="auto", cmap="cividis", vmin=0, vmax=1 / TOP_K, interpolation="nearest")
             axes.set(ylabel="expert")
             axes.set_yticks(range(0, NUM_EXPERTS, 2))
-            axes.set_title(f"{name}: fullest expert {found[name].imbalance:.1f} times the mean in the last ten steps")
+            axes.set_title(
+                f"{name.capitalize()}: fullest expert {found[name].imbalance:.1f} times the mean in the last ten steps"
+            )
             axes.grid(False)
         panels[-1].set_xlabel("step")
         bar = figure.colorbar(image, ax=list(panels), label="share of all (token, choice) pairs", shrink=0.8)
         bar.ax.axhline(1 / NUM_EXPERTS, color="white", linewidth=2)
-        bar.ax.text(1.4, 1 / NUM_EXPERTS, " even", va="center", fontsize=8, transform=bar.ax.get_yaxis_transform())
+        bar.ax.text(1.4, 1 / NUM_EXPERTS, " even", va="center", fontsize=9, transform=bar.ax.get_yaxis_transform())
         bar.set_ticks([0, 0.25, 0.5])
+        headline(figure, "Without balancing a few experts take most of the load")
     return figure
 
 
@@ -105,11 +111,14 @@ def draw_drops(found: dict[str, Training]) -> Figure:
             shares = [training.dropped(found[name], factor) for factor in FACTORS]
             axes.plot(FACTORS, shares, color=drawn.color, marker=drawn.marker, label=f"{name}, after training")
         chance = [moe.expected_dropped_share(SEQ, TOP_K, NUM_EXPERTS, factor) for factor in FACTORS]
-        axes.plot(FACTORS, chance, color=PALETTE["black"], linestyle="--", label="chosen at random (formula)")
+        axes.plot(
+            FACTORS, chance, color=PALETTE["black"], linestyle="--", marker="", label="chosen at random (formula)"
+        )
         axes.set(xlabel="capacity factor", ylabel="pairs dropped", ylim=(0, None))
         axes.yaxis.set_major_formatter(PercentFormatter(1))
-        axes.set_title(f"top {TOP_K} of {NUM_EXPERTS}, places of each sequence of {SEQ} tokens")
-        axes.legend(fontsize=8)
+        setting = f"Top {TOP_K} of {NUM_EXPERTS}; the places are those of each sequence of {SEQ} tokens"
+        headline(axes, "Balanced routers drop few pairs, but need more room than chance does", setting)
+        axes.legend()
     return figure
 
 
@@ -126,8 +135,9 @@ def draw_fullest(found: Sequence[links.Load]) -> Figure:
         mean = 1e3 * links.ROW_S * links.ROWS_PER_RANK
         axes.axhline(mean, color=PALETTE["black"], linestyle=":", label="mean(load) · time per row")
         axes.set(xlabel="rows of the fullest rank / mean", ylabel="layer, until all are done (ms)", ylim=(0, None))
-        axes.set_title(f"{links.WORLD} ranks, always {links.WORLD * links.ROWS_PER_RANK} rows in all")
-        axes.legend(fontsize=8)
+        setting = f"{links.WORLD} ranks, always {links.WORLD * links.ROWS_PER_RANK} rows in all"
+        headline(axes, "The fullest rank sets the time of a layer, not the mean", setting)
+        axes.legend()
     return figure
 
 
@@ -144,10 +154,11 @@ def draw_losses(found: dict[str, Training]) -> Figure:
                 x = [total * (i + 1) / len(smooth) for i in range(len(smooth))]
                 axes.plot(x, smooth, color=drawn.color, linestyle=drawn.linestyle, marker="", label=label)
         panels[0].set(xlabel="training FLOPs so far (GFLOP)", ylabel="loss (nats per byte)")
-        panels[0].set_title("the same FLOPs")
+        panels[0].set_title("At the same FLOPs")
         panels[1].set(xlabel="CPU time so far (s)")
-        panels[1].set_title("the same seconds of one core")
-        panels[0].legend(fontsize=8)
+        panels[1].set_title("At the same seconds of one core")
+        panels[0].legend()
+        headline(figure, "By FLOPs the experts keep up with the dense model, by seconds of one core they fall behind")
     return figure
 
 

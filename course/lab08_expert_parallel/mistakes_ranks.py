@@ -95,38 +95,11 @@ def _padded(rows, counts, group):
 mistake("tokens-to-experts", "padded to the fullest rank", expect="without padding")((_padded, _back))
 
 
-def _gathered(rows, counts, group):
-    """Everybody's rows on every rank, of which each keeps its own."""
-    n, rank, each = group.world_size, group.rank, len(counts) // group.world_size
-    table = group.all_gather(counts[None])
-    sizes = table.sum(1).tolist()
-    most = max(sizes)
-    padded = torch.cat([rows, rows.new_zeros(most - len(rows), rows.shape[1])])
-    everything = group.all_gather(padded[None])
-    own = []
-    for expert in range(each * rank, each * (rank + 1)):
-        for source in range(n):
-            start = int(table[source, :expert].sum())
-            own.append(everything[source, start : start + int(table[source, expert])])
-    received = table[:, each * rank : each * (rank + 1)]
-    sent, come = counts.view(n, each).sum(1).tolist(), received.sum(1).tolist()
-    order = torch.arange(each).repeat(n).repeat_interleave(received.flatten()).argsort(stable=True)
-    return torch.cat(own), received.sum(0), (order, sent, come)
-
-
-mistake("tokens-to-experts", "gathers all rows", expect="are enough")((_gathered, _back))
-
-
 def _rows_alone(rows, counts, group):
     return _to(rows, counts, group)[0]
 
 
-def _without_plan(rows, counts, group):
-    return _to(rows, counts, group)[:2]
-
-
 mistake("tokens-to-experts", "returns the rows alone", expect="gave a Tensor")((_rows_alone, _back))
-mistake("tokens-to-experts", "returns no plan", expect="gave a tuple")((_without_plan, _back))
 
 
 def _counts_of_sources(rows, counts, group):
@@ -232,12 +205,6 @@ def sums(router, experts, data, replicas):
 )
 def router_over_replicas(router, experts, data, replicas):
     return replicas.all_reduce(router) / replicas.world_size, replicas.all_reduce(experts) / data.world_size
-
-
-@mistake("expert-gradients", "divided twice", expect="but 0.5 times as large")
-def divided_twice(router, experts, data, replicas):
-    n, ep = data.world_size, data.world_size // replicas.world_size
-    return data.all_reduce(router) / n, replicas.all_reduce(experts) / (n * ep)
 
 
 @mistake("expert-gradients", "nothing is returned", expect="asks for")

@@ -26,7 +26,7 @@ from course.lab08_expert_parallel import experiments, receipts
 from course.lab08_expert_parallel import experiments_links as links
 from course.lab08_expert_parallel import experiments_training as training
 from course.lab08_expert_parallel import figures as pictures
-from minillm.labkit import check, finish, receipt, show, sliders
+from minillm.labkit import check, finish, hint, receipt, show, sliders
 
 # %% [markdown]
 # ## Parameters without FLOPs
@@ -94,9 +94,9 @@ sliders(pictures.weights_read, experts=[8, 16, 64, 128, 256], top_k=[1, 2, 4, 8]
 def choose(logits, k, bias=None):
     """logits: [tokens, experts] -> (experts, weights), both [tokens, k].
 
-    experts: those with the highest score + bias, highest first, of equal ones the smaller number first. Scores are a
-    softmax over all experts, in float32 or wider. bias: [experts] or None. weights: the scores of the chosen experts,
-    without bias, divided by their sum.
+    experts: those with the highest score + bias, highest first, of equal ones the smaller number
+    first. Scores are a softmax over all experts, in float32 or wider. bias: [experts] or None.
+    weights: the scores of the chosen experts, without bias, divided by their sum.
     """
     # BEGIN SOLUTION
     scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
@@ -125,8 +125,9 @@ choose = check("top-k-router", choose)
 def dispatch(x, experts, num_experts):
     """x: [tokens, hidden]; experts: [tokens, k] -> (rows, order, counts).
 
-    rows: [tokens * k, hidden], a copy of its token for every pair, by expert. order: [tokens * k], the pair in each
-    row; pairs of one expert in ascending order. counts: [num_experts], rows of each.
+    rows: [tokens * k, hidden], a copy of its token for every pair, by expert. order: [tokens * k],
+    the pair in each row; pairs of one expert in ascending order. counts: [num_experts], rows of
+    each.
     """
     # BEGIN SOLUTION
     flat = experts.flatten()
@@ -136,7 +137,8 @@ def dispatch(x, experts, num_experts):
 
 
 def combine(rows, order, weights):
-    """rows: [tokens * k, hidden], the experts' answers in that order; weights: [tokens, k] -> [tokens, hidden]."""
+    """rows: [tokens * k, hidden], the experts' answers in that order;
+    weights: [tokens, k] -> [tokens, hidden]."""
     # BEGIN SOLUTION
     pairs = torch.zeros_like(rows).index_copy(0, order, rows)
     return (pairs.unflatten(0, weights.shape) * weights[..., None]).sum(1)
@@ -158,10 +160,12 @@ dispatch, combine = check("sort-by-expert", (dispatch, combine))
 
 # %%
 def drop_beyond(experts, num_experts, capacity):
-    """experts: [tokens, k] -> the same, with -1 where the expert has already been given `capacity` pairs."""
+    """experts: [tokens, k] -> the same,
+    with -1 where the expert has already been given `capacity` pairs."""
     # BEGIN SOLUTION
     flat = experts.flatten()
-    queue = F.one_hot(flat, num_experts).cumsum(0)  # [pairs, experts]: asked for so far, this pair included
+    # [pairs, experts]: asked for so far, this pair included
+    queue = F.one_hot(flat, num_experts).cumsum(0)
     place = queue.gather(1, flat[:, None])[:, 0]
     return torch.where(place <= capacity, flat, -1).view_as(experts)
     # END SOLUTION
@@ -194,10 +198,12 @@ sliders(pictures.drops_by_chance, tokens=[16, 64, 256, 1024], experts=[8, 16, 64
 
 # %%
 def balance(probabilities, experts):
-    """probabilities: [tokens, E], a softmax of logits; experts: [tokens, k] -> (loss, its gradient by the logits)."""
+    """probabilities: [tokens, E], a softmax of logits;
+    experts: [tokens, k] -> (loss, its gradient by the logits)."""
     # BEGIN SOLUTION
     tokens, num_experts = probabilities.shape
-    share = torch.bincount(experts.flatten(), minlength=num_experts).to(probabilities) / experts.numel()
+    counts = torch.bincount(experts.flatten(), minlength=num_experts)
+    share = counts.to(probabilities) / experts.numel()
     loss = num_experts * (share * probabilities.mean(0)).sum()
     upstream = num_experts * share / tokens  # by each probability
     inner = (probabilities * upstream).sum(1, keepdim=True)
@@ -268,10 +274,11 @@ receipt("one batch, places of each sequence", receipts.drops(trainings))
 
 # %%
 def to_experts(rows, counts, group):
-    """rows: [n, hidden] of this rank's tokens, by expert; counts: [E], int64, rows for each expert of all ranks.
+    """rows: [n, hidden] of this rank's tokens, by expert;
+    counts: [E], int64, rows for each expert of all ranks.
 
-    Rank r has experts r * E / N to (r + 1) * E / N - 1. -> (rows for this rank's experts, by expert and then by source
-    rank; counts: [E / N], rows of each; plan: whatever from_experts needs).
+    Rank r has experts r * E / N to (r + 1) * E / N - 1. -> (rows for this rank's experts, by expert
+    and then by source rank; counts: [E / N], rows of each; plan: whatever from_experts needs).
     """
     # BEGIN SOLUTION
     n, each = group.world_size, len(counts) // group.world_size
@@ -284,7 +291,8 @@ def to_experts(rows, counts, group):
 
 
 def from_experts(rows, plan, group):
-    """rows: the experts' answers, in the order that to_experts gave -> [n, hidden], in the order that it was given."""
+    """rows: the experts' answers, in the order that to_experts gave
+    -> [n, hidden], in the order that it was given."""
     # BEGIN SOLUTION
     order, sent, come = plan
     by_source = torch.empty_like(rows).index_copy(0, order, rows)
@@ -382,14 +390,17 @@ receipt("the shipped average on 4 ranks", receipts.doubled(broken), open_rows=6)
 
 # %%
 def average_gradients(router, experts, data, replicas):
-    """Gradients of the mean over all tokens of `data`, from those of each rank's mean over its own tokens.
+    """Gradients of the mean over all tokens of `data`,
+    from those of each rank's mean over its own tokens.
 
-    router: its gradient on this rank; every rank has the whole router. experts: that of the experts this rank holds.
-    data: the group of all ranks that share the batch. replicas: the group of those that hold the same experts.
+    router: its gradient on this rank; every rank has the whole router. experts: that of the experts
+    this rank holds. data: the group of all ranks that share the batch. replicas: the group of those
+    that hold the same experts.
     """
     # BEGIN SOLUTION
     router = data.all_reduce(router) / data.world_size
-    experts = replicas.all_reduce(experts) / data.world_size  # the tokens of all of data are in this sum
+    # the tokens of all of data are in this sum
+    experts = replicas.all_reduce(experts) / data.world_size
     return router, experts
     # END SOLUTION
 
@@ -597,7 +608,7 @@ receipts.design_training()
 # 2. Which tokens does an expert see, and over which ranks is its gradient summed, divided by what?
 # 3. What happens when experts are not asked for equally: to the time, to the tokens, to the loss?
 #
-# Next: lab 09 puts all axes together, and asks which of them belongs on which link.
+# Next: [09 · Four dimensions](09_four_dimensions.ipynb) puts all axes together, and asks which of them belongs on which link.
 
 # %%
 finish("08_expert_parallel")

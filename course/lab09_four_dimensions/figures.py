@@ -10,7 +10,7 @@ from matplotlib.patches import FancyBboxPatch, Rectangle
 from course.lab09_four_dimensions import experiments, experiments_plan
 from course.lab09_four_dimensions.experiments import LAYOUTS, PLACED, Point, Run
 from minillm.labkit.palette import PALETTE, look
-from minillm.labkit.plots import style, subplots
+from minillm.labkit.plots import headline, style, subplots
 from minillm.predict.planner.clusters import GIB
 from minillm.predict.planner.layout import Layout
 
@@ -26,7 +26,7 @@ def mesh_on_nodes(
     count, size, stride = layout.world_size, sizes[axis], layout.stride(axis)
     per_node = min(per_node, count)
     nodes = -(-count // per_node)
-    figure, axes = subplots(width=min(10.0, 2 + 0.9 * per_node), height=0.9 + 1.05 * nodes)
+    figure, axes = subplots(width=min(9.0, 2 + 0.9 * per_node), height=0.9 + 1.2 * nodes)
     with style():
         for rank in range(count):
             group = rank // (stride * size) * stride + rank % stride
@@ -37,8 +37,9 @@ def mesh_on_nodes(
             axes.add_patch(FancyBboxPatch((0.0, node + 0.06), seats - 0.14, 0.88, "round,pad=0.04", **frame))
             axes.text(-0.15, node + 0.5, f"node {node}", ha="right", va="center")
         nodes_of = {rank // per_node for rank in range(0, stride * size, stride)}
-        where = "has one rank" if size == 1 else "crosses nodes" if len(nodes_of) > 1 else "stays inside a node"
-        axes.set_title(f"{order.replace(' ', ', ')} (the last varies fastest): {axis} {where}")
+        where = "have one rank each" if size == 1 else "cross nodes" if len(nodes_of) > 1 else "stay inside a node"
+        setting = f"Order {order.replace(' ', ', ')}: the last varies fastest from rank to rank"
+        headline(axes, f"The groups of {axis} {where}", setting)
         axes.set(xlim=(-0.9, per_node), ylim=(nodes + 0.02, 0))
         axes.axis("off")
     return figure
@@ -54,8 +55,8 @@ def _seat(axes: Axes, rank: int, group: int, column: int, node: int, layout: Lay
         if layout.size(axis) > 1
     ]
     axes.text(column + 0.43, node + 0.22, f"rank {rank}", ha="center", va="center", fontsize=9, weight="bold")
-    axes.text(column + 0.43, node + 0.51, "\n".join(held), ha="center", va="center", fontsize=7.5, linespacing=1.0)
-    axes.text(column + 0.43, node + 0.81, f"group {group}", ha="center", va="center", fontsize=7.5, style="italic")
+    axes.text(column + 0.43, node + 0.51, "\n".join(held), ha="center", va="center", fontsize=9, linespacing=1.0)
+    axes.text(column + 0.43, node + 0.81, f"group {group}", ha="center", va="center", fontsize=9, style="italic")
 
 
 def fsdp_or_tensor(hidden: int = 8192, ranks: int = 8, squares: int = 12) -> Figure:
@@ -75,8 +76,9 @@ def fsdp_or_tensor(hidden: int = 8192, ranks: int = 8, squares: int = 12) -> Fig
         axes.set_yscale("log")
         axes.set_xticks(tokens, [f"{count // 1024}k" for count in tokens])
         axes.set(xlabel="tokens of the group's microbatch", ylabel="sent per rank (GB)")
-        axes.set_title(f"one layer of {squares} H², H {hidden:,}, {ranks} ranks, 16 bits (formula)")
-        axes.legend(fontsize=8)
+        setting = f"Formula: one layer of {squares} H², H {hidden:,}, {ranks} ranks, 16 bits"
+        headline(axes, "Few tokens favour tensor parallelism, many favour fully sharded weights", setting)
+        axes.legend()
     return figure
 
 
@@ -114,8 +116,9 @@ def all_layouts(most_gib: float = 60.0) -> Figure:
         axes.set_yticks([60, 80, 100, 200, 400], ["60", "80", "100", "200", "400"])
         axes.set(xlabel="held by the fullest GPU (GiB)", ylabel="step (s)", xlim=(15, most_gib), ylim=(60, 600))
         axes.minorticks_off()
-        axes.set_title(f"{len(everything):,} layouts of 70B on 64 GPUs of 40 GB (formula)")
-        axes.legend(fontsize=8, loc="upper right", markerscale=1.3)
+        setting = f"Formula: {len(everything):,} layouts of 70B on 64 GPUs of 40 GB"
+        headline(axes, "The fastest layouts do not fit: memory picks the best one", setting)
+        axes.legend(loc="upper right", markerscale=1.3)
     return figure
 
 
@@ -137,9 +140,12 @@ def draw_placement(found: dict[str, list[Run]]) -> Figure:
                 axes.bar(left + 0.19, times[state], 0.18, color=drawn.color, align="edge", label=shown)
         names = [f"{name}\n(inner axis: {experiments.inner_axis(name)})" for name in PLACED]
         axes.set_xticks(range(len(PLACED)), names)
-        axes.set(ylabel="step (s)", title="same ranks and bytes, placed in two ways (hatched: predicted)")
+        axes.set(ylabel="step (s)")
+        axes.margins(y=0.28)
+        setting = "The same ranks and bytes, placed in two ways; links emulated; hatched: predicted"
+        headline(axes, "The axis that communicates most belongs inside a node", setting)
         axes.grid(False, axis="x")
-        axes.legend(fontsize=8)
+        axes.legend(loc="upper left", ncols=2)
     return figure
 
 
@@ -173,8 +179,10 @@ def draw_scaling(points: Sequence[Point]) -> Figure:
             ticks = [tick for tick in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2) if low / 1.3 < tick < 1.3 * high]
             axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
             axes.minorticks_off()
-            axes.set(xlabel="ranks", ylabel="step (s)", title=f"{mode} scaling", ylim=(low / 1.3, 1.3 * high))
-        panels[0].legend(fontsize=8)
+            axes.set(
+                xlabel="ranks", ylabel="step (s)", title=f"{mode.capitalize()} scaling", ylim=(low / 1.3, 1.3 * high)
+            )
+        panels[0].legend()
     return figure
 
 

@@ -22,7 +22,7 @@ import inspect
 
 from course.lab09_four_dimensions import experiments, experiments_breaks, experiments_plan, receipts
 from course.lab09_four_dimensions import figures as pictures
-from minillm.labkit import check, finish, receipt, show, sliders
+from minillm.labkit import check, finish, hint, receipt, show, sliders
 from minillm.predict.planner.layout import Layout
 from minillm.predict.planner.memory import token_bytes
 
@@ -72,8 +72,8 @@ receipt("one layer of 70B, tp 8, a microbatch of 4,096 tokens", receipts.wrong_l
 def mesh_groups(rank, axes):
     """(place, groups) of a rank; axes: name -> size, the last one varies fastest.
 
-    place: axis -> index of the rank along it; groups: axis -> ranks of its group, by index. An axis of one rank has a
-    group of one.
+    place: axis -> index of the rank along it; groups: axis -> ranks of its group, by index.
+    An axis of one rank has a group of one.
     """
     # BEGIN SOLUTION
     place, groups, stride = {}, {}, 1
@@ -134,9 +134,11 @@ sliders(
 
 # %%
 def gradient_axes(kind, sequence):
-    """(axes over whose ranks it is summed, axes along which ranks hold other numbers of this kind), two sets.
+    """(axes over whose ranks it is summed,
+    axes along which ranks hold other numbers of this kind), two sets.
 
-    sequence: whether sequence parallelism is on. A tied table counts once, though two stages hold it.
+    sequence: whether sequence parallelism is on.
+    A tied table counts once, though two stages hold it.
     """
     # BEGIN SOLUTION
     tokens = {"copies", "ep", "cp"}
@@ -166,10 +168,11 @@ gradient_axes = check("gradient-axes", gradient_axes)
 
 # %%
 def crossing_bytes(axes, per_node, sent):
-    """axis -> bytes of a step that go from one node to another, over all ranks. Rank r sits on node r // per_node.
+    """axis -> bytes of a step that go from one node to another, over all ranks.
+    Rank r sits on node r // per_node.
 
-    axes: as in exercise 1. sent: axis -> bytes that each rank sends to the next rank of its group; on "pp" each border
-    carries as many forward (activations) and as many back (gradients).
+    axes: as in exercise 1. sent: axis -> bytes that each rank sends to the next rank of its group;
+    on "pp" each border carries as many forward (activations) and as many back (gradients).
     """
     # BEGIN SOLUTION
     total = dict.fromkeys(axes, 0)
@@ -201,7 +204,11 @@ print(inspect.getsource(experiments.run_layouts))
 
 # %%
 found = experiments.on_links()
-receipt("bytes between nodes in a step, all ranks", receipts.links(found, crossing_bytes), open_rows=7)
+receipt(
+    "bytes between nodes in a step, all ranks",
+    receipts.links(found, crossing_bytes),
+    open_rows=7,
+)
 
 # %%
 receipt("seconds of a step, emulated links", receipts.placement(found), open_rows=9)
@@ -234,7 +241,12 @@ receipt("bytes of a layer per rank", receipts.fsdp_or_tensor(found))
 show(pictures.fsdp_or_tensor)
 
 # %%
-sliders(pictures.fsdp_or_tensor, hidden=[2048, 4096, 8192, 12288, 16384], ranks=[2, 4, 8, 16], squares=(10, 15))
+sliders(
+    pictures.fsdp_or_tensor,
+    hidden=[2048, 4096, 8192, 12288, 16384],
+    ranks=[2, 4, 8, 16],
+    squares=(10, 15),
+)
 
 # %% [markdown]
 # Bytes are half of the comparison. FSDP's gathers can run ahead of the work that needs them. An all-reduce of
@@ -294,7 +306,11 @@ estimate = check("layout-estimate", estimate)
 # 512 sequences of 4,096 tokens per step):
 
 # %%
-receipt("70B on 64 GPUs of 40 GB", receipts.dropped(experiments_plan.estimates(estimate)), open_rows=4)
+receipt(
+    "70B on 64 GPUs of 40 GB",
+    receipts.dropped(experiments_plan.estimates(estimate)),
+    open_rows=4,
+)
 
 # %% [markdown]
 # One in twenty-five fits, and the quickest of them is quick only in your estimate: by the planner its step takes three
@@ -377,11 +393,12 @@ receipt("a colleague's hybrid step on 4 ranks", receipts.hunt(), open_rows=8)
 
 # %%
 def hybrid_step(model, microbatch, mesh, shares):
-    """Leaves in p.grad the gradient of the mean loss over all targets of all ranks; returns that loss.
+    """Leaves in p.grad the gradient of the mean loss over all targets of all ranks;
+    returns that loss.
 
-    model(tokens, targets=targets) -> (sum of this rank's losses, how many targets count); microbatch: (tokens, targets)
-    of this rank; mesh.dp, mesh.cp, mesh.tp: groups; mesh.joined("dp", "cp"): both flattened. shares: names of norms that
-    saw a part of the sequence on each tp rank.
+    model(tokens, targets=targets) -> (sum of this rank's losses, how many targets count);
+    microbatch: (tokens, targets) of this rank; mesh.dp, mesh.cp, mesh.tp: groups; mesh.joined("dp",
+    "cp"): both flattened. shares: names of norms that saw a part of the sequence on each tp rank.
     """
     # BEGIN SOLUTION
     tokens, targets = microbatch
@@ -438,6 +455,10 @@ receipt("one node of 4 ranks, eight sequences", receipts.simple_wins(found), ope
 # %% [markdown]
 # The simplest layout reduces gradients once per step and multiplies whole matrices. Every further axis adds collectives
 # in every microbatch, a bubble, or both.
+#
+# The formula adds the links' seconds to a step that was measured without them. Where four ranks share fewer cores, one
+# rank computes while another waits for its message, so a step can take less than that sum, and a row of this receipt
+# can be off. The order of the layouts is what it shows.
 #
 # ## Choosing, in order
 #
@@ -581,7 +602,7 @@ receipts.design_13b()
 # 2. Over which group is each gradient summed, and what goes wrong if an axis is left out or one too many is in it?
 # 3. How do you find a layout for a model, a cluster and a memory limit, and how do you know that it is a good one?
 #
-# Next: lab 10 loses some of these ranks, and the job goes on.
+# Next: in [10 · Fault tolerance](10_fault_tolerance.ipynb) some of these ranks are lost, and the job goes on.
 
 # %%
 finish("09_four_dimensions")

@@ -10,7 +10,7 @@ from course.lab10_fault_tolerance import experiments
 from course.lab10_fault_tolerance import experiments_breaks as breaks
 from course.lab10_fault_tolerance.experiments import MTBF_S, RESTART_S, SAVE_S, Run
 from minillm.labkit.palette import PALETTE, look
-from minillm.labkit.plots import style, subplots
+from minillm.labkit.plots import headline, style, subplots
 from minillm.predict import faults
 
 USES = {  # color, hatch
@@ -43,8 +43,9 @@ def goodput_by_gpus(save_s: int = 60, restart_min: int = 10) -> Figure:
         axes.set_xscale("log", base=2)
         axes.set(xlabel="GPUs", ylabel="useful share of the time", ylim=(0, 1.03))
         axes.set_xticks(gpus[::2], [f"{count:,}" for count in gpus[::2]])
-        axes.set_title(f"one GPU fails every 5.8 years, a restart takes {restart_min} min (formula)")
-        axes.legend(fontsize=8, loc="lower left")
+        setting = f"Formula: one GPU fails every 5.8 years, a restart takes {restart_min} min"
+        headline(axes, "The more GPUs, the more of their time goes to saves and failures", setting)
+        axes.legend(loc="lower left")
     return figure
 
 
@@ -63,14 +64,15 @@ def draw_intervals(found: dict[float, dict[str, float]]) -> Figure:
         wasted = [1 - faults.goodput(interval, SAVE_S, RESTART_S, MTBF_S) for interval in found]
         axes.plot(minutes, wasted, "--", color=PALETTE["black"], label="all of it, by formula")
         best = faults.young_interval(SAVE_S, MTBF_S) / 60
-        axes.axvline(best, color=PALETTE["black"], linestyle=":", label=f"Young: {best:.0f} min")
+        axes.axvline(best, ymax=0.7, color=PALETTE["black"], linestyle=":", label=f"Young: {best:.0f} min")
         axes.set_xscale("log")
-        axes.set(xlabel="minutes between saves (min)", ylabel="share of the time", ylim=(0, 1.1 * max(base)))
+        axes.set(xlabel="time between saves (min)", ylabel="share of the time", ylim=(0, 1.4 * max(base)))
         ticks = (2, 5, 10, 20, 50, 100)
         axes.set_xticks(ticks, ticks)
         axes.minorticks_off()
-        axes.set_title("what does not count: a save of 30 s, a failure every 3 h (simulated)")
-        axes.legend(fontsize=8, ncols=2)
+        setting = "Simulated: time that no training uses; a save takes 30 s, a failure comes every 3 h"
+        headline(axes, "Saving too often wastes time, and so does saving too rarely", setting)
+        axes.legend(loc="upper left", ncols=3)
     return figure
 
 
@@ -88,8 +90,10 @@ def draw_run(found: Run, whole: Run) -> Figure:
             )
         for step, *_ in experiments.KILLS:
             loss.axvline(step - 0.5, color=PALETTE["vermillion"], linestyle="--", linewidth=1)
-        loss.set(xlabel="step", ylabel="loss (nats per token)", title="a rank is killed at each dashed line")
-        loss.legend(fontsize=8)
+        loss.set(xlabel="step", ylabel="loss (nats per token)")
+        killed = "A rank is killed at each dashed line; the others go on from the last checkpoint"
+        headline(loss, "After each kill the run goes on along the loss of an undisturbed one", killed)
+        loss.legend()
         _attempts(bars, found)
     return figure
 
@@ -130,7 +134,7 @@ def _attempts(axes: Axes, run: Run) -> None:
     entries = [
         Patch(facecolor=color, hatch=hatch, edgecolor="white", label=use) for use, (color, hatch) in USES.items()
     ]
-    axes.legend(handles=entries, fontsize=8, loc="lower left")
+    axes.legend(handles=entries, loc="lower left")
 
 
 def _ranks(count: int) -> str:
@@ -147,8 +151,8 @@ def draw_schedules() -> Figure:
             how = {"markevery": 40, "marker": drawn.marker, "linestyle": drawn.linestyle, "linewidth": wide}
             axes.plot(values, color=drawn.color, label=name, **how)
         axes.set(xlabel="step", ylabel="learning rate / highest")
-        axes.set_title("a cosine of 400 steps, 4 microbatches in each (computed)")
-        axes.legend(fontsize=8)
+        headline(axes, "Two ways to get a schedule wrong", "Computed: a cosine of 400 steps, 4 microbatches in each")
+        axes.legend()
     return figure
 
 

@@ -33,7 +33,7 @@ from course.lab10_fault_tolerance import experiments_breaks as breaks
 from course.lab10_fault_tolerance import experiments_production as production
 from course.lab10_fault_tolerance import figures as pictures
 from course.lab10_fault_tolerance.loop import Loop, Order
-from minillm.labkit import check, finish, receipt, show, sliders
+from minillm.labkit import check, finish, hint, receipt, show, sliders
 
 # %% [markdown]
 # ## How often does something fail?
@@ -86,7 +86,8 @@ receipt("419 interruptions in 54 days on 16,384 GPUs", receipts.interruptions(gu
 
 # %%
 def save(step, shard, group, disk):
-    """Every rank calls it with its own shard (bytes). When it has returned on all ranks, the checkpoint is safe."""
+    """Every rank calls it with its own shard (bytes).
+    When it has returned on all ranks, the checkpoint is safe."""
     # BEGIN SOLUTION
     draft = f"draft-{step}"
     disk.write(f"{draft}/{group.rank}", shard)
@@ -102,7 +103,8 @@ def save(step, shard, group, disk):
 
 
 def load(disk):
-    """-> (step, [shard of rank 0, shard of rank 1, ...]) of the latest checkpoint that is whole; None if there is none."""
+    """-> (step, [shard of rank 0, shard of rank 1, ...]) of the latest checkpoint that is whole;
+    None if there is none."""
     # BEGIN SOLUTION
     steps = [int(name.removeprefix("step-")) for name in disk.list() if name.startswith("step-")]
     if not steps:
@@ -132,16 +134,20 @@ receipt("killed after every operation, three kinds of power cut", receipts.torn(
 
 # %%
 def describe(folder):
-    """folder: a pathlib.Path with files -> a text that says what is in each, good enough to find any damage later."""
+    """folder: a pathlib.Path with files
+    -> a text that says what is in each, good enough to find any damage later."""
     # BEGIN SOLUTION
-    files = {path.name: [path.stat().st_size, zlib.crc32(path.read_bytes())] for path in sorted(folder.iterdir())}
+    files = {}
+    for path in sorted(folder.iterdir()):
+        files[path.name] = [path.stat().st_size, zlib.crc32(path.read_bytes())]
     text = json.dumps(files)
     return f"{hashlib.sha256(text.encode()).hexdigest()} {text}"
     # END SOLUTION
 
 
 def damaged(folder, manifest):
-    """manifest: what `describe` said once -> names of the files that are not what they were; [] if all are.
+    """manifest: what `describe` said once -> names of the files that are not what they were;
+    [] if all are.
 
     The text itself may have suffered: then ["manifest"].
     """
@@ -152,7 +158,8 @@ def damaged(folder, manifest):
     found = []
     for name, (size, checksum) in json.loads(text).items():
         path = folder / name
-        if not path.is_file() or path.stat().st_size != size or zlib.crc32(path.read_bytes()) != checksum:
+        changed = not path.is_file() or path.stat().st_size != size
+        if changed or zlib.crc32(path.read_bytes()) != checksum:
             found.append(name)
     return found
     # END SOLUTION
@@ -180,7 +187,13 @@ def load_part(read, parts, numel, itemsize, rank, world_size):
     for part in sorted(parts, key=lambda part: part.start):
         begin, end = max(first, part.start), min(last, part.stop)
         if begin < end:
-            found.append(read(part.file, part.offset + (begin - part.start) * itemsize, (end - begin) * itemsize))
+            found.append(
+                read(
+                    part.file,
+                    part.offset + (begin - part.start) * itemsize,
+                    (end - begin) * itemsize,
+                )
+            )
     return b"".join(found)
     # END SOLUTION
 
@@ -232,7 +245,8 @@ def capture(loop):
 
 
 def restore(loop, state):
-    """loop: a new one, with other weights, another order and other generators. `state` may be restored more than once."""
+    """loop: a new one, with other weights, another order and other generators.
+    `state` may be restored more than once."""
     # BEGIN SOLUTION
     state = copy.deepcopy(state)
     loop.model.load_state_dict(state["model"])
@@ -251,7 +265,11 @@ capture, restore = check("resume-state", (capture, restore))
 
 # %%
 forgotten = experiments.forgotten()
-receipt("resumed without one part: largest difference of 20 losses", receipts.forgotten(forgotten), open_rows=8)
+receipt(
+    "resumed without one part: largest difference of 20 losses",
+    receipts.forgotten(forgotten),
+    open_rows=8,
+)
 
 # %% [markdown]
 # On a GPU add `torch.cuda.get_rng_state()`, with numpy `numpy.random.get_state()`, with data workers the state of each;
@@ -268,10 +286,11 @@ receipt("resumed without one part: largest difference of 20 losses", receipts.fo
 
 # %%
 def play(work_s, interval_s, save_s, restart_s, failures):
-    """failures: a tuple of instants in seconds since the start, ascending -> seconds by use, as a dict.
+    """failures: a tuple of instants in seconds since the start, ascending
+    -> seconds by use, as a dict.
 
-    "useful": work that counts, work_s in the end; "saving": saves, the unfinished part of one too; "lost": work that was
-    undone; "restarting": restarts, unfinished ones too.
+    "useful": work that counts, work_s in the end; "saving": saves, the unfinished part of one too;
+    "lost": work that was undone; "restarting": restarts, unfinished ones too.
     """
     # BEGIN SOLUTION
     spent = dict.fromkeys(("useful", "saving", "lost", "restarting"), 0.0)
@@ -310,7 +329,10 @@ played = experiments.intervals(play)
 show(pictures.draw_intervals, found=played)
 
 # %%
-receipt("a save of 30 s, a restart of 5 minutes, a failure every 3 hours", receipts.intervals(played))
+receipt(
+    "a save of 30 s, a restart of 5 minutes, a failure every 3 hours",
+    receipts.intervals(played),
+)
 
 # %% [markdown]
 # The minimum is flat: twice or half the interval costs little. What is worth work is the cost of a save, and of a restart.
@@ -333,15 +355,17 @@ receipt("16,384 GPUs", receipts.llama())
 
 # %%
 def slow_ranks(steps, factor=2.0):
-    """steps[s][r]: (seconds of step s on rank r, seconds of these that it waited for others) -> the slow ranks.
+    """steps[s][r]: (seconds of step s on rank r, seconds of these that it waited for others)
+    -> the slow ranks.
 
-    A rank is slow if its usual step takes more than `factor` times the work that is usual among the *other* ranks. A step
-    that something held up once says nothing about a rank.
+    A rank is slow if its usual step takes more than `factor` times the work that is usual among the
+    *other* ranks. A step that something held up once says nothing about a rank.
     """
     # BEGIN SOLUTION
     ranks = range(len(steps[0]))
     own = [median(step[rank][0] - step[rank][1] for step in steps) for rank in ranks]
-    return [rank for rank in ranks if own[rank] > factor * median(own[other] for other in ranks if other != rank)]
+    others = [median(own[other] for other in ranks if other != rank) for rank in ranks]
+    return [rank for rank in ranks if own[rank] > factor * others[rank]]
     # END SOLUTION
 
 
@@ -381,7 +405,11 @@ whole, killed = experiments.run(()), experiments.run()
 show(pictures.draw_run, found=killed, whole=whole)
 
 # %%
-receipt("killed twice, beside a run on one rank that nobody disturbed", receipts.killed(whole, killed), open_rows=7)
+receipt(
+    "killed twice, beside a run on one rank that nobody disturbed",
+    receipts.killed(whole, killed),
+    open_rows=7,
+)
 
 # %% [markdown]
 # The losses agree to the last digits of float32, because a step has the same 12 windows on any number of ranks (3 · 4,
@@ -428,7 +456,8 @@ receipt("what a neighbour says", receipts.health(), open_rows=7)
 
 # %%
 def skip_together(loss, gradient, group):
-    """loss, gradient of this rank -> the mean gradient over the ranks; None on every rank if any loss is not finite."""
+    """loss, gradient of this rank -> the mean gradient over the ranks;
+    None on every rank if any loss is not finite."""
     # BEGIN SOLUTION
     bad = torch.tensor(0.0 if torch.isfinite(loss) else 1.0)
     if group.all_reduce(bad) > 0:
@@ -644,7 +673,7 @@ receipts.design_lever()
 # 2. What has to be in it for the next loss to be equal in every bit, and what if the number of ranks is another?
 # 3. How often do you save, how do you find the rank that is to blame, and what share of the hours is left?
 #
-# Next: lab 11 feeds all these ranks, each with its own part of the text.
+# Next: [11 · The data pipeline](11_data_pipeline.ipynb) feeds all these ranks, each with its own part of the text.
 
 # %%
 finish("10_fault_tolerance")

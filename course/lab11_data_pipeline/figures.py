@@ -14,7 +14,7 @@ from course.lab11_data_pipeline import formulas as predict
 from course.lab11_data_pipeline.padding import length_batches
 from minillm.labkit.answers import answers_of
 from minillm.labkit.palette import PALETTE, SPANS, look
-from minillm.labkit.plots import lines, style, subplots
+from minillm.labkit.plots import headline, lines, style, subplots
 from minillm.measure import Ledger, timeline
 
 FILL = {"facecolor": "white", "edgecolor": PALETTE["vermillion"], "hatch": "xxxx", "linewidth": 0.4}
@@ -24,13 +24,13 @@ def draw_tokens(numbers: dict[str, Any]) -> Figure:
     """Tokens per character of held-out code, and parameters of an embedding, by size of the vocabulary."""
     sizes = numbers["vocab_size"]
     share = [tokens / numbers["characters"] for tokens in numbers["tokens"]]
-    figure, (left, right) = subplots(1, 2, width=9.5, height=3.4)
+    figure, (left, right) = subplots(1, 2, width=9, height=3.4)
     lines(
         sizes,
         {"byte-level BPE": share},
         x_axis=("vocabulary", ""),
         y_axis=("tokens per character", ""),
-        title="What more merges bring",
+        title="More merges make the text shorter …",
         log="x",
         ax=left,
     )
@@ -42,7 +42,7 @@ def draw_tokens(numbers: dict[str, Any]) -> Figure:
         },
         x_axis=("vocabulary", ""),
         y_axis=("parameters (millions)", ""),
-        title="What they cost, hidden size 256",
+        title="… and the embedding larger",
         log="x",
         ax=right,
     )
@@ -50,38 +50,40 @@ def draw_tokens(numbers: dict[str, Any]) -> Figure:
         left.axhline(1, color=PALETTE["vermillion"], linestyle=":", linewidth=1.2, label="characters")
         left.set_ylim(0, 1.08)
         left.legend()
+        right.legend(title="hidden size 256")
         right.yaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g}")
         for axes in (left, right):
-            axes.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=8)
+            axes.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=9)
             axes.minorticks_off()
     return figure
 
 
 def draw_padding(lengths: Sequence[int], batch_size: int = 8) -> Figure:
     """A random and a sorted batch with their padding, and the waste of all batches by batch size."""
-    figure, panels = subplots(1, 3, width=10.5, height=3.5, width_ratios=(3, 3, 4))
+    figure, panels = subplots(1, 3, width=9, height=3.5, width_ratios=(3, 3, 4))
     for axes, (name, by_length) in zip(panels, (("random", False), ("sorted by length", True)), strict=False):
         batches = length_batches(lengths, batch_size, 0, by_length)
         batch = [lengths[i] for i in _typical(batches, lengths)]
-        _draw_batch(axes, batch, f"{name}: {predict.padding_waste([batch]):.0%} padding")
+        _draw_batch(axes, batch, f"{name.capitalize()}: {predict.padding_waste([batch]):.0%} padding")
     numbers = experiments.padding(lengths)
     names = list(numbers["waste"])
     lines(
         numbers["batch_sizes"],
         {**numbers["waste"], "packed": [numbers["packed"]] * len(numbers["batch_sizes"])},
         x_axis=("documents per batch", ""),
-        y_axis=("padding, share of computed positions", ""),
+        y_axis=("padding, of all positions", ""),
         title="All batches of the corpus",
         log="x",
         ax=panels[2],
     )
     with style():
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=2, fontsize=8)
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=2)
         panels[2].axvline(batch_size, color="#999999", linestyle=":", linewidth=1)
         panels[2].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         panels[2].set_ylim(-0.03, 1)
-        panels[2].legend([*names, "packed"], fontsize=8, loc="upper left")
+        panels[2].legend([*names, "packed"], loc="upper left")
         figure.get_layout_engine().set(wspace=0.06)
+        headline(figure, "Random batches are mostly padding; sorting by length helps, packing leaves almost none")
     return figure
 
 
@@ -111,6 +113,7 @@ def draw_starvation(found: dict[str, Any], seconds: float | None = None) -> Figu
     for label in axes.get_yticklabels(minor=True):
         label.set_visible(False)
     axes.tick_params(axis="y", pad=8)
+    headline(axes, "Prefetching loads the next batch while a step computes")
     return figure
 
 
@@ -136,8 +139,9 @@ def step_time(load_ms: float = 32.0, compute_ms: float = 20.0, workers: int = 1)
             axes.annotate(f"{here:.0f} ms", (load_ms, here), xytext=(6, -12), textcoords="offset points", fontsize=9)
         axes.axvspan(compute_ms * workers, 100, color=SPANS["input"][0], alpha=0.12, label="starved in spite of it")
         axes.set(xlim=(0, 100), ylim=(0, 100 + compute_ms), xlabel="load one batch (ms)", ylabel="one step (ms)")
-        axes.set_title(f"compute {compute_ms:g} ms per step")
-        axes.legend(loc="upper left", fontsize=8)
+        setting = f"Predicted: compute {compute_ms:g} ms per step"
+        headline(axes, "Prefetching hides the loader until it is slower than the step", setting)
+        axes.legend(loc="upper left")
     return figure
 
 
@@ -154,8 +158,8 @@ def ride_out(depth: int = 2, slow_ms: float = 100.0, every: int = 10) -> Figure:
         axes.grid(False, axis="x")
         mean = compute + sum(waits) / steps
         bound = max(sum(loads) / steps, compute)
-        axes.set_title(f"depth {depth}: {mean:.1f} ms per step; max(mean load, compute) is {bound:.1f} ms")
-        axes.legend(loc="upper right", ncols=2, fontsize=8)
+        axes.set_title(f"Depth {depth}: {mean:.1f} ms per step; max(mean load, compute) is {bound:.1f} ms")
+        axes.legend(loc="upper right", ncols=2)
     return figure
 
 

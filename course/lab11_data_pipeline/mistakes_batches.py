@@ -157,11 +157,6 @@ def epoch_of_the_start(position, order, num_samples, batch_size, rank, world_siz
     return [int(mine[(position + rank + world_size * i) % num_samples]) for i in range(batch_size)]
 
 
-@mistake("deal-samples", "no shuffle at all", expect="is not due")
-def unshuffled(position, order, num_samples, batch_size, rank, world_size):
-    return [(position + rank + world_size * i) % num_samples for i in range(batch_size)]
-
-
 @mistake("deal-samples", "takes the position for this rank's own", expect="is not due")
 def position_per_rank(position, order, num_samples, batch_size, rank, world_size):
     places = [rank + world_size * (position + i) for i in range(batch_size)]
@@ -252,11 +247,6 @@ def falsy_end(make, total, depth):
     batches = right.prefetch(make, total, depth)
     while item := next(batches, None):
         yield item
-
-
-@mistake("prefetch", "makes everything first", expect="without a bound a fast loader fills the memory")
-def everything_first(make, total, depth):
-    yield from [make(k) for k in range(total)]
 
 
 @mistake("prefetch", "one batch too few in the queue, which at depth 1 is no bound", expect="without a bound")

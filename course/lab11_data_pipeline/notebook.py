@@ -50,7 +50,7 @@ from course.lab11_data_pipeline import figures as pictures
 from minillm import data
 from minillm.comm import launch
 from minillm.data.sampler import permutation
-from minillm.labkit import check, finish, show, sliders
+from minillm.labkit import check, finish, hint, show, sliders
 
 # %% [markdown]
 # ## The text
@@ -71,8 +71,8 @@ for split in ("train", "validation"):
 
 # %%
 guess_tokens = 0.5  # tokens per character of Python code, with a vocabulary of 4,096
-guess_padding = 0.2  # share of a random batch of 8 files that is padding, if each is padded to the longest
-guess_step_ms = 40  # per step, if a batch takes 32 ms to load and 20 ms to compute on, and is loaded ahead
+guess_padding = 0.2  # share of padding in a random batch of 8 files, padded to the longest
+guess_step_ms = 40  # if a batch takes 32 ms to load, 20 ms to compute on, and is loaded ahead
 
 # %% [markdown]
 # ## 1 · Bytes, pairs, tokens
@@ -84,7 +84,8 @@ guess_step_ms = 40  # per step, if a batch takes 32 ms to load and 20 ms to comp
 # Text is first cut into words, and no token crosses a cut. Each different word is kept once, with how often it occurs:
 
 # %%
-words = bpe.words_of("low low low low low lower lower newest newest newest newest newest newest widest widest widest")
+sample = "low " * 5 + "lower " * 2 + "newest " * 6 + "widest widest widest"
+words = bpe.words_of(sample)
 for word, times in words.items():
     print(times, "×", b"|".join(word).decode())
 
@@ -99,7 +100,8 @@ for word, times in words.items():
 
 # %%
 def merge_step(words, ids):
-    """words: {tuple of tokens: how often} -> (most frequent pair, the words with each occurrence of it merged)."""
+    """words: {tuple of tokens: how often}
+    -> (most frequent pair, the words with each occurrence of it merged)."""
     # BEGIN SOLUTION
     counts = Counter()
     for word, times in words.items():
@@ -140,7 +142,8 @@ for rank in range(8):
 
 # %%
 def encode(piece, ranks):
-    """piece: bytes, ranks: {(left, right): rank} -> list of tokens (bytes); lowest rank first, until none is left."""
+    """piece: bytes, ranks: {(left, right): rank} -> list of tokens (bytes);
+    lowest rank first, until none is left."""
     # BEGIN SOLUTION
     word = [bytes([byte]) for byte in piece]
     while True:
@@ -160,7 +163,8 @@ encode = check("bpe-encode", encode)
 # %%
 merges = bpe.train(receipts.sample_text(), 256 + 60, merge_step)
 line = "    return self.step  # naïve, 恢复"
-print("|".join(token.decode(errors="backslashreplace") for token in bpe.encode(line, merges, encode)))
+tokens = bpe.encode(line, merges, encode)
+print("|".join(token.decode(errors="backslashreplace") for token in tokens))
 receipts.merged(merges, encode, line)
 
 # %% [markdown]
@@ -183,7 +187,8 @@ receipts.lossless()
 
 # %%
 def tokens_by_vocabulary():
-    """Tokens per character of held-out code fall ever slower with the vocabulary; the embedding grows in proportion."""
+    """Tokens per character of held-out code fall ever slower with the vocabulary;
+    the embedding grows in proportion."""
     return pictures.draw_tokens(experiments.tokens_by_vocabulary())
 
 
@@ -237,7 +242,8 @@ receipts.to_beat(bits_per_byte)
 
 # %%
 def padding_view(batch_size=8):
-    """A random and a length-sorted batch of files with their padding, and the padding of all batches by batch size."""
+    """A random and a length-sorted batch of files with their padding,
+    and the padding of all batches by batch size."""
     return pictures.draw_padding(experiments.lengths(), batch_size)
 
 
@@ -303,7 +309,8 @@ receipts.packed(windows)
 
 # %%
 def deal(position, order, num_samples, batch_size, rank, world_size):
-    """This rank's `batch_size` samples of the step that begins at `position` of the stream, a list of ints."""
+    """This rank's `batch_size` samples of the step that begins at `position` of the stream,
+    a list of ints."""
     # BEGIN SOLUTION
     places = [position + rank + world_size * i for i in range(batch_size)]
     return [int(order(place // num_samples)[place % num_samples]) for place in places]
@@ -338,7 +345,8 @@ receipts.dealt(before, after)
 
 # %%
 def prefetch(make, total, depth):
-    """Iterates make(0), ..., make(total - 1), made by a thread that runs about `depth` batches ahead."""
+    """Iterates make(0), ..., make(total - 1),
+    made by a thread that runs about `depth` batches ahead."""
     # BEGIN SOLUTION
     ready = queue.Queue(maxsize=depth)
 
@@ -420,13 +428,17 @@ def job_b(group):
 
 jobs = {name: launch(experiments.train_step, 4, job) for name, job in (("A", job_a), ("B", job_b))}
 for name, (one, *_) in jobs.items():
-    print(f"job {name}, rank 0: loss {one['loss']:.3f}, calls {dict(one['calls'])}, {one['bytes']:,} B sent")
+    print(f"job {name}, rank 0: loss {one['loss']:.3f}, calls {dict(one['calls'])}, ", end="")
+    print(f"{one['bytes']:,} B sent")
 
 # %%
 broken = "A"  # your diagnosis; change it before you run the next cell
 
 # %%
-print(f"You said {broken}:", "right." if broken == "B" else "wrong: in job B every rank takes rank 0's samples.")
+print(
+    f"You said {broken}:",
+    "right." if broken == "B" else "wrong: in job B every rank takes rank 0's samples.",
+)
 receipts.two_jobs(jobs)
 
 # %% [markdown]
@@ -639,7 +651,7 @@ receipts.design()
 # 3. **When does loading cost time?** On demand always: load + compute. Prefetched, only if load / workers exceeds
 #    compute.
 #
-# Next: **12 · decoding**, where the batch grows by one token at a time.
+# Next: [12 · Decoding](12_decoding.ipynb), where the batch grows by one token at a time.
 
 # %%
 finish("11_data_pipeline")

@@ -14,7 +14,7 @@ from course.lab12_decoding import experiments_breaks as breaks
 from course.lab12_decoding import formulas as predict
 from course.lab12_decoding.experiments import GPUS, MODELS, Point, Roof
 from minillm.labkit.palette import PALETTE, look
-from minillm.labkit.plots import style, subplots
+from minillm.labkit.plots import headline, log_ticks, style, subplots
 from minillm.predict.model import kv_bytes_per_token, parameters
 from minillm.predict.roofline import attainable
 
@@ -35,10 +35,11 @@ def a_sequence(prompt: int = 5, answer: int = 4) -> Figure:
             text = f"{end - start} in, 1 out, {end} kept"
             axes.text(prompt + answer + 0.2, -step, text, va="center", fontsize=9)
         names = [f"prompt\n{i}" if i == 0 else str(i) for i in range(prompt)] + [str(i + prompt) for i in range(answer)]
-        axes.set_xticks([i + 0.45 for i in range(prompt + answer)], names, fontsize=8)
+        axes.set_xticks([i + 0.45 for i in range(prompt + answer)], names, fontsize=9)
         axes.set_yticks([-i for i in range(answer)], [f"pass {i + 1}" for i in range(answer)])
         axes.set(xlim=(-0.2, prompt + answer + 3.2), xlabel="position")
-        axes.set_title("orange, hatched: goes in, its keys are written · blue: keys kept")
+        setting = "Orange, hatched: goes in, its keys are written; blue: keys kept"
+        headline(axes, "After the prompt a single token goes into each pass", setting)
         axes.grid(False)
     return figure
 
@@ -61,8 +62,9 @@ def on_a_roof(
             share = speed / card.peak_flops
             label = f"{name}: {cost.intensity:,.{0 if cost.intensity >= 100 else 2}f} FLOP/byte, {share:.1%} of peak"
             axes.plot(cost.intensity, speed, marker=drawn.marker, color=drawn.color, linestyle="", ms=9, label=label)
-        axes.set_title(f"{model} in bf16 on {gpu}, context {context:,} (formula)")
-        axes.legend(fontsize=8, loc="lower right")
+        setting = f"Formula: {model} in bf16 on {gpu}, context {context:,}"
+        headline(axes, "Where prefill and decoding lie under a GPU's roof", setting)
+        axes.legend(loc="lower right")
     return figure
 
 
@@ -93,8 +95,11 @@ def decode_by_batch(
         axes.set(
             xscale="log", yscale="log", xlim=(1, batches[-1]), xlabel="batch (sequences)", ylabel="tokens per second"
         )
-        axes.set_title(f"{model}, {kv_heads} kv heads, {weight_bits}-bit weights, context {context:,}, {gpu} (formula)")
-        axes.legend(fontsize=8)
+        setting = f"Formula: {model}, {kv_heads} kv heads, {weight_bits}-bit weights, context {context:,}, {gpu}"
+        headline(axes, "A larger batch decodes faster until reading the caches sets a ceiling", setting)
+        log_ticks(axes.xaxis)
+        log_ticks(axes.yaxis)
+        axes.legend(loc="lower right")
     return figure
 
 
@@ -125,13 +130,15 @@ def caches(context: int = 4096, batch: int = 16) -> Figure:
                     linewidth=2 if own else 0.5,
                     label=f"cache, {kind}" if not place else None,
                 )
-                axes.bar_label(bar, fmt="%.3g", fontsize=7)
+                axes.bar_label(bar, fmt="%.3g", fontsize=9)
         axes.axhline(80, linestyle="--", color=PALETTE["black"], linewidth=1)
-        axes.text(2.55, 84, "80 GB", fontsize=8, ha="right")
+        axes.text(2.55, 84, "80 GB", fontsize=9, ha="right")
         axes.set_xticks(range(len(MODELS)), MODELS)
-        axes.set(yscale="log", ylabel="GB", title=f"{batch} sequences of {context:,} tokens (framed: as the model is)")
+        axes.set(yscale="log", ylabel="GB")
+        setting = f"Formula: {batch} sequences of {context:,} tokens; framed: as the model is"
+        headline(axes, "Fewer kv heads shrink the cache, not the weights", setting)
         axes.grid(False, axis="x")
-        axes.legend(fontsize=8, ncols=2)
+        axes.legend(ncols=2)
     return figure
 
 
@@ -176,11 +183,12 @@ def draw_roofline(points: Sequence[Point], roof: Roof) -> Figure:
             for point, at, speed in zip(own, x, y, strict=True):
                 number = point.batch if kind == "decode" else point.new
                 place = {"xytext": (-6, -11), "ha": "right"} if kind == "prefill" else {"xytext": (6, -10)}
-                axes.annotate(str(number), (at, speed), textcoords="offset points", fontsize=8, **place)
+                axes.annotate(str(number), (at, speed), textcoords="offset points", fontsize=9, **place)
         axes.set_ylim(0.6 * min(point.flops_per_s for point in points), 1.6 * roof.peak_flops)
         name = str(roof.dtype).split(".")[1]
-        axes.set_title(f"one core, {name}, processor time, weights of {points[0].work.weight_bytes / 1e6:.0f} MB")
-        axes.legend(fontsize=8, loc="lower right")
+        setting = f"One core, {name}, processor time, weights of {points[0].work.weight_bytes / 1e6:.0f} MB"
+        headline(axes, "Only a large batch brings decoding to the ridge", setting)
+        axes.legend(loc="lower right")
     return figure
 
 
@@ -190,6 +198,7 @@ def _roof(axes: Axes, peak: float, bandwidth: float, reach: tuple[float, float])
     axes.plot(x, roof, color=PALETTE["black"], marker="", label=f"roof, ridge at {peak / bandwidth:.3g} FLOP/byte")
     axes.axvline(peak / bandwidth, color="#999999", linestyle=":", linewidth=1)
     axes.set(xscale="log", yscale="log", xlabel="arithmetic intensity (FLOP/byte)", ylabel="speed")
+    log_ticks(axes.xaxis)
     axes.yaxis.set_major_formatter(EngFormatter(unit="FLOP/s", sep=" "))
 
 
@@ -198,30 +207,32 @@ def draw_batch(points: Sequence[Point], roof: Roof) -> Figure:
     own = [point for point in points if point.kind == "decode"]
     batches = [point.batch for point in own]
     limit = [point.work.seconds(roof.peak_flops, roof.bandwidth) for point in own]
-    figure, (left, right) = subplots(1, 2, width=10, height=3.6)
+    figure, (left, right) = subplots(1, 2, width=9, height=3.6)
     drawn = {"color": look(0).color, "marker": look(0).marker, "label": "measured"}
-    dashed = {"color": look(0).color, "marker": "", "linestyle": "--", "label": "at most, by the roof"}
+    dashed = {"color": look(0).color, "marker": "", "linestyle": "--"}
     with style():
         left.plot(batches, [point.tokens_per_s for point in own], **drawn)
-        left.plot(batches, [b / s for b, s in zip(batches, limit, strict=True)], **dashed)
+        left.plot(batches, [b / s for b, s in zip(batches, limit, strict=True)], **dashed, label="at most, by the roof")
         linear = [own[0].tokens_per_s * b for b in batches]
         left.plot(batches, linear, ":", color="#777777", marker="", label="batch × the speed of one")
         right.plot(batches, [point.seconds * 1e3 for point in own], **drawn)
-        right.plot(batches, [s * 1e3 for s in limit], **dashed)
+        right.plot(batches, [s * 1e3 for s in limit], **dashed, label="at least, by the roof")
         left.set(xscale="log", yscale="log", xlabel="batch (sequences)", ylabel="tokens per second, all together")
         right.set(xscale="log", yscale="log", xlabel="batch (sequences)", ylabel="one step: time per token (ms)")
         for axes in (left, right):
             axes.set_xscale("log", base=2)
             axes.set_xticks(batches, [str(b) for b in batches])
-            axes.legend(fontsize=8)
-        left.set_title("throughput")
-        right.set_title("what each sequence waits")
+            log_ticks(axes.yaxis)
+            axes.legend()
+        left.set_title("All sequences together")
+        right.set_title("What each sequence waits for a token")
+        headline(figure, "A larger batch decodes more tokens per second, until each sequence waits longer for its own")
     return figure
 
 
 def draw_one_more(found: Mapping[int, Mapping[str, Mapping[str, float]]]) -> Figure:
     """FLOPs and time of the next token by how many there are, with a cache and recomputing everything."""
-    figure, (left, right) = subplots(1, 2, width=10, height=3.4)
+    figure, (left, right) = subplots(1, 2, width=9, height=3.4)
     sizes = list(found)
     with style():
         for index, way in enumerate(("recomputed", "cached")):
@@ -232,15 +243,16 @@ def draw_one_more(found: Mapping[int, Mapping[str, Mapping[str, float]]]) -> Fig
             right.plot(sizes, [found[n][way]["seconds"] * 1e3 for n in sizes], **drawn, label=way)
         left.set(yscale="log", ylabel="computing the next token", xlabel="tokens so far", title="FLOPs")
         left.yaxis.set_major_formatter(EngFormatter(unit="FLOP", sep=" "))
-        right.set(ylabel="the next token (ms)", xlabel="tokens so far", title="time, measured", ylim=(0, None))
+        right.set(ylabel="the next token (ms)", xlabel="tokens so far", title="Time, measured", ylim=(0, None))
         for axes in (left, right):
-            axes.legend(fontsize=8)
+            axes.legend()
+        headline(figure, "Without a cache the next token costs a pass over all tokens before it")
     return figure
 
 
 def draw_patients(found: Mapping[str, Mapping[int, breaks.Symptoms]]) -> Figure:
     """How far each broken decoder's distribution is from the right one, token by token, for two sizes of the cache."""
-    figure, panels = subplots(1, len(found), width=10, height=3.2, sharey=True)
+    figure, panels = subplots(1, len(found), width=9, height=3.2, sharey=True)
     with style():
         for axes, (name, rooms) in zip(panels, found.items(), strict=True):
             for index, (room, seen) in enumerate(rooms.items()):
@@ -250,9 +262,10 @@ def draw_patients(found: Mapping[str, Mapping[int, breaks.Symptoms]]) -> Figure:
                 line = "-" if index == 0 else "--"
                 axes.plot(places, smooth + 1e-7, color=drawn.color, linestyle=line, marker="", label=f"{room} places")
             axes.axvline(breaks.PROMPT + 0.5, color="#999999", linestyle=":")
-            axes.set(yscale="log", xlabel="position (dotted: prompt ends)", title=f"decoder {name}", ylim=(1e-5, 1))
+            axes.set(yscale="log", xlabel="position (dotted: prompt ends)", title=f"Decoder {name}", ylim=(1e-5, 1))
         panels[0].set_ylabel("KL from the right decoder (nats)")
-        panels[0].legend(fontsize=8, title="room in the cache")
+        panels[0].legend(title="room in the cache")
+        headline(figure, "Three broken decoders, each wrong in its own way")
     return figure
 
 

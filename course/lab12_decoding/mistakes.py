@@ -36,14 +36,6 @@ def appends_after(q, k, v, keys, values, start):
     return y
 
 
-@mistake("cached-attention", "reads the new places before they are written", expect="write k and v before you compute")
-def reads_before_writing(q, k, v, keys, values, start):
-    end = start + k.shape[1]
-    y = attention(q, keys[:, :end], values[:, :end], causal(start, end))
-    keys[:, start:end], values[:, start:end] = k, v
-    return y
-
-
 def written(q, k, v, keys, values, start):
     end = start + k.shape[1]
     keys[:, start:end], values[:, start:end] = k, v
@@ -58,12 +50,6 @@ def written(q, k, v, keys, values, start):
 def no_offset(q, k, v, keys, values, start):
     seen_k, seen_v, end = written(q, k, v, keys, values, start)
     return attention(q, seen_k, seen_v, torch.arange(end) <= torch.arange(q.shape[1])[:, None])
-
-
-@mistake("cached-attention", "torch's is_causal, aligned to the first key", expect="off by up to")
-def is_causal(q, k, v, keys, values, start):
-    seen = written(q, k, v, keys, values, start)[:2]
-    return F.scaled_dot_product_attention(q[None], *(x[None] for x in seen), is_causal=True, enable_gqa=True)[0]
 
 
 @mistake(
@@ -194,9 +180,6 @@ def loop(positions=lambda start, n: torch.arange(start, start + n), again=0, ext
 
 mistake("decode-loop", "the new token one place too far", expect="at position")(
     loop(lambda start, n: torch.arange(start, start + n) + (start > 0))
-)
-mistake("decode-loop", "every new token at position 0", expect="at position 0 that stands")(
-    loop(lambda start, n: torch.arange(n))
 )
 mistake("decode-loop", "the prompt's last token twice", expect="not put in again|put through the model")(loop(again=1))
 mistake("decode-loop", "one pass more than asked for", expect="one pass too many")(loop(extra=1))

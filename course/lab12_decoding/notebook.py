@@ -43,7 +43,7 @@ from course.lab12_decoding import experiments, receipts
 from course.lab12_decoding import figures as pictures
 from course.lab12_decoding.decoders import Cache
 from course.lab12_decoding.experiments import GPUS, MODELS
-from minillm.labkit import check, finish, show, sliders
+from minillm.labkit import check, finish, hint, show, sliders
 
 torch.set_num_threads(1)  # the device of this lab is one core, as in lab 02
 
@@ -96,9 +96,9 @@ receipts.first_guess(guess)
 def attend(q, k, v, keys, values, start):
     """q: [heads, n, d]; k, v: [kv_heads, n, d]: n new tokens -> [heads, n, d].
 
-    keys, values: [kv_heads, room, d], this layer's cache; places 0 .. start - 1 are filled. Writes k and v into it
-    and reads filled places only.
-    Query head j reads kv head j // (heads / kv_heads).
+    keys, values: [kv_heads, room, d], this layer's cache; places 0 .. start - 1 are filled. Writes
+    k and v into it and reads filled places only. Query head j reads kv head j // (heads /
+    kv_heads).
     """
     # BEGIN SOLUTION
     end = start + k.shape[1]
@@ -124,9 +124,11 @@ attend = check("cached-attention", attend)
 
 # %%
 def generate(model, prompt, count, cache):
-    """prompt: list of ids -> list of the `count` likeliest ids after it. cache: empty, with room for all.
+    """prompt: list of ids -> list of the `count` likeliest ids after it.
+    cache: empty, with room for all.
 
-    model(tokens [1, n], positions [n], attention=cache) -> logits [1, n, vocab]; whatever goes in is kept.
+    model(tokens [1, n], positions [n], attention=cache) -> logits [1, n, vocab];
+    whatever goes in is kept.
     """
     # BEGIN SOLUTION
     answer, tokens, start = [], prompt, 0
@@ -161,7 +163,8 @@ receipts.yours(model, prompt, answer, cache)
 
 # %%
 def kv_bytes(config, prompt, answer, itemsize):
-    """Bytes in the cache once the last token of the answer is known. prompt, answer: numbers of tokens.
+    """Bytes in the cache once the last token of the answer is known.
+    prompt, answer: numbers of tokens.
 
     config: num_layers, num_heads, num_kv_heads, head_dim. itemsize: bytes of a number.
     """
@@ -200,12 +203,13 @@ guess_warm, guess_cold = 2, 3  # your guess
 
 # %%
 def nucleus(probabilities, top_p):
-    """[vocab] -> [vocab] of bool: which tokens stay. The likeliest always does; top_p = 1 keeps all. Of equally likely
-    tokens at the border only as many stay as are needed."""
+    """[vocab] -> [vocab] of bool: which tokens stay. The likeliest always does; top_p = 1 keeps
+    all. Of equally likely tokens at the border only as many stay as are needed."""
     # BEGIN SOLUTION
     ordered, order = probabilities.sort(descending=True, stable=True)
     likelier = ordered.cumsum(-1) - ordered
-    return torch.zeros_like(probabilities, dtype=torch.bool).index_fill(0, order[likelier < top_p], True)
+    stays = torch.zeros_like(probabilities, dtype=torch.bool)
+    return stays.index_fill(0, order[likelier < top_p], True)
     # END SOLUTION
 
 
@@ -224,8 +228,8 @@ receipts.by_hand(nucleus, guess_warm, guess_cold)
 def distribution(logits, temperature, top_k, top_p):
     """logits: [vocab] -> [vocab], the probabilities that the next token is sampled with.
 
-    temperature: divides the logits; 0 = the likeliest token for certain. top_k: only the k likeliest (None: all).
-    top_p: only the nucleus of what these leave, renormalized.
+    temperature: divides the logits; 0 = the likeliest token for certain. top_k: only the k
+    likeliest (None: all). top_p: only the nucleus of what these leave, renormalized.
     """
     # BEGIN SOLUTION
     if temperature == 0:
@@ -259,8 +263,9 @@ receipts.samples(distribution, model, prompt)
 def decode_step(weights, kv_bytes, batch, context, itemsize, peak_flops, bandwidth):
     """-> (bytes read, FLOPs, tokens per second at most).
 
-    weights: how many numbers multiply every token; itemsize: bytes of each; kv_bytes: of a cached token, all layers.
-    (Scores are few FLOPs beside the weights' while the context is short: leave them out.)
+    weights: how many numbers multiply every token; itemsize: bytes of each; kv_bytes: of a cached
+    token, all layers. (Scores are few FLOPs beside the weights' while the context is short: leave
+    them out.)
     """
     # BEGIN SOLUTION
     read = weights * itemsize + batch * context * kv_bytes
@@ -280,15 +285,22 @@ decode_step = check("decode-step", decode_step)
 
 # %%
 def latencies(log):
-    """log: [(seconds, request, "arrived" or "token"), ...] in order of time -> {request: (TTFT, TPOT)}.
+    """log: [(seconds, request, "arrived" or "token"), ...] in order of time
+    -> {request: (TTFT, TPOT)}.
 
     TPOT is None for an answer of one token.
     """
     # BEGIN SOLUTION
     arrived = {request: at for at, request, event in log if event == "arrived"}
-    times = {request: [at for at, name, event in log if name == request and event == "token"] for request in arrived}
+    times = {request: [] for request in arrived}
+    for at, request, event in log:
+        if event == "token":
+            times[request].append(at)
     return {
-        request: (at[0] - arrived[request], (at[-1] - at[0]) / (len(at) - 1) if len(at) > 1 else None)
+        request: (
+            at[0] - arrived[request],
+            (at[-1] - at[0]) / (len(at) - 1) if len(at) > 1 else None,
+        )
         for request, at in times.items()
     }
     # END SOLUTION
@@ -398,7 +410,11 @@ show(pictures.decode_by_batch)
 
 # %%
 sliders(
-    pictures.decode_by_batch, model=list(MODELS), context=(128, 32768, 128), kv_heads=[1, 8, 32], weight_bits=[4, 16]
+    pictures.decode_by_batch,
+    model=list(MODELS),
+    context=(128, 32768, 128),
+    kv_heads=[1, 8, 32],
+    weight_bits=[4, 16],
 )
 
 # %% [markdown]
@@ -634,7 +650,7 @@ receipts.design_card()
 # 2. What does the cache hold after n tokens, how large is that, and what do grouped heads save of it?
 # 3. Up to which batch do further sequences cost almost nothing, and what ends it?
 #
-# Next: lab 13 gives the caches of many sequences one memory, in blocks.
+# Next: [13 · Paged attention](13_paged_attention.ipynb) gives the caches of many sequences one memory, in blocks.
 
 # %%
 finish("12_decoding")

@@ -37,7 +37,7 @@ def draw_blocks(
         if mine:
             dark = len(mine) > 1 or colour in (PALETTE["orange"], PALETTE["sky"], PALETTE["purple"])
             text = f"{len(mine)}×" if len(mine) > 1 else str(list(tables[mine[0]]).index(block))
-            written = {"color": TEXT if dark else CARD, "fontsize": 8, "fontweight": "bold"}
+            written = {"color": TEXT if dark else CARD, "fontsize": 9, "fontweight": "bold"}
             box = {"facecolor": colour, "edgecolor": "none", "pad": 1.0}
             axes.text(column + 0.45, row + 0.47, text, ha="center", va="center", bbox=box, **written)
     axes.set(xlim=(-0.15, columns), ylim=(-(-blocks // columns), -0.15), aspect="equal")
@@ -52,12 +52,12 @@ def key(figure: Figure, names: Sequence[str], free: str = "held by none") -> Non
     ]
     patches += [Rectangle((0, 0), 1, 1, facecolor=SHARED, edgecolor=CARD, label="held by several (how many)")]
     patches += [Rectangle((0, 0), 1, 1, facecolor=FREE, edgecolor=CARD, label=free)]
-    figure.legend(handles=patches, loc="outside lower left", ncols=5, fontsize=8)
+    figure.legend(handles=patches, loc="outside lower left", ncols=5)
 
 
 def draw_memory(tables: Mapping[str, Sequence[int]], lengths: Mapping[str, int], slots: int, block_size: int) -> Figure:
     """Above, each sequence in its own order with its block table; below, a memory of so many slots, block by block."""
-    figure, (above, below) = subplots(2, 1, width=10, height=3.5, height_ratios=(3, 1.2))
+    figure, (above, below) = subplots(2, 1, width=9, height=3.5, height_ratios=(3, 1.2))
     owner = {block: (name, place) for name, table in tables.items() for place, block in enumerate(table)}
     unused = sum(len(table) * block_size - lengths[name] for name, table in tables.items())
     with style():
@@ -66,14 +66,14 @@ def draw_memory(tables: Mapping[str, Sequence[int]], lengths: Mapping[str, int],
                 left = place * (block_size + 0.5)
                 filled = lengths[name] - place * block_size
                 _draw_block(above, left, 1.3 * line, block_size, look(line).color, filled, place)
-                above.text(left + block_size / 2, 1.3 * line + 1.0, str(block), ha="center", va="center", fontsize=7)
-            above.text(-0.4, 1.3 * line + 0.4, f"{name}: {list(table)}", ha="right", va="center", fontsize=8)
+                above.text(left + block_size / 2, 1.3 * line + 1.0, str(block), ha="center", va="center", fontsize=9)
+            above.text(-0.4, 1.3 * line + 0.4, f"{name}: {list(table)}", ha="right", va="center", fontsize=9)
         for block in range(slots // block_size):
             name, place = owner.get(block, (None, 0))
             filled = lengths[name] - place * block_size if name else 0
             colour = look(list(tables).index(name)).color if name else FREE
             _draw_block(below, block * block_size, 0, block_size, colour, filled, place)
-            below.text((block + 0.5) * block_size, 1.15, str(block), ha="center", va="center", fontsize=8)
+            below.text((block + 0.5) * block_size, 1.15, str(block), ha="center", va="center", fontsize=9)
         widest = max(len(table) for table in tables.values()) * (block_size + 0.5)
         above.set(xlim=(-0.42 * max(widest, 20), max(widest, 20)), ylim=(1.3 * len(tables), -0.15))
         below.set(xlim=(-0.2, slots + 0.2), ylim=(1.5, -0.15))
@@ -93,6 +93,6 @@ def _draw_block(axes: Axes, left: float, top: float, size: int, colour: str, fil
         axes.add_patch(Rectangle((left + slot, top), 1, 0.8, **looks, **edge))
         if used:
             bright = colour in (PALETTE["orange"], PALETTE["sky"])
-            where = {"ha": "center", "va": "center", "fontsize": 7, "color": TEXT if bright else CARD}
+            where = {"ha": "center", "va": "center", "fontsize": 9, "color": TEXT if bright else CARD}
             axes.text(left + slot + 0.5, top + 0.4, str(place * size + slot), **where)
     axes.add_patch(Rectangle((left, top), size, 0.8, fill=False, edgecolor=TEXT, linewidth=1))

@@ -14,7 +14,7 @@ from course.lab13_paged_attention import experiments_sizes as sizes_measured
 from course.lab13_paged_attention import formulas as predict
 from course.lab13_paged_attention.block_picture import FREE, draw_blocks, draw_memory, key
 from minillm.labkit.palette import PALETTE
-from minillm.labkit.plots import bars, lines, style, subplots
+from minillm.labkit.plots import bars, headline, lines, style, subplots
 from minillm.serve import StepRecord
 
 # Block tables.
@@ -51,13 +51,14 @@ def forks_before_and_after() -> Figure:
     records = forks()["records"]
     moments = {0: "prompt computed, forked", 1: "each wrote a token", len(records) - 2: "near the end"}
     names = sorted({_sample(name) for record in records for name in record.tables})
-    figure, panels = subplots(1, 3, width=10, height=2.1)
+    figure, panels = subplots(1, 3, width=9, height=2.1)
     with style():
         for axes, (step, said) in zip(panels, moments.items(), strict=True):
             tables = {_sample(name): table for name, table in records[step].tables.items()}
             draw_blocks(axes, tables, columns=8, names=names, blocks=24)
-            axes.set_title(f"step {step + 1}: {said}", fontsize=10)
+            axes.set_title(f"Step {step + 1}: {said}")
         key(figure, names)
+        headline(figure, "Samples share the blocks of their prompt until one of them writes into the last")
     return figure
 
 
@@ -89,20 +90,20 @@ def _over_time(records: Sequence[StepRecord], step: int, blocks: int, label: Cal
     record, steps = records[step - 1], range(1, len(records) + 1)
     before = {block: label(n) for r in records[:step] for n, table in r.tables.items() for block in table}
     names = sorted({label(name) for r in records for name in r.tables})
-    figure, (top, below) = subplots(2, 1, width=8, height=3.8, height_ratios=(3, 2))
+    figure, (top, below) = subplots(2, 1, width=9, height=3.8, height_ratios=(3, 2))
     with style():
         tables = {label(name): table for name, table in record.tables.items()}
         draw_blocks(top, tables, columns=16, names=names, blocks=blocks, before=before)
         batch = ", ".join(f"{tokens} of {label(name)}" for name, _, tokens in record.batch)
         counts = f"{record.used} blocks used, {record.cached} cached, {record.free} free"
-        top.set_title(f"step {step}, tokens computed: {batch}\n{counts}")
+        top.set_title(f"Step {step}, tokens computed: {batch}\n{counts}")
         shares = [[getattr(r, kind) for r in records] for kind in ("used", "cached", "free")]
         colours = (PALETTE["blue"], PALETTE["sky"], FREE)
         below.stackplot(steps, shares, labels=("used", "cached", "free"), colors=colours, step="post")
         below.axvline(step, color=PALETTE["vermillion"], linewidth=1.5)
         below.set(xlabel="step", ylabel="blocks", xlim=(1, len(records)), ylim=(0, sum(s[0] for s in shares)))
         below.grid(False)
-        below.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, fontsize=8, frameon=False, borderaxespad=0.2)
+        below.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, borderaxespad=0.2)
         key(figure, names, "never held (pale: held before)")
     return figure
 
@@ -113,14 +114,14 @@ def _over_time(records: Sequence[StepRecord], step: int, blocks: int, label: Cal
 def draw_waste(numbers: dict[str, Any], reserved: int) -> Figure:
     """How many unused slots a sequence has at a time, and the share of memory that three ways of keeping it waste."""
     size, lengths = numbers["block_size"], numbers["lengths"]
-    figure, (left, right) = subplots(1, 2, width=9.5, height=3.2)
+    figure, (left, right) = subplots(1, 2, width=9, height=3.2)
     counts = Counter(numbers["unused"])
     with style():
         left.bar(range(size), [counts[n] for n in range(size)], 0.85, color=PALETTE["blue"])
         mean = predict.mean_unused_slots(size)
         left.axvline(mean, color=PALETTE["vermillion"], linestyle="--", label=f"predicted mean {mean:g}")
         left.set(xlabel="unused slots of a sequence", ylabel="times seen", xlim=(-0.8, size + 0.8))
-        left.set_title(f"Blocks of {size}: never {size} or more")
+        left.set_title("A sequence leaves less than a block unused")
         left.set_ylim(0, 1.25 * max(counts.values()))
         left.legend()
     measured = [
@@ -138,7 +139,7 @@ def draw_waste(numbers: dict[str, Any], reserved: int) -> Figure:
         measured,
         quantity="unused share of what is held",
         unit="",
-        title="Waste",
+        title="Blocks leave the least unused",
         ax=right,
     )
     with style():
@@ -165,7 +166,7 @@ def waste_of(numbers: dict[str, Any]) -> Callable[[], Figure]:
 def sharing(prefix: int = 1000, own: int = 200, requests: int = 8, block_size: int = 16) -> Figure:
     """Blocks held and prompt tokens computed by number of requests, with and without a shared prefix (predicted)."""
     counts = range(1, 33)
-    figure, panels = subplots(1, 2, width=9.5, height=3.2)
+    figure, panels = subplots(1, 2, width=9, height=3.2)
     prompt = prefix + own
     for axes, what, apart, shared in (
         (panels[0], "blocks held", lambda r: r * predict.blocks_for(prompt, block_size), predict.shared_blocks),
@@ -200,13 +201,13 @@ def by_block_size() -> Figure:
 def draw_sweep(rows: Sequence[dict[str, Any]]) -> Figure:
     """Unused share and attention's time by block size, measured: blocks cost time only when handled one by one."""
     sizes = [row["block_size"] for row in rows]
-    figure, (left, right) = subplots(1, 2, width=9.5, height=3.2)
+    figure, (left, right) = subplots(1, 2, width=9, height=3.2)
     lines(
         sizes,
         {"unused share": [row["waste"] for row in rows]},
         x_axis=("block size", ""),
         y_axis=("unused share of what is held", ""),
-        title="Too large wastes",
+        title="Large blocks waste memory",
         log="x",
         ax=left,
     )
@@ -215,7 +216,7 @@ def draw_sweep(rows: Sequence[dict[str, Any]]) -> Figure:
         {name: [row["attention_s"][name] for row in rows] for name in rows[0]["attention_s"]},
         x_axis=("block size", ""),
         y_axis=("CPU time, a query over 480 keys", "s"),
-        title="Only block by block do small ones cost time",
+        title="Small ones cost time only one by one",
         log="xy",
         ax=right,
     )

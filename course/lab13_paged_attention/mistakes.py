@@ -158,18 +158,6 @@ class PutsBackInFront(right.Pool):
             self.free.insert(0, self.free.pop())
 
 
-@mistake("block-pool", "subtracts the held blocks from all", expect="it searches")
-class SubtractsSets(Searches):
-    def allocate(self):
-        held = {block for block, count in enumerate(self.references) if count}
-        free = set(range(len(self.references))) - held
-        if not free:
-            raise RuntimeError("full")
-        block = free.pop()
-        self.references[block] = 1
-        return block
-
-
 @mistake("block-pool", "searches with torch", expect="it searches")
 class SearchesInTorch(right.Pool):
     def __init__(self, num_blocks):
@@ -367,20 +355,6 @@ def heads_in_turn(q, k_pool, v_pool, table, context):
     return y.view(kv_heads, -1, head_dim).transpose(0, 1).reshape(heads, head_dim)
 
 
-@mistake("paged-attention", "no maximum at all", expect="overflows")
-def without_a_maximum(q, k_pool, v_pool, table, context):
-    heads, head_dim = q.shape
-    _, size, kv_heads, _ = k_pool.shape
-    rows = q.view(kv_heads, -1, head_dim) / math.sqrt(head_dim)
-    total, weighted = 0, 0
-    for index in range(-(-context // size)):
-        filled = min(size, context - index * size)
-        weights = torch.einsum("hgd,khd->hgk", rows, k_pool[table[index], :filled]).exp()
-        total = total + weights.sum(-1, keepdim=True)
-        weighted = weighted + torch.einsum("hgk,khd->hgd", weights, v_pool[table[index], :filled])
-    return (weighted / total).reshape(heads, head_dim)
-
-
 @mistake("paged-attention", "puts all blocks together first", expect="Do not put the blocks together")
 def gathers_all(q, k_pool, v_pool, table, context):
     keys, values = (pool[table].flatten(0, 1)[:context] for pool in (k_pool, v_pool))
@@ -388,22 +362,6 @@ def gathers_all(q, k_pool, v_pool, table, context):
     keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
     weights = torch.softmax(torch.einsum("hd,khd->hk", q, keys) / math.sqrt(q.shape[1]), -1)
     return torch.einsum("hk,khd->hd", weights, values)
-
-
-@mistake("paged-attention", "keeps all scores and values for a second pass", expect="kept for a second pass")
-def keeps_everything(q, k_pool, v_pool, table, context):
-    heads, head_dim = q.shape
-    _, size, kv_heads, _ = k_pool.shape
-    rows, scores, values = q.view(kv_heads, -1, head_dim) / math.sqrt(head_dim), [], []
-    for index in range(-(-context // size)):
-        filled = min(size, context - index * size)
-        scores.append(torch.einsum("hgd,khd->hgk", rows, k_pool[table[index], :filled]))
-        values.append(v_pool[table[index], :filled].clone())
-    largest = torch.stack([part.amax(-1) for part in scores]).amax(0)[..., None]
-    weights = [(part - largest).exp() for part in scores]
-    total = sum(part.sum(-1, keepdim=True) for part in weights)
-    weighted = sum(torch.einsum("hgk,khd->hgd", part, value) for part, value in zip(weights, values, strict=True))
-    return (weighted / total).reshape(heads, head_dim)
 
 
 @mistake("paged-attention", "keeps all scores, block by block", expect="kept for a second pass")

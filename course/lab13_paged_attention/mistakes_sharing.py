@@ -44,12 +44,6 @@ def two_bytes(tokens, block_size, adapter=None, salt=None):
     )
 
 
-@mistake("block-keys", "a block by itself", expect="chain in the key of the block before")
-def not_chained(tokens, block_size, adapter=None, salt=None):
-    blocks = [tokens[at : at + block_size] for at in range(0, len(tokens) - block_size + 1, block_size)]
-    return [hashlib.sha256(beginning(adapter, salt) + plain(block)).digest() for block in blocks]
-
-
 @mistake("block-keys", "a block and its place", expect="chain in the key of the block before")
 def with_its_place(tokens, block_size, adapter=None, salt=None):
     starts = range(0, len(tokens) - block_size + 1, block_size)
@@ -100,11 +94,6 @@ def checksums(tokens, block_size, adapter=None, salt=None):
         parent = zlib.crc32(plain(tokens[at : at + block_size]), parent)
         keys.append(parent)
     return keys
-
-
-@mistake("block-keys", "the first digits of a good hash", expect="these keys have 32 bits")
-def cut_short(tokens, block_size, adapter=None, salt=None):
-    return [key.hex()[:8] for key in right.block_keys(tokens, block_size, adapter, salt)]
 
 
 @mistake("block-keys", "token ids as digits in a row", expect="digits run together")
@@ -274,11 +263,6 @@ def at_first_places(table, position, pool, copy, block_size):
         right.prepare_write(table, position, pool, copy, block_size)
 
 
-@mistake("copy-on-write", "copies the wrong way", expect="a new block is empty")
-def wrong_way(table, position, pool, copy, block_size):
-    right.prepare_write(table, position, pool, lambda source, target: copy(target, source), block_size)
-
-
 @mistake("copy-on-write", "copies before every write", expect="written in place")
 def always_copies(table, position, pool, copy, block_size):
     index = position // block_size
@@ -305,17 +289,6 @@ def keeps_the_old(table, position, pool, copy, block_size):
 @mistake("copy-on-write", "a new block with nothing in it", expect="a new block is empty")
 def empty_block(table, position, pool, copy, block_size):
     right.prepare_write(table, position, pool, lambda source, target: None, block_size)
-
-
-@mistake("copy-on-write", "copies the whole table", expect="full blocks of the prompt are never written")
-def whole_table(table, position, pool, copy, block_size):
-    if position // block_size == len(table):
-        table.append(pool.allocate())
-    for index, block in enumerate(table):
-        if pool.references[block] > 1:
-            table[index] = pool.allocate()
-            copy(block, table[index])
-            pool.release(block)
 
 
 @alternative("copy-on-write", "lets go first, then takes another")

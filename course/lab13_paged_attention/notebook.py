@@ -38,7 +38,7 @@ from course.lab13_paged_attention import experiments, interpreted, receipts
 from course.lab13_paged_attention import experiments_breaks as breaks
 from course.lab13_paged_attention import experiments_engine as small
 from course.lab13_paged_attention import figures as pictures
-from minillm.labkit import check, finish, show, sliders
+from minillm.labkit import check, finish, hint, show, sliders
 from minillm.model.paged_triton import tl  # triton.language; None where Triton is not installed
 from minillm.serve import blocks
 from minillm.serve.tiny import TinyLLM
@@ -50,7 +50,10 @@ from minillm.serve.tiny import TinyLLM
 # `forward` puts tokens of several sequences through the model; where their keys and values lie is decided here:
 
 # %%
-print(*map(inspect.getsource, (TinyLLM.slot, TinyLLM.blocks_for, TinyLLM.release, TinyLLM.allocate)), sep="\n")
+print(
+    *map(inspect.getsource, (TinyLLM.slot, TinyLLM.blocks_for, TinyLLM.release, TinyLLM.allocate)),
+    sep="\n",
+)
 
 # %% [markdown]
 # A sequence holds blocks in its `block_table`; `slot` says where a token lies (exercise 1), `allocate` and `release`
@@ -100,9 +103,11 @@ sliders(pictures.tables_and_memory, a=(1, 16), b=(1, 16), c=(1, 16), block_size=
 
 # %%
 def slot_mapping(table, start, count, block_size):
-    """Slots of the `count` tokens from position `start` on, a list. Block b's first slot is b·block_size."""
+    """Slots of the `count` tokens from position `start` on, a list.
+    Block b's first slot is b·block_size."""
     # BEGIN SOLUTION
-    return [table[p // block_size] * block_size + p % block_size for p in range(start, start + count)]
+    positions = range(start, start + count)
+    return [table[p // block_size] * block_size + p % block_size for p in positions]
     # END SOLUTION
 
 
@@ -171,8 +176,9 @@ Pool = check("block-pool", Pool)
 
 # %%
 def paged_attention(q, k_pool, v_pool, table, context):
-    """One query over its first `context` keys. q: [heads, head_dim]; k_pool, v_pool: [num_blocks, block_size, kv_heads,
-    head_dim]; table: list of blocks -> [heads, head_dim]. No tensor that grows with the context."""
+    """One query over its first `context` keys. q: [heads, head_dim]; k_pool, v_pool: [num_blocks,
+    block_size, kv_heads, head_dim]; table: list of blocks -> [heads, head_dim]. No tensor that
+    grows with the context."""
     # BEGIN SOLUTION
     heads, head_dim = q.shape
     _, block_size, kv_heads, _ = k_pool.shape
@@ -223,11 +229,13 @@ receipts.same_tokens_elsewhere()
 
 # %%
 def block_keys(tokens, block_size, adapter=None, salt=None):
-    """-> a list of hashes, one per full block: equal only if the block, all before it, adapter and salt are equal."""
+    """-> a list of hashes, one per full block:
+    equal only if the block, all before it, adapter and salt are equal."""
     # BEGIN SOLUTION
     parent, keys = hashlib.sha256(repr(("root", adapter, salt)).encode()).digest(), []
     for start in range(0, len(tokens) - block_size + 1, block_size):
-        parent = hashlib.sha256(parent + repr(list(tokens[start : start + block_size])).encode()).digest()
+        block = repr(list(tokens[start : start + block_size])).encode()
+        parent = hashlib.sha256(parent + block).digest()
         keys.append(parent)
     return keys
     # END SOLUTION
@@ -244,8 +252,10 @@ block_keys = check("block-keys", block_keys)
 
 # %%
 def find_prefix(tokens, keys, cache, block_size):
-    """keys: of the full blocks of tokens. cache: {key: entry} with entry.block, entry.tokens (a tuple), entry.parent.
-    -> blocks of the longest cached beginning, first to last; at least one token must be left to compute."""
+    """keys: of the full blocks of tokens.
+    cache: {key: entry} with entry.block, entry.tokens (a tuple), entry.parent.
+    -> blocks of the longest cached beginning, first to last;
+    at least one token must be left to compute."""
     # BEGIN SOLUTION
     blocks = []
     for index in range((len(tokens) - 1) // block_size):
@@ -272,8 +282,9 @@ find_prefix = check("find-prefix", find_prefix)
 
 # %%
 def prepare_write(table, position, pool, copy, block_size):
-    """Before the token at `position` (the table's last block, or the first place behind it) is written: afterwards its
-    block is held by this table alone. pool: as yours; copy(source, target) copies keys and values of a block."""
+    """Before the token at `position` (the table's last block, or the first place behind it) is
+    written: afterwards its block is held by this table alone. pool: as yours; copy(source, target)
+    copies keys and values of a block."""
     # BEGIN SOLUTION
     index = position // block_size
     if index == len(table):
@@ -314,7 +325,8 @@ class CachingPool:
         self.block_of[key], self.key_of[block] = block, key
 
     def allocate(self):
-        """A block with one holder: a free one, else the idle one unused for longest, whose key is forgotten."""
+        """A block with one holder: a free one, else the idle one unused for longest,
+        whose key is forgotten."""
         # BEGIN SOLUTION
         if self.free:
             block = self.free.pop()
@@ -333,7 +345,8 @@ class CachingPool:
         # END SOLUTION
 
     def release(self, blocks):
-        """A sequence lets go of its blocks (a list, in its order): those without a holder become idle, or free."""
+        """A sequence lets go of its blocks (a list, in its order):
+        those without a holder become idle, or free."""
         # BEGIN SOLUTION
         for block in reversed(blocks):
             self.references[block] -= 1
@@ -355,7 +368,9 @@ CachingPool = check("lru-eviction", CachingPool)
 # until a slot is written. Three requests: a prompt, another with the same beginning, and a fork of the first one.
 
 # %%
-receipts.your_engine(small.Parts(slot_mapping, Pool, paged_attention, block_keys, find_prefix, prepare_write))
+receipts.your_engine(
+    small.Parts(slot_mapping, Pool, paged_attention, block_keys, find_prefix, prepare_write),
+)
 
 # %% [markdown]
 # ## Measure: waste
@@ -390,7 +405,13 @@ receipts.shared_prefix()
 show(pictures.sharing)
 
 # %%
-sliders(pictures.sharing, prefix=(0, 4000, 100), own=(10, 2000, 10), requests=(1, 32), block_size=[1, 16, 64, 256])
+sliders(
+    pictures.sharing,
+    prefix=(0, 4000, 100),
+    own=(10, 2000, 10),
+    requests=(1, 32),
+    block_size=[1, 16, 64, 256],
+)
 
 # %%
 receipts.saved_shares()
@@ -517,9 +538,10 @@ print(inspect.getsource(blocks.Prefix))
 
 # %%
 def attend_kernel(q, k_pool, v_pool, table, y, context, scale, GROUP, KV_HEADS, SIZE, DIM):
-    """Program h: y[h] = attention of query head h over the first `context` keys. Contiguous arrays, float32: q, y [heads,
-    DIM]; k_pool, v_pool [blocks, SIZE, KV_HEADS, DIM]; table: blocks (int64). Head h reads kv head h // GROUP. Names in
-    capitals are compile-time constants, SIZE and DIM powers of two; scores are multiplied by `scale`."""
+    """Program h: y[h] = attention of query head h over the first `context` keys. Contiguous arrays,
+    float32: q, y [heads, DIM]; k_pool, v_pool [blocks, SIZE, KV_HEADS, DIM]; table: blocks (int64).
+    Head h reads kv head h // GROUP. Names in capitals are compile-time constants, SIZE and DIM
+    powers of two; scores are multiplied by `scale`."""
     # BEGIN SOLUTION
     head, dims, places = tl.program_id(0), tl.arange(0, DIM), tl.arange(0, SIZE)
     query = tl.load(q + head * DIM + dims) * scale
@@ -539,7 +561,11 @@ def attend_kernel(q, k_pool, v_pool, table, y, context, scale, GROUP, KV_HEADS, 
     # END SOLUTION
 
 
-attend_kernel = check("triton-kernel", attend_kernel) if interpreted.INSTALLED else print(interpreted.MISSING)
+if interpreted.INSTALLED:
+    attend_kernel = check("triton-kernel", attend_kernel)
+else:
+    attend_kernel = None
+    print(interpreted.MISSING)
 
 # %% [markdown]
 # Hugging Face `transformers` (version 5) has a paged cache, too. Four requests with 70 shared tokens, if it is
@@ -644,7 +670,7 @@ receipts.design_numbers()
 # 2. When may two sequences share a block, how is that recognised, and what may happen to a shared block?
 # 3. Which bugs of a paged cache leave the answers looking right, and which receipt shows them?
 #
-# Next: lab 14, continuous batching, where sequences join and leave at every step.
+# Next: [14 · Continuous batching](14_continuous_batching.ipynb), where sequences join and leave at every step.
 
 # %%
 finish("13_paged_attention")

@@ -3,12 +3,14 @@
 import random
 from collections import Counter
 from collections.abc import Callable
+from itertools import islice
 
 from course.lab14_continuous_batching import experiments_breaks as breaks
 from course.lab14_continuous_batching.experiments import Flight, play, requests
 from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
+from minillm.serve import Scheduler
 
 ANSWERS = answers_of("14_continuous_batching")
 
@@ -101,15 +103,23 @@ def check_diagnose(learner: Callable) -> Receipt:
 
 
 def _flights(fault: str, base: int) -> list[Flight]:
-    """Six flights with this fault. Of healthy ones at least one preempts a sequence twice, of those that lose a place
-    at least one preempts none twice: how often tells nothing."""
-    flights = [breaks.case(fault, seed) for seed in range(base, base + 6)]
+    """Six flights in which this fault shows. Of healthy ones at least one preempts a sequence twice, of those that lose
+    a place at least one preempts none twice, so that the number of preemptions does not give the fault away."""
+    shown = (breaks.case(fault, seed) for seed in range(base, base + 200) if _shows(fault, seed))
+    flights = list(islice(shown, 6))
     twice = {breaks.HEALTHY: True, "place in the queue lost": False}.get(fault)
-    for seed in range(base + 6, base + 200):
-        if twice is None or any((_most_preempted(flight) > 1) is twice for flight in flights):
-            break
-        flights[-1] = breaks.case(fault, seed)
+    while twice is not None and not any((_most_preempted(flight) > 1) is twice for flight in flights):
+        flights[-1] = next(shown)
     return flights
+
+
+def _shows(fault: str, seed: int) -> bool:
+    """Whether the same requests are scheduled otherwise without the fault."""
+    if fault == breaks.HEALTHY:
+        return True
+    flights = (breaks.case(fault, seed), breaks.case(fault, seed, make=Scheduler))
+    mine, sound = ([(each.batch, each.admitted, each.preempted) for each in flight.records] for flight in flights)
+    return mine != sound
 
 
 def _most_preempted(flight: Flight) -> int:

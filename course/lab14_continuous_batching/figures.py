@@ -12,7 +12,7 @@ from course.lab14_continuous_batching.experiments import Flight
 from course.shared.step_cost import H100_8B
 from minillm.labkit.answers import answers_of
 from minillm.labkit.palette import PALETTE, look
-from minillm.labkit.plots import style, subplots
+from minillm.labkit.plots import headline, log_ticks, style, subplots
 from minillm.serve import POLICIES
 from minillm.serve.trace import skewed, uniform
 
@@ -27,7 +27,7 @@ PALE = (PALETTE["orange"], PALETTE["sky"], PALETTE["purple"], PALETTE["yellow"])
 def batches_over_time(requests: int = 24, max_num_seqs: int = 6, sigma: float = 1.0, longest: int = 48) -> Figure:
     """Requests by place and step: static batches above, continuous below; sigma 0 makes all answers equally long."""
     lengths = _lengths(requests, sigma, longest)
-    figure, panels = subplots(2, 1, width=10, height=4.2, sharex=True)
+    figure, panels = subplots(2, 1, width=9, height=4.2, sharex=True)
     static, continuous = predict.static_steps(lengths, max_num_seqs), predict.continuous_steps(lengths, max_num_seqs)
     places = {"static": _static(lengths, max_num_seqs), "continuous": _continuous(lengths, max_num_seqs)}
     with style():
@@ -38,11 +38,13 @@ def batches_over_time(requests: int = 24, max_num_seqs: int = 6, sigma: float = 
                 if lengths[request] > static / 50:  # else there is no room for its number
                     ink = "black" if drawn.color in PALE else "white"
                     middle = start + lengths[request] / 2
-                    axes.text(middle, place, str(request), ha="center", va="center", fontsize=7, color=ink)
+                    axes.text(middle, place, str(request), ha="center", va="center", fontsize=9, color=ink)
             steps = static if name == "static" else continuous
             axes.axvline(steps, color=PALETTE["black"], linewidth=1, linestyle=":")
             idle = 1 - sum(lengths) / (max_num_seqs * steps)
-            axes.set_title(f"{name}: {steps} decode steps, {idle:.0%} of the places empty (numbers: requests)")
+            axes.set_title(
+                f"{name.capitalize()}: {steps} decode steps, {idle:.0%} of the places empty (numbers: requests)"
+            )
             axes.set(
                 ylabel="place in the batch",
                 xlim=(0, static * 1.02),
@@ -51,6 +53,7 @@ def batches_over_time(requests: int = 24, max_num_seqs: int = 6, sigma: float = 
             )
             axes.grid(False, axis="y")
         panels[-1].set_xlabel("step")
+        headline(figure, "A static batch waits for its longest answer, a continuous one refills each place at once")
     return figure
 
 
@@ -74,9 +77,10 @@ def recompute_or_swap(
             axes.axvline(where, color=PALETTE["vermillion"], linewidth=1, linestyle=":")
             note = f"{where:,.0f} tokens"
             axes.annotate(note, (where, 0), xytext=(6, 6), textcoords="offset points", fontsize=9)
-        said = "swap always" if where == 0 else f"swap from {where:,.0f} tokens on" if where < 1e6 else "recompute"
+        said = "always" if where == 0 else f"from {where:,.0f} tokens on" if where < 1e6 else "never"
         axes.set(xlabel="tokens that had been computed", ylabel="added time (ms)", xlim=(0, tokens[-1]), ylim=(0, None))
-        axes.set_title(f"link of {link_gb_per_s:g} GB/s, {kv_heads} kv heads: {said} (formula)")
+        setting = f"Formula: an 8B model on one H100, link of {link_gb_per_s:g} GB/s, {kv_heads} kv heads"
+        headline(axes, f"Swapping is quicker than recomputing {said}", setting)
         axes.legend()
     return figure
 
@@ -120,42 +124,46 @@ def worst_gaps() -> Figure:
 
 def draw_stalls(rows: list[dict[str, Any]], unmixed: dict[str, float] | None = None) -> Figure:
     """Chunk size against the worst gap of decoding sequences, and the long prompt's time to first token."""
-    figure, panels = subplots(1, 2, width=10, height=3.3)
+    figure, panels = subplots(1, 2, width=9, height=3.3)
     chunks = [numbers["chunk"] for numbers in rows]
     with style():
         for axes, key, predicted, name in (
-            (panels[0], "gap", "predicted", "worst gap of 16 decoding sequences (ms)"),
+            (panels[0], "gap", "predicted", "worst gap of 16 sequences (ms)"),
             (panels[1], "ttft", "predicted_ttft", "the prompt's TTFT (ms)"),
         ):
             axes.plot(chunks, [1e3 * r[predicted] for r in rows], "--", marker="", color=look(1).color, label="formula")
             axes.plot(chunks, [1e3 * r[key] for r in rows], "o", color=look(0).color, label="simulated")
             axes.set_xscale("log", base=2)
-            axes.set_xticks(chunks, [f"{chunk:,}" for chunk in chunks], fontsize=8)
+            axes.set_xticks(chunks, [f"{chunk:,}" for chunk in chunks], fontsize=9)
             axes.minorticks_off()
             axes.set(xlabel="chunk (tokens)", ylabel=name, ylim=(0, None))
         if unmixed is not None:
             panels[0].set_ylim(0, 1.15e3 * unmixed["gap"])
             style_of = {"color": PALETTE["vermillion"], "marker": "X", "linestyle": "", "markersize": 8}
             panels[0].plot(512, 1e3 * unmixed["gap"], label="chunk 512, phases never mixed", **style_of)
-        panels[0].set_title("a prompt of 8,192 tokens arrives")
-        panels[0].legend(fontsize=8)
-        panels[1].legend(fontsize=8)
+        panels[0].set_title("A prompt of 8,192 tokens arrives while 16 decode")
+        panels[0].legend()
+        panels[1].legend()
+        headline(figure, "Larger chunks make decoding sequences wait and soon hasten the prompt no more")
     return figure
 
 
 def draw_gaps(flights: dict[tuple[str, str], Flight]) -> Figure:
     """Worst gap of each request under four policies, recomputed and swapped: share that had no longer one."""
-    figure, axes = subplots(width=9, height=3.8)
+    figure, panels = subplots(1, 2, width=9, height=3.6, sharex=True, sharey=True)
     with style():
         for (policy, how), flight in flights.items():
             values = sorted(1e3 * told.worst_gap for told in flight.told.values())
             share = [(place + 1) / len(values) for place in range(len(values))]
             drawn = look(list(POLICIES).index(policy))
-            line = "-" if how == "recompute" else "--"
-            axes.step(values, share, color=drawn.color, linestyle=line, label=f"{policy}, {how}", marker="")
-        axes.set(xlabel="worst gap of a request (ms)", ylabel="share of requests", xscale="log", ylim=(0, 1.02))
-        axes.set_title("120 requests, one trace, simulated clock: what a preemption costs its victim")
-        axes.legend(fontsize=8, loc="lower right")
+            axes = panels[int(how == "swap")]
+            axes.step(values, share, color=drawn.color, linestyle=drawn.linestyle, label=policy, marker="")
+        for axes, title in zip(panels, ("Preempted and recomputed", "Preempted and swapped"), strict=True):
+            axes.set(xlabel="worst gap of a request (ms)", xscale="log", ylim=(0, 1.02), title=title)
+            log_ticks(axes.xaxis)
+        panels[0].set_ylabel("share of requests with no longer gap")
+        panels[1].legend(loc="lower right", title="preempted first")
+        headline(figure, "Whom the policy preempts decides who waits (120 requests, one trace, simulated clock)")
     return figure
 
 

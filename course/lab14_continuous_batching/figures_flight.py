@@ -4,12 +4,14 @@ from functools import cache
 
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.patheffects import withStroke
 
 from course.lab14_continuous_batching.experiments import Flight, play, requests
 from minillm.labkit.palette import PALETTE, look
-from minillm.labkit.plots import style, subplots
+from minillm.labkit.plots import headline, style, subplots
 from minillm.serve import StepRecord
 from minillm.serve.trace import Arrival
 
@@ -51,7 +53,7 @@ def view(step: int = 14, policy: str = "latest", preemption: str = "recompute", 
 
     A block shows its sequence; ×2: two hold it. Hatched tokens are prompt, or computed again after a preemption.
     """
-    return draw(flight(policy, preemption, chunk), step, f"{policy}, {preemption}")
+    return draw(flight(policy, preemption, chunk), step, f"policy: preempt the {policy} and {preemption}")
 
 
 def draw(flown: Flight, step: int, title: str) -> Figure:
@@ -59,14 +61,15 @@ def draw(flown: Flight, step: int, title: str) -> Figure:
     records = flown.records
     step = min(max(step, 1), len(records))
     now = records[step - 1]
-    figure, (above, below) = subplots(2, 1, width=10, height=5.0, height_ratios=[1, 1.25])
+    figure, (above, below) = subplots(2, 1, width=9, height=5.0, height_ratios=[1, 1.25])
     with style():
         _draw_blocks(above, now)
         away = sorted(_away(records[:step]), key=int)
-        above.set_title(
-            f"{title}: step {step} of {len(records)}: {now.running} running, {now.waiting} waiting"
-            + (f" (preempted: {', '.join(away)})" if away else "")
-            + f"; {now.used} of {now.used + now.free + now.cached} blocks used, {now.cached} cached"
+        headline(
+            above,
+            f"Step {step} of {len(records)}: {now.running} sequences run and {now.waiting} wait, "
+            f"{now.used} of {now.used + now.free + now.cached} blocks are held",
+            f"Waiting after a preemption: {', '.join(away) or 'none'}; blocks cached: {now.cached}; {title}",
         )
         _draw_batches(below, flown, step)
     return figure
@@ -79,10 +82,10 @@ def _away(records: list[StepRecord]) -> set[str]:
     return away
 
 
-def _colour(name: str) -> tuple[str, float]:
-    """Seven colours, then the same ones paler."""
-    number = int(name)
-    return look(number % 7).color, 1.0 if number < 7 else 0.45
+def _colour(name: str) -> str:
+    """Seven colours of the palette, its yellow, then four of Tol's muted ones; blocks and batches carry numbers too."""
+    colours = [look(i).color for i in range(7)] + [PALETTE["yellow"], "#332288", "#882255", "#999933", "#BBBBBB"]
+    return colours[int(name) % len(colours)]
 
 
 def _draw_blocks(axes: Axes, now: StepRecord) -> None:
@@ -92,13 +95,13 @@ def _draw_blocks(axes: Axes, now: StepRecord) -> None:
             holder.setdefault(block, name)
     for block, held in enumerate(now.references):
         x, y = block % COLUMNS, block // COLUMNS
-        colour, alpha = _colour(holder[block]) if held else (FREE, 1.0)
-        axes.add_patch(Rectangle((x + 0.04, y + 0.06), 0.92, 0.88, facecolor=colour, alpha=alpha, edgecolor="none"))
+        colour = _colour(holder[block]) if held else FREE
+        axes.add_patch(Rectangle((x + 0.04, y + 0.06), 0.92, 0.88, facecolor=colour, edgecolor="none"))
         if held > 1:
             axes.add_patch(Rectangle((x + 0.04, y + 0.06), 0.92, 0.88, fill=False, edgecolor="black", linewidth=2))
         if held:
             label = holder[block] + (f" ×{held}" if held > 1 else "")
-            axes.text(x + 0.5, y + 0.5, label, ha="center", va="center", fontsize=8, color=_ink(holder[block]))
+            axes.text(x + 0.5, y + 0.5, label, ha="center", va="center", fontsize=9, color=_ink(holder[block]))
     axes.set(xlim=(0, COLUMNS), ylim=(-(-len(now.references) // COLUMNS), 0), xticks=[], yticks=[])
     axes.set_ylabel("blocks")
     axes.grid(False)
@@ -107,19 +110,21 @@ def _draw_blocks(axes: Axes, now: StepRecord) -> None:
 
 
 def _ink(name: str) -> str:
-    colour, alpha = _colour(name)
-    dark = colour in (PALETTE["blue"], PALETTE["vermillion"], PALETTE["green"], PALETTE["black"])
-    return "white" if dark and alpha == 1 else "black"
+    red, green, blue = to_rgb(_colour(name))
+    return "black" if 0.3 * red + 0.6 * green + 0.1 * blue > 0.5 else "white"
 
 
 def _draw_batches(axes: Axes, flown: Flight, step: int) -> None:
     known = {name: told.prompt for name, told in flown.told.items()}
     boxes: dict[tuple[str, bool], list] = {}
+    named: dict[str, tuple[float, float]] = {}  # where a sequence is computed first
     for number, each in enumerate(flown.records, start=1):
         bottom, left, right = 0, number - 0.45, number + 0.45
         for name, first, tokens in each.batch:
             catching_up = tokens > 1 or first + tokens < known[name]
             top = bottom + tokens
+            if name not in named:
+                named[name] = (number, bottom + tokens / 2)
             boxes.setdefault((name, catching_up), []).append(
                 [(left, bottom), (right, bottom), (right, top), (left, top)]
             )
@@ -128,13 +133,15 @@ def _draw_batches(axes: Axes, flown: Flight, step: int) -> None:
         if each.preempted:
             axes.plot(number, bottom + 1.2, marker="v", color=PALETTE["vermillion"], markersize=6)
             names = ",".join(each.preempted)
-            axes.annotate(names, (number, bottom + 2.2), ha="center", fontsize=7, color=PALETTE["vermillion"])
+            axes.annotate(names, (number, bottom + 2.2), ha="center", fontsize=9, color=PALETTE["vermillion"])
     for (name, catching_up), corners in boxes.items():
-        colour, alpha = _colour(name)
         options = {"hatch": "///", "edgecolor": "white"} if catching_up else {"edgecolor": "none"}
-        axes.add_collection(PolyCollection(corners, facecolor=colour, alpha=alpha, linewidth=0, **options))
+        axes.add_collection(PolyCollection(corners, facecolor=_colour(name), linewidth=0, **options))
+    halo = [withStroke(linewidth=3, foreground="white")]
+    for name, place in named.items():
+        axes.text(*place, name, ha="center", va="center", fontsize=9, fontweight="bold", path_effects=halo)
     top = max(each.tokens for each in flown.records)
     axes.axvspan(step - 0.5, step + 0.5, color="black", alpha=0.15, linewidth=0)
     axes.set(xlim=(0, len(flown.records) + 1), ylim=(0, top + 7), xlabel="step", ylabel="tokens of the step")
     axes.grid(False, axis="x")
-    axes.set_title("hatched: prompt or computed again · plain: decode · ▾ preempted", fontsize=9, fontweight="normal")
+    axes.set_title("Hatched: prompt or computed again. Plain: decode. ▾: preempted", fontsize=9, fontweight="normal")

@@ -102,11 +102,6 @@ def phases(running, waiting, budget, chunk, max_num_seqs):
     return _deal(prompts or running, budget, chunk)
 
 
-@mistake("token-budget-step", "whole-prompts", expect="more than (a chunk|the budget)")
-def whole_prompts(running, waiting, budget, chunk, max_num_seqs):
-    return [(s, _num_uncomputed(s)) for s in [*running, *waiting[: max_num_seqs - len(running)]]]
-
-
 @mistake("token-budget-step", "no-chunk", expect="more than a chunk")
 def no_chunk(running, waiting, budget, chunk, max_num_seqs):
     order = sorted(running, key=lambda s: _num_uncomputed(s) > 1)

@@ -128,12 +128,6 @@ def all_is_well(records, prompts):
     return "healthy"
 
 
-@mistake("diagnose-a-flight", "preemption-is-a-fault", expect="you say 'place in the queue lost', it is 'healthy'")
-def preemption_is_wrong(records, prompts):
-    found = ANSWERS.diagnose(records, prompts)
-    return "place in the queue lost" if found == "healthy" and any(each.preempted for each in records) else found
-
-
 @mistake("diagnose-a-flight", "preempted-twice-is-a-place-lost", expect="place in the queue lost")
 def preempted_twice(records, prompts):
     found = ANSWERS.diagnose(records, prompts)

@@ -46,7 +46,7 @@ from course.lab14_continuous_batching import experiments_engines as engines
 from course.lab14_continuous_batching import figures as pictures
 from course.lab14_continuous_batching import figures_flight as flight_pictures
 from course.lab14_continuous_batching import receipts
-from minillm.labkit import check, finish, show, sliders
+from minillm.labkit import check, finish, hint, show, sliders
 from minillm.serve import POLICIES
 from minillm.serve.tiny import TinyLLM
 
@@ -93,8 +93,9 @@ receipts.passes(guess_static, guess_continuous)
 
 # %%
 def continuous_batches(lengths, max_num_seqs):
-    """lengths: tokens that each request needs, in order of arrival -> one list per step: the requests (0, 1, ...) in
-    its batch. First come, first served; no place in the batch stays free while a request waits."""
+    """lengths: tokens that each request needs, in order of arrival -> one list per step: the
+    requests (0, 1, ...) in its batch. First come, first served; no place in the batch stays free
+    while a request waits."""
     # BEGIN SOLUTION
     left, waiting, running, steps = list(lengths), list(range(len(lengths))), [], []
     while waiting or running:
@@ -114,7 +115,13 @@ continuous_batches = check("join-and-leave", continuous_batches)
 show(pictures.batches_over_time)
 
 # %%
-sliders(pictures.batches_over_time, requests=(4, 64), max_num_seqs=(1, 12), sigma=(0.0, 2.0, 0.25), longest=(8, 96))
+sliders(
+    pictures.batches_over_time,
+    requests=(4, 64),
+    max_num_seqs=(1, 12),
+    sigma=(0.0, 2.0, 0.25),
+    longest=(8, 96),
+)
 
 # %% [markdown]
 # Set `sigma` to 0: all answers become equally long, and the two pictures are the same. In the long run static batching
@@ -139,8 +146,9 @@ receipts.gain(continuous_batches)
 
 # %%
 def plan_step(running, waiting, budget, chunk, max_num_seqs):
-    """-> a list of (sequence, tokens). running, waiting: sequences in order, each with num_tokens and num_computed.
-    The budget is at least max_num_seqs. Changes nothing: a plan says what the step will compute."""
+    """-> a list of (sequence, tokens). running, waiting: sequences in order, each with num_tokens
+    and num_computed. The budget is at least max_num_seqs. Changes nothing: a plan says what the
+    step will compute."""
     # BEGIN SOLUTION
     decoding = [s for s in running if s.num_tokens - s.num_computed == 1]
     prompts = [s for s in running if s.num_tokens - s.num_computed > 1]
@@ -179,11 +187,12 @@ receipts.pass_cost()
 
 # %%
 def victim(running, needy, policy):
-    """-> the sequence of running that gives up its blocks for needy; None if needy has to wait for a block.
+    """-> the sequence of running that gives up its blocks for needy;
+    None if needy has to wait for a block.
 
     rank: a tuple, smaller is earlier (served first). policy: "latest" (largest arrival: rank[1]),
-    "longest" (num_tokens), "lowest priority" (largest priority: lower is sooner) or "least recently used" (smallest
-    last_step). Among equals the one of the largest rank."""
+    "longest" (num_tokens), "lowest priority" (largest priority: lower is sooner) or "least recently
+    used" (smallest last_step). Among equals the one of the largest rank."""
     # BEGIN SOLUTION
     number = {
         "latest": lambda s: s.rank[1],
@@ -211,17 +220,19 @@ victim = check("preemption-victim", victim)
 
 # %%
 class Preemption:
-    """Gives the blocks of a sequence up and gets them back. A sequence has tokens, num_computed, blocks (on the device, one per
-    pool.block_size tokens) and host_blocks (copies on the host, empty while it runs).
+    """Gives the blocks of a sequence up and gets them back. A sequence has tokens, num_computed,
+    blocks (on the device, one per pool.block_size tokens) and host_blocks (copies on the host,
+    empty while it runs).
 
-    The pool: blocks_for(tokens), available, free_host, allocate(count) -> blocks, share(blocks) -> blocks,
-    release(blocks), idle(blocks) -> how many of them no sequence holds (they count in available),
-    swap_out(blocks) -> host_blocks (copies, then releases), swap_in(host_blocks, blocks, skip=n) (copies all but the
-    first n back, frees the host blocks)."""
+    The pool: blocks_for(tokens), available, free_host, allocate(count) -> blocks, share(blocks) ->
+    blocks, release(blocks), idle(blocks) -> how many of them no sequence holds (they count in
+    available), swap_out(blocks) -> host_blocks (copies, then releases), swap_in(host_blocks,
+    blocks, skip=n) (copies all but the first n back, frees the host blocks)."""
 
     def preempt(self, sequence, pool, swap):
-        """Takes all blocks from the sequence. swap: copies those that hold computed tokens to the host, if all of
-        these fit there (free_host blocks); otherwise what was computed is lost. Sampled tokens stay."""
+        """Takes all blocks from the sequence. swap: copies those that hold computed tokens to the
+        host, if all of these fit there (free_host blocks); otherwise what was computed is lost.
+        Sampled tokens stay."""
         # BEGIN SOLUTION
         held = pool.blocks_for(sequence.num_computed)
         if swap and held <= pool.free_host:
@@ -234,7 +245,8 @@ class Preemption:
         # END SOLUTION
 
     def resume(self, sequence, pool, hits):
-        """Blocks for all its tokens again, those of the prefix cache first (hits: full blocks, not held yet).
+        """Blocks for all its tokens again, those of the prefix cache first (hits: full blocks,
+        not held yet).
         -> True; or False, with nothing taken, if there are too few."""
         # BEGIN SOLUTION
         fresh = pool.blocks_for(sequence.num_tokens) - len(hits)
@@ -259,7 +271,12 @@ Preemption = check("preempt-and-return", Preemption)
 show(pictures.recompute_or_swap)
 
 # %%
-sliders(pictures.recompute_or_swap, link_gb_per_s=(4.0, 64.0, 4.0), kv_heads=[8, 32], block_size=[1, 4, 16, 64])
+sliders(
+    pictures.recompute_or_swap,
+    link_gb_per_s=(4.0, 64.0, 4.0),
+    kv_heads=[8, 32],
+    block_size=[1, 4, 16, 64],
+)
 
 # %% [markdown]
 # Both lines are nearly straight, so the length rarely decides. The link does, the number of kv heads and, with small
@@ -276,7 +293,8 @@ sliders(pictures.recompute_or_swap, link_gb_per_s=(4.0, 64.0, 4.0), kv_heads=[8,
 
 # %%
 class PatientQueue:
-    """The smallest arrival + patience * priority goes first; equal ones in order of arrival. Arrivals count pushes."""
+    """The smallest arrival + patience * priority goes first; equal ones in order of arrival.
+    Arrivals count pushes."""
 
     def __init__(self, patience):
         # BEGIN SOLUTION
@@ -337,9 +355,10 @@ receipts.two_recordings()
 
 # %%
 def latencies(records, prompts, arrived):
-    """-> {name: (ttft, tpot, worst gap)} in seconds. records: one per step, each with batch: (name, first position,
-    tokens), started and seconds. prompts: {name: tokens of its prompt}; arrived: {name: seconds}.
-    A step's tokens are there when the step is over. Every request here gets two tokens or more."""
+    """-> {name: (ttft, tpot, worst gap)} in seconds. records: one per step, each with batch: (name,
+    first position, tokens), started and seconds. prompts: {name: tokens of its prompt}; arrived:
+    {name: seconds}. A step's tokens are there when the step is over. Every request here gets two
+    tokens or more."""
     # BEGIN SOLUTION
     held, times = dict(prompts), {name: [] for name in prompts}
     for each in records:
@@ -465,12 +484,13 @@ receipts.faults()
 
 # %%
 def diagnose(records, prompts):
-    """-> "healthy", "phases never mixed", "place in the queue lost", "livelock" or "tokens that do not exist".
+    """-> "healthy", "phases never mixed", "place in the queue lost",
+    "livelock" or "tokens that do not exist".
 
-    records: one per step, each with batch: (name, first position, tokens), admitted, preempted, ended: names, and
-    sampled: how many tokens came out. prompts: {name: tokens of its prompt}. Names are "0", "1", ... in order of
-    arrival, priorities equal. In a step preemptions come first, then admissions, then the batch. The recording may stop
-    before all requests have ended."""
+    records: one per step, each with batch: (name, first position, tokens), admitted, preempted,
+    ended: names, and sampled: how many tokens came out. prompts: {name: tokens of its prompt}.
+    Names are "0", "1", ... in order of arrival, priorities equal. In a step preemptions come first,
+    then admissions, then the batch. The recording may stop before all requests have ended."""
     # BEGIN SOLUTION
     held, away, decoding = dict(prompts), set(), set()
     if len(records) > 100 and not any(each.sampled for each in records[-100:]):
@@ -644,7 +664,8 @@ receipts.design_chunk()
 # 2. What happens to decoding sequences while a long prompt is computed, and what when the blocks run out?
 # 3. How do you read from an engine's own records what is wrong with its scheduler?
 #
-# Next: lab 15 lets a small model draft several tokens, and the large one check them in a single pass.
+# Next: in [15 · Speculative decoding](15_speculative_decoding.ipynb) a small model drafts several tokens, and the large one
+# checks them in a single pass.
 
 # %%
 finish("14_continuous_batching")

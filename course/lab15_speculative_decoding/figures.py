@@ -11,7 +11,7 @@ from course.lab15_speculative_decoding import experiments_runs as runs
 from course.lab15_speculative_decoding.experiments import Compared
 from course.lab15_speculative_decoding.experiments_runs import Sweep
 from minillm.labkit.palette import PALETTE, look
-from minillm.labkit.plots import bars, lines, style, subplots
+from minillm.labkit.plots import bars, headline, lines, log_ticks, style, subplots
 from minillm.predict import speculation as predict
 
 TEMPERATURES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0)
@@ -42,10 +42,10 @@ def overlap(agreement: float = 0.6, temperature: float = 1.0, seed: int = 3) -> 
             hatch="xx",
             label="q - p: drafted, rejected",
         )
-        axes.set_xticks(places, [f"token {i}" for i in places], fontsize=8)
+        axes.set_xticks(places, [f"token {i}" for i in places], fontsize=9)
         axes.set(ylabel="probability", ylim=(0, max(p.max(), q.max()) * 1.15))
-        axes.set_title(f"accepted: Σ min(p, q) = {both.sum():.2f}; total variation {1 - both.sum():.2f}")
-        axes.legend(fontsize=8)
+        axes.set_title(f"Accepted: Σ min(p, q) = {both.sum():.2f}; total variation {1 - both.sum():.2f}")
+        axes.legend()
     return figure
 
 
@@ -67,8 +67,9 @@ def speedup_by_k(alpha: float = 0.8, c: float = 0.1, verify: float = 1.0) -> Fig
             fontsize=9,
         )
         axes.set(xlabel="draft tokens per pass, K", ylabel="speedup", ylim=(0, max(4.0, 1.3 * max(values))))
-        axes.set_title(f"α = {alpha:g}; in plain passes: a draft token costs {c:g}, checking {verify:g}")
-        axes.legend(fontsize=8, loc="upper right")
+        setting = f"α = {alpha:g}; in plain passes: a draft token costs {c:g}, checking {verify:g}"
+        headline(axes, "More draft tokens pay only up to a point", setting)
+        axes.legend(loc="upper right")
     return figure
 
 
@@ -87,24 +88,27 @@ def draw_alpha(shares: dict[str, list[float]], temperatures=TEMPERATURES) -> Fig
         shares,
         x_axis=("temperature of the request", ""),
         y_axis=("accepted", ""),
-        title="Σ min(p, q) on held-out text, no sampling",
         ax=subplots(width=8, height=3.5)[1],
     )
     figure.axes[0].set_ylim(0, 1)
+    setting = "Σ min(p, q) on held-out text, computed without sampling"
+    headline(
+        figure.axes[0], "At high temperature sampled draft tokens stay accepted, the likeliest ones do not", setting
+    )
     return figure
 
 
 def draw_sweep(found: Sweep) -> Figure:
     """Tokens per pass and speedup by K: measured, and by the formulas."""
     ks = list(found.runs)
-    figure, (left, right) = subplots(1, 2, width=10.5, height=3.6)
+    figure, (left, right) = subplots(1, 2, width=9, height=3.6)
     lines(
         ks,
         {"tokens per pass": [found.runs[k].run.tokens_per_pass for k in ks]},
         {"tokens per pass": [predict.tokens_per_pass(found.alpha[:k]) for k in ks]},
         x_axis=("draft tokens per pass, K", ""),
         y_axis=("tokens per pass", ""),
-        title="Every accepted draft token saves a pass",
+        title="Every accepted draft token saves a pass …",
         ax=left,
     )
     lines(
@@ -113,16 +117,16 @@ def draw_sweep(found: Sweep) -> Figure:
         {"speedup": [found.predicted(k) for k in ks]},
         x_axis=("draft tokens per pass, K", ""),
         y_axis=("speedup", ""),
-        title="Speedup: each draft token costs a pass of the draft",
+        title="… and costs a pass of the draft",
         ax=right,
     )
     with style():
         textbook = [found.predicted(k, textbook=True) for k in ks]
-        right.plot(ks, textbook, color=look(1).color, linestyle=":", label="if K + 1 tokens cost as one")
+        right.plot(ks, textbook, color=look(1).color, linestyle=":", marker="", label="if K + 1 tokens cost as one")
         right.axhline(1, color=PALETTE["black"], linewidth=0.8)
         right.set_ylim(0, 1.1 * max([*textbook, *(each.speedup for each in found.runs.values())]))
         left.set_ylim(0.9, None)
-        right.legend(fontsize=8)
+        right.legend()
     return figure
 
 
@@ -130,7 +134,8 @@ def draw_table(found: dict[str, Compared | None]) -> Figure:
     """Tokens per pass and speedup of every proposer."""
     present = {name: each for name, each in found.items() if each is not None}
     names, values = list(present), list(present.values())
-    figure, (left, right) = subplots(1, 2, width=10.5, height=3.4)
+    figure, (left, right) = subplots(1, 2, width=9, height=3.4)
+    names = [name.replace("-", "-\n") for name in names]
     for axes, what, predicted, measured in (
         (
             left,
@@ -143,10 +148,13 @@ def draw_table(found: dict[str, Compared | None]) -> Figure:
         bars(names, predicted, measured, quantity=what, unit="", ax=axes)
         with style():
             axes.axhline(1, color=PALETTE["black"], linewidth=0.8)
-            axes.tick_params(axis="x", labelsize=8)
+            axes.tick_params(axis="x", labelsize=9)
+            axes.margins(y=0.25)
+            axes.legend(loc="upper right", ncols=2)
     with style():
         left.set_title("Tokens per pass of the target")
         right.set_title("Speedup")
+        headline(figure, "A proposer pays if its draft tokens are right often enough for what they cost")
     return figure
 
 
@@ -160,8 +168,9 @@ def draw_typical(rows: list[tuple[float, float, float]], exact: float) -> Figure
             axes.plot([row[0] for row in rows], values, color=drawn.color, marker=drawn.marker, label=name)
         axes.axhline(exact, color=look(0).color, linestyle="--", label="accepted by the exact rule, total variation 0")
         axes.set(xlabel="threshold ε", ylabel="share", ylim=(0, 1), xscale="log")
-        axes.set_title("Typical acceptance, temperature 1: another distribution at every threshold")
-        axes.legend(fontsize=8)
+        log_ticks(axes.xaxis)
+        headline(axes, "Typical acceptance samples another distribution at every threshold", "Temperature 1")
+        axes.legend()
     return figure
 
 
@@ -185,7 +194,8 @@ def _sweep() -> tuple[Figure, dict[str, Any]]:
 def _proposers() -> tuple[Figure, dict[str, Any]]:
     found = runs.table(count=6)
     rows = {
-        name: {"k": runs.K[name], "tokens_per_pass": each.run.tokens_per_pass, "c": each.c}
+        name: {"k": runs.K[name], "c": each.c}
+        | {"tokens_per_pass": each.run.tokens_per_pass, "tokens_predicted": experiments.formula(each.run)}
         | {"speedup": each.speedup, "predicted": each.predicted, "same_tokens": each.same}
         for name, each in found.items()
         if each is not None

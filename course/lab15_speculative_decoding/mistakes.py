@@ -189,15 +189,6 @@ def one_number(target, guesses, q, draw):
     return [*guesses, choose(target[-1], draw)]
 
 
-@mistake("verifier", "seeds the generator for each draft token", expect="a number of its own")
-def seeds_again(target, guesses, q, draw):
-    for i, guess in enumerate(guesses):
-        draw.manual_seed(0)
-        if not uniform(draw) < target[i, guess] / q[i, guess]:
-            return [*guesses[:i], choose(right.residual(target[i], q[i]), draw)]
-    return [*guesses, choose(target[-1], draw)]
-
-
 @mistake("verifier", "goes on after a rejection", expect="only the last token may be new")
 def goes_on(target, guesses, q, draw):
     tokens = []

@@ -77,7 +77,6 @@ mistake("best-k", "not a number where α = 1", expect="your speedup is nan")(
 mistake("best-k", "the largest of equals", expect="best_k is 0")(
     rule(right.speedup, lambda alpha, c, most: max(range(most + 1), key=lambda k: (right.speedup(alpha, c, k), k)))
 )
-mistake("best-k", "the most draft tokens", expect="best_k is")(rule(right.speedup, lambda alpha, c, most: most))
 mistake("best-k", "most left out", expect="best_k is")(
     rule(right.speedup, lambda alpha, c, most: max(range(most), key=lambda k: right.speedup(alpha, c, k)))
 )

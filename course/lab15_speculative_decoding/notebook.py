@@ -49,7 +49,7 @@ from course.lab15_speculative_decoding import experiments, receipts
 from course.lab15_speculative_decoding import experiments_runs as runs
 from course.lab15_speculative_decoding import figures as pictures
 from course.lab15_speculative_decoding.tiny_models import distance, first
-from minillm.labkit import check, finish, show, sliders
+from minillm.labkit import check, finish, hint, show, sliders
 from minillm.serve.speculate import verify
 from minillm.serve.speculate.verify import choose, uniform
 
@@ -78,7 +78,7 @@ receipts.pass_cost()
 # %%
 guess_tokens = 0.8 * 4  # tokens per pass: 4 draft tokens, each accepted with probability 0.8
 guess_speedup = 4 * 0.8 * (1 - 0.1)  # times faster, if a draft token costs a tenth of a pass
-guess_hot = "fewer"  # sampled draft tokens accepted at temperature 1.5, compared with 0.5: "fewer" or "more"
+guess_hot = "fewer"  # or "more": draft tokens accepted at temperature 1.5, compared with 0.5
 
 # %% [markdown]
 # ## 1 · What to do with a rejected token
@@ -99,7 +99,8 @@ sliders(pictures.overlap, agreement=(0.0, 1.0), temperature=(0.3, 3.0), seed=(0,
 
 # %%
 def residual(p, q):
-    """p, q: [vocab] -> [vocab], the distribution to sample from after a rejection; p itself where p = q."""
+    """p, q: [vocab] -> [vocab], the distribution to sample from after a rejection;
+    p itself where p = q."""
     # BEGIN SOLUTION
     left = (p - q).clamp(min=0)
     total = left.sum()
@@ -130,7 +131,8 @@ receipts.one_draft_token()
 
 # %%
 def verify_draft(target, drafted, q, draw):
-    """target: [k + 1, vocab], q: [k, vocab], drafted: k tokens sampled from q -> the accepted ones and one more."""
+    """target: [k + 1, vocab], q: [k, vocab], drafted: k tokens sampled from q
+    -> the accepted ones and one more."""
     # BEGIN SOLUTION
     for i, token in enumerate(drafted):
         if not uniform(draw) < target[i, token] / q[i, token]:
@@ -158,7 +160,8 @@ print(inspect.getsource(verify))
 
 # %%
 def speculate(target, draft, prompt, count, k, draw):
-    """-> `count` tokens after the prompt, distributed as the target's; at most k draft tokens per pass."""
+    """-> `count` tokens after the prompt, distributed as the target's;
+    at most k draft tokens per pass."""
     # BEGIN SOLUTION
     tokens = list(prompt)
     while (left := len(prompt) + count - len(tokens)) > 0:
@@ -182,7 +185,8 @@ speculate = check("speculative-loop", speculate)
 models = experiments.pair()
 [prompt] = experiments.prompts("code", 1)
 target = runs.Uncached(models.target)
-answer = speculate(target, runs.Uncached(models.draft), prompt, 24, 3, torch.Generator().manual_seed(0))
+draft, draw = runs.Uncached(models.draft), torch.Generator().manual_seed(0)
+answer = speculate(target, draft, prompt, 24, 3, draw)
 print(models.tokenizer.decode(answer))
 receipts.your_loop(answer, target.passes, prompt)
 
@@ -203,8 +207,9 @@ receipts.your_loop(answer, target.passes, prompt)
 def honest_draft(scores, tokens, k, temperature, top_k, draw):
     """scores(tokens) -> logits [vocab]. -> (k draft tokens, [k, vocab] what each was sampled from).
 
-    Process the logits as the target's are: divide by the temperature, rule out all but the top_k largest, softmax. At
-    temperature 0 the draft tokens are the likeliest ones, and None is returned instead of rows."""
+    Process the logits as the target's are: divide by the temperature, rule out all but the top_k
+    largest, softmax. At temperature 0 the draft tokens are the likeliest ones, and None is returned
+    instead of rows."""
     # BEGIN SOLUTION
     drafted, rows = [], []
     for _ in range(k):
@@ -213,7 +218,8 @@ def honest_draft(scores, tokens, k, temperature, top_k, draw):
             drafted.append(int(logits.argmax()))
             continue
         lowest = logits.topk(top_k).values[-1]
-        rows.append(torch.softmax((logits / temperature).masked_fill(logits < lowest, float("-inf")), dim=-1))
+        kept = (logits / temperature).masked_fill(logits < lowest, float("-inf"))
+        rows.append(torch.softmax(kept, dim=-1))
         drafted.append(choose(rows[-1], draw))
     return drafted, torch.stack(rows) if rows else None
     # END SOLUTION
@@ -231,7 +237,8 @@ alpha = experiments.alpha_by_temperature(pictures.TEMPERATURES)
 
 
 def acceptance_by_temperature():
-    """Share of draft tokens accepted by temperature, for code and prose: sampled tokens and likeliest tokens."""
+    """Share of draft tokens accepted by temperature, for code and prose:
+    sampled tokens and likeliest tokens."""
     return pictures.draw_alpha(alpha)
 
 
@@ -259,8 +266,9 @@ receipts.temperature(alpha, guess_hot)
 def look_up(tokens, k, longest=3):
     """-> up to k tokens that followed the most recent earlier occurrence of the ending.
 
-    The ending is the last `longest` tokens; if they did not occur before, the last longest - 1, and so on down to the
-    last one. An earlier occurrence may overlap the ending. [] if none is found."""
+    The ending is the last `longest` tokens; if they did not occur before, the last longest - 1, and
+    so on down to the last one. An earlier occurrence may overlap the ending. [] if none is
+    found."""
     # BEGIN SOLUTION
     tokens = list(tokens)
     for size in range(min(longest, len(tokens) - 1), 0, -1):
@@ -287,8 +295,8 @@ look_up = check("prompt-lookup", look_up)
 
 # %%
 def speedup(alpha, c, k):
-    """-> plain seconds per token / speculative ones. c: seconds of one draft token / of one pass of the target; a pass
-    over k + 1 tokens is taken to cost as much as one over 1."""
+    """-> plain seconds per token / speculative ones. c: seconds of one draft token / of one pass of
+    the target; a pass over k + 1 tokens is taken to cost as much as one over 1."""
     # BEGIN SOLUTION
     return sum(alpha**i for i in range(k + 1)) / (1 + c * k)
     # END SOLUTION
@@ -330,7 +338,8 @@ swept = runs.sweep(pictures.KS, count=4)
 
 
 def k_sweep():
-    """Tokens per pass and speedup by the number of draft tokens, measured solid and predicted dashed."""
+    """Tokens per pass and speedup by the number of draft tokens,
+    measured solid and predicted dashed."""
     return pictures.draw_sweep(swept)
 
 
@@ -404,11 +413,11 @@ receipts.proposers(table)
 
 # %%
 def verdict(found, true, accepted, possible):
-    """found, true: {(token, token, token): probability}; accepted: mean draft tokens accepted per pass, possible: the
-    largest mean that an exact verifier can reach.
+    """found, true: {(token, token, token): probability}; accepted: mean draft tokens accepted per
+    pass, possible: the largest mean that an exact verifier can reach.
 
-    -> "first token off", "later tokens off" (each first token is right, but not the tokens together), "exact", or
-    "exact, accepts less" than possible."""
+    -> "first token off", "later tokens off" (each first token is right, but not the tokens
+    together), "exact", or "exact, accepts less" than possible."""
     # BEGIN SOLUTION
     for places in (1, 2, 3):
         if distance(first(found, places), first(true, places)) > 1e-9:
@@ -640,7 +649,8 @@ receipts.design_draft()
 # 2. How many draft tokens are worth it, by which formula, and why is there an optimum?
 # 3. When does speculation lose, and which of its bugs does a test of the text not reveal?
 #
-# Next: lab 21 sizes a serving system with these numbers. (Lab 16, on fewer bytes per pass, is still to come.)
+# Next: [20 · Design a training run](20_design_training.ipynb) puts the numbers of labs 01 to 11 to work; lab 21 sizes a
+# serving system with those of labs 12 to 15.
 
 # %%
 finish("15_speculative_decoding")

@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from minillm.labkit.palette import look
-from minillm.labkit.plots import style, subplots
+from minillm.labkit.plots import headline, log_ticks, style, subplots
 from minillm.predict import faults
 from minillm.predict.planner import search
 from minillm.predict.planner.architectures import architecture
@@ -23,15 +23,14 @@ def where_it_goes(
     try:
         best = search.rank(architecture(model), machine, 1024 * seq_k, batch).best
     except ValueError as error:
-        figure.suptitle(_wrapped(str(error)), fontsize=8, y=1.0)
+        figure.suptitle(_wrapped(str(error)), fontsize=9, y=1.0)
         return figure
     with style():
         _stack(axes[0], {name: value for name, value in asdict(best.step).items()}, "seconds of a step")
         _stack(axes[1], {name: value / GIB for name, value in asdict(best.memory).items()}, "GiB per GPU")
         axes[1].axvline(machine.usable / GIB, color="#555555", linestyle="--")
-        figure.suptitle(
-            f"{model} on {machine.gpus} x {machine.device.name}: {best.layout}\nMFU {best.mfu:.0%}", fontsize=9
-        )
+        where = f"{machine.gpus} x {machine.device.name}"
+        headline(figure, f"The best layout of {model} on {where} reaches an MFU of {best.mfu:.0%}", str(best.layout))
     return figure
 
 
@@ -62,7 +61,9 @@ def waste(save_s: int = 30, restart_min: int = 10, gpus: int = 16384) -> Figure:
         axes.annotate(f"Young: {best / 60:.0f} min", (best / 60, 0.9 * max(parts["all"][40] * 3, 0.05)), fontsize=9)
         axes.set(xscale="log", xlabel="minutes between saves", ylabel="share of the time lost")
         axes.set_ylim(0, max(0.05, min(1.0, 3 * min(parts["all"]))))
-        axes.set_title(f"{gpus:,} GPUs, a failure every {mtbf / 3600:.1f} hours")
+        setting = f"Formula: {gpus:,} GPUs, a failure every {mtbf / 3600:.1f} hours"
+        headline(axes, "Saving too often wastes time, and so does saving too rarely", setting)
+        log_ticks(axes.xaxis)
         axes.legend()
     return figure
 
@@ -77,7 +78,7 @@ def _stack(axes, parts: dict[str, float], label: str) -> None:
         axes.barh(0, value, 0.5, start, color=drawn.color, hatch=drawn.hatch, edgecolor="#555555", label=name)
         start += value
     axes.set(yticks=[], xlabel=label, ylim=(-0.6, 1.1))
-    axes.legend(ncols=3, fontsize=7, loc="upper left", frameon=False)
+    axes.legend(ncols=6, loc="upper left")
 
 
 def _wrapped(text: str, width: int = 110) -> str:

@@ -31,7 +31,7 @@
 # %%
 from course.lab20_design_training import figures as pictures
 from course.lab20_design_training import receipts
-from minillm.labkit import check, finish, show, sliders
+from minillm.labkit import check, finish, hint, show, sliders
 
 # %% [markdown]
 # ## How to answer
@@ -63,7 +63,8 @@ receipts.published_runs()
 
 # %%
 def state_bytes(parameters, dp, tp, pp, zero):
-    """Bytes of weights, gradients and optimizer states on one of dp · tp · pp ranks. zero: stage 0 to 3."""
+    """Bytes of weights, gradients and optimizer states on one of dp · tp · pp ranks.
+    zero: stage 0 to 3."""
     # BEGIN SOLUTION
     own = parameters / (tp * pp)
     kinds = (12, 4, 2)  # in the order in which the stages divide them
@@ -290,8 +291,9 @@ receipts.answer("a_straggler")
 def save_interval(save_s, restart_s, device_mtbf_s, devices):
     """(seconds between saves that waste least, share of the time wasted then).
 
-    save_s: what a save stops training for; restart_s: what each failure costs besides repeated work. Failures are
-    independent, device_mtbf_s apart on one device; saves and restarts are much shorter than the job's time between two.
+    save_s: what a save stops training for; restart_s: what each failure costs besides repeated
+    work. Failures are independent, device_mtbf_s apart on one device; saves and restarts are much
+    shorter than the job's time between two.
     """
     # BEGIN SOLUTION
     mtbf = device_mtbf_s / devices
@@ -432,7 +434,7 @@ receipts.answer("money_and_energy")
 # **Capstone (open).** Take a model and a cluster you know. Write the design on one page in the six moves, with every number
 # computed; then find the run report of a similar model and explain each difference above 15 %.
 #
-# Next: lab 21 does the same for serving.
+# Next: [21 · Design a serving system](21_design_serving.ipynb) does the same for serving.
 
 # %%
 finish("20_design_training")

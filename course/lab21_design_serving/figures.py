@@ -5,7 +5,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from minillm.labkit.palette import look
-from minillm.labkit.plots import style, subplots
+from minillm.labkit.plots import headline, log_ticks, style, subplots
 from minillm.predict import queueing
 from minillm.predict.planner.architectures import architecture
 from minillm.predict.planner.clusters import cluster
@@ -32,10 +32,17 @@ def frontier(
         last = ""
         for limit, speed, name in points:
             if name != last:
-                axes.annotate(name, (1e3 * limit, speed), textcoords="offset points", xytext=(4, -12), fontsize=8)
+                axes.annotate(name, (1e3 * limit, speed), textcoords="offset points", xytext=(8, -4), fontsize=9)
             last = name
-        axes.set(xlabel="limit on the time per output token, ms", ylabel="tokens/s per GPU", xscale="log")
-        axes.set_title(f"{gpus} x {cluster(device, gpus).device.name}: latency buys throughput")
+        axes.set(
+            xlabel="limit on the time per output token, ms", ylabel="tokens/s per GPU", xscale="log", ylim=(0, None)
+        )
+        log_ticks(axes.xaxis)
+        headline(
+            axes,
+            "A looser limit on latency buys throughput",
+            f"Formula: {gpus} x {cluster(device, gpus).device.name}, {model}",
+        )
         if not points:
             axes.text(0.5, 0.5, "the weights fit on no layout of these GPUs", transform=axes.transAxes, ha="center")
     return figure
@@ -62,7 +69,7 @@ def wall(percentile: int = 99) -> Figure:
                 markevery=6,
             )
         axes.set(xlabel="load", ylabel="wait, service times", ylim=(0, 60))
-        axes.set_title("a queue's wall: random arrivals, one server")
+        headline(axes, "Near full load the wait grows without bound", "Formula: random arrivals, one server")
         axes.legend()
     return figure
 

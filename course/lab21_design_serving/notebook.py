@@ -31,7 +31,7 @@
 # %%
 from course.lab21_design_serving import figures as pictures
 from course.lab21_design_serving import receipts
-from minillm.labkit import check, finish, show, sliders
+from minillm.labkit import check, finish, hint, show, sliders
 
 # %% [markdown]
 # ## The three models
@@ -43,9 +43,11 @@ from minillm.labkit import check, finish, show, sliders
 
 # %%
 def sequences_that_fit(memory, parameters, tp, layers, kv_heads, head_dim, context):
-    """Sequences of `context` tokens whose caches fit on each of tp GPUs with `memory` bytes, beside 16-bit weights.
+    """Sequences of `context` tokens whose caches fit on each of tp GPUs with `memory` bytes,
+    beside 16-bit weights.
 
-    Weights and kv heads are divided over the tp ranks; a rank holds at least one kv head. Keys and values in 16 bits.
+    Weights and kv heads are divided over the tp ranks; a rank holds at least one kv head.
+    Keys and values in 16 bits.
     """
     # BEGIN SOLUTION
     room = memory - 2 * parameters / tp
@@ -87,8 +89,8 @@ sliders(
 def waits(gaps, services):
     """Seconds each request waits before its service begins, on one server, first come first served.
 
-    gaps[i]: seconds between the arrivals of request i - 1 and i (the first: since the server was started, idle).
-    services[i]: seconds request i takes.
+    gaps[i]: seconds between the arrivals of request i - 1 and i (the first: since the server was
+    started, idle). services[i]: seconds request i takes.
     """
     # BEGIN SOLUTION
     found, wait, service = [], 0.0, 0.0
@@ -402,6 +404,8 @@ receipts.answer("split_prefill_decode")
 #
 # **Capstone (open).** Take a service you use. Estimate its traffic, choose model and cards, and write one page: capacity, cost
 # per million tokens, what happens in a burst, and the three metrics you would page on.
+#
+# Next: [23 · Common claims](23_claims.ipynb), where you vote on what is often said about these systems, then compute it.
 
 # %%
 finish("21_design_serving")

@@ -25,7 +25,7 @@
 
 # %%
 from course.lab23_claims import receipts
-from minillm.labkit import check, finish
+from minillm.labkit import check, finish, hint
 
 # %% [markdown]
 # ## How to vote
@@ -322,6 +322,8 @@ receipts.decide(votes)
 #
 # **Capstone (open).** Find a claim in a blog post or a talk that none of these decides. Write the statement, the verdict, the
 # condition, and the ten lines that run it, in the form of `course/lab23_claims/claims_training.py`.
+#
+# Next: [24 · The mock interview](24_interview.ipynb) asks for all of it, under a clock.
 
 # %%
 finish("23_claims")

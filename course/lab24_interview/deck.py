@@ -72,8 +72,9 @@ def of_topic(topic: str) -> list[Card]:
     asked = topic.lower()
     matching = [name for name in known if asked == name.lower()] or [name for name in known if asked in name.lower()]
     if not matching:
-        near = difflib.get_close_matches(asked, known, n=3, cutoff=0.3) or known
-        raise ValueError(f"no topic {topic!r}: choose from {', '.join(near)}.")
+        near = difflib.get_close_matches(asked, known, n=1, cutoff=0.6)
+        hint = f"; did you mean {near[0]!r}?" if near else ":"
+        raise ValueError(f"no topic {topic!r}{hint} The topics are {', '.join(known)}.")
     return [card for card in deck() if card.topic in matching]
 
 

@@ -30,7 +30,7 @@ import torch
 
 from course.lab24_interview import receipts
 from course.lab24_interview.in_notebook import Interview
-from minillm.labkit import check, finish
+from minillm.labkit import check, finish, hint
 
 # %%
 receipts.the_deck()
@@ -81,7 +81,8 @@ receipts.answer("train_days", 2, guess_days)
 
 # %%
 def token_bucket(requests, rate, capacity):
-    """requests: list of (time in seconds, cost in tokens), in order of time -> list of bool: admitted or refused."""
+    """requests: list of (time in seconds, cost in tokens), in order of time
+    -> list of bool: admitted or refused."""
     # BEGIN SOLUTION
     level, last, admitted = float(capacity), requests[0][0], []
     for time, cost in requests:
@@ -102,7 +103,8 @@ token_bucket = check("token-bucket", token_bucket)
 
 # %%
 def merge(out_a, lse_a, out_b, lse_b):
-    """out: [heads, queries, d], normalised within their part; lse: [heads, queries] -> (output, lse) over both parts."""
+    """out: [heads, queries, d], normalised within their part;
+    lse: [heads, queries] -> (output, lse) over both parts."""
     # BEGIN SOLUTION
     lse = torch.logaddexp(lse_a, lse_b)
     return out_a * (lse_a - lse).exp()[..., None] + out_b * (lse_b - lse).exp()[..., None], lse
@@ -122,8 +124,8 @@ merge = check("merge-softmax", merge)
 def dispatch(experts, ranks, experts_per_rank):
     """experts: [tokens, k] -> (order, counts).
 
-    order: [tokens · k], which (token, choice) pair of the flattened table stands where; pairs of one expert in their
-    own order. counts: rows for each rank, as a list of `ranks` numbers.
+    order: [tokens · k], which (token, choice) pair of the flattened table stands where; pairs of
+    one expert in their own order. counts: rows for each rank, as a list of `ranks` numbers.
     """
     # BEGIN SOLUTION
     flat = experts.reshape(-1)
@@ -142,7 +144,8 @@ dispatch = check("dispatch-order", dispatch)
 # kept, here and in the terminal alike: `Interview()` goes on where you stopped, and sessions that you opened before stay.
 
 # %%
-interview = Interview(minutes=45, topic="collectives", seed=7, new=True)  # without new it goes on with an open one
+# without new=True it goes on with a session that is open
+interview = Interview(minutes=45, topic="collectives", seed=7, new=True)
 interview.ask()
 
 # %%
@@ -175,6 +178,9 @@ receipts.due()
 # 1. Which topics do you answer well, and which come back because you did not?
 # 2. Which mistakes do you make in mental arithmetic: units, prefixes, one GPU for all?
 # 3. Can you write the small mechanisms without looking?
+#
+# This was the last lab. `python -m minillm progress` shows which exercises are left, and the [course map](../README.md)
+# what each lab is about.
 
 # %%
 finish("24_interview")

@@ -186,4 +186,7 @@ def _advice(where: Sequence[str]) -> str:
         )
     if stuck == {"recv"}:
         return "These ranks are all in recv, and nobody sends to them: some rank skips its send."
-    return "Follow the arrows to a rank that waits for nobody, or for a message that nobody sends."
+    return (
+        "Go from a rank to one that it waits for, until you reach a rank that waits for nobody, or for a message that "
+        "nobody sends."
+    )
