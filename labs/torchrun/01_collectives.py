@@ -2,8 +2,8 @@
 
 python 01_collectives.py                                   4 ranks on this machine
 torchrun --nproc-per-node 4 01_collectives.py              the same under torchrun
-torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 01_collectives.py
-                                                           on each of two nodes
+torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \\
+    --rdzv-endpoint HOST:29500 01_collectives.py           on each of two nodes
 
 With a GPU for each rank the tensors live on the GPUs and NCCL carries the messages.
 """
@@ -23,12 +23,14 @@ LAB = "01_collectives"
 
 
 def reduce_scatter(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """x: [N * n] on each rank -> [n]: chunk number group.rank of the sum over the ranks. x is left alone."""
+    """x: [N * n] on each rank -> [n]: chunk number group.rank of the sum over the ranks.
+    x is left alone."""
     raise NotImplementedError
 
 
 def all_gather(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """x: [n] on each rank -> [N * n] on every rank: the ranks' tensors in rank order. x is left alone."""
+    """x: [n] on each rank -> [N * n] on every rank: the ranks' tensors in rank order.
+    x is left alone."""
     raise NotImplementedError
 
 
@@ -43,7 +45,8 @@ def broadcast(x: torch.Tensor, group: Group, root: int = 0) -> torch.Tensor:
 
 
 def hierarchical_all_reduce(x: torch.Tensor, node: Group, across: Group) -> torch.Tensor:
-    """x, replaced in place by its sum over all ranks, as little as possible of it across nodes; returns x."""
+    """x, replaced in place by its sum over all ranks, as little as possible of it across nodes;
+    returns x."""
     raise NotImplementedError
 
 
@@ -59,12 +62,16 @@ def rank_program(group: Group) -> dict[str, Any]:
     """Each collective once: the bytes this rank sent, and whether its values are right."""
     n, r, per_node = group.world_size, group.rank, ranks_per_node(group.world_size)
     size = 10_000 * n
-    inputs = [torch.randint(0, 999, (size,), generator=torch.Generator().manual_seed(i)).float() for i in range(n)]
+    seeds = [torch.Generator().manual_seed(i) for i in range(n)]
+    inputs = [torch.randint(0, 999, (size,), generator=seed).float() for seed in seeds]
     x, total = inputs[r].to(group.device), torch.stack(inputs).sum(0)
     mesh = Mesh(group, across=n // per_node, node=per_node)
     trials = {
         "reduce-scatter": (lambda: reduce_scatter(x, group), total.chunk(n)[r]),
-        "all-gather": (lambda: all_gather(x.chunk(n)[0], group), torch.cat([i.chunk(n)[0] for i in inputs])),
+        "all-gather": (
+            lambda: all_gather(x.chunk(n)[0], group),
+            torch.cat([i.chunk(n)[0] for i in inputs]),
+        ),
         "all-reduce": (lambda: all_reduce(x.clone(), group), total),
         "broadcast": (lambda: broadcast(x.clone(), group, root=n - 1), inputs[-1]),
         "two levels": (lambda: hierarchical_all_reduce(x.clone(), mesh.node, mesh.across), total),
@@ -84,7 +91,8 @@ def attempt(call: Callable[[], torch.Tensor], wanted: torch.Tensor) -> tuple[int
 
 
 def ranks_per_node(world_size: int) -> int:
-    """Really several nodes: their size. One node: two halves stand for two nodes, if there are two halves."""
+    """Really several nodes: their size.
+    One node: two halves stand for two nodes, if there are two halves."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if local < world_size and world_size % local == 0:
         return local
@@ -114,7 +122,14 @@ if __name__ == "__main__":
                 continue
             sent, right = zip(*found, strict=True)
             rows.append(row(f"{name}: bytes sent by all ranks", cost.total_bytes, sum(sent), "B"))
-            rows.append(row(f"{name}: bytes sent by the busiest rank", max(cost.sent_per_rank), max(sent), "B"))
+            rows.append(
+                row(
+                    f"{name}: bytes sent by the busiest rank",
+                    max(cost.sent_per_rank),
+                    max(sent),
+                    "B",
+                )
+            )
             rows.append(row(f"{name}: right values on every rank", True, all(right)))
         result = receipt(f"lab 01 on {len(ranks)} ranks", rows)
         print(result)

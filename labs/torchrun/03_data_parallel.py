@@ -1,9 +1,10 @@
-"""Lab 03 on any number of processes: replicas trained with your averaging, buckets and overlap, wherever they run.
+"""Lab 03 on any number of processes:
+replicas trained with your averaging, buckets and overlap, wherever they run.
 
 python 03_data_parallel.py                                   4 ranks on this machine
 torchrun --nproc-per-node 4 03_data_parallel.py              the same under torchrun
-torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 03_data_parallel.py
-                                                             on each of two nodes
+torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \\
+    --rdzv-endpoint HOST:29500 03_data_parallel.py           on each of two nodes
 
 With a GPU for each rank the replicas live on the GPUs and NCCL carries the gradients.
 """
@@ -25,22 +26,26 @@ STEPS, CAP_BYTES, LR = 3, 12 * 12 * 8, 0.1
 
 
 def average_gradients(model: nn.Module, group: Group) -> None:
-    """After backward: every gradient becomes its mean over the ranks. Parameters without one are left alone."""
+    """After backward: every gradient becomes its mean over the ranks.
+    Parameters without one are left alone."""
     raise NotImplementedError
 
 
 def make_buckets(parameters: Iterable[nn.Parameter], cap_bytes: int) -> list[Bucket]:
-    """Pack the trainable parameters, last one first; each .grad becomes a view of its bucket's flat tensor."""
+    """Pack the trainable parameters, last one first;
+    each .grad becomes a view of its bucket's flat tensor."""
     raise NotImplementedError
 
 
 def overlap(buckets: list[Bucket], group: Group) -> Callable[[], None]:
-    """Start each bucket's all-reduce during backward, in the order of the list; returns finish(), which waits."""
+    """Start each bucket's all-reduce during backward, in the order of the list;
+    returns finish(), which waits."""
     raise NotImplementedError
 
 
 def weighted_loss(nll: Tensor, counts: Tensor, group: Group) -> Tensor:
-    """What each rank calls backward on, so that averaged gradients are those of the mean over all tokens."""
+    """What each rank calls backward on,
+    so that averaged gradients are those of the mean over all tokens."""
     raise NotImplementedError
 
 
@@ -54,7 +59,11 @@ def rank_program(group: Group) -> dict[str, Any]:
     return {name: attempt(program, group, case) for name, program in programs.items()}
 
 
-def attempt(program: Callable[[Group, Case], dict[str, Any]], group: Group, case: Case) -> dict[str, Any] | None:
+def attempt(
+    program: Callable[[Group, Case], dict[str, Any]],
+    group: Group,
+    case: Case,
+) -> dict[str, Any] | None:
     try:
         return program(group, case)
     except NotImplementedError:
@@ -73,7 +82,8 @@ def naive(group: Group, case: Case) -> dict[str, Any]:
 
 
 def overlapped(group: Group, case: Case) -> dict[str, Any]:
-    model = case.model(flip=group.rank % 2 == 1).to(group.device)  # gradients become ready in another order there
+    # on every second rank gradients become ready in another order
+    model = case.model(flip=group.rank % 2 == 1).to(group.device)
     buckets = make_buckets(model.parameters(), CAP_BYTES)
     finish, early = overlap(buckets, group), []
 
@@ -81,7 +91,8 @@ def overlapped(group: Group, case: Case) -> dict[str, Any]:
         for bucket in buckets:
             bucket.flat.zero_()
         with ledger() as led:
-            loss_of(model, *(part.to(group.device) for part in case.data(step, group.rank))).backward()
+            batch = [part.to(group.device) for part in case.data(step, group.rank)]
+            loss_of(model, *batch).backward()
             early.append(led.calls["all_reduce"])  # of those started, before anybody waits
         finish()
 
@@ -98,14 +109,23 @@ def weighted(group: Group, case: Case) -> dict[str, Any]:
 
     model = case.model().to(group.device)
     x, y = (part.to(group.device) for part in case.data(0, group.rank))
-    nll, counts = (model(x) - y).square().mean(1), counted[group.rank].to(group.device, torch.float64)
+    nll, counts = (
+        (model(x) - y).square().mean(1),
+        counted[group.rank].to(group.device, torch.float64),
+    )
     (gradient,) = torch.autograd.grad(weighted_loss(nll, counts, group), model.last.weight)
     averaged = group.all_reduce(gradient, op="avg").cpu()
     return {"right": bool((averaged - right).norm() <= CLOSE * right.norm())}
 
 
-def trained(model: nn.Module, backward: Callable[[int], None], group: Group, case: Case) -> dict[str, Any]:
-    """STEPS steps of SGD: whether gradients are one process's and replicas the same bits, and what was sent."""
+def trained(
+    model: nn.Module,
+    backward: Callable[[int], None],
+    group: Group,
+    case: Case,
+) -> dict[str, Any]:
+    """STEPS steps of SGD: whether gradients are one process's and replicas the same bits,
+    and what was sent."""
     expected, _ = case.alone()
     right, sent, calls = True, 0, 0
     for step, wanted in enumerate(expected):
@@ -115,7 +135,8 @@ def trained(model: nn.Module, backward: Callable[[int], None], group: Group, cas
         for name, parameter in model.named_parameters():
             if wanted[name] is None:
                 continue
-            right &= bool((parameter.grad.cpu() - wanted[name]).norm() <= CLOSE * wanted[name].norm())
+            error = (parameter.grad.cpu() - wanted[name]).norm()
+            right &= bool(error <= CLOSE * wanted[name].norm())
             with torch.no_grad():
                 parameter -= LR * parameter.grad
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
@@ -133,7 +154,13 @@ def trained(model: nn.Module, backward: Callable[[int], None], group: Group, cas
 
 def rows_of(name: str, ranks: list[dict[str, Any]]) -> list:
     """Rows on one form, for all ranks together."""
-    rows = [row(f"{name}: gradients of one process on every rank", True, all(found["right"] for found in ranks))]
+    rows = [
+        row(
+            f"{name}: gradients of one process on every rank",
+            True,
+            all(found["right"] for found in ranks),
+        )
+    ]
     if name == "weighted":
         return rows
     sent, predicted = (sum(found[key] for found in ranks) for key in ("bytes", "predicted"))
@@ -155,7 +182,8 @@ if __name__ == "__main__":
         rows = []
         for name in ranks[0]:
             found = [rank[name] for rank in ranks]
-            rows += [row(f"{name}: not written yet", None, None)] if None in found else rows_of(name, found)
+            missing = [row(f"{name}: not written yet", None, None)]
+            rows += missing if None in found else rows_of(name, found)
         result = receipt(f"lab 03 on {len(ranks)} ranks", rows)
         print(result)
         raise SystemExit(0 if result.ok else 1)

@@ -1,9 +1,10 @@
-"""Lab 04 on any number of processes: stage 1, clipping and a gathered block, the same receipt wherever they run.
+"""Lab 04 on any number of processes:
+stage 1, clipping and a gathered block, the same receipt wherever they run.
 
 python 04_zero.py                                   4 ranks on this machine
 torchrun --nproc-per-node 4 04_zero.py              the same under torchrun
-torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 04_zero.py
-                                                    on each of two nodes
+torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \\
+    --rdzv-endpoint HOST:29500 04_zero.py           on each of two nodes
 
 With a GPU for each rank the tensors live on the GPUs and NCCL carries the messages.
 """
@@ -23,29 +24,40 @@ STEPS, LR = 3, 0.1
 
 
 class ZeroOne:
-    """An optimizer over this rank's part of `weights`: [P], flat, the same size on every rank, divisible by N."""
+    """An optimizer over this rank's part of `weights`:
+    [P], flat, the same size on every rank, divisible by N."""
 
-    def __init__(self, weights: Tensor, group: Group, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]):
-        """make([parameter, ...]) gives a torch optimizer; keep it as self.optimizer. Rank 0's weights count."""
+    def __init__(
+        self,
+        weights: Tensor,
+        group: Group,
+        make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    ):
+        """make([parameter, ...]) gives a torch optimizer; keep it as self.optimizer.
+        Rank 0's weights count."""
         raise NotImplementedError
 
     def step(self, gradient: Tensor) -> None:
-        """gradient: [P], of this rank's batch. Afterwards `weights` are the updated ones, on every rank."""
+        """gradient: [P], of this rank's batch.
+        Afterwards `weights` are the updated ones, on every rank."""
         raise NotImplementedError
 
 
 def clip(gradient: Tensor, numel: int, max_norm: float, group: Group) -> Tensor:
-    """gradient: [n], this rank's shard of a flat gradient of numel elements, padding behind them. Scales it in place so
-    that the whole gradient has a norm of at most max_norm; returns the norm before that."""
+    """gradient: [n], this rank's shard of a flat gradient of numel elements, padding behind them.
+    Scales it in place so that the whole gradient has a norm of at most max_norm; returns the norm
+    before that."""
     raise NotImplementedError
 
 
 class GatheredBlock(torch.autograd.Function):
-    """compute(x, weights) of one block whose weights are spread over the group: gather, compute, free."""
+    """compute(x, weights) of one block whose weights are spread over the group:
+    gather, compute, free."""
 
     @staticmethod
     def forward(ctx, x, shard, compute, group):
-        """x: this rank's activations; shard: [P/N] -> compute(x, weights), weights: [P] from all ranks."""
+        """x: this rank's activations; shard: [P/N]
+        -> compute(x, weights), weights: [P] from all ranks."""
         raise NotImplementedError
 
     @staticmethod
@@ -58,7 +70,8 @@ class GatheredBlock(torch.autograd.Function):
 
 
 def sizes(n: int) -> tuple[int, int]:
-    """Elements of the flat weights of stage 1, and of one block: multiples of the number of ranks."""
+    """Elements of the flat weights of stage 1, and of one block:
+    multiples of the number of ranks."""
     return 10_000 * n, 64 * n
 
 
@@ -67,7 +80,8 @@ def draw(seed: int, *shape: int) -> Tensor:
 
 
 def rank_program(group: Group) -> dict[str, Any]:
-    """Each part once: (bytes this rank sent, whether its values are right, what it held); None if not written yet."""
+    """Each part once: (bytes this rank sent, whether its values are right, what it held);
+    None if not written yet."""
     return {name: attempt(part, group) for name, part in PARTS.items()}
 
 
@@ -96,7 +110,8 @@ def try_stage_one(group: Group) -> tuple[int, bool, int]:
 
 
 def try_clip(group: Group) -> tuple[int, bool, int]:
-    """A gradient that does not divide, behind it what happened to be in memory; held: collectives."""
+    """A gradient that does not divide, behind it what happened to be in memory;
+    held: collectives."""
     n, numel = group.world_size, 1000 * group.world_size - 1
     flat = torch.cat([draw(7, numel), torch.full((1,), 1e6)])
     shard = flat.chunk(n)[group.rank].clone().to(group.device)
@@ -136,7 +151,11 @@ def predictions(n: int) -> dict[str, tuple[int, str, int]]:
     """(bytes sent by all ranks, what is held, how much of it) of each part."""
     size, block = sizes(n)
     return {
-        "stage 1": (comms.ring_all_reduce(size, 4, n).total_bytes, "optimizer bytes per rank", 4 * size // n),
+        "stage 1": (
+            comms.ring_all_reduce(size, 4, n).total_bytes,
+            "optimizer bytes per rank",
+            4 * size // n,
+        ),
         "clip": (comms.ring_all_reduce(1, 4, n).total_bytes, "collectives", 1),
         "gathered block": (3 * comms.ring_all_gather(block, 4, n).total_bytes, "collectives", 3),
     }
@@ -151,8 +170,9 @@ if __name__ == "__main__":
             if None in found:
                 rows.append(row(f"{name}: not written yet", None, None))
                 continue
-            rows.append(row(f"{name}: bytes sent by all ranks", sent, sum(f[0] for f in found), "B"))
-            rows.append(row(f"{name}: right values on every rank", True, all(f[1] for f in found)))
+            total, right = sum(f[0] for f in found), all(f[1] for f in found)
+            rows.append(row(f"{name}: bytes sent by all ranks", sent, total, "B"))
+            rows.append(row(f"{name}: right values on every rank", True, right))
             rows.append(row(f"{name}: {what}", held, max(f[2] for f in found)))
         result = receipt(f"lab 04 on {len(ranks)} ranks", rows)
         print(result)

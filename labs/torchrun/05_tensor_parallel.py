@@ -1,9 +1,10 @@
-"""Lab 05 on any number of processes: a cut MLP, embedding and loss, and sequence parallelism, with the same receipt.
+"""Lab 05 on any number of processes:
+a cut MLP, embedding and loss, and sequence parallelism, with the same receipt.
 
 python 05_tensor_parallel.py                                   4 ranks on this machine
 torchrun --nproc-per-node 4 05_tensor_parallel.py              the same under torchrun
-torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 05_tensor_parallel.py
-                                                               on each of two nodes
+torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \\
+    --rdzv-endpoint HOST:29500 05_tensor_parallel.py           on each of two nodes
 
 With a GPU for each rank the tensors live on the GPUs and NCCL carries the messages.
 """
@@ -73,7 +74,8 @@ class ScatterOut(torch.autograd.Function):
 
 
 def mlp(x: Tensor, shards: list[Tensor], group: Group, into: Any, out: Any) -> Tensor:
-    """down(silu(gate x) · up x). shards: gate, up: [f/t, h], down: [h, f/t]; into, out: the operators at the ends."""
+    """down(silu(gate x) · up x). shards: gate, up: [f/t, h], down: [h, f/t];
+    into, out: the operators at the ends."""
     raise NotImplementedError
 
 
@@ -110,20 +112,25 @@ def attempt(part: Callable[[Group], Any], group: Group) -> Any:
         return None
 
 
-def judge(compute: Callable[[], Tensor], gradient: Tensor, pairs: Callable[[Tensor], list]) -> Judged:
+def judge(
+    compute: Callable[[], Tensor],
+    gradient: Tensor,
+    pairs: Callable[[Tensor], list],
+) -> Judged:
     """pairs(output), called afterwards: (found, wanted) tensors."""
     with ledger() as forward:
         output = compute()
     with ledger() as backward:
         output.backward(gradient.to(output.device))
-    right = all(torch.allclose(found.detach().cpu(), wanted, rtol=1e-7) for found, wanted in pairs(output))
+    compared = [(found.detach().cpu(), wanted) for found, wanted in pairs(output)]
+    right = all(torch.allclose(found, wanted, rtol=1e-7) for found, wanted in compared)
     return forward.bytes(), backward.bytes(), (forward.calls + backward.calls).total(), right
 
 
 def whole_mlp(n: int) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
     """x, weights, the output's gradient and the output of one process, gradients in .grad."""
     x = draw(1, TOKENS * n, HIDDEN).requires_grad_()
-    weights = [draw(seed, *shape) for seed, shape in ((2, (4 * n, HIDDEN)), (3, (4 * n, HIDDEN)), (4, (HIDDEN, 4 * n)))]
+    weights = [draw(2, 4 * n, HIDDEN), draw(3, 4 * n, HIDDEN), draw(4, HIDDEN, 4 * n)]
     weights = [weight.requires_grad_() for weight in weights]
     gate, up, down = weights
     output, gradient = (F.silu(x @ gate.T) * (x @ up.T)) @ down.T, draw(5, TOKENS * n, HIDDEN)
@@ -141,7 +148,8 @@ def try_mlp(group: Group, sequence: bool = False) -> Judged:
 
     def pairs(found: Tensor) -> list:
         parts = [
-            (s.grad, w.grad.chunk(n, dim=i // 2)[rank]) for i, (s, w) in enumerate(zip(shards, weights, strict=True))
+            (shard.grad, weight.grad.chunk(n, dim=dim)[rank])
+            for shard, weight, dim in zip(shards, weights, (0, 0, 1), strict=True)
         ]
         return [(found, cut(output)), (mine.grad, cut(x.grad)), *parts]
 
@@ -166,7 +174,10 @@ def try_embedding(group: Group) -> Judged:
 
 
 def try_loss(group: Group) -> Judged:
-    n, logits = group.world_size, (9 * draw(8, TOKENS * group.world_size, 5 * group.world_size)).requires_grad_()
+    n, logits = (
+        group.world_size,
+        (9 * draw(8, TOKENS * group.world_size, 5 * group.world_size)).requires_grad_(),
+    )
     ids, gradient = torch.arange(TOKENS * n) % (5 * n), draw(9, TOKENS * n)
     losses = F.cross_entropy(logits, ids, reduction="none")
     losses.backward(gradient)
@@ -175,10 +186,16 @@ def try_loss(group: Group) -> Judged:
     def pairs(found: Tensor) -> list:
         return [(found, losses.detach()), (part.grad, logits.grad.chunk(n, dim=1)[group.rank])]
 
-    return judge(lambda: vocabulary_cross_entropy(part, ids.to(group.device), group), gradient, pairs)
+    ids = ids.to(group.device)
+    return judge(lambda: vocabulary_cross_entropy(part, ids, group), gradient, pairs)
 
 
-PARTS = {"mlp": try_mlp, "embedding": try_embedding, "loss": try_loss, "sequence parallel mlp": try_sequence}
+PARTS = {
+    "mlp": try_mlp,
+    "embedding": try_embedding,
+    "loss": try_loss,
+    "sequence parallel mlp": try_sequence,
+}
 
 
 def predictions(n: int) -> dict[str, tuple[int, int, int]]:
@@ -202,10 +219,23 @@ if __name__ == "__main__":
             if None in found:
                 rows.append(row(f"{name}: not written yet", None, None))
                 continue
-            rows.append(row(f"{name}: bytes sent forward by all ranks", forward, sum(f[0] for f in found), "B"))
+            rows.append(
+                row(
+                    f"{name}: bytes sent forward by all ranks",
+                    forward,
+                    sum(f[0] for f in found),
+                    "B",
+                )
+            )
             rows.append(row(f"{name}: backward", backward, sum(f[1] for f in found), "B"))
             rows.append(row(f"{name}: collectives", collectives, max(f[2] for f in found)))
-            rows.append(row(f"{name}: right values and gradients on every rank", True, all(f[3] for f in found)))
+            rows.append(
+                row(
+                    f"{name}: right values and gradients on every rank",
+                    True,
+                    all(f[3] for f in found),
+                )
+            )
         result = receipt(f"lab 05 on {len(ranks)} ranks", rows)
         print(result)
         raise SystemExit(0 if result.ok else 1)

@@ -2,8 +2,8 @@
 
 python 08_expert_parallel.py                                4 ranks on this machine
 torchrun --nproc-per-node 4 08_expert_parallel.py           the same under torchrun
-torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 08_expert_parallel.py
-                                                            on each of two nodes
+torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \\
+    --rdzv-endpoint HOST:29500 08_expert_parallel.py        on each of two nodes
 
 With a GPU for each rank the tensors live on the GPUs and NCCL carries the messages.
 """
@@ -23,22 +23,32 @@ EXPERTS_PER_RANK, TOKENS_PER_EXPERT, HIDDEN = 2, 32, 16
 
 
 def to_experts(rows: Tensor, counts: Tensor, group: Group) -> tuple[Tensor, Tensor, Any]:
-    """rows: [n, hidden] of this rank's tokens, by expert; counts: [E], int64, rows for each expert of all ranks.
+    """rows: [n, hidden] of this rank's tokens, by expert;
+    counts: [E], int64, rows for each expert of all ranks.
 
-    -> (rows for this rank's experts, by expert and then by source rank; counts: [E / N]; what from_experts needs).
+    -> (rows for this rank's experts, by expert and then by source rank; counts: [E / N];
+    what from_experts needs).
     """
     raise NotImplementedError
 
 
 def from_experts(rows: Tensor, plan: Any, group: Group) -> Tensor:
-    """The experts' answers, in the order that to_experts gave -> [n, hidden], in the order that it was given."""
+    """The experts' answers, in the order that to_experts gave
+    -> [n, hidden], in the order that it was given."""
     raise NotImplementedError
 
 
-def average_gradients(router: Tensor, experts: Tensor, data: Group, replicas: Group) -> tuple[Tensor, Tensor]:
-    """Gradients of the mean over all tokens of `data`, from those of each rank's mean over its own tokens.
+def average_gradients(
+    router: Tensor,
+    experts: Tensor,
+    data: Group,
+    replicas: Group,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the mean over all tokens of `data`,
+    from those of each rank's mean over its own tokens.
 
-    data: all ranks that share the batch. replicas: those that hold the same experts; every rank has the whole router.
+    data: all ranks that share the batch.
+    replicas: those that hold the same experts; every rank has the whole router.
     """
     raise NotImplementedError
 
@@ -47,7 +57,8 @@ def average_gradients(router: Tensor, experts: Tensor, data: Group, replicas: Gr
 
 
 def rank_program(group: Group) -> dict[str, Any]:
-    """Each part once: (bytes this rank sent, whether its values are right); None if not written yet."""
+    """Each part once: (bytes this rank sent, whether its values are right);
+    None if not written yet."""
     return {name: attempt(part, group) for name, part in PARTS.items()}
 
 
@@ -75,9 +86,10 @@ def try_exchange(group: Group) -> tuple[int, bool]:
 
 
 def try_average(group: Group) -> tuple[int, bool]:
-    """As with ep = all ranks: one replica of each expert, whose gradient has every rank's mean in it."""
-    alone = [group.subgroup([rank], f"alone {rank}") for rank in range(group.world_size)][group.rank]
+    """As with ep = all ranks: one replica of each expert,
+    whose gradient has every rank's mean in it."""
     n = group.world_size
+    alone = [group.subgroup([rank], f"alone {rank}") for rank in range(n)][group.rank]
     router = torch.full((8 * n,), float(group.rank), device=group.device)
     experts = torch.full((8,), float(n * (1 + group.rank)), device=group.device)
     with ledger() as led:
@@ -90,9 +102,13 @@ PARTS = {"exchange": try_exchange, "average": try_average}
 
 
 def predictions(n: int) -> dict[str, int]:
-    """Bytes sent by all ranks: two all-to-alls of rows, and an all-reduce of the router's gradient alone."""
+    """Bytes sent by all ranks: two all-to-alls of rows,
+    and an all-reduce of the router's gradient alone."""
     pairs = TOKENS_PER_EXPERT * EXPERTS_PER_RANK * n
-    return {"exchange": round(n * 2 * moe.all_to_all_bytes(pairs, 1, HIDDEN, 4, n)), "average": 2 * (n - 1) * 4 * 8 * n}
+    return {
+        "exchange": round(n * 2 * moe.all_to_all_bytes(pairs, 1, HIDDEN, 4, n)),
+        "average": 2 * (n - 1) * 4 * 8 * n,
+    }
 
 
 if __name__ == "__main__":
@@ -104,8 +120,9 @@ if __name__ == "__main__":
             if None in found:
                 rows.append(row(f"{name}: not written yet", None, None))
                 continue
-            rows.append(row(f"{name}: bytes sent by all ranks", sent, sum(f[0] for f in found), "B"))
-            rows.append(row(f"{name}: right values on every rank", True, all(f[1] for f in found)))
+            total, right = sum(f[0] for f in found), all(f[1] for f in found)
+            rows.append(row(f"{name}: bytes sent by all ranks", sent, total, "B"))
+            rows.append(row(f"{name}: right values on every rank", True, right))
         result = receipt(f"lab 08 on {len(ranks)} ranks", rows)
         print(result)
         raise SystemExit(0 if result.ok else 1)

@@ -1,9 +1,10 @@
-"""Lab 09 on any number of processes: groups of a mesh, and a hybrid step, the same receipt wherever they run.
+"""Lab 09 on any number of processes:
+groups of a mesh, and a hybrid step, the same receipt wherever they run.
 
 python 09_four_dimensions.py                                   4 ranks on this machine
 torchrun --nproc-per-node 4 09_four_dimensions.py              the same under torchrun
-torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 09_four_dimensions.py
-                                                               on each of two nodes
+torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \\
+    --rdzv-endpoint HOST:29500 09_four_dimensions.py           on each of two nodes
 
 With a GPU for each rank the tensors live on the GPUs and NCCL carries the messages.
 """
@@ -33,11 +34,17 @@ def mesh_groups(rank: int, axes: dict[str, int]) -> tuple[dict[str, int], dict[s
     raise NotImplementedError
 
 
-def hybrid_step(model: nn.Module, microbatch: tuple[Tensor, Tensor], mesh: Mesh, shares: set[str]) -> Tensor:
-    """Leaves in p.grad the gradient of the mean loss over all targets of all ranks; returns that loss.
+def hybrid_step(
+    model: nn.Module,
+    microbatch: tuple[Tensor, Tensor],
+    mesh: Mesh,
+    shares: set[str],
+) -> Tensor:
+    """Leaves in p.grad the gradient of the mean loss over all targets of all ranks;
+    returns that loss.
 
-    model(tokens, targets=targets) -> (sum of this rank's losses, how many targets count). shares: names of norms that
-    saw a part of the sequence on each tp rank.
+    model(tokens, targets=targets) -> (sum of this rank's losses, how many targets count). shares:
+    names of norms that saw a part of the sequence on each tp rank.
     """
     raise NotImplementedError
 
@@ -68,12 +75,16 @@ def try_groups(group: Group) -> bool:
     right = True
     for axes in meshes(group.world_size):
         mesh = Mesh(group, **axes)
-        right &= mesh_groups(group.rank, axes) == (mesh.place, {axis: mesh[axis].ranks for axis in axes})
+        right &= mesh_groups(group.rank, axes) == (
+            mesh.place,
+            {axis: mesh[axis].ranks for axis in axes},
+        )
     return right
 
 
 def try_step(group: Group) -> list[tuple[bool, int]]:
-    """In each mesh: whether every gradient is that of one process, and the bytes sent over dp x cp."""
+    """In each mesh: whether every gradient is that of one process,
+    and the bytes sent over dp x cp."""
     return [one_step(Mesh(group, **axes), group) for axes in meshes(group.world_size)]
 
 
@@ -81,7 +92,8 @@ def one_step(mesh: Mesh, group: Group) -> tuple[bool, int]:
     dp, cp, tp = mesh.dp, mesh.cp, mesh.tp
     seq = TOKENS_PER_RANK * group.world_size
     draw = torch.Generator().manual_seed(0)
-    tokens, targets = torch.randint(CONFIG.vocab_size, (2, group.world_size, seq), generator=draw).to(group.device)
+    drawn = torch.randint(CONFIG.vocab_size, (2, group.world_size, seq), generator=draw)
+    tokens, targets = drawn.to(group.device)
     targets[:, : seq // 4] = -100  # do not count, so that ranks have different numbers
     model = Transformer(CONFIG, seed=0, dtype=torch.float64, device=group.device)
     loss, count = model(tokens, targets=targets)
@@ -95,11 +107,12 @@ def one_step(mesh: Mesh, group: Group) -> tuple[bool, int]:
         model = context_parallel(model, attention)
         rows = [x[:, attention.positions(seq).to(x.device)] for x in rows]
     places = placements(CONFIG, tp.rank, tp.world_size, tp.world_size > 1)
-    shares = {name for name, place in places.items() if any(isinstance(part, Partial) for part in place.parts)}
+    partial = [name for name in places if any(isinstance(p, Partial) for p in places[name].parts)]
     with ledger() as led:
-        hybrid_step(model, tuple(rows), mesh, shares)
+        hybrid_step(model, tuple(rows), mesh, set(partial))
     sent = sum(led.bytes(op="all_reduce", group=name) for name in ("dp", "cp", "dp_cp"))
-    close = [torch.allclose(p.grad, places[name].cut(whole[name])) for name, p in model.named_parameters()]
+    due = {name: place.cut(whole[name]) for name, place in places.items()}
+    close = [torch.allclose(p.grad, due[name]) for name, p in model.named_parameters()]
     return all(close), sent
 
 
@@ -111,7 +124,8 @@ def predictions(n: int) -> list[int]:
     found = []
     for axes in meshes(n):
         replicas = axes["dp"] * axes["cp"]
-        places = [placements(CONFIG, rank, axes["tp"], axes["tp"] > 1) for rank in range(axes["tp"])]
+        tp = axes["tp"]
+        places = [placements(CONFIG, rank, tp, tp > 1) for rank in range(tp)]
         sizes = [place.part_shape.numel() for each in places for place in each.values()]
         tensors = [*sizes, *[1, 1] * axes["tp"]]
         found.append(sum(comms.ring_all_reduce(size, 8, replicas).total_bytes for size in tensors))
@@ -123,7 +137,12 @@ if __name__ == "__main__":
     if is_root():
         rows = []
         groups, steps = ([rank[name] for rank in ranks] for name in PARTS)
-        rows.append(row("groups: as torch's DeviceMesh", *((None, None) if None in groups else (True, all(groups)))))
+        rows.append(
+            row(
+                "groups: as torch's DeviceMesh",
+                *((None, None) if None in groups else (True, all(groups))),
+            )
+        )
         if None in groups:
             rows[-1] = row("groups: not written yet", None, None)
         if None in steps:
@@ -133,8 +152,15 @@ if __name__ == "__main__":
                 meshes(len(ranks)), predictions(len(ranks)), zip(*steps, strict=True), strict=True
             ):
                 name = ", ".join(f"{axis} {size}" for axis, size in axes.items())
-                rows.append(row(f"{name}: every gradient as on one process", True, all(right for right, _ in found)))
-                rows.append(row("    bytes sent over dp x cp", sent, sum(each for _, each in found), "B"))
+                rows.append(
+                    row(
+                        f"{name}: every gradient as on one process",
+                        True,
+                        all(right for right, _ in found),
+                    )
+                )
+                total = sum(each for _, each in found)
+                rows.append(row("    bytes sent over dp x cp", sent, total, "B"))
         result = receipt(f"lab 09 on {len(ranks)} ranks", rows)
         print(result)
         raise SystemExit(0 if result.ok else 1)

@@ -1,9 +1,10 @@
-"""Lab 10 on any number of processes: a commit behind a barrier and a reshard, the same receipt wherever they run.
+"""Lab 10 on any number of processes:
+a commit behind a barrier and a reshard, the same receipt wherever they run.
 
 python 10_fault_tolerance.py                                4 ranks on this machine
 torchrun --nproc-per-node 4 10_fault_tolerance.py           the same under torchrun
-torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 10_fault_tolerance.py
-                                                            on each of two nodes that share a disk
+torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \\
+    --rdzv-endpoint HOST:29500 10_fault_tolerance.py        on each of two nodes that share a disk
 
 TMPDIR says where the files go; they are removed again.
 """
@@ -31,14 +32,16 @@ def bounds(rank: int, world_size: int) -> tuple[int, int]:
 
 
 def save(shard: Tensor, folder: Path, group: Group) -> None:
-    """shard: elements `bounds(rank, world_size)`. When `folder` is there, it holds files "0", "1", ... of all
-    ranks (shard.numpy().tobytes()) and "manifest.json", {"ranks": world_size}; until then it has another name.
-    `write(path, data)` makes a file last, `flush(folder)` the names in a folder."""
+    """shard: elements `bounds(rank, world_size)`. When `folder` is there, it holds files "0", "1",
+    ... of all ranks (shard.numpy().tobytes()) and "manifest.json", {"ranks": world_size}; until
+    then it has another name. `write(path, data)` makes a file last, `flush(folder)` the names in a
+    folder."""
     raise NotImplementedError
 
 
 def load(folder: Path, rank: int, world_size: int, read) -> Tensor:
-    """What `rank` of `world_size` holds, whoever saved it: `read(path, offset, nbytes)` its bytes, and no others."""
+    """What `rank` of `world_size` holds, whoever saved it:
+    `read(path, offset, nbytes)` its bytes, and no others."""
     raise NotImplementedError
 
 
@@ -55,7 +58,8 @@ def write(path: Path, data: bytes) -> None:
 
 def rank_program(group: Group) -> dict[str, Any] | None:
     """Saved by all ranks, loaded as by one rank more; None if it is not written yet."""
-    place = Path(group.gather_objects(tempfile.mkdtemp(prefix="minillm-lab10-") if group.rank == 0 else None)[0])
+    made = tempfile.mkdtemp(prefix="minillm-lab10-") if group.rank == 0 else None
+    place = Path(group.gather_objects(made)[0])
     try:
         return attempt(group, place / "step-1")
     except NotImplementedError:
@@ -80,7 +84,8 @@ def attempt(group: Group, folder: Path) -> dict[str, Any]:
             return file.read(nbytes)
 
     same = True
-    roles = [group.rank, group.world_size] if group.rank == 0 else [group.rank]  # rank 0 plays the one more, too
+    # rank 0 plays the one more, too
+    roles = [group.rank, group.world_size] if group.rank == 0 else [group.rank]
     for role in roles:
         first, last = bounds(role, group.world_size + 1)
         same &= torch.equal(load(folder, role, group.world_size + 1, read), whole[first:last])
@@ -94,11 +99,22 @@ if __name__ == "__main__":
             rows = [row("save and load: not written yet", None, None)]
         else:
             rows = [
-                row("ranks that find a whole checkpoint", len(ranks), sum(each["complete"] for each in ranks)),
                 row(
-                    "loaded by one rank more: ranks with the same bits", len(ranks), sum(each["same"] for each in ranks)
+                    "ranks that find a whole checkpoint",
+                    len(ranks),
+                    sum(each["complete"] for each in ranks),
                 ),
-                row("bytes read by all", NUMEL * ITEMSIZE, sum(each["read"] for each in ranks), "B"),
+                row(
+                    "loaded by one rank more: ranks with the same bits",
+                    len(ranks),
+                    sum(each["same"] for each in ranks),
+                ),
+                row(
+                    "bytes read by all",
+                    NUMEL * ITEMSIZE,
+                    sum(each["read"] for each in ranks),
+                    "B",
+                ),
             ]
         result = receipt(f"lab 10 on {len(ranks)} ranks", rows)
         print(result)

@@ -1,9 +1,9 @@
 """The mean over all ranks, and its receipt, on as many processes as you like.
 
-    python labs/torchrun/00_start_here.py                               # starts 4 ranks itself
-    torchrun --nproc-per-node 4 labs/torchrun/00_start_here.py          # torchrun starts them
-
-The same file on a cluster: run the second line on every node, with --nnodes, --node-rank and --rdzv-endpoint.
+python 00_start_here.py                                    4 ranks on this machine
+torchrun --nproc-per-node 4 00_start_here.py               the same under torchrun
+torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \\
+    --rdzv-endpoint HOST:29500 00_start_here.py            on each of two nodes
 """
 
 import torch
@@ -22,7 +22,8 @@ def average(group: Group, x: torch.Tensor) -> torch.Tensor:
 
 
 def program(group: Group) -> tuple[float, int] | None:
-    """What one rank does: (the mean that it got, bytes that it sent); None while `average` is not written yet."""
+    """What one rank does: (the mean that it got, bytes that it sent);
+    None while `average` is not written yet."""
     x = torch.full((NUM_ELEMENTS,), float(group.rank), device=group.device)
     try:
         with measure.ledger() as led:
@@ -39,6 +40,9 @@ if __name__ == "__main__":
     if is_root() and None in results:
         print("average: not written yet")
     elif is_root():
-        rows = [row(f"mean on rank {rank}", (world_size - 1) / 2, mean) for rank, (mean, _) in enumerate(results)]
-        rows += [row(f"bytes sent by rank {r}", predicted[r], sent, "B") for r, (_, sent) in enumerate(results)]
+        rows = []
+        for rank, (mean, _) in enumerate(results):
+            rows.append(row(f"mean on rank {rank}", (world_size - 1) / 2, mean))
+        for rank, (_, sent) in enumerate(results):
+            rows.append(row(f"bytes sent by rank {rank}", predicted[rank], sent, "B"))
         print(receipt(f"{world_size} ranks", rows))

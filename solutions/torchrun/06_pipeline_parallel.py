@@ -1,9 +1,10 @@
-"""Lab 06 on any number of processes: a pipeline with one stage per rank, the same receipt wherever it runs.
+"""Lab 06 on any number of processes:
+a pipeline with one stage per rank, the same receipt wherever it runs.
 
 python 06_pipeline_parallel.py                                  4 stages on this machine
 torchrun --nproc-per-node 4 06_pipeline_parallel.py             the same under torchrun
-torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 06_pipeline_parallel.py
-                                                                on each of two nodes
+torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \\
+    --rdzv-endpoint HOST:29500 06_pipeline_parallel.py          on each of two nodes
 
 With a GPU for each rank the tensors live on the GPUs and NCCL carries the messages.
 """
@@ -34,16 +35,32 @@ def one_f_one_b_order(stage: int, stages: int, microbatches: int) -> list[str]:
 
 
 class Stage:
-    """One stage. Forward: receive, compute, send. Backward: receive the gradient, backward, send."""
+    """One stage. Forward: receive, compute, send.
+    Backward: receive the gradient, backward, send."""
 
-    def __init__(self, module: nn.Module, group: Group, like: Tensor, loss: Callable, microbatches: int):
-        """like: a tensor of the shape and dtype that travels; loss(y, m): mean loss of microbatch m."""
-        self.module, self.group, self.like, self.loss, self.microbatches = module, group, like, loss, microbatches
+    def __init__(
+        self,
+        module: nn.Module,
+        group: Group,
+        like: Tensor,
+        loss: Callable,
+        microbatches: int,
+    ):
+        """like: a tensor of the shape and dtype that travels;
+        loss(y, m): mean loss of microbatch m."""
+        self.module, self.group, self.like, self.loss, self.microbatches = (
+            module,
+            group,
+            like,
+            loss,
+            microbatches,
+        )
         self.first, self.last = group.rank == 0, group.rank == group.world_size - 1
         self.kept, self.sent = {}, []
 
     def forward(self, m: int, x: Tensor | None = None) -> None:
-        """Microbatch m through this stage; x is given on the first stage only. Sends do not wait."""
+        """Microbatch m through this stage; x is given on the first stage only.
+        Sends do not wait."""
         if not self.first:
             x = torch.empty_like(self.like)
             self.group.recv(x, self.group.rank - 1)
@@ -69,7 +86,8 @@ class Stage:
 
 
 def sum_tied(weight: nn.Parameter | None, group: Group) -> None:
-    """weight: the embedding on the first and the last stage, None between. Both get the sum of its gradients."""
+    """weight: the embedding on the first and the last stage, None between.
+    Both get the sum of its gradients."""
     if group.world_size == 1 or weight is None:
         return
     other, theirs = group.world_size - 1 - group.rank, torch.empty_like(weight.grad)
@@ -123,7 +141,8 @@ def try_order(group: Group) -> list[str]:
 
 
 def try_stage(group: Group) -> tuple[int, bool]:
-    """A step under 1F1B: (messages sent, whether the gradient of this stage's weight is that of one process)."""
+    """A step under 1F1B: (messages sent,
+    whether the gradient of this stage's weight is that of one process)."""
     order, module = try_order(group), Part(group.rank, group.world_size, group.device)
     inputs, targets = (x.to(group.device) for x in tokens())
 
@@ -141,7 +160,8 @@ def try_stage(group: Group) -> tuple[int, bool]:
         for handle in stage.sent:
             handle.wait()
     alone, _ = one_process(group.world_size)
-    return led.messages, torch.allclose(module.weight.grad.cpu(), alone[group.rank], rtol=1e-3, atol=1e-6)
+    found = module.weight.grad.cpu()
+    return led.messages, torch.allclose(found, alone[group.rank], rtol=1e-3, atol=1e-6)
 
 
 def try_tied(group: Group) -> bool:
@@ -180,10 +200,23 @@ def judge(ranks: list[dict[str, Any]]) -> list:
             orders = tuple(tuple(Action.parse(step) for step in order) for order in found)
             report = check(Schedule("1F1B", orders, (straight(n),) * MICROBATCHES))
             due = tuple(predict.in_flight_1f1b(n, stage, MICROBATCHES) for stage in range(n))
-            rows.append(row("order: microbatches in flight", due, tuple(int(peak) for peak in report.peak_in_flight)))
+            rows.append(
+                row(
+                    "order: microbatches in flight",
+                    due,
+                    tuple(int(peak) for peak in report.peak_in_flight),
+                )
+            )
         elif name == "stage":
-            rows.append(row("stage: messages", predict.sends(n, MICROBATCHES), sum(sent for sent, _ in found)))
-            rows.append(row("stage: gradients of one process", True, all(right for _, right in found)))
+            rows.append(
+                row(
+                    "stage: messages",
+                    predict.sends(n, MICROBATCHES),
+                    sum(sent for sent, _ in found),
+                )
+            )
+            right = all(right for _, right in found)
+            rows.append(row("stage: gradients of one process", True, right))
         else:
             rows.append(row("tied embedding: the sum on both ends", True, all(found)))
     return rows

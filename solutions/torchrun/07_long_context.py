@@ -1,9 +1,10 @@
-"""Lab 07 on any number of processes: a ring and Ulysses' exchange, the same receipt wherever they run.
+"""Lab 07 on any number of processes:
+a ring and Ulysses' exchange, the same receipt wherever they run.
 
 python 07_long_context.py                                   4 ranks on this machine
 torchrun --nproc-per-node 4 07_long_context.py              the same under torchrun
-torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 07_long_context.py
-                                                            on each of two nodes
+torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \\
+    --rdzv-endpoint HOST:29500 07_long_context.py           on each of two nodes
 
 With a GPU for each rank the tensors live on the GPUs and NCCL carries the messages.
 """
@@ -26,10 +27,11 @@ Attend = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: Group, attend: Attend) -> Tensor:
-    """q, k, v: [batch, heads, seq / N, head_dim] of this rank -> its output, over the keys of all ranks.
+    """q, k, v: [batch, heads, seq / N, head_dim] of this rank
+    -> its output, over the keys of all ranks.
 
-    attend(q, k, v, source) -> (output, lse) over the block of rank `source`; `merge` joins two of them.
-    Begin with the own block; what a rank cannot see at all has output 0 and lse -inf.
+    attend(q, k, v, source) -> (output, lse) over the block of rank `source`; `merge` joins two of
+    them. Begin with the own block; what a rank cannot see at all has output 0 and lse -inf.
     """
     n, rank = group.world_size, group.rank
     block, out, lse = torch.stack((k, v)), None, None
@@ -47,7 +49,8 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: Group, attend: Attend
 
 
 def to_heads(x: Tensor, group: Group) -> Tensor:
-    """x: [heads, seq / N, head_dim], a part of the sequence -> [heads / N, seq, head_dim], a group of heads."""
+    """x: [heads, seq / N, head_dim], a part of the sequence
+    -> [heads / N, seq, head_dim], a group of heads."""
     received = group.all_to_all(x.contiguous())
     return received.unflatten(0, (group.world_size, -1)).transpose(0, 1).flatten(1, 2)
 
@@ -69,11 +72,13 @@ def whole(n: int) -> list[Tensor]:
 
 def positions(n: int, order: str) -> list[Tensor]:
     seq = TOKENS_PER_RANK * n
-    return [torch.cat([torch.arange(*span) for span in context.spans(seq, rank, n, order)]) for rank in range(n)]
+    spans = [context.spans(seq, rank, n, order) for rank in range(n)]
+    return [torch.cat([torch.arange(*span) for span in each]) for each in spans]
 
 
 def rank_program(group: Group) -> dict[str, Any]:
-    """Each part once: (bytes this rank sent, whether its values are right); None if not written yet."""
+    """Each part once: (bytes this rank sent, whether its values are right);
+    None if not written yet."""
     return {name: attempt(part, group) for name, part in PARTS.items()}
 
 
@@ -116,7 +121,8 @@ def predictions(n: int) -> dict[str, int]:
     heads = HEADS_PER_RANK * n
     shape = AttentionShape(1, TOKENS_PER_RANK * n, heads, heads, HEAD_DIM)
     variants = {"ring": "zigzag", "exchange": "ulysses"}
-    return {name: n * context.forward_traffic(variant, shape, n).bytes for name, variant in variants.items()}
+    traffic = {name: context.forward_traffic(variants[name], shape, n) for name in variants}
+    return {name: n * each.bytes for name, each in traffic.items()}
 
 
 if __name__ == "__main__":
@@ -128,8 +134,9 @@ if __name__ == "__main__":
             if None in found:
                 rows.append(row(f"{name}: not written yet", None, None))
                 continue
-            rows.append(row(f"{name}: bytes sent by all ranks", sent, sum(f[0] for f in found), "B"))
-            rows.append(row(f"{name}: right values on every rank", True, all(f[1] for f in found)))
+            total, right = sum(f[0] for f in found), all(f[1] for f in found)
+            rows.append(row(f"{name}: bytes sent by all ranks", sent, total, "B"))
+            rows.append(row(f"{name}: right values on every rank", True, right))
         result = receipt(f"lab 07 on {len(ranks)} ranks", rows)
         print(result)
         raise SystemExit(0 if result.ok else 1)

@@ -1,9 +1,10 @@
-"""Deal the samples of several epochs to any number of processes, and count that nobody got one twice.
+"""Deal the samples of several epochs to any number of processes,
+and count that nobody got one twice.
 
-    python course/lab11_data_pipeline/torchrun.py                               # starts 4 ranks itself
-    torchrun --nproc-per-node 4 course/lab11_data_pipeline/torchrun.py          # torchrun starts them
-
-The same file on a cluster: run the second line on every node, with --nnodes, --node-rank and --rdzv-endpoint.
+python 11_data_pipeline.py                                 4 ranks on this machine
+torchrun --nproc-per-node 4 11_data_pipeline.py            the same under torchrun
+torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \\
+    --rdzv-endpoint HOST:29500 11_data_pipeline.py         on each of two nodes
 """
 
 from collections import Counter
@@ -17,13 +18,15 @@ NUM_SAMPLES, BATCH_SIZE, SEED = 1000, 8, 0
 
 
 def deal(position, order, num_samples, batch_size, rank, world_size) -> list[int]:
-    """This rank's `batch_size` samples of the step that begins at `position` of the stream of all epochs."""
+    """This rank's `batch_size` samples of the step that begins at `position` of the stream of all
+    epochs."""
     places = [position + rank + world_size * i for i in range(batch_size)]
     return [int(order(place // num_samples)[place % num_samples]) for place in places]
 
 
 def program(group: Group) -> tuple[list[int], int] | None:
-    """What one rank does: (the samples of at least two epochs that it got, messages it sent to know them).
+    """What one rank does: (the samples of at least two epochs that it got,
+    messages it sent to know them).
 
     None while `deal` is not written yet.
     """
@@ -31,7 +34,8 @@ def program(group: Group) -> tuple[list[int], int] | None:
     try:
         with measure.ledger() as led:
             while position < 2 * NUM_SAMPLES:
-                samples += deal(position, order, NUM_SAMPLES, BATCH_SIZE, group.rank, group.world_size)
+                place = group.rank, group.world_size
+                samples += deal(position, order, NUM_SAMPLES, BATCH_SIZE, *place)
                 position += BATCH_SIZE * group.world_size
     except NotImplementedError:
         return None
