@@ -18,7 +18,7 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is
 @needs_triton
 def test_in_the_interpreter():
     cases = Path(__file__).with_name("interpreted_tiles.py")
-    quiet = ["-q", "-p", "no:cacheprovider", "-p", "no:nbval", "-W", "ignore"]
+    quiet = ["-q", "-p", "no:cacheprovider", "-W", "ignore"]
     command = [sys.executable, "-m", "pytest", *quiet, str(cases)]
     done = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
