@@ -38,6 +38,7 @@ from minillm.comm.errors import HangError
 from minillm.comm.launch import worker
 from minillm.comm.launch.forkserver import interrupts_held, start_context, start_server, without_main
 from minillm.comm.launch.outcome import cause, has_report, is_stopped, place_of, report_of
+from minillm.comm.launch.payload import to_bytes
 from minillm.comm.launch.torchrun import in_place
 
 MAX_RANKS = 64  # processes that are started here; torchrun may start more
@@ -73,7 +74,7 @@ def launch(
         return in_place(job)
     with _folder() as folder:
         try:
-            (folder / "job").write_bytes(cloudpickle.dumps(job))
+            (folder / "job").write_bytes(to_bytes(job))
         except Exception as error:
             name = getattr(fn, "__name__", repr(fn))
             raise ValueError(f"cannot send {name} and its arguments to the ranks: {error}") from error

@@ -31,6 +31,7 @@ from minillm.comm.errors import HangError, PeerLostError
 from minillm.comm.group import Group
 from minillm.comm.launch.forkserver import socket_folder
 from minillm.comm.launch.meeting import meeting_place
+from minillm.comm.launch.payload import to_bytes
 from minillm.comm.world import World, joined_world
 from minillm.files import write_whole
 from minillm.measure.wire import loopback
@@ -115,7 +116,7 @@ def leave_together(group: Group) -> None:
 
 def _packed(result: Any, rank: int) -> bytes:
     try:
-        return cloudpickle.dumps(result)
+        return to_bytes(result)
     except Exception as error:
         raise ValueError(f"the result of rank {rank} cannot be sent back: {error}") from error
 
@@ -194,7 +195,7 @@ def failure(error: BaseException) -> Report:
     kept = traceback.TracebackException.from_exception(error)
     kept.stack = traceback.StackSummary.from_list(_relevant(frames, error))
     try:
-        exception = cloudpickle.dumps(error)
+        exception = to_bytes(error)
     except Exception:
         exception = None
     text = "".join(kept.format()).rstrip()
