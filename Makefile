@@ -1,4 +1,5 @@
-# `make lab` opens the course, `make test` proves it, `make full` proves the rest. README has the same in plain pip and python.
+# `make lab` opens the course, `make test` proves it, `make full` proves the rest. README and CONTRIBUTING have
+# the same in plain pip and python.
 VENV := .venv
 BIN := $(VENV)/bin
 OUT ?= figures
@@ -21,20 +22,21 @@ lab: $(VENV)/.ready
 	$(BIN)/python -m minillm lab
 
 PYTEST := $(BIN)/python -m pytest -q
-# What failed beside other tests gets one more try, alone: a machine that was busy is no fault of the code.
-AGAIN := $(PYTEST) -n 0 --last-failed --last-failed-no-failures none
+# $(call pytest,WHAT): what failed beside other tests (status 1) gets one more try, alone and with what was drawn for it:
+# a machine that was busy is no fault of the code.
+pytest = $(PYTEST) $(1) || { test $$? -eq 1 && $(PYTEST) -n 0 --last-failed --last-failed-no-failures none $(1); }
 
 # A newcomer's proof: what a plain `pytest` runs, after lint.
 test: lint
-	$(PYTEST) || $(AGAIN)
+	$(call pytest)
 
-# What `make test` leaves out. PROOF=all enlarges every drawn and counted test; that takes hours.
+# What `make test` leaves out. PROOF=all runs everything, and more of all that is drawn or counted; that takes hours.
 full: $(VENV)/.ready
-	$(if $(PROOF),MINILLM_PROOF=$(PROOF)) $(PYTEST) -m full || $(if $(PROOF),MINILLM_PROOF=$(PROOF)) $(AGAIN) -m full
+	$(if $(PROOF),export MINILLM_PROOF=$(PROOF); )$(call pytest,$(if $(PROOF),,-m full))
 
 # While you work: no notebook, no exercise.
 quick: lint
-	$(PYTEST) tests/engine tests/bench || $(AGAIN) tests/engine tests/bench
+	$(call pytest,tests/engine tests/bench)
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -53,9 +53,19 @@ def pytest_configure(config):
     folder = tempfile.TemporaryDirectory(prefix="minillm-tests-")
     config.add_cleanup(folder.cleanup)
     os.environ["MINILLM_PROGRESS"] = str(Path(folder.name, "progress.json"))
-    os.environ.setdefault("MINILLM_SEED", str(random.SystemRandom().randrange(10**9)))
-    if not config.option.markexpr and not _names_a_file(config):
+    if "MINILLM_SEED" not in os.environ:
+        os.environ["MINILLM_SEED"] = _seed(config)
+    if not config.option.markexpr and not _names_a_file(config) and os.environ.get("MINILLM_PROOF") != "all":
         config.option.markexpr = "not full"
+
+
+def _seed(config):
+    """Drawn anew in each run; `--last-failed` draws again what failed."""
+    seed = str(random.SystemRandom().randrange(10**9))
+    if hasattr(config, "cache"):
+        seed = config.cache.get("minillm/seed", seed) if config.option.lf else seed
+        config.cache.set("minillm/seed", seed)
+    return seed
 
 
 def pytest_xdist_auto_num_workers(config):
@@ -102,13 +112,14 @@ def pytest_sessionfinish(session):
     if hasattr(session.config, "cache") and not hasattr(session.config, "workerinput"):
         failed = set(session.config.cache.get("cache/lastfailed", {}))
         notebooks = {name.partition("::")[0] for name in failed if ".ipynb::" in name}
-        cells = {
-            f"{path}::Cell {n}"
-            for path in notebooks
-            for n in range(len(json.loads((ROOT / path).read_text())["cells"]))
-        }
+        root = session.config.rootpath
+        cells = {f"{path}::Cell {number}" for path in notebooks for number in range(_code_cells(root / path))}
         session.config.cache.set("cache/lastfailed", dict.fromkeys(sorted(failed | cells), True))
     return result
+
+
+def _code_cells(path):
+    return sum(cell["cell_type"] == "code" for cell in json.loads(path.read_text(encoding="utf-8"))["cells"])
 
 
 @pytest.hookimpl(wrapper=True)
