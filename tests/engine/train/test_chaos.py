@@ -16,7 +16,7 @@ from chaos_program import STEPS, WINDOWS
 import minillm
 from minillm.data.sampler import ShardedSampler
 
-KILLS, RANK_KILLS = (160, 40) if os.environ.get("MINILLM_PROOF") == "all" else (10, 3)
+KILLS, RANK_KILLS = (160, 40) if os.environ.get("MINILLM_PROOF") == "all" else (10, 4)  # of ranks: half per strategy
 
 
 @pytest.mark.full

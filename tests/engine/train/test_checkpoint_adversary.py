@@ -2,6 +2,7 @@
 
 import copy
 import errno
+import itertools
 import os
 import resource
 import shutil
@@ -112,9 +113,10 @@ def test_a_checkpoint_of_more_ranks_than_files_may_be_open(tmp_path):
         notes.append({"parts": parts, **about})
     (folder / manifests.FILE).write_text(Manifest.of(folder.name, notes, None).to_text())
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken = set(map(int, os.listdir("/proc/self/fd")))  # by this process and the tests before this one
-    free = [number for number in range(before[0]) if number not in taken]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free[reader.OPEN_AT_ONCE + 10], before[1]))
+    taken = set(map(int, os.listdir("/dev/fd")))  # by this process and the tests before this one
+    free = (number for number in itertools.count() if number not in taken)
+    limit = next(itertools.islice(free, reader.OPEN_AT_ONCE + 10, None))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
     try:
         assert torch.equal(read_whole(folder)[1]["model/x"], numbers)
     finally:
