@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from course.lab11_data_pipeline.ngram import KneserNey
+from minillm.data import Tokenizer, corpus, tokenize
 from minillm.predict.data import bits_per_byte, entropy
 
 
@@ -66,8 +67,9 @@ def test_the_largest_ids_fit(order=5):
 
 
 @pytest.mark.full
-def test_context_helps_on_held_out_code(library_tokens):
-    train, validation = library_tokens
+def test_context_helps_on_held_out_code(tmp_path):
+    tokenizer = Tokenizer.load()
+    train, validation = (tokenize(corpus(), tokenizer, split, tmp_path) for split in ("train", "validation"))
     bits = []
     for order in range(1, 5):
         nats = KneserNey(np.asarray(train.array), train.vocab_size, order).nats_per_token(np.asarray(validation.array))
