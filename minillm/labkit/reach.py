@@ -33,7 +33,7 @@ Chain = tuple[str, ...]  # a.b.c as ("a", "b", "c")
 _UNREAD = {"annotation", "returns", "type_comment", "type_params", "kind", "ctx"}
 _ON_IMPORT = (ast.Expr, ast.For, ast.While, ast.With, ast.Delete)
 _MODULE = re.compile(r"\w+(\.\w+)+|(\w+\.)+")  # "minillm.comm.probe", or the beginning of f"minillm.serve.{name}"
-_DATA = re.compile(r"\w[\w.-]*(/\w[\w.-]*)*(?<!\.py)")  # the path of a file or a folder
+_DATA = re.compile(r"[^\W_][\w.-]*(/\w[\w.-]*)*(?<!\.py)")  # the path of a file or a folder, not of __pycache__
 
 
 def _once(method: Callable) -> Callable:

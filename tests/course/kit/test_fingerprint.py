@@ -54,7 +54,7 @@ FILES = {
 
 
         def by_name():
-            return "course.lab90_a.registry", open("words.toml"), WEIGHTS
+            return "course.lab90_a.registry", open("words.toml"), WEIGHTS, "__pycache__"
 
 
         def late():
@@ -65,6 +65,7 @@ FILES = {
     "course/lab90_a/registry.py": "def chosen():\n    return 5\n",
     "course/lab90_a/words.toml": "a = 1\n",
     "course/weights/large/model.bin": "0",
+    "course/__pycache__/made.pyc": "0",
     "course/lab90_a/checks.py": """
         @exercise("double-it", hints=("a", "b", "c"))
         def check_double(learner):
@@ -176,6 +177,7 @@ def test_a_change_makes_those_cells_stale_that_stand_on_it(home, file, old, new,
         ("lab90_a/figures.py", "Not shown", "Hidden", {"source"}),
         ("lab90_a/figures.py", "def draw", "\n\n# moved\ndef draw", set()),
         ("lab90_a/mistakes.py", "return 1", "return 2", set()),
+        ("__pycache__/made.pyc", "0", "1", set()),
         ("lab90_a/checks.py", '"a", "b"', '"x", "y"', set()),
         ("lab90_a/checks.py", "return True", "return False", set()),
         ("lab91_b/notebook.py", "return 2", "return 3", set()),
