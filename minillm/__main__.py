@@ -46,9 +46,10 @@ GROUPS = {  # in the order in which a newcomer meets them: name -> (module, what
 COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 
 OLDEST_PYTHON = (3, 11)
-DEPENDENCIES = {  # of pyproject.toml, by the names that are imported
-    "accelerate", "cloudpickle", "fsrs", "ipywidgets", "isal", "jinja2", "jupyterlab", "jupytext", "matplotlib",
-    "nbclient", "numpy", "psutil", "safetensors", "tokenizers", "torch", "tqdm", "typer",
+DEPENDENCIES = {  # what requirements.txt installs and minillm and the course use, by the names that are imported
+    "IPython", "PIL", "accelerate", "cloudpickle", "cycler", "fsrs", "ipykernel", "ipywidgets", "isal", "jinja2",
+    "jupyter_client", "jupyterlab", "jupytext", "matplotlib", "nbclient", "nbformat", "numpy", "packaging", "psutil",
+    "safetensors", "tokenizers", "torch", "tqdm", "transformers", "typer",
 }  # fmt: skip
 
 LARGEST = 1 << 63  # what torch takes for a seed

@@ -11,17 +11,18 @@ from course.lab23_claims import (
     claims_tools,
     claims_training,
 )
-from course.lab23_claims.statement import STATEMENTS, VERDICTS
+from course.lab23_claims.statement import VERDICTS, Statement
 from minillm.labkit.receipts import Receipt, receipt
 
-REGISTERED = (
-    claims_training,
+MODULES = (
     claims_model_parallel,
-    claims_serving,
     claims_numbers,
-    claims_tools,
     claims_scale,
-)  # importing them fills STATEMENTS
+    claims_serving,
+    claims_tools,
+    claims_training,
+)
+STATEMENTS = {its.key: its for module in MODULES for its in vars(module).values() if isinstance(its, Statement)}
 
 
 @cache

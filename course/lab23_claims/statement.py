@@ -28,15 +28,10 @@ class Statement:
             raise ValueError(f"the verdict {self.verdict!r} of {self.key} is none of {', '.join(VERDICTS)}.")
 
 
-STATEMENTS: dict[str, Statement] = {}
-
-
 def claim(topic: str, text: str, verdict: str, because: str, flips: str, source: str):
-    """Register the decorated function as what decides a statement; its name is the statement's key."""
+    """Make a statement of the decorated function, which decides it; the function's name is the statement's key."""
 
-    def register(run: Callable[[], list[Row]]) -> Callable[[], list[Row]]:
-        key = run.__name__
-        STATEMENTS[key] = Statement(key, topic, text, verdict, because, flips, source, run)
-        return run
+    def stated(run: Callable[[], list[Row]]) -> Statement:
+        return Statement(run.__name__, topic, text, verdict, because, flips, source, run)
 
-    return register
+    return stated

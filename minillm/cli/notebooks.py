@@ -15,7 +15,7 @@ import typer
 import minillm
 from minillm.labkit import course, masters
 from minillm.labkit.api import group_page
-from minillm.labkit.execute import NotebookFailed, execute
+from minillm.labkit.execute import NotebookFailed, execute, off_rows
 from minillm.labkit.fingerprint import KEY, changed, fingerprint
 from minillm.labkit.reach import Library
 
@@ -77,6 +77,9 @@ def solve(home: Path, name: str, library: Library) -> bool:
         return False
     executed.metadata[KEY] = made_by.to_json()
     target.write_text(masters.write(executed), encoding="utf-8")
+    advice = "execute it again on a quiet machine or explain it in the text"
+    for row, values in off_rows(executed):
+        print(f"{name}: noisy row '{row}' is off in the stored solution ({values}): {advice}")
     print(f"{name}: {time.monotonic() - started:.1f} s, {target.stat().st_size / 1e3:.0f} kB")
     return True
 

@@ -2,8 +2,9 @@
 
 A cell stands on the statements of the notebook that bind what it reads, and on whatever those read from the course's
 clone (see `reach`). `check("name", f)` also stands on the verifier of that name, without its hints. Comments and
-docstrings count where a cell shows them: `inspect.getsource` shows the text as it is, and `show(view)` the first line
-of the view's docstring. Third-party packages, the Python version and what builds and runs notebooks do not count.
+docstrings count where a cell shows them: `inspect.getsource` shows the text as it is, and `show(view)` the first
+paragraph of the view's docstring. Data files that code names count as they are. Third-party packages, the Python
+version and what builds and runs notebooks do not count.
 """
 
 import ast
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 from nbformat import NotebookNode
 
+from minillm.labkit.interact import first_paragraph
 from minillm.labkit.reach import Library, Node, Source, parts
 
 KEY = "minillm"  # in a notebook's metadata
@@ -116,7 +118,7 @@ def _shown(notebook: Source, own: set[int], library: Library) -> Iterator[tuple[
             for module, place in views:
                 source = library.source(module)
                 if source and (text := ast.get_docstring(source.statements[place])):
-                    yield library.file(module), _digest([text.splitlines()[0]])
+                    yield library.file(module), _digest([first_paragraph(text)])
 
 
 def _calls(name: str, tree: ast.AST) -> Iterator[ast.Call]:

@@ -125,5 +125,9 @@ def _refuse_unknown(view: View, names: dict[str, Any]) -> None:
 
 
 def _title(view: View) -> str:
-    text = inspect.getdoc(view) or view.__name__.replace("_", " ")
-    return " ".join(text.split("\n\n")[0].split())
+    return first_paragraph(inspect.getdoc(view) or view.__name__.replace("_", " "))
+
+
+def first_paragraph(docstring: str) -> str:
+    """In one line: what a page shows of a view's docstring."""
+    return " ".join(docstring.split("\n\n")[0].split())

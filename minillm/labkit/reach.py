@@ -10,7 +10,8 @@ and `module.attribute`s that it reads from its module, through imports and re-ex
 - a module that is named in a string ("minillm.comm.probe") or handed on as a value counts as a whole, and so does
   every module of a package that f"minillm.serve.speculate.{name}" chooses from;
 - what a module does when it is imported (a loop, a call) counts with each of its statements;
-- a file that is no Python and is named in a string ("tokenizer.json") counts if it lies beside the code;
+- a data file, or a folder of them, that is named in a string ("tokenizer.json", "checkpoints") counts if it lies in
+  the code's package or in one around it;
 - `answers_of("NN_topic").f` is f in the master of that lab.
 
 Modules of installed packages are no nodes. An object's method is reached with its class, wherever code names that.
@@ -32,7 +33,7 @@ Chain = tuple[str, ...]  # a.b.c as ("a", "b", "c")
 _UNREAD = {"annotation", "returns", "type_comment", "type_params", "kind", "ctx"}
 _ON_IMPORT = (ast.Expr, ast.For, ast.While, ast.With, ast.Delete)
 _MODULE = re.compile(r"\w+(\.\w+)+|(\w+\.)+")  # "minillm.comm.probe", or the beginning of f"minillm.serve.{name}"
-_FILE = re.compile(r"[\w-]+(\.(?!py$)\w+)?")
+_DATA = re.compile(r"[^\W_][\w.-]*(/\w[\w.-]*)*(?<!\.py)")  # the path of a file or a folder, not of __pycache__
 
 
 def _once(method: Callable) -> Callable:
@@ -62,7 +63,7 @@ class Source:
     def _note(self, number: int, statement: ast.stmt) -> None:
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             bound = {statement.name}
-        elif isinstance(statement, ast.Assign) and (lab := _lab_of_answers(statement.value)):
+        elif isinstance(statement, ast.Assign) and (lab := _named_by("answers_of", statement.value)):
             bound = set()
             for target in (each for each in statement.targets if isinstance(each, ast.Name)):
                 self.imports[target.id].append((f"course.lab{lab}.notebook",))
@@ -148,7 +149,8 @@ class Library:
         source, found = self.source(module), {}
         for number, statement in enumerate(source.statements if source else ()):
             if "exercise(" in source.text_of(number):
-                found |= {name: (module, number) for node in ast.walk(statement) if (name := exercise_of(node))}
+                names = (_named_by("exercise", node) for node in ast.walk(statement))
+                found |= dict.fromkeys(filter(None, names), (module, number))
         return found
 
     def named(self, module: str, *chain: str) -> set[Node]:
@@ -206,11 +208,18 @@ class Library:
             modules = self.submodules(text[:-1]) if text.endswith(".") else [text]
             return {node for module in modules for node in self.named(module)}
         path = self.path(source.name)
-        if path and _FILE.fullmatch(text):
-            beside = path.with_name(text)
-            if beside.is_dir() and not (beside / "__init__.py").exists():
-                return {(str(file), -1) for file in beside.iterdir() if file.is_file()}
-            return {(str(beside), -1)} if beside.is_file() else set()
+        return self.data(path.parent, text) if path and _DATA.fullmatch(text) else set()
+
+    @_once
+    def data(self, folder: Path, name: str) -> set[Node]:
+        """The file called `name`, or all in the folder called so, that lies in a package or in one around it."""
+        while (folder / "__init__.py").is_file():
+            place = folder / name
+            if place.is_dir() and not (place / "__init__.py").exists():
+                return {(str(file), -1) for file in place.rglob("*") if file.is_file()}
+            if place.is_file():
+                return {(str(place), -1)}
+            folder = folder.parent
         return set()
 
     @_once
@@ -248,7 +257,7 @@ def parts(tree: ast.AST) -> Iterator[Chain | str]:
                 root = root.value
             if isinstance(root, ast.Name):
                 yield (root.id, *attributes)
-            elif lab := _lab_of_answers(root):
+            elif lab := _named_by("answers_of", root):
                 yield (f"course.lab{lab}.notebook", *attributes)
             else:
                 waiting.append(root)
@@ -265,15 +274,9 @@ def _nodes(value: object) -> Iterable[ast.AST]:
     return (each for each in values if isinstance(each, ast.AST) and not _is_text(each))
 
 
-def _lab_of_answers(node: ast.AST | None) -> str | None:
-    """NN_topic of answers_of("NN_topic")."""
-    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "answers_of"
-    return node.args[0].value if is_call and node.args and isinstance(node.args[0], ast.Constant) else None
-
-
-def exercise_of(node: ast.AST) -> str | None:
-    """The name in exercise("name", ...), whose hints and minutes no solution shows."""
-    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "exercise"
+def _named_by(call: str, node: ast.AST | None) -> str | None:
+    """NN_topic of answers_of("NN_topic"), the exercise of exercise("name", ...): what a call's first argument names."""
+    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == call
     return node.args[0].value if is_call and node.args and isinstance(node.args[0], ast.Constant) else None
 
 
@@ -285,7 +288,8 @@ def _is_text(node: ast.AST) -> bool:
 def _meaning(value: object) -> object:
     """A syntax tree as nested tuples, the same in every Python that minillm runs on."""
     if isinstance(value, list):
-        return [_meaning(each) for each in value if not _is_text(each) and exercise_of(each) is None]
+        kept = (each for each in value if not _is_text(each) and not _named_by("exercise", each))
+        return [_meaning(each) for each in kept]  # without docstrings, and without hints and minutes of exercises
     if not isinstance(value, ast.AST):
         return value
     fields = [(name, _meaning(each)) for name, each in ast.iter_fields(value) if name not in _UNREAD]

@@ -1,5 +1,6 @@
 """Which changes make which cells of a solution stale: exactly those whose outputs they can change."""
 
+import re
 from pathlib import Path
 
 import nbformat
@@ -19,7 +20,11 @@ FILES = {
 
 
         def draw(count: int = 4):
-            """A picture."""
+            """A picture
+            of two lines.
+
+            Not shown.
+            """
             return scale.doubled(count) + LIMIT  # a comment
 
 
@@ -34,6 +39,7 @@ FILES = {
         from course.lab90_a import registry
 
         LIMIT = 3
+        WEIGHTS = Path(__file__).parents[1] / "weights"
         TABLE = {}
         TABLE["a"] = 1
 
@@ -48,7 +54,7 @@ FILES = {
 
 
         def by_name():
-            return "course.lab90_a.registry", open("words.toml")
+            return "course.lab90_a.registry", open("words.toml"), WEIGHTS, "__pycache__"
 
 
         def late():
@@ -58,6 +64,8 @@ FILES = {
     """,
     "course/lab90_a/registry.py": "def chosen():\n    return 5\n",
     "course/lab90_a/words.toml": "a = 1\n",
+    "course/weights/large/model.bin": "0",
+    "course/__pycache__/made.pyc": "0",
     "course/lab90_a/checks.py": """
         @exercise("double-it", hints=("a", "b", "c"))
         def check_double(learner):
@@ -149,6 +157,7 @@ DRAWN = {"figure", "value", "source"}
         ("lab90_a/numbers.py", 'TABLE["a"] = 1', 'TABLE["a"] = 2', {"table"}),
         ("lab90_a/registry.py", "return 5", "return 6", {"string", "inner"}),
         ("lab90_a/words.toml", "1", "2", {"string"}),
+        ("weights/large/model.bin", "0", "1", {"string"}),
         ("lab90_a/checks.py", "== 4", "== 5", {"check"}),
         ("lab91_b/notebook.py", "return 1", "return 3", {"answer"}),
     ],
@@ -163,9 +172,12 @@ def test_a_change_makes_those_cells_stale_that_stand_on_it(home, file, old, new,
         ("lab90_a/figures.py", "return 1", "return 2", set()),
         ("lab90_a/figures.py", "count: int", "count: float", {"source"}),
         ("lab90_a/figures.py", "a comment", "another one", {"source"}),
-        ("lab90_a/figures.py", "A picture.", "The picture.", {"figure", "source"}),
+        ("lab90_a/figures.py", "A picture", "The picture", {"figure", "source"}),
+        ("lab90_a/figures.py", "of two lines", "of 2 lines", {"figure", "source"}),
+        ("lab90_a/figures.py", "Not shown", "Hidden", {"source"}),
         ("lab90_a/figures.py", "def draw", "\n\n# moved\ndef draw", set()),
         ("lab90_a/mistakes.py", "return 1", "return 2", set()),
+        ("__pycache__/made.pyc", "0", "1", set()),
         ("lab90_a/checks.py", '"a", "b"', '"x", "y"', set()),
         ("lab90_a/checks.py", "return True", "return False", set()),
         ("lab91_b/notebook.py", "return 2", "return 3", set()),
@@ -203,30 +215,68 @@ def test_a_call_of_an_earlier_cells_function_stands_on_it():
     assert before["b"] != after["b"] and before["c"] == after["c"]
 
 
+MINE = ("01", "13", "15", "23")
+
+
+@pytest.fixture(scope="module")
+def unedited():
+    """Fingerprints of all solutions, by lab."""
+    return fingerprints(course.masters(ROOT))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("file", "old", "new", "stale"),
     [
         ("course/lab01_collectives/figures.py", "def draw_bytes(numbers", "def draw_bytes(figures", ["01"]),
         ("course/lab13_paged_attention/receipts.py", "    return receipt(", "    return  receipt('', ", ["13"]),
-        ("minillm/predict/comms.py", "def ring_all_reduce(", "def ring_all_reduce(unused, ", ["01"]),
-        ("minillm/labkit/receipts.py", "OPEN_ROWS = 3", "OPEN_ROWS = 4", ["01", "13", "23"]),
+        ("course/lab23_claims/claims_training.py", '"false"', '"true"', ["23"]),
+        ("course/lab23_claims/claims_tools.py", 'row("bound", True', 'row("bound", False', ["23"]),
+        ("minillm/predict/comms.py", "def ring_all_reduce(", "def ring_all_reduce(unused, ", ["01", "23"]),
+        ("minillm/labkit/receipts.py", "OPEN_ROWS = 3", "OPEN_ROWS = 4", list(MINE)),
+        ("minillm/checkpoints/target/model.safetensors", "__metadata__", "__metadatA__", ["13", "15"]),
     ],
 )
-def test_an_edit_of_the_course_makes_those_labs_stale_that_stand_on_it(file, old, new, stale, monkeypatch):
-    labs = {name: masters.solution(path) for name, path in course.masters(ROOT).items() if name[:2] in "01 13 23"}
-    before = fingerprints(labs)
-    read = Path.read_text
-    assert old in read(ROOT / file)
+def test_an_edit_of_the_course_makes_those_labs_stale_that_stand_on_it(file, old, new, stale, unedited, monkeypatch):
+    read_text, read_bytes = Path.read_text, Path.read_bytes
+    assert old.encode() in read_bytes(ROOT / file)
 
-    def edited(path, **how):
-        return read(path, **how).replace(old, new) if path == ROOT / file else read(path, **how)
+    def text(path, **how):
+        return read_text(path, **how).replace(old, new) if path == ROOT / file else read_text(path, **how)
 
-    monkeypatch.setattr(Path, "read_text", edited)
-    after = fingerprints(labs)
-    assert [name[:2] for name in labs if before[name] != after[name]] == stale
+    def data(path):
+        return read_bytes(path).replace(old.encode(), new.encode()) if path == ROOT / file else read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_text", text)
+    monkeypatch.setattr(Path, "read_bytes", data)
+    edited = fingerprints({name: path for name, path in course.masters(ROOT).items() if name[:2] in MINE})
+    assert [name[:2] for name, made in edited.items() if made.cells != unedited[name].cells] == stale
 
 
-def fingerprints(notebooks):
+LEFT_OUT = {  # of the labs' modules and of the data in course/ and minillm/: what no stored output comes from
+    r"course/lab\w+/(__init__|notebook)\.py": "no code; the master, which the solution is itself",
+    r"course/lab\w+/mistakes(_\w+)?\.py": "run when an answer fails, and no stored answer does",
+    r"course/lab\w+/torchrun\.py": "a script with a file of its own under solutions/",
+    r"course/lab24_interview/sheet\.py": "a page that only `python -m minillm interview --sheet` writes",
+    r"minillm/data/tokenizer\.source\.json": "from which text the tokenizer was made; a test reads it",
+    r"minillm/labkit/jupyter/.*": "settings of the learner's JupyterLab",
+}
+
+
+@pytest.mark.full
+def test_every_module_of_a_lab_and_all_data_are_reached_by_a_solution(unedited):
+    """Else an edit of it makes no solution stale: as when importing a module enters something in another's table."""
+    paths = [path for top in ("course", "minillm") for path in (ROOT / top).rglob("*") if path.is_file()]
+    files = {path.relative_to(ROOT).as_posix() for path in paths if "__pycache__" not in path.parts}
+    unreached = {file for file in files if not file.endswith(".py")}.difference(
+        *(each.files for each in unedited.values())
+    )
+    for lab, folder in course.folders(ROOT).items():
+        unreached |= {file for file in files if file.startswith(f"course/{folder.name}/")} - set(unedited[lab].files)
+    assert sorted(file for file in unreached if not any(re.fullmatch(known, file) for known in LEFT_OUT)) == []
+    assert [known for known in LEFT_OUT if not any(re.fullmatch(known, file) for file in unreached)] == []
+
+
+def fingerprints(paths):
     library = Library(ROOT)
-    return {name: fingerprint(each, library).cells for name, each in notebooks.items()}
+    return {name: fingerprint(masters.solution(path), library) for name, path in paths.items()}

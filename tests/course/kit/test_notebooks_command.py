@@ -12,10 +12,11 @@ from PIL import Image
 
 from minillm.__main__ import run
 from minillm.cli import notebooks
-from minillm.labkit import masters
-from minillm.labkit.execute import NotebookFailed, execute
+from minillm.labkit import course, masters, receipt, row
+from minillm.labkit.execute import NotebookFailed, execute, off_rows
 from minillm.labkit.plots import small
 
+ROOT = Path(__file__).parents[3]
 FIXTURE = Path(__file__).parents[1] / "exercises" / "fixture"
 
 
@@ -205,6 +206,46 @@ def test_a_receipt_that_is_off_fails_a_solution(tmp_path, display):
 def test_a_noisy_row_and_a_learners_lab_may_be_off(tmp_path, noisy, strict):
     executed = execute(notebook_of(RECEIPT.format(noisy=noisy), "made"), tmp_path, strict=strict)
     assert "off" in executed.cells[1].outputs[0].data["text/plain"]
+
+
+def with_off_rows() -> nbformat.NotebookNode:
+    """A notebook that displays a receipt, whose folded row is off, and prints another."""
+    fine = [row(f"fine {number}", 1, 1) for number in range(3)]
+    long = receipt("long", [*fine, row("    two <levels>", 2.0, 3.0, "s", guess=1.0, noisy=True)])
+    short = receipt("short", [*fine, row("wire, P = 8", 8, 9, "B", noisy=True), row("time", None, 1.0, "s")])
+    notebook = notebook_of("long", "print(short)", "'status   off'")
+    displayed = nbformat.v4.new_output("display_data", {"text/plain": repr(long), "text/html": long._repr_html_()})
+    notebook.cells[0].outputs = [displayed]
+    notebook.cells[1].outputs = [nbformat.v4.new_output("stream", text=f"{short}\n")]
+    notebook.cells[2].outputs = [nbformat.v4.new_output("stream", text="status   off\n")]
+    return notebook
+
+
+def test_an_off_row_that_is_stored_is_named(home, capsys, monkeypatch):
+    monkeypatch.setattr(notebooks, "execute", lambda notebook, folder: with_off_rows())
+    assert run(["notebooks", "90", "--root", str(home)]) == 0
+    said, advice = capsys.readouterr().out, "execute it again on a quiet machine or explain it in the text"
+    for name, values in (
+        ("two <levels>", "your guess 1.00 s, formula 2.00 s, measured 3.00 s"),
+        ("wire, P = 8", "formula 8 B, measured 9 B"),
+    ):
+        assert f"90_fixture: noisy row '{name}' is off in the stored solution ({values}): {advice}\n" in said
+    assert said.count(advice) == 2
+
+
+EXPLAINED = {  # rows that are off in stored solutions, with what their lab's text says of them
+    ("01_collectives", "dist.reduce_scatter_tensor"): "gloo implements `reduce_scatter_tensor` as an all-reduce",
+}
+
+
+def test_every_off_row_that_is_stored_is_explained_in_the_text():
+    paths = {name: ROOT / "solutions" / f"{name}.ipynb" for name in course.masters(ROOT)}
+    off = {
+        (name, row_name) for name, path in paths.items() for row_name, _ in off_rows(nbformat.read(path, as_version=4))
+    }
+    assert off == set(EXPLAINED), "execute the solution again on a quiet machine, or explain the row in its lab"
+    for (name, _), sentence in EXPLAINED.items():
+        assert sentence in course.masters(ROOT)[name].read_text(encoding="utf-8")
 
 
 def test_slow_and_dying_cells_are_named(tmp_path):

@@ -5,7 +5,8 @@ import re
 import pytest
 
 from course.lab23_claims import receipts
-from course.lab23_claims.statement import STATEMENTS, VERDICTS
+from course.lab23_claims.receipts import STATEMENTS
+from course.lab23_claims.statement import VERDICTS
 from minillm.labkit import course
 
 

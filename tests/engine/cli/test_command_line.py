@@ -127,11 +127,29 @@ def test_another_missing_module_is_a_bug_and_passes_through(command, monkeypatch
         run(["probe"])
 
 
-def test_dependencies_are_those_of_pyproject():
+OPTIONAL = {"flashinfer", "triton", "vllm"}  # used where they are installed
+
+
+def test_dependencies_are_what_is_imported_and_what_pyproject_declares():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["lab"]]
-    assert {re.match(r"[\w-]+", each)[0] for each in wanted} == main_module.DEPENDENCIES
+    declared = [*project["dependencies"], *project["optional-dependencies"]["lab"]]
+    files = [*ROOT.glob("minillm/**/*.py"), *ROOT.glob("course/**/*.py")]
+    imported = set().union(*(imports(ast.parse(path.read_text(encoding="utf-8"))) for path in files))
+    started = {"jupyterlab"}  # a program of its own
+    assert imported - sys.stdlib_module_names - {"minillm", "course"} - OPTIONAL | started == main_module.DEPENDENCIES
+    assert {re.match(r"[\w-]+", each)[0] for each in declared} <= main_module.DEPENDENCIES
     assert project["requires-python"].startswith(f">={'.'.join(map(str, main_module.OLDEST_PYTHON))},")
+
+
+def imports(tree: ast.AST) -> set[str]:
+    """First parts of the names of all modules that a file imports, relative imports left out."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found
 
 
 def test_an_old_python_reads_the_file_and_says_so(monkeypatch, capsys):
