@@ -520,7 +520,7 @@ receipts.fast_tokenizer()
 # ## 10 · On a cluster
 #
 # `labs/torchrun/11_data_pipeline.py` deals and counts on any number of processes; fill in `deal` there first. On each of
-# two nodes: `torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint $HEAD_NODE:29500
+# two nodes: `torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500
 # labs/torchrun/11_data_pipeline.py`; on one machine `python labs/torchrun/11_data_pipeline.py` starts 4 ranks itself.
 # No rank has to ask another which samples are its own: they follow from the seed and the position. The token file lies
 # on a shared disk or is copied to local ones first; a rank's samples are then random reads in it.
