@@ -6,10 +6,10 @@
     messages                        —             6             6   ok
 
 Columns keep apart where a number comes from: the reader's guess, a formula (or what must hold), arithmetic, a
-simulation of a machine, and this machine. Only columns that a receipt uses are shown, and of a long one the first
-rows and those that are off; the rest is folded. The same object is text for a terminal, HTML for a notebook (readable on light and dark
-pages, and without any CSS, as on GitHub) and rows of JSON. With MINILLM_STRICT=1, as when solutions are executed, a
-receipt that is off cannot be displayed, unless what is off depends on the machine (`Row.steady`).
+simulation of a machine, and this machine. Only columns that a receipt uses are shown, and of a long one the first rows
+and those that are off; the rest is folded. The same object is text for a terminal, HTML for a notebook (readable on
+light and dark pages, and without any CSS, as on GitHub) and rows of JSON. With MINILLM_STRICT=1, as when solutions are
+executed, a receipt that is off cannot be displayed, unless what is off depends on the machine (`Row.steady`).
 """
 
 import math
@@ -252,7 +252,7 @@ def formula(name: str, value: Any, unit: str = "", *, guess: Any = None) -> Row:
 
 
 def receipt(title: str, rows: Iterable[Row], *, open_rows: int = OPEN_ROWS) -> Receipt:
-    """A receipt from rows made by `row` and `formula`; of more than `open_rows` rows the rest is folded, except what is off."""
+    """A receipt from rows made by `row` and `formula`; rows after `open_rows` are folded, except those off."""
     if open_rows < 1:
         raise ValueError(f"open_rows={open_rows} of receipt '{title}' must be 1 or more")
     return Receipt(title, tuple(rows), open_rows)
