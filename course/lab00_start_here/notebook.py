@@ -10,6 +10,7 @@
 # # 00 · Start here
 #
 # **Three measured numbers bound what a program can reach on this machine; its bytes and calls you can predict exactly.**
+# Stands on nothing before it: Python and a training loop in PyTorch are enough.
 #
 # 45 minutes with the exercises · no GPU, no network
 #

@@ -2,6 +2,7 @@
 # # 01 · Collectives
 #
 # **A ring all-reduce sends $2P(N-1)/N$ bytes per rank, whoever writes it.** Here you write it.
+# Stands on lab 00 (ranks, links, the ledger).
 #
 # Two to three hours if you solve every exercise and read the measurements; the exercises alone take about 70 minutes, and
 # running it top to bottom takes under a minute. At the end you can answer:
@@ -11,7 +12,6 @@
 # 3. A job hangs. Which rank is to blame, and how do you see it?
 #
 # Every rank below is a real process, and every number is either computed in the cell above it or carries its source.
-#
 # The calls of `group`, and what each returns: [docs/group.md](../docs/group.md).
 
 # %%
@@ -348,14 +348,13 @@ show(ring_against_tree)
 receipts.crossovers(loopback, emulated)
 
 # %% [markdown]
-# On the emulated link no time can fall below its line. Each round adds a wake-up by the scheduler to α, which shows on small
-# tensors, and most in the ring, which has the most rounds: so the ring passes the others at a larger size than predicted.
-# The row allows half as much again, and a busy machine can exceed that. On loopback, read the error of the fit before you
-# believe the crossover: four ranks share few cores and one memory, and the model contains neither. It also treats all
-# messages alike, and here they are not: the ring and recursive doubling send and receive at once, on sockets of their
-# own; the tree's messages go one way, through gloo, with a longer latency. What carries over to a cluster is the *shape*:
-# few rounds win for small tensors, few bytes for large ones. That is why gradients travel in buckets of megabytes, and
-# why NCCL chooses among several algorithms by size.
+# On the emulated link no time can fall below its line. Each round adds a wake-up by the scheduler to α, which shows on
+# small tensors, and most in the ring, which has the most rounds: so the ring passes the others at a larger size than
+# predicted. The row allows half as much again, and a busy machine can exceed that. On loopback, read the error of the
+# fit before you believe the crossover: four ranks share few cores and one memory, and the model contains neither. It
+# also treats all messages alike: here the ring and recursive doubling send and receive at once, on sockets of their
+# own, the tree one way, through gloo, with a longer latency. What carries over to a cluster is the *shape*: few rounds
+# win for small tensors, few bytes for large ones. So gradients travel in buckets of megabytes, and NCCL chooses by size.
 #
 # ## Where two levels win
 #

@@ -11,6 +11,7 @@
 #
 # **The input pipeline is part of the step.** Text becomes tokens, tokens become batches, and batches reach the ranks in
 # time, or the step waits.
+# Stands on labs 02 (the step) and 03 (one shard of the batch per rank).
 #
 # The six exercises take about an hour and a quarter; with the measurements and the questions at the end plan two to
 # three. Running the notebook from top to bottom takes under a minute. At the end you can answer:
