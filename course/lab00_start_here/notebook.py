@@ -10,6 +10,7 @@
 # # 00 · Start here
 #
 # **Three measured numbers bound what a program can reach on this machine; its bytes and calls you can predict exactly.**
+# Stands on nothing before it: Python and a training loop in PyTorch are enough.
 #
 # 45 minutes with the exercises · no GPU, no network
 #
@@ -389,9 +390,9 @@ launch(sum_losses_fixed, 4, batches_of_rank, timeout=10)
 # ## 7 · A network you do not have
 #
 # Inside a node of H100s NVLink carries 450 GB/s each way; between nodes a 400 Gb/s port carries 50 GB/s, and latency is
-# higher, too. To feel that on a laptop, a `Link` paces every message: it is not delivered before latency +
-# bytes/bandwidth have passed. Times measured this way are always labelled *emulated*; they show the shape of a problem,
-# not the speed of any network.
+# higher, too. To feel that on a laptop, a `Link` paces every message: `send` does not return before latency +
+# bytes/bandwidth have passed since its call. Times measured this way are always labelled *emulated*; they show the
+# shape of a problem, not the speed of any network.
 
 # %%
 print(inspect.getsource(experiments.one_message))

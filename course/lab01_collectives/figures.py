@@ -53,7 +53,7 @@ def draw_flat_against_two_level(numbers: dict[str, Any]) -> Figure:
             axes.get_legend().remove()
             axes.set_ylabel("")
     setting = "All-reduce over 2 nodes of 2 ranks; the link between the nodes is slow and emulated"
-    headline(figure, "Two levels send less over the slow link than one flat ring", setting)
+    headline(figure, "Two levels cross the slow link in fewer rounds than one flat ring", setting)
     return figure
 
 

@@ -2,6 +2,7 @@
 # # 01 · Collectives
 #
 # **A ring all-reduce sends $2P(N-1)/N$ bytes per rank, whoever writes it.** Here you write it.
+# Stands on lab 00 (ranks, links, the ledger).
 #
 # Two to three hours if you solve every exercise and read the measurements; the exercises alone take about 70 minutes, and
 # running it top to bottom takes under a minute. At the end you can answer:
@@ -11,7 +12,6 @@
 # 3. A job hangs. Which rank is to blame, and how do you see it?
 #
 # Every rank below is a real process, and every number is either computed in the cell above it or carries its source.
-#
 # The calls of `group`, and what each returns: [docs/group.md](../docs/group.md).
 
 # %%
@@ -328,8 +328,8 @@ sliders(
 # ## Where the ring loses, measured
 #
 # All three on this machine. α and β are fitted to the rounds of the *ring* alone, so the dashed lines of the other two
-# are real predictions. On the right the same over an *emulated* link with α = 10 ms and β = 10 MB/s, slow enough that
-# scheduling and copies hardly matter: there the model should be right.
+# are real predictions. On the right the same over an *emulated* link with α = 10 ms and β = 10 MB/s, so slow that
+# scheduling and copies weigh little: there the model should come close.
 
 # %%
 loopback = experiments.ring_against_tree()
@@ -348,19 +348,21 @@ show(ring_against_tree)
 receipts.crossovers(loopback, emulated)
 
 # %% [markdown]
-# On the emulated link the prediction holds. On loopback, read the error of the fit before you believe the crossover:
-# four ranks share few cores, so they wait for the scheduler as much as for bytes, and all their bytes pass through the
-# same memory. The model contains neither. It also treats all messages alike, and here they are not: the ring and
-# recursive doubling send and receive at once, on sockets of their own; the tree's messages go one way, through gloo, with
-# a longer latency. What carries over to a cluster is the *shape*: few rounds win for small tensors, few bytes for large
-# ones. That is why gradients travel in buckets of megabytes, and why NCCL chooses among several algorithms by size.
+# On the emulated link no time can fall below its line. Each round adds a wake-up by the scheduler to α, which shows on
+# small tensors, and most in the ring, which has the most rounds: so the ring passes the others at a larger size than
+# predicted. The row allows half as much again, and a busy machine can exceed that. On loopback, read the error of the
+# fit before you believe the crossover: four ranks share few cores and one memory, and the model contains neither. It
+# also treats all messages alike: here the ring and recursive doubling send and receive at once, on sockets of their
+# own, the tree one way, through gloo, with a longer latency. What carries over to a cluster is the *shape*: few rounds
+# win for small tensors, few bytes for large ones. So gradients travel in buckets of megabytes, and NCCL chooses by size.
 #
 # ## Where two levels win
 #
 # Two nodes of two ranks, with an emulated link of 5 ms and 10 MB/s between them. In the flat ring every round waits
 # for the slow link. Over two levels, on $n$ nodes of $g$ ranks, only $2(n-1)$ rounds cross, and all ranks of a node
-# cross at the same time with $1/g$ of the tensor each. The prediction charges the slow link alone; the rounds inside
-# the nodes come on top, which shows most where the tensor is smallest. Your functions, both ways:
+# cross at the same time with $1/g$ of the tensor each. The prediction charges the slow link alone. What two levels do
+# inside the nodes comes on top, here on a few shared cores, so the receipt allows them half as much again. Your
+# functions, both ways:
 
 # %%
 levels = experiments.flat_against_two_level(all_reduce, hierarchical_all_reduce)
@@ -524,7 +526,7 @@ receipts.torch_on_the_wire(launch(experiments.torch_wire, 4, device="cpu")[0])
 #
 # ```bash
 # torchrun --nproc-per-node 8 labs/torchrun/01_collectives.py
-# torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint $HEAD_NODE:29500 \
+# torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \
 #          labs/torchrun/01_collectives.py                                      # on each of two nodes
 # ```
 #

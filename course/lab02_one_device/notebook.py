@@ -11,6 +11,7 @@
 #
 # **A training step holds 16 bytes per parameter beside its activations, and takes 6 FLOPs per parameter and token.**
 # With these two numbers you can size any training run.
+# Stands on lab 00 (the roofline).
 #
 # The six exercises take about an hour and a quarter; with the measurements and the questions at the end plan three to four
 # hours. Running the notebook from top to bottom takes about a minute. Sections 6 and 9 are optional. At the end you can

@@ -3,6 +3,7 @@
 #
 # **Gradients of shards, averaged while backward still runs, are the big batch's gradient.** You build that, from one
 # all-reduce per tensor to buckets that travel while earlier layers still compute.
+# Stands on labs 01 (the ring all-reduce) and 02 (the training step).
 #
 # About 4 hours: 75 minutes for the exercises, the rest for the measurements and the questions. Parts marked *optional*
 # (gradient compression and its exercise) take another 40 minutes. Run All takes about a minute. At the end you can

@@ -3,6 +3,7 @@
 #
 # **Optimizer state, gradients and parameters can each be divided by $N$, at $2P$, $2P$ and $3P$ bytes per rank and step,
 # times $(N-1)/N$.** You divide them. ($N$ ranks; the parameters take $P$ bytes.)
+# Stands on labs 01 (reduce-scatter and all-gather), 02 (16 bytes per parameter) and 03 (replicas).
 #
 # About 4 hours: 80 minutes for the exercises, the rest for the measurements and the questions. Parts marked *optional*
 # (offload) take another half hour. Run All takes about a minute. At the end you can answer:

@@ -3,6 +3,7 @@
 #
 # **A column layer followed by a row layer needs one all-reduce.** You cut a transformer along its matrices and see that
 # this is nearly all it sends.
+# Stands on labs 01 (all-reduce and its two halves) and 02 (the model).
 #
 # About 4 hours, two of them for the exercises. Run All takes about a minute. At the end you can answer:
 #

@@ -3,6 +3,7 @@
 #
 # **Stages idle for $(n-1)/(M+n-1)$ of a step; 1F1B changes the memory, not the bubble.** You build both schedules,
 # run them on real ranks and compare them with these formulas.
+# Stands on labs 01 (messages) and 02 (the step, accumulation).
 #
 # About 4 hours: 105 minutes for the exercises, the rest for the measurements and the questions. Parts marked
 # *optional* take another half hour. Run All takes about a minute. At the end you can answer:

@@ -1,5 +1,4 @@
-"""Lab 06 on any number of processes:
-a pipeline with one stage per rank, the same receipt wherever it runs.
+"""Runs lab 06's pipeline, one stage per rank, with the same receipt, on any number of processes.
 
 python 06_pipeline_parallel.py                                  4 stages on this machine
 torchrun --nproc-per-node 4 06_pipeline_parallel.py             the same under torchrun

@@ -111,7 +111,7 @@ def where_it_hides(heads: int = 32, kv_heads: int = 8, tflops: int = 400, gb_s: 
 
 
 def draw_memory(found: dict[str, list[int]]) -> Figure:
-    """Peak bytes of a layer's forward and backward, by length: scores stored, and tiles; dashed: ideal growth."""
+    """Peak bytes of a layer's forward and backward, by length: scores stored, and tiles; dashed: quadratic, linear."""
     lengths = experiments.LENGTHS
     ideal = {
         name: [sizes[-1] * (seq / lengths[-1]) ** power for seq in lengths]
@@ -125,8 +125,12 @@ def draw_memory(found: dict[str, list[int]]) -> Figure:
         y_axis=("peak", "B"),
         log="xy",
     )
-    setting = "One layer of 2 heads, forward and backward; dashed: exactly so"
-    headline(figure.axes[0], "Stored scores grow with the square of the length, tiles in proportion", setting)
+    axes = figure.axes[0]
+    for line, growth in zip(axes.lines[1::2], ("exactly quadratic", "exactly linear"), strict=True):
+        line.set_label(growth)
+    axes.legend()
+    setting = "One layer of 2 heads, forward and backward; dashed: growth through the last point"
+    headline(axes, "Stored scores grow with the square of the length, tiles in proportion", setting)
     return figure
 
 

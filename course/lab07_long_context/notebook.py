@@ -3,6 +3,7 @@
 #
 # **Attention is exact in tiles, so its memory grows with the length and not with its square; and tiles may lie on
 # different ranks.** You cut it, first on one rank, then over several.
+# Stands on labs 01 (ring, all-to-all) and 02 (the memory of a step).
 #
 # About 4 hours: 105 minutes for the exercises, the rest for the measurements and the questions. Run All takes about a
 # minute. At the end you can answer:

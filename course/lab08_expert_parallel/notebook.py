@@ -3,6 +3,7 @@
 #
 # **Capacity grows, FLOPs per token do not; the price is two all-to-alls.** You build the router, the exchange and the
 # gradients of a layer of experts, watch a router collapse, and cure it twice.
+# Stands on labs 01 (all-to-all) and 03 (averaged gradients).
 #
 # About 4 hours: 85 minutes for the exercises, the rest for the measurements and the questions. Run All takes about a
 # minute. At the end you can answer:

@@ -3,6 +3,7 @@
 #
 # **Which axis goes on which link decides everything: the same layout, seated in another order, sends the same bytes and
 # takes twice as long.**
+# Stands on labs 03 to 07 (one axis each).
 #
 # About 4 hours: 105 minutes for the exercises, the rest for the measurements and the questions. Run All takes about a
 # minute. At the end you can answer:
@@ -442,7 +443,7 @@ show(pictures.draw_scaling, points=points)
 # %% [markdown]
 # From 2 to 4 ranks a rank sends 1.5 times the bytes, and the step takes many times as long: the *cliff*. It is not the
 # number of bytes, it is their link. Each of the ring's rounds now waits for a link that is ten times slower. Beyond it
-# the curve is flat again, since 2P(N-1)/N hardly grows. (This ring does not overlap with backward; lab 03 shows how
+# the curve rises only slowly, since 2P(N-1)/N hardly grows. (This ring does not overlap with backward; lab 03 shows how
 # much of it that hides.)
 #
 # ## Where it loses

@@ -50,7 +50,7 @@ def goodput_by_gpus(save_s: int = 60, restart_min: int = 10) -> Figure:
 
 
 def draw_intervals(found: dict[float, dict[str, float]]) -> Figure:
-    """Where the time of a simulated job goes, by the interval between saves; dashed: the formula's goodput."""
+    """Where the time of a simulated job goes, by the interval between saves; dashed: the formula's wasted share."""
     figure, axes = subplots(width=8, height=3.6)
     minutes = [interval / 60 for interval in found]
     shares = {name: [spent[name] / sum(spent.values()) for spent in found.values()] for name in USES}

@@ -3,6 +3,7 @@
 #
 # **A checkpoint exists when it has been restored elsewhere; a job survives when it has been killed often.** You build the
 # files, the state and the accounting, and the checks do the killing.
+# Stands on labs 02 (what a step holds), 03 (replicas) and 04 (sharded state).
 #
 # About 4 hours: 105 minutes for the exercises, the rest for the measurements and the questions. Run All takes about a
 # minute. At the end you can answer:

@@ -11,6 +11,7 @@
 #
 # **The input pipeline is part of the step.** Text becomes tokens, tokens become batches, and batches reach the ranks in
 # time, or the step waits.
+# Stands on labs 02 (the step) and 03 (one shard of the batch per rank).
 #
 # The six exercises take about an hour and a quarter; with the measurements and the questions at the end plan two to
 # three. Running the notebook from top to bottom takes under a minute. At the end you can answer:
@@ -520,7 +521,7 @@ receipts.fast_tokenizer()
 # ## 10 · On a cluster
 #
 # `labs/torchrun/11_data_pipeline.py` deals and counts on any number of processes; fill in `deal` there first. On each of
-# two nodes: `torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint $HEAD_NODE:29500
+# two nodes: `torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500
 # labs/torchrun/11_data_pipeline.py`; on one machine `python labs/torchrun/11_data_pipeline.py` starts 4 ranks itself.
 # No rank has to ask another which samples are its own: they follow from the seed and the position. The token file lies
 # on a shared disk or is copied to local ones first; a rank's samples are then random reads in it.

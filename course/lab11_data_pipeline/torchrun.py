@@ -1,5 +1,4 @@
-"""Deal the samples of several epochs to any number of processes,
-and count that nobody got one twice.
+"""Deals the samples of several epochs to any number of ranks and counts that none got one twice.
 
 python 11_data_pipeline.py                                 4 ranks on this machine
 torchrun --nproc-per-node 4 11_data_pipeline.py            the same under torchrun

@@ -84,7 +84,7 @@ def check_attend(learner: Any) -> Receipt:
                 "costs as much as the longest",
                 rows,
             )
-    return receipt("what a step does to the cache", rows)
+    return receipt("what a step does to the cache", rows, open_rows=2)
 
 
 def _judge_cache(who: str, after: tuple, before: tuple, new: tuple, start: int, end: int) -> None:

@@ -182,7 +182,7 @@ def draw_roofline(points: Sequence[Point], roof: Roof) -> Figure:
             )
             for point, at, speed in zip(own, x, y, strict=True):
                 number = point.batch if kind == "decode" else point.new
-                place = {"xytext": (-6, -11), "ha": "right"} if kind == "prefill" else {"xytext": (6, -10)}
+                place = {"xytext": (0, 7), "ha": "center"} if kind == "prefill" else {"xytext": (6, -10)}
                 axes.annotate(str(number), (at, speed), textcoords="offset points", fontsize=9, **place)
         axes.set_ylim(0.6 * min(point.flops_per_s for point in points), 1.6 * roof.peak_flops)
         name = str(roof.dtype).split(".")[1]

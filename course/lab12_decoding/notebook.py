@@ -12,6 +12,7 @@
 # **Prefill is bound by compute, decode by memory.** A model reads a prompt in one pass and writes its answer in many.
 # Here you build both, with the cache that makes the second possible, and measure why they are slow for different
 # reasons.
+# Stands on labs 00 (the roofline) and 02 (the model).
 #
 # The seven exercises take about an hour and three quarters; with the measurements and the questions at the end plan
 # three hours. Running the notebook from top to bottom takes about a minute. *When other tokens are no bug* is optional.
@@ -114,7 +115,7 @@ def attend(q, k, v, keys, values, start):
 attend = check("cached-attention", attend)
 
 # %% [markdown]
-# The last two rows are what a decode step costs in every layer: one entry written, *all* entries read.
+# *Bytes written* and *read* are what a decode step costs in every layer: one entry written, *all* entries read.
 #
 # ### Exercise 2 · prefill, then decode (15 minutes)
 #
@@ -349,10 +350,10 @@ receipts.under_the_roof(points)
 show(pictures.passes_under_a_roof)
 
 # %% [markdown]
-# The roof is an upper bound, and this core stays below it: with few rows torch's products use less than half of the
-# bandwidth. The claim of this lab is about *ratios*, and those can be judged: a decode step for 4 sequences
-# takes clearly less than four steps for one, because it reads the weights once, while a prompt four times as long takes
-# several times as long. On a GPU, whose arithmetic is far ahead of its memory, the 4 take hardly longer than one.
+# The roof is an upper bound, and a core stays below it, as the columns *of peak FLOP/s* and *of bandwidth* say:
+# products of few rows reach neither. The claim of this lab is about *ratios*, and those can be judged: a decode step
+# for 4 sequences takes clearly less than four steps for one, because it reads the weights once; a prompt four times as
+# long takes several times as long. On a GPU, whose arithmetic is far ahead of its memory, 4 take hardly longer than 1.
 
 # %%
 receipts.thesis(points)
@@ -374,9 +375,9 @@ receipts.by_batch(points)
 show(pictures.one_against_many)
 
 # %% [markdown]
-# Up to a batch of about 16 the weights are read once for all sequences, and a step takes hardly longer. Beyond the
-# ridge each further sequence costs its share of arithmetic. The measured bend is softer than the roof's, because
-# products of few rows reach neither of its lines.
+# The weights are read once for all sequences, so by the roof a step takes hardly longer until compute takes over, at the
+# batch in the table's title. Beyond it each further sequence costs its share of arithmetic. The measured bend is softer
+# than the roof's, because products of few rows reach neither of its lines.
 #
 # Does prefill gain from batching, too? Predict, then look:
 
@@ -491,11 +492,11 @@ receipts.other_passes(8)
 #
 # ## Where it loses: a batch of one
 #
-# The table under the roof says it: at batch 1 this core uses one percent of its arithmetic; an H100 would use less. A
-# local chat, a sequential agent or an idle server has nothing to batch with. What helps then is to read *fewer bytes
-# per token*: smaller weights (lab 16), several tokens per pass (speculation, lab 15), or more memories side by side
-# (tensor parallelism halves the time of a read, lab 18; replicas raise throughput, not the speed of one sequence). More
-# FLOP/s do not help.
+# The column *of peak FLOP/s* under the roof says it: at batch 1 a decode step uses only a small part of the core's
+# arithmetic, and of an H100's, whose ridge is higher, even less. A local chat, a sequential agent or an idle server has
+# nothing to batch with. What helps then is to read *fewer bytes per token*: smaller weights (quantization), several
+# tokens per pass (speculation, lab 15), or more memories side by side (tensor parallelism over two GPUs halves the time
+# of a read, lab 05; replicas raise throughput, not the speed of one sequence). More FLOP/s do not help.
 #
 # With many requests the question becomes how to keep the batch full and where to put all the caches: labs 14 and 13.
 #

@@ -160,6 +160,7 @@ def thesis(points: Sequence[Point] | None = None) -> Receipt:
             row("prefill: 256 tokens take 2 to 8 times as long as 64", True, 2 < many < 8, noisy=True),
             row("    times as long, measured", None, many),
         ],
+        open_rows=4,
     )
 
 

@@ -3,6 +3,7 @@
 #
 # **Waste is under one block per sequence, and a prefix is stored once.** Both follow from one table per sequence, and
 # both are counted below, on real requests.
+# Stands on lab 12 (the cache).
 #
 # Exercises 1 to 7 take about an hour and a half; with the measurements and the questions at the end plan three to four
 # hours. Running the notebook from top to bottom takes about a minute. Exercise 8, a kernel in Triton, is optional. At the
@@ -222,7 +223,7 @@ receipts.same_tokens_elsewhere()
 # ### Exercise 4 · a key for every full block (15 minutes)
 #
 # Chain it: the key of a block is a hash of the key before it and of the block's tokens. The chain begins with what
-# else changes keys and values (an adapter: different weights for some requests, lab 17) and with what must keep
+# else changes keys and values (an adapter: different weights for some requests) and with what must keep
 # tenants apart (a salt). Both are names that anybody may choose: `"x"`, `"x|y"`, `"None"`. No two different pairs may
 # give the same start, and a key has 64 bits at least.
 
@@ -592,7 +593,7 @@ receipts.transformers_pages()
 # Nothing of this lab needs several ranks, so it has no script for torchrun. Under tensor parallelism every rank holds
 # `kv_heads / t` heads of *every* block, so block tables are equal on all ranks and one scheduler decides for all;
 # under pipeline parallelism a rank holds its layers of every block. A prefix cache is per replica: a router has to
-# send requests with one prefix to one replica (lab 19). The same engine on a GPU, where it takes the Triton kernel by
+# send requests with one prefix to one replica. The same engine on a GPU, where it takes the Triton kernel by
 # itself:
 #
 # ```bash

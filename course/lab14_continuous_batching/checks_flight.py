@@ -13,6 +13,7 @@ from minillm.labkit.receipts import Receipt, row
 from minillm.serve import Scheduler
 
 ANSWERS = answers_of("14_continuous_batching")
+SEEDS = 200  # runs among which six must show the fault
 
 
 @exercise(
@@ -105,11 +106,18 @@ def check_diagnose(learner: Callable) -> Receipt:
 def _flights(fault: str, base: int) -> list[Flight]:
     """Six flights in which this fault shows. Of healthy ones at least one preempts a sequence twice, of those that lose
     a place at least one preempts none twice, so that the number of preemptions does not give the fault away."""
-    shown = (breaks.case(fault, seed) for seed in range(base, base + 200) if _shows(fault, seed))
+    shown = (breaks.case(fault, seed) for seed in range(base, base + SEEDS) if _shows(fault, seed))
     flights = list(islice(shown, 6))
+    if len(flights) < 6:
+        few = f"'{fault}' shows in {len(flights)} of {SEEDS} runs from seed {base}"
+        raise RuntimeError(f"{few}, and the check needs 6: enlarge SEEDS")
     twice = {breaks.HEALTHY: True, "place in the queue lost": False}.get(fault)
     while twice is not None and not any((_most_preempted(flight) > 1) is twice for flight in flights):
-        flights[-1] = next(shown)
+        another = next(shown, None)
+        if another is None:
+            often = "preempts a sequence twice" if twice else "preempts no sequence twice"
+            raise RuntimeError(f"none of {SEEDS} runs from seed {base} with '{fault}' {often}: enlarge SEEDS")
+        flights[-1] = another
     return flights
 
 

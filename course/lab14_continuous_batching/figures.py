@@ -75,12 +75,11 @@ def recompute_or_swap(
         where = cost.crossover(block_size)
         if 0 < where < tokens[-1]:
             axes.axvline(where, color=PALETTE["vermillion"], linewidth=1, linestyle=":")
-            note = f"{where:,.0f} tokens"
+            note = f"equal at {where:,.0f} tokens"
             axes.annotate(note, (where, 0), xytext=(6, 6), textcoords="offset points", fontsize=9)
-        said = "always" if where == 0 else f"from {where:,.0f} tokens on" if where < 1e6 else "never"
         axes.set(xlabel="tokens that had been computed", ylabel="added time (ms)", xlim=(0, tokens[-1]), ylim=(0, None))
         setting = f"Formula: an 8B model on one H100, link of {link_gb_per_s:g} GB/s, {kv_heads} kv heads"
-        headline(axes, f"Swapping is quicker than recomputing {said}", setting)
+        headline(axes, "The speed of the link decides whether swapping beats recomputing", setting)
         axes.legend()
     return figure
 

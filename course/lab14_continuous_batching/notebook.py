@@ -11,6 +11,7 @@
 #
 # **Sequences join and leave the batch at every step.** That one change takes a server from waiting for its longest
 # answer to a full batch in every forward pass. The price is a scheduler, and everything that can go wrong in one.
+# Stands on labs 12 (prefill and decode) and 13 (blocks).
 #
 # The seven exercises take about two and a half hours; with the measurements and the questions at the end plan four.
 # Running the notebook from top to bottom takes under a minute. *Patience* and *Where it loses* are optional. At the end
@@ -263,9 +264,9 @@ class Preemption:
 Preemption = check("preempt-and-return", Preemption)
 
 # %% [markdown]
-# The last rows are an engine that preempts and resumes with your class; its answers equal those of a loop without
-# blocks. Which way is cheaper? Recomputing costs FLOPs, $2P$ per token and a share that grows with length. Swapping
-# costs bytes, twice over the link:
+# The rows *recompute* and *swap* are an engine that preempts and resumes with your class; its answers equal those of a
+# loop without blocks. Which way is cheaper? Recomputing costs FLOPs, $2P$ per token and a share that grows with length.
+# Swapping costs bytes, twice over the link:
 
 # %%
 show(pictures.recompute_or_swap)

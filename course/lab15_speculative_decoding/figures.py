@@ -91,7 +91,7 @@ def draw_alpha(shares: dict[str, list[float]], temperatures=TEMPERATURES) -> Fig
         ax=subplots(width=8, height=3.5)[1],
     )
     figure.axes[0].set_ylim(0, 1)
-    setting = "Σ min(p, q) on held-out text, computed without sampling"
+    setting = "On held-out text; of sampled draft tokens Σ min(p, q) is accepted, computed without sampling"
     headline(
         figure.axes[0], "At high temperature sampled draft tokens stay accepted, the likeliest ones do not", setting
     )

@@ -11,6 +11,7 @@
 #
 # **One pass of the target model can yield several tokens, and they follow exactly the target's distribution.**
 # A cheap proposer drafts a few tokens; the target checks them all in one pass.
+# Stands on labs 12 (the cost of a pass) and 13 (the paged cache).
 #
 # The seven exercises take about two hours; with the measurements and the questions at the end plan three to four.
 # Running the notebook from top to bottom takes about a minute. Section 5 and *Not exact, on purpose* are optional. At
@@ -393,7 +394,7 @@ receipts.proposers(table)
 # What to read in it:
 #
 # - **The text is the target's in every row.** A bad proposer costs time, never quality.
-# - **On a small machine drafts without a model win.** Here a pass of the target takes a few milliseconds, and a call of
+# - **On a small machine n-gram lookup wins; lookahead may or may not.** Here a pass of the target takes a few milliseconds, and a call of
 #   any second model costs a good part of that. Beside a 70B target a 1B draft reads one seventieth of the bytes, and
 #   proposers with a model win.
 # - Lookahead needs no second model, but it does keep a pool of n-grams and makes each pass wider.
@@ -625,15 +626,15 @@ receipts.design_draft()
 # <details><summary>D1 and D2: a worked answer</summary>
 #
 # D1: the pass reads 139 GB of weights and 21 GB of keys and values at 13.4 TB/s. That takes 12 ms, so plain decoding
-# misses the limit. Checking K + 1 tokens per sequence stays memory-bound (16 · 7 = 112 tokens are far from 295), so the
-# pass hardly grows, and K is limited by cK. K = 1 meets the limit, and the best K is 6, at 4.6 ms. Choose 3 or 4: they
-# cost 5 % to 10 % at α = 0.7 and less if α is lower than hoped. At α = 0.4 no K meets the limit (8.04 ms at best), so
-# the acceptance on *your* traffic decides and has to be monitored.
+# misses the limit. Checking K + 1 tokens per sequence stays memory-bound (16 · 8 = 128 tokens are far from 295), so the
+# pass hardly grows, and K is limited by cK. K = 1 meets the limit, and K = 6 and K = 7 are best, at 4.6 ms. Choose 3 or
+# 4: at α = 0.7 they are 12 % and 5 % slower than the best, and less if α is lower than hoped. At α = 0.4 no K meets the
+# limit (8.04 ms at best), so the acceptance on *your* traffic decides and has to be monitored.
 #
 # D2: at 8 sequences verification costs next to nothing and the drafts are equal within 2 %: the better one makes up for
-# its price. At 128 the pass over 3 tokens per sequence is about where arithmetic takes over, so both stop at K = 2,
-# where c matters little and α decides, again within 2 %. Choose by what the formula leaves out: the larger draft also
-# has a larger cache and prefill.
+# its price. At 128 a pass over 3 tokens per sequence is still memory-bound and one over 4 no longer is. There the small
+# draft stops at K = 2; the larger one, accepted more often, gains a little up to K = 3 and leads by 4 %. Where drafts are
+# so close, choose by what the formula leaves out: the larger draft also has a larger cache and prefill.
 # </details>
 #
 # ### Capstone (open)

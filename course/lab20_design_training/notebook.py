@@ -10,11 +10,12 @@
 # # 20 · Design a training run
 #
 # **A design answer is a chain of numbers: size, fit, time, risk. Each of them can be estimated in a minute and defended.**
+# Stands on labs 01 to 11 (their formulas).
 #
-# Thirteen problems as they are asked in interviews, about ten minutes each, and two short exercises. You commit to a
-# number, then the cell computes it with the same formulas that the labs have measured, names the mistake if yours has a
-# known one, and shows a strong answer, the next questions and a weak answer. Running the notebook from top to bottom
-# takes seconds. At the end you can answer:
+# Thirteen problems as they are asked in interviews, about ten minutes each, and two short exercises: two and a half
+# hours in all. You commit to a number, then the cell computes it with the same formulas that the labs have measured,
+# names the mistake if yours has a known one, and shows a strong answer, the next questions and a weak answer. Running
+# the notebook from top to bottom takes seconds. At the end you can answer:
 #
 # 1. What does a training run hold, in bytes per GPU and by kind, and which axis divides which kind?
 # 2. Where does the time of a step go, and which change attacks the largest part?

@@ -10,10 +10,11 @@
 # # 21 · Design a serving system
 #
 # **Capacity is bytes, speed is bandwidth, and the tail is a queue: three small models answer most serving questions.**
+# Stands on labs 12 to 15 (their formulas).
 #
-# Twelve problems as they are asked in interviews, about ten minutes each, and two short exercises. As in lab 20 you commit
-# to a number before the cell computes it. Running the notebook from top to bottom takes seconds. At the end you can
-# answer:
+# Twelve problems as they are asked in interviews, about ten minutes each, and two short exercises: two and a half hours
+# in all. As in lab 20 you commit to a number before the cell computes it. Running the notebook from top to bottom takes
+# seconds. At the end you can answer:
 #
 # 1. How many sequences does a GPU carry, and what ends that: bytes, bandwidth or arithmetic?
 # 2. What does a limit on latency cost in throughput, and which layout buys it back?

@@ -10,6 +10,7 @@
 # # 23 · Common claims
 #
 # **A claim is worth what decides it: vote first, then run it.**
+# Stands on labs 00 to 15 (what they measured).
 #
 # Ninety-nine statements that are often heard, most of them in interviews too. You vote *true*, *false* or *depends*; the next
 # cell runs what decides each one, on real ranks, in a simulation or by the course's formulas, and says under which condition

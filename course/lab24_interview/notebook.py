@@ -10,9 +10,11 @@
 # # 24 · The mock interview
 #
 # **You know a thing when you can say it in a minute, compute it in another, and write it in ten.**
+# Stands on labs 00 to 15 (their mechanisms and formulas).
 #
-# Three whiteboard tasks of its own (35 minutes), and a deck, drills and tasks from all labs that you come back to. In the
-# terminal the same interview runs under a clock: `python -m minillm interview --minutes 45`. At the end you can answer:
+# Three whiteboard tasks of its own (35 minutes), and a deck, drills and tasks from all labs that you come back to:
+# about an hour the first time. In the terminal the same interview runs under a clock:
+# `python -m minillm interview --minutes 45`. At the end you can answer:
 #
 # 1. Which topics do you answer well, and which come back because you did not?
 # 2. Which mistakes do you make in mental arithmetic: units, prefixes, one GPU for all?

@@ -21,6 +21,7 @@ NEAR = 0.06  # a factor is recognised if the number is this close to it
 class Decision:
     """question: what is asked, with its unit. value: computed, never typed. because: how, with the numbers in it.
 
+    A value that is an int counts whole things; one with almost no tolerance is a level, such as a ZeRO stage.
     tolerance: relative. slips: factors (guess / value) that a known mistake gives, with the sentence that says so.
     gpus: how many share the quantity, if confusing one with all is possible. below, above: what a number under or over
     the accepted range leaves out or counts too often.
@@ -59,8 +60,8 @@ def judge(decision: Decision, guess: object) -> Verdict:
     for factor, sentence in [*decision.slips.items(), *_usual_slips(decision).items()]:
         if abs(ratio / factor - 1) <= NEAR:
             return Verdict("slip", sentence)
-    factor = f"{float(f'{max(ratio, 1 / ratio):.3g}'):,.12g}"
-    way = f"{factor} times too {'large' if ratio > 1 else 'small'}"
+    factor = f"{float(f'{max(ratio, 1 / ratio):.3g}'):,.12g} times "
+    way = f"{'' if _is_level(decision) else factor}too {'large' if ratio > 1 else 'small'}"
     return Verdict(
         "far", f"Your number is {way}{_range(decision)}. {decision.above if ratio > 1 else decision.below}".strip()
     )
@@ -70,7 +71,8 @@ def decide(decision: Decision, guess: object) -> Card:
     """The card under a decision: the reader's number, the computed one, what is wrong, how it is computed."""
     verdict = judge(decision, guess)
     shown = guess if verdict.kind != "no number" else None
-    rows: Receipt = receipt("", [formula(decision.question, decision.value, decision.unit, guess=shown)])
+    value = round(decision.value) if decision.unit == "B" else decision.value
+    rows: Receipt = receipt("", [formula(decision.question, value, decision.unit, guess=shown)])
     return Card("Your decision", "", rows, (verdict.sentence, decision.because), good=verdict.kind == "right")
 
 
@@ -140,10 +142,17 @@ def shown(value: float, unit: str = "") -> str:
 
 def _range(decision: Decision) -> str:
     """What is accepted, unless only the value itself is."""
-    if decision.tolerance < 0.02:
+    if _is_level(decision):
         return ""
-    low, high = (shown(decision.value * (1 + way * decision.tolerance), decision.unit) for way in (-1, 1))
-    return f"; accepted is {low} to {high}"
+    low, high = (decision.value * (1 + way * decision.tolerance) for way in (-1, 1))
+    if isinstance(decision.value, int):
+        low, high = math.ceil(low), math.floor(high)
+    return f"; accepted is {shown(low, decision.unit)} to {shown(high, decision.unit)}"
+
+
+def _is_level(decision: Decision) -> bool:
+    """Whether only the value itself is right, so that no factor says how far another one is from it."""
+    return decision.tolerance < 0.02
 
 
 def _right(decision: Decision, ratio: float) -> str:

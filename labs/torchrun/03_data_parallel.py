@@ -1,5 +1,4 @@
-"""Lab 03 on any number of processes:
-replicas trained with your averaging, buckets and overlap, wherever they run.
+"""Trains lab 03's replicas with your averaging, buckets and overlap on any number of processes.
 
 python 03_data_parallel.py                                   4 ranks on this machine
 torchrun --nproc-per-node 4 03_data_parallel.py              the same under torchrun

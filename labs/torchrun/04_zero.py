@@ -1,5 +1,4 @@
-"""Lab 04 on any number of processes:
-stage 1, clipping and a gathered block, the same receipt wherever they run.
+"""Runs lab 04's stage 1, clipping and gathered block, with its receipt, on any number of ranks.
 
 python 04_zero.py                                   4 ranks on this machine
 torchrun --nproc-per-node 4 04_zero.py              the same under torchrun

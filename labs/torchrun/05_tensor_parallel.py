@@ -1,5 +1,4 @@
-"""Lab 05 on any number of processes:
-a cut MLP, embedding and loss, and sequence parallelism, with the same receipt.
+"""Runs lab 05's cut MLP, embedding, loss and sequence parallelism on any number of processes.
 
 python 05_tensor_parallel.py                                   4 ranks on this machine
 torchrun --nproc-per-node 4 05_tensor_parallel.py              the same under torchrun

@@ -1,5 +1,4 @@
-"""Lab 09 on any number of processes:
-groups of a mesh, and a hybrid step, the same receipt wherever they run.
+"""Runs lab 09's groups of a mesh and its hybrid step on any number of processes.
 
 python 09_four_dimensions.py                                   4 ranks on this machine
 torchrun --nproc-per-node 4 09_four_dimensions.py              the same under torchrun

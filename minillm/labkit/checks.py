@@ -22,9 +22,9 @@ from minillm.labkit.blame import learner_line, not_attempted, summary
 from minillm.labkit.card import Card, show_card
 from minillm.labkit.evidence import alike
 from minillm.labkit.exercises import CheckFailed, Exercise, all_exercises, answers, find
-from minillm.labkit.receipts import Receipt, Row, format_value, receipt
+from minillm.labkit.receipts import OPEN_ROWS, Receipt, Row, format_value, receipt
 
-PASSED_ROWS = 1  # of a passed exercise's receipt that are not folded
+PASSED_ROWS = 1  # of a passed exercise's receipt that are not folded, unless its verifier says `open_rows`
 
 
 @dataclass(frozen=True)
@@ -206,4 +206,5 @@ def _as_receipt(exercise: Exercise, found: Any) -> Receipt:
         raise TypeError(f"the verifier of '{exercise.name}' must return a Receipt or a list of rows, not {found!r}")
     if all(row.verdict == "info" for row in result.rows):
         raise TypeError(f"the verifier of '{exercise.name}' compared nothing; a check that cannot fail is no check")
-    return receipt(result.title, result.rows, open_rows=PASSED_ROWS) if result.ok else result
+    chosen = PASSED_ROWS if result.open_rows == OPEN_ROWS else result.open_rows
+    return receipt(result.title, result.rows, open_rows=chosen) if result.ok else result

@@ -23,6 +23,10 @@ from nbformat import NotebookNode
 from minillm.labkit.plots import small
 
 _WIDGET = "application/vnd.jupyter.widget-view+json"
+# Kineto (torch's profiler) marks start and stop on stderr; its log level would hide errors along with these two lines.
+_PROFILER_MARK = re.compile(
+    r"^USDT:[-\d]+ [:\d]+ \d+:\d+ SyncActivityProfilerHandler\.cpp:\d+\] profiler_(?:start|stop)\n", re.MULTILINE
+)
 _WIDGET_NOTE = "(Sliders appear here while the notebook runs.)\n"
 
 
@@ -141,14 +145,15 @@ def _clean(notebook: NotebookNode, folder: Path) -> None:
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
         if cell.cell_type == "code":
-            cell.outputs = [_tidy(output, folder) for output in cell.outputs]
+            tidy = (_tidy(output, folder) for output in cell.outputs)
+            cell.outputs = [output for output in tidy if output.get("text") != ""]
 
 
 def _tidy(output: NotebookNode, folder: Path) -> NotebookNode:
     if _WIDGET in output.get("data", {}):
         return nbformat.v4.new_output("stream", name="stdout", text=_WIDGET_NOTE)
     if output.output_type == "stream":
-        output.text = _anonymous(output.text, folder)
+        output.text = _anonymous(_PROFILER_MARK.sub("", output.text), folder)
     for kind, content in output.get("data", {}).items():
         if kind == "image/png":
             output.data[kind] = base64.b64encode(small(base64.b64decode(content))).decode()

@@ -6,10 +6,10 @@
     messages                        —             6             6   ok
 
 Columns keep apart where a number comes from: the reader's guess, a formula (or what must hold), arithmetic, a
-simulation of a machine, and this machine. Only columns that a receipt uses are shown, and of a long one the first
-rows; the rest is folded. The same object is text for a terminal, HTML for a notebook (readable on light and dark
-pages, and without any CSS, as on GitHub) and rows of JSON. With MINILLM_STRICT=1, as when solutions are executed, a
-receipt that is off cannot be displayed, unless what is off depends on the machine (`Row.steady`).
+simulation of a machine, and this machine. Only columns that a receipt uses are shown, and of a long one the first rows
+and those that are off; the rest is folded. The same object is text for a terminal, HTML for a notebook (readable on
+light and dark pages, and without any CSS, as on GitHub) and rows of JSON. With MINILLM_STRICT=1, as when solutions are
+executed, a receipt that is off cannot be displayed, unless what is off depends on the machine (`Row.steady`).
 """
 
 import math
@@ -87,11 +87,20 @@ class Receipt:
 
     @property
     def shown(self) -> int:
-        """How many rows are not folded: a row that is indented is not cut off from the one above it."""
+        """How many rows stand before the fold: a row that is indented is not cut off from the one above it."""
         if len(self.rows) <= self.open_rows:
             return len(self.rows)
-        whole = (n for n in range(self.open_rows, 0, -1) if not self.rows[n].name.startswith(" "))
+        whole = (n for n in range(self.open_rows, 0, -1) if not self._indented(n))
         return next(whole, self.open_rows)
+
+    @property
+    def open(self) -> tuple[Row, ...]:
+        """The rows that are not folded: the first ones, and each that is off with the row it is indented under."""
+        return self._rows(is_open=True)
+
+    @property
+    def folded(self) -> tuple[Row, ...]:
+        return self._rows(is_open=False)
 
     def to_json(self) -> list[dict[str, Any]]:
         """Rows {"name", "predicted", "measured", "unit", "verdict"}, safe to hand to `json.dump`."""
@@ -111,20 +120,37 @@ class Receipt:
         return "\n".join([self.title, *lines] if self.title else lines)
 
     def __repr__(self) -> str:
-        if self.shown == len(self.rows):
+        if not self.folded:
             return str(self)
-        kept = str(self).splitlines()[: (1 if self.title else 0) + 1 + self.shown]
-        return "\n".join([*kept, f"... and {_summary(self.rows[self.shown :])}; print() shows them all"])
+        lines = str(self).splitlines()
+        heads = lines[: -len(self.rows)]
+        kept = [line for line, is_open in zip(lines[len(heads) :], self._is_open(), strict=True) if is_open]
+        return "\n".join([*heads, *kept, f"... and {_summary(self.folded)}; print() shows them all"])
 
     def _repr_html_(self) -> str:
         self._refuse_off()
         title = f"<b>{escape(self.title)}</b>" if self.title else ""
-        folded = self.rows[self.shown :]
         more = ""
-        if folded:
-            opened = " open" if any(row.verdict == "off" for row in folded) else ""
-            more = f"<details{opened}><summary>{_summary(folded)}</summary>{self._table(folded)}</details>"
-        return f'<div style="color:inherit">{title}{self._table(self.rows[: self.shown])}{more}</div>'
+        if self.folded:
+            more = f"<details><summary>{_summary(self.folded)}</summary>{self._table(self.folded)}</details>"
+        return f'<div style="color:inherit">{title}{self._table(self.open)}{more}</div>'
+
+    def _rows(self, *, is_open: bool) -> tuple[Row, ...]:
+        return tuple(row for row, found in zip(self.rows, self._is_open(), strict=True) if found == is_open)
+
+    def _is_open(self) -> list[bool]:
+        """Row by row, whether it is not folded."""
+        marks = [place < self.shown or row.verdict == "off" for place, row in enumerate(self.rows)]
+        parent = 0
+        for place, row in enumerate(self.rows):
+            if not self._indented(place):
+                parent = place
+            elif row.verdict == "off":
+                marks[parent] = True
+        return marks
+
+    def _indented(self, place: int) -> bool:
+        return self.rows[place].name.startswith(" ")
 
     def _refuse_off(self) -> None:
         """ReceiptOff under MINILLM_STRICT=1 if a steady row is off."""
@@ -179,13 +205,10 @@ class Receipt:
 
 
 def _summary(rows: Sequence[Row]) -> str:
-    """How many rows, and how many of those that compare agree."""
+    """How many rows are folded, and that those which compare agree: one that is off is never folded."""
     number = f"{len(rows)} more row{'s' * (len(rows) > 1)}"
-    judged = [row.verdict for row in rows if row.verdict != "info"]
-    off = judged.count("off")
-    if not judged:
-        return number
-    return f"{number}, {off} off" if off else f"{number}, {'all ' * (len(judged) == len(rows) > 1)}ok"
+    judged = sum(row.verdict != "info" for row in rows)
+    return f"{number}, {'all ' * (judged == len(rows) > 1)}ok" if judged else number
 
 
 def row(
@@ -229,7 +252,7 @@ def formula(name: str, value: Any, unit: str = "", *, guess: Any = None) -> Row:
 
 
 def receipt(title: str, rows: Iterable[Row], *, open_rows: int = OPEN_ROWS) -> Receipt:
-    """A receipt from rows made by `row` and `formula`; of more than `open_rows` rows the rest is folded."""
+    """A receipt from rows made by `row` and `formula`; rows after `open_rows` are folded, except those off."""
     if open_rows < 1:
         raise ValueError(f"open_rows={open_rows} of receipt '{title}' must be 1 or more")
     return Receipt(title, tuple(rows), open_rows)

@@ -1,4 +1,4 @@
-"""Lab 01 on any number of processes: the same collectives, the same receipt, wherever they run.
+"""Runs lab 01's collectives, with the same receipt, on as many processes as you like.
 
 python 01_collectives.py                                   4 ranks on this machine
 torchrun --nproc-per-node 4 01_collectives.py              the same under torchrun

@@ -1,5 +1,4 @@
-"""Lab 07 on any number of processes:
-a ring and Ulysses' exchange, the same receipt wherever they run.
+"""Runs lab 07's ring and Ulysses' exchange, with the same receipt, on any number of processes.
 
 python 07_long_context.py                                   4 ranks on this machine
 torchrun --nproc-per-node 4 07_long_context.py              the same under torchrun

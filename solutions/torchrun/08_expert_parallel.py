@@ -1,4 +1,4 @@
-"""Lab 08 on any number of processes: rows to their experts and back, and the average of gradients.
+"""Sends rows to their experts and back, and averages gradients, on any number of processes.
 
 python 08_expert_parallel.py                                4 ranks on this machine
 torchrun --nproc-per-node 4 08_expert_parallel.py           the same under torchrun

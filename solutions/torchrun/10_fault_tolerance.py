@@ -1,5 +1,4 @@
-"""Lab 10 on any number of processes:
-a commit behind a barrier and a reshard, the same receipt wherever they run.
+"""Runs lab 10's commit behind a barrier and its reshard on any number of processes.
 
 python 10_fault_tolerance.py                                4 ranks on this machine
 torchrun --nproc-per-node 4 10_fault_tolerance.py           the same under torchrun

@@ -49,6 +49,12 @@ def test_passing_answer_comes_back_with_its_receipt(double, capsys):
     assert progress.load()["double-it"] == progress.Entry("90_demo", True, "passed", 1, 0)
 
 
+@pytest.mark.parametrize(("asked", "open_rows"), [({}, checks.PASSED_ROWS), ({"open_rows": 2}, 2)])
+def test_a_passed_check_folds_its_rows_unless_the_verifier_keeps_them_open(asked, open_rows):
+    found = receipt("", [row(name, 1, 1) for name in "abcd"], **asked)
+    assert [each.name for each in checks._as_receipt(None, found).open] == list("abcd")[:open_rows]
+
+
 def test_wrong_answer_gives_reason_hint_and_reference(double, capsys):
     assert check("double-it", lambda x: 3 * x) is reference
     out = capsys.readouterr().out

@@ -1,6 +1,7 @@
-"""What a learner reads in every lab: code that fits the page, and at the end a link to the next lab."""
+"""What a learner reads in every lab: at the start what it takes, code that fits the page, at the end the next lab."""
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,16 @@ def test_code_fits_the_page(lab):
         sources.append(course.scripts(ROOT)[lab].read_text(encoding="utf-8"))
     long = [line for source in sources for line in source.splitlines() if len(line) > COLUMNS]
     assert not long, f"{lab}: break these lines, at most {COLUMNS} columns fit:\n" + "\n".join(long)
+
+
+@pytest.mark.parametrize("lab", MASTERS)
+def test_the_first_cell_says_how_long_it_takes_and_what_it_stands_on(lab):
+    text = masters.lab(MASTERS[lab]).cells[0].source
+    assert re.search(r"\b(minutes|hours?)\b", text), f"{lab}: how long does it take?"
+    stands = re.search(r"^Stands on (nothing|labs? (\d\d).*)", text, re.MULTILINE)
+    assert stands, f"{lab}: write a line 'Stands on lab NN (what of it).' or 'Stands on nothing before it.'"
+    named = re.findall(r"\b\d\d\b(?! bytes)", stands[0])
+    assert all(number < lab[:2] and any(each.startswith(number) for each in MASTERS) for number in named), stands[0]
 
 
 @pytest.mark.parametrize(("lab", "following"), itertools.pairwise([*MASTERS, None]))

@@ -74,6 +74,18 @@ def test_executed_solution_is_clean(built):
     assert len(pictures) == 1 and len(pictures[0].data["image/png"]) < 40_000
 
 
+def test_marks_of_the_profiler_are_not_kept_and_warnings_are(tmp_path):
+    marks = "".join(
+        f"USDT:2026-11-24 00:47:33 9259:9259 SyncActivityProfilerHandler.cpp:{line}] profiler_{what}\\n"
+        for line, what in ((52, "start"), (59, "stop"))
+    )
+    warning = "WARNING:2026-11-24 00:47:33 9259:9259 SyncActivityProfilerHandler.cpp:9] buffer full\\n"
+    cells = [f"import sys; print('{text}', end='', file=sys.stderr)" for text in (marks, marks + warning)]
+    only_marks, with_warning = execute(notebook_of(*cells), tmp_path).cells
+    assert only_marks.outputs == []
+    assert [output.text for output in with_warning.outputs] == [warning.replace("\\n", "\n")]
+
+
 @pytest.mark.parametrize(
     ("spoil", "report"),
     [

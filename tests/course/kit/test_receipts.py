@@ -132,13 +132,25 @@ def test_what_is_folded_stays_with_its_parent_and_says_how_it_went():
     html = long._repr_html_()
     assert html.count("<details>") == 1 and "3 more rows, all ok" in html
     assert html.index("<details>") > html.index(">b<")
-    wrong = receipt("", [*rows, row("wrong", 1, 2), formula("a formula", 3)])._repr_html_()
-    assert "<details open>" in wrong and "5 more rows, 1 off" in wrong
     assert "1 more row, ok" in receipt("", rows[:3], open_rows=2)._repr_html_()
     assert ">1 more row<" in receipt("", [*rows[:3], formula("a formula", 3)])._repr_html_()
     assert receipt("", [rows[0], *[rows[3]] * 12]).shown == 3  # a block that is too long is cut after all
     with pytest.raises(ValueError, match="open_rows=0"):
         receipt("", rows, open_rows=0)
+
+
+def test_a_row_that_is_off_is_never_folded():
+    rows = [row(name, 1, 1) for name in ("a", "b", "c", "d", "    of d", "    also of d")]
+    wrong = receipt("", [*rows, row("    wrong", 1, 2), formula("e", 3), row("also wrong", 1, 2, noisy=True)])
+    assert [each.name for each in wrong.open] == ["a", "b", "c", "d", "    wrong", "also wrong"]
+    assert [each.name for each in wrong.folded] == ["    of d", "    also of d", "e"]
+    lines = repr(wrong).splitlines()
+    assert [line.split("  ")[0] for line in lines[1:5]] == ["a", "b", "c", "d"]
+    assert lines[5].startswith("    wrong") and lines[6].startswith("also wrong") and lines[6].endswith("off")
+    assert lines[7] == "... and 3 more rows, ok; print() shows them all"
+    html = wrong._repr_html_()
+    assert html.index("also wrong") < html.index("<details><summary>3 more rows, ok<") < html.index("also of d")
+    assert not receipt("", [*rows[:3], row("wrong", 1, 2)]).folded
 
 
 def test_indented_rows_stay_indented_in_html():

@@ -17,6 +17,8 @@ BYTES = Decision("bytes", 1.27e12, "B", "because", gpus=64)
 FLOPS = Decision("FLOPs", 3.9e25, "FLOP", "because")
 SHARE = Decision("share", 0.17, "", "because", tolerance=0.05)
 SECONDS = Decision("seconds", 817.0, "s", "because")
+STAGE = Decision("the lowest ZeRO stage that fits", 3, "", "because", tolerance=0.01)
+GPUS = Decision("GPUs", 176, "GPUs", "because", tolerance=0.35)
 OWN = Decision("bytes", 18e9, "B", "because", slips={2 / 18: "the weights alone"})
 
 WRONG = [  # decision, number, what the sentence must say
@@ -50,6 +52,8 @@ WRONG = [  # decision, number, what the sentence must say
     (SECONDS, 817 / 60, "minutes"),
     (SECONDS, 817 / 3600, "hours"),
     (SECONDS, 400, "2.04 times too small"),
+    (STAGE, 2, "Your number is too small."),
+    (GPUS, 64, "2.75 times too small; accepted is 115 GPUs to 237 GPUs."),
     (OWN, 2e9, "the weights alone"),
     (OWN, 2.05e9, "the weights alone"),
     (OWN, 36e9, "Twice"),
