@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 from minillm.bench import attention
@@ -5,6 +6,7 @@ from minillm.bench import attention
 CPU = torch.device("cpu")
 
 
+@pytest.mark.full
 def test_every_backend_agrees_with_the_peer():
     rows = attention.run(batches=("one sequence",), repeats=5, device="cpu")
     rows.append(attention.compare("15 decode and a prompt piece", "gathered", attention.gathered, CPU, 5))

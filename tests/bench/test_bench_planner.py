@@ -46,6 +46,7 @@ def test_every_layout_sends_and_holds_what_is_predicted(ranks):
     check(ranks, planner.layouts(ranks))
 
 
+@pytest.mark.full
 def test_two_ranks_of_experts_send_and_hold_what_is_predicted():
     check(2, planner.expert_layouts(2)[::3], planner.EXPERTS)
 

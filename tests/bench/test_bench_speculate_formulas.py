@@ -69,6 +69,7 @@ def test_in_the_window_all_are_going_and_no_prompt_is_read(world):
     assert all(record.seconds <= longest + 1e-9 for record in window(world.engines.guessing, world.texts, 9))
 
 
+@pytest.mark.full
 def test_the_formulas_hold_while_all_go_and_to_the_end(world):
     engines, texts = world.engines, world.texts
     alphas = [acceptance(engines.guessing, text, NEW) for text in texts]

@@ -11,9 +11,9 @@ from minillm.labkit.execute import environment
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = sorted((ROOT / "solutions" / "torchrun").glob("[0-9][0-9]_*.py"))
-QUICK = "01_collectives"  # the others take the same path
-EACH = [pytest.param(path, id=path.stem, marks=[pytest.mark.full] * (path.stem != QUICK)) for path in SCRIPTS]
+EACH = [pytest.param(path, id=path.stem) for path in SCRIPTS]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+pytestmark = pytest.mark.full
 
 
 @pytest.fixture

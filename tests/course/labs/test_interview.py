@@ -196,6 +196,7 @@ def test_time_that_is_over_is_said():
     assert "time is up" in mock.time_left(session, 301)
 
 
+@pytest.mark.full
 def test_the_same_session_in_a_notebook(capsys):
     interview = in_notebook.Interview(45, "collectives", seed=7)
     kinds = [kind for kind, _ in interview.session.items]

@@ -139,6 +139,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_draft(tmp_path, monkeypat
     assert written.path.read_bytes() == before
 
 
+@pytest.mark.full
 def test_the_library_becomes_tokens_of_three_to_four_bytes(library_tokens):
     train, validation = library_tokens
     assert 3 < train.bytes_per_token < 4.5

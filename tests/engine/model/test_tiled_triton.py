@@ -28,7 +28,9 @@ def test_in_the_interpreter():
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["_forward", "_backward_keys", "_backward_queries"])
-@pytest.mark.parametrize(("dtype", "tensor_cores"), [("bf16", True), ("fp32", False)])
+@pytest.mark.parametrize(
+    ("dtype", "tensor_cores"), [("bf16", True), pytest.param("fp32", False, marks=pytest.mark.full)]
+)
 def test_compiles_without_a_gpu(name, dtype, tensor_cores, tmp_path, monkeypatch):
     """For compute capability 8.0: half precision on tensor cores, float32 exactly, without them."""
     import triton.language as tl

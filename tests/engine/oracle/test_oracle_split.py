@@ -48,6 +48,7 @@ def test_wrong_splits_are_found(strategy, layout, parameter):
         assert row.worst_gradient > 1e-2 and row.parameter.endswith(parameter)
 
 
+@pytest.mark.full
 def test_command_leaves_out_what_cannot_be(tmp_path, capsys):
     path = tmp_path / "oracle.json"
     argv = [

@@ -86,6 +86,7 @@ def noise(shares, samples, generator):
     return float(found.mean()), float(found.std())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_drawn_text_is_distributed_as_the_targets(pair, texts, temperature):
     target, draft = pair
@@ -98,6 +99,7 @@ def test_drawn_text_is_distributed_as_the_targets(pair, texts, temperature):
         assert tokens.keys() <= shares.keys() and found < mean + 4 * deviation, (found, mean, deviation)
 
 
+@pytest.mark.full
 def test_the_measure_sees_guesses_that_are_not_checked(pair, texts, monkeypatch):
     target, draft = pair
     samples, params = 256, {"temperature": 1.0, "top_k": TOP}
