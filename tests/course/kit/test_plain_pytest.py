@@ -51,10 +51,10 @@ def notebook(path, *sources):
 
 def test_a_claim_that_is_off_fails_a_solution_and_not_a_lab(run, tmp_path):
     for folder in ("solutions", "labs"):
-        notebook(tmp_path / folder / "00_off.ipynb", "1", OFF)
+        notebook(tmp_path / folder / "14_off.ipynb", "1", OFF)
     status, printed = run("solutions", "labs")
     assert status == 1 and "1 failed, 3 passed" in printed
-    assert "FAILED solutions/00_off.ipynb::Cell 1" in printed
+    assert "FAILED solutions/14_off.ipynb::Cell 1" in printed
 
 
 def test_a_notebook_is_tried_again_whole_and_forgotten_once_it_passes(run, tmp_path):
