@@ -8,13 +8,10 @@ Notebooks are tests, too: nbval executes them in a kernel, cell by cell, one not
 executed strictly, so that a check or a claim of it that does not hold fails its cell; a lab is executed as handed out.
 """
 
-import contextlib
 import fcntl
 import json
-import multiprocessing
 import os
 import random
-import sys
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -37,15 +34,7 @@ settings.load_profile("untimed")  # a busy machine fails no example
 torch.set_num_threads(1)  # on tiny tensors many times faster than several that contend for the cores
 
 
-def _start_loaded(start=forkserver.ensure_running):
-    """The server that ranks are forked from also loads what these tests have loaded, which nobody edits meanwhile."""
-    ours = [name for name in sys.modules if name.partition(".")[0] in ("minillm", "course")]
-    multiprocessing.set_forkserver_preload([*forkserver.PRELOAD, "pytest", "hypothesis", *ours])
-    with contextlib.chdir(ROOT):  # where it finds them
-        start()
-
-
-forkserver.ensure_running = _start_loaded
+forkserver.PRELOAD += ["pytest", "hypothesis"]  # loaded once, not in every rank of these tests
 
 
 def pytest_configure(config):

@@ -1,4 +1,7 @@
-"""The process that ranks are forked from: it has loaded torch once, but not minillm, so that edits are seen."""
+"""The process that ranks are forked from: it has loaded torch and what this process has of minillm and the course.
+
+Once a file of theirs is edited, a new server takes over that loads none of them, so that ranks see each edit.
+"""
 
 import contextlib
 import encodings.idna  # noqa: F401 (this and popen_fork are read when first needed, if they can still be read then)
@@ -14,6 +17,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from multiprocessing import process, resource_tracker, util
 from multiprocessing.context import BaseContext
 from multiprocessing.forkserver import ensure_running
@@ -22,6 +26,7 @@ from pathlib import Path
 
 # torch._dynamo, because making any torch.optim optimizer loads it: seconds, once per rank.
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "numpy", "cloudpickle", "psutil"]
+OURS = ("minillm", "course")
 SOCKETS = "minillm.server-"  # beginning of the name of the folder with the server's socket
 LONGEST_FOLDER = 65  # bytes of its parent's path: an address of a socket has 107 in all
 
@@ -45,12 +50,66 @@ def _may_start_python() -> bool:
 
 
 def start_server() -> None:
-    """Start the fork server, if it does not run, deaf to Ctrl-C as all that it forks: no traceback of its imports.
+    """Start the fork server, if none runs or an edit has made it old: with what of ours is loaded here, or with torch
+    alone where ours is being edited.
 
-    It inherits that SIGINT is blocked. Here it is so for a moment only, and a Ctrl-C then is late, not lost.
+    It and all that it forks are deaf to Ctrl-C, so no import shows a traceback: they inherit that SIGINT is blocked.
+    Here it is so for a moment only, and a Ctrl-C then is late, not lost.
     """
     if start_context().get_start_method() != "forkserver":
         return
+    if _server.files is None:
+        load_ahead([])
+    elif _server.files != _stamps(_server.files):
+        _server.files = {}
+        multiprocessing.set_forkserver_preload(PRELOAD)
+        _leave_server()
+    _ensure_server()
+
+
+def load_ahead(modules: Iterable[str]) -> None:
+    """Start the server now, in the background, and let it load these modules as well: for a command with many launches.
+    A server that is there already stays as it is.
+
+    The server looks where this process looks: a program's folder may be another than the current one."""
+    if start_context().get_start_method() != "forkserver" or _server.files is not None:
+        return
+    loaded = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in OURS}
+    _server.files = _stamps(module.__file__ for module in loaded.values() if getattr(module, "__file__", None))
+    multiprocessing.set_forkserver_preload([*PRELOAD, *loaded, *modules])
+    given = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "PYTHONSAFEPATH": "1"}
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)  # the server's alone: a rank takes its launcher's environment
+    try:
+        _ensure_server()
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+@dataclass
+class _Server:
+    """files: what of ours the server has loaded, path -> (when it was changed last, bytes); None before its start."""
+
+    files: dict[str, tuple[int, int]] | None = None
+
+
+_server = _Server()
+
+
+def _stamps(files: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """Of the files that are there."""
+    found = {}
+    for file in files:
+        with contextlib.suppress(OSError):
+            status = os.stat(file)
+            found[file] = (status.st_mtime_ns, status.st_size)
+    return found
+
+
+def _ensure_server() -> None:
     resource_tracker.ensure_running()  # which the server's start does too, and which unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
@@ -59,24 +118,10 @@ def start_server() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def load_ahead(modules: Iterable[str]) -> None:
-    """Start the server now, in the background, and let it load these modules as well: for a command with many launches,
-    whose code nobody edits while it runs. A server that is there already stays as it is.
-
-    The server looks where this process looks: a program's folder may be another than the current one."""
-    if start_context().get_start_method() != "forkserver":
-        return
-    multiprocessing.set_forkserver_preload([*PRELOAD, *modules])
-    given = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "PYTHONSAFEPATH": "1"}
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)  # the server's alone: a rank takes its launcher's environment
-    try:
-        start_server()
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
+def _leave_server() -> None:
+    """The server ends with this process, and until then tells how its ranks ended; the next one starts."""
+    server = ensure_running.__self__
+    server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
 
 
 def socket_folder() -> str | None:

@@ -5,10 +5,10 @@
 
     launch(hello, nproc=4)        # [4.0, 4.0, 4.0, 4.0]
 
-Ranks are processes forked from a server that has torch loaded, so they start in a fraction of a second; they meet in a
-store that listens on loopback. The function travels by value, so it may come from a notebook cell. While the ranks run,
-this process prints what they print, watches the flight recorder for ranks that wait too long, and takes all of them
-down when one fails.
+Ranks are processes forked from a server that has loaded torch and what this process has of minillm, so they start in a
+fraction of a second; they meet in a store that listens on loopback. The function travels by value, so it may come from
+a notebook cell. While the ranks run, this process prints what they print, watches the flight recorder for ranks that
+wait too long, and takes all of them down when one fails.
 """
 
 import atexit

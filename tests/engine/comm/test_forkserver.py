@@ -1,4 +1,5 @@
-"""Ctrl-C reaches every process of a terminal: the fork server and fresh ranks stay silent, the launcher stops."""
+"""The fork server: silent under Ctrl-C, which reaches every process of a terminal; loaded with what its ranks need, and
+never with what has been edited since."""
 
 import os
 import signal
@@ -63,3 +64,45 @@ def test_modules_are_loaded_by_the_server_and_from_this_programs_path(tmp_path):
     (program / "main.py").write_text(AHEAD)
     done = subprocess.run([sys.executable, str(program / "main.py")], cwd=elsewhere, capture_output=True, text=True)
     assert done.stdout.strip() == str([(str(program / "loaded_once.py"), False, None)] * 2), done.stderr
+
+
+EDITED = """
+import os
+import sys
+from pathlib import Path
+
+from course import loaded
+from minillm.comm import launch
+
+
+def seen(group):
+    return loaded.VERSION, loaded.PID == os.getpid()
+
+
+file = Path(loaded.__file__)
+print(launch(seen, 2))
+for version in ("second", "third!"):
+    file.write_text(file.read_text().replace(loaded.VERSION, version))
+    print(launch(seen, 2))
+    loaded.VERSION = version
+file.write_text("no Python")
+try:
+    launch(seen, 2)
+except Exception as error:
+    print(type(error).__name__, "invalid syntax" in str(error))
+"""
+
+
+def test_ranks_find_loaded_what_is_unchanged_and_see_each_edit(tmp_path):
+    """A module of ours is loaded by the server until it is edited, and by every rank from then on."""
+    (tmp_path / "course").mkdir()
+    (tmp_path / "course/__init__.py").touch()
+    (tmp_path / "course/loaded.py").write_text("import os\nPID, VERSION = os.getpid(), 'first'\n")
+    (tmp_path / "main.py").write_text(EDITED)
+    done = subprocess.run([sys.executable, str(tmp_path / "main.py")], capture_output=True, text=True)
+    assert done.stdout.splitlines() == [
+        str([("first", False)] * 2),
+        str([("second", True)] * 2),
+        str([("third!", True)] * 2),
+        "RankError True",
+    ], done.stderr
