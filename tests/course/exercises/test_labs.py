@@ -13,13 +13,19 @@ ROOT = Path(__file__).parents[3]
 MASTERS = course.masters(ROOT)
 EXERCISES = {exercise.name: exercise for exercise in exercises.all_exercises()}
 ANSWERS = {f"{answer.exercise}/{answer.label}": answer for answer in exercises.answers()}
-MOST = 4  # mistakes of an exercise that `make test` tries; `make full` tries the others
-MISTAKES = [
-    pytest.param(key, marks=[pytest.mark.full] * (number >= MOST))
-    for name in EXERCISES
-    for number, key in enumerate(key for key, each in ANSWERS.items() if each.wrong and each.exercise == name)
-]
-ALTERNATIVES = [key for key, answer in ANSWERS.items() if not answer.wrong]
+
+
+def of_every_exercise(wrong: bool, most: int) -> list:
+    """The names of its mistakes or alternatives: `make test` tries the first `most`, `make full` the others."""
+    return [
+        pytest.param(key, marks=[pytest.mark.full] * (number >= most))
+        for name in EXERCISES
+        for number, key in enumerate(
+            key for key, each in ANSWERS.items() if each.wrong == wrong and each.exercise == name
+        )
+    ]
+
+
 CHECKED = [
     (lab, name) for lab, path in MASTERS.items() for cell in masters.lab(path).cells for name in masters.checked(cell)
 ]
@@ -55,11 +61,11 @@ def test_enough_mistakes_and_alternatives(lab):
     harness.check_counts(lab, EXERCISES.values(), ANSWERS.values())
 
 
-@pytest.mark.parametrize("key", MISTAKES)
+@pytest.mark.parametrize("key", of_every_exercise(wrong=True, most=3))
 def test_mistake_is_rejected_with_its_sentence(key):
     harness.check_mistake(ANSWERS[key])
 
 
-@pytest.mark.parametrize("key", ALTERNATIVES)
+@pytest.mark.parametrize("key", of_every_exercise(wrong=False, most=2))
 def test_alternative_is_accepted(key):
     harness.check_alternative(ANSWERS[key])

@@ -52,6 +52,7 @@ def test_taken_port_is_one_line(home, capsys):
     assert "'--port'" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_serves_on_loopback_with_token_and_stops_on_interrupt(home):
     """The real server: prints its address, refuses strangers, asks nobody for news, leaves nothing behind."""
     with socket.create_server(("127.0.0.1", 0)) as probe:

@@ -74,6 +74,7 @@ def test_executed_solution_is_clean(built):
     assert len(pictures) == 1 and len(pictures[0].data["image/png"]) < 40_000
 
 
+@pytest.mark.full
 def test_marks_of_the_profiler_are_not_kept_and_warnings_are(tmp_path):
     marks = "".join(
         f"USDT:2026-11-24 00:47:33 9259:9259 SyncActivityProfilerHandler.cpp:{line}] profiler_{what}\\n"
@@ -162,6 +163,7 @@ def test_labs_only_leaves_solutions_alone(home):
     assert solution.read_text() == before and "Another" in (home / "labs/90_fixture.ipynb").read_text()
 
 
+@pytest.mark.full
 def test_only_stale_solutions_are_executed_unless_named_or_all(home, capsys, monkeypatch):
     executed = []
     monkeypatch.setattr(notebooks, "execute", lambda notebook, folder: executed.append(folder) or notebook)
@@ -188,6 +190,7 @@ def test_failing_solution_is_named_and_not_written(home, capsys, monkeypatch):
     assert solution.read_text() == before
 
 
+@pytest.mark.full
 def test_kernel_is_this_interpreter_in_the_folder_and_is_gone_afterwards(tmp_path):
     cell = "import os, sys; print(sys.executable, os.getcwd(), os.environ['MINILLM_STRICT'], os.getpid())"
     executed = execute(notebook_of(cell), tmp_path)
@@ -260,6 +263,7 @@ def test_every_off_row_that_is_stored_is_explained_in_the_text():
         assert sentence in course.masters(ROOT)[name].read_text(encoding="utf-8")
 
 
+@pytest.mark.full
 def test_slow_and_dying_cells_are_named(tmp_path):
     with pytest.raises(NotebookFailed, match=r"cell 'import time; time.sleep\(60\)' took longer than 1 s"):
         execute(notebook_of("1", "import time; time.sleep(60)"), tmp_path, timeout_s=1)

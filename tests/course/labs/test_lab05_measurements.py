@@ -77,6 +77,7 @@ def test_the_models_by_hand_are_the_models():
     assert splitting.whole_attention(layer.x, *layer.weights).shape == layer.x.shape
 
 
+@pytest.mark.full
 def test_the_accidents_happen_and_the_right_ways_do_not():
     ranks = launch(breaks.all_accidents, 4, device="cpu")
     assert all(rank["norms"]["summed"]["apart"] == 0 for rank in ranks)

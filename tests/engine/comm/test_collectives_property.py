@@ -57,7 +57,7 @@ def no_problem(results: list[list[str]]) -> None:
     assert not problems, "\n".join(problems[:5])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.full), 4, 5])
+@pytest.mark.parametrize("world_size", [1, 2, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 4)), 5])
 def test_collectives_agree_with_torch(world_size: int) -> None:
     """Values, dtype, shape, in place or not, bytes and messages of a few hundred drawn calls."""
     todo = drawn(cases(world_size), 120)

@@ -93,6 +93,7 @@ except Exception as error:
 """
 
 
+@pytest.mark.full
 def test_ranks_find_loaded_what_is_unchanged_and_see_each_edit(tmp_path):
     """A module of ours is loaded by the server until it is edited, and by every rank from then on."""
     (tmp_path / "course").mkdir()

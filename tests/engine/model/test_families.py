@@ -319,6 +319,7 @@ print(peak() - before, sum(p.nbytes for p in model.parameters()))
 """
 
 
+@pytest.mark.full
 def test_shards_are_streamed_without_a_second_copy(tmp_path):
     """Receipt: the peak grows by the model and about one shard, not by two models; and there is a progress bar."""
     config = ModelConfig(512, 512, 2048, 10, 8)

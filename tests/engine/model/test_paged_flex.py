@@ -49,6 +49,7 @@ def test_the_block_table_turned_round():
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lengths", [[(1, 40), (5, 9)], [(1, 300), (70, 170), (1, 1)]])
 @pytest.mark.parametrize("heads, kv_heads, block_size", [(6, 2, 1), (4, 4, 16)])
 @pytest.mark.parametrize("window", [None, 7])
@@ -60,6 +61,7 @@ def test_equals_the_loop_over_blocks(lengths, heads, kv_heads, block_size, windo
     torch.testing.assert_close(call(backend=flex), call(backend=block_by_block), rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.full
 def test_greedy_tokens_of_the_engine_with_shared_blocks():
     model = Transformer(ModelConfig(50, 48, 64, 1, 4, 2, head_dim=24, max_seq_len=32, init_std=0.2), seed=3)
     prompts = [[1, 2, 3, 4, 5, 6, 7], [10], [1, 2, 3, 4, 9]]
