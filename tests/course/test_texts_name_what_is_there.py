@@ -71,11 +71,13 @@ def is_there(name: str) -> bool:
 
 
 def wrong_files(text: str, beside: Path) -> list[str]:
-    """Paths below the clone's folders, modules written as `serve/engine`, and links that lead nowhere."""
+    """Paths below the clone's folders, modules written as `serve/engine`, and links that lead nowhere; not a file whose
+    text is given, below its path."""
     named = re.findall(rf"(?<![\w./-])(?:{FOLDERS})/[\w./*-]*[\w*]", text)
     short = [span for span in snippets(text) if re.fullmatch(rf"(?:{'|'.join(PACKAGES)})(?:/[\w.]+)+", span)]
     links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
-    wrong = [path for path in named if "NN" not in path and not is_there(path)]
+    given = re.findall(r"^```python\n# (\S+)$", text, re.MULTILINE)
+    wrong = [path for path in named if "NN" not in path and path not in given and not is_there(path)]
     wrong += [path for path in short if not is_there(f"minillm/{path}") and not is_there(path)]
     return wrong + [link for link in links if not (beside / link).exists()]
 
