@@ -8,6 +8,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(not (3,11) <= sys.version_info[:2] <= (3,12))' 2>/dev/null && echo $$p && break; done)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+unexport PYTHONDONTWRITEBYTECODE # images set it, and every kernel and rank would compile the package anew
 
 .PHONY: lab test full quick notebooks figures cuda lint clean
 

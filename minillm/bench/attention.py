@@ -3,7 +3,6 @@
     gathered         like sequences gathered together       the default on the CPU
     triton_split_kv  no copy, the keys split, too           the default on a CUDA GPU (only there, and with triton)
     flashinfer       FlashInfer's kernels                   on a CUDA GPU, where that package is installed
-    flex             no copy, the block table as a mask
     block_by_block   a loop over blocks                     to read, not to use
 
 A sample is one forward pass: what a backend prepares once, then every layer. What the peer gathers by (slots and mask)
@@ -23,7 +22,6 @@ from minillm.model.attention import Attend
 from minillm.model.config import ModelConfig
 from minillm.model.paged import Backend, block_by_block, gathered
 from minillm.model.paged_flashinfer import FlashInfer
-from minillm.model.paged_flex import flex
 from minillm.model.paged_triton import triton_split_kv
 
 PEER = "torch SDPA, padded"
@@ -46,11 +44,11 @@ def run(batches: Sequence[str] = tuple(BATCHES), repeats: int = 7, device: str |
     check_repeats(repeats)
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if where.type == "cpu":
-        backends = {"gathered": gathered, "flex, not compiled": flex, "block_by_block": block_by_block}
+        backends = {"gathered": gathered, "block_by_block": block_by_block}
     else:
         kernel = {"triton_split_kv": triton_split_kv} if find_spec("triton") else {}
         kernel |= {"flashinfer": FlashInfer()} if find_spec("flashinfer") else {}
-        backends = {**kernel, "gathered": gathered, "flex, compiled": flex}
+        backends = {**kernel, "gathered": gathered}
     return [compare(batch, name, backend, where, repeats) for batch in batches for name, backend in backends.items()]
 
 

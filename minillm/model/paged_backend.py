@@ -3,7 +3,6 @@
 paged_gathered.py     torch's kernel on keys that are copied together; any device and dtype, the default on the CPU
 paged_triton.py       our kernel, reads keys where they lie and splits long ones; the default on a CUDA GPU
 paged_flashinfer.py   FlashInfer's kernels, where that package is installed
-paged_flex.py         torch's flex_attention, which compiles the mask
 paged_loop.py         block by block in plain torch, to read and to compare with
 """
 

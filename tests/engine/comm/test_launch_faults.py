@@ -86,6 +86,7 @@ def test_the_first_of_two_failures_is_the_cause() -> None:
             launch(programs.raise_both, 2)
 
 
+@pytest.mark.full
 def test_raising_many_times_never_blames_a_rank_that_was_stopped() -> None:
     for i in range(8):
         with pytest.raises(RankError, match=f"rank {i % 4} of 4 raised"):
@@ -181,6 +182,7 @@ def test_hang_in_a_cycle_of_receives() -> None:
         assert "recv" in table[rank] and table[rank].endswith(f"rank {(rank + 1) % 3}")
 
 
+@pytest.mark.full
 def test_hang_in_a_subgroup() -> None:
     table = table_of("subgroup")
     assert "all_gather" in table[0] and "pair" in table[0] and table[0].endswith("rank 2")
@@ -199,6 +201,7 @@ def test_hang_of_a_handle_against_a_receive() -> None:
     assert "recv" in table[1] and table[1].endswith("rank 0")
 
 
+@pytest.mark.full
 def test_hang_of_all_ranks_spinning() -> None:
     table = table_of("spin")
     assert all("in no operation, hang" in line for line in table.values())
@@ -209,6 +212,7 @@ def test_a_stopped_rank_is_named_also_while_another_talks() -> None:
     assert "stopped by a signal" in table[1] and "stopped" not in table[0]
 
 
+@pytest.mark.full
 def test_a_rank_stopped_inside_an_operation_is_named() -> None:
     table = table_of("stopped inside", nproc=2)
     assert "all_reduce, stopped by a signal" in table[1]
@@ -230,10 +234,12 @@ def test_different_operations_are_a_mismatch_not_a_hang() -> None:
     assert isinstance(caught.value.__cause__, MismatchError)
 
 
+@pytest.mark.full
 def test_a_rank_that_returns_early_is_no_hang() -> None:
     assert launch(programs.slow_but_alive, 3, 3.0, timeout=2.0) == [0, 1, 2]
 
 
+@pytest.mark.full
 def test_output_is_a_sign_of_life(capfd) -> None:
     assert launch(programs.talk_slowly, 2, 3.0, timeout=2.0) == [True, True]
 
@@ -241,6 +247,7 @@ def test_output_is_a_sign_of_life(capfd) -> None:
 # Results, arguments, environment.
 
 
+@pytest.mark.full
 def test_large_arguments_and_results() -> None:
     x = torch.arange(12_500_000, dtype=torch.float32)  # 50 MB
     first, second = launch(programs.big, 2, x)

@@ -110,6 +110,7 @@ def llamas_number_of_tokens():
 a_minute = pytest.mark.skipif(os.environ.get("MINILLM_PROOF") != "all", reason="a minute; MINILLM_PROOF=all runs it")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("make", "options"),
     [
