@@ -53,6 +53,7 @@ def resources(tmp_path_factory):
     return launch(programs.resources, 4, tmp_path_factory.mktemp("offload"), timeout=180)
 
 
+@pytest.mark.full
 def test_memory_by_kind_is_as_predicted(resources):
     blocks, rest = predict.unit_sizes(programs.DEEP)
     for rank in resources:
@@ -66,12 +67,14 @@ def test_memory_by_kind_is_as_predicted(resources):
             assert peak.parameter + peak.gradient + peak.optimizer == pytest.approx(states, rel=0.02)
 
 
+@pytest.mark.full
 def test_whole_gradients_are_those_of_two_blocks_and_the_rest(resources):
     blocks, rest = predict.unit_sizes(programs.DEEP)
     for rank in resources:
         assert rank["whole gradients"] == (predict.held(blocks, rest, 4).whole_gradients, [])
 
 
+@pytest.mark.full
 def test_a_model_on_meta_is_initialised_unit_by_unit_to_the_same_bits(resources):
     for rank in resources:
         same_weights, same_output, peak, shards, largest_unit = rank["meta"]
@@ -79,6 +82,7 @@ def test_a_model_on_meta_is_initialised_unit_by_unit_to_the_same_bits(resources)
         assert shards < peak <= shards + largest_unit < 2 * shards
 
 
+@pytest.mark.full
 def test_masters_are_float32_and_weights_travel_in_16_bits(resources):
     blocks, rest = predict.unit_sizes(programs.DEEP)
     for rank in resources:
@@ -88,12 +92,14 @@ def test_masters_are_float32_and_weights_travel_in_16_bits(resources):
         assert kept == {torch.float32} and saved == {torch.bfloat16}
 
 
+@pytest.mark.full
 def test_shards_and_state_in_host_memory_or_in_files_change_nothing(resources):
     for rank in resources:
         same, mapped, in_files, wanted = rank["offload"]
         assert same and mapped == {True} and in_files == wanted
 
 
+@pytest.mark.full
 def test_state_comes_back_whole_on_other_ranks_and_sharded_on_the_same(resources):
     for rank in resources:
         distance, errors = rank["state"]
@@ -109,6 +115,7 @@ def test_state_comes_back_whole_on_other_ranks_and_sharded_on_the_same(resources
             assert re.search(text, error)
 
 
+@pytest.mark.full
 def test_torch_fully_shard_agrees(resources):
     for rank in resources:
         assert max(rank["peer"]) <= 1e-10
