@@ -68,8 +68,8 @@ def start_server() -> None:
 
 
 def load_ahead(modules: Iterable[str]) -> None:
-    """Start the server now, in the background, and let it load these modules as well: for a command with many launches.
-    A server that is there already stays as it is.
+    """Start the server now, in the background, and let it load these modules as well: for a command with many launches,
+    while which nobody edits them, since only what is loaded here is watched. A server that is there stays as it is.
 
     The server looks where this process looks: a program's folder may be another than the current one."""
     if start_context().get_start_method() != "forkserver" or _server.files is not None:
