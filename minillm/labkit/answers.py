@@ -3,6 +3,7 @@
     right = answers_of("01_collectives")
     right.all_gather                        # the function as the solved notebook defines it
     answer_to("ring-all-gather", "01_collectives")      # what the notebook hands to check("ring-all-gather", ...)
+    changed_answer("ring-all-gather", "01_collectives", {"rank - 1": "rank + 1"})   # the same, but for an edit
 
 A master is plain Python, so nothing else of it is run: from the statement that defines a name, back to the imports and
 helpers which that one reads, and `check("name", x)` counts as x. What is made this way belongs to a module that cannot
@@ -10,10 +11,12 @@ be imported, so cloudpickle sends it to ranks by value, as it does with what a n
 """
 
 import ast
+import re
 import symtable
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
+from textwrap import dedent
 from types import ModuleType
 from typing import Any
 
@@ -24,11 +27,13 @@ class Answers:
     """The names of one solved master as attributes; each is made when it is first asked for."""
 
     def __init__(self, master: Path):
-        self._master = master
+        self._begin(master, ast.parse(master.read_text(encoding="utf-8"), str(master)).body)
+        self._uses = [names_of(statement) for statement in self._statements]
+
+    def _begin(self, master: Path, statements: list[ast.stmt]) -> None:
+        self._master, self._statements = master, statements
         self._module = ModuleType(f"course.{master.parent.name}.notebook")
         self._module.__file__ = str(master)
-        self._statements = ast.parse(master.read_text(encoding="utf-8"), str(master)).body
-        self._uses = [names_of(statement) for statement in self._statements]
         self._done: set[int] = set()
 
     def __getattr__(self, name: str) -> Any:
@@ -46,6 +51,30 @@ class Answers:
                     self._run(names_of(candidate)[0], index)
                     return eval(compile(candidate, str(self._master), "eval"), self._module.__dict__)
         raise ValueError(f"{self._master} has no check('{exercise}', ...), so the exercise has no answer there")
+
+    def changed(self, exercise: str, edits: dict[str, str]) -> Any:
+        """What the master would hand to `check(exercise, ...)` if each text of `edits` were another in that cell.
+
+        ValueError if a text does not stand there exactly once.
+        """
+        text = self._master.read_text(encoding="utf-8")
+        first, last = _cell_of(text, exercise)
+        lines = text.splitlines(keepends=True)
+        cell = "".join(lines[first:last])
+        for old, new in edits.items():
+            if cell.count(old) != 1:
+                raise ValueError(
+                    f"{old!r} stands {cell.count(old)} times in the cell of {self._master} that checks '{exercise}'; "
+                    "an edit needs a text that stands there once"
+                )
+            cell = cell.replace(old, new)
+        edited = ast.increment_lineno(ast.parse(cell), first).body
+        inside = [index for index, statement in enumerate(self._statements) if first < statement.lineno <= last]
+        before, after = slice(inside[0]), slice(inside[-1] + 1, None)
+        copy = Answers.__new__(Answers)
+        copy._begin(self._master, [*self._statements[before], *edited, *self._statements[after]])
+        copy._uses = [*self._uses[before], *map(names_of, edited), *self._uses[after]]
+        return copy.to(exercise)
 
     def _run(self, wanted: set[str], end: int) -> None:
         """Execute, among the first `end` statements, those that bind a wanted name, and what they stand on."""
@@ -76,6 +105,20 @@ def answers_of(lab: str) -> Answers:
 def answer_to(exercise: str, lab: str) -> Any:
     """The course's answer to an exercise; the same object at every call."""
     return answers_of(lab).to(exercise)
+
+
+def changed_answer(exercise: str, lab: str, edits: dict[str, str]) -> Any:
+    """The course's answer to an exercise with some of its text replaced: {old: new}."""
+    return answers_of(lab).changed(exercise, edits)
+
+
+@cache
+def answer_text(exercise: str, lab: str) -> str:
+    """What stands between BEGIN and END SOLUTION in the cell that checks the exercise, as a third hint shows it."""
+    text = course.masters(course.home())[lab].read_text(encoding="utf-8")
+    first, last = _cell_of(text, exercise)
+    cell = "\n".join(text.splitlines()[first:last])
+    return "\n".join(map(dedent, re.findall(r"# BEGIN SOLUTION\n(.*?)\s*# END SOLUTION", cell, re.DOTALL)))
 
 
 @cache
@@ -121,6 +164,14 @@ def _checks(node: ast.AST) -> str | None:
     """The exercise that a call of `check` names, or None."""
     is_check = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "check"
     return node.args[0].value if is_check and len(node.args) == 2 and isinstance(node.args[0], ast.Constant) else None
+
+
+def _cell_of(text: str, exercise: str) -> tuple[int, int]:
+    """The lines [first, last) of the cell that checks the exercise."""
+    checked = next(n.lineno for n in ast.walk(ast.parse(text)) if _checks(n) == exercise)
+    starts = [number for number, line in enumerate(text.splitlines()) if line.startswith("# %%")]
+    starts.append(len(text.splitlines()))
+    return max(s for s in starts if s < checked), min(s for s in starts if s >= checked)
 
 
 def _only(statement: ast.stmt, names: set[str]) -> ast.stmt:

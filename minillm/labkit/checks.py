@@ -67,8 +67,7 @@ NOTE = "Until yours passes, the cells below use the course's own version."
 
 def hint(name: str, level: int | None = None) -> None:
     """Open the next hint of an exercise, or the hint of that level (1 is a nudge, 3 the plan)."""
-    exercise = find(name)
-    last = len(exercise.hints)
+    exercise, last = find(name), 3
     if level is None:
         opened = progress.load().get(name, progress.Entry(exercise.lab)).hints
         level = min(opened + 1, last)
@@ -78,7 +77,7 @@ def hint(name: str, level: int | None = None) -> None:
     what_next = f'hint("{name}") opens the next one.'
     if level == last:
         what_next = f"That was the last hint; solutions/{exercise.lab}.ipynb has a full answer."
-    show_card(Card(name, "", None, (f"Hint {level} of {last}: {exercise.hints[level - 1]}", what_next)))
+    show_card(Card(name, "", None, (f"Hint {level} of {last}: {exercise.hint(level)}", what_next)))
 
 
 def finish(lab: str) -> None:

@@ -14,11 +14,12 @@ import difflib
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from typing import Any
 
 from minillm.labkit import course
-from minillm.labkit.answers import answer_to
+from minillm.labkit.answers import answer_text, answer_to, changed_answer
 from minillm.labkit.receipts import Receipt, Row
 
 Verifier = Callable[[Any], Receipt | Iterable[Row]]
@@ -55,9 +56,10 @@ class Exercise:
             raise ValueError(f"exercise name '{self.name}' must be lower-case words joined by hyphens")
         if not re.fullmatch(r"\d\d_\w+", self.lab):
             raise ValueError(f"lab='{self.lab}' of exercise '{self.name}' must read NN_topic, such as 01_collectives")
-        if len(self.hints) != 3:
+        if len(self.hints) not in (2, 3):
             raise ValueError(
-                f"exercise '{self.name}' has {len(self.hints)} hints; give three, from a nudge to the plan"
+                f"exercise '{self.name}' has {len(self.hints)} hints; give two, a nudge and the idea, and a third only "
+                "if it is to be another than the master's answer"
             )
         if self.minutes < 1 or not 1 <= self.difficulty <= 5:
             raise ValueError(f"exercise '{self.name}' needs minutes of 1 or more and a difficulty from 1 to 5")
@@ -66,6 +68,22 @@ class Exercise:
     def reference(self) -> Any:
         """The course's own answer: the same object at every look."""
         return self.own_reference if self.own_reference is not None else answer_to(self.name, self.lab)
+
+    def hint(self, level: int) -> str:
+        """The hint of a level from 1 to 3; the third is the master's answer where none is written for it."""
+        return self.hints[level - 1] if level <= len(self.hints) else answer_text(self.name, self.lab)
+
+
+@dataclass(frozen=True)
+class Edits:
+    """The master's answer to an exercise but for some of its text, {old: new}."""
+
+    exercise: str
+    texts: dict[str, str]
+
+    @cached_property
+    def answer(self) -> Any:
+        return changed_answer(self.exercise, find(self.exercise).lab, self.texts)
 
 
 @dataclass(frozen=True)
@@ -78,9 +96,14 @@ class Answer:
 
     exercise: str
     label: str
-    candidate: Any
+    given: Any  # the answer, or Edits of the master's
     says: str = ""
     expect: str = ""
+
+    @property
+    def candidate(self) -> Any:
+        """What is handed to the check: the same object at every look."""
+        return self.given.answer if isinstance(self.given, Edits) else self.given
 
     @property
     def wrong(self) -> bool:
@@ -113,9 +136,13 @@ def exercise(
     return register
 
 
-def mistake(exercise: str, label: str, *, says: str = "", expect: str = "") -> Callable[[Any], Any]:
+def mistake(
+    exercise: str, label: str, edits: dict[str, str] | None = None, *, says: str = "", expect: str = ""
+) -> Callable[[Any], Any]:
     """Register a wrong answer learners really write; the check must reject it.
 
+    edits: {old: new}, where it is the master's answer but for these texts, each of which stands once in the cell that
+    checks it. Otherwise decorate the answer, or call what is returned with it.
     says: the sentence that tells what is wrong with it; it is written here and nowhere else. expect: instead of it,
     where the check itself knows: a regular expression for its message, searched without regard to case.
     """
@@ -124,12 +151,12 @@ def mistake(exercise: str, label: str, *, says: str = "", expect: str = "") -> C
             f"mistake '{label}' of '{exercise}' needs says=, the sentence that it draws, or expect=, a pattern of the "
             "check's own message (one of them)"
         )
-    return _answer(exercise, label, says, expect)
+    return _answer(exercise, label, edits, says, expect)
 
 
-def alternative(exercise: str, label: str) -> Callable[[Any], Any]:
-    """Register another correct answer; the check must accept it."""
-    return _answer(exercise, label)
+def alternative(exercise: str, label: str, edits: dict[str, str] | None = None) -> Callable[[Any], Any]:
+    """Register another correct answer; the check must accept it. edits: as in `mistake`."""
+    return _answer(exercise, label, edits)
 
 
 def find(name: str) -> Exercise:
@@ -158,15 +185,23 @@ def answers(name: str = "") -> list[Answer]:
     return [answer for answer in _answers.values() if name in ("", answer.exercise)]
 
 
-def _answer(exercise: str, label: str, says: str = "", expect: str = "") -> Callable[[Any], Any]:
+def _answer(
+    exercise: str, label: str, edits: dict[str, str] | None, says: str = "", expect: str = ""
+) -> Callable[[Any], Any]:
     def register(candidate: Any) -> Any:
         known = _answers.get((exercise, label))
-        if known and getattr(known.candidate, "__module__", None) != getattr(candidate, "__module__", None):
+        if known and _origin(known.given) != _origin(candidate):
             raise ValueError(f"'{exercise}' has two answers labelled '{label}'; give each its own label")
         _answers[exercise, label] = Answer(exercise, label, candidate, says, expect)
         return candidate
 
+    if edits is not None:
+        register(Edits(exercise, edits))
     return register
+
+
+def _origin(given: Any) -> Any:
+    return given if isinstance(given, Edits) else getattr(given, "__module__", None)
 
 
 def _modules(kind: str, lab: str = "") -> list[str]:

@@ -317,7 +317,7 @@ def test_registration_refuses_bad_input(double):
     for name, changes, message in [
         ("Not Fine", {}, "lower-case words joined by hyphens"),
         ("fine", {"lab": "demo"}, "must read NN_topic"),
-        ("fine", {"hints": ["one"]}, "has 1 hints; give three"),
+        ("fine", {"hints": ["one"]}, "has 1 hints; give two"),
         ("fine", {"minutes": 0}, "minutes of 1 or more"),
         ("fine", {"difficulty": 6}, "difficulty from 1 to 5"),
     ]:
