@@ -213,6 +213,21 @@ def test_scaling_counts_what_leaves_a_node():
     assert len(scaling.table(list(rows.values()))) == 5
 
 
+def test_the_cliffs_sentence_is_of_the_rows():
+    """8 MB of gradients: a ring of 8 sends 2 · 7/8 of them over each link, two nodes in two levels a quarter per rank."""
+    inside = scaling.Row("weak", 4, 1, 2.0, 2.0, 12e6, 0, 1.0)
+    beyond = scaling.Row("weak", 8, 2, 7.0, 3.0, 14e6, int(14e6), 0.3)
+    text = scaling.cliff([inside, beyond, replace(inside, mode="strong", seconds=9.0)])
+    for part in (
+        "sends 1.17 times as many bytes (12.00 and 14.00 MB)",
+        "14.00 MB now leave each node, on links 4 times slower",
+        "the ring's 14 rounds",
+        "the step takes 3.5 times as long",
+        "sends 2.00 MB across at once: 1.5 times.",
+    ):
+        assert part in text, text
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
