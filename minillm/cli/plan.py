@@ -90,7 +90,7 @@ def command(
 def _architecture(name: str) -> architectures.Architecture:
     folder = Path(name)
     if name not in architectures.ARCHITECTURES and folder.exists():
-        from minillm.model.huggingface import read_config  # needs torch, which the arithmetic does not
+        from minillm.model.hf.load import read_config  # needs torch, which the arithmetic does not
 
         return architectures.from_shape(folder.name, read_config(folder if folder.is_dir() else folder.parent))
     return architectures.architecture(name)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minillm.data import Tokenizer
-from minillm.model.attention import sdpa
+from minillm.model.attention.causal import sdpa
 from minillm.model.config import ModelConfig, check_generates
 from minillm.model.draw import Draw
 from minillm.model.transformer import Transformer

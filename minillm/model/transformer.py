@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from minillm.model.attention import AttentionFunction, sdpa
+from minillm.model.attention.causal import AttentionFunction, sdpa
 from minillm.model.config import ModelConfig
 from minillm.model.loss import cross_entropy_sums, linear_cross_entropy_sums, weights_of_sequences
 from minillm.model.moe import MoE, RouterLosses

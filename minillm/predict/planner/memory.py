@@ -17,11 +17,11 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from minillm.predict import pipeline
 from minillm.predict.model import ADAM_MIXED_FP32_GRADIENTS
-from minillm.predict.moe import rank_state
 from minillm.predict.planner.architectures import Architecture
 from minillm.predict.planner.layout import Layout
+from minillm.predict.training import pipeline
+from minillm.predict.training.moe import rank_state
 
 STATE = ADAM_MIXED_FP32_GRADIENTS
 ELEMENT = 2  # bytes of an activation

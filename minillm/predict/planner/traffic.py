@@ -12,19 +12,18 @@ Gradients and ZeRO's shards lie over dp x cp, whose flattened group is meant by 
 dp / ep ranks that have the same ones, `expert_replicas`. Float32, AdamW, 1F1B, no recomputation, context parallelism in
 zigzag order; every stage has as many layers. Experts are dropless, in every layer or none, without cp. Where their rows
 go depends on the data: an all-to-all is that of a router which asks for all experts equally, unless a run's own count
-is given. Counts of one axis come from its own closed form: `predict.tensor`, `predict.context`, `predict.moe`,
-`predict.fully_shard`, `predict.zero`.
+is given. Counts of one axis come from its own closed form in `predict.training`.
 """
 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from minillm.predict import context, fully_shard, moe, tensor
-from minillm.predict.memory import ID
 from minillm.predict.model import ExpertShape, Shape
 from minillm.predict.planner.layout import Layout, Path
-from minillm.predict.zero import padded
+from minillm.predict.training import context, moe, sharding, tensor
+from minillm.predict.training.memory import ID
+from minillm.predict.training.sharding import padded_all
 
 ITEM = 4  # bytes of a float32
 RINGS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # times that the whole tensor goes round
@@ -239,7 +238,7 @@ def _averaged(layout: Layout, axis: str, blocks: list[int], rest: int) -> Iterat
     size, numel = group_size(layout, axis), sum(blocks) + rest
     if size == 1 or not numel:
         return
-    together = padded([numel], group_size(layout, "dp"))[0] * ITEM  # every bucket alike
+    together = padded_all([numel], group_size(layout, "dp"))[0] * ITEM  # every bucket alike
     if layout.zero == 0:
         yield Operation(axis, "all_reduce", numel * ITEM)
     elif layout.zero < 3:
@@ -250,6 +249,6 @@ def _averaged(layout: Layout, axis: str, blocks: list[int], rest: int) -> Iterat
         one_more = layout.tp > 1 and layout.pp == 1  # the backward of a table that is split asks for its weights
         for unit, gathers in [*((block, 2) for block in blocks), (rest, 3 if one_more else 2)]:
             if unit:
-                whole = fully_shard.padded(unit, size) * ITEM
+                whole = sharding.padded(unit, size) * ITEM
                 yield Operation(axis, "all_gather", whole, gathers, each_microbatch=True)
                 yield Operation(axis, "reduce_scatter", whole, each_microbatch=layout.pp == 1)

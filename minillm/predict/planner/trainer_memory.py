@@ -1,4 +1,4 @@
-"""Peak bytes of a rank of `minillm.train.Trainer` in a layout: the fullest of a few moments, as in `predict.memory`.
+"""Peak bytes of a rank of `minillm.train.Trainer` in a layout: the fullest of a few moments, as in `training.memory`.
 
                  gradients                  activations                        temporaries
     loss         of earlier microbatches    all of the microbatches in flight  logits, the head's input and its gradient
@@ -14,14 +14,14 @@ layer has experts, their moments take the place of "block"; rows are the (token,
 
 from collections.abc import Sequence
 
-from minillm.predict import fully_shard, tensor
-from minillm.predict.memory import CHUNK, ID
 from minillm.predict.model import Shape
-from minillm.predict.moe import rank_state
 from minillm.predict.planner.layout import Layout
 from minillm.predict.planner.memory import Memory, in_flight
 from minillm.predict.planner.traffic import ITEM, Operation, group_size, operations, units
-from minillm.predict.zero import padded
+from minillm.predict.training import sharding, tensor
+from minillm.predict.training.memory import CHUNK, ID
+from minillm.predict.training.moe import rank_state
+from minillm.predict.training.sharding import padded_all
 
 UNDER_WAY = 4  # exchanges that a pipeline leaves unfinished
 KEPT_PIECE = 2 << 20  # the largest piece of memory that a group keeps for its next ring
@@ -49,7 +49,7 @@ class _Stage:
         self.calls = operations(shape, layout, seq, stage)
         self.units = units(shape, layout, stage)
         self.ranks = group_size(layout, "dp")
-        sizes = padded([sum(self.units.blocks) + self.units.rest, sum(self.units.experts)], self.ranks)
+        sizes = padded_all([sum(self.units.blocks) + self.units.rest, sum(self.units.experts)], self.ranks)
         self.state = rank_state(*sizes, self.ranks, layout.ep, layout.zero)
         self.whole, self.shard = (rank_state(*sizes, self.ranks, layout.ep, stage).gradient for stage in (0, 2))
         self.tokens, t = layout.micro_batch * (seq // layout.cp), layout.tp
@@ -154,7 +154,7 @@ class _Stage:
             return self.whole
         copies = group_size(self.layout, "expert_replicas")
         blocks = [
-            fully_shard.padded(block, self.ranks) + fully_shard.padded(experts, copies)
+            sharding.padded(block, self.ranks) + sharding.padded(experts, copies)
             for block, experts in zip(self.units.blocks, self.units.experts, strict=True)
         ]
-        return fully_shard.held(blocks, fully_shard.padded(self.units.rest, self.ranks), 1).gathered
+        return sharding.fully_shard_held(blocks, sharding.padded(self.units.rest, self.ranks), 1).gathered

@@ -13,8 +13,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from minillm.model import AttentionFunction, Transformer, weights
+from minillm.model import AttentionFunction, Transformer
 from minillm.model.generate import CHECKPOINTS
+from minillm.model.hf import weights
 from minillm.serve.sampling import filtered
 from minillm.serve.speculate.proposal import Asked
 from minillm.serve.speculate.verify import choose, distribution

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import minillm
-import minillm.model.weights as weights
+import minillm.model.hf.weights as weights
 from minillm.model import ModelConfig, Transformer, load_hf, save_hf
 
 CONFIG = ModelConfig(67, 32, 48, 2, 4, 2, max_seq_len=64)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from minillm.model import dense, tiled_triton
+from minillm.model import dense
+from minillm.model.attention import tiled_triton
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 

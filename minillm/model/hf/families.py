@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from minillm.model.config import ModelConfig
-from minillm.model.families_moe import MIXTRAL, OLMOE, QWEN3_MOE, expert_tensors, kind_of, read_experts, write_experts
-from minillm.model.families_rope import read_rope, write_rope
+from minillm.model.hf.experts import MIXTRAL, OLMOE, QWEN3_MOE, expert_tensors, kind_of, read_experts, write_experts
+from minillm.model.hf.rope import read_rope, write_rope
 
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 COMMON = dict.fromkeys((*REQUIRED, "max_position_embeddings", "num_key_value_heads", "head_dim"))

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minillm.model.attention import Attend
-from minillm.model.block_tables import to_device
+from minillm.model.attention.causal import Attend
+from minillm.model.paged.tables import to_device
 
 WORKSPACE_BYTES = 128 << 20  # what its documentation recommends; all layers share it
 DTYPES = (torch.float16, torch.bfloat16)

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minillm.model.attention import Attend
-from minillm.model.paged_loop import reachable, wide
+from minillm.model.attention.causal import Attend
+from minillm.model.paged.loop import reachable, wide
 
 GROUP_BYTES, GPU_GROUP_BYTES = 1 << 20, 1 << 28  # keys and values that are gathered together, of several sequences
 

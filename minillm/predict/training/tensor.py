@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from minillm.predict import comms
 from minillm.predict.comms import Cost
-from minillm.predict.memory import CHUNK, mixture_activation_bytes
 from minillm.predict.model import Shape
+from minillm.predict.training.memory import CHUNK, mixture_activation_bytes
 
 RINGS = {
     "all_reduce": comms.ring_all_reduce,

@@ -1,9 +1,9 @@
 """What an attention backend is, and which one an engine takes: all of them are named here and nowhere else.
 
-paged_gathered.py     torch's kernel on keys that are copied together; any device and dtype, the default on the CPU
-paged_triton.py       our kernel, reads keys where they lie and splits long ones; the default on a CUDA GPU
-paged_flashinfer.py   FlashInfer's kernels, where that package is installed
-paged_loop.py         block by block in plain torch, to read and to compare with
+gather.py       torch's kernel on keys that are copied together; any device and dtype, the default on the CPU
+triton.py       our kernel, reads keys where they lie and splits long ones; the default on a CUDA GPU
+flashinfer.py   FlashInfer's kernels, where that package is installed
+loop.py         block by block in plain torch, to read and to compare with
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minillm.model.attention import Attend
-from minillm.model.paged_gathered import gathered
+from minillm.model.attention.causal import Attend
+from minillm.model.paged.gather import gathered
 
 
 class Backend(Protocol):
@@ -62,7 +62,7 @@ class FixedDecode(Protocol):
 def default_backend(device: torch.device, dtype: torch.dtype = torch.float32) -> Backend:
     """On a CUDA GPU the Triton kernel, where triton is installed and the kernel takes this dtype; else `gathered`."""
     if torch.device(device).type == "cuda" and find_spec("triton") is not None:
-        from minillm.model.paged_triton import DTYPES, triton_split_kv
+        from minillm.model.paged.triton import DTYPES, triton_split_kv
 
         if dtype in DTYPES:
             return triton_split_kv

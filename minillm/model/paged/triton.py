@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minillm.model.attention import Attend
-from minillm.model.block_tables import to_device
-from minillm.model.paged_split import count_splits, cut_tiles, share_work
+from minillm.model.attention.causal import Attend
+from minillm.model.paged.split import count_splits, cut_tiles, share_work
+from minillm.model.paged.tables import to_device
 
 try:
     import triton

@@ -14,24 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minillm.model.attention import Attend
-from minillm.model.block_tables import BlockTables, to_device
+from minillm.model.attention.causal import Attend
 from minillm.model.config import ModelConfig
-from minillm.model.paged_backend import Backend, default_backend
-from minillm.model.paged_gathered import Gathered, gathered
-from minillm.model.paged_loop import block_by_block
-
-__all__ = [
-    "Backend",
-    "Gathered",
-    "PagedAttention",
-    "PagedBatch",
-    "PagedCache",
-    "block_by_block",
-    "default_backend",
-    "gathered",
-    "paged_attention",
-]
+from minillm.model.paged.backend import Backend
+from minillm.model.paged.gather import gathered
+from minillm.model.paged.tables import BlockTables, to_device
 
 
 def paged_attention(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from minillm.model.tiled import row_products
+from minillm.model.attention.tiled import row_products
 
 try:
     import triton

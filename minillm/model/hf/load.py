@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 
-from minillm.model import weights
 from minillm.model.config import ModelConfig
-from minillm.model.families import (
+from minillm.model.hf import weights
+from minillm.model.hf.families import (
     COMMON,
     FAMILIES,
     Piece,
