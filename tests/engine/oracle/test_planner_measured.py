@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from minillm.__main__ import run
-from minillm.bench import placement, planner, scaling
 from minillm.comm import Link, Topology, launch
+from minillm.equivalence import placement, planner, scaling
 from minillm.measure import ledger
 from minillm.model import ModelConfig, MoEConfig
 from minillm.predict import comms

@@ -10,8 +10,8 @@ on both sides of it; beyond it some of its links are between nodes, and every ro
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from minillm.bench.planner import INTER, INTRA, MODEL, PATIENCE_S, SEQ, measure, planned, this_machine, topology
 from minillm.comm import launch
+from minillm.equivalence.planner import INTER, INTRA, MODEL, PATIENCE_S, SEQ, measure, planned, this_machine, topology
 from minillm.predict import comms
 from minillm.predict.planner import trainer
 from minillm.predict.planner.clusters import Cluster

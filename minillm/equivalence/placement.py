@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations, product
 
-from minillm.bench.planner import MODEL, PATIENCE_S, SEQ, planned, this_machine, time_steps, topology
 from minillm.comm import launch
+from minillm.equivalence.planner import MODEL, PATIENCE_S, SEQ, planned, this_machine, time_steps, topology
 from minillm.predict.planner import trainer
 from minillm.predict.planner.clusters import Cluster
 from minillm.predict.planner.layout import AXES
