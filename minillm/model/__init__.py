@@ -2,6 +2,7 @@
 
     config.py       the shape of a model, checked once
     transformer.py  the model: embedding, blocks, head
+    initialise.py   initial values, each a function of the seed and the parameter's name
     rope.py         rotated positions, stretched to longer contexts
     attention/      the function where tokens meet: dense, fused, tile by tile
     moe/            a mixture of experts in place of the MLP
@@ -14,9 +15,10 @@ in blocks); hf/ (loading and saving a folder).
 from minillm.model.attention import AttentionFunction, dense, sdpa
 from minillm.model.config import ModelConfig, MoEConfig, RopeScaling
 from minillm.model.hf import load_hf, save_hf
+from minillm.model.initialise import initial
 from minillm.model.loss import cross_entropy, cross_entropy_sums, linear_cross_entropy_sums
 from minillm.model.paged import PagedCache, paged_attention
-from minillm.model.transformer import Block, Transformer, check_tokens, initial
+from minillm.model.transformer import Block, Transformer, check_tokens
 
 __all__ = [
     "AttentionFunction",

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, fields, replace
 
 ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
-ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}  # -> their names in Hugging Face's config.json
 NORM_PLACEMENTS = ("pre", "post", "both")
 SCORES = ("softmax", "sigmoid")
 CHOICES = ("token", "expert")

@@ -18,16 +18,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from minillm.model.attention.tiled import row_products
+from minillm.model.kernels import TILE_BYTES, UNLIMITED, check_kernel, factors, kernel, tl, triton
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # comes with torch for CUDA on Linux; the CPU's torch is without
-    triton = tl = None
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-UNLIMITED = (1 << 31) - 1
-TILE_BYTES = 16 << 10  # of a tile of queries or keys
+_kernel = kernel("window", "queries", "keys")
 
 
 def tiled_triton(
@@ -45,7 +38,7 @@ def tiled_triton(
     """As `tiled.tiled`, with gradients. q: [batch, heads, queries, head_dim]; k, v: [batch, kv_heads, keys, head_dim].
 
     positions, key_positions: [seq] or [batch, seq]; segments, key_segments: [batch, seq]. ValueError without triton,
-    off the GPU without its interpreter, for other dtypes than DTYPES and shapes that do not fit each other.
+    off the GPU without its interpreter, for other dtypes than `kernels.DTYPES` and shapes that do not fit each other.
     """
     return tiled_triton_with_lse(
         q,
@@ -115,20 +108,14 @@ class _TiledTriton(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
-def kernel(function):
-    """triton.jit without a compilation of its own for every divisor of what changes from call to call."""
-    varying = ("window", "queries", "keys")
-    return function if triton is None else triton.jit(function, do_not_specialize=varying)
-
-
-@kernel
+@_kernel
 def _load(x, row, size, head_dim, dim, FACTORS: tl.constexpr):
     """[rows, DIMS] of a [size, head_dim] matrix, zeros outside."""
     mask = (row < size)[:, None] & (dim < head_dim)[None, :]
     return tl.load(x + row.to(tl.int64)[:, None] * head_dim + dim[None, :], mask=mask, other=0.0).to(FACTORS)
 
 
-@kernel
+@_kernel
 def _seen(q_at, k_at, q_document, k_document, window, row, queries, column, keys):
     """[rows, columns]: which queries of a tile see which keys."""
     distance = q_at[:, None] - k_at[None, :]
@@ -136,7 +123,7 @@ def _seen(q_at, k_at, q_document, k_document, window, row, queries, column, keys
     return (distance >= 0) & (distance < window) & same & (row < queries)[:, None] & (column < keys)[None, :]
 
 
-@kernel
+@_kernel
 def _touch(q_at, k_at, row, queries, column, keys, window):
     """Whether some query of a tile may see some key of another, by the ends of both."""
     last = tl.max(tl.where(row < queries, q_at, -1))
@@ -146,7 +133,7 @@ def _touch(q_at, k_at, row, queries, column, keys, window):
     return (key_first <= last) & (first - key_last < window)
 
 
-@kernel
+@_kernel
 def _forward(
     q,  # [batch, heads, queries, head_dim], contiguous, as all below
     k,  # [batch, kv_heads, keys, head_dim]
@@ -199,14 +186,14 @@ def _forward(
     tl.store(lse + head * queries + row, top + tl.log(total), mask=row < queries)
 
 
-@kernel
+@_kernel
 def _probabilities(some, block, seen, own, scale):
     """exp(score - lse), 0 where a key is not seen. own: [rows], lse."""
     scores = tl.dot(some, tl.trans(block), input_precision="ieee") * scale
     return tl.where(seen, tl.exp(scores - tl.where(own == float("-inf"), 0.0, own)[:, None]), 0.0)
 
 
-@kernel
+@_kernel
 def _backward_keys(
     q,
     k,
@@ -263,7 +250,7 @@ def _backward_keys(
     tl.store(dv + place, sum_v, mask=mask)
 
 
-@kernel
+@_kernel
 def _backward_queries(
     q,
     k,
@@ -320,14 +307,7 @@ def _sizes(q: Tensor, k: Tensor) -> dict:
     dims = max(16, triton.next_power_of_2(head_dim))  # tl.dot takes 16 or more
     tile = min(64, max(16, TILE_BYTES // (dims * q.element_size())))
     sizes = {"GROUP": group, "HEAD_DIM": head_dim, "DIMS": dims, "ROWS": tile, "COLUMNS": tile}
-    return sizes | {"FACTORS": _factors(q.dtype)}
-
-
-def _factors(dtype: torch.dtype):
-    """What tl.dot multiplies: the inputs as they are. The interpreter takes bfloat16 for integers (triton#11584)."""
-    if dtype is torch.bfloat16 and triton.knobs.runtime.interpret:
-        return tl.float32
-    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
+    return sizes | {"FACTORS": factors(q.dtype)}
 
 
 def _rows(x: Tensor, batch: int, device: torch.device) -> Tensor:
@@ -336,17 +316,6 @@ def _rows(x: Tensor, batch: int, device: torch.device) -> Tensor:
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if triton is None:
-        raise ValueError("tiled_triton needs the package triton: `pip install triton`, or use attention=tiled.")
-    if not (q.is_cuda or triton.knobs.runtime.interpret):
-        raise ValueError(
-            f"tiled_triton runs on a CUDA GPU, not on {q.device}: use attention=tiled, or set TRITON_INTERPRET=1 "
-            "before Python starts to run it in Triton's interpreter."
-        )
-    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
-        raise ValueError(
-            f"queries of {q.dtype}, keys of {k.dtype} and values of {v.dtype}: tiled_triton takes float32, bfloat16 or "
-            "float16 for all; use attention=tiled for others."
-        )
+    check_kernel("tiled_triton", "attention=tiled", queries=q, keys=k, values=v)
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads do not divide over {k.shape[1]} kv heads: use a multiple of them.")

@@ -4,8 +4,9 @@
     families.py  config.json as a `ModelConfig` and back; the names of tensors
     rope.py      the RoPE keys of config.json, in their many spellings
     experts.py   mixtures of experts: their keys, and where each expert's matrices are stored
-    weights.py   safetensors, in one file or in shards, written all or nothing
+    weights.py   safetensors, in one file or in shards
 
+write.py makes the files of a folder, all or nothing.
 generation_config.py reads how the authors of a model sample from it.
 """
 

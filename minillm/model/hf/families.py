@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minillm.model.config import ModelConfig
+from minillm.model.config import ACTIVATIONS, ModelConfig
 from minillm.model.hf.experts import MIXTRAL, OLMOE, QWEN3_MOE, expert_tensors, kind_of, read_experts, write_experts
 from minillm.model.hf.rope import read_rope, write_rope
 
@@ -29,7 +29,7 @@ HARMLESS = frozenset(
     output_attentions output_hidden_states chunk_size_feed_forward keys_to_ignore_at_inference
     """.split()  # noqa: SIM905
 )
-ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+OUR_ACTIVATIONS = {theirs: ours for ours, theirs in ACTIVATIONS.items()}
 QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "layer_types": None}
 GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "head_dim": 256, "sliding_window": 4096, "layer_types": None}
 GEMMA |= {"tie_word_embeddings": True, "attention_bias": False, "query_pre_attn_scalar": 256}
@@ -129,7 +129,7 @@ def config_from_hf(raw: dict, max_seq_len: int | None = None) -> ModelConfig:
         tie_embeddings=bool(values["tie_word_embeddings"]),
         init_std=values["initializer_range"],
         mlp_bias=bool(values.get("mlp_bias")),
-        activation=ACTIVATIONS[_activation(values, kind)],
+        activation=OUR_ACTIVATIONS[_activation(values, kind)],
         sliding_window=window,
         full_attention_layers=full_attention_layers,
         moe=read_experts(values, kind),
@@ -155,7 +155,7 @@ def config_to_hf(config: ModelConfig, dtype: torch.dtype) -> dict:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "hidden_act": "silu",
+        "hidden_act": ACTIVATIONS[config.activation],
         "rms_norm_eps": config.norm_eps,
         "initializer_range": config.init_std,
         "tie_word_embeddings": config.tie_embeddings,
@@ -179,8 +179,7 @@ def config_to_hf(config: ModelConfig, dtype: torch.dtype) -> dict:
     if kind.startswith("gemma"):
         scale = config.attention_scale
         raw |= {
-            "hidden_act": "gelu_pytorch_tanh",
-            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_activation": ACTIVATIONS[config.activation],
             "query_pre_attn_scalar": config.head_dim if scale is None else round(scale**-2),
             "attn_logit_softcapping": config.attention_soft_cap,
             "final_logit_softcapping": config.logit_soft_cap,
@@ -284,8 +283,8 @@ def _check_keys(raw: dict, kind: str) -> None:
 def _activation(values: dict, kind: str) -> str:
     """The key's value, if it is the family's: the MLP is gated, so that a plain one would have other weights."""
     key = "hidden_activation" if "hidden_activation" in FAMILIES[kind].keys else "hidden_act"
-    if values[key] not in ACTIVATIONS:
-        raise ValueError(f"{key} {values[key]!r} is not supported: use one of {', '.join(ACTIVATIONS)}.")
+    if values[key] not in OUR_ACTIVATIONS:
+        raise ValueError(f"{key} {values[key]!r} is not supported: use one of {', '.join(OUR_ACTIVATIONS)}.")
     return values[key]
 
 

@@ -23,6 +23,7 @@ from minillm.model.hf.families import (
     stored_tensors,
     with_choices,
 )
+from minillm.model.hf.write import write
 from minillm.model.transformer import Transformer
 
 CONFIG = "config.json"
@@ -69,7 +70,7 @@ def load_hf(
 
 
 def save_hf(model: Transformer, folder: str | Path, *, max_shard_bytes: int | None = None) -> None:
-    """Writes config.json and safetensors that `load_hf` and transformers read: all of it or nothing (`weights.write`).
+    """Writes config.json and safetensors that `load_hf` and transformers read: all of it or nothing (see `write`).
 
     max_shard_bytes: start another file when one would hold more (a larger tensor has its own); None = one file.
     ValueError if the folder holds a checkpoint of another configuration, OSError if the disk refuses; in both cases
@@ -86,7 +87,7 @@ def save_hf(model: Transformer, folder: str | Path, *, max_shard_bytes: int | No
     named = dict(model.named_parameters())
     held = stored_tensors(model.config, raw["model_type"], named)
     tensors = {each: [piece.of(named).detach() for piece in pieces] for each, pieces in held.items()}
-    weights.write(tensors, folder, max_shard_bytes=max_shard_bytes, beside={CONFIG: raw})
+    write(tensors, folder, max_shard_bytes=max_shard_bytes, beside={CONFIG: raw})
 
 
 def check_folder(folder: Path, config: ModelConfig) -> None:

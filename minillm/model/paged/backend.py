@@ -1,10 +1,4 @@
-"""What an attention backend is, and which one an engine takes: all of them are named here and nowhere else.
-
-gather.py       torch's kernel on keys that are copied together; any device and dtype, the default on the CPU
-triton.py       our kernel, reads keys where they lie and splits long ones; the default on a CUDA GPU
-flashinfer.py   FlashInfer's kernels, where that package is installed
-loop.py         block by block in plain torch, to read and to compare with
-"""
+"""What an attention backend is, and which one an engine takes. The package's docstring lists them."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -53,16 +47,17 @@ class FixedDecode(Protocol):
         """[numbers], int64. rows: where the sequences' block tables are; context_lens: their keys, the new one too."""
 
     def prepare(
-        self, q: Tensor, k_pool: Tensor, tables: Tensor, numbers: Tensor, *, window: int | None, **options
+        self, q: Tensor, k_pool: Tensor, tables: Tensor, plan: Tensor, *, window: int | None, **options
     ) -> Attend:
-        """What a layer does. tables: [rows, blocks], of all sequences. numbers: those of `plan`, on the device: only
-        what is computed from them there may differ from step to step."""
+        """What a layer does. tables: [rows, blocks], of all sequences. plan: what `plan` returned, on the device: only
+        what is computed from it there may differ from step to step."""
 
 
 def default_backend(device: torch.device, dtype: torch.dtype = torch.float32) -> Backend:
     """On a CUDA GPU the Triton kernel, where triton is installed and the kernel takes this dtype; else `gathered`."""
     if torch.device(device).type == "cuda" and find_spec("triton") is not None:
-        from minillm.model.paged.triton import DTYPES, triton_split_kv
+        from minillm.model.kernels import DTYPES
+        from minillm.model.paged.triton import triton_split_kv
 
         if dtype in DTYPES:
             return triton_split_kv

@@ -120,9 +120,9 @@ class GatheredDecode:
         return np.concatenate((rows, context_lens))
 
     def prepare(
-        self, q, k_pool, tables: Tensor, numbers: Tensor, *, window: int | None, soft_cap: float | None = None
+        self, q, k_pool, tables: Tensor, plan: Tensor, *, window: int | None, soft_cap: float | None = None
     ) -> Attend:
-        rows, context_lens = numbers.split(self.size)
+        rows, context_lens = plan.split(self.size)
         block_size = k_pool.shape[1]
         places = torch.arange(tables.shape[1] * block_size, device=tables.device).expand(self.size, -1)
         distance = context_lens[:, None] - 1 - places

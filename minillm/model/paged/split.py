@@ -37,8 +37,8 @@ def share_work(tiles: np.ndarray, splits: np.ndarray) -> tuple[np.ndarray, np.nd
     """([programs, 7], [tokens, 3]) for tiles [n, 4] and the splits of each.
 
     A program's: its tile, which split of how many, and where the partial results of the tile's tokens begin. A token's:
-    where its first partial result lies, how far apart they are, and how many there are. With one split each, a partial
-    result is the result and lies where it belongs.
+    where its first partial result lies, how far apart they are, and how many there are. With one split per
+    tile no combine is needed: the kernel writes the output directly.
     """
     lengths = tiles[:, 2]
     tile, starts = np.arange(len(tiles)).repeat(splits), (splits * lengths).cumsum() - splits * lengths

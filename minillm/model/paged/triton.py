@@ -14,7 +14,6 @@ On the CPU only in Triton's interpreter: set TRITON_INTERPRET=1 before Python st
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,26 +22,18 @@ import torch
 from torch import Tensor
 
 from minillm.model.attention.causal import Attend
+from minillm.model.kernels import TILE_BYTES, UNLIMITED, check_kernel, factors, kernel, tl, triton
 from minillm.model.paged.split import count_splits, cut_tiles, share_work
 from minillm.model.paged.tables import to_device
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # comes with torch for CUDA on Linux; the CPU's torch is without
-    triton = tl = None
-
-TILE_BYTES = 16 << 10  # of queries, of keys and of values: what a program keeps close to its compute unit
-UNLIMITED = (1 << 31) - 1
-VARYING = ("window", "table_width")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_kernel = kernel("window", "table_width")
 
 
 @dataclass(frozen=True)
 class TritonSplitKV:
     """A backend of `paged_attention`, shapes as there; sums in float32. splits: of each sequence's keys; None = what
     fills the GPU twice, see `count_splits`. Raises ValueError without triton, off the GPU without its interpreter, and
-    for other dtypes than DTYPES.
+    for other dtypes than `kernels.DTYPES`.
     """
 
     splits: int | None = None
@@ -57,7 +48,7 @@ class TritonSplitKV:
     def prepare(
         self, q, k_pool, block_table, query_lens, context_lens, *, window: int | None, soft_cap: float | None = None
     ) -> Attend:
-        _check(q, k_pool)
+        check_kernel("triton_split_kv", "backend=gathered", queries=q, keys=k_pool)
         heads, kv_heads = q.shape[1], k_pool.shape[2]
         kernel = _Launch.of(q, k_pool, max(query_lens), window, soft_cap)
         tiles = cut_tiles(query_lens, context_lens, kernel.rows // (heads // kv_heads))
@@ -107,10 +98,10 @@ class TritonDecode:
         return np.concatenate((work, idle, places), axis=None)
 
     def prepare(
-        self, q, k_pool, tables: Tensor, numbers: Tensor, *, window: int | None, soft_cap: float | None = None
+        self, q, k_pool, tables: Tensor, plan: Tensor, *, window: int | None, soft_cap: float | None = None
     ) -> Attend:
-        _check(q, k_pool)
-        work, places = numbers.int().split((7 * self.programs, 3 * self.size))
+        check_kernel("triton_split_kv", "backend=gathered", queries=q, keys=k_pool)
+        work, places = plan.int().split((7 * self.programs, 3 * self.size))
         kernel = _Launch.of(q, k_pool, 1, window, soft_cap)
         return partial(kernel, tables, work.view(-1, 7), places.view(-1, 3), self.programs, self.most)
 
@@ -131,7 +122,7 @@ class _Launch:
         columns = min(64, max(16, TILE_BYTES // (dims * q.element_size())))
         rows = min(columns, triton.next_power_of_2(longest * group))
         rows = max(16, rows, triton.next_power_of_2(group))
-        constants = (group, head_dim, block_size, rows, columns, dims, _factors(q.dtype), soft_cap or 0.0)
+        constants = (group, head_dim, block_size, rows, columns, dims, factors(q.dtype), soft_cap or 0.0)
         return cls(head_dim, rows, UNLIMITED if window is None else window, constants)
 
     def __call__(
@@ -166,12 +157,7 @@ class _Launch:
 triton_split_kv = TritonSplitKV()
 
 
-def kernel(function: Callable) -> Callable:
-    """triton.jit without a compilation of its own for every divisor of what changes from step to step."""
-    return function if triton is None else triton.jit(function, do_not_specialize=VARYING)
-
-
-@kernel
+@_kernel
 def attend(
     q,  # [tokens, heads, head_dim]
     k_pool,  # [num_blocks, block_size, kv_heads, head_dim]
@@ -242,7 +228,7 @@ def attend(
     tl.store(log_sums + out, largest + tl.log(total), mask=inside)
 
 
-@kernel
+@_kernel
 def combine(parts, log_sums, places, y, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, SPLITS: tl.constexpr):
     """One program per query and head: the mean of its parts, each weighted by its sum. places: see `share_work`."""
     token, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -261,28 +247,6 @@ def combine(parts, log_sums, places, y, HEAD_DIM: tl.constexpr, DIMS: tl.constex
 
 def _units(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def _factors(dtype: torch.dtype):
-    """What tl.dot multiplies: the inputs as they are. The interpreter takes bfloat16 for integers (triton#11584)."""
-    if dtype is torch.bfloat16 and triton.knobs.runtime.interpret:
-        return tl.float32
-    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
-
-
-def _check(q: Tensor, k_pool: Tensor) -> None:
-    if triton is None:
-        raise ValueError("triton_split_kv needs the package triton: `pip install triton`, or use backend=gathered.")
-    if not (q.is_cuda or triton.knobs.runtime.interpret):
-        raise ValueError(
-            f"triton_split_kv runs on a CUDA GPU, not on {q.device}: use backend=gathered, or set TRITON_INTERPRET=1 "
-            "before Python starts to run it in Triton's interpreter."
-        )
-    if q.dtype not in DTYPES or k_pool.dtype != q.dtype:
-        raise ValueError(
-            f"queries of {q.dtype} and keys of {k_pool.dtype}: triton_split_kv takes float32, bfloat16 or float16 for "
-            "both; use backend=gathered for others."
-        )
 
 
 def _check_layer(q: Tensor, k_pool: Tensor, v_pool: Tensor) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_paged import scattered
 
-from minillm.model import ModelConfig, Transformer
+from minillm.model import ModelConfig, Transformer, kernels
 from minillm.model.generate import generate
 from minillm.model.paged import block_by_block, default_backend, gathered, paged_attention
 from minillm.model.paged import split as paged_split
@@ -121,7 +121,7 @@ def test_without_triton_or_a_gpu_one_sentence_says_so(monkeypatch):
             call()
     with pytest.raises(ValueError, match="splits 0 must be at least 1"):
         TritonSplitKV(0)
-    monkeypatch.setattr(paged_triton, "triton", None)
+    monkeypatch.setattr(kernels, "triton", None)
     with pytest.raises(ValueError, match="pip install triton"):
         call()
 
