@@ -205,7 +205,7 @@ class Bill:
 def bill(
     flops: float, devices: int, peak_flops: float, mfu: float, *, watts: float, pue: float, price_per_hour: float
 ) -> Bill:
-    """Of a run of `flops` model FLOPs on `devices` devices that really do peak_flops · mfu per second each.
+    """The bill of a run of `flops` model FLOPs on `devices` devices that really do peak_flops · mfu per second each.
 
     mfu: the useful share of the peak, failures and restarts included. watts: of a device. pue (power usage
     effectiveness): what cooling and conversion add, 1.1 in a good data centre.

@@ -95,7 +95,7 @@ def visible(
     window: int | None = None,
     segments: Tensor | None = None,
 ) -> Tensor:
-    """Which keys a query may see: itself and earlier, within the window, of its own document.
+    """Which keys a query may see: its own and earlier ones, within the window, of its own document.
 
     Positions as in `AttentionFunction`; without key_positions the keys stand where the queries stand.
     Returns a boolean mask [1 or batch, 1, queries, keys].

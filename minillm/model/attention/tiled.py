@@ -80,7 +80,7 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
 class Sight:
     """Which keys a tile of queries may see: its own and earlier positions, within the window, of the same document.
 
-    Positions and segments as in `attention.visible`. The first and last position of every tile say which tiles nobody
+    Positions and segments as in `attention.visible`. The first and last position of every tile say which tiles no query
     sees. So positions that the caller knows are best given as ascending numbers, or None: a tensor's are read, for
     which the host waits on a GPU.
     """

@@ -195,7 +195,7 @@ def config_to_hf(config: ModelConfig, dtype: torch.dtype) -> dict:
 
 
 def with_choices(config: ModelConfig, other: ModelConfig) -> ModelConfig:
-    """`config` with the choices of `other` that a checkpoint leaves to whoever loads it: the max_seq_len if RoPE
+    """`config` with those options of `other` that a checkpoint does not fix: the max_seq_len if RoPE
     follows it, and what concerns experts in training alone (their losses and their capacity)."""
     if config.rope_scaling is not None and config.rope_scaling.follows_max_seq_len:
         config = replace(config, max_seq_len=other.max_seq_len)

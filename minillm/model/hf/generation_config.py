@@ -20,7 +20,8 @@ class GenerationDefaults:
 
 
 def read_generation_config(folder: str | Path) -> GenerationDefaults:
-    """Of a Hugging Face folder; without generation_config.json greedy, with the end tokens that config.json names.
+    """The defaults of a Hugging Face folder; without generation_config.json greedy decoding, with the end tokens that
+    config.json names.
 
     With do_sample false or missing decoding is greedy, as in transformers, whatever temperature says.
     ValueError for a file that is not valid JSON or an end token that is no number.

@@ -144,7 +144,8 @@ def _shape(parts: list[torch.Tensor]) -> list[int]:
 
 
 def _has_other_head(stored: dict) -> bool:
-    """Is a head stored that is not the embedding? It then counts, as in transformers, whatever the config says."""
+    """Whether a head is stored that differs from the embedding. It then counts, as in transformers, whatever
+    config.json says."""
     head, embedding = hf_name("head.weight"), hf_name("embedding.weight")
     if head not in stored or embedding not in stored:
         return False
@@ -152,7 +153,7 @@ def _has_other_head(stored: dict) -> bool:
 
 
 def _derived(name: str, config: ModelConfig) -> bool:
-    """Tensors old checkpoints carry although they follow from others."""
+    """Whether it is a tensor that old checkpoints carry although it follows from others."""
     return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == hf_name("head.weight"))
 
 

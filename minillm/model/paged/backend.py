@@ -38,7 +38,7 @@ class Backend(Protocol):
 class FixedDecode(Protocol):
     """Attention of always equally many sequences with one query each, which takes every length from device memory.
 
-    numbers: how many whole numbers it wants from the host for a step.
+    numbers: length of a step's plan, the whole numbers that it takes from the host.
     """
 
     numbers: int

@@ -45,7 +45,7 @@ def paged_attention(
 
 
 def _prepared(backend, q, k_pool, block_table, query_lens, context_lens, **options) -> Attend:
-    """What the backend does in each layer of a pass. ValueError for lengths that do not fit."""
+    """Returns what the backend does in each layer of a pass. ValueError for lengths that do not fit."""
     if sum(query_lens) != q.shape[0] or not len(query_lens) == len(context_lens) == len(block_table):
         raise ValueError(
             f"{q.shape[0]} queries, query_lens {list(query_lens)}, {len(context_lens)} context_lens and "
@@ -64,9 +64,10 @@ def _prepared(backend, q, k_pool, block_table, query_lens, context_lens, **optio
 
 
 class PagedCache:
-    """Keys and values of all layers in blocks, on the device and, for sequences that were put aside, on the host.
+    """Keys and values of all layers in blocks, on the device and, for preempted sequences, on the host.
 
-    2 · layers · block_size · kv_heads · head_dim numbers a block. Which block belongs to whom is decided elsewhere.
+    2 · layers · block_size · kv_heads · head_dim numbers a block. The block pool of `minillm.serve` decides which
+    sequence owns which block.
     """
 
     def __init__(
@@ -134,8 +135,9 @@ class PagedAttention:
 
 
 class PagedBatch(PagedAttention):
-    """That of sequences of any lengths. rows: of each sequence in tables. positions: [tokens], to hand to the model.
-    more: arrays of whole numbers that go to the device in the same copy, and then what they are there.
+    """The `PagedAttention` of sequences of any lengths. rows: the row of each sequence in `tables`. positions:
+    [tokens], to hand to the model.
+    more: further arrays of whole numbers to copy to the device with these; `self.more` holds them there.
     """
 
     def __init__(

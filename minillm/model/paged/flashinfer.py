@@ -86,5 +86,5 @@ class FlashInfer:
 
 
 def _starts(counts: Sequence[int]) -> Tensor:
-    """[n + 1], int32, on the host: where each begins, and the end."""
+    """[n + 1], int32, on the host: where each sequence begins, and the end of the last."""
     return torch.tensor([0, *np.cumsum(counts).tolist()], dtype=torch.int32)

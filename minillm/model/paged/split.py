@@ -13,9 +13,9 @@ MIN_KEYS = 256  # of a split: fewer are not worth a partial result that is writt
 
 
 def cut_tiles(query_lens: Sequence[int], context_lens: Sequence[int], size: int) -> np.ndarray:
-    """[tiles, 4]: sequence, row of q that is its first, how many tokens (at most `size`), position of the first.
+    """[tiles, 4]: the sequence, its first row of q, its number of tokens (at most `size`), the position of the first.
 
-    No keys are needed beyond a tile's last token: causality is in where it ends.
+    A tile needs no keys beyond its last token, so causality follows from where the tile ends.
     """
     queries, contexts = np.array(query_lens), np.array(context_lens)
     counts = -(-queries // size)
@@ -27,8 +27,8 @@ def cut_tiles(query_lens: Sequence[int], context_lens: Sequence[int], size: int)
 
 
 def count_splits(keys: np.ndarray, kv_heads: int, units: int) -> np.ndarray:
-    """Splits of each tile that has so many keys: parts of like size, together what fills every compute unit twice, as
-    long as each has MIN_KEYS keys. A long sequence is cut however short the ones beside it are."""
+    """Splits of each tile, by its number of keys: parts of like size, enough to fill every compute unit twice as long
+    as each part has MIN_KEYS keys. A long sequence is cut even if its neighbours are short."""
     size = max(MIN_KEYS, -(-int(keys.sum()) * kv_heads // (2 * units)))
     return np.maximum(1, keys // size)
 

@@ -23,14 +23,14 @@ class BlockTables:
         self._changes: list[tuple[int, Sequence[int]]] = []  # (place in the flat array, blocks from there on)
 
     def write(self, row: int, start: int, blocks: Sequence[int]) -> None:
-        """The row's blocks from `start` on."""
+        """Writes the row's blocks from `start` on."""
         self.host[row, start : start + len(blocks)] = blocks
         if not self.shared and blocks:
             self._changes.append((row * self.host.shape[1] + start, blocks))
 
     def changes(self) -> tuple[np.ndarray, np.ndarray]:
-        """(places in the flat array, blocks) written since the last call, each place once: to go up with other inputs
-        and then into `apply`."""
+        """(places in the flat array, blocks) written since the last call, each place once: copy them to the
+        device with other inputs, then hand them to `apply`."""
         if not self._changes:
             return NOTHING, NOTHING
         written: dict[int, int] = {}

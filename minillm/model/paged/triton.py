@@ -76,7 +76,8 @@ class TritonDecode:
 
     @property
     def most(self) -> int:
-        """Splits of one sequence: it has all keys of the step, and each split as many as fill the GPU twice."""
+        """The most splits that one sequence can have: as many as fill the GPU twice, if all keys of the step are its
+        own."""
         return self.splits or max(1, 2 * self.units // self.kv_heads)
 
     @property
@@ -108,7 +109,8 @@ class TritonDecode:
 
 @dataclass(frozen=True)
 class _Launch:
-    """What of a launch depends on the model and the longest piece alone. rows: of a tile; reach: keys of a query."""
+    """The part of a launch that depends only on the model and the longest piece. rows: of a tile; reach: keys of a
+    query."""
 
     head_dim: int
     rows: int

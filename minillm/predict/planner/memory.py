@@ -44,7 +44,8 @@ class Memory:
 
 
 def memory(model: Architecture, layout: Layout, seq: int) -> Memory:
-    """Of the fullest rank, which lies in the first stage (most microbatches in flight) or in the last (logits)."""
+    """Bytes of the fullest rank, which lies in the first stage (most microbatches in flight) or in the last
+    (logits)."""
     stages = {0, layout.pp - 1}
     return max((_stage(model, layout, seq, stage) for stage in stages), key=lambda each: each.total)
 

@@ -31,8 +31,8 @@ RINGS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # times that th
 
 @dataclass(frozen=True)
 class Operation:
-    """`count` operations of the ranks of one axis. num_bytes: of the whole tensor; of one rank's message, or what it
-    sends in one all-to-all."""
+    """`count` operations of the ranks of one axis. num_bytes: of the whole tensor; for messages of one message, for an
+    all-to-all of what one rank sends."""
 
     axis: str
     op: str
@@ -61,8 +61,8 @@ class Operation:
 
 
 def operations(shape: Shape, layout: Layout, seq: int, stage: int) -> list[Operation]:
-    """Of one rank of a pipeline stage; `each_microbatch` ones come `layout.microbatches` times. A rank's messages of
-    its two borders count for the one it shares with the stage before."""
+    """Operations of one rank of a pipeline stage; `each_microbatch` ones come `layout.microbatches` times. A rank's
+    messages of its two borders count for the one it shares with the stage before."""
     check(shape, layout, seq)
     return [
         *_tensor(shape, layout, seq, stage),
@@ -159,7 +159,7 @@ def units(shape: Shape, layout: Layout, stage: int) -> Units:
 
 
 def parameters(shape: Shape, layout: Layout, stage: int) -> int:
-    """Of one rank before ZeRO cuts them."""
+    """Parameters of one rank before ZeRO cuts them."""
     return units(shape, layout, stage).total
 
 
@@ -217,7 +217,7 @@ def _pipeline(shape: Shape, layout: Layout, seq: int, stage: int) -> Iterator[Op
 
 
 def message_bytes(shape: Shape, layout: Layout, seq: int) -> int:
-    """Of an activation between two stages."""
+    """Bytes of an activation between two stages."""
     tokens = layout.micro_batch * (seq // layout.cp) // (layout.tp if layout.sequence else 1)
     return tokens * shape.hidden_size * ITEM
 
@@ -234,7 +234,7 @@ def _data(shape: Shape, layout: Layout, stage: int) -> Iterator[Operation]:
 
 
 def _averaged(layout: Layout, axis: str, blocks: list[int], rest: int) -> Iterator[Operation]:
-    """Gradients and weights of what the ranks of one axis hold alike."""
+    """Operations on gradients and weights that all ranks of one axis hold alike."""
     size, numel = group_size(layout, axis), sum(blocks) + rest
     if size == 1 or not numel:
         return

@@ -28,14 +28,14 @@ KEPT_PIECE = 2 << 20  # the largest piece of memory that a group keeps for its n
 
 
 def memory(shape: Shape, layout: Layout, seq: int) -> Memory:
-    """Of the fullest rank at its fullest moment."""
+    """Bytes of the fullest rank at its fullest moment."""
     stages = [of_stage(shape, layout, seq, stage) for stage in range(layout.pp)]
     return max(stages, key=lambda each: each.total)
 
 
 def of_stage(shape: Shape, layout: Layout, seq: int, stage: int, arrived: Sequence[float] | None = None) -> Memory:
-    """Of a rank of this stage. arrived: rows of a microbatch that its experts get in each of its layers; None: as many
-    as if all experts were asked for equally."""
+    """Bytes of a rank of this stage. arrived: rows of a microbatch that its experts get in each of its layers; None: as
+    many as if all experts were asked for equally."""
     return _Stage(shape, layout, seq, stage, arrived).fullest()
 
 
@@ -77,7 +77,7 @@ class _Stage:
         return Memory(self.state.parameter, gradients, self.state.optimizer, activations, temporaries + always)
 
     def _moments(self) -> list[tuple[int, int, int]]:
-        """(gradients, activations, temporaries) at each."""
+        """(gradients, activations, temporaries) at each moment."""
         again = self.layout.microbatches > self.flight  # a backward has gone before
         moments = self._in_mixture(again) if self.shape.moe else [self._in_mlp(again)]
         if self.is_last:
@@ -89,11 +89,11 @@ class _Stage:
         return [*moments, (self._earlier(), 0, 0)]
 
     def _in_mlp(self, again: bool) -> tuple[int, int, int]:
-        """In the backward pass of the last block."""
+        """The moment in the backward pass of the last block."""
         return self._gradients(again), self.kept - self.inner, self.stream + 3 * self.inner + self.ids
 
     def _in_mixture(self, again: bool) -> list[tuple[int, int, int]]:
-        """The same, where experts' gradients are made, and where they move into their bucket."""
+        """The moments where experts' gradients are made, and where they move into their bucket."""
         moe, row = self.shape.moe, self.shape.hidden_size * ITEM
         wide = -(-moe.intermediate_size // self.layout.tp) * ITEM
         held, rows = moe.num_experts // self.layout.ep, self.arrived[-1]
@@ -139,8 +139,8 @@ class _Stage:
         return -(-call.num_bytes // group_size(self.layout, call.axis))
 
     def _messages(self) -> int:
-        """Of a pipeline: what every microbatch in flight has handed on, and, once gradients come back, the exchanges
-        that are not finished."""
+        """In a pipeline: what every microbatch in flight has handed on, and, once gradients come back, the unfinished
+        exchanges."""
         if self.layout.pp == 1:
             return 0
         unfinished = UNDER_WAY if self.layout.microbatches > self.flight else 0

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 def tokens_per_pass(alpha: float | Sequence[float], k: int | None = None) -> float:
     """Tokens that one pass of the target yields: 1 + α₁ + α₁α₂ + … + α₁⋯α_K.
 
-    alpha: of every guess, with k; or of each place 1 .. K, given that those before it were accepted.
+    alpha: the acceptance of every draft token, with k; or of each place 1 .. K, given that those before it were
+    accepted.
     """
     places = _places(alpha, k)
     total, reached = 1.0, 1.0
@@ -35,7 +36,7 @@ def speedup(alpha: float | Sequence[float], c: float, k: int | None = None, *, v
 
 
 def best_k(alpha: float, c: float, most: int = 64) -> int:
-    """The K of 0 .. most with the largest speedup; the smallest of equals. 0: guessing costs more than it brings."""
+    """The K of 0 .. most with the largest speedup; the smallest of equals. 0: draft tokens cost more than they save."""
     if most < 0:
         raise ValueError(f"most {most} must be at least 0.")
     return max(range(most + 1), key=lambda k: (speedup(alpha, c, k), -k))

@@ -119,7 +119,7 @@ def ring_flops(
 
 
 def flops(variant: str, shape: AttentionShape, world_size: int, node: int = 2, per_pair: int = FORWARD) -> list[int]:
-    """Of each rank. Ulysses: equal, whatever the order; a hybrid as zigzag, with fewer and longer parts."""
+    """FLOPs of each rank. Ulysses: equal, whatever the order; a hybrid as zigzag, with fewer and longer parts."""
     check_variant(variant, shape, world_size, node)
     if variant in ("ulysses", "hybrid"):
         ranks = world_size if variant == "ulysses" else node
@@ -243,7 +243,7 @@ def hiding_length(heads: int, kv_heads: int, hardware: Hardware, itemsize: int =
 
 
 def forward_seconds(variant: str, shape: AttentionShape, world_size: int, hardware: Hardware, node: int = 2) -> float:
-    """Of a layer's attention, until the slowest rank is done. All-to-all and all-gather hide behind nothing."""
+    """Seconds of a layer's attention, until the slowest rank is done. All-to-all and all-gather hide behind nothing."""
     check_variant(variant, shape, world_size, node)
     if variant in ("ulysses", "hybrid"):
         ranks = world_size if variant == "ulysses" else node

@@ -68,7 +68,7 @@ class StepBytes:
 
     @property
     def state(self) -> int:
-        """Held between steps."""
+        """Bytes held between steps."""
         return self.parameter + self.master + self.optimizer
 
     @property
@@ -84,7 +84,7 @@ class StepBytes:
 def training_step(
     shape: Shape, batch: int, seq: int, precision: str = "fp32", *, accumulate: int = 1, recompute: bool = False
 ) -> StepBytes:
-    """Memory of one step of `accumulate` microbatches of [batch, seq] tokens.
+    """The memory of one step of `accumulate` microbatches of [batch, seq] tokens.
 
     precision: a name of `RECIPES`; recompute: every block keeps its input only. ValueError for another name.
     """

@@ -91,7 +91,7 @@ def power_sgd(shapes: Iterable[Sequence[tuple[int, ...]]], rank: int, itemsize: 
 
 
 def padded(elements: int, world_size: int) -> int:
-    """elements, rounded up to a multiple of world_size."""
+    """The number of elements, rounded up to a multiple of world_size."""
     if world_size < 1:
         raise ValueError(f"world_size {world_size} must be at least 1.")
     return -(-elements // world_size) * world_size
@@ -136,7 +136,7 @@ class Zero:
 
     @property
     def collectives(self) -> dict[str, int]:
-        """Per step, without the one of gradient clipping."""
+        """Calls per step, without the all-reduce of gradient clipping."""
         return {"reduce_scatter": self.reductions * len(self.buckets), "all_gather": len(self.buckets)}
 
     @property
@@ -155,13 +155,13 @@ class Zero:
 
     @property
     def gradient(self) -> int:
-        """Between backward and step."""
+        """Bytes of gradients between backward and step."""
         return self.elements * self.state.gradient // (1 if self.stage == 1 else self.world_size)
 
     @property
     def gradient_peak(self) -> int:
-        """While backward runs. Stage 2, when bucket i is full: the shards so far (in a second microbatch all of them,
-        and the part that arrives), bucket i - 1 which is on its way, and bucket i."""
+        """Bytes of gradients while backward runs. In stage 2, when bucket i is full: the shards so far (in a second
+        microbatch all of them, and the part that arrives), bucket i - 1 which is on its way, and bucket i."""
         if self.stage == 1:
             return self.gradient
         most = 0
@@ -186,7 +186,7 @@ class Zero:
 
 @dataclass(frozen=True)
 class FullyShardTraffic:
-    """Of one rank in one step. bytes: sent."""
+    """Collectives of one rank in one step, and the bytes it sends."""
 
     all_gathers: int
     reduce_scatters: int
@@ -220,7 +220,7 @@ def fully_shard_traffic(
     reduce_itemsize: int | None = None,
     microbatches: int = 1,
 ) -> FullyShardTraffic:
-    """Accumulation does not help: every microbatch gathers twice and reduces once (P55)."""
+    """Traffic of a step. Accumulation does not save any: every microbatch gathers twice and reduces once."""
     units = [padded(elements, world_size) for elements in (*blocks, rest)]
     per_element = 2 * itemsize + (reduce_itemsize or itemsize)
     sent = sum(units) * per_element * (world_size - 1) // world_size
@@ -246,7 +246,8 @@ def fully_shard_held(
     moments: int = 2,
     prefetch: int = 1,
 ) -> FullyShardHeld:
-    """itemsize: of gathered weights; shard_itemsize: of the shards, their gradients and their moments (4: float32)."""
+    """What a rank holds. Bytes per element: itemsize of gathered weights, shard_itemsize of shards, gradients,
+    moments."""
     units = [padded(elements, world_size) for elements in (rest, *blocks, rest)]
     shard = sum(units[1:]) // world_size * shard_itemsize
     window = min(prefetch + 1, len(blocks) + 1)  # the rest is one unit, at whichever end

@@ -38,7 +38,7 @@ class Call:
     count: int = 1
 
     def cost(self, world_size: int) -> Cost:
-        """Of all of them."""
+        """Bytes and rounds of all calls."""
         one = RINGS[self.op](self.elements, self.itemsize, world_size)
         sent = tuple(self.count * each for each in one.sent_per_rank)
         return Cost(self.count * one.rounds, self.count * one.critical_bytes, sent)
@@ -124,17 +124,17 @@ def _mixture_calls(shape: Shape, table: int, itemsize: int, mixtures: int, seque
 
 
 def _mixtures(shape: Shape) -> int:
-    """Layers that have experts."""
+    """Number of layers that have experts."""
     return shape.num_layers - len(shape.moe.dense_layers) if shape.moe else 0
 
 
 def count(calls: Iterable[Call]) -> Counter[str]:
-    """How many collectives of each kind, as a ledger's `calls`."""
+    """Number of collectives of each kind, as in a ledger's `calls`."""
     return sum((Counter({call.op: call.count}) for call in calls), Counter())
 
 
 def cost(calls: Iterable[Call], world_size: int) -> Cost:
-    """Bytes and rounds of all of them."""
+    """Bytes and rounds of all calls."""
     return sum((call.cost(world_size) for call in calls), Cost(0, 0, (0,) * world_size))
 
 
