@@ -17,8 +17,8 @@ from minillm.measure import memory
 from minillm.measure.memory_tracker import Bytes
 from minillm.model import ModelConfig, Transformer, cross_entropy, dense
 from minillm.parallel.placement import gradients_of
-from minillm.predict import memory as predict_memory
 from minillm.predict.model import training_flops
+from minillm.predict.training import memory as predict_memory
 from minillm.train import (
     EXPENSIVE,
     PRECISIONS,
@@ -65,7 +65,7 @@ def step_memory(
 
 
 def predicted_memory(config: ModelConfig, *arguments: Any, **options: Any) -> Bytes:
-    """The same by `predict.memory.training_step`."""
+    """The same by `predict.training.memory.training_step`."""
     step = predict_memory.training_step(config, *arguments, **options)
     return Bytes(
         step.parameter, step.buffer, step.gradient, step.master + step.optimizer, step.activation, total=step.peak

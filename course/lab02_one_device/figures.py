@@ -17,8 +17,8 @@ from minillm.labkit.plots import headline, style, subplots
 from minillm.measure import machine
 from minillm.measure.memory_tracker import Bytes
 from minillm.model import ModelConfig
-from minillm.predict.memory import block_activation_bytes, training_step
 from minillm.predict.model import forward_flops, parameters
+from minillm.predict.training.memory import block_activation_bytes, training_step
 
 COLOURS = {"parameter": "blue", "gradient": "orange", "optimizer": "green", "activation": "vermillion"}
 NAMES = {

@@ -98,7 +98,7 @@ receipts.bytes_per_parameter(memory_ledger, guess_bytes)
 # traffic and time.
 #
 # Now the whole transformer of this course (`minillm/model/transformer.py`; Llama's shape: RMSNorm, rotary positions and
-# SwiGLU, an MLP with a gate), from embedding to loss. `predict.memory` does the same arithmetic for it,
+# SwiGLU, an MLP with a gate), from embedding to loss. `predict.training.memory` does the same arithmetic for it,
 # `measure.memory` watches every tensor of a real step. Three ways to train it:
 #
 # | | weights | matmuls in | optimizer holds |
@@ -628,7 +628,7 @@ receipts.design_time()
 # ### Capstone (open)
 #
 # Choose a GPU you have or want and find the largest Llama-shaped model that trains on it at 8,192 tokens with at least
-# 35 % MFU. Use `predict.memory.training_step` for every choice of precision, microbatch, accumulation and
+# 35 % MFU. Use `predict.training.memory.training_step` for every choice of precision, microbatch, accumulation and
 # recomputation; then shrink the plan to your machine and check the peak with `measure.memory`. Defend the order in
 # which you used them, and name the one that you would give up first if the GPU had 20 % more memory.
 #

@@ -18,8 +18,8 @@ from minillm.labkit.answers import answers_of
 from minillm.labkit.receipts import Receipt, formula, receipt, row
 from minillm.measure import machine
 from minillm.model import Transformer, dense
-from minillm.predict import memory as predict_memory
 from minillm.predict import model as predict
+from minillm.predict.training import memory as predict_memory
 from minillm.train import LossScaler
 
 ANSWERS = answers_of("02_one_device")

@@ -618,7 +618,7 @@ receipt("B. seconds per step, and efficiency against 16 GPUs", receipts.design_s
 # ## Capstone (*open*)
 #
 # 70B parameters, 256 GPUs, 8 per node: you may choose the degree of model splitting $m$ (labs 05 and 06) and so $256/m$
-# replicas. With `predict.data_parallel.gradient_bytes` and the bandwidth of a network you know, plot exposed
+# replicas. With `predict.training.sharding.gradient_bytes` and the bandwidth of a network you know, plot exposed
 # communication per step over $m$, bucket size and tokens per GPU. Choose, and say which measurement would change your
 # mind.
 #

@@ -18,7 +18,7 @@ from minillm.labkit.receipts import Row, formula, row
 from minillm.model import cross_entropy
 from minillm.parallel.data_parallel import compression as compress
 from minillm.predict import comms
-from minillm.predict import data_parallel as predict
+from minillm.predict.training import sharding as predict
 from minillm.train import BucketedDDP, FlatDDP, NaiveDDP
 
 WORLD = 2

@@ -18,7 +18,7 @@ from course.lab03_data_parallel.replicas import CLOSE, Bucket, Case, loss_of
 from minillm.comm import Group, is_root, launch
 from minillm.labkit import answers_of, receipt, row
 from minillm.measure import ledger
-from minillm.predict import data_parallel as predict
+from minillm.predict.training import sharding as predict
 
 LAB = "03_data_parallel"
 STEPS, CAP_BYTES, LR = 3, 12 * 12 * 8, 0.1

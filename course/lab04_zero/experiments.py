@@ -19,8 +19,9 @@ from minillm import measure
 from minillm.comm import Group, launch
 from minillm.model import ModelConfig, Transformer, cross_entropy
 from minillm.parallel.data_parallel.packing import assign
-from minillm.predict import comms, fully_shard, zero
+from minillm.predict import comms
 from minillm.predict.model import ADAM_FP32, ADAM_MIXED, parameters
+from minillm.predict.training import sharding
 from minillm.train import BucketedDDP, FullyShard, TrainConfig, ZeroOptimizer, adamw
 from minillm.train.optimizer import Updater
 
@@ -192,9 +193,9 @@ def predicted_bytes(setup: Setup) -> int:
         return sum(comms.ring_all_reduce(size, itemsize, n).sent_per_rank[0] for size in bucket_sizes())
     if setup.stage < 3:
         state = ADAM_MIXED if setup.mixed else ADAM_FP32
-        return zero.Zero(zero.padded(bucket_sizes(), n), n, setup.stage, state, setup.accumulate).sent
-    sizes = fully_shard.unit_sizes(MODEL)
-    return fully_shard.traffic(*sizes, n, itemsize=itemsize, microbatches=setup.accumulate).bytes
+        return sharding.Zero(sharding.padded_all(bucket_sizes(), n), n, setup.stage, state, setup.accumulate).sent
+    sizes = sharding.fully_shard_units(MODEL)
+    return sharding.fully_shard_traffic(*sizes, n, itemsize=itemsize, microbatches=setup.accumulate).bytes
 
 
 def textbook_bytes(setup: Setup) -> float:
@@ -215,12 +216,12 @@ def predicted_kinds(setup: Setup) -> dict[str, int]:
     """The same by kind. Mixed stage 3 keeps float32 shards and gathers 16-bit copies: 4 + 4 + 8, also 16Ψ/N."""
     n, state = setup.world_size, ADAM_MIXED if setup.mixed else ADAM_FP32
     if setup.stage == 3:
-        held = fully_shard.held(*fully_shard.unit_sizes(MODEL), n)
+        held = sharding.fully_shard_held(*sharding.fully_shard_units(MODEL), n)
         return {"parameter": held.parameter, "gradient": held.gradient, "optimizer": held.optimizer}
     if setup.stage == 0:
         moved = state.master + state.moments
         return {"parameter": state.parameter * PSI, "gradient": state.gradient * PSI, "optimizer": moved * PSI}
-    held = zero.Zero(zero.padded(bucket_sizes(), n), n, setup.stage, state)
+    held = sharding.Zero(sharding.padded_all(bucket_sizes(), n), n, setup.stage, state)
     return {"parameter": held.parameter, "gradient": held.gradient, "optimizer": held.optimizer}
 
 

@@ -19,7 +19,7 @@ from course.shared.measuring import on_the_wire
 from minillm import measure
 from minillm.comm import Group, launch
 from minillm.model import Transformer, cross_entropy
-from minillm.predict.fully_shard import unit_sizes as fully_shard_sizes
+from minillm.predict.training.sharding import fully_shard_units
 
 LR = 3e-3
 Build = Callable[[], tuple[nn.Module, torch.optim.Optimizer]]
@@ -125,6 +125,6 @@ def byte_rows(ranks: list[dict[str, dict[str, Any]]]) -> list[dict[str, Any]]:
 def fsdp2_bytes(accumulate: int, world_size: int, on_gloo: bool = True) -> int:
     """What FSDP2 sends per rank and step: it gathers blocks twice and the root once, which stays for backward; a
     reduce-scatter of everything costs twice as much on gloo."""
-    blocks, rest = fully_shard_sizes(MODEL)
+    blocks, rest = fully_shard_units(MODEL)
     per_microbatch = 2 * sum(blocks) + rest + (2 if on_gloo else 1) * (sum(blocks) + rest)
     return accumulate * 4 * per_microbatch * (world_size - 1) // world_size

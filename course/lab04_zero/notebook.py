@@ -605,7 +605,7 @@ receipts.design_hiding()
 # ## Capstone (*open*)
 #
 # 70B on 256 GPUs of 80 GB with 8 per node: choose sharding (stage, group size, replicas), microbatches and what is
-# recomputed. Defend it with `ADAM_MIXED.per_rank`, `minillm.predict.fully_shard` and two bandwidths, and name the number
+# recomputed. Defend it with `ADAM_MIXED.per_rank`, `minillm.predict.training.sharding` and two bandwidths, and name the number
 # you would measure first.
 #
 # ## Interview corner

@@ -25,7 +25,7 @@ from minillm.parallel.placement import Placement, join, sum_partial
 from minillm.parallel.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
 from minillm.parallel.tensor_parallel.plan import named_gradients, placement_of, placements
-from minillm.predict import tensor as predict
+from minillm.predict.training import tensor as predict
 
 MODEL = ModelConfig(
     vocab_size=256, hidden_size=64, intermediate_size=160, num_layers=3, num_heads=8, num_kv_heads=4, max_seq_len=64
@@ -243,7 +243,7 @@ def four_ranks_and_one(*pieces: Any, steps: int = 3, lr: float = 3e-3) -> tuple[
     return launch(train_with, 4, pieces, steps, lr, device="cpu")[0], train_alone(steps, lr)
 
 
-# Predictions: `minillm.predict.tensor` for a setup.
+# Predictions: `minillm.predict.training.tensor` for a setup.
 
 
 def calls(setup: Setup, *parts: str) -> list[predict.Call]:

@@ -635,7 +635,7 @@ receipts.design_serving()
 # ## Capstone (*open*)
 #
 # Take a model and a cluster you know (hidden size, layers, tokens per microbatch, GPUs per node, both bandwidths). Choose
-# tensor, sequence and pipeline degrees, defend them with `predict.tensor.layer_bytes`, `predict.tensor.activation_bytes`
+# tensor, sequence and pipeline degrees, defend them with `predict.training.tensor.layer_bytes`, `predict.training.tensor.activation_bytes`
 # and `pictures.layer_seconds`, and name the measurement that would prove you wrong first.
 #
 # ## Interview corner

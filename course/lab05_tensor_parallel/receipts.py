@@ -19,7 +19,7 @@ from course.shared.table import Table, seconds, table
 from minillm.comm import Group, launch
 from minillm.labkit.receipts import Row, formula, row
 from minillm.predict import comms
-from minillm.predict import tensor as predict
+from minillm.predict.training import tensor as predict
 
 WORLD = 4
 DEEPER = replace(MODEL, num_layers=MODEL.num_layers + 1)

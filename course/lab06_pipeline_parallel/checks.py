@@ -5,7 +5,7 @@
     lab_06_messages.py   messages that cannot deadlock; a backward in two halves
 
 An order is judged by what follows from it, never by comparing it with another order: the checker says whether it can
-be run, the simulator how long it takes, and both are held to the closed forms in `predict/pipeline.py`.
+be run, the simulator how long it takes, and both are held to the closed forms in `predict/training/pipeline.py`.
 """
 
 import itertools
@@ -26,7 +26,7 @@ from minillm.parallel.pipeline_parallel.schedules import (
     one_f_one_b,
     simulate,
 )
-from minillm.predict import pipeline as predict
+from minillm.predict.training import pipeline as predict
 
 ANSWERS = answers_of("06_pipeline_parallel")
 

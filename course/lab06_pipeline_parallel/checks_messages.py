@@ -16,7 +16,7 @@ from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
 from minillm.parallel.pipeline_parallel.actions import straight
 from minillm.parallel.pipeline_parallel.schedules import Action, Edge, Schedule, ScheduleError, Task, check
-from minillm.predict import pipeline as predict
+from minillm.predict.training import pipeline as predict
 
 ANSWERS = answers_of("06_pipeline_parallel")
 

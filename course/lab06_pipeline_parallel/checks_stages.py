@@ -14,7 +14,7 @@ from minillm.comm import RankError
 from minillm.labkit import answers_of
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
-from minillm.predict import pipeline as predict
+from minillm.predict.training import pipeline as predict
 
 ANSWERS = answers_of("06_pipeline_parallel")
 

@@ -23,7 +23,7 @@ from minillm.parallel.pipeline_parallel.actions import NAME
 from minillm.parallel.pipeline_parallel.runtime import Pipeline
 from minillm.parallel.pipeline_parallel.schedules import Action, Durations, Schedule, Timeline, observed, simulate
 from minillm.parallel.pipeline_parallel.stages import balance, build_parts, layer_costs
-from minillm.predict import pipeline as predict
+from minillm.predict.training import pipeline as predict
 
 MODEL = ModelConfig(
     vocab_size=64, hidden_size=32, intermediate_size=64, num_layers=8, num_heads=2, num_kv_heads=1, max_seq_len=32

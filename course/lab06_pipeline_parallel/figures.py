@@ -11,7 +11,7 @@ from course.lab06_pipeline_parallel.experiments import FORWARD_S, Found, Job
 from minillm.labkit.palette import PALETTE, TEXT, look
 from minillm.labkit.plots import headline, style, subplots
 from minillm.parallel.pipeline_parallel.schedules import SCHEDULES, Durations, pipedream, simulate
-from minillm.predict import pipeline as predict
+from minillm.predict.training import pipeline as predict
 
 EVERY = tuple(SCHEDULES)
 

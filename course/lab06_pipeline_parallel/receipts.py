@@ -17,8 +17,8 @@ from course.shared.table import Table, seconds, table
 from minillm.labkit.receipts import Row, formula, row
 from minillm.parallel.pipeline_parallel import schedules
 from minillm.parallel.pipeline_parallel.schedules import Durations, simulate
-from minillm.predict import pipeline as predict
-from minillm.predict import tensor
+from minillm.predict.training import pipeline as predict
+from minillm.predict.training import tensor
 
 Findings = dict[Job, list[Found]]
 EXACT = 1e-12  # relative error of gradients in float64

@@ -17,7 +17,7 @@ from course.shared.trials import run
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, receipt, row
 from minillm.model import dense
-from minillm.predict import context
+from minillm.predict.training import context
 
 DIM = 4
 

@@ -12,10 +12,10 @@ from course.shared.measuring import count_flops, one_thread
 from minillm import measure
 from minillm.comm import Group, launch
 from minillm.model import ModelConfig, Transformer, dense, sdpa
-from minillm.model.tiled import tiled, tiled_with_lse
+from minillm.model.attention.tiled import tiled, tiled_with_lse
 from minillm.parallel.context_parallel import context_attention, context_parallel
-from minillm.predict import context
-from minillm.predict.context import AttentionShape
+from minillm.predict.training import context
+from minillm.predict.training.context import AttentionShape
 
 LENGTHS, TILE = (128, 256, 512, 1024), 32
 WORLD, WORK_SEQ, WORK_TILE = 4, 1024, 32

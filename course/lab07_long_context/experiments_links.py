@@ -14,10 +14,10 @@ from course.lab07_long_context.experiments import WORLD
 from course.shared.measuring import timed
 from minillm import measure
 from minillm.comm import Group, Link, launch
-from minillm.model.tiled import tiled
+from minillm.model.attention.tiled import tiled
 from minillm.parallel.context_parallel import RingAttention, UlyssesAttention
-from minillm.predict import context
-from minillm.predict.context import AttentionShape, Hardware
+from minillm.predict.training import context
+from minillm.predict.training.context import AttentionShape, Hardware
 
 WORK_S, LINKS_S = 0.04, {"faster": 0.015, "slower": 0.08}
 SMALL = AttentionShape(1, 128, 2, 2, 16)

@@ -11,8 +11,8 @@ from course.lab07_long_context import experiments_links as links
 from minillm.labkit.palette import PALETTE, look
 from minillm.labkit.plots import headline, lines, style, subplots
 from minillm.measure.timeline import STYLES
-from minillm.predict import context
-from minillm.predict.context import AttentionShape, Hardware
+from minillm.predict.training import context
+from minillm.predict.training.context import AttentionShape, Hardware
 
 # Pure functions of parameters, for sliders.
 

@@ -157,7 +157,7 @@ tiled_backward = check("tiled-backward", tiled_backward)
 #
 # ## Measure: memory by length
 #
-# minillm's own tiles (`minillm/model/tiled.py`) beside attention that stores its scores, forward and backward of one
+# minillm's own tiles (`minillm/model/attention/tiled.py`) beside attention that stores its scores, forward and backward of one
 # layer. `measure.memory` counts every tensor that torch makes.
 
 # %%
@@ -513,7 +513,7 @@ receipts.design_layout()
 # ## Capstone (*open*)
 #
 # A 70B model, documents from 1k to 1M tokens, 512 GPUs. Choose a length to pack to, cp for each bucket of lengths, tp, and
-# what is recomputed. Defend it with `minillm.predict.context.ranking`, `hiding_length` and `python -m minillm plan`, and
+# what is recomputed. Defend it with `minillm.predict.training.context.ranking`, `hiding_length` and `python -m minillm plan`, and
 # name the measurement that would change your mind.
 #
 # ## Interview corner

@@ -13,8 +13,8 @@ from course.lab07_long_context import experiments_links as links
 from course.lab07_long_context.experiments import LONG, WORLD, Step
 from course.shared.table import Table, seconds, table
 from minillm.labkit.receipts import Row, formula, row
-from minillm.predict import context
-from minillm.predict.context import AttentionShape, Hardware
+from minillm.predict.training import context
+from minillm.predict.training.context import AttentionShape, Hardware
 
 FLOPS, INSIDE, ACROSS = 400e12, 400e9, 50e9
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from course.shared.diagnose import expect_number
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, receipt, row
-from minillm.predict import moe
+from minillm.predict.training import moe
 
 # Capacity.
 

@@ -16,7 +16,8 @@ from course.shared.diagnose import whole_numbers
 from course.shared.trials import run
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, receipt, row
-from minillm.predict import comms, moe
+from minillm.predict import comms
+from minillm.predict.training import moe
 
 HIDDEN, RANKS = 4, 4
 

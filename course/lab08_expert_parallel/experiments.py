@@ -18,7 +18,7 @@ from minillm.model import ModelConfig, MoEConfig, Transformer, dense
 from minillm.model.moe.router import drop_beyond
 from minillm.parallel.expert_parallel import ExpertDispatch, NodeDispatch
 from minillm.predict import model as shapes
-from minillm.predict import moe
+from minillm.predict.training import moe
 
 WORLD, NODES = 4, 2
 EXPERT_COUNTS, TOP_K, SEQ = (2, 4, 8, 16, 32), 2, 32

@@ -15,7 +15,7 @@ from minillm.model import ModelConfig, MoEConfig
 from minillm.model.moe import MoE
 from minillm.model.transformer import MLP, mixture
 from minillm.parallel.expert_parallel import ExpertDispatch
-from minillm.predict import moe
+from minillm.predict.training import moe
 
 ROW_S, ROWS_PER_RANK, FULLEST = 2e-3, 32, (1.0, 1.5, 2.0, 3.0)  # an expert's seconds per row; fullest rank / mean
 JOURNEY_S, SHARED_S, WORK_S, TRAVELLERS = 0.08, 0.06, 0.02, 64

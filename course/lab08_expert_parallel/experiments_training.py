@@ -16,8 +16,8 @@ from minillm.data import corpus
 from minillm.model import ModelConfig, MoEConfig, Transformer
 from minillm.model.moe import MoE, update_balance_biases
 from minillm.model.moe.router import drop_beyond
-from minillm.predict import moe
 from minillm.predict.model import training_flops
+from minillm.predict.training import moe
 
 STEPS, BATCH, SEQ, LR = 80, 16, 64, 5e-3
 NUM_EXPERTS, TOP_K = 8, 2

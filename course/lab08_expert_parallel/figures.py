@@ -12,7 +12,7 @@ from course.lab08_expert_parallel import experiments_training as training
 from course.lab08_expert_parallel.experiments_training import FACTORS, NUM_EXPERTS, SEQ, TOP_K, Training
 from minillm.labkit.palette import PALETTE, look
 from minillm.labkit.plots import headline, style, subplots
-from minillm.predict import moe
+from minillm.predict.training import moe
 
 ROUTERS = ("no balancing", "balance loss", "bias")
 

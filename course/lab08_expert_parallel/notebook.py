@@ -542,7 +542,7 @@ receipts.design_training()
 # ## Capstone (*open*)
 #
 # You have 256 H100s and three months. Choose a model: dense, or how many experts of which width, top how many, shared
-# ones or not; then ep, tp, pp and dp for it. Defend it with `minillm.predict.moe`, `python -m minillm plan` and one
+# ones or not; then ep, tp, pp and dp for it. Defend it with `minillm.predict.training.moe`, `python -m minillm plan` and one
 # training of your own with `--experts`, and name the load curve that would make you stop the run.
 #
 # ## Interview corner

@@ -15,8 +15,8 @@ from course.lab08_expert_parallel.experiments import HIDDEN, SMALL, TOKENS, TOP_
 from course.lab08_expert_parallel.experiments_training import NUM_EXPERTS, SEQ, STEPS, Training
 from course.shared.table import Table, seconds, table
 from minillm.labkit.receipts import Row, formula, row
-from minillm.predict import moe, tensor
 from minillm.predict.planner.architectures import architecture
+from minillm.predict.training import moe, tensor
 
 Trainings = dict[str, Training]
 

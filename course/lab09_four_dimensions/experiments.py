@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from minillm import measure
-from minillm.bench.planner import MICRO_BATCH, SEQ, planned
 from minillm.comm import Group, Link, Mesh, Topology, launch
 from minillm.data import Tokens
+from minillm.equivalence.planner import MICRO_BATCH, SEQ, planned
 from minillm.model import ModelConfig
 from minillm.predict import comms
 from minillm.predict.planner import traffic, trainer

@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import permutations
 
-from minillm.predict import fully_shard, tensor
 from minillm.predict.planner import published, search
 from minillm.predict.planner.architectures import Architecture, architecture
 from minillm.predict.planner.clusters import GIB, Cluster, cluster
 from minillm.predict.planner.layout import Layout
 from minillm.predict.planner.memory import memory
 from minillm.predict.planner.step import mfu, step
+from minillm.predict.training import sharding, tensor
 
 # The problem of exercises 4 and 5.
 
@@ -99,7 +99,7 @@ def layer_traffic(hidden: int, tokens: int, ranks: int, squares: float = 12.0) -
 
     tokens: of the microbatch that the whole group works on; squares: parameters of a layer / hidden².
     """
-    sharded = fully_shard.traffic([round(squares * hidden**2)], 0, ranks, itemsize=2).bytes
+    sharded = sharding.fully_shard_traffic([round(squares * hidden**2)], 0, ranks, itemsize=2).bytes
     return sharded, tensor.layer_bytes(1, tokens, hidden, 2, ranks)
 
 

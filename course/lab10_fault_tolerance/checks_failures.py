@@ -15,7 +15,7 @@ from course.shared.trials import run
 from minillm.comm import Group
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, receipt, row
-from minillm.predict import fault_simulation
+from minillm.predict import faults
 
 SPENT = ("useful", "saving", "lost", "restarting")
 
@@ -49,7 +49,7 @@ def check_goodput(learner: Callable) -> Receipt:
     for mtbf in (2000.0, 300.0):
         work, interval, save, restart = 20000.0, *(random.uniform(*each) for each in ((60, 150), (2, 10), (5, 40)))
         seed = random.randrange(2**32)
-        done = fault_simulation.simulate(work, interval, save, restart, mtbf, seed=seed)
+        done = faults.simulate_failures(work, interval, save, restart, mtbf, seed=seed)
         right = (done.useful_s, done.saving_s, done.lost_s, done.restarting_s)
         found = learner(work, interval, save, restart, tuple(_failures(mtbf, seed, 4 * done.failures + 10)))
         what = f"{done.failures} failures, {mtbf:.0f} s apart on average"

@@ -602,7 +602,7 @@ receipts.design_lever()
 #
 # 1,024 GPUs in nodes of 8, 4 spare nodes, a 70B model, nodes that come back after an hour of repair. Choose: where a
 # checkpoint goes first (host memory, local disk, a neighbour, shared storage), how often each, what restarts, what is
-# replaced, what happens to the batch meanwhile. Defend it with `minillm.predict.faults` and `fault_simulation`, and name
+# replaced, what happens to the batch meanwhile. Defend it with `minillm.predict.faults` (formulas and simulation), and name
 # the drill that would prove it: who pulls which plug, and how often.
 #
 # ## Interview corner

@@ -11,7 +11,7 @@ from course.lab10_fault_tolerance import experiments_breaks as breaks
 from course.lab10_fault_tolerance.experiments import MTBF_S, RESTART_S, SAVE_S, Run
 from course.shared.table import Table, seconds, table
 from minillm.labkit.receipts import Row, formula, row
-from minillm.predict import fault_simulation, faults
+from minillm.predict import faults
 from minillm.predict.faults import CheckpointCost
 
 HOUR, YEAR = 3600.0, 365 * 86400.0
@@ -73,7 +73,7 @@ def llama() -> Iterator[Row]:
     for save, restart in ((60.0, 900.0), (3.0, 600.0)):
         interval = faults.daly_interval(save, mtbf)
         expected = faults.goodput(interval, save, restart, mtbf)
-        job = fault_simulation.simulate(20 * days, interval, save, restart, mtbf)
+        job = faults.simulate_failures(20 * days, interval, save, restart, mtbf)
         name = f"a save of {save:.0f} s, a restart of {restart / 60:.0f} min"
         yield row(f"{name}: goodput", expected, job.goodput, "", 0.01, kind="simulated")
     yield row(

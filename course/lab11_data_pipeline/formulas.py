@@ -6,7 +6,7 @@ Symbols: D samples (or documents), N ranks, B documents per batch.
 import math
 from collections.abc import Iterable, Sequence
 
-from minillm.predict.data import bits_per_byte, entropy
+from minillm.predict.model import bits_per_byte, entropy
 
 __all__ = [
     "bits_per_byte",

@@ -40,7 +40,7 @@ from course.lab13_paged_attention import experiments_breaks as breaks
 from course.lab13_paged_attention import experiments_engine as small
 from course.lab13_paged_attention import figures as pictures
 from minillm.labkit import check, finish, hint, show, sliders
-from minillm.model.paged_triton import tl  # triton.language; None where Triton is not installed
+from minillm.model.kernels import tl  # triton.language; None where Triton is not installed
 from minillm.serve import blocks
 from minillm.serve.tiny import TinyLLM
 
@@ -525,7 +525,7 @@ print(inspect.getsource(blocks.Prefix))
 # kernel does what you did: it looks up slots through the table, keeps a maximum and two sums on chip, and never
 # writes scores to memory. With one query per sequence there is too little work to fill a GPU, so the *keys* are
 # split, too, and the parts are joined by their sums ([Flash-Decoding, Dao et al.
-# 2023](https://crfm.stanford.edu/2023/10/12/flashdecoding.html)). `minillm/model/paged_triton.py` is such a kernel.
+# 2023](https://crfm.stanford.edu/2023/10/12/flashdecoding.html)). `minillm/model/paged/triton.py` is such a kernel.
 #
 # ### Exercise 8 · a kernel of your own (optional, 30 minutes)
 #

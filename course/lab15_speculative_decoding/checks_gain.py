@@ -10,7 +10,7 @@ from course.lab15_speculative_decoding.tiny_models import NOTHING, Tiny
 from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Receipt, row
-from minillm.predict import speculation as predict
+from minillm.predict.serving import speculation as predict
 
 VERDICTS = ("exact", "exact, accepts less", "first token off", "later tokens off")
 USUAL = dict(zip("ABCDEF", (VERDICTS[i] for i in (2, 1, 2, 0, 3, 2)), strict=True))

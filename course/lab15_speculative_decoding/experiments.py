@@ -16,10 +16,9 @@ from torch import Tensor
 
 from course.shared.measuring import one_thread
 from minillm.data import Tokenizer, corpus
-from minillm.model import Transformer
+from minillm.model import Transformer, load_hf
 from minillm.model.generate import folder_of
-from minillm.model.huggingface import load_hf
-from minillm.predict import speculation as predict
+from minillm.predict.serving import speculation as predict
 from minillm.serve import LLM, SamplingParams
 from minillm.serve.speculate import AdaptiveK, Counts, Proposer
 

@@ -20,7 +20,7 @@ from course.lab15_speculative_decoding.experiments import (
 )
 from course.shared.measuring import one_thread
 from minillm.model import Transformer
-from minillm.predict import speculation as predict
+from minillm.predict.serving import speculation as predict
 from minillm.serve import LLM, SamplingParams
 from minillm.serve.speculate import AdaptiveK, DraftModel, NGram, Proposer
 from minillm.serve.speculate.registry import PROPOSERS, proposer_named

@@ -15,7 +15,7 @@ from course.shared.step_cost import FOUR_H100_70B, H100_8B
 from course.shared.table import Table, seconds, table
 from minillm.labkit.answers import answers_of
 from minillm.labkit.receipts import Receipt, receipt, row
-from minillm.predict import speculation as predict
+from minillm.predict.serving import speculation as predict
 from minillm.serve.speculate import Draft, verify
 
 ANSWERS = answers_of("15_speculative_decoding")

@@ -5,13 +5,13 @@ from functools import cache
 from course.shared.cases import Case
 from course.shared.decisions import Decision, shown
 from minillm.predict.model import ADAM_MIXED
-from minillm.predict.pipeline import idle_share
 from minillm.predict.planner import published, search
 from minillm.predict.planner.architectures import architecture
 from minillm.predict.planner.clusters import GIB, cluster
 from minillm.predict.planner.layout import RECOMPUTE, Layout, axis_path
 from minillm.predict.planner.memory import STATE, memory
 from minillm.predict.planner.step import mfu, step
+from minillm.predict.training.pipeline import idle_share
 
 DAY = 86400.0
 

@@ -6,7 +6,7 @@ from typing import Any
 from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import CheckFailed, exercise
 from minillm.labkit.receipts import Row, row
-from minillm.predict import queueing
+from minillm.predict.serving import queueing
 
 ANSWERS = answers_of("21_design_serving")
 

@@ -2,7 +2,7 @@
 
 import random
 
-from minillm.predict import queueing
+from minillm.predict.serving import queueing
 
 REQUESTS = 200_000
 

@@ -6,10 +6,10 @@ from matplotlib.figure import Figure
 
 from minillm.labkit.palette import look
 from minillm.labkit.plots import headline, log_ticks, style, subplots
-from minillm.predict import queueing
 from minillm.predict.planner.architectures import architecture
 from minillm.predict.planner.clusters import cluster
 from minillm.predict.planner.serving import rank_serving
+from minillm.predict.serving import queueing
 
 LIMITS = tuple(0.008 * 1.35**step for step in range(14))  # seconds per output token
 

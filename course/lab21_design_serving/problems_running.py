@@ -6,10 +6,11 @@ from functools import cache
 from course.lab21_design_serving import experiments
 from course.shared.cases import Case
 from course.shared.decisions import Decision, shown
-from minillm.predict import queueing, roofline, speculation
+from minillm.predict import roofline
 from minillm.predict.planner.architectures import architecture
 from minillm.predict.planner.clusters import cluster
 from minillm.predict.planner.serving import rank_serving
+from minillm.predict.serving import queueing, speculation
 
 
 @cache

@@ -5,10 +5,10 @@ from pathlib import Path
 from course.lab21_design_serving import experiments, problems, problems_running
 from course.shared.cases import Cases
 from minillm.labkit.receipts import Receipt, formula, receipt, row
-from minillm.predict import queueing
 from minillm.predict.planner.architectures import architecture
 from minillm.predict.planner.clusters import GIB, cluster
 from minillm.predict.planner.serving import rank_serving
+from minillm.predict.serving import queueing
 
 CASES = Cases(Path(__file__).with_name("answers.toml"), problems, problems_running)
 decide, answer = CASES.decide, CASES.answer

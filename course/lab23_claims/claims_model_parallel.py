@@ -7,13 +7,14 @@ from course.lab23_claims.statement import claim, computed
 from minillm.comm import launch
 from minillm.labkit.receipts import Row, formula, row
 from minillm.measure import ledger
-from minillm.model.tiled import tiled
+from minillm.model.attention.tiled import tiled
 from minillm.parallel import ColumnParallelLinear, RowParallelLinear
 from minillm.parallel.pipeline_parallel.schedules import SCHEDULES
 from minillm.parallel.pipeline_parallel.simulate import simulate
-from minillm.predict import comms, pipeline, roofline, tensor
+from minillm.predict import comms, roofline
 from minillm.predict.planner.clusters import DEVICES, cluster
 from minillm.predict.planner.layout import path
+from minillm.predict.training import pipeline, tensor
 
 GPIPE = "Huang et al. 2019: https://arxiv.org/abs/1811.06965"
 MEGATRON = "Shoeybi et al. 2019: https://arxiv.org/abs/1909.08053"

@@ -11,10 +11,11 @@ from minillm.parallel import NaiveDDP
 from minillm.parallel.pipeline_parallel.check import check
 from minillm.parallel.pipeline_parallel.schedules import SCHEDULES
 from minillm.parallel.pipeline_parallel.simulate import simulate
-from minillm.predict import comms, fully_shard, pipeline
+from minillm.predict import comms
 from minillm.predict.model import ADAM_MIXED
 from minillm.predict.planner.architectures import architecture
 from minillm.predict.planner.clusters import DEVICES
+from minillm.predict.training import pipeline, sharding
 from minillm.serve import LLM, SamplingParams
 
 ZERO = "Rajbhandari et al. 2020: https://arxiv.org/abs/1910.02054"
@@ -149,7 +150,7 @@ def pipeline_moves_45() -> list[Row]:
     FSDP,
 )
 def hundred_collectives() -> list[Row]:
-    found = fully_shard.traffic([1000] * 96, 1000, 8)
+    found = sharding.fully_shard_traffic([1000] * 96, 1000, 8)
     return [computed("collectives per microbatch", 3 * 97, found.all_gathers + found.reduce_scatters)]
 
 

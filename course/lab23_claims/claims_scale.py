@@ -8,10 +8,11 @@ from torch.nn import functional as F
 from course.lab23_claims.statement import claim, computed
 from minillm.equivalence import CONTEXT_CASES, ParallelConfig, compare
 from minillm.labkit.receipts import Row, formula, row
-from minillm.predict import context, faults, moe
+from minillm.predict import faults
 from minillm.predict.planner.architectures import architecture
 from minillm.predict.planner.clusters import cluster
 from minillm.predict.planner.layout import Layout, axis_path, gradient_path
+from minillm.predict.training import context, moe
 
 RING = "Liu, Zaharia and Abbeel 2023: https://arxiv.org/abs/2310.01889"
 LLAMA = "Llama Team 2024: https://arxiv.org/abs/2407.21783"

@@ -9,9 +9,10 @@ from minillm.comm import RankError, launch
 from minillm.labkit.receipts import Row, formula, row
 from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import KVCache
-from minillm.predict import faults, queueing, speculation
+from minillm.predict import faults
 from minillm.predict.planner.architectures import architecture
 from minillm.predict.planner.clusters import DEVICES
+from minillm.predict.serving import queueing, speculation
 from minillm.serve import LLM, SamplingParams
 
 POPE = "Pope et al. 2022: https://arxiv.org/abs/2211.05102"

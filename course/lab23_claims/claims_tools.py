@@ -145,7 +145,7 @@ def loading_to_meta() -> list[Row]:
 )
 def sequence_uses_all_reduce() -> list[Row]:
     from minillm.model import ModelConfig
-    from minillm.predict import tensor
+    from minillm.predict.training import tensor
 
     shape = ModelConfig(256, 64, 192, 4, 4)
     calls = tensor.count(

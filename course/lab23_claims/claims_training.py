@@ -6,12 +6,13 @@ from course.lab23_claims.statement import claim, computed
 from minillm.comm import launch
 from minillm.labkit.receipts import Row, formula, row
 from minillm.model import ModelConfig, Transformer
-from minillm.predict import comms, fully_shard
+from minillm.predict import comms
 from minillm.predict.model import ADAM_FP32, ADAM_MIXED, ADAM_MIXED_FP32_GRADIENTS, parameters, training_flops
 from minillm.predict.planner.architectures import architecture
 from minillm.predict.planner.clusters import cluster
 from minillm.predict.planner.layout import Layout
 from minillm.predict.planner.memory import memory
+from minillm.predict.training import sharding
 
 ZERO = "Rajbhandari et al. 2020: https://arxiv.org/abs/1910.02054"
 MEGATRON = "Narayanan et al. 2021: https://arxiv.org/abs/2104.04473"
@@ -308,7 +309,7 @@ def stage_three_scales_linearly() -> list[Row]:
 def accumulation_saves() -> list[Row]:
     blocks, rest, ranks = [8000] * 4, 8000, 8
     p = 5 * 8000 * 4 * (ranks - 1) / ranks
-    sharded = fully_shard.traffic(blocks, rest, ranks, microbatches=4).bytes
+    sharded = sharding.fully_shard_traffic(blocks, rest, ranks, microbatches=4).bytes
     once = 5 * comms.ring_all_reduce(8000, 4, ranks).sent_per_rank[0]
     return [
         computed("data parallelism with no_sync, 4 microbatches, in P(N-1)/N", 2.0, once / p),

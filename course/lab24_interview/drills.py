@@ -8,9 +8,11 @@ from random import Random
 
 from course.lab24_interview.numbers import data, n, si
 from course.shared.decisions import Decision
-from minillm.predict import faults, pipeline, queueing, speculation
+from minillm.predict import faults
 from minillm.predict.planner.architectures import architecture
 from minillm.predict.planner.clusters import DEVICES
+from minillm.predict.serving import queueing, speculation
+from minillm.predict.training import pipeline
 
 MODELS = ("llama-3-8b", "llama-3-70b", "llama-3-405b", "llama-2-13b", "mistral-7b")
 

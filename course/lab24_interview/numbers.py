@@ -3,11 +3,13 @@
 import math
 from typing import Any
 
-from minillm.predict import comms, context, faults, moe, pipeline, queueing, roofline, speculation
+from minillm.predict import comms, faults, roofline
 from minillm.predict.model import ADAM_MIXED_FP32_GRADIENTS as STATE
 from minillm.predict.planner import published
 from minillm.predict.planner.architectures import architecture
 from minillm.predict.planner.clusters import DEVICES, Device
+from minillm.predict.serving import queueing, speculation
+from minillm.predict.training import context, moe, pipeline
 
 
 def n(value: float, digits: int = 0) -> str:

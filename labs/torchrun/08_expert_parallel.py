@@ -17,7 +17,7 @@ from torch import Tensor
 from minillm.comm import Group, is_root, launch
 from minillm.labkit import receipt, row
 from minillm.measure import ledger
-from minillm.predict import moe
+from minillm.predict.training import moe
 
 EXPERTS_PER_RANK, TOKENS_PER_EXPERT, HIDDEN = 2, 32, 16
 

@@ -21,8 +21,8 @@ from minillm.model import PagedCache
 from minillm.model.attention import Attend
 from minillm.model.config import ModelConfig
 from minillm.model.paged import Backend, block_by_block, gathered
-from minillm.model.paged_flashinfer import FlashInfer
-from minillm.model.paged_triton import triton_split_kv
+from minillm.model.paged.flashinfer import FlashInfer
+from minillm.model.paged.triton import triton_split_kv
 
 PEER = "torch SDPA, padded"
 BLOCK_SIZE = 16

@@ -5,7 +5,7 @@ is timed. Two kinds of text: code that no model was trained on, and prose, the l
 
     draft, code, batch 1          tokens/s with the proposer, and of minillm without: what speculation brings, or costs
     draft and ngram               the same against assisted generation (`assistant_model`, `prompt_lookup_num_tokens`)
-    tokens per pass, speedup      measured, beside `minillm.predict.speculation` (`speculate_formulas.py`)
+    tokens per pass, speedup      measured, beside `minillm.predict.serving.speculation` (`speculate_formulas.py`)
 
 transformers assists one sequence at a time, so its batch of 8 is 8 runs. Answers of one length, no end-of-text.
 """
@@ -22,9 +22,8 @@ import torch
 from minillm.bench.harness import BenchRow, Sample, bench_row, check_repeats, side_by_side
 from minillm.bench.speculate_formulas import formula_rows
 from minillm.data import Tokenizer, corpus
-from minillm.model import Transformer
+from minillm.model import Transformer, load_hf
 from minillm.model.generate import folder_of, generate
-from minillm.model.huggingface import load_hf
 from minillm.serve import LLM, Output, SamplingParams
 from minillm.serve.speculate.registry import PROPOSERS, proposer_named
 

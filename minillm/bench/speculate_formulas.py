@@ -1,4 +1,4 @@
-"""What `minillm.predict.speculation` says of a draft model, beside what is measured: while all go, and to the end.
+"""What `predict.serving.speculation` says of a draft model, beside what is measured: while all go, and to the end.
 
     passes    1  2  3  4  5  6  7  8  9
     text a    █  █  █  █  █                 all go:       passes 1 .. 5, the speed that the papers' formula is about
@@ -24,7 +24,7 @@ from functools import partial
 
 from minillm.bench.harness import BenchRow, Comparison, bench_row
 from minillm.model import Transformer
-from minillm.predict import speculation as predict
+from minillm.predict.serving import speculation as predict
 from minillm.serve import LLM, SamplingParams
 from minillm.serve.recorder import StepRecord
 from minillm.serve.speculate import Draft

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from minillm.bench.harness import BenchRow, bench_row, check_repeats, side_by_side
 from minillm.data import ShardedSampler, TokenDataset, Tokenizer, Tokens, corpus, tokenize
 from minillm.model import save_hf
-from minillm.model.huggingface import hf_name
+from minillm.model.hf.load import hf_name
 from minillm.train import PRECISIONS, TrainConfig, Trainer, adamw, preset
 
 TOLERANCE = 1e-3  # of a gradient's norm in float32; bfloat16 rounds to 2^-8 at every operation

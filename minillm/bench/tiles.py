@@ -16,8 +16,8 @@ from torch import Tensor
 from minillm.bench.harness import BenchRow, Comparison, bench_row, check_repeats, seconds_per_call, side_by_side
 from minillm.measure import memory
 from minillm.model import dense, sdpa
-from minillm.model.tiled import tiled
-from minillm.model.tiled_triton import tiled_triton
+from minillm.model.attention.tiled import tiled
+from minillm.model.attention.tiled_triton import tiled_triton
 
 LENGTHS = (512, 1024, 2048, 4096)
 SHAPES = {"cpu": (1, 4, 2, 32), "cuda": (2, 32, 8, 128)}  # batch, heads, kv heads, head_dim

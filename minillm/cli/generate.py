@@ -27,7 +27,7 @@ from minillm.files import opened
 from minillm.measure.provenance import JsonFile, provenance, write_json
 from minillm.model import Transformer, load_hf
 from minillm.model.generate import device_of, folder_of, generate, heal
-from minillm.model.generation_config import read_generation_config
+from minillm.model.hf.generation_config import read_generation_config
 from minillm.serve.engine import LLM
 from minillm.serve.request import Output, prompt_ids
 from minillm.serve.sampling import SamplingParams

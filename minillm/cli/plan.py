@@ -90,7 +90,7 @@ def command(
 def _architecture(name: str) -> architectures.Architecture:
     folder = Path(name)
     if name not in architectures.ARCHITECTURES and folder.exists():
-        from minillm.model.huggingface import read_config  # needs torch, which the arithmetic does not
+        from minillm.model.hf.load import read_config  # needs torch, which the arithmetic does not
 
         return architectures.from_shape(folder.name, read_config(folder if folder.is_dir() else folder.parent))
     return architectures.architecture(name)
@@ -181,7 +181,7 @@ def _published(json_file: Path | None) -> int:
 
 def _checked(json_file: Path | None) -> int:
     """Exit status 1 if bytes or memory are off, which no other work on the machine can excuse."""
-    from minillm.bench.planner import EXPERTS, MEMORY, MODEL, TIME, best_of, compare, expert_layouts, layouts
+    from minillm.equivalence.planner import EXPERTS, MEMORY, MODEL, TIME, best_of, compare, expert_layouts, layouts
 
     origin = provenance()
     print(summary(origin), "", "two emulated nodes of half the ranks", sep="\n")
@@ -208,7 +208,7 @@ def _checked(json_file: Path | None) -> int:
 
 
 def _placed(json_file: Path | None) -> int:
-    from minillm.bench.placement import compare
+    from minillm.equivalence.placement import compare
 
     origin, rows = provenance(), []
     print(summary(origin), "", "orders of axes, innermost first; seconds of a step on emulated links", sep="\n")

@@ -11,7 +11,7 @@ from typing import Annotated
 from matplotlib.figure import Figure
 from typer import Option
 
-from minillm.bench.scaling import EXTENDED, MEASURED, MODES, PER_NODE, Row, cliff, scaling, table
+from minillm.equivalence.scaling import EXTENDED, MEASURED, MODES, PER_NODE, Row, cliff, scaling, table
 from minillm.labkit.palette import look
 from minillm.labkit.plots import style, subplots
 from minillm.measure.provenance import JsonFile, provenance, summary, writable, write_json

@@ -20,7 +20,7 @@ from minillm.cli.given import is_given
 from minillm.comm import RankError, is_root, launch
 from minillm.data import TokenDataset
 from minillm.measure.provenance import JsonFile, provenance, write_json
-from minillm.model.huggingface import check_folder
+from minillm.model.hf.load import check_folder
 from minillm.parallel.context_parallel import CONTEXTS
 from minillm.parallel.pipeline_parallel.schedules import SCHEDULES
 from minillm.predict.model import parameters

@@ -1,6 +1,13 @@
-"""The equivalence oracle: any layout of ranks against one process in float64.
+"""What is claimed of any layout of ranks, held to runs: its gradients, and the planner's bytes, memory and seconds.
 
-Reading path: cases.py (what is trained, and in which corners), oracle.py (one process, the ranks, and the comparison).
+Reading path of the oracle, any layout against one process in float64:
+    cases.py      what is trained, and in which corners
+    oracle.py     one process, the ranks, and the comparison
+
+Reading path of the planner's check, `predict.planner` against the trainer on emulated links:
+    planner.py    the machine measured, layouts predicted and run, and both side by side
+    placement.py  the same layout with its ranks seated in other orders
+    scaling.py    more and more ranks, within a node and beyond
 """
 
 from minillm.equivalence.cases import (

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, fields, replace
 
 ROPE_KINDS = ("linear", "dynamic", "llama3", "yarn", "longrope")
-ACTIVATIONS = ("silu", "gelu_tanh")
+ACTIVATIONS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}  # -> their names in Hugging Face's config.json
 NORM_PLACEMENTS = ("pre", "post", "both")
 SCORES = ("softmax", "sigmoid")
 CHOICES = ("token", "expert")
@@ -63,7 +63,7 @@ class RopeScaling:
 
     @property
     def follows_max_seq_len(self) -> bool:
-        """Do the frequencies depend on the model's max_seq_len? Keys that were rotated for one do not fit another."""
+        """Whether the frequencies depend on the model's max_seq_len: keys rotated for one then do not fit another."""
         return self.kind in ("dynamic", "longrope")
 
 
@@ -101,15 +101,14 @@ class MoEConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "dense_layers", tuple(sorted(set(self.dense_layers))))
-        for name in ("num_experts", "top_k", "intermediate_size"):
-            if name != "intermediate_size" or self.intermediate_size is not None:
-                _check_size(name, getattr(self, name))
+        for name, least in {"num_experts": 1, "top_k": 1, "shared_experts": 0}.items():
+            _check_size(name, getattr(self, name), least)
+        if self.intermediate_size is not None:
+            _check_size("intermediate_size", self.intermediate_size)
         if self.top_k > self.num_experts:
             raise ValueError(
                 f"top_k {self.top_k} is more than num_experts {self.num_experts}: lower one, raise the other."
             )
-        if not isinstance(self.shared_experts, int) or self.shared_experts < 0:
-            raise ValueError(f"shared_experts {self.shared_experts!r} must be a whole number of at least 0.")
         for name, known in (("scores", SCORES), ("choice", CHOICES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} {getattr(self, name)!r} is not supported: use one of {', '.join(known)}.")
@@ -258,7 +257,7 @@ class ModelConfig:
             )
 
     def has_experts(self, layer: int) -> bool:
-        """Has a layer experts in place of its MLP?"""
+        """Whether a layer has experts in place of its MLP."""
         return self.moe is not None and layer not in self.moe.dense_layers
 
     def window(self, layer: int) -> int | None:
@@ -283,9 +282,11 @@ def refuse_beyond(config: ModelConfig, what: str, names: tuple[str, ...]) -> Non
             raise ValueError(f"{what} does not cover {name} {value!r}: run this model without it.")
 
 
-def _check_size(name: str, value: int | None) -> None:
+def _check_size(name: str, value: int | None, least: int = 1) -> None:
     optional = name in ("head_dim", "sliding_window", "rotary_dim")
     if value is None and optional:
         return
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} {value!r} must be a whole number of at least 1{', or None' if optional else ''}.")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(
+            f"{name} {value!r} must be a whole number of at least {least}{', or None' if optional else ''}."
+        )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 _MASK, _GOLDEN, _SAMPLES = (1 << 64) - 1, 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
+COLDEST, HOTTEST = 1e-6, 1e30  # beyond them float32 overflows; drawing has long been greedy, or even
 
 
 class Draw:
@@ -28,6 +29,12 @@ class Draw:
         sums = probabilities.double().cumsum(0)
         place = torch.searchsorted(sums, self.uniform() * sums[-1], right=True)
         return int(place.clamp(max=int(torch.searchsorted(sums, sums[-1]))))  # never behind the last one above 0
+
+
+def softmax_at(logits: Tensor, temperature: float) -> Tensor:
+    """softmax(logits / temperature) over the last dimension, for any temperature above 0."""
+    scaled = (logits - logits.amax(-1, keepdim=True)) / min(max(temperature, COLDEST), HOTTEST)
+    return torch.softmax(scaled, dim=-1)
 
 
 def sample_seed(seed: int, index: int) -> int:

@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 from minillm.data import Tokenizer
-from minillm.model.attention import sdpa
+from minillm.model.attention.causal import sdpa
 from minillm.model.config import ModelConfig, check_generates
-from minillm.model.draw import Draw
+from minillm.model.draw import Draw, softmax_at
 from minillm.model.transformer import Transformer
 
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 COMMITTED = ("target", "draft")
 RUNS, RUN_FILE = Path("runs"), "run.json"  # where `train` keeps its runs, and what each of them holds
-COLDEST, HOTTEST = 1e-6, 1e30  # beyond them float32 overflows; drawing has long been greedy, or even
 
 
 class KVCache:
@@ -81,7 +80,7 @@ def generate(
             allowed = torch.full_like(logits, float("-inf"))
             allowed[first] = 0
             logits, first = logits + allowed, None
-        token = _choose(logits, temperature, draw)
+        token = draw.choose(softmax_at(logits, temperature)) if temperature else int(logits.argmax())
         if token in stops:
             return
         yield token
@@ -138,10 +137,3 @@ def device_of(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {name} cannot be used ({str(error).splitlines()[0]}): try cpu") from error
     return device
-
-
-def _choose(logits: Tensor, temperature: float, draw: Draw) -> int:
-    if temperature == 0:
-        return int(logits.argmax())
-    scaled = (logits - logits.max()) / min(max(temperature, COLDEST), HOTTEST)
-    return draw.choose(torch.softmax(scaled, dim=-1))

@@ -10,9 +10,6 @@ OLMo) are options of `ModelConfig`, a line each. The blocks are uniform, so a pi
 number of heads is read from the projections' outputs, so a tensor-parallel slice runs the same code.
 """
 
-import hashlib
-import itertools
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,28 +17,15 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from minillm.model.attention import AttentionFunction, sdpa
+from minillm.model.attention.causal import AttentionFunction, sdpa
 from minillm.model.config import ModelConfig
+from minillm.model.initialise import WithoutInitialisation, draw_all, initial
 from minillm.model.loss import cross_entropy_sums, linear_cross_entropy_sums, weights_of_sequences
 from minillm.model.moe import MoE, RouterLosses
 from minillm.model.rope import Rope, rotate, rotation_of
 
-ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
-
-
-class _WithoutInitialisation(TorchFunctionMode):
-    """Modules made inside keep what memory they get.
-
-    torch's own initialisation would draw from the global generator, and on "meta" it first loads torch's compiler.
-    """
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if getattr(function, "__module__", "") == "torch.nn.init":
-            return kwargs.get("tensor", args[0] if args else None)
-        return function(*args, **kwargs)
+FUNCTIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 
 
 class Transformer(nn.Module):
@@ -74,7 +58,7 @@ class Transformer(nn.Module):
         self.router_losses: RouterLosses | None = None
         self.router_losses_of = RouterLosses
         device = torch.device(device or torch.get_default_device())
-        with torch.device("meta"), _WithoutInitialisation():
+        with torch.device("meta"), WithoutInitialisation():
             self.embedding = embedding(config, dtype)
             self.rope = Rope(config)
             self.blocks = nn.ModuleList(Block(config, layer, dtype) for layer in range(config.num_layers))
@@ -215,7 +199,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype | None = None):
         super().__init__()
-        self.linears, self.activation, bias = apply_linears, ACTIVATIONS[config.activation], config.mlp_bias
+        self.linears, self.activation, bias = apply_linears, FUNCTIONS[config.activation], config.mlp_bias
         self.gate_proj = _linear(config.hidden_size, config.intermediate_size, dtype, bias)
         self.up_proj = _linear(config.hidden_size, config.intermediate_size, dtype, bias)
         self.down_proj = _linear(config.intermediate_size, config.hidden_size, dtype, bias)
@@ -264,32 +248,6 @@ class ScaledEmbedding(nn.Embedding):
     def forward(self, tokens: Tensor) -> Tensor:
         x = super().forward(tokens)
         return x * torch.full((), self.scale, dtype=x.dtype, device=x.device)
-
-
-def draw_all(module: nn.Module, seed: int) -> None:
-    """Gives a model, or a part of one, the initial values of its parameters and of the biases that balance experts."""
-    biases = ((name, buffer) for name, buffer in module.named_buffers() if name.endswith(".balance_bias"))
-    for name, tensor in itertools.chain(module.named_parameters(), biases):
-        tensor.copy_(module.draw(module.config, name, tuple(tensor.shape), seed))
-
-
-def initial(config: ModelConfig, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """The initial value of one parameter, a function of (seed, name) alone: float32, on the CPU.
-
-    Whoever holds a slice draws the whole parameter (`shape` is the whole one's) and keeps his part; whoever holds a
-    pipeline stage asks for its blocks by their names in the whole model. Both equal the model of a single process.
-    """
-    if name.endswith("norm.weight"):
-        return torch.full(shape, 1 - config.norm_offset, device="cpu")
-    if name.endswith((".bias", ".balance_bias")):
-        return torch.zeros(shape, device="cpu")
-    into_residual = name.endswith(
-        ("o_proj.weight", "down_proj.weight", "experts.down_proj")
-    )  # 2 per block add up (GPT-2, §2.3)
-    std = config.init_std / math.sqrt(2 * config.num_layers) if into_residual else config.init_std
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(0.0, std, generator=generator)
 
 
 def check_tokens(tokens: Tensor, config: ModelConfig, positions: Tensor | None = None) -> None:

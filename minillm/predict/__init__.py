@@ -1,4 +1,9 @@
-"""What should happen: closed forms for bytes, rounds, time and memory. No torch needed."""
+"""What should happen: closed forms for bytes, rounds, time and memory. No torch needed.
+
+comms.py     collectives            roofline.py   what a device reaches        model.py   what a transformer costs
+faults.py    failures of large jobs, and how often to save
+training/    a step, axis by axis    serving/      queues and draft tokens      planner/   which layout to run
+"""
 
 from minillm.predict import comms, roofline
 

@@ -11,6 +11,8 @@ L layers, h hidden size, f intermediate size, H heads, H_kv kv heads, d head dim
 element, E experts of width f_e, k of them per token. A shape is any object with `ModelConfig`'s attributes.
 """
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -175,3 +177,46 @@ def causal_context(seq: int, window: int | None = None) -> float:
 def kv_bytes_per_token(shape: Shape, bytes_per_element: int = 2) -> int:
     """Bytes the cache grows by per token: a key and a value of every kv head in every layer."""
     return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * bytes_per_element
+
+
+def bits_per_byte(nats_per_token: float, tokens: int, text_bytes: int) -> float:
+    """Loss in bits per byte of text: nats/token / ln 2 * tokens/bytes. Unlike nats/token it does not depend on the
+    tokenizer, so models with different vocabularies compare. With characters for bytes it is bits per character."""
+    return nats_per_token / math.log(2) * tokens / text_bytes
+
+
+def entropy(counts: Iterable[float]) -> float:
+    """Entropy in nats of a distribution given by counts: the loss of the best model that ignores all context."""
+    counts = [count for count in counts if count > 0]
+    total = sum(counts)
+    return sum(count / total * math.log(total / count) for count in counts)
+
+
+@dataclass(frozen=True)
+class Bill:
+    """days of wall clock, device-hours, megawatt-hours and money in the price's currency."""
+
+    days: float
+    device_hours: float
+    energy_mwh: float
+    money: float
+
+
+def bill(
+    flops: float, devices: int, peak_flops: float, mfu: float, *, watts: float, pue: float, price_per_hour: float
+) -> Bill:
+    """The bill of a run of `flops` model FLOPs on `devices` devices that really do peak_flops · mfu per second each.
+
+    mfu: the useful share of the peak, failures and restarts included. watts: of a device. pue (power usage
+    effectiveness): what cooling and conversion add, 1.1 in a good data centre.
+    """
+    for name, value in {"flops": flops, "devices": devices, "peak_flops": peak_flops, "watts": watts}.items():
+        if not value > 0:
+            raise ValueError(f"{name} {value} must be above 0.")
+    if not 0 < mfu <= 1 or pue < 1 or price_per_hour < 0:
+        raise ValueError(
+            f"mfu {mfu} lies in 0 .. 1, pue {pue} is 1 or more, price_per_hour {price_per_hour} at least 0."
+        )
+    seconds = flops / (devices * peak_flops * mfu)
+    hours = devices * seconds / 3600
+    return Bill(seconds / 86400, hours, hours * watts * pue / 1e6, hours * price_per_hour)

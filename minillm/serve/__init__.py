@@ -10,7 +10,7 @@ Reading order:
 4. `engine.py`      add, step, cancel, stream; its parts are `unfinished.py` (how a request arrives and ends),
                    `model_runner.py` (one forward pass), `next_tokens.py` (from logits to answers), `sampling.py` (of
                    one sequence; `sampler.py` of a batch, on the device, with `selection.py`)
-5. `minillm/model/paged.py`   attention over blocks anywhere in memory; `paged_backend.py` lists who computes it
+5. `minillm/model/paged/cache.py`   attention over blocks anywhere in memory; `paged/` lists who computes it
 Beside the path: `decode_graphs.py` (steps of single tokens as CUDA graphs), `async_scheduling.py` (the next step is
 prepared while the device computes), `fused.py` and `compiled.py` (how the model computes), `async_engine.py` (`async
 for` over answers), `speculate/` (draft tokens), `trace.py` (`replay` sends the same requests through any engine).

@@ -4,7 +4,7 @@
       ▲                  ▲                                     │
       └─── evicted ──────┴──────── share, on a hit ────────────┘      free + cached + used = total, always
 
-Numbers only: the keys and values themselves are moved by a `Storage` (`minillm.model.paged.PagedCache`).
+Numbers only: the keys and values themselves are moved by a `Storage` (`minillm.model.PagedCache`).
 Paging: Kwon et al. 2023, §4.2-4.4. Every operation costs O(1) per block, whatever the size of the pool. The pool is not
 locked: the engine that owns it takes one lock around everything that schedules.
 """

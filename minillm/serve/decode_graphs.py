@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from minillm.model import Transformer
-from minillm.model.block_tables import to_device
 from minillm.model.paged import PagedAttention
-from minillm.model.paged_backend import Backend, FixedDecode
-from minillm.model.paged_gathered import Gathered
+from minillm.model.paged.backend import Backend, FixedDecode
+from minillm.model.paged.gather import Gathered
+from minillm.model.paged.tables import to_device
 from minillm.serve.model_runner import InputBuffers, resolved
 
 Replay = Callable[[], Tensor]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from minillm.model import Transformer
-from minillm.model.block_tables import BlockTables
 from minillm.model.paged import Backend, PagedBatch, PagedCache
+from minillm.model.paged.tables import BlockTables
 from minillm.serve.sequence import Plan, Sequence
 
 

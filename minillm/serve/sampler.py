@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minillm.model.block_tables import to_device
 from minillm.model.draw import Draw
+from minillm.model.paged.tables import to_device
 from minillm.serve import selection
 from minillm.serve.model_runner import resolved
 from minillm.serve.sampled import NOT_FINITE, UNCERTAIN, SampledTokens

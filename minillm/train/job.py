@@ -21,7 +21,7 @@ from minillm.data import Tokenizer, Tokens, corpus, tokenize
 from minillm.files import write_whole
 from minillm.measure.machine import Machine, machine
 from minillm.model.generate import device_of
-from minillm.predict.data import bits_per_byte, entropy
+from minillm.predict.model import bits_per_byte, entropy
 from minillm.train.checkpoint.export import export
 from minillm.train.config import TrainConfig
 from minillm.train.fault_tolerance.elastic import accumulate_for, job_id

@@ -6,7 +6,7 @@ import torch
 
 from minillm.data import ShardedSampler, TokenDataset
 from minillm.model.loss import IGNORE
-from minillm.predict.data import bits_per_byte
+from minillm.predict.model import bits_per_byte
 from minillm.train.strategies.single_device import SingleDevice
 
 

@@ -19,7 +19,7 @@ from minillm.labkit import receipt, row
 from minillm.measure import ledger
 from minillm.parallel.pipeline_parallel.actions import straight
 from minillm.parallel.pipeline_parallel.schedules import Action, Schedule, check
-from minillm.predict import pipeline as predict
+from minillm.predict.training import pipeline as predict
 
 MICROBATCHES, ROWS, WIDTH, VOCAB = 8, 4, 16, 24
 

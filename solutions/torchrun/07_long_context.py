@@ -17,9 +17,9 @@ from torch import Tensor
 from minillm.comm import Group, is_root, launch
 from minillm.labkit import receipt, row
 from minillm.measure import ledger
-from minillm.model.tiled import merge, tiled, tiled_with_lse
-from minillm.predict import context
-from minillm.predict.context import AttentionShape
+from minillm.model.attention.tiled import merge, tiled, tiled_with_lse
+from minillm.predict.training import context
+from minillm.predict.training.context import AttentionShape
 
 HEADS_PER_RANK, TOKENS_PER_RANK, HEAD_DIM = 2, 64, 16
 Attend = Callable[[Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]

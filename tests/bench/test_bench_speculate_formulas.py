@@ -18,9 +18,9 @@ from minillm.bench.speculate_formulas import (
     window,
 )
 from minillm.data import Tokenizer
+from minillm.model import load_hf
 from minillm.model.generate import folder_of
-from minillm.model.huggingface import load_hf
-from minillm.predict import speculation as predict
+from minillm.predict.serving import speculation as predict
 from minillm.serve import SamplingParams
 from minillm.serve.speculate.registry import proposer_named
 

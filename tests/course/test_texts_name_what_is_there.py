@@ -122,7 +122,10 @@ def test_commands_files_and_names_of_a_text_are_there(path):
         ("see minillm/comm/nowhere.py, and minillm/comm/group.py.", "minillm/comm/nowhere.py"),
         ("| `serve/motor.py` | `serve/engine.py`, `engine/core.py` |", "serve/motor.py"),
         ("[here](docs/group.md) and [there](docs/none.md)", "docs/none.md"),
-        ("`predict.memory.training_step` or minillm.predict.memory.of_a_dream", "minillm.predict.memory.of_a_dream"),
+        (
+            "`predict.training.memory.training_step` or minillm.predict.training.memory.of_a_dream",
+            "minillm.predict.training.memory.of_a_dream",
+        ),
     ],
 )
 def test_what_is_not_there_is_found(text, what):

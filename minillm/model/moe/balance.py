@@ -23,7 +23,7 @@ from minillm.model.moe.router import Decision, alone
 
 
 class RouterLosses:
-    """What the routers of one forward pass have to say, passed from layer to layer.
+    """Collects the losses of the routers of one forward pass, from layer to layer.
 
     weights: [batch], the sum of the weights of each sequence's tokens. parts: equal ones that sequences are cut into,
     of which one is here, and sum_over_parts: adds up what all of them know; losses are then this part's shares.

@@ -78,7 +78,7 @@ class MoE(nn.Module):
 
 
 def forget_load(model: nn.Module) -> None:
-    """Before a step: what an earlier one has counted that was not applied (an overflow, a rollback) is not of it."""
+    """Call before a step: forgets counts of an earlier step that was not applied (an overflow, a rollback)."""
     for layer in model.modules():
         if isinstance(layer, MoE):
             layer.load = None

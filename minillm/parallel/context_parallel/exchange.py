@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from minillm.comm import Group
-from minillm.model.tiled import TILE, tiled, tiled_with_lse
+from minillm.model.attention.tiled import TILE, tiled, tiled_with_lse
 from minillm.parallel.context_parallel.order import ContextAttention, local_numbers, local_positions
 
 

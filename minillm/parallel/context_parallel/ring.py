@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from minillm.comm import Group
 from minillm.measure import span
-from minillm.model.tiled import TILE, Sight, backward_tiles, forward_tiles, merge, row_products
+from minillm.model.attention.tiled import TILE, Sight, backward_tiles, forward_tiles, merge, row_products
 from minillm.parallel.context_parallel.order import ContextAttention, local_numbers
 
 

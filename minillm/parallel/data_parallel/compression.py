@@ -12,7 +12,7 @@ run everything is sent, only later. Without it the same small components are dro
 
 A hook is `hook(bucket, flat, group)` and runs as one collective of the group, written as plain blocking code. Every
 rank ends up with the same bits. Debts live in `bucket.hook_state`; packing anew after the first step forgives those of
-that step. `predict/data_parallel.py` has the exact bytes.
+that step. `predict/training/sharding.py` has the exact bytes.
 """
 
 import math

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from minillm.predict.moe import imbalance
+from minillm.predict.training.moe import imbalance
 
 
 @dataclass(frozen=True)

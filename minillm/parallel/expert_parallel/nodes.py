@@ -4,10 +4,10 @@
     two-level   rank 0 of node 0 ── a row per node ────▶ rank 0 of node 1 ──▶ the ranks of its node that it needs
                                                          ◀── their weighted sum goes back as one row
 
-The slow links between nodes carry fewer rows (`predict.moe.crossing_rows`) in fewer messages, the fast ones inside a
-node more. It is `ExpertDispatch` inside an exchange over nodes: the rank that a row reaches first acts for its token
-there. With a router that chooses experts of at most M nodes, at most M rows cross (DeepSeek-AI 2024, "DeepSeek-V3",
-§3.2.2).
+The slow links between nodes carry fewer rows (`predict.training.moe.crossing_rows`) in fewer messages, the fast
+ones inside a node more. It is `ExpertDispatch` inside an exchange over nodes: the rank that a row reaches first acts
+for its token there. With a router that chooses experts of at most M nodes, at most M rows cross (DeepSeek-AI 2024,
+"DeepSeek-V3", §3.2.2).
 
 A layer's collectives (an all-gather tells how many rows come; numbers of experts have no gradient):
 

@@ -6,7 +6,8 @@
 
 A microbatch's forward and its backward lie far apart, with others' between them, so there is no one order of blocks to
 prefetch by. Gradients stay whole until the last microbatch, as in torch's pipelining over FSDP2: to reduce each
-microbatch's would send all of them once per microbatch. Closed form: `predict.fully_shard.pipelined_bytes`.
+microbatch's would send all of them once per microbatch. Closed form:
+`predict.training.sharding.pipelined_fully_shard_bytes`.
 """
 
 import contextlib

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from minillm.model.attention import AttentionFunction, sdpa
 from minillm.model.config import ModelConfig, refuse_beyond
+from minillm.model.initialise import WithoutInitialisation, draw_all, initial
 from minillm.model.loss import linear_cross_entropy_sums
 from minillm.model.moe import RouterLosses
 from minillm.model.rope import Rope
-from minillm.model.transformer import Block, RMSNorm, _linear, _WithoutInitialisation, check_tokens, draw_all, initial
+from minillm.model.transformer import Block, RMSNorm, _linear, check_tokens
 from minillm.parallel.pipeline_parallel.actions import Schedule
 
 
@@ -58,7 +59,7 @@ class ModelPart(nn.Module):
         self.sequence_shards = 1  # ranks among which sequence parallelism splits each sequence outside of the layers
         device = torch.device(device or torch.get_default_device())
         tied, width = config.tie_embeddings, config.hidden_size
-        with torch.device("meta"), _WithoutInitialisation():
+        with torch.device("meta"), WithoutInitialisation():
             embeds = first or (last and tied)
             self.embedding = nn.Embedding(config.vocab_size, width, dtype=dtype) if embeds else None
             self.rope = Rope(config)

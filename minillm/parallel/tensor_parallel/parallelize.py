@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from minillm.comm import Group
 from minillm.model import ModelConfig
+from minillm.model.initialise import initial
 from minillm.model.moe import MoE
-from minillm.model.transformer import initial
 from minillm.parallel.tensor_parallel.experts import cut_experts
 from minillm.parallel.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, fused_column_linears
 from minillm.parallel.tensor_parallel.module_plans import Plan, cut_by_plan

@@ -6,7 +6,7 @@
 
 Shoeybi et al. 2019, §3. As in `model.loss`, the loss works its gradient out in forward, some tokens at a time, so no
 rank ever holds the logits of all its tokens. A chunk has as many logits as the tokens' hidden states have numbers
-(`predict.tensor.loss_chunk`): 2 · ceil(V / t / hidden) all-reduces, however many tokens there are.
+(`predict.training.tensor.loss_chunk`): 2 · ceil(V / t / hidden) all-reduces, however many tokens there are.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from minillm.parallel.pipeline_parallel.split_backward import weight_gradient
 from minillm.parallel.placement import Shard
 from minillm.parallel.tensor_parallel.layers import column_linears, cut_parameter
 from minillm.parallel.tensor_parallel.regions import Region, end
-from minillm.predict.tensor import loss_chunk
+from minillm.predict.training.tensor import loss_chunk
 
 
 class VocabParallelEmbedding(nn.Module):

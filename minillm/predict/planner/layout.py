@@ -64,7 +64,7 @@ class Layout:
 
     @property
     def batch(self) -> int:
-        """Sequences of one step."""
+        """Sequences in one step."""
         return self.dp * self.micro_batch * self.microbatches
 
     def size(self, axis: str) -> int:
@@ -106,7 +106,8 @@ class Path:
         return comms.ring_seconds(num_bytes, self.size, self.latency, self.bandwidth)
 
     def all_reduce(self, num_bytes: float) -> float:
-        """Of a ring; in two levels (`comms.hierarchical_all_reduce`) each rank sends only its node's share across."""
+        """Seconds of a ring all-reduce; in two levels (`comms.hierarchical_all_reduce`) each rank sends only its node's
+        share across."""
         if self.levels is None:
             return 2 * self.ring(num_bytes)
         inside, across = self.levels
@@ -122,19 +123,19 @@ def path(cluster: Cluster, stride: int, size: int) -> Path:
 
 
 def axis_path(cluster: Cluster, layout: Layout, *axes: str) -> Path:
-    """Of the group along an axis, or of the flattened one over several."""
+    """The links of the group along an axis, or of the flattened group over several."""
     sizes = [layout.size(axis) for axis in axes]
     shared = [_in_node(cluster, layout.stride(axis), layout.size(axis)) for axis in axes]
     return _links(cluster, math.prod(sizes), math.prod(shared))
 
 
 def gradient_path(cluster: Cluster, layout: Layout) -> Path:
-    """Of the flattened dp x cp group, over which gradients and the loss are reduced."""
+    """The links of the flattened dp x cp group, over which gradients and the loss are reduced."""
     return axis_path(cluster, layout, "dp", "cp")
 
 
 def expert_path(cluster: Cluster, layout: Layout) -> Path:
-    """Of the ranks that share the experts of a layer: neighbours in dp x cp."""
+    """The links of the ranks that share the experts of a layer: neighbours in dp x cp."""
     inner = min((layout.stride(axis) for axis in ("dp", "cp") if layout.size(axis) > 1), default=1)
     return path(cluster, inner, layout.ep)
 

@@ -17,11 +17,11 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from minillm.predict import pipeline
 from minillm.predict.model import ADAM_MIXED_FP32_GRADIENTS
-from minillm.predict.moe import rank_state
 from minillm.predict.planner.architectures import Architecture
 from minillm.predict.planner.layout import Layout
+from minillm.predict.training import pipeline
+from minillm.predict.training.moe import rank_state
 
 STATE = ADAM_MIXED_FP32_GRADIENTS
 ELEMENT = 2  # bytes of an activation
@@ -44,7 +44,8 @@ class Memory:
 
 
 def memory(model: Architecture, layout: Layout, seq: int) -> Memory:
-    """Of the fullest rank, which lies in the first stage (most microbatches in flight) or in the last (logits)."""
+    """Bytes of the fullest rank, which lies in the first stage (most microbatches in flight) or in the last
+    (logits)."""
     stages = {0, layout.pp - 1}
     return max((_stage(model, layout, seq, stage) for stage in stages), key=lambda each: each.total)
 

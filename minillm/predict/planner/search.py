@@ -33,7 +33,7 @@ CAUSES = {
 
 @dataclass(frozen=True)
 class Plan:
-    """One layout with what is predicted for it."""
+    """One layout and what is predicted for it."""
 
     layout: Layout
     memory: Memory
@@ -99,7 +99,7 @@ def explain(best: Plan, other: Plan) -> str:
 
 
 def layouts(model: Architecture, cluster: Cluster, seq: int, batch: int) -> Iterator[Layout]:
-    """All that have as many ranks as the cluster has GPUs and split the batch evenly."""
+    """All layouts that have as many ranks as the cluster has GPUs and split the batch evenly."""
     for tp in _powers(min(cluster.gpus, 2 * cluster.per_node, model.num_heads)):
         if model.num_heads % tp:
             continue

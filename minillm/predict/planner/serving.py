@@ -107,7 +107,8 @@ class _Replica:
         return self.step(sequences) * self.pp + sequences * self.time_to_first() / self.output
 
     def most_sequences(self, tpot: float | None) -> int:
-        """Of one of `pp` groups that take turns through the stages; 0 if not even one fits."""
+        """The most sequences that fit in one of the `pp` groups that take turns through the stages; 0 if not one
+        fits."""
         most = int(self.room // (self._tokens() * self.per_token * self.pp))
         if tpot is None or most == 0 or self.tpot(most) <= tpot:
             return most
@@ -132,7 +133,7 @@ class _Replica:
         return max(read / device.bandwidth, flops / self.rate) + talk
 
     def time_to_first(self) -> float:
-        """Seconds of a prompt alone, through all stages."""
+        """Seconds of a prompt that is alone, through all stages."""
         model, device = self.model, self.cluster.device
         matmul = 2 * model.active_parameters * self.prompt / self.tp / self.rate
         attention = model.num_layers * model.attention_flops((self.prompt + 1) / 2) * self.prompt

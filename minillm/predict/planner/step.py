@@ -15,12 +15,12 @@ Assumed: layers alike, the fullest expert rank `EXPERT_LOAD` above the mean. A l
 import math
 from dataclasses import asdict, dataclass
 
-from minillm.predict import pipeline
 from minillm.predict.model import causal_context
 from minillm.predict.planner.architectures import Architecture
 from minillm.predict.planner.clusters import Cluster
 from minillm.predict.planner.layout import Layout, Path, axis_path, expert_path, gradient_path
 from minillm.predict.planner.memory import ELEMENT, STATE, layers_per_stage, stage_parameters
+from minillm.predict.training import pipeline
 
 EXPERT_LOAD = 1.1  # tokens of the fullest expert rank / the mean
 OPTIMIZER_TRAFFIC = 2 * (STATE.master + STATE.moments) + STATE.gradient + STATE.parameter  # bytes per parameter

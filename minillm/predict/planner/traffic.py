@@ -12,19 +12,18 @@ Gradients and ZeRO's shards lie over dp x cp, whose flattened group is meant by 
 dp / ep ranks that have the same ones, `expert_replicas`. Float32, AdamW, 1F1B, no recomputation, context parallelism in
 zigzag order; every stage has as many layers. Experts are dropless, in every layer or none, without cp. Where their rows
 go depends on the data: an all-to-all is that of a router which asks for all experts equally, unless a run's own count
-is given. Counts of one axis come from its own closed form: `predict.tensor`, `predict.context`, `predict.moe`,
-`predict.fully_shard`, `predict.zero`.
+is given. Counts of one axis come from its own closed form in `predict.training`.
 """
 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from minillm.predict import context, fully_shard, moe, tensor
-from minillm.predict.memory import ID
 from minillm.predict.model import ExpertShape, Shape
 from minillm.predict.planner.layout import Layout, Path
-from minillm.predict.zero import padded
+from minillm.predict.training import context, moe, sharding, tensor
+from minillm.predict.training.memory import ID
+from minillm.predict.training.sharding import padded_all
 
 ITEM = 4  # bytes of a float32
 RINGS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # times that the whole tensor goes round
@@ -32,8 +31,8 @@ RINGS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # times that th
 
 @dataclass(frozen=True)
 class Operation:
-    """`count` operations of the ranks of one axis. num_bytes: of the whole tensor; of one rank's message, or what it
-    sends in one all-to-all."""
+    """`count` operations of the ranks of one axis. num_bytes: of the whole tensor; for messages of one message, for an
+    all-to-all of what one rank sends."""
 
     axis: str
     op: str
@@ -62,8 +61,8 @@ class Operation:
 
 
 def operations(shape: Shape, layout: Layout, seq: int, stage: int) -> list[Operation]:
-    """Of one rank of a pipeline stage; `each_microbatch` ones come `layout.microbatches` times. A rank's messages of
-    its two borders count for the one it shares with the stage before."""
+    """Operations of one rank of a pipeline stage; `each_microbatch` ones come `layout.microbatches` times. A rank's
+    messages of its two borders count for the one it shares with the stage before."""
     check(shape, layout, seq)
     return [
         *_tensor(shape, layout, seq, stage),
@@ -160,7 +159,7 @@ def units(shape: Shape, layout: Layout, stage: int) -> Units:
 
 
 def parameters(shape: Shape, layout: Layout, stage: int) -> int:
-    """Of one rank before ZeRO cuts them."""
+    """Parameters of one rank before ZeRO cuts them."""
     return units(shape, layout, stage).total
 
 
@@ -218,7 +217,7 @@ def _pipeline(shape: Shape, layout: Layout, seq: int, stage: int) -> Iterator[Op
 
 
 def message_bytes(shape: Shape, layout: Layout, seq: int) -> int:
-    """Of an activation between two stages."""
+    """Bytes of an activation between two stages."""
     tokens = layout.micro_batch * (seq // layout.cp) // (layout.tp if layout.sequence else 1)
     return tokens * shape.hidden_size * ITEM
 
@@ -235,11 +234,11 @@ def _data(shape: Shape, layout: Layout, stage: int) -> Iterator[Operation]:
 
 
 def _averaged(layout: Layout, axis: str, blocks: list[int], rest: int) -> Iterator[Operation]:
-    """Gradients and weights of what the ranks of one axis hold alike."""
+    """Operations on gradients and weights that all ranks of one axis hold alike."""
     size, numel = group_size(layout, axis), sum(blocks) + rest
     if size == 1 or not numel:
         return
-    together = padded([numel], group_size(layout, "dp"))[0] * ITEM  # every bucket alike
+    together = padded_all([numel], group_size(layout, "dp"))[0] * ITEM  # every bucket alike
     if layout.zero == 0:
         yield Operation(axis, "all_reduce", numel * ITEM)
     elif layout.zero < 3:
@@ -250,6 +249,6 @@ def _averaged(layout: Layout, axis: str, blocks: list[int], rest: int) -> Iterat
         one_more = layout.tp > 1 and layout.pp == 1  # the backward of a table that is split asks for its weights
         for unit, gathers in [*((block, 2) for block in blocks), (rest, 3 if one_more else 2)]:
             if unit:
-                whole = fully_shard.padded(unit, size) * ITEM
+                whole = sharding.padded(unit, size) * ITEM
                 yield Operation(axis, "all_gather", whole, gathers, each_microbatch=True)
                 yield Operation(axis, "reduce_scatter", whole, each_microbatch=layout.pp == 1)

@@ -77,8 +77,8 @@ def _stage(shape: Shape, layout: Layout, cluster: Cluster, seq: int, stage: int,
 
 
 def _crossing(cluster: Cluster, layout: Layout, num_bytes: int) -> tuple[float, float]:
-    """Seconds that a microbatch is between stages, forward and back, if it is alone; and what each further one adds.
-    If all are under way at once, both ways of a border are used one after the other."""
+    """Seconds that a lone microbatch spends between stages, forward and back, and what each further microbatch adds.
+    If all are under way at once, both directions of a border are used one after the other."""
     borders = _borders(cluster, layout)
     alone = 2 * sum(way.message(num_bytes) for way in borders)
     slowest = max((num_bytes / way.bandwidth for way in borders), default=0.0)
@@ -86,7 +86,7 @@ def _crossing(cluster: Cluster, layout: Layout, num_bytes: int) -> tuple[float, 
 
 
 def _borders(cluster: Cluster, layout: Layout) -> list[Path]:
-    """Between the stages of the first pipeline: some inside a node, some across."""
+    """The links between the stages of the first pipeline: some inside a node, some across."""
     stride = layout.stride("pp")
     nodes = [stage * stride // cluster.per_node for stage in range(layout.pp)]
     device, latency, share = cluster.device, cluster.latency, cluster.link_efficiency

@@ -1,4 +1,4 @@
-"""Peak bytes of a rank of `minillm.train.Trainer` in a layout: the fullest of a few moments, as in `predict.memory`.
+"""Peak bytes of a rank of `minillm.train.Trainer` in a layout: the fullest of a few moments, as in `training.memory`.
 
                  gradients                  activations                        temporaries
     loss         of earlier microbatches    all of the microbatches in flight  logits, the head's input and its gradient
@@ -14,28 +14,28 @@ layer has experts, their moments take the place of "block"; rows are the (token,
 
 from collections.abc import Sequence
 
-from minillm.predict import fully_shard, tensor
-from minillm.predict.memory import CHUNK, ID
 from minillm.predict.model import Shape
-from minillm.predict.moe import rank_state
 from minillm.predict.planner.layout import Layout
 from minillm.predict.planner.memory import Memory, in_flight
 from minillm.predict.planner.traffic import ITEM, Operation, group_size, operations, units
-from minillm.predict.zero import padded
+from minillm.predict.training import sharding, tensor
+from minillm.predict.training.memory import CHUNK, ID
+from minillm.predict.training.moe import rank_state
+from minillm.predict.training.sharding import padded_all
 
 UNDER_WAY = 4  # exchanges that a pipeline leaves unfinished
 KEPT_PIECE = 2 << 20  # the largest piece of memory that a group keeps for its next ring
 
 
 def memory(shape: Shape, layout: Layout, seq: int) -> Memory:
-    """Of the fullest rank at its fullest moment."""
+    """Bytes of the fullest rank at its fullest moment."""
     stages = [of_stage(shape, layout, seq, stage) for stage in range(layout.pp)]
     return max(stages, key=lambda each: each.total)
 
 
 def of_stage(shape: Shape, layout: Layout, seq: int, stage: int, arrived: Sequence[float] | None = None) -> Memory:
-    """Of a rank of this stage. arrived: rows of a microbatch that its experts get in each of its layers; None: as many
-    as if all experts were asked for equally."""
+    """Bytes of a rank of this stage. arrived: rows of a microbatch that its experts get in each of its layers; None: as
+    many as if all experts were asked for equally."""
     return _Stage(shape, layout, seq, stage, arrived).fullest()
 
 
@@ -49,7 +49,7 @@ class _Stage:
         self.calls = operations(shape, layout, seq, stage)
         self.units = units(shape, layout, stage)
         self.ranks = group_size(layout, "dp")
-        sizes = padded([sum(self.units.blocks) + self.units.rest, sum(self.units.experts)], self.ranks)
+        sizes = padded_all([sum(self.units.blocks) + self.units.rest, sum(self.units.experts)], self.ranks)
         self.state = rank_state(*sizes, self.ranks, layout.ep, layout.zero)
         self.whole, self.shard = (rank_state(*sizes, self.ranks, layout.ep, stage).gradient for stage in (0, 2))
         self.tokens, t = layout.micro_batch * (seq // layout.cp), layout.tp
@@ -77,7 +77,7 @@ class _Stage:
         return Memory(self.state.parameter, gradients, self.state.optimizer, activations, temporaries + always)
 
     def _moments(self) -> list[tuple[int, int, int]]:
-        """(gradients, activations, temporaries) at each."""
+        """(gradients, activations, temporaries) at each moment."""
         again = self.layout.microbatches > self.flight  # a backward has gone before
         moments = self._in_mixture(again) if self.shape.moe else [self._in_mlp(again)]
         if self.is_last:
@@ -89,11 +89,11 @@ class _Stage:
         return [*moments, (self._earlier(), 0, 0)]
 
     def _in_mlp(self, again: bool) -> tuple[int, int, int]:
-        """In the backward pass of the last block."""
+        """The moment in the backward pass of the last block."""
         return self._gradients(again), self.kept - self.inner, self.stream + 3 * self.inner + self.ids
 
     def _in_mixture(self, again: bool) -> list[tuple[int, int, int]]:
-        """The same, where experts' gradients are made, and where they move into their bucket."""
+        """The moments where experts' gradients are made, and where they move into their bucket."""
         moe, row = self.shape.moe, self.shape.hidden_size * ITEM
         wide = -(-moe.intermediate_size // self.layout.tp) * ITEM
         held, rows = moe.num_experts // self.layout.ep, self.arrived[-1]
@@ -139,8 +139,8 @@ class _Stage:
         return -(-call.num_bytes // group_size(self.layout, call.axis))
 
     def _messages(self) -> int:
-        """Of a pipeline: what every microbatch in flight has handed on, and, once gradients come back, the exchanges
-        that are not finished."""
+        """In a pipeline: what every microbatch in flight has handed on, and, once gradients come back, the unfinished
+        exchanges."""
         if self.layout.pp == 1:
             return 0
         unfinished = UNDER_WAY if self.layout.microbatches > self.flight else 0
@@ -154,7 +154,7 @@ class _Stage:
             return self.whole
         copies = group_size(self.layout, "expert_replicas")
         blocks = [
-            fully_shard.padded(block, self.ranks) + fully_shard.padded(experts, copies)
+            sharding.padded(block, self.ranks) + sharding.padded(experts, copies)
             for block, experts in zip(self.units.blocks, self.units.experts, strict=True)
         ]
-        return fully_shard.held(blocks, fully_shard.padded(self.units.rest, self.ranks), 1).gathered
+        return sharding.fully_shard_held(blocks, sharding.padded(self.units.rest, self.ranks), 1).gathered

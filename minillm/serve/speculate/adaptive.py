@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from minillm.predict.speculation import best_k
+from minillm.predict.serving.speculation import best_k
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class AdaptiveK:
-    """k = the argmax of `predict.speculation.speedup` at the acceptance a sequence has had lately.
+    """k = the argmax of `predict.serving.speculation.speedup` at the acceptance a sequence has had lately.
 
     A sequence's own counts decide, so its answer does not depend on what else runs.
 

@@ -13,8 +13,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from minillm.model import AttentionFunction, Transformer, weights
+from minillm.model import AttentionFunction, Transformer
 from minillm.model.generate import CHECKPOINTS
+from minillm.model.hf import weights
+from minillm.model.hf.write import write
 from minillm.serve.sampling import filtered
 from minillm.serve.speculate.proposal import Asked
 from minillm.serve.speculate.verify import choose, distribution
@@ -56,7 +58,7 @@ def save(kind: str, head: nn.Module, options: dict, target: Transformer, folder:
     """Writes the folder, all of it or nothing. options: what `load` hands to `make` again."""
     tensors = {name: tensor.detach().to(torch.bfloat16) for name, tensor in head.state_dict().items()}
     config = {"kind": kind, "options": options, "target": sizes(target)}
-    weights.write(tensors, folder, max_shard_bytes=None, beside={"config.json": config, "training.json": training})
+    write(tensors, folder, max_shard_bytes=None, beside={"config.json": config, "training.json": training})
 
 
 def load(kind: str, make: Callable[..., Head], target: Transformer, folder: str | Path | None = None) -> Head:

@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from importlib import import_module
 
-from minillm.model import Transformer
+from minillm.model import Transformer, load_hf
 from minillm.model.generate import folder_of
-from minillm.model.huggingface import load_hf
 from minillm.serve.speculate.draft_model import DraftModel
 from minillm.serve.speculate.ngram import NGram
 from minillm.serve.speculate.proposal import Proposer

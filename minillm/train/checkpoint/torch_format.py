@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from minillm.model.huggingface import DTYPES
+from minillm.model.hf.load import DTYPES
 from minillm.parallel.optimizer_state import names_by_group
 from minillm.train.checkpoint.generators import restore_generators
 from minillm.train.checkpoint.manifest import Manifest, SavedTensor

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from minillm.comm import Group
 from minillm.model import ModelConfig, Transformer
-from minillm.model.transformer import initial
+from minillm.model.initialise import initial
 from minillm.parallel.fsdp.fully_shard import FullyShard
 from minillm.parallel.fsdp.state import FullyShardOptimizer
 from minillm.parallel.optimizer_state import MakeOptimizer

@@ -14,7 +14,7 @@ from course.lab05_tensor_parallel.experiments import FORMS, MODEL, SEQ, Setup
 from minillm.comm import launch
 from minillm.model.attention import sdpa
 from minillm.model.rope import Rope, rotate
-from minillm.predict import tensor as predict
+from minillm.predict.training import tensor as predict
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

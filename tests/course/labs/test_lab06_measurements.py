@@ -10,7 +10,7 @@ from course.lab06_pipeline_parallel import figures as pictures
 from course.lab06_pipeline_parallel.experiments import FORWARD_S, MODEL, PRINTED_CHART, ROWS, SEQ, Job
 from minillm.parallel.pipeline_parallel import schedules
 from minillm.parallel.pipeline_parallel.schedules import Action
-from minillm.predict import pipeline as predict
+from minillm.predict.training import pipeline as predict
 
 NAMES = list(schedules.SCHEDULES)
 

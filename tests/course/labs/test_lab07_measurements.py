@@ -1,12 +1,12 @@
-"""Lab 07's formulas and pictures: what its answers claim in words follows from `predict.context`."""
+"""Lab 07's formulas and pictures: what its answers claim in words follows from `predict.training.context`."""
 
 import pytest
 
 from course.lab07_long_context import experiments, receipts
 from course.lab07_long_context import experiments_links as links
 from course.lab07_long_context import figures as pictures
-from minillm.predict import context
-from minillm.predict.context import AttentionShape, Hardware
+from minillm.predict.training import context
+from minillm.predict.training.context import AttentionShape, Hardware
 
 
 def test_the_numbers_of_the_design_answers():

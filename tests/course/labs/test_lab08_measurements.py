@@ -1,4 +1,4 @@
-"""Lab 08's formulas and pictures: what its answers claim in words follows from `predict.moe` and the planner."""
+"""Lab 08's formulas and pictures: its answers follow from `predict.training.moe` and the planner."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from course.lab08_expert_parallel import experiments, receipts
 from course.lab08_expert_parallel import experiments_links as links
 from course.lab08_expert_parallel import experiments_training as training
 from course.lab08_expert_parallel import figures as pictures
-from minillm.predict import moe
+from minillm.predict.training import moe
 
 
 def test_the_numbers_of_the_design_answers():

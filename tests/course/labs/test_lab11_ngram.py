@@ -3,7 +3,7 @@ import pytest
 
 from course.lab11_data_pipeline.ngram import KneserNey
 from minillm.data import Tokenizer, corpus, tokenize
-from minillm.predict.data import bits_per_byte, entropy
+from minillm.predict.model import bits_per_byte, entropy
 
 
 def by_hand(tokens, vocab_size, order, discount, context, token):

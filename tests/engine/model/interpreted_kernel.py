@@ -13,7 +13,7 @@ from test_paged import scattered
 from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import generate
 from minillm.model.paged import block_by_block, gathered, paged_attention
-from minillm.model.paged_triton import TritonSplitKV, triton_split_kv
+from minillm.model.paged.triton import TritonSplitKV, triton_split_kv
 from minillm.serve import LLM, SamplingParams
 
 
@@ -59,8 +59,8 @@ def test_several_tiles_of_queries_and_of_keys(block_size, window, splits):
 @pytest.mark.parametrize("window", [None, 90])
 def test_each_sequence_has_its_own_number_of_splits(window, monkeypatch):
     """A long decode is cut in many parts beside a short prompt piece that is not cut at all."""
-    monkeypatch.setattr("minillm.model.paged_split.MIN_KEYS", 16)
-    monkeypatch.setattr("minillm.model.paged_triton.count_splits", lambda keys, *_: np.maximum(1, keys // 16))
+    monkeypatch.setattr("minillm.model.paged.split.MIN_KEYS", 16)
+    monkeypatch.setattr("minillm.model.paged.triton.count_splits", lambda keys, *_: np.maximum(1, keys // 16))
     compare(7, [(1, 150), (9, 9), (1, 40)], 4, 2, 4, 24, window, None)
 
 

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minillm.model import dense
-from minillm.model.tiled import tiled_with_lse
-from minillm.model.tiled_triton import tiled_triton, tiled_triton_with_lse
+from minillm.model.attention.tiled import tiled_with_lse
+from minillm.model.attention.tiled_triton import tiled_triton, tiled_triton_with_lse
 
 
 def draw(seed, batch, heads, kv_heads, queries, keys, head_dim, dtype=torch.float32):

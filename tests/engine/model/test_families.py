@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 import minillm
 from minillm.model import ModelConfig, MoEConfig, Transformer, cross_entropy, load_hf, save_hf
-from minillm.model.families import FAMILIES, config_from_hf, config_to_hf
 from minillm.model.generate import generate
+from minillm.model.hf.families import FAMILIES, config_from_hf, config_to_hf
 from minillm.serve import LLM, SamplingParams
 from minillm.serve.tiny import TinyLLM
 

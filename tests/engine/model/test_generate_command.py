@@ -11,7 +11,7 @@ from minillm.cli import generate as command
 from minillm.data import Tokenizer
 from minillm.model import ModelConfig, RopeScaling, Transformer, load_hf, save_hf
 from minillm.model.generate import generate
-from minillm.model.generation_config import GenerationDefaults, read_generation_config
+from minillm.model.hf.generation_config import GenerationDefaults, read_generation_config
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token + '\n' }}{% endfor %}bot:"
 

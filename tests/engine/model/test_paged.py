@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minillm.model import ModelConfig, Transformer, paged_gathered, sdpa
+from minillm.model import ModelConfig, Transformer, sdpa
 from minillm.model.paged import Gathered, PagedCache, block_by_block, gathered, paged_attention
+from minillm.model.paged import gather as paged_gathered
 
 BACKENDS = [gathered, block_by_block]
 

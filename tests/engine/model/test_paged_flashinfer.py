@@ -10,7 +10,7 @@ from test_paged import scattered
 
 from minillm.model import ModelConfig, Transformer
 from minillm.model.paged import block_by_block, gathered, paged_attention
-from minillm.model.paged_flashinfer import FlashInfer
+from minillm.model.paged.flashinfer import FlashInfer
 from minillm.serve import LLM, SamplingParams
 
 
@@ -82,7 +82,7 @@ def test_what_it_cannot_do_is_told(installed, monkeypatch):
     with pytest.raises(ValueError, match="FlashInfer takes float16 or bfloat16"):
         paged_attention(parts[0][0].float(), *(p.float() for p in pools), tables, [1], [5], backend=FlashInfer())
     monkeypatch.delitem(sys.modules, "flashinfer")
-    monkeypatch.setattr("minillm.model.paged_flashinfer.find_spec", lambda name: None)
+    monkeypatch.setattr("minillm.model.paged.flashinfer.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install flashinfer-python"):
         FlashInfer()
 

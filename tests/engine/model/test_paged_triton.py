@@ -14,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_paged import scattered
 
-from minillm.model import ModelConfig, Transformer, paged_split, paged_triton
+from minillm.model import ModelConfig, Transformer, kernels
 from minillm.model.generate import generate
 from minillm.model.paged import block_by_block, default_backend, gathered, paged_attention
-from minillm.model.paged_triton import TritonSplitKV, triton_split_kv
+from minillm.model.paged import split as paged_split
+from minillm.model.paged import triton as paged_triton
+from minillm.model.paged.triton import TritonSplitKV, triton_split_kv
 from minillm.serve import LLM, SamplingParams
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -104,7 +106,7 @@ def test_the_default_backend(monkeypatch):
     model = Transformer(ModelConfig(50, 32, 64, 1, 4, 2, max_seq_len=16))
     assert LLM(model).backend is default_backend("cpu") is gathered
     for spec, expected in ((None, gathered), ("found", triton_split_kv)):
-        monkeypatch.setattr("minillm.model.paged_backend.find_spec", lambda name, spec=spec: spec)
+        monkeypatch.setattr("minillm.model.paged.backend.find_spec", lambda name, spec=spec: spec)
         assert default_backend(torch.device("cuda:0")) is expected
         assert default_backend("cuda", torch.float64) is gathered
 
@@ -119,7 +121,7 @@ def test_without_triton_or_a_gpu_one_sentence_says_so(monkeypatch):
             call()
     with pytest.raises(ValueError, match="splits 0 must be at least 1"):
         TritonSplitKV(0)
-    monkeypatch.setattr(paged_triton, "triton", None)
+    monkeypatch.setattr(kernels, "triton", None)
     with pytest.raises(ValueError, match="pip install triton"):
         call()
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from minillm.model.families import config_from_hf
+from minillm.model.hf.families import config_from_hf
 from minillm.predict.model import parameters
 
 LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import minillm
-import minillm.model.weights as weights
 from minillm.model import ModelConfig, Transformer, load_hf, save_hf
+from minillm.model.hf import write as writing
 
 CONFIG = ModelConfig(67, 32, 48, 2, 4, 2, max_seq_len=64)
 LAYOUTS = [None, 20_000]  # one file, shards
@@ -42,10 +42,10 @@ def kill_at(monkeypatch, step):
 
         return call
 
-    monkeypatch.setattr(weights, "save_file", guarded(weights.save_file))
-    monkeypatch.setattr(weights.os, "replace", guarded(os.replace))
-    monkeypatch.setattr(weights.Path, "unlink", guarded(weights.Path.unlink))
-    monkeypatch.setattr(weights.Path, "write_text", guarded(weights.Path.write_text))
+    monkeypatch.setattr(writing, "save_file", guarded(writing.save_file))
+    monkeypatch.setattr(writing.os, "replace", guarded(os.replace))
+    monkeypatch.setattr(writing.Path, "unlink", guarded(writing.Path.unlink))
+    monkeypatch.setattr(writing.Path, "write_text", guarded(writing.Path.write_text))
     return count
 
 
@@ -102,9 +102,9 @@ except OSError as error:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_everything_is_on_the_disk_before_the_first_rename(layout, tmp_path, monkeypatch):
     done = []
-    monkeypatch.setattr(weights, "flush", lambda path, flush=weights.flush: (flush(path), done.append(path)))
+    monkeypatch.setattr(writing, "flush", lambda path, flush=writing.flush: (flush(path), done.append(path)))
     monkeypatch.setattr(
-        weights.os, "replace", lambda new, final, replace=os.replace: (replace(new, final), done.append(new))
+        writing.os, "replace", lambda new, final, replace=os.replace: (replace(new, final), done.append(new))
     )
     save_hf(Transformer(CONFIG), tmp_path, max_shard_bytes=layout)
     renamed = [path for path in done if done.count(path) == 2 and path != tmp_path]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from minillm.measure import memory
 from minillm.model import dense
-from minillm.model.tiled import merge, tiled, tiled_with_lse
+from minillm.model.attention.tiled import merge, tiled, tiled_with_lse
 
 
 def draw(seed, batch, heads, kv_heads, queries, keys, head_dim, dtype=torch.float64):

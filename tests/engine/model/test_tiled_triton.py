@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from minillm.model import dense, tiled_triton
+from minillm.model import dense, kernels
+from minillm.model.attention import tiled_triton
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
@@ -57,7 +58,7 @@ def test_without_triton_or_a_gpu_one_sentence_says_so(monkeypatch):
     if find_spec("triton") and os.environ.get("TRITON_INTERPRET") != "1":
         with pytest.raises(ValueError, match="on a CUDA GPU, not on cpu: use attention=tiled, or set TRITON_INTERPRET"):
             tiled_triton.tiled_triton(q, k, v)
-    monkeypatch.setattr(tiled_triton, "triton", None)
+    monkeypatch.setattr(kernels, "triton", None)
     with pytest.raises(ValueError, match="pip install triton"):
         tiled_triton.tiled_triton(q, k, v)
 

@@ -37,7 +37,7 @@ def test_equals_transformers_in_float64(config, tmp_path, monkeypatch):
     norm = torch.nn.utils.get_total_norm(gradients.values()).item()
     assert norm == pytest.approx(ours.grad_norm, rel=1e-10) and norm > 0.1
     # In order of registration the parameters pair up except that ours lists a block's norms before its branches.
-    from minillm.model.huggingface import hf_name
+    from minillm.model.hf.load import hf_name
 
     assert {hf_name(name) for name in ours.gradients} == gradients.keys()
     after = dict(theirs.named_parameters())

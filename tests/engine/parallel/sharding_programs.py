@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from minillm.measure import ledger, memory
 from minillm.model import ModelConfig, Transformer
-from minillm.model.transformer import initial
+from minillm.model.initialise import initial
 from minillm.parallel.zero.optimizer import ZeroOptimizer
 from minillm.train import FullyShard, checkpoint_blocks, decay_groups
 

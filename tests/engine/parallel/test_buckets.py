@@ -10,7 +10,7 @@ from torch import nn
 from minillm.comm import launch
 from minillm.measure import ledger
 from minillm.parallel.data_parallel.packing import Bucket, assign
-from minillm.predict import data_parallel as predict
+from minillm.predict.training import sharding as predict
 from minillm.train import BucketedDDP, NaiveDDP
 
 KB = 1 / 1024  # in MiB

@@ -10,7 +10,7 @@ from minillm.comm import launch
 from minillm.measure import ledger
 from minillm.parallel.data_parallel.compression import bf16, fp16, int8_error_feedback, power_sgd, top_k
 from minillm.parallel.data_parallel.packing import assign
-from minillm.predict import data_parallel as predict
+from minillm.predict.training import sharding as predict
 from minillm.train import BucketedDDP
 
 KB = 1 / 1024

@@ -21,8 +21,8 @@ from minillm.parallel.context_parallel import (
     local_positions,
 )
 from minillm.parallel.context_parallel.variants import sequence_multiple
-from minillm.predict import context
-from minillm.predict.context import AttentionShape, ring_seconds
+from minillm.predict.training import context
+from minillm.predict.training.context import AttentionShape, ring_seconds
 
 SHAPE = AttentionShape(4, 128, 8, 8, 512)  # many bytes and little work, for a short time in which others may send
 

@@ -14,7 +14,7 @@ from minillm.comm import RankError, launch
 from minillm.measure import ledger
 from minillm.measure.ledger import open_ledgers
 from minillm.model import ModelConfig, Transformer
-from minillm.predict import data_parallel as predict
+from minillm.predict.training import sharding as predict
 from minillm.train import BucketedDDP, FlatDDP, NaiveDDP
 
 MODEL = ModelConfig(24, 12, 24, 1, 2, 1, max_seq_len=8, tie_embeddings=True, qkv_bias=True)

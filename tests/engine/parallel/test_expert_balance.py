@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minillm.parallel.expert_parallel.balance import contiguous, packed, rebalanced, replicated, simulate
-from minillm.predict.moe import imbalance
+from minillm.predict.training.moe import imbalance
 
 
 def skewed(experts, steps=1, seed=0):

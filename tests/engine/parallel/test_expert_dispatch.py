@@ -12,7 +12,7 @@ from minillm.model import Transformer
 from minillm.model.moe import sort_by_expert
 from minillm.parallel.expert_parallel import expert_parallel
 from minillm.parallel.expert_parallel.dispatch import inverse
-from minillm.predict import moe
+from minillm.predict.training import moe
 from tests.engine.comm.nccl_like import on_nccl_like
 from tests.engine.parallel.expert_programs import (
     EXPERTS,

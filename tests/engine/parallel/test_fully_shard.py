@@ -9,8 +9,8 @@ import torch
 from sharding_programs import CASES
 
 from minillm.comm import launch
-from minillm.predict import fully_shard as predict
 from minillm.predict.model import ADAM_FP32
+from minillm.predict.training import sharding as predict
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +36,17 @@ def test_traffic_and_gathered_bytes_are_as_predicted(against_one_process):
         config, options, shard = CASES[case]
         if "frozen" in options or "blocks" in shard:
             continue
-        blocks, rest = predict.unit_sizes(config)
-        wanted = predict.traffic(blocks, rest, world_size, itemsize=8, microbatches=options.get("microbatches", 1))
+        blocks, rest = predict.fully_shard_units(config)
+        wanted = predict.fully_shard_traffic(
+            blocks, rest, world_size, itemsize=8, microbatches=options.get("microbatches", 1)
+        )
         assert result["calls"] == {"all_gather": wanted.all_gathers, "reduce_scatter": wanted.reduce_scatters}
         assert result["bytes"] == wanted.bytes
         prefetch = shard.get("prefetch", 1)
-        assert result["peak_bytes"] == predict.held(blocks, rest, world_size, itemsize=8, prefetch=prefetch).gathered
+        assert (
+            result["peak_bytes"]
+            == predict.fully_shard_held(blocks, rest, world_size, itemsize=8, prefetch=prefetch).gathered
+        )
         assert result["peak_groups"] == prefetch + 1
     # Frozen: only what trains is reduced; a block of which a part is frozen has two flat parameters.
     assert against_one_process[0][4, "frozen"]["calls"] == {"all_gather": 11, "reduce_scatter": 3}
@@ -55,10 +60,10 @@ def resources(tmp_path_factory):
 
 @pytest.mark.full
 def test_memory_by_kind_is_as_predicted(resources):
-    blocks, rest = predict.unit_sizes(programs.DEEP)
+    blocks, rest = predict.fully_shard_units(programs.DEEP)
     for rank in resources:
         for world_size, (peak, buffers, parameters) in rank["held"].items():
-            wanted = predict.held(blocks, rest, world_size)
+            wanted = predict.fully_shard_held(blocks, rest, world_size)
             assert peak.parameter == wanted.parameter
             assert peak.gradient == wanted.gradient
             assert peak.optimizer == wanted.optimizer + 4 * parameters  # Adam counts its steps in 4 bytes each
@@ -69,9 +74,9 @@ def test_memory_by_kind_is_as_predicted(resources):
 
 @pytest.mark.full
 def test_whole_gradients_are_those_of_two_blocks_and_the_rest(resources):
-    blocks, rest = predict.unit_sizes(programs.DEEP)
+    blocks, rest = predict.fully_shard_units(programs.DEEP)
     for rank in resources:
-        assert rank["whole gradients"] == (predict.held(blocks, rest, 4).whole_gradients, [])
+        assert rank["whole gradients"] == (predict.fully_shard_held(blocks, rest, 4).whole_gradients, [])
 
 
 @pytest.mark.full
@@ -84,11 +89,11 @@ def test_a_model_on_meta_is_initialised_unit_by_unit_to_the_same_bits(resources)
 
 @pytest.mark.full
 def test_masters_are_float32_and_weights_travel_in_16_bits(resources):
-    blocks, rest = predict.unit_sizes(programs.DEEP)
+    blocks, rest = predict.fully_shard_units(programs.DEEP)
     for rank in resources:
         sent, kept, saved = rank["precision"]
-        assert sent[None] == predict.traffic(blocks, rest, 4, itemsize=2).bytes
-        assert sent[torch.float32] == predict.traffic(blocks, rest, 4, itemsize=2, reduce_itemsize=4).bytes
+        assert sent[None] == predict.fully_shard_traffic(blocks, rest, 4, itemsize=2).bytes
+        assert sent[torch.float32] == predict.fully_shard_traffic(blocks, rest, 4, itemsize=2, reduce_itemsize=4).bytes
         assert kept == {torch.float32} and saved == {torch.bfloat16}
 
 

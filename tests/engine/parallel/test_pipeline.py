@@ -11,7 +11,7 @@ from minillm.comm import RankError, launch
 from minillm.parallel.pipeline_parallel import messages, runtime, schedules
 from minillm.parallel.pipeline_parallel.runtime import Pipeline
 from minillm.parallel.pipeline_parallel.stages import build_parts
-from minillm.predict import pipeline as predict
+from minillm.predict.training import pipeline as predict
 
 BYTES = programs.SEQ_LEN * programs.HIDDEN * 8  # of one row of hidden states
 

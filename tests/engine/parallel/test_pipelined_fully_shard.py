@@ -7,7 +7,7 @@ from minillm.comm import launch
 from minillm.equivalence import SPLIT_CASES
 from minillm.equivalence.oracle import _backward, _sgd
 from minillm.measure import ledger
-from minillm.predict import fully_shard as predict
+from minillm.predict.training import sharding as predict
 from minillm.train.parallel_config import ParallelConfig
 from minillm.train.strategies.hybrid import Hybrid
 
@@ -23,7 +23,7 @@ def one_step(group, layout):
     sharded = strategy.module
     strategy.updater(sharded, lambda named: _sgd(named, lr=0.1))
     sizes = [[sum(flat.numel for flat in each.flats) for each in sharded.groups_of(part)] for part in model.parts]
-    predicted = predict.pipelined_bytes(sizes, layout.dp, layout.accumulate, itemsize=8)
+    predicted = predict.pipelined_fully_shard_bytes(sizes, layout.dp, layout.accumulate, itemsize=8)
     with ledger() as led:
         _backward(strategy, sharded, CASE.batch, layout.accumulate)
     over_dp = [event for event in led.events if event.group == "dp" and event.op in ("all_gather", "reduce_scatter")]

@@ -18,7 +18,7 @@ from minillm.parallel.pipeline_parallel.schedules import (
     violations,
     zero_bubble,
 )
-from minillm.predict import pipeline
+from minillm.predict.training import pipeline
 
 HANDBOOK = """\
 Stage 0: F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 B3 F7 B4 B5 B6 B7

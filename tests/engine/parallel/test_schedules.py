@@ -26,7 +26,7 @@ from minillm.parallel.pipeline_parallel.schedules import (
     zero_bubble,
     zero_bubble_v,
 )
-from minillm.predict import pipeline
+from minillm.predict.training import pipeline
 
 UNIT = Durations(F=1, B=2, W=0)
 

@@ -10,7 +10,7 @@ from minillm.measure import ledger
 from minillm.model import ModelConfig
 from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
 from minillm.parallel.tensor_parallel.regions import gather_from, scatter_to
-from minillm.predict import tensor as predict
+from minillm.predict.training import tensor as predict
 
 MODEL = ModelConfig(40, 32, 64, 3, 4, 2, max_seq_len=16)
 BATCH, SEQ = 2, 16

@@ -24,7 +24,7 @@ from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
 from minillm.parallel.tensor_parallel.plan import part_of, placements
 from minillm.parallel.tensor_parallel.regions import Region, copy_to, reduce_from
 from minillm.parallel.tensor_parallel.vocab import VocabParallelEmbedding, vocab_parallel_cross_entropy
-from minillm.predict import tensor as predict
+from minillm.predict.training import tensor as predict
 from minillm.train.activation_checkpointing import EXPENSIVE, checkpoint_blocks
 
 MODEL = ModelConfig(52, 32, 44, 3, 4, 2, max_seq_len=600, qk_norm=True)

@@ -12,7 +12,7 @@ from zero_programs import MODEL, UNTIED, Case
 from minillm.comm import launch
 from minillm.model import ModelConfig
 from minillm.predict.model import ADAM_FP32, ADAM_MIXED, StateBytes
-from minillm.predict.zero import Zero, padded
+from minillm.predict.training.sharding import Zero, padded_all
 
 FP64 = StateBytes(parameter=8, gradient=8, master=0, moments=16)
 FROZEN = ("blocks.0.mlp.up_proj.weight", "norm.weight")
@@ -98,7 +98,7 @@ def test_equals_one_process(run, world_size, case):
     slices = {name: torch.cat([r["slices"][name] for r in ranks if name in r["slices"]]) for name in gradients}
     assert worst(slices, gradients) < 1e-10
     buckets = ranks[0]["buckets"]
-    form = Zero(padded(buckets, world_size), world_size, case.stage, FP64, case.accumulate)
+    form = Zero(padded_all(buckets, world_size), world_size, case.stage, FP64, case.accumulate)
     assert len(form.buckets) > 3 and same_bits(ranks)
     for rank in ranks:
         assert worst(rank["weights"], expected["weights"]) < 1e-10
@@ -143,7 +143,7 @@ def test_masters_are_those_of_one_process_to_the_bit(run, how):
         assert worst_state(rank["again"], rank["state"]) == 0
         assert all(torch.equal(rank["again"]["masters"][name], masters[name]) for name in masters)
     down, up = (sum(rank["host"][way] for rank in ranks) for way in (0, 1))
-    psi = sum(padded([weight.numel() for weight in masters.values()], 1))
+    psi = sum(padded_all([weight.numel() for weight in masters.values()], 1))
     if offload:  # P62, over all ranks, 3 steps; padding at the end of each bucket
         assert down == up == pytest.approx(3 * 2 * psi, rel=0.001)
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from minillm.comm import launch
 from minillm.measure import ledger
-from minillm.model.tiled import Sight
+from minillm.model.attention.tiled import Sight
 from minillm.parallel.context_parallel import context_attention, local_positions
-from minillm.predict import context
-from minillm.predict.context import VARIANTS, AttentionShape, Hardware
+from minillm.predict.training import context
+from minillm.predict.training.context import VARIANTS, AttentionShape, Hardware
 
 
 @settings(max_examples=200)

@@ -6,7 +6,7 @@ import pytest
 
 from course.lab03_data_parallel import formulas
 from minillm.predict import comms
-from minillm.predict import data_parallel as predict
+from minillm.predict.training import sharding as predict
 
 
 def test_bytes_of_a_step():

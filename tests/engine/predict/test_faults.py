@@ -8,15 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minillm.predict import fault_simulation, faults
-from minillm.predict.fault_simulation import simulate
+from minillm.predict import faults
 
 HOUR = 3600.0
 
 
 def mean_goodput(count, *job, **more):
     """Mean over seeds, and five times its standard error."""
-    found = [simulate(*job, seed=seed, **more).goodput for seed in range(count)]
+    found = [faults.simulate_failures(*job, seed=seed, **more).goodput for seed in range(count)]
     return statistics.mean(found), 5 * statistics.stdev(found) / math.sqrt(count)
 
 
@@ -65,7 +64,7 @@ def test_the_published_run_on_16384_gpus():
     mtbf = faults.job_mtbf(faults.LLAMA3_GPU_MTBF_S, 16384)
     assert mtbf / HOUR == pytest.approx(3.1, abs=0.01)
     assert faults.expected_failures(54 * 24 * HOUR, mtbf) == pytest.approx(419)
-    drawn = [simulate(54 * 24 * HOUR, HOUR, 0, 0, mtbf, seed=seed) for seed in range(40)]
+    drawn = [faults.simulate_failures(54 * 24 * HOUR, HOUR, 0, 0, mtbf, seed=seed) for seed in range(40)]
     rates = [each.failures / each.total_s * 54 * 24 * HOUR for each in drawn]
     assert statistics.mean(rates) == pytest.approx(419, abs=5 * math.sqrt(419 / 40))
     assert faults.best_goodput(10, 300, mtbf) > faults.LLAMA3_GOODPUT > faults.best_goodput(30, 600, mtbf)
@@ -112,25 +111,29 @@ def test_failures_closer_together_than_restarts_and_intervals():
 
 
 def test_a_simulated_job_accounts_for_every_second(monkeypatch):
-    monkeypatch.setattr(fault_simulation, "MOST_EVENTS", 10_000)
-    found = simulate(1000, 100, 5, 30, 300, write_s=20, seed=2)
-    assert found == simulate(1000, 100, 5, 30, 300, write_s=20, seed=2) != simulate(1000, 100, 5, 30, 300, seed=3)
+    monkeypatch.setattr(faults, "MOST_EVENTS", 10_000)
+    found = faults.simulate_failures(1000, 100, 5, 30, 300, write_s=20, seed=2)
+    assert (
+        found
+        == faults.simulate_failures(1000, 100, 5, 30, 300, write_s=20, seed=2)
+        != faults.simulate_failures(1000, 100, 5, 30, 300, seed=3)
+    )
     assert found.useful_s == 1000 and found.failures and found.lost_s > 0
-    quiet = simulate(1000, 100, 5, 30, 1e12, write_s=20)
+    quiet = faults.simulate_failures(1000, 100, 5, 30, 1e12, write_s=20)
     assert (quiet.saves, quiet.failures, quiet.total_s) == (10, 0, 1000 + 10 * 5 + 20)
     with pytest.raises(ValueError, match="save more often than every 1000 s"):
-        simulate(2000, 1000, 0, 0, 1.0)
+        faults.simulate_failures(2000, 1000, 0, 0, 1.0)
     with pytest.raises(ValueError, match=r"save less often than every 0\.01 s"):
-        simulate(2000, 0.01, 0, 0, 1e12)
+        faults.simulate_failures(2000, 0.01, 0, 0, 1e12)
     with pytest.raises(ValueError, match="a restart of 100 s hardly ever ends at an MTBF of 1 s"):
-        simulate(2000, 1000, 0, 100, 1.0)
+        faults.simulate_failures(2000, 1000, 0, 100, 1.0)
 
 
 @pytest.mark.parametrize(
     "says, call",
     [
-        ("interval_s is 0", lambda: simulate(1000, 0, 0, 0, 1)),
-        ("write_s is -5", lambda: simulate(1000, 100, 1, 1, 500, write_s=-5)),
+        ("interval_s is 0", lambda: faults.simulate_failures(1000, 0, 0, 0, 1)),
+        ("write_s is -5", lambda: faults.simulate_failures(1000, 100, 1, 1, 500, write_s=-5)),
         ("save_s is nan", lambda: faults.goodput(100, math.nan, 0, 1000)),
         ("restart_s is inf", lambda: faults.wasted_share(100, 1, math.inf, 1000)),
         ("mtbf_s is inf; give a finite number above 0", lambda: faults.young_interval(1, math.inf)),

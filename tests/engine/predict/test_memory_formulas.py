@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from minillm.data import Tokens
 from minillm.measure import memory
 from minillm.model import ModelConfig, MoEConfig, Transformer
-from minillm.predict.memory import RECIPES, block_activation_bytes, training_step
+from minillm.predict.training.memory import RECIPES, block_activation_bytes, training_step
 from minillm.train import PRECISIONS, TrainConfig, Trainer
 from tests.engine.predict.test_model_formulas import configs
 

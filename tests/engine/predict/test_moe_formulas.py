@@ -11,8 +11,9 @@ from minillm.comm import launch
 from minillm.data import Tokens
 from minillm.measure import memory
 from minillm.model import ModelConfig, MoEConfig
-from minillm.predict import comms, moe, tensor
+from minillm.predict import comms
 from minillm.predict.model import matmul_parameters, parameters
+from minillm.predict.training import moe, tensor
 from minillm.train import TrainConfig, Trainer
 from minillm.train.parallel_config import ParallelConfig
 from minillm.train.strategies.sharded import make_strategy

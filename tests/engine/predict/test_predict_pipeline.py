@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from minillm.predict import pipeline
+from minillm.predict.training import pipeline
 
 
 def test_idle_share_is_not_overhead():
@@ -78,5 +78,5 @@ def test_bad_input_is_one_clear_sentence(call, says):
 
 
 def test_needs_no_torch():
-    code = "import sys, minillm.predict.pipeline; sys.exit('torch' in sys.modules)"
+    code = "import sys, minillm.predict.training.pipeline; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minillm.predict import cost, faults, queueing
+from minillm.predict import faults, model
+from minillm.predict.serving import queueing
 
 
 @given(st.floats(1, 100), st.floats(1e3, 1e6), st.floats(0.2, 5))
@@ -54,10 +55,10 @@ def test_a_load_of_one_is_refused():
 
 
 def test_a_bill():
-    found = cost.bill(1e18, 10, 1e12, 0.5, watts=700, pue=1.2, price_per_hour=3.0)
+    found = model.bill(1e18, 10, 1e12, 0.5, watts=700, pue=1.2, price_per_hour=3.0)
     assert found.device_hours == pytest.approx(1e18 / 0.5e12 / 3600)
     assert found.days == pytest.approx(found.device_hours / 240)
     assert found.money == pytest.approx(3 * found.device_hours)
     assert found.energy_mwh == pytest.approx(found.device_hours * 840e-6)
     with pytest.raises(ValueError, match=r"mfu 1\.5"):
-        cost.bill(1, 1, 1, 1.5, watts=1, pue=1, price_per_hour=0)
+        model.bill(1, 1, 1, 1.5, watts=1, pue=1, price_per_hour=0)

@@ -7,7 +7,7 @@ import pytest
 
 from course.lab15_speculative_decoding.formulas import acceptance
 from minillm.bench.speculate_formulas import batch_passes, batch_seconds, going
-from minillm.predict.speculation import best_k, speedup, tokens_per_pass
+from minillm.predict.serving.speculation import best_k, speedup, tokens_per_pass
 
 
 def test_acceptance_is_the_overlap_and_one_minus_the_total_variation():

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from minillm.model import ModelConfig, MoEConfig
-from minillm.predict import memory, model
-from minillm.predict import tensor as predict
+from minillm.predict import model
+from minillm.predict.training import memory
+from minillm.predict.training import tensor as predict
 
 SHAPE = ModelConfig(100, 16, 48, 3, 4, 2)
 

@@ -13,10 +13,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm.model import ModelConfig, Transformer
-from minillm.model.block_tables import BlockTables
 from minillm.model.draw import sample_seed
 from minillm.model.generate import generate
 from minillm.model.paged import block_by_block
+from minillm.model.paged.tables import BlockTables
 from minillm.serve import LLM, SamplingParams
 from minillm.serve.decode_graphs import DecodeGraphs
 from minillm.serve.model_runner import ForwardPass

@@ -23,9 +23,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import minillm.serve
-from minillm.model import block_tables, paged
 from minillm.model.draw import Draw, sample_seed
 from minillm.model.generate import generate
+from minillm.model.paged import cache as paged
+from minillm.model.paged import tables as block_tables
 from minillm.serve import LLM, SamplingParams, compiled
 from minillm.serve.sampling import sample
 from minillm.serve.speculate import DraftModel, NGram

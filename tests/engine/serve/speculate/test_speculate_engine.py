@@ -11,7 +11,7 @@ import torch
 from minillm.data import Tokenizer
 from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import generate
-from minillm.predict.speculation import best_k
+from minillm.predict.serving.speculation import best_k
 from minillm.serve import LLM, SamplingParams
 from minillm.serve.speculate import AdaptiveK, Asked, Counts, Draft, DraftModel, NGram
 

@@ -12,8 +12,8 @@ import torch
 from minillm.__main__ import run
 from minillm.bench.speculate import prompts
 from minillm.data import Tokenizer
+from minillm.model import load_hf
 from minillm.model.generate import folder_of, generate
-from minillm.model.huggingface import load_hf
 from minillm.serve import LLM, SamplingParams
 from minillm.serve.speculate import DraftModel, NGram, verify
 from minillm.serve.speculate.verify import distribution

@@ -1,0 +1,10 @@
+"""Attention as a function the model is given. Reading path:
+
+causal.py         the signature; softmax(q kᵀ) v by torch's fused kernel and by two matrix products; the mask
+tiled.py          the same tile by tile with a running softmax (FlashAttention), forward and backward, on any device
+tiled_triton.py   the tiles as Triton kernels, for a GPU
+"""
+
+from minillm.model.attention.causal import Attend, AttentionFunction, dense, sdpa, visible
+
+__all__ = ["Attend", "AttentionFunction", "dense", "sdpa", "visible"]

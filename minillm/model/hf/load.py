@@ -1,0 +1,161 @@
+"""Hugging Face model folders in and out: config.json and names in `families`, the tensor files in `weights`.
+
+A folder is read strictly: every tensor the model needs must be there in its shape and none may be left over, because a
+tensor that is silently skipped gives a model that only seems to work.
+"""
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+
+import torch
+from tqdm.auto import tqdm
+
+from minillm.model.config import ModelConfig
+from minillm.model.hf import weights
+from minillm.model.hf.families import (
+    COMMON,
+    FAMILIES,
+    Piece,
+    config_from_hf,
+    config_to_hf,
+    hf_name,
+    stored_tensors,
+    with_choices,
+)
+from minillm.model.hf.write import write
+from minillm.model.transformer import Transformer
+
+CONFIG = "config.json"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+LARGE_BYTES = 1 << 30  # a checkpoint from here on is loaded with a progress bar
+
+
+def load_hf(
+    folder: str | Path,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    max_seq_len: int | None = None,
+    progress: bool | None = None,
+) -> Transformer:
+    """The model in a Hugging Face folder; dtype None keeps the one its embedding is stored in.
+
+    max_seq_len: the context, see `config_from_hf`. progress: show a bar; None = on a terminal, from 1 GiB on.
+    Tensors go into the model one by one and a file is closed before the next is read, so there is no second copy.
+    ValueError, naming the tensor or the key: config.json missing, invalid or of an unknown architecture; safetensors
+    missing or truncated; a tensor missing, unexpected or of another shape.
+    """
+    folder = Path(folder)
+    config, stored = read_config(folder, max_seq_len), weights.read(folder)
+    if config.tie_embeddings and _has_other_head(stored):
+        config = replace(config, tie_embeddings=False)
+    parameters = dict(Transformer(config, device="meta").named_parameters())
+    held = stored_tensors(config, _raw(folder)["model_type"], parameters)
+    shapes = {each: _shape([piece.of(parameters) for piece in pieces]) for each, pieces in held.items()}
+    if missing := sorted(shapes.keys() - stored.keys()):
+        raise ValueError(f"{folder} lacks tensor {missing[0]}{_more(missing)}: its checkpoint is not complete.")
+    if extra := sorted(name for name in stored.keys() - shapes.keys() if not _derived(name, config)):
+        raise ValueError(f"{folder} holds tensor {extra[0]}{_more(extra)}, for which its {CONFIG} has no place.")
+    for name, shape in shapes.items():
+        if (found := stored[name].get_slice(name).get_shape()) != shape:
+            raise ValueError(f"tensor {name} in {folder} has shape {found}, its {CONFIG} asks for {shape}.")
+    embedding = hf_name("embedding.weight")
+    found = stored[embedding].get_tensor(embedding).dtype
+    if found not in DTYPES:
+        raise ValueError(f"tensor {embedding} in {folder} is {found}: quantised checkpoints are not supported.")
+    model = Transformer(config, seed=None, device=device, dtype=dtype or found)
+    _fill(model, held, stored, progress)
+    return model
+
+
+def save_hf(model: Transformer, folder: str | Path, *, max_shard_bytes: int | None = None) -> None:
+    """Writes config.json and safetensors that `load_hf` and transformers read: all of it or nothing (see `write`).
+
+    max_shard_bytes: start another file when one would hold more (a larger tensor has its own); None = one file.
+    ValueError if the folder holds a checkpoint of another configuration, OSError if the disk refuses; in both cases
+    what was there still loads. Other files in the folder, and other keys in its config.json, are kept.
+    """
+    folder = Path(folder)
+    raw = config_to_hf(model.config, next(model.parameters()).dtype)
+    raw = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | raw  # else transformers has its own
+    check_folder(folder, model.config)
+    if (folder / CONFIG).exists():
+        ours = COMMON.keys() | {key for family in FAMILIES.values() for key in family.keys}  # of another family, too
+        kept = {key: value for key, value in _raw(folder).items() if key not in ours}
+        raw |= {key: value for key, value in kept.items() if raw.get(key) is None}
+    named = dict(model.named_parameters())
+    held = stored_tensors(model.config, raw["model_type"], named)
+    tensors = {each: [piece.of(named).detach() for piece in pieces] for each, pieces in held.items()}
+    write(tensors, folder, max_shard_bytes=max_shard_bytes, beside={CONFIG: raw})
+
+
+def check_folder(folder: Path, config: ModelConfig) -> None:
+    """ValueError if `folder` holds a checkpoint of another configuration."""
+    if not (folder / CONFIG).exists():
+        return
+    previous = with_choices(read_config(folder), config)
+    if previous != config:
+        name = next(f.name for f in fields(previous) if getattr(previous, f.name) != getattr(config, f.name))
+        raise ValueError(
+            f"{folder} holds a checkpoint of another model ({name} {getattr(previous, name)}, "
+            f"not {getattr(config, name)}): save to another folder."
+        )
+
+
+def read_config(folder: str | Path, max_seq_len: int | None = None) -> ModelConfig:
+    """The `ModelConfig` of a Hugging Face folder; ValueError as in `load_hf`."""
+    path = Path(folder) / CONFIG
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: {folder} is not a Hugging Face model folder.")
+    try:
+        raw = _raw(Path(folder))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON ({error}).") from error
+    try:
+        return config_from_hf(raw, max_seq_len)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _raw(folder: Path) -> dict:
+    return json.loads((folder / CONFIG).read_text())
+
+
+def _fill(model: Transformer, held: dict[str, list[Piece]], stored: weights.Stored, progress: bool | None) -> None:
+    """Copies the stored tensors into the model, file by file."""
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    hidden = (None if total >= LARGE_BYTES else True) if progress is None else not progress  # None: off a terminal
+    bar = tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=hidden, leave=False)
+    named = dict(model.named_parameters())
+    with bar, torch.no_grad():
+        for file, tensors in weights.one_by_one(stored):
+            for each in tensors:
+                start, cut = 0, file.get_slice(each)
+                for piece in held.get(each, ()):
+                    part = piece.of(named)
+                    part.copy_(cut[start : start + len(part)])
+                    start += len(part)
+                    bar.update(part.nbytes)
+
+
+def _shape(parts: list[torch.Tensor]) -> list[int]:
+    return [sum(len(part) for part in parts), *parts[0].shape[1:]]
+
+
+def _has_other_head(stored: dict) -> bool:
+    """Whether a head is stored that differs from the embedding. It then counts, as in transformers, whatever
+    config.json says."""
+    head, embedding = hf_name("head.weight"), hf_name("embedding.weight")
+    if head not in stored or embedding not in stored:
+        return False
+    return not torch.equal(stored[head].get_tensor(head), stored[embedding].get_tensor(embedding))
+
+
+def _derived(name: str, config: ModelConfig) -> bool:
+    """Whether it is a tensor that old checkpoints carry although it follows from others."""
+    return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == hf_name("head.weight"))
+
+
+def _more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

@@ -1,0 +1,170 @@
+"""Attention over keys and values that lie in blocks anywhere in memory (Kwon et al. 2023, PagedAttention, §4.1).
+
+sequence     t0 t1 t2 t3 │ t4 t5 t6 t7 │ t8            block_size 4, the ninth token is new
+block table      7       │      2      │  5            logical block i of the sequence lies in block_table[i]
+k_pool       block 0 … │2: t4 t5 t6 t7│ … │5: t8 · · ·│ … │7: t0 t1 t2 t3│ …
+
+The tokens of all sequences of a step stand one after the other in one flat row, whether a sequence brings one
+(decode) or many (a piece of its prompt): `model(tokens[None], positions, attention=cache.batch(...))`.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minillm.model.attention.causal import Attend
+from minillm.model.config import ModelConfig
+from minillm.model.paged.backend import Backend
+from minillm.model.paged.gather import gathered
+from minillm.model.paged.tables import BlockTables, to_device
+
+
+def paged_attention(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    block_table: Tensor,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    *,
+    window: int | None = None,
+    backend: Backend = gathered,
+    **options,
+) -> Tensor:
+    """Causal attention of several sequences, each over its own blocks.
+
+    q: [tokens, heads, head_dim], the sequences' queries one after the other, query_lens[s] of them.
+    k_pool, v_pool: [num_blocks, block_size, kv_heads, head_dim]. block_table: [sequences, blocks], rows padded at will.
+    context_lens: keys of each sequence, those of its queries among them: the queries are its last tokens.
+    window: see `ModelConfig.sliding_window`. options: soft_cap, see `dense`. Returns [tokens, heads, head_dim].
+    """
+    sizes = (block_table, query_lens, context_lens)
+    return _prepared(backend, q, k_pool, *sizes, window=window, **options)(q, k_pool, v_pool)
+
+
+def _prepared(backend, q, k_pool, block_table, query_lens, context_lens, **options) -> Attend:
+    """Returns what the backend does in each layer of a pass. ValueError for lengths that do not fit."""
+    if sum(query_lens) != q.shape[0] or not len(query_lens) == len(context_lens) == len(block_table):
+        raise ValueError(
+            f"{q.shape[0]} queries, query_lens {list(query_lens)}, {len(context_lens)} context_lens and "
+            f"{len(block_table)} block tables: give one of each per sequence, and lengths that sum to the queries."
+        )
+    room = block_table.shape[1] * k_pool.shape[1]
+    for length, context in zip(query_lens, context_lens, strict=True):
+        if not 1 <= length <= context <= room:
+            raise ValueError(
+                f"a sequence of {length} queries and {context} keys in {room} slots: queries are at least 1, at most "
+                "the keys, and the keys fit the block table."
+            )
+    if hasattr(backend, "prepare"):
+        return backend.prepare(q, k_pool, block_table, query_lens, context_lens, **options)
+    return lambda q, k, v: backend(q, k, v, block_table, query_lens, context_lens, **options)
+
+
+class PagedCache:
+    """Keys and values of all layers in blocks, on the device and, for preempted sequences, on the host.
+
+    2 · layers · block_size · kv_heads · head_dim numbers a block. The block pool of `minillm.serve` decides which
+    sequence owns which block.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        *,
+        num_host_blocks: int = 0,
+        device=None,
+        dtype: torch.dtype | None = None,
+    ):
+        shape = (2, config.num_layers, num_blocks, block_size, config.num_kv_heads, config.head_dim)
+        self.block_size = block_size
+        self.pool = torch.zeros(shape, device=device, dtype=dtype)
+        pinned = self.pool.is_cuda
+        host_shape = (num_host_blocks, *shape[:2], *shape[3:])  # a block in one piece, for one copy
+        self.host = torch.zeros(host_shape, dtype=dtype, device="cpu", pin_memory=pinned)
+
+    def copy(self, source: int, target: int) -> None:
+        self.pool[:, :, target] = self.pool[:, :, source]
+
+    def to_host(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        """The host does not wait: whatever reads `host` or writes these blocks later is queued behind on the device."""
+        for block, slot in zip(blocks, slots, strict=True):
+            self.host[slot].copy_(self.pool[:, :, block], non_blocking=True)
+
+    def from_host(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        for slot, block in zip(slots, blocks, strict=True):
+            self.pool[:, :, block].copy_(self.host[slot], non_blocking=True)
+
+    def batch(
+        self, tables: Sequence[Sequence[int]], starts: Sequence[int], query_lens: Sequence[int], backend=gathered
+    ) -> "PagedBatch":
+        """The attention function of one forward pass: sequence s brings the query_lens[s] tokens from starts[s] on."""
+        stored = BlockTables(len(tables), max(map(len, tables)), self.pool.device)
+        for row, blocks in enumerate(tables):
+            stored.write(row, 0, blocks)
+        return PagedBatch(self, stored, np.arange(len(tables)), starts, query_lens, backend)
+
+
+class PagedAttention:
+    """An `AttentionFunction` for a flat batch: writes its keys and values into their blocks, then attends.
+
+    All of a layer's keys are written before any is read, so a sequence may share a block that another sequence of the
+    same pass fills. slot_mapping: [tokens], where each goes. prepare: (q, k_pool, *, window, **options) -> what a layer
+    does; it is asked once for all layers that are alike.
+    """
+
+    def __init__(self, cache: PagedCache, slot_mapping: Tensor, prepare: Callable[..., Attend]):
+        self.cache, self.slot_mapping, self._prepare = cache, slot_mapping, prepare
+        self._attend: dict[tuple, Attend] = {}  # by window and soft cap
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, *, layer: int, positions: Tensor | None, window: int | None, **options
+    ) -> Tensor:
+        k_pool, v_pool = self.cache.pool[:, layer]
+        k_pool.flatten(0, 1)[self.slot_mapping] = k[0].transpose(0, 1)
+        v_pool.flatten(0, 1)[self.slot_mapping] = v[0].transpose(0, 1)
+        flat = q[0].transpose(0, 1).contiguous()
+        key = (window, *options.values())
+        if key not in self._attend:
+            self._attend[key] = self._prepare(flat, k_pool, window=window, **options)
+        return self._attend[key](flat, k_pool, v_pool).transpose(0, 1)[None]
+
+
+class PagedBatch(PagedAttention):
+    """The `PagedAttention` of sequences of any lengths. rows: the row of each sequence in `tables`. positions:
+    [tokens], to hand to the model.
+    more: further arrays of whole numbers to copy to the device with these; `self.more` holds them there.
+    """
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        tables: BlockTables,
+        rows: np.ndarray,
+        starts: Sequence[int] | np.ndarray,
+        query_lens: Sequence[int],
+        backend: Backend,
+        more: Sequence[np.ndarray] = (),
+    ):
+        size = cache.block_size
+        lengths = np.array(query_lens)
+        ends = starts + lengths
+        stops = lengths.cumsum()
+        if len(lengths) == stops[-1]:  # one token each
+            positions, row_of = ends - 1, rows
+        else:
+            of_token = np.arange(len(lengths)).repeat(lengths)
+            positions, row_of = np.arange(len(of_token)) + (ends - stops)[of_token], rows[of_token]
+        slots = tables.host[row_of, positions // size] * size + positions % size
+        on_device = to_device((rows, slots, positions, stops - 1, *more, *tables.changes()), cache.pool.device)
+        place, slot_mapping, self.positions, self.last_rows, *self.more, changed, blocks = on_device
+        tables.apply(changed, blocks)
+        widest = min(-(-int(ends.max()) // size), tables.host.shape[1])
+        block_table = tables.on_device[:, :widest].index_select(0, place)
+        self.query_lens, self.context_lens = lengths.tolist(), ends.tolist()
+        sizes = (block_table, self.query_lens, self.context_lens)
+        super().__init__(cache, slot_mapping, lambda *x, **options: _prepared(backend, *x, *sizes, **options))
