@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from minillm.comm import Group
 from minillm.comm.work import Work
 from minillm.parallel.data_parallel.packing import Bucket
-from minillm.parallel.data_parallel.replicas import no_gradient, take_over
+from minillm.parallel.data_parallel.replicas import no_gradient, remove_previous_reducers
 
 
 class Reducer:
@@ -50,7 +50,7 @@ class Reducer:
         self.reduce, self.overlap, self.find_unused = reduce, overlap, find_unused
         self.sync = True  # False while gradients only accumulate (`no_sync`)
         self.is_closed, self._expected, self._task = False, False, -1
-        take_over(names)
+        remove_previous_reducers(names)
         for p in names:
             p._reducer = self
         self._seen: set[nn.Parameter] = set()  # have got a gradient since the last reduction
