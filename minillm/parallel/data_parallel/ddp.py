@@ -95,8 +95,8 @@ class _Replicated(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward inside only accumulates; the first one outside reduces the sum. (Where torch asks where *forward*
-        ran: with both inside, as above, the two agree.)"""
+        """Backward inside only accumulates; the first one outside reduces the sum. torch's DDP decides by where forward
+        runs, this class by where backward runs: keep both inside."""
         before, self.reducer.sync = self.reducer.sync, False
         try:
             yield

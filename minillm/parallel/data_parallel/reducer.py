@@ -33,8 +33,7 @@ class Reducer:
     find_unused: whether a parameter may get no gradient. If so, it counts as zero where another rank has one, and
         `.grad` stays None where no rank has; if not, that is an error which names it.
 
-    A parameter has one Reducer: a later one takes the place of an earlier one, all of it (`close`). A copy of a
-    parameter has none.
+    Wrapping a parameter again closes its previous Reducer. Copies of a parameter are not hooked.
     """
 
     def __init__(

@@ -170,8 +170,8 @@ class Hybrid(SingleDevice):
     @property
     def _gradient_groups(self) -> dict[str, Group]:
         """Parameters in buckets of their own, by the ranks that average them: experts, which fewer ranks hold than all
-        that average gradients; and what several stages hold. In which order a ring adds depends on where in its bucket
-        an element lies, so these buckets are the same on those stages, and their copies keep the same bits."""
+        that average gradients; and parameters that several stages hold. The order of a ring's sums depends on an
+        element's offset in its bucket: with buckets of their own, all these stages compute the same bits."""
         names = [name for name, _ in self.model.named_parameters()]
         found = {name: self.shard_group for name in names if name in self._shared}
         return found | {name: self.expert_replicas for name in names if self.expert_group and is_expert(name)}
