@@ -6,6 +6,7 @@ fsdp/               ranks that share everything and gather weights when they are
 tensor_parallel/    ranks that share every layer, and the sequence between layers
 pipeline_parallel/  ranks that hold layers one after the other
 context_parallel/   ranks that hold parts of the sequence, in attention too
+expert_parallel/    ranks that hold some of a layer's experts, to which tokens travel
 """
 
 from minillm.parallel.data_parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP

@@ -284,7 +284,7 @@ def per_element(entries: Entries) -> set[str]:
 
 
 def is_empty(entry: dict[str, Any]) -> bool:
-    """Whether it is of a part without elements: such a part may have missed steps, and others know them."""
+    """True for the state of an empty slice. Its step counter may lag behind, so another rank's is used."""
     return any(isinstance(value, Tensor) and not value.numel() for value in entry.values())
 
 

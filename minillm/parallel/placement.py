@@ -171,8 +171,8 @@ class Placement:
 
 
 def join(pieces: Sequence[tuple[Placement, Tensor]]) -> Tensor:
-    """All ranks' parts of one tensor, each with its placement -> the whole. Of equal parts the last one counts; what no
-    piece holds is zero."""
+    """All ranks' parts of one tensor, each with its placement -> the whole. If several pieces cover the same region the
+    last one wins; regions that no piece covers are zero."""
     first, tensor = pieces[0]
     if not first.parts:
         return pieces[-1][1]

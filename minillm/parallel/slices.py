@@ -6,7 +6,7 @@ weights               [ part r      ]                  what the optimizer steps:
 slices                [ k  | v      ]                  wider (float32 masters) or elsewhere (offloaded)
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,13 +18,19 @@ from minillm.parallel.offload import Offload
 from minillm.parallel.placement import FlatShard, Placement
 from minillm.parallel.sharded_gradient import ShardedGradient, plain
 
+Initialize = Callable[[str, tuple[int, ...]], Tensor]  # (name, shape) -> the initial value of that parameter
+
 
 @dataclass(frozen=True)
-class Sharding:
-    """Over whom a module is sharded. group: ranks that share its parameters; replicate_group: ranks that have the same
-    shard of other rows (hybrid sharding); norm_group: all ranks that hold parts; placements: of parameters that are
-    parts of larger ones themselves (tensor parallel); master, home: see `ZeroOptimizer`. apart: see `BucketedDDP`;
-    share: what averages over `group` are multiplied by, see `of`."""
+class ShardSettings:
+    """How a module is sharded, and over which ranks.
+
+    group: ranks that share its parameters; replicate_group: ranks that have the same shard of other rows (hybrid
+    sharding); norm_group: all ranks that hold parts of the model.
+    placements: of parameters that are parts of larger ones themselves (tensor parallel).
+    master, home: see `ZeroOptimizer`. gradient_groups: see `BucketedDDP`. reduce_dtype, initialize: see `FullyShard`.
+    share: what averages over `group` are multiplied by, see `of`.
+    """
 
     group: Group
     replicate_group: Group | None
@@ -32,16 +38,18 @@ class Sharding:
     placements: Mapping[str, Placement]
     master: bool
     home: Offload
-    apart: Mapping[str, Group] = field(default_factory=dict)
+    gradient_groups: Mapping[str, Group] = field(default_factory=dict)
+    reduce_dtype: torch.dtype | None = None
+    initialize: Initialize | None = None
     share: float = 1.0
 
-    def of(self, name: str) -> "Sharding":
-        """The sharding of one parameter: over the ranks of `group` that have it in common. Its gradient is averaged
-        over all of `group` even so, whose tokens they have seen, and over `replicate_group`."""
-        if name not in self.apart:
+    def of(self, name: str) -> "ShardSettings":
+        """The settings of one parameter, sharded over the ranks of `group` that have it in common. Its gradient is
+        averaged over all of `group` even so, whose tokens they have seen, and over `replicate_group`."""
+        if name not in self.gradient_groups:
             return self
-        own = self.apart[name]
-        return replace(self, group=own, apart={}, share=own.world_size / self.group.world_size)
+        own = self.gradient_groups[name]
+        return replace(self, group=own, gradient_groups={}, share=own.world_size / self.group.world_size)
 
     @property
     def groups(self) -> list[Group]:
@@ -71,7 +79,7 @@ class Sharding:
         return self.replicate_group.run("all_reduce", own, second, async_op=True, how="op=avg")
 
 
-class OwnShard:
+class LocalShard:
     """flat: [N * n]; own, weights: [n]. slices: by name, 1-D, maybe empty, views of `weights`; placements: theirs.
 
     named: the parameters in `flat`, one after the other. key: a name for the shard that no other has on this rank.
@@ -80,13 +88,14 @@ class OwnShard:
     """
 
     def __init__(
-        self, key: str, flat: Tensor, named: Iterable[tuple[str, Tensor]], sharding: Sharding, is_lasting: bool
+        self, key: str, flat: Tensor, named: Iterable[tuple[str, Tensor]], settings: ShardSettings, is_lasting: bool
     ) -> None:
-        self.flat, self.home, self.norm_group, self.group = flat, sharding.home, sharding.norm_group, sharding.group
-        size = flat.numel() // sharding.group.world_size
-        low = size * sharding.group.rank
+        self.flat, self.home = flat, settings.home
+        self.norm_group, self.group = settings.norm_group, settings.group
+        size = flat.numel() // self.group.world_size
+        low = size * self.group.rank
         self.own = flat[low : low + size]
-        dtype = torch.promote_types(flat.dtype, torch.float32) if sharding.master else flat.dtype
+        dtype = torch.promote_types(flat.dtype, torch.float32) if settings.master else flat.dtype
         is_elsewhere = dtype != flat.dtype or self.home.active
         self.is_copied, self.is_deferred = is_elsewhere or not is_lasting, is_elsewhere and is_lasting
         self.weights = self.home.place(key, self.own, dtype) if self.is_copied else self.own
@@ -95,7 +104,7 @@ class OwnShard:
         for name, parameter in named:
             end = begin + parameter.numel()
             part = FlatShard.of_range(begin, end, low, low + size)
-            self.placements[name] = sharding.placement_of(name, parameter).within(part)
+            self.placements[name] = settings.placement_of(name, parameter).within(part)
             self._sizes.append(part.stop - part.start)
             begin = end
         views = zip(named, self.split(self.weights), strict=True)
@@ -116,9 +125,9 @@ class OwnShard:
         else:
             self.waiting += average
 
-    def leave_alone(self, unused: set[str]) -> None:
-        """Parameters that no rank has used have no gradient, as in one process, rather than zeros. unused: in the last
-        reduction, for which `add_gradient` has been called."""
+    def clear_unused_gradients(self, unused: set[str]) -> None:
+        """Sets .grad to None for parameters that received no gradient on any rank, as in one process. Call it after
+        `add_gradient`. unused: the names of these parameters in the last reduction."""
         self._fresh &= unused
         if self.waiting is None:
             for name in self._fresh:
@@ -129,7 +138,7 @@ class OwnShard:
         if self.waiting is not None:
             unused, average, self.waiting = self._fresh, self.waiting, None
             self._add(average)
-            self.leave_alone(unused)
+            self.clear_unused_gradients(unused)
 
     def _add(self, average: Tensor) -> None:
         """Adds it to the slices' .grad, where the weights are and in their dtype."""

@@ -73,15 +73,15 @@ class _Replicated(nn.Module):
         group: Group,
         packing: dict,
         hook: Hook | None = None,
-        apart: Mapping[str, Group] | None = None,
+        gradient_groups: Mapping[str, Group] | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
-        if hook and apart:
+        if hook and gradient_groups:
             raise ValueError("a hook averages over one group: leave it out where experts have a group of their own.")
-        replicate(module, group, apart)
-        self.module, self.group, self.hook, self.apart = module, group, hook, dict(apart or {})
-        packing |= {"multiple_of": group.world_size if hook else 1, "apart": self.apart}
+        replicate(module, group, gradient_groups)
+        self.module, self.group, self.hook, self.gradient_groups = module, group, hook, dict(gradient_groups or {})
+        packing |= {"multiple_of": group.world_size if hook else 1, "gradient_groups": self.gradient_groups}
         self.reducer = RepackingReducer(module.named_parameters(), group, self._reduce, packing, **options)
         BufferSync(module, group, self.reducer.reduces)
 
@@ -95,8 +95,8 @@ class _Replicated(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward inside only accumulates; the first one outside reduces the sum. (Where torch asks where *forward*
-        ran: with both inside, as above, the two agree.)"""
+        """Backward inside only accumulates; the first one outside reduces the sum. torch's DDP decides by where forward
+        runs, this class by where backward runs: keep both inside."""
         before, self.reducer.sync = self.reducer.sync, False
         try:
             yield
@@ -109,7 +109,7 @@ class _Replicated(nn.Module):
         self.reducer.finish()
 
     def _reduce(self, bucket: Bucket, flat: Tensor) -> Work:
-        if (own := self.apart.get(bucket.names[0])) is not None:
+        if (own := self.gradient_groups.get(bucket.names[0])) is not None:
             return own.all_reduce(flat.div_(self.group.world_size), async_op=True)
         if self.hook is None:
             return self.group.all_reduce(flat, "avg", async_op=True)
@@ -137,8 +137,9 @@ class BucketedDDP(_Replicated):
     first_bucket_mb: cap of the first bucket, small so that communication starts early; at most `bucket_cap_mb` counts.
     find_unused: parameters may get no gradient on some or all ranks; costs one byte per parameter and step.
     hook: compression, see `compression.py`.
-    apart: parameters, by name, that just another group's ranks have in common (experts, see `expert_parallel`). These
-        have seen the tokens of all of `group`, so their gradients are summed over their own and divided by all of it.
+    gradient_groups: by name, the group of a parameter that fewer ranks have in common than `group` has (an expert, see
+        `expert_parallel`). It has seen the tokens of all of `group`, so its gradient is summed over its own group and
+        divided by the size of `group`.
     """
 
     def __init__(
@@ -149,10 +150,10 @@ class BucketedDDP(_Replicated):
         first_bucket_mb: float = 1,
         find_unused: bool = False,
         hook: Hook | None = None,
-        apart: Mapping[str, Group] | None = None,
+        gradient_groups: Mapping[str, Group] | None = None,
     ) -> None:
         for name, cap in (("bucket_cap_mb", bucket_cap_mb), ("first_bucket_mb", first_bucket_mb)):
             if not cap > 0:
                 raise ValueError(f"{name} is {cap}: a bucket needs a size above 0, for example 25")
         caps = {"cap_bytes": bucket_cap_mb * MB, "first_cap_bytes": min(first_bucket_mb, bucket_cap_mb) * MB}
-        super().__init__(module, group, caps, hook, apart, find_unused=find_unused)
+        super().__init__(module, group, caps, hook, gradient_groups, find_unused=find_unused)

@@ -48,14 +48,14 @@ def assign(
     cap_bytes: float,
     first_cap_bytes: float | None = None,
     multiple_of: int = 1,
-    apart: Mapping[str, Hashable] | None = None,
+    gradient_groups: Mapping[str, Hashable] | None = None,
 ) -> list[Bucket]:
     """Pack whole parameters, the last one first, since its gradient is ready first. As torch does, a bucket is closed
     by the parameter that fills it: it holds at least its cap, except the last of each dtype.
 
     first_cap_bytes: cap of the first bucket of each dtype; multiple_of: pad each bucket to a multiple of this many
-    elements; apart: by name, what parameters of one bucket have in common besides their dtype (who reduces them).
-    Frozen parameters are left out, a tied one is packed once.
+    elements; gradient_groups: by name, the group that reduces a parameter, the same for all of a bucket. Frozen
+    parameters are left out, a tied one is packed once.
     """
     for name, cap in (("cap_bytes", cap_bytes), ("first_cap_bytes", first_cap_bytes)):
         if cap is not None and not cap > 0:
@@ -69,7 +69,7 @@ def assign(
     filling: dict[tuple, list[nn.Parameter]] = {}
     room: dict[tuple, float] = {}  # bytes until the bucket being filled is closed
     for p, name in reversed(trainable.items()):
-        kind = p.dtype, (apart or {}).get(name)
+        kind = p.dtype, (gradient_groups or {}).get(name)
         filling.setdefault(kind, []).append(p)
         room[kind] = room.get(kind, first_cap_bytes or cap_bytes) - p.nbytes
         if room[kind] <= 0:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from minillm.comm import Group
 from minillm.comm.work import Work
 from minillm.parallel.data_parallel.packing import Bucket
-from minillm.parallel.data_parallel.replicas import no_gradient, take_over
+from minillm.parallel.data_parallel.replicas import no_gradient, remove_previous_reducers
 
 
 class Reducer:
@@ -33,8 +33,7 @@ class Reducer:
     find_unused: whether a parameter may get no gradient. If so, it counts as zero where another rank has one, and
         `.grad` stays None where no rank has; if not, that is an error which names it.
 
-    A parameter has one Reducer: a later one takes the place of an earlier one, all of it (`close`). A copy of a
-    parameter has none.
+    Wrapping a parameter again closes its previous Reducer. Copies of a parameter are not hooked.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class Reducer:
         self.reduce, self.overlap, self.find_unused = reduce, overlap, find_unused
         self.sync = True  # False while gradients only accumulate (`no_sync`)
         self.is_closed, self._expected, self._task = False, False, -1
-        take_over(names)
+        remove_previous_reducers(names)
         for p in names:
             p._reducer = self
         self._seen: set[nn.Parameter] = set()  # have got a gradient since the last reduction

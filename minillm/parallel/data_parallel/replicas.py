@@ -1,8 +1,8 @@
 """What holds around a reduction: every rank has the same model, buffers stay the same, gradients have one owner.
 
-replicate     before training, every rank gets rank 0's values; models that differ in more are refused
-BufferSync    before a forward pass, every rank gets rank 0's statistics of BatchNorm
-take_over     of two wrappers around the same parameters, the later one reduces their gradients
+replicate                  before training, every rank gets rank 0's values; models that differ in more are refused
+BufferSync                 before a forward pass, every rank gets rank 0's statistics of BatchNorm
+remove_previous_reducers   of two wrappers around the same parameters, the later one reduces their gradients
 """
 
 import itertools
@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from minillm.comm import Group
 
 
-def replicate(module: nn.Module, group: Group, apart: Mapping[str, Group] | None = None) -> None:
+def replicate(module: nn.Module, group: Group, gradient_groups: Mapping[str, Group] | None = None) -> None:
     """Makes every rank's parameters and buffers equal to rank 0's. ValueError, on every rank, if models differ in more
     than values, or are not on the group's device, or if another wrapper has them that cannot be taken off.
-    apart: those that other groups hold, by name: they become equal to the first rank's of these."""
+    gradient_groups: those that other groups hold, by name: they become equal to the first rank's of these."""
     check_plain(module)
     _check_devices(module, group)
     check_same(_tensors(module), group)
     for name, tensor in _tensors(module):
-        (apart or {}).get(name, group).broadcast(tensor.detach())
+        (gradient_groups or {}).get(name, group).broadcast(tensor.detach())
 
 
 def check_plain(module: nn.Module) -> None:
@@ -63,7 +63,7 @@ class BufferSync:
         return type(None), ()  # a copy of the module belongs to no group
 
 
-def take_over(names: Mapping[nn.Parameter, str]) -> None:
+def remove_previous_reducers(names: Mapping[nn.Parameter, str]) -> None:
     """Ends the Reducers that these parameters have: two owners would both reduce the same .grad."""
     for earlier in {p._reducer for p in names if getattr(p, "_reducer", None)}:
         if others := [name for p, name in earlier.names.items() if p not in names]:

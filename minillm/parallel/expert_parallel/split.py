@@ -7,7 +7,7 @@
 
 Experts see the tokens of their whole expert group. So their gradients are *summed* over the ranks that have the same
 experts and divided by all ranks that share the batch: an average over the former alone is ep times too large, which no
-loss tells and Adam hides (`apart` of BucketedDDP, ZeroOptimizer and FullyShard; `replicas_of` says who is averaged).
+loss tells and Adam hides (`gradient_groups` of BucketedDDP, ZeroOptimizer and FullyShard).
 """
 
 from functools import partial

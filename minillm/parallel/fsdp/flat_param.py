@@ -10,7 +10,7 @@ A *slice* is what a shard holds of one weight, in one dimension and possibly emp
 is resharded its module holds a placeholder on "meta", so that using it is an error and not a read of freed memory.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,9 +18,7 @@ from torch import Tensor, nn
 
 from minillm.comm.work import Work
 from minillm.parallel.placement import Placement
-from minillm.parallel.slices import OwnShard, Sharding
-
-Initialize = Callable[[str, tuple[int, ...]], Tensor]  # (name, shape) -> the initial value of that parameter
+from minillm.parallel.slices import Initialize, LocalShard, ShardSettings
 
 
 @dataclass(eq=False)
@@ -66,31 +64,21 @@ class ShardedParam:
 
 
 class FlatParam:
-    """See the top. key: unique on this rank. With masters, the shard is float32, whatever is unsharded.
+    """See the top. key: unique on this rank. With masters, the shard is float32, whatever is unsharded."""
 
-    reduce_dtype: what gradients travel in, None for the weights' own; initialize: for parameters on "meta".
-    """
-
-    def __init__(
-        self,
-        key: str,
-        infos: Sequence[ParamInfo],
-        sharding: Sharding,
-        reduce_dtype: torch.dtype | None = None,
-        initialize: Initialize | None = None,
-    ) -> None:
+    def __init__(self, key: str, infos: Sequence[ParamInfo], settings: ShardSettings) -> None:
         first, sizes = infos[0].parameter, [info.parameter.numel() for info in infos]
-        self.sharding, self.group, self.is_trained = sharding, sharding.group, first.requires_grad
-        self.reduce_dtype, self.numel = reduce_dtype or first.dtype, sum(sizes)
+        self.settings, self.group, self.is_trained = settings, settings.group, first.requires_grad
+        self.reduce_dtype, self.numel = settings.reduce_dtype or first.dtype, sum(sizes)
         padded = -(-self.numel // self.group.world_size) * self.group.world_size
         self.full = torch.zeros(padded, dtype=first.dtype, device=self.group.device)
         views = self.full[: self.numel].split(sizes)
         for info, view in zip(infos, views, strict=True):
-            view.copy_(_initial_value(info, initialize).reshape(-1))
-        for group in sharding.groups:  # parts of differently initialised models would be a patchwork
+            view.copy_(_initial_value(info, settings.initialize).reshape(-1))
+        for group in settings.groups:  # parts of differently initialised models would be a patchwork
             group.broadcast(self.full)
         named = [(info.names[0], info.parameter) for info in infos]
-        self.shard = OwnShard(key, self.full, named, sharding, is_lasting=False)
+        self.shard = LocalShard(key, self.full, named, settings, is_lasting=False)
         self.params = [self._sharded(info, view) for info, view in zip(infos, views, strict=True)]
         self._unsharding: Work | None = None
         self._reducing: Work | None = None
@@ -135,7 +123,7 @@ class FlatParam:
             else:
                 into.copy_(param.full.grad.reshape(-1))
                 param.full.grad = None
-        self._reducing = self.sharding.reduce_scatter(flat)
+        self._reducing = self.settings.reduce_scatter(flat)
         return missing
 
     def finish_reduce(self) -> None:

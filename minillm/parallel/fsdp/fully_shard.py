@@ -12,12 +12,23 @@ and the rest.
 Every rank goes through the same groups in the same order, also past a block that it does not run itself, since the
 others need its part: whatever a rank's data makes it skip, no collective is left alone.
 
+Under a pipeline (`pipelined=True`) there is no one order of blocks to prefetch by: a microbatch's forward and its
+backward lie far apart, with others' between them. The runtime says when weights are needed (`unsharded`), and gradients
+stay whole until the last microbatch, as in torch's pipelining over FSDP2 (`reduce_gradients`):
+
+                F0        F1        B0        F2        B1   ...                  after the schedule
+    weights     gather    gather    gather    gather    gather                    (N-1)/N · P_part each, freed after it
+    gradients                       add up in full on this rank                   one reduce-scatter, (N-1)/N · P
+
+The closed form is `predict.fully_shard.pipelined_bytes`.
+
 Torch's own forms: FullyShardedDataParallel (Zhao et al., VLDB 2023) and `fully_shard`. Autocast would keep 16-bit
 copies of all gathered weights until backward: build the module in 16 bits and use `master=True` instead.
 """
 
+import contextlib
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +37,19 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from minillm.comm import Group
-from minillm.parallel.data_parallel.replicas import BufferSync, check_plain, check_same, no_gradient, take_over
-from minillm.parallel.fsdp.build import build_groups
-from minillm.parallel.fsdp.flat_param import Initialize, ParamInfo, ShardedParam
-from minillm.parallel.fsdp.param_group import ParamGroup, PrefetchOrder, UnshardStats, reads_weights
+from minillm.parallel.data_parallel.replicas import (
+    BufferSync,
+    check_plain,
+    check_same,
+    no_gradient,
+    remove_previous_reducers,
+)
+from minillm.parallel.fsdp.flat_param import ParamInfo, ShardedParam
+from minillm.parallel.fsdp.param_group import ParamGroup, PrefetchOrder, UnshardStats, build_groups, reads_weights
 from minillm.parallel.fsdp.state import ShardedModule
 from minillm.parallel.offload import Offload
 from minillm.parallel.placement import Placement
-from minillm.parallel.slices import Sharding
+from minillm.parallel.slices import Initialize, ShardSettings
 
 
 class FullyShard(ShardedModule):
@@ -58,7 +74,8 @@ class FullyShard(ShardedModule):
     initialize: (name, shape) -> tensor, the first values of parameters on "meta"; one group at a time is ever whole.
     replicate_group: ranks that have the same shard of other rows: their gradients are averaged too (hybrid sharding).
     placements: of the module's parameters, where they are parts of larger ones themselves (tensor parallel), and
-    norm_group: all ranks that hold such parts; `group` by default. apart: see `BucketedDDP`.
+    norm_group: all ranks that hold such parts; `group` by default. gradient_groups: see `BucketedDDP`.
+    pipelined: `module` holds the parts of a pipeline with `blocks`; it is never called itself, see above.
 
     `parameters()` are this rank's slices: 1-D, `whole_shape` the parameter's own. Every rank starts from rank 0's
     values. Freeze before sharding; recomputation inside blocks may be set up before or after.
@@ -80,26 +97,35 @@ class FullyShard(ShardedModule):
         replicate_group: Group | None = None,
         placements: Mapping[str, Placement] | None = None,
         norm_group: Group | None = None,
-        apart: Mapping[str, Group] | None = None,
+        gradient_groups: Mapping[str, Group] | None = None,
+        pipelined: bool = False,
     ) -> None:
         super().__init__()
         if prefetch < 0:
             raise ValueError(f"prefetch {prefetch} must be at least 0: that many groups are unsharded ahead of use.")
         self.module, self.group, self.prefetch, self.find_unused = module, group, prefetch, find_unused
-        self.home, self.unshard_stats = Offload(offload, group.device), UnshardStats()
-        how = (norm_group or group, placements or {}, master, self.home, apart or {})
-        sharding = Sharding(group, replicate_group, *how)
-        self.norm_group, self.sharding = sharding.norm_group, sharding
+        self.home, self.unshard_stats, self.pipelined = Offload(offload, group.device), UnshardStats(), pipelined
+        self.settings = settings = ShardSettings(
+            group=group,
+            replicate_group=replicate_group,
+            norm_group=norm_group or group,
+            placements=placements or {},
+            master=master,
+            home=self.home,
+            gradient_groups=gradient_groups or {},
+            reduce_dtype=reduce_dtype,
+            initialize=initialize,
+        )
+        self.norm_group = settings.norm_group
         if not (everything := ParamInfo.all_of(module)):
             raise ValueError(f"the {type(module).__name__} has no parameters: there is nothing to shard.")
         check_plain(module)
-        take_over({info.parameter: info.names[0] for info in everything})
-        for each in sharding.groups:
+        remove_previous_reducers({info.parameter: info.names[0] for info in everything})
+        for each in settings.groups:
             check_same([(", ".join(info.names), info.parameter) for info in everything], each)
-        how = {"reduce_dtype": reduce_dtype, "initialize": initialize}
-        built = build_groups(module, blocks, everything, self.unshard_stats, sharding, **how)
+        built = build_groups(module, blocks, everything, self.unshard_stats, settings)
         chosen, self.block_groups, self.rest = built
-        for each in sharding.groups:
+        for each in settings.groups:
             BufferSync(module, each)
         self.groups = [*self.block_groups, *self.rest]
         found = {param.name: param for flat in self.flats for param in flat.params}
@@ -111,11 +137,14 @@ class FullyShard(ShardedModule):
         self._reducing: ParamGroup | None = None
         self._missing: list[str] = []  # names of parameters without gradient in this backward pass
         outside = (owner for group in self.rest for owner in group.owners if owner is not module)
-        self._watch(chosen, dict.fromkeys(outside))
+        if not pipelined:
+            self._add_hooks(chosen, dict.fromkeys(outside))
 
     # Forward: unshard, compute, reshard.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.pipelined:
+            raise ValueError("a pipeline's parts run by `Pipeline`: call its step, not the FullyShard around them.")
         self._forget()
         self._pass += 1
         order = [*self.rest, *self.block_groups, *(self.rest if self.block_groups else [])]
@@ -140,7 +169,7 @@ class FullyShard(ShardedModule):
             param.full.grad = None
         self._missing = []
 
-    def _watch(self, blocks: Sequence[nn.Module], owners: Iterable[nn.Module]) -> None:
+    def _add_hooks(self, blocks: Sequence[nn.Module], owners: Iterable[nn.Module]) -> None:
         """Hooks in the module: before and after each block, and before what owns parameters of the rest."""
         for group, block in zip(self.block_groups, blocks, strict=True):
             before, after = functools.partial(self._before_block, group), functools.partial(self._after_block, group)
@@ -232,20 +261,51 @@ class FullyShard(ShardedModule):
         if late:
             raise ValueError(f"{late[0]} got a gradient after its group was reduced: it is used outside of its block.")
         if self.find_unused:
-            self._leave_alone_unused(set(missing))
+            self._clear_unused_gradients(set(missing))
         elif missing:
             raise ValueError(no_gradient(missing, self.group.rank, self.group))
 
-    def _leave_alone_unused(self, missing: set[str]) -> None:
-        """Parameters that no rank has used have no gradient, as in one process, rather than zeros."""
+    def _clear_unused_gradients(self, missing: set[str]) -> None:
+        """Sets .grad to None for parameters that received no gradient on any rank. missing: those without one here."""
         names = [name for name, param in self.params.items() if param.slice.requires_grad]
         used = torch.tensor([name not in missing for name in names], dtype=torch.uint8, device=self.group.device)
-        for group in self.sharding.groups:
+        for group in self.settings.groups:
             group.all_reduce(used, "max")
         unused = {name for name, anywhere in zip(names, used.tolist(), strict=True) if not anywhere}
         for flat in self.flats:
             if flat.is_trained:
-                flat.shard.leave_alone(unused)
+                flat.shard.clear_unused_gradients(unused)
+
+    # Under a pipeline, whose runtime calls these.
+
+    @contextlib.contextmanager
+    def unsharded(self, groups: Sequence[ParamGroup]) -> Iterator[None]:
+        """Inside, the modules of these groups have their whole weights."""
+        for group in groups:
+            group.unshard()
+        for group in groups:
+            group.wait()
+        try:
+            yield
+        finally:
+            for group in groups:
+                group.reshard()
+
+    def groups_of(self, part: nn.Module) -> list[ParamGroup]:
+        """The groups that hold parameters of a part, in the order of `groups`, which is the same on all ranks."""
+        held = {id(parameter) for parameter in part.parameters()}
+        return [
+            group
+            for group in self.groups
+            if any(id(kind) in held for flat in group.flats for p in flat.params for kind in (p.full, p.placeholder))
+        ]
+
+    def reduce_gradients(self) -> None:
+        """Averages what has added up, into the slices' .grad; a parameter without gradient counts as zero."""
+        for group in self.groups:
+            self._reduce(group)
+        self._settle()
+        self._missing = []
 
 
 def _trains(x: Any) -> bool:

@@ -1,13 +1,13 @@
-"""What is unsharded, resharded and reduced together, and in which order."""
+"""How a module is divided into groups of parameters, and in which order these are unsharded and resharded."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from minillm.parallel.fsdp.flat_param import FlatParam, ParamInfo
-from minillm.parallel.slices import Sharding
+from minillm.parallel.slices import Initialize, ShardSettings
 
 LOOK_UPS = ("EmbeddingBackward0", "torch::autograd::AccumulateGrad", "AddBackward0", "ToCopyBackward0")
 REST = "rest"  # the group of all parameters outside of blocks
@@ -35,20 +35,18 @@ class UnshardStats:
 
 class ParamGroup:
     """What is unsharded, resharded and reduced together: one flat parameter per dtype, frozen weights and what other
-    ranks share apart. how: see `FlatParam`."""
+    ranks share apart."""
 
-    def __init__(
-        self, name: str, members: Iterable[ParamInfo], stats: UnshardStats, sharding: Sharding, **how: Any
-    ) -> None:
+    def __init__(self, name: str, members: Iterable[ParamInfo], stats: UnshardStats, settings: ShardSettings) -> None:
         self.name, self.stats, self.is_unsharded = name, stats, False
         members = list(members)
         self.owners = [owner for info in members for owner, _ in info.owners]
         kinds: dict[tuple, list[ParamInfo]] = {}
         for info in members:
-            kind = info.parameter.dtype, info.parameter.requires_grad, sharding.apart.get(info.names[0])
+            kind = info.parameter.dtype, info.parameter.requires_grad, settings.gradient_groups.get(info.names[0])
             kinds.setdefault(kind, []).append(info)
         alike = [(f"{name}.{index}", infos) for index, infos in enumerate(kinds.values())]
-        self.flats = [FlatParam(key, infos, sharding.of(infos[0].names[0]), **how) for key, infos in alike]
+        self.flats = [FlatParam(key, infos, settings.of(infos[0].names[0])) for key, infos in alike]
         self.trained = [flat for flat in self.flats if flat.is_trained]
         self.nbytes = sum(flat.nbytes for flat in self.flats)
 
@@ -72,6 +70,92 @@ class ParamGroup:
                 flat.reshard()
             self.is_unsharded = False
             self.stats.remove(self.name, self.nbytes)
+
+
+@torch.no_grad()
+def build_groups(
+    module: nn.Module,
+    blocks: Sequence[str | nn.Module] | None,
+    everything: Sequence[ParamInfo],
+    stats: UnshardStats,
+    settings: ShardSettings,
+) -> tuple[list[nn.Module], list[ParamGroup], list[ParamGroup]]:
+    """The blocks, a group for each, and the group of the rest, if there is any. Buffers become rank 0's."""
+    chosen, device = choose(module, blocks), settings.group.device
+    *inside, outside = divide(chosen, everything, device)
+    pairs = zip(chosen, inside, strict=True)
+    groups = [ParamGroup(name, members, stats, settings) for name, members in pairs]
+    rest = [ParamGroup(REST, outside, stats, settings)] if outside else []
+    materialise_buffers(module, device, settings.initialize)
+    for buffer in module.buffers():
+        for group in settings.groups:
+            group.broadcast(buffer)
+    return list(chosen.values()), groups, rest
+
+
+def choose(module: nn.Module, blocks: Sequence[str | nn.Module] | None) -> dict[str, nn.Module]:
+    """name -> block, for blocks given by name or as modules; None means module.blocks, or the longest nn.ModuleList."""
+    blocks = _blocks_of(module) if blocks is None else blocks
+    modules = dict(module.named_modules())
+    names = {inner: name for name, inner in modules.items()}
+    chosen: dict[str, nn.Module] = {}
+    for block in blocks:
+        name = block if isinstance(block, str) else names.get(block)
+        if name not in modules or modules[name] is module:
+            raise ValueError(f"block {block!r} is no part of the {type(module).__name__}: use module.named_modules().")
+        for other, earlier in chosen.items():
+            if modules[name] in set(earlier.modules()) or earlier in set(modules[name].modules()):
+                raise ValueError(f"blocks {other} and {name} overlap: name only one of them, a block holds no other.")
+        chosen[name] = modules[name]
+    return chosen
+
+
+def _blocks_of(module: nn.Module) -> list[nn.Module]:
+    if isinstance(getattr(module, "blocks", None), nn.ModuleList | nn.ModuleDict | list):
+        return list(module.blocks.values() if isinstance(module.blocks, nn.ModuleDict) else module.blocks)
+    lists = [each for each in module.modules() if isinstance(each, nn.ModuleList)]
+    inside = {inner for each in lists for inner in each.modules() if inner is not each}
+    outer = [each for each in lists if each not in inside and len(each)]
+    if not outer:
+        raise ValueError(
+            f"{type(module).__name__} has no nn.ModuleList to shard by: name its blocks, blocks=['layer1', ...], or "
+            "blocks=[] to gather all of it at once."
+        )
+    return list(max(outer, key=len))
+
+
+def divide(
+    chosen: dict[str, nn.Module], everything: Sequence[ParamInfo], device: torch.device
+) -> list[list[ParamInfo]]:
+    """The parameters of each block, and last those of the rest."""
+    place = {inner: index for index, block in enumerate(chosen.values()) for inner in reversed([*block.modules()])}
+    members: list[list[ParamInfo]] = [[] for _ in range(len(chosen) + 1)]
+    for info in everything:
+        where = {place.get(owner, len(chosen)) for owner, _ in info.owners}
+        if len(where) > 1:
+            raise ValueError(f"{' and '.join(info.names)} are tied but lie in different blocks: make those one block.")
+        kind = info.parameter.device.type
+        if kind not in ("meta", device.type):
+            raise ValueError(f"{info.names[0]} is on {kind}, the group on {device.type}: move the module there first.")
+        members[where.pop()].append(info)
+    for name, info in zip(chosen, members, strict=False):
+        if not info:
+            raise ValueError(f"block {name} has no parameters of its own: leave it out.")
+    return members
+
+
+def materialise_buffers(module: nn.Module, device: torch.device, initialize: Initialize | None) -> None:
+    """Buffers on "meta" come to `device`: those that modules make again themselves (see `Rope`), then by name."""
+    for prefix, owner in module.named_modules():
+        on_meta = [key for key, buffer in owner._buffers.items() if buffer is not None and buffer.is_meta]
+        if on_meta and not owner._parameters:
+            owner.to_empty(device=device, recurse=False)
+        for key in on_meta:
+            if owner._buffers[key].is_meta or key not in owner._non_persistent_buffers_set:
+                name = f"{prefix}.{key}" if prefix else key
+                if initialize is None:
+                    raise ValueError(f"buffer {name} is on 'meta': give initialize=lambda name, shape: a tensor.")
+                owner._buffers[key] = initialize(name, tuple(owner._buffers[key].shape)).to(device)
 
 
 class PrefetchOrder:

@@ -27,7 +27,7 @@ from minillm.parallel.data_parallel.replicas import BufferSync, replicate
 from minillm.parallel.offload import Offload
 from minillm.parallel.optimizer_state import MakeOptimizer, SlicedOptimizer
 from minillm.parallel.placement import FlatShard, Placement
-from minillm.parallel.slices import Sharding, slice_of
+from minillm.parallel.slices import ShardSettings, slice_of
 from minillm.parallel.zero.reducer import ScatterReducer
 
 
@@ -49,7 +49,7 @@ class ZeroOptimizer(SlicedOptimizer):
         has (one more all-reduce per reduction, a byte per parameter). Without it that is an error which names it.
     replicate_group: ranks that have the same shard of other rows: their gradients are averaged too (hybrid sharding).
     placements: of the module's parameters, where they are parts of larger ones themselves (tensor parallel), and
-    norm_group: all ranks that hold such parts; `group` by default. apart: see `BucketedDDP`.
+    norm_group: all ranks that hold such parts; `group` by default. gradient_groups: see `BucketedDDP`.
     """
 
     def __init__(
@@ -66,28 +66,36 @@ class ZeroOptimizer(SlicedOptimizer):
         replicate_group: Group | None = None,
         placements: Mapping[str, Placement] | None = None,
         norm_group: Group | None = None,
-        apart: Mapping[str, Group] | None = None,
+        gradient_groups: Mapping[str, Group] | None = None,
     ) -> None:
         if stage not in (1, 2):
             raise ValueError(f"stage={stage!r} must be 1 or 2; FullyShard is stage 3, which shards parameters too.")
         if not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb is {bucket_cap_mb}: a bucket needs a size above 0, for example 25.")
         home = Offload(offload, group.device)
-        sharding = Sharding(group, replicate_group, norm_group or group, placements or {}, master, home, apart or {})
-        for each in sharding.groups:
-            replicate(module, each, apart if each is group else None)
+        settings = ShardSettings(
+            group=group,
+            replicate_group=replicate_group,
+            norm_group=norm_group or group,
+            placements=placements or {},
+            master=master,
+            home=home,
+            gradient_groups=gradient_groups or {},
+        )
+        for each in settings.groups:
+            replicate(module, each, gradient_groups if each is group else None)
         named = dict(module.named_parameters())
         self.group, self.stage = group, stage
-        self.reducer = ScatterReducer(named, sharding, stage, bucket_cap_mb * 2**20, find_unused)
+        self.reducer = ScatterReducer(named, settings, stage, bucket_cap_mb * 2**20, find_unused)
         self.shards = self.reducer.shards
-        for each in sharding.groups:
+        for each in settings.groups:
             BufferSync(module, each, self.reducer.reduces)
         slices = {name: slice_of(p, p.new_empty(0)) for name, p in named.items()}  # of frozen ones, too
-        placed = {name: sharding.placement_of(name, p).within(FlatShard(0, 0)) for name, p in named.items()}
+        placed = {name: settings.placement_of(name, p).within(FlatShard(0, 0)) for name, p in named.items()}
         for shard in self.shards:
             slices |= shard.slices
             placed |= shard.placements
-        super().__init__(make, slices, placed, sharding.norm_group, home)
+        super().__init__(make, slices, placed, settings.norm_group, home)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

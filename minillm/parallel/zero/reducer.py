@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from minillm.comm.work import Work
 from minillm.parallel.data_parallel.packing import Bucket, assign
 from minillm.parallel.data_parallel.reducer import Reducer
-from minillm.parallel.slices import OwnShard, Sharding
+from minillm.parallel.slices import LocalShard, ShardSettings
 
 
 class ScatterReducer(Reducer):
@@ -24,27 +24,33 @@ class ScatterReducer(Reducer):
     """
 
     def __init__(
-        self, named: Mapping[str, nn.Parameter], sharding: Sharding, stage: int, cap_bytes: float, find_unused: bool
+        self,
+        named: Mapping[str, nn.Parameter],
+        settings: ShardSettings,
+        stage: int,
+        cap_bytes: float,
+        find_unused: bool,
     ) -> None:
         names = {p: name for name, p in named.items() if p.requires_grad}
         for p in names:
             p.data = p.detach().contiguous()  # slices are of elements in row-major order
-        buckets = assign(named.items(), cap_bytes, multiple_of=sharding.group.world_size, apart=sharding.apart)
-        super().__init__(names, buckets, sharding.groups, self._scatter, find_unused=find_unused)
-        self.stage, self.shardings = stage, [sharding.of(bucket.names[0]) for bucket in buckets]
+        packing = {"multiple_of": settings.group.world_size, "gradient_groups": settings.gradient_groups}
+        buckets = assign(named.items(), cap_bytes, **packing)
+        super().__init__(names, buckets, settings.groups, self._scatter, find_unused=find_unused)
+        self.stage, self.settings = stage, [settings.of(bucket.names[0]) for bucket in buckets]
         self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in names]  # they live as long as held
         self._hooks += [node.register_prehook(self._before(p)) for node, p in zip(self._nodes, names, strict=True)]
         self.shards = [self._shard(index, bucket) for index, bucket in enumerate(buckets)]
         self._arriving: dict[int, Tensor] = {}  # by bucket: where its reduction puts this rank's part
         self.is_reduced = False  # since start_over
 
-    def _shard(self, index: int, bucket: Bucket) -> OwnShard:
+    def _shard(self, index: int, bucket: Bucket) -> LocalShard:
         """Moves the bucket's weights into one flat tensor, of which this rank steps its part."""
         flat = bucket.empty()
         for p, view in zip(bucket.parameters, bucket.views(flat), strict=True):
             p.data, p.grad = view.copy_(p.detach()), None
         named = zip(bucket.names, bucket.parameters, strict=True)
-        return OwnShard(f"bucket{index}", flat, named, self.shardings[index], is_lasting=True)
+        return LocalShard(f"bucket{index}", flat, named, self.settings[index], is_lasting=True)
 
     def _before(self, p: nn.Parameter) -> Callable[[Any], None]:
         """Before autograd adds to p.grad: make that a view into its bucket. (A tensor's own hook would not do: it also
@@ -67,10 +73,10 @@ class ScatterReducer(Reducer):
 
     def _scatter(self, bucket: Bucket, flat: Tensor) -> Work:
         index = len(self._works)
-        sharding = self.shardings[index]
-        own = flat.view(sharding.group.world_size, -1)[sharding.group.rank]
+        settings = self.settings[index]
+        own = flat.view(settings.group.world_size, -1)[settings.group.rank]
         self._arriving[index] = own if self.stage == 1 else torch.empty_like(own)
-        return sharding.reduce_scatter(flat, out=self._arriving[index])
+        return settings.reduce_scatter(flat, out=self._arriving[index])
 
     def _settle(self, index: int) -> None:
         self._works[index].wait()
@@ -84,7 +90,7 @@ class ScatterReducer(Reducer):
             super().finish()
             self.is_reduced = True
             for shard in self.shards:
-                shard.leave_alone({self.names[p] for p in self.unused})
+                shard.clear_unused_gradients({self.names[p] for p in self.unused})
 
     def finish_late(self) -> None:
         """Reduces what no backward has: all microbatches ran under no_sync, or none touched a parameter here."""

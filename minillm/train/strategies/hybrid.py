@@ -34,7 +34,6 @@ from minillm.parallel.context_parallel import ContextAttention, context_attentio
 from minillm.parallel.data_parallel.ddp import BucketedDDP
 from minillm.parallel.expert_parallel.split import expert_parallel, expert_part_of, is_expert
 from minillm.parallel.fsdp.fully_shard import FullyShard
-from minillm.parallel.fsdp.pipelined import PipelinedFullyShard
 from minillm.parallel.optimizer_state import MakeOptimizer, plain
 from minillm.parallel.pipeline_parallel.held_parts import HeldParts
 from minillm.parallel.pipeline_parallel.runtime import Pipeline
@@ -138,9 +137,9 @@ class Hybrid(SingleDevice):
         self.placements = self._place(dict(model.named_parameters()))
         if self.layout.zero == 3:
             how = {"master": master, "initialize": self.initialize, **self._places()}
-            self.module = (PipelinedFullyShard if self.layout.order else FullyShard)(model, self.shard_group, **how)
+            self.module = FullyShard(model, self.shard_group, pipelined=bool(self.layout.order), **how)
         elif self.layout.zero == 0 and self.averaged_over > 1:
-            self.module = BucketedDDP(model, self.replicas, apart=self._apart)
+            self.module = BucketedDDP(model, self.replicas, gradient_groups=self._gradient_groups)
         if self.layout.order:
             sharded = self.module if self.layout.zero == 3 else None
             with sharded.unsharded(sharded.groups) if sharded else contextlib.nullcontext():
@@ -169,10 +168,10 @@ class Hybrid(SingleDevice):
         return self.expert_replicas if is_expert(name) else self.replicas
 
     @property
-    def _apart(self) -> dict[str, Group]:
+    def _gradient_groups(self) -> dict[str, Group]:
         """Parameters in buckets of their own, by the ranks that average them: experts, which fewer ranks hold than all
-        that average gradients; and what several stages hold. In which order a ring adds depends on where in its bucket
-        an element lies, so these buckets are the same on those stages, and their copies keep the same bits."""
+        that average gradients; and parameters that several stages hold. The order of a ring's sums depends on an
+        element's offset in its bucket: with buckets of their own, all these stages compute the same bits."""
         names = [name for name, _ in self.model.named_parameters()]
         found = {name: self.shard_group for name in names if name in self._shared}
         return found | {name: self.expert_replicas for name in names if self.expert_group and is_expert(name)}
@@ -183,11 +182,11 @@ class Hybrid(SingleDevice):
             "replicate_group": self.replicate_group,
             "placements": self.placements,
             "norm_group": self.group,
-            "apart": self._apart,
+            "gradient_groups": self._gradient_groups,
         }
 
     @contextlib.contextmanager
-    def _around(self, sharded: PipelinedFullyShard | None, action: Any) -> Iterator[None]:
+    def _around(self, sharded: FullyShard | None, action: Any) -> Iterator[None]:
         """Around an action of the pipeline: its part's weights, but for weight gradients, which do not read them, and
         the documents and router losses of its microbatch."""
         part = self.model.parts[action.chunk]

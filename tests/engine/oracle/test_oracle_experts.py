@@ -16,7 +16,7 @@ class DoublesExperts(Hybrid):
     def finish_backward(self):
         super().finish_backward()
         for name, parameter in self.model.named_parameters():
-            if name in self._apart and parameter.grad is not None:
+            if name in self._gradient_groups and parameter.grad is not None:
                 parameter.grad.mul_(self.layout.ep)
 
 
@@ -24,7 +24,7 @@ class MixesExperts(Hybrid):
     """Experts' gradients are averaged over all ranks that share the batch, whose experts are others."""
 
     @property
-    def _apart(self):
+    def _gradient_groups(self):
         return {}
 
 
