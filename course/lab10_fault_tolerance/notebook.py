@@ -550,7 +550,9 @@ receipt("torchrun --max-restarts 1", receipts.elastic(agent))
 # What large jobs do about the hours that are left:
 #
 # - *Lost work*: [GEMINI](https://doi.org/10.1145/3600006.3613145) copies checkpoints into a neighbour's memory, up to one
-#   per step (here `--peer-copy`). [MegaScale](https://arxiv.org/abs/2402.15627) copies to the host
+#   per step, and so do the
+#   [local checkpoints](https://nvidia.github.io/nvidia-resiliency-ext/checkpointing/local/usage_guide.html) of
+#   nvidia-resiliency-ext; minillm restarts from the disk. [MegaScale](https://arxiv.org/abs/2402.15627) copies to the host
 #   in seconds and writes later; after a failure one rank reads what a group shares and hands it on.
 # - *Restarts*: [Bamboo](https://arxiv.org/abs/2204.12013) lets each stage compute its neighbour's layers too, and
 #   [Oobleck](https://arxiv.org/abs/2309.08125) has pipelines of several lengths ready; the others go on.

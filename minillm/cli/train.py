@@ -126,10 +126,6 @@ def command(
     save_in_background: Annotated[
         bool, CHECKPOINTS("--save-in-background", help="Train on while a checkpoint is written.")
     ] = False,
-    peer_copy: Annotated[
-        bool,
-        CHECKPOINTS("--peer-copy", help="Hold the last one in the memory of two nodes each, for torchrun's restarts."),
-    ] = False,
     export_to: Annotated[
         Path | None, OUTPUT("--export", metavar="PATH", help="When done, write a model folder (bf16, Llama layout).")
     ] = None,
@@ -155,8 +151,6 @@ def command(
     settings = DEFAULTS | given if is_new else _saved_settings(folder, given, dp)
     if offload and not zero:
         raise ValueError(f"--offload {offload} needs shards to move: add --zero 1, 2 or 3")
-    if peer_copy and not may_restart():
-        raise ValueError("--peer-copy is for ranks that torchrun starts again: give it --max-restarts, or leave it out")
     rows = settings["batch_size"] * settings["accumulate"]
     spread = {"zero": zero, "dp_replicate": dp_replicate, "tp": tp, "sequence": sp, "pp": pp, "schedule": schedule}
     spread |= {"cp": cp, "context": context, "node": node, "pad": pad, "ep": ep, "ep_nodes": ep_nodes}
@@ -170,7 +164,6 @@ def command(
         save_every=save_every,
         keep=keep,
         save_in_background=save_in_background,
-        peer_copy=peer_copy,
         validate_every=validate_every,
         track_memory=memory,
         export_to=export_to,

@@ -56,7 +56,6 @@ class TrainingJob:
     save_every: int = 200
     keep: int = 2
     save_in_background: bool = False
-    peer_copy: bool = False
     validate_every: int = 100
     track_memory: bool = False
     export_to: Path | None = None
@@ -192,8 +191,7 @@ def _train(group: Group | None, job: TrainingJob, strategy: SingleDevice) -> dic
         peak *= group.world_size if group else 1
     trainer = Trainer(config, tokens, held_out, device=device, peak_flops=peak, parallel=strategy)
     how = {"save_every": job.save_every, "validate_every": job.validate_every, "lock": not job.is_locked}
-    saves = {"keep": job.keep, "save_in_background": job.save_in_background, "peer_copy": job.peer_copy}
-    saves["tokenizer"] = Tokenizer.load().fingerprint
+    saves = {"keep": job.keep, "save_in_background": job.save_in_background, "tokenizer": Tokenizer.load().fingerprint}
     done = fit(trainer, job.folder, resume=job.resume, track_memory=job.track_memory, **how, **saves)
     if strategy.is_root and not (job.folder / SETTINGS_FILE).exists():
         problem = f"{job.folder} was moved or removed while the run went on: what it has saved since is there again."

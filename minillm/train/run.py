@@ -28,7 +28,6 @@ from tqdm import tqdm as plain_tqdm
 from tqdm.auto import tqdm
 
 from minillm.measure.memory_tracker import Bytes, memory
-from minillm.train.checkpoint.peer_copy import PeerCopy
 from minillm.train.checkpoint.reader import has_checkpoint, restore
 from minillm.train.checkpoint.writer import Checkpointer
 from minillm.train.fault_tolerance.elastic import job_id
@@ -64,7 +63,6 @@ def fit(
     save_every: int = 200,
     keep: int = 2,
     save_in_background: bool = False,
-    peer_copy: bool = False,
     tokenizer: str | None = None,
     validate_every: int = 100,
     validation_tokens: int | None = 32768,
@@ -77,9 +75,9 @@ def fit(
     """Trains to the configuration's last step, or to Ctrl-C, and saves.
 
     resume: go on from the folder's latest checkpoint, of which `keep` stay; tokenizer: its fingerprint, if it is to be
-    checked. save_in_background: train on while a checkpoint is written. peer_copy: hold the last one in memory, too
-    (checkpoint/peer_copy.py), for ranks that are started again. validation_tokens: how many to validate on on the way
-    (all, at the end). track_memory: follow memory by kind through the first step. on_step: called after each.
+    checked. save_in_background: train on while a checkpoint is written. validation_tokens: how many to validate on
+    during the run (all, at its end). track_memory: follow memory by kind through the first step. on_step: called after
+    each step.
     lock: False where the caller holds the folder's lock (`run_folder.locked`) and has removed an old request to stop.
     ValueError if the folder holds a run and resume is not set, if another process uses it, or if replicas differ when
     they are to be saved; OSError if the last save fails (one on the way that fails costs a warning: the checkpoint
@@ -89,14 +87,11 @@ def fit(
     with contextlib.ExitStack() as stack:
         if lock:
             _lock(trainer.parallel, folder, stack)
-        peers = PeerCopy(trainer.parallel.group, folder) if peer_copy and trainer.parallel.group else None
         if resume:
-            found = restore(trainer, folder, tokenizer=tokenizer, in_memory=peers and peers.files())
-            if trainer.parallel.is_root and peers:
-                print(f"minillm: on from step {found.step}, read from {found.folder}", file=sys.stderr)
+            restore(trainer, folder, tokenizer=tokenizer)
         elif has_checkpoint(folder):
             raise ValueError(f"{folder} holds a run already: go on with --resume, or name another --run.")
-        how = {"keep": keep, "background": save_in_background, "tokenizer": tokenizer, "peers": peers}
+        how = {"keep": keep, "background": save_in_background, "tokenizer": tokenizer}
         saver = Checkpointer(folder, trainer.parallel.group, **how)
         steps, ranks = trainer.config.steps, trainer.parallel.group.world_size if trainer.parallel.group else 1
         run = RunResult(folder, trainer.steps_done)
@@ -171,8 +166,6 @@ def fit(
             (folder / STOP).unlink(missing_ok=True)
         if trainer.held_out is not None and not run.interrupted:
             validate(None)
-        if peers:
-            peers.clear()
         if first:
             spent.ended_at = run.steps_done
     return run

@@ -10,8 +10,7 @@ which bytes of which files these are, and reads those and no others. Where the p
 `parallel/placement.py` and nowhere else.
 
 Reading path: state.py (what is saved, by global names), shares.py (who writes what), writer.py (a save, and when it
-counts), manifest.py (what a checkpoint is on disk), reader.py (which bytes a rank needs). Beside them: peer_copy.py
-(the last save in memory, each file on two nodes), checksum.py (how a part that several ranks read is checked),
-background.py (the thread that writes), torch_format.py (torch.distributed.checkpoint in and out), export.py (Hugging
-Face's layout), generators.py (random number generators).
+counts), manifest.py (what a checkpoint is on disk), reader.py (which bytes a rank needs). Beside them: checksum.py
+(how a part that several ranks read is checked), background.py (the thread that writes), torch_format.py
+(torch.distributed.checkpoint in and out), export.py (Hugging Face's layout), generators.py (random number generators).
 """

@@ -159,11 +159,6 @@ class Manifest:
             if path.stat().st_size != nbytes:
                 raise Damaged(f"{path} is damaged: it has {path.stat().st_size} bytes instead of {nbytes}.")
 
-    def has_file(self, folder: Path, rank: int) -> bool:
-        """Whether the file of one rank is there, by its length."""
-        path = file_of(folder, rank)
-        return path.is_file() and path.stat().st_size == self.files[rank]
-
 
 def name_of(number: int, step: int) -> str:
     return f"save-{number:04d}-step-{step}"

@@ -3,14 +3,13 @@
     this rank's part of a tensor   [      runs of the whole      ]
     parts in the files             [ rank-0000.bin ][ rank-0001.bin ]     overlap: where from, where to, how many
 
-All ranks call `restore`. Parts are read into memory of their own; of what k ranks have read, each checks 1/k, and tells
-what that adds to the checksum of each part (checksum.py). Only when all of them are right does anything change in the
-trainer. So a refused checkpoint leaves the trainer as it was, on every rank.
+All ranks call `restore`. Each reads its parts into new memory. Of what k ranks have read, each checks 1/k: it works out
+what its bytes contribute to the checksum of each saved part (checksum.py), and the ranks add that up. The trainer
+changes only when every part is right. So a refused checkpoint leaves the trainer as it was, on every rank.
 """
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from minillm.parallel.runs import Runs, runs_of, shared
 from minillm.train.checkpoint.checksum import crc32, pieces_sum
 from minillm.train.checkpoint.generators import restore_generators
 from minillm.train.checkpoint.manifest import Damaged, Manifest, SavedPart, committed, file_of, step_of
-from minillm.train.checkpoint.shares import Owned, catalogue_of, holders
+from minillm.train.checkpoint.shares import catalogue_of, holders
 from minillm.train.checkpoint.state import put, wanted
 from minillm.train.trainer import Trainer
 
@@ -38,8 +37,7 @@ Sums = dict[str, dict[int, tuple[int, int]]]  # by tensor and part: bytes checke
 
 @dataclass(frozen=True)
 class Restored:
-    """From which checkpoint; bytes_read: of tensors, from files on the disk, by this rank; bytes_held: of what it now
-    has."""
+    """folder, step: of the checkpoint; bytes_read: of tensors, by this rank; bytes_held: of the parts it now has."""
 
     folder: Path
     step: int
@@ -47,20 +45,13 @@ class Restored:
     bytes_held: int
 
 
-def restore(trainer: Trainer, run: Path, *, tokenizer: str | None = None, in_memory: "Files | None" = None) -> Restored:
+def restore(trainer: Trainer, run: Path, *, tokenizer: str | None = None) -> Restored:
     """Goes on from the run's latest checkpoint, whatever layout has saved it. Every rank calls it.
 
-    in_memory: read this copy and not the disk, unless it turns out to be damaged.
-    Of generators, rank r gets the state of rank r, modulo as many ranks as there were.
-    ValueError, the same on all ranks: there is none, it is damaged (with the file's name, and which checkpoint is
-    complete), or it is of another model, other settings, data, or another tokenizer than this fingerprint.
+    Rank r gets the random number generators of rank r modulo the number of ranks that saved.
+    ValueError, the same on all ranks: there is no checkpoint, it is damaged (with the file's name, and which checkpoint
+    is complete), or it is of another model, other settings, data, or another tokenizer than this fingerprint.
     """
-    if in_memory:
-        try:
-            return _restore(trainer, in_memory, tokenizer)
-        except (Damaged, OSError) as error:
-            if trainer.parallel.is_root:
-                print(f"minillm: {error} The checkpoint on the disk is read instead.", file=sys.stderr)
     folder = _agreed(trainer, _latest(run))
     try:
         return _restore(trainer, Files(folder), tokenizer)
@@ -72,7 +63,7 @@ def restore(trainer: Trainer, run: Path, *, tokenizer: str | None = None, in_mem
 
 
 def _restore(trainer: Trainer, files: "Files", tokenizer: str | None) -> Restored:
-    """From these files; ValueError, Damaged or OSError on all ranks, and nothing has changed."""
+    """ValueError, Damaged or OSError on all ranks, and then nothing has changed."""
     group, folder = trainer.parallel.group, files.folder
     rank = group.rank if group else 0
     parts, needs, problem, manifest = {}, {}, None, None
@@ -87,14 +78,12 @@ def _restore(trainer: Trainer, files: "Files", tokenizer: str | None) -> Restore
                 parts[name] = files.read(name, placement, manifest)
     except (ValueError, OSError) as error:
         problem = error
-    told = _everyone(group, (problem, catalogue_of(needs)))
-    problem = next((theirs for theirs, _ in told if theirs), None)
+    gathered = _all_gather_objects(group, (problem, catalogue_of(needs)))
+    problem = next((theirs for theirs, _ in gathered if theirs), None)
     if problem is None:
-        files.fetch()
-        who = holders([catalogue for _, catalogue in told])
-        told = _everyone(group, files.sums(_to_check(who, rank, files.on_disk)))
-        differing = None if files.on_disk else _differing(folder, manifest, who, told)
-        problem = _wrong(folder, manifest, told) or differing
+        readers = holders([catalogue for _, catalogue in gathered])
+        own = {name: (ranks.index(rank), len(ranks)) for (name, _), ranks in readers.items() if rank in ranks}
+        problem = _wrong(folder, manifest, _all_gather_objects(group, files.sums(own)))
     if isinstance(problem, Damaged | OSError):
         raise problem
     if problem:
@@ -103,8 +92,7 @@ def _restore(trainer: Trainer, files: "Files", tokenizer: str | None) -> Restore
     put(trainer, parts, manifest)
     states = manifest.generators
     restore_generators(states[rank % len(states)], trainer.device)
-    bytes_read = files.bytes_read if files.on_disk else 0
-    return Restored(folder, manifest.step, bytes_read, sum(part.nbytes for part in parts.values()))
+    return Restored(folder, manifest.step, files.bytes_read, sum(part.nbytes for part in parts.values()))
 
 
 def read_whole(folder: Path) -> tuple[Manifest, dict[str, Tensor]]:
@@ -133,8 +121,6 @@ def saved_at(run: Path) -> float:
 class Files:
     """Reads parts of tensors from a checkpoint's files, and keeps the pieces for the parts' checksums."""
 
-    on_disk = True
-
     def __init__(self, folder: Path) -> None:
         self.folder, self.bytes_read = folder, 0
         self._open: dict[int, int] = {}
@@ -153,9 +139,6 @@ class Files:
         manifest = Manifest.read(self.folder)
         manifest.check_files(self.folder)
         return manifest
-
-    def fetch(self) -> None:
-        """After all reads, on all ranks: completes those that wait for other nodes. On a disk there are none."""
 
     def read(self, name: str, placement: Placement, manifest: Manifest) -> Tensor:
         """This rank's part of a tensor, padding zero. Damaged if the files end before it, or have not all of it."""
@@ -201,16 +184,17 @@ class Files:
         self.bytes_read += done
 
     def sums(self, to_check: Mapping[str, tuple[int, int]]) -> Sums:
-        """to_check: by tensor, i and k: the i-th of k equal shares of what was read."""
+        """What the pieces that were read contribute to the checksums of the saved parts. to_check: by tensor, (i, k):
+        of the i-th of k equal shares of its pieces alone."""
         pieces = [(name, piece) for name, share in to_check.items() for piece in _share(self._pieces[name], *share)]
         after = np.array([after for _, (*_, after) in pieces], dtype=np.uint64)
         checksums = np.array([crc32(data) for _, (_, data, _) in pieces], dtype=np.uint32)
-        found: Sums = {}
+        contributions: Sums = {}
         for (name, (index, data, _)), more in zip(pieces, pieces_sum(checksums, after).tolist(), strict=True):
-            of_parts = found.setdefault(name, {})
+            of_parts = contributions.setdefault(name, {})
             nbytes, total = of_parts.get(index, (0, 0))
             of_parts[index] = (nbytes + len(data), total ^ more)
-        return found
+        return contributions
 
 
 def _share(pieces: Sequence[Piece], turn: int, count: int) -> Iterator[Piece]:
@@ -224,33 +208,11 @@ def _share(pieces: Sequence[Piece], turn: int, count: int) -> Iterator[Piece]:
         low, high = low - len(data), high - len(data)
 
 
-def _to_check(who: Mapping[Owned, list[int]], rank: int, is_shared: bool) -> dict[str, tuple[int, int]]:
-    """For `sums`, of each tensor that this rank has read. who: the ranks that have each part; is_shared: they have read
-    the same bytes, so each checks a share. The copies of nodes are not the same bytes: each rank checks all of its."""
-    same = {name: ranks for (name, _), ranks in who.items() if rank in ranks}
-    return {name: (ranks.index(rank), len(ranks)) if is_shared else (0, 1) for name, ranks in same.items()}
-
-
-def _differing(
-    folder: Path, manifest: Manifest, who: Mapping[Owned, list[int]], told: Sequence[Sums]
-) -> Damaged | None:
-    """A part of which a rank has read other bytes than the first rank that has it. What is left in `told` is what the
-    first ones say."""
-    found = None
-    for (name, _), (first, *others) in who.items():
-        for rank in others:
-            theirs = told[rank].pop(name, {})
-            for index in (index for index, sums in told[first].get(name, {}).items() if theirs.get(index) != sums):
-                path = file_of(folder, manifest.tensors[name].parts[index].rank)
-                found = Damaged(f"{path} is damaged where rank {rank} reads it: the checksum of {name} differs.")
-    return found
-
-
-def _wrong(folder: Path, manifest: Manifest, told: Sequence[Sums]) -> ValueError | None:
-    """The first part whose checksum differs, or that is not all needed; None if everything is right."""
+def _wrong(folder: Path, manifest: Manifest, by_rank: Sequence[Sums]) -> ValueError | None:
+    """The first part whose checksum differs, or of which no rank needs every byte; None if everything is right."""
     for name, tensor in manifest.tensors.items():
         for index, part in enumerate(tensor.parts):
-            seen = [sums[name][index] for sums in told if index in sums.get(name, ())]
+            seen = [sums[name][index] for sums in by_rank if index in sums.get(name, ())]
             if sum(nbytes for nbytes, _ in seen) != part.nbytes:
                 return ValueError(f"it is of another model: nothing here needs its {name}")
             total = 0
@@ -285,13 +247,13 @@ def _latest(run: Path) -> Path | ValueError:
 
 def _agreed(trainer: Trainer, chosen: Any) -> Path:
     """What rank 0 has chosen. ValueError if that is a problem."""
-    chosen = _everyone(trainer.parallel.group, chosen)[0]
+    chosen = _all_gather_objects(trainer.parallel.group, chosen)[0]
     if isinstance(chosen, ValueError):
         raise chosen
     return chosen
 
 
-def _everyone(group: Group | None, value: Any) -> list[Any]:
+def _all_gather_objects(group: Group | None, value: Any) -> list[Any]:
     return group.gather_objects(value) if group else [value]
 
 

@@ -35,7 +35,6 @@ from minillm.train.checkpoint.background import Background
 from minillm.train.checkpoint.checksum import crc32
 from minillm.train.checkpoint.generators import generator_states
 from minillm.train.checkpoint.manifest import FILE, FOLDER, Damaged, Manifest, committed, file_of, name_of, number_of
-from minillm.train.checkpoint.peer_copy import PeerCopy
 from minillm.train.checkpoint.shares import Piece, Share, catalogue_of, shares_of, write_parts
 from minillm.train.checkpoint.state import Holding
 from minillm.train.trainer import Trainer
@@ -63,7 +62,6 @@ class Checkpointer:
 
     group: all ranks of the run, None for one process. keep: how many checkpoints stay. tokenizer: its fingerprint.
     background: write while training goes on. timeout_s: how long rank 0 waits for the others to have written.
-    peers: where each save is held in memory, too.
     """
 
     def __init__(
@@ -75,12 +73,11 @@ class Checkpointer:
         background: bool = False,
         tokenizer: str | None = None,
         timeout_s: float = 600.0,
-        peers: PeerCopy | None = None,
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep {keep} must be at least 1: the checkpoint just saved stays.")
         self.run, self.folder, self.group, self.keep = run, run / FOLDER, group, keep
-        self.background, self.tokenizer, self.timeout_s, self.peers = background, tokenizer, timeout_s, peers
+        self.background, self.tokenizer, self.timeout_s = background, tokenizer, timeout_s
         self.rank, self.world_size = (group.rank, group.world_size) if group else (0, 1)
         self.stats = SaveStats(0, 0.0, 0.0, 0.0)
         self._writer = Background()
@@ -111,8 +108,6 @@ class Checkpointer:
         self._noted.clear()
         draft, about = self.folder / f".{name_of(self._number, trainer.steps_done)}", _about(trainer, holding)
         self._written = self._writer.begin(partial(self._write, draft, pieces, about))
-        if self.peers:
-            self.peers.keep(draft.name.removeprefix("."), pieces, about(), self.tokenizer)
         if not self.background:
             self.finish()
         nbytes = sum(piece.content.nbytes for piece in pieces)

@@ -3,7 +3,6 @@
 import copy
 import errno
 import os
-import shutil
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,9 +17,8 @@ from minillm.measure.ledger import ledger
 from minillm.model import ModelConfig
 from minillm.model.config import MoEConfig
 from minillm.train import SingleDevice, TrainConfig, Trainer
-from minillm.train.checkpoint import peer_copy, reader, shares
+from minillm.train.checkpoint import reader, shares
 from minillm.train.checkpoint.manifest import committed
-from minillm.train.checkpoint.peer_copy import PeerCopy
 from minillm.train.checkpoint.reader import has_checkpoint, read_whole, restore
 from minillm.train.checkpoint.state import Holding, held
 from minillm.train.checkpoint.writer import Checkpointer
@@ -230,89 +228,8 @@ def train_and_save(folder: Path, background: bool) -> None:
             saver.save(ours)
 
 
-def with_copies_in_memory(group, folder: Path, nodes: list[Path]) -> dict[str, object]:
-    """Two ranks on each of two nodes, whose memory is a folder; the disk cannot be read but where that is said. What
-    each restore came to: problems with its bits and losses, bytes read from the disk, where it was read."""
-    torch.set_num_threads(1)
-    shares.SPLIT_FROM = 16
-    run, aside, node, found = folder / "run", folder / "aside", nodes[group.rank // 2], {}
-    ours = _spread(group, LAYOUTS[4])
-    peers = PeerCopy(group, run, node)
-    saver = Checkpointer(run, group, background=True, peers=peers)
-    for step in range(2):
-        ours.step()
-        saver.save(ours)
-        if step == 0 and group.rank == 2:
-            shutil.copytree(node, folder / "old node")
-    saver.finish()
-    losses = [ours.step().loss for _ in range(2)]
-    saved = committed(run)[-1]
-
-    def spoil_disk() -> None:
-        [path.write_bytes(bytes(path.stat().st_size)) for path in saved.iterdir()]
-
-    def mend_disk() -> None:
-        [shutil.copy(path, saved) for path in (aside / saved.name).iterdir()]
-
-    if group.rank == 0:
-        shutil.copytree(saved, aside / saved.name)
-        spoil_disk()
-    group.barrier()
-    found["held"] = {file.name: file.stat().st_size for file in (peers.place / saved.name).iterdir()}
-    whole = read_whole(aside / saved.name)[1]
-
-    def back(name: str, layout: ParallelConfig) -> None:
-        other = _spread(group, layout)
-        again = PeerCopy(group, run, node)  # as started again, it knows nothing
-        done = restore(other, run, in_memory=again.files())
-        wrong = [name for name, (part, at) in held(other).items() if not torch.equal(part, at.cut(whole[name]))]
-        again = [other.step().loss for _ in range(2)]
-        if layout == LAYOUTS[4] and again != losses:
-            wrong.append(f"{again} instead of {losses}")
-        found[name] = (wrong, done.bytes_read, str(done.folder))
-
-    def on_one(rank: int, action, *args) -> None:
-        if group.rank == rank:
-            action(*args)
-        group.barrier()
-
-    back("ranks lost", LAYOUTS[4])
-    on_one(0, mend_disk)
-    on_one(2, _flip, peers.place / saved.name / "rank-0003.bin")
-    back("the other copy damaged", LAYOUTS[4])
-    on_one(0, spoil_disk)
-    on_one(2, shutil.rmtree, nodes[1])
-    back("node lost", LAYOUTS[4])
-    back("node lost, tensor parallel", LAYOUTS[0])
-    back("node lost, pipeline", LAYOUTS[2])
-    on_one(0, mend_disk)
-    on_one(0, _flip, peers.place / saved.name / "rank-0003.bin")
-    back("damaged", LAYOUTS[4])
-    on_one(0, (peers.place / saved.name / "rank-0003.bin").unlink)
-    back("both copies gone", LAYOUTS[4])
-    on_one(0, shutil.rmtree, nodes[0])
-    on_one(2, shutil.copytree, folder / "old node", node)
-    back("older than the disk", LAYOUTS[4])
-    saver.save(ours)
-    saver.finish()
-    found["back again"] = (peers.files() is not None, len(list(peers.place.iterdir())))
-    if group.rank == 3:
-        peer_copy._allocate = _no_room
-    ours.step()
-    saver.save(ours)
-    saver.finish()
-    found["full"] = (peers.files(), node.exists(), len(committed(run)))
-    return found
-
-
 def _spread(group, layout: ParallelConfig) -> Trainer:
     return trainer(make_strategy(group, layout), batch_size=1, accumulate=WINDOWS // layout.dp)
-
-
-def _flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data)
 
 
 def _no_room(*_: object) -> None:

@@ -23,7 +23,7 @@ from minillm.train import Trainer, adamw
 from minillm.train.checkpoint import manifest as manifests
 from minillm.train.checkpoint import reader
 from minillm.train.checkpoint.manifest import Manifest, SavedTensor, committed, file_of, name_of
-from minillm.train.checkpoint.reader import Files, has_checkpoint, read_whole, restore
+from minillm.train.checkpoint.reader import has_checkpoint, read_whole, restore
 from minillm.train.checkpoint.shares import Piece, write_parts
 from minillm.train.checkpoint.state import Holding, held
 from minillm.train.checkpoint.torch_format import from_torch, to_torch
@@ -122,15 +122,6 @@ def test_a_checkpoint_of_more_ranks_than_files_may_be_open(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert isinstance(Manifest.read(folder).tensors["model/x"], SavedTensor)
-
-
-def test_memory_that_cannot_be_read_sends_to_the_disk(two_saves, capsys):
-    class Gone(Files):
-        def manifest(self):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "/dev/shm/copy")
-
-    assert restore(trainer(), two_saves, in_memory=Gone(two_saves)).step == 2
-    assert "The checkpoint on the disk is read instead." in capsys.readouterr().err
 
 
 def test_settings_of_another_version_are_one_sentence(two_saves):

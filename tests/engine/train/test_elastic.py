@@ -1,7 +1,6 @@
 """A run under torchrun's elastic agents: nodes are killed and come back, and the loss curve does not notice."""
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -16,8 +15,6 @@ import minillm
 from minillm.comm.launch.launcher import _store
 from minillm.data import Tokenizer, corpus, tokenize
 from minillm.train import Trainer
-from minillm.train.checkpoint import peer_copy
-from minillm.train.checkpoint.manifest import committed
 from minillm.train.fault_tolerance.goodput import read_goodput
 from minillm.train.job import TrainingJob, saved_settings
 from minillm.train.metrics import read_metrics
@@ -122,49 +119,3 @@ def test_four_nodes_three_nodes_four_nodes(nodes, home):
     with Trainer(alone.config, tokens) as trainer:
         expected = [trainer.step().loss for _ in rows]
     assert [row["loss"] for row in rows] == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.full
-def test_a_restart_reads_the_copy_in_memory(nodes, home):
-    """After a killed rank its node's own, after a lost node that of the other one; at the end all of it is freed."""
-    folder = home / "runs/tiny-1"
-    often = ["--batch-size", "1", "--accumulate", "2", "--save-every", "20", "--validate-every", "9999", "--peer-copy"]
-    job = nodes(2, 2, *TINY, *often)
-    job.start()
-    job.wait_for(job.has_a_host)
-    job.start()
-
-    def restored(times):
-        """By both nodes' ranks together, as rank 0 says, and steps were made since."""
-        job.wait_for(lambda: said(f"read from {peer_copy.MEMORY}") == times)
-        begin = len(rows_of(folder))
-        job.wait_for(lambda: len(rows_of(folder)) >= begin + 7)
-        job.wait_for(is_held)
-
-    def is_held():
-        """Both nodes hold what the disk has: a kill during a save would have the disk read, as it should."""
-        names = [path.name for node in memory() for path in node.glob("*/save-*")]
-        return len(names) == 2 and set(names) == {path.name for path in committed(folder)[-1:]}
-
-    def said(text):
-        return sum(path.read_text().count(text) for path in home.glob("node*.log"))
-
-    def memory():
-        agents = [str(node.pid) for node in job.running]
-        return [path for path in peer_copy.MEMORY.glob("minillm-copy-*") if path.name.split("-")[3] in agents]
-
-    job.wait_for(is_held)
-    psutil.Process(job.running[1].pid).children()[0].kill()
-    restored(1)
-    [lost] = [path for path in memory() if f"-{job.running[1].pid}-" in path.name]
-    job.kill(1)
-    shutil.rmtree(lost)  # as with the machine
-    job.start()
-    restored(2)
-    assert len(memory()) == 2
-    (folder / "stop").touch()
-    for node in job.running:
-        assert node.wait(PATIENCE_S) is not None
-    assert memory() == [] and said("on from step") == 2
-    rows = rows_of(folder)
-    assert [row["position"] for row in rows] == [4 * step for step in range(len(rows))]
