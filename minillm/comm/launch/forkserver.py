@@ -17,7 +17,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from multiprocessing import process, resource_tracker, util
 from multiprocessing.context import BaseContext
 from multiprocessing.forkserver import ensure_running
@@ -29,6 +28,8 @@ PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "numpy", "cloudpickle"
 OURS = ("minillm", "course")
 SOCKETS = "minillm.server-"  # beginning of the name of the folder with the server's socket
 LONGEST_FOLDER = 65  # bytes of its parent's path: an address of a socket has 107 in all
+# What of ours the server has loaded, path -> (when it was changed last, bytes); None before its start.
+_loaded_files: dict[str, tuple[int, int]] | None = None
 
 
 @functools.cache
@@ -56,12 +57,13 @@ def start_server() -> None:
     It and all that it forks are deaf to Ctrl-C, so no import shows a traceback: they inherit that SIGINT is blocked.
     Here it is so for a moment only, and a Ctrl-C then is late, not lost.
     """
+    global _loaded_files
     if start_context().get_start_method() != "forkserver":
         return
-    if _server.files is None:
+    if _loaded_files is None:
         load_ahead([])
-    elif _server.files != _stamps(_server.files):
-        _server.files = {}
+    elif _loaded_files != _stamps(_loaded_files):
+        _loaded_files = {}
         multiprocessing.set_forkserver_preload(PRELOAD)
         _leave_server()
     _ensure_server()
@@ -72,10 +74,11 @@ def load_ahead(modules: Iterable[str]) -> None:
     while which nobody edits them, since only what is loaded here is watched. A server that is there stays as it is.
 
     The server looks where this process looks: a program's folder may be another than the current one."""
-    if start_context().get_start_method() != "forkserver" or _server.files is not None:
+    global _loaded_files
+    if start_context().get_start_method() != "forkserver" or _loaded_files is not None:
         return
     loaded = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in OURS}
-    _server.files = _stamps(module.__file__ for module in loaded.values() if getattr(module, "__file__", None))
+    _loaded_files = _stamps(module.__file__ for module in loaded.values() if getattr(module, "__file__", None))
     multiprocessing.set_forkserver_preload([*PRELOAD, *loaded, *modules])
     given = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "PYTHONSAFEPATH": "1"}
     before = {name: os.environ.get(name) for name in given}
@@ -87,16 +90,6 @@ def load_ahead(modules: Iterable[str]) -> None:
             os.environ.pop(name)
             if value is not None:
                 os.environ[name] = value
-
-
-@dataclass
-class _Server:
-    """files: what of ours the server has loaded, path -> (when it was changed last, bytes); None before its start."""
-
-    files: dict[str, tuple[int, int]] | None = None
-
-
-_server = _Server()
 
 
 def _stamps(files: Iterable[str]) -> dict[str, tuple[int, int]]:
