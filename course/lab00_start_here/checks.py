@@ -28,7 +28,6 @@ TOLERANCE = 1e-4  # the smallest message takes at least 7e-4 longer than the lat
         "that? And which three matrices cross the wire between memory and cores?",
         "A dot product of length k takes k multiplications and k additions (the first one onto zero). Two matrices are "
         "read, one is written; an element takes itemsize bytes.",
-        "return 2 * m * k * n, (m * k + k * n + m * n) * itemsize",
     ),
 )
 def check_matmul_cost(learner: Callable) -> list[Row]:
@@ -56,7 +55,6 @@ def check_matmul_cost(learner: Callable) -> list[Row]:
         "Two things can be the limit: the cores, and the memory that feeds them. Which of the two decides?",
         "Memory brings `bandwidth` bytes per second, and each byte is good for `intensity` FLOP. The slower of that "
         "and `peak_flops` is what you get.",
-        "return min(peak_flops, intensity * bandwidth)",
     ),
 )
 def check_roofline(learner: Callable) -> list[Row]:
