@@ -107,7 +107,9 @@ alternative(
     "roofline",
     "by-ridge",
     {
-        "min(peak_flops, intensity * bandwidth)": "peak_flops if intensity > peak_flops / bandwidth else intensity * bandwidth"
+        "min(peak_flops, intensity * bandwidth)": (
+            "peak_flops if intensity > peak_flops / bandwidth else intensity * bandwidth"
+        )
     },
 )
 
@@ -153,7 +155,9 @@ mistake(
     "first-rank-program",
     "never-waits",
     {
-        "group.all_reduce(mean)\n    return mean / group.world_size": "return group.all_reduce(mean / group.world_size, async_op=True)"
+        "group.all_reduce(mean)\n    return mean / group.world_size": (
+            "return group.all_reduce(mean / group.world_size, async_op=True)"
+        )
     },
     expect="returned a HandleWithoutWait; the exercise asks for the mean",
 )
