@@ -28,7 +28,7 @@ from minillm.model import ModelConfig, Transformer, dense, sdpa
     hints=(
         "Two matrices per block. Adam keeps two numbers per weight; what does it step if the weights have 16 bits?",
         "A matmul keeps its input for backward, ReLU its output, an addition nothing. ReLU's output is down's input: "
-        "one tensor. With 16-bit weights the optimizer owns a float32 copy and two float32 moments.",
+        "one tensor. If weights have 16 bits, the optimizer owns a float32 copy and two float32 moments.",
     ),
 )
 def check_memory_ledger(learner: Callable) -> Receipt:
