@@ -26,9 +26,8 @@ TOLERANCE = 1e-4  # the smallest message takes at least 7e-4 longer than the lat
     hints=(
         "Each of the m·n results is a dot product of length k. How many multiplications and how many additions is "
         "that? And which three matrices cross the wire between memory and cores?",
-        "A dot product of length k takes k multiplications and k additions (the first one onto zero). Two matrices are "
-        "read, one is written; an element takes itemsize bytes.",
-        "return 2 * m * k * n, (m * k + k * n + m * n) * itemsize",
+        "A dot product of length k takes k multiplications and k additions (the first one onto zero). The inputs are "
+        "read once, the result is written once; an element takes itemsize bytes.",
     ),
 )
 def check_matmul_cost(learner: Callable) -> list[Row]:
@@ -54,9 +53,8 @@ def check_matmul_cost(learner: Callable) -> list[Row]:
     difficulty=1,
     hints=(
         "Two things can be the limit: the cores, and the memory that feeds them. Which of the two decides?",
-        "Memory brings `bandwidth` bytes per second, and each byte is good for `intensity` FLOP. The slower of that "
+        "Memory brings `bandwidth` bytes per second, and every byte feeds `intensity` FLOP. The slower of that "
         "and `peak_flops` is what you get.",
-        "return min(peak_flops, intensity * bandwidth)",
     ),
 )
 def check_roofline(learner: Callable) -> list[Row]:
@@ -87,7 +85,7 @@ def check_roofline(learner: Callable) -> list[Row]:
     hints=(
         "t = latency + bytes / bandwidth is a straight line in bytes. Which of the two is its height at zero, and what "
         "is its slope?",
-        "The slope is seconds per byte, so the bandwidth is one over it. The latency is what is left of a time after "
+        "The slope is seconds per byte, so its inverse is the bandwidth. The latency is what is left of a time after "
         "bytes × slope. The largest and the smallest message give both.",
         "i, j = sizes.index(min(sizes)), sizes.index(max(sizes)); slope = (seconds[j] - seconds[i]) / (sizes[j] - "
         "sizes[i]); return seconds[i] - slope * sizes[i], 1 / slope",

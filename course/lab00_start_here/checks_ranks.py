@@ -28,7 +28,6 @@ VERDICTS = ("fine", "silent", "chatty", "wasteful")
     hints=(
         "Every rank runs the same lines on its own x. One collective gives all of them the sum; what is left to do?",
         "group.all_reduce works in place, so give it a copy, x.clone(). Then divide by group.world_size.",
-        "mean = x.clone(); group.all_reduce(mean); return mean / group.world_size",
     ),
 )
 def check_first_rank_program(learner: Callable) -> Receipt:
@@ -86,8 +85,6 @@ def _show(x: torch.Tensor) -> str:
         "(led.bytes()), and compare with what one ring all-reduce takes.",
         "No call at all is silent. More than 2·P·(N−1)/N bytes is wasteful, however few the calls. As many bytes, but "
         "more than one call, is chatty. What is left is fine.",
-        'if not led.calls: return "silent"; if led.bytes() > 2 * num_bytes * (world_size - 1) / world_size: '
-        'return "wasteful"; return "chatty" if led.calls.total() > 1 else "fine"',
     ),
 )
 def check_read_receipt(learner: Callable) -> list[Row]:

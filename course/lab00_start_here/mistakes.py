@@ -10,58 +10,42 @@ right = answers_of("00_start_here")
 
 # The cost of a matmul
 
-
-def cost(says, label, flops=lambda m, k, n: 2 * m * k * n, moved=lambda m, k, n, size: (m * k + k * n + m * n) * size):
-    """One wrong pair of numbers."""
-    mistake("matmul-cost", label, says=says)(lambda m, k, n, size: (flops(m, k, n), moved(m, k, n, size)))
-
-
-cost(
-    "You counted multiplications only: every one comes with an addition.",
+mistake(
+    "matmul-cost",
     "no-additions",
-    flops=lambda m, k, n: m * k * n,
+    {"2 * m": "m"},
+    says="You counted multiplications only: every one comes with an addition.",
 )
-cost(
-    "You counted k − 1 additions per dot product. By convention, and in hardware that multiplies and adds in one "
-    "instruction, it is k of each.",
-    "first-addition-saved",
-    flops=lambda m, k, n: m * n * (2 * k - 1),
-)
-cost(
-    "The result is missing from the bytes: two matrices are read, one is written.",
+mistake(
+    "matmul-cost",
     "result-never-written",
-    moved=lambda m, k, n, size: (m * k + k * n) * size,
+    {" + m * n": ""},
+    says="The result is missing from the bytes: two matrices are read, one is written.",
 )
-cost(
-    "These are the bytes of the second matrix alone; the first is read as well, and the result is written.",
-    "weights-only",
-    moved=lambda m, k, n, size: k * n * size,
-)
-cost(
-    "This is the number of elements, and each takes itemsize bytes.",
-    "elements-not-bytes",
-    moved=lambda m, k, n, size: m * k + k * n + m * n,
-)
-cost(
-    "This counts a load for every FLOP, but a value that has been read once is used many times.",
+mistake(
+    "matmul-cost",
     "load-per-flop",
-    moved=lambda m, k, n, size: 2 * m * k * n * size,
+    {"m * k + k * n + m * n": "2 * m * k * n"},
+    says="This counts a load for every FLOP, but a value that has been read once is used many times.",
 )
-cost(
-    "The result is counted as read and written. A result that is not added to anything is only written.",
-    "result-twice",
-    moved=lambda m, k, n, size: (m * k + k * n + 2 * m * n) * size,
+mistake(
+    "matmul-cost",
+    "elements-not-bytes",
+    {" * itemsize": ""},
+    says="This is the number of elements, and each takes itemsize bytes.",
 )
-
-
-@mistake("matmul-cost", "swapped", says="These are the two right numbers in the other order: FLOPs come first.")
-def bytes_first(m, k, n, itemsize):
-    return right.matmul_cost(m, k, n, itemsize)[::-1]
-
-
-@mistake("matmul-cost", "flops-only", expect="the exercise asks for two numbers")
-def forgets_bytes(m, k, n, itemsize):
-    return 2 * m * k * n
+mistake(
+    "matmul-cost",
+    "swapped",
+    {"2 * m * k * n, (m * k + k * n + m * n) * itemsize": "(m * k + k * n + m * n) * itemsize, 2 * m * k * n"},
+    says="These are the two right numbers in the other order: FLOPs come first.",
+)
+mistake(
+    "matmul-cost",
+    "flops-only",
+    {", (m * k + k * n + m * n) * itemsize": ""},
+    expect="the exercise asks for two numbers",
+)
 
 
 @alternative("matmul-cost", "ask-tensors")
@@ -78,59 +62,56 @@ def an_array(m, k, n, itemsize):
 
 # The roofline
 
-
-def roof(says, label):
-    return mistake("roofline", label, says=says)
-
-
-@roof("You took the larger of the two limits; no program is faster than the smaller one.", "max")
-def takes_the_larger(intensity, peak_flops, bandwidth):
-    return max(peak_flops, intensity * bandwidth)
-
-
-@roof("You found the peak everywhere; with few FLOP per byte, memory cannot feed the cores that fast.", "always-peak")
-def believes_the_data_sheet(intensity, peak_flops, bandwidth):
-    return peak_flops
-
-
-@roof("You found a slope without end; right of the ridge the cores are the limit, and the roof is flat.", "never-flat")
-def forgets_the_peak(intensity, peak_flops, bandwidth):
-    return intensity * bandwidth
-
-
-@roof("You divided where it should be multiplied: bytes/s times FLOP/byte is FLOP/s.", "divides")
-def divides(intensity, peak_flops, bandwidth):
-    return min(peak_flops, bandwidth / intensity)
-
-
-@roof("You added the two times; memory and cores work at once, so only the slower one counts.", "adds-times")
-def adds_times(intensity, peak_flops, bandwidth):
-    return 1 / (1 / peak_flops + 1 / (intensity * bandwidth))
-
-
-@roof("You compared FLOP/s with bytes/s; multiply the bandwidth by the intensity first.", "intensity-unused")
-def compares_unlike_units(intensity, peak_flops, bandwidth):
-    return min(peak_flops, bandwidth)
-
-
-@roof("This is a share of the peak; the exercise asks for FLOP/s.", "share-of-peak")
-def a_share(intensity, peak_flops, bandwidth):
-    return min(1.0, intensity * bandwidth / peak_flops)
-
-
-@roof("Left of the ridge you return bytes/s; each byte is good for `intensity` FLOP.", "bandwidth-as-flops")
-def bandwidth_left_of_the_ridge(intensity, peak_flops, bandwidth):
-    return peak_flops if intensity > peak_flops / bandwidth else bandwidth
-
-
-@alternative("roofline", "by-time")
-def slower_of_two_times(intensity, peak_flops, bandwidth):
-    return intensity / max(intensity / peak_flops, 1 / bandwidth)
-
-
-@alternative("roofline", "by-ridge")
-def asks_the_ridge(intensity, peak_flops, bandwidth):
-    return peak_flops if intensity > peak_flops / bandwidth else intensity * bandwidth
+mistake(
+    "roofline",
+    "max",
+    {"min(": "max("},
+    says="You took the larger of the two limits; no program is faster than the smaller one.",
+)
+mistake(
+    "roofline",
+    "always-peak",
+    {"min(peak_flops, intensity * bandwidth)": "peak_flops"},
+    says="You found the peak everywhere; with few FLOP per byte, memory cannot feed the cores that fast.",
+)
+mistake(
+    "roofline",
+    "never-flat",
+    {"min(peak_flops, intensity * bandwidth)": "intensity * bandwidth"},
+    says="You found a slope without end; right of the ridge the cores are the limit, and the roof is flat.",
+)
+mistake(
+    "roofline",
+    "divides",
+    {"intensity * bandwidth": "bandwidth / intensity"},
+    says="You divided where it should be multiplied: bytes/s times FLOP/byte is FLOP/s.",
+)
+mistake(
+    "roofline",
+    "adds-times",
+    {"min(peak_flops, intensity * bandwidth)": "1 / (1 / peak_flops + 1 / (intensity * bandwidth))"},
+    says="You added the two times; memory and cores work at once, so only the slower one counts.",
+)
+mistake(
+    "roofline",
+    "bandwidth-as-flops",
+    {"min(peak_flops, intensity * bandwidth)": "peak_flops if intensity > peak_flops / bandwidth else bandwidth"},
+    says="Left of the ridge you return bytes/s; each byte is good for `intensity` FLOP.",
+)
+alternative(
+    "roofline",
+    "by-time",
+    {"min(peak_flops, intensity * bandwidth)": "intensity / max(intensity / peak_flops, 1 / bandwidth)"},
+)
+alternative(
+    "roofline",
+    "by-ridge",
+    {
+        "min(peak_flops, intensity * bandwidth)": (
+            "peak_flops if intensity > peak_flops / bandwidth else intensity * bandwidth"
+        )
+    },
+)
 
 
 @alternative("roofline", "by-tensor")
@@ -140,90 +121,60 @@ def asks_torch(intensity, peak_flops, bandwidth):
 
 # The first rank program
 
-
-@mistake("first-rank-program", "sum-not-mean", says="This is the sum over the ranks: divide it by group.world_size.")
-def forgets_to_divide(group, x):
-    return group.all_reduce(x.clone())
-
-
-@mistake("first-rank-program", "own-x", says="This is the rank's own x: nothing came from the other ranks.")
-def never_communicates(group, x):
-    return x.clone()
-
-
-@mistake(
+mistake(
     "first-rank-program",
-    "divides-own-x",
-    says="This is the rank's own x divided by the number of ranks: the other ranks' x are missing.",
+    "sum-not-mean",
+    {" / group.world_size": ""},
+    says="This is the sum over the ranks: divide it by group.world_size.",
 )
-def divides_without_sum(group, x):
-    return x / group.world_size
-
-
-@mistake("first-rank-program", "divides-twice", says="The mean was divided by the number of ranks once more.")
-def divides_twice(group, x):
-    return group.all_reduce(x / group.world_size, op="avg")
-
-
-@mistake(
+mistake(
+    "first-rank-program",
+    "own-x",
+    {"group.all_reduce(mean)": "", " / group.world_size": ""},
+    says="This is the rank's own x: nothing came from the other ranks.",
+)
+mistake(
     "first-rank-program",
     "divides-by-4",
+    {"group.world_size": "4"},
     says="You divided by 4 on every group; group.world_size is the number of ranks, and the check runs 3 as well.",
 )
-def assumes_four_ranks(group, x):
-    return group.all_reduce(x.clone()) / 4
-
-
-@mistake(
+mistake(
     "first-rank-program",
     "mean-over-elements",
+    {"x.clone()": "x.mean()"},
     expect=r"\[\] float32, but the exercise asks for the mean, as many",
 )
-def reduces_the_elements_too(group, x):
-    return group.all_reduce(x.mean(), op="avg")
-
-
-@mistake("first-rank-program", "returns-nothing", expect=r"nothing \(None\): is there a return")
-def leaves_it_in_a_copy(group, x):
-    mean = group.all_reduce(x.clone(), op="avg")
-    mean /= 1
-
-
-@mistake("first-rank-program", "never-waits", expect="returned a HandleWithoutWait; the exercise asks for the mean")
-def returns_the_handle(group, x):
-    return group.all_reduce(x / group.world_size, async_op=True)
-
-
-@mistake("first-rank-program", "destroys-input", expect=r"changed its input x.*clone")
-def works_in_place(group, x):
-    group.all_reduce(x)
-    return x / group.world_size
-
-
-@mistake("first-rank-program", "only-rank-0", expect="wait for each other for ever")
-def only_rank_0_calls(group, x):
-    mean = x.clone()
-    if group.rank == 0:
-        group.all_reduce(mean)
-    return mean / group.world_size
-
-
-@mistake("first-rank-program", "gathers", expect="1 × all_gather: one all_reduce")
-def gathers_everything(group, x):
-    return group.all_gather(x).view(group.world_size, -1).mean(0)
-
-
-@mistake("first-rank-program", "element-by-element", expect=r"\d+ × all_reduce: one all_reduce of the whole tensor")
-def one_at_a_time(group, x):
-    mean = x.clone()
-    for piece in mean.split(4):
-        group.all_reduce(piece)
-    return mean / group.world_size
-
-
-@alternative("first-rank-program", "op-avg")
-def lets_the_group_divide(group, x):
-    return group.all_reduce(x.clone(), op="avg")
+mistake(
+    "first-rank-program",
+    "returns-nothing",
+    {"return mean / group.world_size": "mean /= group.world_size"},
+    expect=r"nothing \(None\): is there a return",
+)
+mistake(
+    "first-rank-program",
+    "never-waits",
+    {
+        "group.all_reduce(mean)\n    return mean / group.world_size": (
+            "return group.all_reduce(mean / group.world_size, async_op=True)"
+        )
+    },
+    expect="returned a HandleWithoutWait; the exercise asks for the mean",
+)
+mistake("first-rank-program", "destroys-input", {"x.clone()": "x"}, expect=r"changed its input x.*clone")
+mistake(
+    "first-rank-program",
+    "only-rank-0",
+    {"group.all_reduce(mean)": "if group.rank == 0:\n        group.all_reduce(mean)"},
+    expect="wait for each other for ever",
+)
+mistake(
+    "first-rank-program",
+    "gathers",
+    {"x.clone()": "group.all_gather(x).view(group.world_size, -1).sum(0)", "group.all_reduce(mean)": ""},
+    expect="1 × all_gather: one all_reduce",
+)
+alternative("first-rank-program", "op-avg", {"(mean)": '(mean, op="avg")', " / group.world_size": ""})
 
 
 @alternative("first-rank-program", "divide-first")
@@ -240,33 +191,31 @@ def trusts_values(led, num_bytes, world_size):
     return "fine"
 
 
-def reader(limit=lambda p, n: 2 * p * (n - 1) / n, calls=lambda led: led.calls.total()):
-    """Reads as the solution does, but for the most bytes of an all-reduce, or for what counts as a call."""
-
-    def read(led, num_bytes, world_size):
-        if not led.calls:
-            return "silent"
-        if led.bytes() > limit(num_bytes, world_size):
-            return "wasteful"
-        return "chatty" if calls(led) > 1 else "fine"
-
-    return read
-
-
-READERS = {
-    "expects-one-copy": (reader(lambda p, n: p), "you call it 'wasteful', but it is '(fine|chatty)'"),
-    "four-ranks-always": (reader(lambda p, n: 1.5 * p), "you call it 'wasteful', but it is '(fine|chatty)': 5 ranks"),
-    "all-ranks-together": (reader(lambda p, n: 2 * p * (n - 1)), "you call it '(fine|chatty)', but it is 'wasteful'"),
-    "counts-messages": (reader(calls=lambda led: led.messages), r"'chatty', but it is 'fine'(.*)in \d messages"),
-    "bytes-only": (reader(calls=lambda led: 1), "you call it 'fine', but it is 'chatty'"),
-}
-for label, (read, expect) in READERS.items():
-    mistake("read-a-receipt", label, expect=expect)(read)
-
-
-@mistake("read-a-receipt", "own-words", expect="the answer is one of fine, silent")
-def answers_in_own_words(led, num_bytes, world_size):
-    return "ok" if led.calls == {"all_reduce": 1} else "not ok"
+mistake(
+    "read-a-receipt",
+    "expects-one-copy",
+    {"2 * num_bytes * (world_size - 1) / world_size": "num_bytes"},
+    expect="you call it 'wasteful', but it is '(fine|chatty)'",
+)
+mistake(
+    "read-a-receipt",
+    "counts-messages",
+    {"led.calls.total()": "led.messages"},
+    expect=r"'chatty', but it is 'fine'(.*)in \d messages",
+)
+mistake(
+    "read-a-receipt",
+    "all-ranks-together",
+    {" / world_size": ""},
+    expect="you call it '(fine|chatty)', but it is 'wasteful'",
+)
+mistake(
+    "read-a-receipt",
+    "bytes-only",
+    {'"chatty" if led.calls.total() > 1 else "fine"': '"fine"'},
+    expect="you call it 'fine', but it is 'chatty'",
+)
+mistake("read-a-receipt", "own-words", {'"fine"\n': '"ok"\n'}, expect="the answer is one of fine, silent")
 
 
 @alternative("read-a-receipt", "by-name")
@@ -277,58 +226,46 @@ def asks_for_names(led, num_bytes, world_size):
 
 # Alpha and beta
 
-
-def line(sizes, seconds):
-    slope, latency = np.polyfit(sizes, seconds, 1)
-    return float(latency), float(slope)
-
-
-def link(says, label):
-    return mistake("alpha-beta", label, says=says)
-
-
-@link("This is the slope, seconds per byte: the bandwidth is one over it.", "slope-not-inverted")
-def returns_the_slope(sizes, seconds):
-    return line(sizes, seconds)
-
-
-@link("Bytes by seconds of one message: take the latency off its time first.", "no-latency")
-def forgets_latency(sizes, seconds):
-    return min(seconds), max(sizes) / max(seconds)
-
-
-@link("Your line runs through zero, but a message of no bytes still takes the latency.", "through-zero")
-def fits_through_zero(sizes, seconds):
-    sizes, seconds = np.array(sizes, float), np.array(seconds)
-    return 0.0, float((sizes * sizes).sum() / (sizes * seconds).sum())
-
-
-@link("You took the mean of bytes / seconds, in which the latency is hidden.", "mean-rate")
-def averages_rates(sizes, seconds):
-    return min(seconds), float(np.mean(np.array(sizes) / np.array(seconds)))
-
-
-@link("This is the time of the smallest message: take its bytes × slope off.", "smallest-message-is-latency")
-def takes_the_smallest_for_latency(sizes, seconds):
-    return min(seconds), 1 / line(sizes, seconds)[1]
-
-
-@link("Both numbers are right, in the other order: latency first.", "swapped")
-def swaps(sizes, seconds):
-    latency, slope = line(sizes, seconds)
-    return 1 / slope, latency
-
-
-@link("np.polyfit returns the slope first and the height at zero last.", "polyfit-order")
-def takes_polyfit_the_wrong_way(sizes, seconds):
-    latency, slope = line(sizes, seconds)
-    return slope, 1 / latency
-
-
-@link("The bandwidth is eight times too large: the exercise asks for bytes per second, not bits.", "bits")
-def in_bits(sizes, seconds):
-    latency, slope = line(sizes, seconds)
-    return latency, 8 / slope
+mistake(
+    "alpha-beta",
+    "slope-not-inverted",
+    {"1 / slope": "slope"},
+    says="This is the slope, seconds per byte: the bandwidth is one over it.",
+)
+mistake(
+    "alpha-beta",
+    "no-latency",
+    {"mean_time - slope * mean_size, 1 / slope": "min(seconds), max(sizes) / max(seconds)"},
+    says="Bytes by seconds of one message: take the latency off its time first.",
+)
+mistake(
+    "alpha-beta",
+    "through-zero",
+    {
+        "slope -= n * mean_size * mean_time": "",
+        " - n * mean_size**2": "",
+        "mean_time - slope * mean_size": "0.0",
+    },
+    says="Your line runs through zero, but a message of no bytes still takes the latency.",
+)
+mistake(
+    "alpha-beta",
+    "smallest-message-is-latency",
+    {"mean_time - slope * mean_size": "min(seconds)"},
+    says="This is the time of the smallest message: take its bytes × slope off.",
+)
+mistake(
+    "alpha-beta",
+    "swapped",
+    {"mean_time - slope * mean_size, 1 / slope": "1 / slope, mean_time - slope * mean_size"},
+    says="Both numbers are right, in the other order: latency first.",
+)
+mistake(
+    "alpha-beta",
+    "bits",
+    {"1 / slope": "8 / slope"},
+    says="The bandwidth is eight times too large: the exercise asks for bytes per second, not bits.",
+)
 
 
 @alternative("alpha-beta", "two-points")
@@ -339,7 +276,7 @@ def draws_through_two_points(sizes, seconds):
 
 @alternative("alpha-beta", "polyfit")
 def polyfit(sizes, seconds):
-    latency, slope = line(sizes, seconds)
+    slope, latency = np.polyfit(sizes, seconds, 1)
     return latency, 1 / slope
 
 
@@ -350,8 +287,9 @@ def solves_the_normal_equations(sizes, seconds):
     return latency, 1 / slope
 
 
-@mistake("first-rank-program", "torch-distributed", expect="recorded no operation of `group`")
-def goes_round_the_group(group, x):
-    mean = x.clone()
-    torch.distributed.all_reduce(mean, group=group.process_group)
-    return mean / group.world_size
+mistake(
+    "first-rank-program",
+    "torch-distributed",
+    {"group.all_reduce(mean)": "torch.distributed.all_reduce(mean, group=group.process_group)"},
+    expect="recorded no operation of `group`",
+)

@@ -27,9 +27,6 @@ from minillm.predict import comms
         "At which rank must its journey end, and so where does it begin?",
         "Chunk c ends on rank c, so it starts on rank c+1. Turned around: in round s (from 0 to N-2) rank r sends its "
         "partial sum of chunk r-s-1 to the right and adds what comes from the left to chunk r-s-2, all modulo N.",
-        "chunks = list(x.clone().chunk(n)); arriving = torch.empty_like(chunks[0]); then n-1 times: "
-        "group.exchange(send=(chunks[(r - s - 1) % n], right), recv=(arriving, left)) and "
-        "chunks[(r - s - 2) % n] += arriving. Return chunks[r].",
     ),
 )
 def check_reduce_scatter(learner: Callable) -> Receipt:
@@ -58,8 +55,6 @@ def check_reduce_scatter(learner: Callable) -> Receipt:
         "Each rank starts with one chunk and passes on, in every round, the chunk that it received last.",
         "In round s rank r sends chunk r-s to the right and receives chunk r-s-1 from the left, modulo N. "
         "Chunks can be received where they belong: no extra buffer is needed.",
-        "out = x.new_empty(n * x.numel()); chunks = out.chunk(n); chunks[r].copy_(x); then n-1 times: "
-        "group.exchange(send=(chunks[(r - s) % n], right), recv=(chunks[(r - s - 1) % n], left)). Return out.",
     ),
 )
 def check_all_gather(learner: Callable) -> Receipt:
@@ -93,8 +88,6 @@ def _gathered(cost: Callable[..., comms.Cost]) -> Callable[..., comms.Cost]:
         "You have written everything it needs.",
         "Reduce-scatter leaves each rank one chunk of the sum; all-gather brings all chunks to everybody. "
         "The mean is cheapest where the tensor is smallest, between the two.",
-        "mine = reduce_scatter(x, group); if op == 'avg': mine /= group.world_size; "
-        "return x.copy_(all_gather(mine, group)).",
     ),
 )
 def check_all_reduce(learner: Callable) -> Receipt:
@@ -121,8 +114,6 @@ def check_all_reduce(learner: Callable) -> Receipt:
         "After the first round two ranks have the tensor. Nothing keeps both from sending in the second.",
         "Number the ranks from the root: place = (rank - root) % N. In the round with distance d = 1, 2, 4, ... every "
         "place below d sends to place + d (if there is one), and places d to 2d-1 receive from place - d.",
-        "while distance < n: if place < distance and place + distance < n: group.send(x, (rank + distance) % n); "
-        "elif distance <= place < 2 * distance: group.recv(x, (rank - distance) % n); then distance *= 2.",
     ),
 )
 def check_broadcast(learner: Callable) -> Receipt:
@@ -149,7 +140,6 @@ def check_broadcast(learner: Callable) -> Receipt:
         "that work?",
         "First reduce-scatter inside the node: each rank then holds 1/g of the node's sum. That part goes across, "
         "where g rings run side by side, one per place in the node. Then gather inside the node.",
-        "mine = reduce_scatter(x, node); all_reduce(mine, across); return x.copy_(all_gather(mine, node)).",
     ),
 )
 def check_hierarchical(learner: Callable) -> Receipt:
@@ -173,8 +163,6 @@ def check_hierarchical(learner: Callable) -> Receipt:
         "Rank r has one part for each rank, and wants one part from each. No ring: send each part straight there.",
         "In round s, from 1 to N-1, send to the rank s places to the right and receive from the rank s places to the "
         "left: every rank then sends one and receives one. Your own part you copy.",
-        "outgoing, incoming = x.chunk(n), out.chunk(n); incoming[r].copy_(outgoing[r]); for s in range(1, n): "
-        "group.exchange(send=(outgoing[(r + s) % n], (r + s) % n), recv=(incoming[(r - s) % n], (r - s) % n)).",
     ),
 )
 def check_all_to_all(learner: Callable) -> Receipt:
@@ -202,8 +190,6 @@ def check_all_to_all(learner: Callable) -> Receipt:
     hints=(
         "The rank that most others wait for need not be the one: it may be waiting itself.",
         "Follow the arrows: the culprit is waited for, and waits for nobody. In a circle there is no such rank.",
-        "for rank, others in waits_for.items(): if not others and any(rank in w for w in waits_for.values()): "
-        "return rank. After the loop: return None.",
     ),
 )
 def check_culprit(learner: Callable) -> list[Row]:

@@ -9,49 +9,21 @@ from minillm.labkit.exercises import alternative, mistake
 right = answers_of("01_collectives")
 
 
-def all_but_one(n):
-    return range(n - 1)
-
-
 # Ring reduce-scatter
 
-
-def sums(send=1, add=2, rounds=all_but_one, mine=0, copy=torch.clone, share=lambda n: 1):
-    """A ring that sends chunk r-s-send, adds to chunk r-s-add and returns chunk r+mine."""
-
-    def reduce_scatter(x, group):
-        n, r = group.world_size, group.rank
-        chunks = list(copy(x).chunk(n))
-        arriving = torch.empty_like(chunks[0])
-        for s in rounds(n):
-            group.exchange(send=(chunks[(r - s - send) % n], (r + 1) % n), recv=(arriving, (r - 1) % n))
-            chunks[(r - s - add) % n] += arriving
-        return chunks[(r + mine) % n] / share(n)
-
-    return reduce_scatter
-
-
-RINGS = {
-    "chunk-off-by-one": (sums(0, 1, mine=1), r"chunk \d \(its own is chunk \d\): off by one"),
-    "only-n-minus-2-rounds": (sums(rounds=lambda n: range(1, n - 1)), "without rank"),
-    "a-round-too-many": (sums(rounds=lambda n: range(n if n > 1 else 0)), "one round too many"),
-    "adds-to-the-sent-chunk": (sums(add=1), "returned a wrong chunk"),
-    "divides": (sums(share=lambda n: n), "divided by the 4 ranks"),
-    "destroys-input": (sums(copy=lambda x: x), "changed its input x: work on a copy"),
-}
-for label, (ring, expect) in RINGS.items():
-    mistake("ring-reduce-scatter", label, expect=expect)(ring)
-
-
-@mistake("ring-reduce-scatter", "one-buffer-for-both", expect="returned a wrong chunk")
-def receives_over_what_it_sends(x, group):
-    n, r = group.world_size, group.rank
-    chunks = list(x.clone().chunk(n))
-    for s in range(n - 1):
-        travelling = chunks[(r - s - 1) % n]
-        group.exchange(send=(travelling, (r + 1) % n), recv=(travelling, (r - 1) % n))
-        chunks[(r - s - 2) % n] += travelling
-    return chunks[r]
+mistake(
+    "ring-reduce-scatter",
+    "chunk-off-by-one",
+    {"r - s - 1": "r - s", "r - s - 2": "r - s - 1", "chunks[r]": "chunks[(r + 1) % n]"},
+    expect=r"chunk \d \(its own is chunk \d\): off by one",
+)
+mistake("ring-reduce-scatter", "only-n-minus-2-rounds", {"range(n - 1)": "range(1, n - 1)"}, expect="without rank")
+mistake(
+    "ring-reduce-scatter", "a-round-too-many", {"range(n - 1)": "range(n if n > 1 else 0)"}, expect="one round too many"
+)
+mistake("ring-reduce-scatter", "adds-to-the-sent-chunk", {"r - s - 2": "r - s - 1"}, expect="returned a wrong chunk")
+mistake("ring-reduce-scatter", "divides", {"return chunks[r]": "return chunks[r] / n"}, expect="divided by the 4 ranks")
+mistake("ring-reduce-scatter", "destroys-input", {"x.clone()": "x"}, expect="changed its input x: work on a copy")
 
 
 @mistake("ring-reduce-scatter", "whole-tensor-every-round", expect="times as many: in each round send one chunk")
@@ -66,18 +38,22 @@ def sends_everything(x, group):
     return total.chunk(n)[r]
 
 
-@mistake("ring-reduce-scatter", "returns-the-whole-tensor", expect="its own chunk of the sum")
-def forgets_to_cut(x, group):
-    return right.all_reduce(x.clone(), group)
-
-
-@mistake("ring-reduce-scatter", "blocking-sends", expect=r"(?s)waits for.*Deadlock: these ranks are all in send")
-def everybody_sends_first(x, group):
-    n, r = group.world_size, group.rank
-    arriving = torch.empty_like(x.chunk(n)[0])
-    group.send(x.chunk(n)[(r - 1) % n], (r + 1) % n)
-    group.recv(arriving, (r - 1) % n)
-    return arriving
+mistake(
+    "ring-reduce-scatter",
+    "returns-the-whole-tensor",
+    {"return chunks[r]": "return torch.cat(chunks)"},
+    expect="its own chunk of the sum",
+)
+mistake(
+    "ring-reduce-scatter",
+    "blocking-sends",
+    {
+        "group.exchange(send=(chunks[(r - s - 1) % n], (r + 1) % n), recv=(arriving, (r - 1) % n))": (
+            "group.send(chunks[(r - s - 1) % n], (r + 1) % n)\n        group.recv(arriving, (r - 1) % n)"
+        )
+    },
+    expect=r"(?s)waits for.*Deadlock: these ranks are all in send",
+)
 
 
 @mistake("ring-reduce-scatter", "straight-to-the-owner", expect="which is not its neighbour")
@@ -103,15 +79,15 @@ def calls_torch(x, group):
     return x.chunk(group.world_size)[group.rank]
 
 
-@alternative("ring-reduce-scatter", "other-direction")
-def to_the_left(x, group):
-    n, r = group.world_size, group.rank
-    chunks = list(x.clone().chunk(n))
-    arriving = torch.empty_like(chunks[0])
-    for s in range(1, n):
-        group.exchange(send=(chunks[(r + s) % n], (r - 1) % n), recv=(arriving, (r + 1) % n))
-        chunks[(r + s + 1) % n] += arriving
-    return chunks[r]
+alternative(
+    "ring-reduce-scatter",
+    "other-direction",
+    {
+        "(r - s - 1) % n], (r + 1) % n": "(r + s + 1) % n], (r - 1) % n",
+        "(arriving, (r - 1) % n)": "(arriving, (r + 1) % n)",
+        "r - s - 2": "r + s + 2",
+    },
+)
 
 
 @alternative("ring-reduce-scatter", "taking-turns")
@@ -142,32 +118,21 @@ def posts_and_waits(x, group):
 
 # Ring all-gather
 
-
-def gathers(into=lambda r, s: r - s - 1, rounds=all_but_one, own=True):
-    """A ring that receives into place `into(r, s)`."""
-
-    def all_gather(x, group):
-        n, r = group.world_size, group.rank
-        out = x.new_full((n * x.numel(),), -1.0)
-        chunks = out.chunk(n)
-        if own:
-            chunks[r].copy_(x)
-        for s in rounds(n):
-            arriving = torch.empty_like(x)
-            group.exchange(send=(chunks[(r - s) % n], (r + 1) % n), recv=(arriving, (r - 1) % n))
-            chunks[into(r, s) % n].copy_(arriving)
-        return out
-
-    return all_gather
-
-
-GATHERS = {
-    "chunk-off-by-one": (gathers(into=lambda r, s: r - s - 2), "gathered wrongly: place"),
-    "a-round-too-many": (gathers(rounds=lambda n: range(n if n > 1 else 0)), "one round too many"),
-    "own-place-empty": (gathers(own=False), "something that no rank ever had"),
-}
-for label, (ring, expect) in GATHERS.items():
-    mistake("ring-all-gather", label, expect=expect)(ring)
+mistake(
+    "ring-all-gather",
+    "chunk-off-by-one",
+    {"new_empty": "new_zeros", "r - s - 1": "r - s - 2"},
+    expect="gathered wrongly: place",
+)
+mistake(
+    "ring-all-gather", "a-round-too-many", {"range(n - 1)": "range(n if n > 1 else 0)"}, expect="one round too many"
+)
+mistake(
+    "ring-all-gather",
+    "own-place-empty",
+    {"new_empty": "new_zeros", "chunks[r].copy_(x)": ""},
+    expect="something that no rank ever had",
+)
 
 
 @mistake("ring-all-gather", "arrival-order", expect=r"place \d of it holds rank \d's tensor, not rank")
@@ -203,9 +168,12 @@ def tells_every_rank(x, group):
     return torch.cat(parts)
 
 
-@mistake("ring-all-gather", "list", expect="returned a list; the exercise asks for all ranks' tensors")
-def returns_the_parts(x, group):
-    return list(right.all_gather(x, group).chunk(group.world_size))
+mistake(
+    "ring-all-gather",
+    "list",
+    {"return out": "return list(chunks)"},
+    expect="returned a list; the exercise asks for all ranks' tensors",
+)
 
 
 @alternative("ring-all-gather", "taking-turns-leftwards")
@@ -223,51 +191,52 @@ def odd_ranks_receive_first(x, group):
 
 # Ring all-reduce
 
-
-@mistake("ring-all-reduce", "no-division", expect="it is the sum, 4 times the mean: divide")
-def forgets_the_mean(x, group, op="sum"):
-    return x.copy_(right.all_gather(right.reduce_scatter(x, group), group))
-
-
-@mistake("ring-all-reduce", "always-divides", expect="it is the mean, but op is 'sum'")
-def ignores_op(x, group, op="sum"):
-    return right.all_reduce(x, group, "avg")
-
-
-@mistake("ring-all-reduce", "divides-twice", expect="divided by 4 once more")
-def divides_before_and_after(x, group, op="sum"):
-    right.all_reduce(x, group, op)
-    return x.div_(group.world_size) if op == "avg" else x
-
-
-@mistake("ring-all-reduce", "divides-by-4", expect=r"rank \d of 3 with op=\"avg\" ended with wrong values")
-def assumes_four_ranks(x, group, op="sum"):
-    right.all_reduce(x, group)
-    return x.div_(4) if op == "avg" else x
-
-
-@mistake("ring-all-reduce", "not-in-place", expect="did not write them into x")
-def leaves_x_as_it_was(x, group, op="sum"):
-    mine = right.reduce_scatter(x, group)
-    return right.all_gather(mine / group.world_size if op == "avg" else mine, group)
-
-
-@mistake("ring-all-reduce", "returns-nothing", expect=r"returned nothing \(None\): return x as well")
-def forgets_to_return(x, group, op="sum"):
-    right.all_reduce(x, group, op)
-
-
-@mistake("ring-all-reduce", "gathers-everything", expect="times as many: reduce-scatter first")
-def gathers_and_adds(x, group, op="sum"):
-    total = right.all_gather(x, group).view(group.world_size, -1).sum(0)
-    return x.copy_(total / group.world_size if op == "avg" else total)
-
-
-@mistake("ring-all-reduce", "no-gather", expect="in place")
-def keeps_its_own_chunk_only(x, group, op="sum"):
-    mine = right.reduce_scatter(x, group)
-    x.chunk(group.world_size)[group.rank].copy_(mine / group.world_size if op == "avg" else mine)
-    return x
+mistake(
+    "ring-all-reduce",
+    "no-division",
+    {"mine /= group.world_size": "pass"},
+    expect="it is the sum, 4 times the mean: divide",
+)
+mistake("ring-all-reduce", "always-divides", {'if op == "avg"': "if True"}, expect="it is the mean, but op is 'sum'")
+mistake(
+    "ring-all-reduce",
+    "divides-twice",
+    {"/= group.world_size": "/= group.world_size**2"},
+    expect="divided by 4 once more",
+)
+mistake(
+    "ring-all-reduce",
+    "divides-by-4",
+    {"group.world_size": "4"},
+    expect=r"rank \d of 3 with op=\"avg\" ended with wrong values",
+)
+mistake(
+    "ring-all-reduce",
+    "not-in-place",
+    {"x.copy_(all_gather(mine, group))": "all_gather(mine, group)"},
+    expect="did not write them into x",
+)
+mistake(
+    "ring-all-reduce",
+    "returns-nothing",
+    {"return x.copy_": "x.copy_"},
+    expect=r"returned nothing \(None\): return x as well",
+)
+mistake(
+    "ring-all-reduce",
+    "gathers-everything",
+    {
+        "reduce_scatter(x, group)": "all_gather(x, group).view(group.world_size, -1).sum(0)",
+        "all_gather(mine, group)": "mine",
+    },
+    expect="times as many: reduce-scatter first",
+)
+mistake(
+    "ring-all-reduce",
+    "no-gather",
+    {"return x.copy_(all_gather(mine, group))": "x.chunk(group.world_size)[group.rank].copy_(mine)\n    return x"},
+    expect="in place",
+)
 
 
 @mistake("ring-all-reduce", "owners-instead-of-a-ring", expect="which is not its neighbour")

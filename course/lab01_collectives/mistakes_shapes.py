@@ -10,30 +10,18 @@ right = answers_of("01_collectives")
 
 # Tree broadcast
 
-
-def grows(number=lambda place, root, n: place + root, bound=lambda n: n, ends=lambda n: n):
-    """A tree that doubles, whose places become ranks by `number`; it stops at a distance of `ends(n)`."""
-
-    def broadcast(x, group, root=0):
-        n, place, distance = group.world_size, (group.rank - root) % group.world_size, 1
-        while distance < ends(n):
-            if place < distance and place + distance < bound(n):
-                group.send(x, number(place + distance, root, n) % n)
-            elif distance <= place < 2 * distance:
-                group.recv(x, number(place - distance, root, n) % n)
-            distance *= 2
-        return x
-
-    return broadcast
-
-
-TREES = {
-    "root-forgotten-in-peers": (grows(lambda place, root, n: place), "ended with|for ever|stopped with"),
-    "powers-of-two-only": (grows(ends=lambda n: 1 << (n.bit_length() - 1)), "nothing arrived.*no power of two"),
-    "sends-beyond-the-last": (grows(bound=lambda n: 2 * n), "for ever|ended with|stopped with"),
-}
-for label, (tree, expect) in TREES.items():
-    mistake("tree-broadcast", label, expect=f"(?s){expect}")(tree)
+mistake(
+    "tree-broadcast",
+    "powers-of-two-only",
+    {"while distance < n": "while distance < 1 << (n.bit_length() - 1)"},
+    expect="(?s)nothing arrived.*no power of two",
+)
+mistake(
+    "tree-broadcast",
+    "sends-beyond-the-last",
+    {" and place + distance < n": ""},
+    expect="(?s)for ever|ended with|stopped with",
+)
 
 
 @mistake("tree-broadcast", "star", expect="this is a star: the root sends every message itself")
@@ -68,11 +56,12 @@ def two_children_each(x, group, root=0):
     return x
 
 
-@mistake(
-    "tree-broadcast", "root-ignored", expect=r"with root=\d ended with .*holds what rank 0 had|root is 0|from the root"
+mistake(
+    "tree-broadcast",
+    "root-ignored",
+    {"(group.rank - root) % n": "group.rank"},
+    expect=r"with root=\d ended with .*holds what rank 0 had|root is 0|from the root",
 )
-def always_from_rank_0(x, group, root=0):
-    return right.broadcast(x, group, 0)
 
 
 @mistake("tree-broadcast", "everybody-tells-everybody", expect="messages for 4 ranks where 3 are enough")
@@ -86,14 +75,13 @@ def gossip(x, group, root=0):
     return x
 
 
-@mistake("tree-broadcast", "not-in-place", expect="did not write them into x")
-def into_a_buffer(x, group, root=0):
-    return right.broadcast(x.clone(), group, root)
-
-
-@mistake("tree-broadcast", "returns-nothing", expect=r"returned nothing \(None\)")
-def forgets_to_return_it(x, group, root=0):
-    right.broadcast(x, group, root)
+mistake(
+    "tree-broadcast",
+    "not-in-place",
+    {"n = group.world_size": "n, x = group.world_size, x.clone()"},
+    expect="did not write them into x",
+)
+mistake("tree-broadcast", "returns-nothing", {"return x": "return"}, expect=r"returned nothing \(None\)")
 
 
 @alternative("tree-broadcast", "halving")
@@ -144,62 +132,56 @@ def one_rank_per_node_crosses(x, group, node, across):
     return right.broadcast(x, node)
 
 
-@mistake("hierarchical-all-reduce", "never-crosses", expect="the nodes never met")
-def stays_at_home(x, group, node, across):
-    return right.all_reduce(x, node)
-
-
-@mistake("hierarchical-all-reduce", "all-ranks-for-across", expect="wrong values in x")
-def reduces_over_everybody(x, group, node, across):
-    mine = right.reduce_scatter(x, node)
-    padded = right.all_reduce(torch.cat([mine] * group.world_size), group).chunk(group.world_size)[0]
-    return x.copy_(right.all_gather(padded, node))
-
-
-@mistake("hierarchical-all-reduce", "never-gathers", expect="the exercise asks for x itself")
-def returns_its_part(x, group, node, across):
-    return right.all_reduce(right.reduce_scatter(x, node), across)
-
-
-@mistake("hierarchical-all-reduce", "not-in-place", expect="did not write them into x")
-def returns_a_new_tensor(x, group, node, across):
-    return right.hierarchical_all_reduce(x.clone(), group, node, across)
-
-
-@alternative("hierarchical-all-reduce", "four-steps")
-def spelled_out(x, group, node, across):
-    mine = right.reduce_scatter(x, node)
-    smaller = right.reduce_scatter(mine, across)
-    return x.copy_(right.all_gather(right.all_gather(smaller, across), node))
+mistake("hierarchical-all-reduce", "never-crosses", {"all_reduce(mine, across)": ""}, expect="the nodes never met")
+mistake(
+    "hierarchical-all-reduce",
+    "all-ranks-for-across",
+    {
+        "all_reduce(mine, across)": (
+            "n = group.world_size\n    mine = all_reduce(torch.cat([mine] * n), group).chunk(n)[0]"
+        )
+    },
+    expect="wrong values in x",
+)
+mistake(
+    "hierarchical-all-reduce",
+    "never-gathers",
+    {"return x.copy_(all_gather(mine, node))": "return mine"},
+    expect="the exercise asks for x itself",
+)
+mistake(
+    "hierarchical-all-reduce",
+    "not-in-place",
+    {"x.copy_(all_gather(mine, node))": "all_gather(mine, node)"},
+    expect="did not write them into x",
+)
+alternative(
+    "hierarchical-all-reduce",
+    "four-steps",
+    {
+        "all_reduce(mine, across)": "smaller = reduce_scatter(mine, across)",
+        "all_gather(mine, node)": "all_gather(all_gather(smaller, across), node)",
+    },
+)
 
 
 # All-to-all
 
-
-def swaps(send=lambda r, to: to, own=True, out=torch.zeros_like):
-    """Parts straight to their ranks: which part is sent, and into what it arrives."""
-
-    def all_to_all(x, group):
-        n, r = group.world_size, group.rank
-        received = out(x)
-        outgoing, incoming = x.chunk(n), received.chunk(n)
-        if own:
-            incoming[r].copy_(outgoing[r])
-        for s in range(1, n):
-            to, source = (r + s) % n, (r - s) % n
-            group.exchange(send=(outgoing[send(r, to)], to), recv=(incoming[source], source))
-        return received
-
-    return all_to_all
-
-
-SWAPS = {
-    "own-part-forgotten": (swaps(own=False), "place 0 of it holds something that no rank ever had; place i is for"),
-    "wrong-part": (swaps(send=lambda r, to: r), r"holds part \d of rank \d; place i is for part 0"),
-    "destroys-input": (swaps(out=lambda x: x), "changed its input x|holds the wrong parts"),
-}
-for label, (swap, expect) in SWAPS.items():
-    mistake("all-to-all", label, expect=expect)(swap)
+mistake(
+    "all-to-all",
+    "own-part-forgotten",
+    {"empty_like": "zeros_like", "incoming[r].copy_(outgoing[r])": ""},
+    expect="place 0 of it holds something that no rank ever had; place i is for",
+)
+mistake(
+    "all-to-all",
+    "wrong-part",
+    {"outgoing[to]": "outgoing[r]"},
+    expect=r"holds part \d of rank \d; place i is for part 0",
+)
+mistake(
+    "all-to-all", "destroys-input", {"torch.empty_like(x)": "x"}, expect="changed its input x|holds the wrong parts"
+)
 
 
 @mistake("all-to-all", "gathers-then-slices", expect="times as many: send each rank only the part that is for it")
@@ -208,20 +190,21 @@ def gathers_everything(x, group):
     return right.all_gather(x, group).view(n, n, -1)[:, group.rank].reshape(-1)
 
 
-@mistake("all-to-all", "blocking-sends", expect=r"(?s)waits for.*Deadlock: these ranks are all in send")
-def sends_before_receiving(x, group):
-    n, r = group.world_size, group.rank
-    out = x.clone()
-    outgoing, incoming = x.chunk(n), out.chunk(n)
-    for s in range(1, n):
-        group.send(outgoing[(r + s) % n], (r + s) % n)
-        group.recv(incoming[(r - s) % n], (r - s) % n)
-    return out
-
-
-@mistake("all-to-all", "list", expect="returned a list; the exercise asks for one part from every rank")
-def returns_the_parts(x, group):
-    return list(right.all_to_all(x, group).chunk(group.world_size))
+mistake(
+    "all-to-all",
+    "blocking-sends",
+    {
+        "exchange(send=(outgoing[to], to), recv=(incoming": "send(outgoing[to], to)\n        group.recv(incoming",
+        "source))": "source)",
+    },
+    expect=r"(?s)waits for.*Deadlock: these ranks are all in send",
+)
+mistake(
+    "all-to-all",
+    "list",
+    {"return out\n": "return list(incoming)\n"},
+    expect="returned a list; the exercise asks for one part from every rank",
+)
 
 
 @alternative("all-to-all", "all-at-once")
@@ -255,20 +238,12 @@ def blames_the_popular_one(waits_for):
     return max(set(waited), key=waited.count)
 
 
-@mistake("find-the-culprit", "first-idle-rank", expect="has finished and nobody waits for it")
-def blames_the_first_idle(waits_for):
-    return next((rank for rank, others in waits_for.items() if not others), None)
-
-
-@mistake("find-the-culprit", "last-idle-rank", expect="has finished and nobody waits for it")
-def blames_the_last_idle(waits_for):
-    return next((rank for rank, others in reversed(waits_for.items()) if not others), None)
-
-
-@mistake("find-the-culprit", "never-none", expect="everybody waits for somebody")
-def always_blames_somebody(waits_for):
-    found = right.culprit(waits_for)
-    return found if found is not None else min(waits_for)
+mistake(
+    "find-the-culprit", "first-idle-rank", {" and rank in awaited": ""}, expect="has finished and nobody waits for it"
+)
+mistake(
+    "find-the-culprit", "never-none", {"return None": "return min(waits_for)"}, expect="everybody waits for somebody"
+)
 
 
 @mistake("find-the-culprit", "only-direct", expect="not None|follow the arrow")
@@ -284,19 +259,7 @@ def takes_every_key_for_a_waiter(waits_for):
     return next(iter({rank for others in waits_for.values() for rank in others} - set(waits_for)), None)
 
 
-@mistake("find-the-culprit", "first-arrow-only", expect="for nobody: that is the one, not None|finished and nobody")
-def follows_the_first_arrow(waits_for):
-    rank, seen = next(iter(waits_for)), set()
-    while waits_for[rank] and rank not in seen:
-        seen.add(rank)
-        rank = waits_for[rank][0]
-    return None if waits_for[rank] else rank
-
-
-@mistake("find-the-culprit", "a-list", expect="which is none of the ranks")
-def blames_all_of_them(waits_for):
-    awaited = {rank for others in waits_for.values() for rank in others}
-    return [rank for rank, others in waits_for.items() if not others and rank in awaited] or None
+mistake("find-the-culprit", "a-list", {"return rank": "return [rank]"}, expect="which is none of the ranks")
 
 
 @alternative("find-the-culprit", "follows-all-arrows")

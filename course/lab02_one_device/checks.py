@@ -28,10 +28,7 @@ from minillm.model import ModelConfig, Transformer, dense, sdpa
     hints=(
         "Two matrices per block. Adam keeps two numbers per weight; what does it step if the weights have 16 bits?",
         "A matmul keeps its input for backward, ReLU its output, an addition nothing. ReLU's output is down's input: "
-        "one tensor. With 16-bit weights the optimizer owns a float32 copy and two float32 moments.",
-        'weights = layers * 2 * hidden * intermediate; width = 2 if mixed else 4. {"parameter": width * weights, '
-        '"gradient": width * weights, "optimizer": (12 if mixed else 8) * weights, "activation": width * tokens * '
-        "layers * (hidden + intermediate)}",
+        "one tensor. If weights have 16 bits, the optimizer owns a float32 copy and two float32 moments.",
     ),
 )
 def check_memory_ledger(learner: Callable) -> Receipt:
@@ -61,7 +58,6 @@ def check_memory_ledger(learner: Callable) -> Receipt:
         "Useful FLOPs of one token, times tokens per second, over what the machine could do.",
         "A weight costs 2 FLOPs per token forward and 4 backward. A query of width w meets k keys: 2·w·k for the "
         "scores and 2·w·k for the values, in each layer, forward; twice that backward. Causal: k is (seq + 1) / 2.",
-        "flops = 6 * weights + 3 * 4 * layers * width * (seq + 1) / 2; return flops * tokens_per_s / peak_flops",
     ),
 )
 def check_mfu(learner: Callable) -> Receipt:

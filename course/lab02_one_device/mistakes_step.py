@@ -16,90 +16,46 @@ def count(targets):
     return int((targets != -100).sum())
 
 
-@mistake(
+mistake(
     "accumulate",
     "mean of means",
+    {
+        "nll, _ =": "nll, counted =",
+        "(nll / tokens)": "(nll / counted / len(microbatches))",
+        "nll.item() / tokens": "nll.item() / counted.item() / len(microbatches)",
+    },
     says="It is the mean of the microbatches' means, in which a token of a short one weighs more. Divide each sum by "
     "the tokens of all microbatches.",
 )
-def of_means(model, microbatches):
-    loss = 0.0
-    for inputs, targets in microbatches:
-        nll, tokens = model(inputs, targets=targets)
-        (nll / tokens / len(microbatches)).backward()
-        loss += nll.item() / tokens.item() / len(microbatches)
-    return loss
-
-
-@mistake(
+mistake(
     "accumulate",
     "divides by nothing",
+    {"(nll / tokens)": "nll"},
     says="It is the gradient of the sum over tokens: divide by how many of them count.",
 )
-def undivided(model, microbatches):
-    loss = 0.0
-    for inputs, targets in microbatches:
-        nll, _ = model(inputs, targets=targets)
-        nll.backward()
-        loss += nll.item()
-    return loss / sum(count(targets) for _, targets in microbatches)
-
-
-@mistake(
+mistake(
     "accumulate",
     "zeroes inside the loop",
+    {"nll, _ =": "model.zero_grad()\n        nll, _ ="},
     says="It is that of the last microbatch alone: gradients add up in .grad as long as nothing clears them.",
 )
-def zeroes_inside(model, microbatches):
-    tokens, loss = sum(count(targets) for _, targets in microbatches), 0.0
-    for inputs, targets in microbatches:
-        model.zero_grad()
-        nll, _ = model(inputs, targets=targets)
-        (nll / tokens).backward()
-        loss += nll.item() / tokens
-    return loss
-
-
-@mistake(
+mistake(
     "accumulate",
     "counts padding as tokens",
+    {"int((targets != -100).sum())": "targets.numel()"},
     says="Targets of -100 do not count: the denominator is larger than the number of tokens in the sum.",
 )
-def counts_all(model, microbatches):
-    tokens, loss = sum(targets.numel() for _, targets in microbatches), 0.0
-    for inputs, targets in microbatches:
-        nll, _ = model(inputs, targets=targets)
-        (nll / tokens).backward()
-        loss += nll.item() / tokens
-    return loss
-
-
-@mistake(
+mistake("accumulate", "returns the sum", {"nll.item() / tokens": "nll.item()"}, expect="the mean loss is")
+mistake(
     "accumulate",
-    "divides by the number of microbatches, too",
-    says="It was divided twice: by the tokens of all microbatches and by their number.",
+    "one backward at the end",
+    {
+        "(nll / tokens).backward()\n": "\n",
+        "nll.item() / tokens": "nll / tokens",
+        "return loss": "loss.backward()\n    return loss.item()",
+    },
+    expect="call backward\\(\\) inside the loop",
 )
-def divides_twice(model, microbatches):
-    tokens, loss = sum(count(targets) for _, targets in microbatches), 0.0
-    for inputs, targets in microbatches:
-        nll, _ = model(inputs, targets=targets)
-        (nll / tokens / len(microbatches)).backward()
-        loss += nll.item() / tokens
-    return loss
-
-
-@mistake("accumulate", "returns the sum", expect="the mean loss is")
-def returns_the_sum(model, microbatches):
-    right.accumulate(model, microbatches)
-    return sum(model(inputs, targets=targets)[0].item() for inputs, targets in microbatches)
-
-
-@mistake("accumulate", "one backward at the end", expect="call backward\\(\\) inside the loop")
-def one_backward(model, microbatches):
-    tokens = sum(count(targets) for _, targets in microbatches)
-    loss = sum(model(inputs, targets=targets)[0] for inputs, targets in microbatches) / tokens
-    loss.backward()
-    return loss.item()
 
 
 @mistake("accumulate", "one big batch", expect="that is the big batch itself")
@@ -136,91 +92,51 @@ def divides_at_the_end(model, microbatches):
 
 # Loss scaling.
 
-
-def scaled(loss, optimizer, scale, unscale=True):
-    """Backward on the scaled loss; whether all gradients are finite."""
-    optimizer.zero_grad()
-    (loss * scale).backward()
-    (weight,) = optimizer.param_groups[0]["params"]
-    if unscale:
-        weight.grad /= scale
-    return bool(weight.grad.isfinite().all())
-
-
-@mistake("loss-scaling", "forgets to unscale", expect="divide the gradients by the scale")
-def never_unscales(loss, optimizer, scale, good_steps, interval):
-    if not scaled(loss, optimizer, scale, unscale=False):
-        return scale / 2, 0
-    optimizer.step()
-    return (scale * 2, 0) if good_steps + 1 == interval else (scale, good_steps + 1)
-
-
-@mistake("loss-scaling", "scales nothing", expect="became zero in float16")
-def unscaled(loss, optimizer, scale, good_steps, interval):
-    if not scaled(loss, optimizer, 1.0):
-        return scale / 2, 0
-    optimizer.step()
-    return (scale * 2, 0) if good_steps + 1 == interval else (scale, good_steps + 1)
-
-
-@mistake("loss-scaling", "keeps the scale that overflowed", expect="the scale is halved")
-def never_halves(loss, optimizer, scale, good_steps, interval):
-    if not scaled(loss, optimizer, scale):
-        return scale, 0
-    optimizer.step()
-    return (scale * 2, 0) if good_steps + 1 == interval else (scale, good_steps + 1)
-
-
-@mistake("loss-scaling", "a quarter after an overflow", expect="is halved, no more")
-def quarters(loss, optimizer, scale, good_steps, interval):
-    found = right.scaled_step(loss, optimizer, scale, good_steps, interval)
-    return (scale / 4, 0) if found[0] < scale else found
-
-
-@mistake("loss-scaling", "looks for NaN only", expect="inf or nan, yet the optimizer stepped")
-def nan_only(loss, optimizer, scale, good_steps, interval):
-    scaled(loss, optimizer, scale)
-    (weight,) = optimizer.param_groups[0]["params"]
-    if weight.grad.isnan().any():
-        return scale / 2, 0
-    optimizer.step()
-    return (scale * 2, 0) if good_steps + 1 == interval else (scale, good_steps + 1)
-
-
-@mistake("loss-scaling", "an overflow does not end the row of good steps", expect="starts again at 0")
-def keeps_counting(loss, optimizer, scale, good_steps, interval):
-    if not scaled(loss, optimizer, scale):
-        return scale / 2, good_steps
-    optimizer.step()
-    return (scale * 2, 0) if good_steps + 1 == interval else (scale, good_steps + 1)
-
-
-@mistake("loss-scaling", "looks for inf only", expect="inf or nan, yet the optimizer stepped")
-def inf_only(loss, optimizer, scale, good_steps, interval):
-    scaled(loss, optimizer, scale)
-    (weight,) = optimizer.param_groups[0]["params"]
-    if weight.grad.isinf().any():
-        return scale / 2, 0
-    optimizer.step()
-    return (scale * 2, 0) if good_steps + 1 == interval else (scale, good_steps + 1)
-
-
-@mistake("loss-scaling", "scales the learning rate down instead", expect="the optimizer saw gradients still scaled")
-def by_learning_rate(loss, optimizer, scale, good_steps, interval):
-    if not scaled(loss, optimizer, scale, unscale=False):
-        return scale / 2, 0
-    optimizer.param_groups[0]["lr"] /= scale
-    optimizer.step()
-    optimizer.param_groups[0]["lr"] *= scale
-    return (scale * 2, 0) if good_steps + 1 == interval else (scale, good_steps + 1)
-
-
-@mistake("loss-scaling", "counts one step too many", expect="it doubles, to stay")
-def doubles_late(loss, optimizer, scale, good_steps, interval):
-    if not scaled(loss, optimizer, scale):
-        return scale / 2, 0
-    optimizer.step()
-    return (scale * 2, 0) if good_steps == interval else (scale, good_steps + 1)
+mistake(
+    "loss-scaling", "forgets to unscale", {"weight.grad /= scale": "pass"}, expect="divide the gradients by the scale"
+)
+mistake(
+    "loss-scaling",
+    "scales nothing",
+    {"loss * scale": "loss", "weight.grad /= scale": "pass"},
+    expect="became zero in float16",
+)
+mistake(
+    "loss-scaling",
+    "keeps the scale that overflowed",
+    {"return scale / 2, 0": "return scale, 0"},
+    expect="the scale is halved",
+)
+mistake("loss-scaling", "a quarter after an overflow", {"scale / 2": "scale / 4"}, expect="is halved, no more")
+mistake(
+    "loss-scaling",
+    "looks for NaN only",
+    {"not all(weight.grad.isfinite().all()": "any(weight.grad.isnan().any()"},
+    expect="inf or nan, yet the optimizer stepped",
+)
+mistake(
+    "loss-scaling",
+    "an overflow does not end the row of good steps",
+    {"scale / 2, 0": "scale / 2, good_steps"},
+    expect="starts again at 0",
+)
+mistake(
+    "loss-scaling",
+    "scales the learning rate down instead",
+    {
+        ("    for weight in weights:\n        weight.grad /= scale\n"): "",
+        "    optimizer.step()\n": (
+            "    group = optimizer.param_groups[0]\n"
+            '    group["lr"] /= scale\n'
+            "    optimizer.step()\n"
+            '    group["lr"] *= scale\n'
+        ),
+    },
+    expect="the optimizer saw gradients still scaled",
+)
+mistake(
+    "loss-scaling", "counts one step too many", {"good_steps + 1 ==": "good_steps =="}, expect="it doubles, to stay"
+)
 
 
 @alternative("loss-scaling", "a list")
@@ -265,36 +181,30 @@ class KeepsTheGraph(torch.autograd.Function):
         return None, *torch.autograd.grad(ctx.y, (ctx.x, *ctx.block.parameters()), gradient)
 
 
-@mistake("recompute-block", "backward inside, and its gradients returned", expect="also wrote into .grad")
-class Twice(torch.autograd.Function):
-    forward = staticmethod(right.Recompute.forward)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        x = x.detach().requires_grad_()
-        with torch.enable_grad():
-            y = ctx.block(x)
-        y.backward(gradient)
-        return None, x.grad, *[parameter.grad.clone() for parameter in ctx.block.parameters()]
-
-
-@mistake("recompute-block", "forgets the gradient from above", expect="gradient from above")
-class FromOnes(right.Recompute):
-    @staticmethod
-    def backward(ctx, gradient):
-        return right.Recompute.backward(ctx, torch.ones_like(gradient))
-
-
-@mistake("recompute-block", "runs the block without autograd", expect="does not require grad")
-class WithoutGrad(torch.autograd.Function):
-    forward = staticmethod(right.Recompute.forward)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        y = ctx.block(x)
-        return None, *torch.autograd.grad(y, (x, *ctx.block.parameters()), gradient)
+mistake(
+    "recompute-block",
+    "backward inside, and its gradients returned",
+    {
+        "return None, *torch.autograd.grad(y, (x, *ctx.block.parameters()), gradient)": (
+            "y.backward(gradient)\n"
+            "        return None, x.grad, *[parameter.grad.clone() for parameter in "
+            "ctx.block.parameters()]"
+        )
+    },
+    expect="also wrote into .grad",
+)
+mistake(
+    "recompute-block",
+    "forgets the gradient from above",
+    {"parameters()), gradient)": "parameters()), torch.ones_like(gradient))"},
+    expect="gradient from above",
+)
+mistake(
+    "recompute-block",
+    "runs the block without autograd",
+    {("        x = x.detach().requires_grad_()\n        with torch.enable_grad():\n            y ="): "        y ="},
+    expect="does not require grad",
+)
 
 
 @mistake("recompute-block", "parameters get theirs inside, none is returned", expect="no gradient of the parameters")
@@ -313,27 +223,21 @@ class Reentrant(torch.autograd.Function):
         return (None, x.grad) + (None,) * ctx.count
 
 
-@alternative("recompute-block", "keeps x as an attribute")
-class AsAttribute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, block, x, *parameters):
-        ctx.block, ctx.x = block, x
-        return block(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x = ctx.x.detach().requires_grad_()
-        with torch.enable_grad():
-            y = ctx.block(x)
-        return None, *torch.autograd.grad(y, (x, *ctx.block.parameters()), gradient)
-
-
-@mistake("recompute-block", "runs the block twice in backward", expect="2 are enough")
-class RunsTwice(right.Recompute):
-    @staticmethod
-    def backward(ctx, gradient):
-        right.Recompute.backward(ctx, gradient)
-        return right.Recompute.backward(ctx, gradient)
+alternative(
+    "recompute-block",
+    "keeps x as an attribute",
+    {
+        "ctx.save_for_backward(x)": "ctx.x = x",
+        "(x,) = ctx.saved_tensors": "",
+        "x = x.detach()": "x = ctx.x.detach()",
+    },
+)
+mistake(
+    "recompute-block",
+    "runs the block twice in backward",
+    {"            y = ctx.block(x)": ("            ctx.block(x)\n            y = ctx.block(x)")},
+    expect="2 are enough",
+)
 
 
 @alternative("recompute-block", "backward into a copy of the leaves")
@@ -355,45 +259,31 @@ class OnLeaves(torch.autograd.Function):
 
 # Clipping.
 
-
-@mistake("clip-global-norm", "each shard by its own norm", expect="factor of its own")
-def by_own_norm(shards, max_norm):
-    total = torch.stack([gradient.square().sum() for shard in shards for gradient in shard]).sum().sqrt()
-    for shard in shards:
-        torch._foreach_mul_(shard, min(1.0, (max_norm / torch.cat(shard).norm()).item()))
-    return total.item()
-
-
-@mistake("clip-global-norm", "norms of the shards added up", expect="sum the squares of all shards first")
-def adds_norms(shards, max_norm):
-    norm = sum(torch.cat(shard).norm() for shard in shards)
-    for shard in shards:
-        torch._foreach_mul_(shard, min(1.0, (max_norm / norm).item()))
-    return norm.item()
-
-
-@mistake("clip-global-norm", "scales up what was small", expect="below the limit, yet")
-def always_scales(shards, max_norm):
-    norm = torch.cat([gradient for shard in shards for gradient in shard]).norm()
-    for shard in shards:
-        torch._foreach_mul_(shard, (max_norm / norm).item())
-    return norm.item()
-
-
-@mistake("clip-global-norm", "clips values", expect="the direction changed")
-def clips_values(shards, max_norm):
-    norm = torch.cat([gradient for shard in shards for gradient in shard]).norm()
-    for shard in shards:
-        for gradient in shard:
-            gradient.clamp_(-max_norm / 10, max_norm / 10)
-    return norm.item()
-
-
-@mistake("clip-global-norm", "makes new tensors", expect="scale them in place")
-def new_tensors(shards, max_norm):
-    norm = torch.cat([gradient for shard in shards for gradient in shard]).norm()
-    shards = [[gradient * min(1.0, max_norm / norm) for gradient in shard] for shard in shards]
-    return norm.item()
+mistake(
+    "clip-global-norm",
+    "each shard by its own norm",
+    {
+        "for shard in shards:\n": "for shard, own in zip(shards, squares, strict=True):\n",
+        "(max_norm / norm)": "(max_norm / own.sqrt())",
+    },
+    expect="factor of its own",
+)
+mistake(
+    "clip-global-norm",
+    "norms of the shards added up",
+    {"torch.stack(squares).sum().sqrt()": "torch.stack(squares).sqrt().sum()"},
+    expect="sum the squares of all shards first",
+)
+mistake("clip-global-norm", "scales up what was small", {".clamp(max=1.0)": ""}, expect="below the limit, yet")
+mistake(
+    "clip-global-norm",
+    "clips values",
+    {"gradient *= (max_norm / norm).clamp(max=1.0)": "gradient.clamp_(-max_norm / 10, max_norm / 10)"},
+    expect="the direction changed",
+)
+mistake(
+    "clip-global-norm", "makes new tensors", {"gradient *= (": "gradient = gradient * ("}, expect="scale them in place"
+)
 
 
 @alternative("clip-global-norm", "normalises the long row")

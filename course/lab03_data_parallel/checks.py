@@ -34,8 +34,6 @@ ANSWERS = answers_of("03_data_parallel")
         "the step from parameter.grad.",
         "Go over model.parameters(). Some have no gradient (frozen, or no loss reaches them): .grad is None. "
         "group.all_reduce(x) replaces x by its sum over the ranks.",
-        "for parameter in model.parameters(): if parameter.grad is not None: group.all_reduce(parameter.grad); "
-        "parameter.grad /= group.world_size.",
     ),
 )
 def check_average(learner: Callable) -> Receipt:
@@ -81,9 +79,6 @@ def _averaged(group: Group, learner: Callable, case: Case) -> Trained:
         "Go through the trainable parameters in reverse, keeping one open list per dtype; close a list as soon as its "
         "bytes reach the cap, and all open ones at the end. A bucket's flat tensor has as many zeros as its parameters "
         "have elements, and parameter.grad = (a piece of flat).view_as(parameter).",
-        "filling.setdefault(p.dtype, []).append(p); if sum(q.nbytes for q in filling[p.dtype]) >= cap_bytes: "
-        "closed.append(filling.pop(p.dtype)). Then for each list: flat = torch.zeros(sum of numel, dtype=...), and "
-        "for p, part in zip(members, flat.split([q.numel() for q in members])): p.grad = part.view_as(p).",
     ),
 )
 def check_buckets(learner: Callable) -> Receipt:

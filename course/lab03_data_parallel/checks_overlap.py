@@ -165,8 +165,6 @@ def _note_starts(group: Group, flats: list[Tensor], state: dict[str, Any]) -> No
         "backward adds to .grad. When is the first moment at which averaging over ranks is worth anything?",
         "All microbatches but the last run, forward and backward, under `with ddp.no_sync():`. Each microbatch's loss "
         "is a mean over it, and you want the mean over all of them.",
-        "for i, (x, y) in enumerate(microbatches): with (contextlib.nullcontext() if i == len(microbatches) - 1 else "
-        "ddp.no_sync()): (loss_of(ddp, x, y) / len(microbatches)).backward()",
     ),
 )
 def check_accumulate(learner: Callable) -> Receipt:

@@ -27,7 +27,6 @@ from minillm.predict import comms
         "The mean over all tokens is one sum divided by one count. Which of the two can a rank not know by itself?",
         "Divide your own sum by the number of tokens of *all* ranks: one all-reduce of one number. Then remember that "
         "the gradients will be averaged over ranks, when they should be added.",
-        "total = group.all_reduce(counts.sum()); return (nll * counts).sum() * group.world_size / total.",
     ),
 )
 def check_weighted(learner: Callable) -> Receipt:
@@ -163,8 +162,6 @@ def _far(found: Tensor, right: Tensor) -> bool:
         "What is not sent now is not gone: it is owed. Where does it stay until it is large enough to be sent?",
         "Add the residual to the gradient before you choose. Choose by absolute value. Afterwards the residual is what "
         "you had, with zeros where you sent. Two ranks may choose the same place: their values add up.",
-        "owed = gradient + residual; i = owed.abs().topk(k).indices; v = owed[i]; residual.copy_(owed); residual[i] = "
-        "0; all_gather v and i.int(); gradient.zero_(); gradient.index_add_(0, all_i.long(), all_v / world_size).",
     ),
 )
 def check_top_k(learner: Callable) -> Receipt:

@@ -1,19 +1,18 @@
 """Spoilers of lab 03: wrong ways to average and pack gradients, and right ones that look different."""
 
 import torch
-import torch.distributed as dist
 
 from course.lab03_data_parallel.replicas import Bucket
 from minillm.labkit.exercises import alternative, mistake
 
 # Naive data parallel
 
-
-@mistake("naive-ddp", "no-division", expect="it is the sum|is the sum over the ranks, 3 times their mean: divide")
-def only_the_sum(model, group):
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            group.all_reduce(parameter.grad)
+mistake(
+    "naive-ddp",
+    "no-division",
+    {"parameter.grad /= group.world_size": ""},
+    expect="it is the sum|is the sum over the ranks, 3 times their mean: divide",
+)
 
 
 @mistake("naive-ddp", "reduces-parameters", expect="changed the parameters themselves: reduce the gradients")
@@ -23,56 +22,51 @@ def averages_the_weights(model, group):
             group.all_reduce(parameter, op="avg")
 
 
-@mistake("naive-ddp", "only-matrices", expect=r"gradient of gain is this rank's own")
-def forgets_biases(model, group):
-    for parameter in model.parameters():
-        if parameter.grad is not None and parameter.dim() > 1:
-            group.all_reduce(parameter.grad, op="avg")
-
-
-@mistake("naive-ddp", "divides-twice", expect="divided by 3 once more: divide only once")
-def average_of_the_average(model, group):
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            group.all_reduce(parameter.grad, op="avg")
-            parameter.grad /= group.world_size
-
-
-@mistake("naive-ddp", "rank-0-decides", expect="is rank 0's, not the mean of all")
-def broadcasts(model, group):
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            group.broadcast(parameter.grad)
-
-
-@mistake("naive-ddp", "zeros-for-none", expect=r"times as many: each gradient|should be None, since no loss reaches it")
-def makes_gradients(model, group):
-    for parameter in model.parameters():
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        group.all_reduce(parameter.grad, op="avg")
-
-
-@mistake("naive-ddp", "torch-distributed", expect="ledger saw no communication")
-def past_the_ledger(model, group):
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad, group=group.process_group)
-            parameter.grad /= group.world_size
-
-
-@mistake("naive-ddp", "gathers-everything", expect="you used all_gather")
-def gathers(model, group):
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.copy_(group.all_gather(parameter.grad[None]).mean(0))
-
-
-@alternative("naive-ddp", "average-by-op")
-def lets_the_group_divide(model, group):
-    for parameter in reversed(list(model.parameters())):
-        if parameter.grad is not None:
-            group.all_reduce(parameter.grad, op="avg")
+mistake(
+    "naive-ddp",
+    "only-matrices",
+    {"is not None": "is not None and parameter.dim() > 1"},
+    expect=r"gradient of gain is this rank's own",
+)
+mistake(
+    "naive-ddp",
+    "divides-twice",
+    {"/= group.world_size": "/= group.world_size**2"},
+    expect="divided by 3 once more: divide only once",
+)
+mistake(
+    "naive-ddp",
+    "rank-0-decides",
+    {"group.all_reduce(parameter.grad)": "group.broadcast(parameter.grad)", "parameter.grad /= group.world_size": ""},
+    expect="is rank 0's, not the mean of all",
+)
+mistake(
+    "naive-ddp",
+    "zeros-for-none",
+    {
+        "if parameter.grad is not None:": (
+            "if parameter.grad is None:\n            parameter.grad = torch.zeros_like(parameter)\n        if True:"
+        )
+    },
+    expect=r"times as many: each gradient|should be None, since no loss reaches it",
+)
+mistake(
+    "naive-ddp",
+    "torch-distributed",
+    {"group.all_reduce(parameter.grad)": "torch.distributed.all_reduce(parameter.grad, group=group.process_group)"},
+    expect="ledger saw no communication",
+)
+mistake(
+    "naive-ddp",
+    "gathers-everything",
+    {"group.all_reduce(parameter.grad)": "parameter.grad.copy_(group.all_gather(parameter.grad[None]).sum(0))"},
+    expect="you used all_gather",
+)
+alternative(
+    "naive-ddp",
+    "average-by-op",
+    {"(parameter.grad)": '(parameter.grad, op="avg")', "parameter.grad /= group.world_size": ""},
+)
 
 
 @alternative("naive-ddp", "handles")
@@ -92,93 +86,61 @@ def joins_them(model, group):
         gradient.copy_(part.view_as(gradient))
 
 
-@mistake("naive-ddp", "divides-by-4", expect="is 0.75 times the mean over the ranks")
-def assumes_four_ranks(model, group):
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            group.all_reduce(parameter.grad)
-            parameter.grad /= 4
+mistake("naive-ddp", "divides-by-4", {"group.world_size": "4"}, expect="is 0.75 times the mean over the ranks")
 
 
 # Buckets
 
 
-def _fill(parameters, cap_bytes, order=reversed, frozen=False, before=False, last=True):
-    closed, filling = [], {}
-    for p in order([p for p in parameters if p.requires_grad or frozen]):
-        mine = filling.setdefault(p.dtype, [])
-        if before and mine and sum(q.nbytes for q in mine) + p.nbytes > cap_bytes:
-            closed.append(filling.pop(p.dtype))
-        filling.setdefault(p.dtype, []).append(p)
-        if not before and sum(q.nbytes for q in filling[p.dtype]) >= cap_bytes:
-            closed.append(filling.pop(p.dtype))
-    return [*closed, *(filling.values() if last else [])]
-
-
-def _give(lists):
-    buckets = []
-    for members in lists:
-        flat, at = torch.zeros(sum(p.numel() for p in members), dtype=members[0].dtype), 0
-        for p in members:
-            p.grad = flat[at : at + p.numel()].view(p.shape)
-            at += p.numel()
-        buckets.append(Bucket(flat, members))
-    return buckets
-
-
-@mistake("gradient-buckets", "first-parameter-first", expect="pack the last parameter first")
-def in_the_order_of_forward(parameters, cap_bytes):
-    return _give(_fill(parameters, cap_bytes, order=list))
-
-
-@mistake("gradient-buckets", "copies-not-views", expect="is a copy, not a view")
-def flattens_once(parameters, cap_bytes):
-    buckets = []
-    for members in _fill(parameters, cap_bytes):
-        for p in members:
-            p.grad = torch.zeros_like(p)
-        buckets.append(Bucket(torch.cat([p.grad.flatten() for p in members]), members))
-    return buckets
-
-
-@mistake("gradient-buckets", "last-bucket-lost", expect="is in no bucket")
-def keeps_full_ones_only(parameters, cap_bytes):
-    return _give(_fill(parameters, cap_bytes, last=False))
-
-
-@mistake("gradient-buckets", "closes-too-early", expect="not before and not after")
-def never_over_the_cap(parameters, cap_bytes):
-    return _give(_fill(parameters, cap_bytes, before=True))
-
-
-@mistake("gradient-buckets", "offset-not-advanced", expect="two gradients lie over each other")
-def always_from_the_start(parameters, cap_bytes):
-    buckets = []
-    for members in _fill(parameters, cap_bytes):
-        flat = torch.zeros(sum(p.numel() for p in members), dtype=members[0].dtype)
-        for p in members:
-            p.grad = flat[: p.numel()].view(p.shape)
-        buckets.append(Bucket(flat, members))
-    return buckets
-
-
-@mistake("gradient-buckets", "frozen-too", expect="is frozen")
-def packs_everything(parameters, cap_bytes):
-    return _give(_fill(parameters, cap_bytes, frozen=True))
-
-
-@mistake("gradient-buckets", "parameters-in-the-bucket", expect="does not start at zero")
-def flattens_the_weights(parameters, cap_bytes):
-    buckets = _give(_fill(parameters, cap_bytes))
-    for bucket in buckets:
-        for p in bucket.parameters:
-            p.grad.copy_(p.detach())
-    return buckets
-
-
-@alternative("gradient-buckets", "by-offset")
-def with_offsets(parameters, cap_bytes):
-    return _give(_fill(list(parameters), cap_bytes))
+mistake(
+    "gradient-buckets",
+    "first-parameter-first",
+    {"reversed([p for p in parameters if p.requires_grad])": "[p for p in parameters if p.requires_grad]"},
+    expect="pack the last parameter first",
+)
+mistake(
+    "gradient-buckets",
+    "copies-not-views",
+    {"part.view_as(parameter)": "part.view_as(parameter).clone()"},
+    expect="is a copy, not a view",
+)
+mistake("gradient-buckets", "last-bucket-lost", {"[*closed, *filling.values()]": "closed"}, expect="is in no bucket")
+mistake(
+    "gradient-buckets",
+    "closes-too-early",
+    {
+        (
+            "filling.setdefault(parameter.dtype, []).append(parameter)\n"
+            "        if sum(p.nbytes for p in filling[parameter.dtype]) >= cap_bytes:\n"
+            "            closed.append(filling.pop(parameter.dtype))"
+        ): (
+            "members = filling.setdefault(parameter.dtype, [])\n"
+            "        if members and sum(p.nbytes for p in members) + parameter.nbytes > "
+            "cap_bytes:\n"
+            "            closed.append(filling.pop(parameter.dtype))\n"
+            "        filling.setdefault(parameter.dtype, []).append(parameter)"
+        )
+    },
+    expect="not before and not after",
+)
+mistake(
+    "gradient-buckets",
+    "offset-not-advanced",
+    {"part.view_as(parameter)": "flat[: parameter.numel()].view_as(parameter)"},
+    expect="two gradients lie over each other",
+)
+mistake(
+    "gradient-buckets",
+    "frozen-too",
+    {"[p for p in parameters if p.requires_grad]": "list(parameters)"},
+    expect="is frozen",
+)
+mistake(
+    "gradient-buckets",
+    "parameters-in-the-bucket",
+    {"parameter.grad = part.view_as(parameter)": "parameter.grad = part.view_as(parameter).copy_(parameter.detach())"},
+    expect="does not start at zero",
+)
 
 
 @alternative("gradient-buckets", "as-strided")
@@ -192,7 +154,8 @@ def sorted_by_dtype(parameters, cap_bytes):
             if sum(q.nbytes for q in members) >= cap_bytes:
                 buckets, members = [*buckets, members], []
         buckets += [members] if members else []
-    return _give(sorted(buckets, key=lambda members: sum(q.nbytes for q in members) < cap_bytes))
+    full_first = sorted(buckets, key=lambda members: sum(q.nbytes for q in members) < cap_bytes)
+    return [_bucket(members) for members in full_first]
 
 
 @mistake("gradient-buckets", "closes-at-each-change-of-dtype", expect="a change of dtype does not close it")

@@ -4,18 +4,9 @@ import contextlib
 
 import torch
 
-from minillm.labkit import answers_of
 from minillm.labkit.exercises import alternative, mistake
 
-ANSWERS = answers_of("03_data_parallel")
-
 # Overlap
-
-
-def _watch(buckets, arrived):
-    for index, bucket in enumerate(buckets):
-        for parameter in bucket.parameters:
-            parameter.register_post_accumulate_grad_hook(lambda _, index=index: arrived(index))
 
 
 @mistake("overlap-hooks", "after-backward", expect="starts after backward has ended: nothing overlaps")
@@ -27,124 +18,58 @@ def everything_in_finish(buckets, group):
     return finish
 
 
-@mistake("overlap-hooks", "blocks-in-the-hook", expect="blocks backward until it is reduced: use async_op=True")
-def waits_at_once(buckets, group):
-    missing, started = [len(bucket.parameters) for bucket in buckets], []
-
-    def arrived(index):
-        missing[index] -= 1
-        while len(started) < len(buckets) and missing[len(started)] == 0:
-            group.all_reduce(buckets[len(started)].flat, op="avg")
-            started.append(index)
-
-    def finish():
-        started.clear()
-        missing[:] = [len(bucket.parameters) for bucket in buckets]
-
-    _watch(buckets, arrived)
-    return finish
-
-
-@mistake("overlap-hooks", "as-they-become-ready", expect="Start bucket i only after bucket i-1")
-def first_come_first_served(buckets, group):
-    missing, handles = [len(bucket.parameters) for bucket in buckets], []
-
-    def arrived(index):
-        missing[index] -= 1
-        if missing[index] == 0:
-            handles.append(group.all_reduce(buckets[index].flat, op="avg", async_op=True))
-
-    def finish():
-        for handle in handles:
-            handle.wait()
-        handles.clear()
-        missing[:] = [len(bucket.parameters) for bucket in buckets]
-
-    _watch(buckets, arrived)
-    return finish
-
-
-@mistake("overlap-hooks", "counts-not-set-back", expect="step 2, rank 2: .* is wrong, although step 1 was right")
-def works_once(buckets, group):
-    missing, handles = [len(bucket.parameters) for bucket in buckets], []
-
-    def arrived(index):
-        missing[index] -= 1
-        while len(handles) < len(buckets) and missing[len(handles)] == 0:
-            handles.append(group.all_reduce(buckets[len(handles)].flat, op="avg", async_op=True))
-
-    def finish():
-        for handle in handles:
-            handle.wait()
-
-    _watch(buckets, arrived)
-    return finish
-
-
-@mistake("overlap-hooks", "starts-with-the-first-gradient", expect="starts before the gradient of")
-def too_early(buckets, group):
-    handles = []
-
-    def arrived(index):
-        while len(handles) <= index:
-            handles.append(group.all_reduce(buckets[index].flat, op="avg", async_op=True))
-
-    def finish():
-        for handle in handles:
-            handle.wait()
-        handles.clear()
-
-    _watch(buckets, arrived)
-    return finish
-
-
-@mistake(
-    "overlap-hooks", "skips-what-is-not-next", expect="(?s)Who waits for whom.*all ranks must start the same buckets"
+mistake(
+    "overlap-hooks",
+    "blocks-in-the-hook",
+    {
+        (
+            'handles.append(group.all_reduce(buckets[len(handles)].flat, op="avg", async_op=True))'
+        ): 'handles.append(group.all_reduce(buckets[len(handles)].flat, op="avg"))',
+        ("for handle in handles:\n            handle.wait()\n        handles.clear()"): "handles.clear()",
+    },
+    expect="blocks backward until it is reduced: use async_op=True",
 )
-def only_if_it_is_next(buckets, group):
-    missing, handles = [len(bucket.parameters) for bucket in buckets], []
-
-    def arrived(index):
-        missing[index] -= 1
-        if missing[index] == 0 and index == len(handles):
-            handles.append(group.all_reduce(buckets[index].flat, op="avg", async_op=True))
-
-    def finish():
-        for handle in handles:
-            handle.wait()
-        handles.clear()
-        missing[:] = [len(bucket.parameters) for bucket in buckets]
-
-    _watch(buckets, arrived)
-    return finish
-
-
-@mistake("overlap-hooks", "never-waits", expect="finish returns after 0 of 6 handles were waited for")
-def fire_and_forget(buckets, group):
-    missing, handles = [len(bucket.parameters) for bucket in buckets], []
-
-    def arrived(index):
-        missing[index] -= 1
-        while len(handles) < len(buckets) and missing[len(handles)] == 0:
-            handles.append(group.all_reduce(buckets[len(handles)].flat, op="avg", async_op=True))
-
-    def finish():
-        handles.clear()
-        missing[:] = [len(bucket.parameters) for bucket in buckets]
-
-    _watch(buckets, arrived)
-    return finish
-
-
-@mistake("overlap-hooks", "no-division", expect="is the sum over the ranks, 3 times their mean")
-def sums(buckets, group):
-    class Summing:
-        """Hands on all_reduce as a sum."""
-
-        def all_reduce(self, x, op, async_op):
-            return group.all_reduce(x, async_op=async_op)
-
-    return ANSWERS.overlap(buckets, Summing())
+mistake(
+    "overlap-hooks",
+    "as-they-become-ready",
+    {
+        "while len(handles) < len(buckets) and missing[len(handles)] == 0:": "if missing[index] == 0:",
+        "buckets[len(handles)]": "buckets[index]",
+    },
+    expect="Start bucket i only after bucket i-1",
+)
+mistake(
+    "overlap-hooks",
+    "counts-not-set-back",
+    {("        handles.clear()\n        missing[:] = [len(bucket.parameters) for bucket in buckets]\n"): ""},
+    expect="step 2, rank 2: .* is wrong, although step 1 was right",
+)
+mistake(
+    "overlap-hooks",
+    "starts-with-the-first-gradient",
+    {
+        "while len(handles) < len(buckets) and missing[len(handles)] == 0:": "while len(handles) <= index:",
+        "buckets[len(handles)]": "buckets[index]",
+    },
+    expect="starts before the gradient of",
+)
+mistake(
+    "overlap-hooks",
+    "skips-what-is-not-next",
+    {
+        "while len(handles) < len(buckets) and missing[len(handles)] == 0:": (
+            "if missing[index] == 0 and index == len(handles):"
+        )
+    },
+    expect="(?s)Who waits for whom.*all ranks must start the same buckets",
+)
+mistake(
+    "overlap-hooks",
+    "never-waits",
+    {"for handle in handles:\n            handle.wait()\n        ": ""},
+    expect="finish returns after 0 of 6 handles were waited for",
+)
+mistake("overlap-hooks", "no-division", {'op="avg", ': ""}, expect="is the sum over the ranks, 3 times their mean")
 
 
 @alternative("overlap-hooks", "divides-in-finish")
@@ -173,32 +98,30 @@ def with_a_set_of_parameters(buckets, group):
 
 # Accumulation
 
-
-@mistake("accumulate-no-sync", "reduces-every-microbatch", expect="12 all-reduces per step of 3 microbatches where 4")
-def plain_loop(ddp, microbatches, loss_of):
-    for x, y in microbatches:
-        (loss_of(ddp, x, y) / len(microbatches)).backward()
-
-
-@mistake("accumulate-no-sync", "no-division", expect="the mean times 3: each microbatch's loss is a mean, so divide")
-def adds_up_means(ddp, microbatches, loss_of):
-    for index, (x, y) in enumerate(microbatches):
-        with contextlib.nullcontext() if index == len(microbatches) - 1 else ddp.no_sync():
-            loss_of(ddp, x, y).backward()
-
-
-@mistake("accumulate-no-sync", "never-reduces", expect="nothing was reduced at all")
-def no_sync_around_all(ddp, microbatches, loss_of):
-    with ddp.no_sync():
-        for x, y in microbatches:
-            (loss_of(ddp, x, y) / len(microbatches)).backward()
-
-
-@mistake("accumulate-no-sync", "reduces-the-first", expect="is not the mean over the ranks, nor any multiple of it")
-def syncs_first(ddp, microbatches, loss_of):
-    for index, (x, y) in enumerate(microbatches):
-        with ddp.no_sync() if index else contextlib.nullcontext():
-            (loss_of(ddp, x, y) / len(microbatches)).backward()
+mistake(
+    "accumulate-no-sync",
+    "reduces-every-microbatch",
+    {"if last else ddp.no_sync()": ""},
+    expect="12 all-reduces per step of 3 microbatches where 4",
+)
+mistake(
+    "accumulate-no-sync",
+    "no-division",
+    {"(loss_of(ddp, x, y) / len(microbatches))": "loss_of(ddp, x, y)"},
+    expect="the mean times 3: each microbatch's loss is a mean, so divide",
+)
+mistake(
+    "accumulate-no-sync",
+    "never-reduces",
+    {"contextlib.nullcontext() if last else ddp.no_sync()": "ddp.no_sync()"},
+    expect="nothing was reduced at all",
+)
+mistake(
+    "accumulate-no-sync",
+    "reduces-the-first",
+    {"last = index == len(microbatches) - 1": "last = index == 0"},
+    expect="is not the mean over the ranks, nor any multiple of it",
+)
 
 
 @alternative("accumulate-no-sync", "last-one-apart")
@@ -223,12 +146,15 @@ def one_batch(ddp, microbatches, loss_of):
     loss_of(ddp, x, y).backward()
 
 
-@mistake("accumulate-no-sync", "forward-outside", expect="3 forwards ran outside ddp.no_sync")
-def forward_outside(ddp, microbatches, loss_of):
-    for index, (x, y) in enumerate(microbatches):
-        loss = loss_of(ddp, x, y) / len(microbatches)
-        with contextlib.nullcontext() if index == len(microbatches) - 1 else ddp.no_sync():
-            loss.backward()
+mistake(
+    "accumulate-no-sync",
+    "forward-outside",
+    {
+        "with contextlib": ("loss = loss_of(ddp, x, y) / len(microbatches)\n        with contextlib"),
+        "            (loss_of(ddp, x, y) / len(microbatches)).backward()": "            loss.backward()",
+    },
+    expect="3 forwards ran outside ddp.no_sync",
+)
 
 
 @alternative("accumulate-no-sync", "looks-at-the-losses")

@@ -131,9 +131,6 @@ def _span(elements: Sequence[int]) -> str:
         "the others need from it afterwards?",
         "At first: everybody takes rank 0's weights, and makes an optimizer over an nn.Parameter with its own 1/N. "
         "In each step: reduce-scatter the gradient (average), step, all-gather the updated parts.",
-        "__init__: group.broadcast(weights); self.shard = nn.Parameter(weights.chunk(N)[rank].clone()); "
-        "self.optimizer = make([self.shard]). step: self.shard.grad = group.reduce_scatter(gradient, op='avg'); "
-        "self.optimizer.step(); group.all_gather(self.shard.data, out=self.weights).",
     ),
 )
 def check_zero_one(learner: Callable) -> Receipt:

@@ -110,9 +110,6 @@ def _say_shard(found: Tensor, case: Net, step: int, bucket: int, rank: int, want
         "forward: gather the shard, compute, save x and the shard only. backward: gather again, compute again under "
         "torch.enable_grad() with x and the weights as leaves, torch.autograd.grad, reduce-scatter the weights' "
         "gradient (average).",
-        "backward: x, shard = ctx.saved_tensors; with torch.enable_grad(): x = x.detach().requires_grad_(); "
-        "w = ctx.group.all_gather(shard).requires_grad_(); y = ctx.compute(x, w). dx, dw = torch.autograd.grad(y, "
-        "(x, w), output_gradient); return dx, ctx.group.reduce_scatter(dw, op='avg'), None, None.",
     ),
 )
 def check_gathered_block(learner: type) -> Receipt:

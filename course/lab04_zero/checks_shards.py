@@ -35,9 +35,6 @@ FORMULA = (
         "The norm of the whole gradient is the root of a sum of squares. Which part of that sum can each rank know?",
         "Add up the squares of your real elements (what lies behind element numel of the flat gradient is padding and "
         "can be anything), all-reduce that one number, take the root, scale by min(1, max_norm / norm).",
-        "mine = gradient[:max(0, numel - group.rank * len(gradient))]; norm = "
-        "group.all_reduce(mine.square().sum()).sqrt(); gradient *= (max_norm / (norm + 1e-6)).clamp(max=1.0); "
-        "return norm.",
     ),
 )
 def check_clip(learner: Callable) -> Receipt:
@@ -125,7 +122,6 @@ def _judge_clip(case: Flat, ranks: Sequence[Did]) -> None:
     hints=(
         "If rank 0 saved what its optimizer holds, how much of Adam's state would be in the file?",
         "All-gather each moment and cut off the padding. `step` is one number, the same on every rank.",
-        "return {name: group.all_gather(x)[:numel] if x.dim() else x for name, x in state.items()}.",
     ),
 )
 def check_whole_state(learner: Callable) -> Receipt:
@@ -181,9 +177,6 @@ def _resume(case: Flat, state: Any, name: str) -> bool:
         "Adam treats every element alone, so it does not need all moments at the same time.",
         "For each chunk: read its two moments, update them with the chunk's gradient, write them back, then move the "
         "weights. `step` counts from 1 and corrects the bias of both moments.",
-        'm, v = store.read("m", part), store.read("v", part); m.mul_(b1).add_(g, alpha=1 - b1); v.mul_(b2).addcmul_(g, '
-        'g, value=1 - b2); store.write("m", part, m); store.write("v", part, v); weights[part] -= lr * '
-        "(m / (1 - b1**step)) / ((v / (1 - b2**step)).sqrt() + eps).",
     ),
 )
 def check_stream(learner: Callable) -> Receipt:

@@ -9,11 +9,12 @@ ANSWERS = answers_of("04_zero")
 
 # Partition
 
-
-@mistake("shard-partition", "rounds-down", expect="nobody's. Round up")
-def drops_the_rest(sizes, world_size, rank):
-    length = sum(sizes) // world_size
-    return length, _cut(sizes, rank * length, (rank + 1) * length)
+mistake(
+    "shard-partition",
+    "rounds-down",
+    {"-(-sum(sizes) // world_size)": "sum(sizes) // world_size"},
+    expect="nobody's. Round up",
+)
 
 
 @mistake("shard-partition", "whole-parameters", expect=r"cut through\s+parameters")
@@ -29,37 +30,36 @@ def pads_every_parameter(sizes, world_size, rank):
     return sum(parts), slices
 
 
-@mistake("shard-partition", "slices-of-the-line", expect="count from the parameter's own start")
-def in_flat_coordinates(sizes, world_size, rank):
-    length = -(-sum(sizes) // world_size)
-    slices, start = [], 0
-    for size in sizes:
-        slices.append(slice(max(rank * length, start), min((rank + 1) * length, start + size)))
-        start += size
-    return length, slices
-
-
-@mistake("shard-partition", "shards-overlap", expect=r"ranks \[\d, \d\] hold element")
-def last_element_twice(sizes, world_size, rank):
-    length = -(-sum(sizes) // world_size)
-    first = min(rank * length, sum(sizes) - length)  # the last rank takes a full shard, from the end
-    return length, _cut(sizes, first, first + length)
-
-
-@mistake("shard-partition", "ends-before-it-begins", expect=r"slice\(0, 0\) where the rank holds nothing")
-def negative_ends(sizes, world_size, rank):
-    length = -(-sum(sizes) // world_size)
-    slices, start = [], 0
-    for size in sizes:
-        slices.append(slice(max(rank * length - start, 0), min((rank + 1) * length - start, size)))
-        start += size
-    return length, slices
-
-
-@mistake("shard-partition", "pairs-of-numbers", expect="is no slice")
-def pairs(sizes, world_size, rank):
-    length, slices = ANSWERS.partition(sizes, world_size, rank)
-    return length, [(piece.start, piece.stop) for piece in slices]
+mistake(
+    "shard-partition",
+    "slices-of-the-line",
+    {"slice(low, high)": "slice(start + low, start + high)"},
+    expect="count from the parameter's own start",
+)
+mistake(
+    "shard-partition",
+    "shards-overlap",
+    {
+        "slices, start = [], 0": (
+            "first = min(rank * length, sum(sizes) - length)  # the last rank takes a full "
+            "shard, from the end\n"
+            "    slices, start = [], 0"
+        ),
+        "rank * length - start": "first - start",
+        "(rank + 1) * length - start": "first + length - start",
+    },
+    expect=r"ranks \[\d, \d\] hold element",
+)
+mistake(
+    "shard-partition",
+    "ends-before-it-begins",
+    {
+        "min(max(rank * length - start, 0), size)": "max(rank * length - start, 0)",
+        "min(max((rank + 1) * length - start, 0), size)": "min((rank + 1) * length - start, size)",
+    },
+    expect=r"slice\(0, 0\) where the rank holds nothing",
+)
+mistake("shard-partition", "pairs-of-numbers", {"slice(low, high)": "(low, high)"}, expect="is no slice")
 
 
 @alternative("shard-partition", "by-element-numbers")
@@ -71,14 +71,6 @@ def by_counting(sizes, world_size, rank):
         slices.append(slice(mine[0], mine[-1] + 1) if mine else slice(0, 0))
         start += size
     return length, slices
-
-
-def _cut(sizes, low, high):
-    slices, start = [], 0
-    for size in sizes:
-        slices.append(slice(min(max(low - start, 0), size), min(max(high - start, 0), size)))
-        start += size
-    return slices
 
 
 # Stage 1
@@ -95,65 +87,62 @@ class WholeOptimizer:
         self.optimizer.step()
 
 
-@mistake("zero-one-step", "all-reduce-then-slice", expect="that is 3P")
-class AllReduceThenSlice(ANSWERS.ZeroOne):
-    def step(self, gradient):
-        whole = self.group.all_reduce(gradient, op="avg")
-        self.shard.grad = whole.chunk(self.group.world_size)[self.group.rank].clone()
-        self.optimizer.step()
-        self.group.all_gather(self.shard.data, out=self.weights)
-
-
-@mistake("zero-one-step", "forgets-the-gather", expect="gather the updated parts")
-class NoGather(ANSWERS.ZeroOne):
-    def step(self, gradient):
-        self.shard.grad = self.group.reduce_scatter(gradient, op="avg")
-        self.optimizer.step()
-        self.weights.chunk(self.group.world_size)[self.group.rank].copy_(self.shard.data)
-
-
-@mistake("zero-one-step", "different-first-weights", expect="a patchwork: begin with rank 0's")
-class OwnFirstWeights(ANSWERS.ZeroOne):
-    def __init__(self, weights, group, make):
-        self.weights, self.group = weights, group
-        self.shard = nn.Parameter(weights.chunk(group.world_size)[group.rank].clone())
-        self.optimizer = make([self.shard])
-
-
-@mistake("zero-one-step", "adds-gradients", expect="added up, not averaged")
-class SumsGradients(ANSWERS.ZeroOne):
-    def step(self, gradient):
-        self.shard.grad = self.group.reduce_scatter(gradient)
-        self.optimizer.step()
-        self.group.all_gather(self.shard.data, out=self.weights)
-
-
-@mistake("zero-one-step", "local-gradient", expect="owner's own gradient: reduce over the ranks")
-class OwnGradient(ANSWERS.ZeroOne):
-    def step(self, gradient):
-        self.shard.grad = gradient.chunk(self.group.world_size)[self.group.rank].clone()
-        self.optimizer.step()
-        self.group.all_gather(self.shard.data, out=self.weights)
-
-
-@mistake("zero-one-step", "an-optimizer-per-step", expect="call it once")
-class ForgetsMoments(ANSWERS.ZeroOne):
-    def __init__(self, weights, group, make):
-        super().__init__(weights, group, make)
-        self.make = make
-
-    def step(self, gradient):
-        self.optimizer = self.make([self.shard])
-        super().step(gradient)
-
-
-@mistake("zero-one-step", "adds-to-the-last-gradient", expect="of this step alone")
-class NeverClears(ANSWERS.ZeroOne):
-    def step(self, gradient):
-        mine = self.group.reduce_scatter(gradient, op="avg")
-        self.shard.grad = mine if self.shard.grad is None else self.shard.grad + mine
-        self.optimizer.step()
-        self.group.all_gather(self.shard.data, out=self.weights)
+mistake(
+    "zero-one-step",
+    "all-reduce-then-slice",
+    {
+        "self.shard.grad = self.group.reduce_scatter": "whole = self.group.all_reduce",
+        "self.optimizer.step()": (
+            "self.shard.grad = whole.chunk(self.group.world_size)[self.group.rank].clone()\n"
+            "        self.optimizer.step()"
+        ),
+    },
+    expect="that is 3P",
+)
+mistake(
+    "zero-one-step",
+    "forgets-the-gather",
+    {
+        "self.group.all_gather(self.shard.data, out=self.weights)": (
+            "self.weights.chunk(self.group.world_size)[self.group.rank].copy_(self.shard.data)"
+        )
+    },
+    expect="gather the updated parts",
+)
+mistake(
+    "zero-one-step",
+    "different-first-weights",
+    {"group.broadcast(weights)": "weights"},
+    expect="a patchwork: begin with rank 0's",
+)
+mistake("zero-one-step", "adds-gradients", {', op="avg"': ""}, expect="added up, not averaged")
+mistake(
+    "zero-one-step",
+    "local-gradient",
+    {'self.group.reduce_scatter(gradient, op="avg")': "gradient.chunk(self.group.world_size)[self.group.rank].clone()"},
+    expect="owner's own gradient: reduce over the ranks",
+)
+mistake(
+    "zero-one-step",
+    "an-optimizer-per-step",
+    {
+        "self.optimizer = make([self.shard])": "self.make, self.optimizer = make, make([self.shard])",
+        "self.optimizer.step()": "self.optimizer = self.make([self.shard])\n        self.optimizer.step()",
+    },
+    expect="call it once",
+)
+mistake(
+    "zero-one-step",
+    "adds-to-the-last-gradient",
+    {
+        "self.shard.grad = ": "mine = ",
+        "self.optimizer.step()": (
+            "self.shard.grad = mine if self.shard.grad is None else self.shard.grad + mine\n"
+            "        self.optimizer.step()"
+        ),
+    },
+    expect="of this step alone",
+)
 
 
 @alternative("zero-one-step", "shard-is-a-view-of-the-weights")

@@ -10,84 +10,70 @@ ANSWERS = answers_of("04_zero")
 # Clipping
 
 
-def _clip(gradient, numel, max_norm, group, norm_of):
-    """The reference with another norm; `norm_of` takes this rank's real elements."""
-    norm = norm_of(gradient[: max(0, numel - group.rank * len(gradient))])
-    gradient *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    return norm
-
-
-@mistake("clip-across-shards", "local-norm", expect="that is its own shard's norm")
-def local_norm(gradient, numel, max_norm, group):
-    return _clip(gradient, numel, max_norm, group, lambda mine: mine.norm())
-
-
-@mistake("clip-across-shards", "adds-norms", expect="norms do not add up, their squares do")
-def adds_norms(gradient, numel, max_norm, group):
-    return _clip(gradient, numel, max_norm, group, lambda mine: group.all_reduce(mine.norm()))
-
-
-@mistake("clip-across-shards", "padding-counted", expect="the padding is in it")
-def counts_padding(gradient, numel, max_norm, group):
-    norm = group.all_reduce(gradient.square().sum()).sqrt()
-    gradient *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    return norm
-
-
-@mistake("clip-across-shards", "averages-squares", expect="averaged over the ranks, not added")
-def averages(gradient, numel, max_norm, group):
-    return _clip(gradient, numel, max_norm, group, lambda mine: group.all_reduce(mine.square().sum(), op="avg").sqrt())
-
-
-@mistake("clip-across-shards", "gathers-the-gradient", expect=r"bytes for it on \d ranks")
-def gathers_everything(gradient, numel, max_norm, group):
-    norm = group.all_gather(gradient)[:numel].norm()
-    gradient *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    return norm
-
-
-@mistake("clip-across-shards", "not-in-place", expect="in place")
-def scales_a_copy(gradient, numel, max_norm, group):
-    return _clip(gradient.clone(), numel, max_norm, group, lambda mine: group.all_reduce(mine.square().sum()).sqrt())
-
-
-@mistake("clip-across-shards", "scales-up-too", expect="asks to multiply the shard by 1.000")
-def always_scales(gradient, numel, max_norm, group):
-    mine = gradient[: max(0, numel - group.rank * len(gradient))]
-    norm = group.all_reduce(mine.square().sum()).sqrt()
-    gradient *= max_norm / norm
-    return norm
-
-
-@mistake("clip-across-shards", "multiplies-garbage-by-zero", expect="NaN times 0 is NaN")
-def masks(gradient, numel, max_norm, group):
-    real = torch.arange(len(gradient)) + group.rank * len(gradient) < numel
-    norm = group.all_reduce((gradient * real).square().sum()).sqrt()
-    gradient *= (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    return norm
-
-
-@alternative("clip-across-shards", "gathers-one-number-each")
-def gathers_scalars(gradient, numel, max_norm, group):
-    return _clip(gradient, numel, max_norm, group, lambda mine: group.all_gather(mine.norm().view(1)).norm())
-
-
-@alternative("clip-across-shards", "in-float64")
-def in_double(gradient, numel, max_norm, group):
-    return _clip(gradient, numel, max_norm, group, lambda x: group.all_reduce(x.double().square().sum()).sqrt())
+mistake(
+    "clip-across-shards",
+    "local-norm",
+    {"group.all_reduce(mine.square().sum()).sqrt()": "mine.norm()"},
+    expect="that is its own shard's norm",
+)
+mistake(
+    "clip-across-shards",
+    "adds-norms",
+    {"mine.square().sum()).sqrt()": "mine.norm())"},
+    expect="norms do not add up, their squares do",
+)
+mistake(
+    "clip-across-shards",
+    "padding-counted",
+    {"gradient[: max(0, numel - group.rank * len(gradient))]": "gradient"},
+    expect="the padding is in it",
+)
+mistake(
+    "clip-across-shards",
+    "averages-squares",
+    {"mine.square().sum()": 'mine.square().sum(), op="avg"'},
+    expect="averaged over the ranks, not added",
+)
+mistake(
+    "clip-across-shards",
+    "gathers-the-gradient",
+    {"group.all_reduce(mine.square().sum()).sqrt()": "group.all_gather(gradient)[:numel].norm()"},
+    expect=r"bytes for it on \d ranks",
+)
+mistake("clip-across-shards", "not-in-place", {"gradient *= (": "gradient = gradient * ("}, expect="in place")
+mistake(
+    "clip-across-shards",
+    "scales-up-too",
+    {"(norm + 1e-6)).clamp(max=1.0)": "norm)"},
+    expect="asks to multiply the shard by 1.000",
+)
+mistake(
+    "clip-across-shards",
+    "multiplies-garbage-by-zero",
+    {
+        "gradient[: max(0, numel - group.rank * len(gradient))]": (
+            "gradient * (torch.arange(len(gradient)) + group.rank * len(gradient) < numel)"
+        )
+    },
+    expect="NaN times 0 is NaN",
+)
+alternative(
+    "clip-across-shards",
+    "gathers-one-number-each",
+    {"group.all_reduce(mine.square().sum()).sqrt()": "group.all_gather(mine.norm().view(1)).norm()"},
+)
+alternative("clip-across-shards", "in-float64", {"mine.square()": "mine.double().square()"})
 
 
 # The whole state
 
-
-@mistake("whole-state", "rank-0-only", expect=r"1/\d of it, this rank's shard only")
-def own_shard(state, numel, group):
-    return state
-
-
-@mistake("whole-state", "padding-saved", expect="cut off the padding")
-def with_padding(state, numel, group):
-    return {name: group.all_gather(x) if x.dim() else x for name, x in state.items()}
+mistake(
+    "whole-state",
+    "rank-0-only",
+    {"group.all_gather(x)[:numel] if x.dim() else x": "x"},
+    expect=r"1/\d of it, this rank's shard only",
+)
+mistake("whole-state", "padding-saved", {"[:numel]": ""}, expect="cut off the padding")
 
 
 @mistake("whole-state", "one-moment", expect="the exercise asks for a dict with step, exp_avg, exp_avg_sq")
@@ -117,28 +103,26 @@ def all_at_once(weights, gradient, store, step, chunk, lr, betas, eps):
     ANSWERS.stream_adam(weights, gradient, store, step, len(weights), lr, betas, eps)
 
 
-@mistake("offload-adam", "no-bias-correction", expect="the bias correction is missing")
-def uncorrected(weights, gradient, store, step, chunk, lr, betas, eps):
-    ANSWERS.stream_adam(weights, gradient, store, 10**9, chunk, lr, betas, eps)
+mistake(
+    "offload-adam",
+    "no-bias-correction",
+    {"m, v = m / (1 - betas[0] ** step), v / (1 - betas[1] ** step)": ""},
+    expect="the bias correction is missing",
+)
+mistake(
+    "offload-adam",
+    "never-writes-back",
+    {'store.write("m", part, m)': "", 'store.write("v", part, v)': ""},
+    expect="the moments begin at zero in every step",
+)
 
 
-@mistake("offload-adam", "never-writes-back", expect="the moments begin at zero in every step")
-def forgets_to_write(weights, gradient, store, step, chunk, lr, betas, eps):
-    ANSWERS.stream_adam(weights, gradient, _ReadOnly(store), step, chunk, lr, betas, eps)
-
-
-class _ReadOnly:
-    def __init__(self, store):
-        self.read = store.read
-
-    def write(self, name, part, values):
-        pass
-
-
-@mistake("offload-adam", "drops-the-last-chunk", expect="the last and shorter one too")
-def whole_chunks_only(weights, gradient, store, step, chunk, lr, betas, eps):
-    whole = len(weights) // chunk * chunk
-    ANSWERS.stream_adam(weights[:whole], gradient, store, step, chunk, lr, betas, eps)
+mistake(
+    "offload-adam",
+    "drops-the-last-chunk",
+    {"len(weights), chunk": "len(weights) - chunk + 1, chunk"},
+    expect="the last and shorter one too",
+)
 
 
 @mistake("offload-adam", "keeps-them-in-memory", expect="kept somewhere else, in memory")
@@ -162,15 +146,17 @@ class _Memory:
         self.kept[name][part] = values
 
 
-@mistake("offload-adam", "stores-corrected-moments", expect="both stored; then")
-def stores_corrected(weights, gradient, store, step, chunk, lr, betas, eps):
-    for start in range(0, len(weights), chunk):
-        part = slice(start, start + chunk)
-        m = (betas[0] * store.read("m", part) + (1 - betas[0]) * gradient[part]) / (1 - betas[0] ** step)
-        v = (betas[1] * store.read("v", part) + (1 - betas[1]) * gradient[part] ** 2) / (1 - betas[1] ** step)
-        store.write("m", part, m)
-        store.write("v", part, v)
-        weights[part] -= lr * m / (v.sqrt() + eps)
+mistake(
+    "offload-adam",
+    "stores-corrected-moments",
+    {
+        ('        store.write("m", part, m)\n        store.write("v", part, v)\n'): "",
+        "        weights[part]": (
+            '        store.write("m", part, m)\n        store.write("v", part, v)\n        weights[part]'
+        ),
+    },
+    expect="both stored; then",
+)
 
 
 @mistake("offload-adam", "moves-a-copy", expect="change the weights in place")

@@ -118,8 +118,6 @@ def _judge_leave(case: Operators, rank: int, passed: Passed) -> None:
         "on without asking anybody. Which cut gives it whole ones?",
         "Rows of gate and up (whole inner numbers on a rank), columns of down (what those numbers contribute to the "
         "output). One Enter before, one Leave behind, nothing between.",
-        "cut: gate.chunk(n)[rank], up.chunk(n)[rank], down.chunk(n, dim=1)[rank]. mlp: x = Enter.apply(x, group) once "
-        "for both; return Leave.apply((F.silu(x @ gate.T) * (x @ up.T)) @ down.T, group).",
     ),
 )
 def check_mlp(learner: Any) -> Receipt:

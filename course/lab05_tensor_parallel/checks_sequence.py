@@ -24,9 +24,6 @@ from minillm.predict import comms
         "the second where the next one begins: what lies between is cut along the sequence.",
         "GatherIn: all_gather forward, reduce_scatter backward. ScatterOut: reduce_scatter forward, all_gather "
         "backward. Norm weights are whole on every rank but met only its tokens: their gradients are shares of a sum.",
-        "GatherIn.backward: return ctx.group.reduce_scatter(gradient.contiguous()), None. sum_norm_gradients: flat = "
-        "group.all_reduce(torch.cat([p.grad.flatten() for p in parameters])), then copy the pieces back into the "
-        "gradients.",
     ),
 )
 def check_sequence(learner: Any) -> Receipt:

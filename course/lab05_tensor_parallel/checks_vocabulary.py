@@ -24,9 +24,6 @@ from minillm.predict import comms
         "Every token's row lies on exactly one rank. What must the others add to the sum?",
         "Subtract where this rank's rows begin; ids outside 0 .. len(rows)-1 are somebody else's. Look up any row for "
         "those, put zeros in its place, and let Leave add the ranks up.",
-        "local = tokens - group.rank * len(rows); outside = (local < 0) | (local >= len(rows)); found = "
-        "F.embedding(local.masked_fill(outside, 0), rows); return Leave.apply(found.masked_fill(outside[:, None], "
-        "0.0), group).",
     ),
 )
 def check_embedding(learner: Callable) -> Receipt:
@@ -106,9 +103,6 @@ def _judge_embedding(case: Vocabulary, rank: int, passed: Passed, gradient: Tens
         "share. exp must not overflow: subtract the same number on every rank.",
         "The largest logit over all ranks (all_reduce with op='max', on detached values: it cancels). Then Σ exp over "
         "this rank's part, and the target's logit or zero; Leave sums both, and its backward is what you need.",
-        "m = group.all_reduce(logits.detach().amax(1), op='max'); z = logits - m[:, None]; local = targets - rank * "
-        "V_t; outside = ...; picked = z.gather(1, local.masked_fill(outside, 0)[:, None])[:, 0].masked_fill(outside, "
-        "0.0); total, target = Leave.apply(torch.stack([z.exp().sum(1), picked]), group); return total.log() - target.",
     ),
 )
 def check_loss(learner: Callable) -> Receipt:

@@ -12,71 +12,52 @@ Enter, Leave, cut_mlp, mlp = ANSWERS.Enter, ANSWERS.Leave, ANSWERS.cut_mlp, ANSW
 
 # The conjugate operators
 
-
-class KeepsItsShare(Enter):
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
-
-
-class Averages(Enter):
-    @staticmethod
-    def backward(ctx, gradient):
-        return ctx.group.all_reduce(gradient.clone(), op="avg"), None
-
-
-class InPlace(Enter):
-    @staticmethod
-    def backward(ctx, gradient):
-        return ctx.group.all_reduce(gradient), None
-
-
-class BroadcastsForward(Enter):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return group.broadcast(x.clone())
-
-
-class Mirrors(Leave):
-    @staticmethod
-    def forward(ctx, share, group):
-        ctx.group = group
-        return group.all_reduce(share.clone())
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return ctx.group.all_reduce(gradient.clone()), None
-
-
-class MirrorsAndDivides(Mirrors):
-    @staticmethod
-    def backward(ctx, gradient):
-        return ctx.group.all_reduce(gradient.clone(), op="avg"), None
-
-
-class AveragesForward(Leave):
-    @staticmethod
-    def forward(ctx, share, group):
-        return group.all_reduce(share.clone(), op="avg")
-
-
-class ChangesItsInput(Leave):
-    @staticmethod
-    def forward(ctx, share, group):
-        return group.all_reduce(share)
-
-
-mistake("conjugate-operators", "no-reduction-of-dx", expect="other parts' shares are lost")((KeepsItsShare, Leave))
-mistake("conjugate-operators", "averages-dx", expect="their shares add")((Averages, Leave))
-mistake("conjugate-operators", "reduces-in-place", expect="changed the gradient it was handed")((InPlace, Leave))
-mistake("conjugate-operators", "broadcasts-x", expect="every rank has x already")((BroadcastsForward, Leave))
-mistake("conjugate-operators", "row-backward-mirrors-forward", expect="4 times too large")((Enter, Mirrors))
-mistake("conjugate-operators", "mirrors-and-divides", expect="right values, but backward called 1 all_reduce")(
-    (Enter, MirrorsAndDivides)
+mistake(
+    "conjugate-operators",
+    "no-reduction-of-dx",
+    {"ctx.group.all_reduce(gradient.clone())": "gradient"},
+    expect="other parts' shares are lost",
 )
-mistake("conjugate-operators", "averages-the-output", expect="parts of one sum")((Enter, AveragesForward))
-mistake("conjugate-operators", "changes-its-input", expect="forward changed its input")((Enter, ChangesItsInput))
+mistake(
+    "conjugate-operators", "averages-dx", {"gradient.clone()": 'gradient.clone(), op="avg"'}, expect="their shares add"
+)
+mistake(
+    "conjugate-operators",
+    "reduces-in-place",
+    {"gradient.clone()": "gradient"},
+    expect="changed the gradient it was handed",
+)
+mistake(
+    "conjugate-operators",
+    "broadcasts-x",
+    {"x.view_as(x)": "group.broadcast(x.clone())"},
+    expect="every rank has x already",
+)
+mistake(
+    "conjugate-operators",
+    "row-backward-mirrors-forward",
+    {
+        "return group.all_reduce": "ctx.group = group\n        return group.all_reduce",
+        "return gradient": "return ctx.group.all_reduce(gradient.clone())",
+    },
+    expect="4 times too large",
+)
+mistake(
+    "conjugate-operators",
+    "mirrors-and-divides",
+    {
+        "return group.all_reduce": "ctx.group = group\n        return group.all_reduce",
+        "return gradient": 'return ctx.group.all_reduce(gradient.clone(), op="avg")',
+    },
+    expect="right values, but backward called 1 all_reduce",
+)
+mistake(
+    "conjugate-operators",
+    "averages-the-output",
+    {"share.clone()": 'share.clone(), op="avg"'},
+    expect="parts of one sum",
+)
+mistake("conjugate-operators", "changes-its-input", {"share.clone()": "share"}, expect="forward changed its input")
 
 
 class ByFunctions:
@@ -113,37 +94,46 @@ alternative("conjugate-operators", "reduce-scatter-and-gather")((Enter, InTwoHal
 
 # The MLP
 
-
-def cut_by_columns(gate, up, down, rank, world_size):
-    return gate.chunk(world_size, dim=1)[rank], up.chunk(world_size, dim=1)[rank], down.chunk(world_size)[rank]
-
-
-def without_enter(x, shards, group):
-    gate, up, down = shards
-    return Leave.apply((F.silu(x @ gate.T) * (x @ up.T)) @ down.T, group)
-
-
-def enters_twice(x, shards, group):
-    gate, up, down = shards
-    hidden = F.silu(Enter.apply(x, group) @ gate.T) * (Enter.apply(x, group) @ up.T)
-    return Leave.apply(hidden @ down.T, group)
-
-
-def without_leave(x, shards, group):
-    gate, up, down = shards
-    x = Enter.apply(x, group)
-    return (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
-
-
-def returns_nothing(x, shards, group):
-    mlp(x, shards, group)
-
-
-def sums_in_the_open(x, shards, group):
-    """all_reduce as it is: autograd does not see it."""
-    gate, up, down = shards
-    x = Enter.apply(x, group)
-    return group.all_reduce(((F.silu(x @ gate.T) * (x @ up.T)) @ down.T).detach())
+mistake(
+    "parallel-mlp",
+    "cut-the-wrong-way",
+    {
+        "gate.chunk(world_size)": "gate.chunk(world_size, dim=1)",
+        "up.chunk(world_size)": "up.chunk(world_size, dim=1)",
+        "down.chunk(world_size, dim=1)": "down.chunk(world_size)",
+    },
+    expect="inner numbers, whole",
+)
+mistake(
+    "parallel-mlp", "forgets-enter", {"x = Enter.apply(x, group)": ""}, expect="is Enter in front of every use of x"
+)
+mistake(
+    "parallel-mlp",
+    "one-enter-each",
+    {
+        "x = Enter.apply(x, group)": "",
+        "x @ gate": "Enter.apply(x, group) @ gate",
+        "x @ up": "Enter.apply(x, group) @ up",
+    },
+    expect="backward called 2 all_reduce",
+)
+mistake("parallel-mlp", "no-return", {"return Leave.apply": "Leave.apply"}, expect="is there a return")
+mistake(
+    "parallel-mlp",
+    "autograd-cut-off",
+    {
+        "Leave.apply((F.silu(x @ gate.T) * (x @ up.T)) @ down.T, group)": (
+            "group.all_reduce(((F.silu(x @ gate.T) * (x @ up.T)) @ down.T).detach())"
+        )
+    },
+    expect="autograd cannot pass through it",
+)
+mistake(
+    "parallel-mlp",
+    "forgets-leave",
+    {"Leave.apply((F.silu(x @ gate.T) * (x @ up.T)) @ down.T, group)": "(F.silu(x @ gate.T) * (x @ up.T)) @ down.T"},
+    expect="output is wrong",
+)
 
 
 class Gather(torch.autograd.Function):
@@ -167,20 +157,9 @@ def gathers_between(x, shards, group):
     return Leave.apply(inner.chunk(group.world_size, dim=1)[group.rank] @ down.T, group)
 
 
-mistake("parallel-mlp", "cut-the-wrong-way", expect="inner numbers, whole")((cut_by_columns, mlp))
-mistake("parallel-mlp", "forgets-enter", expect="is Enter in front of every use of x")((cut_mlp, without_enter))
-mistake("parallel-mlp", "one-enter-each", expect="backward called 2 all_reduce")((cut_mlp, enters_twice))
-mistake("parallel-mlp", "no-return", expect="is there a return")((cut_mlp, returns_nothing))
-mistake("parallel-mlp", "autograd-cut-off", expect="autograd cannot pass through it")((cut_mlp, sums_in_the_open))
-mistake("parallel-mlp", "forgets-leave", expect="output is wrong")((cut_mlp, without_leave))
 mistake("parallel-mlp", "gathers-between-the-layers", expect="needs nothing from the others")(
     (cut_mlp, gathers_between)
 )
-
-
-def cut_interleaved(gate, up, down, rank, world_size):
-    """Every t-th inner number instead of a block of them."""
-    return gate[rank::world_size], up[rank::world_size], down[:, rank::world_size]
 
 
 def fused(x, shards, group):
@@ -191,4 +170,12 @@ def fused(x, shards, group):
 
 
 alternative("parallel-mlp", "gate-and-up-in-one")((cut_mlp, fused))
-alternative("parallel-mlp", "every-t-th-inner-number")((cut_interleaved, mlp))
+alternative(
+    "parallel-mlp",
+    "every-t-th-inner-number",
+    {
+        "gate.chunk(world_size)[rank]": "gate[rank::world_size]",
+        "up.chunk(world_size)[rank]": "up[rank::world_size]",
+        "down.chunk(world_size, dim=1)[rank]": "down[:, rank::world_size]",
+    },
+)

@@ -11,30 +11,33 @@ Leave = ANSWERS.Leave
 
 # The embedding
 
-
-@mistake("vocabulary-embedding", "rows-not-masked", expect="those that do not hold the token must add zeros")
-def unmasked(tokens, rows, group):
-    local = (tokens - group.rank * len(rows)).clamp(0, len(rows) - 1)
-    return Leave.apply(F.embedding(local, rows), group)
-
-
-@mistake("vocabulary-embedding", "ids-dealt-out-in-turn", expect="where do this rank's rows begin")
-def in_turn(tokens, rows, group):
-    found = F.embedding(tokens // group.world_size, rows)
-    return Leave.apply(found.masked_fill((tokens % group.world_size != group.rank)[:, None], 0.0), group)
-
-
-@mistake("vocabulary-embedding", "last-row-lost", expect="it is zero: nobody's row was added")
-def last_row_lost(tokens, rows, group):
-    local = tokens - group.rank * len(rows)
-    outside = (local < 0) | (local >= len(rows) - 1)
-    found = F.embedding(local.masked_fill(outside, 0), rows)
-    return Leave.apply(found.masked_fill(outside[:, None], 0.0), group)
-
-
-@mistake("vocabulary-embedding", "averages", expect="it is divided by the ranks")
-def averages(tokens, rows, group):
-    return ANSWERS.embed(tokens, rows, group) / group.world_size
+mistake(
+    "vocabulary-embedding",
+    "rows-not-masked",
+    {".masked_fill(outside[:, None], 0.0)": ""},
+    expect="those that do not hold the token must add zeros",
+)
+mistake(
+    "vocabulary-embedding",
+    "ids-dealt-out-in-turn",
+    {
+        "tokens - group.rank * len(rows)": "tokens // group.world_size",
+        "(local < 0) | (local >= len(rows))": "tokens % group.world_size != group.rank",
+    },
+    expect="where do this rank's rows begin",
+)
+mistake(
+    "vocabulary-embedding",
+    "last-row-lost",
+    {"local >= len(rows)": "local >= len(rows) - 1"},
+    expect="it is zero: nobody's row was added",
+)
+mistake(
+    "vocabulary-embedding",
+    "averages",
+    {"0.0), group)": "0.0), group) / group.world_size"},
+    expect="it is divided by the ranks",
+)
 
 
 @mistake("vocabulary-embedding", "gathers-the-table", expect="one all-reduce of the")
@@ -56,22 +59,22 @@ def looks_up_in_a_gathered_copy(tokens, rows, group):
     return F.embedding(tokens, group.all_gather(rows.detach()))
 
 
-@mistake("vocabulary-embedding", "mask-as-a-number", expect="gradient of its rows is wrong")
-def masks_the_value_only(tokens, rows, group):
-    """The zeros are written into .data, which autograd does not see."""
-    local = tokens - group.rank * len(rows)
-    outside = (local < 0) | (local >= len(rows))
-    found = F.embedding(local.masked_fill(outside, 0), rows)
-    found.data[outside] = 0.0
-    return Leave.apply(found, group)
-
-
-@mistake("vocabulary-embedding", "changes-the-tokens", expect="changed the ids that it was given")
-def changes_tokens(tokens, rows, group):
-    tokens -= group.rank * len(rows)
-    outside = (tokens < 0) | (tokens >= len(rows))
-    tokens[outside] = 0
-    return ANSWERS.Leave.apply(F.embedding(tokens, rows).masked_fill(outside[:, None], 0.0), group)
+mistake(
+    "vocabulary-embedding",
+    "mask-as-a-number",
+    {
+        "return Leave.apply(found.masked_fill(outside[:, None], 0.0), group)": (
+            "found.data[outside] = 0.0  # autograd does not see it\n    return Leave.apply(found, group)"
+        )
+    },
+    expect="gradient of its rows is wrong",
+)
+mistake(
+    "vocabulary-embedding",
+    "changes-the-tokens",
+    {"tokens - group.rank * len(rows)": "tokens.sub_(group.rank * len(rows))"},
+    expect="changed the ids that it was given",
+)
 
 
 @alternative("vocabulary-embedding", "one-hot-product")
@@ -83,31 +86,18 @@ def by_one_hot(tokens, rows, group):
 # The loss
 
 
-def _loss(logits, targets, group, shift, total=None):
-    """The reference with its parts exchangeable. shift: [n], what is subtracted."""
-    logits = logits - shift[:, None]
-    local = targets - group.rank * logits.shape[1]
-    outside = (local < 0) | (local >= logits.shape[1])
-    picked = logits.gather(1, local.masked_fill(outside, 0)[:, None])[:, 0].masked_fill(outside, 0.0)
-    sums = (total or Leave.apply)(torch.stack([logits.exp().sum(dim=1), picked]), group)
-    return sums[0].log() - sums[1]
-
-
-def _highest(logits, group):
-    return group.all_reduce(logits.detach().amax(dim=1), op="max")
-
-
-@mistake("vocabulary-cross-entropy", "own-maximum", expect="is the same number subtracted on every rank")
-def own_maximum(logits, targets, group):
-    return _loss(logits, targets, group, logits.detach().amax(dim=1))
-
-
-@mistake("vocabulary-cross-entropy", "target-not-masked", expect="from the one rank that has it")
-def target_not_masked(logits, targets, group):
-    logits = logits - _highest(logits, group)[:, None]
-    local = (targets - group.rank * logits.shape[1]).clamp(0, logits.shape[1] - 1)
-    total, target = Leave.apply(torch.stack([logits.exp().sum(1), logits.gather(1, local[:, None])[:, 0]]), group)
-    return total.log() - target
+mistake(
+    "vocabulary-cross-entropy",
+    "own-maximum",
+    {'group.all_reduce(logits.detach().amax(dim=1), op="max")': "logits.detach().amax(dim=1)"},
+    expect="is the same number subtracted on every rank",
+)
+mistake(
+    "vocabulary-cross-entropy",
+    "target-not-masked",
+    {"picked = picked.masked_fill(outside, 0.0)": ""},
+    expect="from the one rank that has it",
+)
 
 
 @mistake("vocabulary-cross-entropy", "own-vocabulary-only", expect="this rank's part of the vocabulary alone")
@@ -130,40 +120,37 @@ def gathers_the_logits(logits, targets, group):
     return F.cross_entropy(Gather.apply(logits), targets, reduction="none")
 
 
-class _SumsBothWays(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return group.all_reduce(x.clone())
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return ctx.group.all_reduce(gradient.clone()), None
-
-
-@mistake("vocabulary-cross-entropy", "sums-gradients-again", expect="4 times too large")
-def sums_gradients_again(logits, targets, group):
-    return _loss(logits, targets, group, _highest(logits, group), _SumsBothWays.apply)
-
-
-@mistake("vocabulary-cross-entropy", "mean-of-the-maxima", expect="Subtract the largest logit of all ranks first")
-def averages_the_maxima(logits, targets, group):
-    return _loss(logits, targets, group, group.all_reduce(logits.detach().amax(dim=1), op="avg"))
-
-
-@mistake("vocabulary-cross-entropy", "changes-the-logits", expect="changed the weights or logits that it was given")
-def changes_logits(logits, targets, group):
-    with torch.no_grad():
-        logits -= group.all_reduce(logits.amax(dim=1), op="max")[:, None]
-    return _loss(logits, targets, group, torch.zeros(len(logits)))
-
-
-@alternative("vocabulary-cross-entropy", "three-all-reduces")
-def three_all_reduces(logits, targets, group):
-    def each(sums, group):
-        return [Leave.apply(x, group) for x in sums]
-
-    return _loss(logits, targets, group, _highest(logits, group), each)
+mistake(
+    "vocabulary-cross-entropy",
+    "sums-gradients-again",
+    {
+        "Leave.apply(torch.stack([logits.exp().sum(dim=1), picked]), group)": (
+            "Leave.apply(Enter.apply(torch.stack([logits.exp().sum(dim=1), picked]), group), group)"
+        )
+    },
+    expect="4 times too large",
+)
+mistake(
+    "vocabulary-cross-entropy",
+    "mean-of-the-maxima",
+    {'op="max"': 'op="avg"'},
+    expect="Subtract the largest logit of all ranks first",
+)
+mistake(
+    "vocabulary-cross-entropy",
+    "changes-the-logits",
+    {"logits = logits - highest[:, None]": "with torch.no_grad():\n        logits -= highest[:, None]"},
+    expect="changed the weights or logits that it was given",
+)
+alternative(
+    "vocabulary-cross-entropy",
+    "three-all-reduces",
+    {
+        "Leave.apply(torch.stack([logits.exp().sum(dim=1), picked]), group)": (
+            "(Leave.apply(x, group) for x in (logits.exp().sum(dim=1), picked))"
+        )
+    },
+)
 
 
 @alternative("vocabulary-cross-entropy", "gathers-log-sums")

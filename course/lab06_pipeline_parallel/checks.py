@@ -49,7 +49,6 @@ CASES = ((4, 8), (4, 2), (3, 5), (1, 3))  # stages, microbatches
         "Every stage does the same in GPipe. Waiting is not written down: a stage waits by itself when what it needs "
         "is not there yet.",
         "All forwards in order, then all backwards.",
-        'return [f"F{m}" for m in range(microbatches)] + [f"B{m}" for m in range(microbatches)]',
     ),
 )
 def check_gpipe(learner: Callable) -> Receipt:
@@ -76,8 +75,6 @@ def check_gpipe(learner: Callable) -> Receipt:
         "before it do until B0 comes back?",
         "Stage s first does stages - 1 - s forwards (never more than there are), then one forward and one backward in "
         "turn while forwards are left, then the backwards that remain.",
-        "k = min(stages - 1 - stage, microbatches); F0 .. F(k-1); then for m in range(microbatches - k): F(k + m), Bm; "
-        "then the last k backwards.",
     ),
 )
 def check_one_f_one_b(learner: Callable) -> Receipt:

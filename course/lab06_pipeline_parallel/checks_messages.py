@@ -35,8 +35,6 @@ Message = tuple[str, str]  # (send or recv, the action whose result travels)
         "and 1 of 1F1B: who sends when the other one sends, too?",
         "A send and the receive after it stand next to each other, with no action between: post them at once, as one "
         "list. Forwards come from stage - 1 and go to stage + 1, backwards the other way.",
-        'steps = [[]]; for each action: if it needs a message, steps[-1].append(f"recv {action}"); then steps += '
-        '[action, [f"send {action}"] or [] if nobody waits for it]. At the end leave out the empty lists.',
     ),
 )
 def check_messages(learner: Callable) -> Receipt:
@@ -158,9 +156,6 @@ def _waiting(batch: Sequence[Message], stage: int, met: Sequence[set[Message]]) 
         "Two matrix products make up the backward of a linear layer. For which of them does the stage before wait?",
         "backward returns gradient @ weight for x, None for the rest, and appends a function to `later` which, when "
         "called, adds gradient.T @ x to weight.grad (which is None at first).",
-        "ctx.save_for_backward(x, weight); ctx.later = later; return x @ weight.T. backward: x, weight = "
-        "ctx.saved_tensors; def weight_gradient(): g = gradient.T @ x.detach(); weight.grad = g if weight.grad is None "
-        "else weight.grad + g; ctx.later.append(weight_gradient); return gradient @ weight, None, None.",
     ),
 )
 def check_split(learner: Any) -> Receipt:

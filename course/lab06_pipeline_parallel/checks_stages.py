@@ -33,11 +33,6 @@ ANSWERS = answers_of("06_pipeline_parallel")
         "compute; keep x and y under m; send y without waiting. On the last stage y is the loss, divided by "
         "microbatches. backward: take x and y out; receive the gradient of y (not on the last stage), y.backward(it), "
         "send x.grad without waiting.",
-        "forward: x = torch.empty_like(self.like); group.recv(x, rank - 1); x.requires_grad_(); y = self.module(x); "
-        "last: y = self.loss(y, m) / self.microbatches, else self.sent.append(group.send(y, rank + 1, async_op=True)); "
-        "self.kept[m] = x, y. backward: x, y = self.kept.pop(m); last: y.backward(), else g = torch.empty_like(y); "
-        "group.recv(g, rank + 1); y.backward(g); not first: self.sent.append(group.send(x.grad, rank - 1, "
-        "async_op=True)).",
     ),
 )
 def check_stage(learner: Callable) -> Receipt:
@@ -150,9 +145,6 @@ def _rows(case: Run, ranks: Sequence[Staged]) -> list:
         "Each copy has seen a part of the gradient: the first stage's as an embedding, the last one's as the head. "
         "What would the one embedding of a single process have?",
         "Both ends need the sum of both gradients. Nobody else takes part. With one stage there is one copy.",
-        "ends = (0, group.world_size - 1); return unless group.rank is one of them and they differ; other = the other "
-        "one; theirs = torch.empty_like(weight.grad); group.exchange(send=(weight.grad, other), recv=(theirs, other)); "
-        "weight.grad += theirs.",
     ),
 )
 def check_tied(learner: Callable) -> Receipt:

@@ -9,29 +9,26 @@ from minillm.parallel.pipeline_parallel.schedules import one_f_one_b
 ANSWERS = answers_of("06_pipeline_parallel")
 
 
-def _order(kinds, microbatches):
-    """ "FFB" -> F0 F1 B0: the next microbatch of each kind."""
-    upcoming = {"F": itertools.count(), "B": itertools.count()}
-    return [f"{kind}{next(upcoming[kind])}" for kind in kinds]
-
-
 # GPipe
 
 
 @mistake("gpipe-order", "one-at-a-time", expect="takes 96 where 33 are enough")
 def one_at_a_time(stage, stages, microbatches):
-    return _order("FB" * microbatches, microbatches)
+    return [f"{kind}{m}" for m in range(microbatches) for kind in "FB"]
 
 
-@mistake("gpipe-order", "last-backward-forgotten", expect=r"B\d is missing")
-def forgets_one(stage, stages, microbatches):
-    return ANSWERS.gpipe_order(stage, stages, microbatches)[:-1]
-
-
-@mistake("gpipe-order", "backward-first", expect="does B0 before F0, which it needs")
-def backward_first(stage, stages, microbatches):
-    order = ANSWERS.gpipe_order(stage, stages, microbatches)
-    return order[microbatches:] + order[:microbatches]
+mistake(
+    "gpipe-order",
+    "last-backward-forgotten",
+    {'[f"B{m}" for m in range(microbatches)]': '[f"B{m}" for m in range(microbatches - 1)]'},
+    expect=r"B\d is missing",
+)
+mistake(
+    "gpipe-order",
+    "backward-first",
+    {'f"F{m}"': "f'B{m}'", 'f"B{m}"': "f'F{m}'"},
+    expect="does B0 before F0, which it needs",
+)
 
 
 @mistake("gpipe-order", "first-stage-in-turns", expect="the ranks wait for each other")
@@ -57,47 +54,45 @@ def gpipe(stage, stages, microbatches):
     return ANSWERS.gpipe_order(stage, stages, microbatches)
 
 
-@mistake("one-f-one-b-order", "never-fills", expect="takes .* are enough")
-def never_fills(stage, stages, microbatches):
-    return _order("FB" * microbatches, microbatches)
-
-
-@mistake("one-f-one-b-order", "same-on-all-stages", expect=r"stage 1 holds 4 microbatches at once where 3")
-def same_everywhere(stage, stages, microbatches):
-    return ANSWERS.one_f_one_b_order(0, stages, microbatches)
-
-
-@mistake("one-f-one-b-order", "no-cooldown", expect=r"B5 is missing from the order of rank 0")
-def no_cooldown(stage, stages, microbatches):
-    to_fill = min(stages - 1 - stage, microbatches)
-    return _order("F" * to_fill + "FB" * (microbatches - to_fill), microbatches)
-
-
-@mistake(
+mistake(
+    "one-f-one-b-order", "never-fills", {"min(stages - 1 - stage, microbatches)": "0"}, expect="takes .* are enough"
+)
+mistake(
+    "one-f-one-b-order",
+    "same-on-all-stages",
+    {"stages - 1 - stage": "stages - 1"},
+    expect=r"stage 1 holds 4 microbatches at once where 3",
+)
+mistake(
+    "one-f-one-b-order",
+    "no-cooldown",
+    {' + [f"B{m}" for m in range(microbatches - to_fill, microbatches)]': ""},
+    expect=r"B5 is missing from the order of rank 0",
+)
+mistake(
     "one-f-one-b-order",
     "more-fill-than-microbatches",
+    {
+        "min(stages - 1 - stage, microbatches)": "stages - 1 - stage",
+        "range(microbatches - to_fill, microbatches)": "range(max(microbatches - to_fill, 0), microbatches)",
+    },
     expect="4 stages, 2 microbatches: .*contains F2, but microbatches are numbered 0 to 1",
 )
-def fills_beyond_the_end(stage, stages, microbatches):
-    to_fill = stages - 1 - stage
-    turns = max(microbatches - to_fill, 0)
-    return _order("F" * to_fill + "FB" * turns + "B" * to_fill, microbatches)
-
-
-@mistake("one-f-one-b-order", "backward-before-forward", expect="the ranks wait for each other|before")
-def one_b_one_f(stage, stages, microbatches):
-    to_fill = min(stages - 1 - stage, microbatches)
-    turns = microbatches - to_fill
-    return _order("F" * to_fill + "BF" * turns + "B" * to_fill, microbatches)
-
-
-@mistake("one-f-one-b-order", "backward-of-the-newest", expect="the oldest microbatch comes first")
-def newest_first(stage, stages, microbatches):
-    to_fill = min(stages - 1 - stage, microbatches)
-    order = [f"F{m}" for m in range(to_fill)]
-    for m in range(to_fill, microbatches):
-        order += [f"F{m}", f"B{m}"]
-    return order + [f"B{m}" for m in range(to_fill)]
+mistake(
+    "one-f-one-b-order",
+    "backward-before-forward",
+    {'f"F{to_fill + m}", f"B{m}"': 'f"B{m}", f"F{to_fill + m}"'},
+    expect="the ranks wait for each other|before",
+)
+mistake(
+    "one-f-one-b-order",
+    "backward-of-the-newest",
+    {
+        'f"F{to_fill + m}", f"B{m}"': 'f"F{to_fill + m}", f"B{to_fill + m}"',
+        "range(microbatches - to_fill, microbatches)": "range(to_fill)",
+    },
+    expect="the oldest microbatch comes first",
+)
 
 
 @alternative("one-f-one-b-order", "whatever-is-allowed-next")
@@ -139,42 +134,28 @@ def greedy(costs, parts):
     return [range(*pair) for pair in itertools.pairwise(edges)]
 
 
-@mistake("balance-stages", "last-layer-left-out", expect="is not every layer once|gets no layer")
-def drops_the_head(costs, parts):
-    stages = ANSWERS.balance(costs, parts)
-    return [*stages[:-1], range(stages[-1].start, stages[-1].stop - 1)]
-
-
-@mistake("balance-stages", "numbers-instead-of-ranges", expect="the exercise asks for a list of ranges")
-def counts_only(costs, parts):
-    return [len(stage) for stage in ANSWERS.balance(costs, parts)]
-
-
-def _by(score):
-    def balance(costs, parts):
-        def times(cuts):
-            return [sum(costs[a:b]) for a, b in itertools.pairwise((0, *cuts, len(costs)))]
-
-        cuts = min(itertools.combinations(range(1, len(costs)), parts - 1), key=lambda cuts: score(times(cuts)))
-        return [range(a, b) for a, b in itertools.pairwise((0, *cuts, len(costs)))]
-
-    return balance
-
-
-for label, score in {
-    "least-sum-of-squares": lambda times: sum(time**2 for time in times),
-    "least-spread": lambda times: max(times) - min(times),
-}.items():
-    mistake("balance-stages", label, expect="your slowest stage takes")(_by(score))
-
-
-@alternative("balance-stages", "all-cuts-tried")
-def brute_force(costs, parts):
-    best = min(
-        itertools.combinations(range(1, len(costs)), parts - 1),
-        key=lambda cuts: max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *cuts, len(costs)))),
-    )
-    return [range(*pair) for pair in itertools.pairwise((0, *best, len(costs)))]
+mistake(
+    "balance-stages",
+    "last-layer-left-out",
+    {
+        "[range(a, b) for a, b in itertools.pairwise((0, *cuts, len(costs)))]": (
+            "[range(a, b) for a, b in itertools.pairwise((0, *cuts, len(costs) - 1))]"
+        )
+    },
+    expect="is not every layer once|gets no layer",
+)
+mistake(
+    "balance-stages",
+    "numbers-instead-of-ranges",
+    {"range(a, b)": "b - a"},
+    expect="the exercise asks for a list of ranges",
+)
+mistake(
+    "balance-stages",
+    "least-sum-of-squares",
+    {"max(sum(costs[a:b])": "sum(sum(costs[a:b]) ** 2"},
+    expect="your slowest stage takes",
+)
 
 
 @alternative("balance-stages", "tries-caps")
@@ -196,6 +177,9 @@ def by_cap(costs, parts):
     raise ValueError("more stages than layers")
 
 
-@mistake("gpipe-order", "counts-from-1", expect="but microbatches are numbered 0 to")
-def from_one(stage, stages, microbatches):
-    return [f"{kind}{m}" for kind in "FB" for m in range(1, microbatches + 1)]
+mistake(
+    "gpipe-order",
+    "counts-from-1",
+    {'f"F{m}"': 'f"F{m + 1}"', 'f"B{m}"': 'f"B{m + 1}"'},
+    expect="but microbatches are numbered 0 to",
+)

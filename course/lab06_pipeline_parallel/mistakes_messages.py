@@ -1,7 +1,5 @@
 """Spoilers of lab 06, third part: messages in the naive order, and backwards that put nothing off."""
 
-import torch
-
 from minillm.labkit import answers_of
 from minillm.labkit.exercises import alternative, mistake
 
@@ -23,18 +21,15 @@ def one_by_one(order, stage, stages):
     return _one_by_one(order, stage, stages)
 
 
-@mistake("rendezvous-messages", "sends-everywhere", expect="'send [FB]0', but nobody is there")
-def sends_everywhere(order, stage, stages):
-    return [part for action in order for part in (action, [f"send {action}"])]
-
-
-@mistake("rendezvous-messages", "never-receives", expect="never receives")
-def never_receives(order, stage, stages):
-    steps = [
-        step if isinstance(step, str) else [text for text in step if text.startswith("send")]
-        for step in ANSWERS.place_messages(order, stage, stages)
-    ]
-    return [step for step in steps if step]
+mistake(
+    "rendezvous-messages",
+    "sends-everywhere",
+    {" if 0 <= target < stages else []": ""},
+    expect="'send [FB]0', but nobody is there",
+)
+mistake(
+    "rendezvous-messages", "never-receives", {'steps[-1].append(f"recv {action}")': "pass"}, expect="never receives"
+)
 
 
 @mistake("rendezvous-messages", "receives-too-late", expect="which needs it")
@@ -61,9 +56,7 @@ def loose(order, stage, stages):
     return [text for step in steps for text in ([step] if isinstance(step, str) else step)]
 
 
-@mistake("rendezvous-messages", "reordered", expect="keep the order")
-def reordered(order, stage, stages):
-    return ANSWERS.place_messages(sorted(order, reverse=True), stage, stages)
+mistake("rendezvous-messages", "reordered", {"in order:": "in sorted(order, reverse=True):"}, expect="keep the order")
 
 
 @alternative("rendezvous-messages", "forwards-before-backwards")
@@ -85,96 +78,61 @@ def receives_first(order, stage, stages):
 
 # A backward in two halves
 
-
-@mistake("split-backward", "nothing-put-off", expect="nothing was put off")
-class NothingPutOff(ANSWERS.SplitLinear):
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        return gradient @ weight, gradient.T @ x, None
-
-
-@mistake("split-backward", "computed-at-once-added-later", expect="only its addition")
-class AddedLater(ANSWERS.SplitLinear):
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        found = gradient.T @ x
-
-        def add():
-            weight.grad = found if weight.grad is None else weight.grad + found
-
-        ctx.later.append(add)
-        return gradient @ weight, None, None
-
-
-@mistake("split-backward", "computed-again-later", expect="what is put off takes 3 products")
-class ComputedAgain(ANSWERS.SplitLinear):
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-
-        def again():
-            with torch.enable_grad():
-                inner, twin = x.detach().requires_grad_(), weight.detach().requires_grad_()
-                (inner @ twin.T).backward(gradient)
-            weight.grad = twin.grad if weight.grad is None else weight.grad + twin.grad
-
-        ctx.later.append(again)
-        return gradient @ weight, None, None
-
-
-@mistake("split-backward", "overwrites", expect="not the sum over 3 microbatches")
-class Overwrites(ANSWERS.SplitLinear):
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-
-        def put():
-            weight.grad = gradient.T @ x
-
-        ctx.later.append(put)
-        return gradient @ weight, None, None
-
-
-@mistake("split-backward", "forgets-the-weights", expect="0 functions in later")
-class ForgetsWeights(ANSWERS.SplitLinear):
-    @staticmethod
-    def backward(ctx, gradient):
-        _, weight = ctx.saved_tensors
-        return gradient @ weight, None, None
-
-
-@mistake("split-backward", "input-put-off-too", expect="the input's gradient is not right after backward")
-class InputPutOff(ANSWERS.SplitLinear):
-    @staticmethod
-    def backward(ctx, gradient):
-        ANSWERS.SplitLinear.backward(ctx, gradient)
-        return torch.zeros_like(ctx.saved_tensors[0]), None, None
-
-
-@mistake("split-backward", "keeps-a-graph", expect="weight.grad carries a graph")
-class KeepsAGraph(ANSWERS.SplitLinear):
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-
-        def add():
-            found = gradient.T @ x
-            weight.grad = found if weight.grad is None else weight.grad + found
-
-        ctx.later.append(add)
-        return gradient @ weight, None, None
-
-
-@alternative("split-backward", "accumulates-through-autograd")
-class ThroughAutograd(ANSWERS.SplitLinear):
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-
-        def accumulate():
-            torch.autograd.backward(weight.view_as(weight), gradient.T @ x)
-
-        ctx.later.append(accumulate)
-        return gradient @ weight, None, None
+mistake(
+    "split-backward",
+    "nothing-put-off",
+    {
+        "ctx.later.append(weight_gradient)": "",
+        "return gradient @ weight, None": "return gradient @ weight, gradient.T @ x",
+    },
+    expect="nothing was put off",
+)
+mistake(
+    "split-backward",
+    "computed-at-once-added-later",
+    {
+        "def weight_gradient():\n            found = gradient.T @ x.detach()": (
+            "found = gradient.T @ x\n\n        def weight_gradient():"
+        )
+    },
+    expect="only its addition",
+)
+mistake(
+    "split-backward",
+    "computed-again-later",
+    {
+        "found = gradient.T @ x.detach()": (
+            "with torch.enable_grad():\n"
+            "                inner, twin = x.detach().requires_grad_(), "
+            "weight.detach().requires_grad_()\n"
+            "                (inner @ twin.T).backward(gradient)\n"
+            "            found = twin.grad"
+        )
+    },
+    expect="what is put off takes 3 products",
+)
+mistake(
+    "split-backward",
+    "overwrites",
+    {"found if weight.grad is None else weight.grad + found": "found"},
+    expect="not the sum over 3 microbatches",
+)
+mistake(
+    "split-backward", "forgets-the-weights", {"ctx.later.append(weight_gradient)": ""}, expect="0 functions in later"
+)
+mistake(
+    "split-backward",
+    "input-put-off-too",
+    {"return gradient @ weight": "return torch.zeros_like(x)"},
+    expect="the input's gradient is not right after backward",
+)
+mistake("split-backward", "keeps-a-graph", {"x.detach()": "x"}, expect="weight.grad carries a graph")
+alternative(
+    "split-backward",
+    "accumulates-through-autograd",
+    {
+        "weight.grad = found if weight.grad is None else weight.grad + found": (
+            "torch.autograd.backward(weight.view_as(weight), found)"
+        )
+    },
+)

@@ -9,79 +9,36 @@ ANSWERS = answers_of("06_pipeline_parallel")
 
 # A stage
 
-
-@mistake("stage-step", "not-divided", expect="4 times too large")
-class NotDivided(ANSWERS.Stage):
-    def __init__(self, module, group, like, loss, microbatches):
-        super().__init__(module, group, like, loss, 1)
-
-
-@mistake("stage-step", "divided-twice", expect="4 times too small")
-class DividedTwice(ANSWERS.Stage):
-    def __init__(self, module, group, like, loss, microbatches):
-        super().__init__(module, group, like, lambda y, m: loss(y, m) / microbatches, microbatches)
-
-
-@mistake("stage-step", "clears-gradients", expect="of the last microbatch alone")
-class ClearsGradients(ANSWERS.Stage):
-    def backward(self, m):
-        self.module.zero_grad()
-        super().backward(m)
-
-
-@mistake("stage-step", "gradient-of-ones", expect="what travels back")
-class GradientOfOnes(ANSWERS.Stage):
-    def backward(self, m):
-        x, y = self.kept.pop(m)
-        if not self.last:
-            self.group.recv(torch.empty_like(y), self.group.rank + 1)
-        y.sum().backward()
-        if not self.first:
-            self.sent.append(self.group.send(x.grad, self.group.rank - 1, async_op=True))
-
-
-@mistake("stage-step", "keeps-everything", expect="let go of what is kept")
-class KeepsEverything(ANSWERS.Stage):
-    def backward(self, m):
-        kept = self.kept[m]
-        super().backward(m)
-        self.kept[m] = kept
-
-
-@mistake("stage-step", "blocking-sends", expect="right under GPipe, but under 1F1B")
-class BlockingSends(ANSWERS.Stage):
-    def forward(self, m, x=None):
-        super().forward(m, x)
-        self._wait()
-
-    def backward(self, m):
-        super().backward(m)
-        self._wait()
-
-    def _wait(self):
-        while self.sent:
-            self.sent.pop().wait()
-
-
-@mistake("stage-step", "only-the-newest-kept", expect="second time|KeyError|the gradient is wrong")
-class OnlyTheNewest(ANSWERS.Stage):
-    def backward(self, m):
-        self.kept[m] = self.kept[max(self.kept)]
-        super().backward(m)
-
-
-@mistake("stage-step", "input-without-gradient", expect="NoneType|x.grad|no gradient")
-class InputWithoutGradient(ANSWERS.Stage):
-    def forward(self, m, x=None):
-        if not self.first:
-            x = torch.empty_like(self.like)
-            self.group.recv(x, self.group.rank - 1)
-        y = self.module(x)
-        if self.last:
-            y = self.loss(y, m) / self.microbatches
-        else:
-            self.sent.append(self.group.send(y, self.group.rank + 1, async_op=True))
-        self.kept[m] = x, y
+mistake("stage-step", "not-divided", {" / self.microbatches": ""}, expect="4 times too large")
+mistake("stage-step", "divided-twice", {"/ self.microbatches": "/ self.microbatches**2"}, expect="4 times too small")
+mistake(
+    "stage-step",
+    "clears-gradients",
+    {"x, y = self.kept.pop(m)": "self.module.zero_grad()\n        x, y = self.kept.pop(m)"},
+    expect="of the last microbatch alone",
+)
+mistake("stage-step", "gradient-of-ones", {"y.backward(gradient)": "y.sum().backward()"}, expect="what travels back")
+mistake("stage-step", "keeps-everything", {"self.kept.pop(m)": "self.kept[m]"}, expect="let go of what is kept")
+mistake(
+    "stage-step",
+    "blocking-sends",
+    {
+        "self.sent.append(self.group.send(y, self.group.rank + 1, async_op=True))": (
+            "self.group.send(y, self.group.rank + 1)"
+        ),
+        "self.sent.append(self.group.send(x.grad, self.group.rank - 1, async_op=True))": (
+            "self.group.send(x.grad, self.group.rank - 1)"
+        ),
+    },
+    expect="right under GPipe, but under 1F1B",
+)
+mistake(
+    "stage-step",
+    "only-the-newest-kept",
+    {"self.kept.pop(m)": "self.kept[max(self.kept)]\n        del self.kept[m]"},
+    expect="second time|KeyError|the gradient is wrong",
+)
+mistake("stage-step", "input-without-gradient", {"x.requires_grad_()": ""}, expect="NoneType|x.grad|no gradient")
 
 
 @alternative("stage-step", "gradients-by-autograd-grad")
@@ -167,28 +124,28 @@ def only_the_first(weight, group):
         weight.grad += theirs
 
 
-@mistake("tied-embedding", "averages", expect="the mean; two uses of one weight add up")
-def averages(weight, group):
-    ANSWERS.sum_tied(weight, group)
-    if weight is not None and group.world_size > 1:
-        weight.grad /= 2
-
-
-@mistake("tied-embedding", "swaps", expect="the other end's gradient, without its own")
-def swaps(weight, group):
-    if weight is not None and group.world_size > 1:
-        mine = weight.grad.clone()
-        ANSWERS.sum_tied(weight, group)
-        weight.grad -= mine
-
-
-@mistake("tied-embedding", "sums-the-weights", expect="the weight itself changed")
-def sums_weights(weight, group):
-    if weight is not None and group.world_size > 1:
-        other = group.world_size - 1 - group.rank
-        theirs = torch.empty_like(weight.data)
-        group.exchange(send=(weight.data, other), recv=(theirs, other))
-        weight.data += theirs
+mistake(
+    "tied-embedding",
+    "averages",
+    {"weight.grad += theirs": "weight.grad += theirs\n    weight.grad /= 2"},
+    expect="the mean; two uses of one weight add up",
+)
+mistake(
+    "tied-embedding",
+    "swaps",
+    {"weight.grad += theirs": "weight.grad.copy_(theirs)"},
+    expect="the other end's gradient, without its own",
+)
+mistake(
+    "tied-embedding",
+    "sums-the-weights",
+    {
+        "empty_like(weight.grad)": "empty_like(weight.data)",
+        "(weight.grad, other)": "(weight.data, other)",
+        "weight.grad += theirs": "weight.data += theirs",
+    },
+    expect="the weight itself changed",
+)
 
 
 @mistake("tied-embedding", "pickles", expect="gather_objects pickles")
@@ -198,15 +155,16 @@ def pickles(weight, group):
         weight.grad = found[0] + found[-1]
 
 
-@mistake("tied-embedding", "both-send-first", expect="Deadlock: these ranks are all in send")
-def both_send_first(weight, group):
-    if weight is None or group.world_size == 1:
-        return
-    other = group.world_size - 1 - group.rank
-    theirs = torch.empty_like(weight.grad)
-    group.send(weight.grad, other)
-    group.recv(theirs, other)
-    weight.grad += theirs
+mistake(
+    "tied-embedding",
+    "both-send-first",
+    {
+        "group.exchange(send=(weight.grad, other), recv=(theirs, other))": (
+            "group.send(weight.grad, other)\n    group.recv(theirs, other)"
+        )
+    },
+    expect="Deadlock: these ranks are all in send",
+)
 
 
 @alternative("tied-embedding", "there-and-back")

@@ -32,8 +32,6 @@ NONE = float("-inf")
         "end, and how do you keep e^lse from overflowing?",
         "The joint log-sum-exp is log(e^lse + e^other_lse), which torch.logaddexp computes safely. Each output is then "
         "weighted with e^(own lse - joint lse), never above 1.",
-        "total = torch.logaddexp(lse, other_lse); return out * (lse - total).exp()[:, None] + other * (other_lse - "
-        "total).exp()[:, None], total. Where total is -inf, subtract 0 instead.",
     ),
 )
 def check_merge(learner: Callable) -> Receipt:
@@ -114,9 +112,6 @@ def _off(mine: Tensor, wanted: Tensor) -> float:
         "A tile's scores [tile, tile] give a log-sum-exp per query and an output exp(scores - lse) @ v[keys]. On the "
         "diagonal, mask with -inf what lies to the right. Tiles above the diagonal are never computed. The last tile "
         "may be shorter; slices take care of that.",
-        "for first in range(0, len(q), tile): for start in range(0, first + tile, tile): scores = q[first:first+tile] "
-        "@ k[start:start+tile].T * d**-0.5; if start == first: mask; part_lse = scores.logsumexp(1); part = (scores - "
-        "part_lse[:, None]).exp() @ v[start:start+tile]; merge into out and lse.",
     ),
 )
 @one_thread()

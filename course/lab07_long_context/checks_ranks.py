@@ -30,8 +30,6 @@ DIM = 4
         "Which part of the sequence has as little work as the last part has much? A rank can hold both.",
         "Cut the sequence into 2N parts. Their work rises evenly from the first to the last, so part i and part 2N-1-i "
         "together are the same for every i.",
-        "size = seq // (2 * world_size); late = 2 * world_size - 1 - rank; return [*range(rank * size, (rank + 1) * "
-        "size), *range(late * size, (late + 1) * size)].",
     ),
 )
 def check_order(learner: Callable) -> Receipt:
@@ -160,8 +158,6 @@ def _judge_ring(case: Case, found: Sequence[Did]) -> list:
         "To heads: heads lie in front, so x can go as it is; what comes back are N parts, one per rank, each [heads / "
         "N, seq / N, d], which have to stand side by side along the sequence. To sequence: cut the sequence into N "
         "parts, bring that dimension to the front, and what comes back are groups of heads in order.",
-        "to_heads: group.all_to_all(x).unflatten(0, (n, -1)).transpose(0, 1).flatten(1, 2). to_sequence: "
-        "group.all_to_all(x.unflatten(1, (n, -1)).transpose(0, 1).contiguous()).flatten(0, 1).",
     ),
 )
 def check_exchange(learner: tuple[Callable, Callable]) -> Receipt:

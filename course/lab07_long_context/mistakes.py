@@ -10,24 +10,19 @@ NONE = float("-inf")
 
 # Merging.
 
-
-@mistake(
+mistake(
     "softmax-merge",
     "the mean of both outputs",
+    {"out * weight[:, None] + other * other_weight[:, None]": "(out + other) / 2"},
     says="Both halves got the same weight. A half whose scores are larger has the larger share of the sum.",
 )
-def mean(out, lse, other, other_lse):
-    return (out + other) / 2, torch.logaddexp(lse, other_lse)
-
-
-@mistake(
+mistake(
     "softmax-merge",
     "adds the outputs",
+    {"out * weight[:, None] + other * other_weight[:, None]": "out + other"},
     says="Each output is already divided by its own sum, so adding them counts every query twice. Scale both down "
     "first.",
 )
-def adds(out, lse, other, other_lse):
-    return out + other, torch.logaddexp(lse, other_lse)
 
 
 @mistake("softmax-merge", "undoes the logarithm", expect="overflows")
@@ -36,29 +31,22 @@ def overflows(out, lse, other, other_lse):
     return (out * a + other * b) / (a + b), (a + b).log()[:, 0]
 
 
-@mistake("softmax-merge", "a query without keys", expect="NaN")
-def nobody_seen(out, lse, other, other_lse):
-    total = torch.logaddexp(lse, other_lse)
-    return out * (lse - total).exp()[:, None] + other * (other_lse - total).exp()[:, None], total
-
-
-@mistake(
+mistake(
+    "softmax-merge", "a query without keys", {'total.masked_fill(total == float("-inf"), 0)': "total"}, expect="NaN"
+)
+mistake(
     "softmax-merge",
     "adds the log-sum-exps",
+    {"other_weight[:, None], total": "other_weight[:, None], lse + other_lse"},
     says="Sums add up, their logarithms do not. torch.logaddexp adds two numbers that are given as logarithms.",
 )
-def adds_lse(out, lse, other, other_lse):
-    return right.merge(out, lse, other, other_lse)[0], lse + other_lse
-
-
-@mistake(
+mistake(
     "softmax-merge",
     "the larger log-sum-exp as the joint one",
+    {"other_weight[:, None], total": "other_weight[:, None], torch.maximum(lse, other_lse)"},
     says="The larger of the two is a good number to subtract, but it is not the joint lse: that one is larger than "
     "both.",
 )
-def larger(out, lse, other, other_lse):
-    return right.merge(out, lse, other, other_lse)[0], torch.maximum(lse, other_lse)
 
 
 @mistake(
@@ -89,58 +77,36 @@ def by_maximum(out, lse, other, other_lse):
 # Forward.
 
 
-def _forward(q, k, v, tile, *, scale=True, causal=True, until="diagonal", join=None, local=False):
-    """The reference with one thing to leave out."""
-    join = join or right.merge
-    out, lse = torch.zeros_like(q), q.new_full(q.shape[:1], NONE)
-    for first in range(0, len(q), tile):
-        rows = slice(first, first + tile)
-        for start in range(0, len(k) if until == "end" else first + tile, tile):
-            keys = slice(start, start + tile)
-            scores = q[rows] @ k[keys].T * (q.shape[1] ** -0.5 if scale else 1)
-            if causal and (until == "end" or start == first):
-                index = torch.arange(first, first + scores.shape[0])[:, None]
-                others = torch.arange(start, start + scores.shape[1])
-                if local:
-                    index, others = index - first, others - start
-                scores = scores.masked_fill(index < others, NONE)
-            part_lse = scores.logsumexp(1)
-            part = (scores - part_lse[:, None].nan_to_num(0, 0, 0)).exp() @ v[keys]
-            out[rows], lse[rows] = join(out[rows], lse[rows], part, part_lse)
-    return out, lse
-
-
-@mistake(
+mistake(
     "tiled-forward",
     "the scale is missing",
+    {" * q.shape[1] ** -0.5": ""},
     says="Scores are multiplied by head_dim ** -0.5, in every tile.",
 )
-def unscaled(q, k, v, tile):
-    return _forward(q, k, v, tile, scale=False)
-
-
-@mistake(
+mistake(
     "tiled-forward",
     "no mask on the diagonal",
+    {"if start == first:": "if False:"},
     says="In the tiles on the diagonal a query also sees later keys: mask what lies to the right of it.",
 )
-def unmasked(q, k, v, tile):
-    return _forward(q, k, v, tile, causal=False)
-
-
-@mistake(
+mistake(
     "tiled-forward",
     "a mask without the tile's offset",
+    {"range(0, first + tile, tile)": "range(0, len(k), tile)", "if start == first:": "if True:"},
     says="The mask compares places in the tiles. Positions are what counts: add where the tiles of queries and keys "
     "begin.",
 )
-def without_offset(q, k, v, tile):
-    return _forward(q, k, v, tile, until="end", local=True)
-
-
-@mistake("tiled-forward", "computes all tiles", expect="tiles that no query sees")
-def all_tiles(q, k, v, tile):
-    return _forward(q, k, v, tile, until="end")
+mistake(
+    "tiled-forward",
+    "computes all tiles",
+    {
+        "range(0, first + tile, tile)": "range(0, len(k), tile)",
+        "if start == first:": "if start >= first:",
+        "triu(1)": "triu(first - start + 1)",
+        "part_lse[:, None]).exp()": "part_lse[:, None].nan_to_num(0, 0, 0)).exp()",
+    },
+    expect="tiles that no query sees",
+)
 
 
 @mistake("tiled-forward", "a row of scores at once", expect="more than one tile are together")
@@ -160,24 +126,21 @@ def all_scores(q, k, v, tile):
     return scores.softmax(1) @ v, scores.logsumexp(1)
 
 
-@mistake("tiled-forward", "keeps the scores of all tiles", expect="tiles are kept")
-def keeps_tiles(q, k, v, tile):
-    kept = []
-
-    def join(out, lse, part, part_lse):
-        kept.append(torch.ones(tile, tile, dtype=q.dtype))
-        return right.merge(out, lse, part, part_lse)
-
-    return _forward(q, k, v, tile, join=join)
-
-
-@mistake(
+mistake(
+    "tiled-forward",
+    "keeps the scores of all tiles",
+    {
+        "out, lse = torch.zeros_like(q)": "kept, out, lse = [], torch.zeros_like(q)",
+        "part_lse = scores.logsumexp(1)": "kept.append(scores)\n            part_lse = scores.logsumexp(1)",
+    },
+    expect="tiles are kept",
+)
+mistake(
     "tiled-forward",
     "the last tile wins",
+    {"merge(out[rows], lse[rows], part, part_lse)": "part, part_lse"},
     says="Each tile of keys replaced what the tiles before it gave. Merge them.",
 )
-def last_tile(q, k, v, tile):
-    return _forward(q, k, v, tile, join=lambda out, lse, part, part_lse: (part, part_lse))
 
 
 @alternative("tiled-forward", "running maximum and sum, divided at the end")
@@ -202,89 +165,54 @@ def online(q, k, v, tile):
 # Backward.
 
 
-def _backward(q, k, v, out, lse, d_out, tile, *, delta=None, p_of=None, scale=True, masked=True, v_of=None, until=None):
-    """The reference with its parts exchangeable."""
-    factor = q.shape[1] ** -0.5
-    delta = (d_out * out).sum(1) if delta is None else delta
-    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for first in range(0, len(q), tile):
-        rows = slice(first, first + tile)
-        for start in range(0, until or first + tile, tile):
-            keys = slice(start, start + tile)
-            scores = q[rows] @ k[keys].T * factor
-            p = p_of(scores) if p_of else (scores - lse[rows, None]).exp()
-            if masked and start >= first:
-                p = p.tril() if start == first else torch.zeros_like(p)
-            if v_of == "last":
-                dv[keys] = p.T @ d_out[rows]
-            else:
-                dv[keys] += p.T @ d_out[rows]
-            ds = p * (d_out[rows] @ v[keys].T - delta[rows, None]) * (factor if scale else 1)
-            dq[rows] += ds @ k[keys]
-            dk[keys] += ds.T @ q[rows]
-    return dq, dk, dv
-
-
-@mistake(
+mistake(
     "tiled-backward",
     "without delta",
+    {"(d_out * out).sum(1)": "torch.zeros_like(lse)"},
     says="dv is right, dq and dk are not: softmax's gradient subtracts delta, since raising one score lowers all other "
     "probabilities of the query.",
 )
-def no_delta(q, k, v, out, lse, d_out, tile):
-    return _backward(q, k, v, out, lse, d_out, tile, delta=torch.zeros_like(lse))
-
-
-@mistake(
+mistake(
     "tiled-backward",
     "softmax of each tile alone",
+    {" - lse[rows, None]).exp()": ").softmax(1)"},
     says="P was normalised over one tile. The sum goes over all keys, and it is in lse: P = exp(S - lse).",
 )
-def softmax_of_tile(q, k, v, out, lse, d_out, tile):
-    return _backward(q, k, v, out, lse, d_out, tile, p_of=lambda scores: scores.softmax(1))
-
-
-@mistake(
+mistake(
     "tiled-backward",
     "the scale is missing",
+    {"delta[rows, None]) * scale": "delta[rows, None])"},
     says="dv is right, and dq and dk are too large by √head_dim: scores were scaled in forward, so their gradients "
     "are, too.",
 )
-def no_scale(q, k, v, out, lse, d_out, tile):
-    return _backward(q, k, v, out, lse, d_out, tile, scale=False)
-
-
-@mistake(
+mistake(
     "tiled-backward",
     "no mask on the diagonal",
+    {"if start == first:": "if False:"},
     says="In the tiles on the diagonal P is not zero to the right of it: keys get gradients from queries that never "
     "saw them.",
 )
-def no_mask(q, k, v, out, lse, d_out, tile):
-    return _backward(q, k, v, out, lse, d_out, tile, masked=False)
-
-
-@mistake(
+mistake(
     "tiled-backward",
     "the last tile of queries wins",
+    {"dv[keys] +=": "dv[keys] ="},
     says="dv[keys] was set anew by each tile of queries. Every one of them has a share in it: add the shares up.",
 )
-def last_wins(q, k, v, out, lse, d_out, tile):
-    return _backward(q, k, v, out, lse, d_out, tile, v_of="last")
-
-
-@mistake(
+mistake(
     "tiled-backward",
     "delta of the values' own gradient",
+    {"(d_out * out).sum(1)": "d_out.sum(1)"},
     says="delta is dO · O per query, over head_dim. Yours is another sum: of d_out alone.",
 )
-def wrong_delta(q, k, v, out, lse, d_out, tile):
-    return _backward(q, k, v, out, lse, d_out, tile, delta=d_out.sum(1))
-
-
-@mistake("tiled-backward", "computes all tiles", expect="tiles that no query sees")
-def all_tiles_backward(q, k, v, out, lse, d_out, tile):
-    return _backward(q, k, v, out, lse, d_out, tile, until=len(q))
+mistake(
+    "tiled-backward",
+    "computes all tiles",
+    {
+        "range(0, first + tile, tile)": "range(0, len(q), tile)",
+        "if start == first:\n                p = p.tril()": "p = p.tril(first - start)",
+    },
+    expect="tiles that no query sees",
+)
 
 
 @mistake("tiled-backward", "autograd through all scores", expect="more than one tile are together")

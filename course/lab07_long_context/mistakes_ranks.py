@@ -29,22 +29,18 @@ def striped(seq, rank, world_size):
     return list(range(rank, seq, world_size))
 
 
-@mistake(
+mistake(
     "zigzag-order",
     "the late parts in the same direction",
+    {"2 * world_size - 1 - rank": "world_size + rank"},
     says="Parts r and N + r: both grow with r, so the work does. The second part has to come from the other end.",
 )
-def same_direction(seq, rank, world_size):
-    size = seq // (2 * world_size)
-    late = world_size + rank
-    return [*range(rank * size, (rank + 1) * size), *range(late * size, (late + 1) * size)]
-
-
-@mistake("zigzag-order", "the mirror part off by one", expect="there is no position")
-def off_by_one(seq, rank, world_size):
-    size = seq // (2 * world_size)
-    late = 2 * world_size - rank
-    return [*range(rank * size, (rank + 1) * size), *range(late * size, (late + 1) * size)]
+mistake(
+    "zigzag-order",
+    "the mirror part off by one",
+    {"2 * world_size - 1 - rank": "2 * world_size - rank"},
+    expect="there is no position",
+)
 
 
 @mistake("zigzag-order", "single positions from both ends", expect="two stretches")
@@ -53,16 +49,17 @@ def from_both_ends(seq, rank, world_size):
     return sorted(p for pair in pairs for p in pair)
 
 
-@mistake("zigzag-order", "the late part first", expect="ascending")
-def late_first(seq, rank, world_size):
-    positions = right.zigzag(seq, rank, world_size)
-    return positions[len(positions) // 2 :] + positions[: len(positions) // 2]
-
-
-@mistake("zigzag-order", "only the early part", expect="nobody holds")
-def early_only(seq, rank, world_size):
-    size = seq // (2 * world_size)
-    return list(range(rank * size, (rank + 1) * size))
+mistake(
+    "zigzag-order",
+    "the late part first",
+    {
+        "*range(rank * size, (rank + 1) * size), *range(late * size, (late + 1) * size)": (
+            "*range(late * size, (late + 1) * size), *range(rank * size, (rank + 1) * size)"
+        )
+    },
+    expect="ascending",
+)
+mistake("zigzag-order", "only the early part", {", *range(late * size, (late + 1) * size)": ""}, expect="nobody holds")
 
 
 @alternative("zigzag-order", "the middle parts to rank 0")
@@ -74,75 +71,53 @@ def from_the_middle(seq, rank, world_size):
 # The ring.
 
 
-def _ring(q, k, v, group, attend, *, steps=0, direction=1, waits=False, forward=True, source=-1, join=None):
-    """The reference with its parts exchangeable. steps: messages more than N - 1; source: the block's way per step."""
-    n, rank, join = group.world_size, group.rank, join or right.merge
-    block, out, lse = torch.stack((k, v)), None, None
-    own = block
-    for step in range(n):
-        arriving, work = torch.empty_like(block), None
-        if step < n - 1 + steps and n > 1:
-            to, come = (rank + direction) % n, (rank - direction) % n
-            work = group.exchange(send=(block if forward else own, to), recv=(arriving, come), async_op=True)
-            if waits:
-                work.wait()
-        part, part_lse = attend(q, *block, (rank + source * step) % n)
-        out, lse = (part, part_lse) if step == 0 else join(out, lse, part, part_lse)
-        if work:
-            work.wait()
-            block = arriving
-    return out
-
-
-@mistake("ring-attention", "waits before it attends", expect="under way")
-def waits_first(q, k, v, group, attend):
-    return _ring(q, k, v, group, attend, waits=True)
-
-
-@mistake("ring-attention", "passes a block on after the last step", expect="after the last step nobody needs")
-def one_too_many(q, k, v, group, attend):
-    return _ring(q, k, v, group, attend, steps=1)
-
-
-@mistake(
+mistake(
+    "ring-attention",
+    "waits before it attends",
+    {
+        "async_op=True)": "async_op=True)\n            work.wait()",
+        "            work.wait()\n            block": "            block",
+    },
+    expect="under way",
+)
+mistake(
+    "ring-attention",
+    "passes a block on after the last step",
+    {
+        "if step < n - 1:\n            arriving": "if n > 1:\n            arriving",
+        "if step < n - 1:\n            work": "if n > 1:\n            work",
+    },
+    expect="after the last step nobody needs",
+)
+mistake(
     "ring-attention",
     "sends its own block every time",
+    {
+        "block, out, lse = torch.stack((k, v))": "own = torch.stack((k, v))\n    block, out, lse = own",
+        "(block, right)": "(own, right)",
+    },
     says="Every step sent the rank's own block again, so the neighbour's is all that ever arrives. Pass on what came.",
 )
-def never_passes_on(q, k, v, group, attend):
-    return _ring(q, k, v, group, attend, forward=False)
-
-
-@mistake(
+mistake(
     "ring-attention",
     "takes the block for that of the other side",
+    {"(rank - step) % n": "(rank + step) % n"},
     says="The masks belong to other blocks: sent to the right, the block in step i began i ranks to the left, at "
     "(rank - i) % N.",
 )
-def wrong_source(q, k, v, group, attend):
-    return _ring(q, k, v, group, attend, source=1)
-
-
-@mistake(
+mistake(
     "ring-attention",
     "adds the partial outputs",
+    {"merge(out, lse, part, part_lse)": "(out + part, lse)"},
     says="The partial outputs were added. Each is divided by the sum of its own block: merge them by their lse.",
 )
-def adds_outputs(q, k, v, group, attend):
-    return _ring(q, k, v, group, attend, join=lambda out, lse, part, part_lse: (out + part, lse))
-
-
-@mistake(
+mistake(
     "ring-attention",
     "the joint log-sum-exp is not kept",
+    {"merge(out, lse, part, part_lse)": "(merge(out, lse, part, part_lse)[0], lse)"},
     says="From the second merge on the weights are wrong: keep the lse that merge returns, not that of the first "
     "block.",
 )
-def old_lse(q, k, v, group, attend):
-    def join(out, lse, part, part_lse):
-        return right.merge(out, lse, part, part_lse)[0], lse
-
-    return _ring(q, k, v, group, attend, join=join)
 
 
 @mistake("ring-attention", "gathers everything", expect="you called all_gather")
@@ -173,9 +148,14 @@ def to_everybody(q, k, v, group, attend):
     return out
 
 
-@alternative("ring-attention", "the ring in the other direction")
-def leftwards(q, k, v, group, attend):
-    return _ring(q, k, v, group, attend, direction=-1, source=1)
+alternative(
+    "ring-attention",
+    "the ring in the other direction",
+    {
+        "right, left = (rank + 1) % n, (rank - 1) % n": "right, left = (rank - 1) % n, (rank + 1) % n",
+        "(rank - step) % n": "(rank + step) % n",
+    },
+)
 
 
 @alternative("ring-attention", "keys and values as two messages, outputs merged at the end")
@@ -197,55 +177,58 @@ def two_messages(q, k, v, group, attend):
 
 # Heads for sequence.
 
-
-def _reshaped(x, group):
-    return group.all_to_all(x).reshape(x.shape[0] // group.world_size, -1, x.shape[2])
-
-
-def _reshaped_back(x, group):
-    heads = group.world_size * x.shape[0]
-    return group.all_to_all(x.reshape(heads, -1, x.shape[2])).reshape(heads, -1, x.shape[2])
-
-
-def _every_nth_head(x, group):
-    parts = x.unflatten(0, (-1, group.world_size)).transpose(0, 1).contiguous()
-    return group.all_to_all(parts).transpose(0, 1).flatten(1, 2)
-
-
-def _gathered(x, group):
-    whole = group.all_gather(x[None]).transpose(0, 1).flatten(1, 2)
-    return whole.chunk(group.world_size, 0)[group.rank].clone()
-
-
-def _own_heads(x, group):
-    return x.chunk(group.world_size, 0)[group.rank]
-
-
 mistake(
     "ulysses-exchange",
     "reshapes without a transposition",
+    {
+        "received.unflatten(0, (n, -1)).transpose(0, 1).flatten(1, 2)": (
+            "received.reshape(x.shape[0] // n, -1, x.shape[2])"
+        )
+    },
     says="What arrives counts ranks first, then heads, then positions. A reshape to [heads / N, seq, d] reads it in "
     "that order: bring the ranks' dimension behind the heads first.",
-)((_reshaped, right.to_sequence))
-
+)
 mistake(
     "ulysses-exchange",
     "the way back without a transposition",
+    {
+        "parts = x.unflatten(1, (n, -1)).transpose(0, 1).contiguous()": (
+            "parts = x.reshape(n * x.shape[0], -1, x.shape[2])"
+        ),
+        "group.all_to_all(parts).flatten(0, 1)": "group.all_to_all(parts).reshape(n * x.shape[0], -1, x.shape[2])",
+    },
     says="On the way back all_to_all cut dimension 0, which counts heads here. What goes to each rank is its part of "
     "the sequence.",
-)((right.to_heads, _reshaped_back))
-
+)
 mistake(
     "ulysses-exchange",
     "every N-th head",
+    {
+        "x.contiguous()": "x.unflatten(0, (-1, n)).transpose(0, 1).contiguous()",
+        "received.unflatten(0, (n, -1)).transpose(0, 1)": "received.transpose(0, 1)",
+    },
     says="This rank got every N-th head. The exercise asks for heads / N that follow each other, so that query heads "
     "stay with the kv heads they share.",
-)((_every_nth_head, right.to_sequence))
-
-mistake("ulysses-exchange", "gathers all and keeps its own", expect="are enough")((_gathered, right.to_sequence))
-
-mistake("ulysses-exchange", "nothing is exchanged", expect="the exercise asks for a tensor")(
-    (_own_heads, right.to_sequence)
+)
+mistake(
+    "ulysses-exchange",
+    "gathers all and keeps its own",
+    {
+        "received = group.all_to_all(x.contiguous())": (
+            "whole = group.all_gather(x[None]).transpose(0, 1).flatten(1, 2)"
+        ),
+        "received.unflatten(0, (n, -1)).transpose(0, 1).flatten(1, 2)": "whole.chunk(n, 0)[group.rank].clone()",
+    },
+    expect="are enough",
+)
+mistake(
+    "ulysses-exchange",
+    "nothing is exchanged",
+    {
+        "received = group.all_to_all(x.contiguous())": "",
+        "received.unflatten(0, (n, -1)).transpose(0, 1).flatten(1, 2)": "x.chunk(n, 0)[group.rank]",
+    },
+    expect="the exercise asks for a tensor",
 )
 
 
