@@ -22,18 +22,21 @@ from typing import Any
 
 from minillm.labkit import course
 
+EDITED = " (edited)"  # what the file of an edited answer is called in tracebacks: it is nobody's file, as a learner's
+
 
 class Answers:
     """The names of one solved master as attributes; each is made when it is first asked for."""
 
     def __init__(self, master: Path):
-        self._begin(master, ast.parse(master.read_text(encoding="utf-8"), str(master)).body)
+        self._begin(master, ast.parse(master.read_text(encoding="utf-8"), str(master)).body, str(master))
         self._uses = [names_of(statement) for statement in self._statements]
 
-    def _begin(self, master: Path, statements: list[ast.stmt]) -> None:
-        self._master, self._statements = master, statements
+    def _begin(self, master: Path, statements: list[ast.stmt], file: str) -> None:
+        """file: what tracebacks call it."""
+        self._master, self._statements, self._file = master, statements, file
         self._module = ModuleType(f"course.{master.parent.name}.notebook")
-        self._module.__file__ = str(master)
+        self._module.__file__ = file
         self._done: set[int] = set()
 
     def __getattr__(self, name: str) -> Any:
@@ -49,7 +52,7 @@ class Answers:
                 if _checks(node) == exercise:
                     candidate = ast.Expression(node.args[1])
                     self._run(names_of(candidate)[0], index)
-                    return eval(compile(candidate, str(self._master), "eval"), self._module.__dict__)
+                    return eval(compile(candidate, self._file, "eval"), self._module.__dict__)
         raise ValueError(f"{self._master} has no check('{exercise}', ...), so the exercise has no answer there")
 
     def changed(self, exercise: str, edits: dict[str, str]) -> Any:
@@ -72,7 +75,8 @@ class Answers:
         inside = [index for index, statement in enumerate(self._statements) if first < statement.lineno <= last]
         before, after = slice(inside[0]), slice(inside[-1] + 1, None)
         copy = Answers.__new__(Answers)
-        copy._begin(self._master, [*self._statements[before], *edited, *self._statements[after]])
+        statements = [*self._statements[before], *edited, *self._statements[after]]
+        copy._begin(self._master, statements, f"{self._master}{EDITED}")
         copy._uses = [*self._uses[before], *map(names_of, edited), *self._uses[after]]
         return copy.to(exercise)
 
@@ -87,7 +91,7 @@ class Answers:
         for index, names in reversed(needed):
             if index not in self._done:
                 code = ast.Module([deepcopy(_only(self._statements[index], names))], type_ignores=[])
-                exec(compile(_Unchecked().visit(code), str(self._master), "exec"), self._module.__dict__)
+                exec(compile(_Unchecked().visit(code), self._file, "exec"), self._module.__dict__)
                 if not isinstance(self._statements[index], (ast.Import, ast.ImportFrom)):
                     self._done.add(index)
 

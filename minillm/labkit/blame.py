@@ -11,13 +11,16 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
+from minillm.labkit.answers import EDITED
+
 _FRAME = re.compile(
     r'File "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<function>[^\n]+)'
     r'(?:\n(?![^\n]*File ")[^\S\n]*(?P<source>[^\n]+))?'
 )
 _PACKAGE = Path(__file__).parents[1]
 _COURSE = _PACKAGE.parent / "course"
-_MISTAKE = re.compile(rf"{re.escape(str(_COURSE))}/\w+/mistakes\w*\.py")  # answers that stand in for learners'
+# Answers that stand in for learners'.
+_MISTAKE = re.compile(rf"{re.escape(str(_COURSE))}/\w+/(mistakes\w*\.py|notebook\.py{re.escape(EDITED)})")
 _NOT_THEIRS = (
     f"{_PACKAGE}{os.sep}",
     f"{_COURSE}{os.sep}",
