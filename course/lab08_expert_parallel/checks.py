@@ -27,9 +27,6 @@ HIDDEN = 3
         "sees the bias.",
         "Softmax over all experts in float32. Rank by score + bias, gather the scores of the chosen ones, divide by "
         "their sum. torch.topk promises nothing about ties; a stable sort does.",
-        "scores = logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1); ranked = scores if bias is "
-        "None else scores + bias; experts = ranked.sort(dim=-1, descending=True, stable=True).indices[:, :k]; weights "
-        "= scores.gather(1, experts); return experts, weights / weights.sum(1, keepdim=True).",
     ),
 )
 def check_router(learner: Callable) -> Receipt:
@@ -124,9 +121,6 @@ def expect_pair(what: str, found: Any, names: Sequence[str], shape: list[int]) -
         "came from, is the whole dispatch.",
         "experts.flatten().argsort(stable=True) gives the pair in each row; its token is pair // k. On the way back a "
         "row belongs to its pair: write it there, and the rows of a token lie side by side.",
-        "dispatch: flat = experts.flatten(); order = flat.argsort(stable=True); return x[order // k], order, "
-        "torch.bincount(flat, minlength=num_experts). combine: pairs = rows.new_zeros(rows.shape).index_copy(0, order, "
-        "rows); return (pairs.unflatten(0, weights.shape) * weights[..., None]).sum(1).",
     ),
 )
 def check_sorting(learner: tuple[Callable, Callable]) -> Receipt:

@@ -22,8 +22,6 @@ from minillm.predict.training import moe
         "For each pair: how many pairs before it, in the order in which places are given away, chose the same expert?",
         "One-hot of the flattened pairs, a running sum along them, and at each pair the column of its own expert: its "
         "place in that expert's queue, counted from 1.",
-        "flat = experts.flatten(); queue = F.one_hot(flat, num_experts).cumsum(0); place = queue.gather(1, flat[:, "
-        "None])[:, 0]; return torch.where(place <= capacity, flat, -1).view_as(experts).",
     ),
 )
 def check_capacity(learner: Callable) -> Receipt:
@@ -82,8 +80,6 @@ def _say_drops(name: str, experts: Tensor, found: list, right: list) -> str:
         "f comes from counting and has no gradient. So the loss is linear in the probabilities: what is its "
         "derivative with respect to p of token t and expert e?",
         "It is E · f_e / tokens, the same for all tokens. Through each token's softmax: p_e · (g_e - Σ_j p_j g_j).",
-        "f = torch.bincount(experts.flatten(), minlength=E) / experts.numel(); loss = E * (f * p.mean(0)).sum(); g = E "
-        "* f / len(p); gradient = p * (g - (p * g).sum(1, keepdim=True)).",
     ),
 )
 def check_balance(learner: Callable) -> Receipt:

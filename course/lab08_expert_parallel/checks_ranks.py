@@ -32,11 +32,6 @@ HIDDEN, RANKS = 4, 4
         "received = group.all_to_all(counts) as a table [from, own expert]. Rows to each rank: sums over its experts; "
         "rows from each rank: sums over a row of the table. What arrives is sorted by source, then by expert: sort it "
         "by expert, stably, and keep that order to undo it.",
-        "n, each = group.world_size, len(counts) // group.world_size; received = group.all_to_all(counts).view(n, "
-        "each); sent, come = counts.view(n, each).sum(1).tolist(), received.sum(1).tolist(); arrived = "
-        "group.all_to_all(rows, input_splits=sent, output_splits=come); order = "
-        "torch.arange(each).repeat(n).repeat_interleave(received.flatten()).argsort(stable=True). Back: "
-        "torch.empty_like(rows).index_copy(0, order, rows), and the two splits exchanged.",
     ),
 )
 def check_exchange(learner: tuple[Callable, Callable]) -> Receipt:

@@ -3,94 +3,69 @@
 import torch
 import torch.nn.functional as F
 
-from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import alternative, mistake
-
-right = answers_of("08_expert_parallel")
 
 # Capacity.
 
 
-def _queue(flat, num_experts):
-    """Each pair's place in its expert's queue, counted from 1."""
-    return F.one_hot(flat, num_experts).cumsum(0).gather(1, flat[:, None])[:, 0]
-
-
-@mistake(
+mistake(
     "capacity-drops",
     "one place too few",
+    {"place <= capacity": "place < capacity"},
     says="Each expert has one place less than its capacity: a running sum that includes the pair itself counts from 1.",
 )
-def one_too_few(experts, num_experts, capacity):
-    flat = experts.flatten()
-    return torch.where(_queue(flat, num_experts) < capacity, flat, -1).view_as(experts)
-
-
-@mistake(
+mistake(
     "capacity-drops",
     "one place too many",
+    {"place <= capacity": "place - 1 <= capacity"},
     says="Each expert has one place more than its capacity: counted from 0, the place must be below it.",
 )
-def one_too_many(experts, num_experts, capacity):
-    flat = experts.flatten()
-    return torch.where(_queue(flat, num_experts) - 1 <= capacity, flat, -1).view_as(experts)
-
-
-@mistake(
+mistake(
     "capacity-drops",
     "first choices first",
+    {"experts.flatten()": "experts.T.flatten()", ".view_as(experts)": ".view_as(experts.T).T"},
     says="All first choices got a place before any second choice (GShard's order). Asked for is the order of the "
     "tokens, in which no token loses its place to a later one.",
 )
-def first_choices_first(experts, num_experts, capacity):
-    flat = experts.T.flatten()
-    return torch.where(_queue(flat, num_experts) <= capacity, flat, -1).view_as(experts.T).T
-
-
-@mistake(
+mistake(
     "capacity-drops",
     "a queue per choice",
+    {"F.one_hot(flat, num_experts).cumsum(0)": "F.one_hot(experts, num_experts).cumsum(0).flatten(0, 1)"},
     says="First and second choices were counted apart, so an expert may get k times its capacity.",
 )
-def queue_per_choice(experts, num_experts, capacity):
-    columns = [torch.where(_queue(c, num_experts) <= capacity, c, -1) for c in experts.unbind(1)]
-    return torch.stack(columns, 1)
-
-
-@mistake(
+mistake(
     "capacity-drops",
     "the last tokens win",
+    {"experts.flatten()": "experts.flatten().flip(0)", ".view_as(experts)": ".flip(0).view_as(experts)"},
     says="The earliest tokens were dropped, and later ones kept. A token must not lose its place to a later one.",
 )
-def last_win(experts, num_experts, capacity):
-    flat = experts.flatten().flip(0)
-    return torch.where(_queue(flat, num_experts) <= capacity, flat, -1).flip(0).view_as(experts)
-
-
-@mistake(
+mistake(
     "capacity-drops",
     "the whole token goes",
+    {"place <= capacity, flat": "(place <= capacity).view_as(experts).all(1, keepdim=True), experts"},
     says="A token that one expert has no place for lost its other experts, too. Only the pair is dropped.",
 )
-def whole_tokens(experts, num_experts, capacity):
-    kept = right.drop_beyond(experts, num_experts, capacity)
-    return torch.where((kept < 0).any(1, keepdim=True), -1, kept)
-
-
-@mistake("capacity-drops", "changes what it was given", expect="changed the tensor")
-def in_place(experts, num_experts, capacity):
-    experts[right.drop_beyond(experts, num_experts, capacity) < 0] = -1
-    return experts
-
-
-@mistake("capacity-drops", "a mask", expect="the exercise asks for numbers")
-def mask(experts, num_experts, capacity):
-    return right.drop_beyond(experts, num_experts, capacity) >= 0
-
-
-@mistake("capacity-drops", "drops nothing", says="Nothing is dropped: no pair was compared with the capacity.")
-def nothing(experts, num_experts, capacity):
-    return experts.clone()
+mistake(
+    "capacity-drops",
+    "changes what it was given",
+    {
+        "return torch.where(place <= capacity, flat, -1)": "experts[(place > capacity).view_as(experts)] = -1\n"
+        "    return experts"
+    },
+    expect="changed the tensor",
+)
+mistake(
+    "capacity-drops",
+    "a mask",
+    {"torch.where(place <= capacity, flat, -1)": "(place <= capacity)"},
+    expect="the exercise asks for numbers",
+)
+mistake(
+    "capacity-drops",
+    "drops nothing",
+    {"place <= capacity": "place > 0"},
+    says="Nothing is dropped: no pair was compared with the capacity.",
+)
 
 
 @alternative("capacity-drops", "rooms in a loop")
@@ -121,97 +96,59 @@ def _shares(p, experts):
     return torch.bincount(experts.flatten(), minlength=p.shape[1]).to(p) / experts.numel()
 
 
-def _through_softmax(p, upstream):
-    return p * (upstream - (p * upstream).sum(1, keepdim=True))
-
-
-def _gradient(p, experts):
-    return _through_softmax(p, p.shape[1] * _shares(p, experts).expand_as(p) / len(p))
-
-
-@mistake(
+mistake(
     "balance-loss",
     "without the number of experts",
+    {"num_experts * (share": "(share", "num_experts * share": "share"},
     says="The factor E is missing: with it the loss is 1 for an even load, whatever the number of experts.",
 )
-def without_e(probabilities, experts):
-    loss = (_shares(probabilities, experts) * probabilities.mean(0)).sum()
-    return loss, _gradient(probabilities, experts) / probabilities.shape[1]
-
-
-@mistake(
+mistake(
     "balance-loss",
     "shares that sum to k",
+    {"experts.numel()": "len(experts)"},
     says="The shares f sum to k instead of 1: divide the counts by the number of pairs, not of tokens.",
 )
-def divided_by_tokens(probabilities, experts):
-    k = experts.shape[1]
-    loss, gradient = right.balance(probabilities, experts)
-    return k * loss, k * gradient
-
-
-@mistake(
+mistake(
     "balance-loss",
     "first choices only",
+    {"experts.flatten()": "experts[:, 0]", "experts.numel()": "len(experts)"},
     says="f counts first choices alone. All k choices of a token are load.",
 )
-def first_choices(probabilities, experts):
-    return right.balance(probabilities, experts[:, :1])
-
-
-@mistake(
+mistake(
     "balance-loss",
     "mean probabilities squared",
+    {
+        "share * probabilities.mean(0)": "probabilities.mean(0) ** 2",
+        "num_experts * share": "2 * num_experts * probabilities.mean(0)",
+    },
     says="This is E · Σ P²: the probabilities in place of the counts. The loss must see where tokens really went.",
 )
-def probabilities_twice(probabilities, experts):
-    mean = probabilities.mean(0)
-    upstream = 2 * probabilities.shape[1] * mean.expand_as(probabilities) / len(probabilities)
-    return probabilities.shape[1] * (mean * mean).sum(), _through_softmax(probabilities, upstream)
-
-
-@mistake(
+mistake(
     "balance-loss",
     "the gradient of the probabilities",
+    {"probabilities * (upstream - inner)": "upstream.expand_as(probabilities)"},
     says="This is the gradient with respect to the probabilities. Asked for is that of the logits: one more step, "
     "through the softmax.",
 )
-def of_probabilities(probabilities, experts):
-    loss = right.balance(probabilities, experts)[0]
-    return loss, (probabilities.shape[1] * _shares(probabilities, experts) / len(probabilities)).expand_as(
-        probabilities
-    ).clone()
-
-
-@mistake(
+mistake(
     "balance-loss",
     "half of the softmax",
+    {"upstream - inner": "upstream"},
     says="p · g is the diagonal of the softmax's derivative. Raising one logit lowers all other probabilities: "
     "subtract Σ p · g inside the brackets.",
 )
-def diagonal(probabilities, experts):
-    loss = right.balance(probabilities, experts)[0]
-    return loss, probabilities * probabilities.shape[1] * _shares(probabilities, experts) / len(probabilities)
-
-
-@mistake(
+mistake(
     "balance-loss",
     "a sum over tokens",
+    {"share / tokens": "share"},
     says="The gradient is as many times too large as there are tokens: P is a mean, so a token has 1 / tokens of it.",
 )
-def summed(probabilities, experts):
-    loss, gradient = right.balance(probabilities, experts)
-    return loss, gradient * len(probabilities)
-
-
-@mistake(
+mistake(
     "balance-loss",
     "a gradient that goes up",
+    {"upstream - inner": "inner - upstream"},
     says="The sign is wrong: this is the way in which the loss falls, the gradient's opposite.",
 )
-def opposite(probabilities, experts):
-    loss, gradient = right.balance(probabilities, experts)
-    return loss, -gradient
 
 
 @alternative("balance-loss", "by autograd, through log-probabilities")

@@ -39,8 +39,6 @@ ANSWERS = answers_of("12_decoding")
         "places hold anything?",
         "end = start + n. Write k and v to places start .. end - 1, then use places 0 .. end - 1 only. New token i "
         "stands at place start + i and sees the places up to its own. Query head j reads kv head j // group.",
-        "keys[:, start:end] = k (and values). kept = keys[:, :end].repeat_interleave(group, dim=0). visible = "
-        "torch.arange(end) <= torch.arange(start, end)[:, None]. Then softmax of masked scores / √d, times the values.",
     ),
 )
 @one_thread()
@@ -134,8 +132,6 @@ def _judge_output(who: str, found: Any, wanted: Tensor, start: int) -> None:
         "Which tokens has the model not seen yet? At first the whole prompt; afterwards how many?",
         "One pass over the prompt at positions 0 .. len(prompt) - 1; its last logits give the first token. Then each "
         "new token goes in alone, at the place where it stands in the whole sequence. The last one never goes in.",
-        "logits = model(torch.tensor([tokens]), torch.arange(start, start + len(tokens)), attention=cache); "
-        "answer.append(int(logits[0, -1].argmax())); then start += len(tokens) and tokens = answer[-1:], until count.",
     ),
 )
 @one_thread()

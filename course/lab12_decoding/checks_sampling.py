@@ -29,8 +29,6 @@ from minillm.labkit.receipts import Row, row
         "Is the token with which the sum reaches top_p in or out?",
         "It is in: without it the sum would be below top_p. So a token stays if those *before* it sum to less than "
         "top_p. Afterwards, back to the order of the vocabulary.",
-        "ordered, order = probabilities.sort(descending=True); before = ordered.cumsum(-1) - ordered; "
-        "kept = torch.zeros_like(probabilities, dtype=torch.bool); kept[order[before < top_p]] = True",
     ),
 )
 def check_nucleus(learner: Any) -> list[Row]:

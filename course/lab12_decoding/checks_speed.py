@@ -37,7 +37,6 @@ Log = list[tuple[float, str, str]]
     hints=(
         "How many tokens are in the cache (you have just counted them)? What is kept of one, and in how many layers?",
         "A key and a value for every kv head of every layer, each head_dim numbers. The last token never went in.",
-        "(prompt + answer - 1) * 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize",
     ),
 )
 @one_thread()
@@ -76,8 +75,6 @@ def _number(value: Any) -> bool:
         "Which bytes do the sequences of a batch share, and which does each have for itself?",
         "Every weight is read once per step, however many sequences use it; every sequence reads its own cache. A "
         "weight multiplies and adds once per sequence. The step takes as long as the slower of the two.",
-        "read = weights * itemsize + batch * context * kv_bytes; flops = 2 * weights * batch; "
-        "seconds = max(read / bandwidth, flops / peak_flops); batch tokens come out of it.",
     ),
 )
 @one_thread()
@@ -130,8 +127,6 @@ def one_step(config: ModelConfig, batch: int, context: int) -> tuple[int, int]:
         "What does the user wait for first, and from when on? And how many gaps lie between n tokens?",
         "TTFT: first token minus arrival, the queue included. TPOT: from the first token to the last, over the n - 1 "
         "gaps between them; a single token has none.",
-        "For each request: at = its token times; (at[0] - arrived, (at[-1] - at[0]) / (len(at) - 1) if len(at) > 1 "
-        "else None).",
     ),
 )
 @one_thread()

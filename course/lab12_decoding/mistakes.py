@@ -3,10 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from minillm.labkit.answers import answers_of
 from minillm.labkit.exercises import alternative, mistake
-
-ANSWERS = answers_of("12_decoding")
 
 
 def attention(q, k, v, visible=None, scale=None):
@@ -42,31 +39,24 @@ def written(q, k, v, keys, values, start):
     return keys[:, :end], values[:, :end], end
 
 
-@mistake(
+mistake(
     "cached-attention",
     "mask without position offset",
+    {"torch.arange(start, end)[:, None]": "torch.arange(q.shape[1])[:, None]"},
     says="The mask has no offset: query i stands behind the `start` kept tokens and must see those, too.",
 )
-def no_offset(q, k, v, keys, values, start):
-    seen_k, seen_v, end = written(q, k, v, keys, values, start)
-    return attention(q, seen_k, seen_v, torch.arange(end) <= torch.arange(q.shape[1])[:, None])
-
-
-@mistake(
+mistake(
     "cached-attention",
     "no mask: works for one token at a time",
+    {'scores.masked_fill(~visible, float("-inf"))': "scores"},
     says="New tokens see those after them: several may come at once, so a mask is needed.",
 )
-def no_mask(q, k, v, keys, values, start):
-    return attention(q, *written(q, k, v, keys, values, start)[:2])
-
-
-@mistake("cached-attention", "writes to the front", expect="overwritten")
-def to_the_front(q, k, v, keys, values, start):
-    keys[:, : k.shape[1]], values[:, : k.shape[1]] = k, v
-    return attention(
-        q, keys[:, : start + k.shape[1]], values[:, : start + k.shape[1]], causal(start, start + len(k[0]))
-    )
+mistake(
+    "cached-attention",
+    "writes to the front",
+    {"keys[:, start:end], values[:, start:end] =": "keys[:, : k.shape[1]], values[:, : k.shape[1]] ="},
+    expect="overwritten",
+)
 
 
 @mistake("cached-attention", "grows a copy of the cache", expect="is unchanged")
@@ -75,41 +65,26 @@ def grows_a_copy(q, k, v, keys, values, start):
     return attention(q, keys, values, causal(start, keys.shape[1]))
 
 
-@mistake(
+mistake(
     "cached-attention",
     "wrong kv heads",
+    {"repeat_interleave(group, dim=0)": "repeat(group, 1, 1)"},
     says="Query heads read the wrong kv heads: neighbours share one (head j reads j // group), which is "
     "repeat_interleave and not repeat.",
 )
-def wrong_heads(q, k, v, keys, values, start):
-    seen_k, seen_v, end = written(q, k, v, keys, values, start)
-    group = q.shape[0] // k.shape[0]
-    return attention(q, seen_k.repeat(group, 1, 1), seen_v.repeat(group, 1, 1), causal(start, end))
-
-
-@mistake("cached-attention", "not scaled", says="The scores are not divided by √d.")
-def not_scaled(q, k, v, keys, values, start):
-    seen_k, seen_v, end = written(q, k, v, keys, values, start)
-    return attention(q, seen_k, seen_v, causal(start, end), scale=1.0)
-
-
-@mistake("cached-attention", "all places, masked", expect="slice the cache to the filled places")
-def whole_room(q, k, v, keys, values, start):
-    end = written(q, k, v, keys, values, start)[2]
-    visible = torch.arange(keys.shape[1]) <= torch.arange(start, end)[:, None]
-    return attention(q, keys, values, visible)
-
-
-@mistake(
+mistake("cached-attention", "not scaled", {" * q.shape[-1] ** -0.5": ""}, says="The scores are not divided by √d.")
+mistake(
+    "cached-attention",
+    "all places, masked",
+    {"kept[:, :end]": "kept", "torch.arange(end) <=": "torch.arange(keys.shape[1]) <="},
+    expect="slice the cache to the filled places",
+)
+mistake(
     "cached-attention",
     "masked scores are zero",
+    {'scores.masked_fill(~visible, float("-inf"))': "scores * visible"},
     says="A score of 0 still gets weight, because exp(0) = 1. Masked scores must be -inf before the softmax.",
 )
-def zero_scores(q, k, v, keys, values, start):
-    seen_k, seen_v, end = written(q, k, v, keys, values, start)
-    group = q.shape[0] // k.shape[0]
-    scores = q @ seen_k.repeat_interleave(group, 0).mT * q.shape[-1] ** -0.5
-    return (scores * causal(start, end)).softmax(-1) @ seen_v.repeat_interleave(group, 0)
 
 
 @mistake("cached-attention", "all keys masked, values sliced", expect="slice both keys and values")
@@ -161,29 +136,33 @@ def grouped(q, k, v, keys, values, start):
 # The loop.
 
 
-def loop(positions=lambda start, n: torch.arange(start, start + n), again=0, extra=0, cached=True):
-    """Variants of the right loop. again: tokens at the end of the prompt that are put in twice."""
-
-    def generate(model, prompt, count, cache):
-        answer, tokens, start = [], prompt, 0
-        for step in range(count + extra):
-            where = positions(start, len(tokens))
-            use = cache if cached or step == 0 else None
-            answer.append(int(model(torch.tensor([tokens]), where, attention=use)[0, -1].argmax()))
-            start, tokens = start + len(tokens), answer[-1:]
-            if step == 0 and again:
-                tokens = prompt[-again:] + tokens
-        return answer[:count]
-
-    return generate
-
-
-mistake("decode-loop", "the new token one place too far", expect="at position")(
-    loop(lambda start, n: torch.arange(start, start + n) + (start > 0))
+mistake(
+    "decode-loop",
+    "the new token one place too far",
+    {"arange(start, start + len(tokens))": "arange(start, start + len(tokens)) + (start > 0)"},
+    expect="at position",
 )
-mistake("decode-loop", "the prompt's last token twice", expect="not put in again|put through the model")(loop(again=1))
-mistake("decode-loop", "one pass more than asked for", expect="one pass too many")(loop(extra=1))
-mistake("decode-loop", "forgets to hand the cache on", expect="without attention=cache")(loop(cached=False))
+mistake(
+    "decode-loop",
+    "the prompt's last token twice",
+    {"len(tokens), answer[-1:]": "len(tokens), prompt[-1:] * (start == 0) + answer[-1:]"},
+    expect="not put in again|put through the model",
+)
+mistake(
+    "decode-loop",
+    "one pass more than asked for",
+    {
+        "        if len(answer) == count:\n            return answer": "        if len(answer) > count:\n"
+        "            return answer[:count]"
+    },
+    expect="one pass too many",
+)
+mistake(
+    "decode-loop",
+    "forgets to hand the cache on",
+    {"attention=cache)\n        answer": "attention=None if answer else cache)\n        answer"},
+    expect="without attention=cache",
+)
 
 
 @mistake("decode-loop", "keeps nothing", expect="need not be computed again")
@@ -204,29 +183,24 @@ def token_by_token(model, prompt, count, cache):
     return sequence[len(prompt) :]
 
 
-@mistake("decode-loop", "the prompt and the answer", expect="leave the prompt out")
-def with_the_prompt(model, prompt, count, cache):
-    return prompt + ANSWERS.generate(model, prompt, count, cache)
-
-
-@mistake("decode-loop", "the logits of the prompt's first token", expect="of the last token in the pass")
-def first_logits(model, prompt, count, cache):
-    logits = model(torch.tensor([prompt]), torch.arange(len(prompt)), attention=cache)
-    answer = [int(logits[0, 0].argmax())]
-    while len(answer) < count:
-        place = torch.tensor([len(prompt) + len(answer) - 1])
-        answer.append(int(model(torch.tensor([answer[-1:]]), place, attention=cache)[0, 0].argmax()))
-    return answer
-
-
-@mistake("decode-loop", "samples", expect="Take the likeliest token")
-def samples(model, prompt, count, cache):
-    answer, tokens, start = [], prompt, 0
-    for _ in range(count):
-        logits = model(torch.tensor([tokens]), torch.arange(start, start + len(tokens)), attention=cache)
-        answer.append(int(torch.multinomial(logits[0, -1].softmax(-1), 1)))
-        start, tokens = start + len(tokens), answer[-1:]
-    return answer
+mistake(
+    "decode-loop",
+    "the prompt and the answer",
+    {"return answer": "return prompt + answer"},
+    expect="leave the prompt out",
+)
+mistake(
+    "decode-loop",
+    "the logits of the prompt's first token",
+    {"logits[0, -1]": "logits[0, 0]"},
+    expect="of the last token in the pass",
+)
+mistake(
+    "decode-loop",
+    "samples",
+    {"int(logits[0, -1].argmax())": "int(torch.multinomial(logits[0, -1].softmax(-1), 1))"},
+    expect="Take the likeliest token",
+)
 
 
 @alternative("decode-loop", "yields, and asks for the last row of logits only")

@@ -16,24 +16,18 @@ def back(probabilities, order, kept):
     return torch.zeros_like(probabilities, dtype=torch.bool).index_fill(0, order[kept], True)
 
 
-@mistake(
+mistake(
     "nucleus",
     "without the token that reaches top_p",
+    {"ordered.cumsum(-1) - ordered": "ordered.cumsum(-1)"},
     says="You stop one token early: the one that lifts the sum to top_p stays, so the likeliest always does.",
 )
-def without_the_last(probabilities, top_p):
-    values, order = ordered(probabilities)
-    return back(probabilities, order, values.cumsum(-1) < top_p)
-
-
-@mistake(
+mistake(
     "nucleus",
     "and one more",
+    {"likelier < top_p": "likelier <= top_p"},
     says="One token too many where the sum is exactly top_p: compare the sum before a token with <, not with <=.",
 )
-def and_one_more(probabilities, top_p):
-    values, order = ordered(probabilities)
-    return back(probabilities, order, values.cumsum(-1) - values <= top_p)
 
 
 @mistake(
@@ -45,9 +39,12 @@ def threshold(probabilities, top_p):
     return probabilities > 1 - top_p
 
 
-@mistake("nucleus", "not sorted", says="You add up in the order of the vocabulary: sort first.")
-def not_sorted(probabilities, top_p):
-    return probabilities.cumsum(-1) - probabilities < top_p
+mistake(
+    "nucleus",
+    "not sorted",
+    {"probabilities.sort(descending=True, stable=True)": "probabilities, torch.arange(len(probabilities))"},
+    says="You add up in the order of the vocabulary: sort first.",
+)
 
 
 @mistake(
@@ -62,20 +59,18 @@ def as_likely(probabilities, top_p):
     return probabilities >= values[last]
 
 
-@mistake(
+mistake(
     "nucleus",
     "places in the sorted order",
+    {"order[likelier < top_p]": "(likelier < top_p).nonzero()[:, 0]"},
     says="The number is right, but these are places in the sorted order: bring them back to the vocabulary's order.",
 )
-def sorted_places(probabilities, top_p):
-    values, _ = ordered(probabilities)
-    return values.cumsum(-1) - values < top_p
-
-
-@mistake("nucleus", "ascending order", says="You add up from the unlikeliest token on: sort in descending order.")
-def ascending(probabilities, top_p):
-    values, order = probabilities.sort()
-    return back(probabilities, order, values.cumsum(-1) - values < top_p)
+mistake(
+    "nucleus",
+    "ascending order",
+    {"descending=True, ": ""},
+    says="You add up from the unlikeliest token on: sort in descending order.",
+)
 
 
 @mistake("nucleus", "a share of the tokens", says="top_p is a sum of probabilities, not a share of the vocabulary.")
@@ -94,57 +89,48 @@ def one_by_one(probabilities, top_p):
     return kept
 
 
-def steps(scale=lambda logits, t: logits / t, k=lambda k: k, early=False, normalise=True, top_p=lambda p: p):
-    """Variants of the right distribution. early: the nucleus of temperature 1."""
-
-    def distribution(logits, temperature, top_k, p):
-        if temperature == 0:
-            return ANSWERS.distribution(logits, 0, top_k, p)
-        cold = scale(logits, temperature)
-        if top_k is not None:
-            cold = cold.masked_fill(cold < cold.topk(k(top_k)).values[-1], float("-inf"))
-        shares = cold.softmax(-1)
-        seen = logits.masked_fill(cold.isinf(), float("-inf")).softmax(-1) if early else shares
-        kept = shares.masked_fill(~ANSWERS.nucleus(seen, top_p(p)), 0.0)
-        return kept / kept.sum() if normalise else kept
-
-    return distribution
-
-
 mistake(
-    "sampling-distribution", "multiplies by the temperature", says="Divide the logits by the temperature; you multiply."
-)(steps(scale=lambda logits, t: logits * t))
+    "sampling-distribution",
+    "multiplies by the temperature",
+    {"logits / temperature": "logits * temperature"},
+    says="Divide the logits by the temperature; you multiply.",
+)
 mistake(
     "sampling-distribution",
     "temperature forgotten",
+    {"    logits = logits / temperature\n": ""},
     says="The temperature has no effect: divide the logits by it, before the softmax.",
-)(steps(scale=lambda logits, t: logits))
+)
 mistake(
     "sampling-distribution",
     "nucleus before temperature",
+    {"    logits = logits / temperature\n": "", "kept = probabilities.": "kept = (logits / temperature).softmax(-1)."},
     says="The nucleus is cut from the distribution at temperature 1: the temperature comes first.",
-)(steps(early=True))
-mistake("sampling-distribution", "not divided by its sum", says="What stays has to be divided by its sum.")(
-    steps(normalise=False)
 )
-mistake("sampling-distribution", "k + 1 tokens", says="One token too many: top_k keeps k.")(steps(k=lambda k: k + 1))
-mistake("sampling-distribution", "top_p forgotten", says="top_p has no effect in your function.")(
-    steps(top_p=lambda p: 1.0)
+mistake(
+    "sampling-distribution",
+    "not divided by its sum",
+    {"kept / kept.sum()": "kept"},
+    says="What stays has to be divided by its sum.",
 )
-
-
-@mistake(
+mistake(
+    "sampling-distribution",
+    "k + 1 tokens",
+    {"topk(top_k)": "topk(top_k + 1)"},
+    says="One token too many: top_k keeps k.",
+)
+mistake(
+    "sampling-distribution",
+    "top_p forgotten",
+    {"probabilities, top_p)": "probabilities, 1.0)"},
+    says="top_p has no effect in your function.",
+)
+mistake(
     "sampling-distribution",
     "divides by a temperature of zero",
+    {"if temperature == 0:": "if False:"},
     says="Temperature 0 cannot divide: give the likeliest token a probability of 1.",
 )
-def divides_by_zero(logits, temperature, top_k, top_p):
-    scores = logits / temperature
-    if top_k is not None:
-        scores = scores.masked_fill(scores < scores.topk(top_k).values[-1], float("-inf"))
-    shares = scores.softmax(-1)
-    kept = shares.masked_fill(~ANSWERS.nucleus(shares, top_p), 0.0)
-    return kept / kept.sum()
 
 
 @alternative("sampling-distribution", "minus infinity and a second softmax")
@@ -172,16 +158,12 @@ def nucleus_of_all(logits, temperature, top_k, top_p):
     return kept / kept.sum()
 
 
-@mistake(
+mistake(
     "sampling-distribution",
     "excluded logits are zero",
+    {'float("-inf")': "0.0"},
     says="A logit of 0 still has a probability. Excluded logits must be -inf before the softmax.",
 )
-def zero_logits(logits, temperature, top_k, top_p):
-    if temperature == 0 or top_k is None:
-        return ANSWERS.distribution(logits, temperature, top_k, top_p)
-    logits = logits / temperature
-    return ANSWERS.distribution(logits.masked_fill(logits < logits.topk(top_k).values[-1], 0.0), 1.0, None, top_p)
 
 
 @alternative("sampling-distribution", "in float32")

@@ -1,7 +1,5 @@
 """Spoilers of lab 12: a cache's bytes, what a step reads and computes, and latencies, all wrong; and right ones."""
 
-import itertools
-
 import torch
 
 from course.lab12_decoding.decoders import Cache
@@ -11,43 +9,40 @@ from minillm.labkit.exercises import alternative, mistake
 ANSWERS = answers_of("12_decoding")
 
 
-def counted(change):
-    def kv_bytes(config, prompt, answer, itemsize):
-        return change(config, prompt + answer - 1, itemsize)
-
-    return kv_bytes
-
-
 mistake(
     "kv-bytes",
     "prompt and answer",
+    {"prompt + answer - 1": "prompt + answer"},
     says="One entry too many: the last token of the answer never goes through the model.",
-)(lambda config, prompt, answer, itemsize: ANSWERS.kv_bytes(config, prompt, answer + 1, itemsize))
-mistake("kv-bytes", "query heads", says="Query heads are counted, but only kv heads are kept.")(
-    counted(lambda c, entries, itemsize: entries * 2 * c.num_layers * c.num_heads * c.head_dim * itemsize)
-)
-mistake("kv-bytes", "keys only", says="That is keys or values; both are kept.")(
-    counted(lambda c, entries, itemsize: entries * c.num_layers * c.num_kv_heads * c.head_dim * itemsize)
 )
 mistake(
-    "kv-bytes", "doubled once more", says="Twice as much: keys and values are the factor 2, and there is no other."
-)(counted(lambda c, entries, itemsize: entries * 4 * c.num_layers * c.num_kv_heads * c.head_dim * itemsize))
-mistake("kv-bytes", "one layer", says="That is one layer's; every layer keeps its own.")(
-    counted(lambda c, entries, itemsize: entries * 2 * c.num_kv_heads * c.head_dim * itemsize)
+    "kv-bytes",
+    "query heads",
+    {"* config.num_kv_heads": "* config.num_heads"},
+    says="Query heads are counted, but only kv heads are kept.",
 )
-mistake("kv-bytes", "numbers instead of bytes", says="These are numbers, not bytes: multiply by itemsize.")(
-    counted(lambda c, entries, itemsize: entries * 2 * c.num_layers * c.num_kv_heads * c.head_dim)
+mistake("kv-bytes", "keys only", {"entries * 2": "entries"}, says="That is keys or values; both are kept.")
+mistake("kv-bytes", "one layer", {" * config.num_layers": ""}, says="That is one layer's; every layer keeps its own.")
+mistake(
+    "kv-bytes",
+    "numbers instead of bytes",
+    {" * itemsize": ""},
+    says="These are numbers, not bytes: multiply by itemsize.",
 )
-
-
-mistake("kv-bytes", "hidden size", says="hidden_size is not kv_heads · head_dim: take the sizes of what is kept.")(
-    counted(lambda c, entries, itemsize: entries * 2 * c.num_layers * c.hidden_size * itemsize)
+mistake(
+    "kv-bytes",
+    "hidden size",
+    {"config.num_kv_heads * config.head_dim": "config.hidden_size"},
+    says="hidden_size is not kv_heads · head_dim: take the sizes of what is kept.",
 )
-mistake("kv-bytes", "two bytes always", says="You count 2 bytes per number whatever itemsize says.")(
-    counted(lambda c, entries, itemsize: entries * 2 * c.num_layers * c.num_kv_heads * c.head_dim * 2)
+mistake(
+    "kv-bytes", "two bytes always", {"* itemsize": "* 2"}, says="You count 2 bytes per number whatever itemsize says."
 )
-mistake("kv-bytes", "the prompt alone", says="The answer's tokens are kept, too, all but its last.")(
-    lambda config, prompt, answer, itemsize: ANSWERS.kv_bytes(config, prompt, 1, itemsize)
+mistake(
+    "kv-bytes",
+    "the prompt alone",
+    {"prompt + answer - 1": "prompt"},
+    says="The answer's tokens are kept, too, all but its last.",
 )
 
 
@@ -58,71 +53,84 @@ def asks_a_cache(config, prompt, answer, itemsize):
     return cache.keys.nbytes + cache.values.nbytes
 
 
-def step(
-    read=lambda w, kv, b, c, size: w * size + b * c * kv,
-    flops=lambda w, b: 2 * w * b,
-    seconds=max,
-    tokens=lambda b: b,
-):
-    def decode_step(weights, kv_bytes, batch, context, itemsize, peak_flops, bandwidth):
-        moved, done = read(weights, kv_bytes, batch, context, itemsize), flops(weights, batch)
-        return moved, done, tokens(batch) / seconds(moved / bandwidth, done / peak_flops)
-
-    return decode_step
-
-
 mistake(
-    "decode-step", "weights read twice", says="A weight is read once; the factor 2 belongs to FLOPs (multiply and add)."
-)(step(read=lambda w, kv, b, c, size: 2 * w * size + b * c * kv))
+    "decode-step",
+    "weights read twice",
+    {"read = weights": "read = 2 * weights"},
+    says="A weight is read once; the factor 2 belongs to FLOPs (multiply and add).",
+)
 mistake(
     "decode-step",
     "weights read by every sequence",
+    {"weights * itemsize + batch * context * kv_bytes": "batch * (weights * itemsize + context * kv_bytes)"},
     says="The weights are read once per step, for all sequences together.",
-)(step(read=lambda w, kv, b, c, size: b * (w * size + c * kv)))
-mistake("decode-step", "no cache", says="The cache is missing: every sequence reads its own keys and values.")(
-    step(read=lambda w, kv, b, c, size: w * size)
 )
-mistake("decode-step", "one sequence's cache", says="That is one sequence's cache; each of the batch reads its own.")(
-    step(read=lambda w, kv, b, c, size: w * size + c * kv)
+mistake(
+    "decode-step",
+    "no cache",
+    {" + batch * context * kv_bytes": ""},
+    says="The cache is missing: every sequence reads its own keys and values.",
 )
-mistake("decode-step", "one FLOP per weight", says="A multiplication and an addition per weight are two FLOPs.")(
-    step(flops=lambda w, b: w * b)
+mistake(
+    "decode-step",
+    "one sequence's cache",
+    {"batch * context": "context"},
+    says="That is one sequence's cache; each of the batch reads its own.",
 )
-mistake("decode-step", "FLOPs of training", says="6 FLOPs per weight belong to training; a forward pass takes 2.")(
-    step(flops=lambda w, b: 6 * w * b)
+mistake(
+    "decode-step",
+    "one FLOP per weight",
+    {"2 * weights": "weights"},
+    says="A multiplication and an addition per weight are two FLOPs.",
 )
 mistake(
     "decode-step",
     "one sequence's tokens",
+    {"batch / max": "1 / max"},
     says="That is one sequence's rate; a step gives a token to each of the batch.",
-)(step(tokens=lambda b: 1))
+)
 mistake(
     "decode-step",
     "reads, then computes",
+    {"max(read / bandwidth, flops / peak_flops)": "(read / bandwidth + flops / peak_flops)"},
     says="Reading and computing overlap: take the slower of the two, not their sum.",
-)(step(seconds=lambda read, compute: read + compute))
-mistake("decode-step", "the faster of the two", says="The slower of the two decides, not the faster.")(
-    step(seconds=min)
 )
-
-
-mistake("decode-step", "kv bytes by itemsize", says="kv_bytes are bytes already; itemsize belongs to the weights.")(
-    step(read=lambda w, kv, b, c, size: w * size + b * c * kv * size)
+mistake("decode-step", "the faster of the two", {"max(": "min("}, says="The slower of the two decides, not the faster.")
+mistake(
+    "decode-step",
+    "kv bytes by itemsize",
+    {"context * kv_bytes": "context * kv_bytes * itemsize"},
+    says="kv_bytes are bytes already; itemsize belongs to the weights.",
 )
-mistake("decode-step", "keys and values twice", says="kv_bytes holds keys and values already.")(
-    step(read=lambda w, kv, b, c, size: w * size + 2 * b * c * kv)
+mistake(
+    "decode-step",
+    "keys and values twice",
+    {"batch * context": "2 * batch * context"},
+    says="kv_bytes holds keys and values already.",
 )
-mistake("decode-step", "weights without itemsize", says="The weights are numbers: multiply by itemsize to get bytes.")(
-    step(read=lambda w, kv, b, c, size: w + b * c * kv)
+mistake(
+    "decode-step",
+    "weights without itemsize",
+    {"weights * itemsize": "weights"},
+    says="The weights are numbers: multiply by itemsize to get bytes.",
 )
-mistake("decode-step", "FLOPs of one sequence", says="Those are one sequence's FLOPs; the batch does as many each.")(
-    step(flops=lambda w, b: 2 * w)
+mistake(
+    "decode-step",
+    "FLOPs of one sequence",
+    {"2 * weights * batch": "2 * weights"},
+    says="Those are one sequence's FLOPs; the batch does as many each.",
 )
-mistake("decode-step", "memory alone", says="Computing takes longer than reading at the largest batch here.")(
-    step(seconds=lambda read, compute: read)
+mistake(
+    "decode-step",
+    "memory alone",
+    {"max(read / bandwidth, flops / peak_flops)": "(read / bandwidth)"},
+    says="Computing takes longer than reading at the largest batch here.",
 )
-mistake("decode-step", "compute alone", says="Reading takes longer than computing at the small batches here.")(
-    step(seconds=lambda read, compute: compute)
+mistake(
+    "decode-step",
+    "compute alone",
+    {"max(read / bandwidth, flops / peak_flops)": "(flops / peak_flops)"},
+    says="Reading takes longer than computing at the small batches here.",
 )
 
 
@@ -132,63 +140,61 @@ def by_intensity(weights, kv_bytes, batch, context, itemsize, peak_flops, bandwi
     return read, flops, batch * min(peak_flops, bandwidth * flops / read) / flops
 
 
-def measured(ttft=lambda arrived, at, log: at[0] - arrived, tpot=None, single=None):
-    def latencies(log):
-        found = {}
-        for began, request, event in log:
-            if event == "arrived":
-                at = [when for when, who, what in log if who == request and what == "token"]
-                gaps = (tpot or right_tpot)(began, at) if len(at) > 1 else single
-                found[request] = (ttft(began, at, log), gaps)
-        return found
-
-    return latencies
-
-
-def right_tpot(arrived, at):
-    return (at[-1] - at[0]) / (len(at) - 1)
-
-
-mistake("ttft-and-tpot", "divides by the number of tokens", says="n tokens have n - 1 gaps between them.")(
-    measured(tpot=lambda arrived, at: (at[-1] - at[0]) / len(at))
+mistake(
+    "ttft-and-tpot",
+    "divides by the number of tokens",
+    {"/ (len(at) - 1)": "/ len(at)"},
+    says="n tokens have n - 1 gaps between them.",
 )
 mistake(
     "ttft-and-tpot",
     "the whole request by its tokens",
+    {"(at[-1] - at[0]) / (len(at) - 1)": "(at[-1] - arrived[request]) / len(at)"},
     says="The time to the first token is in your TPOT, which is about what comes after it.",
-)(measured(tpot=lambda arrived, at: (at[-1] - arrived) / len(at)))
+)
 mistake(
     "ttft-and-tpot",
     "without the wait in the queue",
+    {"at[0] - arrived[request]": "at[0] - max(when for when, _, _ in log if when < at[0])"},
     says="The wait in the queue counts: the user does not see when the prefill starts.",
-)(measured(ttft=lambda arrived, at, log: at[0] - max(when for when, _, _ in log if when < at[0])))
-mistake("ttft-and-tpot", "end to end", says="That is the whole request; TTFT ends with the first token.")(
-    measured(ttft=lambda arrived, at, log: at[-1] - arrived)
-)
-mistake("ttft-and-tpot", "a time on the clock", says="That is a time on the clock, not a wait: subtract the arrival.")(
-    measured(ttft=lambda arrived, at, log: at[0])
-)
-mistake("ttft-and-tpot", "zero for a single token", says="A single token has no time per further token: return None.")(
-    measured(single=0.0)
-)
-
-
-mistake(
-    "ttft-and-tpot", "the whole time of decoding", says="That is the time of all further tokens: divide by the gaps."
-)(measured(tpot=lambda arrived, at: at[-1] - at[0]))
-mistake("ttft-and-tpot", "the longest gap", says="That is the longest gap; TPOT is the mean.")(
-    measured(tpot=lambda arrived, at: max(b - a for a, b in itertools.pairwise(at)))
 )
 mistake(
-    "ttft-and-tpot", "from the first line of the log", says="Count from this request's arrival, not from the log's."
-)(measured(ttft=lambda arrived, at, log: at[0] - log[0][0]))
-
-
-@mistake("ttft-and-tpot", "breaks at a single token", expect="ZeroDivisionError")
-def divides_by_no_gap(log):
-    arrived = {who: at for at, who, event in log if event == "arrived"}
-    times = {who: [at for at, each, event in log if (each, event) == (who, "token")] for who in arrived}
-    return {who: (at[0] - arrived[who], (at[-1] - at[0]) / (len(at) - 1)) for who, at in times.items()}
+    "ttft-and-tpot",
+    "end to end",
+    {"at[0] - arrived[request]": "at[-1] - arrived[request]"},
+    says="That is the whole request; TTFT ends with the first token.",
+)
+mistake(
+    "ttft-and-tpot",
+    "a time on the clock",
+    {"at[0] - arrived[request]": "at[0]"},
+    says="That is a time on the clock, not a wait: subtract the arrival.",
+)
+mistake(
+    "ttft-and-tpot",
+    "zero for a single token",
+    {"else None": "else 0.0"},
+    says="A single token has no time per further token: return None.",
+)
+mistake(
+    "ttft-and-tpot",
+    "the whole time of decoding",
+    {" / (len(at) - 1)": ""},
+    says="That is the time of all further tokens: divide by the gaps.",
+)
+mistake(
+    "ttft-and-tpot",
+    "the longest gap",
+    {"(at[-1] - at[0]) / (len(at) - 1)": "max(b - a for a, b in zip(at, at[1:]))"},
+    says="That is the longest gap; TPOT is the mean.",
+)
+mistake(
+    "ttft-and-tpot",
+    "from the first line of the log",
+    {"at[0] - arrived[request]": "at[0] - log[0][0]"},
+    says="Count from this request's arrival, not from the log's.",
+)
+mistake("ttft-and-tpot", "breaks at a single token", {" if len(at) > 1 else None": ""}, expect="ZeroDivisionError")
 
 
 @alternative("ttft-and-tpot", "one walk over the log")

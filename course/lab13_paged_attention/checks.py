@@ -26,7 +26,6 @@ ANSWERS = answers_of("13_paged_attention")
     hints=(
         "Position 13 with blocks of 4: in which logical block is it, and at which place of it?",
         "Logical block p // block_size lies in physical block table[p // block_size]; a block has block_size slots.",
-        "[table[p // block_size] * block_size + p % block_size for p in range(start, start + count)]",
     ),
 )
 def check_slot_mapping(learner: Callable) -> Receipt:
@@ -94,8 +93,6 @@ def _judge_slots(slots: list, table: list[int], pieces: list[tuple[int, int]], b
         "A list of free blocks is a stack: take from its end, put back at its end. When may a block go back?",
         "references[block] is 1 after allocate, one more after share, one less after release; at 0, and only then, the "
         "block is appended to the free list. Searching `references` for a 0 would cost more in a larger pool.",
-        "__init__: references = [0] * num_blocks, free = list(range(num_blocks)). allocate: pop from free, set "
-        "references to 1. release: if references[block] == 0 raise ValueError; subtract 1; at 0 append to free.",
     ),
 )
 def check_pool(learner: Callable) -> Receipt:

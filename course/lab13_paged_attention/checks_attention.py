@@ -28,9 +28,6 @@ HEADS, KV_HEADS, DIM, SIZE = 8, 4, 8, 4
         "keep that a later block can put right?",
         "Keep three things per head: the largest score so far m, Σ exp(score - m), Σ exp(score - m) · value. When a "
         "block raises m to m', multiply both sums by exp(m - m') before you add to them. At the end divide.",
-        "rows = q.view(kv_heads, group, head_dim) / sqrt(head_dim); for each block: scores = einsum('hgd,khd->hgk', "
-        "rows, k_pool[block, :filled]); higher = maximum(largest, scores.amax(-1, keepdim=True)); shrink = (largest - "
-        "higher).exp(); total = total * shrink + weights.sum(-1, keepdim=True); likewise weighted.",
     ),
 )
 @one_thread()

@@ -36,8 +36,6 @@ class Entry(NamedTuple):
         "must a block's key depend on, besides its own tokens?",
         "Chain: key of a block = hash(key of the block before, all its token ids in full). The chain begins with "
         "something made of adapter and salt, kept apart. A block that is not full has no key.",
-        "parent = sha256(repr(('root', adapter, salt)).encode()).digest(); for each full block: parent = "
-        "sha256(parent + repr(list(block)).encode()).digest(); keys.append(parent)",
     ),
 )
 def check_block_keys(learner: Callable) -> Receipt:
@@ -163,8 +161,6 @@ def _wrong(same: bool) -> str:
         "Two different beginnings may have one hash. What else does an entry hold that tells them apart?",
         "Walk from the first block on and stop at the first that is missing, or whose tokens are not yours, or whose "
         "parent is not the block you found before it. Its own tokens alone do not say what came before them.",
-        "for index in range((len(tokens) - 1) // block_size): entry = cache.get(keys[index]); break if entry is None "
-        "or entry.tokens != tuple(my block) or entry.parent != (blocks[-1] if blocks else None); append entry.block",
     ),
 )
 def check_find_prefix(learner: Callable) -> Receipt:

@@ -23,8 +23,6 @@ ANSWERS = answers_of("13_paged_attention")
         "Which tables would see it if you wrote into this block? Where does the table say where to write?",
         "If the table ends before the position's block: allocate and append. If the block has other holders: allocate "
         "one, copy the contents, give back your share of the old one, put the new one into your table. Else nothing.",
-        "index = position // block_size; if index == len(table): append(allocate()); elif references of table[index] "
-        "> 1: mine = pool.allocate(); copy(table[index], mine); pool.release(table[index]); table[index] = mine",
     ),
 )
 def check_copy_on_write(learner: Callable) -> list[Row]:

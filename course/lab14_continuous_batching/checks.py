@@ -31,8 +31,6 @@ ANSWERS = answers_of("14_continuous_batching")
         "last token, and what decides that: the request or the batch?",
         "Keep how many tokens each request still lacks. Each step: fill free places from the front of the queue, note "
         "the batch, subtract one from each, and keep those that lack more.",
-        "while waiting or running: while waiting and len(running) < max_num_seqs: running.append(waiting.pop(0)); "
-        "steps.append(list(running)); subtract 1 from each; running = those with something left.",
     ),
 )
 def check_join(learner: Callable) -> Receipt:
@@ -94,9 +92,6 @@ def _hold_steps(steps: list[list[int]], lengths: Sequence[int], max_num_seqs: in
         "decoding one lacks 1.",
         "Three passes over one budget: running ones that lack 1; running ones that lack more; waiting ones from the "
         "front, until max_num_seqs run. Each gets min(what it lacks, chunk, budget left).",
-        "order = [s for s in running if num_uncomputed(s) == 1] + [s for s in running if num_uncomputed(s) > 1] + "
-        "waiting[: max_num_seqs - len(running)]; one loop: tokens = min(num_uncomputed(s), chunk, budget); "
-        "budget -= tokens.",
     ),
 )
 def check_plan(learner: Callable) -> Receipt:

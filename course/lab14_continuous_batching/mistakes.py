@@ -46,9 +46,12 @@ def one_step_late(lengths, max_num_seqs):
     return steps
 
 
-@mistake("join-and-leave", "leaves-one-step-late", expect=r"is in \d+ batches and needs \d+ tokens")
-def one_token_too_many(lengths, max_num_seqs):
-    return ANSWERS.continuous_batches([length + 1 for length in lengths], max_num_seqs)
+mistake(
+    "join-and-leave",
+    "leaves-one-step-late",
+    {"list(lengths)": "[length + 1 for length in lengths]"},
+    expect=r"is in \d+ batches and needs \d+ tokens",
+)
 
 
 @mistake("join-and-leave", "shortest-first", expect="first come, first served")
@@ -58,9 +61,12 @@ def shortest_first(lengths, max_num_seqs):
     return [[order[r] for r in step] for step in steps]
 
 
-@mistake("join-and-leave", "no-limit", expect=r"requests, and max_num_seqs is")
-def everybody_at_once(lengths, max_num_seqs):
-    return ANSWERS.continuous_batches(lengths, len(lengths))
+mistake(
+    "join-and-leave",
+    "no-limit",
+    {"waiting and len(running) < max_num_seqs": "waiting"},
+    expect=r"requests, and max_num_seqs is",
+)
 
 
 @alternative("join-and-leave", "when-each-place-is-free")
@@ -89,11 +95,12 @@ def _deal(order, budget, chunk):
     return plan
 
 
-@mistake("token-budget-step", "prompts-first", expect="lacks one token and gets none: a prompt stalls it")
-def prompts_first(running, waiting, budget, chunk, max_num_seqs):
-    return _deal(
-        [*sorted(running, key=_num_uncomputed, reverse=True), *waiting[: max_num_seqs - len(running)]], budget, chunk
-    )
+mistake(
+    "token-budget-step",
+    "prompts-first",
+    {"[*decoding, *prompts": "[*prompts, *decoding"},
+    expect="lacks one token and gets none: a prompt stalls it",
+)
 
 
 @mistake("token-budget-step", "phases-never-mixed", expect="lacks one token and gets none: a prompt stalls it")
@@ -102,10 +109,9 @@ def phases(running, waiting, budget, chunk, max_num_seqs):
     return _deal(prompts or running, budget, chunk)
 
 
-@mistake("token-budget-step", "no-chunk", expect="more than a chunk")
-def no_chunk(running, waiting, budget, chunk, max_num_seqs):
-    order = sorted(running, key=lambda s: _num_uncomputed(s) > 1)
-    return _deal([*order, *waiting[: max_num_seqs - len(running)]], budget, budget)
+mistake(
+    "token-budget-step", "no-chunk", {"num_computed, chunk, budget": "num_computed, budget"}, expect="more than a chunk"
+)
 
 
 @mistake("token-budget-step", "counts-all-tokens", expect=r"gets \d+ tokens and lacks|more than (a chunk|the budget)")
@@ -114,37 +120,30 @@ def from_the_start(running, waiting, budget, chunk, max_num_seqs):
     return [(s, min(s.num_tokens, chunk)) for s in [*order, *waiting[: max_num_seqs - len(running)]]]
 
 
-@mistake(
+mistake(
     "token-budget-step",
     "only-what-fits-whole",
+    {"        if tokens:": "        if tokens == sequence.num_tokens - sequence.num_computed:"},
     expect="has begun its prompt|left over|a later one is let in",
 )
-def only_whole(running, waiting, budget, chunk, max_num_seqs):
-    plan = []
-    for s in [*sorted(running, key=lambda s: _num_uncomputed(s) > 1), *waiting[: max_num_seqs - len(running)]]:
-        if _num_uncomputed(s) <= min(chunk, budget):
-            plan.append((s, _num_uncomputed(s)))
-            budget -= _num_uncomputed(s)
-    return plan
-
-
-@mistake("token-budget-step", "short-prompts-first", expect="waits while a later one is let in|has begun its prompt")
-def short_first(running, waiting, budget, chunk, max_num_seqs):
-    queue = sorted(waiting, key=_num_uncomputed)[: max(0, max_num_seqs - len(running))]
-    return _deal([*sorted(running, key=lambda s: _num_uncomputed(s) > 1), *queue], budget, chunk)
-
-
-@mistake("token-budget-step", "no-limit", expect="are let in beside")
-def no_limit(running, waiting, budget, chunk, max_num_seqs):
-    return _deal([*sorted(running, key=lambda s: _num_uncomputed(s) > 1), *waiting], budget, chunk)
-
-
-@mistake("token-budget-step", "computes-while-planning", expect="a plan only says what the step will compute")
-def advances(running, waiting, budget, chunk, max_num_seqs):
-    plan = ANSWERS.plan_step(running, waiting, budget, chunk, max_num_seqs)
-    for sequence, tokens in plan:
-        sequence.num_computed += tokens
-    return plan
+mistake(
+    "token-budget-step",
+    "short-prompts-first",
+    {"*waiting[:": "*sorted(waiting, key=lambda s: s.num_tokens - s.num_computed)[:"},
+    expect="waits while a later one is let in|has begun its prompt",
+)
+mistake(
+    "token-budget-step",
+    "no-limit",
+    {"waiting[: max(0, max_num_seqs - len(running))]": "waiting"},
+    expect="are let in beside",
+)
+mistake(
+    "token-budget-step",
+    "computes-while-planning",
+    {"            budget -= tokens": "            budget -= tokens\n            sequence.num_computed += tokens"},
+    expect="a plan only says what the step will compute",
+)
 
 
 @alternative("token-budget-step", "one-sorted-line")

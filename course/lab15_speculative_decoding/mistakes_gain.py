@@ -9,77 +9,87 @@ right = answers_of("15_speculative_decoding")
 # Speedup and best K.
 
 
-def rule(gain, best=None):
-    return gain, best or right.best_k
-
-
-def tokens(alpha, k):
-    return sum(alpha**i for i in range(k + 1))
-
-
-SPEEDUPS = {
-    "K times acceptance, less overhead": (
-        lambda alpha, c, k: k * alpha * (1 - c),
-        "That grows with K without end: a draft token counts only if all before it were accepted.",
-    ),
-    "each i counted i times": (
-        lambda alpha, c, k: sum(i * alpha**i for i in range(k + 1)) / (1 + c * k),
-        "Σ i·αⁱ counts the i-th draft token i times: each accepted one is one token.",
-    ),
-    "without the target's own token": (
-        lambda alpha, c, k: (tokens(alpha, k) - 1) / (1 + c * k),
-        "The token that the target adds itself is missing: the sum begins with α⁰ = 1.",
-    ),
-    "one c for all draft tokens": (
-        lambda alpha, c, k: tokens(alpha, k) / (1 + c),
-        "Each of the k draft tokens costs c, not all of them together.",
-    ),
-    "drafting is free": (
-        lambda alpha, c, k: tokens(alpha, k),
-        "That is tokens per pass: the time of drafting is missing.",
-    ),
-    "the verifying pass is free": (
-        lambda alpha, c, k: tokens(alpha, k) / max(c * k, 1e-9),
-        "The pass that checks the draft tokens takes time, too: 1 + c·k.",
-    ),
-    "one power too many": (
-        lambda alpha, c, k: tokens(alpha, k + 1) / (1 + c * k),
-        "The sum goes one power too far: k draft tokens and one of the target are k + 1 tokens at most.",
-    ),
-    "a pass per draft token": (
-        lambda alpha, c, k: tokens(alpha, k) / ((1 + c) * k + 1),
-        "One pass checks all draft tokens at once: 1 + c·k, not (1 + c)·k + 1.",
-    ),
-    "each draft token counts alone": (
-        lambda alpha, c, k: (1 + k * alpha) / (1 + c * k),
-        "Draft token i counts with αⁱ and not with α: all those before it must have been accepted.",
-    ),
-    "a draft's cost for the bonus, too": (
-        lambda alpha, c, k: tokens(alpha, k) / (1 + c * (k + 1)),
-        "k draft tokens cost c·k: the target's own token needs no draft.",
-    ),
-    "the inverse": (
-        lambda alpha, c, k: (1 + c * k) / tokens(alpha, k),
-        "That is the inverse: seconds with a draft over seconds without.",
-    ),
-}
-for label, (function, says) in SPEEDUPS.items():
-    mistake("best-k", label, says=says)(rule(function))
-mistake("best-k", "closed form without its corner", expect="ZeroDivisionError")(
-    rule(lambda alpha, c, k: (1 - alpha ** (k + 1)) / ((1 - alpha) * (c * k + 1)))
+mistake(
+    "best-k",
+    "K times acceptance, less overhead",
+    {"sum(alpha**i for i in range(k + 1)) / (1 + c * k)": "k * alpha * (1 - c)"},
+    says="That grows with K without end: a draft token counts only if all before it were accepted.",
 )
-mistake("best-k", "always draft tokens", expect="0 draft tokens is a choice")(
-    rule(right.speedup, lambda alpha, c, most: max(range(1, most + 1), key=lambda k: right.speedup(alpha, c, k)))
+mistake(
+    "best-k",
+    "each i counted i times",
+    {"sum(alpha**i": "sum(i * alpha**i"},
+    says="Σ i·αⁱ counts the i-th draft token i times: each accepted one is one token.",
 )
-mistake("best-k", "not a number where α = 1", expect="your speedup is nan")(
-    rule(lambda alpha, c, k: float("nan") if alpha == 1 else right.speedup(alpha, c, k))
+mistake(
+    "best-k",
+    "without the target's own token",
+    {"range(k + 1)": "range(1, k + 1)"},
+    says="The token that the target adds itself is missing: the sum begins with α⁰ = 1.",
 )
-mistake("best-k", "the largest of equals", expect="best_k is 0")(
-    rule(right.speedup, lambda alpha, c, most: max(range(most + 1), key=lambda k: (right.speedup(alpha, c, k), k)))
+mistake(
+    "best-k",
+    "one c for all draft tokens",
+    {"(1 + c * k)": "(1 + c)"},
+    says="Each of the k draft tokens costs c, not all of them together.",
 )
-mistake("best-k", "most left out", expect="best_k is")(
-    rule(right.speedup, lambda alpha, c, most: max(range(most), key=lambda k: right.speedup(alpha, c, k)))
+mistake(
+    "best-k",
+    "drafting is free",
+    {" / (1 + c * k)": ""},
+    says="That is tokens per pass: the time of drafting is missing.",
 )
+mistake(
+    "best-k",
+    "the verifying pass is free",
+    {"(1 + c * k)": "max(c * k, 1e-9)"},
+    says="The pass that checks the draft tokens takes time, too: 1 + c·k.",
+)
+mistake(
+    "best-k",
+    "one power too many",
+    {"range(k + 1)": "range(k + 2)"},
+    says="The sum goes one power too far: k draft tokens and one of the target are k + 1 tokens at most.",
+)
+mistake(
+    "best-k",
+    "a pass per draft token",
+    {"(1 + c * k)": "((1 + c) * k + 1)"},
+    says="One pass checks all draft tokens at once: 1 + c·k, not (1 + c)·k + 1.",
+)
+mistake(
+    "best-k",
+    "each draft token counts alone",
+    {"sum(alpha**i for i in range(k + 1))": "(1 + k * alpha)"},
+    says="Draft token i counts with αⁱ and not with α: all those before it must have been accepted.",
+)
+mistake(
+    "best-k",
+    "a draft's cost for the bonus, too",
+    {"(1 + c * k)": "(1 + c * (k + 1))"},
+    says="k draft tokens cost c·k: the target's own token needs no draft.",
+)
+mistake(
+    "best-k",
+    "the inverse",
+    {"sum(alpha**i for i in range(k + 1)) / (1 + c * k)": "(1 + c * k) / sum(alpha**i for i in range(k + 1))"},
+    says="That is the inverse: seconds with a draft over seconds without.",
+)
+mistake(
+    "best-k",
+    "closed form without its corner",
+    {"sum(alpha**i for i in range(k + 1)) / (1 + c * k)": "(1 - alpha ** (k + 1)) / ((1 - alpha) * (c * k + 1))"},
+    expect="ZeroDivisionError",
+)
+mistake("best-k", "always draft tokens", {"range(most + 1)": "range(1, most + 1)"}, expect="0 draft tokens is a choice")
+mistake(
+    "best-k",
+    "not a number where α = 1",
+    {"return sum": 'return float("nan") if alpha == 1 else sum'},
+    expect="your speedup is nan",
+)
+mistake("best-k", "the largest of equals", {", -k)": ", k)"}, expect="best_k is 0")
+mistake("best-k", "most left out", {"range(most + 1)": "range(most)"}, expect="best_k is")
 
 
 def _closed(alpha, c, k):
@@ -100,11 +110,7 @@ alternative("best-k", "closed form, and climbing while it gets better")((_closed
 # Verdicts.
 
 
-@mistake("which-is-exact", "looks at the first token only", expect="program E")
-def first_only(found, true, accepted, possible):
-    if distance(first(found, 1), first(true, 1)) > NOTHING:
-        return "first token off"
-    return "exact" if accepted > possible - NOTHING else "exact, accepts less"
+mistake("which-is-exact", "looks at the first token only", {"(1, 2, 3)": "(1,)"}, expect="program E")
 
 
 @mistake("which-is-exact", "takes a low acceptance for a mistake", expect="program B")
@@ -117,20 +123,13 @@ def acceptance_only(found, true, accepted, possible):
     return "exact" if abs(accepted - possible) < NOTHING else "exact, accepts less"
 
 
-@mistake("which-is-exact", "looks at all tokens together only", expect="program A")
-def all_together(found, true, accepted, possible):
-    if distance(found, true) > NOTHING:
-        return "later tokens off"
-    return "exact" if accepted > possible - NOTHING else "exact, accepts less"
-
-
-@mistake("which-is-exact", "a tolerance of a thousandth", expect="a program that moves")
-def thousandth(found, true, accepted, possible):
-    if distance(first(found, 1), first(true, 1)) > 1e-3:
-        return "first token off"
-    if distance(found, true) > 1e-3:
-        return "later tokens off"
-    return "exact" if accepted > possible - 1e-3 else "exact, accepts less"
+mistake("which-is-exact", "looks at all tokens together only", {"(1, 2, 3)": "(3,)"}, expect="program A")
+mistake(
+    "which-is-exact",
+    "a tolerance of a thousandth",
+    {"true, places)) > 1e-9": "true, places)) > 1e-3", "possible - 1e-9": "possible - 1e-3"},
+    expect="a program that moves",
+)
 
 
 @mistake("which-is-exact", "looks at each place alone", expect="a program that moves")
@@ -145,17 +144,15 @@ def each_place(found, true, accepted, possible):
     return "exact" if accepted > possible - NOTHING else "exact, accepts less"
 
 
-@mistake("which-is-exact", "compares floats with ==", expect="it is 'exact'")
-def strictly_equal(found, true, accepted, possible):
-    said = right.verdict(found, true, possible, possible)
-    return said if said != "exact" else "exact" if accepted == possible else "exact, accepts less"
-
-
-@mistake("which-is-exact", "calls a small distance none", expect="program")
-def tolerant(found, true, accepted, possible):
-    if distance(first(found, 1), first(true, 1)) > 0.5:
-        return "first token off"
-    return "later tokens off" if distance(found, true) > 0.5 else right.verdict(true, true, accepted, possible)
+mistake(
+    "which-is-exact",
+    "compares floats with ==",
+    {"accepted > possible - 1e-9": "accepted == possible"},
+    expect="it is 'exact'",
+)
+mistake(
+    "which-is-exact", "calls a small distance none", {"true, places)) > 1e-9": "true, places)) > 0.5"}, expect="program"
+)
 
 
 @alternative("which-is-exact", "probability by probability")

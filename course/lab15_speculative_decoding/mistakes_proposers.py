@@ -11,40 +11,35 @@ right = answers_of("15_speculative_decoding")
 # The draft.
 
 
-def warped(logits, temperature, top_k):
-    lowest = logits.topk(top_k).values[-1]
-    return torch.softmax((logits / temperature).masked_fill(logits < lowest, float("-inf")), dim=-1)
-
-
-def drafting(*, pick=choose, said=None, drawn=warped, context=lambda tokens, guesses: [*tokens, *guesses]):
-    def draft(scores, tokens, k, temperature, top_k, draw):
-        if temperature == 0:
-            return right.honest_draft(scores, tokens, k, temperature, top_k, draw)
-        guesses, rows = [], []
-        for _ in range(k):
-            logits = scores(context(tokens, guesses))
-            row = drawn(logits, temperature, top_k)
-            rows.append(row if said is None else said(logits, temperature, top_k))
-            guesses.append(pick(row, draw))
-        return guesses, torch.stack(rows)
-
-    return draft
-
-
-mistake("honest-draft", "takes the likeliest, declares probabilities", expect="as if it had been sampled")(
-    drafting(pick=lambda row, draw: int(row.argmax()))
+mistake(
+    "honest-draft",
+    "takes the likeliest, declares probabilities",
+    {"choose(rows[-1], draw)": "int(rows[-1].argmax())"},
+    expect="as if it had been sampled",
 )
-mistake("honest-draft", "rows from before top-k", expect="before top-k")(
-    drafting(said=lambda logits, temperature, top_k: torch.softmax(logits / temperature, dim=-1))
+mistake(
+    "honest-draft",
+    "rows from before top-k",
+    {"draw))\n": "draw))\n        rows[-1] = torch.softmax(logits / temperature, dim=-1)\n"},
+    expect="before top-k",
 )
-mistake("honest-draft", "rows from before the temperature", expect="before the temperature")(
-    drafting(said=lambda logits, temperature, top_k: warped(logits, 1.0, top_k))
+mistake(
+    "honest-draft",
+    "rows from before the temperature",
+    {"draw))\n": "draw))\n        rows[-1] = torch.softmax(kept * temperature, dim=-1)\n"},
+    expect="before the temperature",
 )
-mistake("honest-draft", "ignores the request: honest, but rarely accepted", expect="honest, so the answer stays exact")(
-    drafting(drawn=lambda logits, temperature, top_k: torch.softmax(logits, dim=-1))
+mistake(
+    "honest-draft",
+    "ignores the request: honest, but rarely accepted",
+    {'(logits / temperature).masked_fill(logits < lowest, float("-inf"))': "logits"},
+    expect="honest, so the answer stays exact",
 )
-mistake("honest-draft", "every draft token after the verified tokens", expect="after all tokens so far")(
-    drafting(context=lambda tokens, guesses: tokens)
+mistake(
+    "honest-draft",
+    "every draft token after the verified tokens",
+    {"[*tokens, *drafted]": "tokens"},
+    expect="after all tokens so far",
 )
 
 
@@ -76,90 +71,66 @@ def by_sorting(scores, tokens, k, temperature, top_k, draw):
 # Prompt lookup.
 
 
-@mistake("prompt-lookup", "finds the ending itself", says="It finds the ending itself, with nothing behind it.")
-def finds_itself(tokens, k, longest=3):
-    for size in range(min(longest, len(tokens)), 0, -1):
-        for start in range(len(tokens) - size, -1, -1):
-            if tokens[start : start + size] == tokens[-size:]:
-                return tokens[start + size : start + size + k]
-    return []
-
-
-@mistake("prompt-lookup", "oldest occurrence", says="Of several occurrences the most recent one counts.")
-def oldest(tokens, k, longest=3):
-    for size in range(min(longest, len(tokens) - 1), 0, -1):
-        for start in range(len(tokens) - size):
-            if tokens[start : start + size] == tokens[-size:]:
-                return tokens[start + size : start + size + k]
-    return []
-
-
-@mistake("prompt-lookup", "shortest ending first", says="Try the longest ending first.")
-def shortest_first(tokens, k, longest=3):
-    for size in range(1, min(longest, len(tokens) - 1) + 1):
-        for start in range(len(tokens) - size - 1, -1, -1):
-            if tokens[start : start + size] == tokens[-size:]:
-                return tokens[start + size : start + size + k]
-    return []
-
-
-@mistake(
-    "prompt-lookup", "no limit to the ending", says="The ending is `longest` tokens at most; you match longer ones."
+mistake(
+    "prompt-lookup",
+    "finds the ending itself",
+    {"len(tokens) - 1), 0": "len(tokens)), 0", "len(tokens) - size - 1, -1": "len(tokens) - size, -1"},
+    says="It finds the ending itself, with nothing behind it.",
 )
-def no_limit(tokens, k, longest=3):
-    return right.look_up(tokens, k, len(tokens))
-
-
-@mistake(
+mistake(
+    "prompt-lookup",
+    "oldest occurrence",
+    {"range(len(tokens) - size - 1, -1, -1)": "range(len(tokens) - size)"},
+    says="Of several occurrences the most recent one counts.",
+)
+mistake(
+    "prompt-lookup",
+    "shortest ending first",
+    {"range(min(longest, len(tokens) - 1), 0, -1)": "range(1, min(longest, len(tokens) - 1) + 1)"},
+    says="Try the longest ending first.",
+)
+mistake(
+    "prompt-lookup",
+    "no limit to the ending",
+    {"min(longest, len(tokens) - 1)": "len(tokens) - 1"},
+    says="The ending is `longest` tokens at most; you match longer ones.",
+)
+mistake(
     "prompt-lookup",
     "never looks at the first place",
+    {"size - 1, -1, -1)": "size - 1, 0, -1)"},
     says="Place 0 counts, too: your range of places stops before it.",
 )
-def not_the_first(tokens, k, longest=3):
-    for size in range(min(longest, len(tokens) - 1), 0, -1):
-        for start in range(len(tokens) - size - 1, 0, -1):
-            if tokens[start : start + size] == tokens[-size:]:
-                return tokens[start + size : start + size + k]
-    return []
-
-
-@mistake("prompt-lookup", "begins with the last token", says="Off by one: the answer begins behind the occurrence.")
-def one_early(tokens, k, longest=3):
-    found = right.look_up(tokens, k, longest)
-    return [tokens[-1], *found][:k] if found else []
-
-
-@mistake("prompt-lookup", "all that followed", says="At most k tokens are asked for.")
-def all_of_it(tokens, k, longest=3):
-    return right.look_up(tokens, len(tokens), longest)
-
-
-@mistake("prompt-lookup", "repeats the ending where nothing is found", says="Without an earlier occurrence return [].")
-def always_something(tokens, k, longest=3):
-    return right.look_up(tokens, k, longest) or tokens[-1:]
-
-
-@mistake(
+mistake(
+    "prompt-lookup",
+    "begins with the last token",
+    {"tokens[start + size : start + size + k]": "tokens[start + size - 1 : start + size - 1 + k]"},
+    says="Off by one: the answer begins behind the occurrence.",
+)
+mistake(
+    "prompt-lookup",
+    "all that followed",
+    {"start + size : start + size + k": "start + size :"},
+    says="At most k tokens are asked for.",
+)
+mistake(
+    "prompt-lookup",
+    "repeats the ending where nothing is found",
+    {"return []": "return tokens[-1:]"},
+    says="Without an earlier occurrence return [].",
+)
+mistake(
     "prompt-lookup",
     "skips occurrences that overlap the ending",
+    {"len(tokens) - size - 1, -1, -1": "len(tokens) - 2 * size, -1, -1"},
     says="An earlier occurrence may overlap the ending: in 3 3 3 the ending 3 3 occurred one place before.",
 )
-def no_overlap(tokens, k, longest=3):
-    for size in range(min(longest, len(tokens) - 1), 0, -1):
-        for start in range(len(tokens) - 2 * size, -1, -1):
-            if tokens[start : start + size] == tokens[-size:]:
-                return tokens[start + size : start + size + k]
-    return []
-
-
-@mistake(
+mistake(
     "prompt-lookup",
     "fills up to k by repetition",
+    {"tokens[start + size : start + size + k]": "(tokens[start + size : start + size + k] * k)[:k]"},
     says="It is filled up to k tokens. If fewer follow the occurrence, return fewer.",
 )
-def padded(tokens, k, longest=3):
-    found = right.look_up(tokens, k, longest)
-    return (found * k)[:k]
 
 
 @mistake(
