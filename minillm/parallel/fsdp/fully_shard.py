@@ -20,7 +20,7 @@ stay whole until the last microbatch, as in torch's pipelining over FSDP2 (`redu
     weights     gather    gather    gather    gather    gather                    (N-1)/N · P_part each, freed after it
     gradients                       add up in full on this rank                   one reduce-scatter, (N-1)/N · P
 
-The closed form is `predict.fully_shard.pipelined_bytes`.
+The closed form is `predict.training.sharding.pipelined_fully_shard_bytes`.
 
 Torch's own forms: FullyShardedDataParallel (Zhao et al., VLDB 2023) and `fully_shard`. Autocast would keep 16-bit
 copies of all gathered weights until backward: build the module in 16 bits and use `master=True` instead.
