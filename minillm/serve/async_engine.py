@@ -16,8 +16,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from minillm.serve.engine import LLM
-from minillm.serve.request import Delta, News, Output, Request
-from minillm.serve.sampling import SamplingParams
+from minillm.serve.requests.params import SamplingParams
+from minillm.serve.requests.request import Delta, News, Output, Request
 
 
 @dataclass(eq=False)

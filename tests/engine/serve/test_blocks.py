@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
-from minillm.serve import blocks as blocks_module
-from minillm.serve.blocks import BlockPool, Prefix, root
+from minillm.serve.schedule import blocks as blocks_module
+from minillm.serve.schedule.blocks import BlockPool, Prefix, root
 
 SIZE, TOTAL, HOST = 3, 8, 4
 

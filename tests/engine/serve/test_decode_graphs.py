@@ -18,8 +18,8 @@ from minillm.model.draw import sample_seed
 from minillm.model.generate import generate
 from minillm.model.paged import block_by_block
 from minillm.serve import LLM, SamplingParams
-from minillm.serve.decode_graphs import DecodeGraphs
-from minillm.serve.model_runner import ForwardPass
+from minillm.serve.run.decode_graphs import DecodeGraphs
+from minillm.serve.run.model_runner import ForwardPass
 from minillm.serve.speculate import NGram
 
 

@@ -26,12 +26,12 @@ from typing import Protocol
 import torch
 
 from minillm.model import Transformer
-from minillm.serve.model_runner import ForwardPass, InputBuffers
-from minillm.serve.next_tokens import NextTokens, Ready
-from minillm.serve.sampled import SampledTokens
-from minillm.serve.scheduler import Scheduler
-from minillm.serve.sequence import Plan, Sequence, State
-from minillm.serve.unfinished import Unfinished
+from minillm.serve.requests.table import Unfinished
+from minillm.serve.run.model_runner import ForwardPass, InputBuffers
+from minillm.serve.sample.batch import SampledTokens
+from minillm.serve.sample.next_tokens import NextTokens, Ready
+from minillm.serve.schedule.scheduler import Scheduler
+from minillm.serve.schedule.sequence import Plan, Sequence, State
 
 
 class Engine(Protocol):

@@ -13,6 +13,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from minillm.serve.numbers import check_whole
+
 
 class Prefix:
     """The tokens from the start of a sequence to the end of one full block, as a chain of blocks: the key of the cache.
@@ -71,8 +73,7 @@ class BlockPool:
             ("block_size", block_size, 1),
             ("num_host_blocks", num_host_blocks, 0),
         ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} {value!r} must be a whole number of at least {least}.")
+            check_whole(name, value, least)
         self.total, self.block_size, self.prefix_cache, self.storage = num_blocks, block_size, prefix_cache, storage
         self.num_host_blocks = num_host_blocks
         self.evicted = self.copied = 0

@@ -8,9 +8,10 @@ from typing import NamedTuple
 from minillm.data import Tokenizer
 from minillm.model import ModelConfig
 from minillm.model.draw import Draw, sample_seed
-from minillm.serve.blocks import root
-from minillm.serve.sampling import SamplingParams, Token, whole_numbers
-from minillm.serve.sequence import Sequence
+from minillm.serve.numbers import whole_numbers
+from minillm.serve.requests.params import SamplingParams, Token
+from minillm.serve.schedule.blocks import root
+from minillm.serve.schedule.sequence import Sequence
 
 
 @dataclass

@@ -24,7 +24,7 @@ from minillm.model.block_tables import to_device
 from minillm.model.paged import PagedAttention
 from minillm.model.paged_backend import Backend, FixedDecode
 from minillm.model.paged_gathered import Gathered
-from minillm.serve.model_runner import InputBuffers, resolved
+from minillm.serve.run.model_runner import InputBuffers, resolved
 
 Replay = Callable[[], Tensor]
 
