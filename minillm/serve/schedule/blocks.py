@@ -20,7 +20,7 @@ class Prefix:
     """The tokens from the start of a sequence to the end of one full block, as a chain of blocks: the key of the cache.
 
     The hash covers the whole chain. Equality compares every token of it, so two prefixes with one hash are never taken
-    for each other; it stops early where both chains run into the same object, as they do when walked from a hit.
+    for each other; it stops early where both chains share an object, and `BlockPool.lookup` makes them share one.
     """
 
     __slots__ = ("hash", "parent", "tokens")
@@ -157,9 +157,14 @@ class BlockPool:
         self.copied += 1
 
     def lookup(self, chain: Iterable[Prefix]) -> list[int]:
-        """The blocks of the longest cached beginning of a chain; not yet held: `share` them before anything else."""
+        """The blocks of the longest cached beginning of a chain; not yet held: `share` them before anything else.
+
+        A prefix's parent becomes the cached key that equals it, so that comparing the prefix ends there.
+        """
         hits: list[int] = []
         for prefix in chain:
+            if hits:
+                prefix.parent = self._prefix[hits[-1]]
             block = self._cache.get(prefix)
             if block is None or block in self.withheld:
                 break
