@@ -24,8 +24,8 @@ from minillm.model.config import check_generates
 from minillm.model.paged import Backend, PagedCache, default_backend
 from minillm.serve.numbers import check_whole
 from minillm.serve.requests.params import SamplingParams
-from minillm.serve.requests.request import Delta, News, Output, Request, pairs
-from minillm.serve.requests.table import Unfinished
+from minillm.serve.requests.request import Delta, Output, OutputCursor, Request, pairs
+from minillm.serve.requests.table import RequestTable
 from minillm.serve.run.decode_graphs import DecodeGraphs, wants_graphs
 from minillm.serve.run.memory import blocks_of_full_length, check_fits, default_num_blocks, default_num_host_blocks
 from minillm.serve.run.model_runner import ForwardPass, InputBuffers
@@ -117,7 +117,7 @@ class LLM:
             from minillm.serve.speculate.speculation import Speculation
 
             self.speculation = Speculation(proposer, k, model.config, clock)
-        self._unfinished = Unfinished(self.scheduler, self.speculation, model.config, tokenizer, clock)
+        self._unfinished = RequestTable(self.scheduler, self.speculation, model.config, tokenizer, clock)
         self._samples = self._unfinished.samples
         self._next_tokens = NextTokens(self._unfinished)
         self._stepping = Lock()  # a step at a time; nothing else needs one, see `requests/table.py`
@@ -201,14 +201,14 @@ class LLM:
 
     def _deltas(self, request: Request, request_id: str | None) -> Iterator[Delta]:
         """First nothing, so that the caller can enter the `try`; then what is new, sample by sample."""
-        news, ended = News(request), False
+        news, ended = OutputCursor(request), False
         try:
             self._unfinished.submit(request, request_id)
             yield None
             while not ended:
                 if request.output.timing.ended is None:
                     self._step()
-                deltas, ended = news.take()
+                deltas, ended = news.poll()
                 yield from deltas
         finally:  # only a mark, which the next step carries out: the garbage collector may close this at any moment
             self._unfinished.cancelled.append(request)

@@ -188,14 +188,14 @@ class Sample:
         output.passes += max(0, self.passes - 1)
 
 
-class News:
+class OutputCursor:
     """What is new of a request's samples since it was last asked for. Steps may go on in other threads meanwhile."""
 
     def __init__(self, request: Request):
         self.request = request
         self._shown: list[tuple[int, int]] = []  # tokens and characters of each sample
 
-    def take(self) -> tuple[list[Delta], bool]:
+    def poll(self) -> tuple[list[Delta], bool]:
         """(the deltas, whether these were the last)."""
         ended = self.request.output.timing.ended is not None  # asked before the tokens
         deltas = []

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from minillm.serve.speculate.speculation import Speculation
 
 
-class Unfinished:
+class RequestTable:
     """samples: the sample of each sequence the scheduler has. ended: outputs that `step` has not returned yet.
     ended_ids: requests that ended since it was last cleared. cancelled: requests that the next `tidy` ends."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minillm.serve.requests.params import SamplingParams, Token
 from minillm.serve.requests.request import Sample
-from minillm.serve.requests.table import Unfinished
+from minillm.serve.requests.table import RequestTable
 from minillm.serve.run.model_runner import ForwardPass
 from minillm.serve.sample.batch import NOT_FINITE, Row, SampledTokens, sample_on_device
 from minillm.serve.sample.reference import RULED_OUT
@@ -27,7 +27,7 @@ LIKELIEST: Row = (SamplingParams(), (), None)
 class NextTokens:
     """Gives the sequences of a step their next tokens. Held by the engine, which takes its lock around `after`."""
 
-    def __init__(self, unfinished: Unfinished):
+    def __init__(self, unfinished: RequestTable):
         self.unfinished, self.scheduler, self.speculation = unfinished, unfinished.scheduler, unfinished.speculation
 
     def after(self, plan: Plan, run: ForwardPass, logits: Tensor) -> int:
