@@ -252,7 +252,7 @@ receipts.samples(distribution, model, prompt)
 # %% [markdown]
 # The size of the nucleus adapts: a flat distribution keeps many tokens, a sharp one few. Top-k keeps equally many of
 # both. (Serving engines sample with one generator per request, so that a seed gives the same answer whatever else is in
-# the batch: `minillm/serve/sampling.py`.)
+# the batch: `minillm/serve/sample/reference.py`.)
 #
 # ### Exercise 6 · what a step costs (15 minutes)
 #

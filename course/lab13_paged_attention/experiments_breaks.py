@@ -9,8 +9,9 @@ from unittest import mock
 from course.lab13_paged_attention import formulas as predict
 from course.lab13_paged_attention.experiments import naive, target
 from course.shared.measuring import one_thread
-from minillm.serve import LLM, BlockPool, Prefix, SamplingParams, Sequence, engine, request
-from minillm.serve.blocks import root
+from minillm.serve import LLM, BlockPool, Prefix, SamplingParams, Sequence, engine
+from minillm.serve.requests import request
+from minillm.serve.schedule.blocks import root
 
 SIZE, STEPS = 16, 80
 

@@ -40,8 +40,8 @@ from course.lab13_paged_attention import experiments_breaks as breaks
 from course.lab13_paged_attention import experiments_engine as small
 from course.lab13_paged_attention import figures as pictures
 from minillm.labkit import check, finish, hint, show, sliders
-from minillm.model.kernels import tl  # triton.language; None where Triton is not installed
-from minillm.serve import blocks
+from minillm.model.paged_triton import tl  # triton.language; None where Triton is not installed
+from minillm.serve.schedule import blocks
 from minillm.serve.tiny import TinyLLM
 
 # %% [markdown]
@@ -513,7 +513,7 @@ receipts.block_sizes()
 #
 # ## The same thing in production
 #
-# `minillm.serve.blocks` holds these exercises in one file. Its keys are objects that compare whole chains, so a
+# `minillm.serve.schedule.blocks` holds these exercises in one file. Its keys are objects that compare whole chains, so a
 # collision cannot cause a wrong hit; their hash only finds the entry in the dictionary.
 
 # %%

@@ -17,14 +17,15 @@ import torch
 
 from course.shared.measuring import one_thread
 from course.shared.step_cost import H100_8B, StepCost
+from minillm.bench.load import Arrival
 from minillm.data import corpus
 from minillm.data.tokenizer import Tokenizer
 from minillm.model import ModelConfig, Transformer, load_hf
 from minillm.model.generate import folder_of
 from minillm.serve import LLM, BlockPool, SamplingParams, Scheduler, StepRecord
 from minillm.serve import Sequence as Seq
-from minillm.serve.recorder import record
-from minillm.serve.trace import Arrival, Spread, spread
+from minillm.serve.requests.summary import Spread, spread
+from minillm.serve.run.recorder import record
 
 TINY = ModelConfig(61, 32, 64, 2, 4, 2, max_seq_len=256, init_std=0.2)
 

@@ -17,9 +17,10 @@ from course.lab14_continuous_batching.experiments_breaks import PromptsFirst
 from course.shared.baselines import StaticBatches, TimerBatches
 from course.shared.measuring import one_thread
 from course.shared.step_cost import H100_8B
+from minillm.bench.load import Arrival, VirtualClock, arrivals, replay, skewed, uniform
 from minillm.model import Transformer
 from minillm.serve import LLM, POLICIES, BlockPool, SamplingParams, Scheduler
-from minillm.serve.trace import Arrival, VirtualClock, arrivals, replay, skewed, summary, uniform
+from minillm.serve.requests.summary import summary
 
 COUNT, MAX_NUM_SEQS, PROMPT = 32, 8, 12
 TRACES = {

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from course.shared.measuring import one_thread
+from minillm.bench.load import Arrival
 from minillm.model.generate import folder_of
-from minillm.serve.trace import Arrival
 
 
 @one_thread()

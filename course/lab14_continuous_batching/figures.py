@@ -10,11 +10,11 @@ from course.lab14_continuous_batching import figures_flight as lab_14_flight
 from course.lab14_continuous_batching import formulas as predict
 from course.lab14_continuous_batching.experiments import Flight
 from course.shared.step_cost import H100_8B
+from minillm.bench.load import skewed, uniform
 from minillm.labkit.answers import answers_of
 from minillm.labkit.palette import PALETTE, look
 from minillm.labkit.plots import headline, log_ticks, style, subplots
 from minillm.serve import POLICIES
-from minillm.serve.trace import skewed, uniform
 
 ANSWERS = answers_of("14_continuous_batching")
 

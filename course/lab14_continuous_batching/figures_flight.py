@@ -10,10 +10,10 @@ from matplotlib.patches import Rectangle
 from matplotlib.patheffects import withStroke
 
 from course.lab14_continuous_batching.experiments import Flight, play, requests
+from minillm.bench.load import Arrival
 from minillm.labkit.palette import PALETTE, look
 from minillm.labkit.plots import headline, style, subplots
 from minillm.serve import StepRecord
-from minillm.serve.trace import Arrival
 
 COLUMNS, SIZE = 16, 4
 POOL = {"num_blocks": 48, "block_size": SIZE, "token_budget": 24, "max_num_seqs": 6, "chunk": 12, "reserve": 0}

@@ -62,7 +62,7 @@ print(*map(inspect.getsource, (TinyLLM.schedule, TinyLLM.allocate)), sep="\n")
 
 # %% [markdown]
 # One loop for decodes, prompts that have begun and new requests, and preemption in one loop. You build both with what
-# it leaves out: chunks, other policies, swapping, priorities (`minillm/serve/scheduler.py`).
+# it leaves out: chunks, other policies, swapping, priorities (`minillm/serve/schedule/scheduler.py`).
 #
 # ## Predict
 #
@@ -545,13 +545,13 @@ receipts.transformers(at_once["skewed", "continuous"])
 #
 # | step | minillm (one process, one thread steps) | vLLM V1: process | vLLM V1: files below `vllm/v1/` |
 # |---|---|---|---|
-# | accept a request, tokenize | `serve/engine.py`, `request.py` | API server | `engine/async_llm.py`, `input_processor.py` |
+# | accept a request, tokenize | `serve/engine.py`, `requests/table.py` | API server | `engine/async_llm.py`, `input_processor.py` |
 # | loop over steps | `serve/engine.py`: `step` | engine core (ZeroMQ to the API) | `engine/core.py`, `core_client.py` |
-# | schedule | `serve/scheduler.py`, `policies.py` | engine core | `core/sched/scheduler.py` |
-# | blocks, prefix cache | `serve/blocks.py` | engine core | `core/kv_cache_manager.py`, `block_pool.py` |
-# | forward pass | `serve/model_runner.py`, `model/paged/cache.py` | one worker per GPU | `worker/gpu_model_runner.py`, `attention/backends/` |
-# | sample | `serve/sampling.py` | worker | `sample/sampler.py` |
-# | stop strings, text, stream | `serve/request.py` | API server | `engine/output_processor.py`, `detokenizer.py` |
+# | schedule | `serve/schedule/scheduler.py` | engine core | `core/sched/scheduler.py` |
+# | blocks, prefix cache | `serve/schedule/blocks.py` | engine core | `core/kv_cache_manager.py`, `block_pool.py` |
+# | forward pass | `serve/run/model_runner.py`, `model/paged.py` | one worker per GPU | `worker/gpu_model_runner.py`, `attention/backends/` |
+# | sample | `serve/sample/reference.py` | worker | `sample/sampler.py` |
+# | stop strings, text, stream | `serve/requests/request.py` | API server | `engine/output_processor.py`, `detokenizer.py` |
 #
 # Both schedulers do the same arithmetic on `num_computed_tokens`. vLLM separates processes so that tokenizing, HTTP and
 # detokenizing never hold up the next forward pass; its engine process only schedules and talks to workers. (vLLM's

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from minillm.serve import BlockPool, Prefix
 from minillm.serve import Sequence as Seq
-from minillm.serve.blocks import root
+from minillm.serve.schedule.blocks import root
 
 
 class Shelf:

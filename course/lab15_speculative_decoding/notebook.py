@@ -283,7 +283,7 @@ def look_up(tokens, k, longest=3):
 look_up = check("prompt-lookup", look_up)
 
 # %% [markdown]
-# It has no weights and no forward pass, and with an index (`minillm/serve/speculate/ngram.py`) it takes almost no time.
+# It has no weights and no forward pass, and with an index (`minillm/serve/speculate/proposers/ngram.py`) it takes almost no time.
 # To the verifier it is a proposer like any other, with q = 1 at its token, and just as exact.
 #
 # ## 4 · How many draft tokens?

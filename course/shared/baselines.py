@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from course.shared.fcfs import FirstCome, going
+from minillm.bench.load import EARLY_S
 from minillm.model import ModelConfig, Transformer
 from minillm.model.attention import sdpa
-from minillm.serve.request import Sample
-from minillm.serve.trace import EARLY_S
+from minillm.serve.requests.request import Sample
 
 
 class Naive(FirstCome):

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from minillm.data import Tokenizer
 from minillm.model import Transformer
-from minillm.serve.recorder import StepRecord
-from minillm.serve.request import Output, Request, Sample, pairs, prompt_ids
-from minillm.serve.sampling import SamplingParams, sample
-from minillm.serve.sequence import Sequence
+from minillm.serve.requests.params import SamplingParams
+from minillm.serve.requests.request import Output, Request, Sample, pairs, prompt_ids
+from minillm.serve.run.recorder import StepRecord
+from minillm.serve.sample.reference import sample
+from minillm.serve.schedule.sequence import Sequence
 
 
 class FirstCome:

@@ -22,8 +22,9 @@ import minillm
 from minillm.bench import ready_model
 from minillm.bench.harness import BenchRow, bench_row, check_repeats, seconds_per_call, side_by_side
 from minillm.model.draw import Draw
-from minillm.serve.sampler import sample_batch
-from minillm.serve.sampling import SamplingParams, filtered, sample
+from minillm.serve.requests.params import SamplingParams
+from minillm.serve.sample.batch import sample_batch
+from minillm.serve.sample.reference import filtered, sample
 
 SEQUENCES, LONG = (1, 16, 64, 256), (64, 2048)
 ROWS, VOCAB, TOP_P = 64, 128_256, 0.9

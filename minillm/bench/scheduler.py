@@ -13,7 +13,7 @@ from itertools import count
 
 from minillm.bench.harness import BenchRow, bench_row, check_repeats, side_by_side
 from minillm.serve import BlockPool, Prefix, Scheduler, Sequence
-from minillm.serve.blocks import root
+from minillm.serve.schedule.blocks import root
 
 PROMPT, ANSWER, BLOCK_SIZE = 64, 64, 16
 RUNNING = (16, 128, 1024)

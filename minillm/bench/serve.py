@@ -20,13 +20,13 @@ import torch
 
 from minillm.bench import scheduler
 from minillm.bench.harness import BenchRow, Comparison, bench_row, check_repeats, side_by_side
+from minillm.bench.load import Arrival, skewed, uniform
 from minillm.bench.serve_installed import installed, missing
 from minillm.bench.serve_peers import Continuous, Limits, Ours, Served, Static, timed, twin
 from minillm.data import Tokenizer, corpus, tokenize
 from minillm.measure import machine
 from minillm.model import Transformer, load_hf
 from minillm.model.generate import folder_of
-from minillm.serve.trace import Arrival, skewed, uniform
 
 CONTEXT, PREFIX = 1024, 512
 STREAMS, EACH_STREAM = (1, 2, 4, 8, 16, 32, 64), "streams at once: tokens/s of each"

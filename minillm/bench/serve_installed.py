@@ -7,9 +7,10 @@ from importlib.util import find_spec
 
 import torch
 
+from minillm.bench.load import Arrival
 from minillm.bench.serve_peers import Limits, Served
 from minillm.model import Transformer, save_hf
-from minillm.serve.trace import Arrival, spread
+from minillm.serve.requests.summary import spread
 
 
 class VLLM:

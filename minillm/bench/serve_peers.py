@@ -18,9 +18,10 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from minillm.bench.load import Arrival
 from minillm.model import Transformer, save_hf
 from minillm.serve import LLM
-from minillm.serve.trace import Arrival, Spread, spread, summary
+from minillm.serve.requests.summary import Spread, spread, summary
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from minillm.bench.harness import BenchRow, Comparison, bench_row
 from minillm.model import Transformer
 from minillm.predict.serving import speculation as predict
 from minillm.serve import LLM, SamplingParams
-from minillm.serve.recorder import StepRecord
+from minillm.serve.run.recorder import StepRecord
 from minillm.serve.speculate import Draft
 from minillm.serve.speculate.adaptive import Counts
 from minillm.serve.speculate.proposal import Proposer

@@ -29,10 +29,10 @@ from minillm.model import Transformer, load_hf
 from minillm.model.generate import device_of, folder_of, generate, heal
 from minillm.model.hf.generation_config import read_generation_config
 from minillm.serve.engine import LLM
-from minillm.serve.request import Output, prompt_ids
-from minillm.serve.sampling import SamplingParams
+from minillm.serve.requests.params import SamplingParams
+from minillm.serve.requests.request import Output, prompt_ids
+from minillm.serve.requests.summary import Summary, summary
 from minillm.serve.speculate.registry import PROPOSERS, proposer_named
-from minillm.serve.trace import Summary, summary
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "auto": None}
 TEMPERATURE = 0.8  # of a checkpoint that says nothing

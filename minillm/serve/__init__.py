@@ -4,34 +4,41 @@ llm = LLM(model, tokenizer=tokenizer)
 for output in llm.generate(["def ", "class "], SamplingParams(max_tokens=32, n=2, temperature=0.8)): ...
 
 Reading order:
-1. `tiny.py`        the whole engine on one page: block tables, token budget, continuous batching, preemption
-2. `blocks.py`      which sequence holds which block; prefix cache, eviction, copy on write, swapping
-3. `scheduler.py`   which tokens the next forward pass computes, and which sequence is preempted when blocks run out
-4. `engine.py`      add, step, cancel, stream; its parts are `unfinished.py` (how a request arrives and ends),
-                   `model_runner.py` (one forward pass), `next_tokens.py` (from logits to answers), `sampling.py` (of
-                   one sequence; `sampler.py` of a batch, on the device, with `selection.py`)
-5. `minillm/model/paged/cache.py`   attention over blocks anywhere in memory; `paged/` lists who computes it
-Beside the path: `decode_graphs.py` (steps of single tokens as CUDA graphs), `async_scheduling.py` (the next step is
-prepared while the device computes), `fused.py` and `compiled.py` (how the model computes), `async_engine.py` (`async
-for` over answers), `speculate/` (draft tokens), `trace.py` (`replay` sends the same requests through any engine).
+1. `tiny.py`                    the engine on one page: block tables, token budget, continuous batching, preemption
+2. `schedule/blocks.py`         which sequence holds which block; prefix cache, eviction, copy on write, swapping
+3. `schedule/scheduler.py`      which tokens the next forward pass computes, of which `schedule/sequence.py`, and which
+                                sequence is preempted when blocks run out
+4. `engine.py`                  add, step, cancel, stream
+5. `requests/request.py`        what `requests/params.py` asks for, and what becomes of it; `requests/table.py` holds
+                                all requests that have not ended
+6. `run/model_runner.py`        one forward pass
+7. `sample/next_tokens.py`      from logits to answers
+8. `minillm/model/paged.py`     attention over blocks anywhere in memory; `paged_backend.py` lists who computes it
+A mechanism alone:
+- prefix cache: `schedule/blocks.py`, `schedule/sequence.py`
+- sampler: `sample/reference.py` (one sequence), `sample/batch.py` (all of a step on the device), `sample/selection.py`
+  (top-p without sorting a vocabulary)
+Beside the path: `run/decode_graphs.py` (steps of single tokens as CUDA graphs), `run/async_scheduling.py` (the next
+step is prepared while the device computes), `run/optimise.py` (fewer kernels), `run/memory.py` (how many blocks fit),
+`async_engine.py` (`async for` over answers), `speculate/` (draft tokens). `minillm/bench/load.py` sends the same
+requests through any engine.
 """
 
 from minillm.serve.async_engine import AsyncLLM
-from minillm.serve.blocks import BlockPool, Prefix
 from minillm.serve.engine import LLM
-from minillm.serve.recorder import StepRecord
-from minillm.serve.request import Answer, Delta, Output, Timing
-from minillm.serve.sampling import SamplingParams, Token
-from minillm.serve.scheduler import POLICIES, Scheduler
-from minillm.serve.sequence import Plan, Sequence, State
+from minillm.serve.requests.params import SamplingParams, Token
+from minillm.serve.requests.request import Answer, Delta, Output, Timing
+from minillm.serve.requests.summary import summary
+from minillm.serve.run.recorder import StepRecord
+from minillm.serve.schedule.blocks import BlockPool, Prefix
+from minillm.serve.schedule.scheduler import POLICIES, Scheduler
+from minillm.serve.schedule.sequence import Plan, Sequence, State
 from minillm.serve.tiny import TinyLLM
-from minillm.serve.trace import Arrival, VirtualClock, replay, skewed, summary, uniform
 
 __all__ = [
     "LLM",
     "POLICIES",
     "Answer",
-    "Arrival",
     "AsyncLLM",
     "BlockPool",
     "Delta",
@@ -46,9 +53,5 @@ __all__ = [
     "Timing",
     "TinyLLM",
     "Token",
-    "VirtualClock",
-    "replay",
-    "skewed",
     "summary",
-    "uniform",
 ]

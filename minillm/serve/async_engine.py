@@ -16,8 +16,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from minillm.serve.engine import LLM
-from minillm.serve.request import Delta, News, Output, Request
-from minillm.serve.sampling import SamplingParams
+from minillm.serve.requests.params import SamplingParams
+from minillm.serve.requests.request import Delta, Output, OutputCursor, Request
 
 
 @dataclass(eq=False)
@@ -25,7 +25,7 @@ class _Listener:
     """Where the deltas of one request go. The thread holds it, and no stream: a stream that is dropped is collected."""
 
     request: Request
-    news: News
+    news: OutputCursor
     loop: asyncio.AbstractEventLoop
     queue: asyncio.Queue = field(default_factory=asyncio.Queue)
 
@@ -50,7 +50,7 @@ class AsyncLLM:
             raise RuntimeError(f"this AsyncLLM takes no requests any more: it {self._failure or 'is closed'}.")
         loop = asyncio.get_running_loop()
         request, request_id = self.llm._request(prompt, params, awaited=True, **options)
-        stream = Stream(_Listener(request, News(request), loop), self.llm)
+        stream = Stream(_Listener(request, OutputCursor(request), loop), self.llm)
         self.llm._unfinished.submit(request, request_id)
         self._arrived.append(stream._listener)
         self._wake.set()
@@ -98,7 +98,7 @@ class AsyncLLM:
 
     def _goes_on(self, listener: _Listener) -> bool:
         """Tells a listener what is new; whether there may be more."""
-        deltas, ended = listener.news.take()
+        deltas, ended = listener.news.poll()
         for delta in deltas:
             self._tell(listener, delta)
         if ended:

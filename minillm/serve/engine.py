@@ -7,9 +7,12 @@
 Greedy tokens are those of `minillm.model.generate`, whatever is switched on and whatever else runs.
 """
 
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from difflib import get_close_matches
+from inspect import Parameter, signature
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -17,25 +20,27 @@ import torch
 
 from minillm.data import Tokenizer
 from minillm.model import Transformer
+from minillm.model.config import check_generates
 from minillm.model.paged import Backend, PagedCache, default_backend
-from minillm.serve.blocks import BlockPool
-from minillm.serve.decode_graphs import DecodeGraphs, wants_graphs
-from minillm.serve.fused import fuse
-from minillm.serve.memory import blocks_of_full_length, check_fits, default_num_blocks, default_num_host_blocks
-from minillm.serve.model_runner import ForwardPass, InputBuffers
-from minillm.serve.next_tokens import NextTokens
-from minillm.serve.options import check_async, check_engine
-from minillm.serve.progress import progress_bar
-from minillm.serve.recorder import StepRecord, record
-from minillm.serve.request import Delta, News, Output, Request, pairs
-from minillm.serve.sampling import SamplingParams
-from minillm.serve.scheduler import Scheduler
-from minillm.serve.sequence import Plan
-from minillm.serve.unfinished import Unfinished
+from minillm.serve.numbers import check_whole
+from minillm.serve.requests.params import SamplingParams
+from minillm.serve.requests.request import Delta, Output, OutputCursor, Request, pairs
+from minillm.serve.requests.table import RequestTable
+from minillm.serve.run.decode_graphs import DecodeGraphs, wants_graphs
+from minillm.serve.run.memory import blocks_of_full_length, check_fits, default_num_blocks, default_num_host_blocks
+from minillm.serve.run.model_runner import ForwardPass, InputBuffers
+from minillm.serve.run.optimise import fuse
+from minillm.serve.run.recorder import StepRecord, record
+from minillm.serve.sample.next_tokens import NextTokens
+from minillm.serve.schedule.blocks import BlockPool
+from minillm.serve.schedule.scheduler import Scheduler
+from minillm.serve.schedule.sequence import Plan
 
 if TYPE_CHECKING:
     from minillm.serve.speculate.adaptive import AdaptiveK
     from minillm.serve.speculate.proposal import Proposer
+
+MANY = 16  # prompts from which a progress bar is of use
 
 
 class LLM:
@@ -46,11 +51,11 @@ class LLM:
     scheduling: see `Scheduler`, or the subclass of it given as `scheduler`. backend: of `paged_attention`; None =
     `default_backend`: the Triton kernel on a CUDA GPU, gathered elsewhere. records: the last `keep_records` steps;
     record_blocks adds every block table (costs time and memory). proposer: drafts tokens that the model only checks,
-    k in a pass; the tokens' distribution is the same. fused: see `fused.fuse`, which changes how the model computes;
-    None = on a CUDA GPU. compile: blocks through torch.compile, see `compiled.py`: True, or the name of one of its
-    backends. graphs: whether steps of single tokens are replayed, see `decode_graphs.py`; None = on a CUDA
+    k in a pass; the tokens' distribution is the same. fused: see `optimise.fuse`, which changes how the model computes;
+    None = on a CUDA GPU. compile: blocks through torch.compile, see `run/optimise.py`: True, or the name of one of its
+    backends. graphs: whether steps of single tokens are replayed, see `run/decode_graphs.py`; None = on a CUDA
     GPU whose backend reads keys where they lie. async_scheduling: the host prepares a step while the device computes
-    the one before it, see `async_scheduling.py`.
+    the one before it, see `run/async_scheduling.py`.
     Any thread may add, cancel, generate and stream, also during a forward pass; steps happen one at a time. A step that
     Ctrl-C ends fails the requests that had begun, once the next step finds it so; those that wait stay queued.
     """
@@ -78,15 +83,15 @@ class LLM:
         scheduler: type[Scheduler] = Scheduler,
         **scheduling,
     ):
-        numbers = {"block_size": (block_size, 1), "keep_records": (keep_records, 0)}
-        check_engine(model, tokenizer, clock, backend, proposer, scheduler, scheduling, numbers)
-        check_async(async_scheduling, proposer)
+        _check(model, tokenizer, clock, backend, proposer, scheduler, scheduling, async_scheduling)
+        check_whole("block_size", block_size, 1)
+        check_whole("keep_records", keep_records, 0)
         self.model, self.tokenizer, self.clock = model, tokenizer, clock
         weight = model.embedding.weight
         if weight.is_cuda if fused is None else fused:
             fuse(model)
         if compile is not False:
-            from minillm.serve.compiled import compile_blocks
+            from minillm.serve.run.optimise import compile_blocks
 
             compile_blocks(model, compile)
         self.backend = backend or default_backend(weight.device, weight.dtype)
@@ -112,14 +117,14 @@ class LLM:
             from minillm.serve.speculate.speculation import Speculation
 
             self.speculation = Speculation(proposer, k, model.config, clock)
-        self._unfinished = Unfinished(self.scheduler, self.speculation, model.config, tokenizer, clock)
+        self._unfinished = RequestTable(self.scheduler, self.speculation, model.config, tokenizer, clock)
         self._samples = self._unfinished.samples
         self._next_tokens = NextTokens(self._unfinished)
-        self._stepping = Lock()  # a step at a time; nothing else needs one, see `unfinished.py`
+        self._stepping = Lock()  # a step at a time; nothing else needs one, see `requests/table.py`
         self._interrupted = ""  # what ended a step amid its bookkeeping; "" = nothing
         self._ahead = None
         if async_scheduling:
-            from minillm.serve.async_scheduling import AsyncScheduling
+            from minillm.serve.run.async_scheduling import AsyncScheduling
 
             self._ahead = AsyncScheduling(self)
 
@@ -138,7 +143,7 @@ class LLM:
         try:
             for request in mine:
                 self._unfinished.submit(request)
-            for request in progress_bar(mine, progress):
+            for request in _progress_bar(mine, progress):
                 while request.output.timing.ended is None:
                     self._step()
         finally:  # marks what has not ended; a signal cannot come between
@@ -196,14 +201,14 @@ class LLM:
 
     def _deltas(self, request: Request, request_id: str | None) -> Iterator[Delta]:
         """First nothing, so that the caller can enter the `try`; then what is new, sample by sample."""
-        news, ended = News(request), False
+        news, ended = OutputCursor(request), False
         try:
             self._unfinished.submit(request, request_id)
             yield None
             while not ended:
                 if request.output.timing.ended is None:
                     self._step()
-                deltas, ended = news.take()
+                deltas, ended = news.poll()
                 yield from deltas
         finally:  # only a mark, which the next step carries out: the garbage collector may close this at any moment
             self._unfinished.cancelled.append(request)
@@ -272,3 +277,52 @@ class LLM:
         for sequence, _ in plan.batch:
             if (taken := self._samples.get(sequence)) is not None:
                 self._unfinished.end(taken.request, "failed", error)
+
+
+def _check(
+    model: object,
+    tokenizer: object,
+    clock: object,
+    backend: object,
+    proposer: object,
+    scheduler: Callable,
+    scheduling: dict[str, object],
+    async_scheduling: object,
+) -> None:
+    """ValueError, with the value and the fix, for what `LLM` cannot work with. scheduling: the scheduler's options."""
+    if not hasattr(model, "config") or not hasattr(model, "embedding"):
+        raise ValueError(f"model {model!r} must be a Transformer, as `load_hf(folder)` returns one.")
+    check_generates(model.config)
+    if tokenizer is not None and not hasattr(tokenizer, "stream"):
+        raise ValueError(f"tokenizer {tokenizer!r} must be a Tokenizer, as `Tokenizer.load()`, or None.")
+    if not callable(clock):
+        raise ValueError(f"clock {clock!r} must be a function that returns seconds, as time.perf_counter.")
+    if backend is not None and not callable(backend):
+        raise ValueError(f"backend {backend!r} must be an attention function, as `model.paged.gathered`, or None.")
+    lacking = [name for name in ("propose", "observe", "forget", "wants_hidden") if not hasattr(proposer, name)]
+    if proposer is not None and lacking:
+        raise ValueError(f"proposer {proposer!r} has no {lacking[0]}: it must be a Proposer, as `NGram()`, or None.")
+    if async_scheduling not in (True, False):
+        raise ValueError(f"async_scheduling {async_scheduling!r} must be True or False.")
+    if async_scheduling and proposer is not None:
+        raise ValueError("async_scheduling with a proposer: drafts need tokens that are not read yet, leave one out.")
+    known = signature(scheduler).parameters
+    if any(each.kind is Parameter.VAR_KEYWORD for each in known.values()):
+        return
+    for name in scheduling:
+        if name not in known:
+            options = [each.name for each in known.values() if each.kind is Parameter.KEYWORD_ONLY]
+            close = get_close_matches(name, options, 1)
+            hint = f"did you mean {close[0]}?" if close else f"a scheduler takes {', '.join(options)}."
+            raise ValueError(f"LLM has no option {name!r}: {hint}")
+
+
+def _progress_bar(requests: list[Request], shown: bool | None) -> Iterable[Request]:
+    """The requests, with a bar that says how many have ended. None: for many, if standard error is a terminal."""
+    if shown is None:
+        shown = len(requests) >= MANY and sys.stderr.isatty()
+    if not shown:
+        return requests
+    from tqdm.auto import tqdm
+
+    return tqdm(requests, unit="request")

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from minillm.bench import serve, serve_frontier, serve_installed
+from minillm.bench.load import skewed, uniform
 from minillm.bench.serve_peers import Continuous, Limits, Ours, Static, timed, twin
 from minillm.model import ModelConfig, Transformer, load_hf
 from minillm.model.generate import generate
-from minillm.serve.trace import skewed, uniform
 
 LIMITS = Limits(num_blocks=64, block_size=4, token_budget=64, max_num_seqs=8)
 ARRIVALS = skewed(6, prompt_tokens=(5, 12), max_tokens=10, shared_prefix=4, vocab_size=61)

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minillm.model import Transformer
-from minillm.serve.speculate.eagle import EagleHead
-from minillm.serve.speculate.early_exit import ExitAdapter
-from minillm.serve.speculate.medusa import MedusaHeads
+from minillm.serve.speculate.proposers.eagle import EagleHead
+from minillm.serve.speculate.proposers.early_exit import ExitAdapter
+from minillm.serve.speculate.proposers.medusa import MedusaHeads
 
 DECAY = 0.8  # each further head or step counts so much less (Medusa, §2.2.1)
 

@@ -8,12 +8,12 @@ from minillm.data import Tokens
 from minillm.model import Transformer
 from minillm.model.draw import Draw
 from minillm.model.generate import KVCache
-from minillm.serve.sampling import SamplingParams
-from minillm.serve.speculate.eagle import Eagle
-from minillm.serve.speculate.early_exit import EarlyExit
+from minillm.serve.requests.params import SamplingParams
 from minillm.serve.speculate.heads import hidden_states
-from minillm.serve.speculate.medusa import Medusa
 from minillm.serve.speculate.proposal import Asked, Proposer
+from minillm.serve.speculate.proposers.eagle import Eagle
+from minillm.serve.speculate.proposers.early_exit import EarlyExit
+from minillm.serve.speculate.proposers.medusa import Medusa
 from minillm.serve.speculate.verify import distribution, verify
 
 

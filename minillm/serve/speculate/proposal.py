@@ -12,7 +12,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from minillm.serve.sampling import Random, SamplingParams
+from minillm.serve.requests.params import SamplingParams
+from minillm.serve.sample.reference import Random
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ from importlib import import_module
 
 from minillm.model import Transformer, load_hf
 from minillm.model.generate import folder_of
-from minillm.serve.speculate.draft_model import DraftModel
-from minillm.serve.speculate.ngram import NGram
+from minillm.model.huggingface import load_hf
 from minillm.serve.speculate.proposal import Proposer
+from minillm.serve.speculate.proposers.draft_model import DraftModel
+from minillm.serve.speculate.proposers.ngram import NGram
 
 
 def _draft(target: Transformer) -> Proposer:
@@ -16,7 +17,7 @@ def _draft(target: Transformer) -> Proposer:
 
 
 def _trained(module: str, name: str) -> Callable[[Transformer], Proposer]:
-    return lambda target: getattr(import_module(f"minillm.serve.speculate.{module}"), name)(target)
+    return lambda target: getattr(import_module(f"minillm.serve.speculate.proposers.{module}"), name)(target)
 
 
 PROPOSERS: dict[str, Callable[[Transformer], Proposer]] = {
@@ -24,7 +25,7 @@ PROPOSERS: dict[str, Callable[[Transformer], Proposer]] = {
     "ngram": lambda target: NGram(),
     "medusa": _trained("medusa", "Medusa"),
     "eagle": _trained("eagle", "Eagle"),
-    "lookahead": lambda target: import_module("minillm.serve.speculate.lookahead").Lookahead(),
+    "lookahead": lambda target: import_module("minillm.serve.speculate.proposers.lookahead").Lookahead(),
     "early-exit": _trained("early_exit", "EarlyExit"),
 }
 

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from minillm.model import ModelConfig
-from minillm.serve.model_runner import ForwardPass
-from minillm.serve.request import Sample
-from minillm.serve.sampling import Token, described, filtered
-from minillm.serve.sequence import Plan, Sequence
+from minillm.serve.requests.params import Token
+from minillm.serve.requests.request import Sample
+from minillm.serve.run.model_runner import ForwardPass
+from minillm.serve.sample.reference import described, filtered
+from minillm.serve.schedule.sequence import Plan, Sequence
 from minillm.serve.speculate.adaptive import AdaptiveK, Counts
 from minillm.serve.speculate.proposal import Asked, Draft, Proposer
 from minillm.serve.speculate.verify import distribution, verify, verify_greedy

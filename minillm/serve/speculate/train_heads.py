@@ -10,7 +10,7 @@ from minillm.data import Loader
 from minillm.model import Transformer
 from minillm.serve.speculate.distil import LOSSES, Goals
 from minillm.serve.speculate.heads import hidden_states
-from minillm.serve.speculate.medusa import MedusaHeads
+from minillm.serve.speculate.proposers.medusa import MedusaHeads
 
 AHEAD = 4  # places between a row's position and the last goal it needs
 

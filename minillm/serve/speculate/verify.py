@@ -18,7 +18,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from minillm.serve.sampling import Random, SamplingParams, choose, filtered
+from minillm.serve.requests.params import SamplingParams
+from minillm.serve.sample.reference import Random, choose, filtered
 from minillm.serve.speculate.proposal import Draft
 
 

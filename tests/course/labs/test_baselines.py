@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from course.shared.baselines import Naive, StaticBatches, TimerBatches
+from minillm.bench.load import VirtualClock, arrivals, replay, skewed, uniform
 from minillm.data import Tokenizer
 from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import generate
 from minillm.serve import LLM, SamplingParams
-from minillm.serve.trace import VirtualClock, arrivals, replay, skewed, uniform
 
 CONFIG = ModelConfig(61, 32, 64, 2, 4, 2, max_seq_len=64, init_std=0.2)
 MODEL = Transformer(CONFIG, seed=2)

@@ -19,7 +19,7 @@ from course.lab12_decoding.traffic import Traffic
 from minillm.labkit.answers import answers_of
 from minillm.model import ModelConfig, Transformer
 from minillm.serve import SamplingParams
-from minillm.serve.sampling import filtered
+from minillm.serve.sample.reference import filtered
 
 ANSWERS = answers_of("12_decoding")
 

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from course.lab13_paged_attention import formulas as paging
-from minillm.serve.blocks import BlockPool
+from minillm.serve.schedule.blocks import BlockPool
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])

@@ -13,9 +13,10 @@ from test_sampler import take_samples
 from minillm.data import Tokenizer
 from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import generate
-from minillm.serve import LLM, SamplingParams, next_tokens
-from minillm.serve.decode_graphs import DecodeGraphs
-from minillm.serve.sampled import SampledTokens
+from minillm.serve import LLM, SamplingParams
+from minillm.serve.run.decode_graphs import DecodeGraphs
+from minillm.serve.sample import next_tokens
+from minillm.serve.sample.batch import SampledTokens
 from minillm.serve.speculate import NGram
 
 MODEL = Transformer(CONFIG, seed=2)

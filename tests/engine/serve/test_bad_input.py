@@ -8,8 +8,9 @@ import torch
 from course.shared.baselines import Naive, StaticBatches, TimerBatches
 from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import generate
-from minillm.serve import LLM, SamplingParams, next_tokens
-from minillm.serve.speculate.ngram import NGram
+from minillm.serve import LLM, SamplingParams
+from minillm.serve.sample import next_tokens
+from minillm.serve.speculate.proposers.ngram import NGram
 
 CONFIG = ModelConfig(50, 32, 64, 2, 4, 2, max_seq_len=48, init_std=0.2)
 MODEL = Transformer(CONFIG, seed=3)

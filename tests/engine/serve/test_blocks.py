@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
-from minillm.serve import blocks as blocks_module
-from minillm.serve.blocks import BlockPool, Prefix, root
+from minillm.serve.schedule import blocks as blocks_module
+from minillm.serve.schedule.blocks import BlockPool, Prefix, root
 
 SIZE, TOTAL, HOST = 3, 8, 4
 
@@ -239,3 +239,32 @@ def test_misuse_is_told():
         pool.release(blocks)
     with pytest.raises(ValueError, match="only a held or cached block"):
         pool.share(blocks)
+
+
+class CountedTokens(tuple):
+    compared = 0
+
+    def __ne__(self, other):
+        CountedTokens.compared += 1
+        return tuple.__ne__(self, other)
+
+
+def test_a_lookup_compares_each_cached_block_once():
+    blocks = 400
+
+    def chain():
+        prefixes = [root()]
+        for number in range(blocks):
+            prefixes.append(Prefix(prefixes[-1], CountedTokens((number, number))))
+        return prefixes[1:]
+
+    pool = BlockPool(blocks, 2)
+    held = pool.allocate(blocks)
+    for block, prefix in zip(held, chain(), strict=True):
+        pool.cache_block(block, prefix)
+    CountedTokens.compared, mine = 0, chain()
+    assert pool.lookup(mine) == held
+    assert CountedTokens.compared <= 2 * blocks
+    CountedTokens.compared = 0
+    assert pool.lookup(mine) == held  # again, as a request that waits for blocks does at every step
+    assert CountedTokens.compared <= 2 * blocks

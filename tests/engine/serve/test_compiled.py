@@ -13,8 +13,8 @@ from minillm.data import Tokenizer
 from minillm.model import ModelConfig, Transformer, save_hf
 from minillm.model.generate import generate
 from minillm.serve import LLM, SamplingParams
-from minillm.serve.compiled import CompiledBlock
-from minillm.serve.decode_graphs import DecodeGraphs
+from minillm.serve.run.decode_graphs import DecodeGraphs
+from minillm.serve.run.optimise import CompiledBlock
 
 CONFIG = ModelConfig(50, 32, 64, 10, 4, 2, max_seq_len=48, init_std=0.2)  # more layers than dynamo compiles one by one
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9], [10], [11, 12, 13, 14]]

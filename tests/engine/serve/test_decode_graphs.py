@@ -18,8 +18,8 @@ from minillm.model.generate import generate
 from minillm.model.paged import block_by_block
 from minillm.model.paged.tables import BlockTables
 from minillm.serve import LLM, SamplingParams
-from minillm.serve.decode_graphs import DecodeGraphs
-from minillm.serve.model_runner import ForwardPass
+from minillm.serve.run.decode_graphs import DecodeGraphs
+from minillm.serve.run.model_runner import ForwardPass
 from minillm.serve.speculate import NGram
 
 

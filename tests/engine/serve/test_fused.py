@@ -8,7 +8,7 @@ import torch
 from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import generate
 from minillm.serve import LLM, SamplingParams
-from minillm.serve.fused import Fused, fuse
+from minillm.serve.run.optimise import Fused, fuse
 
 CONFIG = ModelConfig(50, 32, 64, 2, 4, 2, max_seq_len=48, init_std=0.2)
 TOKENS = torch.arange(24).view(2, 12)

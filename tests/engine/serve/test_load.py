@@ -6,11 +6,11 @@ from collections import Counter
 import pytest
 
 from minillm.bench import scheduler
+from minillm.bench.load import VirtualClock, replay, skewed
 from minillm.bench.scheduler import Steady, rows, same_plans
 from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import generate
 from minillm.serve import LLM, SamplingParams
-from minillm.serve.trace import VirtualClock, replay, skewed
 
 MODEL = Transformer(ModelConfig(40, 16, 32, 1, 2, 1, max_seq_len=64, init_std=0.3), seed=4)
 COUNT = 1000

@@ -10,7 +10,7 @@ from minillm.data import Tokenizer
 from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import generate
 from minillm.serve import LLM, SamplingParams
-from minillm.serve.memory import block_bytes, default_num_blocks
+from minillm.serve.run.memory import block_bytes, default_num_blocks
 
 CONFIG = ModelConfig(50, 32, 64, 2, 4, 2, max_seq_len=48, init_std=0.2)
 MODEL = Transformer(CONFIG, seed=3)
@@ -150,7 +150,7 @@ def test_the_pool_is_sized_by_memory_and_not_by_the_context(monkeypatch):
     size = block_bytes(config, 16, torch.bfloat16)
     assert 16 * 131072 // 16 * size == 274_877_906_944
     memory = type("Memory", (), {"available": 64e9})
-    monkeypatch.setattr("minillm.serve.memory.psutil.virtual_memory", lambda: memory)
+    monkeypatch.setattr("minillm.serve.run.memory.psutil.virtual_memory", lambda: memory)
     assert default_num_blocks(model, 16) == int(0.3 * 64e9 // size)
     assert default_num_blocks(model, 16, 0.5) == int(0.5 * 64e9 // size)
     assert default_num_blocks(MODEL, 16) == 64 * 3  # no more than max_num_seqs sequences can fill

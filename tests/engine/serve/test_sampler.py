@@ -14,9 +14,10 @@ from minillm.data import Tokenizer
 from minillm.model import load_hf
 from minillm.model.draw import Draw, sample_seed
 from minillm.model.generate import folder_of
-from minillm.serve import SamplingParams, sampler, selection
-from minillm.serve.sampler import sample_batch, sample_on_device
-from minillm.serve.sampling import filtered, sample
+from minillm.serve import SamplingParams
+from minillm.serve.sample import batch, selection
+from minillm.serve.sample.batch import sample_batch, sample_on_device
+from minillm.serve.sample.reference import filtered, sample
 
 KINDS = [
     {},
@@ -35,7 +36,7 @@ KINDS = [
 
 def take_samples(patch, size=6, margin=0, piece=1):
     """Selection by sampling where vocabularies are small; by default it often has to say that it is not certain."""
-    patch.setattr(sampler, "CANDIDATES", size)
+    patch.setattr(batch, "CANDIDATES", size)
     for name, value in (("SAMPLE", size), ("MARGIN", margin), ("PIECE", piece)):
         patch.setattr(selection, name, value)
 
@@ -57,7 +58,7 @@ def test_every_token_has_its_probability(options, candidates, monkeypatch):
     if candidates == 6:  # a sample brackets the last token kept, without any margin: rows that are sorted after all
         take_samples(monkeypatch)
     else:
-        monkeypatch.setattr(sampler, "CANDIDATES", candidates)
+        monkeypatch.setattr(batch, "CANDIDATES", candidates)
     steps, params = 500, SamplingParams(**options)
     for seed, vocab_size in enumerate((1, 2, 5, 7, 12, 24)):
         logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(seed)) * 2

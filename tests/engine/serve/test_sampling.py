@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from minillm.model.draw import Draw
 from minillm.serve import SamplingParams
-from minillm.serve.sampling import filtered, sample
+from minillm.serve.sample.reference import filtered, sample
 
 
 def theirs(logits, params, seen):

@@ -7,10 +7,11 @@ from itertools import pairwise
 import pytest
 
 from course.shared.baselines import Naive, StaticBatches
+from minillm.bench.load import VirtualClock, arrivals, replay, skewed, uniform
 from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import generate
 from minillm.serve import LLM, Answer, Output, SamplingParams, Timing, Token
-from minillm.serve.trace import VirtualClock, arrivals, replay, skewed, spread, summary, uniform
+from minillm.serve.requests.summary import spread, summary
 
 MODEL = Transformer(ModelConfig(61, 32, 64, 2, 4, 2, max_seq_len=64, init_std=0.2), seed=2)
 

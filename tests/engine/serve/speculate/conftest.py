@@ -5,11 +5,11 @@ import torch
 
 from minillm.model import ModelConfig, Transformer
 from minillm.serve import SamplingParams
-from minillm.serve.speculate.eagle import EagleHead
-from minillm.serve.speculate.early_exit import ExitAdapter
 from minillm.serve.speculate.heads import hidden_states
-from minillm.serve.speculate.medusa import MedusaHeads
 from minillm.serve.speculate.proposal import Asked
+from minillm.serve.speculate.proposers.eagle import EagleHead
+from minillm.serve.speculate.proposers.early_exit import ExitAdapter
+from minillm.serve.speculate.proposers.medusa import MedusaHeads
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2}
 

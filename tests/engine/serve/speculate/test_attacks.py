@@ -25,15 +25,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import minillm.serve
 from minillm.model.draw import Draw, sample_seed
 from minillm.model.generate import generate
-from minillm.model.paged import cache as paged
-from minillm.model.paged import tables as block_tables
-from minillm.serve import LLM, SamplingParams, compiled
-from minillm.serve.sampling import sample
+from minillm.serve import LLM, SamplingParams
+from minillm.serve.run import optimise
+from minillm.serve.sample.reference import sample
 from minillm.serve.speculate import DraftModel, NGram
-from minillm.serve.speculate.eagle import Eagle
-from minillm.serve.speculate.early_exit import EarlyExit
-from minillm.serve.speculate.lookahead import Lookahead
-from minillm.serve.speculate.medusa import Medusa
+from minillm.serve.speculate.proposers.eagle import Eagle
+from minillm.serve.speculate.proposers.early_exit import EarlyExit
+from minillm.serve.speculate.proposers.lookahead import Lookahead
+from minillm.serve.speculate.proposers.medusa import Medusa
 from tests.engine.serve.test_sampler import take_samples
 
 WHOLE = os.environ.get("MINILLM_PROOF") == "all"
@@ -438,7 +437,7 @@ def test_an_interrupt_at_any_line_leaves_the_engine_whole(kind, make_target, tra
 
     found = lines(kind)
     if kind == "compiled":
-        found = [each for each in found if each[0][0] == compiled.__file__]
+        found = [each for each in found if each[0][0] == optimise.__file__]
     elif kind == "async-graphs" and not WHOLE:
         known = set(lines("none"))
         found = [each for place, each in enumerate(found) if each not in known or place % 20 == 0]

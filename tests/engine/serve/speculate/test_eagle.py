@@ -5,8 +5,8 @@ import torch
 
 from minillm.model import sdpa
 from minillm.serve.speculate.distil import Unrolled
-from minillm.serve.speculate.eagle import Eagle
 from minillm.serve.speculate.heads import hidden_states
+from minillm.serve.speculate.proposers.eagle import Eagle
 from minillm.serve.speculate.verify import distribution
 
 TOKENS = [1, 4, 2, 0, 3, 3, 1, 2, 4, 0, 1]

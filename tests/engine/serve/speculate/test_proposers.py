@@ -7,10 +7,10 @@ import torch
 
 from course.shared.enumeration import outcomes
 from minillm.serve.speculate import verify
-from minillm.serve.speculate.eagle import Eagle
-from minillm.serve.speculate.early_exit import EarlyExit, exiting
-from minillm.serve.speculate.lookahead import Lookahead
-from minillm.serve.speculate.medusa import Medusa, MedusaHeads
+from minillm.serve.speculate.proposers.eagle import Eagle
+from minillm.serve.speculate.proposers.early_exit import EarlyExit, exiting
+from minillm.serve.speculate.proposers.lookahead import Lookahead
+from minillm.serve.speculate.proposers.medusa import Medusa, MedusaHeads
 from minillm.serve.speculate.verify import distribution
 
 PROMPT = [1, 4, 2, 0, 3]

@@ -4,11 +4,11 @@ import pytest
 
 from minillm.model.generate import generate
 from minillm.serve import LLM, SamplingParams
-from minillm.serve.speculate.eagle import Eagle
-from minillm.serve.speculate.early_exit import EarlyExit
-from minillm.serve.speculate.lookahead import Lookahead
-from minillm.serve.speculate.medusa import Medusa
-from minillm.serve.speculate.ngram import NGram
+from minillm.serve.speculate.proposers.eagle import Eagle
+from minillm.serve.speculate.proposers.early_exit import EarlyExit
+from minillm.serve.speculate.proposers.lookahead import Lookahead
+from minillm.serve.speculate.proposers.medusa import Medusa
+from minillm.serve.speculate.proposers.ngram import NGram
 
 MAKE = {
     "medusa": lambda target, trained: Medusa(target, trained["medusa"]),

@@ -26,12 +26,12 @@ from typing import Protocol
 import torch
 
 from minillm.model import Transformer
-from minillm.serve.model_runner import ForwardPass, InputBuffers
-from minillm.serve.next_tokens import NextTokens, Ready
-from minillm.serve.sampled import SampledTokens
-from minillm.serve.scheduler import Scheduler
-from minillm.serve.sequence import Plan, Sequence, State
-from minillm.serve.unfinished import Unfinished
+from minillm.serve.requests.table import RequestTable
+from minillm.serve.run.model_runner import ForwardPass, InputBuffers
+from minillm.serve.sample.batch import SampledTokens
+from minillm.serve.sample.next_tokens import NextTokens, Ready
+from minillm.serve.schedule.scheduler import Scheduler
+from minillm.serve.schedule.sequence import Plan, Sequence, State
 
 
 class Engine(Protocol):
@@ -41,7 +41,7 @@ class Engine(Protocol):
     clock: Callable[[], float]
     scheduler: Scheduler
     buffers: InputBuffers
-    _unfinished: Unfinished
+    _unfinished: RequestTable
     _next_tokens: NextTokens
 
     def _plan(self, started: float) -> Plan: ...

@@ -10,13 +10,13 @@ that raises, ends that request alone.
 import torch
 from torch import Tensor
 
-from minillm.serve.model_runner import ForwardPass
-from minillm.serve.request import Sample
-from minillm.serve.sampled import NOT_FINITE, SampledTokens
-from minillm.serve.sampler import Row, sample_on_device
-from minillm.serve.sampling import RULED_OUT, SamplingParams, Token
-from minillm.serve.sequence import Plan, Sequence
-from minillm.serve.unfinished import Unfinished
+from minillm.serve.requests.params import SamplingParams, Token
+from minillm.serve.requests.request import Sample
+from minillm.serve.requests.table import RequestTable
+from minillm.serve.run.model_runner import ForwardPass
+from minillm.serve.sample.batch import NOT_FINITE, Row, SampledTokens, sample_on_device
+from minillm.serve.sample.reference import RULED_OUT
+from minillm.serve.schedule.sequence import Plan, Sequence
 
 # A sequence whose last token was computed; its sample, None if that was cancelled during the pass; the first of its
 # rows of the logits, and the end of them.
@@ -27,7 +27,7 @@ LIKELIEST: Row = (SamplingParams(), (), None)
 class NextTokens:
     """Gives the sequences of a step their next tokens. Held by the engine, which takes its lock around `after`."""
 
-    def __init__(self, unfinished: Unfinished):
+    def __init__(self, unfinished: RequestTable):
         self.unfinished, self.scheduler, self.speculation = unfinished, unfinished.scheduler, unfinished.speculation
 
     def after(self, plan: Plan, run: ForwardPass, logits: Tensor) -> int:
@@ -47,7 +47,7 @@ class NextTokens:
         """A token for each; without those whose own sampling raised: their requests have ended."""
         places = [start for _, _, start, _ in ready]
         in_order = None if places == list(range(len(logits))) else places
-        if all([taken is None or taken.request.params.plain for _, taken, _, _ in ready]):
+        if all([taken is None or taken.request.params.greedy_only for _, taken, _, _ in ready]):
             return ready, sample_on_device(logits, [LIKELIEST] * len(ready), in_order, run.buffers.sampled)
         rows = [
             LIKELIEST if taken is None else (taken.request.params, sequence.tokens, taken.draw)
@@ -109,7 +109,7 @@ class NextTokens:
 
     def _checked(self, ready: list[Ready], logits: Tensor) -> list[list[Token] | None]:
         """With speculation: the accepted draft tokens of each and one more. Nothing where a draft is no good."""
-        if not all([taken is None or taken.request.params.plain for _, taken, _, _ in ready]):
+        if not all([taken is None or taken.request.params.greedy_only for _, taken, _, _ in ready]):
             logits = logits.cpu()  # drafts are checked there; for greedy ones the likeliest tokens say all
         most, likeliest = logits.max(-1)
         best = torch.where(most.isfinite(), likeliest, NOT_FINITE).tolist()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from minillm.serve.blocks import Prefix, root
+from minillm.serve.schedule.blocks import Prefix, root
 
 State = Enum("State", "WAITING RUNNING FINISHED")
 

@@ -1,6 +1,6 @@
 """The next token of every sequence of a batch at once, on the device of the logits; only token ids leave it.
 
-The same tokens as `sampling.sample` one by one (which is shorter to read and slower), because the random number of a
+The same tokens as `reference.sample` one by one (which is shorter to read and slower), because the random number of a
 row comes from its own `Draw` and is used in the same way: the token at which the running sum of the row's weights, in
 order of token id, passes it. Rounding aside, a row's token does not depend on the rows beside it or on the device.
 
@@ -13,6 +13,7 @@ such as many equals at the very place where a row is cut, the row is sorted, onc
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from math import inf
 
 import numpy as np
@@ -20,13 +21,13 @@ import torch
 from torch import Tensor
 
 from minillm.model.draw import Draw
-from minillm.model.paged.tables import to_device
-from minillm.serve import selection
-from minillm.serve.model_runner import resolved
-from minillm.serve.sampled import NOT_FINITE, UNCERTAIN, SampledTokens
-from minillm.serve.sampling import COLDEST, SamplingParams, Token
-from minillm.serve.selection import LastKept, last_kept, row_sum, sum_above
+from minillm.serve.requests.params import SamplingParams, Token
+from minillm.serve.run.model_runner import resolved
+from minillm.serve.sample import selection
+from minillm.serve.sample.reference import COLDEST, described
+from minillm.serve.sample.selection import LastKept, last_kept, row_sum, sum_above
 
+NOT_FINITE, UNCERTAIN = -1, -2  # instead of an id: logits of NaN or infinity; the row has to be sorted
 CANDIDATES = 2048  # a top-k below it sorts what it keeps
 ROWS_AT_ONCE = 8  # on a CPU, whose caches hold no more
 Row = tuple[SamplingParams, Sequence[int], Draw]  # what a row's request wants; its prompt and answer so far; its draws
@@ -39,14 +40,14 @@ def sample_batch(logits: Tensor, rows: Sequence[Row]) -> list[Token | None]:
 
 def sample_on_device(
     logits: Tensor, rows: Sequence[Row], places: Sequence[int] | None = None, sampled: Tensor | None = None
-) -> SampledTokens:
+) -> "SampledTokens":
     """What `sample_batch` gives, before the host reads it.
 
     places: of each row in the logits; None = they are in this order. sampled: what placeholders in the rows' tokens
     stand for, see `model_runner.resolved`.
     """
     index = None if places is None else _upload([places], logits.device)[0]
-    if all([params.plain for params, _, _ in rows]):
+    if all([params.greedy_only for params, _, _ in rows]):
         most, likeliest = logits.max(-1)
         found = likeliest, torch.where(most.isfinite(), likeliest, NOT_FINITE)
         return SampledTokens(*(each if index is None else each.index_select(0, index) for each in found))
@@ -73,7 +74,7 @@ def _upload(lists: Sequence[Sequence[int]], device: torch.device) -> list[Tensor
 
 
 def _penalised(logits: Tensor, rows: Sequence[Row], sampled: Tensor | None) -> Tensor:
-    """The logits after the repetition penalty (`sampling.penalised`); the very same tensor if no row has one."""
+    """The logits after the repetition penalty (`reference.penalised`); the very same tensor if no row has one."""
     places, ids, penalties = [], [], []
     for row, (params, tokens, _) in enumerate(rows):
         if params.repetition_penalty != 1:
@@ -242,3 +243,63 @@ def _passed(sums: Tensor, target: Tensor) -> Tensor:
     """[rows, 1], where running sums [rows, n] pass the target, never behind the last that grows. Of NaN, any place."""
     last = torch.searchsorted(sums, sums[:, -1:].contiguous())
     return torch.searchsorted(sums, target, right=True).minimum(last).clamp(max=sums.shape[1] - 1)
+
+
+class SampledTokens:
+    """ids: [rows], int64, a valid id in each. flags: the same, or what is to be told instead of an id.
+
+    again: how to sample the rows told as UNCERTAIN. redone: those for which `read` had to, so that their token is not
+    what `ids` says.
+    """
+
+    def __init__(self, ids: Tensor, flags: Tensor, again: Callable[[list[int]], Tensor] | None = None):
+        self.ids, self.redone = ids, []
+        self._told, self._again = flags, again
+        self._wants: dict[int, tuple[SamplingParams, Tensor]] = {}  # row -> what it wants, its log-probabilities
+        self._sent: torch.cuda.Event | None = None
+
+    def describe(self, rows: Tensor, params: dict[int, SamplingParams], logits: Tensor) -> None:
+        """Adds log-probabilities for the rows that want them. rows: the keys of params, on the device."""
+        logprobs = torch.log_softmax(logits.index_select(0, rows), dim=-1)
+        top = logprobs.topk(min(max(each.logprobs for each in params.values()), logits.shape[1]))
+        own = logprobs.gather(1, self.ids[rows][:, None])
+        columns = torch.cat((own.double(), top.indices.double(), top.values.double()), dim=1)
+        told = columns.new_zeros(len(logits), 1 + columns.shape[1])
+        told[:, 0] = self._told
+        told[rows, 1:] = columns
+        self._told = told
+        self._wants = dict(zip(params, zip(params.values(), logprobs, strict=True), strict=True))
+
+    def send(self) -> None:
+        """Starts the copy that `read` waits for, so that nothing which is launched after it delays it."""
+        if self._told.is_cuda:
+            self._told = self._told.to("cpu", non_blocking=True)  # into pinned memory
+            self._sent = torch.cuda.Event()
+            self._sent.record()
+
+    def read(self) -> list[Token | None]:
+        """The tokens, None where logits are not finite. The host waits once, and again only if rows are UNCERTAIN."""
+        if self._sent is not None:
+            self._sent.synchronize()
+        told = self._told.tolist()
+        ids = [int(row[0]) for row in told] if self._wants else told
+        if self._again is not None and UNCERTAIN in ids:
+            self.redone = [row for row, token in enumerate(ids) if token == UNCERTAIN]
+            for row, token in zip(self.redone, self._again(self.redone).tolist(), strict=True):
+                ids[row] = token
+        tokens = [plain_token(token) if token >= 0 else None for token in ids]
+        for row, (params, logprobs) in self._wants.items():
+            if row in self.redone:
+                tokens[row] = described(ids[row], logprobs.cpu(), params)
+            elif tokens[row] is not None:
+                own, *top = told[row][1:]
+                most = len(top) // 2
+                likeliest = zip(map(int, top[:most]), top[most:], strict=True)
+                tokens[row] = Token(ids[row], own, tuple(likeliest)[: params.logprobs])
+        return tokens
+
+
+@lru_cache(maxsize=1 << 16)
+def plain_token(token: int) -> Token:
+    """One object for all the times that a token is sampled: it never changes."""
+    return Token(token)

@@ -8,9 +8,10 @@ from typing import NamedTuple
 from minillm.data import Tokenizer
 from minillm.model import ModelConfig
 from minillm.model.draw import Draw, sample_seed
-from minillm.serve.blocks import root
-from minillm.serve.sampling import SamplingParams, Token, whole_numbers
-from minillm.serve.sequence import Sequence
+from minillm.serve.numbers import whole_numbers
+from minillm.serve.requests.params import SamplingParams, Token
+from minillm.serve.schedule.blocks import root
+from minillm.serve.schedule.sequence import Sequence
 
 
 @dataclass
@@ -187,14 +188,14 @@ class Sample:
         output.passes += max(0, self.passes - 1)
 
 
-class News:
+class OutputCursor:
     """What is new of a request's samples since it was last asked for. Steps may go on in other threads meanwhile."""
 
     def __init__(self, request: Request):
         self.request = request
         self._shown: list[tuple[int, int]] = []  # tokens and characters of each sample
 
-    def take(self) -> tuple[list[Delta], bool]:
+    def poll(self) -> tuple[list[Delta], bool]:
         """(the deltas, whether these were the last)."""
         ended = self.request.output.timing.ended is not None  # asked before the tokens
         deltas = []

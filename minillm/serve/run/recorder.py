@@ -5,8 +5,8 @@
 
 from dataclasses import dataclass
 
-from minillm.serve.scheduler import Scheduler
-from minillm.serve.sequence import Plan
+from minillm.serve.schedule.scheduler import Scheduler
+from minillm.serve.schedule.sequence import Plan
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from minillm.model import Transformer
 from minillm.model.paged import PagedCache, gathered
-from minillm.serve.blocks import BlockPool
-from minillm.serve.memory import blocks_of_full_length, draft_num_blocks
+from minillm.serve.run.memory import blocks_of_full_length, draft_num_blocks
+from minillm.serve.schedule.blocks import BlockPool
 from minillm.serve.speculate.proposal import Asked, Draft
 from minillm.serve.speculate.verify import choose, distribution
 

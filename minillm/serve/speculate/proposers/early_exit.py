@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from minillm.model import ModelConfig, Transformer
 from minillm.model.transformer import MLP, RMSNorm
-from minillm.serve.speculate.draft_model import DraftModel
 from minillm.serve.speculate.heads import load
+from minillm.serve.speculate.proposers.draft_model import DraftModel
 
 
 class ExitAdapter(nn.Module):

@@ -13,12 +13,14 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from minillm.serve.numbers import check_whole
+
 
 class Prefix:
     """The tokens from the start of a sequence to the end of one full block, as a chain of blocks: the key of the cache.
 
     The hash covers the whole chain. Equality compares every token of it, so two prefixes with one hash are never taken
-    for each other; it stops early where both chains run into the same object, as they do when walked from a hit.
+    for each other; it stops early where both chains share an object, and `BlockPool.lookup` makes them share one.
     """
 
     __slots__ = ("hash", "parent", "tokens")
@@ -71,8 +73,7 @@ class BlockPool:
             ("block_size", block_size, 1),
             ("num_host_blocks", num_host_blocks, 0),
         ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} {value!r} must be a whole number of at least {least}.")
+            check_whole(name, value, least)
         self.total, self.block_size, self.prefix_cache, self.storage = num_blocks, block_size, prefix_cache, storage
         self.num_host_blocks = num_host_blocks
         self.evicted = self.copied = 0
@@ -156,9 +157,14 @@ class BlockPool:
         self.copied += 1
 
     def lookup(self, chain: Iterable[Prefix]) -> list[int]:
-        """The blocks of the longest cached beginning of a chain; not yet held: `share` them before anything else."""
+        """The blocks of the longest cached beginning of a chain; not yet held: `share` them before anything else.
+
+        A prefix's parent becomes the cached key that equals it, so that comparing the prefix ends there.
+        """
         hits: list[int] = []
         for prefix in chain:
+            if hits:
+                prefix.parent = self._prefix[hits[-1]]
             block = self._cache.get(prefix)
             if block is None or block in self.withheld:
                 break

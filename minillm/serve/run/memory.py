@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from minillm.model import ModelConfig, Transformer
-from minillm.serve.options import check_whole
+from minillm.serve.numbers import check_whole
 
 GPU_SHARE, CPU_SHARE, DRAFT_SHARE = 0.9, 0.3, 0.1
 

@@ -17,16 +17,17 @@ from typing import TYPE_CHECKING
 
 from minillm.data import Tokenizer
 from minillm.model import ModelConfig
-from minillm.serve.request import Output, Request, Sample, prompt_ids
-from minillm.serve.sampling import SamplingParams, whole
-from minillm.serve.scheduler import Scheduler
-from minillm.serve.sequence import Sequence
+from minillm.serve.numbers import check_whole
+from minillm.serve.requests.params import SamplingParams
+from minillm.serve.requests.request import Output, Request, Sample, prompt_ids
+from minillm.serve.schedule.scheduler import Scheduler
+from minillm.serve.schedule.sequence import Sequence
 
 if TYPE_CHECKING:
     from minillm.serve.speculate.speculation import Speculation
 
 
-class Unfinished:
+class RequestTable:
     """samples: the sample of each sequence the scheduler has. ended: outputs that `step` has not returned yet.
     ended_ids: requests that ended since it was last cleared. cancelled: requests that the next `tidy` ends."""
 
@@ -66,8 +67,7 @@ class Unfinished:
         """One that can run, not submitted yet; see `LLM.add`. awaited: `step` does not return it."""
         params = params or SamplingParams()
         tokens = prompt_ids(prompt, params, self.tokenizer, self.config)
-        if whole(priority) is None:
-            raise ValueError(f"priority {priority!r} must be a whole number; lower is sooner.")
+        priority = check_whole("priority", priority)
         if timeout_s is not None and not (isinstance(timeout_s, Real) and timeout_s > 0):
             raise ValueError(f"timeout_s {timeout_s!r} must be above 0, or None.")
         if not isinstance(salt, str | None):
@@ -75,7 +75,7 @@ class Unfinished:
         limit = min(len(tokens) + params.max_tokens, self.config.max_seq_len)
         self.scheduler.check(limit, params.n)
         request = Request.arrived("", tokens, params, self.tokenizer, self.clock())
-        request.limit, request.priority, request.salt = limit, whole(priority), salt
+        request.limit, request.priority, request.salt = limit, priority, salt
         request.timeout_s, request.awaited = timeout_s, awaited
         return request
 

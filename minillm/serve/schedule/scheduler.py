@@ -15,16 +15,24 @@ order always goes on, ends, and makes the next one first. No livelock, no starva
 """
 
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import count
 
-from minillm.serve.blocks import BlockPool, Prefix
-from minillm.serve.options import check_options
-from minillm.serve.policies import POLICIES
-from minillm.serve.sequence import Plan, Sequence, State
+from minillm.serve.numbers import check_whole
+from minillm.serve.schedule.blocks import BlockPool, Prefix
+from minillm.serve.schedule.sequence import Plan, Sequence, State
 
 RUNNING = State.RUNNING  # looked up once: an enumeration's member costs as much as all else of a decoding sequence
+
+# Which of the later-ranked sequences is preempted: the one with the largest number. Ties: the latest.
+POLICIES: dict[str, Callable[[Sequence], float]] = {
+    "latest": lambda sequence: sequence.rank[1],
+    "longest": lambda sequence: sequence.num_tokens,
+    "lowest priority": lambda sequence: sequence.priority,
+    "least recently used": lambda sequence: -sequence.last_step,
+}
 
 
 class Scheduler:
@@ -32,7 +40,7 @@ class Scheduler:
 
     token_budget: tokens of a step, at least max_num_seqs. chunk: of one sequence in a step; None = the budget.
     preemption: "recompute" drops the blocks of a victim, "swap" copies them to the host while there is room.
-    reserve: blocks left free per running sequence when another is let in; fewer are preempted soon after.
+    reserve: free blocks to keep per running sequence at admission; more means fewer preemptions.
     """
 
     def __init__(
@@ -48,7 +56,21 @@ class Scheduler:
         reserve: int = 1,
         max_waiting: int | None = None,
     ):
-        check_options(token_budget, max_num_seqs, chunk, policy, preemption, patience, reserve, max_waiting)
+        if not isinstance(policy, str) or policy not in POLICIES:
+            raise ValueError(f"policy {policy!r} is unknown: use one of {', '.join(map(repr, POLICIES))}.")
+        if preemption not in ("recompute", "swap"):
+            raise ValueError(f"preemption {preemption!r} is unknown: use 'recompute' or 'swap'.")
+        check_whole("token_budget", token_budget, 1)
+        check_whole("max_num_seqs", max_num_seqs, 1)
+        check_whole("patience", patience, 0)
+        check_whole("reserve", reserve, 0)
+        check_whole("chunk", chunk, 1, optional=True)
+        check_whole("max_waiting", max_waiting, 1, optional=True)
+        if max_num_seqs > token_budget:
+            raise ValueError(
+                f"token_budget {token_budget} must be at least max_num_seqs {max_num_seqs}: every running sequence may "
+                "want a token."
+            )
         self.pool, self.token_budget, self.max_num_seqs = pool, token_budget, max_num_seqs
         self.chunk, self.patience = chunk or token_budget, patience
         self.reserve, self.max_waiting = reserve, max_waiting

@@ -1,0 +1,1 @@
+"""The forward pass: its inputs, its memory, and what makes it faster."""

@@ -1,0 +1,1 @@
+"""What the next forward pass computes: `sequence.py`, `scheduler.py`, and `blocks.py`, which hold keys and values."""

@@ -1,0 +1,1 @@
+"""Where draft tokens come from; `minillm.serve.speculate.registry` has them by name."""
