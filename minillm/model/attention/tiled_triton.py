@@ -1,4 +1,4 @@
-"""`model.tiled` as Triton kernels: forward, and backward without atomic additions (Dao 2023, §3.1 and §3.2).
+"""`model.attention.tiled` as Triton kernels: forward, and backward without atomic additions (Dao 2023, §3.1 and §3.2).
 
     forward      one program per (tile of queries, head)       loops over the keys; keeps output and log-sum-exp
     backward     one program per (tile of keys, kv head)       loops over the queries that see them: dK, dV

@@ -2,7 +2,7 @@
 
     step 0   q0·k0  q1·k1  q2·k2  q3·k3      each rank attends to the block it holds, meanwhile sends it
     step 1   q0·k3  q1·k0  q2·k1  q3·k2      to the right and receives the next one from the left; partial
-    step 2   q0·k2  q1·k3  q2·k0  q3·k1      outputs are merged by their log-sum-exps (`model.tiled.merge`)
+    step 2   q0·k2  q1·k3  q2·k0  q3·k1      outputs are merged by their log-sum-exps (`model.attention.tiled.merge`)
     step 3   q0·k1  q1·k2  q2·k3  q3·k0
 
 Forward sends K and V N - 1 times. Backward goes round once more: the gradient of a block travels with it, one step
@@ -27,7 +27,7 @@ from minillm.parallel.context_parallel.order import ContextAttention, local_numb
 class RingAttention(ContextAttention):
     """An attention function for this rank's positions. q, k, v: [batch, heads or kv_heads, seq / world_size, head_dim].
 
-    order, segments: see `ContextAttention`. tile: see `model.tiled`. overlap: send while computing.
+    order, segments: see `ContextAttention`. tile: see `model.attention.tiled`. overlap: send while computing.
     pace: seconds that the work on a block should last at least; what is left after computing is slept. It *emulates*
         devices that compute at that speed, as in `Pipeline`. A ledger gets a span for each block ("block 3").
     """

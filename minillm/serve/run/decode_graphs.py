@@ -21,8 +21,9 @@ from torch import Tensor
 
 from minillm.model import Transformer
 from minillm.model.paged import PagedAttention
-from minillm.model.paged_backend import Backend, FixedDecode
-from minillm.model.paged_gathered import Gathered
+from minillm.model.paged.backend import Backend, FixedDecode
+from minillm.model.paged.gather import Gathered
+from minillm.model.paged.tables import to_device
 from minillm.serve.run.model_runner import InputBuffers, resolved
 
 Replay = Callable[[], Tensor]

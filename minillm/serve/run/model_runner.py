@@ -9,6 +9,7 @@ from torch import Tensor
 
 from minillm.model import Transformer
 from minillm.model.paged import Backend, PagedBatch, PagedCache
+from minillm.model.paged.tables import BlockTables
 from minillm.serve.schedule.sequence import Plan, Sequence
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from minillm.model.draw import Draw
+from minillm.model.paged.tables import to_device
 from minillm.serve.requests.params import SamplingParams, Token
 from minillm.serve.run.model_runner import resolved
 from minillm.serve.sample import selection

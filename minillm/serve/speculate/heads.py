@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from minillm.model import AttentionFunction, Transformer
 from minillm.model.generate import CHECKPOINTS
+from minillm.model.hf import weights
+from minillm.model.hf.write import write
 from minillm.serve.sample.reference import filtered
 from minillm.serve.speculate.proposal import Asked
 from minillm.serve.speculate.verify import choose, distribution

@@ -5,7 +5,6 @@ from importlib import import_module
 
 from minillm.model import Transformer, load_hf
 from minillm.model.generate import folder_of
-from minillm.model.huggingface import load_hf
 from minillm.serve.speculate.proposal import Proposer
 from minillm.serve.speculate.proposers.draft_model import DraftModel
 from minillm.serve.speculate.proposers.ngram import NGram

@@ -165,7 +165,7 @@ def cut(place, monkeypatch):
         for name, instead in names.items():
             monkeypatch.setattr(f"minillm.cli.{module}.{name}", instead)
     monkeypatch.setattr("minillm.serve.run.optimise.compile_blocks", accept)
-    monkeypatch.setattr("minillm.bench.scaling.this_machine", accept)  # after it has refused what cannot be
+    monkeypatch.setattr("minillm.equivalence.scaling.this_machine", accept)  # after it has refused what cannot be
     for module, _ in BENCHES.values():
         for name in ("compare", "contestants", "side_by_side", "load_hf", "tokenize"):
             if hasattr(import_module(module), name):

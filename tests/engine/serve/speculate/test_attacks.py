@@ -25,6 +25,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import minillm.serve
 from minillm.model.draw import Draw, sample_seed
 from minillm.model.generate import generate
+from minillm.model.paged import cache as paged
+from minillm.model.paged import tables as block_tables
 from minillm.serve import LLM, SamplingParams
 from minillm.serve.run import optimise
 from minillm.serve.sample.reference import sample
