@@ -12,11 +12,11 @@ from matplotlib.patches import Patch
 from torch import Tensor
 
 from course.lab02_one_device import experiments
-from minillm.labkit.palette import PALETTE, SPANS, look
-from minillm.labkit.plots import headline, style, subplots
+from minillm.drawing import headline, style, subplots
 from minillm.measure import machine
 from minillm.measure.memory_tracker import Bytes
 from minillm.model import ModelConfig
+from minillm.palette import PALETTE, SPANS, look
 from minillm.predict.memory import block_activation_bytes, training_step
 from minillm.predict.model import forward_flops, parameters
 

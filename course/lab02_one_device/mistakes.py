@@ -1,7 +1,7 @@
 """Spoilers of lab 02: bytes and FLOPs as people miscount them, and right counts that look different."""
 
-from minillm.labkit.answers import answers_of
-from minillm.labkit.exercises import alternative, mistake
+from course.kit.answers import answers_of
+from course.kit.exercises import alternative, mistake
 
 right = answers_of("02_one_device")
 

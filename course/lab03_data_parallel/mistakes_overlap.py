@@ -4,8 +4,8 @@ import contextlib
 
 import torch
 
-from minillm.labkit import answers_of
-from minillm.labkit.exercises import alternative, mistake
+from course.kit import answers_of
+from course.kit.exercises import alternative, mistake
 
 ANSWERS = answers_of("03_data_parallel")
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from course.kit import answers_of
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, row
 from course.lab06_pipeline_parallel import staging
 from course.lab06_pipeline_parallel.staging import Run, Staged, Tied
 from course.shared import sharding
 from course.shared.trials import run
 from minillm.comm import RankError
-from minillm.labkit import answers_of
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, row
 from minillm.predict import pipeline as predict
 
 ANSWERS = answers_of("06_pipeline_parallel")

@@ -8,11 +8,11 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
+from course.kit.receipts import Row, formula, row
 from course.lab07_long_context import experiments, experiments_breaks
 from course.lab07_long_context import experiments_links as links
 from course.lab07_long_context.experiments import LONG, WORLD, Step
 from course.shared.table import Table, seconds, table
-from minillm.labkit.receipts import Row, formula, row
 from minillm.predict import context
 from minillm.predict.context import AttentionShape, Hardware
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, receipt, row
 from course.shared.diagnose import whole_numbers
 from course.shared.trials import run
 from minillm.comm import Group
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, receipt, row
 from minillm.predict import fault_simulation
 
 SPENT = ("useful", "saving", "lost", "restarting")

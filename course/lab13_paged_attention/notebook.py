@@ -35,11 +35,11 @@ from collections import OrderedDict
 
 import torch
 
+from course.kit import check, finish, hint, show, sliders
 from course.lab13_paged_attention import experiments, interpreted, receipts
 from course.lab13_paged_attention import experiments_breaks as breaks
 from course.lab13_paged_attention import experiments_engine as small
 from course.lab13_paged_attention import figures as pictures
-from minillm.labkit import check, finish, hint, show, sliders
 from minillm.model.paged_triton import tl  # triton.language; None where Triton is not installed
 from minillm.serve import blocks
 from minillm.serve.tiny import TinyLLM

@@ -5,14 +5,14 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from course.kit.answers import answers_of
 from course.lab14_continuous_batching import experiments_engines as engines
 from course.lab14_continuous_batching import figures_flight as lab_14_flight
 from course.lab14_continuous_batching import formulas as predict
 from course.lab14_continuous_batching.experiments import Flight
 from course.shared.step_cost import H100_8B
-from minillm.labkit.answers import answers_of
-from minillm.labkit.palette import PALETTE, look
-from minillm.labkit.plots import headline, log_ticks, style, subplots
+from minillm.drawing import headline, log_ticks, style, subplots
+from minillm.palette import PALETTE, look
 from minillm.serve import POLICIES
 from minillm.serve.trace import skewed, uniform
 

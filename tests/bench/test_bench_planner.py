@@ -214,7 +214,7 @@ def test_scaling_counts_what_leaves_a_node():
 
 
 def test_the_cliffs_sentence_is_of_the_rows():
-    """8 MB of gradients: a ring of 8 sends 2 · 7/8 of them over each link, two nodes in two levels a quarter per rank."""
+    """8 MB of gradients: a ring of 8 sends 2 · 7/8 of them over each link, a rank in two levels a quarter across."""
     inside = scaling.Row("weak", 4, 1, 2.0, 2.0, 12e6, 0, 1.0)
     beyond = scaling.Row("weak", 8, 2, 7.0, 3.0, 14e6, int(14e6), 0.3)
     text = scaling.cliff([inside, beyond, replace(inside, mode="strong", seconds=9.0)])

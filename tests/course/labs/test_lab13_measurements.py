@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from course.kit.answers import answers_of
 from course.lab13_paged_attention import experiments, paging
 from course.lab13_paged_attention import experiments_breaks as breaks
 from course.lab13_paged_attention import experiments_engine as small
@@ -13,7 +14,6 @@ from course.lab13_paged_attention import experiments_sharing as sharing
 from course.lab13_paged_attention import figures as pictures
 from course.lab13_paged_attention import formulas as predict
 from course.lab13_paged_attention import mistakes_sharing as spoilers
-from minillm.labkit.answers import answers_of
 
 right = answers_of("13_paged_attention")
 PARTS = {

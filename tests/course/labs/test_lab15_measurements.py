@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from course.kit.answers import answers_of
 from course.lab15_speculative_decoding import checks_gain as gain
 from course.lab15_speculative_decoding import experiments, tiny_models
 from course.lab15_speculative_decoding import experiments_breaks as breaks
 from course.lab15_speculative_decoding import experiments_runs as runs
 from course.lab15_speculative_decoding import figures as pictures
 from course.lab15_speculative_decoding.tiny_models import Tiny
-from minillm.labkit.answers import answers_of
 from minillm.predict import speculation as predict
 from minillm.serve.speculate import NGram
 from minillm.serve.speculate.verify import choose

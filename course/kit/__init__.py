@@ -1,15 +1,15 @@
 """What only the notebooks use: exercises, hints, receipts, plots and the notebook builder.
 
-A lab needs one line: `from minillm.labkit import check, finish, hint, show, sliders`. Plotting names load matplotlib
+A lab needs one line: `from course.kit import check, finish, hint, show, sliders`. Plotting names load matplotlib
 on first use, so ranks that unpickle a lab's function stay quick to start.
 """
 
 from importlib import import_module
 
-from minillm.labkit.answers import answers_of
-from minillm.labkit.checks import check, finish, hint
-from minillm.labkit.exercises import CheckFailed, alternative, exercise, mistake
-from minillm.labkit.receipts import Receipt, Row, formula, receipt, row
+from course.kit.answers import answers_of
+from course.kit.checks import check, finish, hint
+from course.kit.exercises import CheckFailed, alternative, exercise, mistake
+from course.kit.receipts import Receipt, Row, formula, receipt, row
 
 _LAZY = {
     **dict.fromkeys(("PALETTE", "SPANS", "look"), "palette"),
@@ -37,7 +37,7 @@ __all__ = [
 
 def __getattr__(name: str):
     if name not in _LAZY:
-        raise AttributeError(f"module 'minillm.labkit' has no attribute '{name}'")
-    value = getattr(import_module(f"minillm.labkit.{_LAZY[name]}"), name)
+        raise AttributeError(f"module 'course.kit' has no attribute '{name}'")
+    value = getattr(import_module(f"course.kit.{_LAZY[name]}"), name)
     globals()[name] = value
     return value
