@@ -1,4 +1,4 @@
-"""What only the notebooks use: exercises, hints, receipts, plots and the notebook builder.
+"""What labs are made of: exercises, hints, receipts, figures and the notebook builder.
 
 A lab needs one line: `from course.kit import check, finish, hint, show, sliders`. Plotting names load matplotlib
 on first use, so ranks that unpickle a lab's function stay quick to start.
@@ -12,9 +12,9 @@ from course.kit.exercises import CheckFailed, alternative, exercise, mistake
 from course.kit.receipts import Receipt, Row, formula, receipt, row
 
 _LAZY = {
-    **dict.fromkeys(("PALETTE", "SPANS", "look"), "palette"),
-    **dict.fromkeys(("bars", "lines", "style", "subplots"), "plots"),
-    **dict.fromkeys(("show", "sliders"), "interact"),
+    **dict.fromkeys(("PALETTE", "SPANS", "look"), "minillm.palette"),
+    **dict.fromkeys(("bars", "lines", "style", "subplots"), "minillm.drawing"),
+    **dict.fromkeys(("show", "sliders"), "course.kit.interact"),
 }
 
 __all__ = [
@@ -38,6 +38,6 @@ __all__ = [
 def __getattr__(name: str):
     if name not in _LAZY:
         raise AttributeError(f"module 'course.kit' has no attribute '{name}'")
-    value = getattr(import_module(f"course.kit.{_LAZY[name]}"), name)
+    value = getattr(import_module(_LAZY[name]), name)
     globals()[name] = value
     return value
