@@ -19,10 +19,10 @@ from typing import Any
 
 GROUPS = {  # in the order in which a newcomer meets them: name -> (module, what it does)
     "Start": {
-        "lab": ("minillm.cli.lab", "open a lab in JupyterLab"),
+        "lab": ("course.commands.lab", "open a lab in JupyterLab"),
         "doctor": ("minillm.cli.doctor", "can this machine run the course, and what to repair"),
-        "progress": ("minillm.cli.progress", "show or reset your progress"),
-        "tour": ("minillm.cli.tour", "run every mechanism once: predicted beside measured"),
+        "progress": ("course.commands.progress", "show or reset your progress"),
+        "tour": ("course.commands.tour", "run every mechanism once: predicted beside measured"),
     },
     "Learn and measure": {
         "machine": ("minillm.cli.machine", "measure this machine: matmul, memory, links"),
@@ -30,7 +30,7 @@ GROUPS = {  # in the order in which a newcomer meets them: name -> (module, what
         "plan": ("minillm.cli.plan", "layouts that train or serve a model on a cluster, ranked"),
         "scaling": ("minillm.cli.scaling", "weak and strong scaling: measured on ranks, extended by arithmetic"),
         "bench": ("minillm.bench", "side by side with a peer"),
-        "interview": ("minillm.cli.interview", "a mock interview that asks, times and checks"),
+        "interview": ("course.commands.interview", "a mock interview that asks, times and checks"),
     },
     "Use": {
         "train": ("minillm.cli.train", "train a model on Python's source, or on your text"),
@@ -39,8 +39,8 @@ GROUPS = {  # in the order in which a newcomer meets them: name -> (module, what
         "generate": ("minillm.cli.generate", "write on from a prompt, or from a file of prompts"),
     },
     "Maintain": {
-        "notebooks": ("minillm.cli.notebooks", "build the labs and execute their solutions"),
-        "figures": ("minillm.cli.figures", "measure and draw the committed figures"),
+        "notebooks": ("course.commands.notebooks", "build the labs and execute their solutions"),
+        "figures": ("course.commands.figures", "measure and draw the committed figures"),
     },
 }
 COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
@@ -125,9 +125,18 @@ def parser_of(name: str) -> Any:
     from minillm.cli.examples import examples_of
 
     app = typer.Typer(add_completion=False)
-    command = _with_usable_numbers(import_module(COMMANDS[name][0]).command)
+    command = _with_usable_numbers(_module(COMMANDS[name][0]).command)
     app.command(epilog="\n\n".join(["Examples:", *examples_of(name)]))(command)
     return typer.main.get_command(app)
+
+
+def _module(name: str) -> Any:
+    """A command's module. The course's are found where the course is."""
+    if not name.startswith("course."):
+        return import_module(name)
+    from minillm.clone import course_module
+
+    return course_module(name.removeprefix("course."))
 
 
 def _call(name: str, arguments: list[str]) -> int:

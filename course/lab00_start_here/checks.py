@@ -11,9 +11,9 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Row, format_value, row
 from course.shared.diagnose import expect_number
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Row, format_value, row
 from minillm.predict import roofline
 
 TOLERANCE = 1e-4  # the smallest message takes at least 7e-4 longer than the latency, so its time is not taken for it

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, Row, receipt, row
 from course.shared.diagnose import expect_like
 from course.shared.trials import Case, run, try_on_ranks
 from minillm.comm import Group, Work
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, Row, receipt, row
 from minillm.measure import Ledger, ledger
 from minillm.predict import comms
 

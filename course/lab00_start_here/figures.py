@@ -8,10 +8,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from course.lab00_start_here import experiments
-from minillm.labkit.palette import PALETTE, look
-from minillm.labkit.plots import bars, headline, style, subplots
+from minillm.drawing import bars, headline, style, subplots
 from minillm.measure import machine
 from minillm.measure.rates import LinkFit
+from minillm.palette import PALETTE, look
 from minillm.predict import roofline
 
 

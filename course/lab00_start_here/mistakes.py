@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from minillm.labkit.answers import answers_of
-from minillm.labkit.exercises import alternative, mistake
+from course.kit.answers import answers_of
+from course.kit.exercises import alternative, mistake
 
 right = answers_of("00_start_here")
 

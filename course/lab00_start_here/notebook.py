@@ -51,11 +51,11 @@ import time
 
 import torch
 
+from course.kit import check, finish, hint, show, sliders
 from course.lab00_start_here import experiments, receipts
 from course.lab00_start_here import figures as pictures
 from minillm import measure
 from minillm.comm import HangError, RankError, launch
-from minillm.labkit import check, finish, hint, show, sliders
 
 # %% [markdown]
 # ## 1 · What this machine can do

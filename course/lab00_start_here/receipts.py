@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from course.kit.answers import answers_of
+from course.kit.receipts import Receipt, format_value, formula, receipt, row
 from course.lab00_start_here import experiments
 from course.shared.table import Table, seconds, table
 from minillm.comm import Group, HangError, Link, RankError, launch
-from minillm.labkit.answers import answers_of
-from minillm.labkit.receipts import Receipt, format_value, formula, receipt, row
 from minillm.measure import machine
 from minillm.measure.machine import Machine
 from minillm.predict import comms, roofline

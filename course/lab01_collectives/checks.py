@@ -10,11 +10,11 @@ from functools import partial
 
 import torch
 
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, Row, receipt, row
 from course.lab01_collectives import judge
 from course.shared.diagnose import expect_like, say_parts, say_sum
 from course.shared.trials import refuse_ready_made, try_on_ranks
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, Row, receipt, row
 from minillm.predict import comms
 
 

@@ -9,8 +9,8 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import EngFormatter, NullFormatter
 
 from course.lab01_collectives import experiments
-from minillm.labkit.palette import PALETTE, TEXT, look
-from minillm.labkit.plots import bars, headline, lines, style, subplots
+from minillm.drawing import bars, headline, lines, style, subplots
+from minillm.palette import PALETTE, TEXT, look
 from minillm.predict import comms
 
 

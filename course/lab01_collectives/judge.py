@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from course.kit.exercises import CheckFailed
+from course.kit.receipts import Row, row
 from course.shared.diagnose import expect_like, say_sum, whole_numbers
 from course.shared.trials import Case, Trial, one_trial, rounds, run
 from minillm.comm import Group, Mesh
-from minillm.labkit.exercises import CheckFailed
-from minillm.labkit.receipts import Row, row
 from minillm.predict import comms
 
 WORLDS = (4, 3, 5, 2, 1)  # in the order in which a mistake is reported

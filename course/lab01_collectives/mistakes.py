@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from minillm.labkit.answers import answers_of
-from minillm.labkit.exercises import alternative, mistake
+from course.kit.answers import answers_of
+from course.kit.exercises import alternative, mistake
 
 right = answers_of("01_collectives")
 

@@ -20,11 +20,11 @@ import time
 
 import torch
 
+from course.kit import check, finish, hint, show, sliders
 from course.lab01_collectives import experiments, receipts
 from course.lab01_collectives import figures as pictures
 from minillm import comm, measure
 from minillm.comm import HangError, launch
-from minillm.labkit import check, finish, hint, show, sliders
 
 # %% [markdown]
 # ## What a collective is

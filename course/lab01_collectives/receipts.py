@@ -9,10 +9,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from course.kit.answers import answers_of
+from course.kit.receipts import Receipt, formula, receipt, row
 from course.lab01_collectives import experiments
 from minillm.comm import launch
-from minillm.labkit.answers import answers_of
-from minillm.labkit.receipts import Receipt, formula, receipt, row
 from minillm.predict import comms
 
 WORLD = 4

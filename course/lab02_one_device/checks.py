@@ -13,11 +13,11 @@ from functools import partial
 
 import torch
 
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, receipt, row
 from course.lab02_one_device import watching
 from course.lab02_one_device.experiments import KINDS, count_flops, train_once
 from course.shared.diagnose import expect_number
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, receipt, row
 from minillm.model import ModelConfig, Transformer, dense, sdpa
 
 

@@ -12,8 +12,7 @@ from matplotlib.patches import Patch
 from torch import Tensor
 
 from course.lab02_one_device import experiments
-from minillm.labkit.palette import PALETTE, SPANS, look
-from minillm.labkit.plots import headline, style, subplots
+from minillm.drawing import headline, style, subplots
 from minillm.measure import machine
 from minillm.measure.memory_tracker import Bytes
 from minillm.model import ModelConfig

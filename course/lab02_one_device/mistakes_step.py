@@ -4,8 +4,8 @@ that look different."""
 import torch
 import torch.nn.functional as F
 
-from minillm.labkit.answers import answers_of
-from minillm.labkit.exercises import alternative, mistake
+from course.kit.answers import answers_of
+from course.kit.exercises import alternative, mistake
 
 right = answers_of("02_one_device")
 

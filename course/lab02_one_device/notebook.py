@@ -42,9 +42,9 @@
 # %%
 import torch
 
+from course.kit import check, finish, hint, show, sliders
 from course.lab02_one_device import experiments, receipts
 from course.lab02_one_device import figures as pictures
-from minillm.labkit import check, finish, hint, show, sliders
 
 # %% [markdown]
 # ## Predict

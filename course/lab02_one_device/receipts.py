@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from course.kit.answers import answers_of
+from course.kit.receipts import Receipt, formula, receipt, row
 from course.lab02_one_device import experiments, watching
 from course.lab02_one_device import figures as pictures
 from course.lab02_one_device.experiments import CONFIG, SMALL, TARGET, flushed_share, repeated_update
 from course.shared.table import Table, seconds, table
-from minillm.labkit.answers import answers_of
-from minillm.labkit.receipts import Receipt, formula, receipt, row
 from minillm.measure import machine
 from minillm.model import Transformer, dense
 from minillm.predict import model as predict

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from course.kit.exercises import CheckFailed
 from course.lab02_one_device.experiments import count_flops, one_thread
 from course.lab02_one_device.watching import Counted
-from minillm.labkit.exercises import CheckFailed
 from minillm.measure import memory
 
 # Loss scaling.

@@ -5,14 +5,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from course.kit import answers_of
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, receipt, row
 from course.lab03_data_parallel import replicas
 from course.lab03_data_parallel.replicas import Case, Net, Trained
 from course.shared.trials import run
 from minillm import measure
 from minillm.comm import Group
-from minillm.labkit import answers_of
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, receipt, row
 
 ANSWERS = answers_of("03_data_parallel")
 

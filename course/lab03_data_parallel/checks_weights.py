@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, receipt, row
 from course.lab03_data_parallel.replicas import CLOSE
 from course.shared.diagnose import expect_like
 from course.shared.trials import run
 from minillm import measure
 from minillm.comm import Group
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, receipt, row
 from minillm.predict import comms
 
 # Tokens.

@@ -12,8 +12,8 @@ from course.lab03_data_parallel import experiments, formulas
 from course.lab03_data_parallel import experiments_overlap as overlap
 from course.lab03_data_parallel.experiments_overlap import Slow
 from minillm.comm import Link
-from minillm.labkit.palette import SPANS, TEXT, look
-from minillm.labkit.plots import bars, headline, style, subplots
+from minillm.drawing import bars, headline, style, subplots
+from minillm.palette import SPANS, TEXT, look
 
 Stretch = tuple[float, float]
 

@@ -2,8 +2,8 @@
 
 import torch
 
+from course.kit.exercises import alternative, mistake
 from course.lab03_data_parallel.replicas import Bucket
-from minillm.labkit.exercises import alternative, mistake
 
 # Naive data parallel
 

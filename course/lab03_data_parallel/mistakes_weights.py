@@ -2,7 +2,7 @@
 
 import torch
 
-from minillm.labkit.exercises import alternative, mistake
+from course.kit.exercises import alternative, mistake
 
 # Tokens
 

@@ -25,6 +25,7 @@ import inspect
 import torch
 from torch import nn
 
+from course.kit import check, finish, hint, receipt, show, sliders
 from course.lab03_data_parallel import experiments, receipts
 from course.lab03_data_parallel import experiments_breaks as breaks
 from course.lab03_data_parallel import experiments_overlap as clock
@@ -32,7 +33,6 @@ from course.lab03_data_parallel import experiments_production as production
 from course.lab03_data_parallel import figures as pictures
 from course.lab03_data_parallel.replicas import Bucket
 from minillm.comm import launch
-from minillm.labkit import check, finish, hint, receipt, show, sliders
 
 # %% [markdown]
 # ## Why it works

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
+from course.kit.receipts import Row, formula, row
 from course.lab03_data_parallel import experiments
 from course.lab03_data_parallel import experiments_breaks as breaks
 from course.lab03_data_parallel import experiments_overlap as clock
 from course.lab03_data_parallel import experiments_production as production
 from minillm import measure
 from minillm.comm import Group, launch
-from minillm.labkit.receipts import Row, formula, row
 from minillm.model import cross_entropy
 from minillm.parallel.data_parallel import compression as compress
 from minillm.predict import comms

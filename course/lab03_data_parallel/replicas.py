@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from course.kit.exercises import CheckFailed
+from course.kit.receipts import Row, row
 from minillm import measure
 from minillm.comm import Group
-from minillm.labkit.exercises import CheckFailed
-from minillm.labkit.receipts import Row, row
 from minillm.predict import comms
 
 LR = 0.1

@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, row
 from course.shared import sharding
 from course.shared.sharding import Did, Sizes, Steps
 from course.shared.trials import run
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, row
 from minillm.predict import comms
 
 # What they are held to.

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, row
 from course.shared import sharding
 from course.shared.diagnose import expect_like
 from course.shared.sharding import Did, Net, Stack
 from course.shared.trials import run
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, row
 from minillm.predict import comms
 
 # What they are held to.

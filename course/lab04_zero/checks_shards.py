@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, row
 from course.lab04_zero import shards
 from course.lab04_zero.shards import Flat, Stream
 from course.shared import sharding
 from course.shared.diagnose import expect_like
 from course.shared.sharding import Did
 from course.shared.trials import run
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, row
 from minillm.predict import comms
 
 CHUNKS = "is every chunk treated once, the last and shorter one too, with its own gradient?"

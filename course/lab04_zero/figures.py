@@ -6,14 +6,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
+from course.kit import answers_of
 from course.lab04_zero import experiments as stages
 from course.lab04_zero import experiments_links as links
 from course.lab04_zero import experiments_torch as peers
 from course.lab04_zero.experiments import NAMES, STAGES, Setup
-from minillm.labkit import answers_of
-from minillm.labkit.palette import PALETTE, TEXT, look
-from minillm.labkit.plots import headline, style, subplots
+from minillm.drawing import headline, style, subplots
 from minillm.measure.timeline import STYLES
+from minillm.palette import PALETTE, TEXT, look
 from minillm.predict.model import ADAM_FP32, ADAM_MIXED
 
 ANSWERS = answers_of("04_zero")

@@ -2,8 +2,8 @@
 
 from torch import nn
 
-from minillm.labkit import answers_of
-from minillm.labkit.exercises import alternative, mistake
+from course.kit import answers_of
+from course.kit.exercises import alternative, mistake
 
 ANSWERS = answers_of("04_zero")
 

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from course.kit import check, finish, hint, receipt, show, sliders
 from course.lab04_zero import experiments, experiments_hybrid, receipts
 from course.lab04_zero import experiments_breaks as breaks
 from course.lab04_zero import experiments_links as links
@@ -31,7 +32,6 @@ from course.lab04_zero import experiments_torch as peers
 from course.lab04_zero import figures as pictures
 from course.lab04_zero.experiments import PSI, Setup
 from minillm.comm import launch
-from minillm.labkit import check, finish, hint, receipt, show, sliders
 from minillm.predict.model import ADAM_FP32, ADAM_MIXED
 
 # %% [markdown]

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
+from course.kit.receipts import Row, formula, row
 from course.lab04_zero import experiments as stages
 from course.lab04_zero import experiments_breaks as breaks
 from course.lab04_zero import experiments_links as links
@@ -14,7 +15,6 @@ from course.lab04_zero import experiments_torch as torch_peers
 from course.lab04_zero.experiments import PSI, Setup
 from course.shared.table import Table, seconds, table
 from minillm.comm import launch
-from minillm.labkit.receipts import Row, formula, row
 from minillm.predict import comms
 from minillm.predict.model import ADAM_MIXED
 

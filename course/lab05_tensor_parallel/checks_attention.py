@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
+from course.kit import answers_of
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, Row, row
 from course.lab05_tensor_parallel import splitting, splitting_order
 from course.lab05_tensor_parallel.checks import direction_rows, judge_output, refuse_extra, say_gradient
 from course.lab05_tensor_parallel.splitting import Layer, Passed, close
-from minillm.labkit import answers_of
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, Row, row
 from minillm.predict import comms
 
 ANSWERS = answers_of("05_tensor_parallel")

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, Row, row
 from course.lab05_tensor_parallel import splitting, splitting_order
 from course.lab05_tensor_parallel.splitting import Layer, Passed, close
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, Row, row
 from minillm.predict import comms
 
 # What they are held to.

@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, Row, row
 from course.lab05_tensor_parallel import splitting
 from course.lab05_tensor_parallel.splitting import Passed, Vocabulary, close
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, Row, row
 from minillm.predict import comms
 
 # What they are held to.

@@ -9,9 +9,9 @@ from matplotlib.patches import Patch, Rectangle
 from course.lab05_tensor_parallel import experiments as steps
 from course.lab05_tensor_parallel import experiments_links as links
 from course.lab05_tensor_parallel.experiments import FORMS, Setup
-from minillm.labkit.palette import PALETTE, TEXT, look
-from minillm.labkit.plots import headline, style, subplots
+from minillm.drawing import headline, style, subplots
 from minillm.measure.timeline import STYLES
+from minillm.palette import PALETTE, TEXT, look
 from minillm.predict import comms
 
 GPU_FLOPS, LATENCY_S, SEQUENCE = 400e12, 5e-6, 4096  # assumed: what a large GPU really reaches in 16 bits; one sequence

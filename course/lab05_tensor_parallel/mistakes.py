@@ -3,9 +3,9 @@
 import torch
 import torch.nn.functional as F
 
+from course.kit import answers_of
+from course.kit.exercises import alternative, mistake
 from minillm.comm import ring_all_gather, ring_reduce_scatter
-from minillm.labkit import answers_of
-from minillm.labkit.exercises import alternative, mistake
 
 ANSWERS = answers_of("05_tensor_parallel")
 Enter, Leave, cut_mlp, mlp = ANSWERS.Enter, ANSWERS.Leave, ANSWERS.cut_mlp, ANSWERS.mlp

@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from minillm.labkit import answers_of
-from minillm.labkit.exercises import alternative, mistake
+from course.kit import answers_of
+from course.kit.exercises import alternative, mistake
 
 ANSWERS = answers_of("05_tensor_parallel")
 Leave = ANSWERS.Leave

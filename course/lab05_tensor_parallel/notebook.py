@@ -23,6 +23,7 @@ import inspect
 import torch
 import torch.nn.functional as F
 
+from course.kit import check, finish, hint, receipt, show, sliders
 from course.lab05_tensor_parallel import experiments, receipts
 from course.lab05_tensor_parallel import experiments_breaks as breaks
 from course.lab05_tensor_parallel import experiments_links as links
@@ -30,7 +31,6 @@ from course.lab05_tensor_parallel import experiments_torch as peers
 from course.lab05_tensor_parallel import figures as pictures
 from course.lab05_tensor_parallel.experiments import FORMS, MODEL, SEQ, Setup
 from minillm.comm import launch
-from minillm.labkit import check, finish, hint, receipt, show, sliders
 
 # %% [markdown]
 # ## What can be cut?

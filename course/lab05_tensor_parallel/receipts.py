@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from course.kit.receipts import Row, formula, row
 from course.lab05_tensor_parallel import experiments as steps
 from course.lab05_tensor_parallel import experiments_breaks as breaks
 from course.lab05_tensor_parallel import experiments_links as links
@@ -17,7 +18,6 @@ from course.lab05_tensor_parallel.experiments import FORMS, MODEL, SEQ, Found, S
 from course.lab05_tensor_parallel.figures import layer_seconds
 from course.shared.table import Table, seconds, table
 from minillm.comm import Group, launch
-from minillm.labkit.receipts import Row, formula, row
 from minillm.predict import comms
 from minillm.predict.training import tensor as predict
 

@@ -13,9 +13,9 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from minillm.labkit import answers_of
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, row
+from course.kit import answers_of
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, row
 from minillm.parallel.pipeline_parallel.actions import straight
 from minillm.parallel.pipeline_parallel.schedules import (
     Action,

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from course.kit import answers_of
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, row
 from course.lab06_pipeline_parallel import staging
 from course.lab06_pipeline_parallel.checks import as_action
 from course.shared.measuring import count_flops
 from course.shared.trials import run
-from minillm.labkit import answers_of
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, row
 from minillm.parallel.pipeline_parallel.actions import straight
 from minillm.parallel.pipeline_parallel.schedules import Action, Edge, Schedule, ScheduleError, Task, check
 from minillm.predict.training import pipeline as predict

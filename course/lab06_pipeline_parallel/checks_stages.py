@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from course.kit import answers_of
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, row
 from course.lab06_pipeline_parallel import staging
 from course.lab06_pipeline_parallel.staging import Run, Staged, Tied
 from course.shared import sharding

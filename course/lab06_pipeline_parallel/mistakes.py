@@ -2,8 +2,8 @@
 
 import itertools
 
-from minillm.labkit import answers_of
-from minillm.labkit.exercises import alternative, mistake
+from course.kit import answers_of
+from course.kit.exercises import alternative, mistake
 from minillm.parallel.pipeline_parallel.schedules import one_f_one_b
 
 ANSWERS = answers_of("06_pipeline_parallel")

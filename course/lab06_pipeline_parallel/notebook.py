@@ -25,13 +25,13 @@ import itertools
 
 import torch
 
+from course.kit import check, finish, hint, receipt, show, sliders
 from course.lab06_pipeline_parallel import experiments, receipts
 from course.lab06_pipeline_parallel import experiments_breaks as breaks
 from course.lab06_pipeline_parallel import experiments_torch as peers
 from course.lab06_pipeline_parallel import figures as pictures
 from course.lab06_pipeline_parallel.experiments import PRINTED_CHART, Job
 from minillm.comm import launch
-from minillm.labkit import check, finish, hint, receipt, show, sliders
 from minillm.parallel.pipeline_parallel import schedules
 from minillm.parallel.pipeline_parallel.schedules import Durations, ScheduleError, simulate
 

@@ -9,8 +9,8 @@ from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import EngFormatter
 
-from minillm.labkit.palette import PALETTE, TEXT
-from minillm.labkit.plots import style, subplots
+from minillm.drawing import style, subplots
+from minillm.palette import PALETTE, TEXT
 from minillm.parallel.pipeline_parallel.schedules import Bar, Timeline
 
 IDLE = "#E6E6E6"

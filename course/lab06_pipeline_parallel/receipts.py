@@ -9,12 +9,12 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from course.kit.receipts import Row, formula, row
 from course.lab06_pipeline_parallel import experiments
 from course.lab06_pipeline_parallel import experiments_breaks as breaks
 from course.lab06_pipeline_parallel import experiments_stale as stale
 from course.lab06_pipeline_parallel.experiments import FORWARD_S, PRINTED_CHART, ROWS, SEQ, Found, Job
 from course.shared.table import Table, seconds, table
-from minillm.labkit.receipts import Row, formula, row
 from minillm.parallel.pipeline_parallel import schedules
 from minillm.parallel.pipeline_parallel.schedules import Durations, simulate
 from minillm.predict.training import pipeline as predict

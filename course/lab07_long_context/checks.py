@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, receipt, row
 from course.shared.measuring import count_flops, one_thread
 from course.shared.new_tensors import NewTensors
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, receipt, row
 from minillm.model import dense
 
 DIM, TILE = 8, 16

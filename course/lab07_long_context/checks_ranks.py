@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, receipt, row
 from course.lab07_long_context.ranks import Case, Did, run_exchange, run_ring
 from course.shared.diagnose import expect_like, whole_numbers
 from course.shared.trials import run
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, receipt, row
 from minillm.model import dense
 from minillm.predict.training import context
 

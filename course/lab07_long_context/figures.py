@@ -8,8 +8,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from course.lab07_long_context import experiments
 from course.lab07_long_context import experiments_links as links
-from minillm.labkit.palette import PALETTE, look
-from minillm.labkit.plots import headline, lines, style, subplots
+from minillm.drawing import headline, lines, style, subplots
 from minillm.measure.timeline import STYLES
 from minillm.predict.training import context
 from minillm.predict.training.context import AttentionShape, Hardware

@@ -22,11 +22,11 @@ import inspect
 
 import torch
 
+from course.kit import check, finish, hint, receipt, show, sliders
 from course.lab07_long_context import experiments, receipts
 from course.lab07_long_context import experiments_breaks as breaks
 from course.lab07_long_context import experiments_links as links
 from course.lab07_long_context import figures as pictures
-from minillm.labkit import check, finish, hint, receipt, show, sliders
 
 # %% [markdown]
 # ## Where the bytes are

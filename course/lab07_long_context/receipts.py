@@ -8,6 +8,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
+from course.kit.receipts import Row, formula, row
 from course.lab07_long_context import experiments, experiments_breaks
 from course.lab07_long_context import experiments_links as links
 from course.lab07_long_context.experiments import LONG, WORLD, Step

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, receipt, row
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, receipt, row
 
 HIDDEN = 3
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, receipt, row
 from course.lab08_expert_parallel.ranks import Averaged, Did, Layer, Rows, one_process, run_exchange, run_gradients
 from course.shared.diagnose import whole_numbers
 from course.shared.trials import run

@@ -2,8 +2,8 @@
 
 import torch
 
-from minillm.labkit.answers import answers_of
-from minillm.labkit.exercises import alternative, mistake
+from course.kit.answers import answers_of
+from course.kit.exercises import alternative, mistake
 
 right = answers_of("08_expert_parallel")
 

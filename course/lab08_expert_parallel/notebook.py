@@ -23,11 +23,11 @@ import inspect
 import torch
 import torch.nn.functional as F
 
+from course.kit import check, finish, hint, receipt, show, sliders
 from course.lab08_expert_parallel import experiments, receipts
 from course.lab08_expert_parallel import experiments_links as links
 from course.lab08_expert_parallel import experiments_training as training
 from course.lab08_expert_parallel import figures as pictures
-from minillm.labkit import check, finish, hint, receipt, show, sliders
 
 # %% [markdown]
 # ## Parameters without FLOPs

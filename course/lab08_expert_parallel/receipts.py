@@ -8,6 +8,7 @@ from functools import cache
 
 import torch
 
+from course.kit.receipts import Row, formula, row
 from course.lab08_expert_parallel import experiments
 from course.lab08_expert_parallel import experiments_links as links
 from course.lab08_expert_parallel import experiments_training as training

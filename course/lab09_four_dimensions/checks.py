@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, receipt, row
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, receipt, row
 
 Place = dict[str, int]
 AXES = ("dp", "pp", "cp", "tp")

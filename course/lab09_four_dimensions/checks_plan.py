@@ -10,11 +10,11 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, receipt, row
 from course.lab09_four_dimensions import experiments_plan as plans
 from course.shared.diagnose import expect_number
 from minillm.equivalence import CONTEXT_CASES, compare
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, receipt, row
 from minillm.predict.planner.architectures import Architecture, architecture
 from minillm.predict.planner.clusters import GIB, Cluster, cluster
 from minillm.predict.planner.layout import Layout

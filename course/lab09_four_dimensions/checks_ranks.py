@@ -4,11 +4,11 @@ import math
 import random
 from collections.abc import Callable, Sequence
 
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, receipt, row
 from course.lab09_four_dimensions import ranks
 from course.lab09_four_dimensions.ranks import Outcome
 from course.shared.trials import run
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, receipt, row
 
 EXACT = 1e-10
 

@@ -9,8 +9,8 @@ from matplotlib.patches import FancyBboxPatch, Rectangle
 
 from course.lab09_four_dimensions import experiments, experiments_plan
 from course.lab09_four_dimensions.experiments import LAYOUTS, PLACED, Point, Run
-from minillm.labkit.palette import PALETTE, look
-from minillm.labkit.plots import headline, style, subplots
+from minillm.drawing import headline, style, subplots
+from minillm.palette import PALETTE, look
 from minillm.predict.planner.clusters import GIB
 from minillm.predict.planner.layout import Layout
 

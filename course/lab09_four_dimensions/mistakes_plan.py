@@ -1,8 +1,8 @@
 """Spoilers of lab 09, plans and steps: wrong estimates, plans that do not fit or lose, steps with wrong gradients."""
 
+from course.kit.answers import answers_of
+from course.kit.exercises import alternative, mistake
 from course.lab09_four_dimensions.experiments_breaks import colleagues_step
-from minillm.labkit.answers import answers_of
-from minillm.labkit.exercises import alternative, mistake
 from minillm.predict.planner.layout import Layout
 from minillm.predict.planner.memory import token_bytes
 

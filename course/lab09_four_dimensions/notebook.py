@@ -21,9 +21,9 @@
 # %%
 import inspect
 
+from course.kit import check, finish, hint, receipt, show, sliders
 from course.lab09_four_dimensions import experiments, experiments_breaks, experiments_plan, receipts
 from course.lab09_four_dimensions import figures as pictures
-from minillm.labkit import check, finish, hint, receipt, show, sliders
 from minillm.predict.planner.layout import Layout
 from minillm.predict.planner.memory import token_bytes
 

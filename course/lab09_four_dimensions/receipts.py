@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from course.kit.answers import answers_of
+from course.kit.receipts import Row, formula, row
 from course.lab09_four_dimensions import experiments, experiments_breaks
 from course.lab09_four_dimensions import experiments_plan as plans
 from course.lab09_four_dimensions.experiments import LAYOUTS, PLACED, Point, Run
 from course.shared.table import Table, table
 from minillm.equivalence import CONTEXT_CASES, SPLIT_CASES, compare
-from minillm.labkit.answers import answers_of
-from minillm.labkit.receipts import Row, formula, row
 from minillm.predict.planner import published
 from minillm.predict.planner.architectures import architecture
 from minillm.predict.planner.clusters import GIB, cluster

@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, receipt, row
 from course.lab10_fault_tolerance.disk import CUTS, MOST_OPERATIONS, Disk, Handle, Member, Stage
 from course.shared.trials import run
 from minillm.comm import Group
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, receipt, row
 
 Saved = tuple[int, list[bytes]]  # a step, and the shard of each rank
 

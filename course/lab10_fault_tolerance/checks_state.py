@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, receipt, row
 from course.lab10_fault_tolerance.loop import PARTS, Loop
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, receipt, row
 
 BEFORE, AFTER = 7, 8  # steps before the save, and compared after it
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
+from course.kit.answers import answers_of
 from course.lab10_fault_tolerance import checks
 from course.lab10_fault_tolerance.disk import CUTS, Disk
 from course.lab10_fault_tolerance.loop import Loop
 from minillm.comm import Group, HangError, launch
-from minillm.labkit.answers import answers_of
 from minillm.model import ModelConfig
 from minillm.parallel.zero.optimizer import ZeroOptimizer
 from minillm.train import TrainConfig

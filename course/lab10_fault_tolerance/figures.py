@@ -9,8 +9,8 @@ from matplotlib.patches import Patch
 from course.lab10_fault_tolerance import experiments
 from course.lab10_fault_tolerance import experiments_breaks as breaks
 from course.lab10_fault_tolerance.experiments import MTBF_S, RESTART_S, SAVE_S, Run
-from minillm.labkit.palette import PALETTE, look
-from minillm.labkit.plots import headline, style, subplots
+from minillm.drawing import headline, style, subplots
+from minillm.palette import PALETTE, look
 from minillm.predict import faults
 
 USES = {  # color, hatch

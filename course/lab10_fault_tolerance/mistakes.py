@@ -3,9 +3,9 @@
 import json
 import zlib
 
+from course.kit.answers import answers_of
+from course.kit.exercises import alternative, mistake
 from course.lab10_fault_tolerance import experiments_breaks as breaks
-from minillm.labkit.answers import answers_of
-from minillm.labkit.exercises import alternative, mistake
 
 right = answers_of("10_fault_tolerance")
 

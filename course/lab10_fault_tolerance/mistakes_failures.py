@@ -5,8 +5,8 @@ from statistics import mean, median
 
 import torch
 
+from course.kit.exercises import alternative, mistake
 from course.lab10_fault_tolerance import experiments_breaks as breaks
-from minillm.labkit.exercises import alternative, mistake
 
 # Where the hours go.
 

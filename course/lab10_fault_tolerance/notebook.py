@@ -29,12 +29,12 @@ from statistics import median
 
 import torch
 
+from course.kit import check, finish, hint, receipt, show, sliders
 from course.lab10_fault_tolerance import experiments, receipts
 from course.lab10_fault_tolerance import experiments_breaks as breaks
 from course.lab10_fault_tolerance import experiments_production as production
 from course.lab10_fault_tolerance import figures as pictures
 from course.lab10_fault_tolerance.loop import Loop, Order
-from minillm.labkit import check, finish, hint, receipt, show, sliders
 
 # %% [markdown]
 # ## How often does something fail?

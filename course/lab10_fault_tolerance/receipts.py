@@ -6,6 +6,7 @@ Every function yields the rows of one receipt; without arguments it measures for
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from course.kit.receipts import Row, formula, row
 from course.lab10_fault_tolerance import experiments, experiments_production
 from course.lab10_fault_tolerance import experiments_breaks as breaks
 from course.lab10_fault_tolerance.experiments import MTBF_S, RESTART_S, SAVE_S, Run

@@ -18,8 +18,8 @@ import re
 from collections import Counter
 from collections.abc import Callable
 
+from course.kit.answers import answers_of
 from minillm.data.tokenizer import BYTE_TO_CHAR, CHAR_TO_BYTE
-from minillm.labkit.answers import answers_of
 
 __all__ = ["BYTE_TO_CHAR", "CHAR_TO_BYTE", "encode", "initial_vocabulary", "split", "train", "words_of"]
 

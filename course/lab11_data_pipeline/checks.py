@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from course.kit.answers import answers_of
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, Row, receipt, row
 from course.lab11_data_pipeline import bpe, experiments
 from course.shared.diagnose import expect_number
-from minillm.labkit.answers import answers_of
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, Row, receipt, row
 
 Word = tuple[bytes, ...]
 Pair = tuple[bytes, bytes]

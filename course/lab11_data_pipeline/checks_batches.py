@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, receipt, row
 from course.lab11_data_pipeline import feeding
 from course.lab11_data_pipeline import formulas as predict
 from minillm.comm import launch
 from minillm.data.sampler import permutation
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, receipt, row
 
 # Windows.
 

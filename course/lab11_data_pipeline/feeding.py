@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from course.kit.exercises import CheckFailed
+from course.kit.receipts import Row, row
 from minillm.comm import Group
 from minillm.data.sampler import permutation
-from minillm.labkit.exercises import CheckFailed
-from minillm.labkit.receipts import Row, row
 from minillm.measure import ledger
 
 PATIENCE_S = 5.0  # only mistakes wait this long

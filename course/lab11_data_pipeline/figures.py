@@ -9,13 +9,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from course.kit.answers import answers_of
 from course.lab11_data_pipeline import experiments
 from course.lab11_data_pipeline import formulas as predict
 from course.lab11_data_pipeline.padding import length_batches
-from minillm.labkit.answers import answers_of
-from minillm.labkit.palette import PALETTE, SPANS, look
-from minillm.labkit.plots import headline, lines, style, subplots
+from minillm.drawing import headline, lines, style, subplots
 from minillm.measure import Ledger, timeline
+from minillm.palette import PALETTE, SPANS, look
 
 FILL = {"facecolor": "white", "edgecolor": PALETTE["vermillion"], "hatch": "xxxx", "linewidth": 0.4}
 

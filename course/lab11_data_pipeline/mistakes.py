@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from minillm.labkit.answers import answers_of
-from minillm.labkit.exercises import alternative, mistake
+from course.kit.answers import answers_of
+from course.kit.exercises import alternative, mistake
 
 right = answers_of("11_data_pipeline")
 

@@ -10,8 +10,8 @@ from itertools import chain, count, islice
 import numpy as np
 import torch
 
-from minillm.labkit.answers import answers_of
-from minillm.labkit.exercises import alternative, mistake
+from course.kit.answers import answers_of
+from course.kit.exercises import alternative, mistake
 
 right = answers_of("11_data_pipeline")
 

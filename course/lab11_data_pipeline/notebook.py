@@ -46,12 +46,12 @@ from collections import Counter
 from functools import partial
 from itertools import pairwise
 
+from course.kit import check, finish, hint, show, sliders
 from course.lab11_data_pipeline import bpe, experiments, receipts
 from course.lab11_data_pipeline import figures as pictures
 from minillm import data
 from minillm.comm import launch
 from minillm.data.sampler import permutation
-from minillm.labkit import check, finish, hint, show, sliders
 
 # %% [markdown]
 # ## The text

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from course.kit.answers import answers_of
+from course.kit.receipts import Receipt, formula, receipt, row
 from course.lab11_data_pipeline import bpe, experiments
 from course.lab11_data_pipeline import formulas as predict
 from course.lab11_data_pipeline.baselines import character_tokenizer, word_tokenizer
@@ -21,8 +23,6 @@ from course.shared.table import Table, table
 from minillm.comm import Group, launch
 from minillm.data import Tokenizer
 from minillm.data.sampler import permutation
-from minillm.labkit.answers import answers_of
-from minillm.labkit.receipts import Receipt, formula, receipt, row
 
 answers = answers_of("11_data_pipeline")
 H100_BF16 = 989e12  # FLOP/s, dense; NVIDIA's data sheet

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from course.kit.answers import answers_of
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, Row, receipt, row
 from course.lab12_decoding import formulas as predict
 from course.lab12_decoding.decoders import GARBAGE, Cache, Watched, recompute
 from course.lab12_decoding.traffic import Traffic
 from course.shared.measuring import one_thread
-from minillm.labkit.answers import answers_of
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, Row, receipt, row
 from minillm.model import ModelConfig, Transformer, dense
 
 ANSWERS = answers_of("12_decoding")

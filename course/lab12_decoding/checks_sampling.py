@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Row, row
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Row, row
 
 # The nucleus.
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from course.kit.answers import answers_of
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, Row, receipt, row
 from course.lab12_decoding.decoders import Cache
 from course.lab12_decoding.traffic import Traffic
 from course.shared.measuring import count_flops, one_thread
-from minillm.labkit.answers import answers_of
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, Row, receipt, row
 from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import KVCache
 from minillm.predict.model import kv_bytes_per_token, matmul_parameters

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from course.kit.answers import answers_of
 from course.lab12_decoding import formulas as predict
 from course.lab12_decoding.decoders import Cache
 from course.lab12_decoding.formulas import Work
 from course.lab12_decoding.traffic import Traffic
 from course.shared.measuring import count_flops, one_thread, text_tokens
 from minillm.data import Tokenizer
-from minillm.labkit.answers import answers_of
 from minillm.model import ModelConfig, Transformer, dense, load_hf
 from minillm.model.generate import KVCache, folder_of
 from minillm.predict.model import forward_flops

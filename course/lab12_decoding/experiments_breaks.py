@@ -11,10 +11,10 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from course.kit.answers import answers_of
 from course.lab12_decoding.decoders import Attend, Cache
 from course.lab12_decoding.experiments import target, windows
 from course.shared.measuring import one_thread
-from minillm.labkit.answers import answers_of
 from minillm.model.generate import KVCache
 
 ANSWERS = answers_of("12_decoding")

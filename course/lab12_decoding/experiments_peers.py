@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
+from course.kit.answers import answers_of
 from course.lab12_decoding.decoders import Cache, Watched
 from course.lab12_decoding.experiments import target, windows
 from course.shared.measuring import one_thread
-from minillm.labkit.answers import answers_of
 from minillm.model.generate import folder_of
 
 ANSWERS = answers_of("12_decoding")

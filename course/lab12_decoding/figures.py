@@ -13,8 +13,8 @@ from course.lab12_decoding import experiments
 from course.lab12_decoding import experiments_breaks as breaks
 from course.lab12_decoding import formulas as predict
 from course.lab12_decoding.experiments import GPUS, MODELS, Point, Roof
-from minillm.labkit.palette import PALETTE, look
-from minillm.labkit.plots import headline, log_ticks, style, subplots
+from minillm.drawing import headline, log_ticks, style, subplots
+from minillm.palette import PALETTE, look
 from minillm.predict.model import kv_bytes_per_token, parameters
 from minillm.predict.roofline import attainable
 

@@ -2,9 +2,9 @@
 
 import torch
 
+from course.kit.answers import answers_of
+from course.kit.exercises import alternative, mistake
 from course.lab12_decoding.decoders import Cache
-from minillm.labkit.answers import answers_of
-from minillm.labkit.exercises import alternative, mistake
 
 ANSWERS = answers_of("12_decoding")
 

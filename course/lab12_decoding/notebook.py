@@ -40,11 +40,11 @@ import inspect
 
 import torch
 
+from course.kit import check, finish, hint, show, sliders
 from course.lab12_decoding import experiments, receipts
 from course.lab12_decoding import figures as pictures
 from course.lab12_decoding.decoders import Cache
 from course.lab12_decoding.experiments import GPUS, MODELS
-from minillm.labkit import check, finish, hint, show, sliders
 
 torch.set_num_threads(1)  # the device of this lab is one core, as in lab 02
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
+from course.kit.answers import answers_of
+from course.kit.receipts import Receipt, receipt, row
 from course.lab12_decoding import experiments
 from course.lab12_decoding import experiments_breaks as breaks
 from course.lab12_decoding import experiments_peers as peers
 from course.lab12_decoding import formulas as predict
 from course.lab12_decoding.experiments import GPUS, MODELS, WIDE, Point
 from course.shared.table import Table, seconds, table
-from minillm.labkit.answers import answers_of
-from minillm.labkit.receipts import Receipt, receipt, row
 from minillm.model import generate as decoder
 from minillm.predict import roofline
 from minillm.predict.model import kv_bytes_per_token

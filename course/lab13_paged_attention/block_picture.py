@@ -6,8 +6,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from minillm.labkit.palette import CARD, PALETTE, TEXT, look
-from minillm.labkit.plots import style, subplots
+from minillm.drawing import style, subplots
+from minillm.palette import CARD, PALETTE, TEXT, look
 
 FREE, SHARED = "#E3E3E3", PALETTE["yellow"]
 

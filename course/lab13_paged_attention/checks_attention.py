@@ -10,11 +10,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, receipt, row
 from course.lab13_paged_attention import formulas as predict
 from course.shared.measuring import one_thread
 from course.shared.new_tensors import NewTensors
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, receipt, row
 
 HEADS, KV_HEADS, DIM, SIZE = 8, 4, 8, 4
 

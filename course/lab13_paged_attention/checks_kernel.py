@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, receipt, row
 from course.lab13_paged_attention import formulas as predict
 from course.lab13_paged_attention.interpreted import INSTALLED, run
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, receipt, row
 
 ARGUMENTS = ["q", "k_pool", "v_pool", "table", "y", "context", "scale", "GROUP", "KV_HEADS", "SIZE", "DIM"]
 

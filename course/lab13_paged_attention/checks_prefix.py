@@ -4,11 +4,11 @@ import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from course.kit.answers import answers_of
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, receipt, row
 from course.lab13_paged_attention import formulas as predict
 from course.lab13_paged_attention.paging import Read
-from minillm.labkit.answers import answers_of
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, receipt, row
 
 ANSWERS = answers_of("13_paged_attention")
 

@@ -4,11 +4,11 @@ import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 
+from course.kit.answers import answers_of
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Row, row
 from course.lab13_paged_attention import formulas as predict
 from course.lab13_paged_attention.paging import Contents
-from minillm.labkit.answers import answers_of
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Row, row
 
 ANSWERS = answers_of("13_paged_attention")
 

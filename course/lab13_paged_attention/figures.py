@@ -13,8 +13,8 @@ from course.lab13_paged_attention import experiments_sharing as sharing_measured
 from course.lab13_paged_attention import experiments_sizes as sizes_measured
 from course.lab13_paged_attention import formulas as predict
 from course.lab13_paged_attention.block_picture import FREE, draw_blocks, draw_memory, key
-from minillm.labkit.palette import PALETTE
-from minillm.labkit.plots import bars, headline, lines, style, subplots
+from minillm.drawing import bars, headline, lines, style, subplots
+from minillm.palette import PALETTE
 from minillm.serve import StepRecord
 
 # Block tables.

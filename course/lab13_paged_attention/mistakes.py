@@ -7,8 +7,8 @@ from collections import Counter, deque
 
 import torch
 
-from minillm.labkit.answers import answers_of
-from minillm.labkit.exercises import alternative, mistake
+from course.kit.answers import answers_of
+from course.kit.exercises import alternative, mistake
 
 right = answers_of("13_paged_attention")
 

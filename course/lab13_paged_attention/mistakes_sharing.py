@@ -4,8 +4,8 @@ different."""
 import hashlib
 from array import array
 
-from minillm.labkit.answers import answers_of
-from minillm.labkit.exercises import alternative, mistake
+from course.kit.answers import answers_of
+from course.kit.exercises import alternative, mistake
 
 right = answers_of("13_paged_attention")
 

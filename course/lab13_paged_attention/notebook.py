@@ -35,6 +35,7 @@ from collections import OrderedDict
 
 import torch
 
+from course.kit import check, finish, hint, show, sliders
 from course.lab13_paged_attention import experiments, interpreted, receipts
 from course.lab13_paged_attention import experiments_breaks as breaks
 from course.lab13_paged_attention import experiments_engine as small

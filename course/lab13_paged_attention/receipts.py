@@ -3,13 +3,13 @@
 Each function takes what a cell measured; those in CLAIMS measure for themselves when called without.
 """
 
+from course.kit.receipts import Receipt, formula, receipt, row
 from course.lab13_paged_attention import experiments, experiments_sizes
 from course.lab13_paged_attention import experiments_breaks as breaks
 from course.lab13_paged_attention import experiments_sharing as sharing
 from course.lab13_paged_attention import figures as pictures
 from course.lab13_paged_attention import formulas as predict
 from course.shared.table import Table, seconds, table
-from minillm.labkit.receipts import Receipt, formula, receipt, row
 from minillm.predict.model import kv_bytes_per_token
 
 PREFIX, OWN, REQUESTS, SIZE = 100, 20, 6, 16

@@ -5,11 +5,11 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import islice
 
+from course.kit.answers import answers_of
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, row
 from course.lab14_continuous_batching import experiments_breaks as breaks
 from course.lab14_continuous_batching.experiments import Flight, play, requests
-from minillm.labkit.answers import answers_of
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, row
 from minillm.serve import Scheduler
 
 ANSWERS = answers_of("14_continuous_batching")

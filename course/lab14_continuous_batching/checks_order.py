@@ -4,10 +4,10 @@ import random
 from collections.abc import Callable, Sequence
 from itertools import count
 
+from course.kit.answers import answers_of
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, row
 from course.lab14_continuous_batching import formulas as predict
-from minillm.labkit.answers import answers_of
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, row
 from minillm.serve import POLICIES
 from minillm.serve import Sequence as Seq
 

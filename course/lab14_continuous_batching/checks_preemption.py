@@ -3,11 +3,11 @@
 import random
 from heapq import heappop
 
+from course.kit.answers import answers_of
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, row
 from course.lab14_continuous_batching.experiments import TINY, one_thread, play, requests
 from course.lab14_continuous_batching.shelves import contents, draw_pool
-from minillm.labkit.answers import answers_of
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, row
 from minillm.model import Transformer
 from minillm.model.generate import generate
 from minillm.serve import LLM, Scheduler

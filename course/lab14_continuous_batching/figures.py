@@ -5,6 +5,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from course.kit.answers import answers_of
 from course.lab14_continuous_batching import experiments_engines as engines
 from course.lab14_continuous_batching import figures_flight as lab_14_flight
 from course.lab14_continuous_batching import formulas as predict

@@ -2,8 +2,8 @@
 
 import heapq
 
-from minillm.labkit.answers import answers_of
-from minillm.labkit.exercises import alternative, mistake
+from course.kit.answers import answers_of
+from course.kit.exercises import alternative, mistake
 
 ANSWERS = answers_of("14_continuous_batching")
 

@@ -43,11 +43,11 @@ import heapq
 import inspect
 import itertools
 
+from course.kit import check, finish, hint, show, sliders
 from course.lab14_continuous_batching import experiments_engines as engines
 from course.lab14_continuous_batching import figures as pictures
 from course.lab14_continuous_batching import figures_flight as flight_pictures
 from course.lab14_continuous_batching import receipts
-from minillm.labkit import check, finish, hint, show, sliders
 from minillm.serve import POLICIES
 from minillm.serve.tiny import TinyLLM
 

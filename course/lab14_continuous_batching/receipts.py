@@ -6,6 +6,8 @@ Counted, or on a simulated clock: except where a column says "measured", nothing
 from collections.abc import Callable
 from typing import Any
 
+from course.kit.answers import answers_of
+from course.kit.receipts import Receipt, receipt, row
 from course.lab14_continuous_batching import experiments
 from course.lab14_continuous_batching import experiments_breaks as breaks
 from course.lab14_continuous_batching import experiments_engines as engines
@@ -14,8 +16,6 @@ from course.lab14_continuous_batching import formulas as predict
 from course.lab14_continuous_batching.experiments_transformers import peer
 from course.shared.step_cost import FOUR_H100_70B, H100_8B
 from course.shared.table import Table, seconds, table
-from minillm.labkit.answers import answers_of
-from minillm.labkit.receipts import Receipt, receipt, row
 from minillm.serve import Scheduler
 
 ANSWERS = answers_of("14_continuous_batching")

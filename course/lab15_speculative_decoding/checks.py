@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from course.kit.answers import answers_of
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, row
 from course.lab15_speculative_decoding import tiny_models
 from course.lab15_speculative_decoding.tiny_models import NOTHING, Tiny
-from minillm.labkit.answers import answers_of
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, row
 from minillm.serve.speculate.verify import choose
 
 PROMPT = [0, 1]

@@ -4,6 +4,9 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from course.kit.answers import answers_of
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, row
 from course.lab15_speculative_decoding import experiments_breaks as breaks
 from course.lab15_speculative_decoding import tiny_models
 from course.lab15_speculative_decoding.tiny_models import NOTHING, Tiny

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from course.kit.answers import answers_of
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Receipt, row
 from course.lab15_speculative_decoding import experiments, tiny_models
 from course.lab15_speculative_decoding import experiments_runs as runs
 from course.lab15_speculative_decoding.checks import PROMPT
 from course.lab15_speculative_decoding.tiny_models import NOTHING, Tiny
-from minillm.labkit.answers import answers_of
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, row
 from minillm.serve import SamplingParams
 from minillm.serve.speculate.verify import distribution
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from minillm.labkit.answers import answers_of
-from minillm.labkit.exercises import alternative, mistake
+from course.kit.answers import answers_of
+from course.kit.exercises import alternative, mistake
 from minillm.serve.speculate.verify import choose, uniform
 
 right = answers_of("15_speculative_decoding")

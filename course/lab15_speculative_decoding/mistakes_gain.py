@@ -1,8 +1,8 @@
 """Spoilers of lab 15: speedups that grow without end, K rules that never give up, verdicts that look at half of it."""
 
+from course.kit.answers import answers_of
+from course.kit.exercises import alternative, mistake
 from course.lab15_speculative_decoding.tiny_models import NOTHING, distance, first
-from minillm.labkit.answers import answers_of
-from minillm.labkit.exercises import alternative, mistake
 
 right = answers_of("15_speculative_decoding")
 

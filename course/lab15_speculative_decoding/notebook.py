@@ -46,11 +46,11 @@ import inspect
 
 import torch
 
+from course.kit import check, finish, hint, show, sliders
 from course.lab15_speculative_decoding import experiments, receipts
 from course.lab15_speculative_decoding import experiments_runs as runs
 from course.lab15_speculative_decoding import figures as pictures
 from course.lab15_speculative_decoding.tiny_models import distance, first
-from minillm.labkit import check, finish, hint, show, sliders
 from minillm.serve.speculate import verify
 from minillm.serve.speculate.verify import choose, uniform
 

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from course.kit.answers import answers_of
+from course.kit.receipts import Receipt, receipt, row
 from course.lab15_speculative_decoding import checks as answers
 from course.lab15_speculative_decoding import checks_gain as gain
 from course.lab15_speculative_decoding import experiments, formulas

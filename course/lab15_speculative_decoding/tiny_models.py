@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from course.kit.exercises import CheckFailed
 from course.shared.enumeration import Script, outcomes
-from minillm.labkit.exercises import CheckFailed
 
 Distribution = dict[tuple[int, ...], float]
 NOTHING = 1e-9  # a distance that is only rounding

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from minillm.labkit.palette import look
-from minillm.labkit.plots import headline, log_ticks, style, subplots
+from minillm.drawing import headline, log_ticks, style, subplots
+from minillm.palette import look
 from minillm.predict import faults
 from minillm.predict.planner import search
 from minillm.predict.planner.architectures import architecture

@@ -1,7 +1,7 @@
 """Lab 20's wrong answers with the sentence each draws, and other right ones."""
 
+from course.kit.exercises import alternative, mistake
 from course.lab20_design_training.checks import ANSWERS
-from minillm.labkit.exercises import alternative, mistake
 
 mistake("state-bytes", "weights alone", says="Those are the 16-bit weights, all that serving holds.")(
     lambda parameters, dp, tp, pp, zero: 2 * parameters / (tp * pp)

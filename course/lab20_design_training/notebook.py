@@ -30,9 +30,9 @@
 # > - *"100 % GPU utilisation means that the job is bound by compute."* A communication kernel that waits counts as busy.
 
 # %%
+from course.kit import check, finish, hint, show, sliders
 from course.lab20_design_training import figures as pictures
 from course.lab20_design_training import receipts
-from minillm.labkit import check, finish, hint, show, sliders
 
 # %% [markdown]
 # ## How to answer

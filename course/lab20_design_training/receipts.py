@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from course.kit.receipts import Receipt, formula, receipt, row
 from course.lab20_design_training import experiments, problems, problems_running
 from course.shared.cases import Cases
-from minillm.labkit.receipts import Receipt, formula, receipt, row
 from minillm.predict import faults
 from minillm.predict.planner import published, search
 from minillm.predict.planner.architectures import architecture

@@ -2,8 +2,8 @@
 
 from itertools import accumulate
 
+from course.kit.exercises import alternative, mistake
 from course.lab21_design_serving.checks import ANSWERS
-from minillm.labkit.exercises import alternative, mistake
 
 
 def _fit(memory, weights, token, context):

@@ -30,9 +30,9 @@
 # >   ([Leviathan et al. 2023](https://arxiv.org/abs/2211.17192), §3.4, name the assumption of spare arithmetic).
 
 # %%
+from course.kit import check, finish, hint, show, sliders
 from course.lab21_design_serving import figures as pictures
 from course.lab21_design_serving import receipts
-from minillm.labkit import check, finish, hint, show, sliders
 
 # %% [markdown]
 # ## The three models

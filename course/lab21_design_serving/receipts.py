@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from course.kit.receipts import Receipt, formula, receipt, row
 from course.lab21_design_serving import experiments, problems, problems_running
 from course.shared.cases import Cases
 from minillm.labkit.receipts import Receipt, formula, receipt, row

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from minillm.labkit.answers import answers_of
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Row, row
+from course.kit.answers import answers_of
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Row, row
 
 ANSWERS = answers_of("23_claims")
 

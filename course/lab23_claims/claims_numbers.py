@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
+from course.kit.receipts import Row, formula, row
 from course.lab23_claims.statement import claim, computed
 from minillm.comm import launch
 from minillm.equivalence import SPLIT_CASES, ParallelConfig, compare
-from minillm.labkit.receipts import Row, formula, row
 from minillm.model import ModelConfig, Transformer
 from minillm.parallel import NaiveDDP
 from minillm.parallel.pipeline_parallel.check import check

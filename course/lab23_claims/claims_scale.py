@@ -5,6 +5,7 @@ import random
 import torch
 from torch.nn import functional as F
 
+from course.kit.receipts import Row, formula, row
 from course.lab23_claims.statement import claim, computed
 from minillm.equivalence import CONTEXT_CASES, ParallelConfig, compare
 from minillm.labkit.receipts import Row, formula, row

@@ -4,9 +4,9 @@ import random
 
 import torch
 
+from course.kit.receipts import Row, formula, row
 from course.lab23_claims.statement import claim, computed
 from minillm.comm import RankError, launch
-from minillm.labkit.receipts import Row, formula, row
 from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import KVCache
 from minillm.predict import faults

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from course.kit.receipts import Row, row
 from course.lab23_claims.statement import claim, computed
 from minillm.comm import launch
-from minillm.labkit.receipts import Row, row
 
 TORCH_FSDP = "torch.distributed.fsdp: https://docs.pytorch.org/docs/stable/fsdp.html"
 TORCH_CHECKPOINT = "torch.utils.checkpoint: https://docs.pytorch.org/docs/stable/checkpoint.html"

@@ -2,9 +2,9 @@
 
 import torch
 
+from course.kit.receipts import Row, formula, row
 from course.lab23_claims.statement import claim, computed
 from minillm.comm import launch
-from minillm.labkit.receipts import Row, formula, row
 from minillm.model import ModelConfig, Transformer
 from minillm.predict import comms
 from minillm.predict.model import ADAM_FP32, ADAM_MIXED, ADAM_MIXED_FP32_GRADIENTS, parameters, training_flops

@@ -1,6 +1,6 @@
 """Lab 23's answers that refute nothing, and others that do."""
 
-from minillm.labkit.exercises import alternative, mistake
+from course.kit.exercises import alternative, mistake
 
 mistake("counterexample", "equal shards", expect="no losses refute it")(lambda: ([8, 8], [2.0, 4.0]))
 mistake("counterexample", "equal losses", expect="every mean is the same")(lambda: ([12, 4], [3.0, 3.0]))

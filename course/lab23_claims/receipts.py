@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from functools import cache
 
+from course.kit.receipts import Receipt, receipt
 from course.lab23_claims import (
     claims_model_parallel,
     claims_numbers,
@@ -12,7 +13,6 @@ from course.lab23_claims import (
     claims_training,
 )
 from course.lab23_claims.statement import VERDICTS, Statement
-from minillm.labkit.receipts import Receipt, receipt
 
 MODULES = (
     claims_model_parallel,

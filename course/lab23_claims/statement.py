@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from minillm.labkit.receipts import Row, row
+from course.kit.receipts import Row, row
 
 VERDICTS = ("true", "false", "depends")
 computed = partial(row, kind="computed")  # a row of arithmetic: nothing ran but a formula

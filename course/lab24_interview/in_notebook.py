@@ -10,10 +10,10 @@ interview.run(my_function)      # a whiteboard task: what you wrote, through the
 import time
 from typing import Any
 
+from course.kit import exercises
+from course.kit.checks import verify
 from course.lab24_interview import deck, drills, mock, tasks
 from course.shared.decisions import judge
-from minillm.labkit import exercises
-from minillm.labkit.checks import verify
 
 
 class Interview:

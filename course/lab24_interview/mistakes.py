@@ -2,8 +2,8 @@
 
 import torch
 
+from course.kit.exercises import alternative, mistake
 from course.lab24_interview.checks import ANSWERS
-from minillm.labkit.exercises import alternative, mistake
 
 
 def _bucket(

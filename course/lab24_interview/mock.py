@@ -20,9 +20,9 @@ from typing import Any
 from fsrs import Card as Memory
 from fsrs import Rating, Scheduler
 
+from course.kit import exercises, progress
 from course.lab24_interview import deck, drills, tasks
 from course.shared.decisions import judge
-from minillm.labkit import exercises, progress
 
 SECTION = "interview"
 MINUTES = {"drill": 2, "card": 2}

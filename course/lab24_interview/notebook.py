@@ -30,9 +30,9 @@
 # %%
 import torch
 
+from course.kit import check, finish, hint
 from course.lab24_interview import receipts
 from course.lab24_interview.in_notebook import Interview
-from minillm.labkit import check, finish, hint
 
 # %%
 receipts.the_deck()

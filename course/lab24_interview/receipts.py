@@ -3,10 +3,10 @@
 import random
 from collections import Counter
 
+from course.kit.card import Card
+from course.kit.receipts import Receipt, receipt, row
 from course.lab24_interview import deck, drills, mock, tasks
 from course.shared.decisions import decide
-from minillm.labkit.card import Card
-from minillm.labkit.receipts import Receipt, receipt, row
 
 
 def the_deck() -> Receipt:

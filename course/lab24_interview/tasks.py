@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from course.kit import course, exercises, masters
+from course.kit.checks import diagnose, verify
 from minillm.files import write_whole
-from minillm.labkit import course, exercises, masters
-from minillm.labkit.checks import diagnose, verify
 
 TASKS: dict[str, str] = {  # exercise: topic of the cards
     "matmul-cost": "hardware",
@@ -106,7 +106,7 @@ def task(name: str) -> Task:
     before = [cell.source for cell in answers.cells[:right] if cell.cell_type == "code"]
     given, used = _given(answers.cells[right].source, before)
     imports = [node for node in ast.parse(cells[0]).body if isinstance(node, ast.Import | ast.ImportFrom)]
-    imports = [node for node in imports if getattr(node, "module", "") != "minillm.labkit"]
+    imports = [node for node in imports if getattr(node, "module", "") != "course.kit"]
     kept = [ast.unparse(node) for node in imports if used & {(a.asname or a.name).split(".")[0] for a in node.names}]
     statements = ast.parse(source).body
     check, first = next(

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 
+from course.kit.card import Card
 from course.shared.decisions import Decision, Problem, decide
-from minillm.labkit.card import Card
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from minillm.labkit.card import Card
-from minillm.labkit.receipts import Receipt, format_value, formula, receipt
+from course.kit.card import Card
+from course.kit.receipts import Receipt, format_value, formula, receipt
 
 NEAR = 0.06  # a factor is recognised if the number is this close to it
 

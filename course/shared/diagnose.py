@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from minillm.labkit.exercises import CheckFailed
+from course.kit.exercises import CheckFailed
 
 LARGEST = 60_000  # sums of ten of these are exact in float32
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from minillm.labkit.receipts import format_value
+from course.kit.receipts import format_value
 
 
 @dataclass(frozen=True, repr=False)

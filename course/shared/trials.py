@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from course.kit.exercises import CheckFailed
 from minillm import measure
 from minillm.comm import Group, HangError, launch
-from minillm.labkit.exercises import CheckFailed
 
 PATIENCE_S = 5.0  # of a rank in one operation: longer than any exercise needs on a busy machine
 POINT_TO_POINT = {"exchange", "send", "recv"}

@@ -55,11 +55,11 @@ def command(
     if json_file:
         check_writable("--json", json_file)
     lines = []
-    for line in examine(CHECKS):
+    for line in examine([*CHECKS, *course_checks()]):
         print(line, flush=True)
         lines.append(line)
     off = [line.name for line in lines if line.verdict == "off"]
-    print(f"\nTo repair: {', '.join(off)}" if off else "\nEverything the course needs is here.")
+    print(f"\nTo repair: {', '.join(off)}" if off else "\nEverything that is needed is here.")
     if json_file:
         from minillm.measure.provenance import provenance, write_json  # imports torch, which may be what is missing
 
@@ -84,7 +84,7 @@ def python(version: str = platform.python_version()) -> Line:
 
 
 def torch(version: Callable[[str], str] = metadata.version) -> Line:
-    found = _version("torch", version)
+    found = version_of("torch", version)
     if found and _within(found, TORCH):
         return Line("torch", "ok", found)
     return Line("torch", "off", _needs("torch", found, TORCH), f'{PIP} "torch{TORCH}"')
@@ -111,32 +111,10 @@ def gloo(all_reduce: Callable[[], list[float]] | None = None) -> Line:
     try:
         sums = (all_reduce or _all_reduce_on_two_ranks)()
     except (RankError, HangError, ValueError, OSError) as error:
-        return Line("gloo", "off", _first_line(error), "allow processes to connect to 127.0.0.1, then try again")
+        return Line("gloo", "off", first_line(error), "allow processes to connect to 127.0.0.1, then try again")
     if sums != [3.0, 3.0]:
         return Line("gloo", "off", f"two ranks added 1 + 2 and got {sums}", f'{PIP} --force-reinstall "torch{TORCH}"')
     return Line("gloo", "ok", f"all-reduce on 2 ranks, {time.monotonic() - start:.1f} s with their start")
-
-
-def kernel(run_cell: Callable[[], None] | None = None) -> Line:
-    """Start this interpreter's notebook kernel and run a cell in it."""
-    repair = f'{PIP} "jupyterlab>=4.2,<5" "nbclient>=0.10,<1" ipykernel'
-    start = time.monotonic()
-    try:
-        (run_cell or _run_one_cell)()
-    except ImportError as error:
-        return Line("kernel", "off", f"{error.name or error} is not installed", repair)
-    except Exception as error:
-        return Line("kernel", "off", f"a notebook kernel did not run a cell: {_first_line(error)}", repair)
-    return Line("kernel", "ok", f"ran a cell in this interpreter, {time.monotonic() - start:.1f} s with its start")
-
-
-def widgets(version: Callable[[str], str] = metadata.version) -> Line:
-    """Sliders need a package in the kernel and its other half in JupyterLab."""
-    found = {name: _version(name, version) for name in ("ipywidgets", "jupyterlab_widgets")}
-    if missing := [name for name, there in found.items() if not there]:
-        repair = f'{PIP} "ipywidgets>=8.1,<9" jupyterlab_widgets, then reload the JupyterLab page'
-        return Line("widgets", "off", f"{' and '.join(missing)} not installed: figures have no sliders", repair)
-    return Line("widgets", "ok", ", ".join(f"{name} {there}" for name, there in found.items()))
 
 
 def memory(available: Callable[[], int] | None = None) -> Line:
@@ -174,7 +152,7 @@ def temporary(folder: Callable[[], str] = tempfile.gettempdir, free: Callable[[P
         path = Path(folder())
         size = (free or _free_bytes)(path)
     except OSError as error:
-        return Line("temp folder", "off", _first_line(error), repair)
+        return Line("temp folder", "off", first_line(error), repair)
     if size >= DISK_BYTES:
         return Line("temp folder", "ok", f"{_gib(size)} free in {path}")
     return Line("temp folder", "off", f"only {_mib(size)} free in {path}, {_mib(DISK_BYTES)} needed", repair)
@@ -186,25 +164,18 @@ def loopback(bind: Callable[[], int] | None = None) -> Line:
         return Line("loopback", "ok", f"127.0.0.1, port {(bind or _bind_any_port)()} could be taken")
     except OSError as error:
         repair = "allow listening on 127.0.0.1: `ip link set lo up`, or loosen the sandbox or firewall"
-        return Line("loopback", "off", f"no port on 127.0.0.1 can be opened ({_first_line(error)})", repair)
+        return Line("loopback", "off", f"no port on 127.0.0.1 can be opened ({first_line(error)})", repair)
 
 
 def cache_folder(environment: dict[str, str] | None = None) -> Line:
     """Where the machine card and the tokens are kept."""
     home = (os.environ if environment is None else environment).get("XDG_CACHE_HOME") or "~/.cache"
-    return _writable("cache folder", Path(home).expanduser() / "minillm", "XDG_CACHE_HOME")
-
-
-def data_folder(progress_file: Path | None = None) -> Line:
-    """Where your progress is kept."""
-    from minillm.labkit import progress
-
-    return _writable("data folder", (progress_file or progress.path()).parent, "XDG_DATA_HOME")
+    return writable("cache folder", Path(home).expanduser() / "minillm", "XDG_CACHE_HOME")
 
 
 def peers(version: Callable[[str], str] = metadata.version, which: Callable[[str], str | None] = shutil.which) -> Line:
     """Information only: what some comparisons and the browser test use if it is there."""
-    found = [(name, _version(name, version)) for name in ("transformers", "accelerate")]
+    found = [(name, version_of(name, version)) for name in ("transformers", "accelerate")]
     browser = next((name for name in ("chromium", "chromium-browser", "google-chrome") if which(name)), None)
     there = [f"{name} {version}" for name, version in found if version] + ([browser] if browser else [])
     missing = [name for name, version in found if not version] + ([] if browser else ["chromium"])
@@ -213,9 +184,19 @@ def peers(version: Callable[[str], str] = metadata.version, which: Callable[[str
 
 
 CHECKS = (
-    python, torch, gpu, gloo, kernel, widgets, memory, cores, shared_memory, temporary, loopback, cache_folder,
-    data_folder, peers,
+    python, torch, gpu, gloo, memory, cores, shared_memory, temporary, loopback, cache_folder, peers,
 )  # fmt: skip
+
+
+def course_checks() -> tuple[Callable[[], Line], ...]:
+    """What the course asks besides, or where to get it."""
+    from minillm.clone import ABSENT, course_module, find_clone
+
+    try:
+        find_clone()
+    except ValueError:
+        return (lambda: Line("course", "info", ABSENT),)
+    return course_module("commands.doctor").CHECKS
 
 
 def _within(version: str, wanted: str) -> bool:
@@ -224,7 +205,7 @@ def _within(version: str, wanted: str) -> bool:
     return SpecifierSet(wanted).contains(version.partition("+")[0], prereleases=True)
 
 
-def _version(package: str, version: Callable[[str], str]) -> str | None:
+def version_of(package: str, version: Callable[[str], str]) -> str | None:
     try:
         return version(package)
     except metadata.PackageNotFoundError:
@@ -243,16 +224,6 @@ def _all_reduce_on_two_ranks() -> list[float]:
     return launch(lambda group: group.all_reduce(torch.tensor([group.rank + 1.0])).item(), 2, timeout=30, device="cpu")
 
 
-def _run_one_cell() -> None:
-    import nbformat
-
-    from minillm.labkit.execute import execute
-
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("assert 6 * 7 == 42")])
-    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3"}
-    execute(notebook, Path(tempfile.gettempdir()), timeout_s=60)
-
-
 def _bind_any_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -260,7 +231,7 @@ def _bind_any_port() -> int:
         return listener.getsockname()[1]
 
 
-def _writable(name: str, folder: Path, variable: str) -> Line:
+def writable(name: str, folder: Path, variable: str) -> Line:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -274,7 +245,7 @@ def _free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 

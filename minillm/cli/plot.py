@@ -7,8 +7,8 @@ from typing import Annotated, Any
 from matplotlib.figure import Figure
 from typer import Argument, Option
 
-from minillm.labkit.palette import SPANS, look
-from minillm.labkit.plots import style, subplots
+from minillm.drawing import style, subplots
+from minillm.palette import SPANS, look
 from minillm.train.fault_tolerance.goodput import Goodput, read_goodput
 from minillm.train.metrics import read_metrics
 

@@ -15,6 +15,7 @@ from minillm.equivalence.scaling import EXTENDED, MEASURED, MODES, PER_NODE, Row
 from minillm.labkit.palette import look
 from minillm.labkit.plots import style, subplots
 from minillm.measure.provenance import JsonFile, provenance, summary, writable, write_json
+from minillm.palette import look
 
 
 def command(

@@ -7,9 +7,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from minillm.labkit import course, masters
-from minillm.labkit.execute import execute
-from minillm.labkit.plots import small
+from course.kit import course, masters
+from course.kit.execute import execute
+from minillm.drawing import small
 from tests.browser.jupyterlab import REPO, choose, opened, serving
 
 LAB, EXERCISE = "01_collectives", "ring-reduce-scatter"

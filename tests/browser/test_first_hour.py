@@ -10,7 +10,7 @@ import time
 import nbformat
 import pytest
 
-from minillm.labkit import course, masters
+from course.kit import course, masters
 from tests.browser.jupyterlab import (
     REPO,
     STEP_S,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from minillm.cli.tour import tour
-from minillm.labkit import course
+from course.commands.tour import tour
+from course.kit import course
 
 pytestmark = pytest.mark.full
 CLAIMS = [(lab, claim) for lab in course.numbers("receipts") for claim in course.load("receipts", lab).CLAIMS]

@@ -21,8 +21,8 @@ import sys
 from pathlib import Path
 
 from minillm.__main__ import run
-from minillm.labkit import course, masters
-from minillm.labkit.execute import execute
+from course.kit import course, masters
+from course.kit.execute import execute
 
 TEXT, MODEL = (os.fsdecode(name.encode("utf-8")) for name in ("te\\u00e4t", "mod\\u00e4l"))
 SMALL = ["--model-size", "tiny", "--steps", "2", "--seq-len", "16", "--batch-size", "2", "--data", TEXT]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from minillm.labkit import course, masters
+from course.kit import course, masters
 
 ROOT = Path(__file__).parents[2]
 LABS = tuple(course.folders(ROOT))

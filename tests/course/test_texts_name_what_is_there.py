@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from course.kit import course, exercises, masters
 from minillm.__main__ import COMMANDS, parser_of
 from minillm.bench import BENCHES
-from minillm.labkit import course, exercises, masters
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

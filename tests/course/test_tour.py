@@ -2,9 +2,9 @@
 
 import json
 
+from course.commands import tour
+from course.kit.receipts import receipt, row
 from minillm.__main__ import run
-from minillm.cli import tour
-from minillm.labkit.receipts import receipt, row
 
 
 def test_every_verdict_of_the_collectives_stop_is_ok(tmp_path, capsys, monkeypatch):

@@ -26,9 +26,9 @@ from unittest import mock
 import matplotlib
 from nbformat import NotebookNode
 
-from minillm.labkit import checks, exercises, masters, progress
-from minillm.labkit.answers import names_of
-from minillm.labkit.checks import verify
+from course.kit import checks, exercises, masters, progress
+from course.kit.answers import names_of
+from course.kit.checks import verify
 
 
 def check_unsolved(master: Path, scratch: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from minillm.labkit import exercises, masters
+from course.kit import exercises, masters
 from tests.course.exercises import harness
 
 FIXTURE = Path(__file__).parent / "fixture"

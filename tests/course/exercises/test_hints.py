@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from minillm.labkit import card, checks, course, exercises, masters, progress
+from course.kit import card, checks, course, exercises, masters, progress
 from tests.course.exercises import harness
 
 ROOT = Path(__file__).parents[3]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from minillm.cli import notebooks
-from minillm.labkit import course, exercises, masters
+from course.commands import notebooks
+from course.kit import course, exercises, masters
 from tests.course.exercises import harness
 
 ROOT = Path(__file__).parents[3]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from minillm.labkit.execute import environment
+from course.kit.execute import environment
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = sorted((ROOT / "solutions" / "torchrun").glob("[0-9][0-9]_*.py"))

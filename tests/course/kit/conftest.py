@@ -2,7 +2,7 @@
 
 import pytest
 
-from minillm.labkit import exercises, progress
+from course.kit import exercises, progress
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from textwrap import dedent
 
 import pytest
 
-from minillm.labkit import answers, course
+from course.kit import answers, course
 
 MASTER = dedent("""
     # %%

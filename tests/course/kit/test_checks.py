@@ -4,8 +4,7 @@ import random
 import pytest
 import torch
 
-from minillm.comm import launch
-from minillm.labkit import (
+from course.kit import (
     CheckFailed,
     alternative,
     check,
@@ -19,9 +18,10 @@ from minillm.labkit import (
     receipt,
     row,
 )
-from minillm.labkit.blame import summary
-from minillm.labkit.card import Card
-from minillm.labkit.evidence import same
+from course.kit.blame import summary
+from course.kit.card import Card
+from course.kit.evidence import same
+from minillm.comm import launch
 
 HINTS = ["a nudge", "a bigger nudge", "the plan"]
 
@@ -213,7 +213,7 @@ def test_error_names_the_learners_line(double, capsys):
     out = capsys.readouterr().out
     assert "IndexError: list index out of range" in out
     assert "of <lambda>: return sorted(values, key=lambda v: values[v + x])" in out
-    assert "minillm/labkit" not in out and "Traceback" not in out
+    assert "course/kit" not in out and "Traceback" not in out
 
 
 def test_error_in_the_check_itself_says_so(double, capsys, monkeypatch):
@@ -222,7 +222,7 @@ def test_error_in_the_check_itself_says_so(double, capsys, monkeypatch):
             raise RuntimeError("odd")
 
     verify = exercises.find("double-it").verify
-    monkeypatch.setattr("minillm.labkit.blame._is_theirs", lambda file: False)
+    monkeypatch.setattr("course.kit.blame._is_theirs", lambda file: False)
     assert verify is not None
     check("double-it", lambda x: Odd().value)
     assert "raised where the check used what your code returned" in capsys.readouterr().out
@@ -349,7 +349,7 @@ def test_lab_modules_are_imported_when_asked_for(tmp_path, monkeypatch):
     package.mkdir()
     (package / "__init__.py").write_text("")
     template = (
-        "from minillm.labkit import exercise, row\n"
+        "from course.kit import exercise, row\n"
         "exercise('{0}', reference=1, hints='abc', minutes=1, lab='{1}')(lambda c: [row('x', 1, c)])\n"
     )
     (package / "lab_91.py").write_text(template.format("ninety-one", "91_a"))

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from course.kit.exercises import CheckFailed
 from course.shared.diagnose import expect_like, say_parts, say_sum, whole_numbers
-from minillm.labkit.exercises import CheckFailed
 
 INPUTS = [whole_numbers(torch.Generator().manual_seed(seed), 12) for seed in range(4)]
 

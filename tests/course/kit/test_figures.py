@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
 
-from minillm.labkit import PALETTE, SPANS, bars, course, lines, look, show, sliders, style, subplots
-from minillm.labkit.interact import render
-from minillm.labkit.plots import headline, log_ticks
+from course.kit import PALETTE, SPANS, bars, course, lines, look, show, sliders, style, subplots
+from course.kit.interact import render
+from minillm.drawing import headline, log_ticks
 
 COURSE = Path(__file__).parents[3] / "course"
 

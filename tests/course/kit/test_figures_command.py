@@ -7,12 +7,12 @@ import matplotlib.figure
 import pytest
 from PIL import Image
 
+from course.commands import figures
 from course.lab01_collectives import experiments
 from course.lab01_collectives import figures as pictures
+from minillm import drawing
 from minillm.__main__ import run
-from minillm.cli import figures
-from minillm.labkit import plots
-from minillm.labkit.plots import subplots
+from minillm.drawing import subplots
 
 
 def test_a_figure_is_written_with_its_numbers(tmp_path, monkeypatch):
@@ -46,7 +46,7 @@ def test_every_lab_has_its_figures_and_nothing_else_counts_as_a_lab():
 
 def test_a_figure_is_written_finer_than_it_is_shown():
     picture = Image.open(io.BytesIO(figures.png(subplots(width=5, height=2)[0])))
-    assert picture.size == (5 * plots.FILE_DPI, 2 * plots.FILE_DPI)
+    assert picture.size == (5 * drawing.FILE_DPI, 2 * drawing.FILE_DPI)
 
 
 def test_a_figure_too_large_is_refused(monkeypatch):

@@ -6,9 +6,9 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from minillm.labkit import course, masters
-from minillm.labkit.fingerprint import KEY, changed, fingerprint
-from minillm.labkit.reach import Library
+from course.kit import course, masters
+from course.kit.fingerprint import KEY, changed, fingerprint
+from course.kit.reach import Library
 
 ROOT = Path(__file__).parents[3]
 FILES = {
@@ -82,7 +82,7 @@ FILES = {
     """,
     "course/lab90_a/mistakes.py": "def wrong():\n    return 1\n",
     "course/lab90_a/notebook.py": """
-        from minillm.labkit import answers_of
+        from course.kit import answers_of
         other = answers_of("91_b").solved
 
 
@@ -233,7 +233,7 @@ def unedited():
         ("course/lab23_claims/claims_training.py", '"false"', '"true"', ["23"]),
         ("course/lab23_claims/claims_tools.py", 'row("bound", True', 'row("bound", False', ["23"]),
         ("minillm/predict/comms.py", "def ring_all_reduce(", "def ring_all_reduce(unused, ", ["01", "23"]),
-        ("minillm/labkit/receipts.py", "OPEN_ROWS = 3", "OPEN_ROWS = 4", list(MINE)),
+        ("course/kit/receipts.py", "OPEN_ROWS = 3", "OPEN_ROWS = 4", list(MINE)),
         ("minillm/checkpoints/target/model.safetensors", "__metadata__", "__metadatA__", ["13", "15"]),
     ],
 )
@@ -259,7 +259,7 @@ LEFT_OUT = {  # of the labs' modules and of the data in course/ and minillm/: wh
     r"course/lab\w+/torchrun\.py": "a script with a file of its own under solutions/",
     r"course/lab24_interview/sheet\.py": "a page that only `python -m minillm interview --sheet` writes",
     r"minillm/data/tokenizer\.source\.json": "from which text the tokenizer was made; a test reads it",
-    r"minillm/labkit/jupyter/.*": "settings of the learner's JupyterLab",
+    r"course/kit/jupyter/.*": "settings of the learner's JupyterLab",
 }
 
 

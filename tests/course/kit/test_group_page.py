@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
+from course.kit.api import SHOWN, group_page
 from minillm.comm import launch
-from minillm.labkit.api import SHOWN, group_page
 
 
 def test_the_committed_page_is_the_generated_one():

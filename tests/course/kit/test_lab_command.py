@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from course.commands import lab
+from course.kit import masters
+from course.kit.execute import environment
 from minillm.__main__ import run
-from minillm.cli import lab
-from minillm.labkit import masters
-from minillm.labkit.execute import environment
 
 REPO = Path(__file__).parents[3]
 FIXTURE = REPO / "tests" / "course" / "exercises" / "fixture"

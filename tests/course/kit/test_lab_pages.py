@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from minillm.labkit import course, masters
+from course.kit import course, masters
 
 ROOT = Path(__file__).parents[3]
 MASTERS = course.masters(ROOT)

@@ -1,6 +1,6 @@
 import pytest
 
-from minillm.labkit import masters
+from course.kit import masters
 
 MASTER = '''# ---
 # jupyter:

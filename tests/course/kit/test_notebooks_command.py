@@ -10,11 +10,11 @@ import nbformat
 import pytest
 from PIL import Image
 
+from course.commands import notebooks
+from course.kit import course, masters, receipt, row
+from course.kit.execute import NotebookFailed, execute, off_rows
 from minillm.__main__ import run
-from minillm.cli import notebooks
-from minillm.labkit import course, masters, receipt, row
-from minillm.labkit.execute import NotebookFailed, execute, off_rows
-from minillm.labkit.plots import small
+from minillm.drawing import small
 
 ROOT = Path(__file__).parents[3]
 FIXTURE = Path(__file__).parents[1] / "exercises" / "fixture"
@@ -207,7 +207,7 @@ def test_kernel_is_this_interpreter_in_the_folder_and_is_gone_afterwards(tmp_pat
     pytest.fail("the kernel is still there")
 
 
-RECEIPT = "from minillm.labkit import receipt, row\nmade = receipt('bytes', [row('sent', 8, 9, 'B', noisy={noisy})])"
+RECEIPT = "from course.kit import receipt, row\nmade = receipt('bytes', [row('sent', 8, 9, 'B', noisy={noisy})])"
 
 
 @pytest.mark.parametrize("display", ["made", "print(made)", "display(made)"])

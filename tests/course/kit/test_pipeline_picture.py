@@ -1,9 +1,9 @@
 import matplotlib.collections
 import pytest
 
+from course.commands.figures import png
 from course.lab06_pipeline_parallel.pipeline_picture import KINDS, draw
-from minillm.cli.figures import png
-from minillm.labkit.palette import TEXT
+from minillm.palette import TEXT
 from minillm.parallel.pipeline_parallel.schedules import (
     Durations,
     gpipe,

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 OFF = """
-from minillm.labkit.receipts import receipt, row
+from course.kit.receipts import receipt, row
 receipt("a claim", [row("bytes", 1, 2, "B")])
 """
 ONCE = """

@@ -4,8 +4,8 @@ import warnings
 
 import pytest
 
+from course.kit import exercise, progress
 from minillm.__main__ import run
-from minillm.labkit import exercise, progress
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from minillm.labkit import formula, receipt, row
-from minillm.labkit.receipts import ReceiptOff, format_value
+from course.kit import formula, receipt, row
+from course.kit.receipts import ReceiptOff, format_value
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from course.kit.answers import answers_of
+from course.kit.exercises import CheckFailed
 from course.shared.trials import Case, _say_hang, refuse_ready_made, rounds, try_on_ranks
-from minillm.labkit.answers import answers_of
-from minillm.labkit.exercises import CheckFailed
 
 
 def ring(world, laps=1):

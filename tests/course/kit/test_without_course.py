@@ -35,7 +35,7 @@ def target(tmp_path_factory):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("command", ["tour", "lab", "progress"])
+@pytest.mark.parametrize("command", ["tour", "lab", "progress", "interview", "notebooks", "figures"])
 def test_what_needs_the_course_says_how_to_get_it(target, tmp_path, command):
     found = minillm(target, tmp_path, command)
     assert found.returncode == 2 and found.stdout == ""
@@ -55,7 +55,8 @@ def test_training_and_generating_need_no_course(target, tmp_path):
 @pytest.mark.full
 def test_inside_a_clone_an_installed_package_finds_the_course(target):
     code = (
-        "from minillm.labkit import course; print(course.home()); import course.shared.trials as t; print(t.__file__)"
+        "from minillm.clone import course_module\n"
+        "print(course_module('kit.course').home(), course_module('shared.trials').__file__)"
     )
     variables = os.environ | {"PYTHONPATH": str(target)}
     done = subprocess.run(
@@ -63,6 +64,12 @@ def test_inside_a_clone_an_installed_package_finds_the_course(target):
     )
     home, module = done.stdout.split()
     assert Path(home) == ROOT and Path(module) == ROOT / "course" / "shared" / "trials.py"
+
+
+@pytest.mark.full
+def test_the_doctor_says_where_the_course_is(target, tmp_path):
+    found = minillm(target, tmp_path, "doctor")
+    assert "info  course" in found.stdout and "clone the repository" in found.stdout, found.stderr[-3000:]
 
 
 def where_course_is(group):
@@ -74,8 +81,8 @@ def where_course_is(group):
 
 
 def test_ranks_find_the_course_from_any_working_directory(tmp_path, monkeypatch):
+    from course.kit import course
     from minillm.comm import launch
-    from minillm.labkit import course
 
     monkeypatch.chdir(tmp_path)
     assert course.home() == ROOT

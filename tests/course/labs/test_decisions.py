@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from course.kit import course
 from course.lab20_design_training import receipts as training
 from course.lab21_design_serving import receipts as serving
 from course.shared.decisions import MOVES, Decision, decide, judge, shown
-from minillm.labkit import course
 from minillm.predict.planner import published
 
 LABS = {"20_design_training": training.CASES, "21_design_serving": serving.CASES}

@@ -19,11 +19,11 @@ from pathlib import Path
 import pytest
 from fsrs import Rating
 
+from course.kit import course, exercises, masters, progress
+from course.kit.answers import names_of
 from course.lab24_interview import deck, drills, in_notebook, mock, sheet, tasks
 from course.shared.decisions import judge
 from minillm.__main__ import run
-from minillm.labkit import course, exercises, masters, progress
-from minillm.labkit.answers import names_of
 
 ROOT = Path(__file__).parents[3]
 ALLOWED = re.compile(  # digits that are names, not numbers

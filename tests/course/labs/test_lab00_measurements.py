@@ -2,10 +2,10 @@
 
 from matplotlib.figure import Figure
 
+from course.kit import answers_of
 from course.lab00_start_here import experiments
 from course.lab00_start_here import figures as pictures
 from minillm.comm import launch
-from minillm.labkit import answers_of
 from minillm.measure.rates import fit_link
 from minillm.predict import comms
 

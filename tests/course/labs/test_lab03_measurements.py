@@ -4,12 +4,12 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+from course.kit.interact import render
 from course.lab03_data_parallel import experiments, formulas, receipts, replicas
 from course.lab03_data_parallel import experiments_overlap as clock
 from course.lab03_data_parallel import experiments_production as production
 from course.lab03_data_parallel import figures as pictures
 from minillm.comm import Link, launch
-from minillm.labkit.interact import render
 
 QUICK = clock.Slow(blocks=3, elements=400, seconds=0.002)
 

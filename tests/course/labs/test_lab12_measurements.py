@@ -7,6 +7,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+from course.kit.answers import answers_of
 from course.lab12_decoding import checks_sampling as sampling
 from course.lab12_decoding import experiments
 from course.lab12_decoding import experiments_breaks as breaks
@@ -16,7 +17,6 @@ from course.lab12_decoding import formulas as predict
 from course.lab12_decoding.decoders import Cache, Watched, recompute
 from course.lab12_decoding.experiments import GPUS, MODELS, Point, Roof
 from course.lab12_decoding.traffic import Traffic
-from minillm.labkit.answers import answers_of
 from minillm.model import ModelConfig, Transformer
 from minillm.serve import SamplingParams
 from minillm.serve.sample.reference import filtered

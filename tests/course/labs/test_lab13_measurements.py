@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from course.kit.answers import answers_of
 from course.lab13_paged_attention import experiments, paging
 from course.lab13_paged_attention import experiments_breaks as breaks
 from course.lab13_paged_attention import experiments_engine as small

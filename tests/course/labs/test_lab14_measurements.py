@@ -2,6 +2,8 @@
 
 import pytest
 
+from course.kit.answers import answers_of
+from course.kit.interact import render
 from course.lab14_continuous_batching import experiments
 from course.lab14_continuous_batching import experiments_breaks as breaks
 from course.lab14_continuous_batching import experiments_engines as engines
@@ -9,8 +11,6 @@ from course.lab14_continuous_batching import figures as pictures
 from course.lab14_continuous_batching import figures_flight as lab_14_flight
 from course.lab14_continuous_batching import formulas as predict
 from course.shared.baselines import StaticBatches, TimerBatches
-from minillm.labkit.answers import answers_of
-from minillm.labkit.interact import render
 from minillm.model import Transformer
 from minillm.serve import POLICIES
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from course.kit.answers import answers_of
 from course.lab15_speculative_decoding import checks_gain as gain
 from course.lab15_speculative_decoding import experiments, tiny_models
 from course.lab15_speculative_decoding import experiments_breaks as breaks

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
+from course.kit import course
 from course.lab23_claims import receipts
 from course.lab23_claims.receipts import STATEMENTS
 from course.lab23_claims.statement import VERDICTS
-from minillm.labkit import course
 
 
 @pytest.mark.parametrize("key", STATEMENTS)

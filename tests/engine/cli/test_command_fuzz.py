@@ -24,13 +24,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from course.kit import course
 from minillm import __main__ as main_module
 from minillm.__main__ import COMMANDS, run
 from minillm.bench import BENCHES
 from minillm.cli.plot import PARTS
 from minillm.comm.launch import launcher
 from minillm.data import Tokenizer
-from minillm.labkit import course
 from minillm.model import ModelConfig, Transformer, save_hf
 from minillm.train.metrics import Metrics
 
@@ -154,13 +154,13 @@ def cut(place, monkeypatch):
     monkeypatch.setattr(course, "load", lambda *_: types.SimpleNamespace(CLAIMS=(), FIGURES={}))
     monkeypatch.setattr("builtins.input", lambda _: "q")
     for module, names in {
-        "doctor": {"CHECKS": ()},
-        "lab": {"serve": accept},
-        "machine": {"machine": lambda **_: types.SimpleNamespace(to_json=dict)},
-        "notebooks": {"build": accept, "stale": lambda *_: []},
-        "oracle": {"compare": accept},
-        "train": {"_run": accept},
-        "train_heads": {"train": accept},
+        "minillm.cli.doctor": {"CHECKS": (), "course_checks": tuple},
+        "course.commands.lab": {"serve": accept},
+        "minillm.cli.machine": {"machine": lambda **_: types.SimpleNamespace(to_json=dict)},
+        "course.commands.notebooks": {"build": accept, "stale": lambda *_: []},
+        "minillm.cli.oracle": {"compare": accept},
+        "minillm.cli.train": {"_run": accept},
+        "minillm.cli.train_heads": {"train": accept},
     }.items():
         for name, instead in names.items():
             monkeypatch.setattr(f"minillm.cli.{module}.{name}", instead)

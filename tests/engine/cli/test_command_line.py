@@ -239,7 +239,7 @@ def test_status_and_other_errors_pass_through(command):
     ("code", "heavy"),
     [
         ("from minillm.__main__ import run; run([])", {"torch", "matplotlib", "typer", "IPython"}),
-        ("import minillm.labkit", {"torch", "matplotlib", "typer", "IPython"}),
+        ("import course.kit", {"torch", "matplotlib", "typer", "IPython"}),
     ],
 )
 def test_imports_stay_light(code, heavy):

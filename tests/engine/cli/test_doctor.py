@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from course.commands import doctor as of_course
 from minillm.__main__ import run
 from minillm.cli import doctor
 from minillm.cli.doctor import CHECKS, Line, examine
@@ -35,9 +36,13 @@ BROKEN = {  # check -> (a broken machine, what its line names, what its repair n
     "gloo raises": (lambda: doctor.gloo(raises(RankError("rank 1 of 2 died\nmore", 1))), "rank 1 of 2", "127.0.0.1"),
     "gloo hangs": (lambda: doctor.gloo(raises(HangError("no progress for 30 s"))), "no progress", "127.0.0.1"),
     "gloo adds wrongly": (lambda: doctor.gloo(lambda: [1.0, 2.0]), "[1.0, 2.0]", 'force-reinstall "torch'),
-    "nbclient absent": (lambda: doctor.kernel(without("nbclient")), "nbclient is not installed", "nbclient"),
-    "kernel dies": (lambda: doctor.kernel(raises(RuntimeError("kernel died"))), "kernel died", "ipykernel"),
-    "widgets": (lambda: doctor.widgets(absent), "ipywidgets and jupyterlab_widgets not", "reload the JupyterLab page"),
+    "nbclient absent": (lambda: of_course.kernel(without("nbclient")), "nbclient is not installed", "nbclient"),
+    "kernel dies": (lambda: of_course.kernel(raises(RuntimeError("kernel died"))), "kernel died", "ipykernel"),
+    "widgets": (
+        lambda: of_course.widgets(absent),
+        "ipywidgets and jupyterlab_widgets not",
+        "reload the JupyterLab page",
+    ),
     "memory": (lambda: doctor.memory(lambda: 300 << 20), "0.3 GiB free", "more memory"),
     "shared memory": (
         lambda: doctor.shared_memory(Path("/"), lambda _: 1 << 20),
@@ -65,14 +70,14 @@ def test_folders_that_cannot_be_written(tmp_path):
     occupied.write_text("in the way")
     line = doctor.cache_folder({"XDG_CACHE_HOME": str(occupied)})
     assert line.verdict == "off" and str(occupied) in line.found and "export XDG_CACHE_HOME=" in line.repair
-    line = doctor.data_folder(occupied / "minillm" / "progress.json")
+    line = of_course.data_folder(occupied / "minillm" / "progress.json")
     assert line.verdict == "off" and str(occupied) in line.found and "export XDG_DATA_HOME=" in line.repair
 
 
 def test_folders_that_can(tmp_path):
     line = doctor.cache_folder({"XDG_CACHE_HOME": str(tmp_path)})
     assert line.verdict == "ok" and list((tmp_path / "minillm").iterdir()) == []
-    assert doctor.data_folder(tmp_path / "progress.json").verdict == "ok"
+    assert of_course.data_folder(tmp_path / "progress.json").verdict == "ok"
 
 
 @pytest.mark.parametrize(
@@ -81,8 +86,8 @@ def test_folders_that_can(tmp_path):
         (doctor.python("3.12.1"), "ok", "3.12.1"),
         (doctor.torch(lambda _: "2.13.0+cu130"), "ok", "2.13.0+cu130"),
         (doctor.gloo(lambda: [3.0, 3.0]), "ok", "2 ranks"),
-        (doctor.kernel(lambda: None), "ok", "ran a cell"),
-        (doctor.widgets(lambda _: "8.1.0"), "ok", "jupyterlab_widgets 8.1.0"),
+        (of_course.kernel(lambda: None), "ok", "ran a cell"),
+        (of_course.widgets(lambda _: "8.1.0"), "ok", "jupyterlab_widgets 8.1.0"),
         (doctor.memory(lambda: 8 << 30), "ok", "8.0 GiB"),
         (doctor.cores(1), "info", "overlap"),
         (doctor.cores(4), "ok", "4"),
@@ -127,7 +132,7 @@ def test_this_machine(tmp_path, capsys, monkeypatch):
     status = run(["doctor", "--json", str(tmp_path / "doctor.json")])
     rows = json.loads((tmp_path / "doctor.json").read_text())["rows"]
     verdicts = {row["name"]: row["verdict"] for row in rows}
-    assert len(rows) == len(CHECKS)
+    assert len(rows) == len(CHECKS) + len(of_course.CHECKS)
     assert status == (1 if "off" in verdicts.values() else 0)
     for name in ("python", "torch", "gloo", "kernel", "widgets", "loopback", "cache folder", "data folder"):
         assert verdicts[name] == "ok", rows
@@ -139,5 +144,6 @@ def test_exit_status_and_summary(capsys, monkeypatch):
         return Line("leg", "off", "is broken", "a cast")
 
     monkeypatch.setattr(doctor, "CHECKS", (broken, doctor.cores))
+    monkeypatch.setattr(doctor, "course_checks", tuple)
     assert run(["doctor"]) == 1
     assert "repair: a cast" in (out := capsys.readouterr().out) and out.endswith("To repair: leg\n")

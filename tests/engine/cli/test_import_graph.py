@@ -20,7 +20,7 @@ PUBLIC = {  # what the course and the README import, by subpackage
     "minillm.train": "NaiveDDP BucketedDDP ZeroOptimizer FullyShard ColumnParallelLinear RowParallelLinear "
     "VocabParallelEmbedding vocab_parallel_cross_entropy Pipeline schedules",
     "minillm.serve": "BlockPool Scheduler LLM SamplingParams",
-    "minillm.labkit": "exercise check hint receipt",
+    "course.kit": "exercise check hint receipt",
 }
 
 

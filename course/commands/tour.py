@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from course.kit import course
+from course.kit.receipts import Receipt, receipt
 from minillm.comm.launch.forkserver import load_ahead
-from minillm.labkit import course
-from minillm.labkit.receipts import Receipt, receipt
 from minillm.measure.provenance import JsonFile, provenance, summary, write_json
 
 
@@ -18,7 +18,6 @@ def command(
     json_file: JsonFile = None,
 ) -> int:
     """Run every mechanism once and print its receipt. Exit status 1 if a verdict is off."""
-    course.home()  # before anything is printed
     asked = [part.strip() for part in labs.split(",") if part.strip()]
     origin, start = provenance(), time.monotonic()
     print(summary(origin), end="\n\n")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 
-from minillm.labkit.receipts import Receipt
+from course.kit.receipts import Receipt
 
 
 @dataclass(frozen=True, repr=False)

@@ -20,7 +20,7 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
 
-from minillm.labkit.plots import small
+from minillm.drawing import small
 
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 # Kineto (torch's profiler) marks start and stop on stderr; its log level would hide errors along with these two lines.

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from minillm.cli import interview
-from minillm.labkit import exercises, progress
+from course.commands import interview
+from course.kit import exercises, progress
 from minillm.measure.provenance import JsonFile, write_json
 
 

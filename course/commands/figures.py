@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import typer
 from matplotlib.figure import Figure
 
-from minillm.labkit import course
-from minillm.labkit.plots import small, style
+from course.kit import course
+from minillm.drawing import small, style
 from minillm.measure.provenance import provenance
 
 Drawing = Callable[[], tuple[Figure, dict[str, Any]]]

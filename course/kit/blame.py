@@ -11,14 +11,15 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from minillm.labkit.answers import EDITED
+import minillm
+from course.kit.answers import EDITED
 
 _FRAME = re.compile(
     r'File "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<function>[^\n]+)'
     r'(?:\n(?![^\n]*File ")[^\S\n]*(?P<source>[^\n]+))?'
 )
-_PACKAGE = Path(__file__).parents[1]
-_COURSE = _PACKAGE.parent / "course"
+_COURSE = Path(__file__).parents[1]
+_PACKAGE = Path(minillm.__file__).parent
 # Answers that stand in for learners'.
 _MISTAKE = re.compile(rf"{re.escape(str(_COURSE))}/\w+/(mistakes\w*\.py|notebook\.py{re.escape(EDITED)})")
 _NOT_THEIRS = (

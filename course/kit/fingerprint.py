@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from nbformat import NotebookNode
 
-from minillm.labkit.interact import first_paragraph
-from minillm.labkit.reach import Library, Node, Source, parts
+from course.kit.interact import first_paragraph
+from course.kit.reach import Library, Node, Source, parts
 
 KEY = "minillm"  # in a notebook's metadata
 HERE = "<notebook>"

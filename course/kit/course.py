@@ -7,42 +7,28 @@ course/lab01_collectives/checks*.py, mistakes*.py, receipts.py, figures.py      
 
 import difflib
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 FOLDER = re.compile(r"lab(\d\d_\w+)")
-ABSENT = (
-    "this copy of minillm came without its course: clone the repository and run the command inside the clone "
-    "(any directory of it will do)"
-)
-_BESIDE = Path(__file__).resolve().parents[2]
 
 
 def root(start: Path | None = None) -> Path:
-    """The nearest folder from `start` upwards with course/labNN_topic; without `start` from here, else minillm's."""
+    """The nearest folder from `start` upwards with course/labNN_topic; without `start` from here, else `home()`."""
     here = (start or Path.cwd()).resolve()
-    for folder in (here, *here.parents, *([] if start else [_BESIDE])):
+    for folder in (here, *here.parents):
         if any((folder / "course").glob("lab[0-9][0-9]_*/")):
             return folder
-    raise ValueError(f"no course in or above {here}: name a clone of minillm" if start else ABSENT)
+    if start:
+        raise ValueError(f"no course in or above {here}: name a clone of minillm")
+    return home()
 
 
 def home() -> Path:
-    """The clone whose `course` this process imports: the one beside the package, else the one that we are in.
-
-    It is put on the module path, so that `import course` works here and in ranks, whatever the working directory.
-    ValueError if there is none.
-    """
-    here = Path.cwd().resolve()
-    for folder in (_BESIDE, here, *here.parents):
-        if any((folder / "course").glob("lab[0-9][0-9]_*/")):
-            if str(folder) not in sys.path:
-                sys.path.insert(0, str(folder))
-            return folder
-    raise ValueError(ABSENT)
+    """The clone whose course this is."""
+    return Path(__file__).resolve().parents[2]
 
 
 def folders(clone: Path) -> dict[str, Path]:

@@ -13,11 +13,11 @@ import nbformat
 import typer
 
 import minillm
-from minillm.labkit import course, masters
-from minillm.labkit.api import group_page
-from minillm.labkit.execute import NotebookFailed, execute, off_rows
-from minillm.labkit.fingerprint import KEY, changed, fingerprint
-from minillm.labkit.reach import Library
+from course.kit import course, masters
+from course.kit.api import group_page
+from course.kit.execute import NotebookFailed, execute, off_rows
+from course.kit.fingerprint import KEY, changed, fingerprint
+from course.kit.reach import Library
 
 
 def command(

@@ -21,7 +21,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter, StrMethodFormatter
 
-from minillm.labkit.palette import CARD, MUTED, TEXT, look
+from minillm.palette import CARD, MUTED, TEXT, look
 
 SHOWN_DPI, FILE_DPI = 100, 144  # pixels per inch on a page, and in the file: fine screens show more of them
 

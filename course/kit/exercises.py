@@ -18,9 +18,9 @@ from functools import cached_property
 from importlib import import_module
 from typing import Any
 
-from minillm.labkit import course
-from minillm.labkit.answers import answer_text, answer_to, changed_answer
-from minillm.labkit.receipts import Receipt, Row
+from course.kit import course
+from course.kit.answers import answer_text, answer_to, changed_answer
+from course.kit.receipts import Receipt, Row
 
 Verifier = Callable[[Any], Receipt | Iterable[Row]]
 

@@ -18,8 +18,8 @@ from typing import Annotated
 
 import typer
 
-from minillm.labkit import course
-from minillm.labkit.execute import environment
+from course.kit import course
+from course.kit.execute import environment
 
 _CONFIG = Path(course.__file__).parent / "jupyter"  # no question about news, Markdown as a page, whole file names
 _QUIET = (
@@ -27,7 +27,7 @@ _QUIET = (
     "--ServerApp.port_retries=0",
     "--ServerApp.allow_root=True",  # containers; the token and the loopback address are what protects it
     "--Application.log_level=WARN",
-    "--ServerApp.kernel_spec_manager_class=minillm.labkit.execute.ThisInterpreter",
+    "--ServerApp.kernel_spec_manager_class=course.kit.execute.ThisInterpreter",
     "--LabApp.news_url=None",
     "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
     "--LabApp.extension_manager=readonly",

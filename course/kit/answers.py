@@ -20,7 +20,7 @@ from textwrap import dedent
 from types import ModuleType
 from typing import Any
 
-from minillm.labkit import course
+from course.kit import course
 
 EDITED = " (edited)"  # what the file of an edited answer is called in tracebacks: it is nobody's file, as a learner's
 

@@ -9,7 +9,6 @@ from typing import Annotated
 from typer import Option
 
 from minillm.files import opened, refusing
-from minillm.labkit import course
 
 LAB = "course.lab24_interview"
 
@@ -63,7 +62,6 @@ def weakest(found: dict[str, tuple[int, int, float]]) -> str:
 
 
 def _part(name: str) -> ModuleType:
-    course.home()
     return import_module(f"{LAB}.{name}")
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from minillm.labkit.card import in_notebook
-from minillm.labkit.plots import FILE_DPI, SHOWN_DPI, style
+from course.kit.card import in_notebook
+from minillm.drawing import FILE_DPI, SHOWN_DPI, style
 
 View = Callable[..., Figure]
 _shown: dict[str, tuple[Any, dict[str, Any]]] = {}  # by view: where its still picture is displayed, its parameters

@@ -2,7 +2,7 @@
 
     library = Library(clone)
     start = library.named("course.lab01_collectives.figures", "draw_bytes")
-    library.reached(start)      -> {("course.lab01_collectives.figures", 7), ("minillm.labkit.plots", 12), ...}
+    library.reached(start)      -> {("course.lab01_collectives.figures", 7), ("minillm.drawing", 12), ...}
 
 A node is a top-level statement (a function, a class, an assignment): (module, its number there). Edges are the names
 and `module.attribute`s that it reads from its module, through imports and re-exports to where they are bound. Besides:
@@ -26,7 +26,7 @@ from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any
 
-from minillm.labkit.answers import names_of
+from course.kit.answers import names_of
 
 Node = tuple[str, int]
 Chain = tuple[str, ...]  # a.b.c as ("a", "b", "c")

@@ -16,13 +16,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from minillm.labkit import course, progress
-from minillm.labkit.answers import checked_by
-from minillm.labkit.blame import learner_line, not_attempted, summary
-from minillm.labkit.card import Card, show_card
-from minillm.labkit.evidence import alike
-from minillm.labkit.exercises import CheckFailed, Exercise, all_exercises, answers, find
-from minillm.labkit.receipts import OPEN_ROWS, Receipt, Row, format_value, receipt
+from course.kit import course, progress
+from course.kit.answers import checked_by
+from course.kit.blame import learner_line, not_attempted, summary
+from course.kit.card import Card, show_card
+from course.kit.evidence import alike
+from course.kit.exercises import CheckFailed, Exercise, all_exercises, answers, find
+from course.kit.receipts import OPEN_ROWS, Receipt, Row, format_value, receipt
 
 PASSED_ROWS = 1  # of a passed exercise's receipt that are not folded, unless its verifier says `open_rows`
 

@@ -1,0 +1,1 @@
+"""The commands that need the course: `python -m minillm lab` and its like find them here."""
