@@ -16,6 +16,7 @@ from minillm.drawing import headline, style, subplots
 from minillm.measure import machine
 from minillm.measure.memory_tracker import Bytes
 from minillm.model import ModelConfig
+from minillm.palette import PALETTE, SPANS, look
 from minillm.predict.model import forward_flops, parameters
 from minillm.predict.training.memory import block_activation_bytes, training_step
 

@@ -1,6 +1,6 @@
 """Spoilers of lab 02: bytes and FLOPs as people miscount them, and right counts that look different."""
 
-from minillm.labkit.exercises import alternative, mistake
+from course.kit.exercises import alternative, mistake
 
 # Memory by kind.
 

@@ -4,7 +4,7 @@ import contextlib
 
 import torch
 
-from minillm.labkit.exercises import alternative, mistake
+from course.kit.exercises import alternative, mistake
 
 # Overlap
 

@@ -1,6 +1,6 @@
 """Spoilers of lab 05: kv heads on the wrong ranks, all-reduces that hide nothing."""
 
-from minillm.labkit.exercises import alternative, mistake
+from course.kit.exercises import alternative, mistake
 
 # Attention
 

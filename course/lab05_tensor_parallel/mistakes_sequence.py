@@ -1,6 +1,6 @@
 """Spoilers of lab 05: sequence shards whose norms drift apart, sums that are thrown away."""
 
-from minillm.labkit.exercises import alternative, mistake
+from course.kit.exercises import alternative, mistake
 
 # The bug of gpt-neox#1257, PaddleNLP#7610 and Megatron-LM#1446.
 mistake(

@@ -14,9 +14,6 @@ from course.lab06_pipeline_parallel.staging import Run, Staged, Tied
 from course.shared import sharding
 from course.shared.trials import run
 from minillm.comm import RankError
-from minillm.labkit import answers_of
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, row
 from minillm.predict.training import pipeline as predict
 
 ANSWERS = answers_of("06_pipeline_parallel")

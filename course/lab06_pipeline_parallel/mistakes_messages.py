@@ -1,7 +1,7 @@
 """Spoilers of lab 06, third part: messages in the naive order, and backwards that put nothing off."""
 
-from minillm.labkit import answers_of
-from minillm.labkit.exercises import alternative, mistake
+from course.kit import answers_of
+from course.kit.exercises import alternative, mistake
 
 ANSWERS = answers_of("06_pipeline_parallel")
 

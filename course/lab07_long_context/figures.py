@@ -10,6 +10,7 @@ from course.lab07_long_context import experiments
 from course.lab07_long_context import experiments_links as links
 from minillm.drawing import headline, lines, style, subplots
 from minillm.measure.timeline import STYLES
+from minillm.palette import PALETTE, look
 from minillm.predict.training import context
 from minillm.predict.training.context import AttentionShape, Hardware
 

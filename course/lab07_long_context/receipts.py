@@ -13,7 +13,6 @@ from course.lab07_long_context import experiments, experiments_breaks
 from course.lab07_long_context import experiments_links as links
 from course.lab07_long_context.experiments import LONG, WORLD, Step
 from course.shared.table import Table, seconds, table
-from minillm.labkit.receipts import Row, formula, row
 from minillm.predict.training import context
 from minillm.predict.training.context import AttentionShape, Hardware
 

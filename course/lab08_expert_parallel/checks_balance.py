@@ -9,8 +9,6 @@ from torch import Tensor
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
 from course.shared.diagnose import expect_number
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, receipt, row
 from minillm.predict.training import moe
 
 # Capacity.

@@ -16,8 +16,6 @@ from course.kit.receipts import Receipt, receipt, row
 from course.lab08_expert_parallel.ranks import Averaged, Did, Layer, Rows, one_process, run_exchange, run_gradients
 from course.shared.diagnose import whole_numbers
 from course.shared.trials import run
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, receipt, row
 from minillm.predict import comms
 from minillm.predict.training import moe
 

@@ -10,8 +10,8 @@ from course.lab08_expert_parallel import experiments
 from course.lab08_expert_parallel import experiments_links as links
 from course.lab08_expert_parallel import experiments_training as training
 from course.lab08_expert_parallel.experiments_training import FACTORS, NUM_EXPERTS, SEQ, TOP_K, Training
-from minillm.labkit.palette import PALETTE, look
-from minillm.labkit.plots import headline, style, subplots
+from minillm.drawing import headline, style, subplots
+from minillm.palette import PALETTE, look
 from minillm.predict.training import moe
 
 ROUTERS = ("no balancing", "balance loss", "bias")

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from minillm.labkit.exercises import alternative, mistake
+from course.kit.exercises import alternative, mistake
 
 # Capacity.
 

@@ -15,7 +15,6 @@ from course.lab08_expert_parallel import experiments_training as training
 from course.lab08_expert_parallel.experiments import HIDDEN, SMALL, TOKENS, TOP_K, WORLD, Journey, Size, Traffic
 from course.lab08_expert_parallel.experiments_training import NUM_EXPERTS, SEQ, STEPS, Training
 from course.shared.table import Table, seconds, table
-from minillm.labkit.receipts import Row, formula, row
 from minillm.predict.planner.architectures import architecture
 from minillm.predict.training import moe, tensor
 

@@ -15,8 +15,6 @@ from course.kit.receipts import Receipt, receipt, row
 from course.shared.diagnose import whole_numbers
 from course.shared.trials import run
 from minillm.comm import Group
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, receipt, row
 from minillm.predict import faults
 
 SPENT = ("useful", "saving", "lost", "restarting")

@@ -11,7 +11,6 @@ from course.lab10_fault_tolerance import experiments, experiments_production
 from course.lab10_fault_tolerance import experiments_breaks as breaks
 from course.lab10_fault_tolerance.experiments import MTBF_S, RESTART_S, SAVE_S, Run
 from course.shared.table import Table, seconds, table
-from minillm.labkit.receipts import Row, formula, row
 from minillm.predict import faults
 from minillm.predict.faults import CheckpointCost
 

@@ -40,7 +40,6 @@ from course.lab13_paged_attention import experiments, interpreted, receipts
 from course.lab13_paged_attention import experiments_breaks as breaks
 from course.lab13_paged_attention import experiments_engine as small
 from course.lab13_paged_attention import figures as pictures
-from minillm.labkit import check, finish, hint, show, sliders
 from minillm.model.kernels import tl  # triton.language; None where Triton is not installed
 from minillm.serve.schedule import blocks
 from minillm.serve.tiny import TinyLLM

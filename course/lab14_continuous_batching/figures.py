@@ -12,9 +12,8 @@ from course.lab14_continuous_batching import formulas as predict
 from course.lab14_continuous_batching.experiments import Flight
 from course.shared.step_cost import H100_8B
 from minillm.bench.load import skewed, uniform
-from minillm.labkit.answers import answers_of
-from minillm.labkit.palette import PALETTE, look
-from minillm.labkit.plots import headline, log_ticks, style, subplots
+from minillm.drawing import headline, log_ticks, style, subplots
+from minillm.palette import PALETTE, look
 from minillm.serve import POLICIES
 
 ANSWERS = answers_of("14_continuous_batching")

@@ -11,8 +11,8 @@ from matplotlib.patheffects import withStroke
 
 from course.lab14_continuous_batching.experiments import Flight, play, requests
 from minillm.bench.load import Arrival
-from minillm.labkit.palette import PALETTE, look
-from minillm.labkit.plots import headline, style, subplots
+from minillm.drawing import headline, style, subplots
+from minillm.palette import PALETTE, look
 from minillm.serve import StepRecord
 
 COLUMNS, SIZE = 16, 4

@@ -10,9 +10,6 @@ from course.kit.receipts import Receipt, row
 from course.lab15_speculative_decoding import experiments_breaks as breaks
 from course.lab15_speculative_decoding import tiny_models
 from course.lab15_speculative_decoding.tiny_models import NOTHING, Tiny
-from minillm.labkit.answers import answers_of
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Receipt, row
 from minillm.predict.serving import speculation as predict
 
 VERDICTS = ("exact", "exact, accepts less", "first token off", "later tokens off")

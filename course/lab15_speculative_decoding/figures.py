@@ -10,8 +10,8 @@ from course.lab15_speculative_decoding import experiments_breaks as breaks
 from course.lab15_speculative_decoding import experiments_runs as runs
 from course.lab15_speculative_decoding.experiments import Compared
 from course.lab15_speculative_decoding.experiments_runs import Sweep
-from minillm.labkit.palette import PALETTE, look
-from minillm.labkit.plots import bars, headline, lines, log_ticks, style, subplots
+from minillm.drawing import bars, headline, lines, log_ticks, style, subplots
+from minillm.palette import PALETTE, look
 from minillm.predict.serving import speculation as predict
 
 TEMPERATURES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0)

@@ -15,8 +15,6 @@ from course.lab15_speculative_decoding import experiments_runs as runs
 from course.lab15_speculative_decoding.tiny_models import NOTHING, Tiny, distance, first
 from course.shared.step_cost import FOUR_H100_70B, H100_8B
 from course.shared.table import Table, seconds, table
-from minillm.labkit.answers import answers_of
-from minillm.labkit.receipts import Receipt, receipt, row
 from minillm.predict.serving import speculation as predict
 from minillm.serve.speculate import Draft, verify
 

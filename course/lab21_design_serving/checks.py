@@ -3,9 +3,9 @@
 import random
 from typing import Any
 
-from minillm.labkit.answers import answers_of
-from minillm.labkit.exercises import CheckFailed, exercise
-from minillm.labkit.receipts import Row, row
+from course.kit.answers import answers_of
+from course.kit.exercises import CheckFailed, exercise
+from course.kit.receipts import Row, row
 from minillm.predict.serving import queueing
 
 ANSWERS = answers_of("21_design_serving")

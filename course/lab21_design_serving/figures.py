@@ -4,8 +4,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from minillm.labkit.palette import look
-from minillm.labkit.plots import headline, log_ticks, style, subplots
+from minillm.drawing import headline, log_ticks, style, subplots
+from minillm.palette import look
 from minillm.predict.planner.architectures import architecture
 from minillm.predict.planner.clusters import cluster
 from minillm.predict.planner.serving import rank_serving

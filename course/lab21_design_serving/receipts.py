@@ -5,7 +5,6 @@ from pathlib import Path
 from course.kit.receipts import Receipt, formula, receipt, row
 from course.lab21_design_serving import experiments, problems, problems_running
 from course.shared.cases import Cases
-from minillm.labkit.receipts import Receipt, formula, receipt, row
 from minillm.predict.planner.architectures import architecture
 from minillm.predict.planner.clusters import GIB, cluster
 from minillm.predict.planner.serving import rank_serving

@@ -8,7 +8,6 @@ from torch.nn import functional as F
 from course.kit.receipts import Row, formula, row
 from course.lab23_claims.statement import claim, computed
 from minillm.equivalence import CONTEXT_CASES, ParallelConfig, compare
-from minillm.labkit.receipts import Row, formula, row
 from minillm.predict import faults
 from minillm.predict.planner.architectures import architecture
 from minillm.predict.planner.clusters import cluster

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from course.kit import answers_of, receipt, row
 from course.lab03_data_parallel.replicas import CLOSE, Bucket, Case, loss_of
 from minillm.comm import Group, is_root, launch
-from minillm.labkit import answers_of, receipt, row
 from minillm.measure import ledger
 from minillm.predict.training import sharding as predict
 

@@ -11,9 +11,8 @@ from typing import Annotated
 from matplotlib.figure import Figure
 from typer import Option
 
+from minillm.drawing import style, subplots
 from minillm.equivalence.scaling import EXTENDED, MEASURED, MODES, PER_NODE, Row, cliff, scaling, table
-from minillm.labkit.palette import look
-from minillm.labkit.plots import style, subplots
 from minillm.measure.provenance import JsonFile, provenance, summary, writable, write_json
 from minillm.palette import look
 

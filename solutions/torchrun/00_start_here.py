@@ -8,9 +8,9 @@ torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \\
 
 import torch
 
+from course.kit import answers_of, receipt, row
 from minillm import measure
 from minillm.comm import Group, is_root, launch
-from minillm.labkit import answers_of, receipt, row
 from minillm.predict import comms
 
 NUM_ELEMENTS = 1 << 20

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from course.kit import answers_of, receipt, row
 from minillm.comm import Group, Mesh, is_root, launch
-from minillm.labkit import answers_of, receipt, row
 from minillm.measure import ledger
 from minillm.predict import comms
 

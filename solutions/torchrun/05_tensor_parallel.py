@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from course.kit import receipt, row
 from minillm.comm import Group, is_root, launch
-from minillm.labkit import receipt, row
 from minillm.measure import ledger
 from minillm.predict import comms
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from course.kit import receipt, row
 from minillm.comm import Group, is_root, launch
-from minillm.labkit import receipt, row
 from minillm.measure import ledger
 from minillm.parallel.pipeline_parallel.actions import straight
 from minillm.parallel.pipeline_parallel.schedules import Action, Schedule, check

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from course.kit import receipt, row
 from minillm.comm import Group, is_root, launch
-from minillm.labkit import receipt, row
 from minillm.measure import ledger
 from minillm.model.attention.tiled import merge, tiled, tiled_with_lse
 from minillm.predict.training import context

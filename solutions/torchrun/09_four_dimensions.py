@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from course.kit import receipt, row
 from minillm.comm import Group, Mesh, is_root, launch
-from minillm.labkit import receipt, row
 from minillm.measure import ledger
 from minillm.model import ModelConfig, Transformer
 from minillm.parallel.context_parallel import context_attention, context_parallel

@@ -8,10 +8,10 @@ torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \\
 
 from collections import Counter
 
+from course.kit import receipt, row
 from minillm import measure
 from minillm.comm import Group, is_root, launch
 from minillm.data.sampler import permutation
-from minillm.labkit import receipt, row
 
 NUM_SAMPLES, BATCH_SIZE, SEED = 1000, 8, 0
 

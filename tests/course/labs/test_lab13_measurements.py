@@ -6,14 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from course.kit.answers import answers_of
+from course.kit.answers import answers_of, changed_answer
 from course.lab13_paged_attention import experiments, paging
 from course.lab13_paged_attention import experiments_breaks as breaks
 from course.lab13_paged_attention import experiments_engine as small
 from course.lab13_paged_attention import experiments_sharing as sharing
 from course.lab13_paged_attention import figures as pictures
 from course.lab13_paged_attention import formulas as predict
-from minillm.labkit.answers import answers_of, changed_answer
 
 right = answers_of("13_paged_attention")
 PARTS = {

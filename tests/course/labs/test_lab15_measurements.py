@@ -10,7 +10,6 @@ from course.lab15_speculative_decoding import experiments_breaks as breaks
 from course.lab15_speculative_decoding import experiments_runs as runs
 from course.lab15_speculative_decoding import figures as pictures
 from course.lab15_speculative_decoding.tiny_models import Tiny
-from minillm.labkit.answers import answers_of
 from minillm.predict.serving import speculation as predict
 from minillm.serve.speculate import NGram
 from minillm.serve.speculate.verify import choose
