@@ -1,6 +1,6 @@
 """The planner: sizes against published counts, memory and time against closed forms and published runs."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given, settings
@@ -188,6 +188,17 @@ def test_plans_fit_and_runner_ups_lose_for_a_cause():
     assert all(plan.memory.total <= machine.usable for plan in ranking.plans)
     slower = [plan for plan in ranking.plans if plan.step.seconds > 1.02 * ranking.best.step.seconds]
     assert slower and all("%:" in explain(ranking.best, plan) for plan in slower)
+
+
+@pytest.mark.parametrize(("share", "slower"), [(0.9, False), (1.1, True)])
+def test_a_tie_is_a_share_of_the_best_time(share, slower):
+    """In steps of 40 s as of 40 ms, so that neither a tie in seconds nor its inverse would do."""
+    best = rank(architecture("llama-3-70b"), cluster("h100", 64), 8192, 512).best
+    for scale in (1.0, 1e-3):
+        fast = replace(best.step, **{name: seconds * scale for name, seconds in asdict(best.step).items()})
+        late = replace(fast, bubble=fast.bubble + share * TIE * fast.seconds)
+        said = explain(replace(best, step=fast), replace(best, step=late))
+        assert ("%:" in said) == slower and ("not simpler" in said) != slower, said
 
 
 def test_serving_batches_meet_the_limit_and_memory():
