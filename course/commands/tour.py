@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from course.kit import course
-from course.kit.receipts import Receipt, receipt
+from course.kit.receipts import Receipt
 from minillm.comm.launch.forkserver import load_ahead
 from minillm.measure.provenance import JsonFile, provenance, summary, write_json
 
@@ -43,5 +43,4 @@ def tour(labs: Iterable[str] = ()) -> Iterator[tuple[str, Receipt]]:
     for lab, claims in stops:
         for claim in claims:
             found = claim()
-            made = found if isinstance(found, Receipt) else receipt("", found)
-            yield lab, replace(made, title=f"lab {lab}: {made.title}".removesuffix(": "))
+            yield lab, replace(found, title=f"lab {lab}: {found.title}")

@@ -12,9 +12,11 @@ light and dark pages, and without any CSS, as on GitHub) and rows of JSON. With 
 executed, a receipt that is off cannot be displayed, unless what is off depends on the machine (`Row.steady`).
 """
 
+import functools
+import inspect
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from numbers import Number
@@ -256,6 +258,27 @@ def receipt(title: str, rows: Iterable[Row], *, open_rows: int = OPEN_ROWS) -> R
     if open_rows < 1:
         raise ValueError(f"open_rows={open_rows} of receipt '{title}' must be 1 or more")
     return Receipt(title, tuple(rows), open_rows)
+
+
+def titled(
+    title: str, *, open_rows: int = OPEN_ROWS
+) -> Callable[[Callable[..., Iterable[Row]]], Callable[..., Receipt]]:
+    """What a function that yields rows returns: their receipt. {names} in the title are the function's arguments.
+
+    @titled("{ranks} ranks, bytes of a step")
+    def sent(ranks=4): yield row(...)
+    """
+
+    def decorate(make: Callable[..., Iterable[Row]]) -> Callable[..., Receipt]:
+        @functools.wraps(make)
+        def made(*args: Any, **options: Any) -> Receipt:
+            given = inspect.signature(make).bind(*args, **options)
+            given.apply_defaults()
+            return receipt(title.format(**given.arguments), make(*args, **options), open_rows=open_rows)
+
+        return made
+
+    return decorate
 
 
 def format_value(value: Any, unit: str = "") -> str:

@@ -25,7 +25,7 @@ import inspect
 import torch
 from torch import nn
 
-from course.kit import check, finish, hint, receipt, show, sliders
+from course.kit import check, finish, hint, show, sliders
 from course.lab03_data_parallel import experiments, receipts
 from course.lab03_data_parallel import experiments_breaks as breaks
 from course.lab03_data_parallel import experiments_overlap as clock
@@ -309,10 +309,7 @@ top_k_all_reduce = check("top-k-error-feedback", top_k_all_reduce)
 # %%
 N = 4
 ranks = launch(receipts.on_ranks, N)
-receipt(
-    f"a model of {experiments.gradient_bytes():,} bytes of gradients, {N} ranks",
-    receipts.sent(ranks, guess_factor),
-)
+receipts.sent(ranks, guess_factor)
 
 # %% [markdown]
 # $2P(N-1)/N$, whatever the batch, because data parallelism sends *gradients*. So a larger batch per rank is the cheapest
@@ -322,7 +319,7 @@ receipt(
 # ## Measure: is it the big batch?
 
 # %%
-receipt("the same as one process", receipts.same_as_one_process(ranks))
+receipts.same_as_one_process(ranks)
 
 # %% [markdown]
 # The gradient differs in the seventh digit, because sums run in another order. The replicas differ by *exactly* zero,
@@ -354,7 +351,7 @@ steps = clock.beside_prediction(recorded[0], clock.Slow(), clock.LINK)
 show(pictures.draw_steps, numbers=steps)
 
 # %%
-receipt("a step over an emulated link", receipts.overlap(steps["forms"], guess_hidden))
+receipts.overlap(steps["forms"], guess_hidden)
 
 # %% [markdown]
 # The hidden share is 1 − (step − backward) / communication: 0 if the two add up, 1 if communication costs no time.
@@ -371,7 +368,7 @@ far = clock.far_away()
 show(pictures.draw_bucket_sweep, numbers=far["sweep"])
 
 # %%
-receipt("bucket sizes, emulated link with 4 ms latency", receipts.bucket_sizes(far["sweep"]))
+receipts.bucket_sizes(far["sweep"])
 
 # %% [markdown]
 # Between too many buckets and one there is a flat valley; torch's default of 25 MB lies in it for most models and links.
@@ -383,7 +380,7 @@ receipt("bucket sizes, emulated link with 4 ms latency", receipts.bucket_sizes(f
 # Rank 1's backward now takes 120 ms longer; rank 0 does its work as before.
 
 # %%
-receipt("steps on an emulated link", receipts.straggler(far["straggler"]))
+receipts.straggler(far["straggler"])
 
 # %% [markdown]
 # From rank 0's own clock you cannot tell which rank is late: *its* step became slower, and it spent the time waiting.
@@ -401,7 +398,7 @@ events = launch(production.traced_step, 2, device="cpu")[0]
 show(pictures.draw_trace, events=events)
 
 # %%
-receipt("one step in the trace", receipts.trace(events))
+receipts.trace(events)
 
 # %% [markdown]
 # A layer's backward is two matmuls: the gradient of its weight and that of its input. Then its bucket is full: the main
@@ -425,7 +422,7 @@ trained = launch(experiments.with_yours, 2, top_k_all_reduce)[0]
 show(pictures.draw_losses, numbers=trained)
 
 # %%
-receipt("bytes per step on 2 ranks, and the loss in the end", receipts.compression(trained))
+receipts.compression(trained)
 
 # %% [markdown]
 # int8 sends a quarter of the bytes and its curve lies on the dense one. Top-k sends $2k/n$ of the dense bytes on two
@@ -440,7 +437,7 @@ receipt("bytes per step on 2 ranks, and the loss in the end", receipts.compressi
 # What adding up the gradients of 64 ranks in each precision, in ring order, does to their mean:
 
 # %%
-receipt("relative error of the mean of 64 gradients, ring order", receipts.reduce_precision())
+receipts.reduce_precision()
 
 # %% [markdown]
 # ## Break it
@@ -456,7 +453,7 @@ undivided = launch(experiments.division, 2)[0]
 show(pictures.draw_division, numbers=undivided)
 
 # %%
-receipt("what a training loop would log", receipts.division(undivided))
+receipts.division(undivided)
 
 # %% [markdown]
 # The norm is the only trace. Adam divides by the gradient's own size, so a factor of 2 cancels in the loss. Real
@@ -472,10 +469,7 @@ receipt("what a training loop would log", receipts.division(undivided))
 
 # %%
 print(inspect.getsource(breaks.as_they_become_ready))
-receipt(
-    "gradients after one backward on 2 ranks",
-    receipts.crossed(launch(breaks.as_they_become_ready, 2)),
-)
+receipts.crossed(launch(breaks.as_they_become_ready, 2))
 
 # %% [markdown]
 # Which gradients were averaged with which? Why is there neither a hang nor an error, and what would change with branches
@@ -499,7 +493,7 @@ receipt(
 show(pictures.draw_losing, numbers=far["losing"])
 
 # %%
-receipt("throughput of 2 ranks / of 1, emulated", receipts.losing(far["losing"]))
+receipts.losing(far["losing"])
 
 # %% [markdown]
 # - **Tiny models** send almost no bytes but pay the latency of a bucket in a backward that takes milliseconds. (The
@@ -510,7 +504,7 @@ receipt("throughput of 2 ranks / of 1, emulated", receipts.losing(far["losing"])
 
 # %%
 error = breaks.unequal_shards(average_gradients, weighted_loss)
-receipt("12 samples on rank 0, 4 on rank 1", receipts.unequal(error))
+receipts.unequal(error)
 
 # %% [markdown]
 # Shuffling lowers the error but does not remove it, and it grows where a rank's samples have something in common, such
@@ -526,13 +520,10 @@ receipt("12 samples on rank 0, 4 on rank 1", receipts.unequal(error))
 
 # %%
 packed, libs = launch(production.libraries, 2, device="cpu")[0]
-receipt("torch DDP, 12 tensors of 1 MiB", receipts.torch_buckets(packed))
+receipts.torch_buckets(packed)
 
 # %%
-receipt(
-    "one step on 2 ranks: bytes of both ranks on the wire, error of the gradient",
-    receipts.libraries(libs),
-)
+receipts.libraries(libs)
 
 # %% [markdown]
 # In a real job:
@@ -554,7 +545,7 @@ receipt(
 # The sampler that goes with DDP pads, and repeats its order unless told the epoch:
 
 # %%
-receipt("torch's DistributedSampler, 10 samples on 4 ranks", receipts.sampler())
+receipts.sampler()
 
 # %% [markdown]
 # minillm's reducer (`minillm/parallel/data_parallel/reducer.py`) adds to yours: it packs anew after the first step in rank
@@ -568,7 +559,7 @@ receipt("torch's DistributedSampler, 10 samples on 4 ranks", receipts.sampler())
 # only its shard of the gradients across. In torch it is `fully_shard` on a mesh of two dimensions, (replicate, shard).
 
 # %%
-receipt("7B parameters in bf16, 8 nodes of 8 GPUs, a ring per collective", receipts.hybrid())
+receipts.hybrid()
 
 # %% [markdown]
 # Full sharding holds least, but its weights cross the slow network for every forward and backward pass. Hybrid sharding
@@ -590,7 +581,7 @@ receipt("7B parameters in bf16, 8 nodes of 8 GPUs, a ring per collective", recei
 # GB/s. How many tokens per GPU and step make the all-reduce hide behind backward? And if gradients are reduced in fp32?**
 
 # %%
-receipt("A. tokens that hide the all-reduce", receipts.design_tokens())
+receipts.design_tokens()
 
 # %% [markdown]
 # <details><summary>Answer</summary>
@@ -605,7 +596,7 @@ receipt("A. tokens that hide the all-reduce", receipts.design_tokens())
 # 512: what happens to the steps per second if a microbatch takes 0.5 s and the (unhidden part of the) reduction 0.2 s?**
 
 # %%
-receipt("B. seconds per step, and efficiency against 16 GPUs", receipts.design_scaling())
+receipts.design_scaling()
 
 # %% [markdown]
 # <details><summary>Answer</summary>

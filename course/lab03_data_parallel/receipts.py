@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from course.kit.receipts import Row, formula, row
+from course.kit.receipts import Row, formula, row, titled
 from course.lab03_data_parallel import experiments
 from course.lab03_data_parallel import experiments_breaks as breaks
 from course.lab03_data_parallel import experiments_overlap as clock
@@ -24,6 +24,7 @@ from minillm.train import BucketedDDP, FlatDDP, NaiveDDP
 WORLD = 2
 
 
+@titled("forms of data parallelism, 4 ranks")
 def rows() -> Iterator[Row]:
     """Bytes, calls and values are exact; times are emulated, so 70 % hidden is asked for where 87.5 % is the best."""
     yield from _step()
@@ -43,7 +44,7 @@ def _step() -> Iterator[Row]:
     yield row("bucketed, bf16 hook: bytes sent by each rank", plain / 2, found["bf16 hook"]["bytes"], "B", 1e-3)
     yield row("    relative error of the gradient", None, found["bf16 hook"]["error"])
     yield row("replicas: largest difference of weights after 3 steps", 0, found["replicas_apart"])
-    yield from sampler()
+    yield from sampler().rows
 
 
 def _clock() -> Iterator[Row]:
@@ -95,6 +96,7 @@ def on_ranks(group: Group) -> dict[str, Any]:
     }
 
 
+@titled(f"a model of {experiments.gradient_bytes():,} bytes of gradients, 4 ranks")
 def sent(ranks: Sequence[dict[str, Any]], guess: float | None = None) -> Iterator[Row]:
     n, order = len(ranks), experiments.sizes(experiments.model())
     caps = (experiments.CAP_MB, 4 * experiments.CAP_MB)
@@ -111,6 +113,7 @@ def sent(ranks: Sequence[dict[str, Any]], guess: float | None = None) -> Iterato
     yield row("all-reduces of these five", due, tuple(line["all_reduces"] for line in found.values()))
 
 
+@titled("the same as one process")
 def same_as_one_process(ranks: Sequence[dict[str, Any]]) -> Iterator[Row]:
     same, (one, several, whole) = ranks[0]["same"], experiments.activation_peaks(batch=128, microbatches=4).values()
     yield row("gradient, fp32: relative error below 1e-5", True, same["gradient_error"] < 1e-5)
@@ -121,6 +124,7 @@ def same_as_one_process(ranks: Sequence[dict[str, Any]]) -> Iterator[Row]:
     yield row("    the whole batch at once", None, whole, "B")
 
 
+@titled("a step over an emulated link")
 def overlap(forms: dict[str, Any], guess_hidden: float | None = None) -> Iterator[Row]:
     naive, *others = forms.items()
     yield row("naive: backward + communication", naive[1]["predicted_s"], naive[1]["step_s"], "s", 0.25, noisy=True)
@@ -132,6 +136,7 @@ def overlap(forms: dict[str, Any], guess_hidden: float | None = None) -> Iterato
         )
 
 
+@titled("bucket sizes, emulated link with 4 ms latency")
 def bucket_sizes(sweep: dict[str, Any]) -> Iterator[Row]:
     best = min(range(len(sweep["predicted_s"])), key=sweep["predicted_s"].__getitem__)
     yield row("all-reduces per step, by bucket size", tuple(sweep["buckets"]), tuple(sweep["reductions"]))
@@ -141,12 +146,14 @@ def bucket_sizes(sweep: dict[str, Any]) -> Iterator[Row]:
         yield row(f"step, {name}", due, took, "s", tolerance=0.35, noisy=True)
 
 
+@titled("steps on an emulated link")
 def straggler(found: dict[str, Any]) -> Iterator[Row]:
     for name, index in (("no rank late", 0), ("rank 1 late", 1)):
         for rank, times in enumerate(found["measured_s"]):
             yield row(f"rank {rank}'s step, {name}", found["predicted_s"][index], times[index], "s", 0.35, noisy=True)
 
 
+@titled("bytes per step on 2 ranks, and the loss in the end")
 def compression(found: dict[str, Any], share: float = 0.01) -> Iterator[Row]:
     forms, count = found["forms"], [found["elements"]]
     kept, mine = f"top {share:.0%}, error feedback", f"yours, top {share:.0%}"
@@ -161,12 +168,14 @@ def compression(found: dict[str, Any], share: float = 0.01) -> Iterator[Row]:
     yield formula("top 1 % on 64 ranks, times dense", many[0].sent_per_rank[0] / many[1].sent_per_rank[0])
 
 
+@titled("relative error of the mean of 64 gradients, ring order")
 def reduce_precision() -> Iterator[Row]:
     for dtype in (torch.float32, torch.bfloat16):
         error = breaks.rounding_of_a_ring(dtype)
         yield row(f"{str(dtype).removeprefix('torch.')}", None, error, kind="simulated")
 
 
+@titled("what a training loop would log")
 def division(found: dict[str, Any]) -> Iterator[Row]:
     mean, total = found["AdamW, avg"], found["AdamW, sum"]
     worst = max(abs(a - b) / a for a, b in zip(mean["losses"], total["losses"], strict=True))
@@ -174,6 +183,7 @@ def division(found: dict[str, Any]) -> Iterator[Row]:
     yield row("norm of the first gradient, sum / mean", 2, total["norm"] / mean["norm"], tolerance=1e-3)
 
 
+@titled("gradients after one backward on 2 ranks")
 def crossed(ranks: Sequence[dict[str, Any]]) -> Iterator[Row]:
     (a0, b0), (a1, b1) = (rank["own"] for rank in ranks)
     yield row("losses of the ranks", None, tuple(rank["loss"] for rank in ranks))
@@ -182,17 +192,20 @@ def crossed(ranks: Sequence[dict[str, Any]]) -> Iterator[Row]:
         yield row(f"gradient of {name}: relative error by rank", None, off)
 
 
+@titled("throughput of 2 ranks / of 1, emulated")
 def losing(found: dict[str, Any]) -> Iterator[Row]:
     for name, measured in found["measured"].items():
         tolerance = 0.6 if name == "tiny model" else 0.35
         yield row(name, found["predicted"][name], measured, tolerance=tolerance, noisy=True)
 
 
+@titled("12 samples on rank 0, 4 on rank 1")
 def unequal(error: dict[str, float]) -> Iterator[Row]:
     yield row("mean of means: relative error of the gradient", None, error["mean of means"])
     yield row("weighted by samples: below 1e-9", True, error["weighted"] < 1e-9)
 
 
+@titled("torch DDP, 12 tensors of 1 MiB")
 def torch_buckets(packed: dict[str, Any]) -> Iterator[Row]:
     for cap in (1, 5):
         first, second = packed[str(cap)]
@@ -201,6 +214,7 @@ def torch_buckets(packed: dict[str, Any]) -> Iterator[Row]:
         yield row("    buckets in iteration 2, MiB", due, tuple(size // 2**20 for size in second))
 
 
+@titled("one step in the trace")
 def trace(events: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
     """What the profiler's trace of a DDP step shows: one all-reduce per bucket, all but one issued during backward."""
     events = events or launch(production.traced_step, WORLD, device="cpu")[0]
@@ -216,6 +230,7 @@ def trace(events: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
         yield row(f"    share {name}", None, found[name] / found["all-reduce"])
 
 
+@titled("one step on 2 ranks: bytes of both ranks on the wire, error of the gradient")
 def libraries(libs: dict[str, dict[str, float]]) -> Iterator[Row]:
     dense, half = (2 * predict.gradient_bytes(experiments.gradient_bytes(itemsize), 2) for itemsize in (4, 2))
     for name, found in libs.items():
@@ -223,6 +238,7 @@ def libraries(libs: dict[str, dict[str, float]]) -> Iterator[Row]:
         yield row(f"{name}; error {found['error']:.0e}", wire, found["wire"], "B", tolerance=0.03, noisy=True)
 
 
+@titled("7B parameters in bf16, 8 nodes of 8 GPUs, a ring per collective")
 def hybrid(params: int = 7 * 10**9, nodes: int = 8, per_node: int = 8) -> Iterator[Row]:
     """State and traffic between nodes: replicas, shards over all GPUs, shards in a node with replicas across.
 
@@ -242,6 +258,7 @@ def hybrid(params: int = 7 * 10**9, nodes: int = 8, per_node: int = 8) -> Iterat
         yield formula("    GB that leave a node per step, rounds across", (round(leaving / 1e9, 1), rounds))
 
 
+@titled("A. tokens that hide the all-reduce")
 def design_tokens(flops: float = 400e12, bandwidth: float = 50e9) -> Iterator[Row]:
     """A: 7B parameters over 64 GPUs; backward takes 4 FLOPs per parameter and token."""
     for name, itemsize in (("bf16", 2), ("fp32", 4)):
@@ -250,6 +267,7 @@ def design_tokens(flops: float = 400e12, bandwidth: float = 50e9) -> Iterator[Ro
         yield formula("    tokens per GPU whose backward takes as long", round(seconds * flops / (4 * 7e9)))
 
 
+@titled("B. seconds per step, and efficiency against 16 GPUs")
 def design_scaling(batch: int = 512, per_gpu: int = 4) -> Iterator[Row]:
     """B: a fixed global batch on more and more GPUs, 0.5 s per microbatch and 0.2 s of exposed reduction."""
     seconds = {gpus: 0.5 * batch / (per_gpu * gpus) + 0.2 for gpus in (16, 32, 64, 128)}
@@ -258,6 +276,7 @@ def design_scaling(batch: int = 512, per_gpu: int = 4) -> Iterator[Row]:
         yield formula("    efficiency", f"{16 * seconds[16] / (gpus * step):.0%}")
 
 
+@titled("torch's DistributedSampler, 10 samples on 4 ranks")
 def sampler() -> Iterator[Row]:
     found = experiments.torch_sampler(num_samples=10, world_size=4)
     yield row("samples dealt out twice: N·ceil(D/N) - D", found["predicted"], found["duplicates"])

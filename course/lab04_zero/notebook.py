@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from course.kit import check, finish, hint, receipt, show, sliders
+from course.kit import check, finish, hint, show, sliders
 from course.lab04_zero import experiments, experiments_hybrid, receipts
 from course.lab04_zero import experiments_breaks as breaks
 from course.lab04_zero import experiments_links as links
@@ -59,7 +59,7 @@ for name, state in (("bf16 with masters", ADAM_MIXED), ("fp32", ADAM_FP32)):
 guess_gb = 112 / 8  # your guess
 
 # %%
-receipt("7B parameters on 8 ranks, bf16 with masters", receipts.memory_7b(guess_gb))
+receipts.memory_7b(guess_gb)
 
 # %%
 show(pictures.memory_by_stage)
@@ -316,10 +316,7 @@ stream_adam = check("offload-adam", stream_adam)
 # global batch is the same, so the losses must be, too.
 
 # %%
-receipt(
-    "your ZeRO-1: 4 ranks beside one",
-    receipts.trained(*experiments.four_ranks_and_one(partition, ZeroOne)),
-)
+receipts.trained(*experiments.four_ranks_and_one(partition, ZeroOne))
 
 # %% [markdown]
 # ## Measure: what a rank holds
@@ -336,7 +333,7 @@ kinds = [(n, mixed) for n in (2, 4) for mixed in (True, False)]
 setups = [Setup(stage, n, mixed=mixed) for n, mixed in kinds for stage in experiments.STAGES]
 setups += [Setup(stage, 4, accumulate=4) for stage in experiments.STAGES]
 found = experiments.compare(setups)
-receipt(f"state per rank, N = 4, Ψ = {PSI:,}", receipts.state(found))
+receipts.state(found)
 
 # %%
 show(
@@ -351,7 +348,7 @@ show(
 # ## Measure: what a rank sends
 
 # %%
-receipt(f"sent per rank and step, N = 4, P = {4 * PSI:,} B", receipts.sent(found))
+receipts.sent(found)
 
 # %% [markdown]
 # $2P$, $2P$, $2P$ and $3P$ for one microbatch. With 4 accumulated microbatches the picture changes. DDP and stage 1 add
@@ -364,14 +361,14 @@ receipt(f"sent per rank and step, N = 4, P = {4 * PSI:,} B", receipts.sent(found
 # here `reduce_dtype`). Weights still travel in bf16, so stage 3 sends a third more, and stage 2 half as much again:
 
 # %%
-receipt("stage 3 in bf16 on 4 ranks, one step", receipts.reduction())
+receipts.reduction()
 
 # %% [markdown]
 # Since all of this is the same algorithm, the losses are the same, whatever the stage, the number of ranks or of
 # microbatches:
 
 # %%
-receipt("fp32", receipts.same_losses(found))
+receipts.same_losses(found)
 
 # %% [markdown]
 # ## Measure: stage 3 on a clock
@@ -386,7 +383,7 @@ clocks = links.stage3_on_a_clock((0, 1))
 show(pictures.draw_prefetch, found=clocks)
 
 # %%
-receipt("what one block ahead gains and costs", receipts.prefetch(clocks))
+receipts.prefetch(clocks)
 
 # %% [markdown]
 # The price of prefetching is memory: two blocks are whole at once instead of one. Move the sliders: what if compute is
@@ -412,10 +409,7 @@ sliders(
 # $2Ψ + 2Ψ$ bytes per step over all ranks ([Ren et al. 2021](https://arxiv.org/abs/2101.06840)).
 
 # %%
-receipt(
-    "ZeRO-2 on 2 ranks, bf16 with masters, offloaded",
-    receipts.offload(experiments.offloaded(found)),
-)
+receipts.offload(experiments.offloaded(found))
 
 # %% [markdown]
 # (On a machine without an accelerator, host memory *is* the process's memory; the files are not.)
@@ -435,7 +429,7 @@ accidents = launch(breaks.all_accidents, 4, bad_rank, device="cpu")
 # of the global one?
 
 # %%
-receipt("one gradient, four shards", receipts.clipping([rank["clip"] for rank in accidents]))
+receipts.clipping([rank["clip"] for rank in accidents])
 
 # %% [markdown]
 # The result is too long by √N and points elsewhere, because each shard is scaled by another factor. The loss still falls.
@@ -446,7 +440,7 @@ receipt("one gradient, four shards", receipts.clipping([rank["clip"] for rank in
 # minillm's stages broadcast rank 0's first.
 
 # %%
-receipt("whose initial weights are in the model?", receipts.seeds(accidents[0]["seeds"]))
+receipts.seeds(accidents[0]["seeds"])
 
 # %% [markdown]
 # The first model is a patchwork of four. It trains, since all ranks agree on it, but it is not the model you meant; with
@@ -455,7 +449,7 @@ receipt("whose initial weights are in the model?", receipts.seeds(accidents[0]["
 # ### Rank 0 saves
 
 # %%
-receipt("Adam's first moment in the checkpoint", receipts.saving(accidents[0]["save"]))
+receipts.saving(accidents[0]["save"])
 
 # %% [markdown]
 # Rank 0 alone saves a quarter. And where gathering is part of `state_dict`, *every* rank has to call it:
@@ -466,10 +460,7 @@ receipt("Adam's first moment in the checkpoint", receipts.saving(accidents[0]["s
 # With fp16 an overflow must skip the step. A `GradScaler` decides by the gradients it sees: those of one shard.
 
 # %%
-receipt(
-    f"an overflow in the shard of rank {bad_rank}",
-    receipts.scaler([rank["scaler"] for rank in accidents]),
-)
+receipts.scaler([rank["scaler"] for rank in accidents], bad_rank)
 
 # %% [markdown]
 # Three ranks step and one does not: the model is now partly old and partly new, and the next losses are scaled by two
@@ -485,14 +476,14 @@ receipt(
 
 # %%
 sent, crossing = experiments_hybrid.on_two_nodes()
-receipt("bytes sent per rank and step", receipts.hybrid(sent))
+receipts.hybrid(sent)
 
 # %% [markdown]
 # A colleague wrote hybrid sharding by hand. The losses fall:
 
 # %%
 print(inspect.getsource(experiments_hybrid.hybrid_step))
-receipt("4 ranks after 3 steps", receipts.hunt(crossing))
+receipts.hunt(crossing)
 
 # %% [markdown]
 # Which ranks agree and which do not? What is missing, where does it belong, and how many bytes does it cost per rank?
@@ -515,10 +506,7 @@ slow = links.over_a_slow_link()
 show(pictures.draw_slow_link, numbers=slow)
 
 # %%
-receipt(
-    "emulated slow link: formula for communication, measured whole steps",
-    receipts.slow_link(slow),
-)
+receipts.slow_link(slow)
 
 # %% [markdown]
 # With accumulation stage 3 takes several times as long as DDP on such a link. So use stage 3 or hybrid sharding where
@@ -531,10 +519,7 @@ receipt(
 
 # %%
 theirs = peers.peers()
-receipt(
-    f"torch on gloo, sent per rank and step, P = {4 * PSI:,} B",
-    receipts.peers(theirs, found[Setup(0, 4)][0].losses[1]),
-)
+receipts.peers(theirs, found[Setup(0, 4)][0].losses[1])
 
 # %% [markdown]
 # - **DDP + [`ZeroRedundancyOptimizer`](https://docs.pytorch.org/docs/stable/distributed.optim.html)** is ZeRO-1 at $3P$:
@@ -546,10 +531,7 @@ receipt(
 # - **accelerate** was asked for FSDP2 as well. What does the receipt of its memory say?
 
 # %%
-receipt(
-    "fp32, N = 4: who shards what",
-    receipts.held_by_peers(found[Setup(3, 4)][0].memory, theirs[0]),
-)
+receipts.held_by_peers(found[Setup(3, 4)][0].memory, theirs[0])
 
 # %% [markdown]
 # On a CPU accelerate silently falls back to DDP: 16 Ψ, nothing sharded, right losses. On GPUs the same lines shard. A

@@ -1,13 +1,13 @@
 """Lab 04's claims, each once: the notebook prints them, the tour and the tests run `CLAIMS`.
 
-Every function yields the rows of one receipt; without arguments it measures for itself.
+Every function yields the rows of its receipt; without arguments it measures for itself.
 """
 
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
-from course.kit.receipts import Row, formula, row
+from course.kit.receipts import Row, formula, row, titled
 from course.lab04_zero import experiments as stages
 from course.lab04_zero import experiments_breaks as breaks
 from course.lab04_zero import experiments_links as links
@@ -40,16 +40,19 @@ def _accidents() -> list[dict[str, Any]]:
     return launch(breaks.all_accidents, WORLD, BAD_RANK, device="cpu")
 
 
+@titled("7B parameters on 8 ranks, bf16 with masters")
 def memory_7b(guess_gb: float | None = None) -> Iterator[Row]:
     for stage, guess in ((1, guess_gb), (2, None), (3, None)):
         gb = ADAM_MIXED.per_rank(7 * 10**9, 8, stage=stage) / 1e9
         yield formula(f"state per rank, ZeRO-{stage}: {STATE[True][stage]}", gb, "GB", guess=guess)
 
 
+@titled("your ZeRO-1: 4 ranks beside one")
 def trained(four: Sequence[float], one: Sequence[float]) -> Iterator[Row]:
     yield row(f"loss of step {len(four)}", one[-1], four[-1], tolerance=1e-4)
 
 
+@titled(f"state per rank, N = 4, Ψ = {PSI:,}")
 def state(found: Findings | None = None, world_size: int = WORLD) -> Iterator[Row]:
     found = found or _compared()
     for setup, ranks in found.items():
@@ -59,6 +62,7 @@ def state(found: Findings | None = None, world_size: int = WORLD) -> Iterator[Ro
             yield row(name, stages.predicted_state(setup), held, "B", tolerance=0.02)
 
 
+@titled(f"sent per rank and step, N = 4, P = {4 * PSI:,} B")
 def sent(found: Findings | None = None, world_size: int = WORLD) -> Iterator[Row]:
     found = found or _compared()
     unit = 4 * PSI * (world_size - 1) / world_size
@@ -70,6 +74,7 @@ def sent(found: Findings | None = None, world_size: int = WORLD) -> Iterator[Row
             yield row(name, stages.predicted_bytes(setup), most, "B")
 
 
+@titled("fp32")
 def same_losses(found: Findings | None = None) -> Iterator[Row]:
     found = found or _compared()
     exact = {setup: ranks for setup, ranks in found.items() if not setup.mixed}
@@ -78,6 +83,7 @@ def same_losses(found: Findings | None = None) -> Iterator[Row]:
     yield row("last loss of every stage, N and K: DDP's on 4 ranks, to 1e-5", True, off < 1e-5)
 
 
+@titled("what one block ahead gains and costs")
 def prefetch(clocks: dict[int, dict[str, Any]] | None = None) -> Iterator[Row]:
     clocks = clocks or links.stage3_on_a_clock((0, 1))
     for ahead, numbers in clocks.items():
@@ -86,6 +92,7 @@ def prefetch(clocks: dict[int, dict[str, Any]] | None = None) -> Iterator[Row]:
         yield row("    blocks whole at once", ahead + 1, numbers["units_held"])
 
 
+@titled("ZeRO-2 on 2 ranks, bf16 with masters, offloaded")
 def offload(lines: Sequence[tuple[str, float, float, int, bool]]) -> Iterator[Row]:
     for where, down, up, left, same in lines:
         yield row(f"{where}: gradients down, weights up per step, 2Ψ each", (2 * PSI, 2 * PSI), (down, up), "B")
@@ -93,6 +100,7 @@ def offload(lines: Sequence[tuple[str, float, float, int, bool]]) -> Iterator[Ro
         yield row("    the same losses as without", True, same)
 
 
+@titled("one gradient, four shards")
 def clipping(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
     found = found or [rank["clip"] for rank in _accidents()]
     local, true, n = [each["local"] for each in found], found[0]["global"], len(found)
@@ -103,6 +111,7 @@ def clipping(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
     yield row("    and turned by (degrees)", None, found[0]["degrees"])
 
 
+@titled("whose initial weights are in the model?")
 def seeds(found: dict[str, list[int]] | None = None) -> Iterator[Row]:
     found = found or _accidents()[0]["seeds"]
     whole, n = found["elements"][0], len(found["FullyShard"])
@@ -110,19 +119,22 @@ def seeds(found: dict[str, list[int]] | None = None) -> Iterator[Row]:
     yield row("FullyShard, seeded by rank: all from rank 0", (whole, *[0] * (n - 1)), tuple(found["FullyShard"]))
 
 
+@titled("Adam's first moment in the checkpoint")
 def saving(found: dict[str, int] | None = None) -> Iterator[Row]:
     found = found or _accidents()[0]["save"]
     yield row("rank 0 saves its optimizer.state_dict(): elements", PSI // WORLD, found["inner"])
     yield row("every rank calls state_dict(): elements", found["model"], found["whole"])
 
 
-def scaler(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
+@titled("an overflow in the shard of rank {bad_rank}")
+def scaler(found: Sequence[dict[str, Any]] | None = None, bad_rank: int = BAD_RANK) -> Iterator[Row]:
     found = found or [rank["scaler"] for rank in _accidents()]
     stepped = sum(each["stepped"] for each in found)
     yield row("one shard overflows, plain GradScaler: ranks that step", len(found) - 1, stepped)
     yield row("    loss scales afterwards", None, tuple(each["scale"] for each in found))
 
 
+@titled("stage 3 in bf16 on 4 ranks, one step")
 def reduction(found: dict[str, float] | None = None) -> Iterator[Row]:
     """P is rounded up to whole shards, hence the tolerance."""
     found = found or launch(stages.reduced_in, WORLD, device="cpu")[0]
@@ -133,6 +145,7 @@ def reduction(found: dict[str, float] | None = None) -> Iterator[Row]:
         yield row(f"    error of the mean in {name}", None, found[f"{name} error"])
 
 
+@titled("bytes sent per rank and step")
 def hybrid(found: dict[str, int]) -> Iterator[Row]:
     """On 2 nodes with 2 ranks: P is rounded up to whole shards, hence the tolerance."""
     p = 4 * PSI
@@ -141,11 +154,13 @@ def hybrid(found: dict[str, int]) -> Iterator[Row]:
     yield row("    across nodes, 2·(P/2)·1/2", p / 2, found["across"], "B", tolerance=0.1)
 
 
+@titled("4 ranks after 3 steps")
 def hunt(found: dict[str, Any]) -> Iterator[Row]:
     yield row("losses", None, tuple(found["losses"]))
     yield row("weights: distance of ranks 0 to 3 from rank 0's", None, tuple(found["apart"]))
 
 
+@titled("emulated slow link: formula for communication, measured whole steps")
 def slow_link(found: dict[str, Any]) -> Iterator[Row]:
     times = {(line["stage"], line["accumulate"]): (line["predicted_s"], line["measured_s"]) for line in found["rows"]}
     for (stage, many), both in times.items():
@@ -155,6 +170,7 @@ def slow_link(found: dict[str, Any]) -> Iterator[Row]:
             yield row(name, *shares, tolerance=0.5, noisy=True)
 
 
+@titled(f"torch on gloo, sent per rank and step, P = {4 * PSI:,} B")
 def peers(theirs: Sequence[dict[str, Any]], one_step: float) -> Iterator[Row]:
     blocks, unit = stages.MODEL.num_layers, 4 * PSI * 3 / 4
     due = {
@@ -172,6 +188,7 @@ def peers(theirs: Sequence[dict[str, Any]], one_step: float) -> Iterator[Row]:
     yield row("all have minillm's loss, to 1e-4", True, off < 1e-4)
 
 
+@titled("fp32, N = 4: who shards what")
 def held_by_peers(ours: dict[str, int], theirs: dict[str, Any]) -> Iterator[Row]:
     for name, memory in {"minillm FullyShard": ours, **{name: peer["memory"] for name, peer in theirs.items()}}.items():
         yield row(f"{name}: bytes of state per rank / Ψ", None, sum(memory.values()) / PSI)

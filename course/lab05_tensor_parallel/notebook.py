@@ -23,7 +23,7 @@ import inspect
 import torch
 import torch.nn.functional as F
 
-from course.kit import check, finish, hint, receipt, show, sliders
+from course.kit import check, finish, hint, show, sliders
 from course.lab05_tensor_parallel import experiments, receipts
 from course.lab05_tensor_parallel import experiments_breaks as breaks
 from course.lab05_tensor_parallel import experiments_links as links
@@ -60,7 +60,7 @@ sliders(pictures.who_holds_what, ranks=(1, 6), sequence=False)
 guess_gb = 175 * 2  # your guess
 
 # %%
-receipt("GPT-3, tensor parallelism over 8 GPUs: formulas", receipts.gpt3_traffic(guess_gb))
+receipts.gpt3_traffic(guess_gb)
 
 # %% [markdown]
 # The traffic grows with the tokens and not with the weights. These are bytes *sent*; as many are received.
@@ -373,7 +373,7 @@ losses = experiments.four_ranks_and_one(
     embed,
     vocabulary_cross_entropy,
 )
-receipt("your pieces on 4 ranks; predicted: one process", receipts.trained(*losses))
+receipts.trained(*losses)
 
 # %% [markdown]
 # ## Measure: what a layer sends and keeps
@@ -391,7 +391,7 @@ print(inspect.getsource(experiments.step))
 
 # %%
 lines = experiments.per_layer([Setup(n, form) for n in (2, 4) for form in FORMS])
-receipt(f"one layer, {4 * SEQ} tokens, 4 ranks: forward + backward", receipts.layers(lines))
+receipts.layers(lines)
 
 # %%
 show(pictures.draw_layer, lines=lines, alone=experiments.layer_activation_bytes(Setup(1)))
@@ -405,7 +405,7 @@ show(pictures.draw_layer, lines=lines, alone=experiments.layer_activation_bytes(
 # [Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198), with stored attention scores and without:
 
 # %%
-receipt("activations of one layer of GPT-3: formulas", receipts.gpt3_activations())
+receipts.gpt3_activations()
 
 # %% [markdown]
 # At $s = 2048$ the scores $5as/h$ are 70 % of what one GPU keeps. FlashAttention recomputes them in backward from the
@@ -417,20 +417,20 @@ receipt("activations of one layer of GPT-3: formulas", receipts.gpt3_activations
 wider = Setup(4, config=experiments.replace(MODEL, intermediate_size=320))
 setups = {"4 ranks": Setup(4), "twice the batch": Setup(4, rows=8), "twice the MLP": wider}
 found = experiments.compare([*setups.values(), *receipts.EXACT])
-receipt(f"a step of {MODEL.num_layers} layers", receipts.step(setups, found))
+receipts.step(setups, found)
 
 # %% [markdown]
 # Twice the batch sends twice the bytes; an MLP twice as wide sends not one byte more. The loss has two small collectives
 # of its own:
 
 # %%
-receipt("the loss", receipts.loss(found[Setup(4)][0]))
+receipts.loss(found[Setup(4)][0])
 
 # %% [markdown]
 # In float64, gradients assembled from the ranks' parts equal those of one process:
 
 # %%
-receipt("gradients in float64", receipts.float64(found))
+receipts.float64(found)
 
 # %% [markdown]
 # ## Measure: the overlap on a clock
@@ -449,7 +449,7 @@ show(pictures.draw_overlap, found=clocks)
 # ms and the all-reduce 82 ms in all.
 
 # %%
-receipt("emulated products and link", receipts.overlap(clocks, links.forward_on_a_clock()))
+receipts.overlap(clocks, links.forward_on_a_clock())
 
 # %% [markdown]
 # Each piece costs its own latency and a smaller, slower product. Without this, at least half of what a layer sends is
@@ -482,8 +482,7 @@ sliders(
 # %%
 accidents = launch(breaks.all_accidents, 4, device="cpu")
 norms = [rank["norms"] for rank in accidents]
-title = f"{breaks.STEPS} steps with sequence parallelism on 4 ranks"
-receipt(title, receipts.norm_gradients(norms))
+receipts.norm_gradients(norms)
 
 # %% [markdown]
 # The loss differs in the third decimal place. The supposed replicas are now four different vectors, and the checkpoint
@@ -496,7 +495,7 @@ receipt(title, receipts.norm_gradients(norms))
 # instead of one:
 
 # %%
-receipt("the vocabulary's rows on 4 ranks", receipts.unmasked(accidents[0]["embedding"]))
+receipts.unmasked(accidents[0]["embedding"])
 
 # %% [markdown]
 # It still learns, since the foreign rows act like a bias that depends on the rank holding the token. A *loaded* model
@@ -507,7 +506,7 @@ receipt("the vocabulary's rows on 4 ranks", receipts.unmasked(accidents[0]["embe
 # Clipping needs the norm of the whole gradient. Some parameters are cut and some are on every rank.
 
 # %%
-receipt("gradient norm on 4 ranks", receipts.grad_norm([rank["norm"] for rank in accidents]))
+receipts.grad_norm([rank["norm"] for rank in accidents])
 
 # %% [markdown]
 # With local norms every rank clips by another factor, and replicas drift. With all squares added, replicated parameters
@@ -522,7 +521,7 @@ receipt("gradient norm on 4 ranks", receipts.grad_norm([rank["norm"] for rank in
 
 # %%
 print(inspect.getsource(breaks.suspect_mlp))
-receipt("this MLP on 4 ranks", receipts.hunt(breaks.hunt(cut_mlp, breaks.suspect_mlp)))
+receipts.hunt(breaks.hunt(cut_mlp, breaks.suspect_mlp), "this MLP on 4 ranks")
 
 # %% [markdown]
 # Output and weight gradients are exact, and something is wrong. Name the line, and say which gradients of a whole
@@ -537,7 +536,7 @@ receipt("this MLP on 4 ranks", receipts.hunt(breaks.hunt(cut_mlp, breaks.suspect
 # </details>
 
 # %%
-receipt("yours", receipts.hunt(breaks.hunt(cut_mlp, mlp)))
+receipts.hunt(breaks.hunt(cut_mlp, mlp), "yours")
 
 # %% [markdown]
 # ## Where it loses
@@ -548,7 +547,7 @@ receipt("yours", receipts.hunt(breaks.hunt(cut_mlp, mlp)))
 # 32 tokens, $h = 16$ and $f = 64$:
 
 # %%
-receipt("column, GELU, row on 4 ranks", receipts.unpaired(launch(links.pairs, 4, device="cpu")[0]))
+receipts.unpaired(launch(links.pairs, 4, device="cpu")[0])
 
 # %% [markdown]
 # ### A slow link
@@ -560,7 +559,7 @@ slow = links.over_a_slow_link()
 show(pictures.draw_slow_link, numbers=slow)
 
 # %%
-receipt("slow link, 2 ranks", receipts.slow_link(slow))
+receipts.slow_link(slow)
 
 # %% [markdown]
 # Data parallelism sends the gradients once, whatever the batch. Tensor parallelism's traffic grows with the tokens, and
@@ -575,10 +574,7 @@ receipt("slow link, 2 ranks", receipts.slow_link(slow))
 
 # %%
 print(inspect.getsource(peers.separate))
-receipt(
-    f"sent per rank and step, {peers.ROWS * SEQ} tokens, 2 ranks",
-    receipts.peers(peers.peers()),
-)
+receipts.peers(peers.peers())
 
 # %% [markdown]
 # - **Each layer for itself**, as tutorials write the plan: q, k and v each all-reduce their own $dX$, and so do gate

@@ -1,6 +1,6 @@
 """Lab 05's claims, each once: the notebook prints them, the tour and the tests run `CLAIMS`.
 
-Every function yields the rows of one receipt; without arguments it measures for itself.
+Every function yields the rows of its receipt; without arguments it measures for itself.
 """
 
 import math
@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from course.kit.receipts import Row, formula, row
+from course.kit.receipts import Row, formula, row, titled
 from course.lab05_tensor_parallel import experiments as steps
 from course.lab05_tensor_parallel import experiments_breaks as breaks
 from course.lab05_tensor_parallel import experiments_links as links
@@ -71,6 +71,7 @@ def _lines() -> dict[Setup, dict[str, Any]]:
     return {one: steps.one_more(found[one][0], found[more][0]) for one, more in pairs}
 
 
+@titled("GPT-3, tensor parallelism over 8 GPUs: formulas")
 def gpt3_traffic(guess_gb: float) -> Iterator[Row]:
     per_step = [96 * predict.layer_bytes(batch, 2048, 12288, 2, 8) / 1e9 for batch in (32, 64)]
     yield formula("sent per GPU and step: 4·L·2(t-1)/t·BSH·b", per_step[0], "GB", guess=guess_gb)
@@ -79,10 +80,12 @@ def gpt3_traffic(guess_gb: float) -> Iterator[Row]:
     yield formula("data parallelism over 8 GPUs, whatever the batch", 2 * 7 / 8 * 350, "GB")
 
 
+@titled("your pieces on 4 ranks; predicted: one process")
 def trained(ours: Sequence[float], alone: Sequence[float]) -> Iterator[Row]:
     yield row(f"loss of step {len(ours)}", alone[-1], ours[-1], tolerance=1e-4)
 
 
+@titled(f"one layer, {4 * SEQ} tokens, 4 ranks: forward + backward")
 def layers(lines: dict[Setup, dict[str, Any]] | None = None) -> Iterator[Row]:
     """What one layer does on 4 ranks, in three forms."""
     lines = lines or _lines()
@@ -95,6 +98,7 @@ def layers(lines: dict[Setup, dict[str, Any]] | None = None) -> Iterator[Row]:
         yield row("    kept for backward", steps.layer_activation_bytes(setup), line["activation"], "B")
 
 
+@titled("activations of one layer of GPT-3: formulas")
 def gpt3_activations() -> Iterator[Row]:
     one, flash = predict.activation_bytes(**GPT3) / 1e9, GPT3 | {"heads": 0}  # 0: no scores are kept
     yield formula("one GPU: sbh(34 + 5as/h)", one, "GB")
@@ -105,6 +109,7 @@ def gpt3_activations() -> Iterator[Row]:
     yield formula("        and sequence parallelism: sbh·34/t", eight[1], "GB")
 
 
+@titled(f"a step of {MODEL.num_layers} layers")
 def step(setups: dict[str, Setup] | None = None, found: dict[Setup, list[Found]] | None = None) -> Iterator[Row]:
     setups, found = setups or {"4 ranks": Setup(WORLD)}, found or _steps()
     for name, setup in setups.items():
@@ -116,6 +121,7 @@ def step(setups: dict[str, Setup] | None = None, found: dict[Setup, list[Found]]
     yield row("all-reduces forward: 2L and the embedding's; backward: 2L and the head's", (due, due), calls)
 
 
+@titled("the loss")
 def loss(found: Found | None = None) -> Iterator[Row]:
     """The collectives of the loss, per token."""
     found = found or _steps()[Setup(WORLD)][0]
@@ -129,6 +135,7 @@ def loss(found: Found | None = None) -> Iterator[Row]:
     yield formula("    gathering the logits would send, V = 256 and 128,000", gathered, "B")
 
 
+@titled("gradients in float64")
 def float64(found: dict[Setup, list[Found]] | None = None) -> Iterator[Row]:
     found = found or _steps()
     alone = found[EXACT[0]][0]
@@ -139,12 +146,14 @@ def float64(found: dict[Setup, list[Found]] | None = None) -> Iterator[Row]:
     yield row("collectives for norm gradients, last form", 1, found[EXACT[-1]][0].sums.calls.total())
 
 
+@titled("one layer on 4 ranks, by form")
 def single_layers(found: dict[str, tuple[str, str]] | None = None) -> Iterator[Row]:
     found = found or _measured()[0]["single"]
     for name, due in LAYERS.items():
         yield row(f"{name}: forward + backward", due, " + ".join(found[name]))
 
 
+@titled("emulated products and link")
 def overlap(backward: dict[str, dict[str, Any]], forward: dict[int, tuple[float, float]]) -> Iterator[Row]:
     for name, n in backward.items():
         yield row(
@@ -155,6 +164,7 @@ def overlap(backward: dict[str, dict[str, Any]], forward: dict[int, tuple[float,
         yield row(name, predicted, measured, "s", tolerance=0.3, noisy=True)
 
 
+@titled(f"{breaks.STEPS} steps with sequence parallelism on 4 ranks")
 def norm_gradients(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
     found = found or _accidents("norms")
     for name in ("summed", "forgotten"):
@@ -165,6 +175,7 @@ def norm_gradients(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Ro
     yield row("a rank's own gradient of the last norm: cosine with the sum", None, found[1]["forgotten"]["cosine"])
 
 
+@titled("the vocabulary's rows on 4 ranks")
 def unmasked(found: dict[str, Any] | None = None) -> Iterator[Row]:
     found = found or _accidents("embedding")[0]
     masked, wrong = found["masked"], found["unmasked"]
@@ -173,6 +184,7 @@ def unmasked(found: dict[str, Any] | None = None) -> Iterator[Row]:
     yield row(f"loss after {len(masked)} steps: masked, not masked", None, (masked[-1], wrong[-1]))
 
 
+@titled("gradient norm on 4 ranks")
 def grad_norm(ways: Sequence[dict[str, float]] | None = None) -> Iterator[Row]:
     ways = ways or _accidents("norm")
     whole, copies = ways[0]["whole"], ways[0]["replicated"]
@@ -183,11 +195,13 @@ def grad_norm(ways: Sequence[dict[str, float]] | None = None) -> Iterator[Row]:
     yield row("all squares added: √(norm² + (t-1)·replicated²)", naive, ways[0]["naive"], "", 1e-9)
 
 
-def hunt(found: dict[str, list[float]]) -> Iterator[Row]:
+@titled("{whose}")
+def hunt(found: dict[str, list[float]], whose: str) -> Iterator[Row]:
     for name, errors in found.items():
         yield row(f"{name}: relative error, by rank", None, tuple(errors))
 
 
+@titled("column, GELU, row on 4 ranks")
 def unpaired(found: dict[str, tuple[int, int]] | None = None) -> Iterator[Row]:
     found = found or _measured()[0]["pairs"]
     reduce = comms.ring_all_reduce(32 * 16, 4, WORLD).sent_per_rank[0]
@@ -196,6 +210,7 @@ def unpaired(found: dict[str, tuple[int, int]] | None = None) -> Iterator[Row]:
     yield row("gathered in between: one all-gather of [BS, f] more", (reduce + extra,) * 2, found["gathered"], "B")
 
 
+@titled("slow link, 2 ranks")
 def slow_link(found: dict[str, Any]) -> Iterator[Row]:
     first, *_, last = (line for line in found["rows"] if line["kind"] == "tensor")
     slopes = [(last[key] - first[key]) / (last["tokens"] - first["tokens"]) for key in ("predicted_s", "measured_s")]
@@ -203,6 +218,7 @@ def slow_link(found: dict[str, Any]) -> Iterator[Row]:
     yield formula("tokens at which both would send the same", links.equal_tokens(MODEL))
 
 
+@titled(f"sent per rank and step, {torch_peers.ROWS * SEQ} tokens, 2 ranks")
 def peers(found: dict[str, dict[str, Any]]) -> Iterator[Row]:
     ours = found[torch_peers.OURS]
     yield row("minillm: by the ledger", steps.step_bytes(Setup(2, rows=torch_peers.ROWS)), ours["ledger"], "B")

@@ -25,7 +25,7 @@ import itertools
 
 import torch
 
-from course.kit import check, finish, hint, receipt, show, sliders
+from course.kit import check, finish, hint, show, sliders
 from course.lab06_pipeline_parallel import experiments, receipts
 from course.lab06_pipeline_parallel import experiments_breaks as breaks
 from course.lab06_pipeline_parallel import experiments_torch as peers
@@ -45,7 +45,7 @@ from minillm.parallel.pipeline_parallel.schedules import Durations, ScheduleErro
 guess_idle = 0.5  # your guess
 
 # %%
-receipt("4 stages, 8 microbatches: idle share of the step", receipts.idle_share(guess_idle))
+receipts.idle_share(guess_idle)
 
 # %% [markdown]
 # Every stage works for $M(F+B)$ and idles for $(n-1)(F+B)$: at the start until the first microbatch reaches it, and at
@@ -151,7 +151,7 @@ show(pictures.idle_by_microbatches)
 # %%
 print(PRINTED_CHART)
 print(simulate(schedules.one_f_one_b(4, 8), Durations(F=1, B=1, W=0)))
-receipt("the printed chart beside the simulator's", receipts.printed_chart())
+receipts.printed_chart()
 
 # %% [markdown]
 # The orders are right and the times are impossible. B0 runs on all four stages in the same slot, although stage 0 needs
@@ -329,7 +329,7 @@ SplitLinear = check("split-backward", SplitLinear)
 
 # %%
 print(simulate(schedules.zero_bubble(4, 8)))
-receipt("what the split gains", receipts.splitting())
+receipts.splitting()
 
 # %% [markdown]
 # ### 7. One embedding on two stages (10 minutes)
@@ -363,7 +363,7 @@ sum_tied = check("tied-embedding", sum_tied)
 
 # %%
 losses = breaks.four_stages_and_one(balance, one_f_one_b_order, Stage, sum_tied)
-receipt("your pipeline: one stage and 4", receipts.trained(*losses))
+receipts.trained(*losses)
 
 # %% [markdown]
 # ## Measure: every schedule on a clock
@@ -390,7 +390,7 @@ every = {job: found[job] for job in EVERY}
 show(pictures.draw_idle, rows=experiments.rows_of(every), stages=4, microbatches=8)
 
 # %%
-receipt("4 stages on emulated devices: time of a step", receipts.step_times(every))
+receipts.step_times(every)
 
 # %% [markdown]
 # - **GPipe and 1F1B idle alike.** What is measured above the prediction is the cost of messages and Python on this
@@ -407,7 +407,7 @@ receipt("4 stages on emulated devices: time of a step", receipts.step_times(ever
 # ## Measure: what they hold and what they send
 
 # %%
-receipt("4 stages, 8 microbatches", receipts.held(every))
+receipts.held(every)
 
 # %% [markdown]
 # Interleaving holds 5.5 stages' worth on the first stage where plain 1F1B holds 4, a factor $1 + (n-1)/(nv)$, and it
@@ -417,16 +417,10 @@ receipt("4 stages, 8 microbatches", receipts.held(every))
 # The same in bytes, from every tensor that autograd saves (*optional*), and the bytes of the messages:
 
 # %%
-receipt(
-    "activations of stage 0 at most; predicted: in flight x one microbatch",
-    receipts.activation_bytes(),
-)
+receipts.activation_bytes()
 
 # %%
-receipt(
-    "messages, bytes, parameters",
-    receipts.sent(found, Job("1f1b"), Job("dualpipe"), SAME_BATCH),
-)
+receipts.sent(found, Job("1f1b"), Job("dualpipe"), SAME_BATCH)
 
 # %% [markdown]
 # Neither the number of layers nor that of microbatches appears in the bytes: a pipeline sends the activations at its
@@ -440,7 +434,7 @@ receipt(
 # its weights. Simulated in one process, in the order in which 4 stages would work:
 
 # %%
-receipt("PipeDream, 4 stages", receipts.asynchronous())
+receipts.asynchronous()
 
 # %% [markdown]
 # ## Break it
@@ -456,7 +450,7 @@ receipt("PipeDream, 4 stages", receipts.asynchronous())
 
 # %%
 accidents = launch(breaks.all_accidents, 2, device="cpu")
-receipt("one model, three scales", receipts.scaled(accidents[0]["scale"]))
+receipts.scaled(accidents[0]["scale"])
 
 # %% [markdown]
 # AdamW divides by the gradient's own size, so its losses agree to several digits and the bug goes unnoticed. SGD shows
@@ -465,7 +459,7 @@ receipt("one model, three scales", receipts.scaled(accidents[0]["scale"]))
 # ### The tied embedding is not summed
 
 # %%
-receipt("two copies of one matrix, relative distance", receipts.tied(accidents[0]["tied"]))
+receipts.tied(accidents[0]["tied"])
 
 # %% [markdown]
 # After one step the "one" embedding is two different matrices
@@ -477,7 +471,7 @@ receipt("two copies of one matrix, relative distance", receipts.tied(accidents[0
 # Clipping needs the norm of the whole gradient. Each stage has a part of it, and the tied embedding is in two parts.
 
 # %%
-receipt("norm of one gradient on 2 stages", receipts.norms([rank["norm"] for rank in accidents]))
+receipts.norms([rank["norm"] for rank in accidents])
 
 # %% [markdown]
 # There are two ways to get it wrong: every stage clips by its own norm, or all squares are added up and the tied matrix
@@ -503,7 +497,7 @@ print(breaks.deadlock())
 
 # %%
 print(inspect.getsource(breaks.Suspect))
-receipt("gradients of this stage", receipts.hunt(breaks.hunt(breaks.Suspect)))
+receipts.hunt(breaks.hunt(breaks.Suspect), "this stage")
 
 # %% [markdown]
 # Which line is wrong? Why is only stage 1 wrong under 1F1B, and why is stage 0 right even under GPipe? Then check your
@@ -519,7 +513,7 @@ receipt("gradients of this stage", receipts.hunt(breaks.hunt(breaks.Suspect)))
 # </details>
 
 # %%
-receipt("gradients of your stage", receipts.hunt(breaks.hunt(Stage)))
+receipts.hunt(breaks.hunt(Stage), "your stage")
 
 # %% [markdown]
 # ## Where it loses
@@ -528,7 +522,7 @@ receipt("gradients of your stage", receipts.hunt(breaks.hunt(Stage)))
 # as much as two layers. Once with as many layers on each stage, once balanced:
 
 # %%
-receipt("GPipe on uneven stages, 8 microbatches", receipts.uneven(found, UNEVEN))
+receipts.uneven(found, UNEVEN)
 
 # %% [markdown]
 # Even the best cut is uneven, because layers are not divisible. A GPipe step takes the sum of the stage times plus
@@ -540,7 +534,7 @@ receipt("GPipe on uneven stages, 8 microbatches", receipts.uneven(found, UNEVEN)
 # torch's own pipeline with the same parts of the same model and the same tokens, on 2 ranks:
 
 # %%
-receipt("torch.distributed.pipelining, 4 microbatches", receipts.peers(peers.peers()))
+receipts.peers(peers.peers())
 
 # %% [markdown]
 # `scale_grads=False` is right for a loss that is a *sum* over the batch; for a mean it is 4 times too large, which is

@@ -1,6 +1,6 @@
 """Lab 06's claims, each once: the notebook prints them, the tour and the tests run `CLAIMS`.
 
-Every function yields the rows of one receipt; without arguments it measures for itself. Times are those of devices
+Every function yields the rows of its receipt; without arguments it measures for itself. Times are those of devices
 emulated by sleeping.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from course.kit.receipts import Row, formula, row
+from course.kit.receipts import Row, formula, row, titled
 from course.lab06_pipeline_parallel import experiments
 from course.lab06_pipeline_parallel import experiments_breaks as breaks
 from course.lab06_pipeline_parallel import experiments_stale as stale
@@ -34,6 +34,7 @@ def _quick_job(name: str) -> Job:
     return Job(name, 4, 8, (0.01,) * 4)
 
 
+@titled("4 stages, 8 microbatches: idle share of the step")
 def idle_share(guess: float | None = None, n: int = 4, m: int = 8) -> Iterator[Row]:
     due, found = predict.idle_share(n, m), simulate(schedules.gpipe(n, m)).idle_share
     yield row(f"{n} stages, {m} microbatches: (n-1)/(M+n-1)", due, found, "", 1e-9, guess=guess, kind="simulated")
@@ -42,6 +43,7 @@ def idle_share(guess: float | None = None, n: int = 4, m: int = 8) -> Iterator[R
     yield formula("    idle time over useful time, (n-1)/M", predict.overhead(4, 4))
 
 
+@titled("the printed chart beside the simulator's")
 def printed_chart() -> Iterator[Row]:
     chart = schedules.parse_chart(PRINTED_CHART)
     right = simulate(schedules.one_f_one_b(4, 8), Durations(F=1, B=1, W=0))
@@ -50,6 +52,7 @@ def printed_chart() -> Iterator[Row]:
     yield row("    idle share: as printed, of a chart that is possible", None, (chart.idle_share, right.idle_share))
 
 
+@titled("what the split gains")
 def splitting(n: int = 4) -> Iterator[Row]:
     idle = {name: simulate(schedules.SCHEDULES[name](n, 2 * n)).idle[0] for name in ("1f1b", "zero_bubble")}
     yield row(f"{n} stages, F = I = W = 1: idle slots of a stage, 1F1B", 3 * (n - 1), idle["1f1b"], kind="simulated")
@@ -57,6 +60,7 @@ def splitting(n: int = 4) -> Iterator[Row]:
     yield row("    zero bubble: a third of them", third, idle["zero_bubble"], kind="simulated")
 
 
+@titled("4 stages on emulated devices: time of a step")
 def step_times(found: Findings | None = None) -> Iterator[Row]:
     """Of one step on emulated devices."""
     tolerance = 0.3 if found else 0.6  # quick stages: a busy machine is slower than its plan
@@ -66,6 +70,7 @@ def step_times(found: Findings | None = None) -> Iterator[Row]:
         yield row(f"{job.schedule}, {job.microbatches} microbatches", plan, took, "s", tolerance, noisy=True)
 
 
+@titled("4 stages, 8 microbatches")
 def held(found: Findings | None = None) -> Iterator[Row]:
     """Microbatches in flight by stage, and gradients beside one process."""
     found = found or _quick()
@@ -85,6 +90,7 @@ def held(found: Findings | None = None) -> Iterator[Row]:
     yield row("every schedule: gradients of one process (within 1e-12)", True, worst < EXACT)
 
 
+@titled("activations of stage 0 at most; predicted: in flight x one microbatch")
 def activation_bytes() -> Iterator[Row]:
     """Of stage 0 at its fullest moment, from one microbatch's bytes and the number in flight."""
     one = Job("gpipe", microbatches=1, speed=None, census=True)
@@ -95,6 +101,7 @@ def activation_bytes() -> Iterator[Row]:
         yield row(job.schedule, due, census[job][0].activation, "B", tolerance=0.1)
 
 
+@titled("messages, bytes, parameters")
 def sent(
     found: Findings | None = None, plain: Job | None = None, dual: Job | None = None, same_batch: Job | None = None
 ) -> Iterator[Row]:
@@ -113,6 +120,7 @@ def sent(
     yield row("DualPipe: parameters on all ranks / the model's", 2, twice / once)
 
 
+@titled("PipeDream, 4 stages")
 def asynchronous() -> Iterator[Row]:
     late = stale.play(4, 16)
     versions, updates = (tuple(f(4, s) for s in range(4)) for f in (predict.weight_versions, predict.staleness))
@@ -121,6 +129,7 @@ def asynchronous() -> Iterator[Row]:
     yield row("    gradients off from those of one process, by stage", None, tuple(late.off))
 
 
+@titled("one model, three scales")
 def scaled(found: dict[str, Any]) -> Iterator[Row]:
     ratios = {"divided": 1, "not divided": breaks.MICROBATCHES, "divided twice": 1 / breaks.MICROBATCHES}
     for name, ratio in ratios.items():
@@ -130,11 +139,13 @@ def scaled(found: dict[str, Any]) -> Iterator[Row]:
         yield row(f"    the three losses after 6 steps of {optimizer}", None, last)
 
 
+@titled("two copies of one matrix, relative distance")
 def tied(found: dict[str, list[float]]) -> Iterator[Row]:
     for name, apart in found.items():
         yield row(f"{name}: distance of the two copies after 1 and 6 steps", None, (apart[0], apart[-1]))
 
 
+@titled("norm of one gradient on 2 stages")
 def norms(found: Sequence[dict[str, float]]) -> Iterator[Row]:
     whole = found[0]["one process"]
     yield row(
@@ -144,11 +155,13 @@ def norms(found: Sequence[dict[str, float]]) -> Iterator[Row]:
     yield row("    every parameter once", whole, found[0]["each parameter once"], "", 1e-6)
 
 
-def hunt(found: dict[str, list[float]]) -> Iterator[Row]:
+@titled("gradients of {whose}")
+def hunt(found: dict[str, list[float]], whose: str) -> Iterator[Row]:
     for name, errors in found.items():
         yield row(f"{name}: relative error of the gradient, by stage", None, tuple(errors))
 
 
+@titled("GPipe on uneven stages, 8 microbatches")
 def uneven(found: Findings, cuts: dict[str, Job]) -> Iterator[Row]:
     for cut, job in cuts.items():
         closed = predict.uneven_makespan(job.speed, [2 * f for f in job.speed], 8)
@@ -157,6 +170,7 @@ def uneven(found: Findings, cuts: dict[str, Job]) -> Iterator[Row]:
     yield formula("if all stages could cost the same", predict.makespan(4, 8, FORWARD_S, 2 * FORWARD_S), "s")
 
 
+@titled("torch.distributed.pipelining, 4 microbatches")
 def peers(theirs: Sequence[dict[str, Any]]) -> Iterator[Row]:
     for name in theirs[-1]:
         scale, ratio = (4 if "False" in name else 1), max(rank[name]["ratio"] for rank in theirs)
@@ -169,6 +183,7 @@ def _off(theirs: Sequence[dict[str, Any]]) -> Callable[[str], float]:
     return lambda name: abs(theirs[-1][name]["loss"] / ours - 1)
 
 
+@titled("your pipeline: one stage and 4")
 def trained(ours: Sequence[float], alone: Sequence[float]) -> Iterator[Row]:
     yield row(f"loss of step {len(ours)}", alone[-1], ours[-1], tolerance=1e-4)
 

@@ -22,7 +22,7 @@ import inspect
 
 import torch
 
-from course.kit import check, finish, hint, receipt, show, sliders
+from course.kit import check, finish, hint, show, sliders
 from course.lab07_long_context import experiments, receipts
 from course.lab07_long_context import experiments_breaks as breaks
 from course.lab07_long_context import experiments_links as links
@@ -43,7 +43,7 @@ from course.lab07_long_context import figures as pictures
 guess_gb = 3 * 131072 * 128 * 2 / 1e9  # your guess
 
 # %%
-receipt("131,072 tokens, one head of 128, bf16", receipts.one_head(guess_gb))
+receipts.one_head(guess_gb)
 
 # %% [markdown]
 # ### Common claims
@@ -165,13 +165,13 @@ peaks = experiments.peaks()
 show(pictures.draw_memory, found=peaks)
 
 # %%
-receipt("one layer, forward and backward, float32", receipts.memory(peaks))
+receipts.memory(peaks)
 
 # %% [markdown]
 # Twice the length takes twice the memory in tiles and four times where scores are stored. And the result?
 
 # %%
-receipt("float32 against float64, 1,024 tokens", receipts.exact())
+receipts.exact()
 
 # %% [markdown]
 # torch's fused kernel returns the same two things for the same reason: an output and a log-sum-exp.
@@ -219,7 +219,7 @@ zigzag = check("zigzag-order", zigzag)
 
 # %%
 work = experiments.work()
-receipt("share of all causal work, 4 ranks", receipts.work(work))
+receipts.work(work)
 
 # %% [markdown]
 # ### 5. A ring (25 minutes)
@@ -312,7 +312,7 @@ to_heads, to_sequence = check("ulysses-exchange", (to_heads, to_sequence))
 # One layer, 8 heads on 8 kv heads, then on 2:
 
 # %%
-receipt("4 ranks, 1,024 tokens, one layer: sent per rank", receipts.traffic())
+receipts.traffic()
 
 # %%
 show(pictures.bytes_by_ranks)
@@ -334,7 +334,7 @@ print(inspect.getsource(experiments.long_step))
 
 # %%
 long = experiments.one_and_four_ranks()
-receipt("32,768 tokens, one sequence", receipts.long_step(long))
+receipts.long_step(long)
 
 # %% [markdown]
 # A quarter of the activations each, and the same loss and gradient. Parameters are not divided by this axis: their
@@ -350,7 +350,7 @@ clocks = links.on_a_clock()
 show(pictures.draw_overlap, found=clocks)
 
 # %%
-receipt("a forward ring of 4 ranks, emulated link and work", receipts.overlap(clocks))
+receipts.overlap(clocks)
 
 # %% [markdown]
 # A faster link disappears behind the work. A slower one sets the pace, and the work disappears behind *it*. So the
@@ -380,7 +380,7 @@ sliders(
 
 # %%
 short = links.short_and_long()
-receipt("forward attention: 4 devices / one", receipts.short(short))
+receipts.short(short)
 
 # %% [markdown]
 # With 64 tokens per rank four devices take several times as long as one; with 1,024 they take little more than a quarter.
@@ -406,7 +406,7 @@ broken = breaks.accidents()
 # #1115](https://github.com/ByteDance-Seed/VeOmni/issues/1115)).
 
 # %%
-receipt("dp 1, cp 4: one step", receipts.never_meet(broken))
+receipts.never_meet(broken)
 
 # %% [markdown]
 # ### A mean of means
@@ -415,7 +415,7 @@ receipt("dp 1, cp 4: one step", receipts.never_meet(broken))
 # and documents make these numbers unequal ([Megatron-LM #673](https://github.com/NVIDIA/Megatron-LM/issues/673)).
 
 # %%
-receipt("cp 4, prompt tokens without loss", receipts.means(broken))
+receipts.means(broken)
 
 # %% [markdown]
 # ### Positions from zero
@@ -424,7 +424,7 @@ receipt("cp 4, prompt tokens without loss", receipts.means(broken))
 # ([gpt-fast #233](https://github.com/meta-pytorch/gpt-fast/issues/233) in a decoding loop). Which ranks are right?
 
 # %%
-receipt("relative error of each rank's output", receipts.offsets(broken))
+receipts.offsets(broken)
 
 # %% [markdown]
 # Rank 0 is right, so a test on rank 0 passes.
@@ -435,7 +435,7 @@ receipt("relative error of each rank's output", receipts.offsets(broken))
 
 # %%
 print(inspect.getsource(breaks.ring_backward))
-receipt("4 ranks against one process", receipts.hunt(broken))
+receipts.hunt(broken)
 
 # %% [markdown]
 # Which gradients are wrong, and which rank's? Which line? What test would have found it?

@@ -1,6 +1,6 @@
 """Lab 07's claims, each once: the notebook prints them, the tour and the tests run `CLAIMS`.
 
-Every function yields the rows of one receipt; without arguments it measures for itself.
+Every function yields the rows of its receipt; without arguments it measures for itself.
 """
 
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from course.kit.receipts import Row, formula, row
+from course.kit.receipts import Row, formula, row, titled
 from course.lab07_long_context import experiments, experiments_breaks
 from course.lab07_long_context import experiments_links as links
 from course.lab07_long_context.experiments import LONG, WORLD, Step
@@ -24,6 +24,7 @@ def _accidents() -> list[dict[str, Any]]:
     return experiments_breaks.accidents()
 
 
+@titled("131,072 tokens, one head of 128, bf16")
 def one_head(guess_gb: float | None = None) -> Iterator[Row]:
     found = experiments.one_head_bytes()
     yield formula("stored probabilities: 2·S² bytes", found["scores"] / 1e9, "GB", guess=guess_gb)
@@ -31,6 +32,7 @@ def one_head(guess_gb: float | None = None) -> Iterator[Row]:
     yield formula("in tiles: q, k, v, output and 4 bytes per query", found["tiles"] / 1e9, "GB")
 
 
+@titled("one layer, forward and backward, float32")
 def memory(found: dict[str, list[int]] | None = None) -> Iterator[Row]:
     found = found or experiments.peaks()
     for (name, sizes), times in zip(found.items(), (4, 2), strict=True):
@@ -39,6 +41,7 @@ def memory(found: dict[str, list[int]] | None = None) -> Iterator[Row]:
         yield row(f"    bytes at {', '.join(f'{s:,}' for s in experiments.LENGTHS)}", None, tuple(sizes), "B")
 
 
+@titled("float32 against float64, 1,024 tokens")
 def exact(found: dict[str, float] | None = None) -> Iterator[Row]:
     found = found or experiments.errors()
     yield row("tiles: largest relative difference below 1e-6", True, found["tiles"] < 1e-6)
@@ -46,6 +49,7 @@ def exact(found: dict[str, float] | None = None) -> Iterator[Row]:
     yield row("log-sum-exp: that of torch's kernel too, to 1e-6", True, max(found["lse"], found["kernel's lse"]) < 1e-6)
 
 
+@titled("share of all causal work, 4 ranks")
 def work(found: dict[str, list[float]] | None = None) -> Iterator[Row]:
     found = found or experiments.work()
     for rank in range(WORLD):
@@ -56,6 +60,7 @@ def work(found: dict[str, list[float]] | None = None) -> Iterator[Row]:
     yield row("    the busiest rank's share: 1/N", 1 / WORLD, max(found["zigzag"]), tolerance=0.01)
 
 
+@titled("4 ranks, 1,024 tokens, one layer: sent per rank")
 def traffic(found: dict[tuple[str, int], tuple[int, int]] | None = None) -> Iterator[Row]:
     found = found or experiments.traffic()
     for (name, kv_heads), sent in found.items():
@@ -64,6 +69,7 @@ def traffic(found: dict[tuple[str, int], tuple[int, int]] | None = None) -> Iter
         yield row(f"{name}, {kv_heads} kv heads: forward, backward", due, sent, "B")
 
 
+@titled("32,768 tokens, one sequence")
 def long_step(found: dict[int, list[Step]] | None = None) -> Iterator[Row]:
     """Without arguments of a quarter of the length: it takes a sixteenth of the time."""
     seq = LONG if found else LONG // 4
@@ -78,6 +84,7 @@ def long_step(found: dict[int, list[Step]] | None = None) -> Iterator[Row]:
     yield row("norm of the gradient", alone.grad_norm, ranks[0].grad_norm, "", 1e-3)
 
 
+@titled("a forward ring of 4 ranks, emulated link and work")
 def overlap(clocks: dict[tuple[str, bool], links.Clock] | None = None) -> Iterator[Row]:
     clocks = clocks or links.on_a_clock()
     for (name, hidden), clock in clocks.items():
@@ -86,12 +93,14 @@ def overlap(clocks: dict[tuple[str, bool], links.Clock] | None = None) -> Iterat
         yield row(label, clock.predicted_s, clock.measured_s, "s", tolerance=0.1, noisy=True)
 
 
+@titled("forward attention: 4 devices / one")
 def short(found: dict[tuple[str, int], dict[str, float]]) -> Iterator[Row]:
     for (name, seq), times in found.items():
         label = f"{name}, {seq:,} tokens: times as long as on one rank"
         yield row(label, times["formula"] / times["one"], times["four"] / times["one"], "", 0.5, noisy=True)
 
 
+@titled("dp 1, cp 4: one step")
 def never_meet(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
     found = [rank["never_meet"] for rank in found or _accidents()]
     yield row("gradients summed over cp: off from one process by less than 1e-12", True, found[0]["summed"] < 1e-12)
@@ -99,6 +108,7 @@ def never_meet(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
     yield row("    relative error of ranks 0 to 3", None, tuple(rank["skipped"] for rank in found))
 
 
+@titled("cp 4, prompt tokens without loss")
 def means(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
     found = [rank["means"] for rank in found or _accidents()]
     yield row("tokens that count, ranks 0 to 3", (0, 8, 16, 16), tuple(rank["tokens"] for rank in found))
@@ -107,6 +117,7 @@ def means(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
     yield row("    relative error of the gradient", None, found[0]["mean of means"])
 
 
+@titled("relative error of each rank's output")
 def offsets(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
     found = [rank["from_zero"] for rank in found or _accidents()]
     yield row("rank 0: below 1e-12", True, found[0] < 1e-12)
@@ -114,6 +125,7 @@ def offsets(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
     yield row("    relative errors", None, tuple(found))
 
 
+@titled("4 ranks against one process")
 def hunt(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
     found = [rank["hunt"] for rank in found or _accidents()]
     yield row("output: relative error below 1e-12", True, max(rank["output"] for rank in found) < 1e-12)

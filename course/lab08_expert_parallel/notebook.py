@@ -23,7 +23,7 @@ import inspect
 import torch
 import torch.nn.functional as F
 
-from course.kit import check, finish, hint, receipt, show, sliders
+from course.kit import check, finish, hint, show, sliders
 from course.lab08_expert_parallel import experiments, receipts
 from course.lab08_expert_parallel import experiments_links as links
 from course.lab08_expert_parallel import experiments_training as training
@@ -48,14 +48,14 @@ from course.lab08_expert_parallel import figures as pictures
 guess_billion = 8 * 7  # your guess
 
 # %%
-receipt("two published models", receipts.two_models(guess_billion))
+receipts.two_models(guess_billion)
 
 # %% [markdown]
 # Only MLPs are multiplied; attention, norms and embeddings are shared. And the FLOPs? A small model, counted by torch,
 # with more and more experts:
 
 # %%
-receipt("top 2 of more and more experts", receipts.flops())
+receipts.flops()
 
 # %% [markdown]
 # The counter sees two experts per token, however many there are, and a router that grows by one column per expert.
@@ -232,7 +232,7 @@ trainings = training.trainings()
 show(pictures.draw_loads, found=trainings)
 
 # %%
-receipt("8 experts, top 2, after 80 steps", receipts.collapse(trainings))
+receipts.collapse(trainings)
 
 # %% [markdown]
 # Four times the mean is the worst there is for top 2 of 8. Without balancing the router is there within a few steps:
@@ -247,7 +247,7 @@ receipt("8 experts, top 2, after 80 steps", receipts.collapse(trainings))
 show(pictures.draw_drops, found=trainings)
 
 # %%
-receipt("one batch, places of each sequence", receipts.drops(trainings))
+receipts.drops(trainings)
 
 # %% [markdown]
 # *Balance over what?* A loss per sequence asks every sequence to use all experts evenly, code and prose alike. Counting
@@ -310,7 +310,7 @@ to_experts, from_experts = check("tokens-to-experts", (to_experts, from_experts)
 # step has four per layer. 4 ranks, 64 tokens each, top 2, experts asked for equally:
 
 # %%
-receipt("one layer of experts, 4 ranks", receipts.traffic())
+receipts.traffic()
 
 # %% [markdown]
 # $T \cdot k \cdot H \cdot b \cdot (N-1)/N$ bytes, four times. The experts' *weights* never move: ZeRO-3 brings weights
@@ -322,7 +322,7 @@ receipt("one layer of experts, 4 ranks", receipts.traffic())
 # once per *node*, and let a rank there pass it on. On two emulated nodes of two ranks, top 4 of 8:
 
 # %%
-receipt("4 ranks on 2 nodes, bytes by where they go", receipts.two_levels())
+receipts.two_levels()
 
 # %%
 show(pictures.rows_that_cross)
@@ -341,7 +341,7 @@ sliders(pictures.rows_that_cross, experts=[64, 128, 256], top_k=[2, 4, 8, 16])
 # ms each way), with emulated work of 60 ms for the shared experts and 20 ms for the routed ones:
 
 # %%
-receipt("a layer's forward on 4 ranks, link and work emulated", receipts.shared_experts())
+receipts.shared_experts()
 
 # %% [markdown]
 # ## The fullest rank sets the pace
@@ -354,7 +354,7 @@ fullest = links.by_load()
 show(pictures.draw_fullest, found=fullest)
 
 # %%
-receipt("a layer's forward until all are done", receipts.fullest(fullest))
+receipts.fullest(fullest)
 
 # %% [markdown]
 # The mean load is the same in all four. So the number to watch is max / mean, per rank and per layer, and there are
@@ -376,7 +376,7 @@ print(inspect.getsource(experiments.average_over_replicas))
 
 # %%
 broken = experiments.accidents()
-receipt("the shipped average on 4 ranks", receipts.doubled(broken), open_rows=6)
+receipts.doubled(broken)
 
 # %% [markdown]
 # The loss falls as it should: Adam divides every gradient by its own size, so a factor disappears. Where would it show?
@@ -432,7 +432,7 @@ average_gradients = check("expert-gradients", average_gradients)
 # routers). The same sequence beside two different neighbours:
 
 # %%
-receipt("32 tokens, top 2 of 8, capacity factor 1", receipts.neighbours())
+receipts.neighbours()
 
 # %% [markdown]
 # In training that is noise. In serving it means that an answer depends on the batch, so servers drop nothing; minillm
@@ -447,7 +447,7 @@ receipt("32 tokens, top 2 of 8, capacity factor 1", receipts.neighbours())
 show(pictures.draw_losses, found=trainings)
 
 # %%
-receipt("80 steps of 1,024 bytes", receipts.beside_dense(trainings), open_rows=5)
+receipts.beside_dense(trainings)
 
 # %% [markdown]
 # Eighty steps of a toy are no verdict, and the gap may go either way on another seed: experts have seen a quarter of
@@ -462,7 +462,7 @@ receipt("80 steps of 1,024 bytes", receipts.beside_dense(trainings), open_rows=5
 # computed on one core of this machine (CPU time):
 
 # %%
-receipt("one layer forward, one core", receipts.few(), open_rows=6)
+receipts.few()
 
 # %% [markdown]
 # With 64 tokens all 32 experts are touched, each for 4 rows: 16 times the weights are read for the same FLOPs. With

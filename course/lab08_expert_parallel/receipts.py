@@ -1,6 +1,6 @@
 """Lab 08's claims, each once: the notebook prints them, the tour and the tests run `CLAIMS`.
 
-Every function yields the rows of one receipt; without arguments it measures for itself.
+Every function yields the rows of its receipt; without arguments it measures for itself.
 """
 
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from course.kit.receipts import Row, formula, row
+from course.kit.receipts import Row, formula, row, titled
 from course.lab08_expert_parallel import experiments
 from course.lab08_expert_parallel import experiments_links as links
 from course.lab08_expert_parallel import experiments_training as training
@@ -26,6 +26,7 @@ def _accidents() -> list[dict[int, dict[str, float]]]:
     return experiments.accidents()
 
 
+@titled("two published models")
 def two_models(guess_billion: float | None = None) -> Iterator[Row]:
     mixtral, big = architecture("mixtral-8x7b"), architecture("deepseek-v3")
     yield formula("Mixtral 8x7B: parameters", mixtral.parameters / 1e9, "billion", guess=guess_billion)
@@ -37,6 +38,7 @@ def _billions(model) -> tuple[float, float]:
     return tuple(round(each / 1e9, 1) for each in (model.parameters, model.active_parameters))
 
 
+@titled("top 2 of more and more experts")
 def flops(found: dict[int, Size] | None = None) -> Iterator[Row]:
     found = found or experiments.sizes()
     for count, size in found.items():
@@ -49,6 +51,7 @@ def flops(found: dict[int, Size] | None = None) -> Iterator[Row]:
     yield row("    parameters grow to", None, most.parameters / least.parameters)
 
 
+@titled("one layer of experts, 4 ranks")
 def traffic(found: Traffic | None = None) -> Iterator[Row]:
     found = found or experiments.traffic()
     one = moe.all_to_all_bytes(TOKENS, TOP_K, HIDDEN, 4, WORLD)
@@ -63,6 +66,7 @@ def _calls(found: Traffic, op: str) -> tuple[int, int]:
     return found.forward[op], found.both[op] - found.forward[op]
 
 
+@titled("4 ranks on 2 nodes, bytes by where they go")
 def two_levels(found: Sequence[dict[str, Journey]] | None = None) -> Iterator[Row]:
     found = found or experiments.levels()
     due = experiments.crossing_formula()
@@ -80,17 +84,20 @@ def two_levels(found: Sequence[dict[str, Journey]] | None = None) -> Iterator[Ro
     yield row("    seconds, link between nodes emulated: flat, two levels", None, took, "s", noisy=True)
 
 
+@titled("a layer's forward until all are done")
 def fullest(found: Sequence[links.Load] | None = None) -> Iterator[Row]:
     for load in found or links.by_load():
         label = f"fullest rank {load.fullest:.1f} times the mean"
         yield row(label, load.predicted_s, load.measured_s, "s", tolerance=0.2, noisy=True)
 
 
+@titled("a layer's forward on 4 ranks, link and work emulated")
 def shared_experts(found: dict[str, links.Overlap] | None = None) -> Iterator[Row]:
     for name, each in (found or links.overlap()).items():
         yield row(name, each.predicted_s, each.measured_s, "s", tolerance=0.35, noisy=True)
 
 
+@titled("8 experts, top 2, after 80 steps")
 def collapse(found: Trainings | None = None) -> Iterator[Row]:
     found = found or training.trainings()
     bare, *cured = (found[name].imbalance for name in ("no balancing", "balance loss", "bias"))
@@ -101,6 +108,7 @@ def collapse(found: Trainings | None = None) -> Iterator[Row]:
     yield row("    loss of the last ten steps, in the same order", None, losses, "nats")
 
 
+@titled("one batch, places of each sequence")
 def drops(found: Trainings | None = None) -> Iterator[Row]:
     found = found or training.trainings()
     by_chance = moe.expected_dropped_share(SEQ, TOP_K, NUM_EXPERTS, 1.25)
@@ -111,6 +119,7 @@ def drops(found: Trainings | None = None) -> Iterator[Row]:
     yield row("the collapsed router drops the most", True, lost["no balancing"] == max(lost.values()))
 
 
+@titled("80 steps of 1,024 bytes", open_rows=5)
 def beside_dense(found: Trainings | None = None) -> Iterator[Row]:
     found = found or training.trainings()
     dense, experts = found["dense"], found["balance loss"]
@@ -128,6 +137,7 @@ def _loss_at(run: Training, at_s: float) -> float:
     return sum(run.losses[last - 10 : last]) / 10
 
 
+@titled("one layer forward, one core", open_rows=6)
 def few(found: dict[int, links.Few] | None = None) -> Iterator[Row]:
     found = found or links.few_tokens()
     for tokens, each in found.items():
@@ -138,6 +148,7 @@ def few(found: dict[int, links.Few] | None = None) -> Iterator[Row]:
         )
 
 
+@titled("the shipped average on 4 ranks", open_rows=6)
 def doubled(found: Sequence[dict[int, dict[str, float]]] | None = None) -> Iterator[Row]:
     found = found or _accidents()
     for ep in (1, 2, 4):
@@ -150,6 +161,7 @@ def doubled(found: Sequence[dict[int, dict[str, float]]] | None = None) -> Itera
     yield row("ep 4: the router's gradient after clipping / the right one", None, found[0][4]["clipped router"])
 
 
+@titled("32 tokens, top 2 of 8, capacity factor 1")
 def neighbours(found: dict[str, int] | None = None) -> Iterator[Row]:
     found = found or experiments.neighbours_in_the_batch()
     shared, own = found["shared by the batch"], found["of each sequence"]

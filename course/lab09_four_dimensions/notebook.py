@@ -21,7 +21,7 @@
 # %%
 import inspect
 
-from course.kit import check, finish, hint, receipt, show, sliders
+from course.kit import check, finish, hint, show, sliders
 from course.lab09_four_dimensions import experiments, experiments_breaks, experiments_plan, receipts
 from course.lab09_four_dimensions import figures as pictures
 from minillm.predict.planner.layout import Layout
@@ -43,7 +43,7 @@ from minillm.predict.planner.memory import token_bytes
 guess_times = 1.0  # your guess
 
 # %%
-receipt("one layer of 70B, tp 8, a microbatch of 4,096 tokens", receipts.wrong_link(guess_times))
+receipts.wrong_link(guess_times)
 
 # %% [markdown]
 # ### Common claims
@@ -93,7 +93,7 @@ mesh_groups = check("mesh-strides", mesh_groups)
 # torch's `DeviceMesh` lays ranks out in the same way. Four ranks made each of these meshes; yours beside theirs:
 
 # %%
-receipt("groups of four meshes on 4 ranks", receipts.torch_mesh(experiments.meshes(), mesh_groups))
+receipts.torch_mesh(experiments.meshes(), mesh_groups)
 
 # %% [markdown]
 # Which ranks share a node follows from the order. 16 ranks, two nodes of eight; each colour is one group:
@@ -205,14 +205,10 @@ print(inspect.getsource(experiments.run_layouts))
 
 # %%
 found = experiments.on_links()
-receipt(
-    "bytes between nodes in a step, all ranks",
-    receipts.links(found, crossing_bytes),
-    open_rows=7,
-)
+receipts.links(found, crossing_bytes)
 
 # %%
-receipt("seconds of a step, emulated links", receipts.placement(found), open_rows=9)
+receipts.placement(found)
 
 # %%
 show(pictures.draw_placement, found=found)
@@ -221,7 +217,7 @@ show(pictures.draw_placement, found=found)
 # Both seatings send the same bytes, which the ledger counts to the last one:
 
 # %%
-receipt("bytes of a step by axis, all ranks", receipts.by_axis(found))
+receipts.by_axis(found)
 
 # %% [markdown]
 # tp sends the layer's activations in every microbatch, dp its gradients once per step: tp goes inside. Where gradients
@@ -236,7 +232,7 @@ receipt("bytes of a step by axis, all ranks", receipts.by_axis(found))
 # $$3 \cdot 12 H^2 = 8\,T H \quad\Longrightarrow\quad T = 4.5\,H$$
 
 # %%
-receipt("bytes of a layer per rank", receipts.fsdp_or_tensor(found))
+receipts.fsdp_or_tensor(found)
 
 # %%
 show(pictures.fsdp_or_tensor)
@@ -307,11 +303,7 @@ estimate = check("layout-estimate", estimate)
 # 512 sequences of 4,096 tokens per step):
 
 # %%
-receipt(
-    "70B on 64 GPUs of 40 GB",
-    receipts.dropped(experiments_plan.estimates(estimate)),
-    open_rows=4,
-)
+receipts.dropped(experiments_plan.estimates(estimate))
 
 # %% [markdown]
 # One in twenty-five fits, and the quickest of them is quick only in your estimate: by the planner its step takes three
@@ -344,7 +336,7 @@ def my_plan():
 my_plan = check("plan-for-64", my_plan)
 
 # %%
-receipt("70B on 64 GPUs of 40 GB: yours and others", receipts.plans_table(my_plan()), open_rows=10)
+receipts.plans_table(my_plan())
 
 # %% [markdown]
 # tp 8, pp 8 is what many scripts begin with. It fits, and it is slower by a fifth: with tp 4 and cp 2 matrices are
@@ -353,7 +345,7 @@ receipt("70B on 64 GPUs of 40 GB: yours and others", receipts.plans_table(my_pla
 # The same plan in every order of its axes:
 
 # %%
-receipt("your plan, innermost axis first", receipts.orders(my_plan()), open_rows=6)
+receipts.orders(my_plan())
 
 # %% [markdown]
 # How far can such formulas be trusted? These are runs whose authors published layout and speed. What was fitted is the
@@ -386,7 +378,7 @@ print(inspect.getsource(experiments_breaks.colleagues_step))
 # The loss is right in every mesh, and it falls. Every gradient beside one process, in float64:
 
 # %%
-receipt("a colleague's hybrid step on 4 ranks", receipts.hunt(), open_rows=8)
+receipts.hunt()
 
 # %% [markdown]
 # Find the line and write the step so that it is right in every mesh.
@@ -423,7 +415,7 @@ hybrid_step = check("hybrid-step", hybrid_step)
 # error is raised. What finds it is a comparison in *every* mesh, axes of one rank included:
 
 # %%
-receipt("minillm's own layouts of 4 ranks against one process", receipts.lattice())
+receipts.lattice()
 
 # %% [markdown]
 # `python -m minillm oracle --dp 1,2 --cp 1,2 --tp 1,2` prints such a matrix for any layouts.
@@ -435,7 +427,7 @@ receipt("minillm's own layouts of 4 ranks against one process", receipts.lattice
 
 # %%
 points = experiments.scaling()
-receipt("data parallelism, two ranks to a node", receipts.scaling(points), open_rows=5)
+receipts.scaling(points)
 
 # %%
 show(pictures.draw_scaling, points=points)
@@ -451,7 +443,7 @@ show(pictures.draw_scaling, points=points)
 # Each of these takes eight sequences per step on one fast node. What does cutting the model cost if the model fits?
 
 # %%
-receipt("one node of 4 ranks, eight sequences", receipts.simple_wins(found), open_rows=4)
+receipts.simple_wins(found)
 
 # %% [markdown]
 # The simplest layout reduces gradients once per step and multiplies whole matrices. Every further axis adds collectives

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from course.kit.answers import answers_of
-from course.kit.receipts import Row, formula, row
+from course.kit.receipts import Row, formula, row, titled
 from course.lab09_four_dimensions import experiments, experiments_breaks
 from course.lab09_four_dimensions import experiments_plan as plans
 from course.lab09_four_dimensions.experiments import LAYOUTS, PLACED, Point, Run
@@ -41,6 +41,7 @@ def _bytes_only() -> Runs:
 # The mesh.
 
 
+@titled("one layer of 70B, tp 8, a microbatch of 4,096 tokens")
 def wrong_link(guess_times: float | None = None) -> Iterator[Row]:
     inside, across = plans.tensor_across(8)
     yield formula("eight in one node", inside, "s")
@@ -48,6 +49,7 @@ def wrong_link(guess_times: float | None = None) -> Iterator[Row]:
     yield formula("times as long", across / inside, guess=guess_times)
 
 
+@titled("groups of four meshes on 4 ranks")
 def torch_mesh(found: Sequence[dict[str, Any]] | None = None, mesh_groups: Callable | None = None) -> Iterator[Row]:
     found, mesh_groups = found or experiments.meshes(), mesh_groups or ANSWERS.mesh_groups
     for axes in experiments.MESHES:
@@ -66,6 +68,7 @@ def _same(own: tuple[dict, dict], theirs: tuple[dict, dict]) -> bool:
 # Links.
 
 
+@titled("bytes between nodes in a step, all ranks", open_rows=7)
 def links(found: Runs | None = None, crossing_bytes: Callable | None = None) -> Iterator[Row]:
     """Bytes between nodes, by the messages that were sent. crossing_bytes: the reader's, for dp 2, tp 2."""
     found, crossing_bytes = found or _bytes_only(), crossing_bytes or ANSWERS.crossing_bytes
@@ -94,6 +97,7 @@ def _all(found: Runs, state: str) -> Iterator[int]:
     return (sum(run.carried[state].values()) for name in PLACED for run in found[name])
 
 
+@titled("seconds of a step, emulated links", open_rows=9)
 def placement(found: Runs) -> Iterator[Row]:
     for name in PLACED:
         seconds, alone = found[name][0].seconds, found[name][0].seconds["no link"]
@@ -108,6 +112,7 @@ def placement(found: Runs) -> Iterator[Row]:
             yield row(f"    {inner} {state.split()[1]}", each, seconds[state], "s", 0.25, noisy=True)
 
 
+@titled("bytes of a step by axis, all ranks")
 def by_axis(found: Runs | None = None) -> Iterator[Row]:
     found = found or _bytes_only()
     for name, layout in LAYOUTS.items():
@@ -118,6 +123,7 @@ def by_axis(found: Runs | None = None) -> Iterator[Row]:
             yield row(f"{name}: over {axis}", due[axis], sent.get(axis), "B")
 
 
+@titled("bytes of a layer per rank")
 def fsdp_or_tensor(found: Runs | None = None) -> Iterator[Row]:
     found = found or _bytes_only()
     hidden = plans.SEVENTY.hidden_size
@@ -165,6 +171,7 @@ def what_there_is() -> Table:
     return table("70B as dp 2, zero 1, tp 8, pp 4", ("name", "what it is", "here"), rows)
 
 
+@titled("70B on 64 GPUs of 40 GB", open_rows=4)
 def dropped(found: Sequence[tuple[Layout, float, float]] | None = None) -> Iterator[Row]:
     """What is left of all simple layouts once those that do not fit are dropped."""
     found = plans.estimates(ANSWERS.estimate) if found is None else found
@@ -187,6 +194,7 @@ COMMON = {
 }
 
 
+@titled("70B on 64 GPUs of 40 GB: yours and others", open_rows=10)
 def plans_table(mine: Layout) -> Iterator[Row]:
     best = plans.best()
     for name, layout in {"yours": mine, "the planner's": best.layout, **COMMON}.items():
@@ -196,12 +204,14 @@ def plans_table(mine: Layout) -> Iterator[Row]:
         yield formula("    times the planner's", round(each.seconds / best.step.seconds, 2))
 
 
+@titled("your plan, innermost axis first", open_rows=6)
 def orders(mine: Layout) -> Iterator[Row]:
     """Seconds of the reader's plan in each order of its axes, fastest first."""
     for order, seconds in plans.crossing_orders(plans.SEVENTY, plans.SIXTY_FOUR, mine, plans.SEQ):
         yield formula(", ".join(order), seconds, "s")
 
 
+@titled("published runs")
 def runs() -> Iterator[Row]:
     """Published runs: utilisation by formula at most 15 % off."""
     for run in published.RUNS:
@@ -221,6 +231,7 @@ def published_table() -> Table:
 # Breaks.
 
 
+@titled("a colleague's hybrid step on 4 ranks", open_rows=8)
 def hunt(found: Sequence | None = None) -> Iterator[Row]:
     found = found or experiments_breaks.hunt()
     for outcome in found:
@@ -228,6 +239,7 @@ def hunt(found: Sequence | None = None) -> Iterator[Row]:
         yield row("    largest relative error of a gradient", None, outcome.worst)
 
 
+@titled("minillm's own layouts of 4 ranks against one process")
 def lattice() -> Iterator[Row]:
     cases = {"tied": CONTEXT_CASES["tied"]}, {"tied": SPLIT_CASES["tied"]}
     found = compare(LATTICE, lambda layout: cases[layout.cp == 1], steps=1)
@@ -238,6 +250,7 @@ def lattice() -> Iterator[Row]:
 # Scaling, and where it loses.
 
 
+@titled("data parallelism, two ranks to a node", open_rows=5)
 def scaling(points: Sequence[Point] | None = None) -> Iterator[Row]:
     points = points or experiments.scaling(timed=0)
     timed = [point for point in points if point.seconds is not None]
@@ -259,6 +272,7 @@ def scaling(points: Sequence[Point] | None = None) -> Iterator[Row]:
     yield formula("4 ranks on two nodes: bytes that leave each", points[2].crossing, "B")
 
 
+@titled("one node of 4 ranks, eight sequences", open_rows=4)
 def simple_wins(found: Runs) -> Iterator[Row]:
     for name in ("dp 4", "dp 2, tp 2", "tp 4", "pp 2, tp 2"):
         run, layout = found[name][0], LAYOUTS[name]

@@ -29,7 +29,7 @@ from statistics import median
 
 import torch
 
-from course.kit import check, finish, hint, receipt, show, sliders
+from course.kit import check, finish, hint, show, sliders
 from course.lab10_fault_tolerance import experiments, receipts
 from course.lab10_fault_tolerance import experiments_breaks as breaks
 from course.lab10_fault_tolerance import experiments_production as production
@@ -51,7 +51,7 @@ from course.lab10_fault_tolerance.loop import Loop, Order
 guess_hours = 24.0  # your guess
 
 # %%
-receipt("419 interruptions in 54 days on 16,384 GPUs", receipts.interruptions(guess_hours))
+receipts.interruptions(guess_hours)
 
 # %% [markdown]
 # Nothing in such a job is unreliable. There is only very much of it, and each part stops the whole. By the paper's
@@ -124,7 +124,7 @@ save, load = check("atomic-commit", (save, load))
 
 # %%
 print(inspect.getsource(breaks.metadata_first))
-receipt("killed after every operation, three kinds of power cut", receipts.torn(), open_rows=4)
+receipts.torn()
 
 # %% [markdown]
 # ### 2. Is it still what was written? (15 minutes)
@@ -208,7 +208,7 @@ load_part = check("reshard", load_part)
 
 # %%
 layouts = experiments.reshard()
-receipt("saved by 4 ranks under ZeRO 3", receipts.reshard(layouts))
+receipts.reshard(layouts)
 
 # %% [markdown]
 # No rank reads more than it holds, and every bit is the same.
@@ -266,11 +266,7 @@ capture, restore = check("resume-state", (capture, restore))
 
 # %%
 forgotten = experiments.forgotten()
-receipt(
-    "resumed without one part: largest difference of 20 losses",
-    receipts.forgotten(forgotten),
-    open_rows=8,
-)
+receipts.forgotten(forgotten)
 
 # %% [markdown]
 # On a GPU add `torch.cuda.get_rng_state()`, with numpy `numpy.random.get_state()`, with data workers the state of each;
@@ -330,10 +326,7 @@ played = experiments.intervals(play)
 show(pictures.draw_intervals, found=played)
 
 # %%
-receipt(
-    "a save of 30 s, a restart of 5 minutes, a failure every 3 hours",
-    receipts.intervals(played),
-)
+receipts.intervals(played)
 
 # %% [markdown]
 # The minimum is flat: twice or half the interval costs little. What is worth work is the cost of a save, and of a restart.
@@ -346,7 +339,7 @@ show(pictures.goodput_by_gpus)
 sliders(pictures.goodput_by_gpus, save_s=(1, 300, 1), restart_min=(1, 60))
 
 # %%
-receipt("16,384 GPUs", receipts.llama())
+receipts.llama()
 
 # %% [markdown]
 # ### 6. Who is slow? (10 minutes)
@@ -377,7 +370,7 @@ slow_ranks = check("straggler", slow_ranks)
 
 # %%
 steps = experiments.slow_rank()
-receipt("10 steps on 4 ranks", receipts.slow(steps, slow_ranks(steps)))
+receipts.slow(steps, slow_ranks(steps))
 
 # %% [markdown]
 # ## Measure: what a save costs
@@ -386,7 +379,7 @@ receipt("10 steps on 4 ranks", receipts.slow(steps, slow_ranks(steps)))
 
 # %%
 saves = experiments.saves()
-receipt("a checkpoint of 2 ranks", receipts.saves(saves), open_rows=4)
+receipts.saves(saves)
 
 # %% [markdown]
 # In the background training waits for the copy and for the Python that lists the tensors. Ranks meet only before the next
@@ -406,11 +399,7 @@ whole, killed = experiments.run(()), experiments.run()
 show(pictures.draw_run, found=killed, whole=whole)
 
 # %%
-receipt(
-    "killed twice, beside a run on one rank that nobody disturbed",
-    receipts.killed(whole, killed),
-    open_rows=7,
-)
+receipts.killed(whole, killed)
 
 # %% [markdown]
 # The losses agree to the last digits of float32, because a step has the same 12 windows on any number of ranks (3 · 4,
@@ -432,7 +421,7 @@ table, seconds = breaks.hang()
 print(table)
 
 # %%
-receipt("a timeout of 1.5 s", receipts.hang((table, seconds)))
+receipts.hang((table, seconds))
 
 # %% [markdown]
 # Nobody fails, everybody waits, and the time until somebody knows is the timeout that you have set (NCCL's is 10 minutes
@@ -443,7 +432,7 @@ receipt("a timeout of 1.5 s", receipts.hang((table, seconds)))
 # killed and stopped for real, and a neighbour is asked half a minute later, by a clock that is set forward:
 
 # %%
-receipt("what a neighbour says", receipts.health(), open_rows=7)
+receipts.health()
 
 # %% [markdown]
 # *Waiting* is never to blame. *Silent* is all that can be known of another machine: it may be dead, or cut off and still
@@ -475,7 +464,7 @@ skip_together = check("same-branch", skip_together)
 # Two bugs that training survives, so that nobody looks. Under ZeRO rank 0 saves `optimizer.state_dict()`:
 
 # %%
-receipt("Adam's first moment, ZeRO 1 on 4 ranks", receipts.rank_0())
+receipts.rank_0()
 
 # %% [markdown]
 # And the learning rate: a scheduler that is stepped once per microbatch (4 of them), and one whose state was not saved.
@@ -484,7 +473,7 @@ receipt("Adam's first moment, ZeRO 1 on 4 ranks", receipts.rank_0())
 show(pictures.draw_schedules)
 
 # %%
-receipt("400 steps of a cosine", receipts.schedules())
+receipts.schedules()
 
 # %% [markdown]
 # ### Silently wrong
@@ -493,7 +482,7 @@ receipt("400 steps of a cosine", receipts.schedules())
 # 2021](https://arxiv.org/abs/2102.11245)). In 3 replicas one bit of one weight of rank 1 is flipped:
 
 # %%
-receipt("one flipped bit", receipts.corruption(), open_rows=5)
+receipts.corruption()
 
 # %% [markdown]
 # The loss would never have told. Replicas must be equal in every bit, so a hash of each weight does, and among three or
@@ -507,7 +496,7 @@ receipt("one flipped bit", receipts.corruption(), open_rows=5)
 
 # %%
 often = experiments.too_often()
-receipt("share of the time that training stands still", receipts.too_often(often))
+receipts.too_often(often)
 
 # %% [markdown]
 # Saving after every step is ruin in the background too: the next save has to wait until the last one is written. A save
@@ -526,7 +515,7 @@ receipt("share of the time that training stands still", receipts.too_often(often
 
 # %%
 theirs = production.distributed_checkpoint()
-receipt("torch.distributed.checkpoint", receipts.distributed_checkpoint(theirs), open_rows=4)
+receipts.distributed_checkpoint(theirs)
 
 # %% [markdown]
 # The same idea as in exercises 1 and 3, without the one of exercise 2: there are no checksums of the contents. (minillm
@@ -537,7 +526,7 @@ receipt("torch.distributed.checkpoint", receipts.distributed_checkpoint(theirs),
 
 # %%
 agent = production.elastic()
-receipt("torchrun --max-restarts 1", receipts.elastic(agent))
+receipts.elastic(agent)
 
 # %% [markdown]
 # | | restart | save | reshard | hang |

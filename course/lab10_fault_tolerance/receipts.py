@@ -1,12 +1,12 @@
 """Lab 10's claims, each once: the notebook prints them, the tour and the tests run `CLAIMS`.
 
-Every function yields the rows of one receipt; without arguments it measures for itself.
+Every function yields the rows of its receipt; without arguments it measures for itself.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from course.kit.receipts import Row, formula, row
+from course.kit.receipts import Row, formula, row, titled
 from course.lab10_fault_tolerance import experiments, experiments_production
 from course.lab10_fault_tolerance import experiments_breaks as breaks
 from course.lab10_fault_tolerance.experiments import MTBF_S, RESTART_S, SAVE_S, Run
@@ -18,6 +18,7 @@ HOUR, YEAR = 3600.0, 365 * 86400.0
 STORAGE, COPY, LINK = 100e9, 20e9, 5e9  # bytes/s: all storage, one GPU to its host, one GPU's network
 
 
+@titled("419 interruptions in 54 days on 16,384 GPUs")
 def interruptions(guess_hours: float | None = None) -> Iterator[Row]:
     days = faults.LLAMA3_DAYS * 24 / faults.LLAMA3_INTERRUPTIONS
     yield formula("hours between two interruptions: 54 · 24 / 419", days, "h", guess=guess_hours)
@@ -25,6 +26,7 @@ def interruptions(guess_hours: float | None = None) -> Iterator[Row]:
     yield formula("days between two on 64 GPUs", faults.job_mtbf(faults.LLAMA3_GPU_MTBF_S, 64) / 86400, "days")
 
 
+@titled("killed after every operation, three kinds of power cut", open_rows=4)
 def torn() -> Iterator[Row]:
     ours = breaks.ANSWERS.save, breaks.ANSWERS.load
     theirs = breaks.metadata_first, breaks.newest_with_a_manifest
@@ -35,6 +37,7 @@ def torn() -> Iterator[Row]:
         yield row("    torn ones, of so many kills", None, (count, kills))
 
 
+@titled("saved by 4 ranks under ZeRO 3")
 def reshard(found: Sequence[Sequence[tuple[str, int, int, int]]] | None = None) -> Iterator[Row]:
     found = found or experiments.reshard()
     for name in experiments.LAYOUTS:
@@ -44,6 +47,7 @@ def reshard(found: Sequence[Sequence[tuple[str, int, int, int]]] | None = None) 
         yield row("    read, held", None, (max(r for *_, r, _ in ranks), max(h for *_, h in ranks)), "B")
 
 
+@titled("resumed without one part: largest difference of 20 losses", open_rows=8)
 def forgotten(found: dict[str, tuple[int | None, float]] | None = None) -> Iterator[Row]:
     found = dict(found or experiments.forgotten())
     yield row("nothing forgotten: the same bits", True, found.pop("nothing")[0] is None)
@@ -52,6 +56,7 @@ def forgotten(found: dict[str, tuple[int | None, float]] | None = None) -> Itera
         yield row(f"    {part}: first loss that differs, by at most", None, (first, apart))
 
 
+@titled("a save of 30 s, a restart of 5 minutes, a failure every 3 hours")
 def intervals(played: dict[float, dict[str, float]] | None = None) -> Iterator[Row]:
     played = played or experiments.intervals()
     best = faults.young_interval(SAVE_S, MTBF_S)
@@ -67,6 +72,7 @@ def intervals(played: dict[float, dict[str, float]] | None = None) -> Iterator[R
         yield row(f"goodput at {factor:g} times as long", expected, share[near], "", 0.02, kind="simulated")
 
 
+@titled("16,384 GPUs")
 def llama() -> Iterator[Row]:
     mtbf, days = faults.job_mtbf(faults.LLAMA3_GPU_MTBF_S, faults.LLAMA3_GPUS), faults.LLAMA3_DAYS * 86400
     yield formula("minutes that an interruption may cost in all, for 90 %", 0.1 * mtbf / 60, "min")
@@ -86,6 +92,7 @@ def llama() -> Iterator[Row]:
     )
 
 
+@titled("10 steps on 4 ranks")
 def slow(
     steps: Sequence[Sequence[tuple[float, float]]] | None = None, found: Sequence[int] | None = None
 ) -> Iterator[Row]:
@@ -98,6 +105,7 @@ def slow(
     yield row("    seconds of own work", None, tuple(own), "s", noisy=True)
 
 
+@titled("a checkpoint of 2 ranks", open_rows=4)
 def saves(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
     found = found or experiments.saves()
     total, n = found[0]["total"], len(found)
@@ -111,6 +119,7 @@ def saves(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
     yield row("    of which copying", None, copying, "s", noisy=True)
 
 
+@titled("killed twice, beside a run on one rank that nobody disturbed", open_rows=7)
 def killed(whole: Run | None = None, found: Run | None = None) -> Iterator[Row]:
     whole, found = whole or experiments.run(()), found or experiments.run()
     apart = max(abs(a - b) / b for a, b in zip(found.losses, whole.losses, strict=True))
@@ -126,23 +135,27 @@ def killed(whole: Run | None = None, found: Run | None = None) -> Iterator[Row]:
     yield row("    useful share of the time, with starts of seconds", None, found.spent.share, noisy=True)
 
 
+@titled("a timeout of 1.5 s")
 def hang(found: tuple[str, float] | None = None, timeout_s: float = 1.5) -> Iterator[Row]:
     table, measured = found or breaks.hang(timeout_s)
     yield row("ranks that wait in the all-reduce", 2, breaks.waiting(table))
     yield row("seconds without progress until it is known", timeout_s, measured, "s", tolerance=0.3, noisy=True)
 
 
+@titled("what a neighbour says", open_rows=7)
 def health() -> Iterator[Row]:
     for fate, found in zip(breaks.FATES, breaks.health(), strict=True):
         yield row(fate.what, fate.health.value, found.value)
 
 
+@titled("Adam's first moment, ZeRO 1 on 4 ranks")
 def rank_0() -> Iterator[Row]:
     found = breaks.rank_0_saves()
     yield row("elements that rank 0 writes: 1/4", found["model"] // 4, found["rank 0"])
     yield row("    of the model", None, found["model"])
 
 
+@titled("400 steps of a cosine")
 def schedules() -> Iterator[Row]:
     found = breaks.schedules()
     right, each, resumed = found.values()
@@ -153,6 +166,7 @@ def schedules() -> Iterator[Row]:
     yield row("    learning rate there, as meant", None, right[200], kind="computed")
 
 
+@titled("one flipped bit", open_rows=5)
 def corruption(found: Sequence[dict[Any, Any]] | None = None) -> Iterator[Row]:
     found = found or experiments.corruption()
     yield row("without a fault: replicas that differ", 0, sum(each["named", False] is not None for each in found))
@@ -163,12 +177,14 @@ def corruption(found: Sequence[dict[Any, Any]] | None = None) -> Iterator[Row]:
     yield row("    the difference", None, abs(dirty - clean) / clean)
 
 
+@titled("share of the time that training stands still")
 def too_often(found: dict[tuple[int, bool], float]) -> Iterator[Row]:
     for every in dict.fromkeys(every for every, _ in found):
         both = found[every, False], found[every, True]
         yield row(f"steps between saves: {every}; in the foreground, in the background", None, both, noisy=True)
 
 
+@titled("torch.distributed.checkpoint", open_rows=4)
 def distributed_checkpoint(found: dict[str, Any] | None = None) -> Iterator[Row]:
     found = found or experiments_production.distributed_checkpoint()
     yield row("loaded on 3 ranks: the same bits", [True] * 3, found["same"])
@@ -179,6 +195,7 @@ def distributed_checkpoint(found: dict[str, Any] | None = None) -> Iterator[Row]
     yield row("    files", None, ", ".join(found["files"]))
 
 
+@titled("torchrun --max-restarts 1")
 def elastic(found: Sequence[Sequence[tuple[int, int]]] | None = None) -> Iterator[Row]:
     first, second = found or experiments_production.elastic()
     counted = [tuple(step for restarts, step in first if restarts == attempt) for attempt in (0, 1)]

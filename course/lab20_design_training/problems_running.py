@@ -6,7 +6,7 @@ from course.lab20_design_training.problems import DAY
 from course.shared.cases import Case
 from course.shared.decisions import Decision, shown
 from minillm.predict import faults
-from minillm.predict.model import causal_context
+from minillm.predict.model import bill, causal_context
 from minillm.predict.planner import published, search
 from minillm.predict.planner.architectures import architecture
 from minillm.predict.planner.clusters import cluster
@@ -200,8 +200,8 @@ def money_and_energy() -> Case:
     model = architecture("llama-3-405b")
     flops = TOKENS * model.training_flops(causal_context(8192))
     waste = faults.wasted_share(1800.0, SAVE_S, RESTART_S, DAYS * DAY / INTERRUPTIONS)
-    found = model.bill(flops, GPUS, 989e12, 0.41 * (1 - waste), watts=WATTS, pue=1.1, price_per_hour=2.0)
-    ideal = model.bill(flops, GPUS, 989e12, 1.0, watts=WATTS, pue=1.1, price_per_hour=2.0)
+    found = bill(flops, GPUS, 989e12, 0.41 * (1 - waste), watts=WATTS, pue=1.1, price_per_hour=2.0)
+    ideal = bill(flops, GPUS, 989e12, 1.0, watts=WATTS, pue=1.1, price_per_hour=2.0)
     numbers = {
         "flops": f"{flops:.2g}",
         "days": f"{found.days:.0f}",

@@ -13,9 +13,10 @@ ATTEMPTS = 3  # others on the machine can only disturb a measurement
 @pytest.mark.parametrize(("lab", "claim"), CLAIMS, ids=lambda value: getattr(value, "__name__", value))
 def test_claim_holds(lab, claim):
     for _ in range(ATTEMPTS):
-        found = list(getattr(claim(), "rows", None) or claim())
-        off = [row for row in found if row.verdict == "off" and row.steady]
-        if found and not off:
+        made = claim()
+        assert made.title
+        off = [row for row in made.rows if row.verdict == "off" and row.steady]
+        if made.rows and not off:
             return
     raise AssertionError(f"lab {lab}: {off or 'no rows'}")
 
