@@ -24,7 +24,7 @@ from minillm.train import BucketedDDP, FlatDDP, NaiveDDP
 WORLD = 2
 
 
-@titled("forms of data parallelism, 4 ranks")
+@titled(f"forms of data parallelism, {WORLD} ranks")
 def rows() -> Iterator[Row]:
     """Bytes, calls and values are exact; times are emulated, so 70 % hidden is asked for where 87.5 % is the best."""
     yield from _step()

@@ -69,7 +69,7 @@ def traffic(found: dict[tuple[str, int], tuple[int, int]] | None = None) -> Iter
         yield row(f"{name}, {kv_heads} kv heads: forward, backward", due, sent, "B")
 
 
-@titled("32,768 tokens, one sequence")
+@titled("one long sequence, on one process and on 4 ranks")
 def long_step(found: dict[int, list[Step]] | None = None) -> Iterator[Row]:
     """Without arguments of a quarter of the length: it takes a sixteenth of the time."""
     seq = LONG if found else LONG // 4

@@ -89,6 +89,9 @@ def claims(text: str) -> list[str]:
 @pytest.mark.parametrize("lab", LABS)
 def test_no_claim_is_written_twice(lab):
     assert claims(master(lab)) == [], "rows are built in receipts.py; the notebook calls it in one line"
+    calls = [node for node in ast.walk(ast.parse(master(lab))) if isinstance(node, ast.Call)]
+    built = [call.lineno for call in calls if getattr(call.func, "id", getattr(call.func, "attr", "")) == "receipt"]
+    assert built == [], f"{lab}: lines {built} of the master build receipts; a function of receipts.py returns them"
     names = [name for text in sources(lab, "receipts").values() for name in claims(text)]
     assert [name for name, count in Counter(names).items() if count > 1] == []
 
