@@ -163,7 +163,7 @@ def cut(place, monkeypatch):
         "minillm.cli.train_heads": {"train": accept},
     }.items():
         for name, instead in names.items():
-            monkeypatch.setattr(f"minillm.cli.{module}.{name}", instead)
+            monkeypatch.setattr(f"{module}.{name}", instead)
     monkeypatch.setattr("minillm.serve.run.optimise.compile_blocks", accept)
     monkeypatch.setattr("minillm.equivalence.scaling.this_machine", accept)  # after it has refused what cannot be
     for module, _ in BENCHES.values():
