@@ -32,7 +32,7 @@ from minillm.train.checkpoint.reader import has_checkpoint, restore
 from minillm.train.checkpoint.writer import Checkpointer
 from minillm.train.fault_tolerance.elastic import job_id
 from minillm.train.fault_tolerance.goodput import TimeLog
-from minillm.train.fault_tolerance.watch import Watch
+from minillm.train.fault_tolerance.heartbeat import HealthMonitor
 from minillm.train.metrics import Metrics
 from minillm.train.run_folder import locked
 from minillm.train.strategies.single_device import SingleDevice
@@ -106,11 +106,11 @@ def fit(
         bar = stack.enter_context(_progress_bar(folder, steps, run.steps_done, shown=progress and first))
         interrupt = stack.enter_context(interrupts())
         stack.enter_context(trainer)
-        watch = stack.enter_context(Watch(trainer.parallel, folder))
+        health = stack.enter_context(HealthMonitor(trainer.parallel, folder))
 
         @contextmanager
         def timing(event: str) -> Iterator[None]:
-            with watch.long_work(), spent.timing(event, trainer.steps_done) if first else nullcontext():
+            with health.long_work(), spent.timing(event, trainer.steps_done) if first else nullcontext():
                 yield
 
         def log(row: dict[str, Any]) -> None:
@@ -141,7 +141,7 @@ def fit(
             log(step.to_json() | {"ranks": ranks} | peak)
             if first:
                 spent.step(step.step, step.time.total, trainer.steps_done if step.rollback else None)
-            for problem in filter(None, [step.rollback, *watch.after_step(step.time)]):
+            for problem in filter(None, [step.rollback, *health.after_step(step.time)]):
                 bar.write(f"step {step.step}: {problem}") if first else None
             bar.set_postfix_str(_postfix(recent), refresh=False)
             bar.update(trainer.steps_done - bar.n)
@@ -153,12 +153,12 @@ def fit(
                     validate(validation_tokens)  # also if it stops here: the resumed run begins after this step
                 if done % save_every == 0 and not stop:
                     with timing("save"):
-                        watch.check_replicas(trainer)
+                        health.check_replicas(trainer)
                         _save_on_the_way(saver, trainer)
         run.steps_done, run.interrupted = trainer.steps_done, trainer.steps_done < steps
         if run.losses:
             with timing("save"):
-                watch.check_replicas(trainer)
+                health.check_replicas(trainer)
                 _warn_of_a_failed_save(saver.finish, first)
                 saver.save(trainer)
                 saver.finish()

@@ -1,34 +1,51 @@
-"""Heartbeats, which tell dead, hung, slow and silent ranks apart.
+"""What ranks tell each other about their health while a run goes on.
 
-    what is seen of a rank                                          it is
+    all the time         heartbeats, in a thread: is a rank dead, hung or silent?
+    after every step     each rank notes the seconds of its own work; every few steps all exchange them: who is slow?
+    before every save    hashes of all that is saved: does a replica differ? No checkpoint holds corrupted weights.
+
+    what a neighbour sees of a rank                                 the rank is
     its process has gone                                            dead
-    beats come, steps do not, and it waits for nobody               hung     (so is one that a signal has stopped)
+    beats come, steps do not, and it waits for no other rank        hung     (so is one that a signal has stopped)
     beats come, steps do not, and it waits for others               waiting  (another rank is to blame)
     steps come, but its own work takes longer than its peers'       slow     (straggler.py)
-    no beats, and its machine is another one                        silent   (dead, or cut off: nobody here can know)
+    no beats, and it runs on another machine                        silent   (dead, or cut off from the network)
 
-A thread of each rank writes a small file at times, whatever the main thread does. Each rank reads that of its right
-neighbour, and the one after it where the neighbour does not answer, so no rank reads them all and every rank is
-watched. Only the reader's clock counts: how long ago it saw a number change.
+A thread of each rank writes a small file every few seconds, whatever the main thread does. Each rank reads the file of
+its right neighbour, and the next one's if the neighbour is not well: so every rank is watched, and none reads all
+files. Only the reader's clock counts: how long ago it saw a number change.
 """
 
 import contextlib
 import enum
+import faulthandler
 import json
 import os
+import shutil
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import psutil
+import torch
 
 from minillm.files import write_whole
+from minillm.train.checkpoint.shares import catalogue_of
+from minillm.train.checkpoint.state import held
+from minillm.train.fault_tolerance.elastic import may_restart
+from minillm.train.fault_tolerance.replica_check import check_replicas
+from minillm.train.fault_tolerance.straggler import Straggler, StragglerDetector, own_work
+from minillm.train.steptime import StepTime
+from minillm.train.strategies.single_device import SingleDevice
+from minillm.train.trainer import Trainer
 
 FOLDER = "heartbeats"
+EXCHANGE_EVERY = 10  # steps between two comparisons of ranks, so that a slow one is named within twice as many
+HUNG_STATUS = 75  # exit status of a rank that ends itself (EX_TEMPFAIL: try again)
 
 
 class Health(enum.Enum):
@@ -36,14 +53,14 @@ class Health(enum.Enum):
 
 
 class Process(enum.Enum):
-    """What a machine knows about a process of its own."""
+    """What a machine can tell about one of its own processes."""
 
     RUNNING, STOPPED, GONE = "running", "stopped", "gone"
 
 
 @dataclass(frozen=True)
 class Beat:
-    """One sign of life. count: of beats; progress: steps, saves and validations done; waiting: in a collective."""
+    """One heartbeat. count: of beats; progress: steps, saves and validations done; waiting: in a collective."""
 
     rank: int
     pid: int
@@ -55,7 +72,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds: between beats, without beats until a rank is silent, without progress until it is hung."""
+    """Seconds between beats; without beats until a rank is silent; without progress until it is hung."""
 
     every_s: float = 5.0
     silent_s: float = 30.0
@@ -67,7 +84,7 @@ class Limits:
 
 
 def look(beat: Beat) -> Process | None:
-    """What has become of the rank's process; None where another machine runs it."""
+    """The state of the rank's process; None if it runs on another machine."""
     if beat.host != socket.gethostname():
         return None
     try:
@@ -80,7 +97,7 @@ def look(beat: Beat) -> Process | None:
 
 
 class Watcher:
-    """Judges other ranks by their beats. look: at a process, see above."""
+    """Judges other ranks by their beats. look: returns the state of a beat's process."""
 
     def __init__(self, limits: Limits, look: Callable[[Beat], Process | None] = look) -> None:
         self.limits, self._look = limits, look
@@ -89,7 +106,7 @@ class Watcher:
         self._moved_at: dict[int, float] = {}  # and the progress, or that it waited
 
     def see(self, beat: Beat, now: float) -> None:
-        """now: seconds of the reader's clock."""
+        """Records a beat. now: seconds of the reader's clock."""
         before = self._beats.get(beat.rank)
         if before is None or before.pid != beat.pid or before.count != beat.count:
             self._beaten_at[beat.rank] = now
@@ -101,7 +118,7 @@ class Watcher:
         self._beats.pop(rank, None)
 
     def judge(self, rank: int, now: float, slow: Collection[int] = ()) -> Health | None:
-        """None for a rank that has not been seen yet. slow: what the straggler test says."""
+        """The rank's health; None if no beat of it was seen yet. slow: the ranks that the straggler test names."""
         if rank not in self._beats:
             return None
         beat, quiet_s = self._beats[rank], now - self._beaten_at[rank]
@@ -117,7 +134,7 @@ class Watcher:
         return Health.SLOW if rank in slow else Health.HEALTHY
 
     def sentence(self, rank: int, health: Health, now: float) -> str:
-        """What to tell a person."""
+        """One sentence for a person: the health of the rank, and the evidence."""
         beat, quiet_s = self._beats[rank], now - self._beaten_at[rank]
         who, where = f"rank {rank} is {health.value}", f"process {beat.pid} on {beat.host}"
         if health is Health.DEAD:
@@ -135,10 +152,10 @@ class Watcher:
 
 
 class Heart:
-    """The thread of one rank: beats, and watches its neighbours while the block runs.
+    """The heartbeat thread of one rank: writes its beats and watches its neighbours while the block runs.
 
-    is_waiting: whether the rank is in a collective. on_hung: called in the thread of a rank that is hung itself, once.
-    say: told a sentence whenever a neighbour's health turns bad.
+    is_waiting: whether the rank is in a collective. on_hung: called once, in the thread, when this rank itself hangs.
+    say: called with a sentence whenever a neighbour's health turns bad.
     """
 
     def __init__(
@@ -155,7 +172,7 @@ class Heart:
         self.is_waiting, self.on_hung, self.say = is_waiting, on_hung, say
         self.watcher, self.progress = Watcher(limits), 0
         self._pauses = 0
-        self._told: dict[int, Health] = {}
+        self._reported: dict[int, Health] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
@@ -176,14 +193,15 @@ class Heart:
 
     @contextlib.contextmanager
     def long_work(self) -> Iterator[None]:
-        """Around a save or a validation, of which nobody can say how long it takes."""
+        """Around a save or a validation, which may take any time without a step."""
         self._pauses += 1
         yield
         self._pauses -= 1
         self.tick()
 
     def _run(self) -> None:
-        count, own, told = 0, Watcher(self.limits, lambda beat: Process.RUNNING), False
+        own = Watcher(self.limits, lambda beat: Process.RUNNING)  # of this rank itself
+        count, was_hung = 0, False
         while not self._over.wait(self.limits.every_s):
             count, now = count + 1, time.monotonic()
             waiting = self.is_waiting() or self._pauses > 0
@@ -193,13 +211,13 @@ class Heart:
                 write_whole(self._path(self.rank), json.dumps(asdict(beat)))
             own.see(beat, now)
             is_hung = own.judge(self.rank, now) is Health.HUNG
-            if is_hung and not told:
+            if is_hung and not was_hung:
                 self.on_hung()
-            told = is_hung
+            was_hung = is_hung
             self._watch(now)
 
     def _watch(self, now: float) -> None:
-        """The neighbour, and whoever comes after it as long as they are not well."""
+        """Reports the right neighbour if it is not well, and then looks at the next one."""
         for distance in range(1, self.world_size):
             rank = (self.rank + distance) % self.world_size
             try:
@@ -210,11 +228,92 @@ class Heart:
                 pass  # the storage does not answer: no beat
             health = self.watcher.judge(rank, now)
             if health in (None, Health.HEALTHY, Health.WAITING):
-                self._told.pop(rank, None)
+                self._reported.pop(rank, None)
                 return
-            if self._told.get(rank) is not health:
-                self._told[rank] = health
+            if self._reported.get(rank) is not health:
+                self._reported[rank] = health
                 self.say(self.watcher.sentence(rank, health, now))
 
     def _path(self, rank: int) -> Path:
         return self.folder / str(rank)
+
+
+class HealthMonitor:
+    """What the training loop calls; every rank of a run makes one. A single process has no peers: it does nothing."""
+
+    def __init__(self, parallel: SingleDevice, folder: Path, limits: Limits | None = None) -> None:
+        self.parallel, self.group, self.folder = parallel, parallel.group, folder
+        self.slow: list[Straggler] = []
+        self._own: list[tuple[float, ...]] = []
+        self._heart: Heart | None = None
+        if self.group:
+            line = {"stride": parallel.stride, "count": parallel.world_size}
+            self.detector = StragglerDetector(self.group.world_size, window=EXCHANGE_EVERY, **line)
+            rank, world_size, limits = self.group.rank, self.group.world_size, limits or Limits()
+            self._heart = Heart(folder, rank, world_size, limits, is_waiting=self._is_waiting, on_hung=_give_up)
+
+    def __enter__(self) -> "HealthMonitor":
+        if self._heart:
+            if self.group.rank == 0:
+                shutil.rmtree(self.folder / FOLDER, ignore_errors=True)  # the beats of ranks that were killed
+            self.group.barrier()
+            self._heart.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._heart:
+            self._heart.__exit__(*error)
+
+    def after_step(self, time: StepTime) -> list[Straggler]:
+        """Returns the ranks that have just become slow, the same on all ranks."""
+        if self.group is None:
+            return []
+        self._heart.tick()
+        self._own.append(own_work(time))
+        if len(self._own) < EXCHANGE_EVERY:
+            return []
+        for rank, steps in enumerate(self.group.gather_objects(self._own)):
+            for phases in steps:
+                self.detector.add(rank, phases)
+        self._own = []
+        known = {each.rank for each in self.slow}
+        self.slow = self.detector.stragglers()
+        return [each for each in self.slow if each.rank not in known]
+
+    def check_replicas(self, trainer: Trainer) -> None:
+        """Compares weights and optimizer state of the ranks that hold the same part, along any axis. ValueError, on
+        every rank, names a rank that differs and the tensor."""
+        if self.group is None:
+            return
+        parts = held(trainer)
+        catalogue = catalogue_of({name: placement for name, (_, placement) in parts.items()})
+        owned = [(key, part) for (key, _), (part, _) in zip(catalogue, parts.values(), strict=True)]
+        if found := check_replicas(owned, self.group):
+            name, _ = found.name
+            raise ValueError(
+                f"{replace(found, name=name)}: go on with --resume from the last checkpoint, whose replicas agreed, "
+                "without that rank's machine"
+            )
+
+    @contextlib.contextmanager
+    def long_work(self) -> Iterator[None]:
+        """Around a save or a validation, which may take any time without a step."""
+        with self._heart.long_work() if self._heart else contextlib.nullcontext():
+            yield
+
+    def _is_waiting(self) -> bool:
+        """Whether this rank is in a collective or, as a GPU's are only launched, waits for the GPU's queue."""
+        recorder, device = self.group.world.recorder, self.group.device
+        if recorder is not None and recorder.signs(self.group.world.rank)[1] is not None:
+            return True
+        return device.type == "cuda" and not torch.cuda.default_stream(device).query()
+
+
+def _give_up() -> None:
+    """Prints where this hung rank is, and ends it if torchrun will start it again."""
+    print(
+        "minillm: this rank has made no progress for too long and waits for no other rank; it is here:", file=sys.stderr
+    )
+    faulthandler.dump_traceback(all_threads=True)
+    if may_restart():
+        os._exit(HUNG_STATUS)

@@ -20,9 +20,8 @@ from minillm.model import ModelConfig, MoEConfig
 from minillm.train import ParallelConfig, StepTime, TrainConfig, Trainer, fit
 from minillm.train.checkpoint.state import held
 from minillm.train.fault_tolerance.goodput import TimeLog, read_goodput
-from minillm.train.fault_tolerance.heartbeat import FOLDER, Beat, Health, Limits, Process, Watcher
+from minillm.train.fault_tolerance.heartbeat import FOLDER, Beat, Health, HealthMonitor, Limits, Process, Watcher
 from minillm.train.fault_tolerance.straggler import own_work
-from minillm.train.fault_tolerance.watch import Watch
 from minillm.train.metrics import read_metrics
 from minillm.train.run import STOP
 from minillm.train.strategies.data_parallel import DataParallel
@@ -202,7 +201,7 @@ def test_a_stopped_rank_and_one_whose_threads_do_not_run_are_told_apart_from_one
 
 
 def beats_found(group, folder):
-    with Watch(DataParallel(group), folder, Limits(every_s=500, silent_s=600)):
+    with HealthMonitor(DataParallel(group), folder, Limits(every_s=500, silent_s=600)):
         return sorted(path.name for path in (folder / FOLDER).glob("*"))
 
 

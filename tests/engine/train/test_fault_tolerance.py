@@ -19,10 +19,9 @@ from minillm.model import ModelConfig
 from minillm.train import ParallelConfig, StepTime, TrainConfig, Trainer, fit
 from minillm.train.fault_tolerance.elastic import accumulate_for, possible_ranks
 from minillm.train.fault_tolerance.goodput import FILE, Goodput, TimeLog, goodput, read_goodput
-from minillm.train.fault_tolerance.heartbeat import Beat, Health, Heart, Limits, Process, Watcher, look
+from minillm.train.fault_tolerance.heartbeat import Beat, Health, HealthMonitor, Heart, Limits, Process, Watcher, look
 from minillm.train.fault_tolerance.replica_check import check_replicas, divergence, hash_tensor
 from minillm.train.fault_tolerance.straggler import StragglerDetector
-from minillm.train.fault_tolerance.watch import Watch
 from minillm.train.metrics import read_metrics
 from minillm.train.run_folder import locked
 from minillm.train.strategies.sharded import make_strategy
@@ -191,7 +190,7 @@ def test_the_majority_is_right():
 def one_of_three(group, folder, layout):
     """A straggler by injected times, a corrupted weight before a save, and a lock that somebody holds."""
     parallel = make_strategy(group, layout)
-    watch, named = Watch(parallel, folder), []
+    watch, named = HealthMonitor(parallel, folder), []
     for step in range(20):
         slow = 3.0 if group.rank == 1 and step >= 2 else 1.0
         named += [(step, each.rank) for each in watch.after_step(StepTime(9.0, forward=slow, communication=9.0 - slow))]
