@@ -244,10 +244,10 @@ def _run(job: TrainingJob) -> dict[str, Any]:
         if not isinstance(problem, OSError) or isinstance(problem, ConnectionError):
             raise  # other ranks have gone, and the disk is not to blame
         is_full = any(os.strerror(code) in str(problem) for code in (errno.ENOSPC, errno.EDQUOT))
-        advice = "Free some space" if is_full else "Mend that"
-        raise ValueError(
-            f"{problem} {advice}, then go on with --resume --run {shlex.quote(job.folder.name)}."
-        ) from error
+        advice = "free some space" if is_full else "mend that"
+        go_on = "go on with --resume" if has_checkpoint(job.folder) else "start again with"
+        said = str(problem).rstrip(".")
+        raise ValueError(f"{said}: {advice}, then {go_on} --run {shlex.quote(job.folder.name)}.") from error
 
 
 def _announce(job: TrainingJob, is_new: bool) -> None:

@@ -1,12 +1,15 @@
 """`python -m minillm train` end to end on a tiny model, and the model folder it exports."""
 
+import errno
 import json
+import os
 
 import pytest
 import torch
 import transformers
 
 from minillm.__main__ import run
+from minillm.cli import train as train_command
 from minillm.data import Tokenizer
 from minillm.model import load_hf
 from minillm.predict.model import parameters
@@ -76,6 +79,25 @@ def test_bad_input_is_one_line(home, capsys, arguments, message):
 def test_bad_input_that_a_rank_finds_is_one_line_too(home, capsys):
     assert run([*TINY, "--zero", "1", "--offload", "text/part1.py"]) == 2
     assert "offload='text/part1.py' cannot take" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_full_disk_is_one_sentence_whose_advice_works(home, capsys, monkeypatch):
+    """Before the first save there is nothing to resume; afterwards there is."""
+
+    def full(group, job):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(job.folder / "metrics.jsonl"))
+
+    small = [*TINY[1:-1], "2", "--run", "a"]
+    with monkeypatch.context() as patched:
+        patched.setattr(train_command, "train", full)
+        assert run(["train", *small]) == 2
+    said = capsys.readouterr().err
+    assert "No space left on device" in said and said.endswith(": free some space, then start again with --run a.\n")
+    assert run(["train", *small]) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(train_command, "train", full)
+    assert run(["train", "--resume", "--run", "a"]) == 2
+    assert capsys.readouterr().err.endswith(": free some space, then go on with --resume --run a.\n")
 
 
 def test_resume_with_other_options_is_refused(home, capsys):
