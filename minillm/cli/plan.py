@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Annotated
 
 from typer import Option
@@ -120,10 +121,12 @@ def _training(shape, machine: clusters.Cluster, seq: int, batch: int, top: int, 
         why = "" if plan is best else search.explain(best, plan)
         numbers = f"{plan.step.seconds:>8.3g}  {plan.mfu:>5.1%}  {plan.memory.total / GIB:>5.1f}"
         print(f"{place:>2}  {plan.layout!s:<{width}}  {numbers}  {why}")
-    print(f"\nThe first: {best.tokens_per_s:,.0f} tokens/s")
+    each = best.tokens_per_s / machine.gpus
+    print(f"\nThe first: {best.tokens_per_s:,.0f} tokens/s, {each:,.0f} per GPU")
     print("  seconds  " + ", ".join(f"{name} {value:.3g}" for name, value in asdict(best.step).items() if value))
     held = ", ".join(f"{name} {value / GIB:.1f}" for name, value in asdict(best.memory).items())
     print(f"  GiB      {held}; {machine.usable / GIB:.1f} usable")
+    print(f"  error    of {_errors(fitted=False)} (--published)")
     if mesh:
         _show([*show_mesh(machine, best.layout), *show_flattened(machine, best.layout)])
     return [
@@ -166,17 +169,28 @@ def _show(rows: list[dict]) -> None:
 
 
 def _published(json_file: Path | None) -> int:
-    rows = [published.compare(run) for run in published.RUNS]
+    rows, notes = [published.compare(run) for run in published.RUNS], []
     width = max(len(row.run) for row in rows)
     print(f"{'run':<{width}}  reported  predicted     off    GiB  of")
-    for run, row in zip(published.RUNS, rows, strict=True):
+    for row in rows:
+        if row.note and row.note not in notes:
+            notes.append(row.note)
+        marks = ["fitted"] if row.fitted else []
+        marks += [f"note {notes.index(row.note) + 1}"] if row.note else []
         held = f"{row.memory / GIB:>5.1f}  {row.usable / GIB:.1f}"
-        mark = " (fitted)" if run.fitted else ""
-        print(f"{row.run:<{width}}  {row.reported:>8.1%}  {row.predicted:>9.1%}  {row.off:>+6.1%}  {held}{mark}")
-        if row.note:
-            print(f"{'':<{width}}  {row.note}")
+        numbers = f"{row.reported:>8.1%}  {row.predicted:>9.1%}  {row.off:>+6.1%}  {held}"
+        print(f"{row.run:<{width}}  {numbers}  {', '.join(marks)}".rstrip())
+    print("", *(f"note {number}: {note}" for number, note in enumerate(notes, 1)), "", sep="\n")
+    for name, fitted in (("fitted", True), ("not fitted", False)):
+        print(f"{name}: {_errors(fitted)}")
     write_json(json_file, {"provenance": provenance(), "rows": [{**asdict(row), "off": row.off} for row in rows]})
     return 0
+
+
+def _errors(fitted: bool) -> str:
+    off = published.errors(fitted)
+    most, worst = off[len(off) * 9 // 10], off[-1]
+    return f"{len(off)} published runs, half within {median(off):.1%}, nine in ten within {most:.1%}, worst {worst:.1%}"
 
 
 def _checked(json_file: Path | None) -> int:

@@ -160,8 +160,11 @@ def _gpt(name: str, hidden: int, layers: int, heads: int, source: str, vocab: in
 
 
 _MEGATRON = "Korthikanti et al. 2022, table 3: https://arxiv.org/abs/2205.05198"
+_SC21 = "Narayanan et al. 2021, table 1: https://arxiv.org/abs/2104.04473"
+_NEMOTRON = "Parmar et al. 2024: https://arxiv.org/abs/2402.16819, and 2024: https://arxiv.org/abs/2406.11704"
 _GPT3 = "Brown et al. 2020, table 2.1: https://arxiv.org/abs/2005.14165"
 _LLAMA2 = "Touvron et al. 2023: https://arxiv.org/abs/2307.09288"
+_FMS = "Foundation Model Stack, Llama 2 34B: https://github.com/foundation-model-stack/fms-fsdp"
 _LLAMA3 = "Llama Team 2024, table 3: https://arxiv.org/abs/2407.21783"
 _DEEPSEEK = "DeepSeek-AI 2024, §4.2: https://arxiv.org/abs/2412.19437"
 
@@ -169,6 +172,17 @@ ARCHITECTURES = {
     each.name: each
     for each in (
         _gpt("gpt-3-175b", 12288, 96, 96, _GPT3),
+        _gpt("megatron-1.7b", 2304, 24, 24, _SC21),
+        _gpt("megatron-3.6b", 3072, 30, 32, _SC21),
+        _gpt("megatron-7.5b", 4096, 36, 32, _SC21),
+        _gpt("megatron-18b", 6144, 40, 48, _SC21),
+        _gpt("megatron-39b", 8192, 48, 64, _SC21),
+        _gpt("megatron-76b", 10240, 60, 80, _SC21),
+        _gpt("megatron-146b", 12288, 80, 96, _SC21),
+        _gpt("megatron-310b", 16384, 96, 128, _SC21),
+        _gpt("megascale-175b", 12288, 96, 128, "Jiang et al. 2024, table 1: https://arxiv.org/abs/2402.15627", 64000),
+        Architecture("nemotron-4-15b", 256000, 6144, 24576, 32, 48, 8, 128, gated=False, source=_NEMOTRON),
+        Architecture("nemotron-4-340b", 256000, 18432, 73728, 96, 96, 8, 192, gated=False, source=_NEMOTRON),
         _gpt("megatron-22b", 6144, 48, 64, _MEGATRON),
         _gpt("megatron-530b", 20480, 105, 128, _MEGATRON),
         _gpt("megatron-1t", 25600, 128, 160, _MEGATRON),
@@ -176,6 +190,7 @@ ARCHITECTURES = {
         _gpt("opt-175b", 12288, 96, 96, "Zhang et al. 2022: https://arxiv.org/abs/2205.01068", 50272),
         Architecture("llama-2-7b", 32000, 4096, 11008, 32, 32, 32, 128, source=_LLAMA2),
         Architecture("llama-2-13b", 32000, 5120, 13824, 40, 40, 40, 128, source=_LLAMA2),
+        Architecture("llama-2-34b", 32000, 8192, 22016, 48, 64, 8, 128, source=_FMS),
         Architecture("llama-2-70b", 32000, 8192, 28672, 80, 64, 8, 128, source=_LLAMA2),
         Architecture("llama-3-8b", 128256, 4096, 14336, 32, 32, 8, 128, source=_LLAMA3),
         Architecture("llama-3-70b", 128256, 8192, 28672, 80, 64, 8, 128, source=_LLAMA3),

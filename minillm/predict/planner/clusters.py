@@ -1,9 +1,12 @@
 """Clusters as a planner sees them: what a device computes and holds, and what its two kinds of links carry.
 
 All rates are of one device and, for links, of one direction. Peaks are dense 16-bit tensor-core peaks. A matrix product
-whose narrowest side has w elements reaches `achievable` · w / (w + HALF_WIDTH) of the peak. These two are the only
-numbers here that are fitted and not printed by someone (`published.py` says on which runs). `attention` is the share of
-the peak that a fused attention kernel reaches: Dao 2023, FlashAttention-2, §4 (https://arxiv.org/abs/2307.08691).
+whose narrowest side has w elements reaches `achievable` · w / (w + HALF_WIDTH) of the peak. `achievable` of the A100
+and the H100, HALF_WIDTH, CONTENTION and FP8_SPEEDUP are fitted to one half of the published runs (`fit.py`), and to
+nothing else; other devices take the H100's share. `attention`: the share of the peak that a fused attention kernel
+reaches, forward and backward together: Dao 2023, "FlashAttention-2", §4 (https://arxiv.org/abs/2307.08691) for the
+A100, Shah et al. 2024, "FlashAttention-3", §4 (https://arxiv.org/abs/2407.08608) for the H100. MEMORY_SHARE: what
+element-wise kernels reach of a memory's bandwidth.
 """
 
 import difflib
@@ -11,13 +14,17 @@ import math
 from dataclasses import dataclass
 
 GIB = 1 << 30
-HALF_WIDTH = 300  # elements at which a matrix product reaches half of its rate
+HALF_WIDTH = 82  # elements at which a matrix product reaches half of its rate
+CONTENTION = 0.053  # of the time of communication that runs beside computation, which slows it
+FP8_SPEEDUP = 1.59  # of a matrix product in 8 bits, over 16
+MEMORY_SHARE = 0.85
 
 
 @dataclass(frozen=True)
 class Device:
     """flops: FLOP/s in 16 bits, dense; memory: bytes; bandwidth: bytes/s of its memory; link: bytes/s to others of its
-    node, one direction; achievable, attention: shares of `flops` that wide matrix products and attention reach."""
+    node, one direction; achievable, attention: shares of `flops` that wide matrix products and attention reach;
+    half_width, fp8_speedup: see above."""
 
     name: str
     flops: float
@@ -27,10 +34,18 @@ class Device:
     achievable: float
     attention: float
     source: str = ""
+    half_width: float = HALF_WIDTH
+    fp8_speedup: float = FP8_SPEEDUP
 
-    def matmul_rate(self, width: float) -> float:
-        """FLOP/s of matrix products whose narrowest side has `width` elements."""
-        return self.flops * self.achievable * width / (width + HALF_WIDTH)
+    def matmul_rate(self, width: float, fp8: bool = False) -> float:
+        """FLOP/s of matrix products whose narrowest side has `width` elements, in 16 or 8 bits."""
+        share = self.achievable * width / (width + self.half_width)
+        return self.flops * share * (self.fp8_speedup if fp8 else 1.0)
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes/s that element-wise kernels read and write."""
+        return self.bandwidth * MEMORY_SHARE
 
 
 @dataclass(frozen=True)
@@ -41,7 +56,7 @@ class Cluster:
     collectives reach; reserved: bytes of a device that the context, the communicators and the libraries take;
     fragmentation: share of what is left that the allocator loses. cards_per_ring: network cards of a node that one
     collective uses at most; None: one for each of its ranks there, as NCCL does with a ring for every card.
-    two_level: whether all-reduces over several nodes first add up inside each of them.
+    two_level: whether all-reduces over several nodes first add up inside each of them. contention: see above.
     """
 
     device: Device
@@ -54,6 +69,7 @@ class Cluster:
     fragmentation: float = 0.05
     cards_per_ring: int | None = None
     two_level: bool = False
+    contention: float = CONTENTION
 
     def __post_init__(self) -> None:
         rates = {"gpus": self.gpus, "per_node": self.per_node, "network": self.network}
@@ -88,13 +104,13 @@ _H800 = "DeepSeek-AI 2024, §3.1: https://arxiv.org/abs/2412.19437"
 _L4 = "https://resources.nvidia.com/en-us-data-center-overview/l4-gpu-datasheet"
 
 DEVICES = {
-    "l4": Device("L4 24 GB", 121e12, 24 * GIB, 300e9, 32e9, 0.66, 0.34, _L4),
-    "a100-40": Device("A100 SXM 40 GB", 312e12, 40 * GIB, 1.555e12, 300e9, 0.74, 0.6, _A100),
-    "a100-80": Device("A100 SXM 80 GB", 312e12, 80 * GIB, 2.039e12, 300e9, 0.74, 0.6, _A100),
-    "h100": Device("H100 SXM 80 GB", 989e12, 80 * GIB, 3.35e12, 450e9, 0.66, 0.34, _H100),
-    "h200": Device("H200 SXM 141 GB", 989e12, 141e9, 4.8e12, 450e9, 0.66, 0.34, _H200),
-    "h800": Device("H800 SXM 80 GB", 989e12, 80 * GIB, 3.35e12, 200e9, 0.66, 0.34, _H800),
-    "b200": Device("B200 180 GB", 2250e12, 180e9, 8e12, 900e9, 0.66, 0.34, _B200),
+    "l4": Device("L4 24 GB", 121e12, 24 * GIB, 300e9, 32e9, 0.59, 0.45, _L4),
+    "a100-40": Device("A100 SXM 40 GB", 312e12, 40 * GIB, 1.555e12, 300e9, 0.741, 0.6, _A100),
+    "a100-80": Device("A100 SXM 80 GB", 312e12, 80 * GIB, 2.039e12, 300e9, 0.741, 0.6, _A100),
+    "h100": Device("H100 SXM 80 GB", 989e12, 80 * GIB, 3.35e12, 450e9, 0.59, 0.45, _H100),
+    "h200": Device("H200 SXM 141 GB", 989e12, 141e9, 4.8e12, 450e9, 0.59, 0.45, _H200),
+    "h800": Device("H800 SXM 80 GB", 989e12, 80 * GIB, 3.35e12, 200e9, 0.59, 0.45, _H800),
+    "b200": Device("B200 180 GB", 2250e12, 180e9, 8e12, 900e9, 0.59, 0.45, _B200),
 }
 NETWORKS = {"l4": 12.5e9, "a100-40": 25e9, "a100-80": 25e9, "h100": 50e9, "h200": 50e9, "h800": 50e9, "b200": 50e9}
 

@@ -21,6 +21,7 @@ EMPTY_SLOTS = 1 / 8  # at most, of a pipeline's layer slots
 TIE = 0.005  # layouts within this share of each other's time count as equally fast; then the simpler one comes first
 CAUSES = {
     "compute": "computes more (recomputation, uneven stages or narrow matrix products)",
+    "elementwise": "reads and writes more activations (recomputation, no sequence parallelism)",
     "tp": "waits longer for tensor-parallel collectives",
     "cp": "waits longer for keys and values of other ranks",
     "ep": "waits longer for all-to-alls between experts",
@@ -106,7 +107,7 @@ def layouts(model: Architecture, cluster: Cluster, seq: int, batch: int) -> Iter
         for pp in _stages(model, cluster.gpus // tp if cluster.gpus % tp == 0 else 0):
             rest = cluster.gpus // (tp * pp)
             for cp in _powers(min(rest, max(1, seq // 2048))):
-                if rest % cp == 0 and seq % (2 * cp) == 0 and batch % (rest // cp) == 0:
+                if rest % cp == 0 and (cp == 1 or seq % (2 * cp) == 0) and batch % (rest // cp) == 0:
                     yield from _settings(model, tp, pp, cp, rest // cp, batch // (rest // cp))
 
 

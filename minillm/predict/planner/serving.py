@@ -2,7 +2,8 @@
 
     weights      2 bytes per parameter / (tp · pp), routed experts / ep too
     KV cache     tokens of all running sequences · bytes per token / (tp · pp); a latent cache is not split by tp
-    decode step  the longer of reading weights and cache and of computing, plus 2 all-reduces per layer and pp messages
+    decode step  the longer of reading weights and cache and of computing, plus 2 all-reduces per layer, pp messages
+                 and the kernels that are too small to last longer than their start: `SMALL_KERNELS` per layer
     TTFT         FLOPs of the prompt / rate, through all stages, without waiting for others
     TPOT         one decode step (times pp stages), and the prompts of other sequences that are computed in between
 
@@ -17,6 +18,8 @@ from minillm.predict.planner.clusters import GIB, Cluster
 from minillm.predict.planner.layout import Layout, axis_path
 
 ELEMENT = 2  # bytes of a weight, an activation and a cached number
+SMALL_KERNELS = 5  # of a layer in decode: two norms, rotary embedding, activation, the write of keys and values
+KERNEL_S = 2.5e-6  # the shortest time between two kernels of a CUDA graph
 
 
 @dataclass(frozen=True)
@@ -129,8 +132,8 @@ class _Replica:
         read = touched + sequences * self._tokens() * self.per_token
         flops = 2 * model.active_parameters * sequences / (self.tp * self.pp)
         layers = model.num_layers / self.pp
-        talk = layers * 2 * 2 * self.way.ring(sequences * model.hidden_size * ELEMENT)
-        return max(read / device.bandwidth, flops / self.rate) + talk
+        talk = layers * 2 * self._all_reduce(sequences * model.hidden_size * ELEMENT)
+        return max(read / device.bandwidth, flops / self.rate) + talk + layers * SMALL_KERNELS * KERNEL_S
 
     def time_to_first(self) -> float:
         """Seconds of a prompt that is alone, through all stages."""
@@ -138,8 +141,17 @@ class _Replica:
         matmul = 2 * model.active_parameters * self.prompt / self.tp / self.rate
         attention = model.num_layers * model.attention_flops((self.prompt + 1) / 2) * self.prompt
         attention /= self.tp * device.flops * device.attention
-        talk = model.num_layers * 2 * 2 * self.way.ring(self.prompt * model.hidden_size * ELEMENT)
+        talk = model.num_layers * 2 * self._all_reduce(self.prompt * model.hidden_size * ELEMENT)
         return max(matmul + attention, self.weights * self.pp / device.bandwidth) + talk
+
+    def _all_reduce(self, num_bytes: float) -> float:
+        """Seconds: a ring, or, for small messages inside a node, one exchange in which every rank gets all others'
+        whole tensors at once, as the all-reduce kernels of serving engines do."""
+        way = self.way
+        if way.size == 1:
+            return 0.0
+        at_once = way.message((way.size - 1) * num_bytes)
+        return way.all_reduce(num_bytes) if way.crosses else min(way.all_reduce(num_bytes), at_once)
 
     def _tokens(self) -> float:
         """Tokens that a running sequence has cached in the mean."""

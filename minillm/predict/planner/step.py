@@ -1,29 +1,37 @@
 """Seconds of one training step of a layout, by cause.
 
-    compute    FLOPs of the slowest stage / (peak · achievable), recomputation included
-    tp, ep     collectives inside a layer, which nothing hides (DualPipe hides ep behind the other direction's compute)
-    cp         keys and values travel while the block at hand is computed: only what is longer than that counts
-    bubble     (pp - 1) / chunks microbatches of the slowest stage
-    pp         messages at the pipeline's two ends, and what is longer than a microbatch's compute in between
-    dp         gradients and weights; hidden behind the last backward (ZeRO 0, 1), or behind every microbatch (2, 3):
-               in a pipeline behind its forward too, as another microbatch's comes between two backwards
-    optimizer  reading and writing the states once
+    compute      matrix products and attention of the slowest stage, recomputation included (`compute.py`)
+    elementwise  what norms, residuals, activations and the loss read and write
+    tp, ep       collectives inside a layer
+    cp           keys and values travel while the block at hand is computed
+    bubble       (pp - 1) / chunks microbatches of the slowest stage
+    pp           messages at the pipeline's two ends, and those of every microbatch and chunk in between
+    dp           gradients and weights, behind the last backward (ZeRO 0, 1) or behind every microbatch (2, 3): in a
+                 pipeline behind its forward too, as another microbatch's comes between two backwards. ZeRO-3 also
+                 copies what it gathers and reduces, 16 bytes per parameter and microbatch
+    optimizer    reading and writing the states once
 
-Assumed: layers alike, the fullest expert rank `EXPERT_LOAD` above the mean. A link has a latency and a bandwidth.
+Communication that runs beside computation is not free: its kernels take multiprocessors and memory bandwidth from the
+other's. `_hidden` charges `Cluster.contention` of its time, and all of what is longer than the computation. Code
+without overlap (`Stack.overlap`) waits for all of it, and so does tensor parallelism that leaves a node: it overlaps by
+copies over the node's own links, a tile of a matrix product at a time. Assumed: layers alike, the fullest expert rank
+`EXPERT_LOAD` above the mean. A link has a latency and a bandwidth.
 """
 
 import math
 from dataclasses import asdict, dataclass
 
 from minillm.predict.model import causal_context
+from minillm.predict.planner import compute
 from minillm.predict.planner.architectures import Architecture
 from minillm.predict.planner.clusters import Cluster
+from minillm.predict.planner.compute import EXPERT_LOAD, MODERN, Stack
 from minillm.predict.planner.layout import Layout, Path, axis_path, expert_path, gradient_path
 from minillm.predict.planner.memory import ELEMENT, STATE, layers_per_stage, stage_parameters
 from minillm.predict.training import pipeline
 
-EXPERT_LOAD = 1.1  # tokens of the fullest expert rank / the mean
 OPTIMIZER_TRAFFIC = 2 * (STATE.master + STATE.moments) + STATE.gradient + STATE.parameter  # bytes per parameter
+STAGED = 16  # bytes per parameter that ZeRO-3 copies in a microbatch: two gathers into place, gradients out of it
 
 
 @dataclass(frozen=True)
@@ -31,6 +39,7 @@ class Step:
     """Seconds by cause; their sum is the step."""
 
     compute: float
+    elementwise: float
     tp: float
     cp: float
     ep: float
@@ -44,48 +53,47 @@ class Step:
         return sum(asdict(self).values())
 
 
-def step(model: Architecture, layout: Layout, cluster: Cluster, seq: int) -> Step:
+def step(model: Architecture, layout: Layout, cluster: Cluster, seq: int, stack: Stack = MODERN) -> Step:
     """One step of `layout.batch` sequences of `seq` tokens."""
-    device = cluster.device
-    rate = device.matmul_rate(_narrowest(model, layout))
+    device, count = cluster.device, layout.microbatches
     tokens = layout.micro_batch * math.ceil(seq / layout.cp)  # of a microbatch on one rank
-    context, layers = causal_context(seq), layers_per_stage(model, layout)
+    layers = layers_per_stage(model, layout)
 
-    passes = 4 if layout.recompute == "full" else 3
-    imbalance = 1 + (EXPERT_LOAD - 1) * (model.active_expert_parameters > 0 and layout.ep > 1)
-    attention = model.attention_flops(context) * tokens * passes / layout.tp / (device.flops * device.attention)
-    matmul = 2 * model.active_layer * tokens * passes * imbalance / layout.tp / rate
-    head = 3 * 2 * model.table * tokens / layout.tp / rate
-    compute = layers * (attention + matmul) + head
-
+    work = compute.layer(model, layout, device, seq, tokens, stack)
+    products = layers * (work.matmul + work.attention) + compute.head(model, layout, device, tokens)
+    elementwise = layers * work.elementwise
+    busy = products + elementwise
     tp = layers * _tensor(model, layout, cluster, tokens)
-    cp = layers * _context(model, layout, cluster, tokens, attention)
+    if stack.overlap and not axis_path(cluster, layout, "tp").crosses:
+        tp = _hidden(tp, busy, cluster)
+    cp = layers * _context(model, layout, cluster, tokens, work.attention)
     ep = layers * model.expert_layers / model.num_layers * _experts(model, layout, cluster, tokens)
-    if layout.schedule == "dualpipe":
-        ep = max(0.0, ep - compute)
-    microbatch = compute + tp + cp + ep
-    message = tokens * model.hidden_size * ELEMENT / (layout.tp if layout.sequence else 1)
+    if layout.schedule == "dualpipe":  # behind the other direction's computation
+        ep = _hidden(ep, busy, cluster)
+    microbatch = busy + tp + cp + ep
+    message = tokens * model.hidden_size * ELEMENT / layout.tp  # each rank sends a part, which is gathered in the node
     return Step(
-        compute=layout.microbatches * compute,
-        tp=layout.microbatches * tp,
-        cp=layout.microbatches * cp,
-        ep=layout.microbatches * ep,
+        compute=count * products,
+        elementwise=count * elementwise,
+        tp=count * tp,
+        cp=count * cp,
+        ep=count * ep,
         bubble=bubble(layout, microbatch),
-        pp=_messages(layout, axis_path(cluster, layout, "pp"), message, microbatch),
-        dp=_data(model, layout, cluster, microbatch),
+        pp=_messages(layout, cluster, message, microbatch if stack.overlap else 0.0),
+        dp=_data(model, layout, cluster, microbatch, stack.overlap),
         optimizer=_optimizer(model, layout, cluster),
     )
+
+
+def _hidden(communication: float, computation: float, cluster: Cluster) -> float:
+    """Seconds that communication adds to computation beside which it runs."""
+    return cluster.contention * min(communication, computation) + max(0.0, communication - computation)
 
 
 def mfu(model: Architecture, layout: Layout, cluster: Cluster, seq: int, seconds: float) -> float:
     """Model FLOPs of a step per second, over the peak of all devices; attention counted as a causal kernel computes."""
     flops = layout.batch * seq * model.training_flops(causal_context(seq))
     return flops / seconds / cluster.gpus / cluster.device.flops
-
-
-def _narrowest(model: Architecture, layout: Layout) -> float:
-    """The smallest side of a layer's matrix products on one rank: a slice of the hidden size, or an expert's width."""
-    return min(model.hidden_size, model.expert_intermediate or model.hidden_size) / layout.tp
 
 
 def bubble(layout: Layout, microbatch: float) -> float:
@@ -96,12 +104,12 @@ def bubble(layout: Layout, microbatch: float) -> float:
     return (layout.pp - 1) / layout.chunks * microbatch
 
 
-def _messages(layout: Layout, way: Path, message: float, microbatch: float) -> float:
+def _messages(layout: Layout, cluster: Cluster, message: float, microbatch: float) -> float:
+    """microbatch: seconds of computation behind which its messages travel."""
     if layout.pp == 1:
         return 0.0
-    each = way.message(message)
-    late = max(0.0, 2 * layout.chunks * each - microbatch)
-    return 2 * (layout.pp - 1) * each + layout.microbatches * late
+    each = axis_path(cluster, layout, "pp").message(message)
+    return 2 * (layout.pp - 1) * each + layout.microbatches * _hidden(2 * layout.chunks * each, microbatch, cluster)
 
 
 def _tensor(model: Architecture, layout: Layout, cluster: Cluster, tokens: int) -> float:
@@ -118,7 +126,7 @@ def _context(model: Architecture, layout: Layout, cluster: Cluster, tokens: int,
     kv = tokens * model.kv_bytes(ELEMENT) / model.num_layers / min(layout.tp, model.num_kv_heads)
     way = axis_path(cluster, layout, "cp")
     travel = (layout.cp - 1) * (way.message(kv) + way.message(2 * kv))
-    return max(0.0, travel - attention)
+    return _hidden(travel, attention, cluster)
 
 
 def _experts(model: Architecture, layout: Layout, cluster: Cluster, tokens: int) -> float:
@@ -134,7 +142,7 @@ def _experts(model: Architecture, layout: Layout, cluster: Cluster, tokens: int)
     return 4 * (max(across, inside) + way.latency)
 
 
-def _data(model: Architecture, layout: Layout, cluster: Cluster, microbatch: float) -> float:
+def _data(model: Architecture, layout: Layout, cluster: Cluster, microbatch: float, overlap: bool) -> float:
     way = gradient_path(cluster, layout)
     if way.size == 1:
         return 0.0
@@ -145,14 +153,15 @@ def _data(model: Architecture, layout: Layout, cluster: Cluster, microbatch: flo
         return way.ring(dense * itemsize) + (replicas.ring(experts * itemsize) if replicas.size > 1 else 0.0)
 
     reduce, gather = travel(STATE.gradient), travel(STATE.parameter)
-    backward = microbatch * 2 / 3
+    forward, backward = (microbatch / 3, microbatch * 2 / 3) if overlap else (0.0, 0.0)
     if layout.zero == 3:
-        late = max(0.0, gather - microbatch / 3) + max(0.0, gather + reduce - backward)
-        return layout.microbatches * late
+        copied = STAGED * (dense + experts) / cluster.device.memory_rate
+        late = _hidden(gather, forward, cluster) + _hidden(gather + reduce, backward, cluster)
+        return layout.microbatches * (late + copied)
     if layout.zero == 2:
-        hidden = microbatch if layout.pp > 1 else backward
-        return layout.microbatches * max(0.0, reduce - hidden) + gather
-    return max(0.0, reduce - backward) + gather
+        behind = forward + backward if layout.pp > 1 else backward
+        return layout.microbatches * _hidden(reduce, behind, cluster) + _hidden(gather, forward, cluster)
+    return _hidden(reduce, backward, cluster) + _hidden(gather, forward, cluster)
 
 
 def _optimizer(model: Architecture, layout: Layout, cluster: Cluster) -> float:
