@@ -66,6 +66,7 @@ def _stage(shape: Shape, layout: Layout, cluster: Cluster, seq: int, stage: int,
     crossed, late = _crossing(cluster, layout, message_bytes(shape, layout, seq))
     return Step(
         compute=count * compute,
+        elementwise=0.0,  # measured with the rest
         tp=count * spent["tp"] + once["tp"],
         cp=count * spent["cp"],
         ep=count * spent["ep"],
