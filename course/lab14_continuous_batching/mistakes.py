@@ -18,7 +18,8 @@ mistake(
     "ended-rows-go-on-computing",
     {
         "while waiting and len(running)": "starts = not running\n        while waiting and starts and len(running)",
-        "[request for request in running if left[request]]": "running if any(left[request] > 0 for request in running) else []",
+        "running = [request for request in running if left[request]]": "if max(left[r] for r in running) <= 0:\n"
+        "            running = []",
     },
     expect=r"is in \d+ batches and needs \d+ tokens",
 )
