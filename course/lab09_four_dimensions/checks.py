@@ -41,8 +41,6 @@ def ranks_of(axes: Mapping[str, int]) -> np.ndarray:
         "How far apart in ranks are two neighbours of an axis? Begin with the last axis, which varies fastest.",
         "The stride of an axis is the product of the sizes behind it. Its index is rank // stride % size, and all "
         "ranks of its group differ from this one by multiples of the stride.",
-        "Walk over reversed(axes.items()) with stride = 1: place[axis] = rank // stride % size; first = rank - "
-        "place[axis] * stride; groups[axis] = [first + i * stride for i in range(size)]; stride *= size.",
     ),
 )
 def check_mesh(learner: Callable) -> Receipt:
@@ -211,9 +209,6 @@ def _named(axes: set[str]) -> str:
         "Every message goes to the next rank of its group. Which ranks have their next neighbour on another node?",
         "A node holds per_node ranks in a row, so rank r lies on node r // per_node. In a ring the last rank of a "
         "group sends to the first; a pipeline is no ring, and each of its borders carries two messages.",
-        "For each rank and each axis: group = mesh_groups(rank, axes)[1][axis]; at = group.index(rank). A ring: next = "
-        "group[(at + 1) % len(group)]. A pipeline: if at + 1 < len(group), count 2 * sent. Add sent[axis] where rank "
-        "// per_node != next // per_node.",
     ),
 )
 def check_crossing(learner: Callable) -> Receipt:

@@ -35,9 +35,6 @@ FREE = 1e30  # share of the peak that attention reaches
         "Bytes: 2, 4 and 12 per parameter; ZeRO divides the 12 from stage 1 on, the 4 from stage 2 on, the 2 in stage "
         "3, by dp · cp. Activations: layers / pp · tokens · token_bytes, for min(pp, microbatches) microbatches. "
         "Seconds: microbatches + pp - 1 times what one microbatch takes on a stage.",
-        "own = (layers * active_layer + tables * table) / tp with layers = num_layers / pp; tokens = micro_batch * seq "
-        "/ cp; compute = 6 * (layers * active_layer + table) * tokens / tp / rate; wait = layers * 8 * (tp - 1) / tp * "
-        "tokens * hidden_size * 2 / link; seconds = (microbatches + pp - 1) * (compute + wait).",
     ),
 )
 def check_estimate(learner: Callable) -> Receipt:

@@ -22,8 +22,6 @@ EXACT = 1e-10
         "there than their neighbours?",
         "cp ranks hold the same weights and saw other tokens, whether there are several dp ranks or one. What decides "
         "whether there is something to reduce is the size of the group over which you reduce.",
-        "if replicas.world_size > 1 in the place of mesh.dp.world_size > 1, or no condition at all: a group of one "
-        "rank has nothing to send.",
     ),
 )
 def check_step(learner: Callable) -> Receipt:

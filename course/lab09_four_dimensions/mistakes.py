@@ -5,75 +5,53 @@ import math
 
 import numpy as np
 
-from course.kit.answers import answers_of
 from course.kit.exercises import alternative, mistake
-
-right = answers_of("09_four_dimensions")
 
 # Meshes.
 
 
-@mistake(
+mistake(
     "mesh-strides",
     "the first axis fastest",
+    {"reversed(axes.items())": "axes.items()"},
     says="You let the first axis vary fastest. The last one does: its neighbours are consecutive ranks.",
 )
-def first_fastest(rank, axes):
-    place, groups = right.mesh_groups(rank, dict(reversed(axes.items())))
-    return {axis: place[axis] for axis in axes}, {axis: groups[axis] for axis in axes}
-
-
-@mistake(
+mistake(
     "mesh-strides",
     "groups of consecutive ranks",
+    {"first = rank - place[axis] * stride": "first = rank - place[axis]", "first + index * stride": "first + index"},
     says="Only the innermost axis has consecutive ranks in its groups. Members of the others are a stride apart.",
 )
-def consecutive(rank, axes):
-    place, _ = right.mesh_groups(rank, axes)
-    return place, {axis: list(range(rank - place[axis], rank - place[axis] + size)) for axis, size in axes.items()}
-
-
-@mistake(
+mistake(
     "mesh-strides",
     "a group that begins at the rank",
+    {"first = rank - place[axis] * stride": "first = rank"},
     says="The group starts at index 0 of the axis, not at this rank: all its members must name the same list.",
 )
-def begins_here(rank, axes):
-    place, groups = right.mesh_groups(rank, axes)
-    strides = {axis: group[1] - group[0] if len(group) > 1 else 1 for axis, group in groups.items()}
-    return place, {axis: [rank + i * strides[axis] for i in range(size)] for axis, size in axes.items()}
-
-
-@mistake("mesh-strides", "leaves out axes of one rank", expect="look at")
-def without_ones(rank, axes):
-    place, groups = right.mesh_groups(rank, {axis: size for axis, size in axes.items() if size > 1})
-    return place, groups
-
-
-@mistake(
+mistake(
+    "mesh-strides",
+    "leaves out axes of one rank",
+    {"place[axis] = rank": "if size == 1:\n            continue\n        place[axis] = rank"},
+    expect="look at",
+)
+mistake(
     "mesh-strides",
     "the stride counts the axis itself",
+    {
+        "place[axis] = rank": "stride *= size\n        place[axis] = rank",
+        "stride *= size\n    return": "pass\n    return",
+    },
     says="Multiply by the size of an axis after you have used the stride for it, not before.",
 )
-def own_size(rank, axes):
-    place, groups, stride = {}, {}, 1
-    for axis, size in reversed(axes.items()):
-        stride *= size
-        place[axis] = rank // stride % size
-        first = rank - place[axis] * stride
-        groups[axis] = [first + index * stride for index in range(size)]
-    return place, groups
-
-
-@mistake(
+mistake(
     "mesh-strides",
     "no remainder",
+    {
+        "rank // stride % size": "rank // stride",
+        "first = rank - place[axis] * stride": "first = rank - rank // stride % size * stride",
+    },
     says="rank // stride goes on counting beyond the axis. Take the remainder by its size.",
 )
-def no_remainder(rank, axes):
-    place, groups = right.mesh_groups(rank, axes)
-    strides = dict(zip(axes, (math.prod(list(axes.values())[i + 1 :]) for i in range(len(axes))), strict=True))
-    return {axis: rank // strides[axis] for axis in place}, groups
 
 
 @alternative("mesh-strides", "one arange, reshaped")
@@ -101,126 +79,87 @@ def by_comparison(rank, axes):
 # Gradients.
 
 
-def _changed(kind, sequence, only, summed=lambda axes: axes, different=lambda axes: axes):
-    """The right sets with one of them changed for some kinds."""
-    own, others = right.gradient_axes(kind, sequence)
-    return (summed(own), different(others)) if kind in only else (own, others)
-
-
-EVERY = ("matrix", "norm", "router", "expert", "tied", "loss")
-
-
-@mistake(
+mistake(
     "gradient-axes",
     "dp alone",
+    {'tokens = {"copies", "ep", "cp"}': 'tokens = {"copies", "ep"}'},
     says="cp is missing. Its ranks saw other positions of the same sequences with the same weights, so their gradients "
     "have to meet as those of dp do.",
 )
-def without_cp(kind, sequence):
-    return _changed(kind, sequence, EVERY, summed=lambda axes: axes - {"cp"})
-
-
-@mistake(
+mistake(
     "gradient-axes",
     "ep is no data axis",
+    {'tokens = {"copies", "ep", "cp"}': 'tokens = {"copies", "cp"}'},
     says="The ep ranks have different rows of the batch, and outside the experts they are data-parallel ranks.",
 )
-def without_ep(kind, sequence):
-    return _changed(kind, sequence, EVERY, summed=lambda axes: axes - {"ep"})
-
-
-@mistake(
+mistake(
     "gradient-axes",
     "a norm is never summed over tp",
+    {'({"tp"} if kind == "norm" and sequence else set())': "set()"},
     says="Under sequence parallelism a norm's weight is whole on each tp rank, but its gradient is not: it comes from "
     "that rank's part of the sequence.",
 )
-def norms_apart(kind, sequence):
-    return _changed(kind, sequence, ("norm",), summed=lambda axes: axes - {"tp"})
-
-
-@mistake(
+mistake(
     "gradient-axes",
     "a norm is always summed over tp",
+    {" and sequence else": " else"},
     says="Without sequence parallelism every tp rank computes the norm of all tokens, so each has the full gradient "
     "already.",
 )
-def norms_twice(kind, sequence):
-    return _changed(kind, sequence, ("norm",), summed=lambda axes: axes | {"tp"})
-
-
-@mistake(
+mistake(
     "gradient-axes",
     "a router summed over tp",
+    {'({"tp"} if kind == "norm" and sequence': '({"tp"} if kind == "router" or sequence'},
     says="A router is whole on every tp rank, and each of them routes all tokens: the gradients are equal, not shares.",
 )
-def routers_twice(kind, sequence):
-    return _changed(kind, sequence, ("router",), summed=lambda axes: axes | {"tp"})
-
-
-@mistake(
+mistake(
     "gradient-axes",
     "experts as all others",
+    {'tokens - {"ep"}': "tokens"},
     says="The ep ranks hold different experts, so their gradients must not be mixed. Copies of one expert lie along "
     "copies and cp only.",
 )
-def experts_mixed(kind, sequence):
-    return _changed(kind, sequence, ("expert",), summed=lambda axes: axes | {"ep"})
-
-
-@mistake(
+mistake(
     "gradient-axes",
     "a tied table in each stage alone",
+    {'tokens | {"pp"}': "tokens"},
     says="The first stage has the gradient of the look-up, the last that of the head. It is one parameter, so both "
     "must be added, or the two copies drift apart.",
 )
-def tied_apart(kind, sequence):
-    return _changed(kind, sequence, ("tied",), summed=lambda axes: axes - {"pp"})
-
-
-@mistake(
+mistake(
     "gradient-axes",
     "norms count on every tp rank",
+    {'else set()), {"pp"}': 'else set()), {"pp", "tp"}'},
     says="In the gradient's norm a norm's weight counts tp times: all tp ranks hold the same one. Count it on one.",
 )
-def counted_twice(kind, sequence):
-    return _changed(kind, sequence, ("norm", "router"), different=lambda axes: axes | {"tp"})
-
-
-@mistake(
+mistake(
     "gradient-axes",
     "the norm of one stage",
+    {
+        '{"pp", "ep", "tp"}': '{"ep", "tp"}',
+        'return tokens, {"pp", "tp"}': 'return tokens, {"tp"}',
+        'else set()), {"pp"}': "else set()), set()",
+    },
     says="Your norm of the gradient sees the layers of one stage only. Other stages hold other layers.",
 )
-def one_stage(kind, sequence):
-    return _changed(kind, sequence, EVERY, different=lambda axes: axes - {"pp"})
-
-
-@mistake(
+mistake(
     "gradient-axes",
     "the tied table counts in both stages",
+    {'tokens | {"pp"}, {"tp"}': 'tokens | {"pp"}, {"pp", "tp"}'},
     says="Both stages hold the same table, with the same gradient after the sum: its squares count once.",
 )
-def tied_counted_twice(kind, sequence):
-    return _changed(kind, sequence, ("tied",), different=lambda axes: axes | {"pp"})
-
-
-@mistake(
+mistake(
     "gradient-axes",
     "slices added up",
+    {'return tokens, {"pp", "tp"}': 'return tokens | {"tp"}, {"pp", "tp"}'},
     says="The tp ranks hold different slices of a matrix. They are added up in the activations, never in gradients.",
 )
-def slices(kind, sequence):
-    return _changed(kind, sequence, ("matrix",), summed=lambda axes: axes | {"tp"})
-
-
-@mistake(
+mistake(
     "gradient-axes",
     "experts count once for all ep ranks",
+    {'{"pp", "ep", "tp"}': '{"pp", "tp"}'},
     says="Each ep rank holds experts that no other has: their squares all belong into the norm.",
 )
-def experts_once(kind, sequence):
-    return _changed(kind, sequence, ("expert",), different=lambda axes: axes - {"ep"})
 
 
 @alternative("gradient-axes", "tables of names, as lists")
@@ -234,101 +173,55 @@ def by_table(kind, sequence):
 # What crosses.
 
 
-def _count(axes, per_node, sent, *, ring=("dp", "cp", "tp"), twice=("pp",), crosses=None, ranks=None):
-    """The reference with one thing to change."""
-    crosses = crosses or (lambda here, there: here // per_node != there // per_node)
-    total = dict.fromkeys(axes, 0)
-    for rank in range(math.prod(axes.values()) if ranks is None else ranks):
-        for axis, group in right.mesh_groups(rank, axes)[1].items():
-            at = group.index(rank) + 1
-            if at < len(group) or axis in ring:
-                total[axis] += crosses(rank, group[at % len(group)]) * sent[axis] * (2 if axis in twice else 1)
-    return total
-
-
-@mistake(
+mistake(
     "crossing-bytes",
     "a pipeline as a ring",
+    {'if axis == "pp" and at + 1 == len(group)': "if len(group) == 1"},
     says="The last stage sends nothing to the first, so a pipeline has one border less than stages.",
 )
-def closed_pipeline(axes, per_node, sent):
-    return _count(axes, per_node, sent, ring=("dp", "cp", "tp", "pp"))
-
-
-@mistake(
+mistake(
     "crossing-bytes",
     "activations without gradients",
+    {' * (2 if axis == "pp" else 1)': ""},
     says="On each border of a pipeline activations go forward and gradients come back: both cross.",
 )
-def forward_only(axes, per_node, sent):
-    return _count(axes, per_node, sent, twice=())
-
-
-@mistake(
+mistake(
     "crossing-bytes",
     "open rings",
+    {'axis == "pp" and at + 1': "at + 1"},
     says="The last rank of a ring sends to the first, and that link may cross, too.",
 )
-def open_rings(axes, per_node, sent):
-    return _count(axes, per_node, sent, ring=())
-
-
-@mistake(
+mistake(
     "crossing-bytes",
     "all or nothing",
+    {"rank // per_node != group[(at + 1) % len(group)] // per_node": "len({each // per_node for each in group}) > 1"},
     says="A group that does not fit into a node does not cross with every message: neighbours that share a node "
     "still talk inside it.",
 )
-def all_or_nothing(axes, per_node, sent):
-    total = dict.fromkeys(axes, 0)
-    for rank in range(math.prod(axes.values())):
-        for axis, group in right.mesh_groups(rank, axes)[1].items():
-            across = len({each // per_node for each in group}) > 1
-            last = axis == "pp" and rank == group[-1]
-            total[axis] += across * (not last) * sent[axis] * (2 if axis == "pp" else 1)
-    return total
-
-
-@mistake(
+mistake(
     "crossing-bytes",
     "the groups of rank 0 alone",
+    {"at = group.index(rank)": "at = group.index(rank)\n            if group[0] != 0:\n                continue"},
     says="You counted one group of each axis. Every line of the mesh is a group, and all of them send.",
 )
-def first_groups(axes, per_node, sent):
-    total = dict.fromkeys(axes, 0)
-    whole = right.mesh_groups(0, axes)[1]
-    for axis, group in whole.items():
-        ends = itertools.pairwise([*group, group[0]] if axis != "pp" else group)
-        cut = sum(a // per_node != b // per_node for a, b in ends)
-        total[axis] = cut * sent[axis] * (2 if axis == "pp" else 1)
-    return total
-
-
-@mistake(
+mistake(
     "crossing-bytes",
     "rank modulo per_node",
+    {"rank // per_node !=": "rank % per_node !=", "len(group)] // per_node": "len(group)] % per_node"},
     says="rank % per_node is a rank's seat inside its node. The node itself is rank // per_node.",
 )
-def seats_for_nodes(axes, per_node, sent):
-    return _count(axes, per_node, sent, crosses=lambda here, there: here % per_node != there % per_node)
-
-
-@mistake(
+mistake(
     "crossing-bytes",
     "per_node as a number of nodes",
+    {"    for rank in range(ranks):": "    per_node = ranks // per_node\n    for rank in range(ranks):"},
     says="per_node is the number of ranks in a node; you used it as the number of nodes.",
 )
-def nodes_for_ranks(axes, per_node, sent):
-    return right.crossing_bytes(axes, math.prod(axes.values()) // per_node, sent)
-
-
-@mistake(
+mistake(
     "crossing-bytes",
     "both ends of a message",
+    {'(2 if axis == "pp" else 1)': '(4 if axis == "pp" else 2)'},
     says="A message crosses once. You counted it where it leaves and where it arrives.",
 )
-def both_ends(axes, per_node, sent):
-    return {axis: 2 * size for axis, size in right.crossing_bytes(axes, per_node, sent).items()}
 
 
 @alternative("crossing-bytes", "from strides, without lists")

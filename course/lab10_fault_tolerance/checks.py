@@ -31,9 +31,6 @@ Saved = tuple[int, list[bytes]]  # a step, and the shard of each rank
         "disk before it, on every rank.",
         "Write to a folder that load ignores. Flush what you wrote, wait for all ranks, let rank 0 write what the load "
         "needs to know, then rename the folder and flush the folder above it.",
-        "path = f'draft-{step}/{group.rank}'; write and flush it; group.barrier(); on rank 0 write and flush "
-        "f'draft-{step}/manifest' with the number of ranks, rename(f'draft-{step}', f'step-{step}'), flush('.'); "
-        "group.barrier(). load takes the step-… with the largest number and reads as many shards as its manifest says.",
     ),
 )
 def check_commit(learner: tuple[Callable, Callable]) -> Receipt:
@@ -175,9 +172,6 @@ def _after(operations: Sequence[tuple[int, str]], n: int) -> str:
         "manifest itself?",
         "describe: name, length and checksum (zlib.crc32, or hashlib.sha256) of each file's bytes, as JSON, and a "
         "checksum of that text in front. damaged: first the text, then each file that it names.",
-        "text = json.dumps({path.name: [path.stat().st_size, zlib.crc32(path.read_bytes())] for path in "
-        "sorted(folder.iterdir())}); return hashlib.sha256(text.encode()).hexdigest() + ' ' + text. damaged splits at "
-        "the first blank, and returns ['manifest'] if the digest is another.",
     ),
 )
 def check_manifest(learner: tuple[Callable, Callable]) -> Receipt:

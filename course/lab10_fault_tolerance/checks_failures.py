@@ -30,10 +30,6 @@ SPENT = ("useful", "saving", "lost", "restarting")
         "Keep the time now, the seconds of work in the last save, the next failure. A failure in the work or in the "
         "save loses the work since the last save; the part of a save that was made still counts as saving. A failure "
         "during a restart begins the restart anew.",
-        "while saved < work_s: work = min(interval_s, work_s - saved); if now + work + save_s <= fails: now += work + "
-        "save_s, saved += work, add to useful and saving; else: worked = min(work, fails - now), lost += worked, "
-        "saving += fails - now - worked, now = fails; then restarts: while the next failure is before now + restart_s: "
-        "restarting += it - now, now = it; restarting += restart_s, now += restart_s.",
     ),
 )
 def check_goodput(learner: Callable) -> Receipt:
@@ -87,8 +83,6 @@ def _judge_spent(found: Any, right: Sequence[float], what: str, exact: bool) -> 
         "rank's own doing?",
         "Own work = seconds of the step - seconds waited. One step says little, so take each rank's median over the "
         "steps, and compare it with what is usual for the *other* ranks.",
-        "own = [median(step[rank][0] - step[rank][1] for step in steps) for rank in …]; slow are those with own[rank] "
-        "> factor * median(own[r] for r in all ranks but this one).",
     ),
 )
 def check_straggler(learner: Callable) -> Receipt:
@@ -164,8 +158,6 @@ class Batch:
     hints=(
         "A rank whose loss is fine waits for a rank that has gone another way. Which of the two can know that?",
         "Whether to skip has to be decided by all ranks together, before the collective that only some would call.",
-        "bad = torch.tensor([0.0 if loss.isfinite() else 1.0]); if group.all_reduce(bad).item() > 0: return None, on "
-        "every rank; otherwise average the gradients as before.",
     ),
 )
 def check_same_branch(learner: Callable) -> Receipt:

@@ -74,8 +74,6 @@ class Shelf:
         "Both the saved parts and yours are ranges of one flattened tensor. What do two ranges have in common?",
         "For each part, in the order of the tensor: begin = max(first, part.start), end = min(last, part.stop). If "
         "begin < end these elements are in its file, (begin - part.start) elements after its offset.",
-        "first, last = numel * rank // n, numel * (rank + 1) // n; for part in sorted(parts, key=lambda p: p.start): … "
-        "read(part.file, part.offset + (begin - part.start) * itemsize, (end - begin) * itemsize); join the bytes.",
     ),
 )
 def check_reshard(learner: Callable) -> Receipt:
@@ -136,9 +134,6 @@ def _judge_part(shelf: Shelf, found: Any, rank: int, target: int, where: str) ->
         "Read Loop.step line by line. What does each line read that an earlier step has changed?",
         "model, optimizer and scheduler have state_dict(); the order has three numbers; torch.get_rng_state() and "
         "random.getstate() are the generators. A state_dict refers to tensors that training goes on changing.",
-        "return copy.deepcopy({'model': loop.model.state_dict(), 'optimizer': …, 'scheduler': …, 'order': "
-        "vars(loop.order), 'torch': torch.get_rng_state(), 'python': random.getstate()}). restore: load_state_dict "
-        "with a deepcopy, vars(loop.order).update(…), torch.set_rng_state(…), random.setstate(…).",
     ),
 )
 def check_resume(learner: tuple[Callable, Callable]) -> Receipt:

@@ -9,7 +9,7 @@ from matplotlib.patches import Patch
 from course.lab10_fault_tolerance import experiments
 from course.lab10_fault_tolerance import experiments_breaks as breaks
 from course.lab10_fault_tolerance.experiments import MTBF_S, RESTART_S, SAVE_S, Run
-from minillm.drawing import headline, style, subplots
+from minillm.drawing import headline, subplots
 from minillm.palette import PALETTE, look
 from minillm.predict import faults
 
@@ -34,18 +34,17 @@ def goodput_by_gpus(save_s: int = 60, restart_min: int = 10) -> Figure:
         ],
     }
     figure, axes = subplots(width=8, height=3.6)
-    with style():
-        for place, (name, values) in enumerate(curves.items()):
-            drawn = look(place)
-            axes.plot(gpus, values, color=drawn.color, marker=drawn.marker, linestyle=drawn.linestyle, label=name)
-        meta = (faults.LLAMA3_GPUS, faults.LLAMA3_GOODPUT)
-        axes.plot(*meta, "*", color=PALETTE["black"], markersize=13, label="Llama 3: reported, more than 90 %")
-        axes.set_xscale("log", base=2)
-        axes.set(xlabel="GPUs", ylabel="useful share of the time", ylim=(0, 1.03))
-        axes.set_xticks(gpus[::2], [f"{count:,}" for count in gpus[::2]])
-        setting = f"Formula: one GPU fails every 5.8 years, a restart takes {restart_min} min"
-        headline(axes, "The more GPUs, the more of their time goes to saves and failures", setting)
-        axes.legend(loc="lower left")
+    for place, (name, values) in enumerate(curves.items()):
+        drawn = look(place)
+        axes.plot(gpus, values, color=drawn.color, marker=drawn.marker, linestyle=drawn.linestyle, label=name)
+    meta = (faults.LLAMA3_GPUS, faults.LLAMA3_GOODPUT)
+    axes.plot(*meta, "*", color=PALETTE["black"], markersize=13, label="Llama 3: reported, more than 90 %")
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="GPUs", ylabel="useful share of the time", ylim=(0, 1.03))
+    axes.set_xticks(gpus[::2], [f"{count:,}" for count in gpus[::2]])
+    setting = f"Formula: one GPU fails every 5.8 years, a restart takes {restart_min} min"
+    headline(axes, "The more GPUs, the more of their time goes to saves and failures", setting)
+    axes.legend(loc="lower left")
     return figure
 
 
@@ -54,47 +53,43 @@ def draw_intervals(found: dict[float, dict[str, float]]) -> Figure:
     figure, axes = subplots(width=8, height=3.6)
     minutes = [interval / 60 for interval in found]
     shares = {name: [spent[name] / sum(spent.values()) for spent in found.values()] for name in USES}
-    with style():
-        base = [0.0] * len(minutes)
-        for name in ("saving", "lost", "restarting"):
-            top = [low + share for low, share in zip(base, shares[name], strict=True)]
-            color, hatch = USES[name]
-            axes.fill_between(minutes, base, top, color=color, hatch=hatch, edgecolor="white", alpha=0.85, label=name)
-            base = top
-        wasted = [1 - faults.goodput(interval, SAVE_S, RESTART_S, MTBF_S) for interval in found]
-        axes.plot(minutes, wasted, "--", color=PALETTE["black"], label="all of it, by formula")
-        best = faults.young_interval(SAVE_S, MTBF_S) / 60
-        axes.axvline(best, ymax=0.7, color=PALETTE["black"], linestyle=":", label=f"Young: {best:.0f} min")
-        axes.set_xscale("log")
-        axes.set(xlabel="time between saves (min)", ylabel="share of the time", ylim=(0, 1.4 * max(base)))
-        ticks = (2, 5, 10, 20, 50, 100)
-        axes.set_xticks(ticks, ticks)
-        axes.minorticks_off()
-        setting = "Simulated: time that no training uses; a save takes 30 s, a failure comes every 3 h"
-        headline(axes, "Saving too often wastes time, and so does saving too rarely", setting)
-        axes.legend(loc="upper left", ncols=3)
+    base = [0.0] * len(minutes)
+    for name in ("saving", "lost", "restarting"):
+        top = [low + share for low, share in zip(base, shares[name], strict=True)]
+        color, hatch = USES[name]
+        axes.fill_between(minutes, base, top, color=color, hatch=hatch, edgecolor="white", alpha=0.85, label=name)
+        base = top
+    wasted = [1 - faults.goodput(interval, SAVE_S, RESTART_S, MTBF_S) for interval in found]
+    axes.plot(minutes, wasted, "--", color=PALETTE["black"], label="all of it, by formula")
+    best = faults.young_interval(SAVE_S, MTBF_S) / 60
+    axes.axvline(best, ymax=0.7, color=PALETTE["black"], linestyle=":", label=f"Young: {best:.0f} min")
+    axes.set_xscale("log")
+    axes.set(xlabel="time between saves (min)", ylabel="share of the time", ylim=(0, 1.4 * max(base)))
+    ticks = (2, 5, 10, 20, 50, 100)
+    axes.set_xticks(ticks, ticks)
+    axes.minorticks_off()
+    setting = "Simulated: time that no training uses; a save takes 30 s, a failure comes every 3 h"
+    headline(axes, "Saving too often wastes time, and so does saving too rarely", setting)
+    axes.legend(loc="upper left", ncols=3)
     return figure
 
 
 def draw_run(found: Run, whole: Run) -> Figure:
     """A run whose ranks are killed: its loss over that of an undisturbed run, and what each attempt did."""
     figure, (loss, bars) = subplots(2, 1, width=9, height=5.2, gridspec_kw={"height_ratios": [1.3, 1]})
-    with style():
-        loss.plot(whole.losses, color=PALETTE["sky"], linewidth=5, alpha=0.6, label="undisturbed, 1 rank")
-        for place, ranks in enumerate(dict.fromkeys(found.ranks)):
-            steps = [step for step, count in enumerate(found.ranks) if count == ranks]
-            drawn = look(place)
-            values = [found.losses[step] for step in steps]
-            loss.plot(
-                steps, values, drawn.marker, color=PALETTE["black"], markersize=4, label=f"killed: {_ranks(ranks)}"
-            )
-        for step, *_ in experiments.KILLS:
-            loss.axvline(step - 0.5, color=PALETTE["vermillion"], linestyle="--", linewidth=1)
-        loss.set(xlabel="step", ylabel="loss (nats per token)")
-        killed = "A rank is killed at each dashed line; the others go on from the last checkpoint"
-        headline(loss, "After each kill the run goes on along the loss of an undisturbed one", killed)
-        loss.legend()
-        _attempts(bars, found)
+    loss.plot(whole.losses, color=PALETTE["sky"], linewidth=5, alpha=0.6, label="undisturbed, 1 rank")
+    for place, ranks in enumerate(dict.fromkeys(found.ranks)):
+        steps = [step for step, count in enumerate(found.ranks) if count == ranks]
+        drawn = look(place)
+        values = [found.losses[step] for step in steps]
+        loss.plot(steps, values, drawn.marker, color=PALETTE["black"], markersize=4, label=f"killed: {_ranks(ranks)}")
+    for step, *_ in experiments.KILLS:
+        loss.axvline(step - 0.5, color=PALETTE["vermillion"], linestyle="--", linewidth=1)
+    loss.set(xlabel="step", ylabel="loss (nats per token)")
+    killed = "A rank is killed at each dashed line; the others go on from the last checkpoint"
+    headline(loss, "After each kill the run goes on along the loss of an undisturbed one", killed)
+    loss.legend()
+    _attempts(bars, found)
     return figure
 
 
@@ -144,15 +139,14 @@ def _ranks(count: int) -> str:
 def draw_schedules() -> Figure:
     """The learning rate by step: as meant, and two ways to get it wrong (computed)."""
     figure, axes = subplots(width=8, height=2.8)
-    with style():
-        for place, (name, values) in enumerate(breaks.schedules().items()):
-            drawn = look(place)
-            wide = 6 if place == 0 else 1.5  # the right one lies under the others
-            how = {"markevery": 40, "marker": drawn.marker, "linestyle": drawn.linestyle, "linewidth": wide}
-            axes.plot(values, color=drawn.color, label=name, **how)
-        axes.set(xlabel="step", ylabel="learning rate / highest")
-        headline(axes, "Two ways to get a schedule wrong", "Computed: a cosine of 400 steps, 4 microbatches in each")
-        axes.legend()
+    for place, (name, values) in enumerate(breaks.schedules().items()):
+        drawn = look(place)
+        wide = 6 if place == 0 else 1.5  # the right one lies under the others
+        how = {"markevery": 40, "marker": drawn.marker, "linestyle": drawn.linestyle, "linewidth": wide}
+        axes.plot(values, color=drawn.color, label=name, **how)
+    axes.set(xlabel="step", ylabel="learning rate / highest")
+    headline(axes, "Two ways to get a schedule wrong", "Computed: a cosine of 400 steps, 4 microbatches in each")
+    axes.legend()
     return figure
 
 

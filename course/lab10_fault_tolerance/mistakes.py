@@ -12,27 +12,6 @@ right = answers_of("10_fault_tolerance")
 # Commit.
 
 
-def _save(step, shard, group, disk, *, flush=True, flush_folder=True, wait=True, first=False, drops=False):
-    """The reference with things to leave out. first: the rename before the barrier; drops: the old one goes before."""
-    draft = f"draft-{step}"
-    disk.write(f"{draft}/{group.rank}", shard)
-    if flush:
-        disk.flush(f"{draft}/{group.rank}")
-    if wait and not first:
-        group.barrier()
-    if group.rank == 0:
-        disk.write(f"{draft}/manifest", str(group.world_size).encode())
-        if flush:
-            disk.flush(f"{draft}/manifest")
-        if drops and disk.exists(f"step-{step - 1}"):
-            disk.remove(f"step-{step - 1}")
-            disk.flush(".")
-        disk.rename(draft, f"step-{step}")
-        if flush_folder:
-            disk.flush(".")
-    group.barrier()
-
-
 def _commits_first(step, shard, group, disk):
     """The shard goes into the folder under its final name."""
     folder = f"step-{step}"
@@ -50,77 +29,56 @@ mistake(
     says="The manifest is there before the shards are: killed in between, it promises what was never written. Write "
     "it last, behind a barrier.",
 )((_commits_first, right.load))
-
-
 mistake(
     "atomic-commit",
     "metadata before the barrier",
     says="Rank 0 has written its own shard and says that all are there. It knows that only after the barrier.",
 )((breaks.metadata_first, breaks.newest_with_a_manifest))
-
-
-def _manifest_last_in_place(step, shard, group, disk):
-    """Right order, final name: the manifest itself can be torn."""
-    folder = f"step-{step}"
-    disk.write(f"{folder}/{group.rank}", shard)
-    disk.flush(f"{folder}/{group.rank}")
-    group.barrier()
-    if group.rank == 0:
-        disk.write(f"{folder}/manifest", str(group.world_size).encode())
-        disk.flush(f"{folder}/manifest")
-    group.barrier()
-
-
 mistake(
     "atomic-commit",
     "the manifest is not written at once",
+    {
+        'f"draft-{step}"': 'f"step-{step}"',
+        'disk.rename(draft, f"step-{step}")': "pass",
+        'if name.startswith("step-")]': 'if disk.exists(f"{name}/manifest")]',
+    },
     says="The order is right, but writing is not one step: between write and flush the manifest has its name and not "
     "its content. Write it under another name, flush, rename.",
-)((_manifest_last_in_place, breaks.newest_with_a_manifest))
-
-
-def _unflushed(*given):
-    _save(*given, flush=False)
-
-
+)
 mistake(
     "atomic-commit",
     "no flush",
+    {'    disk.flush(f"{draft}/{group.rank}")\n': "", '        disk.flush(f"{draft}/manifest")\n': ""},
     says="What you wrote may still be in memory only when the rename reaches the disk. Flush every file before "
     "anything says that it is there.",
-)((_unflushed, right.load))
+)
 
 
-def _folder_unflushed(*given):
-    _save(*given, flush_folder=False)
-
-
-def _renamed_flushed(step, shard, group, disk):
-    """The folder that was renamed, not the one above it."""
-    _save(step, shard, group, disk, flush_folder=False)
-    if group.rank == 0:
-        disk.flush(f"step-{step}")
-
-
-for _name, _wrong in (("the rename is not flushed", _folder_unflushed), ("flushes what it renamed", _renamed_flushed)):
+for _name, _instead in (
+    ("the rename is not flushed", "pass"),
+    ("flushes what it renamed", 'disk.flush(f"step-{step}")'),
+):
     mistake(
         "atomic-commit",
         _name,
+        {'disk.flush(".")': _instead},
         says="A rename is a change of the folder above, and that was not flushed: save has returned, and a power cut "
         "takes the checkpoint away again.",
-    )((_wrong, right.load))
-
-
-def _drops_first(*given):
-    _save(*given, drops=True)
+    )
 
 
 mistake(
     "atomic-commit",
     "the old checkpoint goes first",
+    {
+        "        disk.rename(draft": '        if disk.exists(f"step-{step - 1}"):\n'
+        '            disk.remove(f"step-{step - 1}")\n'
+        '            disk.flush(".")\n'
+        "        disk.rename(draft"
+    },
     says="The old checkpoint was removed before the new one counted: killed in between, there is none. Remove it "
     "afterwards.",
-)((_drops_first, right.load))
+)
 
 
 def _overwrites(step, shard, group, disk):
@@ -140,64 +98,42 @@ mistake(
     says="The new shards replace the old ones in place, one after the other: in between, neither checkpoint is whole. "
     "Write beside it.",
 )((_overwrites, _from_one_place))
-
-
-def _whatever_is_there(disk):
-    steps = [int(name.removeprefix("step-")) for name in disk.list() if name.startswith("step-")]
-    if not steps:
-        return None
-    folder = f"step-{max(steps)}"
-    return max(steps), [disk.read(f"{folder}/{name}") for name in disk.list(folder) if name != "manifest"]
-
-
 mistake(
     "atomic-commit",
     "reads every shard that lies there",
+    {
+        'int(disk.read(f"{folder}/manifest"))': '[name for name in disk.list(folder) if name != "manifest"]',
+        "range(ranks)": "ranks",
+    },
     says="A shard of the killed attempt lay in the folder, of a rank that the restarted job does not have, and was "
     "taken for one of its own. Say in the manifest what belongs to the checkpoint, or clean up first.",
-)((_save, _whatever_is_there))
-
-
-def _nobody_waits(step, shard, group, disk):
-    _save(step, shard, group, disk, wait=False)
-
-
+)
 mistake(
     "atomic-commit",
     "rank 0 does not wait",
+    {"    group.barrier()  # all": "    # all"},
     says="Rank 0 renames the folder without waiting for the others: their shards come too late, into a folder that is "
     "not there any more.",
-)((_nobody_waits, right.load))
-
-
-def _largest_text(disk):
-    names = [name for name in disk.list() if name.startswith("step-")]
-    if not names:
-        return None
-    folder = max(names)
-    return int(folder[5:]), [disk.read(f"{folder}/{r}") for r in range(int(disk.read(f"{folder}/manifest")))]
-
-
+)
 mistake(
     "atomic-commit",
     "the largest name",
+    {'int(name.removeprefix("step-"))': 'name.removeprefix("step-")', "return max(steps)": "return int(max(steps))"},
     says="Names are compared letter by letter, and step-9 comes after step-10. Compare numbers, or write them with "
     "zeros in front.",
-)((right.save, _largest_text))
-
-
-def _leaves_the_barrier(step, shard, group, disk):
-    disk.write(f"draft-{step}/{group.rank}", shard)
-    if group.rank:
-        group.barrier()
-
-
-mistake("atomic-commit", "a barrier that rank 0 does not enter", expect="waiting for others for ever")(
-    (_leaves_the_barrier, right.load)
 )
-
-
-mistake("atomic-commit", "no return", expect="returns None|finds no checkpoint")((_save, lambda disk: None))
+mistake(
+    "atomic-commit",
+    "a barrier that rank 0 does not enter",
+    {"    group.barrier()  # all": "    if group.rank:\n        group.barrier()  # all"},
+    expect="waiting for others for ever",
+)
+mistake(
+    "atomic-commit",
+    "no return",
+    {"return max(steps),": "found = max(steps),"},
+    expect="returns None|finds no checkpoint",
+)
 
 
 def _notes(step, shard, group, disk):
@@ -279,8 +215,6 @@ mistake(
     says="The small file that says which checkpoint counts was overwritten in place: until it is flushed, neither the "
     "old text nor the new one is safe. Write it under another name, flush, rename.",
 )((_pointer_in_place, _by_pointer))
-
-
 alternative("atomic-commit", "notes instead of a barrier")((_notes, _by_names))
 alternative("atomic-commit", "a file that points to the latest")((_pointer, _by_pointer))
 alternative("atomic-commit", "shards that prove themselves")((_self_checking, _newest_that_is_whole))

@@ -1,7 +1,6 @@
 """Spoilers of lab 10, failures: hours that are counted wrongly, ranks that are accused wrongly, and lonely branches."""
 
 import math
-from statistics import mean, median
 
 import torch
 
@@ -11,97 +10,54 @@ from course.lab10_fault_tolerance import experiments_breaks as breaks
 # Where the hours go.
 
 
-def _play(
-    work_s, interval_s, save_s, restart_s, failures, *, half=False, unfinished=True, again=True, keeps=False, cost=True,
-    last=True,
-):  # fmt: skip
-    """The reference with rules to leave out."""
-    spent = dict.fromkeys(("useful", "saving", "lost", "restarting"), 0.0)
-    upcoming = iter([*failures, math.inf])
-    fails, now = next(upcoming), 0.0
-    while spent["useful"] < work_s:
-        work = min(interval_s, work_s - spent["useful"])
-        save = save_s if last or spent["useful"] + work < work_s else 0.0
-        if now + work + save <= fails:
-            now += work + save
-            spent["useful"] += work
-            spent["saving"] += save
-            continue
-        worked = min(work, fails - now)
-        in_the_save = fails - now - worked
-        if keeps and in_the_save > 0:
-            spent["useful"] += worked
-        else:
-            spent["lost"] += interval_s / 2 if half else worked
-        spent["saving"] += in_the_save if unfinished else 0.0
-        now, fails = fails, next(upcoming)
-        while again and fails < now + restart_s:
-            spent["restarting"] += fails - now
-            now, fails = fails, next(upcoming)
-        while not again and fails < now + restart_s:
-            fails = next(upcoming)
-        spent["restarting"] += restart_s if cost else 0.0
-        now += restart_s
-    return spent
-
-
-@mistake(
+mistake(
     "goodput",
     "half an interval per failure",
+    {'spent["lost"] += worked': 'spent["lost"] += interval_s / 2'},
     says="Half an interval is the average. Each failure comes at its own time and undoes what was done after the "
     "newest save.",
 )
-def half_an_interval(*given):
-    return _play(*given, half=True)
-
-
-@mistake(
+mistake(
     "goodput",
     "a save that was cut off counts",
+    {'spent["lost"] += worked': 'spent["useful" if fails > now + work else "lost"] += worked'},
     says="A failure during a save was taken for a failure after it: the work before that save is lost, since the save "
     "was not finished.",
 )
-def cut_off_counts(*given):
-    return _play(*given, keeps=True)
-
-
-@mistake(
+mistake(
     "goodput",
     "unfinished saves cost nothing",
+    {'        spent["saving"] += fails - now - worked\n': ""},
     says="Seconds of a save that a failure has cut short are missing from saving.",
 )
-def free_saves(*given):
-    return _play(*given, unfinished=False)
-
-
-@mistake(
+mistake(
     "goodput",
     "restarts never fail",
+    {'spent["restarting"] += fails - now\n            now, fails = fails, next(upcoming)': "fails = next(upcoming)"},
     says="A failure fell into a restart, and it made no difference. The restart begins anew, and what it took until "
     "then is restarting, too.",
 )
-def sure_restarts(*given):
-    return _play(*given, again=False)
-
-
-@mistake(
+mistake(
     "goodput",
     "no save after the last interval",
+    {
+        "        if now + work + save_s": '        save_s = save_s if spent["useful"] + work < work_s else 0.0\n'
+        "        if now + work + save_s"
+    },
     says="The job ends with a save, also when the last interval is shorter: without it the result is not on the disk.",
 )
-def no_last_save(*given):
-    return _play(*given, last=False)
-
-
-@mistake("goodput", "restarts are not counted", says="Seconds of restarts pass, and nobody has counted them.")
-def uncounted(*given):
-    return _play(*given, cost=False)
-
-
-@mistake("goodput", "the share only", expect="the exercise asks for a dict")
-def share_only(*given):
-    spent = _play(*given)
-    return spent["useful"] / sum(spent.values())
+mistake(
+    "goodput",
+    "restarts are not counted",
+    {'        spent["restarting"] += restart_s\n': ""},
+    says="Seconds of restarts pass, and nobody has counted them.",
+)
+mistake(
+    "goodput",
+    "the share only",
+    {"return spent": 'return spent["useful"] / sum(spent.values())'},
+    expect="the exercise asks for a dict",
+)
 
 
 @alternative("goodput", "stretch by stretch")
@@ -128,99 +84,69 @@ def by_stretches(work_s, interval_s, save_s, restart_s, failures):
 # Slow ranks.
 
 
-def _slow(steps, factor, *, of=lambda total, waited: total - waited, usual=median, others=True, theirs=median):
-    ranks = range(len(steps[0]))
-    own = [usual(of(*step[rank]) for step in steps) for rank in ranks]
-    peers = {rank: [own[other] for other in ranks if other != rank or not others] for rank in ranks}
-    return [rank for rank in ranks if own[rank] > factor * theirs(peers[rank])]
-
-
-@mistake(
+mistake(
     "straggler",
     "step times",
+    {" - step[rank][1]": ""},
     says="Step times are equal on all ranks, as all wait for the slowest. Subtract what each has waited.",
 )
-def step_times(steps, factor=2.0):
-    return _slow(steps, factor, of=lambda total, waited: total)
-
-
-@mistake(
+mistake(
     "straggler",
     "the rank that waits most",
+    {
+        "step[rank][0] - step[rank][1]": "step[rank][1]",
+        "[rank for rank in ranks if own[rank] > factor * others[rank]]": "[own.index(max(own))]",
+    },
     says="The ranks that wait are the fast ones: they wait for the slow one.",
 )
-def waits_most(steps, factor=2.0):
-    waited = [median(step[rank][1] for step in steps) for rank in range(len(steps[0]))]
-    return [waited.index(max(waited))]
-
-
-@mistake(
+mistake(
     "straggler",
     "means",
+    {"median(step": "sum(step", "in steps)": "in steps) / len(steps)"},
     says="One step that something held up makes a mean large. A median forgives it.",
 )
-def by_means(steps, factor=2.0):
-    return _slow(steps, factor, usual=mean)
-
-
-@mistake(
+mistake(
     "straggler",
     "compares with all, itself included",
+    {" if other != rank": ""},
     says="A slow rank of two is half of the median that it is compared with. Compare with the other ranks only.",
 )
-def itself_included(steps, factor=2.0):
-    return _slow(steps, factor, others=False)
-
-
-@mistake(
+mistake(
     "straggler",
     "compares with the fastest",
+    {"median(own": "min(own"},
     says="One fast rank does not make all others slow: compare with what is usual, not with the fastest.",
 )
-def with_the_fastest(steps, factor=2.0):
-    return _slow(steps, factor, theirs=min)
-
-
-@mistake(
+mistake(
     "straggler",
     "always names the slowest",
+    {"[rank for rank in ranks if own[rank] > factor * others[rank]]": "[own.index(max(own))]"},
     says="Somebody is always the slowest. Slow is a rank that takes more than factor times what is usual.",
 )
-def always_one(steps, factor=2.0):
-    own = [median(step[rank][0] - step[rank][1] for step in steps) for rank in range(len(steps[0]))]
-    return [own.index(max(own))]
-
-
-@mistake(
+mistake(
     "straggler",
     "compares with the mean of the others",
+    {"median(own[other] for other in ranks if other != rank)": "(sum(own) - own[rank]) / (len(own) - 1)"},
     says="A second slow rank makes the mean of the others large and hides the first. Their median stays usual.",
 )
-def mean_of_others(steps, factor=2.0):
-    return _slow(steps, factor, theirs=mean)
-
-
-@mistake(
+mistake(
     "straggler",
     "one step only",
+    {"in steps)": "in steps[-1:])"},
     says="One step was looked at, and in that step something held a rank up. Take what is usual over all steps.",
 )
-def one_step(steps, factor=2.0):
-    return _slow(steps[-1:], factor)
-
-
-@mistake(
+mistake(
     "straggler",
     "the fastest step",
+    {"median(step": "min(step"},
     says="The fastest step of a rank was looked at. A slow rank may have one: take what is usual over all steps.",
 )
-def fastest_step(steps, factor=2.0):
-    return _slow(steps, factor, usual=min)
-
-
-@mistake("straggler", "twice, whatever the factor", says="The limit is `factor` times what is usual, not twice.")
-def always_twice(steps, factor=2.0):
-    return _slow(steps, 2.0)
+mistake(
+    "straggler",
+    "twice, whatever the factor",
+    {"factor * others": "2.0 * others"},
+    says="The limit is `factor` times what is usual, not twice.",
+)
 
 
 @alternative("straggler", "with tensors")

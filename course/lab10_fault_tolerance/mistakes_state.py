@@ -13,72 +13,50 @@ right = answers_of("10_fault_tolerance")
 # Another number of ranks.
 
 
-def _load(read, parts, numel, itemsize, rank, world_size, *, bounds=None, order=True, offset=True, size=None):
-    """The reference with its parts exchangeable."""
-    first, last = bounds or (numel * rank // world_size, numel * (rank + 1) // world_size)
-    found = []
-    for part in sorted(parts, key=lambda part: part.start) if order else parts:
-        begin, end = max(first, part.start), min(last, part.stop)
-        if begin < end:
-            skipped = (begin - part.start) * (itemsize if size is None else size)
-            found.append(read(part.file, (part.offset if offset else 0) + skipped, (end - begin) * itemsize))
-    return b"".join(found)
-
-
-@mistake("reshard", "reads whole parts and cuts", expect="read its bytes only")
-def whole_parts(read, parts, numel, itemsize, rank, world_size):
-    first, last = numel * rank // world_size, numel * (rank + 1) // world_size
-    found = []
-    for part in sorted(parts, key=lambda part: part.start):
-        begin, end = max(first, part.start), min(last, part.stop)
-        if begin < end:
-            data = read(part.file, part.offset, (part.stop - part.start) * itemsize)
-            found.append(data[(begin - part.start) * itemsize : (end - part.start) * itemsize])
-    return b"".join(found)
-
-
-@mistake(
+mistake(
+    "reshard",
+    "reads whole parts and cuts",
+    {
+        "part.offset + (begin - part.start) * itemsize": "part.offset",
+        "(end - begin) * itemsize,\n                )": "(part.stop - part.start) * itemsize,\n"
+        "                )[(begin - part.start) * itemsize : (end - part.start) * itemsize]",
+    },
+    expect="read its bytes only",
+)
+mistake(
     "reshard",
     "parts in the order of the list",
+    {"sorted(parts, key=lambda part: part.start)": "parts"},
     says="The parts were joined in the order in which the manifest lists them. Their place in the tensor is `start`.",
 )
-def unordered(*given):
-    return _load(*given, order=False)
-
-
-@mistake(
+mistake(
     "reshard",
     "parts in the order of the files",
+    {"lambda part: part.start": "lambda part: part.file"},
     says="The parts were joined in the order of the files. A file may hold any part: its place in the tensor is "
     "`start`.",
 )
-def by_file(read, parts, *given):
-    order = sorted(parts, key=lambda part: part.file)
-    return _load(read, order, *given, order=False)
-
-
-@mistake(
+mistake(
     "reshard",
     "elements counted as bytes",
+    {"(begin - part.start) * itemsize": "(begin - part.start)"},
     says="Elements were skipped as if each had one byte: the distance in the file is (begin - part.start) · itemsize.",
 )
-def as_bytes(*given):
-    return _load(*given, size=1)
-
-
-@mistake(
+mistake(
     "reshard",
     "without the part's offset",
+    {"part.offset + ": ""},
     says="The tensor does not begin where the file does: other things lie in front of it. Add part.offset.",
 )
-def no_offset(*given):
-    return _load(*given, offset=False)
-
-
-@mistake("reshard", "equal parts, rounded down", expect="but it holds")
-def rounded_down(read, parts, numel, itemsize, rank, world_size):
-    size = numel // world_size
-    return _load(read, parts, numel, itemsize, rank, world_size, bounds=(rank * size, (rank + 1) * size))
+mistake(
+    "reshard",
+    "equal parts, rounded down",
+    {
+        "numel * rank // world_size": "numel // world_size * rank",
+        "numel * (rank + 1) // world_size": "numel // world_size * (rank + 1)",
+    },
+    expect="but it holds",
+)
 
 
 @mistake(
@@ -127,91 +105,55 @@ def from_part_to_part(read, parts, numel, itemsize, rank, world_size):
 # Resume.
 
 
-def _without(part):
-    """(capture, restore) that leave one part of the state out."""
-
-    def capture(loop):
-        state = right.capture(loop)
-        return {name: value for name, value in state.items() if name != part}
-
-    def restore(loop, state):
-        own = copy.deepcopy(right.capture(loop))
-        right.restore(loop, own | state)
-
-    return capture, restore
-
-
-for _name, _says in (
-    ("model", "weights"),
-    ("optimizer", "optimizer"),
-    ("scheduler", "scheduler"),
-    ("order", "order of the data"),
-    ("torch", "torch's generator"),
-    ("python", "Python's generator"),
+for _name, _restores, _says in (
+    ("model", 'loop.model.load_state_dict(state["model"])', "weights"),
+    ("optimizer", 'loop.optimizer.load_state_dict(state["optimizer"])', "optimizer"),
+    ("scheduler", 'loop.scheduler.load_state_dict(state["scheduler"])', "scheduler"),
+    ("order", 'vars(loop.order).update(state["order"])', "order of the data"),
+    ("torch", 'torch.set_rng_state(state["torch"])', "torch's generator"),
+    ("python", 'random.setstate(state["python"])', "Python's generator"),
 ):
-    mistake("resume-state", f"without {_name}", expect=_says)(_without(_name))
+    mistake("resume-state", f"without {_name}", {_restores: "pass"}, expect=_says)
 
 
-def _references(loop):
-    return {
-        "model": loop.model.state_dict(),
-        "optimizer": loop.optimizer.state_dict(),
-        "scheduler": loop.scheduler.state_dict(),
-        "order": dict(vars(loop.order)),
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-    }
-
-
-mistake("resume-state", "refers to what training changes", expect="Take a copy")((_references, right.restore))
-
-
-def _gives_away(loop, state):
-    loop.model.load_state_dict(state["model"])
-    loop.optimizer.load_state_dict(state["optimizer"])
-    loop.scheduler.load_state_dict(state["scheduler"])
-    loop.order.__dict__ = state["order"]
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-
-
-mistake("resume-state", "trains into the saved state", expect="put copies into the loop")((right.capture, _gives_away))
-
-
-def _position_only(loop):
-    state = right.capture(loop)
-    state["order"] = {"position": state["order"]["position"]}
-    return state
-
-
-mistake("resume-state", "the position without the epoch and the seed", expect="order of the data")(
-    (_position_only, right.restore)
+mistake(
+    "resume-state",
+    "refers to what training changes",
+    {"return copy.deepcopy(state)": "return state"},
+    expect="Take a copy",
 )
-
-
-def _seeds_again(loop, state):
-    right.restore(loop, state)
-    torch.manual_seed(0)
-    random.seed(0)
-
-
-mistake("resume-state", "seeds again instead", expect="torch's generator, Python's generator")(
-    (right.capture, _seeds_again)
+mistake(
+    "resume-state",
+    "trains into the saved state",
+    {"    state = copy.deepcopy(state)\n": ""},
+    expect="put copies into the loop",
 )
-
+mistake(
+    "resume-state",
+    "the position without the epoch and the seed",
+    {"vars(loop.order),": '{"position": loop.order.position},'},
+    expect="order of the data",
+)
+mistake(
+    "resume-state",
+    "seeds again instead",
+    {
+        'torch.set_rng_state(state["torch"])': "torch.manual_seed(0)",
+        'random.setstate(state["python"])': "random.seed(0)",
+    },
+    expect="torch's generator, Python's generator",
+)
 mistake("resume-state", "keeps the objects", expect="not only tensors")(
     (lambda loop: {"loop": copy.deepcopy(loop)}, lambda loop, state: vars(loop).update(vars(state["loop"])))
 )
-
-
-def _new_optimizer(loop, state):
-    right.restore(loop, state)
-    loop.optimizer = torch.optim.AdamW(loop.model.parameters(), lr=0.02)
-    loop.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-
-
-mistake("resume-state", "an optimizer that the scheduler does not know", expect="another optimizer than the loop's")(
-    (right.capture, _new_optimizer)
+mistake(
+    "resume-state",
+    "an optimizer that the scheduler does not know",
+    {
+        "loop.optimizer.load": "loop.optimizer = torch.optim.AdamW(loop.model.parameters(), lr=0.02)\n"
+        "    loop.optimizer.load"
+    },
+    expect="another optimizer than the loop's",
 )
 
 

@@ -30,8 +30,6 @@ ANSWERS = answers_of("11_data_pipeline")
         "Count first, glue second. A word that occurs 50 times brings each of its pairs 50 times.",
         "pairwise(word) gives the adjacent pairs. The best has the largest count and, among equals, the smallest "
         "(ids[left], ids[right]): min over (-count, id, id). Glue from the left; a glued token is used up.",
-        "best = min(counts, key=lambda p: (-counts[p], ids[p[0]], ids[p[1]])). Then walk over each word with an index: "
-        "if word[at:at + 2] == best, append best[0] + best[1] and go on by 2, else append word[at] and go on by 1.",
     ),
 )
 def check_merge_step(learner: Callable) -> Receipt:
@@ -101,8 +99,6 @@ def _judge_merge(learner: Callable, words: dict[Word, int], ids: dict[bytes, int
     hints=(
         "New text has to be cut as the training text was: the merges happen in the order in which they were learnt.",
         "While some adjacent pair is in `ranks`: take the one with the smallest rank, wherever it stands, and glue it.",
-        "while known := [pair for pair in pairwise(word) if pair in ranks]: best = min(known, key=ranks.get), "
-        "then glue best in word as in the exercise before.",
     ),
 )
 def check_encode(learner: Callable) -> Receipt:
@@ -159,7 +155,6 @@ def _judge_encode(learner: Callable, piece: bytes, ranks: dict[Pair, int]) -> li
     hints=(
         "How many nats does the whole text cost? How many bits is that, and over how many bytes do they spread?",
         "nats_per_token · tokens are the nats of the whole text. A bit is ln 2 nats.",
-        "return nats_per_token * tokens / math.log(2) / text_bytes",
     ),
 )
 def check_bits_per_byte(learner: Callable) -> list[Row]:

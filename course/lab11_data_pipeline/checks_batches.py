@@ -30,8 +30,6 @@ from minillm.data.sampler import permutation
         "Window i starts at token i · seq_len. Its inputs are seq_len tokens, its targets the same moved on by one.",
         "The last target of a window is the first input of the next: windows share one token. So T tokens hold "
         "(T - 1) // seq_len windows.",
-        "n = (len(tokens) - 1) // seq_len; return tokens[: n * seq_len].view(n, seq_len), "
-        "tokens[1 : n * seq_len + 1].view(n, seq_len)",
     ),
 )
 def check_windows(learner: Callable) -> Receipt:
@@ -79,8 +77,6 @@ def _judge_windows(found: Any, count: int, seq_len: int) -> None:
         "world_size · batch_size of it. Which places are yours?",
         "Place p of the stream is sample order(p // num_samples)[p % num_samples]. Deal like cards: rank r takes the "
         "places position + r, position + r + world_size, ... A step may reach into the next epoch.",
-        "places = [position + rank + world_size * i for i in range(batch_size)]; "
-        "return [int(order(p // num_samples)[p % num_samples]) for p in places]",
     ),
 )
 def check_deal(learner: Callable) -> Receipt:
@@ -114,9 +110,6 @@ def check_deal(learner: Callable) -> Receipt:
         "A thread makes batches and puts them into a queue, you take them out. What stops it from filling your memory?",
         "queue.Queue(maxsize=depth): put waits while it is full. One thread keeps the order. An exception inside the "
         "thread reaches nobody by itself: put it into the queue, too, and raise it where the batch was due.",
-        "def produce(): for k in range(total): try: ready.put((make(k), None)); except Exception as error: "
-        "ready.put((None, error)); return. Start it as a daemon thread; then total times: item, error = ready.get(); "
-        "raise the error or yield the item.",
     ),
 )
 def check_prefetch(learner: Callable) -> Receipt:

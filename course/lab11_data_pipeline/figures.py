@@ -13,7 +13,7 @@ from course.kit.answers import answers_of
 from course.lab11_data_pipeline import experiments
 from course.lab11_data_pipeline import formulas as predict
 from course.lab11_data_pipeline.padding import length_batches
-from minillm.drawing import headline, lines, style, subplots
+from minillm.drawing import headline, lines, subplots
 from minillm.measure import Ledger, timeline
 from minillm.palette import PALETTE, SPANS, look
 
@@ -46,15 +46,14 @@ def draw_tokens(numbers: dict[str, Any]) -> Figure:
         log="x",
         ax=right,
     )
-    with style():
-        left.axhline(1, color=PALETTE["vermillion"], linestyle=":", linewidth=1.2, label="characters")
-        left.set_ylim(0, 1.08)
-        left.legend()
-        right.legend(title="hidden size 256")
-        right.yaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g}")
-        for axes in (left, right):
-            axes.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=9)
-            axes.minorticks_off()
+    left.axhline(1, color=PALETTE["vermillion"], linestyle=":", linewidth=1.2, label="characters")
+    left.set_ylim(0, 1.08)
+    left.legend()
+    right.legend(title="hidden size 256")
+    right.yaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g}")
+    for axes in (left, right):
+        axes.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=9)
+        axes.minorticks_off()
     return figure
 
 
@@ -76,14 +75,13 @@ def draw_padding(lengths: Sequence[int], batch_size: int = 8) -> Figure:
         log="x",
         ax=panels[2],
     )
-    with style():
-        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=2)
-        panels[2].axvline(batch_size, color="#999999", linestyle=":", linewidth=1)
-        panels[2].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        panels[2].set_ylim(-0.03, 1)
-        panels[2].legend([*names, "packed"], loc="upper left")
-        figure.get_layout_engine().set(wspace=0.06)
-        headline(figure, "Random batches are mostly padding; sorting by length helps, packing leaves almost none")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=2)
+    panels[2].axvline(batch_size, color="#999999", linestyle=":", linewidth=1)
+    panels[2].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    panels[2].set_ylim(-0.03, 1)
+    panels[2].legend([*names, "packed"], loc="upper left")
+    figure.get_layout_engine().set(wspace=0.06)
+    headline(figure, "Random batches are mostly padding; sorting by length helps, packing leaves almost none")
     return figure
 
 
@@ -95,13 +93,12 @@ def _typical(batches: Sequence[np.ndarray], lengths: Sequence[int]) -> np.ndarra
 
 def _draw_batch(axes: Axes, batch: Sequence[int], title: str) -> None:
     rows, longest = np.arange(len(batch)), max(batch)
-    with style():
-        axes.barh(rows, batch, 0.8, color=PALETTE["blue"], label="tokens")
-        axes.barh(rows, [longest - length for length in batch], 0.8, left=batch, label="padding", **FILL)
-        axes.set(xlabel="position", ylabel="row of the batch", xlim=(0, longest * 1.01), ylim=(len(batch) - 0.4, -0.6))
-        axes.set_yticks([])
-        axes.grid(False)
-        axes.set_title(title)
+    axes.barh(rows, batch, 0.8, color=PALETTE["blue"], label="tokens")
+    axes.barh(rows, [longest - length for length in batch], 0.8, left=batch, label="padding", **FILL)
+    axes.set(xlabel="position", ylabel="row of the batch", xlim=(0, longest * 1.01), ylim=(len(batch) - 0.4, -0.6))
+    axes.set_yticks([])
+    axes.grid(False)
+    axes.set_title(title)
 
 
 def draw_starvation(found: dict[str, Any], seconds: float | None = None) -> Figure:
@@ -129,19 +126,18 @@ def step_time(load_ms: float = 32.0, compute_ms: float = 20.0, workers: int = 1)
     figure, axes = subplots(width=7.2, height=3.4)
     loads = np.linspace(0, 100, 201)
     curves = {"on demand: load + compute": False, f"prefetched by {workers}: max(load / {workers}, compute)": True}
-    with style():
-        for index, (name, ahead) in enumerate(curves.items()):
-            drawn = look(index)
-            times = [predict.step_seconds(load, compute_ms, ahead, workers) for load in loads]
-            axes.plot(loads, times, color=drawn.color, linestyle=drawn.linestyle, marker="", label=name)
-            here = predict.step_seconds(load_ms, compute_ms, ahead, workers)
-            axes.plot([load_ms], [here], color=drawn.color, marker=drawn.marker, linestyle="")
-            axes.annotate(f"{here:.0f} ms", (load_ms, here), xytext=(6, -12), textcoords="offset points", fontsize=9)
-        axes.axvspan(compute_ms * workers, 100, color=SPANS["input"][0], alpha=0.12, label="starved in spite of it")
-        axes.set(xlim=(0, 100), ylim=(0, 100 + compute_ms), xlabel="load one batch (ms)", ylabel="one step (ms)")
-        setting = f"Predicted: compute {compute_ms:g} ms per step"
-        headline(axes, "Prefetching hides the loader until it is slower than the step", setting)
-        axes.legend(loc="upper left")
+    for index, (name, ahead) in enumerate(curves.items()):
+        drawn = look(index)
+        times = [predict.step_seconds(load, compute_ms, ahead, workers) for load in loads]
+        axes.plot(loads, times, color=drawn.color, linestyle=drawn.linestyle, marker="", label=name)
+        here = predict.step_seconds(load_ms, compute_ms, ahead, workers)
+        axes.plot([load_ms], [here], color=drawn.color, marker=drawn.marker, linestyle="")
+        axes.annotate(f"{here:.0f} ms", (load_ms, here), xytext=(6, -12), textcoords="offset points", fontsize=9)
+    axes.axvspan(compute_ms * workers, 100, color=SPANS["input"][0], alpha=0.12, label="starved in spite of it")
+    axes.set(xlim=(0, 100), ylim=(0, 100 + compute_ms), xlabel="load one batch (ms)", ylabel="one step (ms)")
+    setting = f"Predicted: compute {compute_ms:g} ms per step"
+    headline(axes, "Prefetching hides the loader until it is slower than the step", setting)
+    axes.legend(loc="upper left")
     return figure
 
 
@@ -151,15 +147,14 @@ def ride_out(depth: int = 2, slow_ms: float = 100.0, every: int = 10) -> Figure:
     loads = [slow_ms if k % every == every - 1 else 12.0 for k in range(steps)]
     waits = predict.waits(loads, [compute] * steps, depth)
     figure, axes = subplots(width=8.5, height=2.9)
-    with style():
-        axes.bar(range(steps), [compute] * steps, 0.8, color=PALETTE["blue"], label="compute")
-        axes.bar(range(steps), waits, 0.8, bottom=compute, label="wait for input", **FILL)
-        axes.set(xlabel="step", ylabel="time (ms)", ylim=(0, compute + max(slow_ms, 40) * 1.35))
-        axes.grid(False, axis="x")
-        mean = compute + sum(waits) / steps
-        bound = max(sum(loads) / steps, compute)
-        axes.set_title(f"Depth {depth}: {mean:.1f} ms per step; max(mean load, compute) is {bound:.1f} ms")
-        axes.legend(loc="upper right", ncols=2)
+    axes.bar(range(steps), [compute] * steps, 0.8, color=PALETTE["blue"], label="compute")
+    axes.bar(range(steps), waits, 0.8, bottom=compute, label="wait for input", **FILL)
+    axes.set(xlabel="step", ylabel="time (ms)", ylim=(0, compute + max(slow_ms, 40) * 1.35))
+    axes.grid(False, axis="x")
+    mean = compute + sum(waits) / steps
+    bound = max(sum(loads) / steps, compute)
+    axes.set_title(f"Depth {depth}: {mean:.1f} ms per step; max(mean load, compute) is {bound:.1f} ms")
+    axes.legend(loc="upper right", ncols=2)
     return figure
 
 

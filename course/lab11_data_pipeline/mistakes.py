@@ -13,15 +13,6 @@ from course.kit.exercises import alternative, mistake
 right = answers_of("11_data_pipeline")
 
 
-def count_pairs(words):
-    """How often each adjacent pair occurs in words that occur so many times."""
-    counts = Counter()
-    for word, times in words.items():
-        for pair in pairwise(word):
-            counts[pair] += times
-    return counts
-
-
 def glue(word, pair):
     """The word with each occurrence of the pair glued, from the left."""
     out = []
@@ -33,175 +24,107 @@ def glue(word, pair):
     return tuple(b"".join(tokens) for tokens in out)
 
 
-def glue_all(words, pair):
-    return {glue(word, pair): times for word, times in words.items()}
-
-
 # BPE: one merge.
 
 
-@mistake(
+mistake(
     "bpe-merge-step",
     "counts each different word once",
+    {"counts[pair] += times": "counts[pair] += 1"},
     says="You count each different word once: multiply by how often the word occurs.",
 )
-def counts_words_once(words, ids):
-    counts = count_pairs(dict.fromkeys(words, 1))
-    best = min(counts, key=lambda pair: (-counts[pair], ids[pair[0]], ids[pair[1]]))
-    return best, glue_all(words, best)
-
-
-@mistake(
+mistake(
     "bpe-merge-step",
     "merges the first pair instead of the most frequent",
+    {"min(counts, key=lambda pair: (-counts[pair], ids[pair[0]], ids[pair[1]]))": "next(iter(counts))"},
     says="That is the first pair of the text, whatever its count.",
 )
-def first_pair(words, ids):
-    best = next(pair for word in words for pair in pairwise(word))
-    return best, glue_all(words, best)
-
-
-def with_ties_by(key):
-    """merge_step, with the tie rule `key(pair, ids)`: the smallest goes first."""
-
-    def merge_step(words, ids):
-        counts = count_pairs(words)
-        best = min(counts, key=lambda pair: (-counts[pair], key(pair, ids)))
-        return best, glue_all(words, best)
-
-    return merge_step
-
-
-TIES = {
-    "leaves ties to the order of the text": (
-        lambda pair, ids: 0,
-        "Of equally frequent pairs you take the one that the text has first: the smallest ids go first.",
-    ),
-    "the largest ids of a tie": (
-        lambda pair, ids: (-ids[pair[0]], -ids[pair[1]]),
-        "Of equally frequent pairs you take the one with the largest ids: max does that, where the rule asks for min.",
-    ),
-    "ties by the left id alone": (
-        lambda pair, ids: ids[pair[0]],
-        "Pairs with the same left token tie again: compare the id of the right token next.",
-    ),
-    "ties by the right id first": (
-        lambda pair, ids: (ids[pair[1]], ids[pair[0]]),
-        "Compare the id of the left token first, that of the right one second.",
-    ),
-    "ties by the bytes": (
-        lambda pair, ids: pair,
-        "You compare tokens as bytes. Among equals the smallest ids decide, and a long token has a large id.",
-    ),
-}
-for label, (key, says) in TIES.items():
-    mistake("bpe-merge-step", label, says=says)(with_ties_by(key))
-
-
-@mistake(
+mistake(
+    "bpe-merge-step",
+    "leaves ties to the order of the text",
+    {", ids[pair[0]], ids[pair[1]]": ""},
+    says="Of equally frequent pairs you take the one that the text has first: the smallest ids go first.",
+)
+mistake(
+    "bpe-merge-step",
+    "the largest ids of a tie",
+    {"ids[pair[0]], ids[pair[1]]": "-ids[pair[0]], -ids[pair[1]]"},
+    says="Of equally frequent pairs you take the one with the largest ids: max does that, where the rule asks for min.",
+)
+mistake(
+    "bpe-merge-step",
+    "ties by the left id alone",
+    {", ids[pair[1]]": ""},
+    says="Pairs with the same left token tie again: compare the id of the right token next.",
+)
+mistake(
+    "bpe-merge-step",
+    "ties by the right id first",
+    {"ids[pair[0]], ids[pair[1]]": "ids[pair[1]], ids[pair[0]]"},
+    says="Compare the id of the left token first, that of the right one second.",
+)
+mistake(
+    "bpe-merge-step",
+    "ties by the bytes",
+    {"ids[pair[0]], ids[pair[1]]": "pair"},
+    says="You compare tokens as bytes. Among equals the smallest ids decide, and a long token has a large id.",
+)
+mistake(
     "bpe-merge-step",
     "a pair counts once per word",
+    {"in pairwise(word)": "in set(pairwise(word))"},
     says="A pair that stands twice in a word counts twice: do not make a set of a word's pairs.",
 )
-def once_per_word(words, ids):
-    counts = Counter()
-    for word, times in words.items():
-        counts.update(dict.fromkeys(pairwise(word), times))
-    best = min(counts, key=lambda pair: (-counts[pair], ids[pair[0]], ids[pair[1]]))
-    return best, glue_all(words, best)
-
-
-@mistake(
+mistake(
     "bpe-merge-step",
     "counts pairs that overlap once",
+    {
+        "        for pair in pairwise(word):\n            counts[pair] += times": "        at = 0\n"
+        "        while at + 1 < len(word):\n"
+        "            counts[word[at : at + 2]] += times\n"
+        "            at += 2 if word[at : at + 2] == word[at + 1 : at + 3] else 1"
+    },
     says="`b b b` holds the pair b, b twice: all neighbours count, although only one of the two can be merged.",
 )
-def without_overlaps(words, ids):
-    counts = Counter()
-    for word, times in words.items():
-        at = 0
-        while at < len(word) - 1:
-            counts[word[at : at + 2]] += times
-            at += 2 if word[at : at + 2] == word[at + 1 : at + 3] else 1
-    best = min(counts, key=lambda pair: (-counts[pair], ids[pair[0]], ids[pair[1]]))
-    return best, glue_all(words, best)
-
-
-@mistake(
+mistake(
     "bpe-merge-step",
     "merges from the right",
+    {
+        "glued, at = [], 0": "glued, at, word = [], 0, word[::-1]",
+        "== best": "== best[::-1]",
+        "tuple(glued)": "tuple(glued[::-1])",
+    },
     says="You merge from the right: of three equal tokens the first two belong together.",
 )
-def from_the_right(words, ids):
-    best, _ = right.merge_step(words, ids)
-
-    def backwards(word):
-        return tuple(
-            token[::-1] for token in glue([token[::-1] for token in word[::-1]], [t[::-1] for t in best[::-1]])
-        )[::-1]
-
-    return best, {backwards(word): times for word, times in words.items()}
-
-
-@mistake(
+mistake(
     "bpe-merge-step",
     "glues overlapping occurrences",
+    {"2 if found else 1": "1 + (found and at + 2 == len(word))"},
     says="A token that was merged is used up: you merged it with its next neighbour as well.",
 )
-def overlapping(words, ids):
-    best, _ = right.merge_step(words, ids)
-
-    def glued_word(word):
-        if best not in pairwise(word):
-            return word
-        glued = [b"".join(pair) if pair == best else pair[0] for pair in pairwise(word)]
-        return tuple(glued) if word[-2:] == best else (*glued, word[-1])
-
-    return best, {glued_word(word): times for word, times in words.items()}
-
-
-@mistake(
+mistake(
     "bpe-merge-step",
     "glues the first occurrence in a word only",
+    {"== best": "== best and len(glued) == at"},
     says="Go on after the first merge: a word may hold the pair again.",
 )
-def first_occurrence(words, ids):
-    best, _ = right.merge_step(words, ids)
-
-    def glued_word(word):
-        for at, pair in enumerate(pairwise(word)):
-            if pair == best:
-                return (*word[:at], b"".join(best), *word[at + 2 :])
-        return word
-
-    return best, {glued_word(word): times for word, times in words.items()}
-
-
-@mistake(
+mistake(
     "bpe-merge-step",
     "replaces text, so the end of a longer token counts",
+    {"tuple(glued)": 'tuple(b"\\0".join(word).replace(b"\\0".join(best), b"".join(best)).split(b"\\0"))'},
     says="You compare bytes, not tokens: a longer token that ends in the same bytes is not part of the pair.",
 )
-def replaces_text(words, ids):
-    best, _ = right.merge_step(words, ids)
-    merged = {}
-    for word, times in words.items():
-        text = b"\0".join(word).replace(b"\0".join(best), b"".join(best))
-        merged[tuple(text.split(b"\0"))] = times
-    return best, merged
-
-
-@mistake("bpe-merge-step", "glues in the words it was given", expect="changed its argument")
-def in_place(words, ids):
-    best, merged = right.merge_step(words, ids)
-    words.clear()
-    words.update(merged)
-    return best, words
+mistake(
+    "bpe-merge-step",
+    "glues in the words it was given",
+    {"return best, merged": "words.clear()\n    words.update(merged)\n    return best, words"},
+    expect="changed its argument",
+)
 
 
 @alternative("bpe-merge-step", "sorts the pairs, glues with a stack")
 def with_a_stack(words, ids):
-    counts = count_pairs(words)
+    counts = Counter(pair for word, times in words.items() for pair in [*pairwise(word)] * times)
     best = sorted(counts, key=lambda pair: (-counts[pair], ids[pair[0]], ids[pair[1]]))[0]
     merged = {}
     for word, times in words.items():
@@ -219,28 +142,18 @@ def with_a_stack(words, ids):
 # BPE: encoding.
 
 
-@mistake(
+mistake(
     "bpe-encode",
     "merges in the order of the text",
+    {"min(known)": "known[0]"},
     says="You merge the leftmost known pair first: the pair that was learnt first goes first, wherever it stands.",
 )
-def text_order(piece, ranks):
-    word = tuple(bytes([byte]) for byte in piece)
-    while known := [pair for pair in pairwise(word) if pair in ranks]:
-        word = glue(word, known[0])
-    return list(word)
-
-
-@mistake(
+mistake(
     "bpe-encode",
     "takes the pair learnt last",
+    {"(ranks[pair], at)": "(-ranks[pair], at)"},
     says="You merge the pair that was learnt last: the lowest rank goes first.",
 )
-def highest_rank(piece, ranks):
-    word = tuple(bytes([byte]) for byte in piece)
-    while known := [pair for pair in pairwise(word) if pair in ranks]:
-        word = glue(word, max(known, key=ranks.__getitem__))
-    return list(word)
 
 
 @mistake(
@@ -257,47 +170,33 @@ def longest_first(piece, ranks):
     return tokens
 
 
-@mistake(
+mistake(
     "bpe-encode",
     "stops after the first merge",
+    {
+        "while True": "lowest = sorted(set(pairwise(word)) & set(ranks), key=ranks.get)[:1]\n    while True",
+        "if pair in ranks": "if pair in lowest",
+    },
     says="You stop after one merge: look for known pairs again, until none is left.",
 )
-def one_merge(piece, ranks):
-    word = tuple(bytes([byte]) for byte in piece)
-    if known := [pair for pair in pairwise(word) if pair in ranks]:
-        word = glue(word, min(known, key=ranks.__getitem__))
-    return list(word)
-
-
-@mistake(
+mistake(
     "bpe-encode",
     "merges from the right",
+    {"(ranks[pair], at)": "(ranks[pair], -at)", "min(known)[1]": "-min(known)[1]"},
     says="Of three equal tokens the first two are merged, not the last two.",
 )
-def encode_from_the_right(piece, ranks):
-    word = [piece[i : i + 1] for i in range(len(piece))]
-    while known := [(ranks[pair], -at) for at, pair in enumerate(pairwise(word)) if pair in ranks]:
-        at = -min(known)[1]
-        word[at : at + 2] = [word[at] + word[at + 1]]
-    return word
-
-
-@mistake(
+mistake(
     "bpe-encode",
     "uses only the pairs of the bytes",
+    {"while True": "ranks = {pair: ranks[pair] for pair in pairwise(word) if pair in ranks}\n    while True"},
     says="You merge only pairs of single bytes: a merged token can be part of a further pair.",
 )
-def bytes_only(piece, ranks):
-    singles = [bytes([byte]) for byte in piece]
-    word = tuple(singles)
-    for pair in sorted(set(pairwise(singles)) & set(ranks), key=ranks.__getitem__):
-        word = glue(word, pair)
-    return list(word)
-
-
-@mistake("bpe-encode", "gives ranks instead of tokens", expect="each a bytes object")
-def as_numbers(piece, ranks):
-    return [ranks.get((token[:-1], token[-1:]), token[0]) for token in right.encode(piece, ranks)]
+mistake(
+    "bpe-encode",
+    "gives ranks instead of tokens",
+    {"return word": "return [ranks.get((token[:-1], token[-1:]), token[0]) for token in word]"},
+    expect="each a bytes object",
+)
 
 
 @alternative("bpe-encode", "all occurrences of the lowest pair at a time")
@@ -319,52 +218,54 @@ def one_sweep_each(piece, ranks):
 # Bits per byte.
 
 
-@mistake("bits-per-byte", "leaves nats as they are", says="These are nats per byte: divide by ln 2 to have bits.")
-def in_nats(nats_per_token, tokens, text_bytes):
-    return nats_per_token * tokens / text_bytes
-
-
-@mistake("bits-per-byte", "bits per token", says="These are bits per token; a token is several bytes.")
-def per_token(nats_per_token, tokens, text_bytes):
-    return nats_per_token / math.log(2)
-
-
-@mistake(
+mistake(
+    "bits-per-byte",
+    "leaves nats as they are",
+    {" / math.log(2)": ""},
+    says="These are nats per byte: divide by ln 2 to have bits.",
+)
+mistake(
+    "bits-per-byte",
+    "bits per token",
+    {" * tokens / text_bytes": ""},
+    says="These are bits per token; a token is several bytes.",
+)
+mistake(
     "bits-per-byte",
     "bytes per token upside down",
+    {"tokens / text_bytes": "text_bytes / tokens"},
     says="Tokens and bytes are swapped: the more bytes a token has, the fewer bits each of them costs.",
 )
-def upside_down(nats_per_token, tokens, text_bytes):
-    return nats_per_token / math.log(2) * text_bytes / tokens
-
-
-@mistake("bits-per-byte", "multiplies by ln 2", says="You multiplied by ln 2: a nat is 1.44 bits, so divide.")
-def times_ln2(nats_per_token, tokens, text_bytes):
-    return nats_per_token * math.log(2) * tokens / text_bytes
-
-
-@mistake("bits-per-byte", "the perplexity", says="That is the perplexity, exp(nats per token).")
-def as_perplexity(nats_per_token, tokens, text_bytes):
-    return math.exp(nats_per_token)
-
-
-@mistake("bits-per-byte", "log10", says="You divided by ln 10, which gives decimal digits and not bits.")
-def in_digits(nats_per_token, tokens, text_bytes):
-    return nats_per_token / math.log(10) * tokens / text_bytes
-
-
-@mistake(
+mistake(
+    "bits-per-byte",
+    "multiplies by ln 2",
+    {"/ math.log(2)": "* math.log(2)"},
+    says="You multiplied by ln 2: a nat is 1.44 bits, so divide.",
+)
+mistake(
+    "bits-per-byte",
+    "the perplexity",
+    {"nats_per_token / math.log(2) * tokens / text_bytes": "math.exp(nats_per_token)"},
+    says="That is the perplexity, exp(nats per token).",
+)
+mistake(
+    "bits-per-byte",
+    "log10",
+    {"log(2)": "log(10)"},
+    says="You divided by ln 10, which gives decimal digits and not bits.",
+)
+mistake(
     "bits-per-byte",
     "divided by 8 as well",
+    {"/ text_bytes": "/ (8 * text_bytes)"},
     says="Divided by 8: the bytes are those of the text, and are not converted to bits.",
 )
-def per_bit(nats_per_token, tokens, text_bytes):
-    return nats_per_token / math.log(2) * tokens / (8 * text_bytes)
-
-
-@mistake("bits-per-byte", "of the whole text", says="These are the bits of the whole text: divide by its bytes.")
-def in_total(nats_per_token, tokens, text_bytes):
-    return nats_per_token / math.log(2) * tokens
+mistake(
+    "bits-per-byte",
+    "of the whole text",
+    {" / text_bytes": ""},
+    says="These are the bits of the whole text: divide by its bytes.",
+)
 
 
 @alternative("bits-per-byte", "through the perplexity")

@@ -1,7 +1,6 @@
 """Spoilers of lab 11, batches: wrong ways to pack, deal and prefetch that people write, and right ones that look
 different."""
 
-import queue
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -18,84 +17,68 @@ right = answers_of("11_data_pipeline")
 # Packing.
 
 
-@mistake(
+mistake(
     "pack-windows",
     "a window at every token",
+    {
+        "tokens[: n * seq_len].view(n, seq_len)": "tokens[:-1].unfold(0, seq_len, 1)",
+        "tokens[1 : n * seq_len + 1].view(n, seq_len)": "tokens[1:].unfold(0, seq_len, 1)",
+    },
     says="You begin a window at every token, so most tokens are a target many times. Begin one every seq_len tokens.",
 )
-def stride_one(tokens, seq_len):
-    cut = tokens.unfold(0, seq_len + 1, 1)
-    return cut[:, :-1], cut[:, 1:]
-
-
-@mistake(
+mistake(
     "pack-windows",
     "targets not shifted",
+    {"tokens[1 : n * seq_len + 1]": "tokens[: n * seq_len]"},
     says="Targets equal inputs: a target is the token after its input.",
 )
-def not_shifted(tokens, seq_len):
-    n = (len(tokens) - 1) // seq_len
-    inputs = tokens[: n * seq_len].view(n, seq_len)
-    return inputs, inputs.clone()
-
-
-@mistake(
+mistake(
     "pack-windows",
     "windows without overlap: the first token of each is no target",
+    {
+        "tokens[: n * seq_len].view(n, seq_len)": "tokens[:-1].unfold(0, seq_len, seq_len + 1)",
+        "tokens[1 : n * seq_len + 1].view(n, seq_len)": "tokens[1:].unfold(0, seq_len, seq_len + 1)",
+    },
     says="You cut the text into pieces of seq_len + 1 tokens, so the first token of each piece is never a target.",
 )
-def no_overlap(tokens, seq_len):
-    n = len(tokens) // (seq_len + 1)
-    cut = tokens[: n * (seq_len + 1)].view(n, seq_len + 1)
-    return cut[:, :-1], cut[:, 1:]
-
-
-@mistake("pack-windows", "the last window lost", says="The last window is missing, although its tokens are all there.")
-def last_lost(tokens, seq_len):
-    n = (len(tokens) - 1) // seq_len - 1
-    return tokens[: n * seq_len].view(n, seq_len), tokens[1 : n * seq_len + 1].view(n, seq_len)
-
-
-@mistake(
+mistake(
+    "pack-windows",
+    "the last window lost",
+    {"- 1) // seq_len": "- 1) // seq_len - 1"},
+    says="The last window is missing, although its tokens are all there.",
+)
+mistake(
     "pack-windows",
     "pads the tail",
+    {
+        "n = (len(tokens) - 1) // seq_len": "n, text = -(-(len(tokens) - 1) // seq_len), tokens\n"
+        "    tokens = text.new_zeros(n * seq_len + 1)\n"
+        "    tokens[: len(text)] = text"
+    },
     says="You padded the tail to another window: leave it out, packing needs no padding.",
 )
-def padded_tail(tokens, seq_len):
-    n = -(-(len(tokens) - 1) // seq_len)
-    padded = torch.cat([tokens, tokens.new_zeros(n * seq_len + 1 - len(tokens))])
-    return padded[:-1].view(n, seq_len), padded[1:].view(n, seq_len)
-
-
-@mistake(
+mistake(
     "pack-windows",
     "targets rolled round the end",
+    {"(len(tokens) - 1) //": "len(tokens) //", "tokens[1 : n * seq_len + 1]": "tokens.roll(-1)[: n * seq_len]"},
     says="Your targets wrap around: torch.roll brings the first token back as the last target, and counts T // seq_len "
     "windows where (T - 1) // seq_len have all their targets.",
 )
-def rolled(tokens, seq_len):
-    n = len(tokens) // seq_len
-    return tokens[: n * seq_len].view(n, seq_len), torch.roll(tokens, -1)[: n * seq_len].view(n, seq_len)
-
-
-@mistake(
+mistake(
     "pack-windows",
     "targets shifted inside each window",
+    {"tokens[1 : n * seq_len + 1].view(n, seq_len)": "tokens[: n * seq_len].view(n, seq_len).roll(-1, 1)"},
     says="You shifted inside each window: its last target is the next window's first token, not its own first one.",
 )
-def shifted_inside(tokens, seq_len):
-    n = (len(tokens) - 1) // seq_len
-    inputs = tokens[: n * seq_len].view(n, seq_len)
-    return inputs, torch.roll(inputs, -1, 1)
-
-
-@mistake(
+mistake(
     "pack-windows",
     "targets are the tokens before",
+    {
+        "return": "inputs, targets =",
+        "+ 1].view(n, seq_len)": "+ 1].view(n, seq_len)\n    return targets, inputs",
+    },
     says="Inputs and targets are swapped: the target is the later of the two tokens.",
 )
-def swapped(tokens, seq_len):
-    return right.windows(tokens, seq_len)[::-1]
 
 
 @alternative("pack-windows", "a list of slices, stacked")
@@ -114,16 +97,18 @@ def unfolded(tokens, seq_len):
 # Dealing.
 
 
-@mistake("deal-samples", "the same shuffle every epoch", expect="in the order of epoch 0")
-def one_order(position, order, num_samples, batch_size, rank, world_size):
-    places = (position + rank + world_size * i for i in range(batch_size))
-    return [int(order(0)[place % num_samples]) for place in places]
-
-
-@mistake("deal-samples", "every rank the same samples", expect="every rank got the same samples")
-def forgets_the_rank(position, order, num_samples, batch_size, rank, world_size):
-    places = range(position, position + batch_size)
-    return [int(order(place // num_samples)[place % num_samples]) for place in places]
+mistake(
+    "deal-samples",
+    "the same shuffle every epoch",
+    {"order(place // num_samples)": "order(0)"},
+    expect="in the order of epoch 0",
+)
+mistake(
+    "deal-samples",
+    "every rank the same samples",
+    {"position + rank + world_size * i": "position + i"},
+    expect="every rank got the same samples",
+)
 
 
 @mistake("deal-samples", "each rank shuffles by itself", expect="sample .* is not due")
@@ -132,35 +117,39 @@ def own_shuffle(position, order, num_samples, batch_size, rank, world_size):
     return [int(mine[(position + rank + world_size * i) % num_samples]) for i in range(batch_size)]
 
 
-@mistake("deal-samples", "a resumed run begins its epoch again", expect="just resumed.*resumed wrongly")
-def restarts_the_epoch(position, order, num_samples, batch_size, rank, world_size):
-    step = position // (world_size * batch_size)  # as if all steps so far had been of this size
-    return right.deal(step * world_size * batch_size, order, num_samples, batch_size, rank, world_size)
-
-
-@mistake("deal-samples", "repeats samples to fill an epoch, as torch's sampler does", expect="is not due")
-def pads_the_epoch(position, order, num_samples, batch_size, rank, world_size):
-    padded = -(-num_samples // world_size) * world_size
-    places = (position + rank + world_size * i for i in range(batch_size))
-    return [int(order(place // padded)[place % padded % num_samples]) for place in places]
-
-
-@mistake("deal-samples", "a short batch at the end of an epoch", expect="is filled up from the next epoch")
-def short_batch(position, order, num_samples, batch_size, rank, world_size):
-    epoch, offset = divmod(position, num_samples)
-    return [int(sample) for sample in order(epoch)[offset + rank :: world_size][:batch_size]]
-
-
-@mistake("deal-samples", "the epoch of the first place for all", expect="ask order.epoch. for each")
-def epoch_of_the_start(position, order, num_samples, batch_size, rank, world_size):
-    mine = order(position // num_samples)
-    return [int(mine[(position + rank + world_size * i) % num_samples]) for i in range(batch_size)]
-
-
-@mistake("deal-samples", "takes the position for this rank's own", expect="is not due")
-def position_per_rank(position, order, num_samples, batch_size, rank, world_size):
-    places = [rank + world_size * (position + i) for i in range(batch_size)]
-    return [int(order(place // num_samples)[place % num_samples]) for place in places]
+mistake(
+    "deal-samples",
+    "a resumed run begins its epoch again",
+    {"    places = [": "    position -= position % (world_size * batch_size)\n    places = ["},
+    expect="just resumed.*resumed wrongly",
+)
+mistake(
+    "deal-samples",
+    "repeats samples to fill an epoch, as torch's sampler does",
+    {
+        "    places = [": "    padded = -(-num_samples // world_size) * world_size\n    places = [",
+        "place // num_samples)[place": "place // padded)[place % padded",
+    },
+    expect="is not due",
+)
+mistake(
+    "deal-samples",
+    "a short batch at the end of an epoch",
+    {"for place in places]": "for place in places if place // num_samples == position // num_samples]"},
+    expect="is filled up from the next epoch",
+)
+mistake(
+    "deal-samples",
+    "the epoch of the first place for all",
+    {"order(place //": "order(position //"},
+    expect="ask order.epoch. for each",
+)
+mistake(
+    "deal-samples",
+    "takes the position for this rank's own",
+    {"position + rank + world_size * i": "rank + world_size * (position + i)"},
+    expect="is not due",
+)
 
 
 @alternative("deal-samples", "a generator over the whole stream")
@@ -184,74 +173,42 @@ def on_demand(make, total, depth):
         yield make(k)
 
 
-@mistake("prefetch", "a queue without bound", expect="without a bound a fast loader fills the memory")
-def unbounded(make, total, depth):
-    return right.prefetch(make, total, 0)  # Queue(maxsize=0) is endless
-
-
-@mistake("prefetch", "several threads, whoever is quick comes first", expect="order must not depend on who is quick")
-def out_of_order(make, total, depth):
-    ready, numbers = queue.Queue(maxsize=depth), iter(range(total))
-    lock = threading.Lock()
-
-    def produce():
-        while True:
-            with lock:
-                k = next(numbers, None)
-            if k is None:
-                return
-            ready.put(make(k))
-
-    for _ in range(2):
-        threading.Thread(target=produce, daemon=True).start()
-    for _ in range(total):
-        yield ready.get()
-
-
-@mistake("prefetch", "the thread dies with its error", expect="waits for a thread that is gone")
-def error_lost(make, total, depth):
-    ready = queue.Queue(maxsize=depth)
-
-    def produce():
-        try:
-            for k in range(total):
-                ready.put(make(k))
-        except Exception:
-            pass  # what an unhandled error in a thread amounts to
-
-    threading.Thread(target=produce, daemon=True).start()
-    for _ in range(total):
-        yield ready.get()
-
-
-@mistake("prefetch", "an error just ends the iteration", expect="its error is lost")
-def error_is_the_end(make, total, depth):
-    ready, end = queue.Queue(maxsize=depth), object()
-
-    def produce():
-        try:
-            for k in range(total):
-                ready.put(make(k))
-        except Exception:
-            pass
-        finally:
-            ready.put(end)
-
-    threading.Thread(target=produce, daemon=True).start()
-    while (item := ready.get()) is not end:
-        yield item
-
-
-@mistake("prefetch", "stops at a batch that is false", expect="is an end mark taken for a batch")
-def falsy_end(make, total, depth):
-    batches = right.prefetch(make, total, depth)
-    while item := next(batches, None):
-        yield item
-
-
-@mistake("prefetch", "one batch too few in the queue, which at depth 1 is no bound", expect="without a bound")
-def one_less(make, total, depth):
-    return right.prefetch(make, total, depth - 1)
+mistake(
+    "prefetch",
+    "a queue without bound",
+    {"maxsize=depth": "maxsize=0"},
+    expect="without a bound a fast loader fills the memory",
+)
+mistake(
+    "prefetch",
+    "several threads, whoever is quick comes first",
+    {
+        "def produce():": "numbers = iter(range(total))\n\n    def produce():",
+        "for k in range(total)": "for k in numbers",
+        "threading.Thread(target=produce, daemon=True).start()": "for _ in range(2):\n"
+        "        threading.Thread(target=produce, daemon=True).start()",
+    },
+    expect="order must not depend on who is quick",
+)
+mistake(
+    "prefetch",
+    "the thread dies with its error",
+    {"ready.put((None, error))": "pass"},
+    expect="waits for a thread that is gone",
+)
+mistake("prefetch", "an error just ends the iteration", {"raise error": "return"}, expect="its error is lost")
+mistake(
+    "prefetch",
+    "stops at a batch that is false",
+    {"yield batch": "if not batch:\n            return\n        yield batch"},
+    expect="is an end mark taken for a batch",
+)
+mistake(
+    "prefetch",
+    "one batch too few in the queue, which at depth 1 is no bound",
+    {"maxsize=depth": "maxsize=depth - 1"},
+    expect="without a bound",
+)
 
 
 @mistake("prefetch", "one batch ahead, whatever the depth", expect="does not overlap|were made while")

@@ -91,8 +91,6 @@ def _first_of_equals(shares: Sequence[float], size: int) -> set[int]:
         "In which order? The nucleus is one of the distribution that is sampled from, so what comes before it?",
         "Temperature first (logits / T), then the k likeliest, then the nucleus of what these have left, and what "
         "stays has to sum to 1 again. T = 0 is the limit: the likeliest token for certain.",
-        "logits / temperature; those below logits.topk(top_k).values[-1] to -inf; p = softmax, 0 outside its nucleus; "
-        "p / p.sum(). Before all that: if temperature == 0, a 1 at argmax and zeros elsewhere.",
     ),
 )
 def check_distribution(learner: Callable) -> list[Row]:

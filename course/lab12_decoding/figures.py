@@ -13,7 +13,7 @@ from course.lab12_decoding import experiments
 from course.lab12_decoding import experiments_breaks as breaks
 from course.lab12_decoding import formulas as predict
 from course.lab12_decoding.experiments import GPUS, MODELS, Point, Roof
-from minillm.drawing import headline, log_ticks, style, subplots
+from minillm.drawing import headline, log_ticks, subplots
 from minillm.palette import PALETTE, look
 from minillm.predict.model import kv_bytes_per_token, parameters
 from minillm.predict.roofline import attainable
@@ -24,23 +24,22 @@ from minillm.predict.roofline import attainable
 def a_sequence(prompt: int = 5, answer: int = 4) -> Figure:
     """Passes of an answer: which tokens go in, which keys and values they meet, and which are written."""
     figure, axes = subplots(width=8.5, height=0.55 * answer + 1.2)
-    with style():
-        for step in range(answer):
-            start, end = (0, prompt) if step == 0 else (prompt + step - 1, prompt + step)
-            for place in range(prompt + answer):
-                new, old = start <= place < end, place < start
-                face = PALETTE["orange"] if new else PALETTE["blue"] if old else "#FFFFFF"
-                hatch = "//" if new else ""
-                axes.barh(-step, 0.9, 0.8, place, color=face, hatch=hatch, edgecolor="#777777", linewidth=0.6)
-            text = f"{end - start} in, 1 out, {end} kept"
-            axes.text(prompt + answer + 0.2, -step, text, va="center", fontsize=9)
-        names = [f"prompt\n{i}" if i == 0 else str(i) for i in range(prompt)] + [str(i + prompt) for i in range(answer)]
-        axes.set_xticks([i + 0.45 for i in range(prompt + answer)], names, fontsize=9)
-        axes.set_yticks([-i for i in range(answer)], [f"pass {i + 1}" for i in range(answer)])
-        axes.set(xlim=(-0.2, prompt + answer + 3.2), xlabel="position")
-        setting = "Orange, hatched: goes in, its keys are written; blue: keys kept"
-        headline(axes, "After the prompt a single token goes into each pass", setting)
-        axes.grid(False)
+    for step in range(answer):
+        start, end = (0, prompt) if step == 0 else (prompt + step - 1, prompt + step)
+        for place in range(prompt + answer):
+            new, old = start <= place < end, place < start
+            face = PALETTE["orange"] if new else PALETTE["blue"] if old else "#FFFFFF"
+            hatch = "//" if new else ""
+            axes.barh(-step, 0.9, 0.8, place, color=face, hatch=hatch, edgecolor="#777777", linewidth=0.6)
+        text = f"{end - start} in, 1 out, {end} kept"
+        axes.text(prompt + answer + 0.2, -step, text, va="center", fontsize=9)
+    names = [f"prompt\n{i}" if i == 0 else str(i) for i in range(prompt)] + [str(i + prompt) for i in range(answer)]
+    axes.set_xticks([i + 0.45 for i in range(prompt + answer)], names, fontsize=9)
+    axes.set_yticks([-i for i in range(answer)], [f"pass {i + 1}" for i in range(answer)])
+    axes.set(xlim=(-0.2, prompt + answer + 3.2), xlabel="position")
+    setting = "Orange, hatched: goes in, its keys are written; blue: keys kept"
+    headline(axes, "After the prompt a single token goes into each pass", setting)
+    axes.grid(False)
     return figure
 
 
@@ -55,16 +54,15 @@ def on_a_roof(
         (f"decode, batch of {batch}", predict.work(shape, batch, 1, context - 1), look(2)),
     ]
     figure, axes = subplots(width=7.5, height=3.6)
-    with style():
-        _roof(axes, card.peak_flops, card.bandwidth, (0.3, 1e4))
-        for name, cost, drawn in passes:
-            speed = attainable(cost.intensity, card.peak_flops, card.bandwidth)
-            share = speed / card.peak_flops
-            label = f"{name}: {cost.intensity:,.{0 if cost.intensity >= 100 else 2}f} FLOP/byte, {share:.1%} of peak"
-            axes.plot(cost.intensity, speed, marker=drawn.marker, color=drawn.color, linestyle="", ms=9, label=label)
-        setting = f"Formula: {model} in bf16 on {gpu}, context {context:,}"
-        headline(axes, "Where prefill and decoding lie under a GPU's roof", setting)
-        axes.legend(loc="lower right")
+    _roof(axes, card.peak_flops, card.bandwidth, (0.3, 1e4))
+    for name, cost, drawn in passes:
+        speed = attainable(cost.intensity, card.peak_flops, card.bandwidth)
+        share = speed / card.peak_flops
+        label = f"{name}: {cost.intensity:,.{0 if cost.intensity >= 100 else 2}f} FLOP/byte, {share:.1%} of peak"
+        axes.plot(cost.intensity, speed, marker=drawn.marker, color=drawn.color, linestyle="", ms=9, label=label)
+    setting = f"Formula: {model} in bf16 on {gpu}, context {context:,}"
+    headline(axes, "Where prefill and decoding lie under a GPU's roof", setting)
+    axes.legend(loc="lower right")
     return figure
 
 
@@ -79,27 +77,24 @@ def decode_by_batch(
     rates = [_rate(shape, int(b), context, card, weight_bits) for b in batches]
     fits = (card.memory_bytes - weights) / (context * kv)
     figure, axes = subplots(width=7.5, height=3.8)
-    with style():
-        axes.plot(batches, rates, color=look(0).color, marker="", linewidth=2, label="at most")
-        axes.plot(
-            batches, batches * card.bandwidth / weights, ":", color=PALETTE["black"], marker="", label="weights alone"
-        )
-        ceiling = predict.kv_ceiling(kv, context, card.bandwidth)
-        axes.axhline(ceiling, linestyle="--", color=look(3).color, label=f"every cache is read: {ceiling:,.0f}")
-        flops = predict.work(shape, 1, 1, context - 1).flops
-        axes.axhline(card.peak_flops / flops, linestyle="-.", color=look(1).color, label="compute")
-        if fits >= 1:
-            axes.axvspan(fits, batches[-1], color="#DDDDDD", alpha=0.6, label=f"over {int(fits):,}: caches do not fit")
-        else:
-            axes.text(0.5, 0.5, "the weights do not fit on one GPU", transform=axes.transAxes, ha="center")
-        axes.set(
-            xscale="log", yscale="log", xlim=(1, batches[-1]), xlabel="batch (sequences)", ylabel="tokens per second"
-        )
-        setting = f"Formula: {model}, {kv_heads} kv heads, {weight_bits}-bit weights, context {context:,}, {gpu}"
-        headline(axes, "A larger batch decodes faster until reading the caches sets a ceiling", setting)
-        log_ticks(axes.xaxis)
-        log_ticks(axes.yaxis)
-        axes.legend(loc="lower right")
+    axes.plot(batches, rates, color=look(0).color, marker="", linewidth=2, label="at most")
+    axes.plot(
+        batches, batches * card.bandwidth / weights, ":", color=PALETTE["black"], marker="", label="weights alone"
+    )
+    ceiling = predict.kv_ceiling(kv, context, card.bandwidth)
+    axes.axhline(ceiling, linestyle="--", color=look(3).color, label=f"every cache is read: {ceiling:,.0f}")
+    flops = predict.work(shape, 1, 1, context - 1).flops
+    axes.axhline(card.peak_flops / flops, linestyle="-.", color=look(1).color, label="compute")
+    if fits >= 1:
+        axes.axvspan(fits, batches[-1], color="#DDDDDD", alpha=0.6, label=f"over {int(fits):,}: caches do not fit")
+    else:
+        axes.text(0.5, 0.5, "the weights do not fit on one GPU", transform=axes.transAxes, ha="center")
+    axes.set(xscale="log", yscale="log", xlim=(1, batches[-1]), xlabel="batch (sequences)", ylabel="tokens per second")
+    setting = f"Formula: {model}, {kv_heads} kv heads, {weight_bits}-bit weights, context {context:,}, {gpu}"
+    headline(axes, "A larger batch decodes faster until reading the caches sets a ceiling", setting)
+    log_ticks(axes.xaxis)
+    log_ticks(axes.yaxis)
+    axes.legend(loc="lower right")
     return figure
 
 
@@ -112,33 +107,32 @@ def _rate(shape, batch: int, context: int, card: experiments.Gpu, weight_bits: i
 def caches(context: int = 4096, batch: int = 16) -> Figure:
     """Bytes of the cache in 16 bits beside the weights: as the models are, with as many kv heads as heads, with one."""
     figure, axes = subplots(width=8, height=3.4)
-    with style():
-        for place, shape in enumerate(MODELS.values()):
-            kinds = {"multi-head": shape.num_heads, "grouped, 8": 8, "multi-query": 1}
-            weights = parameters(shape).total * 2 / 1e9
-            axes.bar(place - 0.33, weights, 0.2, color="#BBBBBB", label="weights" if not place else None)
-            for index, (kind, heads) in enumerate(kinds.items()):
-                size = kv_bytes_per_token(replace(shape, num_kv_heads=heads)) * context * batch / 1e9
-                own = shape.num_kv_heads == heads
-                bar = axes.bar(
-                    place - 0.11 + 0.22 * index,
-                    size,
-                    0.2,
-                    color=look(index).color,
-                    hatch=look(index).hatch,
-                    edgecolor="#000000" if own else "white",
-                    linewidth=2 if own else 0.5,
-                    label=f"cache, {kind}" if not place else None,
-                )
-                axes.bar_label(bar, fmt="%.3g", fontsize=9)
-        axes.axhline(80, linestyle="--", color=PALETTE["black"], linewidth=1)
-        axes.text(2.55, 84, "80 GB", fontsize=9, ha="right")
-        axes.set_xticks(range(len(MODELS)), MODELS)
-        axes.set(yscale="log", ylabel="GB")
-        setting = f"Formula: {batch} sequences of {context:,} tokens; framed: as the model is"
-        headline(axes, "Fewer kv heads shrink the cache, not the weights", setting)
-        axes.grid(False, axis="x")
-        axes.legend(ncols=2)
+    for place, shape in enumerate(MODELS.values()):
+        kinds = {"multi-head": shape.num_heads, "grouped, 8": 8, "multi-query": 1}
+        weights = parameters(shape).total * 2 / 1e9
+        axes.bar(place - 0.33, weights, 0.2, color="#BBBBBB", label="weights" if not place else None)
+        for index, (kind, heads) in enumerate(kinds.items()):
+            size = kv_bytes_per_token(replace(shape, num_kv_heads=heads)) * context * batch / 1e9
+            own = shape.num_kv_heads == heads
+            bar = axes.bar(
+                place - 0.11 + 0.22 * index,
+                size,
+                0.2,
+                color=look(index).color,
+                hatch=look(index).hatch,
+                edgecolor="#000000" if own else "white",
+                linewidth=2 if own else 0.5,
+                label=f"cache, {kind}" if not place else None,
+            )
+            axes.bar_label(bar, fmt="%.3g", fontsize=9)
+    axes.axhline(80, linestyle="--", color=PALETTE["black"], linewidth=1)
+    axes.text(2.55, 84, "80 GB", fontsize=9, ha="right")
+    axes.set_xticks(range(len(MODELS)), MODELS)
+    axes.set(yscale="log", ylabel="GB")
+    setting = f"Formula: {batch} sequences of {context:,} tokens; framed: as the model is"
+    headline(axes, "Fewer kv heads shrink the cache, not the weights", setting)
+    axes.grid(False, axis="x")
+    axes.legend(ncols=2)
     return figure
 
 
@@ -171,24 +165,23 @@ def three_decoders() -> Figure:
 def draw_roofline(points: Sequence[Point], roof: Roof) -> Figure:
     """Decode steps by batch and prefills by prompt under one core's measured roof."""
     figure, axes = subplots(width=7.5, height=3.8)
-    with style():
-        _roof(axes, roof.peak_flops, roof.bandwidth, (0.5, 600))
-        for index, kind in enumerate(("decode", "prefill")):
-            own = [point for point in points if point.kind == kind]
-            x, y = [p.work.intensity for p in own], [p.flops_per_s for p in own]
-            of = "batch" if kind == "decode" else "prompt"
-            axes.plot(
-                x, y, linestyle="", marker=look(index).marker, color=look(index).color, ms=7, label=f"{kind}, by {of}"
-            )
-            for point, at, speed in zip(own, x, y, strict=True):
-                number = point.batch if kind == "decode" else point.new
-                place = {"xytext": (0, 7), "ha": "center"} if kind == "prefill" else {"xytext": (6, -10)}
-                axes.annotate(str(number), (at, speed), textcoords="offset points", fontsize=9, **place)
-        axes.set_ylim(0.6 * min(point.flops_per_s for point in points), 1.6 * roof.peak_flops)
-        name = str(roof.dtype).split(".")[1]
-        setting = f"One core, {name}, processor time, weights of {points[0].work.weight_bytes / 1e6:.0f} MB"
-        headline(axes, "Only a large batch brings decoding to the ridge", setting)
-        axes.legend(loc="lower right")
+    _roof(axes, roof.peak_flops, roof.bandwidth, (0.5, 600))
+    for index, kind in enumerate(("decode", "prefill")):
+        own = [point for point in points if point.kind == kind]
+        x, y = [p.work.intensity for p in own], [p.flops_per_s for p in own]
+        of = "batch" if kind == "decode" else "prompt"
+        axes.plot(
+            x, y, linestyle="", marker=look(index).marker, color=look(index).color, ms=7, label=f"{kind}, by {of}"
+        )
+        for point, at, speed in zip(own, x, y, strict=True):
+            number = point.batch if kind == "decode" else point.new
+            place = {"xytext": (0, 7), "ha": "center"} if kind == "prefill" else {"xytext": (6, -10)}
+            axes.annotate(str(number), (at, speed), textcoords="offset points", fontsize=9, **place)
+    axes.set_ylim(0.6 * min(point.flops_per_s for point in points), 1.6 * roof.peak_flops)
+    name = str(roof.dtype).split(".")[1]
+    setting = f"One core, {name}, processor time, weights of {points[0].work.weight_bytes / 1e6:.0f} MB"
+    headline(axes, "Only a large batch brings decoding to the ridge", setting)
+    axes.legend(loc="lower right")
     return figure
 
 
@@ -210,23 +203,22 @@ def draw_batch(points: Sequence[Point], roof: Roof) -> Figure:
     figure, (left, right) = subplots(1, 2, width=9, height=3.6)
     drawn = {"color": look(0).color, "marker": look(0).marker, "label": "measured"}
     dashed = {"color": look(0).color, "marker": "", "linestyle": "--"}
-    with style():
-        left.plot(batches, [point.tokens_per_s for point in own], **drawn)
-        left.plot(batches, [b / s for b, s in zip(batches, limit, strict=True)], **dashed, label="at most, by the roof")
-        linear = [own[0].tokens_per_s * b for b in batches]
-        left.plot(batches, linear, ":", color="#777777", marker="", label="batch × the speed of one")
-        right.plot(batches, [point.seconds * 1e3 for point in own], **drawn)
-        right.plot(batches, [s * 1e3 for s in limit], **dashed, label="at least, by the roof")
-        left.set(xscale="log", yscale="log", xlabel="batch (sequences)", ylabel="tokens per second, all together")
-        right.set(xscale="log", yscale="log", xlabel="batch (sequences)", ylabel="one step: time per token (ms)")
-        for axes in (left, right):
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(batches, [str(b) for b in batches])
-            log_ticks(axes.yaxis)
-            axes.legend()
-        left.set_title("All sequences together")
-        right.set_title("What each sequence waits for a token")
-        headline(figure, "A larger batch decodes more tokens per second, until each sequence waits longer for its own")
+    left.plot(batches, [point.tokens_per_s for point in own], **drawn)
+    left.plot(batches, [b / s for b, s in zip(batches, limit, strict=True)], **dashed, label="at most, by the roof")
+    linear = [own[0].tokens_per_s * b for b in batches]
+    left.plot(batches, linear, ":", color="#777777", marker="", label="batch × the speed of one")
+    right.plot(batches, [point.seconds * 1e3 for point in own], **drawn)
+    right.plot(batches, [s * 1e3 for s in limit], **dashed, label="at least, by the roof")
+    left.set(xscale="log", yscale="log", xlabel="batch (sequences)", ylabel="tokens per second, all together")
+    right.set(xscale="log", yscale="log", xlabel="batch (sequences)", ylabel="one step: time per token (ms)")
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(batches, [str(b) for b in batches])
+        log_ticks(axes.yaxis)
+        axes.legend()
+    left.set_title("All sequences together")
+    right.set_title("What each sequence waits for a token")
+    headline(figure, "A larger batch decodes more tokens per second, until each sequence waits longer for its own")
     return figure
 
 
@@ -234,38 +226,36 @@ def draw_one_more(found: Mapping[int, Mapping[str, Mapping[str, float]]]) -> Fig
     """FLOPs and time of the next token by how many there are, with a cache and recomputing everything."""
     figure, (left, right) = subplots(1, 2, width=9, height=3.4)
     sizes = list(found)
-    with style():
-        for index, way in enumerate(("recomputed", "cached")):
-            drawn = {"color": look(index).color, "marker": look(index).marker}
-            left.plot(sizes, [found[n][way]["flops"] for n in sizes], **drawn, label=f"{way}, counted")
-            expected = [found[n][way]["predicted"] for n in sizes]
-            left.plot(sizes, expected, "--", color=look(index).color, marker="", label=f"{way}, formula")
-            right.plot(sizes, [found[n][way]["seconds"] * 1e3 for n in sizes], **drawn, label=way)
-        left.set(yscale="log", ylabel="computing the next token", xlabel="tokens so far", title="FLOPs")
-        left.yaxis.set_major_formatter(EngFormatter(unit="FLOP", sep=" "))
-        right.set(ylabel="the next token (ms)", xlabel="tokens so far", title="Time, measured", ylim=(0, None))
-        for axes in (left, right):
-            axes.legend()
-        headline(figure, "Without a cache the next token costs a pass over all tokens before it")
+    for index, way in enumerate(("recomputed", "cached")):
+        drawn = {"color": look(index).color, "marker": look(index).marker}
+        left.plot(sizes, [found[n][way]["flops"] for n in sizes], **drawn, label=f"{way}, counted")
+        expected = [found[n][way]["predicted"] for n in sizes]
+        left.plot(sizes, expected, "--", color=look(index).color, marker="", label=f"{way}, formula")
+        right.plot(sizes, [found[n][way]["seconds"] * 1e3 for n in sizes], **drawn, label=way)
+    left.set(yscale="log", ylabel="computing the next token", xlabel="tokens so far", title="FLOPs")
+    left.yaxis.set_major_formatter(EngFormatter(unit="FLOP", sep=" "))
+    right.set(ylabel="the next token (ms)", xlabel="tokens so far", title="Time, measured", ylim=(0, None))
+    for axes in (left, right):
+        axes.legend()
+    headline(figure, "Without a cache the next token costs a pass over all tokens before it")
     return figure
 
 
 def draw_patients(found: Mapping[str, Mapping[int, breaks.Symptoms]]) -> Figure:
     """How far each broken decoder's distribution is from the right one, token by token, for two sizes of the cache."""
     figure, panels = subplots(1, len(found), width=9, height=3.2, sharey=True)
-    with style():
-        for axes, (name, rooms) in zip(panels, found.items(), strict=True):
-            for index, (room, seen) in enumerate(rooms.items()):
-                places = [breaks.PROMPT + i for i in range(len(seen.kl))]
-                smooth = np.convolve(np.pad(seen.kl, 4, mode="edge"), np.ones(9) / 9, mode="valid")
-                drawn = look(index)
-                line = "-" if index == 0 else "--"
-                axes.plot(places, smooth + 1e-7, color=drawn.color, linestyle=line, marker="", label=f"{room} places")
-            axes.axvline(breaks.PROMPT + 0.5, color="#999999", linestyle=":")
-            axes.set(yscale="log", xlabel="position (dotted: prompt ends)", title=f"Decoder {name}", ylim=(1e-5, 1))
-        panels[0].set_ylabel("KL from the right decoder (nats)")
-        panels[0].legend(title="room in the cache")
-        headline(figure, "Three broken decoders, each wrong in its own way")
+    for axes, (name, rooms) in zip(panels, found.items(), strict=True):
+        for index, (room, seen) in enumerate(rooms.items()):
+            places = [breaks.PROMPT + i for i in range(len(seen.kl))]
+            smooth = np.convolve(np.pad(seen.kl, 4, mode="edge"), np.ones(9) / 9, mode="valid")
+            drawn = look(index)
+            line = "-" if index == 0 else "--"
+            axes.plot(places, smooth + 1e-7, color=drawn.color, linestyle=line, marker="", label=f"{room} places")
+        axes.axvline(breaks.PROMPT + 0.5, color="#999999", linestyle=":")
+        axes.set(yscale="log", xlabel="position (dotted: prompt ends)", title=f"Decoder {name}", ylim=(1e-5, 1))
+    panels[0].set_ylabel("KL from the right decoder (nats)")
+    panels[0].legend(title="room in the cache")
+    headline(figure, "Three broken decoders, each wrong in its own way")
     return figure
 
 

@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from minillm.drawing import style, subplots
+from minillm.drawing import subplots
 from minillm.palette import CARD, PALETTE, TEXT, look
 
 FREE, SHARED = "#E3E3E3", PALETTE["yellow"]
@@ -60,27 +60,26 @@ def draw_memory(tables: Mapping[str, Sequence[int]], lengths: Mapping[str, int],
     figure, (above, below) = subplots(2, 1, width=9, height=3.5, height_ratios=(3, 1.2))
     owner = {block: (name, place) for name, table in tables.items() for place, block in enumerate(table)}
     unused = sum(len(table) * block_size - lengths[name] for name, table in tables.items())
-    with style():
-        for line, (name, table) in enumerate(tables.items()):
-            for place, block in enumerate(table):
-                left = place * (block_size + 0.5)
-                filled = lengths[name] - place * block_size
-                _draw_block(above, left, 1.3 * line, block_size, look(line).color, filled, place)
-                above.text(left + block_size / 2, 1.3 * line + 1.0, str(block), ha="center", va="center", fontsize=9)
-            above.text(-0.4, 1.3 * line + 0.4, f"{name}: {list(table)}", ha="right", va="center", fontsize=9)
-        for block in range(slots // block_size):
-            name, place = owner.get(block, (None, 0))
-            filled = lengths[name] - place * block_size if name else 0
-            colour = look(list(tables).index(name)).color if name else FREE
-            _draw_block(below, block * block_size, 0, block_size, colour, filled, place)
-            below.text((block + 0.5) * block_size, 1.15, str(block), ha="center", va="center", fontsize=9)
-        widest = max(len(table) for table in tables.values()) * (block_size + 0.5)
-        above.set(xlim=(-0.42 * max(widest, 20), max(widest, 20)), ylim=(1.3 * len(tables), -0.15))
-        below.set(xlim=(-0.2, slots + 0.2), ylim=(1.5, -0.15))
-        above.set_title("Block tables: in the order of the sequence")
-        below.set_title(f"Memory: {slots} slots in blocks of {block_size}; {unused} slots held and unused")
-        above.axis("off")
-        below.axis("off")
+    for line, (name, table) in enumerate(tables.items()):
+        for place, block in enumerate(table):
+            left = place * (block_size + 0.5)
+            filled = lengths[name] - place * block_size
+            _draw_block(above, left, 1.3 * line, block_size, look(line).color, filled, place)
+            above.text(left + block_size / 2, 1.3 * line + 1.0, str(block), ha="center", va="center", fontsize=9)
+        above.text(-0.4, 1.3 * line + 0.4, f"{name}: {list(table)}", ha="right", va="center", fontsize=9)
+    for block in range(slots // block_size):
+        name, place = owner.get(block, (None, 0))
+        filled = lengths[name] - place * block_size if name else 0
+        colour = look(list(tables).index(name)).color if name else FREE
+        _draw_block(below, block * block_size, 0, block_size, colour, filled, place)
+        below.text((block + 0.5) * block_size, 1.15, str(block), ha="center", va="center", fontsize=9)
+    widest = max(len(table) for table in tables.values()) * (block_size + 0.5)
+    above.set(xlim=(-0.42 * max(widest, 20), max(widest, 20)), ylim=(1.3 * len(tables), -0.15))
+    below.set(xlim=(-0.2, slots + 0.2), ylim=(1.5, -0.15))
+    above.set_title("Block tables: in the order of the sequence")
+    below.set_title(f"Memory: {slots} slots in blocks of {block_size}; {unused} slots held and unused")
+    above.axis("off")
+    below.axis("off")
     return figure
 
 

@@ -72,8 +72,5 @@ if INSTALLED:
             "It is exercise 3 for one query head. Which of its numbers are addresses now?",
             "The key at place p of block b of kv head h begins at ((b * SIZE + p) * KV_HEADS + h) * DIM. Load a "
             "block's keys as a tile [SIZE, DIM], masked behind `context`; masked scores are -inf.",
-            "rows = (tl.load(table + first // SIZE) * SIZE + places) * KV_HEADS + head // GROUP; at = rows[:, None] * "
-            "DIM + dims; keys = tl.load(k_pool + at, mask=filled[:, None], other=0.0); scores = tl.where(filled, "
-            'tl.sum(keys * query, 1), float("-inf")).',
         ),
     )(check_kernel)

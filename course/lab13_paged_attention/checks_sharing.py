@@ -113,9 +113,8 @@ def _fork_and_write(
     hints=(
         "Three kinds of blocks: held, idle (no table holds it, its key is still known), free. Which moves are there?",
         "release: at 0 holders a block with a key joins `idle`, one without goes to `free`. share takes it out of "
-        "`idle`. allocate prefers `free`; else the oldest of `idle`, whose key must be forgotten in both dictionaries.",
-        "A prefix is found from its first block on, so its last one must go first: release in reversed order. "
-        "allocate: block, _ = self.idle.popitem(last=False); del self.block_of[self.key_of.pop(block)].",
+        "`idle`. allocate prefers `free`; else the oldest of `idle`, whose key must be forgotten in both dictionaries. "
+        "A prefix is found from its first block on, so its last one must go first: release in reversed order.",
     ),
 )
 def check_eviction(learner: Callable) -> list[Row]:

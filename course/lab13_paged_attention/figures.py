@@ -13,7 +13,7 @@ from course.lab13_paged_attention import experiments_sharing as sharing_measured
 from course.lab13_paged_attention import experiments_sizes as sizes_measured
 from course.lab13_paged_attention import formulas as predict
 from course.lab13_paged_attention.block_picture import FREE, draw_blocks, draw_memory, key
-from minillm.drawing import bars, headline, lines, style, subplots
+from minillm.drawing import bars, headline, lines, subplots
 from minillm.palette import PALETTE
 from minillm.serve import StepRecord
 
@@ -52,13 +52,12 @@ def forks_before_and_after() -> Figure:
     moments = {0: "prompt computed, forked", 1: "each wrote a token", len(records) - 2: "near the end"}
     names = sorted({_sample(name) for record in records for name in record.tables})
     figure, panels = subplots(1, 3, width=9, height=2.1)
-    with style():
-        for axes, (step, said) in zip(panels, moments.items(), strict=True):
-            tables = {_sample(name): table for name, table in records[step].tables.items()}
-            draw_blocks(axes, tables, columns=8, names=names, blocks=24)
-            axes.set_title(f"Step {step + 1}: {said}")
-        key(figure, names)
-        headline(figure, "Samples share the blocks of their prompt until one of them writes into the last")
+    for axes, (step, said) in zip(panels, moments.items(), strict=True):
+        tables = {_sample(name): table for name, table in records[step].tables.items()}
+        draw_blocks(axes, tables, columns=8, names=names, blocks=24)
+        axes.set_title(f"Step {step + 1}: {said}")
+    key(figure, names)
+    headline(figure, "Samples share the blocks of their prompt until one of them writes into the last")
     return figure
 
 
@@ -91,20 +90,19 @@ def _over_time(records: Sequence[StepRecord], step: int, blocks: int, label: Cal
     before = {block: label(n) for r in records[:step] for n, table in r.tables.items() for block in table}
     names = sorted({label(name) for r in records for name in r.tables})
     figure, (top, below) = subplots(2, 1, width=9, height=3.8, height_ratios=(3, 2))
-    with style():
-        tables = {label(name): table for name, table in record.tables.items()}
-        draw_blocks(top, tables, columns=16, names=names, blocks=blocks, before=before)
-        batch = ", ".join(f"{tokens} of {label(name)}" for name, _, tokens in record.batch)
-        counts = f"{record.used} blocks used, {record.cached} cached, {record.free} free"
-        top.set_title(f"Step {step}, tokens computed: {batch}\n{counts}")
-        shares = [[getattr(r, kind) for r in records] for kind in ("used", "cached", "free")]
-        colours = (PALETTE["blue"], PALETTE["sky"], FREE)
-        below.stackplot(steps, shares, labels=("used", "cached", "free"), colors=colours, step="post")
-        below.axvline(step, color=PALETTE["vermillion"], linewidth=1.5)
-        below.set(xlabel="step", ylabel="blocks", xlim=(1, len(records)), ylim=(0, sum(s[0] for s in shares)))
-        below.grid(False)
-        below.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, borderaxespad=0.2)
-        key(figure, names, "never held (pale: held before)")
+    tables = {label(name): table for name, table in record.tables.items()}
+    draw_blocks(top, tables, columns=16, names=names, blocks=blocks, before=before)
+    batch = ", ".join(f"{tokens} of {label(name)}" for name, _, tokens in record.batch)
+    counts = f"{record.used} blocks used, {record.cached} cached, {record.free} free"
+    top.set_title(f"Step {step}, tokens computed: {batch}\n{counts}")
+    shares = [[getattr(r, kind) for r in records] for kind in ("used", "cached", "free")]
+    colours = (PALETTE["blue"], PALETTE["sky"], FREE)
+    below.stackplot(steps, shares, labels=("used", "cached", "free"), colors=colours, step="post")
+    below.axvline(step, color=PALETTE["vermillion"], linewidth=1.5)
+    below.set(xlabel="step", ylabel="blocks", xlim=(1, len(records)), ylim=(0, sum(s[0] for s in shares)))
+    below.grid(False)
+    below.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=3, frameon=False, borderaxespad=0.2)
+    key(figure, names, "never held (pale: held before)")
     return figure
 
 
@@ -116,14 +114,13 @@ def draw_waste(numbers: dict[str, Any], reserved: int) -> Figure:
     size, lengths = numbers["block_size"], numbers["lengths"]
     figure, (left, right) = subplots(1, 2, width=9, height=3.2)
     counts = Counter(numbers["unused"])
-    with style():
-        left.bar(range(size), [counts[n] for n in range(size)], 0.85, color=PALETTE["blue"])
-        mean = predict.mean_unused_slots(size)
-        left.axvline(mean, color=PALETTE["vermillion"], linestyle="--", label=f"predicted mean {mean:g}")
-        left.set(xlabel="unused slots of a sequence", ylabel="times seen", xlim=(-0.8, size + 0.8))
-        left.set_title("A sequence leaves less than a block unused")
-        left.set_ylim(0, 1.25 * max(counts.values()))
-        left.legend()
+    left.bar(range(size), [counts[n] for n in range(size)], 0.85, color=PALETTE["blue"])
+    mean = predict.mean_unused_slots(size)
+    left.axvline(mean, color=PALETTE["vermillion"], linestyle="--", label=f"predicted mean {mean:g}")
+    left.set(xlabel="unused slots of a sequence", ylabel="times seen", xlim=(-0.8, size + 0.8))
+    left.set_title("A sequence leaves less than a block unused")
+    left.set_ylim(0, 1.25 * max(counts.values()))
+    left.legend()
     measured = [
         predict.reserved_waste(lengths, reserved),
         predict.reserved_waste(lengths, max(lengths)),
@@ -142,11 +139,10 @@ def draw_waste(numbers: dict[str, Any], reserved: int) -> Figure:
         title="Blocks leave the least unused",
         ax=right,
     )
-    with style():
-        right.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        right.legend().remove()
-        for place, value in enumerate(measured):
-            right.annotate(f"{value:.1%}", (place, value), ha="center", va="bottom", fontsize=9)
+    right.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    right.legend().remove()
+    for place, value in enumerate(measured):
+        right.annotate(f"{value:.1%}", (place, value), ha="center", va="bottom", fontsize=9)
     return figure
 
 
@@ -180,13 +176,12 @@ def sharing(prefix: int = 1000, own: int = 200, requests: int = 8, block_size: i
             y_axis=(what, ""),
             ax=axes,
         )
-        with style():
-            for drawn in axes.lines:
-                drawn.set_marker("")
-            saved = 1 - values[requests - 1] / apart(requests)
-            axes.axvline(requests, color="#999999", linestyle=":", linewidth=1)
-            axes.set_ylim(0)
-            axes.set_title(f"{requests} × ({prefix:,} + {own:,}) tokens: {saved:.0%} fewer")
+        for drawn in axes.lines:
+            drawn.set_marker("")
+        saved = 1 - values[requests - 1] / apart(requests)
+        axes.axvline(requests, color="#999999", linestyle=":", linewidth=1)
+        axes.set_ylim(0)
+        axes.set_title(f"{requests} × ({prefix:,} + {own:,}) tokens: {saved:.0%} fewer")
     return figure
 
 
@@ -220,12 +215,11 @@ def draw_sweep(rows: Sequence[dict[str, Any]]) -> Figure:
         log="xy",
         ax=right,
     )
-    with style():
-        left.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        left.set_ylim(0)
-        for axes in (left, right):
-            axes.set_xticks(sizes, [str(size) for size in sizes])
-            axes.minorticks_off()
+    left.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    left.set_ylim(0)
+    for axes in (left, right):
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.minorticks_off()
     return figure
 
 

@@ -25,8 +25,6 @@ SEEDS = 200  # runs among which six must show the fault
         "a preemption. Which piece does?",
         "Keep how many tokens each sequence has: its prompt at first. A step that computes up to exactly that number "
         "(first + tokens == held) gives it one more, at started + seconds.",
-        "TTFT = first time - arrived (so the wait in the queue counts); TPOT = (last - first) / (tokens - 1); the "
-        "worst gap = the largest difference of neighbouring times.",
     ),
 )
 def check_latencies(learner: Callable) -> Receipt:
@@ -74,8 +72,6 @@ def check_latencies(learner: Callable) -> Receipt:
         "Livelock: no token sampled for 100 steps. Place lost: a request is admitted while a preempted one with a "
         "smaller number is away. Phases: sequences that decode are there and none of them is in the batch. Tokens that "
         "do not exist: first + tokens > what the sequence has.",
-        "Go through records with three things: held (tokens of each), away (preempted, not admitted since), decoding "
-        "(got a token, not preempted or ended since). Test in the order: preempted, admitted, batch, ended.",
     ),
 )
 def check_diagnose(learner: Callable) -> Receipt:

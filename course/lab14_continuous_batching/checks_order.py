@@ -23,8 +23,6 @@ ANSWERS = answers_of("14_continuous_batching")
         "that one do in the next step?",
         "Keep only running sequences whose rank is greater than needy's. Then take the maximum of the policy's number; "
         "among equals the greatest rank.",
-        "max(behind, key=lambda s: (number(s), s.rank), default=None) with number = rank[1], num_tokens, priority or "
-        "-last_step.",
     ),
 )
 def check_victim(learner: Callable) -> Receipt:
@@ -74,7 +72,6 @@ def _wrong_victim(running: Sequence[Seq], needy: Seq, policy: str, found: object
         "worth a bounded head start instead.",
         "Give each request one number when it comes, and never change it: its arrival plus patience for each level of "
         "priority. The smallest number goes first.",
-        "A heap of (arrival + patience * priority, arrival, name), arrival = 0, 1, 2, ... from itertools.count().",
     ),
 )
 def check_queue(learner: type) -> Receipt:

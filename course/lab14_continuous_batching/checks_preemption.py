@@ -26,8 +26,6 @@ ANSWERS = answers_of("14_continuous_batching")
         "preempt: swap_out the blocks_for(num_computed) first blocks if so many fit free_host, release the others; "
         "else num_computed = 0 and release all. resume: first count (fresh blocks, plus hits without a holder, "
         "against available), then take: share the hits, allocate the rest, swap_in with skip=len(hits).",
-        "After resume: blocks = share(hits) + allocate(fresh); swap_in(slots, blocks, skip=len(hits)); slots = []; "
-        "num_computed = max(num_computed, len(hits) * block_size): counted after the hits are known.",
     ),
 )
 def check_preemption(learner: type) -> Receipt:

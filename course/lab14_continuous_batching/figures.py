@@ -12,7 +12,7 @@ from course.lab14_continuous_batching import formulas as predict
 from course.lab14_continuous_batching.experiments import Flight
 from course.shared.step_cost import H100_8B
 from minillm.bench.load import skewed, uniform
-from minillm.drawing import headline, log_ticks, style, subplots
+from minillm.drawing import headline, log_ticks, subplots
 from minillm.palette import PALETTE, look
 from minillm.serve import POLICIES
 
@@ -30,30 +30,27 @@ def batches_over_time(requests: int = 24, max_num_seqs: int = 6, sigma: float = 
     figure, panels = subplots(2, 1, width=9, height=4.2, sharex=True)
     static, continuous = predict.static_steps(lengths, max_num_seqs), predict.continuous_steps(lengths, max_num_seqs)
     places = {"static": _static(lengths, max_num_seqs), "continuous": _continuous(lengths, max_num_seqs)}
-    with style():
-        for axes, (name, bars) in zip(panels, places.items(), strict=True):
-            for request, (place, start) in enumerate(bars):
-                drawn = look(request)
-                axes.barh(place, lengths[request], 0.86, start, color=drawn.color, edgecolor="white", linewidth=0.8)
-                if lengths[request] > static / 50:  # else there is no room for its number
-                    ink = "black" if drawn.color in PALE else "white"
-                    middle = start + lengths[request] / 2
-                    axes.text(middle, place, str(request), ha="center", va="center", fontsize=9, color=ink)
-            steps = static if name == "static" else continuous
-            axes.axvline(steps, color=PALETTE["black"], linewidth=1, linestyle=":")
-            idle = 1 - sum(lengths) / (max_num_seqs * steps)
-            axes.set_title(
-                f"{name.capitalize()}: {steps} decode steps, {idle:.0%} of the places empty (numbers: requests)"
-            )
-            axes.set(
-                ylabel="place in the batch",
-                xlim=(0, static * 1.02),
-                yticks=range(max_num_seqs),
-                ylim=(max_num_seqs - 0.5, -0.5),
-            )
-            axes.grid(False, axis="y")
-        panels[-1].set_xlabel("step")
-        headline(figure, "A static batch waits for its longest answer, a continuous one refills each place at once")
+    for axes, (name, bars) in zip(panels, places.items(), strict=True):
+        for request, (place, start) in enumerate(bars):
+            drawn = look(request)
+            axes.barh(place, lengths[request], 0.86, start, color=drawn.color, edgecolor="white", linewidth=0.8)
+            if lengths[request] > static / 50:  # else there is no room for its number
+                ink = "black" if drawn.color in PALE else "white"
+                middle = start + lengths[request] / 2
+                axes.text(middle, place, str(request), ha="center", va="center", fontsize=9, color=ink)
+        steps = static if name == "static" else continuous
+        axes.axvline(steps, color=PALETTE["black"], linewidth=1, linestyle=":")
+        idle = 1 - sum(lengths) / (max_num_seqs * steps)
+        axes.set_title(f"{name.capitalize()}: {steps} decode steps, {idle:.0%} of the places empty (numbers: requests)")
+        axes.set(
+            ylabel="place in the batch",
+            xlim=(0, static * 1.02),
+            yticks=range(max_num_seqs),
+            ylim=(max_num_seqs - 0.5, -0.5),
+        )
+        axes.grid(False, axis="y")
+    panels[-1].set_xlabel("step")
+    headline(figure, "A static batch waits for its longest answer, a continuous one refills each place at once")
     return figure
 
 
@@ -67,20 +64,19 @@ def recompute_or_swap(
     cost = replace(H100_8B, link=link_gb_per_s * 1e9, kv_bytes=2 * 32 * kv_heads * 128 * 2, copy_s=copy_us * 1e-6)
     tokens = [256 * n for n in range(1, 129)]
     figure, axes = subplots(width=8, height=3.4)
-    with style():
-        swapped = [2e3 * cost.swap(-(-n // block_size), block_size) for n in tokens]
-        lines = {"recompute": [1e3 * cost.recompute(n) for n in tokens], "swap out and in": swapped}
-        for index, (name, values) in enumerate(lines.items()):
-            axes.plot(tokens, values, color=look(index).color, linestyle=look(index).linestyle, marker="", label=name)
-        where = cost.crossover(block_size)
-        if 0 < where < tokens[-1]:
-            axes.axvline(where, color=PALETTE["vermillion"], linewidth=1, linestyle=":")
-            note = f"equal at {where:,.0f} tokens"
-            axes.annotate(note, (where, 0), xytext=(6, 6), textcoords="offset points", fontsize=9)
-        axes.set(xlabel="tokens that had been computed", ylabel="added time (ms)", xlim=(0, tokens[-1]), ylim=(0, None))
-        setting = f"Formula: an 8B model on one H100, link of {link_gb_per_s:g} GB/s, {kv_heads} kv heads"
-        headline(axes, "The speed of the link decides whether swapping beats recomputing", setting)
-        axes.legend()
+    swapped = [2e3 * cost.swap(-(-n // block_size), block_size) for n in tokens]
+    lines = {"recompute": [1e3 * cost.recompute(n) for n in tokens], "swap out and in": swapped}
+    for index, (name, values) in enumerate(lines.items()):
+        axes.plot(tokens, values, color=look(index).color, linestyle=look(index).linestyle, marker="", label=name)
+    where = cost.crossover(block_size)
+    if 0 < where < tokens[-1]:
+        axes.axvline(where, color=PALETTE["vermillion"], linewidth=1, linestyle=":")
+        note = f"equal at {where:,.0f} tokens"
+        axes.annotate(note, (where, 0), xytext=(6, 6), textcoords="offset points", fontsize=9)
+    axes.set(xlabel="tokens that had been computed", ylabel="added time (ms)", xlim=(0, tokens[-1]), ylim=(0, None))
+    setting = f"Formula: an 8B model on one H100, link of {link_gb_per_s:g} GB/s, {kv_heads} kv heads"
+    headline(axes, "The speed of the link decides whether swapping beats recomputing", setting)
+    axes.legend()
     return figure
 
 
@@ -125,44 +121,42 @@ def draw_stalls(rows: list[dict[str, Any]], unmixed: dict[str, float] | None = N
     """Chunk size against the worst gap of decoding sequences, and the long prompt's time to first token."""
     figure, panels = subplots(1, 2, width=9, height=3.3)
     chunks = [numbers["chunk"] for numbers in rows]
-    with style():
-        for axes, key, predicted, name in (
-            (panels[0], "gap", "predicted", "worst gap of 16 sequences (ms)"),
-            (panels[1], "ttft", "predicted_ttft", "the prompt's TTFT (ms)"),
-        ):
-            axes.plot(chunks, [1e3 * r[predicted] for r in rows], "--", marker="", color=look(1).color, label="formula")
-            axes.plot(chunks, [1e3 * r[key] for r in rows], "o", color=look(0).color, label="simulated")
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(chunks, [f"{chunk:,}" for chunk in chunks], fontsize=9)
-            axes.minorticks_off()
-            axes.set(xlabel="chunk (tokens)", ylabel=name, ylim=(0, None))
-        if unmixed is not None:
-            panels[0].set_ylim(0, 1.15e3 * unmixed["gap"])
-            style_of = {"color": PALETTE["vermillion"], "marker": "X", "linestyle": "", "markersize": 8}
-            panels[0].plot(512, 1e3 * unmixed["gap"], label="chunk 512, phases never mixed", **style_of)
-        panels[0].set_title("A prompt of 8,192 tokens arrives while 16 decode")
-        panels[0].legend()
-        panels[1].legend()
-        headline(figure, "Larger chunks make decoding sequences wait and soon hasten the prompt no more")
+    for axes, key, predicted, name in (
+        (panels[0], "gap", "predicted", "worst gap of 16 sequences (ms)"),
+        (panels[1], "ttft", "predicted_ttft", "the prompt's TTFT (ms)"),
+    ):
+        axes.plot(chunks, [1e3 * r[predicted] for r in rows], "--", marker="", color=look(1).color, label="formula")
+        axes.plot(chunks, [1e3 * r[key] for r in rows], "o", color=look(0).color, label="simulated")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(chunks, [f"{chunk:,}" for chunk in chunks], fontsize=9)
+        axes.minorticks_off()
+        axes.set(xlabel="chunk (tokens)", ylabel=name, ylim=(0, None))
+    if unmixed is not None:
+        panels[0].set_ylim(0, 1.15e3 * unmixed["gap"])
+        style_of = {"color": PALETTE["vermillion"], "marker": "X", "linestyle": "", "markersize": 8}
+        panels[0].plot(512, 1e3 * unmixed["gap"], label="chunk 512, phases never mixed", **style_of)
+    panels[0].set_title("A prompt of 8,192 tokens arrives while 16 decode")
+    panels[0].legend()
+    panels[1].legend()
+    headline(figure, "Larger chunks make decoding sequences wait and soon hasten the prompt no more")
     return figure
 
 
 def draw_gaps(flights: dict[tuple[str, str], Flight]) -> Figure:
     """Worst gap of each request under four policies, recomputed and swapped: share that had no longer one."""
     figure, panels = subplots(1, 2, width=9, height=3.6, sharex=True, sharey=True)
-    with style():
-        for (policy, how), flight in flights.items():
-            values = sorted(1e3 * told.worst_gap for told in flight.told.values())
-            share = [(place + 1) / len(values) for place in range(len(values))]
-            drawn = look(list(POLICIES).index(policy))
-            axes = panels[int(how == "swap")]
-            axes.step(values, share, color=drawn.color, linestyle=drawn.linestyle, label=policy, marker="")
-        for axes, title in zip(panels, ("Preempted and recomputed", "Preempted and swapped"), strict=True):
-            axes.set(xlabel="worst gap of a request (ms)", xscale="log", ylim=(0, 1.02), title=title)
-            log_ticks(axes.xaxis)
-        panels[0].set_ylabel("share of requests with no longer gap")
-        panels[1].legend(loc="lower right", title="preempted first")
-        headline(figure, "Whom the policy preempts decides who waits (120 requests, one trace, simulated clock)")
+    for (policy, how), flight in flights.items():
+        values = sorted(1e3 * told.worst_gap for told in flight.told.values())
+        share = [(place + 1) / len(values) for place in range(len(values))]
+        drawn = look(list(POLICIES).index(policy))
+        axes = panels[int(how == "swap")]
+        axes.step(values, share, color=drawn.color, linestyle=drawn.linestyle, label=policy, marker="")
+    for axes, title in zip(panels, ("Preempted and recomputed", "Preempted and swapped"), strict=True):
+        axes.set(xlabel="worst gap of a request (ms)", xscale="log", ylim=(0, 1.02), title=title)
+        log_ticks(axes.xaxis)
+    panels[0].set_ylabel("share of requests with no longer gap")
+    panels[1].legend(loc="lower right", title="preempted first")
+    headline(figure, "Whom the policy preempts decides who waits (120 requests, one trace, simulated clock)")
     return figure
 
 

@@ -11,7 +11,7 @@ from matplotlib.patheffects import withStroke
 
 from course.lab14_continuous_batching.experiments import Flight, play, requests
 from minillm.bench.load import Arrival
-from minillm.drawing import headline, style, subplots
+from minillm.drawing import headline, subplots
 from minillm.palette import PALETTE, look
 from minillm.serve import StepRecord
 
@@ -62,16 +62,15 @@ def draw(flown: Flight, step: int, title: str) -> Figure:
     step = min(max(step, 1), len(records))
     now = records[step - 1]
     figure, (above, below) = subplots(2, 1, width=9, height=5.0, height_ratios=[1, 1.25])
-    with style():
-        _draw_blocks(above, now)
-        away = sorted(_away(records[:step]), key=int)
-        headline(
-            above,
-            f"Step {step} of {len(records)}: {now.running} sequences run and {now.waiting} wait, "
-            f"{now.used} of {now.used + now.free + now.cached} blocks are held",
-            f"Waiting after a preemption: {', '.join(away) or 'none'}; blocks cached: {now.cached}; {title}",
-        )
-        _draw_batches(below, flown, step)
+    _draw_blocks(above, now)
+    away = sorted(_away(records[:step]), key=int)
+    headline(
+        above,
+        f"Step {step} of {len(records)}: {now.running} sequences run and {now.waiting} wait, "
+        f"{now.used} of {now.used + now.free + now.cached} blocks are held",
+        f"Waiting after a preemption: {', '.join(away) or 'none'}; blocks cached: {now.cached}; {title}",
+    )
+    _draw_batches(below, flown, step)
     return figure
 
 

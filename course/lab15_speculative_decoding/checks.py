@@ -36,7 +36,6 @@ ANSWERS = answers_of("15_speculative_decoding")
         "max(p - q, 0) is missing. It sums to 1 - Σ min(p, q), which is how often a draft token is rejected, so it "
         "has to be "
         "divided by its own sum. And if p equals q, nothing is missing at all.",
-        "left = (p - q).clamp(min=0); total = left.sum(); return left / total if total > 0 else p.",
     ),
 )
 def check_residual(learner: Callable) -> Receipt:
@@ -91,9 +90,6 @@ def _show(row_of: Tensor) -> str:
         "Accept with probability min(1, p/q), so if uniform(draw) < target[i, token] / q[i, token], with a fresh "
         "number each. At the first rejection: the accepted ones, one token from the residual, stop. None rejected: "
         "the target has one row more than there are draft tokens.",
-        "for i, token in enumerate(drafted): if not uniform(draw) < target[i, token] / q[i, token]: return "
-        "[*drafted[:i], choose(residual(target[i], q[i]), draw)]. Behind the loop: "
-        "[*drafted, choose(target[-1], draw)].",
     ),
 )
 def check_verifier(learner: Callable) -> Receipt:

@@ -28,8 +28,6 @@ ANSWERS = answers_of("15_speculative_decoding")
         "At least i + 1 tokens with probability αⁱ: the first i draft tokens right. The time: one pass, and k draft "
         "tokens of c "
         "passes each. Plain decoding yields 1 token in 1 pass.",
-        "speedup: sum(alpha**i for i in range(k + 1)) / (1 + c * k), which also works for alpha = 1. best_k: the "
-        "maximum over range(most + 1), 0 included, ties to the smaller.",
     ),
 )
 def check_best_k(learner: Any) -> Receipt:
@@ -77,8 +75,6 @@ def check_best_k(learner: Any) -> Receipt:
         "can be? A low acceptance alone is no mistake.",
         "Each token alone can have the right distribution while the tokens together have not. So compare the first "
         "token, then the first two together, and so on. A distance: Σ |a - b| / 2 over all keys of both.",
-        "first(found, n) gives the distribution of the first n tokens, distance(a, b) compares. The first n with a "
-        "distance above 1e-9: n = 1 or later. None: compare accepted with possible.",
     ),
 )
 def check_verdict(learner: Callable) -> Receipt:

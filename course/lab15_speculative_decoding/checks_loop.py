@@ -25,9 +25,6 @@ ANSWERS = answers_of("15_speculative_decoding")
         "append what came out. How many draft tokens make sense when only two tokens are still to be written?",
         "A round writes at most one token more than it drafts, so draft min(k, left - 1). draft(tokens) gives the row "
         "that draft token i is sampled from, and the verifier needs all these rows.",
-        "while left > 0: drafted, rows = [], []; for each: rows.append(draft([*tokens, *drafted])); "
-        "drafted.append(choose(rows[-1], draw)). Then tokens += verify_draft(target.rows(tokens, drafted), drafted, "
-        "torch.stack(rows), draw); with no draft tokens, q may be None.",
     ),
 )
 def check_loop(learner: Callable) -> Receipt:

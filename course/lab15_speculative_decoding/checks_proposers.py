@@ -32,8 +32,6 @@ ANSWERS = answers_of("15_speculative_decoding")
         "return and the row that you sample from are one object.",
         "Divide by the temperature, rule out all but the top_k largest logits (-inf), softmax, draw, keep the row. A "
         "draft token of temperature 0 was not sampled from anything: there is no row to return.",
-        "lowest = logits.topk(top_k).values[-1]; row = softmax((logits / temperature).masked_fill(logits < lowest, "
-        "-inf)); drafted.append(choose(row, draw)); rows.append(row). scores gets the draft tokens so far, too.",
     ),
 )
 def check_draft(learner: Callable) -> Receipt:
@@ -136,8 +134,6 @@ def _show(row_of: Tensor) -> str:
         "The ending itself is an occurrence of the ending, with nothing behind it. Where else does it occur?",
         "For size = longest down to 1: compare tokens[-size:] with every earlier place, from the back. The first hit "
         "has the longest ending and is the most recent. What followed it is the answer.",
-        "for size in range(min(longest, len(tokens) - 1), 0, -1): for start in range(len(tokens) - size - 1, -1, -1): "
-        "if tokens[start:start + size] == tokens[-size:]: return tokens[start + size:start + size + k].",
     ),
 )
 def check_look_up(learner: Callable) -> Receipt:

@@ -10,7 +10,7 @@ from course.lab15_speculative_decoding import experiments_breaks as breaks
 from course.lab15_speculative_decoding import experiments_runs as runs
 from course.lab15_speculative_decoding.experiments import Compared
 from course.lab15_speculative_decoding.experiments_runs import Sweep
-from minillm.drawing import bars, headline, lines, log_ticks, style, subplots
+from minillm.drawing import bars, headline, lines, log_ticks, subplots
 from minillm.palette import PALETTE, look
 from minillm.predict.serving import speculation as predict
 
@@ -30,22 +30,21 @@ def overlap(agreement: float = 0.6, temperature: float = 1.0, seed: int = 3) -> 
     p, q = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
     both, places = np.minimum(p, q), np.arange(8)
     figure, axes = subplots(width=8, height=3.3)
-    with style():
-        axes.bar(places, both, color=look(0).color, label="min(p, q): accepted")
-        axes.bar(places, p - both, bottom=both, color=PALETTE["orange"], hatch="//", label="p - q: from the residual")
-        axes.bar(
-            places,
-            q - both,
-            bottom=both,
-            facecolor="white",
-            edgecolor=PALETTE["vermillion"],
-            hatch="xx",
-            label="q - p: drafted, rejected",
-        )
-        axes.set_xticks(places, [f"token {i}" for i in places], fontsize=9)
-        axes.set(ylabel="probability", ylim=(0, max(p.max(), q.max()) * 1.15))
-        axes.set_title(f"Accepted: Σ min(p, q) = {both.sum():.2f}; total variation {1 - both.sum():.2f}")
-        axes.legend()
+    axes.bar(places, both, color=look(0).color, label="min(p, q): accepted")
+    axes.bar(places, p - both, bottom=both, color=PALETTE["orange"], hatch="//", label="p - q: from the residual")
+    axes.bar(
+        places,
+        q - both,
+        bottom=both,
+        facecolor="white",
+        edgecolor=PALETTE["vermillion"],
+        hatch="xx",
+        label="q - p: drafted, rejected",
+    )
+    axes.set_xticks(places, [f"token {i}" for i in places], fontsize=9)
+    axes.set(ylabel="probability", ylim=(0, max(p.max(), q.max()) * 1.15))
+    axes.set_title(f"Accepted: Σ min(p, q) = {both.sum():.2f}; total variation {1 - both.sum():.2f}")
+    axes.legend()
     return figure
 
 
@@ -55,21 +54,20 @@ def speedup_by_k(alpha: float = 0.8, c: float = 0.1, verify: float = 1.0) -> Fig
     values = [predict.speedup(alpha, c, k, verify=verify if k else 1.0) for k in ks]
     best = int(np.argmax(values))
     figure, axes = subplots(width=8, height=3.4)
-    with style():
-        axes.plot(ks, values, color=look(0).color, marker="o", label="(1 - αᴷ⁺¹) / ((1 - α)(cK + 1))")
-        axes.plot(ks, [k * alpha * (1 - c) for k in ks], color=look(3).color, linestyle=":", label="K · α · (1 - c)")
-        axes.axhline(1, color=PALETTE["black"], linewidth=0.8)
-        axes.annotate(
-            f"best: K = {best}, {values[best]:.2f} times",
-            (best, values[best]),
-            xytext=(4, 10),
-            textcoords="offset points",
-            fontsize=9,
-        )
-        axes.set(xlabel="draft tokens per pass, K", ylabel="speedup", ylim=(0, max(4.0, 1.3 * max(values))))
-        setting = f"α = {alpha:g}; in plain passes: a draft token costs {c:g}, checking {verify:g}"
-        headline(axes, "More draft tokens pay only up to a point", setting)
-        axes.legend(loc="upper right")
+    axes.plot(ks, values, color=look(0).color, marker="o", label="(1 - αᴷ⁺¹) / ((1 - α)(cK + 1))")
+    axes.plot(ks, [k * alpha * (1 - c) for k in ks], color=look(3).color, linestyle=":", label="K · α · (1 - c)")
+    axes.axhline(1, color=PALETTE["black"], linewidth=0.8)
+    axes.annotate(
+        f"best: K = {best}, {values[best]:.2f} times",
+        (best, values[best]),
+        xytext=(4, 10),
+        textcoords="offset points",
+        fontsize=9,
+    )
+    axes.set(xlabel="draft tokens per pass, K", ylabel="speedup", ylim=(0, max(4.0, 1.3 * max(values))))
+    setting = f"α = {alpha:g}; in plain passes: a draft token costs {c:g}, checking {verify:g}"
+    headline(axes, "More draft tokens pay only up to a point", setting)
+    axes.legend(loc="upper right")
     return figure
 
 
@@ -120,13 +118,12 @@ def draw_sweep(found: Sweep) -> Figure:
         title="… and costs a pass of the draft",
         ax=right,
     )
-    with style():
-        textbook = [found.predicted(k, textbook=True) for k in ks]
-        right.plot(ks, textbook, color=look(1).color, linestyle=":", marker="", label="if K + 1 tokens cost as one")
-        right.axhline(1, color=PALETTE["black"], linewidth=0.8)
-        right.set_ylim(0, 1.1 * max([*textbook, *(each.speedup for each in found.runs.values())]))
-        left.set_ylim(0.9, None)
-        right.legend()
+    textbook = [found.predicted(k, textbook=True) for k in ks]
+    right.plot(ks, textbook, color=look(1).color, linestyle=":", marker="", label="if K + 1 tokens cost as one")
+    right.axhline(1, color=PALETTE["black"], linewidth=0.8)
+    right.set_ylim(0, 1.1 * max([*textbook, *(each.speedup for each in found.runs.values())]))
+    left.set_ylim(0.9, None)
+    right.legend()
     return figure
 
 
@@ -146,31 +143,28 @@ def draw_table(found: dict[str, Compared | None]) -> Figure:
         (right, "speedup", [e.predicted for e in values], [e.speedup for e in values]),
     ):
         bars(names, predicted, measured, quantity=what, unit="", ax=axes)
-        with style():
-            axes.axhline(1, color=PALETTE["black"], linewidth=0.8)
-            axes.tick_params(axis="x", labelsize=9)
-            axes.margins(y=0.25)
-            axes.legend(loc="upper right", ncols=2)
-    with style():
-        left.set_title("Tokens per pass of the target")
-        right.set_title("Speedup")
-        headline(figure, "A proposer pays if its draft tokens are right often enough for what they cost")
+        axes.axhline(1, color=PALETTE["black"], linewidth=0.8)
+        axes.tick_params(axis="x", labelsize=9)
+        axes.margins(y=0.25)
+        axes.legend(loc="upper right", ncols=2)
+    left.set_title("Tokens per pass of the target")
+    right.set_title("Speedup")
+    headline(figure, "A proposer pays if its draft tokens are right often enough for what they cost")
     return figure
 
 
 def draw_typical(rows: list[tuple[float, float, float]], exact: float) -> Figure:
     """Typical acceptance: draft tokens accepted and distance from the target's distribution, by its threshold."""
     figure, axes = subplots(width=8, height=3.4)
-    with style():
-        for index, (name, place) in enumerate((("draft tokens accepted", 1), ("total variation of a token", 2))):
-            drawn = look(index)
-            values = [row[place] for row in rows]
-            axes.plot([row[0] for row in rows], values, color=drawn.color, marker=drawn.marker, label=name)
-        axes.axhline(exact, color=look(0).color, linestyle="--", label="accepted by the exact rule, total variation 0")
-        axes.set(xlabel="threshold ε", ylabel="share", ylim=(0, 1), xscale="log")
-        log_ticks(axes.xaxis)
-        headline(axes, "Typical acceptance samples another distribution at every threshold", "Temperature 1")
-        axes.legend()
+    for index, (name, place) in enumerate((("draft tokens accepted", 1), ("total variation of a token", 2))):
+        drawn = look(index)
+        values = [row[place] for row in rows]
+        axes.plot([row[0] for row in rows], values, color=drawn.color, marker=drawn.marker, label=name)
+    axes.axhline(exact, color=look(0).color, linestyle="--", label="accepted by the exact rule, total variation 0")
+    axes.set(xlabel="threshold ε", ylabel="share", ylim=(0, 1), xscale="log")
+    log_ticks(axes.xaxis)
+    headline(axes, "Typical acceptance samples another distribution at every threshold", "Temperature 1")
+    axes.legend()
     return figure
 
 

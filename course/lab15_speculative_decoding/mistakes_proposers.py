@@ -2,11 +2,8 @@
 
 import torch
 
-from course.kit.answers import answers_of
 from course.kit.exercises import alternative, mistake
 from minillm.serve.speculate.verify import choose
-
-right = answers_of("15_speculative_decoding")
 
 # The draft.
 
@@ -41,15 +38,12 @@ mistake(
     {"[*tokens, *drafted]": "tokens"},
     expect="after all tokens so far",
 )
-
-
-@mistake("honest-draft", "temperature 0 with probabilities", expect="was not sampled from them")
-def greedy_with_rows(scores, tokens, k, temperature, top_k, draw):
-    guesses, rows = right.honest_draft(scores, tokens, k, temperature, top_k, draw)
-    if rows is None:
-        known = [*tokens, *guesses]
-        rows = torch.stack([torch.softmax(scores(known[: len(tokens) + i]), dim=-1) for i in range(k)])
-    return guesses, rows
+mistake(
+    "honest-draft",
+    "temperature 0 with probabilities",
+    {"continue": "rows.append(torch.softmax(logits, dim=-1))\n            continue"},
+    expect="was not sampled from them",
+)
 
 
 @alternative("honest-draft", "top-k by sorting, one recursive draft token")
@@ -58,14 +52,14 @@ def by_sorting(scores, tokens, k, temperature, top_k, draw):
         return [], None
     logits = scores(list(tokens))
     if temperature == 0:
-        guess, q = int(torch.argmax(logits)), None
+        token, q = int(torch.argmax(logits)), None
     else:
         keep = logits.argsort(descending=True)[:top_k]
         q = torch.zeros_like(logits)
         q[keep] = torch.softmax(logits[keep] / temperature, dim=-1)
-        guess = choose(q, draw)
-    later, rows = by_sorting(scores, [*tokens, guess], k - 1, temperature, top_k, draw)
-    return [guess, *later], None if q is None else torch.stack([q, *([] if rows is None else rows)])
+        token = choose(q, draw)
+    later, rows = by_sorting(scores, [*tokens, token], k - 1, temperature, top_k, draw)
+    return [token, *later], None if q is None else torch.stack([q, *([] if rows is None else rows)])
 
 
 # Prompt lookup.
@@ -131,17 +125,12 @@ mistake(
     {"tokens[start + size : start + size + k]": "(tokens[start + size : start + size + k] * k)[:k]"},
     says="It is filled up to k tokens. If fewer follow the occurrence, return fewer.",
 )
-
-
-@mistake(
-    "prompt-lookup", "the longest ending only", says="If the longest ending did not occur before, try shorter ones."
+mistake(
+    "prompt-lookup",
+    "the longest ending only",
+    {"range(min(longest, len(tokens) - 1), 0, -1)": "[min(longest, len(tokens) - 1)]"},
+    says="If the longest ending did not occur before, try shorter ones.",
 )
-def longest_only(tokens, k, longest=3):
-    size = min(longest, len(tokens) - 1)
-    for start in range(len(tokens) - size - 1, -1, -1):
-        if size and tokens[start : start + size] == tokens[-size:]:
-            return tokens[start + size : start + size + k]
-    return []
 
 
 @alternative("prompt-lookup", "an index from endings to what follows")
