@@ -22,7 +22,7 @@ from minillm.predict.planner.memory import memory
 from minillm.predict.planner.step import step
 from minillm.train.parallel_config import ParallelConfig
 
-FREE = 1e30  # share of the peak that attention reaches
+FREE = 1e30  # rate of what takes no time
 
 
 @exercise(
@@ -84,9 +84,10 @@ def _draw_case() -> tuple[Architecture, Layout, int]:
 
 
 def _bare(layout: Layout) -> Cluster:
-    """A node for each tensor-parallel group, whose links deliver their rate at once; attention takes no time."""
+    """A node for each tensor-parallel group, whose links deliver their rate at once and hide nothing; what is no matrix
+    product takes no time."""
     bare = cluster("h100", layout.world_size, per_node=layout.tp, latency=(0.0, 0.0), link_efficiency=1.0)
-    return replace(bare, device=replace(bare.device, attention=FREE))
+    return replace(bare, contention=1.0, device=replace(bare.device, attention=FREE, bandwidth=FREE))
 
 
 # A plan.

@@ -10,7 +10,7 @@ from minillm.predict.planner.architectures import Architecture, architecture
 from minillm.predict.planner.clusters import GIB, Cluster, cluster
 from minillm.predict.planner.layout import Layout
 from minillm.predict.planner.memory import memory
-from minillm.predict.planner.step import mfu, step
+from minillm.predict.planner.step import mfu, step, tensor_travel
 from minillm.predict.training import sharding, tensor
 
 # The problem of exercises 4 and 5.
@@ -84,11 +84,11 @@ def crossing_orders(model: Architecture, machine: Cluster, layout: Layout, seq: 
 
 
 def tensor_across(tp: int, per_node: int = 8) -> tuple[float, float]:
-    """Seconds that a layer of 70B waits for tensor parallelism over tp ranks of H100: innermost, and outermost."""
+    """Seconds that a layer of 70B's tensor-parallel messages take over tp ranks of H100: innermost, and outermost."""
     machine = cluster("h100", 64, per_node=per_node)
     layout = Layout(dp=64 // tp, tp=tp)
     outer = replace(layout, order=("dp", "cp", "pp", "tp"))
-    return tuple(step(SEVENTY, each, machine, SEQ).tp / SEVENTY.num_layers for each in (layout, outer))
+    return tuple(tensor_travel(SEVENTY, each, machine, SEQ) for each in (layout, outer))
 
 
 # FSDP beside tensor parallelism.
@@ -119,11 +119,11 @@ def squares(model: Architecture) -> float:
 def published_rows() -> list[tuple[str, str, float, float, float, float]]:
     """(run, axes, reported, by formula, GiB held, GiB usable)."""
     rows = []
-    for run in published.RUNS:
+    for run in published.CHOSEN:
         found = published.compare(run)
         each = run.layout
         axes = " · ".join(f"{axis} {each.size(axis)}" for axis in ("tp", "cp", "pp", "dp", "ep") if each.size(axis) > 1)
-        rows.append((run.name, axes, run.reported, found.predicted, found.memory / GIB, found.usable / GIB))
+        rows.append((run.name, axes, found.reported, found.predicted, found.memory / GIB, found.usable / GIB))
     return rows
 
 

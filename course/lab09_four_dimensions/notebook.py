@@ -306,8 +306,8 @@ estimate = check("layout-estimate", estimate)
 receipts.dropped(experiments_plan.estimates(estimate))
 
 # %% [markdown]
-# One in twenty-five fits, and the quickest of them is quick only in your estimate: by the planner its step takes three
-# times as long. It gathers its weights over the network for each of 64 microbatches, and one sequence per rank is not
+# One in twenty-five fits, and the quickest of them is quick only in your estimate: by the planner its step takes more
+# than three times as long. It gathers its weights over the network for each of 64 microbatches, and one sequence per rank is not
 # enough work to hide that. "Gradients hide behind backward" was the assumption that failed. There is also more to
 # combine: recomputation, and interleaved stages (*chunks*), which shrink the bubble. The planner tries all of it with
 # the whole set of formulas; each point below is one layout.
@@ -339,8 +339,8 @@ my_plan = check("plan-for-64", my_plan)
 receipts.plans_table(my_plan())
 
 # %% [markdown]
-# tp 8, pp 8 is what many scripts begin with. It fits, and it is slower by a fifth: with tp 4 and cp 2 matrices are
-# twice as wide, and tensor parallelism has half the tokens to send.
+# tp 8, pp 8 is what many scripts begin with. It fits, and by the planner it is a twentieth slower than the best: the
+# last stage has the head beside its layers, and the more stages there are, the longer the others wait for it.
 #
 # The same plan in every order of its axes:
 
@@ -348,19 +348,27 @@ receipts.plans_table(my_plan())
 receipts.orders(my_plan())
 
 # %% [markdown]
-# How far can such formulas be trusted? These are runs whose authors published layout and speed. What was fitted is the
-# share of the peak that matrix products reach, on one run for each generation of GPU (530B on 280 A100s, 405B on 8,192
-# H100s). The other rows were not looked at for it.
+# How far can such formulas be trusted? These are some of the runs whose authors published layout and speed. Five numbers
+# are fitted, to every second run of a longer list (`python -m minillm plan --published` prints all of it, and the error
+# of the runs that were not fitted): the share of the peak that matrix products reach on an A100 and on an H100, the width
+# at which they reach half of it, what communication beside computation costs, and the speed-up of 8 bits.
 
 # %%
 receipts.published_table()
 
 # %% [markdown]
-# Sources, in this order: [Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198) (five runs),
-# [Narayanan et al. 2021](https://arxiv.org/abs/2104.04473) (two), [BLOOM](https://huggingface.co/bigscience/bloom),
-# [Llama Team 2024](https://arxiv.org/abs/2407.21783) (three), [DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437). The
-# paper prints no layout for the GPT-3 run on 1,024 GPUs, so the row has the nearest one. DeepSeek-V3 was trained in 8
-# bits and is predicted in 16, which is why it seems not to fit.
+# Sources, in this order: [Narayanan et al. 2021](https://arxiv.org/abs/2104.04473) (four runs),
+# [Korthikanti et al. 2022](https://arxiv.org/abs/2205.05198), [BLOOM](https://huggingface.co/bigscience/bloom),
+# [Jiang et al. 2024](https://arxiv.org/abs/2402.15627), [IBM](https://github.com/foundation-model-stack/fms-fsdp),
+# [NVIDIA](https://github.com/NVIDIA/dgxc-benchmarking) (three),
+# [Llama Team 2024](https://arxiv.org/abs/2407.21783), [DeepSeek-AI 2024](https://arxiv.org/abs/2412.19437). The paper
+# prints no layout for the GPT-3 run on 1,024 GPUs, so the row has the nearest one. Two seem not to fit: NVIDIA keeps
+# gradients in 16 bits and DeepSeek activations in 8, where the formulas have 32 and 16.
+#
+# Why does a model of 1.7B on single GPUs reach less of the peak than one of 1T, which has every kind of communication?
+# In 2021 attention wrote its scores to memory and read them back, five times over. That traffic grows with the hidden
+# size, matrix products with its square: it is 29 % of the small model's time and 2 % of
+# the large one's.
 #
 # There is more than one good answer: on 992 A100s, OPT-175B combined tensor parallelism with fully sharded data
 # parallelism and had no pipeline ([Zhang et al. 2022](https://arxiv.org/abs/2205.01068), §2.4).
@@ -510,7 +518,7 @@ receipts.design_405b()
 # step and group there is too little work to hide 3 · 405.9e9 / 8 parameters of traffic over the network. pp 16 divides
 # the parameters before they travel: dp sends 1/128 of the model's gradients per rank, and 16 microbatches with 8 chunks
 # keep the bubble near 12 % of the work. tp 16 leaves the node. In the order, what matters is that tp comes first; with
-# dp innermost, tp lies across nodes and the step takes nearly twice as long. dp and pp cross in any order. Llama 3
+# dp innermost, tp lies across nodes and the step takes twice as long. dp and pp cross in any order. Llama 3
 # trained with tp 8, pp 16, dp 128 and reported an MFU of 41 % ([Llama Team 2024](https://arxiv.org/abs/2407.21783),
 # table 4).
 # </details>
@@ -525,9 +533,10 @@ receipts.design_13b()
 #
 # 200 Gb/s are 25 GB/s. States take 18 · 13e9 = 234 GB: not for one GPU, 7.3 GB each if sharded over 32. With eight
 # sequences for each of 32 ranks there is enough work to hide ZeRO's traffic, so the answer is sharded data parallelism
-# without any model parallelism. tp 8 fits too and takes 1.7 times as long, with narrow matrices and all-reduces. A
-# pipeline of 4 stages idles 3/(M+3) of the time for memory that nobody needed. ZeRO 1 does not fit: weights and
-# gradients alone take 78 GB.
+# without any model parallelism. ZeRO 2 is enough. ZeRO 3 leaves more room and takes a twelfth longer: each microbatch
+# gathers the weights and copies them into place. tp 8 takes a ninth longer than ZeRO 2, with narrow matrices. A pipeline
+# of 4 stages idles 3/(M+3) of the time for memory that nobody needed. ZeRO 1 does not fit: weights and gradients alone
+# take 78 GB.
 # </details>
 #
 # ## Capstone (*open*)

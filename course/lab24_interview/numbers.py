@@ -7,7 +7,7 @@ from minillm.predict import comms, faults, roofline
 from minillm.predict.model import ADAM_MIXED_FP32_GRADIENTS as STATE
 from minillm.predict.planner import published
 from minillm.predict.planner.architectures import architecture
-from minillm.predict.planner.clusters import DEVICES, Device
+from minillm.predict.planner.clusters import DEVICES, HALF_WIDTH, Device
 from minillm.predict.serving import queueing, speculation
 from minillm.predict.training import context, moe, pipeline
 
@@ -86,7 +86,7 @@ def lora(name: str, rank: int) -> float:
 
 def reported() -> list[float]:
     """Model FLOPs as a share of the peak, of the published runs that print it, ascending."""
-    return sorted(run.reported for run in published.RUNS if run.basis == "model")
+    return sorted(run.reported for run in published.RUNS if run.reported and run.basis == "model")
 
 
 NUMBERS: dict[str, Any] = {
@@ -103,6 +103,7 @@ NUMBERS: dict[str, Any] = {
     "harmonic": harmonic,
     "published": run_named,
     "STATE": STATE,
+    "HALF_WIDTH": HALF_WIDTH,
     "P": lambda name: architecture(name).parameters,
     "active": lambda name: architecture(name).active_parameters,
     "kv": lambda name: architecture(name).kv_bytes(),

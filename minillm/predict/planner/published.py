@@ -232,3 +232,21 @@ _MEASURED = (
     ),
 )
 RUNS = tuple(replace(run, fitted=place % 2 == 0) for place, run in enumerate(_MEASURED))
+CHOSEN = tuple(  # one or more of every source, for a table that fits a page
+    next(run for run in RUNS if run.name == name)
+    for name in (
+        "Megatron 2021 1.7B, 32 GPUs",
+        "Megatron 2021 7.5B, 128 GPUs",
+        "Megatron 2021 1T, 3,072 GPUs",
+        "GPT-3 175B, 1,024 GPUs",
+        "Megatron 530B, 280 GPUs",
+        "BLOOM 176B, 384 GPUs",
+        "MegaScale's Megatron 175B, 12,288 GPUs",
+        "PyTorch FSDP 7B, 128 GPUs",
+        "NeMo 8B, 8 GPUs",
+        "NeMo 70B, 64 GPUs",
+        "NeMo 405B, 576 GPUs",
+        "Llama 3 405B, 16,384 GPUs, 8k tokens",
+        "DeepSeek-V3 671B, 2,048 GPUs",
+    )
+)

@@ -63,7 +63,7 @@ def step(model: Architecture, layout: Layout, cluster: Cluster, seq: int, stack:
     products = layers * (work.matmul + work.attention) + compute.head(model, layout, device, tokens)
     elementwise = layers * work.elementwise
     busy = products + elementwise
-    tp = layers * _tensor(model, layout, cluster, tokens)
+    tp = layers * tensor_travel(model, layout, cluster, tokens)
     if stack.overlap and not axis_path(cluster, layout, "tp").crosses:
         tp = _hidden(tp, busy, cluster)
     cp = layers * _context(model, layout, cluster, tokens, work.attention)
@@ -112,8 +112,9 @@ def _messages(layout: Layout, cluster: Cluster, message: float, microbatch: floa
     return 2 * (layout.pp - 1) * each + layout.microbatches * _hidden(2 * layout.chunks * each, microbatch, cluster)
 
 
-def _tensor(model: Architecture, layout: Layout, cluster: Cluster, tokens: int) -> float:
-    """Two all-reduces forward and two backward per layer, or as many reduce-scatters and all-gathers."""
+def tensor_travel(model: Architecture, layout: Layout, cluster: Cluster, tokens: int) -> float:
+    """Seconds that one layer's messages take in a microbatch, by themselves: two all-reduces forward and two backward,
+    or as many reduce-scatters and all-gathers."""
     whole = tokens * model.hidden_size * ELEMENT
     per_pass = 2 * 2 * axis_path(cluster, layout, "tp").ring(whole)
     return per_pass * (3 if layout.recompute == "full" else 2)

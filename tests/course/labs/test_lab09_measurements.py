@@ -12,11 +12,11 @@ from minillm.predict.planner.step import step
 
 def test_published_runs_are_recomputed():
     rows = receipts.published_table().rows
-    assert len(rows) == len(published.RUNS) == 12
-    for run, (name, axes, reported, predicted, off, held) in zip(published.RUNS, rows, strict=True):
+    assert len(rows) == len(published.CHOSEN) == 13
+    for run, (name, axes, reported, predicted, off, held) in zip(published.CHOSEN, rows, strict=True):
         found = published.compare(run)
         assert name == run.name and all(f"{axis} " in axes for axis in ("tp", "pp") if run.layout.size(axis) > 1)
-        assert (reported, predicted) == (f"{run.reported:.1%}", f"{found.predicted:.1%}")
+        assert (reported, predicted) == (f"{found.reported:.1%}", f"{found.predicted:.1%}")
         assert abs(found.off) < 0.15 and float(off.rstrip("%")) == pytest.approx(100 * found.off, abs=0.051)
         assert held == f"{found.memory / GIB:.0f} of {found.usable / GIB:.0f}"
 
@@ -44,14 +44,16 @@ def test_the_numbers_of_the_design_answers():
     )
     assert abs(big["as trained"][1] - 41) < 4 and all(row[2] < 73 for row in big.values())
     small = {cells[0]: [float(cell.rstrip("%")) for cell in cells[2:]] for cells in receipts.design_13b().rows}
-    assert min(small, key=lambda name: small[name][0]) == "ZeRO 3" and small["ZeRO 1"][2] > 73
-    assert small["tp 8, dp 4"][0] / small["ZeRO 3"][0] == pytest.approx(1.7, abs=0.05)
+    fitting = [name for name, row in small.items() if row[2] < 73]
+    assert min(fitting, key=lambda name: small[name][0]) == "ZeRO 2" and "ZeRO 1" not in fitting
+    assert small["ZeRO 3"][0] / small["ZeRO 2"][0] == pytest.approx(1 + 1 / 12, abs=0.01)
+    assert small["tp 8, dp 4"][0] / small["ZeRO 2"][0] == pytest.approx(1 + 1 / 9, abs=0.01)
 
 
 def test_what_the_text_says_of_the_plans():
     judged = {name: plans.judge(layout) for name, layout in receipts.COMMON.items()}
     best = plans.best().step.seconds
-    assert judged["tp 8, pp 8"].fits and judged["tp 8, pp 8"].seconds / best == pytest.approx(1.2, abs=0.02)
+    assert judged["tp 8, pp 8"].fits and judged["tp 8, pp 8"].seconds / best == pytest.approx(1.05, abs=0.01)
     assert judged["tp 16 over two nodes"].seconds > 2 * best
     found = plans.estimates(receipts.ANSWERS.estimate)
     assert 15 < len(found) / sum(held <= plans.SIXTY_FOUR.usable for _, held, _ in found) < 30
