@@ -24,7 +24,7 @@ from minillm.comm.group import Group
 from minillm.comm.launch.launcher import launch
 from minillm.comm.launch.torchrun import is_root
 from minillm.comm.mesh import Mesh
-from minillm.comm.work import Work
+from minillm.comm.operation import Work
 
 __all__ = [
     "Group",

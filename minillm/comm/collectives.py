@@ -30,7 +30,7 @@ from minillm.comm.operands import (
     part_shape,
     write_back,
 )
-from minillm.comm.protocol import Communicator, Message, Ranks
+from minillm.comm.operation import Communicator, Message, Ranks
 
 SEGMENT_BYTES = 2 << 20  # the largest message of a ring that adds: pieces of this size stay in the cache
 

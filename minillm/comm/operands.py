@@ -1,4 +1,4 @@
-"""What all collectives share: the call goes on record, tensors of any layout go in and out, bad input is named."""
+"""What all collectives share: recording the call, tensors of any layout, scratch memory, and checks of the input."""
 
 import functools
 import inspect
@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from minillm.comm.protocol import Communicator, Message
+from minillm.comm.operation import Communicator, Message
 
+SCRATCH_BYTES = 2 << 20  # the largest piece of memory that is kept
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
     "avg": torch.add,
@@ -28,7 +29,7 @@ def collective(function: Callable[..., Any]) -> Callable[..., Any]:
         uneven = given.get("out") is not None  # then `out` fixes the sizes
         how = [f"{k}={v}" for k, v in list(given.items())[2:] if k != "out" and v != signature.parameters[k].default]
         body = functools.partial(function, x, group, *args, **kwargs)
-        return group.run(function.__name__, x, body, async_op, same=not uneven, how=", ".join(how))
+        return group.run(function.__name__, x, body, async_op, same_shape=not uneven, how=", ".join(how))
 
     return call
 
@@ -131,3 +132,20 @@ def write_back(x: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
 def dtype_name(x: torch.Tensor) -> str:
     """float32, not torch.float32."""
     return str(x.dtype).removeprefix("torch.")
+
+
+class Scratch:
+    """Memory for partial sums that arrive, kept from call to call: fresh memory takes longer than adding does."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """At least as many bytes as x has, on its device, with anything in them."""
+        memory = self._free.pop() if self._free else x.new_empty(0, dtype=torch.uint8)
+        fits = memory.numel() >= x.nbytes and memory.device == x.device
+        return memory if fits else x.new_empty(x.nbytes, dtype=torch.uint8)
+
+    def give(self, memory: Sequence[torch.Tensor]) -> None:
+        """Hand back for the next call; large pieces go back to the system."""
+        self._free += [piece for piece in memory if piece.numel() <= SCRATCH_BYTES]

@@ -18,7 +18,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -27,44 +27,107 @@ import torch.distributed as dist
 from minillm.comm import collectives
 from minillm.comm.backends import sockets
 from minillm.comm.errors import MismatchError, PeerLostError, WaitedTooLongError
-from minillm.comm.operation import Operation
-from minillm.comm.protocol import Communicator, Message
-from minillm.comm.work import Work
+from minillm.comm.operands import part_shape
+from minillm.comm.operation import Backend, Communicator, Message, Operation, Splits, Work
 from minillm.comm.world import World
 
 STAMP = 1 << 24  # added to the tag of a message that carries a delivery time
 GLANCE_S = 0.002  # how long `done` looks before it says no
 
 
-class CpuBackend:
+class CpuBackend(Backend):
     """ranks: the members' global ranks; key: a name for their sockets that no other group has."""
 
-    broadcast = staticmethod(collectives.tree_broadcast.__wrapped__)
-    all_gather = staticmethod(collectives.ring_all_gather.__wrapped__)
-    all_to_all = staticmethod(collectives.all_to_all)
     launches = False
 
     def __init__(
         self, process_group: dist.ProcessGroup, ranks: Sequence[int], world: World, name: str, key: int
     ) -> None:
         self.process_group, self.ranks, self.world, self.name = process_group, ranks, world, name
-        self.rank = process_group.rank()
         self.cuts_messages = world.egress is None  # on an emulated link each piece would pay its latency
-        self.all_reduce = self._all_reduce()
+        self.ranks_per_node = self._ranks_per_node()
         self.sockets = self._sockets(str(key))
         self.direct: sockets.Sockets | tuple[()] = ()
         self._key = key
         self._queue: ThreadPoolExecutor | None = None
-        self._idle: threading.Event | None = None  # of the last asynchronous one; its handle would keep its tensor
+        self._idle: threading.Event | None = None  # set when the last asynchronous one is over
 
-    def _all_reduce(self) -> Callable[..., torch.Tensor]:
+    # The collectives: algorithms without their record, since the operation is on record already.
+
+    def all_reduce(self, operation: Operation, x: torch.Tensor, op: str, async_op: bool) -> Any:
         """One ring; on an emulated topology that asks for it, two levels."""
+        if self.ranks_per_node > 1:
+            two_level = collectives.hierarchical_all_reduce.__wrapped__
+            return self._run(operation, async_op, two_level, x, operation.group, self.ranks_per_node, op)
+        return self._run(operation, async_op, collectives.ring_all_reduce.__wrapped__, x, operation.group, op)
+
+    def broadcast(self, operation: Operation, x: torch.Tensor, root: int, async_op: bool) -> Any:
+        return self._run(operation, async_op, collectives.tree_broadcast.__wrapped__, x, operation.group, root)
+
+    def all_gather(self, operation: Operation, x: torch.Tensor, out: torch.Tensor | None, async_op: bool) -> Any:
+        return self._run(operation, async_op, collectives.ring_all_gather.__wrapped__, x, operation.group, out)
+
+    def reduce_scatter(
+        self, operation: Operation, x: torch.Tensor, op: str, out: torch.Tensor | None, async_op: bool
+    ) -> Any:
+        return self._run(operation, async_op, _reduce_scatter, x, operation.group, op, out)
+
+    def all_to_all(self, operation: Operation, x: torch.Tensor, splits: Splits, async_op: bool) -> Any:
+        return self._run(operation, async_op, collectives.all_to_all, x, operation.group, *splits)
+
+    def run(self, operation: Operation, x: torch.Tensor, body: Callable[[], Any], async_op: bool) -> Any:
+        return self._run(operation, async_op, _to_the_end, body)
+
+    def barrier(self, operation: Operation) -> None:
+        self._run(operation, False, self._barrier)
+
+    def _barrier(self) -> None:
+        with self.torch_errors():
+            dist.barrier(self.process_group)
+
+    def gather_objects(self, operation: Operation, value: Any) -> list[Any]:
+        return self._run(operation, False, self._gather_objects, value)
+
+    def _gather_objects(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * len(self.ranks)
+        with self.torch_errors():
+            dist.all_gather_object(values, value, self.process_group)
+        return values
+
+    def _run(self, operation: Operation, async_op: bool, body: Callable[..., Any], *args: Any) -> Any:
+        """In this thread; behind what the group's own thread still does; or, asynchronously, in that thread."""
+        if operation.depth:  # part of a collective that is running in this thread
+            result = body(*args)
+            return Work(lambda: result) if async_op else result
+        if not async_op and (self._idle is None or self._idle.is_set()):
+            with operation:
+                result = body(*args)
+            operation.record_wait()
+            return result
+        if self._queue is None:
+            self._queue = ThreadPoolExecutor(1, f"minillm-{self.name}", _use, [self.world.device])
+        idle = self._idle = threading.Event()
+        future = self._queue.submit(_perform, operation, _queued_so_far(self.world.device), idle, body, args)
+        work = Work(functools.partial(_in_order, future), future.done, operation.event)
+        return work if async_op else work.wait()
+
+    def exchange(self, operation: Operation, sends: Sequence[Message], recvs: Sequence[Message], eager: bool) -> Work:
+        if operation.depth:
+            transfer = Transfer(self, sends, recvs, operation.tag, eager)
+            return Work(transfer.wait, transfer.done)
+        transfer = Transfer(self, sends, recvs, 0, eager)
+        if eager and not transfer.left():
+            with operation:
+                transfer.leave()
+        return Work(functools.partial(_deliver, operation, transfer), transfer.done, operation.event)
+
+    # Connections and threads.
+
+    def _ranks_per_node(self) -> int:
+        """How many ranks of the group each emulated node has, where all-reduces are to have two levels; else 1."""
         links = self.world.egress and self.world.egress.links
         together = links.neighbours(self.ranks) if getattr(links, "two_level", False) else 1
-        if not 1 < together < len(self.ranks):
-            return collectives.ring_all_reduce.__wrapped__
-        two_level = collectives.hierarchical_all_reduce.__wrapped__
-        return lambda x, group, op: two_level(x, group, together, op)
+        return together if together < len(self.ranks) else 1
 
     def _sockets(self, key: str) -> sockets.Sockets | tuple[()]:
         if self.world.device.type != "cpu" or self.world.egress is not None:
@@ -73,7 +136,6 @@ class CpuBackend:
         return sockets.Sockets(self.process_group, key, near, self.world.timeout)
 
     def connect(self) -> None:
-        """Connections of their own for `eager` messages."""
         if self.sockets and not self.direct:
             self.direct = self._sockets(f"{self._key}-direct")
 
@@ -87,56 +149,8 @@ class CpuBackend:
             if each:
                 each.close()
 
-    def run(self, operation: Operation, body: Callable[[], Any], async_op: bool, own: bool = False) -> Any:
-        """In this thread; behind what the group's own thread still does; or, asynchronously, in that thread."""
-        if not async_op and (self._idle is None or self._idle.is_set()):
-            with operation:
-                result = body()
-            if event := operation.event:
-                event.waited += event.end - event.start
-            return result
-        if self._queue is None:
-            start = functools.partial(_use, self.world.device)
-            self._queue = ThreadPoolExecutor(1, thread_name_prefix=f"minillm-{self.name}", initializer=start)
-        future = self._queue.submit(_perform, operation, body, _queued_so_far(self.world.device))
-        idle = self._idle = threading.Event()
-        future.add_done_callback(lambda _: idle.set())
-        work = Work(lambda: _in_order(*future.result()), future.done, operation.events)
-        return work if async_op else work.wait()
-
-    def post(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int, eager: bool) -> "Transfer":
-        return Transfer(self, sends, recvs, tag, eager)
-
-    def deliver(self, operation: Operation, sends: Sequence[Message], recvs: Sequence[Message], eager: bool) -> Work:
-        transfer = Transfer(self, sends, recvs, 0, eager)
-        if eager and not transfer.left():
-            with operation:
-                transfer.leave()
-
-        def wait() -> None:
-            with operation:
-                transfer.wait()
-
-        return Work(wait, transfer.done, operation.events)
-
-    def reduce_scatter(self, x: torch.Tensor, group: Communicator, op: str, out: torch.Tensor | None) -> torch.Tensor:
-        part = collectives.part_shape(x, group.world_size, "reduce_scatter")
-        return collectives.ring_reduce_scatter.__wrapped__(x, group, op, out).view(part)
-
-    def blocking(self, call: Callable[[], Any]) -> Any:
-        with self.gloo():
-            return call()
-
-    def barrier(self) -> None:
-        self.blocking(lambda: dist.barrier(self.process_group))
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * len(self.ranks)
-        self.blocking(lambda: dist.all_gather_object(values, value, self.process_group))
-        return values
-
     @contextlib.contextmanager
-    def gloo(self) -> Iterator[None]:
+    def torch_errors(self) -> Iterator[None]:
         """gloo tells its errors apart in words only. The clock knows as well whether a wait was too long."""
         start = time.monotonic()
         try:
@@ -153,19 +167,46 @@ class CpuBackend:
         return PeerLostError(f"rank {self.world.rank} lost its partner in group {self.name!r}: {reason}")
 
 
-def _perform(operation: Operation, body: Callable[[], Any], queued: torch.cuda.Event | None) -> tuple:
+def _perform(
+    operation: Operation,
+    queued: torch.cuda.Event | None,
+    idle: threading.Event,
+    body: Callable[..., Any],
+    args: Sequence[Any],
+) -> tuple[Any, torch.cuda.Event | None]:
     """In the group's thread: the result, and where its own stream is."""
-    if queued:
-        torch.cuda.current_stream().wait_event(queued)
-    with operation:
-        result = body()
-    return result, queued and torch.cuda.current_stream().record_event()
+    try:
+        if queued:
+            torch.cuda.current_stream().wait_event(queued)
+        with operation:
+            result = body(*args)
+        return result, queued and torch.cuda.current_stream().record_event()
+    finally:
+        idle.set()
 
 
-def _in_order(result: Any, finished: torch.cuda.Event | None) -> Any:
+def _in_order(future: Future) -> Any:
+    """The result; the current stream waits for the one that it was computed on."""
+    result, finished = future.result()
     if finished:
         torch.cuda.current_stream().wait_event(finished)
     return result
+
+
+def _to_the_end(body: Callable[[], Any]) -> Any:
+    """A body may return the Work of an operation that it has started."""
+    result = body()
+    return result.wait() if isinstance(result, Work) else result
+
+
+def _deliver(operation: Operation, transfer: "Transfer") -> None:
+    with operation:
+        transfer.wait()
+
+
+def _reduce_scatter(x: torch.Tensor, group: Communicator, op: str, out: torch.Tensor | None) -> torch.Tensor:
+    part = part_shape(x, group.world_size, "reduce_scatter")
+    return collectives.ring_reduce_scatter.__wrapped__(x, group, op, out).view(part)
 
 
 def _use(device: torch.device) -> None:
@@ -191,7 +232,7 @@ class Transfer:
         self._near = backend.direct if eager else backend.sockets if tag and sends and recvs else ()
         # Empty tensors have nothing to say: both sides know their size, so both sides skip them.
         sends = [(x.detach().contiguous(), dst) for x, dst in sends if x.numel()]
-        with backend.gloo():
+        with backend.torch_errors():
             self._works = self._post(sends, [(x.detach(), src) for x, src in recvs if x.numel()], tag)
 
     def _post(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> list[dist.Work]:
@@ -266,7 +307,7 @@ class Transfer:
                 if isinstance(work, sockets.Message):
                     work.wait(self.backend.world.timeout)
                 else:
-                    with self.backend.gloo():
+                    with self.backend.torch_errors():
                         work.wait(self.backend.world.timeout)
             except PeerLostError as error:
                 raise self.backend.lost(error) from error
