@@ -8,7 +8,6 @@ Conventions are torch's: `all_reduce` and `broadcast` work in place and return t
 one; `async_op=True` returns a `Work` at once. Ranks in calls (`root`, `src`, `dst`) are ranks inside the group.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -23,9 +22,8 @@ from minillm.comm.diagnostics.mismatch import MismatchCheck
 from minillm.comm.operands import Scratch, check_messages, check_splits, dtype_name, part_shape
 from minillm.comm.operation import Backend, Current, Message, Operation, Work
 from minillm.comm.world import World, backend_name, backends, joined_world
-from minillm.measure.ledger import Event, open_ledgers
+from minillm.measure.ledger import new_event
 
-KNOWN_TEXTS = 1024  # descriptions of operations that are kept: a training step repeats its own
 TORCH_TIMEOUT_S = 1800.0  # torch's own default
 
 
@@ -41,7 +39,7 @@ class Group:
         self._ordinal, self._sequence, self._p2p_sequence = world.next_ordinal(), 0, 0
         self._check = MismatchCheck(world.recorder, world.rank, self.ranks, name, self._ordinal)
         self._current = Current()
-        self._texts: dict[tuple, bytes] = {}
+        self._emulated = world.egress is not None
         self._backend: Backend | None = None
         if self.backend == "gloo":
             self._backend = CpuBackend(process_group, self.ranks, world, name, self._ordinal)
@@ -235,8 +233,8 @@ class Group:
         if self._backend is None:
             self._check_member(op)
         key = op, how, x.shape if same_shape else None, x.dtype
-        text = self._texts.get(key) or self._describe(key)
-        event = self._event(op, x) if open_ledgers() else None
+        text = self._check.texts.get(key) or self._check.describe(*key)
+        event = new_event(op, self.name, x, self._emulated)
         launches = self._backend.launches and not blocks
         self._sequence += 1
         return Operation(self, self._check, self._current, self._ordinal, self._sequence, text, event, launches)
@@ -248,28 +246,10 @@ class Group:
         x, _ = (sends or recvs or [(_NOTHING, 0)])[0]
         waits_for = sorted({self.ranks[peer] for _, peer in recvs or sends})
         text = describe(op, list(x.shape), dtype_name(x), self.ranks, self.name, waits_for)
-        event = self._event(op, x) if open_ledgers() else None
+        event = new_event(op, self.name, x, self._emulated)
         ordinal, self._p2p_sequence = self._ordinal + 1, self._p2p_sequence + 1
         launches = self._backend.launches
         return Operation(self, self._check, self._current, ordinal, self._p2p_sequence, text, event, launches)
-
-    def _describe(self, key: tuple) -> bytes:
-        """The text of an operation on the flight recorder, kept for the next time."""
-        op, how, shape, dtype = key
-        if len(self._texts) >= KNOWN_TEXTS:
-            self._texts.clear()
-        shape = [0] if shape is None else list(shape)
-        name = str(dtype).removeprefix("torch.")
-        text = self._texts[key] = describe(f"{op}({how})" if how else op, shape, name, self.ranks, self.name)
-        return text
-
-    def _event(self, op: str, x: torch.Tensor) -> Event:
-        """The operation's entry in the ledgers that are open."""
-        now, emulated = time.monotonic(), self.world.egress is not None
-        event = Event(op, self.name, 0, 0, tuple(x.shape), dtype_name(x), now, now, emulated=emulated)
-        for ledger in open_ledgers():
-            ledger.record(event)
-        return event
 
     # Bad input, in one sentence.
 

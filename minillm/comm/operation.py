@@ -12,7 +12,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
@@ -186,6 +186,7 @@ class Backend(Protocol):
 
     def torch_errors(self) -> AbstractContextManager:
         """Around a call of torch's that waits for other ranks: tells a lost rank and too long a wait apart."""
+        return nullcontext()
 
     def connect(self) -> None:
         """Open connections for `eager` messages."""

@@ -135,12 +135,6 @@ class NativeBackend(Backend):
         operation.record_wait()
         return values
 
-    def torch_errors(self) -> AbstractContextManager:
-        return nullcontext()
-
-    def connect(self) -> None:
-        """Messages need no connections but torch's."""
-
     def finish(self) -> None:
         if self._on_gpu:
             torch.cuda.synchronize(self.device)
@@ -175,7 +169,7 @@ class NativeBackend(Backend):
         return work if async_op else work.wait()
 
     def _track(self, launch: "Launch") -> None:
-        """Keep the operation announced until it is seen to be done, and its tensors in memory until it is ordered."""
+        """Keep the operation announced until it is seen to be done, and its tensors in memory until `let_go`."""
         operation = launch.operation
         if self._capturing():
             operation.complete()
@@ -186,9 +180,18 @@ class NativeBackend(Backend):
             with torch.cuda.stream(self._observer):
                 launch.order()
                 operation.event.device = DeviceTimes(operation.begin, moment())
-        if self._launched and self._launched[-1].is_ordered:  # the recorder has room for the latest operation only
+        if self._launched and self._launched[-1].is_ordered:
             self._launched[-1].handles = ()
         self._launched.append(launch)
+
+    def let_go(self, launch: "Launch") -> None:
+        """The stream that launched it waits for it, so memory that is freed from now on is used again only behind it.
+
+        Handles hold memory, too. The latest one stays: the recorder shows its operation until it is seen to be done.
+        """
+        launch.is_ordered, launch.tensors = True, None
+        if self._launched and self._launched[-1] is not launch:
+            launch.handles = ()
 
     def retire_finished(self) -> None:
         """Withdraw the announcements of operations that the device has finished."""
@@ -211,8 +214,8 @@ class NativeBackend(Backend):
 class Launch:
     """Calls of torch under way. handles: torch's, one for each; tensors: the memory that they use.
 
-    stream: the one that they were launched from; is_ordered: it waits for them, so memory that is freed from now on is
-    used again only behind them. event: the ledger entry, if they are an operation of their own.
+    stream: the one that they were launched from; is_ordered: it waits for them. event: the ledger entry, if they are an
+    operation of their own.
     """
 
     def __init__(
@@ -226,6 +229,16 @@ class Launch:
         """Make the current stream wait for them."""
         for handle in self.handles:
             handle.wait()
+
+    def order_timed(self, event: Event) -> None:
+        """The same; the ledger gets the time that the stream waits, or the host where there is no device."""
+        clock = time.monotonic if event.device is None else moment
+        start = clock()
+        self.order()
+        if event.device is None:
+            event.waited += clock() - start
+        else:
+            event.device.waits.append((start, clock()))
 
     def is_done(self) -> bool:
         """Whether the device is done with them."""
@@ -263,7 +276,7 @@ class NativeWork(Work):
         if launch.event is None:
             launch.order()
         else:
-            _order_in_time(launch, launch.event)
+            launch.order_timed(launch.event)
         self._waited = True
         if isinstance(self._result, Work):
             self._result = self._result.wait()
@@ -272,21 +285,9 @@ class NativeWork(Work):
         if self._on_side_stream and isinstance(self._result, torch.Tensor):
             self._result.record_stream(torch.cuda.current_stream())
         if self._backend.current_stream() == launch.stream:
-            launch.is_ordered, launch.tensors = True, None
+            self._backend.let_go(launch)
         self._backend.retire_finished()
         return self._result
-
-
-def _order_in_time(launch: Launch, event: Event) -> None:
-    """Order the current stream behind the launch; the ledger gets how long it waits, or the host if there is none."""
-    if event.device is None:
-        start = time.monotonic()
-        launch.order()
-        event.waited += time.monotonic() - start
-    else:
-        start = moment()
-        launch.order()
-        event.device.waits.append((start, moment()))
 
 
 class Queued:

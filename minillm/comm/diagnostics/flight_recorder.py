@@ -63,8 +63,9 @@ class FlightRecorder:
     def __init__(self, path: str | Path, ranks: Sequence[int]) -> None:
         self.ranks = list(ranks)
         self._place = {rank: place for place, rank in enumerate(self.ranks)}
-        self._slot_bytes = HEADER_BYTES + RECORDS * RECORD_BYTES + 2 * len(self.ranks) * NOTE_BYTES
-        size = len(self.ranks) * self._slot_bytes
+        slot_bytes = HEADER_BYTES + RECORDS * RECORD_BYTES + 2 * len(self.ranks) * NOTE_BYTES
+        self._slots = {rank: place * slot_bytes for rank, place in self._place.items()}  # where they begin
+        size = len(self.ranks) * slot_bytes
         with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
             _reserve(file.fileno(), size, Path(path).parent)
             self._map = mmap.mmap(file.fileno(), size)
@@ -82,11 +83,11 @@ class FlightRecorder:
         return rank in self._place
 
     def set_state(self, rank: int, state: int) -> None:
-        self._put(self._slot(rank), _HEADER.pack(os.getpid(), state, time.monotonic()))
+        self._put(self._slots[rank], _HEADER.pack(os.getpid(), state, time.monotonic()))
 
     def state(self, rank: int) -> tuple[int, int, float]:
         """(pid, state, last sign of life); the pid is 0 while the rank has not started."""
-        return self._get(self._slot(rank), _HEADER)
+        return self._get(self._slots[rank], _HEADER)
 
     def post(self, rank: int, ordinal: int, sequence: int, text: bytes, launched: bool = False) -> None:
         """Say that `rank` enters operation number `sequence` of its group number `ordinal`."""
@@ -99,14 +100,18 @@ class FlightRecorder:
         found, latest, since, _, length = self._get(at, _RECORD)
         if found == ordinal and sequence in (None, latest):  # else a later one, or another group's, is in its place
             self._put(at, _RECORD.pack(ordinal, latest, since, DONE, length))
-        self._put(self._slot(rank) + 8, _TIME.pack(time.monotonic()))
+        self._put(self._slots[rank] + 8, _TIME.pack(time.monotonic()))
 
     def conflict(self, rank: int, ordinal: int, sequence: int, text: bytes) -> RecordedOperation | None:
         """What `rank` posted as the same operation of the same group, if it is something else than `text`."""
-        header, theirs = self._entry(self._record(rank, ordinal), _RECORD)
-        if header[:2] != (ordinal, sequence) or theirs == text:
-            return None  # the same; or not there yet, or already further on: nothing to compare
-        return _parsed(header, theirs)
+        at = self._record(rank, ordinal)
+        posted, number, _, _, length = self._get(at, _RECORD)
+        if posted != ordinal or number != sequence:
+            return None  # not there yet or already further on: nothing to compare
+        if self._map[at + _RECORD.size : at + _RECORD.size + length] == text:
+            return None
+        header, theirs = self._entry(at, _RECORD)  # which may have been rewritten since
+        return _parsed(header, theirs) if header[:2] == (ordinal, sequence) and theirs != text else None
 
     def note_message(self, rank: int, peer: int, sending: bool, ordinal: int, number: int, text: str) -> str | None:
         """Note message `number` of this group between two ranks; returns what the other side has noted about it."""
@@ -153,15 +158,12 @@ class FlightRecorder:
         same = self._get(at, layout)[:2] == header[:2]
         return (header if same else (header[0], -1, *header[2:])), text
 
-    def _slot(self, rank: int) -> int:
-        return self._place[rank] * self._slot_bytes
-
     def _note(self, rank: int, peer: int, sending: bool) -> int:
         place = 2 * self._place[peer] + sending
-        return self._slot(rank) + HEADER_BYTES + RECORDS * RECORD_BYTES + place * NOTE_BYTES
+        return self._slots[rank] + HEADER_BYTES + RECORDS * RECORD_BYTES + place * NOTE_BYTES
 
     def _record(self, rank: int, ordinal: int) -> int:
-        return self._slot(rank) + HEADER_BYTES + ordinal % RECORDS * RECORD_BYTES
+        return self._slots[rank] + HEADER_BYTES + ordinal % RECORDS * RECORD_BYTES
 
 
 def _reserve(file: int, size: int, folder: Path) -> None:

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 
 import torch
 
-from minillm.comm.diagnostics.flight_recorder import FlightRecorder
+from minillm.comm.diagnostics.flight_recorder import FlightRecorder, describe
 from minillm.comm.diagnostics.hang_report import hang_report
 from minillm.comm.errors import HangError, MismatchError
+
+KNOWN_TEXTS = 1024
 
 
 class MismatchCheck:
@@ -20,6 +22,18 @@ class MismatchCheck:
         self._recorder, self._me, self._ranks, self._name, self._ordinal = recorder, me, ranks, name, ordinal
         self._others = [rank for rank in ranks if rank != me and recorder.has(rank)]
         self._messages: Counter[tuple[bool, int]] = Counter()  # (sending?, peer) -> messages so far
+        self.texts: dict[tuple, bytes] = {}  # (op, how, shape, dtype) -> text
+
+    def describe(self, op: str, how: str, shape: torch.Size | None, dtype: torch.dtype) -> bytes:
+        """The text of a collective, by which ranks compare it; kept, since a training step repeats its own.
+
+        how: what else has to be equal, such as "root=1". shape: None if ranks may have different ones."""
+        if len(self.texts) >= KNOWN_TEXTS:
+            self.texts.clear()
+        sizes, name = [0] if shape is None else list(shape), str(dtype).removeprefix("torch.")
+        text = describe(f"{op}({how})" if how else op, sizes, name, self._ranks, self._name)
+        self.texts[op, how, shape, dtype] = text
+        return text
 
     def announce(self, ordinal: int, sequence: int, text: bytes, launched: bool = False) -> None:
         """Post an operation. MismatchError if another rank has posted another text for this collective."""
