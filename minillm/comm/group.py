@@ -64,6 +64,8 @@ class Group:
         """
         if not dist.is_initialized():
             raise ValueError("no process group yet: call torch.distributed.init_process_group() or Accelerator() first")
+        if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(f"rank {dist.get_rank()} is not in the process group: only its members make a Group of it")
         process_group = process_group or dist.group.WORLD
         gpus = torch.cuda.is_available() and "cuda" in backends(process_group)
         device = torch.device(device if device is not None else "cuda" if gpus else "cpu")

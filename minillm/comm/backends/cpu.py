@@ -1,16 +1,16 @@
 """The CPU's backend: minillm's own collectives, made of point-to-point messages.
 
 A collective runs in the calling thread; asynchronous ones run one after the other in a thread of the group. Its
-messages are a `Transfer`, which posts any number of sends and receives at once, so that no order of sends can deadlock,
-and hides three differences: a collective's exchanges between ranks of one machine take sockets of our own; gloo moves
-CPU memory only, so tensors on a GPU take a detour; and an emulated link delivers later than the real wire. For the
-last, the sender adds a stamp (the delivery time, 8 bytes, not counted: it belongs to the emulation) and both sides wait
-for that time.
+messages are a `Transfer`, which posts any number of sends and receives at once, so that no order of sends can deadlock.
+It hides three differences: exchanges of a collective between ranks of one machine use sockets of our own; gloo moves
+CPU memory only, so tensors on a GPU are copied to the host and back; and an emulated link delivers later than the real
+wire. For the last, the sender adds a stamp (the delivery time, 8 bytes, not counted: it belongs to the emulation), and
+both sides wait for that time.
 
-A socket takes a small message whether or not anybody is there; gloo's send returns once the other side receives. So
-sockets serve where every rank both sends and receives in each step, as in a ring: nobody gets through alone. What goes
-one way only, as in a tree, stays with gloo: a broadcast that another rank never joins is noticed. `eager` messages take
-sockets too: their sender has said that it need not notice.
+Sockets are used only when each rank sends and receives in every step, as in a ring, because a socket's send completes
+even if the peer never joins; gloo's send completes once the peer receives. One-way messages, as in a tree, stay with
+gloo, so a broadcast that another rank never joins is noticed. `eager` messages use sockets as well: their sender has
+agreed not to notice.
 """
 
 import contextlib
@@ -32,11 +32,11 @@ from minillm.comm.operation import Backend, Communicator, Message, Operation, Sp
 from minillm.comm.world import World
 
 STAMP = 1 << 24  # added to the tag of a message that carries a delivery time
-GLANCE_S = 0.002  # how long `done` looks before it says no
+GLANCE_S = 0.002  # how long `done` waits before it returns False
 
 
 class CpuBackend(Backend):
-    """ranks: the members' global ranks; key: a name for their sockets that no other group has."""
+    """ranks: the members' global ranks; key: names their sockets, unique among this rank's groups."""
 
     launches = False
 
@@ -52,7 +52,7 @@ class CpuBackend(Backend):
         self._queue: ThreadPoolExecutor | None = None
         self._idle: threading.Event | None = None  # set when the last asynchronous one is over
 
-    # The collectives: algorithms without their record, since the operation is on record already.
+    # The collectives. `__wrapped__` is the algorithm alone: `@collective` would make another operation of it.
 
     def all_reduce(self, operation: Operation, x: torch.Tensor, op: str, async_op: bool) -> Any:
         """One ring; on an emulated topology that asks for it, two levels."""
@@ -95,7 +95,7 @@ class CpuBackend(Backend):
         return values
 
     def _run(self, operation: Operation, async_op: bool, body: Callable[..., Any], *args: Any) -> Any:
-        """In this thread; behind what the group's own thread still does; or, asynchronously, in that thread."""
+        """Run the body in this thread; in the group's own thread if `async_op` or if that is still busy."""
         if operation.depth:  # part of a collective that is running in this thread
             result = body(*args)
             return Work(lambda: result) if async_op else result
@@ -151,7 +151,7 @@ class CpuBackend(Backend):
 
     @contextlib.contextmanager
     def torch_errors(self) -> Iterator[None]:
-        """gloo tells its errors apart in words only. The clock knows as well whether a wait was too long."""
+        """gloo's errors have one type. How long the call took tells a timeout from a lost rank."""
         start = time.monotonic()
         try:
             yield
@@ -174,7 +174,7 @@ def _perform(
     body: Callable[..., Any],
     args: Sequence[Any],
 ) -> tuple[Any, torch.cuda.Event | None]:
-    """In the group's thread: the result, and where its own stream is."""
+    """In the group's thread: returns the result, and the end of it on this thread's stream."""
     try:
         if queued:
             torch.cuda.current_stream().wait_event(queued)
@@ -215,12 +215,12 @@ def _use(device: torch.device) -> None:
 
 
 def _queued_so_far(device: torch.device) -> torch.cuda.Event | None:
-    """What another thread's stream has to wait for before it reads what this one has computed."""
+    """What another thread's stream has to wait for before it reads what this one's has computed."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 class Transfer:
-    """Messages under way; tag: of the collective that they belong to, 0 for none."""
+    """Messages under way. tag: that of the collective they belong to, 0 for none."""
 
     def __init__(
         self, backend: CpuBackend, sends: Sequence[Message], recvs: Sequence[Message], tag: int, eager: bool
@@ -230,7 +230,7 @@ class Transfer:
         self._stamps: list[torch.Tensor] = []
         self._unstage: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._near = backend.direct if eager else backend.sockets if tag and sends and recvs else ()
-        # Empty tensors have nothing to say: both sides know their size, so both sides skip them.
+        # Both sides know the sizes, so both skip empty tensors.
         sends = [(x.detach().contiguous(), dst) for x, dst in sends if x.numel()]
         with backend.torch_errors():
             self._works = self._post(sends, [(x.detach(), src) for x, src in recvs if x.numel()], tag)
@@ -259,15 +259,15 @@ class Transfer:
         return self._unstage[-1][1]
 
     def left(self) -> bool:
-        """Whether all eager sends are on their way."""
+        """Whether all eager sends have been handed to the system."""
         return not any(isinstance(work, sockets.Message) and work.sending and work.parts for work in self._works)
 
     def leave(self) -> None:
-        """Return when they are. (Where nobody drives a connection, what is left of a message would stay behind.)"""
+        """Return when they have been. Nothing would send the rest of a message while no call drives its connection."""
         self._arrive([work for work in self._works if isinstance(work, sockets.Message) and work.sending])
 
     def done(self) -> bool:
-        """Whether `wait` would return at once. gloo cannot tell without waiting, so a thread waits in our place."""
+        """Whether `wait` would return at once. gloo can tell only by waiting, so another thread waits."""
         silent = [work for work in self._works if not isinstance(work, sockets.Message)]
         if silent:
             self._works = [work for work in self._works if work not in silent]
