@@ -113,8 +113,7 @@ class CpuBackend(Backend):
 
     def exchange(self, operation: Operation, sends: Sequence[Message], recvs: Sequence[Message], eager: bool) -> Work:
         if operation.depth:
-            transfer = Transfer(self, sends, recvs, operation.tag, eager)
-            return Work(transfer.wait, transfer.done)
+            return Transfer(self, sends, recvs, operation.tag, eager)
         transfer = Transfer(self, sends, recvs, 0, eager)
         if eager and not transfer.left():
             with operation:
@@ -219,14 +218,16 @@ def _queued_so_far(device: torch.device) -> torch.cuda.Event | None:
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
-class Transfer:
+class Transfer(Work):
     """Messages under way. tag: that of the collective they belong to, 0 for none."""
 
     def __init__(
         self, backend: CpuBackend, sends: Sequence[Message], recvs: Sequence[Message], tag: int, eager: bool
     ) -> None:
         self.backend = backend
-        self._deliver_at, self._waiter, self._error = 0.0, None, None
+        self._deliver_at, self._waited = 0.0, False
+        self._waiter: threading.Thread | None = None
+        self._error: Exception | None = None
         self._stamps: list[torch.Tensor] = []
         self._unstage: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._near = backend.direct if eager else backend.sockets if tag and sends and recvs else ()
@@ -268,6 +269,8 @@ class Transfer:
 
     def done(self) -> bool:
         """Whether `wait` would return at once. gloo can tell only by waiting, so another thread waits."""
+        if self._waited:
+            return True
         silent = [work for work in self._works if not isinstance(work, sockets.Message)]
         if silent:
             self._works = [work for work in self._works if work not in silent]
@@ -284,6 +287,8 @@ class Transfer:
 
     def wait(self) -> None:
         """Return when every message has been delivered. PeerLostError: the other side died meanwhile."""
+        if self._waited:
+            return
         if self._waiter:
             self._waiter.join()
         if self._error:
@@ -294,6 +299,7 @@ class Transfer:
         late = self._delivered_at() - time.monotonic()
         if late > 0:
             time.sleep(late)
+        self._waited = True
 
     def _watch(self, works: Sequence[dist.Work]) -> None:
         try:

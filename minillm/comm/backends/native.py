@@ -71,7 +71,7 @@ class NativeBackend(Backend):
             operation.record_ring_bytes((self.world_size - 1) * x.nbytes)
             dense = x.detach().contiguous()
             handle = _ALL_GATHER(out.flatten(), dense.flatten(), self.process_group, async_op=True)
-        return self._launch(operation, [handle], dense, out, async_op)
+        return self._launch(operation, [handle], (dense, out), out, async_op)
 
     def reduce_scatter(
         self, operation: Operation, x: torch.Tensor, op: str, out: torch.Tensor | None, async_op: bool
@@ -84,7 +84,7 @@ class NativeBackend(Backend):
             operation.record_ring_bytes((self.world_size - 1) * out.nbytes)
             dense = x.detach().contiguous()
             handle = _REDUCE_SCATTER(out, dense, _OPS[op], self.process_group, async_op=True)
-        return self._launch(operation, [handle], dense, out, async_op)
+        return self._launch(operation, [handle], (dense, out), out, async_op)
 
     def all_to_all(self, operation: Operation, x: torch.Tensor, splits: Splits, async_op: bool) -> Any:
         rows_from, rows_to = splits
@@ -94,7 +94,7 @@ class NativeBackend(Backend):
             stays = len(x) // self.world_size if rows_to is None else rows_to[self.rank]
             operation.record_ring_bytes((len(x) - stays) * x[:1].nbytes)
             handle = dist.all_to_all_single(out, dense, rows_from, rows_to, self.process_group, async_op=True)
-        return self._launch(operation, [handle], dense, out, async_op)
+        return self._launch(operation, [handle], (dense, out), out, async_op)
 
     def exchange(self, operation: Operation, sends: Sequence[Message], recvs: Sequence[Message], eager: bool) -> Work:
         """Sends and receives in one call, so that no order of theirs can deadlock."""
