@@ -1,10 +1,12 @@
-"""Ranks and what they say to each other: launch, groups, meshes, collectives, emulated links.
+"""Communication between ranks: launch, groups, meshes, collectives, emulated links.
 
-To read a ring all-reduce: `group.py` (the call), `operation.py` (on record), `backends/cpu.py` (in which thread, by
-which messages), `collectives.py` (the algorithm), `backends/sockets.py` (the bytes). On NCCL: `group.py`,
-`operation.py`, `backends/native.py`. What these three share is named in `protocol.py`.
-To read `launch`: `launch/launcher.py` (the caller), `launch/worker.py` (a rank), `diagnostics/flight_recorder.py` (what
-each rank does), `diagnostics/hang_report.py` (who waits for whom), `launch/torchrun.py` (ranks already there).
+A collective on NCCL: `group.py` (the call), `operation.py` (its record, its handle, what a backend has to offer),
+`backends/native.py` (the launch and the wait).
+A ring all-reduce on the CPU: `group.py`, `operation.py`, `backends/cpu.py` (which thread runs it, which messages it
+sends), `collectives.py` (the algorithm), `backends/sockets.py` (the bytes).
+What an operation leaves for others to see: `diagnostics/mismatch.py`, `diagnostics/flight_recorder.py`.
+`launch`: `launch/launcher.py` (the caller), `launch/worker.py` (a rank), `diagnostics/hang_report.py` (who waits for
+whom), `launch/torchrun.py` (ranks that torchrun has started).
 """
 
 from minillm.comm.collectives import (
@@ -24,7 +26,7 @@ from minillm.comm.group import Group
 from minillm.comm.launch.launcher import launch
 from minillm.comm.launch.torchrun import is_root
 from minillm.comm.mesh import Mesh
-from minillm.comm.work import Work
+from minillm.comm.operation import Work
 
 __all__ = [
     "Group",

@@ -2,15 +2,15 @@
 
     ring reduce-scatter   N-1 rounds; each rank passes a growing partial sum of one chunk to its right neighbour
     ring all-gather       N-1 rounds; each rank passes on the chunk it received last
-    ring all-reduce       the two after each other: 2(N-1)/N of the tensor per rank, the least possible
+    ring all-reduce       one after the other: 2(N-1)/N of the tensor per rank, the least possible
     binomial tree         ceil(log2 N) rounds of the whole tensor: few rounds, so good for small tensors
     recursive doubling    log2 N rounds, each with a partner twice as far away
     two-level             ring inside the node, ring across nodes on 1/g of the tensor, ring inside the node
     pairwise all-to-all   N-1 rounds; in round s with the ranks s to the right and s to the left
-    parameter server      everything through one rank, to see why nobody does it
+    parameter server      everything through one rank, to measure why it is not done
 
 A tensor is cut into N chunks as `torch.tensor_split` does, so no size needs padding. Rings that add take a large tensor
-slab by slab, a piece of every chunk at a time, so that what arrives is still in the cache when it is added and sent on.
+slab by slab, a piece of every chunk at a time: a partial sum is still in the cache when it is added and sent on.
 `x` may have any shape and layout; reductions and broadcasts work in place. With `async_op=True` each returns a handle.
 Patarasuk & Yuan 2009 (ring), Thakur, Rabenseifner & Gropp 2005 (the rest); `predict/comms.py` has the cost of each.
 """
@@ -30,7 +30,7 @@ from minillm.comm.operands import (
     part_shape,
     write_back,
 )
-from minillm.comm.protocol import Communicator, Message, Ranks
+from minillm.comm.operation import Communicator, Message, Ranks
 
 SEGMENT_BYTES = 2 << 20  # the largest message of a ring that adds: pieces of this size stay in the cache
 
@@ -39,7 +39,7 @@ SEGMENT_BYTES = 2 << 20  # the largest message of a ring that adds: pieces of th
 def ring_reduce_scatter(
     x: torch.Tensor, group: Communicator, op: str = "sum", out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """This rank's chunk (1-D) of the reduced x; x itself is left alone. Sends (N-1)/N of x. out: where to put it."""
+    """This rank's chunk (1-D) of the reduced x; x does not change. Sends (N-1)/N of x. out: where to put the chunk."""
     flat = flatten(x)
     own = flat.tensor_split(group.world_size)[group.rank]
     out = torch.empty_like(own) if out is None else checked_output(out, own, own.numel())
@@ -93,7 +93,7 @@ def _slabs(flat: torch.Tensor, group: Ranks) -> list[tuple[torch.Tensor, ...]]:
 
 
 def _reduce_ring(chunks: Sequence[torch.Tensor], out: torch.Tensor, group: Ranks, op: str) -> None:
-    """Ring reduce-scatter into `out`, which may be chunk r itself; nothing else of the chunks changes.
+    """Ring reduce-scatter into `out`, which may be chunk r itself; no other chunk changes.
 
     In round s, rank r sends its partial sum of chunk r-s-1 and receives that of chunk r-s-2, to which it adds its own.
     """
@@ -135,7 +135,7 @@ def tree_broadcast(x: torch.Tensor, group: Communicator, root: int = 0) -> torch
 
 @collective
 def tree_reduce(x: torch.Tensor, group: Communicator, root: int = 0, op: str = "sum") -> torch.Tensor:
-    """The broadcast tree run backwards. x holds the result on root; elsewhere it is left alone."""
+    """The broadcast tree run backwards. x holds the result on root; on other ranks it does not change."""
     group.check_rank("root", root)
     n, place = group.world_size, (group.rank - root) % group.world_size
     total = x.detach().contiguous().flatten()
@@ -181,7 +181,7 @@ def recursive_doubling_all_reduce(x: torch.Tensor, group: Communicator, op: str 
 
 @collective
 def hierarchical_all_reduce(x: torch.Tensor, group: Communicator, ranks_per_node: int, op: str = "sum") -> torch.Tensor:
-    """Reduce-scatter in the node, all-reduce across nodes between ranks of the same place, all-gather in the node.
+    """Reduce-scatter in each node, all-reduce between ranks with equal places in theirs, all-gather in each node.
 
     Nodes are `ranks_per_node` consecutive ranks. Each rank sends only 1/g of x to other nodes, all at the same time.
     """
@@ -202,7 +202,7 @@ def hierarchical_all_reduce(x: torch.Tensor, group: Communicator, ranks_per_node
 
 @collective
 def pairwise_all_to_all(x: torch.Tensor, group: Communicator, out: torch.Tensor | None = None) -> torch.Tensor:
-    """[N * n, ...]: part j of rank i becomes part i of rank j. Sends (N-1)/N of x; its own part stays.
+    """[N * n, ...]: part j of rank i becomes part i of rank j. Sends (N-1)/N of x; a rank's own part stays.
 
     out: where to put it, a tensor like x but not x.
     """
@@ -232,7 +232,7 @@ def _exchange_parts(outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.T
 
 @collective
 def parameter_server_all_reduce(x: torch.Tensor, group: Communicator, root: int = 0, op: str = "sum") -> torch.Tensor:
-    """Everybody sends x to root, root adds and sends the sum to everybody: 2(N-1) times x through one rank."""
+    """Every rank sends x to root, which adds and sends the sum to every rank: 2(N-1) times x through one rank."""
     group.check_rank("root", root)
     flat = flatten(x)
     combine, others = combiner(op, flat), [rank for rank in range(group.world_size) if rank != root]
@@ -251,7 +251,7 @@ def parameter_server_all_reduce(x: torch.Tensor, group: Communicator, root: int 
 
 
 class _Slice:
-    """Some ranks of a group, numbered from 0: two-level algorithms need no process groups of their own."""
+    """Some ranks of a group, numbered from 0, so that a two-level algorithm needs no process groups of its own."""
 
     def __init__(self, group: Communicator, ranks: range) -> None:
         self._group, self._ranks = group, ranks

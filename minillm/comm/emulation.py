@@ -1,8 +1,8 @@
 """Emulated links: a message takes `latency + bytes / bandwidth`, however fast the real wire is.
 
-Real multi-node networks are 10 to 100 times slower than the wires inside a node; a laptop has neither. A `Link` paces
-messages so that the *shape* of the problem is there: the sender stamps each message with the time at which the emulated
-wire would have delivered it, and neither side's handle is done before that. Messages of one rank over one link queue up
+Real multi-node networks are 10 to 100 times slower than the links inside a node; a laptop has neither. A `Link` paces
+messages so that costs have the same *shape*: the sender stamps each message with the time at which the emulated wire
+would have delivered it, and neither side's handle is done before that. Messages of one rank over one link queue up
 behind each other, as they do in a network card. Every number measured this way is labelled *emulated*.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Link:
-    """One direction of one rank's connection: `latency_s` seconds per message, then bytes at the bandwidth."""
+    """One direction of one rank's connection: a message takes `latency_s` plus its bytes divided by the bandwidth."""
 
     latency_s: float = 0.0
     bandwidth_bytes_per_s: float = float("inf")
@@ -27,21 +27,21 @@ class Link:
             raise ValueError(f"bandwidth_bytes_per_s={self.bandwidth_bytes_per_s} must be positive, for example 1e9")
 
     def seconds(self, num_bytes: int) -> float:
-        """Time of one message alone on the wire."""
+        """The time of one message that is alone on the wire."""
         return self.latency_s + num_bytes / self.bandwidth_bytes_per_s
 
     def between(self, src: int, dst: int) -> "Link":
-        """The link that a message from global rank src to global rank dst takes: this one, for any two ranks."""
+        """The link of a message from global rank src to global rank dst: this one, for any two ranks."""
         return self
 
 
 @dataclass(frozen=True)
 class Topology:
-    """Nodes of `ranks_per_node` consecutive ranks: `intra` between ranks of one node (None: as fast as it really is),
-    `inter` between nodes. Each rank has its own network card, as in a node with a card per GPU.
+    """Nodes of `ranks_per_node` consecutive ranks: `inter` is the link between nodes, `intra` that between ranks of one
+    node (None: not paced). Each rank has its own network card, as in a node with a card per GPU.
 
-    seats: where each rank sits, counted node by node; None: rank r on seat r. two_level: all-reduces over several nodes
-    run as `hierarchical_all_reduce`, where each node has equally many of the group's ranks, neighbours in it.
+    seats: the seat of each rank, counted node by node; None: rank r has seat r. two_level: an all-reduce over several
+    nodes runs as `hierarchical_all_reduce` if its ranks are evenly spread and those of a node are neighbours.
     """
 
     ranks_per_node: int
@@ -60,7 +60,7 @@ class Topology:
         return (rank if self.seats is None else self.seats[rank]) // self.ranks_per_node
 
     def neighbours(self, ranks: Sequence[int]) -> int:
-        """How many ranks of a group each node has, if equally many and next to each other in the group; otherwise 1."""
+        """How many ranks of a group each node has, if all have as many and they are neighbours in the group; else 1."""
         nodes = [self.node(rank) for rank in ranks]
         together = len(nodes) // len(set(nodes))
         runs = [nodes[first : first + together] for first in range(0, len(nodes), together)]

@@ -1,4 +1,4 @@
-"""What can go wrong between ranks, each as one sentence that names the rank."""
+"""Errors between ranks. The message of each is one sentence that names the rank."""
 
 
 class RankError(RuntimeError):
@@ -24,12 +24,12 @@ class HangError(RuntimeError):
 
 
 class MismatchError(ValueError):
-    """Ranks entered the same operation with different shapes, dtypes or even different operations."""
+    """Ranks called different operations at the same point, or the same one with different shapes or dtypes."""
 
 
 class PeerLostError(RuntimeError):
-    """The other side of a message went away: the echo of a failure somewhere else, not its cause."""
+    """The other side of a message has gone: the consequence of a failure on another rank, not its cause."""
 
 
 class WaitedTooLongError(RuntimeError):
-    """A message or a rank did not come in time. `Operation` adds the hang report and makes it a HangError."""
+    """A message or a rank did not arrive in time. `Operation` adds the hang report and raises it as a HangError."""

@@ -1,15 +1,15 @@
 """A group of ranks: the only way anything in minillm communicates.
 
-`Group` wraps a torch.distributed process group. It knows its axis name, writes every operation into the ledger and into
-the flight recorder, and hands it to its backend: messages of our own on the CPU, torch's asynchronous calls on NCCL.
+`Group` wraps a torch.distributed process group. Each collective is two steps: an `Operation`, which stands for the call
+in the ledger, on the flight recorder and in the comparison with the other ranks, and the backend that carries it out:
+messages of our own on the CPU, torch's asynchronous calls on NCCL.
 
 Conventions are torch's: `all_reduce` and `broadcast` work in place and return their tensor, the others return a new
 one; `async_op=True` returns a `Work` at once. Ranks in calls (`root`, `src`, `dst`) are ranks inside the group.
 """
 
-import functools
-import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,15 +19,11 @@ from minillm.comm.backends.cpu import CpuBackend
 from minillm.comm.backends.native import NativeBackend
 from minillm.comm.diagnostics.flight_recorder import describe
 from minillm.comm.diagnostics.mismatch import MismatchCheck
-from minillm.comm.operands import check_messages, check_splits, dtype_name, part_shape
-from minillm.comm.operation import Inside, Operation
-from minillm.comm.protocol import Backend, Message
-from minillm.comm.scratch import Scratch
-from minillm.comm.work import Work
+from minillm.comm.operands import Scratch, check_messages, check_splits, dtype_name, part_shape
+from minillm.comm.operation import Backend, Current, Message, Operation, Work
 from minillm.comm.world import World, backend_name, backends, joined_world
-from minillm.measure.ledger import Event, open_ledgers
+from minillm.measure.ledger import new_event
 
-KNOWN_TEXTS = 1024  # descriptions of operations that are kept: a training step repeats its own
 TORCH_TIMEOUT_S = 1800.0  # torch's own default
 
 
@@ -42,8 +38,8 @@ class Group:
         self.scratch = Scratch()
         self._ordinal, self._sequence, self._p2p_sequence = world.next_ordinal(), 0, 0
         self._check = MismatchCheck(world.recorder, world.rank, self.ranks, name, self._ordinal)
-        self._inside = Inside()
-        self._texts: dict[tuple, bytes] = {}
+        self._current = Current()
+        self._emulated = world.egress is not None
         self._backend: Backend | None = None
         if self.backend == "gloo":
             self._backend = CpuBackend(process_group, self.ranks, world, name, self._ordinal)
@@ -68,6 +64,8 @@ class Group:
         """
         if not dist.is_initialized():
             raise ValueError("no process group yet: call torch.distributed.init_process_group() or Accelerator() first")
+        if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(f"rank {dist.get_rank()} is not in the process group: only its members make a Group of it")
         process_group = process_group or dist.group.WORLD
         gpus = torch.cuda.is_available() and "cuda" in backends(process_group)
         device = torch.device(device if device is not None else "cuda" if gpus else "cpu")
@@ -95,19 +93,19 @@ class Group:
 
     def all_reduce(self, x: torch.Tensor, op: str = "sum", async_op: bool = False) -> Any:
         """Every rank gets the sum (avg, max, min) over the ranks, in place. Same shape and dtype on every rank."""
-        how = "" if op == "sum" else f"op={op}"
-        return self._run("all_reduce", x, lambda: self._backend.all_reduce(x, self, op), async_op, how=how)
+        operation = self._operation("all_reduce", x, "" if op == "sum" else f"op={op}")
+        return self._backend.all_reduce(operation, x, op, async_op)
 
     def broadcast(self, x: torch.Tensor, root: int = 0, async_op: bool = False) -> Any:
         """Every rank gets root's x, in place."""
         self.check_rank("root", root)
-        how = f"root={root}" if root else ""
-        return self._run("broadcast", x, lambda: self._backend.broadcast(x, self, root), async_op, how=how)
+        operation = self._operation("broadcast", x, f"root={root}" if root else "")
+        return self._backend.broadcast(operation, x, root, async_op)
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor | None = None, async_op: bool = False) -> Any:
         """x: [n, ...] on each rank -> [world_size * n, ...]: the ranks' tensors in rank order."""
-        body = lambda: self._backend.all_gather(x, self, out)  # noqa: E731
-        return self._run("all_gather", x, body, async_op, same=out is None)
+        operation = self._operation("all_gather", x, same_shape=out is None)
+        return self._backend.all_gather(operation, x, out, async_op)
 
     def reduce_scatter(
         self, x: torch.Tensor, op: str = "sum", async_op: bool = False, out: torch.Tensor | None = None
@@ -117,8 +115,8 @@ class Group:
         out: where to put it (contiguous, n elements); it may be this rank's part of x itself.
         """
         part_shape(x, self.world_size, "reduce_scatter")
-        how = "" if op == "sum" else f"op={op}"
-        return self._run("reduce_scatter", x, lambda: self._backend.reduce_scatter(x, self, op, out), async_op, how=how)
+        operation = self._operation("reduce_scatter", x, "" if op == "sum" else f"op={op}")
+        return self._backend.reduce_scatter(operation, x, op, out, async_op)
 
     def all_to_all(
         self,
@@ -132,17 +130,41 @@ class Group:
         input_splits[j]: rows that go to rank j; output_splits[i]: rows that come from rank i; None: equal parts.
         """
         check_splits(x, self.world_size, output_splits, input_splits)
-        splits = [None if sizes is None else list(sizes) for sizes in (output_splits, input_splits)]
-        body = lambda: self._backend.all_to_all(x, self, *splits)  # noqa: E731
-        return self._run("all_to_all", x, body, async_op, same=splits == [None, None])
+        splits = tuple(rows if rows is None else list(rows) for rows in (output_splits, input_splits))
+        operation = self._operation("all_to_all", x, same_shape=splits == (None, None))
+        return self._backend.all_to_all(operation, x, splits, async_op)
 
     def barrier(self) -> None:
         """Return when every rank of the group has called it."""
-        self._run("barrier", _NOTHING, lambda: self._backend.barrier(), blocks=True)
+        operation = self._operation("barrier", _NOTHING, blocks=True)
+        self._backend.barrier(operation)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank gets the list of all ranks' (small, picklable) values, in rank order."""
-        return self._run("gather_objects", _NOTHING, lambda: self._backend.gather_objects(value), blocks=True)
+        operation = self._operation("gather_objects", _NOTHING, blocks=True)
+        return self._backend.gather_objects(operation, value)
+
+    def run(
+        self,
+        op: str,
+        x: torch.Tensor,
+        body: Callable[[], Any],
+        async_op: bool = False,
+        same_shape: bool = True,
+        how: str = "",
+    ) -> Any:
+        """Run `body` as one collective called `op`: all messages and collectives inside it are counted as part of it.
+
+        same_shape: x has the same shape on every rank, so that a rank with another one can be named. how: what else
+        has to be equal (op, root). Asynchronous ones run one after the other: on the CPU in a thread of this group, on
+        a GPU on a stream of it.
+        """
+        if self._current.operation is not None:
+            result = body()
+            work = result if isinstance(result, Work) else Work(lambda: result)
+            return work if async_op else work.wait()
+        operation = self._operation(op, x, how, same_shape)
+        return self._backend.run(operation, x, body, async_op)
 
     def subgroup(self, ranks: Sequence[int], name: str) -> "Group":
         """A group of some ranks of this one. Every rank of the *world* calls it, members or not."""
@@ -155,9 +177,9 @@ class Group:
         members, everybody = [self.ranks[rank] for rank in ranks], list(range(dist.get_world_size()))
         text = describe("make group", [0], "", everybody, name)
         backend = None if self.backend in ("none", dist.get_backend()) else self.backend
-        make = functools.partial(dist.new_group, members, timeout=self.world.timeout, backend=backend)
-        with Operation(self._check, self._inside, 0, 2 + self.world.groups, text, None):
-            process_group = self._backend.blocking(make) if self._backend else make()
+        operation = Operation(self, self._check, self._current, 0, 2 + self.world.groups, text, event=None)
+        with operation, self._backend.torch_errors() if self._backend else nullcontext():
+            process_group = dist.new_group(members, timeout=self.world.timeout, backend=backend)
         return Group(self.world, process_group, members, name)
 
     # Point-to-point messages.
@@ -186,99 +208,50 @@ class Group:
 
         Returns when every message has been delivered (`async_op`: a Work for that).
         eager, on both sides, after `connect`: a message leaves at once, whether or not the other side asks for it yet,
-        and no thread carries it: a fraction of the time where it is small. One that the connection's buffer (4 MB) has
-        no room for holds its sender up until it has.
+        and no thread carries it, which takes a fraction of the time of a small one. A message that does not fit into
+        the connection's buffer (4 MB) holds its sender up until it does.
         """
         sends, recvs = _as_list(send), _as_list(recv)
         self._check_member("send or recv")
         check_messages(self, sends, recvs)
-        num_bytes, messages = sum(x.nbytes for x, _ in sends), sum(x.numel() > 0 for x, _ in sends)
-        if inside := self._inside.operation:
-            inside.bytes += num_bytes
-            inside.messages += messages
-            posted = self._backend.post(sends, recvs, inside.tag, eager)
-            return Work(posted.wait, posted.done) if async_op else posted.wait()
+        operation = self._current.operation or self._message_operation(sends, recvs)
+        if operation.event is not None:
+            operation.event.bytes += sum(x.nbytes for x, _ in sends)
+            operation.event.messages += sum(x.numel() > 0 for x, _ in sends)
+        work = self._backend.exchange(operation, sends, recvs, eager)
+        return work if async_op else work.wait()
+
+    # An operation: what the diagnostics and the ledger know of a call.
+
+    def _operation(
+        self, op: str, x: torch.Tensor, how: str = "", same_shape: bool = True, blocks: bool = False
+    ) -> Operation:
+        """A new operation; inside another one, that one: a collective inside a collective is part of it.
+
+        how, same_shape: as in `run`. blocks: the host waits for it on any backend.
+        """
+        if self._current.operation is not None:
+            return self._current.operation
+        if self._backend is None:
+            self._check_member(op)
+        key = op, how, x.shape if same_shape else None, x.dtype
+        text = self._check.texts.get(key) or self._check.describe(*key)
+        event = new_event(op, self.name, x, self._emulated)
+        launches = self._backend.launches and not blocks
+        self._sequence += 1
+        return Operation(self, self._check, self._current, self._ordinal, self._sequence, text, event, launches)
+
+    def _message_operation(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Operation:
+        """Messages outside a collective are an operation of their own, compared with the other side's."""
         self._check.compare_messages(sends, recvs)
         op = "exchange" if sends and recvs else "send" if sends else "recv"
         x, _ = (sends or recvs or [(_NOTHING, 0)])[0]
         waits_for = sorted({self.ranks[peer] for _, peer in recvs or sends})
         text = describe(op, list(x.shape), dtype_name(x), self.ranks, self.name, waits_for)
-        self._p2p_sequence += 1
-        numbers, event = (self._ordinal + 1, self._p2p_sequence), self._event(op, x, num_bytes, messages)
-        operation = Operation(self._check, self._inside, *numbers, text, event, self._backend.launches)
-        operation.bytes, operation.messages = num_bytes, messages
-        work = self._backend.deliver(operation, sends, recvs, eager)
-        return work if async_op else work.wait()
-
-    # How a collective is run: recorded, announced, by the backend.
-
-    def run(
-        self,
-        op: str,
-        x: torch.Tensor,
-        body: Callable[[], Any],
-        async_op: bool = False,
-        same: bool = True,
-        how: str = "",
-    ) -> Any:
-        """Run `body` as one collective called `op`: every message inside it is counted as part of it.
-
-        same: x has the same shape on every rank, so that a rank with another one can be named; how: what else has to
-        be the same (op, root). A collective inside another one is part of it. Asynchronous ones run one after the
-        other: on the CPU in a thread of this group, on a GPU on a stream of it.
-        """
-        return self._run(op, x, body, async_op, same, how, own=False)
-
-    def _run(
-        self,
-        op: str,
-        x: torch.Tensor,
-        body: Callable[[], Any],
-        async_op: bool = False,
-        same: bool = True,
-        how: str = "",
-        own: bool = True,
-        blocks: bool = False,
-    ) -> Any:
-        """own: one of the backend's own collectives; blocks: the host waits for it on any backend."""
-        if self._inside.operation is not None:
-            result = body()
-            work = result if isinstance(result, Work) else Work(lambda: result)
-            return work if async_op else work.wait()
-        if self._backend is None:
-            self._check_member(op)
-        key = op, how, x.shape if same else None, x.dtype
-        text = self._texts.get(key) or self._describe(key)
-        self._sequence += 1
-        launches = self._backend.launches and not blocks
-        event = self._event(op, x, 0, 0)
-        operation = Operation(self._check, self._inside, self._ordinal, self._sequence, text, event, launches)
-        return self._backend.run(operation, body, async_op, own)
-
-    def _describe(self, key: tuple) -> bytes:
-        """The text of an operation on the flight recorder, kept for the next time."""
-        op, how, shape, dtype = key
-        if len(self._texts) >= KNOWN_TEXTS:
-            self._texts.clear()
-        shape = [0] if shape is None else list(shape)
-        name = str(dtype).removeprefix("torch.")
-        text = self._texts[key] = describe(f"{op}({how})" if how else op, shape, name, self.ranks, self.name)
-        return text
-
-    def _event(self, op: str, x: torch.Tensor, num_bytes: int, messages: int) -> Event | None:
-        """The operation's entry in the ledgers that are open."""
-        if not (ledgers := open_ledgers()):
-            return None
-        now, emulated = time.monotonic(), self.world.egress is not None
-        event = Event(op, self.name, num_bytes, messages, tuple(x.shape), dtype_name(x), now, now, emulated=emulated)
-        for ledger in ledgers:
-            ledger.record(event)
-        return event
-
-    def assume(self, num_bytes: int) -> None:
-        """Called by a collective whose messages cannot be counted: what this rank sends by the ring formula."""
-        operation = self._inside.operation
-        operation.bytes, operation.counted = operation.bytes + num_bytes, False
+        event = new_event(op, self.name, x, self._emulated)
+        ordinal, self._p2p_sequence = self._ordinal + 1, self._p2p_sequence + 1
+        launches = self._backend.launches
+        return Operation(self, self._check, self._current, ordinal, self._p2p_sequence, text, event, launches)
 
     # Bad input, in one sentence.
 

@@ -1,4 +1,4 @@
-"""A mesh: the ranks laid out along named axes, a group for every line of it.
+"""A mesh: the ranks laid out along named axes, with a group for every line of ranks along an axis.
 
     Mesh(group, dp=2, tp=4)     rank = dp_index * 4 + tp_index, the last axis varies fastest
 
@@ -6,10 +6,10 @@
     dp  0       0 1 2 3         mesh.dp on rank 5 is the group of ranks 1 5
     |   1       4 5 6 7
 
-Neighbouring ranks share a node, so the axis that talks most goes last. `mesh.joined("dp", "cp")` is one group over two
-axes: the ranks that differ from this one in those alone. Built on torch's DeviceMesh, which stays available as
-`mesh.device_mesh` for DTensor and FSDP2. Each group has threads and connections: a program that makes many meshes ends
-each of them, `with Mesh(group, dp=2, tp=4) as mesh:` or `mesh.close()`.
+Neighbouring ranks share a node, so the axis that communicates most goes last. `mesh.joined("dp", "cp")` is one group
+over two axes: the ranks that differ from this one in no other axis. A mesh is built on torch's DeviceMesh, available as
+`mesh.device_mesh` for DTensor and FSDP2. Each group has threads and connections, so a program that makes many meshes
+closes each of them: `with Mesh(group, dp=2, tp=4) as mesh:` or `mesh.close()`.
 """
 
 import math
@@ -27,12 +27,12 @@ class Mesh:
         if not axes or any(not isinstance(size, int) or size < 1 for size in axes.values()):
             raise ValueError(f"axes {axes} must be names with a size of 1 or more, for example Mesh(group, dp=2, tp=2)")
         if taken := [name for name in axes if hasattr(Mesh, name) or name in ("axes", "device_mesh")]:
-            raise ValueError(f"axis {taken[0]!r} has the name of something else that a mesh has: choose another")
+            raise ValueError(f"axis {taken[0]!r} has the name of an attribute of Mesh: choose another name")
         if math.prod(axes.values()) != group.world_size:
             product = " * ".join(f"{name}={size}" for name, size in axes.items())
             raise ValueError(f"{product} is {math.prod(axes.values())} ranks, but the group has {group.world_size}")
         if group.world_size != dist.get_world_size():
-            raise ValueError(f"a mesh lies over all {dist.get_world_size()} ranks, not over group {group.name!r}")
+            raise ValueError(f"a mesh covers all {dist.get_world_size()} ranks, not only group {group.name!r}")
         self.axes = dict(axes)
         how = {} if group.backend == dist.get_backend() else {"backend_override": dict.fromkeys(axes, group.backend)}
         self.device_mesh = init_device_mesh(group.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes), **how)
@@ -42,7 +42,7 @@ class Mesh:
         group.world.kept.append(self)
 
     def close(self) -> None:
-        """Ends the groups, with their threads and connections, once all ranks are here: every rank calls it."""
+        """Ends the groups, with their threads and connections. Every rank calls it; it waits for all of them."""
         if self.device_mesh is None:
             return
         groups = [*self._groups.values(), *self._joined.values()]
@@ -59,7 +59,7 @@ class Mesh:
         self._base.world.kept.remove(self)
 
     def release(self) -> None:
-        """Lets go of what is torch's. The registry would outlive the mesh, whose slices refer to it in a circle."""
+        """Lets go of torch's device mesh. Its registry would outlive it: mesh and slices refer to each other."""
         getattr(self.device_mesh, "_pg_registry", {}).clear()
         self.device_mesh = None
 
@@ -67,14 +67,16 @@ class Mesh:
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        """After an error, the other ranks may never come: then the groups end with the world."""
+        """After an error the other ranks may never arrive, so the groups stay until the world ends."""
         if kind is None:
             self.close()
 
     def joined(self, *axes: str) -> Group:
-        """The group over several axes at once, called "dp_cp", ranks in the order of the mesh; every rank of the mesh
-        calls it. Where only one of the axes has more than one rank, or none, it is that axis's own group, if that is
-        the first: a gradient's sum over dp keeps its name where there is no cp."""
+        """The group over several axes, named "dp_cp", with its ranks in the order of the mesh. Every rank calls it.
+
+        If all axes but the first have size 1, returns the first axis's group: a gradient's sum over dp keeps its name
+        where there is no cp.
+        """
         if all(self[axis].world_size == 1 for axis in axes[1:]):
             return self[axes[0]]
         if axes not in self._joined:
@@ -102,7 +104,7 @@ class Mesh:
         return groups[axis]
 
     def stride(self, axis: str) -> int:
-        """Ranks from one to the next along an axis."""
+        """How far apart the global ranks of neighbours along the axis are."""
         names = list(self.axes)
         return math.prod(self.axes[inner] for inner in names[names.index(axis) + 1 :])
 

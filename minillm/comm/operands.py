@@ -1,4 +1,4 @@
-"""What all collectives share: the call goes on record, tensors of any layout go in and out, bad input is named."""
+"""What all collectives share: recording the call, tensors of any layout, scratch memory, and checks of the input."""
 
 import functools
 import inspect
@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from minillm.comm.protocol import Communicator, Message
+from minillm.comm.operation import Communicator, Message
 
+SCRATCH_BYTES = 2 << 20  # the largest piece of memory that is kept
 _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
     "avg": torch.add,
@@ -18,7 +19,7 @@ _COMBINE: dict[str, Callable[..., torch.Tensor]] = {
 
 
 def collective(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Record the call as one operation of its group and give it `async_op`."""
+    """Make the call one operation of its group, with an `async_op` argument. `__wrapped__` is the function itself."""
 
     signature = inspect.signature(function)
 
@@ -28,7 +29,7 @@ def collective(function: Callable[..., Any]) -> Callable[..., Any]:
         uneven = given.get("out") is not None  # then `out` fixes the sizes
         how = [f"{k}={v}" for k, v in list(given.items())[2:] if k != "out" and v != signature.parameters[k].default]
         body = functools.partial(function, x, group, *args, **kwargs)
-        return group.run(function.__name__, x, body, async_op, same=not uneven, how=", ".join(how))
+        return group.run(function.__name__, x, body, async_op, same_shape=not uneven, how=", ".join(how))
 
     return call
 
@@ -46,7 +47,7 @@ def part_shape(x: torch.Tensor, world_size: int, op: str) -> tuple[int, ...]:
 def check_splits(
     x: torch.Tensor, world_size: int, output_splits: Sequence[int] | None, input_splits: Sequence[int] | None
 ) -> None:
-    """ValueError unless an all-to-all can cut x so."""
+    """ValueError unless an all-to-all of x can have these splits."""
     for what, sizes in (("output_splits", output_splits), ("input_splits", input_splits)):
         if sizes is None:
             part_shape(x, world_size, "all_to_all")
@@ -57,7 +58,7 @@ def check_splits(
 
 
 def check_messages(group: Communicator, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
-    """ValueError unless `group` can send and receive these."""
+    """ValueError unless `group` can send and receive these messages."""
     for what, messages in (("dst", sends), ("src", recvs)):
         for x, peer in messages:
             group.check_rank(what, peer)
@@ -91,7 +92,7 @@ def checked_output(out: torch.Tensor, x: torch.Tensor, numel: int | None = None)
 
 
 def all_to_all_output(x: torch.Tensor, output_splits: Sequence[int] | None) -> torch.Tensor:
-    """A new tensor for the rows that arrive."""
+    """A new tensor for the rows that this rank receives."""
     return torch.empty_like(x) if output_splits is None else x.new_empty((sum(output_splits), *x.shape[1:]))
 
 
@@ -112,15 +113,17 @@ def combiner(op: str, x: torch.Tensor) -> Callable[..., torch.Tensor]:
 
 
 def divide(x: torch.Tensor, world_size: int, op: str) -> torch.Tensor:
+    """x, which is a sum: divided in place where op is "avg"."""
     return x.div_(world_size) if op == "avg" else x
 
 
 def flatten(x: torch.Tensor) -> torch.Tensor:
-    """x as one dimension: its own memory where that is possible, else a copy that `write_back` brings home."""
+    """x in one dimension: a view where x is contiguous, else a copy that `write_back` copies into x."""
     return x.detach().contiguous().flatten()
 
 
 def write_back(x: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    """x, with the contents of `flat`, which `flatten(x)` returned."""
     if not x.is_contiguous():
         x.detach().copy_(flat.view(x.shape))
     elif x.data_ptr() != flat.data_ptr():
@@ -129,5 +132,22 @@ def write_back(x: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
 
 
 def dtype_name(x: torch.Tensor) -> str:
-    """float32, not torch.float32."""
+    """The dtype without its module: "float32"."""
     return str(x.dtype).removeprefix("torch.")
+
+
+class Scratch:
+    """Memory for partial sums that arrive, kept from call to call: fresh memory takes longer than adding does."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """At least as many bytes as x has, on its device, with anything in them."""
+        memory = self._free.pop() if self._free else x.new_empty(0, dtype=torch.uint8)
+        fits = memory.numel() >= x.nbytes and memory.device == x.device
+        return memory if fits else x.new_empty(x.nbytes, dtype=torch.uint8)
+
+    def give(self, memory: Sequence[torch.Tensor]) -> None:
+        """Hand back for the next call; large pieces go back to the system."""
+        self._free += [piece for piece in memory if piece.numel() <= SCRATCH_BYTES]

@@ -1,10 +1,10 @@
-"""How long does one round of a ring take here? N ranks on loopback, each sending right and receiving left at once.
+"""Measures one round of a ring: N ranks on loopback, each of which sends right and receives from the left at once.
 
 `python -m minillm.comm.probe --world-sizes 2,3,4` prints, on the last line of its output, for every N the median
 seconds of one round by message size: {"2": [[1024, 4.1e-05], ...], ...}. The N ranks share this machine's cores, as the
 ranks of a lab do, so the latency and bandwidth fitted to these samples are those of a ring round under contention.
 
-It stands on plain torch.distributed, not on minillm's own groups: it is the yardstick they are measured against.
+It uses plain torch.distributed, not minillm's own groups, which are compared with its results.
 """
 
 from __future__ import annotations

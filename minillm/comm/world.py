@@ -1,4 +1,4 @@
-"""What all groups of one rank share."""
+"""What all groups of one rank share: its device, its flight recorder, its timeout, emulated links."""
 
 import datetime
 import os
@@ -22,14 +22,14 @@ class Releases(Protocol):
 class World:
     """rank: this process's global rank; local_ranks: those on this machine; wait_s: the longest wait, in seconds.
 
-    egress: emulated links, if any.
+    egress: emulated links, None without.
     """
 
     def __init__(
         self,
         rank: int,
         device: torch.device,
-        recorder: FlightRecorder | None,
+        recorder: FlightRecorder,
         local_ranks: Iterable[int],
         wait_s: float,
         egress: Egress | None = None,
@@ -37,16 +37,16 @@ class World:
         self.rank, self.device, self.recorder, self.egress = rank, device, recorder, egress
         self.local_ranks, self.timeout = frozenset(local_ranks), datetime.timedelta(seconds=wait_s)
         self.groups = 0
-        self.kept: list[Releases] = []  # their connections: others may still need what this rank has dropped
+        self.kept: list[Releases] = []  # groups and meshes: other ranks may still need connections of dropped ones
 
     def next_ordinal(self) -> int:
-        """The next group's number. Ranks create groups in the same order, so it means the same group everywhere."""
+        """The next group's number. Ranks create groups in the same order, so a number is the same group on all."""
         self.groups += 1
         return 2 * self.groups  # even: collectives; the odd number after it: point-to-point messages
 
     def close(self) -> None:
-        """Let go of torch's process groups, which ends their threads, whoever still holds a `Group`. A thread of gloo
-        that frees a tensor while Python shuts down would end the process ("terminate called ...")."""
+        """Let go of torch's process groups, ending their threads, even if a `Group` is still referenced: a thread of
+        gloo that frees a tensor while Python shuts down would end the process ("terminate called ...")."""
         for each in self.kept:
             each.release()
 
@@ -54,24 +54,24 @@ class World:
 def joined_world(
     process_group: dist.ProcessGroup, device: torch.device, wait_s: float, egress: Egress | None = None
 ) -> World:
-    """The world of ranks that somebody else has started: they find out who shares a machine, and a flight recorder.
+    """The world of ranks that somebody else has started. They agree on who shares a machine and on a flight recorder.
 
-    Every rank of the process group calls it. The recorder's file loses its name once all have opened it, so nothing is
+    Every rank of the process group calls it. The recorder's file is unlinked once all have opened it, so nothing is
     left behind.
     """
     rank, ranks = dist.get_rank(), dist.get_process_group_ranks(process_group)
     machine = (platform.node(), tempfile.gettempdir())
-    machines = _told(machine, process_group)
+    machines = _all_gather_object(machine, process_group)
     local_ranks = [other for other, where in zip(ranks, machines, strict=True) if where == machine]
     made = rank == local_ranks[0]
     if made:
         file, name = tempfile.mkstemp(prefix="minillm-", suffix=".recorder")
         os.close(file)
         recorder = FlightRecorder(name, local_ranks)
-    names = dict(zip(ranks, _told(name if made else "", process_group), strict=True))
+    names = dict(zip(ranks, _all_gather_object(name if made else "", process_group), strict=True))
     if not made:
         recorder = FlightRecorder(names[local_ranks[0]], local_ranks)
-    _told(None, process_group)  # all have opened it
+    _all_gather_object(None, process_group)  # all have opened it
     if made:
         Path(name).unlink(missing_ok=True)
     recorder.set_state(rank, RUNNING)
@@ -84,14 +84,14 @@ def backends(process_group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def backend_name(process_group: dist.ProcessGroup, device: torch.device) -> str:
-    """Of the backend that moves tensors on `device`."""
+    """The backend that moves tensors on `device`."""
     names = backends(process_group)
     if device.type not in names:
         raise ValueError(f"the process group serves {', '.join(names)}, not {device}: pass device= or another backend")
     return names[device.type]
 
 
-def _told(value: Any, process_group: dist.ProcessGroup) -> list[Any]:
+def _all_gather_object(value: Any, process_group: dist.ProcessGroup) -> list[Any]:
     values: list[Any] = [None] * process_group.size()
     dist.all_gather_object(values, value, process_group)
     return values

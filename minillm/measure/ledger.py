@@ -12,9 +12,11 @@ events (`measure/clock.py`), which become seconds when a ledger's `events` or `s
 
 import contextlib
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from minillm.measure.clock import Moment, anchor, moment, seconds
 
@@ -149,6 +151,17 @@ def ledger() -> Iterator[Ledger]:
 def open_ledgers() -> tuple[Ledger, ...]:
     """The ledgers open now. An asynchronous operation notes them when it starts and reports to them when it ends."""
     return tuple(_open)
+
+
+def new_event(op: str, group: str, x: Any, emulated: bool = False) -> Event | None:
+    """The entry of an operation on tensor x that begins now, in every open ledger; None while none is open."""
+    if not _open:
+        return None
+    now = time.monotonic()
+    event = Event(op, group, 0, 0, tuple(x.shape), str(x.dtype).removeprefix("torch."), now, now, emulated=emulated)
+    for led in open_ledgers():
+        led.record(event)
+    return event
 
 
 @contextlib.contextmanager

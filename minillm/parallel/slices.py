@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from minillm.comm import Group
-from minillm.comm.work import Work
+from minillm.comm.operation import Work
 from minillm.parallel.offload import Offload
 from minillm.parallel.placement import FlatShard, Placement
 from minillm.parallel.sharded_gradient import ShardedGradient, plain

@@ -12,20 +12,19 @@ or launches the next one. Nothing here synchronises with the device, so a CUDA g
 A backend moves its bytes out of sight, so the ledger gets what the ring algorithm would send, marked as not counted.
 """
 
-import contextlib
 import math
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from minillm.comm.operands import all_to_all_output, check_op, checked_output, gather_output, part_shape
-from minillm.comm.operation import Operation
-from minillm.comm.protocol import Communicator, Message
-from minillm.comm.work import Work
-from minillm.measure.clock import Moment, moment
+from minillm.comm.operation import Backend, Message, Operation, Splits, Work
+from minillm.measure.clock import moment
 from minillm.measure.ledger import DeviceTimes, Event
 
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -34,42 +33,261 @@ _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class NativeWork(Work):
-    """Launched operations of torch. order: make the current stream wait for them; finish: what is left to do then.
+class NativeBackend(Backend):
+    """process_group: on `device`; its rules are NCCL's."""
 
-    keeps: memory that must not be used for anything else before they are done.
+    cuts_messages = False  # torch does that itself
+    launches = True
+
+    def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
+        self.process_group, self.device = process_group, device
+        self.rank, self.world_size = process_group.rank(), process_group.size()
+        self._on_gpu = device.type == "cuda"
+        self._launched: deque[Launch] = deque()  # those not yet seen to be done
+        self._side: torch.cuda.Stream | None = None
+        self._observer: torch.cuda.Stream | None = None
+
+    def all_reduce(self, operation: Operation, x: torch.Tensor, op: str, async_op: bool) -> Any:
+        with operation:
+            self._begin(operation)
+            check_op(op, x)
+            operation.record_ring_bytes(2 * (self.world_size - 1) * x.nbytes // self.world_size)
+            dense = x.detach().contiguous()
+            handle = dist.all_reduce(dense, _OPS[op], self.process_group, async_op=True)
+        return self._launch(operation, [handle], dense, x, async_op, copy_back=not x.is_contiguous())
+
+    def broadcast(self, operation: Operation, x: torch.Tensor, root: int, async_op: bool) -> Any:
+        with operation:
+            self._begin(operation)
+            operation.record_ring_bytes(0 if self.rank == (root - 1) % self.world_size else x.nbytes)
+            dense = x.detach().contiguous()
+            handle = dist.broadcast(dense, group=self.process_group, group_src=root, async_op=True)
+        return self._launch(operation, [handle], dense, x, async_op, copy_back=not x.is_contiguous())
+
+    def all_gather(self, operation: Operation, x: torch.Tensor, out: torch.Tensor | None, async_op: bool) -> Any:
+        with operation:
+            self._begin(operation)
+            out = checked_output(gather_output(x, self.world_size, out), x, self.world_size * x.numel())
+            operation.record_ring_bytes((self.world_size - 1) * x.nbytes)
+            dense = x.detach().contiguous()
+            handle = _ALL_GATHER(out.flatten(), dense.flatten(), self.process_group, async_op=True)
+        return self._launch(operation, [handle], (dense, out), out, async_op)
+
+    def reduce_scatter(
+        self, operation: Operation, x: torch.Tensor, op: str, out: torch.Tensor | None, async_op: bool
+    ) -> Any:
+        with operation:
+            self._begin(operation)
+            part = part_shape(x, self.world_size, "reduce_scatter")
+            out = x.new_empty(part) if out is None else checked_output(out, x, math.prod(part)).view(part)
+            check_op(op, x)
+            operation.record_ring_bytes((self.world_size - 1) * out.nbytes)
+            dense = x.detach().contiguous()
+            handle = _REDUCE_SCATTER(out, dense, _OPS[op], self.process_group, async_op=True)
+        return self._launch(operation, [handle], (dense, out), out, async_op)
+
+    def all_to_all(self, operation: Operation, x: torch.Tensor, splits: Splits, async_op: bool) -> Any:
+        rows_from, rows_to = splits
+        with operation:
+            self._begin(operation)
+            out, dense = all_to_all_output(x, rows_from), x.detach().contiguous()
+            stays = len(x) // self.world_size if rows_to is None else rows_to[self.rank]
+            operation.record_ring_bytes((len(x) - stays) * x[:1].nbytes)
+            handle = dist.all_to_all_single(out, dense, rows_from, rows_to, self.process_group, async_op=True)
+        return self._launch(operation, [handle], (dense, out), out, async_op)
+
+    def exchange(self, operation: Operation, sends: Sequence[Message], recvs: Sequence[Message], eager: bool) -> Work:
+        """Sends and receives in one call, so that no order of theirs can deadlock."""
+        with operation:
+            self._begin(operation)
+            sends = [(x.detach().contiguous(), dst) for x, dst in sends if x.numel()]
+            ops = [dist.P2POp(dist.isend, x, group=self.process_group, group_peer=dst) for x, dst in sends]
+            recvs = [(x.detach(), src) for x, src in recvs if x.numel()]
+            ops += [dist.P2POp(dist.irecv, x, group=self.process_group, group_peer=src) for x, src in recvs]
+            handles = dist.batch_isend_irecv(ops) if ops else []
+        return self._launch(operation, handles, ops, None, async_op=True)
+
+    def run(self, operation: Operation, x: torch.Tensor, body: Callable[[], Any], async_op: bool) -> Any:
+        """Runs `body` on the current stream; with `async_op` on a side stream, since it may compute between messages.
+
+        Its tensors stay in memory until `wait`. It may return the Work of an operation that it has launched: waiting
+        for that is part of waiting for this one.
+        """
+        on_side_stream = async_op and self._on_gpu
+        with operation, self._side_stream() if on_side_stream else nullcontext():
+            self._begin(operation)
+            result = body()
+            if isinstance(result, NativeWork):
+                handles = result.launch.handles
+            else:
+                handles = [Queued()] if self._on_gpu and not self._capturing() else []
+        return self._launch(operation, handles, (x, body), result, async_op, on_side_stream=on_side_stream)
+
+    def barrier(self, operation: Operation) -> None:
+        with operation:
+            dist.barrier(self.process_group)
+        operation.record_wait()
+
+    def gather_objects(self, operation: Operation, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.world_size
+        with operation:
+            dist.all_gather_object(values, value, self.process_group)
+        operation.record_wait()
+        return values
+
+    def finish(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        self.process_group = None
+        self._launched.clear()
+
+    # Before and after the launch of an operation.
+
+    def _begin(self, operation: Operation) -> None:
+        if operation.depth > 1:
+            return
+        self.retire_finished()
+        if operation.event is not None and self._on_gpu and not self._capturing():
+            operation.begin = moment()
+
+    def _launch(
+        self,
+        operation: Operation,
+        handles: Sequence[Any],
+        tensors: Any,
+        result: Any,
+        async_op: bool,
+        copy_back: bool = False,
+        on_side_stream: bool = False,
+    ) -> Any:
+        launch = Launch(operation, handles, tensors, self.current_stream())
+        if not operation.depth:  # else it is part of an operation that is still running
+            self._track(launch)
+        work = NativeWork(self, launch, result, copy_back, on_side_stream)
+        return work if async_op else work.wait()
+
+    def _track(self, launch: "Launch") -> None:
+        """Keep the operation announced until it is seen to be done, and its tensors in memory until `let_go`."""
+        operation = launch.operation
+        if self._capturing():
+            operation.complete()
+            return
+        launch.event = operation.event
+        if operation.begin is not None:  # a stream that does nothing but wait times its end
+            self._observer = self._observer or torch.cuda.Stream(self.device)
+            with torch.cuda.stream(self._observer):
+                launch.order()
+                operation.event.device = DeviceTimes(operation.begin, moment())
+        if self._launched and self._launched[-1].is_ordered:
+            self._launched[-1].handles = ()
+        self._launched.append(launch)
+
+    def let_go(self, launch: "Launch") -> None:
+        """The stream that launched it waits for it, so memory that is freed from now on is used again only behind it.
+
+        Handles hold memory, too. The latest one stays: the recorder shows its operation until it is seen to be done.
+        """
+        launch.is_ordered, launch.tensors = True, None
+        if self._launched and self._launched[-1] is not launch:
+            launch.handles = ()
+
+    def retire_finished(self) -> None:
+        """Withdraw the announcements of operations that the device has finished."""
+        while self._launched and not self._capturing() and self._launched[0].is_done():
+            self._launched.popleft().operation.complete()
+
+    def current_stream(self) -> torch.cuda.Stream | None:
+        return torch.cuda.current_stream(self.device) if self._on_gpu else None
+
+    def _side_stream(self) -> AbstractContextManager:
+        """Inside, work is queued on a stream that waits for what the current one has queued so far."""
+        self._side = self._side or torch.cuda.Stream(self.device)
+        self._side.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(self._side)
+
+    def _capturing(self) -> bool:
+        return self._on_gpu and torch.cuda.is_current_stream_capturing()
+
+
+class Launch:
+    """Calls of torch under way. handles: torch's, one for each; tensors: the memory that they use.
+
+    stream: the one that they were launched from; is_ordered: it waits for them. event: the ledger entry, if they are an
+    operation of their own.
     """
 
-    def __init__(self, works: Sequence[Any], finish: Callable[[], Any], keeps: Any = None) -> None:
-        super().__init__(self._order_and_finish, self.is_done)
-        self._works, self._finish, self._keeps = works, finish, keeps
-        self.device: DeviceTimes | None = None
-        self._look: Callable[[], None] = lambda: None
-
-    def launched(self, look: Callable[[], None], events: Sequence[Event]) -> None:
-        """It is an operation of its own. look: called when the host has news of it; events: where waiting counts."""
-        self._look, self._events = look, events
+    def __init__(
+        self, operation: Operation, handles: Sequence[Any], tensors: Any, stream: torch.cuda.Stream | None
+    ) -> None:
+        self.operation, self.handles, self.tensors, self.stream = operation, handles, tensors, stream
+        self.event: Event | None = None
+        self.is_ordered = False
 
     def order(self) -> None:
-        for work in self._works:
-            work.wait()
+        """Make the current stream wait for them."""
+        for handle in self.handles:
+            handle.wait()
 
-    def done(self) -> bool:
-        done = self.is_done()
-        self._look()
-        return done
+    def order_timed(self, event: Event) -> None:
+        """The same; the ledger gets the time that the stream waits, or the host where there is no device."""
+        clock = time.monotonic if event.device is None else moment
+        start = clock()
+        self.order()
+        if event.device is None:
+            event.waited += clock() - start
+        else:
+            event.device.waits.append((start, clock()))
 
     def is_done(self) -> bool:
-        """Whether the device is done: `wait` returns at once in any case."""
-        return all(work.is_completed() for work in self._works)
+        """Whether the device is done with them."""
+        for handle in self.handles:  # noqa: SIM110 (a generator takes longer)
+            if not handle.is_completed():
+                return False
+        return True
 
-    def _order_and_finish(self) -> Any:
-        before = self.device and moment()
-        self.order()
-        if self.device:
-            self.device.waits.append((before, moment()))
-        self._look()
-        return self._finish()
+
+class NativeWork(Work):
+    """A launch, and the result that `wait` returns.
+
+    copy_back: the launch has worked on a contiguous copy of the result; on_side_stream: the result was made there.
+    """
+
+    def __init__(
+        self, backend: NativeBackend, launch: Launch, result: Any, copy_back: bool, on_side_stream: bool
+    ) -> None:
+        self.launch = launch
+        self._backend, self._result = backend, result
+        self._copy_back, self._on_side_stream = copy_back, on_side_stream
+        self._waited = False
+
+    def done(self) -> bool:
+        """Whether the device is done: `wait` returns at once in any case."""
+        done = self.launch.is_done()
+        self._backend.retire_finished()
+        return done
+
+    def wait(self) -> Any:
+        """Makes the current stream wait for the operation; the host goes on."""
+        if self._waited:
+            return self._result
+        launch = self.launch
+        if launch.event is None:
+            launch.order()
+        else:
+            launch.order_timed(launch.event)
+        self._waited = True
+        if isinstance(self._result, Work):
+            self._result = self._result.wait()
+        if self._copy_back:
+            self._result.detach().copy_(launch.tensors)
+        if self._on_side_stream and isinstance(self._result, torch.Tensor):
+            self._result.record_stream(torch.cuda.current_stream())
+        if self._backend.current_stream() == launch.stream:
+            self._backend.let_go(launch)
+        self._backend.retire_finished()
+        return self._result
 
 
 class Queued:
@@ -83,173 +301,3 @@ class Queued:
 
     def is_completed(self) -> bool:
         return self._event.query()
-
-
-class NativeBackend:
-    """process_group: on `device`; its rules are NCCL's."""
-
-    cuts_messages = False  # torch does that itself
-    launches = True
-
-    def __init__(self, process_group: dist.ProcessGroup, device: torch.device) -> None:
-        self.process_group, self.device = process_group, device
-        self.rank, self.world_size = process_group.rank(), process_group.size()
-        self._on_gpu = device.type == "cuda"
-        self._launched: deque[tuple[NativeWork, Operation]] = deque()  # and not yet seen to be done
-        self._side: torch.cuda.Stream | None = None
-        self._observer: torch.cuda.Stream | None = None
-
-    def connect(self) -> None:
-        """Messages need no connections but torch's."""
-
-    def finish(self) -> None:
-        if self._on_gpu:
-            torch.cuda.synchronize(self.device)
-
-    def close(self) -> None:
-        self.process_group = None
-        self._launched.clear()
-
-    # How an operation is launched.
-
-    def run(self, operation: Operation, body: Callable[[], Any], async_op: bool, own: bool = False) -> Any:
-        """Launch the body's operations. own: it is a single one of those below. Any other may compute between them, so
-        it gets a stream of its own where it is to overlap; its tensors are kept until it is waited for."""
-        self._look()
-        aside = async_op and not own and self._on_gpu
-        with operation, self._stream(aside):
-            begin = self._now(operation)
-            result = body()
-            if not isinstance(result, NativeWork):
-                works = [Queued()] if self._on_gpu and not self._capturing() else []
-                result = NativeWork(works, _hand_over(result, aside), keeps=body)
-        self._track(operation, result, begin)
-        return result if async_op else result.wait()
-
-    def post(self, sends: Sequence[Message], recvs: Sequence[Message], tag: int, eager: bool) -> NativeWork:
-        """Sends and receives in one call, so that no order of theirs can deadlock."""
-        sends = [(x.detach().contiguous(), dst) for x, dst in sends if x.numel()]
-        ops = [dist.P2POp(dist.isend, x, group=self.process_group, group_peer=dst) for x, dst in sends]
-        recvs = [(x.detach(), src) for x, src in recvs if x.numel()]
-        ops += [dist.P2POp(dist.irecv, x, group=self.process_group, group_peer=src) for x, src in recvs]
-        return NativeWork(dist.batch_isend_irecv(ops) if ops else [], lambda: None, keeps=ops)
-
-    def deliver(self, operation: Operation, sends: Sequence[Message], recvs: Sequence[Message], eager: bool) -> Work:
-        self._look()
-        with operation:
-            begin = self._now(operation)
-            work = self.post(sends, recvs, 0, eager)
-        self._track(operation, work, begin)
-        return work
-
-    @contextlib.contextmanager
-    def _stream(self, aside: bool) -> Iterator[None]:
-        """The stream that the body is queued on: the caller's or, `aside`, one behind it."""
-        if not aside:
-            yield
-            return
-        self._side = self._side or torch.cuda.Stream(self.device)
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
-            yield
-
-    def _now(self, operation: Operation) -> Moment | None:
-        timed = operation.event and self._on_gpu and not self._capturing()
-        return moment() if timed else None
-
-    def _track(self, operation: Operation, work: NativeWork, begin: Moment | None) -> None:
-        """Note when the device is done with it, and keep it announced until that is seen."""
-        if self._capturing():
-            operation.complete()
-            return
-        if begin is not None:  # by a stream that does nothing but wait for the group's operations
-            self._observer = self._observer or torch.cuda.Stream(self.device)
-            with torch.cuda.stream(self._observer):
-                work.order()
-                work.device = operation.event.device = DeviceTimes(begin, moment())
-        work.launched(self._look, () if work.device else operation.events)
-        self._launched.append((work, operation))
-
-    def _look(self) -> None:
-        """Take down the announcements of what is done."""
-        while self._launched and not self._capturing() and self._launched[0][0].is_done():
-            self._launched.popleft()[1].complete()
-
-    def _capturing(self) -> bool:
-        return self._on_gpu and torch.cuda.is_current_stream_capturing()
-
-    # The collectives.
-
-    def all_reduce(self, x: torch.Tensor, group: Communicator, op: str) -> NativeWork:
-        group.assume(2 * (self.world_size - 1) * x.nbytes // self.world_size)
-        return self._in_place(
-            x, lambda dense: dist.all_reduce(dense, _reduce_op(op, x), self.process_group, async_op=True)
-        )
-
-    def broadcast(self, x: torch.Tensor, group: Communicator, root: int) -> NativeWork:
-        group.assume(0 if self.rank == (root - 1) % self.world_size else x.nbytes)
-        call = lambda dense: dist.broadcast(dense, group=self.process_group, group_src=root, async_op=True)  # noqa: E731
-        return self._in_place(x, call)
-
-    def _in_place(self, x: torch.Tensor, call: Callable[[torch.Tensor], Any]) -> NativeWork:
-        dense = x.detach().contiguous()
-
-        def finish() -> torch.Tensor:
-            if not x.is_contiguous():
-                x.detach().copy_(dense)
-            return x
-
-        return NativeWork([call(dense)], finish, keeps=dense)
-
-    def all_gather(self, x: torch.Tensor, group: Communicator, out: torch.Tensor | None) -> NativeWork:
-        out = checked_output(gather_output(x, self.world_size, out), x, self.world_size * x.numel())
-        group.assume((self.world_size - 1) * x.nbytes)
-        dense = x.detach().contiguous()
-        work = _ALL_GATHER(out.flatten(), dense.flatten(), self.process_group, async_op=True)
-        return NativeWork([work], lambda: out, keeps=dense)
-
-    def reduce_scatter(self, x: torch.Tensor, group: Communicator, op: str, out: torch.Tensor | None) -> NativeWork:
-        part = part_shape(x, self.world_size, "reduce_scatter")
-        out = x.new_empty(part) if out is None else checked_output(out, x, math.prod(part)).view(part)
-        group.assume((self.world_size - 1) * out.nbytes)
-        dense = x.detach().contiguous()
-        work = _REDUCE_SCATTER(out, dense, _reduce_op(op, x), self.process_group, async_op=True)
-        return NativeWork([work], lambda: out, keeps=dense)
-
-    def all_to_all(
-        self, x: torch.Tensor, group: Communicator, output_splits: list[int] | None, input_splits: list[int] | None
-    ) -> NativeWork:
-        out, dense = all_to_all_output(x, output_splits), x.detach().contiguous()
-        own = len(x) // self.world_size if input_splits is None else input_splits[self.rank]
-        group.assume((len(x) - own) * x[:1].nbytes)
-        work = dist.all_to_all_single(out, dense, output_splits, input_splits, self.process_group, async_op=True)
-        return NativeWork([work], lambda: out, keeps=dense)
-
-    # What the host has to wait for.
-
-    def blocking(self, call: Callable[[], Any]) -> Any:
-        return call()
-
-    def barrier(self) -> None:
-        dist.barrier(self.process_group)
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, self.process_group)
-        return values
-
-
-def _reduce_op(op: str, x: torch.Tensor) -> dist.ReduceOp:
-    check_op(op, x)
-    return _OPS[op]
-
-
-def _hand_over(result: Any, from_another_stream: bool) -> Callable[[], Any]:
-    """What a body returned; its memory belongs to the stream that it was made on, and is used on this one."""
-
-    def finish() -> Any:
-        if from_another_stream and isinstance(result, torch.Tensor):
-            result.record_stream(torch.cuda.current_stream())
-        return result
-
-    return finish

@@ -2,11 +2,11 @@
 
 gloo hands every message from the calling thread to a thread of its own and back. On Linux the two trip over each other:
 a message wakes the other rank's thread, which takes the CPU from the sender while that still holds a lock of gloo's;
-the sender's own gloo thread spins for that lock, on the same CPU, until the scheduler's next tick, 4 ms later. Here
-nobody is handed anything: whoever waits for a message moves all that are under way in its group, in order.
+the sender's own gloo thread spins for that lock, on the same CPU, until the scheduler's next tick, 4 ms later. Here no
+other thread is involved: a thread that waits for a message moves all messages under way in its group, in order.
 
-Nor is anything paced. Where the system's congestion control is BBR, it spreads packets over time even on the loopback
-interface, where there is nothing to congest, and large messages take up to twice as long as under Reno.
+Packets are not paced either: where the system's congestion control is BBR, it spreads them over time even on the
+loopback interface, and large messages take up to twice as long as under Reno.
 
 A message is (tag, size) and its bytes, over TCP on the loopback interface, whose counters `measure.wire` reads.
 """
@@ -72,11 +72,11 @@ class Sockets:
         return Message(self, self._ways[src][1], tensors[0], tag, sending=False)
 
     def move(self) -> bool:
-        """Move whatever moves without waiting. False: nothing did."""
+        """Send and receive what is possible without waiting. False: nothing was."""
         return any([way.move() for ways in self._ways.values() for way in ways])
 
     def sleep(self, limit_s: float) -> None:
-        """Until something moves again."""
+        """Wait until something can be sent or received. WaitedTooLongError after `limit_s` seconds."""
         poll, wanted = select.poll(), {}
         for way in (way for ways in self._ways.values() for way in ways if way.queue):
             wanted[way.connection.fileno()] = wanted.get(way.connection.fileno(), 0) | way.event
@@ -87,13 +87,13 @@ class Sockets:
 
 
 class _Way:
-    """One direction of a connection: messages go one after the other."""
+    """One direction of a connection; its messages move one after the other."""
 
     def __init__(self, connection: socket.socket, step: Callable, event: int) -> None:
         self.connection, self.queue, self.event, self._step = connection, deque(), event, step
 
     def move(self) -> bool:
-        """Move as much of the first message as moves without waiting. False: nothing."""
+        """Move as much of the first message as is possible without waiting. False: nothing."""
         if not self.queue:
             return False
         message = self.queue[0]
@@ -120,7 +120,7 @@ def _take(connection: socket.socket, parts: list[memoryview]) -> int:
 
 
 class Message:
-    """One message under way; like torch's Work. parts: what has still to move of header and bytes."""
+    """One message under way, with the methods of torch's Work. parts: what is left of its header and bytes."""
 
     def __init__(self, sockets: Sockets, way: _Way, x: torch.Tensor, tag: int, sending: bool) -> None:
         self._sockets, self.sending, self._expected = sockets, sending, _HEADER.pack(tag, x.nbytes)
@@ -133,7 +133,7 @@ class Message:
             way.move()
 
     def advance(self, count: int) -> bool:
-        """`count` more bytes have moved. True: that was all. MismatchError: it is not the message expected here."""
+        """Count bytes that have moved. True: the message is complete. MismatchError: another one than expected came."""
         while self.parts and count >= len(self.parts[0]):
             count -= len(self.parts.pop(0))
             if len(self.parts) == 1 and self._header != self._expected:

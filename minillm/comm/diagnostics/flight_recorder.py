@@ -1,15 +1,16 @@
 """The flight recorder: a small shared file in which every rank of a machine writes what it is doing.
 
-A rank stuck in a collective cannot answer questions, so it writes down where it is *before* it waits. Reading it
-needs no help from anybody: that is how a hang becomes a report of who waits for whom, and how two ranks that call the
-same collective with different shapes find out before they wait for each other for ever.
+A rank stuck in a collective cannot answer questions, so it records where it is *before* it waits. Others read that
+without its help: a hang becomes a report of who waits for whom, and two ranks that call the same collective with
+different shapes find out before they wait for each other for ever.
 
     slot of rank r:  pid | state | last sign of life | one record per group | one note per partner and direction
     record:          key (group, sequence number) | since | state | JSON {"op", "shape", "dtype", "ranks", "name"}
     note:            key (group, message number) | what this rank sends to, or expects from, that partner
 
-A key is written last and cleared first, and a reader looks at it before and after the text, so nobody takes half an old
-and half a new text for one. Headers are copied in one piece: `struct.pack_into` would blank them first, in full sight.
+A key is written last and cleared first, and a reader compares it before and after reading the text, so that no reader
+takes half an old and half a new text for one. Headers are copied in one piece: `struct.pack_into` would zero them
+first, which readers would see.
 """
 
 import copy
@@ -58,13 +59,14 @@ class RecordedOperation:
 
 
 class FlightRecorder:
-    """One slot for each of `ranks`, the global ranks of this machine."""
+    """A file with one slot for each of `ranks`, the global ranks of this machine."""
 
     def __init__(self, path: str | Path, ranks: Sequence[int]) -> None:
         self.ranks = list(ranks)
         self._place = {rank: place for place, rank in enumerate(self.ranks)}
-        self._slot_bytes = HEADER_BYTES + RECORDS * RECORD_BYTES + 2 * len(self.ranks) * NOTE_BYTES
-        size = len(self.ranks) * self._slot_bytes
+        slot_bytes = HEADER_BYTES + RECORDS * RECORD_BYTES + 2 * len(self.ranks) * NOTE_BYTES
+        self._slots = {rank: place * slot_bytes for rank, place in self._place.items()}  # where they begin
+        size = len(self.ranks) * slot_bytes
         with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
             _reserve(file.fileno(), size, Path(path).parent)
             self._map = mmap.mmap(file.fileno(), size)
@@ -73,7 +75,7 @@ class FlightRecorder:
         self._map.close()
 
     def copy(self) -> "FlightRecorder":
-        """What it shows now, whatever is written later; to be read only."""
+        """A copy of its present contents, to be read only."""
         copied = copy.copy(self)
         copied._map = self._map[:]
         return copied
@@ -82,11 +84,11 @@ class FlightRecorder:
         return rank in self._place
 
     def set_state(self, rank: int, state: int) -> None:
-        self._put(self._slot(rank), _HEADER.pack(os.getpid(), state, time.monotonic()))
+        self._put(self._slots[rank], _HEADER.pack(os.getpid(), state, time.monotonic()))
 
     def state(self, rank: int) -> tuple[int, int, float]:
         """(pid, state, last sign of life); the pid is 0 while the rank has not started."""
-        return self._get(self._slot(rank), _HEADER)
+        return self._get(self._slots[rank], _HEADER)
 
     def post(self, rank: int, ordinal: int, sequence: int, text: bytes, launched: bool = False) -> None:
         """Say that `rank` enters operation number `sequence` of its group number `ordinal`."""
@@ -94,19 +96,23 @@ class FlightRecorder:
         self._publish(at, _RECORD, (ordinal, sequence, time.monotonic(), state), text[: RECORD_BYTES - _RECORD.size])
 
     def clear(self, rank: int, ordinal: int, sequence: int | None = None) -> None:
-        """Say that `rank` has come out of its latest operation in this group, if it is still number `sequence`."""
+        """Say that `rank`'s latest operation in this group is over, if it is number `sequence`; None: any."""
         at = self._record(rank, ordinal)
         found, latest, since, _, length = self._get(at, _RECORD)
         if found == ordinal and sequence in (None, latest):  # else a later one, or another group's, is in its place
             self._put(at, _RECORD.pack(ordinal, latest, since, DONE, length))
-        self._put(self._slot(rank) + 8, _TIME.pack(time.monotonic()))
+        self._put(self._slots[rank] + 8, _TIME.pack(time.monotonic()))
 
     def conflict(self, rank: int, ordinal: int, sequence: int, text: bytes) -> RecordedOperation | None:
-        """What `rank` posted as the same operation of the same group, if it is something else than `text`."""
-        header, theirs = self._entry(self._record(rank, ordinal), _RECORD)
-        if header[:2] != (ordinal, sequence) or theirs == text:
-            return None  # the same; or not there yet, or already further on: nothing to compare
-        return _parsed(header, theirs)
+        """What `rank` has posted as the same operation of the same group, if that differs from `text`."""
+        at = self._record(rank, ordinal)
+        posted, number, _, _, length = self._get(at, _RECORD)
+        if posted != ordinal or number != sequence:
+            return None  # not there yet or already further on: nothing to compare
+        if self._map[at + _RECORD.size : at + _RECORD.size + length] == text:
+            return None
+        header, theirs = self._entry(at, _RECORD)  # which may have been rewritten since
+        return _parsed(header, theirs) if header[:2] == (ordinal, sequence) and theirs != text else None
 
     def note_message(self, rank: int, peer: int, sending: bool, ordinal: int, number: int, text: str) -> str | None:
         """Note message `number` of this group between two ranks; returns what the other side has noted about it."""
@@ -128,13 +134,13 @@ class FlightRecorder:
     def signs(self, rank: int) -> tuple[float, float | None]:
         """(latest entry of any kind, begin of the oldest wait still going on or None), in time.monotonic() seconds.
 
-        What is only launched is no wait: its rank may well compute."""
+        A launched operation is no wait: its rank may be computing."""
         records = [self._get(self._record(rank, i), _RECORD) for i in range(RECORDS)]
         waits = [since for _, sequence, since, state, _ in records if sequence > 0 and state == WAITING]
         return max([self.state(rank)[2], *(since for _, _, since, _, _ in records)]), min(waits, default=None)
 
     def _publish(self, at: int, layout: struct.Struct, header: tuple, text: bytes) -> None:
-        """Number cleared first and written last, by itself: whoever reads the same one twice has read a whole entry."""
+        """The number is cleared first and written last, by itself: who reads it twice alike has read a whole entry."""
         ordinal, number, *rest = header
         self._put(at + _NUMBER_AT, _NUMBER.pack(-1))
         self._put(at, layout.pack(ordinal, -1, *rest, len(text)) + text)
@@ -153,19 +159,16 @@ class FlightRecorder:
         same = self._get(at, layout)[:2] == header[:2]
         return (header if same else (header[0], -1, *header[2:])), text
 
-    def _slot(self, rank: int) -> int:
-        return self._place[rank] * self._slot_bytes
-
     def _note(self, rank: int, peer: int, sending: bool) -> int:
         place = 2 * self._place[peer] + sending
-        return self._slot(rank) + HEADER_BYTES + RECORDS * RECORD_BYTES + place * NOTE_BYTES
+        return self._slots[rank] + HEADER_BYTES + RECORDS * RECORD_BYTES + place * NOTE_BYTES
 
     def _record(self, rank: int, ordinal: int) -> int:
-        return self._slot(rank) + HEADER_BYTES + ordinal % RECORDS * RECORD_BYTES
+        return self._slots[rank] + HEADER_BYTES + ordinal % RECORDS * RECORD_BYTES
 
 
 def _reserve(file: int, size: int, folder: Path) -> None:
-    """Take the room now: a full disk is an error here, but the end of the process once the file is mapped."""
+    """Allocate the space now: a full disk is an error here, but kills the process once the file is mapped."""
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file, 0, size)

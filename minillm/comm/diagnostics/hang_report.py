@@ -15,8 +15,8 @@ COLUMNS = ("rank", "where", "shape", "group", "since", "waits for")
 def hang_report(
     recorder: FlightRecorder, places: Mapping[int, str] | None = None, stopped: Collection[int] = ()
 ) -> str:
-    """One line per rank. places: for a rank outside any operation, what it is doing (a source line), if known.
-    stopped: ranks whose processes a signal holds."""
+    """A table with one line per rank. places: for a rank outside of operations, the source line it is at, if known.
+    stopped: ranks whose processes a signal has stopped."""
     now = time.monotonic()
     rows = []
     for rank in recorder.ranks:
@@ -49,7 +49,7 @@ def _row(recorder: FlightRecorder, rank: int, now: float, place: str) -> tuple[s
 
 
 def waits_for(recorder: FlightRecorder, rank: int, posted: RecordedOperation) -> list[int]:
-    """The global ranks without which this operation cannot go on."""
+    """The global ranks that this operation waits for."""
     if posted.peers is not None:
         return posted.peers
     return [r for r in posted.ranks if r != rank and recorder.has(r) and not _entered(recorder, r, posted)]

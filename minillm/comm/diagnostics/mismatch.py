@@ -1,6 +1,6 @@
-"""Whether ranks mean the same: each says what it does before it waits, and looks at what the others have said.
+"""Whether ranks call the same operations: each announces its own before it waits, and looks at what others announced.
 
-Ranks that do not mean the same get one sentence that names both instead of a hang.
+Ranks that call different ones get a sentence that names both instead of a hang.
 """
 
 from collections import Counter
@@ -8,42 +8,54 @@ from collections.abc import Sequence
 
 import torch
 
-from minillm.comm.diagnostics.flight_recorder import FlightRecorder
+from minillm.comm.diagnostics.flight_recorder import FlightRecorder, describe
 from minillm.comm.diagnostics.hang_report import hang_report
 from minillm.comm.errors import HangError, MismatchError
 
+KNOWN_TEXTS = 1024
+
 
 class MismatchCheck:
-    """What rank `me` says and reads in the group `name` of these global ranks; ordinal: its number on the recorder."""
+    """Rank `me`'s announcements in group `name` of these global ranks. ordinal: the group's number on the recorder."""
 
-    def __init__(self, recorder: FlightRecorder | None, me: int, ranks: Sequence[int], name: str, ordinal: int) -> None:
+    def __init__(self, recorder: FlightRecorder, me: int, ranks: Sequence[int], name: str, ordinal: int) -> None:
         self._recorder, self._me, self._ranks, self._name, self._ordinal = recorder, me, ranks, name, ordinal
-        self._others = [rank for rank in ranks if recorder and rank != me and recorder.has(rank)]
+        self._others = [rank for rank in ranks if rank != me and recorder.has(rank)]
         self._messages: Counter[tuple[bool, int]] = Counter()  # (sending?, peer) -> messages so far
+        self.texts: dict[tuple, bytes] = {}  # (op, how, shape, dtype) -> text
 
-    def enter(self, ordinal: int, sequence: int, text: bytes, launches: bool = False) -> None:
-        """Announce an operation. MismatchError if another rank has said something else about this collective."""
-        if self._recorder is None:
-            return
-        self._recorder.post(self._me, ordinal, sequence, text, launches)
+    def describe(self, op: str, how: str, shape: torch.Size | None, dtype: torch.dtype) -> bytes:
+        """The text of a collective, by which ranks compare it; kept, since a training step repeats its own.
+
+        how: what else has to be equal, such as "root=1". shape: None if ranks may have different ones."""
+        if len(self.texts) >= KNOWN_TEXTS:
+            self.texts.clear()
+        sizes, name = [0] if shape is None else list(shape), str(dtype).removeprefix("torch.")
+        text = describe(f"{op}({how})" if how else op, sizes, name, self._ranks, self._name)
+        self.texts[op, how, shape, dtype] = text
+        return text
+
+    def announce(self, ordinal: int, sequence: int, text: bytes, launched: bool = False) -> None:
+        """Post an operation. MismatchError if another rank has posted another text for this collective."""
+        recorder = self._recorder
+        recorder.post(self._me, ordinal, sequence, text, launched)
         if ordinal != self._ordinal:
             return
         for rank in self._others:
-            if (other := self._recorder.conflict(rank, ordinal, sequence, text)) is not None:
-                mine = self._recorder.posted_in(self._me, ordinal)
+            if (other := recorder.conflict(rank, ordinal, sequence, text)) is not None:
+                mine = recorder.posted_in(self._me, ordinal)
                 raise MismatchError(
                     f"operation {sequence} of group {self._name!r} is {mine} on rank {self._me} "
                     f"but {other} on rank {rank}: all ranks must call the same operation with the same shape and dtype"
                 )
 
-    def leave(self, ordinal: int, sequence: int) -> None:
+    def withdraw(self, ordinal: int, sequence: int) -> None:
         """Say that the operation is over."""
-        if self._recorder is not None:
-            self._recorder.clear(self._me, ordinal, sequence)
+        self._recorder.clear(self._me, ordinal, sequence)
 
     def hang(self) -> HangError:
         """The error of a rank that has waited too long."""
-        table = hang_report(self._recorder) if self._recorder else ""
+        table = hang_report(self._recorder)
         return HangError(
             f"rank {self._me} waited too long in group {self._name!r}. Who waits for whom:\n\n{table}\n", table
         )
@@ -51,12 +63,12 @@ class MismatchCheck:
     def compare_messages(
         self, sends: Sequence[tuple[torch.Tensor, int]], recvs: Sequence[tuple[torch.Tensor, int]]
     ) -> None:
-        """MismatchError if the other side of a message has said something else about it."""
+        """MismatchError if the other side of a message has noted another size or dtype for it."""
         recorder, me = self._recorder, self._me
         for sending, messages in ((True, sends), (False, recvs)):
             for x, peer in messages:
                 self._messages[sending, peer] += 1
-                if recorder is None or not recorder.has(self._ranks[peer]):
+                if not recorder.has(self._ranks[peer]):
                     continue
                 number = self._messages[sending, peer]
                 mine = f"{x.numel()} {str(x.dtype).removeprefix('torch.')} in {list(x.shape)}"

@@ -1,12 +1,13 @@
-"""The process that ranks are forked from: it has loaded torch and what this process has of minillm and the course.
+"""The process that ranks are forked from. It has loaded torch, and what this process has of minillm and course.
 
-Once a file of theirs is edited, a new server takes over that loads none of them, so that ranks see each edit.
+Once one of their files is edited, a new server without them takes over, so that ranks see every edit.
 """
 
 import contextlib
 import encodings.idna  # noqa: F401 (this and popen_fork are read when first needed, if they can still be read then)
 import fcntl
 import functools
+import importlib.util
 import multiprocessing
 import multiprocessing.popen_fork
 import multiprocessing.popen_forkserver
@@ -28,14 +29,14 @@ PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "numpy", "cloudpickle"
 OURS = ("minillm", "course")
 SOCKETS = "minillm.server-"  # beginning of the name of the folder with the server's socket
 LONGEST_FOLDER = 65  # bytes of its parent's path: an address of a socket has 107 in all
-# What of ours the server has loaded, path -> (when it was changed last, bytes); None before its start.
+# The files of ours that the server has loaded: path -> (last change in ns, bytes). None before its start.
 _loaded_files: dict[str, tuple[int, int]] | None = None
 
 
 @functools.cache
 def start_context() -> BaseContext:
-    """How ranks are started: from a fork server, or by `spawn` where there is none. Where this user may not run Python,
-    which the owner of the installation may have started before giving up rights, ranks are forks of this process."""
+    """How ranks are started: from a fork server; by `spawn` where the system has none; as forks of this process where
+    this user may not run Python (a process may have been started by another user and then have given up rights)."""
     if not _may_start_python():
         return multiprocessing.get_context("fork")
     if "forkserver" not in multiprocessing.get_all_start_methods():
@@ -51,11 +52,11 @@ def _may_start_python() -> bool:
 
 
 def start_server() -> None:
-    """Start the fork server, if none runs or an edit has made it old: with what of ours is loaded here, or with torch
-    alone where ours is being edited.
+    """Start the fork server if none runs, with the modules of `OURS` that are loaded here. If one of their files has
+    been edited since, start another one with torch alone.
 
-    It and all that it forks are deaf to Ctrl-C, so no import shows a traceback: they inherit that SIGINT is blocked.
-    Here it is so for a moment only, and a Ctrl-C then is late, not lost.
+    It and the processes it forks ignore Ctrl-C, so that no import shows a traceback: they inherit a blocked SIGINT. In
+    this process SIGINT is blocked for a moment only, and a Ctrl-C in that moment arrives late.
     """
     global _loaded_files
     if start_context().get_start_method() != "forkserver":
@@ -70,16 +71,17 @@ def start_server() -> None:
 
 
 def load_ahead(modules: Iterable[str]) -> None:
-    """Start the server now, in the background, and let it load these modules as well: for a command with many launches,
-    while which nobody edits them, since only what is loaded here is watched. A server that is there stays as it is.
+    """Start the server now, in the background, and let it load these modules, too: for a command with many launches. An
+    edit of one of them is seen, an edit of what only they import is not. A server that runs already stays as it is.
 
-    The server looks where this process looks: a program's folder may be another than the current one."""
+    The server has this process's `sys.path`: a program's folder may be another than the current one."""
     global _loaded_files
     if start_context().get_start_method() != "forkserver" or _loaded_files is not None:
         return
-    loaded = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in OURS}
-    _loaded_files = _stamps(module.__file__ for module in loaded.values() if getattr(module, "__file__", None))
-    multiprocessing.set_forkserver_preload([*PRELOAD, *loaded, *modules])
+    names = [name for name in sys.modules if name.partition(".")[0] in OURS]
+    names += [name for name in modules if name not in names]
+    _loaded_files = _stamps(filter(None, map(_file_of, names)))
+    multiprocessing.set_forkserver_preload([*PRELOAD, *names])
     given = {"PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)), "PYTHONSAFEPATH": "1"}
     before = {name: os.environ.get(name) for name in given}
     os.environ.update(given)  # the server's alone: a rank takes its launcher's environment
@@ -92,8 +94,18 @@ def load_ahead(modules: Iterable[str]) -> None:
                 os.environ[name] = value
 
 
+def _file_of(module: str) -> str | None:
+    """The file that the module is loaded from; None if there is no such module or file."""
+    if module in sys.modules:
+        return getattr(sys.modules[module], "__file__", None)
+    with contextlib.suppress(ImportError):
+        spec = importlib.util.find_spec(module)
+        return spec and spec.origin
+    return None
+
+
 def _stamps(files: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Of the files that are there."""
+    """When each file that exists was changed last, and its bytes."""
     found = {}
     for file in files:
         with contextlib.suppress(OSError):
@@ -112,7 +124,8 @@ def _ensure_server() -> None:
 
 
 def _leave_server() -> None:
-    """The server ends with this process, and until then tells how its ranks ended; the next one starts."""
+    """Forget the server, so that the next launch starts another one. It ends with this process, and until then it still
+    tells how its ranks ended."""
     server = ensure_running.__self__
     server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
 
@@ -124,8 +137,8 @@ def socket_folder() -> str | None:
 
 
 def _make_socket_folder() -> None:
-    """multiprocessing's own folder for the server's socket stays behind when this process is killed. This one is
-    removed by the ranks then or, if there were none, by the next launch on this machine: its lock is free."""
+    """A folder for the server's socket in place of multiprocessing's own, which would stay behind when this process is
+    killed. The ranks remove this one then or, if there were none, the next launch on this machine: its lock is free."""
     config = process.current_process()._config
     if config.get("tempdir") is not None:
         return
@@ -166,7 +179,7 @@ def without_main() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[Callable[[], None]]:
-    """Ctrl-C waits: anywhere else in the block it would leave ranks behind. Yields what lets it through."""
+    """Holds Ctrl-C back, since it would leave ranks behind. Yields a function that lets a held one through."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
         yield lambda: None

@@ -6,9 +6,9 @@
     launch(hello, nproc=4)        # [4.0, 4.0, 4.0, 4.0]
 
 Ranks are processes forked from a server that has loaded torch and what this process has of minillm, so they start in a
-fraction of a second; they meet in a store that listens on loopback. The function travels by value, so it may come from
-a notebook cell. While the ranks run, this process prints what they print, watches the flight recorder for ranks that
-wait too long, and takes all of them down when one fails.
+fraction of a second; they meet in a store that listens on loopback. The function is pickled by value, so it may come
+from a notebook cell. While the ranks run, this process prints what they print, watches the flight recorder for ranks
+that wait too long, and ends all of them when one fails.
 """
 
 import atexit
@@ -82,7 +82,7 @@ def launch(
 
 
 class Run:
-    """One launch: the ranks' processes, and this one watching over them."""
+    """One launch: starts the ranks' processes and watches them."""
 
     def __init__(self, folder: Path, job: worker.Job) -> None:
         self.folder, self.job, self.nproc = folder, job, job.nproc
@@ -120,7 +120,7 @@ class Run:
         raise cause(self.folder, reports, self.failed)
 
     def _watch(self, let_through: Callable[[], None]) -> HangError | None:
-        """Show output until all ranks have ended. After a failure the others get a moment to say how they ended."""
+        """Show output until all ranks have ended. After a failure the others get a moment to write their reports."""
         running, give_up_at = dict(enumerate(self.ranks)), None
         while running and (give_up_at is None or time.monotonic() < give_up_at):
             wait_for_any([process.sentinel for process in running.values()], timeout=POLL_S)
@@ -136,8 +136,8 @@ class Run:
         return None
 
     def _stuck(self, running: Iterable[int]) -> float | None:
-        """Seconds that a rank has waited in one operation or been stopped, or all have been silent, if that is too
-        long."""
+        """How many seconds a rank has waited in one operation or been stopped, or all have been silent; None while that
+        is within the timeout."""
         now, signs, waits, limit = time.monotonic(), [self.last_output], [], self.job.timeout_s
         for rank in range(self.nproc):
             state = self.recorder.state(rank)[1]
@@ -180,7 +180,7 @@ class Run:
         return [process for process in self.ranks if process.pid is not None]
 
     def _show_output(self, last: bool = False) -> None:
-        """Print what ranks have written since, in whole lines, each with its rank."""
+        """Print the whole lines that ranks have written since the last call, each with its rank."""
         for rank in range(self.nproc):
             path = self.folder / f"output{rank}"
             if not path.exists():
@@ -212,7 +212,7 @@ def _check(fn: Any, nproc: int, timeout: float, link: Any, device: str | None, m
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """A private folder for this run: flight recorder, output, reports."""
+    """A private folder for one launch: flight recorder, output, reports."""
     path = Path(tempfile.mkdtemp(prefix="minillm-"))
     try:
         yield path
@@ -221,12 +221,12 @@ def _folder() -> Iterator[Path]:
 
 
 def _store() -> dist.TCPStore:
-    """Where ranks meet. torch would listen on every interface; this listens on loopback only."""
+    """The store in which ranks meet. torch's own would listen on every interface; this one listens on loopback."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _cell_sources() -> dict[str, tuple]:
-    """Sources that exist in memory only, as notebook cells do."""
+    """The sources that exist in memory only, such as notebook cells."""
     return {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and not os.path.exists(name)}

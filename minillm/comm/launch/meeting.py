@@ -1,4 +1,4 @@
-"""Where ranks meet: a store of keys and values that one process holds, whoever has started the ranks."""
+"""Where ranks meet: a store of keys and values, in this process's launcher, torchrun's agent or rank 0."""
 
 import functools
 import os
@@ -17,17 +17,17 @@ POLL_S = 0.01
 
 @functools.cache
 def meeting_place() -> dist.Store:
-    """The store at MASTER_ADDR and MASTER_PORT, where ranks tell each other their addresses. An elastic agent's store
-    outlives restarts, with all that ranks of before have written: there it is a part of it that is new."""
+    """The store at MASTER_ADDR and MASTER_PORT, in which ranks exchange their addresses. An elastic agent's store keeps
+    what the ranks before a restart have written, so it is used under a prefix that is new."""
     store, rank, world_size = next(rendezvous("env://"))
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and "MINILLM_RANK" not in os.environ
     return dist.PrefixStore(agree_on_name(store, rank, world_size), store) if is_agents else store
 
 
 def agree_on_name(store: dist.Store, rank: int, world_size: int, wait_s: float = MEET_S) -> str:
-    """A name that no ranks before these have used in the store: rank 0 draws it and answers each rank's own question.
+    """A name that no earlier ranks have used in the store: rank 0 draws it and answers each rank's own question.
 
-    Old questions are answered, too, but nobody reads that. PeerLostError if a rank does not come."""
+    Questions of earlier ranks are answered as well; those answers are not read. PeerLostError if a rank is missing."""
     question, give_up_at = secrets.token_hex(8), time.monotonic() + wait_s
     if rank:
         store.set(f"question {rank}", question)

@@ -1,4 +1,4 @@
-"""How the ranks of a launch ended, from what they left in its folder: reports, output, dumps of their stacks."""
+"""How the ranks of a launch ended, from the files in its folder: reports, output, stack dumps."""
 
 import contextlib
 import linecache
@@ -21,7 +21,7 @@ def has_report(folder: Path, rank: int) -> bool:
 
 
 def report_of(folder: Path, rank: int) -> worker.Report | None:
-    """What the rank wrote when it ended; None if it was ended."""
+    """The report that the rank wrote when it ended; None if it was killed."""
     return cloudpickle.loads((folder / f"report{rank}").read_bytes()) if has_report(folder, rank) else None
 
 
@@ -39,14 +39,15 @@ def place_of(folder: Path, rank: int) -> str:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal (SIGSTOP, Ctrl-Z, a debugger) holds the process."""
+    """Whether the process is stopped by a signal (SIGSTOP, Ctrl-Z) or a debugger."""
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
     return False
 
 
 def cause(folder: Path, reports: list[worker.Report | None], exit_codes: Mapping[int, int]) -> BaseException:
-    """The first failure that is not an echo of another one. exit_codes: of the ranks that ended badly, in order."""
+    """The first failure that is not the consequence of another one. exit_codes: those of the ranks that failed, in
+    order."""
     raised = sorted((r.echo, r.at, rank) for rank, r in enumerate(reports) if r and r.result is None)
     silent = [rank for rank in exit_codes if reports[rank] is None]
     if silent and (not raised or raised[0][0]):
@@ -61,7 +62,7 @@ def cause(folder: Path, reports: list[worker.Report | None], exit_codes: Mapping
 
 
 def _last_words(folder: Path, rank: int) -> str:
-    """What C++ said before it ended the process, if it did."""
+    """C++'s last message before it ended the process, if there is one."""
     path = folder / f"output{rank}"
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     words = [line.strip().removeprefix("what():").strip() for line in lines if "what():" in line]
@@ -69,7 +70,7 @@ def _last_words(folder: Path, rank: int) -> str:
 
 
 def _name_cells(traceback: str) -> str:
-    """Notebook cells by their number, as in `Cell In[5]`, instead of IPython's temporary file names."""
+    """The traceback with notebook cells by number, as in `Cell In[5]`, in place of IPython's temporary file names."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     cells = getattr(getattr(shell, "compile", None), "_filename_map", {})
     for name, number in cells.items():
@@ -87,5 +88,6 @@ def _original(report: worker.Report) -> BaseException | None:
 def _death(code: int) -> str:
     if code < 0:
         hint = " (out of memory, perhaps)" if -code == signal.SIGKILL else ""
-        return f"was killed by {signal.Signals(-code).name}{hint}"
+        name = signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"  # real-time ones
+        return f"was killed by {name}{hint}"
     return f"ended its process with exit code {code}"

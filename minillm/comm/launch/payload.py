@@ -1,4 +1,4 @@
-"""Functions as bytes, so that ranks can be given one from a notebook cell: cloudpickle's, with the file of every code.
+"""Functions as bytes, which ranks can load even if they come from a notebook cell: cloudpickle, with file names.
 
 cloudpickle 3.1.3 and newer replace a code object's file name by "<dynamic-code>". A rank could then neither show the
 line at which it failed nor find the text of a cell.
@@ -13,7 +13,7 @@ import cloudpickle
 
 
 def to_bytes(content: Any) -> bytes:
-    """What `cloudpickle.loads` reads; whatever the content's own pickling raises."""
+    """Bytes for `cloudpickle.loads`. Raises whatever pickling the content raises."""
     written = io.BytesIO()
     _Pickler(written).dump(content)
     return written.getvalue()

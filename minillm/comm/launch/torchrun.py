@@ -1,8 +1,8 @@
-"""`launch` under torchrun: this process already is a rank, in a world that torchrun made.
+"""`launch` under torchrun: this process is a rank already, in a world that torchrun made.
 
-A rank that loses others says which in one sentence, and its traceback, which only shows where it happened to wait, is
-not printed: what ended the others stands in their own output. What torch prints about a store that goes while it is
-asked comes after that sentence.
+A rank that loses others names them in one sentence. Its traceback, which only shows where it was waiting, is not
+printed: the reason is in the output of the ranks that ended. Whatever torch prints about a store that has gone comes
+after that sentence.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ LAST_WORDS_S = 0.8  # for other ranks that have lost somebody, too, to say so
 
 
 def in_place(job: worker.Job) -> list[Any]:
-    """Run the job's function as this rank; the results of all. PeerLostError: ranks were lost, by name."""
+    """Run the job's function as this rank; returns the results of all. PeerLostError names the ranks that were lost."""
     if "MINILLM_RANK" in os.environ or dist.is_initialized():
         raise ValueError("launch was called inside a rank: call it once, outside, and use group.subgroup inside")
     rank, local_world = int(os.environ["RANK"]), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -58,8 +58,8 @@ def is_root() -> bool:
 
 
 def _silent(group: Group) -> list[int]:
-    """The ranks that do not say, as this one does now, that they have lost others. On another machine those that still
-    compute are among them; a store that has gone answers for none there."""
+    """The ranks that do not report in the store, as this one does now, that they have lost others. Ranks of another
+    machine that still compute are among them; without a store, no rank of another machine is."""
     others = {rank for rank in group.ranks if rank != group.world.rank}
     try:
         for pause_s in (SETTLE_S, LAST_WORDS_S):
@@ -75,8 +75,8 @@ def _silent(group: Group) -> list[int]:
 
 
 def _alive_here() -> set[int]:
-    """The ranks that the same agent has started, and that have not ended. One may wait for this rank without knowing
-    yet that others are lost."""
+    """The ranks that the same agent has started and that run. One may be waiting for this rank and not know yet that
+    others are lost."""
     found = set()
     for process in psutil.Process(os.getppid()).children():
         with contextlib.suppress(psutil.Error, KeyError, ValueError):
@@ -87,7 +87,7 @@ def _alive_here() -> set[int]:
 
 @contextlib.contextmanager
 def _held_back() -> Iterator[list[str]]:
-    """What this process, C++ included, writes to standard error in the block is in the list afterwards."""
+    """Collects the lines that this process, C++ included, writes to standard error in the block."""
     said: list[str] = []
     with tempfile.TemporaryFile() as file:
         stderr = os.dup(2)
@@ -102,7 +102,7 @@ def _held_back() -> Iterator[list[str]]:
 
 
 def _word(rank: int) -> str:
-    """The key in the store by which a rank says that it has lost others."""
+    """The key in the store by which a rank reports that it has lost others."""
     return f"lost others {rank}"
 
 

@@ -1,4 +1,4 @@
-"""The rank side of `launch`: set the stage, run the function as one rank, report how it ended."""
+"""The rank's side of `launch`: join the group, run the function as one rank, report how it ended."""
 
 import contextlib
 import ctypes
@@ -44,7 +44,7 @@ POLL_S = 0.1
 
 @dataclass(frozen=True)
 class Job:
-    """What `launch` hands to its ranks. sources: the text of notebook cells, for the lines in tracebacks."""
+    """What `launch` sends to its ranks. sources: the text of notebook cells, for the lines in tracebacks."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -58,7 +58,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Report:
-    """How a rank ended: its pickled result, or its error."""
+    """How a rank ended: its pickled result or its error. echo: the error only says that another rank has gone."""
 
     result: bytes | None = None
     error: str = ""
@@ -69,9 +69,9 @@ class Report:
 
 
 def main(folder: str, rank: int, nproc: int, port: int, environ: dict[str, str]) -> None:
-    """Entry point of one rank started by `launch`. Never raises: the report file says how it went.
+    """Entry point of one rank started by `launch`. Never raises: the report file says how it ended.
 
-    environ: the launcher's environment as it is now; what this process has is from when the fork server started.
+    environ: the launcher's environment now; this process has that of the time when the fork server started.
     """
     os.environ.clear()
     os.environ.update(environ)
@@ -103,7 +103,7 @@ def main(folder: str, rank: int, nproc: int, port: int, environ: dict[str, str])
 
 
 def leave_together(group: Group) -> None:
-    """Wait for all ranks, however long they work: none takes a connection away that another still needs.
+    """Wait for all ranks, however long they work, so that none closes a connection that another still needs.
     PeerLostError if one of them ends before it is done."""
     options = dist.BarrierOptions()
     options.timeout = datetime.timedelta(days=365)
@@ -123,7 +123,7 @@ def _packed(result: Any, rank: int) -> bytes:
 
 @contextlib.contextmanager
 def world_group(job: Job, recorder: FlightRecorder | None, rank: int, wait_s: float) -> Iterator[Group]:
-    """Join the process group of all ranks and leave it in the end. recorder: None if ranks have yet to make one."""
+    """Join the process group of all ranks and leave it in the end. recorder: None if the ranks make one together."""
     device = pick_device(job.device, job.nproc)
     torch.set_num_threads(job.threads)
     if device.type == "cuda":
@@ -155,9 +155,9 @@ _worlds = itertools.count()  # a script under torchrun may launch again: the nex
 
 
 def reach_store(rank: int, wait_s: float) -> None:
-    """PeerLostError if nobody listens there, in one sentence: torch would try for minutes and say so again and again.
+    """PeerLostError if the store cannot be reached: torch would try for minutes and print every attempt.
 
-    Whoever starts the ranks holds the store, or rank 0 does, which may come later."""
+    The store belongs to the process that started the ranks, or to rank 0, which may start later."""
     is_there = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank == 0 and not is_there:
         return  # it makes it
@@ -203,7 +203,7 @@ def failure(error: BaseException) -> Report:
 
 
 def is_echo(error: BaseException | None) -> bool:
-    """Whether the error, or the one that it was raised from, only says that another rank has gone."""
+    """Whether the error, or the one it was raised from, only says that another rank has gone."""
     if error is None:
         return False
     lost = isinstance(error, (PeerLostError, dist.DistNetworkError, ConnectionError)) or _is_torchs(error)
@@ -225,7 +225,7 @@ def _said(error: BaseException) -> str:
 
 
 def _relevant(frames: list[traceback.FrameSummary], error: BaseException) -> list[traceback.FrameSummary]:
-    """The frames from the caller's own function on; where `comm` itself complains, only the caller's."""
+    """The frames from the caller's own function on; of an error that `comm` itself raised, only the caller's frames."""
     here = os.path.dirname(os.path.dirname(__file__))  # minillm/comm
     ours = [i for i, frame in enumerate(frames) if frame.filename == __file__]
     frames = frames[ours[-1] + 1 :] if ours and ours[-1] + 1 < len(frames) else frames
@@ -236,7 +236,7 @@ def _relevant(frames: list[traceback.FrameSummary], error: BaseException) -> lis
 
 
 def _settle(folder: Path, rank: int) -> None:
-    """Output into this rank's file, stack dumps on request, death together with the launcher, no Ctrl-C of its own."""
+    """Output goes into this rank's file, SIGUSR1 dumps the stack, Ctrl-C is ignored, a rank ends with its launcher."""
     output = os.open(folder / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -257,8 +257,8 @@ def _settle(folder: Path, rank: int) -> None:
 
 
 def _die_with_launcher(folder: Path) -> None:
-    """The fork server outlives a killed launcher as long as it has children, so each rank has to notice itself. So has
-    one whose launch was over before it had begun: its folder has gone."""
+    """The fork server outlives a killed launcher as long as it has children, so each rank has to notice itself; so does
+    a rank whose launch ended before the rank had started: its folder has gone."""
     launcher = multiprocessing.parent_process()
     while launcher.is_alive() and folder.exists():
         launcher.join(LOOK_S)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from minillm.comm import Group
-from minillm.comm.work import Work
+from minillm.comm.operation import Work
 from minillm.parallel.data_parallel.packing import Bucket, Named, assign
 from minillm.parallel.data_parallel.reducer import Reducer
 from minillm.parallel.data_parallel.replicas import BufferSync, no_gradient, replicate

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from minillm.comm import Group
-from minillm.comm.work import Work
+from minillm.comm.operation import Work
 from minillm.parallel.data_parallel.packing import Bucket
 from minillm.parallel.data_parallel.replicas import no_gradient, remove_previous_reducers
 

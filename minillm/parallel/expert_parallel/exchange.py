@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from minillm.comm import Group
-from minillm.comm.work import Work
+from minillm.comm.operation import Work
 
 
 class Exchange:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from minillm.comm.work import Work
+from minillm.comm.operation import Work
 from minillm.parallel.placement import Placement
 from minillm.parallel.slices import Initialize, LocalShard, ShardSettings
 

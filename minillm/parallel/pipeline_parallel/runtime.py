@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from minillm.comm import Group
-from minillm.comm.work import Work
+from minillm.comm.operation import Work
 from minillm.measure import span
 from minillm.parallel.data_parallel.reducer import Reducer
 from minillm.parallel.pipeline_parallel.schedule.actions import Action, Edge, Place, Schedule, ScheduleError

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from minillm.comm import Group
-from minillm.comm.work import Work
+from minillm.comm.operation import Work
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,9 +150,9 @@ class _End(torch.autograd.Function):
 
 def finished(value: Tensor) -> Work:
     """A handle whose `wait` returns `value` at once."""
-    return Work(lambda: value, lambda: True, ())
+    return Work(lambda: value)
 
 
 def then(work: Work, function) -> Work:
     """A handle whose `wait` returns function(what `work` returns)."""
-    return Work(lambda: function(work.wait()), work.done, ())
+    return Work(lambda: function(work.wait()), work.done)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minillm.comm.work import Work
+from minillm.comm.operation import Work
 from minillm.parallel.data_parallel.packing import Bucket, assign
 from minillm.parallel.data_parallel.reducer import Reducer
 from minillm.parallel.slices import LocalShard, ShardSettings

@@ -304,7 +304,7 @@ class HealthMonitor:
     def _is_waiting(self) -> bool:
         """Whether this rank is in a collective or, as a GPU's are only launched, waits for the GPU's queue."""
         recorder, device = self.group.world.recorder, self.group.device
-        if recorder is not None and recorder.signs(self.group.world.rank)[1] is not None:
+        if recorder.signs(self.group.world.rank)[1] is not None:
             return True
         return device.type == "cuda" and not torch.cuda.default_stream(device).query()
 

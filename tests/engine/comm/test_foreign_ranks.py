@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from minillm.comm import Group
+from minillm.comm import Group, launch
 from tests.engine.comm.foreign_ranks import spawned
 
 HERE = Path(__file__).parent
@@ -45,6 +46,19 @@ def test_command(by: str, tmp_path) -> None:
     for rank in range(2):
         assert f"rank {rank} of 2: equal gradients" in done.stdout
     assert not list(tmp_path.glob("minillm-*"))  # no recorder is left behind
+
+
+def half(group: Group) -> None:
+    process_group = dist.new_group([0])
+    if group.rank == 0:
+        Group.from_process_group(process_group)
+        return
+    with pytest.raises(ValueError, match="rank 1 is not in the process group"):
+        Group.from_process_group(process_group)
+
+
+def test_a_rank_outside_the_process_group() -> None:
+    launch(half, 2)
 
 
 def test_without_a_process_group() -> None:

@@ -38,6 +38,7 @@ def test_an_interrupt_of_the_whole_group_shows_no_traceback_of_helpers(tmp_path,
 
 AHEAD = """
 import os
+import sys
 
 from minillm.comm import launch
 from minillm.comm.launch.forkserver import load_ahead
@@ -51,6 +52,9 @@ def where(group):
 
 load_ahead(["loaded_once", "no_such_module"])
 print(launch(where, 2))
+with open(sys.argv[1], "a") as file:
+    file.write("edited = True\\n")
+print(launch(where, 2))
 """
 
 
@@ -62,8 +66,10 @@ def test_modules_are_loaded_by_the_server_and_from_this_programs_path(tmp_path):
         folder.mkdir()
         (folder / "loaded_once.py").write_text("import os\nPID = os.getpid()\n")
     (program / "main.py").write_text(AHEAD)
-    done = subprocess.run([sys.executable, str(program / "main.py")], cwd=elsewhere, capture_output=True, text=True)
-    assert done.stdout.strip() == str([(str(program / "loaded_once.py"), False, None)] * 2), done.stderr
+    command, file = [sys.executable, str(program / "main.py")], str(program / "loaded_once.py")
+    done = subprocess.run([*command, file], cwd=elsewhere, capture_output=True, text=True)
+    loaded, edited = ([(file, by_the_rank, None)] * 2 for by_the_rank in (False, True))
+    assert done.stdout.splitlines() == [str(loaded), str(edited)], done.stderr
 
 
 EDITED = """

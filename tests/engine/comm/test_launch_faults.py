@@ -18,6 +18,7 @@ import rank_programs as programs
 import torch
 
 from minillm.comm import HangError, MismatchError, RankError, launch
+from minillm.comm.launch.outcome import _death
 
 ROOT = Path(__file__).parents[3]
 
@@ -139,6 +140,10 @@ def test_cause_is_the_rank_that_died(how: str, message: str, code: int | None) -
     with pytest.raises(RankError, match=message) as caught:
         launch(programs.end, 3, 1, how)
     assert caught.value.rank == 1 and caught.value.exitcode == code
+
+
+def test_a_signal_without_a_name_is_told_by_its_number() -> None:
+    assert _death(-(signal.SIGRTMIN + 6)) == f"was killed by signal {signal.SIGRTMIN + 6}"
 
 
 def test_cause_is_the_rank_that_died_after_the_others_were_done() -> None:

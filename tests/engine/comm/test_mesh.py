@@ -83,8 +83,8 @@ def test_axes_that_cannot_be() -> None:
     said = launch(program, 4)[0]
     assert "dp=3 is 3 ranks, but the group has 4" in said[1]
     assert all("must be names with a size of 1 or more" in said[i] for i in (0, 2, 3, 4))
-    assert all("has the name of something else" in said[i] for i in (5, 6))
-    assert "not over group 'pair'" in said[7]
+    assert all("has the name of an attribute" in said[i] for i in (5, 6))
+    assert "not only group 'pair'" in said[7]
 
 
 def threads_and_sockets() -> tuple[int, int]:

@@ -1,16 +1,20 @@
 """The backend that calls torch's own operations: what it records, and when. On a GPU the same with device times."""
 
+import itertools
 import math
 import time
 import types
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from minillm.comm import HangError, launch, ring_all_reduce
+from minillm.comm.backends import native
 from minillm.comm.diagnostics.hang_report import hang_report
 from minillm.comm.launch.launcher import _check
+from minillm.comm.operation import Current, Operation
 from minillm.measure import Ledger, clock, ledger, span
 from minillm.measure.ledger import DeviceTimes, Event
 from tests.engine.comm.nccl_like import on_nccl_like
@@ -114,6 +118,76 @@ def test_a_hang_shows_the_rank_that_waits_for_a_launched_operation() -> None:
         launch(on_nccl_like(stuck), 2, timeout=3)
     first, second = caught.value.table.splitlines()[2:]
     assert "all_reduce (launched)" in first and first.endswith("rank 1") and "in no operation" in second
+
+
+def body_with_a_work(group):
+    """A body that ends with an operation that it has only launched, as a hook of DDP may."""
+    x = torch.full((3,), 1.0 + group.rank)
+    work = group.run("mine", x, lambda: group.all_reduce(x.mul_(2), async_op=True), async_op=True)
+    first = work.wait().tolist(), work.wait() is x, work.done()
+    return first, group.run("mine", x, lambda: group.all_reduce(x, async_op=True)).tolist()
+
+
+def test_a_body_may_return_a_work() -> None:
+    expected = [(([6.0] * 3, True, True), [12.0] * 3)] * 2
+    assert launch(body_with_a_work, 2) == launch(on_nccl_like(body_with_a_work), 2) == expected
+
+
+class Behind:
+    """A torch work whose device is never seen to be done, as on a GPU that is far behind its host."""
+
+    def wait(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def far_behind(monkeypatch):
+    """A backend on such a device, operations for it, the sequence numbers withdrawn, and what torch got to work on."""
+    used, withdrawn = [], []
+
+    def launch(*tensors, **_):
+        used.extend(weakref.ref(x) for x in tensors if isinstance(x, torch.Tensor))
+        return Behind()
+
+    for name in ("all_reduce", "_REDUCE_SCATTER"):
+        monkeypatch.setattr(native if name.startswith("_") else dist, name, launch)
+    check = types.SimpleNamespace(announce=lambda *_: None, withdraw=lambda _, sequence: withdrawn.append(sequence))
+    pg = types.SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    numbers = itertools.count(1)
+
+    def operation():
+        return Operation(None, check, Current(), 2, next(numbers), b"", event=None, launches=True)
+
+    return native.NativeBackend(pg, torch.device("cpu")), operation, withdrawn, used
+
+
+def test_memory_is_let_go_of_at_the_wait_however_far_the_device_is_behind(far_behind) -> None:
+    backend, operation, withdrawn, used = far_behind
+    works = [backend.reduce_scatter(operation(), torch.ones(4), "sum", None, True) for _ in range(3)]
+    assert len(used) == 6 and all(ref() is not None for ref in used)
+    results = [work.wait() for work in works]
+    assert [ref() is None for ref in used] == [False, True] * 3  # the results are the caller's
+    del results, works
+    assert all(ref() is None for ref in used[:-2])
+    assert withdrawn == [1, 2]  # the latest one stays announced: nobody has seen it done
+    backend.all_reduce(operation(), torch.ones(2, 3).t(), "sum", async_op=False)
+    assert withdrawn == [1, 2, 3] and used[-1]() is None
+    backend.all_reduce(operation(), torch.ones(4), "sum", async_op=True)  # its memory stays, though its Work has gone
+    assert used[-1]() is not None
+
+
+def test_a_wait_on_another_stream_keeps_the_memory_of_the_first(far_behind, monkeypatch) -> None:
+    backend, operation, _, used = far_behind
+    streams = iter(["compute", "side", "compute"])
+    monkeypatch.setattr(backend, "current_stream", lambda: next(streams))
+    work = backend.all_reduce(operation(), torch.ones(3), "sum", async_op=True)
+    work.wait()
+    del work
+    backend.all_reduce(operation(), torch.ones(3), "sum", async_op=True)
+    assert all(ref() is not None for ref in used)
 
 
 class DeviceClock:

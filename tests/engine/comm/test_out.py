@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minillm.comm import RankError, launch, pairwise_all_to_all, ring_all_gather, ring_reduce_scatter
-from minillm.comm.scratch import SCRATCH_BYTES, Scratch
+from minillm.comm.operands import SCRATCH_BYTES, Scratch
 
 
 def into_out(group):

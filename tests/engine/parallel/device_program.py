@@ -51,7 +51,7 @@ def make_group(world_size: int) -> Group:
     dist.Backend.backend_capability["fake"].append(DEVICE.type)
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     nn.Module._apply = _apply
-    NativeBackend.gather_objects = lambda self, value: [value] * self.world_size
+    NativeBackend.gather_objects = lambda self, operation, value: [value] * self.world_size
     ShardedGradient.of = staticmethod(lambda gradient, *_: gradient)  # one subclass of Tensor cannot wrap another
     with tempfile.NamedTemporaryFile() as file:
         world = World(0, DEVICE, FlightRecorder(file.name, [0]), [0], 30.0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from minillm.comm import Link, launch
-from minillm.comm.work import Work
+from minillm.comm.operation import Work
 from minillm.measure import ledger, memory, wire
 from minillm.model import ModelConfig, Transformer
 from minillm.parallel.context_parallel import (

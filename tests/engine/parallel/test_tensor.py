@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minillm.comm import launch
-from minillm.comm.work import Work
+from minillm.comm.operation import Work
 from minillm.equivalence import Batch
 from minillm.measure import ledger, memory
 from minillm.model import ModelConfig, Transformer, cross_entropy_sums
