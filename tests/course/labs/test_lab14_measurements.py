@@ -10,7 +10,7 @@ from course.lab14_continuous_batching import experiments_engines as engines
 from course.lab14_continuous_batching import figures as pictures
 from course.lab14_continuous_batching import figures_flight as lab_14_flight
 from course.lab14_continuous_batching import formulas as predict
-from course.shared.baselines import StaticBatches, TimerBatches
+from course.lab14_continuous_batching.baselines import StaticBatches, TimerBatches
 from minillm.model import Transformer
 from minillm.serve import POLICIES
 
