@@ -13,6 +13,7 @@ import torch
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
 from course.lab10_fault_tolerance.loop import PARTS, Loop
+from course.shared.diagnose import expect
 
 BEFORE, AFTER = 7, 8  # steps before the save, and compared after it
 
@@ -99,8 +100,7 @@ def check_reshard(learner: Callable) -> Receipt:
 
 def _judge_part(shelf: Shelf, found: Any, rank: int, target: int, where: str) -> int:
     wanted = shelf.own(rank, target)
-    if not isinstance(found, bytes | bytearray | memoryview):
-        raise CheckFailed(f"{where}: you returned {type(found).__name__}; the exercise asks for bytes")
+    expect(isinstance(found, bytes | bytearray | memoryview), found, "bytes", f"{where}: you")
     found = bytes(found)
     if len(found) != len(wanted):
         raise CheckFailed(

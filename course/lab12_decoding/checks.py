@@ -21,6 +21,7 @@ from course.kit.receipts import Receipt, Row, receipt, row
 from course.lab12_decoding import formulas as predict
 from course.lab12_decoding.decoders import GARBAGE, Cache, Watched, recompute
 from course.lab12_decoding.traffic import Traffic
+from course.shared.diagnose import expect_list
 from course.shared.measuring import one_thread
 from minillm.model import ModelConfig, Transformer, dense
 
@@ -144,10 +145,9 @@ def check_generate(learner: Any) -> Receipt:
         cache, watched = Cache(config, 40, ANSWERS.attend, torch.float64), Watched(model)
         with torch.no_grad():
             found = learner(watched, list(prompt), count, cache)
-        answer = list(found) if isinstance(found, list | tuple) or hasattr(found, "__next__") else found
+        answer = list(found) if hasattr(found, "__next__") else found
         right = recompute(model, prompt, count)
-        if not isinstance(answer, list) or not all(isinstance(token, int) for token in answer):
-            raise CheckFailed(f"you returned {answer!r}; the exercise asks for the list of the {count} new token ids")
+        answer = expect_list(answer, f"the list of the {count} new token ids", of=int)
         rows += _judge_passes(watched, cache, prompt, right)
         if answer != right:
             raise CheckFailed(_say_answer(answer, right, watched, prompt), rows)

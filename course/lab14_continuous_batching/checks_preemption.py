@@ -5,7 +5,7 @@ from heapq import heappop
 
 from course.kit.answers import answers_of
 from course.kit.exercises import CheckFailed, exercise
-from course.kit.receipts import Receipt, row
+from course.kit.receipts import Receipt, receipt, row
 from course.lab14_continuous_batching.experiments import TINY, one_thread, play, requests
 from course.lab14_continuous_batching.shelves import contents, draw_pool
 from minillm.model import Transformer
@@ -41,7 +41,7 @@ def check_preemption(learner: type) -> Receipt:
     model = Transformer(TINY, seed=2)
     for swap in (False, True):
         rows += _in_an_engine(learner, model, swap)
-    return Receipt("preempted and brought back", tuple(rows), open_rows=len(rows))
+    return receipt("preempted and brought back", rows, open_rows=len(rows))
 
 
 def _one_round(learner: type, swap: bool, host: int | None, shared: int) -> tuple[int, int]:

@@ -12,9 +12,9 @@ from itertools import pairwise
 from typing import Any
 
 from course.lab14_continuous_batching import formulas as predict
+from course.lab14_continuous_batching.baselines import StaticBatches, TimerBatches
 from course.lab14_continuous_batching.experiments import Flight, Player, draft, play, requests, target, text
 from course.lab14_continuous_batching.experiments_breaks import PromptsFirst
-from course.lab14_continuous_batching.baselines import StaticBatches, TimerBatches
 from course.shared.measuring import one_thread
 from course.shared.step_cost import H100_8B
 from minillm.bench.load import Arrival, VirtualClock, arrivals, replay, skewed, uniform
