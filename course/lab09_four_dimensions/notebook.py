@@ -372,13 +372,13 @@ receipts.published_table()
 # A colleague combined dp, cp and tp in one step:
 
 # %%
-print(inspect.getsource(experiments_breaks.colleagues_step))
+print(inspect.getsource(experiments_breaks.buggy_hybrid_step))
 
 # %% [markdown]
 # The loss is right in every mesh, and it falls. Every gradient beside one process, in float64:
 
 # %%
-receipts.hunt()
+receipts.bug_hunt()
 
 # %% [markdown]
 # Find the line and write the step so that it is right in every mesh.

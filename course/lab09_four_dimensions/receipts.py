@@ -232,8 +232,8 @@ def published_table() -> Table:
 
 
 @titled("a colleague's hybrid step on 4 ranks", open_rows=8)
-def hunt(found: Sequence | None = None) -> Iterator[Row]:
-    found = found or experiments_breaks.hunt()
+def bug_hunt(found: Sequence | None = None) -> Iterator[Row]:
+    found = found or experiments_breaks.bug_hunt()
     for outcome in found:
         yield row(f"{outcome.mesh}: loss that of one process, to 1e-10", True, outcome.loss < 1e-10)
         yield row("    largest relative error of a gradient", None, outcome.worst)
@@ -319,4 +319,4 @@ def design_13b() -> Table:
     return _designs("13B on 32 A100, 256 sequences of 4,096 tokens", rows, machine.usable / GIB)
 
 
-CLAIMS = (torch_mesh, links, by_axis, fsdp_or_tensor, dropped, runs, hunt, lattice, scaling)
+CLAIMS = (torch_mesh, links, by_axis, fsdp_or_tensor, dropped, runs, bug_hunt, lattice, scaling)

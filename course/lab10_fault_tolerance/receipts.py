@@ -144,8 +144,8 @@ def hang(found: tuple[str, float] | None = None, timeout_s: float = 1.5) -> Iter
 
 @titled("what a neighbour says", open_rows=7)
 def health() -> Iterator[Row]:
-    for fate, found in zip(breaks.FATES, breaks.health(), strict=True):
-        yield row(fate.what, fate.health.value, found.value)
+    for fault, found in zip(breaks.FAULTS, breaks.health(), strict=True):
+        yield row(fault.what, fault.health.value, found.value)
 
 
 @titled("Adam's first moment, ZeRO 1 on 4 ranks")

@@ -232,7 +232,7 @@ receipts.units(bits_per_byte)
 # converts the loss with your function; *measured* uses no tokens at all and adds up −log₂ p over the whole text.
 
 # %%
-receipts.to_beat(bits_per_byte)
+receipts.ngram_baseline(bits_per_byte)
 
 # %% [markdown]
 # ## 3 · Batches: pad, sort or pack

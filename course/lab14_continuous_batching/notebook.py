@@ -419,7 +419,7 @@ receipts.chunks(guess_gap_ms)
 # That clock is simulated. Is the stall real? By this machine's wall clock, with the target model:
 
 # %%
-receipts.stall_here()
+receipts.measured_stall()
 
 # %% [markdown]
 # Computed whole, the prompt stops the four sequences for about ten of their steps. In chunks the pause is a few

@@ -25,7 +25,7 @@ MOST = engines.MAX_NUM_SEQS  # sequences in a batch
 
 def passes(guess_static: int, guess_continuous: int) -> Table:
     """32 skewed answers, at most 8 at once: the reader's guesses beside the closed forms."""
-    lengths = engines.answers(engines.coming("skewed"))
+    lengths = engines.answers(engines.trace_arrivals("skewed"))
     return table(
         f"32 skewed answers (longest {max(lengths)}, sum {sum(lengths)}), at most {MOST} at once: forward passes",
         ("", "your guess", "formula"),
@@ -85,7 +85,7 @@ def three_engines(found: dict[tuple[str, str], dict[str, Any]]) -> Table:
     """All 32 requests there at the start: passes counted, times simulated."""
     lines = []
     for trace in engines.TRACES:
-        wanted = engines.answers(engines.coming(trace))
+        wanted = engines.answers(engines.trace_arrivals(trace))
         due = {"static": predict.static_steps(wanted, MOST), "continuous": predict.continuous_steps(wanted, MOST)}
         for engine in engines.ENGINES:
             each = found[trace, engine]
@@ -122,9 +122,9 @@ def chunks(guess_ms: float) -> Table:
     return table(f"a prompt of 8,192 arrives while 16 decode (your guess, chunk 512: {guess_ms:g} ms)", columns, lines)
 
 
-def stall_here() -> Table:
+def measured_stall() -> Table:
     """A real stall on this machine, by the wall clock."""
-    found = {name: engines.stall_here(chunk) for name, chunk in (("whole", None), ("in chunks of 48", 48))}
+    found = {name: engines.measured_stall(chunk) for name, chunk in (("whole", None), ("in chunks of 48", 48))}
     return table(
         "440 tokens arrive while 4 sequences decode, target model, wall clock",
         ("the prompt is computed", "gap before, measured", "worst gap, measured", "its TTFT, measured"),
@@ -196,7 +196,7 @@ def overhead() -> Table:
 
 def transformers(ours: dict[str, Any]) -> Receipt:
     """transformers' continuous batching on the same requests, where it is installed."""
-    theirs = peer(engines.coming("skewed"), max_num_seqs=MOST, token_budget=MOST * engines.PROMPT + MOST)
+    theirs = peer(engines.trace_arrivals("skewed"), max_num_seqs=MOST, token_budget=MOST * engines.PROMPT + MOST)
     if theirs is None:
         return receipt("transformers is not installed here: pip install transformers", [])
     equal = sum(mine == other for mine, other in zip(ours["ids"], theirs["ids"], strict=True))
@@ -262,7 +262,7 @@ def passes_counted() -> Receipt:
     """Forward passes of static and of continuous batching for the same requests, and the tokens of every engine."""
     found, rows = engines.compare(), []
     for trace in engines.TRACES:
-        lengths = engines.answers(engines.coming(trace))
+        lengths = engines.answers(engines.trace_arrivals(trace))
         due = {"static": predict.static_steps(lengths, MOST), "continuous": predict.continuous_steps(lengths, MOST)}
         for engine, steps in due.items():
             rows.append(row(f"{trace} answers, {engine}: forward passes", steps, found[trace, engine]["passes"]))
@@ -302,7 +302,7 @@ def diagnoses() -> Receipt:
     rows = []
     for fault in breaks.FAULTS:
         flight = breaks.case(fault, 14)
-        prompts = {name: told.prompt for name, told in flight.told.items()}
+        prompts = flight.prompts
         rows.append(row(f"a scheduler that is {fault!r}" if fault == breaks.HEALTHY else f"fault: {fault}", fault,
                         ANSWERS.diagnose(flight.records, prompts)))  # fmt: skip
     return receipt("diagnosis of recorded runs", rows)

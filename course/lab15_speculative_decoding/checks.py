@@ -96,7 +96,7 @@ def check_verifier(learner: Callable) -> Receipt:
     generator, rows = tiny_models.seeded(), []
     for k, vocab in ((1, 5), (2, 3), (3, 2)):
         target, draft = _differing(generator, vocab)
-        rows += hold_verifier(learner, target, draft, k)
+        rows += check_verifier_exactly(learner, target, draft, k)
     same = Tiny(generator, 2)
     found = tiny_models.enumerated(lambda draw: len(_verified(learner, same, same, 3, draw)[0]))
     rows.append(row("draft = target, K = 3: tokens of every pass", (4,), tuple(found)))
@@ -130,7 +130,7 @@ def _verified(learner: Callable, target: Tiny, draft: Callable, k: int, draw: An
     return list(found), guesses
 
 
-def hold_verifier(learner: Callable, target: Tiny, draft: Tiny, k: int) -> list:
+def check_verifier_exactly(learner: Callable, target: Tiny, draft: Tiny, k: int) -> list:
     """Rows for K = k; CheckFailed with the likeliest mistake if a distribution or the accepted number is off."""
 
     def run(draw):
