@@ -22,8 +22,7 @@
 import inspect
 
 from course.kit import check, finish, hint, show, sliders
-from course.lab09_four_dimensions import experiments, experiments_breaks, experiments_plan, receipts
-from course.lab09_four_dimensions import figures as pictures
+from course.lab09_four_dimensions import experiments, experiments_breaks, experiments_plan, figures, receipts
 from minillm.predict.planner.layout import Layout
 from minillm.predict.planner.memory import token_bytes
 
@@ -99,11 +98,11 @@ receipts.torch_mesh(experiments.meshes(), mesh_groups)
 # Which ranks share a node follows from the order. 16 ranks, two nodes of eight; each colour is one group:
 
 # %%
-show(pictures.mesh_on_nodes)
+show(figures.mesh_on_nodes)
 
 # %%
 sliders(
-    pictures.mesh_on_nodes,
+    figures.mesh_on_nodes,
     order=["dp pp cp tp", "pp dp cp tp", "tp dp pp cp", "tp pp dp cp"],
     tp=[1, 2, 4, 8],
     cp=[1, 2],
@@ -211,7 +210,7 @@ receipts.links(found, crossing_bytes)
 receipts.placement(found)
 
 # %%
-show(pictures.draw_placement, found=found)
+show(figures.draw_placement, found=found)
 
 # %% [markdown]
 # Both seatings send the same bytes, which the ledger counts to the last one:
@@ -235,11 +234,11 @@ receipts.by_axis(found)
 receipts.fsdp_or_tensor(found)
 
 # %%
-show(pictures.fsdp_or_tensor)
+show(figures.fsdp_or_tensor)
 
 # %%
 sliders(
-    pictures.fsdp_or_tensor,
+    figures.fsdp_or_tensor,
     hidden=[2048, 4096, 8192, 12288, 16384],
     ranks=[2, 4, 8, 16],
     squares=(10, 15),
@@ -313,7 +312,7 @@ receipts.dropped(experiments_plan.estimates(estimate))
 # the whole set of formulas; each point below is one layout.
 
 # %%
-show(pictures.all_layouts)
+show(figures.all_layouts)
 
 # %% [markdown]
 # ### 5. A plan for 64 GPUs (20 minutes)
@@ -430,7 +429,7 @@ points = experiments.scaling()
 receipts.scaling(points)
 
 # %%
-show(pictures.draw_scaling, points=points)
+show(figures.draw_scaling, points=points)
 
 # %% [markdown]
 # From 2 to 4 ranks a rank sends 1.5 times the bytes, and the step takes many times as long: the *cliff*. It is not the

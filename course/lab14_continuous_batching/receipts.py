@@ -8,10 +8,9 @@ from typing import Any
 
 from course.kit.answers import answers_of
 from course.kit.receipts import Receipt, receipt, row
-from course.lab14_continuous_batching import experiments
+from course.lab14_continuous_batching import experiments, figures_flight
 from course.lab14_continuous_batching import experiments_breaks as breaks
 from course.lab14_continuous_batching import experiments_engines as engines
-from course.lab14_continuous_batching import figures_flight as flight_pictures
 from course.lab14_continuous_batching import formulas as predict
 from course.lab14_continuous_batching.experiments_transformers import peer
 from course.shared.step_cost import FOUR_H100_70B, H100_8B
@@ -66,8 +65,8 @@ def pass_cost() -> Table:
 
 def two_recordings() -> Receipt:
     """One trace played without a model and run through the engine with one."""
-    llm, outputs = experiments.fly(flight_pictures.trace(), experiments.draft(), **flight_pictures.POOL)
-    played = flight_pictures.flight()
+    llm, outputs = experiments.fly(figures_flight.trace(), experiments.draft(), **figures_flight.POOL)
+    played = figures_flight.flight()
     return receipt(
         "one trace: played without a model (predicted), and run with one (measured)",
         [
