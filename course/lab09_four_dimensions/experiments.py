@@ -73,7 +73,10 @@ class Run:
 
 @contextmanager
 def linked(group: Group, links: Link | Topology) -> Iterator[Counter]:
-    """Other emulated links under this rank, of which every rank of `group` agrees; yields bytes sent by link name."""
+    """Replaces this rank's emulated links inside the block; all ranks of `group` must do so together.
+
+    Yields the bytes that this rank has sent, by the name of the link.
+    """
     group.barrier()
     egress, carried = group.world.egress, Counter()
     before, deliver_at = egress.links, egress.deliver_at

@@ -139,7 +139,7 @@ def fsdp_or_tensor(found: Runs | None = None) -> Iterator[Row]:
     )
     yield formula("    each, bf16", sharded / 1e9, "GB")
     yield formula(
-        "    with 70B's own layer, which has 12.8 H²: equal at tokens",
+        "    tokens at which both send the same, for a 70B layer (12.8 H² parameters)",
         plans.equal_tokens(hidden, plans.squares(plans.SEVENTY)),
     )
     whole = {

@@ -35,7 +35,7 @@ class File:
 class Disk:
     """Paths are texts such as "step-2/0"; folders come and go with the files in them. "." is the folder of all.
 
-    renamed: by new name the one that a power cut brings back, until a folder above is flushed.
+    renamed: {new name: old name}; until the folder above is flushed, a power cut restores the old name.
     """
 
     names: dict[str, File] = field(default_factory=dict)

@@ -68,7 +68,8 @@ def draw_intervals(found: dict[float, dict[str, float]]) -> Figure:
     ticks = (2, 5, 10, 20, 50, 100)
     axes.set_xticks(ticks, ticks)
     axes.minorticks_off()
-    setting = "Simulated: time that no training uses; a save takes 30 s, a failure comes every 3 h"
+    often = f"a save takes {SAVE_S:.0f} s, a failure comes every {MTBF_S / 3600:.0f} h"
+    setting = f"Simulated: time that no training uses; {often}"
     headline(axes, "Saving too often wastes time, and so does saving too rarely", setting)
     axes.legend(loc="upper left", ncols=3)
     return figure

@@ -56,7 +56,9 @@ def forgotten(found: dict[str, tuple[int | None, float]] | None = None) -> Itera
         yield row(f"    {part}: first loss that differs, by at most", None, (first, apart))
 
 
-@titled("a save of 30 s, a restart of 5 minutes, a failure every 3 hours")
+@titled(
+    f"a save of {SAVE_S:.0f} s, a restart of {RESTART_S / 60:.0f} minutes, a failure every {MTBF_S / HOUR:.0f} hours"
+)
 def intervals(played: dict[float, dict[str, float]] | None = None) -> Iterator[Row]:
     played = played or experiments.intervals()
     best = faults.young_interval(SAVE_S, MTBF_S)
@@ -135,7 +137,7 @@ def killed(whole: Run | None = None, found: Run | None = None) -> Iterator[Row]:
     yield row("    useful share of the time, with starts of seconds", None, found.spent.share, noisy=True)
 
 
-@titled("a timeout of 1.5 s")
+@titled("a timeout of {timeout_s:g} s")
 def hang(found: tuple[str, float] | None = None, timeout_s: float = 1.5) -> Iterator[Row]:
     table, measured = found or breaks.hang(timeout_s)
     yield row("ranks that wait in the all-reduce", 2, breaks.waiting(table))

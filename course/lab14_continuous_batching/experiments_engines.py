@@ -107,17 +107,17 @@ def unmixed(chunk: int) -> dict[str, float]:
 
 # Policies, and what becomes of the victims.
 
+CROWD_SIZE = 120  # requests
+CROWD = {"num_blocks": 400, "token_budget": 1024, "max_num_seqs": 48, "chunk": 512, "patience": 32}
+
 
 @cache
 def crowded() -> tuple[Arrival, ...]:
     """120 requests, 60 a second, every fourth less important: short prompts whose answers outgrow the pool."""
     rng = random.Random(1)
-    lengths = [rng.randint(50, 400) for _ in range(120)]
+    lengths = [rng.randint(50, 400) for _ in range(CROWD_SIZE)]
     each = arrivals(lengths, prompt_tokens=(30, 300), rate=60, vocab_size=1000, seed=3)
     return tuple(Arrival(a.at, a.prompt, a.params, int(i % 4 == 3)) for i, a in enumerate(each))
-
-
-CROWD = {"num_blocks": 400, "token_budget": 1024, "max_num_seqs": 48, "chunk": 512, "patience": 32}
 
 
 @cache

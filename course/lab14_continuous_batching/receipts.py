@@ -20,13 +20,16 @@ from minillm.serve import Scheduler
 ANSWERS = answers_of("14_continuous_batching")
 
 MOST = engines.MAX_NUM_SEQS  # sequences in a batch
+LONG_PROMPT = f"a prompt of {engines.LONG:,} tokens arrives while {engines.DECODING} decode"
+CROWDED = f"{engines.CROWD_SIZE} requests"
 
 
 def passes(guess_static: int, guess_continuous: int) -> Table:
     """32 skewed answers, at most 8 at once: the reader's guesses beside the closed forms."""
     lengths = engines.answers(engines.trace_arrivals("skewed"))
+    counts = f"{len(lengths)} skewed answers (longest {max(lengths)}, sum {sum(lengths)})"
     return table(
-        f"32 skewed answers (longest {max(lengths)}, sum {sum(lengths)}), at most {MOST} at once: forward passes",
+        f"{counts}, at most {MOST} at once: forward passes",
         ("", "your guess", "formula"),
         [
             ("static batches: sum of each batch's longest", guess_static, predict.static_steps(lengths, MOST)),
@@ -92,21 +95,21 @@ def three_engines(found: dict[tuple[str, str], dict[str, Any]]) -> Table:
             rate = f"{each['summary'].tokens_per_s:,.0f}"
             lines.append((f"{trace}, {engine}", due.get(engine), each["passes"], each["wasted"], same, rate))
     return table(
-        "32 requests at once, batches of at most 8",
+        f"{engines.COUNT} requests at once, batches of at most {MOST}",
         ("", "passes, formula", "counted", "padding rows", "same tokens", "tokens/s, simulated"),
         lines,
     )
 
 
-def trickling() -> Table:
-    """The same requests, 60 a second, on the simulated clock."""
+def trickling(rate: float = 60) -> Table:
+    """The same requests, `rate` of them per second, on the simulated clock."""
     lines = []
-    for (trace, engine), found in engines.compare(rate=60).items():
+    for (trace, engine), found in engines.compare(rate).items():
         ttft, whole = found["summary"].ttft, found["summary"].end_to_end
         times = (seconds(each) for each in (ttft.p50, ttft.p99, whole.p50, whole.p99))
         lines.append((f"{trace}, {engine}", *times, found["passes"]))
     columns = ("", "TTFT p50", "p99", "end to end p50", "p99", "passes")
-    return table("60 requests per second, simulated", columns, lines)
+    return table(f"{rate:g} requests per second, simulated", columns, lines)
 
 
 def chunks(guess_ms: float) -> Table:
@@ -118,7 +121,7 @@ def chunks(guess_ms: float) -> Table:
     ]
     lines.append(("chunk 512, phases never mixed", None, seconds(unmixed["gap"]), None, seconds(unmixed["ttft"])))
     columns = ("", "worst gap, formula", "simulated", "its TTFT, formula", "simulated")
-    return table(f"a prompt of 8,192 arrives while 16 decode (your guess, chunk 512: {guess_ms:g} ms)", columns, lines)
+    return table(f"{LONG_PROMPT} (your guess, chunk 512: {guess_ms:g} ms)", columns, lines)
 
 
 def measured_stall() -> Table:
@@ -150,7 +153,7 @@ def policies() -> Table:
         "p99",
         "all done",
     )
-    return table("120 requests, 400 blocks of 16, simulated", columns, lines)
+    return table(f"{CROWDED}, {engines.CROWD['num_blocks']} blocks of 16, simulated", columns, lines)
 
 
 def reserve() -> Table:
@@ -278,7 +281,7 @@ def gaps() -> Receipt:
         name = f"chunk {chunk}" if chunk else "the whole prompt"
         rows.append(row(f"{name}: worst gap", numbers["predicted"], numbers["gap"], "s", 0.01, kind="simulated"))
     rows.append(row("    chunk 512, phases never mixed", None, engines.unmixed(512)["gap"], "s", kind="simulated"))
-    return receipt("a prompt of 8,192 tokens arrives while 16 decode", rows)
+    return receipt(LONG_PROMPT, rows)
 
 
 def preempted() -> Receipt:
@@ -287,7 +290,7 @@ def preempted() -> Receipt:
     blocks = 2 * sum(-(-tokens // 16) for tokens in engines.given_up(swapped))
     again = recomputed.computed - recomputed.needed
     return receipt(
-        "120 requests in a pool that is too small",
+        f"{CROWDED} in a pool that is too small",
         [
             row("preempted and recomputed: tokens computed twice", sum(engines.given_up(recomputed)), again),
             row("preempted and swapped: blocks moved", blocks, swapped.swapped),
