@@ -203,20 +203,20 @@ crossing_bytes = check("crossing-bytes", crossing_bytes)
 print(inspect.getsource(experiments.run_layouts))
 
 # %%
-found = experiments.on_links()
-receipts.links(found, crossing_bytes)
+runs = experiments.on_links()
+receipts.bytes_between_nodes(runs, crossing_bytes)
 
 # %%
-receipts.placement(found)
+receipts.placement(runs)
 
 # %%
-show(figures.draw_placement, found=found)
+show(figures.draw_placement, runs=runs)
 
 # %% [markdown]
 # Both seatings send the same bytes, which the ledger counts to the last one:
 
 # %%
-receipts.by_axis(found)
+receipts.by_axis(runs)
 
 # %% [markdown]
 # tp sends the layer's activations in every microbatch, dp its gradients once per step: tp goes inside. Where gradients
@@ -231,7 +231,7 @@ receipts.by_axis(found)
 # $$3 \cdot 12 H^2 = 8\,T H \quad\Longrightarrow\quad T = 4.5\,H$$
 
 # %%
-receipts.fsdp_or_tensor(found)
+receipts.fsdp_or_tensor(runs)
 
 # %%
 show(figures.fsdp_or_tensor)
@@ -442,7 +442,7 @@ show(figures.draw_scaling, points=points)
 # Each of these takes eight sequences per step on one fast node. What does cutting the model cost if the model fits?
 
 # %%
-receipts.simple_wins(found)
+receipts.simple_wins(runs)
 
 # %% [markdown]
 # The simplest layout reduces gradients once per step and multiplies whole matrices. Every further axis adds collectives

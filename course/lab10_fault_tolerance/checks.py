@@ -15,7 +15,7 @@ from typing import Any
 
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
-from course.lab10_fault_tolerance.disk import CUTS, MOST_OPERATIONS, Disk, Handle, Member, Stage
+from course.lab10_fault_tolerance.disk import CUTS, MOST_OPERATIONS, Disk, Handle, InterleavedRanks, Member
 from course.shared.diagnose import expect
 from course.shared.trials import run
 from minillm.comm import Group
@@ -81,7 +81,7 @@ def play_save(
     def program(group: Member, own: Handle) -> None:
         save(step, shards[group.rank], group, own)
 
-    played = Stage(disk, order, **kill).play(program)
+    played = InterleavedRanks(disk, order, **kill).play(program)
     if not kill and len(played.returned) < len(shards):
         stuck = sorted(set(range(len(shards))) - played.returned)
         why = "after 400 operations" if len(played.operations) >= MOST_OPERATIONS else "waiting for others for ever"

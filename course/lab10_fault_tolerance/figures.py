@@ -8,7 +8,7 @@ from matplotlib.patches import Patch
 
 from course.lab10_fault_tolerance import experiments
 from course.lab10_fault_tolerance import experiments_breaks as breaks
-from course.lab10_fault_tolerance.experiments import MTBF_S, RESTART_S, SAVE_S, Run
+from course.lab10_fault_tolerance.experiments import MTBF_S, RESTART_S, SAVE_S, ElasticRun
 from minillm.drawing import headline, subplots
 from minillm.palette import PALETTE, look
 from minillm.predict import faults
@@ -75,7 +75,7 @@ def draw_intervals(found: dict[float, dict[str, float]]) -> Figure:
     return figure
 
 
-def draw_run(found: Run, whole: Run) -> Figure:
+def draw_run(found: ElasticRun, whole: ElasticRun) -> Figure:
     """A run whose ranks are killed: its loss over that of an undisturbed run, and what each attempt did."""
     figure, (loss, bars) = subplots(2, 1, width=9, height=5.2, gridspec_kw={"height_ratios": [1.3, 1]})
     loss.plot(whole.losses, color=PALETTE["sky"], linewidth=5, alpha=0.6, label="undisturbed, 1 rank")
@@ -114,7 +114,7 @@ def spans(events: list[dict[str, Any]]) -> list[list[tuple[str, float, float]]]:
     return found
 
 
-def _attempts(axes: Axes, run: Run) -> None:
+def _attempts(axes: Axes, run: ElasticRun) -> None:
     for attempt, done in enumerate(spans([dict(event) for event in run.events])):
         for use, start, end in done:
             color, hatch = USES[use]

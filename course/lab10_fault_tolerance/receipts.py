@@ -9,7 +9,7 @@ from typing import Any
 from course.kit.receipts import Row, formula, row, titled
 from course.lab10_fault_tolerance import experiments, experiments_production
 from course.lab10_fault_tolerance import experiments_breaks as breaks
-from course.lab10_fault_tolerance.experiments import MTBF_S, RESTART_S, SAVE_S, Run
+from course.lab10_fault_tolerance.experiments import MTBF_S, RESTART_S, SAVE_S, ElasticRun
 from course.shared.table import Table, seconds, table
 from minillm.predict import faults
 from minillm.predict.faults import CheckpointCost
@@ -122,7 +122,7 @@ def saves(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
 
 
 @titled("killed twice, beside a run on one rank that nobody disturbed", open_rows=7)
-def killed(whole: Run | None = None, found: Run | None = None) -> Iterator[Row]:
+def killed(whole: ElasticRun | None = None, found: ElasticRun | None = None) -> Iterator[Row]:
     whole, found = whole or experiments.run(()), found or experiments.run()
     apart = max(abs(a - b) / b for a, b in zip(found.losses, whole.losses, strict=True))
     yield row("losses: relative difference below 1e-5", True, apart < 1e-5)
