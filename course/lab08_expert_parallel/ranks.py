@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from course.shared.trials import first_ranks
 from minillm import measure
 from minillm.comm import Group
 from minillm.measure import Ledger
@@ -45,7 +46,7 @@ class Did:
 
 def run_exchange(group: Group, learner: tuple[Callable, Callable], cases: Sequence[Rows]) -> list[Did | None]:
     """The learner's way there and back on each case; None where the case has fewer ranks."""
-    groups = {n: group.subgroup(range(n), f"{n} ranks") for n in sorted({case.world_size for case in cases})}
+    groups = first_ranks(group, {case.world_size for case in cases})
     return [_exchange(groups[case.world_size], learner, case) for case in cases]
 
 

@@ -13,7 +13,7 @@ from course.lab08_expert_parallel import experiments
 from course.lab08_expert_parallel import experiments_links as links
 from course.lab08_expert_parallel import experiments_training as training
 from course.lab08_expert_parallel.experiments import HIDDEN, SMALL, TOKENS, TOP_K, WORLD, Journey, Size, Traffic
-from course.lab08_expert_parallel.experiments_training import NUM_EXPERTS, SEQ, STEPS, Training
+from course.lab08_expert_parallel.experiments_training import BATCH, NUM_EXPERTS, SEQ, STEPS, Training
 from course.shared.table import Table, seconds, table
 from minillm.predict.planner.architectures import architecture
 from minillm.predict.training import moe, tensor
@@ -97,7 +97,7 @@ def shared_experts(found: dict[str, links.Overlap] | None = None) -> Iterator[Ro
         yield row(name, each.predicted_s, each.measured_s, "s", tolerance=0.35, noisy=True)
 
 
-@titled("8 experts, top 2, after 80 steps")
+@titled(f"{NUM_EXPERTS} experts, top {TOP_K}, after {STEPS} steps")
 def collapse(found: Trainings | None = None) -> Iterator[Row]:
     found = found or training.trainings()
     bare, *cured = (found[name].imbalance for name in ("no balancing", "balance loss", "bias"))
@@ -119,7 +119,7 @@ def drops(found: Trainings | None = None) -> Iterator[Row]:
     yield row("the collapsed router drops the most", True, lost["no balancing"] == max(lost.values()))
 
 
-@titled("80 steps of 1,024 bytes", open_rows=5)
+@titled(f"{STEPS} steps of {BATCH * SEQ:,} bytes", open_rows=5)
 def beside_dense(found: Trainings | None = None) -> Iterator[Row]:
     found = found or training.trainings()
     dense, experts = found["dense"], found["balance loss"]

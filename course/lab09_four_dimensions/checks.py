@@ -15,6 +15,7 @@ import numpy as np
 
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
+from course.shared.diagnose import expect, expect_list
 
 Place = dict[str, int]
 AXES = ("dp", "pp", "cp", "tp")
@@ -58,11 +59,7 @@ def check_mesh(learner: Callable) -> Receipt:
 
 def _judge_rank(found: Any, rank: int, place: Sequence[int], axes: Mapping[str, int], mesh: np.ndarray) -> None:
     where = f"rank {rank} of {axes}"
-    if not isinstance(found, (tuple, list)) or len(found) != 2 or not all(isinstance(each, dict) for each in found):
-        raise CheckFailed(
-            f"{where}: you returned {found!r:.80}; the exercise asks for two dicts, the place and the groups"
-        )
-    where_it_is, groups = found
+    where_it_is, groups = expect_list(found, "two dicts, the place and the groups", f"{where}: you", count=2, of=dict)
     for name, each in (("place", where_it_is), ("groups", groups)):
         if set(each) != set(axes):
             missing = sorted(set(axes) - set(each)) or sorted(set(each) - set(axes))
@@ -110,12 +107,8 @@ def check_axes(learner: Callable) -> Receipt:
 
 
 def _two_sets(found: Any, kind: str) -> tuple[set[str], set[str]]:
-    try:
-        if any(isinstance(axes, str) for axes in found):
-            raise TypeError("names, where sets of names are asked for")
-        summed, different = (set(axes) for axes in found)
-    except (TypeError, ValueError) as error:
-        raise CheckFailed(f"{kind}: you returned {found!r:.80}; the exercise asks for two sets of axes") from error
+    some = set | frozenset | list | tuple
+    summed, different = map(set, expect_list(found, "two sets of axes", f"{kind}: you", count=2, of=some))
     if unknown := (summed | different) - set(SIZES):
         raise CheckFailed(f"{kind}: there is no axis {min(map(str, unknown))!r}; there are {', '.join(SIZES)}")
     return summed, different
@@ -218,10 +211,8 @@ def check_crossing(learner: Callable) -> Receipt:
         sent = {axis: random.randint(1, 500) * 1000 for axis in axes}
         found, right = learner(dict(axes), per_node, dict(sent)), crossing(axes, per_node, sent)
         where = f"{' · '.join(f'{axis} {size}' for axis, size in axes.items())}, {per_node} ranks to a node"
-        if not isinstance(found, dict) or set(found) != set(axes):
-            raise CheckFailed(
-                f"{where}: you returned {found!r:.80}; the exercise asks for a dict with {', '.join(axes)}"
-            )
+        fits = isinstance(found, dict) and set(found) == set(axes)
+        expect(fits, found, f"a dict with {', '.join(axes)}", f"{where}: you")
         if wrong := [axis for axis in axes if found[axis] != right[axis]]:
             axis = wrong[0]
             raise CheckFailed(

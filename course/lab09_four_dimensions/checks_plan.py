@@ -13,7 +13,7 @@ from typing import Any
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
 from course.lab09_four_dimensions import experiments_plan as plans
-from course.shared.diagnose import expect_number
+from course.shared.diagnose import expect, expect_list, expect_number
 from minillm.equivalence import CONTEXT_CASES, compare
 from minillm.predict.planner.architectures import Architecture, architecture
 from minillm.predict.planner.clusters import GIB, Cluster, cluster
@@ -42,10 +42,9 @@ def check_estimate(learner: Callable) -> Receipt:
     for model, layout, seq in (*_plain_cases(), *(_draw_case() for _ in range(4))):
         machine = _bare(layout)
         rate, link = machine.device.matmul_rate(model.hidden_size / layout.tp), machine.device.link
-        found = learner(model, layout, seq, rate, link)
-        if not isinstance(found, (tuple, list)) or len(found) != 2:
-            raise CheckFailed(f"you returned {found!r:.80}; the exercise asks for two numbers, bytes and seconds")
-        held, seconds = (expect_number(each, "a number of bytes and one of seconds") for each in found)
+        asked = "two numbers, bytes and seconds"
+        found = expect_list(learner(model, layout, seq, rate, link), asked, count=2)
+        held, seconds = (expect_number(each, asked) for each in found)
         kinds = memory(model, layout, seq)
         spent = step(model, layout, machine, seq)
         turns = (layout.microbatches + layout.pp - 1) / layout.microbatches
@@ -137,8 +136,7 @@ def check_plan(learner: Callable) -> Receipt:
 
 
 def _judge_layout(layout: Any) -> None:
-    if not isinstance(layout, Layout):
-        raise CheckFailed(f"you returned {layout!r:.80}; the exercise asks for a Layout")
+    expect(isinstance(layout, Layout), layout, "a Layout")
     if layout.world_size != plans.SIXTY_FOUR.gpus:
         raise CheckFailed(f"{layout} takes {layout.world_size} GPUs of 64", evidence=layout)
     if layout.batch != plans.BATCH:

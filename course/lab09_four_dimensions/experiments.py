@@ -58,7 +58,7 @@ TIMED = 2  # steps, of which the quickest counts
 
 
 @dataclass
-class Run:
+class LayoutRun:
     """One layout on one rank. sent: bytes of a step by group; carried, seconds: by state of the links, carried by link
     name; seconds are those of the slowest rank."""
 
@@ -73,7 +73,10 @@ class Run:
 
 @contextmanager
 def linked(group: Group, links: Link | Topology) -> Iterator[Counter]:
-    """Other emulated links under this rank, of which every rank of `group` agrees; yields bytes sent by link name."""
+    """Replaces this rank's emulated links inside the block; all ranks of `group` must do so together.
+
+    Yields the bytes that this rank has sent, by the name of the link.
+    """
     group.barrier()
     egress, carried = group.world.egress, Counter()
     before, deliver_at = egress.links, egress.deliver_at
@@ -97,12 +100,12 @@ def _trainer(group: Group, layout: ParallelConfig) -> Trainer:
     return Trainer(config, Tokens(ids, MODEL.vocab_size, 0, 1, len(ids)), parallel=make_strategy(group, layout))
 
 
-def run_layouts(group: Group, states: Mapping[str, tuple[str, ...]], timed: int) -> dict[str, Run]:
+def run_layouts(group: Group, states: Mapping[str, tuple[str, ...]], timed: int) -> dict[str, LayoutRun]:
     """states: of the links, by layout. timed: steps in each, of which the quickest counts; 0: one, for its bytes."""
     torch.set_num_threads(1)
     found = {}
     for name, wanted in states.items():
-        found[name] = Run()
+        found[name] = LayoutRun()
         with _trainer(group, LAYOUTS[name]) as trained:
             trained.step()
             with measure.ledger() as led:
@@ -123,7 +126,7 @@ def _seconds(work: Callable[[], object], group: Group) -> float:
     return max(group.gather_objects(time.perf_counter() - start))
 
 
-def on_links(timed: int = TIMED) -> dict[str, list[Run]]:
+def on_links(timed: int = TIMED) -> dict[str, list[LayoutRun]]:
     """By layout, the four ranks' runs; without timing, bytes only."""
     states = {name: CROSSING if name in PLACED else () for name in LAYOUTS}
     if timed:
@@ -155,7 +158,7 @@ def bytes_by_axis(name: str) -> dict[str, int]:
     return traffic.bytes_by_axis(MODEL, planned(LAYOUTS[name]), SEQ)
 
 
-def measured_by_axis(runs: list[Run], layout: ParallelConfig) -> dict[str, int]:
+def measured_by_axis(runs: list[LayoutRun], layout: ParallelConfig) -> dict[str, int]:
     """The same by ledger: what all ranks sent, by axis."""
     total: Counter[str] = Counter()
     for run in runs:
@@ -185,14 +188,14 @@ def between_nodes(name: str, state: str) -> int:
 # Scaling.
 
 
-def run_scaling(group: Group, timed: int) -> dict[tuple[str, int], Run]:
+def run_scaling(group: Group, timed: int) -> dict[tuple[str, int], LayoutRun]:
     """Data parallelism on the first 1, 2 and 4 ranks, two to a node: by (mode, ranks)."""
     torch.set_num_threads(1)
     found = {}
     for ranks in SCALED:
         part = group.subgroup(range(ranks), f"{ranks} ranks")
         for mode in ("weak", "strong"):
-            found[mode, ranks] = Run()
+            found[mode, ranks] = LayoutRun()
             if part.rank < 0:
                 continue
             with _trainer(part, scaling_layout(mode, ranks)) as trained:
@@ -236,7 +239,9 @@ def scaling(timed: int = TIMED) -> list[Point]:
     return points
 
 
-def _point(mode: str, ranks: int, run: Run | None, sent: float | None, rows: dict[tuple[str, int], Run]) -> Point:
+def _point(
+    mode: str, ranks: int, run: LayoutRun | None, sent: float | None, rows: dict[tuple[str, int], LayoutRun]
+) -> Point:
     layout = scaling_layout(mode, ranks)
     numel = traffic.parameters(MODEL, planned(layout), 0)
     crossing = max(comms.flat_ring_crossing_bytes(numel, traffic.ITEM, ranks, min(PER_NODE, ranks)))

@@ -6,7 +6,7 @@ from course.lab09_four_dimensions import ranks
 from minillm.comm import launch
 
 
-def colleagues_step(model, microbatch, mesh, shares):
+def buggy_hybrid_step(model, microbatch, mesh, shares):
     """One step's gradients, over ranks that share the batch (dp), the sequence (cp) and the layers (tp).
 
     model(tokens, targets=targets) -> (sum of this rank's losses, how many targets count). Leaves in p.grad this rank's
@@ -27,8 +27,8 @@ def colleagues_step(model, microbatch, mesh, shares):
 
 
 @cache
-def hunt() -> list[ranks.Outcome]:
+def bug_hunt() -> list[ranks.Outcome]:
     """What it does in each of the meshes, worst over the four ranks."""
     case = ranks.draw(seed=0)
-    by_rank = launch(ranks.run_steps, ranks.WORLD, colleagues_step, case, device="cpu")
+    by_rank = launch(ranks.run_steps, ranks.WORLD, buggy_hybrid_step, case, device="cpu")
     return [ranks.worst(found) for found in zip(*by_rank, strict=True)]

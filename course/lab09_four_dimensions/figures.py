@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
 from course.lab09_four_dimensions import experiments, experiments_plan
-from course.lab09_four_dimensions.experiments import LAYOUTS, PLACED, Point, Run
+from course.lab09_four_dimensions.experiments import LAYOUTS, PLACED, LayoutRun, Point
 from minillm.drawing import headline, subplots
 from minillm.palette import PALETTE, look
 from minillm.predict.planner.clusters import GIB
@@ -122,13 +122,13 @@ def all_layouts(most_gib: float = 60.0) -> Figure:
 # Drawn from measurements.
 
 
-def draw_placement(found: dict[str, list[Run]]) -> Figure:
+def draw_placement(runs: dict[str, list[LayoutRun]]) -> Figure:
     """Seconds of a step with the inner axis inside a node and across nodes: predicted and measured, emulated links."""
     figure, axes = subplots(width=8, height=3.2)
     for index, (state, label) in enumerate((("inner inside", "inside a node"), ("inner across", "across nodes"))):
         drawn = look(index)
         for place, name in enumerate(PLACED):
-            times, layout = found[name][0].seconds, LAYOUTS[name]
+            times, layout = runs[name][0].seconds, LAYOUTS[name]
             left = place + 0.42 * index - 0.4
             due = times["no link"] + experiments.link_seconds(layout, state)
             axes.bar(left, due, 0.18, fill=False, hatch="//", edgecolor=drawn.color, align="edge")

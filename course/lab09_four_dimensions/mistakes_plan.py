@@ -1,7 +1,7 @@
 """Spoilers of lab 09, plans and steps: wrong estimates, plans that do not fit or lose, steps with wrong gradients."""
 
 from course.kit.exercises import alternative, mistake
-from course.lab09_four_dimensions.experiments_breaks import colleagues_step
+from course.lab09_four_dimensions.experiments_breaks import buggy_hybrid_step
 from minillm.predict.planner.layout import Layout
 from minillm.predict.planner.memory import token_bytes
 
@@ -129,7 +129,7 @@ alternative("plan-for-64", "two stages of sharded data parallelism")(
 # Hybrid steps.
 
 
-mistake("hybrid-step", "dp of one rank skips", expect="asks how many ranks dp has")(colleagues_step)
+mistake("hybrid-step", "dp of one rank skips", expect="asks how many ranks dp has")(buggy_hybrid_step)
 mistake(
     "hybrid-step",
     "over dp alone",

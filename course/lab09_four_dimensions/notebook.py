@@ -22,8 +22,7 @@
 import inspect
 
 from course.kit import check, finish, hint, show, sliders
-from course.lab09_four_dimensions import experiments, experiments_breaks, experiments_plan, receipts
-from course.lab09_four_dimensions import figures as pictures
+from course.lab09_four_dimensions import experiments, experiments_breaks, experiments_plan, figures, receipts
 from minillm.predict.planner.layout import Layout
 from minillm.predict.planner.memory import token_bytes
 
@@ -99,11 +98,11 @@ receipts.torch_mesh(experiments.meshes(), mesh_groups)
 # Which ranks share a node follows from the order. 16 ranks, two nodes of eight; each colour is one group:
 
 # %%
-show(pictures.mesh_on_nodes)
+show(figures.mesh_on_nodes)
 
 # %%
 sliders(
-    pictures.mesh_on_nodes,
+    figures.mesh_on_nodes,
     order=["dp pp cp tp", "pp dp cp tp", "tp dp pp cp", "tp pp dp cp"],
     tp=[1, 2, 4, 8],
     cp=[1, 2],
@@ -204,20 +203,20 @@ crossing_bytes = check("crossing-bytes", crossing_bytes)
 print(inspect.getsource(experiments.run_layouts))
 
 # %%
-found = experiments.on_links()
-receipts.links(found, crossing_bytes)
+runs = experiments.on_links()
+receipts.bytes_between_nodes(runs, crossing_bytes)
 
 # %%
-receipts.placement(found)
+receipts.placement(runs)
 
 # %%
-show(pictures.draw_placement, found=found)
+show(figures.draw_placement, runs=runs)
 
 # %% [markdown]
 # Both seatings send the same bytes, which the ledger counts to the last one:
 
 # %%
-receipts.by_axis(found)
+receipts.by_axis(runs)
 
 # %% [markdown]
 # tp sends the layer's activations in every microbatch, dp its gradients once per step: tp goes inside. Where gradients
@@ -232,14 +231,14 @@ receipts.by_axis(found)
 # $$3 \cdot 12 H^2 = 8\,T H \quad\Longrightarrow\quad T = 4.5\,H$$
 
 # %%
-receipts.fsdp_or_tensor(found)
+receipts.fsdp_or_tensor(runs)
 
 # %%
-show(pictures.fsdp_or_tensor)
+show(figures.fsdp_or_tensor)
 
 # %%
 sliders(
-    pictures.fsdp_or_tensor,
+    figures.fsdp_or_tensor,
     hidden=[2048, 4096, 8192, 12288, 16384],
     ranks=[2, 4, 8, 16],
     squares=(10, 15),
@@ -313,7 +312,7 @@ receipts.dropped(experiments_plan.estimates(estimate))
 # the whole set of formulas; each point below is one layout.
 
 # %%
-show(pictures.all_layouts)
+show(figures.all_layouts)
 
 # %% [markdown]
 # ### 5. A plan for 64 GPUs (20 minutes)
@@ -380,13 +379,13 @@ receipts.published_table()
 # A colleague combined dp, cp and tp in one step:
 
 # %%
-print(inspect.getsource(experiments_breaks.colleagues_step))
+print(inspect.getsource(experiments_breaks.buggy_hybrid_step))
 
 # %% [markdown]
 # The loss is right in every mesh, and it falls. Every gradient beside one process, in float64:
 
 # %%
-receipts.hunt()
+receipts.bug_hunt()
 
 # %% [markdown]
 # Find the line and write the step so that it is right in every mesh.
@@ -438,7 +437,7 @@ points = experiments.scaling()
 receipts.scaling(points)
 
 # %%
-show(pictures.draw_scaling, points=points)
+show(figures.draw_scaling, points=points)
 
 # %% [markdown]
 # From 2 to 4 ranks a rank sends 1.5 times the bytes, and the step takes many times as long: the *cliff*. It is not the
@@ -451,7 +450,7 @@ show(pictures.draw_scaling, points=points)
 # Each of these takes eight sequences per step on one fast node. What does cutting the model cost if the model fits?
 
 # %%
-receipts.simple_wins(found)
+receipts.simple_wins(runs)
 
 # %% [markdown]
 # The simplest layout reduces gradients once per step and multiplies whole matrices. Every further axis adds collectives

@@ -24,10 +24,11 @@ MESHES = (
     {"dp": 1, "cp": 4, "tp": 1},
     {"dp": 1, "cp": 2, "tp": 2},
 )
+Reference = tuple[float, dict[str, Tensor]]  # of one process: the loss, and the gradients by parameter
 
 
 @dataclass(frozen=True)
-class Case:
+class TrainingCase:
     """tokens, targets: [ROWS, SEQ]; about one target in four does not count, so ranks have different numbers."""
 
     tokens: Tensor
@@ -58,33 +59,35 @@ class Outcome:
         return self.errors[self.parameter]
 
 
-def draw(seed: int) -> Case:
+def draw(seed: int) -> TrainingCase:
     draw = torch.Generator().manual_seed(seed)
     tokens = torch.randint(CONFIG.vocab_size, (ROWS, SEQ + 1), generator=draw)
     targets = tokens[:, 1:].clone()
     targets[:, : SEQ // 2][torch.rand(ROWS, SEQ // 2, generator=draw) < 0.5] = IGNORE
-    return Case(tokens[:, :-1], targets, seed)
+    return TrainingCase(tokens[:, :-1], targets, seed)
 
 
 def name_of(axes: dict[str, int]) -> str:
     return ", ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1 or axis == "dp")
 
 
-def run_steps(group: Group, learner: Callable, case: Case) -> list[Outcome]:
+def run_steps(group: Group, learner: Callable, case: TrainingCase) -> list[Outcome]:
     """The learner's step in each mesh. Sequence parallelism where there is tp."""
     torch.set_num_threads(1)
     right = _alone(case)
     return [_step(Mesh(group, **axes), name_of(axes), learner, case, right) for axes in MESHES]
 
 
-def _alone(case: Case) -> tuple[float, dict[str, Tensor]]:
+def _alone(case: TrainingCase) -> Reference:
     model = Transformer(CONFIG, seed=case.seed % 1000, dtype=torch.float64, attention=dense)
     loss, count = model(case.tokens, targets=case.targets)
     (loss / count).backward()
     return (loss / count).item(), {name: p.grad for name, p in model.named_parameters()}
 
 
-def _step(mesh: Mesh, name: str, learner: Callable, case: Case, right: tuple[float, dict[str, Tensor]]) -> Outcome:
+def _step(
+    mesh: Mesh, name: str, learner: Callable, case: TrainingCase, right: tuple[float, dict[str, Tensor]]
+) -> Outcome:
     tp, sequence = mesh.tp, mesh.tp.world_size > 1
     model = Transformer(CONFIG, seed=case.seed % 1000, dtype=torch.float64, attention=dense)
     if sequence:

@@ -11,7 +11,7 @@ from course.kit.answers import answers_of
 from course.kit.receipts import Row, formula, row, titled
 from course.lab09_four_dimensions import experiments, experiments_breaks
 from course.lab09_four_dimensions import experiments_plan as plans
-from course.lab09_four_dimensions.experiments import LAYOUTS, PLACED, Point, Run
+from course.lab09_four_dimensions.experiments import LAYOUTS, PLACED, LayoutRun, Point
 from course.shared.table import Table, table
 from minillm.equivalence import CONTEXT_CASES, SPLIT_CASES, compare
 from minillm.predict.planner import published
@@ -21,7 +21,7 @@ from minillm.predict.planner.layout import Layout
 from minillm.predict.planner.memory import token_bytes
 from minillm.train.parallel_config import ParallelConfig
 
-Runs = Mapping[str, Sequence[Run]]
+Runs = Mapping[str, Sequence[LayoutRun]]
 ANSWERS = answers_of("09_four_dimensions")
 LATTICE = (
     ParallelConfig(dp=2, tp=2, sequence=True),
@@ -69,15 +69,15 @@ def _same(own: tuple[dict, dict], theirs: tuple[dict, dict]) -> bool:
 
 
 @titled("bytes between nodes in a step, all ranks", open_rows=7)
-def links(found: Runs | None = None, crossing_bytes: Callable | None = None) -> Iterator[Row]:
+def bytes_between_nodes(runs: Runs | None = None, crossing_bytes: Callable | None = None) -> Iterator[Row]:
     """Bytes between nodes, by the messages that were sent. crossing_bytes: the reader's, for dp 2, tp 2."""
-    found, crossing_bytes = found or _bytes_only(), crossing_bytes or ANSWERS.crossing_bytes
+    runs, crossing_bytes = runs or _bytes_only(), crossing_bytes or ANSWERS.crossing_bytes
     for name in PLACED:
         for state, where in zip(experiments.CROSSING, ("inside", "across"), strict=True):
             due = _between(name, state, crossing_bytes)
-            sent = sum(run.carried[state].get(experiments.INTER.name, 0) for run in found[name])
+            sent = sum(run.carried[state].get(experiments.INTER.name, 0) for run in runs[name])
             yield row(f"{name}: with {experiments.inner_axis(name)} {where}", due, sent, "B", 1e-3)
-    everything = {state: sum(_all(found, state)) for state in experiments.CROSSING}
+    everything = {state: sum(_all(runs, state)) for state in experiments.CROSSING}
     yield row("the same bytes in all, on either seat", True, len(set(everything.values())) == 1)
 
 
@@ -93,14 +93,14 @@ def _between(name: str, state: str, crossing_bytes: Callable) -> int:
     return round(sum(crossing_bytes(seated, experiments.PER_NODE, each).values()))
 
 
-def _all(found: Runs, state: str) -> Iterator[int]:
-    return (sum(run.carried[state].values()) for name in PLACED for run in found[name])
+def _all(runs: Runs, state: str) -> Iterator[int]:
+    return (sum(run.carried[state].values()) for name in PLACED for run in runs[name])
 
 
 @titled("seconds of a step, emulated links", open_rows=9)
-def placement(found: Runs) -> Iterator[Row]:
+def placement(runs: Runs) -> Iterator[Row]:
     for name in PLACED:
-        seconds, alone = found[name][0].seconds, found[name][0].seconds["no link"]
+        seconds, alone = runs[name][0].seconds, runs[name][0].seconds["no link"]
         inner = experiments.inner_axis(name)
         due = {
             state: alone + experiments.link_seconds(LAYOUTS[name], state) for state in ("inner inside", "inner across")
@@ -113,10 +113,10 @@ def placement(found: Runs) -> Iterator[Row]:
 
 
 @titled("bytes of a step by axis, all ranks")
-def by_axis(found: Runs | None = None) -> Iterator[Row]:
-    found = found or _bytes_only()
+def by_axis(runs: Runs | None = None) -> Iterator[Row]:
+    runs = runs or _bytes_only()
     for name, layout in LAYOUTS.items():
-        due, sent = experiments.bytes_by_axis(name), experiments.measured_by_axis(found[name], layout)
+        due, sent = experiments.bytes_by_axis(name), experiments.measured_by_axis(runs[name], layout)
         if not layout.is_hybrid:  # one group does both
             due = {"dp": sum(due.values())}
         for axis in sorted(due, key=due.get, reverse=True):
@@ -124,8 +124,8 @@ def by_axis(found: Runs | None = None) -> Iterator[Row]:
 
 
 @titled("bytes of a layer per rank")
-def fsdp_or_tensor(found: Runs | None = None) -> Iterator[Row]:
-    found = found or _bytes_only()
+def fsdp_or_tensor(runs: Runs | None = None) -> Iterator[Row]:
+    runs = runs or _bytes_only()
     hidden = plans.SEVENTY.hidden_size
     tokens = round(plans.equal_tokens(hidden))
     sharded, tensor = plans.layer_traffic(hidden, tokens, 8)
@@ -139,12 +139,11 @@ def fsdp_or_tensor(found: Runs | None = None) -> Iterator[Row]:
     )
     yield formula("    each, bf16", sharded / 1e9, "GB")
     yield formula(
-        "    with 70B's own layer, which has 12.8 H²: equal at tokens",
+        "    tokens at which both send the same, for a 70B layer (12.8 H² parameters)",
         plans.equal_tokens(hidden, plans.squares(plans.SEVENTY)),
     )
     whole = {
-        name: sum(experiments.measured_by_axis(found[name], LAYOUTS[name]).values())
-        for name in ("dp 4, zero 3", "tp 4")
+        name: sum(experiments.measured_by_axis(runs[name], LAYOUTS[name]).values()) for name in ("dp 4, zero 3", "tp 4")
     }
     width, batch = experiments.MODEL.hidden_size, 8 * experiments.SEQ
     due = {name: sum(experiments.bytes_by_axis(name).values()) for name in whole}
@@ -212,7 +211,7 @@ def orders(mine: Layout) -> Iterator[Row]:
 
 
 @titled("published runs")
-def runs() -> Iterator[Row]:
+def published_runs() -> Iterator[Row]:
     """Published runs: utilisation by formula at most 15 % off."""
     for run in published.RUNS:
         found = published.compare(run)
@@ -232,8 +231,8 @@ def published_table() -> Table:
 
 
 @titled("a colleague's hybrid step on 4 ranks", open_rows=8)
-def hunt(found: Sequence | None = None) -> Iterator[Row]:
-    found = found or experiments_breaks.hunt()
+def bug_hunt(found: Sequence | None = None) -> Iterator[Row]:
+    found = found or experiments_breaks.bug_hunt()
     for outcome in found:
         yield row(f"{outcome.mesh}: loss that of one process, to 1e-10", True, outcome.loss < 1e-10)
         yield row("    largest relative error of a gradient", None, outcome.worst)
@@ -273,9 +272,9 @@ def scaling(points: Sequence[Point] | None = None) -> Iterator[Row]:
 
 
 @titled("one node of 4 ranks, eight sequences", open_rows=4)
-def simple_wins(found: Runs) -> Iterator[Row]:
+def simple_wins(runs: Runs) -> Iterator[Row]:
     for name in ("dp 4", "dp 2, tp 2", "tp 4", "pp 2, tp 2"):
-        run, layout = found[name][0], LAYOUTS[name]
+        run, layout = runs[name][0], LAYOUTS[name]
         due = run.seconds["no link"] + experiments.link_seconds(layout, "one node")
         sent = sum(experiments.bytes_by_axis(name).values()) / 1e6
         yield row(f"{name}: step; {sent:.1f} MB sent by all", due, run.seconds["one node"], "s", 0.3, noisy=True)
@@ -319,4 +318,4 @@ def design_13b() -> Table:
     return _designs("13B on 32 A100, 256 sequences of 4,096 tokens", rows, machine.usable / GIB)
 
 
-CLAIMS = (torch_mesh, links, by_axis, fsdp_or_tensor, dropped, runs, hunt, lattice, scaling)
+CLAIMS = (torch_mesh, bytes_between_nodes, by_axis, fsdp_or_tensor, dropped, published_runs, bug_hunt, lattice, scaling)

@@ -15,7 +15,8 @@ from typing import Any
 
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
-from course.lab10_fault_tolerance.disk import CUTS, MOST_OPERATIONS, Disk, Handle, Member, Stage
+from course.lab10_fault_tolerance.disk import CUTS, MOST_OPERATIONS, Disk, Handle, InterleavedRanks, Member
+from course.shared.diagnose import expect
 from course.shared.trials import run
 from minillm.comm import Group
 
@@ -35,8 +36,7 @@ Saved = tuple[int, list[bytes]]  # a step, and the shard of each rank
 )
 def check_commit(learner: tuple[Callable, Callable]) -> Receipt:
     save, load = learner
-    if load(Disk()) is not None:
-        raise CheckFailed("load of an empty disk: the exercise asks for None")
+    expect((found := load(Disk())) is None, found, "None", "load of an empty disk")
     cuts = cuts_due = kills = kills_due = most = 0
     for n, order in ((3, (0, 1, 2)), (3, (2, 1, 0)), (1, (0,))):
         old, before = _written(save, load, Disk(), 9, n, order)
@@ -81,7 +81,7 @@ def play_save(
     def program(group: Member, own: Handle) -> None:
         save(step, shards[group.rank], group, own)
 
-    played = Stage(disk, order, **kill).play(program)
+    played = InterleavedRanks(disk, order, **kill).play(program)
     if not kill and len(played.returned) < len(shards):
         stuck = sorted(set(range(len(shards))) - played.returned)
         why = "after 400 operations" if len(played.operations) >= MOST_OPERATIONS else "waiting for others for ever"
@@ -232,8 +232,7 @@ def _lay(folder: Path, files: dict[str, bytes]) -> None:
 
 
 def _judge_manifest(manifest: Any, whole: dict[str, bytes], folder: Path, damaged: Callable) -> None:
-    if not isinstance(manifest, str):
-        raise CheckFailed(f"describe returned {type(manifest).__name__}; the exercise asks for a text")
+    expect(isinstance(manifest, str), manifest, "a text", "describe")
     if len(manifest) > 1000 * len(whole):
         raise CheckFailed(
             f"the manifest has {len(manifest):,} characters for files of {sum(map(len, whole.values())):,} bytes: keep "
@@ -277,8 +276,7 @@ def _spoilt(manifest: str) -> Iterator[tuple[str, str]]:
 
 
 def _judge_damage(found: Any, wrong: Sequence[str], what: str) -> None:
-    if not isinstance(found, list | tuple | set):
-        raise CheckFailed(f"{what}: damaged returned {found!r:.60}; the exercise asks for a list of names")
+    expect(isinstance(found, list | tuple | set), found, "a list of names", f"{what}: damaged")
     if sorted(map(str, found)) != sorted(wrong):
         raise CheckFailed(
             f"{what}: damaged names {sorted(map(str, found)) or 'nothing'}; "

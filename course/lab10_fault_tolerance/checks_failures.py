@@ -12,7 +12,7 @@ from torch import Tensor
 
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
-from course.shared.diagnose import whole_numbers
+from course.shared.diagnose import expect, whole_numbers
 from course.shared.trials import run
 from minillm.comm import Group
 from minillm.predict import faults
@@ -61,9 +61,7 @@ def _failures(mtbf_s: float, seed: int, count: int) -> list[float]:
 
 
 def _judge_spent(found: Any, right: Sequence[float], what: str, exact: bool) -> None:
-    if not isinstance(found, dict) or set(found) != set(SPENT):
-        got = sorted(found) if isinstance(found, dict) else type(found).__name__
-        raise CheckFailed(f"you returned {got}; the exercise asks for a dict of {', '.join(SPENT)}")
+    expect(isinstance(found, dict) and set(found) == set(SPENT), found, f"a dict of {', '.join(SPENT)}")
     mine = [float(found[name]) for name in SPENT]
     wrong = [f"{name} {m:,.1f} s instead of {r:,.1f} s" for name, m, r in zip(SPENT, mine, right, strict=True)
              if not math.isclose(m, r, rel_tol=1e-6, abs_tol=1e-6)]  # fmt: skip
@@ -90,8 +88,7 @@ def check_straggler(learner: Callable) -> Receipt:
     for what, own, slow, factor in _groups():
         steps = _steps(own)
         found = learner(steps, factor)
-        if not isinstance(found, list | tuple | set):
-            raise CheckFailed(f"you returned {found!r:.60}; the exercise asks for a list of ranks")
+        expect(isinstance(found, list | tuple | set), found, "a list of ranks")
         if sorted(found) != slow:
             raise CheckFailed(
                 f"{what}: you name {sorted(found) or 'nobody'}, and slow is {slow or 'nobody'}",

@@ -13,6 +13,7 @@ import torch
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
 from course.lab10_fault_tolerance.loop import PARTS, Loop
+from course.shared.diagnose import expect
 
 BEFORE, AFTER = 7, 8  # steps before the save, and compared after it
 
@@ -27,7 +28,7 @@ class SavedPart:
     stop: int
 
 
-class Shelf:
+class CheckpointFiles:
     """A tensor in the files of n ranks, among other things, and how it is read. even: rank r has the r-th of
     n equal parts; otherwise it is cut anywhere, and any rank has any part."""
 
@@ -79,14 +80,14 @@ class Shelf:
 def check_reshard(learner: Callable) -> Receipt:
     read = held = layouts = parts = 0
     for even, n, target in product((True, False), (1, 2, 3, 4, 8), (1, 2, 3, 4, 8)):
-        shelf = Shelf(random.choice((3, 64, random.randint(65, 300))), random.choice((2, 4, 8)), n, even)
+        files = CheckpointFiles(random.choice((3, 64, random.randint(65, 300))), random.choice((2, 4, 8)), n, even)
         saved = f"saved by {n}" if even else f"saved in {n} uneven parts"
         for rank in range(target):
-            shelf.reads.clear()
-            found = learner(shelf.read, tuple(shelf.parts), shelf.numel, shelf.itemsize, rank, target)
-            read += sum(nbytes for *_, nbytes in shelf.reads)
-            held += _judge_part(shelf, found, rank, target, f"{saved}, loaded by {target}, rank {rank}")
-            parts += bytes(found) == shelf.own(rank, target)
+            files.reads.clear()
+            found = learner(files.read, tuple(files.parts), files.numel, files.itemsize, rank, target)
+            read += sum(nbytes for *_, nbytes in files.reads)
+            held += _judge_part(files, found, rank, target, f"{saved}, loaded by {target}, rank {rank}")
+            parts += bytes(found) == files.own(rank, target)
         layouts += n != target
     return receipt(
         "saved by N ranks, loaded by N'",
@@ -97,10 +98,9 @@ def check_reshard(learner: Callable) -> Receipt:
     )
 
 
-def _judge_part(shelf: Shelf, found: Any, rank: int, target: int, where: str) -> int:
-    wanted = shelf.own(rank, target)
-    if not isinstance(found, bytes | bytearray | memoryview):
-        raise CheckFailed(f"{where}: you returned {type(found).__name__}; the exercise asks for bytes")
+def _judge_part(files: CheckpointFiles, found: Any, rank: int, target: int, where: str) -> int:
+    wanted = files.own(rank, target)
+    expect(isinstance(found, bytes | bytearray | memoryview), found, "bytes", f"{where}: you")
     found = bytes(found)
     if len(found) != len(wanted):
         raise CheckFailed(
@@ -108,16 +108,16 @@ def _judge_part(shelf: Shelf, found: Any, rank: int, target: int, where: str) ->
         )
     if found != wanted:
         raise CheckFailed(f"{where}: as many bytes as it holds, but others", evidence=[where, list(found)])
-    read = sum(nbytes for *_, nbytes in shelf.reads)
+    read = sum(nbytes for *_, nbytes in files.reads)
     if read > len(wanted):
         raise CheckFailed(
             f"{where}: right, but {read} bytes were read where it holds {len(wanted)}: read its bytes only"
         )
-    first, last = shelf.numel * rank // target, shelf.numel * (rank + 1) // target
-    overlaps = sum(max(part.start, first) < min(part.stop, last) for part in shelf.parts)
-    if len(shelf.reads) > overlaps + len(shelf.parts):
+    first, last = files.numel * rank // target, files.numel * (rank + 1) // target
+    overlaps = sum(max(part.start, first) < min(part.stop, last) for part in files.parts)
+    if len(files.reads) > overlaps + len(files.parts):
         raise CheckFailed(
-            f"{where}: right, but {len(shelf.reads)} reads where {overlaps} are enough: neighbouring elements are read "
+            f"{where}: right, but {len(files.reads)} reads where {overlaps} are enough: neighbouring elements are read "
             "together, one range per part"
         )
     return len(wanted)

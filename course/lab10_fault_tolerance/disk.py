@@ -35,7 +35,7 @@ class File:
 class Disk:
     """Paths are texts such as "step-2/0"; folders come and go with the files in them. "." is the folder of all.
 
-    renamed: by new name the one that a power cut brings back, until a folder above is flushed.
+    renamed: {new name: old name}; until the folder above is flushed, a power cut restores the old name.
     """
 
     names: dict[str, File] = field(default_factory=dict)
@@ -148,7 +148,7 @@ class Played:
         return sum(each == rank for each, _ in self.operations)
 
 
-class Stage:
+class InterleavedRanks:
     """Ranks as threads of which one moves at a time: the first in `order` that can, by one operation on the disk.
 
     stop_after: operations until all are killed. victim, victim_after: a rank, and operations of its own until it is
@@ -243,10 +243,10 @@ class Stage:
 class Handle:
     """The disk as one rank sees it: every operation waits for its turn."""
 
-    def __init__(self, stage: Stage, rank: int) -> None:
-        self._stage, self._rank = stage, rank
+    def __init__(self, ranks: InterleavedRanks, rank: int) -> None:
+        self._ranks, self._rank = ranks, rank
 
     def __getattr__(self, name: str) -> Callable:
         if name.startswith("_") or not hasattr(Disk, name) or name in ("copy", "after_a_cut"):
             raise AttributeError(f"a disk has write, flush, rename, remove, read, exists and list, but no {name}")
-        return lambda *arguments: self._stage.operate(self._rank, name, *arguments)
+        return lambda *arguments: self._ranks.operate(self._rank, name, *arguments)

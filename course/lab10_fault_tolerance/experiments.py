@@ -143,7 +143,7 @@ def reshard() -> list[list[tuple[str, int, int, int]]]:
 
 
 @dataclass(frozen=True)
-class Run:
+class ElasticRun:
     """Of a run: loss and ranks by step, what each attempt did (rows of time.jsonl), seconds by use, attempts."""
 
     losses: list[float]
@@ -180,14 +180,14 @@ def supervise(place: Path, ranks: int, kills: tuple[tuple[int, int, int], ...] =
             ranks -= 1
 
 
-def run(kills: tuple[tuple[int, int, int], ...] = KILLS) -> Run:
+def run(kills: tuple[tuple[int, int, int], ...] = KILLS) -> ElasticRun:
     """On `RANKS` at first; on one that nobody disturbs, if there are no kills."""
     with folder() as place:
         failures = supervise(place, RANKS if kills else 1, kills)
         rows = [row for row in read_metrics(place) if "loss" in row]
         events = [json.loads(line) for line in (place / FILE).read_text().splitlines() if line]
         columns = ([row[name] for row in rows] for name in ("loss", "ranks", "position"))
-        return Run(*columns, events, read_goodput(place), failures)
+        return ElasticRun(*columns, events, read_goodput(place), failures)
 
 
 # Intervals.

@@ -103,7 +103,7 @@ def waiting(table: str) -> int:
 
 
 @dataclass(frozen=True)
-class Fate:
+class InjectedFault:
     """What befalls a rank, and what its neighbour should say. sent: a signal to its process; is_slow: by the
     straggler test."""
 
@@ -117,32 +117,32 @@ class Fate:
     is_slow: bool = False
 
 
-FATES = (
-    Fate("its process is killed", Health.DEAD, sent=signal.SIGKILL, beats=False),
-    Fate("its process is stopped", Health.HUNG, sent=signal.SIGSTOP, beats=False),
-    Fate("it makes no steps, and waits for nobody", Health.HUNG),
-    Fate("it makes no steps, and waits for others", Health.WAITING, waits=True),
-    Fate("it makes steps, but its own work takes longer", Health.SLOW, moves=True, is_slow=True),
-    Fate("on another machine: it makes no sign", Health.SILENT, host="another machine", beats=False),
-    Fate("it makes steps", Health.HEALTHY, moves=True),
+FAULTS = (
+    InjectedFault("its process is killed", Health.DEAD, sent=signal.SIGKILL, beats=False),
+    InjectedFault("its process is stopped", Health.HUNG, sent=signal.SIGSTOP, beats=False),
+    InjectedFault("it makes no steps, and waits for nobody", Health.HUNG),
+    InjectedFault("it makes no steps, and waits for others", Health.WAITING, waits=True),
+    InjectedFault("it makes steps, but its own work takes longer", Health.SLOW, moves=True, is_slow=True),
+    InjectedFault("on another machine: it makes no sign", Health.SILENT, host="another machine", beats=False),
+    InjectedFault("it makes steps", Health.HEALTHY, moves=True),
 )
 
 
 def health(seconds: int = 30) -> list[Health]:
-    """What a neighbour says of real processes after `FATES`, so many seconds later by a clock that is set forward."""
+    """What a neighbour says of real processes after `FAULTS`, so many seconds later by a clock that is set forward."""
     watcher = Watcher(Limits(every_s=1.0, silent_s=5.0, hung_s=20.0))
-    processes = [subprocess.Popen(["sleep", "60"]) for _ in FATES]
-    ranks = list(enumerate(zip(FATES, processes, strict=True)))
+    processes = [subprocess.Popen(["sleep", "60"]) for _ in FAULTS]
+    ranks = list(enumerate(zip(FAULTS, processes, strict=True)))
     try:
-        for _, (fate, process) in ranks:
-            if fate.sent:
-                process.send_signal(fate.sent)
+        for _, (fault, process) in ranks:
+            if fault.sent:
+                process.send_signal(fault.sent)
                 os.waitpid(process.pid, os.WUNTRACED)
         for now in range(seconds):
-            for rank, (fate, process) in ranks:
-                if fate.beats or now == 0:
-                    watcher.see(Beat(rank, process.pid, fate.host, now, fate.moves * now, fate.waits), now)
-        slow = [rank for rank, (fate, _) in ranks if fate.is_slow]
+            for rank, (fault, process) in ranks:
+                if fault.beats or now == 0:
+                    watcher.see(Beat(rank, process.pid, fault.host, now, fault.moves * now, fault.waits), now)
+        slow = [rank for rank, (fault, _) in ranks if fault.is_slow]
         return [watcher.judge(rank, seconds, slow) for rank, _ in ranks]
     finally:
         for process in processes:

@@ -8,7 +8,7 @@ from matplotlib.patches import Patch
 
 from course.lab10_fault_tolerance import experiments
 from course.lab10_fault_tolerance import experiments_breaks as breaks
-from course.lab10_fault_tolerance.experiments import MTBF_S, RESTART_S, SAVE_S, Run
+from course.lab10_fault_tolerance.experiments import MTBF_S, RESTART_S, SAVE_S, ElasticRun
 from minillm.drawing import headline, subplots
 from minillm.palette import PALETTE, look
 from minillm.predict import faults
@@ -68,13 +68,14 @@ def draw_intervals(found: dict[float, dict[str, float]]) -> Figure:
     ticks = (2, 5, 10, 20, 50, 100)
     axes.set_xticks(ticks, ticks)
     axes.minorticks_off()
-    setting = "Simulated: time that no training uses; a save takes 30 s, a failure comes every 3 h"
+    often = f"a save takes {SAVE_S:.0f} s, a failure comes every {MTBF_S / 3600:.0f} h"
+    setting = f"Simulated: time that no training uses; {often}"
     headline(axes, "Saving too often wastes time, and so does saving too rarely", setting)
     axes.legend(loc="upper left", ncols=3)
     return figure
 
 
-def draw_run(found: Run, whole: Run) -> Figure:
+def draw_run(found: ElasticRun, whole: ElasticRun) -> Figure:
     """A run whose ranks are killed: its loss over that of an undisturbed run, and what each attempt did."""
     figure, (loss, bars) = subplots(2, 1, width=9, height=5.2, gridspec_kw={"height_ratios": [1.3, 1]})
     loss.plot(whole.losses, color=PALETTE["sky"], linewidth=5, alpha=0.6, label="undisturbed, 1 rank")
@@ -113,7 +114,7 @@ def spans(events: list[dict[str, Any]]) -> list[list[tuple[str, float, float]]]:
     return found
 
 
-def _attempts(axes: Axes, run: Run) -> None:
+def _attempts(axes: Axes, run: ElasticRun) -> None:
     for attempt, done in enumerate(spans([dict(event) for event in run.events])):
         for use, start, end in done:
             color, hatch = USES[use]

@@ -30,10 +30,9 @@ from statistics import median
 import torch
 
 from course.kit import check, finish, hint, show, sliders
-from course.lab10_fault_tolerance import experiments, receipts
+from course.lab10_fault_tolerance import experiments, figures, receipts
 from course.lab10_fault_tolerance import experiments_breaks as breaks
 from course.lab10_fault_tolerance import experiments_production as production
-from course.lab10_fault_tolerance import figures as pictures
 from course.lab10_fault_tolerance.loop import Loop, Order
 
 # %% [markdown]
@@ -323,7 +322,7 @@ play = check("goodput", play)
 
 # %%
 played = experiments.intervals(play)
-show(pictures.draw_intervals, found=played)
+show(figures.draw_intervals, found=played)
 
 # %%
 receipts.intervals(played)
@@ -333,10 +332,10 @@ receipts.intervals(played)
 # By the number of GPUs, with a save of 60 s (a model of 405 billion parameters needs 57 at 100 GB/s):
 
 # %%
-show(pictures.goodput_by_gpus)
+show(figures.goodput_by_gpus)
 
 # %%
-sliders(pictures.goodput_by_gpus, save_s=(1, 300, 1), restart_min=(1, 60))
+sliders(figures.goodput_by_gpus, save_s=(1, 300, 1), restart_min=(1, 60))
 
 # %%
 receipts.llama()
@@ -396,7 +395,7 @@ print(inspect.getsource(experiments.supervise))
 
 # %%
 whole, killed = experiments.run(()), experiments.run()
-show(pictures.draw_run, found=killed, whole=whole)
+show(figures.draw_run, found=killed, whole=whole)
 
 # %%
 receipts.killed(whole, killed)
@@ -470,7 +469,7 @@ receipts.rank_0()
 # And the learning rate: a scheduler that is stepped once per microbatch (4 of them), and one whose state was not saved.
 
 # %%
-show(pictures.draw_schedules)
+show(figures.draw_schedules)
 
 # %%
 receipts.schedules()

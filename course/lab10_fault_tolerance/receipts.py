@@ -9,7 +9,7 @@ from typing import Any
 from course.kit.receipts import Row, formula, row, titled
 from course.lab10_fault_tolerance import experiments, experiments_production
 from course.lab10_fault_tolerance import experiments_breaks as breaks
-from course.lab10_fault_tolerance.experiments import MTBF_S, RESTART_S, SAVE_S, Run
+from course.lab10_fault_tolerance.experiments import MTBF_S, RESTART_S, SAVE_S, ElasticRun
 from course.shared.table import Table, seconds, table
 from minillm.predict import faults
 from minillm.predict.faults import CheckpointCost
@@ -56,7 +56,9 @@ def forgotten(found: dict[str, tuple[int | None, float]] | None = None) -> Itera
         yield row(f"    {part}: first loss that differs, by at most", None, (first, apart))
 
 
-@titled("a save of 30 s, a restart of 5 minutes, a failure every 3 hours")
+@titled(
+    f"a save of {SAVE_S:.0f} s, a restart of {RESTART_S / 60:.0f} minutes, a failure every {MTBF_S / HOUR:.0f} hours"
+)
 def intervals(played: dict[float, dict[str, float]] | None = None) -> Iterator[Row]:
     played = played or experiments.intervals()
     best = faults.young_interval(SAVE_S, MTBF_S)
@@ -120,7 +122,7 @@ def saves(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
 
 
 @titled("killed twice, beside a run on one rank that nobody disturbed", open_rows=7)
-def killed(whole: Run | None = None, found: Run | None = None) -> Iterator[Row]:
+def killed(whole: ElasticRun | None = None, found: ElasticRun | None = None) -> Iterator[Row]:
     whole, found = whole or experiments.run(()), found or experiments.run()
     apart = max(abs(a - b) / b for a, b in zip(found.losses, whole.losses, strict=True))
     yield row("losses: relative difference below 1e-5", True, apart < 1e-5)
@@ -135,7 +137,7 @@ def killed(whole: Run | None = None, found: Run | None = None) -> Iterator[Row]:
     yield row("    useful share of the time, with starts of seconds", None, found.spent.share, noisy=True)
 
 
-@titled("a timeout of 1.5 s")
+@titled("a timeout of {timeout_s:g} s")
 def hang(found: tuple[str, float] | None = None, timeout_s: float = 1.5) -> Iterator[Row]:
     table, measured = found or breaks.hang(timeout_s)
     yield row("ranks that wait in the all-reduce", 2, breaks.waiting(table))
@@ -144,8 +146,8 @@ def hang(found: tuple[str, float] | None = None, timeout_s: float = 1.5) -> Iter
 
 @titled("what a neighbour says", open_rows=7)
 def health() -> Iterator[Row]:
-    for fate, found in zip(breaks.FATES, breaks.health(), strict=True):
-        yield row(fate.what, fate.health.value, found.value)
+    for fault, found in zip(breaks.FAULTS, breaks.health(), strict=True):
+        yield row(fault.what, fault.health.value, found.value)
 
 
 @titled("Adam's first moment, ZeRO 1 on 4 ranks")

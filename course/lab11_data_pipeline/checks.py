@@ -15,7 +15,7 @@ from course.kit.answers import answers_of
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, Row, receipt, row
 from course.lab11_data_pipeline import bpe, experiments
-from course.shared.diagnose import expect_number
+from course.shared.diagnose import expect, expect_list, expect_number
 
 Word = tuple[bytes, ...]
 Pair = tuple[bytes, bytes]
@@ -77,8 +77,8 @@ def _judge_merge(learner: Callable, words: dict[Word, int], ids: dict[bytes, int
     result = learner(*given)
     if given != (words, ids):
         raise CheckFailed("your function changed its argument: the words of a step are also the input of other checks")
-    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)):
-        raise CheckFailed(f"you returned {type(result).__name__}; the exercise asks for two things: (pair, words)")
+    fits = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
+    expect(fits, result, "two things: (pair, words)")
     pair, found = tuple(result[0]), dict(result[1])
     if pair != right:
         raise CheckFailed(f"{lesson}: you merged {_show(pair)}, but {_show(right)} is due", evidence=pair)
@@ -136,15 +136,14 @@ def _judge_encode(learner: Callable, piece: bytes, ranks: dict[Pair, int]) -> li
     found, right = learner(piece, given := dict(ranks)), ANSWERS.encode(piece, ranks)
     if given != ranks:
         raise CheckFailed("your function changed `ranks`, which later pieces need as it is")
-    if not isinstance(found, (list, tuple)) or not all(isinstance(token, bytes) for token in found):
-        raise CheckFailed(f"you returned {found!r:.80}; the exercise asks for a list of tokens, each a bytes object")
-    if list(found) == right:
+    found = expect_list(found, "a list of tokens, each a bytes object", of=bytes)
+    if found == right:
         return right
     learnt = ", ".join(_show(pair) for pair in list(ranks)[:4]) + (", ..." if len(ranks) > 4 else "")
     raise CheckFailed(
         f"{piece!r} became {_show(found)}, but it should be {_show(right)}; the merges, in the order in which they "
         f"were learnt: {learnt}",
-        evidence=list(found),
+        evidence=found,
     )
 
 

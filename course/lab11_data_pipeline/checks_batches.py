@@ -16,6 +16,7 @@ from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
 from course.lab11_data_pipeline import feeding
 from course.lab11_data_pipeline import formulas as predict
+from course.shared.diagnose import expect_list
 from minillm.comm import launch
 from minillm.data.sampler import permutation
 
@@ -50,9 +51,8 @@ def check_windows(learner: Callable) -> Receipt:
 
 def _judge_windows(found: Any, count: int, seq_len: int) -> None:
     who, n = f"{count} tokens with seq_len {seq_len}", (count - 1) // seq_len
-    if not (isinstance(found, (tuple, list)) and len(found) == 2 and all(torch.is_tensor(x) for x in found)):
-        raise CheckFailed(f"{who}: the exercise asks for two tensors, (inputs, targets)")
-    inputs, targets = found
+    asked = "two tensors, (inputs, targets)"
+    inputs, targets = expect_list(found, asked, f"{who}: you", count=2, of=torch.Tensor)
     due = 1000 + torch.arange(n * seq_len).view(n, seq_len)
     if inputs.shape != due.shape or targets.shape != due.shape:
         raise CheckFailed(

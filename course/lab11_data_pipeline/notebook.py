@@ -47,8 +47,7 @@ from functools import partial
 from itertools import pairwise
 
 from course.kit import check, finish, hint, show, sliders
-from course.lab11_data_pipeline import bpe, experiments, receipts
-from course.lab11_data_pipeline import figures as pictures
+from course.lab11_data_pipeline import bpe, experiments, figures, receipts
 from minillm import data
 from minillm.comm import launch
 from minillm.data.sampler import permutation
@@ -190,7 +189,7 @@ receipts.lossless()
 def tokens_by_vocabulary():
     """Tokens per character of held-out code fall ever slower with the vocabulary;
     the embedding grows in proportion."""
-    return pictures.draw_tokens(experiments.tokens_by_vocabulary())
+    return figures.draw_tokens(experiments.tokens_by_vocabulary())
 
 
 show(tokens_by_vocabulary)
@@ -232,7 +231,7 @@ receipts.units(bits_per_byte)
 # converts the loss with your function; *measured* uses no tokens at all and adds up −log₂ p over the whole text.
 
 # %%
-receipts.to_beat(bits_per_byte)
+receipts.ngram_baseline(bits_per_byte)
 
 # %% [markdown]
 # ## 3 · Batches: pad, sort or pack
@@ -245,7 +244,7 @@ receipts.to_beat(bits_per_byte)
 def padding_view(batch_size=8):
     """A random and a length-sorted batch of files with their padding,
     and the padding of all batches by batch size."""
-    return pictures.draw_padding(experiments.lengths(), batch_size)
+    return figures.draw_padding(experiments.lengths(), batch_size)
 
 
 show(padding_view)
@@ -376,7 +375,7 @@ runs = experiments.starve(prefetch)
 
 def starvation():
     """Timeline of the same twelve steps: batches loaded on demand, and made ahead by a thread."""
-    return pictures.draw_starvation(runs)
+    return figures.draw_starvation(runs)
 
 
 show(starvation)
@@ -393,20 +392,20 @@ receipts.step_times(runs, guess_step_ms)
 # loading takes longer than computing. A quicker loader or more workers would help (drag `workers`):
 
 # %%
-show(pictures.step_time)
+show(figures.step_time)
 
 # %%
-sliders(pictures.step_time, load_ms=(0.0, 100.0, 1.0), compute_ms=(5.0, 60.0, 1.0), workers=(1, 8))
+sliders(figures.step_time, load_ms=(0.0, 100.0, 1.0), compute_ms=(5.0, 60.0, 1.0), workers=(1, 8))
 
 # %% [markdown]
 # *Depth* solves another problem. It does nothing for a loader that is slow on average, but it bridges the gaps of one
 # that is slow now and then (a cold shard, a busy disk). How deep must the queue be until the waits are gone?
 
 # %%
-show(pictures.ride_out)
+show(figures.ride_out)
 
 # %%
-sliders(pictures.ride_out, depth=(0, 10), slow_ms=(20.0, 120.0, 5.0), every=(4, 20))
+sliders(figures.ride_out, depth=(0, 10), slow_ms=(20.0, 120.0, 5.0), every=(4, 20))
 
 # %% [markdown]
 # ## 6 · Break it: two jobs, one is wrong

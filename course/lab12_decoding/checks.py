@@ -19,8 +19,9 @@ from course.kit.answers import answers_of
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, Row, receipt, row
 from course.lab12_decoding import formulas as predict
-from course.lab12_decoding.decoders import GARBAGE, Cache, Watched, recompute
-from course.lab12_decoding.traffic import Traffic
+from course.lab12_decoding.decoders import GARBAGE, Cache, WatchedModel, recompute
+from course.lab12_decoding.traffic import MemoryTraffic
+from course.shared.diagnose import expect_list
 from course.shared.measuring import one_thread
 from minillm.model import ModelConfig, Transformer, dense
 
@@ -57,7 +58,7 @@ def check_attend(learner: Any) -> Receipt:
             end = start + n
             part = slice(start, end)
             before = keys.clone(), values.clone()
-            with Traffic(cache=(keys, values)) as traffic:
+            with MemoryTraffic(cache=(keys, values)) as traffic:
                 found = learner(q[:, part].clone(), k[:, part].clone(), v[:, part].clone(), keys, values, start)
             who = f"{heads} query heads on {kv_heads} kv heads, {n} new after {start} kept"
             _judge_cache(who, (keys, values), before, (k, v), start, end)
@@ -141,13 +142,12 @@ def check_generate(learner: Any) -> Receipt:
         config = ModelConfig(61, 32, 48, 2, 4, 2, max_seq_len=64, init_std=0.3)
         model = Transformer(config, seed=random.getrandbits(30), dtype=torch.float64)
         prompt, count = [random.randrange(61) for _ in range(random.randint(4, 9))], random.randint(5, 9)
-        cache, watched = Cache(config, 40, ANSWERS.attend, torch.float64), Watched(model)
+        cache, watched = Cache(config, 40, ANSWERS.attend, torch.float64), WatchedModel(model)
         with torch.no_grad():
             found = learner(watched, list(prompt), count, cache)
-        answer = list(found) if isinstance(found, list | tuple) or hasattr(found, "__next__") else found
+        answer = list(found) if hasattr(found, "__next__") else found
         right = recompute(model, prompt, count)
-        if not isinstance(answer, list) or not all(isinstance(token, int) for token in answer):
-            raise CheckFailed(f"you returned {answer!r}; the exercise asks for the list of the {count} new token ids")
+        answer = expect_list(answer, f"the list of the {count} new token ids", of=int)
         rows += _judge_passes(watched, cache, prompt, right)
         if answer != right:
             raise CheckFailed(_say_answer(answer, right, watched, prompt), rows)
@@ -156,7 +156,7 @@ def check_generate(learner: Any) -> Receipt:
     return receipt("what generating took", rows)
 
 
-def _judge_passes(watched: Watched, cache: Cache, prompt: list[int], right: list[int]) -> list[Row]:
+def _judge_passes(watched: WatchedModel, cache: Cache, prompt: list[int], right: list[int]) -> list[Row]:
     count = len(right)
     entries = predict.kv_entries(len(prompt), count)
     return [
@@ -166,7 +166,7 @@ def _judge_passes(watched: Watched, cache: Cache, prompt: list[int], right: list
     ]
 
 
-def _say_answer(answer: list[int], right: list[int], watched: Watched, prompt: list[int]) -> str:
+def _say_answer(answer: list[int], right: list[int], watched: WatchedModel, prompt: list[int]) -> str:
     if len(answer) != len(right):
         if answer[: len(prompt)] == prompt:
             return (
@@ -197,7 +197,7 @@ def _say_answer(answer: list[int], right: list[int], watched: Watched, prompt: l
     )
 
 
-def _say_waste(off: Row, watched: Watched, prompt: list[int], count: int) -> str:
+def _say_waste(off: Row, watched: WatchedModel, prompt: list[int], count: int) -> str:
     extra = watched.computed - (len(prompt) + count - 1)
     if len(watched.passes) > count and extra <= 1:
         if extra == 1:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Row, row
+from course.shared.diagnose import expect
 
 # The nucleus.
 
@@ -41,8 +42,8 @@ def check_nucleus(learner: Any) -> list[Row]:
         cases.append((f"{size} random tokens", _random_shares(size), random.uniform(0.3, 0.9)))
     found = [learner(torch.tensor(shares, dtype=torch.float64), top_p) for _, shares, top_p in cases]
     for (_, shares, _), kept in zip(cases, found, strict=True):
-        if not isinstance(kept, Tensor) or kept.shape != (len(shares),) or kept.dtype != torch.bool:
-            raise CheckFailed("the exercise asks for a tensor of bool, one for each token of the vocabulary")
+        fits = isinstance(kept, Tensor) and kept.shape == (len(shares),) and kept.dtype == torch.bool
+        expect(fits, kept, "a tensor of bool, one for each token of the vocabulary")
     evidence = [kept.tolist() for kept in found]
     for (name, shares, top_p), kept in zip(cases, evidence, strict=True):
         right, mine = ([shares[i] for i in each] for each in (fewest(shares, top_p), compress(range(len(kept)), kept)))
@@ -102,10 +103,8 @@ def check_distribution(learner: Callable) -> list[Row]:
     evidence = []
     for case, logits in drawn:
         found = learner(torch.tensor(logits, dtype=torch.float64), *case)
-        if not isinstance(found, Tensor) or found.shape != (len(logits),):
-            raise CheckFailed(
-                f"{_name(case)}: the exercise asks for a tensor of {len(logits)} probabilities, one per token"
-            )
+        fits = isinstance(found, Tensor) and found.shape == (len(logits),)
+        expect(fits, found, f"a tensor of {len(logits)} probabilities, one per token", f"{_name(case)}: you")
         evidence.append(found.double().tolist())
     for (case, logits), shares in zip(drawn, evidence, strict=True):
         right = by_hand(logits, *case)

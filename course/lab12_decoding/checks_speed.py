@@ -14,7 +14,7 @@ from course.kit.answers import answers_of
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, Row, receipt, row
 from course.lab12_decoding.decoders import Cache
-from course.lab12_decoding.traffic import Traffic
+from course.lab12_decoding.traffic import MemoryTraffic
 from course.shared.measuring import count_flops, one_thread
 from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import KVCache
@@ -110,7 +110,7 @@ def one_step(config: ModelConfig, batch: int, context: int) -> tuple[int, int]:
     cache.keys.zero_(), cache.values.zero_()
     tokens, positions = torch.zeros(batch, 1, dtype=torch.long), torch.tensor([context - 1])
     with torch.no_grad():
-        with Traffic(weights=model.parameters(), cache=(cache.keys, cache.values)) as traffic:
+        with MemoryTraffic(weights=model.parameters(), cache=(cache.keys, cache.values)) as traffic:
             model(tokens, positions, attention=cache)
         flops = count_flops(lambda: model(tokens, positions, attention=lambda q, k, v, **_: q))
     return traffic.read.total(), flops

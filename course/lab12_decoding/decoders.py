@@ -43,7 +43,7 @@ class Cache:
 
 
 @dataclass
-class Watched:
+class WatchedModel:
     """A model that notes each pass: (token ids, positions, whether the cache was handed on)."""
 
     model: Transformer

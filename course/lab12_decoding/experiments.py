@@ -18,7 +18,7 @@ from course.kit.answers import answers_of
 from course.lab12_decoding import formulas as predict
 from course.lab12_decoding.decoders import Cache
 from course.lab12_decoding.formulas import Work
-from course.lab12_decoding.traffic import Traffic
+from course.lab12_decoding.traffic import MemoryTraffic
 from course.shared.measuring import count_flops, one_thread, text_tokens
 from minillm.data import Tokenizer
 from minillm.model import ModelConfig, Transformer, dense, load_hf
@@ -215,7 +215,7 @@ def bytes_of_a_step(batch: int, context: int) -> dict[str, tuple[float, int]]:
     cost = predict.work(model.config, batch, 1, context - 1, 4)
     run = prepare(model, batch, 1, context - 1)
     cache = run.keywords["attention"]
-    with torch.no_grad(), Traffic(weights=model.parameters(), cache=(cache.keys, cache.values)) as traffic:
+    with torch.no_grad(), MemoryTraffic(weights=model.parameters(), cache=(cache.keys, cache.values)) as traffic:
         run()
     return {
         "weights": (cost.weight_bytes, traffic.read["weights"]),

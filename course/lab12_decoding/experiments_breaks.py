@@ -89,7 +89,7 @@ def read(decoder: Decoder, ids: Tensor, room: int = LENGTH) -> Tensor:
 @dataclass(frozen=True)
 class Symptoms:
     """Of one decoder beside the right one. apart: largest difference of a logit; nll: mean, nats per token; agree:
-    share of greedy tokens that are the same; kl: nats by place, from the right distribution to this one."""
+    share of greedy tokens that are the same; kl: KL(right ‖ broken) at each position, in nats."""
 
     apart: float
     nll: float

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from course.kit.answers import answers_of
-from course.lab12_decoding.decoders import Cache, Watched
+from course.lab12_decoding.decoders import Cache, WatchedModel
 from course.lab12_decoding.experiments import target, windows
 from course.shared.measuring import one_thread
 from minillm.model.generate import folder_of
@@ -40,7 +40,7 @@ def beside_transformers(prompt: int = 48, answer: int = 32) -> dict[str, dict[st
         pad_token_id=0,
     )
     took = time.perf_counter() - start
-    cache, watched = Cache(model.config, prompt + answer, ANSWERS.attend), Watched(model)
+    cache, watched = Cache(model.config, prompt + answer, ANSWERS.attend), WatchedModel(model)
     start = time.perf_counter()
     tokens = ANSWERS.generate(watched, ids[0].tolist(), answer, cache)
     own = time.perf_counter() - start

@@ -41,8 +41,7 @@ import inspect
 import torch
 
 from course.kit import check, finish, hint, show, sliders
-from course.lab12_decoding import experiments, receipts
-from course.lab12_decoding import figures as pictures
+from course.lab12_decoding import experiments, figures, receipts
 from course.lab12_decoding.decoders import Cache
 from course.lab12_decoding.experiments import GPUS, MODELS
 
@@ -57,10 +56,10 @@ torch.set_num_threads(1)  # the device of this lab is one core, as in lab 02
 # (*decode*).
 
 # %%
-show(pictures.a_sequence)
+show(figures.a_sequence)
 
 # %%
-sliders(pictures.a_sequence, prompt=(1, 10), answer=(1, 10))
+sliders(figures.a_sequence, prompt=(1, 10), answer=(1, 10))
 
 # %% [markdown]
 # Look at the last column: it stays white. The keys of a token are written in the pass that *it goes into*, in each
@@ -184,10 +183,10 @@ receipts.cache_weights(kv_bytes)
 # What is left beside the weights is room for the caches of *all* requests together:
 
 # %%
-show(pictures.caches)
+show(figures.caches)
 
 # %%
-sliders(pictures.caches, context=(512, 32768, 512), batch=(1, 128))
+sliders(figures.caches, context=(512, 32768, 512), batch=(1, 128))
 
 # %% [markdown]
 # ### Exercise 4 · a nucleus by hand (15 minutes)
@@ -326,7 +325,7 @@ receipts.two_latencies(latencies)
 receipts.one_more_token()
 
 # %%
-show(pictures.next_token)
+show(figures.next_token)
 
 # %% [markdown]
 # The formula is exact: n times the FLOPs without a cache, for the same logits up to rounding. With the cache the FLOPs
@@ -347,7 +346,7 @@ points = experiments.sweep()
 receipts.under_the_roof(points)
 
 # %%
-show(pictures.passes_under_a_roof)
+show(figures.passes_under_a_roof)
 
 # %% [markdown]
 # The roof is an upper bound, and a core stays below it, as the columns *of peak FLOP/s* and *of bandwidth* say:
@@ -372,7 +371,7 @@ receipts.intensities()
 receipts.by_batch(points)
 
 # %%
-show(pictures.one_against_many)
+show(figures.one_against_many)
 
 # %% [markdown]
 # The weights are read once for all sequences, so by the roof a step takes hardly longer until compute takes over, at the
@@ -401,17 +400,17 @@ receipts.bytes_of_a_step()
 # The same arithmetic with datasheet numbers (dense 16-bit FLOP/s, bytes per second; sources in `experiments.GPUS`):
 
 # %%
-show(pictures.on_a_roof)
+show(figures.on_a_roof)
 
 # %%
-sliders(pictures.on_a_roof, gpu=list(GPUS), model=list(MODELS), batch=(1, 512), prompt=(1, 4096))
+sliders(figures.on_a_roof, gpu=list(GPUS), model=list(MODELS), batch=(1, 512), prompt=(1, 4096))
 
 # %%
-show(pictures.decode_by_batch)
+show(figures.decode_by_batch)
 
 # %%
 sliders(
-    pictures.decode_by_batch,
+    figures.decode_by_batch,
     model=list(MODELS),
     context=(128, 32768, 128),
     kv_heads=[1, 8, 32],
@@ -455,7 +454,7 @@ receipts.broken_decoders()
 # position? Which appends too late?**
 
 # %%
-show(pictures.three_decoders)
+show(figures.three_decoders)
 
 # %%
 diagnosis = {"A": "?", "B": "?", "C": "?"}  # your diagnosis

@@ -1,6 +1,6 @@
 """Which bytes of a model's weights and of its cache a computation touches: counted by torch operation.
 
-    with Traffic(weights=model.parameters(), cache=(keys, values)) as traffic:
+    with MemoryTraffic(weights=model.parameters(), cache=(keys, values)) as traffic:
         model(tokens, positions, attention=cache)
     traffic.read["weights"], traffic.read["cache"], traffic.written["cache"]      # bytes
 
@@ -25,7 +25,7 @@ _LOOKUPS = (_ATEN.embedding.default, _ATEN.index_select.default, _ATEN.index.Ten
 _PLACED = {_ATEN.index_put_.default: 2, _ATEN.index_copy_.default: 3}  # write as much as this argument holds
 
 
-class Traffic(Watch):
+class MemoryTraffic(Watch):
     """Bytes `read` and `written` by name of the watched group of tensors."""
 
     def __init__(self, **watched: Iterable[Tensor]):

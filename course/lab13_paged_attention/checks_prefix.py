@@ -9,6 +9,7 @@ from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
 from course.lab13_paged_attention import formulas as predict
 from course.lab13_paged_attention.paging import Read
+from course.shared.diagnose import expect_list
 
 ANSWERS = answers_of("13_paged_attention")
 
@@ -129,10 +130,7 @@ def _bits(keys: Any) -> int:
 
 
 def _judge_count(found: Any, count: int, size: int) -> None:
-    if not isinstance(found, (list, tuple)):
-        raise CheckFailed(
-            f"you returned {type(found).__name__}; the exercise asks for a list of keys, one per full block"
-        )
+    found = expect_list(found, "a list of keys, one per full block")
     if len(found) != count // size:
         raise CheckFailed(
             f"{count} tokens in blocks of {size} have {count // size} full blocks, and you gave {len(found)} keys: a "
@@ -207,9 +205,8 @@ def check_find_prefix(learner: Callable) -> Receipt:
         ([*a, 5], ["a"], chain, ids[:1], "one token is left to compute, that is enough"),
     ):
         found = learner(list(tokens), list(keys), dict(cache), size)
-        if not isinstance(found, (list, tuple)):
-            raise CheckFailed(f"you returned {type(found).__name__}; the exercise asks for a list of blocks")
-        if list(found) != list(right):
+        found = expect_list(found, "a list of blocks")
+        if found != list(right):
             left = len(tokens) - size * len(found)
             more = f" ({left} tokens would be left to compute: a query of length 0)" if left < 1 else ""
             raise CheckFailed(f"you found blocks {list(found)} where {list(right)} are right: {why}{more}")

@@ -36,10 +36,9 @@ from collections import OrderedDict
 import torch
 
 from course.kit import check, finish, hint, show, sliders
-from course.lab13_paged_attention import experiments, interpreted, receipts
+from course.lab13_paged_attention import experiments, figures, interpreted, receipts
 from course.lab13_paged_attention import experiments_breaks as breaks
 from course.lab13_paged_attention import experiments_engine as small
-from course.lab13_paged_attention import figures as pictures
 from minillm.model.kernels import tl  # triton.language; None where Triton is not installed
 from minillm.serve.schedule import blocks
 from minillm.serve.tiny import TinyLLM
@@ -88,10 +87,10 @@ guess_blocks = 0.2  # unused share with blocks of 16
 # positions; crossed cells are held and unused.)
 
 # %%
-show(pictures.tables_and_memory)
+show(figures.tables_and_memory)
 
 # %%
-sliders(pictures.tables_and_memory, a=(1, 16), b=(1, 16), c=(1, 16), block_size=[1, 2, 4, 8])
+sliders(figures.tables_and_memory, a=(1, 16), b=(1, 16), c=(1, 16), block_size=[1, 2, 4, 8])
 
 # %% [markdown]
 # ## Build it
@@ -381,7 +380,7 @@ receipts.your_engine(
 
 # %%
 wasted = experiments.waste(16)
-show(pictures.waste_of(wasted))
+show(figures.waste_of(wasted))
 
 # %%
 receipts.waste(wasted, guess_reserved, guess_blocks)
@@ -403,11 +402,11 @@ receipts.shared_prefix()
 # How much sharing saves depends on the lengths of prefix and rest and on the number of requests. Move them:
 
 # %%
-show(pictures.sharing)
+show(figures.sharing)
 
 # %%
 sliders(
-    pictures.sharing,
+    figures.sharing,
     prefix=(0, 4000, 100),
     own=(10, 2000, 10),
     requests=(1, 32),
@@ -424,13 +423,13 @@ receipts.saved_shares()
 # numbers are logical places.
 
 # %%
-show(pictures.forks_before_and_after)
+show(figures.forks_before_and_after)
 
 # %%
-sliders(pictures.forks_over_time, step=(1, 14))
+sliders(figures.forks_over_time, step=(1, 14))
 
 # %%
-receipts.forks(pictures.forks())
+receipts.forks(figures.forks())
 
 # %% [markdown]
 # ## Watch: eviction
@@ -440,13 +439,13 @@ receipts.forks(pictures.forks())
 # blocks.
 
 # %%
-show(pictures.evictions_over_time)
+show(figures.evictions_over_time)
 
 # %%
-sliders(pictures.evictions_over_time, num_blocks=[20, 24, 32, 40], step=(1, 108))
+sliders(figures.evictions_over_time, num_blocks=[20, 24, 32, 40], step=(1, 108))
 
 # %%
-receipts.chats(pictures.chats(40), pictures.chats(20))
+receipts.chats(figures.chats(40), figures.chats(20))
 
 # %% [markdown]
 # With 20 blocks, users take turns and their contexts do not all fit, so LRU evicts each block just before it is
@@ -495,7 +494,7 @@ receipts.traces_of_bugs(findings, diagnosis)
 # table entries, more keys to hash, and more work for attention that goes block by block. Five sizes, measured:
 
 # %%
-show(pictures.by_block_size)
+show(figures.by_block_size)
 
 # %%
 receipts.block_sizes()

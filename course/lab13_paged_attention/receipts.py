@@ -4,10 +4,9 @@ Each function takes what a cell measured; those in CLAIMS measure for themselves
 """
 
 from course.kit.receipts import Receipt, formula, receipt, row
-from course.lab13_paged_attention import experiments, experiments_sizes
+from course.lab13_paged_attention import experiments, experiments_sizes, figures
 from course.lab13_paged_attention import experiments_breaks as breaks
 from course.lab13_paged_attention import experiments_sharing as sharing
-from course.lab13_paged_attention import figures as pictures
 from course.lab13_paged_attention import formulas as predict
 from course.shared.table import Table, seconds, table
 from minillm.predict.model import kv_bytes_per_token
@@ -115,7 +114,7 @@ def saved_shares() -> Receipt:
 
 def forks(forked=None) -> Receipt:
     """Three samples of one prompt: what is computed, copied and held."""
-    forked = forked or pictures.forks()
+    forked = forked or figures.forks()
     answers = 3 * 13  # each sample's last token is drawn, and never goes in
     return receipt(
         "three samples of 22 + 14 tokens, blocks of 4",
@@ -132,7 +131,7 @@ def forks(forked=None) -> Receipt:
 
 def chats(roomy=None, tight=None) -> Receipt:
     """Three users take four turns each, in a pool that holds their contexts and in one that does not."""
-    roomy, tight = roomy or pictures.chats(40), tight or pictures.chats(20)
+    roomy, tight = roomy or figures.chats(40), tight or figures.chats(20)
     said_before = roomy["prompts"][-4] + 9 - 1  # the last token drawn has no key yet
     findable = predict.cacheable_tokens(said_before, roomy["prompts"][-1], 8)
     rows = [

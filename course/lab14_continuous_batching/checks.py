@@ -15,8 +15,9 @@ from typing import Any
 
 from course.kit.answers import answers_of
 from course.kit.exercises import CheckFailed, exercise
-from course.kit.receipts import Receipt, row
+from course.kit.receipts import Receipt, receipt, row
 from course.lab14_continuous_batching import formulas as predict
+from course.shared.diagnose import expect_list
 from minillm.serve import Sequence as Seq
 
 ANSWERS = answers_of("14_continuous_batching")
@@ -47,13 +48,11 @@ def check_join(learner: Callable) -> Receipt:
         rows.append(row(f"{name}: decode steps", predict.continuous_steps(lengths, max_num_seqs), len(steps)))
         rows.append(row("    of static batches", None, predict.static_steps(lengths, max_num_seqs)))
         rows.append(row("    of any schedule, at least", None, predict.least_steps(lengths, max_num_seqs)))
-    return Receipt("decode steps, counted", tuple(rows))
+    return receipt("decode steps, counted", rows)
 
 
 def _read_steps(found: Any, where: str) -> list[list[int]]:
-    if not isinstance(found, list | tuple) or not all(isinstance(step, list | tuple | set) for step in found):
-        raise CheckFailed(f"{where}: you returned {found!r:.60}; the exercise asks for one list of requests per step")
-    return [list(step) for step in found]
+    return [*map(list, expect_list(found, "one list of requests per step", f"{where}: you", of=list | tuple | set))]
 
 
 def _hold_steps(steps: list[list[int]], lengths: Sequence[int], max_num_seqs: int, where: str) -> None:
@@ -107,7 +106,7 @@ def check_plan(learner: Callable) -> Receipt:
         rows.append(row("    tokens computed", sum(p + n - 1 for p, n in lengths), numbers["tokens"]))
         rows.append(row("    steps in which a decoding sequence stood still", 0, numbers["stalled"]))
         rows.append(row("    steps with prompt and decode tokens mixed", None, numbers["mixed"]))
-    return Receipt("steps under a budget of 64 tokens, at most 6 sequences", tuple(rows))
+    return receipt("steps under a budget of 64 tokens, at most 6 sequences", rows)
 
 
 def _draw_state() -> tuple[list[Seq], list[Seq], tuple[int, int, int]]:
@@ -129,13 +128,11 @@ def _sequence(name: str, decoding: bool) -> Seq:
 def _ask(learner: Callable, running: list[Seq], waiting: list[Seq], *settings: int) -> list[tuple[Seq, int]]:
     before = [(s, s.num_computed, s.num_tokens) for s in (*running, *waiting)]
     found = learner(list(running), list(waiting), *settings)
-    if not isinstance(found, list | tuple) or not all(
-        isinstance(each, list | tuple) and len(each) == 2 for each in found
-    ):
-        raise CheckFailed(f"you returned {found!r:.60}; the exercise asks for a list of (sequence, tokens)")
+    asked = "a list of (sequence, tokens)"
+    plan = [tuple(expect_list(each, asked, count=2)) for each in expect_list(found, asked)]
     if any((s.num_computed, s.num_tokens) != (computed, tokens) for s, computed, tokens in before):
         raise CheckFailed("your plan changes num_computed or tokens; a plan only says what the step will compute")
-    return [tuple(each) for each in found]
+    return plan
 
 
 def _hold_plan(plan: list, running: list[Seq], waiting: list[Seq], budget: int, chunk: int, max_num_seqs: int) -> None:

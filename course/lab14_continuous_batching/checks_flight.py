@@ -7,9 +7,10 @@ from itertools import islice
 
 from course.kit.answers import answers_of
 from course.kit.exercises import CheckFailed, exercise
-from course.kit.receipts import Receipt, row
+from course.kit.receipts import Receipt, receipt, row
 from course.lab14_continuous_batching import experiments_breaks as breaks
 from course.lab14_continuous_batching.experiments import Flight, play, requests
+from course.shared.diagnose import expect, expect_list
 from minillm.serve import Scheduler
 
 ANSWERS = answers_of("14_continuous_batching")
@@ -37,29 +38,23 @@ def check_latencies(learner: Callable) -> Receipt:
         lengths = [(random.randint(10, 40), random.randint(16, 30)) for _ in range(10)]
         settings = {"block_size": 4, "token_budget": 16, "max_num_seqs": 5, "chunk": 6, "reserve": 0}
         flight = play(requests(lengths, every=0.007), **(settings | options))
-        prompts = {name: told.prompt for name, told in flight.told.items()}
-        arrived = {name: told.arrived for name, told in flight.told.items()}
-        found = learner(list(flight.records), dict(prompts), dict(arrived))
-        if not isinstance(found, dict) or set(found) != set(prompts):
-            raise CheckFailed(
-                f"{how}: you returned {found!r:.60}; the exercise asks for a dict with one entry per request"
-            )
-        for name, told in flight.told.items():
-            where = f"{how}: request {name}, a prompt of {told.prompt} and {len(told.tokens)} tokens"
-            if not isinstance(found[name], list | tuple) or len(found[name]) != 3:
-                raise CheckFailed(
-                    f"{where}: you give {found[name]!r:.60}; the exercise asks for (ttft, tpot, worst gap)"
-                )
-            due = (told.ttft, told.tpot, told.worst_gap)
-            for what, one, right in zip(("TTFT", "TPOT", "the worst gap"), found[name], due, strict=True):
+        arrived = {name: history.arrived for name, history in flight.histories.items()}
+        found = learner(list(flight.records), flight.prompts, arrived)
+        fits = isinstance(found, dict) and set(found) == set(flight.histories)
+        expect(fits, found, "a dict with one entry per request", f"{how}: you")
+        for name, history in flight.histories.items():
+            where = f"{how}: request {name}, a prompt of {history.prompt} and {len(history.tokens)} tokens"
+            mine = expect_list(found[name], "(ttft, tpot, worst gap)", f"{where}: you", count=3)
+            due = (history.ttft, history.tpot, history.worst_gap)
+            for what, one, right in zip(("TTFT", "TPOT", "the worst gap"), mine, due, strict=True):
                 if abs(one - right) > 1e-9 + 1e-6 * right:
                     text = f"{where}: you say {what} {1e3 * one:.4f} ms, it was {1e3 * right:.4f} ms."
                     raise CheckFailed(text, rows, evidence={name: list(each) for name, each in found.items()})
-        rows.append(row(f"{how}: requests timed as they happened", len(prompts), len(found)))
+        rows.append(row(f"{how}: requests timed as they happened", len(flight.histories), len(found)))
         for place, what in ((0, "ttft"), (2, "worst_gap")):
             worst = max(each[place] for each in found.values())
             rows.append(row(f"    longest {what.replace('_', ' ')}", flight.spread(what).most, worst, "s", 1e-9))
-    return Receipt("from records to latencies, on the computed clock", tuple(rows))
+    return receipt("from records to latencies, on the computed clock", rows)
 
 
 @exercise(
@@ -80,23 +75,20 @@ def check_diagnose(learner: Callable) -> Receipt:
     for fault in breaks.FAULTS:
         right = 0
         for flight in _flights(fault, base):
-            found = learner(list(flight.records), {name: told.prompt for name, told in flight.told.items()})
-            if found not in breaks.FAULTS:
-                raise CheckFailed(
-                    f"you returned {found!r:.60}; the exercise asks for one of {', '.join(breaks.FAULTS)}"
-                )
+            found = learner(list(flight.records), flight.prompts)
+            expect(found in breaks.FAULTS, found, f"one of {', '.join(breaks.FAULTS)}")
             if found != fault:
                 raise CheckFailed(_misread(flight, fault, found))
             right += 1
             if fault == breaks.HEALTHY:
                 begun = list(flight.records[: len(flight.records) // 2])
-                if (found := learner(begun, {name: told.prompt for name, told in flight.told.items()})) != fault:
+                if (found := learner(begun, flight.prompts)) != fault:
                     raise CheckFailed(
                         f"the first {len(begun)} steps of a healthy run: you say '{found}'. That not all requests have "
                         "ended is no fault, the recording may stop earlier"
                     )
-        rows.append(row(f"{fault}: told, of 6 flights", 6, right))
-    return Receipt("five schedulers, 30 flights", tuple(rows))
+        rows.append(row(f"{fault}: recognised, of 6 flights", 6, right))
+    return receipt("five schedulers, 30 flights", rows)
 
 
 def _flights(fault: str, base: int) -> list[Flight]:

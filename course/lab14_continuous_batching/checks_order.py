@@ -6,8 +6,9 @@ from itertools import count
 
 from course.kit.answers import answers_of
 from course.kit.exercises import CheckFailed, exercise
-from course.kit.receipts import Receipt, row
+from course.kit.receipts import Receipt, receipt, row
 from course.lab14_continuous_batching import formulas as predict
+from course.shared.diagnose import expect
 from minillm.serve import POLICIES
 from minillm.serve import Sequence as Seq
 
@@ -39,7 +40,7 @@ def check_victim(learner: Callable) -> Receipt:
             if (due := ANSWERS.victim(running, each, policy)) is not mine:
                 raise CheckFailed(_wrong_victim(running, each, policy, mine, due), rows, evidence=evidence)
         rows.append(row(f"{policy}: the right one of those behind, of 60 draws", 60, len(drawn)))
-    return Receipt("which sequence to preempt", tuple(rows))
+    return receipt("which sequence to preempt", rows)
 
 
 def _draw_running() -> list[Seq]:
@@ -92,7 +93,7 @@ def check_queue(learner: type) -> Receipt:
         rows.append(row(f"patience {patience}: overtaken by, 2 levels of priority apart", most, passed))
     pops = _in_order(learner, 8)
     rows.append(row("300 pushes and pops, mixed: pops in order", pops, pops))
-    return Receipt("a queue that starves no request", tuple(rows))
+    return receipt("a queue that starves no request", rows)
 
 
 def _overtakers(learner: type, patience: int) -> int | None:
@@ -129,6 +130,5 @@ def _in_order(learner: type, patience: int) -> int:
 
 
 def _name(found: object) -> str:
-    if not isinstance(found, str):
-        raise CheckFailed(f"pop returns {found!r:.40}; the exercise asks for the name that was pushed")
+    expect(isinstance(found, str), found, "the name that was pushed", "pop")
     return found

@@ -5,9 +5,9 @@ from heapq import heappop
 
 from course.kit.answers import answers_of
 from course.kit.exercises import CheckFailed, exercise
-from course.kit.receipts import Receipt, row
+from course.kit.receipts import Receipt, receipt, row
 from course.lab14_continuous_batching.experiments import TINY, one_thread, play, requests
-from course.lab14_continuous_batching.shelves import contents, draw_pool
+from course.lab14_continuous_batching.labelled_blocks import contents, draw_pool
 from minillm.model import Transformer
 from minillm.model.generate import generate
 from minillm.serve import LLM, Scheduler
@@ -41,12 +41,12 @@ def check_preemption(learner: type) -> Receipt:
     model = Transformer(TINY, seed=2)
     for swap in (False, True):
         rows += _in_an_engine(learner, model, swap)
-    return Receipt("preempted and brought back", tuple(rows), open_rows=len(rows))
+    return receipt("preempted and brought back", rows, open_rows=len(rows))
 
 
 def _one_round(learner: type, swap: bool, host: int | None, shared: int) -> tuple[int, int]:
     """One sequence out and in, some of its first blocks also held by another one; (blocks moved, blocks due)."""
-    pool, shelf, sequence, other = draw_pool(host, shared)
+    pool, storage, sequence, other = draw_pool(host, shared)
     computed, tokens, host = sequence.num_computed, list(sequence.tokens), pool.free_host
     held, size = pool.blocks_for(computed), pool.block_size
     fits = swap and held <= host
@@ -63,7 +63,7 @@ def _one_round(learner: type, swap: bool, host: int | None, shared: int) -> tupl
             f"{where}: after preempt {pool.used} blocks are used; the other sequence holds {len(other.blocks)}. Each "
             "block is released once"
         )
-    if (out := shelf.out) != (held if fits else 0):
+    if (out := storage.out) != (held if fits else 0):
         raise CheckFailed(
             f"{where}: preempt moves {out} blocks to the host, {held if fits else 0} are right: those with something "
             "in them, if all of them fit"
@@ -83,9 +83,9 @@ def _one_round(learner: type, swap: bool, host: int | None, shared: int) -> tupl
     if sequence.host_blocks or pool.free_host != host:
         raise CheckFailed(f"{where}: after resume {host - pool.free_host} slots on the host are still taken: they leak")
     back = max(0, held - len(hits)) if fits else 0
-    if shelf.back != back:
+    if storage.back != back:
         raise CheckFailed(
-            f"{where}, {len(hits)} hits: resume moves {shelf.back} blocks back, {back} are right: a hit is there "
+            f"{where}, {len(hits)} hits: resume moves {storage.back} blocks back, {back} are right: a hit is there "
             "already, and others are reading it"
         )
     kept = max(computed if fits else 0, len(hits) * size)
@@ -94,12 +94,12 @@ def _one_round(learner: type, swap: bool, host: int | None, shared: int) -> tupl
             f"{where}, {len(hits)} hits: after resume num_computed is {sequence.num_computed}, but {kept} tokens have "
             "their keys and values"
         )
-    if contents(shelf, sequence, size)[:kept] != tokens[:kept]:
+    if contents(storage, sequence, size)[:kept] != tokens[:kept]:
         raise CheckFailed(f"{where}: after resume a block holds the keys and values of other tokens")
     references = [(s.blocks, pool.references) for s in (sequence, other)]
     if pool.used != len({*sequence.blocks, *other.blocks}) or any(r[b] < 1 for blocks, r in references for b in blocks):
         raise CheckFailed(f"{where}: after resume {pool.used} blocks are used, not those the two sequences name")
-    return shelf.out + shelf.back, (held + back if fits else 0)
+    return storage.out + storage.back, (held + back if fits else 0)
 
 
 def _refuses_what_does_not_fit(learner: type) -> None:

@@ -31,7 +31,7 @@ TINY = ModelConfig(61, 32, 64, 2, 4, 2, max_seq_len=256, init_std=0.2)
 
 
 @dataclass
-class Told:
+class RequestHistory:
     """What became of a request: when it came, when each of its tokens did, how often it lost its blocks."""
 
     prompt: int
@@ -55,13 +55,21 @@ class Told:
 
 @dataclass
 class Flight:
-    """A played trace. told: by name, "0", "1", ... in order of arrival. stuck: it went on without getting anywhere."""
+    """A played trace. histories: by name, "0", "1", ... in order of arrival.
+
+    stuck: nothing could be scheduled, or no token was sampled for long.
+    """
 
     records: list[StepRecord] = field(default_factory=list)
-    told: dict[str, Told] = field(default_factory=dict)
+    histories: dict[str, RequestHistory] = field(default_factory=dict)
     seconds: float = 0.0
     swapped: int = 0
     stuck: bool = False
+
+    @property
+    def prompts(self) -> dict[str, int]:
+        """Tokens of each prompt."""
+        return {name: history.prompt for name, history in self.histories.items()}
 
     @property
     def computed(self) -> int:
@@ -70,7 +78,7 @@ class Flight:
     @property
     def needed(self) -> int:
         """Tokens that have to be computed once: all but each answer's last, less what prefix hits saved."""
-        return sum(each.prompt + len(each.tokens) - 1 - each.hit for each in self.told.values())
+        return sum(each.prompt + len(each.tokens) - 1 - each.hit for each in self.histories.values())
 
     @property
     def preemptions(self) -> int:
@@ -78,11 +86,11 @@ class Flight:
 
     def spread(self, what: str) -> Spread:
         """p50, p99 and the most of "ttft", "tpot" or "worst_gap", over requests."""
-        found = [getattr(each, what) for each in self.told.values() if each.tokens]
+        found = [getattr(each, what) for each in self.histories.values() if each.tokens]
         return spread([value for value in found if value is not None])
 
 
-class Counted:
+class CountingStorage:
     """A `Storage` that moves nothing and counts the blocks it was told to move to and from the host."""
 
     def __init__(self):
@@ -113,25 +121,25 @@ class Player:
 
     def __post_init__(self):
         order = sorted(range(len(self.arrivals)), key=lambda i: self.arrivals[i].at)
-        self.coming = [(str(place), self.arrivals[i]) for place, i in enumerate(order)][::-1]
+        self.upcoming = [(str(place), self.arrivals[i]) for place, i in enumerate(order)][::-1]
         self.open: dict[str, Seq] = {}
-        self.clock, self.moved = 0.0, Counted()
+        self.clock, self.moved = 0.0, CountingStorage()
         self.scheduler.pool.storage = self.moved
 
     @property
     def over(self) -> bool:
-        return not self.coming and not self.open
+        return not self.upcoming and not self.open
 
     def step(self) -> StepRecord | None:
         """One step; None if nothing could be computed."""
-        if not self.open and self.coming:
-            self.clock = max(self.clock, self.coming[-1][1].at)
-        while self.coming and self.coming[-1][1].at <= self.clock:
-            name, each = self.coming.pop()
+        if not self.open and self.upcoming:
+            self.clock = max(self.clock, self.upcoming[-1][1].at)
+        while self.upcoming and self.upcoming[-1][1].at <= self.clock:
+            name, each = self.upcoming.pop()
             limit = len(each.prompt) + each.params.max_tokens
             sequence = Seq(list(each.prompt), limit, priority=each.priority, name=name)
             self.scheduler.add(sequence)
-            self.open[name], self.flight.told[name] = sequence, Told(len(each.prompt), each.at)
+            self.open[name], self.flight.histories[name] = sequence, RequestHistory(len(each.prompt), each.at)
         before = self.moved.moved
         plan = self.scheduler.schedule()
         starts = [sequence.num_computed for sequence, _ in plan.batch]
@@ -151,18 +159,21 @@ class Player:
         return found
 
     def _token(self, sequence: Seq) -> bool:
-        told = self.flight.told[sequence.name]
-        sequence.tokens.append(-1 - len(told.tokens) - 4096 * int(sequence.name))  # unlike any other's
-        told.tokens.append(self.clock)
+        history = self.flight.histories[sequence.name]
+        sequence.tokens.append(-1 - len(history.tokens) - 4096 * int(sequence.name))  # unlike any other's
+        history.tokens.append(self.clock)
         if sequence.num_tokens < sequence.limit:
             return False
-        told.preemptions, told.hit = sequence.preemptions, sequence.hit_tokens
+        history.preemptions, history.hit = sequence.preemptions, sequence.hit_tokens
         self.scheduler.finish(sequence)
         del self.open[sequence.name]
         return True
 
     def play(self, most: int = 20_000) -> Flight:
-        """All of it, or `most` steps; a flight that cannot go on, or samples no token for 200 steps, is stuck."""
+        """Plays until the end, at most `most` steps.
+
+        Sets flight.stuck if nothing can be scheduled or 200 steps sample no token.
+        """
         idle = 0
         while not self.over and len(self.flight.records) < most:
             found = self.step()

@@ -12,9 +12,9 @@ from itertools import pairwise
 from typing import Any
 
 from course.lab14_continuous_batching import formulas as predict
+from course.lab14_continuous_batching.baselines import StaticBatches, TimerBatches
 from course.lab14_continuous_batching.experiments import Flight, Player, draft, play, requests, target, text
 from course.lab14_continuous_batching.experiments_breaks import PromptsFirst
-from course.shared.baselines import StaticBatches, TimerBatches
 from course.shared.measuring import one_thread
 from course.shared.step_cost import H100_8B
 from minillm.bench.load import Arrival, VirtualClock, arrivals, replay, skewed, uniform
@@ -41,7 +41,7 @@ def pace(tokens: int) -> float:
     return H100_8B.step([(0, tokens)])
 
 
-def coming(trace: str, rate: float | None = None) -> list[Arrival]:
+def trace_arrivals(trace: str, rate: float | None = None) -> list[Arrival]:
     """32 requests with uniform or skewed answers; prompts are cut from Python's standard library."""
     return TRACES[trace](rate=rate, text=text(), seed=14)
 
@@ -60,7 +60,7 @@ def compare(rate: float | None = None) -> dict[tuple[str, str], dict[str, Any]]:
             started = time.perf_counter()
             with clock.of(draft()):
                 llm = build(draft(), clock)
-                outputs = replay(llm, coming(trace, rate))
+                outputs = replay(llm, trace_arrivals(trace, rate))
             found[trace, engine] = {
                 "passes": len(llm.records),
                 "ids": [output.answers[0].ids for output in outputs],
@@ -85,9 +85,9 @@ def stall(chunk: int | None, make: type[Scheduler] = Scheduler) -> dict[str, flo
     each[-1] = Arrival(after, each[-1].prompt, each[-1].params)
     options = {"token_budget": (chunk or LONG) + DECODING, "chunk": chunk, "max_num_seqs": 32}
     flight = play(each, num_blocks=2000, make=make, **options)
-    *others, long = flight.told.values()
-    gaps = [b - a for told in others for a, b in pairwise(told.tokens) if b > long.arrived]
-    held = [HELD + sum(at < long.arrived for at in told.tokens) for told in others]
+    *others, long = flight.histories.values()
+    gaps = [b - a for history in others for a, b in pairwise(history.tokens) if b > long.arrived]
+    held = [HELD + sum(at < long.arrived for at in history.tokens) for history in others]
     return {
         "gap": max(gaps),
         "predicted": predict.worst_gap(H100_8B, LONG, chunk, [n + LONG // (chunk or LONG) for n in held]),
@@ -107,17 +107,17 @@ def unmixed(chunk: int) -> dict[str, float]:
 
 # Policies, and what becomes of the victims.
 
+CROWD_SIZE = 120  # requests
+CROWD = {"num_blocks": 400, "token_budget": 1024, "max_num_seqs": 48, "chunk": 512, "patience": 32}
+
 
 @cache
 def crowded() -> tuple[Arrival, ...]:
     """120 requests, 60 a second, every fourth less important: short prompts whose answers outgrow the pool."""
     rng = random.Random(1)
-    lengths = [rng.randint(50, 400) for _ in range(120)]
+    lengths = [rng.randint(50, 400) for _ in range(CROWD_SIZE)]
     each = arrivals(lengths, prompt_tokens=(30, 300), rate=60, vocab_size=1000, seed=3)
     return tuple(Arrival(a.at, a.prompt, a.params, int(i % 4 == 3)) for i, a in enumerate(each))
-
-
-CROWD = {"num_blocks": 400, "token_budget": 1024, "max_num_seqs": 48, "chunk": 512, "patience": 32}
 
 
 @cache
@@ -167,7 +167,7 @@ def step_seconds(model: Transformer, widths: Sequence[int] = (1, 4, 16), tokens:
 
 
 @one_thread()
-def stall_here(chunk: int | None, prompt: int = 440, decoding: int = 4, repeats: int = 3) -> dict[str, float]:
+def measured_stall(chunk: int | None, prompt: int = 440, decoding: int = 4, repeats: int = 3) -> dict[str, float]:
     """Seconds by the wall clock on this machine, the target model: 4 sequences decode when a prompt of 440 tokens
     arrives. Longest pause of the four before and after, and the prompt's time to first token; the best of `repeats`."""
     ids, found = list(text()), []
@@ -200,7 +200,7 @@ def bookkeeping(widths: Sequence[int] = (16, 128), steps: int = 30) -> dict[int,
         pool = BlockPool(width * 8, 16)
         scheduler = Scheduler(pool, token_budget=32 * width, max_num_seqs=width)
         player = Player(scheduler, requests([(16, steps + 10)] * width))
-        while not all(each.tokens for each in player.flight.told.values()) or not player.flight.told:
+        while not all(each.tokens for each in player.flight.histories.values()) or not player.flight.histories:
             player.step()
         times = []
         for _ in range(steps):

@@ -15,7 +15,7 @@ from minillm.model.generate import folder_of
 
 @one_thread()
 def peer(
-    coming: Sequence[Arrival], *, max_num_seqs: int, token_budget: int, num_blocks: int = 256
+    arrivals: Sequence[Arrival], *, max_num_seqs: int, token_budget: int, num_blocks: int = 256
 ) -> dict[str, Any] | None:
     """Answers, forward passes and seconds of transformers' manager on the draft checkpoint; None without transformers.
 
@@ -39,7 +39,7 @@ def peer(
     manager.start()
     try:
         started, found = time.perf_counter(), {}
-        names = [manager.add_request(each.prompt, max_new_tokens=each.params.max_tokens) for each in coming]
+        names = [manager.add_request(each.prompt, max_new_tokens=each.params.max_tokens) for each in arrivals]
         while len(found) < len(names):
             result = manager.get_result(timeout=1)
             if result is None and not manager.is_running():

@@ -146,7 +146,7 @@ def draw_gaps(flights: dict[tuple[str, str], Flight]) -> Figure:
     """Worst gap of each request under four policies, recomputed and swapped: share that had no longer one."""
     figure, panels = subplots(1, 2, width=9, height=3.6, sharex=True, sharey=True)
     for (policy, how), flight in flights.items():
-        values = sorted(1e3 * told.worst_gap for told in flight.told.values())
+        values = sorted(1e3 * history.worst_gap for history in flight.histories.values())
         share = [(place + 1) / len(values) for place in range(len(values))]
         drawn = look(list(POLICIES).index(policy))
         axes = panels[int(how == "swap")]

@@ -35,11 +35,11 @@ def trace() -> list[Arrival]:
         (30, 10),
         (18, 36),
     ]
-    coming = requests([*lengths, (32, 16)], vocab_size=1000)
-    prefix = coming[0].prompt[:16]
+    arrivals = requests([*lengths, (32, 16)], vocab_size=1000)
+    prefix = arrivals[0].prompt[:16]
     return [
         Arrival(each.at, prefix + each.prompt[16:], each.params) if number % 2 == 0 and len(each.prompt) > 16 else each
-        for number, each in enumerate(coming)
+        for number, each in enumerate(arrivals)
     ]
 
 
@@ -114,7 +114,7 @@ def _ink(name: str) -> str:
 
 
 def _draw_batches(axes: Axes, flown: Flight, step: int) -> None:
-    known = {name: told.prompt for name, told in flown.told.items()}
+    known = flown.prompts
     boxes: dict[tuple[str, bool], list] = {}
     named: dict[str, tuple[float, float]] = {}  # where a sequence is computed first
     for number, each in enumerate(flown.records, start=1):

@@ -45,9 +45,7 @@ import itertools
 
 from course.kit import check, finish, hint, show, sliders
 from course.lab14_continuous_batching import experiments_engines as engines
-from course.lab14_continuous_batching import figures as pictures
-from course.lab14_continuous_batching import figures_flight as flight_pictures
-from course.lab14_continuous_batching import receipts
+from course.lab14_continuous_batching import figures, figures_flight, receipts
 from minillm.serve import POLICIES
 from minillm.serve.tiny import TinyLLM
 
@@ -113,11 +111,11 @@ def continuous_batches(lengths, max_num_seqs):
 continuous_batches = check("join-and-leave", continuous_batches)
 
 # %%
-show(pictures.batches_over_time)
+show(figures.batches_over_time)
 
 # %%
 sliders(
-    pictures.batches_over_time,
+    figures.batches_over_time,
     requests=(4, 64),
     max_num_seqs=(1, 12),
     sigma=(0.0, 2.0, 0.25),
@@ -269,11 +267,11 @@ Preemption = check("preempt-and-return", Preemption)
 # Swapping costs bytes, twice over the link:
 
 # %%
-show(pictures.recompute_or_swap)
+show(figures.recompute_or_swap)
 
 # %%
 sliders(
-    pictures.recompute_or_swap,
+    figures.recompute_or_swap,
     link_gb_per_s=(4.0, 64.0, 4.0),
     kv_heads=[8, 32],
     block_size=[1, 4, 16, 64],
@@ -330,10 +328,10 @@ PatientQueue = check("patient-queue", PatientQueue)
 # computed.
 
 # %%
-show(flight_pictures.view)
+show(figures_flight.view)
 
 # %%
-sliders(flight_pictures.view, step=(1, 80), policy=list(POLICIES), preemption=["recompute", "swap"])
+sliders(figures_flight.view, step=(1, 80), policy=list(POLICIES), preemption=["recompute", "swap"])
 
 # %% [markdown]
 # Move `step`. Prompt tokens are hatched; each decoding sequence adds one plain token per step. Every second request
@@ -405,7 +403,7 @@ receipts.trickling()
 # ### A long prompt arrives
 
 # %%
-show(pictures.chunk_sizes)
+show(figures.chunk_sizes)
 
 # %%
 receipts.chunks(guess_gap_ms)
@@ -419,7 +417,7 @@ receipts.chunks(guess_gap_ms)
 # That clock is simulated. Is the stall real? By this machine's wall clock, with the target model:
 
 # %%
-receipts.stall_here()
+receipts.measured_stall()
 
 # %% [markdown]
 # Computed whole, the prompt stops the four sequences for about ten of their steps. In chunks the pause is a few
@@ -430,7 +428,7 @@ receipts.stall_here()
 # 120 requests, 60 per second, every fourth less important, in a pool that is too small for them:
 
 # %%
-show(pictures.worst_gaps)
+show(figures.worst_gaps)
 
 # %%
 receipts.policies()

@@ -8,10 +8,9 @@ from typing import Any
 
 from course.kit.answers import answers_of
 from course.kit.receipts import Receipt, receipt, row
-from course.lab14_continuous_batching import experiments
+from course.lab14_continuous_batching import experiments, figures_flight
 from course.lab14_continuous_batching import experiments_breaks as breaks
 from course.lab14_continuous_batching import experiments_engines as engines
-from course.lab14_continuous_batching import figures_flight as flight_pictures
 from course.lab14_continuous_batching import formulas as predict
 from course.lab14_continuous_batching.experiments_transformers import peer
 from course.shared.step_cost import FOUR_H100_70B, H100_8B
@@ -21,13 +20,16 @@ from minillm.serve import Scheduler
 ANSWERS = answers_of("14_continuous_batching")
 
 MOST = engines.MAX_NUM_SEQS  # sequences in a batch
+LONG_PROMPT = f"a prompt of {engines.LONG:,} tokens arrives while {engines.DECODING} decode"
+CROWDED = f"{engines.CROWD_SIZE} requests"
 
 
 def passes(guess_static: int, guess_continuous: int) -> Table:
     """32 skewed answers, at most 8 at once: the reader's guesses beside the closed forms."""
-    lengths = engines.answers(engines.coming("skewed"))
+    lengths = engines.answers(engines.trace_arrivals("skewed"))
+    counts = f"{len(lengths)} skewed answers (longest {max(lengths)}, sum {sum(lengths)})"
     return table(
-        f"32 skewed answers (longest {max(lengths)}, sum {sum(lengths)}), at most {MOST} at once: forward passes",
+        f"{counts}, at most {MOST} at once: forward passes",
         ("", "your guess", "formula"),
         [
             ("static batches: sum of each batch's longest", guess_static, predict.static_steps(lengths, MOST)),
@@ -66,8 +68,8 @@ def pass_cost() -> Table:
 
 def two_recordings() -> Receipt:
     """One trace played without a model and run through the engine with one."""
-    llm, outputs = experiments.fly(flight_pictures.trace(), experiments.draft(), **flight_pictures.POOL)
-    played = flight_pictures.flight()
+    llm, outputs = experiments.fly(figures_flight.trace(), experiments.draft(), **figures_flight.POOL)
+    played = figures_flight.flight()
     return receipt(
         "one trace: played without a model (predicted), and run with one (measured)",
         [
@@ -85,7 +87,7 @@ def three_engines(found: dict[tuple[str, str], dict[str, Any]]) -> Table:
     """All 32 requests there at the start: passes counted, times simulated."""
     lines = []
     for trace in engines.TRACES:
-        wanted = engines.answers(engines.coming(trace))
+        wanted = engines.answers(engines.trace_arrivals(trace))
         due = {"static": predict.static_steps(wanted, MOST), "continuous": predict.continuous_steps(wanted, MOST)}
         for engine in engines.ENGINES:
             each = found[trace, engine]
@@ -93,21 +95,21 @@ def three_engines(found: dict[tuple[str, str], dict[str, Any]]) -> Table:
             rate = f"{each['summary'].tokens_per_s:,.0f}"
             lines.append((f"{trace}, {engine}", due.get(engine), each["passes"], each["wasted"], same, rate))
     return table(
-        "32 requests at once, batches of at most 8",
+        f"{engines.COUNT} requests at once, batches of at most {MOST}",
         ("", "passes, formula", "counted", "padding rows", "same tokens", "tokens/s, simulated"),
         lines,
     )
 
 
-def trickling() -> Table:
-    """The same requests, 60 a second, on the simulated clock."""
+def trickling(rate: float = 60) -> Table:
+    """The same requests, `rate` of them per second, on the simulated clock."""
     lines = []
-    for (trace, engine), found in engines.compare(rate=60).items():
+    for (trace, engine), found in engines.compare(rate).items():
         ttft, whole = found["summary"].ttft, found["summary"].end_to_end
         times = (seconds(each) for each in (ttft.p50, ttft.p99, whole.p50, whole.p99))
         lines.append((f"{trace}, {engine}", *times, found["passes"]))
     columns = ("", "TTFT p50", "p99", "end to end p50", "p99", "passes")
-    return table("60 requests per second, simulated", columns, lines)
+    return table(f"{rate:g} requests per second, simulated", columns, lines)
 
 
 def chunks(guess_ms: float) -> Table:
@@ -119,12 +121,12 @@ def chunks(guess_ms: float) -> Table:
     ]
     lines.append(("chunk 512, phases never mixed", None, seconds(unmixed["gap"]), None, seconds(unmixed["ttft"])))
     columns = ("", "worst gap, formula", "simulated", "its TTFT, formula", "simulated")
-    return table(f"a prompt of 8,192 arrives while 16 decode (your guess, chunk 512: {guess_ms:g} ms)", columns, lines)
+    return table(f"{LONG_PROMPT} (your guess, chunk 512: {guess_ms:g} ms)", columns, lines)
 
 
-def stall_here() -> Table:
+def measured_stall() -> Table:
     """A real stall on this machine, by the wall clock."""
-    found = {name: engines.stall_here(chunk) for name, chunk in (("whole", None), ("in chunks of 48", 48))}
+    found = {name: engines.measured_stall(chunk) for name, chunk in (("whole", None), ("in chunks of 48", 48))}
     return table(
         "440 tokens arrive while 4 sequences decode, target model, wall clock",
         ("the prompt is computed", "gap before, measured", "worst gap, measured", "its TTFT, measured"),
@@ -151,7 +153,7 @@ def policies() -> Table:
         "p99",
         "all done",
     )
-    return table("120 requests, 400 blocks of 16, simulated", columns, lines)
+    return table(f"{CROWDED}, {engines.CROWD['num_blocks']} blocks of 16, simulated", columns, lines)
 
 
 def reserve() -> Table:
@@ -196,7 +198,7 @@ def overhead() -> Table:
 
 def transformers(ours: dict[str, Any]) -> Receipt:
     """transformers' continuous batching on the same requests, where it is installed."""
-    theirs = peer(engines.coming("skewed"), max_num_seqs=MOST, token_budget=MOST * engines.PROMPT + MOST)
+    theirs = peer(engines.trace_arrivals("skewed"), max_num_seqs=MOST, token_budget=MOST * engines.PROMPT + MOST)
     if theirs is None:
         return receipt("transformers is not installed here: pip install transformers", [])
     equal = sum(mine == other for mine, other in zip(ours["ids"], theirs["ids"], strict=True))
@@ -262,7 +264,7 @@ def passes_counted() -> Receipt:
     """Forward passes of static and of continuous batching for the same requests, and the tokens of every engine."""
     found, rows = engines.compare(), []
     for trace in engines.TRACES:
-        lengths = engines.answers(engines.coming(trace))
+        lengths = engines.answers(engines.trace_arrivals(trace))
         due = {"static": predict.static_steps(lengths, MOST), "continuous": predict.continuous_steps(lengths, MOST)}
         for engine, steps in due.items():
             rows.append(row(f"{trace} answers, {engine}: forward passes", steps, found[trace, engine]["passes"]))
@@ -279,7 +281,7 @@ def gaps() -> Receipt:
         name = f"chunk {chunk}" if chunk else "the whole prompt"
         rows.append(row(f"{name}: worst gap", numbers["predicted"], numbers["gap"], "s", 0.01, kind="simulated"))
     rows.append(row("    chunk 512, phases never mixed", None, engines.unmixed(512)["gap"], "s", kind="simulated"))
-    return receipt("a prompt of 8,192 tokens arrives while 16 decode", rows)
+    return receipt(LONG_PROMPT, rows)
 
 
 def preempted() -> Receipt:
@@ -288,7 +290,7 @@ def preempted() -> Receipt:
     blocks = 2 * sum(-(-tokens // 16) for tokens in engines.given_up(swapped))
     again = recomputed.computed - recomputed.needed
     return receipt(
-        "120 requests in a pool that is too small",
+        f"{CROWDED} in a pool that is too small",
         [
             row("preempted and recomputed: tokens computed twice", sum(engines.given_up(recomputed)), again),
             row("preempted and swapped: blocks moved", blocks, swapped.swapped),
@@ -302,7 +304,7 @@ def diagnoses() -> Receipt:
     rows = []
     for fault in breaks.FAULTS:
         flight = breaks.case(fault, 14)
-        prompts = {name: told.prompt for name, told in flight.told.items()}
+        prompts = flight.prompts
         rows.append(row(f"a scheduler that is {fault!r}" if fault == breaks.HEALTHY else f"fault: {fault}", fault,
                         ANSWERS.diagnose(flight.records, prompts)))  # fmt: skip
     return receipt("diagnosis of recorded runs", rows)

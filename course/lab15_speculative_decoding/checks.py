@@ -16,9 +16,10 @@ from torch import Tensor
 
 from course.kit.answers import answers_of
 from course.kit.exercises import CheckFailed, exercise
-from course.kit.receipts import Receipt, row
+from course.kit.receipts import Receipt, receipt, row
 from course.lab15_speculative_decoding import tiny_models
 from course.lab15_speculative_decoding.tiny_models import NOTHING, Tiny
+from course.shared.diagnose import expect
 from minillm.serve.speculate.verify import choose
 
 PROMPT = [0, 1]
@@ -65,12 +66,11 @@ def check_residual(learner: Callable) -> Receipt:
         raise CheckFailed(
             f"p = q gives {same.tolist()}: nothing is left over, and 0/0 is no distribution. Return p itself"
         )
-    return Receipt("what a rejection has to make up for", tuple(rows))
+    return receipt("what a rejection has to make up for", rows)
 
 
 def _probabilities(found: Any, vocab: int) -> Tensor:
-    if not isinstance(found, Tensor) or found.shape != (vocab,):
-        raise CheckFailed(f"you returned {found!r:.60}; the exercise asks for a tensor of {vocab} probabilities")
+    expect(isinstance(found, Tensor) and found.shape == (vocab,), found, f"a tensor of {vocab} probabilities")
     return found.double()
 
 
@@ -96,11 +96,11 @@ def check_verifier(learner: Callable) -> Receipt:
     generator, rows = tiny_models.seeded(), []
     for k, vocab in ((1, 5), (2, 3), (3, 2)):
         target, draft = _differing(generator, vocab)
-        rows += hold_verifier(learner, target, draft, k)
+        rows += check_verifier_exactly(learner, target, draft, k)
     same = Tiny(generator, 2)
     found = tiny_models.enumerated(lambda draw: len(_verified(learner, same, same, 3, draw)[0]))
     rows.append(row("draft = target, K = 3: tokens of every pass", (4,), tuple(found)))
-    return Receipt("every outcome of the verifier, enumerated", tuple(rows))
+    return receipt("every outcome of the verifier, enumerated", rows)
 
 
 def _differing(generator: torch.Generator, vocab: int) -> tuple[Tiny, Tiny]:
@@ -116,8 +116,8 @@ def _verified(learner: Callable, target: Tiny, draft: Callable, k: int, draw: An
     """(what the learner returned, the draft tokens)."""
     guesses, q = tiny_models.drawn_draft(draft, choose, PROMPT, k, draw)
     found = learner(target.rows(PROMPT, guesses), list(guesses), q, draw)
-    if not tiny_models.is_tokens(found, target.vocab) or not found:
-        raise CheckFailed(f"K = {k}: you returned {found!r:.60}; the exercise asks for a list of at least one token")
+    fits = tiny_models.is_tokens(found, target.vocab) and found
+    expect(fits, found, "a list of at least one token", f"K = {k}: you")
     if len(found) > k + 1:
         raise CheckFailed(
             f"K = {k}: you returned {len(found)} tokens: {k} draft tokens and one more are all there can be"
@@ -130,7 +130,7 @@ def _verified(learner: Callable, target: Tiny, draft: Callable, k: int, draw: An
     return list(found), guesses
 
 
-def hold_verifier(learner: Callable, target: Tiny, draft: Tiny, k: int) -> list:
+def check_verifier_exactly(learner: Callable, target: Tiny, draft: Tiny, k: int) -> list:
     """Rows for K = k; CheckFailed with the likeliest mistake if a distribution or the accepted number is off."""
 
     def run(draw):

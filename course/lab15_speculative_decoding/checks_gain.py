@@ -6,7 +6,7 @@ from typing import Any
 
 from course.kit.answers import answers_of
 from course.kit.exercises import CheckFailed, exercise
-from course.kit.receipts import Receipt, row
+from course.kit.receipts import Receipt, receipt, row
 from course.lab15_speculative_decoding import experiments_breaks as breaks
 from course.lab15_speculative_decoding import tiny_models
 from course.lab15_speculative_decoding.tiny_models import NOTHING, Tiny
@@ -62,7 +62,7 @@ def check_best_k(learner: Any) -> Receipt:
             raise CheckFailed(f"α = {alpha:.3f}, c = {c:.3f}: best_k is {right}, you say {found}: {told}{other}{hint}")
     for alpha, c in ((0.8, 0.1), (0.8, 0.02), (0.2, 0.3)):
         rows.append(row(f"α = {alpha}, c = {c}: best K", predict.best_k(alpha, c, 16), best(alpha, c, 16)))
-    return Receipt("speedup and the K that is best", tuple(rows))
+    return receipt("speedup and the K that is best", rows)
 
 
 @exercise(
@@ -92,7 +92,7 @@ def check_verdict(learner: Callable) -> Receipt:
             raise CheckFailed(f"program {name}: you say {found!r}, it is {right!r}: {_say_verdict(evidence)}", rows)
         rows.append(row(f"program {name}", right, found))
     _hold_small_faults(learner, evidence[1], rows)
-    return Receipt("verdicts by enumeration", tuple(rows))
+    return receipt("verdicts by enumeration", rows)
 
 
 def _hold_small_faults(learner: Callable, true: dict, rows: list) -> None:

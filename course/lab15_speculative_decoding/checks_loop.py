@@ -8,10 +8,11 @@ from torch import Tensor
 
 from course.kit.answers import answers_of
 from course.kit.exercises import CheckFailed, exercise
-from course.kit.receipts import Receipt, row
+from course.kit.receipts import Receipt, receipt, row
 from course.lab15_speculative_decoding import tiny_models
 from course.lab15_speculative_decoding.checks import PROMPT
 from course.lab15_speculative_decoding.tiny_models import NOTHING, Tiny
+from course.shared.diagnose import expect
 
 ANSWERS = answers_of("15_speculative_decoding")
 
@@ -56,13 +57,12 @@ def check_loop(learner: Callable) -> Receipt:
             )
         if target.passes != expected:
             raise CheckFailed(_say_passes(name, target.passes, expected), rows)
-    return Receipt("the loop: distribution and passes", tuple(rows))
+    return receipt("the loop: distribution and passes", rows)
 
 
 def _wrote(learner: Callable, target: Any, draft: Callable, prompt: list[int], count: int, k: int, draw: Any) -> tuple:
     found = learner(target, draft, list(prompt), count, k, draw)
-    if not tiny_models.is_tokens(found, target.vocab):
-        raise CheckFailed(f"you returned {found!r:.60}; the exercise asks for a list of tokens")
+    expect(tiny_models.is_tokens(found, target.vocab), found, "a list of tokens")
     if len(found) != count:
         raise CheckFailed(f"you returned {len(found)} tokens where {count} were asked for, without the prompt")
     return tuple(found)

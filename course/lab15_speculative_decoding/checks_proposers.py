@@ -9,11 +9,12 @@ from torch import Tensor
 
 from course.kit.answers import answers_of
 from course.kit.exercises import CheckFailed, exercise
-from course.kit.receipts import Receipt, row
+from course.kit.receipts import Receipt, receipt, row
 from course.lab15_speculative_decoding import experiments, tiny_models
 from course.lab15_speculative_decoding import experiments_runs as runs
 from course.lab15_speculative_decoding.checks import PROMPT
 from course.lab15_speculative_decoding.tiny_models import NOTHING, Tiny
+from course.shared.diagnose import expect
 from minillm.serve import SamplingParams
 from minillm.serve.speculate.verify import distribution
 
@@ -50,13 +51,13 @@ def check_draft(learner: Callable) -> Receipt:
             rows,
         )
     rows.append(row("temperature 0: nothing sampled, nothing declared", True, True))
-    return Receipt("drafts: what was sampled, and what is said about it", tuple(rows))
+    return receipt("drafts: what was sampled, and what is said about it", rows)
 
 
 def _drafted(learner: Callable, draft: Tiny, k: int, temperature: float, top_k: int, draw: Any) -> tuple[tuple, Any]:
     found = learner(draft.scores, list(PROMPT), k, temperature, top_k, draw)
-    if not isinstance(found, tuple) or len(found) != 2 or not tiny_models.is_tokens(found[0], draft.vocab):
-        raise CheckFailed(f"you returned {found!r:.60}; the exercise asks for two things: (draft tokens, rows)")
+    fits = isinstance(found, tuple) and len(found) == 2 and tiny_models.is_tokens(found[0], draft.vocab)
+    expect(fits, found, "two things: (draft tokens, rows)")
     if len(found[0]) != k:
         raise CheckFailed(f"{len(found[0])} draft tokens where k = {k} were asked for")
     return tuple(found[0]), found[1]
@@ -161,15 +162,12 @@ def check_look_up(learner: Callable) -> Receipt:
         ids = experiments.texts(kind)[0]
         expected, found = (runs.replay(ids, one, 6) for one in (ANSWERS.look_up, learner))
         rows.append(row(f"passes to write {len(ids)} tokens of {kind}, K = 6", expected, found))
-    return Receipt("prompt lookup", tuple(rows))
+    return receipt("prompt lookup", rows)
 
 
 def _hold_look_up(learner: Callable, tokens: list[int], k: int, lesson: str) -> None:
     found, right = learner(list(tokens), k, 3), ANSWERS.look_up(tokens, k)
-    if not tiny_models.is_tokens(found, 1 << 30):
-        raise CheckFailed(
-            f"you returned {found!r:.60}; the exercise asks for a list of tokens, empty if nothing is found"
-        )
+    expect(tiny_models.is_tokens(found, 1 << 30), found, "a list of tokens, empty if nothing is found")
     found = list(found)
     if found == right:
         return

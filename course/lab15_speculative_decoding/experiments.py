@@ -107,7 +107,7 @@ def alpha_by_temperature(temperatures: Sequence[float], kinds: Sequence[str] = K
 
 
 @dataclass(frozen=True)
-class Run:
+class GenerationRun:
     """passes: of each sequence, added up. step_s, sampled: CPU seconds and new tokens of a decoding step with a full
     batch, the proposer's part (draft_s, for `places` draft tokens of each sequence) included; means. whole_s: of it
     all."""
@@ -126,7 +126,7 @@ class Run:
         return sum(len(answer) - 1 for answer in self.answers) / self.passes
 
 
-class Watched:
+class TimedProposer:
     """A proposer whose calls are timed: (sequences, draft tokens of the longest draft, CPU seconds) of each."""
 
     def __init__(self, proposer: Proposer):
@@ -151,9 +151,9 @@ def generate(
     batch: int = 1,
     temperature: float = 0.0,
     new: int = NEW,
-) -> Run:
+) -> GenerationRun:
     """Answers of `new` tokens, at most `batch` sequences at a time."""
-    watched = None if proposer is None else Watched(proposer)
+    watched = None if proposer is None else TimedProposer(proposer)
     options = {"ignore_eos": True, "temperature": temperature, "max_tokens": new}
     params = [SamplingParams(seed=i, **options) for i in range(len(asked))]
     with one_thread():
@@ -177,7 +177,7 @@ def generate(
         numbers = list(numbers)
         return sum(numbers) / len(numbers) if numbers else 0.0
 
-    return Run(
+    return GenerationRun(
         [output.answers[0].ids for output in outputs],
         sum(output.passes for output in outputs),
         mean(record.seconds for record in full),
@@ -195,8 +195,8 @@ class Compared:
     verifying pass
     / of a plain one; predicted: the formula fed with them and the acceptance at each place; same: equal tokens."""
 
-    run: Run
-    plain: Run
+    run: GenerationRun
+    plain: GenerationRun
     c: float
     verify: float
     predicted: float
@@ -204,7 +204,9 @@ class Compared:
     same: bool
 
 
-def compare(proposer: Proposer, k: int | AdaptiveK, plain: Run, asked: Sequence[Sequence[int]], **options) -> Compared:
+def compare(
+    proposer: Proposer, k: int | AdaptiveK, plain: GenerationRun, asked: Sequence[Sequence[int]], **options
+) -> Compared:
     """`plain` is a run without a proposer over the same prompts with the same options."""
     run = generate(proposer, k, asked, **options)
     drafting, verify = run.draft_s / plain.step_s, (run.step_s - run.draft_s) / plain.step_s
@@ -220,7 +222,7 @@ def compare(proposer: Proposer, k: int | AdaptiveK, plain: Run, asked: Sequence[
     )
 
 
-def formula(run: Run) -> float:
+def formula(run: GenerationRun) -> float:
     """Tokens per pass from the acceptance at each place; a pass without a draft token yields one token."""
     asked = run.counts.tried[0] / run.passes if run.counts.tried else 0.0
     return 1 + asked * (predict.tokens_per_pass(run.counts.alpha) - 1)

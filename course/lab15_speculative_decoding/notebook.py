@@ -47,9 +47,8 @@ import inspect
 import torch
 
 from course.kit import check, finish, hint, show, sliders
-from course.lab15_speculative_decoding import experiments, receipts
+from course.lab15_speculative_decoding import experiments, figures, receipts
 from course.lab15_speculative_decoding import experiments_runs as runs
-from course.lab15_speculative_decoding import figures as pictures
 from course.lab15_speculative_decoding.tiny_models import distance, first
 from minillm.serve.speculate import verify
 from minillm.serve.speculate.verify import choose, uniform
@@ -89,10 +88,10 @@ guess_hot = "fewer"  # or "more": draft tokens accepted at temperature 1.5, comp
 # has to be sampled. From which distribution, so that accepted and resampled tokens together follow p?
 
 # %%
-show(pictures.overlap)
+show(figures.overlap)
 
 # %%
-sliders(pictures.overlap, agreement=(0.0, 1.0), temperature=(0.3, 3.0), seed=(0, 9))
+sliders(figures.overlap, agreement=(0.0, 1.0), temperature=(0.3, 3.0), seed=(0, 9))
 
 # %% [markdown]
 # ### Exercise 1 · the residual (10 minutes)
@@ -234,13 +233,13 @@ honest_draft = check("honest-draft", honest_draft)
 # code):
 
 # %%
-alpha = experiments.alpha_by_temperature(pictures.TEMPERATURES)
+alpha = experiments.alpha_by_temperature(figures.TEMPERATURES)
 
 
 def acceptance_by_temperature():
     """Share of draft tokens accepted by temperature, for code and prose:
     sampled tokens and likeliest tokens."""
-    return pictures.draw_alpha(alpha)
+    return figures.draw_alpha(alpha)
 
 
 show(acceptance_by_temperature)
@@ -323,10 +322,10 @@ receipts.how_many(guess_tokens, guess_speedup, speedup, best_k)
 # the same time. A smaller draft loses acceptance and gains speed; which matters more is what the formula computes.
 
 # %%
-show(pictures.speedup_by_k)
+show(figures.speedup_by_k)
 
 # %%
-sliders(pictures.speedup_by_k, alpha=(0.0, 0.99), c=(0.0, 0.5), verify=(1.0, 3.0))
+sliders(figures.speedup_by_k, alpha=(0.0, 0.99), c=(0.0, 0.5), verify=(1.0, 3.0))
 
 # %% [markdown]
 # ### Measured
@@ -335,13 +334,13 @@ sliders(pictures.speedup_by_k, alpha=(0.0, 0.99), c=(0.0, 0.5), verify=(1.0, 3.0
 # the acceptance at each place and c from the run with K = 6, and the cost of a pass over K + 1 tokens measured alone.
 
 # %%
-swept = runs.sweep(pictures.KS, count=4)
+swept = runs.sweep(figures.KS, count=4)
 
 
 def k_sweep():
     """Tokens per pass and speedup by the number of draft tokens,
     measured solid and predicted dashed."""
-    return pictures.draw_sweep(swept)
+    return figures.draw_sweep(swept)
 
 
 show(k_sweep)
@@ -382,7 +381,7 @@ table = runs.table("code", 2)
 
 def proposers():
     """Tokens per pass and speedup of every proposer on code, predicted beside measured."""
-    return pictures.draw_table(table)
+    return figures.draw_table(table)
 
 
 show(proposers)
@@ -471,7 +470,7 @@ receipts.preempted()
 # and how far off that is can be computed: below the threshold a token is sampled from p.
 
 # %%
-show(pictures.typical_acceptance)
+show(figures.typical_acceptance)
 
 # %% [markdown]
 # A loose threshold accepts more than the exact rule. A strict one accepts *less* and is still off, because unlikely

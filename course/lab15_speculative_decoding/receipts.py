@@ -271,7 +271,7 @@ def exact_by_enumeration() -> Receipt:
     def course(p, drafted, q, draw):
         return verify(p, Draft(drafted, q), draw)
 
-    rows = answers.hold_verifier(course, target, draft, 2)
+    rows = answers.check_verifier_exactly(course, target, draft, 2)
     verdicts = {name: ANSWERS.verdict(*found) for name, found in breaks.all_evidence().items()}
     usual, said = (tuple(each.values()) for each in (gain.USUAL, verdicts))
     rows.append(row("six programs, one of them exact, one exact but strict", usual, said))

@@ -22,6 +22,20 @@ def whole_numbers(generator: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.randint(1, LARGEST + 1, shape, generator=generator).float()
 
 
+def expect(fits: bool, found: Any, asked: str, who: str = "you") -> None:
+    """CheckFailed unless `fits`: what `who` returned is not of the kind that the exercise asks for."""
+    if not fits:
+        got = "nothing (None): is there a return?" if found is None else f"{found!r:.80}"
+        raise CheckFailed(f"{who} returned {got}; the exercise asks for {asked}")
+
+
+def expect_list(found: Any, asked: str, who: str = "you", *, count: int | None = None, of: Any = object) -> list:
+    """The values of a list or tuple; CheckFailed unless it is one, of `count` values, all of them of type `of`."""
+    fits = isinstance(found, list | tuple) and count in (None, len(found)) and all(isinstance(x, of) for x in found)
+    expect(fits, found, asked, who)
+    return list(found)
+
+
 def expect_like(who: str, result: Any, expected: torch.Tensor, returns: str) -> None:
     """CheckFailed unless `result` is a tensor of the expected size and dtype; `returns` says what is asked for."""
     if not isinstance(result, torch.Tensor):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from course.shared.trials import first_ranks
 from minillm import measure
 from minillm.comm import Group
 
@@ -39,8 +40,7 @@ class Did:
 
 def on_groups(group: Group, cases: Sequence[Any], run: Callable[[Any, Group], Did]) -> list[Did | None]:
     """run(case, group of case.world_size ranks) for every case; None where this rank is not in that group."""
-    sizes = sorted({case.world_size for case in cases})
-    groups = {size: group.subgroup(range(size), f"{size} ranks") for size in sizes}
+    groups = first_ranks(group, {case.world_size for case in cases})
     return [run(case, groups[case.world_size]) if groups[case.world_size].rank >= 0 else None for case in cases]
 
 

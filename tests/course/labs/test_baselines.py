@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from course.shared.baselines import Naive, StaticBatches, TimerBatches
+from course.lab14_continuous_batching.baselines import StaticBatches, TimerBatches
 from minillm.bench.load import VirtualClock, arrivals, replay, skewed, uniform
 from minillm.data import Tokenizer
 from minillm.model import ModelConfig, Transformer
@@ -16,7 +16,6 @@ from minillm.serve import LLM, SamplingParams
 CONFIG = ModelConfig(61, 32, 64, 2, 4, 2, max_seq_len=64, init_std=0.2)
 MODEL = Transformer(CONFIG, seed=2)
 ENGINES = {
-    "naive": Naive,
     "static": lambda model, **options: StaticBatches(model, 4, **options),
     "adaptive": lambda model, **options: TimerBatches(model, 4, 0.02, **options),
 }
@@ -79,13 +78,6 @@ def test_text_and_stop_texts(engine):
         for each in (LLM(model, tokenizer=tokenizer), engine(model, tokenizer=tokenizer))
     )
     assert output.answers[0] == expected.answers[0] and stop not in output.answers[0].text
-
-
-def test_naive_computes_the_whole_sequence_for_every_token():
-    engine = Naive(MODEL)
-    [output] = engine.generate([[1, 2, 3, 4, 5]], SamplingParams(max_tokens=6))
-    assert engine.computed == output.computed == sum(5 + i for i in range(6)) == 6 * 5 + 6 * 5 // 2
-    assert len(engine.records) == 6 and engine.waste == 0
 
 
 def test_a_static_batch_runs_until_its_longest_is_done():

@@ -5,7 +5,7 @@ import pytest
 from course.lab10_fault_tolerance import experiments, receipts
 from course.lab10_fault_tolerance import experiments_breaks as breaks
 from course.lab10_fault_tolerance import figures as pictures
-from course.lab10_fault_tolerance.disk import CUTS, Disk, Stage
+from course.lab10_fault_tolerance.disk import CUTS, Disk, InterleavedRanks
 from minillm.predict import faults
 
 
@@ -55,12 +55,12 @@ def test_a_rank_that_is_killed_stops_those_that_wait_for_it():
         disk.write(f"after-{group.rank}", b"x")
 
     disk = Disk()
-    played = Stage(disk, (0, 1, 2), victim=1, victim_after=0).play(program)
+    played = InterleavedRanks(disk, (0, 1, 2), victim=1, victim_after=0).play(program)
     assert disk.list() == ["0", "2"] and not played.returned
     disk = Disk()
-    played = Stage(disk, (2, 1, 0)).play(program)
+    played = InterleavedRanks(disk, (2, 1, 0)).play(program)
     assert len(played.returned) == 3 and [rank for rank, _ in played.operations] == [2, 1, 0, 2, 1, 0]
-    assert len(Stage(Disk(), (0, 1), stop_after=3).play(program).operations) == 3
+    assert len(InterleavedRanks(Disk(), (0, 1), stop_after=3).play(program).operations) == 3
 
 
 def test_the_numbers_of_the_design_answers():

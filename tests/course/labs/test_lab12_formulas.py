@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from course.lab12_decoding import formulas as predict
-from course.lab12_decoding.traffic import Traffic
+from course.lab12_decoding.traffic import MemoryTraffic
 from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import KVCache, generate
 from minillm.predict.model import forward_flops, kv_bytes_per_token, parameters
@@ -43,7 +43,7 @@ def test_bytes_of_a_pass_are_those_counted(config, batch, new, kept):
     model, cache = Transformer(config), KVCache(config, kept + new, batch=batch)
     cache.keys.zero_(), cache.values.zero_()
     tokens, last = torch.zeros(batch, new, dtype=torch.long), torch.tensor([new - 1])
-    with torch.no_grad(), Traffic(weights=model.parameters(), cache=(cache.keys, cache.values)) as traffic:
+    with torch.no_grad(), MemoryTraffic(weights=model.parameters(), cache=(cache.keys, cache.values)) as traffic:
         model(tokens, torch.arange(kept, kept + new), attention=cache, rows=last)
     cost = predict.work(config, batch, new, kept, 4)
     assert traffic.read == {"weights": cost.weight_bytes, "cache": cost.kv_read_bytes}

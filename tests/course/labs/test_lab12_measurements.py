@@ -14,9 +14,9 @@ from course.lab12_decoding import experiments_breaks as breaks
 from course.lab12_decoding import experiments_peers as peers
 from course.lab12_decoding import figures as pictures
 from course.lab12_decoding import formulas as predict
-from course.lab12_decoding.decoders import Cache, Watched, recompute
+from course.lab12_decoding.decoders import Cache, WatchedModel, recompute
 from course.lab12_decoding.experiments import GPUS, MODELS, Point, Roof
-from course.lab12_decoding.traffic import Traffic
+from course.lab12_decoding.traffic import MemoryTraffic
 from minillm.model import ModelConfig, Transformer
 from minillm.serve import SamplingParams
 from minillm.serve.sample.reference import filtered
@@ -37,7 +37,7 @@ def one_thread():
 
 def test_the_courses_decoder_is_the_loop_that_keeps_nothing():
     model = Transformer(TINY, dtype=torch.float64)
-    cache, watched = Cache(TINY, 20, ANSWERS.attend, torch.float64), Watched(model)
+    cache, watched = Cache(TINY, 20, ANSWERS.attend, torch.float64), WatchedModel(model)
     with torch.no_grad():
         found = ANSWERS.generate(watched, [1, 2, 3, 4], 7, cache)
     assert found == recompute(model, [1, 2, 3, 4], 7)
@@ -50,7 +50,7 @@ def test_the_courses_decoder_is_the_loop_that_keeps_nothing():
 
 def test_traffic_counts_views_once_and_nothing_for_free():
     weight, other = torch.zeros(6, 4), torch.zeros(4, 3)
-    with Traffic(weights=[weight]) as traffic:
+    with MemoryTraffic(weights=[weight]) as traffic:
         weight.t().view(4, 6)[:, :2]
         assert not traffic.read
         weight[:2] @ other

@@ -10,7 +10,7 @@ from course.lab14_continuous_batching import experiments_engines as engines
 from course.lab14_continuous_batching import figures as pictures
 from course.lab14_continuous_batching import figures_flight as lab_14_flight
 from course.lab14_continuous_batching import formulas as predict
-from course.shared.baselines import StaticBatches, TimerBatches
+from course.lab14_continuous_batching.baselines import StaticBatches, TimerBatches
 from minillm.model import Transformer
 from minillm.serve import POLICIES
 
@@ -20,21 +20,17 @@ ANSWERS = answers_of("14_continuous_batching")
 TIGHT = {"num_blocks": 16, "block_size": 4, "token_budget": 16, "max_num_seqs": 5, "reserve": 0}
 
 
-def prompts(flight):
-    return {name: told.prompt for name, told in flight.told.items()}
-
-
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_played_trace_is_the_flown_one(policy, preemption):
     options = {**TIGHT, "policy": policy, "preemption": preemption, "chunk": 6 if policy == "longest" else None}
-    coming = experiments.requests([(6 + 5 * i % 17, 4 + 7 * i % 15) for i in range(7)])
-    llm, outputs = experiments.fly(coming, Transformer(experiments.TINY, seed=1), **options)
-    flight = experiments.play(coming, **options)
+    arrivals = experiments.requests([(6 + 5 * i % 17, 4 + 7 * i % 15) for i in range(7)])
+    llm, outputs = experiments.fly(arrivals, Transformer(experiments.TINY, seed=1), **options)
+    flight = experiments.play(arrivals, **options)
     assert experiments.same_flight(flight.records, llm.records) and not flight.stuck
     assert flight.preemptions == sum(output.preemptions for output in outputs) > 0
     assert flight.computed == sum(output.computed for output in outputs)
-    assert [told.hit for told in flight.told.values()] == [output.hit for output in outputs]
+    assert [history.hit for history in flight.histories.values()] == [output.hit for output in outputs]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -48,17 +44,17 @@ def test_what_is_recomputed_or_moved_is_what_victims_had(policy):
 def test_latencies_read_from_records_are_those_that_happened():
     flight = engines.crowd("longest", "recompute")
     found = ANSWERS.latencies(
-        flight.records, prompts(flight), {name: told.arrived for name, told in flight.told.items()}
+        flight.records, flight.prompts, {name: history.arrived for name, history in flight.histories.items()}
     )
-    for name, told in flight.told.items():
-        assert found[name] == pytest.approx((told.ttft, told.tpot, told.worst_gap))
+    for name, history in flight.histories.items():
+        assert found[name] == pytest.approx((history.ttft, history.tpot, history.worst_gap))
 
 
 @pytest.mark.parametrize("fault", breaks.FAULTS)
 def test_every_fault_shows_and_is_told_apart(fault):
     for seed in range(12):
         flight = breaks.case(fault, seed)
-        assert ANSWERS.diagnose(flight.records, prompts(flight)) == fault
+        assert ANSWERS.diagnose(flight.records, flight.prompts) == fault
         assert flight.stuck == (fault == "livelock")
 
 
@@ -71,8 +67,8 @@ def test_gaps_are_predicted_and_unmixed_phases_stall_for_the_whole_prompt():
 
 def test_baselines_take_the_steps_of_the_formula():
     model, lengths = Transformer(experiments.TINY, seed=1), [5, 2, 9, 1, 3, 3, 8]
-    coming = experiments.requests([(4, n) for n in lengths])
-    each = [a.prompt for a in coming], [a.params for a in coming]
+    arrivals = experiments.requests([(4, n) for n in lengths])
+    each = [a.prompt for a in arrivals], [a.params for a in arrivals]
     for llm in (StaticBatches(model, 3), TimerBatches(model, 3, 0.0)):
         llm.generate(*each)
         assert len(llm.records) == predict.static_steps(lengths, 3)

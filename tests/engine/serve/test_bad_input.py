@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from course.shared.baselines import Naive, StaticBatches, TimerBatches
+from course.lab14_continuous_batching.baselines import StaticBatches, TimerBatches
 from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import generate
 from minillm.serve import LLM, SamplingParams
@@ -21,7 +21,6 @@ ENGINES = {
     "LLM, pieces and swap": lambda model: LLM(
         model, block_size=1, num_blocks=40, chunk=2, preemption="swap", prefix_cache=False, max_num_seqs=2
     ),
-    "naive": Naive,
     "static": lambda model: StaticBatches(model, 2),
     "adaptive": lambda model: TimerBatches(model, 2, 0.01),
 }

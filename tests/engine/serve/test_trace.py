@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from course.shared.baselines import Naive, StaticBatches
+from course.lab14_continuous_batching.baselines import StaticBatches
 from minillm.bench.load import VirtualClock, arrivals, replay, skewed, uniform
 from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import generate
@@ -126,7 +126,7 @@ def test_a_draft_may_cost_less_than_its_target():
 
 def test_replay_in_real_time_adds_nobody_early():
     trace = uniform(5, prompt_tokens=3, max_tokens=2, rate=40, vocab_size=61)
-    for engine in (LLM(MODEL), Naive(MODEL), StaticBatches(MODEL, 2)):
+    for engine in (LLM(MODEL), StaticBatches(MODEL, 2)):
         start = time.perf_counter()
         outputs = replay(engine, trace)
         for each, output in zip(trace, outputs, strict=True):

@@ -1,4 +1,4 @@
-"""How requests were batched before continuous batching: one by one, in static batches, in batches that a timer starts.
+"""How requests were batched before continuous batching: in static batches, and in batches that a timer starts.
 
 Each is used as `minillm.serve.LLM` is (`add`, `step`, `generate`), so that one trace goes through all of them.
 """
@@ -8,31 +8,11 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from course.shared.fcfs import FirstCome, going
+from course.lab14_continuous_batching.fcfs import FirstCome, is_running
 from minillm.bench.load import EARLY_S
 from minillm.model import ModelConfig, Transformer
 from minillm.model.attention import sdpa
 from minillm.serve.requests.request import Sample
-
-
-class Naive(FirstCome):
-    """No cache, no batch: every token puts the whole sequence through the model again, one request after the other.
-
-    pass 1   p p p p p                 A prompt of p tokens and an answer of n cost
-    pass 2   p p p p p 1               p + (p + 1) + … + (p + n - 1) = n·p + n·(n - 1)/2 tokens,
-    pass 3   p p p p p 1 2             instead of p + n - 1 with a cache of keys and values.
-    """
-
-    def compute(self) -> None:
-        while self.waiting and not going(self.waiting[0]):
-            self.waiting.popleft()
-        if not self.waiting:
-            return
-        taken = self.waiting[0]
-        tokens = taken.sequence.tokens
-        last = torch.tensor([len(tokens) - 1], device=self.model.embedding.weight.device)
-        logits = self.logits([taken], [tokens], [len(tokens)], rows=last)
-        self.accept(taken, logits[0, 0])
 
 
 class StaticBatches(FirstCome):
@@ -58,7 +38,7 @@ class StaticBatches(FirstCome):
         self.batch_size, self.batch, self.cache = batch_size, [], None
 
     def compute(self) -> None:
-        if any(map(going, self.batch)):
+        if any(map(is_running, self.batch)):
             self.decode()
         elif batch := self.next_batch():
             self.prefill(batch)
@@ -66,34 +46,34 @@ class StaticBatches(FirstCome):
     def next_batch(self) -> list[Sample]:
         batch: list[Sample] = []
         while self.waiting and len(batch) < self.batch_size:
-            if going(taken := self.waiting.popleft()):
-                batch.append(taken)
+            if is_running(sample := self.waiting.popleft()):
+                batch.append(sample)
         return batch
 
     def prefill(self, batch: list[Sample]) -> None:
         """All prompts in one pass, and the first token of each answer."""
-        lengths = [taken.sequence.num_tokens for taken in batch]
+        lengths = [sample.sequence.num_tokens for sample in batch]
         weight, longest = self.model.embedding.weight, max(lengths)
-        slots = max(taken.sequence.limit for taken in batch)
+        slots = max(sample.sequence.limit for sample in batch)
         self.batch = batch
         self.cache = PaddedCache(self.model.config, len(batch), slots, device=weight.device, dtype=weight.dtype)
-        tokens = [taken.sequence.tokens + [0] * (longest - n) for taken, n in zip(batch, lengths, strict=True)]
+        tokens = [sample.sequence.tokens + [0] * (longest - n) for sample, n in zip(batch, lengths, strict=True)]
         positions = torch.arange(longest, device=weight.device).expand(len(batch), -1)
         ends = sorted(set(lengths))
         rows = torch.tensor(ends, device=weight.device) - 1
         logits = self.logits(batch, tokens, lengths, positions=positions, attention=self.cache, rows=rows)
-        for row, taken in enumerate(batch):
-            self.accept(taken, logits[row, ends.index(lengths[row])])
+        for row, sample in enumerate(batch):
+            self.accept(sample, logits[row, ends.index(lengths[row])])
 
     def decode(self) -> None:
         """Each row's last token: one more for those that go on; a row that has ended computes its last one again."""
-        tokens = [taken.sequence.tokens[-1:] for taken in self.batch]
-        places = [[taken.sequence.num_tokens - 1] for taken in self.batch]
+        tokens = [sample.sequence.tokens[-1:] for sample in self.batch]
+        places = [[sample.sequence.num_tokens - 1] for sample in self.batch]
         positions = torch.tensor(places, device=self.model.embedding.weight.device)
-        useful = [int(going(taken)) for taken in self.batch]
+        useful = [int(is_running(sample)) for sample in self.batch]
         logits = self.logits(self.batch, tokens, useful, positions=positions, attention=self.cache)
-        for row, taken in enumerate(self.batch):
-            self.accept(taken, logits[row, 0])
+        for row, sample in enumerate(self.batch):
+            self.accept(sample, logits[row, 0])
 
 
 class PaddedCache:
@@ -137,8 +117,8 @@ class TimerBatches(StaticBatches):
 
     @property
     def starts_at(self) -> float | None:
-        waiting = list(islice(filter(going, self.waiting), self.batch_size))
-        if any(map(going, self.batch)) or not waiting or len(waiting) == self.batch_size:
+        waiting = list(islice(filter(is_running, self.waiting), self.batch_size))
+        if any(map(is_running, self.batch)) or not waiting or len(waiting) == self.batch_size:
             return None
         due = waiting[0].request.output.timing.arrived + self.wait_s
         return due if due - self.clock() > EARLY_S else None

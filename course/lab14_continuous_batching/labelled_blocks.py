@@ -8,7 +8,7 @@ from minillm.serve import Sequence as Seq
 from minillm.serve.schedule.blocks import root
 
 
-class Shelf:
+class LabelledBlocks:
     """A `Storage` whose blocks hold lists of token ids. out, back: blocks moved to the host, and from it.
 
     A block that only one sequence held is empty once it was moved; those in `shared` keep what they have.
@@ -36,10 +36,10 @@ class Shelf:
 
 def draw_pool(
     host: int | None, shared: int, *, spare: int = 6, release_other: bool = False
-) -> tuple[BlockPool, Shelf, Seq, Seq]:
-    """(pool, its shelf, a running sequence, another that shares its first blocks): some tokens computed, not all.
+) -> tuple[BlockPool, LabelledBlocks, Seq, Seq]:
+    """(pool, its storage, a running sequence, another that shares its first blocks): some tokens computed, not all.
 
-    host: blocks of the host; None = exactly as many as hold something of the sequence.
+    host: blocks of the host; None: as many as the sequence fills.
     shared: full first blocks that both hold, cached. release_other: the other one has ended since.
     """
     size, blocks = 4, random.randint(5, 8)
@@ -47,31 +47,31 @@ def draw_pool(
     computed = random.randint(max(1, shared) * size + 1, len(tokens) - 1)
     computed = min(computed, (blocks - 1) * size)  # the last block is still empty
     host = -(-computed // size) if host is None else host
-    pool, shelf = BlockPool(blocks + 2 + spare, size, num_host_blocks=host), Shelf()
-    pool.storage = shelf
+    pool, storage = BlockPool(blocks + 2 + spare, size, num_host_blocks=host), LabelledBlocks()
+    pool.storage = storage
     pool.release(drawn := pool.allocate(pool.total))
     random.shuffle(drawn)
     sequence = Seq(tokens, len(tokens) + 8, name="q", num_computed=computed)
     sequence.blocks = pool.allocate(blocks)
     for place, block in enumerate(sequence.blocks):
-        shelf.device[block] = tokens[place * size : min((place + 1) * size, computed)]
+        storage.device[block] = tokens[place * size : min((place + 1) * size, computed)]
     prefix = root()
     for place in range(shared):
         prefix = Prefix(prefix, tuple(tokens[place * size : (place + 1) * size]))
         pool.cache_block(sequence.blocks[place], prefix)
     other = Seq([*tokens[: shared * size], 0], 40, name="other", num_computed=shared * size)
     other.blocks = pool.share(sequence.blocks[:shared]) + pool.allocate(1)
-    shelf.shared = frozenset(sequence.blocks[:shared])
+    storage.shared = frozenset(sequence.blocks[:shared])
     if release_other:
         pool.release(other.blocks)
         other.blocks = []
-    return pool, shelf, sequence, other
+    return pool, storage, sequence, other
 
 
-def contents(shelf: Shelf, sequence: Seq, size: int) -> list:
+def contents(storage: LabelledBlocks, sequence: Seq, size: int) -> list:
     """What the blocks of a sequence hold, token by token, as far as each is filled."""
     found: list = []
     for block in sequence.blocks:
-        held = shelf.device.get(block, [])
+        held = storage.device.get(block, [])
         found += held + [None] * (size - len(held))
     return found
