@@ -44,6 +44,14 @@ def expect_number(value: Any, returns: str) -> float:
     return number
 
 
+def expect_sequence(value: Any, kind: type, returns: str, length: int | None = None) -> Any:
+    """The value; CheckFailed unless it is a `kind` (tuple or list), of this length. returns: what is asked for."""
+    if not isinstance(value, kind) or length not in (None, len(value)):
+        given = _kind(value) if isinstance(value, torch.Tensor) else f"{value!r:.60}"
+        raise CheckFailed(f"you returned {given}; the exercise asks for {returns}")
+    return value
+
+
 def say_sum(result: torch.Tensor, inputs: Sequence[torch.Tensor], chunk: int, parts: int) -> str:
     """What `result` is, if not chunk number `chunk` of the sum of `inputs` cut into `parts` equal chunks."""
     for place in sorted(range(parts), key=lambda place: place != chunk):
