@@ -27,7 +27,9 @@ def check_token_bucket(learner: Any) -> list[Row]:
         for _ in range(60):
             now += random.choice((0.0, 0.25, 0.5, 4.0))
             times.append(now)
+        times[1] = times[0]
         costs = [random.randint(1, capacity + 5) if random.random() < 0.3 else random.randint(1, 12) for _ in times]
+        costs[:2] = capacity, 1  # the first just fits, and leaves nothing for the second
         expected, spent = [], []  # what was admitted, as (time, cost): the level is rebuilt from it each time
         for time, cost in zip(times, costs, strict=True):
             level, last = float(capacity), times[0]
