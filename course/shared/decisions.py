@@ -23,8 +23,8 @@ class Decision:
 
     A value that is an int counts whole things; one with almost no tolerance is a level, such as a ZeRO stage.
     tolerance: relative. slips: factors (guess / value) that a known mistake gives, with the sentence that says so.
-    gpus: how many share the quantity, if confusing one with all is possible. below, above: what a number under or over
-    the accepted range leaves out or counts too often.
+    gpus: how many share the quantity, if confusing one with all is possible. below, above: the likely reason for a
+    guess that is too small, too large.
     """
 
     question: str
