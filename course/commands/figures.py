@@ -35,7 +35,8 @@ def command(
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name, draw in chosen:
-            figure, numbers = draw()
+            with style():
+                figure, numbers = draw()
             image = png(figure)
             (out / f"{name}.png").write_bytes(image)
             record = {"provenance": provenance(f"python -m minillm figures {name}"), "numbers": numbers}

@@ -50,7 +50,8 @@ mistake(
     "matmul-cost",
     "first-addition-saved",
     {"2 * m * k * n,": "m * n * (2 * k - 1),"},
-    says="You counted k − 1 additions per dot product. By convention, and in hardware that multiplies and adds in one instruction, it is k of each.",
+    says="You counted k − 1 additions per dot product. By convention, and in hardware that multiplies and adds in one "
+    "instruction, it is k of each.",
 )
 mistake(
     "matmul-cost",
@@ -324,7 +325,10 @@ mistake(
     "alpha-beta",
     "mean-rate",
     {
-        "mean_time - slope * mean_size, 1 / slope": "min(seconds), sum(map(lambda size, time: size / time, sizes, seconds)) / n"
+        "slope = sum(size * time": "rates = sum(size / time",
+        "slope -= n * mean_size * mean_time": "",
+        "slope /= sum(size * size for size in sizes) - n * mean_size**2": "",
+        "mean_time - slope * mean_size, 1 / slope": "min(seconds), rates / n",
     },
     says="You took the mean of bytes / seconds, in which the latency is hidden.",
 )

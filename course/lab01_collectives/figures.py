@@ -9,7 +9,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import EngFormatter, NullFormatter
 
 from course.lab01_collectives import experiments
-from minillm.drawing import bars, headline, lines, style, subplots
+from minillm.drawing import bars, headline, lines, subplots
 from minillm.palette import PALETTE, TEXT, look
 from minillm.predict import comms
 
@@ -63,14 +63,13 @@ def draw_bytes(numbers: dict[str, Any]) -> Figure:
     predicted = {"fill": False, "edgecolor": look(1).color, "hatch": "//"}
     ledger, wire = {"color": look(0).color}, {"color": look(2).color, "hatch": "..", "edgecolor": "white"}
     figure, (left, right) = subplots(1, 2, width=9, height=3.8, width_ratios=(3, 2))
-    with style():
-        _grouped(left, rows, payload, {"predicted": predicted, "ledger": ledger, "wire": wire})
-        _grouped(right, rows, payload, {"busiest_predicted": predicted, "busiest_ledger": ledger})
-        left.set_title(f"All {numbers['world_size']} ranks together; P is a tensor of {_size(payload)}")
-        right.set_title("The rank that sends most")
-        left.set_ylabel("bytes sent / P")
-        figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
-        headline(figure, "A parameter server sends as much as a ring all-reduce, but half of it from one rank")
+    _grouped(left, rows, payload, {"predicted": predicted, "ledger": ledger, "wire": wire})
+    _grouped(right, rows, payload, {"busiest_predicted": predicted, "busiest_ledger": ledger})
+    left.set_title(f"All {numbers['world_size']} ranks together; P is a tensor of {_size(payload)}")
+    right.set_title("The rank that sends most")
+    left.set_ylabel("bytes sent / P")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    headline(figure, "A parameter server sends as much as a ring all-reduce, but half of it from one rank")
     return figure
 
 
@@ -98,20 +97,19 @@ def ring_rounds(ranks: int = 4, rounds_done: int = 2) -> Figure:
         for (rank, chunk), contributions in travelling.items():
             held[(rank + 1) % ranks, chunk] |= contributions
     figure, axes = subplots(width=1.6 + 1.25 * ranks, height=1.0 + 0.5 * ranks)
-    with style():
-        for (rank, chunk), contributions in held.items():
-            share = (len(contributions) - 1) / max(1, ranks - 1)
-            just_in = ((rank - 1) % ranks, chunk) in sent
-            box = {"facecolor": PALETTE["blue"], "alpha": 0.08 + 0.5 * share}
-            axes.add_patch(_rectangle(chunk, rank, **box, edgecolor="none"))
-            if just_in:
-                axes.add_patch(_rectangle(chunk, rank, fill=False, edgecolor=PALETTE["vermillion"], linewidth=2))
-            axes.text(chunk, rank, "+".join(map(str, sorted(contributions))), ha="center", va="center", fontsize=9)
-        axes.set(xlim=(-0.5, ranks - 0.5), ylim=(ranks - 0.5, -0.5))
-        axes.set_xticks(range(ranks), [f"chunk {chunk}" for chunk in range(ranks)])
-        axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
-        axes.grid(False)
-        headline(axes, f"After round {done} of {ranks - 1}", "Outlined: just arrived and added")
+    for (rank, chunk), contributions in held.items():
+        share = (len(contributions) - 1) / max(1, ranks - 1)
+        just_in = ((rank - 1) % ranks, chunk) in sent
+        box = {"facecolor": PALETTE["blue"], "alpha": 0.08 + 0.5 * share}
+        axes.add_patch(_rectangle(chunk, rank, **box, edgecolor="none"))
+        if just_in:
+            axes.add_patch(_rectangle(chunk, rank, fill=False, edgecolor=PALETTE["vermillion"], linewidth=2))
+        axes.text(chunk, rank, "+".join(map(str, sorted(contributions))), ha="center", va="center", fontsize=9)
+    axes.set(xlim=(-0.5, ranks - 0.5), ylim=(ranks - 0.5, -0.5))
+    axes.set_xticks(range(ranks), [f"chunk {chunk}" for chunk in range(ranks)])
+    axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
+    axes.grid(False)
+    headline(axes, f"After round {done} of {ranks - 1}", "Outlined: just arrived and added")
     return figure
 
 
@@ -121,20 +119,19 @@ def times_by_size(world_size: int = 4, latency_us: float = 5.0, bandwidth_gb_per
     sizes = [2.0**k for k in range(10, 31)]
     costs = {name: cost for name, (_, cost) in experiments.ALL_REDUCES.items()}
     figure, axes = subplots(width=7.5, height=3.6)
-    with style():
-        for index, (name, cost) in enumerate(costs.items()):
-            seconds = [cost(int(size) // 4, 4, world_size).time(*line) for size in sizes]
-            axes.plot(sizes, seconds, color=look(index).color, linestyle=look(index).linestyle, marker="", label=name)
-            meets = comms.crossover_bytes(costs["ring"], cost, world_size, *line) if name != "ring" else 0.0
-            if sizes[0] < meets < sizes[-1]:
-                label = f"ring passes {name} at {EngFormatter('B')(float(f'{meets:.3g}'))}"
-                axes.axvline(meets, color=look(index).color, linestyle=":", linewidth=1.2, label=label)
-        axes.set(xscale="log", yscale="log", xlabel="tensor", ylabel="time")
-        axes.xaxis.set_major_formatter(EngFormatter("B"))
-        axes.yaxis.set_major_formatter(EngFormatter("s"))
-        setting = f"Predicted: {world_size} ranks, α = {latency_us:g} µs, β = {bandwidth_gb_per_s:g} GB/s"
-        headline(axes, "Which all-reduce is fastest depends on the size of the tensor", setting)
-        axes.legend(frameon=True, framealpha=1, edgecolor="none")  # the dotted lines pass behind it
+    for index, (name, cost) in enumerate(costs.items()):
+        seconds = [cost(int(size) // 4, 4, world_size).time(*line) for size in sizes]
+        axes.plot(sizes, seconds, color=look(index).color, linestyle=look(index).linestyle, marker="", label=name)
+        meets = comms.crossover_bytes(costs["ring"], cost, world_size, *line) if name != "ring" else 0.0
+        if sizes[0] < meets < sizes[-1]:
+            label = f"ring passes {name} at {EngFormatter('B')(float(f'{meets:.3g}'))}"
+            axes.axvline(meets, color=look(index).color, linestyle=":", linewidth=1.2, label=label)
+    axes.set(xscale="log", yscale="log", xlabel="tensor", ylabel="time")
+    axes.xaxis.set_major_formatter(EngFormatter("B"))
+    axes.yaxis.set_major_formatter(EngFormatter("s"))
+    setting = f"Predicted: {world_size} ranks, α = {latency_us:g} µs, β = {bandwidth_gb_per_s:g} GB/s"
+    headline(axes, "Which all-reduce is fastest depends on the size of the tensor", setting)
+    axes.legend(frameon=True, framealpha=1, edgecolor="none")  # the dotted lines pass behind it
     return figure
 
 

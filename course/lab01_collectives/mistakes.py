@@ -27,9 +27,7 @@ mistake("ring-reduce-scatter", "destroys-input", {"x.clone()": "x"}, expect="cha
 mistake(
     "ring-reduce-scatter",
     "one-buffer-for-both",
-    {
-        "group.exchange(send=(chunks[(r - s - 1) % n]": "arriving = chunks[(r - s - 1) % n]\n        group.exchange(send=(arriving"
-    },
+    {"recv=(arriving": "recv=(chunks[(r - s - 1) % n]", "+= arriving": "+= chunks[(r - s - 1) % n]"},
     expect="returned a wrong chunk",
 )
 

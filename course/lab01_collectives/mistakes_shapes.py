@@ -268,9 +268,7 @@ def takes_every_key_for_a_waiter(waits_for):
 mistake(
     "find-the-culprit",
     "first-arrow-only",
-    {
-        "{rank for others in waits_for.values() for rank in others}": "{others[0] for others in waits_for.values() if others}"
-    },
+    {"for rank in others}": "for rank in others[:1]}"},
     expect="for nobody: that is the one, not None|finished and nobody",
 )
 mistake("find-the-culprit", "a-list", {"return rank": "return [rank]"}, expect="which is none of the ranks")

@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from torch import Tensor
 
 from course.lab02_one_device import experiments
-from minillm.drawing import headline, style, subplots
+from minillm.drawing import headline, subplots
 from minillm.measure import machine
 from minillm.measure.memory_tracker import Bytes
 from minillm.model import ModelConfig
@@ -40,14 +40,13 @@ MODELS = {
 def draw_memory(measured: Mapping[str, Bytes], predicted: Mapping[str, Bytes]) -> Figure:
     """The most bytes of each kind in a training step in three precisions, measured and by formula, and the peak."""
     figure, panels = subplots(1, len(measured), width=9, height=2.9, sharex=True, sharey=True, squeeze=False)
-    with style():
-        for axes, name in zip(panels[0], measured, strict=True):
-            _kinds(axes, measured[name], 2**20, predicted[name])
-            axes.set(title=name, xlabel="memory (MiB)")
-        tick = panels[0, 0].plot([], [], "k|", markersize=12, markeredgewidth=1.8, label="formula")
-        bar = Patch(facecolor="#AAAAAA", label="measured on this machine")
-        figure.legend(handles=[bar, *tick], loc="outside lower center", ncols=2)
-        headline(figure, "The kinds peak at different moments, so the peak of the step is not their sum")
+    for axes, name in zip(panels[0], measured, strict=True):
+        _kinds(axes, measured[name], 2**20, predicted[name])
+        axes.set(title=name, xlabel="memory (MiB)")
+    tick = panels[0, 0].plot([], [], "k|", markersize=12, markeredgewidth=1.8, label="formula")
+    bar = Patch(facecolor="#AAAAAA", label="measured on this machine")
+    figure.legend(handles=[bar, *tick], loc="outside lower center", ncols=2)
+    headline(figure, "The kinds peak at different moments, so the peak of the step is not their sum")
     return figure
 
 
@@ -65,17 +64,16 @@ def memory_plan(model: str = "Llama 3 8B", batch: int = 1, seq: int = 4096) -> F
     ]
     unit, size = ("GiB", 2**30) if steps[0].total > 2**31 else ("MiB", 2**20)
     figure, panels = subplots(1, len(recipes), width=9, height=2.7, sharex=True, sharey=True)
-    with style():
-        for axes, name, step in zip(panels, recipes, steps, strict=True):
-            _kinds(axes, step, size)
-            axes.set_title(name, fontsize=10)
-            axes.set_xlabel(f"memory ({unit})")
-            if steps[0].total > 20e9:
-                axes.axvline(80e9 / size, color="#555555", linestyle=":", linewidth=1.5)
-                axes.text(80e9 / size, 0, " 80 GB", va="center", fontsize=9, color="#555555")
-        count = parameters(config).total
-        named = f"{count / 1e9:.1f} billion" if count > 1e9 else f"{count / 1e6:.1f} million"
-        headline(figure, f"Formula: one step of {model}, {named} parameters, on {batch} × {seq:,} tokens")
+    for axes, name, step in zip(panels, recipes, steps, strict=True):
+        _kinds(axes, step, size)
+        axes.set_title(name, fontsize=10)
+        axes.set_xlabel(f"memory ({unit})")
+        if steps[0].total > 20e9:
+            axes.axvline(80e9 / size, color="#555555", linestyle=":", linewidth=1.5)
+            axes.text(80e9 / size, 0, " 80 GB", va="center", fontsize=9, color="#555555")
+    count = parameters(config).total
+    named = f"{count / 1e9:.1f} billion" if count > 1e9 else f"{count / 1e6:.1f} million"
+    headline(figure, f"Formula: one step of {model}, {named} parameters, on {batch} × {seq:,} tokens")
     return figure
 
 
@@ -113,22 +111,21 @@ def draw_recompute(found: Mapping[str, Mapping[str, float]]) -> Figure:
     """Activations against FLOPs, and against time, for four ways to recompute: measured, FLOPs by formula too."""
     figure, (left, right) = subplots(1, 2, width=9, height=3.5, sharey=True)
     plain = found["none"]
-    with style():
-        for index, (mode, numbers) in enumerate(found.items()):
-            drawn, kept = look(index), numbers["activation"] / 2**20
-            marks = {"color": drawn.color, "marker": drawn.marker, "linestyle": "", "markersize": 9}
-            left.plot([numbers["flops"] / plain["flops"]], [kept], label=_SHORT[mode], **marks)
-            predicted = numbers["predicted_flops"] / plain["predicted_flops"]
-            ring = {"marker": "o", "markersize": 16, "fillstyle": "none", "linestyle": "", "color": "#777777"}
-            left.plot([predicted], [kept], label="formula" if index == 3 else None, **ring)
-            right.plot([numbers["seconds"] / plain["seconds"]], [kept], **marks)
-        left.set(xlabel="FLOPs, as a multiple", ylabel="activations at their peak (MiB)", xlim=(0.95, 1.38))
-        right.set_xlabel("time of forward and backward, as a multiple")
-        left.set_ylim(0, plain["activation"] / 2**20 * 1.15)
-        left.set_title("FLOPs, counted and by formula")
-        right.set_title("Time, measured on this machine")
-        figure.legend(loc="outside right center", title="recomputed")
-        headline(figure, "Recomputing trades time for memory: fewer activations, slower steps")
+    for index, (mode, numbers) in enumerate(found.items()):
+        drawn, kept = look(index), numbers["activation"] / 2**20
+        marks = {"color": drawn.color, "marker": drawn.marker, "linestyle": "", "markersize": 9}
+        left.plot([numbers["flops"] / plain["flops"]], [kept], label=_SHORT[mode], **marks)
+        predicted = numbers["predicted_flops"] / plain["predicted_flops"]
+        ring = {"marker": "o", "markersize": 16, "fillstyle": "none", "linestyle": "", "color": "#777777"}
+        left.plot([predicted], [kept], label="formula" if index == 3 else None, **ring)
+        right.plot([numbers["seconds"] / plain["seconds"]], [kept], **marks)
+    left.set(xlabel="FLOPs, as a multiple", ylabel="activations at their peak (MiB)", xlim=(0.95, 1.38))
+    right.set_xlabel("time of forward and backward, as a multiple")
+    left.set_ylim(0, plain["activation"] / 2**20 * 1.15)
+    left.set_title("FLOPs, counted and by formula")
+    right.set_title("Time, measured on this machine")
+    figure.legend(loc="outside right center", title="recomputed")
+    headline(figure, "Recomputing trades time for memory: fewer activations, slower steps")
     return figure
 
 
@@ -142,17 +139,16 @@ def recompute_plan(seq: int = 4096, batch: int = 1, layers: int = 32) -> Figure:
     forward, head = forward_flops(config, (seq + 1) / 2).total, 2 * config.vocab_size * config.hidden_size
     flops = 1 + again / layers * (forward - head) / (3 * forward)
     figure, axes = subplots(width=7.4, height=3.3)
-    with style():
-        axes.plot(again, kept / 2**30, color=PALETTE["vermillion"], marker="", label="activations")
-        axes.set(xlabel="blocks recomputed", ylabel="activations (GiB)", ylim=(0, kept.max() / 2**30 * 1.1))
-        saved = f"{kept[0] / 2**30:.0f} → {kept[-1] / 2**30:.1f} GiB"
-        headline(axes, f"Every block recomputed: {saved}", f"Formula: {layers} blocks, {batch} × {seq:,} tokens")
-        other = axes.twinx()
-        other.plot(again, flops, color=PALETTE["blue"], marker="", linestyle="--", label="FLOPs")
-        other.set(ylabel="FLOPs, as a multiple", ylim=(0.95, 1.4))
-        other.grid(False)
-        other.spines["right"].set_visible(True)
-        figure.legend(loc="outside lower center", ncols=2)
+    axes.plot(again, kept / 2**30, color=PALETTE["vermillion"], marker="", label="activations")
+    axes.set(xlabel="blocks recomputed", ylabel="activations (GiB)", ylim=(0, kept.max() / 2**30 * 1.1))
+    saved = f"{kept[0] / 2**30:.0f} → {kept[-1] / 2**30:.1f} GiB"
+    headline(axes, f"Every block recomputed: {saved}", f"Formula: {layers} blocks, {batch} × {seq:,} tokens")
+    other = axes.twinx()
+    other.plot(again, flops, color=PALETTE["blue"], marker="", linestyle="--", label="FLOPs")
+    other.set(ylabel="FLOPs, as a multiple", ylim=(0.95, 1.4))
+    other.grid(False)
+    other.spines["right"].set_visible(True)
+    figure.legend(loc="outside lower center", ncols=2)
     return figure
 
 
@@ -169,22 +165,19 @@ def draw_split(splits: Mapping[str, Mapping[str, float]]) -> Figure:
         "optimizer": SPANS["optimizer"],
         "idle": SPANS["idle"],
     }
-    with style():
-        for place, split in enumerate(splits.values()):
-            left = 0.0
-            for part, (colour, hatch) in parts.items():
-                label = part if place == 0 else None
-                axes.barh(
-                    place, split[part] * 1e3, 0.6, left, color=colour, hatch=hatch, edgecolor="white", label=label
-                )
-                left += split[part] * 1e3
-            axes.text(left, place, f"  MFU {split['mfu']:.0%}", va="center", fontsize=9)
-        axes.set_yticks(range(len(splits)), list(splits))
-        axes.set(xlabel="time of a step (ms)", ylim=(len(splits) - 0.5, -0.5))
-        axes.set_xlim(0, axes.get_xlim()[1] * 1.12)
-        axes.grid(False, axis="y")
-        figure.legend(loc="outside lower center", ncols=len(parts))
-        headline(axes, "Recomputing lengthens the backward pass and lowers the MFU")
+    for place, split in enumerate(splits.values()):
+        left = 0.0
+        for part, (colour, hatch) in parts.items():
+            label = part if place == 0 else None
+            axes.barh(place, split[part] * 1e3, 0.6, left, color=colour, hatch=hatch, edgecolor="white", label=label)
+            left += split[part] * 1e3
+        axes.text(left, place, f"  MFU {split['mfu']:.0%}", va="center", fontsize=9)
+    axes.set_yticks(range(len(splits)), list(splits))
+    axes.set(xlabel="time of a step (ms)", ylim=(len(splits) - 0.5, -0.5))
+    axes.set_xlim(0, axes.get_xlim()[1] * 1.12)
+    axes.grid(False, axis="y")
+    figure.legend(loc="outside lower center", ncols=len(parts))
+    headline(axes, "Recomputing lengthens the backward pass and lowers the MFU")
     return figure
 
 
@@ -192,14 +185,13 @@ def a_trace() -> Figure:
     """One training step as torch's profiler saw it: operations by kind along time."""
     found, kinds = experiments.profiled(), experiments.KINDS_OF_OPERATION
     figure, axes = subplots(width=9, height=2.6)
-    with style():
-        for index, kind in enumerate(kinds):
-            spans = [(1e3 * each["start"], 1e3 * each["seconds"]) for each in found if each["kind"] == kind]
-            axes.broken_barh(spans, (index - 0.4, 0.8), color=look(index).color)
-        axes.set_yticks(range(len(kinds)), kinds)
-        axes.set(xlabel="time in the step (ms)", ylim=(len(kinds) - 0.5, -0.5))
-        headline(axes, "One step of the target model on one core", "From the trace of torch.profiler")
-        axes.grid(False, axis="y")
+    for index, kind in enumerate(kinds):
+        spans = [(1e3 * each["start"], 1e3 * each["seconds"]) for each in found if each["kind"] == kind]
+        axes.broken_barh(spans, (index - 0.4, 0.8), color=look(index).color)
+    axes.set_yticks(range(len(kinds)), kinds)
+    axes.set(xlabel="time in the step (ms)", ylim=(len(kinds) - 0.5, -0.5))
+    headline(axes, "One step of the target model on one core", "From the trace of torch.profiler")
+    axes.grid(False, axis="y")
     return figure
 
 
@@ -212,19 +204,18 @@ def draw_underflow(gradients: Tensor, scale_log2: int = 0, tokens: int = 512, ba
     exponents = torch.log2(scaled).numpy()
     lost, over = (scaled < 2.0**-25).double().mean().item(), (scaled > 65504).double().mean().item()
     figure, axes = subplots(width=8.2, height=3.2)
-    with style():
-        axes.hist(
-            exponents,
-            bins=np.arange(-60, 24),
-            color=PALETTE["blue"],
-            weights=np.full(len(exponents), 1 / len(exponents)),
-        )
-        axes.axvspan(-60, -25, color=PALETTE["vermillion"], alpha=0.15, label="becomes 0")
-        axes.axvspan(-25, -14, color=PALETTE["yellow"], alpha=0.25, label="loses digits")
-        axes.axvspan(16, 24, color=PALETTE["purple"], alpha=0.25, label="becomes infinite")
-        axes.set(xlim=(-60, 24), xlabel="log2 of the gradient times the scale", ylabel="share of the gradients")
-        axes.set_title(f"Scale 2^{scale_log2}: {lost:.1%} become zero" + (f", {over:.1%} infinite" if over else ""))
-        axes.legend(loc="upper right")
+    axes.hist(
+        exponents,
+        bins=np.arange(-60, 24),
+        color=PALETTE["blue"],
+        weights=np.full(len(exponents), 1 / len(exponents)),
+    )
+    axes.axvspan(-60, -25, color=PALETTE["vermillion"], alpha=0.15, label="becomes 0")
+    axes.axvspan(-25, -14, color=PALETTE["yellow"], alpha=0.25, label="loses digits")
+    axes.axvspan(16, 24, color=PALETTE["purple"], alpha=0.25, label="becomes infinite")
+    axes.set(xlim=(-60, 24), xlabel="log2 of the gradient times the scale", ylabel="share of the gradients")
+    axes.set_title(f"Scale 2^{scale_log2}: {lost:.1%} become zero" + (f", {over:.1%} infinite" if over else ""))
+    axes.legend(loc="upper right")
     return figure
 
 
@@ -234,16 +225,15 @@ def draw_underflow(gradients: Tensor, scale_log2: int = 0, tokens: int = 512, ba
 def draw_runs(runs: Mapping[str, Any]) -> Figure:
     """Loss and gradient norm of fine-tunings from the same weights."""
     figure, (left, right) = subplots(1, 2, width=9, height=3.2)
-    with style():
-        for index, (name, run) in enumerate(runs.items()):
-            drawn = look(index)
-            for axes, values in ((left, run.loss), (right, run.grad_norm)):
-                axes.plot(
-                    values, color=drawn.color, linestyle=drawn.linestyle, marker=drawn.marker, markevery=10, label=name
-                )
-        left.set(xlabel="step", ylabel="loss (nats)")
-        right.set(xlabel="step", ylabel="norm of the gradient", yscale="log")
-        left.legend()
+    for index, (name, run) in enumerate(runs.items()):
+        drawn = look(index)
+        for axes, values in ((left, run.loss), (right, run.grad_norm)):
+            axes.plot(
+                values, color=drawn.color, linestyle=drawn.linestyle, marker=drawn.marker, markevery=10, label=name
+            )
+    left.set(xlabel="step", ylabel="loss (nats)")
+    right.set(xlabel="step", ylabel="norm of the gradient", yscale="log")
+    left.legend()
     return figure
 
 

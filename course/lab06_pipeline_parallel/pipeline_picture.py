@@ -9,7 +9,7 @@ from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import EngFormatter
 
-from minillm.drawing import style, subplots
+from minillm.drawing import subplots
 from minillm.palette import PALETTE, TEXT
 from minillm.parallel.pipeline_parallel.schedules import Bar, Timeline
 
@@ -36,22 +36,21 @@ def draw(planned: Timeline, measured: Timeline | None = None, title: str = "", u
     figure, axes = subplots(width=9, height=1.3 + 0.36 * lanes * rows)
     runs = [run for run in (planned, measured) if run is not None]
     width = max(run.makespan for run in runs)
-    with style():
-        axes.set_facecolor(IDLE)
-        for lane, run in enumerate(runs):
-            for rank, bars in enumerate(run.bars):
-                for bar in bars:
-                    box = (rank - 0.4 + lane * 0.8 / lanes, 0.8 / lanes - 0.04)
-                    _draw(axes, bar, bar.start - run.start, box, width, hollow=run is not runs[-1])
-        axes.set(xlim=(0, width), ylim=(rows - 0.5, -0.5), title=title or planned.schedule.name)
-        axes.set_xlabel(f"time ({unit or 'one forward of one chunk = 1'})")
-        if unit == "s":  # ticks say ms where that is what they are
-            axes.set_xlabel("time")
-            axes.xaxis.set_major_formatter(EngFormatter("s"))
-        axes.set_yticks(range(rows), [f"rank {rank}" for rank in range(rows)])
-        axes.grid(False)
-        patches = list(_legend(planned, measured))
-        figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
+    axes.set_facecolor(IDLE)
+    for lane, run in enumerate(runs):
+        for rank, bars in enumerate(run.bars):
+            for bar in bars:
+                box = (rank - 0.4 + lane * 0.8 / lanes, 0.8 / lanes - 0.04)
+                _draw(axes, bar, bar.start - run.start, box, width, hollow=run is not runs[-1])
+    axes.set(xlim=(0, width), ylim=(rows - 0.5, -0.5), title=title or planned.schedule.name)
+    axes.set_xlabel(f"time ({unit or 'one forward of one chunk = 1'})")
+    if unit == "s":  # ticks say ms where that is what they are
+        axes.set_xlabel("time")
+        axes.xaxis.set_major_formatter(EngFormatter("s"))
+    axes.set_yticks(range(rows), [f"rank {rank}" for rank in range(rows)])
+    axes.grid(False)
+    patches = list(_legend(planned, measured))
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)
     return figure
 
 

@@ -8,7 +8,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from course.lab07_long_context import experiments
 from course.lab07_long_context import experiments_links as links
-from minillm.drawing import headline, lines, style, subplots
+from minillm.drawing import headline, lines, subplots
 from minillm.measure.timeline import STYLES
 from minillm.palette import PALETTE, look
 from minillm.predict.training import context
@@ -20,11 +20,10 @@ from minillm.predict.training.context import AttentionShape, Hardware
 def causal_work(ranks: int = 4) -> Figure:
     """The causal triangle of queries and keys, by the rank that computes it, and each rank's share."""
     figure, panels = subplots(2, 2, width=9, height=5.4, gridspec_kw={"width_ratios": [1, 1.5]})
-    with style():
-        for (triangle, shares), order in zip(panels, ("contiguous", "zigzag"), strict=True):
-            _triangle(triangle, ranks, order)
-            _shares(shares, ranks, order)
-        headline(figure, "Contiguous parts give the last rank most of the causal work, zigzag parts share it evenly")
+    for (triangle, shares), order in zip(panels, ("contiguous", "zigzag"), strict=True):
+        _triangle(triangle, ranks, order)
+        _shares(shares, ranks, order)
+    headline(figure, "Contiguous parts give the last rank most of the causal work, zigzag parts share it evenly")
     return figure
 
 
@@ -57,20 +56,19 @@ def bytes_by_ranks(heads: int = 32, kv_heads: int = 8) -> Figure:
     counts, seq = [2, 4, 8, 16, 32, 64], 2**17
     shape = AttentionShape(1, seq, heads, kv_heads, 128, itemsize=2)
     figure, axes = subplots(width=8, height=3.4)
-    with style():
-        for index, name in enumerate(("zigzag", "ulysses", "hybrid")):
-            points = [(n, sent) for n in counts if (sent := _sent(name, shape, n)) is not None]
-            label = {"zigzag": "ring, gather", "hybrid": "Ulysses over 8, ring across"}.get(name, "Ulysses")
-            drawn = look(index)
-            style_of = {"color": drawn.color, "marker": drawn.marker, "linestyle": drawn.linestyle, "label": label}
-            if points:
-                axes.plot([n for n, _ in points], [sent / 1e6 for _, sent in points], **style_of)
-        axes.set_xscale("log", base=2)
-        axes.set(xlabel="ranks", ylabel="sent per rank (MB)", ylim=(0, None))
-        axes.set_xticks(counts, counts)
-        setting = f"Formula: 128k tokens, {heads} heads on {kv_heads} kv heads, bf16, one layer forward"
-        headline(axes, "With more ranks a rank sends more in a ring and less with Ulysses", setting)
-        axes.legend()
+    for index, name in enumerate(("zigzag", "ulysses", "hybrid")):
+        points = [(n, sent) for n in counts if (sent := _sent(name, shape, n)) is not None]
+        label = {"zigzag": "ring, gather", "hybrid": "Ulysses over 8, ring across"}.get(name, "Ulysses")
+        drawn = look(index)
+        style_of = {"color": drawn.color, "marker": drawn.marker, "linestyle": drawn.linestyle, "label": label}
+        if points:
+            axes.plot([n for n, _ in points], [sent / 1e6 for _, sent in points], **style_of)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="ranks", ylabel="sent per rank (MB)", ylim=(0, None))
+    axes.set_xticks(counts, counts)
+    setting = f"Formula: 128k tokens, {heads} heads on {kv_heads} kv heads, bf16, one layer forward"
+    headline(axes, "With more ranks a rank sends more in a ring and less with Ulysses", setting)
+    axes.legend()
     return figure
 
 
@@ -91,19 +89,16 @@ def where_it_hides(heads: int = 32, kv_heads: int = 8, tflops: int = 400, gb_s: 
     work = [context.ring_flops(shape, 8)[0][1] / machine.flops for shape in shapes]
     journey = [machine.link(shape.block_bytes(8)) for shape in shapes]
     figure, axes = subplots(width=8, height=3.4)
-    with style():
-        axes.plot(tokens, work, color=look(0).color, marker=look(0).marker, label="work on a block")
-        axes.plot(tokens, journey, color=look(1).color, marker=look(1).marker, linestyle="--", label="its journey")
-        hides = context.hiding_length(heads, kv_heads, machine, 2)
-        axes.axvline(
-            hides, color=PALETTE["vermillion"], linestyle=":", label=f"hidden from {hides:,.0f} tokens per rank"
-        )
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set(xlabel="tokens per rank", ylabel="time per block (s)")
-        setting = f"Formula: {heads} heads on {kv_heads}, bf16, {tflops} TFLOP/s, {gb_s} GB/s"
-        headline(axes, "Work grows with the square of the block, its journey in proportion", setting)
-        axes.legend()
+    axes.plot(tokens, work, color=look(0).color, marker=look(0).marker, label="work on a block")
+    axes.plot(tokens, journey, color=look(1).color, marker=look(1).marker, linestyle="--", label="its journey")
+    hides = context.hiding_length(heads, kv_heads, machine, 2)
+    axes.axvline(hides, color=PALETTE["vermillion"], linestyle=":", label=f"hidden from {hides:,.0f} tokens per rank")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set(xlabel="tokens per rank", ylabel="time per block (s)")
+    setting = f"Formula: {heads} heads on {kv_heads}, bf16, {tflops} TFLOP/s, {gb_s} GB/s"
+    headline(axes, "Work grows with the square of the block, its journey in proportion", setting)
+    axes.legend()
     return figure
 
 
@@ -138,20 +133,19 @@ def draw_overlap(found: dict[tuple[str, bool], links.Clock]) -> Figure:
     """Rank 0 of a forward ring, work above link: a faster and a slower emulated link, with overlap and without."""
     figure, panels = subplots(len(found), 1, width=9, height=5.2, sharex=True)
     end = max(clock.measured_s for clock in found.values())
-    with style():
-        for axes, ((name, overlap), clock) in zip(panels, found.items(), strict=True):
-            _clock(axes, clock.ledgers[0], links.LINKS_S[name])
-            how = "sent behind the work" if overlap else "sent, then worked"
-            took, due = 1e3 * clock.measured_s, 1e3 * clock.predicted_s
-            axes.set_title(f"{name.capitalize()} link, {how}: {took:.0f} ms ({due:.0f} by formula)")
-            axes.set_xlim(0, 1.02e3 * end)
-        panels[-1].set_xlabel("time (ms), link and work emulated")
-        entries = [
-            Patch(facecolor=STYLES[kind][0], hatch=STYLES[kind][1], edgecolor="#444444", label=STYLES[kind][3])
-            for kind in ("compute", "comm", "wait")
-        ]
-        figure.legend(handles=entries, loc="outside lower center", ncols=3, frameon=False)
-        headline(figure, "Sending behind the work hides a fast link wholly and a slow one in part")
+    for axes, ((name, overlap), clock) in zip(panels, found.items(), strict=True):
+        _clock(axes, clock.ledgers[0], links.LINKS_S[name])
+        how = "sent behind the work" if overlap else "sent, then worked"
+        took, due = 1e3 * clock.measured_s, 1e3 * clock.predicted_s
+        axes.set_title(f"{name.capitalize()} link, {how}: {took:.0f} ms ({due:.0f} by formula)")
+        axes.set_xlim(0, 1.02e3 * end)
+    panels[-1].set_xlabel("time (ms), link and work emulated")
+    entries = [
+        Patch(facecolor=STYLES[kind][0], hatch=STYLES[kind][1], edgecolor="#444444", label=STYLES[kind][3])
+        for kind in ("compute", "comm", "wait")
+    ]
+    figure.legend(handles=entries, loc="outside lower center", ncols=3, frameon=False)
+    headline(figure, "Sending behind the work hides a fast link wholly and a slow one in part")
     return figure
 
 
