@@ -3,6 +3,7 @@ import pytest
 
 from course.commands.figures import png
 from course.lab06_pipeline_parallel.pipeline_picture import KINDS, draw
+from minillm.drawing import style
 from minillm.palette import TEXT
 from minillm.parallel.pipeline_parallel.schedules import (
     Durations,
@@ -13,6 +14,12 @@ from minillm.parallel.pipeline_parallel.schedules import (
     simulate,
     zero_bubble,
 )
+
+
+@pytest.fixture(autouse=True)
+def as_shown():
+    with style():
+        yield
 
 
 def boxes(figure):
