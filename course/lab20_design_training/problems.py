@@ -54,9 +54,8 @@ def seventy_on_64() -> DesignCase:
                 "bytes of all training states of 70B parameters, all GPUs together",
                 states,
                 "B",
-                f"{model.parameters / 1e9:.1f} billion parameters times {STATE.total} bytes: 2 for the 16-bit "
-                "weight, 4 for "
-                "its 32-bit gradient, 4 for the master copy, 8 for Adam's two moments.",
+                f"{model.parameters / 1e9:.1f} billion parameters times {STATE.total} bytes: 2 for the 16-bit weight, "
+                "4 for its 32-bit gradient, 4 for the master copy, 8 for Adam's two moments.",
                 slips={
                     2 / STATE.total: "That is the weights alone, which is what serving needs. Training adds gradients, "
                     "a master copy and two moments.",
@@ -216,9 +215,8 @@ def gpt3_on_1024() -> DesignCase:
                 "days for 300 billion tokens",
                 days,
                 "days",
-                f"{speed:,.0f} tokens per second: 6 · 175 billion FLOPs per token, and a third more for "
-                "recomputation, at "
-                f"{row.predicted:.0%} of 1,024 · 312 TFLOP/s.",
+                f"{speed:,.0f} tokens per second: 6 · 175 billion FLOPs per token, and a third more for recomputation, "
+                f"at {row.predicted:.0%} of 1,024 · 312 TFLOP/s.",
                 slips={
                     row.predicted: "That is at the peak; no step reaches it.",
                     3 / 4: "Full recomputation adds a forward pass.",

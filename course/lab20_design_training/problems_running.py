@@ -200,18 +200,18 @@ def money_and_energy() -> DesignCase:
     model = architecture("llama-3-405b")
     flops = TOKENS * model.training_flops(causal_context(8192))
     waste = faults.wasted_share(1800.0, SAVE_S, RESTART_S, DAYS * DAY / INTERRUPTIONS)
-    found = bill(flops, GPUS, 989e12, 0.41 * (1 - waste), watts=WATTS, pue=1.1, price_per_hour=2.0)
+    actual = bill(flops, GPUS, 989e12, 0.41 * (1 - waste), watts=WATTS, pue=1.1, price_per_hour=2.0)
     ideal = bill(flops, GPUS, 989e12, 1.0, watts=WATTS, pue=1.1, price_per_hour=2.0)
     numbers = {
         "flops": f"{flops:.2g}",
-        "days": f"{found.days:.0f}",
-        "hours": f"{found.device_hours / 1e6:.0f} million",
-        "money": f"{found.money / 1e6:.0f} million",
-        "energy": f"{found.energy_mwh / 1e3:.0f} GWh",
-        "percent": f"{found.money / 1e8:.2g} million",
+        "days": f"{actual.days:.0f}",
+        "hours": f"{actual.device_hours / 1e6:.0f} million",
+        "money": f"{actual.money / 1e6:.0f} million",
+        "energy": f"{actual.energy_mwh / 1e3:.0f} GWh",
+        "percent": f"{actual.money / 1e8:.2g} million",
         "waste": f"{waste:.0%}",
         "published": f"{GPU_HOURS / 1e6:.1f} million",
-        "off": f"{found.device_hours / GPU_HOURS - 1:+.0%}",
+        "off": f"{actual.device_hours / GPU_HOURS - 1:+.0%}",
         "peak": f"{ideal.days:.0f}",
         "pue": f"{1.5 / 1.1 - 1:.0%}",
     }
@@ -226,15 +226,15 @@ def money_and_energy() -> DesignCase:
             ),
             "days": Decision(
                 "days on 16,384 H100 at 41 % MFU, failures included",
-                found.days,
+                actual.days,
                 "days",
                 f"{flops:.2g} FLOPs / (16,384 · 989 TFLOP/s · 0.41), and {numbers['waste']} for failures.",
-                slips={ideal.days / found.days: "That is at the peak.", 24: "Those are hours."},
+                slips={ideal.days / actual.days: "That is at the peak.", 24: "Those are hours."},
                 tolerance=0.15,
             ),
             "energy": Decision(
                 "energy in MWh at 700 W per GPU and a PUE of 1.1",
-                found.energy_mwh,
+                actual.energy_mwh,
                 "MWh",
                 f"{numbers['hours']} GPU-hours · 700 W · 1.1.",
                 slips={1e3: "Those are kWh.", 1e-3: "Those are GWh.", 1 / 1.1: "Cooling is missing: a PUE of 1.1."},

@@ -56,7 +56,7 @@ mistake(
 mistake(
     "queue-waits",
     "never below zero left out",
-    {"max(0.0, wait + service - gap)": "wait + service - gap if found else 0.0"},
+    {"max(0.0, wait + service - gap)": "wait + service - gap if seconds else 0.0"},
     says="An idle server saves nothing up: a wait is never below 0.",
 )
 mistake(
@@ -68,7 +68,7 @@ mistake(
 mistake(
     "queue-waits",
     "mean instead of a list",
-    {"return found": "return sum(found) / len(found)"},
+    {"return seconds": "return sum(seconds) / len(seconds)"},
     expect="the exercise asks for a list",
 )
 

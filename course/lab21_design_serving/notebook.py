@@ -93,12 +93,12 @@ def waits(gaps, services):
     started, idle). services[i]: seconds request i takes.
     """
     # BEGIN SOLUTION
-    found, wait, service = [], 0.0, 0.0
+    seconds, wait, service = [], 0.0, 0.0
     for gap, own in zip(gaps, services, strict=True):
         wait = max(0.0, wait + service - gap)
-        found.append(wait)
+        seconds.append(wait)
         service = own
-    return found
+    return seconds
     # END SOLUTION
 
 

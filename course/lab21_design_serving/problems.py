@@ -149,8 +149,7 @@ def rag_32k() -> DesignCase:
                 plan.ttft,
                 "s",
                 f"{numbers['flops']}, of which attention {numbers['share']}, on 8 cards at the planner's rates, and "
-                "the "
-                "all-reduces of 80 layers.",
+                "the all-reduces of 80 layers.",
                 slips={8: "All 8 cards compute the prompt together."},
                 tolerance=0.35,
             ),

@@ -86,8 +86,7 @@ def bursts() -> DesignCase:
             ),
             "backlog": Decision(
                 "requests waiting when the second replica is ready: 40 per second arrive, one replica does 25, it "
-                "starts in "
-                "60 s plus the load",
+                "starts in 60 s plus the load",
                 backlog,
                 "",
                 f"(40 - 25) per second times {numbers['start']}.",

@@ -32,12 +32,12 @@ mistake("token-bucket", "a count", {"return admitted": "return sum(admitted)"}, 
 
 @alternative("token-bucket", "by debt")
 def by_debt(requests, rate, capacity):
-    debt, last, found = 0.0, requests[0][0], []
+    debt, last, admitted = 0.0, requests[0][0], []
     for time, cost in requests:
         debt, last = max(0.0, debt - (time - last) * rate), time
-        found.append(debt + cost <= capacity)
-        debt += cost if found[-1] else 0
-    return found
+        admitted.append(debt + cost <= capacity)
+        debt += cost if admitted[-1] else 0
+    return admitted
 
 
 mistake(
