@@ -5,7 +5,7 @@ from typing import Any
 
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Row, row
-from course.shared.diagnose import expect_number, expect_sequence
+from course.shared.diagnose import expect_list, expect_number
 from minillm.predict import faults
 from minillm.predict.model import ADAM_MIXED_FP32_GRADIENTS
 
@@ -57,7 +57,7 @@ def check_save_interval(learner: Any) -> list[Row]:
         interval = min(grid, key=lambda each: faults.wasted_share(each, save, restart, mtbf))
         waste = faults.wasted_share(interval, save, restart, mtbf)
         asked = "two numbers, (interval, wasted share)"
-        answered = expect_sequence(learner(save, restart, device, devices), tuple, asked, 2)
+        answered = expect_list(learner(save, restart, device, devices), asked, count=2)
         name = f"{devices:,} devices, a save of {save:.0f} s, a restart of {restart:.0f} s"
         for what, best, given in zip(("interval", "wasted share"), (interval, waste), answered, strict=True):
             if abs(expect_number(given, asked) - best) > 0.01 * best:

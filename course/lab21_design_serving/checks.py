@@ -5,7 +5,7 @@ from typing import Any
 
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Row, row
-from course.shared.diagnose import expect_number, expect_sequence
+from course.shared.diagnose import expect_list, expect_number
 from minillm.predict.serving import queueing
 
 
@@ -61,7 +61,7 @@ def check_waits(learner: Any) -> list[Row]:
             begins = max(arrived, free)
             expected.append(begins - arrived)
             free = begins + service
-        answered = expect_sequence(learner(list(gaps), list(services)), list, f"a list of {count} waits", count)
+        answered = expect_list(learner(list(gaps), list(services)), f"a list of {count} waits", count=count)
         name = f"{count} requests at {load:.0%} load"
         off = next((i for i, (a, b) in enumerate(zip(answered, expected, strict=True)) if abs(a - b) > 1e-6), None)
         if off is not None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Row, row
-from course.shared.diagnose import expect_sequence
+from course.shared.diagnose import expect_list
 
 
 @exercise(
@@ -17,8 +17,7 @@ from course.shared.diagnose import expect_sequence
     ),
 )
 def check_counterexample(learner: Any) -> list[Row]:
-    asked = "two lists, (tokens, losses)"
-    tokens, losses = (expect_sequence(part, list, asked) for part in expect_sequence(learner(), tuple, asked, 2))
+    tokens, losses = expect_list(learner(), "two lists, (tokens, losses)", count=2, of=list)
     if len(tokens) != len(losses) or len(tokens) < 2:
         raise CheckFailed(
             f"{len(tokens)} numbers of tokens and {len(losses)} losses: give as many of both, at least 2."

@@ -7,7 +7,7 @@ import torch
 
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Row, row
-from course.shared.diagnose import expect_like, expect_sequence
+from course.shared.diagnose import expect_like, expect_list
 
 
 @exercise(
@@ -38,8 +38,8 @@ def check_token_bucket(learner: Any) -> list[Row]:
             expected.append(cost <= min(capacity, level + (time - last) * rate))
             spent += [(time, cost)] if expected[-1] else []
         answered = learner(list(zip(times, costs, strict=True)), rate, capacity)
-        expect_sequence(answered, list, f"a list of {len(times)} answers, True or False", len(times))
-        admitted = list(map(bool, answered))
+        asked = f"a list of {len(times)} answers, True or False"
+        admitted = list(map(bool, expect_list(answered, asked, count=len(times))))
         off = next((i for i, (a, b) in enumerate(zip(admitted, expected, strict=True)) if a != b), None)
         if off is not None:
             which = f"request {off} (at {times[off]:g} s, cost {costs[off]})"
@@ -75,7 +75,7 @@ def check_merge(learner: Any) -> list[Row]:
             parts.append((torch.softmax(scores, -1) @ v[:, part], torch.logsumexp(scores, -1)))
         scores = q @ k.mT
         whole, lse = torch.softmax(scores, -1) @ v, torch.logsumexp(scores, -1)
-        merged = expect_sequence(learner(*parts[0], *parts[1]), tuple, "two tensors, (output, lse)", 2)
+        merged = expect_list(learner(*parts[0], *parts[1]), "two tensors, (output, lse)", count=2)
         largest = f"scores up to {scores.abs().max():.0f}"
         for what, right, given in zip(("output", "lse"), (whole, lse), merged, strict=True):
             expect_like("your function", given, right, f"a tensor {list(right.shape)} as {what}")
@@ -104,7 +104,7 @@ def check_dispatch(learner: Any) -> list[Row]:
         pairs = sorted((expert, place) for place, expert in enumerate(experts.reshape(-1).tolist()))
         expected = [place for _, place in pairs]
         counts = [sum(expert // each == rank for expert, _ in pairs) for rank in range(ranks)]
-        answered = expect_sequence(learner(experts, ranks, each), tuple, "a pair, (order, counts)", 2)
+        answered = expect_list(learner(experts, ranks, each), "a pair, (order, counts)", count=2)
         name = f"{tokens} tokens, top {k} of {ranks * each} experts on {ranks} ranks"
         order, sent = torch.as_tensor(answered[0]).tolist(), [int(count) for count in answered[1]]
         if sent != counts:

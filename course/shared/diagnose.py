@@ -22,6 +22,20 @@ def whole_numbers(generator: torch.Generator, *shape: int) -> torch.Tensor:
     return torch.randint(1, LARGEST + 1, shape, generator=generator).float()
 
 
+def expect(fits: bool, found: Any, asked: str, who: str = "you") -> None:
+    """CheckFailed unless `fits`: what `who` returned is not of the kind that the exercise asks for."""
+    if not fits:
+        got = "nothing (None): is there a return?" if found is None else f"{found!r:.80}"
+        raise CheckFailed(f"{who} returned {got}; the exercise asks for {asked}")
+
+
+def expect_list(found: Any, asked: str, who: str = "you", *, count: int | None = None, of: Any = object) -> list:
+    """The values of a list or tuple; CheckFailed unless it is one, of `count` values, all of them of type `of`."""
+    fits = isinstance(found, list | tuple) and count in (None, len(found)) and all(isinstance(x, of) for x in found)
+    expect(fits, found, asked, who)
+    return list(found)
+
+
 def expect_like(who: str, result: Any, expected: torch.Tensor, returns: str) -> None:
     """CheckFailed unless `result` is a tensor of the expected size and dtype; `returns` says what is asked for."""
     if not isinstance(result, torch.Tensor):
@@ -42,14 +56,6 @@ def expect_number(value: Any, returns: str) -> float:
     if isinstance(number, bool) or not isinstance(number, Real) or not math.isfinite(number):
         raise CheckFailed(f"you returned {value!r}; the exercise asks for {returns}")
     return number
-
-
-def expect_sequence(value: Any, kind: type, returns: str, length: int | None = None) -> Any:
-    """The value; CheckFailed unless it is a `kind` (tuple or list), of this length. returns: what is asked for."""
-    if not isinstance(value, kind) or length not in (None, len(value)):
-        given = _kind(value) if isinstance(value, torch.Tensor) else f"{value!r:.60}"
-        raise CheckFailed(f"you returned {given}; the exercise asks for {returns}")
-    return value
 
 
 def say_sum(result: torch.Tensor, inputs: Sequence[torch.Tensor], chunk: int, parts: int) -> str:

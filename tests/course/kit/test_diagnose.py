@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from course.kit.exercises import CheckFailed
-from course.shared.diagnose import expect_like, say_parts, say_sum, whole_numbers
+from course.shared.diagnose import expect, expect_like, expect_list, say_parts, say_sum, whole_numbers
 
 INPUTS = [whole_numbers(torch.Generator().manual_seed(seed), 12) for seed in range(4)]
 
@@ -55,3 +55,18 @@ def test_a_wrong_part_is_named():
 def test_a_wrong_kind_of_result_is_named(result, said):
     with pytest.raises(CheckFailed, match=said):
         expect_like("rank 0", result, torch.zeros(2), "a pair")
+
+
+def test_another_kind_than_what_is_asked_for_is_said():
+    expect(True, 3, "a number")
+    with pytest.raises(CheckFailed, match="rank 0: you returned 3; the exercise asks for a text"):
+        expect(False, 3, "a text", "rank 0: you")
+    with pytest.raises(CheckFailed, match="is there a return"):
+        expect(False, None, "a text")
+
+
+def test_a_list_is_of_the_size_and_kind_asked_for():
+    assert expect_list((1, 2), "two numbers", count=2, of=int) == [1, 2] and expect_list([], "a list") == []
+    for wrong in ((1, 2, 3), (1, "2"), {1, 2}, None):
+        with pytest.raises(CheckFailed, match="asks for two numbers"):
+            expect_list(wrong, "two numbers", count=2, of=int)

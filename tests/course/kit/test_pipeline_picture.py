@@ -17,7 +17,7 @@ from minillm.parallel.pipeline_parallel.schedules import (
 
 
 @pytest.fixture(autouse=True)
-def as_shown():
+def _in_style():
     with style():
         yield
 

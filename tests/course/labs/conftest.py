@@ -1,4 +1,4 @@
-"""Figures are looked at as a page shows them."""
+"""Figures are drawn here as where they are shown or written: in the course's style."""
 
 import pytest
 
@@ -6,6 +6,6 @@ from minillm.drawing import style
 
 
 @pytest.fixture(autouse=True)
-def as_shown():
+def _in_style():
     with style():
         yield
