@@ -1,16 +1,14 @@
 """`python -m minillm interview`: a timed mock interview in the terminal. The course holds what is asked."""
 
 import contextlib
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated
 
 from typer import Option
 
+from course.lab24_interview import mock
+from course.lab24_interview.sheet import page
 from minillm.files import opened, refusing
-
-LAB = "course.lab24_interview"
 
 
 def command(
@@ -27,15 +25,14 @@ def command(
     With --topic or --seed it goes on with the last session of that topic or seed, or draws one.
     """
     if due:
-        print(_due(cards()))
+        print(_due(mock.due()))
         return 0
     if sheet is not None:
-        page = _part("sheet").page(topic)
+        text = page(topic)
         with refusing("--sheet", sheet), opened(sheet, "w") as file:
-            file.write(page)
+            file.write(text)
         print(f"Written: {sheet}")
         return 0
-    mock = _part("mock")
     mock.check_minutes(minutes)
     session = None if new else mock.resume(topic, seed)
     if session:
@@ -50,23 +47,14 @@ def command(
     return 0
 
 
-def cards() -> dict[str, tuple[int, int, float]]:
-    """By topic of the interview's cards: seen, due, and how hard they are for you, 1 to 10."""
-    return _part("mock").due()
-
-
-def weakest(found: dict[str, tuple[int, int, float]]) -> str:
-    """A line that names the weakest topics, or how to find them out."""
-    names = _part("mock").weakest(found)
+def weakest(due: dict[str, tuple[int, int, float]]) -> str:
+    """A line that names the weakest topics of `mock.due()`, or how to find them out."""
+    names = mock.weakest(due)
     return f"Weakest: {', '.join(names)}" if names else "No card has been asked yet: python -m minillm interview"
 
 
-def _part(name: str) -> ModuleType:
-    return import_module(f"{LAB}.{name}")
-
-
-def _due(found: dict[str, tuple[int, int, float]]) -> str:
+def _due(due: dict[str, tuple[int, int, float]]) -> str:
     lines = [f"{'topic':<30}  seen   due  difficulty"]
-    for topic, (seen, late, hard) in found.items():
-        lines.append(f"{topic:<30}  {seen:>4}  {late:>4}  {f'{hard:.1f}' if seen else '-':>10}")
-    return "\n".join([*lines, "", weakest(found)])
+    for topic, (seen, late, difficulty) in due.items():
+        lines.append(f"{topic:<30}  {seen:>4}  {late:>4}  {f'{difficulty:.1f}' if seen else '-':>10}")
+    return "\n".join([*lines, "", weakest(due)])

@@ -23,9 +23,9 @@ def command(
     print(summary(origin), end="\n\n")
     load_ahead(module for lab in asked or [""] for module in course.modules("receipts", lab))  # once, not in every rank
     rows: list[dict[str, Any]] = []
-    for lab, found in tour(asked):
-        print(found, end="\n\n", flush=True)
-        rows += [{"lab": lab, **row} for row in found.to_json()]
+    for lab, result in tour(asked):
+        print(result, end="\n\n", flush=True)
+        rows += [{"lab": lab, **row} for row in result.to_json()]
     off = [row for row in rows if row["verdict"] == "off"]
     verdict = f"{len(off)} off" if off else "none off"
     print(f"{len(rows)} rows, {verdict}, {time.monotonic() - start:.0f} s")
@@ -42,5 +42,5 @@ def tour(labs: Iterable[str] = ()) -> Iterator[tuple[str, Receipt]]:
     stops = [(lab, course.load("receipts", lab).CLAIMS) for lab in labs or known]  # while the ranks' server loads them
     for lab, claims in stops:
         for claim in claims:
-            found = claim()
-            yield lab, replace(found, title=f"lab {lab}: {found.title}")
+            result = claim()
+            yield lab, replace(result, title=f"lab {lab}: {result.title}")

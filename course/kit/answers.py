@@ -49,7 +49,7 @@ class Answers:
         """What the master hands to `check(exercise, ...)`. ValueError if it checks no such exercise."""
         for index, statement in enumerate(self._statements):
             for node in ast.walk(statement):
-                if _checks(node) == exercise:
+                if checked_exercise(node) == exercise:
                     candidate = ast.Expression(node.args[1])
                     self._run(names_of(candidate)[0], index)
                     return eval(compile(candidate, self._file, "eval"), self._module.__dict__)
@@ -130,7 +130,7 @@ def checked_by(lab: str) -> tuple[str, ...]:
     """Names of the exercises in the order in which the lab's notebook checks them; () for a lab without a master."""
     master = course.masters(course.home()).get(lab)
     statements = ast.parse(master.read_text(encoding="utf-8")).body if master else []
-    return tuple(filter(None, (_checks(node) for statement in statements for node in ast.walk(statement))))
+    return tuple(filter(None, (checked_exercise(node) for statement in statements for node in ast.walk(statement))))
 
 
 def names_of(tree: ast.AST, text: str = "") -> tuple[set[str], set[str]]:
@@ -164,7 +164,7 @@ def _changed(tree: ast.AST) -> list[ast.Name]:
     return [node for node in stores if isinstance(node, ast.Name)]
 
 
-def _checks(node: ast.AST) -> str | None:
+def checked_exercise(node: ast.AST) -> str | None:
     """The exercise that a call of `check` names, or None."""
     is_check = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "check"
     return node.args[0].value if is_check and len(node.args) == 2 and isinstance(node.args[0], ast.Constant) else None
@@ -172,7 +172,7 @@ def _checks(node: ast.AST) -> str | None:
 
 def _cell_of(text: str, exercise: str) -> tuple[int, int]:
     """The lines [first, last) of the cell that checks the exercise."""
-    checked = next(n.lineno for n in ast.walk(ast.parse(text)) if _checks(n) == exercise)
+    checked = next(n.lineno for n in ast.walk(ast.parse(text)) if checked_exercise(n) == exercise)
     starts = [number for number, line in enumerate(text.splitlines()) if line.startswith("# %%")]
     starts.append(len(text.splitlines()))
     return max(s for s in starts if s < checked), min(s for s in starts if s >= checked)
@@ -193,4 +193,4 @@ class _Unchecked(ast.NodeTransformer):
     """check("name", x) -> x"""
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        return self.visit(node.args[1]) if _checks(node) else self.generic_visit(node)
+        return self.visit(node.args[1]) if checked_exercise(node) else self.generic_visit(node)

@@ -46,6 +46,25 @@ mistake(
     {", (m * k + k * n + m * n) * itemsize": ""},
     expect="the exercise asks for two numbers",
 )
+mistake(
+    "matmul-cost",
+    "first-addition-saved",
+    {"2 * m * k * n,": "m * n * (2 * k - 1),"},
+    says="You counted k − 1 additions per dot product. By convention, and in hardware that multiplies and adds in one "
+    "instruction, it is k of each.",
+)
+mistake(
+    "matmul-cost",
+    "weights-only",
+    {"m * k + k * n + m * n": "k * n"},
+    says="These are the bytes of the second matrix alone; the first is read as well, and the result is written.",
+)
+mistake(
+    "matmul-cost",
+    "result-twice",
+    {" + m * n": " + 2 * m * n"},
+    says="The result is counted as read and written. A result that is not added to anything is only written.",
+)
 
 
 @alternative("matmul-cost", "ask-tensors")
@@ -97,6 +116,18 @@ mistake(
     "bandwidth-as-flops",
     {"min(peak_flops, intensity * bandwidth)": "peak_flops if intensity > peak_flops / bandwidth else bandwidth"},
     says="Left of the ridge you return bytes/s; each byte is good for `intensity` FLOP.",
+)
+mistake(
+    "roofline",
+    "intensity-unused",
+    {"intensity * bandwidth": "bandwidth"},
+    says="You compared FLOP/s with bytes/s; multiply the bandwidth by the intensity first.",
+)
+mistake(
+    "roofline",
+    "share-of-peak",
+    {"min(peak_flops, intensity * bandwidth)": "min(1.0, intensity * bandwidth / peak_flops)"},
+    says="This is a share of the peak; the exercise asks for FLOP/s.",
 )
 alternative(
     "roofline",
@@ -174,6 +205,24 @@ mistake(
     {"x.clone()": "group.all_gather(x).view(group.world_size, -1).sum(0)", "group.all_reduce(mean)": ""},
     expect="1 × all_gather: one all_reduce",
 )
+mistake(
+    "first-rank-program",
+    "divides-own-x",
+    {"group.all_reduce(mean)": ""},
+    says="This is the rank's own x divided by the number of ranks: the other ranks' x are missing.",
+)
+mistake(
+    "first-rank-program",
+    "divides-twice",
+    {"(mean)": '(mean, op="avg")'},
+    says="The mean was divided by the number of ranks once more.",
+)
+mistake(
+    "first-rank-program",
+    "element-by-element",
+    {"group.all_reduce(mean)": "for piece in mean.split(4):\n        group.all_reduce(piece)"},
+    expect="\\d+ × all_reduce: one all_reduce of the whole tensor",
+)
 alternative("first-rank-program", "op-avg", {"(mean)": '(mean, op="avg")', " / group.world_size": ""})
 
 
@@ -214,6 +263,12 @@ mistake(
     "bytes-only",
     {'"chatty" if led.calls.total() > 1 else "fine"': '"fine"'},
     expect="you call it 'fine', but it is 'chatty'",
+)
+mistake(
+    "read-a-receipt",
+    "four-ranks-always",
+    {"2 * num_bytes * (world_size - 1) / world_size": "1.5 * num_bytes"},
+    expect="you call it 'wasteful', but it is '(fine|chatty)': 5 ranks",
 )
 mistake("read-a-receipt", "own-words", {'"fine"\n': '"ok"\n'}, expect="the answer is one of fine, silent")
 
@@ -265,6 +320,23 @@ mistake(
     "bits",
     {"1 / slope": "8 / slope"},
     says="The bandwidth is eight times too large: the exercise asks for bytes per second, not bits.",
+)
+mistake(
+    "alpha-beta",
+    "mean-rate",
+    {
+        "slope = sum(size * time": "rates = sum(size / time",
+        "slope -= n * mean_size * mean_time": "",
+        "slope /= sum(size * size for size in sizes) - n * mean_size**2": "",
+        "mean_time - slope * mean_size, 1 / slope": "min(seconds), rates / n",
+    },
+    says="You took the mean of bytes / seconds, in which the latency is hidden.",
+)
+mistake(
+    "alpha-beta",
+    "polyfit-order",
+    {"mean_time - slope * mean_size, 1 / slope": "slope, 1 / (mean_time - slope * mean_size)"},
+    says="np.polyfit returns the slope first and the height at zero last.",
 )
 
 

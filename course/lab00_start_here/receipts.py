@@ -189,7 +189,9 @@ def interview() -> Receipt:
             formula("3. all-reduce of 1 MiB on 4 ranks", all_reduce_s(WORLD), "s"),
             formula("    in 64 messages of 16 KiB", 64 * all_reduce_s(WORLD, MIB // 64), "s"),
             formula(
-                "4. α·β: the message that is half latency", round(line.latency_s * line.bandwidth_bytes_per_s), "B"
+                "4. α·β: message size at which latency is half of the time",
+                round(line.latency_s * line.bandwidth_bytes_per_s),
+                "B",
             ),
             formula("5. all-reduce of 1 MiB on 64 ranks", all_reduce_s(64), "s"),
         ],

@@ -194,7 +194,7 @@ def neighbours_only(cases: Sequence[Case], trials: Sequence[Sequence[Trial]]) ->
 
 
 def message_rows(cases: Sequence[Case], trials: Sequence[Sequence[Trial]], laps: int = 1) -> list[Row]:
-    """Messages and rounds of the largest world; rounds are told, not judged: taking turns is slower, but correct."""
+    """Messages and rounds of the largest world. Rounds have no verdict: taking turns is slower, but correct."""
     case, ranks = max(zip(cases, trials, strict=True), key=lambda pair: pair[0].world_size)
     least = laps * (case.world_size - 1)
     return [

@@ -22,6 +22,12 @@ mistake(
     {" and place + distance < n": ""},
     expect="(?s)for ever|ended with|stopped with",
 )
+mistake(
+    "tree-broadcast",
+    "root-forgotten-in-peers",
+    {"(group.rank + distance)": "(place + distance)", "(group.rank - distance)": "(place - distance)"},
+    expect="(?s)ended with|for ever|stopped with",
+)
 
 
 @mistake("tree-broadcast", "star", expect="this is a star: the root sends every message itself")
@@ -259,6 +265,12 @@ def takes_every_key_for_a_waiter(waits_for):
     return next(iter({rank for others in waits_for.values() for rank in others} - set(waits_for)), None)
 
 
+mistake(
+    "find-the-culprit",
+    "first-arrow-only",
+    {"for rank in others}": "for rank in others[:1]}"},
+    expect="for nobody: that is the one, not None|finished and nobody",
+)
 mistake("find-the-culprit", "a-list", {"return rank": "return [rank]"}, expect="which is none of the ranks")
 
 

@@ -40,6 +40,60 @@ mistake(
     {"layers * (hidden + intermediate)": "(layers * (hidden + intermediate) + hidden)"},
     says="The output of the last block is no input of a matmul: nothing in this model needs it for backward.",
 )
+mistake(
+    "memory-ledger",
+    "masters and moments in 16 bits",
+    {"(12 if mixed": "(6 if mixed"},
+    says="Masters and moments all stay in float32: 12 bytes per weight.",
+)
+mistake(
+    "memory-ledger",
+    "float32 weights in mixed precision",
+    {'"parameter": width': '"parameter": 4'},
+    says="The model's own weights are stored in 16 bits here; the float32 copy belongs to the optimizer.",
+)
+mistake(
+    "memory-ledger",
+    "only what the second matmul reads",
+    {"(hidden + intermediate)": "intermediate"},
+    says="up keeps its input as well: its weight's gradient needs it.",
+)
+mistake(
+    "memory-ledger",
+    "the addition's input counted",
+    {"(hidden + intermediate)": "(2 * hidden + intermediate)"},
+    says="An addition keeps nothing: its gradients do not depend on its inputs.",
+)
+mistake(
+    "memory-ledger",
+    "one block's activations",
+    {"tokens * layers": "tokens"},
+    says="Every block's activations stay until the backward pass reaches that block.",
+)
+mistake(
+    "memory-ledger",
+    "float32 activations in mixed precision",
+    {'"activation": width': '"activation": 4'},
+    says="16-bit weights and inputs make 16-bit activations.",
+)
+mistake(
+    "memory-ledger",
+    "sixteen bytes in the optimizer alone",
+    {"(12 if mixed": "(16 if mixed"},
+    says="16 is the sum of weights, gradients and optimizer; masters and moments are 12 of it.",
+)
+mistake(
+    "memory-ledger",
+    "elements",
+    {'"parameter": width * weights': '"parameter": weights'},
+    says="That is a number of weights; each takes 4 bytes, or 2 in 16 bits.",
+)
+mistake(
+    "memory-ledger",
+    "tokens forgotten",
+    {"tokens * layers": "layers"},
+    says="Activations exist for every token: multiply by `tokens`.",
+)
 
 
 @alternative("memory-ledger", "from the total of 16 bytes per weight")
@@ -85,6 +139,48 @@ mistake(
     "recomputation counted as work",
     {"3 * forward": "4 * forward"},
     says="Recomputed FLOPs are no useful work; with them the ratio is called HFU.",
+)
+mistake(
+    "mfu",
+    "attention of the forward pass only",
+    {"3 * forward": "(forward + 4 * weights)"},
+    says="The weights are counted forward and backward, attention forward only.",
+)
+mistake(
+    "mfu",
+    "half of seq keys",
+    {"seq + 1": "seq"},
+    says="On average that is (seq + 1) / 2 keys, since a query also meets its own: not seq / 2.",
+)
+mistake(
+    "mfu",
+    "attention backward counted once",
+    {"3 * forward": "(2 * forward + 2 * weights)"},
+    says="Backward costs twice the forward pass in attention, too: three units, not two.",
+)
+mistake(
+    "mfu",
+    "a whole sequence",
+    {"3 * forward": "seq * 3 * forward"},
+    says="That is the work of a sequence; tokens per second need the work of a token.",
+)
+mistake(
+    "mfu",
+    "a query does not meet itself",
+    {"seq + 1": "seq - 1"},
+    says="A query also meets its own key, so the mean is (seq + 1) / 2, not (seq - 1) / 2.",
+)
+mistake(
+    "mfu",
+    "a multiply-add counted as one",
+    {"3 * forward": "3 * forward / 2"},
+    says="A multiplication and an addition are two FLOPs.",
+)
+mistake(
+    "mfu",
+    "in percent",
+    {"3 * forward": "100 * 3 * forward"},
+    says="That is a percentage: return the share, 0.4 for 40 %.",
 )
 
 

@@ -45,6 +45,12 @@ mistake(
     {"int((targets != -100).sum())": "targets.numel()"},
     says="Targets of -100 do not count: the denominator is larger than the number of tokens in the sum.",
 )
+mistake(
+    "accumulate",
+    "divides by the number of microbatches, too",
+    {"(nll / tokens)": "(nll / tokens / len(microbatches))"},
+    says="It was divided twice: by the tokens of all microbatches and by their number.",
+)
 mistake("accumulate", "returns the sum", {"nll.item() / tokens": "nll.item()"}, expect="the mean loss is")
 mistake(
     "accumulate",
@@ -112,6 +118,12 @@ mistake(
     "loss-scaling",
     "looks for NaN only",
     {"not all(weight.grad.isfinite().all()": "any(weight.grad.isnan().any()"},
+    expect="inf or nan, yet the optimizer stepped",
+)
+mistake(
+    "loss-scaling",
+    "looks for inf only",
+    {"not all(weight.grad.isfinite().all()": "any(weight.grad.isinf().any()"},
     expect="inf or nan, yet the optimizer stepped",
 )
 mistake(

@@ -143,6 +143,12 @@ def values_and_places_together(gradient, residual, k, group):
 alternative("top-k-error-feedback", "sorted", {"topk(k).indices": "argsort(descending=True)[:k]"})
 mistake(
     "top-k-error-feedback",
+    "smallest",
+    {"topk(k)": "topk(k, largest=False)"},
+    says="These are the k smallest entries; the largest carry the gradient.",
+)
+mistake(
+    "top-k-error-feedback",
     "first-k",
     {"owed.abs().topk(k).indices": "torch.arange(k)"},
     says="The first k entries travel, whatever they hold: choose with topk.",

@@ -107,7 +107,7 @@ class Case:
 
 @dataclass
 class Trained:
-    """What a rank did. log: what happened in each step, in order, as tuples that begin with a word."""
+    """What a rank did. log[step]: its events in order, (kind, ...); kind is gradient, start, wait or end."""
 
     gradients: list[Gradients]
     weights: dict[str, Tensor]

@@ -8,15 +8,16 @@ torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \\
 With a GPU for each rank the replicas live on the GPUs and NCCL carries the gradients.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from course.kit import answers_of, receipt, row
+from course.kit import Row, answers_of, row
+from course.kit.torchrun import attempt, run
 from course.lab03_data_parallel.replicas import CLOSE, Bucket, Case, loss_of
-from minillm.comm import Group, is_root, launch
+from minillm.comm import Group
 from minillm.measure import ledger
 from minillm.predict.training import sharding as predict
 
@@ -63,18 +64,7 @@ def rank_program(group: Group) -> dict[str, Any]:
     """Train with each form; None for what is not written yet."""
     case = Case(world_size=group.world_size, steps=STEPS, unused=False, seed=3)
     programs = {"naive": naive, "overlapped": overlapped, "weighted": weighted}
-    return {name: attempt(program, group, case) for name, program in programs.items()}
-
-
-def attempt(
-    program: Callable[[Group, Case], dict[str, Any]],
-    group: Group,
-    case: Case,
-) -> dict[str, Any] | None:
-    try:
-        return program(group, case)
-    except NotImplementedError:
-        return None
+    return attempt(programs, group, case)
 
 
 def naive(group: Group, case: Case) -> dict[str, Any]:
@@ -159,38 +149,19 @@ def trained(
     }
 
 
-def rows_of(name: str, ranks: list[dict[str, Any]]) -> list:
-    """Rows on one form, for all ranks together."""
-    rows = [
-        row(
-            f"{name}: gradients of one process on every rank",
-            True,
-            all(found["right"] for found in ranks),
-        )
-    ]
+def judge(name: str, ranks: list[dict[str, Any]]) -> Iterator[Row]:
+    yield row(f"{name}: gradients of one process on every rank", True, all(rank["right"] for rank in ranks))
     if name == "weighted":
-        return rows
-    sent, predicted = (sum(found[key] for found in ranks) for key in ("bytes", "predicted"))
+        return
+    sent, predicted = (sum(rank[key] for rank in ranks) for key in ("bytes", "predicted"))
     calls = ranks[0].get("buckets", ranks[0]["tensors"])
-    rows += [
-        row(f"{name}: replicas are the same bits", True, all(found["same"] for found in ranks)),
-        row(f"{name}: bytes of all ranks per step, 2P(N-1)", round(predicted), round(sent), "B"),
-        row(f"{name}: all-reduces per step", calls, ranks[0]["all_reduces"]),
-    ]
+    yield row(f"{name}: replicas are the same bits", True, all(rank["same"] for rank in ranks))
+    yield row(f"{name}: bytes of all ranks per step, 2P(N-1)", round(predicted), round(sent), "B")
+    yield row(f"{name}: all-reduces per step", calls, ranks[0]["all_reduces"])
     if "early" in ranks[0]:
-        early = min(found["early"] for found in ranks)
-        rows.append(row(f"{name}: of these, started during backward", calls, early))
-    return rows
+        early = min(rank["early"] for rank in ranks)
+        yield row(f"{name}: of these, started during backward", calls, early)
 
 
 if __name__ == "__main__":
-    ranks = launch(rank_program, nproc=4)
-    if is_root():
-        rows = []
-        for name in ranks[0]:
-            found = [rank[name] for rank in ranks]
-            missing = [row(f"{name}: not written yet", None, None)]
-            rows += missing if None in found else rows_of(name, found)
-        result = receipt(f"lab 03 on {len(ranks)} ranks", rows)
-        print(result)
-        raise SystemExit(0 if result.ok else 1)
+    run("lab 03", rank_program, judge)

@@ -71,7 +71,7 @@ class SleepyModel(nn.Module):
 
 
 def sleepy_steps(group: Group, prefetches: Sequence[int]) -> list[tuple[measure.Ledger, float, int]]:
-    """The quicker of two steps per prefetch depth: its ledger, its seconds; and the most units whole at once."""
+    """For each prefetch depth the faster of two steps, (ledger, seconds), and the peak number of gathered units."""
     found = []
     for prefetch in prefetches:
         model = FullyShard(SleepyModel(), group, prefetch=prefetch)

@@ -113,7 +113,10 @@ def _judge_places(steps: Sequence[list], stages: int, microbatches: int, where: 
 
 
 def _judge_rendezvous(steps: Sequence[list], where: str) -> None:
-    """CheckFailed if a circle of stages waits when a list is done once all its messages have met their partners."""
+    """CheckFailed for a deadlock: stages wait for each other in a circle.
+
+    A list of messages ends when all of them have arrived.
+    """
     at, met = [0] * len(steps), [set() for _ in steps]  # met[stage]: what it has posted so far
     moved = True
     while moved:

@@ -55,7 +55,10 @@ def never_meet(group: Group) -> dict[str, float]:
 
 
 def means(group: Group) -> dict[str, Any]:
-    """The gradient with each rank's own mean averaged, and with the sum over all tokens: off by; tokens that count."""
+    """The gradient with each rank's own mean averaged, and with the sum divided by all tokens.
+
+    Returns the relative error of each, and how many tokens count on this rank.
+    """
     right, found = _alone(True), {}
     for name, own_mean in (("mean of means", True), ("mean over all tokens", False)):
         attention = RingAttention(group, "contiguous")

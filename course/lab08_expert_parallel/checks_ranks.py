@@ -127,8 +127,8 @@ def _judge_bytes(case: Rows, found: Sequence[Did]) -> list:
             )
         if did.beside > 8 * case.num_experts * (n - 1):
             raise CheckFailed(
-                f"right, but rank {rank} of {n} sends {did.beside:,} bytes of whole numbers: its counts for every rank "
-                f"take {8 * case.num_experts * (n - 1):,} at most",
+                f"right, but rank {rank} of {n} sends {did.beside:,} bytes of counts; "
+                f"{8 * case.num_experts * (n - 1):,} are enough (an int64 per expert, to every other rank)",
                 rows,
             )
     return rows

@@ -169,8 +169,8 @@ def levels() -> list[dict[str, Journey]]:
 
 
 def crossing_formula() -> dict[str, float]:
-    """Bytes that a rank sends to other nodes on average, there and back, if its tokens choose at random. A row in two
-    levels carries k weights beside its H numbers on its way there, and k numbers of experts of 8 bytes."""
+    """Bytes that a rank sends to other nodes on average, there and back, if its tokens choose at random. With two
+    levels a row travels there with its k weights (4 bytes each) and k expert ids (8 bytes each)."""
     flat, two_level = moe.crossing_rows(EXPERTS, NODE_TOP_K, NODES)
     there, back = 4 * (HIDDEN + NODE_TOP_K) + 8 * NODE_TOP_K, 4 * HIDDEN
     return {"flat": TOKENS * flat * 2 * 4 * HIDDEN, "two levels": TOKENS * two_level * (there + back)}

@@ -128,7 +128,7 @@ def beside_dense(found: Trainings | None = None) -> Iterator[Row]:
     yield row(f"loss after {STEPS} steps: dense, experts", None, (dense.final_loss, experts.final_loss), "nats")
     yield row("    CPU seconds of all steps: dense, experts", None, (dense.seconds, experts.seconds), "s", noisy=True)
     worth = _loss_at(dense, experts.seconds), _loss_at(experts, dense.seconds)
-    yield row("    loss of each after the other's CPU seconds, if that is earlier", None, worth, "nats", noisy=True)
+    yield row("    loss at equal CPU time: dense, experts", None, worth, "nats", noisy=True)
 
 
 def _loss_at(run: Training, at_s: float) -> float:
@@ -165,8 +165,8 @@ def doubled(found: Sequence[dict[int, dict[str, float]]] | None = None) -> Itera
 def neighbours(found: dict[str, int] | None = None) -> Iterator[Row]:
     found = found or experiments.neighbours_in_the_batch()
     shared, own = found["shared by the batch"], found["of each sequence"]
-    yield row("places of each sequence: choices that depend on another sequence", 0, own)
-    yield row("places shared by the batch: some do", True, shared > 0)
+    yield row("capacity of each sequence: choices that a neighbour changes", 0, own)
+    yield row("capacity shared by the batch: a neighbour changes some choices", True, shared > 0)
     yield row("    of 64 choices", None, shared)
 
 

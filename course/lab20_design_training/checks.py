@@ -3,13 +3,11 @@
 import random
 from typing import Any
 
-from course.kit.answers import answers_of
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Row, row
+from course.shared.diagnose import expect_list, expect_number
 from minillm.predict import faults
 from minillm.predict.model import ADAM_MIXED_FP32_GRADIENTS
-
-ANSWERS = answers_of("20_design_training")
 
 
 @exercise(
@@ -18,14 +16,9 @@ ANSWERS = answers_of("20_design_training")
     difficulty=2,
     hints=(
         "How many parameters does one rank have before ZeRO divides anything? Then: which of 2, 4 and 12 bytes does "
-        "each "
-        "stage divide?",
+        "each stage divide?",
         "Tensor and pipeline ranks share the parameters: parameters / (tp · pp). Stage 1 divides the 12 bytes of "
-        "master "
-        "copy and moments by dp, stage 2 the 4 of the gradient too, stage 3 the 2 of the weight too.",
-        "count = parameters / (tp * pp); kinds = (12, 4, 2); sum(b / dp if i < zero else b for i, b in "
-        "enumerate(kinds)) "
-        "* count",
+        "master copy and moments by dp, stage 2 the 4 of the gradient too, stage 3 the 2 of the weight too.",
     ),
 )
 def check_state_bytes(learner: Any) -> list[Row]:
@@ -34,13 +27,12 @@ def check_state_bytes(learner: Any) -> list[Row]:
         tp, pp, dp = random.choice((2, 4, 8)), random.choice((2, 3, 4)), random.choice((4, 8, 16))
         parameters = tp * pp * dp * random.randint(10**6, 10**8)
         expected = ADAM_MIXED_FP32_GRADIENTS.per_rank(parameters // (tp * pp), dp, zero)
-        found = learner(parameters, dp, tp, pp, zero)
+        answered = expect_number(learner(parameters, dp, tp, pp, zero), "one number, bytes")
         name = f"{parameters / 1e9:.1f} billion, dp {dp}, tp {tp}, pp {pp}, stage {zero}"
-        if not isinstance(found, int | float) or abs(found - expected) > 1e-6 * expected:
-            raise CheckFailed(
-                f"For {name} you returned {found!r}; one rank holds {expected:,} bytes of states.", rows, evidence=found
-            )
-        rows.append(row(name, expected, float(found), "B", 1e-6))
+        rows.append(row(name, expected, float(answered), "B", 1e-6))
+        if rows[-1].verdict == "off":
+            said = f"For {name} you returned {answered:,}; one rank holds {expected:,} bytes of states."
+            raise CheckFailed(said, rows, evidence=answered)
     return rows
 
 
@@ -50,13 +42,9 @@ def check_state_bytes(learner: Any) -> list[Row]:
     difficulty=2,
     hints=(
         "How often does the *job* fail, if any of its devices stops it? And what does a failure cost in the mean, "
-        "if you "
-        "save every t seconds?",
+        "if you save every t seconds?",
         "The wasted share is save / t + (t / 2 + restart) / mtbf, with mtbf = device_mtbf / devices. Where is its "
-        "slope "
-        "0?",
-        "mtbf = device_mtbf_s / devices; t = (2 * save_s * mtbf) ** 0.5; return t, save_s / t + (t / 2 + restart_s) "
-        "/ mtbf",
+        "slope 0?",
     ),
 )
 def check_save_interval(learner: Any) -> list[Row]:
@@ -68,19 +56,13 @@ def check_save_interval(learner: Any) -> list[Row]:
         grid = [10 ** (power / 400) for power in range(0, 2800)]
         interval = min(grid, key=lambda each: faults.wasted_share(each, save, restart, mtbf))
         waste = faults.wasted_share(interval, save, restart, mtbf)
-        found = learner(save, restart, device, devices)
+        asked = "two numbers, (interval, wasted share)"
+        answered = expect_list(learner(save, restart, device, devices), asked, count=2)
         name = f"{devices:,} devices, a save of {save:.0f} s, a restart of {restart:.0f} s"
-        if not isinstance(found, tuple) or len(found) != 2:
-            raise CheckFailed(
-                f"You returned {found!r}; the exercise asks for two numbers, (interval, wasted share).", rows
-            )
-        for what, ours, theirs in (("interval", interval, found[0]), ("wasted share", waste, found[1])):
-            if abs(theirs - ours) > 0.01 * ours:
-                raise CheckFailed(
-                    f"{name}: your {what} is {theirs:.4g}; trying all intervals, the best is {ours:.4g}.",
-                    rows,
-                    evidence=found,
-                )
-        rows.append(row(f"{name}: interval", interval, found[0], "s", 0.01))
-        rows.append(row("    wasted share", waste, found[1], "", 0.01))
+        for what, best, given in zip(("interval", "wasted share"), (interval, waste), answered, strict=True):
+            if abs(expect_number(given, asked) - best) > 0.01 * best:
+                said = f"{name}: your {what} is {given:.4g}; trying all intervals, the best is {best:.4g}."
+                raise CheckFailed(said, rows, evidence=answered)
+        rows.append(row(f"{name}: interval", interval, answered[0], "s", 0.01))
+        rows.append(row("    wasted share", waste, answered[1], "", 0.01))
     return rows

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from minillm.drawing import headline, log_ticks, style, subplots
+from minillm.drawing import headline, log_ticks, subplots
 from minillm.palette import look
 from minillm.predict import faults
 from minillm.predict.planner import search
@@ -25,16 +25,15 @@ def where_it_goes(
     except ValueError as error:
         figure.suptitle(_wrapped(str(error)), fontsize=9, y=1.0)
         return figure
-    with style():
-        _stack(axes[0], {name: value for name, value in asdict(best.step).items()}, "seconds of a step")
-        _stack(axes[1], {name: value / GIB for name, value in asdict(best.memory).items()}, "GiB per GPU")
-        usable = machine.usable / GIB
-        axes[1].axvline(usable, color="#555555", linestyle="--")
-        axes[1].annotate(
-            f"usable:\n{usable:.0f} GiB", (usable, -0.55), (-4, 0), textcoords="offset points", ha="right", fontsize=9
-        )
-        where = f"{machine.gpus} x {machine.device.name}"
-        headline(figure, f"The best layout of {model} on {where} reaches an MFU of {best.mfu:.0%}", str(best.layout))
+    _stack(axes[0], {name: value for name, value in asdict(best.step).items()}, "seconds of a step")
+    _stack(axes[1], {name: value / GIB for name, value in asdict(best.memory).items()}, "GiB per GPU")
+    usable = machine.usable / GIB
+    axes[1].axvline(usable, color="#555555", linestyle="--")
+    axes[1].annotate(
+        f"usable:\n{usable:.0f} GiB", (usable, -0.55), (-4, 0), textcoords="offset points", ha="right", fontsize=9
+    )
+    where = f"{machine.gpus} x {machine.device.name}"
+    headline(figure, f"The best layout of {model} on {where} reaches an MFU of {best.mfu:.0%}", str(best.layout))
     return figure
 
 
@@ -44,33 +43,32 @@ def waste(save_s: int = 30, restart_min: int = 10, gpus: int = 16384) -> Figure:
     best = faults.young_interval(save_s, mtbf)
     intervals = best * np.logspace(-1.3, 1.3, 80)
     figure, axes = subplots(width=7.5, height=3.2)
-    with style():
-        total = [faults.wasted_share(t, save_s, 60 * restart_min, mtbf) for t in intervals]
-        parts = {
-            "all three": total,
-            "saves": [save_s / t for t in intervals],
-            "work done twice": [t / 2 / mtbf for t in intervals],
-            "restarts": [60 * restart_min / mtbf for _ in intervals],
-        }
-        for place, (name, values) in enumerate(parts.items()):
-            drawn = look(place)
-            axes.plot(
-                intervals / 60,
-                values,
-                label=name,
-                color=drawn.color,
-                linestyle=drawn.linestyle,
-                marker=drawn.marker,
-                markevery=12,
-            )
-        axes.axvline(best / 60, color="#555555", linestyle="--")
-        axes.annotate(f"Young: {best / 60:.0f} min", (best / 60, 0.9 * max(total[40] * 3, 0.05)), fontsize=9)
-        axes.set(xscale="log", xlabel="minutes between saves", ylabel="share of the time lost")
-        axes.set_ylim(0, max(0.05, min(1.0, 3 * min(total))))
-        setting = f"Formula: {gpus:,} GPUs, a failure every {mtbf / 3600:.1f} hours"
-        headline(axes, "Saving too often wastes time, and so does saving too rarely", setting)
-        log_ticks(axes.xaxis)
-        figure.legend(loc="outside lower center", ncols=len(parts), frameon=False)
+    total = [faults.wasted_share(t, save_s, 60 * restart_min, mtbf) for t in intervals]
+    parts = {
+        "all three": total,
+        "saves": [save_s / t for t in intervals],
+        "work done twice": [t / 2 / mtbf for t in intervals],
+        "restarts": [60 * restart_min / mtbf for _ in intervals],
+    }
+    for place, (name, values) in enumerate(parts.items()):
+        drawn = look(place)
+        axes.plot(
+            intervals / 60,
+            values,
+            label=name,
+            color=drawn.color,
+            linestyle=drawn.linestyle,
+            marker=drawn.marker,
+            markevery=12,
+        )
+    axes.axvline(best / 60, color="#555555", linestyle="--")
+    axes.annotate(f"Young: {best / 60:.0f} min", (best / 60, 0.9 * max(total[40] * 3, 0.05)), fontsize=9)
+    axes.set(xscale="log", xlabel="minutes between saves", ylabel="share of the time lost")
+    axes.set_ylim(0, max(0.05, min(1.0, 3 * min(total))))
+    setting = f"Formula: {gpus:,} GPUs, a failure every {mtbf / 3600:.1f} hours"
+    headline(axes, "Saving too often wastes time, and so does saving too rarely", setting)
+    log_ticks(axes.xaxis)
+    figure.legend(loc="outside lower center", ncols=len(parts), frameon=False)
     return figure
 
 

@@ -1,33 +1,42 @@
 """Lab 20's wrong answers with the sentence each draws, and other right ones."""
 
 from course.kit.exercises import alternative, mistake
-from course.lab20_design_training.checks import ANSWERS
 
-mistake("state-bytes", "weights alone", says="Those are the 16-bit weights, all that serving holds.")(
-    lambda parameters, dp, tp, pp, zero: 2 * parameters / (tp * pp)
-)
-mistake("state-bytes", "16-bit gradients", says="Gradients are kept in 32 bits here: 4 bytes, 18 in all.")(
-    lambda parameters, dp, tp, pp, zero: (
-        ANSWERS.state_bytes(parameters, dp, tp, pp, zero) - 2 * parameters / (tp * pp) / (dp if zero >= 2 else 1)
-    )
+mistake(
+    "state-bytes",
+    "weights alone",
+    {"(12, 4, 2)": "(0, 0, 2)"},
+    says="Those are the 16-bit weights, all that serving holds.",
 )
 mistake(
-    "state-bytes", "ZeRO over all ranks", says="ZeRO divides over the data-parallel ranks; tp and pp have done theirs."
-)(
-    lambda parameters, dp, tp, pp, zero: sum(
-        size * parameters / (tp * pp) / (dp * tp * pp if stage < zero else 1) for stage, size in enumerate((12, 4, 2))
-    )
-)
-mistake("state-bytes", "stages in the wrong order", says="Stage 1 divides the optimizer's states, not the weights.")(
-    lambda parameters, dp, tp, pp, zero: sum(
-        size * parameters / (tp * pp) / (dp if stage < zero else 1) for stage, size in enumerate((2, 4, 12))
-    )
+    "state-bytes",
+    "16-bit gradients",
+    {"(12, 4, 2)": "(12, 2, 2)"},
+    says="Gradients are kept in 32 bits here: 4 bytes, 18 in all.",
 )
 mistake(
-    "state-bytes", "stages hold all layers", says="A pipeline stage holds its own layers only: divide by pp as well."
-)(lambda parameters, dp, tp, pp, zero: pp * ANSWERS.state_bytes(parameters, dp, tp, pp, zero))
-mistake("state-bytes", "everything divided", says="Before stage 3 something is replicated; here all of it is divided.")(
-    lambda parameters, dp, tp, pp, zero: 18 * parameters / (tp * pp * dp)
+    "state-bytes",
+    "ZeRO over all ranks",
+    {"(dp if": "(dp * tp * pp if"},
+    says="ZeRO divides over the data-parallel ranks; tp and pp have done theirs.",
+)
+mistake(
+    "state-bytes",
+    "stages in the wrong order",
+    {"(12, 4, 2)": "(2, 4, 12)"},
+    says="Stage 1 divides the optimizer's states, not the weights.",
+)
+mistake(
+    "state-bytes",
+    "stages hold all layers",
+    {"(tp * pp)": "tp"},
+    says="A pipeline stage holds its own layers only: divide by pp as well.",
+)
+mistake(
+    "state-bytes",
+    "everything divided",
+    {" if stage < zero else 1": ""},
+    says="Before stage 3 something is replicated; here all of it is divided.",
 )
 
 
@@ -43,46 +52,41 @@ def in_bits(parameters, dp, tp, pp, zero):
     return sum(each / 8 * parameters / tp / pp / (dp if cut else 1) for each, cut in bits)
 
 
-def _interval(save_s, restart_s, mtbf, factor=2.0):
-    interval = (factor * save_s * mtbf) ** 0.5
-    return interval, save_s / interval + (interval / 2 + restart_s) / mtbf
-
-
 mistake(
     "save-interval",
     "one device's failures",
+    {" / devices": ""},
     says="Any of the devices stops the job: its MTBF is one device's / devices.",
-)(lambda save_s, restart_s, device_mtbf_s, devices: _interval(save_s, restart_s, device_mtbf_s))
+)
 mistake(
-    "save-interval", "root without 2", says="Half an interval is lost in the mean, not a whole one: √(2 · save · MTBF)."
-)(lambda save_s, restart_s, device_mtbf_s, devices: _interval(save_s, restart_s, device_mtbf_s / devices, 1.0))
+    "save-interval",
+    "root without 2",
+    {"2 * save_s": "save_s"},
+    says="Half an interval is lost in the mean, not a whole one: √(2 · save · MTBF).",
+)
 mistake(
     "save-interval",
     "restart in the root",
+    {"2 * save_s": "2 * (save_s + restart_s)"},
     says="A restart costs the same whatever the interval: it is not in the root.",
-)(
-    lambda save_s, restart_s, device_mtbf_s, devices: _interval(
-        save_s, restart_s, device_mtbf_s / devices, 2 * (1 + restart_s / save_s)
-    )
 )
-
-
-@mistake(
-    "save-interval", "a whole interval lost", says="The interval is right; a failure falls in its middle in the mean."
+mistake(
+    "save-interval",
+    "a whole interval lost",
+    {"interval / 2": "interval"},
+    says="The interval is right; a failure falls in its middle in the mean.",
 )
-def whole_interval(save_s, restart_s, device_mtbf_s, devices):
-    mtbf = device_mtbf_s / devices
-    interval = (2 * save_s * mtbf) ** 0.5
-    return interval, save_s / interval + (interval + restart_s) / mtbf
-
-
-@mistake("save-interval", "no restart", says="The interval is right; the wasted share has to count the restarts too.")
-def no_restart(save_s, restart_s, device_mtbf_s, devices):
-    return ANSWERS.save_interval(save_s, 0.0, device_mtbf_s, devices)
-
-
-mistake("save-interval", "interval alone", expect="exercise asks for two numbers")(
-    lambda save_s, restart_s, device_mtbf_s, devices: (2 * save_s * device_mtbf_s / devices) ** 0.5
+mistake(
+    "save-interval",
+    "no restart",
+    {" + restart_s": ""},
+    says="The interval is right; the wasted share has to count the restarts too.",
+)
+mistake(
+    "save-interval",
+    "interval alone",
+    {", save_s / interval + (interval / 2 + restart_s) / mtbf": ""},
+    expect="exercise asks for two numbers",
 )
 
 

@@ -31,8 +31,7 @@
 
 # %%
 from course.kit import check, finish, hint, show, sliders
-from course.lab20_design_training import figures as pictures
-from course.lab20_design_training import receipts
+from course.lab20_design_training import figures, receipts
 
 # %% [markdown]
 # ## How to answer
@@ -107,11 +106,11 @@ receipts.answer("seventy_on_64")
 # Where the time of a step and the memory of a GPU go, for the planner's best mesh:
 
 # %%
-show(pictures.where_it_goes)
+show(figures.where_it_goes)
 
 # %%
 sliders(
-    pictures.where_it_goes,
+    figures.where_it_goes,
     model=["llama-3-8b", "llama-3-70b", "llama-3-405b"],
     device=["a100-80", "h100", "h200"],
     nodes=(1, 64),
@@ -123,7 +122,7 @@ sliders(
 # The runners-up, and what each of them loses:
 
 # %%
-receipts.a_plan_of_yours()
+receipts.best_plans()
 
 # %% [markdown]
 # ## Problem 2 · 7B on 8 GPUs of 40 GB
@@ -339,10 +338,10 @@ receipts.decide("checkpoint_interval", "interval", guess_interval)
 receipts.answer("checkpoint_interval")
 
 # %%
-show(pictures.waste)
+show(figures.waste)
 
 # %%
-sliders(pictures.waste, save_s=(1, 120), restart_min=(1, 30), gpus=(64, 65536, 64))
+sliders(figures.waste, save_s=(1, 120), restart_min=(1, 30), gpus=(64, 65536, 64))
 
 # %% [markdown]
 # ## Problem 11 · The input pipeline starves

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import cache
 
-from course.shared.cases import Case
+from course.shared.cases import DesignCase
 from course.shared.decisions import Decision, shown
 from minillm.predict.model import ADAM_MIXED
 from minillm.predict.planner import published, search
@@ -19,7 +19,7 @@ DAY = 86400.0
 
 
 @cache
-def seventy_on_64() -> Case:
+def seventy_on_64() -> DesignCase:
     """Train 70B from scratch on 64 H100 with 8,192-token sequences, 512 per step."""
     model, machine = architecture("llama-3-70b"), cluster("h100", 64)
     states = STATE.total * model.parameters
@@ -50,15 +50,14 @@ def seventy_on_64() -> Case:
         "quoted_weights": shown(STATE.parameter * 70e9 / 16, "B"),
         "quoted_third": shown(STATE.parameter * 70e9 / 64, "B"),
     }
-    return Case(
+    return DesignCase(
         {
             "states": Decision(
                 "bytes of all training states of 70B parameters, all GPUs together",
                 states,
                 "B",
-                f"{model.parameters / 1e9:.1f} billion parameters times {STATE.total} bytes: 2 for the 16-bit "
-                "weight, 4 for "
-                "its 32-bit gradient, 4 for the master copy, 8 for Adam's two moments.",
+                f"{model.parameters / 1e9:.1f} billion parameters times {STATE.total} bytes: 2 for the 16-bit weight, "
+                "4 for its 32-bit gradient, 4 for the master copy, 8 for Adam's two moments.",
                 slips={
                     2 / STATE.total: "That is the weights alone, which is what serving needs. Training adds gradients, "
                     "a master copy and two moments.",
@@ -88,7 +87,7 @@ def seventy_on_64() -> Case:
 
 
 @cache
-def seven_on_8() -> Case:
+def seven_on_8() -> DesignCase:
     """Train 7B on one node of 8 A100 with 40 GB."""
     model, machine = architecture("llama-2-7b"), cluster("a100-40", 8)
     best = search.rank(model, machine, 4096, 64).best
@@ -107,7 +106,7 @@ def seven_on_8() -> Case:
         "best": str(best.layout),
         "mfu": f"{best.mfu:.0%}",
     }
-    return Case(
+    return DesignCase(
         {
             "replica": Decision(
                 "bytes on one GPU under plain data parallelism, states alone",
@@ -132,7 +131,7 @@ def seven_on_8() -> Case:
 
 
 @cache
-def four_hundred_on_16k() -> Case:
+def four_hundred_on_16k() -> DesignCase:
     """405B on 16,384 H100: Meta's published layout, checked."""
     first, run, long = (each for each in published.RUNS if each.name.startswith("Llama 3 405B"))
     row, far = published.compare(run), published.compare(long)
@@ -160,7 +159,7 @@ def four_hundred_on_16k() -> Case:
         "seconds": shown(time.seconds, "s"),
         "tokens": shown(layout.batch * run.seq / time.seconds, "tokens/s"),
     }
-    return Case(
+    return DesignCase(
         {
             "bubble": Decision(
                 "share of the step that is bubble: 16 stages, 16 microbatches, 8 chunks per stage",
@@ -193,7 +192,7 @@ def four_hundred_on_16k() -> Case:
 
 
 @cache
-def gpt3_on_1024() -> Case:
+def gpt3_on_1024() -> DesignCase:
     """GPT-3 on 1,024 A100 with Megatron's axes."""
     run = next(each for each in published.RUNS if each.name.startswith("GPT-3 175B, 1,024"))
     row, model = published.compare(run), run.architecture
@@ -212,15 +211,14 @@ def gpt3_on_1024() -> Case:
         "held": f"{row.memory / GIB:.0f} GiB",
         "usable": f"{row.usable / GIB:.0f} GiB",
     }
-    return Case(
+    return DesignCase(
         {
             "days": Decision(
                 "days for 300 billion tokens",
                 days,
                 "days",
-                f"{speed:,.0f} tokens per second: 6 · 175 billion FLOPs per token, and a third more for "
-                "recomputation, at "
-                f"{row.predicted:.0%} of 1,024 · 312 TFLOP/s.",
+                f"{speed:,.0f} tokens per second: 6 · 175 billion FLOPs per token, and a third more for recomputation, "
+                f"at {row.predicted:.0%} of 1,024 · 312 TFLOP/s.",
                 slips={
                     row.predicted: "That is at the peak; no step reaches it.",
                     3 / 4: "Full recomputation adds a forward pass.",
@@ -233,7 +231,7 @@ def gpt3_on_1024() -> Case:
 
 
 @cache
-def fine_tune_on_a_node() -> Case:
+def fine_tune_on_a_node() -> DesignCase:
     """Fine-tune 70B on 8 H100."""
     model, machine = architecture("llama-3-70b"), cluster("h100", 8)
     states, room = STATE.total * model.parameters, 8 * machine.usable
@@ -251,7 +249,7 @@ def fine_tune_on_a_node() -> Case:
         "adapter_states": shown(STATE.total * adapters, "B"),
         "usable": shown(machine.usable, "B"),
     }
-    return Case(
+    return DesignCase(
         {
             "missing": Decision(
                 "bytes missing for full fine-tuning on 8 GPUs of 80 GB, states alone",
@@ -275,7 +273,7 @@ def fine_tune_on_a_node() -> Case:
 
 
 @cache
-def slower_on_two_nodes() -> Case:
+def slower_on_two_nodes() -> DesignCase:
     """A step that became 50 % slower when the job went from one node to two."""
     model, network = architecture("llama-3-8b"), 12.5e9
     one, two = cluster("a100-80", 8), cluster("a100-80", 16, network=network)
@@ -294,7 +292,7 @@ def slower_on_two_nodes() -> Case:
         "tp": shown(times[1].tp, "s"),
         "tp_one": shown(times[0].tp, "s"),
     }
-    return Case(
+    return DesignCase(
         {
             "ratio": Decision(
                 "times slower: a 16-rank tensor-parallel ring over two nodes of A100 with 100 Gb/s per GPU against 8 "

@@ -3,7 +3,7 @@
 from functools import cache
 
 from course.lab20_design_training.problems import DAY
-from course.shared.cases import Case
+from course.shared.cases import DesignCase
 from course.shared.decisions import Decision, shown
 from minillm.predict import faults
 from minillm.predict.model import bill, causal_context
@@ -20,7 +20,7 @@ RESTART_S, SAVE_S = 600.0, 30.0
 
 
 @cache
-def checkpoint_interval() -> Case:
+def checkpoint_interval() -> DesignCase:
     """How often to save on 16,384 GPUs, from the published number of interruptions."""
     mtbf = DAYS * DAY / INTERRUPTIONS
     device = mtbf * GPUS
@@ -38,7 +38,7 @@ def checkpoint_interval() -> Case:
         "small": f"{small / DAY:.0f} days",
         "small_best": f"{faults.young_interval(SAVE_S, small) / 3600:.1f} hours",
     }
-    return Case(
+    return DesignCase(
         {
             "mtbf": Decision(
                 "seconds between interruptions: 419 in 54 days",
@@ -63,12 +63,12 @@ def checkpoint_interval() -> Case:
 
 
 @cache
-def a_hang() -> Case:
+def a_hang() -> DesignCase:
     """What a hang costs until the timeout ends it."""
     timeout = 600.0
     lost = GPUS * timeout / 3600
     numbers = {"lost": f"{lost:,.0f}", "share": f"{timeout / (DAYS * DAY / INTERRUPTIONS):.0%}"}
-    return Case(
+    return DesignCase(
         {
             "lost": Decision(
                 "GPU-hours lost if a hang on 16,384 GPUs is found by a timeout of ten minutes",
@@ -84,12 +84,12 @@ def a_hang() -> Case:
 
 
 @cache
-def a_straggler() -> Case:
+def a_straggler() -> DesignCase:
     """One slow GPU among 1,024."""
     slow = 1.2
     lost = 1 - 1 / slow
     numbers = {"lost": f"{lost:.0%}", "gpus": f"{1024 * lost:.0f}", "pays": f"{RESTART_S / lost / 60:.0f} minutes"}
-    return Case(
+    return DesignCase(
         {
             "lost": Decision(
                 "share of throughput lost if one of 1,024 GPUs takes 20 % longer for its part of a step",
@@ -108,14 +108,14 @@ def a_straggler() -> Case:
 
 
 @cache
-def a_loss_spike() -> Case:
+def a_loss_spike() -> DesignCase:
     """Rolling back after a loss spike."""
     run = next(each for each in published.RUNS if each.name.startswith("Llama 3 405B, 16,384 GPUs, 8k"))
     seconds = step(run.architecture, run.layout, run.cluster, run.seq).seconds
     back, skipped = 100, 200  # OPT and PaLM restarted some hundred steps earlier and skipped batches
     lost = GPUS * back * seconds / 3600
     numbers = {"lost": f"{lost:,.0f}", "seconds": shown(seconds, "s"), "back": str(back), "skipped": str(skipped)}
-    return Case(
+    return DesignCase(
         {
             "lost": Decision(
                 f"GPU-hours of a rollback by {back} steps on 16,384 GPUs, at {numbers['seconds']} a step",
@@ -131,7 +131,7 @@ def a_loss_spike() -> Case:
 
 
 @cache
-def starving_input() -> Case:
+def starving_input() -> DesignCase:
     """Does the loader keep up?"""
     model, machine = architecture("llama-3-8b"), cluster("h100", 8)
     best = search.rank(model, machine, 8192, 128).best
@@ -145,7 +145,7 @@ def starving_input() -> Case:
         "text": shown(text, "B/s"),
         "stored": shown(stored, "B/s"),
     }
-    return Case(
+    return DesignCase(
         {
             "read": Decision(
                 "bytes per second that a node reads if tokens are stored as 4-byte ids",
@@ -161,7 +161,7 @@ def starving_input() -> Case:
 
 
 @cache
-def scaling() -> Case:
+def scaling() -> DesignCase:
     """Strong and weak scaling of 8B from 8 to 1,024 GPUs."""
     model = architecture("llama-3-8b")
 
@@ -180,7 +180,7 @@ def scaling() -> Case:
         "before": f"{before.reported:.0%}",
         "after": f"{after.reported:.0%}",
     }
-    return Case(
+    return DesignCase(
         {
             "strong": Decision(
                 "efficiency of 1,024 GPUs against 8 at the same batch of 256 sequences of 8,192 tokens (8B)",
@@ -195,27 +195,27 @@ def scaling() -> Case:
 
 
 @cache
-def money_and_energy() -> Case:
+def money_and_energy() -> DesignCase:
     """What the 405B run costs."""
     model = architecture("llama-3-405b")
     flops = TOKENS * model.training_flops(causal_context(8192))
     waste = faults.wasted_share(1800.0, SAVE_S, RESTART_S, DAYS * DAY / INTERRUPTIONS)
-    found = bill(flops, GPUS, 989e12, 0.41 * (1 - waste), watts=WATTS, pue=1.1, price_per_hour=2.0)
+    actual = bill(flops, GPUS, 989e12, 0.41 * (1 - waste), watts=WATTS, pue=1.1, price_per_hour=2.0)
     ideal = bill(flops, GPUS, 989e12, 1.0, watts=WATTS, pue=1.1, price_per_hour=2.0)
     numbers = {
         "flops": f"{flops:.2g}",
-        "days": f"{found.days:.0f}",
-        "hours": f"{found.device_hours / 1e6:.0f} million",
-        "money": f"{found.money / 1e6:.0f} million",
-        "energy": f"{found.energy_mwh / 1e3:.0f} GWh",
-        "percent": f"{found.money / 1e8:.2g} million",
+        "days": f"{actual.days:.0f}",
+        "hours": f"{actual.device_hours / 1e6:.0f} million",
+        "money": f"{actual.money / 1e6:.0f} million",
+        "energy": f"{actual.energy_mwh / 1e3:.0f} GWh",
+        "percent": f"{actual.money / 1e8:.2g} million",
         "waste": f"{waste:.0%}",
         "published": f"{GPU_HOURS / 1e6:.1f} million",
-        "off": f"{found.device_hours / GPU_HOURS - 1:+.0%}",
+        "off": f"{actual.device_hours / GPU_HOURS - 1:+.0%}",
         "peak": f"{ideal.days:.0f}",
         "pue": f"{1.5 / 1.1 - 1:.0%}",
     }
-    return Case(
+    return DesignCase(
         {
             "flops": Decision(
                 "FLOPs to train 405B on 15.6 trillion tokens",
@@ -226,15 +226,15 @@ def money_and_energy() -> Case:
             ),
             "days": Decision(
                 "days on 16,384 H100 at 41 % MFU, failures included",
-                found.days,
+                actual.days,
                 "days",
                 f"{flops:.2g} FLOPs / (16,384 · 989 TFLOP/s · 0.41), and {numbers['waste']} for failures.",
-                slips={ideal.days / found.days: "That is at the peak.", 24: "Those are hours."},
+                slips={ideal.days / actual.days: "That is at the peak.", 24: "Those are hours."},
                 tolerance=0.15,
             ),
             "energy": Decision(
                 "energy in MWh at 700 W per GPU and a PUE of 1.1",
-                found.energy_mwh,
+                actual.energy_mwh,
                 "MWh",
                 f"{numbers['hours']} GPU-hours · 700 W · 1.1.",
                 slips={1e3: "Those are kWh.", 1e-3: "Those are GWh.", 1 / 1.1: "Cooling is missing: a PUE of 1.1."},

@@ -4,7 +4,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from minillm.drawing import headline, log_ticks, style, subplots
+from minillm.drawing import headline, log_ticks, subplots
 from minillm.palette import look
 from minillm.predict.planner.architectures import architecture
 from minillm.predict.planner.clusters import cluster
@@ -20,31 +20,28 @@ def frontier(
     """Formula: tokens per second and GPU against the limit on the time per output token."""
     points = _frontier(model, device, gpus, prompt, output)
     figure, axes = subplots(width=7.5, height=3.4)
-    with style():
-        drawn = look(0)
-        axes.plot(
-            [1e3 * limit for limit, _, _ in points],
-            [speed for _, speed, _ in points],
-            color=drawn.color,
-            marker=drawn.marker,
-            label=f"{model}, {prompt} + {output} tokens",
-        )
-        last = ""
-        for limit, speed, name in points:
-            if name != last:
-                axes.annotate(name, (1e3 * limit, speed), textcoords="offset points", xytext=(8, -4), fontsize=9)
-            last = name
-        axes.set(
-            xlabel="limit on the time per output token, ms", ylabel="tokens/s per GPU", xscale="log", ylim=(0, None)
-        )
-        log_ticks(axes.xaxis)
-        headline(
-            axes,
-            "A looser limit on latency buys throughput",
-            f"Formula: {gpus} x {cluster(device, gpus).device.name}, {model}",
-        )
-        if not points:
-            axes.text(0.5, 0.5, "the weights fit on no layout of these GPUs", transform=axes.transAxes, ha="center")
+    drawn = look(0)
+    axes.plot(
+        [1e3 * limit for limit, _, _ in points],
+        [speed for _, speed, _ in points],
+        color=drawn.color,
+        marker=drawn.marker,
+        label=f"{model}, {prompt} + {output} tokens",
+    )
+    last = ""
+    for limit, speed, name in points:
+        if name != last:
+            axes.annotate(name, (1e3 * limit, speed), textcoords="offset points", xytext=(8, -4), fontsize=9)
+        last = name
+    axes.set(xlabel="limit on the time per output token, ms", ylabel="tokens/s per GPU", xscale="log", ylim=(0, None))
+    log_ticks(axes.xaxis)
+    headline(
+        axes,
+        "A looser limit on latency buys throughput",
+        f"Formula: {gpus} x {cluster(device, gpus).device.name}, {model}",
+    )
+    if not points:
+        axes.text(0.5, 0.5, "the weights fit on no layout of these GPUs", transform=axes.transAxes, ha="center")
     return figure
 
 
@@ -52,25 +49,24 @@ def wall(percentile: int = 99) -> Figure:
     """Formula: mean and tail of the wait against the load."""
     loads = [0.02 * step for step in range(5, 49)]
     figure, axes = subplots(width=7.0, height=3.2)
-    with style():
-        series = {
-            "mean": [queueing.mean_wait(load, 1.0) for load in loads],
-            f"p{percentile}": [queueing.wait_quantile(load, 1.0, percentile / 100) for load in loads],
-        }
-        for place, (name, values) in enumerate(series.items()):
-            drawn = look(place)
-            axes.plot(
-                loads,
-                values,
-                label=name,
-                color=drawn.color,
-                linestyle=drawn.linestyle,
-                marker=drawn.marker,
-                markevery=6,
-            )
-        axes.set(xlabel="load", ylabel="wait, service times", ylim=(0, 60))
-        headline(axes, "Near full load the wait grows without bound", "Formula: random arrivals, one server")
-        axes.legend()
+    series = {
+        "mean": [queueing.mean_wait(load, 1.0) for load in loads],
+        f"p{percentile}": [queueing.wait_quantile(load, 1.0, percentile / 100) for load in loads],
+    }
+    for place, (name, values) in enumerate(series.items()):
+        drawn = look(place)
+        axes.plot(
+            loads,
+            values,
+            label=name,
+            color=drawn.color,
+            linestyle=drawn.linestyle,
+            marker=drawn.marker,
+            markevery=6,
+        )
+    axes.set(xlabel="load", ylabel="wait, service times", ylim=(0, 60))
+    headline(axes, "Near full load the wait grows without bound", "Formula: random arrivals, one server")
+    axes.legend()
     return figure
 
 

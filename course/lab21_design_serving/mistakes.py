@@ -3,49 +3,35 @@
 from itertools import accumulate
 
 from course.kit.exercises import alternative, mistake
-from course.lab21_design_serving.checks import ANSWERS
 
-
-def _fit(memory, weights, token, context):
-    return max(0, int((memory - weights) // (token * context)))
-
-
-mistake("sequences-that-fit", "keys only", says="Both keys and values are kept: twice as much per token.")(
-    lambda memory, parameters, tp, layers, kv_heads, head_dim, context: _fit(
-        memory, 2 * parameters / tp, 2 * layers * max(kv_heads / tp, 1) * head_dim, context
-    )
+mistake(
+    "sequences-that-fit",
+    "keys only",
+    {"2 * layers": "layers"},
+    says="Both keys and values are kept: twice as much per token.",
 )
 mistake(
-    "sequences-that-fit", "cache not divided", says="The kv heads are divided over the tp ranks, as the weights are."
-)(
-    lambda memory, parameters, tp, layers, kv_heads, head_dim, context: _fit(
-        memory, 2 * parameters / tp, 4 * layers * kv_heads * head_dim, context
-    )
+    "sequences-that-fit",
+    "cache not divided",
+    {"max(kv_heads / tp, 1)": "kv_heads"},
+    says="The kv heads are divided over the tp ranks, as the weights are.",
 )
-mistake("sequences-that-fit", "weights whole", says="A rank holds 1/tp of the weights.")(
-    lambda memory, parameters, tp, layers, kv_heads, head_dim, context: _fit(
-        memory, 2 * parameters, 4 * layers * max(kv_heads / tp, 1) * head_dim, context
-    )
+mistake(
+    "sequences-that-fit", "weights whole", {"parameters / tp": "parameters"}, says="A rank holds 1/tp of the weights."
 )
 mistake(
     "sequences-that-fit",
     "half a kv head",
+    {"max(kv_heads / tp, 1)": "kv_heads / tp"},
     says="A kv head is not divided: with more ranks than kv heads they copy one.",
-)(
-    lambda memory, parameters, tp, layers, kv_heads, head_dim, context: _fit(
-        memory, 2 * parameters / tp, 4 * layers * kv_heads / tp * head_dim, context
-    )
 )
-mistake("sequences-that-fit", "training states", says="Serving holds weights only, 2 bytes per parameter.")(
-    lambda memory, parameters, tp, layers, kv_heads, head_dim, context: _fit(
-        memory, 16 * parameters / tp, 4 * layers * max(kv_heads / tp, 1) * head_dim, context
-    )
+mistake(
+    "sequences-that-fit",
+    "training states",
+    {"2 * parameters": "16 * parameters"},
+    says="Serving holds weights only, 2 bytes per parameter.",
 )
-mistake("sequences-that-fit", "negative room", expect="not for a negative number")(
-    lambda memory, parameters, tp, layers, kv_heads, head_dim, context: int(
-        (memory - 2 * parameters / tp) // (4 * layers * max(kv_heads / tp, 1) * head_dim * context)
-    )
-)
+mistake("sequences-that-fit", "negative room", {"max(0, ": "("}, expect="not for a negative number")
 
 
 @alternative("sequences-that-fit", "over all ranks")
@@ -56,30 +42,34 @@ def over_all_ranks(memory, parameters, tp, layers, kv_heads, head_dim, context):
 
 
 mistake(
-    "queue-waits", "service included", says="That is the time until the answer; the wait ends when the service begins."
-)(lambda gaps, services: [a + b for a, b in zip(ANSWERS.waits(gaps, services), services, strict=True)])
-mistake("queue-waits", "own service", says="Request i waits for the services before it, not for its own.")(
-    lambda gaps, services: list(
-        accumulate(zip(gaps, services, strict=True), lambda w, gs: max(0.0, w + gs[1] - gs[0]), initial=0.0)
-    )[1:]
+    "queue-waits",
+    "service included",
+    {"append(wait)": "append(wait + own)"},
+    says="That is the time until the answer; the wait ends when the service begins.",
 )
-
-
-@mistake("queue-waits", "never below zero left out", says="An idle server saves nothing up: a wait is never below 0.")
-def without_floor(gaps, services):
-    waits = [0.0]
-    for gap, service in zip(gaps[1:], services, strict=False):
-        waits.append(waits[-1] + service - gap)
-    return waits
-
-
-@mistake("queue-waits", "only the one before", says="The one before may have waited too: its wait belongs to yours.")
-def only_the_last_service(gaps, services):
-    return [0.0] + [max(0.0, service - gap) for gap, service in zip(gaps[1:], services, strict=False)]
-
-
-mistake("queue-waits", "mean instead of a list", expect="the exercise asks for a list")(
-    lambda gaps, services: sum(ANSWERS.waits(gaps, services)) / len(gaps)
+mistake(
+    "queue-waits",
+    "own service",
+    {"wait + service": "wait + own"},
+    says="Request i waits for the services before it, not for its own.",
+)
+mistake(
+    "queue-waits",
+    "never below zero left out",
+    {"max(0.0, wait + service - gap)": "wait + service - gap if seconds else 0.0"},
+    says="An idle server saves nothing up: a wait is never below 0.",
+)
+mistake(
+    "queue-waits",
+    "only the one before",
+    {"wait + service": "service"},
+    says="The one before may have waited too: its wait belongs to yours.",
+)
+mistake(
+    "queue-waits",
+    "mean instead of a list",
+    {"return seconds": "return sum(seconds) / len(seconds)"},
+    expect="the exercise asks for a list",
 )
 
 

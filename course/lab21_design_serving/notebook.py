@@ -31,8 +31,7 @@
 
 # %%
 from course.kit import check, finish, hint, show, sliders
-from course.lab21_design_serving import figures as pictures
-from course.lab21_design_serving import receipts
+from course.lab21_design_serving import figures, receipts
 
 # %% [markdown]
 # ## The three models
@@ -68,11 +67,11 @@ sequences_that_fit = check("sequences-that-fit", sequences_that_fit)
 receipts.capacity()
 
 # %%
-show(pictures.frontier)
+show(figures.frontier)
 
 # %%
 sliders(
-    pictures.frontier,
+    figures.frontier,
     model=["llama-3-8b", "llama-3-70b", "mixtral-8x7b"],
     device=["l4", "a100-80", "h100", "h200"],
     gpus=(1, 8),
@@ -94,12 +93,12 @@ def waits(gaps, services):
     started, idle). services[i]: seconds request i takes.
     """
     # BEGIN SOLUTION
-    found, wait, service = [], 0.0, 0.0
+    seconds, wait, service = [], 0.0, 0.0
     for gap, own in zip(gaps, services, strict=True):
         wait = max(0.0, wait + service - gap)
-        found.append(wait)
+        seconds.append(wait)
         service = own
-    return found
+    return seconds
     # END SOLUTION
 
 
@@ -113,10 +112,10 @@ waits = check("queue-waits", waits)
 receipts.queue_at_loads()
 
 # %%
-show(pictures.wall)
+show(figures.wall)
 
 # %%
-sliders(pictures.wall, percentile=(90, 99))
+sliders(figures.wall, percentile=(90, 99))
 
 
 # %% [markdown]

@@ -3,7 +3,7 @@
 import math
 from functools import cache
 
-from course.shared.cases import Case
+from course.shared.cases import DesignCase
 from course.shared.decisions import Decision, shown
 from minillm.predict.planner.architectures import architecture
 from minillm.predict.planner.clusters import GIB, cluster
@@ -13,7 +13,7 @@ LOAD = 0.8  # of what a replica can do: the rest is for bursts
 
 
 @cache
-def chat_70b() -> Case:
+def chat_70b() -> DesignCase:
     """70B chat: p99 TPOT of 50 ms, 200 requests per second, 1,000 + 300 tokens."""
     model, rate, prompt, output = architecture("llama-3-70b"), 200, 1000, 300
     machine = cluster("h100", 8)
@@ -36,7 +36,7 @@ def chat_70b() -> Case:
         "kv": shown(model.kv_bytes(), "B"),
         "single": f"{2 * machine.device.bandwidth / (2 * model.parameters):.0f}",
     }
-    return Case(
+    return DesignCase(
         {
             "demand": Decision(
                 "output tokens per second, all users together",
@@ -72,7 +72,7 @@ def chat_70b() -> Case:
 
 
 @cache
-def eight_on_24gb() -> Case:
+def eight_on_24gb() -> DesignCase:
     """8B on one card of 24 GB."""
     model, machine = architecture("llama-3-8b"), cluster("l4", 1)
     weights = 2 * model.parameters
@@ -91,7 +91,7 @@ def eight_on_24gb() -> Case:
         "single": f"{single * 1e3:.0f} ms",
         "single4": f"{single / 4 * 1e3:.0f} ms",
     }
-    return Case(
+    return DesignCase(
         {
             "tokens": Decision(
                 "tokens of cache that fit beside 16-bit weights on 24 GiB (3 GiB reserved, 5 % lost)",
@@ -118,7 +118,7 @@ def eight_on_24gb() -> Case:
 
 
 @cache
-def rag_32k() -> Case:
+def rag_32k() -> DesignCase:
     """Long prompts from retrieval: 32,000 tokens in, 500 out."""
     model, machine, prompt = architecture("llama-3-70b"), cluster("h100", 8), 32000
     plan = next(p for p in rank_serving(model, machine, prompt, 500) if p.tp == 8)
@@ -134,7 +134,7 @@ def rag_32k() -> Case:
         "sequences": str(plan.sequences),
         "after": f"{plan.ttft * ((1 - share) * (1 - hit) + share * (1 - hit**2)):.1f} s",
     }
-    return Case(
+    return DesignCase(
         {
             "cache": Decision(
                 "bytes of cache of one 32,000-token prompt (70B)",
@@ -149,8 +149,7 @@ def rag_32k() -> Case:
                 plan.ttft,
                 "s",
                 f"{numbers['flops']}, of which attention {numbers['share']}, on 8 cards at the planner's rates, and "
-                "the "
-                "all-reduces of 80 layers.",
+                "the all-reduces of 80 layers.",
                 slips={8: "All 8 cards compute the prompt together."},
                 tolerance=0.35,
             ),
@@ -160,7 +159,7 @@ def rag_32k() -> Case:
 
 
 @cache
-def offline_batch() -> Case:
+def offline_batch() -> DesignCase:
     """A billion tokens over night."""
     model, machine = architecture("llama-3-70b"), cluster("h100", 8)
     plan = rank_serving(model, machine, 500, 500)[0]
@@ -177,7 +176,7 @@ def offline_batch() -> Case:
         "tpot": f"{plan.tpot * 1e3:.0f} ms",
         "nodes": str(math.ceil(hours / 10)),
     }
-    return Case(
+    return DesignCase(
         {
             "hours": Decision(
                 "hours for a billion output tokens on one node (70B, 500 + 500 tokens, no latency limit)",
@@ -192,7 +191,7 @@ def offline_batch() -> Case:
 
 
 @cache
-def many_adapters() -> Case:
+def many_adapters() -> DesignCase:
     """A thousand customers, each with a fine-tuned 8B."""
     model, tenants, rank = architecture("llama-3-8b"), 1000, 16
     h, f, kv = model.hidden_size, model.intermediate_size, model.num_kv_heads * model.head_dim
@@ -206,7 +205,7 @@ def many_adapters() -> Case:
         "load": f"{adapter / 25e9 * 1e3:.1f} ms",
         "hot": f"{2 * model.parameters / adapter:.0f}",
     }
-    return Case(
+    return DesignCase(
         {
             "adapter": Decision(
                 "bytes of one LoRA adapter of rank 16 on all matrices of an 8B model, in 16 bits",
@@ -225,7 +224,7 @@ def many_adapters() -> Case:
 
 
 @cache
-def at_the_edge() -> Case:
+def at_the_edge() -> DesignCase:
     """A 3B model on a phone."""
     parameters, bandwidth, bits = 3e9, 60e9, 4.5
     size = parameters * bits / 8
@@ -238,7 +237,7 @@ def at_the_edge() -> Case:
         "prefill": f"{1000 * 2 * parameters / operations:.1f} s",
         "naive": f"{operations / (2 * parameters):,.0f}",
     }
-    return Case(
+    return DesignCase(
         {
             "speed": Decision(
                 "tokens per second at most: 3B weights in 4.5 bits on 60 GB/s",

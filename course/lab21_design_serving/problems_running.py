@@ -4,7 +4,7 @@ import math
 from functools import cache
 
 from course.lab21_design_serving import experiments
-from course.shared.cases import Case
+from course.shared.cases import DesignCase
 from course.shared.decisions import Decision, shown
 from minillm.predict import roofline
 from minillm.predict.planner.architectures import architecture
@@ -14,7 +14,7 @@ from minillm.predict.serving import queueing, speculation
 
 
 @cache
-def tail_at_85() -> Case:
+def tail_at_85() -> DesignCase:
     """p99 at 85 % load."""
     service = 1.0
     half, high, higher = (queueing.wait_quantile(load, service, 0.99) for load in (0.5, 0.85, 0.95))
@@ -30,7 +30,7 @@ def tail_at_85() -> Case:
         "three": f"{2 * 0.85 / 3:.0%}",
         "regular": f"{sum(regular) / len(regular):.1f}",
     }
-    return Case(
+    return DesignCase(
         {
             "mean": Decision(
                 "mean wait at 85 % load, in service times (random arrivals, exponential services)",
@@ -60,7 +60,7 @@ def tail_at_85() -> Case:
 
 
 @cache
-def bursts() -> Case:
+def bursts() -> DesignCase:
     """A burst, and replicas that take minutes to start."""
     weights, disk = 2 * architecture("llama-3-70b").parameters, 2e9
     load = weights / disk
@@ -74,7 +74,7 @@ def bursts() -> Case:
         "peer": f"{weights / 25e9:.0f} s",
         "load80": f"{arrivals / (2 * served):.0%}",
     }
-    return Case(
+    return DesignCase(
         {
             "load": Decision(
                 "seconds to read the weights of a 70B model in 16 bits at 2 GB/s",
@@ -86,8 +86,7 @@ def bursts() -> Case:
             ),
             "backlog": Decision(
                 "requests waiting when the second replica is ready: 40 per second arrive, one replica does 25, it "
-                "starts in "
-                "60 s plus the load",
+                "starts in 60 s plus the load",
                 backlog,
                 "",
                 f"(40 - 25) per second times {numbers['start']}.",
@@ -100,7 +99,7 @@ def bursts() -> Case:
 
 
 @cache
-def blocked_by_a_prompt() -> Case:
+def blocked_by_a_prompt() -> DesignCase:
     """One long prompt between everybody's tokens."""
     model, machine = architecture("llama-3-8b"), cluster("h100", 1)
     whole = rank_serving(model, machine, 32000, 1)[0].ttft
@@ -111,7 +110,7 @@ def blocked_by_a_prompt() -> Case:
         "chunks": str(math.ceil(32000 / 2048)),
         "fits": f"{0.05 / chunk * 2048:,.0f}",
     }
-    return Case(
+    return DesignCase(
         {
             "stall": Decision(
                 "seconds that all other streams stand still while a 32,000-token prompt is computed whole (8B, one "
@@ -127,7 +126,7 @@ def blocked_by_a_prompt() -> Case:
 
 
 @cache
-def does_speculation_pay() -> Case:
+def does_speculation_pay() -> DesignCase:
     """Speculation: at one stream, and at a large batch."""
     alpha, ratio, k = 0.7, 0.1, 4
     alone = speculation.speedup(alpha, ratio, k)
@@ -143,7 +142,7 @@ def does_speculation_pay() -> Case:
         "best": str(best),
         "batch": f"{ridge / (k + 1):.0f}",
     }
-    return Case(
+    return DesignCase(
         {
             "alone": Decision(
                 "speedup of one stream: acceptance 0.7, K = 4, a draft token costs a tenth of a target pass",
@@ -170,7 +169,7 @@ def does_speculation_pay() -> Case:
 
 
 @cache
-def does_quantisation_pay() -> Case:
+def does_quantisation_pay() -> DesignCase:
     """4-bit weights at batch 1 and at batch 512."""
     model, device = architecture("llama-3-8b"), cluster("h100", 1).device
     weights, rate = 2 * model.parameters, device.matmul_rate(model.hidden_size)
@@ -187,7 +186,7 @@ def does_quantisation_pay() -> Case:
         "end": f"{weights / device.bandwidth * rate / (2 * model.parameters):.0f}",
         "cross": f"{weights * 4.5 / 16 / device.bandwidth * rate / (2 * model.parameters):.0f}",
     }
-    return Case(
+    return DesignCase(
         {
             "one": Decision(
                 "speedup of decoding at batch 1 with 4.5-bit weights, cache ignored",
@@ -203,7 +202,7 @@ def does_quantisation_pay() -> Case:
 
 
 @cache
-def split_prefill_decode() -> Case:
+def split_prefill_decode() -> DesignCase:
     """Prefill here, decode there."""
     model, machine, prompt = architecture("llama-3-70b"), cluster("h100", 16), 2000
     moved = prompt * model.kv_bytes()
@@ -217,7 +216,7 @@ def split_prefill_decode() -> Case:
         "ttft": f"{plan.ttft * 1e3:.0f} ms",
         "share": f"{seconds / plan.ttft:.0%}",
     }
-    return Case(
+    return DesignCase(
         {
             "moved": Decision(
                 "bytes of cache that move per request: 2,000 tokens of a 70B model",

@@ -2,11 +2,9 @@
 
 from typing import Any
 
-from course.kit.answers import answers_of
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Row, row
-
-ANSWERS = answers_of("23_claims")
+from course.shared.diagnose import expect_list
 
 
 @exercise(
@@ -16,14 +14,10 @@ ANSWERS = answers_of("23_claims")
     hints=(
         "When is the mean of two means the mean of all? Break exactly that.",
         "Give the ranks unequal numbers of tokens, and the losses so that the short shard differs.",
-        "tokens [12, 4] and losses [2.0, 4.0]: the whole mean is (24 + 16) / 16 = 2.5, the mean of means 3.0.",
     ),
 )
 def check_counterexample(learner: Any) -> list[Row]:
-    found = learner()
-    if not (isinstance(found, tuple) and len(found) == 2 and all(isinstance(part, list) for part in found)):
-        raise CheckFailed(f"asked for are two lists, (tokens, losses); you returned {found!r:.80}.")
-    tokens, losses = found
+    tokens, losses = expect_list(learner(), "two lists, (tokens, losses)", count=2, of=list)
     if len(tokens) != len(losses) or len(tokens) < 2:
         raise CheckFailed(
             f"{len(tokens)} numbers of tokens and {len(losses)} losses: give as many of both, at least 2."
@@ -36,9 +30,9 @@ def check_counterexample(learner: Any) -> list[Row]:
     means = sum(losses) / len(losses)
     off = abs(means - whole) / whole
     if len(set(tokens)) == 1:
-        raise CheckFailed("With equal shards the claim is right: no losses refute it.", evidence=found)
+        raise CheckFailed("With equal shards the claim is right: no losses refute it.", evidence=losses)
     if len(set(losses)) == 1:
-        raise CheckFailed("With equal losses every mean is the same, whatever the shards.", evidence=found)
+        raise CheckFailed("With equal losses every mean is the same, whatever the shards.", evidence=tokens)
     if off < 0.15:
         raise CheckFailed(
             f"here the mean of means is {means:.4g} and the whole mean {whole:.4g}: {off:.1%} apart, asked for are "

@@ -32,9 +32,9 @@ NVIDIA = "NVIDIA's data sheets: https://www.nvidia.com/en-us/data-center/h100/"
     GPIPE,
 )
 def bubble_over_microbatches() -> list[Row]:
-    found = simulate(SCHEDULES["gpipe"](4, 8)).idle_share
+    idle = simulate(SCHEDULES["gpipe"](4, 8)).idle_share
     return [
-        row("idle share of 4 stages and 8 microbatches, simulated", 3 / 11, found, tolerance=1e-6, kind="simulated"),
+        row("idle share of 4 stages and 8 microbatches, simulated", 3 / 11, idle, tolerance=1e-6, kind="simulated"),
         formula("claimed", 3 / 8),
     ]
 
@@ -270,10 +270,10 @@ def infiniband_in_gigabytes() -> list[Row]:
     "Thakur et al. 2005: https://doi.org/10.1177/1094342005051521",
 )
 def all_to_all_is_all_reduce() -> list[Row]:
-    found = launch(_both_operations, 2)
+    of_rank = launch(_both_operations, 2)
     return [
-        row("all-to-all on rank 0 of 2 real ranks", [0.0, 10.0], found[0][0]),
-        row("all-reduce", [10.0, 12.0], found[0][1]),
+        row("all-to-all on rank 0 of 2 real ranks", [0.0, 10.0], of_rank[0][0]),
+        row("all-reduce", [10.0, 12.0], of_rank[0][1]),
         computed(
             "bytes, all-to-all / all-reduce",
             0.5,

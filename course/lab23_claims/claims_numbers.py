@@ -104,16 +104,21 @@ def one_megabyte_per_token() -> list[Row]:
 def backwards_start_together() -> list[Row]:
     schedule = SCHEDULES["1f1b"](4, 8)
     check(schedule)
-    found = simulate(schedule)
+    timeline = simulate(schedule)
     return [
-        row("slots of 4 stages and 8 microbatches, F = B = 1", 22.0, found.makespan / _slot(found), kind="simulated"),
+        row(
+            "slots of 4 stages and 8 microbatches, F = B = 1",
+            22.0,
+            timeline.makespan / _slot(timeline),
+            kind="simulated",
+        ),
         formula("without any idle slot it would be", 16),
     ]
 
 
-def _slot(found) -> float:
+def _slot(timeline) -> float:
     """Length of one forward, with forwards and backwards of one length."""
-    return found.makespan / (2 * (8 + 4 - 1))
+    return timeline.makespan / (2 * (8 + 4 - 1))
 
 
 @claim(
@@ -150,8 +155,8 @@ def pipeline_moves_45() -> list[Row]:
     FSDP,
 )
 def hundred_collectives() -> list[Row]:
-    found = sharding.fully_shard_traffic([1000] * 96, 1000, 8)
-    return [computed("collectives per microbatch", 3 * 97, found.all_gathers + found.reduce_scatters)]
+    traffic = sharding.fully_shard_traffic([1000] * 96, 1000, 8)
+    return [computed("collectives per microbatch", 3 * 97, traffic.all_gathers + traffic.reduce_scatters)]
 
 
 @claim(
@@ -309,9 +314,9 @@ def slots_are_blocks() -> list[Row]:
 )
 def pipelines_are_stale() -> list[Row]:
     layout = ParallelConfig(pp=2, accumulate=4, schedule="1f1b")
-    (found,) = compare(layout, {"plain": SPLIT_CASES["plain"]}, steps=1)
+    (result,) = compare(layout, {"plain": SPLIT_CASES["plain"]}, steps=1)
     return [
-        row("worst gradient on 2 real stages against one process, below 1e-10", True, found.worst_gradient < 1e-10),
+        row("worst gradient on 2 real stages against one process, below 1e-10", True, result.worst_gradient < 1e-10),
         formula("steps behind on the first of 4 stages, asynchronous PipeDream", pipeline.staleness(4, 0)),
     ]
 
@@ -343,9 +348,9 @@ def all_microbatches_are_kept() -> list[Row]:
     "Huang et al. 2019: https://arxiv.org/abs/1811.06965",
 )
 def negative_bubble() -> list[Row]:
-    found = simulate(SCHEDULES["gpipe"](2, 4)).idle_share
+    idle = simulate(SCHEDULES["gpipe"](2, 4)).idle_share
     return [
-        row("idle share of 2 stages and 4 microbatches", 1 / 5, found, tolerance=1e-6, kind="simulated"),
+        row("idle share of 2 stages and 4 microbatches", 1 / 5, idle, tolerance=1e-6, kind="simulated"),
         computed("claimed, below 0", True, (1 - 4) / (4 + 2 - 1) < 0),
     ]
 

@@ -315,21 +315,21 @@ def save_every_thousand() -> list[Row]:
     "torch.distributed.checkpoint: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html",
 )
 def manifest_before_barrier() -> list[Row]:
-    found = {}
+    looks_whole = {}
     for name, order in (("manifest first", ["manifest", 0, 1, 2]), ("manifest last", [0, 1, 2, "manifest"])):
         torn = 0
         for killed_after in range(len(order) + 1):
             there = set(order[:killed_after])
             torn += "manifest" in there and not {0, 1, 2} <= there
-        found[name] = torn
+        looks_whole[name] = torn
     return [
         row(
             "instants at which a torn checkpoint looks whole, manifest first",
             3,
-            found["manifest first"],
+            looks_whole["manifest first"],
             kind="simulated",
         ),
-        row("    manifest last", 0, found["manifest last"], kind="simulated"),
+        row("    manifest last", 0, looks_whole["manifest last"], kind="simulated"),
     ]
 
 

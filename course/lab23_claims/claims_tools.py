@@ -49,8 +49,8 @@ def a_policy_without_a_class() -> list[Row]:
     TORCH_FSDP,
 )
 def shards_of_different_models() -> list[Row]:
-    found = launch(_shards, 2)
-    return [row("the second half equals rank 0's model", False, found[0]), row("after a broadcast", True, found[1])]
+    equal = launch(_shards, 2)
+    return [row("the second half equals rank 0's model", False, equal[0]), row("after a broadcast", True, equal[1])]
 
 
 def _shards(group) -> bool:

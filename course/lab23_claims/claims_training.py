@@ -326,8 +326,8 @@ def accumulation_saves() -> list[Row]:
     "torch.distributed: https://docs.pytorch.org/docs/stable/distributed.html",
 )
 def barrier_moves_weights() -> list[Row]:
-    found = launch(_after_a_barrier, 2)
-    return [row("rank 1's weight after a barrier", 0.0, found[1][0]), row("after a broadcast", 7.0, found[1][1])]
+    weights = launch(_after_a_barrier, 2)
+    return [row("rank 1's weight after a barrier", 0.0, weights[1][0]), row("after a broadcast", 7.0, weights[1][1])]
 
 
 def _after_a_barrier(group) -> tuple[float, float]:

@@ -2,13 +2,15 @@
 
 from course.kit.exercises import alternative, mistake
 
-mistake("counterexample", "equal shards", expect="no losses refute it")(lambda: ([8, 8], [2.0, 4.0]))
-mistake("counterexample", "equal losses", expect="every mean is the same")(lambda: ([12, 4], [3.0, 3.0]))
-mistake("counterexample", "nearly equal shards", expect="asked for are 15 %")(lambda: ([9, 8], [2.0, 4.0]))
-mistake("counterexample", "a rank without tokens", expect="at least 1")(lambda: ([16, 0], [2.0, 4.0]))
-mistake("counterexample", "sums instead of means", expect="mean loss in nats")(lambda: ([12, 4], [24.0, 16.0]))
-mistake("counterexample", "one rank", expect="at least 2")(lambda: ([12], [2.0]))
-mistake("counterexample", "pairs", expect="asked for are two lists")(lambda: [(12, 2.0), (4, 4.0)])
+mistake("counterexample", "equal shards", {"[12, 4]": "[8, 8]"}, expect="no losses refute it")
+mistake("counterexample", "equal losses", {"[2.0, 4.0]": "[3.0, 3.0]"}, expect="every mean is the same")
+mistake("counterexample", "nearly equal shards", {"[12, 4]": "[9, 8]"}, expect="asked for are 15 %")
+mistake("counterexample", "a rank without tokens", {"[12, 4]": "[16, 0]"}, expect="at least 1")
+mistake("counterexample", "sums instead of means", {"[2.0, 4.0]": "[24.0, 16.0]"}, expect="mean loss in nats")
+mistake("counterexample", "one rank", {"[12, 4], [2.0, 4.0]": "[12], [2.0]"}, expect="at least 2")
+mistake(
+    "counterexample", "pairs", {"return tokens, losses": "return [(12, 2.0), (4, 4.0)]"}, expect="asks for two lists"
+)
 
 
 @alternative("counterexample", "many ranks, one of them short")

@@ -5,11 +5,9 @@ from typing import Any
 
 import torch
 
-from course.kit.answers import answers_of
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Row, row
-
-ANSWERS = answers_of("24_interview")
+from course.shared.diagnose import expect_like, expect_list
 
 
 @exercise(
@@ -19,9 +17,6 @@ ANSWERS = answers_of("24_interview")
     hints=(
         "What is in the bucket at a request's time, if it was that full at the last one?",
         "Refill first: min(capacity, level + elapsed · rate). Then admit if the cost fits, and only then take it out.",
-        "level, last = capacity, first time; for each: level = min(capacity, level + (t - last) * rate); last = t; "
-        "ok = cost "
-        "<= level; level -= cost if ok.",
     ),
 )
 def check_token_bucket(learner: Any) -> list[Row]:
@@ -32,7 +27,9 @@ def check_token_bucket(learner: Any) -> list[Row]:
         for _ in range(60):
             now += random.choice((0.0, 0.25, 0.5, 4.0))
             times.append(now)
+        times[1] = times[0]
         costs = [random.randint(1, capacity + 5) if random.random() < 0.3 else random.randint(1, 12) for _ in times]
+        costs[:2] = capacity, 1  # the first just fits, and leaves nothing for the second
         expected, spent = [], []  # what was admitted, as (time, cost): the level is rebuilt from it each time
         for time, cost in zip(times, costs, strict=True):
             level, last = float(capacity), times[0]
@@ -40,21 +37,16 @@ def check_token_bucket(learner: Any) -> list[Row]:
                 level, last = min(capacity, level + (at - last) * rate) - taken, at
             expected.append(cost <= min(capacity, level + (time - last) * rate))
             spent += [(time, cost)] if expected[-1] else []
-        found = learner(list(zip(times, costs, strict=True)), rate, capacity)
-        name = f"{rate} tokens/s, {capacity} at most, {len(times)} requests: admitted"
-        if not isinstance(found, list) or len(found) != len(times):
-            raise CheckFailed(
-                f"The exercise asks for a list of {len(times)} answers, True or False; you returned {found!r:.60}."
-            )
-        off = next((i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if bool(a) != b), None)
+        answered = learner(list(zip(times, costs, strict=True)), rate, capacity)
+        asked = f"a list of {len(times)} answers, True or False"
+        admitted = list(map(bool, expect_list(answered, asked, count=len(times))))
+        off = next((i for i, (a, b) in enumerate(zip(admitted, expected, strict=True)) if a != b), None)
         if off is not None:
-            raise CheckFailed(
-                f"request {off} (at {times[off]:g} s, cost {costs[off]}): you say {bool(found[off])}, it must be "
-                f"{expected[off]}.",
-                rows,
-                evidence=[bool(each) for each in found],
-            )
-        rows.append(row(name, sum(expected), sum(map(bool, found))))
+            which = f"request {off} (at {times[off]:g} s, cost {costs[off]})"
+            said = f"{which}: you say {admitted[off]}, it must be {expected[off]}."
+            raise CheckFailed(said, rows, evidence=admitted)
+        name = f"{rate} tokens/s, {capacity} at most, {len(times)} requests: admitted"
+        rows.append(row(name, sum(expected), sum(admitted)))
     return rows
 
 
@@ -65,10 +57,7 @@ def check_token_bucket(learner: Any) -> list[Row]:
     hints=(
         "Each part is normalised by its own sum of exponentials. What is that sum, if its logarithm is known?",
         "The joint sum is exp(lse_a) + exp(lse_b). Each output counts with its own sum over the joint one; subtract "
-        "the "
-        "larger before you take exponentials.",
-        "lse = torch.logaddexp(lse_a, lse_b); out = out_a * (lse_a - lse).exp()[..., None] + out_b * (lse_b - "
-        "lse).exp()[..., None]",
+        "the larger before you take exponentials.",
     ),
 )
 def check_merge(learner: Any) -> list[Row]:
@@ -86,20 +75,14 @@ def check_merge(learner: Any) -> list[Row]:
             parts.append((torch.softmax(scores, -1) @ v[:, part], torch.logsumexp(scores, -1)))
         scores = q @ k.mT
         whole, lse = torch.softmax(scores, -1) @ v, torch.logsumexp(scores, -1)
-        found = learner(*parts[0], *parts[1])
-        if not (isinstance(found, tuple) and len(found) == 2):
-            raise CheckFailed(
-                f"The exercise asks for two tensors, (output, lse); you returned {type(found).__name__}.", rows
-            )
-        for what, ours, theirs in (("output", whole, found[0]), ("lse", lse, found[1])):
-            if theirs.shape != ours.shape or not torch.allclose(theirs, ours, rtol=1e-9, atol=1e-9):
-                raise CheckFailed(
-                    f"with scores up to {scores.abs().max():.0f} your {what} is not that of one softmax over all keys.",
-                    rows,
-                    evidence=found[0] if what == "output" else found[1],
-                )
-        error = float((found[0] - whole).abs().max())
-        rows.append(row(f"scores up to {scores.abs().max():.0f}: equal to one softmax", True, error < 1e-9))
+        merged = expect_list(learner(*parts[0], *parts[1]), "two tensors, (output, lse)", count=2)
+        largest = f"scores up to {scores.abs().max():.0f}"
+        for what, right, given in zip(("output", "lse"), (whole, lse), merged, strict=True):
+            expect_like("your function", given, right, f"a tensor {list(right.shape)} as {what}")
+            if given.shape != right.shape or not torch.allclose(given, right, rtol=1e-9, atol=1e-9):
+                said = f"with {largest} your {what} is not that of one softmax over all keys."
+                raise CheckFailed(said, rows, evidence=given)
+        rows.append(row(f"{largest}: equal to one softmax", True, True))
     return rows
 
 
@@ -111,8 +94,6 @@ def check_merge(learner: Any) -> list[Row]:
         "An all-to-all sends contiguous parts. In which order must the copies of the tokens stand?",
         "Flatten the (token, choice) pairs, sort them by expert without changing the order within one, and count "
         "per rank.",
-        "flat = experts.reshape(-1); order = flat.argsort(stable=True); counts = bincount(flat // experts_per_rank, "
-        "minlength=ranks); return order, counts.tolist()",
     ),
 )
 def check_dispatch(learner: Any) -> list[Row]:
@@ -123,11 +104,9 @@ def check_dispatch(learner: Any) -> list[Row]:
         pairs = sorted((expert, place) for place, expert in enumerate(experts.reshape(-1).tolist()))
         expected = [place for _, place in pairs]
         counts = [sum(expert // each == rank for expert, _ in pairs) for rank in range(ranks)]
-        found = learner(experts, ranks, each)
+        answered = expect_list(learner(experts, ranks, each), "a pair, (order, counts)", count=2)
         name = f"{tokens} tokens, top {k} of {ranks * each} experts on {ranks} ranks"
-        if not (isinstance(found, tuple) and len(found) == 2):
-            raise CheckFailed(f"The exercise asks for (order, counts); you returned {type(found).__name__}.", rows)
-        order, sent = torch.as_tensor(found[0]).tolist(), [int(count) for count in found[1]]
+        order, sent = torch.as_tensor(answered[0]).tolist(), [int(count) for count in answered[1]]
         if sent != counts:
             raise CheckFailed(f"{name}: you send {sent} rows to the ranks; it must be {counts}.", rows, evidence=sent)
         if order != expected:

@@ -88,8 +88,7 @@ def cache_bytes(draw: Random) -> Decision:
     value = tokens * model.kv_bytes()
     return Decision(
         f"Bytes of cache of {tokens:,} tokens of {model.name} ({model.num_layers} layers, {model.num_kv_heads} kv "
-        "heads of "
-        f"{model.head_dim}, 16 bits)?",
+        f"heads of {model.head_dim}, 16 bits)?",
         value,
         "B",
         f"{tokens:,} · 2 · {model.num_layers} · {model.num_kv_heads} · {model.head_dim} · 2 = {data(value)}.",

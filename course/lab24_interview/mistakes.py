@@ -3,78 +3,72 @@
 import torch
 
 from course.kit.exercises import alternative, mistake
-from course.lab24_interview.checks import ANSWERS
 
-
-def _bucket(
-    requests, rate, capacity, refill=min, start=True, charge=lambda ok, cost: cost * ok, fits=lambda c, x: c <= x
-):
-    level, last, found = float(capacity if start else 0), requests[0][0], []
-    for time, cost in requests:
-        level, last = refill(capacity, level + (time - last) * rate), time
-        found.append(fits(cost, level))
-        level -= charge(found[-1], cost)
-    return found
-
-
-mistake("token-bucket", "no ceiling", says="A bucket overflows: it never holds more than its capacity.")(
-    lambda requests, rate, capacity: _bucket(requests, rate, capacity, refill=lambda cap, level: level)
+mistake(
+    "token-bucket",
+    "no ceiling",
+    {"min(capacity, level + (time - last) * rate)": "level + (time - last) * rate"},
+    says="A bucket overflows: it never holds more than its capacity.",
 )
-mistake("token-bucket", "starts empty", says="The bucket is full at the first request.")(
-    lambda requests, rate, capacity: _bucket(requests, rate, capacity, start=False)
+mistake("token-bucket", "starts empty", {"float(capacity)": "0.0"}, says="The bucket is full at the first request.")
+mistake(
+    "token-bucket",
+    "rejected ones are charged",
+    {"cost if admitted[-1] else 0": "cost"},
+    says="A request that is refused takes nothing out.",
 )
-mistake("token-bucket", "rejected ones are charged", says="A request that is refused takes nothing out.")(
-    lambda requests, rate, capacity: _bucket(requests, rate, capacity, charge=lambda ok, cost: cost)
+mistake("token-bucket", "strictly less", {"cost <= level": "cost < level"}, says="A cost equal to the level fits.")
+mistake(
+    "token-bucket",
+    "refill only when admitted",
+    {
+        "level, last = min(": "before, level, last = level, min(",
+        "level -= cost if admitted[-1] else 0": "level = level - cost if admitted[-1] else before",
+    },
+    says="Time passes for a refused request too: its refill is kept.",
 )
-mistake("token-bucket", "strictly less", says="A cost equal to the level fits.")(
-    lambda requests, rate, capacity: _bucket(requests, rate, capacity, fits=lambda cost, level: cost < level)
-)
-
-
-@mistake("token-bucket", "refill only when admitted", says="Time passes for a refused request too: its refill is kept.")
-def refills_when_admitted(requests, rate, capacity):
-    level, last, found = float(capacity), requests[0][0], []
-    for time, cost in requests:
-        filled = min(capacity, level + (time - last) * rate)
-        found.append(cost <= filled)
-        level = filled - cost if found[-1] else level
-        last = time
-    return found
-
-
-mistake("token-bucket", "a count", expect="exercise asks for a list")(
-    lambda requests, rate, capacity: sum(_bucket(requests, rate, capacity))
-)
+mistake("token-bucket", "a count", {"return admitted": "return sum(admitted)"}, expect="exercise asks for a list")
 
 
 @alternative("token-bucket", "by debt")
 def by_debt(requests, rate, capacity):
-    debt, last, found = 0.0, requests[0][0], []
+    debt, last, admitted = 0.0, requests[0][0], []
     for time, cost in requests:
         debt, last = max(0.0, debt - (time - last) * rate), time
-        found.append(debt + cost <= capacity)
-        debt += cost if found[-1] else 0
-    return found
+        admitted.append(debt + cost <= capacity)
+        debt += cost if admitted[-1] else 0
+    return admitted
 
 
 mistake(
-    "merge-softmax", "mean of both", says="The parts do not count alike: weigh them by their sums of exponentials."
-)(lambda out_a, lse_a, out_b, lse_b: ((out_a + out_b) / 2, torch.logaddexp(lse_a, lse_b)))
-mistake("merge-softmax", "overflows", says="exp of a large score is infinite: subtract the larger logarithm first.")(
-    lambda out_a, lse_a, out_b, lse_b: (
-        (out_a * lse_a.exp()[..., None] + out_b * lse_b.exp()[..., None]) / (lse_a.exp() + lse_b.exp())[..., None],
-        (lse_a.exp() + lse_b.exp()).log(),
-    )
+    "merge-softmax",
+    "mean of both",
+    {"(lse_a - lse).exp()[..., None]": "0.5", "(lse_b - lse).exp()[..., None]": "0.5"},
+    says="The parts do not count alike: weigh them by their sums of exponentials.",
 )
-mistake("merge-softmax", "weights swapped", says="Each output belongs to its own sum; here they are exchanged.")(
-    lambda out_a, lse_a, out_b, lse_b: ANSWERS.merge(out_b, lse_a, out_a, lse_b)
+mistake(
+    "merge-softmax",
+    "overflows",
+    {
+        "torch.logaddexp(lse_a, lse_b)": "(lse_a.exp() + lse_b.exp()).log()",
+        "(lse_a - lse).exp()": "(lse_a.exp() / lse.exp())",
+        "(lse_b - lse).exp()": "(lse_b.exp() / lse.exp())",
+    },
+    says="exp of a large score is infinite: subtract the larger logarithm first.",
 )
-mistake("merge-softmax", "larger one kept", says="The log of a sum is not the larger of the logs.")(
-    lambda out_a, lse_a, out_b, lse_b: (ANSWERS.merge(out_a, lse_a, out_b, lse_b)[0], torch.maximum(lse_a, lse_b))
+mistake(
+    "merge-softmax",
+    "weights swapped",
+    {"out_a * (lse_a": "out_a * (lse_b", "out_b * (lse_b": "out_b * (lse_a"},
+    says="Each output belongs to its own sum; here they are exchanged.",
 )
-mistake("merge-softmax", "output alone", expect="exercise asks for two tensors")(
-    lambda out_a, lse_a, out_b, lse_b: ANSWERS.merge(out_a, lse_a, out_b, lse_b)[0]
+mistake(
+    "merge-softmax",
+    "larger one kept",
+    {"None], lse": "None], torch.maximum(lse_a, lse_b)"},
+    says="The log of a sum is not the larger of the logs.",
 )
+mistake("merge-softmax", "output alone", {"None], lse": "None]"}, expect="exercise asks for two tensors")
 
 
 @alternative("merge-softmax", "by a sigmoid")
@@ -83,43 +77,35 @@ def by_sigmoid(out_a, lse_a, out_b, lse_b):
     return share * out_a + (1 - share) * out_b, torch.stack([lse_a, lse_b]).logsumexp(0)
 
 
-mistake("dispatch-order", "unstable order", says="Copies for one expert must keep the order of their tokens.")(
-    lambda experts, ranks, each: (
-        torch.tensor(
-            sorted(range(experts.numel()), key=lambda i: (int(experts.reshape(-1)[i]), -i)), dtype=torch.int64
-        ),
-        ANSWERS.dispatch(experts, ranks, each)[1],
-    )
-)
-mistake("dispatch-order", "counts per expert", says="An all-to-all needs rows per rank, not per expert.")(
-    lambda experts, ranks, each: (
-        ANSWERS.dispatch(experts, ranks, each)[0],
-        torch.bincount(experts.reshape(-1), minlength=ranks * each).tolist(),
-    )
-)
-mistake("dispatch-order", "ranks without rows left out", says="A rank that gets nothing still has a part, of 0 rows.")(
-    lambda experts, ranks, each: (
-        ANSWERS.dispatch(experts, ranks, each)[0],
-        [count for count in ANSWERS.dispatch(experts, ranks, each)[1] if count],
-    )
+mistake(
+    "dispatch-order",
+    "unstable order",
+    {"flat.argsort(stable=True)": "len(flat) - 1 - flat.flip(0).argsort(stable=True)"},
+    says="Copies for one expert must keep the order of their tokens.",
 )
 mistake(
-    "dispatch-order", "experts dealt round", says="Rank r holds experts r · n to r · n + n - 1, not every n-th one."
-)(
-    lambda experts, ranks, each: (
-        ANSWERS.dispatch(experts, ranks, each)[0],
-        torch.bincount(experts.reshape(-1) % ranks, minlength=ranks).tolist(),
-    )
+    "dispatch-order",
+    "counts per expert",
+    {"flat // experts_per_rank, minlength=ranks": "flat, minlength=ranks * experts_per_rank"},
+    says="An all-to-all needs rows per rank, not per expert.",
+)
+mistake(
+    "dispatch-order",
+    "ranks without rows left out",
+    {"counts.tolist()": "counts[counts > 0].tolist()"},
+    says="A rank that gets nothing still has a part, of 0 rows.",
+)
+mistake(
+    "dispatch-order",
+    "experts dealt round",
+    {"flat // experts_per_rank": "flat % ranks"},
+    says="Rank r holds experts r · n to r · n + n - 1, not every n-th one.",
 )
 mistake(
     "dispatch-order",
     "inverse order",
+    {"argsort(stable=True)": "argsort(stable=True).argsort()"},
     says="That is where each copy goes; the exercise asks for which copy stands where.",
-)(
-    lambda experts, ranks, each: (
-        ANSWERS.dispatch(experts, ranks, each)[0].argsort(),
-        ANSWERS.dispatch(experts, ranks, each)[1],
-    )
 )
 
 

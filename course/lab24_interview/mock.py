@@ -94,13 +94,13 @@ def check_minutes(minutes: int) -> None:
 
 def resume(topic: str = "", seed: int | None = None) -> Session | None:
     """The latest session that was interrupted, of this topic and seed if they are given."""
-    found = [each for each in open_sessions() if topic in ("", each.topic) and seed in (None, each.seed)]
-    return found[-1] if found else None
+    sessions = [each for each in open_sessions() if topic in ("", each.topic) and seed in (None, each.seed)]
+    return sessions[-1] if sessions else None
 
 
 def open_sessions() -> list[Session]:
     """Those with something left to ask, the latest last; a damaged record counts as none."""
-    known, found = {card.key for card in deck.deck()}, []
+    known, sessions = {card.key for card in deck.deck()}, []
     records = progress.section(SECTION).get("sessions")
     for record in records if isinstance(records, list) else []:
         try:
@@ -108,10 +108,10 @@ def open_sessions() -> list[Session]:
             if session.open and all(
                 kind in _ASKED and (kind != "card" or name in known) for kind, name in session.items
             ):
-                found.append(session)
+                sessions.append(session)
         except (TypeError, ValueError):
             continue
-    return found
+    return sessions
 
 
 def by_due(cards: list[deck.Card], draw: random.Random) -> list[deck.Card]:
@@ -125,13 +125,13 @@ def by_due(cards: list[deck.Card], draw: random.Random) -> list[deck.Card]:
 
 def memories() -> dict[str, Memory]:
     """The scheduler's record of each card that was graded; a damaged record counts as none."""
-    found = {}
+    known = {}
     for key, record in (progress.section(SECTION).get("cards") or {}).items():
         try:
-            found[key] = Memory.from_dict(record)
+            known[key] = Memory.from_dict(record)
         except (KeyError, TypeError, ValueError, AttributeError):
             continue
-    return found
+    return known
 
 
 def grade(key: str, rating: Rating) -> datetime:
@@ -151,18 +151,18 @@ def when(moment: datetime) -> str:
 
 def due(now: datetime | None = None) -> dict[str, tuple[int, int, float]]:
     """By topic: cards seen, cards due, and the mean difficulty (1 to 10) that the scheduler gives them."""
-    now, kept, found = now or datetime.now(UTC), memories(), {}
+    now, kept, topics = now or datetime.now(UTC), memories(), {}
     for topic in deck.topics():
         seen = [kept[card.key] for card in deck.of_topic(topic) if card.topic == topic and card.key in kept]
         hard = [memory.difficulty or 0.0 for memory in seen]
         late = sum(memory.due <= now for memory in seen)
-        found[topic] = (len(seen), late, sum(hard) / len(hard) if hard else 0.0)
-    return found
+        topics[topic] = (len(seen), late, sum(hard) / len(hard) if hard else 0.0)
+    return topics
 
 
-def weakest(found: dict[str, tuple[int, int, float]]) -> list[str]:
+def weakest(topics: dict[str, tuple[int, int, float]]) -> list[str]:
     """The three topics of `due` that the scheduler finds hardest for you, of those that you have seen."""
-    return sorted((topic for topic in found if found[topic][0]), key=lambda topic: -found[topic][2])[:3]
+    return sorted((topic for topic in topics if topics[topic][0]), key=lambda topic: -topics[topic][2])[:3]
 
 
 def run(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from course.kit import course, exercises, masters
+from course.kit.answers import checked_exercise, names_of
 from course.kit.checks import diagnose, verify
 from minillm.files import write_whole
 
@@ -102,15 +103,18 @@ def task(name: str) -> Task:
     notebook, answers = masters.lab(master), masters.solution(master)
     cells = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
     source = next(cell.source for cell in notebook.cells if name in masters.checked(cell))
-    right = next(place for place, cell in enumerate(answers.cells) if name in masters.checked(cell))
-    before = [cell.source for cell in answers.cells[:right] if cell.cell_type == "code"]
-    given, used = _given(answers.cells[right].source, before)
+    place = next(place for place, cell in enumerate(answers.cells) if name in masters.checked(cell))
+    before = [cell.source for cell in answers.cells[:place] if cell.cell_type == "code"]
+    given, used = _given(answers.cells[place].source, before)
     imports = [node for node in ast.parse(cells[0]).body if isinstance(node, ast.Import | ast.ImportFrom)]
     imports = [node for node in imports if getattr(node, "module", "") != "course.kit"]
     kept = [ast.unparse(node) for node in imports if used & {(a.asname or a.name).split(".")[0] for a in node.names}]
     statements = ast.parse(source).body
     check, first = next(
-        (node, statement.lineno) for statement in statements for node in ast.walk(statement) if _is_check(node, name)
+        (node, statement.lineno)
+        for statement in statements
+        for node in ast.walk(statement)
+        if checked_exercise(node) == name
     )
     body = "\n".join(source.split("\n")[: first - 1])
     parts = ["\n".join(kept), *([GIVEN, *given] if given else []), f"{YOURS}\n{body.strip()}"]
@@ -125,17 +129,13 @@ def _given(answer: str, before: list[str]) -> tuple[list[str], set[str]]:
         for node in ast.parse(source).body
         if isinstance(node, ast.FunctionDef | ast.ClassDef)
     }
-    used, found = _names(ast.parse(answer)), []
+    used, given = names_of(ast.parse(answer))[0], []
     own = {node.name for node in ast.parse(answer).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     for name, node in reversed(known.items()):  # an earlier one may be used by a later one that is given
         if name in used - own:
-            found.insert(0, ast.unparse(node))
-            used |= _names(node)
-    return found, used
-
-
-def _names(tree: ast.AST) -> set[str]:
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+            given.insert(0, ast.unparse(node))
+            used |= names_of(node)[0]
+    return given, used
 
 
 def of_topic(topic: str) -> list[str]:
@@ -143,15 +143,6 @@ def of_topic(topic: str) -> list[str]:
     known = {exercise.name for exercise in exercises.all_exercises()}
     matching = [name for name, its in TASKS.items() if name in known and (not topic or its == topic)]
     return matching or [name for name in TASKS if name in known]
-
-
-def _is_check(node: ast.AST, name: str) -> bool:
-    return (  # check("name", candidate)
-        isinstance(node, ast.Call)
-        and getattr(node.func, "id", "") == "check"
-        and isinstance(node.args[0], ast.Constant)
-        and node.args[0].value == name
-    )
 
 
 def write(folder: Path, made: Task) -> Path:

@@ -1,7 +1,7 @@
 """The whiteboard problems of the design labs: decisions by name, and the walkthrough that follows them.
 
-A lab's modules compute (functions without arguments, each of which makes a `Case`); its answers.toml says in words what
-a strong candidate does with the numbers, under the name of the same function.
+A lab's modules compute (functions without arguments, each of which makes a `DesignCase`); its answers.toml says in
+words what a strong candidate does with the numbers, under the name of the same function.
 """
 
 import tomllib
@@ -15,7 +15,7 @@ from course.shared.decisions import Decision, Problem, decide
 
 
 @dataclass(frozen=True)
-class Case:
+class DesignCase:
     """decisions: in the order in which the notebook asks. numbers: what the walkthrough's {names} are filled with."""
 
     decisions: dict[str, Decision]
@@ -49,5 +49,5 @@ class Cases:
         words = {key: text for key, text in self._texts[problem].items() if key != "bounds"}
         return Problem(numbers=self._case(problem).numbers, **words)
 
-    def _case(self, problem: str) -> Case:
+    def _case(self, problem: str) -> DesignCase:
         return next(getattr(module, problem) for module in self._modules if hasattr(module, problem))()

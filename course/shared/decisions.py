@@ -23,8 +23,8 @@ class Decision:
 
     A value that is an int counts whole things; one with almost no tolerance is a level, such as a ZeRO stage.
     tolerance: relative. slips: factors (guess / value) that a known mistake gives, with the sentence that says so.
-    gpus: how many share the quantity, if confusing one with all is possible. below, above: what a number under or over
-    the accepted range leaves out or counts too often.
+    gpus: how many share the quantity, if confusing one with all is possible. below, above: the likely reason for a
+    guess that is too small, too large.
     """
 
     question: str
@@ -163,31 +163,31 @@ def _right(decision: Decision, ratio: float) -> str:
 
 def _usual_slips(decision: Decision) -> dict[float, str]:
     """Factors that any quantity of this unit invites."""
-    found = {}
+    slips = {}
     if decision.gpus > 1:
-        found[decision.gpus] = f"That is the number of all {decision.gpus:,} GPUs together; the question asks for one."
-        found[1 / decision.gpus] = (
+        slips[decision.gpus] = f"That is the number of all {decision.gpus:,} GPUs together; the question asks for one."
+        slips[1 / decision.gpus] = (
             f"That is the number of one of the {decision.gpus:,} GPUs; the question asks for all."
         )
     if decision.unit in ("B", "B/s"):
-        found[8] = "That many bits; a byte has 8."
-        found[1 / 8] = "You divided by 8 once too often: the quantity is in bytes already."
-        found[2] = (
+        slips[8] = "That many bits; a byte has 8."
+        slips[1 / 8] = "You divided by 8 once too often: the quantity is in bytes already."
+        slips[2] = (
             "Twice too large: did you count 32-bit numbers where 16-bit ones travel, or both directions of a link?"
         )
-        found[0.5] = "Half of it: did you count one direction of two, or 16-bit numbers where there are 32-bit ones?"
+        slips[0.5] = "Half of it: did you count one direction of two, or 16-bit numbers where there are 32-bit ones?"
     if decision.unit in ("FLOP", "FLOP/s"):
-        found[0.5] = "Half of it: a multiplication and an addition are two operations."
-        found[1 / 3] = "A third of it: backward takes twice what forward takes."
-        found[3] = "Three times too large: that includes a backward pass."
+        slips[0.5] = "Half of it: a multiplication and an addition are two operations."
+        slips[1 / 3] = "A third of it: backward takes twice what forward takes."
+        slips[3] = "Three times too large: that includes a backward pass."
     if decision.unit in ("", "%"):
-        found[100] = "That is in percent; the question asks for a share between 0 and 1."
+        slips[100] = "That is in percent; the question asks for a share between 0 and 1."
     if decision.unit == "s":
-        found[1e3] = "That many milliseconds; the question asks for seconds."
-        found[1 / 60] = "That many minutes; the question asks for seconds."
-        found[1 / 3600] = "That many hours; the question asks for seconds."
-    found[1e3] = found.get(1e3, "A thousand times too large: check the prefix (mega, giga, tera).")
-    found[1e-3] = "A thousand times too small: check the prefix (mega, giga, tera)."
-    found[1e6] = "A million times too large: check the prefix (mega, giga, tera)."
-    found[1e-6] = "A million times too small: check the prefix (mega, giga, tera)."
-    return found
+        slips[1e3] = "That many milliseconds; the question asks for seconds."
+        slips[1 / 60] = "That many minutes; the question asks for seconds."
+        slips[1 / 3600] = "That many hours; the question asks for seconds."
+    slips[1e3] = slips.get(1e3, "A thousand times too large: check the prefix (mega, giga, tera).")
+    slips[1e-3] = "A thousand times too small: check the prefix (mega, giga, tera)."
+    slips[1e6] = "A million times too large: check the prefix (mega, giga, tera)."
+    slips[1e-6] = "A million times too small: check the prefix (mega, giga, tera)."
+    return slips

@@ -27,7 +27,7 @@ import matplotlib
 from nbformat import NotebookNode
 
 from course.kit import checks, exercises, masters, progress
-from course.kit.answers import names_of
+from course.kit.answers import checked_exercise, names_of
 from course.kit.checks import verify
 
 
@@ -64,12 +64,14 @@ def check_rebound(master: Path) -> None:
                 unwritten |= binds
             if isinstance(statement, ast.FunctionDef | ast.ClassDef):
                 promised |= reads & unwritten - binds
-            elif not any(map(_is_check, ast.walk(statement))):
+            elif not any(map(checked_exercise, ast.walk(statement))):
                 early = reads & unwritten
                 assert not early, (
                     f"{lab}: '{ast.unparse(statement)[:60]}' reads {sorted(early)} before a check binds it"
                 )
-            elif isinstance(statement, ast.Assign) and _is_check(statement.value):  # not `check(...) if ... else ...`
+            elif isinstance(statement, ast.Assign) and checked_exercise(
+                statement.value
+            ):  # not `check(...) if ... else ...`
                 unwritten, promised = unwritten - binds, promised - binds
     assert not promised, f"{lab}: functions read {sorted(promised)}, which no `name = check(...)` binds again"
     assert read <= bound, f"{lab}: no cell of the unsolved lab binds {sorted(read - bound)}"
@@ -191,7 +193,3 @@ def _same_passed(master: Path, solved: Collection[str], outcomes: dict[str, prog
 
 def _exercises_of(notebook: NotebookNode) -> list[str]:
     return [name for cell in notebook.cells for name in masters.checked(cell)]
-
-
-def _is_check(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "check"
