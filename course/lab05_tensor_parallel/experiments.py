@@ -15,7 +15,6 @@ from torch import Tensor
 
 from course.lab05_tensor_parallel.splitting_order import normalise
 from course.shared.sharding import list_calls
-from course.shared.trials import first_ranks
 from minillm import measure
 from minillm.comm import Group, launch
 from minillm.model import ModelConfig, Transformer, cross_entropy
@@ -126,7 +125,7 @@ def traffic(led: measure.Ledger) -> Traffic:
 
 def step_all(group: Group, setups: Sequence[Setup]) -> list[Found | None]:
     """Every setup on the first `world_size` ranks."""
-    groups = first_ranks(group, {setup.world_size for setup in setups})
+    groups = {n: group.subgroup(range(n), f"{n} ranks") for n in sorted({setup.world_size for setup in setups})}
     return [step(groups[s.world_size], s) if groups[s.world_size].rank >= 0 else None for s in setups]
 
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from course.shared.sharding import on_groups
-from course.shared.trials import first_ranks
 from minillm import measure
 from minillm.comm import Group
 
@@ -134,7 +133,8 @@ def run_messages(group: Group, programs: Sequence[tuple[int, list[list[Any]]]]) 
     which microbatch it belongs to and where it comes from.
     """
     found: list[tuple[list[str], int] | None] = []
-    groups = first_ranks(group, {stages for stages, _ in programs}, "stages")
+    sizes = sorted({stages for stages, _ in programs})
+    groups = {size: group.subgroup(range(size), f"{size} stages") for size in sizes}
     for stages, steps in programs:
         part = groups[stages]
         if part.rank < 0:

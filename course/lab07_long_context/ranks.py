@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from course.shared.trials import first_ranks
 from minillm import measure
 from minillm.comm import Group
 
@@ -78,7 +77,7 @@ class Watched:
 
 def run_ring(group: Group, learner: Callable, cases: Sequence[Case]) -> list[Did | None]:
     """The learner's ring on each case; None where the case has fewer ranks."""
-    groups = first_ranks(group, {case.world_size for case in cases})
+    groups = {n: group.subgroup(range(n), f"{n} ranks") for n in sorted({case.world_size for case in cases})}
     return [_ring(groups[case.world_size], learner, case) for case in cases]
 
 
@@ -105,7 +104,7 @@ def _ring(group: Group, learner: Callable, case: Case) -> Did | None:
 def run_exchange(group: Group, learner: tuple[Callable, Callable], cases: Sequence[list[Tensor]]) -> list:
     """(what to_heads gave, what to_sequence made of the right heads); cases: x of each rank."""
     to_heads, to_sequence = learner
-    groups = first_ranks(group, {len(case) for case in cases})
+    groups = {n: group.subgroup(range(n), f"{n} ranks") for n in sorted({len(case) for case in cases})}
     found: list[list[Did] | None] = []
     for case in cases:
         part = groups[len(case)]

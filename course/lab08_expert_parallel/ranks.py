@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from course.shared.trials import first_ranks
 from minillm import measure
 from minillm.comm import Group
 from minillm.measure import Ledger
@@ -46,7 +45,7 @@ class Did:
 
 def run_exchange(group: Group, learner: tuple[Callable, Callable], cases: Sequence[Rows]) -> list[Did | None]:
     """The learner's way there and back on each case; None where the case has fewer ranks."""
-    groups = first_ranks(group, {case.world_size for case in cases})
+    groups = {n: group.subgroup(range(n), f"{n} ranks") for n in sorted({case.world_size for case in cases})}
     return [_exchange(groups[case.world_size], learner, case) for case in cases]
 
 

@@ -22,7 +22,13 @@
 import inspect
 
 from course.kit import check, finish, hint, show, sliders
-from course.lab09_four_dimensions import experiments, experiments_breaks, experiments_plan, figures, receipts
+from course.lab09_four_dimensions import (
+    experiments,
+    experiments_breaks,
+    experiments_plan,
+    figures,
+    receipts,
+)
 from minillm.predict.planner.layout import Layout
 from minillm.predict.planner.memory import token_bytes
 

@@ -279,7 +279,7 @@ def _judge_damage(found: Any, wrong: Sequence[str], what: str) -> None:
     expect(isinstance(found, list | tuple | set), found, "a list of names", f"{what}: damaged")
     if sorted(map(str, found)) != sorted(wrong):
         raise CheckFailed(
-            f"{what}: damaged names {sorted(map(str, found)) or 'nothing'}; "
-            f"the exercise asks for {list(wrong) or 'nothing'}",
+            f"{what}: damaged names {sorted(map(str, found)) or 'nothing'}; the exercise asks for "
+            f"{list(wrong) or 'nothing'}",
             evidence=[re.sub(r"rank-\d+", "rank", what), len(list(found))],
         )

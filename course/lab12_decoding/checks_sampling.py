@@ -26,8 +26,8 @@ from course.shared.diagnose import expect
     minutes=15,
     difficulty=2,
     hints=(
-        "Put the tokens in order, the likeliest first, and add up. "
-        "Is the token with which the sum reaches top_p in or out?",
+        "Put the tokens in order, the likeliest first, and add up. Is the token with which the sum reaches top_p in "
+        "or out?",
         "It is in: without it the sum would be below top_p. So a token stays if those *before* it sum to less than "
         "top_p. Afterwards, back to the order of the vocabulary.",
     ),

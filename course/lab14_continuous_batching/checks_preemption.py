@@ -133,8 +133,7 @@ def _takes_what_just_fits(learner: type) -> None:
     if mine.resume(sequence, pool, hits) is not True:
         raise CheckFailed(
             f"{fresh + 2} blocks are needed; 2 of them are hits that another sequence holds, and {fresh} are "
-            f"available: "
-            "that is enough, yet resume does not return True. A hit that is held takes no available block"
+            "available: that is enough, yet resume does not return True. A hit that is held takes no available block"
         )
 
 

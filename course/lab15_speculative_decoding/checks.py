@@ -35,8 +35,7 @@ ANSWERS = answers_of("15_speculative_decoding")
     hints=(
         "Accepting gives every token min(p, q) of probability. How much of p is still missing, token by token?",
         "max(p - q, 0) is missing. It sums to 1 - Σ min(p, q), which is how often a draft token is rejected, so it "
-        "has to be "
-        "divided by its own sum. And if p equals q, nothing is missing at all.",
+        "has to be divided by its own sum. And if p equals q, nothing is missing at all.",
     ),
 )
 def check_residual(learner: Callable) -> Receipt:
@@ -85,8 +84,7 @@ def _show(row_of: Tensor) -> str:
     difficulty=3,
     hints=(
         "Go through the draft tokens in order. Draft token i was sampled from q[i]; what the target would have "
-        "sampled from is "
-        "target[i]. What happens to the draft tokens after a rejected one?",
+        "sampled from is target[i]. What happens to the draft tokens after a rejected one?",
         "Accept with probability min(1, p/q), so if uniform(draw) < target[i, token] / q[i, token], with a fresh "
         "number each. At the first rejection: the accepted ones, one token from the residual, stop. None rejected: "
         "the target has one row more than there are draft tokens.",
@@ -114,31 +112,31 @@ def _differing(generator: torch.Generator, vocab: int) -> tuple[Tiny, Tiny]:
 
 def _verified(learner: Callable, target: Tiny, draft: Callable, k: int, draw: Any) -> tuple[list[int], list[int]]:
     """(what the learner returned, the draft tokens)."""
-    guesses, q = tiny_models.drawn_draft(draft, choose, PROMPT, k, draw)
-    found = learner(target.rows(PROMPT, guesses), list(guesses), q, draw)
+    drafted, q = tiny_models.drawn_draft(draft, choose, PROMPT, k, draw)
+    found = learner(target.rows(PROMPT, drafted), list(drafted), q, draw)
     fits = tiny_models.is_tokens(found, target.vocab) and found
     expect(fits, found, "a list of at least one token", f"K = {k}: you")
     if len(found) > k + 1:
         raise CheckFailed(
             f"K = {k}: you returned {len(found)} tokens: {k} draft tokens and one more are all there can be"
         )
-    if list(found[:-1]) != guesses[: len(found) - 1]:
+    if list(found[:-1]) != drafted[: len(found) - 1]:
         raise CheckFailed(
-            f"draft tokens {guesses}, you returned {list(found)}: only the last token may be new. After a rejected "
+            f"draft tokens {drafted}, you returned {list(found)}: only the last token may be new. After a rejected "
             "draft token, the others were drafted for a text that does not exist: stop there"
         )
-    return list(found), guesses
+    return list(found), drafted
 
 
 def check_verifier_exactly(learner: Callable, target: Tiny, draft: Tiny, k: int) -> list:
     """Rows for K = k; CheckFailed with the likeliest mistake if a distribution or the accepted number is off."""
 
     def run(draw):
-        found, guesses = _verified(learner, target, draft, k, draw)
+        found, drafted = _verified(learner, target, draft, k, draw)
         whole = list(found)
         while len(whole) < k + 1:
             whole.append(choose(target([*PROMPT, *whole]), draw))
-        return tuple(whole), len(found), found[: len(guesses)] == guesses and len(found) == k
+        return tuple(whole), len(found), found[: len(drafted)] == drafted and len(found) == k
 
     everything = tiny_models.enumerated(run)
     tokens, expected = {}, 1 + tiny_models.accepted(target, draft, PROMPT, k)
@@ -178,12 +176,10 @@ def _say_verifier(off: list[float], k: int) -> str:
     if place == k and k == 1:
         return (
             f"the first token is right, the bonus token is off by {off[place]:.3f}: it is sampled from the target's "
-            f"row "
-            "after the last draft token, the row that no draft token needs"
+            "row after the last draft token, the row that no draft token needs"
         )
     return (
         f"the first token is right, but the first {place + 1} together are off by {off[place]:.3f}: draft token "
         f"{place + 1} is accepted or not by what happened to the one before. Each draft token needs a number of its "
-        f"own, "
-        "fresh, and its own rows of target and q"
+        "own, fresh, and its own rows of target and q"
     )

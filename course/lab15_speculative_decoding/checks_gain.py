@@ -26,8 +26,7 @@ ANSWERS = answers_of("15_speculative_decoding")
     hints=(
         "How often does a pass yield at least 1 token, at least 2, at least k + 1? The mean is the sum of these.",
         "At least i + 1 tokens with probability αⁱ: the first i draft tokens right. The time: one pass, and k draft "
-        "tokens of c "
-        "passes each. Plain decoding yields 1 token in 1 pass.",
+        "tokens of c passes each. Plain decoding yields 1 token in 1 pass.",
     ),
 )
 def check_best_k(learner: Any) -> Receipt:
@@ -71,8 +70,7 @@ def check_best_k(learner: Any) -> Receipt:
     difficulty=3,
     hints=(
         "Two questions, in this order: is the distribution the target's, and if so, were as many draft tokens "
-        "accepted as "
-        "can be? A low acceptance alone is no mistake.",
+        "accepted as can be? A low acceptance alone is no mistake.",
         "Each token alone can have the right distribution while the tokens together have not. So compare the first "
         "token, then the first two together, and so on. A distance: Σ |a - b| / 2 over all keys of both.",
     ),

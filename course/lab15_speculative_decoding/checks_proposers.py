@@ -71,14 +71,14 @@ def _hold_draft(learner: Callable, draft: Tiny, target: Tiny, temperature: float
         return lambda tokens: distribution(model.scores(tokens), params, tokens).double()
 
     def run(draw):
-        guesses, q = _drafted(learner, draft, DRAFTED, temperature, top_k, draw)
+        drafted, q = _drafted(learner, draft, DRAFTED, temperature, top_k, draw)
         if not isinstance(q, Tensor) or q.shape != (DRAFTED, draft.vocab):
             raise CheckFailed(
                 f"{name}: rows of shape {getattr(q, 'shape', q)}; the exercise asks for [{DRAFTED}, {draft.vocab}]"
             )
         for place in range(DRAFTED):
-            said[guesses[:place]] = q[place].double()
-        return guesses
+            said[drafted[:place]] = q[place].double()
+        return drafted
 
     drawn = tiny_models.enumerated(run)
     p, own, off = warped(target), warped(draft), 0.0

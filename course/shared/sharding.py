@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from course.shared.trials import first_ranks
 from minillm import measure
 from minillm.comm import Group
 
@@ -40,7 +39,8 @@ class Did:
 
 def on_groups(group: Group, cases: Sequence[Any], run: Callable[[Any, Group], Did]) -> list[Did | None]:
     """run(case, group of case.world_size ranks) for every case; None where this rank is not in that group."""
-    groups = first_ranks(group, {case.world_size for case in cases})
+    sizes = sorted({case.world_size for case in cases})
+    groups = {size: group.subgroup(range(size), f"{size} ranks") for size in sizes}
     return [run(case, groups[case.world_size]) if groups[case.world_size].rank >= 0 else None for case in cases]
 
 

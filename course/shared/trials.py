@@ -8,7 +8,7 @@ waits for whom.
 
 import re
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,11 +68,6 @@ def run(program: Callable[..., Any], nproc: int, *args: Any, advice: str | None 
         return launch(program, nproc, *args, timeout=PATIENCE_S, device="cpu")
     except HangError as hang:
         raise CheckFailed(_say_hang(hang.table, advice)) from None
-
-
-def first_ranks(group: Group, sizes: Iterable[int], of: str = "ranks") -> dict[int, Group]:
-    """By size: the group of that many first ranks, of which the others are no members. All ranks call this."""
-    return {size: group.subgroup(range(size), f"{size} {of}") for size in sorted(set(sizes))}
 
 
 def one_trial(x: torch.Tensor, groups: Sequence[Group], call: Callable[[torch.Tensor], Any]) -> Trial:
@@ -137,7 +132,8 @@ def rounds(steps_by_rank: Sequence[Sequence[Step]]) -> int:
 
 def _all_cases(group: Group, function: Callable[..., Any], cases: Sequence[Case]) -> list[Trial | None]:
     """One rank's trials; None where the case has fewer ranks."""
-    groups = first_ranks(group, {case.world_size for case in cases})
+    sizes = {case.world_size for case in cases}
+    groups = {size: group.subgroup(range(size), f"{size} ranks") for size in sorted(sizes)}
     trials: list[Trial | None] = []
     for case in cases:
         part = groups[case.world_size]
