@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from course.shared.sharding import BETAS, EPS, LR, Did, make_adam, on_groups
+from course.shared.groups import on_groups
+from course.shared.sharding import BETAS, EPS, LR, Did, make_adam
 from minillm import measure
 from minillm.comm import Group
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from course.shared.groups import on_groups
 from minillm import measure
 from minillm.comm import Group
 
@@ -77,13 +78,10 @@ class Watched:
 
 def run_ring(group: Group, learner: Callable, cases: Sequence[Case]) -> list[Did | None]:
     """The learner's ring on each case; None where the case has fewer ranks."""
-    groups = {n: group.subgroup(range(n), f"{n} ranks") for n in sorted({case.world_size for case in cases})}
-    return [_ring(groups[case.world_size], learner, case) for case in cases]
+    return on_groups(group, cases, lambda case, part: _ring(part, learner, case))
 
 
-def _ring(group: Group, learner: Callable, case: Case) -> Did | None:
-    if group.rank < 0:
-        return None
+def _ring(group: Group, learner: Callable, case: Case) -> Did:
     mine = case.positions[group.rank]
     watched = Watched(group)
 
@@ -104,17 +102,13 @@ def _ring(group: Group, learner: Callable, case: Case) -> Did | None:
 def run_exchange(group: Group, learner: tuple[Callable, Callable], cases: Sequence[list[Tensor]]) -> list:
     """(what to_heads gave, what to_sequence made of the right heads); cases: x of each rank."""
     to_heads, to_sequence = learner
-    groups = {n: group.subgroup(range(n), f"{n} ranks") for n in sorted({len(case) for case in cases})}
-    found: list[list[Did] | None] = []
-    for case in cases:
-        part = groups[len(case)]
-        if part.rank < 0:
-            found.append(None)
-            continue
+
+    def run(case: list[Tensor], part: Group) -> list[Did]:
         heads = torch.cat(case, 1).chunk(len(case), 0)[part.rank].contiguous()
         calls = [(to_heads, case[part.rank]), (to_sequence, heads)]
-        found.append([_exchange(part, each, x.clone()) for each, x in calls])
-    return found
+        return [_exchange(part, each, x.clone()) for each, x in calls]
+
+    return on_groups(group, cases, run, size=len)
 
 
 def _exchange(group: Group, call: Callable, x: Tensor) -> Did:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from course.shared.groups import on_groups
 from minillm import measure
 from minillm.comm import Group
 from minillm.measure import Ledger
@@ -45,13 +46,10 @@ class Did:
 
 def run_exchange(group: Group, learner: tuple[Callable, Callable], cases: Sequence[Rows]) -> list[Did | None]:
     """The learner's way there and back on each case; None where the case has fewer ranks."""
-    groups = {n: group.subgroup(range(n), f"{n} ranks") for n in sorted({case.world_size for case in cases})}
-    return [_exchange(groups[case.world_size], learner, case) for case in cases]
+    return on_groups(group, cases, lambda case, part: _exchange(part, learner, case))
 
 
-def _exchange(group: Group, learner: tuple[Callable, Callable], case: Rows) -> Did | None:
-    if group.rank < 0:
-        return None
+def _exchange(group: Group, learner: tuple[Callable, Callable], case: Rows) -> Did:
     to_experts, from_experts = learner
     rank, each = group.rank, case.num_experts // group.world_size
     with measure.ledger() as there:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from course.shared.groups import on_groups
 from minillm import measure
 from minillm.comm import Group
 
@@ -35,13 +36,6 @@ class Did:
     bytes: list[int]  # sent, per step
     calls: Counter[str]
     held: dict[str, int] = field(default_factory=dict)
-
-
-def on_groups(group: Group, cases: Sequence[Any], run: Callable[[Any, Group], Did]) -> list[Did | None]:
-    """run(case, group of case.world_size ranks) for every case; None where this rank is not in that group."""
-    sizes = sorted({case.world_size for case in cases})
-    groups = {size: group.subgroup(range(size), f"{size} ranks") for size in sizes}
-    return [run(case, groups[case.world_size]) if groups[case.world_size].rank >= 0 else None for case in cases]
 
 
 def by_case(ranks: Sequence[Sequence[Did | None]], cases: Sequence[Any]) -> list[list[Did]]:

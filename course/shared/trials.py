@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from course.kit.exercises import CheckFailed
+from course.shared.groups import on_groups
 from minillm import measure
 from minillm.comm import Group, HangError, launch
 
@@ -132,17 +133,11 @@ def rounds(steps_by_rank: Sequence[Sequence[Step]]) -> int:
 
 def _all_cases(group: Group, function: Callable[..., Any], cases: Sequence[Case]) -> list[Trial | None]:
     """One rank's trials; None where the case has fewer ranks."""
-    sizes = {case.world_size for case in cases}
-    groups = {size: group.subgroup(range(size), f"{size} ranks") for size in sorted(sizes)}
-    trials: list[Trial | None] = []
-    for case in cases:
-        part = groups[case.world_size]
-        if part.rank < 0:
-            trials.append(None)
-            continue
-        x = case.inputs[part.rank].clone()
-        trials.append(one_trial(x, [part], lambda x, part=part, case=case: function(x, part, *case.arguments)))
-    return trials
+
+    def run(case: Case, part: Group) -> Trial:
+        return one_trial(case.inputs[part.rank].clone(), [part], lambda x: function(x, part, *case.arguments))
+
+    return on_groups(group, cases, run)
 
 
 def _note_messages(group: Group, steps: list[Step]) -> None:
