@@ -170,10 +170,10 @@ def all_steps(group: Group, jobs: Sequence[Job]) -> list[Found | None]:
     for own in groups.values():
         if own.rank >= 0:
             step(own, Job("gpipe", own.world_size, 2, None))
-    return [quicker(groups[job.stages], job) if groups[job.stages].rank >= 0 else None for job in jobs]
+    return [best_of_two(groups[job.stages], job) if groups[job.stages].rank >= 0 else None for job in jobs]
 
 
-def quicker(group: Group, job: Job) -> Found:
+def best_of_two(group: Group, job: Job) -> Found:
     """A step; on emulated devices the quicker of two if something else on this machine got in the way."""
     first = step(group, job)
     if job.speed is None or took(group, first) <= DISTURBED * planned(job).makespan:
