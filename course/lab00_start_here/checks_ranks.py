@@ -13,7 +13,7 @@ import torch
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, Row, receipt, row
 from course.shared.diagnose import expect_like
-from course.shared.trials import Case, run, try_on_ranks
+from course.shared.trials import CollectiveCall, run, try_on_ranks
 from minillm.comm import Group, Work
 from minillm.measure import Ledger, ledger
 from minillm.predict import comms
@@ -32,7 +32,7 @@ VERDICTS = ("fine", "silent", "chatty", "wasteful")
 )
 def check_first_rank_program(learner: Callable) -> Receipt:
     size = 12 * random.randint(2, 20)  # divides by 3 and by 4: all bytes are exact
-    cases = [Case([torch.randint(-50, 50, (size,)).float() for _ in range(world)]) for world in (4, 3)]
+    cases = [CollectiveCall([torch.randint(-50, 50, (size,)).float() for _ in range(world)]) for world in (4, 3)]
     rows = []
     for case, trials in zip(cases, try_on_ranks(partial(_called, learner), cases), strict=True):
         world = case.world_size

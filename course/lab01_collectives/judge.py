@@ -14,7 +14,7 @@ import torch
 from course.kit.exercises import CheckFailed
 from course.kit.receipts import Row, row
 from course.shared.diagnose import expect_like, say_sum, whole_numbers
-from course.shared.trials import Case, Trial, one_trial, rounds, run
+from course.shared.trials import CollectiveCall, Trial, one_trial, rounds, run
 from minillm.comm import Group, Mesh
 from minillm.predict import comms
 
@@ -22,20 +22,22 @@ WORLDS = (4, 3, 5, 2, 1)  # in the order in which a mistake is reported
 Layout = tuple[int, int]  # nodes, ranks per node
 
 
-def draw_cases(arguments: tuple[Any, ...] = (), worlds: Sequence[int] = WORLDS, divisible: bool = True) -> list[Case]:
+def draw_cases(
+    arguments: tuple[Any, ...] = (), worlds: Sequence[int] = WORLDS, divisible: bool = True
+) -> list[CollectiveCall]:
     """Fresh whole-number inputs for each world size; `divisible`: the length is a multiple of the world size."""
     draw, cases = torch.Generator().manual_seed(random.randrange(2**32)), []
     for world in worlds:
         size = random.randint(3, 9) * (world if divisible else 1)
-        cases.append(Case([whole_numbers(draw, size) for _ in range(world)], arguments))
+        cases.append(CollectiveCall([whole_numbers(draw, size) for _ in range(world)], arguments))
     return cases
 
 
-def who(rank: int, case: Case) -> str:
+def who(rank: int, case: CollectiveCall) -> str:
     return f"rank {rank} of {case.world_size}"
 
 
-def left_alone(rank: int, case: Case, trial: Trial) -> None:
+def left_alone(rank: int, case: CollectiveCall, trial: Trial) -> None:
     """CheckFailed if the input was changed."""
     if not torch.equal(trial.after, case.inputs[rank]):
         raise CheckFailed(
@@ -58,7 +60,7 @@ def in_place(
         raise CheckFailed(f"{name} returned nothing (None): return x as well")
 
 
-def say_all_reduce(case: Case, x: torch.Tensor) -> str:
+def say_all_reduce(case: CollectiveCall, x: torch.Tensor) -> str:
     """What x holds instead of the sum (case.arguments empty) or the mean."""
     n, total, average = case.world_size, torch.stack(list(case.inputs)).sum(0), bool(case.arguments)
     for share, said in ((n, "the mean"), (n * n, "the mean divided by the number of ranks once more")):
@@ -75,7 +77,7 @@ def say_all_reduce(case: Case, x: torch.Tensor) -> str:
     return "it is not what it should be"
 
 
-def say_broadcast(case: Case, rank: int, x: torch.Tensor) -> str:
+def say_broadcast(case: CollectiveCall, rank: int, x: torch.Tensor) -> str:
     """Whose tensor x is, if not the root's."""
     held = [r for r, given in enumerate(case.inputs) if torch.equal(given, x)]
     if held == [rank]:
@@ -85,7 +87,7 @@ def say_broadcast(case: Case, rank: int, x: torch.Tensor) -> str:
     return "it holds something that no rank ever had"
 
 
-def judge_tree(case: Case, ranks: Sequence[Trial]) -> list[Row]:
+def judge_tree(case: CollectiveCall, ranks: Sequence[Trial]) -> list[Row]:
     """Rows for a broadcast; CheckFailed if it takes more messages or rounds than a tree."""
     n, (root,) = case.world_size, case.arguments
     cost = comms.tree_broadcast(case.inputs[0].numel(), case.inputs[0].element_size(), n)
@@ -113,14 +115,14 @@ def judge_tree(case: Case, ranks: Sequence[Trial]) -> list[Row]:
     return rows
 
 
-def try_on_nodes(learner: Callable, layouts: Sequence[Layout], cases: Sequence[Case]) -> list[list[Trial]]:
+def try_on_nodes(learner: Callable, layouts: Sequence[Layout], cases: Sequence[CollectiveCall]) -> list[list[Trial]]:
     """learner(x, group, node, across) once per layout of the same ranks; trials by layout and rank."""
     world = cases[0].world_size
     by_rank = run(_on_nodes, world, learner, layouts, cases)
     return [[by_rank[rank][index] for rank in range(world)] for index in range(len(layouts))]
 
 
-def say_two_level(case: Case, rank: int, per_node: int, x: torch.Tensor) -> str:
+def say_two_level(case: CollectiveCall, rank: int, per_node: int, x: torch.Tensor) -> str:
     """What x holds instead of the sum over all nodes."""
     first = rank - rank % per_node
     if torch.equal(x, torch.stack(list(case.inputs[first : first + per_node])).sum(0)):
@@ -128,7 +130,7 @@ def say_two_level(case: Case, rank: int, per_node: int, x: torch.Tensor) -> str:
     return say_sum(x, case.inputs, 0, 1)
 
 
-def judge_two_level(layout: Layout, case: Case, ranks: Sequence[Trial]) -> list[Row]:
+def judge_two_level(layout: Layout, case: CollectiveCall, ranks: Sequence[Trial]) -> list[Row]:
     """Rows for an all-reduce over nodes; CheckFailed if a rank takes more than its share to other nodes."""
     nodes, per_node = layout
     size, world = case.inputs[0].numel(), case.world_size
@@ -156,7 +158,7 @@ def judge_two_level(layout: Layout, case: Case, ranks: Sequence[Trial]) -> list[
 
 
 def byte_rows(
-    cases: Sequence[Case], trials: Sequence[Sequence[Trial]], cost: Callable[..., comms.Cost], advice: str
+    cases: Sequence[CollectiveCall], trials: Sequence[Sequence[Trial]], cost: Callable[..., comms.Cost], advice: str
 ) -> list[Row]:
     """Bytes sent per rank, smallest world first; CheckFailed with `advice` if a rank sends more than predicted."""
     rows = {}
@@ -179,7 +181,7 @@ def byte_rows(
     return rows
 
 
-def neighbours_only(cases: Sequence[Case], trials: Sequence[Sequence[Trial]]) -> None:
+def neighbours_only(cases: Sequence[CollectiveCall], trials: Sequence[Sequence[Trial]]) -> None:
     """CheckFailed if a rank sends to another rank than the one before or after it on the ring."""
     for case, ranks in zip(cases, trials, strict=True):
         for rank, trial in enumerate(ranks):
@@ -193,7 +195,7 @@ def neighbours_only(cases: Sequence[Case], trials: Sequence[Sequence[Trial]]) ->
                 )
 
 
-def message_rows(cases: Sequence[Case], trials: Sequence[Sequence[Trial]], laps: int = 1) -> list[Row]:
+def message_rows(cases: Sequence[CollectiveCall], trials: Sequence[Sequence[Trial]], laps: int = 1) -> list[Row]:
     """Messages and rounds of the largest world. Rounds have no verdict: taking turns is slower, but correct."""
     case, ranks = max(zip(cases, trials, strict=True), key=lambda pair: pair[0].world_size)
     least = laps * (case.world_size - 1)
@@ -216,7 +218,9 @@ def say_culprit(name: str, table: dict[int, list[int]], found: Any, answer: int 
     return f"in {name}, {table}, rank {found} has finished and nobody waits for it. Pick a rank that others wait for"
 
 
-def _on_nodes(group: Group, learner: Callable, layouts: Sequence[Layout], cases: Sequence[Case]) -> list[Trial]:
+def _on_nodes(
+    group: Group, learner: Callable, layouts: Sequence[Layout], cases: Sequence[CollectiveCall]
+) -> list[Trial]:
     trials = []
     for (nodes, per_node), case in zip(layouts, cases, strict=True):
         mesh = Mesh(group, across=nodes, node=per_node)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from course.kit.exercises import CheckFailed
 from course.lab02_one_device.experiments import count_flops, one_thread
-from course.lab02_one_device.watching import Counted
+from course.lab02_one_device.watching import CountingModel
 from minillm.measure import memory
 
 # Loss scaling.
@@ -65,7 +65,7 @@ def run_blocks(function: Any, hidden: int, tokens: int, layers: int, seed: int) 
     """Values, gradients, calls, FLOPs, bytes kept of a chain of blocks, through `function.apply` or (None) plainly."""
     torch.manual_seed(seed)
     blocks = nn.ModuleList(
-        Counted(nn.Sequential(nn.Linear(hidden, 2 * hidden), nn.GELU(), nn.Linear(2 * hidden, hidden)))
+        CountingModel(nn.Sequential(nn.Linear(hidden, 2 * hidden), nn.GELU(), nn.Linear(2 * hidden, hidden)))
         for _ in range(layers)
     ).double()
     x = torch.randn(tokens, hidden, dtype=torch.float64, requires_grad=True)

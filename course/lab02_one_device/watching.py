@@ -18,7 +18,7 @@ from minillm.measure import memory
 from minillm.model import ModelConfig, Transformer
 
 
-class Counted(nn.Module):
+class CountingModel(nn.Module):
     """`inner`, counting how often it runs forward, in `calls`."""
 
     def __init__(self, inner: nn.Module):
@@ -96,7 +96,7 @@ def draw_microbatches(count: int) -> list[Microbatch]:
 @one_thread()
 def accumulated(accumulate: Callable, batches: Sequence[Microbatch]) -> Accumulated:
     """accumulate(model, batches) on a fresh float64 model, watched."""
-    model = Counted(Transformer(ACCUMULATION, dtype=torch.float64))
+    model = CountingModel(Transformer(ACCUMULATION, dtype=torch.float64))
     with memory(model) as census:
         loss = accumulate(model, list(batches))
     gradients = [parameter.grad for parameter in model.parameters()]

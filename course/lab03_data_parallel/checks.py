@@ -15,7 +15,7 @@ from course.kit import answers_of
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
 from course.lab03_data_parallel import replicas
-from course.lab03_data_parallel.replicas import Bucket, Case, Net, Trained
+from course.lab03_data_parallel.replicas import Bucket, Net, Trained, TrainingCase
 from course.shared.trials import run
 from minillm.comm import Group
 
@@ -37,7 +37,7 @@ ANSWERS = answers_of("03_data_parallel")
     ),
 )
 def check_average(learner: Callable) -> Receipt:
-    case = Case(steps=3)
+    case = TrainingCase(steps=3)
     ranks = run(_averaged, case.world_size, learner, case)
     if any(trained.note for trained in ranks):
         raise CheckFailed(
@@ -55,7 +55,7 @@ def check_average(learner: Callable) -> Receipt:
     return receipt("naive data parallel on 3 ranks", rows)
 
 
-def _averaged(group: Group, learner: Callable, case: Case) -> Trained:
+def _averaged(group: Group, learner: Callable, case: TrainingCase) -> Trained:
     changed = []
 
     def step_of(model: Net, step: int) -> None:
@@ -82,7 +82,7 @@ def _averaged(group: Group, learner: Callable, case: Case) -> Trained:
     ),
 )
 def check_buckets(learner: Callable) -> Receipt:
-    case = Case(mixed=True, unused=False, steps=1)  # a float32 step would spread its rounding to all gradients
+    case = TrainingCase(mixed=True, unused=False, steps=1)  # a float32 step would spread its rounding to all gradients
     size = case.size * case.size * 8  # of a weight matrix
     caps = {"small": size // 2, "middle": size + size // 3, "large": 100 * size}
     model, rows = case.model(), []
@@ -169,7 +169,7 @@ def _views_of(bucket: Bucket, who: str, named: dict[nn.Parameter, str]) -> None:
         )
 
 
-def _bucketed(group: Group, learner: Callable, case: Case, cap: int) -> Trained:
+def _bucketed(group: Group, learner: Callable, case: TrainingCase, cap: int) -> Trained:
     buckets: list[Bucket] = []
 
     def step_of(model: Net, step: int) -> None:

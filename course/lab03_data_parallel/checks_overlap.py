@@ -9,7 +9,7 @@ from course.kit import answers_of
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
 from course.lab03_data_parallel import replicas
-from course.lab03_data_parallel.replicas import Case, Net, Trained
+from course.lab03_data_parallel.replicas import Net, Trained, TrainingCase
 from course.shared.trials import run
 from minillm import measure
 from minillm.comm import Group
@@ -38,7 +38,7 @@ MICROBATCHES = 3
     ),
 )
 def check_overlap(learner: Callable) -> Receipt:
-    case = Case(unused=False, steps=2)
+    case = TrainingCase(unused=False, steps=2)
     try:
         ranks = run(_overlapped, case.world_size, learner, case)
     except CheckFailed as hang:  # does it work at least where gradients become ready in the same order everywhere?
@@ -97,7 +97,7 @@ def _judge_log(log: list[tuple], rank: int, buckets: list[str]) -> None:
         raise CheckFailed(f"{who} finish returns after {waited} of {len(starts)} handles were waited for")
 
 
-def _overlapped(group: Group, learner: Callable, case: Case, flip: bool = True) -> Trained:
+def _overlapped(group: Group, learner: Callable, case: TrainingCase, flip: bool = True) -> Trained:
     """flip: odd ranks compute two branches in the other order, so their gradients become ready in another order."""
     state: dict[str, Any] = {"log": []}
 
@@ -168,7 +168,7 @@ def _note_starts(group: Group, flats: list[Tensor], state: dict[str, Any]) -> No
     ),
 )
 def check_accumulate(learner: Callable) -> Receipt:
-    case = Case(world_size=2, unused=False)
+    case = TrainingCase(world_size=2, unused=False)
     ranks = run(_accumulated, case.world_size, learner, case)
     k, per_step = MICROBATCHES, ranks[0].calls["all_reduce"] / case.steps
     buckets = int(ranks[0].note)
@@ -219,7 +219,7 @@ def _one_at_a_time(trained: Trained, rows: list) -> None:
             )
 
 
-def _accumulated(group: Group, learner: Callable, case: Case) -> Trained:
+def _accumulated(group: Group, learner: Callable, case: TrainingCase) -> Trained:
     from minillm.parallel import BucketedDDP  # ranks that check something else start without it
 
     state: dict[str, BucketedDDP] = {}

@@ -48,7 +48,7 @@ def unequal_shards(average_gradients: Callable, weighted_loss: Callable, samples
 
 
 def _unequal(group: Group, samples: tuple[int, int], average_gradients: Callable, weighted_loss: Callable) -> dict:
-    case = replicas.Case(world_size=2, batch=sum(samples), unused=False, seed=3)
+    case = replicas.TrainingCase(world_size=2, batch=sum(samples), unused=False, seed=3)
     x, y = case.data(0, 0)  # one batch, dealt out unevenly
     mine = slice(0, samples[0]) if group.rank == 0 else slice(samples[0], None)
     found = {}

@@ -67,7 +67,7 @@ class Net(nn.Module):
 
 
 @dataclass(frozen=True)
-class Case:
+class TrainingCase:
     """One problem: a model, and for each step and rank a batch, all functions of `seed`."""
 
     world_size: int = 3
@@ -139,7 +139,7 @@ def descend(model: nn.Module) -> None:
 
 
 def train(
-    group: Group, case: Case, step_of: Callable[[Net, int], Any], flip: bool = False, model: Net | None = None
+    group: Group, case: TrainingCase, step_of: Callable[[Net, int], Any], flip: bool = False, model: Net | None = None
 ) -> Trained:
     """Train a replica on this rank: `step_of(model, step)` leaves reduced gradients, SGD follows.
 
@@ -157,7 +157,7 @@ def train(
 # What is asked of the ranks' results.
 
 
-def right_gradients(case: Case, ranks: Sequence[Trained], also: Mapping[float, str] | None = None) -> list[Row]:
+def right_gradients(case: TrainingCase, ranks: Sequence[Trained], also: Mapping[float, str] | None = None) -> list[Row]:
     """Rows on gradients and replicas; CheckFailed, saying what a wrong gradient is.
 
     also: other factors to recognise, {3.0: "the mean times 3: ..."}.
@@ -222,7 +222,7 @@ def say_gradient(
     return "is not the mean over the ranks, nor any multiple of it"
 
 
-def byte_row(case: Case, ranks: Sequence[Trained], advice: str) -> Row:
+def byte_row(case: TrainingCase, ranks: Sequence[Trained], advice: str) -> Row:
     """Bytes sent per rank and step: 2P(N-1)/N of the gradients that exist; CheckFailed if a rank sends more."""
     payload = sum(g.nbytes for g in case.alone()[0][0].values() if g is not None)
     predicted = case.steps * comms.ring_all_reduce(payload, 1, case.world_size).sent_per_rank[0]
@@ -244,7 +244,7 @@ def all_communicate(ranks: Sequence[Trained]) -> None:
         raise CheckFailed(f"gradients meet by group.all_reduce; you used {', '.join(sorted(calls))}")
 
 
-def _steps(case: Case) -> str:
+def _steps(case: TrainingCase) -> str:
     return f"{case.steps} step{'s' * (case.steps > 1)}"
 
 

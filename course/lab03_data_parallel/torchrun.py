@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from course.kit import Row, answers_of, row
 from course.kit.torchrun import attempt, run
-from course.lab03_data_parallel.replicas import CLOSE, Bucket, Case, loss_of
+from course.lab03_data_parallel.replicas import CLOSE, Bucket, TrainingCase, loss_of
 from minillm.comm import Group
 from minillm.measure import ledger
 from minillm.predict.training import sharding as predict
@@ -62,12 +62,12 @@ def weighted_loss(nll: Tensor, counts: Tensor, group: Group) -> Tensor:
 
 def rank_program(group: Group) -> dict[str, Any]:
     """Train with each form; None for what is not written yet."""
-    case = Case(world_size=group.world_size, steps=STEPS, unused=False, seed=3)
+    case = TrainingCase(world_size=group.world_size, steps=STEPS, unused=False, seed=3)
     programs = {"naive": naive, "overlapped": overlapped, "weighted": weighted}
     return attempt(programs, group, case)
 
 
-def naive(group: Group, case: Case) -> dict[str, Any]:
+def naive(group: Group, case: TrainingCase) -> dict[str, Any]:
     model = case.model().to(group.device)
 
     def backward(step: int) -> None:
@@ -78,7 +78,7 @@ def naive(group: Group, case: Case) -> dict[str, Any]:
     return trained(model, backward, group, case)
 
 
-def overlapped(group: Group, case: Case) -> dict[str, Any]:
+def overlapped(group: Group, case: TrainingCase) -> dict[str, Any]:
     # on every second rank gradients become ready in another order
     model = case.model(flip=group.rank % 2 == 1).to(group.device)
     buckets = make_buckets(model.parameters(), CAP_BYTES)
@@ -96,7 +96,7 @@ def overlapped(group: Group, case: Case) -> dict[str, Any]:
     return trained(model, backward, group, case) | {"early": early[-1], "buckets": len(buckets)}
 
 
-def weighted(group: Group, case: Case) -> dict[str, Any]:
+def weighted(group: Group, case: TrainingCase) -> dict[str, Any]:
     """One step; rank r has 1 + r samples that count."""
     counted = [torch.arange(case.batch) < 1 + rank % case.batch for rank in range(group.world_size)]
     x, y = case.data(0)
@@ -119,7 +119,7 @@ def trained(
     model: nn.Module,
     backward: Callable[[int], None],
     group: Group,
-    case: Case,
+    case: TrainingCase,
 ) -> dict[str, Any]:
     """STEPS steps of SGD: whether gradients are one process's and replicas the same bits,
     and what was sent."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, row
 from course.shared import sharding
-from course.shared.sharding import Did, Sizes, Steps
+from course.shared.sharding import RankRecord, Sizes, Steps
 from course.shared.trials import run
 from minillm.predict import comms
 
@@ -172,7 +172,7 @@ def _draw_steps(world: int) -> Steps:
     return Steps(weights, [[torch.randn(size) for _ in range(world)] for _ in range(3)])
 
 
-def _judge_weights(case: Steps, ranks: Sequence[Did]) -> None:
+def _judge_weights(case: Steps, ranks: Sequence[RankRecord]) -> None:
     """CheckFailed unless all ranks hold, after every step, what one process gives with the averaged gradient."""
     n, start = case.world_size, case.weights[0]
     means = [torch.stack(gradients).mean(0) for gradients in case.gradients]

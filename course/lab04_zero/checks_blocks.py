@@ -11,7 +11,7 @@ from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, row
 from course.shared import sharding
 from course.shared.diagnose import expect_like
-from course.shared.sharding import Did, Net, Stack
+from course.shared.sharding import Net, RankRecord, Stack
 from course.shared.trials import run
 from minillm.predict import comms
 
@@ -66,7 +66,7 @@ def check_hooks(learner: Callable) -> Receipt:
     return Receipt("gradients sharded while backward runs", tuple(rows))
 
 
-def _judge_shards(case: Net, ranks: Sequence[Did]) -> None:
+def _judge_shards(case: Net, ranks: Sequence[RankRecord]) -> None:
     n = case.world_size
     for step in range(case.steps):
         alone = sharding.gradients_in_one_process(case, step)
@@ -148,7 +148,7 @@ def _draw_stack(world: int, depth: int = 5) -> Stack:
     return Stack(blocks, [torch.randn(4, hidden) for _ in range(world)])
 
 
-def _judge_block_gradients(case: Stack, ranks: Sequence[Did]) -> None:
+def _judge_block_gradients(case: Stack, ranks: Sequence[RankRecord]) -> None:
     n, alone = case.world_size, []
     for given in case.inputs:
         blocks = [block.clone().requires_grad_() for block in case.blocks]

@@ -14,7 +14,7 @@ from course.lab04_zero import shards
 from course.lab04_zero.shards import Flat, Stream
 from course.shared import sharding
 from course.shared.diagnose import expect_like
-from course.shared.sharding import Did
+from course.shared.sharding import RankRecord
 from course.shared.trials import run
 from minillm.predict import comms
 
@@ -78,7 +78,7 @@ def _draw_flat(world: int, share: float = 1.0, numel: int = 0, garbage: float = 
     return Flat(padded, numel, world, share * padded[:numel].norm().item())
 
 
-def _judge_clip(case: Flat, ranks: Sequence[Did]) -> None:
+def _judge_clip(case: Flat, ranks: Sequence[RankRecord]) -> None:
     n, norm, everything = case.world_size, case.padded[: case.numel].norm().item(), case.padded.norm().item()
     locals_ = []
     for rank in range(n):
@@ -214,7 +214,7 @@ def check_stream(learner: Callable) -> Receipt:
     return Receipt("Adam with its moments in files", tuple(rows))
 
 
-def _judge_stream(case: Stream, rank: int, did: Did) -> None:
+def _judge_stream(case: Stream, rank: int, did: RankRecord) -> None:
     gradients = [ranks[rank] for ranks in case.gradients]
     wanted = _adam(case.weights[rank], gradients)
     slips = {

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from course.shared.groups import on_groups
 from minillm import measure
 from minillm.comm import Group, launch
 from minillm.model import ModelConfig, Transformer, cross_entropy
@@ -154,8 +155,7 @@ FORMS = (Replicated, Sharded, Sharded, Spread)
 
 def train_all(group: Group, setups: Sequence[Setup]) -> list[Found | None]:
     """Every setup on the first `world_size` ranks."""
-    groups = {n: group.subgroup(range(n), f"{n} ranks") for n in sorted({setup.world_size for setup in setups})}
-    return [train(groups[s.world_size], s) if groups[s.world_size].rank >= 0 else None for s in setups]
+    return on_groups(group, setups, lambda setup, part: train(part, setup))
 
 
 def compare(setups: Sequence[Setup], link: Any = None) -> dict[Setup, list[Found]]:

@@ -45,7 +45,7 @@ def hybrid_step(shard, gradient, inside, across):
     return inside.all_gather(shard)
 
 
-def hunt(group: Group) -> dict[str, Any]:
+def bug_hunt(group: Group) -> dict[str, Any]:
     """Some steps of `hybrid_step`: loss by step, and how far the weights are from another rank's."""
     inside, across = groups(group)
     model, losses = Transformer(MODEL, seed=0), []
@@ -72,9 +72,9 @@ def _load(parameters: list[Tensor], flat: Tensor) -> None:
 
 
 def on_two_nodes() -> tuple[dict[str, int], dict[str, Any]]:
-    """(`traffic`, `hunt`) as rank 0 saw them."""
+    """(`traffic`, `bug_hunt`) as rank 0 saw them."""
 
     def run(group: Group) -> tuple:
-        return traffic(group), hunt(group)
+        return traffic(group), bug_hunt(group)
 
     return launch(run, 4, device="cpu")[0]

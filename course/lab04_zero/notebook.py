@@ -483,7 +483,7 @@ receipts.hybrid(sent)
 
 # %%
 print(inspect.getsource(experiments_hybrid.hybrid_step))
-receipts.hunt(crossing)
+receipts.bug_hunt(crossing)
 
 # %% [markdown]
 # Which ranks agree and which do not? What is missing, where does it belong, and how many bytes does it cost per rank?

@@ -155,7 +155,7 @@ def hybrid(found: dict[str, int]) -> Iterator[Row]:
 
 
 @titled("4 ranks after 3 steps")
-def hunt(found: dict[str, Any]) -> Iterator[Row]:
+def bug_hunt(found: dict[str, Any]) -> Iterator[Row]:
     yield row("losses", None, tuple(found["losses"]))
     yield row("weights: distance of ranks 0 to 3 from rank 0's", None, tuple(found["apart"]))
 

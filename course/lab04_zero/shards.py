@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from course.shared.sharding import BETAS, EPS, LR, Did, make_adam, on_groups
+from course.shared.groups import on_groups
+from course.shared.sharding import BETAS, EPS, LR, RankRecord, make_adam
 from minillm import measure
 from minillm.comm import Group
 
@@ -32,23 +33,23 @@ class Flat:
         return self.padded.chunk(self.world_size)[rank].clone()
 
 
-def run_clip(group: Group, learner: Callable, cases: Sequence[Flat]) -> list[Did | None]:
+def run_clip(group: Group, learner: Callable, cases: Sequence[Flat]) -> list[RankRecord | None]:
     """learner(gradient, numel, max_norm, group) -> norm; results: (norm, the gradient afterwards)."""
 
-    def run(case: Flat, part: Group) -> Did:
+    def run(case: Flat, part: Group) -> RankRecord:
         shard = case.shard(part.rank)
         with measure.ledger() as led:
             norm = learner(shard, case.numel, case.max_norm, part)
         largest = max((math.prod(event.shape) for event in led.events), default=0)
-        return Did((norm, shard), [led.bytes()], led.calls, {"numbers": largest})
+        return RankRecord((norm, shard), [led.bytes()], led.calls, {"numbers": largest})
 
     return on_groups(group, cases, run)
 
 
-def run_whole_state(group: Group, learner: Callable, cases: Sequence[Flat]) -> list[Did | None]:
+def run_whole_state(group: Group, learner: Callable, cases: Sequence[Flat]) -> list[RankRecord | None]:
     """learner(state, numel, group) on the state of an AdamW over this rank's shard, after three steps."""
 
-    def run(case: Flat, part: Group) -> Did:
+    def run(case: Flat, part: Group) -> RankRecord:
         shard = nn.Parameter(case.shard(part.rank))
         adam = make_adam([shard])
         for step in range(3):
@@ -57,7 +58,7 @@ def run_whole_state(group: Group, learner: Callable, cases: Sequence[Flat]) -> l
         state = {name: value.clone() for name, value in adam.state[shard].items()}
         with measure.ledger() as led:
             whole = learner(state, case.numel, part)
-        return Did(whole, [led.bytes()], led.calls)
+        return RankRecord(whole, [led.bytes()], led.calls)
 
     return on_groups(group, cases, run)
 
@@ -98,10 +99,10 @@ class Stream:
         return len(self.weights)
 
 
-def run_stream(group: Group, learner: Callable, cases: Sequence[Stream]) -> list[Did | None]:
+def run_stream(group: Group, learner: Callable, cases: Sequence[Stream]) -> list[RankRecord | None]:
     """learner(weights, gradient, store, step, chunk, lr, betas, eps) step by step, the moments in files."""
 
-    def run(case: Stream, part: Group) -> Did:
+    def run(case: Stream, part: Group) -> RankRecord:
         weights, found = case.weights[part.rank].clone(), []
         with tempfile.TemporaryDirectory() as folder, measure.ledger() as led:
             store = FileStore(folder, len(weights))
@@ -109,6 +110,6 @@ def run_stream(group: Group, learner: Callable, cases: Sequence[Stream]) -> list
                 learner(weights, ranks[part.rank].clone(), store, step, case.chunk, LR, BETAS, EPS)
                 found.append(weights.clone())
         held = {"read": store.bytes_read, "written": store.bytes_written, "moments": store.most_held}
-        return Did(found, [led.bytes()], led.calls, held)
+        return RankRecord(found, [led.bytes()], led.calls, held)
 
     return on_groups(group, cases, run)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from course.lab05_tensor_parallel.splitting_order import normalise
+from course.shared.groups import on_groups
 from course.shared.sharding import list_calls
 from minillm import measure
 from minillm.comm import Group, launch
@@ -125,8 +126,7 @@ def traffic(led: measure.Ledger) -> Traffic:
 
 def step_all(group: Group, setups: Sequence[Setup]) -> list[Found | None]:
     """Every setup on the first `world_size` ranks."""
-    groups = {n: group.subgroup(range(n), f"{n} ranks") for n in sorted({setup.world_size for setup in setups})}
-    return [step(groups[s.world_size], s) if groups[s.world_size].rank >= 0 else None for s in setups]
+    return on_groups(group, setups, lambda setup, part: step(part, setup))
 
 
 def compare(setups: Sequence[Setup]) -> dict[Setup, list[Found]]:

@@ -110,7 +110,7 @@ def suspect_mlp(x, shards, group):
     return reduce_from((gated * (x @ up.T)) @ down.T, group)
 
 
-def hunt(cut_mlp: Any, mlp: Any) -> dict[str, list[float]]:
+def bug_hunt(cut_mlp: Any, mlp: Any) -> dict[str, list[float]]:
     """Relative error of the output and of every gradient of an MLP on 4 ranks, by rank, beside one process."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((16, 8), (16, 8), (8, 16))

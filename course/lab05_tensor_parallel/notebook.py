@@ -521,7 +521,7 @@ receipts.grad_norm([rank["norm"] for rank in accidents])
 
 # %%
 print(inspect.getsource(breaks.suspect_mlp))
-receipts.hunt(breaks.hunt(cut_mlp, breaks.suspect_mlp), "this MLP on 4 ranks")
+receipts.bug_hunt(breaks.bug_hunt(cut_mlp, breaks.suspect_mlp), "this MLP on 4 ranks")
 
 # %% [markdown]
 # Output and weight gradients are exact, and something is wrong. Name the line, and say which gradients of a whole
@@ -536,7 +536,7 @@ receipts.hunt(breaks.hunt(cut_mlp, breaks.suspect_mlp), "this MLP on 4 ranks")
 # </details>
 
 # %%
-receipts.hunt(breaks.hunt(cut_mlp, mlp), "yours")
+receipts.bug_hunt(breaks.bug_hunt(cut_mlp, mlp), "yours")
 
 # %% [markdown]
 # ## Where it loses

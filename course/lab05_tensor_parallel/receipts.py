@@ -196,7 +196,7 @@ def grad_norm(ways: Sequence[dict[str, float]] | None = None) -> Iterator[Row]:
 
 
 @titled("{whose}")
-def hunt(found: dict[str, list[float]], whose: str) -> Iterator[Row]:
+def bug_hunt(found: dict[str, list[float]], whose: str) -> Iterator[Row]:
     for name, errors in found.items():
         yield row(f"{name}: relative error, by rank", None, tuple(errors))
 

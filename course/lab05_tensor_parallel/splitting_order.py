@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from course.lab05_tensor_parallel.splitting import Layer, Passed, leaf, there_and_back, traffic
-from course.shared.sharding import on_groups
+from course.shared.groups import on_groups
 from minillm import measure
 from minillm.comm import Group
 from minillm.measure.watch import Watch as DispatchWatch

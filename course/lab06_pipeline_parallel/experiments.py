@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from course.shared.groups import first_ranks
 from minillm import measure
 from minillm.comm import Group, launch
 from minillm.model import ModelConfig, Transformer
@@ -172,14 +173,14 @@ def relative(found: Tensor, right: Tensor) -> float:
 
 def all_steps(group: Group, jobs: Sequence[Job]) -> list[Found | None]:
     """Every job on the first `stages` ranks; one step without a clock first, which connects the ranks."""
-    groups = {n: group.subgroup(range(n), f"{n} stages") for n in sorted({job.stages for job in jobs})}
+    groups = first_ranks(group, (job.stages for job in jobs))
     for own in groups.values():
         if own.rank >= 0:
             step(own, Job("gpipe", own.world_size, 2, None))
-    return [quicker(groups[job.stages], job) if groups[job.stages].rank >= 0 else None for job in jobs]
+    return [best_of_two(groups[job.stages], job) if groups[job.stages].rank >= 0 else None for job in jobs]
 
 
-def quicker(group: Group, job: Job) -> Found:
+def best_of_two(group: Group, job: Job) -> Found:
     """A step; on emulated devices the quicker of two if something else on this machine got in the way."""
     first = step(group, job)
     if job.speed is None or took(group, first) <= DISTURBED * planned(job).makespan:

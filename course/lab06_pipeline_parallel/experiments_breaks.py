@@ -197,7 +197,7 @@ class Suspect:
             self.sent.append(self.group.send(x.grad, self.group.rank - 1, async_op=True))
 
 
-def hunt(stage_class: type, stages: int = 4, microbatches: int = 6) -> dict[str, list[float]]:
+def bug_hunt(stage_class: type, stages: int = 4, microbatches: int = 6) -> dict[str, list[float]]:
     """By order of work: the relative error of every stage's gradient, beside one process."""
     generator = torch.Generator().manual_seed(0)
 

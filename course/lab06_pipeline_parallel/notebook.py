@@ -497,7 +497,7 @@ print(breaks.deadlock())
 
 # %%
 print(inspect.getsource(breaks.Suspect))
-receipts.hunt(breaks.hunt(breaks.Suspect), "this stage")
+receipts.bug_hunt(breaks.bug_hunt(breaks.Suspect), "this stage")
 
 # %% [markdown]
 # Which line is wrong? Why is only stage 1 wrong under 1F1B, and why is stage 0 right even under GPipe? Then check your
@@ -513,7 +513,7 @@ receipts.hunt(breaks.hunt(breaks.Suspect), "this stage")
 # </details>
 
 # %%
-receipts.hunt(breaks.hunt(Stage), "your stage")
+receipts.bug_hunt(breaks.bug_hunt(Stage), "your stage")
 
 # %% [markdown]
 # ## Where it loses

@@ -156,7 +156,7 @@ def norms(found: Sequence[dict[str, float]]) -> Iterator[Row]:
 
 
 @titled("gradients of {whose}")
-def hunt(found: dict[str, list[float]], whose: str) -> Iterator[Row]:
+def bug_hunt(found: dict[str, list[float]], whose: str) -> Iterator[Row]:
     for name, errors in found.items():
         yield row(f"{name}: relative error of the gradient, by stage", None, tuple(errors))
 

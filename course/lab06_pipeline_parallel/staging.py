@@ -10,12 +10,13 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from course.shared.sharding import on_groups
+from course.shared.groups import on_groups
 from minillm import measure
 from minillm.comm import Group
 
@@ -132,22 +133,17 @@ def run_messages(group: Group, programs: Sequence[tuple[int, list[list[Any]]]]) 
     Returns per program (what arrived with other numbers than were sent, messages this rank sent). Every message says
     which microbatch it belongs to and where it comes from.
     """
-    found: list[tuple[list[str], int] | None] = []
-    sizes = sorted({stages for stages, _ in programs})
-    groups = {size: group.subgroup(range(size), f"{size} stages") for size in sizes}
-    for stages, steps in programs:
-        part = groups[stages]
-        if part.rank < 0:
-            found.append(None)
-            continue
+
+    def run(program: tuple[int, list[list[Any]]], part: Group) -> tuple[list[str], int]:
         wrong = []
         with measure.ledger() as led:
-            for step in steps[part.rank]:
+            for step in program[1][part.rank]:
                 if isinstance(step, list):
                     wrong += _carry_out(step, part)
-        found.append((wrong, led.messages))
         part.barrier()
-    return found
+        return wrong, led.messages
+
+    return on_groups(group, programs, run, size=itemgetter(0))
 
 
 def _carry_out(batch: list[tuple[str, str]], group: Group) -> list[str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
-from course.lab07_long_context.ranks import Case, Did, run_exchange, run_ring
+from course.lab07_long_context.ranks import RingCase, RingRecord, run_exchange, run_ring
 from course.shared.diagnose import expect_like, whole_numbers
 from course.shared.trials import run
 from minillm.model import dense
@@ -103,13 +103,13 @@ def check_ring(learner: Callable) -> Receipt:
     return receipt("keys and values in a ring", rows)
 
 
-def _case(n: int, order: str) -> Case:
+def _case(n: int, order: str) -> RingCase:
     seq = 2 * n * random.randint(2, 4)
     positions = [torch.cat([torch.arange(*span) for span in context.spans(seq, rank, n, order)]) for rank in range(n)]
-    return Case(*torch.randn(3, seq, DIM, dtype=torch.float64), positions)
+    return RingCase(*torch.randn(3, seq, DIM, dtype=torch.float64), positions)
 
 
-def _judge_ring(case: Case, found: Sequence[Did]) -> list:
+def _judge_ring(case: RingCase, found: Sequence[RingRecord]) -> list:
     n, right = case.world_size, dense(case.q[None, None], case.k[None, None], case.v[None, None])[0, 0]
     if ready := sorted(set().union(*(did.calls for did in found)) - {"exchange", "send", "recv"}):
         raise CheckFailed(f"you called {', '.join(ready)}: here blocks travel from neighbour to neighbour")
@@ -175,7 +175,7 @@ def _parts(n: int, heads: int) -> list[Tensor]:
     return [whole_numbers(draw, heads, seq, DIM) for _ in range(n)]
 
 
-def _judge_exchange(case: Sequence[Tensor], found: Sequence[Sequence[Did]]) -> list:
+def _judge_exchange(case: Sequence[Tensor], found: Sequence[Sequence[RingRecord]]) -> list:
     n, groups = len(case), torch.cat(list(case), 1).chunk(len(case), 0)
     for rank, dids in enumerate(found):
         for name, did, wanted in zip(("to_heads", "to_sequence"), dids, (groups[rank], case[rank]), strict=True):

@@ -47,14 +47,14 @@ def _off(found: Tensor, right: Tensor) -> float:
     return ((found - right).norm() / right.norm()).item()
 
 
-def never_meet(group: Group) -> dict[str, float]:
+def kv_never_exchanged(group: Group) -> dict[str, float]:
     """How far this rank's gradient is from one process: with the sum over cp, and without."""
     mine, right = _gradient(_model(), group, RingAttention(group), weighted=False, own_mean=False), _alone(False)
     skipped = _off(mine, right)
     return {"skipped": skipped, "summed": _off(group.all_reduce(mine), right)}
 
 
-def means(group: Group) -> dict[str, Any]:
+def mean_of_means(group: Group) -> dict[str, Any]:
     """The gradient with each rank's own mean averaged, and with the sum divided by all tokens.
 
     Returns the relative error of each, and how many tokens count on this rank.
@@ -107,7 +107,7 @@ def shift(tensors, right, left, group):
     return arriving
 
 
-def hunt(group: Group) -> dict[str, float]:
+def bug_hunt(group: Group) -> dict[str, float]:
     """`ring_backward` beside one process: relative errors of the output and of dq, dk, dv on this rank."""
     whole = _whole()
     inputs = [x.clone().requires_grad_() for x in whole[:3]]
@@ -135,7 +135,7 @@ def hunt(group: Group) -> dict[str, float]:
 
 def all_of_them(group: Group) -> dict[str, Any]:
     torch.set_num_threads(1)
-    return {each.__name__: each(group) for each in (never_meet, means, from_zero, hunt)}
+    return {each.__name__: each(group) for each in (kv_never_exchanged, mean_of_means, from_zero, bug_hunt)}
 
 
 def accidents() -> list[dict[str, Any]]:

@@ -406,7 +406,7 @@ broken = breaks.accidents()
 # #1115](https://github.com/ByteDance-Seed/VeOmni/issues/1115)).
 
 # %%
-receipts.never_meet(broken)
+receipts.kv_never_exchanged(broken)
 
 # %% [markdown]
 # ### A mean of means
@@ -415,7 +415,7 @@ receipts.never_meet(broken)
 # and documents make these numbers unequal ([Megatron-LM #673](https://github.com/NVIDIA/Megatron-LM/issues/673)).
 
 # %%
-receipts.means(broken)
+receipts.mean_of_means(broken)
 
 # %% [markdown]
 # ### Positions from zero
@@ -435,7 +435,7 @@ receipts.offsets(broken)
 
 # %%
 print(inspect.getsource(breaks.ring_backward))
-receipts.hunt(broken)
+receipts.bug_hunt(broken)
 
 # %% [markdown]
 # Which gradients are wrong, and which rank's? Which line? What test would have found it?

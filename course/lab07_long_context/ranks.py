@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from course.shared.groups import on_groups
 from minillm import measure
 from minillm.comm import Group
 
 
 @dataclass(frozen=True)
-class Case:
+class RingCase:
     """q, k, v: [seq, head_dim], whole; positions[r]: those of rank r."""
 
     q: Tensor
@@ -33,7 +34,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Did:
+class RingRecord:
     """What one rank did. hidden: calls of attend while a message was under way; peers: whom it sent to, in order."""
 
     result: Any
@@ -75,15 +76,12 @@ class Watched:
         self.attended.append(source)
 
 
-def run_ring(group: Group, learner: Callable, cases: Sequence[Case]) -> list[Did | None]:
+def run_ring(group: Group, learner: Callable, cases: Sequence[RingCase]) -> list[RingRecord | None]:
     """The learner's ring on each case; None where the case has fewer ranks."""
-    groups = {n: group.subgroup(range(n), f"{n} ranks") for n in sorted({case.world_size for case in cases})}
-    return [_ring(groups[case.world_size], learner, case) for case in cases]
+    return on_groups(group, cases, lambda case, part: _ring(part, learner, case))
 
 
-def _ring(group: Group, learner: Callable, case: Case) -> Did | None:
-    if group.rank < 0:
-        return None
+def _ring(group: Group, learner: Callable, case: RingCase) -> RingRecord:
     mine = case.positions[group.rank]
     watched = Watched(group)
 
@@ -98,26 +96,22 @@ def _ring(group: Group, learner: Callable, case: Case) -> Did | None:
     finally:
         del group.exchange  # the method shows through again
     seen = watched.hidden, tuple(watched.peers), tuple(watched.attended)
-    return Did(result, led.bytes(), led.calls, *seen)
+    return RingRecord(result, led.bytes(), led.calls, *seen)
 
 
 def run_exchange(group: Group, learner: tuple[Callable, Callable], cases: Sequence[list[Tensor]]) -> list:
     """(what to_heads gave, what to_sequence made of the right heads); cases: x of each rank."""
     to_heads, to_sequence = learner
-    groups = {n: group.subgroup(range(n), f"{n} ranks") for n in sorted({len(case) for case in cases})}
-    found: list[list[Did] | None] = []
-    for case in cases:
-        part = groups[len(case)]
-        if part.rank < 0:
-            found.append(None)
-            continue
+
+    def run(case: list[Tensor], part: Group) -> list[RingRecord]:
         heads = torch.cat(case, 1).chunk(len(case), 0)[part.rank].contiguous()
         calls = [(to_heads, case[part.rank]), (to_sequence, heads)]
-        found.append([_exchange(part, each, x.clone()) for each, x in calls])
-    return found
+        return [_exchange(part, each, x.clone()) for each, x in calls]
+
+    return on_groups(group, cases, run, size=len)
 
 
-def _exchange(group: Group, call: Callable, x: Tensor) -> Did:
+def _exchange(group: Group, call: Callable, x: Tensor) -> RingRecord:
     with measure.ledger() as led:
         result = call(x, group)
-    return Did(result, led.bytes(), led.calls)
+    return RingRecord(result, led.bytes(), led.calls)

@@ -101,16 +101,16 @@ def short(found: dict[tuple[str, int], dict[str, float]]) -> Iterator[Row]:
 
 
 @titled("dp 1, cp 4: one step")
-def never_meet(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
-    found = [rank["never_meet"] for rank in found or _accidents()]
+def kv_never_exchanged(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
+    found = [rank["kv_never_exchanged"] for rank in found or _accidents()]
     yield row("gradients summed over cp: off from one process by less than 1e-12", True, found[0]["summed"] < 1e-12)
     yield row("not reduced: another gradient on every rank, off by more than 0.5", True, _least(found, "skipped") > 0.5)
     yield row("    relative error of ranks 0 to 3", None, tuple(rank["skipped"] for rank in found))
 
 
 @titled("cp 4, prompt tokens without loss")
-def means(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
-    found = [rank["means"] for rank in found or _accidents()]
+def mean_of_means(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
+    found = [rank["mean_of_means"] for rank in found or _accidents()]
     yield row("tokens that count, ranks 0 to 3", (0, 8, 16, 16), tuple(rank["tokens"] for rank in found))
     yield row("mean over all tokens: off by less than 1e-12", True, found[0]["mean over all tokens"] < 1e-12)
     yield row("mean of the ranks' means: off by more than 0.05", True, found[0]["mean of means"] > 0.05)
@@ -126,8 +126,8 @@ def offsets(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
 
 
 @titled("4 ranks against one process")
-def hunt(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
-    found = [rank["hunt"] for rank in found or _accidents()]
+def bug_hunt(found: Sequence[dict[str, Any]] | None = None) -> Iterator[Row]:
+    found = [rank["bug_hunt"] for rank in found or _accidents()]
     yield row("output: relative error below 1e-12", True, max(rank["output"] for rank in found) < 1e-12)
     for name in ("dq", "dk", "dv"):
         yield row(f"{name} on ranks 0 to 3: relative errors", None, tuple(rank[name] for rank in found))
@@ -174,4 +174,4 @@ def attention_share(seq: int = 2**20, parameters: float = 8e9, layers: int = 32,
     return attention / (attention + 6 * parameters)
 
 
-CLAIMS = (memory, exact, work, traffic, long_step, overlap, never_meet, means, offsets, hunt)
+CLAIMS = (memory, exact, work, traffic, long_step, overlap, kv_never_exchanged, mean_of_means, offsets, bug_hunt)

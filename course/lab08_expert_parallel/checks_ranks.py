@@ -13,7 +13,15 @@ from torch import Tensor
 
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, receipt, row
-from course.lab08_expert_parallel.ranks import Averaged, Did, Layer, Rows, one_process, run_exchange, run_gradients
+from course.lab08_expert_parallel.ranks import (
+    Averaged,
+    ExchangeRecord,
+    Layer,
+    Rows,
+    one_process,
+    run_exchange,
+    run_gradients,
+)
 from course.shared.diagnose import whole_numbers
 from course.shared.trials import run
 from minillm.predict import comms
@@ -64,7 +72,7 @@ def _case(n: int, num_experts: int, sizes: Sequence[int], routing: str) -> Rows:
     return Rows(num_experts, chosen, [whole_numbers(draw, size, HIDDEN) for size in sizes])
 
 
-def _judge_exchange(case: Rows, found: Sequence[Did]) -> list:
+def _judge_exchange(case: Rows, found: Sequence[ExchangeRecord]) -> list:
     n, each = case.world_size, case.num_experts // case.world_size
     evidence = [[_plain(did.rows), _plain(did.counts), _plain(did.home)] for did in found]
     for rank, did in enumerate(found):
@@ -109,7 +117,7 @@ def _plain(found: Any) -> Any:
     return found.tolist() if isinstance(found, Tensor) else found
 
 
-def _judge_bytes(case: Rows, found: Sequence[Did]) -> list:
+def _judge_bytes(case: Rows, found: Sequence[ExchangeRecord]) -> list:
     n, each, row_bytes = case.world_size, case.num_experts // case.world_size, 4 * HIDDEN
     table = [[sum(expert // each == to for expert in ids) for to in range(n)] for ids in case.chosen]
     there = moe.all_to_all(table, row_bytes).sent_per_rank

@@ -67,7 +67,7 @@ class Traffic:
     all_bytes: int
 
 
-def evenly(tokens: int) -> Tensor:
+def balanced_choice(tokens: int) -> Tensor:
     """[tokens, TOP_K]: every expert is asked for equally often."""
     return (torch.arange(tokens)[:, None] + 3 * torch.arange(TOP_K)) % EXPERTS
 
@@ -78,7 +78,7 @@ def count_traffic(group: Group) -> Traffic:
     x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
     weights = torch.full((TOKENS, TOP_K), 1 / TOP_K, requires_grad=True)
     with measure.ledger() as led:
-        out = ExpertDispatch(group, EXPERTS)(lambda rows, counts: rows.tanh(), x, evenly(TOKENS), weights)()
+        out = ExpertDispatch(group, EXPERTS)(lambda rows, counts: rows.tanh(), x, balanced_choice(TOKENS), weights)()
         forward, sent = led.calls, led.bytes("all_to_all")
         out.square().sum().backward()
     return Traffic(forward, led.calls, sent, led.bytes("all_to_all"))
@@ -189,7 +189,7 @@ def average_over_replicas(router, experts, data, replicas):
     return router, experts
 
 
-def doubled(group: Group) -> dict[int, dict[str, float]]:
+def expert_gradient_bug(group: Group) -> dict[int, dict[str, float]]:
     """By ep: how many times too large the shipped average is, and what Adam, SGD and clipping make of it."""
     torch.set_num_threads(1)
     found = {}
@@ -234,8 +234,8 @@ def _step_of(gradient: Tensor, make: Any) -> Tensor:
     return weight.detach()
 
 
-def accidents() -> list[dict[int, dict[str, float]]]:
-    return launch(doubled, WORLD, device="cpu")
+def expert_gradient_bug_on_ranks() -> list[dict[int, dict[str, float]]]:
+    return launch(expert_gradient_bug, WORLD, device="cpu")
 
 
 def neighbours_in_the_batch(tokens: int = 32, factor: float = 1.0) -> dict[str, int]:

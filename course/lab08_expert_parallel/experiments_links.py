@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from course.lab08_expert_parallel.experiments import EXPERTS, HIDDEN, TOP_K, WORLD, evenly
+from course.lab08_expert_parallel.experiments import EXPERTS, HIDDEN, TOP_K, WORLD, balanced_choice
 from course.shared.measuring import one_thread
 from minillm.comm import Group, Link, launch
 from minillm.model import ModelConfig, MoEConfig
@@ -25,7 +25,7 @@ REPEATS = 4
 # The fullest rank.
 
 
-def skewed(fullest: float, rank: int) -> Tensor:
+def skewed_choice(fullest: float, rank: int) -> Tensor:
     """[ROWS_PER_RANK, 1]: experts of this rank's tokens, so that rank 0 gets `fullest` times the mean, the others the
     rest equally."""
     total, each = WORLD * ROWS_PER_RANK, EXPERTS // WORLD
@@ -37,11 +37,11 @@ def skewed(fullest: float, rank: int) -> Tensor:
 
 def loads(fullest: float) -> list[int]:
     """Rows that each rank gets."""
-    chosen = torch.cat([skewed(fullest, rank) for rank in range(WORLD)]).flatten()
+    chosen = torch.cat([skewed_choice(fullest, rank) for rank in range(WORLD)]).flatten()
     return moe.rank_loads(torch.bincount(chosen, minlength=EXPERTS).tolist(), WORLD)
 
 
-def lasting(seconds_per_row: float) -> Callable[[Tensor, Tensor], Tensor]:
+def sleeping_experts(seconds_per_row: float) -> Callable[[Tensor, Tensor], Tensor]:
     """Experts that take so long for each row."""
 
     def compute(rows: Tensor, counts: Tensor) -> Tensor:
@@ -55,8 +55,10 @@ def time_by_load(group: Group) -> list[float]:
     """Seconds of a layer until the last rank is done, by how full the fullest rank is: the best of some."""
     torch.set_num_threads(1)
     x, weights = torch.randn(ROWS_PER_RANK, HIDDEN), torch.ones(ROWS_PER_RANK, 1)
-    dispatch, experts = ExpertDispatch(group, EXPERTS), lasting(ROW_S)
-    return [_best(group, lambda at=at: dispatch(experts, x, skewed(at, group.rank), weights)()) for at in FULLEST]
+    dispatch, experts = ExpertDispatch(group, EXPERTS), sleeping_experts(ROW_S)
+    return [
+        _best(group, lambda at=at: dispatch(experts, x, skewed_choice(at, group.rank), weights)()) for at in FULLEST
+    ]
 
 
 def _best(group: Group, layer: Callable[[], Tensor]) -> float:
@@ -105,7 +107,7 @@ def time_shared(group: Group) -> dict[str, float]:
     torch.set_num_threads(1)
     x, weights = torch.randn(TRAVELLERS, HIDDEN), torch.full((TRAVELLERS, TOP_K), 1 / TOP_K)
     dispatch = ExpertDispatch(group, EXPERTS)
-    how = lasting(WORK_S / (TRAVELLERS * TOP_K)), x, evenly(TRAVELLERS), weights
+    how = sleeping_experts(WORK_S / (TRAVELLERS * TOP_K)), x, balanced_choice(TRAVELLERS), weights
 
     def shared() -> Tensor:
         time.sleep(SHARED_S)
@@ -138,7 +140,7 @@ WIDE = ModelConfig(8, 256, 1024, 1, 4, moe=MoEConfig(32, 2, 512))
 
 
 @dataclass(frozen=True)
-class Few:
+class FewTokens:
     """touched: experts that any of the tokens chose; CPU seconds of the layer, and of an MLP of the same FLOPs."""
 
     touched: int
@@ -148,7 +150,7 @@ class Few:
 
 @one_thread()
 @torch.no_grad()
-def few_tokens() -> dict[int, Few]:
+def few_tokens() -> dict[int, FewTokens]:
     """By number of tokens, on one core: a layer of 32 experts, and the MLP with as many active weights."""
     draw = torch.Generator().manual_seed(0)
     layer, mlp = mixture(WIDE, 0), MLP(WIDE)
@@ -159,7 +161,7 @@ def few_tokens() -> dict[int, Few]:
         x = torch.randn(1, tokens, WIDE.hidden_size, generator=draw)
         touched = layer.router(x).experts.unique().numel()
         times = [_alternate(layer, mlp, x) for _ in range(repetitions)]
-        found[tokens] = Few(touched, *(min(column) for column in zip(*times, strict=True)))
+        found[tokens] = FewTokens(touched, *(min(column) for column in zip(*times, strict=True)))
     return found
 
 

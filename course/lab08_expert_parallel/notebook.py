@@ -375,8 +375,8 @@ print(inspect.getsource(experiments.average_over_replicas))
 # or 1 and 3. Measured beside one process that has all tokens:
 
 # %%
-broken = experiments.accidents()
-receipts.doubled(broken)
+broken = experiments.expert_gradient_bug_on_ranks()
+receipts.expert_gradient_bug(broken)
 
 # %% [markdown]
 # The loss falls as it should: Adam divides every gradient by its own size, so a factor disappears. Where would it show?
@@ -462,7 +462,7 @@ receipts.beside_dense(trainings)
 # computed on one core of this machine (CPU time):
 
 # %%
-receipts.few()
+receipts.few_tokens()
 
 # %% [markdown]
 # With 64 tokens all 32 experts are touched, each for 4 rows: 16 times the weights are read for the same FLOPs. With

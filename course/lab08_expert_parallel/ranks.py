@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from course.shared.groups import on_groups
 from minillm import measure
 from minillm.comm import Group
 from minillm.measure import Ledger
@@ -31,7 +32,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Did:
+class ExchangeRecord:
     """What one rank got and sent. rows, counts: at its experts; home: what came back; payload: bytes of rows, there
     and back; beside: of whole numbers, which say how many come."""
 
@@ -43,21 +44,20 @@ class Did:
     calls: Counter
 
 
-def run_exchange(group: Group, learner: tuple[Callable, Callable], cases: Sequence[Rows]) -> list[Did | None]:
+def run_exchange(
+    group: Group, learner: tuple[Callable, Callable], cases: Sequence[Rows]
+) -> list[ExchangeRecord | None]:
     """The learner's way there and back on each case; None where the case has fewer ranks."""
-    groups = {n: group.subgroup(range(n), f"{n} ranks") for n in sorted({case.world_size for case in cases})}
-    return [_exchange(groups[case.world_size], learner, case) for case in cases]
+    return on_groups(group, cases, lambda case, part: _exchange(part, learner, case))
 
 
-def _exchange(group: Group, learner: tuple[Callable, Callable], case: Rows) -> Did | None:
-    if group.rank < 0:
-        return None
+def _exchange(group: Group, learner: tuple[Callable, Callable], case: Rows) -> ExchangeRecord:
     to_experts, from_experts = learner
     rank, each = group.rank, case.num_experts // group.world_size
     with measure.ledger() as there:
         found = to_experts(case.values[rank].clone(), case.counts(rank), group)
     if not isinstance(found, (tuple, list)) or len(found) != 3:
-        return Did(found, None, None, (0, 0), 0, there.calls)
+        return ExchangeRecord(found, None, None, (0, 0), 0, there.calls)
     rows, counts, plan = found
     answers = rows
     if isinstance(rows, Tensor):  # every row says which expert had it, if counts are right
@@ -68,7 +68,7 @@ def _exchange(group: Group, learner: tuple[Callable, Callable], case: Rows) -> D
         home = from_experts(answers.clone(), plan, group)
     sent = [_bytes(led, floats=True) for led in (there, back)]
     beside = sum(_bytes(led, floats=False) for led in (there, back))
-    return Did(rows, counts, home, (sent[0], sent[1]), beside, there.calls + back.calls)
+    return ExchangeRecord(rows, counts, home, (sent[0], sent[1]), beside, there.calls + back.calls)
 
 
 def _bytes(led: Ledger, floats: bool) -> int:

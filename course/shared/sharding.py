@@ -1,8 +1,8 @@
 """Lab 04's rank programs: a learner's sharded pieces at work on real ranks, and what they did.
 
 Each program takes the learner's object and one list of cases, so that one launch serves several world sizes, and
-returns per case what came out, the bytes and calls in the ledger and the bytes that were held. `Held` watches gathered
-buffers, so that a check can tell a block that was freed from one that was kept.
+returns per case what came out, the bytes and calls in the ledger and the bytes that were held. `GatheredBuffers`
+watches gathered buffers, so that a check can tell a block that was freed from one that was kept.
 """
 
 import weakref
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from course.shared.groups import on_groups
 from minillm import measure
 from minillm.comm import Group
 
@@ -28,7 +29,7 @@ def make_adam(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
 
 
 @dataclass(frozen=True)
-class Did:
+class RankRecord:
     """What one rank did in one case. held: bytes by what they are for; results: whatever the learner returned."""
 
     results: Any
@@ -37,14 +38,7 @@ class Did:
     held: dict[str, int] = field(default_factory=dict)
 
 
-def on_groups(group: Group, cases: Sequence[Any], run: Callable[[Any, Group], Did]) -> list[Did | None]:
-    """run(case, group of case.world_size ranks) for every case; None where this rank is not in that group."""
-    sizes = sorted({case.world_size for case in cases})
-    groups = {size: group.subgroup(range(size), f"{size} ranks") for size in sizes}
-    return [run(case, groups[case.world_size]) if groups[case.world_size].rank >= 0 else None for case in cases]
-
-
-def by_case(ranks: Sequence[Sequence[Did | None]], cases: Sequence[Any]) -> list[list[Did]]:
+def by_case(ranks: Sequence[Sequence[RankRecord | None]], cases: Sequence[Any]) -> list[list[RankRecord]]:
     """What `on_groups` gave, sorted by case, then by rank."""
     return [[ranks[rank][index] for rank in range(case.world_size)] for index, case in enumerate(cases)]
 
@@ -69,17 +63,17 @@ class Sizes:
         return sum(parameter.numel() for parameter in self.parameters)
 
 
-def gather_shards(group: Group, partition: Callable, cases: Sequence[Sizes]) -> list[Did | None]:
+def gather_shards(group: Group, partition: Callable, cases: Sequence[Sizes]) -> list[RankRecord | None]:
     """Each rank keeps only what `partition` gives it; an all-gather of the shards must bring the whole flat buffer."""
 
-    def run(case: Sizes, part: Group) -> Did:
+    def run(case: Sizes, part: Group) -> RankRecord:
         length, slices = partition([p.numel() for p in case.parameters], part.world_size, part.rank)
         shard = torch.zeros(length)
         pieces = [parameter.flatten()[piece] for parameter, piece in zip(case.parameters, slices, strict=True)]
         shard[: sum(map(len, pieces))] = torch.cat(pieces)
         with measure.ledger() as led:
             whole = part.all_gather(shard)
-        return Did(whole[: case.numel], [led.bytes()], led.calls, {"shard": shard.nbytes})
+        return RankRecord(whole[: case.numel], [led.bytes()], led.calls, {"shard": shard.nbytes})
 
     return on_groups(group, cases, run)
 
@@ -99,10 +93,10 @@ class Steps:
         return len(self.weights)
 
 
-def run_zero_one(group: Group, learner: Callable, cases: Sequence[Steps]) -> list[Did | None]:
+def run_zero_one(group: Group, learner: Callable, cases: Sequence[Steps]) -> list[RankRecord | None]:
     """learner(weights, group, make) once and .step(gradient) for each gradient."""
 
-    def run(case: Steps, part: Group) -> Did:
+    def run(case: Steps, part: Group) -> RankRecord:
         optimizers, weights, found, sent = [], case.weights[part.rank].clone(), [], []
 
         def make(parameters):
@@ -118,7 +112,9 @@ def run_zero_one(group: Group, learner: Callable, cases: Sequence[Steps]) -> lis
             calls += led.calls
         tensors = sum(len(group["params"]) for opt in optimizers for group in opt.param_groups)
         held = sum(measure.memory(optimizer=opt).live.optimizer for opt in optimizers)
-        return Did(found, sent, calls, {"optimizer": held, "step counters": 4 * tensors, "optimizers": len(optimizers)})
+        return RankRecord(
+            found, sent, calls, {"optimizer": held, "step counters": 4 * tensors, "optimizers": len(optimizers)}
+        )
 
     return on_groups(group, cases, run)
 
@@ -166,10 +162,10 @@ class Net:
         return [bucket[::-1] if place % 2 else bucket for place, bucket in enumerate(layers)]
 
 
-def run_hooks(group: Group, learner: Callable, cases: Sequence[Net]) -> list[Did | None]:
+def run_hooks(group: Group, learner: Callable, cases: Sequence[Net]) -> list[RankRecord | None]:
     """shards = learner(buckets, group), then a few backward passes: the shards after each, and the gradients' peak."""
 
-    def run(case: Net, part: Group) -> Did:
+    def run(case: Net, part: Group) -> RankRecord:
         model = case.model()
         shards, found, sent, calls, peak, kept = learner(case.buckets(model), part), [], [], Counter(), 0, 0
         for step in range(case.steps):
@@ -180,7 +176,7 @@ def run_hooks(group: Group, learner: Callable, cases: Sequence[Net]) -> list[Did
             calls += led.calls
             peak = max(peak, census.peak.gradient)
             kept = max(kept, sum(p.grad is not None for p in model.parameters()))
-        return Did(found, sent, calls, {"gradient": peak, "kept": kept})
+        return RankRecord(found, sent, calls, {"gradient": peak, "kept": kept})
 
     return on_groups(group, cases, run)
 
@@ -216,13 +212,13 @@ def compute(x: Tensor, weights: Tensor) -> Tensor:
     return x + torch.tanh(x @ into) @ out.T
 
 
-class Held:
+class GatheredBuffers:
     """Watches what `group.all_gather` returns: how many gathered buffers are alive, at most."""
 
     def __init__(self, group: Group) -> None:
         self.group, self.buffers, self.most, self.computed = group, [], 0, 0
 
-    def __enter__(self) -> "Held":
+    def __enter__(self) -> "GatheredBuffers":
         gather = self.group.all_gather
 
         def all_gather(*args, **kwargs):
@@ -253,18 +249,18 @@ class Held:
         return compute(x, weights)
 
 
-def run_blocks(group: Group, learner: Any, cases: Sequence[Stack]) -> list[Did | None]:
+def run_blocks(group: Group, learner: Any, cases: Sequence[Stack]) -> list[RankRecord | None]:
     """learner.apply(x, shard, compute, group) for each block, then backward: gradients of the shards and the input."""
 
-    def run(case: Stack, part: Group) -> Did:
+    def run(case: Stack, part: Group) -> RankRecord:
         shards = [nn.Parameter(block.chunk(part.world_size)[part.rank].clone()) for block in case.blocks]
         x = first = case.inputs[part.rank].clone().requires_grad_()
-        with measure.ledger() as led, Held(part) as held:
+        with measure.ledger() as led, GatheredBuffers(part) as held:
             for shard in shards:
                 x = learner.apply(x, shard, held.compute, part)
             x.square().mean().backward()
             held.count()
         results = {"shards": [shard.grad for shard in shards], "input": first.grad, "output": x.detach()}
-        return Did(results, [led.bytes()], led.calls, {"blocks": held.most, "computed": held.computed})
+        return RankRecord(results, [led.bytes()], led.calls, {"blocks": held.most, "computed": held.computed})
 
     return on_groups(group, cases, run)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from course.kit.exercises import CheckFailed
+from course.shared.groups import on_groups
 from minillm import measure
 from minillm.comm import Group, HangError, launch
 
@@ -24,7 +25,7 @@ Step = tuple[list[tuple[int, int]], list[int]]  # what one call posted: sends (t
 
 
 @dataclass(frozen=True)
-class Case:
+class CollectiveCall:
     """One call to make: `inputs[r]` is rank r's tensor, as many ranks as inputs."""
 
     inputs: Sequence[torch.Tensor]
@@ -56,7 +57,7 @@ class Trial:
         return sum(len(sends) for sends, _ in self.steps)
 
 
-def try_on_ranks(function: Callable[..., Any], cases: Sequence[Case]) -> list[list[Trial]]:
+def try_on_ranks(function: Callable[..., Any], cases: Sequence[CollectiveCall]) -> list[list[Trial]]:
     """function(x, group, *arguments) for every case on real ranks; trials by case and rank."""
     by_rank = run(_all_cases, max(case.world_size for case in cases), function, cases)
     return [[by_rank[rank][index] for rank in range(case.world_size)] for index, case in enumerate(cases)]
@@ -130,19 +131,13 @@ def rounds(steps_by_rank: Sequence[Sequence[Step]]) -> int:
     return max(sent + heard)
 
 
-def _all_cases(group: Group, function: Callable[..., Any], cases: Sequence[Case]) -> list[Trial | None]:
+def _all_cases(group: Group, function: Callable[..., Any], cases: Sequence[CollectiveCall]) -> list[Trial | None]:
     """One rank's trials; None where the case has fewer ranks."""
-    sizes = {case.world_size for case in cases}
-    groups = {size: group.subgroup(range(size), f"{size} ranks") for size in sorted(sizes)}
-    trials: list[Trial | None] = []
-    for case in cases:
-        part = groups[case.world_size]
-        if part.rank < 0:
-            trials.append(None)
-            continue
-        x = case.inputs[part.rank].clone()
-        trials.append(one_trial(x, [part], lambda x, part=part, case=case: function(x, part, *case.arguments)))
-    return trials
+
+    def run(case: CollectiveCall, part: Group) -> Trial:
+        return one_trial(case.inputs[part.rank].clone(), [part], lambda x: function(x, part, *case.arguments))
+
+    return on_groups(group, cases, run)
 
 
 def _note_messages(group: Group, steps: list[Step]) -> None:

@@ -5,7 +5,7 @@ import torch
 
 from course.kit.answers import answers_of
 from course.kit.exercises import CheckFailed
-from course.shared.trials import Case, _say_hang, refuse_ready_made, rounds, try_on_ranks
+from course.shared.trials import CollectiveCall, _say_hang, refuse_ready_made, rounds, try_on_ranks
 
 
 def ring(world, laps=1):
@@ -42,7 +42,7 @@ def test_rounds_of_a_tree_and_of_everything_at_once():
 
 
 def test_a_trial_notes_messages_bytes_and_input():
-    cases = [Case([torch.full((4,), float(r)) for r in range(world)]) for world in (2, 1)]
+    cases = [CollectiveCall([torch.full((4,), float(r)) for r in range(world)]) for world in (2, 1)]
     two, one = try_on_ranks(answers_of("01_collectives").all_gather, cases)
     assert [t.result.tolist() for t in two] == [[0.0] * 4 + [1.0] * 4] * 2
     assert [(t.bytes, t.messages, dict(t.calls)) for t in two] == [(16, 1, {"exchange": 1})] * 2
@@ -52,11 +52,11 @@ def test_a_trial_notes_messages_bytes_and_input():
 
 
 def test_ready_made_collectives_are_refused():
-    trials = try_on_ranks(lambda x, group: group.all_reduce(x), [Case([torch.ones(4)] * 2)])
+    trials = try_on_ranks(lambda x, group: group.all_reduce(x), [CollectiveCall([torch.ones(4)] * 2)])
     with pytest.raises(CheckFailed, match="you called all_reduce, which is what you are to build"):
         refuse_ready_made(trials)
     with pytest.raises(CheckFailed, match="no message at all"):
-        refuse_ready_made(try_on_ranks(lambda x, group: x, [Case([torch.ones(4)] * 2)]))
+        refuse_ready_made(try_on_ranks(lambda x, group: x, [CollectiveCall([torch.ones(4)] * 2)]))
 
 
 @pytest.mark.parametrize(

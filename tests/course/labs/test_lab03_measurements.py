@@ -37,7 +37,7 @@ def test_every_form_reduces_every_block_and_naive_only_after_backward():
 
 
 def test_case_is_the_same_for_everybody_who_knows_its_seed():
-    case = replicas.Case(world_size=2, batch=3, seed=7)
+    case = replicas.TrainingCase(world_size=2, batch=3, seed=7)
     whole, shards = case.data(1)[0], [case.data(1, rank)[0] for rank in range(2)]
     assert torch.equal(whole, torch.cat(shards))
     flipped, straight = case.model(flip=True), case.model()

@@ -37,7 +37,7 @@ def test_skewed_tokens_load_rank_0_as_asked(fullest):
 
 
 def test_every_expert_is_asked_for_equally():
-    assert torch.bincount(experiments.evenly(64).flatten()).tolist() == [16] * experiments.EXPERTS
+    assert torch.bincount(experiments.balanced_choice(64).flatten()).tolist() == [16] * experiments.EXPERTS
 
 
 def test_equal_active_flops_but_for_the_router():
