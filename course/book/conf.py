@@ -8,6 +8,7 @@ from minillm import __version__
 
 project, release = "minillm", __version__
 html_title = "minillm"
+smartquotes = False  # "--serve" is no dash
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx_copybutton"]
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 4

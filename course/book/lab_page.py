@@ -1,7 +1,8 @@
-"""A lab as a page of Markdown: its text and code, under each exercise its hints and solution, and the stored outputs."""
+"""A lab as a page of Markdown: text and code, hints and solution folded under each exercise, the stored outputs."""
 
 import base64
 import re
+from functools import cache
 from pathlib import Path
 
 import nbformat
@@ -32,7 +33,7 @@ class Images:
 def lab_page(clone: Path, name: str, names: list[str], folder: Path) -> str:
     """The page of lab `name`. names: of all labs in order. folder: where the page will lie, for its pictures."""
     master = course.masters(clone)[name]
-    stubs = {cell.id: cell.source for cell in masters.lab(master).cells}
+    stubs = {cell.id: cell.source for cell in _lab(master).cells}
     solved = nbformat.read(clone / "solutions" / f"{name}.ipynb", as_version=4)
     images, parts = Images(folder, name), []
     for cell in solved.cells:
@@ -52,8 +53,8 @@ def split_opening(text: str) -> tuple[str, str, str, str]:
     claim, _, rest = text.strip().partition("Stands on ")
     stands_on, _, rest = rest.partition("\n\n")
     time, questions, after = rest.partition("At the end you can answer:")
-    sentences = re.split(r"(?<=[.:])\s+", " ".join(time.split("\n\n")[0].split()))
-    timed = [s for s in sentences if re.search(r"\b(hours?|minutes?|seconds)\b", s)]
+    sentences = re.split(r"(?<=\.)\s+", " ".join(time.split("\n\n")[0].split()))
+    timed = [s for s in sentences if re.search(r"(?<!-)\b(hours?|minutes?|seconds)\b", s)]
     others = "" if len(timed) == len(sentences) else " ".join(s for s in sentences if s not in timed)
     more = "\n\n".join([others, *time.split("\n\n")[1:]]).strip()
     return claim, " ".join(stands_on.split()), " ".join(timed), f"{more} {questions}{after}".strip()
@@ -63,9 +64,10 @@ def core_minutes(master: Path) -> tuple[int, int]:
     """(minutes of the exercises on the core path, of those marked optional)."""
     core = optional = 0
     heading = ""
-    for cell in masters.lab(master).cells:
+    for cell in _lab(master).cells:
         if cell.cell_type == "markdown":
-            heading = ([heading] + re.findall(r"^#+ .*\(([^()]*\bminutes[^()]*)\)$", cell.source, re.MULTILINE))[-1]
+            timed = re.findall(r"^#+ .*\(([^()]*\bminutes[^()]*)\)$", cell.source, re.MULTILINE)
+            heading = timed[-1] if timed else heading
         for name in masters.checked(cell):
             minutes = exercises.find(name).minutes
             core, optional = (core, optional + minutes) if "optional" in heading else (core + minutes, optional)
@@ -78,7 +80,7 @@ def _glance(clone: Path, name: str, names: list[str], stands_on: str, time: str)
     core, optional = core_minutes(course.masters(clone)[name])
     pages = {lab[:2]: f"[{lab[:2]}]({lab}.md)" for lab in names}
     stands_on = re.sub(r"\b\d\d\b", lambda match: pages.get(match[0], match[0]), stands_on)
-    more = f", and {optional} that are optional" if optional else ""
+    more = f", {optional} for optional ones" if optional else ""
     place = names.index(name)
     beside = [("Previous", names[place - 1])] if place else []
     beside += [("Next", names[place + 1])] if place + 1 < len(names) else []
@@ -89,7 +91,7 @@ def _glance(clone: Path, name: str, names: list[str], stands_on: str, time: str)
         [
             f"{FENCE}{{container}} glance",
             f"- **Before it:** {stands_on}",
-            f"- **Core path:** {core} minutes of exercises{more}. {time}",
+            f"- **Time:** {core} minutes for the exercises of the core path{more}. {time}",
             f"- **Needs:** {needs}.",
             f"- **Open it:** `python -m minillm lab {name[:2]}`",
             "- " + " · ".join(f"**{which}:** [{lab_title(clone, lab)}]({lab}.md)" for which, lab in beside),
@@ -100,7 +102,12 @@ def _glance(clone: Path, name: str, names: list[str], stands_on: str, time: str)
 
 def lab_title(clone: Path, name: str) -> str:
     """The title of the lab, as its first cell says it."""
-    return masters.lab(course.masters(clone)[name]).cells[0].source.splitlines()[0].removeprefix("# ")
+    return _lab(course.masters(clone)[name]).cells[0].source.splitlines()[0].removeprefix("# ")
+
+
+@cache
+def _lab(master: Path) -> NotebookNode:
+    return masters.lab(master)
 
 
 def _code(cell: NotebookNode, stub: str) -> list[str]:
@@ -108,7 +115,8 @@ def _code(cell: NotebookNode, stub: str) -> list[str]:
     if stub == cell.source:
         return [_python(cell.source)] if cell.source.strip() else []
     hints = [hint for name in masters.checked(cell) for hint in exercises.find(name).hints[:2]]
-    folds = [_fold(f"Hint {number}", hint) for number, hint in enumerate(hints, 1)]
+    plain = [re.sub(r"(?<=[\w)\]])\*(?=[\w(\[])", r"\\*", hint) for hint in hints]  # a product is no emphasis
+    folds = [_fold(f"Hint {number}", hint) for number, hint in enumerate(plain, 1)]
     return [_python(stub), *folds, _fold("Solution", _python(cell.source))]
 
 

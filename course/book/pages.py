@@ -52,7 +52,7 @@ def write_pages(clone: Path, folder: Path) -> None:
 
 
 def linked(text: str, beside: Path, clone: Path, folder: Path) -> str:
-    """The text with its links to notebooks, scripts and folders leading to pages; other files that it links are copied."""
+    """The text with links to notebooks and scripts leading to pages; other files that it links are copied."""
 
     def page_of(match: re.Match) -> str:
         path = Path(os.path.normpath(beside / match[1]))
@@ -102,7 +102,7 @@ def caption(draw: Drawing) -> str:
 
 
 def _toctrees(captions: dict[str, list[str]]) -> str:
-    trees = (
-        f"```{{toctree}}\n:hidden:\n:caption: {c}\n\n" + "\n".join(pages) + "\n```" for c, pages in captions.items()
-    )
-    return "\n" + "\n\n".join(trees) + "\n"
+    trees = []
+    for caption_of_tree, pages in captions.items():
+        trees += ["```{toctree}", ":hidden:", f":caption: {caption_of_tree}", "", *pages, "```", ""]
+    return "\n" + "\n".join(trees)

@@ -8,7 +8,7 @@ from types import ModuleType
 
 from minillm.__main__ import COMMANDS, GROUPS, parser_of
 
-PACKAGES = ("comm", "measure", "predict", "model", "data", "parallel", "train", "serve", "equivalence")
+PACKAGES = ("comm", "measure", "predict", "model", "data", "parallel", "train", "serve", "equivalence", "bench")
 
 
 def package_page(package: str) -> str:
