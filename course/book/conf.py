@@ -18,6 +18,7 @@ autodoc_inherit_docstrings = False  # torch writes its own otherwise
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
+add_module_names = False
 python_maximum_signature_line_length = 90
 toc_object_entries_show_parents = "hide"
 

@@ -33,8 +33,7 @@ def contents(clone: Path) -> dict[str, list[str]]:
 
 
 def write_pages(clone: Path, folder: Path) -> None:
-    """Write the sources of all pages into `folder`; what it held before goes."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """Write the sources of all pages into `folder`, which is not there yet."""
     shutil.copytree(clone / "figures", folder / "figures")
     names = list(course.masters(clone))
     pages = {f"labs/{name}": lab_page(clone, name, names, folder / "labs") for name in names}
