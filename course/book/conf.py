@@ -6,7 +6,7 @@ from latex2mathml.converter import convert
 from course.book.reference import to_rst
 from minillm import __version__
 
-project, release = "minillm", __version__
+project, release, copyright = "minillm", __version__, "the minillm authors; MIT license"
 html_title = "minillm"
 smartquotes = False  # "--serve" is no dash
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx_copybutton"]
@@ -19,7 +19,7 @@ autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
 add_module_names = False
-python_maximum_signature_line_length = 90
+python_maximum_signature_line_length = 120
 toc_object_entries_show_parents = "hide"
 
 html_theme = "furo"

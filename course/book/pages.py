@@ -9,12 +9,12 @@ import inspect
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 from course.book.lab_page import TORCHRUN, lab_page, slug
 from course.book.reference import PACKAGES, commands_page, package_page
-from course.commands.figures import Drawing, registered
 from course.kit import course
 
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
@@ -80,18 +80,19 @@ def as_glossary(text: str) -> str:
 def figures_page(clone: Path) -> str:
     """All committed figures, lab by lab, each with what it shows and the file of its numbers."""
     parts = ["# Figures", "Measured or computed by `python -m minillm figures`; each links its lab and its numbers."]
-    titles = dict(registered([]))
+    labs = [(number, course.load("figures", number)) for number in course.numbers("figures")]
+    drawings = {f"{number}_{name}": draw for number, lab in labs for name, draw in lab.FIGURES.items()}
     for path in sorted((clone / "figures").glob("[0-9][0-9]_*.png")):
         lab = next(name for name in course.masters(clone) if name.startswith(path.stem[:2]))
-        about = caption(titles[path.stem]) if path.stem in titles else ""
+        about = caption(drawings[path.stem])
         parts.append(f"## {path.stem[:2]} · {path.stem[3:].replace('_', ' ')}")
         parts.append(about)
-        parts.append(f"```{{image}} figures/{path.name}\n:alt: {about or path.stem}\n:class: picture\n```")
+        parts.append(f"```{{image}} figures/{path.name}\n:alt: {about}\n:class: picture\n```")
         parts.append(f"[Lab {path.stem[:2]}](labs/{lab}.md) · [its numbers](figures/{path.stem}.json)")
     return "\n\n".join(parts) + "\n"
 
 
-def caption(draw: Drawing) -> str:
+def caption(draw: Callable) -> str:
     """What a committed figure shows: the first paragraph of the docstring of the view that `draw` calls."""
     called = [draw.__globals__[name] for name in draw.__code__.co_names if name in draw.__globals__]
     called += [getattr(m, n, None) for m in called if isinstance(m, ModuleType) for n in draw.__code__.co_names]

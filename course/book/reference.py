@@ -7,6 +7,7 @@ from importlib import import_module
 from types import ModuleType
 
 from minillm.__main__ import COMMANDS, GROUPS, parser_of
+from minillm.cli.examples import examples_of
 
 PACKAGES = ("comm", "measure", "predict", "model", "data", "parallel", "train", "serve", "equivalence", "bench")
 
@@ -17,10 +18,9 @@ def package_page(package: str) -> str:
     module = import_module(name)
     entries = [f".. automodule:: {name}"]
     if package == "predict":
-        found = [info.name for info in pkgutil.walk_packages(module.__path__, f"{name}.")]
-        public = [module for module in found if not any(part.startswith("_") for part in module.split("."))]
-        for each in public:
-            entries.append(_heading(each) + f".. automodule:: {each}\n   :members:")
+        for info in pkgutil.walk_packages(module.__path__, f"{name}."):
+            title = f"{info.name}\n{'-' * len(info.name)}"
+            entries.append(f"{title}\n\n.. automodule:: {info.name}\n   :members:")
     else:
         own = [item for item in module.__all__ if _home(module, item).startswith(name)]
         entries += [_entry(f"{name}.{item}", getattr(module, item)) for item in own]
@@ -36,10 +36,11 @@ def commands_page() -> str:
         parts.append(f"## {group}")
         for name in commands:
             parser = parser_of(name)
-            about = "\n\n".join(inspect.cleandoc(parser.help or COMMANDS[name][1]).split("\n\n"))
+            about = inspect.cleandoc(parser.help or COMMANDS[name][1])
             rows = [f"| {_flags(p)} | {_cell(getattr(p, 'help', '') or '')} |" for p in parser.params]
             table = ["| option | what it does |", "|---|---|", *rows] if rows else []
-            parts += [f"### `{name}`", about, "\n".join(table)]
+            examples = "\n".join(f"    {example}" for example in examples_of(name))
+            parts += [f"### `{name}`", about, "\n".join(table), examples]
     return "\n\n".join(parts) + "\n"
 
 
@@ -89,10 +90,6 @@ def _home(module: ModuleType, item: str) -> str:
     """Where an exported name is from; constants do not say, so they count as the package's own."""
     value = getattr(module, item)
     return value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None) or module.__name__
-
-
-def _heading(title: str) -> str:
-    return f"{title}\n{'-' * len(title)}\n\n"
 
 
 def _flags(parameter) -> str:
