@@ -10,7 +10,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python; do \
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE # images set it, and every kernel and rank would compile the package anew
 
-.PHONY: lab test full quick notebooks figures cuda lint clean
+.PHONY: setup lab test full quick notebooks figures book wheel cuda lint clean
 
 $(VENV)/.ready: requirements.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "No Python 3.11 or 3.12 found. Install one, or say which: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)"; exit 1; }
@@ -18,6 +18,12 @@ $(VENV)/.ready: requirements.txt pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --requirement requirements.txt
 	@touch $@
+
+$(VENV)/.book: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --editable .[book]
+	@touch $@
+
+setup: $(VENV)/.ready
 
 lab: $(VENV)/.ready
 	$(BIN)/python -m minillm lab
@@ -32,7 +38,7 @@ test: lint
 	$(call pytest)
 
 # What `make test` leaves out. PROOF=all runs everything, and more of all that is drawn or counted; that takes hours.
-full: $(VENV)/.ready
+full: $(VENV)/.ready $(VENV)/.book
 	$(if $(PROOF),export MINILLM_PROOF=$(PROOF); )$(call pytest,$(if $(PROOF),,-m full))
 
 # While you work: no notebook, no exercise.
@@ -50,6 +56,14 @@ notebooks: $(VENV)/.ready
 
 figures: $(VENV)/.ready
 	$(BIN)/python -m minillm figures --out $(OUT)
+
+# The course as a website, in build/book/html; nothing is executed for it.
+book: $(VENV)/.book
+	$(BIN)/python -m course.book
+
+# The package without its course, in build/wheel.
+wheel: $(VENV)/.ready
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
 
 # Correctness first; with a GPU also the benchmark tables and this machine's card, kept under OUT.
 cuda: $(VENV)/.ready

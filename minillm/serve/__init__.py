@@ -1,7 +1,7 @@
 """Serving: many requests through one model, with paged keys and values, shared prefixes and continuous batching.
 
-llm = LLM(model, tokenizer=tokenizer)
-for output in llm.generate(["def ", "class "], SamplingParams(max_tokens=32, n=2, temperature=0.8)): ...
+    llm = LLM(model, tokenizer=tokenizer)
+    for output in llm.generate(["def ", "class "], SamplingParams(max_tokens=32, n=2, temperature=0.8)): ...
 
 Reading order:
 1. `tiny.py`                    the engine on one page: block tables, token budget, continuous batching, preemption

@@ -1,0 +1,50 @@
+"""Files that others' machines run: each command in them is there, and versions are those of pyproject.toml."""
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+TARGETS = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def commands(workflow: Path) -> list[str]:
+    """Each `run` of a workflow."""
+    jobs = yaml.safe_load(workflow.read_text(encoding="utf-8"))["jobs"].values()
+    return [step["run"] for job in jobs for step in job["steps"] if "run" in step]
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_runs_targets_of_the_makefile_and_says_what_it_may_do(workflow):
+    content = yaml.safe_load(workflow.read_text(encoding="utf-8"))
+    assert content["permissions"] == {"contents": "read"}
+    for job in content["jobs"].values():
+        assert job["timeout-minutes"] <= 120
+        assert all(re.fullmatch(r"[\w-]+/[\w-]+@v\d+", step["uses"]) for step in job["steps"] if "uses" in step)
+    called = [name for command in commands(workflow) for name in re.findall(r"\bmake (\w+)", command)]
+    assert called and set(called) <= TARGETS
+
+
+def test_every_supported_python_is_tested():
+    matrix = yaml.safe_load((ROOT / ".github/workflows/tests.yml").read_text())["jobs"]["test"]["strategy"]["matrix"]
+    lowest, beyond = (int(minor) for minor in re.findall(r"3\.(\d+)", PROJECT["requires-python"]))
+    assert matrix["python"] == [f"3.{minor}" for minor in range(lowest, beyond)]
+
+
+def test_the_container_is_set_up_by_the_makefile():
+    container = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
+    assert re.match(r"make (\w+)", container["postCreateCommand"])[1] in TARGETS
+    assert re.search(r"python:3\.1[12]$", container["image"])
+
+
+def test_citation_and_changelog_are_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == PROJECT["version"] and citation["license"] == PROJECT["license"]["text"]
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+    assert re.search(r"^## (\S+?),? ", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[1] == PROJECT["version"]
