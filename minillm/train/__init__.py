@@ -31,7 +31,7 @@ from minillm.parallel.pipeline_parallel.schedules import (
     zero_bubble_v,
 )
 from minillm.parallel.pipeline_parallel.stages import ModelPart, balance, build_parts, layer_costs
-from minillm.parallel.placement import clip_, global_norm
+from minillm.parallel.sharding.placement import clip_, global_norm
 from minillm.train.activation_checkpointing import EXPENSIVE, activation_checkpoint, checkpoint_blocks
 from minillm.train.config import TrainConfig
 from minillm.train.fault_tolerance.loss_spike import LossSpikeGuard

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from minillm.parallel.optimizer_state import MakeOptimizer, Named
-from minillm.parallel.placement import Placement
+from minillm.parallel.sharding.optimizer_state import MakeOptimizer, Named
+from minillm.parallel.sharding.placement import Placement
 from minillm.train.config import TrainConfig
 from minillm.train.precision import MasterWeights
 

@@ -29,7 +29,7 @@ from minillm.model import Transformer, check_tokens
 from minillm.model.compiler import check_compiler
 from minillm.model.loss import IGNORE
 from minillm.model.moe import forget_load, update_balance_biases
-from minillm.parallel.placement import clip_, gradients_of
+from minillm.parallel.sharding.placement import clip_, gradients_of
 from minillm.predict.model import causal_context, training_flops
 from minillm.train.activation_checkpointing import MODES, checkpoint_blocks
 from minillm.train.checkpoint.generators import generator_states, restore_generators

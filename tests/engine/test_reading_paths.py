@@ -15,8 +15,8 @@ PATHS = {  # mechanism: (package, files in reading order, most lines of all)
     "paged attention on a GPU": ("model/paged", "cache tables backend split triton", 600),
     "loading a folder": ("model/hf", "load families rope experts weights", 770),
     "a mixture of experts": ("model/moe", "layer router permute experts balance", 700),
-    "ZeRO-1 and 2": ("parallel/zero", "optimizer reducer ../data_parallel/reducer ../slices", 650),
-    "FSDP": ("parallel/fsdp", "fully_shard param_group flat_param ../slices state", 1030),
+    "ZeRO-1 and 2": ("parallel/zero", "optimizer reducer ../data_parallel/reducer ../sharding/slices", 650),
+    "FSDP": ("parallel/fsdp", "fully_shard param_group flat_param ../sharding/slices state", 1030),
     "saving a run": ("train/checkpoint", "state shares writer manifest background", 800),
     "restoring a run": ("train/checkpoint", "state manifest shares reader checksum", 800),
     "request to token": (

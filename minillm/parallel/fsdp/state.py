@@ -3,7 +3,7 @@
     full      {"blocks.0.attention.q_proj.weight": [hidden, hidden], ...}    from any number of ranks to any other
     sharded   {"world_size": N, "rank": r, "slices": {name: [elements]}, ...}    1/N of the bytes, back to N ranks only
 
-How the optimizer's state becomes whole is in `parallel/optimizer_state.py`.
+How the optimizer's state becomes whole is in `parallel/sharding/optimizer_state.py`.
 """
 
 import contextlib
@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from minillm.comm import Group
 from minillm.parallel.fsdp.flat_param import FlatParam, ShardedParam
 from minillm.parallel.fsdp.param_group import ParamGroup
-from minillm.parallel.offload import Offload
-from minillm.parallel.optimizer_state import MakeOptimizer, SlicedOptimizer
-from minillm.parallel.placement import Placement, clip_grad_norm_, gather
-from minillm.parallel.sharded_gradient import plain
+from minillm.parallel.sharding.offload import Offload
+from minillm.parallel.sharding.optimizer_state import MakeOptimizer, SlicedOptimizer
+from minillm.parallel.sharding.placement import Placement, clip_grad_norm_, gather
+from minillm.parallel.sharding.sharded_gradient import plain
 
 
 class ShardedModule(nn.Module):

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from minillm.comm import Group
 from minillm.parallel.data_parallel.replicas import BufferSync, replicate
-from minillm.parallel.offload import Offload
-from minillm.parallel.optimizer_state import MakeOptimizer, SlicedOptimizer
-from minillm.parallel.placement import FlatShard, Placement
-from minillm.parallel.slices import ShardSettings, slice_of
+from minillm.parallel.sharding.offload import Offload
+from minillm.parallel.sharding.optimizer_state import MakeOptimizer, SlicedOptimizer
+from minillm.parallel.sharding.placement import FlatShard, Placement
+from minillm.parallel.sharding.slices import ShardSettings, slice_of
 from minillm.parallel.zero.reducer import ScatterReducer
 
 

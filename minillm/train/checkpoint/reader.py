@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from minillm.comm import Group
-from minillm.parallel.placement import Placement
-from minillm.parallel.runs import Runs, runs_of, shared
+from minillm.parallel.sharding.placement import Placement
 from minillm.train.checkpoint.checksum import crc32, pieces_sum
 from minillm.train.checkpoint.generators import restore_generators
 from minillm.train.checkpoint.manifest import Damaged, Manifest, SavedPart, committed, file_of, step_of
+from minillm.train.checkpoint.runs import Runs, runs_of, shared
 from minillm.train.checkpoint.shares import catalogue_of, holders
 from minillm.train.checkpoint.state import put, wanted
 from minillm.train.trainer import Trainer

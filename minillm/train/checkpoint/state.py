@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm.parallel.optimizer_state import names_by_group, numbered, per_element
-from minillm.parallel.placement import Placement
+from minillm.parallel.sharding.optimizer_state import names_by_group, numbered, per_element
+from minillm.parallel.sharding.placement import Placement
 from minillm.train.checkpoint.manifest import Manifest
 from minillm.train.trainer import Trainer
 

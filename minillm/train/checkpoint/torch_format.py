@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from minillm.model.hf.load import DTYPES
-from minillm.parallel.optimizer_state import names_by_group
+from minillm.parallel.sharding.optimizer_state import names_by_group
 from minillm.train.checkpoint.generators import restore_generators
 from minillm.train.checkpoint.manifest import Manifest, SavedTensor
 from minillm.train.checkpoint.reader import read_whole

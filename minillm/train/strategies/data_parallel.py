@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from minillm.comm import Group
 from minillm.parallel.data_parallel.ddp import BucketedDDP, _Replicated
-from minillm.parallel.optimizer_state import MakeOptimizer
+from minillm.parallel.sharding.optimizer_state import MakeOptimizer
 from minillm.train.optimizer import Updater
 from minillm.train.strategies.single_device import SingleDevice
 

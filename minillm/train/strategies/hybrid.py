@@ -34,11 +34,11 @@ from minillm.parallel.context_parallel import ContextAttention, context_attentio
 from minillm.parallel.data_parallel.ddp import BucketedDDP
 from minillm.parallel.expert_parallel.split import expert_parallel, expert_part_of, is_expert
 from minillm.parallel.fsdp.fully_shard import FullyShard
-from minillm.parallel.optimizer_state import MakeOptimizer, plain
 from minillm.parallel.pipeline_parallel.held_parts import HeldParts
 from minillm.parallel.pipeline_parallel.runtime import Pipeline
 from minillm.parallel.pipeline_parallel.stages import build_parts
-from minillm.parallel.placement import Part, Placement, Replicate, global_norm, sum_partial
+from minillm.parallel.sharding.optimizer_state import MakeOptimizer, plain
+from minillm.parallel.sharding.placement import Part, Placement, Replicate, global_norm, sum_partial
 from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
 from minillm.parallel.tensor_parallel.plan import part_of, whole_shapes
 from minillm.parallel.zero.optimizer import ZeroOptimizer

@@ -3,7 +3,7 @@
     a rank's part of its stage's parameter  ── gather ──▶  joined, by its name in the whole model
     whole tensor                            ── cut ─────▶  this rank's part
 
-What a rank's part is, placements say (`parallel/placement.py`): a slice of a head's rows, and of that ZeRO's shard.
+What a rank's part is, placements say (`sharding/placement.py`): a slice of a head's rows, and of that ZeRO's shard.
 """
 
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from minillm.comm import Group
 from minillm.model import ModelConfig
-from minillm.parallel.optimizer_state import SlicedOptimizer, StateLayout, names_by_group, plain
-from minillm.parallel.placement import Placement
+from minillm.parallel.sharding.optimizer_state import SlicedOptimizer, StateLayout, names_by_group, plain
+from minillm.parallel.sharding.placement import Placement
 from minillm.parallel.tensor_parallel.plan import whole_shapes
 from minillm.train.optimizer import Updater
 

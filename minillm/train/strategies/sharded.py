@@ -23,8 +23,8 @@ from minillm.model import ModelConfig, Transformer
 from minillm.model.initialise import initial
 from minillm.parallel.fsdp.fully_shard import FullyShard
 from minillm.parallel.fsdp.state import FullyShardOptimizer
-from minillm.parallel.optimizer_state import MakeOptimizer
-from minillm.parallel.placement import Placement, global_norm, gradients_of
+from minillm.parallel.sharding.optimizer_state import MakeOptimizer
+from minillm.parallel.sharding.placement import Placement, global_norm, gradients_of
 from minillm.parallel.zero.optimizer import ZeroOptimizer
 from minillm.train.parallel_config import ParallelConfig
 from minillm.train.strategies.data_parallel import DataParallel

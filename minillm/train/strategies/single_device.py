@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from minillm.comm import Group
 from minillm.model import ModelConfig, Transformer
-from minillm.parallel.optimizer_state import MakeOptimizer
-from minillm.parallel.placement import Placement, Replicate, global_norm, gradients_of
+from minillm.parallel.sharding.optimizer_state import MakeOptimizer
+from minillm.parallel.sharding.placement import Placement, Replicate, global_norm, gradients_of
 from minillm.train.optimizer import Updater
 
 Around = Callable[[str], contextlib.AbstractContextManager]

@@ -6,7 +6,7 @@ import pytest
 
 from minillm.__main__ import run
 from minillm.equivalence import SPLIT_CASES, ParallelConfig, compare
-from minillm.parallel.placement import global_norm
+from minillm.parallel.sharding.placement import global_norm
 from minillm.train.strategies.hybrid import Hybrid
 
 

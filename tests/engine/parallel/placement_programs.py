@@ -5,7 +5,7 @@ import math
 import torch
 
 from minillm.measure import ledger
-from minillm.parallel.placement import (
+from minillm.parallel.sharding.placement import (
     FlatShard,
     Partial,
     Placement,

@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from minillm.comm import launch
-from minillm.parallel.placement import FlatShard, Partial, Placement, Replicate, Shard, clip_, global_norm, join
+from minillm.parallel.sharding.placement import (
+    FlatShard,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    clip_,
+    global_norm,
+    join,
+)
 
 sizes = st.integers(0, 7)
 shapes = st.lists(sizes, min_size=0, max_size=3)

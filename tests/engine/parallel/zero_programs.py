@@ -10,7 +10,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from minillm.measure import ledger, memory
 from minillm.model import ModelConfig, Transformer, cross_entropy, dense
-from minillm.parallel.placement import gradients_of
+from minillm.parallel.sharding.placement import gradients_of
 from minillm.train import TrainConfig, ZeroOptimizer, adamw, checkpoint_blocks, clip_, global_norm
 from minillm.train.optimizer import Updater
 

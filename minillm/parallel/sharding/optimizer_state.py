@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from minillm.comm import Group
 from minillm.parallel.data_parallel.packing import Named
-from minillm.parallel.offload import Offload
-from minillm.parallel.placement import Placement, clip_grad_norm_, gather
-from minillm.parallel.sharded_gradient import plain
+from minillm.parallel.sharding.offload import Offload
+from minillm.parallel.sharding.placement import Placement, clip_grad_norm_, gather
+from minillm.parallel.sharding.sharded_gradient import plain
 
 MakeOptimizer = Callable[[Named], torch.optim.Optimizer]
 Entries = dict[str, dict[str, Any]]  # by parameter name, by key ("exp_avg"): a tensor, or a number of the parameter
