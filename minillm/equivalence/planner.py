@@ -34,7 +34,7 @@ from minillm.predict.planner.layout import Layout
 from minillm.predict.planner.trainer import Host
 from minillm.train import TrainConfig, Trainer
 from minillm.train.parallel_config import ParallelConfig
-from minillm.train.strategies.sharded import make_strategy
+from minillm.train.strategies.hybrid import make_strategy
 
 MODEL = ModelConfig(256, 64, 176, 4, 8, 4, max_seq_len=64)
 EXPERTS = replace(MODEL, moe=MoEConfig(8, 2, 48, shared_experts=1))

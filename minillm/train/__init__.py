@@ -41,7 +41,7 @@ from minillm.train.precision import PRECISIONS, LossScaler, MasterWeights
 from minillm.train.presets import preset
 from minillm.train.run import RunResult, fit
 from minillm.train.steptime import StepTime
-from minillm.train.strategies.data_parallel import DataParallel
+from minillm.train.strategies.hybrid import Hybrid
 from minillm.train.strategies.single_device import SingleDevice
 from minillm.train.trainer import Step, Trainer
 from minillm.train.validation import Validation, validate
@@ -52,9 +52,9 @@ __all__ = [
     "SCHEDULES",
     "BucketedDDP",
     "ColumnParallelLinear",
-    "DataParallel",
     "FlatDDP",
     "FullyShard",
+    "Hybrid",
     "LossScaler",
     "LossSpikeGuard",
     "MasterWeights",

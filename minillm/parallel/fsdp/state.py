@@ -3,7 +3,7 @@
     full      {"blocks.0.attention.q_proj.weight": [hidden, hidden], ...}    from any number of ranks to any other
     sharded   {"world_size": N, "rank": r, "slices": {name: [elements]}, ...}    1/N of the bytes, back to N ranks only
 
-How the optimizer's state becomes whole is in `parallel/sharding/optimizer_state.py`.
+How the optimizer's state becomes whole is in `parallel/sharding/optimizer.py`.
 """
 
 import contextlib
@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from minillm.comm import Group
 from minillm.parallel.fsdp.flat_param import FlatParam, ShardedParam
 from minillm.parallel.fsdp.param_group import ParamGroup
+from minillm.parallel.sharding.gather import gather
 from minillm.parallel.sharding.offload import Offload
-from minillm.parallel.sharding.optimizer_state import MakeOptimizer, SlicedOptimizer
-from minillm.parallel.sharding.placement import Placement, clip_grad_norm_, gather
+from minillm.parallel.sharding.optimizer import MakeOptimizer, SlicedOptimizer
+from minillm.parallel.sharding.placement import Placement, clip_grad_norm_
 from minillm.parallel.sharding.sharded_gradient import plain
 
 
@@ -72,19 +73,17 @@ class ShardedModule(nn.Module):
 
     def full_gradients(self) -> dict[str, Tensor]:
         """name -> the averaged gradient of that parameter, whole, on the CPU of every rank; every rank calls it."""
-        gradients, found = self._gradients(), {}
-        for flat in self.flats:
-            own = {param.name: gradients[param.name] for param in flat.params if param.name in gradients}
-            found |= gather(own, self.placements, self.norm_group)
-        return {name: found[name] for name in self.params if name in found}
+        return gather(self._gradients(), self.placements, self.norm_group)
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The module's own state_dict, on the CPU of every rank, gathered group by group; every rank calls it."""
+        """The module's own state_dict, on the CPU of every rank, from any number of ranks to any other; every rank
+        calls it."""
+        slices = {name: param.slice.to(param.full.dtype) for name, param in self.params.items()}
         state = {name: tensor.cpu() for name, tensor in self._buffers_saved().items()}
-        for flat in self.flats:
-            whole = gather({p.name: p.slice for p in flat.params}, self.placements, self.norm_group)
-            state |= {name: whole[param.name].to(flat.dtype) for param in flat.params for name in param.names}
+        for first, whole in gather(slices, self.placements, self.norm_group).items():
+            if first in self.params:  # with a pipeline, others have more
+                state |= dict.fromkeys(self.params[first].names, whole)
         return {name: state[name] for name in self.module.state_dict()}
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ from minillm.model import dense
 from minillm.parallel.sharding.placement import clip_, gradients_of
 from minillm.parallel.sharding.sharded_gradient import ShardedGradient
 from minillm.train.parallel_config import ParallelConfig
-from minillm.train.strategies.sharded import make_strategy
+from minillm.train.strategies.hybrid import make_strategy
 from minillm.train.strategies.single_device import SingleDevice
 
 _setup_privateuseone_for_python_backend("gpu")

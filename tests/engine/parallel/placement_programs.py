@@ -5,13 +5,13 @@ import math
 import torch
 
 from minillm.measure import ledger
+from minillm.parallel.sharding.gather import gather
 from minillm.parallel.sharding.placement import (
     FlatShard,
     Partial,
     Placement,
     Replicate,
     Shard,
-    gather,
     global_norm,
     sum_partial,
 )  # fmt: skip

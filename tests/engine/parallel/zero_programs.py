@@ -181,7 +181,7 @@ def mixed_alone(dtype: torch.dtype, loss_scale: float) -> dict:
         norm = global_norm(dict(enumerate(gradients_of(updater.parameters))))
         updater.step()
         updater.zero_grad()
-    return {"weights": _weights(model), "norm": norm.item(), "masters": updater.full_state_dict()["masters"]}
+    return {"weights": _weights(model), "norm": norm.item(), "masters": updater.masters()}
 
 
 def _host(optimizer: ZeroOptimizer) -> tuple[int, int, int]:

@@ -12,8 +12,8 @@ from minillm.data.loader import Batch
 from minillm.measure import ledger
 from minillm.model import ModelConfig
 from minillm.model.loss import IGNORE
-from minillm.train import BucketedDDP, DataParallel, FlatDDP, NaiveDDP, ParallelConfig, TrainConfig, Trainer
-from minillm.train.strategies.sharded import make_strategy
+from minillm.train import BucketedDDP, FlatDDP, Hybrid, NaiveDDP, ParallelConfig, TrainConfig, Trainer
+from minillm.train.strategies.hybrid import make_strategy
 
 MODEL = ModelConfig(50, 16, 32, 2, 4, 2, max_seq_len=16, tie_embeddings=True)
 
@@ -58,6 +58,7 @@ def bits(model):
 def loops(group):
     torch.set_num_threads(1)
     batches, n = uneven(4 * group.world_size), group.world_size
+    replicas = ParallelConfig(dp=n)
     share = [batches[4 * group.rank : 4 * group.rank + 4], batches[group.rank :: n]]  # one rank may have few tokens
     small = functools.partial(BucketedDDP, bucket_cap_mb=4 / 1024)
     for wrap, mine, checkpointing in (
@@ -67,7 +68,10 @@ def loops(group):
     ):
         # Four microbatches on each rank against 4n of one process.
         options = {"activation_checkpointing": checkpointing}
-        with trainer(mine, 4, DataParallel(group, wrap), **options) as ours, trainer(batches, 4 * n) as alone:
+        with (
+            trainer(mine, 4, Hybrid(group, replicas, wrap_with=wrap), **options) as ours,
+            trainer(batches, 4 * n) as alone,
+        ):
             with ledger() as led:
                 (loss, tokens), (expected_loss, expected_tokens) = ours.backward(), alone.backward()
                 for (name, a), b in zip(ours.model.named_parameters(), alone.model.parameters(), strict=True):
@@ -79,7 +83,7 @@ def loops(group):
             assert led.calls["all_reduce"] == len(ours.module.reducer.buckets) + 2  # tokens, loss
             assert len(set(group.gather_objects(bits(ours.model)))) == 1
 
-    parallel = DataParallel(group)
+    parallel = Hybrid(group, replicas)
     assert (
         parallel.least([group.rank > 0, 3 + group.rank]) == [0, 3]
         and parallel.least([True, 5]) == [1, 5]
@@ -87,7 +91,7 @@ def loops(group):
     )
 
     # One rank's gradient overflows: nobody steps, everybody halves the scale, and the next step is taken by all.
-    with trainer(share[1], 1, DataParallel(group, small), precision="fp16-master") as ours:
+    with trainer(share[1], 1, Hybrid(group, replicas, wrap_with=small), precision="fp16-master") as ours:
         before, norm = bits(ours.model), ours.model.norm.weight
         spoil = norm.register_hook(lambda g: g * math.inf) if group.rank == 1 else None
         scale = ours.scaler.value
