@@ -225,7 +225,7 @@ def measure(
             sent = Counter()
             for event in led.events:
                 sent[_axis(event.group, layout)] += event.bytes
-            crossing, arrived = _routed(trained, parallel.expert_group) if layout.ep > 1 else (0, [])
+            crossing, arrived = _routed(trained, parallel.groups.experts) if layout.ep > 1 else (0, [])
             seconds = _fastest(trained.step, group, steps) if steps else 0.0
         stage = group.rank // (layout.cp * layout.tp) % layout.pp
         found.append(Measured(dict(sent), held.peak.total, seconds, stage, crossing, arrived))

@@ -29,8 +29,9 @@ from minillm.model import check_tokens
 from minillm.model.compiler import check_compiler
 from minillm.model.loss import IGNORE
 from minillm.model.moe import forget_load, update_balance_biases
+from minillm.parallel.sharding.full_state import full_state, load_full
 from minillm.parallel.sharding.placement import clip_, gradients_of
-from minillm.parallel.sharding.state import LocalState, full_state, load_full
+from minillm.parallel.sharding.state import LocalState
 from minillm.predict.model import causal_context, training_flops
 from minillm.train.activation_checkpointing import MODES, checkpoint_blocks
 from minillm.train.checkpoint.generators import generator_states, restore_generators
@@ -260,7 +261,7 @@ class Trainer:
         local = self.local_state()
         return {
             "tensors": local.tensors,
-            "numbers": local.numbers(of_empty_parts=True)(),
+            "numbers": local.numbers(of_empty_parts=True),
             "scaler": self.scaler.state_dict(),
         }
 

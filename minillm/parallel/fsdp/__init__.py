@@ -6,5 +6,5 @@
 4. `../sharding/slices.py`: this rank's shard, parameter by parameter, as optimizers see it; settings; hybrid sharding
 5. `state.py`: its optimizer, its saved states, and what torch habits expect of the module
 
-Aside: `../sharding/placement.py`, the norm; `../sharding/optimizer.py`, how optimizer state becomes whole.
+Aside: `../sharding/placement.py`, the norm; `../sharding/full_state.py`, how optimizer state becomes whole.
 """

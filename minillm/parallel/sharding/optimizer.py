@@ -1,9 +1,6 @@
 """A torch optimizer over this rank's slices of parameters: what ZeRO and FSDP step, clip, save and restore.
 
-    rank 0   exp_avg of its part of a weight ─┐                                                         ┌─ rank 0 of 3
-    rank 1   exp_avg of its part of a weight ─┴─ full_state ─> {"state": {0: {"exp_avg": ..., "step": ...}}} ─ cut ─ ...
-
-Its state becomes that of one process, and the other way round, in `state.py`.
+Its state becomes that of one process, and the other way round, in `full_state.py`.
 """
 
 import copy
@@ -16,11 +13,12 @@ from torch import Tensor, nn
 
 from minillm.comm import Group
 from minillm.parallel.data_parallel.packing import Named
+from minillm.parallel.sharding.full_state import full_state, load_full
 from minillm.parallel.sharding.gather import gather
 from minillm.parallel.sharding.offload import Offload
 from minillm.parallel.sharding.placement import Placement, clip_grad_norm_
 from minillm.parallel.sharding.sharded_gradient import plain
-from minillm.parallel.sharding.state import LocalState, full_state, load_full
+from minillm.parallel.sharding.state import LocalState
 
 MakeOptimizer = Callable[[Named], torch.optim.Optimizer]
 

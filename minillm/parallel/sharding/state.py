@@ -1,4 +1,4 @@
-"""What a rank holds of a run: parts of whole tensors, under names that no layout changes, and numbers.
+"""What a rank holds of a run: parts of whole tensors, under names that no layout changes, and the optimizer's numbers.
 
     model/blocks.0.attention.q.weight                  a weight, in the dtype of the model, or a buffer
     master/blocks.0.attention.q.weight                 its float32 copy, where the model has 16-bit weights
@@ -13,15 +13,13 @@ many: saving that alone, as if it were all, is a classic way to lose a run.
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from minillm.comm import Group
-from minillm.parallel.sharding.gather import gather
 from minillm.parallel.sharding.placement import Placement
 
 
@@ -64,10 +62,10 @@ class LocalState:
     ) -> None:
         self.stepped, self.weights, self.dtype = stepped, weights, dtype
         self._named = stepped.named() if stepped else {}
-        self.placements_of_stepped = stepped.placements if stepped else {}
+        self._stepped_placements = stepped.placements if stepped else {}
         state = stepped.inner.state if stepped else {}
         self._entries = {name: entry for name, part in self._named.items() if (entry := state.get(part))}
-        self._kept = _per_element(self._entries)
+        self._kept = per_element(self._entries)
 
     @property
     def names(self) -> list[list[str]]:
@@ -80,16 +78,14 @@ class LocalState:
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
         """Weights in another dtype than the model's are copies."""
-        found = {}
-        if self.weights:
-            parts = {name: part.detach() for name, part in self.weights.parts().items()}
-            found = {f"model/{name}": part.to(self.dtype or part.dtype) for name, part in parts.items()}
-            found |= {f"model/{name}": buffer for name, buffer in self.weights.buffers().items()}
+        parts, buffers = (self.weights.parts(), self.weights.buffers()) if self.weights else ({}, {})
+        found = {f"model/{name}": part.detach().to(self.dtype or part.dtype) for name, part in parts.items()}
+        found |= {f"model/{name}": buffer for name, buffer in buffers.items()}
         return found | {key: tensor.detach() for key, (_, tensor) in self._stepped.items()}
 
     @cached_property
     def _stepped(self) -> dict[str, tuple[str, Tensor]]:
-        """What goes with a parameter of which name."""
+        """By name of a tensor: of which parameter it is, and the tensor."""
         found = {
             f"optimizer/{key}/{name}": (name, entry[key])
             for name, entry in self._entries.items()
@@ -100,58 +96,50 @@ class LocalState:
         return found | {f"master/{name}": (name, master) for name, master in masters.items()}
 
     def placements(self) -> dict[str, Placement]:
-        """Which parts of the whole tensors these are."""
-        stepped = {key: self.placements_of_stepped[name] for key, (name, _) in self._stepped.items()}
+        """Which parts of the whole tensors `tensors` are."""
+        stepped = {key: self._stepped_placements[name] for key, (name, _) in self._stepped.items()}
         return self._weight_placements() | stepped
 
     def parts(self) -> dict[str, tuple[Tensor, Placement]]:
+        """Tensors with their placements."""
         placements = self.placements()
         return {key: (tensor, placements[key]) for key, tensor in self.tensors.items()}
 
     def _weight_placements(self) -> dict[str, Placement]:
-        if self.weights is None:
-            return {}
-        found, placements = {}, self.weights.weight_placements
-        for name in self.weights.parts():
-            found[f"model/{name}"] = placements[name]
-        return found | {f"model/{name}": placement for name, placement in self.weights.buffer_placements.items()}
+        weights = self.weights
+        places = {**weights.weight_placements, **weights.buffer_placements} if weights else {}
+        return {f"model/{name}": placement for name, placement in places.items()}
 
-    def numbers(self, of_empty_parts: bool = False) -> Callable[[], dict[str, Any]]:
-        """Reads the optimizer's numbers now; the returned function puts them into words, for JSON: "groups", its
-        settings with the names of this rank's parameters, and "counted", by name and key the [value, dtype] of each
-        parameter. of_empty_parts: also where this rank has no elements, whose numbers may lag behind other ranks'."""
-        numbers = [
+    def numbers(self, of_empty_parts: bool = False) -> dict[str, Any]:
+        """The optimizer's numbers, as JSON has them: "groups", its settings with the names of this rank's parameters;
+        "counted", the [value, dtype] of each number of a parameter, by name and key. of_empty_parts: also where this
+        rank has no elements, whose numbers may lag behind other ranks'."""
+        kept = [
             (name, key, value)
             for name, entry in self._entries.items()
             for key, value in entry.items()
             if key not in self._kept and (of_empty_parts or self._named[name].numel())
         ]
-        tensors: dict[torch.dtype, list[Tensor]] = {}
-        for _, _, value in numbers:
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for _, _, value in kept:
             if isinstance(value, Tensor):
-                tensors.setdefault(value.dtype, []).append(value)
-        read = {dtype: torch.stack(alike).cpu() for dtype, alike in tensors.items()}  # all of a kind in one read
+                by_dtype.setdefault(value.dtype, []).append(value)
+        read = {dtype: iter(torch.stack(alike).tolist()) for dtype, alike in by_dtype.items()}  # one wait for a GPU
+        counted: dict[str, dict[str, list[Any]]] = {}
+        for name, key, value in kept:
+            is_tensor = isinstance(value, Tensor)
+            number = [next(read[value.dtype]), dtype_name(value)] if is_tensor else [value, None]
+            counted.setdefault(name, {})[key] = number
         groups = self.stepped.inner.param_groups if self.stepped else []
         settings = [group | {"params": own} for group, own in zip(groups, self.names, strict=True)]
-
-        def in_words() -> dict[str, Any]:
-            values = {dtype: iter(alike.tolist()) for dtype, alike in read.items()}
-            counted: dict[str, dict[str, list[Any]]] = {}
-            for name, key, value in numbers:
-                is_tensor = isinstance(value, Tensor)
-                words = [next(values[value.dtype]), _dtype_name(value)] if is_tensor else [value, None]
-                counted.setdefault(name, {})[key] = words
-            return {"groups": settings, "counted": counted}
-
-        return in_words
+        return {"groups": settings, "counted": counted}
 
     def required_parts(
         self, saved: Mapping[str, torch.Size], what: str = "it", *, masters: bool = True
     ) -> dict[str, Placement]:
-        """Which part of which saved tensor this rank needs. saved: the shapes of whole tensors by name. what: a name
-        for the saved state in messages. masters: whether it must have those that this rank has.
-        ValueError if the saved state is of another model."""
-        found, placements = self._weight_placements(), self.placements_of_stepped
+        """Which part of which saved tensor this rank needs. saved: shapes of whole tensors. what: a name for them in
+        messages. masters: whether there have to be those of this rank. ValueError if they are of another model."""
+        found, placements = self._weight_placements(), self._stepped_placements
         keys = {name.split("/")[1] for name in saved if name.startswith("optimizer/")}
         for name in itertools.chain(*self.names):
             kept = [f"optimizer/{key}/{name}" for key in keys]
@@ -163,8 +151,8 @@ class LocalState:
             if name not in saved:
                 raise ValueError(f"{what} is of another model: it has no {name}")
             if saved[name] != placement.shape:
-                shapes = f"{list(saved[name])}, not {list(placement.shape)}"
-                raise ValueError(f"{what} is of another model: its {name} is {shapes}")
+                has, needs = list(saved[name]), list(placement.shape)
+                raise ValueError(f"{what} is of another model: its {name} is {has}, not {needs}")
         return found
 
     @torch.no_grad()
@@ -177,91 +165,15 @@ class LocalState:
             return
         state, names = {}, self.names
         keys = sorted({name.split("/")[1] for name in parts if name.startswith("optimizer/")})
-        for number, name in enumerate(itertools.chain(*names)):
+        for place, name in enumerate(itertools.chain(*names)):
             entry = {key: parts[at] for key in keys if (at := f"optimizer/{key}/{name}") in parts}
-            entry |= {key: value_of(*words) for key, words in numbers["counted"].get(name, {}).items()}
+            entry |= {key: value_of(*number) for key, number in numbers["counted"].get(name, {}).items()}
             if entry:
-                state[number] = entry
-        groups = [{key: _setting(value) for key, value in group.items()} for group in numbers["groups"]]
+                state[place] = entry
+        # JSON has made lists of tuples
+        groups = [{k: tuple(v) if isinstance(v, list) else v for k, v in each.items()} for each in numbers["groups"]]
         masters = {name: parts[at] for name in self._named if (at := f"master/{name}") in parts}
-        self.stepped.load_local({"state": state, "param_groups": _numbered(groups, names), "masters": masters})
-
-
-def full_state(local: LocalState, group: Group | None) -> dict[str, Any]:
-    """All ranks' local states put together: "model", whole weights and buffers by name, and "optimizer", in the layout
-    of torch's optimizers over the whole model, with two keys more that torch does not look at: "names", in the order of
-    "state", and "masters" by name. Every rank of `group` calls it, and gets copies on the CPU. None: of one process,
-    whose tensors these are."""
-    tensors = gather(local.tensors, local.placements(), group) if group else local.tensors
-    numbers = local.numbers()()
-    by_rank = group.gather_objects(numbers) if group else [numbers]
-    state: dict[str, dict[str, Any]] = {}
-    found: dict[str, dict[str, Tensor]] = {"model": {}, "master": {}}
-    for key, tensor in tensors.items():
-        kind, name = key.split("/", 1)
-        if kind == "optimizer":
-            key, name = name.split("/", 1)
-            state.setdefault(name, {})[key] = tensor
-        else:
-            found[kind][name] = tensor
-    counted: dict[str, dict[str, list[Any]]] = {}
-    for theirs in by_rank:  # of a parameter on several ranks, the first one's
-        counted = theirs["counted"] | counted
-    for name, entry in counted.items():
-        state.setdefault(name, {}).update({key: value_of(*words) for key, words in entry.items()})
-    order = local.weights.names if local.weights else list(itertools.chain(*local.names))
-    groups = []
-    for alike in zip(*(theirs["groups"] for theirs in by_rank), strict=True):
-        members = set(itertools.chain(*(group["params"] for group in alike)))
-        groups.append([name for name in order if name in members])
-    names = list(itertools.chain(*groups))
-    optimizer = {
-        "state": {number: state[name] for number, name in enumerate(names) if name in state},
-        "param_groups": _numbered(numbers["groups"], groups),
-        "names": names,
-        "masters": found["master"],
-    }
-    return {"model": found["model"], "optimizer": optimizer}
-
-
-def load_full(
-    local: LocalState,
-    optimizer: Mapping[str, Any],
-    model: Mapping[str, Tensor] = {},
-    what: str = "this optimizer state",
-) -> None:
-    """The inverse of `full_state`, on a rank of any layout; no communication. optimizer: may be what a plain optimizer
-    of the same parameters has saved: then "names" are those of this rank, and masters are copied from the weights.
-    ValueError: it is of another model, or its optimizer groups parameters otherwise."""
-    own = local.names
-    names = optimizer.get("names", list(itertools.chain(*own)))
-    ordered, sizes = iter(names), [len(group["params"]) for group in optimizer["param_groups"]]
-    groups = [list(itertools.islice(ordered, size)) for size in sizes]
-    if local.weights is None:  # this rank steps parts of everything; with a pipeline, it may step less
-        for mine, theirs in itertools.zip_longest(itertools.chain(*own), names):
-            if mine != theirs:
-                raise ValueError(f"{what} is of another model or another make(): it has {theirs} in place of {mine}.")
-    if len(own) != len(groups) or any(set(mine) - set(theirs) for mine, theirs in zip(own, groups, strict=True)):
-        here = [len(group) for group in own]
-        raise ValueError(
-            f"{what} is of another model or another make(): its groups have {sizes} parameters, {here} here."
-        )
-    entries = {name: optimizer["state"][number] for number, name in enumerate(names) if number in optimizer["state"]}
-    kept = _per_element(entries)
-    tensors = {f"model/{name}": tensor for name, tensor in model.items()}
-    tensors |= {f"master/{name}": tensor for name, tensor in optimizer.get("masters", {}).items()}
-    counted: dict[str, dict[str, list[Any]]] = {}
-    for name, entry in entries.items():
-        for key, value in entry.items():
-            if key in kept and isinstance(value, Tensor):
-                tensors[f"optimizer/{key}/{name}"] = value
-            else:
-                is_tensor = isinstance(value, Tensor)
-                words = [value.item(), _dtype_name(value)] if is_tensor else [value, None]
-                counted.setdefault(name, {})[key] = words
-    required = local.required_parts({name: tensor.shape for name, tensor in tensors.items()}, what, masters=False)
-    parts = {name: placement.cut(tensors[name]) for name, placement in required.items()}
-    local.load_parts(parts, {"groups": optimizer["param_groups"], "counted": counted})
+        self.stepped.load_local({"state": state, "param_groups": numbered(groups, names), "masters": masters})
 
 
 def value_of(value: Any, dtype: str | None) -> Any:
@@ -269,22 +181,18 @@ def value_of(value: Any, dtype: str | None) -> Any:
     return value if dtype is None else torch.tensor(value, dtype=getattr(torch, dtype))
 
 
-def _dtype_name(tensor: Tensor) -> str:
+def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _per_element(entries: Mapping[str, Mapping[str, Any]]) -> set[str]:
+def per_element(entries: Mapping[str, Mapping[str, Any]]) -> set[str]:
     """Keys of what an optimizer keeps per element (moments). A tensor without dimensions may be a scalar parameter's,
     or count steps: that the other parameters tell."""
     return {k for entry in entries.values() for k, v in entry.items() if isinstance(v, Tensor) and v.dim()}
 
 
-def _numbered(param_groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+def numbered(param_groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
     """The groups' settings, with the parameters numbered as torch does."""
     number = itertools.count()
     numbers = [[next(number) for _ in group] for group in names]
     return [{**settings, "params": own} for settings, own in zip(param_groups, numbers, strict=True)]
-
-
-def _setting(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value  # JSON knows no tuples

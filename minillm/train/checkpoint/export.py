@@ -15,7 +15,8 @@ from minillm.data import TokenDataset, Tokenizer
 from minillm.files import write_whole
 from minillm.measure.provenance import provenance
 from minillm.model import Transformer, load_hf, save_hf
-from minillm.parallel.sharding.state import LocalState, full_state
+from minillm.parallel.sharding.full_state import full_state
+from minillm.parallel.sharding.state import LocalState
 from minillm.train.trainer import Trainer
 from minillm.train.validation import validate
 

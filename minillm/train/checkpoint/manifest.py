@@ -81,11 +81,6 @@ class Manifest:
     tensors: dict[str, SavedTensor]
 
     @property
-    def shapes(self) -> dict[str, torch.Size]:
-        """Of all tensors."""
-        return {name: tensor.shape for name, tensor in self.tensors.items()}
-
-    @property
     def nbytes(self) -> int:
         """Of all tensors."""
         return sum(self.files)

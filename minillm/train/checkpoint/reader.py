@@ -71,7 +71,7 @@ def _restore(trainer: Trainer, files: "Files", tokenizer: str | None) -> Restore
         _check(trainer, manifest, folder)
         if tokenizer and manifest.tokenizer and tokenizer != manifest.tokenizer:
             raise ValueError(f"{folder} was trained with another tokenizer: use the same or another run.")
-        needs = trainer.local_state().required_parts(manifest.shapes)
+        needs = trainer.local_state().required_parts({name: saved.shape for name, saved in manifest.tensors.items()})
         with files:
             for name, placement in needs.items():
                 parts[name] = files.read(name, placement, manifest)

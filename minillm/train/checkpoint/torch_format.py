@@ -53,7 +53,7 @@ def from_torch(folder: Path, trainer: Trainer) -> None:
     group, problem, placements = trainer.parallel.group, None, {}
     try:
         manifest, tensors = _read(folder)
-        placements = trainer.local_state().required_parts(manifest.shapes)
+        placements = trainer.local_state().required_parts({name: tensor.shape for name, tensor in tensors.items()})
         _check_optimizer(trainer, manifest)
         if manifest.progress:
             trainer.check(manifest.progress)

@@ -251,10 +251,10 @@ class Checkpointer:
 
 
 def _about(trainer: Trainer, local: LocalState) -> Callable[[], dict[str, Any]]:
-    """Captures what is no tensor now; the returned function puts it into words."""
+    """Captures what is no tensor now; the returned function serialises it."""
     progress = trainer.progress()
     optimizer, generators = local.numbers(), generator_states(trainer.device)
-    return lambda: {"optimizer": optimizer(), "generators": generators(), "progress": progress}
+    return lambda: {"optimizer": optimizer, "generators": generators(), "progress": progress}
 
 
 def _host_memory(like: Sequence[Tensor], device: torch.device) -> list[Tensor]:

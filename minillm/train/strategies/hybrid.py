@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minillm.comm import Group, Mesh
+from minillm.comm import Group
 from minillm.model import ModelConfig, Transformer
 from minillm.model.loss import weights_of_sequences
 from minillm.model.moe import RouterLosses
-from minillm.parallel.context_parallel import ContextAttention, context_attention, context_parallel
+from minillm.parallel.context_parallel import context_attention, context_parallel
 from minillm.parallel.data_parallel.ddp import BucketedDDP
 from minillm.parallel.expert_parallel.split import expert_parallel, expert_part_of, is_expert
 from minillm.parallel.fsdp.fully_shard import FullyShard
@@ -46,6 +46,7 @@ from minillm.parallel.tensor_parallel.plan import part_of, whole_shapes
 from minillm.parallel.zero.optimizer import ZeroOptimizer
 from minillm.train.optimizer import Updater
 from minillm.train.parallel_config import ParallelConfig
+from minillm.train.strategies.groups import LayoutGroups
 from minillm.train.strategies.single_device import Around, Microbatch, SingleDevice, quietly, unscaled
 
 
@@ -53,10 +54,7 @@ class Hybrid(SingleDevice):
     """The strategy of a layout; one of dp alone lies over any group, others over all ranks of the world.
 
     offload: where ZeRO's shards live, see `Offload`. wrap_with: the form of DDP for replicas without ZeRO.
-    group: all ranks; rank, world_size: of those along dp; tp, pp: groups along these axes, if they have several ranks.
-    replicas: those that average gradients, along dp and cp; with HSDP within `shard_group`, and `replicate_group` has
-    the same once more; expert_group, expert_replicas: of those the ranks with the other experts, and those with the
-    same ones.
+    group: all ranks; rank, world_size, stride: of those along dp; groups: all others, see `LayoutGroups`.
     """
 
     def __init__(
@@ -67,56 +65,19 @@ class Hybrid(SingleDevice):
         offload: str | Path | None = None,
         wrap_with: Callable[..., nn.Module] = BucketedDDP,
     ) -> None:
-        if group.world_size != layout.world_size:
-            raise ValueError(f"{layout} is {layout.world_size} ranks, but group {group.name!r} has {group.world_size}.")
         self.group, self.layout, self.offload, self.wrap_with = group, layout, offload, wrap_with
-        self._meshes: list[Mesh] = []
-        self.rank, self.world_size, self.stride = group.rank, layout.dp, 1
-        self.replicas, self.replicate_group, self.tp, self.pp = group, None, None, None
-        self.is_split = layout.is_hybrid or layout.dp_replicate > 1
-        if self.is_split:
-            self.mesh = mesh = self._mesh(**layout.axes)
-            self.rank, self.stride, self.replicas = mesh.dp.rank, mesh.stride("dp"), mesh.joined("dp", "cp")
-            self.tp, self.pp = mesh.tp if layout.tp > 1 else None, mesh.pp if layout.pp > 1 else None
-        self.shard_group, self.expert_group, self.expert_replicas = self.replicas, None, self.replicas
-        if layout.dp_replicate > 1 or layout.ep > 1:
-            copies = layout.dp // layout.dp_replicate // layout.ep
-            parts = self._mesh(**_split(layout, "dp", replicate=layout.dp_replicate, copies=copies, ep=layout.ep))
-            if layout.dp_replicate > 1:
-                self.shard_group, self.replicate_group = parts.joined("copies", "ep", "cp"), parts.replicate
-            if layout.ep > 1:
-                self.expert_group, self.expert_replicas = parts.ep, parts.joined("copies", "cp")
-        self.expert_levels = self._expert_levels() if layout.ep_nodes > 1 else {}
-        self.context = self._context() if layout.cp > 1 else None
+        self.groups = groups = LayoutGroups(group, layout)
+        self.rank, self.world_size, self.stride = groups.rank, layout.dp, groups.stride
+        self.context = context_attention(layout.context, *groups.context) if groups.context else None
         self._documents: Sequence[Tensor | None] = ()
         self._router_losses: Sequence[RouterLosses] = ()
 
-    def _context(self) -> ContextAttention:
-        """The attention of this rank's part of every sequence."""
-        layout = self.layout
-        if layout.context != "hybrid":
-            return context_attention(layout.context, self.mesh.cp)
-        nodes = self._mesh(**_split(layout, "cp", across=layout.cp // layout.node, node=layout.node))
-        return context_attention("hybrid", nodes.node, nodes.across)
-
-    def _expert_levels(self) -> dict[str, Group]:
-        """Of the ranks with the other experts, those on this one's node, and those with its place in every node."""
-        layout = self.layout
-        levels = {"ep_across": layout.ep_nodes, "ep_node": layout.ep // layout.ep_nodes}
-        parts = self._mesh(**_split(layout, "dp", copies=layout.dp // layout.ep, **levels))
-        return {"node": parts.ep_node, "across": parts.ep_across}
-
-    def _mesh(self, **axes: int) -> Mesh:
-        self._meshes.append(Mesh(self.group, **axes))
-        return self._meshes[-1]
-
     def close(self) -> None:
-        for mesh in self._meshes:
-            mesh.close()
+        self.groups.close()
 
     @property
     def averaged_over(self) -> int:
-        return self.replicas.world_size
+        return self.groups.replicas.world_size
 
     @property
     def is_root(self) -> bool:
@@ -124,16 +85,16 @@ class Hybrid(SingleDevice):
 
     def build(self, config: ModelConfig, *, seed: int, device: Any = None, **how: Any) -> nn.Module:
         """With stage 3 the model is built on "meta": no rank ever holds all of its part."""
-        if self.is_split:
+        if self.groups.is_split:
             self.layout.check(config)
         self.config, how = config, {**how, "seed": None, "device": "meta"}
         order = self.layout.order
-        parts = build_parts(config, order, self.pp.rank, **how) if order else [Transformer(config, **how)]
+        parts = build_parts(config, order, self.groups.pp.rank, **how) if order else [Transformer(config, **how)]
         for part in parts:
-            if self.tp:
-                tensor_parallel(part, config, self.tp, sequence=self.layout.sequence)
-            if self.expert_group:
-                expert_parallel(part, config, self.expert_group, **self.expert_levels)
+            if self.groups.tp:
+                tensor_parallel(part, config, self.groups.tp, sequence=self.layout.sequence)
+            if self.groups.experts:
+                expert_parallel(part, config, self.groups.experts, **self.groups.expert_levels)
             if self.context:
                 context_parallel(part, self.context)
             if self.layout.zero < 3:
@@ -145,38 +106,38 @@ class Hybrid(SingleDevice):
     def wrap(self, model: nn.Module, master: bool = False) -> nn.Module:
         self.model, self.module = model, model
         names = [name for name, _ in itertools.chain(model.named_parameters(), model.named_buffers())]
-        stages = self.pp.gather_objects(names) if self.pp else [names]
-        stage = self.pp.rank if self.pp else 0
+        stages = self.groups.pp.gather_objects(names) if self.groups.pp else [names]
+        stage = self.groups.pp.rank if self.groups.pp else 0
         self._earlier = {name: sum(name in theirs for theirs in stages[:stage]) for name in names}
         self._shared = {name for name in names if sum(name in theirs for theirs in stages) > 1}
         self.placements = self._place(name for name, _ in model.named_parameters())
         if self.layout.zero == 3:
             self.module = FullyShard(
                 model,
-                self.shard_group,
+                self.groups.shard,
                 offload=self.offload,
                 master=master,
                 initialize=self.initialize,
-                replicate_group=self.replicate_group,
+                replicate_group=self.groups.replicate,
                 placements=self.placements,
                 norm_group=self.group,
                 gradient_groups=self._gradient_groups,
                 pipelined=bool(self.layout.order),
             )
-        elif self.layout.zero == 0 and (self.averaged_over > 1 or not self.is_split):
+        elif self.layout.zero == 0 and (self.averaged_over > 1 or not self.groups.is_split):
             apart = {"gradient_groups": groups} if (groups := self._gradient_groups) else {}
-            self.module = self.wrap_with(model, self.replicas, **apart)
+            self.module = self.wrap_with(model, self.groups.replicas, **apart)
         if self.layout.order:
             sharded = self.module if self.layout.zero == 3 else None
             with sharded.unsharded(sharded.groups) if sharded else contextlib.nullcontext():
                 around = functools.partial(self._around, sharded)
-                model.pipeline = Pipeline(model.parts, self.layout.order, self.pp, around=around)
+                model.pipeline = Pipeline(model.parts, self.layout.order, self.groups.pp, around=around)
         return model if self.layout.order else self.module
 
     def _place(self, names: Iterable[str]) -> dict[str, Placement]:
         """Of this rank's parameters, before ZeRO shards them. Of ranks with the same numbers, copy 0 counts them."""
-        tp, config, shapes = self.tp, self.config, whole_shapes(self.config)
-        replica = Replicate(copy=self.replicate_group.rank if self.replicate_group else 0)
+        tp, config, shapes = self.groups.tp, self.config, whole_shapes(self.config)
+        replica = Replicate(copy=self.groups.replicate.rank if self.groups.replicate else 0)
         found = {}
         for name in names:
             part = part_of(config, name, tp.rank, tp.world_size, self.layout.sequence) if tp else Replicate()
@@ -185,12 +146,12 @@ class Hybrid(SingleDevice):
         return found
 
     def _expert_part(self, name: str) -> tuple[Part, ...]:
-        group = self.expert_group
+        group = self.groups.experts
         return (expert_part_of(name, group.rank, group.world_size),) if group else ()
 
     def _replicas_of(self, name: str) -> Group:
         """The ranks that hold the same of a parameter, but for ZeRO."""
-        return self.expert_replicas if is_expert(name) else self.replicas
+        return self.groups.expert_replicas if is_expert(name) else self.groups.replicas
 
     @property
     def _gradient_groups(self) -> dict[str, Group]:
@@ -198,8 +159,8 @@ class Hybrid(SingleDevice):
         that average gradients; and parameters that several stages hold. The order of a ring's sums depends on an
         element's offset in its bucket: with buckets of their own, all these stages compute the same bits."""
         names = [name for name, _ in self.model.named_parameters()]
-        found = {name: self.shard_group for name in names if name in self._shared}
-        return found | {name: self.expert_replicas for name in names if self.expert_group and is_expert(name)}
+        found = {name: self.groups.shard for name in names if name in self._shared}
+        return found | {name: self.groups.expert_replicas for name in names if self.groups.experts and is_expert(name)}
 
     @contextlib.contextmanager
     def _around(self, sharded: FullyShard | None, action: Any) -> Iterator[None]:
@@ -225,12 +186,12 @@ class Hybrid(SingleDevice):
         else:
             self.stepped = ZeroOptimizer(
                 self.model,
-                self.shard_group,
+                self.groups.shard,
                 self.layout.zero,
                 make=make,
                 offload=self.offload,
                 master=master,
-                replicate_group=self.replicate_group,
+                replicate_group=self.groups.replicate,
                 placements=self.placements,
                 norm_group=self.group,
                 gradient_groups=self._gradient_groups,
@@ -310,7 +271,7 @@ class Hybrid(SingleDevice):
         zero, is_pipeline = self.layout.zero, self.layout.order is not None
         if is_pipeline:
             self.model.pipeline.finish()
-        if zero in (1, 2) and (is_pipeline or self.tp):  # otherwise the updater does it, when it is asked to
+        if zero in (1, 2) and (is_pipeline or self.groups.tp):  # otherwise the updater does it, when it is asked to
             self.stepped.prepare_gradients()
         elif zero == 3 and is_pipeline:
             self.module.reduce_gradients()
@@ -318,8 +279,8 @@ class Hybrid(SingleDevice):
             if is_pipeline:
                 self.module.reducer.expect()
             self.module.finish()
-        if self.tp:
-            sum_partial(self._reduced(), self.stepped.placements, self.tp)
+        if self.groups.tp:
+            sum_partial(self._reduced(), self.stepped.placements, self.groups.tp)
 
     def _reduced(self) -> dict[str, Tensor]:
         """By name, what this rank has of the gradients after the sum over replicas."""
@@ -328,12 +289,12 @@ class Hybrid(SingleDevice):
         return {name: plain(p.grad) for name, p in self.parts().items() if p.grad is not None}
 
     def grad_norm(self, parameters: Iterable[Tensor]) -> Tensor:
-        if self.layout.zero == 0 and not self.is_split:
+        if self.layout.zero == 0 and not self.groups.is_split:
             return super().grad_norm(parameters)  # every rank has all of it
         return global_norm(self.stepped.gradients_by_name(), self.stepped.placements, self.group)
 
     def sum(self, value: Tensor) -> Tensor:
-        return self.replicas.all_reduce(value.detach().clone())
+        return self.groups.replicas.all_reduce(value.detach().clone())
 
     # What is saved and compared: see `SingleDevice`.
 
@@ -354,7 +315,7 @@ class Hybrid(SingleDevice):
 
     @property
     def buffer_placements(self) -> Mapping[str, Placement]:
-        others = self.replicas.rank + (self.tp.rank if self.tp else 0)
+        others = self.groups.replicas.rank + (self.groups.tp.rank if self.groups.tp else 0)
         places = {name: Replicate(self._earlier[name] + others) for name in self.buffers()}
         return {name: Placement(buffer.shape, (places[name],)) for name, buffer in self.buffers().items()}
 
@@ -364,11 +325,3 @@ def make_strategy(group: Group, layout: ParallelConfig, offload: str | None = No
     if offload and (layout.is_hybrid or layout.dp_replicate > 1):
         raise ValueError(f"offload {offload} is for ZeRO alone: leave it out with tp, pp, cp, ep and dp_replicate.")
     return Hybrid(group, layout, offload=offload if offload in (None, "cpu") else Path(offload))
-
-
-def _split(layout: ParallelConfig, axis: str, **parts: int) -> dict[str, int]:
-    """The layout's axes with two in the place of one, the outer part first."""
-    axes: dict[str, int] = {}
-    for name, size in layout.axes.items():
-        axes |= parts if name == axis else {name: size}
-    return axes

@@ -12,7 +12,8 @@ from torch import nn
 
 from minillm.comm import launch
 from minillm.model import ModelConfig, dense
-from minillm.parallel.sharding.state import LocalState, full_state, load_full
+from minillm.parallel.sharding.full_state import full_state, load_full
+from minillm.parallel.sharding.state import LocalState
 from minillm.train import FullyShard, SingleDevice, ZeroOptimizer
 from minillm.train.parallel_config import ParallelConfig
 from minillm.train.strategies.hybrid import make_strategy
@@ -125,7 +126,7 @@ def relay(group, chosen):
                     run.load(state)
                     loaded.append(apart(run.saved(), state))
                 run.step(steps)
-                own = copy.deepcopy((run.local().tensors, run.local().numbers(of_empty_parts=True)()))
+                own = copy.deepcopy((run.local().tensors, run.local().numbers(of_empty_parts=True)))
                 run.step(steps + 99)
                 run.local().load_parts(*own)
                 run.step(steps + 1)

@@ -70,7 +70,7 @@ def through_all(group, folder: Path, layouts, precision, model=MODEL):
     for _ in range(2):
         alone.step()
     whole = {name: part.clone() for name, part in alone.local_state().tensors.items()}
-    numbers = alone.local_state().numbers()()
+    numbers = alone.local_state().numbers()
     if group.rank == 0:
         Checkpointer(folder / "start").save(alone)
     group.barrier()
@@ -91,7 +91,7 @@ def through_all(group, folder: Path, layouts, precision, model=MODEL):
             done = restore(ours, folder / str(source))
             local = ours.local_state()
             wrong = [name for name, (part, at) in local.parts().items() if not torch.equal(part, at.cut(whole[name]))]
-            mine = local.numbers()()
+            mine = local.numbers()
             wrong += [name for name, counted in mine["counted"].items() if counted != numbers["counted"][name]]
             wrong += ["groups"] if _settings(mine) != _settings(numbers) else []
             wrong += ["steps"] if (ours.steps_done, ours.loader.position) != (2, 2 * WINDOWS) else []

@@ -44,7 +44,7 @@ def two_saves(tmp_path):
 
 def state(ours):
     tensors = {name: part.clone() for name, (part, _) in ours.local_state().parts().items()}
-    return tensors, repr((ours.local_state().numbers()(), ours.progress()))
+    return tensors, repr((ours.local_state().numbers(), ours.progress()))
 
 
 def is_same(before, after):
