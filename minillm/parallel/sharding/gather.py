@@ -24,7 +24,7 @@ def gather(parts: Mapping[str, Tensor | None], placements: Mapping[str, Placemen
     catalogue = group.gather_objects({name: (placements[name], part.dtype) for name, part in own.items()})
     names = dict.fromkeys(itertools.chain(*catalogue))
     travels = [n for n in names if not all(n in theirs and theirs[n][0].is_whole for theirs in catalogue)]
-    found = {name: own[name].cpu().clone() for name in names.keys() - set(travels)}
+    found = {name: own[name].to("cpu", copy=True) for name in names.keys() - set(travels)}
     for start in range(0, len(travels), AT_ONCE):
         chosen = travels[start : start + AT_ONCE]
         sent = [

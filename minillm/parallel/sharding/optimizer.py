@@ -140,7 +140,7 @@ class SlicedOptimizer(torch.optim.Optimizer):
                 f"{here['rank']} of {here['world_size']} here: save full_state_dict(), which fits any layout."
             )
         if saved:
-            self.load_local(copy.deepcopy({key: state[key] for key in ("state", "param_groups", "masters")}))
+            self.load_local(state | {"state": copy.deepcopy(state["state"])})
         else:
             load_full(LocalState(self), state)
 

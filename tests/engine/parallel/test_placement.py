@@ -93,6 +93,7 @@ def test_ranks_join_and_measure_what_they_hold(world_size, tp, flat):
         assert found["calls"] == {"all_reduce": len(programs.NORMS)}, "one for each norm"
         assert found["sum calls"] == ({"all_reduce": 1} if tp > 1 else {}), "one for all partial gradients"
         assert set(found["some"]) >= set(list(whole)[:2])
+        assert found["replicas"] == (0, True), "what all ranks have whole does not travel, and drift shows"
     if not flat:
         assert sorted(name for found in ranks for name in found["counted"] if name != "rows").count("replicated") == 1
 

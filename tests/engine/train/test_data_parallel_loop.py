@@ -127,3 +127,22 @@ def validations(group):
 
 def test_validation_runs_the_same_number_of_forwards_on_every_rank():
     assert launch(validations, 2) == ["done", "done"]
+
+
+def compiled(group):
+    """Losses of two steps, and the names of what is saved, without and with compile, by ZeRO stage."""
+    torch.set_num_threads(1)
+    torch.compile = functools.partial(torch.compile, backend="eager")
+    tokens, found = Tokens((np.arange(500) % 50).astype(np.uint16), 50, 0, 1, 1500), {}
+    for stage in (0, 1, 3):
+        for choice in (False, True):
+            config = TrainConfig(MODEL, seq_len=16, batch_size=2, steps=4, compile=choice)
+            parallel = Hybrid(group, ParallelConfig(dp=2, zero=stage))
+            with Trainer(config, tokens, workers=0, parallel=parallel) as ours:
+                found[stage, choice] = [ours.step().loss for _ in range(2)], list(ours.local_state().tensors)
+    return found
+
+
+def test_compiled_replicas_and_shards_are_the_same_run():
+    for rank in launch(compiled, 2):
+        assert all(rank[stage, True] == rank[stage, False] for stage in (0, 1, 3))
