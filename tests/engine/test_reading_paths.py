@@ -16,8 +16,9 @@ PATHS = {  # mechanism: (package, files in reading order, most lines of all)
     "loading a folder": ("model/hf", "load families rope experts weights", 770),
     "a mixture of experts": ("model/moe", "layer router permute experts balance", 700),
     "ZeRO-1 and 2": ("parallel/zero", "optimizer reducer ../data_parallel/reducer ../sharding/slices", 650),
-    "FSDP": ("parallel/fsdp", "fully_shard param_group flat_param ../sharding/slices state", 1020),
+    "FSDP": ("parallel/fsdp", "fully_shard param_group flat_param ../sharding/slices state", 1005),
     "a layout of several axes": ("train/strategies", "../parallel_config groups single_device hybrid", 850),
+    "the state of a layout": ("parallel/sharding", "placement gather state full_state", 650),
     "saving a run": ("train/checkpoint", "../../parallel/sharding/state shares writer manifest", 800),
     "restoring a run": ("train/checkpoint", "../../parallel/sharding/state manifest shares reader", 800),
     "request to token": (

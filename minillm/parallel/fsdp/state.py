@@ -3,7 +3,7 @@
     full      {"blocks.0.attention.q_proj.weight": [hidden, hidden], ...}    from any number of ranks to any other
     sharded   {"world_size": N, "rank": r, "slices": {name: [elements]}, ...}    1/N of the bytes, back to N ranks only
 
-How the optimizer's state becomes whole is in `parallel/sharding/optimizer.py`.
+How the optimizer's state becomes whole is in `parallel/sharding/full_state.py`.
 """
 
 import contextlib
@@ -55,10 +55,11 @@ class ShardedModule(nn.Module):
         gradients that could wait are what stage 3 does not hold. Results are the same, the traffic is K-fold."""
         return contextlib.nullcontext()
 
-    def optimizer(self, make: MakeOptimizer) -> "FullyShardOptimizer":
+    def optimizer(self, make: MakeOptimizer) -> SlicedOptimizer:
         """make(named) builds any optimizer of torch's that works element by element; named: this rank's trained slices
-        under the names of the whole parameters."""
-        return FullyShardOptimizer(self, make)
+        under the names of the whole parameters. Gradients are reduced by then, so each rank steps for itself."""
+        slices = {name: part for name, part in self.named_parameters() if part.requires_grad}
+        return SlicedOptimizer(make, slices, self.placements, self.norm_group, self.home)
 
     def clip_grad_norm_(self, max_norm: float | None, loss_scale: float = 1.0, norm_type: float = 2.0) -> Tensor:
         """Norm of the whole model's gradient / loss_scale, which is then scaled down to at most max_norm.
@@ -136,22 +137,3 @@ class ShardedModule(nn.Module):
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "ShardedModule":
         raise ValueError("a sharded module stays where and what it is: move or cast it before sharding.")
-
-
-class FullyShardOptimizer(SlicedOptimizer):
-    """Steps the slices of a FullyShard; gradients are reduced by then, so each rank steps for itself.
-
-    make(named): see `FullyShard.optimizer`. Every rank's optimizer has the same parameters by name and order, many of
-    them of no elements, so its state can be put together into that of one process.
-    """
-
-    def __init__(self, sharded: ShardedModule, make: MakeOptimizer) -> None:
-        slices = {name: part for name, part in sharded.named_parameters() if part.requires_grad}
-        super().__init__(make, slices, sharded.placements, sharded.norm_group, sharded.home)
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        with torch.enable_grad():
-            loss = closure() if closure else None
-        self.step_inner()
-        self.home.keep(self.inner)
-        return loss

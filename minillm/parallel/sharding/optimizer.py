@@ -26,7 +26,7 @@ WHOLE_MATRICES = {"Adafactor", "Muon", "LBFGS", "LAMB", "Lamb", "FusedLAMB", "LA
 
 
 class SlicedOptimizer(torch.optim.Optimizer):
-    """What ZeroOptimizer and FullyShard's optimizer share: `inner`, a torch optimizer over this rank's slices.
+    """FullyShard's optimizer, and what ZeroOptimizer adds to: `inner`, a torch optimizer over this rank's slices.
 
     slices: by name, in the order of the parameters, each 1-D and possibly empty (see `slices.slice_of`).
     placements: of the slices; group: all ranks that hold parts. home: where the inner optimizer keeps its state.
@@ -73,6 +73,14 @@ class SlicedOptimizer(torch.optim.Optimizer):
         self.prepare_gradients()
         gradients = self.gradients_by_name()
         return clip_grad_norm_(gradients, self.placements, self.norm_group, max_norm, loss_scale, norm_type)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Steps this rank's slices."""
+        with torch.enable_grad():
+            loss = closure() if closure else None
+        self.step_inner()
+        self.home.keep(self.inner)
+        return loss
 
     def step_inner(self) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # a ShardedGradient looks at each of its operations
