@@ -1,7 +1,7 @@
 """Training: the loop, what makes it fit (precision, activation checkpointing), checkpoints, and the strategies that
 spread it over ranks.
 
-Reading path: config.py, trainer.py, optimizer.py, strategies/single_device.py, run.py.
+Reading path: config.py, trainer.py, optimizer.py, strategies/ (single_device.py, hybrid.py), run.py.
 """
 
 from minillm.parallel import (
