@@ -16,7 +16,7 @@ from minillm.data import TokenDataset, Tokens
 from minillm.measure import memory
 from minillm.measure.memory_tracker import Bytes
 from minillm.model import ModelConfig, Transformer, cross_entropy, dense
-from minillm.parallel.placement import global_norm, gradients_of
+from minillm.parallel.sharding.placement import global_norm, gradients_of
 from minillm.predict.model import training_flops
 from minillm.predict.training import memory as predict_memory
 from minillm.train import EXPENSIVE, PRECISIONS, MasterWeights, TrainConfig, Trainer, checkpoint_blocks, preset

@@ -404,7 +404,7 @@ sliders(
 # %% [markdown]
 # ## Measure: offload (*optional*)
 #
-# The optimizer moves to where its state is (host memory or files; `minillm/parallel/offload.py`), so the state itself
+# The optimizer moves to where its state is (host memory or files; `minillm/parallel/sharding/offload.py`), so the state itself
 # never travels. The gradient shard crosses the link down to the host and the updated weights come back up: in 16 bits
 # $2Ψ + 2Ψ$ bytes per step over all ranks ([Ren et al. 2021](https://arxiv.org/abs/2101.06840)).
 

@@ -22,7 +22,7 @@ from minillm.model import ModelConfig, Transformer, cross_entropy
 from minillm.model.attention import sdpa
 from minillm.model.rope import Rope, rotate
 from minillm.model.transformer import RMSNorm
-from minillm.parallel.placement import Placement, join, sum_partial
+from minillm.parallel.sharding.placement import Placement, join, sum_partial
 from minillm.parallel.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
 from minillm.parallel.tensor_parallel.plan import named_gradients, placement_of, placements

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from course.lab05_tensor_parallel import splitting
 from course.lab05_tensor_parallel.experiments import Setup, build, tokens
 from minillm.comm import Group, launch
-from minillm.parallel.placement import Placement, global_norm, sum_partial
+from minillm.parallel.sharding.placement import Placement, global_norm, sum_partial
 from minillm.parallel.tensor_parallel.plan import named_gradients
 from minillm.parallel.tensor_parallel.regions import copy_to, end, reduce_from
 

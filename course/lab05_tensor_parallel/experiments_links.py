@@ -20,7 +20,7 @@ from minillm import measure
 from minillm.comm import Group, Link, launch
 from minillm.model import ModelConfig, Transformer, cross_entropy
 from minillm.parallel import BucketedDDP
-from minillm.parallel.placement import sum_partial
+from minillm.parallel.sharding.placement import sum_partial
 from minillm.parallel.tensor_parallel.plan import named_gradients
 from minillm.parallel.tensor_parallel.regions import copy_to, reduce_from
 from minillm.predict import comms

@@ -30,7 +30,7 @@ from minillm.predict.planner.clusters import Cluster, Device
 from minillm.predict.planner.trainer import Host
 from minillm.train import TrainConfig, Trainer
 from minillm.train.parallel_config import ParallelConfig
-from minillm.train.strategies.sharded import make_strategy
+from minillm.train.strategies.hybrid import make_strategy
 
 WORLD, PER_NODE = 4, 2
 INTRA, INTER = Link(2e-4, 20e6, "inside a node"), Link(2e-3, 2e6, "between nodes")

@@ -12,7 +12,7 @@ from minillm.comm import Group, Mesh
 from minillm.model import ModelConfig, Transformer, dense
 from minillm.model.loss import IGNORE
 from minillm.parallel.context_parallel import context_attention, context_parallel
-from minillm.parallel.placement import Partial
+from minillm.parallel.sharding.placement import Partial
 from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
 from minillm.parallel.tensor_parallel.plan import placements
 

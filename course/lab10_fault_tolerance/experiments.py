@@ -28,14 +28,13 @@ from minillm.predict import faults
 from minillm.train import ParallelConfig, TrainConfig, Trainer, fit
 from minillm.train.checkpoint.manifest import Manifest, committed
 from minillm.train.checkpoint.reader import has_checkpoint, read_whole, restore
-from minillm.train.checkpoint.state import held
 from minillm.train.checkpoint.writer import Checkpointer
 from minillm.train.fault_tolerance.elastic import accumulate_for
 from minillm.train.fault_tolerance.goodput import FILE, Goodput, read_goodput
 from minillm.train.fault_tolerance.replica_check import check_replicas
 from minillm.train.fault_tolerance.straggler import StragglerDetector
 from minillm.train.metrics import read_metrics
-from minillm.train.strategies.sharded import make_strategy
+from minillm.train.strategies.hybrid import make_strategy
 
 TINY = ModelConfig(53, 16, 32, 2, 4, 2, max_seq_len=16)
 WIDE = ModelConfig(512, 192, 512, 4, 4, 4, max_seq_len=16)  # 8 MB of float32 weights, 24 MB with Adam's moments
@@ -127,7 +126,8 @@ def through_layouts(group: Group, place: Path) -> list[tuple[str, int, int, int]
             continue
         trainer = make(part, layout)
         done = restore(trainer, place)
-        other = sum(not torch.equal(mine, at.cut(whole[key])) for key, (mine, at) in held(trainer).items())
+        parts = trainer.local_state().parts()
+        other = sum(not torch.equal(mine, at.cut(whole[key])) for key, (mine, at) in parts.items())
         found.append((name, other, done.bytes_read, done.bytes_held))
         trainer.close()
     return found

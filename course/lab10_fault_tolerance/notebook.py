@@ -202,7 +202,7 @@ load_part = check("reshard", load_part)
 
 # %% [markdown]
 # minillm's checkpoints do this for every layout: tensors have the names and shapes of the whole model, and a part is a
-# list of runs in the flattened tensor (`minillm/parallel/runs.py`), whether cut by rows, by columns or flat. Here ZeRO 3
+# list of runs in the flattened tensor (`minillm/train/checkpoint/runs.py`), whether cut by rows, by columns or flat. Here ZeRO 3
 # on 4 ranks saves, and three other layouts restore weights and Adam's moments:
 
 # %%

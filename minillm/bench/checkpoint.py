@@ -30,9 +30,8 @@ from minillm.model import Transformer
 from minillm.train import ParallelConfig, TrainConfig, Trainer, adamw, preset
 from minillm.train.checkpoint.manifest import Manifest, committed
 from minillm.train.checkpoint.reader import restore
-from minillm.train.checkpoint.state import held
 from minillm.train.checkpoint.writer import Checkpointer
-from minillm.train.strategies.sharded import make_strategy
+from minillm.train.strategies.hybrid import make_strategy
 
 VOCAB, SEQ_LEN = 4096, 32
 SHAPES = ("target", "medium")
@@ -117,7 +116,7 @@ class Ours:
         self.trainer.step()
         self.folder, self.group = folder, group
         self.now, self.later = (Checkpointer(folder, group, keep=1, background=late) for late in (False, True))
-        self.parts = [part for part, _ in held(self.trainer).values()]
+        self.parts = [part for part, _ in self.trainer.local_state().parts().values()]
         share = sum(part.nbytes for part in self.parts) // (1 if zero else group.world_size)
         self.buffer = torch.empty(share, dtype=torch.uint8, pin_memory=group.device.type == "cuda")
 
@@ -144,10 +143,10 @@ class Ours:
     def comes_back(self) -> bool:
         """Whether what was spoiled after a save is as it was, bit by bit."""
         self.save()
-        before = {name: part.clone() for name, (part, _) in held(self.trainer).items()}
+        before = {name: part.clone() for name, (part, _) in self.trainer.local_state().parts().items()}
         _spoil(self.trainer.parallel.parts().values())
         self.restore()
-        after = held(self.trainer)
+        after = self.trainer.local_state().parts()
         return before.keys() == after.keys() and all(torch.equal(before[name], after[name][0]) for name in before)
 
     def nbytes(self) -> float:

@@ -24,7 +24,8 @@ from minillm.bench.harness import BenchRow, Comparison, bench_row, check_repeats
 from minillm.comm import Group, launch
 from minillm.measure import memory, wire
 from minillm.model import ModelConfig, Transformer
-from minillm.parallel.placement import gather, sum_partial
+from minillm.parallel.sharding.gather import gather
+from minillm.parallel.sharding.placement import sum_partial
 from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
 from minillm.parallel.tensor_parallel.plan import named_gradients, placements
 from minillm.train import preset

@@ -25,10 +25,10 @@ from minillm.comm import Group, launch
 from minillm.equivalence.cases import Batch, Case, cases_of
 from minillm.model import ModelConfig, Transformer, cross_entropy, dense
 from minillm.model.loss import IGNORE
-from minillm.parallel.optimizer_state import Named
-from minillm.parallel.placement import clip_, gradients_of
+from minillm.parallel.sharding.optimizer import Named
+from minillm.parallel.sharding.placement import clip_, gradients_of
 from minillm.train.parallel_config import ParallelConfig
-from minillm.train.strategies.sharded import make_strategy
+from minillm.train.strategies.hybrid import make_strategy
 from minillm.train.strategies.single_device import Microbatch, SingleDevice
 
 TOLERANCE = 1e-10  # relative, in float64

@@ -34,7 +34,7 @@ from minillm.predict.planner.layout import Layout
 from minillm.predict.planner.trainer import Host
 from minillm.train import TrainConfig, Trainer
 from minillm.train.parallel_config import ParallelConfig
-from minillm.train.strategies.sharded import make_strategy
+from minillm.train.strategies.hybrid import make_strategy
 
 MODEL = ModelConfig(256, 64, 176, 4, 8, 4, max_seq_len=64)
 EXPERTS = replace(MODEL, moe=MoEConfig(8, 2, 48, shared_experts=1))
@@ -225,7 +225,7 @@ def measure(
             sent = Counter()
             for event in led.events:
                 sent[_axis(event.group, layout)] += event.bytes
-            crossing, arrived = _routed(trained, parallel.expert_group) if layout.ep > 1 else (0, [])
+            crossing, arrived = _routed(trained, parallel.groups.experts) if layout.ep > 1 else (0, [])
             seconds = _fastest(trained.step, group, steps) if steps else 0.0
         stage = group.rank // (layout.cp * layout.tp) % layout.pp
         found.append(Measured(dict(sent), held.peak.total, seconds, stage, crossing, arrived))

@@ -1,4 +1,5 @@
-"""The mechanisms that spread a model over ranks, one folder per axis, all written with `placement.py`.
+"""The mechanisms that spread a model over ranks, one folder per axis, all written with `sharding/`: what a rank
+holds of a whole tensor, and how it is stepped and saved.
 
 data_parallel/      replicas that average their gradients
 zero/               replicas that share optimizer state, and gradients

@@ -1,7 +1,7 @@
 """Training: the loop, what makes it fit (precision, activation checkpointing), checkpoints, and the strategies that
 spread it over ranks.
 
-Reading path: config.py, trainer.py, optimizer.py, strategies/single_device.py, run.py.
+Reading path: config.py, trainer.py, optimizer.py, strategies/ (single_device.py, hybrid.py), run.py.
 """
 
 from minillm.train.activation_checkpointing import EXPENSIVE, activation_checkpoint, checkpoint_blocks
@@ -13,7 +13,7 @@ from minillm.train.precision import PRECISIONS, LossScaler, MasterWeights
 from minillm.train.presets import preset
 from minillm.train.run import RunResult, fit
 from minillm.train.steptime import StepTime
-from minillm.train.strategies.data_parallel import DataParallel
+from minillm.train.strategies.hybrid import Hybrid
 from minillm.train.strategies.single_device import SingleDevice
 from minillm.train.trainer import Step, Trainer
 from minillm.train.validation import Validation, validate
@@ -21,7 +21,7 @@ from minillm.train.validation import Validation, validate
 __all__ = [
     "EXPENSIVE",
     "PRECISIONS",
-    "DataParallel",
+    "Hybrid",
     "LossScaler",
     "LossSpikeGuard",
     "MasterWeights",

@@ -29,7 +29,7 @@ from minillm.train.parallel_config import ParallelConfig
 from minillm.train.precision import PRECISIONS
 from minillm.train.presets import preset
 from minillm.train.run import fit
-from minillm.train.strategies.sharded import make_strategy
+from minillm.train.strategies.hybrid import make_strategy
 from minillm.train.strategies.single_device import SingleDevice
 from minillm.train.trainer import Trainer
 

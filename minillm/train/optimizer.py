@@ -1,13 +1,14 @@
 """The update: AdamW in two groups, a learning rate that follows from the step number, clipping by the global norm."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from minillm.parallel.optimizer_state import MakeOptimizer, Named
-from minillm.parallel.placement import Placement
+from minillm.parallel.sharding.optimizer import MakeOptimizer, Named
+from minillm.parallel.sharding.placement import Placement
 from minillm.train.config import TrainConfig
 from minillm.train.precision import MasterWeights
 
@@ -52,45 +53,51 @@ class Updater:
         zero_grad()
 
     make: from (name, parameter) pairs to a torch optimizer, kept as `inner`. A parallel form's updater has the same
-    methods over the shards that its rank owns (`ZeroOptimizer`).
+    methods over the shards that its rank owns (`ZeroOptimizer`). placements: of the weights; default: all are whole.
     """
 
-    def __init__(self, named: Named, make: MakeOptimizer, master: bool = False):
+    def __init__(
+        self,
+        named: Named,
+        make: MakeOptimizer,
+        master: bool = False,
+        placements: Mapping[str, Placement] | None = None,
+    ) -> None:
         weights = dict(named)
-        self.placements: dict[str, Placement] = {}  # whole parameters lie where the weights do
+        self.placements = placements or {name: Placement(weight.shape) for name, weight in weights.items()}
         self.names = list(weights)
-        self.masters = MasterWeights(weights.values()) if master else None
-        self.parameters: list[nn.Parameter] = self.masters.masters if self.masters else list(weights.values())
+        self.master_weights = MasterWeights(weights.values()) if master else None
+        stepped = self.master_weights.masters if self.master_weights else weights.values()
+        self.parameters: list[nn.Parameter] = list(stepped)
         self.inner = make(zip(weights, self.parameters, strict=True))
 
     def named(self) -> dict[str, nn.Parameter]:
         """What is stepped, by name: parameters, or their masters."""
         return dict(zip(self.names, self.parameters, strict=True))
 
+    def masters(self) -> dict[str, Tensor]:
+        return {name: part.detach() for name, part in self.named().items()} if self.master_weights else {}
+
+    def gradients_by_name(self) -> dict[str, Tensor]:
+        """What is in the .grad of `parameters`, after `prepare_gradients`."""
+        return {name: part.grad for name, part in self.named().items() if part.grad is not None}
+
     def prepare_gradients(self) -> None:
-        if self.masters:
-            self.masters.cast_gradients()
+        if self.master_weights:
+            self.master_weights.cast_gradients()
 
     def step(self) -> None:
         self.inner.step()
-        if self.masters:
-            self.masters.write_weights()
+        if self.master_weights:
+            self.master_weights.write_weights()
 
     def zero_grad(self) -> None:
         self.inner.zero_grad(set_to_none=True)
 
-    def full_state_dict(self) -> dict[str, Any]:
-        """torch's layout, and the masters by name."""
-        masters = dict(zip(self.names, self.masters.state_dict(), strict=True)) if self.masters else {}
-        return {**self.inner.state_dict(), "masters": masters}
-
-    def sharded_state_dict(self) -> dict[str, Any]:
-        """The same: nothing is sharded here."""
-        return self.full_state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """After the weights' own: masters that `state` does not hold are copied from them."""
+    @torch.no_grad()
+    def load_local(self, state: dict[str, Any]) -> None:
+        """See `sharding.state.Stepped`."""
         self.inner.load_state_dict({key: state[key] for key in ("state", "param_groups")})
-        if self.masters:
-            saved = dict(zip(self.names, self.masters.weights, strict=True)) | state["masters"]
-            self.masters.load_state_dict([saved[name] for name in self.names])
+        if self.master_weights:
+            for name, master, weight in zip(self.names, self.parameters, self.master_weights.weights, strict=True):
+                master.copy_(state["masters"].get(name, weight))

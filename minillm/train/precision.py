@@ -12,7 +12,7 @@ gradients divided after, in float32.
 """
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -139,11 +139,3 @@ class MasterWeights:
         for weight, master in zip(self.weights, self.masters, strict=True):
             weight.copy_(master)
             master.grad = None
-
-    def state_dict(self) -> list[Tensor]:
-        return [master.detach() for master in self.masters]
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Sequence[Tensor]) -> None:
-        for master, saved in zip(self.masters, state, strict=True):
-            master.copy_(saved)

@@ -25,11 +25,13 @@ from torch import Tensor
 
 from minillm.data import Batch, Loader, TokenDataset, Tokens
 from minillm.measure import ledger, span
-from minillm.model import Transformer, check_tokens
+from minillm.model import check_tokens
 from minillm.model.compiler import check_compiler
 from minillm.model.loss import IGNORE
 from minillm.model.moe import forget_load, update_balance_biases
-from minillm.parallel.placement import clip_, gradients_of
+from minillm.parallel.sharding.full_state import full_state, load_full
+from minillm.parallel.sharding.placement import clip_, gradients_of
+from minillm.parallel.sharding.state import LocalState
 from minillm.predict.model import causal_context, training_flops
 from minillm.train.activation_checkpointing import MODES, checkpoint_blocks
 from minillm.train.checkpoint.generators import generator_states, restore_generators
@@ -108,7 +110,10 @@ class Trainer:
         how = {"seed": config.seed, "device": self.device, "dtype": self.precision.weights}
         self.model = self.parallel.build(config.model, **how)
         checkpoint_blocks(self.model, MODES[config.activation_checkpointing])
-        self.module = self.parallel.wrap(_compiled(self.model) if config.compile else self.model, self.precision.master)
+        if config.compile:
+            check_compiler(self.device)
+            self.model.compile()
+        self.module = self.parallel.wrap(self.model, self.precision.master)
         make = partial(adamw, config=config)
         self.updater = self.parallel.updater(self.module, make, self.precision.master)
         self.optimizer = self.updater if isinstance(self.updater, torch.optim.Optimizer) else self.updater.inner
@@ -223,12 +228,13 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything the next step depends on, whole, on every rank; plain containers, tensors and numbers."""
-        return {**self.progress(), "generators": generator_states(self.device)(), **self._learnt(full=True)}
+        whole = full_state(self.local_state(), self.parallel.group)
+        return {**self.progress(), "generators": generator_states(self.device)(), **whole}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where `state` was taken. ValueError if that was with another configuration or other data."""
         self.resume_at(state)
-        self._unlearn(state)
+        load_full(self.local_state(), state["optimizer"], state["model"], "the state")
         restore_generators(state["generators"], self.device)
 
     @property
@@ -246,17 +252,21 @@ class Trainer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _learnt(self, full: bool = False) -> dict[str, Any]:
-        """What updates change, and rollbacks restore: as one process would have it, or this rank's part."""
+    def local_state(self) -> LocalState:
+        """What this rank has of the weights and of the optimizer's state."""
+        return LocalState(self.updater, self.parallel, self.precision.weights)
+
+    def _learnt(self) -> dict[str, Any]:
+        """What updates change, and rollbacks restore, of this rank."""
+        local = self.local_state()
         return {
-            "model": self.parallel.full_state_dict() if full else self.parallel.sharded_state_dict(),
-            "optimizer": self.updater.full_state_dict() if full else self.updater.sharded_state_dict(),
+            "tensors": local.tensors,
+            "numbers": local.numbers(of_empty_parts=True),
             "scaler": self.scaler.state_dict(),
         }
 
     def _unlearn(self, state: dict[str, Any]) -> None:
-        self.parallel.load_state_dict(state["model"])
-        self.updater.load_state_dict(state["optimizer"])
+        self.local_state().load_parts(state["tensors"], state["numbers"])
         self.scaler.load_state_dict(state["scaler"])
         self.loads += 1
 
@@ -279,8 +289,3 @@ class Trainer:
         model = self.config.model
         flops = training_flops(model, causal_context(self.config.seq_len, model.sliding_window)).total
         return tokens * flops / seconds / self.peak_flops
-
-
-def _compiled(model: Transformer) -> torch.nn.Module:
-    check_compiler(next(model.parameters()).device)
-    return torch.compile(model)

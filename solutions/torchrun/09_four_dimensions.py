@@ -19,7 +19,7 @@ from minillm.comm import Group, Mesh, is_root, launch
 from minillm.measure import ledger
 from minillm.model import ModelConfig, Transformer
 from minillm.parallel.context_parallel import context_attention, context_parallel
-from minillm.parallel.placement import Partial
+from minillm.parallel.sharding.placement import Partial
 from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
 from minillm.parallel.tensor_parallel.plan import placements
 from minillm.predict import comms

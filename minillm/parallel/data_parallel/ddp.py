@@ -8,7 +8,7 @@
 
 Each sends the same bytes, 2P(N-1)/N per rank for gradients of P bytes: they differ in how often latency is paid and in
 how much of the communication hides behind backward. A mean over ranks is the big batch's gradient only if each rank's
-loss is divided by the tokens of all ranks over N (`DataParallel.loss_divisor` in train/strategies). Habits of torch's
+loss is divided by the tokens of all ranks over N (`SingleDevice.loss_divisor` in train/strategies). Habits of torch's
 DistributedDataParallel carry over (Li et al., "PyTorch Distributed", VLDB 2020):
 
     model = BucketedDDP(model, group)

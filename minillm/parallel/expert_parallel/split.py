@@ -20,7 +20,7 @@ from minillm.model import ModelConfig
 from minillm.model.moe import Dispatch, MoE
 from minillm.parallel.expert_parallel.dispatch import ExpertDispatch
 from minillm.parallel.expert_parallel.nodes import NodeDispatch
-from minillm.parallel.placement import Part, Replicate, Shard
+from minillm.parallel.sharding.placement import Part, Replicate, Shard
 from minillm.parallel.tensor_parallel.plan import EXPERTS, whole_shapes
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)

@@ -3,8 +3,8 @@
 1. `fully_shard.py`: the walk through forward and backward, what is unsharded when
 2. `param_group.py`: how a module is divided, what is unsharded together, and in which order
 3. `flat_param.py`: one flat parameter: unshard, reshard, reduce
-4. `../slices.py`: this rank's shard, parameter by parameter, as optimizers see it; settings; hybrid sharding
+4. `../sharding/slices.py`: this rank's shard, parameter by parameter, as optimizers see it; settings; hybrid sharding
 5. `state.py`: its optimizer, its saved states, and what torch habits expect of the module
 
-Aside: `../placement.py`, the norm; `../optimizer_state.py`, how optimizer state becomes whole.
+Aside: `../sharding/placement.py`, the norm; `../sharding/full_state.py`, how optimizer state becomes whole.
 """

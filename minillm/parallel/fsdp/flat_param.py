@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from minillm.comm.operation import Work
-from minillm.parallel.placement import Placement
-from minillm.parallel.slices import Initialize, LocalShard, ShardSettings
+from minillm.parallel.sharding.placement import Placement
+from minillm.parallel.sharding.slices import Initialize, LocalShard, ShardSettings
 
 
 @dataclass(eq=False)

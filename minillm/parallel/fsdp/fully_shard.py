@@ -47,9 +47,9 @@ from minillm.parallel.data_parallel.replicas import (
 from minillm.parallel.fsdp.flat_param import ParamInfo, ShardedParam
 from minillm.parallel.fsdp.param_group import ParamGroup, PrefetchOrder, UnshardStats, build_groups, reads_weights
 from minillm.parallel.fsdp.state import ShardedModule
-from minillm.parallel.offload import Offload
-from minillm.parallel.placement import Placement
-from minillm.parallel.slices import Initialize, ShardSettings
+from minillm.parallel.sharding.offload import Offload
+from minillm.parallel.sharding.placement import Placement
+from minillm.parallel.sharding.slices import Initialize, ShardSettings
 
 
 class FullyShard(ShardedModule):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from minillm.parallel.fsdp.flat_param import FlatParam, ParamInfo
-from minillm.parallel.slices import Initialize, ShardSettings
+from minillm.parallel.sharding.slices import Initialize, ShardSettings
 
 LOOK_UPS = ("EmbeddingBackward0", "torch::autograd::AccumulateGrad", "AddBackward0", "ToCopyBackward0")
 REST = "rest"  # the group of all parameters outside of blocks

@@ -3,7 +3,7 @@
     full      {"blocks.0.attention.q_proj.weight": [hidden, hidden], ...}    from any number of ranks to any other
     sharded   {"world_size": N, "rank": r, "slices": {name: [elements]}, ...}    1/N of the bytes, back to N ranks only
 
-How the optimizer's state becomes whole is in `parallel/optimizer_state.py`.
+How the optimizer's state becomes whole is in `parallel/sharding/full_state.py`.
 """
 
 import contextlib
@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from minillm.comm import Group
 from minillm.parallel.fsdp.flat_param import FlatParam, ShardedParam
 from minillm.parallel.fsdp.param_group import ParamGroup
-from minillm.parallel.offload import Offload
-from minillm.parallel.optimizer_state import MakeOptimizer, SlicedOptimizer
-from minillm.parallel.placement import Placement, clip_grad_norm_, gather
-from minillm.parallel.sharded_gradient import plain
+from minillm.parallel.sharding.gather import gather
+from minillm.parallel.sharding.offload import Offload
+from minillm.parallel.sharding.optimizer import MakeOptimizer, SlicedOptimizer
+from minillm.parallel.sharding.placement import Placement, clip_grad_norm_
+from minillm.parallel.sharding.sharded_gradient import plain
 
 
 class ShardedModule(nn.Module):
@@ -54,10 +55,11 @@ class ShardedModule(nn.Module):
         gradients that could wait are what stage 3 does not hold. Results are the same, the traffic is K-fold."""
         return contextlib.nullcontext()
 
-    def optimizer(self, make: MakeOptimizer) -> "FullyShardOptimizer":
+    def optimizer(self, make: MakeOptimizer) -> SlicedOptimizer:
         """make(named) builds any optimizer of torch's that works element by element; named: this rank's trained slices
-        under the names of the whole parameters."""
-        return FullyShardOptimizer(self, make)
+        under the names of the whole parameters. Gradients are reduced by then, so each rank steps for itself."""
+        slices = {name: part for name, part in self.named_parameters() if part.requires_grad}
+        return SlicedOptimizer(make, slices, self.placements, self.norm_group, self.home)
 
     def clip_grad_norm_(self, max_norm: float | None, loss_scale: float = 1.0, norm_type: float = 2.0) -> Tensor:
         """Norm of the whole model's gradient / loss_scale, which is then scaled down to at most max_norm.
@@ -72,19 +74,17 @@ class ShardedModule(nn.Module):
 
     def full_gradients(self) -> dict[str, Tensor]:
         """name -> the averaged gradient of that parameter, whole, on the CPU of every rank; every rank calls it."""
-        gradients, found = self._gradients(), {}
-        for flat in self.flats:
-            own = {param.name: gradients[param.name] for param in flat.params if param.name in gradients}
-            found |= gather(own, self.placements, self.norm_group)
-        return {name: found[name] for name in self.params if name in found}
+        return gather(self._gradients(), self.placements, self.norm_group)
 
     @torch.no_grad()
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The module's own state_dict, on the CPU of every rank, gathered group by group; every rank calls it."""
+        """The module's own state_dict, on the CPU of every rank, from any number of ranks to any other; every rank
+        calls it."""
+        slices = {name: param.slice.to(param.full.dtype) for name, param in self.params.items()}
         state = {name: tensor.cpu() for name, tensor in self._buffers_saved().items()}
-        for flat in self.flats:
-            whole = gather({p.name: p.slice for p in flat.params}, self.placements, self.norm_group)
-            state |= {name: whole[param.name].to(flat.dtype) for param in flat.params for name in param.names}
+        for first, whole in gather(slices, self.placements, self.norm_group).items():
+            if first in self.params:  # with a pipeline, others have more
+                state |= dict.fromkeys(self.params[first].names, whole)
         return {name: state[name] for name in self.module.state_dict()}
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -137,22 +137,3 @@ class ShardedModule(nn.Module):
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "ShardedModule":
         raise ValueError("a sharded module stays where and what it is: move or cast it before sharding.")
-
-
-class FullyShardOptimizer(SlicedOptimizer):
-    """Steps the slices of a FullyShard; gradients are reduced by then, so each rank steps for itself.
-
-    make(named): see `FullyShard.optimizer`. Every rank's optimizer has the same parameters by name and order, many of
-    them of no elements, so its state can be put together into that of one process.
-    """
-
-    def __init__(self, sharded: ShardedModule, make: MakeOptimizer) -> None:
-        slices = {name: part for name, part in sharded.named_parameters() if part.requires_grad}
-        super().__init__(make, slices, sharded.placements, sharded.norm_group, sharded.home)
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        with torch.enable_grad():
-            loss = closure() if closure else None
-        self.step_inner()
-        self.home.keep(self.inner)
-        return loss

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from minillm.comm import Group
 from minillm.model.moe import MoE
-from minillm.parallel.placement import Shard
+from minillm.parallel.sharding.placement import Shard
 from minillm.parallel.tensor_parallel.regions import Region, copy_to, reduce_from
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from minillm.comm import Group
-from minillm.parallel.placement import Part, Shard
+from minillm.parallel.sharding.placement import Part, Shard
 from minillm.parallel.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from minillm.parallel.tensor_parallel.regions import Region
 from minillm.parallel.tensor_parallel.vocab import VocabParallelEmbedding

@@ -7,7 +7,7 @@
     experts' matrices       columns   of every expert's hidden layer, as of an MLP's
     norms, routers          whole     on every rank
 
-The rules give placements (`parallel/placement.py`), which do all cutting and joining. A zero row of gate or up gives
+The rules give placements (`sharding/placement.py`), which do all cutting and joining. A zero row of gate or up gives
 silu(0) · 0 = 0, and the column of down that reads it is zero too, so padding changes no value, gets no gradient and
 stays zero. `Partial`: the gradient is a share, to be added up by `placement.sum_partial`: of a norm that saw this
 rank's heads or positions only, of a kv head that answered this rank's queries only.
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from minillm.model import ModelConfig, Transformer
 from minillm.model.config import refuse_beyond
-from minillm.parallel.placement import Part, Partial, Placement, Replicate, Shard
+from minillm.parallel.sharding.placement import Part, Partial, Placement, Replicate, Shard
 
 ROWS = ("embedding.weight", "head.weight", *(f"{name}_proj.weight" for name in ("q", "gate", "up")), "q_proj.bias")
 KV_ROWS = tuple(f"{name}_proj.{kind}" for name in ("k", "v") for kind in ("weight", "bias"))

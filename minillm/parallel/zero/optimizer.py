@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from minillm.comm import Group
 from minillm.parallel.data_parallel.replicas import BufferSync, replicate
-from minillm.parallel.offload import Offload
-from minillm.parallel.optimizer_state import MakeOptimizer, SlicedOptimizer
-from minillm.parallel.placement import FlatShard, Placement
-from minillm.parallel.slices import ShardSettings, slice_of
+from minillm.parallel.sharding.offload import Offload
+from minillm.parallel.sharding.optimizer import MakeOptimizer, SlicedOptimizer
+from minillm.parallel.sharding.placement import FlatShard, Placement
+from minillm.parallel.sharding.slices import ShardSettings, slice_of
 from minillm.parallel.zero.reducer import ScatterReducer
 
 
@@ -142,7 +142,7 @@ class ZeroOptimizer(SlicedOptimizer):
         return [*self.gradients_by_name().values(), *self.reducer.held]
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_local(self, state: dict[str, Any]) -> None:
         for shard in self.shards:
             shard.weights.copy_(shard.own)
-        super().load_state_dict(state)
+        super().load_local(state)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from minillm.comm.operation import Work
 from minillm.parallel.data_parallel.packing import Bucket, assign
 from minillm.parallel.data_parallel.reducer import Reducer
-from minillm.parallel.slices import LocalShard, ShardSettings
+from minillm.parallel.sharding.slices import LocalShard, ShardSettings
 
 
 class ScatterReducer(Reducer):

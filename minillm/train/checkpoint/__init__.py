@@ -7,10 +7,11 @@
 
 Every rank writes what it alone holds, and 1/k of what k ranks hold. A restore looks up, for every part that it needs,
 which bytes of which files these are, and reads those and no others. Where the parts of a tensor lie is said by
-`parallel/placement.py` and nowhere else.
+`parallel/sharding/placement.py` and nowhere else.
 
-Reading path: state.py (what is saved, by global names), shares.py (who writes what), writer.py (a save, and when it
-counts), manifest.py (what a checkpoint is on disk), reader.py (which bytes a rank needs). Beside them: checksum.py
-(how a part that several ranks read is checked), background.py (the thread that writes), torch_format.py
-(torch.distributed.checkpoint in and out), export.py (Hugging Face's layout), generators.py (random number generators).
+Reading path: ../../parallel/sharding/state.py (what is saved, by global names), shares.py (who writes what), writer.py
+(a save, and when it counts), manifest.py (what a checkpoint is on disk), reader.py (which bytes a rank needs). Beside
+them: runs.py (where a part's bytes lie), checksum.py (how a part that several ranks read is checked), background.py
+(the thread that writes), torch_format.py (torch.distributed.checkpoint in and out), export.py (Hugging Face's layout),
+generators.py (random number generators).
 """

@@ -15,6 +15,8 @@ from minillm.data import TokenDataset, Tokenizer
 from minillm.files import write_whole
 from minillm.measure.provenance import provenance
 from minillm.model import Transformer, load_hf, save_hf
+from minillm.parallel.sharding.full_state import full_state
+from minillm.parallel.sharding.state import LocalState
 from minillm.train.trainer import Trainer
 from minillm.train.validation import validate
 
@@ -28,7 +30,8 @@ def export(trainer: Trainer, tokenizer: Tokenizer, folder: str | Path, command: 
     """
     folder = Path(folder)
     rounded = Transformer(trainer.config.model, seed=None, device="cpu", dtype=torch.bfloat16)
-    rounded.load_state_dict(trainer.parallel.full_state_dict())
+    weights = LocalState(None, trainer.parallel, trainer.precision.weights)
+    rounded.load_state_dict(full_state(weights, trainer.parallel.group)["model"])
     if not trainer.parallel.is_root:
         return {}
     save_hf(rounded, folder)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from minillm.parallel.placement import FlatShard, Part, Partial, Placement, Replicate, Shard
+from minillm.parallel.sharding.placement import FlatShard, Part, Partial, Placement, Replicate, Shard
 
 FOLDER, FILE = "checkpoints", "manifest.json"
 FORMAT = "minillm-checkpoint-3"

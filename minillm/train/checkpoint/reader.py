@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from minillm.comm import Group
-from minillm.parallel.placement import Placement
-from minillm.parallel.runs import Runs, runs_of, shared
+from minillm.parallel.sharding.placement import Placement
 from minillm.train.checkpoint.checksum import crc32, pieces_sum
 from minillm.train.checkpoint.generators import restore_generators
 from minillm.train.checkpoint.manifest import Damaged, Manifest, SavedPart, committed, file_of, step_of
+from minillm.train.checkpoint.runs import Runs, runs_of, shared
 from minillm.train.checkpoint.shares import catalogue_of, holders
-from minillm.train.checkpoint.state import put, wanted
 from minillm.train.trainer import Trainer
 
 EARLIER = "checkpoint.pt"  # a run's only checkpoint in earlier versions
@@ -72,7 +71,7 @@ def _restore(trainer: Trainer, files: "Files", tokenizer: str | None) -> Restore
         _check(trainer, manifest, folder)
         if tokenizer and manifest.tokenizer and tokenizer != manifest.tokenizer:
             raise ValueError(f"{folder} was trained with another tokenizer: use the same or another run.")
-        needs = wanted(trainer, manifest)
+        needs = trainer.local_state().required_parts({name: saved.shape for name, saved in manifest.tensors.items()})
         with files:
             for name, placement in needs.items():
                 parts[name] = files.read(name, placement, manifest)
@@ -89,7 +88,7 @@ def _restore(trainer: Trainer, files: "Files", tokenizer: str | None) -> Restore
     if problem:
         raise ValueError(f"{folder}: {problem}" if str(problem).startswith("it ") else str(problem))
     trainer.resume_at(manifest.progress)
-    put(trainer, parts, manifest)
+    trainer.local_state().load_parts(parts, manifest.optimizer)
     states = manifest.generators
     restore_generators(states[rank % len(states)], trainer.device)
     return Restored(folder, manifest.step, files.bytes_read, sum(part.nbytes for part in parts.values()))

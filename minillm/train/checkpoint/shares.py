@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minillm.parallel.placement import FlatShard, Partial, Placement, Replicate
-from minillm.parallel.runs import Runs, runs_of
+from minillm.parallel.sharding.placement import FlatShard, Partial, Placement, Replicate
 from minillm.train.checkpoint.checksum import crc32
 from minillm.train.checkpoint.manifest import SavedPart, SavedTensor
+from minillm.train.checkpoint.runs import Runs, runs_of
 
 SPLIT_FROM = 1 << 20  # elements; parts below it are written by one of their holders
 

@@ -18,11 +18,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from minillm.model.hf.load import DTYPES
-from minillm.parallel.optimizer_state import names_by_group
+from minillm.parallel.sharding.state import value_of
 from minillm.train.checkpoint.generators import restore_generators
 from minillm.train.checkpoint.manifest import Manifest, SavedTensor
 from minillm.train.checkpoint.reader import read_whole
-from minillm.train.checkpoint.state import put, value_of, wanted
 from minillm.train.trainer import Trainer
 
 
@@ -54,7 +53,7 @@ def from_torch(folder: Path, trainer: Trainer) -> None:
     group, problem, placements = trainer.parallel.group, None, {}
     try:
         manifest, tensors = _read(folder)
-        placements = wanted(trainer, manifest)
+        placements = trainer.local_state().required_parts({name: tensor.shape for name, tensor in tensors.items()})
         _check_optimizer(trainer, manifest)
         if manifest.progress:
             trainer.check(manifest.progress)
@@ -67,7 +66,8 @@ def from_torch(folder: Path, trainer: Trainer) -> None:
         raise ValueError(f"{folder}: it is of another model: nothing here needs its {min(unused)}")
     if manifest.progress:
         trainer.resume_at(manifest.progress)
-    put(trainer, {name: placement.cut(tensors[name]) for name, placement in placements.items()}, manifest)
+    parts = {name: placement.cut(tensors[name]) for name, placement in placements.items()}
+    trainer.local_state().load_parts(parts, manifest.optimizer)
     if manifest.generators:
         rank = group.rank if group else 0
         restore_generators(manifest.generators[rank % len(manifest.generators)], trainer.device)
@@ -102,7 +102,7 @@ def _read(folder: Path) -> tuple[Manifest, dict[str, Tensor]]:
 
 def _check_optimizer(trainer: Trainer, manifest: Manifest) -> None:
     """ValueError if the state is of another optimizer than the trainer's, or has a part of what a parameter needs."""
-    own = names_by_group(trainer.updater.inner, trainer.updater.named().items())
+    own = trainer.local_state().names
     saved = [set(group["params"]) for group in manifest.optimizer["groups"]]
     if len(own) != len(saved) or not all(set(names) <= theirs for names, theirs in zip(own, saved, strict=True)):
         raise ValueError("its optimizer is another one: parameters are not in the same groups, or there are none")

@@ -31,12 +31,12 @@ from torch import Tensor
 
 from minillm.comm import Group
 from minillm.files import flush, write_whole
+from minillm.parallel.sharding.state import LocalState
 from minillm.train.checkpoint.background import Background
 from minillm.train.checkpoint.checksum import crc32
 from minillm.train.checkpoint.generators import generator_states
 from minillm.train.checkpoint.manifest import FILE, FOLDER, Damaged, Manifest, committed, file_of, name_of, number_of
 from minillm.train.checkpoint.shares import Piece, Share, catalogue_of, shares_of, write_parts
-from minillm.train.checkpoint.state import Holding
 from minillm.train.trainer import Trainer
 
 POLL_S = 0.002
@@ -98,15 +98,15 @@ class Checkpointer:
         start = time.perf_counter()
         self.finish()
         waited = time.perf_counter() - start
-        holding = Holding(trainer)
+        local = trainer.local_state()
         if self._planned_for != (trainer, trainer.loads):
-            self._make_plan(trainer, holding)
+            self._make_plan(trainer, local)
         copying = time.perf_counter()
-        pieces = self._pieces(holding, trainer.device)
+        pieces = self._pieces(local, trainer.device)
         copied = time.perf_counter()
         self._number, self._is_over = self._number + 1, False
         self._noted.clear()
-        draft, about = self.folder / f".{name_of(self._number, trainer.steps_done)}", _about(trainer, holding)
+        draft, about = self.folder / f".{name_of(self._number, trainer.steps_done)}", _about(trainer, local)
         self._written = self._writer.begin(partial(self._write, draft, pieces, about))
         if not self.background:
             self.finish()
@@ -131,29 +131,29 @@ class Checkpointer:
 
     # Before: what of all that there is this rank writes.
 
-    def _make_plan(self, trainer: Trainer, holding: Holding) -> None:
+    def _make_plan(self, trainer: Trainer, local: LocalState) -> None:
         """On all ranks, for this save and those that follow it."""
-        told = self._everyone((catalogue_of(holding.placements()), *self._cleared()))
+        told = self._everyone((catalogue_of(local.placements()), *self._cleared()))
         if problem := next((problem for *_, problem in told if problem), None):
             raise self._refusal(problem)
-        self._number, self._names, self._is_stale, self._places = told[0][1], frozenset(holding.tensors), False, []
+        self._number, self._names, self._is_stale, self._places = told[0][1], frozenset(local.tensors), False, []
         self._plan = shares_of([catalogue for catalogue, *_ in told], self.rank)
         self._planned_for = trainer, trainer.loads
 
-    def _shares(self, holding: Holding) -> list[Share]:
+    def _shares(self, local: LocalState) -> list[Share]:
         """By the plan. What only came with the steps since then, such as the moments of a weight that had no gradient,
         is written by the first of the ranks that have it, and the next save has another plan."""
-        names = holding.tensors.keys()
+        names = local.tensors.keys()
         if names == self._names:
             return self._plan
-        self._is_stale, self._places, placements = True, [], holding.placements()
+        self._is_stale, self._places, placements = True, [], local.placements()
         new = catalogue_of({name: placements[name] for name in names - self._names})
         return [share for share in self._plan if share.name in names] + shares_of([new], 0)
 
-    def _pieces(self, holding: Holding, device: torch.device) -> Sequence[Piece]:
+    def _pieces(self, local: LocalState, device: torch.device) -> Sequence[Piece]:
         """What this rank writes. In the background, and of a GPU, a copy in host memory that stays for the next."""
-        shares = self._shares(holding)
-        parts = [share.of(holding.tensors) for share in shares]
+        shares = self._shares(local)
+        parts = [share.of(local.tensors) for share in shares]
         if not self.background and device.type == "cpu":
             return [Piece(each.name, each.placement, part.detach()) for each, part in zip(shares, parts, strict=True)]
         if not self._places:
@@ -250,11 +250,11 @@ class Checkpointer:
         return [bool(value) for value in self.group.all_reduce(told, "max").tolist()]
 
 
-def _about(trainer: Trainer, holding: Holding) -> Callable[[], dict[str, Any]]:
-    """What is no tensor: taken now, put into words when called."""
+def _about(trainer: Trainer, local: LocalState) -> Callable[[], dict[str, Any]]:
+    """Captures what is no tensor now; the returned function serialises it."""
     progress = trainer.progress()
-    optimizer, generators = holding.optimizer_numbers(), generator_states(trainer.device)
-    return lambda: {"optimizer": optimizer(), "generators": generators(), "progress": progress}
+    optimizer, generators = local.numbers(), generator_states(trainer.device)
+    return lambda: {"optimizer": optimizer, "generators": generators(), "progress": progress}
 
 
 def _host_memory(like: Sequence[Tensor], device: torch.device) -> list[Tensor]:

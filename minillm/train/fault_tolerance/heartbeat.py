@@ -35,7 +35,6 @@ import torch
 
 from minillm.files import write_whole
 from minillm.train.checkpoint.shares import catalogue_of
-from minillm.train.checkpoint.state import held
 from minillm.train.fault_tolerance.elastic import may_restart
 from minillm.train.fault_tolerance.replica_check import check_replicas
 from minillm.train.fault_tolerance.straggler import Straggler, StragglerDetector, own_work
@@ -285,7 +284,7 @@ class HealthMonitor:
         every rank, names a rank that differs and the tensor."""
         if self.group is None:
             return
-        parts = held(trainer)
+        parts = trainer.local_state().parts()
         catalogue = catalogue_of({name: placement for name, (_, placement) in parts.items()})
         owned = [(key, part) for (key, _), (part, _) in zip(catalogue, parts.values(), strict=True)]
         if found := check_replicas(owned, self.group):

@@ -1,5 +1,5 @@
-"""Models and sequences that are split over ranks: tensor, pipeline, context and expert parallel, times data parallel
-with any ZeRO stage, or HSDP.
+"""Every layout of several ranks: data parallel with any ZeRO stage, or HSDP, times tensor, pipeline, context and expert
+parallel.
 
     Mesh(dp, pp, cp, tp)  a rank holds      parts of the layers           (pp, parallel/pipeline_parallel)
                                             of each layer a slice         (tp, parallel/tensor_parallel)
@@ -21,89 +21,63 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from minillm.comm import Group, Mesh
+from minillm.comm import Group
 from minillm.model import ModelConfig, Transformer
 from minillm.model.loss import weights_of_sequences
 from minillm.model.moe import RouterLosses
-from minillm.parallel.context_parallel import ContextAttention, context_attention, context_parallel
+from minillm.parallel.context_parallel import context_attention, context_parallel
 from minillm.parallel.data_parallel.ddp import BucketedDDP
 from minillm.parallel.expert_parallel.split import expert_parallel, expert_part_of, is_expert
 from minillm.parallel.fsdp.fully_shard import FullyShard
-from minillm.parallel.optimizer_state import MakeOptimizer, plain
 from minillm.parallel.pipeline_parallel.held_parts import HeldParts
 from minillm.parallel.pipeline_parallel.runtime import Pipeline
 from minillm.parallel.pipeline_parallel.stages import build_parts
-from minillm.parallel.placement import Part, Placement, Replicate, global_norm, sum_partial
+from minillm.parallel.sharding.optimizer import MakeOptimizer, SlicedOptimizer
+from minillm.parallel.sharding.placement import Part, Placement, Replicate, global_norm, sum_partial
+from minillm.parallel.sharding.sharded_gradient import plain
 from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
 from minillm.parallel.tensor_parallel.plan import part_of, whole_shapes
 from minillm.parallel.zero.optimizer import ZeroOptimizer
 from minillm.train.optimizer import Updater
 from minillm.train.parallel_config import ParallelConfig
-from minillm.train.strategies.hybrid_state import SplitUpdater, gather_all
+from minillm.train.strategies.groups import LayoutGroups
 from minillm.train.strategies.single_device import Around, Microbatch, SingleDevice, quietly, unscaled
 
 
 class Hybrid(SingleDevice):
-    """The strategy of a layout with tp, pp, cp, ep or dp_replicate above 1.
+    """The strategy of a layout; one of dp alone lies over any group, others over all ranks of the world.
 
-    group: all ranks; rank, world_size: of those along dp; replicas: those that average gradients, along dp and cp;
-    expert_group, expert_replicas: of those the ranks with the other experts, and those with the same ones; with HSDP
-    within `shard_group`, and `replicate_group` has the same once more.
+    offload: where ZeRO's shards live, see `Offload`. wrap_with: the form of DDP for replicas without ZeRO.
+    group: all ranks; rank, world_size, stride: of those along dp; groups: all others, see `LayoutGroups`.
     """
 
-    def __init__(self, group: Group, layout: ParallelConfig) -> None:
-        if group.world_size != layout.world_size:
-            raise ValueError(f"{layout} is {layout.world_size} ranks, but group {group.name!r} has {group.world_size}.")
-        self.group, self.layout = group, layout
-        self._meshes: list[Mesh] = []
-        self.mesh = self._mesh(**layout.axes)
-        self.rank, self.world_size, self.stride = self.mesh.dp.rank, layout.dp, self.mesh.stride("dp")
-        self.replicas = self.mesh.joined("dp", "cp")
-        self.shard_group, self.replicate_group = self.replicas, None
-        self.expert_group, self.expert_replicas = None, self.replicas
-        if layout.dp_replicate > 1 or layout.ep > 1:
-            copies = layout.dp // layout.dp_replicate // layout.ep
-            parts = self._mesh(**_split(layout, "dp", replicate=layout.dp_replicate, copies=copies, ep=layout.ep))
-            if layout.dp_replicate > 1:
-                self.shard_group, self.replicate_group = parts.joined("copies", "ep", "cp"), parts.replicate
-            if layout.ep > 1:
-                self.expert_group, self.expert_replicas = parts.ep, parts.joined("copies", "cp")
-        self.expert_levels = self._expert_levels() if layout.ep_nodes > 1 else {}
-        self.context = self._context() if layout.cp > 1 else None
+    def __init__(
+        self,
+        group: Group,
+        layout: ParallelConfig,
+        *,
+        offload: str | Path | None = None,
+        wrap_with: Callable[..., nn.Module] = BucketedDDP,
+    ) -> None:
+        self.group, self.layout, self.offload, self.wrap_with = group, layout, offload, wrap_with
+        self.groups = groups = LayoutGroups(group, layout)
+        self.rank, self.world_size, self.stride = groups.rank, layout.dp, groups.stride
+        self.context = context_attention(layout.context, *groups.context) if groups.context else None
         self._documents: Sequence[Tensor | None] = ()
         self._router_losses: Sequence[RouterLosses] = ()
 
-    def _context(self) -> ContextAttention:
-        """The attention of this rank's part of every sequence."""
-        layout = self.layout
-        if layout.context != "hybrid":
-            return context_attention(layout.context, self.mesh.cp)
-        nodes = self._mesh(**_split(layout, "cp", across=layout.cp // layout.node, node=layout.node))
-        return context_attention("hybrid", nodes.node, nodes.across)
-
-    def _expert_levels(self) -> dict[str, Group]:
-        """Of the ranks with the other experts, those on this one's node, and those with its place in every node."""
-        layout = self.layout
-        levels = {"ep_across": layout.ep_nodes, "ep_node": layout.ep // layout.ep_nodes}
-        parts = self._mesh(**_split(layout, "dp", copies=layout.dp // layout.ep, **levels))
-        return {"node": parts.ep_node, "across": parts.ep_across}
-
-    def _mesh(self, **axes: int) -> Mesh:
-        self._meshes.append(Mesh(self.group, **axes))
-        return self._meshes[-1]
-
     def close(self) -> None:
-        for mesh in self._meshes:
-            mesh.close()
+        self.groups.close()
 
     @property
     def averaged_over(self) -> int:
-        return self.replicas.world_size
+        return self.groups.replicas.world_size
 
     @property
     def is_root(self) -> bool:
@@ -111,15 +85,16 @@ class Hybrid(SingleDevice):
 
     def build(self, config: ModelConfig, *, seed: int, device: Any = None, **how: Any) -> nn.Module:
         """With stage 3 the model is built on "meta": no rank ever holds all of its part."""
-        self.layout.check(config)
+        if self.groups.is_split:
+            self.layout.check(config)
         self.config, how = config, {**how, "seed": None, "device": "meta"}
         order = self.layout.order
-        parts = build_parts(config, order, self.mesh.pp.rank, **how) if order else [Transformer(config, **how)]
+        parts = build_parts(config, order, self.groups.pp.rank, **how) if order else [Transformer(config, **how)]
         for part in parts:
-            if self.layout.tp > 1:
-                tensor_parallel(part, config, self.mesh.tp, sequence=self.layout.sequence)
-            if self.expert_group:
-                expert_parallel(part, config, self.expert_group, **self.expert_levels)
+            if self.groups.tp:
+                tensor_parallel(part, config, self.groups.tp, sequence=self.layout.sequence)
+            if self.groups.experts:
+                expert_parallel(part, config, self.groups.experts, **self.groups.expert_levels)
             if self.context:
                 context_parallel(part, self.context)
             if self.layout.zero < 3:
@@ -131,41 +106,52 @@ class Hybrid(SingleDevice):
     def wrap(self, model: nn.Module, master: bool = False) -> nn.Module:
         self.model, self.module = model, model
         names = [name for name, _ in itertools.chain(model.named_parameters(), model.named_buffers())]
-        stages = self.mesh.pp.gather_objects(names)
-        self._earlier = {name: sum(name in theirs for theirs in stages[: self.mesh.pp.rank]) for name in names}
+        stages = self.groups.pp.gather_objects(names) if self.groups.pp else [names]
+        stage = self.groups.pp.rank if self.groups.pp else 0
+        self._earlier = {name: sum(name in theirs for theirs in stages[:stage]) for name in names}
         self._shared = {name for name in names if sum(name in theirs for theirs in stages) > 1}
-        self.placements = self._place(dict(model.named_parameters()))
+        self.placements = self._place(name for name, _ in model.named_parameters())
         if self.layout.zero == 3:
-            how = {"master": master, "initialize": self.initialize, **self._places()}
-            self.module = FullyShard(model, self.shard_group, pipelined=bool(self.layout.order), **how)
-        elif self.layout.zero == 0 and self.averaged_over > 1:
-            self.module = BucketedDDP(model, self.replicas, gradient_groups=self._gradient_groups)
+            self.module = FullyShard(
+                model,
+                self.groups.shard,
+                offload=self.offload,
+                master=master,
+                initialize=self.initialize,
+                replicate_group=self.groups.replicate,
+                placements=self.placements,
+                norm_group=self.group,
+                gradient_groups=self._gradient_groups,
+                pipelined=bool(self.layout.order),
+            )
+        elif self.layout.zero == 0 and (self.averaged_over > 1 or not self.groups.is_split):
+            apart = {"gradient_groups": groups} if (groups := self._gradient_groups) else {}
+            self.module = self.wrap_with(model, self.groups.replicas, **apart)
         if self.layout.order:
             sharded = self.module if self.layout.zero == 3 else None
             with sharded.unsharded(sharded.groups) if sharded else contextlib.nullcontext():
                 around = functools.partial(self._around, sharded)
-                model.pipeline = Pipeline(model.parts, self.layout.order, self.mesh.pp, around=around)
+                model.pipeline = Pipeline(model.parts, self.layout.order, self.groups.pp, around=around)
         return model if self.layout.order else self.module
 
-    def _place(self, named: Mapping[str, Tensor]) -> dict[str, Placement]:
+    def _place(self, names: Iterable[str]) -> dict[str, Placement]:
         """Of this rank's parameters, before ZeRO shards them. Of ranks with the same numbers, copy 0 counts them."""
-        tp, sequence, shapes = self.mesh.tp, self.layout.sequence, whole_shapes(self.config)
+        tp, config, shapes = self.groups.tp, self.config, whole_shapes(self.config)
+        replica = Replicate(copy=self.groups.replicate.rank if self.groups.replicate else 0)
         found = {}
-        for name in named:
-            earlier = self._earlier[name]
-            part = part_of(self.config, name, tp.rank, tp.world_size, sequence)
-            replicas = self._replicas_of(name) if self.layout.zero == 0 else self.replicate_group
-            replica = Replicate(copy=replicas.rank if replicas else 0)
-            found[name] = Placement(shapes[name], (*self._expert_part(name), part, Replicate(copy=earlier), replica))
+        for name in names:
+            part = part_of(config, name, tp.rank, tp.world_size, self.layout.sequence) if tp else Replicate()
+            stage = Replicate(copy=self._earlier[name])
+            found[name] = Placement(shapes[name], (*self._expert_part(name), part, stage, replica))
         return found
 
     def _expert_part(self, name: str) -> tuple[Part, ...]:
-        group = self.expert_group
+        group = self.groups.experts
         return (expert_part_of(name, group.rank, group.world_size),) if group else ()
 
     def _replicas_of(self, name: str) -> Group:
         """The ranks that hold the same of a parameter, but for ZeRO."""
-        return self.expert_replicas if is_expert(name) else self.replicas
+        return self.groups.expert_replicas if is_expert(name) else self.groups.replicas
 
     @property
     def _gradient_groups(self) -> dict[str, Group]:
@@ -173,17 +159,8 @@ class Hybrid(SingleDevice):
         that average gradients; and parameters that several stages hold. The order of a ring's sums depends on an
         element's offset in its bucket: with buckets of their own, all these stages compute the same bits."""
         names = [name for name, _ in self.model.named_parameters()]
-        found = {name: self.shard_group for name in names if name in self._shared}
-        return found | {name: self.expert_replicas for name in names if self.expert_group and is_expert(name)}
-
-    def _places(self) -> dict[str, Any]:
-        """What ZeroOptimizer and FullyShard want to know besides their own group."""
-        return {
-            "replicate_group": self.replicate_group,
-            "placements": self.placements,
-            "norm_group": self.group,
-            "gradient_groups": self._gradient_groups,
-        }
+        found = {name: self.groups.shard for name in names if name in self._shared}
+        return found | {name: self.groups.expert_replicas for name in names if self.groups.experts and is_expert(name)}
 
     @contextlib.contextmanager
     def _around(self, sharded: FullyShard | None, action: Any) -> Iterator[None]:
@@ -201,15 +178,24 @@ class Hybrid(SingleDevice):
             finally:
                 part.attention = attention
 
-    def updater(self, module: nn.Module, make: MakeOptimizer, master: bool = False) -> SplitUpdater:
+    def updater(self, module: nn.Module, make: MakeOptimizer, master: bool = False) -> Updater | SlicedOptimizer:
         if self.layout.zero == 0:
-            source = Updater(self.model.named_parameters(), make, master)
-        elif self.layout.zero == 3:
-            source = self.module.optimizer(make)
+            return super().updater(module, make, master)
+        if self.layout.zero == 3:
+            self.stepped = self.module.optimizer(make)
         else:
-            stage = self.layout.zero
-            source = ZeroOptimizer(self.model, self.shard_group, stage, make=make, master=master, **self._places())
-        self.stepped = SplitUpdater(self, source)
+            self.stepped = ZeroOptimizer(
+                self.model,
+                self.groups.shard,
+                self.layout.zero,
+                make=make,
+                offload=self.offload,
+                master=master,
+                replicate_group=self.groups.replicate,
+                placements=self.placements,
+                norm_group=self.group,
+                gradient_groups=self._gradient_groups,
+            )
         return self.stepped
 
     def positions(self, seq_len: int) -> Tensor | None:
@@ -266,7 +252,7 @@ class Hybrid(SingleDevice):
     @contextlib.contextmanager
     def _holding_back(self) -> Iterator[None]:
         """While a pipeline runs, gradients add up on this rank and nothing is reduced over replicas."""
-        reducer = getattr(self.stepped.source if self.layout.zero in (1, 2) else self.module, "reducer", None)
+        reducer = getattr(self.stepped if self.layout.zero in (1, 2) else self.module, "reducer", None)
         if reducer is None:
             yield
             return
@@ -279,42 +265,45 @@ class Hybrid(SingleDevice):
     def accumulating(self, last: bool) -> contextlib.AbstractContextManager:
         if last or (self.layout.zero == 0 and self.module is self.model):
             return contextlib.nullcontext()
-        return self.stepped.source.no_sync() if self.layout.zero in (1, 2) else self.module.no_sync()
+        return self.stepped.no_sync() if self.layout.zero in (1, 2) else self.module.no_sync()
 
     def finish_backward(self) -> None:
-        if self.layout.order:
+        zero, is_pipeline = self.layout.zero, self.layout.order is not None
+        if is_pipeline:
             self.model.pipeline.finish()
-        if self.layout.zero in (1, 2):
-            self.stepped.source.prepare_gradients()
-        elif self.layout.order and self.layout.zero == 3:
+        if zero in (1, 2) and (is_pipeline or self.groups.tp):  # otherwise the updater does it, when it is asked to
+            self.stepped.prepare_gradients()
+        elif zero == 3 and is_pipeline:
             self.module.reduce_gradients()
-        elif self.module is not self.model:
-            if self.layout.order:
+        elif zero == 0 and self.module is not self.model:
+            if is_pipeline:
                 self.module.reducer.expect()
-            self.module.finish() if self.layout.zero == 0 else None
-        sum_partial(self._reduced(), self.stepped.placements, self.mesh.tp)
+            self.module.finish()
+        if self.groups.tp:
+            sum_partial(self._reduced(), self.stepped.placements, self.groups.tp)
 
     def _reduced(self) -> dict[str, Tensor]:
         """By name, what this rank has of the gradients after the sum over replicas."""
         if self.layout.zero in (1, 2):
-            return self.stepped.source.gradients_by_name()
+            return self.stepped.gradients_by_name()
         return {name: plain(p.grad) for name, p in self.parts().items() if p.grad is not None}
 
     def grad_norm(self, parameters: Iterable[Tensor]) -> Tensor:
-        return global_norm(self.stepped.gradients(), self.stepped.placements, self.group)
+        if self.layout.zero == 0 and not self.groups.is_split:
+            return super().grad_norm(parameters)  # every rank has all of it
+        return global_norm(self.stepped.gradients_by_name(), self.stepped.placements, self.group)
 
     def sum(self, value: Tensor) -> Tensor:
-        return self.replicas.all_reduce(value.detach().clone())
+        return self.groups.replicas.all_reduce(value.detach().clone())
 
-    def gradients(self) -> dict[str, Tensor]:
-        return gather_all(self, self.stepped.gradients(), self.stepped.placements)
+    # What is saved and compared: see `SingleDevice`.
+
+    @property
+    def names(self) -> list[str]:
+        return list(whole_shapes(self.config))
 
     def parts(self) -> dict[str, nn.Parameter]:
         return dict(self.module.named_parameters()) if self.layout.zero == 3 else super().parts()
-
-    def weights(self) -> dict[str, Tensor]:
-        parts = {name: part.detach() for name, part in self.parts().items()}
-        return gather_all(self, parts, self.weight_placements)
 
     @property
     def weight_placements(self) -> Mapping[str, Placement]:
@@ -326,36 +315,13 @@ class Hybrid(SingleDevice):
 
     @property
     def buffer_placements(self) -> Mapping[str, Placement]:
-        others = self.mesh.tp.rank + self.replicas.rank
+        others = self.groups.replicas.rank + (self.groups.tp.rank if self.groups.tp else 0)
         places = {name: Replicate(self._earlier[name] + others) for name in self.buffers()}
         return {name: Placement(buffer.shape, (places[name],)) for name, buffer in self.buffers().items()}
 
-    def full_state_dict(self) -> dict[str, Any]:
-        merged: dict[str, Any] = {}
-        for buffers in self.group.gather_objects({name: buffer.cpu() for name, buffer in self.buffers().items()}):
-            merged |= buffers
-        return self.weights() | merged
 
-    def sharded_state_dict(self) -> dict[str, Any]:
-        return self.module.sharded_state_dict() if self.layout.zero == 3 else {"parts": self.model.state_dict()}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if "parts" in state:
-            self.model.load_state_dict(state["parts"])
-        elif "world_size" in state:
-            self.module.load_state_dict(state)
-        else:
-            placements = self.weight_placements
-            for name, part in self.parts().items():
-                part.copy_(placements[name].cut(state[name]))
-            for name, buffer in self.buffers().items():
-                buffer.copy_(state[name])
-
-
-def _split(layout: ParallelConfig, axis: str, **parts: int) -> dict[str, int]:
-    """The layout's axes with two in the place of one, the outer part first."""
-    axes: dict[str, int] = {}
-    for name, size in layout.axes.items():
-        axes |= parts if name == axis else {name: size}
-    return axes
+def make_strategy(group: Group, layout: ParallelConfig, offload: str | None = None) -> Hybrid:
+    """The strategy of a layout. offload: where ZeRO's shards live, "cpu" or a folder."""
+    if offload and (layout.is_hybrid or layout.dp_replicate > 1):
+        raise ValueError(f"offload {offload} is for ZeRO alone: leave it out with tp, pp, cp, ep and dp_replicate.")
+    return Hybrid(group, layout, offload=offload if offload in (None, "cpu") else Path(offload))

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from minillm.comm import Group
 from minillm.model import ModelConfig, Transformer
-from minillm.parallel.optimizer_state import MakeOptimizer
-from minillm.parallel.placement import Placement, Replicate, global_norm, gradients_of
+from minillm.parallel.sharding.gather import gather
+from minillm.parallel.sharding.optimizer import MakeOptimizer, SlicedOptimizer
+from minillm.parallel.sharding.placement import Placement, Replicate, global_norm, gradients_of
 from minillm.train.optimizer import Updater
 
 Around = Callable[[str], contextlib.AbstractContextManager]
@@ -50,12 +51,14 @@ class SingleDevice:
     stride: of those, how many ranks lie from one to the next.
     averaged_over: ranks whose gradients are averaged: those, times the ranks that share every sequence.
     group: all ranks of the run; None: there is one process.
+    stepped: what `updater` has returned.
     """
 
     rank = 0
     world_size = 1
     stride = 1
     group: Group | None = None
+    stepped: Updater | SlicedOptimizer
 
     @property
     def averaged_over(self) -> int:
@@ -90,7 +93,8 @@ class SingleDevice:
 
     def updater(self, module: nn.Module, make: MakeOptimizer, master: bool = False) -> Updater:
         """What moves the parameters of `wrap`'s module, or the shards of them that this rank owns."""
-        return Updater(module.named_parameters(), make, master)
+        self.stepped = Updater(self.model.named_parameters(), make, master, self.weight_placements)
+        return self.stepped
 
     def positions(self, seq_len: int) -> Tensor | None:
         """Which positions of every sequence this rank has, beyond seq_len those of padding; None: all."""
@@ -161,15 +165,22 @@ class SingleDevice:
         mine = torch.tensor(values, dtype=torch.int64, device=self.group.device)
         return self.group.all_reduce(mine, "min").tolist()
 
-    # What the others save and compare. With several ranks, all of them call these.
+    # What is saved and compared, see `sharding.state.Weights`.
 
     def gradients(self) -> dict[str, Tensor]:
-        """Whole gradients of the trained parameters by name, after `prepare_gradients`."""
-        return {name: parameter.grad for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        """Whole gradients of the trained parameters by name, after `prepare_gradients`. All ranks call it."""
+        gradients = self.stepped.gradients_by_name()
+        return gather(gradients, self.stepped.placements, self.group) if self.group else gradients
 
     def weights(self) -> dict[str, Tensor]:
-        """Whole weights by name."""
-        return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
+        """Whole weights by name. All ranks call it."""
+        weights = {name: part.detach() for name, part in self.parts().items()}
+        return gather(weights, self.weight_placements, self.group) if self.group else weights
+
+    @property
+    def names(self) -> list[str]:
+        """Of the whole model's parameters, in its order."""
+        return list(self.parts())
 
     def parts(self) -> dict[str, nn.Parameter]:
         """By name, what this rank has of the weights; no communication."""
@@ -199,17 +210,6 @@ class SingleDevice:
         """One rank of all counts each."""
         here = Replicate(self.group.rank if self.group else 0)
         return {name: Placement(buffer.shape, (here,)) for name, buffer in self.buffers().items()}
-
-    def full_state_dict(self) -> dict[str, Any]:
-        """Weights and buffers as one process would have them, on every rank; all ranks call it."""
-        return self.model.state_dict()
-
-    def sharded_state_dict(self) -> dict[str, Any]:
-        """What this rank has of them, for this rank to go back to."""
-        return self.full_state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.model.load_state_dict(state)
 
     def close(self) -> None:
         """Ends the groups of ranks that the strategy made. All ranks call it, after everything else."""

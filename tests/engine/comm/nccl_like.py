@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from minillm.comm import Group
 from minillm.train.parallel_config import ParallelConfig
-from minillm.train.strategies.sharded import make_strategy
+from minillm.train.strategies.hybrid import make_strategy
 from minillm.train.strategies.single_device import SingleDevice
 
 NAME = "nccl_like"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from minillm.comm import RankError, Work, launch
 from minillm.equivalence import CASES, compare
 from minillm.train.parallel_config import ParallelConfig
-from minillm.train.strategies.sharded import make_strategy
+from minillm.train.strategies.hybrid import make_strategy
 from tests.engine.comm.nccl_like import nccl_like_group, on_nccl_like
 
 # What breaks a rule is told in a sentence.

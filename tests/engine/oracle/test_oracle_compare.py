@@ -1,26 +1,27 @@
 """The oracle rejects replicas that are wrong in the usual ways; its command."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from minillm.__main__ import run
 from minillm.equivalence import CASES, ParallelConfig, compare
-from minillm.train.strategies.data_parallel import DataParallel
-from minillm.train.strategies.sharded import ShardedStates, make_strategy
+from minillm.train.strategies.hybrid import Hybrid, make_strategy
+from minillm.train.strategies.single_device import SingleDevice
 
 
-class NotDivided(DataParallel):
+class NotDivided(Hybrid):
     def loss_divisor(self, weight):
         return self.sum(weight)
 
 
-class MeanOfMeans(DataParallel):
+class MeanOfMeans(Hybrid):
     def loss_divisor(self, weight):
         return weight.clamp(min=1)
 
 
-class LastMicrobatchOnly(DataParallel):
+class LastMicrobatchOnly(Hybrid):
     def accumulating(self, last):
         if last:
             for parameter in self.module.parameters():
@@ -28,14 +29,15 @@ class LastMicrobatchOnly(DataParallel):
         return super().accumulating(last)
 
 
-class LocalNorm(ShardedStates):
+class LocalNorm(Hybrid):
     def grad_norm(self, parameters):
-        return super(DataParallel, self).grad_norm(parameters)
+        return SingleDevice.grad_norm(self, parameters)
 
 
 def wrong(group, layout):
-    forms = {0: NotDivided, 1: lambda group: LocalNorm(group, 1), 2: MeanOfMeans, 3: LastMicrobatchOnly}
-    return forms[layout.zero](group)
+    """All of replicas, but for the norm, which is of ZeRO's shards; layout.zero says which."""
+    form = (NotDivided, LocalNorm, MeanOfMeans, LastMicrobatchOnly)[layout.zero]
+    return form(group, replace(layout, zero=1 if form is LocalNorm else 0))
 
 
 def test_wrong_layouts_are_found():

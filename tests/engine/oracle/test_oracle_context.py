@@ -12,7 +12,7 @@ class OverDpOnly(Hybrid):
 
     def __init__(self, group, layout):
         super().__init__(group, layout)
-        self.replicas = self.shard_group = self.mesh.dp
+        self.groups.replicas = self.groups.shard = self.groups.mesh.dp
 
 
 class PositionsFromZero(Hybrid):

@@ -6,7 +6,7 @@ import pytest
 
 from minillm.__main__ import run
 from minillm.equivalence import SPLIT_CASES, ParallelConfig, compare
-from minillm.parallel.placement import global_norm
+from minillm.parallel.sharding.placement import global_norm
 from minillm.train.strategies.hybrid import Hybrid
 
 
@@ -14,7 +14,7 @@ class CountsEverything(Hybrid):
     """The norm counts what several ranks hold once for each of them."""
 
     def grad_norm(self, parameters):
-        return global_norm(self.stepped.gradients(), None, self.group)
+        return global_norm(self.stepped.gradients_by_name(), None, self.group)
 
 
 class LeavesOut(Hybrid):

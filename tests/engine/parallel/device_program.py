@@ -24,10 +24,10 @@ from minillm.comm.world import World
 from minillm.equivalence import Batch, cases_of
 from minillm.equivalence.oracle import _backward, _sgd
 from minillm.model import dense
-from minillm.parallel.placement import clip_, gradients_of
-from minillm.parallel.sharded_gradient import ShardedGradient
+from minillm.parallel.sharding.placement import clip_, gradients_of
+from minillm.parallel.sharding.sharded_gradient import ShardedGradient
 from minillm.train.parallel_config import ParallelConfig
-from minillm.train.strategies.sharded import make_strategy
+from minillm.train.strategies.hybrid import make_strategy
 from minillm.train.strategies.single_device import SingleDevice
 
 _setup_privateuseone_for_python_backend("gpu")

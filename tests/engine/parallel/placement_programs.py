@@ -5,13 +5,13 @@ import math
 import torch
 
 from minillm.measure import ledger
-from minillm.parallel.placement import (
+from minillm.parallel.sharding.gather import gather
+from minillm.parallel.sharding.placement import (
     FlatShard,
     Partial,
     Placement,
     Replicate,
     Shard,
-    gather,
     global_norm,
     sum_partial,
 )  # fmt: skip
@@ -72,6 +72,11 @@ def spread(group, tp: int, flat: bool) -> dict:
     found["summed"] = gather(shares, places, group)
     only = dict(list(parts.items())[: 2 + group.rank])  # a pipeline's ranks hold different tensors
     found["some"] = sorted(gather(only, places, group))
+    alike = {name: Placement(tensor.shape, (Replicate(group.rank),)) for name, tensor in whole.items()}
+    drifted = {name: tensor + group.rank for name, tensor in whole.items()}
+    with ledger() as led:
+        kept = gather(drifted, alike, group)
+    found["replicas"] = led.bytes(), all(torch.equal(kept[name], drifted[name]) for name in drifted)
     return found
 
 

@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from minillm.equivalence import Batch
 from minillm.measure import ledger
 from minillm.model import ModelConfig, Transformer, cross_entropy
-from minillm.parallel.placement import gather, global_norm, sum_partial
+from minillm.parallel.sharding.gather import gather
+from minillm.parallel.sharding.placement import global_norm, sum_partial
 from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
 from minillm.parallel.tensor_parallel.plan import named_gradients, placements
 

@@ -7,7 +7,7 @@ from torch import nn
 from minillm.comm import launch
 from minillm.measure import ledger
 from minillm.model import ModelConfig
-from minillm.parallel.placement import Shard
+from minillm.parallel.sharding.placement import Shard
 from minillm.parallel.tensor_parallel.module_plans import LLAMA, column, row
 from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minillm.measure import memory
-from minillm.parallel.offload import Offload
+from minillm.parallel.sharding.offload import Offload
 
 
 def test_here_nothing_moves_and_nothing_is_counted():

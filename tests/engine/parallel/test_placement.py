@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from minillm.comm import launch
-from minillm.parallel.placement import FlatShard, Partial, Placement, Replicate, Shard, clip_, global_norm, join
+from minillm.parallel.sharding.placement import (
+    FlatShard,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    clip_,
+    global_norm,
+    join,
+)
 
 sizes = st.integers(0, 7)
 shapes = st.lists(sizes, min_size=0, max_size=3)
@@ -84,6 +93,7 @@ def test_ranks_join_and_measure_what_they_hold(world_size, tp, flat):
         assert found["calls"] == {"all_reduce": len(programs.NORMS)}, "one for each norm"
         assert found["sum calls"] == ({"all_reduce": 1} if tp > 1 else {}), "one for all partial gradients"
         assert set(found["some"]) >= set(list(whole)[:2])
+        assert found["replicas"] == (0, True), "what all ranks have whole does not travel, and drift shows"
     if not flat:
         assert sorted(name for found in ranks for name in found["counted"] if name != "rows").count("replicated") == 1
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_placement import spreads
 
-from minillm.parallel.runs import runs_of, shared
+from minillm.train.checkpoint.runs import runs_of, shared
 
 
 def numbers(places, shape):

@@ -16,7 +16,7 @@ from minillm.comm.operation import Work
 from minillm.equivalence import Batch
 from minillm.measure import ledger, memory
 from minillm.model import ModelConfig, Transformer, cross_entropy_sums
-from minillm.parallel.placement import Partial, Shard
+from minillm.parallel.sharding.placement import Partial, Shard
 from minillm.parallel.tensor_parallel import layers as tensor
 from minillm.parallel.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from minillm.parallel.tensor_parallel.module_plans import gather_words

@@ -11,7 +11,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from minillm.measure import ledger, memory
 from minillm.model import ModelConfig, Transformer, cross_entropy, dense
 from minillm.parallel import ZeroOptimizer
-from minillm.parallel.placement import clip_, global_norm, gradients_of
+from minillm.parallel.sharding.placement import clip_, global_norm, gradients_of
 from minillm.train import TrainConfig, adamw, checkpoint_blocks
 from minillm.train.optimizer import Updater
 
@@ -182,7 +182,7 @@ def mixed_alone(dtype: torch.dtype, loss_scale: float) -> dict:
         norm = global_norm(dict(enumerate(gradients_of(updater.parameters))))
         updater.step()
         updater.zero_grad()
-    return {"weights": _weights(model), "norm": norm.item(), "masters": updater.full_state_dict()["masters"]}
+    return {"weights": _weights(model), "norm": norm.item(), "masters": updater.masters()}
 
 
 def _host(optimizer: ZeroOptimizer) -> tuple[int, int, int]:

@@ -24,7 +24,7 @@ from minillm.train import ParallelConfig, TrainConfig, Trainer, fit
 from minillm.train.checkpoint.manifest import committed
 from minillm.train.checkpoint.reader import has_checkpoint, read_whole
 from minillm.train.metrics import read_metrics
-from minillm.train.strategies.sharded import make_strategy
+from minillm.train.strategies.hybrid import make_strategy
 
 STEPS, SAVE_EVERY = 40, 3
 MODEL = ModelConfig(50, 16, 32, 2, 4, 2, max_seq_len=16)

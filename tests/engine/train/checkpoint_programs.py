@@ -20,10 +20,9 @@ from minillm.train import SingleDevice, TrainConfig, Trainer
 from minillm.train.checkpoint import reader, shares
 from minillm.train.checkpoint.manifest import committed
 from minillm.train.checkpoint.reader import has_checkpoint, read_whole, restore
-from minillm.train.checkpoint.state import Holding, held
 from minillm.train.checkpoint.writer import Checkpointer
 from minillm.train.parallel_config import ParallelConfig
-from minillm.train.strategies.sharded import make_strategy
+from minillm.train.strategies.hybrid import make_strategy
 
 MODEL = ModelConfig(53, 16, 30, 4, 4, 2, max_seq_len=16, tie_embeddings=True, qk_norm=True)  # sizes do not divide
 EXPERTS = replace(MODEL, moe=MoEConfig(4, 2, 8, bias_update_rate=0.01))  # whose routers' biases are buffers
@@ -70,10 +69,8 @@ def through_all(group, folder: Path, layouts, precision, model=MODEL):
     alone = trainer(SingleDevice(), precision, model, batch_size=1, accumulate=WINDOWS)
     for _ in range(2):
         alone.step()
-    whole, numbers = (
-        {name: part.clone() for name, (part, _) in held(alone).items()},
-        Holding(alone).optimizer_numbers()(),
-    )
+    whole = {name: part.clone() for name, part in alone.local_state().tensors.items()}
+    numbers = alone.local_state().numbers()
     if group.rank == 0:
         Checkpointer(folder / "start").save(alone)
     group.barrier()
@@ -92,12 +89,13 @@ def through_all(group, folder: Path, layouts, precision, model=MODEL):
         for target, ours in trainers.items():
             _spoil(ours)
             done = restore(ours, folder / str(source))
-            wrong = [name for name, (part, at) in held(ours).items() if not torch.equal(part, at.cut(whole[name]))]
-            mine = Holding(ours).optimizer_numbers()()
+            local = ours.local_state()
+            wrong = [name for name, (part, at) in local.parts().items() if not torch.equal(part, at.cut(whole[name]))]
+            mine = local.numbers()
             wrong += [name for name, counted in mine["counted"].items() if counted != numbers["counted"][name]]
             wrong += ["groups"] if _settings(mine) != _settings(numbers) else []
             wrong += ["steps"] if (ours.steps_done, ours.loader.position) != (2, 2 * WINDOWS) else []
-            found.append((source, target, wrong, done.bytes_read, done.bytes_held, len(held(ours))))
+            found.append((source, target, wrong, done.bytes_read, done.bytes_held, len(local.tensors)))
         group.barrier()
     return found
 
@@ -134,7 +132,7 @@ def saves_in_a_row(group, folder: Path) -> dict[str, object]:
         before()
         with ledger() as led:
             saver.save(ours)
-        state = {name: part.clone() for name, (part, _) in held(ours).items()}
+        state = {name: part.clone() for name, part in ours.local_state().tensors.items()}
         ours.optimizer.state.update(lost)
         lost.clear()
         ours.step()  # while the save is written

@@ -25,7 +25,6 @@ from minillm.train.checkpoint import reader
 from minillm.train.checkpoint.manifest import Manifest, SavedTensor, committed, file_of, name_of
 from minillm.train.checkpoint.reader import has_checkpoint, read_whole, restore
 from minillm.train.checkpoint.shares import Piece, write_parts
-from minillm.train.checkpoint.state import Holding, held
 from minillm.train.checkpoint.torch_format import from_torch, to_torch
 from minillm.train.checkpoint.writer import Checkpointer
 from minillm.train.fault_tolerance.goodput import goodput
@@ -44,8 +43,8 @@ def two_saves(tmp_path):
 
 
 def state(ours):
-    tensors = {name: part.clone() for name, (part, _) in held(ours).items()}
-    return tensors, repr((Holding(ours).optimizer_numbers()(), ours.progress()))
+    tensors = {name: part.clone() for name, (part, _) in ours.local_state().parts().items()}
+    return tensors, repr((ours.local_state().numbers(), ours.progress()))
 
 
 def is_same(before, after):
@@ -237,7 +236,7 @@ def test_masters_are_made_of_weights_where_there_are_none(dtype, foreign, tmp_pa
     dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=tmp_path, no_dist=True)
     ours = trainer(precision="bf16-master")
     from_torch(tmp_path, ours)
-    for name, (part, _) in held(ours).items():
+    for name, (part, _) in ours.local_state().parts().items():
         kind, *_, parameter = name.split("/")
         if kind in ("model", "master"):
             assert torch.equal(part, of_model[parameter].to(part.dtype)), name

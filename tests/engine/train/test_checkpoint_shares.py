@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minillm.parallel.placement import FlatShard, Placement, Replicate, Shard, join
+from minillm.parallel.sharding.placement import FlatShard, Placement, Replicate, Shard, join
 from minillm.train.checkpoint.shares import SPLIT_FROM, catalogue_of, shares_of
 
 LARGE, SMALL = torch.Size((SPLIT_FROM // 2, 3)), torch.Size((5, 3))

@@ -16,7 +16,7 @@ from minillm.measure import ledger
 from minillm.model import ModelConfig
 from minillm.train import TrainConfig, Trainer
 from minillm.train.parallel_config import ParallelConfig
-from minillm.train.strategies.sharded import make_strategy
+from minillm.train.strategies.hybrid import make_strategy
 
 MODEL = ModelConfig(53, 16, 30, 4, 4, 2, max_seq_len=24, tie_embeddings=True, qk_norm=True)
 COMMON = ["train", "--model-size", "tiny", "--data", "text", "--seq-len", "32", "--lr", "0.01", "--steps", "4"]

@@ -13,8 +13,8 @@ from minillm.measure import ledger
 from minillm.model import ModelConfig
 from minillm.model.loss import IGNORE
 from minillm.parallel import BucketedDDP, FlatDDP, NaiveDDP
-from minillm.train import DataParallel, ParallelConfig, TrainConfig, Trainer
-from minillm.train.strategies.sharded import make_strategy
+from minillm.train import Hybrid, ParallelConfig, TrainConfig, Trainer
+from minillm.train.strategies.hybrid import make_strategy
 
 MODEL = ModelConfig(50, 16, 32, 2, 4, 2, max_seq_len=16, tie_embeddings=True)
 
@@ -59,6 +59,7 @@ def bits(model):
 def loops(group):
     torch.set_num_threads(1)
     batches, n = uneven(4 * group.world_size), group.world_size
+    replicas = ParallelConfig(dp=n)
     share = [batches[4 * group.rank : 4 * group.rank + 4], batches[group.rank :: n]]  # one rank may have few tokens
     small = functools.partial(BucketedDDP, bucket_cap_mb=4 / 1024)
     for wrap, mine, checkpointing in (
@@ -68,7 +69,10 @@ def loops(group):
     ):
         # Four microbatches on each rank against 4n of one process.
         options = {"activation_checkpointing": checkpointing}
-        with trainer(mine, 4, DataParallel(group, wrap), **options) as ours, trainer(batches, 4 * n) as alone:
+        with (
+            trainer(mine, 4, Hybrid(group, replicas, wrap_with=wrap), **options) as ours,
+            trainer(batches, 4 * n) as alone,
+        ):
             with ledger() as led:
                 (loss, tokens), (expected_loss, expected_tokens) = ours.backward(), alone.backward()
                 for (name, a), b in zip(ours.model.named_parameters(), alone.model.parameters(), strict=True):
@@ -80,7 +84,7 @@ def loops(group):
             assert led.calls["all_reduce"] == len(ours.module.reducer.buckets) + 2  # tokens, loss
             assert len(set(group.gather_objects(bits(ours.model)))) == 1
 
-    parallel = DataParallel(group)
+    parallel = Hybrid(group, replicas)
     assert (
         parallel.least([group.rank > 0, 3 + group.rank]) == [0, 3]
         and parallel.least([True, 5]) == [1, 5]
@@ -88,7 +92,7 @@ def loops(group):
     )
 
     # One rank's gradient overflows: nobody steps, everybody halves the scale, and the next step is taken by all.
-    with trainer(share[1], 1, DataParallel(group, small), precision="fp16-master") as ours:
+    with trainer(share[1], 1, Hybrid(group, replicas, wrap_with=small), precision="fp16-master") as ours:
         before, norm = bits(ours.model), ours.model.norm.weight
         spoil = norm.register_hook(lambda g: g * math.inf) if group.rank == 1 else None
         scale = ours.scaler.value
@@ -124,3 +128,22 @@ def validations(group):
 
 def test_validation_runs_the_same_number_of_forwards_on_every_rank():
     assert launch(validations, 2) == ["done", "done"]
+
+
+def compiled(group):
+    """Losses of two steps, and the names of what is saved, without and with compile, by ZeRO stage."""
+    torch.set_num_threads(1)
+    torch.compile = functools.partial(torch.compile, backend="eager")
+    tokens, found = Tokens((np.arange(500) % 50).astype(np.uint16), 50, 0, 1, 1500), {}
+    for stage in (0, 1, 3):
+        for choice in (False, True):
+            config = TrainConfig(MODEL, seq_len=16, batch_size=2, steps=4, compile=choice)
+            parallel = Hybrid(group, ParallelConfig(dp=2, zero=stage))
+            with Trainer(config, tokens, workers=0, parallel=parallel) as ours:
+                found[stage, choice] = [ours.step().loss for _ in range(2)], list(ours.local_state().tensors)
+    return found
+
+
+def test_compiled_replicas_and_shards_are_the_same_run():
+    for rank in launch(compiled, 2):
+        assert all(rank[stage, True] == rank[stage, False] for stage in (0, 1, 3))

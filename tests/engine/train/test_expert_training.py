@@ -9,7 +9,7 @@ from minillm.comm import launch
 from minillm.model.moe import MoE
 from minillm.train import SingleDevice
 from minillm.train.parallel_config import ParallelConfig
-from minillm.train.strategies.sharded import make_strategy
+from minillm.train.strategies.hybrid import make_strategy
 
 LAYOUTS = [
     ParallelConfig(dp=2, ep=2),

@@ -18,14 +18,12 @@ from minillm.data import Tokens
 from minillm.measure.ledger import Event, Ledger, Span
 from minillm.model import ModelConfig, MoEConfig
 from minillm.train import ParallelConfig, StepTime, TrainConfig, Trainer, fit
-from minillm.train.checkpoint.state import held
 from minillm.train.fault_tolerance.goodput import TimeLog, read_goodput
 from minillm.train.fault_tolerance.heartbeat import FOLDER, Beat, Health, HealthMonitor, Limits, Process, Watcher
 from minillm.train.fault_tolerance.straggler import own_work
 from minillm.train.metrics import read_metrics
 from minillm.train.run import STOP
-from minillm.train.strategies.data_parallel import DataParallel
-from minillm.train.strategies.sharded import make_strategy
+from minillm.train.strategies.hybrid import Hybrid, make_strategy
 
 MODEL = ModelConfig(50, 16, 32, 2, 4, 2, max_seq_len=16, tie_embeddings=True)
 MOE = replace(MODEL, moe=MoEConfig(4, 2, 16, bias_update_rate=0.01))
@@ -46,7 +44,8 @@ def refused(group, folder, layout, model, name):
 
     def flip(run, step):
         if step.step == 7 and group.rank == 1:
-            flipped = next(tensor for each, (tensor, _) in held(run).items() if each.endswith(name)).view(-1)
+            tensors = run.local_state().tensors
+            flipped = next(tensor for each, tensor in tensors.items() if each.endswith(name)).view(-1)
             flipped.view(torch.int32)[flipped.abs().argmax()] ^= 1
 
     try:
@@ -201,7 +200,7 @@ def test_a_stopped_rank_and_one_whose_threads_do_not_run_are_told_apart_from_one
 
 
 def beats_found(group, folder):
-    with HealthMonitor(DataParallel(group), folder, Limits(every_s=500, silent_s=600)):
+    with HealthMonitor(Hybrid(group, ParallelConfig(dp=group.world_size)), folder, Limits(every_s=500, silent_s=600)):
         return sorted(path.name for path in (folder / FOLDER).glob("*"))
 
 

@@ -24,7 +24,7 @@ from minillm.train.fault_tolerance.replica_check import check_replicas, divergen
 from minillm.train.fault_tolerance.straggler import StragglerDetector
 from minillm.train.metrics import read_metrics
 from minillm.train.run_folder import locked
-from minillm.train.strategies.sharded import make_strategy
+from minillm.train.strategies.hybrid import make_strategy
 
 MODEL = ModelConfig(50, 16, 32, 2, 4, 2, max_seq_len=16)
 QUIET = {"progress": False, "tensorboard": False}

@@ -15,7 +15,7 @@ from minillm.model import ModelConfig
 from minillm.train import TrainConfig, Trainer
 from minillm.train.checkpoint.manifest import Manifest, committed
 from minillm.train.parallel_config import ParallelConfig
-from minillm.train.strategies.sharded import make_strategy
+from minillm.train.strategies.hybrid import make_strategy
 
 MODEL = ModelConfig(53, 16, 30, 4, 4, 1, max_seq_len=16, tie_embeddings=True, qk_norm=True)
 LAYOUTS = [

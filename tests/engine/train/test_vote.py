@@ -2,15 +2,16 @@
 
 from minillm.comm import launch
 from minillm.measure import ledger
+from minillm.train.parallel_config import ParallelConfig
 from minillm.train.run import VOTE_AT_LEAST_EVERY, _Vote
-from minillm.train.strategies.data_parallel import DataParallel
+from minillm.train.strategies.hybrid import Hybrid
 from minillm.train.strategies.single_device import SingleDevice
 
 
 def stopped_at(group, seconds):
     """Rank 1 is asked after its 12th step. The step at which this rank stops, and how often it asked the others."""
     done = 0
-    vote = _Vote(DataParallel(group), lambda: group.rank == 1 and done >= 12)
+    vote = _Vote(Hybrid(group, ParallelConfig(dp=group.world_size)), lambda: group.rank == 1 and done >= 12)
     with ledger() as led:
         stop = vote.to_stop()
         while not stop:

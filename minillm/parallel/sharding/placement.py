@@ -153,6 +153,11 @@ class Placement:
         return shape
 
     @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds all of it."""
+        return all(isinstance(part, Replicate) for part in self.parts)
+
+    @property
     def is_counted(self) -> bool:
         """Of several ranks that hold the same numbers, exactly one counts them."""
         return all(part.copy == 0 for part in self.parts)
@@ -189,35 +194,6 @@ def join(pieces: Sequence[tuple[Placement, Tensor]]) -> Tensor:
 
 
 # Collectives: every rank of the group calls them, and those of its parts that other ranks share go by the same names.
-
-
-@torch.no_grad()
-def gather(parts: Mapping[str, Tensor | None], placements: Mapping[str, Placement], group: Group) -> dict[str, Tensor]:
-    """This rank's parts by name (None, or no such name: others have all of it) -> whole tensors, on every rank's CPU.
-
-    One all-gather of all parts. A rank's own parts are in its result as they are here, so that copies which have
-    drifted apart show. Memory: all ranks' parts at once; give it the tensors of a layer at a time where that matters.
-    """
-    own = {name: part.detach() for name, part in parts.items() if part is not None}
-    sent = {name: part for name, part in own.items() if placements[name].is_counted}
-    flat = [part.to(group.device).contiguous().view(-1).view(torch.uint8) for part in sent.values()]
-    message = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
-    catalogue = group.gather_objects([(name, placements[name], part.dtype) for name, part in sent.items()])
-    sizes = [sum(place.part_shape.numel() * dtype.itemsize for _, place, dtype in theirs) for theirs in catalogue]
-    row = torch.zeros(max(sizes), dtype=torch.uint8, device=group.device)
-    row[: message.numel()] = message
-    rows = group.all_gather(row).cpu().view(group.world_size, -1) if max(sizes) else [row.cpu()] * group.world_size
-    pieces: dict[str, list[tuple[Placement, Tensor]]] = {}
-    for theirs, received in zip(catalogue, rows, strict=True):
-        at = 0
-        for name, place, dtype in theirs:
-            size = place.part_shape.numel() * dtype.itemsize
-            piece = received[at : at + size].clone().view(dtype).view(place.part_shape)
-            pieces.setdefault(name, []).append((place, piece))
-            at += size
-    for name, part in own.items():
-        pieces.setdefault(name, []).append((placements[name], part.cpu()))
-    return {name: join(held).clone() for name, held in pieces.items()}
 
 
 @torch.no_grad()

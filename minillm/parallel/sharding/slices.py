@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from minillm.comm import Group
 from minillm.comm.operation import Work
-from minillm.parallel.offload import Offload
-from minillm.parallel.placement import FlatShard, Placement
-from minillm.parallel.sharded_gradient import ShardedGradient, plain
+from minillm.parallel.sharding.offload import Offload
+from minillm.parallel.sharding.placement import FlatShard, Placement
+from minillm.parallel.sharding.sharded_gradient import ShardedGradient, plain
 
 Initialize = Callable[[str, tuple[int, ...]], Tensor]  # (name, shape) -> the initial value of that parameter
 

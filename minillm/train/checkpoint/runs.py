@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from minillm.parallel.placement import FlatShard, Part, Partial, Placement, Shard
+from minillm.parallel.sharding.placement import FlatShard, Part, Partial, Placement, Shard
 
 
 @dataclass(frozen=True)
