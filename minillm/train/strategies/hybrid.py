@@ -125,8 +125,9 @@ class Hybrid(SingleDevice):
                 pipelined=bool(self.layout.order),
             )
         elif self.layout.zero == 0 and (self.averaged_over > 1 or not self.groups.is_split):
-            apart = {"gradient_groups": groups} if (groups := self._gradient_groups) else {}
-            self.module = self.wrap_with(model, self.groups.replicas, **apart)
+            wrap, groups = self.wrap_with, self._gradient_groups
+            wrap = functools.partial(wrap, gradient_groups=groups) if groups else wrap  # which some forms do not have
+            self.module = wrap(model, self.groups.replicas)
         if self.layout.order:
             sharded = self.module if self.layout.zero == 3 else None
             with sharded.unsharded(sharded.groups) if sharded else contextlib.nullcontext():
