@@ -115,7 +115,7 @@ def all_evidence(seed: int = 0) -> dict[str, tuple]:
 # One draft token on real distributions, in closed form: p, q of [positions, vocab].
 
 
-def one_guess(p: Tensor, q: Tensor) -> dict[str, Tensor]:
+def one_draft_token(p: Tensor, q: Tensor) -> dict[str, Tensor]:
     """{rule: [positions, vocab] what one draft token and its verification give}, right and wrong."""
     kept = torch.minimum(p, q)
     rejected = 1 - kept.sum(-1, keepdim=True)

@@ -15,7 +15,7 @@ PLAIN, DRAFT, LOOKUP = "greedy", "assistant_model", "prompt_lookup_num_tokens"
 @torch.no_grad()
 def peers(asked: Sequence[Sequence[int]], k: int, lookup: int) -> dict[str, tuple[list[list[int]], int]] | None:
     """{way: (answers, passes of the target)}, greedy; None without transformers. Its own ways to change the number of
-    guesses (a schedule, a threshold of confidence) are switched off."""
+    draft tokens (a schedule, a threshold of confidence) are switched off."""
     if find_spec("transformers") is None:
         return None
     from transformers import AutoModelForCausalLM, GenerationConfig

@@ -39,7 +39,7 @@ def one_draft_token(temperature: float = 1.0) -> Receipt:
         row("Σ min(p, q) = 1 - total variation of p and q", 1 - float(breaks.total_variation(p, q).mean()),
             float(experiments.overlap(p, q).mean()), "", 1e-9)
     ]  # fmt: skip
-    for place, (name, way) in enumerate(breaks.one_guess(p, q).items()):
+    for place, (name, way) in enumerate(breaks.one_draft_token(p, q).items()):
         off = float(breaks.total_variation(way, p).mean())
         found.append(row(f"{name}: exact", True, off < NOTHING) if place == 0 else row(f"{name}: off by", None, off))
     return receipt("one draft token at 192 positions of code: distance from the target's distribution", found)

@@ -39,10 +39,10 @@ def test_written_is_a_distribution():
     assert sum(tiny_models.first(found, 2).values()) == pytest.approx(1) and len(tiny_models.first(found, 2)) == 9
 
 
-def test_one_guess_in_closed_form_is_what_enumeration_says():
+def test_one_draft_token_in_closed_form_is_what_enumeration_says():
     target, draft = Tiny(generator(3), 4), Tiny(generator(4), 4)
     p, q = target([0, 1]), draft([0, 1])
-    exact, from_q, from_p, inverted = breaks.one_guess(p[None], q[None]).values()
+    exact, from_q, from_p, inverted = breaks.one_draft_token(p[None], q[None]).values()
 
     def run(draw, after):
         guess = choose(q, draw)
