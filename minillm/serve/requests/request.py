@@ -100,6 +100,7 @@ class Request:
     output: Output
     params: SamplingParams
     stop_tokens: frozenset[int]
+    draws: list[Draw]  # the random numbers of its n samples
     samples: list["Sample"] = field(default_factory=list)
     limit: int = 0  # tokens of a sample at most, prompt included
     priority: int = 0
@@ -116,7 +117,8 @@ class Request:
         if tokenizer is not None and tokenizer.eos is not None and not params.ignore_eos:
             stops.add(tokenizer.eos_id)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        return cls(Output(request_id, prompt, [], Timing(now), seed=seed), params, frozenset(stops))
+        draws = [Draw(sample_seed(seed, index)) for index in range(params.n)]
+        return cls(Output(request_id, prompt, [], Timing(now), seed=seed), params, frozenset(stops), draws)
 
     def sequence(self) -> Sequence:
         """Of its prompt, for the scheduler."""
@@ -126,8 +128,8 @@ class Request:
     def attach(self, sequence: Sequence, tokenizer: Tokenizer | None) -> "Sample":
         index, answer = len(self.samples), Answer()
         sequence.name = f"{self.output.request_id}/{index}"
-        draw = Draw(sample_seed(self.output.seed, index))
-        self.samples.append(Sample(self, index, sequence, answer, draw, tokenizer and tokenizer.stream()))
+        push = tokenizer and tokenizer.stream()
+        self.samples.append(Sample(self, index, sequence, answer, self.draws[index], push))
         self.output.answers.append(answer)
         return self.samples[-1]
 

@@ -48,7 +48,7 @@ class RequestTable:
         self._arrived: dict[str, Request] = {}
         self._requests: dict[str, Request] = {}
         self._deadlines: list[tuple[float, int, Request]] = []
-        self._names, self._submitting = count(), Lock()
+        self._names, self.submitting = count(), Lock()
 
     def __len__(self) -> int:
         """Requests that have not ended and are not about to."""
@@ -81,7 +81,7 @@ class RequestTable:
 
     def submit(self, request: Request, request_id: str | None = None) -> None:
         """Names it and leaves it for the next step. ValueError: the name is taken. RuntimeError: the queue is full."""
-        with self._submitting:
+        with self.submitting:
             self.scheduler.check_queue(len(self._arrived))
             if request_id is None:
                 waiting = {output.request_id for output in self.ended.copy()}
@@ -126,30 +126,30 @@ class RequestTable:
 
     def attach(self, request: Request, sequence: Sequence) -> Sample:
         """One more sample of the request."""
-        taken = self.samples[sequence] = request.attach(sequence, self.tokenizer)
-        return taken
+        sample = self.samples[sequence] = request.attach(sequence, self.tokenizer)
+        return sample
 
     def end(self, request: Request, reason: str, error: str | None = None) -> None:
         """Ends all samples of a request that have not ended."""
         if request.output.timing.ended is not None or self._requests.get(request.output.request_id) is not request:
             return
         request.output.error = error
-        for taken in request.samples:
-            if taken.answer.reason is None:
-                self.finish(taken, reason)
+        for sample in request.samples:
+            if sample.answer.reason is None:
+                self.finish(sample, reason)
         self._close(request)
 
-    def finish(self, taken: Sample, reason: str) -> None:
+    def finish(self, sample: Sample, reason: str) -> None:
         """Ends one sample; `close_if_done` ends its request after the last."""
-        taken.close(reason)
-        self.scheduler.finish(taken.sequence, wrong=reason == "failed")
-        del self.samples[taken.sequence]
+        sample.close(reason)
+        self.scheduler.finish(sample.sequence, wrong=reason == "failed")
+        del self.samples[sample.sequence]
         if self.speculation is not None:
-            self.speculation.end(taken.sequence)
-        taken.count()
+            self.speculation.end(sample.sequence)
+        sample.count()
 
     def close_if_done(self, request: Request) -> None:
-        if request.output.timing.ended is None and all(taken.answer.reason for taken in request.samples):
+        if request.output.timing.ended is None and all(sample.answer.reason for sample in request.samples):
             self._close(request)
 
     def recover(self, error: str) -> None:
@@ -172,15 +172,15 @@ class RequestTable:
                 queued[name] = request
             elif timing.ended is None:
                 request.output.error = error
-                for taken in request.samples:
-                    if taken.answer.reason is None:
-                        taken.close("failed")
-                        taken.count()
+                for sample in request.samples:
+                    if sample.answer.reason is None:
+                        sample.close("failed")
+                        sample.count()
                 self._close(request)
             else:  # it was interrupted in `_close`
                 listed = request.awaited or any(output is request.output for output in self.ended)
                 self._close(request, listed=listed)
-        with self._submitting:
+        with self.submitting:
             self._arrived = queued | self._arrived
         for name in queued:
             self._requests.pop(name, None)
