@@ -21,12 +21,9 @@ the plain engine, token by token. What is different:
 
 import torch
 
-from minillm.serve.requests.request import Sample
 from minillm.serve.run.core import EngineCore
 from minillm.serve.run.step import Step
 from minillm.serve.schedule.sequence import Sequence, State
-
-Held = tuple[Sequence, Sample, int]  # a sequence with a placeholder; its sample; the place of the token among its own
 
 
 class AsyncScheduling(EngineCore):
@@ -36,7 +33,6 @@ class AsyncScheduling(EngineCore):
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         self.launched: Step | None = None
-        self._held: list[Held] = []
 
     @torch.inference_mode()
     def step(self) -> None:
@@ -46,13 +42,12 @@ class AsyncScheduling(EngineCore):
         pool.withheld = frozenset() if before is None else _written(before, pool.block_size)
         step = self.plan()
         pool.withheld = frozenset()
-        held, self._held = self._held, []
         if step is not None:
             self.execute(step)
             if not step.error:
                 self._hold(step)
         if before is not None:
-            self._read(before, held, step)
+            self._read(before, step)
         if step is not None and step.error:
             self.finish(step)
         else:
@@ -63,15 +58,15 @@ class AsyncScheduling(EngineCore):
         if step.outputs.sampled is not None:
             step.outputs.sampled.send()
         for row, (sequence, sample, _, _) in enumerate(step.ready):
-            self._held.append((sequence, sample, sequence.num_tokens))
+            step.held.append((sequence, sample, sequence.num_tokens))
             if sample.answer.reason is None and sequence.num_tokens + 1 < sequence.limit:
                 sequence.tokens.append(~row)
                 sequence.num_pending += 1
 
-    def _read(self, step: Step, held: list[Held], following: Step | None) -> None:
+    def _read(self, step: Step, following: Step | None) -> None:
         """Each sequence of a step gets its token. following: what was launched with placeholders for them."""
         alive, later = [], []
-        for sequence, sample, place in held:
+        for sequence, sample, place in step.held:
             if sample.answer.reason is None:
                 alive.append((sequence, sample, place))
                 later.append(sequence.tokens[place + 1 :])
@@ -96,6 +91,7 @@ class AsyncScheduling(EngineCore):
             if each is sequence:
                 following.dropped.add(row)
                 sample.draw.count -= 1
+        following.held = [each for each in following.held if each[0] is not sequence]
         if sequence.state is State.RUNNING:
             sequence.num_computed = min(sequence.num_computed, place)
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # A sequence whose last token the step computes; its sample; the first of its rows of the logits, and the end of them.
 Ready = tuple[Sequence, Sample, int, int]
+# A sequence that gets a token; its sample; the place of the token among the sequence's own.
+Held = tuple[Sequence, Sample, int]
 
 
 @dataclass(eq=False)
@@ -29,8 +31,9 @@ class Step:
     blocks that it has in this step.
 
     drafts: draft tokens to compute after a sequence's own, by place in the plan. ready: the sequences that get tokens;
-    one of several samples (n > 1) is followed by the others, once they exist. dropped: rows of
-    it whose token is no good. outputs: None until it is executed. error: what it raised, "" = nothing; stage: where.
+    one of several samples (n > 1) is followed by the others, once they exist. dropped: rows of it whose token is no
+    good. held: tokens that the host has not read yet (`AsyncScheduling`). outputs: None until it is executed. error:
+    what it raised, "" = nothing; stage: where.
     """
 
     number: int
@@ -42,6 +45,7 @@ class Step:
     drafts: dict[int, list[int]] = field(default_factory=dict)
     ready: list[Ready] = field(default_factory=list)
     dropped: set[int] = field(default_factory=set)
+    held: list[Held] = field(default_factory=list)
     outputs: "StepOutputs | None" = None
     stage: str = "the forward pass"
     error: str = ""

@@ -117,8 +117,8 @@ def test_a_pass_that_reads_back_is_told_once_and_runs_as_it_comes(recording):
 
 def test_who_can_be_replayed():
     model = Transformer(ModelConfig(50, 32, 64, 1, 4, 2, max_seq_len=16))
-    assert LLM(model).buffers.graphs is None  # on the CPU only if asked for
-    assert LLM(model, graphs=True, max_num_seqs=40).buffers.graphs.sizes == [1, 2, 4, 8, 16, 32, 40]
+    assert LLM(model).runner.graphs is None  # on the CPU only if asked for
+    assert LLM(model, graphs=True, max_num_seqs=40).runner.graphs.sizes == [1, 2, 4, 8, 16, 32, 40]
     with pytest.raises(ValueError, match="cannot be replayed, it takes lengths from the host: use graphs=False"):
         LLM(model, graphs=True, backend=block_by_block)
     with pytest.raises(ValueError, match="graphs 'yes' must be True, False or None"):
