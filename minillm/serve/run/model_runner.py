@@ -75,8 +75,8 @@ class Runner:
         tables.write_on_host(step.table_places, step.table_blocks)
         positions, slots = slots_of_tokens(tables.host, step.rows, step.starts, step.counts, self.cache.block_size)
         of_tokens = {"tokens": step.tokens, "positions": positions, "slots": slots}
-        if not (step.tokens < 0).any():
-            before = None
+        if before is not None and step.tokens.min() >= 0:
+            before = None  # without placeholders
         if self.graphs is not None and step.one_token_each and not step.hidden:
             logits = self.graphs.logits(step, of_tokens, before)
             if logits is not None:

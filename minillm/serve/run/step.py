@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minillm.serve.requests.request import Sample
-from minillm.serve.run.step_inputs import Row, SamplingInputs, StepInputs, sampling_inputs
+from minillm.serve.run.step_inputs import NOTHING, Row, SamplingInputs, StepInputs, greedy_inputs, sampling_inputs
 from minillm.serve.schedule.sequence import Plan, Sequence
 
 if TYPE_CHECKING:
@@ -31,9 +31,9 @@ class Step:
     blocks that it has in this step.
 
     drafts: draft tokens to compute after a sequence's own, by place in the plan. ready: the sequences that get tokens;
-    one of several samples (n > 1) is followed by the others, once they exist. dropped: rows of it whose token is no
-    good. held: tokens that the host has not read yet (`AsyncScheduling`). outputs: None until it is executed. error:
-    what it raised, "" = nothing; stage: where.
+    one of several samples (n > 1) is followed by the others, once they exist; forks: there is such a one. dropped: rows
+    of it whose token is no good. held: tokens that the host has not read yet (`AsyncScheduling`). outputs: None until
+    it is executed. error: what it raised, "" = nothing; stage: where.
     """
 
     number: int
@@ -44,6 +44,7 @@ class Step:
     tables: list[list[int]]
     drafts: dict[int, list[int]] = field(default_factory=dict)
     ready: list[Ready] = field(default_factory=list)
+    forks: bool = False
     dropped: set[int] = field(default_factory=set)
     held: list[Held] = field(default_factory=list)
     outputs: "StepOutputs | None" = None
@@ -93,6 +94,7 @@ class InputBuilder:
         """
         flat: list[int] = []
         wanted: list[int] = []
+        num_samples = 0
         for place, ((sequence, count), start) in enumerate(zip(step.plan.batch, step.starts, strict=True)):
             sequence.forwarded += count
             if count == 1:
@@ -101,12 +103,19 @@ class InputBuilder:
                 flat += sequence.tokens[start : start + count]
                 flat += step.drafts.get(place, ())
             num_drafts = start + count - len(sequence.tokens)
-            if num_drafts >= 0:
-                first = len(wanted)
+            if num_drafts == 0:
+                step.ready.append((sequence, samples[sequence], len(wanted), len(wanted) + 1))
+                wanted.append(len(flat) - 1)
+                num_samples += sequence.num_seqs
+            elif num_drafts > 0:
+                step.ready.append((sequence, samples[sequence], len(wanted), len(wanted) + 1 + num_drafts))
                 wanted += range(len(flat) - 1 - num_drafts, len(flat))
-                step.ready.append((sequence, samples[sequence], first, len(wanted)))
-        places, self._places = np.array(self._places, np.int64), []
-        blocks, self._blocks = np.array(self._blocks, np.int64), []
+                num_samples += 1
+        places = blocks = NOTHING
+        if self._places:
+            places, blocks = np.array(self._places, np.int64), np.array(self._blocks, np.int64)
+            self._places, self._blocks = [], []
+        step.forks = num_samples > len(step.ready)
         allowed_rows, allowed_ids = _allowed(step.ready)
         return StepInputs(
             tokens=np.array(flat, np.int64),
@@ -119,7 +128,7 @@ class InputBuilder:
             allowed_rows=allowed_rows,
             allowed_ids=allowed_ids,
             hidden=hidden,
-            sampling=_sampling(step.ready) if sampled and step.ready else None,
+            sampling=_sampling(step) if sampled and step.ready else None,
         )
 
     def _update(self, sequences: list[Sequence]) -> list[int]:
@@ -149,8 +158,11 @@ class InputBuilder:
         return row
 
 
-def _sampling(ready: list[Ready]) -> SamplingInputs:
+def _sampling(step: Step) -> SamplingInputs:
     """A row for each sample: one for a sequence, n for one whose prompt ends and that n samples go on from."""
+    ready = step.ready
+    if not step.forks and all([sample.request.params.greedy_only for _, sample, _, _ in ready]):
+        return greedy_inputs(len(ready))
     rows: list[Row] = []
     logits_rows: list[int] = []
     for sequence, sample, first, _ in ready:
@@ -161,7 +173,7 @@ def _sampling(ready: list[Ready]) -> SamplingInputs:
         else:
             rows += [(params, sequence.tokens, draw) for draw in sample.request.draws]
             logits_rows += [first] * len(sample.request.draws)
-    return sampling_inputs(rows, None if len(rows) == len(ready) else logits_rows)
+    return sampling_inputs(rows, logits_rows if step.forks else None)
 
 
 def _allowed(ready: list[Ready]) -> tuple[np.ndarray, np.ndarray]:
@@ -173,4 +185,4 @@ def _allowed(ready: list[Ready]) -> tuple[np.ndarray, np.ndarray]:
         if allowed and len(sequence.tokens) == len(sample.request.output.prompt):
             rows += [first] * len(allowed)
             ids += allowed
-    return np.array(rows, np.int64), np.array(ids, np.int64)
+    return (np.array(rows, np.int64), np.array(ids, np.int64)) if rows else (NOTHING, NOTHING)

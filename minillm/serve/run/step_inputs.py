@@ -8,6 +8,7 @@ all it needs. Whatever else a pass should know of each token or sequence is one 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import inf
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import Tensor
 from minillm.model.draw import Draw
 from minillm.serve.requests.params import SamplingParams
 
+NOTHING = np.zeros(0, np.int64)
 Row = tuple[SamplingParams, Sequence[int], Draw]  # what a request asks for; its prompt and answer so far; its draws
 
 
@@ -69,7 +71,7 @@ def sampling_inputs(rows: Sequence[Row], logits_rows: Sequence[int] | None = Non
     """The arrays for these rows. Takes one random number of every row's `Draw` whose temperature is above 0."""
     places = None if logits_rows is None else np.array(logits_rows, np.int64)
     if all([params.greedy_only for params, _, _ in rows]):
-        return SamplingInputs(len(rows), places)
+        return greedy_inputs(len(rows)) if places is None else SamplingInputs(len(rows), places)
     of_row, ids, penalties = [], [], []
     for row, (params, tokens, _) in enumerate(rows):
         if params.repetition_penalty != 1:
@@ -90,6 +92,12 @@ def sampling_inputs(rows: Sequence[Row], logits_rows: Sequence[int] | None = Non
         penalty_rows=np.array(of_row, np.int64),
         penalty_ids=np.array(ids, np.int64),
     )
+
+
+@lru_cache(maxsize=1024)
+def greedy_inputs(count: int) -> SamplingInputs:
+    """The likeliest token of every row; one object for all steps of so many tokens."""
+    return SamplingInputs(count)
 
 
 @dataclass(frozen=True, eq=False)

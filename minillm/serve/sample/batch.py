@@ -93,17 +93,18 @@ def _sample_rows(
     vocab_size, device = scores.shape[1], scores.device
     temperature = np.maximum(inputs.temperature, COLDEST)
     top_k = np.where(inputs.top_k < vocab_size, inputs.top_k, inf)
-    settings = np.stack([temperature, inputs.uniform, top_k, inputs.top_p, inputs.min_p])[:, drawn]
+    settings = np.stack([each[drawn] for each in (temperature, inputs.uniform, top_k, inputs.top_p, inputs.min_p)])
     limits = to_device([settings.view(np.int64)], device)[0].view(torch.float64)[..., None]
 
     if len(drawn) < len(scores):
         scores, most = (each.index_select(0, index) for each in (scores, most))
+    on_host = settings[2:].tolist()
     count = ROWS_AT_ONCE if device.type == "cpu" else len(drawn)
     weights, found = [], []  # the weights stay: what they were made of may be overwritten by the pass that follows
     for start in range(0, len(drawn), count):
         part = slice(start, start + count)
         weights.append(_weights(scores[part], most[part], limits[0, part]))
-        found.append(_sample_part(weights[-1], limits[1:, part], settings[2:, part]))
+        found.append(_sample_part(weights[-1], limits[1:, part], [each[part] for each in on_host]))
     ids, certain = map(torch.cat, zip(*found, strict=True))
 
     def resample(uncertain: list[int]) -> Tensor:
@@ -126,18 +127,19 @@ def _weights(scores: Tensor, most: Tensor, temperature: Tensor) -> Tensor:
     return weights
 
 
-def _sample_part(weights: Tensor, limits: Tensor, settings: np.ndarray) -> tuple[Tensor, Tensor]:
-    """(ids, whether they are certain), [rows] each. limits: uniform, top_k, top_p, min_p, [4, rows, 1]. settings: the
-    last three of them on the host, [3, rows]."""
-    top_k, top_p, min_p = settings
-    near, far = np.flatnonzero(top_k < CANDIDATES), np.flatnonzero(top_k >= CANDIDATES)
-    cuts = np.isfinite(top_k[far]).any(), (top_p[far] < 1).any(), (min_p[far] > 0).any()
-    if not len(near):
+def _sample_part(weights: Tensor, limits: Tensor, on_host: Sequence[list[float]]) -> tuple[Tensor, Tensor]:
+    """(ids, whether they are certain), [rows] each. limits: uniform, top_k, top_p, min_p, [4, rows, 1]. on_host: the
+    last three of them, [3][rows]."""
+    top_k, top_p, min_p = on_host
+    near = [row for row, k in enumerate(top_k) if k < CANDIDATES]
+    far = [row for row, k in enumerate(top_k) if k >= CANDIDATES]
+    cuts = any(top_k[row] < inf for row in far), any(top_p[row] < 1 for row in far), any(min_p[row] for row in far)
+    if not near:
         return _from_all(cuts, weights, *limits)
-    count = 1 + int(top_k[near].max())
-    if not len(far):
+    count = 1 + int(max(top_k[row] for row in near))
+    if not far:
         return _from_likeliest(count, weights, *limits)
-    of_near, of_far = to_device([near, far], weights.device)
+    of_near, of_far = to_device([np.array(near), np.array(far)], weights.device)
     some, others = ((weights.index_select(0, index), *limits.index_select(1, index)) for index in (of_near, of_far))
     found = zip(_from_likeliest(count, *some), _from_all(cuts, *others), strict=True)
     order = torch.cat((of_near, of_far))

@@ -26,7 +26,7 @@ class NextTokens:
     def advance(self, step: Step) -> None:
         """The step's tokens are computed. A request whose sampling raised ends, and no other."""
         self.scheduler.advance(step.plan)
-        if any([sequence.num_seqs > 1 for sequence, _, _, _ in step.ready]):
+        if step.forks:
             step.ready = [row for each in step.ready for row in self._with_forks(each)]
         for row, failure in (step.outputs.faults or {}).items():
             self._failed(step.ready[row][1], failure)
