@@ -28,11 +28,11 @@ class Naive(FirstCome):
             self.waiting.popleft()
         if not self.waiting:
             return
-        taken = self.waiting[0]
-        tokens = taken.sequence.tokens
+        sample = self.waiting[0]
+        tokens = sample.sequence.tokens
         last = torch.tensor([len(tokens) - 1], device=self.model.embedding.weight.device)
-        logits = self.logits([taken], [tokens], [len(tokens)], rows=last)
-        self.accept(taken, logits[0, 0])
+        logits = self.logits([sample], [tokens], [len(tokens)], rows=last)
+        self.accept(sample, logits[0, 0])
 
 
 class StaticBatches(FirstCome):
@@ -66,34 +66,34 @@ class StaticBatches(FirstCome):
     def next_batch(self) -> list[Sample]:
         batch: list[Sample] = []
         while self.waiting and len(batch) < self.batch_size:
-            if going(taken := self.waiting.popleft()):
-                batch.append(taken)
+            if going(sample := self.waiting.popleft()):
+                batch.append(sample)
         return batch
 
     def prefill(self, batch: list[Sample]) -> None:
         """All prompts in one pass, and the first token of each answer."""
-        lengths = [taken.sequence.num_tokens for taken in batch]
+        lengths = [sample.sequence.num_tokens for sample in batch]
         weight, longest = self.model.embedding.weight, max(lengths)
-        slots = max(taken.sequence.limit for taken in batch)
+        slots = max(sample.sequence.limit for sample in batch)
         self.batch = batch
         self.cache = PaddedCache(self.model.config, len(batch), slots, device=weight.device, dtype=weight.dtype)
-        tokens = [taken.sequence.tokens + [0] * (longest - n) for taken, n in zip(batch, lengths, strict=True)]
+        tokens = [sample.sequence.tokens + [0] * (longest - n) for sample, n in zip(batch, lengths, strict=True)]
         positions = torch.arange(longest, device=weight.device).expand(len(batch), -1)
         ends = sorted(set(lengths))
         rows = torch.tensor(ends, device=weight.device) - 1
         logits = self.logits(batch, tokens, lengths, positions=positions, attention=self.cache, rows=rows)
-        for row, taken in enumerate(batch):
-            self.accept(taken, logits[row, ends.index(lengths[row])])
+        for row, sample in enumerate(batch):
+            self.accept(sample, logits[row, ends.index(lengths[row])])
 
     def decode(self) -> None:
         """Each row's last token: one more for those that go on; a row that has ended computes its last one again."""
-        tokens = [taken.sequence.tokens[-1:] for taken in self.batch]
-        places = [[taken.sequence.num_tokens - 1] for taken in self.batch]
+        tokens = [sample.sequence.tokens[-1:] for sample in self.batch]
+        places = [[sample.sequence.num_tokens - 1] for sample in self.batch]
         positions = torch.tensor(places, device=self.model.embedding.weight.device)
-        useful = [int(going(taken)) for taken in self.batch]
+        useful = [int(going(sample)) for sample in self.batch]
         logits = self.logits(self.batch, tokens, useful, positions=positions, attention=self.cache)
-        for row, taken in enumerate(self.batch):
-            self.accept(taken, logits[row, 0])
+        for row, sample in enumerate(self.batch):
+            self.accept(sample, logits[row, 0])
 
 
 class PaddedCache:

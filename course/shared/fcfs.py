@@ -14,9 +14,9 @@ from torch import Tensor
 from minillm.data import Tokenizer
 from minillm.model import Transformer
 from minillm.serve.requests.params import SamplingParams
-from minillm.serve.requests.request import Output, Request, Sample, pairs, prompt_ids
+from minillm.serve.requests.request import Output, Request, Sample, new_request, pairs, prompt_ids
 from minillm.serve.run.recorder import StepRecord
-from minillm.serve.sample.reference import sample
+from minillm.serve.sample import reference
 from minillm.serve.schedule.sequence import Sequence
 
 
@@ -71,9 +71,9 @@ class FirstCome:
             request_id = None if name in self._requests else name
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is taken by a request that has not ended: choose another.")
-        request = Request.arrived(request_id, tokens, params, self.tokenizer, self.clock())
-        self._requests[request_id] = request
         limit = min(len(tokens) + params.max_tokens, self.model.config.max_seq_len)
+        request = new_request(tokens, params, limit, self.tokenizer, self.clock(), request_id=request_id)
+        self._requests[request_id] = request
         for _ in range(params.n):
             self.waiting.append(request.attach(Sequence(list(tokens), limit), self.tokenizer))
         return request_id
@@ -123,45 +123,45 @@ class FirstCome:
         Counts what is computed, and notes when a request was computed first.
         """
         now = self.clock()
-        for taken, wanted in zip(samples, useful, strict=True):
-            taken.request.output.computed += wanted
-            if taken.request.output.timing.scheduled is None:
-                taken.request.output.timing.scheduled = now
+        for sample, wanted in zip(samples, useful, strict=True):
+            sample.request.output.computed += wanted
+            if sample.request.output.timing.scheduled is None:
+                sample.request.output.timing.scheduled = now
         batch = torch.tensor(tokens, device=self.model.embedding.weight.device)
-        starts = [taken.sequence.num_tokens - max(each, 1) for taken, each in zip(samples, useful, strict=True)]
-        names = (taken.sequence.name for taken in samples)
+        starts = [sample.sequence.num_tokens - max(each, 1) for sample, each in zip(samples, useful, strict=True)]
+        names = (sample.sequence.name for sample in samples)
         self._batch = tuple(zip(names, starts, map(len, tokens), strict=True))
         self.computed += batch.numel()
         self.waste += batch.numel() - sum(useful)
         return self.model(batch, **inputs).float().cpu()
 
-    def accept(self, taken: Sample, logits: Tensor) -> None:
+    def accept(self, sample: Sample, logits: Tensor) -> None:
         """The sample's next token, from logits [vocab_size], if it goes on; its request ends with its last sample."""
-        request, timing = taken.request, taken.request.output.timing
-        if not going(taken):
+        request, timing = sample.request, sample.request.output.timing
+        if not going(sample):
             return
         if not logits.amax().isfinite():
-            tokens = taken.sequence.num_tokens
+            tokens = sample.sequence.num_tokens
             self._end(request, "failed", f"its logits are not finite after {tokens} tokens (NaN or infinite)")
             return
-        token = sample(logits, request.params, taken.sequence.tokens, taken.draw)
+        token = reference.sample(logits, request.params, sample.sequence.tokens, sample.draw)
         self._sampled += 1
         if timing.first_token is None:
             timing.first_token = self.clock()
-        if (reason := taken.accept(token)) is not None:
-            taken.close(reason)
+        if (reason := sample.accept(token)) is not None:
+            sample.close(reason)
             if all(each.answer.reason is not None for each in request.samples):
                 self._end(request, reason)
 
     def _end(self, request: Request, reason: str, error: str | None = None) -> None:
-        for taken in request.samples:
-            if taken.answer.reason is None:
-                taken.close(reason)
+        for sample in request.samples:
+            if sample.answer.reason is None:
+                sample.close(reason)
         request.output.error = error
         request.output.timing.ended = self.clock()
         del self._requests[request.output.request_id]
         self._ended.append(request.output)
 
 
-def going(taken: Sample) -> bool:
-    return taken.answer.reason is None
+def going(sample: Sample) -> bool:
+    return sample.answer.reason is None

@@ -3,8 +3,9 @@
     submit ──▶ arrived ──tidy──▶ queued ──▶ finish, sample by sample ──▶ close ──▶ ended: for `step` to return,
     cancelled ───────────tidy──────────────▶ end (also: timeout, failed) ──▲       or for the caller that awaits it
 
-Only the step that is under way changes anything here. Everybody else leaves a mark for it: an entry in `arrived` or in
-`cancelled`, put there by one operation of the interpreter, at any moment, in any thread, also by the garbage collector.
+Only the step that is under way changes anything here. Other threads only append to `arrived` or `cancelled`, which is
+atomic under the GIL; the step applies both. So the garbage collector may cancel a request in `__del__` at any moment,
+where a lock that the same thread holds already would never be free, and a signal handler may, too.
 """
 
 from collections import deque
@@ -19,7 +20,7 @@ from minillm.data import Tokenizer
 from minillm.model import ModelConfig
 from minillm.serve.numbers import check_whole
 from minillm.serve.requests.params import SamplingParams
-from minillm.serve.requests.request import Output, Request, Sample, prompt_ids
+from minillm.serve.requests.request import Output, Request, Sample, new_request, prompt_ids
 from minillm.serve.schedule.scheduler import Scheduler
 from minillm.serve.schedule.sequence import Sequence
 
@@ -74,10 +75,8 @@ class RequestTable:
             raise ValueError(f"salt {salt!r} must be a text, or None.")
         limit = min(len(tokens) + params.max_tokens, self.config.max_seq_len)
         self.scheduler.check(limit, params.n)
-        request = Request.arrived("", tokens, params, self.tokenizer, self.clock())
-        request.limit, request.priority, request.salt = limit, priority, salt
-        request.timeout_s, request.awaited = timeout_s, awaited
-        return request
+        options = {"priority": priority, "salt": salt, "timeout_s": timeout_s, "awaited": awaited}
+        return new_request(tokens, params, limit, self.tokenizer, self.clock(), **options)
 
     def submit(self, request: Request, request_id: str | None = None) -> None:
         """Names it and leaves it for the next step. ValueError: the name is taken. RuntimeError: the queue is full."""
@@ -146,7 +145,7 @@ class RequestTable:
         del self.samples[sample.sequence]
         if self.speculation is not None:
             self.speculation.end(sample.sequence)
-        sample.count()
+        sample.add_stats_to_output()
 
     def close_if_done(self, request: Request) -> None:
         if request.output.timing.ended is None and all(sample.answer.reason for sample in request.samples):
@@ -175,7 +174,7 @@ class RequestTable:
                 for sample in request.samples:
                     if sample.answer.reason is None:
                         sample.close("failed")
-                        sample.count()
+                        sample.add_stats_to_output()
                 self._close(request)
             else:  # it was interrupted in `_close`
                 listed = request.awaited or any(output is request.output for output in self.ended)

@@ -22,7 +22,7 @@ from minillm.serve.run.step import Step
 from minillm.serve.sample.reference import described, filtered
 from minillm.serve.schedule.sequence import Plan, Sequence
 from minillm.serve.speculate.adaptive import AdaptiveK, Counts
-from minillm.serve.speculate.proposal import Asked, Draft, Proposer
+from minillm.serve.speculate.proposal import Draft, DraftRequest, Proposer
 from minillm.serve.speculate.verify import distribution, verify, verify_greedy
 
 
@@ -64,7 +64,7 @@ class Speculation:
             )
         self.proposer, self.k, self.vocab_size, self.clock = proposer, k, config.vocab_size, clock
         self.wants_hidden = proposer.wants_hidden
-        self.answered = getattr(proposer, "answered", None)
+        self.on_verified = getattr(proposer, "on_verified", None)
         self.counts, self.drafting_s = Counts(), 0.0
         self._states: dict[Sequence, State] = {}
         self._observed: dict[str, int] = {}  # by sequence: positions whose hidden states the proposer has
@@ -96,12 +96,12 @@ class Speculation:
             state = self._states[sample.sequence] = State(tried=weight, kept=weight * prior)
         draft = state.draft or Draft([])
         checked = min(len(logits), len(draft.tokens))
-        if self.answered is not None:
+        if self.on_verified is not None:
             try:
                 tokens, right = draft.tokens[:checked], likeliest[: checked + 1]
-                self.answered(sample.sequence.name, sample.sequence.tokens, tokens, right)
+                self.on_verified(sample.sequence.name, sample.sequence.tokens, tokens, right)
             except Exception as failure:
-                self._failed(sample.sequence.name, "answered", failure)
+                self._failed(sample.sequence.name, "on_verified", failure)
         seen = [sample.sequence.tokens + draft.tokens[:place] for place in range(len(logits))]
         if params.temperature > 0:
             rows = [distribution(row, params, known) for row, known in zip(logits, seen, strict=True)]
@@ -170,9 +170,9 @@ class Speculation:
         error, self._error = self._error, None
         return error
 
-    def _ask(self, plan: Plan, samples: dict[Sequence, Sample]) -> list[tuple[int, Asked]]:
-        """(place in the plan, Asked) of sequences that need a draft and whose last token this step computes."""
-        asked: list[tuple[int, Asked]] = []
+    def _ask(self, plan: Plan, samples: dict[Sequence, Sample]) -> list[tuple[int, DraftRequest]]:
+        """(place in the plan, DraftRequest) of sequences that need a draft and whose last token this step computes."""
+        asked: list[tuple[int, DraftRequest]] = []
         for place, (sequence, tokens) in enumerate(plan.batch):
             if not sequence.num_draft_tokens or tokens < sequence.num_uncomputed:
                 continue
@@ -181,10 +181,10 @@ class Speculation:
             request, granted = samples[sequence].request, tokens - sequence.num_uncomputed
             if k := granted if request.params.temperature == 0 else sequence.num_draft_tokens:
                 draw = samples[sequence].draw
-                asked.append((place, Asked(sequence.name, sequence.tokens, request.params, k, draw)))
+                asked.append((place, DraftRequest(sequence.name, sequence.tokens, request.params, k, draw)))
         return asked
 
-    def _propose(self, asked: list[Asked]) -> list[Draft]:
+    def _propose(self, asked: list[DraftRequest]) -> list[Draft]:
         """A draft for each. If the proposer raises or errs, each is asked for alone, and only the culprits get none."""
         counts = [each.draw.count for each in asked]
         try:
@@ -221,7 +221,7 @@ class Speculation:
         state.checked, state.accepted = state.checked + checked, state.accepted + accepted
         self.counts.add(checked, accepted, state.place)
 
-    def _check_draft(self, draft: Draft, asked: Asked) -> None:
+    def _check_draft(self, draft: Draft, asked: DraftRequest) -> None:
         tokens = draft.tokens
         if len(tokens) > asked.k or any(not 0 <= token < self.vocab_size for token in tokens):
             raise ValueError(f"the proposer's draft {tokens} must be at most {asked.k} ids below {self.vocab_size}.")

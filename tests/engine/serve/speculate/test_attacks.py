@@ -85,7 +85,7 @@ def attacked(make, trained, kind, rate, seed, **options):
     """An engine of its own model. rate: of failures, in the forward pass, its logits and all the proposer does."""
     target = make()
     proposer = MAKE[kind](target, make, trained) if kind in MAKE else None
-    flaky = Flaky(proposer, ("propose", "observe", "answered", "forget"), rate, seed)
+    flaky = Flaky(proposer, ("propose", "observe", "on_verified", "forget"), rate, seed)
     right, faults = target.forward, random.Random(seed + 1)
 
     def forward(*args, **kwargs):
