@@ -11,7 +11,7 @@ from course.lab13_paged_attention.experiments import naive, target
 from course.shared.measuring import one_thread
 from minillm.serve import LLM, BlockPool, Prefix, SamplingParams, Sequence, engine
 from minillm.serve.requests import request
-from minillm.serve.schedule.blocks import root
+from minillm.serve.schedule.blocks import cache_namespace
 
 SIZE, STEPS = 16, 80
 
@@ -39,7 +39,7 @@ def _whole_prompt(self, blocks: int, block_size: int) -> list[Prefix]:
 
 def _without_salt(adapter: str | None = None, salt: str | None = None) -> Prefix:
     """Tenants share (of this kind: vLLM, issue 44701)."""
-    return root(adapter)
+    return cache_namespace(adapter)
 
 
 _whole_tokens, _full_blocks = Prefix.__init__, Sequence.prefixes
@@ -52,7 +52,7 @@ def _bug(name: str) -> AbstractContextManager:
         "frees shared blocks": lambda: mock.patch.object(engine, "BlockPool", FreesShared),
         "one byte per token": lambda: mock.patch.object(Prefix, "__init__", _one_byte),
         "whole prompt from the cache": lambda: mock.patch.object(Sequence, "prefixes", _whole_prompt),
-        "no salt in the key": lambda: mock.patch.object(request, "root", _without_salt),
+        "no salt in the key": lambda: mock.patch.object(request, "cache_namespace", _without_salt),
     }[name]()
 
 

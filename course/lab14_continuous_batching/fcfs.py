@@ -14,7 +14,7 @@ from torch import Tensor
 from minillm.data import Tokenizer
 from minillm.model import Transformer
 from minillm.serve.requests.params import SamplingParams
-from minillm.serve.requests.request import Output, Request, Sample, pairs, prompt_ids
+from minillm.serve.requests.request import Output, Request, Sample, new_request, pairs, prompt_ids
 from minillm.serve.run.recorder import StepRecord
 from minillm.serve.sample import reference
 from minillm.serve.schedule.sequence import Sequence
@@ -71,9 +71,9 @@ class FirstCome:
             request_id = None if name in self._requests else name
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is taken by a request that has not ended: choose another.")
-        request = Request.arrived(request_id, tokens, params, self.tokenizer, self.clock())
-        self._requests[request_id] = request
         limit = min(len(tokens) + params.max_tokens, self.model.config.max_seq_len)
+        request = new_request(tokens, params, limit, self.tokenizer, self.clock(), request_id=request_id)
+        self._requests[request_id] = request
         for _ in range(params.n):
             self.waiting.append(request.attach(Sequence(list(tokens), limit), self.tokenizer))
         return request_id

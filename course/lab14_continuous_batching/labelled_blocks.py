@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from minillm.serve import BlockPool, Prefix
 from minillm.serve import Sequence as Seq
-from minillm.serve.schedule.blocks import root
+from minillm.serve.schedule.blocks import cache_namespace
 
 
 class LabelledBlocks:
@@ -55,7 +55,7 @@ def draw_pool(
     sequence.blocks = pool.allocate(blocks)
     for place, block in enumerate(sequence.blocks):
         storage.device[block] = tokens[place * size : min((place + 1) * size, computed)]
-    prefix = root()
+    prefix = cache_namespace()
     for place in range(shared):
         prefix = Prefix(prefix, tuple(tokens[place * size : (place + 1) * size]))
         pool.cache_block(sequence.blocks[place], prefix)

@@ -13,7 +13,7 @@ from itertools import count
 
 from minillm.bench.harness import BenchRow, bench_row, check_repeats, side_by_side
 from minillm.serve import BlockPool, Prefix, Scheduler, Sequence
-from minillm.serve.schedule.blocks import root
+from minillm.serve.schedule.blocks import cache_namespace
 
 PROMPT, ANSWER, BLOCK_SIZE = 64, 64, 16
 RUNNING = (16, 128, 1024)
@@ -80,7 +80,7 @@ class Steady:
         """So many blocks that nobody holds any more and a hit could revive."""
         blocks = self.pool.allocate(cached)
         for number, block in enumerate(blocks):
-            self.pool.cache_block(block, Prefix(root(salt="old"), (number,) * BLOCK_SIZE))
+            self.pool.cache_block(block, Prefix(cache_namespace(salt="old"), (number,) * BLOCK_SIZE))
         self.pool.release(blocks)
 
 

@@ -11,9 +11,11 @@ Reading order:
 4. `engine.py`                  add, step, cancel, stream
 5. `requests/request.py`        what `requests/params.py` asks for, and what becomes of it; `requests/table.py` holds
                                 all requests that have not ended
-6. `run/model_runner.py`        one forward pass
-7. `sample/next_tokens.py`      from logits to answers
-8. `minillm/model/paged.py`     attention over blocks anywhere in memory; `paged_backend.py` lists who computes it
+6. `run/core.py`                a step in three parts: plan, execute, finish
+7. `run/step.py`                the inputs of a step from live sequences, as the plain arrays of `run/step_inputs.py`
+8. `run/model_runner.py`        executes them: one forward pass and its sampling
+9. `sample/next_tokens.py`      from sampled tokens to answers
+10. `minillm/model/paged`       attention over blocks anywhere in memory
 A mechanism alone:
 - prefix cache: `schedule/blocks.py`, `schedule/sequence.py`
 - sampler: `sample/reference.py` (one sequence), `sample/batch.py` (all of a step on the device), `sample/selection.py`

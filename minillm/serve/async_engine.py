@@ -49,9 +49,10 @@ class AsyncLLM:
         if self._closed or self._failure is not None:
             raise RuntimeError(f"this AsyncLLM takes no requests any more: it {self._failure or 'is closed'}.")
         loop = asyncio.get_running_loop()
-        request, request_id = self.llm._request(prompt, params, awaited=True, **options)
+        request_id = options.pop("request_id", None)
+        request = self.llm.requests.request(prompt, params, awaited=True, **options)
         stream = Stream(_Listener(request, OutputCursor(request), loop), self.llm)
-        self.llm._unfinished.submit(request, request_id)
+        self.llm.requests.submit(request, request_id)
         self._arrived.append(stream._listener)
         self._wake.set()
         return stream
@@ -87,13 +88,13 @@ class AsyncLLM:
                     self._wake.clear()
                     continue
                 if self._closed:
-                    self.llm._unfinished.cancelled.extend(listener.request for listener in live)
-                self.llm._step()
+                    self.llm.requests.cancelled.extend(listener.request for listener in live)
+                self.llm.advance()
                 live = [listener for listener in live if self._goes_on(listener)]
         except Exception as failure:
             self._failure = f"stopped: {type(failure).__name__}: {failure}"
             for listener in (*live, *self._arrived):
-                self.llm._unfinished.cancelled.append(listener.request)
+                self.llm.requests.cancelled.append(listener.request)
                 self._tell(listener, RuntimeError(f"the engine {self._failure}"))
 
     def _goes_on(self, listener: _Listener) -> bool:
@@ -109,7 +110,7 @@ class AsyncLLM:
         try:
             listener.tell(item)
         except RuntimeError:  # its event loop has closed: nobody listens any more
-            self.llm._unfinished.cancelled.append(listener.request)
+            self.llm.requests.cancelled.append(listener.request)
 
 
 class Stream:
@@ -143,7 +144,7 @@ class Stream:
     def close(self) -> None:
         """Cancels the request, if it has not ended: only a mark, which the next step carries out."""
         self._ended = True
-        self._llm._unfinished.cancelled.append(self._listener.request)
+        self._llm.requests.cancelled.append(self._listener.request)
 
     async def aclose(self) -> None:
         self.close()

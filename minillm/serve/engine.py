@@ -9,14 +9,11 @@ Greedy tokens are those of `minillm.model.generate`, whatever is switched on and
 
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 from inspect import Parameter, signature
 from threading import Lock
 from typing import TYPE_CHECKING
-
-import torch
 
 from minillm.data import Tokenizer
 from minillm.model import Transformer
@@ -26,15 +23,13 @@ from minillm.serve.numbers import check_whole
 from minillm.serve.requests.params import SamplingParams
 from minillm.serve.requests.request import Delta, Output, OutputCursor, Request, pairs
 from minillm.serve.requests.table import RequestTable
-from minillm.serve.run.decode_graphs import DecodeGraphs, wants_graphs
+from minillm.serve.run.core import EngineCore
+from minillm.serve.run.decode_graphs import wants_graphs
 from minillm.serve.run.memory import blocks_of_full_length, check_fits, default_num_blocks, default_num_host_blocks
-from minillm.serve.run.model_runner import ForwardPass, InputBuffers
+from minillm.serve.run.model_runner import Runner
 from minillm.serve.run.optimise import fuse
-from minillm.serve.run.recorder import StepRecord, record
-from minillm.serve.sample.next_tokens import NextTokens
 from minillm.serve.schedule.blocks import BlockPool
 from minillm.serve.schedule.scheduler import Scheduler
-from minillm.serve.schedule.sequence import Plan
 
 if TYPE_CHECKING:
     from minillm.serve.speculate.adaptive import AdaptiveK
@@ -106,27 +101,30 @@ class LLM:
         self.scheduler = scheduler(self.pool, **scheduling)
         where = {"num_host_blocks": num_host_blocks, "device": weight.device, "dtype": weight.dtype}
         self.cache = self.pool.storage = PagedCache(model.config, num_blocks, block_size, **where)
-        rows, width = 2 * self.scheduler.max_num_seqs, min(num_blocks, blocks_of_full_length(model.config, block_size))
-        self.buffers = InputBuffers(self.cache, self.backend, rows, width)
-        if wants_graphs(graphs, self.backend, weight.device):
-            self.buffers.graphs = DecodeGraphs(model, self.buffers, self.scheduler.max_num_seqs)
-        self.records: deque[StepRecord] = deque(maxlen=keep_records)
-        self.record_blocks = record_blocks
+        most = self.scheduler.max_num_seqs
+        self.runner = Runner(
+            model,
+            self.cache,
+            self.backend,
+            table_rows=2 * most,
+            table_width=min(num_blocks, blocks_of_full_length(model.config, block_size)),
+            graphs=most if wants_graphs(graphs, self.backend, weight.device) else 0,
+        )
         self.speculation = None
         if proposer is not None:
             from minillm.serve.speculate.speculation import Speculation
 
             self.speculation = Speculation(proposer, k, model.config, clock)
-        self._unfinished = RequestTable(self.scheduler, self.speculation, model.config, tokenizer, clock)
-        self._samples = self._unfinished.samples
-        self._next_tokens = NextTokens(self._unfinished)
-        self._stepping = Lock()  # a step at a time; nothing else needs one, see `requests/table.py`
-        self._interrupted = ""  # what ended a step amid its bookkeeping; "" = nothing
-        self._ahead = None
+        self.requests = RequestTable(self.scheduler, self.speculation, model.config, tokenizer, clock)
+        parts = (self.runner, self.scheduler, self.requests, self.speculation)
+        core = EngineCore
         if async_scheduling:
-            from minillm.serve.run.async_scheduling import AsyncScheduling
+            from minillm.serve.run.async_scheduling import AsyncScheduling as core
 
-            self._ahead = AsyncScheduling(self)
+        self.core = core(*parts, clock=clock, keep_records=keep_records, record_blocks=record_blocks)
+        self.records = self.core.records
+        self.stepping = Lock()  # a step at a time; nothing else needs one, see `requests/table.py`
+        self.interrupted = ""  # what ended a step amid its bookkeeping; "" = nothing
 
     def generate(
         self,
@@ -139,15 +137,15 @@ class LLM:
 
         progress: a bar on standard error; None = if that is a terminal and there are many prompts.
         """
-        mine = [self._unfinished.request(prompt, wanted, awaited=True) for prompt, wanted in pairs(prompts, params)]
+        mine = [self.requests.request(prompt, wanted, awaited=True) for prompt, wanted in pairs(prompts, params)]
         try:
             for request in mine:
-                self._unfinished.submit(request)
+                self.requests.submit(request)
             for request in _progress_bar(mine, progress):
                 while request.output.timing.ended is None:
-                    self._step()
+                    self.advance()
         finally:  # marks what has not ended; a signal cannot come between
-            self._unfinished.cancelled.extend(mine)
+            self.requests.cancelled.extend(mine)
         return [request.output for request in mine]
 
     def stream(self, prompt, params: SamplingParams | None = None, **options) -> Iterator[Delta]:
@@ -155,7 +153,9 @@ class LLM:
 
         options: see `add`, whose errors are raised here. RuntimeError, after the last token, if the request failed.
         """
-        deltas = self._deltas(*self._request(prompt, params, awaited=True, **options))
+        request_id = options.pop("request_id", None)
+        request = self.requests.request(prompt, params, awaited=True, **options)
+        deltas = self._deltas(request, request_id)
         next(deltas)  # into its `try`: an iterator that is closed before its first value cancels the request, too
         return deltas
 
@@ -173,110 +173,56 @@ class LLM:
 
         ValueError for what can never run, RuntimeError while the queue is full (`max_waiting`).
         """
-        options = {"request_id": request_id, "priority": priority, "salt": salt, "timeout_s": timeout_s}
-        request, request_id = self._request(prompt, params, **options)
-        self._unfinished.submit(request, request_id)
+        request = self.requests.request(prompt, params, priority=priority, salt=salt, timeout_s=timeout_s)
+        self.requests.submit(request, request_id)
         return request.output.request_id
 
     def cancel(self, request_id: str) -> None:
         """Ends a request: it gets no token more, and what it has so far comes out of the next `step`."""
-        self._unfinished.cancel(request_id)
+        self.requests.cancel(request_id)
 
     @property
     def unfinished(self) -> int:
         """Requests that have not ended."""
-        return len(self._unfinished)
+        return len(self.requests)
 
     def step(self) -> list[Output]:
         """One forward pass, if there is anything to compute. Returns what ended since the last call, each once.
 
         What a `generate` or a `stream` added is theirs and not among it.
         """
-        self._step()
-        with self._stepping:
-            return [self._unfinished.ended.popleft() for _ in range(len(self._unfinished.ended))]
+        self.advance()
+        with self.stepping:
+            return [self.requests.ended.popleft() for _ in range(len(self.requests.ended))]
 
-    def _request(self, prompt, params, *, request_id: str | None = None, **options) -> tuple[Request, str | None]:
-        return self._unfinished.request(prompt, params, **options), request_id
+    def advance(self) -> None:
+        """One step, whatever it computes; what ends in it waits for `step`. One thread at a time is in here."""
+        with self.stepping:
+            if self.interrupted:
+                self.core.recover(self.interrupted)
+            self.interrupted = "the step was interrupted"
+            try:
+                self.core.step()
+            except BaseException as failure:
+                self.interrupted = f"the step was interrupted by {type(failure).__name__}: {failure}"
+                raise
+            self.interrupted = ""
 
     def _deltas(self, request: Request, request_id: str | None) -> Iterator[Delta]:
         """First nothing, so that the caller can enter the `try`; then what is new, sample by sample."""
         news, ended = OutputCursor(request), False
         try:
-            self._unfinished.submit(request, request_id)
+            self.requests.submit(request, request_id)
             yield None
             while not ended:
                 if request.output.timing.ended is None:
-                    self._step()
+                    self.advance()
                 deltas, ended = news.poll()
                 yield from deltas
         finally:  # only a mark, which the next step carries out: the garbage collector may close this at any moment
-            self._unfinished.cancelled.append(request)
+            self.requests.cancelled.append(request)
         if (failure := news.failure()) is not None:
             raise failure
-
-    def _step(self) -> None:
-        with self._stepping:
-            if self._interrupted:
-                self.buffers.reset()
-                self._unfinished.recover(self._interrupted)
-            self._interrupted = "the step was interrupted"
-            try:
-                self._compute() if self._ahead is None else self._ahead.compute()
-            except BaseException as failure:
-                self._interrupted = f"the step was interrupted by {type(failure).__name__}: {failure}"
-                raise
-            self._interrupted = ""
-
-    @torch.inference_mode()
-    def _compute(self) -> None:
-        """Schedule, compute, sample. What is cancelled during the forward pass is skipped after it."""
-        started = self.clock()
-        plan = self._plan(started)
-        if not plan.batch:
-            return
-        run = ForwardPass(plan, self.buffers)
-        sampled, error, raised_in = 0, None, "the forward pass"
-        try:
-            if self.speculation is not None:
-                self.speculation.draft(plan, run, self._samples)
-            logits = run.logits(self.model, hidden=self.speculation is not None and self.speculation.wants_hidden)
-            self._unfinished.end_cancelled()
-            raised_in = "sampling"
-            sampled = self._next_tokens.after(plan, run, logits)
-        except Exception as failure:
-            error = f"{type(failure).__name__}: {failure}"
-            self._unfinished.end_cancelled()
-            self._failed(plan, run, f"{raised_in} raised {error}")
-        if self.speculation is not None:
-            self.speculation.observe(plan, run, self._samples)
-            error = error or self.speculation.take_error()
-        self._record(plan, run, started, sampled, error, self.scheduler.step)
-
-    def _plan(self, started: float) -> Plan:
-        """What the next step computes, after what arrived or was cancelled since the last one."""
-        self._unfinished.tidy(started)
-        plan = self.scheduler.schedule()
-        for sequence in plan.admitted:
-            timing = self._samples[sequence].request.output.timing
-            timing.scheduled = started if timing.scheduled is None else timing.scheduled
-        return plan
-
-    def _record(
-        self, plan: Plan, run: ForwardPass, started: float, sampled: int, error: str | None, number: int
-    ) -> None:
-        facts = {"ended": tuple(self._unfinished.ended_ids), "sampled": sampled, "error": error, "step": number}
-        times = (started, self.clock() - started)
-        self.records.append(record(self.scheduler, plan, run.starts, blocks=self.record_blocks, times=times, **facts))
-        self._unfinished.ended_ids.clear()
-
-    def _failed(self, plan: Plan, run: ForwardPass, error: str) -> None:
-        """The step raised: its requests end and nothing it wrote is ever hit; the others and the pool stay whole."""
-        self.pool.invalidate(block for table in run.tables for block in table)
-        self.buffers.reset()
-        for sequence, _ in plan.batch:
-            if (taken := self._samples.get(sequence)) is not None:
-                self._unfinished.end(taken.request, "failed", error)
 
 
 def _check(

@@ -38,13 +38,13 @@ class Backend(Protocol):
 class FixedDecode(Protocol):
     """Attention of always equally many sequences with one query each, which takes every length from device memory.
 
-    numbers: length of a step's plan, the whole numbers that it takes from the host.
+    plan_size: how many whole numbers a step's plan has.
     """
 
-    numbers: int
+    plan_size: int
 
     def plan(self, rows: np.ndarray, context_lens: np.ndarray) -> np.ndarray:
-        """[numbers], int64. rows: where the sequences' block tables are; context_lens: their keys, the new one too."""
+        """[plan_size], int64. rows: each sequence's row of the tables; context_lens: its keys, the new one too."""
 
     def prepare(
         self, q: Tensor, k_pool: Tensor, tables: Tensor, plan: Tensor, *, window: int | None, **options

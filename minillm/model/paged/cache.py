@@ -18,7 +18,7 @@ from minillm.model.attention.causal import Attend
 from minillm.model.config import ModelConfig
 from minillm.model.paged.backend import Backend
 from minillm.model.paged.gather import gathered
-from minillm.model.paged.tables import BlockTables, to_device
+from minillm.model.paged.tables import slots_of_tokens, to_device
 
 
 def paged_attention(
@@ -41,11 +41,11 @@ def paged_attention(
     window: see `ModelConfig.sliding_window`. options: soft_cap, see `dense`. Returns [tokens, heads, head_dim].
     """
     sizes = (block_table, query_lens, context_lens)
-    return _prepared(backend, q, k_pool, *sizes, window=window, **options)(q, k_pool, v_pool)
+    return prepare_pass(backend, q, k_pool, *sizes, window=window, **options)(q, k_pool, v_pool)
 
 
-def _prepared(backend, q, k_pool, block_table, query_lens, context_lens, **options) -> Attend:
-    """Returns what the backend does in each layer of a pass. ValueError for lengths that do not fit."""
+def prepare_pass(backend, q, k_pool, block_table, query_lens, context_lens, **options) -> Attend:
+    """What the backend does in each layer of a pass, shapes as in `paged_attention`. ValueError for wrong lengths."""
     if sum(query_lens) != q.shape[0] or not len(query_lens) == len(context_lens) == len(block_table):
         raise ValueError(
             f"{q.shape[0]} queries, query_lens {list(query_lens)}, {len(context_lens)} context_lens and "
@@ -103,10 +103,14 @@ class PagedCache:
         self, tables: Sequence[Sequence[int]], starts: Sequence[int], query_lens: Sequence[int], backend=gathered
     ) -> "PagedBatch":
         """The attention function of one forward pass: sequence s brings the query_lens[s] tokens from starts[s] on."""
-        stored = BlockTables(len(tables), max(map(len, tables)), self.pool.device)
+        table = np.zeros((len(tables), max(map(len, tables))), np.int64)
         for row, blocks in enumerate(tables):
-            stored.write(row, 0, blocks)
-        return PagedBatch(self, stored, np.arange(len(tables)), starts, query_lens, backend)
+            table[row, : len(blocks)] = blocks
+        lengths = np.array(query_lens)
+        starts = np.array(starts)
+        positions, slots = slots_of_tokens(table, np.arange(len(table)), starts, lengths, self.block_size)
+        on_device = to_device((positions, slots, table, lengths.cumsum() - 1), self.pool.device)
+        return PagedBatch(self, *on_device, lengths.tolist(), (starts + lengths).tolist(), backend)
 
 
 class PagedAttention:
@@ -135,36 +139,24 @@ class PagedAttention:
 
 
 class PagedBatch(PagedAttention):
-    """The `PagedAttention` of sequences of any lengths. rows: the row of each sequence in `tables`. positions:
-    [tokens], to hand to the model.
-    more: further arrays of whole numbers to copy to the device with these; `self.more` holds them there.
+    """The `PagedAttention` of sequences of any lengths.
+
+    positions, slot_mapping: [tokens]; the model is given the first. block_table: [sequences, blocks]. last_rows:
+    [sequences], the place of each one's last token in the flat row. query_lens, context_lens: see `paged_attention`.
     """
 
     def __init__(
         self,
         cache: PagedCache,
-        tables: BlockTables,
-        rows: np.ndarray,
-        starts: Sequence[int] | np.ndarray,
+        positions: Tensor,
+        slot_mapping: Tensor,
+        block_table: Tensor,
+        last_rows: Tensor,
         query_lens: Sequence[int],
+        context_lens: Sequence[int],
         backend: Backend,
-        more: Sequence[np.ndarray] = (),
     ):
-        size = cache.block_size
-        lengths = np.array(query_lens)
-        ends = starts + lengths
-        stops = lengths.cumsum()
-        if len(lengths) == stops[-1]:  # one token each
-            positions, row_of = ends - 1, rows
-        else:
-            of_token = np.arange(len(lengths)).repeat(lengths)
-            positions, row_of = np.arange(len(of_token)) + (ends - stops)[of_token], rows[of_token]
-        slots = tables.host[row_of, positions // size] * size + positions % size
-        on_device = to_device((rows, slots, positions, stops - 1, *more, *tables.changes()), cache.pool.device)
-        place, slot_mapping, self.positions, self.last_rows, *self.more, changed, blocks = on_device
-        tables.apply(changed, blocks)
-        widest = min(-(-int(ends.max()) // size), tables.host.shape[1])
-        block_table = tables.on_device[:, :widest].index_select(0, place)
-        self.query_lens, self.context_lens = lengths.tolist(), ends.tolist()
-        sizes = (block_table, self.query_lens, self.context_lens)
-        super().__init__(cache, slot_mapping, lambda *x, **options: _prepared(backend, *x, *sizes, **options))
+        self.positions, self.last_rows = positions, last_rows
+        self.query_lens, self.context_lens = query_lens, context_lens
+        sizes = (block_table, query_lens, context_lens)
+        super().__init__(cache, slot_mapping, lambda *x, **options: prepare_pass(backend, *x, *sizes, **options))

@@ -113,7 +113,7 @@ class GatheredDecode:
     size: int
 
     @property
-    def numbers(self) -> int:
+    def plan_size(self) -> int:
         return 2 * self.size
 
     def plan(self, rows: np.ndarray, context_lens: np.ndarray) -> np.ndarray:

@@ -9,39 +9,42 @@ import numpy as np
 import torch
 from torch import Tensor
 
-NOTHING = np.zeros(0, np.int64)
-
 
 class BlockTables:
-    """host: [rows, width], int64; on_device: the same, as far as `apply` has brought it there. Padded with 0."""
+    """host: [rows, width], int64, at first 0; on_device: the same, as far as `write_on_device` has brought it there."""
 
     def __init__(self, rows: int, width: int, device: torch.device | str = "cpu"):
         self.host = np.zeros((rows, width), np.int64)
         self.shared = torch.device(device).type == "cpu"
         self.on_device = torch.from_numpy(self.host) if self.shared else torch.zeros(rows, width, dtype=torch.int64)
         self.on_device = self.on_device.to(device)
-        self._changes: list[tuple[int, Sequence[int]]] = []  # (place in the flat array, blocks from there on)
 
-    def write(self, row: int, start: int, blocks: Sequence[int]) -> None:
-        """Writes the row's blocks from `start` on."""
-        self.host[row, start : start + len(blocks)] = blocks
-        if not self.shared and blocks:
-            self._changes.append((row * self.host.shape[1] + start, blocks))
-
-    def changes(self) -> tuple[np.ndarray, np.ndarray]:
-        """(places in the flat array, blocks) written since the last call, each place once: copy them to the
-        device with other inputs, then hand them to `apply`."""
-        if not self._changes:
-            return NOTHING, NOTHING
-        written: dict[int, int] = {}
-        for start, blocks in self._changes:
-            written.update(enumerate(blocks, start))
-        self._changes.clear()
-        return np.fromiter(written.keys(), np.int64), np.fromiter(written.values(), np.int64)
-
-    def apply(self, places: Tensor, blocks: Tensor) -> None:
+    def write_on_host(self, places: np.ndarray, blocks: np.ndarray) -> None:
+        """places: [n], in the flattened table, each at most once; blocks: [n], what is written there."""
         if len(places):
+            self.host.reshape(-1)[places] = blocks
+
+    def write_on_device(self, places: Tensor, blocks: Tensor) -> None:
+        if len(places) and not self.shared:
             self.on_device.view(-1)[places] = blocks
+
+
+def slots_of_tokens(
+    tables: np.ndarray, rows: np.ndarray, starts: np.ndarray, query_lens: np.ndarray, block_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(positions, slots), [tokens] each: where each token stands in its sequence, and where its keys go in the pool.
+
+    tables: [any number, blocks]; rows: [sequences], the row of each sequence in them. Sequence s brings the
+    query_lens[s] tokens from position starts[s] on.
+    """
+    stops = query_lens.cumsum()
+    if len(query_lens) == stops[-1]:  # one token each
+        positions, row_of = starts, rows
+    else:
+        sequence_of = np.arange(len(query_lens)).repeat(query_lens)
+        positions = np.arange(len(sequence_of)) + (starts + query_lens - stops)[sequence_of]
+        row_of = rows[sequence_of]
+    return positions, tables[row_of, positions // block_size] * block_size + positions % block_size
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:

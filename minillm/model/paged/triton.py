@@ -85,7 +85,7 @@ class TritonDecode:
         return self.size * self.splits if self.splits else self.size + self.most
 
     @property
-    def numbers(self) -> int:
+    def plan_size(self) -> int:
         return 7 * self.programs + 3 * self.size
 
     def plan(self, rows: np.ndarray, context_lens: np.ndarray) -> np.ndarray:

@@ -10,7 +10,7 @@ from minillm.model import ModelConfig
 from minillm.model.draw import Draw, sample_seed
 from minillm.serve.numbers import whole_numbers
 from minillm.serve.requests.params import SamplingParams, Token
-from minillm.serve.schedule.blocks import root
+from minillm.serve.schedule.blocks import cache_namespace
 from minillm.serve.schedule.sequence import Sequence
 
 
@@ -100,34 +100,24 @@ class Request:
     output: Output
     params: SamplingParams
     stop_tokens: frozenset[int]
+    draws: list[Draw]  # the random numbers of its n samples
+    limit: int  # tokens of a sample at most, prompt included
     samples: list["Sample"] = field(default_factory=list)
-    limit: int = 0  # tokens of a sample at most, prompt included
     priority: int = 0
     salt: str | None = None
     timeout_s: float | None = None
     awaited: bool = False  # by the `generate` or `stream` that added it: `step` does not return it
 
-    @classmethod
-    def arrived(
-        cls, request_id: str, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None, now: float
-    ) -> "Request":
-        """A new one, without samples yet. The tokenizer's end of text stops it, unless params say not."""
-        stops = set(params.stop_tokens)
-        if tokenizer is not None and tokenizer.eos is not None and not params.ignore_eos:
-            stops.add(tokenizer.eos_id)
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        return cls(Output(request_id, prompt, [], Timing(now), seed=seed), params, frozenset(stops))
-
     def sequence(self) -> Sequence:
         """Of its prompt, for the scheduler."""
-        origin = root(None, self.salt)
+        origin = cache_namespace(None, self.salt)
         return Sequence(list(self.output.prompt), self.limit, self.params.n, self.priority, origin)
 
     def attach(self, sequence: Sequence, tokenizer: Tokenizer | None) -> "Sample":
         index, answer = len(self.samples), Answer()
         sequence.name = f"{self.output.request_id}/{index}"
-        draw = Draw(sample_seed(self.output.seed, index))
-        self.samples.append(Sample(self, index, sequence, answer, draw, tokenizer and tokenizer.stream()))
+        push = tokenizer and tokenizer.stream()
+        self.samples.append(Sample(self, index, sequence, answer, self.draws[index], push))
         self.output.answers.append(answer)
         return self.samples[-1]
 
@@ -179,13 +169,34 @@ class Sample:
         if self.push is not None:  # half a character at the end
             self.answer.text += self.push(final=True)
 
-    def count(self) -> None:
+    def add_stats_to_output(self) -> None:
         """What its sequence counted goes into the output of its request."""
         output, sequence = self.request.output, self.sequence
         output.hit += sequence.hit_tokens
         output.preemptions += sequence.preemptions
         output.computed += sequence.forwarded
         output.passes += max(0, self.passes - 1)
+
+
+def new_request(
+    prompt: list[int],
+    params: SamplingParams,
+    limit: int,
+    tokenizer: Tokenizer | None,
+    now: float,
+    *,
+    request_id: str = "",
+    **options,
+) -> Request:
+    """A request that has just arrived, without samples yet. The tokenizer's end of text stops it, unless params say
+    not. request_id: "" until it is submitted. options: the other fields of a `Request`."""
+    stops = set(params.stop_tokens)
+    if tokenizer is not None and tokenizer.eos is not None and not params.ignore_eos:
+        stops.add(tokenizer.eos_id)
+    seed = secrets.randbits(63) if params.seed is None else params.seed
+    draws = [Draw(sample_seed(seed, index)) for index in range(params.n)]
+    output = Output(request_id, prompt, [], Timing(now), seed=seed)
+    return Request(output, params, frozenset(stops), draws, limit, **options)
 
 
 class OutputCursor:

@@ -3,8 +3,9 @@
     submit ──▶ arrived ──tidy──▶ queued ──▶ finish, sample by sample ──▶ close ──▶ ended: for `step` to return,
     cancelled ───────────tidy──────────────▶ end (also: timeout, failed) ──▲       or for the caller that awaits it
 
-Only the step that is under way changes anything here. Everybody else leaves a mark for it: an entry in `arrived` or in
-`cancelled`, put there by one operation of the interpreter, at any moment, in any thread, also by the garbage collector.
+Only the step that is under way changes anything here. Other threads only append to `arrived` or `cancelled`, which is
+atomic under the GIL; the step applies both. So the garbage collector may cancel a request in `__del__` at any moment,
+where a lock that the same thread holds already would never be free, and a signal handler may, too.
 """
 
 from collections import deque
@@ -19,7 +20,7 @@ from minillm.data import Tokenizer
 from minillm.model import ModelConfig
 from minillm.serve.numbers import check_whole
 from minillm.serve.requests.params import SamplingParams
-from minillm.serve.requests.request import Output, Request, Sample, prompt_ids
+from minillm.serve.requests.request import Output, Request, Sample, new_request, prompt_ids
 from minillm.serve.schedule.scheduler import Scheduler
 from minillm.serve.schedule.sequence import Sequence
 
@@ -48,7 +49,7 @@ class RequestTable:
         self._arrived: dict[str, Request] = {}
         self._requests: dict[str, Request] = {}
         self._deadlines: list[tuple[float, int, Request]] = []
-        self._names, self._submitting = count(), Lock()
+        self._names, self.submitting = count(), Lock()
 
     def __len__(self) -> int:
         """Requests that have not ended and are not about to."""
@@ -74,14 +75,12 @@ class RequestTable:
             raise ValueError(f"salt {salt!r} must be a text, or None.")
         limit = min(len(tokens) + params.max_tokens, self.config.max_seq_len)
         self.scheduler.check(limit, params.n)
-        request = Request.arrived("", tokens, params, self.tokenizer, self.clock())
-        request.limit, request.priority, request.salt = limit, priority, salt
-        request.timeout_s, request.awaited = timeout_s, awaited
-        return request
+        options = {"priority": priority, "salt": salt, "timeout_s": timeout_s, "awaited": awaited}
+        return new_request(tokens, params, limit, self.tokenizer, self.clock(), **options)
 
     def submit(self, request: Request, request_id: str | None = None) -> None:
         """Names it and leaves it for the next step. ValueError: the name is taken. RuntimeError: the queue is full."""
-        with self._submitting:
+        with self.submitting:
             self.scheduler.check_queue(len(self._arrived))
             if request_id is None:
                 waiting = {output.request_id for output in self.ended.copy()}
@@ -126,30 +125,30 @@ class RequestTable:
 
     def attach(self, request: Request, sequence: Sequence) -> Sample:
         """One more sample of the request."""
-        taken = self.samples[sequence] = request.attach(sequence, self.tokenizer)
-        return taken
+        sample = self.samples[sequence] = request.attach(sequence, self.tokenizer)
+        return sample
 
     def end(self, request: Request, reason: str, error: str | None = None) -> None:
         """Ends all samples of a request that have not ended."""
         if request.output.timing.ended is not None or self._requests.get(request.output.request_id) is not request:
             return
         request.output.error = error
-        for taken in request.samples:
-            if taken.answer.reason is None:
-                self.finish(taken, reason)
+        for sample in request.samples:
+            if sample.answer.reason is None:
+                self.finish(sample, reason)
         self._close(request)
 
-    def finish(self, taken: Sample, reason: str) -> None:
+    def finish(self, sample: Sample, reason: str) -> None:
         """Ends one sample; `close_if_done` ends its request after the last."""
-        taken.close(reason)
-        self.scheduler.finish(taken.sequence, wrong=reason == "failed")
-        del self.samples[taken.sequence]
+        sample.close(reason)
+        self.scheduler.finish(sample.sequence, wrong=reason == "failed")
+        del self.samples[sample.sequence]
         if self.speculation is not None:
-            self.speculation.end(taken.sequence)
-        taken.count()
+            self.speculation.end(sample.sequence)
+        sample.add_stats_to_output()
 
     def close_if_done(self, request: Request) -> None:
-        if request.output.timing.ended is None and all(taken.answer.reason for taken in request.samples):
+        if request.output.timing.ended is None and all(sample.answer.reason for sample in request.samples):
             self._close(request)
 
     def recover(self, error: str) -> None:
@@ -172,15 +171,15 @@ class RequestTable:
                 queued[name] = request
             elif timing.ended is None:
                 request.output.error = error
-                for taken in request.samples:
-                    if taken.answer.reason is None:
-                        taken.close("failed")
-                        taken.count()
+                for sample in request.samples:
+                    if sample.answer.reason is None:
+                        sample.close("failed")
+                        sample.add_stats_to_output()
                 self._close(request)
             else:  # it was interrupted in `_close`
                 listed = request.awaited or any(output is request.output for output in self.ended)
                 self._close(request, listed=listed)
-        with self._submitting:
+        with self.submitting:
             self._arrived = queued | self._arrived
         for name in queued:
             self._requests.pop(name, None)

@@ -20,18 +20,19 @@ import torch
 from torch import Tensor
 
 from minillm.model import Transformer
-from minillm.model.paged import PagedAttention
+from minillm.model.paged import PagedAttention, PagedCache
 from minillm.model.paged.backend import Backend, FixedDecode
 from minillm.model.paged.gather import Gathered
-from minillm.model.paged.tables import to_device
-from minillm.serve.run.model_runner import InputBuffers, resolved
+from minillm.model.paged.tables import BlockTables, to_device
+from minillm.serve.run.step_inputs import StepInputs, fill_placeholders
 
 Replay = Callable[[], Tensor]
+OF_TOKENS = ("tokens", "positions", "slots")  # what a pass knows of each token; placeholders are filled in the first
 
 
 @dataclass
 class Graph:
-    """Of one size. inputs: tokens, slots and positions, [size] each, then the backend's numbers; on the device."""
+    """Of one size. inputs: the arrays named in OF_TOKENS, [size] each, then the backend's plan; on the device."""
 
     size: int
     attention: FixedDecode
@@ -41,11 +42,14 @@ class Graph:
 
 @dataclass(eq=False)
 class DecodeGraphs:
-    """Of one model and the buffers it reads. largest: sequences of a step, at most. A pass that cannot be recorded,
-    because the model reads something back in its middle, is told once in a warning, and all steps run as they come."""
+    """Of one model and the memory it reads. largest: sequences of a step, at most. A pass that cannot be recorded,
+    because the model reads something back in its middle, is reported once in a warning, and all steps run as they come.
+    """
 
     model: Transformer
-    buffers: InputBuffers
+    cache: PagedCache
+    backend: Backend
+    tables: BlockTables
     largest: int
     graphs: dict[int, Graph] = field(default_factory=dict)
     memory: object = None  # what the graphs of a GPU share: only one of them runs at a time
@@ -54,16 +58,18 @@ class DecodeGraphs:
         sizes = {1, 2, 4, 8, *range(16, self.largest, 16), self.largest}
         self.sizes = sorted(size for size in sizes if size <= self.largest)
 
-    def logits(self, tokens: list[int], rows: np.ndarray, starts: np.ndarray) -> Tensor | None:
+    def logits(self, step: StepInputs, of_tokens: dict[str, np.ndarray], sampled: Tensor | None) -> Tensor | None:
         """[sequences, vocab_size], float32, to be read before the next call; None if there is no graph for them.
 
-        tokens: one of each sequence; rows: theirs of the block tables; starts: the tokens' positions.
+        step: one token for each sequence. of_tokens: the arrays in OF_TOKENS, a number for each token. sampled: what
+        placeholders among the tokens stand for; None = there are none.
         """
-        size = next((size for size in self.sizes if size >= len(tokens)), None)
+        count = len(step.tokens)
+        size = next((size for size in self.sizes if size >= count), None)
         if size is None:
             return None
         graph = self.graphs.get(size) or self._make(size)
-        self._fill(graph, np.array(tokens), rows, starts)
+        self._fill(graph, step, of_tokens, sampled)
         if graph.replay is None:
             try:
                 graph.replay = self._record(lambda: self._compute(graph))
@@ -71,44 +77,48 @@ class DecodeGraphs:
                 self.sizes = []
                 warnings.warn(f"decoding without CUDA graphs: {type(failure).__name__}: {failure}", stacklevel=2)
                 return None
-        return graph.replay()[: len(tokens)]
+        return graph.replay()[:count]
 
     def _make(self, size: int) -> Graph:
-        pool = self.buffers.cache.pool
-        attention = self.buffers.backend.fixed(size, pool.shape[-2], pool.device)
-        inputs = torch.zeros(3 * size + attention.numbers, dtype=torch.int64, device=pool.device)
+        pool = self.cache.pool
+        attention = self.backend.fixed(size, pool.shape[-2], pool.device)
+        inputs = torch.zeros(len(OF_TOKENS) * size + attention.plan_size, dtype=torch.int64, device=pool.device)
         graph = self.graphs[size] = Graph(size, attention, inputs)
         return graph
 
-    def _fill(self, graph: Graph, tokens: np.ndarray, rows: np.ndarray, starts: np.ndarray) -> None:
+    def _fill(self, graph: Graph, step: StepInputs, of_tokens: dict[str, np.ndarray], sampled: Tensor | None) -> None:
         """A step's inputs, where the graph reads them."""
-        tables, block_size = self.buffers.tables, self.buffers.cache.block_size
-        if graph.size > len(tokens):
-            filled = np.full(graph.size, starts.argmin())
-            filled[: len(tokens)] = np.arange(len(tokens))
-            tokens, rows, starts = tokens[filled], rows[filled], starts[filled]
-        slots = tables.host[rows, starts // block_size] * block_size + starts % block_size
-        numbers = np.concatenate((tokens, slots, starts, graph.attention.plan(rows, starts + 1)))
-        inputs, places, blocks = to_device((numbers, *tables.changes()), graph.inputs.device)
+        count, rows, context_lens = len(step.tokens), step.rows, step.starts + 1
+        columns = [of_tokens[name] for name in OF_TOKENS]
+        if graph.size > count:
+            padded = np.full(graph.size, step.starts.argmin())
+            padded[:count] = np.arange(count)
+            rows, context_lens = rows[padded], context_lens[padded]
+            columns = [column[padded] for column in columns]
+        numbers = np.concatenate((*columns, graph.attention.plan(rows, context_lens)))
+        arrays = (numbers, step.table_places, step.table_blocks)
+        inputs, places, blocks = to_device(arrays, graph.inputs.device)
         graph.inputs.copy_(inputs)
-        if self.buffers.sampled is not None:
-            graph.inputs[: graph.size] = resolved(graph.inputs[: graph.size], self.buffers.sampled)
-        tables.apply(places, blocks)
+        if sampled is not None:
+            tokens = graph.inputs[: graph.size]
+            tokens.copy_(fill_placeholders(tokens, sampled))
+        self.tables.write_on_device(places, blocks)
 
     def _compute(self, graph: Graph) -> Tensor:
         """The pass, from what lies on the device alone."""
-        size, tables, attention = graph.size, self.buffers.tables, graph.attention
-        tokens, slots, positions, numbers = graph.inputs.split([size, size, size, attention.numbers])
+        size, tables, attention = graph.size, self.tables, graph.attention
+        *columns, plan = graph.inputs.split([size] * len(OF_TOKENS) + [attention.plan_size])
+        of_tokens = dict(zip(OF_TOKENS, columns, strict=True))
 
         def prepare(q: Tensor, k_pool: Tensor, **options):
-            return attention.prepare(q, k_pool, tables.on_device, numbers, **options)
+            return attention.prepare(q, k_pool, tables.on_device, plan, **options)
 
-        paged = PagedAttention(self.buffers.cache, slots, prepare)
-        return self.model(tokens[None], positions, attention=paged)[0].float()
+        paged = PagedAttention(self.cache, of_tokens["slots"], prepare)
+        return self.model(of_tokens["tokens"][None], of_tokens["positions"], attention=paged)[0].float()
 
     def _record(self, compute: Replay) -> Replay:
         """A function that does what `compute` did, with the same tensors."""
-        if self.buffers.cache.pool.device.type != "cuda":
+        if self.cache.pool.device.type != "cuda":
             return compute
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

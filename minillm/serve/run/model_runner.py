@@ -1,137 +1,132 @@
-"""What one step puts through the model: all its sequences' tokens in one flat row, read from and written to blocks."""
+"""One forward pass and its sampling: `StepInputs` in, token ids out.
+
+It knows no request and no sequence. Whatever it needs of them is in the arrays, so that several ranks can execute the
+same step side by side, each with its part of the model, of the keys and of the values.
+"""
 
 from contextlib import nullcontext
-from typing import Protocol
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from minillm.model import Transformer
-from minillm.model.paged import Backend, PagedBatch, PagedCache
-from minillm.model.paged.tables import BlockTables
-from minillm.serve.schedule.sequence import Plan, Sequence
+from minillm.model.paged import Backend, PagedAttention, PagedCache
+from minillm.model.paged.cache import prepare_pass
+from minillm.model.paged.tables import BlockTables, slots_of_tokens, to_device
+from minillm.serve.run.decode_graphs import DecodeGraphs
+from minillm.serve.run.step_inputs import StepInputs, fill_placeholders
+from minillm.serve.sample.batch import SampledTokens, sample_on_device
+from minillm.serve.sample.reference import RULED_OUT
 
 
-class SingleTokenSteps(Protocol):
-    """What may compute a step in which every sequence brings one token: `decode_graphs.DecodeGraphs`."""
+@dataclass(eq=False)
+class StepOutputs:
+    """logits: [r, vocab_size], float32, of the r wanted tokens, to be read before the next step is executed.
 
-    def logits(self, tokens: list[int], rows: np.ndarray, starts: np.ndarray) -> Tensor | None: ...
-
-
-def resolved(tokens: Tensor, sampled: Tensor | None) -> Tensor:
-    """Token ids, where ~i (below 0) stands for sampled[i], which the step before sampled and the host has not read."""
-    return tokens if sampled is None else torch.where(tokens < 0, sampled[(~tokens).clamp(min=0)], tokens)
-
-
-class InputBuffers:
-    """Rows of block tables for the running sequences, which stay from step to step.
-
-    A decoding sequence's table changes once every block_size steps, so nearly all rows are only compared.
-    graphs: what computes steps of single tokens; None = the model, as it does all others. sampled: what placeholders
-    among the tokens stand for (`resolved`); None = there are none.
+    hidden: [n, hidden_size] after the last block, if it was asked for. sampled: the tokens, if sampling was asked for;
+    they are on the device until `sampled.read()`. faults: what sampling raised, by row of `StepInputs.sampling`.
     """
 
-    def __init__(self, cache: PagedCache, backend: Backend, rows: int, width: int):
-        self.cache, self.backend = cache, backend
-        self.tables = BlockTables(rows, width, cache.pool.device)
-        self.graphs: SingleTokenSteps | None = None
-        self.sampled: Tensor | None = None
-        self.reset()
-
-    def reset(self) -> None:
-        """No row is known: all are written anew, where they are."""
-        self.tables.changes()
-        self._rows: dict[Sequence, int] = {}
-        self._unused = list(range(len(self.tables.host)))
-        # what row i holds, in lists that nothing changes later
-        self.known: list[list[int]] = [[] for _ in self._unused]
-
-    def update(self, sequences: list[Sequence]) -> list[int]:
-        """The rows of these sequences, which have their blocks as they are now."""
-        indexes, known, rows = self._rows, self.known, []
-        for sequence in sequences:
-            row, blocks = indexes.get(sequence), sequence.blocks
-            if row is None:
-                row = self._new_row(sequence, sequences)
-            if (held := known[row]) != blocks:
-                start = len(held) if blocks[: len(held)] == held else 0
-                self.tables.write(row, start, blocks[start : self.tables.host.shape[1]])
-                known[row] = list(blocks)
-            rows.append(row)
-        return rows
-
-    def _new_row(self, sequence: Sequence, present: list[Sequence]) -> int:
-        """A row that no sequence of this step has."""
-        if not self._unused:
-            kept = {each: self._rows[each] for each in present if each in self._rows}
-            self._unused = sorted(set(self._rows.values()) - set(kept.values()))
-            self._rows = kept
-        row = self._rows[sequence] = self._unused.pop()
-        return row
+    logits: Tensor | None = None
+    hidden: Tensor | None = None
+    sampled: SampledTokens | None = None
+    faults: dict[int, Exception] | None = None
 
 
-class ForwardPass:
-    """The inputs of a step as they were when it was scheduled. starts: tokens computed before, of each of the plan;
-    tables: the blocks that each has in this pass, whatever becomes of it later.
+class Runner:
+    """The model, keys and values, block tables, and the ids that the step before sampled.
 
-    drafts: by place in the plan, draft tokens to compute after its sequence's own, to be set before `logits`. After it:
-    counts, tokens of each sequence in the pass; rows, logits of each whose last token is computed (1 and its draft
-    tokens); hidden, [tokens, hidden_size] after the last block, if asked for.
+    table_rows, table_width: size of the block tables. graphs: sequences of the largest step that is replayed as a CUDA
+    graph (`decode_graphs.py`); 0 = none is.
     """
 
-    def __init__(self, plan: Plan, buffers: InputBuffers):
-        self.plan, self.buffers = plan, buffers
-        sequences = [sequence for sequence, _ in plan.batch]
-        self.starts = [sequence.num_computed for sequence in sequences]
-        self._rows = buffers.update(sequences)
-        self.tables = [buffers.known[row] for row in self._rows]
-        self.drafts: dict[int, list[int]] = {}
-        self.hidden: Tensor | None = None
+    def __init__(
+        self,
+        model: Transformer,
+        cache: PagedCache,
+        backend: Backend,
+        *,
+        table_rows: int,
+        table_width: int,
+        graphs: int = 0,
+    ):
+        self.model, self.cache, self.backend = model, cache, backend
+        self.tables = BlockTables(table_rows, table_width, cache.pool.device)
+        self.graphs = DecodeGraphs(model, cache, backend, self.tables, graphs) if graphs else None
+        self._sampled: Tensor | None = None
 
-    def logits(self, model: Transformer, *, hidden: bool = False) -> Tensor:
-        """[rows, vocab_size], float32 on the model's device, of sequences whose last token this step computes."""
-        flat, wanted = self.tokens()
-        buffers, rows, starts = self.buffers, np.array(self._rows), np.array(self.starts)
-        if len(flat) == len(wanted) == len(rows) and not hidden and buffers.graphs is not None:
-            found = buffers.graphs.logits(flat, rows, starts)
-            if found is not None:
-                return found
-        tokens, wanted, paged = self.inputs(flat, wanted, rows, starts)
-        with model.blocks[-1].register_forward_hook(self._keep) if hidden else nullcontext():
-            return model(tokens, paged.positions, attention=paged, rows=wanted)[0].float()
+    @torch.inference_mode()
+    def execute(self, step: StepInputs) -> StepOutputs:
+        """The pass, and the sampling if it is asked for. Nobody waits for the device here."""
+        before, self._sampled = self._sampled, None
+        outputs = self._forward(step, before)
+        if len(step.allowed_rows):
+            _rule_out_all_but(outputs.logits, step.allowed_rows, step.allowed_ids)
+        if step.sampling is not None:
+            outputs.sampled, outputs.faults = _sample(outputs.logits, step, before)
+            self._sampled = outputs.sampled.ids
+        return outputs
 
-    def tokens(self) -> tuple[list[int], list[int]]:
-        """The tokens of the pass in one row, and the places in it whose logits are wanted."""
-        flat, wanted, self.rows, self.counts = [], [], [], [tokens for _, tokens in self.plan.batch]
-        for place, ((sequence, tokens), start) in enumerate(zip(self.plan.batch, self.starts, strict=True)):
-            sequence.forwarded += tokens
-            if tokens == 1:
-                flat.append(sequence.tokens[start])
-            else:
-                flat += sequence.tokens[start : start + tokens]
-                flat += self.drafts.get(place, ())
-            over = start + tokens - len(sequence.tokens)  # its draft tokens
-            if over == 0:
-                self.rows.append(1)
-                wanted.append(len(flat) - 1)
-            elif over > 0:
-                self.rows.append(1 + over)
-                wanted += range(len(flat) - 1 - over, len(flat))
-        return flat, wanted
+    def _forward(self, step: StepInputs, before: Tensor | None) -> StepOutputs:
+        tables, device = self.tables, self.cache.pool.device
+        tables.write_on_host(step.table_places, step.table_blocks)
+        positions, slots = slots_of_tokens(tables.host, step.rows, step.starts, step.counts, self.cache.block_size)
+        of_tokens = {"tokens": step.tokens, "positions": positions, "slots": slots}
+        if before is not None and step.tokens.min() >= 0:
+            before = None  # without placeholders
+        if self.graphs is not None and step.one_token_each and not step.hidden:
+            logits = self.graphs.logits(step, of_tokens, before)
+            if logits is not None:
+                return StepOutputs(logits)
+        arrays = of_tokens | {"rows": step.rows, "wanted": step.wanted}
+        arrays |= {"table_places": step.table_places, "table_blocks": step.table_blocks}
+        there = dict(zip(arrays, to_device(list(arrays.values()), device), strict=True))
+        tables.write_on_device(there["table_places"], there["table_blocks"])
+        tokens = fill_placeholders(there["tokens"], before)[None]
+        attention, outputs = self._attention(step, there["slots"], there["rows"]), StepOutputs()
+        with self._keep_hidden(outputs) if step.hidden else nullcontext():
+            logits = self.model(tokens, there["positions"], attention=attention, rows=there["wanted"])[0]
+        outputs.logits = logits.float()
+        return outputs
 
-    def inputs(
-        self, flat: list[int], wanted: list[int], rows: np.ndarray, starts: np.ndarray
-    ) -> tuple[Tensor, Tensor, PagedBatch]:
-        """Tokens [1, n] and the rows that are wanted on the device, and the attention function of the pass."""
-        buffers, more = self.buffers, (np.array(flat, np.int64), np.array(wanted, np.int64))
-        paged = PagedBatch(buffers.cache, buffers.tables, rows, starts, self.counts, buffers.backend, more)
-        return resolved(paged.more[0], buffers.sampled)[None], paged.more[1], paged
+    def _attention(self, step: StepInputs, slots: Tensor, rows: Tensor) -> PagedAttention:
+        ends = step.starts + step.counts
+        widest = min(-(-int(ends.max()) // self.cache.block_size), self.tables.host.shape[1])
+        block_table = self.tables.on_device[:, :widest].index_select(0, rows)
+        sizes = {"block_table": block_table, "query_lens": step.counts.tolist(), "context_lens": ends.tolist()}
+        return PagedAttention(self.cache, slots, partial(prepare_pass, self.backend, **sizes))
 
-    def table(self, sequence: Sequence) -> list[int]:
-        """The blocks of one; none if the pass did not have it, as a fork that was made after it."""
-        tables = (table for (each, _), table in zip(self.plan.batch, self.tables, strict=True) if each is sequence)
-        return next(tables, [])
+    def _keep_hidden(self, outputs: StepOutputs):
+        def keep(block, inputs, output: Tensor) -> None:
+            outputs.hidden = output[0]
 
-    def _keep(self, block, inputs, output: Tensor) -> None:
-        self.hidden = output[0]
+        return self.model.blocks[-1].register_forward_hook(keep)
+
+
+def _rule_out_all_but(logits: Tensor, rows: np.ndarray, ids: np.ndarray) -> None:
+    """In place: in each row that is named, only its ids keep their logits."""
+    for row in np.unique(rows):
+        allowed = torch.full(logits.shape[1:], RULED_OUT)
+        allowed[ids[rows == row]] = 0
+        logits[row] += allowed.to(logits.device, non_blocking=True)
+
+
+def _sample(
+    logits: Tensor, step: StepInputs, before: Tensor | None
+) -> tuple[SampledTokens, dict[int, Exception] | None]:
+    """(the tokens, what sampling raised by row). A row that raises gets the likeliest token, and costs no other row."""
+    sampling = step.sampling
+    try:
+        return sample_on_device(logits, sampling, before), None
+    except Exception as failure:  # of which rows? Alone, with the same random numbers, it shows
+        faults, each = {}, np.arange(sampling.count)
+        for row in each:
+            try:
+                sample_on_device(logits, sampling.only(each == row), before)
+            except Exception as fault:
+                faults[int(row)] = fault
+        faults = faults or dict.fromkeys(each.tolist(), failure)
+    return sample_on_device(logits, sampling.only(~np.isin(each, list(faults))), before), faults

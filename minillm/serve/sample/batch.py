@@ -20,10 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minillm.model.draw import Draw
 from minillm.model.paged.tables import to_device
-from minillm.serve.requests.params import SamplingParams, Token
-from minillm.serve.run.model_runner import resolved
+from minillm.serve.requests.params import Token
+from minillm.serve.run.step_inputs import Row, SamplingInputs, fill_placeholders, sampling_inputs
 from minillm.serve.sample import selection
 from minillm.serve.sample.reference import COLDEST, described
 from minillm.serve.sample.selection import LastKept, last_kept, row_sum, sum_above
@@ -31,99 +30,90 @@ from minillm.serve.sample.selection import LastKept, last_kept, row_sum, sum_abo
 NOT_FINITE, UNCERTAIN = -1, -2  # instead of an id: logits of NaN or infinity; the row has to be sorted
 CANDIDATES = 2048  # a top-k below it sorts what it keeps
 ROWS_AT_ONCE = 8  # on a CPU, whose caches hold no more
-Row = tuple[SamplingParams, Sequence[int], Draw]  # what a row's request wants; its prompt and answer so far; its draws
 
 
 def sample_batch(logits: Tensor, rows: Sequence[Row]) -> list[Token | None]:
     """A token for each row, None where its logits are not finite. logits: [rows, vocab_size], float32, not changed."""
-    return sample_on_device(logits, rows).read()
+    return sample_on_device(logits, sampling_inputs(rows)).read()
 
 
-def sample_on_device(
-    logits: Tensor, rows: Sequence[Row], places: Sequence[int] | None = None, sampled: Tensor | None = None
-) -> "SampledTokens":
-    """What `sample_batch` gives, before the host reads it.
+def sample_on_device(logits: Tensor, inputs: SamplingInputs, sampled: Tensor | None = None) -> "SampledTokens":
+    """The tokens that `inputs` asks for, before the host reads them. logits: [rows, vocab_size], float32, not changed.
 
-    places: of each row in the logits; None = they are in this order. sampled: what placeholders in the rows' tokens
-    stand for, see `model_runner.resolved`.
+    sampled: what placeholders among `inputs.penalty_ids` stand for, see `fill_placeholders`.
     """
-    index = None if places is None else _upload([places], logits.device)[0]
-    if all([params.greedy_only for params, _, _ in rows]):
+    index = None if inputs.logits_rows is None else to_device([inputs.logits_rows], logits.device)[0]
+    if inputs.greedy_only:
         most, likeliest = logits.max(-1)
-        found = likeliest, torch.where(most.isfinite(), likeliest, NOT_FINITE)
-        return SampledTokens(*(each if index is None else each.index_select(0, index) for each in found))
+        flags = torch.where(most.isfinite(), likeliest, NOT_FINITE)
+        if index is not None:
+            likeliest, flags = likeliest.index_select(0, index), flags.index_select(0, index)
+        return SampledTokens(likeliest, flags)
     if index is not None:
         logits = logits.index_select(0, index)
-    scores, again = _penalised(logits, rows, sampled), None
-    chosen = [row for row, (params, _, _) in enumerate(rows) if params.temperature > 0]
-    wants = {row: params for row, (params, _, _) in enumerate(rows) if params.logprobs is not None}
-    index, wanted = _upload([chosen, list(wants)], logits.device)
+    drawn, described_rows = np.flatnonzero(inputs.temperature > 0), np.flatnonzero(inputs.logprobs >= 0)
+    drawn_index, described_index = to_device([drawn, described_rows], logits.device)
+    scores = _penalised(logits, inputs, sampled)
     most = scores.amax(-1, keepdim=True)
-    ids = flags = None if len(chosen) == len(rows) else scores.argmax(-1)
-    if chosen:
-        found, certain, again = _sample_rows(scores, most, rows, chosen, index)
+    ids = flags = None if len(drawn) == inputs.count else scores.argmax(-1)
+    resample = None
+    if len(drawn):
+        found, certain, resample = _sample_rows(scores, most, inputs, drawn, drawn_index)
         marked = torch.where(certain, found, UNCERTAIN)
-        ids, flags = (found, marked) if ids is None else (ids.index_copy(0, index, each) for each in (found, marked))
-    result = SampledTokens(ids, torch.where(most[:, 0].isfinite(), flags, NOT_FINITE), again)
-    if wants:
-        result.describe(wanted, wants, logits)
+        if ids is None:
+            ids, flags = found, marked
+        else:
+            ids, flags = ids.index_copy(0, drawn_index, found), flags.index_copy(0, drawn_index, marked)
+    result = SampledTokens(ids, torch.where(most[:, 0].isfinite(), flags, NOT_FINITE), resample)
+    if len(described_rows):
+        wanted = dict(zip(described_rows.tolist(), inputs.logprobs[described_rows].tolist(), strict=True))
+        result.describe(described_index, wanted, logits)
     return result
 
 
-def _upload(lists: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-    return to_device([np.array(each, np.int64) for each in lists], device)
-
-
-def _penalised(logits: Tensor, rows: Sequence[Row], sampled: Tensor | None) -> Tensor:
+def _penalised(logits: Tensor, inputs: SamplingInputs, sampled: Tensor | None) -> Tensor:
     """The logits after the repetition penalty (`reference.penalised`); the very same tensor if no row has one."""
-    places, ids, penalties = [], [], []
-    for row, (params, tokens, _) in enumerate(rows):
-        if params.repetition_penalty != 1:
-            seen = set(tokens)
-            ids += seen
-            places += [row] * len(seen)
-            penalties += [params.repetition_penalty] * len(seen)
-    if not ids:
+    if not len(inputs.penalty):
         return logits
-    penalty = np.array(penalties).view(np.int64)
-    places, ids, penalty = to_device([np.array(places), np.array(ids), penalty], logits.device)
-    ids, penalty = resolved(ids, sampled), penalty.view(torch.float64).float()
-    values = logits[places, ids]
+    arrays = (inputs.penalty_rows, inputs.penalty_ids, inputs.penalty.view(np.int64))
+    rows, ids, penalty = to_device(arrays, logits.device)
+    ids, penalty = fill_placeholders(ids, sampled), penalty.view(torch.float64).float()
+    values = logits[rows, ids]
     changed = torch.where(values > 0, values / penalty, values * penalty)
-    return logits.index_put((places, ids), changed)  # an id that is there twice gets the same value twice
+    return logits.index_put((rows, ids), changed)  # an id that is there twice gets the same value twice
 
 
 def _sample_rows(
-    scores: Tensor, most: Tensor, rows: Sequence[Row], chosen: list[int], index: Tensor
+    scores: Tensor, most: Tensor, inputs: SamplingInputs, drawn: np.ndarray, index: Tensor
 ) -> tuple[Tensor, Tensor, Callable[[list[int]], Tensor]]:
-    """(ids, whether they are certain, how to sample anew those that are not) of the rows in `chosen`, [len(chosen)]
+    """(ids, whether they are certain, how to sample anew those that are not) of the rows in `drawn`, [len(drawn)]
     each: from softmax(scores / temperature) after the row's own top-k, top-p and min-p. most: each row's largest score;
-    index: `chosen`, on the device.
+    index: `drawn`, on the device.
     """
     vocab_size, device = scores.shape[1], scores.device
-    params = [rows[row][0] for row in chosen]
-    top_k = [each.top_k if each.top_k is not None and each.top_k < vocab_size else inf for each in params]
-    temperature = [max(each.temperature, COLDEST) for each in params]
-    uniforms = [rows[row][2].uniform() for row in chosen]
-    numbers = np.array([temperature, uniforms, top_k, [each.top_p for each in params], [each.min_p for each in params]])
-    limits = to_device([numbers.view(np.int64)], device)[0].view(torch.float64)[..., None]
+    temperature = np.maximum(inputs.temperature, COLDEST)
+    top_k = np.where(inputs.top_k < vocab_size, inputs.top_k, inf)
+    settings = np.stack([each[drawn] for each in (temperature, inputs.uniform, top_k, inputs.top_p, inputs.min_p)])
+    limits = to_device([settings.view(np.int64)], device)[0].view(torch.float64)[..., None]
 
-    if len(chosen) < len(scores):
+    if len(drawn) < len(scores):
         scores, most = (each.index_select(0, index) for each in (scores, most))
-    count = ROWS_AT_ONCE if device.type == "cpu" else len(chosen)
+    on_host = settings[2:].tolist()
+    count = ROWS_AT_ONCE if device.type == "cpu" else len(drawn)
     weights, found = [], []  # the weights stay: what they were made of may be overwritten by the pass that follows
-    for start in range(0, len(chosen), count):
+    for start in range(0, len(drawn), count):
         part = slice(start, start + count)
         weights.append(_weights(scores[part], most[part], limits[0, part]))
-        found.append(_sample_part(weights[-1], limits[1:, part], params[part], top_k[part]))
+        found.append(_sample_part(weights[-1], limits[1:, part], [each[part] for each in on_host]))
     ids, certain = map(torch.cat, zip(*found, strict=True))
 
-    def again(uncertain: list[int]) -> Tensor:
-        places = [chosen.index(row) for row in uncertain]
+    def resample(uncertain: list[int]) -> Tensor:
+        places = np.searchsorted(drawn, uncertain)
         whole = torch.stack([weights[place // count][place % count] for place in places])
-        return _from_likeliest(whole.shape[1], whole, *limits[1:].index_select(1, *_upload([places], device)))[0]
+        [index] = to_device([places], device)
+        return _from_likeliest(whole.shape[1], whole, *limits[1:].index_select(1, index))[0]
 
-    return ids.clamp(max=vocab_size - 1), certain, again  # behind it only for NaN
+    return ids.clamp(max=vocab_size - 1), certain, resample  # behind it only for NaN
 
 
 def _weights(scores: Tensor, most: Tensor, temperature: Tensor) -> Tensor:
@@ -137,20 +127,19 @@ def _weights(scores: Tensor, most: Tensor, temperature: Tensor) -> Tensor:
     return weights
 
 
-def _sample_part(
-    weights: Tensor, limits: Tensor, params: Sequence[SamplingParams], top_k: Sequence[float]
-) -> tuple[Tensor, Tensor]:
-    """(ids, whether they are certain), [rows] each. limits: uniforms, top_k, top_p, min_p, [4, rows, 1]."""
-    near = [i for i, k in enumerate(top_k) if k < CANDIDATES]
-    far = [i for i, k in enumerate(top_k) if k >= CANDIDATES]
-    some_k, some_p = any(top_k[i] < inf for i in far), any(params[i].top_p < 1 for i in far)
-    cuts = some_k, some_p, any(params[i].min_p for i in far)
+def _sample_part(weights: Tensor, limits: Tensor, on_host: Sequence[list[float]]) -> tuple[Tensor, Tensor]:
+    """(ids, whether they are certain), [rows] each. limits: uniform, top_k, top_p, min_p, [4, rows, 1]. on_host: the
+    last three of them, [3][rows]."""
+    top_k, top_p, min_p = on_host
+    near = [row for row, k in enumerate(top_k) if k < CANDIDATES]
+    far = [row for row, k in enumerate(top_k) if k >= CANDIDATES]
+    cuts = any(top_k[row] < inf for row in far), any(top_p[row] < 1 for row in far), any(min_p[row] for row in far)
     if not near:
         return _from_all(cuts, weights, *limits)
-    count = 1 + int(max(top_k[i] for i in near))
+    count = 1 + int(max(top_k[row] for row in near))
     if not far:
         return _from_likeliest(count, weights, *limits)
-    of_near, of_far = _upload([near, far], weights.device)
+    of_near, of_far = to_device([np.array(near), np.array(far)], weights.device)
     some, others = ((weights.index_select(0, index), *limits.index_select(1, index)) for index in (of_near, of_far))
     found = zip(_from_likeliest(count, *some), _from_all(cuts, *others), strict=True)
     order = torch.cat((of_near, of_far))
@@ -247,34 +236,34 @@ def _passed(sums: Tensor, target: Tensor) -> Tensor:
 
 
 class SampledTokens:
-    """ids: [rows], int64, a valid id in each. flags: the same, or what is to be told instead of an id.
+    """ids: [rows], int64, a valid id in each. flags: the ids, with NOT_FINITE or UNCERTAIN where the host must act.
 
-    again: how to sample the rows told as UNCERTAIN. redone: those for which `read` had to, so that their token is not
-    what `ids` says.
+    resample: how to sample the UNCERTAIN rows anew. resampled: the rows for which `read` had to, so that their token is
+    not what `ids` says.
     """
 
-    def __init__(self, ids: Tensor, flags: Tensor, again: Callable[[list[int]], Tensor] | None = None):
-        self.ids, self.redone = ids, []
-        self._told, self._again = flags, again
-        self._wants: dict[int, tuple[SamplingParams, Tensor]] = {}  # row -> what it wants, its log-probabilities
+    def __init__(self, ids: Tensor, flags: Tensor, resample: Callable[[list[int]], Tensor] | None = None):
+        self.ids, self.resampled = ids, []
+        self._flags, self._resample = flags, resample
+        self._logprobs: dict[int, tuple[int, Tensor]] = {}  # row -> how many it wants, of all tokens
         self._sent: torch.cuda.Event | None = None
 
-    def describe(self, rows: Tensor, params: dict[int, SamplingParams], logits: Tensor) -> None:
-        """Adds log-probabilities for the rows that want them. rows: the keys of params, on the device."""
-        logprobs = torch.log_softmax(logits.index_select(0, rows), dim=-1)
-        top = logprobs.topk(min(max(each.logprobs for each in params.values()), logits.shape[1]))
-        own = logprobs.gather(1, self.ids[rows][:, None])
+    def describe(self, index: Tensor, wanted: dict[int, int], logits: Tensor) -> None:
+        """Adds log-probabilities. wanted: how many for each row that wants any; index: these rows, on the device."""
+        logprobs = torch.log_softmax(logits.index_select(0, index), dim=-1)
+        top = logprobs.topk(min(max(wanted.values()), logits.shape[1]))
+        own = logprobs.gather(1, self.ids[index][:, None])
         columns = torch.cat((own.double(), top.indices.double(), top.values.double()), dim=1)
-        told = columns.new_zeros(len(logits), 1 + columns.shape[1])
-        told[:, 0] = self._told
-        told[rows, 1:] = columns
-        self._told = told
-        self._wants = dict(zip(params, zip(params.values(), logprobs, strict=True), strict=True))
+        flags = columns.new_zeros(len(logits), 1 + columns.shape[1])  # in one tensor, so that the host reads once
+        flags[:, 0] = self._flags
+        flags[index, 1:] = columns
+        self._flags = flags
+        self._logprobs = dict(zip(wanted, zip(wanted.values(), logprobs, strict=True), strict=True))
 
     def send(self) -> None:
         """Starts the copy that `read` waits for, so that nothing which is launched after it delays it."""
-        if self._told.is_cuda:
-            self._told = self._told.to("cpu", non_blocking=True)  # into pinned memory
+        if self._flags.is_cuda:
+            self._flags = self._flags.to("cpu", non_blocking=True)  # into pinned memory
             self._sent = torch.cuda.Event()
             self._sent.record()
 
@@ -282,21 +271,21 @@ class SampledTokens:
         """The tokens, None where logits are not finite. The host waits once, and again only if rows are UNCERTAIN."""
         if self._sent is not None:
             self._sent.synchronize()
-        told = self._told.tolist()
-        ids = [int(row[0]) for row in told] if self._wants else told
-        if self._again is not None and UNCERTAIN in ids:
-            self.redone = [row for row, token in enumerate(ids) if token == UNCERTAIN]
-            for row, token in zip(self.redone, self._again(self.redone).tolist(), strict=True):
+        rows = self._flags.tolist()
+        ids = [int(row[0]) for row in rows] if self._logprobs else rows
+        if self._resample is not None and UNCERTAIN in ids:
+            self.resampled = [row for row, token in enumerate(ids) if token == UNCERTAIN]
+            for row, token in zip(self.resampled, self._resample(self.resampled).tolist(), strict=True):
                 ids[row] = token
         tokens = [plain_token(token) if token >= 0 else None for token in ids]
-        for row, (params, logprobs) in self._wants.items():
-            if row in self.redone:
-                tokens[row] = described(ids[row], logprobs.cpu(), params)
+        for row, (count, logprobs) in self._logprobs.items():
+            if row in self.resampled:
+                tokens[row] = described(ids[row], logprobs.cpu(), count)
             elif tokens[row] is not None:
-                own, *top = told[row][1:]
+                own, *top = rows[row][1:]
                 most = len(top) // 2
                 likeliest = zip(map(int, top[:most]), top[most:], strict=True)
-                tokens[row] = Token(ids[row], own, tuple(likeliest)[: params.logprobs])
+                tokens[row] = Token(ids[row], own, tuple(likeliest)[:count])
         return tokens
 
 

@@ -23,7 +23,7 @@ def sample(logits: Tensor, params: SamplingParams, seen: Sequence[int], draw: Ra
     """logits: [vocab_size], float32, on the CPU. seen: prompt and answer so far (for the penalty only)."""
     scores = filtered(logits, params, seen)
     token = int(scores.argmax()) if params.temperature == 0 else choose(torch.softmax(scores, dim=-1), draw)
-    return described(token, logits, params)
+    return described(token, logits, params.logprobs)
 
 
 def choose(probabilities: Tensor, draw: Random) -> int:
@@ -33,12 +33,15 @@ def choose(probabilities: Tensor, draw: Random) -> int:
     return draw.choose(probabilities)
 
 
-def described(token: int, logits: Tensor, params: SamplingParams) -> Token:
-    """The token with the log-probabilities that the request asked for. logits: [vocab_size], the model's own."""
-    if params.logprobs is None:
+def described(token: int, logits: Tensor, count: int | None) -> Token:
+    """The token with its log-probability and those of `count` likeliest tokens; None = without any.
+
+    logits: [vocab_size], the model's own.
+    """
+    if count is None:
         return Token(token)
     logprobs = torch.log_softmax(logits, dim=-1)
-    top = logprobs.topk(min(params.logprobs, len(logprobs)))
+    top = logprobs.topk(min(count, len(logprobs)))
     return Token(token, float(logprobs[token]), tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
 
 

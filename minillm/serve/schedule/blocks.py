@@ -43,7 +43,7 @@ class Prefix:
         return True
 
 
-def root(adapter: str | None = None, salt: str | None = None) -> Prefix:
+def cache_namespace(adapter: str | None = None, salt: str | None = None) -> Prefix:
     """Where chains begin. Keys and values depend on the adapter; a tenant's salt keeps its prefixes to itself."""
     return Prefix(None, ("root", adapter, salt))
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from minillm.serve.schedule.blocks import Prefix, root
+from minillm.serve.schedule.blocks import Prefix, cache_namespace
 
 State = Enum("State", "WAITING RUNNING FINISHED")
 
@@ -20,7 +20,7 @@ class Sequence:
     limit: int
     num_seqs: int = 1
     priority: int = 0
-    origin: Prefix = field(default_factory=root)
+    origin: Prefix = field(default_factory=cache_namespace)
     name: str = ""
     state: State = State.WAITING
     num_computed: int = 0

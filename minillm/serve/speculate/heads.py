@@ -18,13 +18,13 @@ from minillm.model.generate import CHECKPOINTS
 from minillm.model.hf import weights
 from minillm.model.hf.write import write
 from minillm.serve.sample.reference import filtered
-from minillm.serve.speculate.proposal import Asked
+from minillm.serve.speculate.proposal import DraftRequest
 from minillm.serve.speculate.verify import choose, distribution
 
 Head = TypeVar("Head", bound=nn.Module)
 
 
-def guess(logits: Tensor, asked: Asked, drafted: list[int], *, drawn: bool = True) -> tuple[int, Tensor | None]:
+def guess(logits: Tensor, asked: DraftRequest, drafted: list[int], *, drawn: bool = True) -> tuple[int, Tensor | None]:
     """The next drafted token and the distribution it was drawn from, or None where nothing was drawn.
 
     logits: [vocab_size], float32, on the CPU. drafted: what is drafted already (the repetition penalty counts it).

@@ -10,7 +10,7 @@ from minillm.model.draw import Draw
 from minillm.model.generate import KVCache
 from minillm.serve.requests.params import SamplingParams
 from minillm.serve.speculate.heads import hidden_states
-from minillm.serve.speculate.proposal import Asked, Proposer
+from minillm.serve.speculate.proposal import DraftRequest, Proposer
 from minillm.serve.speculate.proposers.eagle import Eagle
 from minillm.serve.speculate.proposers.early_exit import EarlyExit
 from minillm.serve.speculate.proposers.medusa import Medusa
@@ -59,7 +59,7 @@ def rounds(
     weight = target.embedding.weight
     cache = KVCache(target.config, end + k, device=weight.device, dtype=weight.dtype)
     while len(tokens) < end:
-        ask = Asked(key, tokens, params, min(k, end - len(tokens) - 1), draw)
+        ask = DraftRequest(key, tokens, params, min(k, end - len(tokens) - 1), draw)
         draft = proposer.propose([ask])[0] if start and ask.k else None
         guessed = draft.tokens if draft else []
         row = torch.tensor([[*tokens[start:], *guessed]], device=weight.device)
@@ -68,8 +68,8 @@ def rounds(
         logits = target.logits(hidden[:, -len(guessed) - 1 :])[0].float().cpu()
         p = [distribution(x, params, [*tokens, *guessed[:i]]) for i, x in enumerate(logits)]
         new = verify(torch.stack(p), draft, draw) if draft else [draw.choose(p[0])]
-        if answered := getattr(proposer, "answered", None):
-            answered(key, tokens, guessed, logits.argmax(-1).tolist())
+        if on_verified := getattr(proposer, "on_verified", None):
+            on_verified(key, tokens, guessed, logits.argmax(-1).tolist())
         verified = len(tokens) - start + len(new) - 1
         if proposer.wants_hidden:
             proposer.observe(key, start, hidden[0, :verified])

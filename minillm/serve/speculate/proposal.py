@@ -17,8 +17,8 @@ from minillm.serve.sample.reference import Random
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a proposer may know of one sequence.
+class DraftRequest:
+    """Asks for a draft, and says what a proposer may know of the sequence.
 
     key: the sequence's identity, the same at every step. tokens: all verified ones, prompt and answer so far (not to be
     changed). k: draft at most so many. draw: the request's own random numbers, for drafts that are drawn.
@@ -43,13 +43,14 @@ class Draft:
 class Proposer(Protocol):
     """wants_hidden: whether `observe` is called.
 
-    A proposer may also have `answered(key, tokens, drafted, likeliest)`: told, after each pass, the target's likeliest
-    token after the last one and after each draft token that was checked (`Lookahead` iterates on them).
+    A proposer may also have `on_verified(key, tokens, drafted, likeliest)`: it is called after each pass with the
+    target's likeliest token after the last one and after each draft token that was checked (`Lookahead` iterates on
+    them).
     """
 
     wants_hidden: bool
 
-    def propose(self, asked: list[Asked]) -> list[Draft]:
+    def propose(self, asked: list[DraftRequest]) -> list[Draft]:
         """One draft for each that asks, in order."""
 
     def observe(self, key: Hashable, start: int, hidden: Tensor) -> None:

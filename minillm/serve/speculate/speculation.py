@@ -1,6 +1,6 @@
 """The engine's side of speculation: which sequences get drafts, which draft tokens a pass checks, what comes of them.
 
-    schedule ──▶ draft (the proposer) ──▶ one pass of the target over last token + draft tokens ──▶ check ──▶ want
+    schedule ──▶ draft (the proposer) ──▶ one pass of the target over last token + draft tokens ──▶ check
                   draft tokens are no tokens of their sequence until they are checked: preemption has nothing to undo
 
 A draft is drawn at its full length whatever the step has room for, and what a pass cannot check the next one does; a
@@ -18,11 +18,11 @@ from torch import Tensor
 from minillm.model import ModelConfig
 from minillm.serve.requests.params import Token
 from minillm.serve.requests.request import Sample
-from minillm.serve.run.model_runner import ForwardPass
+from minillm.serve.run.step import Step
 from minillm.serve.sample.reference import described, filtered
 from minillm.serve.schedule.sequence import Plan, Sequence
 from minillm.serve.speculate.adaptive import AdaptiveK, Counts
-from minillm.serve.speculate.proposal import Asked, Draft, Proposer
+from minillm.serve.speculate.proposal import Draft, DraftRequest, Proposer
 from minillm.serve.speculate.verify import distribution, verify, verify_greedy
 
 
@@ -64,14 +64,15 @@ class Speculation:
             )
         self.proposer, self.k, self.vocab_size, self.clock = proposer, k, config.vocab_size, clock
         self.wants_hidden = proposer.wants_hidden
-        self.answered = getattr(proposer, "answered", None)
+        self.on_verified = getattr(proposer, "on_verified", None)
         self.counts, self.drafting_s = Counts(), 0.0
         self._states: dict[Sequence, State] = {}
         self._observed: dict[str, int] = {}  # by sequence: positions whose hidden states the proposer has
         self._error: str | None = None
 
-    def draft(self, plan: Plan, run: ForwardPass, samples: dict[Sequence, Sample]) -> None:
-        """Gives each sequence of the pass draft tokens to check: the rest of its draft, or of a new one."""
+    def draft(self, step: Step, samples: dict[Sequence, Sample]) -> None:
+        """Gives each sequence of the step draft tokens to check: the rest of its draft, or of a new one."""
+        plan = step.plan
         asked = self._ask(plan, samples)
         if asked:
             started = self.clock()
@@ -83,34 +84,35 @@ class Speculation:
         for place, (sequence, tokens) in enumerate(plan.batch):
             if tokens >= (lacking := sequence.num_uncomputed) and (state := self._states.get(sequence)) is not None:
                 drafted = [] if state.draft is None else state.draft.tokens[: tokens - lacking]
-                run.drafts[place], plan.batch[place] = drafted, (sequence, lacking + len(drafted))
+                step.drafts[place] = drafted
+                plan.batch[place] = sequence, lacking + len(drafted)
 
-    def check(self, taken: Sample, logits: Tensor, likeliest: list[int]) -> list[Token]:
+    def check(self, sample: Sample, logits: Tensor, likeliest: list[int]) -> list[Token]:
         """The next tokens, from logits [draft tokens + 1, vocab_size]. likeliest: their largest."""
-        params = taken.request.params
-        state = self._states.get(taken.sequence)
+        params = sample.request.params
+        state = self._states.get(sample.sequence)
         if state is None:
             weight, prior = getattr(self.k, "weight", 0.0), getattr(self.k, "prior", 0.0)
-            state = self._states[taken.sequence] = State(tried=weight, kept=weight * prior)
+            state = self._states[sample.sequence] = State(tried=weight, kept=weight * prior)
         draft = state.draft or Draft([])
         checked = min(len(logits), len(draft.tokens))
-        if self.answered is not None:
+        if self.on_verified is not None:
             try:
                 tokens, right = draft.tokens[:checked], likeliest[: checked + 1]
-                self.answered(taken.sequence.name, taken.sequence.tokens, tokens, right)
+                self.on_verified(sample.sequence.name, sample.sequence.tokens, tokens, right)
             except Exception as failure:
-                self._failed(taken.sequence.name, "answered", failure)
-        seen = [taken.sequence.tokens + draft.tokens[:place] for place in range(len(logits))]
+                self._failed(sample.sequence.name, "on_verified", failure)
+        seen = [sample.sequence.tokens + draft.tokens[:place] for place in range(len(logits))]
         if params.temperature > 0:
             rows = [distribution(row, params, known) for row, known in zip(logits, seen, strict=True)]
-            ids = verify(torch.stack(rows), draft, taken.draw)
+            ids = verify(torch.stack(rows), draft, sample.draw)
         else:
             if params.repetition_penalty != 1:
                 pairs = zip(logits, seen, strict=True)
                 likeliest = [int(filtered(row, params, known).argmax()) for row, known in pairs]
             ids = verify_greedy(likeliest, draft)
         accepted = next((i for i in range(checked) if ids[i] != draft.tokens[i]), checked)
-        self._count(taken, state, checked, accepted)
+        self._count(sample, state, checked, accepted)
         state.draft = None
         if len(logits) <= len(draft.tokens) and accepted == len(logits):  # the rest of the draft is still to be checked
             rest = None if draft.probabilities is None else draft.probabilities[accepted:]
@@ -121,9 +123,9 @@ class Speculation:
             if isinstance(self.k, AdaptiveK):
                 state.tried, state.kept = self.k.fade(state.tried, state.kept, state.checked, state.accepted)
             state.drafts, state.checked, state.accepted = state.drafts + 1, 0, 0
-        return [described(token, row, params) for token, row in zip(ids, logits, strict=False)]
+        return [described(token, row, params.logprobs) for token, row in zip(ids, logits, strict=False)]
 
-    def want(self, sequence: Sequence) -> None:
+    def request_draft(self, sequence: Sequence) -> None:
         """Says how many draft tokens the sequence would like checked in its next step."""
         state = self._states[sequence]
         if state.draft is not None:
@@ -136,11 +138,12 @@ class Speculation:
         """Its draft is no good: the next step is without one."""
         self._states[sequence].draft, sequence.num_draft_tokens = None, 0
 
-    def observe(self, plan: Plan, run: ForwardPass, samples: dict[Sequence, Sample]) -> None:
+    def observe(self, step: Step, samples: dict[Sequence, Sample]) -> None:
         """Hands the hidden states of what this step verified to a proposer that wants them, each position once."""
-        if run.hidden is None:
+        if step.outputs is None or step.outputs.hidden is None:
             return
-        for (sequence, tokens), start, hidden in zip(plan.batch, run.starts, run.hidden.split(run.counts), strict=True):
+        states = step.outputs.hidden.split([count for _, count in step.plan.batch])
+        for (sequence, tokens), start, hidden in zip(step.plan.batch, step.starts, states, strict=True):
             if sequence not in samples:
                 continue
             seen = max(start, self._observed.get(sequence.name, 0))
@@ -167,9 +170,9 @@ class Speculation:
         error, self._error = self._error, None
         return error
 
-    def _ask(self, plan: Plan, samples: dict[Sequence, Sample]) -> list[tuple[int, Asked]]:
-        """(place in the plan, Asked) of sequences that need a draft and whose last token this step computes."""
-        asked: list[tuple[int, Asked]] = []
+    def _ask(self, plan: Plan, samples: dict[Sequence, Sample]) -> list[tuple[int, DraftRequest]]:
+        """(place in the plan, DraftRequest) of sequences that need a draft and whose last token this step computes."""
+        asked: list[tuple[int, DraftRequest]] = []
         for place, (sequence, tokens) in enumerate(plan.batch):
             if not sequence.num_draft_tokens or tokens < sequence.num_uncomputed:
                 continue
@@ -178,10 +181,10 @@ class Speculation:
             request, granted = samples[sequence].request, tokens - sequence.num_uncomputed
             if k := granted if request.params.temperature == 0 else sequence.num_draft_tokens:
                 draw = samples[sequence].draw
-                asked.append((place, Asked(sequence.name, sequence.tokens, request.params, k, draw)))
+                asked.append((place, DraftRequest(sequence.name, sequence.tokens, request.params, k, draw)))
         return asked
 
-    def _propose(self, asked: list[Asked]) -> list[Draft]:
+    def _propose(self, asked: list[DraftRequest]) -> list[Draft]:
         """A draft for each. If the proposer raises or errs, each is asked for alone, and only the culprits get none."""
         counts = [each.draw.count for each in asked]
         try:
@@ -192,8 +195,8 @@ class Speculation:
                 self._check_draft(draft, each)
             return drafts
         except Exception as failure:
-            for each, taken in zip(asked, counts, strict=True):
-                each.draw.count = taken
+            for each, count in zip(asked, counts, strict=True):
+                each.draw.count = count
             if len(asked) == 1:
                 self._failed(asked[0].key, "propose", failure)
                 return [Draft([])]
@@ -212,13 +215,13 @@ class Speculation:
             self._failed(name, "forget", failure)
         self._observed.pop(name, None)
 
-    def _count(self, taken: Sample, state: State, checked: int, accepted: int) -> None:
-        output = taken.request.output
+    def _count(self, sample: Sample, state: State, checked: int, accepted: int) -> None:
+        output = sample.request.output
         output.drafted, output.accepted = output.drafted + checked, output.accepted + accepted
         state.checked, state.accepted = state.checked + checked, state.accepted + accepted
         self.counts.add(checked, accepted, state.place)
 
-    def _check_draft(self, draft: Draft, asked: Asked) -> None:
+    def _check_draft(self, draft: Draft, asked: DraftRequest) -> None:
         tokens = draft.tokens
         if len(tokens) > asked.k or any(not 0 <= token < self.vocab_size for token in tokens):
             raise ValueError(f"the proposer's draft {tokens} must be at most {asked.k} ids below {self.vocab_size}.")

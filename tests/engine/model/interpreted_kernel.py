@@ -110,7 +110,7 @@ def test_decoding_with_programs_that_are_the_same_for_all_lengths(window, splits
     llm = LLM(model, block_size=2, backend=TritonSplitKV(splits), graphs=True, max_num_seqs=5)
     outputs = llm.generate(prompts, SamplingParams(max_tokens=4))
     assert [o.answers[0].ids for o in outputs] == [list(generate(model, prompt, 4)) for prompt in prompts]
-    assert list(llm.buffers.graphs.graphs) == [4]  # three sequences, filled up
+    assert list(llm.runner.graphs.graphs) == [4]  # three sequences, filled up
 
 
 def test_what_the_kernel_cannot_take_is_refused():

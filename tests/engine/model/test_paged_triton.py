@@ -95,7 +95,7 @@ def test_a_graph_has_programs_for_every_step(keys, units, kv_heads, wanted):
     numbers = decode.plan(rows, np.array(keys))
     work, places = np.split(numbers, [7 * decode.programs])
     work, places = work.reshape(-1, 7), places.reshape(-1, 3)
-    assert numbers.shape == (decode.numbers,) and places[:, 2].max() <= decode.most
+    assert numbers.shape == (decode.plan_size,) and places[:, 2].max() <= decode.most
     needed = work[work[:, 2] > 0]
     assert sorted(set(needed[:, 0])) == rows.tolist() and len(needed) == places[:, 2].sum()
     assert sorted(needed[:, 6]) == list(range(len(needed)))  # each partial result has one writer

@@ -21,7 +21,7 @@ def naive(prompt, count):
 
 
 def nothing_left(llm):
-    assert llm.step() == [] and llm.unfinished == 0 and not llm._samples
+    assert llm.step() == [] and llm.unfinished == 0 and not llm.requests.samples
     assert llm.pool.used == 0 and llm.pool.references == [0] * llm.pool.total
     assert "minillm engine" not in [thread.name for thread in threading.enumerate()]
 
@@ -106,8 +106,8 @@ def test_a_consumer_that_leaves_cancels_its_request(how):
 
 def test_closing_ends_every_stream_and_refuses_more():
     async def use(server):
-        step, closed = server.llm._step, threading.Event()
-        server.llm._step = lambda: (len(server.llm.records) < 3 or closed.wait(PATIENCE_S)) and step()
+        step, closed = server.llm.advance, threading.Event()
+        server.llm.advance = lambda: (len(server.llm.records) < 3 or closed.wait(PATIENCE_S)) and step()
         stream = server.stream(PROMPTS[0], SamplingParams(max_tokens=40))
         await anext(stream)
         closing = asyncio.create_task(server.aclose())
@@ -126,7 +126,7 @@ def test_errors_come_where_they_belong():
     async def use(server):
         with pytest.raises(ValueError, match="a prompt of 0 tokens does not fit"):
             server.stream([])
-        right, calls = server.llm._next_tokens._ready, []
+        right, calls = server.llm.core.next_tokens.advance, []
 
         def broken(*arguments):
             calls.append(1)
@@ -134,7 +134,7 @@ def test_errors_come_where_they_belong():
                 raise RuntimeError("the device is gone")
             return right(*arguments)
 
-        server.llm._next_tokens._ready = broken
+        server.llm.core.next_tokens.advance = broken
         with pytest.raises(RuntimeError, match="request 'mine' failed: sampling raised RuntimeError: the device is"):
             await server.generate(PROMPTS[0], request_id="mine")
         assert (await server.generate(PROMPTS[0])).answers[0].ids == naive(PROMPTS[0], 16)

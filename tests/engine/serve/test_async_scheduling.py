@@ -14,8 +14,8 @@ from minillm.data import Tokenizer
 from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import generate
 from minillm.serve import LLM, SamplingParams
+from minillm.serve.run import model_runner
 from minillm.serve.run.decode_graphs import DecodeGraphs
-from minillm.serve.sample import next_tokens
 from minillm.serve.sample.batch import SampledTokens
 from minillm.serve.speculate import NGram
 
@@ -57,7 +57,7 @@ def test_every_kind_of_draw_is_the_same(doubtful, preemption, monkeypatch):
         take_samples(monkeypatch)
     prompts, params = everything()
     redone, read = [], SampledTokens.read
-    monkeypatch.setattr(SampledTokens, "read", lambda tokens: (read(tokens), redone.extend(tokens.redone))[0])
+    monkeypatch.setattr(SampledTokens, "read", lambda tokens: (read(tokens), redone.extend(tokens.resampled))[0])
     found = []
     for ahead in (False, True):
         llm = LLM(MODEL, preemption=preemption, async_scheduling=ahead, **TIGHT)
@@ -80,7 +80,7 @@ def test_replayed_steps_take_tokens_from_the_device(monkeypatch):
     outputs = served(llm, requests)
     for output, (prompt, params, _, _) in zip(outputs, requests, strict=True):
         assert [answer.ids for answer in output.answers] == alone(MODEL, prompt, params)
-    assert llm.buffers.graphs.graphs
+    assert llm.runner.graphs.graphs
     nothing_left(llm)
 
 
@@ -139,14 +139,16 @@ def test_what_is_wrong_with_one_request_ends_it_alone(monkeypatch):
         model.embedding.weight[60] = float("nan")
         model.head.weight[60] = 0  # never the likeliest
     llm = LLM(model, block_size=4, num_blocks=40, async_scheduling=True)
-    draw = next_tokens.sample_on_device
+    right, calls = model_runner.sample_on_device, []
 
-    def spoilt(logits, rows, *more):
-        if any(params.min_p == 0.123 and len(tokens) > 3 for params, tokens, _ in rows):
-            raise RuntimeError("no such kernel")
-        return draw(logits, rows, *more)
+    def spoilt(logits, inputs, *more):
+        if not inputs.greedy_only and 0.123 in inputs.min_p:
+            calls.append(1)
+            if len(calls) > 2:
+                raise RuntimeError("no such kernel")
+        return right(logits, inputs, *more)
 
-    monkeypatch.setattr(next_tokens, "sample_on_device", spoilt)
+    monkeypatch.setattr(model_runner, "sample_on_device", spoilt)
     odd = SamplingParams(max_tokens=8, temperature=0.9, min_p=0.123, n=2, seed=1)
     names = [llm.add(prompt, SamplingParams(max_tokens=8)) for prompt in PROMPTS]
     names += [llm.add([60, 1], SamplingParams(max_tokens=8, n=2)), llm.add([3, 2], odd)]

@@ -9,7 +9,7 @@ from course.lab14_continuous_batching.baselines import StaticBatches, TimerBatch
 from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import generate
 from minillm.serve import LLM, SamplingParams
-from minillm.serve.sample import next_tokens
+from minillm.serve.run import model_runner
 from minillm.serve.speculate.proposers.ngram import NGram
 
 CONFIG = ModelConfig(50, 32, 64, 2, 4, 2, max_seq_len=48, init_std=0.2)
@@ -167,9 +167,9 @@ def test_a_request_whose_sampling_raises_ends_alone(speculating, temperature, mo
     right = LLM(MODEL, block_size=4, num_blocks=40, **options).generate(prompts, params)
     calls = []
 
-    def spoilt(function, wants):
+    def spoilt(function, min_p):
         def call(*arguments):
-            if any(each.min_p == 0.123 for each in wants(*arguments)):
+            if 0.123 in min_p(*arguments):
                 calls.append(1)
                 if len(calls) > 2:
                     raise RuntimeError("no such kernel")
@@ -177,11 +177,11 @@ def test_a_request_whose_sampling_raises_ends_alone(speculating, temperature, mo
 
         return call
 
-    batch = spoilt(next_tokens.sample_on_device, lambda logits, rows, *_: [row[0] for row in rows])
-    monkeypatch.setattr(next_tokens, "sample_on_device", batch)
+    batch = spoilt(model_runner.sample_on_device, lambda logits, inputs, *_: () if inputs.greedy_only else inputs.min_p)
+    monkeypatch.setattr(model_runner, "sample_on_device", batch)
     llm = LLM(MODEL, block_size=4, num_blocks=40, **options)
     if speculating:
-        check = spoilt(llm.speculation.check, lambda taken, logits, likeliest: [taken.request.params])
+        check = spoilt(llm.speculation.check, lambda sample, logits, likeliest: [sample.request.params.min_p])
         monkeypatch.setattr(llm.speculation, "check", check)
     found = llm.generate(prompts, params)
     assert [output.answers[0].ids for output in found[:3]] == [output.answers[0].ids for output in right[:3]]
@@ -202,7 +202,7 @@ def test_whatever_else_raises_after_the_pass_ends_its_requests(kind, monkeypatch
         raise kind("no more")
 
     with monkeypatch.context() as patch, nullcontext() if kind is RuntimeError else pytest.raises(kind):
-        patch.setattr(llm._next_tokens, "_ready", broken)
+        patch.setattr(llm.core.next_tokens, "advance", broken)
         outputs = llm.step()
     outputs = outputs if kind is RuntimeError else llm.step()
     what = "sampling raised" if kind is RuntimeError else "the step was interrupted by"

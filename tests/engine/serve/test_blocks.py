@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
 from minillm.serve.schedule import blocks as blocks_module
-from minillm.serve.schedule.blocks import BlockPool, Prefix, root
+from minillm.serve.schedule.blocks import BlockPool, Prefix, cache_namespace
 
 SIZE, TOTAL, HOST = 3, 8, 4
 
@@ -38,7 +38,7 @@ class Reader:
 
     @property
     def chain(self):
-        chain = [root(None, self.tenant)]
+        chain = [cache_namespace(None, self.tenant)]
         for start in range(0, len(self.tokens) - SIZE + 1, SIZE):
             chain.append(Prefix(chain[-1], tuple(self.tokens[start : start + SIZE])))
         return chain[1:]
@@ -155,11 +155,11 @@ class TestPoolWhereAllHashesCollide(Pool.TestCase):
     @pytest.fixture(autouse=True)
     def collide(self, monkeypatch):
         monkeypatch.setattr(blocks_module, "hash", lambda value: 7, raising=False)
-        assert hash(root()) == hash(Prefix(root(), (1,)))
+        assert hash(cache_namespace()) == hash(Prefix(cache_namespace(), (1,)))
 
 
 def chain_of(tokens, **key):
-    chain = [root(**key)]
+    chain = [cache_namespace(**key)]
     for start in range(0, len(tokens), 2):
         chain.append(Prefix(chain[-1], tuple(tokens[start : start + 2])))
     return chain[1:]
@@ -253,7 +253,7 @@ def test_a_lookup_compares_each_cached_block_once():
     blocks = 400
 
     def chain():
-        prefixes = [root()]
+        prefixes = [cache_namespace()]
         for number in range(blocks):
             prefixes.append(Prefix(prefixes[-1], CountedTokens((number, number))))
         return prefixes[1:]

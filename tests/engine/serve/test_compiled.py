@@ -54,7 +54,7 @@ def test_fused_products_graphs_and_a_second_engine(monkeypatch):
     outputs = again.generate(PROMPTS, SamplingParams(max_tokens=9))
     plain = Transformer(model.config, seed=3)
     assert [output.answers[0].ids for output in outputs] == [list(generate(plain, prompt, 9)) for prompt in PROMPTS]
-    assert again.buffers.graphs.graphs and all(isinstance(block.forward, CompiledBlock) for block in model.blocks)
+    assert again.runner.graphs.graphs and all(isinstance(block.forward, CompiledBlock) for block in model.blocks)
 
 
 @pytest.mark.full

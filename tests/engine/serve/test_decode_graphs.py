@@ -3,7 +3,6 @@
 from dataclasses import replace
 from itertools import islice
 
-import numpy as np
 import pytest
 import torch
 from recorded import READS_BACK, record
@@ -16,10 +15,10 @@ from minillm.model import ModelConfig, Transformer
 from minillm.model.draw import sample_seed
 from minillm.model.generate import generate
 from minillm.model.paged import block_by_block
-from minillm.model.paged.tables import BlockTables
-from minillm.serve import LLM, SamplingParams
+from minillm.serve import LLM, Plan, SamplingParams, Sequence
 from minillm.serve.run.decode_graphs import DecodeGraphs
-from minillm.serve.run.model_runner import ForwardPass
+from minillm.serve.run.model_runner import Runner, StepOutputs
+from minillm.serve.run.step import InputBuilder
 from minillm.serve.speculate import NGram
 
 
@@ -70,7 +69,7 @@ def test_tokens_are_the_naive_loops(variant, options, recording):
     outputs = served(llm, requests)
     for output, (prompt, params, _, _) in zip(outputs, requests, strict=True):
         assert [answer.ids for answer in output.answers] == alone(model, prompt, params)
-    graphs = llm.buffers.graphs
+    graphs = llm.runner.graphs
     assert set(graphs.graphs) <= {1, 2, 4, 8, 12} and len(graphs.graphs) >= 4
     assert "preemption" not in options or sum(output.preemptions for output in outputs) > 0
     nothing_left(llm)
@@ -81,7 +80,7 @@ def test_without_recording_the_function_itself_is_called():
     llm = LLM(model, graphs=True, block_size=4)
     outputs = llm.generate(prompts, SamplingParams(max_tokens=8))
     assert [output.answers[0].ids for output in outputs] == [list(generate(model, prompt, 8)) for prompt in prompts]
-    assert llm.buffers.graphs.graphs
+    assert llm.runner.graphs.graphs
 
 
 @torch.no_grad()
@@ -94,7 +93,7 @@ def test_a_poisoned_pool_and_what_fills_a_step_up(recording):
     outputs = llm.generate(prompts, SamplingParams(max_tokens=9))
     assert [output.answers[0].ids for output in outputs] == [list(generate(model, prompt, 9)) for prompt in prompts]
     written = llm.cache.pool[0, 0].isfinite().all(-1).all(-1).sum()
-    assert list(llm.buffers.graphs.graphs) == [4]
+    assert list(llm.runner.graphs.graphs) == [4]
     assert int(written) == sum(len(prompt) + 8 for prompt in prompts) - 4  # the two share a block of 4
 
 
@@ -104,7 +103,7 @@ def test_with_draft_tokens_only_steps_without_any_are_replayed():
     prompts = [[1, 2, 3] * 5, [10]]
     outputs = llm.generate(prompts, SamplingParams(max_tokens=20))
     assert [output.answers[0].ids for output in outputs] == [list(generate(model, prompt, 20)) for prompt in prompts]
-    assert llm.buffers.graphs.graphs and sum(output.drafted for output in outputs) > 0
+    assert llm.runner.graphs.graphs and sum(output.drafted for output in outputs) > 0
 
 
 def test_a_pass_that_reads_back_is_told_once_and_runs_as_it_comes(recording):
@@ -118,8 +117,8 @@ def test_a_pass_that_reads_back_is_told_once_and_runs_as_it_comes(recording):
 
 def test_who_can_be_replayed():
     model = Transformer(ModelConfig(50, 32, 64, 1, 4, 2, max_seq_len=16))
-    assert LLM(model).buffers.graphs is None  # on the CPU only if asked for
-    assert LLM(model, graphs=True, max_num_seqs=40).buffers.graphs.sizes == [1, 2, 4, 8, 16, 32, 40]
+    assert LLM(model).runner.graphs is None  # on the CPU only if asked for
+    assert LLM(model, graphs=True, max_num_seqs=40).runner.graphs.sizes == [1, 2, 4, 8, 16, 32, 40]
     with pytest.raises(ValueError, match="cannot be replayed, it takes lengths from the host: use graphs=False"):
         LLM(model, graphs=True, backend=block_by_block)
     with pytest.raises(ValueError, match="graphs 'yes' must be True, False or None"):
@@ -213,11 +212,10 @@ def test_a_greedy_step_reads_back_once(speculating, recording, monkeypatch):
     llm = LLM(model, graphs=True, block_size=4, max_num_seqs=4, proposer=NGram() if speculating else None)
     if speculating:  # it brings several tokens each: not replayed, and gathered attention asks for lengths
 
-        def logits(run, *_, **__):  # the token itself again
-            tokens, wanted = run.tokens()
-            return torch.eye(61)[[tokens[place] for place in wanted]]
+        def execute(runner, step):  # the token itself again
+            return StepOutputs(torch.eye(61)[step.tokens[step.wanted].tolist()])
 
-        monkeypatch.setattr(ForwardPass, "logits", logits)
+        monkeypatch.setattr(Runner, "execute", execute)
     for prompt in ([1, 2, 3], [4] * 9, [5, 6]):
         llm.add(prompt, SamplingParams(max_tokens=40))
     llm.step()
@@ -228,13 +226,21 @@ def test_a_greedy_step_reads_back_once(speculating, recording, monkeypatch):
 
 
 def test_only_changes_of_block_tables_go_to_the_device():
-    tables = BlockTables(3, 4, "meta")
-    tables.write(1, 0, [7, 8])
-    tables.write(1, 1, [9])
-    places, blocks = tables.changes()
-    assert dict(zip(places.tolist(), blocks.tolist(), strict=True)) == {4: 7, 5: 9}
-    assert [len(each) for each in tables.changes()] == [0, 0]
-    assert np.array_equal(tables.host[1], [7, 9, 0, 0])
+    builder, sequence = InputBuilder(3, 4), Sequence([1, 2, 3], 9)
+
+    def changes(blocks):
+        sequence.blocks = blocks
+        step = builder.start(1, 0.0, Plan([(sequence, 1)]))
+        inputs = builder.build(step, {})
+        assert inputs.rows.tolist() == [2] and step.tables == [blocks]
+        return dict(zip(inputs.table_places.tolist(), inputs.table_blocks.tolist(), strict=True))
+
+    assert changes([7, 8]) == {8: 7, 9: 8}
+    assert changes([7, 8]) == {}
+    assert changes([7, 8, 5]) == {10: 5}
+    assert changes([7, 9, 5]) == {8: 7, 9: 9, 10: 5}
+    builder.reset()
+    assert changes([7, 9, 5]) == {8: 7, 9: 9, 10: 5}
 
 
 def test_rows_of_sequences_that_have_gone_are_used_again():
@@ -246,4 +252,4 @@ def test_rows_of_sequences_that_have_gone_are_used_again():
     outputs = llm.generate(prompts, params)
     for output, prompt, each in zip(outputs, prompts, params, strict=True):
         assert output.answers[0].ids == list(generate(model, prompt, each.max_tokens))
-    assert len(llm.buffers.tables.host) == 6
+    assert len(llm.runner.tables.host) == 6

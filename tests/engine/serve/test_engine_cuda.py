@@ -45,7 +45,7 @@ def test_replayed_steps_are_those_of_the_model(dtype):
         warnings.simplefilter("error")
         llm = LLM(model, max_num_seqs=10, prefix_cache=False)
         found = [output.answers[0].ids for output in llm.generate(PROMPTS, params)]
-    assert set(llm.buffers.graphs.graphs) == {1, 2, 4, 8, 10}
+    assert set(llm.runner.graphs.graphs) == {1, 2, 4, 8, 10}
     if dtype is torch.float32:
         cpu = Transformer(CONFIG, seed=2)
         assert found == [

@@ -15,6 +15,7 @@ from minillm.model import load_hf
 from minillm.model.draw import Draw, sample_seed
 from minillm.model.generate import folder_of
 from minillm.serve import SamplingParams
+from minillm.serve.run.step_inputs import sampling_inputs
 from minillm.serve.sample import batch, selection
 from minillm.serve.sample.batch import sample_batch, sample_on_device
 from minillm.serve.sample.reference import filtered, sample
@@ -167,9 +168,9 @@ def test_what_is_sampled_again_does_not_need_its_logits(monkeypatch):
     logits = torch.randn(8, 61, generator=torch.Generator().manual_seed(3))
     params = SamplingParams(temperature=1.0, top_p=0.9)
     right = [sample(logits[row], params, [], Draw(row)) for row in range(8)]
-    found = sample_on_device(logits, [(params, [], Draw(row)) for row in range(8)])
+    found = sample_on_device(logits, sampling_inputs([(params, [], Draw(row)) for row in range(8)]))
     logits.zero_()
-    assert found.read() == right and found.redone
+    assert found.read() == right and found.resampled
 
 
 @pytest.mark.parametrize("vocab_size", [3000, 20_000])
@@ -284,8 +285,8 @@ def test_no_row_of_a_real_vocabulary_is_sorted(spread, options):
     if spread > 1:
         logits[2:] = (logits[2:] - 6).bfloat16().float()
     params = SamplingParams(temperature=1.0, **options)
-    found = sample_on_device(logits, [(params, [], Draw(seed)) for seed in range(4)])
+    found = sample_on_device(logits, sampling_inputs([(params, [], Draw(seed)) for seed in range(4)]))
     tokens = [token.id for token in found.read()]
-    assert found.redone == []
+    assert found.resampled == []
     for row, token in enumerate(tokens):
         assert token in tokens_that_are_right(logits[row].numpy(), params, [], Draw(row).uniform())

@@ -19,7 +19,7 @@ from minillm.model import Transformer
 from minillm.model.paged import PagedCache, gathered
 from minillm.serve.run.memory import blocks_of_full_length, draft_num_blocks
 from minillm.serve.schedule.blocks import BlockPool
-from minillm.serve.speculate.proposal import Asked, Draft
+from minillm.serve.speculate.proposal import Draft, DraftRequest
 from minillm.serve.speculate.verify import choose, distribution
 
 
@@ -72,7 +72,7 @@ class DraftModel:
         self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()  # the sequence asked for last stands last
 
     @torch.inference_mode()
-    def propose(self, asked: list[Asked]) -> list[Draft]:
+    def propose(self, asked: list[DraftRequest]) -> list[Draft]:
         drafts = [Draft([]) for _ in asked]
         context, places = self.model.config.max_seq_len, list(range(len(asked)))
         places = [place for place in places if len(asked[place].tokens) <= context]  # beyond it has nothing to say
@@ -93,7 +93,7 @@ class DraftModel:
         if not self._kept:
             self.pool.reset()  # of what an interrupt may have left half done, too
 
-    def _seat(self, asked: list[Asked], places: list[int]) -> list[int]:
+    def _seat(self, asked: list[DraftRequest], places: list[int]) -> list[int]:
         """Blocks for as many as fit together, at least for the first."""
         group: list[int] = []
         for place in places:
@@ -111,7 +111,7 @@ class DraftModel:
             group.append(place)
         return group
 
-    def _draft(self, asked: list[Asked], lengths: list[int]) -> list[Draft]:
+    def _draft(self, asked: list[DraftRequest], lengths: list[int]) -> list[Draft]:
         kept = [self._kept[each.key] for each in asked]
         for each, mine in zip(asked, kept, strict=True):
             mine.rewind(each.tokens)

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from minillm.model import AttentionFunction, Block, ModelConfig, Transformer, sdpa
 from minillm.model.transformer import RMSNorm
 from minillm.serve.speculate.heads import guess, hidden_states, load
-from minillm.serve.speculate.proposal import Asked, Draft
+from minillm.serve.speculate.proposal import Draft, DraftRequest
 
 NOWHERE = 1 << 30
 
@@ -108,7 +108,7 @@ class Eagle:
         self._memories.pop(key, None)
 
     @torch.no_grad()
-    def propose(self, asked: list[Asked]) -> list[Draft]:
+    def propose(self, asked: list[DraftRequest]) -> list[Draft]:
         ready = [one for one in asked if one.k > 0 and self._end(one) == len(one.tokens)]
         if not ready:
             return [Draft([]) for _ in asked]
@@ -132,10 +132,10 @@ class Eagle:
         }
         return [drafts.get(one.key, Draft([])) for one in asked]
 
-    def _end(self, asked: Asked) -> int:
+    def _end(self, asked: DraftRequest) -> int:
         return self._memories[asked.key].end if asked.key in self._memories else 0
 
-    def _read(self, ready: list[Asked], attention: "PastAndNew") -> Tensor:
+    def _read(self, ready: list[DraftRequest], attention: "PastAndNew") -> Tensor:
         """Takes the sequences' new pairs into their memories. Returns the features after the newest, [n, 1, hidden]."""
         device, memories = self.target.embedding.weight.device, attention.memories
         if any(memory.fresh for memory in memories):

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from minillm.serve.speculate.proposal import Asked, Draft
+from minillm.serve.speculate.proposal import Draft, DraftRequest
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Lookahead:
 
     prompt: whether the n-grams of the sequence's own tokens go into the pool too (an option of the paper's code): with
     it this is prompt lookup and lookahead in one.
-    After a pass it wants to be told the target's answers to all its guesses, also the rejected ones: `answered`.
+    After a pass it wants to be told the target's answers to all its guesses, also the rejected ones: `on_verified`.
     """
 
     wants_hidden, cost = False, 0.0
@@ -51,10 +51,10 @@ class Lookahead:
         self.ngram, self.prompt = ngram, prompt
         self._traces: dict[Hashable, Trace] = {}
 
-    def propose(self, asked: list[Asked]) -> list[Draft]:
+    def propose(self, asked: list[DraftRequest]) -> list[Draft]:
         return [Draft(self._guess(self._trace(one.key), one.tokens, one.k)) for one in asked]
 
-    def answered(self, key: Hashable, tokens: list[int], guesses: list[int], likeliest: list[int]) -> None:
+    def on_verified(self, key: Hashable, tokens: list[int], guesses: list[int], likeliest: list[int]) -> None:
         """A pass over tokens + guesses: likeliest[0] is the target's likeliest token after tokens, likeliest[i] after
         guesses[i - 1]; as many as were checked."""
         trace, start = self._trace(key), len(tokens)

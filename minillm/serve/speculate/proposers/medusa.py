@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from minillm.model import ModelConfig, Transformer
 from minillm.serve.speculate.heads import guess, load
-from minillm.serve.speculate.proposal import Asked, Draft
+from minillm.serve.speculate.proposal import Draft, DraftRequest
 
 
 class MedusaHeads(nn.Module):
@@ -80,7 +80,7 @@ class Medusa:
         self._newest.pop(key, None)
 
     @torch.inference_mode()
-    def propose(self, asked: list[Asked]) -> list[Draft]:
+    def propose(self, asked: list[DraftRequest]) -> list[Draft]:
         known = [one for one in asked if self._newest.get(one.key, (None,))[0] == len(one.tokens) - 2 and one.k > 0]
         drafts = {}
         if known:
@@ -89,7 +89,7 @@ class Medusa:
             drafts = {one.key: self._draft(one, row) for one, row in zip(known, rows, strict=True)}
         return [drafts.get(one.key, Draft([])) for one in asked]
 
-    def _draft(self, asked: Asked, logits: Tensor) -> Draft:
+    def _draft(self, asked: DraftRequest, logits: Tensor) -> Draft:
         tokens, probabilities = [], []
         for row in logits[: asked.k]:
             token, distribution = guess(row, asked, tokens, drawn=self.drawn)

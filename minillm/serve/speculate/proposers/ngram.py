@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from minillm.serve.speculate.proposal import Asked, Draft
+from minillm.serve.speculate.proposal import Draft, DraftRequest
 
 
 @dataclass
@@ -34,7 +34,7 @@ class NGram:
         self.longest, self.shortest = longest, shortest
         self._indexes: dict[Hashable, _Index] = {}
 
-    def propose(self, asked: list[Asked]) -> list[Draft]:
+    def propose(self, asked: list[DraftRequest]) -> list[Draft]:
         return [Draft(self._follow(each.key, each.tokens, each.k)) for each in asked]
 
     def observe(self, key: Hashable, start: int, hidden: Tensor) -> None:

@@ -6,7 +6,7 @@ import torch
 from minillm.model import ModelConfig, Transformer
 from minillm.serve import SamplingParams
 from minillm.serve.speculate.heads import hidden_states
-from minillm.serve.speculate.proposal import Asked
+from minillm.serve.speculate.proposal import DraftRequest
 from minillm.serve.speculate.proposers.eagle import EagleHead
 from minillm.serve.speculate.proposers.early_exit import ExitAdapter
 from minillm.serve.speculate.proposers.medusa import MedusaHeads
@@ -52,7 +52,7 @@ def trained(target):
 def ask():
     def make(tokens, k=3, key="a", temperature=0.0, draw=None, **params):
         draw = draw or torch.Generator().manual_seed(0)
-        return Asked(key, list(tokens), SamplingParams(temperature=temperature, **params), k, draw)
+        return DraftRequest(key, list(tokens), SamplingParams(temperature=temperature, **params), k, draw)
 
     return make
 

@@ -85,7 +85,7 @@ def attacked(make, trained, kind, rate, seed, **options):
     """An engine of its own model. rate: of failures, in the forward pass, its logits and all the proposer does."""
     target = make()
     proposer = MAKE[kind](target, make, trained) if kind in MAKE else None
-    flaky = Flaky(proposer, ("propose", "observe", "answered", "forget"), rate, seed)
+    flaky = Flaky(proposer, ("propose", "observe", "on_verified", "forget"), rate, seed)
     right, faults = target.forward, random.Random(seed + 1)
 
     def forward(*args, **kwargs):
@@ -112,9 +112,9 @@ def nothing_left(llm):
     assert llm.unfinished == llm.scheduler.num_waiting == llm.scheduler.num_seqs == 0
     assert pool.used == 0 and pool.references == [0] * pool.total and pool.free_host == pool.num_host_blocks
     assert pool.free + pool.cached == pool.total
-    assert not llm._samples and not llm.scheduler.running and not llm._unfinished.ended
-    assert not llm._unfinished.cancelled and not llm._stepping.locked()
-    assert not pool.withheld and (llm._ahead is None or llm._ahead._launched is None)
+    assert not llm.requests.samples and not llm.scheduler.running and not llm.requests.ended
+    assert not llm.requests.cancelled and not llm.stepping.locked()
+    assert not pool.withheld and getattr(llm.core, "launched", None) is None
     assert not llm.model.blocks[-1]._forward_hooks
     if llm.speculation is not None:
         proposer = llm.speculation.proposer
@@ -237,23 +237,23 @@ class Attack(RuleBasedStateMachine):
             cycle.append(cycle)
         del stream
 
-    @rule(place=st.sampled_from(["sample", "give"]))
+    @rule(place=st.sampled_from(["advance", "finish"]))
     def interrupt(self, place):
         def broken(*args):
-            delattr(self.llm._next_tokens, place)
+            delattr(self.llm.core.next_tokens, place)
             raise KeyboardInterrupt
 
-        setattr(self.llm._next_tokens, place, broken)
+        setattr(self.llm.core.next_tokens, place, broken)
         try:
             for output in self.llm.step():  # nothing to do, or the pass itself had failed before
                 self.outputs[output.request_id] = output
         except KeyboardInterrupt:
             pass
-        self.llm._next_tokens.__dict__.pop(place, None)
+        self.llm.core.next_tokens.__dict__.pop(place, None)
 
     @invariant()
     def books_balance(self):
-        if hasattr(self, "llm") and not self.llm._interrupted:
+        if hasattr(self, "llm") and not self.llm.interrupted:
             pool, running = self.llm.pool, self.llm.scheduler.running
             held = [block for sequence in running for block in sequence.blocks]
             assert pool.free + pool.cached + pool.used == pool.total
@@ -451,7 +451,7 @@ def test_an_interrupt_at_any_line_leaves_the_engine_whole(kind, make_target, tra
                 use(llm)
         except KeyboardInterrupt:
             reached += 1
-        assert not llm._stepping.locked() and not llm._unfinished._submitting.locked(), wanted
+        assert not llm.stepping.locked() and not llm.requests.submitting.locked(), wanted
         [output] = llm.generate([PROMPTS[1]], SamplingParams(max_tokens=6))
         assert output.answers[0].ids == naive(1, 6) and output.error is None, wanted
         while llm.unfinished:

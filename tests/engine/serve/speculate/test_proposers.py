@@ -31,7 +31,7 @@ def drafting(kind, target, trained, features):
         proposer = EarlyExit(target, trained["early_exit"])
     else:
         proposer = Lookahead(3)
-        proposer.answered("a", PROMPT[:-1], [0, 3], [2, 3, 1])
+        proposer.on_verified("a", PROMPT[:-1], [0, 3], [2, 3, 1])
     proposer.observe("a", 0, features(PROMPT[:-1]))
     return proposer
 

@@ -118,10 +118,10 @@ def kept(proposer):
 def test_lookahead_pools_the_diagonals(ask):
     """Worked by hand, n-grams of 3: an answer stands after its pass's guess, and that after the guess of a pass ago."""
     lookahead = Lookahead(3)
-    lookahead.answered("a", [4, 5], [6, 7], [8, 9, 1])  # 8 comes after 5, 9 after 6, 1 after 7; nothing was right
+    lookahead.on_verified("a", [4, 5], [6, 7], [8, 9, 1])  # 8 comes after 5, 9 after 6, 1 after 7; nothing was right
     pool = {(5,): 8, (4, 5): 8, (6,): 9, (5, 6): 9, (7,): 1}  # there was no pass before, so nothing before 7
     assert lookahead._traces["a"].pool == pool
-    lookahead.answered("a", [4, 5, 8], [9, 1], [9, 3, 2])  # what was answered became the guesses
+    lookahead.on_verified("a", [4, 5, 8], [9, 1], [9, 3, 2])  # what was answered became the guesses
     pool |= {(8,): 9, (5, 8): 9, (9,): 3, (8, 9): 3, (1,): 2, (7, 1): 2}  # 7 was read, 1 answered, 2 answered to it
     assert lookahead._traces["a"].pool == pool
     assert lookahead.propose([ask([4, 5, 8, 9], k=4)])[0].tokens == [3, 2, 8, 9]  # pool, iterate, any, pool
@@ -134,7 +134,7 @@ def test_lookahead_iterates_to_the_fixed_point(ask):
         truth.append(step[truth[-1]])
     guesses = lookahead.propose([ask([1], k=4)])[0].tokens
     for passes in range(1, 5):
-        lookahead.answered("a", [1], guesses, [step[token] for token in [1, *guesses]])
+        lookahead.on_verified("a", [1], guesses, [step[token] for token in [1, *guesses]])
         guesses = lookahead.propose([ask([1], k=4)])[0].tokens
         assert guesses[:passes] == truth[1 : 1 + passes]
 

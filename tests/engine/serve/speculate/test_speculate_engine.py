@@ -13,7 +13,7 @@ from minillm.model import ModelConfig, Transformer
 from minillm.model.generate import generate
 from minillm.predict.serving.speculation import best_k
 from minillm.serve import LLM, SamplingParams
-from minillm.serve.speculate import AdaptiveK, Asked, Counts, Draft, DraftModel, NGram
+from minillm.serve.speculate import AdaptiveK, Counts, Draft, DraftModel, DraftRequest, NGram
 
 CONFIG = ModelConfig(61, 32, 64, 2, 4, 2, max_seq_len=64, init_std=0.2)
 MODEL = Transformer(CONFIG, seed=2)
@@ -224,7 +224,9 @@ def test_a_small_cache_of_the_draft_changes_no_guess():
 def test_the_draft_models_passes():
     """One a place, all sequences together, and none for what it has seen."""
     proposer = DraftModel(DRAFT)
-    asked = [Asked(i, list(prompt), SamplingParams(), 3, torch.Generator()) for i, prompt in enumerate(PROMPTS[1:])]
+    asked = [
+        DraftRequest(i, list(prompt), SamplingParams(), 3, torch.Generator()) for i, prompt in enumerate(PROMPTS[1:])
+    ]
     drafts = proposer.propose(asked)
     expected = [list(generate(DRAFT, prompt, 3)) for prompt in PROMPTS[1:]]
     assert [draft.tokens for draft in drafts] == expected and proposer.passes == 3
@@ -251,7 +253,11 @@ def test_a_draft_with_a_shorter_context_stops_guessing():
 
 def test_lookups_of_the_ngram():
     def guess(tokens, k=4, key="x", proposer=None):
-        return (proposer or NGram(3, 1)).propose([Asked(key, tokens, SamplingParams(), k, torch.Generator())])[0].tokens
+        return (
+            (proposer or NGram(3, 1))
+            .propose([DraftRequest(key, tokens, SamplingParams(), k, torch.Generator())])[0]
+            .tokens
+        )
 
     assert guess([1, 2, 3, 4, 9, 2, 3]) == [4, 9, 2, 3]
     assert guess([1, 2, 7, 5, 2, 8, 1, 2]) == [7, 5, 2, 8]  # two tokens that match before one that is nearer

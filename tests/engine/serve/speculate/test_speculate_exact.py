@@ -8,7 +8,7 @@ import torch
 
 from course.shared.enumeration import Script, outcomes
 from minillm.serve import SamplingParams
-from minillm.serve.speculate import Asked, Draft, DraftModel, verify
+from minillm.serve.speculate import Draft, DraftModel, DraftRequest, verify
 from minillm.serve.speculate.verify import acceptance, choose, distribution, residual, uniform, verify_greedy
 
 VOCAB = 4
@@ -258,7 +258,7 @@ def test_the_draft_model_says_what_it_drew_from(warping):
         return cached[key]
 
     def run(draw: Script):
-        [guess] = proposer.propose([Asked("x", prompt, params, k, draw)])
+        [guess] = proposer.propose([DraftRequest("x", prompt, params, k, draw)])
         for place in range(k) if guess.probabilities is not None else ():
             expected = after(draft, prompt + guess.tokens[:place])
             torch.testing.assert_close(guess.probabilities[place].double(), expected, atol=1e-5, rtol=0)

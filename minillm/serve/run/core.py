@@ -1,0 +1,112 @@
+"""The engine's core: one step of all requests at a time, in three parts.
+
+    plan      what arrived is queued, what was cancelled ends; which tokens of which sequences   (scheduler)
+    execute   their inputs as plain arrays, one forward pass, a token for each sample              (runner)
+    finish    the host reads the tokens: accepted, does one end its answer?                   (next_tokens)
+
+`AsyncScheduling` calls the same three, in another order. Whoever calls them takes care that it is one thread at a time.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from minillm.serve.requests.table import RequestTable
+from minillm.serve.run.model_runner import Runner
+from minillm.serve.run.recorder import StepRecord, record
+from minillm.serve.run.step import InputBuilder, Step
+from minillm.serve.sample.next_tokens import NextTokens
+from minillm.serve.schedule.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from minillm.serve.speculate.speculation import Speculation
+
+
+class EngineCore:
+    """records: of the last `keep_records` steps; record_blocks: each with every block table."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler,
+        requests: RequestTable,
+        speculation: "Speculation | None" = None,
+        *,
+        clock: Callable[[], float],
+        keep_records: int = 10_000,
+        record_blocks: bool = False,
+    ):
+        self.runner, self.scheduler, self.requests, self.speculation = runner, scheduler, requests, speculation
+        self.clock, self.record_blocks = clock, record_blocks
+        self.builder = InputBuilder(*runner.tables.host.shape)
+        self.next_tokens = NextTokens(requests)
+        self.records: deque[StepRecord] = deque(maxlen=keep_records)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """One step, if there is anything to compute."""
+        step = self.plan()
+        if step is not None:
+            self.execute(step)
+            self.finish(step)
+
+    def plan(self) -> Step | None:
+        """The next step, after what arrived or was cancelled since the last one; None = there is nothing to compute."""
+        started = self.clock()
+        self.requests.tidy(started)
+        plan = self.scheduler.schedule()
+        for sequence in plan.admitted:
+            timing = self.requests.samples[sequence].request.output.timing
+            timing.scheduled = started if timing.scheduled is None else timing.scheduled
+        return self.builder.start(self.scheduler.step, started, plan) if plan.batch else None
+
+    def execute(self, step: Step) -> None:
+        """Launches the pass and its sampling. What it raises is left in `step.error`, for `finish`."""
+        requests, speculation = self.requests, self.speculation
+        try:
+            if speculation is not None:
+                speculation.draft(step, requests.samples)
+            hidden = speculation is not None and speculation.wants_hidden
+            inputs = self.builder.build(step, requests.samples, sampled=speculation is None, hidden=hidden)
+            step.outputs = self.runner.execute(inputs)
+            requests.end_cancelled()  # meanwhile
+            step.stage = "sampling"
+            self.next_tokens.advance(step)
+        except Exception as failure:
+            step.raised(failure)
+
+    def finish(self, step: Step) -> None:
+        """Every sequence of the step gets its tokens. If the step raised, its requests end as failed."""
+        sampled = 0
+        if not step.error:
+            try:
+                sampled = self.next_tokens.finish(step)
+            except Exception as failure:
+                step.raised(failure)
+        if step.error:
+            self.requests.end_cancelled()
+            self._fail(step)
+        error = step.error
+        if self.speculation is not None:
+            self.speculation.observe(step, self.requests.samples)
+            error = error or self.speculation.take_error()
+        ended = tuple(self.requests.ended_ids)
+        times = (step.started, self.clock() - step.started)
+        facts = {"step": step.number, "times": times, "ended": ended, "sampled": sampled, "error": error or None}
+        self.records.append(record(self.scheduler, step.plan, step.starts, blocks=self.record_blocks, **facts))
+        self.requests.ended_ids.clear()
+
+    def recover(self, error: str) -> None:
+        """After a step that was interrupted anywhere: requests that had begun have failed, the others are queued."""
+        self.builder.reset()
+        self.requests.recover(error)
+
+    def _fail(self, step: Step) -> None:
+        """Nothing that the step wrote is ever hit; the other requests and the pool stay whole."""
+        self.scheduler.pool.invalidate(block for table in step.tables for block in table)
+        self.builder.reset()
+        for sequence, _ in step.plan.batch:
+            if (sample := self.requests.samples.get(sequence)) is not None:
+                self.requests.end(sample.request, "failed", f"{step.stage} raised {step.error}")

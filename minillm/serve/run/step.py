@@ -1,0 +1,188 @@
+"""A step on its way from its plan to its tokens, and how its inputs are made of live sequences.
+
+plan ──▶ Step: what each sequence had when it was planned, whatever becomes of it later
+           │ build: tokens, positions, block tables, random numbers
+           ▼
+         StepInputs ──▶ Runner.execute ──▶ StepOutputs
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minillm.serve.requests.request import Sample
+from minillm.serve.run.step_inputs import NOTHING, Row, SamplingInputs, StepInputs, greedy_inputs, sampling_inputs
+from minillm.serve.schedule.sequence import Plan, Sequence
+
+if TYPE_CHECKING:
+    from minillm.serve.run.model_runner import StepOutputs
+
+# A sequence whose last token the step computes; its sample; the first of its rows of the logits, and the end of them.
+Ready = tuple[Sequence, Sample, int, int]
+# A sequence that gets a token; its sample; the place of the token among the sequence's own.
+Held = tuple[Sequence, Sample, int]
+
+
+@dataclass(eq=False)
+class Step:
+    """starts: tokens computed before, of each sequence of the plan; rows, tables: its row of the block tables and the
+    blocks that it has in this step.
+
+    drafts: draft tokens to compute after a sequence's own, by place in the plan. ready: the sequences that get tokens;
+    one of several samples (n > 1) is followed by the others, once they exist; forks: there is such a one. dropped: rows
+    of it whose token is no good. held: tokens that the host has not read yet (`AsyncScheduling`). outputs: None until
+    it is executed. error: what it raised, "" = nothing; stage: where.
+    """
+
+    number: int
+    started: float
+    plan: Plan
+    starts: list[int]
+    rows: list[int]
+    tables: list[list[int]]
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+    ready: list[Ready] = field(default_factory=list)
+    forks: bool = False
+    dropped: set[int] = field(default_factory=set)
+    held: list[Held] = field(default_factory=list)
+    outputs: "StepOutputs | None" = None
+    stage: str = "the forward pass"
+    error: str = ""
+
+    def raised(self, failure: Exception) -> None:
+        self.error = f"{type(failure).__name__}: {failure}"
+
+    def table(self, sequence: Sequence) -> list[int]:
+        """The blocks of one sequence; none if the step did not have it, such as a fork that was made after the pass."""
+        tables = (table for (each, _), table in zip(self.plan.batch, self.tables, strict=True) if each is sequence)
+        return next(tables, [])
+
+
+class InputBuilder:
+    """Makes `StepInputs`. Every running sequence has a row of the block tables (rows x width), the same in each step.
+
+    A decoding sequence's table changes once every block_size steps, so nearly all rows are only compared.
+    """
+
+    def __init__(self, rows: int, width: int):
+        self.num_rows, self.width = rows, width
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets what the tables hold: the next steps write every row anew."""
+        self._row_of: dict[Sequence, int] = {}
+        self._unused = list(range(self.num_rows))
+        self._blocks_of_row: list[list[int]] = [[] for _ in self._unused]  # in lists that nothing changes later
+        self._places: list[int] = []  # of the flattened tables, to be written with the next step
+        self._blocks: list[int] = []
+
+    def start(self, number: int, started: float, plan: Plan) -> Step:
+        """The step of a plan, with rows for its sequences."""
+        sequences = [sequence for sequence, _ in plan.batch]
+        rows = self._update(sequences)
+        tables = [self._blocks_of_row[row] for row in rows]
+        return Step(number, started, plan, [sequence.num_computed for sequence in sequences], rows, tables)
+
+    def build(
+        self, step: Step, samples: Mapping[Sequence, Sample], *, sampled: bool = True, hidden: bool = False
+    ) -> StepInputs:
+        """The inputs of a step whose drafts are made, and `step.ready`.
+
+        Of its sequences it changes `forwarded`; if tokens are to be sampled, it takes a random number for each sample.
+        """
+        flat: list[int] = []
+        wanted: list[int] = []
+        num_samples = 0
+        for place, ((sequence, count), start) in enumerate(zip(step.plan.batch, step.starts, strict=True)):
+            sequence.forwarded += count
+            if count == 1:
+                flat.append(sequence.tokens[start])
+            else:
+                flat += sequence.tokens[start : start + count]
+                flat += step.drafts.get(place, ())
+            num_drafts = start + count - len(sequence.tokens)
+            if num_drafts == 0:
+                step.ready.append((sequence, samples[sequence], len(wanted), len(wanted) + 1))
+                wanted.append(len(flat) - 1)
+                num_samples += sequence.num_seqs
+            elif num_drafts > 0:
+                step.ready.append((sequence, samples[sequence], len(wanted), len(wanted) + 1 + num_drafts))
+                wanted += range(len(flat) - 1 - num_drafts, len(flat))
+                num_samples += 1
+        places = blocks = NOTHING
+        if self._places:
+            places, blocks = np.array(self._places, np.int64), np.array(self._blocks, np.int64)
+            self._places, self._blocks = [], []
+        step.forks = num_samples > len(step.ready)
+        allowed_rows, allowed_ids = _allowed(step.ready)
+        return StepInputs(
+            tokens=np.array(flat, np.int64),
+            starts=np.array(step.starts, np.int64),
+            counts=np.array([count for _, count in step.plan.batch], np.int64),
+            rows=np.array(step.rows, np.int64),
+            table_places=places,
+            table_blocks=blocks,
+            wanted=np.array(wanted, np.int64),
+            allowed_rows=allowed_rows,
+            allowed_ids=allowed_ids,
+            hidden=hidden,
+            sampling=_sampling(step) if sampled and step.ready else None,
+        )
+
+    def _update(self, sequences: list[Sequence]) -> list[int]:
+        """The rows of these sequences; where their blocks have changed, the next step writes them."""
+        row_of, blocks_of_row, width, rows = self._row_of, self._blocks_of_row, self.width, []
+        for sequence in sequences:
+            row, blocks = row_of.get(sequence), sequence.blocks
+            if row is None:
+                row = self._new_row(sequence, sequences)
+                row_of = self._row_of
+            if (held := blocks_of_row[row]) != blocks:
+                start = len(held) if blocks[: len(held)] == held else 0
+                stop = min(len(blocks), width)
+                self._places += range(row * width + start, row * width + stop)
+                self._blocks += blocks[start:stop]
+                blocks_of_row[row] = list(blocks)
+            rows.append(row)
+        return rows
+
+    def _new_row(self, sequence: Sequence, present: list[Sequence]) -> int:
+        """A row that no sequence of this step has."""
+        if not self._unused:
+            kept = {each: self._row_of[each] for each in present if each in self._row_of}
+            self._unused = sorted(set(self._row_of.values()) - set(kept.values()))
+            self._row_of = kept
+        row = self._row_of[sequence] = self._unused.pop()
+        return row
+
+
+def _sampling(step: Step) -> SamplingInputs:
+    """A row for each sample: one for a sequence, n for one whose prompt ends and that n samples go on from."""
+    ready = step.ready
+    if not step.forks and all([sample.request.params.greedy_only for _, sample, _, _ in ready]):
+        return greedy_inputs(len(ready))
+    rows: list[Row] = []
+    logits_rows: list[int] = []
+    for sequence, sample, first, _ in ready:
+        params = sample.request.params
+        if sequence.num_seqs == 1:
+            rows.append((params, sequence.tokens, sample.draw))
+            logits_rows.append(first)
+        else:
+            rows += [(params, sequence.tokens, draw) for draw in sample.request.draws]
+            logits_rows += [first] * len(sample.request.draws)
+    return sampling_inputs(rows, logits_rows if step.forks else None)
+
+
+def _allowed(ready: list[Ready]) -> tuple[np.ndarray, np.ndarray]:
+    """(rows of the logits, token ids): the first token of an answer is one of its request's `first_tokens`."""
+    rows: list[int] = []
+    ids: list[int] = []
+    for sequence, sample, first, _ in ready:
+        allowed = sample.request.params.first_tokens
+        if allowed and len(sequence.tokens) == len(sample.request.output.prompt):
+            rows += [first] * len(allowed)
+            ids += allowed
+    return (np.array(rows, np.int64), np.array(ids, np.int64)) if rows else (NOTHING, NOTHING)

@@ -1,0 +1,137 @@
+"""What one step puts through the model, as plain arrays: no request, no sequence and no tensor is in it.
+
+    plan of the scheduler ──InputBuilder──▶ StepInputs ──Runner.execute──▶ logits ──▶ ids
+
+So a step can be pickled and sent: every rank that holds a part of the model executes the same `StepInputs` and knows
+all it needs. Whatever else a pass should know of each token or sequence is one more named array here.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import inf
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minillm.model.draw import Draw
+from minillm.serve.requests.params import SamplingParams
+
+NOTHING = np.zeros(0, np.int64)
+Row = tuple[SamplingParams, Sequence[int], Draw]  # what a request asks for; its prompt and answer so far; its draws
+
+
+@dataclass(frozen=True, eq=False)
+class SamplingInputs:
+    """How t tokens are sampled from the logits of a step. All arrays but logits_rows are None if every request is
+    greedy (`SamplingParams.greedy_only`).
+
+    logits_rows: [t] int64, the row of the logits that each token is sampled from; None = row i for token i.
+    temperature, top_k (inf = all), top_p, min_p: [t] float64, see `SamplingParams`. uniform: [t] float64, the random
+    number of each. logprobs: [t] int64, how many log-probabilities are wanted; -1 = none.
+    penalty: [p] float64, the repetition penalty of token id penalty_ids[i] in row penalty_rows[i] of the t, int64.
+    """
+
+    count: int
+    logits_rows: np.ndarray | None = None
+    temperature: np.ndarray | None = None
+    top_k: np.ndarray | None = None
+    top_p: np.ndarray | None = None
+    min_p: np.ndarray | None = None
+    uniform: np.ndarray | None = None
+    logprobs: np.ndarray | None = None
+    penalty: np.ndarray | None = None
+    penalty_rows: np.ndarray | None = None
+    penalty_ids: np.ndarray | None = None
+
+    @property
+    def greedy_only(self) -> bool:
+        return self.temperature is None
+
+    def only(self, keep: np.ndarray) -> "SamplingInputs":
+        """The same for the tokens where keep [t] is true; the others get the likeliest token and nothing else."""
+        if self.greedy_only:
+            return self
+        kept = keep[self.penalty_rows]
+        return replace(
+            self,
+            temperature=np.where(keep, self.temperature, 0.0),
+            top_k=np.where(keep, self.top_k, inf),
+            top_p=np.where(keep, self.top_p, 1.0),
+            min_p=np.where(keep, self.min_p, 0.0),
+            logprobs=np.where(keep, self.logprobs, -1),
+            penalty=self.penalty[kept],
+            penalty_rows=self.penalty_rows[kept],
+            penalty_ids=self.penalty_ids[kept],
+        )
+
+
+def sampling_inputs(rows: Sequence[Row], logits_rows: Sequence[int] | None = None) -> SamplingInputs:
+    """The arrays for these rows. Takes one random number of every row's `Draw` whose temperature is above 0."""
+    places = None if logits_rows is None else np.array(logits_rows, np.int64)
+    if all([params.greedy_only for params, _, _ in rows]):
+        return greedy_inputs(len(rows)) if places is None else SamplingInputs(len(rows), places)
+    of_row, ids, penalties = [], [], []
+    for row, (params, tokens, _) in enumerate(rows):
+        if params.repetition_penalty != 1:
+            seen = set(tokens)
+            ids += seen
+            of_row += [row] * len(seen)
+            penalties += [params.repetition_penalty] * len(seen)
+    return SamplingInputs(
+        count=len(rows),
+        logits_rows=places,
+        temperature=np.array([params.temperature for params, _, _ in rows]),
+        top_k=np.array([inf if params.top_k is None else params.top_k for params, _, _ in rows], np.float64),
+        top_p=np.array([params.top_p for params, _, _ in rows]),
+        min_p=np.array([params.min_p for params, _, _ in rows]),
+        uniform=np.array([draw.uniform() if params.temperature > 0 else 0.0 for params, _, draw in rows]),
+        logprobs=np.array([-1 if params.logprobs is None else params.logprobs for params, _, _ in rows], np.int64),
+        penalty=np.array(penalties, np.float64),
+        penalty_rows=np.array(of_row, np.int64),
+        penalty_ids=np.array(ids, np.int64),
+    )
+
+
+@lru_cache(maxsize=1024)
+def greedy_inputs(count: int) -> SamplingInputs:
+    """The likeliest token of every row; one object for all steps of so many tokens."""
+    return SamplingInputs(count)
+
+
+@dataclass(frozen=True, eq=False)
+class StepInputs:
+    """One forward pass over the n tokens of s sequences, one sequence after the other. All arrays are int64.
+
+    tokens: [n] ids; ~i (below 0) stands for the id that the step before sampled at place i, see `fill_placeholders`.
+    starts: [s], position of each sequence's first token here, so how many of its tokens were computed before.
+    counts: [s], its tokens in this pass. rows: [s], the row of the block tables that is its own.
+    table_places, table_blocks: [c], what changes in the block tables: places in the flattened table, block ids.
+    wanted: [r], the tokens whose logits are wanted, as places in `tokens`.
+    allowed_rows, allowed_ids: [a], rows of the wanted logits in which only these ids may be sampled; a row that is not
+    mentioned may have any. hidden: whether the hidden states after the last block are wanted.
+    sampling: how the next tokens are sampled; None = only logits are wanted.
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+    rows: np.ndarray
+    table_places: np.ndarray
+    table_blocks: np.ndarray
+    wanted: np.ndarray
+    allowed_rows: np.ndarray
+    allowed_ids: np.ndarray
+    hidden: bool = False
+    sampling: SamplingInputs | None = None
+
+    @property
+    def one_token_each(self) -> bool:
+        """Every sequence brings one token, and its logits are wanted: a step that can be replayed."""
+        return len(self.tokens) == len(self.rows) == len(self.wanted)
+
+
+def fill_placeholders(tokens: Tensor, sampled: Tensor | None) -> Tensor:
+    """Token ids, with sampled[i] in place of each ~i (below 0): what the step before sampled and no host has read."""
+    return tokens if sampled is None else torch.where(tokens < 0, sampled[(~tokens).clamp(min=0)], tokens)
