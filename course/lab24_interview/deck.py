@@ -66,16 +66,29 @@ def topics() -> list[str]:
 
 def of_topic(topic: str) -> list[Card]:
     """Cards of a topic, named whole or in part; all of them for "". ValueError names what there is."""
-    if not topic:
-        return list(deck())
-    known = topics()
-    asked = topic.lower()
+    wanted = topics_of(topic_named(topic))
+    return list(deck()) if wanted == [""] else [card for card in deck() if card.topic in wanted]
+
+
+JOINT = " + "
+
+
+def topic_named(part: str) -> str:
+    """The whole name of a topic, "" for "". A part that several names have stands for all, joined by " + "."""
+    if not part or set(part.split(JOINT)) <= set(topics()):
+        return part
+    known, asked = topics(), part.lower()
     matching = [name for name in known if asked == name.lower()] or [name for name in known if asked in name.lower()]
     if not matching:
         near = difflib.get_close_matches(asked, known, n=1, cutoff=0.6)
         hint = f"; did you mean {near[0]!r}?" if near else ":"
-        raise ValueError(f"no topic {topic!r}{hint} The topics are {', '.join(known)}.")
-    return [card for card in deck() if card.topic in matching]
+        raise ValueError(f"no topic {part!r}{hint} The topics are {', '.join(known)}.")
+    return JOINT.join(matching)
+
+
+def topics_of(name: str) -> list[str]:
+    """The topics that a whole name stands for; [""] for all."""
+    return name.split(JOINT)
 
 
 def _card(file: str, topic: str, entry: dict) -> Card:

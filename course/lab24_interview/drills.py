@@ -6,6 +6,7 @@ A drill is a `Decision`: a number that is off by a known factor is told which (b
 from collections.abc import Callable
 from random import Random
 
+from course.lab24_interview.deck import topics_of
 from course.lab24_interview.numbers import data, n, si
 from course.shared.decisions import Decision
 from minillm.predict import faults
@@ -219,6 +220,19 @@ def drill(name: str) -> Decision:
     """A drill as sessions name it: KIND:SEED."""
     kind, seed = name.split(":")
     return DRILLS[kind](Random(int(seed)))
+
+
+def different(topic: str, draw: Random, count: int) -> list[str]:
+    """Up to so many drills of a topic of the cards ("" for all), all with different questions: kinds take turns."""
+    kinds = sorted({kind for each in topics_of(topic) for kind in (TOPICS[each] if each else DRILLS)})
+    draw.shuffle(kinds)
+    names: dict[str, str] = {}  # by question
+    for attempt in range(20 * count):
+        if len(names) == count:
+            break
+        name = f"{kinds[attempt % len(kinds)]}:{draw.randrange(10**6)}"
+        names.setdefault(drill(name).question, name)
+    return list(names.values())
 
 
 TOPICS = {  # of the cards: which drills go with them

@@ -5,7 +5,7 @@ from collections import Counter
 
 from course.kit.card import Card
 from course.kit.receipts import Receipt, receipt, row
-from course.lab24_interview import deck, drills, mock, tasks
+from course.lab24_interview import deck, drills, spacing, tasks
 from course.shared.decisions import decide
 
 
@@ -50,7 +50,7 @@ def answer(kind: str, seed: int, guess: object) -> Card:
 
 def due() -> Receipt:
     """Cards seen and due by topic, from your progress file."""
-    rows = [row(f"{topic}: due of {seen} seen", None, late) for topic, (seen, late, _) in mock.due().items()]
+    rows = [row(f"{topic}: due of {seen} seen", None, late) for topic, (seen, late, _) in spacing.due().items()]
     return receipt("what is due", rows, open_rows=8)
 
 

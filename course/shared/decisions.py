@@ -106,6 +106,15 @@ class Problem:
     why: str
     numbers: Mapping[str, str]
 
+    def text(self, part: str) -> str:
+        """One of the texts (a move, weak, why) with its numbers."""
+        return getattr(self, part).format(**self.numbers)
+
+    @property
+    def follow_ups(self) -> list[tuple[str, str]]:
+        """What is asked next, each with its reply."""
+        return [(question.format(**self.numbers), reply.format(**self.numbers)) for question, reply in self.follow]
+
     def _parts(self) -> list[tuple[str, list[tuple[str, str]]]]:
         moves = [(f"{name}.", getattr(self, move)) for move, name in MOVES.items()]
         parts = {
