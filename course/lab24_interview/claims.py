@@ -45,7 +45,7 @@ def statements() -> dict[str, Statement]:
 
 def vote(reply: str) -> str | None:
     """true, false or depends, or its first letter; None for anything else."""
-    reply = SHORT.get(reply, reply)
+    reply = SHORT.get(reply.lower(), reply.lower())
     return reply if reply in VERDICTS else None
 
 

@@ -44,11 +44,11 @@ class Table:
         return self.session.used_s + time.monotonic() - self.begun
 
     def line(self, prompt: str) -> str:
-        """The candidate's reply, in lower case; the clock stands before the question."""
-        reply = self.ask(f"[{clock(self.session, self.used_s)}] {prompt}").strip().lower()
-        if reply in ("q", "quit"):
+        """The candidate's reply; the clock stands before the question."""
+        reply = self.ask(f"[{clock(self.session, self.used_s)}] {prompt}").strip()
+        if reply.lower() in ("q", "quit"):
             raise Stop
-        return reply
+        return reply.lower() if reply.lower() == "s" else reply
 
     def grade(self) -> str:
         while (reply := self.line(f"Grade yourself ({GRADE_HELP}): ")) not in GRADES:

@@ -9,6 +9,7 @@ from course.kit import course
 from course.lab20_design_training import receipts as training
 from course.lab21_design_serving import receipts as serving
 from course.shared.decisions import MOVES, Decision, decide, judge, shown
+from course.shared.units import in_unit
 from minillm.predict.planner import published
 
 LABS = {"20_design_training": training.CASES, "21_design_serving": serving.CASES}
@@ -17,6 +18,7 @@ BYTES = Decision("bytes", 1.27e12, "B", "because", gpus=64)
 FLOPS = Decision("FLOPs", 3.9e25, "FLOP", "because")
 SHARE = Decision("share", 0.17, "", "because", tolerance=0.05)
 SECONDS = Decision("seconds", 817.0, "s", "because")
+HOURS = Decision("GPU-hours", 817.0, "GPU-hours", "because")
 STAGE = Decision("the lowest ZeRO stage that fits", 3, "", "because", tolerance=0.01)
 GPUS = Decision("GPUs", 176, "GPUs", "because", tolerance=0.35)
 OWN = Decision("bytes", 18e9, "B", "because", slips={2 / 18: "the weights alone"})
@@ -38,7 +40,12 @@ WRONG = [  # decision, number, what the sentence must say
     (BYTES, -1.27e12, "above 0"),
     (BYTES, math.nan, "above 0"),
     (BYTES, math.inf, "above 0"),
-    (BYTES, "1.27 TB", "without its unit"),
+    (BYTES, "1.27 TFLOP", "in B"),
+    (BYTES, "1.27e21", "giga"),
+    (BYTES, "1,27e12", "comma"),
+    (BYTES, 1.27, "tera"),
+    (BYTES, "10.16 TB", "bits"),
+    (HOURS, 817 * 3600.0, "GPU-seconds"),
     (BYTES, None, "no number"),
     (BYTES, [1.27e12], "no number"),
     (FLOPS, 3.9e25 / 2, "two operations"),
@@ -71,6 +78,43 @@ def test_right_numbers_pass_and_gib_are_noticed():
     assert judge(BYTES, 1.27e12).sentence == "Right."
     assert "within 10%" in judge(BYTES, 1.4e12).sentence
     assert "GiB" in judge(BYTES, 1.27e12 / 1.0737).sentence
+
+
+SAID = [  # as somebody says it, the unit asked for, what it is
+    ("1.27 TB", "B", 1.27e12), ("10.5 gb", "B", 10.5e9), ("80 Gb", "B", 10e9), ("3 GiB", "B", 3 * 2**30),
+    ("10.5GB", "B", 10.5e9), ("4 bytes", "B", 4), ("100 Gb/s", "B/s", 12.5e9), ("50 GB/s", "B/s", 50e9),
+    ("41 %", "", 0.41), ("70B", "", 70e9), ("70 billion", "", 70e9), ("0.41", "", 0.41), ("3 x", "", 3),
+    ("25 ms", "s", 0.025), ("2 min", "s", 120), ("3 hours", "s", 10800), ("48 h", "days", 2), ("3.5", "days", 3.5),
+    ("1,076", "s", 1076), ("12k tokens/s", "tokens/s", 12e3), ("3 GWh", "MWh", 3000), ("5 TFLOP", "FLOP", 5e12),
+    ("1.2 million GPU-hours", "GPU-hours", 1.2e6), ("20k", "tokens", 20e3), (12, "s", 12), ("1e9", "B", 1e9),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("said", "unit", "number"), SAID)
+def test_numbers_are_taken_with_their_unit(said, unit, number):
+    assert in_unit(said, unit) == pytest.approx(number)
+
+
+@pytest.mark.parametrize(
+    ("said", "unit"),
+    [
+        ("5 apples", "s"),
+        ("", "s"),
+        ("1,5", "s"),
+        ("abc", "B"),
+        ("5 GB", "s"),
+        ("5 s", "B"),
+        ("1.2.3", "B"),
+        ("5 GB/s", "B"),
+    ],
+)
+def test_another_unit_is_refused_and_never_guessed(said, unit):
+    with pytest.raises(ValueError, match=r"no number|cannot be read"):
+        in_unit(said, unit)
+
+
+def test_another_convention_is_right_too():
+    assert judge(replace(SHARE, also=(0.2,)), 0.2).kind == "right"
 
 
 def test_a_number_out_of_range_is_told_the_range_and_the_reason_of_its_bound():
