@@ -154,6 +154,49 @@ def test_the_notebook_asks_for_every_decision_before_the_answer(lab, name):
         assert text.index(f'receipts.decide("{name}", "{decision}"') < answered
 
 
+ALSO_RIGHT = [  # right but for another convention, rounding or unit: problem, decision, what is said
+    ("seventy_on_64", "days", "3139"), ("seventy_on_64", "states", "1.27e12"),
+    ("money_and_energy", "days", "66.0"), ("money_and_energy", "days", "68.6"), ("money_and_energy", "days", "77"),
+    ("money_and_energy", "energy", "20,770"), ("money_and_energy", "energy", "20.8 GWh"),
+    ("money_and_energy", "flops", "3.8e25"), ("money_and_energy", "energy", "23 GWh"),
+    ("a_straggler", "lost", "17 %"), ("a_straggler", "lost", "0.167"), ("a_hang", "lost", "2,731 GPU-hours"),
+    ("a_loss_spike", "lost", "3186"), ("scaling", "busy", "25 %"), ("scaling", "busy", "0.25"),
+    ("fine_tune_on_a_node", "adapters", "207 million"), ("fine_tune_on_a_node", "adapters", "225e6"),
+    ("checkpoint_interval", "mtbf", "3.1 h"), ("checkpoint_interval", "interval", "13.6 min"),
+    ("seven_on_8", "replica", "121 GB"), ("four_hundred_on_16k", "bubble", "10.5 %"), ("gpt3_on_1024", "days", "34"),
+    ("eight_on_24gb", "tpot", "54 ms"), ("does_speculation_pay", "ridge", "295"),
+    ("does_speculation_pay", "ridge", "200"), ("does_quantisation_pay", "one", "3.56"),
+    ("does_quantisation_pay", "one", "3.76"), ("bursts", "load", "70 s"), ("bursts", "backlog", "1,950"),
+    ("rag_32k", "cache", "10.5 GB"), ("rag_32k", "cache", "10.5 gb"), ("rag_32k", "cache", "9.77 GiB"),
+    ("split_prefill_decode", "moved", "655 MB"), ("many_adapters", "adapter", "84 MB"), ("tail_at_85", "mean", "5.7"),
+    ("tail_at_85", "tail", "29.6"), ("at_the_edge", "speed", "35"), ("chat_70b", "demand", "60k tokens/s"),
+]  # fmt: skip
+STILL_WRONG = [  # and what a candidate is told
+    ("a_straggler", "lost", "20 %", "throughput falls"), ("does_quantisation_pay", "one", "4", "scales count"),
+    ("money_and_energy", "days", "28", "peak"), ("money_and_energy", "days", "1650", "hours"),
+    ("rag_32k", "cache", "10.5", "giga"), ("rag_32k", "cache", "5.2 GB", "numbers instead of bytes"),
+    ("fine_tune_on_a_node", "adapters", "65.5e6", "MLP"), ("fine_tune_on_a_node", "adapters", "2.6e6", "one layer"),
+    ("many_adapters", "adapter", "41.9e6", "numbers instead of bytes"), ("a_hang", "lost", "9.8e6", "GPU-seconds"),
+    ("a_hang", "lost", "0.167", "All GPUs wait"), ("scaling", "busy", "1", "divided"),
+    ("eight_on_24gb", "tpot", "0.107", "read once"), ("checkpoint_interval", "interval", "578", "under the root"),
+    ("bursts", "backlog", "5200", "served meanwhile"), ("tail_at_85", "mean", "6.67", "includes the service"),
+    ("four_hundred_on_16k", "bubble", "0.117", "useful time"), ("seven_on_8", "replica", "15.2 GB", "what ZeRO does"),
+]  # fmt: skip
+HOME = {name: cases for cases in LABS.values() for name in cases}
+
+
+@pytest.mark.parametrize(("problem", "name", "said"), ALSO_RIGHT)
+def test_what_is_right_to_the_question_as_printed_is_accepted(problem, name, said):
+    verdict = judge(HOME[problem].decisions(problem)[name], said)
+    assert verdict.kind == "right", verdict.sentence
+
+
+@pytest.mark.parametrize(("problem", "name", "said", "told"), STILL_WRONG)
+def test_what_is_wrong_is_told_why(problem, name, said, told):
+    verdict = judge(HOME[problem].decisions(problem)[name], said)
+    assert verdict.kind != "right" and told in verdict.sentence + HOME[problem].decisions(problem)[name].because
+
+
 def test_two_nodes_are_as_much_slower_as_the_problem_says():
     numbers = training.CASES.answer("slower_on_two_nodes").numbers
     assert 0.3 < float(numbers["grew"].rstrip("%")) / 100 < 0.5
