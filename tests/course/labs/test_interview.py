@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import math
 import random
 import re
 import sys
@@ -79,6 +80,86 @@ def test_drills_accept_their_value_and_name_their_slips(kind):
         for factor, sentence in decision.slips.items():
             if abs(factor - 1) > decision.tolerance:
                 assert judge(decision, factor * decision.value).sentence == sentence
+
+
+def ring(size, ranks):
+    """Bytes that one rank passes on in N-1 rounds of a part of 1/N."""
+    return sum(size / ranks for _ in range(ranks - 1))
+
+
+SECOND = {  # kind: another way to the same number, from the numbers of the question in their order
+    "all_reduce": lambda size, ranks: ring(size, ranks) + ring(size, ranks),
+    "reduce_scatter": ring,
+    "ring_rounds": lambda ranks: len(range(1, ranks)) * 2,
+    "two_levels": lambda nodes, each: 2 * (nodes + each) - 4,
+    "transfer": lambda gigabytes, gigabits: 8 * gigabytes / gigabits,
+    "matmul_flops": lambda m, k, k2, columns: sum(2 * k for _ in range(m)) * columns,
+    "message_time": lambda size, micros, rate: (micros * rate * 1e3 + size * 1e6) / (rate * 1e9),
+    "half_way": lambda micros, rate: micros * rate * 1e3,
+    "checkpoint_size": lambda billions, bits: 3 * billions * bits / 8 * 1e9,
+    "save_time": lambda billions, each, rate: billions / (rate / each),
+    "job_failures": lambda gpus, years: years * 365 * 24 / gpus,
+    "run_cost": lambda gpus, days, price: price * 24 * gpus * days,
+    "energy": lambda gpus, watts, days: gpus * (watts / 1e3) * (days * 24) / 1e3,
+    "mfu": lambda billions, speed, gpus, tera: speed / (gpus * tera * 1e12 / (billions * 6e9)),
+    "logits": lambda tokens, words, bits: tokens * (words * bits) / 8,
+    "stage_message": lambda size, seq, hidden, bits: size * seq * (hidden * bits / 8),
+    "in_flight": lambda stage, first, stages, schedule, count: min(count, len(range(stage, stages))),
+    "enough_tokens": lambda billions: billions * 1e9 * 20,
+    "slow_rank": lambda percent: percent / (100 + percent),
+    "enough_microbatches": lambda stages, percent: next(
+        m for m in range(1, 999) if (stages - 1) * 100 <= percent * (m + stages - 1)
+    ),
+    "in_service": lambda rate, seconds: sum(rate for _ in range(seconds)),
+    "nodes": lambda rate, tokens, node, percent: next(
+        m for m in range(1, 9999) if m * node * percent >= 100 * rate * tokens
+    ),
+    "load_time": lambda billions, bits, rate: billions / 8 * bits / rate,
+    "blocks": lambda size, count, tokens: count * len(range(0, tokens, size)),
+    "shared_blocks": lambda count, tokens, size: count * (tokens // size) - tokens // size,
+    "tail": lambda nth, percent: next(
+        t / 1000 for t in range(10**6) if percent / 100 * math.exp(-(1 - percent / 100) * t / 1000) <= 0.01
+    ),
+    "waiting": lambda percent: sum(k * (percent / 100) ** k * (1 - percent / 100) for k in range(2000)),
+    "overlap": lambda p, p2, q, q2: 1 - (abs(p - q) + abs(p2 - q2)) / 2,
+    "accepted": lambda alpha, k: sum(alpha**i for i in range(k + 1)),
+    "faster": lambda alpha, k, cost: sum(alpha**i for i in range(k + 1)) / (1 + k * cost),
+    "group_bits": lambda bits, scale, group: (group * bits + scale) / group,
+    "quantised": lambda billions, bits: billions * bits * 1.25e8,
+    "layer_cache": lambda tokens, heads, dim, bits: tokens * heads * dim * bits / 4,
+    "token_price": lambda price, speed: price / 3.6 / speed * 1e3,
+    "ridge": lambda tera, bandwidth: tera / bandwidth,
+    "adapter": lambda rank, rows, columns: rank * rows + rank * columns,
+    "states": lambda billions, each, ranks: billions * 1e9 / ranks * each,
+    "save_interval": lambda save, hours: min(range(1, 99999), key=lambda t: save / t + t / 7200 / hours),
+}  # what is not here (models by name, several sentences) is computed by minillm.predict and tested there
+UNITS = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+
+
+def numbers_of(kind, question):
+    """As printed; sizes with their prefix where the other formula wants bytes."""
+    found = re.findall(r"(?<![\w.-])(\d[\d,]*\.?\d*)(?: ?([kMGT])(?=B|FLOP))?", question.replace("H100", ""))
+    scaled = kind in ("all_reduce", "reduce_scatter", "ridge")
+    return [
+        float(digits.replace(",", "")) * (UNITS.get(prefix, 1) if scaled else 1)
+        if "." in digits or prefix
+        else int(digits.replace(",", ""))
+        for digits, prefix in found
+    ]
+
+
+@pytest.mark.parametrize("kind", SECOND)
+def test_a_drill_agrees_with_another_formula(kind):
+    for seed in range(12):
+        decision = drills.DRILLS[kind](random.Random(seed))
+        again = SECOND[kind](*numbers_of(kind, decision.question))
+        assert again == pytest.approx(decision.value, rel=2e-3), decision.question
+
+
+def test_there_are_thirty_kinds_and_each_belongs_to_a_topic():
+    assert len(drills.DRILLS) >= 30 and len(SECOND) >= 30
+    assert {kind for kinds in drills.TOPICS.values() for kind in kinds} == set(drills.DRILLS)
+    assert all(len(kinds) >= 3 for kinds in drills.TOPICS.values())
 
 
 @pytest.mark.full
