@@ -22,13 +22,13 @@ LEVELS = ("junior", "senior", "staff")
 
 @dataclass(frozen=True)
 class Card:
-    """proof: the lab or the formula that proves the answer."""
+    """follow_ups: (question, template of its reply), asked after the answer. proof: the lab or formula behind it."""
 
     topic: str
     level: str
     question: str
     template: str
-    follow_ups: tuple[str, ...]
+    follow_ups: tuple[tuple[str, str], ...]
     proof: str
 
     @property
@@ -39,10 +39,15 @@ class Card:
     @property
     def answer(self) -> str:
         """With its numbers computed."""
-        return _environment().from_string(self.template).render()
+        return _rendered(self.template)
+
+    @property
+    def next_asked(self) -> list[tuple[str, str]]:
+        """What is asked after the answer, each with its reply."""
+        return [(question, _rendered(template)) for question, template in self.follow_ups]
 
     def __str__(self) -> str:
-        follow = "\n".join(f"    asked next: {each}" for each in self.follow_ups)
+        follow = "\n".join(f"    asked next: {question}\n        {reply}" for question, reply in self.next_asked)
         return f"{self.answer}\n{follow}\n    proven by: {self.proof}"
 
 
@@ -92,10 +97,17 @@ def topics_of(name: str) -> list[str]:
 
 
 def _card(file: str, topic: str, entry: dict) -> Card:
-    missing = {"q", "a", "level", "follow", "proof"} - set(entry)
+    missing = {"q", "a", "level", "follow", "replies", "proof"} - set(entry)
     if missing or entry["level"] not in LEVELS:
         raise ValueError(f"a card of {file} lacks {', '.join(sorted(missing)) or 'a level that exists'}: {entry}")
-    return Card(topic, entry["level"], entry["q"], entry["a"], tuple(entry["follow"]), entry["proof"])
+    if len(entry["follow"]) != len(entry["replies"]):
+        raise ValueError(f"a card of {file} needs a reply for each question that is asked next: {entry}")
+    follow_ups = tuple(zip(entry["follow"], entry["replies"], strict=True))
+    return Card(topic, entry["level"], entry["q"], entry["a"], follow_ups, entry["proof"])
+
+
+def _rendered(template: str) -> str:
+    return _environment().from_string(template).render()
 
 
 @cache

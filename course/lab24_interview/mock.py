@@ -183,10 +183,31 @@ def _card(name: str, table: Table) -> str:
     card = deck.card(name)
     table.say(f"({card.topic}, {card.level}) {card.question}")
     table.line("Answer aloud, then press Enter: ")
-    table.say(str(card))
-    reply = table.grade()
-    table.say(f"It comes back {when(spacing.grade(name, GRADES[reply]))}.")
-    return reply
+    table.say(card.answer)
+    for question, reply in card.next_asked:
+        table.line(f"Asked next: {question} Press Enter: ")
+        table.say(reply)
+    grade = table.grade()
+    if grade in WEAK:
+        table.say(adds(card))
+    table.say(f"It comes back {when(spacing.grade(name, GRADES[grade]))}.")
+    return grade
+
+
+WEAK = ("1", "2")
+
+
+def adds(card: deck.Card) -> str:
+    """What a strong answer has and a weak one lacks: the law, the number, the condition, what comes next."""
+    parts = ["the answer in its first sentence"]
+    if any(sign in card.answer for sign in "=·/√"):
+        parts.append("the formula with its units before the number")
+    elif any(character.isdigit() for character in card.answer):
+        parts.append("a number with its unit, and what it is a share of")
+    parts.append("when it does not hold")
+    parts.append(f"unasked, what is asked next ({card.follow_ups[0][0]})")
+    where = f"lab {card.proof[4:]}" if card.proof.startswith("lab ") else f"minillm/{card.proof}"
+    return f"What a strong answer adds: {'; '.join(parts)}. Derive it once more from {where}."
 
 
 def _claim(name: str, table: Table) -> str:

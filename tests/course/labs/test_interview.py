@@ -43,10 +43,14 @@ def test_every_number_of_a_card_is_computed(topic):
     for card in deck.of_topic(topic):
         answer = card.answer
         assert answer and "{" not in answer and card.follow_ups and card.proof, card.question
-        inputs = " ".join(re.findall(r"\{\{.*?\}\}", card.template))  # what the answer assumes is what it computes with
+        assert all(question.endswith((".", "?")) and reply[-1] in ".:" for question, reply in card.next_asked)
+        assert "{" not in str(card)
+        written = " ".join([card.template, *dict(card.follow_ups).values()])
+        inputs = " ".join(re.findall(r"\{\{.*?\}\}", written))  # what the answer assumes is what it computes with
         given = set(re.findall(r"\d[\d,.]*\d|\d", f"{card.question} {inputs}"))
         given |= {f"{float(each):,.0f}" for each in re.findall(r"[\d.]+e\d+|\d+", inputs)}
-        typed = ALLOWED.sub("", re.sub(r"\{\{.*?\}\}", "", card.template))
+        given |= {number for text in dict(card.follow_ups) for number in re.findall(r"\d[\d,.]*\d|\d", text)}
+        typed = ALLOWED.sub("", re.sub(r"\{\{.*?\}\}", "", written))
         for number in re.findall(r"\d[\d,.]*\d", typed):  # a single digit is a coefficient of a formula
             whole = number.rstrip(".,")
             assert whole in given | ASSUMED or _is_formula(typed, number), f"{whole} in {card.template!r} is typed"
