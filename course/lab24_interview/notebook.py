@@ -54,7 +54,8 @@ print(receipts.reply(seed=3))
 #
 # ## Drills
 #
-# A number in your head, within 15 %. No calculator.
+# A number in your head, with its unit if you like (`"4.2 GB"`, `"18 days"`). No calculator. How close it must be depends on the
+# question: estimates pass within 10 or 15 %, shares and counts of rounds must be nearer.
 
 # %%
 print(receipts.drill("cache_bytes", seed=5))
