@@ -1,4 +1,4 @@
-"""Rounds of the mock interview: coding, debugging, design, concepts and the loop, each asked from first to last question."""
+"""Rounds of the mock interview: coding, debugging, design, concepts and the loop, each asked to its last question."""
 
 import ast
 import itertools
