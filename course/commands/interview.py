@@ -6,7 +6,7 @@ from typing import Annotated
 
 from typer import Option
 
-from course.lab24_interview import mock, rounds, spacing
+from course.lab24_interview import mock, results, rounds, spacing
 from course.lab24_interview import session as sessions
 from course.lab24_interview.sheet import page
 from minillm.files import opened, refusing
@@ -55,10 +55,10 @@ def command(
 
 def weakest(due: dict[str, tuple[int, int, float]]) -> str:
     """A line that names the weakest topics of `spacing.due()`, or how to find them out."""
-    if names := spacing.weakest(due):
+    if names := spacing.weakest(due, results.results()):
         return f"Weakest: {', '.join(names)}"
     if any(seen for seen, _, _ in due.values()):
-        return f"No topic has {spacing.ENOUGH} cards graded yet, which it takes to call it weak."
+        return f"No topic has {spacing.ENOUGH} answers yet, which it takes to call it weak."
     return "No card has been asked yet: python -m minillm interview"
 
 
@@ -75,7 +75,10 @@ def _session(which: tuple[str, int | None, str, str], minutes: int | None, new: 
 
 
 def _due(due: dict[str, tuple[int, int, float]]) -> str:
-    lines = [f"{'topic':<30}  seen   due  difficulty"]
+    answered = results.results()
+    lines = [f"{'topic':<30}  {'cards':>5}   due  difficulty  other questions well"]
     for topic, (seen, late, difficulty) in due.items():
-        lines.append(f"{topic:<30}  {seen:>4}  {late:>4}  {f'{difficulty:.1f}' if seen else '-':>10}")
+        well, asked = answered.get(topic, (0, 0))
+        other = f"{well} of {asked}" if asked else "-"
+        lines.append(f"{topic:<30}  {seen:>5}  {late:>4}  {f'{difficulty:.1f}' if seen else '-':>10}  {other:>20}")
     return "\n".join([*lines, "", weakest(due)])

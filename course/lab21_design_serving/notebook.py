@@ -134,7 +134,7 @@ guess_demand = 260e3  # your number
 receipts.decide("chat_70b", "demand", guess_demand)
 
 # %% [markdown]
-# **How many requests are inside at any moment?**
+# **How many requests are in flight at any moment?**
 
 # %%
 guess_inside = 200  # your number
@@ -383,7 +383,7 @@ receipts.decide("split_prefill_decode", "moved", guess_moved)
 receipts.answer("split_prefill_decode")
 
 # %% [markdown]
-# ## Where these estimates lose
+# ## Where these estimates break down
 #
 # - One server with exponential services is a caricature of an engine that serves a batch. It has the right wall, not the right
 #   constant: measure with your traffic, as lab 14 does.

@@ -15,7 +15,7 @@ from typing import Any
 
 from course.kit import exercises
 from course.kit.checks import verify
-from course.lab24_interview import bugs, claims, deck, designs, drills, mock, session, spacing, tasks
+from course.lab24_interview import bugs, claims, deck, designs, drills, mock, results, session, spacing, tasks
 from course.shared.decisions import judge
 
 
@@ -122,5 +122,8 @@ class Interview:
         now = time.monotonic()
         self.session.used_s += now - self._since
         self._since = now
-        self.session.done.append([*self.session.open[0], outcome])
+        kind, name = self.session.open[0]
+        self.session.done.append([kind, name, outcome])
+        if self.session.kept:
+            results.record(kind, name, outcome)
         self.session.save()

@@ -17,12 +17,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from course.lab24_interview import bugs, claims, deck, designs, drills, rounds, spacing, tasks
+from course.lab24_interview import bugs, claims, deck, designs, drills, results, rounds, spacing, tasks
+from course.lab24_interview.results import WELL
 from course.lab24_interview.session import Session
 from course.lab24_interview.spacing import GRADE_HELP, GRADES
 from course.shared.decisions import MOVES, Decision, judge
-
-WELL = ("right", "passed", "3", "4")
 
 
 class Stop(Exception):
@@ -80,6 +79,7 @@ def run(
         session.used_s = table.used_s
         say(f"That took {minutes(took)}; planned are {rounds.planned(kind, name)} minutes.")
         session.done.append([kind, name, outcome])
+        results.record(kind, name, outcome)
         session.save()
     say(summary(session))
     return session

@@ -6,6 +6,7 @@ card back by a day or more. `NEW` of a session's cards are new, whatever is due,
 """
 
 import random
+from collections.abc import Mapping
 from datetime import UTC, datetime
 
 from fsrs import Card as Memory
@@ -69,13 +70,24 @@ def due(now: datetime | None = None) -> dict[str, tuple[int, int, float]]:
     return found
 
 
-ENOUGH = 4  # cards of a topic before it can be called weak
+ENOUGH = 4  # answers on a topic before it can be called weak
 
 
-def weakest(found: dict[str, tuple[int, int, float]]) -> list[str]:
-    """The three topics of `due` that the scheduler finds hardest for you, of those with some cards seen."""
-    known = [topic for topic, (seen, _, _) in found.items() if seen >= min(ENOUGH, len(deck.of_topic(topic)))]
-    return sorted(known, key=lambda topic: -found[topic][2])[:3]
+def weakest(
+    found: dict[str, tuple[int, int, float]], answered: Mapping[str, tuple[int, int]] | None = None
+) -> list[str]:
+    """The three topics that go worst: cards by the scheduler's difficulty, all else by the share that went wrong.
+
+    found: what `due` says. answered: by topic (answered well, asked) of everything that is no card.
+    """
+    badness: dict[str, float] = {}
+    for topic, (seen, _, difficulty) in found.items():
+        well, asked = (answered or {}).get(topic, (0, 0))
+        parts = [difficulty / 10] if seen >= min(ENOUGH, len(deck.of_topic(topic))) else []
+        parts += [1 - well / asked] if asked >= ENOUGH else []
+        if parts:
+            badness[topic] = sum(parts) / len(parts)
+    return sorted(badness, key=lambda topic: -badness[topic])[:3]
 
 
 def _mixed(new: list[deck.Card], due: list[deck.Card]) -> list[deck.Card]:

@@ -17,7 +17,7 @@ import pytest
 from fsrs import Rating
 
 from course.kit import course, exercises, masters, progress
-from course.lab24_interview import claims, deck, designs, drills, in_notebook, mock, rounds, spacing, tasks
+from course.lab24_interview import claims, deck, designs, drills, in_notebook, mock, results, rounds, spacing, tasks
 from course.lab24_interview import session as sessions
 from minillm.__main__ import run
 
@@ -434,3 +434,15 @@ def test_a_lab_that_is_only_run_writes_nothing_into_the_record(tmp_path, monkeyp
             exec(compile(cell.source, "24_interview", "exec"), namespace)
     assert progress.section(spacing.SECTION) == {}
     assert "A trial: this grade is not kept." in capsys.readouterr().out
+
+
+def test_drills_and_claims_count_for_the_weakest_topics(tmp_path, capsys):
+    items = [["drill", f"bubble:{seed}"] for seed in range(4)]
+    mock.run(sessions.Session(1, "", 30, items), answering(["1e-9"] * 4), lambda _: None, tmp_path)
+    assert results.results()["pipeline parallel"] == (0, 4)
+    assert spacing.weakest(spacing.due(), results.results())[0] in ("pipeline parallel", "planning")
+    progress.keep(spacing.SECTION, {"results": {"data": "no", "planning": [1]}})
+    assert results.results() == {}
+    mock.run(sessions.Session(1, "", 30, [["claim", "decode_reads_weights_once"]]), answering(["t"]), print, tmp_path)
+    assert results.results() == {"decoding and the cache": (1, 1)}
+    assert run(["interview", "--due"]) == 0 and "1 of 1" in capsys.readouterr().out
