@@ -16,19 +16,10 @@ from minillm.data import TokenDataset, Tokens
 from minillm.measure import memory
 from minillm.measure.memory_tracker import Bytes
 from minillm.model import ModelConfig, Transformer, cross_entropy, dense
-from minillm.parallel.placement import gradients_of
+from minillm.parallel.placement import global_norm, gradients_of
 from minillm.predict.model import training_flops
 from minillm.predict.training import memory as predict_memory
-from minillm.train import (
-    EXPENSIVE,
-    PRECISIONS,
-    MasterWeights,
-    TrainConfig,
-    Trainer,
-    checkpoint_blocks,
-    global_norm,
-    preset,
-)
+from minillm.train import EXPENSIVE, PRECISIONS, MasterWeights, TrainConfig, Trainer, checkpoint_blocks, preset
 from minillm.train.steptime import PARTS
 
 SMALL = ModelConfig(1024, 256, 768, 4, 8, 4, max_seq_len=256, tie_embeddings=True)  # 3.4 M parameters

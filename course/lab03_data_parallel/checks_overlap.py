@@ -220,7 +220,7 @@ def _one_at_a_time(trained: Trained, rows: list) -> None:
 
 
 def _accumulated(group: Group, learner: Callable, case: Case) -> Trained:
-    from minillm.train import BucketedDDP  # ranks that check something else start without it
+    from minillm.parallel import BucketedDDP  # ranks that check something else start without it
 
     state: dict[str, BucketedDDP] = {}
     log: list[list[tuple]] = []  # per step and forward: samples, graphs alive, outside no_sync, samples of a microbatch

@@ -17,9 +17,9 @@ from minillm import measure
 from minillm.comm import Group, launch
 from minillm.data.sampler import ShardedSampler
 from minillm.model import ModelConfig, Transformer, cross_entropy
+from minillm.parallel import BucketedDDP
 from minillm.parallel.data_parallel import compression as compress
 from minillm.parallel.data_parallel.packing import assign
-from minillm.train import BucketedDDP
 
 CONFIG = ModelConfig(vocab_size=256, hidden_size=64, intermediate_size=192, num_layers=2, num_heads=4)
 SEQ = 32

@@ -17,8 +17,8 @@ from course.lab03_data_parallel import formulas
 from minillm import measure
 from minillm.comm import Group, Link, launch
 from minillm.measure import Ledger
+from minillm.parallel import BucketedDDP, FlatDDP, NaiveDDP
 from minillm.predict import comms
-from minillm.train import BucketedDDP, FlatDDP, NaiveDDP
 
 WORLD = 2
 LINK = Link(latency_s=0.5e-3, bandwidth_bytes_per_s=10e6, name="emulated 10 MB/s")

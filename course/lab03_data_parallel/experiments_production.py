@@ -19,8 +19,8 @@ from course.lab03_data_parallel.experiments import CAP_MB, accumulated, model, r
 from minillm import measure
 from minillm.comm import Group
 from minillm.model import cross_entropy
+from minillm.parallel import BucketedDDP
 from minillm.parallel.data_parallel import compression as compress
-from minillm.train import BucketedDDP
 
 Step = Callable[[Tensor, Tensor], None]
 

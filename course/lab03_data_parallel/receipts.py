@@ -16,10 +16,10 @@ from course.lab03_data_parallel import experiments_production as production
 from minillm import measure
 from minillm.comm import Group, launch
 from minillm.model import cross_entropy
+from minillm.parallel import BucketedDDP, FlatDDP, NaiveDDP
 from minillm.parallel.data_parallel import compression as compress
 from minillm.predict import comms
 from minillm.predict.training import sharding as predict
-from minillm.train import BucketedDDP, FlatDDP, NaiveDDP
 
 WORLD = 2
 

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from minillm import measure
 from minillm.comm import Group, launch
 from minillm.model import ModelConfig, Transformer, cross_entropy
+from minillm.parallel import BucketedDDP, FullyShard, ZeroOptimizer
 from minillm.parallel.data_parallel.packing import assign
 from minillm.predict import comms
 from minillm.predict.model import ADAM_FP32, ADAM_MIXED, parameters
 from minillm.predict.training import sharding
-from minillm.train import BucketedDDP, FullyShard, TrainConfig, ZeroOptimizer, adamw
+from minillm.train import TrainConfig, adamw
 from minillm.train.optimizer import Updater
 
 MODEL = ModelConfig(

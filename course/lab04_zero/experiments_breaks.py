@@ -10,7 +10,7 @@ from torch import nn
 from course.lab04_zero.experiments import MODEL, make, tokens
 from minillm.comm import Group
 from minillm.model import Transformer, cross_entropy
-from minillm.train import FullyShard, ZeroOptimizer
+from minillm.parallel import FullyShard, ZeroOptimizer
 
 
 def clip_with(group: Group, max_norm: float = 0.1) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from course.lab04_zero.experiments import MODEL, tokens
 from minillm import measure
 from minillm.comm import Group, launch
 from minillm.model import Transformer, cross_entropy
-from minillm.train import FullyShard
+from minillm.parallel import FullyShard
 
 LR, STEPS = 0.1, 3
 

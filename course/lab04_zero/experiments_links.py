@@ -18,8 +18,8 @@ from course.lab04_zero.experiments import Setup
 from course.shared.measuring import timed
 from minillm import measure
 from minillm.comm import Group, Link, launch
+from minillm.parallel import FullyShard
 from minillm.predict import comms
-from minillm.train import FullyShard
 
 LINK = Link(latency_s=1e-3, bandwidth_bytes_per_s=10e6, name="between nodes")
 BLOCKS, ELEMENTS, FORWARD_S = 5, 100_000, 0.024  # a block's forward; its backward takes twice that

@@ -19,13 +19,13 @@ from course.shared.measuring import timed
 from minillm import measure
 from minillm.comm import Group, Link, launch
 from minillm.model import ModelConfig, Transformer, cross_entropy
+from minillm.parallel import BucketedDDP
 from minillm.parallel.placement import sum_partial
 from minillm.parallel.tensor_parallel.plan import named_gradients
 from minillm.parallel.tensor_parallel.regions import copy_to, reduce_from
 from minillm.predict import comms
 from minillm.predict.model import parameters
 from minillm.predict.training import tensor as predict
-from minillm.train import BucketedDDP
 
 LINK = Link(latency_s=1e-3, bandwidth_bytes_per_s=10e6, name="emulated")
 SLOW = Link(latency_s=4e-3, bandwidth_bytes_per_s=6e6, name="slow")

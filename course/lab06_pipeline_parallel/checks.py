@@ -16,8 +16,8 @@ from typing import Any
 from course.kit import answers_of
 from course.kit.exercises import CheckFailed, exercise
 from course.kit.receipts import Receipt, row
-from minillm.parallel.pipeline_parallel.actions import straight
-from minillm.parallel.pipeline_parallel.schedules import (
+from minillm.parallel.pipeline_parallel.schedule.actions import straight
+from minillm.parallel.pipeline_parallel.schedule.schedules import (
     Action,
     Durations,
     Schedule,

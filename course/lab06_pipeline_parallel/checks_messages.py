@@ -14,8 +14,8 @@ from course.lab06_pipeline_parallel import staging
 from course.lab06_pipeline_parallel.checks import as_action
 from course.shared.measuring import count_flops
 from course.shared.trials import run
-from minillm.parallel.pipeline_parallel.actions import straight
-from minillm.parallel.pipeline_parallel.schedules import Action, Edge, Schedule, ScheduleError, Task, check
+from minillm.parallel.pipeline_parallel.schedule.actions import straight
+from minillm.parallel.pipeline_parallel.schedule.schedules import Action, Edge, Schedule, ScheduleError, Task, check
 from minillm.predict.training import pipeline as predict
 
 ANSWERS = answers_of("06_pipeline_parallel")

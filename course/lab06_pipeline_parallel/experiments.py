@@ -18,10 +18,17 @@ from torch import Tensor, nn
 from minillm import measure
 from minillm.comm import Group, launch
 from minillm.model import ModelConfig, Transformer
-from minillm.parallel.pipeline_parallel import schedules
-from minillm.parallel.pipeline_parallel.actions import NAME
 from minillm.parallel.pipeline_parallel.runtime import Pipeline
-from minillm.parallel.pipeline_parallel.schedules import Action, Durations, Schedule, Timeline, observed, simulate
+from minillm.parallel.pipeline_parallel.schedule import schedules
+from minillm.parallel.pipeline_parallel.schedule.actions import NAME
+from minillm.parallel.pipeline_parallel.schedule.schedules import (
+    Action,
+    Durations,
+    Schedule,
+    Timeline,
+    observed,
+    simulate,
+)
 from minillm.parallel.pipeline_parallel.stages import balance, build_parts, layer_costs
 from minillm.predict.training import pipeline as predict
 

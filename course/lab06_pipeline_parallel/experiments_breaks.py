@@ -16,7 +16,7 @@ from course.lab06_pipeline_parallel.experiments import MODEL, relative
 from minillm.comm import Group, HangError, launch
 from minillm.model import Transformer
 from minillm.parallel.pipeline_parallel.runtime import Pipeline
-from minillm.parallel.pipeline_parallel.schedules import Action, Schedule, gpipe, messages_as_used, one_f_one_b
+from minillm.parallel.pipeline_parallel.schedule.schedules import Action, Schedule, gpipe, messages_as_used, one_f_one_b
 from minillm.parallel.pipeline_parallel.stages import ModelPart, build_parts, layer_costs
 
 TIED = replace(MODEL, num_layers=4, tie_embeddings=True)

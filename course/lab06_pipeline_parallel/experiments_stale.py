@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minillm.parallel.pipeline_parallel.schedules import Durations, pipedream, simulate
+from minillm.parallel.pipeline_parallel.schedule.schedules import Durations, pipedream, simulate
 
 WIDTH, ROWS, LR = 8, 4, 0.05
 

@@ -10,7 +10,7 @@ from course.lab06_pipeline_parallel import experiments, pipeline_picture
 from course.lab06_pipeline_parallel.experiments import FORWARD_S, Found, Job
 from minillm.drawing import headline, style, subplots
 from minillm.palette import PALETTE, TEXT, look
-from minillm.parallel.pipeline_parallel.schedules import SCHEDULES, Durations, pipedream, simulate
+from minillm.parallel.pipeline_parallel.schedule.schedules import SCHEDULES, Durations, pipedream, simulate
 from minillm.predict.training import pipeline as predict
 
 EVERY = tuple(SCHEDULES)

@@ -4,7 +4,7 @@ import itertools
 
 from course.kit import answers_of
 from course.kit.exercises import alternative, mistake
-from minillm.parallel.pipeline_parallel.schedules import one_f_one_b
+from minillm.parallel.pipeline_parallel.schedule.schedules import one_f_one_b
 
 ANSWERS = answers_of("06_pipeline_parallel")
 

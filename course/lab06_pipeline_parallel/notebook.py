@@ -32,8 +32,8 @@ from course.lab06_pipeline_parallel import experiments_torch as peers
 from course.lab06_pipeline_parallel import figures as pictures
 from course.lab06_pipeline_parallel.experiments import PRINTED_CHART, Job
 from minillm.comm import launch
-from minillm.parallel.pipeline_parallel import schedules
-from minillm.parallel.pipeline_parallel.schedules import Durations, ScheduleError, simulate
+from minillm.parallel.pipeline_parallel.schedule import schedules
+from minillm.parallel.pipeline_parallel.schedule.schedules import Durations, ScheduleError, simulate
 
 # %% [markdown]
 # ## Predict

@@ -11,7 +11,7 @@ from matplotlib.ticker import EngFormatter
 
 from minillm.drawing import style, subplots
 from minillm.palette import PALETTE, TEXT
-from minillm.parallel.pipeline_parallel.schedules import Bar, Timeline
+from minillm.parallel.pipeline_parallel.schedule.schedules import Bar, Timeline
 
 IDLE = "#E6E6E6"
 KINDS = {  # kind of action: colour, hatch, words of the legend

@@ -15,8 +15,8 @@ from course.lab06_pipeline_parallel import experiments_breaks as breaks
 from course.lab06_pipeline_parallel import experiments_stale as stale
 from course.lab06_pipeline_parallel.experiments import FORWARD_S, PRINTED_CHART, ROWS, SEQ, Found, Job
 from course.shared.table import Table, seconds, table
-from minillm.parallel.pipeline_parallel import schedules
-from minillm.parallel.pipeline_parallel.schedules import Durations, simulate
+from minillm.parallel.pipeline_parallel.schedule import schedules
+from minillm.parallel.pipeline_parallel.schedule.schedules import Durations, simulate
 from minillm.predict.training import pipeline as predict
 from minillm.predict.training import tensor
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from course.kit import receipt, row
 from minillm.comm import Group, is_root, launch
 from minillm.measure import ledger
-from minillm.parallel.pipeline_parallel.actions import straight
-from minillm.parallel.pipeline_parallel.schedules import Action, Schedule, check
+from minillm.parallel.pipeline_parallel.schedule.actions import straight
+from minillm.parallel.pipeline_parallel.schedule.schedules import Action, Schedule, check
 from minillm.predict.training import pipeline as predict
 
 MICROBATCHES, ROWS, WIDTH, VOCAB = 8, 4, 16, 24

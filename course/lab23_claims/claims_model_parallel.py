@@ -9,8 +9,8 @@ from minillm.comm import launch
 from minillm.measure import ledger
 from minillm.model.attention.tiled import tiled
 from minillm.parallel import ColumnParallelLinear, RowParallelLinear
-from minillm.parallel.pipeline_parallel.schedules import SCHEDULES
-from minillm.parallel.pipeline_parallel.simulate import simulate
+from minillm.parallel.pipeline_parallel.schedule.schedules import SCHEDULES
+from minillm.parallel.pipeline_parallel.schedule.simulate import simulate
 from minillm.predict import comms, roofline
 from minillm.predict.planner.clusters import DEVICES, cluster
 from minillm.predict.planner.layout import path

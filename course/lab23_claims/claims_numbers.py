@@ -9,9 +9,9 @@ from minillm.comm import launch
 from minillm.equivalence import SPLIT_CASES, ParallelConfig, compare
 from minillm.model import ModelConfig, Transformer
 from minillm.parallel import NaiveDDP
-from minillm.parallel.pipeline_parallel.check import check
-from minillm.parallel.pipeline_parallel.schedules import SCHEDULES
-from minillm.parallel.pipeline_parallel.simulate import Durations, simulate
+from minillm.parallel.pipeline_parallel.schedule.check import check
+from minillm.parallel.pipeline_parallel.schedule.schedules import SCHEDULES
+from minillm.parallel.pipeline_parallel.schedule.simulate import Durations, simulate
 from minillm.predict import comms
 from minillm.predict.model import ADAM_MIXED
 from minillm.predict.planner.architectures import architecture

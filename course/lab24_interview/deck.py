@@ -54,11 +54,11 @@ class Card:
 @cache
 def deck() -> tuple[Card, ...]:
     """All cards, topic by topic. ValueError for a card that is not whole."""
-    found = []
+    cards = []
     for path in sorted(FOLDER.glob("*.toml")):
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-        found += [_card(path.name, content["topic"], entry) for entry in content["card"]]
-    return tuple(found)
+        cards += [_card(path.name, content["topic"], entry) for entry in content["card"]]
+    return tuple(cards)
 
 
 def card(key: str) -> Card:

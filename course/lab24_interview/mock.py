@@ -128,10 +128,10 @@ def _task(name: str, table: Table) -> str:
 
 
 def _bug(name: str, table: Table) -> str:
-    found = bugs.bug(name)
-    table.say(f"{found.task.statement}\n\nThe program in the file does this, but for one mistake. Find it and mend it.")
-    outcome = _written(found.task, name, table, "s shows the cause")
-    table.say(f"The cause: {found.cause}")
+    bug = bugs.bug(name)
+    table.say(f"{bug.task.statement}\n\nThe program in the file does this, but for one mistake. Find it and mend it.")
+    outcome = _written(bug.task, name, table, "s shows the cause")
+    table.say(f"The cause: {bug.cause}")
     return outcome
 
 

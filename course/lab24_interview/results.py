@@ -21,11 +21,11 @@ def record(kind: str, name: str, outcome: str) -> None:
 def results() -> dict[str, tuple[int, int]]:
     """By topic: (answered well, asked). What is damaged counts as nothing."""
     kept = progress.section(SECTION).get("results")
-    found = {}
+    counted = {}
     for topic, counts in (kept if isinstance(kept, dict) else {}).items():
         if isinstance(counts, list) and len(counts) == 2 and all(isinstance(each, int) for each in counts):
-            found[topic] = (counts[0], counts[1])
-    return found
+            counted[topic] = (counts[0], counts[1])
+    return counted
 
 
 def topics_of(kind: str, name: str) -> list[str]:

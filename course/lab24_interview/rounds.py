@@ -50,7 +50,7 @@ def items(
     without: (kind, name) of what has been asked before.
     """
     own, quick = Random(draw.random()), Random(draw.random())
-    found: list[list[str]] = []
+    chosen: list[list[str]] = []
     left = minutes
     for kind, most in _long(round, minutes):
         taken = 0
@@ -58,12 +58,12 @@ def items(
             if taken == most or left < SHORTEST:
                 break
             if planned(kind, name) <= left and (kind, name) not in without:
-                found.append([kind, name])
+                chosen.append([kind, name])
                 left -= planned(kind, name)
                 taken += 1
-    if round in ("coding", "debugging", "design") and not found:
+    if round in ("coding", "debugging", "design") and not chosen:
         return []
-    return found + list(_quick(topic, level, left, quick, without, with_claims=round != "coding"))
+    return chosen + list(_quick(topic, level, left, quick, without, with_claims=round != "coding"))
 
 
 def planned(kind: str, name: str) -> int:
@@ -116,8 +116,8 @@ def _names(kind: str, topic: str, level: str, draw: Random) -> Iterator[str]:
 @cache
 def _task(name: str) -> tuple[int, int]:
     """(minutes, difficulty) of an exercise."""
-    found = exercises.find(name)
-    return found.minutes, found.difficulty
+    exercise = exercises.find(name)
+    return exercise.minutes, exercise.difficulty
 
 
 def _quick(

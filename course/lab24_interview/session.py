@@ -75,8 +75,8 @@ def start(
 
 def resume(topic: str = "", seed: int | None = None, round: str = "", level: str = "") -> Session | None:
     """The latest session that was interrupted, of this topic, seed, round and level where they are given."""
-    found = matching(topic, seed, round, level)
-    return found[-1] if found else None
+    sessions = matching(topic, seed, round, level)
+    return sessions[-1] if sessions else None
 
 
 def extend(session: Session, minutes: int) -> None:
@@ -93,10 +93,10 @@ def extend(session: Session, minutes: int) -> None:
 
 def discard(topic: str = "", seed: int | None = None, round: str = "", level: str = "") -> Session | None:
     """Forget the session that `resume` would go on with; grades of its cards stay. None if there is none."""
-    found = resume(topic, seed, round, level)
-    if found:
-        _keep([each for each in open_sessions() if each.key != found.key])
-    return found
+    session = resume(topic, seed, round, level)
+    if session:
+        _keep([each for each in open_sessions() if each.key != session.key])
+    return session
 
 
 def matching(topic: str = "", seed: int | None = None, round: str = "", level: str = "") -> list[Session]:
@@ -114,16 +114,16 @@ def matching(topic: str = "", seed: int | None = None, round: str = "", level: s
 
 def open_sessions() -> list[Session]:
     """Those with something left to ask, the latest last; a damaged record counts as none."""
-    found: list[Session] = []
+    sessions: list[Session] = []
     records = progress.section(SECTION).get("sessions")
     for record in records if isinstance(records, list) else []:
         try:
             session = Session(**record)
             if session.open and all(rounds.exists(kind, name) for kind, name in session.open):
-                found.append(session)
+                sessions.append(session)
         except (TypeError, ValueError, AttributeError):
             continue
-    return found
+    return sessions
 
 
 def _keep(sessions: list[Session]) -> None:

@@ -42,13 +42,13 @@ def is_due(memory: Memory, now: datetime) -> bool:
 
 def memories() -> dict[str, Memory]:
     """The scheduler's record of each card that was graded; a damaged record counts as none."""
-    found = {}
+    known = {}
     for key, record in (progress.section(SECTION).get("cards") or {}).items():
         try:
-            found[key] = Memory.from_dict(record)
+            known[key] = Memory.from_dict(record)
         except (KeyError, TypeError, ValueError, AttributeError):
             continue
-    return found
+    return known
 
 
 def grade(key: str, rating: Rating, now: datetime | None = None) -> datetime:
@@ -61,27 +61,27 @@ def grade(key: str, rating: Rating, now: datetime | None = None) -> datetime:
 
 def due(now: datetime | None = None) -> dict[str, tuple[int, int, float]]:
     """By topic: cards seen, cards due, and the mean difficulty (1 to 10) that the scheduler gives them."""
-    now, kept, found = now or datetime.now(UTC), memories(), {}
+    now, kept, topics = now or datetime.now(UTC), memories(), {}
     for topic in deck.topics():
         seen = [kept[card.key] for card in deck.of_topic(topic) if card.topic == topic and card.key in kept]
         hard = [memory.difficulty or 0.0 for memory in seen]
         late = sum(is_due(memory, now) for memory in seen)
-        found[topic] = (len(seen), late, sum(hard) / len(hard) if hard else 0.0)
-    return found
+        topics[topic] = (len(seen), late, sum(hard) / len(hard) if hard else 0.0)
+    return topics
 
 
 ENOUGH = 4  # answers on a topic before it can be called weak
 
 
 def weakest(
-    found: dict[str, tuple[int, int, float]], answered: Mapping[str, tuple[int, int]] | None = None
+    topics: dict[str, tuple[int, int, float]], answered: Mapping[str, tuple[int, int]] | None = None
 ) -> list[str]:
     """The three topics that go worst: cards by the scheduler's difficulty, all else by the share that went wrong.
 
-    found: what `due` says. answered: by topic (answered well, asked) of everything that is no card.
+    topics: what `due` says. answered: by topic (answered well, asked) of everything that is no card.
     """
     badness: dict[str, float] = {}
-    for topic, (seen, _, difficulty) in found.items():
+    for topic, (seen, _, difficulty) in topics.items():
         well, asked = (answered or {}).get(topic, (0, 0))
         parts = [difficulty / 10] if seen >= min(ENOUGH, len(deck.of_topic(topic))) else []
         parts += [1 - well / asked] if asked >= ENOUGH else []

@@ -176,13 +176,13 @@ def _given(answer: str, before: list[str]) -> list[str]:
         for node in ast.parse(source).body
         if isinstance(node, ast.FunctionDef | ast.ClassDef)
     }
-    used, found = _names(ast.parse(answer)), []
+    used, given = _names(ast.parse(answer)), []
     own = {node.name for node in ast.parse(answer).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     for name, node in reversed(known.items()):  # an earlier one may be used by a later one that is given
         if name in used - own:
-            found.insert(0, ast.unparse(node))
+            given.insert(0, ast.unparse(node))
             used |= _names(node)
-    return found
+    return given
 
 
 def imports_of(first_cell: str, code: list[str], text: str) -> list[str]:

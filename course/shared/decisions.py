@@ -25,8 +25,8 @@ class Decision:
     also: other right answers to the question as it is printed, by another convention; each is named in `because`.
     A value that is an int counts whole things; one with almost no tolerance is a level, such as a ZeRO stage.
     tolerance: relative. slips: factors (guess / value) that a known mistake gives, with the sentence that says so.
-    gpus: how many share the quantity, if confusing one with all is possible. below, above: what a number under or over
-    the accepted range leaves out or counts too often.
+    gpus: how many share the quantity, if confusing one with all is possible. below, above: the likely reason for a
+    guess that is too small, too large.
     """
 
     question: str
@@ -175,42 +175,42 @@ def _right(decision: Decision, ratio: float) -> str:
 
 def _usual_slips(decision: Decision) -> dict[float, str]:
     """Factors that any quantity of this unit invites."""
-    found = {}
+    slips = {}
     if decision.gpus > 1:
-        found[decision.gpus] = f"That is the number of all {decision.gpus:,} GPUs together; the question asks for one."
-        found[1 / decision.gpus] = (
+        slips[decision.gpus] = f"That is the number of all {decision.gpus:,} GPUs together; the question asks for one."
+        slips[1 / decision.gpus] = (
             f"That is the number of one of the {decision.gpus:,} GPUs; the question asks for all."
         )
     if decision.unit in ("B", "B/s"):
-        found[8] = "That many bits; a byte has 8."
-        found[1 / 8] = "You divided by 8 once too often: the quantity is in bytes already."
-        found[2] = (
+        slips[8] = "That many bits; a byte has 8."
+        slips[1 / 8] = "You divided by 8 once too often: the quantity is in bytes already."
+        slips[2] = (
             "Twice too large: did you count 32-bit numbers where 16-bit ones travel, or both directions of a link?"
         )
-        found[0.5] = (
+        slips[0.5] = (
             "Half of it: did you count numbers instead of bytes (a 16-bit one has two), 16-bit ones where there are "
             "32-bit ones, or one direction of two?"
         )
     if decision.unit in ("FLOP", "FLOP/s"):
-        found[0.5] = "Half of it: a multiplication and an addition are two operations."
-        found[1 / 3] = "A third of it: backward takes twice what forward takes."
-        found[3] = "Three times too large: that includes a backward pass."
+        slips[0.5] = "Half of it: a multiplication and an addition are two operations."
+        slips[1 / 3] = "A third of it: backward takes twice what forward takes."
+        slips[3] = "Three times too large: that includes a backward pass."
     if decision.unit in ("", "%"):
-        found[100] = "That is in percent; the question asks for a share between 0 and 1."
+        slips[100] = "That is in percent; the question asks for a share between 0 and 1."
     if decision.unit == "s":
-        found[1e3] = "That many milliseconds; the question asks for seconds."
-        found[1 / 60] = "That many minutes; the question asks for seconds."
-        found[1 / 3600] = "That many hours; the question asks for seconds."
+        slips[1e3] = "That many milliseconds; the question asks for seconds."
+        slips[1 / 60] = "That many minutes; the question asks for seconds."
+        slips[1 / 3600] = "That many hours; the question asks for seconds."
     if decision.unit in ("GPU-hours", "GPU hours"):
-        found[3600] = "Those are GPU-seconds; the question asks for GPU-hours."
-        found[60] = "Those are GPU-minutes; the question asks for GPU-hours."
+        slips[3600] = "Those are GPU-seconds; the question asks for GPU-hours."
+        slips[60] = "Those are GPU-minutes; the question asks for GPU-hours."
     if decision.unit == "days":
-        found[24] = "Those are hours; the question asks for days."
-        found[86400] = "Those are seconds; the question asks for days."
+        slips[24] = "Those are hours; the question asks for days."
+        slips[86400] = "Those are seconds; the question asks for days."
     for power, (times, off) in PREFIXES.items():
-        found.setdefault(10.0**power, f"{times} too large: {off}")
-        found.setdefault(10.0**-power, f"{times} too small: {off}")
-    return found
+        slips.setdefault(10.0**power, f"{times} too large: {off}")
+        slips.setdefault(10.0**-power, f"{times} too small: {off}")
+    return slips
 
 
 _PREFIX = "check the prefix (mega, giga, tera) and whether you left it out."

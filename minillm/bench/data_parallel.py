@@ -23,7 +23,8 @@ from minillm.bench.harness import BenchRow, Comparison, bench_row, check_repeats
 from minillm.comm import Group, launch
 from minillm.measure import memory, wire
 from minillm.model import Transformer
-from minillm.train import BucketedDDP, FullyShard, TrainConfig, ZeroOptimizer, adamw, preset
+from minillm.parallel import BucketedDDP, FullyShard, ZeroOptimizer
+from minillm.train import TrainConfig, adamw, preset
 
 VOCAB, SEQ_LEN, BATCH = 4096, 32, 2  # few tokens: communication and optimizer weigh as much as the matmuls
 SHAPES = ("draft", "target")

@@ -20,7 +20,7 @@ from minillm.bench.harness import BenchRow, Comparison, bench_row, check_repeats
 from minillm.comm import Group, launch
 from minillm.model import ModelConfig
 from minillm.parallel.pipeline_parallel.runtime import Pipeline
-from minillm.parallel.pipeline_parallel.schedules import SCHEDULES, Schedule
+from minillm.parallel.pipeline_parallel.schedule.schedules import SCHEDULES, Schedule
 from minillm.parallel.pipeline_parallel.stages import ModelPart, build_parts
 from minillm.train import preset
 

@@ -20,7 +20,7 @@ from minillm.equivalence import (
 )
 from minillm.measure.provenance import JsonFile, provenance, summary, write_json
 from minillm.parallel.context_parallel import CONTEXTS
-from minillm.parallel.pipeline_parallel.schedules import SCHEDULES
+from minillm.parallel.pipeline_parallel.schedule.schedules import SCHEDULES
 
 DEFAULT = ParallelConfig()
 DATA_PARALLEL, MODEL_PARALLEL, CORNERS = (

@@ -22,7 +22,7 @@ from minillm.data import TokenDataset
 from minillm.measure.provenance import JsonFile, provenance, write_json
 from minillm.model.hf.load import check_folder
 from minillm.parallel.context_parallel import CONTEXTS
-from minillm.parallel.pipeline_parallel.schedules import SCHEDULES
+from minillm.parallel.pipeline_parallel.schedule.schedules import SCHEDULES
 from minillm.predict.model import parameters
 from minillm.train.activation_checkpointing import MODES
 from minillm.train.checkpoint.reader import has_checkpoint, saved_at

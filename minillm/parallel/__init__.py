@@ -11,8 +11,8 @@ expert_parallel/    ranks that hold some of a layer's experts, to which tokens t
 
 from minillm.parallel.data_parallel.ddp import BucketedDDP, FlatDDP, NaiveDDP
 from minillm.parallel.fsdp.fully_shard import FullyShard
-from minillm.parallel.pipeline_parallel import schedules
 from minillm.parallel.pipeline_parallel.runtime import Pipeline
+from minillm.parallel.pipeline_parallel.schedule import schedules
 from minillm.parallel.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from minillm.parallel.tensor_parallel.parallelize import tensor_parallel
 from minillm.parallel.tensor_parallel.vocab import VocabParallelEmbedding, vocab_parallel_cross_entropy

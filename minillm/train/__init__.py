@@ -4,34 +4,6 @@ spread it over ranks.
 Reading path: config.py, trainer.py, optimizer.py, strategies/single_device.py, run.py.
 """
 
-from minillm.parallel import (
-    BucketedDDP,
-    ColumnParallelLinear,
-    FlatDDP,
-    FullyShard,
-    NaiveDDP,
-    Pipeline,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    ZeroOptimizer,
-    schedules,
-    tensor_parallel,
-    vocab_parallel_cross_entropy,
-)
-from minillm.parallel.pipeline_parallel.schedules import (
-    SCHEDULES,
-    check,
-    dualpipe,
-    gpipe,
-    interleaved,
-    one_f_one_b,
-    pipedream,
-    simulate,
-    zero_bubble,
-    zero_bubble_v,
-)
-from minillm.parallel.pipeline_parallel.stages import ModelPart, balance, build_parts, layer_costs
-from minillm.parallel.placement import clip_, global_norm
 from minillm.train.activation_checkpointing import EXPENSIVE, activation_checkpoint, checkpoint_blocks
 from minillm.train.config import TrainConfig
 from minillm.train.fault_tolerance.loss_spike import LossSpikeGuard
@@ -49,20 +21,11 @@ from minillm.train.validation import Validation, validate
 __all__ = [
     "EXPENSIVE",
     "PRECISIONS",
-    "SCHEDULES",
-    "BucketedDDP",
-    "ColumnParallelLinear",
     "DataParallel",
-    "FlatDDP",
-    "FullyShard",
     "LossScaler",
     "LossSpikeGuard",
     "MasterWeights",
-    "ModelPart",
-    "NaiveDDP",
     "ParallelConfig",
-    "Pipeline",
-    "RowParallelLinear",
     "RunResult",
     "SingleDevice",
     "Step",
@@ -70,31 +33,12 @@ __all__ = [
     "TrainConfig",
     "Trainer",
     "Validation",
-    "VocabParallelEmbedding",
-    "ZeroOptimizer",
     "activation_checkpoint",
     "adamw",
-    "balance",
-    "build_parts",
-    "check",
     "checkpoint_blocks",
-    "clip_",
     "decay_groups",
-    "dualpipe",
     "fit",
-    "global_norm",
-    "gpipe",
-    "interleaved",
-    "layer_costs",
     "learning_rate",
-    "one_f_one_b",
-    "pipedream",
     "preset",
-    "schedules",
-    "simulate",
-    "tensor_parallel",
     "validate",
-    "vocab_parallel_cross_entropy",
-    "zero_bubble",
-    "zero_bubble_v",
 ]

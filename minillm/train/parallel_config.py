@@ -10,9 +10,9 @@ from minillm.parallel.context_parallel.variants import (
     check_context_heads,
     sequence_multiple,
 )
-from minillm.parallel.expert_parallel.balance import check_experts
-from minillm.parallel.pipeline_parallel.actions import Schedule
-from minillm.parallel.pipeline_parallel.schedules import SCHEDULES
+from minillm.parallel.expert_parallel.dispatch import check_experts
+from minillm.parallel.pipeline_parallel.schedule.actions import Schedule
+from minillm.parallel.pipeline_parallel.schedule.schedules import SCHEDULES
 from minillm.parallel.pipeline_parallel.stages import balance, layer_costs
 from minillm.parallel.tensor_parallel.plan import check_heads
 

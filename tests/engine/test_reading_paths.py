@@ -15,8 +15,17 @@ PATHS = {  # mechanism: (package, files in reading order, most lines of all)
     "paged attention on a GPU": ("model/paged", "cache tables backend split triton", 600),
     "loading a folder": ("model/hf", "load families rope experts weights", 770),
     "a mixture of experts": ("model/moe", "layer router permute experts balance", 700),
+    "DDP": ("parallel/data_parallel", "ddp reducer packing", 430),
     "ZeRO-1 and 2": ("parallel/zero", "optimizer reducer ../data_parallel/reducer ../slices", 650),
     "FSDP": ("parallel/fsdp", "fully_shard param_group flat_param ../slices state", 1030),
+    "tensor parallelism": ("parallel/tensor_parallel", "regions layers vocab plan parallelize", 750),
+    "pipeline parallelism": (
+        "parallel/pipeline_parallel",
+        "schedule/actions schedule/schedules schedule/messages stages runtime",
+        1030,
+    ),
+    "context parallelism": ("parallel/context_parallel", "order ring exchange variants", 550),
+    "expert parallelism": ("parallel/expert_parallel", "split dispatch exchange nodes", 350),
     "saving a run": ("train/checkpoint", "state shares writer manifest background", 800),
     "restoring a run": ("train/checkpoint", "state manifest shares reader checksum", 800),
     "request to token": (

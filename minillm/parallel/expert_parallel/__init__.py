@@ -4,7 +4,9 @@
 2. `dispatch.py`: the two all-to-alls of a layer, and the order of rows
 3. `exchange.py`: an all-to-all of unequal parts inside the graph, behind which other work can hide
 4. `nodes.py`: two levels, for links between nodes that are slower than those inside
-5. `balance.py`: which expert lives where, replicas of hot ones, and what that is worth
+
+Aside: `minillm/predict/training/expert_placement.py`, which expert lives where, replicas of hot ones, and what that is
+worth.
 """
 
 from minillm.parallel.expert_parallel.dispatch import ExpertDispatch

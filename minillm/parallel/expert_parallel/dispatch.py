@@ -24,11 +24,19 @@ from torch.autograd.function import once_differentiable
 
 from minillm.comm import Group
 from minillm.model.moe import sort_by_expert
-from minillm.parallel.expert_parallel.balance import check_experts
 from minillm.parallel.expert_parallel.exchange import Exchange
 
 Experts = Callable[[Tensor, Tensor], Tensor]
 """(rows: [n, hidden] sorted by expert, counts: [experts of this rank]) -> [n, hidden]"""
+
+
+def check_experts(num_experts: int, ranks: int) -> None:
+    """ValueError unless every rank gets equally many."""
+    if ranks < 1 or num_experts % ranks:
+        raise ValueError(
+            f"{num_experts} experts do not divide over {ranks} expert-parallel ranks: use a number of ranks that "
+            "divides them."
+        )
 
 
 class ExpertDispatch:
@@ -48,13 +56,13 @@ class ExpertDispatch:
         """See `MoE.dispatch`. Every rank of the group makes both calls, with as few as no tokens."""
         routes = sort_by_expert(chosen, self.num_experts, dropless)
         route = Route.of(routes.counts, self.group)
-        ticket = route.exchange.leave(routes.to_experts(x))
+        handle = route.exchange.start(routes.to_experts(x))
 
         def answer() -> Tensor:
-            arrived = _Reorder.apply(route.exchange.arrive(ticket), route.regroup, route.undo)
+            arrived = _Reorder.apply(route.exchange.finish(handle), route.regroup, route.undo)
             done = _Reorder.apply(experts(arrived, route.counts), route.undo, route.regroup)
             home = route.exchange.back()
-            rows = home.arrive(home.leave(done))
+            rows = home.finish(home.start(done))
             return routes.from_experts(rows, weights.to(rows.dtype))
 
         return answer
@@ -78,10 +86,10 @@ class Route:
         """counts: [num_experts], this rank's rows for each. Every rank of the group calls it."""
         table = group.all_gather(counts[None]).view(group.world_size, group.world_size, -1)  # from, to, expert there
         received = table[:, group.rank]
-        to, come = table[group.rank].sum(-1).tolist(), received.sum(-1).tolist()  # the host waits
+        send_counts, recv_counts = table[group.rank].sum(-1).tolist(), received.sum(-1).tolist()  # the host waits
         expert = torch.arange(received.shape[1], device=counts.device).expand_as(received)
         regroup = expert.flatten().repeat_interleave(received.flatten()).argsort(stable=True)
-        return Route(received.sum(0), regroup, inverse(regroup), Exchange(group, to, come))
+        return Route(received.sum(0), regroup, inverse(regroup), Exchange(group, send_counts, recv_counts))
 
 
 def inverse(order: Tensor) -> Tensor:

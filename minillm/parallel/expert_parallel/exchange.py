@@ -1,10 +1,10 @@
 """Rows that travel between ranks inside the graph: an all-to-all of unequal parts, whose gradient takes the way back.
 
-                leave                                       arrive
+                start                                       finish
     forward     launch: rows by rank they go to    ....     wait: rows by rank they come from
     backward    wait                               ....     launch: gradients return to where the rows came from
 
-What a layer computes between `leave` and `arrive` overlaps with the journey. Autograd runs what was recorded later
+What a layer computes between `start` and `finish` overlaps with the journey. Autograd runs what was recorded later
 first, so the backward of that work overlaps with the gradients' journey as well.
 """
 
@@ -22,51 +22,53 @@ from minillm.comm.work import Work
 
 
 class Exchange:
-    """One all-to-all and its gradient. to[j]: rows for rank j of the group; come[i]: rows from rank i.
+    """One all-to-all and its gradient. send_counts[j]: rows for rank j of the group; recv_counts[i]: rows from rank i.
 
-    `arrive(leave(rows))`; what lies between the two is a ticket without elements, which carries the gradient's order.
+    `finish(start(rows))`; what lies between the two is a handle without elements, which carries the gradient's order.
     """
 
-    def __init__(self, group: Group, to: Sequence[int], come: Sequence[int]) -> None:
-        self.group, self.to, self.come = group, list(to), list(come)
+    def __init__(self, group: Group, send_counts: Sequence[int], recv_counts: Sequence[int]) -> None:
+        self.group, self.send_counts, self.recv_counts = group, list(send_counts), list(recv_counts)
         self._under_way: Work | None = None
 
-    def leave(self, rows: Tensor) -> Tensor:
-        """rows: [sum(to), ...], those for rank 0 first. Returns the ticket."""
-        return _Leave.apply(rows, self)
+    def start(self, rows: Tensor) -> Tensor:
+        """rows: [sum(send_counts), ...], those for rank 0 first. Returns the handle."""
+        return _Start.apply(rows, self)
 
-    def arrive(self, ticket: Tensor) -> Tensor:
-        """[sum(come), ...], those of rank 0 first."""
-        return _Arrive.apply(ticket, self)
+    def finish(self, handle: Tensor) -> Tensor:
+        """[sum(recv_counts), ...], those of rank 0 first."""
+        return _Finish.apply(handle, self)
 
     def back(self) -> Exchange:
         """The way back of these rows."""
-        return Exchange(self.group, self.come, self.to)
+        return Exchange(self.group, self.recv_counts, self.send_counts)
 
-    def launch(self, rows: Tensor, to: Sequence[int], come: Sequence[int]) -> None:
-        self._under_way = self.group.all_to_all(rows, async_op=True, output_splits=come, input_splits=to)
+    def launch(self, rows: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int]) -> None:
+        self._under_way = self.group.all_to_all(
+            rows, async_op=True, output_splits=recv_counts, input_splits=send_counts
+        )
 
     def wait(self) -> Tensor:
         work, self._under_way = self._under_way, None
         return work.wait()
 
 
-class _Leave(torch.autograd.Function):
+class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
-        exchange.launch(rows, exchange.to, exchange.come)
+        exchange.launch(rows, exchange.send_counts, exchange.recv_counts)
         return rows.new_empty(0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, ticket: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, handle: Tensor) -> tuple[Tensor, None]:
         return ctx.exchange.wait(), None
 
 
-class _Arrive(torch.autograd.Function):
+class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ticket: Tensor, exchange: Exchange) -> Tensor:
+    def forward(ctx: Any, handle: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
         return exchange.wait()
 
@@ -74,5 +76,5 @@ class _Arrive(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         exchange = ctx.exchange
-        exchange.launch(gradient.contiguous(), exchange.come, exchange.to)
+        exchange.launch(gradient.contiguous(), exchange.recv_counts, exchange.send_counts)
         return gradient.new_empty(0), None

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from minillm.comm import Group
 from minillm.model.moe import sort_by_expert
-from minillm.parallel.expert_parallel.balance import check_experts
-from minillm.parallel.expert_parallel.dispatch import ExpertDispatch, Experts
+from minillm.parallel.expert_parallel.dispatch import ExpertDispatch, Experts, check_experts
 from minillm.parallel.expert_parallel.exchange import Exchange
 
 
@@ -51,14 +50,14 @@ class NodeDispatch:
         routes = sort_by_expert(torch.where(there.any(-1), nodes, -1), across.world_size)  # a node for an expert
         table = across.all_gather(routes.counts[None])  # from, to
         exchange = Exchange(across, table[across.rank].tolist(), table[:, across.rank].tolist())  # the host waits
-        ticket = exchange.leave(routes.to_experts(torch.cat([x, weights.to(x.dtype)], dim=1)))
-        splits = {"input_splits": exchange.to, "output_splits": exchange.come}
+        handle = exchange.start(routes.to_experts(torch.cat([x, weights.to(x.dtype)], dim=1)))
+        splits = {"input_splits": exchange.send_counts, "output_splits": exchange.recv_counts}
         numbers = across.all_to_all(local.flatten(0, 1)[routes.order], async_op=True, **splits)
 
         def answer() -> Tensor:
-            rows, row_weights = exchange.arrive(ticket).split([x.shape[1], weights.shape[1]], dim=1)
+            rows, row_weights = exchange.finish(handle).split([x.shape[1], weights.shape[1]], dim=1)
             done = self.inside(experts, rows, numbers.wait(), row_weights)()
             home = exchange.back()
-            return routes.added(home.arrive(home.leave(done)))
+            return routes.added(home.finish(home.start(done)))
 
         return answer

@@ -32,11 +32,11 @@ from minillm.comm import Group
 from minillm.comm.work import Work
 from minillm.measure import span
 from minillm.parallel.data_parallel.reducer import Reducer
-from minillm.parallel.pipeline_parallel.actions import Action, Edge, Place, Schedule, ScheduleError
-from minillm.parallel.pipeline_parallel.check import check
-from minillm.parallel.pipeline_parallel.messages import batches, with_messages
+from minillm.parallel.pipeline_parallel.schedule.actions import Action, Edge, Place, Schedule, ScheduleError
+from minillm.parallel.pipeline_parallel.schedule.check import check
+from minillm.parallel.pipeline_parallel.schedule.messages import batches, with_messages
 from minillm.parallel.pipeline_parallel.shared_parameters import SharedGradients
-from minillm.parallel.pipeline_parallel.split_backward import Deferred, deferred, split_linears
+from minillm.parallel.split_backward import Deferred, deferred, split_linears
 
 Shape = Callable[[int], tuple[torch.Size, torch.dtype]]
 Loss = Callable[[nn.Module, Tensor, int], Tensor]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from minillm.comm import Group
-from minillm.parallel.pipeline_parallel.actions import Place, Schedule
+from minillm.parallel.pipeline_parallel.schedule.actions import Place, Schedule
 
 Key = tuple[int, str]  # (part, name); part is -1 for a name that means the same parameter in every part
 

@@ -25,7 +25,7 @@ from minillm.model.loss import linear_cross_entropy_sums
 from minillm.model.moe import RouterLosses
 from minillm.model.rope import Rope
 from minillm.model.transformer import Block, RMSNorm, _linear, check_tokens
-from minillm.parallel.pipeline_parallel.actions import Schedule
+from minillm.parallel.pipeline_parallel.schedule.actions import Schedule
 
 
 class ModelPart(nn.Module):

@@ -21,8 +21,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from minillm.comm import Group
-from minillm.parallel.pipeline_parallel.split_backward import weight_gradient
 from minillm.parallel.placement import Part, Placement, Replicate, Shard
+from minillm.parallel.split_backward import weight_gradient
 from minillm.parallel.tensor_parallel.regions import Region
 
 

@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from minillm.comm import Group
 from minillm.model.loss import IGNORE, check_targets, sum_of_weights
-from minillm.parallel.pipeline_parallel.split_backward import weight_gradient
 from minillm.parallel.placement import Shard
+from minillm.parallel.split_backward import weight_gradient
 from minillm.parallel.tensor_parallel.layers import column_linears, cut_parameter
 from minillm.parallel.tensor_parallel.regions import Region, end
 from minillm.predict.training.tensor import loss_chunk

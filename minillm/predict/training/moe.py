@@ -38,10 +38,15 @@ def all_to_all(rows: Sequence[Sequence[int]], row_bytes: int) -> Cost:
 
 def rank_loads(expert_loads: Sequence[float], world_size: int) -> list[float]:
     """Rows for each rank, where every rank holds equally many neighbouring experts."""
-    if world_size < 1 or len(expert_loads) % world_size:
-        raise ValueError(f"{len(expert_loads)} experts do not divide over {world_size} ranks: use a divisor of them.")
+    check_divides(len(expert_loads), world_size)
     each = len(expert_loads) // world_size
     return [sum(expert_loads[start : start + each]) for start in range(0, len(expert_loads), each)]
+
+
+def check_divides(num_experts: int, ranks: int) -> None:
+    """ValueError unless every rank gets equally many experts."""
+    if ranks < 1 or num_experts % ranks:
+        raise ValueError(f"{num_experts} experts do not divide over {ranks} ranks: use a divisor of them.")
 
 
 def imbalance(loads: Sequence[float]) -> float:

@@ -4,7 +4,7 @@ import pytest
 from course.commands.figures import png
 from course.lab06_pipeline_parallel.pipeline_picture import KINDS, draw
 from minillm.palette import TEXT
-from minillm.parallel.pipeline_parallel.schedules import (
+from minillm.parallel.pipeline_parallel.schedule.schedules import (
     Durations,
     gpipe,
     interleaved,

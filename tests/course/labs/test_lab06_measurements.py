@@ -8,8 +8,8 @@ from course.lab06_pipeline_parallel import experiments_breaks as breaks
 from course.lab06_pipeline_parallel import experiments_stale as stale
 from course.lab06_pipeline_parallel import figures as pictures
 from course.lab06_pipeline_parallel.experiments import FORWARD_S, MODEL, PRINTED_CHART, ROWS, SEQ, Job
-from minillm.parallel.pipeline_parallel import schedules
-from minillm.parallel.pipeline_parallel.schedules import Action
+from minillm.parallel.pipeline_parallel.schedule import schedules
+from minillm.parallel.pipeline_parallel.schedule.schedules import Action
 from minillm.predict.training import pipeline as predict
 
 NAMES = list(schedules.SCHEDULES)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from minillm.equivalence import CONTEXT_CASES, EVEN_EXPERT_CASES, SPLIT_CASES, Case, ParallelConfig, cases_of
 from minillm.parallel.context_parallel import CONTEXTS
-from minillm.parallel.pipeline_parallel.schedules import SCHEDULES
+from minillm.parallel.pipeline_parallel.schedule.schedules import SCHEDULES
 from minillm.train.parallel_config import AXES as ORDER
 
 AXES = ("dp_replicate", "dp", "pp", "cp", "tp")

@@ -11,7 +11,7 @@ import pytest
 
 from minillm.equivalence import CASES, CONTEXT_CASES, EXPERT_CASES, SPLIT_CASES, ParallelConfig, compare
 from minillm.parallel.context_parallel import CONTEXTS
-from minillm.parallel.pipeline_parallel.schedules import SCHEDULES
+from minillm.parallel.pipeline_parallel.schedule.schedules import SCHEDULES
 from minillm.train.strategies.sharded import make_strategy
 from tests.engine.comm.nccl_like import make_nccl_like_strategy
 from tests.engine.oracle.layouts import FAILED_ONCE, ONE_PER_AXIS, Drawn, draw, one_per_axis

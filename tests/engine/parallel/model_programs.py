@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from minillm.comm import Group
-from minillm.train import BucketedDDP, FullyShard, ZeroOptimizer, decay_groups
+from minillm.parallel import BucketedDDP, FullyShard, ZeroOptimizer
+from minillm.train import decay_groups
 
 STEPS = 3
 

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from minillm.comm import Mesh
 from minillm.measure import ledger
 from minillm.model import ModelConfig, Transformer
-from minillm.parallel.pipeline_parallel import schedules
+from minillm.parallel import BucketedDDP, ZeroOptimizer
 from minillm.parallel.pipeline_parallel.runtime import Pipeline
-from minillm.parallel.pipeline_parallel.schedules import Schedule
+from minillm.parallel.pipeline_parallel.schedule import schedules
+from minillm.parallel.pipeline_parallel.schedule.schedules import Schedule
 from minillm.parallel.pipeline_parallel.stages import build_parts
-from minillm.train import BucketedDDP, ZeroOptimizer
 
 VOCAB, HIDDEN, SEQ_LEN = 16, 8, 4
 MICROBATCHES = (1, 2, 4, 5, 8)

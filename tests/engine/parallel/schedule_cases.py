@@ -2,8 +2,8 @@
 
 from hypothesis import strategies as st
 
-from minillm.parallel.pipeline_parallel import schedules
-from minillm.parallel.pipeline_parallel.schedules import Schedule
+from minillm.parallel.pipeline_parallel.schedule import schedules
+from minillm.parallel.pipeline_parallel.schedule.schedules import Schedule
 
 NAMES = [*schedules.SCHEDULES, "pipedream"]
 

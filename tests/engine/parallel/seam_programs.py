@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from minillm.comm import Group
 from minillm.measure import ledger
+from minillm.parallel import BucketedDDP, FlatDDP, FullyShard, NaiveDDP, ZeroOptimizer
 from minillm.parallel.placement import Placement, Shard
-from minillm.train import BucketedDDP, FlatDDP, FullyShard, NaiveDDP, ZeroOptimizer, decay_groups
+from minillm.train import decay_groups
 
 STEPS = 3
 

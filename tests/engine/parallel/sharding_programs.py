@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from minillm.measure import ledger, memory
 from minillm.model import ModelConfig, Transformer
 from minillm.model.initialise import initial
+from minillm.parallel import FullyShard
 from minillm.parallel.zero.optimizer import ZeroOptimizer
-from minillm.train import FullyShard, checkpoint_blocks, decay_groups
+from minillm.train import checkpoint_blocks, decay_groups
 
 SMALL = ModelConfig(
     vocab_size=67, hidden_size=16, intermediate_size=24, num_layers=3, num_heads=2, max_seq_len=16, tie_embeddings=True

@@ -9,9 +9,9 @@ from torch import nn
 
 from minillm.comm import launch
 from minillm.measure import ledger
+from minillm.parallel import BucketedDDP, NaiveDDP
 from minillm.parallel.data_parallel.packing import Bucket, assign
 from minillm.predict.training import sharding as predict
-from minillm.train import BucketedDDP, NaiveDDP
 
 KB = 1 / 1024  # in MiB
 

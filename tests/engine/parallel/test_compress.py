@@ -8,10 +8,10 @@ from torch import nn
 
 from minillm.comm import launch
 from minillm.measure import ledger
+from minillm.parallel import BucketedDDP
 from minillm.parallel.data_parallel.compression import bf16, fp16, int8_error_feedback, power_sgd, top_k
 from minillm.parallel.data_parallel.packing import assign
 from minillm.predict.training import sharding as predict
-from minillm.train import BucketedDDP
 
 KB = 1 / 1024
 SHARE = 0.02

@@ -14,8 +14,8 @@ from minillm.comm import RankError, launch
 from minillm.measure import ledger
 from minillm.measure.ledger import open_ledgers
 from minillm.model import ModelConfig, Transformer
+from minillm.parallel import BucketedDDP, FlatDDP, NaiveDDP
 from minillm.predict.training import sharding as predict
-from minillm.train import BucketedDDP, FlatDDP, NaiveDDP
 
 MODEL = ModelConfig(24, 12, 24, 1, 2, 1, max_seq_len=8, tie_embeddings=True, qkv_bias=True)
 KB = 1 / 1024  # in MiB

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from minillm.comm import RankError, launch
-from minillm.parallel.pipeline_parallel import messages, runtime, schedules
+from minillm.parallel.pipeline_parallel import runtime
 from minillm.parallel.pipeline_parallel.runtime import Pipeline
+from minillm.parallel.pipeline_parallel.schedule import messages, schedules
 from minillm.parallel.pipeline_parallel.stages import build_parts
 from minillm.predict.training import pipeline as predict
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from schedule_cases import cases, part, parts, products, wants
 
-from minillm.parallel.pipeline_parallel.schedules import (
+from minillm.parallel.pipeline_parallel.schedule.schedules import (
     SCHEDULES,
     Action,
     Durations,

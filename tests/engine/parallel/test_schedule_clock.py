@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from schedule_cases import cases, part, parts, products, wants
 
 from minillm.measure.ledger import Ledger, Span
-from minillm.parallel.pipeline_parallel.schedules import (
+from minillm.parallel.pipeline_parallel.schedule.schedules import (
     Action,
     Durations,
     gpipe,

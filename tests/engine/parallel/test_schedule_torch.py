@@ -5,7 +5,7 @@ torch makes its orders inside objects that want real stages; the parts used here
 
 import pytest
 
-from minillm.parallel.pipeline_parallel.schedules import (
+from minillm.parallel.pipeline_parallel.schedule.schedules import (
     SCHEDULES,
     Action,
     dualpipe,

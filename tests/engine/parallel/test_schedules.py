@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_cases import cases
 
-from minillm.parallel.pipeline_parallel import schedules
-from minillm.parallel.pipeline_parallel.schedules import (
+from minillm.parallel.pipeline_parallel.schedule import schedules
+from minillm.parallel.pipeline_parallel.schedule.schedules import (
     Action,
     Durations,
     Schedule,

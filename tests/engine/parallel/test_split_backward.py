@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from minillm.parallel.pipeline_parallel.split_backward import (
+from minillm.parallel.split_backward import (
     Deferred,
     SplitLinear,
     deferred,

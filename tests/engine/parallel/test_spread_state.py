@@ -12,7 +12,8 @@ from torch import nn
 
 from minillm.comm import launch
 from minillm.model import ModelConfig, dense
-from minillm.train import FullyShard, SingleDevice, ZeroOptimizer
+from minillm.parallel import FullyShard, ZeroOptimizer
+from minillm.train import SingleDevice
 from minillm.train.parallel_config import ParallelConfig
 from minillm.train.strategies.sharded import make_strategy
 

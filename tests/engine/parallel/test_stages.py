@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minillm.model import ModelConfig, Transformer
-from minillm.parallel.pipeline_parallel import schedules
+from minillm.parallel.pipeline_parallel.schedule import schedules
 from minillm.parallel.pipeline_parallel.stages import ModelPart, balance, build_parts, layer_costs
 from minillm.predict.model import parameters
 from minillm.train.activation_checkpointing import checkpoint_blocks

@@ -10,8 +10,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from minillm.measure import ledger, memory
 from minillm.model import ModelConfig, Transformer, cross_entropy, dense
-from minillm.parallel.placement import gradients_of
-from minillm.train import TrainConfig, ZeroOptimizer, adamw, checkpoint_blocks, clip_, global_norm
+from minillm.parallel import ZeroOptimizer
+from minillm.parallel.placement import clip_, global_norm, gradients_of
+from minillm.train import TrainConfig, adamw, checkpoint_blocks
 from minillm.train.optimizer import Updater
 
 MODEL = ModelConfig(

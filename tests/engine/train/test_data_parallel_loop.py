@@ -12,7 +12,8 @@ from minillm.data.loader import Batch
 from minillm.measure import ledger
 from minillm.model import ModelConfig
 from minillm.model.loss import IGNORE
-from minillm.train import BucketedDDP, DataParallel, FlatDDP, NaiveDDP, ParallelConfig, TrainConfig, Trainer
+from minillm.parallel import BucketedDDP, FlatDDP, NaiveDDP
+from minillm.train import DataParallel, ParallelConfig, TrainConfig, Trainer
 from minillm.train.strategies.sharded import make_strategy
 
 MODEL = ModelConfig(50, 16, 32, 2, 4, 2, max_seq_len=16, tie_embeddings=True)

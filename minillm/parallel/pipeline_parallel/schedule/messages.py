@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 
-from minillm.parallel.pipeline_parallel.actions import Action, Edge, Schedule, Step, Task
-from minillm.parallel.pipeline_parallel.simulate import Durations, simulate
+from minillm.parallel.pipeline_parallel.schedule.actions import Action, Edge, Schedule, Step, Task
+from minillm.parallel.pipeline_parallel.schedule.simulate import Durations, simulate
 
 
 def with_messages(schedule: Schedule, durations: Durations | None = None, early: bool = False) -> Schedule:

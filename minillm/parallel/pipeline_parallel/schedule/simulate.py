@@ -19,8 +19,8 @@ from math import gcd, lcm
 from typing import NamedTuple
 
 from minillm.measure.ledger import Ledger
-from minillm.parallel.pipeline_parallel.actions import NAME, Action, Place, Schedule, Task, straight, stuck
-from minillm.parallel.pipeline_parallel.memory import peak_bytes, peak_in_flight
+from minillm.parallel.pipeline_parallel.schedule.actions import NAME, Action, Place, Schedule, Task, straight, stuck
+from minillm.parallel.pipeline_parallel.schedule.memory import peak_bytes, peak_in_flight
 
 Duration = float | Sequence[float]  # of every part of the model, or of each
 MAX_COLUMNS = 200

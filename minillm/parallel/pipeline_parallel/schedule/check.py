@@ -8,10 +8,18 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from minillm.parallel.pipeline_parallel.actions import MAKES, Action, Edge, Place, Schedule, ScheduleError, Task
-from minillm.parallel.pipeline_parallel.memory import peak_in_flight
-from minillm.parallel.pipeline_parallel.messages import batches, with_messages
-from minillm.parallel.pipeline_parallel.simulate import Timeline, simulate
+from minillm.parallel.pipeline_parallel.schedule.actions import (
+    MAKES,
+    Action,
+    Edge,
+    Place,
+    Schedule,
+    ScheduleError,
+    Task,
+)
+from minillm.parallel.pipeline_parallel.schedule.memory import peak_in_flight
+from minillm.parallel.pipeline_parallel.schedule.messages import batches, with_messages
+from minillm.parallel.pipeline_parallel.schedule.simulate import Timeline, simulate
 
 
 @dataclass(frozen=True)

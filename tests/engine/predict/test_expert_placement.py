@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minillm.parallel.expert_parallel.balance import contiguous, packed, rebalanced, replicated, simulate
+from minillm.predict.training.expert_placement import contiguous, packed, rebalanced, replicated, simulate
 from minillm.predict.training.moe import imbalance
 
 
@@ -64,7 +64,7 @@ def test_a_server_that_knows_the_past_alone():
 
 def test_bad_input_in_one_sentence():
     for call, message in (
-        (lambda: contiguous(6, 4), "6 experts do not divide over 4 expert-parallel ranks"),
+        (lambda: contiguous(6, 4), "6 experts do not divide over 4 ranks"),
         (lambda: packed([1, 2, 3], 2), "3 experts do not divide"),
         (lambda: replicated([1, 2, 3, 4, 5], 2, 2), "2 ranks of 2 slots hold 4 experts, not 5"),
         (lambda: replicated([1] * 4, 2, 2, groups=3), "4 experts do not divide into 3"),

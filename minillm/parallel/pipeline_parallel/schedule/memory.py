@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from minillm.parallel.pipeline_parallel.actions import Place, Schedule
+from minillm.parallel.pipeline_parallel.schedule.actions import Place, Schedule
 
 
 def peak_in_flight(schedule: Schedule) -> list[float]:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from minillm.predict.training.moe import imbalance
+from minillm.predict.training.moe import check_divides, imbalance
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ class Assignment:
 
 def contiguous(num_experts: int, ranks: int) -> Assignment:
     """Neighbours together, as stacked weights are cut. ValueError if experts do not divide."""
-    check_experts(num_experts, ranks)
+    check_divides(num_experts, ranks)
     each = num_experts // ranks
     return Assignment(tuple(tuple(range(start, start + each)) for start in range(0, num_experts, each)))
 
 
 def packed(loads: Sequence[float], ranks: int) -> Assignment:
     """Every expert once, equally many on each rank: the heaviest first, to the emptiest rank that has room."""
-    check_experts(len(loads), ranks)
+    check_divides(len(loads), ranks)
     return Assignment(tuple(tuple(rank) for rank in _pack(loads, ranks)))
 
 
@@ -115,15 +115,6 @@ def rebalanced(steps: Sequence[Sequence[float]], ranks: int, slots_per_rank: int
         found += simulate(window, assignment).imbalance
         assignment = replicated([sum(column) for column in zip(*window, strict=True)], ranks, slots_per_rank, **how)
     return Simulated(tuple(found))
-
-
-def check_experts(num_experts: int, ranks: int) -> None:
-    """ValueError unless every rank gets equally many."""
-    if ranks < 1 or num_experts % ranks:
-        raise ValueError(
-            f"{num_experts} experts do not divide over {ranks} expert-parallel ranks: use a number of ranks that "
-            "divides them."
-        )
 
 
 def _pack(weights: Sequence[float], bins: int) -> list[list[int]]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from minillm.parallel.pipeline_parallel.actions import (
+from minillm.parallel.pipeline_parallel.schedule.actions import (
     Action,
     Edge,
     Place,
@@ -27,10 +27,22 @@ from minillm.parallel.pipeline_parallel.actions import (
     straight,
     there_and_back,
 )
-from minillm.parallel.pipeline_parallel.check import Report, check, violations
-from minillm.parallel.pipeline_parallel.memory import WeightVersions, peak_bytes, peak_in_flight, weight_versions
-from minillm.parallel.pipeline_parallel.messages import batches, messages_as_used, with_messages
-from minillm.parallel.pipeline_parallel.simulate import Bar, Durations, Timeline, observed, parse_chart, simulate
+from minillm.parallel.pipeline_parallel.schedule.check import Report, check, violations
+from minillm.parallel.pipeline_parallel.schedule.memory import (
+    WeightVersions,
+    peak_bytes,
+    peak_in_flight,
+    weight_versions,
+)
+from minillm.parallel.pipeline_parallel.schedule.messages import batches, messages_as_used, with_messages
+from minillm.parallel.pipeline_parallel.schedule.simulate import (
+    Bar,
+    Durations,
+    Timeline,
+    observed,
+    parse_chart,
+    simulate,
+)
 
 __all__ = [
     "SCHEDULES",
