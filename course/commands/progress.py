@@ -8,7 +8,7 @@ import typer
 
 from course.commands import interview
 from course.kit import exercises, progress
-from course.lab24_interview import mock
+from course.lab24_interview import spacing
 from minillm.measure.provenance import JsonFile, write_json
 
 
@@ -24,7 +24,7 @@ def command(
         return _reset(yes)
     rows = progress.summary(exercises.all_exercises())
     print(progress.table(rows) if rows else "No exercise is registered.")
-    topics = mock.due()
+    topics = spacing.due()
     seen, late = (sum(counts[place] for counts in topics.values()) for place in (0, 1))
     print(f"Interview cards: {seen} seen, {late} due. {interview.weakest(topics)}")
     print(f"Kept in {progress.path()}; start over with: python -m minillm progress --reset")

@@ -26,7 +26,8 @@
 # > - *"A 7B model needs 14 GB, so it trains on one GPU."* Weights in 16 bits are 14 GB; training holds 16 to 18 bytes
 # >   per parameter before the first activation ([Rajbhandari et al. 2020](https://arxiv.org/abs/1910.02054), §3.1).
 # > - *"An MFU under 50 % means that something is broken."* 38 to 43 % were reported for Llama 3 405B
-# >   ([Llama Team 2024](https://arxiv.org/abs/2407.21783), table 4), and other large runs are alike.
+# >   ([Llama Team 2024](https://arxiv.org/abs/2407.21783), table 4); runs on A100, whose network and memory are faster
+# >   beside their arithmetic, report up to 56 %.
 # > - *"100 % GPU utilisation means that the job is bound by compute."* A communication kernel that waits counts as busy.
 
 # %%
@@ -138,7 +139,7 @@ guess_replica = 14e9  # your number
 receipts.decide("seven_on_8", "replica", guess_replica)
 
 # %% [markdown]
-# **Which is the lowest ZeRO stage that fits?**
+# **Which is the lowest ZeRO stage that fits**, with microbatches of one sequence and nothing recomputed?
 
 # %%
 guess_stage = 2  # your number
@@ -205,7 +206,7 @@ guess_missing = 0.5e12  # your number
 receipts.decide("fine_tune_on_a_node", "missing", guess_missing)
 
 # %% [markdown]
-# **How many trainable parameters has LoRA of rank 16 on all matrices?**
+# **How many trainable parameters does LoRA of rank 16 on all seven matrices of a layer have?**
 
 # %%
 guess_adapters = 65e6  # your number
@@ -238,7 +239,7 @@ receipts.answer("slower_on_two_nodes")
 #
 # *"After 300,000 steps on 16,384 GPUs the loss jumps from 1.9 to 4. What do you do?"*
 #
-# **How many GPU-hours does a rollback by 100 steps cost?**
+# **How many GPU-hours does a rollback by 100 steps cost**, at 7 seconds a step?
 
 # %%
 guess_lost = 51  # your number
@@ -268,7 +269,7 @@ receipts.answer("a_hang")
 # %% [markdown]
 # ## Problem 9 · A straggler
 #
-# *"One of 1,024 GPUs runs 20 % slower than the others. Does it matter?"*
+# *"One of 1,024 GPUs needs 20 % longer for its part of every step. Does it matter?"*
 #
 # **What share of the throughput is lost?**
 
@@ -284,8 +285,8 @@ receipts.answer("a_straggler")
 # %% [markdown]
 # ### Exercise 2 · when to save (10 minutes)
 #
-# A job stops when any of its devices fails. Between two saves t seconds apart a failure throws away t/2 in the mean, and
-# every save stops training for a while. So t may be neither short nor long.
+# A job stops when any of its devices fails. Between two saves t seconds apart a failure throws away t/2 on average, and
+# every save stops training for a while. So t must be neither too short nor too long.
 
 
 # %%
@@ -294,7 +295,7 @@ def save_interval(save_s, restart_s, device_mtbf_s, devices):
 
     save_s: what a save stops training for; restart_s: what each failure costs besides repeated
     work. Failures are independent, device_mtbf_s apart on one device; saves and restarts are much
-    shorter than the job's time between two.
+    shorter than the job's time between two failures.
     """
     # BEGIN SOLUTION
     mtbf = device_mtbf_s / devices
@@ -365,13 +366,13 @@ receipts.answer("starving_input")
 #
 # *"We have 8 GPUs and get 1,024. Will it be 128 times faster?"* An 8B model, 256 sequences of 8,192 tokens per step.
 #
-# **What is the efficiency per GPU if the batch stays?**
+# **If the batch stays and no sequence is divided, which share of the 1,024 GPUs has something to compute?**
 
 # %%
-guess_strong = 1.0  # your number
+guess_busy = 1.0  # your number
 
 # %%
-receipts.decide("scaling", "strong", guess_strong)
+receipts.decide("scaling", "busy", guess_busy)
 
 # %%
 receipts.answer("scaling")
@@ -411,7 +412,7 @@ receipts.decide("money_and_energy", "energy", guess_energy)
 receipts.answer("money_and_energy")
 
 # %% [markdown]
-# ## Where these estimates lose
+# ## Where these estimates break down
 #
 # - They assume that layers are alike and experts nearly balanced. A long document on one rank, or one hot expert, sets the
 #   pace for all.

@@ -5,7 +5,7 @@ from functools import cache
 
 from course.shared.cases import DesignCase
 from course.shared.decisions import Decision, shown
-from minillm.predict.model import ADAM_MIXED
+from minillm.predict.model import ADAM_MIXED, causal_context
 from minillm.predict.planner import published, search
 from minillm.predict.planner.architectures import architecture
 from minillm.predict.planner.clusters import GIB, cluster
@@ -29,7 +29,13 @@ def seventy_on_64() -> DesignCase:
     days = 15e12 / best.tokens_per_s / DAY
     often = (Layout(dp=4, zero=1, tp=8, pp=2, microbatches=128, recompute=each) for each in RECOMPUTE)
     quoted = next(layout for layout in often if memory(model, layout, 8192).total <= machine.usable)
+    reported = sorted(run.reported for run in published.RUNS if run.cluster.device.name == machine.device.name)
+    careful = 15e12 * model.training_flops(causal_context(8192)) / (64 * machine.device.flops * reported[0]) / DAY
     numbers = {
+        "why": reasons(best.layout),
+        "low": f"{reported[0]:.0%}",
+        "high": f"{reported[-1]:.0%}",
+        "careful": f"{careful:,.0f} days",
         "states": shown(states, "B"),
         "room": shown(64 * machine.device.memory, "B"),
         "share": shown(states / 64, "B"),
@@ -72,7 +78,8 @@ def seventy_on_64() -> DesignCase:
                 "days for 15 trillion tokens",
                 days,
                 "days",
-                f"{best.tokens_per_s:,.0f} tokens per second at an MFU of {best.mfu:.0%}: 6 FLOPs per parameter and "
+                f"{best.tokens_per_s:,.0f} tokens per second at an MFU of {best.mfu:.0%}, or {careful:,.0f} days at "
+                f"the {reported[0]:.0%} that published runs reach at least: 6 FLOPs per parameter and "
                 f"token, and {64 * machine.device.flops / 1e15:.0f} PFLOP/s of peak.",
                 slips={
                     best.mfu: "That assumes every GPU at its peak; plan with 40 to 50 % of it.",
@@ -80,10 +87,35 @@ def seventy_on_64() -> DesignCase:
                     1 / 24: "Those are not days: check hours and days.",
                 },
                 tolerance=0.35,
+                also=(careful,),
             ),
         },
         numbers,
     )
+
+
+def reasons(layout: Layout) -> str:
+    """What speaks for each axis of a layout, in the words of the question: what crosses which link."""
+    found = []
+    if layout.tp == 1:
+        found.append("without tensor parallelism no layer waits for a collective, and products stay wide")
+    else:
+        found.append(f"tensor parallelism of {layout.tp} keeps its collectives on NVLink")
+    if layout.cp > 1:
+        found.append(
+            f"context parallelism of {layout.cp} divides activations inside a node and passes on the few kv heads' "
+            "keys and values, which hide behind attention"
+        )
+    if layout.pp > 1:
+        found.append(f"{layout.pp} pipeline stages across nodes send the fewest bytes, and chunks shorten their bubble")
+    if layout.zero == 3:
+        found.append(
+            "ZeRO-3 beside them is affordable because few replicas gather what each stage holds; with many "
+            "microbatches per gather ZeRO-1 is the usual choice"
+        )
+    elif layout.zero:
+        found.append(f"ZeRO-{layout.zero} shards what need not be whole in a step")
+    return "; ".join(found)
 
 
 @cache
@@ -93,6 +125,7 @@ def seven_on_8() -> DesignCase:
     best = search.rank(model, machine, 4096, 64).best
     replicas = memory(model, Layout(dp=8, microbatches=8), 4096)
     fits = {zero: memory(model, Layout(dp=8, zero=zero, microbatches=8), 4096).total for zero in range(4)}
+    two_full = memory(model, Layout(dp=8, zero=2, microbatches=8, recompute="full"), 4096).total
     lowest = min(zero for zero, held in fits.items() if held <= machine.usable)
     numbers = {
         "states": shown(STATE.total * model.parameters, "B"),
@@ -100,6 +133,7 @@ def seven_on_8() -> DesignCase:
         "usable": f"{machine.usable / GIB:.0f} GiB",
         "lowest": str(lowest),
         "held": f"{fits[lowest] / GIB:.0f} GiB",
+        "two_full": f"{two_full / GIB:.0f} GiB",
         "zero1": f"{fits[1] / GIB:.0f} GiB",
         "zero2": f"{fits[2] / GIB:.0f} GiB",
         "zero3": f"{fits[3] / GIB:.0f} GiB",
@@ -118,7 +152,7 @@ def seven_on_8() -> DesignCase:
                 tolerance=0.15,
             ),
             "stage": Decision(
-                "the lowest ZeRO stage that fits with microbatches of one sequence",
+                "the lowest ZeRO stage that fits with microbatches of one sequence, nothing recomputed",
                 lowest,
                 "",
                 f"Stage 1: {numbers['zero1']}, stage 2: {numbers['zero2']}, stage 3: {numbers['zero3']} per GPU, of "
@@ -152,7 +186,8 @@ def four_hundred_on_16k() -> DesignCase:
         "long_mfu": f"{far.predicted:.0%}",
         "long_reported": f"{far.reported:.0%}",
         "usable": f"{machine.usable / GIB:.0f} GiB",
-        "slower": f"{machine.device.link / machine.network:.0f}",
+        "tp8": shown(axis_path(machine, layout, "tp").bandwidth, "B/s"),
+        "tp16": shown(axis_path(machine, replace(layout, tp=16, dp=layout.dp // 2), "tp").bandwidth, "B/s"),
         "held": f"{held.total / GIB:.0f} GiB",
         "states": f"{(held.weights + held.gradients + held.optimizer) / GIB:.0f} GiB",
         "activations": f"{held.activations / GIB:.0f} GiB",
@@ -236,7 +271,9 @@ def fine_tune_on_a_node() -> DesignCase:
     model, machine = architecture("llama-3-70b"), cluster("h100", 8)
     states, room = STATE.total * model.parameters, 8 * machine.usable
     rank, weights = 16, 2 * model.parameters
-    per_layer = 4 * rank * (2 * model.hidden_size) + 3 * rank * (model.hidden_size + model.intermediate_size)
+    hidden, kv = model.hidden_size, model.num_kv_heads * model.head_dim
+    attention = rank * (2 * (hidden + hidden) + 2 * (hidden + kv))
+    per_layer = attention + 3 * rank * (hidden + model.intermediate_size)
     adapters = model.num_layers * per_layer
     numbers = {
         "states": shown(states, "B"),
@@ -260,11 +297,17 @@ def fine_tune_on_a_node() -> DesignCase:
                 tolerance=0.2,
             ),
             "adapters": Decision(
-                "trainable parameters of LoRA with rank 16 on all seven matrices of a layer (kv heads counted as full)",
+                "trainable parameters of LoRA with rank 16 on all seven matrices of a layer",
                 adapters,
                 "",
-                "r · (inputs + outputs) per matrix: 4 of the attention, 3 of the MLP, 80 layers.",
-                slips={1 / 80: "That is one layer's.", 4 / 7: "The MLP's matrices have adapters too."},
+                f"r · (inputs + outputs) per matrix: 4 of the attention (k and v are {kv:,} wide), 3 of the MLP, 80 "
+                "layers.",
+                slips={
+                    1 / 80: "That is one layer's.",
+                    attention / per_layer: "The MLP's matrices have adapters too.",
+                    0.5 * attention / per_layer: "Each matrix has two factors, and the MLP's have adapters too.",
+                    1 / rank: "Rank 16: each matrix has r · (inputs + outputs) numbers.",
+                },
                 tolerance=0.15,
             ),
         },

@@ -22,7 +22,7 @@
 #
 # > **Common claims**
 # >
-# > - *"4-bit weights are four times faster."* They are at batch one; at a large batch arithmetic is the limit
+# > - *"4-bit weights are four times faster."* At batch one nearly, as scales count too; at a large batch arithmetic is the limit
 # >   ([Frantar et al. 2022](https://arxiv.org/abs/2210.17323), §5, measure batch one).
 # > - *"Autoscaling on GPU utilisation absorbs bursts."* A replica of a large model starts in minutes; utilisation is at its
 # >   ceiling by then.
@@ -133,7 +133,7 @@ guess_demand = 260e3  # your number
 receipts.decide("chat_70b", "demand", guess_demand)
 
 # %% [markdown]
-# **How many requests are inside at any moment?**
+# **How many requests are in flight at any moment?**
 
 # %%
 guess_inside = 200  # your number
@@ -158,7 +158,7 @@ receipts.answer("chat_70b")
 #
 # *"We have cards with 24 GB and 300 GB/s. Can one serve Llama 3 8B?"*
 #
-# **How many tokens of cache fit beside 16-bit weights?**
+# **How many tokens of cache fit beside 16-bit weights**, if 3 of 24 GiB are reserved and 5 % of the rest is lost?
 
 # %%
 guess_tokens = 160e3  # your number
@@ -170,7 +170,7 @@ receipts.decide("eight_on_24gb", "tokens", guess_tokens)
 # **How many seconds per token does one sequence alone see?**
 
 # %%
-guess_tpot = 0.1  # your number
+guess_tpot = 0.107  # your number
 
 # %%
 receipts.decide("eight_on_24gb", "tpot", guess_tpot)
@@ -224,7 +224,7 @@ receipts.answer("offline_batch")
 #
 # *"Each of our 1,000 customers has a fine-tuned 8B model. How do we serve them?"*
 #
-# **How many bytes has one LoRA adapter of rank 16 on all matrices?**
+# **How many bytes does one LoRA adapter of rank 16 on all seven matrices of a layer take**, in 16 bits?
 
 # %%
 guess_adapter = 2.6e6  # your number
@@ -297,7 +297,7 @@ guess_load = 35  # your number
 receipts.decide("bursts", "load", guess_load)
 
 # %% [markdown]
-# **How many requests wait when the replica is ready?**
+# **How many requests wait when the replica is ready**, 60 s of scheduling and warm-up included?
 
 # %%
 guess_backlog = 5000  # your number
@@ -382,7 +382,7 @@ receipts.decide("split_prefill_decode", "moved", guess_moved)
 receipts.answer("split_prefill_decode")
 
 # %% [markdown]
-# ## Where these estimates lose
+# ## Where these estimates break down
 #
 # - One server with exponential services is a caricature of an engine that serves a batch. It has the right wall, not the right
 #   constant: measure with your traffic, as lab 14 does.

@@ -17,7 +17,7 @@ def chat_70b() -> DesignCase:
     """70B chat: p99 TPOT of 50 ms, 200 requests per second, 1,000 + 300 tokens."""
     model, rate, prompt, output = architecture("llama-3-70b"), 200, 1000, 300
     machine = cluster("h100", 8)
-    plans = rank_serving(model, machine, prompt, output, tpot=0.05 * LOAD)
+    plans = rank_serving(model, machine, prompt, output, tpot=0.05)
     best = max(plans, key=lambda plan: plan.tokens_per_s)
     demand = rate * output
     gpus = 8 * math.ceil(demand / (best.tokens_per_s * LOAD))
@@ -51,7 +51,7 @@ def chat_70b() -> DesignCase:
                 tolerance=0.05,
             ),
             "inside": Decision(
-                "requests being answered at any moment",
+                "requests in flight at any moment",
                 inside,
                 "",
                 f"Little's law: 200 per second times ({numbers['ttft']} + 300 · {numbers['tpot']}).",

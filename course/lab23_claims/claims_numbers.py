@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from course.kit.receipts import Row, formula, row
+from course.lab23_claims.programs import traffic_of_stage_1
 from course.lab23_claims.statement import claim, computed
 from minillm.comm import launch
 from minillm.equivalence import SPLIT_CASES, ParallelConfig, compare
@@ -10,7 +11,7 @@ from minillm.model import ModelConfig, Transformer
 from minillm.parallel import NaiveDDP
 from minillm.parallel.pipeline_parallel.schedule.check import check
 from minillm.parallel.pipeline_parallel.schedule.schedules import SCHEDULES
-from minillm.parallel.pipeline_parallel.schedule.simulate import simulate
+from minillm.parallel.pipeline_parallel.schedule.simulate import Durations, simulate
 from minillm.predict import comms
 from minillm.predict.model import ADAM_MIXED
 from minillm.predict.planner.architectures import architecture
@@ -25,13 +26,13 @@ FSDP = "Zhao et al. 2023: https://arxiv.org/abs/2304.11277"
 
 @claim(
     "memory",
-    "With TP 8, PP 2 and ZeRO-3 over 4 replicas a 70B model holds 8.75 GB of weights per GPU.",
-    "false",
-    "140 / 8 / 2 = 8.75 GB is what ZeRO-1 and 2 hold; stage 3 divides by the replicas too.",
-    "stages 1 and 2",
+    "With TP 8, PP 2 and ZeRO-1 over 4 replicas a 70B model holds 8.75 GB of 16-bit weights per GPU.",
+    "true",
+    "140 GB over 16 ranks: stage 1 divides the optimizer's states among the replicas, and no weights.",
+    "with stage 3 the replicas divide them too, and 2.19 GB are left",
     ZERO,
 )
-def zero_three_keeps_eight_gigabytes() -> list[Row]:
+def zero_one_keeps_eight_gigabytes() -> list[Row]:
     own = 70e9 / 16
     held = {stage: ADAM_MIXED.parameter * own / (4 if stage == 3 else 1) for stage in (1, 3)}
     everything = {stage: ADAM_MIXED.per_rank(int(own), 4, stage) for stage in (1, 3)}
@@ -96,40 +97,34 @@ def one_megabyte_per_token() -> list[Row]:
     "pipeline",
     "In 1F1B all stages can run their first backward in the same time slot.",
     "false",
-    "Stage s needs the gradient that stage s + 1 has just computed: backwards start one after the other, from the "
-    "last.",
+    "Stage s needs the gradient that stage s + 1 has just computed: backwards start one after the other, from "
+    "the last.",
     "never",
     MEGATRON,
 )
 def backwards_start_together() -> list[Row]:
     schedule = SCHEDULES["1f1b"](4, 8)
     check(schedule)
-    timeline = simulate(schedule)
+    found = simulate(schedule, Durations(F=1, B=1, W=0))
+    first = [next(bar.start for bar in bars if bar.action.kind == "B") for bars in found.bars]
     return [
+        row("slots of 4 stages and 8 microbatches, F = B = 1", 22.0, found.makespan, kind="simulated"),
         row(
-            "slots of 4 stages and 8 microbatches, F = B = 1",
-            22.0,
-            timeline.makespan / _slot(timeline),
-            kind="simulated",
+            "slots before the first backward, by stage", [7, 6, 5, 4], [int(start) for start in first], kind="simulated"
         ),
-        formula("without any idle slot it would be", 16),
+        formula("slots of a step without any idle one", 16),
     ]
-
-
-def _slot(timeline) -> float:
-    """Length of one forward, with forwards and backwards of one length."""
-    return timeline.makespan / (2 * (8 + 4 - 1))
 
 
 @claim(
     "pipeline",
-    "Per device a pipeline sends O(N) bytes.",
-    "false",
-    "A stage in the middle sends one activation forward and one gradient back, however many stages there are.",
-    "the total over all stages does grow with N",
+    "The bytes that a stage in the middle of a pipeline sends do not grow with the number of stages.",
+    "true",
+    "It sends one activation forward and one gradient back per microbatch, however many stages there are.",
+    "counted over all stages together, where they grow with the borders",
     MEGATRON,
 )
-def pipeline_per_device_grows() -> list[Row]:
+def a_middle_stage_sends_as_much() -> list[Row]:
     per_device = [pipeline.sent_bytes(n, 8, 16, 32, 2) / (n - 1) for n in (4, 16)]
     return [computed("bytes per border with 16 stages / with 4", 1.0, per_device[1] / per_device[0])]
 
@@ -148,15 +143,15 @@ def pipeline_moves_45() -> list[Row]:
 
 @claim(
     "ZeRO",
-    "FSDP needs about 100 collectives per step for a model of 96 layers.",
-    "false",
-    "Three per layer: two gathers and a reduce-scatter, and three for the rest.",
+    "FSDP issues about three collectives per layer and microbatch.",
+    "true",
+    "Two gathers of the weights and a reduce-scatter of the gradients, and three for what is in no block.",
     "without resharding after forward it is two per layer",
     FSDP,
 )
-def hundred_collectives() -> list[Row]:
-    traffic = sharding.fully_shard_traffic([1000] * 96, 1000, 8)
-    return [computed("collectives per microbatch", 3 * 97, traffic.all_gathers + traffic.reduce_scatters)]
+def three_collectives_per_layer() -> list[Row]:
+    found = sharding.fully_shard_traffic([1000] * 96, 1000, 8)
+    return [computed("collectives per microbatch", 3 * 97, found.all_gathers + found.reduce_scatters)]
 
 
 @claim(
@@ -168,24 +163,24 @@ def hundred_collectives() -> list[Row]:
     ZERO,
 )
 def shards_are_reduced() -> list[Row]:
-    whole, n = 8000, 8
-    sent = comms.ring_reduce_scatter(whole, 4, n).sent_per_rank[0]
-    shard = comms.ring_all_reduce(whole // n, 4, n).sent_per_rank[0]
+    sent, whole = launch(traffic_of_stage_1, 2)[0]
     return [
-        computed("bytes sent to reduce the gradient, in P", 7 / 8, sent / (4 * whole)),
-        computed("an all-reduce of shards would send as much", False, shard >= sent),
+        row(
+            "bytes of the reduce-scatter on 2 real ranks / of the gradient", 1 / 2, sent["reduce_scatter"] / (4 * whole)
+        ),
+        row("all-reduces of gradients", 0, sent["all_reduce"]),
     ]
 
 
 @claim(
     "network",
-    "2P(N-1)/N is what a rank sends and receives together.",
-    "false",
-    "It is what a rank sends; as much is received.",
-    "never",
+    "In a ring all-reduce each rank sends 2P(N-1)/N bytes and receives as many.",
+    "true",
+    "Both phases pass N-1 of N parts on; a full-duplex link does both at once.",
+    "where a link is shared by both directions, which doubles its load",
     "Patarasuk and Yuan 2009: https://doi.org/10.1016/j.jpdc.2008.09.002",
 )
-def sent_and_received() -> list[Row]:
+def sent_and_as_much_received() -> list[Row]:
     cost = comms.ring_all_reduce(4096, 4, 4)
     return [computed("bytes on all links / ranks", 2 * 16384 * 3 / 4, cost.total_bytes / 4, "B")]
 
@@ -307,8 +302,8 @@ def slots_are_blocks() -> list[Row]:
 @claim(
     "pipeline",
     "A pipeline trains on stale gradients.",
-    "false",
-    "All microbatches of a step see the same weights, and the step waits for all of them.",
+    "depends",
+    "Synchronous ones do not: all microbatches of a step see the same weights, and the step waits for all of them.",
     "asynchronous pipelines, such as PipeDream without a flush",
     "Narayanan et al. 2019: https://arxiv.org/abs/1806.03377",
 )

@@ -93,24 +93,46 @@ def reentrant_checkpoint() -> list[Row]:
 @claim(
     "code",
     "torch's GradScaler works unchanged on sharded gradients.",
-    "false",
-    "Each rank looks at its own shard: one skips the step, another takes it, and the weights drift apart.",
-    "if the ranks agree on what was found, as a sharded scaler does",
+    "depends",
+    "On FSDP2's DTensors it does: the flag is reduced over the ranks. On shards made by hand, or under FSDP1, "
+    "each rank looks at its own: one skips the step, another takes it, and the weights drift apart.",
+    "shards that are plain tensors; FSDP1 has ShardedGradScaler",
     TORCH_AMP,
 )
-def a_scaler_per_rank() -> list[Row]:
-    alone, agreed = zip(*launch(_overflow_on_rank_1, 2), strict=True)
+def scalers_on_shards() -> list[Row]:
+    plain, placed = (launch(program, 2) for program in (_step_on_tensors, _step_on_dtensors))
     return [
-        row("ranks that step after an overflow on one of 2", [True, False], list(alone)),
-        row("if they agree", [False, False], list(agreed)),
+        row("rank that steps after an overflow on rank 1 of 2: shards by hand", [True, False], plain),
+        row("    DTensors of fully_shard", [False, False], placed),
     ]
 
 
-def _overflow_on_rank_1(group) -> tuple[bool, bool]:
-    shard = torch.tensor([1.0, float("inf") if group.rank == 1 else 2.0])
-    fine = bool(torch.isfinite(shard).all())
-    everywhere = group.all_reduce(torch.tensor([float(not fine)])).item() == 0
-    return fine, everywhere
+def _step_on_tensors(group) -> bool:
+    return _steps(torch.nn.Parameter(torch.ones(2)), group.rank)
+
+
+def _step_on_dtensors(group) -> bool:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Linear(4, 4, bias=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (group.world_size,)))
+    model(torch.ones(1, 4)).sum().backward()
+    return _steps(model.weight, group.rank)
+
+
+def _steps(parameter: torch.nn.Parameter, rank: int) -> bool:
+    """Whether torch's own scaler lets this rank step when rank 1 has an infinite gradient."""
+    if parameter.grad is None:
+        parameter.grad = torch.ones_like(parameter)
+    own = getattr(parameter, "to_local", lambda: parameter)
+    gradient = getattr(parameter.grad, "to_local", lambda: parameter.grad)()
+    gradient.fill_(float("inf") if rank == 1 else 1.0)
+    before = own().detach().clone()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(torch.optim.SGD([parameter], lr=1.0))
+    return not torch.equal(own(), before)
 
 
 @claim(
@@ -137,25 +159,24 @@ def loading_to_meta() -> list[Row]:
 
 @claim(
     "tensor parallel",
-    "Megatron's sequence parallelism uses an all-gather or an all-reduce.",
-    "false",
-    "An all-gather before each region and a reduce-scatter after it; an all-reduce would be twice as much.",
-    "tensor parallelism without it uses all-reduces",
+    "Megatron's sequence parallelism has no all-reduce of activations in its layers.",
+    "true",
+    "An all-gather stands before each region and a reduce-scatter behind it; minillm gathers a region's input "
+    "again in backward.",
+    "without sequence parallelism there are four all-reduces per layer",
     "Korthikanti et al. 2022: https://arxiv.org/abs/2205.05198",
 )
-def sequence_uses_all_reduce() -> list[Row]:
+def sequence_replaces_all_reduces() -> list[Row]:
     from minillm.model import ModelConfig
     from minillm.predict.training import tensor
 
     shape = ModelConfig(256, 64, 192, 4, 4)
-    calls = tensor.count(
-        [c for c in tensor.microbatch(shape, 2, 32, sequence=True, regather=False) if c.part == "layers"]
-    )
+    calls = tensor.count([c for c in tensor.microbatch(shape, 2, 32, sequence=True) if c.part == "layers"])
     return [
         computed("all-reduces in the layers", 0, calls["all_reduce"]),
         computed(
             "all-gathers and reduce-scatters, 4 layers, both passes",
-            [16, 16],
+            [24, 16],
             [calls["all_gather"], calls["reduce_scatter"]],
         ),
     ]

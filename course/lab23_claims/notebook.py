@@ -12,8 +12,8 @@
 # **A claim is worth what decides it: vote first, then run it.**
 # Stands on labs 00 to 15 (what they measured).
 #
-# Ninety-nine statements that are often heard, most of them in interviews too. You vote *true*, *false* or *depends*; the next
-# cell runs what decides each one, on real ranks, in a simulation or by the course's formulas, and says under which condition
+# Ninety-nine statements of the kind that interviews bring up: some true, some false, and a third that depends. You vote; the
+# next cell runs what decides each one, on real ranks, in a simulation or by the course's formulas, and says under which condition
 # the verdict flips. About two hours with one exercise; running the notebook from top to bottom takes seconds. At
 # the end you can answer:
 #
@@ -63,7 +63,7 @@ receipts.statements("memory")
 
 # %%
 votes = {
-    "zero_three_keeps_eight_gigabytes": "depends",
+    "zero_one_keeps_eight_gigabytes": "depends",
     "seven_billion_in_fourteen": "depends",
     "mixed_precision_halves_states": "depends",
     "adam_costs_eight": "depends",
@@ -71,7 +71,7 @@ votes = {
     "fp16_needs_scaling": "depends",
     "recomputation_costs_a_third": "depends",
     "pipeline_divides_activations": "depends",
-    "seventy_needs_three_axes": "depends",
+    "seventy_fits_with_zero_alone": "depends",
 }
 
 # %%
@@ -88,17 +88,17 @@ receipts.statements("data parallel", "ZeRO")
 # %%
 votes = {
     "seventy_reduces_140": "depends",
-    "hundred_collectives": "depends",
+    "three_collectives_per_layer": "depends",
     "shards_are_reduced": "depends",
     "data_parallel_when_it_does_not_fit": "depends",
-    "communication_grows_with_ranks": "depends",
-    "bytes_depend_on_batch": "depends",
+    "bytes_stay_below_twice": "depends",
+    "bytes_do_not_depend_on_batch": "depends",
     "mean_of_means": "depends",
     "averaging_is_stale": "depends",
     "zero_trades_communication": "depends",
-    "zero_sends_optimizer_states": "depends",
+    "optimizer_states_stay": "depends",
     "zero_cuts_four_eight_n": "depends",
-    "stage_three_removes_most": "depends",
+    "stage_one_divides_most": "depends",
     "stage_three_scales_linearly": "depends",
     "accumulation_saves": "depends",
     "barrier_moves_weights": "depends",
@@ -121,14 +121,14 @@ receipts.statements("pipeline")
 # %%
 votes = {
     "bubble_over_microbatches": "depends",
-    "one_f_one_b_shrinks_the_bubble": "depends",
-    "one_f_one_b_keeps_versions": "depends",
+    "one_f_one_b_and_gpipe_idle_alike": "depends",
+    "versions_of_one_f_one_b": "depends",
     "interleaving_is_lean": "depends",
     "two_ranks_four_stages": "depends",
-    "four_n_microbatches": "depends",
-    "pipeline_bytes_grow": "depends",
+    "three_microbatches_per_stage": "depends",
+    "microbatches_leave_the_bytes": "depends",
     "backwards_start_together": "depends",
-    "pipeline_per_device_grows": "depends",
+    "a_middle_stage_sends_as_much": "depends",
     "pipeline_moves_45": "depends",
     "pipelines_are_stale": "depends",
     "all_microbatches_are_kept": "depends",
@@ -148,12 +148,12 @@ receipts.statements("tensor parallel")
 
 # %%
 votes = {
-    "row_needs_both": "depends",
-    "tensor_sends_weights": "depends",
+    "one_all_reduce_each_way": "depends",
+    "tensor_sends_activations": "depends",
     "layer_norm_communicates": "depends",
-    "sequence_costs_more": "depends",
-    "tensor_raises_latency": "depends",
-    "sequence_uses_all_reduce": "depends",
+    "bytes_of_sequence_parallelism": "depends",
+    "latency_of_tensor_parallelism": "depends",
+    "sequence_replaces_all_reduces": "depends",
 }
 
 # %%
@@ -171,12 +171,12 @@ receipts.statements("network", "kernels")
 votes = {
     "infiniband_in_gigabytes": "depends",
     "all_to_all_is_all_reduce": "depends",
-    "two_levels_send_less": "depends",
+    "two_levels_send_as_much": "depends",
     "nvlink_six_hundred": "depends",
     "one_card_for_all": "depends",
     "mostly_memory_bound": "depends",
-    "flash_saves_flops": "depends",
-    "sent_and_received": "depends",
+    "flash_computes_more": "depends",
+    "sent_and_as_much_received": "depends",
     "gradients_in_three_seconds": "depends",
     "a100_bandwidth": "depends",
     "ratio_proves_bandwidth": "depends",
@@ -196,12 +196,12 @@ receipts.statements("long context", "experts", "several axes")
 
 # %%
 votes = {
-    "ring_is_approximate": "depends",
+    "ring_is_exact": "depends",
     "equal_parts_equal_work": "depends",
     "ulysses_sends_less": "depends",
     "experts_decode_like_dense": "depends",
     "capacity_one_drops_nothing": "depends",
-    "experts_need_their_own_ranks": "depends",
+    "experts_share_the_replicas": "depends",
     "order_does_not_matter": "depends",
     "one_replica_reduces_nothing": "depends",
 }
@@ -221,11 +221,11 @@ receipts.statements("decoding", "paging")
 votes = {
     "five_gigabytes_left": "depends",
     "one_megabyte_per_token": "depends",
-    "decode_reads_twice": "depends",
+    "decode_reads_weights_once": "depends",
     "cache_of_seventy": "depends",
-    "cache_holds_all": "depends",
+    "cache_lacks_the_last": "depends",
     "throughput_for_ever": "depends",
-    "paging_defragments": "depends",
+    "paging_needs_no_defragmentation": "depends",
     "blocks_shared_anywhere": "depends",
     "paging_wastes_five": "depends",
     "four_thousand_tokens_take_21": "depends",
@@ -248,7 +248,7 @@ receipts.statements("batching", "speculation", "quantisation")
 votes = {
     "continuous_is_faster": "depends",
     "slack_at_eighty_five": "depends",
-    "speculation_changes": "depends",
+    "speculation_is_exact": "depends",
     "speedup_is_k_alpha": "depends",
     "expected_accepted": "depends",
     "speculation_when_busy": "depends",
@@ -271,7 +271,7 @@ votes = {
     "a_policy_without_a_class": "depends",
     "shards_of_different_models": "depends",
     "reentrant_checkpoint": "depends",
-    "a_scaler_per_rank": "depends",
+    "scalers_on_shards": "depends",
     "loading_to_meta": "depends",
 }
 
@@ -292,10 +292,10 @@ votes = {
     "manifest_before_barrier": "depends",
     "elastic_rebalances": "depends",
     "weights_are_enough": "depends",
-    "one_slow_gpu": "depends",
+    "one_slow_gpu_costs_a_sixth": "depends",
     "goodput_scales": "depends",
     "utilisation_is_compute": "depends",
-    "eight_times_seven": "depends",
+    "fewer_than_eight_times_seven": "depends",
     "six_per_parameter": "depends",
 }
 
@@ -304,7 +304,7 @@ receipts.decide(votes)
 
 
 # %% [markdown]
-# ## Where a verdict loses
+# ## What a verdict leaves out
 #
 # - A formula decides what it models. Where it leaves something out (contention, stragglers, allocators), only the machine
 #   decides.

@@ -22,13 +22,13 @@ LEVELS = ("junior", "senior", "staff")
 
 @dataclass(frozen=True)
 class Card:
-    """proof: the lab or the formula that proves the answer."""
+    """follow_ups: (question, template of its reply), asked after the answer. proof: the lab or formula behind it."""
 
     topic: str
     level: str
     question: str
     template: str
-    follow_ups: tuple[str, ...]
+    follow_ups: tuple[tuple[str, str], ...]
     proof: str
 
     @property
@@ -39,10 +39,15 @@ class Card:
     @property
     def answer(self) -> str:
         """With its numbers computed."""
-        return _environment().from_string(self.template).render()
+        return _rendered(self.template)
+
+    @property
+    def next_asked(self) -> list[tuple[str, str]]:
+        """What is asked after the answer, each with its reply."""
+        return [(question, _rendered(template)) for question, template in self.follow_ups]
 
     def __str__(self) -> str:
-        follow = "\n".join(f"    asked next: {each}" for each in self.follow_ups)
+        follow = "\n".join(f"    asked next: {question}\n        {reply}" for question, reply in self.next_asked)
         return f"{self.answer}\n{follow}\n    proven by: {self.proof}"
 
 
@@ -66,23 +71,43 @@ def topics() -> list[str]:
 
 def of_topic(topic: str) -> list[Card]:
     """Cards of a topic, named whole or in part; all of them for "". ValueError names what there is."""
-    if not topic:
-        return list(deck())
-    known = topics()
-    asked = topic.lower()
+    wanted = topics_of(topic_named(topic))
+    return list(deck()) if wanted == [""] else [card for card in deck() if card.topic in wanted]
+
+
+JOINT = " + "
+
+
+def topic_named(part: str) -> str:
+    """The whole name of a topic, "" for "". A part that several names have stands for all, joined by " + "."""
+    if not part or set(part.split(JOINT)) <= set(topics()):
+        return part
+    known, asked = topics(), part.lower()
     matching = [name for name in known if asked == name.lower()] or [name for name in known if asked in name.lower()]
     if not matching:
         near = difflib.get_close_matches(asked, known, n=1, cutoff=0.6)
         hint = f"; did you mean {near[0]!r}?" if near else ":"
-        raise ValueError(f"no topic {topic!r}{hint} The topics are {', '.join(known)}.")
-    return [card for card in deck() if card.topic in matching]
+        raise ValueError(f"no topic {part!r}{hint} The topics are {', '.join(known)}.")
+    return JOINT.join(matching)
+
+
+def topics_of(name: str) -> list[str]:
+    """The topics that a whole name stands for; [""] for all."""
+    return name.split(JOINT)
 
 
 def _card(file: str, topic: str, entry: dict) -> Card:
-    missing = {"q", "a", "level", "follow", "proof"} - set(entry)
+    missing = {"q", "a", "level", "follow", "replies", "proof"} - set(entry)
     if missing or entry["level"] not in LEVELS:
         raise ValueError(f"a card of {file} lacks {', '.join(sorted(missing)) or 'a level that exists'}: {entry}")
-    return Card(topic, entry["level"], entry["q"], entry["a"], tuple(entry["follow"]), entry["proof"])
+    if len(entry["follow"]) != len(entry["replies"]):
+        raise ValueError(f"a card of {file} needs a reply for each question that is asked next: {entry}")
+    follow_ups = tuple(zip(entry["follow"], entry["replies"], strict=True))
+    return Card(topic, entry["level"], entry["q"], entry["a"], follow_ups, entry["proof"])
+
+
+def _rendered(template: str) -> str:
+    return _environment().from_string(template).render()
 
 
 @cache

@@ -2,9 +2,12 @@
 
 interview = Interview(minutes=45)
 interview.ask()
-interview.answer("12e9")        # a drill's number, or what you said aloud to a card
-interview.grade(3)              # after a card: how well it went
-interview.run(my_function)      # a whiteboard task: what you wrote, through the lab's hidden check
+interview.answer("12e9")        # a drill's number, a claim's verdict, or what you said aloud to a card or a design
+interview.grade(3)              # after a card or a design: how well it went
+interview.run(my_function)      # a whiteboard task or a bug: what you wrote, through the lab's hidden check
+interview.skip()                # whatever is open
+
+With trial=True nothing is kept: no grade, no session. So a notebook that is only run leaves your record as it is.
 """
 
 import time
@@ -12,16 +15,26 @@ from typing import Any
 
 from course.kit import exercises
 from course.kit.checks import verify
-from course.lab24_interview import deck, drills, mock, tasks
+from course.lab24_interview import bugs, claims, deck, designs, drills, mock, results, session, spacing, tasks
 from course.shared.decisions import judge
 
 
 class Interview:
-    """Goes on with the latest open session (of that topic and seed), or draws one. Kept as in the terminal."""
+    """Goes on with the latest open session (of that topic, seed and round), or draws one."""
 
-    def __init__(self, minutes: int = 45, topic: str = "", seed: int | None = None, *, new: bool = False):
-        open_one = None if new else mock.resume(topic, seed)
-        self.session = open_one or mock.start(topic, minutes, seed)
+    def __init__(
+        self,
+        minutes: int = 45,
+        topic: str = "",
+        seed: int | None = None,
+        round: str = "mixed",
+        level: str = "",
+        *,
+        new: bool = False,
+        trial: bool = False,
+    ):
+        open_one = None if new or trial else session.resume(topic, seed)
+        self.session = open_one or session.start(topic, minutes, seed, round, level, kept=not trial)
         self._since = time.monotonic()
 
     def ask(self) -> None:
@@ -30,57 +43,74 @@ class Interview:
             print(mock.summary(self.session))
             return
         kind, name = self.session.open[0]
-        left = mock.time_left(self.session, time.monotonic() - self._since)
-        print(f"[{len(self.session.done) + 1} of {len(self.session.items)}, {left}]")
-        if kind == "task":
-            made = tasks.task(name)
-            print(
-                f"Whiteboard, {made.minutes} minutes: {name}. Copy this into a cell, write it, then interview.run(...):"
-            )
-            print(made.stub)
+        used = self.session.used_s + time.monotonic() - self._since
+        left = mock.clock(self.session, used)
+        print(f"[{len(self.session.done) + 1} of {len(self.session.items)}, {left}] {mock.planned_for(kind, name)}")
+        if kind in ("task", "bug"):
+            made = tasks.task(name) if kind == "task" else bugs.bug(name).task
+            print(f"Copy this into a cell, write it, then interview.run({made.candidate}):\n\n{made.stub}")
         elif kind == "drill":
             decision = drills.drill(name)
             print(f"{decision.question} (unit: {decision.unit or 'none'}) Then interview.answer(number).")
+        elif kind == "claim":
+            print(f"“{claims.claim(name).text}” Then interview.answer('true'), 'false' or 'depends'.")
+        elif kind == "design":
+            print(f"{designs.design(name).question} Say the six moves aloud, then interview.answer().")
         else:
             card = deck.card(name)
             print(f"({card.topic}, {card.level}) {card.question} Say it aloud, then interview.answer().")
 
     def answer(self, reply: object = "") -> None:
-        """A drill's number is judged and counts, None skips it; a card shows its answer and waits for `grade`."""
-        kind, name = self._open("drill", "card")
-        if kind == "card":
-            print(f"{deck.card(name)}\nGrade yourself with interview.grade(n): {mock.GRADE_HELP}.")
-            return
-        decision = drills.drill(name)
-        if reply is None:
-            print(decision.because)
-            self._done("skipped")
-            return
-        verdict = judge(decision, reply)
-        if verdict.kind == "no number":
-            print(verdict.sentence)
-            return
-        print(f"{verdict.sentence} {decision.because}")
-        self._done(verdict.kind)
+        """A drill's number or a vote counts; a card or a design shows its answer and waits for `grade`."""
+        kind, name = self._open("drill", "claim", "card", "design")
+        if kind in ("card", "design"):
+            shown = deck.card(name) if kind == "card" else designs.design(name).answer
+            print(f"{shown}\nGrade yourself with interview.grade(n): {mock.GRADE_HELP}.")
+        elif kind == "claim":
+            its, voted = claims.claim(name), claims.vote(str(reply))
+            if voted is None:
+                print(f"{reply!r} is no vote: true, false or depends.")
+                return
+            print(claims.reply(its, voted))
+            self._done("right" if voted == its.verdict else "far")
+        else:
+            decision = drills.drill(name)
+            verdict = judge(decision, reply)
+            if verdict.kind == "no number":
+                print(verdict.sentence)
+                return
+            print(f"{verdict.sentence} {decision.because}")
+            self._done(verdict.kind)
 
     def grade(self, how_well: int) -> None:
-        """1 to 4, for a card. ValueError for anything else."""
-        _, name = self._open("card")
+        """1 to 4, for a card or a design. ValueError for anything else."""
+        kind, name = self._open("card", "design")
         if str(how_well) not in mock.GRADES:
             raise ValueError(f"{how_well!r} is no grade: {mock.GRADE_HELP}.")
-        print(f"It comes back {mock.when(mock.grade(name, mock.GRADES[str(how_well)]))}.")
+        if not self.session.kept:
+            print("A trial: this grade is not kept.")
+        elif kind == "card":
+            print(f"It comes back {mock.when(spacing.grade(name, mock.GRADES[str(how_well)]))}.")
         self._done(str(how_well))
 
     def run(self, candidate: Any) -> None:
-        """A task's function through the hidden check; it counts once it passes. None skips the task."""
-        _, name = self._open("task")
-        if candidate is None:
-            self._done("skipped")
-            return
-        outcome = verify(exercises.find(name), candidate)
+        """A task's function through the hidden check; it counts once it passes."""
+        kind, name = self._open("task", "bug")
+        outcome = verify(exercises.find(name.partition("/")[0]), candidate)
         print("passed" if outcome.status == "passed" else f"Not yet: {outcome.message}")
         if outcome.status == "passed":
+            if kind == "bug":
+                print(f"The cause: {bugs.bug(name).cause}")
             self._done("passed")
+
+    def skip(self) -> None:
+        """Leave out what is open; how a drill is computed and what was wrong with a bug is said."""
+        kind, name = self._open(*mock.KINDS)
+        if kind == "drill":
+            print(drills.drill(name).because)
+        elif kind == "bug":
+            print(f"The cause: {bugs.bug(name).cause}")
+        self._done("skipped")
 
     def _open(self, *kinds: str) -> list[str]:
         if not self.session.open or self.session.open[0][0] not in kinds:
@@ -92,5 +122,8 @@ class Interview:
         now = time.monotonic()
         self.session.used_s += now - self._since
         self._since = now
-        self.session.done.append([*self.session.open[0], outcome])
+        kind, name = self.session.open[0]
+        self.session.done.append([kind, name, outcome])
+        if self.session.kept:
+            results.record(kind, name, outcome)
         self.session.save()

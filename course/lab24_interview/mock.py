@@ -1,33 +1,27 @@
-"""A mock interview: items drawn for a topic and a time, asked one by one, kept so that an interruption loses nothing.
+"""A mock interview in a terminal: items asked one by one under a clock, kept so that an interruption loses nothing.
 
-    whiteboard task    one, if there are 20 minutes or more: written into a file, run by the lab's hidden check
-    numeric drills     a number under the clock, judged with a tolerance, mistakes of units named
-    cards              a question, your answer aloud, then the model answer; you grade yourself
+    whiteboard task    written into a file, run by the lab's hidden check
+    bug                a program with one mistake in such a file
+    design             a problem of lab 20 or 21, step by step
+    numeric drill      a number under the clock, judged with a tolerance, mistakes of units named
+    card               a question, your answer aloud, then the model answer; you grade yourself
+    claim              true, false or depends, and on what
 
-Cards come back by the FSRS scheduler (Ye et al. 2022, https://doi.org/10.1145/3534678.3539081) through the `fsrs`
-library: those that are due first, then new ones. State lies in the progress file, in the section "interview": every
-card's memory, and every session that is still open, the latest last.
+`rounds.py` says which of them a round asks, `spacing.py` when a card comes back.
 """
 
-import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from fsrs import Card as Memory
-from fsrs import Rating, Scheduler
-
-from course.kit import exercises, progress
-from course.lab24_interview import deck, drills, tasks
-from course.shared.decisions import judge
-
-SECTION = "interview"
-MINUTES = {"drill": 2, "card": 2}
-GRADES = {"1": Rating.Again, "2": Rating.Hard, "3": Rating.Good, "4": Rating.Easy}
-GRADE_HELP = "1 did not know, 2 with gaps, 3 well, 4 at once"
+from course.lab24_interview import bugs, claims, deck, designs, drills, results, rounds, spacing, tasks
+from course.lab24_interview.results import WELL
+from course.lab24_interview.session import Session
+from course.lab24_interview.spacing import GRADE_HELP, GRADES
+from course.shared.decisions import MOVES, Decision, judge
 
 
 class Stop(Exception):
@@ -35,233 +29,221 @@ class Stop(Exception):
 
 
 @dataclass
-class Session:
-    """items: (kind, name) in the order asked; done: (kind, name, outcome) of those answered; used_s: seconds so far."""
+class Table:
+    """Where the interview happens: what is said and asked, and the clock in front of every question."""
 
-    seed: int
-    topic: str
-    minutes: int
-    items: list[list[str]]
-    done: list[list[str]] = field(default_factory=list)
-    used_s: float = 0.0
-
-    @property
-    def open(self) -> list[list[str]]:
-        return self.items[len(self.done) :]
+    session: Session
+    ask: Callable[[str], str]
+    say: Callable[[str], None]
+    folder: Path
+    begun: float
 
     @property
-    def name(self) -> tuple[int, str, int]:
-        """What it was drawn from."""
-        return self.seed, self.topic, self.minutes
+    def used_s(self) -> float:
+        return self.session.used_s + time.monotonic() - self.begun
 
-    def save(self) -> None:
-        """As the latest of the open sessions; one that is done is none of them any more."""
-        kept = [each for each in open_sessions() if each.name != self.name] + ([self] if self.open else [])
-        progress.keep(SECTION, progress.section(SECTION) | {"sessions": [each.__dict__ for each in kept]})
+    def line(self, prompt: str) -> str:
+        """The candidate's reply; the clock stands before the question."""
+        reply = self.ask(f"[{clock(self.session, self.used_s)}] {prompt}").strip()
+        if reply.lower() in ("q", "quit"):
+            raise Stop
+        return reply.lower() if reply.lower() == "s" else reply
 
-
-def start(topic: str = "", minutes: int = 45, seed: int | None = None) -> Session:
-    """A new session; others that are open stay so. ValueError for a topic that there is not, or too little time."""
-    check_minutes(minutes)
-    seed = random.SystemRandom().randrange(10**6) if seed is None else seed
-    draw, cards = random.Random(seed), deck.of_topic(topic)
-    its_topics = {card.topic for card in cards}
-    items: list[list[str]] = []
-    if minutes >= 20:
-        known = [name for each in its_topics for name in tasks.of_topic(each)] if topic else tasks.of_topic("")
-        chosen = draw.choice(sorted(set(known)))
-        items.append(["task", chosen])
-        minutes_left = minutes - tasks.task(chosen).minutes
-    else:
-        minutes_left = minutes
-    kinds = sorted({name for each in its_topics for name in drills.TOPICS.get(each, tuple(drills.DRILLS))})
-    waiting = by_due(cards, random.Random(seed))
-    while minutes_left >= MINUTES["card"] and waiting:
-        kind = "drill" if len(items) % 3 == 1 else "card"
-        name = f"{draw.choice(kinds)}:{draw.randrange(10**6)}" if kind == "drill" else waiting.pop(0).key
-        items.append([kind, name])
-        minutes_left -= MINUTES[kind]
-    session = Session(seed, topic, minutes, items)
-    session.save()
-    return session
-
-
-def check_minutes(minutes: int) -> None:
-    """ValueError for too little time."""
-    if minutes < MINUTES["card"]:
-        raise ValueError(f"--minutes {minutes}: a session needs at least {MINUTES['card']}, which is one card.")
-
-
-def resume(topic: str = "", seed: int | None = None) -> Session | None:
-    """The latest session that was interrupted, of this topic and seed if they are given."""
-    sessions = [each for each in open_sessions() if topic in ("", each.topic) and seed in (None, each.seed)]
-    return sessions[-1] if sessions else None
-
-
-def open_sessions() -> list[Session]:
-    """Those with something left to ask, the latest last; a damaged record counts as none."""
-    known, sessions = {card.key for card in deck.deck()}, []
-    records = progress.section(SECTION).get("sessions")
-    for record in records if isinstance(records, list) else []:
-        try:
-            session = Session(**record)
-            if session.open and all(
-                kind in _ASKED and (kind != "card" or name in known) for kind, name in session.items
-            ):
-                sessions.append(session)
-        except (TypeError, ValueError):
-            continue
-    return sessions
-
-
-def by_due(cards: list[deck.Card], draw: random.Random) -> list[deck.Card]:
-    """Cards that are due, the longest first; then new ones in random order; then the rest by when they are due."""
-    now, kept = datetime.now(UTC), memories()
-    new = [card for card in cards if card.key not in kept]
-    draw.shuffle(new)
-    old = sorted((card for card in cards if card.key in kept), key=lambda card: kept[card.key].due)
-    return [c for c in old if kept[c.key].due <= now] + new + [c for c in old if kept[c.key].due > now]
-
-
-def memories() -> dict[str, Memory]:
-    """The scheduler's record of each card that was graded; a damaged record counts as none."""
-    known = {}
-    for key, record in (progress.section(SECTION).get("cards") or {}).items():
-        try:
-            known[key] = Memory.from_dict(record)
-        except (KeyError, TypeError, ValueError, AttributeError):
-            continue
-    return known
-
-
-def grade(key: str, rating: Rating) -> datetime:
-    """Record how well a card went; returns when it comes back."""
-    memory = memories().get(key, Memory())
-    memory, _ = Scheduler(enable_fuzzing=False).review_card(memory, rating)
-    section = progress.section(SECTION)
-    progress.keep(SECTION, section | {"cards": (section.get("cards") or {}) | {key: memory.to_dict()}})
-    return memory.due
-
-
-def when(moment: datetime) -> str:
-    """In minutes if it is today, else the day."""
-    minutes = (moment - datetime.now(UTC)).total_seconds() / 60
-    return f"in {max(1, round(minutes))} minutes" if minutes < 12 * 60 else f"on {moment:%Y-%m-%d}"
-
-
-def due(now: datetime | None = None) -> dict[str, tuple[int, int, float]]:
-    """By topic: cards seen, cards due, and the mean difficulty (1 to 10) that the scheduler gives them."""
-    now, kept, topics = now or datetime.now(UTC), memories(), {}
-    for topic in deck.topics():
-        seen = [kept[card.key] for card in deck.of_topic(topic) if card.topic == topic and card.key in kept]
-        hard = [memory.difficulty or 0.0 for memory in seen]
-        late = sum(memory.due <= now for memory in seen)
-        topics[topic] = (len(seen), late, sum(hard) / len(hard) if hard else 0.0)
-    return topics
-
-
-def weakest(topics: dict[str, tuple[int, int, float]]) -> list[str]:
-    """The three topics of `due` that the scheduler finds hardest for you, of those that you have seen."""
-    return sorted((topic for topic in topics if topics[topic][0]), key=lambda topic: -topics[topic][2])[:3]
+    def grade(self) -> str:
+        while (reply := self.line(f"Grade yourself ({GRADE_HELP}): ")) not in GRADES:
+            self.say(f"{reply!r} is no grade: {GRADE_HELP}; q leaves.")
+        return reply
 
 
 def run(
     session: Session, ask: Callable[[str], str], say: Callable[[str], None], folder: Path = Path("whiteboard")
 ) -> Session:
     """Ask what is open. `ask` returns a line, and raises EOFError or KeyboardInterrupt if the candidate leaves."""
-    total = len(session.items)
+    total, over = len(session.items), False
     while session.open:
         kind, name = session.open[0]
-        begun = time.monotonic()
-        say(f"\n[{len(session.done) + 1} of {total}, {time_left(session)}]")
+        table = Table(session, ask, say, folder, time.monotonic())
         try:
-            outcome = _ASKED[kind](name, ask, say, folder)
+            if is_over(session, session.used_s) and not over:
+                say(f"\nTime is up, with {len(session.open)} left to ask.")
+                table.line("Enter goes on without a clock, q keeps them for later: ")
+                over = True
+            say(f"\n[{len(session.done) + 1} of {total}] {planned_for(kind, name)}")
+            outcome = _ASKED[kind](name, table)
         except (EOFError, KeyboardInterrupt, Stop):
-            session.used_s += time.monotonic() - begun
+            session.used_s = table.used_s
             session.save()
             say("\nStopped. Everything so far is kept; `python -m minillm interview` goes on from here.")
             return session
-        took = time.monotonic() - begun
-        session.used_s += took
-        say(f"That took {int(took) // 60}:{int(took) % 60:02}; planned are {planned(kind, name)} minutes.")
+        took = table.used_s - session.used_s
+        session.used_s = table.used_s
+        say(f"That took {minutes(took)}; planned are {rounds.planned(kind, name)} minutes.")
         session.done.append([kind, name, outcome])
+        results.record(kind, name, outcome)
         session.save()
     say(summary(session))
     return session
 
 
-def time_left(session: Session, more_s: float = 0.0) -> str:
-    """more_s: seconds since the session's own count."""
-    left = session.minutes - (session.used_s + more_s) / 60
-    return f"{left:.0f} minutes left" if left > 0 else "time is up; q keeps the rest for later"
+def is_over(session: Session, used_s: float) -> bool:
+    return used_s >= 60 * session.minutes
 
 
-def planned(kind: str, name: str) -> int:
-    """Minutes for an item."""
-    return exercises.find(name).minutes if kind == "task" else MINUTES[kind]
+def clock(session: Session, used_s: float) -> str:
+    """Minutes and seconds left, or how long it has been over."""
+    left = 60 * session.minutes - used_s
+    return f"{minutes(left)} left" if left > 0 else f"{minutes(-left)} over"
+
+
+def minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
+def planned_for(kind: str, name: str) -> str:
+    """What comes now, and how long it may take."""
+    names = {"task": "Whiteboard", "bug": "Debugging", "design": "Design"}
+    return f"{names.get(kind, kind.capitalize())}, {rounds.planned(kind, name)} minutes"
+
+
+def when(moment: datetime) -> str:
+    """The day on which a card comes back, and how far off that is."""
+    days = (moment.astimezone().date() - datetime.now(UTC).astimezone().date()).days
+    return f"on {moment.astimezone():%Y-%m-%d}, in {days} {'day' if days == 1 else 'days'}"
 
 
 def summary(session: Session) -> str:
     """What went well, by kind."""
     lines = [f"\nDone in {session.used_s / 60:.0f} of {session.minutes} minutes."]
-    for kind in ("task", "drill", "card"):
+    for kind in _ASKED:
         outcomes = [outcome for its, _, outcome in session.done if its == kind]
         if outcomes:
-            good = sum(outcome in ("right", "passed", "3", "4") for outcome in outcomes)
-            lines.append(f"  {kind}s: {good} of {len(outcomes)} well")
+            lines.append(f"  {kind}s: {sum(outcome in WELL for outcome in outcomes)} of {len(outcomes)} well")
     return "\n".join(lines)
 
 
-def _task(name: str, ask: Callable[[str], str], say: Callable[[str], None], folder: Path) -> str:
+def _task(name: str, table: Table) -> str:
     made = tasks.task(name)
-    try:
-        path = tasks.write(folder, made)
-    except OSError as error:
-        raise ValueError(f"--folder {folder} cannot be written ({error.strerror}): name another folder.") from error
-    say(f"Whiteboard, {made.minutes} minutes: {name}. Write your answer into {path}.")
+    table.say(made.statement)
+    return _written(made, made.name, table, "s skips")
+
+
+def _bug(name: str, table: Table) -> str:
+    bug = bugs.bug(name)
+    table.say(f"{bug.task.statement}\n\nThe program in the file does this, but for one mistake. Find it and mend it.")
+    outcome = _written(bug.task, name, table, "s shows the cause")
+    table.say(f"The cause: {bug.cause}")
+    return outcome
+
+
+def _written(made: tasks.Task, name: str, table: Table, skip: str) -> str:
+    """The file is written once in a session, then judged until it passes."""
+    path = table.folder / f"{made.name}.py"
+    if name not in table.session.begun or not path.exists():
+        try:
+            path, older = tasks.write(table.folder, made.name, made.stub)
+        except OSError as error:
+            said = f"--folder {table.folder} cannot be written ({error.strerror}): name another folder."
+            raise ValueError(said) from error
+        table.session.begun.append(name)
+        table.session.save()
+        if older:
+            table.say(f"What stood in {path} is now {older}.")
+    table.say(f"Write into {path}, which says all of this again.")
     while True:
-        reply = _line(ask, "Enter runs the check, s skips: ")
-        if reply == "s":
+        if table.line(f"Enter runs the check, {skip}: ") == "s":
             return "skipped"
         try:
             result = made.judge(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
-            say(f"{path} cannot be read ({error}): write it again, or s skips.")
+            table.say(f"{path} cannot be read ({error}): write it again, or s skips.")
             continue
-        say(result.said if result.passed else f"Not yet: {result.said}")
+        table.say(result.said if result.passed else f"Not yet: {result.said}")
         if result.passed:
             return "passed"
 
 
-def _drill(name: str, ask: Callable[[str], str], say: Callable[[str], None], folder: Path) -> str:
-    decision = drills.drill(name)
-    say(f"{decision.question} (unit: {decision.unit or 'none'})")
-    while (reply := _line(ask, "Your number (s skips): ")) != "s":
+def _drill(name: str, table: Table) -> str:
+    return _number(drills.drill(name), table)
+
+
+def _number(decision: Decision, table: Table) -> str:
+    """Ask until it is a number; how it is computed follows."""
+    table.say(f"{decision.question} (unit: {decision.unit or 'none'})")
+    while (reply := table.line("Your number (s skips): ")) != "s":
         verdict = judge(decision, reply)
-        say(verdict.sentence)
+        table.say(verdict.sentence)
         if verdict.kind != "no number":
-            say(decision.because)
+            table.say(decision.because)
             return verdict.kind
-    say(decision.because)
+    table.say(decision.because)
     return "skipped"
 
 
-def _card(name: str, ask: Callable[[str], str], say: Callable[[str], None], folder: Path) -> str:
+def _card(name: str, table: Table) -> str:
     card = deck.card(name)
-    say(f"({card.topic}, {card.level}) {card.question}")
-    _line(ask, "Answer aloud, then press Enter: ")
-    say(str(card))
-    while (reply := _line(ask, f"Grade yourself ({GRADE_HELP}): ")) not in GRADES:
-        say(f"{reply!r} is no grade: {GRADE_HELP}; q leaves.")
-    say(f"It comes back {when(grade(name, GRADES[reply]))}.")
-    return reply
+    table.say(f"({card.topic}, {card.level}) {card.question}")
+    table.line("Answer aloud, then press Enter: ")
+    table.say(card.answer)
+    for question, reply in card.next_asked:
+        table.line(f"Asked next: {question} Press Enter: ")
+        table.say(reply)
+    grade = table.grade()
+    if grade in WEAK:
+        table.say(adds(card))
+    table.say(f"It comes back {when(spacing.grade(name, GRADES[grade]))}.")
+    return grade
 
 
-def _line(ask: Callable[[str], str], prompt: str) -> str:
-    reply = ask(prompt).strip().lower()
-    if reply in ("q", "quit"):
-        raise Stop
-    return reply
+WEAK = ("1", "2")
 
 
-_ASKED: dict[str, Callable[..., Any]] = {"task": _task, "drill": _drill, "card": _card}
+def adds(card: deck.Card) -> str:
+    """What a strong answer has and a weak one lacks: the law, the number, the condition, what comes next."""
+    parts = ["the answer in its first sentence"]
+    if any(sign in card.answer for sign in "=·/√"):
+        parts.append("the formula with its units before the number")
+    elif any(character.isdigit() for character in card.answer):
+        parts.append("a number with its unit, and what it is a share of")
+    parts.append("when it does not hold")
+    parts.append(f"unasked, what is asked next ({card.follow_ups[0][0]})")
+    where = f"lab {card.proof[4:]}" if card.proof.startswith("lab ") else f"minillm/{card.proof}"
+    return f"What a strong answer adds: {'; '.join(parts)}. Derive it once more from {where}."
+
+
+def _claim(name: str, table: Table) -> str:
+    its = claims.claim(name)
+    table.say(f"“{its.text}”")
+    while not (voted := claims.vote(table.line("true, false or depends (t, f, d), and say on what: "))):
+        table.say("Vote t, f or d; q leaves.")
+    table.say(claims.reply(its, voted))
+    return "right" if voted == its.verdict else "far"
+
+
+def _design(name: str, table: Table) -> str:
+    problem = designs.design(name)
+    answer = problem.answer
+    table.say(f"{answer.title}. {problem.question}")
+    table.line(f"{MOVES['clarify']}: what do you ask first? Say it, then press Enter: ")
+    table.say(answer.text("clarify"))
+    for decision in problem.decisions.values():
+        _number(decision, table)
+    for move, title in list(MOVES.items())[1:]:
+        table.line(f"{title}: say it aloud, then press Enter: ")
+        table.say(answer.text(move))
+    for question, reply in answer.follow_ups:
+        table.say(f"Asked next: {question}")
+        table.line("Answer aloud, then press Enter: ")
+        table.say(reply)
+    table.say(f"A weak answer: “{answer.text('weak')}”\nWhat a strong one adds: {answer.text('why')}")
+    return table.grade()
+
+
+_ASKED: dict[str, Callable[[str, Table], Any]] = {
+    "task": _task,
+    "bug": _bug,
+    "design": _design,
+    "drill": _drill,
+    "card": _card,
+    "claim": _claim,
+}
+KINDS = tuple(_ASKED)

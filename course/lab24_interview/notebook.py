@@ -54,7 +54,8 @@ print(receipts.reply(seed=3))
 #
 # ## Drills
 #
-# A number in your head, within 15 %. No calculator.
+# A number in your head, with its unit if you like (`"4.2 GB"`, `"18 days"`). No calculator. How close it must be depends on the
+# question: estimates pass within 10 or 15 %, shares and counts of rounds must be nearer.
 
 # %%
 print(receipts.drill("cache_bytes", seed=5))
@@ -141,17 +142,17 @@ dispatch = check("dispatch-order", dispatch)
 # %% [markdown]
 # ## A session
 #
-# The clock runs from the first question. `ask` shows what is open; a drill takes `answer(number)`, a card `answer()` and then
-# `grade(1 to 4)`, a whiteboard task `run(your_function)`. `answer(None)` and `run(None)` skip. What you have answered is
-# kept, here and in the terminal alike: `Interview()` goes on where you stopped, and sessions that you opened before stay.
+# The clock runs from the first question. `ask` shows what is open; a drill takes `answer(number)`, a claim
+# `answer("depends")`, a card or a design `answer()` and then `grade(1 to 4)`, a whiteboard task or a bug
+# `run(your_function)`. `skip()` leaves one out. The session below is a trial, of which nothing is kept. Without
+# `trial=True` your answers are kept, here and in the terminal alike: `Interview()` goes on where you stopped.
 
 # %%
-# without new=True it goes on with a session that is open
-interview = Interview(minutes=45, topic="collectives", seed=7, new=True)
+interview = Interview(minutes=45, topic="collectives", seed=7, trial=True)
 interview.ask()
 
 # %%
-interview.run(None)  # skipped here; write the function in a cell and hand it in instead
+interview.skip()  # write the function in a cell and hand it in with interview.run(...) instead
 interview.ask()
 
 # %%
@@ -162,6 +163,10 @@ interview.ask()
 interview.answer()
 interview.grade(3)
 interview.ask()
+
+# %% [markdown]
+# Companies interview in rounds: `round="coding"`, `"debugging"` (programs with one mistake), `"design"` (a problem of labs 20
+# and 21), `"concepts"`, or all of them as a `"loop"`. `level="junior"`, `"senior"` or `"staff"` chooses what is asked.
 
 # %% [markdown]
 # ## What comes next

@@ -13,16 +13,27 @@ from minillm.predict.training import context, moe, pipeline
 
 
 def n(value: float, digits: int = 0) -> str:
-    """A number with that many significant digits; 0: rounded to a whole one if it is large."""
+    """A number with that many significant digits; 0: three of them, whole ones and thousands as they are.
+
+    4.5 stays 4.5, 1,109.4 becomes 1,109; from 10^15 on as 5.9e23.
+    """
+    if abs(value) >= 1e15:
+        return f"{value:.{max(digits, 2)}g}".replace("e+", "e")
     if digits:
         value = float(f"{value:.{digits}g}")
-    return f"{value:,.0f}" if digits == 0 or value == int(value) else f"{value:,.6g}"
+        return f"{value:,.0f}" if value == int(value) else f"{value:,.6g}"
+    if value == int(value) or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
 
 
 def si(value: float) -> str:
     """Three digits with a decimal prefix, for a unit that follows: 989 T, 3.35 T, 450 G."""
-    power = min(8, max(0, int(math.log10(abs(value)) // 3))) if value else 0
-    return f"{value / 1000**power:.3g} {'kMGTPEZY'[power - 1] if power else ''}"
+    if not value:
+        return "0 "
+    value = float(f"{value:.3g}")  # before the prefix is chosen: 999.9 G are 1 T
+    power = min(6, max(0, int(math.log10(abs(value)) // 3)))
+    return f"{value / 1000**power:.3g} {'kMGTPE'[power - 1] if power else ''}"
 
 
 def data(value: float) -> str:
@@ -54,6 +65,12 @@ def equal_context(name: str) -> float:
     """Sequence length at which causal attention takes as many FLOPs as the weights."""
     model = architecture(name)
     return 2 * 2 * model.active_layer / model.attention_flops(1)
+
+
+def matmul_parameters(name: str) -> float:
+    """Those that multiply every token: all but the embedding's, which are looked up; a tied head multiplies."""
+    model = architecture(name)
+    return model.active_parameters - (0 if model.tie_embeddings else model.vocab_size * model.hidden_size)
 
 
 def harmonic(count: int) -> float:
@@ -104,6 +121,7 @@ NUMBERS: dict[str, Any] = {
     "published": run_named,
     "STATE": STATE,
     "HALF_WIDTH": HALF_WIDTH,
+    "matmul": matmul_parameters,
     "P": lambda name: architecture(name).parameters,
     "active": lambda name: architecture(name).active_parameters,
     "kv": lambda name: architecture(name).kv_bytes(),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from course.kit.card import Card
 from course.kit.receipts import Row, row, titled
-from course.lab24_interview import deck, drills, mock, tasks
+from course.lab24_interview import deck, drills, spacing, tasks
 from course.shared.decisions import decide
 
 
@@ -51,7 +51,7 @@ def answer(kind: str, seed: int, guess: object) -> Card:
 @titled("what is due", open_rows=8)
 def due() -> Iterator[Row]:
     """Cards seen and due by topic, from your progress file."""
-    for topic, (seen, late, _) in mock.due().items():
+    for topic, (seen, late, _) in spacing.due().items():
         yield row(f"{topic}: due of {seen} seen", None, late)
 
 

@@ -1,17 +1,21 @@
 """Whiteboard tasks: exercises of the labs, taken out of their notebooks and put under a clock. Their checks are hidden.
 
-A task is written into a file with the imports, signature and docstring; what the candidate writes there is run as in
-the lab: on real ranks where the topic is ranks, with fresh inputs, values and receipts.
+A task is written into a file with its whole statement, signature and docstring; what the candidate writes there is run
+as in the lab: on real ranks where the topic is ranks, with fresh inputs, values and receipts. What the answer imports
+is the candidate's to know: the file has torch and what its own text names.
 """
 
 import ast
+import io
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from course.kit import course, exercises, masters
 from course.kit.answers import checked_exercise, names_of
 from course.kit.checks import diagnose, verify
+from course.lab24_interview import wording
 from minillm.files import write_whole
 
 TASKS: dict[str, str] = {  # exercise: topic of the cards
@@ -71,23 +75,34 @@ class Result:
 
 @dataclass(frozen=True)
 class Task:
-    """stub: what the candidate starts from; candidate: the expression that the lab hands to its check."""
+    """statement: what is asked, in words. stub: the file that the candidate starts from, which begins with it.
+    candidate: the expression that the lab hands to its check."""
 
     name: str
     minutes: int
+    statement: str
     stub: str
     candidate: str
 
     def judge(self, code: str) -> Result:
-        """Run the candidate's file and the exercise's check on it. What goes wrong is said, never raised."""
+        """Run the candidate's file and the exercise's check on it. What goes wrong is said, never raised.
+
+        The file sees an empty standard input: exit() closes it, and the session still has its own.
+        """
         namespace: dict[str, Any] = {"__name__": "whiteboard"}
         try:
-            exec(compile(code, f"{self.name}.py", "exec"), namespace)
-            candidate = eval(self.candidate, namespace)
+            with patch("sys.stdin", io.StringIO()):
+                exec(compile(code, f"{self.name}.py", "exec"), namespace)
+                candidate = eval(self.candidate, namespace)
+                return self._check(candidate)
         except (KeyboardInterrupt, MemoryError):
             raise
-        except BaseException as error:  # the candidate's own code, which may even call exit()
+        except SystemExit:
+            return Result(False, "the file called exit(): leave it out, the check calls your function itself.")
+        except BaseException as error:
             return Result(False, f"the file stopped with {type(error).__name__}: {error}")
+
+    def _check(self, candidate: Any) -> Result:
         exercise, seed = exercises.find(self.name), 20
         outcome = verify(exercise, candidate, seed)
         if outcome.status == "passed":
@@ -101,28 +116,52 @@ def task(name: str) -> Task:
     exercise = exercises.find(name)
     master = course.masters(course.home())[exercise.lab]
     notebook, answers = masters.lab(master), masters.solution(master)
-    cells = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
     source = next(cell.source for cell in notebook.cells if name in masters.checked(cell))
-    place = next(place for place, cell in enumerate(answers.cells) if name in masters.checked(cell))
-    before = [cell.source for cell in answers.cells[:place] if cell.cell_type == "code"]
-    given, used = _given(answers.cells[place].source, before)
-    imports = [node for node in ast.parse(cells[0]).body if isinstance(node, ast.Import | ast.ImportFrom)]
-    imports = [node for node in imports if getattr(node, "module", "") != "course.kit"]
-    kept = [ast.unparse(node) for node in imports if used & {(a.asname or a.name).split(".")[0] for a in node.names}]
-    statements = ast.parse(source).body
-    check, first = next(
-        (node, statement.lineno)
-        for statement in statements
-        for node in ast.walk(statement)
-        if checked_exercise(node) == name
-    )
-    body = "\n".join(source.split("\n")[: first - 1])
-    parts = ["\n".join(kept), *([GIVEN, *given] if given else []), f"{YOURS}\n{body.strip()}"]
-    return Task(name, exercise.minutes, "\n\n".join(filter(None, parts)) + "\n", ast.unparse(check.args[1]))
+    right = next(place for place, cell in enumerate(answers.cells) if name in masters.checked(cell))
+    before = [cell.source for cell in answers.cells[:right] if cell.cell_type == "code"]
+    given = _given(answers.cells[right].source, before)
+    yours, candidate = before_check(source, name)
+    text = wording.statement(name, exercise.lab, notebook, yours)
+    heading = f"{name}, {exercise.minutes} minutes"
+    first = next(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    imports = imports_of(first, [*given, yours], text)
+    parts = [
+        wording.as_comment(f"{heading}\n\n{text}"),
+        "\n".join(imports),
+        *([GIVEN, *given] if given else []),
+        f"{YOURS}\n{yours}",
+    ]
+    return Task(name, exercise.minutes, text, "\n\n".join(filter(None, parts)) + "\n", candidate)
 
 
-def _given(answer: str, before: list[str]) -> tuple[list[str], set[str]]:
-    """What an answer may need of earlier exercises, solved, and all names that it and they use."""
+def of_topic(topic: str) -> list[str]:
+    """Tasks of a topic of the cards, which may have none; all of them for ""."""
+    known = {exercise.name for exercise in exercises.all_exercises()}
+    return [name for name, its in TASKS.items() if name in known and topic in ("", its)]
+
+
+def write(folder: Path, name: str, stub: str) -> tuple[Path, Path | None]:
+    """The stub as FOLDER/NAME.py, and where an older file of that name was moved: none of its work is lost."""
+    path, moved = folder / f"{name}.py", None
+    folder.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        older = (folder / f"{name}-{number}.py" for number in range(1, 10**6))
+        moved = path.rename(next(each for each in older if not each.exists()))
+    write_whole(path, stub)
+    return path, moved
+
+
+def before_check(source: str, name: str) -> tuple[str, str]:
+    """The cell up to its check, and what it hands to it."""
+    for statement in ast.parse(source).body:
+        for node in ast.walk(statement):
+            if checked_exercise(node) == name:
+                return "\n".join(source.split("\n")[: statement.lineno - 1]).strip(), ast.unparse(node.args[1])
+    raise ValueError(f"no check of {name!r} in {source!r}")
+
+
+def _given(answer: str, before: list[str]) -> list[str]:
+    """What an answer may need of earlier exercises, solved."""
     known = {
         node.name: node
         for source in before
@@ -135,20 +174,18 @@ def _given(answer: str, before: list[str]) -> tuple[list[str], set[str]]:
         if name in used - own:
             given.insert(0, ast.unparse(node))
             used |= names_of(node)[0]
-    return given, used
+    return given
 
 
-def of_topic(topic: str) -> list[str]:
-    """Tasks of a topic of the cards; all of them if none belongs to it."""
-    known = {exercise.name for exercise in exercises.all_exercises()}
-    matching = [name for name, its in TASKS.items() if name in known and (not topic or its == topic)]
-    return matching or [name for name in TASKS if name in known]
-
-
-def write(folder: Path, made: Task) -> Path:
-    """The stub as a file; what stands there already is kept, as it may be half an answer."""
-    path = folder / f"{made.name}.py"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(path, made.stub)
-    return path
+def imports_of(first_cell: str, code: list[str], text: str) -> list[str]:
+    """The lab's imports of torch, and of what the given code uses or the text names: no more, it would be a hint."""
+    used = {name for part in code for name in names_of(ast.parse(part))[0]}
+    kept = []
+    for node in ast.parse(first_cell).body:
+        if not isinstance(node, ast.Import | ast.ImportFrom) or getattr(node, "module", "") == "course.kit":
+            continue
+        names = {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        named = any(f"`{name}(" in text for name in names)
+        if names & ({"torch", "F"} | used) or named:
+            kept.append(ast.unparse(node))
+    return kept

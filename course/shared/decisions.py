@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from course.kit.card import Card
 from course.kit.receipts import Receipt, format_value, formula, receipt
+from course.shared.units import in_unit
 
 NEAR = 0.06  # a factor is recognised if the number is this close to it
 
@@ -21,6 +22,7 @@ NEAR = 0.06  # a factor is recognised if the number is this close to it
 class Decision:
     """question: what is asked, with its unit. value: computed, never typed. because: how, with the numbers in it.
 
+    also: other right answers to the question as it is printed, by another convention; each is named in `because`.
     A value that is an int counts whole things; one with almost no tolerance is a level, such as a ZeRO stage.
     tolerance: relative. slips: factors (guess / value) that a known mistake gives, with the sentence that says so.
     gpus: how many share the quantity, if confusing one with all is possible. below, above: the likely reason for a
@@ -36,6 +38,7 @@ class Decision:
     gpus: int = 1
     below: str = ""
     above: str = ""
+    also: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,13 +52,13 @@ class Verdict:
 def judge(decision: Decision, guess: object) -> Verdict:
     """What to say about the reader's number."""
     try:
-        number = float(guess)
-    except (TypeError, ValueError):
-        return Verdict("no number", f"{guess!r} is no number: write it without its unit, such as 1.2e9.")
+        number = in_unit(guess, decision.unit)
+    except ValueError as error:
+        return Verdict("no number", str(error))
     if not math.isfinite(number) or number <= 0:
         return Verdict("no number", f"{number} cannot be the answer: it is a number above 0.")
     ratio = number / decision.value
-    if abs(ratio - 1) <= decision.tolerance:
+    if any(abs(number / value - 1) <= decision.tolerance for value in (decision.value, *decision.also)):
         return Verdict("right", _right(decision, ratio))
     for factor, sentence in [*decision.slips.items(), *_usual_slips(decision).items()]:
         if abs(ratio / factor - 1) <= NEAR:
@@ -70,7 +73,7 @@ def judge(decision: Decision, guess: object) -> Verdict:
 def decide(decision: Decision, guess: object) -> Card:
     """The card under a decision: the reader's number, the computed one, what is wrong, how it is computed."""
     verdict = judge(decision, guess)
-    shown = guess if verdict.kind != "no number" else None
+    shown = in_unit(guess, decision.unit) if verdict.kind != "no number" else None
     value = round(decision.value) if decision.unit == "B" else decision.value
     rows: Receipt = receipt("", [formula(decision.question, value, decision.unit, guess=shown)])
     return Card("Your decision", "", rows, (verdict.sentence, decision.because), good=verdict.kind == "right")
@@ -105,6 +108,15 @@ class Problem:
     weak: str
     why: str
     numbers: Mapping[str, str]
+
+    def text(self, part: str) -> str:
+        """One of the texts (a move, weak, why) with its numbers."""
+        return getattr(self, part).format(**self.numbers)
+
+    @property
+    def follow_ups(self) -> list[tuple[str, str]]:
+        """What is asked next, each with its reply."""
+        return [(question.format(**self.numbers), reply.format(**self.numbers)) for question, reply in self.follow]
 
     def _parts(self) -> list[tuple[str, list[tuple[str, str]]]]:
         moves = [(f"{name}.", getattr(self, move)) for move, name in MOVES.items()]
@@ -175,7 +187,10 @@ def _usual_slips(decision: Decision) -> dict[float, str]:
         slips[2] = (
             "Twice too large: did you count 32-bit numbers where 16-bit ones travel, or both directions of a link?"
         )
-        slips[0.5] = "Half of it: did you count one direction of two, or 16-bit numbers where there are 32-bit ones?"
+        slips[0.5] = (
+            "Half of it: did you count numbers instead of bytes (a 16-bit one has two), 16-bit ones where there are "
+            "32-bit ones, or one direction of two?"
+        )
     if decision.unit in ("FLOP", "FLOP/s"):
         slips[0.5] = "Half of it: a multiplication and an addition are two operations."
         slips[1 / 3] = "A third of it: backward takes twice what forward takes."
@@ -186,8 +201,22 @@ def _usual_slips(decision: Decision) -> dict[float, str]:
         slips[1e3] = "That many milliseconds; the question asks for seconds."
         slips[1 / 60] = "That many minutes; the question asks for seconds."
         slips[1 / 3600] = "That many hours; the question asks for seconds."
-    slips[1e3] = slips.get(1e3, "A thousand times too large: check the prefix (mega, giga, tera).")
-    slips[1e-3] = "A thousand times too small: check the prefix (mega, giga, tera)."
-    slips[1e6] = "A million times too large: check the prefix (mega, giga, tera)."
-    slips[1e-6] = "A million times too small: check the prefix (mega, giga, tera)."
+    if decision.unit in ("GPU-hours", "GPU hours"):
+        slips[3600] = "Those are GPU-seconds; the question asks for GPU-hours."
+        slips[60] = "Those are GPU-minutes; the question asks for GPU-hours."
+    if decision.unit == "days":
+        slips[24] = "Those are hours; the question asks for days."
+        slips[86400] = "Those are seconds; the question asks for days."
+    for power, (times, off) in PREFIXES.items():
+        slips.setdefault(10.0**power, f"{times} too large: {off}")
+        slips.setdefault(10.0**-power, f"{times} too small: {off}")
     return slips
+
+
+_PREFIX = "check the prefix (mega, giga, tera) and whether you left it out."
+PREFIXES = {
+    3: ("A thousand times", _PREFIX),
+    6: ("A million times", _PREFIX),
+    9: ("A thousand million times (giga)", _PREFIX),
+    12: ("A million million times (tera)", _PREFIX),
+}

@@ -9,6 +9,7 @@ from course.kit import course
 from course.lab20_design_training import receipts as training
 from course.lab21_design_serving import receipts as serving
 from course.shared.decisions import MOVES, Decision, decide, judge, shown
+from course.shared.units import in_unit
 from minillm.predict.planner import published
 
 LABS = {"20_design_training": training.CASES, "21_design_serving": serving.CASES}
@@ -17,6 +18,7 @@ BYTES = Decision("bytes", 1.27e12, "B", "because", gpus=64)
 FLOPS = Decision("FLOPs", 3.9e25, "FLOP", "because")
 SHARE = Decision("share", 0.17, "", "because", tolerance=0.05)
 SECONDS = Decision("seconds", 817.0, "s", "because")
+HOURS = Decision("GPU-hours", 817.0, "GPU-hours", "because")
 STAGE = Decision("the lowest ZeRO stage that fits", 3, "", "because", tolerance=0.01)
 GPUS = Decision("GPUs", 176, "GPUs", "because", tolerance=0.35)
 OWN = Decision("bytes", 18e9, "B", "because", slips={2 / 18: "the weights alone"})
@@ -38,7 +40,12 @@ WRONG = [  # decision, number, what the sentence must say
     (BYTES, -1.27e12, "above 0"),
     (BYTES, math.nan, "above 0"),
     (BYTES, math.inf, "above 0"),
-    (BYTES, "1.27 TB", "without its unit"),
+    (BYTES, "1.27 TFLOP", "in B"),
+    (BYTES, "1.27e21", "giga"),
+    (BYTES, "1,27e12", "comma"),
+    (BYTES, 1.27, "tera"),
+    (BYTES, "10.16 TB", "bits"),
+    (HOURS, 817 * 3600.0, "GPU-seconds"),
     (BYTES, None, "no number"),
     (BYTES, [1.27e12], "no number"),
     (FLOPS, 3.9e25 / 2, "two operations"),
@@ -71,6 +78,43 @@ def test_right_numbers_pass_and_gib_are_noticed():
     assert judge(BYTES, 1.27e12).sentence == "Right."
     assert "within 10%" in judge(BYTES, 1.4e12).sentence
     assert "GiB" in judge(BYTES, 1.27e12 / 1.0737).sentence
+
+
+SAID = [  # as somebody says it, the unit asked for, what it is
+    ("1.27 TB", "B", 1.27e12), ("10.5 gb", "B", 10.5e9), ("80 Gb", "B", 10e9), ("3 GiB", "B", 3 * 2**30),
+    ("10.5GB", "B", 10.5e9), ("4 bytes", "B", 4), ("100 Gb/s", "B/s", 12.5e9), ("50 GB/s", "B/s", 50e9),
+    ("41 %", "", 0.41), ("70B", "", 70e9), ("70 billion", "", 70e9), ("0.41", "", 0.41), ("3 x", "", 3),
+    ("25 ms", "s", 0.025), ("2 min", "s", 120), ("3 hours", "s", 10800), ("48 h", "days", 2), ("3.5", "days", 3.5),
+    ("1,076", "s", 1076), ("12k tokens/s", "tokens/s", 12e3), ("3 GWh", "MWh", 3000), ("5 TFLOP", "FLOP", 5e12),
+    ("1.2 million GPU-hours", "GPU-hours", 1.2e6), ("20k", "tokens", 20e3), (12, "s", 12), ("1e9", "B", 1e9),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("said", "unit", "number"), SAID)
+def test_numbers_are_taken_with_their_unit(said, unit, number):
+    assert in_unit(said, unit) == pytest.approx(number)
+
+
+@pytest.mark.parametrize(
+    ("said", "unit"),
+    [
+        ("5 apples", "s"),
+        ("", "s"),
+        ("1,5", "s"),
+        ("abc", "B"),
+        ("5 GB", "s"),
+        ("5 s", "B"),
+        ("1.2.3", "B"),
+        ("5 GB/s", "B"),
+    ],
+)
+def test_another_unit_is_refused_and_never_guessed(said, unit):
+    with pytest.raises(ValueError, match=r"no number|cannot be read"):
+        in_unit(said, unit)
+
+
+def test_another_convention_is_right_too():
+    assert judge(replace(SHARE, also=(0.2,)), 0.2).kind == "right"
 
 
 def test_a_number_out_of_range_is_told_the_range_and_the_reason_of_its_bound():
@@ -108,6 +152,49 @@ def test_the_notebook_asks_for_every_decision_before_the_answer(lab, name):
     answered = text.index(f'receipts.answer("{name}")')
     for decision in LABS[lab].decisions(name):
         assert text.index(f'receipts.decide("{name}", "{decision}"') < answered
+
+
+ALSO_RIGHT = [  # right but for another convention, rounding or unit: problem, decision, what is said
+    ("seventy_on_64", "days", "3139"), ("seventy_on_64", "states", "1.27e12"),
+    ("money_and_energy", "days", "66.0"), ("money_and_energy", "days", "68.6"), ("money_and_energy", "days", "77"),
+    ("money_and_energy", "energy", "20,770"), ("money_and_energy", "energy", "20.8 GWh"),
+    ("money_and_energy", "flops", "3.8e25"), ("money_and_energy", "energy", "23 GWh"),
+    ("a_straggler", "lost", "17 %"), ("a_straggler", "lost", "0.167"), ("a_hang", "lost", "2,731 GPU-hours"),
+    ("a_loss_spike", "lost", "3186"), ("scaling", "busy", "25 %"), ("scaling", "busy", "0.25"),
+    ("fine_tune_on_a_node", "adapters", "207 million"), ("fine_tune_on_a_node", "adapters", "225e6"),
+    ("checkpoint_interval", "mtbf", "3.1 h"), ("checkpoint_interval", "interval", "13.6 min"),
+    ("seven_on_8", "replica", "121 GB"), ("four_hundred_on_16k", "bubble", "10.5 %"), ("gpt3_on_1024", "days", "34"),
+    ("eight_on_24gb", "tpot", "54 ms"), ("does_speculation_pay", "ridge", "295"),
+    ("does_speculation_pay", "ridge", "200"), ("does_quantisation_pay", "one", "3.56"),
+    ("does_quantisation_pay", "one", "3.76"), ("bursts", "load", "70 s"), ("bursts", "backlog", "1,950"),
+    ("rag_32k", "cache", "10.5 GB"), ("rag_32k", "cache", "10.5 gb"), ("rag_32k", "cache", "9.77 GiB"),
+    ("split_prefill_decode", "moved", "655 MB"), ("many_adapters", "adapter", "84 MB"), ("tail_at_85", "mean", "5.7"),
+    ("tail_at_85", "tail", "29.6"), ("at_the_edge", "speed", "35"), ("chat_70b", "demand", "60k tokens/s"),
+]  # fmt: skip
+STILL_WRONG = [  # and what a candidate is told
+    ("a_straggler", "lost", "20 %", "throughput falls"), ("does_quantisation_pay", "one", "4", "scales count"),
+    ("money_and_energy", "days", "28", "peak"), ("money_and_energy", "days", "1650", "hours"),
+    ("rag_32k", "cache", "10.5", "giga"), ("rag_32k", "cache", "5.2 GB", "numbers instead of bytes"),
+    ("fine_tune_on_a_node", "adapters", "65.5e6", "MLP"), ("fine_tune_on_a_node", "adapters", "2.6e6", "one layer"),
+    ("many_adapters", "adapter", "41.9e6", "numbers instead of bytes"), ("a_hang", "lost", "9.8e6", "GPU-seconds"),
+    ("a_hang", "lost", "0.167", "All GPUs wait"), ("scaling", "busy", "1", "divided"),
+    ("eight_on_24gb", "tpot", "0.107", "read once"), ("checkpoint_interval", "interval", "578", "under the root"),
+    ("bursts", "backlog", "5200", "served meanwhile"), ("tail_at_85", "mean", "6.67", "includes the service"),
+    ("four_hundred_on_16k", "bubble", "0.117", "useful time"), ("seven_on_8", "replica", "15.2 GB", "what ZeRO does"),
+]  # fmt: skip
+HOME = {name: cases for cases in LABS.values() for name in cases}
+
+
+@pytest.mark.parametrize(("problem", "name", "said"), ALSO_RIGHT)
+def test_what_is_right_to_the_question_as_printed_is_accepted(problem, name, said):
+    verdict = judge(HOME[problem].decisions(problem)[name], said)
+    assert verdict.kind == "right", verdict.sentence
+
+
+@pytest.mark.parametrize(("problem", "name", "said", "told"), STILL_WRONG)
+def test_what_is_wrong_is_told_why(problem, name, said, told):
+    verdict = judge(HOME[problem].decisions(problem)[name], said)
+    assert verdict.kind != "right" and told in verdict.sentence + HOME[problem].decisions(problem)[name].because
 
 
 def test_two_nodes_are_as_much_slower_as_the_problem_says():

@@ -1,0 +1,77 @@
+"""Numbers as they are said aloud, in the unit that a question asks for."""
+
+import re
+
+
+def in_unit(guess: object, unit: str) -> float:
+    """A number as it is said aloud: 1.2e9, 1.2 GB, 3 GiB, 40 %, 25 ms, 3.5 days, 12k. ValueError if not.
+
+    A prefix or a unit that belongs to the question's converts; another unit is refused, never guessed.
+    """
+    unread = ValueError(f"{str(guess)[:40]!r} is no number: write it as 1.2e9, with its unit if you like.")
+    if not isinstance(guess, str):
+        try:
+            return float(guess)
+        except (TypeError, ValueError, OverflowError):
+            raise unread from None
+    text = guess.strip().replace("−", "-")
+    parts = re.fullmatch(r"([-+]?[\d.,]*\d\.?(?:[eE][-+]?\d+)?|[-+]?(?:inf|nan))\s*([^\d\s].*)?", text, re.IGNORECASE)
+    if not parts:
+        raise unread
+    digits, said = parts[1], (parts[2] or "").strip()
+    if "," in digits and not re.fullmatch(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?", digits):
+        raise ValueError(f"{guess!r} is no number: a comma stands between thousands, a point before decimals.")
+    try:
+        number = float(digits.replace(",", ""))
+    except ValueError:
+        raise unread from None
+    return number * _times(said, unit, guess)
+
+
+_TIME = {"ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "days": 86400.0}
+_NAMES = {
+    "sec": "s", "secs": "s", "second": "s", "seconds": "s", "millisecond": "ms", "milliseconds": "ms",
+    "minute": "min", "minutes": "min", "mins": "min", "hour": "h", "hours": "h", "d": "days", "day": "days",
+    "byte": "B", "bytes": "B", "flops": "FLOP", "flop": "FLOP", "percent": "%", "token": "tokens", "tok/s": "tokens/s",
+}  # fmt: skip
+_DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_WORDS = {"thousand": 1e3, "million": 1e6, "billion": 1e9, "trillion": 1e12}
+
+
+def _times(said: str, unit: str, guess: str) -> float:
+    """What a spoken unit multiplies the number with."""
+    word, _, rest = said.partition(" ")
+    if word.lower() in _WORDS:
+        return _WORDS[word.lower()] * _times(rest.strip(), unit, guess)
+    spoken, wanted = _NAMES.get(said.lower(), said), _NAMES.get(unit.lower(), unit)
+    if spoken == "%" and wanted in ("", "%"):
+        return 0.01
+    if spoken in _TIME and wanted in _TIME:
+        return _TIME[spoken] / _TIME[wanted]
+    if spoken in ("", wanted) or (wanted == "" and spoken in _COUNTED) or wanted.endswith(f"-{spoken}"):
+        return 1.0
+    if re.fullmatch("[kmgt]i?b(/s)?", spoken):  # typed without a shift key, bytes are meant
+        spoken = spoken[0].upper() + spoken[1:].replace("b", "B")
+    if wanted.endswith("Wh"):
+        return _power(spoken, "Wh", guess, unit) / _power(wanted, "Wh", guess, unit)
+    if wanted == "" and spoken == "B":
+        return 1e9  # 70B parameters
+    if wanted in ("B", "B/s") and spoken.replace("it", "").replace("s/", "/").endswith(wanted.replace("B", "b")):
+        return _power(spoken.replace("bits", "b").replace("bit", "b"), wanted.replace("B", "b"), guess, unit) / 8
+    return _power(spoken, wanted, guess, unit)
+
+
+_COUNTED = {
+    "times", "x", "parameters", "params", "tokens", "sequences", "stages", "ranks", "gpus", "GPUs", "service times",
+}  # fmt: skip
+
+
+def _power(spoken: str, base: str, guess: object, unit: str) -> float:
+    """10^9 of "GB", with base "B"."""
+    for prefix, factor in (*_BINARY.items(), *_DECIMAL.items()):
+        stem = spoken.removeprefix(prefix).strip() if spoken.startswith(prefix) else None
+        if stem is not None and (stem == base or _NAMES.get(stem.lower(), stem) in ("", base)):
+            return factor
+    expects = f"the question is in {unit}" if unit else "the question asks for a plain number"
+    raise ValueError(f"{guess!r} cannot be read: {expects}.")
