@@ -197,6 +197,47 @@ def test_what_is_wrong_is_told_why(problem, name, said, told):
     assert verdict.kind != "right" and told in verdict.sentence + HOME[problem].decisions(problem)[name].because
 
 
+EVERY = [(name, each) for name in HOME for each in HOME[name].decisions(name)]
+
+
+def spellings(value, unit):
+    """The same number as different candidates say it."""
+    yield from (value, repr(value), f"{value:.6e}", f"{value:,.6f}" if value < 1e15 else f"{value}")
+    if unit in ("B", "FLOP", "B/s"):
+        yield from (f"{value / 1e9:.6f} G{unit}", f"{value / 1e12:.9f}T{unit}", f"{value / 2**30:.6f} Gi{unit}")
+    if unit == "s":
+        yield from (f"{value * 1e3} ms", f"{value / 60} min", f"{value / 3600} hours")
+    if unit == "days":
+        yield from (f"{value * 24} h", f"{value} days")
+    if unit == "" and value < 1:
+        yield f"{100 * value} %"
+    if unit == "MWh":
+        yield from (f"{value / 1e3} GWh", f"{value * 1e3} kWh")
+    if unit not in ("", "s", "B", "B/s", "FLOP"):
+        yield f"{value} {unit}"
+
+
+@pytest.mark.parametrize(("problem", "name"), EVERY)
+def test_every_decision_takes_its_number_in_any_spelling(problem, name):
+    decision = HOME[problem].decisions(problem)[name]
+    said = list(spellings(decision.value, decision.unit))
+    assert len(said) >= 4
+    for each in said:
+        assert judge(decision, each).kind == "right", each
+    for each in decision.also:
+        assert judge(decision, each).kind == "right", each
+
+
+@pytest.mark.parametrize(("problem", "name"), EVERY)
+def test_every_decision_refuses_what_is_far_off_or_of_another_kind(problem, name):
+    decision = HOME[problem].decisions(problem)[name]
+    other = "3 apples" if decision.unit else "3 s"
+    for wrong in (decision.value * 5.3, decision.value / 5.3, decision.value * 1e9, decision.value / 1e9, -1, other):
+        assert judge(decision, wrong).kind != "right", wrong
+    for power, word in ((9, "giga"), (-9, "giga"), (12, "tera"), (-12, "tera")):
+        assert word in judge(decision, decision.value * 10.0**power).sentence
+
+
 def test_two_nodes_are_as_much_slower_as_the_problem_says():
     numbers = training.CASES.answer("slower_on_two_nodes").numbers
     assert 0.4 < float(numbers["grew"].rstrip("%")) / 100 < 0.6
