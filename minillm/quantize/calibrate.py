@@ -87,7 +87,7 @@ def groups_of(block: Block) -> list[Group]:
 def windows_of(tokens: Tokens, windows: int, seq_len: int) -> Tensor:
     """[windows, seq_len] ids, cut from the text at even distances. ValueError for a text shorter than one window."""
     if windows < 1 or seq_len < 1:
-        raise ValueError(f"calibration over {windows} windows of {seq_len} tokens sees no text: use at least 1 of each.")
+        raise ValueError(f"calibration over {windows} windows of {seq_len} tokens sees no text: use 1 or more of both.")
     dataset = TokenDataset(tokens, seq_len)
     count = min(windows, len(dataset))
     return dataset.batch([index * len(dataset) // count for index in range(count)])[0]

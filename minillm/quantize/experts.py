@@ -1,7 +1,7 @@
 """Experts one by one: a mixture keeps them stacked in one parameter, and what replaces layers wants layers.
 
-    mlp.experts.gate_up_proj [experts, 2, intermediate, hidden]   ->   mlp.experts.3.gate_proj, mlp.experts.3.up_proj
-    mlp.experts.down_proj    [experts, hidden, intermediate]      ->   mlp.experts.3.down_proj
+mlp.experts.gate_up_proj [experts, 2, intermediate, hidden]   ->   mlp.experts.3.gate_proj, mlp.experts.3.up_proj
+mlp.experts.down_proj    [experts, hidden, intermediate]      ->   mlp.experts.3.down_proj
 """
 
 import torch
@@ -15,7 +15,7 @@ PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 class SeparateExperts(nn.ModuleList):
-    """What `Experts` computes, each expert a gate_proj, an up_proj and a down_proj. The layers are views of its memory."""
+    """Computes what `Experts` does; each expert is a gate_proj, an up_proj and a down_proj, views of its memory."""
 
     def __init__(self, experts: Experts):
         stacked = zip(experts.gate_up_proj.detach(), experts.down_proj.detach(), strict=True)

@@ -177,7 +177,7 @@ class NF4(Format):
 
 @dataclass(frozen=True)
 class Float8(Format):
-    """e4m3, scaled so that the largest weight of a group is the largest number. Kept as uint8, which no cast changes."""
+    """e4m3, scaled so that a group's largest weight is the largest number. Kept as uint8, which no cast changes."""
 
     def fit(self, groups: Tensor) -> tuple[Tensor, Tensor | None]:
         return self._stored(groups.abs().amax(-1) / FLOAT8_MAX), None

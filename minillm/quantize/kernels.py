@@ -93,8 +93,8 @@ def int4_layout(codes: Tensor, scale: Tensor, zero: Tensor | None) -> tuple[Tens
 def codes_of_int4_layout(packed: Tensor) -> Tensor:
     """The codes, -8 .. 7, [out, in], that `int4_layout` made `packed` of.
 
-    Where the kernel wants each code depends on the CPU, so that is asked: the numbers of the places, a hexadecimal digit
-    at a time, are put through the same conversion.
+    Where the kernel wants each code depends on the CPU, so that is asked: the numbers of the places go through the same
+    conversion, a hexadecimal digit at a time.
     """
     shape = len(packed), 2 * packed.shape[1]
     numbers = torch.arange(packed.numel() * 2, dtype=torch.int32).view(shape)

@@ -1,4 +1,4 @@
-"""`QuantizedLinear` takes the place of `nn.Linear`: it keeps codes and scales, and multiplies with what is there for it.
+"""`QuantizedLinear` takes the place of `nn.Linear`: it keeps codes and scales, and multiplies by the kernel for them.
 
     nn.Linear          weight [out, in], 4 bytes each
     QuantizedLinear    codes  [out, in], 1 or ½ byte each     scale [out, groups]     zero [out, groups] or None
@@ -7,11 +7,10 @@ All are buffers, so no optimizer finds them. Gradients flow to the inputs, as an
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minillm.quantize import kernels
-from minillm.quantize.formats import NF4, DoubleScales, Format, Grid, Int
+from minillm.quantize.formats import NF4, DoubleScales, Format, Grid
 
 
 class QuantizedLinear(nn.Module):

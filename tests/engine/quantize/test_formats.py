@@ -63,7 +63,7 @@ def values_of(format, scale, zero):
 
 
 def e4m3():
-    """Numbers of at least 0: exponent 1 .. 15 with bias 7, mantissa of 3 bits; subnormals; the last one is no number."""
+    """Numbers of at least 0: exponent 1 .. 15, bias 7, 3 bits of mantissa; subnormals; the last is no number."""
     subnormal = [mantissa / 8 * 2.0**-6 for mantissa in range(8)]
     normal = [(1 + mantissa / 8) * 2.0 ** (e - 7) for e in range(1, 16) for mantissa in range(8)]
     return (subnormal + normal)[:-1]

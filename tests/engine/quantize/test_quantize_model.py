@@ -172,7 +172,7 @@ def test_gptq_takes_inputs_that_are_never_seen_and_too_little_text():
 
 
 def layer_errors(model, tokens, format):
-    """name -> Σ ‖(Ŵ - W) x‖² of round to nearest, AWQ's factors and GPTQ, from the inputs themselves; and all groups."""
+    """name -> Σ ‖(Ŵ - W) x‖² of round to nearest, of AWQ and of GPTQ, on the calibration's inputs."""
     found = {}
     model = copy.deepcopy(model)
     for number, (_, groups) in enumerate(block_by_block(model, tokens)):
