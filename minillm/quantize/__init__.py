@@ -6,7 +6,8 @@
     in_place.py   `quantize(model, settings)`: every linear layer of a model
 
 With text to calibrate on (calibrate.py, a block at a time) the rounding does less harm: rescale.py has AWQ and
-SmoothQuant, gptq.py has GPTQ. experts.py takes a mixture's experts apart, so that they are layers, too.
+SmoothQuant, gptq.py has GPTQ. experts.py takes a mixture's experts apart, so that they are layers, too. folder.py
+writes and reads folders that transformers and vLLM load; quality.py measures what was lost and won.
 """
 
 from minillm.quantize.formats import NF4, Float8, Format, Int

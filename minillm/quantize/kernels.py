@@ -75,9 +75,10 @@ def multiply_dequantized(x: Tensor, weight: Tensor, quantizes_inputs: bool = Fal
 
 
 def round_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x: [rows, in] -> int8 [rows, in], and the scale of each row, [rows, 1]: its largest input is ±127."""
-    scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
-    return torch.round(x.float() / scale).to(torch.int8), scale
+    """x: [rows, in] -> int8 [rows, in], and the scale of each row, [rows, 1]: 255 steps span its largest input, twice,
+    as those of a symmetric `Int` span a weight."""
+    scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) * 2 / 255
+    return torch.round(x.float() / scale).clamp(-128, 127).to(torch.int8), scale
 
 
 def int4_layout(codes: Tensor, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor]:
