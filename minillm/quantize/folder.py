@@ -148,10 +148,15 @@ def read_layout(raw: dict, scale_dtype: torch.dtype = torch.bfloat16) -> Layout:
 def layout_of(layers: list[QuantizedLinear]) -> Layout:
     """ValueError if there is no layout for these layers, or not one for all."""
     kinds = {(layer.format, layer.quantizes_inputs) for layer in layers}
-    if len(kinds) != 1 or not isinstance(layers[0].format, Int | Float8):
-        found = ", ".join(sorted({str(layer.format) for layer in layers})) or "no quantized layer"
-        raise ValueError(f"compressed-tensors has no layout for {found}: use int8, int4 or float8 for all layers.")
-    format, quantizes_inputs = kinds.pop()
+    if len(kinds) != 1:
+        raise ValueError(f"the model's layers have {len(kinds)} formats: quantize all that are quantized alike.")
+    return layout_of_format(*kinds.pop())
+
+
+def layout_of_format(format: Format, quantizes_inputs: bool = False) -> Layout:
+    """ValueError for NF4, which compressed-tensors does not have."""
+    if not isinstance(format, Int | Float8):
+        raise ValueError(f"compressed-tensors has no layout for {type(format).__name__}: use integers or float8.")
     name = FLOATS if isinstance(format, Float8) else INTS if quantizes_inputs else PACKED
     return Layout(name, format, quantizes_inputs)
 
@@ -227,8 +232,7 @@ def save_quantized(model: Transformer, folder: str | Path, source: str | Path | 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """A folder beside `folder` that becomes it when the block ends; if it raises, nothing is left."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} holds something already: name a new folder.")
+    check_new(folder)
     draft = folder.absolute().with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
     try:
         draft.mkdir(parents=True)
@@ -236,6 +240,12 @@ def new_folder(folder: Path) -> Iterator[Path]:
         os.replace(draft, folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def check_new(folder: Path) -> None:
+    """ValueError if something is there already."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} holds something already: name a new folder.")
 
 
 def module_of(piece: Piece) -> str:

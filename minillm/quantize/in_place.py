@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from minillm.model.moe.experts import Experts
 from minillm.model.transformer import Block, Transformer
 from minillm.quantize.calibrate import Group, block_by_block, groups_of
 from minillm.quantize.experts import separate_experts
@@ -48,6 +49,10 @@ class Settings:
     @property
     def needs_text(self) -> bool:
         return self.method != "rtn"
+
+    @property
+    def quantizes_inputs(self) -> bool:
+        return self.method == "smoothquant"
 
 
 @dataclass(frozen=True)
@@ -138,7 +143,7 @@ def _rounded(layer: nn.Linear, group: Group, settings: Settings) -> QuantizedLin
         codes, grid = gptq(layer.weight, group.inputs.gram, settings.format, damping=settings.damping)
         bias = None if layer.bias is None else layer.bias.detach()
         return QuantizedLinear(settings.format, settings.format.pack(codes), grid, bias)
-    return QuantizedLinear.of(layer, settings.format, quantizes_inputs=settings.method == "smoothquant")
+    return QuantizedLinear.of(layer, settings.format, quantizes_inputs=settings.quantizes_inputs)
 
 
 def _relative_error(weight: Tensor, rounded: Tensor, group: Group) -> float:
@@ -151,17 +156,15 @@ def _stays(name: str, settings: Settings) -> bool:
 
 
 def _check_sizes(model: Transformer, settings: Settings) -> None:
-    quantized = 0
+    """ValueError before anything is changed. Stacked experts are asked for, though they are no layers yet."""
+    sizes = {name: module.in_features for name, module in model.named_modules() if type(module) is nn.Linear}
     for name, module in model.named_modules():
-        if name.startswith("blocks.") and type(module) is nn.Linear and not _stays(name, settings):
-            settings.format.check_size(module.in_features, name)
-            quantized += 1
-    for number, block in enumerate(model.blocks):
-        experts = getattr(block.mlp, "experts", None)
-        if experts is not None and hasattr(experts, "gate_up_proj"):
-            name = f"blocks.{number}.mlp.experts"
-            settings.format.check_size(experts.gate_up_proj.shape[-1], name)
-            settings.format.check_size(experts.down_proj.shape[-1], name)
-            quantized += 1
-    if not quantized:
+        if isinstance(module, Experts):
+            sizes |= {f"{name}.{part}": getattr(module, part).shape[-1] for part in ("gate_up_proj", "down_proj")}
+    sizes = {name: size for name, size in sizes.items() if name.startswith("blocks.")}
+    if unknown := [part for part in settings.skip if not any(part in name for name in sizes)]:
+        raise ValueError(f"skip {unknown[0]!r} is in no layer's name: give parts of names such as {next(iter(sizes))}.")
+    if not (chosen := {name: size for name, size in sizes.items() if not _stays(name, settings)}):
         raise ValueError(f"skip {', '.join(settings.skip)} leaves no layer to quantize: skip less.")
+    for name, size in chosen.items():
+        settings.format.check_size(size, name)

@@ -10,16 +10,11 @@ hundred times slower, so float32 inputs are rounded to bfloat16 first. The rows 
 a token has the same result alone, in a batch and in a prompt.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minillm.quantize.formats import Int, unpack_halves
-
-if TYPE_CHECKING:
-    from minillm.quantize.linear import QuantizedLinear
+from minillm.quantize.formats import Format, Int, unpack_halves
 
 INT4_GROUPS = (32, 64, 128, 256)  # what the kernel has been written for
 INT4_ROWS = 16  # outputs come in multiples of it
@@ -34,19 +29,18 @@ def has_packed_kernels() -> bool:
     return wanted and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512", "AMX")
 
 
-def choose(layer: "QuantizedLinear") -> str:
-    """The name of what multiplies with this layer's weights on its device."""
-    format, device = layer.format, layer.codes.device
+def choose(format: Format, outputs: int, groups: int, device: torch.device, quantizes_inputs: bool = False) -> str:
+    """The name of what multiplies with a layer's weights on a device. groups: scales of each output."""
     if not isinstance(format, Int) or device.type != "cpu":
         return DEQUANTIZE
-    per_channel = format.symmetric and layer.scale.shape[1] == 1 and format.bits == 8
-    if layer.quantizes_inputs and per_channel:
+    per_channel = format.symmetric and groups == 1 and format.bits == 8
+    if quantizes_inputs and per_channel:
         return W8A8
-    if layer.quantizes_inputs or not has_packed_kernels():
+    if quantizes_inputs or not has_packed_kernels():
         return DEQUANTIZE
     if per_channel:
         return INT8
-    fits = format.bits == 4 and format.group in INT4_GROUPS and layer.out_features % INT4_ROWS == 0
+    fits = format.bits == 4 and format.group in INT4_GROUPS and outputs % INT4_ROWS == 0
     return INT4 if fits else DEQUANTIZE
 
 

@@ -33,7 +33,7 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("scales_and_zeros", None)  # for the int4 kernel: 4 bytes a group beside scale and zero
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.kernel = kernels.DEQUANTIZE
-        self.use(kernels.choose(self))
+        self.use(self._fastest())
 
     @classmethod
     @torch.no_grad()
@@ -105,5 +105,9 @@ class QuantizedLinear(nn.Module):
         super()._apply(fn, recurse)
         for name, before in kept.items():
             setattr(self, name, before.to(getattr(self, name).device))
-        self.use(kernels.choose(self))
+        self.use(self._fastest())
         return self
+
+    def _fastest(self) -> str:
+        groups, device = self.scale.shape[1], self.codes.device
+        return kernels.choose(self.format, self.out_features, groups, device, self.quantizes_inputs)

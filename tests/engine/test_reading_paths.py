@@ -13,7 +13,7 @@ PATHS = {  # mechanism: (package, files in reading order, most lines of all)
     "attention in tiles": ("model/attention", "causal tiled tiled_triton", 700),
     "paged attention": ("model/paged", "cache tables backend gather loop", 500),
     "paged attention on a GPU": ("model/paged", "cache tables backend split triton", 600),
-    "loading a folder": ("model/hf", "load families rope experts weights", 770),
+    "loading a folder": ("model/hf", "load families rope experts weights", 800),
     "a mixture of experts": ("model/moe", "layer router permute experts balance", 700),
     "ZeRO-1 and 2": ("parallel/zero", "optimizer reducer ../data_parallel/reducer ../slices", 650),
     "FSDP": ("parallel/fsdp", "fully_shard param_group flat_param ../slices state", 1030),

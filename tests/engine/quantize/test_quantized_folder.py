@@ -211,7 +211,7 @@ def test_a_folder_that_holds_something_and_formats_without_a_layout_are_refused(
     with pytest.raises(ValueError, match="holds something already: name a new folder"):
         save_quantized(quantized(), tmp_path / "plain")
     assert sorted(os.listdir(tmp_path / "plain")) == before
-    with pytest.raises(ValueError, match="no layout for NF4"):
+    with pytest.raises(ValueError, match="no layout for NF4: use integers or float8"):
         save_quantized(quantized(settings=Settings(NF4(group=32))), tmp_path / "out")
     with pytest.raises(ValueError, match=r"lacks blocks.0.attention.k_proj.weight: save a quantized one with"):
         save_hf(quantized(), tmp_path / "out")
