@@ -6,6 +6,9 @@
 All are buffers, so no optimizer finds them. Gradients flow to the inputs, as an adapter beside frozen weights needs.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -79,21 +82,29 @@ class QuantizedLinear(nn.Module):
         else:
             self.codes, self.scales_and_zeros = self.format.pack(codes), None
         self.kernel = kernel
+        self._multiply = self._multiplication()
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, self.in_features)
-        if torch.is_grad_enabled() and x.requires_grad:
-            y = kernels.multiply_dequantized(rows, self.weight, self.quantizes_inputs)
-        elif self.kernel == kernels.INT8:
-            y = kernels.multiply_int8(rows, self.codes, self.scale[:, 0])
-        elif self.kernel == kernels.INT4:
-            y = kernels.multiply_int4(rows, self.codes, self.format.group, self.scales_and_zeros)
-        elif self.kernel == kernels.W8A8:
-            y = kernels.multiply_w8a8(rows, self.codes, self.scale[:, 0])
-        else:
-            y = kernels.multiply_dequantized(rows, self.weight, self.quantizes_inputs)
-        y = y if self.bias is None else y + self.bias
-        return y.reshape(*x.shape[:-1], self.out_features)
+        if x.requires_grad and torch.is_grad_enabled():
+            return self._dequantize_and_multiply(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+        y = self._multiply(x.reshape(-1, self.in_features))
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def _multiplication(self) -> Callable[[Tensor], Tensor]:
+        """What `forward` calls, with its tensors at hand: to look them up in the module would take as long as a small
+        product."""
+        if self.kernel == kernels.INT8:
+            given = {"codes": self.codes, "scale": self.scale[:, 0].bfloat16()}
+            return partial(kernels.multiply_int8, **given, bias=self.bias)
+        if self.kernel == kernels.INT4:
+            given = {"packed": self.codes, "group": self.format.group, "scales_and_zeros": self.scales_and_zeros}
+            return partial(kernels.multiply_int4, **given, bias=self.bias)
+        if self.kernel == kernels.W8A8:
+            return partial(kernels.multiply_w8a8, codes=self.codes, scale=self.scale[:, 0].float(), bias=self.bias)
+        return self._dequantize_and_multiply
+
+    def _dequantize_and_multiply(self, rows: Tensor) -> Tensor:
+        return kernels.multiply_dequantized(rows, self.weight, self.bias, self.quantizes_inputs)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.format}, kernel={self.kernel}"
