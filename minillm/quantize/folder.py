@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minillm.model.config import ModelConfig
@@ -28,9 +27,11 @@ from minillm.model.hf.weights import Stored
 from minillm.model.hf.write import write
 from minillm.model.transformer import Transformer
 from minillm.quantize.experts import PROJECTIONS, separate_experts
-from minillm.quantize.formats import FLOAT8, Float8, Format, Grid, Int, pack_halves, unpack_halves
+from minillm.quantize.formats import FLOAT8, Float8, Format, Grid, Int
+from minillm.quantize.hub import HubLayout, read_hub_layout
 from minillm.quantize.in_place import quantized_layers
 from minillm.quantize.linear import QuantizedLinear
+from minillm.quantize.words import from_words, to_words
 
 PACKED, INTS, FLOATS = "pack-quantized", "int-quantized", "float-quantized"
 PER_TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
@@ -116,8 +117,10 @@ class Layout:
         }
 
 
-def read_layout(raw: dict, scale_dtype: torch.dtype = torch.bfloat16) -> Layout:
+def read_layout(raw: dict, scale_dtype: torch.dtype = torch.bfloat16) -> Layout | HubLayout:
     """The layout that a `quantization_config` describes. ValueError for one that is not covered."""
+    if raw["quant_method"] in ("gptq", "awq"):
+        return read_hub_layout(raw, scale_dtype)
     groups = list((raw.get("config_groups") or {}).values())
     beyond = [key for key in ("kv_cache_scheme", "sparsity_config", "transform_config") if raw.get(key)]
     if beyond:
@@ -162,7 +165,12 @@ def layout_of_format(format: Format, quantizes_inputs: bool = False) -> Layout:
 
 
 def empty_model(
-    config: ModelConfig, held: dict[str, list[Piece]], layout: Layout, stored: Stored, device, dtype: torch.dtype
+    config: ModelConfig,
+    held: dict[str, list[Piece]],
+    layout: Layout | HubLayout,
+    stored: Stored,
+    device,
+    dtype: torch.dtype,
 ) -> Transformer:
     """The model with its quantized layers read. held: stored weight -> the pieces it holds, of the quantized ones.
     Other parameters have memory, and no values yet."""
@@ -259,17 +267,3 @@ def module_of(piece: Piece) -> str:
 def _parameter(piece: Piece, named: dict[str, Tensor]) -> Tensor:
     """Of a model whose experts are stacked, or are separate layers."""
     return (piece.of(named) if piece.name in named else named[f"{module_of(piece)}.weight"]).detach()
-
-
-def to_words(codes: Tensor, bits: int) -> Tensor:
-    """[rows, n] codes of -2^(bits - 1) .. -> [rows, n · bits / 32] int32, rows padded to whole words."""
-    codes = (codes.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8)
-    codes = F.pad(codes, (0, -codes.shape[1] % (32 // bits)))
-    return (pack_halves(codes) if bits == 4 else codes).contiguous().view(torch.int32)
-
-
-def from_words(words: Tensor, bits: int, size: int) -> Tensor:
-    """[rows, words] int32 -> [rows, size] codes, int8."""
-    codes = words.contiguous().view(torch.uint8)
-    codes = unpack_halves(codes) if bits == 4 else codes
-    return (codes[:, :size].to(torch.int16) - (1 << (bits - 1))).to(torch.int8)

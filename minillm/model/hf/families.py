@@ -270,10 +270,10 @@ def _check_keys(raw: dict, kind: str) -> None:
     for key, value in raw.items():
         if key == "quantization_config" and value:
             method = value.get("quant_method")
-            if method != "compressed-tensors":
+            if method not in ("compressed-tensors", "gptq", "awq"):
                 raise ValueError(
                     f"quantised checkpoints are not supported in the layout of {method!r}: load one in that of "
-                    "compressed-tensors, or the weights as they were trained."
+                    "compressed-tensors, gptq or awq, or the weights as they were trained."
                 )
             continue  # the layout is read with the weights
         if value is None or key in known or key.startswith("_"):

@@ -53,7 +53,7 @@ def load_hf(
     parameters = dict(Transformer(config, device="meta").named_parameters())
     held = stored_tensors(config, _raw(folder)["model_type"], parameters)
     shapes = {each: _shape([piece.of(parameters) for piece in pieces]) for each, pieces in held.items()}
-    layout, quantized = _layout(folder, held, stored), {}
+    layout, quantized = _layout(folder, stored), {}
     if layout is not None:
         quantized = {each: pieces for each, pieces in held.items() if layout.marker(each) in stored}
         for each in quantized:
@@ -103,16 +103,16 @@ def save_hf(model: Transformer, folder: str | Path, *, max_shard_bytes: int | No
     write(tensors, folder, max_shard_bytes=max_shard_bytes, beside={CONFIG: raw})
 
 
-def _layout(folder: Path, held: dict[str, list[Piece]], stored: weights.Stored):
+def _layout(folder: Path, stored: weights.Stored):
     """How the folder's layers are quantized (`minillm.quantize.folder.Layout`); None if they are not."""
     raw = _raw(folder).get("quantization_config")
     if not raw:
         return None
     from minillm.quantize.folder import read_layout  # which imports the model
 
-    scales = [f"{each}_scale" for each in held if f"{each}_scale" in stored]
+    scales = next((name for name in stored if name.endswith(("weight_scale", ".scales"))), None)
     try:
-        return read_layout(raw, stored[scales[0]].get_slice(scales[0])[:1].dtype if scales else torch.bfloat16)
+        return read_layout(raw, stored[scales].get_slice(scales)[:1].dtype if scales else torch.bfloat16)
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder / CONFIG}: {error}") from error
 

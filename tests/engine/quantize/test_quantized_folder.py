@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from minillm.model import ModelConfig, MoEConfig, Transformer, load_hf, save_hf
 from minillm.quantize import NF4, Float8, Int, Settings, kernels, quantize, quantized_layers
-from minillm.quantize.folder import from_words, save_quantized, to_words
+from minillm.quantize.folder import save_quantized
+from minillm.quantize.words import from_words, to_words
 
 PACKED4 = Int(bits=4, group=32, symmetric=False)
 FORMATS = {
@@ -132,6 +133,70 @@ def test_a_folder_that_compressed_tensors_wrote_is_read(bits, group, symmetric, 
     assert torch.allclose(found(ids()), model(ids()), atol=1e-4)
 
 
+def as_gptq(codes, scale, zero, group):
+    """AutoGPTQ's packing, a code at a time. codes: [out, in] of 0 .. 15; scale, zero: [out, groups]."""
+    outputs, inputs = codes.shape
+    words = torch.zeros(inputs // 8, outputs, dtype=torch.int64)
+    zeros = torch.zeros(inputs // group, outputs // 8, dtype=torch.int64)
+    for place in range(inputs):
+        words[place // 8] |= codes[:, place].long() << 4 * (place % 8)
+    for output in range(outputs):
+        zeros[:, output // 8] |= (zero[output].long() - 1) % 16 << 4 * (output % 8)
+    index = (torch.arange(inputs) // group).int()
+    return {"qweight": signed(words), "qzeros": signed(zeros), "scales": scale.T.contiguous(), "g_idx": index}
+
+
+def as_awq(codes, scale, zero, group):
+    """AutoAWQ's packing: the output at each place of a word, from the lowest bits up."""
+    outputs, inputs = codes.shape
+    words = torch.zeros(inputs, outputs // 8, dtype=torch.int64)
+    zeros = torch.zeros(inputs // group, outputs // 8, dtype=torch.int64)
+    for word in range(outputs // 8):
+        for place, output in enumerate((0, 2, 4, 6, 1, 3, 5, 7)):
+            words[:, word] |= codes[8 * word + output].long() << 4 * place
+            zeros[:, word] |= zero[8 * word + output].long() << 4 * place
+    return {"qweight": signed(words), "qzeros": signed(zeros), "scales": scale.T.contiguous()}
+
+
+def signed(words):
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_gptqs_and_awqs_own_layouts_are_read(method, tmp_path):
+    model, group = Transformer(ModelConfig(96, 64, 96, 2, 4, num_kv_heads=2, max_seq_len=64, init_std=0.2), seed=3), 32
+    save_hf(model, tmp_path)
+    tensors, draw = {}, torch.Generator().manual_seed(0)
+    for name, weight in load_file(tmp_path / "model.safetensors").items():
+        if "proj" not in name:
+            tensors[name] = weight
+            continue
+        codes = torch.randint(0, 16, weight.shape, generator=draw)
+        zero = torch.randint(0, 16, (len(weight), weight.shape[1] // group), generator=draw)
+        scale = (torch.rand(zero.shape, generator=draw) * 0.05 + 0.01).half()
+        stored = (as_gptq if method == "gptq" else as_awq)(codes, scale, zero, group)
+        tensors |= {name.removesuffix("weight") + part: each for part, each in stored.items()}
+        place = name.removesuffix(".weight").replace("model.layers", "blocks").replace("self_attn", "attention")
+        spread = [each.float().repeat_interleave(group, 1) for each in (zero, scale)]
+        model.get_submodule(place).weight.data = (codes - spread[0]) * spread[1]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": group, "desc_act": False}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    found = dequantizing(load_hf(tmp_path))
+    assert len(quantized_layers(found)) == 14 and torch.allclose(found(ids()), model(ids()), atol=1e-3)
+    save_quantized(found, tmp_path / "again")
+    assert torch.allclose(dequantizing(load_hf(tmp_path / "again"))(ids()), model(ids()), atol=1e-3)
+    if method == "gptq":
+        tensors[f"{Q}.g_idx"] = tensors[f"{Q}.g_idx"].flip(0)
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ValueError, match=r"the groups of .*q_proj.weight are out of order \(desc_act\): load"):
+            load_hf(tmp_path)
+    edited(tmp_path, bits=3)
+    with pytest.raises(ValueError, match=f"quantization_config of {method} has 3 bits"):
+        load_hf(tmp_path)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("size", [1, 7, 8, 33])
 def test_words_hold_codes_from_their_lowest_bits_up(bits, size):
@@ -164,7 +229,7 @@ def without(folder, name):
 
 Q = "model.layers.0.self_attn.q_proj"
 BROKEN = {
-    "other method": (lambda f: edited(f, quant_method="gptq"), "not supported in the layout of 'gptq': load one in"),
+    "other method": (lambda f: edited(f, quant_method="aqlm"), "not supported in the layout of 'aqlm': load one in"),
     "unknown format": (lambda f: edited(f, format="marlin-24"), "has format 'marlin-24', int of 4 bits by 'group'"),
     "3 bits": (lambda f: edited(f, config_groups__group_0__weights__num_bits=3), "bits 3 is not supported"),
     "index of groups": (lambda f: edited(f, config_groups__group_0__weights__actorder="group"), "without an index of"),
