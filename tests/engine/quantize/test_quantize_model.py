@@ -15,6 +15,7 @@ from minillm.quantize.experts import separate_experts
 from minillm.quantize.gptq import gptq
 from minillm.quantize.rescale import awq_factors, rescale
 from minillm.serve import LLM, SamplingParams
+from minillm.serve.speculate.registry import proposer_named
 
 INT4 = Int(bits=4, group=32, symmetric=False)
 FAMILIES = {
@@ -240,6 +241,23 @@ def test_the_engine_gives_the_tokens_of_a_naive_loop(format, family):
     llm = LLM(model, num_blocks=64, block_size=4, token_budget=9, max_num_seqs=3)
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12))
     assert [output.answers[0].ids for output in outputs] == expected
+
+
+def test_preemption_swap_forks_speculation_and_shared_prefixes_give_the_tokens_of_a_naive_loop():
+    model = small(max_seq_len=64)
+    quantize(model, Settings(INT4))
+    prompts = [ids()[0, :9].tolist() + row[:3].tolist() for row in ids(windows=4, seed=6)]
+    expected = [list(generate(model, prompt, 16)) for prompt in prompts]
+    for options in (
+        {"num_blocks": 14},  # too few for all: sequences are preempted
+        {"num_blocks": 14, "preemption": "swap"},
+        {"num_blocks": 64, "proposer": proposer_named("ngram", model), "k": 3},
+    ):
+        llm = LLM(model, block_size=4, max_num_seqs=4, **options)
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16))
+        assert [output.answers[0].ids for output in outputs] == expected
+        again = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16, n=2))
+        assert [answer.ids for output in again for answer in output.answers] == [e for e in expected for _ in range(2)]
 
 
 @pytest.mark.parametrize(
