@@ -36,6 +36,7 @@ GROUPS = {  # in the order in which a newcomer meets them: name -> (module, what
         "train": ("minillm.cli.train", "train a model on Python's source, or on your text"),
         "plot": ("minillm.cli.plot", "draw a run's loss and step times"),
         "train-heads": ("minillm.cli.train_heads", "train Medusa, EAGLE or early-exit heads on a model"),
+        "quantize": ("minillm.cli.quantize", "weights in 8 or 4 bits, written for others to load, and what it cost"),
         "generate": ("minillm.cli.generate", "write on from a prompt, or from a file of prompts"),
     },
     "Maintain": {

@@ -103,6 +103,15 @@ def gpu(cuda: Any = None, nccl: Callable[[], bool] | None = None) -> Line:
     return Line("gpu", "info", f"{names}; {'NCCL is available' if nccl() else 'NCCL is missing: ranks use gloo'}")
 
 
+def packed_kernels(found: Callable[[], bool] | None = None) -> Line:
+    """Information only: without them quantized weights are smaller, but not faster."""
+    from minillm.quantize.kernels import INT4, INT8, has_packed_kernels
+
+    if (found or has_packed_kernels)():
+        return Line("quantized", "info", f"int8 by {INT8}, int4 in groups by {INT4}, others dequantized first")
+    return Line("quantized", "info", "this CPU has no packed kernels: weights are dequantized first, and decode slower")
+
+
 def gloo(all_reduce: Callable[[], list[float]] | None = None) -> Line:
     """Start two ranks and let them add up."""
     from minillm.comm import HangError, RankError
@@ -184,7 +193,7 @@ def peers(version: Callable[[str], str] = metadata.version, which: Callable[[str
 
 
 CHECKS = (
-    python, torch, gpu, gloo, memory, cores, shared_memory, temporary, loopback, cache_folder, peers,
+    python, torch, gpu, packed_kernels, gloo, memory, cores, shared_memory, temporary, loopback, cache_folder, peers,
 )  # fmt: skip
 
 

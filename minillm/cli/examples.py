@@ -26,6 +26,10 @@ EXAMPLES = {
     ),
     "plot": ("plot first", "plot first --out pictures"),
     "train-heads": ("train-heads --kind medusa --export heads",),
+    "quantize": (
+        "quantize --method awq --bits 4 --group 128 --out target-int4 --report",
+        "quantize --bits 8 --report",
+    ),
     "generate": (
         'generate "def main"',
         'generate "def main" --temperature 0 --max-new-tokens 50',

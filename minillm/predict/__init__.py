@@ -2,7 +2,7 @@
 
 comms.py     collectives            roofline.py   what a device reaches        model.py   what a transformer costs
 faults.py    failures of large jobs, and how often to save
-training/    a step, axis by axis    serving/      queues and draft tokens      planner/   which layout to run
+training/    a step, axis by axis    serving/      queues, draft tokens, bits  planner/   which layout to run
 """
 
 from minillm.predict import comms, roofline

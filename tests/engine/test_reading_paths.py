@@ -15,7 +15,7 @@ PATHS = {  # mechanism: (package, files in reading order, most lines of all)
     "attention in tiles": ("model/attention", "causal tiled tiled_triton", 700),
     "paged attention": ("model/paged", "cache tables backend gather loop", 500),
     "paged attention on a GPU": ("model/paged", "cache tables backend split triton", 600),
-    "loading a folder": ("model/hf", "load families rope experts weights", 770),
+    "loading a folder": ("model/hf", "load families rope experts weights", 800),
     "a mixture of experts": ("model/moe", "layer router permute experts balance", 700),
     "DDP": ("parallel/data_parallel", "ddp reducer packing", 430),
     "ZeRO-1 and 2": ("parallel/zero", "optimizer reducer ../data_parallel/reducer ../sharding/slices", 650),
@@ -39,6 +39,7 @@ PATHS = {  # mechanism: (package, files in reading order, most lines of all)
         2000,
     ),
     "prefix cache": ("serve", "schedule/blocks schedule/sequence", 350),
+    "quantized weights": ("quantize", "formats linear kernels in_place", 720),
     "sampler": ("serve", "sample/reference sample/batch sample/selection", 480),
 }
 LONGER = {"cli/train.py": 333}  # than 330 lines; to be cut

@@ -269,7 +269,13 @@ def _check_keys(raw: dict, kind: str) -> None:
     known = COMMON.keys() | FAMILIES[kind].keys.keys() | HARMLESS
     for key, value in raw.items():
         if key == "quantization_config" and value:
-            raise ValueError("quantised checkpoints are not supported: load the weights as they were trained.")
+            method = value.get("quant_method")
+            if method not in ("compressed-tensors", "gptq", "awq"):
+                raise ValueError(
+                    f"quantised checkpoints are not supported in the layout of {method!r}: load one in that of "
+                    "compressed-tensors, gptq or awq, or the weights as they were trained."
+                )
+            continue  # the layout is read with the weights
         if value is None or key in known or key.startswith("_"):
             continue
         raise ValueError(

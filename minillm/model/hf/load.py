@@ -53,6 +53,11 @@ def load_hf(
     parameters = dict(Transformer(config, device="meta").named_parameters())
     held = stored_tensors(config, _raw(folder)["model_type"], parameters)
     shapes = {each: _shape([piece.of(parameters) for piece in pieces]) for each, pieces in held.items()}
+    layout, quantized = _layout(folder, stored), {}
+    if layout is not None:
+        quantized = {each: pieces for each, pieces in held.items() if layout.marker(each) in stored}
+        for each in quantized:
+            shapes |= layout.shapes(each, shapes.pop(each))
     if missing := sorted(shapes.keys() - stored.keys()):
         raise ValueError(f"{folder} lacks tensor {missing[0]}{_more(missing)}: its checkpoint is not complete.")
     if extra := sorted(name for name in stored.keys() - shapes.keys() if not _derived(name, config)):
@@ -64,8 +69,13 @@ def load_hf(
     found = stored[embedding].get_tensor(embedding).dtype
     if found not in DTYPES:
         raise ValueError(f"tensor {embedding} in {folder} is {found}: quantised checkpoints are not supported.")
-    model = Transformer(config, seed=None, device=device, dtype=dtype or found)
-    _fill(model, held, stored, progress)
+    if layout is None:
+        model = Transformer(config, seed=None, device=device, dtype=dtype or found)
+    else:
+        from minillm.quantize.folder import empty_model
+
+        model = empty_model(config, quantized, layout, stored, device, dtype or found)
+    _fill(model, {each: pieces for each, pieces in held.items() if each not in quantized}, stored, progress)
     return model
 
 
@@ -77,6 +87,9 @@ def save_hf(model: Transformer, folder: str | Path, *, max_shard_bytes: int | No
     what was there still loads. Other files in the folder, and other keys in its config.json, are kept.
     """
     folder = Path(folder)
+    whole = dict(Transformer(model.config, device="meta").named_parameters())
+    if missing := sorted(whole.keys() - dict(model.named_parameters()).keys()):
+        raise ValueError(f"the model lacks {missing[0]}: save a quantized one with minillm.quantize.save_quantized.")
     raw = config_to_hf(model.config, next(model.parameters()).dtype)
     raw = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | raw  # else transformers has its own
     check_folder(folder, model.config)
@@ -88,6 +101,20 @@ def save_hf(model: Transformer, folder: str | Path, *, max_shard_bytes: int | No
     held = stored_tensors(model.config, raw["model_type"], named)
     tensors = {each: [piece.of(named).detach() for piece in pieces] for each, pieces in held.items()}
     write(tensors, folder, max_shard_bytes=max_shard_bytes, beside={CONFIG: raw})
+
+
+def _layout(folder: Path, stored: weights.Stored):
+    """How the folder's layers are quantized (`minillm.quantize.folder.Layout`); None if they are not."""
+    raw = _raw(folder).get("quantization_config")
+    if not raw:
+        return None
+    from minillm.quantize.folder import read_layout  # which imports the model
+
+    scales = next((name for name in stored if name.endswith(("weight_scale", ".scales"))), None)
+    try:
+        return read_layout(raw, stored[scales].get_slice(scales)[:1].dtype if scales else torch.bfloat16)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder / CONFIG}: {error}") from error
 
 
 def check_folder(folder: Path, config: ModelConfig) -> None:

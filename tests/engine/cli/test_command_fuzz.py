@@ -161,6 +161,7 @@ def cut(place, monkeypatch):
         "minillm.cli.oracle": {"compare": accept},
         "minillm.cli.train": {"_run": accept},
         "minillm.cli.train_heads": {"train": accept},
+        "minillm.cli.quantize": {"save_quantized": accept},
     }.items():
         for name, instead in names.items():
             monkeypatch.setattr(f"{module}.{name}", instead)
@@ -178,6 +179,9 @@ CHEAP = {  # what makes each command whole and quick; several ways for one that 
     "generate": [["--model=model", "--max-new-tokens=2"], ["--model=model", "--max-new-tokens=2", "--speculate=ngram"]],
     "plan": [["--gpus=8", "--batch=8"], ["--gpus=8", "--serve", "--per-node=4"]],
     "plot": [["small"]],
+    "quantize": [
+        ["--model=model", "--data=file", "--seq-len=16", "--method=gptq", "--bits=8", "--windows=1", "--out=new"]
+    ],
     "train": [["--data=file", "--seq-len=16", "--batch-size=8"], ["--data=file", "--seq-len=16", "--pp=2", "--cp=2"]],
     "train-heads": [["--kind=medusa", "--model=model", "--data=file", "--seq-len=16"]],
 }

@@ -175,7 +175,7 @@ DAMAGE = {
         "key 'final_logit_softcapping' .* is not known for llama",
     ),
     "quantised by config": (
-        lambda f: edit_config(f, quantization_config=dict(quant_method="awq")),
+        lambda f: edit_config(f, quantization_config=dict(quant_method="bitsandbytes")),
         "quantised checkpoints are not supported",
     ),
     "rope factor": (lambda f: edit_config(f, rope_scaling=dict(rope_type="llama3")), "rope key 'factor' is missing"),

@@ -1,0 +1,88 @@
+"""Quantization: bytes, then error, then speed.
+
+    bits per weight    b + (scale + zero point) / group
+    error of rounding  Δ² / 12 on the mean, Δ / 2 at most, for steps of Δ        6.02 dB less noise with every bit
+    decode step        max(bytes of weights / bandwidth, 2 · batch · weights / FLOP/s)
+
+    speedup    bits before / bits after │ while both wait for memory
+                                        │ falls from `batch_of_full_speedup` on: the quantized weights wait no longer
+                                      1 │ from `batch_without_speedup` on: nor do the others, and both compute the same
+
+Error: Bennett 1948, "Spectra of quantized signals" (https://doi.org/10.1002/j.1538-7305.1948.tb01340.x), for steps that
+are small beside the spread of the weights. Speed: the roofline (`predict.roofline`). Low rank: Eckart and Young 1936
+(https://doi.org/10.1007/BF02288367).
+"""
+
+import math
+from collections.abc import Sequence
+
+
+def bits_per_weight(bits: int, group: int, *, scale_bits: float = 16, zero_bits: float = 0) -> float:
+    """Of a weight and its share of what its group keeps. group: weights that share a scale; all inputs of an output, if
+    there is one scale for each. NF4 with double quantization: scale_bits 8 + 32 / 256."""
+    _positive(bits=bits, group=group)
+    return bits + (scale_bits + zero_bits) / group
+
+
+def mean_squared_error(step: float) -> float:
+    """Of rounding to a multiple of `step`: Δ² / 12."""
+    _positive(step=step)
+    return step * step / 12
+
+
+def signal_to_noise_db(bits: int, peak_over_rms: float) -> float:
+    """10 · log10(mean square of the weights / mean square of the error), of 2^bits even steps over -peak .. peak.
+
+    6.02 · bits + 4.77 - 20 · log10(peak / rms): every bit gains 6.02 dB, and an outlier that doubles the peak costs as
+    much as a bit.
+    """
+    _positive(bits=bits, peak_over_rms=peak_over_rms)
+    step = 2 * peak_over_rms / 2**bits
+    return -10 * math.log10(mean_squared_error(step))
+
+
+def decode_seconds(weights: float, batch: int, bits: float, flops: float, bandwidth: float) -> float:
+    """At least, of one step of `batch` sequences. weights: how many; flops: FLOP/s; bandwidth: bytes/s of memory."""
+    _positive(weights=weights, batch=batch, bits=bits, flops=flops, bandwidth=bandwidth)
+    return max(weights * bits / 8 / bandwidth, 2 * batch * weights / flops)
+
+
+def speedup(batch: int, bits: float, bits_before: float, flops: float, bandwidth: float) -> float:
+    """Seconds of a decode step before quantization / after, if products take the same time with either."""
+    return decode_seconds(1, batch, bits_before, flops, bandwidth) / decode_seconds(1, batch, bits, flops, bandwidth)
+
+
+def batch_of_full_speedup(bits: float, flops: float, bandwidth: float) -> float:
+    """Up to this batch the quantized weights wait for memory, and the speedup is the ratio of the bits."""
+    _positive(bits=bits, flops=flops, bandwidth=bandwidth)
+    return bits / 16 * flops / bandwidth
+
+
+def batch_without_speedup(bits_before: float, flops: float, bandwidth: float) -> float:
+    """From this batch on the weights as they were do not wait for memory either: nothing is left to gain."""
+    return batch_of_full_speedup(bits_before, flops, bandwidth)
+
+
+def cache_bits_per_number(bits: int, head_dim: int, *, scale_bits: float = 16) -> float:
+    """Of keys and values with a scale for each token and head: the pool holds 16 / this times as many tokens."""
+    return bits_per_weight(bits, head_dim, scale_bits=scale_bits)
+
+
+def low_rank_error(singular_values: Sequence[float], rank: int) -> float:
+    """‖W - W_r‖ of the best matrix of that rank, Frobenius: √ of the sum of squares of the singular values left out."""
+    if not 0 <= rank <= len(singular_values):
+        raise ValueError(f"rank {rank} must lie in 0 .. {len(singular_values)}, the number of singular values.")
+    left_out = sorted(singular_values, reverse=True)[rank:]
+    return math.sqrt(sum(value * value for value in left_out))
+
+
+def low_rank_saves(outputs: int, inputs: int) -> int:
+    """The largest rank whose two factors, [out, r] and [r, in], hold fewer numbers than the matrix."""
+    _positive(outputs=outputs, inputs=inputs)
+    return (outputs * inputs - 1) // (outputs + inputs)
+
+
+def _positive(**values: float) -> None:
+    for name, value in values.items():
+        if not value > 0:
+            raise ValueError(f"{name} {value} must be above 0.")

@@ -1,0 +1,109 @@
+"""What multiplies with packed weights: torch's own kernels on the CPU, or dequantize and multiply.
+
+    int8 weights               torch._weight_int8pack_mm            reads a byte a weight
+    int4 weights, in groups    torch._weight_int4pack_mm_for_cpu    reads half a byte, in an order of its own
+    int8 weights and inputs    torch._int_mm                        sums of int8 products, in int32
+    all others, and a GPU      dequantize and multiply              right everywhere, and slower than not quantizing
+
+The packed kernels multiply in bfloat16 and sum in float32: with float32 inputs they fall back to a plain loop, a
+hundred times slower, so float32 inputs are rounded to bfloat16 first. The rows of a batch do not depend on each other:
+a token has the same result alone, in a batch and in a prompt.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minillm.quantize.formats import Format, Int, unpack_halves
+
+INT4_GROUPS = (32, 64, 128, 256)  # what the kernel has been written for
+INT4_ROWS = 16  # outputs come in multiples of it
+DEQUANTIZE, INT8, INT4, W8A8 = (
+    "dequantize", "torch._weight_int8pack_mm", "torch._weight_int4pack_mm_for_cpu", "torch._int_mm",
+)  # fmt: skip
+
+
+def has_packed_kernels() -> bool:
+    """Whether this CPU has torch's vectorised ones."""
+    wanted = hasattr(torch, "_weight_int8pack_mm") and hasattr(torch, "_weight_int4pack_mm_for_cpu")
+    return wanted and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512", "AMX")
+
+
+def choose(format: Format, outputs: int, groups: int, device: torch.device, quantizes_inputs: bool = False) -> str:
+    """The name of what multiplies with a layer's weights on a device. groups: scales of each output."""
+    if not isinstance(format, Int) or device.type != "cpu":
+        return DEQUANTIZE
+    per_channel = format.symmetric and groups == 1 and format.bits == 8
+    if quantizes_inputs and per_channel:
+        return W8A8
+    if quantizes_inputs or not has_packed_kernels():
+        return DEQUANTIZE
+    if per_channel:
+        return INT8
+    fits = format.bits == 4 and format.group in INT4_GROUPS and outputs % INT4_ROWS == 0
+    return INT4 if fits else DEQUANTIZE
+
+
+def multiply_int8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x: [rows, in]; codes: int8 [out, in]; scale: bfloat16 [out] -> [rows, out]."""
+    y = torch._weight_int8pack_mm(x.bfloat16().contiguous(), codes, scale).to(x.dtype)
+    return y if bias is None else y + bias
+
+
+def multiply_int4(
+    x: Tensor, packed: Tensor, group: int, scales_and_zeros: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """x: [rows, in]; packed, scales_and_zeros: of `int4_layout` -> [rows, out]."""
+    y = torch._weight_int4pack_mm_for_cpu(x.bfloat16().contiguous(), packed, group, scales_and_zeros).to(x.dtype)
+    return y if bias is None else y + bias
+
+
+def multiply_w8a8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Inputs rounded to int8, a scale for each token. x: [rows, in]; codes: int8 [out, in]; scale: float32 [out]."""
+    rounded, of_rows = round_inputs(x)
+    y = (torch._int_mm(rounded, codes.T).float() * of_rows * scale).to(x.dtype)
+    return y if bias is None else y + bias
+
+
+def multiply_dequantized(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, quantizes_inputs: bool = False
+) -> Tensor:
+    """x: [rows, in]; weight: [out, in]. quantizes_inputs: x is rounded to int8 and back first."""
+    if quantizes_inputs:
+        rounded, of_rows = round_inputs(x)
+        x = (rounded.float() * of_rows).to(x.dtype)
+    return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def round_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x: [rows, in] -> int8 [rows, in], and the scale of each row, [rows, 1]: 255 steps span its largest input, twice,
+    as those of a symmetric `Int` span a weight."""
+    scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) * 2 / 255
+    return torch.round(x.float() / scale).clamp(-128, 127).to(torch.int8), scale
+
+
+def int4_layout(codes: Tensor, scale: Tensor, zero: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What the int4 kernel reads. codes: -8 .. 7, [out, in]; scale, zero: [out, groups].
+
+    The kernel knows codes of 0 .. 15 that stand for (code - 8) · scale + offset, so a zero point becomes an offset.
+    """
+    packed = torch._convert_weight_to_int4pack_for_cpu((codes.int() + 8).contiguous(), 1)
+    offset = torch.zeros_like(scale) if zero is None else -zero * scale
+    return packed, torch.stack((scale.T, offset.T), dim=-1).bfloat16().contiguous()
+
+
+def codes_of_int4_layout(packed: Tensor) -> Tensor:
+    """The codes, -8 .. 7, [out, in], that `int4_layout` made `packed` of.
+
+    Where the kernel wants each code depends on the CPU, so that is asked: the numbers of the places go through the same
+    conversion, a hexadecimal digit at a time.
+    """
+    shape = len(packed), 2 * packed.shape[1]
+    numbers = torch.arange(packed.numel() * 2, dtype=torch.int32).view(shape)
+    places = torch.zeros(numbers.numel(), dtype=torch.int64)
+    for shift in range(0, (numbers.numel() - 1).bit_length(), 4):
+        digit = (numbers >> shift & 15).contiguous()
+        places += unpack_halves(torch._convert_weight_to_int4pack_for_cpu(digit, 1)).flatten().long() << shift
+    codes = torch.empty(numbers.numel(), dtype=torch.int8)
+    codes[places] = unpack_halves(packed).flatten().to(torch.int8) - 8
+    return codes.view(shape)

@@ -1,0 +1,124 @@
+"""`QuantizedLinear` takes the place of `nn.Linear`: it keeps codes and scales, and multiplies by the kernel for them.
+
+    nn.Linear          weight [out, in], 4 bytes each
+    QuantizedLinear    codes  [out, in], 1 or ½ byte each     scale [out, groups]     zero [out, groups] or None
+
+All are buffers, so no optimizer finds them. Gradients flow to the inputs, as an adapter beside frozen weights needs.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from minillm.quantize import kernels
+from minillm.quantize.formats import NF4, DoubleScales, Format, Grid
+
+
+class QuantizedLinear(nn.Module):
+    """x: [..., in] -> [..., out].
+
+    codes: as `format.pack` keeps them. quantizes_inputs: inputs are rounded to int8, a scale for each token (W8A8).
+    kernel: what multiplies (`kernels.choose`); `use` sets another.
+    """
+
+    def __init__(self, format: Format, codes: Tensor, grid: Grid, bias: Tensor | None, quantizes_inputs: bool = False):
+        super().__init__()
+        self.format, self.quantizes_inputs = format, quantizes_inputs
+        self.out_features, self.in_features = len(codes), format.unpack(codes[:1]).shape[1]
+        doubled = DoubleScales.of(grid.scale) if isinstance(format, NF4) and format.double else None
+        self.register_buffer("codes", codes)
+        self.register_buffer("scale", grid.scale.to(format.scale_dtype) if doubled is None else doubled.codes)
+        self.register_buffer("scale_largest", None if doubled is None else doubled.largest)
+        self.register_buffer("scale_mean", None if doubled is None else doubled.mean)
+        self.register_buffer("zero", None if grid.zero is None else grid.zero.to(torch.int8))
+        self.register_buffer("scales_and_zeros", None)  # for the int4 kernel: 4 bytes a group beside scale and zero
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+        self.kernel = kernels.DEQUANTIZE
+        self.use(self._fastest())
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, linear: nn.Linear, format: Format, grid: Grid | None = None, **options) -> "QuantizedLinear":
+        """A layer's weights, each rounded to the nearest value of the grid; None = the one that covers its groups."""
+        weight = linear.weight.detach().float()
+        format.check_size(weight.shape[1])
+        grid = grid or format.grid(weight)
+        codes = format.pack(format.encode(weight, grid.spread(weight.shape[1])))
+        bias = None if linear.bias is None else linear.bias.detach()
+        return cls(format, codes, grid, bias, **options)
+
+    @property
+    def weight(self) -> Tensor:
+        """[out, in], float32: what the codes stand for."""
+        return self.format.decode(self.unpacked(), self.grid.spread(self.in_features))
+
+    @property
+    def grid(self) -> Grid:
+        """Scales and zero points as they are kept, in float32."""
+        if self.scale_largest is not None:
+            return Grid(DoubleScales(self.scale, self.scale_largest, self.scale_mean).scale())
+        return Grid(self.scale.float(), None if self.zero is None else self.zero.float())
+
+    def unpacked(self) -> Tensor:
+        """[out, in] codes, one to an element."""
+        if self.kernel == kernels.INT4:
+            return kernels.codes_of_int4_layout(self.codes)
+        return self.format.unpack(self.codes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales, zero points and bias: what a folder holds of the layer."""
+        extra = 0 if self.scales_and_zeros is None else self.scales_and_zeros.nbytes
+        return sum(each.nbytes for each in (*self.buffers(), *self.parameters())) - extra
+
+    @torch.no_grad()
+    def use(self, kernel: str) -> None:
+        """Multiply with this kernel from here on. Codes change to its layout: they are never kept twice."""
+        codes = self.unpacked()
+        if kernel == kernels.INT4:
+            self.codes, self.scales_and_zeros = kernels.int4_layout(codes, *self.grid)
+        else:
+            self.codes, self.scales_and_zeros = self.format.pack(codes), None
+        self.kernel = kernel
+        self._multiply = self._multiplication()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad and torch.is_grad_enabled():
+            return self._dequantize_and_multiply(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+        y = self._multiply(x.reshape(-1, self.in_features))
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def _multiplication(self) -> Callable[[Tensor], Tensor]:
+        """What `forward` calls, with its tensors at hand: to look them up in the module would take as long as a small
+        product."""
+        if self.kernel == kernels.INT8:
+            given = {"codes": self.codes, "scale": self.scale[:, 0].bfloat16()}
+            return partial(kernels.multiply_int8, **given, bias=self.bias)
+        if self.kernel == kernels.INT4:
+            given = {"packed": self.codes, "group": self.format.group, "scales_and_zeros": self.scales_and_zeros}
+            return partial(kernels.multiply_int4, **given, bias=self.bias)
+        if self.kernel == kernels.W8A8:
+            return partial(kernels.multiply_w8a8, codes=self.codes, scale=self.scale[:, 0].float(), bias=self.bias)
+        return self._dequantize_and_multiply
+
+    def _dequantize_and_multiply(self, rows: Tensor) -> Tensor:
+        return kernels.multiply_dequantized(rows, self.weight, self.bias, self.quantizes_inputs)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {self.format}, kernel={self.kernel}"
+
+    def _apply(self, fn, recurse=True):
+        """Moves and casts of the model. Scales keep their dtype: a cast would change what the codes stand for."""
+        self.use(kernels.DEQUANTIZE)
+        kept = dict(self.named_buffers())
+        super()._apply(fn, recurse)
+        for name, before in kept.items():
+            setattr(self, name, before.to(getattr(self, name).device))
+        self.use(self._fastest())
+        return self
+
+    def _fastest(self) -> str:
+        groups, device = self.scale.shape[1], self.codes.device
+        return kernels.choose(self.format, self.out_features, groups, device, self.quantizes_inputs)
