@@ -2,29 +2,29 @@
 
 import random
 from collections import Counter
+from collections.abc import Iterator
 
 from course.kit.card import Card
-from course.kit.receipts import Receipt, receipt, row
+from course.kit.receipts import Row, row, titled
 from course.lab24_interview import deck, drills, spacing, tasks
 from course.shared.decisions import decide
 
 
-def the_deck() -> Receipt:
+@titled("the deck", open_rows=5)
+def the_deck() -> Iterator[Row]:
     """How many cards there are, by level, and that every number in them could be computed."""
     cards = deck.deck()
     levels = Counter(card.level for card in cards)
     computed = sum("{{" in card.template for card in cards)
     rendered = sum(bool(card.answer) for card in cards)
-    rows = [
-        row("cards", True, len(cards) >= 250),
-        row("    rendered", len(cards), rendered),
-        row("    with computed numbers", None, computed),
-        *(row(f"    {level}", None, levels[level]) for level in deck.LEVELS),
-        row("topics", None, len(deck.topics())),
-        row("kinds of numeric drills", None, len(drills.DRILLS)),
-        row("whiteboard tasks", True, len(tasks.of_topic("")) >= 20),
-    ]
-    return receipt("the deck", rows, open_rows=5)
+    yield row("cards", True, len(cards) >= 250)
+    yield row("    rendered", len(cards), rendered)
+    yield row("    with computed numbers", None, computed)
+    for level in deck.LEVELS:
+        yield row(f"    {level}", None, levels[level])
+    yield row("topics", None, len(deck.topics()))
+    yield row("kinds of numeric drills", None, len(drills.DRILLS))
+    yield row("whiteboard tasks", True, len(tasks.of_topic("")) >= 20)
 
 
 def question(seed: int = 1, topic: str = "") -> str:
@@ -48,10 +48,11 @@ def answer(kind: str, seed: int, guess: object) -> Card:
     return decide(drills.DRILLS[kind](random.Random(seed)), guess)
 
 
-def due() -> Receipt:
+@titled("what is due", open_rows=8)
+def due() -> Iterator[Row]:
     """Cards seen and due by topic, from your progress file."""
-    rows = [row(f"{topic}: due of {seen} seen", None, late) for topic, (seen, late, _) in spacing.due().items()]
-    return receipt("what is due", rows, open_rows=8)
+    for topic, (seen, late, _) in spacing.due().items():
+        yield row(f"{topic}: due of {seen} seen", None, late)
 
 
 CLAIMS = (the_deck,)
