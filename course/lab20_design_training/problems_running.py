@@ -200,18 +200,18 @@ def money_and_energy() -> Case:
     model = architecture("llama-3-405b")
     flops = TOKENS * model.training_flops(causal_context(8192))
     effective = 0.9  # Llama Team 2024, §3.3.4: more than 90 % of the time
-    found = bill(flops, GPUS, 989e12, 0.41, watts=WATTS, pue=1.1, price_per_hour=2.0)
+    actual = bill(flops, GPUS, 989e12, 0.41, watts=WATTS, pue=1.1, price_per_hour=2.0)
     ideal = bill(flops, GPUS, 989e12, 1.0, watts=WATTS, pue=1.1, price_per_hour=2.0)
     numbers = {
         "flops": f"{flops:.2g}",
-        "days": f"{found.days:.0f}",
-        "hours": f"{found.device_hours / 1e6:.0f} million",
-        "money": f"{found.money / 1e6:.0f} million",
-        "energy": f"{found.energy_mwh / 1e3:.0f} GWh",
-        "percent": f"{found.money / 1e8:.2g} million",
-        "with_failures": f"{found.days / effective:.0f}",
+        "days": f"{actual.days:.0f}",
+        "hours": f"{actual.device_hours / 1e6:.0f} million",
+        "money": f"{actual.money / 1e6:.0f} million",
+        "energy": f"{actual.energy_mwh / 1e3:.0f} GWh",
+        "percent": f"{actual.money / 1e8:.2g} million",
+        "with_failures": f"{actual.days / effective:.0f}",
         "published": f"{GPU_HOURS / 1e6:.1f} million",
-        "off": f"{found.device_hours / GPU_HOURS - 1:+.0%}",
+        "off": f"{actual.device_hours / GPU_HOURS - 1:+.0%}",
         "peak": f"{ideal.days:.0f}",
         "pue": f"{1.5 / 1.1 - 1:.0%}",
     }
@@ -226,20 +226,20 @@ def money_and_energy() -> Case:
             ),
             "days": Decision(
                 "days on 16,384 H100 at 41 % MFU",
-                found.days,
+                actual.days,
                 "days",
                 f"{flops:.2g} FLOPs / (16,384 · 989 TFLOP/s · 0.41); {numbers['with_failures']} if 90 % of the time is "
                 "effective, and as right if you say so.",
-                also=(found.days / effective,),
-                slips={ideal.days / found.days: "That is at the peak.", 24: "Those are hours."},
+                also=(actual.days / effective,),
+                slips={ideal.days / actual.days: "That is at the peak.", 24: "Those are hours."},
                 tolerance=0.15,
             ),
             "energy": Decision(
                 "energy in MWh at 700 W per GPU and a PUE of 1.1",
-                found.energy_mwh,
+                actual.energy_mwh,
                 "MWh",
                 f"{numbers['hours']} GPU-hours · 700 W · 1.1.",
-                also=(found.energy_mwh / effective,),
+                also=(actual.energy_mwh / effective,),
                 slips={1e3: "Those are kWh.", 1e-3: "Those are GWh.", 1 / 1.1: "Cooling is missing: a PUE of 1.1."},
                 tolerance=0.08,
             ),
